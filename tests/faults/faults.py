@@ -50,8 +50,8 @@ FAULTS = (
     Fault(
         name="one pad of a row can win",
         file="snapkv/ops/votes/top_k.py",
-        old="torch.arange(scores.shape[-1], device=scores.device) < pad_tokens[:, None]",
-        new="torch.arange(scores.shape[-1], device=scores.device) < pad_tokens[:, None] - 1",
+        old="scores.masked_fill(slots < pads, float",
+        new="scores.masked_fill(slots < pads - 1, float",
         tests=(
             "packages/snapkv/tests/policies/test_selection_contract.py",
             "packages/snapkv/tests/ops",
@@ -128,11 +128,7 @@ FAULTS = (
         file="snapkv/storage/ragged.py",
         old="tuple(self.head_tokens[row] for row in rows.tolist())",
         new="tuple(self.head_tokens[row] for row in sorted(rows.tolist()))",
-        tests=(
-            "packages/snapkv/tests/policies/test_uneven.py",
-            "packages/snapkv/tests/cache",
-            "packages/snapkv/tests/hf",
-        ),
+        tests=("packages/snapkv/tests/policies/test_uneven.py", "packages/snapkv/tests/sequences"),
     ),
     Fault(
         name="the last edge of ragged heads is read as a whole block",
@@ -143,16 +139,17 @@ FAULTS = (
     ),
     Fault(
         name="ragged attention lets a token see the next one",
-        file="snapkv/ops/ragged/grouped.py",
-        old="ahead.triu(longest + S - Q + 1)",
-        new="ahead.triu(longest + S - Q + 2)",
+        file="snapkv/ops/ragged/blocked.py",
+        old="hidden.triu(tokens - queries + 1)",
+        new="hidden.triu(tokens - queries + 2)",
         tests=("packages/snapkv/tests/ops/test_ragged.py",),
     ),
     Fault(
         name="a crop leaves the values of the tokens behind",
-        file="snapkv/storage/dense.py",
-        old="self.keys[..., :-tokens, :], self.values[..., :-tokens, :]",
-        new="self.keys[..., :-tokens, :], self.values[..., tokens:, :]",
+        file="snapkv/storage/base.py",
+        old="        for plane in self.planes:\n            plane.crop(tokens)\n",
+        new="        self.planes[0].crop(tokens)\n"
+        "        self.planes[1].states = self.planes[1].states[..., tokens:, :]\n",
         tests=("packages/snapkv/tests/hf/test_cache.py", "packages/snapkv/tests/cache"),
     ),
     Fault(
@@ -196,8 +193,8 @@ FAULTS = (
     Fault(
         name="offloaded rows keep the pads of other rows",
         file="snapkv/storage/offload.py",
-        old="rows=change(piece.rows), shift=change(piece.shift)",
-        new="rows=change(piece.rows)",
+        old="rows=piece.rows[rows], shift=piece.shift[rows]",
+        new="rows=piece.rows[rows]",
         tests=("packages/snapkv/tests/cache", "packages/snapkv/tests/hf"),
     ),
     Fault(
@@ -262,13 +259,13 @@ FAULTS = (
     Fault(
         name="H2O forgets what tokens received before",
         file="snapkv/policies/h2o.py",
-        old="step.scores + _received(step)",
-        new="_received(step)",
+        old="step.scores + self.rate(step)",
+        new="self.rate(step)",
         tests=("packages/snapkv/tests/policies",),
     ),
     Fault(
         name="AdaKV shares out a token too few",
-        file="snapkv/policies/allocation.py",
+        file="snapkv/policies/budget.py",
         old="order[: total - sum(whole)]",
         new="order[: total - sum(whole) - 1]",
         tests=("packages/snapkv/tests/policies",),

@@ -1,7 +1,6 @@
 """One tiny random model per family, built from its real config class; nothing is downloaded."""
 
 import functools
-from collections.abc import Callable
 
 import torch
 import transformers
@@ -83,6 +82,9 @@ IMPLEMENTATIONS = {family: ("sdpa", "eager") for family in FAMILIES} | {
     "gpt_oss": ("eager",),  # transformers' sdpa has no sinks
 }
 
+HYBRID = tuple(family for family in FAMILIES if _OWN[family].get("sliding_window"))
+"""Those that have layers with a sliding window beside full ones."""
+
 CASES = tuple(
     (family, implementation) for family in FAMILIES for implementation in IMPLEMENTATIONS[family]
 )
@@ -92,6 +94,71 @@ ONCE = tuple(
     for index, family in enumerate(FAMILIES)
 )
 """Every family under one attention, both in turns; the whole product is `CASES`."""
+
+# Smaller ones, one per kind of layer, for suites of many cases.
+
+_SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "head_dim": 8,
+}
+_SLIDING = {
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+}
+_LATENT = {
+    "head_dim": None,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 2,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 2,
+}
+_LINEAR = {
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention", "full_attention"],
+}
+KINDS = {
+    "llama": ("llama", "sdpa", {}),
+    "eager": ("llama", "eager", {}),
+    "qk-norm": ("qwen3", "sdpa", {}),
+    "sliding": ("gemma3_text", "sdpa", {"query_pre_attn_scalar": 8, **_SLIDING}),
+    "soft-cap": ("gemma2", "eager", {"query_pre_attn_scalar": 8, **_SLIDING}),
+    "no-rope": ("cohere2", "sdpa", {"logit_scale": 1.0, **_SLIDING}),
+    "part-rope": ("glm4", "sdpa", {}),
+    "latent": ("deepseek_v3", "sdpa", _LATENT),
+    "sinks": ("gpt_oss", "eager", {"num_local_experts": 2, **_SLIDING}),
+    "linear": ("qwen3_next", "sdpa", _LINEAR),
+}
+"""Family, attention implementation and settings, by what makes the kind special."""
+
+
+def small_config(kind: str, **changes):
+    """The config of a kind, as small as it can be and still have all that can go wrong."""
+    family, _, settings = KINDS[kind]
+    settings = {**_SMALL, **settings, **changes}
+    given = {name: value for name, value in settings.items() if value is not None}
+    return tiny_config(family, **given)
+
+
+@functools.cache
+def small_model(kind: str) -> PreTrainedModel:
+    """The model of a kind, with an attention that is peaked."""
+    return peaked_model(small_config(kind), KINDS[kind][1])
 
 
 def tiny_config(family: str, **changes):
@@ -120,9 +187,6 @@ def peaked_model(config, implementation: str) -> PreTrainedModel:
 def random_ids(batch: int, tokens: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCABULARY, (batch, tokens), generator=generator)
-
-
-ModelFactory = Callable[[str, str], PreTrainedModel]
 
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}

@@ -46,6 +46,13 @@ def unwrapped(model: PreTrainedModel, implementation: str) -> PreTrainedModel:
     return reference
 
 
+def masked_judge(model: PreTrainedModel) -> PreTrainedModel:
+    """An `unwrapped` copy that hides what it is told to."""
+    reference = unwrapped(model, "eager")
+    reference.set_attn_implementation("masked_oracle")
+    return reference
+
+
 def hidden_columns(cache, prompt_tokens: int, pads=None) -> dict[int, torch.Tensor]:
     """Per compressed layer (B, H, T) bool: the prompt columns the cache has dropped."""
     hidden = {}
@@ -63,28 +70,16 @@ def masked_decode_logits(
     model: PreTrainedModel, cache, ids: torch.Tensor, continuation: torch.Tensor, mask=None
 ) -> torch.Tensor:
     """Logits of feeding `continuation` token by token after the prompt `ids`, (B, N, V)."""
-    reference = unwrapped(model, "eager")
+    reference = masked_judge(model)
     full = DynamicCache(config=reference.config)
-    pads = None if mask is None else (mask == 0).sum(-1)
-    position = ids.shape[1]
-    reference.set_attn_implementation("masked_oracle")
+    mask, prompt = torch.ones_like(ids) if mask is None else mask, ids.shape[1]
+    pads = (mask == 0).sum(-1)
     reference(ids, past_key_values=full, attention_mask=mask, position_ids=_positions(ids, mask))
-    _hidden.update(hidden_columns(cache, position, pads))
     logits = []
-    try:
-        for step in range(continuation.shape[1]):
-            token = continuation[:, step : step + 1]
-            if mask is not None:
-                mask = torch.cat([mask, mask.new_ones(mask.shape[0], 1)], dim=1)
-            out = reference(
-                token,
-                past_key_values=full,
-                attention_mask=mask,
-                position_ids=_positions(token, mask, position + step),
-            )
-            logits.append(out.logits[:, -1])
-    finally:
-        _hidden.clear()
+    for token in continuation.split(1, dim=1):
+        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+        hidden, positions = hidden_columns(cache, prompt, pads), _positions(token, mask)
+        logits.append(masked_pass(reference, full, hidden, token, mask, positions)[:, -1])
     return torch.stack(logits, dim=1)
 
 
@@ -93,16 +88,11 @@ def stepwise_logits(
     model: PreTrainedModel, ids: torch.Tensor, tokens: torch.Tensor, hidden: list[dict]
 ) -> torch.Tensor:
     """Logits after the prompt and after every token, (B, 1 + N, V); `hidden` changes by step."""
-    reference = unwrapped(model, "eager")
-    reference.set_attn_implementation("masked_oracle")
+    reference = masked_judge(model)
     full = DynamicCache(config=reference.config)
     logits = [reference(ids, past_key_values=full).logits[:, -1]]
-    try:
-        for columns, token in zip(hidden, tokens.split(1, dim=1), strict=True):
-            _hidden.update(columns)
-            logits.append(reference(token, past_key_values=full).logits[:, -1])
-    finally:
-        _hidden.clear()
+    for columns, token in zip(hidden, tokens.split(1, dim=1), strict=True):
+        logits.append(masked_pass(reference, full, columns, token, None, None)[:, -1])
     return torch.stack(logits, dim=1)
 
 
@@ -110,13 +100,7 @@ def stepwise_logits(
 def masked_pass(reference: PreTrainedModel, full, hidden: dict, ids, mask, positions):
     """Logits (B, N, V) of one pass over a full cache, in which layers hide columns seen before.
 
-    Args:
-        reference: `unwrapped` with "masked_oracle".
-        full: transformers' own cache, which has read all that stands before.
-        hidden: per layer (B, H, seen) bool.
-        ids: (B, N).
-        mask: (B, seen + N) int64, zero for pads.
-        positions: (B, N).
+    `reference` is a `masked_judge`, `hidden` (B, H, seen) bool per layer.
     """
     _hidden.update(hidden)
     try:
@@ -129,9 +113,7 @@ def masked_pass(reference: PreTrainedModel, full, hidden: dict, ids, mask, posit
 
 def masked_generate(model: PreTrainedModel, cache, ids: torch.Tensor, **options) -> torch.Tensor:
     """`generate` on a full cache whose generated tokens see only what `cache` has kept."""
-    reference = unwrapped(model, "eager")
-    reference.set_attn_implementation("masked_oracle")
-    mask = options.get("attention_mask")
+    reference, mask = masked_judge(model), options.get("attention_mask")
     pads = None if mask is None else (mask == 0).sum(-1)
     _hidden.update(hidden_columns(cache, ids.shape[1], pads))
     try:
@@ -140,7 +122,5 @@ def masked_generate(model: PreTrainedModel, cache, ids: torch.Tensor, **options)
         _hidden.clear()
 
 
-def _positions(ids, mask, offset: int = 0):
-    if mask is None:
-        return torch.arange(offset, offset + ids.shape[1])[None].expand(ids.shape[0], -1)
+def _positions(ids, mask):
     return (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]

@@ -36,6 +36,7 @@ from snapkv.hf import fidelity
 from snapkv.kvzip import read_context
 from tests.decoding.heads import random_heads
 from tests.families import ONCE, random_ids, tiny_model
+from tests.pairs import pairs
 from tests.pretended import Pretended, pretending
 
 pytestmark = pytest.mark.devices
@@ -95,6 +96,16 @@ def require_same(monkeypatch):
     return require
 
 
+def new_cache(model, name):
+    policy, options = CACHES[name]
+    return CompressedCache(model, policy, **options)
+
+
+def generated(model, put, name="snapkv", ids=IDS, **options):
+    cache = new_cache(model, name)
+    return model.generate(put(ids), past_key_values=cache, **OPTIONS, **options)
+
+
 MIXED = {
     "sum": lambda here, there: there + here,
     "index of the host": lambda here, there: here[there.long()],
@@ -112,48 +123,31 @@ def test_tensors_of_two_devices_are_refused(mix):
 @pytest.mark.parametrize("pads", [0, 9])
 @pytest.mark.parametrize("name", CACHES)
 def test_every_method_and_storage(name, pads, require_same):
-    policy, options = CACHES[name]
     mask = torch.ones_like(IDS)
     mask[1, :pads] = 0
-
-    def run(model, put):
-        cache = CompressedCache(model, policy, **options)
-        return model.generate(put(IDS), attention_mask=put(mask), past_key_values=cache, **OPTIONS)
-
-    require_same(run)
+    require_same(lambda model, put: generated(model, put, name, attention_mask=put(mask)))
 
 
 @pytest.mark.parametrize(("family", "implementation"), ONCE)
 def test_every_family(family, implementation, require_same):
-    def run(model, put):
-        cache = CompressedCache(model, SNAPKV)
-        return model.generate(put(IDS), past_key_values=cache, **OPTIONS)
-
-    require_same(run, family, implementation)
+    require_same(lambda model, put: generated(model, put), family, implementation)
 
 
 @pytest.mark.parametrize("name", ["snapkv", "adakv", "h2o", "int4"])
 def test_beams(name, require_same):
-    def run(model, put):
-        cache = CompressedCache(model, CACHES[name][0], **CACHES[name][1])
-        return model.generate(put(IDS), past_key_values=cache, num_beams=3, **OPTIONS)
-
-    require_same(run)
+    require_same(lambda model, put: generated(model, put, name, num_beams=3))
 
 
-@pytest.mark.parametrize("name", ["snapkv", "static", "adakv", "full"])
-@pytest.mark.parametrize("drafts", ["medusa", "self", "prompt lookup"])
+@pairs(name=("snapkv", "static", "adakv", "full"), drafts=("medusa", "self", "prompt lookup"))
 def test_drafts(name, drafts, require_same):
     def run(model, put):
-        cache = CompressedCache(model, CACHES[name][0], **CACHES[name][1])
         options = {"prompt_lookup_num_tokens": 3}
         if drafts == "medusa":
-            heads = random_heads(model)
             tree = CandidateTree.likeliest([(0.3, 0.3)] * 3, 12)
-            options = {"custom_generate": Medusa(heads, tree)}
+            options = {"custom_generate": Medusa(random_heads(model), tree)}
         elif drafts == "self":
             options = {"custom_generate": SelfSpeculation()}
-        return model.generate(put(IDS[:1]), past_key_values=cache, **OPTIONS, **options)
+        return generated(model, put, name, IDS[:1], **options)
 
     require_same(run)
 
@@ -171,9 +165,7 @@ def test_drafts(name, drafts, require_same):
 def test_long_prompts(reading, require_same):
     def run(model, put):
         with reading(model):
-            return model.generate(
-                put(IDS), past_key_values=CompressedCache(model, SNAPKV), **OPTIONS
-            )
+            return generated(model, put)
 
     require_same(run)
 
@@ -203,8 +195,7 @@ def test_questions_to_a_document_that_was_saved(require_same, tmp_path):
 @pytest.mark.parametrize("name", ["snapkv", "static", "adakv", "int4", "h2o", "recall"])
 def test_a_saved_cache_goes_on(name, require_same, tmp_path):
     def run(model, put):
-        policy, options = CACHES[name]
-        cache, path = CompressedCache(model, policy, **options), tmp_path / model.device.type
+        cache, path = new_cache(model, name), tmp_path / model.device.type
         text = model.generate(put(IDS), past_key_values=cache, **OPTIONS)
         cache.save(path)
         loaded = CompressedCache.load(path, model)

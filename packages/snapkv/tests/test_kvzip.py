@@ -45,7 +45,7 @@ def plain_scores(model, ids):
     return best
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "deepseek_v3", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "deepseek_v3"])
 def test_what_is_kept_received_most_attention_while_the_text_was_repeated(family):
     model, ids = tiny_model(family, "eager"), random_ids(2, TOKENS)
     cache = read_context(model, ids, POLICY, instruction_ids=INSTRUCTION)
@@ -96,8 +96,7 @@ def plain_plus_scores(model, ids):
     return best
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(("family", "rows"), [("llama", 2), ("phi3", 1)])
 def test_plus_weighs_attention_by_what_it_adds_to_the_output(family, rows):
     model, ids = tiny_model(family, "eager"), random_ids(rows, TOKENS)
     policy, kept = replace(POLICY, plus=True), []
@@ -164,17 +163,14 @@ def test_pieces_are_as_short_as_the_positions_left():
     assert cache.report().kept_tokens == BUDGET
 
 
-def test_heads_may_keep_different_numbers():
+def test_heads_may_keep_different_numbers_and_all_may_keep_everything():
     model, ids = tiny_model("llama"), random_ids(1, TOKENS)
     cache = read_context(model, ids, AdaKV(POLICY))
     assert cache.report().kept_tokens == BUDGET
     counts = [(cache.kept_positions(i) >= 0).sum(-1).tolist() for i in range(4)]
     assert any(len(set(row[0])) > 1 for row in counts)
-
-
-def test_a_budget_of_everything_keeps_everything():
-    cache = read_context(tiny_model("llama"), random_ids(1, TOKENS), KVzip(100, window_size=4))
-    assert cache.report().held_bytes == cache.report().full_bytes
+    report = read_context(model, ids, KVzip(100, window_size=4)).report()
+    assert report.held_bytes == report.full_bytes
 
 
 def test_what_needs_no_second_reading_or_cannot_have_one_is_refused():

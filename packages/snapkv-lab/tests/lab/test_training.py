@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from snapkv import InvalidArgumentError
-from snapkv.app.answering_together import until_end
+from snapkv.app.answering import until_end
 from snapkv.app.models import LoadedModel
 from snapkv.app.settings import MedusaTraining
 from snapkv.decoding import load_heads

@@ -19,7 +19,6 @@ class _Compressed(FullAttentionSpec):
     """Tells vLLM how much a request may hold, by what the server's settings promise."""
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
-        """What the largest request may take."""
         settings = ServingSettings.from_config(vllm_config.additional_config)
         tokens = vllm_config.model_config.max_model_len
         most = settings.limits.most_held(tokens, settings.window_tokens)
@@ -51,11 +50,7 @@ def compressed(spec: FullAttentionSpec) -> FullAttentionSpec:
 
 
 def is_compressed(spec: Any) -> bool:
-    """Whether a KV cache group is compressed, by its spec.
-
-    Raises:
-        UnsupportedModelError: vLLM put layers into the group that are not.
-    """
+    """Whether a KV cache group is compressed, by its spec."""
     specs = getattr(spec, "kv_cache_specs", {"": spec}).values()  # of layers that differ in size
     found = {type(one) in COUNTERPARTS.values() for one in specs}
     if len(found) > 1 or any(_has_window_among_full(one) for one in specs):
@@ -125,7 +120,6 @@ class CompressedManager(FullAttentionManager):
         self._rooms[request_id] = self.block_pool.get_new_blocks(fresh_blocks), own
 
     def keep(self, request_id: str, order: Order) -> Move:
-        """Free the blocks that the kept tokens of a request do not need."""
         blocks = self.req_to_blocks[request_id]
         room = order.room_tokens(self.block_size)
         sources = _ids(blocks[: cdiv(order.held_tokens, self.block_size)])
@@ -242,7 +236,6 @@ class CompressedManager(FullAttentionManager):
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
     ) -> list[KVCacheBlock]:
-        """Give a request the blocks it lacks."""
         dropped = self.dropped_tokens.get(request_id, 0)
         blocks: list[KVCacheBlock] = super().allocate_new_blocks(
             request_id, num_tokens - dropped, num_tokens_main_model - dropped
@@ -283,12 +276,7 @@ def _ids(blocks: Sequence[KVCacheBlock]) -> tuple[int, ...]:
 
 
 class CompressedBlocks:
-    """The blocks of compressed requests, in all KV cache groups with full attention.
-
-    Args:
-        managers: those groups' managers, by the group's index.
-        plans: of all requests, which the scheduler goes on to write.
-    """
+    """The blocks of compressed requests, in all KV cache groups with full attention."""
 
     def __init__(
         self, managers: Mapping[int, CompressedManager], plans: Mapping[str, RequestPlan]

@@ -21,14 +21,11 @@ from snapkv_vllm.plans import Move, Order
 
 @dataclass
 class QueryRecorder:
-    """Captures the queries that will vote while vLLM's model runs, chunk by chunk.
+    """Captures the queries that will vote while vLLM's model runs, chunk by chunk."""
 
-    Attributes:
-        wanted: per request, which rows of the batch of this step.
-        recorded: per request and layer, (tokens, Hq, D) of every chunk so far.
-    """
-
+    # per request, which rows of the batch of this step
     wanted: dict[str, slice] = field(default_factory=dict)
+    # per request and layer, (tokens, Hq, D) of every chunk so far
     recorded: dict[str, dict[str, list[Tensor]]] = field(default_factory=dict)
 
     def listen(self, name: str, layer: VotingLayer) -> None:
@@ -42,11 +39,7 @@ class QueryRecorder:
         layer.listen(record)
 
     def take(self, request_id: str, name: str, window: int) -> Tensor:
-        """The queries of a request in a layer: (1, Hq, W, D).
-
-        Raises:
-            RuntimeError: others than the window's were captured; a vote would be silently off.
-        """
+        """The queries of a request in a layer: (1, Hq, W, D)."""
         chunks = self.recorded.get(request_id, {}).get(name, [])
         captured = sum(len(chunk) for chunk in chunks)
         if captured != window:
@@ -56,20 +49,11 @@ class QueryRecorder:
         return torch.cat(chunks).transpose(0, 1).unsqueeze(0)
 
     def forget(self, request_id: str) -> None:
-        """Drop what was put aside for a request."""
         self.recorded.pop(request_id, None)
 
 
 class Compressor:
-    """Chooses what stays of requests, and moves it.
-
-    Args:
-        groups: vLLM's attention layers by name, in the order of the model, of every KV cache group
-            that is compressed.
-        recorder: captures the queries that vote.
-        device: where the cache is.
-        heads: is told how many tokens each head keeps, where heads keep different numbers.
-    """
+    """Chooses what stays of requests, and moves it."""
 
     def __init__(
         self,
@@ -93,14 +77,7 @@ class Compressor:
             recorder.listen(name, layer)
 
     def bind_caches(self, block_tokens: Mapping[int, int]) -> None:
-        """Look up the layout of every layer, once vLLM has allocated the caches.
-
-        Args:
-            block_tokens: tokens in a block of each group.
-
-        Raises:
-            UnsupportedModelError: the caches are cut into other blocks than the scheduler counts.
-        """
+        """Look up the layout of every layer, once vLLM has allocated the caches."""
         self._block_tokens = dict(block_tokens)
         for group, layers in self._groups.items():
             for name, layer in layers.items():
@@ -114,7 +91,6 @@ class Compressor:
         self.documents = DocumentStates(self._runs, self._block_tokens, device=self._device)
 
     def forget(self, request: str) -> None:
-        """Drop what was put aside and noted for a request."""
         self._recorder.forget(request)
         self._received.pop(request, None)
 
@@ -191,14 +167,7 @@ class Compressor:
         return keep
 
     def _layer_of(self, run: LayerRun, request: str, tokens: int, keys: Tensor) -> PromptLayer:
-        """A run of layers as policies see them, with its layers as rows.
-
-        Args:
-            run: the layers.
-            request: whose they are shown for.
-            tokens: how many queries were put aside.
-            keys: (layers, H, held tokens, D).
-        """
+        """A run of layers as policies see them: rows of (layers, H, held tokens, D) keys."""
         queries = keys.new_empty(len(run.layers), run.first.heads, 0, keys.shape[-1])
         if tokens:
             taken = [

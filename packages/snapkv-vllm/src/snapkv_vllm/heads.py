@@ -19,14 +19,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class HeadPlaces:
-    """The places of heads that kept different numbers of tokens.
+    """The places of heads that kept different numbers of tokens."""
 
-    Args:
-        kept: (..., H) int64, tokens that every head of a layer kept at the prompt's end.
-        page_tokens: tokens in a page.
-    """
-
-    kept: Tensor
+    kept: Tensor  # (..., H) int64, tokens that every head of a layer kept at the prompt's end
     page_tokens: int
 
     def of_pages(self, pages: Tensor) -> Tensor:
@@ -44,14 +39,9 @@ class HeadPlaces:
         return torch.where(pages < first, before + pages, grown)
 
     def spread(self, states: Tensor, slots: int) -> Tensor:
-        """Lay out what the heads kept as the blocks that hold it.
+        """What the heads kept, (..., H, K, D), of each the last `kept`, as blocks hold it.
 
-        Args:
-            states: (..., H, K, D), of every head the last `kept` along K.
-            slots: tokens that the blocks hold; they must be enough.
-
-        Returns:
-            (..., H, slots, D): what lies in the place of every head, zero where nothing does.
+        That is (..., H, slots, D), what lies in the place of every head, zero where nothing does.
         """
         heads, longest, size = states.shape[-3:]
         position = torch.arange(longest, device=states.device)
@@ -77,20 +67,14 @@ class HeadPlaces:
 
 @dataclass(frozen=True)
 class HeadPages:
-    """The cache of a layer, in which each block is as many pages as there are KV heads.
+    """The cache of a layer, in which each block is as many pages as there are KV heads."""
 
-    Attributes:
-        cache: (pages, 1, block_tokens, 2 * D), a view; where the tokens of a block lie before its
-            heads in memory, pages overlap, and most numbers belong to no head of a block.
-        of_block: how far the number of a page moves from block to block.
-        of_head: the same from head to head.
-        heads: KV heads of a block.
-    """
-
+    # (pages, 1, block_tokens, 2 * D), a view; where the tokens of a block lie before its heads in
+    # memory, pages overlap, and most numbers belong to no head of a block
     cache: Tensor
-    of_block: int
-    of_head: int
-    heads: int
+    of_block: int  # how far the number of a page moves from block to block
+    of_head: int  # the same from head to head
+    heads: int  # KV heads of a block
 
     @classmethod
     def of(cls, cache: Tensor) -> Self:
@@ -104,27 +88,18 @@ class HeadPages:
         return cls(view, of_block, of_head, heads)
 
     def numbers(self, blocks: Tensor, places: Tensor) -> Tensor:
-        """The numbers of pages at some places, each in its block."""
         return blocks * self.of_block + places % self.heads * self.of_head
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """The requests of a batch whose heads hold their own numbers of tokens.
+    """The requests of a batch whose heads hold their own numbers of tokens."""
 
-    Attributes:
-        starts: where each one's tokens begin in the batch.
-        counts: how many tokens each has in this step.
-        rows: their numbers in the batch.
-        requests: their names.
-        is_whole: whether there are no others.
-    """
-
-    starts: Sequence[int] = ()
-    counts: Sequence[int] = ()
-    rows: Sequence[int] = ()
-    requests: tuple[str, ...] = ()
-    is_whole: bool = False
+    starts: Sequence[int] = ()  # where each one's tokens begin in the batch
+    counts: Sequence[int] = ()  # how many tokens each has in this step
+    rows: Sequence[int] = ()  # their numbers in the batch
+    requests: tuple[str, ...] = ()  # their names
+    is_whole: bool = False  # whether there are no others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,27 +107,18 @@ class Sequences:
     """Every head of some requests as a sequence with one KV head, in some layers that are alike.
 
     Sequences are ordered by request, then by head; their tokens lie one behind the other.
-
-    Attributes:
-        states: (N * Hkv,) int64, for every token of a sequence its place among a batch's tokens and
-            their heads, (tokens * Hkv).
-        in_order: whether those are the first of them, one after the other.
-        starts: (sequences + 1,) int32, where the tokens of each sequence begin.
-        most_new: tokens of the sequence that has the most of this step.
-        most_tokens: a number that no sequence is longer than.
-        lengths: (layers, sequences) int32, tokens held, with those of this step.
-        tables: (layers, sequences, pages) int32.
-        slots: (layers, N * Hkv) int64, where the keys and values of this step go.
     """
 
+    # (N * Hkv,) int64, for every token of a sequence its place among a batch's tokens and their
+    # heads, (tokens * Hkv)
     states: Tensor
-    in_order: bool
-    starts: Tensor
-    most_new: int
-    most_tokens: int
-    lengths: Tensor
-    tables: Tensor
-    slots: Tensor
+    in_order: bool  # whether those are the first of them, one after the other
+    starts: Tensor  # (sequences + 1,) int32, where the tokens of each sequence begin
+    most_new: int  # tokens of the sequence that has the most of this step
+    most_tokens: int  # a number that no sequence is longer than
+    lengths: Tensor  # (layers, sequences) int32, tokens held, with those of this step
+    tables: Tensor  # (layers, sequences, pages) int32
+    slots: Tensor  # (layers, N * Hkv) int64, where the keys and values of this step go
 
 
 def sequences(
@@ -163,15 +129,10 @@ def sequences(
     pages: HeadPages,
     most_tokens: int,
 ) -> Sequences:
-    """Lay out the heads of some requests as sequences.
+    """Lay out the heads of some requests as sequences, by (layers, requests, Hkv) places.
 
-    Args:
-        batch: the requests.
-        places: of (layers, requests, Hkv) heads.
-        generated: (requests,) tokens behind the prompt, with those of this step.
-        blocks: (requests, most blocks), the requests' own; what stands behind them is not used.
-        pages: of the layers' caches, which are alike.
-        most_tokens: of what any of their heads holds when the step is done, or a number above.
+    `generated` are (requests,) tokens behind the prompt, with those of this step; `blocks` are
+    (requests, most blocks), of which those behind a request's own are not used.
     """
     device, heads, page_tokens = blocks.device, pages.heads, places.page_tokens
     counts = torch.tensor(batch.counts).repeat_interleave(heads)
@@ -303,7 +264,6 @@ class HeadsAttention:
         return self._kept
 
     def holds_any(self, requests: Iterable[str]) -> bool:
-        """Whether any of these is one of them."""
         return any(request in self._kept for request in requests)
 
     def note(self, request: str, layer: str, kept: Tensor, prompt_tokens: int) -> None:
@@ -321,7 +281,6 @@ class HeadsAttention:
         self._kept[request] = self._documents[first_block]
 
     def forget(self, request: str) -> None:
-        """The request has ended, or begins anew."""
         if self._kept.pop(request, None) is not None:
             self._places.clear()  # another one may come under its name
 
@@ -443,7 +402,6 @@ class HeadsAttention:
 
 
 def _of_one_head(impl: Any) -> Any:
-    """A backend's implementation, for sequences with a single KV head."""
     alone = copy.copy(impl)
     alone.num_kv_heads, alone.num_heads = 1, impl.num_heads // impl.num_kv_heads
     return alone

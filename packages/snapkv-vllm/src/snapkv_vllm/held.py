@@ -13,10 +13,6 @@ class HeldTokens:
 
     The buffers live as long as the runner, so CUDA graphs that read them at their capture read the
     lengths of each step at their replay.
-
-    Args:
-        most_requests: rows of the largest batch, with padding.
-        device: where lengths are read.
     """
 
     def __init__(self, most_requests: int, device: torch.device) -> None:
@@ -26,12 +22,7 @@ class HeldTokens:
         self._any = False
 
     def enter(self, requests: Sequence[str], dropped: Mapping[str, int]) -> None:
-        """Take over what the requests of this step's batch have dropped.
-
-        Args:
-            requests: of the batch, row by row.
-            dropped: tokens dropped, of the requests that dropped any.
-        """
+        """Take over what the requests of this step's batch have dropped."""
         self.leave()
         self._any = any(request in dropped for request in requests)
         if self._any:

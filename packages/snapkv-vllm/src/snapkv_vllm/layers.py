@@ -28,7 +28,6 @@ class VotingLayer:
 
     @property
     def heads(self) -> int:
-        """Query heads, Hq."""
         heads: int = self.wrapped.num_heads
         return heads
 
@@ -74,17 +73,14 @@ class LatentLayer(VotingLayer):
 
     @property
     def cache(self) -> Tensor:
-        """See `VotingLayer`."""
         cache: Tensor = self.wrapped.kv_cache.unsqueeze(1)
         return cache
 
     @property
     def score_options(self) -> ScoreOptions:
-        """See `VotingLayer`."""
         return ScoreOptions(scaling=self.wrapped.scale)
 
     def listen(self, listener: Callable[[Tensor], None]) -> None:
-        """See `VotingLayer`."""
         forward = self.wrapped.forward_impl
 
         def forward_and_tell(query: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +97,6 @@ class LatentLayer(VotingLayer):
 
 
 def voting_layer(layer: Any) -> VotingLayer:
-    """What votes need of a layer of vLLM."""
     return LatentLayer(layer) if hasattr(layer, "kv_lora_rank") else VotingLayer(layer)
 
 
@@ -116,19 +111,12 @@ def attention_layers(vllm_config: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class LayerRun:
-    """Neighbouring layers of one KV cache group that are alike; rows of a batch.
+    """Neighbouring layers of one KV cache group that are alike; rows of a batch."""
 
-    Attributes:
-        group: index of vLLM's KV cache group.
-        depth: how many compressed layers come before the first.
-        layers: by name.
-        layout: of their caches.
-    """
-
-    group: int
-    depth: int
-    layers: Mapping[str, VotingLayer]
-    layout: Layout
+    group: int  # index of vLLM's KV cache group
+    depth: int  # how many compressed layers come before the first
+    layers: Mapping[str, VotingLayer]  # by name
+    layout: Layout  # of their caches
 
     @property
     def first(self) -> VotingLayer:
@@ -137,7 +125,6 @@ class LayerRun:
 
     @property
     def votes_impl(self) -> ops.Implementation:
-        """How votes are counted."""
         return "by_head" if self._half_on_cpu else "auto"
 
     def blocks_of(self, blocks: Sequence[int], block_tokens: int) -> Tensor:
@@ -151,10 +138,6 @@ class LayerRun:
         """The same layers, as many at a time as may be copied.
 
         In float32 on a CPU that is one, which votes bit for bit as in the library.
-
-        Args:
-            prompt_tokens: whose keys are read at a time.
-            kept_tokens: whose keys and values are held until they are written.
         """
         cache = self.first.cache
         of_keys = cache.element_size() * cache.shape[1] * cache.shape[3] // 2

@@ -8,7 +8,7 @@ batch, so that a step takes as few operations as can be.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -17,31 +17,7 @@ from snapkv.errors import UnsupportedModelError
 from snapkv.ops import gather_tokens
 
 
-class Layout(Protocol):
-    """Reads and writes tokens of the caches of a few layers that are alike."""
-
-    def part(self, layers: slice) -> Self:
-        """The same for some of the layers."""
-
-    def read_keys(self, blocks: Tensor, tokens: int) -> Tensor:
-        """The keys of the first tokens in these blocks: a copy, (layers, Hkv, T, D)."""
-
-    def pick(self, keys: Tensor, keep: Tensor) -> Tensor:
-        """Some of the keys that were read, (layers, Hkv, K, D), of every head those of `keep`."""
-
-    def read_values(self, blocks: Tensor, keep: Tensor) -> Tensor:
-        """The values of some tokens in these blocks: a copy, (layers, Hkv, K, D).
-
-        Args:
-            blocks: as above.
-            keep: (layers, Hkv or 1, K) int64, which tokens of every head.
-        """
-
-    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Put (layers, Hkv, K, D) keys and values into KV cache slots, the same for all heads."""
-
-
-def layout_of(layers: Sequence[Any]) -> Layout:
+def layout_of(layers: Sequence[Any]) -> "Layout":
     """The layout of some of vLLM's attention layers that are alike, once their caches are there."""
     return LAYOUTS[layers[0].get_attn_backend().get_name()](layers)
 
@@ -55,9 +31,8 @@ def slots(blocks: Tensor, tokens: int, block_tokens: int) -> Tensor:
 class PlainLayout:
     """FlashAttention's and Triton's: token by token, keys and values side by side.
 
-    Args:
-        caches: of each layer, (blocks, Hkv, block_tokens, 2 * D), however it lies in memory.
-        head_size: D.
+    Reads and writes the caches of a few layers that are alike, each of
+    (blocks, Hkv, block_tokens, 2 * D), however it lies in memory.
     """
 
     def __init__(self, caches: Sequence[Tensor], head_size: int) -> None:
@@ -65,20 +40,19 @@ class PlainLayout:
         self._head_size = head_size
 
     def part(self, layers: slice) -> Self:
-        """See `Layout`."""
         return type(self)(self._caches[layers], self._head_size)
 
     def read_keys(self, blocks: Tensor, tokens: int) -> Tensor:
-        """See `Layout`."""
+        """The keys of the first tokens in these blocks: a copy, (layers, Hkv, T, D)."""
         every = torch.arange(tokens, device=blocks.device).expand(len(self._caches), 1, tokens)
         return self._read(slice(None, self._head_size), blocks, every)
 
     def pick(self, keys: Tensor, keep: Tensor) -> Tensor:
-        """See `Layout`."""
+        """Some of the keys that were read, (layers, Hkv, K, D), of every head those of `keep`."""
         return gather_tokens(keys, keep)
 
     def read_values(self, blocks: Tensor, keep: Tensor) -> Tensor:
-        """See `Layout`."""
+        """The values of some tokens, (layers, Hkv or 1, K), in these blocks."""
         return self._read(slice(self._head_size, None), blocks, keep)
 
     def _read(self, half: slice, blocks: Tensor, tokens: Tensor) -> Tensor:
@@ -89,7 +63,7 @@ class PlainLayout:
         return torch.stack([cache[..., half][block, head, at] for cache, (block, at) in of_layers])
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """See `Layout`."""
+        """Put (layers, Hkv, K, D) keys and values into KV cache slots, the same for all heads."""
         block_tokens = self._caches[0].shape[2]
         block, token = slots // block_tokens, slots % block_tokens
         by_token = torch.cat([keys, values], dim=-1).transpose(1, 2)  # (layers, K, Hkv, 2 * D)
@@ -118,11 +92,7 @@ class CpuLayout:
 
     How is written down nowhere but in the kernel that writes it. So numbers that name their own
     place are written with that kernel and looked for afterwards, once per kind of block. Reads go
-    through the measured packing, writes through the kernel.
-
-    Args:
-        caches: of each layer, (blocks, Hkv, block_tokens, 2 * D).
-        isa: vLLM's name of the packing.
+    through the measured packing, writes through the kernel. Methods are those of `PlainLayout`.
     """
 
     def __init__(self, caches: Sequence[Tensor], isa: str) -> None:
@@ -132,22 +102,18 @@ class CpuLayout:
         self._head_size = twice // 2
 
     def part(self, layers: slice) -> Self:
-        """See `Layout`."""
         return type(self)(self._caches[layers], self._isa)
 
     def read_keys(self, blocks: Tensor, tokens: int) -> Tensor:
-        """See `Layout`."""
         return self._read(0, blocks)[:, :, :tokens]
 
     def pick(self, keys: Tensor, keep: Tensor) -> Tensor:
-        """See `Layout`."""
         if keys.stride(-2) != 1:
             return gather_tokens(keys, keep)
         columns = keep.unsqueeze(2).expand(-1, self._heads, self._head_size, -1)
         return keys.mT.gather(3, columns).mT
 
     def read_values(self, blocks: Tensor, keep: Tensor) -> Tensor:
-        """See `Layout`."""
         if not self._packings()[1].in_rows:
             return gather_tokens(self._read(1, blocks), keep)
         head = torch.arange(self._heads)[:, None]
@@ -174,7 +140,6 @@ class CpuLayout:
         return packing.read([self._halves(cache)[half] for cache in self._caches], blocks)
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """See `Layout`."""
         from vllm import _custom_ops as ops
 
         for cache, *states in zip(self._caches, keys, values, strict=True):
@@ -185,6 +150,8 @@ class CpuLayout:
 def _cpu(layers: Sequence[Any]) -> CpuLayout:
     return CpuLayout([layer.kv_cache for layer in layers], layers[0].isa)
 
+
+Layout = PlainLayout | CpuLayout
 
 LAYOUTS: dict[str, Callable[[Sequence[Any]], Layout]] = {
     "CPU_ATTN": _cpu,
@@ -212,16 +179,11 @@ _Axes = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class _Packing:
-    """Where the numbers of a block lie, token by token.
+    """Where the numbers of a block lie, token by token."""
 
-    Attributes:
-        places: (block_tokens * D,) int64.
-        tokens, numbers: the axes that the tokens of a block, and the numbers of a head, have in
-            memory; None where axes do not say it all. Copying by them is several times faster than
-            looking up every place.
-    """
-
-    places: Tensor
+    places: Tensor  # (block_tokens * D,) int64
+    # the axes that the tokens of a block, and the numbers of a head, have in memory; None where
+    # axes do not say it all. Copying by them is several times faster than looking up every place.
     tokens: _Axes | None = None
     numbers: _Axes | None = None
 
@@ -286,7 +248,6 @@ def _factors(number: int) -> list[int]:
 def _packings(
     isa: str, block_tokens: int, head_size: int, dtype: torch.dtype
 ) -> tuple[_Packing, _Packing]:
-    """How keys and values are packed."""
     numbers = torch.arange(block_tokens * head_size)
     found = [torch.zeros_like(numbers), torch.zeros_like(numbers)]
     power = 1

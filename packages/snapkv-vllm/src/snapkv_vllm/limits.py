@@ -22,23 +22,27 @@ SERVED_WHILE_GENERATING = ("r-kv", "tova", "streaming-llm")
 """Methods that evict by the last queries and what is held alone."""
 
 
-def entry_of(record: Any) -> dict[str, Any]:
-    """The fields of a dataclass that differ from the defaults, ready for `additional_config`."""
-    defaults = asdict(type(record)())
-    return {name: value for name, value in asdict(record).items() if value != defaults[name]}
+class Entry:
+    """A dataclass whose fields go into `additional_config` where they differ from the defaults."""
 
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """What `to_config` was called on; an unknown name is refused."""
+        known = [one.name for one in fields(cast(Any, cls))]
+        for name in config:
+            if name not in known:
+                remedy = f"leave it out{nearest(name, known)}"
+                raise wrong(cls.__name__.lower(), ", ".join(known), repr(name), remedy)
+        return cls(**config)
 
-def require_fields(what: str, kind: type[Any], entry: Mapping[str, Any]) -> None:
-    """Raise InvalidArgumentError where an entry has a name that is no field of a dataclass."""
-    known = [one.name for one in fields(kind)]
-    for name in entry:
-        if name not in known:
-            near = nearest(name, known)
-            raise wrong(what, ", ".join(known), repr(name), f"leave it out{near}")
+    def to_config(self) -> dict[str, Any]:
+        """What differs from the defaults, ready for JSON."""
+        own, defaults = asdict(cast(Any, self)), asdict(cast(Any, type(self)()))
+        return {name: value for name, value in own.items() if value != defaults[name]}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class Limits(Entry):
     """What a server promises of every request; a request may ask for less, never for more.
 
     Args:
@@ -61,47 +65,22 @@ class Limits:
     evict_every: int = DEFAULT_EVERY
 
     def __post_init__(self) -> None:
-        """Check every value by itself."""
         leasts = {"cap": 0, "chunk_tokens": 1, "decode_budget": 0, "evict_every": 1}
         for name, minimum in leasts.items():
             require_int(name, getattr(self, name), minimum)
         require_choice("decode_policy", self.decode_policy, SERVED_WHILE_GENERATING)
-        if 0 < self.decode_budget <= self.evict_every:
-            raise wrong(
-                "decode_budget",
-                f"more than the {self.evict_every} tokens between two evictions",
-                self.decode_budget,
-                "raise it, or lower evict_every",
-            )
-        if self.evict_every < (wanted := self.queries_of_answers):
-            raise wrong(
-                "evict_every",
-                f"at least {wanted}, as many queries as {self.decode_policy} looks at",
-                self.evict_every,
-                "raise it, or choose another decode_policy",
-            )
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """The limits out of what `to_config` gave; an unknown name is refused."""
-        require_fields("limits", cls, config)
-        return cls(**config)
-
-    def to_config(self) -> dict[str, Any]:
-        """Those that differ from the defaults, ready for JSON."""
-        return entry_of(self)
+        every = self.evict_every
+        if 0 < self.decode_budget <= every:
+            more = f"more than the {every} tokens between two evictions"
+            raise wrong("decode_budget", more, self.decode_budget, "raise it, or lower evict_every")
+        if every < (wanted := self.queries_of_answers):
+            least = f"at least {wanted}, as many queries as {self.decode_policy} looks at"
+            raise wrong("evict_every", least, every, "raise it, or choose another decode_policy")
 
     def cap_of(self, asked: int | None, policy: Policy | None, *, looks_ahead: bool) -> Cap | None:
-        """What a request's prompt is held to while it is read.
+        """What a prompt is held to while it is read, by what its request asks for, or nothing.
 
-        Args:
-            asked: by the request; None where it asks for nothing.
-            policy: that compresses the prompt; None where it is to stay whole.
-            looks_ahead: see `Cap`.
-
-        Raises:
-            InvalidArgumentError: more than the server's cap, or a method that cannot hold to one.
-            InvalidTypeError: not an integer.
+        Refuses more than the server's cap, or a method that cannot hold to one.
         """
         tokens = self.cap if asked is None else asked
         require_int("cap", tokens, minimum=1 if self.cap else 0, maximum=self.cap or MOST)
@@ -127,29 +106,18 @@ class Limits:
     def growth_of(
         self, asked: int | None, prompt_policy: Policy | None, *, protect_first: int
     ) -> Growth | None:
-        """What a request's prompt and answer are held to while the answer grows.
+        """What prompt and answer are held to while the answer grows, as `cap_of` says of prompts.
 
-        Args:
-            asked: by the request; None where it asks for nothing.
-            prompt_policy: that compresses the prompt; None where it is to stay whole.
-            protect_first: first tokens that stay.
-
-        Raises:
-            InvalidArgumentError: more than the server's budget, or too little for what is kept of
-                the prompt.
-            InvalidTypeError: not an integer.
+        `prompt_policy` is None where the prompt is to stay whole.
         """
         tokens, every = self.decode_budget if asked is None else asked, self.evict_every
         require_int("decode_budget", tokens, minimum=0)
         if not self.decode_budget:
-            if tokens:
-                raise wrong(
-                    "decode_budget",
-                    "none on this server, which lets answers grow",
-                    tokens,
-                    "leave it out, or start the server with --decode-budget",
-                )
-            return None
+            if not tokens:
+                return None
+            none = "none on this server, which lets answers grow"
+            remedy = "leave it out, or start the server with --decode-budget"
+            raise wrong("decode_budget", none, tokens, remedy)
         require_int("decode_budget", tokens, minimum=1, maximum=self.decode_budget)
         if prompt_policy is None:
             least = "at least 1 where answers are held to a budget"
@@ -158,14 +126,10 @@ class Limits:
             none = "none with adakv, whose heads hold different numbers of tokens"
             remedy = "leave it out, or serve with --policy snapkv"
             raise wrong("decode_budget", none, tokens, remedy)
-        if tokens < (least_tokens := kept_tokens(prompt_policy, MOST) + every):
-            raise wrong(
-                "decode_budget",
-                f"at least {least_tokens}, what is kept of a prompt and the {every} tokens between "
-                "two evictions",
-                tokens,
-                "raise it, or lower the budget or evict_every",
-            )
+        if tokens < (needed := kept_tokens(prompt_policy, MOST) + every):
+            beside = f"what is kept of a prompt and the {every} tokens between two evictions"
+            remedy = "raise it, or lower the budget or evict_every"
+            raise wrong("decode_budget", f"at least {needed}, {beside}", tokens, remedy)
         policy = self._evicting(tokens - every)
         require_first_protected(policy, protect_first)
         return Growth(
@@ -173,7 +137,6 @@ class Limits:
         )
 
     def _evicting(self, kept_tokens: int) -> EvictingPolicy:
-        """The method that keeps so many."""
         kind: Callable[..., Policy] = POLICIES[self.decode_policy]
         options: dict[str, dict[str, Any]] = {
             RKV.name: {"evict_every": self.evict_every},
@@ -195,12 +158,7 @@ class Limits:
         return queries_of(self._evicting(self.decode_budget - self.evict_every))
 
     def most_read(self, tokens: int, window_tokens: int) -> int:
-        """The most that any request holds while a prompt of so many tokens is read.
-
-        Args:
-            tokens: of the longest prompt.
-            window_tokens: of the longest window that votes.
-        """
+        """The most that a request holds while a prompt of so many tokens is read."""
         return min(tokens, self.cap + self.chunk_tokens + window_tokens) if self.cap else tokens
 
     def most_held(self, tokens: int, window_tokens: int) -> int:

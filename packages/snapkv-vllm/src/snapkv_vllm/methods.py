@@ -47,15 +47,7 @@ def parameters_of(method: str) -> list[str]:
 
 @dataclass(frozen=True)
 class ProtectingFirst(Policy):
-    """Shows another method the first tokens as protected, as `CompressedCache(protect=...)` does.
-
-    Args:
-        policy: what chooses, with its budget; they count towards that.
-        first_tokens: how many, at least 1.
-
-    Raises:
-        InvalidArgumentError: the budget has no room for them.
-    """
+    """Shows another method the first tokens as protected, like `CompressedCache(protect=...)`."""
 
     name: ClassVar[str] = "protecting-first"
 
@@ -63,31 +55,25 @@ class ProtectingFirst(Policy):
     first_tokens: int
 
     def __post_init__(self) -> None:
-        """Check that they fit."""
         require_first_protected(self.policy, self.first_tokens)
 
     @property
     def query_tokens(self) -> int:
-        """What the method wants."""
         return self.policy.query_tokens
 
     def select(self, layer: PromptLayer) -> Selection | None:
-        """What the method keeps beside them."""
         return self.policy.select(self._protected(layer))
 
     def require_cap(self, cap_tokens: int) -> None:
-        """Raise unless the method can hold to the cap."""
         self.policy.require_cap(cap_tokens)
 
     def select_under_cap(self, layer: PromptLayer, cap_tokens: int) -> Selection:
-        """What the method holds beside them; they are the first that are held."""
         return self.policy.select_under_cap(self._protected(layer), cap_tokens)
 
     def _protected(self, layer: PromptLayer) -> PromptLayer:
         return replace(layer, protected=protected_first(layer, self.first_tokens))
 
     def describe(self) -> dict[str, Any]:
-        """The method's own, and how many tokens are protected."""
         return self.policy.describe() | {"protect_first": self.first_tokens}
 
 

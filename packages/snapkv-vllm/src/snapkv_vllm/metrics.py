@@ -26,10 +26,6 @@ class Stopwatch:
 
     On a CPU that is at once. On an accelerator events are laid around the work, which the host does
     not wait for, and `report` tells of those that the device has passed.
-
-    Args:
-        device: where the work runs.
-        observe: is told seconds.
     """
 
     def __init__(self, device: torch.device, observe: Callable[[float], None]) -> None:
@@ -86,12 +82,7 @@ def _labels(vllm_config: Any) -> tuple[str, str]:
 
 
 def compression_stopwatch(vllm_config: Any, device: Any) -> Stopwatch:
-    """What times a worker's compressions; the first worker of an engine speaks for all.
-
-    Args:
-        vllm_config: names the model and the engine in the labels.
-        device: of the worker.
-    """
+    """What times a worker's compressions; the first worker of an engine speaks for all."""
     from vllm.distributed import get_pp_group, get_tp_group
 
     if not (get_tp_group().is_first_rank and get_pp_group().is_first_rank):
@@ -100,11 +91,7 @@ def compression_stopwatch(vllm_config: Any, device: Any) -> Stopwatch:
 
 
 class PromptMetrics:
-    """Counts prompts as they end.
-
-    Args:
-        vllm_config: names the model and the engine in the labels.
-    """
+    """Counts prompts as they end."""
 
     def __init__(self, vllm_config: Any) -> None:
         self._labels = _labels(vllm_config)
@@ -141,7 +128,6 @@ class PromptMetrics:
 
 @functools.cache
 def _document_series() -> dict[str, Any]:
-    """The time series of a front end that shares documents."""
     from prometheus_client import Counter, Gauge
 
     labels = ("model_name",)
@@ -159,26 +145,19 @@ def _document_series() -> dict[str, Any]:
 
 
 class DocumentMetrics:
-    """Counts shared documents, in the process that answers requests.
-
-    Args:
-        model_name: in the labels.
-    """
+    """Counts shared documents, in the process that answers requests."""
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
         self._series = _document_series()
 
     def standing(self, documents: int, document_bytes: int) -> None:
-        """Say how many there are now, and what all of them take."""
         self._series["documents"].labels(self._model_name).set(documents)
         self._series["bytes"].labels(self._model_name).set(document_bytes)
 
     def asked(self, tokens_not_read: int) -> None:
-        """Count one request that was answered from a document."""
         self._series["requests"].labels(self._model_name).inc()
         self._series["not_read"].labels(self._model_name).inc(tokens_not_read)
 
     def dropped(self, reason: str) -> None:
-        """Count one document that went: deleted, or least_used."""
         self._series["dropped"].labels(self._model_name, reason).inc()

@@ -6,7 +6,13 @@ Neither torch nor vLLM is needed here.
 from collections.abc import Mapping
 from typing import Any
 
-from snapkv.errors import InvalidArgumentError, InvalidTypeError
+from snapkv.errors import (
+    InvalidArgumentError,
+    InvalidTypeError,
+    OutOfMemoryError,
+    OutputError,
+    SnapKVError,
+)
 
 PREFIX = "snapkv_"
 """What the names of a request's own settings begin with, in `extra_args` and `vllm_xargs`."""
@@ -21,6 +27,9 @@ LIMITS = ("cap", "decode_budget")
 DOCUMENT = "document"
 """Names what a request's prompt begins with, on servers that share documents."""
 
+ENDPOINTS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
+"""Where requests may name a document, and the field that it is the beginning of."""
+
 _OF_METHODS = ("budget", "window_size", "kernel_size", "pooling", "decay", "safeguard")
 
 OF_A_REQUEST = (*_OF_METHODS, PROTECT_FIRST, *LIMITS)
@@ -32,17 +41,33 @@ _LONGEST_NAME = 100
 _LONGEST = 60
 """Characters of what a client sent that are said again, or looked at, in one piece."""
 
+UNKNOWN, TAKEN, BUSY, NO_ROOM = 404, 409, 503, 507
 
-def wrong(name: str, expected: str, got: object, remedy: str) -> InvalidArgumentError:
+
+class RefusedError(InvalidArgumentError):
+    """What a client has sent is refused, with the `status` of an HTTP response."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def wrong(name: str, expected: str, got: object, remedy: str, status: int = 400) -> RefusedError:
     """What is said of a value that is refused."""
-    return InvalidArgumentError(f"{name}: expected {expected}, got {got}; {remedy}")
+    return RefusedError(f"{name}: expected {expected}, got {got}; {remedy}", status)
+
+
+def status_of(error: SnapKVError) -> int:
+    """The status of the HTTP response to an error of this package."""
+    if isinstance(error, RefusedError):
+        return error.status
+    return NO_ROOM if isinstance(error, OutOfMemoryError | OutputError) else 400
 
 
 def own_settings(given: Mapping[Any, Any]) -> dict[str, Any]:
     """A request's settings by their names without the prefix; other names belong to others.
 
-    Raises:
-        InvalidArgumentError: a name that lacks the prefix or spells it otherwise.
+    A name that lacks the prefix, or spells it otherwise, is refused.
     """
     own = {}
     for name, value in given.items():
@@ -66,13 +91,8 @@ def meant(name: object) -> str | None:
     return f"{PREFIX}budget" if begun else None
 
 
-def require_document_name(argument: str, value: object) -> str:
-    """A document's name, which also stands in the path of a URL.
-
-    Raises:
-        InvalidTypeError: not a text.
-        InvalidArgumentError: one that is no name.
-    """
+def require_document_name(argument: str, value: object) -> None:
+    """Refuse what is no name of a document; it also stands in the path of a URL."""
     if not isinstance(value, str):
         raise InvalidTypeError(
             f"{argument}: expected a document's name, got something of type "
@@ -83,7 +103,6 @@ def require_document_name(argument: str, value: object) -> str:
         characters = f"1 to {_LONGEST_NAME} printable characters"
         expected = f"{characters}, none of them a slash and not dots alone"
         raise wrong(argument, expected, f"'{shown(value)}'", "pass a name such as contract")
-    return value
 
 
 def shown(name: str) -> str:
@@ -93,12 +112,7 @@ def shown(name: str) -> str:
 
 
 def require_readable(name: str, value: Any) -> None:
-    """Raise where a value is none, or longer than any setting, before anybody prints it.
-
-    Raises:
-        InvalidTypeError: there is none.
-        InvalidArgumentError: it is too long.
-    """
+    """Refuse a value that is none, or longer than any setting, before anybody prints it."""
     if value is None:
         raise InvalidTypeError(f"{name}: expected a value, got none; leave {name} out")
     try:

@@ -23,16 +23,10 @@ def queries_of(policy: EvictingPolicy) -> int:
 
 @dataclass(frozen=True)
 class Choice:
-    """Chooses by what the workers have put aside and by the keys that a request holds.
+    """Chooses by what the workers have put aside and by the keys that a request holds."""
 
-    Attributes:
-        stage: when it does, in a word for the metrics.
-        fills_pages: whether every head then keeps a multiple of a page's tokens.
-        policy: the method.
-    """
-
-    stage: ClassVar[str]
-    fills_pages: ClassVar[bool] = False
+    stage: ClassVar[str]  # when it does, in a word for the metrics
+    fills_pages: ClassVar[bool] = False  # whether every head then keeps whole pages
 
     policy: Policy
 
@@ -49,15 +43,10 @@ class Choice:
     def keep(self, layer: PromptLayer, kept_tokens: int) -> Tensor | None:
         """Which of the held tokens stay.
 
-        Args:
-            layer: of all that is held; the layers of a run are rows of the batch.
-            kept_tokens: how many are to stay, K.
-
         Returns:
             (layers, H or 1, K) int64, ascending, behind a leading run of -1 where heads keep
             different numbers; None where the method keeps everything.
         """
-        del kept_tokens  # the policy knows
         selection = self.policy.select(layer)
         return None if selection is None else selection.keep_indices
 
@@ -70,49 +59,35 @@ class EndOfPrompt(Choice):
 
 @dataclass(frozen=True)
 class UnderCap(Choice):
-    """What stays for now of a prompt that is still coming in.
-
-    Attributes:
-        ahead_tokens: how many of the last tokens were read ahead and do not stay.
-    """
+    """What stays for now of a prompt that is still coming in."""
 
     stage = "reading"
     parts_heads = False
 
-    ahead_tokens: int
+    ahead_tokens: int  # how many of the last tokens were read ahead and do not stay
 
     def keep(self, layer: PromptLayer, kept_tokens: int) -> Tensor:
-        """See `Choice`."""
         selection = self.policy.select_under_cap(layer, kept_tokens + self.ahead_tokens)
         return selection.keep_indices[..., :kept_tokens]
 
 
 @dataclass(frozen=True)
 class WhileGenerating(Choice):
-    """What stays while an answer grows.
-
-    Attributes:
-        policy: is shown no columns, as the methods that are served need none.
-        queries: how many of the last ones it sees, fewer than it wants where the answer has just
-            begun.
-        protect_first: first tokens that stay.
-    """
+    """What stays while an answer grows."""
 
     stage = "generating"
     parts_heads = False
 
-    policy: EvictingPolicy
+    policy: EvictingPolicy  # is shown no columns, as the methods that are served need none
+    # how many of the last ones it sees, fewer than it wants where the answer has just begun
     queries: int
-    protect_first: int
+    protect_first: int  # first tokens that stay
 
     @property
     def query_tokens(self) -> int:
-        """See `Choice`."""
         return self.queries
 
     def keep(self, layer: PromptLayer, kept_tokens: int) -> Tensor | None:
-        """See `Choice`."""
-        del kept_tokens  # the policy knows
         first = self.protect_first
         step = DecodeStep(
             queries=layer.queries,
@@ -130,21 +105,15 @@ class WhileGenerating(Choice):
 
 @dataclass(frozen=True)
 class SecondReading(Choice):
-    """What stays of a document that has been read twice.
-
-    Attributes:
-        policy: `KVzip`, or `AdaKV` around it, whose heads keep whole pages.
-        document_tokens: how many of the tokens held are the document's, the first ones.
-    """
+    """What stays of a document that has been read twice, by `KVzip`, or `AdaKV` around it."""
 
     stage = "document"
     fills_pages = True
     query_tokens = 0
 
-    document_tokens: int
+    document_tokens: int  # of those held, the first ones
 
     def keep(self, layer: PromptLayer, kept_tokens: int) -> Tensor | None:
-        """See `Choice`; the layer has what the second reading noted."""
         first = slice(self.document_tokens)
         document = replace(layer, keys=layer.keys[:, :, first], values=layer.values[:, :, first])
         return super().keep(document, kept_tokens)
@@ -155,17 +124,11 @@ class SecondReading(Choice):
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """Where the blocks of a request lie before and after it is compressed.
+    """Where the blocks of a request lie before and after it is compressed."""
 
-    Attributes:
-        group: index of vLLM's KV cache group.
-        sources: the blocks that hold its tokens.
-        targets: the blocks that hold the kept tokens; some of the sources, or others.
-    """
-
-    group: int
-    sources: tuple[int, ...]
-    targets: tuple[int, ...]
+    group: int  # index of vLLM's KV cache group
+    sources: tuple[int, ...]  # the blocks that hold its tokens
+    targets: tuple[int, ...]  # the blocks that hold the kept tokens; some of the sources, or others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,10 +136,6 @@ class Ahead:
     """Tokens that are read behind a prompt's own, and forgotten when they have voted.
 
     The prompt's last ones behind a piece of it, or a part of a text that is read again.
-
-    Attributes:
-        first_position: the true position of the first of them.
-        token_ids: their ids.
     """
 
     first_position: int
@@ -184,39 +143,24 @@ class Ahead:
 
     @property
     def rows(self) -> tuple[Sequence[int], Sequence[int]]:
-        """Ids and true positions."""
         first = self.first_position
         return self.token_ids, range(first, first + len(self.token_ids))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What the workers do with one request in the step that carries the order.
-
-    Attributes:
-        choice: what chooses the tokens that stay.
-        query_tokens: how many of the request's last tokens in this step have queries that the
-            choice wants, which are put aside.
-        seen_tokens: that count as computed when the step is done.
-        held_tokens: of which keys and values are cached then, those read ahead among them.
-        ends: whether the choice is made behind this step; what was put aside is then forgotten.
-        kept_tokens: how many stay.
-        ahead: what the last tokens of the step are, where they are not the next ones.
-        steps_back: how many tokens fewer than have been computed count as computed from then on.
-        noted_tokens: of how many first tokens the attention is noted that the queries pay them.
-        moves: what happens to the blocks of each compressed KV cache group.
-    """
+    """What the workers do with one request in the step that carries the order."""
 
     choice: Choice
-    query_tokens: int
-    seen_tokens: int
-    held_tokens: int
-    ends: bool
-    kept_tokens: int
-    ahead: Ahead | None = None
-    steps_back: int = 0
-    noted_tokens: int = 0
-    moves: tuple[Move, ...] = ()
+    query_tokens: int  # of the step's last ones, whose queries are put aside for the choice
+    seen_tokens: int  # that count as computed when the step is done
+    held_tokens: int  # of which keys and values are cached then, those read ahead among them
+    ends: bool  # whether the choice is made behind this step; what was put aside is then forgotten
+    kept_tokens: int  # how many stay
+    ahead: Ahead | None = None  # the step's last tokens, where they are not the next ones
+    steps_back: int = 0  # how many tokens that were computed do not count from then on
+    noted_tokens: int = 0  # first ones, of which the attention is noted that the queries pay them
+    moves: tuple[Move, ...] = ()  # what happens to the blocks of each compressed KV cache group
 
     @property
     def parts_heads(self) -> bool:
@@ -224,7 +168,6 @@ class Order:
         return self.choice.parts_heads
 
     def room_tokens(self, block_tokens: int) -> int:
-        """See `room_tokens`."""
         return room_tokens(self.choice, self.kept_tokens, self.held_tokens, block_tokens)
 
     @property
@@ -244,74 +187,48 @@ def room_tokens(choice: Choice, kept: int, held: int, block_tokens: int) -> int:
     return kept
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Beginning:
     """What workers are told of a request that begins with a document.
 
-    Attributes:
-        document_tokens: that count as computed.
-        kept_tokens: that are held of those, per KV head.
-        first_block: in the first of the compressed KV cache groups, which tells documents apart.
-        parts_heads: whether the heads of a layer hold different numbers of tokens.
+    `first_block` tells documents apart whose heads hold different numbers of tokens; None for
+    others.
     """
 
-    document_tokens: int
-    kept_tokens: int
-    first_block: int
-    parts_heads: bool
-
-    @property
-    def dropped_tokens(self) -> int:
-        """Tokens of the document that are not held."""
-        return self.document_tokens - self.kept_tokens
+    dropped_tokens: int
+    first_block: int | None
 
 
 # Plans.
 
 
 class RequestPlan:
-    """When a request is compressed, as the scheduler asks and the blocks do; here never.
-
-    Attributes:
-        shared_tokens: from the first on, whose keys and values are those of every request's; None:
-            all. Behind them a request may have read ahead, or have dropped what others would see.
-        reusable_tokens: how much of a cached prefix the request may reuse; None: all.
-    """
+    """When a request is compressed, as the scheduler asks and the blocks do; here never."""
 
     @property
     def shared_tokens(self) -> int | None:
-        """See above."""
+        """First tokens whose keys and values are those of every request's; None: all.
+
+        Behind them a request may have read ahead, or have dropped what others would see.
+        """
         return None
 
     @property
     def reusable_tokens(self) -> int | None:
-        """See above."""
+        """How much of a cached prefix the request may reuse; None: all."""
         return None
 
     def step_tokens(self, seen_tokens: int, held_tokens: int, offered_tokens: int) -> int:
-        """How many tokens a step computes, so that none runs past the next compression.
+        """How many tokens a step computes, those read ahead among them.
 
-        Args:
-            seen_tokens: computed before the step.
-            held_tokens: how many are held.
-            offered_tokens: how many there is room for.
-
-        Returns:
-            Those read ahead are among them.
+        So that none runs past the next compression.
         """
         return offered_tokens
 
     def order(
         self, seen_tokens: int, held_tokens: int, step_tokens: int, prompt_ids: Sequence[int]
     ) -> Order | None:
-        """What the workers do in a step; None where there is nothing to do beside it.
-
-        Args:
-            seen_tokens: computed before the step.
-            held_tokens: how many are held.
-            step_tokens: what `step_tokens` allowed.
-            prompt_ids: the ids of the whole prompt.
-        """
+        """What the workers do in a step; None where there is nothing to do beside it."""
         return None
 
     def room(self, seen_tokens: int, held_tokens: int, step_tokens: int, block_tokens: int) -> int:
@@ -332,52 +249,33 @@ class RequestPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Cap:
-    """Holds a prompt to a number of tokens while it is read, as `prefill.chunked` does.
+    """Holds a prompt to a number of tokens while it is read, as `prefill.chunked` does."""
 
-    Attributes:
-        most_tokens: held between two pieces.
-        chunk_tokens: read between two compressions.
-        looks_ahead: whether the prompt's last tokens vote on every piece; else the piece's own do.
-            They cannot where layers of another kind read them too, which cannot forget them.
-    """
-
-    most_tokens: int
-    chunk_tokens: int
+    most_tokens: int  # held between two pieces
+    chunk_tokens: int  # read between two compressions
+    # whether the prompt's last tokens vote on every piece; else the piece's own do. They cannot
+    # where layers of another kind read them too, which cannot forget them.
     looks_ahead: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Growth:
-    """Holds an answer to a number of tokens while it grows.
+    """Holds an answer to a number of tokens while it grows."""
 
-    Attributes:
-        policy: evicts.
-        most_tokens: of prompt and answer that are held when a token has been generated.
-        evict_every: generated tokens between two evictions; so many are dropped at once.
-        protect_first: first tokens that stay, of the prompt and, where it is shorter, the answer.
-    """
-
-    policy: EvictingPolicy
-    most_tokens: int
-    evict_every: int
-    protect_first: int = 0
+    policy: EvictingPolicy  # evicts
+    most_tokens: int  # of prompt and answer that are held when a token has been generated
+    evict_every: int  # generated tokens between two evictions; so many are dropped at once
+    protect_first: int = 0  # tokens that stay, of the prompt and, where it is shorter, the answer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compression:
-    """One compression of a request.
+    """One compression of a request."""
 
-    Attributes:
-        at: how many tokens are computed when it happens.
-        kept_tokens: how many stay.
-        choice: what chooses them.
-        ahead_tokens: how many of the prompt's last tokens are read with the step that reaches `at`.
-    """
-
-    at: int
+    at: int  # how many tokens are computed when it happens
     kept_tokens: int
     choice: Choice
-    ahead_tokens: int = 0
+    ahead_tokens: int = 0  # of the prompt's last, read with the step that reaches `at`
 
     @property
     def needed_tokens(self) -> int:
@@ -387,17 +285,10 @@ class Compression:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(RequestPlan):
-    """When a request is compressed that has a prompt of its own, and to how much.
-
-    Attributes:
-        prompt_tokens: length of the prompt.
-        policy: compresses the prompt; None leaves it whole.
-        cap: holds it to a number of tokens while it is read; or None.
-        growth: does so with the answer; or None.
-    """
+    """When a request is compressed that has a prompt of its own, and to how much."""
 
     prompt_tokens: int
-    policy: Policy | None = None
+    policy: Policy | None = None  # compresses the prompt; None leaves it whole
     cap: Cap | None = None
     growth: Growth | None = None
 
@@ -438,7 +329,6 @@ class Plan(RequestPlan):
         return Compression(at=at, kept_tokens=kept, choice=choice)
 
     def step_tokens(self, seen_tokens: int, held_tokens: int, offered_tokens: int) -> int:
-        """See `RequestPlan`."""
         compression = self.next(seen_tokens, held_tokens)
         if compression is None:
             return offered_tokens
@@ -451,7 +341,6 @@ class Plan(RequestPlan):
     def order(
         self, seen_tokens: int, held_tokens: int, step_tokens: int, prompt_ids: Sequence[int]
     ) -> Order | None:
-        """See `RequestPlan`."""
         compression = self.next(seen_tokens, held_tokens)
         if compression is None:
             return None
@@ -479,7 +368,6 @@ class Plan(RequestPlan):
         )
 
     def room(self, seen_tokens: int, held_tokens: int, step_tokens: int, block_tokens: int) -> int:
-        """See `RequestPlan`."""
         compression = self.next(seen_tokens, held_tokens)
         if compression is None:
             return 0
@@ -491,18 +379,15 @@ class Plan(RequestPlan):
 
     @property
     def shared_tokens(self) -> int | None:
-        """See `RequestPlan`."""
         first = self.next(0, 0)
         return None if first is None else first.at
 
     @property
     def reusable_tokens(self) -> int | None:
-        """See `RequestPlan`."""
         first = self.next(0, 0)
         return None if first is None else max(0, first.at - first.needed_tokens)
 
     def most_held(self, tokens: int) -> int:
-        """See `RequestPlan`."""
         read = min(tokens, self.prompt_tokens)
         if self.cap is not None and self.policy is not None:
             most = self.cap.most_tokens + self.cap.chunk_tokens + self.policy.query_tokens
@@ -516,6 +401,5 @@ class Plan(RequestPlan):
         return max(read, grown)
 
     def spare_tokens(self, block_tokens: int) -> int:
-        """See `RequestPlan`."""
         apart = self.policy is not None and parts_heads(self.policy)
         return block_tokens - 1 if apart else 0

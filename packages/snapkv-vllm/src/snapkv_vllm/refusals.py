@@ -1,35 +1,33 @@
 """What cannot be served with compressed prompts, by name, before the first request."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
-from snapkv.errors import InvalidArgumentError, UnsupportedModelError
+from snapkv.errors import UnsupportedModelError
 from snapkv.policies import TOVA, AdaKV
-from snapkv_vllm.documents.keepable import IN_A_FOLDER
 from snapkv_vllm.documents.words import Errand
 from snapkv_vllm.layouts import LAYOUTS
 from snapkv_vllm.limits import Limits
-from snapkv_vllm.names import wrong
+from snapkv_vllm.names import RefusedError, wrong
 from snapkv_vllm.plans import Plan
 from snapkv_vllm.settings import ServingSettings
 
-_Rule = tuple[str, Callable[[Any], Any], str]
-
 ONE_SERVER = "each would have documents of its own; leave --api-server-count or --share out"
 """What is said where several processes would answer requests, and documents are shared."""
+
+_STOCK = "serve the model with stock vLLM"
+_WEIGHTS = "their files say which weights have read them, by those in the model's folder; leave"
+_UNQUANTISED = ("auto", "float16", "bfloat16", "float32")
 
 
 def _settings(vllm_config: Any) -> ServingSettings:
     return ServingSettings.from_config(vllm_config.additional_config)
 
 
-def _shares(vllm_config: Any) -> bool:
-    return _settings(vllm_config).sharing is not None
-
-
-def _evicts_by(vllm_config: Any, policy: str) -> bool:
-    limits = _settings(vllm_config).limits
-    return bool(limits.decode_budget) and limits.decode_policy == policy
+def serves_heads_apart(vllm_config: Any) -> bool:
+    """Whether heads of a layer may keep different numbers of tokens on this server."""
+    return _settings(vllm_config).policy == AdaKV.name
 
 
 def _shortest_step(vllm_config: Any) -> int:
@@ -46,75 +44,24 @@ def _graphs_of_prompts(vllm_config: Any) -> bool:
     return bool(mode is not None and mode.mixed_mode() == CUDAGraphMode.FULL)
 
 
-def _in_parallel(vllm_config: Any, policy: str | None = None) -> bool:
-    """Whether heads are spread over processes, where this policy is served if one is given."""
-    several = vllm_config.parallel_config.tensor_parallel_size > 1
-    return several and policy in (None, _settings(vllm_config).policy)
+def _in_parallel(vllm_config: Any) -> bool:
+    return bool(vllm_config.parallel_config.tensor_parallel_size > 1)
 
 
-def serves_heads_apart(vllm_config: Any) -> bool:
-    """Whether heads of a layer may keep different numbers of tokens on this server."""
-    return _settings(vllm_config).policy == AdaKV.name
+def _in_contexts(vllm_config: Any) -> bool:
+    prefill = getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1)
+    return bool(prefill > 1)
 
 
-# What is set, when, and what to do about it.
-_RULES: tuple[_Rule, ...] = (
+_Rules = tuple[tuple[str, Callable[[Any], Any], str], ...]
+"""What is set, whether it is in vLLM's configuration, and why that is refused and what to do."""
+
+_ALWAYS: _Rules = (
     (
         "drafts of another kind than n-grams",
         lambda c: c.speculative_config is not None and c.speculative_config.method != "ngram",
         "a model that drafts has a cache of its own, in which no window votes, and no other kind "
         'was tested; set "method" in --speculative-config to "ngram", or leave it out',
-    ),
-    (
-        "drafts where answers are held to a budget",
-        lambda c: c.speculative_config is not None and _settings(c).limits.decode_budget,
-        "a rejected draft would have counted; leave --speculative-config or --decode-budget out",
-    ),
-    (
-        "steps of fewer tokens than the window and one",
-        lambda c: _settings(c).limits.cap and _shortest_step(c) <= _settings(c).window_tokens,
-        "where prompts are held to a cap, the window is read with the end of every chunk; raise "
-        "--max-num-batched-tokens and --long-prefill-token-threshold, or lower --max-window-size",
-    ),
-    (
-        "r-kv while generating and latent attention (MLA)",
-        lambda c: _evicts_by(c, "r-kv") and c.model_config.use_mla,
-        "a latent is no key that could be compared; pass --decode-policy tova",
-    ),
-    (
-        "tova while generating and tensor parallelism",
-        lambda c: _evicts_by(c, "tova") and _in_parallel(c),
-        "it averages over heads of other processes; pass --decode-policy r-kv",
-    ),
-    (
-        "shared documents and speculative decoding",
-        lambda c: _shares(c) and c.speculative_config is not None,
-        "drafts behind a document were not tested; leave --share or --speculative-config out",
-    ),
-    (
-        "shared documents and adapters (LoRA)",
-        lambda c: _shares(c) and c.lora_config is not None,
-        "a document would have to be read with each of them; leave --share or --enable-lora out",
-    ),
-    (
-        "shared documents and latent attention (MLA)",
-        lambda c: _shares(c) and c.model_config.use_mla,
-        "reading a text again was not tested with latents; leave --share out",
-    ),
-    (
-        "shared documents and sleep mode",
-        lambda c: _shares(c) and c.model_config.enable_sleep_mode,
-        "an engine that sleeps forgets its cache; leave --share or --enable-sleep-mode out",
-    ),
-    (
-        "shared documents in several API servers",
-        lambda c: _shares(c) and c.parallel_config._api_process_count > 1,
-        ONE_SERVER,
-    ),
-    (
-        "shared documents and data parallelism",
-        lambda c: _shares(c) and c.parallel_config.data_parallel_size > 1,
-        "a request may reach an engine that has not read its document; leave --share out",
     ),
     (
         "decode context parallelism",
@@ -123,7 +70,7 @@ _RULES: tuple[_Rule, ...] = (
     ),
     (
         "prefill context parallelism",
-        lambda c: getattr(c.parallel_config, "prefill_context_parallel_size", 1) > 1,
+        _in_contexts,
         "a prompt's queries are spread over processes; use tensor parallelism",
     ),
     (
@@ -144,26 +91,26 @@ _RULES: tuple[_Rule, ...] = (
     (
         "a model without attention",
         lambda c: c.model_config.is_attention_free,
-        "its state has no positions to drop; serve the model with stock vLLM",
+        f"its state has no positions to drop; {_STOCK}",
     ),
     (
         "an encoder-decoder",
         lambda c: c.model_config.is_encoder_decoder,
-        "its prompt is not in the cache of the decoder; serve the model with stock vLLM",
+        f"its prompt is not in the cache of the decoder; {_STOCK}",
     ),
     (
         "a pooling model",
         lambda c: c.model_config.runner_type == "pooling",
-        "it generates nothing from its cache; serve the model with stock vLLM",
+        f"it generates nothing from its cache; {_STOCK}",
     ),
     (
         "positions in several dimensions (M-RoPE)",
         lambda c: c.model_config.uses_mrope,
-        "this was never tested; serve the model with stock vLLM",
+        f"this was never tested; {_STOCK}",
     ),
     (
         "a quantised KV cache",
-        lambda c: c.cache_config.cache_dtype not in ("auto", "float16", "bfloat16", "float32"),
+        lambda c: c.cache_config.cache_dtype not in _UNQUANTISED,
         "its rows cannot be moved bit for bit with their scales; leave --kv-cache-dtype out",
     ),
     (
@@ -171,30 +118,144 @@ _RULES: tuple[_Rule, ...] = (
         _graphs_of_prompts,
         "queries are put aside between graphs; set cudagraph_mode to FULL_AND_PIECEWISE",
     ),
-    *IN_A_FOLDER,
+)
+_CAPPED: _Rules = (
+    (
+        "steps of fewer tokens than the window and one",
+        lambda c: _shortest_step(c) <= _settings(c).window_tokens,
+        "where prompts are held to a cap, the window is read with the end of every chunk; raise "
+        "--max-num-batched-tokens and --long-prefill-token-threshold, or lower --max-window-size",
+    ),
+)
+_HELD_ANSWERS: _Rules = (
+    (
+        "drafts where answers are held to a budget",
+        lambda c: c.speculative_config is not None,
+        "a rejected draft would have counted; leave --speculative-config or --decode-budget out",
+    ),
+    (
+        "r-kv while generating and latent attention (MLA)",
+        lambda c: _settings(c).limits.decode_policy == "r-kv" and c.model_config.use_mla,
+        "a latent is no key that could be compared; pass --decode-policy tova",
+    ),
+    (
+        "tova while generating and tensor parallelism",
+        lambda c: _settings(c).limits.decode_policy == TOVA.name and _in_parallel(c),
+        "it averages over heads of other processes; pass --decode-policy r-kv",
+    ),
+)
+_SHARED: _Rules = (
+    (
+        "shared documents and speculative decoding",
+        lambda c: c.speculative_config is not None,
+        "drafts behind a document were not tested; leave --share or --speculative-config out",
+    ),
+    (
+        "shared documents and adapters (LoRA)",
+        lambda c: c.lora_config is not None,
+        "a document would have to be read with each of them; leave --share or --enable-lora out",
+    ),
+    (
+        "shared documents and latent attention (MLA)",
+        lambda c: c.model_config.use_mla,
+        "reading a text again was not tested with latents; leave --share out",
+    ),
+    (
+        "shared documents and sleep mode",
+        lambda c: c.model_config.enable_sleep_mode,
+        "an engine that sleeps forgets its cache; leave --share or --enable-sleep-mode out",
+    ),
+    (
+        "shared documents in several API servers",
+        lambda c: c.parallel_config._api_process_count > 1,
+        ONE_SERVER,
+    ),
+    (
+        "shared documents and data parallelism",
+        lambda c: c.parallel_config.data_parallel_size > 1,
+        "a request may reach an engine that has not read its document; leave --share out",
+    ),
+)
+_IN_A_FOLDER: _Rules = (
+    (
+        "documents in a folder and adakv",
+        serves_heads_apart,
+        "heads of a layer hold different numbers of tokens, which no engine takes from a file; "
+        "serve with --policy snapkv, or leave --share-folder out",
+    ),
+    (
+        "documents in a folder and tensor or pipeline parallelism",
+        lambda c: c.parallel_config.world_size > 1,
+        "each process has a part of every document; leave --share-folder out",
+    ),
+    (
+        "documents in a folder and workers on Ray",
+        lambda c: c.parallel_config.distributed_executor_backend == "ray",
+        "they may run where the folder is not; leave --share-folder out",
+    ),
+    (
+        "documents in a folder and quantised weights",
+        lambda c: c.model_config.quantization is not None,
+        f"{_WEIGHTS} --quantization or --share-folder out",
+    ),
+    (
+        "documents in a folder and a model that is changed (--hf-overrides)",
+        lambda c: c.model_config.hf_overrides,
+        f"{_WEIGHTS} --hf-overrides or --share-folder out",
+    ),
+    (
+        "documents in a folder and made-up weights (--load-format dummy)",
+        lambda c: c.load_config.load_format == "dummy",
+        f"{_WEIGHTS} --load-format or --share-folder out",
+    ),
+    (
+        "documents in a folder and a model that is not in one",
+        lambda c: not Path(c.model_config.model).is_dir(),
+        "their files say which weights have read them; pass the folder that the model was "
+        "downloaded to, or leave --share-folder out",
+    ),
+)
+_ADAKV: _Rules = (
     (
         "adakv and latent attention (MLA)",
-        lambda c: serves_heads_apart(c) and c.model_config.use_mla,
+        lambda c: c.model_config.use_mla,
         "all heads of a layer keep one set, so there is nothing to share out; use --policy snapkv",
     ),
     (
-        "tova and tensor parallelism",
-        lambda c: _in_parallel(c, TOVA.name),
-        "it averages over heads of other processes; use --policy snapkv",
-    ),
-    (
         "adakv and tensor parallelism",
-        lambda c: _in_parallel(c, AdaKV.name),
+        _in_parallel,
         "it shares a layer's budget out among heads of other processes too; use --policy snapkv",
     ),
 )
+_TOVA: _Rules = (
+    (
+        "tova and tensor parallelism",
+        _in_parallel,
+        "it averages over heads of other processes; use --policy snapkv",
+    ),
+)
+
+_TABLE: tuple[tuple[Callable[[ServingSettings], Any], _Rules], ...] = (
+    (lambda s: True, _ALWAYS),
+    (lambda s: s.limits.cap, _CAPPED),
+    (lambda s: s.limits.decode_budget, _HELD_ANSWERS),
+    (lambda s: s.sharing is not None, _SHARED),
+    (lambda s: s.sharing is not None and s.sharing.folder, _IN_A_FOLDER),
+    (lambda s: s.policy == AdaKV.name, _ADAKV),
+    (lambda s: s.policy == TOVA.name, _TOVA),
+)
+"""For which servers what is refused."""
 
 
 def require_supported(vllm_config: Any) -> None:
     """Raise UnsupportedModelError where prompts cannot be compressed with this configuration."""
-    for what, applies, remedy in _RULES:
-        if applies(vllm_config):
-            raise UnsupportedModelError(f"snapkv: cannot compress prompts with {what}: {remedy}")
+    settings = _settings(vllm_config)
+    for rules in (rules for concerns, rules in _TABLE if concerns(settings)):
+        for what, applies, remedy in rules:
+            if applies(vllm_config):
+                raise UnsupportedModelError(
+                    f"snapkv: cannot compress prompts with {what}: {remedy}"
+                )
     processes = vllm_config.parallel_config.tensor_parallel_size
     if processes > (kv_heads := vllm_config.model_config.get_total_num_kv_heads()):
         raise UnsupportedModelError(
@@ -204,21 +265,11 @@ def require_supported(vllm_config: Any) -> None:
         )
 
 
-def require_heads_apart(name: str, layer: Any) -> None:
-    """Raise UnsupportedModelError unless a layer's heads can hold different numbers of tokens."""
-    if getattr(layer.impl, "sinks", None) is not None:
-        raise UnsupportedModelError(
-            f"snapkv: cannot compress prompts with adakv: {name} has a sink for every query head, "
-            "which the kernels look up by the head, while every head is a sequence of its own; use "
-            "--policy snapkv"
-        )
-
-
 # What a request may not ask for.
 
 
 def require_no_promise(limits: Limits) -> None:
-    """Raise where requests are promised to be held to limits, for one that cannot be: a session."""
+    """Refuse a session where requests are promised to be held to limits, which it cannot be."""
     for name in ("cap", "decode_budget"):
         if promised := getattr(limits, name):
             remedy = f"send whole requests, or start the server without --{name.replace('_', '-')}"
@@ -227,16 +278,7 @@ def require_no_promise(limits: Limits) -> None:
 
 
 def require_capped_prompt(plan: Plan, request: Any, vllm_config: Any) -> None:
-    """Raise where a request's prompt cannot be held to a cap while it is read.
-
-    Args:
-        plan: of the request.
-        request: vLLM's.
-        vllm_config: of the engine.
-
-    Raises:
-        InvalidArgumentError: says what is in the way.
-    """
+    """Refuse a request of vLLM whose prompt cannot be held to its plan's cap while it is read."""
     cap, policy = plan.cap, plan.policy
     if cap is None or policy is None:
         return
@@ -251,19 +293,19 @@ def require_capped_prompt(plan: Plan, request: Any, vllm_config: Any) -> None:
 
 
 def require_no_prompt_logprobs(plan: Plan, sampling_params: Any) -> None:
-    """Raise where a capped prompt's own probabilities are asked for, some of tokens read ahead."""
+    """Refuse probabilities of a capped prompt, of which some would be of tokens read ahead."""
     if plan.cap is not None and sampling_params.prompt_logprobs is not None:
         raise _capped("prompt_logprobs", "none", str(sampling_params.prompt_logprobs))
 
 
-def _capped(name: str, expected: str, got: str) -> InvalidArgumentError:
+def _capped(name: str, expected: str, got: str) -> RefusedError:
     without = "send the request to a server without --cap and without snapkv_cap"
     where = f"{expected} where a prompt is held to a cap"
     return wrong(name, where, got, f"leave it out, or {without}")
 
 
 def require_sharing(settings: ServingSettings, asked: Errand, sampling_params: Any) -> None:
-    """Raise where a request has to do with a document and the server or its settings forbid it."""
+    """Refuse a request about a document where the server or the request's settings forbid it."""
     if settings.sharing is None:
         none = "none on this server, which shares no documents"
         raise wrong(asked.verb, none, "one", "start it with --share")
@@ -279,14 +321,6 @@ def compressible_layers(layers: dict[str, Any], specs: dict[str, Any]) -> set[st
     """Which layers of the model are compressed: all with full attention.
 
     Layers with a sliding window or a recurrent state hold little, and stay as they are.
-
-    Args:
-        layers: vLLM's attention layers by name.
-        specs: what each layer of the model keeps in its cache, by name.
-
-    Raises:
-        UnsupportedModelError: no layer has full attention, or one stores keys and values as this
-            plugin cannot move them; names the layer and what is in the way.
     """
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -321,17 +355,22 @@ def _require_movable(name: str, layer: Any, spec: Any) -> None:
 
 def _refuse(layer: str, got: str, expected: str) -> NoReturn:
     raise UnsupportedModelError(
-        f"snapkv: cannot compress prompts: {layer} {got}, expected {expected}; serve the model "
-        "with stock vLLM"
+        f"snapkv: cannot compress prompts: {layer} {got}, expected {expected}; {_STOCK}"
     )
 
 
-def compressed_managers(managers: Sequence[Any]) -> dict[int, Any]:
-    """The managers of the KV cache groups that are compressed, by the group's index.
+def require_heads_apart(name: str, layer: Any) -> None:
+    """Raise UnsupportedModelError unless a layer's heads can hold different numbers of tokens."""
+    if getattr(layer.impl, "sinks", None) is not None:
+        raise UnsupportedModelError(
+            f"snapkv: cannot compress prompts with adakv: {name} has a sink for every query head, "
+            "which the kernels look up by the head, while every head is a sequence of its own; use "
+            "--policy snapkv"
+        )
 
-    Raises:
-        UnsupportedModelError: there is none, since the workers did not ask for one.
-    """
+
+def compressed_managers(managers: Sequence[Any]) -> dict[int, Any]:
+    """The managers of the KV cache groups that are compressed, by the group's index."""
     from snapkv_vllm.blocks import CompressedManager
 
     found = {group: one for group, one in enumerate(managers) if type(one) is CompressedManager}

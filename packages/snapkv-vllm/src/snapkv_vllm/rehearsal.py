@@ -17,30 +17,22 @@ import torch
 from snapkv import ops
 from snapkv.policies import Policy, PromptLayer
 from snapkv.policies.kvzip import most_attention
-from snapkv_vllm.documents.reading_twice import STEP_TOKENS
+from snapkv_vllm.documents.plans import STEP_TOKENS
 from snapkv_vllm.layers import voting_layer
 from snapkv_vllm.settings import ServingSettings
 
 
 @dataclass(frozen=True, kw_only=True)
 class Largest:
-    """How large one step may become.
+    """How large one step may become."""
 
-    Attributes:
-        policy: of what requests may ask for, what takes the most memory.
-        prompt_tokens: that are held at most when a prompt is compressed.
-        step_tokens: that one step computes, and so the most that short prompts keep in it.
-        recorded_tokens: whose queries may wait in all layers: those of the prompts that end in one
-            step, of one window that began before it, of answers that are evicted from, and of a
-            document that is read again.
-        reads_again: whether documents are.
-    """
-
-    policy: Policy
-    prompt_tokens: int
-    step_tokens: int
+    policy: Policy  # of what requests may ask for, what takes the most memory
+    prompt_tokens: int  # that are held at most when a prompt is compressed
+    step_tokens: int  # that one step computes, and so the most that short prompts keep in it
+    # whose queries may wait in all layers: those of the prompts that end in one step, of one window
+    # that began before it, of answers that are evicted from, and of a document that is read again
     recorded_tokens: int
-    reads_again: bool
+    reads_again: bool  # whether documents are
 
     @classmethod
     def of(cls, vllm_config: Any) -> "Largest":
@@ -67,14 +59,7 @@ class Largest:
 def rehearsed(
     layers: Sequence[Any], largest: Largest, *, dtype: torch.dtype, device: torch.device
 ) -> Iterator[None]:
-    """Hold the queries that may wait for their vote, and vote after the block.
-
-    Args:
-        layers: vLLM's attention layers that are compressed.
-        largest: how large a step may become.
-        dtype: of queries, keys and values.
-        device: where the cache will be.
-    """
+    """Hold the queries that may wait for their vote, and vote after the block."""
     kind: dict[str, Any] = {"dtype": dtype, "device": device}
     tokens = largest.recorded_tokens
     waiting = [torch.empty(tokens, layer.num_heads, layer.head_size, **kind) for layer in layers]

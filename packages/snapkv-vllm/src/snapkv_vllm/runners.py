@@ -148,9 +148,8 @@ class CompressingRunner:
             self._heads.forget(request_id)
 
     def _begin(self, beginnings: Mapping[str, Beginning]) -> None:
-        """Note what the requests hold that begin with a document in this step."""
         for request_id, begun in beginnings.items():
-            if begun.parts_heads:
+            if begun.first_block is not None:
                 self._heads.begin_with(request_id, begun.first_block)
             elif begun.dropped_tokens:
                 self._dropped[request_id] = begun.dropped_tokens

@@ -14,8 +14,7 @@ from vllm.v1.request import RequestStatus
 
 from snapkv.errors import InvalidArgumentError, SnapKVError
 from snapkv_vllm.blocks import CompressedBlocks, share_exact_blocks
-from snapkv_vllm.documents.beginning import FromDocument
-from snapkv_vllm.documents.reading_twice import ReadTwice
+from snapkv_vllm.documents.plans import FromDocument, ReadTwice
 from snapkv_vllm.documents.registry import registry
 from snapkv_vllm.documents.words import errand
 from snapkv_vllm.metrics import PromptMetrics

@@ -1,6 +1,6 @@
 """What a server keeps of a prompt, by default and for one request; no vLLM is needed here."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
@@ -19,6 +19,7 @@ from snapkv_vllm.limits import Limits
 from snapkv_vllm.methods import METHODS, ProtectingFirst, parameters_of, scoring
 from snapkv_vllm.names import (
     DOCUMENT,
+    ENDPOINTS,
     LIMITS,
     OF_A_REQUEST,
     PREFIX,
@@ -31,7 +32,7 @@ from snapkv_vllm.names import (
     shown,
     wrong,
 )
-from snapkv_vllm.plans import Cap, Growth, Plan
+from snapkv_vllm.plans import Plan
 
 KEY = "snapkv"
 """The server's settings in vLLM's `additional_config`."""
@@ -48,19 +49,11 @@ _NOT_SERVED = {
     "full": ", which is a budget of 0",
 }
 
-_UNSERVABLE = (
-    (
-        ("group_reduce", "none"),
-        "mean, max or sum, since vLLM stores keys and values once per KV head",
-        "leave it at 'mean'",
-    ),
-    (
-        ("positions", "cache"),
-        "original, since keys are not turned inside vLLM's cache",
-        "leave it out",
-    ),
-)
-"""Values that the library knows and a server's cache cannot hold."""
+_UNSERVABLE = {
+    ("group_reduce", "none"): "mean, max or sum, since keys are stored once per KV head",
+    ("positions", "cache"): "original, since keys are not turned inside vLLM's cache",
+}
+"""Values that the library knows and a server's cache cannot hold, and what it can."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,25 +86,14 @@ class ServingSettings:
     sharing: Sharing | None = None
 
     def __post_init__(self) -> None:
-        """Check everything once, here."""
         policy = self.policy
         if not isinstance(policy, str) or policy not in METHODS:
             why = isinstance(policy, str) and (_NOT_SERVED.get(policy) or nearest(policy, METHODS))
-            raise wrong(
-                "policy",
-                f"one of {', '.join(METHODS)}",
-                f"{policy!r}{why or ''}",
-                "pass one of them",
-            )
-        require_int("budget", self.budget, minimum=0)
-        require_int(PROTECT_FIRST, self.protect_first, minimum=0)
+            expected = f"one of {', '.join(METHODS)}"
+            raise wrong("policy", expected, f"{policy!r}{why or ''}", "pass one of them")
         for cap in _CAPS:
             require_at_least(cap, getattr(self, cap), 1)
-        made = self._made(self.budget or None, self.parameters)
-        if self.budget:
-            made = _protecting(made, self.protect_first)
-        if self.budget or self.limits.cap or self.limits.decode_budget:
-            self._limited(made if self.budget else None, self.protect_first, {})
+        self._planned({}, prompt_tokens=1, looks_ahead=True)
         if self.sharing is not None:
             self.sharing.require_possible(self.limits)
 
@@ -152,16 +134,7 @@ class ServingSettings:
         return ", ".join(f"{name} {value}" for name, value in said.items())
 
     def for_request(self, extra_args: Mapping[str, Any] | None) -> Policy | None:
-        """The method for one request's prompt; None leaves it whole.
-
-        Args:
-            extra_args: `SamplingParams.extra_args`, in HTTP bodies `vllm_xargs`; names that
-                `snapkv_vllm.names` does not know belong to others.
-
-        Raises:
-            InvalidArgumentError: an unknown name, one without its prefix, or a value out of range.
-            InvalidTypeError: a value of the wrong type.
-        """
+        """The method for one request's prompt; None leaves it whole. Raises as `plan_for` does."""
         return self.plan_for(extra_args, prompt_tokens=1).policy
 
     def plan_for(
@@ -174,9 +147,14 @@ class ServingSettings:
         """When one request is compressed, and how.
 
         Args:
-            extra_args: as for `for_request`, which raises the same.
+            extra_args: `SamplingParams.extra_args`, in HTTP bodies `vllm_xargs`; names that
+                `snapkv_vllm.names` does not know belong to others.
             prompt_tokens: length of its prompt.
             looks_ahead: see `Cap`.
+
+        Raises:
+            InvalidArgumentError: an unknown name, one without its prefix, or a value out of range.
+            InvalidTypeError: a value of the wrong type.
         """
         given = own_settings(extra_args or {})
         if DOCUMENT in given:
@@ -186,18 +164,14 @@ class ServingSettings:
             self._require_known(name)
             require_readable(PREFIX + name, value)
         try:
-            policy, first, asked = self._chosen(given)
-            cap, growth = self._limited(policy, first, asked, looks_ahead=looks_ahead)
+            return self._planned(given, prompt_tokens, looks_ahead=looks_ahead)
         except (InvalidArgumentError, InvalidTypeError) as error:
             raise type(error)(f"{PREFIX}{error}") from error
-        return Plan(prompt_tokens=prompt_tokens, policy=policy, cap=cap, growth=growth)
 
     def costliest(self, prompt_tokens: int) -> Policy:
         """Of what requests may ask for, the method that takes the most memory.
 
-        Args:
-            prompt_tokens: of the longest prompt; all of it but one token is kept, where the window
-                leaves so much room.
+        Of the longest prompt all but one token is kept, where the window leaves so much room.
         """
         own = dict(self.parameters)
         if "window_size" in parameters_of(self.policy):
@@ -212,36 +186,33 @@ class ServingSettings:
 
     @property
     def window_tokens(self) -> int:
-        """The longest window that votes."""
         return self.costliest(1).query_tokens
 
-    def _chosen(self, given: dict[str, Any]) -> tuple[Policy | None, int, dict[str, int]]:
-        """The method for a request's settings, the first tokens that stay, and the limits asked."""
-        budget = given.pop("budget", self.budget)
+    def _planned(self, given: Mapping[str, Any], prompt_tokens: int, *, looks_ahead: bool) -> Plan:
+        """What a request's settings, by their names without the prefix, make of the server's."""
+        own = dict(given)
+        budget = own.pop("budget", self.budget)
         require_int("budget", budget, minimum=0)
-        first = given.pop(PROTECT_FIRST, self.protect_first)
+        first = own.pop(PROTECT_FIRST, self.protect_first)
         require_int(PROTECT_FIRST, first, minimum=0)
-        asked = {name: given.pop(name) for name in LIMITS if name in given}
-        own = dict(self.parameters)
-        if "pooling" in given:  # of the server's, what the request's has no use for
-            own.pop("kernel_size" if given["pooling"] == "fading" else "decay", None)
-        policy = self._made(budget or None, own | given)
-        return (_protecting(policy, first) if budget else None), first, asked
-
-    def _limited(
-        self,
-        policy: Policy | None,
-        protect_first: int,
-        asked: Mapping[str, int],
-        *,
-        looks_ahead: bool = True,
-    ) -> tuple[Cap | None, Growth | None]:
-        cap = self.limits.cap_of(asked.get("cap"), policy, looks_ahead=looks_ahead)
-        decode_budget = asked.get("decode_budget")
-        return cap, self.limits.growth_of(decode_budget, policy, protect_first=protect_first)
+        cap, decode_budget = (own.pop(name, None) for name in LIMITS)
+        parameters = dict(self.parameters)
+        if "pooling" in own:  # of the server's, what the request's has no use for
+            parameters.pop("kernel_size" if own["pooling"] == "fading" else "decay", None)
+        policy: Policy | None = self._made(budget or None, parameters | own)
+        if not budget:
+            policy = None
+        elif first and policy is not None:
+            policy = ProtectingFirst(policy, first)
+        return Plan(
+            prompt_tokens=prompt_tokens,
+            policy=policy,
+            cap=self.limits.cap_of(cap, policy, looks_ahead=looks_ahead),
+            growth=self.limits.growth_of(decode_budget, policy, protect_first=first),
+        )
 
     def _require_document(self, given: Mapping[str, Any]) -> None:
-        """Raise unless a request may name this document, which it does, and nothing else."""
+        """Refuse a document where none is shared, and anything else beside its name."""
         own = PREFIX + DOCUMENT
         if self.sharing is None:
             none = "none on this server, which shares no documents"
@@ -271,9 +242,9 @@ class ServingSettings:
                 remedy = f"leave it out{nearest(name, known)}"
                 raise wrong(name, expected, f"{name}={value!r}", remedy)
         given = {**_DEFAULTS.get(self.policy, {}), **parameters}
-        for (name, value), expected, remedy in _UNSERVABLE:
+        for (name, value), expected in _UNSERVABLE.items():
             if given.get(name) == value:
-                raise wrong(name, expected, repr(value), remedy)
+                raise wrong(name, expected, repr(value), "leave it out")
         kind = METHODS[self.policy]
         made = kind(**given, budget=_ample(given))
         # A longer window or a wider kernel would cost the other requests too much.
@@ -291,10 +262,6 @@ def _require_at_most(name: str, size: int, cap: int) -> None:
         raise wrong(name, f"at most {cap:,} on this server", f"{size:,}", remedy)
 
 
-def _protecting(policy: Policy, first_tokens: int) -> Policy:
-    return ProtectingFirst(policy, first_tokens) if first_tokens else policy
-
-
 def _ample(given: Mapping[str, Any]) -> int:
     """A budget that any window and its sinks fit into, for checking the rest."""
     return DEFAULT_BUDGET + sum(abs(size) for size in given.values() if isinstance(size, int))
@@ -304,37 +271,28 @@ _BESIDE = ("extra_body", "extra_args")
 """Fields of clients in Python, of which vLLM's server reads none."""
 
 
-def require_settings(body: object, settings: ServingSettings) -> None:
-    """Raise where a request's JSON body has a wrong setting, or one that would be ignored.
-
-    Args:
-        body: of any endpoint of vLLM.
-        settings: the server's.
-
-    Raises:
-        InvalidArgumentError: a setting outside `vllm_xargs`, under another name, or out of range.
-        InvalidTypeError: a setting of the wrong type.
-    """
+def require_settings(body: object, settings: ServingSettings, path: str = "") -> None:
+    """Refuse a request's JSON body with a wrong setting, or one that would be ignored."""
     if not isinstance(body, dict):
         return
     sampling = _mapping(body.get("sampling_params"))  # of /inference/v1/generate
-    for name, right in _misplaced(body, sampling):
-        remedy = f'write "{XARGS}": {{"{shown(right)}": ...}}'
-        raise wrong(shown(name), f"inside {XARGS}", "it outside, where nobody reads it", remedy)
-    for given in (_mapping(body.get(XARGS)), _mapping(sampling.get("extra_args"))):
+    outside = [body, sampling]  # and what clients wrap around the right place
+    for beside in (_mapping(body.get(name)) for name in _BESIDE):
+        outside += [beside, _mapping(beside.get(XARGS))]
+    for name in (name for fields in outside for name in fields):
+        if (right := meant(name)) is not None:
+            remedy = f'write "{XARGS}": {{"{shown(right)}": ...}}'
+            raise wrong(shown(name), f"inside {XARGS}", "it outside, where nobody reads it", remedy)
+    beside, found = _mapping(sampling.get("extra_args")), path in ENDPOINTS
+    for given, is_read in ((_mapping(body.get(XARGS)), found), (beside, False)):
         settings.for_request(given)
+        if PREFIX + DOCUMENT in given and not is_read:
+            expected = f"inside {XARGS} at {' or '.join(ENDPOINTS)}"
+            got, remedy = f"it in a request to {shown(path)}", "send the request there"
+            raise wrong(PREFIX + DOCUMENT, expected, got, f"{remedy}, or leave it out")
         for name in filter(meant, given if body.get("use_beam_search") else ()):
             none = "none with use_beam_search, whose requests carry no settings inside vLLM"
             raise wrong(shown(name), none, "one", "leave one of them out")
-
-
-def _misplaced(body: Mapping[str, Any], sampling: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Names of settings where they have no effect, each with the right one."""
-    outside = [body, sampling]
-    for field_name in _BESIDE:
-        beside = _mapping(body.get(field_name))
-        outside += [beside, _mapping(beside.get(XARGS))]
-    return ((name, right) for fields in outside for name in fields if (right := meant(name)))
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ require_supported_version()
 
 from vllm.platforms import current_platform
 
-from snapkv_vllm.documents.exchange import answered, fill_document, save_document
+from snapkv_vllm.documents.states import refusal_of
 from snapkv_vllm.plugin import end_with_parent
 from snapkv_vllm.requests import without_checks
 from snapkv_vllm.runners import compress_in
@@ -32,21 +32,18 @@ class CompressingWorker(PlatformWorker):
 
     def snapkv_fill_document(
         self, path: str, blocks: list[list[int]], model: dict[str, Any], seal: str, most_bytes: int
-    ) -> dict[str, str]:
-        """See `fill_document`; for `collective_rpc`, between two steps."""
+    ) -> str:
+        """See `DocumentStates.fill` and `refusal_of`; for `collective_rpc`, between two steps."""
         states, vocabulary = self.model_runner._compressor.documents, self._vocabulary
-        return answered(
-            lambda: fill_document(
-                states, path, blocks, model, seal=seal, most_bytes=most_bytes, vocabulary=vocabulary
-            )
-        )
+        own = {"seal": seal, "most_bytes": most_bytes, "vocabulary": vocabulary}
+        return refusal_of(lambda: states.fill(path, blocks, model, **own))
 
     def snapkv_save_document(
         self, path: str, blocks: list[list[int]], model: dict[str, Any], token_ids: list[int]
-    ) -> dict[str, str]:
-        """See `save_document`; for `collective_rpc`, between two steps."""
+    ) -> str:
+        """See `DocumentStates.save`, likewise."""
         states = self.model_runner._compressor.documents
-        return answered(lambda: save_document(states, path, blocks, model, token_ids=token_ids))
+        return refusal_of(lambda: states.save(path, blocks, model, token_ids))
 
     @property
     def _vocabulary(self) -> int:

@@ -3,7 +3,9 @@
 import pytest
 
 from snapkv.errors import InvalidArgumentError, SnapKVError
+from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.names import OF_A_REQUEST
+from snapkv_vllm.server import command_line
 from snapkv_vllm.settings import ServingSettings, require_settings
 
 SETTINGS = ServingSettings(budget=512)
@@ -63,6 +65,49 @@ def test_right_settings_and_other_peoples_fields_pass(body):
 def test_wrong_and_misplaced_settings_are_refused_by_name(body, words):
     with pytest.raises(SnapKVError, match=words.replace("{", r"\{").replace("...}", r"...\}")):
         require_settings(body, SETTINGS)
+
+
+DOCUMENT = {"vllm_xargs": {"snapkv_document": "contract"}}
+BESIDE = {"sampling_params": {"extra_args": DOCUMENT["vllm_xargs"]}}
+
+
+@pytest.mark.parametrize(
+    ("body", "path", "is_right"),
+    [
+        (DOCUMENT, "/v1/completions", True),
+        (DOCUMENT, "/v1/chat/completions", True),
+        (DOCUMENT, "/v1/responses", False),
+        (DOCUMENT, "/v1/completions/", False),
+        (BESIDE, "/inference/v1/generate", False),
+        ({**DOCUMENT, **BESIDE}, "/v1/completions", False),
+    ],
+    ids=str,
+)
+def test_a_document_is_named_where_somebody_looks_for_it(body, path, is_right):
+    settings = ServingSettings(budget=512, sharing=Sharing())
+    if is_right:
+        require_settings(body, settings, path)
+    else:
+        with pytest.raises(SnapKVError, match="snapkv_document: expected inside vllm_xargs at"):
+            require_settings(body, settings, path)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--additional-config", "{}"],
+        ["--additional_config={}"],
+        ["--additional-config.mine", "1"],
+        ["--dtype", "float32", "--logits-processors", "mine:Own"],
+        ["--scheduler-cls", "mine.Own"],
+        ["--worker_cls=mine.Own"],
+    ],
+    ids=str,
+)
+def test_an_option_that_would_replace_a_printed_one_is_refused(options):
+    """vLLM takes the last of each: the server would compress by other settings, or not check."""
+    with pytest.raises(InvalidArgumentError, match="expected none with --print-command"):
+        command_line("folder", SETTINGS, options, name="demo")
 
 
 def test_a_name_of_any_length_is_refused_on_one_short_line():

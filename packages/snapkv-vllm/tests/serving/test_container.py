@@ -10,7 +10,6 @@ import pytest
 from snapkv_vllm.versions import OLDEST
 
 ROOT = Path(__file__).parents[4]
-KNOWN = {"FROM", "ARG", "RUN", "WORKDIR", "COPY", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT"}
 
 
 def instructions():
@@ -22,11 +21,6 @@ def instructions():
 
 def arguments(word):
     return [rest for name, rest in instructions() if name == word]
-
-
-def test_every_instruction_is_known():
-    assert {name for name, _ in instructions()} == KNOWN
-    assert [stage.split(" AS ")[1] for stage in arguments("FROM")] == ["gpu", "cpu"]
 
 
 def test_what_is_copied_is_there():
@@ -63,10 +57,3 @@ def test_it_starts_a_command_of_the_package():
     starts = [json.loads(rest) for rest in arguments("ENTRYPOINT")]
     assert starts == [["snapkv", "serve"]] * len(arguments("FROM"))
     assert starts[0][0] in project["scripts"]
-
-
-def test_its_health_check_is_a_program():
-    for rest in arguments("HEALTHCHECK"):
-        python, flag, code = json.loads(rest.split("CMD ", 1)[1])
-        assert (python, flag) == ("python3", "-c")
-        compile(code, "health check", "exec")

@@ -19,7 +19,7 @@ SERVERS = (
     ServingSettings(policy="tova", budget=64),
     ServingSettings(policy="adakv", budget=80, max_kernel_size=31, protect_first=3),
 )
-CASES = 4_000  # for each
+CASES = 2_000  # for each
 PROMPT = 150
 
 

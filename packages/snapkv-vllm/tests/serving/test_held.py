@@ -51,28 +51,6 @@ def test_three_requests_of_which_one_dropped_thirty_tokens():
     assert told.max_seq_len == 71
 
 
-def test_the_longest_is_counted_in_tokens_held():
-    told = held_by(["a", "b"], {"a": 60}).as_held(metadata(71, 20))
-    assert (told.seq_lens.tolist(), told.max_seq_len) == ([11, 20], 20)
-
-
-def test_what_was_derived_from_true_lengths_is_not_kept():
-    assert held_by(["a"], {"a": 3}).as_held(metadata(9))._num_computed_tokens_cache is None
-
-
-def test_the_runners_own_lengths_stay_true():
-    batch = metadata(71, 41)
-    held_by(["a", "b"], {"a": 60}).as_held(batch)
-    assert batch.seq_lens.tolist() == batch.seq_lens_cpu_upper_bound.tolist() == [71, 41]
-
-
-def test_where_nothing_was_dropped_slots_are_left_alone_and_bounds_stay():
-    held = held_by(["a", "b"], {"other": 5})
-    assert held.positions(torch.tensor([3, 4]), torch.tensor([0, 1, 2])) is None
-    told = held.as_held(metadata(9, 4, longest=512))
-    assert (told.seq_lens.tolist(), told.max_seq_len) == ([9, 4], 512)
-
-
 def test_a_bound_that_vllm_does_not_give_is_not_made_up():
     batch = replace(metadata(71, 41), seq_lens_cpu_upper_bound=None)
     told = held_by(["a", "b"], {"a": 60}).as_held(batch)
@@ -87,14 +65,6 @@ def test_padded_rows_and_padded_tokens_take_nothing_from_anybody():
     starts = torch.tensor([0, 1, 2], dtype=torch.int32)
     found = held.positions(torch.tensor([70, 40, 0, 0]), starts)
     assert found[:2].tolist() == [70, 10]
-
-
-def test_the_next_step_knows_nothing_of_the_last():
-    held = held_by(["a", "b"], {"a": 60, "b": 1})
-    held.leave()
-    assert held.as_held(metadata(71, 41)).seq_lens.tolist() == [71, 41]
-    held.enter(["b"], {"a": 60, "b": 1})
-    assert held.as_held(metadata(71, 41)).seq_lens.tolist() == [70, 41]
 
 
 def test_lengths_of_all_steps_lie_in_one_buffer():

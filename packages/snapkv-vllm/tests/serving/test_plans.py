@@ -2,12 +2,10 @@
 
 from dataclasses import dataclass, field
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from snapkv import TOVA, SnapKV, StreamingLLM
-from snapkv_vllm.methods import kept_tokens
 from snapkv_vllm.plans import (
     Ahead,
     Cap,
@@ -72,28 +70,10 @@ def whole(prompt, policy=POLICY, step=None):
     return Requests(Plan(prompt_tokens=prompt, policy=policy)).run(prompt, [step or prompt])
 
 
-def test_a_prompt_in_one_step_is_compressed_with_it():
-    (order,) = whole(100).orders
-    assert order == Order(
-        choice=EndOfPrompt(POLICY),
-        query_tokens=32,
-        seen_tokens=100,
-        held_tokens=100,
-        ends=True,
-        kept_tokens=64,
-    )
-    assert order.dropped_tokens == 36
-
-
 def test_a_window_that_lies_across_two_chunks_is_put_aside_in_parts():
     assert [one.query_tokens for one in whole(100, step=60).orders] == [32]  # begins at 68
     orders = whole(100, step=80).orders
     assert [(one.query_tokens, one.ends) for one in orders] == [(12, False), (20, True)]
-
-
-@pytest.mark.parametrize("prompt", [1, 63, 64])
-def test_a_prompt_within_the_budget_is_left_alone(prompt):
-    assert not whole(prompt).orders
 
 
 def test_without_a_method_and_behind_the_prompt_there_are_no_orders():
@@ -105,15 +85,6 @@ def test_methods_without_queries_only_get_the_end():
     policy = StreamingLLM(8)
     assert [(one.query_tokens, one.ends) for one in whole(100, policy, 99).orders] == [(0, True)]
     assert [one.query_tokens for one in whole(100, TOVA(8), 99).orders] == [1]
-
-
-def test_a_step_of_a_resumed_request_stops_where_its_prompt_ends():
-    plan = Plan(prompt_tokens=100, policy=POLICY)
-    assert plan.step_tokens(0, 0, 130) == 100
-    assert plan.step_tokens(60, 60, 60) == 40
-    assert plan.step_tokens(0, 0, 100) == 100
-    assert plan.step_tokens(100, 64, 7) == 7
-    assert plan.step_tokens(0, 0, 50) == 50
 
 
 def test_cached_prefixes_end_before_the_queries_that_vote():
@@ -158,19 +129,6 @@ def test_a_chunk_ends_in_a_step_that_has_room_for_what_is_read_ahead():
     assert plan.step_tokens(119, 119, 33) == 33
 
 
-def test_where_nothing_can_be_read_ahead_the_chunks_own_tokens_vote():
-    plan = capped(230, Cap(most_tokens=80, chunk_tokens=40, looks_ahead=False))
-    request = Requests(plan).run(230, [50])
-    assert request.ended == [(120, 80), (160, 80), (230, 64)]
-    assert all(one.ahead is None for one in request.orders)
-    assert plan.reusable_tokens == 120 - 32
-
-
-def test_a_prompt_within_its_cap_is_only_compressed_at_its_end():
-    assert Requests(capped(80)).run(80, [1000]).ended == [(80, 64)]
-    assert Requests(capped(100)).run(100, [1000]).ended == [(100, 64)]
-
-
 GROWTH = Growth(policy=TOVA(70), most_tokens=80, evict_every=10)
 
 
@@ -183,14 +141,6 @@ def test_an_answer_grows_to_its_budget_and_is_evicted_from_at_once():
     assert ended[1].choice == WhileGenerating(TOVA(70), 1, 0)
     assert (ended[1].held_tokens, ended[1].dropped_tokens) == (80, 46)
     assert request.most_held == 100
-
-
-def test_a_whole_prompt_beyond_the_budget_is_evicted_from_with_the_first_token():
-    plan = Plan(prompt_tokens=100, growth=GROWTH)
-    assert Requests(plan).run(112, [100]).ended == [(101, 70), (111, 70)]
-    assert plan.reusable_tokens == 100
-    assert plan.most_held(100) == 100
-    assert plan.most_held(150) == 101
 
 
 def test_a_method_sees_the_queries_of_the_answer_alone():
@@ -249,8 +199,3 @@ def test_however_a_request_is_cut_it_is_compressed_alike(
     if expected:
         assert plan.shared_tokens == expected[0][0]
         assert plan.reusable_tokens < expected[0][0]
-
-
-@pytest.mark.parametrize(("prompt", "kept"), [(10, 10), (64, 64), (65, 64)])
-def test_no_more_than_the_budget_is_kept(prompt, kept):
-    assert kept_tokens(POLICY, prompt) == kept

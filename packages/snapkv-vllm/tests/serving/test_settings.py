@@ -137,16 +137,6 @@ def test_wrong_settings_of_a_request_are_refused_with_their_name(budget, given, 
         ServingSettings(budget=budget).for_request(given)
 
 
-def test_a_wrong_window_is_refused_even_where_the_request_turns_compression_off():
-    with pytest.raises(InvalidArgumentError, match="kernel_size"):
-        ServingSettings().for_request({"snapkv_budget": 0, "snapkv_kernel_size": 2})
-
-
-def test_a_request_cannot_set_what_its_method_does_not_have():
-    with pytest.raises(InvalidArgumentError, match="snapkv_window_size"):
-        ServingSettings(policy="tova").for_request({"snapkv_window_size": 16})
-
-
 def test_settings_travel_as_json():
     settings = ServingSettings(budget=300, parameters={"kernel_size": 5, "pooling": "avg"})
     config = json.loads(json.dumps({"mine": 1, **settings.to_config()}))
@@ -155,12 +145,6 @@ def test_settings_travel_as_json():
     forward = ServingSettings(parameters={"kernel_size": (0, 12)})
     config = json.loads(json.dumps(forward.to_config()))
     assert ServingSettings.from_config(config).for_request(None) == SnapKV(kernel_size=(0, 12))
-
-
-@pytest.mark.parametrize("policy", [SnapKV(64), StreamingLLM(64), TOVA(64)])
-@pytest.mark.parametrize(("prompt", "kept"), [(1, 1), (63, 63), (64, 64), (65, 64), (5000, 64)])
-def test_what_is_kept_is_known_before_anything_is_computed(policy, prompt, kept):
-    assert kept_tokens(policy, prompt) == kept
 
 
 def test_first_tokens_are_protected_by_the_server_or_a_request():
@@ -185,3 +169,65 @@ def test_protected_first_tokens_stay_and_the_count_is_the_budget(policy):
     kept = made.select(layer).keep_indices
     assert kept.shape[-1] == kept_tokens(made, 90) == 48
     assert (kept[..., :10] == torch.arange(10)).all()
+
+
+# Shared documents.
+
+
+@pytest.mark.parametrize(
+    ("sharing", "entry"),
+    [
+        (None, None),
+        (Sharing(), {}),
+        (Sharing(chunk_tokens=64, across_keys=True), {"chunk_tokens": 64, "across_keys": True}),
+    ],
+    ids=str,
+)
+def test_sharing_travels_in_the_settings(sharing, entry):
+    settings = ServingSettings(budget=64, sharing=sharing)
+    config = json.loads(json.dumps(settings.to_config()))
+    assert config["snapkv"].get("sharing") == entry
+    assert ServingSettings.from_config(config) == settings
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"most_bytes": -1}, "most_bytes: expected at least 0"),
+        ({"most_bytes": "2GiB"}, "most_bytes: expected an integer"),
+        ({"chunk_tokens": 0}, "chunk_tokens: expected at least 1"),
+        ({"across_keys": 1}, "across_keys: expected true or false, got 1"),
+        ({"folder": 1}, "folder: expected a path, got 1"),
+        ({"bytes": 1}, "sharing: expected most_bytes, .* did you mean"),
+    ],
+)
+def test_wrong_values_of_sharing_are_refused_by_name(entry, words):
+    with pytest.raises(SnapKVError, match=words):
+        ServingSettings.from_config({"snapkv": {"sharing": entry}})
+
+
+@pytest.mark.parametrize("name", ["cap", "decode_budget"])
+def test_promises_that_a_document_would_break_are_refused(name):
+    limits = Limits(**{name: 2048})
+    words = f"^{name}: expected none where documents .* got 2048.* --{name.replace('_', '-')}"
+    with pytest.raises(SnapKVError, match=words):
+        ServingSettings(limits=limits, sharing=Sharing())
+
+
+@pytest.mark.parametrize(
+    ("sharing", "given", "words"),
+    [
+        (None, {"snapkv_document": "a"}, "snapkv_document: .* start the server with --share"),
+        (Sharing(), {"snapkv_document": "a", "snapkv_budget": 64}, "^snapkv_budget: .* beside"),
+        (Sharing(), {"snapkv_document": "a", "snapkv_x": 1}, "^snapkv_x: expected none beside"),
+        (Sharing(), {"snapkv_document": "a/b"}, "none of them a slash"),
+        (Sharing(), {"snapkv_document": 7}, "snapkv_document: expected a document's name, got"),
+        (Sharing(), {"SNAPKV_DOCUMENT": "a"}, "write snapkv_document"),
+    ],
+)
+def test_a_document_is_named_alone_and_where_documents_are_shared(sharing, given, words):
+    settings = ServingSettings(budget=64, sharing=sharing)
+    with pytest.raises(SnapKVError, match=words):
+        settings.for_request(given)
+    if sharing is not None:
+        assert settings.for_request({"snapkv_document": "contract", "other": 1}) is None

@@ -100,14 +100,15 @@ class Document:
                 "questions: expected at least one, each a list of token ids that is not empty, got "
                 f"{[tuple(question.shape) for question in asked]}; pass [tokenizer(text).input_ids]"
             )
-        pads = max(map(len, asked)) - torch.tensor([len(question) for question in asked])
+        longest = max(map(len, asked))
+        pads = longest - torch.tensor([len(question) for question in asked])
         rows = [torch.cat([self.input_ids[0], question]) for question in asked]
         ids = pad_sequence(rows, batch_first=True, padding_side="left")
         mask = torch.arange(ids.shape[1]) >= pads[:, None]
         return {
             "input_ids": ids,
             "attention_mask": mask.long().to(ids.device),
-            "past_key_values": self._cache_for(pads, max(map(len, asked))),
+            "past_key_values": self._cache_for(pads, longest),
         }
 
     def _cache_for(self, pads: Tensor, longest: int) -> CompressedCache:
@@ -125,10 +126,9 @@ class Document:
                 f"some of whose layers keep the last tokens only, got lengths that differ by up to "
                 f"{int(pads.max())}; ask them one by one"
             )
-        window = cache.policy.query_tokens
-        seen = self.tokens
+        window, seen = cache.policy.query_tokens, self.tokens
         if not hybrid and window != ALL_QUERIES:
-            seen = self.tokens + longest - max(longest, window)
+            seen += longest - max(longest, window)
         if seen <= int(pads.max()):
             cache.reset()  # so short that there is nothing to recall
             return cache

@@ -66,7 +66,6 @@ _READ_AGAIN = "register the document's text instead"
 
 
 def digest_of(text: str) -> str:
-    """SHA-256 of a text in UTF-8, in hexadecimal."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -76,11 +75,7 @@ def record_of(document: Mapping[str, Any]) -> str:
 
 
 def from_record(content: str) -> dict[str, Any]:
-    """The document that `record_of` was given.
-
-    Raises:
-        LibraryError: it is no record, or has changed since.
-    """
+    """The document that `record_of` was given."""
     try:
         whole = json.loads(content)
         document, found, sealed = whole["document"], whole["format"], whole["sha256"]
@@ -98,13 +93,7 @@ def _digest_of(document: Any) -> str:
 
 
 def seal_fault(path: Path, seal: str, *, checked: bool) -> str | None:
-    """What is wrong with the cache's file that a record names; None where nothing is.
-
-    Args:
-        path: the file.
-        seal: that the record holds.
-        checked: whether to read every byte, or only the header.
-    """
+    """What is wrong with the cache's file that a record names; None where nothing is."""
     try:
         if seal_of(path, checked=checked) == seal:
             return None
@@ -115,30 +104,17 @@ def seal_fault(path: Path, seal: str, *, checked: bool) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StoredDocument:
-    """A document whose layers and heads all keep as many tokens, K; as an engine holds it.
+    """A document whose layers and heads all keep as many tokens, K; as an engine holds it."""
 
-    Attributes:
-        token_ids: (T,) int64, what the model has read.
-        kept: (layers, Hkv, K) int64, positions of the kept tokens, ascending.
-        keys: of every layer (Hkv, K, D), in the model's dtype, as attention sees them.
-        values: of every layer (Hkv, K, Dv).
-        policy: what has chosen them.
-        seal: SHA-256 of the file; "" before it is written.
-    """
-
-    token_ids: Tensor
-    kept: Tensor
-    keys: Sequence[Tensor]
-    values: Sequence[Tensor]
-    policy: Policy
-    seal: str = ""
+    token_ids: Tensor  # (T,) int64, what the model has read
+    kept: Tensor  # (layers, Hkv, K) int64, positions of the kept tokens, ascending
+    keys: Sequence[Tensor]  # of every layer (Hkv, K, D), in the model's dtype
+    values: Sequence[Tensor]  # of every layer (Hkv, K, Dv)
+    policy: Policy  # what has chosen them
+    seal: str = ""  # SHA-256 of the file; "" before it is written
 
     def fault(self, dtype: str) -> str | None:
-        """What is wrong with its tensors for a model of this dtype; None for nothing.
-
-        Numbers that are none would stay in an engine's blocks, and be read with other requests'
-        tokens.
-        """
+        """What is wrong with its tensors for a model of this dtype; None for nothing."""
         ids, kept = self.token_ids, self.kept
         if not _are_indices(ids, 1):
             return f"token ids of {_said(ids)}"
@@ -174,18 +150,7 @@ def model_identity(
     """What files say of the model in a folder, as a process says that has it loaded.
 
     transformers loads the model on the CPU for it, and lets go of it: only that tells for certain
-    which weights it has by which names. Ask once.
-
-    Args:
-        folder: of the model.
-        dtype: "float32", "bfloat16" or "float16", the one that the other program computes in.
-        trust_remote_code: run model code that comes with the checkpoint.
-
-    Raises:
-        ModelNotFoundError: no such folder, or one without a model.
-        InvalidArgumentError: a checkpoint without some of its weights.
-        UnsupportedModelError: transformers cannot load it, its cache cannot be compressed, or its
-            keys depend on the text's length, which each program chooses by lengths of its own.
+    which weights it has by which names. Ask once. `dtype` is the other program's.
     """
     place = Path(folder).absolute()
     if not (place / "config.json").is_file():
@@ -219,17 +184,8 @@ def write_document(path: str | Path, model: Mapping[str, Any], document: StoredD
     """Write a document for `CompressedCache.load`, `read_document` or an engine.
 
     The file is that of `cache.save(path, beside={"input_ids": token_ids[None]})` on a cache that
-    the policy has left with these tokens.
-
-    Args:
-        path: the file; a cache that was saved there is replaced, any other file is refused.
-        model: the `model_identity` of the model that has read it.
-        document: its tensors, on any device.
-
-    Raises:
-        InvalidArgumentError: tensors that do not fit together, that hold other than numbers of the
-            model's dtype, or a policy that goes on choosing.
-        CacheFileError: the file cannot be written, or holds something else than a cache.
+    the policy has left with these tokens. A cache that was saved there is replaced, any other file
+    is refused; so is a policy that goes on choosing. `model` is the reader's `model_identity`.
     """
     fault, policy = document.fault(model["dtype"]), document.policy
     if fault is None and isinstance(policy, EvictingPolicy):
@@ -262,13 +218,12 @@ def read_document(
     A cache is a document where an engine can go on from it just as the library does: it has read
     one prompt, whose token ids were saved beside it, it keeps as many tokens in every layer and
     head, and nothing chooses from them again. Whether the shapes are those of an engine's layers
-    is the engine's to check.
+    is the engine's to check. Nothing in the file is run.
 
     Args:
-        path: the file. It is read in full; nothing in it is run.
+        path: the file.
         model: the `model_identity` of the model that is to go on from it.
-        most_bytes: refuse a larger file before it is read, or one whose packed keys and values
-            would take more.
+        most_bytes: refuse a larger file before it is read, or one that unpacks to more.
 
     Raises:
         CacheFileError: no such file, a larger one, or not one that was saved, whole and unchanged.

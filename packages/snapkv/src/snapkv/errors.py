@@ -76,37 +76,25 @@ class OutOfMemoryError(SnapKVError, MemoryError):
 
 
 def missing_package(purpose: str, *packages: str) -> MissingDependencyError:
-    """The error that says which packages something needs and how they come.
-
-    Args:
-        purpose: the argument and what was to be done: "plot: drawing figures".
-        packages: names under which pip knows them, all of them optional ones of this package.
-    """
-    named = " and ".join(packages)
+    """The error that says which packages a purpose, such as "plot: drawing figures", needs."""
     return MissingDependencyError(
-        f"{purpose} needs the package {named}, which is not installed; run "
+        f"{purpose} needs the package {' and '.join(packages)}, which is not installed; run "
         f"{install_command(*packages)}"
     )
 
 
 def install_command(*packages: str) -> str:
-    """What installs them, in the releases that this package asks for.
+    """What installs packages in the releases that the installed parts of this repository ask for.
 
     It names the packages and not an extra of this one, which pip finds in no index.
     """
-    asked = _asked_for()
-    wanted = [asked.get(_normal(package), package) for package in packages]
-    return "pip install " + " ".join(f"'{each}'" for each in wanted)
-
-
-def _asked_for() -> dict[str, str]:
-    """Requirements by the names of their packages, of what is installed of this repository."""
     lines: list[str] = []
     for part in ("snapkv", "snapkv-lab", "snapkv-vllm"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             lines += importlib.metadata.requires(part) or []
     asked = [line.partition(";")[0].strip() for line in reversed(lines)]  # the first one counts
-    return {_normal(re.split(r"[^\w.-]", each)[0]): each for each in asked}
+    wanted = {_normal(re.split(r"[^\w.-]", each)[0]): each for each in asked}
+    return "pip install " + " ".join(f"'{wanted.get(_normal(each), each)}'" for each in packages)
 
 
 def _normal(name: str) -> str:

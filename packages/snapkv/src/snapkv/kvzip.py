@@ -26,7 +26,7 @@ from snapkv.hf.model_parts import attention_modules, noting_inputs
 from snapkv.plan import max_positions
 from snapkv.policies import EvictingPolicy, KVzip, Policy, PromptLayer, Selection
 from snapkv.policies.criticalkv import projected_norms
-from snapkv.policies.kvzip import most_attention
+from snapkv.policies.kvzip import INSTRUCTION, most_attention
 
 
 @torch.no_grad()
@@ -78,6 +78,24 @@ def read_twice(
 
 
 @torch.no_grad()
+def read_as_wanted(
+    model: PreTrainedModel, tokenizer: Any, input_ids: Tensor, cache: CompressedCache
+) -> None:
+    """Read and compress what stands before a question, as often as the cache's policy wants."""
+    if cache.policy.reads_twice:
+        read_twice(model, input_ids, cache, instruction_ids=instruction_of(tokenizer))
+        return
+    cache.expect_tokens(input_ids)
+    model(input_ids, past_key_values=cache, logits_to_keep=1)
+
+
+def instruction_of(tokenizer: Any) -> list[int]:
+    """The tokens that ask for a repetition."""
+    ids: list[int] = tokenizer(INSTRUCTION, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+@torch.no_grad()
 def repeat_context(
     model: PreTrainedModel,
     input_ids: Tensor,
@@ -85,12 +103,34 @@ def repeat_context(
     *,
     instruction_ids: Sequence[int] = (),
 ) -> list[PromptLayer]:
-    """Read a context into an empty cache and repeat it; arguments and errors as in `read_context`.
+    """Read a context into an empty cache, which holds all of it then, and repeat it.
 
-    Returns:
-        Every layer as its policy is to see it. The cache holds all of the context.
+    Arguments and errors as in `read_context`. Returns every layer as its policy is to see it.
     """
     scorer = _require_scorer(cache.policy)
+    _require_empty(model, cache)
+    tokens = input_ids.shape[1]
+    chunk = min(scorer.chunk_tokens, tokens, _room_tokens(model, tokens + len(instruction_ids)))
+    cache.expect_prompt(tokens + len(instruction_ids) + chunk + 1)
+    model(input_ids, past_key_values=cache, logits_to_keep=1)
+    observers = [_Observer(tokens, plus=scorer.plus) for _ in cache.layers]
+    before = torch.tensor([list(instruction_ids)], dtype=torch.int64, device=input_ids.device)
+    before = before.expand(input_ids.shape[0], -1)
+    with contextlib.ExitStack() as hooks:
+        hooks.enter_context(hooked(_Repetition(observers)))
+        for index, observer in enumerate(observers if scorer.plus else ()):
+            module = _attention_of_layer(model, index)
+            hooks.enter_context(noting_inputs(module, observer.enter))
+        for piece in torch.split(input_ids, chunk, dim=1):
+            repeated = torch.cat([before, piece], dim=1)
+            model(repeated, past_key_values=cache, logits_to_keep=1)
+            for layer in cache.layers:
+                layer.crop(-repeated.shape[1])
+    cache.reading.prompt_end = tokens
+    return [observer.prompt() for observer in observers]
+
+
+def _require_empty(model: PreTrainedModel, cache: CompressedCache) -> None:
     if cache.get_seq_length():
         raise CacheMismatchError(
             f"cache: expected an empty one where a text is read twice, got one that has seen "
@@ -102,26 +142,6 @@ def repeat_context(
             f"{type(model).__name__}, some of whose layers keep the last tokens only; use "
             "ExpectedAttention or SnapKV"
         )
-    tokens = input_ids.shape[1]
-    chunk = min(scorer.chunk_tokens, tokens, _room_tokens(model, tokens + len(instruction_ids)))
-    cache.expect_prompt(tokens + len(instruction_ids) + chunk + 1)
-    model(input_ids, past_key_values=cache, logits_to_keep=1)
-    layers = len(cache.layers)
-    observers = [_Observer(tokens, plus=scorer.plus) for _ in range(layers)]
-    modules = _attention_of_layers(model, layers) if scorer.plus else []
-    before = torch.tensor([list(instruction_ids)], dtype=torch.int64, device=input_ids.device)
-    before = before.expand(input_ids.shape[0], -1)
-    with contextlib.ExitStack() as hooks:
-        hooks.enter_context(hooked(_Repetition(observers)))
-        for module, observer in zip(modules, observers, strict=False):
-            hooks.enter_context(noting_inputs(module, observer.enter))
-        for piece in torch.split(input_ids, chunk, dim=1):
-            repeated = torch.cat([before, piece], dim=1)
-            model(repeated, past_key_values=cache, logits_to_keep=1)
-            for layer in cache.layers:
-                layer.crop(-repeated.shape[1])
-    cache.reading.prompt_end = tokens
-    return [observer.prompt() for observer in observers]
 
 
 def _room_tokens(model: PreTrainedModel, read_tokens: int) -> int:
@@ -158,16 +178,14 @@ def _require_scorer(policy: Policy) -> KVzip:
     return scorer
 
 
-def _attention_of_layers(model: PreTrainedModel, layers: int) -> list[Any]:
-    """The attention module of every layer."""
-    found = attention_modules(model, range(layers))
-    for index, modules in found.items():
-        if len(modules) != 1:
-            raise UnsupportedModelError(
-                f"model: expected one attention module a layer for KVzip(plus=True), got "
-                f"{len(modules)} in layer {index} of {type(model).__name__}; leave plus out"
-            )
-    return [found[index][0] for index in range(layers)]
+def _attention_of_layer(model: PreTrainedModel, index: int) -> Any:
+    modules = attention_modules(model, [index])[index]
+    if len(modules) != 1:
+        raise UnsupportedModelError(
+            f"model: expected one attention module a layer for KVzip(plus=True), got "
+            f"{len(modules)} in layer {index} of {type(model).__name__}; leave plus out"
+        )
+    return modules[0]
 
 
 class _Repetition(Hook):

@@ -15,11 +15,7 @@ INSTALL = {
 
 
 def package_file(package: str, *parts: str) -> Path:
-    """A file or folder of an installed package, found without importing the package.
-
-    Raises:
-        MissingDependencyError: the package is not installed; the message has the command.
-    """
+    """A file of an installed package, which is not imported; refused with the command to get it."""
     path = find_package_file(package, *parts)
     if path is None:
         raise MissingDependencyError(
@@ -35,8 +31,6 @@ def find_package_file(package: str, *parts: str) -> Path | None:
         spec = importlib.util.find_spec(package)
     except ValueError:  # a module that was not imported from a file, such as __main__
         return None
-    for folder in (spec.submodule_search_locations if spec else None) or ():
-        path = Path(folder).joinpath(*parts)
-        if path.exists():
-            return path
-    return None
+    folders = (spec.submodule_search_locations if spec else None) or ()
+    paths = (Path(folder).joinpath(*parts) for folder in folders)
+    return next((path for path in paths if path.exists()), None)

@@ -4,6 +4,7 @@ Importable without torch, so that options fail at once.
 """
 
 import difflib
+import sys
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -59,14 +60,7 @@ def require_each_at_least(argument: str, values: Collection[int], least: int) ->
 
 
 def require_budget(budget: Any, keep_ratio: object, window_size: Any, sink_tokens: Any = 0) -> None:
-    """Raise unless they say how much of a prompt to keep, its window included.
-
-    Args:
-        budget: tokens, or None.
-        keep_ratio: instead of it, a fraction; one of the two.
-        window_size: tokens at the end that are always kept.
-        sink_tokens: tokens at the start that are always kept.
-    """
+    """Raise unless they say how much of a prompt to keep, its window included."""
     require_int("window_size", window_size, minimum=1)
     require_int("sink_tokens", sink_tokens, minimum=0)
     require_one_limit(budget, keep_ratio)
@@ -96,13 +90,7 @@ def require_one_limit(budget: object, keep_ratio: object) -> None:
 
 
 def require_pooling(pooling: Any, kernel_size: Any, decay: Any) -> None:
-    """Raise unless they say how votes are pooled.
-
-    Args:
-        pooling: one of `POOLINGS`.
-        kernel_size: the width of "max" and "avg"; None for the default, or for "fading".
-        decay: the factor of "fading"; None for the default, or for the others.
-    """
+    """Raise unless they say how votes are pooled."""
     require_choice("pooling", pooling, POOLINGS)
     if pooling != "fading" and decay is not None:
         raise InvalidArgumentError(
@@ -186,6 +174,16 @@ def _require_number(
         )
 
 
+def require_finite(argument: str, value: object, remedy: str) -> None:
+    """Raise unless `value` is a finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidTypeError(
+            f"{argument}: expected a number, got {value!r} of type {type(value).__name__}; {remedy}"
+        )
+    if not abs(value) <= sys.float_info.max:  # an integer may be beyond what a float can hold
+        raise InvalidArgumentError(f"{argument}: expected a finite number, got {value}; {remedy}")
+
+
 def require_choice(argument: str, value: object, choices: tuple[str, ...]) -> None:
     """Raise unless `value` is one of `choices`."""
     if value not in choices:
@@ -195,13 +193,7 @@ def require_choice(argument: str, value: object, choices: tuple[str, ...]) -> No
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:
-    """The candidates most like `name`, as the end of an error message; empty where none is.
-
-    Never the name itself, which is there and was not what was wanted.
-
-    >>> nearest("snapvk", ["snapkv", "full"])
-    '; did you mean snapkv?'
-    """
+    """The candidates most like `name`, as the end of an error message; empty where none is."""
     others = (candidate for candidate in candidates if candidate != name)
     by_lower_case = {candidate.lower(): candidate for candidate in others}
     close = difflib.get_close_matches(name.lower(), by_lower_case, n=3)

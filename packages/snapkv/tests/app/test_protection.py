@@ -2,7 +2,7 @@
 
 import pytest
 
-from snapkv import H2O, CompressedCache, FullCache, SnapKV, StreamingLLM
+from snapkv import H2O, FullCache, SnapKV, StreamingLLM
 from snapkv.app.answering import answer
 from snapkv.app.conversation import Conversation
 from snapkv.app.prompts import Prompt, question_prompt, text_prompt
@@ -101,28 +101,27 @@ def test_texts_that_cannot_be_found_are_refused(demo):
         Protection(texts=("gate",)).spans(prompt, SnapKV(), Slow())
 
 
-def test_an_answer_says_what_was_protected(demo):
-    prompt = question_prompt(demo.tokenizer, DOCUMENT, "Which word?")
+def test_an_answer_says_what_was_protected(tiny):
+    prompt = question_prompt(tiny.tokenizer, DOCUMENT, "Which word?")
     protection = Protection(texts=("pelican",), system=None)
     policy = SnapKV(budget=64, window_size=8)
-    given = answer(demo, prompt, policy, FEW, protection=protection)
-    assert "pelican" in "".join(_text_of(given.protected[1:], prompt, demo.tokenizer))
+    given = answer(tiny, prompt, policy, FEW, protection=protection)
+    assert "pelican" in "".join(_text_of(given.protected[1:], prompt, tiny.tokenizer))
     assert given.protected[0][0] == 0
-    assert answer(demo, prompt, policy, FEW).protected == []
+    assert answer(tiny, prompt, policy, FEW).protected == []
 
 
 @pytest.mark.parametrize("recall", ["host", "none"])
-def test_a_conversation_keeps_what_is_protected_through_its_turns(demo, recall, tmp_path):
+def test_a_conversation_keeps_what_is_protected_through_its_turns(tiny, recall, tmp_path):
     protection = Protection(texts=("pelican",), system=None)
     policy = SnapKV(budget=64, window_size=8)
-    talk = Conversation(demo, policy, FEW, document=DOCUMENT, recall=recall, protection=protection)
+    talk = Conversation(tiny, policy, FEW, document=DOCUMENT, recall=recall, protection=protection)
     first = talk.ask("Which word?")
     second = talk.ask("When does the gate open?")
     assert first.protected == second.protected != []
     talk.save(tmp_path / "talk")
-    for one in (talk, Conversation.load(tmp_path / "talk", demo, FEW, policy)):
-        cache: CompressedCache = one.cache
-        for index in cache.compressed_layers:
-            for head in cache.kept_positions(index)[0]:
+    for one in (talk, Conversation.load(tmp_path / "talk", tiny, FEW, policy)):
+        for index in one.cache.compressed_layers:
+            for head in one.cache.kept_positions(index)[0]:
                 held = set(head.tolist())
                 assert all(held >= set(range(*span)) for span in first.protected)

@@ -12,19 +12,17 @@ from snapkv.app import text_files
 from snapkv.errors import DocumentError, MissingDependencyError
 
 
+def named(**parts):
+    values = {key: NameObject(f"/{v}") if isinstance(v, str) else v for key, v in parts.items()}
+    return DictionaryObject({NameObject(f"/{key}"): value for key, value in values.items()})
+
+
 def write_pdf(path, pages, password=None):
     writer = PdfWriter()
+    font = named(Type="Font", Subtype="Type1", BaseFont="Helvetica")
     for text in pages:
         page = writer.add_blank_page(width=300, height=300)
-        font = DictionaryObject(
-            {
-                NameObject("/Type"): NameObject("/Font"),
-                NameObject("/Subtype"): NameObject("/Type1"),
-                NameObject("/BaseFont"): NameObject("/Helvetica"),
-            }
-        )
-        fonts = DictionaryObject({NameObject("/F1"): font})
-        page[NameObject("/Resources")] = DictionaryObject({NameObject("/Font"): fonts})
+        page[NameObject("/Resources")] = named(Font=named(F1=font))
         content = DecodedStreamObject()
         content.set_data(f"BT /F1 12 Tf 20 200 Td ({text}) Tj ET".encode())
         page[NameObject("/Contents")] = writer._add_object(content)
@@ -39,26 +37,12 @@ def text_of(path):
     return document.text
 
 
-@pytest.mark.parametrize("name", ["notes.txt", "README.md", "main.py", "no_suffix"])
-def test_text_is_read_as_it_is(tmp_path, name):
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
+@pytest.mark.parametrize("name", ["notes.txt", "main.py", "no_suffix"])
+def test_text_is_read_as_it_is_in_any_unicode_encoding(tmp_path, name, encoding):
     path = tmp_path / name
-    path.write_text("# Title\n\n    indented *line*\n", encoding="utf-8")
-    assert text_of(path) == "# Title\n\n    indented *line*"
-
-
-@pytest.mark.parametrize(
-    "encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"], ids=lambda encoding: encoding
-)
-def test_unicode_encodings_are_told_apart(tmp_path, encoding):
-    path = tmp_path / "notes.txt"
-    path.write_bytes("Zoë owes 12 €".encode(encoding))
-    assert text_of(path) == "Zoë owes 12 €"
-
-
-def test_line_ends_are_unified(tmp_path):
-    path = tmp_path / "notes.txt"
-    path.write_bytes(b"one\r\ntwo\rthree\n")
-    assert text_of(path) == "one\ntwo\nthree"
+    path.write_bytes("# Zoë\r\n\n    owes *12 €*\rand\n".encode(encoding))
+    assert text_of(path) == "# Zoë\n\n    owes *12 €*\nand"
 
 
 def test_html_gives_what_a_browser_shows(tmp_path):
@@ -71,22 +55,14 @@ def test_html_gives_what_a_browser_shows(tmp_path):
     )
     lines = [line for line in text_of(path).splitlines() if line.strip()]
     assert lines == ["News", "Head", "One bold word.", "first", "second", "a", "  b"]
-
-
-def test_html_is_decoded_as_it_declares(tmp_path):
-    path = tmp_path / "page.html"
-    path.write_bytes('<meta charset="latin-1"><p>Zoë</p>'.encode("latin-1"))
+    path.write_bytes('<meta charset="latin-1"><p>Zoë</p>'.encode("latin-1"))  # as it declares
     assert text_of(path) == "Zoë"
 
 
-def test_pdf_gives_the_text_of_every_page(tmp_path):
-    path = write_pdf(tmp_path / "paper.pdf", ["First page.", "Second page."])
+@pytest.mark.parametrize("name", ["paper.pdf", "download"])
+def test_pdf_gives_the_text_of_every_page(tmp_path, name):
+    path = write_pdf(tmp_path / name, ["First page.", "Second page."])
     assert text_of(path) == "First page.\n\nSecond page."
-
-
-def test_pdf_without_its_suffix_is_recognised(tmp_path):
-    path = write_pdf(tmp_path / "download", ["First page."])
-    assert text_of(path) == "First page."
 
 
 def test_standard_input(monkeypatch):
@@ -131,11 +107,7 @@ def test_a_folder_is_read_without_the_libraries_in_it(tmp_path):
 
 
 def bad_file(name, data):
-    def make(folder):
-        (folder / name).write_bytes(data)
-        return folder / name
-
-    return make
+    return lambda folder: (folder / name, (folder / name).write_bytes(data))[0]
 
 
 def locked_pdf(folder):
@@ -166,16 +138,9 @@ def test_a_folder_is_read_without_what_cannot_be(tmp_path, capsys):
     assert "got byte 0xeb at offset 2" in lines[2]
 
 
-def test_what_was_skipped_can_be_had_instead_of_shown(tmp_path, capsys):
-    names = write_unreadable(tmp_path)
-    (tmp_path / "notes.txt").write_text("text")
-    lines = []
-    text_files.read([str(tmp_path)], on_notice=lines.append)
-    assert len(lines) == len(names)
-    assert capsys.readouterr().err == ""
-
-
-def test_a_file_of_a_folder_may_be_locked(tmp_path, monkeypatch, capsys):
+def test_a_file_that_may_not_be_read_is_refused_or_left_out_of_its_folder(
+    tmp_path, monkeypatch, capsys
+):
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "b.txt").write_text("text")
     read_bytes = Path.read_bytes
@@ -189,6 +154,8 @@ def test_a_file_of_a_folder_may_be_locked(tmp_path, monkeypatch, capsys):
     (document,) = text_files.read([str(tmp_path)])
     assert document.name == str(tmp_path / "b.txt")
     assert "a.txt: Permission denied" in capsys.readouterr().err
+    with pytest.raises(DocumentError, match=r"a\.txt: Permission denied"):
+        text_files.read([str(tmp_path / "a.txt")])
 
 
 def unreadable_folder(folder):
@@ -211,7 +178,6 @@ def empty_folder(folder):
         (lambda folder: "", "got an empty name"),
         (lambda folder: "/dev/null", "got the device /dev/null"),
         (bad_file("empty.txt", b""), "got nothing"),
-        (bad_file("blank.txt", b" \n\t"), "got nothing"),
         (bad_file("image.png", b"\x89PNG\0\0"), "got binary data"),
         (bad_file("old.txt", "Zoë".encode("latin-1")), "got byte 0xeb at offset 2"),
         (bad_file("odd.html", b'<meta charset="klingon"><p>x</p>'), "'klingon' declared"),
@@ -222,30 +188,13 @@ def empty_folder(folder):
         (empty_folder, "expected a folder with text files"),
         (unreadable_folder, "and can be read (4 cannot: expected text, got nothing in"),
     ],
-    ids=[
-        "missing", "missing-folder", "no-name", "device", "empty", "blank", "binary", "latin-1",
-        "unknown-encoding", "damaged-pdf", "not-a-pdf", "scanned-pdf", "encrypted-pdf",
-        "folder-without-text", "folder-without-readable-text",
-    ],
-)  # fmt: skip
+)
 def test_bad_files_are_refused(tmp_path, make, message):
     (tmp_path / "reports.txt").write_text("text")
     with pytest.raises(DocumentError) as error:
         text_files.read([str(make(tmp_path))])
     assert message in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_an_unreadable_file_is_refused(tmp_path, monkeypatch):
-    path = tmp_path / "locked.txt"
-    path.write_text("text")
-
-    def refuse(self):
-        raise PermissionError(13, "Permission denied", str(self))
-
-    monkeypatch.setattr("pathlib.Path.read_bytes", refuse)
-    with pytest.raises(DocumentError, match=r"locked\.txt: Permission denied"):
-        text_files.read([str(path)])
 
 
 @pytest.mark.parametrize("sources", [[], ["-", "-"]], ids=["none", "stdin-twice"])
@@ -290,7 +239,7 @@ def test_a_pdf_that_is_cut_off_is_refused_or_said_to_be(tmp_path):
     whole, lines = noted(path)
     assert (whole, lines) == ("First page.\n\nSecond page.\n\nThird page.", [])
     data, outcomes = path.read_bytes(), set()
-    for kept_bytes in {*range(60, len(data) - 1, 41), *range(len(data) - 60, len(data) - 1)}:
+    for kept_bytes in {*range(60, len(data) - 1, 97), *range(len(data) - 30, len(data) - 1)}:
         if kept_bytes in (first - 1, first):
             continue
         path.write_bytes(data[:kept_bytes])
@@ -323,11 +272,9 @@ def damaged(change):
     "make",
     [
         damaged(lambda data: data.replace(b"startxref\n", b"startxref\n1")),
-        damaged(lambda data: data.replace(b"0000000015", b"0000000016", 1)),
         damaged(lambda data: data.removesuffix(b"F\n")),
-        damaged(lambda data: data[:9] + b"\n\n\n" + data[9:]),
     ],
-    ids=["wrong start", "wrong offset", "cut off", "moved"],
+    ids=["wrong start", "cut off"],
 )
 def test_a_pdf_that_had_to_be_repaired_is_said_to_be(tmp_path, caplog, make):
     path = make(tmp_path)
@@ -339,32 +286,23 @@ def test_a_pdf_that_had_to_be_repaired_is_said_to_be(tmp_path, caplog, make):
     assert caplog.text == "", "what pypdf says is said once"
 
 
-def test_pages_that_show_something_without_text_are_counted(tmp_path):
-    path = write_pdf(tmp_path / "notes.pdf", ["First page.", "", "Third page."])
-    assert noted(path) == (
-        "First page.\n\n\n\nThird page.",
-        [
-            f"partly read: {path}: 1 of 3 pages have images or drawings and no text; run it "
-            "through OCR, for instance ocrmypdf"
-        ],
-    )
-
-
-def test_empty_pages_lack_nothing(tmp_path):
+def test_pages_that_show_something_without_text_are_counted_and_empty_ones_lack_nothing(tmp_path):
     writer = PdfWriter(write_pdf(tmp_path / "notes.pdf", ["First page."]))
     writer.add_blank_page(width=300, height=300)
     writer.write(tmp_path / "with-blank.pdf")
     assert noted(tmp_path / "with-blank.pdf")[1] == []
+    path = write_pdf(tmp_path / "notes.pdf", ["First page.", "", "Third page."])
+    text, (line,) = noted(path)
+    assert text == "First page.\n\n\n\nThird page."
+    assert line.startswith(f"partly read: {path}: 1 of 3 pages have images or drawings and no text")
 
 
 @pytest.mark.parametrize(
     ("page", "whole"),
     [
-        ("<html><body><p>Text</p></body></html>", True),
         ("<!DOCTYPE html><HTML lang=en><p>Text</HTML >\n", True),
         ("<!DOCTYPE html><title>T</title><p>Text", True),  # both ends of html may be left out
         ("<html><body><p>Text</p><p>Mor", False),
-        ("<html lang='en'><body><p>Text</p><!-- a comment that never", False),
         ("<HTML><p>Text<script>var x = 1;", False),
     ],
 )

@@ -3,19 +3,17 @@
 import os
 import sys
 import time
-from pathlib import Path
 
 import torch
 
 from snapkv import CompressedCache, SnapKV
-from tests.families import random_ids, tiny_model
+from tests.families import call, random_ids, tiny_model
 
 
 def filled(model, tokens):
-    """A cache with parked tokens, so that its file is of some size."""
+    """A cache with offloaded tokens, so that its file is of some size."""
     cache = CompressedCache(model, SnapKV(40, window_size=8), recall="host")
-    with torch.no_grad():
-        model(random_ids(8, tokens), past_key_values=cache)
+    call(model, cache, random_ids(8, tokens))
     return cache
 
 
@@ -44,4 +42,4 @@ def _say(word):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(sys.argv[1])

@@ -1,6 +1,5 @@
 """Every step attends to what is stored and to the evicted pages that its query chooses."""
 
-import copy
 import sys
 
 import pytest
@@ -21,9 +20,9 @@ from snapkv import (
     UnsupportedModelError,
 )
 from snapkv.decoding import CandidateTree, Medusa
-from snapkv.prefill import chunked, layer_by_layer
+from snapkv.prefill import chunked
 from tests.decoding.heads import random_heads
-from tests.families import CASES, CLOSE, call, random_ids, tiny_model
+from tests.families import CLOSE, ONCE, call, random_ids, tiny_model
 from tests.oracle import unwrapped
 from tests.pairs import pairs
 
@@ -31,7 +30,7 @@ PROMPT, BUDGET, WINDOW, STEPS = 90, 30, 8, 4
 POLICY = SnapKV(BUDGET, window_size=WINDOW, kernel_size=5)
 ALL = PageRecall(1000)
 LATENT = ("deepseek_v3",)
-FULL_ONLY = [case for case in CASES if case[0] not in LATENT]
+FULL_ONLY = [case for case in ONCE if case[0] not in LATENT]
 
 
 # The reference: a full cache whose attention hides what is neither kept nor in a chosen page.
@@ -134,6 +133,7 @@ def continuation(batch=1, tokens=STEPS):
 
 @pytest.mark.parametrize(("family", "implementation"), FULL_ONLY)
 def test_every_family_attends_to_the_pages_of_the_reference(family, implementation):
+    """With pages for everything that is the full cache."""
     model, rule = tiny_model(family, implementation), PageRecall(2, page_tokens=6)
     cache = paged(model, rule, prompt(2))
     expected = reference_logits(model, cache, rule, prompt(2), continuation(2))
@@ -141,6 +141,12 @@ def test_every_family_attends_to_the_pages_of_the_reference(family, implementati
     got = step_logits(model, cache, continuation(2))
     torch.testing.assert_close(got, expected, **CLOSE)
     assert not torch.allclose(got, step_logits(model, plain, continuation(2)), atol=1e-3)
+    reference = unwrapped(model, implementation)
+    full = DynamicCache(config=reference.config)
+    call(reference, full, prompt(2))
+    expected = step_logits(reference, full, continuation(2))
+    got = step_logits(model, paged(model, ALL, prompt(2)), continuation(2))
+    torch.testing.assert_close(got, expected, **CLOSE)
 
 
 @pairs(
@@ -151,8 +157,8 @@ def test_every_family_attends_to_the_pages_of_the_reference(family, implementati
         "adakv": AdaKV(POLICY),
     },
     padded=[False, True],
-    page_tokens=[1, 7, 500],
-    pages=[1, 3],
+    page_tokens=[1, 7],
+    pages=[1, 1000],
 )
 def test_pages_of_any_number_and_size(policy, padded, page_tokens, pages):
     """Rows with pads: one evicts less than a page, one fits the budget, one has none."""
@@ -168,36 +174,6 @@ def test_pages_of_any_number_and_size(policy, padded, page_tokens, pages):
     expected = reference_logits(model, cache, rule, ids, continuation(3), mask)
     got = step_logits(model, cache, continuation(3), mask)
     torch.testing.assert_close(got, expected, **CLOSE)
-
-
-@pytest.mark.parametrize(("family", "implementation"), FULL_ONLY)
-def test_with_pages_for_everything_it_is_the_full_cache(family, implementation):
-    model = tiny_model(family, implementation)
-    reference = unwrapped(model, implementation)
-    full = DynamicCache(config=reference.config)
-    call(reference, full, prompt(2))
-    expected = step_logits(reference, full, continuation(2))
-    got = step_logits(model, paged(model, ALL, prompt(2)), continuation(2))
-    torch.testing.assert_close(got, expected, **CLOSE)
-
-
-def test_quantised_storage_attends_to_exact_pages():
-    """Only what is kept is in few bits, so with all pages it is nearly the full cache."""
-    model = tiny_model("llama")
-    full = unwrapped(model, "sdpa")
-    expected = step_logits(full, copy.deepcopy(_full(full)), continuation())
-    errors = [
-        (step_logits(model, paged(model, rule, prompt(), quantize="int8"), continuation()))
-        - expected
-        for rule in (ALL, "host")
-    ]
-    assert errors[0].abs().max() < 0.1 < errors[1].abs().max()
-
-
-def _full(model):
-    cache = DynamicCache(config=model.config)
-    call(model, cache, prompt())
-    return cache
 
 
 # What goes on.
@@ -217,27 +193,6 @@ def generated(model, cache, ids, **options):
 RULE = PageRecall(2, page_tokens=5)
 
 
-def test_a_later_turn_votes_on_everything_and_cuts_its_own_pages():
-    model = tiny_model("llama")
-    turn, whole = random_ids(1, 20, seed=1), torch.cat([prompt(), random_ids(1, 20, seed=1)], 1)
-    cache = paged(model, RULE, prompt())
-    cache.expect_prompt(PROMPT + 20)
-    call(model, cache, turn)
-    fresh = paged(model, RULE, whole)
-    for layer in range(4):
-        assert torch.equal(cache.kept_positions(layer), fresh.kept_positions(layer))
-    got = step_logits(model, cache, continuation())
-    torch.testing.assert_close(got, step_logits(model, fresh, continuation()), **CLOSE)
-
-
-def test_tokens_that_come_together_attend_as_one_by_one():
-    model = tiny_model("llama")
-    cache = paged(model, RULE, prompt(2))
-    once = copy.copy(cache)
-    got = call(model, once, continuation(2))
-    torch.testing.assert_close(got, step_logits(model, cache, continuation(2)), **CLOSE)
-
-
 @pytest.mark.parametrize("drafts", ["lookup", "tree"])
 def test_drafts_are_verified_as_plain_decoding_says(drafts):
     model = tiny_model("llama")
@@ -250,62 +205,10 @@ def test_drafts_are_verified_as_plain_decoding_says(drafts):
     assert torch.equal(generated(model, cache, prompt(), **options), plain)
 
 
-def test_beams_rows_and_copies_keep_their_pages():
+def test_beams_keep_their_pages():
     model = tiny_model("llama")
-    cache = paged(model, RULE, prompt(3))
-    expected = step_logits(model, copy.copy(cache), continuation(3))
-    rows = [2, 2, 0, 0, 1, 1]
-    cache.reorder_cache(torch.tensor([2, 0, 1]))
-    cache.batch_repeat_interleave(2)
-    got = step_logits(model, cache, continuation(3)[rows])
-    torch.testing.assert_close(got, expected[rows], **CLOSE)
     beams = CompressedCache(model, POLICY, recall=RULE)
     assert generated(model, beams, prompt(), num_beams=3).shape == (1, PROMPT + 6)
-
-
-def test_crops_and_resets_leave_nothing_behind():
-    model = tiny_model("llama")
-    cache = paged(model, RULE, prompt())
-    expected = step_logits(model, copy.copy(cache), continuation())
-    step_logits(model, cache, random_ids(1, 3, seed=8))
-    cache.crop(-3)
-    torch.testing.assert_close(step_logits(model, cache, continuation()), expected, **CLOSE)
-    cache.crop(-STEPS - 60)  # into what was evicted: all of it is back
-    assert cache.layers[0].notes.pages is None
-    full = _full(unwrapped(model, "sdpa"))
-    full.crop(-60)
-    expected = step_logits(unwrapped(model, "sdpa"), full, continuation())
-    cache.expect_prompt(PROMPT)
-    torch.testing.assert_close(step_logits(model, cache, continuation()), expected, **CLOSE)
-    cache.reset()
-    assert cache.layers[0].notes.pages is None
-
-
-def test_a_refresh_cuts_pages_of_what_is_evicted_then():
-    """With pages for everything no refresh can change what is said."""
-    model = tiny_model("llama")
-    said = []
-    for every in (None, 2):
-        cache = paged(model, ALL, prompt(), refresh_every=every)
-        said.append(step_logits(model, cache, continuation(tokens=20)))
-    torch.testing.assert_close(said[1], said[0], **CLOSE)
-    assert cache.layers[0].notes.pages.columns.max() >= PROMPT  # generated tokens among them
-
-
-def test_a_prompt_read_in_pieces_has_the_same_pages():
-    model = tiny_model("llama")
-    expected = step_logits(model, paged(model, RULE, prompt()), continuation())
-    cache = CompressedCache(model, POLICY, recall=RULE)
-    cache.expect_prompt(PROMPT)
-    for piece in prompt().split(40, dim=1):
-        call(model, cache, piece)
-    torch.testing.assert_close(step_logits(model, cache, continuation()), expected, **CLOSE)
-    cache = CompressedCache(model, POLICY, recall=RULE)
-    with layer_by_layer(model, chunk_tokens=30):
-        said = generated(model, cache, prompt())
-    assert torch.equal(
-        said, generated(model, CompressedCache(model, POLICY, recall=RULE), prompt())
-    )
 
 
 def test_a_prompt_read_in_inference_mode_goes_on_with_gradients():
@@ -379,23 +282,16 @@ def test_the_device_holds_the_budget_and_the_bounds(monkeypatch):
     [
         ({"storage": "static"}, "storage: expected 'dynamic' with recall=PageRecall"),
         ({"policy": H2O(64)}, "policy: expected one that only compresses"),
-        ({"turns": "append"}, "turns: expected 'compress' with recall"),
+        ({"recall": PageRecall(1, page_tokens=4, where="a\0b")}, "recall: expected 'host' or a fo"),
     ],
 )
 def test_what_does_not_go_with_it_is_said_when_the_cache_is_made(options, said):
     with pytest.raises(InvalidArgumentError, match=said):
         CompressedCache(tiny_model("llama"), **{"policy": POLICY, "recall": RULE, **options})
-
-
-def test_numbers_and_places_are_checked():
     with pytest.raises(InvalidArgumentError, match="pages: expected at least 1"):
         PageRecall(0)
-    with pytest.raises(InvalidArgumentError, match="page_tokens: expected at least 1"):
-        PageRecall(1, page_tokens=0)
-    with pytest.raises(InvalidTypeError, match="pages: expected"):
-        PageRecall(1.5)
-    with pytest.raises(InvalidTypeError, match="recall: expected 'host' or the path"):
-        CompressedCache(tiny_model("llama"), POLICY, recall=PageRecall(1, where=5))
+    with pytest.raises(InvalidTypeError, match="page_tokens: expected"):
+        PageRecall(1, page_tokens=1.5)
 
 
 def test_latent_attention_is_refused_before_anything_is_dropped():

@@ -17,8 +17,6 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from snapkv import (
-    H2O,
-    RKV,
     AdaKV,
     CacheFileError,
     CacheMismatchError,
@@ -26,46 +24,40 @@ from snapkv import (
     DuoAttention,
     ExpectedAttention,
     FastGen,
-    FullCache,
     KeyDiff,
     KVzip,
     PageRecall,
-    PromptThenDecode,
-    Random,
-    Scissorhands,
-    ScoreThreshold,
     SnapKV,
-    StreamingLLM,
 )
 from snapkv.cache.saving.files import _seal, read_sealed, write_sealed
 from snapkv.kvzip import read_twice
+from tests.cache.methods import METHODS
 from tests.cache.saver import filled
-from tests.families import FAMILIES, IMPLEMENTATIONS, random_ids, tiny_config, tiny_model
+from tests.families import IMPLEMENTATIONS, random_ids, tiny_config, tiny_model
 
 PROMPT = 90
 POLICY = SnapKV(40, window_size=8)
 ROOT = Path(__file__).parents[4]
 HERE = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
+TOKENS = FastGen(0.8, special_ids=(3, (4, 5)), punctuation_ids=(6, 7))
+FADING = SnapKV(40, window_size=8, pooling="fading", decay=0.8)
+OF_NOTES = "full", "h2o", "streaming-llm moved", "scissorhands", "r-kv", "snapkv, then h2o"
 KINDS = {
     "dynamic": (POLICY, {}),
     "static": (POLICY, {"storage": "static", "room_tokens": 32}),
-    "per query head": (SnapKV(40, window_size=8, group_reduce="none"), {}),
+    "fading, per query head": (replace(FADING, group_reduce="none"), {}),
     "ragged": (AdaKV(POLICY), {}),
-    "threshold": (ScoreThreshold(POLICY, at_least=0.016), {}),
-    "whole": (FullCache(), {}),
     "recall": (POLICY, {"recall": "host"}),
     "recall, static": (POLICY, {"recall": "host", "storage": "static", "room_tokens": 64}),
     "recall, refreshed": (POLICY, {"recall": "host", "refresh_every": 3}),
-    "turns": (POLICY, {"turns": "compress"}),
-    "h2o": (H2O(40), {}),
-    "sinks": (StreamingLLM(40), {}),
-    "counts": (Scissorhands(40), {}),
-    "last queries": (RKV(40, evict_every=4), {}),
+    "turns, int4": (POLICY, {"turns": "compress", "quantize": "int4"}),
     "heads": (DuoAttention([[0.3, 0.1], [0, 0], [1, 0.4], [0.2, 0.9]], recent_tokens=20), {}),
-    "token ids": (FastGen(0.8, special_ids=(3, (4, 5)), punctuation_ids=(6, 7)), {}),
-    "two methods": (PromptThenDecode(prompt=POLICY, decode=H2O(48)), {}),
+    "token ids": (TOKENS, {}),
+    **{name: (METHODS[name], {}) for name in OF_NOTES},
 }
+SINKS = {"budget": 11, "sink_tokens": 4}  # more than the budget had room for
+FAMILIES = ("cohere2", "gemma2", "gpt_oss", "deepseek_v3")
 
 
 def generated(model, cache, ids, new_tokens=6):
@@ -85,9 +77,12 @@ def halfway(model, kind, batch=2):
     return cache, generated(model, cache, random_ids(batch, PROMPT))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_loaded_cache_goes_on_as_the_saved_one_does(kind, tmp_path):
-    model = tiny_model("llama")
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [*(("llama", kind) for kind in KINDS), *((family, "recall") for family in FAMILIES)],
+)
+def test_a_loaded_cache_goes_on_as_the_saved_one_does(family, kind, tmp_path):
+    model = tiny_model(family, IMPLEMENTATIONS[family][0])
     cache, ids = halfway(model, kind)
     cache.save(tmp_path / "one")
     loaded = CompressedCache.load(tmp_path / "one", model)
@@ -98,33 +93,6 @@ def test_a_loaded_cache_goes_on_as_the_saved_one_does(kind, tmp_path):
     longer = torch.cat([ids, random_ids(2, 12, seed=4)], dim=1)
     assert torch.equal(generated(model, loaded, longer), generated(model, cache, longer))
     assert os.listdir(tmp_path) == ["one"]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_layers_of_every_family_come_back(family, tmp_path):
-    model = tiny_model(family, IMPLEMENTATIONS[family][0])
-    cache, ids = halfway(model, "recall")
-    cache.save(tmp_path / "one")
-    loaded = CompressedCache.load(tmp_path / "one", model)
-    longer = torch.cat([ids, random_ids(2, 12, seed=4)], dim=1)
-    assert torch.equal(generated(model, loaded, longer), generated(model, cache, longer))
-
-
-def test_a_method_that_needs_a_tokenizer_is_saved_with_its_tokens(demo, tmp_path):
-    policy = FastGen(0.9).with_tokenizer(demo.tokenizer)
-    ids = demo.tokenizer("The key, it is said, is under the stone. " * 5, return_tensors="pt")
-    cache = CompressedCache(demo.model, policy)
-    begun = generated(demo.model, cache, ids.input_ids, 3)
-    cache.save(tmp_path / "one")
-    loaded = CompressedCache.load(tmp_path / "one", demo.model)
-    assert loaded.policy == CompressedCache.load(tmp_path / "one", demo.model, policy=policy).policy
-    again = [generated(demo.model, one, begun, 3) for one in (cache, loaded)]
-    assert torch.equal(*again)
-    others = FastGen(0.9, special_ids=(*policy.special_ids[1:], 5), punctuation_ids=(9,))
-    with pytest.raises(CacheMismatchError, match="policy: expected the one the cache was saved"):
-        CompressedCache.load(tmp_path / "one", demo.model, policy=others)
-    with pytest.raises(CacheMismatchError, match="policy: expected the one the cache was saved"):
-        CompressedCache.load(tmp_path / "one", demo.model, policy=POLICY)
 
 
 def test_a_cache_in_the_middle_of_a_prompt_or_empty_can_be_saved(tmp_path):
@@ -156,7 +124,7 @@ for path in sys.argv[1:]:
 
 def test_another_process_says_the_same_tokens(tmp_path):
     model, paths, said = tiny_model("llama"), [], []
-    for kind in ("dynamic", "ragged", "static", "recall", "h2o"):
+    for kind in ("ragged", "recall"):
         cache, ids = halfway(model, kind)
         longer = torch.cat([ids, random_ids(2, 12, seed=4)], dim=1)
         paths.append(str(tmp_path / kind))
@@ -179,28 +147,17 @@ def test_another_process_says_the_same_tokens(tmp_path):
 def damaged_files(good, other):
     """A hundred ways to spoil a file: flipped bits, missing ends, another file's header."""
     draw = random.Random(5)
-    header = 8 + int.from_bytes(good[:8], "little")
-    for place in [*range(8), *(draw.randrange(8, header) for _ in range(27))]:
-        yield f"bit in the header at {place}", _flipped(good, place, draw)
-    for place in [len(good) - 1, *(draw.randrange(header, len(good)) for _ in range(24))]:
-        yield f"bit in the data at {place}", _flipped(good, place, draw)
-    for length in [
-        0,
-        1,
-        7,
-        8,
-        9,
-        header - 1,
-        header,
-        *(draw.randrange(len(good)) for _ in "1" * 13),
-    ]:
-        yield f"cut at {length}", good[:length]
+    size, header = len(good), 8 + int.from_bytes(good[:8], "little")
+    in_header = [*range(8), *(draw.randrange(8, header) for _ in range(27))]
+    in_data = [size - 1, *(draw.randrange(header, size) for _ in range(24))]
+    for place in in_header + in_data:
+        yield f"bit at {place}", _flipped(good, place, draw)
+    ends = [0, 1, 7, 8, 9, header - 1, header, *(draw.randrange(size) for _ in range(13))]
+    yield from ((f"cut at {length}", good[:length]) for length in ends)
     for _ in range(10):
-        start = draw.randrange(8, len(good) - 64)
-        yield (
-            f"swapped at {start}",
-            good[:start] + good[start : start + 64][::-1] + good[start + 64 :],
-        )
+        start = draw.randrange(8, size - 64)
+        middle = good[start : start + 64][::-1]
+        yield f"swapped at {start}", good[:start] + middle + good[start + 64 :]
     other_header = 8 + int.from_bytes(other[:8], "little")
     yield "header of another cache", other[:other_header] + good[header:]
     yield "data of another cache", good[:header] + other[other_header:]
@@ -217,39 +174,30 @@ def _flipped(good, place, draw):
 
 
 def test_a_hundred_damaged_files_are_refused(tmp_path):
+    """And of a small file whatever byte has changed, of every sixteen one."""
     model = tiny_model("llama")
     files = []
     for tokens in (90, 80):
         filled(model, tokens).save(tmp_path / "good")
         files.append((tmp_path / "good").read_bytes())
-    accepted, tried = [], 0
-    for name, content in damaged_files(*files):
-        if content != files[0]:
-            (tmp_path / "spoilt").write_bytes(content)
-            accepted += [] if _is_refused(tmp_path / "spoilt", model) else [name]
-            tried += 1
+    spoilt = [(name, content) for name, content in damaged_files(*files) if content != files[0]]
+    assert len(spoilt) >= 100
+    CompressedCache(model, POLICY).save(tmp_path / "good")
+    good, draw = (tmp_path / "good").read_bytes(), random.Random(1)
+    spoilt += [(f"small, {at}", _flipped(good, at, draw)) for at in range(3, len(good), 16)]
+    accepted = []
+    for name, content in spoilt:
+        (tmp_path / "spoilt").write_bytes(content)
+        accepted += [] if _is_refused(tmp_path / "spoilt") else [name]
     assert not accepted
-    assert tried >= 100
 
 
-def _is_refused(path, model):
+def _is_refused(path):
     try:
-        CompressedCache.load(path, model)
+        read_sealed(path)
     except CacheFileError as error:
         return str(error).startswith("path: expected a cache that cache.save has written")
     return False
-
-
-def test_every_bit_of_a_small_file_matters(tmp_path):
-    """Not a sample: each byte of a whole file, header and data, with one of its bits flipped."""
-    model = tiny_model("llama")
-    cache = CompressedCache(model, POLICY)
-    cache.save(tmp_path / "good")
-    good, draw = (tmp_path / "good").read_bytes(), random.Random(1)
-    for place in range(len(good)):
-        (tmp_path / "spoilt").write_bytes(_flipped(good, place, draw))
-        with pytest.raises(CacheFileError):
-            read_sealed(tmp_path / "spoilt")
 
 
 def test_other_files_and_no_files_are_refused(tmp_path):
@@ -265,120 +213,80 @@ def test_other_files_and_no_files_are_refused(tmp_path):
         filled(model, 60).save(tmp_path / "no" / "folder")
 
 
-def headed(change):
-    """The header of a file with no metadata but a digest's place, or with notes of some kind."""
+HEADERS = {"deep": "[" * 100_000, "no JSON": "none", "a list": "[1]", "no metadata": None}
+
+
+@pytest.mark.parametrize("notes", HEADERS.values(), ids=HEADERS)
+def test_sealed_headers_of_another_kind_are_refused(notes, tmp_path):
     unsealed = {"sha256": "0" * 64}
-    tensor = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
-    if change == "no metadata":
-        return {"x": tensor | unsealed}
-    notes = {"deep": "[" * 100_000, "no JSON": "none", "a list": "[1]"}[change]
-    return {"x": tensor, "__metadata__": {"format": "snapkv cache 2", "notes": notes, **unsealed}}
-
-
-@pytest.mark.parametrize("change", ["no metadata", "deep", "no JSON", "a list"])
-def test_sealed_headers_of_another_kind_are_refused(change, tmp_path):
-    header = json.dumps(headed(change), separators=(",", ":")).encode()
-    path = tmp_path / "one"
+    whole = {"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
+    if notes is None:
+        whole["x"] |= unsealed
+    else:
+        whole["__metadata__"] = {"format": "snapkv cache 2", "notes": notes, **unsealed}
+    header, path = json.dumps(whole, separators=(",", ":")).encode(), tmp_path / "one"
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
     _seal(path)
     with pytest.raises(CacheFileError, match="path: expected a cache that cache"):
         CompressedCache.load(path, tiny_model("llama"))
 
 
-def forged(notes, change):
-    """Notes that were changed by somebody who can seal a file."""
-    if change == "no layers":
-        del notes["layers"]
-    elif change == "a layer less":
-        notes["layers"].pop()
-    elif change == "a tensor that is not there":
-        notes["layers"][0]["store"]["keys"] = {"tensor": "elsewhere"}
-    elif change == "a record that is none":
-        notes["layers"][0]["store"]["keys"] = {"record": "Path", "parts": {}}
-    elif change == "a yes that is a number":
-        notes["layers"][0]["slots"]["is_partial"] = -3
-    elif change == "a layer without notes":
-        notes["layers"][1]["notes"] = {}
-    elif change == "values of fewer tokens":
-        notes["layers"][0]["store"]["values"] = notes["layers"][1]["slots"]["kept"]
-    elif change == "columns before the first":
-        notes["layers"][0]["slots"]["start"] = -5
-    elif change == "a kind of store that is none":
-        notes["layers"][0]["store_kind"] = "sparse"
-    elif change == "a parameter that the policy has not":
-        notes["policy"]["speed"] = 1
-    else:
-        notes["options"] = change
-    return notes
+FORGED = {
+    "no layers": lambda notes: notes.pop("layers"),
+    "a layer less": lambda notes: notes["layers"].pop(),
+    "a tensor that is not there": lambda notes: keys_are(notes, {"tensor": "elsewhere"}),
+    "a record that is none": lambda notes: keys_are(notes, {"record": "Path", "parts": {}}),
+    "a yes that is a number": lambda notes: notes["layers"][0]["slots"].update(is_partial=-3),
+    "a layer without notes": lambda notes: notes["layers"][1].update(notes={}),
+    "keys of fewer tokens": lambda notes: keys_are(notes, notes["layers"][1]["slots"]["kept"]),
+    "columns before the first": lambda notes: notes["layers"][0]["slots"].update(start=-5),
+    "a kind of store that is none": lambda notes: notes["layers"][0].update(store_kind="sparse"),
+    "a parameter that the policy has not": lambda notes: notes["policy"].update(speed=1),
+    "options that are text": lambda notes: notes.update(options="text"),
+    **{
+        f"pages {pages}": lambda notes, pages=pages: notes.update(pages=pages)
+        for pages in (
+            {"pages": 2},
+            {"pages": 0, "page_tokens": 16},
+            {"pages": 2, "page_tokens": 1.5},
+            {"pages": 2, "page_tokens": 16, "where": "host"},
+            ["pages", "page_tokens"],
+            3,
+        )
+    },
+}
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        "no layers",
-        "a layer less",
-        "a tensor that is not there",
-        "a record that is none",
-        "a yes that is a number",
-        "a layer without notes",
-        "values of fewer tokens",
-        "columns before the first",
-        "a kind of store that is none",
-        "a parameter that the policy has not",
-        "options that are text",
-    ],
-)
+def keys_are(notes, saved):
+    notes["layers"][0]["store"]["keys"] = saved
+
+
+@pytest.mark.parametrize("change", FORGED)
 def test_sealed_nonsense_is_refused(tmp_path, change):
+    """Notes that were changed by somebody who can seal a file; pages also where some are given."""
     model = tiny_model("llama")
     filled(model, 60).save(tmp_path / "cache")
-    tensors, notes, *_ = read_sealed(tmp_path / "cache")
-    write_sealed(tmp_path / "forged", tensors, forged(notes, change))
-    with pytest.raises(CacheFileError, match="forged', whose parts do not fit together"):
-        CompressedCache.load(tmp_path / "forged", model)
+    tensors, notes, _ = read_sealed(tmp_path / "cache")
+    FORGED[change](notes)
+    write_sealed(tmp_path / "forged", tensors, notes)
+    for options in ({}, {"recall": PageRecall(5)}):
+        with pytest.raises(CacheFileError, match="forged', whose parts do not fit together"):
+            CompressedCache.load(tmp_path / "forged", model, **options)
 
 
 @pytest.mark.parametrize(
-    "pages",
+    ("policy", "missing", "before", "meant"),
     [
-        {"pages": 2},
-        {"page_tokens": 16},
-        {"pages": 0, "page_tokens": 16},
-        {"pages": 2, "page_tokens": 1.5},
-        {"pages": 2, "page_tokens": 16, "where": "host"},
-        ["pages", "page_tokens"],
-        3,
+        (KVzip(40, window_size=8), "sink_tokens", {}, {"sink_tokens": 0}),
+        (KeyDiff(40, window_size=8), "sink_tokens", {}, {}),
+        (ExpectedAttention(40, window_size=8), "", SINKS, SINKS | {"sink_tokens": 3}),
+        (SnapKV(40, window_size=8, kernel_size=(0, 6)), "decay", {}, {}),
     ],
-    ids=str,
+    ids=["kvzip", "keydiff", "expected-attention", "decay"],
 )
-@pytest.mark.parametrize("recall", [None, PageRecall(5)], ids=["saved", "given"])
-def test_a_file_that_does_not_say_how_pages_are_chosen_is_refused(tmp_path, pages, recall):
-    model = tiny_model("llama")
-    cache = CompressedCache(model, POLICY, recall=PageRecall(2))
-    cache.save(tmp_path / "cache")
-    tensors, notes, *_ = read_sealed(tmp_path / "cache")
-    assert notes["pages"] == {"pages": 2, "page_tokens": 16}
-    write_sealed(tmp_path / "forged", tensors, notes | {"pages": pages})
-    with pytest.raises(CacheFileError, match="forged', whose parts do not fit together"):
-        CompressedCache.load(tmp_path / "forged", model, recall=recall)
-
-
 @pytest.mark.parametrize("wrap", [lambda policy: policy, AdaKV])
-@pytest.mark.parametrize(
-    ("policy", "before", "meant"),
-    [
-        (KVzip(40, window_size=8), {}, {"sink_tokens": 0}),
-        (KeyDiff(40, window_size=8), {}, {}),
-        (Random(40, window_size=8), {}, {}),
-        (
-            ExpectedAttention(40, window_size=8),
-            {"budget": 11, "sink_tokens": 4},
-            {"budget": 11, "sink_tokens": 3},
-        ),
-    ],
-    ids=["kvzip", "keydiff", "random", "expected-attention"],
-)
-def test_a_file_from_before_sinks_could_be_given_is_read_as_it_was_meant(
-    policy, before, meant, wrap, tmp_path
+def test_a_file_from_before_there_were_sinks_or_decay_is_read_as_it_was_meant(
+    policy, missing, before, meant, wrap, tmp_path
 ):
     """KVzip kept none then; and a budget could have room for fewer than it was told."""
     model, ids = tiny_model("llama"), random_ids(1, PROMPT)
@@ -388,46 +296,31 @@ def test_a_file_from_before_sinks_could_be_given_is_read_as_it_was_meant(
     else:
         generated(model, cache, ids)
     cache.save(tmp_path / "now")
-    tensors, notes, *_ = read_sealed(tmp_path / "now")
+    tensors, notes, _ = read_sealed(tmp_path / "now")
     described = notes["policy"].get("policy", notes["policy"])
-    del described["sink_tokens"]
+    described.pop(missing, None)
     described |= before
     write_sealed(tmp_path / "then", tensors, notes)
-    loaded = CompressedCache.load(tmp_path / "then", model)
     then = wrap(replace(policy, **meant))
-    assert loaded.policy == then
-    assert torch.equal(loaded.kept_positions(2), cache.kept_positions(2))
-    assert CompressedCache.load(tmp_path / "then", model, policy=then).policy == then
-
-
-@pytest.mark.parametrize("wrap", [lambda policy: policy, AdaKV])
-@pytest.mark.parametrize(
-    "policy",
-    [
-        SnapKV(40, window_size=8),
-        SnapKV(40, window_size=8, kernel_size=(0, 6)),
-        SnapKV(40, window_size=8, pooling="fading", decay=0.8),
-    ],
-    ids=["centred", "pair", "fading"],
-)
-def test_a_file_says_how_votes_were_pooled(policy, wrap, tmp_path):
-    """Where it is from before votes faded, it says nothing of a decay."""
-    model, policy = tiny_model("llama"), wrap(policy)
-    cache = CompressedCache(model, policy)
-    generated(model, cache, random_ids(1, PROMPT))
-    cache.save(tmp_path / "now")
-    tensors, notes, *_ = read_sealed(tmp_path / "now")
-    described = notes["policy"].get("policy", notes["policy"])
-    if described["decay"] is None:
-        del described["decay"]
-    write_sealed(tmp_path / "then", tensors, notes)
-    for given in (None, policy):
+    for given in (None, then):
         loaded = CompressedCache.load(tmp_path / "then", model, policy=given)
-        assert loaded.policy == policy
+        assert loaded.policy == then
         assert torch.equal(loaded.kept_positions(2), cache.kept_positions(2))
-    other = wrap(SnapKV(40, window_size=8, pooling="fading", decay=0.7))
-    with pytest.raises(CacheMismatchError, match="policy: expected the one the cache was saved"):
-        CompressedCache.load(tmp_path / "then", model, policy=other)
+
+
+def test_another_policy_than_the_saved_one_is_refused(tmp_path):
+    model = tiny_model("llama")
+    for policy, other in (
+        (TOKENS, replace(TOKENS, special_ids=(3, (4, 6)))),
+        (TOKENS, POLICY),
+        (AdaKV(FADING), AdaKV(replace(FADING, decay=0.7))),
+    ):
+        cache = CompressedCache(model, policy)
+        generated(model, cache, random_ids(1, PROMPT))
+        cache.save(tmp_path / "one")
+        assert CompressedCache.load(tmp_path / "one", model, policy=policy).policy == policy
+        with pytest.raises(CacheMismatchError, match="policy: expected the one the cache was sav"):
+            CompressedCache.load(tmp_path / "one", model, policy=other)
 
 
 def test_another_model_or_dtype_is_refused(tmp_path):
@@ -482,25 +375,14 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatc
     assert os.listdir(tmp_path) == ["one"]
 
 
-def test_what_killed_saves_have_left_is_removed_when_it_is_old(tmp_path):
-    parts = [f".{name}.{'0123456789abcdef' * 2}.partial" for name in ("one", "one.1", "two")]
-    parts += [".one.fedcba9876543210fedcba9876543210.partial", ".one.mine.partial"]
-    for name in parts:
-        (tmp_path / name).write_bytes(b"half")
-        if "fedc" not in name:  # that one may still be written
-            os.utime(tmp_path / name, (time.time() - 7200,) * 2)
-    filled(tiny_model("llama"), 60).save(tmp_path / "one")
-    assert sorted(os.listdir(tmp_path)) == sorted([*parts[1:], "one"])
-
-
 def _full_disk(path):
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("unfinished", [4, pytest.param(25, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("unfinished", [2, pytest.param(25, marks=pytest.mark.slow)])
 def test_killed_at_any_moment_there_is_never_half_a_file(unfinished, tmp_path):
     """A process of its own each time, until so many were killed while they wrote a file."""
-    model, path, draw = tiny_model("llama"), tmp_path / "one", random.Random(3)
+    path, draw = tmp_path / "one", random.Random(3)
     found, kills = set(), 0
     with subprocess.Popen(
         [sys.executable, "-m", "tests.cache.saver", str(path)],
@@ -518,7 +400,7 @@ def test_killed_at_any_moment_there_is_never_half_a_file(unfinished, tmp_path):
             time.sleep(draw.random() * 3 * save_seconds)
             os.kill(child, signal.SIGKILL)
             assert saver.stdout.readline() == "gone\n"
-            found.add(CompressedCache.load(path, model).get_seq_length())
+            found.add(read_sealed(path).notes["seen_tokens"])
             kills += 1
         saver.stdin.close()
     assert found <= {300, 400}
@@ -537,12 +419,6 @@ def test_a_file_that_is_no_saved_cache_is_never_replaced(tmp_path):
             cache.save(path)
         assert before is None or path.read_bytes() == before
     assert Path("/dev/null").is_char_device()
-
-
-def test_a_saved_cache_and_an_empty_file_are_replaced(tmp_path):
-    model = tiny_model("llama")
-    cache, _ = halfway(model, "dynamic")
-    (tmp_path / "one").touch()
-    for _ in range(2):
-        cache.save(tmp_path / "one")
-        CompressedCache.load(tmp_path / "one", model)
+    (tmp_path / "empty").touch()
+    for _ in range(2):  # an empty file is replaced, and a saved cache
+        cache.save(tmp_path / "empty")

@@ -3,7 +3,6 @@
 import errno
 import os
 import resource
-import threading
 import time
 from pathlib import Path
 
@@ -27,15 +26,6 @@ def limited():
 
 def names(folder):
     return sorted(path.name for path in folder.iterdir())
-
-
-@pytest.mark.parametrize("content", ["text: ä", b"\0bytes"])
-def test_a_file_is_written_whole(tmp_path, content):
-    for _ in range(2):  # new, and in place of an old one
-        replace_file(tmp_path / "page", content)
-        written = (tmp_path / "page").read_bytes()
-        assert written == (content.encode() if isinstance(content, str) else content)
-        assert names(tmp_path) == ["page"]
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -62,17 +52,6 @@ def test_whatever_goes_wrong_at_the_end_leaves_nothing(tmp_path, monkeypatch, er
     assert names(tmp_path) == []
 
 
-def test_an_interrupted_writer_leaves_nothing(tmp_path):
-    def write(path):
-        with replacing(path) as partial:
-            partial.write_text("half")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write(tmp_path / "page")
-    assert names(tmp_path) == []
-
-
 def test_a_place_below_a_file_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OutputError, match=r"file/page', got: Not a directory"):
@@ -81,9 +60,12 @@ def test_a_place_below_a_file_is_named(tmp_path):
 
 def test_a_link_stays_one(tmp_path):
     (tmp_path / "link").symlink_to("page")
-    replace_file(tmp_path / "link", "new")
-    assert (tmp_path / "link").is_symlink()
-    assert (tmp_path / "page").read_text() == "new"
+    for content in ("text: ä", b"\0bytes"):  # new, and in place of an old one
+        replace_file(tmp_path / "link", content)
+        assert (tmp_path / "link").is_symlink()
+        written = (tmp_path / "page").read_bytes()
+        assert written == (content.encode() if isinstance(content, str) else content)
+    assert names(tmp_path) == ["link", "page"]
 
 
 def test_a_device_is_written_into_and_never_replaced(tmp_path):
@@ -95,16 +77,6 @@ def test_a_device_is_written_into_and_never_replaced(tmp_path):
     assert Path("/dev/null").is_char_device()
     with pytest.raises(OutputError, match="no regular file"), replacing(link) as partial:
         partial.touch()
-
-
-def test_a_pipe_is_written_into(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    found = []
-    reader = threading.Thread(target=lambda: found.append((tmp_path / "pipe").read_text()))
-    reader.start()
-    replace_file(tmp_path / "pipe", "new")
-    reader.join(timeout=10)
-    assert found == ["new"]
 
 
 def test_names_as_long_as_the_file_system_takes(tmp_path):

@@ -9,6 +9,7 @@ from snapkv.decoding import Medusa
 from snapkv.decoding.speculation import MOST_ROWS, fast_few_rows
 from tests.decoding.heads import random_heads
 from tests.families import random_ids, tiny_model
+from tests.pairs import pairs
 
 
 class Doubled(Linear):
@@ -23,8 +24,7 @@ def replaced(model: Module) -> int:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(1,), (1, MOST_ROWS), (2, 2), (1, MOST_ROWS + 1)])
+@pairs(shape=((1,), (1, MOST_ROWS), (2, 2), (1, MOST_ROWS + 1)), bias=(False, True))
 def test_the_numbers_are_those_of_the_layer(shape, bias):
     torch.manual_seed(0)
     layer, states = Linear(48, 80, bias=bias), torch.randn(*shape, 48)

@@ -9,23 +9,20 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from snapkv import (
-    Compactor,
     CompressedCache,
     ExpectedAttention,
     FullCache,
     InvalidArgumentError,
     KeyDiff,
     KVzip,
-    LagKV,
     ModelNotFoundError,
-    Random,
     SnapKV,
     document_files,
 )
 from snapkv.app.models import place_of
 from snapkv.cache.saving.files import read_sealed, seal_of
 from snapkv.document_files import StoredDocument, model_identity, read_document
-from snapkv.errors import CacheFileError, UnsupportedModelError
+from snapkv.errors import UnsupportedModelError
 from snapkv.hf import saved
 from snapkv.hf.identity import identity_of
 from snapkv.kvzip import read_context
@@ -35,7 +32,7 @@ from tests.families import random_ids, tiny_config, tiny_model
 
 TOKENS, BUDGET = 70, 32
 POLICY = KVzip(BUDGET, window_size=4)
-WHOLE = ("llama", "qwen3", "phi3", "glm4", "olmo2", "granite", "mixtral", "deepseek_v3")
+WHOLE = ("llama", "phi3", "glm4", "mixtral", "deepseek_v3")
 """Families of full attention in every layer."""
 TINY = {"class": "Tiny", "dtype": "float32"}
 
@@ -67,78 +64,55 @@ def answered(model, cache, ids):
 
 
 @pytest.mark.parametrize("family", WHOLE)
-def test_an_engines_document_goes_on_in_the_library_as_its_own_does(family, tmp_path):
+def test_an_engines_document_is_the_librarys(family, tmp_path):
     model, ids = tiny_model(family), random_ids(1, TOKENS)
     cache = read_context(model, ids, POLICY)
     cache.save(tmp_path / "library", beside={"input_ids": ids})
-    write_document(
-        tmp_path / "engine", model=identity_of(model), token_ids=ids[0], **parts_of(cache)
-    )
+    identity = identity_of(model)
+    write_document(tmp_path / "engine", model=identity, token_ids=ids[0], **parts_of(cache))
     ours, theirs = (read_sealed(tmp_path / name) for name in ("engine", "library"))
     assert ours.notes == theirs.notes
     assert ours.tensors.keys() == theirs.tensors.keys()
     for name, tensor in theirs.tensors.items():
         assert ours.tensors[name].dtype == tensor.dtype
         assert torch.equal(ours.tensors[name], tensor)
+    assert_read(tmp_path / "library", cache, ids)
     loaded, beside = CompressedCache.load_with(tmp_path / "engine", model)
     assert torch.equal(beside["input_ids"], ids)
     assert torch.equal(answered(model, loaded, ids), answered(model, cache, ids))
 
 
-@pytest.mark.parametrize("family", WHOLE)
-def test_an_engine_reads_what_the_library_has_kept(family, tmp_path):
-    model, ids = tiny_model(family), random_ids(1, TOKENS)
-    cache = read_context(model, ids, POLICY)
-    cache.save(tmp_path / "one", beside={"input_ids": ids})
-    document = read_document(tmp_path / "one", model=identity_of(model))
+def assert_read(path, cache, ids):
+    """An engine reads of a file what the library loads of it."""
+    document = read_document(path, model=identity_of(cache.model))
     assert torch.equal(document.token_ids, ids[0])
     assert document.token_ids.dtype == document.kept.dtype == torch.int64
-    assert document.policy == POLICY
-    assert document.seal == seal_of(tmp_path / "one")
-    for index, layer in enumerate(cache.layers):
-        assert torch.equal(document.kept[index], cache.kept_positions(index)[0])
-        assert torch.equal(document.keys[index], layer.keys[0])
-        assert torch.equal(document.values[index], layer.values[0])
-
-
-@pytest.mark.parametrize(
-    ("policy", "options"),
-    [
-        (SnapKV(BUDGET, window_size=4), {}),
-        (SnapKV(BUDGET, window_size=4), {"storage": "static", "room_tokens": 16}),
-        (SnapKV(BUDGET, window_size=4), {"protect": [(0, 9)]}),
-        (KeyDiff(BUDGET, window_size=4), {}),
-        (LagKV(BUDGET, window_size=4, lag_size=8), {}),
-        (Compactor(BUDGET, window_size=4), {}),
-        (ExpectedAttention(BUDGET, window_size=4), {}),
-        (Random(BUDGET, window_size=4), {}),
-        (FullCache(), {}),
-    ],
-    ids=[
-        "snapkv",
-        "static",
-        "protected",
-        "keydiff",
-        "lagkv",
-        "compactor",
-        "expected",
-        "random",
-        "full",
-    ],
-)
-def test_any_plain_set_is_a_document(policy, options, tmp_path):
-    model, ids = tiny_model("llama"), random_ids(1, TOKENS)
-    cache = read_once(model, ids, policy, **options)
-    cache.save(tmp_path / "one", beside={"input_ids": ids[0]})
-    document = read_document(tmp_path / "one", model=identity_of(model))
-    assert document.policy == policy
-    assert document.kept.shape[-1] == min(TOKENS, policy.most_tokens or TOKENS)
-    loaded = CompressedCache.load(tmp_path / "one", model)
+    assert document.policy == cache.policy
+    assert document.seal == seal_of(path)
+    loaded = CompressedCache.load(path, cache.model)
     for index, layer in enumerate(loaded.layers):
         K = layer.store.slots
         assert torch.equal(document.kept[index], cache.kept_positions(index)[0])
         assert torch.equal(document.keys[index], layer.keys[0, :, :K])
         assert torch.equal(document.values[index], layer.values[0, :, :K])
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        (SnapKV(BUDGET, window_size=4), {"storage": "static", "room_tokens": 16}),
+        (SnapKV(BUDGET, window_size=4), {"protect": [(0, 9)]}),
+        (KeyDiff(BUDGET, window_size=4), {}),
+        (ExpectedAttention(BUDGET, window_size=4), {}),
+        (FullCache(), {}),
+    ],
+    ids=["static", "protected", "keydiff", "expected", "full"],
+)
+def test_any_plain_set_is_a_document(policy, options, tmp_path):
+    model, ids = tiny_model("llama"), random_ids(1, TOKENS)
+    cache = read_once(model, ids, policy, **options)
+    cache.save(tmp_path / "one", beside={"input_ids": ids[0]})
+    assert_read(tmp_path / "one", cache, ids)
 
 
 def test_ragged_heads_of_one_length_are_a_document(tmp_path):
@@ -160,12 +134,9 @@ def test_a_file_in_few_bits_gives_what_the_library_loads_of_it(bits, tmp_path):
     model, ids = tiny_model("llama"), random_ids(1, TOKENS)
     cache = read_context(model, ids, POLICY)
     saved.write(cache, cache.options, tmp_path / "one", {"input_ids": ids}, bits)
+    assert_read(tmp_path / "one", cache, ids)
     document = read_document(tmp_path / "one", model=identity_of(model))
-    loaded = CompressedCache.load(tmp_path / "one", model)
-    for index, layer in enumerate(loaded.layers):
-        assert torch.equal(document.keys[index], layer.keys[0])
-        assert torch.equal(document.values[index], layer.values[0])
-        assert not torch.equal(document.keys[index], cache.layers[index].keys[0])
+    assert not torch.equal(document.keys[0], cache.layers[0].keys[0])
 
 
 def test_a_file_worked_by_hand(tmp_path):
@@ -225,7 +196,7 @@ def documents(draw):
     }
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(given=documents())
 def test_what_is_written_is_read_bit_for_bit(given, tmp_path):
     write_document(tmp_path / "one", **given, policy=POLICY)
@@ -246,21 +217,16 @@ STATES = [torch.ones(1, 2, 4)]
     ("change", "said"),
     [
         ({"token_ids": torch.tensor([[1, 2, 3]])}, r"got token ids of shape \(1, 3\) in int64"),
-        ({"token_ids": torch.tensor([1.0, 2, 3])}, r"got token ids of shape \(3,\) in float32"),
         ({"token_ids": torch.tensor([1, -2, 3])}, "got token ids of"),
         ({"token_ids": torch.tensor([1, 2])}, "kept positions that are not ascending below 2"),
         ({"kept": torch.tensor([[0, 2]])}, r"got kept positions of shape \(1, 2\)"),
-        ({"kept": TWO[..., :0]}, r"got kept positions of shape \(1, 1, 0\)"),
         ({"kept": TWO - 1}, "got kept positions of"),
-        ({"kept": TWO.flip(-1)}, "kept positions that are not ascending below 3"),
         ({"kept": TWO * 0}, "kept positions that are not ascending below 3"),
         ({"keys": STATES * 2}, "got 2 keys and 1 values for 1 layers"),
         ({"values": [torch.ones(1, 3, 4)]}, r"got keys or values of shape \(1, 3, 4\) in float32"),
-        ({"keys": [torch.ones(1, 2)]}, r"got keys or values of shape \(1, 2\)"),
         ({"values": [torch.ones(1, 2, 0)]}, r"got keys or values of shape \(1, 2, 0\)"),
         ({"keys": [torch.ones(1, 2, 4).half()]}, "in float16 for a model in float32"),
         ({"keys": [STATES[0] * float("nan")]}, "keys or values that are infinite or no numbers"),
-        ({"values": [STATES[0] / 0]}, "keys or values that are infinite or no numbers"),
         ({"policy": H2O(2)}, "got them from h2o, which evicts while it generates"),
     ],
 )
@@ -273,17 +239,6 @@ def test_what_is_no_document_is_not_written(change, said, tmp_path):
     assert not (tmp_path / "bad").exists()
 
 
-def test_no_other_file_is_replaced(tmp_path):
-    given = {"token_ids": torch.tensor([1, 2, 3]), "kept": TWO, "keys": STATES, "values": STATES}
-    (tmp_path / "notes").write_text("mine")
-    with pytest.raises(CacheFileError, match="which is neither and stays as it is"):
-        write_document(tmp_path / "notes", model=TINY, policy=POLICY, **given)
-    assert (tmp_path / "notes").read_text() == "mine"
-    for _ in range(2):
-        write_document(tmp_path / "one", model=TINY, policy=POLICY, **given)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "one"]
-
-
 # Whose it is.
 
 
@@ -294,20 +249,18 @@ def save(model, folder):
 
 
 @pytest.mark.parametrize(
-    ("family", "changes"),
+    ("family", "changes", "dtype"),
     [
-        ("llama", {}),
-        ("llama", {"tie_word_embeddings": True}),
-        ("mixtral", {}),
-        ("qwen3_moe", {}),
-        ("phi3", {}),
-        ("gemma2", {}),
-        ("deepseek_v3", {}),
-        ("gpt_oss", {}),
+        ("llama", {}, "float32"),
+        ("llama", {"tie_word_embeddings": True}, "bfloat16"),
+        ("qwen3_moe", {}, "float32"),
+        ("phi3", {}, "bfloat16"),
+        ("gemma2", {}, "float32"),
+        ("deepseek_v3", {}, "bfloat16"),
+        ("gpt_oss", {}, "float32"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "tied" if value else "own",
+    ids=str,
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_folder_says_which_model_it_is(family, changes, dtype, tmp_path):
     """Tied weights, and such as transformers saves by other names than it has them under."""
     torch.manual_seed(0)
@@ -317,11 +270,6 @@ def test_a_folder_says_which_model_it_is(family, changes, dtype, tmp_path):
     assert model_identity(tmp_path, dtype) == identity_of(loaded)
     if dtype == "float32":
         assert model_identity(tmp_path, dtype)["weights"] == identity_of(model)["weights"]
-
-
-def test_the_folder_of_the_demo_model_is_the_demo_model(demo):
-    assert model_identity(place_of("demo"), "float32") == identity_of(demo.model)
-    assert model_identity(place_of("demo"), "bfloat16") != identity_of(demo.model)
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path):

@@ -1,6 +1,5 @@
 """Which caches an engine can hold: what else was saved is refused, in a line that says why."""
 
-import os
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,7 +14,6 @@ from snapkv import (
     CacheFileError,
     CacheMismatchError,
     CompressedCache,
-    Document,
     FullCache,
     InvalidArgumentError,
     KVzip,
@@ -28,7 +26,6 @@ from snapkv.document_files import read_document
 from snapkv.hf import saved
 from snapkv.hf.identity import identity_of
 from snapkv.kvzip import read_context
-from tests.cache.test_saving import damaged_files
 from tests.families import random_ids, tiny_model
 
 TOKENS, BUDGET = 70, 32
@@ -58,54 +55,34 @@ class Mine(SnapKV):
     name: ClassVar[str] = "mine"
 
 
-OPTIONS = {
-    "recall": ({"recall": "host"}, r"whose evicted tokens lie off the device \(recall\)"),
-    "int8": ({"quantize": "int8"}, r"whose tokens are held in int8 \(quantize\)"),
-    "turns": ({"turns": "compress"}, "which chooses again with every turn"),
-}
-POLICIES = {
-    "ragged": (AdaKV(POLICY), "whose heads keep different numbers of tokens in layer 0"),
+UNFIT = {
+    "recall": (POLICY, {"recall": "host"}, r"whose evicted tokens lie off the device \(recall\)"),
+    "int8": (POLICY, {"quantize": "int8"}, r"whose tokens are held in int8 \(quantize\)"),
+    "turns": (POLICY, {"turns": "compress"}, "which chooses again with every turn"),
+    "ragged": (AdaKV(POLICY), {}, "whose heads keep different numbers of tokens in layer 0"),
     "pyramid": (
         PyramidKV(BUDGET, window_size=4),
-        "whose layers keep different numbers of tokens, from 5 to 59",
+        {},
+        "whose layers keep different numbers",
     ),
     "query heads": (
         SnapKV(BUDGET, window_size=4, group_reduce="none"),
+        {},
         "with sets of their own for 8 query heads",
     ),
-    "sinks": (StreamingLLM(BUDGET), "whose sinks were moved to other positions"),
-    "recent": (
-        StreamingLLM(BUDGET, positions="original"),
-        "of streaming-llm, which evicts while it generates",
-    ),
-    "h2o": (H2O(BUDGET), "of h2o, which evicts while it generates"),
-    "short": (
-        SnapKV(200, window_size=4),
-        "of which snapkv has dropped nothing, and would choose with the next prompt",
-    ),
-    "unknown": (Mine(BUDGET, window_size=4), "of a method of this package, got .* of 'mine'"),
+    "sinks": (StreamingLLM(BUDGET), {}, "whose sinks were moved to other positions"),
+    "h2o": (H2O(BUDGET), {}, "of h2o, which evicts while it generates"),
+    "short": (SnapKV(200, window_size=4), {}, "of which snapkv has dropped nothing, and would"),
+    "unknown": (Mine(BUDGET, window_size=4), {}, "of a method of this package, got .* of 'mine'"),
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_a_cache_made_with_other_options_is_refused(name, tmp_path):
-    options, said = OPTIONS[name]
-    cache = read(CompressedCache(LLAMA, POLICY, **options), IDS)
-    cache.save(tmp_path / "one", beside={"input_ids": IDS})
-    refused(tmp_path / "one", f"path: expected a saved cache that an engine can hold, .*{said}")
-
-
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", UNFIT)
 def test_other_sets_than_plain_ones_are_refused(name, tmp_path):
-    policy, said = POLICIES[name]
-    cache = read(CompressedCache(LLAMA, policy), IDS)
+    policy, options, said = UNFIT[name]
+    cache = read(CompressedCache(LLAMA, policy, **options), IDS)
     cache.save(tmp_path / "one", beside={"input_ids": IDS})
     refused(tmp_path / "one", f"path: expected a saved cache .*{said}")
-
-
-def test_a_document_of_the_library_says_that_its_tokens_are_off_the_device(tmp_path):
-    Document(LLAMA, IDS, POLICY).save(tmp_path / "one")
-    refused(tmp_path / "one", r"\(recall\); save one that was made without recall")
 
 
 def test_layers_of_another_kind_are_refused(tmp_path):
@@ -135,13 +112,6 @@ def test_what_has_read_other_than_one_prompt_is_refused(tmp_path):
     read(cache, random_ids(1, 10))
     cache.save(path, beside={"input_ids": random_ids(1, 84)})
     refused(path, "has seen 84 tokens, of which the last prompt are those from 74 to 84")
-
-
-def test_everything_kept_and_a_token_more_is_refused_too(tmp_path):
-    cache = read(CompressedCache(LLAMA, FullCache()), IDS)
-    read(cache, IDS[:, :1])
-    cache.save(tmp_path / "one", beside={"input_ids": IDS})
-    refused(tmp_path / "one", "has seen 71 tokens, of which the last prompt are those from 0 to 70")
 
 
 def test_rows_and_pads_are_refused(tmp_path):
@@ -192,90 +162,60 @@ def good(tmp_path):
     return tmp_path / "good"
 
 
-def test_damaged_files_are_refused(good, tmp_path):
-    other = read(CompressedCache(LLAMA, POLICY), IDS[:, 5:])
-    other.save(tmp_path / "other", beside={"input_ids": IDS[:, 5:]})
-    whole, tried = good.read_bytes(), 0
-    for _, content in damaged_files(whole, (tmp_path / "other").read_bytes()):
-        if content != whole:
-            (tmp_path / "spoilt").write_bytes(content)
-            refused(tmp_path / "spoilt", "path: expected a cache that", kind=CacheFileError)
-            tried += 1
-    assert tried >= 100
+KEPT, KEYS = "layers.1.slots.kept", "layers.1.store.keys"
 
 
-def test_other_files_and_no_files_are_refused(tmp_path):
-    refused(tmp_path / "none", "got no file at", kind=CacheFileError)
-    refused(tmp_path, "it is no|path: expected a cache that", kind=CacheFileError)
-    save_file({"weights": torch.ones(3)}, tmp_path / "weights")
-    refused(tmp_path / "weights", "its header is not one of a saved cache", kind=CacheFileError)
-    os.mkfifo(tmp_path / "pipe")
-    refused(tmp_path / "pipe", "it is no regular file", kind=CacheFileError)
+def changed_tensor(name, change):
+    def forge(tensors, notes):
+        tensors[name] = change(tensors[name])
+
+    return forge
 
 
-def forged_tensors(change, tensors):
-    kept, keys = "layers.1.slots.kept", "layers.1.store.keys"
-    if change == "positions twice":
-        tensors[kept] = tensors[kept] // 2
-    elif change == "positions backwards":
-        tensors[kept] = tensors[kept].flip(-1)
-    elif change == "positions behind the end":
-        tensors[kept] = tensors[kept] + 1
-    elif change == "no numbers":
-        tensors[keys][0, 0, 3, 1] = float("nan")
-    elif change == "another dtype":
-        tensors[keys] = tensors[keys].half()
-    elif change == "keys without width":
-        tensors[keys] = tensors[keys][..., :0]
-    else:
-        assert change == "keys of fewer tokens"
-        tensors[keys] = tensors[keys][:, :, 1:]
+def changed_notes(**changes):
+    return lambda tensors, notes: notes.update(changes)
 
 
-def forged_notes(change, notes):
-    layer = notes["layers"][1]
-    if change == "no layers":
-        notes["layers"] = []
-    elif change == "a layer that has seen more":
-        layer["slots"]["start"] += 1
-    elif change == "another kind of store":
-        layer["store_kind"] = "quantized"
-    elif change == "packed with an unknown dtype":
-        notes["packed"] = {"layers.0.store.keys": {"shape": [1], "dtype": "load"}}
-    elif change == "a policy that cannot be":
-        notes["policy"]["window_size"] = BUDGET
-    else:
-        assert change == "options that are text"
-        notes["options"] = "none"
+def changed_layer(**changes):
+    return lambda tensors, notes: notes["layers"][1].update(changes)
+
+
+def with_nan(keys):
+    keys[0, 0, 3, 1] = float("nan")
+    return keys
 
 
 FORGED = {
-    "positions twice": forged_tensors,
-    "positions backwards": forged_tensors,
-    "positions behind the end": forged_tensors,
-    "no numbers": forged_tensors,
-    "another dtype": forged_tensors,
-    "keys without width": forged_tensors,
-    "keys of fewer tokens": forged_tensors,
-    "no layers": forged_notes,
-    "a layer that has seen more": forged_notes,
-    "another kind of store": forged_notes,
-    "packed with an unknown dtype": forged_notes,
-    "options that are text": forged_notes,
+    "positions twice": changed_tensor(KEPT, lambda kept: kept // 2),
+    "positions behind the end": changed_tensor(KEPT, lambda kept: kept + 1),
+    "no numbers": changed_tensor(KEYS, with_nan),
+    "another dtype": changed_tensor(KEYS, lambda keys: keys.half()),
+    "keys without width": changed_tensor(KEYS, lambda keys: keys[..., :0]),
+    "keys of fewer tokens": changed_tensor(KEYS, lambda keys: keys[:, :, 1:]),
+    "no layers": changed_notes(layers=[]),
+    "a layer that has seen more": lambda _, notes: notes["layers"][1]["slots"].update(start=71),
+    "another kind of store": changed_layer(store_kind="quantized"),
+    "an unknown dtype": changed_notes(packed={KEYS: {"shape": [1], "dtype": "load"}}),
+    "options that are text": changed_notes(options="none"),
 }
 
 
 @pytest.mark.parametrize("change", FORGED)
 def test_sealed_nonsense_is_refused(change, good, tmp_path):
     tensors, notes, *_ = read_sealed(good)
-    FORGED[change](change, tensors if FORGED[change] is forged_tensors else notes)
+    FORGED[change](tensors, notes)
     write_sealed(tmp_path / "forged", tensors, notes)
     refused(tmp_path / "forged", "forged', whose parts do not fit", kind=CacheFileError)
 
 
-def test_a_sealed_policy_that_cannot_be_is_refused(good, tmp_path):
+def test_what_is_damaged_or_no_cache_or_sealed_with_a_policy_that_cannot_be(good, tmp_path):
+    refused(tmp_path / "none", "got no file at", kind=CacheFileError)
+    save_file({"weights": torch.ones(3)}, tmp_path / "weights")
+    refused(tmp_path / "weights", "its header is not one of a saved cache", kind=CacheFileError)
+    (tmp_path / "cut").write_bytes(good.read_bytes()[:-1])
+    refused(tmp_path / "cut", "path: expected a cache that", kind=CacheFileError)
     tensors, notes, *_ = read_sealed(good)
-    forged_notes("a policy that cannot be", notes)
+    notes["policy"]["window_size"] = BUDGET
     write_sealed(tmp_path / "forged", tensors, notes)
     refused(tmp_path / "forged", "budget: expected more than window_size")
 
@@ -288,9 +228,7 @@ def test_a_larger_file_is_refused_before_it_is_read(good, tmp_path):
     assert read_document(good, model=IDENTITY, most_bytes=size).kept.shape == (4, 2, BUDGET)
     (tmp_path / "junk").write_bytes(bytes(size))
     for path in (good, tmp_path / "junk"):
-        with pytest.raises(
-            CacheFileError, match="path: expected a saved cache of at most 0 B, got"
-        ):
+        with pytest.raises(CacheFileError, match="expected a saved cache of at most 0 B, got"):
             read_document(path, model=IDENTITY, most_bytes=0)
     with pytest.raises(CacheFileError, match="expected a saved cache of at most"):
         read_document(good, model=IDENTITY, most_bytes=size - 1)

@@ -1,9 +1,10 @@
 """The committed record: which cases are in it, and what holds where numbers round otherwise."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from tests.golden import record
-from tests.golden.cases import STORAGES, Case, covering, is_known, parse, two_choices
+from tests.golden.cases import STORAGES, Case, parse
 from tests.golden.record import Record
 
 FILE = Path(__file__).parent / "golden.json.xz"
@@ -11,46 +12,13 @@ LOGITS = 4
 """How many logits of each row are written down; the digest is of all of them."""
 
 
-def renew() -> Record:
-    """Choose the cases of the committed file and record them.
+def recorded(names: Iterable[str]) -> Record:
+    """The record of these cases, as the committed file has it.
 
-    They are all pairs of choices that are refused, and few cases in which any two others meet. Of
-    each case it is written down how many stages `hold`: they have the same tokens and positions if
-    the weights are off by one part in a million, so no other way of rounding will change them.
+    Of each case it is written down how many stages `hold`: they have the same tokens and positions
+    if the weights are off by one part in a million, so no other way of rounding will change them.
     """
-    return _covering({})
-
-
-def added() -> Record:
-    """The committed record as it is, and cases in which choices meet that have not met in it.
-
-    Cases of a choice that is none any more are left out.
-
-    Raises:
-        RuntimeError: numbers are rounded here in another way than where it was made.
-    """
-    before = record.read(FILE)
-    if before["arithmetic"] != record.arithmetic():
-        raise RuntimeError("expected the arithmetic of the committed record; renew all of it")
-    cases = {name: found for name, found in before["cases"].items() if is_known(name)}
-    return {**before, "cases": _covering(cases)["cases"] | cases}
-
-
-def _covering(before: Record) -> Record:
-    """The record of cases in which choices meet that have not met in the ones before."""
-    met = _pairs_without_error({"cases": before})
-    refused_before = [parse(name) for name, found in before.items() if "error" in found]
-    known = frozenset(pair for case in refused_before for pair in case.suspects)
-    fresh = [case for case in two_choices() if not case.pairs <= met | known]
-    alone = record.made(fresh)["cases"]
-    refusing = [parse(name) for name, found in alone.items() if "error" in found]
-    refused = known.union(pair for case in refusing for pair in case.suspects)
-    made = record.made([*refusing, *covering(refused, frozenset(met))])
-    covered = met | _pairs_without_error(made)
-    for name, found in alone.items():
-        if "error" not in found and not parse(name).pairs <= covered:
-            made["cases"][name] = found
-            covered |= parse(name).pairs
+    made = record.made(map(parse, names))
     for name, found in made["cases"].items():
         found["close"] = closeness(parse(name))
         found["hold"] = _alike(found, record.seen_in(parse(name), nudged=True))
@@ -59,9 +27,16 @@ def _covering(before: Record) -> Record:
     return made
 
 
-def _pairs_without_error(made: Record) -> set[tuple[str, str, str, str]]:
-    names = [name for name, found in made["cases"].items() if "error" not in found]
-    return set().union(*(parse(name).pairs for name in names))
+def added(names: Iterable[str]) -> Record:
+    """The committed record as it is, and these cases.
+
+    Raises:
+        RuntimeError: numbers are rounded here in another way than where it was made.
+    """
+    before = record.read(FILE)
+    if before["arithmetic"] != record.arithmetic():
+        raise RuntimeError("expected the arithmetic of the committed record; renew all of it")
+    return {**before, "cases": recorded(names)["cases"] | before["cases"]}
 
 
 def closeness(case: Case) -> float:

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import importlib
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from transformers import PreTrainedModel
 
 from snapkv import CompressedCache, Document
 from snapkv.decoding import Medusa, MedusaHeads, SelfSpeculation
+from snapkv.kvzip import read_context, read_twice
 from snapkv.prefill import chunked, layer_by_layer
 from tests.golden.cases import POLICIES, STORAGES, TURNS, Case
 from tests.golden.models import drawn_ids
@@ -39,6 +39,17 @@ class Stage:
     logits: Tensor
     positions: dict[int, Tensor]
     report: dict[str, Any]
+
+    @classmethod
+    def of(cls, cache: Any, name: str, tokens: Tensor, logits: Tensor) -> "Stage":
+        """The cache as it is now."""
+        return cls(
+            name=name,
+            tokens=tokens.tolist(),
+            logits=logits.float(),
+            positions={layer: cache.kept_positions(layer) for layer in cache.compressed_layers},
+            report=dict(cache.report()),
+        )
 
 
 class Talk:
@@ -158,16 +169,9 @@ class Talk:
             logits = self.read(self.ids.shape[1])
         return self.stage(name, torch.empty(self.rows, 0), logits)
 
-    def stage(self, name: str, tokens: Tensor, logits: Tensor, cache: Any = None) -> Stage:
+    def stage(self, name: str, tokens: Tensor, logits: Tensor) -> Stage:
         """The cache as it is now."""
-        cache = self.cache if cache is None else cache
-        return Stage(
-            name=name,
-            tokens=tokens.tolist(),
-            logits=logits.float(),
-            positions={layer: cache.kept_positions(layer) for layer in cache.compressed_layers},
-            report=dict(cache.report()),
-        )
+        return Stage.of(self.cache, name, tokens, logits)
 
 
 @torch.no_grad()
@@ -187,20 +191,12 @@ def stages(model: PreTrainedModel, case: Case) -> Iterator[Stage]:
 
 def _read_twice(talk: Talk) -> Stage:
     """KVzip's reading; into a cache of one's own where it has options."""
-    home, policy = _home_of_kvzip(), POLICIES[talk.case.policy]()
+    policy = POLICIES[talk.case.policy]()
     if talk.case.storage == "dynamic" and talk.case.turns == "append":
-        talk.cache = home.read_context(talk.model, talk.ids, policy, instruction_ids=(5, 6))
+        talk.cache = read_context(talk.model, talk.ids, policy, instruction_ids=(5, 6))
     else:
-        home.read_twice(talk.model, talk.ids, talk.cache, instruction_ids=(5, 6))
+        read_twice(talk.model, talk.ids, talk.cache, instruction_ids=(5, 6))
     return talk.stage("read twice", torch.empty(1, 0), torch.zeros(1, 1))
-
-
-def _home_of_kvzip() -> Any:
-    """The module of KVzip's reading, which has had two names."""
-    for name in ("snapkv.kvzip", "snapkv.reconstruction"):
-        with contextlib.suppress(ModuleNotFoundError):
-            return importlib.import_module(name)
-    raise ModuleNotFoundError("expected snapkv.kvzip, with read_context, got no such module")
 
 
 def _answer(talk: Talk) -> Iterator[Stage]:
@@ -344,14 +340,8 @@ def asked(model: PreTrainedModel, document: Any, name: str, questions: list[Tens
         output_logits=True,
         return_dict_in_generate=True,
     )
-    cache = inputs["past_key_values"]
-    return Stage(
-        name=name,
-        tokens=output.sequences[:, inputs["input_ids"].shape[1] :].tolist(),
-        logits=output.logits[-1].float(),
-        positions={layer: cache.kept_positions(layer) for layer in cache.compressed_layers},
-        report=dict(cache.report()),
-    )
+    new = output.sequences[:, inputs["input_ids"].shape[1] :]
+    return Stage.of(inputs["past_key_values"], name, new, output.logits[-1])
 
 
 _THEN: dict[str, Callable[[Talk], Iterator[Stage]]] = {

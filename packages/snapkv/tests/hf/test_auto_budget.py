@@ -1,8 +1,6 @@
 """A budget that the votes choose, with everything that a cache can be told beside it."""
 
 import contextlib
-import itertools
-import random
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ from snapkv import (
 )
 from snapkv.prefill import chunked, layer_by_layer
 from tests.families import random_ids, tiny_model
+from tests.pairs import pairs
 
 WINDOW, LEAST = 8, 4
 
@@ -55,33 +54,34 @@ READINGS = {
     "layer by layer": lambda model: layer_by_layer(model, chunk_tokens=32),
     "under a cap": lambda model: chunked(model, chunk_tokens=32, cap_tokens=80),
 }
-TURNS = ({}, {"recall": "host"})
-POOLINGS = ({"pooling": "fading"}, {}, {"kernel_size": (0, 4), "group_reduce": "sum"})
-CASES = [
-    case
-    for case in itertools.product(
-        TURNS, (None, "int8"), READINGS, (0, 21), POOLINGS, (0.006, 0.02), (None, 72)
-    )
-    if case[2] != "under a cap" or (not case[3] and case[6])  # no pads, and a limit
-]
-SAMPLE = random.Random(7).sample(CASES, 24)
 
 
-@pytest.mark.parametrize(
-    ("turns", "quantize", "reading", "pads", "pooling", "lost_vote", "most"), SAMPLE, ids=str
+@pairs(
+    turns={"append": {}, "recall": {"recall": "host"}},
+    quantize=(None, "int8"),
+    reading=READINGS,
+    pads=(0, 21),
+    pooling={
+        "fading": {"pooling": "fading"},
+        "max": {},
+        "forward": {"kernel_size": (0, 4), "group_reduce": "sum"},
+    },
+    lost_vote=(0.006, 0.02),
+    most=(None, 72),
 )
 def test_what_is_kept_is_what_the_rule_says(
     turns, quantize, reading, pads, pooling, lost_vote, most
 ):
+    if reading is READINGS["under a cap"]:
+        pads, most, turns = 0, 72, {}  # no pads, a limit, nothing recalled
     auto = AutoBudget(lost_vote=lost_vote, least=LEAST, most=most)
     model = tiny_model("llama")
-    cache = CompressedCache(
-        model, Watched(auto, window_size=WINDOW, **pooling), quantize=quantize, **turns
-    )
+    policy = Watched(auto, window_size=WINDOW, **pooling)
+    cache = CompressedCache(model, policy, quantize=quantize, **turns)
     ids, CHOICES[:] = random_ids(2, 150), []
     mask = torch.ones_like(ids)
     mask[0, :pads] = 0
-    with READINGS[reading](model):
+    with reading(model):
         for _ in range(2):
             asked = {"past_key_values": cache, "max_new_tokens": 3, "do_sample": False}
             ids = model.generate(ids, attention_mask=mask, **asked)
@@ -118,19 +118,14 @@ def test_without_recall_later_turns_cannot_choose_how_much():
 def test_who_names_no_policy_gets_the_default_one():
     model = tiny_model("llama")
     assert CompressedCache(model).policy == default_policy()
-    assert default_policy() == SnapKV(1024, window_size=16, pooling="fading")
-    assert default_policy(64, kernel_size=5) == SnapKV(64, window_size=16, kernel_size=5)
     assert Document(model, random_ids(1, 30))._cache.policy == default_policy()
 
 
-@pytest.mark.parametrize("pieces", [(12,), (5, 7)])
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize(("implementation", "pieces"), [("sdpa", (5, 7)), ("eager", (12,))])
 def test_a_layer_that_has_dropped_nothing_reads_a_turn_behind_one_that_has(implementation, pieces):
     """The model's one mask is then too narrow for it; sdpa without pads is given none."""
-    model, policy = (
-        tiny_model("cohere", implementation),
-        SnapKV("auto", window_size=32, pooling="fading"),
-    )
+    model = tiny_model("cohere", implementation)
+    policy = SnapKV("auto", window_size=32, pooling="fading")
     alone, batch = CompressedCache(model, policy), CompressedCache(model, policy)
     mask = torch.ones(2, 60, dtype=torch.int64)
     mask[1, :20] = 0

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from snapkv import CacheMismatchError, CompressedCache, SnapKV
-from snapkv.errors import SnapKVError, UnsupportedModelError
+from snapkv.errors import UnsupportedModelError
 from snapkv.hf import fidelity
 from snapkv.hf.fidelity import doubt_scores, require_faithful
 from snapkv.ops import ScoreOptions
@@ -69,49 +69,28 @@ def module():
     return TemperedAttention().eval()
 
 
-@dtypes
-def test_the_models_own_attention_is_accepted(dtype):
-    layer = states(dtype)
-    output = whole_output(layer)
-    assert output.dtype == dtype
-    require_faithful_scores(layer, output, module())
+def assert_refused(layer, output, match="TemperedAttention"):
+    with pytest.raises(UnsupportedModelError, match=match):
+        require_faithful_scores(layer, output, module())
 
 
 @dtypes
-@pytest.mark.parametrize("scaling", [0.125, 0.5])
-def test_the_models_own_scaling_is_used(dtype, scaling):
+@pytest.mark.parametrize("scaling", [0.125, 0.25, 0.5])
+def test_the_models_own_scaling_is_accepted_and_another_one_refused(dtype, scaling):
     layer = states(dtype, score_options=ScoreOptions(scaling=scaling))
     require_faithful_scores(layer, whole_output(layer, scaling=scaling), module())
+    assert_refused(layer, whole_output(layer, scaling=1.0), r"TemperedAttention.*in layer 7")
 
 
 @dtypes
-@pytest.mark.parametrize("scaling", [0.125, 0.5, 1.0])
-def test_a_wrong_scaling_is_refused_with_the_modules_name(dtype, scaling):
-    layer = states(dtype)
-    with pytest.raises(UnsupportedModelError, match=r"TemperedAttention.*in layer 7") as caught:
-        require_faithful_scores(layer, whole_output(layer, scaling=scaling), module())
-    message = str(caught.value)
-    assert message.startswith("model: expected ")
-    assert "cannot be compressed" in message
-    assert isinstance(caught.value, SnapKVError)
-
-
-@dtypes
-def test_a_bias_on_the_scores_is_refused(dtype):
+def test_a_bias_and_what_is_no_number_are_refused(dtype):
     """A slope over the distance, as ALiBi has."""
     layer = states(dtype)
     bias = (torch.arange(40) * 0.1).to(dtype).expand(1, 1, 1, 40)
-    with pytest.raises(UnsupportedModelError, match="TemperedAttention"):
-        require_faithful_scores(layer, whole_output(layer, bias=bias), module())
-
-
-@dtypes
-def test_an_output_that_is_not_a_number_is_refused(dtype):
-    layer = states(dtype)
+    assert_refused(layer, whole_output(layer, bias=bias))
     output = whole_output(layer)
     output[0, 0, 0] = float("nan")
-    with pytest.raises(UnsupportedModelError):
-        require_faithful_scores(layer, output, module())
+    assert_refused(layer, output)
 
 
 def softmax_output(layer, change, *, sinks=None):
@@ -129,10 +108,8 @@ def test_a_softcap_is_part_of_the_scores():
     layer = states()
     capped = softmax_output(layer, lambda scores: 2.0 * torch.tanh(scores / 2.0))
     require_faithful_scores(with_scores(layer, softcap=2.0), capped, module())
-    with pytest.raises(UnsupportedModelError):
-        require_faithful_scores(layer, capped, module())
-    with pytest.raises(UnsupportedModelError):
-        require_faithful_scores(with_scores(layer, softcap=2.0), whole_output(layer), module())
+    assert_refused(layer, capped)
+    assert_refused(with_scores(layer, softcap=2.0), whole_output(layer))
 
 
 def test_sinks_are_part_of_the_softmax():
@@ -140,10 +117,8 @@ def test_sinks_are_part_of_the_softmax():
     sinks = torch.tensor([2.0, -1.0, 0.5, 3.0])
     output = softmax_output(layer, lambda scores: scores, sinks=sinks)
     require_faithful_scores(with_scores(layer, sink_logits=sinks), output, module())
-    with pytest.raises(UnsupportedModelError):
-        require_faithful_scores(layer, output, module())
-    with pytest.raises(UnsupportedModelError):
-        require_faithful_scores(with_scores(layer, sink_logits=sinks.flip(0)), output, module())
+    assert_refused(layer, output)
+    assert_refused(with_scores(layer, sink_logits=sinks.flip(0)), output)
 
 
 @dtypes
@@ -151,15 +126,13 @@ def test_pads_are_not_attended_to(dtype):
     layer = states(dtype)
     padded = replace(layer, pad_tokens=torch.tensor([11, 0]))
     require_faithful_scores(padded, whole_output(padded), module())
-    with pytest.raises(UnsupportedModelError):
-        require_faithful_scores(padded, whole_output(layer), module())
+    assert_refused(padded, whole_output(layer))
 
 
 def test_dropout_in_training_is_not_mistaken_for_another_attention():
     layer = states()
     require_faithful_scores(layer, whole_output(layer) * 2, TemperedAttention().train())
-    with pytest.raises(UnsupportedModelError):
-        require_faithful_scores(layer, whole_output(layer) * 2, module())
+    assert_refused(layer, whole_output(layer) * 2)
 
 
 @pytest.mark.parametrize("scaling", [1.0, 2 * 128**-0.5], ids=["forgotten", "twice"])
@@ -178,12 +151,11 @@ def test_large_scores_do_not_excuse_a_wrong_scaling_in_bfloat16(scaling):
         score_options=ScoreOptions(scaling=scaling),
         layer_idx=0,
     )
-    with pytest.raises(UnsupportedModelError):
-        require_faithful_scores(layer, output, module())
+    assert_refused(layer, output)
     require_faithful_scores(with_scores(layer, scaling=128**-0.5), output, module())
 
 
-@pytest.mark.parametrize("wrong", [0, 1, 3])
+@pytest.mark.parametrize("wrong", [0, 3])
 def test_where_to_ask_is_to_wait_the_layers_are_asked_at_the_prompts_end(wrong, monkeypatch):
     """As on a GPU: the first layer at once, the others together; the error names the right one."""
     model, judged = tiny_model("llama"), []

@@ -16,10 +16,10 @@ from tests.oracle import masked_generate, unwrapped
 
 PROMPT = 80
 POLICY = SnapKV(36, window_size=8, kernel_size=5)
-OPTIONS = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-FAMILIES = ("llama", "gemma3_text")  # all layers full; sliding and full layers mixed
+OPTIONS = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+LOOKUP = {"prompt_lookup_num_tokens": 6, "max_matching_ngram_size": 1}
 
-families = pytest.mark.parametrize("family", FAMILIES)
+families = pytest.mark.parametrize("family", ["llama", "gemma3_text"])  # all full; some sliding
 
 
 def generate(model, ids, policy=POLICY, **options):
@@ -28,18 +28,16 @@ def generate(model, ids, policy=POLICY, **options):
     return model.generate(ids, past_key_values=cache, **{**OPTIONS, **options}), cache
 
 
-def prompt_only(model, ids, **options):
-    """A cache that has read the prompt and nothing else."""
-    return generate(model, ids, **{**options, "max_new_tokens": 1})[1]
+def repeating(tokens=PROMPT):
+    """A text in which lookup finds drafts."""
+    return random_ids(1, tokens) % 9 + 3
 
 
 MODES = {
     "greedy": {},
-    "sampling": {"do_sample": True, "temperature": 1.5},
-    "beams": {"num_beams": 3},
+    "sampling": {"do_sample": True, "temperature": 1.5, "num_return_sequences": 3},
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
     "beam sampling": {"num_beams": 2, "do_sample": True},
-    "return sequences": {"do_sample": True, "num_return_sequences": 3},
-    "beams returned": {"num_beams": 4, "num_return_sequences": 2},
 }
 
 
@@ -49,40 +47,35 @@ def test_mode_equals_masked_full_attention(family, mode):
     model, ids = tiny_model(family), random_ids(2, PROMPT)
     torch.manual_seed(0)
     tokens, _ = generate(model, ids, **MODES[mode])
-    kept = prompt_only(model, ids)
+    kept = generate(model, ids, **{**MODES[mode], "max_new_tokens": 1})[1]
     torch.manual_seed(0)
     assert torch.equal(tokens, masked_generate(model, kept, ids, **{**OPTIONS, **MODES[mode]}))
 
 
-@families
-@pytest.mark.parametrize("mode", ["greedy", "beam sampling"])
-def test_covering_budget_equals_plain_transformers(family, mode):
-    model, ids = tiny_model(family), random_ids(2, PROMPT)
+def test_covering_budget_equals_plain_transformers():
+    model, ids = tiny_model("gemma3_text"), random_ids(2, PROMPT)
     torch.manual_seed(0)
-    tokens, _ = generate(model, ids, SnapKV(PROMPT), **MODES[mode])
+    tokens, _ = generate(model, ids, SnapKV(PROMPT), **MODES["beam sampling"])
     torch.manual_seed(0)
-    plain = unwrapped(model, "sdpa").generate(ids, **{**OPTIONS, **MODES[mode]})
+    plain = unwrapped(model, "sdpa").generate(ids, **{**OPTIONS, **MODES["beam sampling"]})
     assert torch.equal(tokens, plain)
 
 
 @families
 def test_left_padded_batch_equals_each_row_alone(family):
-    model = tiny_model(family)
-    lengths = (PROMPT, 50, 20, 4)
-    rows = [random_ids(1, length, seed=length) for length in lengths]
-    ids = torch.zeros(len(rows), PROMPT, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for index, row in enumerate(rows):
-        ids[index, -row.shape[1] :] = row
-        mask[index, -row.shape[1] :] = 1
-    together, _ = generate(model, ids, attention_mask=mask)
-    for index, row in enumerate(rows):
-        alone, _ = generate(model, row)
-        assert together[index, PROMPT:].tolist() == alone[0, row.shape[1] :].tolist()
+    model, lengths = tiny_model(family), (PROMPT, 50, 20, 4)
+    ids = random_ids(len(lengths), PROMPT)
+    mask = torch.ones_like(ids)
+    for row, length in enumerate(lengths):
+        mask[row, : PROMPT - length] = 0
+    together, _ = generate(model, ids * mask, attention_mask=mask)
+    for row, length in enumerate(lengths):
+        alone, _ = generate(model, ids[row : row + 1, -length:])
+        assert together[row, PROMPT:].tolist() == alone[0, length:].tolist()
 
 
 @families
-@pytest.mark.parametrize("chunk", [3, 27, 79, 200], ids="chunk {}".format)
+@pytest.mark.parametrize("chunk", [3, 27, 79], ids="chunk {}".format)
 def test_chunked_prefill_equals_one_pass(family, chunk):
     model, ids = tiny_model(family), random_ids(1, PROMPT)
     whole, whole_cache = generate(model, ids)
@@ -92,23 +85,26 @@ def test_chunked_prefill_equals_one_pass(family, chunk):
         assert torch.equal(cache.kept_positions(layer), whole_cache.kept_positions(layer))
 
 
-@families
-@pytest.mark.parametrize("prompt_tokens", [PROMPT, 30], ids=["dropped", "all kept"])
-@pytest.mark.parametrize("group_reduce", ["mean", "none"])
-def test_prompt_lookup_equals_greedy(family, prompt_tokens, group_reduce):
+@pytest.mark.parametrize(
+    ("family", "tokens", "group_reduce", "pads"),
+    [
+        ("llama", PROMPT, "none", 0),
+        ("llama", PROMPT, "mean", 30),
+        ("llama", 30, "mean", 0),  # all is kept
+        ("gemma3_text", PROMPT, "mean", 0),
+        ("gemma3_text", 30, "none", 0),
+    ],
+)
+def test_prompt_lookup_equals_greedy(family, tokens, group_reduce, pads):
     policy = SnapKV(36, window_size=8, kernel_size=5, group_reduce=group_reduce)
-    model, ids = tiny_model(family), random_ids(1, prompt_tokens) % 9 + 3
-    greedy, greedy_cache = generate(model, ids, policy, max_new_tokens=24)
-    looked, cache = generate(
-        model,
-        ids,
-        policy,
-        max_new_tokens=24,
-        prompt_lookup_num_tokens=6,
-        max_matching_ngram_size=1,
-    )
+    model, ids = tiny_model(family), repeating(tokens)
+    mask = torch.ones_like(ids)
+    mask[:, :pads] = 0
+    options = {"max_new_tokens": 16, "attention_mask": mask}
+    greedy, greedy_cache = generate(model, ids, policy, **options)
+    looked, cache = generate(model, ids, policy, **options, **LOOKUP)
     assert torch.equal(looked, greedy)
-    kept = min(36, prompt_tokens)
+    kept = min(36, tokens)
     for layer in cache.compressed_layers:
         ours = cache.kept_positions(layer)[..., :kept]
         assert torch.equal(ours, greedy_cache.kept_positions(layer)[..., :kept])
@@ -127,25 +123,14 @@ def test_assistant_model_equals_greedy(family, assistant):
     if family == "gemma3_text" and assistant != "another" and SLIDING_LAYERS_CRASH_AFTER_DRAFTS:
         pytest.skip("transformers: a sliding assistant with its own cache crashes at a rejection")
     model, ids = tiny_model(family), random_ids(1, PROMPT)
-    greedy, _ = generate(model, ids, max_new_tokens=20)
+    greedy, _ = generate(model, ids, max_new_tokens=12)
     assistant_model = ASSISTANTS[assistant](model)
-    assisted, cache = generate(model, ids, max_new_tokens=20, assistant_model=assistant_model)
+    assisted, cache = generate(model, ids, max_new_tokens=12, assistant_model=assistant_model)
     assert torch.equal(assisted, greedy)
-    assert cache.get_seq_length() == PROMPT + 19
+    assert cache.get_seq_length() == PROMPT + 11
 
 
-def test_drafts_behind_a_padded_prompt_equal_greedy():
-    model, ids = tiny_model("llama"), random_ids(1, PROMPT) % 9 + 3
-    mask = torch.ones_like(ids)
-    mask[:, :30] = 0
-    greedy, _ = generate(model, ids, attention_mask=mask)
-    looked, _ = generate(
-        model, ids, attention_mask=mask, prompt_lookup_num_tokens=6, max_matching_ngram_size=1
-    )
-    assert torch.equal(looked, greedy)
-
-
-class _Recorder(TextStreamer):
+class Recorder(TextStreamer):
     def __init__(self):
         self.tokens = []
 
@@ -157,19 +142,25 @@ class _Recorder(TextStreamer):
 
 
 def test_streaming_gives_the_same_tokens():
-    model, ids = tiny_model("llama"), random_ids(1, PROMPT)
-    streamer = _Recorder()
-    tokens, _ = generate(model, ids, streamer=streamer)
+    streamer = Recorder()
+    tokens, _ = generate(tiny_model("llama"), random_ids(1, PROMPT), streamer=streamer)
     assert streamer.tokens == [*tokens[0].tolist(), "end"]
 
 
 def test_restart_feeds_only_what_is_new():
+    """A mask longer than the ids means that only the new ones were passed."""
     model, ids = tiny_model("llama"), random_ids(1, PROMPT)
     whole, _ = generate(model, ids, max_new_tokens=12)
-    first, cache = generate(model, ids, max_new_tokens=5)
-    second = model.generate(first, past_key_values=cache, **{**OPTIONS, "max_new_tokens": 7})
-    assert torch.equal(second, whole)
-    assert cache.get_seq_length() == PROMPT + 11
+    for given in (slice(None), slice(-1, None)):
+        first, cache = generate(model, ids, max_new_tokens=5)
+        second = model.generate(
+            first[:, given],
+            attention_mask=torch.ones_like(first),
+            past_key_values=cache,
+            **{**OPTIONS, "max_new_tokens": 7},
+        )
+        assert torch.equal(second[:, -7:], whole[:, -7:])
+        assert cache.get_seq_length() == PROMPT + 11
 
 
 def test_prompt_that_fits_is_compressed_when_a_later_turn_outgrows_the_budget():
@@ -179,21 +170,18 @@ def test_prompt_that_fits_is_compressed_when_a_later_turn_outgrows_the_budget():
     turn = torch.cat([first, random_ids(1, 60, seed=3)], dim=1)
     model.generate(turn, past_key_values=cache, **{**OPTIONS, "max_new_tokens": 1})
     assert cache.report().kept_tokens == 36
-    fresh = prompt_only(model, turn)
+    _, fresh = generate(model, turn, max_new_tokens=1)
     assert torch.equal(cache.kept_positions(2), fresh.kept_positions(2))
 
 
 def test_short_prompt_is_not_compressed_by_verified_drafts():
-    model, ids = tiny_model("llama"), random_ids(1, 34) % 5 + 3
-    _, cache = generate(
-        model, ids, max_new_tokens=30, prompt_lookup_num_tokens=6, max_matching_ngram_size=1
-    )
-    assert cache.report().kept_tokens == cache.get_seq_length() == 34 + 29
+    _, cache = generate(tiny_model("llama"), random_ids(1, 34) % 5 + 3, max_new_tokens=12, **LOOKUP)
+    assert cache.report().kept_tokens == cache.get_seq_length() == 34 + 11
 
 
 def test_two_prompts_in_sequence_equal_fresh_caches():
     model, cache = tiny_model("llama"), CompressedCache(tiny_model("llama"), POLICY)
-    for seed, batch in ((1, 2), (2, 1), (3, 3)):
+    for seed, batch in ((1, 2), (3, 3)):
         ids = random_ids(batch, PROMPT + seed, seed=seed)
         cache.reset()
         again = model.generate(ids, past_key_values=cache, **OPTIONS)
@@ -203,8 +191,8 @@ def test_two_prompts_in_sequence_equal_fresh_caches():
 def test_inputs_embeds_equal_ids():
     model, ids = tiny_model("llama"), random_ids(1, PROMPT)
     tokens, _ = generate(model, ids)
-    cache = CompressedCache(model, POLICY)
     embeds = model.get_input_embeddings()(ids)
+    cache = CompressedCache(model, POLICY)
     new = model.generate(inputs_embeds=embeds, past_key_values=cache, **OPTIONS)
     assert torch.equal(new, tokens[:, PROMPT:])
 
@@ -216,8 +204,7 @@ def test_two_threads_do_not_meet():
     results: dict[int, torch.Tensor] = {}
 
     def run(index):
-        for _ in range(3):
-            results[index] = generate(model, prompts[index])[0]
+        results[index] = generate(model, prompts[index])[0]
 
     threads = [threading.Thread(target=run, args=(index,)) for index in range(4)]
     for thread in threads:
@@ -236,35 +223,27 @@ def test_other_caches_pass_through_the_wrapped_model():
     assert cache.get_seq_length() == 0
 
 
-def test_longer_mask_means_that_only_new_ids_were_passed():
-    model, ids = tiny_model("llama"), random_ids(1, PROMPT)
-    whole, _ = generate(model, ids, max_new_tokens=12)
-    first, cache = generate(model, ids, max_new_tokens=5)
-    rest = model.generate(
-        first[:, -1:],
-        attention_mask=torch.ones_like(first),
-        past_key_values=cache,
-        **{**OPTIONS, "max_new_tokens": 7},
-    )
-    assert torch.equal(rest[:, 1:], whole[:, PROMPT + 5 :])
+REFUSED = {
+    "healing": ({"token_healing": True}, InvalidArgumentError, "token_healing"),
+    "no cache": ({"use_cache": False}, InvalidArgumentError, "use_cache: expected True"),
+    "no option": ({"not_an_option": 3}, ValueError, "not_an_option"),
+}
 
 
-def test_a_used_cache_is_refused_for_a_shorter_prompt():
-    model, ids = tiny_model("llama"), random_ids(1, PROMPT)
-    _, cache = generate(model, ids)
+@pytest.mark.parametrize(("options", "error", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_is_refused_leaves_no_announcement_behind(options, error, message):
+    model, cache = tiny_model("llama"), CompressedCache(tiny_model("llama"), POLICY)
+    with pytest.raises(error, match=message):
+        model.generate(random_ids(1, PROMPT), past_key_values=cache, **options)
+    model(random_ids(1, PROMPT + 40), past_key_values=cache)
+    assert cache.report().kept_tokens == 36
     with pytest.raises(CacheMismatchError, match=r"already seen.*reset"):
         model.generate(random_ids(1, 40), past_key_values=cache, **OPTIONS)
 
 
-def test_token_healing_is_refused():
-    model, ids = tiny_model("llama"), random_ids(1, PROMPT)
-    with pytest.raises(InvalidArgumentError, match="token_healing"):
-        generate(model, ids, token_healing=True)
-
-
 def test_unannounced_drafts_are_refused():
     """Calling the class's own generate goes around the announcement; drafts would vote."""
-    model, ids = tiny_model("llama"), random_ids(1, PROMPT) % 9 + 3
+    model, ids = tiny_model("llama"), repeating()
     cache = CompressedCache(model, POLICY)
     options = {**OPTIONS, "prompt_lookup_num_tokens": 4}
     with pytest.raises(CacheMismatchError, match="expect_prompt"):
@@ -276,29 +255,11 @@ def test_unannounced_drafts_are_refused():
 
 def test_pipeline(demo):
     generator = pipeline("text-generation", model=demo.model, tokenizer=demo.tokenizer)
-    prompt = "The capital of France is Paris. " * 30 + "The capital of France is"
-    cache = CompressedCache(demo.model, SnapKV(64, window_size=16))
-    text = generator(prompt, max_new_tokens=2, do_sample=False, past_key_values=cache)
+    prompt = "The capital of France is Paris. " * 10 + "The capital of France is"
+    cache = CompressedCache(demo.model, SnapKV(48, window_size=16))
+    text = generator(prompt, max_new_tokens=1, do_sample=False, past_key_values=cache)
     assert "Paris" in text[0]["generated_text"][len(prompt) :]
-    assert cache.report().kept_tokens == 64 + 1
-
-
-def test_a_failed_generate_leaves_no_announcement_behind():
-    model, cache = tiny_model("llama"), CompressedCache(tiny_model("llama"), POLICY)
-    with pytest.raises(ValueError, match="not_an_option"):
-        model.generate(random_ids(1, PROMPT), past_key_values=cache, not_an_option=3)
-    ids = random_ids(1, PROMPT + 40)
-    fresh = CompressedCache(model, POLICY)
-    assert torch.equal(
-        model(ids, past_key_values=cache).logits, model(ids, past_key_values=fresh).logits
-    )
-    assert cache.report().kept_tokens == 36
-
-
-def test_generating_without_a_cache_into_a_cache_is_refused():
-    model, ids = tiny_model("llama"), random_ids(1, PROMPT)
-    with pytest.raises(InvalidArgumentError, match="use_cache: expected True"):
-        generate(model, ids, use_cache=False)
+    assert cache.report().kept_tokens == 48
 
 
 def test_the_wrapped_generate_looks_like_the_models_own_and_does_not_keep_it_alive():

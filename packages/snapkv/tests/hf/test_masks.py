@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
-from snapkv.errors import SnapKVError, UnsupportedModelError
-from snapkv.hf.masks import leading_pads, prompt_mask, stored_mask
+from snapkv.errors import UnsupportedModelError
+from snapkv.hf.masks import _flex_mask, leading_pads, prompt_mask, stored_mask
+from tests.pairs import pairs
 
 T, WINDOW = 7, 3
 PADS = [2, 0, 5]
@@ -60,20 +61,10 @@ def test_no_mask_means_no_pads():
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_pads_are_counted_row_by_row(form):
+def test_pads_are_counted_row_by_row_and_drafts_are_no_part_of_the_prompt(form):
     assert read(in_form(form, columns_visible())).tolist() == PADS
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_mask_without_pads_says_so(form):
     assert read(in_form(form, columns_visible([0, 0, 0]))) is None
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_drafts_behind_the_prompt_are_not_part_of_it(form):
-    """Columns and rows after the prompt's last token are ignored."""
-    mask = in_form(form, columns_visible(tokens=T + 3))
-    assert leading_pads(mask, T - 1, T, WINDOW).tolist() == PADS
+    assert read(in_form(form, columns_visible(tokens=T + 3))).tolist() == PADS
 
 
 @pytest.mark.parametrize("form", FORMS_4D)
@@ -89,27 +80,21 @@ def test_the_last_chunk_of_a_prompt_has_fewer_rows_than_columns(form):
     assert leading_pads(mask, 1, T, WINDOW).tolist() == PADS
 
 
-RIGHT_PADDED = torch.tensor([[1, 1, 1, 1, 1, 0, 0], [1] * 7], dtype=torch.bool)
-WITH_A_HOLE = torch.tensor([[1, 1, 0, 1, 1, 1, 1], [1] * 7], dtype=torch.bool)
-WITH_A_HOLE_BEHIND_PADS = torch.tensor([[0, 0, 1, 0, 1, 1, 1], [1] * 7], dtype=torch.bool)
+ELSEWHERE = {
+    "right padding": [1, 1, 1, 1, 1, 0, 0],
+    "hole": [1, 1, 0, 1, 1, 1, 1],
+    "hole behind pads": [0, 0, 1, 0, 1, 1, 1],
+}
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(
-    "visible",
-    [RIGHT_PADDED, WITH_A_HOLE, WITH_A_HOLE_BEHIND_PADS],
-    ids=["right padding", "hole", "hole behind pads"],
-)
-def test_padding_that_is_not_on_the_left_is_refused(form, visible):
-    with pytest.raises(UnsupportedModelError) as caught:
+@pairs(form=FORMS, row=ELSEWHERE)
+def test_padding_that_is_not_on_the_left_is_refused(form, row):
+    visible = torch.tensor([row, [1] * 7], dtype=torch.bool)
+    with pytest.raises(UnsupportedModelError, match=r"attention_mask.*padding_side='left'"):
         read(in_form(form, visible))
-    message = str(caught.value)
-    assert message.startswith("attention_mask: expected padding on the left only, got ")
-    assert message.endswith("tokenize with padding_side='left'")
-    assert isinstance(caught.value, SnapKVError)
 
 
-@pytest.mark.parametrize("form", FORMS[:4])
+@pytest.mark.parametrize("form", FORMS[:2])
 def test_a_mask_of_fewer_columns_than_tokens_is_refused(form):
     mask = in_form(form, columns_visible())
     with pytest.raises(UnsupportedModelError, match=f"for each of {T + 1} tokens, got {T}; pass"):
@@ -181,26 +166,21 @@ def queries(dtype=torch.float32, tokens=3, batch=2):
 def test_the_stored_mask_of_sdpa_is_boolean():
     mask = stored_mask("sdpa", VISIBLE, queries())
     assert mask.dtype == torch.bool
-    assert mask.shape == (2, 1, 3, 7)
-    assert torch.equal(mask[:, 0], EXPECTED)
+    assert torch.equal(mask, EXPECTED[:, None])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_stored_mask_of_eager_is_added_to_the_scores(dtype):
     mask = stored_mask("eager", VISIBLE, queries(dtype))
     assert mask.dtype == dtype
-    assert mask.shape == (2, 1, 3, 7)
-    lowest = torch.finfo(dtype).min
-    assert torch.equal(mask[:, 0] == 0, EXPECTED)
-    assert torch.equal(mask[:, 0] == lowest, ~EXPECTED)
+    assert torch.equal(mask == 0, EXPECTED[:, None])
+    assert torch.equal(mask == torch.finfo(dtype).min, ~EXPECTED[:, None])
 
 
-@pytest.mark.parametrize("implementation", ["flash_attention_2", "flash_attention_3"])
-def test_the_stored_mask_of_flash_is_two_dimensional(implementation):
-    mask = stored_mask(implementation, VISIBLE, queries())
-    assert mask.shape == (2, 7)
+def test_the_stored_mask_of_flash_is_two_dimensional():
+    mask = stored_mask("flash_attention_2", VISIBLE, queries())
     assert mask.tolist() == [[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]]
-    assert stored_mask(implementation, torch.ones_like(VISIBLE), queries()) is None
+    assert stored_mask("flash_attention_2", torch.ones_like(VISIBLE), queries()) is None
 
 
 def test_the_stored_mask_of_flex_is_a_block_mask_of_the_same_content():
@@ -208,6 +188,24 @@ def test_the_stored_mask_of_flex_is_a_block_mask_of_the_same_content():
     assert mask.shape == (2, 1, 3, 7)
     dense = create_mask(mask.mask_mod, 2, 1, 3, 7, device="cpu")
     assert torch.equal(dense[:, 0], EXPECTED)
+
+
+def test_a_flex_mask_counts_rows_and_columns_from_the_first_that_is_there():
+    """transformers hands over where they stand in the text; attention counts from zero."""
+
+    def make(mask_function, attention_mask):
+        assert attention_mask.shape == (1, 7)
+        return create_block_mask(mask_function, 1, None, 3, 7, device="cpu")
+
+    mask = _flex_mask(
+        make,
+        q_offset=14,
+        kv_offset=10,
+        mask_function=lambda batch, head, query, slot: slot <= query,
+        attention_mask=torch.ones(1, 17),
+    )
+    dense = create_mask(mask.mask_mod, 1, 1, 3, 7, device="cpu")
+    assert torch.equal(dense[0, 0], torch.ones(3, 7, dtype=torch.bool).tril(4))
 
 
 # The prompt's part of a mask, where drafts follow.

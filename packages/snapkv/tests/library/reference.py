@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache
 
 from snapkv import CompressedCache, FullCache
-from snapkv.library.parts import Part
+from snapkv.library.joining import Part
 
 
 def read_part(model, ids, prefix_tokens, policy=None, **options):

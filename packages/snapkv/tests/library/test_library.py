@@ -73,20 +73,18 @@ def test_an_add_looks_once_at_what_is_there_however_many_documents_come(library,
     assert len(caches(library)) == len(library.documents) == 8
 
 
-def test_a_model_is_known_by_its_weights_once_a_call(library, tiny, monkeypatch):
+def test_a_model_is_known_by_its_weights_once_a_call_and_only_what_was_found_is_looked_at(
+    library, tiny, monkeypatch
+):
+    hits, looks, stamp = library.search("rent", 1), [], folder._stamp
     calls, weights = [], identity._weights
     monkeypatch.setattr(identity, "_weights", lambda *asked: calls.append(1) or weights(*asked))
-    library.parts(tiny.model, tiny.tokenizer, library.search("rent roses bank"))
-    assert len(calls) == 1
-    library.add(tiny.model, tiny.tokenizer, [("a", "One."), ("b", "Another.")])
-    assert len(calls) == 2
-
-
-def test_asking_looks_at_the_records_of_what_was_found_alone(library, tiny, monkeypatch):
-    hits, looks, stamp = library.search("rent", 1), [], folder._stamp
     monkeypatch.setattr(folder, "_stamp", lambda file: looks.append(file.stem) or stamp(file))
     library.parts(tiny.model, tiny.tokenizer, hits)
     assert looks == [hits[0].key]
+    assert len(calls) == 1
+    library.add(tiny.model, tiny.tokenizer, [("a", "One."), ("b", "Another.")])
+    assert len(calls) == 2
 
 
 def test_the_words_of_a_question_find_documents_with_their_best_passage(tmp_path, tiny):
@@ -122,37 +120,15 @@ def test_what_words_find_is_put_in_the_order_of_its_meaning(tmp_path, tiny):
 
 def test_one_document_is_answered_as_if_it_had_been_read_with_the_question(library, tiny):
     hits = library.search("What does the bank lend?", 1)
-    inputs = library.inputs(
-        tiny.model,
-        tiny.tokenizer,
-        "What does the bank lend?",
-        hits,
-        policy=FullCache(),
-        recompute=0,
-    )
-    text = tiny.tokenizer.apply_chat_template(
-        [
-            {
-                "role": "user",
-                "content": f"===== loan =====\n{TEXTS['loan']}\n\nWhat does the bank lend?",
-            }
-        ],
-        tokenize=False,
-        add_generation_prompt=True,
-    )
+    how = {"policy": FullCache(), "recompute": 0}
+    inputs = library.inputs(tiny.model, tiny.tokenizer, "What does the bank lend?", hits, **how)
+    content = f"===== loan =====\n{TEXTS['loan']}\n\nWhat does the bank lend?"
+    turns = [{"role": "user", "content": content}]
+    text = tiny.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     assert tiny.tokenizer.decode(inputs["input_ids"][0]) == text
     plain = {name: inputs[name] for name in ("input_ids", "attention_mask")}
     assert inputs["past_key_values"].get_seq_length() < plain["input_ids"].shape[1]
     assert torch.equal(answered(tiny, inputs), answered(tiny, plain))
-
-
-def test_documents_stand_in_the_order_in_which_they_were_found(library, tiny):
-    hits = library.search("May the bank water roses in the morning?")
-    inputs = library.inputs(tiny.model, tiny.tokenizer, "Why?", hits, policy=SnapKV(64))
-    text = tiny.tokenizer.decode(inputs["input_ids"][0])
-    places = [text.index(f"===== {hit.name} =====") for hit in hits]
-    assert places == sorted(places)
-    assert text.count("<|im_start|>user") == 1
 
 
 def test_without_a_chat_template_special_tokens_stand_once_in_front(tmp_path, demo, tiny):
@@ -165,17 +141,18 @@ def test_without_a_chat_template_special_tokens_stand_once_in_front(tmp_path, de
     assert tokenizer.decode(ids[0]).endswith("\n\nQuestion: Rent?\nAnswer: It")
 
 
-@pytest.mark.parametrize("bits", [None, "int8", "int4"])
-@pytest.mark.parametrize("policy", [None, SnapKV(40), AdaKV(KVzip(keep_ratio=0.5))], ids=repr)
+@pytest.mark.parametrize(
+    ("policy", "bits"),
+    [(None, "int4"), (SnapKV(40), None), (AdaKV(KVzip(keep_ratio=0.5)), "int8")],
+    ids=str,
+)
 def test_documents_lie_as_the_policy_and_the_bits_say(tmp_path, tiny, policy, bits):
     library = Library(tmp_path / "l")
     library.add(tiny.model, tiny.tokenizer, TEXTS.items(), policy, bits=bits)
     whole = Library(tmp_path / "whole")
     whole.add(tiny.model, tiny.tokenizer, TEXTS.items())
-    smaller = sum(record.bytes for record in library.documents) < sum(
-        record.bytes for record in whole.documents
-    )
-    assert smaller == (policy is not None or bits is not None)
+    sizes = [sum(record.bytes for record in each.documents) for each in (library, whole)]
+    assert sizes[0] < sizes[1]
     parts = library.parts(tiny.model, tiny.tokenizer, library.search("lease", 1))
     report = parts[0].cache.report()
     assert (report.kept_tokens < report.seen_tokens) == (policy is not None)
@@ -190,27 +167,17 @@ def test_another_policy_or_other_bits_are_refused_with_both(library, tiny):
         library.add(tiny.model, tiny.tokenizer, TEXTS.items(), bits="int8")
 
 
-def test_another_model_is_refused_with_both_names(library, tiny, demo):
+def test_another_model_or_tokenizer_is_refused_with_both(library, tiny):
     other = tiny_model("llama")
-    for call in (
-        lambda: library.add(other, tiny.tokenizer, TEXTS.items(), model_name="other"),
-        lambda: library.inputs(demo.model, tiny.tokenizer, "rent?", library.search("rent")),
-    ):
-        with pytest.raises(LibraryError, match=r"model: expected LlamaForCausalLM.*got .*Llama"):
-            call()
-
-
-def test_another_dtype_is_refused_with_both(library, tiny):
-    other = tiny_loaded(tiny.tokenizer).model.to(torch.bfloat16)
+    with pytest.raises(LibraryError, match=r"model: expected LlamaForCausalLM.*got .*other"):
+        library.add(other, tiny.tokenizer, TEXTS.items(), model_name="other")
+    hits, halved = library.search("rent"), tiny_loaded(tiny.tokenizer).model.to(torch.bfloat16)
     with pytest.raises(LibraryError, match=r"float32\).*got .*bfloat16\)"):
-        library.inputs(other, tiny.tokenizer, "rent?", library.search("rent"))
-
-
-def test_another_tokenizer_or_template_is_refused(library, tiny):
-    other = copy.deepcopy(tiny.tokenizer)
-    other.chat_template = None
+        library.inputs(halved, tiny.tokenizer, "rent?", hits)
+    plain = copy.deepcopy(tiny.tokenizer)
+    plain.chat_template = None
     with pytest.raises(LibraryError, match="tokenizer: expected the tokenizer and chat template"):
-        library.inputs(tiny.model, other, "rent?", library.search("rent"))
+        library.inputs(tiny.model, plain, "rent?", hits)
 
 
 def test_a_document_beyond_the_positions_fails_by_name_and_others_go_on(library, tiny):
@@ -249,12 +216,13 @@ def test_removed_documents_are_gone_with_their_files(library):
     assert len(library.documents) == 2
 
 
-@pytest.mark.parametrize("at", [-40, 3, 60, 400])
+@pytest.mark.parametrize("at", [-40, 3, None])
 def test_a_damaged_cache_is_named_read_again_and_mended(library, tiny, notices, at):
     hits = library.search("rent", 1)
     right = answered(tiny, library.inputs(tiny.model, tiny.tokenizer, "Rent?", hits, recompute=0))
     record = next(record for record in library.documents if record.name == "lease")
-    damage(library.path / "caches" / record.cache, at)
+    cache = library.path / "caches" / record.cache
+    cache.unlink() if at is None else damage(cache, at)
     assert [fault.name for fault in library.verify()] == ["lease"]
     inputs = library.inputs(tiny.model, tiny.tokenizer, "Rent?", hits, recompute=0)
     assert torch.equal(answered(tiny, inputs), right)
@@ -262,13 +230,9 @@ def test_a_damaged_cache_is_named_read_again_and_mended(library, tiny, notices, 
     assert "'lease' is read again, its cache is damaged" in notices[0]
     assert library.verify() == []
     assert len(caches(library)) == 3
-
-
-def test_a_missing_cache_is_read_again_by_the_next_add(library, tiny):
     (library.path / "caches" / library.documents[0].cache).unlink()
     outcomes = library.add(tiny.model, tiny.tokenizer, TEXTS.items())
     assert sorted(whats(outcomes)) == ["mended", "skipped", "skipped"]
-    assert library.verify() == []
 
 
 def test_another_documents_cache_is_not_taken_for_it(library, tiny, notices):
@@ -287,11 +251,8 @@ def test_a_damaged_record_is_named_and_added_again(library, tiny, notices):
     assert [fault.path for fault in library.verify()] == [file]
     assert len(library.documents) == 2
     assert str(file) in notices[0]
-    assert sorted(whats(library.add(tiny.model, tiny.tokenizer, TEXTS.items()))) == [
-        "read",
-        "skipped",
-        "skipped",
-    ]
+    outcomes = library.add(tiny.model, tiny.tokenizer, TEXTS.items())
+    assert sorted(whats(outcomes)) == ["read", "skipped", "skipped"]
     assert library.verify() == []
 
 
@@ -352,15 +313,7 @@ def test_an_empty_text_and_two_texts_of_a_name_are_refused(library, tiny):
         library.add(tiny.model, tiny.tokenizer, [("x", "a"), ("x", "b")])
     with pytest.raises(ValueError, match=r"text: expected Unicode text, got '\\ud800', half of"):
         library.add(tiny.model, tiny.tokenizer, [("x", "a\ud800")])
-
-
-def test_names_stay_on_their_line(tmp_path, tiny):
-    library = Library(tmp_path / "library")
-    documents = [("two\nlines \x1b[31mred", "Of some length.")]
-    assert [each.what for each in library.add(*pair_of(tiny), documents)] == ["read"]
-    assert [record.name for record in library.documents] == ["two lines  [31mred"]
-    assert [each.what for each in library.add(*pair_of(tiny), documents)] == ["skipped"]
-
-
-def pair_of(loaded):
-    return loaded.model, loaded.tokenizer
+    for what in ("read", "skipped"):  # a name stays on its line
+        documents = [("two\nlines \x1b[31mred", "Of some length.")]
+        assert whats(library.add(tiny.model, tiny.tokenizer, documents)) == [what]
+    assert "two lines  [31mred" in [record.name for record in library.documents]

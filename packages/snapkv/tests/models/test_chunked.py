@@ -12,7 +12,6 @@ from snapkv import (
     CompressedCache,
     FullCache,
     InvalidArgumentError,
-    InvalidTypeError,
     SnapKV,
     UnsupportedModelError,
     plan,
@@ -46,6 +45,12 @@ class Watched(CompressedCache):
         return states
 
 
+def one_layer(num_key_value_heads):
+    torch.manual_seed(0)
+    config = tiny_config("llama", num_hidden_layers=1, num_key_value_heads=num_key_value_heads)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+
+
 def generated(model, cache, ids, **options):
     mask = torch.ones_like(ids)
     options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": mask, **options}
@@ -54,10 +59,10 @@ def generated(model, cache, ids, **options):
 
 @pytest.mark.parametrize(
     ("family", "implementation", "chunk_tokens"),
-    [("llama", "sdpa", 1), *((*case, (5, 24, 37)[i % 3]) for i, case in enumerate(ONCE))],
+    [("llama", "sdpa", 2), *((*case, (12, 24, 37)[i % 3]) for i, case in enumerate(ONCE[::2]))],
 )
 def test_no_layer_holds_more_than_the_cap_between_pieces(family, implementation, chunk_tokens):
-    model, ids = tiny_model(family, implementation), random_ids(2, 90 if chunk_tokens == 1 else 150)
+    model, ids = tiny_model(family, implementation), random_ids(2, 90 if chunk_tokens < 5 else 150)
     cache = Watched(model, POLICY)
     with torch.no_grad(), chunked(model, cap_tokens=CAP, chunk_tokens=chunk_tokens):
         model(ids, past_key_values=cache)
@@ -75,9 +80,7 @@ def test_no_layer_holds_more_than_the_cap_between_pieces(family, implementation,
 
 def test_a_piece_attends_to_what_is_held_and_to_itself():
     """One layer with one KV head: a mask over the whole prompt says the same to transformers."""
-    torch.manual_seed(0)
-    config = tiny_config("llama", num_hidden_layers=1, num_key_value_heads=1)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    model = one_layer(num_key_value_heads=1)
     ids, cache = random_ids(1, 140), CompressedCache(model, POLICY)
     cache.expect_prompt(141)
     with torch.no_grad(), chunked(model, cap_tokens=CAP, chunk_tokens=20):
@@ -94,13 +97,10 @@ def test_a_piece_attends_to_what_is_held_and_to_itself():
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 7, 30])
-@pytest.mark.parametrize("cap_tokens", [24, 40])
+@pytest.mark.parametrize(("chunk_tokens", "cap_tokens"), [(3, 24), (7, 40), (30, 24)])
 def test_where_one_query_votes_nothing_is_lost_to_the_cap(chunk_tokens, cap_tokens):
     """One layer with a KV head per query head: the last query ranks tokens alike at any time."""
-    torch.manual_seed(0)
-    config = tiny_config("llama", num_hidden_layers=1, num_key_value_heads=8)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    model = one_layer(num_key_value_heads=8)
     policy, ids = SnapKV(24, window_size=1, kernel_size=1), random_ids(2, 150)
     cache, exact = CompressedCache(model, policy), CompressedCache(model, policy)
     with torch.no_grad():
@@ -122,7 +122,7 @@ class Asked(SnapKV):
 asked = []
 
 
-@pytest.mark.parametrize("chunk_tokens", [3, 74])
+@pytest.mark.parametrize("chunk_tokens", [7, 74])
 def test_the_window_that_votes_in_the_end_is_the_prompts_own(chunk_tokens):
     """Also where it begins in a piece behind which the last tokens were read and forgotten."""
     asked.clear()
@@ -136,17 +136,16 @@ def test_the_window_that_votes_in_the_end_is_the_prompts_own(chunk_tokens):
     torch.testing.assert_close(under_cap, first, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        pytest.param(POLICY, id="snapkv"),
-        pytest.param(SnapKV(40, window_size=8, group_reduce="none"), id="per query head"),
-        pytest.param(AdaKV(POLICY), id="adakv"),
-        pytest.param(PyramidKV(24, window_size=8), id="pyramidkv"),
-        pytest.param(KeyDiff(40, window_size=8), id="keydiff"),
-        pytest.param(LagKV(40, window_size=8, lag_size=9), id="lagkv"),
-    ],
-)
+HELD = {
+    "per query head": SnapKV(40, window_size=8, group_reduce="none"),
+    "adakv": AdaKV(POLICY),
+    "pyramidkv": PyramidKV(24, window_size=8),
+    "keydiff": KeyDiff(40, window_size=8),
+    "lagkv": LagKV(40, window_size=8, lag_size=9),
+}
+
+
+@pytest.mark.parametrize("policy", HELD.values(), ids=HELD)
 def test_every_policy_that_holds_ends_at_its_budget_and_generates(policy):
     model, ids = tiny_model("qwen3"), random_ids(2, 150)
     cache, at_once = CompressedCache(model, policy), CompressedCache(model, policy)
@@ -158,7 +157,7 @@ def test_every_policy_that_holds_ends_at_its_budget_and_generates(policy):
     assert cache.report().held_bytes == at_once.report().held_bytes
 
 
-@pytest.mark.parametrize(("family", "implementation"), ONCE)
+@pytest.mark.parametrize(("family", "implementation"), ONCE[1::3])
 def test_a_prompt_within_the_cap_is_read_as_ever(family, implementation):
     model, ids = tiny_model(family, implementation), random_ids(2, 100)
     expected, cache = CompressedCache(model, POLICY), CompressedCache(model, POLICY)
@@ -226,7 +225,7 @@ def test_what_cannot_be_held_to_the_cap_is_refused(policy, cap, match):
     assert "forward" not in vars(model)
 
 
-def test_padding_and_bad_numbers_are_refused():
+def test_padding_other_arguments_and_bad_numbers_are_refused():
     model, ids = tiny_model("llama"), random_ids(2, 150)
     mask = torch.ones_like(ids)
     mask[0, :30] = 0
@@ -240,13 +239,8 @@ def test_padding_and_bad_numbers_are_refused():
             chunked(model, cap_tokens=CAP),
         ):
             pass
-    for bad, error in ((0, InvalidArgumentError), (1.5, InvalidTypeError)):
-        with pytest.raises(error, match="cap_tokens"), chunked(model, cap_tokens=bad):
-            pass
-        with (
-            pytest.raises(error, match="chunk_tokens"),
-            chunked(model, cap_tokens=CAP, chunk_tokens=bad),
-        ):
+    for bad in ({"cap_tokens": 0}, {"cap_tokens": CAP, "chunk_tokens": 0}):
+        with pytest.raises(InvalidArgumentError, match=[*bad][-1]), chunked(model, **bad):
             pass
 
 

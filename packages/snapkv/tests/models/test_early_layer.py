@@ -14,7 +14,7 @@ from snapkv.prefill.early_layer import (
     known_early_layer,
     remember_early_layer,
 )
-from tests.families import tiny_model
+from tests.families import random_ids, tiny_model
 
 LAYERS = 4  # of every tiny model
 
@@ -35,10 +35,11 @@ def test_half_the_depth_until_a_layer_is_remembered(model, early_layers):
     assert json.loads(path.read_text())["measured"] == {}
 
 
-def test_a_model_is_the_same_in_another_dtype_and_after_a_pass_but_not_with_other_weights(model):
+def test_a_model_is_the_same_in_another_dtype_and_with_caches_but_not_with_other_weights(model):
     remember_early_layer(model, 3)
-    model(torch.arange(30)[None], past_key_values=CompressedCache(model, SnapKV(20, window_size=8)))
+    cache = CompressedCache(model, SnapKV(20, window_size=8))
     assert known_early_layer(model) == 3
+    del cache
     assert known_early_layer(model.to(torch.bfloat16)) == 3
     with torch.no_grad():
         model.lm_head.weight.mul_(2)
@@ -51,37 +52,24 @@ def test_it_is_where_reading_selectively_begins(model, block):
 
     def kept(**options):
         cache = CompressedCache(model, SnapKV(30, window_size=8))
-        ids = torch.randint(90, (1, 120), generator=torch.Generator().manual_seed(0))
         with torch.inference_mode(), block(model, keep_ratio=0.3, least_tokens=0, **options):
-            model(ids, past_key_values=cache, logits_to_keep=1)
+            model(random_ids(1, 120), past_key_values=cache, logits_to_keep=1)
         return [cache.kept_positions(layer).tolist() for layer in range(LAYERS)]
 
     assert kept() == kept(layer=LAYERS // 2)
     remember_early_layer(model, 3)
-    assert kept() == kept(layer=3)
-    assert kept() != kept(layer=LAYERS // 2)
+    assert kept() == kept(layer=3) != kept(layer=LAYERS // 2)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"\xff\x00",
-        b"[]",
-        b"{}",
-        b'{"layer": 3}',
-        b'{"layer": 3, "model": {"class": "Other"}}',
-        *(json.dumps({"layer": layer, "model": ...}, default=str).encode() for layer in (0, 4)),
-        *(
-            json.dumps({"layer": layer, "model": ...}, default=str).encode()
-            for layer in (2.0, True)
-        ),
-    ],
-)
+CONTENTS = (b"", b"\xff\x00", b"[]", b'{"layer": 3, "model": {"class": "Other"}}', 0, 4, 2.0, True)
+
+
+@pytest.mark.parametrize("content", CONTENTS)
 def test_what_does_not_say_it_is_no_knowledge_and_named_once(model, content, caplog):
     path = remember_early_layer(model, 3)
-    own = json.dumps(json.loads(path.read_text())["model"])
-    path.write_bytes(content.replace(b'"Ellipsis"', own.encode()))
+    if not isinstance(content, bytes):  # no layer, beside the right model
+        content = json.dumps(json.loads(path.read_text()) | {"layer": content}).encode()
+    path.write_bytes(content)
     with caplog.at_level(logging.WARNING, "snapkv.prefill"):
         assert [known_early_layer(model) for _ in range(3)] == [None] * 3
     (record,) = caplog.records
@@ -90,14 +78,11 @@ def test_what_does_not_say_it_is_no_knowledge_and_named_once(model, content, cap
     assert known_early_layer(model) == 3
 
 
-@pytest.mark.parametrize("layer", [0, LAYERS])
-def test_no_layer_of_the_model_is_refused(model, layer, early_layers):
-    with pytest.raises(InvalidArgumentError, match="layer: expected"):
-        remember_early_layer(model, layer)
+def test_no_layer_of_the_model_and_no_folder_are_refused(model, early_layers):
+    for layer in (0, LAYERS):
+        with pytest.raises(InvalidArgumentError, match="layer: expected"):
+            remember_early_layer(model, layer)
     assert not early_layers.exists()
-
-
-def test_a_folder_that_cannot_be_written_is_named_in_one_line(model, early_layers):
     early_layers.write_text("in the way")
     with pytest.raises(OutputError, match="early-layers-"):
         remember_early_layer(model, 3)

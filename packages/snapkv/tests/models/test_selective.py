@@ -12,49 +12,38 @@ from transformers import DynamicCache
 from snapkv import (
     H2O,
     RKV,
-    TOVA,
     AdaKV,
     CompressedCache,
-    CriticalKV,
     ExpectedAttention,
     FullCache,
     InvalidArgumentError,
-    InvalidTypeError,
     PyramidKV,
     Scissorhands,
-    ScoreThreshold,
     SnapKV,
-    StreamingLLM,
     UnsupportedModelError,
 )
 from snapkv.ops import ScoreOptions
 from snapkv.policies import PromptLayer
 from snapkv.prefill import gemfilter, layer_by_layer, selective
 from snapkv.prefill.selective import _TokensThatGoOn, _voting
-from tests.families import FAMILIES, IMPLEMENTATIONS, ONCE, random_ids, tiny_model
+from tests.families import HYBRID, ONCE, random_ids, tiny_model
 
-HYBRID = ("cohere2", "gemma2", "gemma3_text", "gpt_oss")
-WHOLE = tuple(family for family in FAMILIES if family not in HYBRID)
-CASES = [case for case in ONCE if case[0] in WHOLE]
+CASES = [case for case in ONCE if case[0] not in HYBRID]
 OPTIONS = {"layer": 2, "keep_ratio": 0.25, "least_tokens": 4}
 TOKENS, NEW = 120, 4
 
+SNAPKV = SnapKV(24, window_size=8)
 POLICIES = {
-    "full": FullCache(),
-    "snapkv": SnapKV(24, window_size=8),
-    "ratio": SnapKV(keep_ratio=0.3, window_size=8),
-    "auto": SnapKV("auto", window_size=8, pooling="fading"),
-    "adakv": AdaKV(SnapKV(24, window_size=8)),
-    "pyramid": PyramidKV(24, window_size=8),
-    "h2o": H2O(24),
-    "tova": TOVA(24),
-    "streaming": StreamingLLM(24, positions="original"),
-    "scissorhands": Scissorhands(24, history=16, recent=6),
-    "r-kv": RKV(24, evict_every=2),
-    "criticalkv": CriticalKV(SnapKV(24, window_size=8)),
-    "threshold": ScoreThreshold(SnapKV(24, window_size=8), at_least=0.02),
+    "full": (FullCache(), "append"),
+    "snapkv": (SNAPKV, "append"),
+    "turns": (SNAPKV, "compress"),
+    "auto": (SnapKV("auto", window_size=8, pooling="fading"), "append"),
+    "adakv": (AdaKV(SNAPKV), "append"),
+    "pyramid": (PyramidKV(24, window_size=8), "append"),
+    "h2o": (H2O(24), "append"),
+    "scissorhands": (Scissorhands(24, history=16, recent=6), "append"),
+    "r-kv": (RKV(24, evict_every=2), "append"),
 }
-CASES_OF_ROWS = [(name, "append") for name in POLICIES] + [("snapkv", "compress")]
 
 
 def left_padded(lengths, seed=0):
@@ -107,36 +96,23 @@ def hidden_from(layers, columns):
 def test_equals_a_reading_whose_upper_layers_do_not_see_the_rest(family, implementation):
     model, slow = tiny_model(family, implementation), slow_model(family)
     ids, new = random_ids(1, TOKENS, seed=3), random_ids(1, NEW, seed=4)
+    turn = random_ids(1, 9, seed=6)
     chosen = chosen_positions(model, ids)
     assert len(chosen) == 26 + 16  # floor((120 - 16) / 4), and the window
     missing = torch.tensor(sorted(set(range(TOKENS)) - set(chosen.tolist())))
     cache, reference = CompressedCache(model, FullCache()), DynamicCache()
     with hidden_from(slow.model.layers[2:], missing), selective(model, **OPTIONS):
-        for piece in (ids, *new.split(1, dim=1)):
+        for piece in (ids, *new.split(1, dim=1), turn):
+            cache.expect_prompt(cache.get_seq_length() + piece.shape[1])
             expected = read(slow, reference, piece)
             torch.testing.assert_close(read(model, cache, piece), expected, atol=2e-4, rtol=1e-3)
-    assert cache.get_seq_length() == TOKENS + NEW
-    assert [cache.kept_positions(layer).shape[-1] for layer in range(4)] == [124, 124, 46, 46]
+    assert cache.get_seq_length() == TOKENS + NEW + 9
+    assert [cache.kept_positions(layer).shape[-1] for layer in range(4)] == [133, 133, 55, 55]
 
 
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "phi3"])
-def test_a_later_turn_reads_what_reached_each_layer(family):
-    model, slow = tiny_model(family), slow_model(family)
-    ids, turn = random_ids(1, TOKENS, seed=5), random_ids(1, 9, seed=6)
-    missing = torch.tensor(sorted(set(range(TOKENS)) - set(chosen_positions(model, ids).tolist())))
-    cache, reference = CompressedCache(model, FullCache()), DynamicCache()
-    with hidden_from(slow.model.layers[2:], missing), selective(model, **OPTIONS):
-        read(slow, reference, ids)
-        read(model, cache, ids)
-        cache.expect_prompt(TOKENS + 9)
-        expected = read(slow, reference, turn)
-        torch.testing.assert_close(read(model, cache, turn), expected, atol=2e-4, rtol=1e-3)
-
-
-@pytest.mark.parametrize(("name", "turns"), CASES_OF_ROWS)
-def test_padded_rows_choose_and_answer_as_they_do_alone(name, turns):
-    policy = POLICIES[name]
-    model, lengths = tiny_model("llama"), (120, 37, 90, 18, 21)
+@pytest.mark.parametrize(("policy", "turns"), POLICIES.values(), ids=POLICIES)
+def test_padded_rows_choose_and_answer_as_they_do_alone(policy, turns):
+    model, lengths = tiny_model("llama"), (120, 37, 18)
     ids, mask = left_padded(lengths, seed=7)
     questions = random_ids(len(lengths), 5, seed=8)
     with selective(model, **OPTIONS):
@@ -144,7 +120,7 @@ def test_padded_rows_choose_and_answer_as_they_do_alone(name, turns):
         output = answered(model, cache, ids, mask)
         first = positions(cache)
         after = torch.cat([output, questions], dim=1)
-        again = answered(model, cache, after, torch.cat([mask, torch.ones(5, 9).long()], dim=1))
+        again = answered(model, cache, after, torch.cat([mask, torch.ones(3, 9).long()], dim=1))
         for row, tokens in enumerate(lengths):
             alone = CompressedCache(model, policy, turns=turns)
             own = answered(model, alone, ids[row : row + 1, -tokens:])
@@ -246,7 +222,7 @@ def prompt_of(looks_at, tokens):
 @pytest.mark.parametrize("options", [{"least_tokens": 200}, {"keep_ratio": 1.0}])
 def test_where_all_tokens_go_on_reading_is_exact(options):
     model, ids = tiny_model("qwen3"), random_ids(2, TOKENS)
-    cache, expected = (CompressedCache(model, POLICIES["snapkv"]) for _ in range(2))
+    cache, expected = (CompressedCache(model, SNAPKV) for _ in range(2))
     exact = read(model, expected, ids)
     for reading in (selective, gemfilter):
         cache.reset()
@@ -256,7 +232,7 @@ def test_where_all_tokens_go_on_reading_is_exact(options):
             assert torch.equal(cache.kept_positions(layer), expected.kept_positions(layer))
 
 
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "phi3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 def test_gemfilter_reads_the_chosen_tokens_at_their_places_alone(family):
     model, ids = tiny_model(family), random_ids(1, TOKENS, seed=9)
     chosen, new = chosen_positions(model, ids), random_ids(1, NEW, seed=10)
@@ -296,7 +272,7 @@ def test_what_a_longer_row_protects_lets_no_more_of_a_shorter_one_go_on():
 
 def test_saved_copied_and_cropped_afterwards(tmp_path):
     model, ids, new = tiny_model("llama"), random_ids(1, TOKENS), random_ids(1, 3, seed=12)
-    cache = CompressedCache(model, POLICIES["snapkv"])
+    cache = CompressedCache(model, SNAPKV)
     with selective(model, **OPTIONS):
         read(model, cache, ids)
     cache.save(tmp_path / "cache")
@@ -306,13 +282,13 @@ def test_saved_copied_and_cropped_afterwards(tmp_path):
     cache.crop(-3)
     torch.testing.assert_close(read(model, cache, new), expected)
     cache.reset()
-    exact = CompressedCache(model, POLICIES["snapkv"])
+    exact = CompressedCache(model, SNAPKV)
     assert torch.equal(read(model, cache, ids), read(model, exact, ids))
 
 
 def test_the_model_is_as_before_afterwards_and_after_an_error():
     model, ids = tiny_model("llama"), random_ids(1, 60)
-    cache = CompressedCache(model, POLICIES["snapkv"])
+    cache = CompressedCache(model, SNAPKV)
     for reading in (selective, gemfilter):
         with reading(model, **OPTIONS):
             plain = model(ids).logits  # without a compressed cache: as ever
@@ -330,66 +306,57 @@ def test_the_model_is_as_before_afterwards_and_after_an_error():
     assert cache.get_seq_length() == 0
 
 
+@pytest.mark.parametrize("reading", [selective, gemfilter])
+@pytest.mark.parametrize("options", [{"layer": 4}, {"keep_ratio": 0.0}, {"least_tokens": -1}])
+def test_bad_options_are_refused_before_any_work(options, reading):
+    (name,) = options
+    with pytest.raises(InvalidArgumentError, match=name), reading(tiny_model("llama"), **options):
+        pass
+
+
+@pytest.mark.parametrize("reading", [selective, gemfilter])
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    "options",
     [
-        ({"layer": 0}, InvalidArgumentError, "layer: expected"),
-        ({"layer": 4}, InvalidArgumentError, "expected 1 to 3"),
-        ({"layer": 1.5}, InvalidTypeError, "layer"),
-        ({"keep_ratio": 0.0}, InvalidArgumentError, "keep_ratio"),
-        ({"keep_ratio": 1.5}, InvalidArgumentError, "keep_ratio"),
-        ({"least_tokens": -1}, InvalidArgumentError, "least_tokens"),
+        {"recall": "host"},
+        {"storage": "static"},
+        {"fair": {"all": (0, 60)}},
+        {"policy": ExpectedAttention(40)},
     ],
+    ids=str,
 )
-def test_bad_options_are_refused_before_any_work(options, error, message):
-    model = tiny_model("llama")
-    for reading in (selective, gemfilter):
-        with pytest.raises(error, match=message), reading(model, **options):
-            pass
+def test_caches_that_need_every_token_are_refused(options, reading):
+    model, (name,) = tiny_model("llama"), options
+    cache = CompressedCache(model, **{"policy": SNAPKV, **options})
+    refused = pytest.raises(InvalidArgumentError, match=f"{name}: expected")
+    with refused, reading(model, **OPTIONS):
+        read(model, cache, random_ids(1, 60))
+    assert cache.get_seq_length() == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"recall": "host"}, "recall: expected none"),
-        ({"storage": "static"}, "storage: expected none"),
-        ({"fair": {"all": (0, 60)}}, "fair: expected none"),
-        ({"policy": ExpectedAttention(40)}, "policy: expected one that goes by attention alone"),
-    ],
-)
-def test_caches_that_need_every_token_are_refused(options, message):
-    model, ids = tiny_model("llama"), random_ids(1, 60)
-    options = {"policy": POLICIES["snapkv"]} | options
-    cache = CompressedCache(model, **options)
-    for reading in (selective, gemfilter):
-        with pytest.raises(InvalidArgumentError, match=message), reading(model, **OPTIONS):
+@pytest.mark.parametrize("reading", [selective, gemfilter])
+def test_pieces_and_drafts_are_refused(reading):
+    model, ids, cache = tiny_model("llama"), random_ids(1, 60), None
+    for drafts in ({}, {"prompt_lookup_num_tokens": 3}):
+        cache = CompressedCache(model, SNAPKV)
+        if not drafts:
+            cache.expect_prompt(100)
+        refused = pytest.raises(InvalidArgumentError, match="whole prompt")
+        with refused, reading(model, **OPTIONS):
+            if drafts:
+                model.generate(ids, past_key_values=cache, max_new_tokens=NEW, **drafts)
             read(model, cache, ids)
-        assert cache.get_seq_length() == 0
 
 
-def test_pieces_drafts_and_pads_that_cannot_be_are_refused():
-    model, ids = tiny_model("llama"), random_ids(1, 60)
-    for reading in (selective, gemfilter):
-        cache = CompressedCache(model, POLICIES["snapkv"])
-        cache.expect_prompt(100)
-        with pytest.raises(InvalidArgumentError, match="whole prompt"), reading(model, **OPTIONS):
-            read(model, cache, ids)
-        with pytest.raises(InvalidArgumentError, match="whole prompt"), reading(model, **OPTIONS):
-            model.generate(
-                ids,
-                past_key_values=CompressedCache(model, POLICIES["snapkv"]),
-                prompt_lookup_num_tokens=3,
-                max_new_tokens=NEW,
-            )
-    ids, mask = left_padded((60, 30))
+def test_pads_are_refused_where_chosen_tokens_are_read_again():
+    model, (ids, mask) = tiny_model("llama"), left_padded((60, 30))
     with pytest.raises(InvalidArgumentError, match="padding"), gemfilter(model, **OPTIONS):
-        read(model, CompressedCache(model, POLICIES["snapkv"]), ids, mask)
+        read(model, CompressedCache(model, SNAPKV), ids, mask)
 
 
-@pytest.mark.parametrize("family", HYBRID)
-def test_layers_of_another_kind_are_refused(family):
-    model = tiny_model(family, IMPLEMENTATIONS[family][0])
-    cache = CompressedCache(model, POLICIES["snapkv"])
+def test_layers_of_another_kind_are_refused():
+    model = tiny_model("cohere2")
+    cache = CompressedCache(model, SNAPKV)
     with pytest.raises(UnsupportedModelError, match="sliding window"), selective(model):
         read(model, cache, random_ids(1, 60))
     assert cache.get_seq_length() == 0

@@ -8,9 +8,10 @@ from snapkv.errors import UnsupportedModelError
 from snapkv.kvzip import read_context
 from snapkv.prefill import SharedReading
 from snapkv.prefill.shared import shared_bytes
-from tests.families import ONCE, random_ids, tiny_model
+from tests.families import ONCE, random_ids, small_model, tiny_model
 from tests.golden.cases import BUDGET, POLICIES
 
+SNAPKV = SnapKV(BUDGET, window_size=6)
 OPTIONS = {
     "static": {"storage": "static", "room_tokens": 16},
     "int8": {"quantize": "int8"},
@@ -21,23 +22,23 @@ OPTIONS = {
 }
 
 
-def generated(model, ids, cache, tokens=7):
-    options = {"max_new_tokens": tokens, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+def generated(model, ids, cache):
     output = model.generate(
         ids,
         past_key_values=cache,
         output_logits=True,
         return_dict_in_generate=True,
-        **options,
+        max_new_tokens=4,
+        do_sample=False,
+        attention_mask=torch.ones_like(ids),
     )
     return output.sequences, torch.stack(output.logits)
 
 
-def stored(cache):
-    return [
-        (cache.kept_positions(layer), cache.layers[layer].store.held_bytes)
-        for layer in cache.compressed_layers
-    ]
+def assert_stored_alike(given, own):
+    for layer in own.compressed_layers:
+        assert torch.equal(given.kept_positions(layer), own.kept_positions(layer))
+        assert given.layers[layer].store.held_bytes == own.layers[layer].store.held_bytes
 
 
 def assert_alike(model, ids, shared, policy, **options):
@@ -47,9 +48,7 @@ def assert_alike(model, ids, shared, policy, **options):
         found, logits = generated(model, ids, given)
     assert torch.equal(found, expected)
     torch.testing.assert_close(logits, expected_logits, rtol=0, atol=1e-5)
-    for one, other in zip(stored(given), stored(own), strict=True):
-        assert torch.equal(one[0], other[0])
-        assert one[1] == other[1]
+    assert_stored_alike(given, own)
 
 
 @pytest.mark.parametrize(("family", "implementation"), ONCE)
@@ -60,20 +59,12 @@ def test_methods_of_every_family_share_a_reading(family, implementation):
         assert_alike(model, ids, shared, POLICIES[name]())
 
 
-@pytest.mark.parametrize("family", ["llama"])
-def test_every_policy_shares_one_reading_with_all_others(family):
-    model, ids = tiny_model(family), random_ids(1, 90)
-    shared, served = SharedReading(model, ids), 0
+def test_every_policy_shares_one_reading_with_all_others():
+    model, ids = small_model("llama"), random_ids(1, 70) % 64
+    shared = SharedReading(model, ids)
     for policy in POLICIES.values():
-        if policy().reads_twice:
-            continue
-        try:
-            generated(model, ids, CompressedCache(model, policy()))
-        except UnsupportedModelError:
-            continue
-        assert_alike(model, ids, shared, policy())
-        served += 1
-    assert served > len(POLICIES) - 6
+        if not policy().reads_twice:
+            assert_alike(model, ids, shared, policy())
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -81,13 +72,13 @@ def test_every_kind_of_cache_shares_a_reading(options):
     model, ids = tiny_model("llama"), random_ids(1, 80)
     shared = SharedReading(model, ids)
     for _ in range(2):  # nothing of what is shared was written over
-        assert_alike(model, ids, shared, SnapKV(BUDGET, window_size=6), **options)
+        assert_alike(model, ids, shared, SNAPKV, **options)
 
 
 def test_a_question_behind_the_context_is_read_by_the_model():
     model, ids = tiny_model("llama"), random_ids(1, 100)
     shared = SharedReading(model, ids[:, :80])
-    own, given = (CompressedCache(model, SnapKV(BUDGET, window_size=6)) for _ in range(2))
+    own, given = (CompressedCache(model, SNAPKV) for _ in range(2))
     with torch.no_grad():
         model(ids[:, :80], past_key_values=own)
         with shared.given():
@@ -100,56 +91,29 @@ def test_the_first_of_two_readings_is_shared_and_the_second_is_not():
     policy = KVzip(BUDGET, window_size=6, chunk_tokens=32)
     own = read_context(model, ids, policy)
     with SharedReading(model, ids).given():
-        given = read_context(model, ids, policy)
-    for one, other in zip(stored(given), stored(own), strict=True):
-        assert torch.equal(one[0], other[0])
-
-
-def test_a_reading_in_another_way_is_refused_within():
-    model, ids = tiny_model("llama"), random_ids(1, 40)
-    shared = SharedReading(model, ids)
-    refused = pytest.raises(UnsupportedModelError, match="wrapped already")
-    with shared.given(), refused, shared.given():
-        pass
+        assert_stored_alike(read_context(model, ids, policy), own)
 
 
 def test_a_model_that_is_wrapped_is_refused_before_it_reads(monkeypatch):
-    model, ids = tiny_model("llama"), random_ids(1, 60)
+    model, ids = tiny_model("llama"), random_ids(1, 40)
+    shared = SharedReading(model, ids)
+    refused = pytest.raises(UnsupportedModelError, match="got some that are wrapped already")
+    with shared.given(), refused, shared.given():
+        pass
     monkeypatch.setitem(vars(model), "forward", model.forward)  # as libraries lay hooks around it
-    with pytest.raises(UnsupportedModelError, match="got some that are wrapped already"):
+    with refused:
         SharedReading(model, ids)
 
 
 def test_states_of_a_recurrence_are_not_shared():
-    from transformers import AutoModelForCausalLM, Qwen3NextConfig
-
-    config = Qwen3NextConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=16,
-        linear_num_value_heads=4,
-        linear_num_key_heads=2,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        shared_expert_intermediate_size=32,
-    )
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with pytest.raises(UnsupportedModelError, match="1 of 4; read it for each of them"):
-        SharedReading(model, random_ids(1, 40))
+    with pytest.raises(UnsupportedModelError, match="2 of 3; read it for each of them"):
+        SharedReading(small_model("linear"), random_ids(1, 40) % 64)
 
 
-@pytest.mark.parametrize("tokens", [64, 200])
-def test_what_it_holds_is_known_before(tokens):
+def test_what_it_holds_is_known_before():
     """By hand: 64 tokens, 4 layers, 8 query heads and 2 times 2 of 8 numbers each, 4 bytes."""
     model = tiny_model("llama")
-    shared = SharedReading(model, random_ids(1, tokens))
-    assert shared_bytes(model, 64) == 64 * 4 * (8 + 4) * 8 * 4
+    shared = SharedReading(model, random_ids(1, 64))
     states = [part for step in shared._steps for part in (step.keys, step.values, step.call.query)]
-    assert sum(part.nbytes for part in states) == shared_bytes(model, tokens)
+    held = sum(part.nbytes for part in states)
+    assert held == shared_bytes(model, 64) == 64 * 4 * (8 + 4) * 8 * 4

@@ -25,24 +25,18 @@ def listing_scores(
     kernel_size: int,
     pooling: str,
     dtype: torch.dtype,
-    literal: bool = False,
 ) -> Tensor:
     """Lines 9 to 13: attention of the window, summed over its queries, pooled. (B, H, P).
 
-    Args:
-        query_states: (B, H, T, D), of the whole prompt. key_states: (B, H, T, D).
-        dtype: scores are computed from the states cast to it.
-        literal: as the authors' models ran: products in the states' own dtype, softmax in
-            float32 and cast back, sums and pooling in the states' own dtype. `dtype` is ignored.
+    States are (B, H, T, D), of the whole prompt; scores are computed from them cast to `dtype`.
     """
-    precision = key_states.dtype if literal else dtype
-    observed = query_states[..., -window_size:, :].to(precision)
+    observed = query_states[..., -window_size:, :].to(dtype)
     head_dim = query_states.shape[-1]
-    logits = torch.einsum("bhwd,bhtd->bhwt", observed, key_states.to(precision)) / head_dim**0.5
+    logits = torch.einsum("bhwd,bhtd->bhwt", observed, key_states.to(dtype)) / head_dim**0.5
     future = torch.ones(window_size, window_size, dtype=torch.bool).triu(diagonal=1)
     square = logits[..., -window_size:]
-    square[..., future] += torch.finfo(precision).min
-    weights = logits.softmax(dim=-1, dtype=torch.float32 if literal else precision).to(precision)
+    square[..., future] += torch.finfo(dtype).min
+    weights = logits.softmax(dim=-1)
     vote = weights[..., :-window_size].sum(dim=-2)
     pool = torch.nn.MaxPool1d if pooling == "max" else torch.nn.AvgPool1d
     return pool(kernel_size, stride=1, padding=kernel_size // 2)(vote)

@@ -1,4 +1,6 @@
-"""Votes block by block equal the reference, and hold no more than a block of scores."""
+"""What runs in torch on a CPU equals the reference, in bounded memory."""
+
+import itertools
 
 import pytest
 import torch
@@ -6,71 +8,67 @@ import torch
 from snapkv import InvalidArgumentError, ops
 from snapkv.ops import ScoreOptions
 from snapkv.ops.votes import api, blocked, by_head, reference
-from tests.ops.vote_cases import require_votes
-
-SHAPES = [  # B, Hq, Hkv, W, T, D
-    pytest.param(2, 4, 2, 8, 63, 16, id="gqa-63"),
-    pytest.param(1, 3, 3, 16, 100, 60, id="mha-d60"),
-    pytest.param(2, 8, 1, 5, 129, 32, id="mqa-129"),
-    pytest.param(1, 2, 2, 8, 8, 16, id="no prefix"),
-    pytest.param(1, 2, 1, 1, 40, 64, id="window 1"),
-]
-
-
-def states(B, Hq, Hkv, W, T, D, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(T)
-    queries = torch.randn(B, Hq, W, D, generator=generator).mul_(2).to(dtype)
-    return queries, torch.randn(B, Hkv, T, D, generator=generator).to(dtype)
+from tests.ops.vote_cases import (
+    SHAPES,
+    options_of,
+    require_fading,
+    require_gather,
+    require_votes,
+    some_votes,
+    states,
+)
+from tests.pairs import pairs
 
 
-@pytest.mark.parametrize(("B", "Hq", "Hkv", "W", "T", "D"), SHAPES)
-@pytest.mark.parametrize("block_tokens", [1, 7, 64, 1000])
-@pytest.mark.parametrize("extras", ["", "softcap", "sinks", "pads", "all"])
-def test_blocked_votes_equal_the_reference(B, Hq, Hkv, W, T, D, block_tokens, extras):
-    queries, keys = states(B, Hq, Hkv, W, T, D)
-    scores = {"scaling": D**-0.5}
-    if extras in ("softcap", "all"):
-        scores["softcap"] = 5.0
-    if extras in ("sinks", "all"):
-        scores["sink_logits"] = torch.linspace(-1, 2, Hq)
-    options = {"score_options": ScoreOptions(**scores)}
-    if extras in ("pads", "all"):
-        options["pad_tokens"] = torch.arange(B) * (T - 3)  # the second row is nearly all pads
+@pairs(
+    shape={name: SHAPES[name] for name in ("gqa-63", "mha-d80", "mqa-d96", "no prefix")},
+    block_tokens=[1, 7, 64, 1000],
+    extras=["", "softcap", "sinks", "pads", "all"],
+)
+def test_blocked_votes_equal_the_reference(shape, block_tokens, extras):
+    queries, keys = states(shape)
+    options = options_of(shape, extras)
     expected = reference.window_votes(queries, keys, **options)
     votes = blocked.window_votes(queries, keys, block_tokens=block_tokens, **options)
     assert votes.dtype == torch.float32
-    torch.testing.assert_close(votes, expected, atol=1e-6 * W, rtol=1e-5)
+    torch.testing.assert_close(votes, expected, atol=1e-6 * shape[3], rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_low_precision_states_are_scored_in_float32(dtype):
-    queries, keys = states(1, 4, 2, 8, 90, 32, dtype)
+    queries, keys = states(SHAPES["gqa-63"], dtype)
     votes = blocked.window_votes(queries, keys, ScoreOptions(scaling=0.2), block_tokens=16)
     expected = reference.window_votes(queries.double(), keys.double(), ScoreOptions(scaling=0.2))
     torch.testing.assert_close(votes, expected.float(), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "at_once"), [(torch.bfloat16, 1), (torch.bfloat16, 1 << 30), (torch.float16, 1 << 14)]
+    ("impl", "dtype", "at_once"),
+    [
+        ("by_head", torch.bfloat16, 1),
+        ("by_head", torch.float16, 1 << 30),
+        ("blocked", torch.float32, 0),
+        ("reference", torch.bfloat16, 0),
+    ],
+    ids=str,
 )
-def test_votes_by_head_err_no_more_than_the_reference(monkeypatch, dtype, at_once):
+def test_votes_meet_the_rule_that_kernels_are_held_to(monkeypatch, impl, dtype, at_once):
     monkeypatch.setattr(by_head, "MOST_BYTES", at_once)
-    shapes = ("gqa-63", "mha-d80", "mqa-d96", "window 1", "no prefix", "one of prefix")
-    require_votes("by_head", dtype, shapes=shapes)
-    require_votes("by_head", dtype, shapes=("several splits",), reduces=("mean",))
+    shapes = ("gqa-63", "mha-d80", "window 1", "no prefix", "one of prefix")
+    require_votes(impl, dtype, shapes=shapes)
 
 
 def test_heads_with_too_many_scores_vote_block_by_block(monkeypatch):
-    queries, keys = states(1, 4, 2, 8, 90, 32, torch.bfloat16)
+    queries, keys = states(SHAPES["gqa-63"], torch.bfloat16)
     expected = by_head.window_votes(queries, keys, ScoreOptions(scaling=0.2))
-    monkeypatch.setattr(by_head, "MOST_BYTES_OF_A_HEAD", 4 * 2 * 8 * 90 - 1)
+    monkeypatch.setattr(by_head, "MOST_BYTES_OF_A_HEAD", 4 * 2 * 8 * 63 - 1)
     votes = by_head.window_votes(queries, keys, ScoreOptions(scaling=0.2))
     assert torch.equal(votes, blocked.window_votes(queries, keys, ScoreOptions(scaling=0.2)))
     torch.testing.assert_close(votes, expected, atol=1e-6, rtol=1e-5)
 
 
 def test_memory_is_bounded_by_the_block(monkeypatch):
-    queries, keys = states(1, 8, 2, 32, 4096, 64, torch.bfloat16)
+    queries, keys = states((1, 8, 2, 32, 4096, 64), torch.bfloat16)
 
     def peak(vote, **options):
         with torch.profiler.profile(profile_memory=True) as profile:
@@ -90,18 +88,61 @@ def test_memory_is_bounded_by_the_block(monkeypatch):
 
 
 def test_the_implementation_goes_by_name(monkeypatch):
-    queries, keys = states(1, 2, 1, 4, 50, 16)
+    queries, keys = states(SHAPES["gqa-63"])
     ran = []
-    modules = {"reference": reference, "blocked": blocked, "by_head": by_head}
-    for name, module in modules.items():
-        vote = module.window_votes
+    for name, vote in dict(api._IN_TORCH["window_votes"]).items():
         monkeypatch.setitem(
-            api._VOTES,
+            api._IN_TORCH["window_votes"],
             name,
             lambda *a, n=name, v=vote, **o: ran.append(n) or v(*a, **o),
         )
-    for impl in ("auto", *modules):
+    for impl in ("auto", "reference", "blocked", "by_head"):
         ops.window_votes(queries, keys, ScoreOptions(scaling=0.2), impl=impl)
-    assert ran == ["blocked", *modules]
-    with pytest.raises(InvalidArgumentError, match="impl: expected auto or one of"):
+    assert ran == ["blocked", "reference", "blocked", "by_head"]
+    with pytest.raises(InvalidArgumentError, match=r"impl: expected auto or one of.* got 'cuda'"):
         ops.window_votes(queries, keys, ScoreOptions(scaling=0.2), impl="cuda")
+
+
+@pytest.mark.parametrize("impl", ["reference", "scan"])
+def test_fading_leaves_the_votes_as_they_are_and_gives_gradients(impl):
+    require_fading(impl, lengths=(0, 1, 63, 1025))
+    votes = some_votes(50)
+    before = votes.clone()
+    with torch.inference_mode():
+        ops.fade_votes(votes, 0.5, impl=impl)
+    assert torch.equal(votes, before)
+    lifting = torch.tensor([[[4.0, 1.0, 0.5, 3.0]]], requires_grad=True)
+    ops.fade_votes(lifting, 0.5, impl=impl).sum().backward()
+    assert lifting.grad.tolist() == [[[1 + 0.5 + 0.25, 0.0, 0.0, 1.0]]]
+
+
+def test_rows_gathered_by_token_by_hand():
+    """Two heads of three tokens of two numbers; -1 stands for any, here the first."""
+    states = torch.tensor([[[[1, 2], [3, 4], [5, 6]], [[7, 8], [9, 10], [11, 12]]]])
+    kept = torch.tensor([[[0, 2], [-1, 1]]])
+    expected = [[[[1, 2], [5, 6]], [[7, 8], [9, 10]]]]
+    assert blocked.gather_tokens(states, kept).tolist() == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
+def test_rows_gathered_by_token_equal_the_reference(dtype):
+    source = torch.Generator().manual_seed(0)
+    cases = itertools.product((1, 3), (1, 2, 6), (0, 1, 77), (1, 20), (0, 3))
+    for batch, heads, tokens, dim, fillers in cases:
+        states = torch.randn(batch, 2, tokens, dim, generator=source).mul_(50).to(dtype)
+        order = torch.rand(batch, heads, tokens, generator=source).argsort(dim=-1)
+        kept = order[..., : (tokens + 1) // 2].sort(dim=-1).values
+        kept[-1, :, :fillers] = -1
+        got = blocked.gather_tokens(states, kept)
+        assert got.is_contiguous()
+        assert torch.equal(got, reference.gather_tokens(states, kept))
+    require_gather("by_token")  # states that are no one block
+
+
+def test_what_is_gathered_is_a_copy_that_gradients_pass():
+    states = torch.randn(1, 2, 4, 3, requires_grad=True)
+    gathered = ops.gather_tokens(states, torch.tensor([[[0, 3]]]))
+    gathered.sum().backward()
+    assert states.grad.sum(dim=-1).tolist() == [[[3, 0, 0, 3], [3, 0, 0, 3]]]
+    states.detach().zero_()
+    assert gathered.abs().min() > 0

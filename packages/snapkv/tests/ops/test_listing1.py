@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from snapkv.policies import SnapKV
-from tests.ops import oracle
 from tests.ops.listing1 import listing_kept, listing_scores, repeat_keys
 from tests.ops.states import random_layer
 from tests.pairs import pairs
@@ -92,84 +91,8 @@ def test_keeps_the_set_of_listing_1(beyond_budget, dtype, pooling, window_size, 
         assert_equal_up_to_ties(ours, listed, double, budget, tolerance)
 
 
-@pytest.mark.parametrize("prompt_tokens", [1, 5, 16])
-def test_a_prompt_inside_the_window_is_kept_whole_by_both(prompt_tokens):
-    layer = random_layer(0, prompt_tokens=prompt_tokens, query_tokens=16)
-    nothing = torch.zeros(1, 4, 0)
-    listed = listing_kept(nothing, prompt_tokens=prompt_tokens, capacity=40)
-    policy = SnapKV(budget=40, window_size=16, group_reduce="none")
-    assert our_kept(policy, layer) == listed == [set(range(prompt_tokens))] * 4
-
-
 def test_the_comparison_refuses_a_position_off_the_cut():
     scores = torch.tensor([[[0.9, 0.5, 0.1]]], dtype=torch.float64)
     assert_equal_up_to_ties([{0, 3}], [{0, 3}], scores, 2, 1e-6)
     with pytest.raises(AssertionError):
         assert_equal_up_to_ties([{1, 3}], [{0, 3}], scores, 2, 1e-6)
-
-
-@pytest.mark.parametrize("pooling", ["max", "avg"])
-def test_listing_scores_equal_the_loops(pooling):
-    layer = random_layer(3, prompt_tokens=20, query_tokens=6)
-    listed = listing_scores(
-        layer.queries,
-        repeat_keys(layer.keys, 4),
-        window_size=6,
-        kernel_size=5,
-        pooling=pooling,
-        dtype=torch.float64,
-    )
-    looped = oracle.pooled_scores(
-        layer.queries[0].tolist(),
-        layer.keys[0].tolist(),
-        scaling=layer.score_options.scaling,
-        kernel_size=5,
-        pooling=pooling,
-        group_reduce="none",
-    )
-    for ours, loops in zip(listed[0].tolist(), looped, strict=True):
-        assert ours == pytest.approx(loops, abs=1e-14)
-
-
-@pytest.mark.parametrize("pooling", ["max", "avg"])
-@pytest.mark.parametrize("kernel_size", [1, 7])
-def test_a_listing_run_in_bf16_keeps_nearly_the_same(kernel_size, pooling):
-    # The authors' code casts the softmax back to the model's dtype and sums votes there; ours
-    # stays in float32 (our contract), so in bf16 the two differ near the cut. On random states,
-    # where votes are as close together as they get, the share of the kept prefix that agrees was
-    # measured on 864 heads (prompts of 512 to 2048, three sharpnesses): worst head 0.948, worst
-    # mean of a setting 0.981.
-    overlaps = []
-    for seed in range(4):
-        for prompt_tokens, budget in ((512, 128), (1024, 256)):
-            layer = random_layer(
-                seed,
-                prompt_tokens=prompt_tokens,
-                query_tokens=32,
-                head_dim=64,
-                dtype=torch.bfloat16,
-            )
-            literal = listing_scores(
-                layer.queries,
-                repeat_keys(layer.keys, 4),
-                window_size=32,
-                kernel_size=kernel_size,
-                pooling=pooling,
-                dtype=torch.bfloat16,
-                literal=True,
-            )
-            assert literal.dtype == torch.bfloat16
-            listed = listing_kept(literal, prompt_tokens=prompt_tokens, capacity=budget)
-            policy = SnapKV(
-                budget=budget,
-                window_size=32,
-                kernel_size=kernel_size,
-                pooling=pooling,
-                group_reduce="none",
-            )
-            for ours, theirs in zip(our_kept(policy, layer), listed, strict=True):
-                shared_prefix = len(ours & theirs) - 32
-                overlaps.append(shared_prefix / (budget - 32))
-    assert min(overlaps) >= 0.94
-    assert sum(overlaps) / len(overlaps) >= 0.975
-    assert min(overlaps) < 1.0, "float32 votes are expected to matter somewhere"

@@ -1,6 +1,5 @@
 """Attention to heads of different length: the reference by hand, the others by the reference."""
 
-import importlib.util
 from dataclasses import replace
 
 import pytest
@@ -116,22 +115,6 @@ def test_auto_takes_what_fits_the_size(monkeypatch):
         ragged_attention(**states(((tokens, 0), (0, 0)), 1))
     ragged_attention(**states(LENGTHS["tiny"], 40))
     assert taken == ["grouped", "blocked", "blocked"]
-
-
-def test_the_kernel_is_refused_where_it_cannot_run(monkeypatch):
-    arguments = states(LENGTHS["tiny"], 1)
-    missing = importlib.util.find_spec("triton") is None
-    reason = "without the package triton" if missing else "with tensors on cpu"
-    with pytest.raises(InvalidArgumentError, match=rf"'triton' {reason}.*impl='auto'"):
-        ragged_attention(**arguments, impl="triton")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InvalidArgumentError, match="without the package triton"):
-        ragged_attention(**arguments, impl="triton")
-
-
-def test_an_unknown_implementation_is_refused():
-    with pytest.raises(InvalidArgumentError, match=r"impl: expected auto.*got 'fast'"):
-        ragged_attention(**states(LENGTHS["tiny"], 1), impl="fast")
 
 
 on_cuda = [

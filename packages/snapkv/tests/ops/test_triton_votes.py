@@ -1,7 +1,6 @@
 """Every step by kernels: as right as the reference, chosen where they can run."""
 
 import importlib.util
-import logging
 
 import pytest
 import torch
@@ -11,43 +10,13 @@ from snapkv.ops import ScoreOptions, choice
 from snapkv.ops.votes import api
 from tests.families import random_ids, tiny_model
 from tests.ops.vote_cases import (
-    REDUCES,
     SHAPES,
     require_fading,
     require_gather,
     require_pooling,
     require_votes,
-    some_votes,
     states,
 )
-
-
-@pytest.mark.parametrize("impl", ["reference", "blocked"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_runs_in_torch_meets_the_rule_that_kernels_are_held_to(impl, dtype):
-    require_votes(impl, dtype, shapes=("gqa-63", "one of prefix"), reduces=REDUCES)
-
-
-@pytest.mark.parametrize("impl", ["reference", "scan"])
-def test_fading_meets_the_same_rule(impl):
-    require_fading(impl)
-
-
-def test_pooling_meets_the_same_rule():
-    require_pooling("reference")
-
-
-@pytest.mark.parametrize("impl", ["reference", "scan"])
-def test_fading_leaves_the_votes_as_they_are_and_gives_gradients(impl):
-    votes = some_votes(50)
-    before = votes.clone()
-    with torch.inference_mode():
-        ops.fade_votes(votes, 0.5, impl=impl)
-    assert torch.equal(votes, before)
-    lifting = torch.tensor([[[4.0, 1.0, 0.5, 3.0]]], requires_grad=True)
-    ops.fade_votes(lifting, 0.5, impl=impl).sum().backward()
-    assert lifting.grad.tolist() == [[[1 + 0.5 + 0.25, 0.0, 0.0, 1.0]]]
-
 
 OPERATIONS = {
     "window_votes": lambda impl: ops.window_votes(
@@ -72,12 +41,6 @@ def test_a_kernel_is_refused_where_it_cannot_run(run, monkeypatch):
         run("triton")
 
 
-@pytest.mark.parametrize("run", OPERATIONS.values(), ids=OPERATIONS)
-def test_an_unknown_implementation_is_refused(run):
-    with pytest.raises(InvalidArgumentError, match=r"impl: expected auto or one of.*got 'fast'"):
-        run("fast")
-
-
 def test_what_the_kernels_do_not_know_is_named(monkeypatch):
     monkeypatch.setattr(choice, "INTERPRETED", True)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
@@ -97,17 +60,6 @@ def test_gpus_of_older_generations_are_named(monkeypatch):
         monkeypatch.setattr(choice, "_capability", lambda _, found=capability: found)
         named = choice.triton_obstacle(states)
         assert named is None if obstacle is None else obstacle in named
-
-
-def test_auto_says_once_what_it_chose(caplog):
-    choice.say_once.cache_clear()
-    with caplog.at_level(logging.INFO, logger="snapkv.ops"):
-        for _ in range(3):
-            OPERATIONS["pool_votes"]("auto")
-            OPERATIONS["pool_votes"]("reference")
-    assert [record.getMessage() for record in caplog.records] == [
-        "pool_votes on cpu: impl='auto' chose 'reference'"
-    ]
 
 
 on_cuda = [

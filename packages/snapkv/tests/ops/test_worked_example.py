@@ -180,11 +180,6 @@ def test_fading_of_the_worked_example(votes, decay, expected, impl):
     assert oracle.fade(votes, decay) == expected
 
 
-def test_max_pooling_pads_with_less_than_any_score():
-    pooled = ops.pool_votes(torch.tensor([[[-5.0, -7.0, -9.0]]]), 3, "max")
-    assert pooled[0, 0].tolist() == [-5.0, -5.0, -7.0]
-
-
 @pytest.mark.parametrize(
     ("keep", "expected"),
     [
@@ -255,13 +250,6 @@ def test_gathering_for_every_query_head_reads_the_head_of_its_group():
     states = torch.arange(2 * 3, dtype=torch.float32).view(1, 2, 3, 1)
     kept = torch.tensor([[[0], [1], [2], [0]]])
     assert ops.gather_tokens(states, kept).flatten().tolist() == [0.0, 1.0, 5.0, 3.0]
-
-
-def test_a_set_shared_by_all_heads_is_gathered_from_each():
-    states = torch.arange(2 * 3, dtype=torch.float32).view(1, 2, 3, 1)
-    kept = ops.gather_tokens(states, torch.tensor([[[0, 2]]]))
-    assert kept.shape == (1, 2, 2, 1)
-    assert kept.flatten().tolist() == [0.0, 2.0, 3.0, 5.0]
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4])

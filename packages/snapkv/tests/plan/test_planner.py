@@ -37,17 +37,6 @@ def held_bytes(model, ids, policy):
     return cache.report()["held_bytes"]
 
 
-@pytest.mark.parametrize("tokens", [90, 700])
-def test_the_demo_model_holds_what_was_planned(demo, demo_outline, tokens):
-    plan = planned(demo_outline, context_tokens=tokens, budget=256)
-    ids = torch.arange(1000, 1000 + tokens)[None]
-    weights = sum(parameter.nbytes for parameter in demo.model.parameters())
-    assert plan.footprint.weights_bytes == pytest.approx(weights, rel=0.03)
-    full, kept = (held_bytes(demo.model, ids, p) for p in (FullCache(), SnapKV(256)))
-    assert plan.full.cache_bytes == pytest.approx(full, rel=0.03)
-    assert plan.compressed.cache_bytes == pytest.approx(kept, rel=0.03)
-
-
 def test_the_peak_of_reading_is_the_one_that_was_measured(demo_outline):
     """Rows of `python -m snapkv_lab.experiments.speed`, measured on the process."""
     lines = (ROOT / "docs/results/speed.jsonl").read_text().splitlines()
@@ -72,6 +61,9 @@ def test_every_family_holds_what_was_planned(family):
     assert plan.footprint.weights_bytes == sum(p.nbytes for p in model.parameters())
     assert plan.full.cache_bytes == held_bytes(model, ids, FullCache())
     assert plan.compressed.cache_bytes == held_bytes(model, ids, SnapKV(40, window_size=8))
+    plan = planned(outline, context_tokens=100, batch=2, keep_ratio=0.4, window_size=16)
+    policy = SnapKV(keep_ratio=0.4, window_size=16)
+    assert plan.compressed.cache_bytes == held_bytes(model, ids, policy)
 
 
 def in_memory(cache):
@@ -90,8 +82,9 @@ def answered(model, cache, new_tokens):
     return after_prompt, in_memory(cache)
 
 
-@pytest.mark.parametrize("new_tokens", [1, 65, 66, 140])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("family", "new_tokens"), [("llama", 1), ("llama", 66), ("gemma3_text", 65), ("gpt_oss", 66)]
+)
 def test_memory_is_what_was_planned_with_its_room_and_its_windows(family, new_tokens):
     """Reading in one pass and answering, on the memory of the tensors."""
     model = tiny_model(family, "eager")
@@ -126,7 +119,7 @@ def test_a_layer_that_slides_lets_go_of_a_long_prompt():
 
 @pytest.mark.parametrize(
     ("shape", "tokens", "memory"),
-    [("smollm2-135m", 8192, 4), ("gemma-2-9b", 8192, 24), ("gemma-3-12b", 131072, 80)],
+    [("smollm2-135m", 8192, 4), ("gemma-3-12b", 131072, 80)],
 )
 @pytest.mark.parametrize("spare", [0, 500])
 def test_positions_are_not_taken_for_memory(shape, tokens, memory, spare):
@@ -139,7 +132,7 @@ def test_positions_are_not_taken_for_memory(shape, tokens, memory, spare):
     assert plan.compressed.fits_in_one_pass
 
 
-@pytest.mark.parametrize("memory", [16, 20, 24, 40, 80])
+@pytest.mark.parametrize("memory", [16, 24, 80])
 def test_what_the_verdict_says_of_passes_is_what_the_numbers_say(memory):
     plan = shaped("llama-3.1-8b", context_tokens=120_000, memory_bytes=memory * 10**9 + 10**9)
     sentences = " ".join(verdict(plan))
@@ -168,24 +161,19 @@ def test_weights_that_are_quantized_in_another_way_are_said_to_be():
     assert any("quantized (gptq); they are counted in bfloat16" in s for s in verdict(plan))
 
 
-@pytest.mark.parametrize(
-    ("thousands", "gib"), [(16, 7.8), (32, 15.6), (64, 31.3), (128, 62.5), (380, 185.5)]
-)
-def test_published_arithmetic_for_a_7b_model_with_a_key_per_head(thousands, gib):
+def test_published_arithmetic_for_a_7b_model_with_a_key_per_head():
     """Thousands are decimal there, gigabytes binary, keys and values of 16 bits."""
-    plan = shaped("lwm-7b", context_tokens=1000 * thousands)
-    assert plan.full.cache_bytes / GIB == pytest.approx(gib, abs=0.06)
-    assert plan.compressed.cache_bytes / GIB == 0.5
+    for thousands, gib in ((16, 7.8), (380, 185.5)):
+        plan = shaped("lwm-7b", context_tokens=1000 * thousands)
+        assert plan.full.cache_bytes / GIB == pytest.approx(gib, abs=0.06)
+        assert plan.compressed.cache_bytes / GIB == 0.5
 
 
 @pytest.mark.parametrize(
     ("shape", "billions", "bytes_per_token"),
     [
         ("lwm-7b", 6.74, 2 * 32 * 32 * 128 * 2),
-        ("longchat-7b", 6.74, 2 * 32 * 32 * 128 * 2),
-        ("mistral-7b", 7.24, 2 * 32 * 8 * 128 * 2),
         ("mixtral-8x7b", 46.7, 2 * 32 * 8 * 128 * 2),
-        ("command-r-35b", 35.0, 2 * 40 * 64 * 128 * 2),
     ],
 )
 def test_the_papers_models_have_their_published_sizes(shape, billions, bytes_per_token):
@@ -203,32 +191,18 @@ def test_a_batch_visits_more_experts_than_a_token():
 
 
 @pytest.mark.parametrize("compressed", [False, True])
-@pytest.mark.parametrize("batch", [1, 8])
-def test_the_longest_prompt_fits_and_one_token_more_does_not(compressed, batch):
-    memory, reserve = 40 * 10**9, 10**9  # less than what all positions take
+def test_what_is_longest_or_largest_fits_and_one_more_does_not(compressed):
+    room = 39 * 10**9  # less than what all positions take
+    plan = shaped("lwm-7b", context_tokens=32768, batch=2, memory_bytes=room + 10**9)
+    needs = plan.compressed if compressed else plan.full
+    names = ("longest_prompt_tokens", "longest_prompt_in_pieces_tokens")
     for in_pieces in (False, True):
-        plan = shaped("lwm-7b", context_tokens=1, batch=batch, memory_bytes=memory)
-        needs = plan.compressed if compressed else plan.full
-        names = ("longest_prompt_tokens", "longest_prompt_in_pieces_tokens")
         longest = getattr(needs, names[in_pieces])
-        room = memory - reserve
-        assert plan._total(longest, batch, compressed, in_pieces=in_pieces) <= room
-        assert plan._total(longest + 1, batch, compressed, in_pieces=in_pieces) > room
-
-
-def test_the_largest_batch_fits_and_one_more_does_not():
-    plan = shaped("lwm-7b", context_tokens=32768, memory_bytes=80 * 10**9)
-    for compressed, needs in ((False, plan.full), (True, plan.compressed)):
-        batch = needs.largest_batch
-        assert plan._total(32768, batch, compressed, in_pieces=True) <= 79 * 10**9
-        assert plan._total(32768, batch + 1, compressed, in_pieces=True) > 79 * 10**9
-
-
-def test_a_ratio_keeps_what_the_policy_would_keep(demo, demo_outline):
-    plan = planned(demo_outline, context_tokens=333, keep_ratio=0.4, window_size=16)
-    policy = SnapKV(keep_ratio=0.4, window_size=16)
-    measured = held_bytes(demo.model, torch.arange(333)[None], policy)
-    assert plan.compressed.cache_bytes == measured
+        assert plan._total(longest, 2, compressed, in_pieces=in_pieces) <= room
+        assert plan._total(longest + 1, 2, compressed, in_pieces=in_pieces) > room
+    batch = needs.largest_batch
+    assert plan._total(32768, batch, compressed, in_pieces=True) <= room
+    assert plan._total(32768, batch + 1, compressed, in_pieces=True) > room
 
 
 def test_speed_is_that_of_the_bytes_that_are_read():
@@ -249,24 +223,16 @@ def test_speed_is_that_of_the_bytes_that_are_read():
         ("lwm-7b", {"context_tokens": 32768, "new_tokens": 8}, "stays as it is, takes about"),
         ("lwm-7b", {"context_tokens": 131072, "memory_bytes": 80 * 10**9}, "what makes this fit"),
         ("lwm-7b", {"context_tokens": 800_000, "memory_bytes": 80 * 10**9}, "layer_by_layer"),
-        ("lwm-7b", {"context_tokens": 900, "memory_bytes": 10**10}, "nothing is dropped"),
         ("lwm-7b", {"context_tokens": 9000, "memory_bytes": 10**10}, "does not fit the memory"),
         ("lwm-7b", {"context_tokens": 2**21}, "it will be refused"),
         ("mixtral-8x7b", {"context_tokens": 65536}, "2 of 8 experts"),
+        ("gemma-3-12b", {"context_tokens": 65536}, "40 of 48 layers slide"),
     ],
 )
 def test_the_verdict_says_it_plainly(shape, request_, said):
     sentences = verdict(shaped(shape, **request_))
     assert any(said in sentence for sentence in sentences), sentences
     assert said in sentences[0] or said[0].islower() or said[0].isdigit()
-
-
-def test_the_verdict_names_sliding_layers():
-    kind = type(tiny_model("gemma3_text"))
-    with torch.device("meta"):
-        outline = kind(tiny_config("gemma3_text"))
-    said = verdict(planned(outline, context_tokens=300, budget=64))
-    assert any("2 of 4 layers slide" in sentence for sentence in said)
 
 
 @pytest.mark.parametrize(

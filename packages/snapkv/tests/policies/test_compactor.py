@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from snapkv import CompressedCache, InvalidArgumentError, InvalidTypeError
+from snapkv import CompressedCache, InvalidArgumentError
 from snapkv.ops import ScoreOptions
 from snapkv.policies import Compactor, PromptLayer
-from tests.families import CLOSE, random_ids, tiny_model
+from tests.families import random_ids, tiny_model
 from tests.ops.oracle import attention_weights
 from tests.ops.states import random_layer, rotate
 
@@ -146,23 +146,6 @@ def test_with_as_many_columns_as_a_head_has_leverage_is_exact(
         assert head[sinks:] == pytest.approx(expected, abs=1e-3)
 
 
-def test_fewer_columns_come_close_to_exact_leverage():
-    """Keys of few directions, as in models: half of the columns find the same that stand out."""
-    layer = random_layer(5, prompt_tokens=400, query_tokens=400, head_dim=32)
-    source = torch.Generator().manual_seed(1)
-    directions = torch.randn(2, 6, 32, generator=source)
-    keys = torch.randn(2, 400, 6, generator=source) @ directions
-    keys[:, 50:60] += 20 * torch.randn(2, 10, 32, generator=source)
-    layer = replace(layer, keys=keys[None], rotation=lambda states, positions: states.float())
-    policy = Compactor(60, window_size=4, sketch_dimension=16, sink_tokens=0)
-    own = slice(0, 396)
-    found = policy._leverage(layer, 0, own)
-    for head in range(2):
-        exact = torch.tensor(exact_leverage(keys[head, own].double()))
-        assert set(exact.topk(10).indices.tolist()) == set(range(50, 60))
-        assert set(found[head].topk(10).indices.tolist()) == set(range(50, 60))
-
-
 def test_the_draw_is_that_of_the_seed_and_the_layer():
     layer = random_layer(0, prompt_tokens=60, query_tokens=60)
     policy = Compactor(30, window_size=4, sketch_dimension=3)
@@ -172,16 +155,6 @@ def test_the_draw_is_that_of_the_seed_and_the_layer():
     assert torch.equal(policy.score(layer), scores)
     assert not torch.equal(replace(policy, seed=1).score(layer), scores)
     assert not torch.equal(policy.score(replace(layer, layer_idx=1)), scores)
-
-
-def test_keys_that_are_all_alike_have_no_leverage():
-    layer = random_layer(0, prompt_tokens=40, query_tokens=40)
-    alike = rotate(torch.ones(1, 2, 40, 8), torch.arange(40)[None])
-    layer = replace(layer, keys=alike)
-    policy = Compactor(30, window_size=4, blending=1)
-    torch.testing.assert_close(
-        policy.score(layer), replace(policy, blending=0).score(layer), atol=1e-2, rtol=0
-    )
 
 
 def test_a_turn_behind_a_prompt_that_fitted_is_refused_and_one_behind_a_cut_prompt_read():
@@ -198,51 +171,3 @@ def test_a_turn_behind_a_prompt_that_fitted_is_refused_and_one_behind_a_cut_prom
                 continue
             with pytest.raises(InvalidArgumentError, match="got compactor and a turn up to 45 tok"):
                 cache.expect_prompt(tokens + 12)
-
-
-@torch.no_grad()
-def test_a_turn_is_read_where_the_rows_that_fitted_still_do_without_their_pads():
-    model, policy, mask = tiny_model("llama"), Compactor(40, window_size=8), torch.ones(2, 84)
-    ids, mask[1, :45] = random_ids(2, 84), 0
-    cache, alone = CompressedCache(model, policy), CompressedCache(model, policy)
-    model(ids[:, :60], attention_mask=mask[:, :60], past_key_values=cache)
-    model(ids[1:, 45:60], past_key_values=alone)
-    for end in (70, 78):
-        cache.expect_prompt(end)
-        alone.expect_prompt(end - 45)
-        found, expected = (
-            model(ids[row:, each.get_seq_length() + pads : end], past_key_values=each, **options)
-            for each, row, pads, options in (
-                (cache, 0, 0, {"attention_mask": mask[:, :end]}),
-                (alone, 1, 45, {}),
-            )
-        )
-        torch.testing.assert_close(found.logits[1:], expected.logits, **CLOSE)
-    with pytest.raises(InvalidArgumentError, match="got compactor and a turn up to 86 tok"):
-        cache.expect_prompt(86)
-
-
-@pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 17}])
-def test_a_prompt_may_be_read_in_pieces(options):
-    model, ids, policy = tiny_model("llama"), random_ids(1, 90), Compactor(40, window_size=8)
-    kept = []
-    for reading in ({}, options):
-        cache = CompressedCache(model, policy)
-        model.generate(ids, past_key_values=cache, max_new_tokens=2, pad_token_id=0, **reading)
-        kept.append(torch.stack([cache.kept_positions(index) for index in range(4)]))
-    assert torch.equal(*kept)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "said"),
-    [
-        ({"sketch_dimension": 0}, InvalidArgumentError, "sketch_dimension: expected at least 1"),
-        ({"chunk_tokens": 0}, InvalidArgumentError, "chunk_tokens: expected at least 1"),
-        ({"blending": 1.5}, InvalidArgumentError, r"blending: expected a number in \[0, 1\]"),
-        ({"blending": "half"}, InvalidTypeError, "blending"),
-        ({"seed": -1}, InvalidArgumentError, "seed: expected at least 0"),
-    ],
-)
-def test_parameters_out_of_range_are_refused(options, error, said):
-    with pytest.raises(error, match=said):
-        Compactor(**options)

@@ -15,19 +15,12 @@ from hypothesis import strategies as st
 from snapkv import (
     CompressedCache,
     DuoAttention,
-    FullCache,
     InvalidArgumentError,
-    InvalidTypeError,
-    StreamingLLM,
 )
-from snapkv.app.likelihood import log_likelihood
 from snapkv.hf.known_heads import known_head_scores, remember_head_scores
 from snapkv.ops import ScoreOptions
 from snapkv.policies import DecodeStep, PromptLayer
-from snapkv.policies.head_scores import MOST_BYTES, head_scores
-from snapkv_lab.evaluate.store import short_hash
-from snapkv_lab.study.copying import hidden_copy
-from snapkv_lab.study.material import long_texts
+from snapkv.policies.head_scores import head_scores
 from tests.families import random_ids, tiny_model
 from tests.policies.test_evicting import call, kept_of
 
@@ -116,16 +109,6 @@ def test_a_prompt_and_a_step_by_hand():
     assert eviction.parts_heads
 
 
-def test_a_layer_of_streaming_heads_alone_keeps_its_heads_together():
-    policy = DuoAttention([[0, 0]], sink_tokens=1, recent_tokens=2)
-    pads = torch.tensor([0, 6])
-    prompt = PromptLayer(**states(2, 8, pads), values=torch.zeros(2, 2, 8, 4))
-    selection = policy.select(prompt)
-    assert selection.head_tokens is None
-    assert selection.filler_tokens.tolist() == [0, 1]
-    assert selection.keep_indices[:, 0].tolist() == [[0, 6, 7], [-1, 6, 7]]
-
-
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     lengths=st.lists(st.integers(1, 20), min_size=1, max_size=3),
@@ -172,39 +155,6 @@ def test_a_model_holds_what_the_definition_says_at_every_step(mode):
                     assert found == [column - own for column in expected]
         mask = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
         call(model, cache, random_ids(2, 1, seed=step), attention_mask=mask)
-
-
-def test_streaming_in_every_head_is_streaming_llm_at_true_positions():
-    model, ids = tiny_model("llama"), random_ids(2, 60)
-    options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
-    duo = CompressedCache(model, DuoAttention([[0, 0]] * 4, sink_tokens=4, recent_tokens=20))
-    streaming = CompressedCache(model, StreamingLLM(24, positions="original"))
-    tokens = [model.generate(ids, past_key_values=one, **options) for one in (duo, streaming)]
-    assert torch.equal(*tokens)
-    for layer in range(4):
-        assert torch.equal(duo.kept_positions(layer), streaming.kept_positions(layer))
-
-
-def test_only_retrieval_heads_grow():
-    model = tiny_model("llama")
-    cache = CompressedCache(model, DuoAttention([[1, 0]] * 4, sink_tokens=4, recent_tokens=20))
-    model.generate(random_ids(1, 60), past_key_values=cache, max_new_tokens=31, pad_token_id=0)
-    layer = cache.layers[0]
-    assert (cache.kept_positions(0) >= 0).sum(-1).tolist() == [[90, 24]]
-    assert layer.held_bytes == (90 + 24) * layer.keys.shape[-1] * 2 * layer.keys.element_size()
-
-
-def test_a_second_turn_is_streamed_as_well():
-    model, policy = tiny_model("llama"), DuoAttention(SCORES, sink_tokens=3, recent_tokens=10)
-    cache, ids = CompressedCache(model, policy), random_ids(1, 40)
-    options = {"do_sample": False, "pad_token_id": 0, "past_key_values": cache}
-    first = model.generate(ids, max_new_tokens=5, **options)
-    turn = torch.cat([first, random_ids(1, 15, seed=3)], dim=1)
-    model.generate(turn, max_new_tokens=3, **options)
-    seen = cache.get_seq_length()
-    assert seen == 62
-    assert kept_of(cache, 0, head=0) == [0, 1, 2, *range(seen - 10, seen)]
-    assert kept_of(cache, 0, head=1) == list(range(seen))
 
 
 # What was found of a model, and patterns that are not its own.
@@ -267,16 +217,6 @@ def test_heads_of_one_latent_need_one_number():
         call(model, wrong, random_ids(1, 30))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"storage": "static"}, {"quantize": "int8"}, {"recall": "host"}, {"turns": "compress"}],
-    ids=str,
-)
-def test_what_does_not_go_with_heads_that_evict_is_refused(options):
-    with pytest.raises(InvalidArgumentError, match="expected"):
-        CompressedCache(tiny_model("llama"), DuoAttention(SCORES), **options)
-
-
 # Files of scores.
 
 
@@ -295,75 +235,6 @@ def test_scores_are_read_from_json_and_from_the_authors_tables(text, tmp_path):
     assert head_scores("pattern", str(path)) == ((0.5, 1.0), (0.0, 0.2))
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "expected as many numbers in every row, at least one, got rows of none"),
-        (b"[[1, 0], [1]]", "got rows of 1 and 2"),
-        (b"1\t0\n1\n", "got rows of 1 and 2"),
-        (b"[[]]", "got rows of 0"),
-        (b"[[1, NaN]]", "rows of finite numbers"),
-        (b"nan\t1", "rows of finite numbers"),
-        (b'[["1"]]', "rows of finite numbers"),
-        (b"[1, 0]", "rows of finite numbers"),
-        (b"{}", "rows of finite numbers"),
-        (b'{"scores": 1}', "rows of finite numbers"),
-        (b"[" * 100_000, "rows of finite numbers"),
-        (b"[[1" + b"0" * 400 + b"]]", "rows of finite numbers"),
-        (b"\xff\xfe\x00", "rows of finite numbers"),
-        (b"layer\thead", "rows of finite numbers"),
-        (b"1 " * MOST_BYTES, "expected a file of at most 1,048,576 bytes"),
-        (None, "which cannot be read (No such file or directory)"),
-    ],
-    ids=lambda value: short_hash(repr(value)) if isinstance(value, bytes) else "",
-)
-def test_what_are_no_scores_is_refused_in_one_line(content, message, tmp_path):
-    path = tmp_path / "scores.json"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(InvalidArgumentError) as caught:
-        DuoAttention(str(path))
-    assert message in str(caught.value)
-    assert str(path) in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("parameters", "error", "message"),
-    [
-        ({"pattern": 3}, InvalidTypeError, "pattern: expected rows of numbers.*got 3 of type int"),
-        ({"pattern": [[None]]}, InvalidArgumentError, "pattern: expected rows of finite numbers"),
-        ({"pattern": []}, InvalidArgumentError, "pattern: expected as many numbers"),
-        ({"keep_heads": 1.1}, InvalidArgumentError, r"keep_heads: .*\[0, 1\], got 1.1"),
-        ({"keep_heads": "half"}, InvalidTypeError, "keep_heads: expected a number"),
-        ({"threshold": "0.5"}, InvalidTypeError, "threshold: expected a number, got '0.5'"),
-        ({"threshold": float("nan")}, InvalidArgumentError, "threshold: expected a finite number"),
-        (
-            {"keep_heads": 0.5, "threshold": 0.5},
-            InvalidArgumentError,
-            "keep_heads and threshold: expected one of them",
-        ),
-        (
-            {"pattern": [[1, 0]], "keep_heads": 0.5},
-            InvalidArgumentError,
-            "keep_heads: expected none with a pattern of ones and zeros",
-        ),
-        (
-            {"pattern": [[1, 0]], "threshold": 0.5},
-            InvalidArgumentError,
-            "threshold: expected none with a pattern of ones and zeros",
-        ),
-        ({"sink_tokens": -1}, InvalidArgumentError, "sink_tokens: expected at least 0"),
-        ({"recent_tokens": 0}, InvalidArgumentError, "recent_tokens: expected at least 1"),
-    ],
-    ids=str,
-)
-def test_bad_parameters_are_refused_in_one_line(parameters, error, message):
-    with pytest.raises(error, match=message) as caught:
-        DuoAttention(**parameters)
-    assert "\n" not in str(caught.value)
-
-
 def test_what_it_says_of_itself_makes_it_again():
     policy = DuoAttention(SCORES, keep_heads=0.3)
     described = json.loads(json.dumps(policy.describe()))
@@ -373,28 +244,3 @@ def test_what_it_says_of_itself_makes_it_again():
 
 
 # What it is good for.
-
-
-def test_half_of_the_heads_find_the_needle_that_streaming_loses(demo):
-    """With the scores of the demo model that come with the package."""
-    ((_, text),), _ = long_texts((), count=1)
-    ids = demo.tokenizer(text[:4000], add_special_tokens=False)["input_ids"][:600]
-    copy = hidden_copy(demo.tokenizer, ids, kind="digits", items=7, depth=0.3, seed="needle")
-    prompt, answer = torch.tensor([copy.prompt]), torch.tensor([copy.answer])
-    sizes = {"sink_tokens": 16, "recent_tokens": 64}
-
-    def found(policy):
-        return log_likelihood(demo, prompt, answer, policy)
-
-    (exact, right), (half, half_right), (none, none_right) = map(
-        found,
-        (
-            FullCache(),
-            DuoAttention(keep_heads=0.5, **sizes),
-            DuoAttention(keep_heads=0.0, **sizes),
-        ),
-    )
-    assert right
-    assert half_right
-    assert not none_right
-    assert abs(half - exact) < 0.2 * abs(none - exact)

@@ -1,28 +1,24 @@
 """What every policy that evicts while generating promises, step by step."""
 
 import copy
-import math
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
 import torch
-from transformers import DynamicCache
 
-from snapkv import CompressedCache, InvalidArgumentError, InvalidTypeError
+from snapkv import CompressedCache, InvalidArgumentError
 from snapkv.ops import ScoreOptions, attention_weights, keep_best
 from snapkv.policies import (
     H2O,
     RKV,
     TOVA,
-    AdaKV,
     DecodeStep,
     DuoAttention,
     EvictingPolicy,
     Eviction,
     FastGen,
-    FullCache,
     PromptLayer,
     PromptThenDecode,
     PyramidKV,
@@ -65,51 +61,48 @@ class AnyHeads(DuoAttention):
 
 DUO = AnyHeads([[1, 0]], sink_tokens=5, recent_tokens=9)
 BUDGETED = {
-    "h2o": H2O(BUDGET),
     "h2o, mostly recent": H2O(heavy=4, recent=20),
     "h2o, a sliding window": H2O(heavy=0, recent=BUDGET),
     "streaming-llm": StreamingLLM(BUDGET),
     "streaming-llm, original": StreamingLLM(BUDGET, positions="original"),
-    "streaming-llm, no sinks": StreamingLLM(BUDGET, start=0),
     "tova": TOVA(BUDGET),
-    "scissorhands": Scissorhands(BUDGET, history=16, recent=4),
     "scissorhands, one at a time": Scissorhands(BUDGET, drop=1, recent=1, threshold="slots"),
     "scissorhands, uneven layers": Scissorhands(BUDGET, history=8, recent=4, gamma=0.5),
-    "r-kv": RKV(BUDGET, evict_every=5),
-    "r-kv, one at a time": RKV(BUDGET, window_size=4, evict_every=1, exempt=2),
-    "snapkv, then h2o": PromptThenDecode(prompt=SNAPKV, decode=H2O(BUDGET)),
-    "snapkv, then tova with room to grow": PromptThenDecode(
-        prompt=SnapKV(BUDGET - 4, window_size=8), decode=TOVA(BUDGET)
-    ),
-    "snapkv, then scissorhands": PromptThenDecode(
-        prompt=SNAPKV, decode=Scissorhands(BUDGET, drop=6)
-    ),
-    "snapkv, then r-kv": PromptThenDecode(
-        prompt=SnapKV(BUDGET + 2, window_size=4), decode=RKV(BUDGET, evict_every=6)
+    "r-kv": RKV(BUDGET, evict_every=5, exempt=2),
+    "snapkv, then h2o with room to grow": PromptThenDecode(
+        prompt=SnapKV(BUDGET - 4, window_size=8), decode=H2O(BUDGET)
     ),
     "pyramidkv, then streaming-llm": PromptThenDecode(
         prompt=PyramidKV(13, window_size=8), decode=StreamingLLM(BUDGET, positions="original")
     ),
 }
 METHODS = BUDGETED | {
-    "fastgen, frequent and recent": FastGen(0.87, **KINDS),
-    "fastgen, recent and everything": FastGen(0.975, **KINDS),
+    "fastgen": FastGen(0.87, **KINDS),
     "fastgen, every choice": EveryChoice(**KINDS),
     "duo-attention": DUO,
-    "duo-attention, no sinks": replace(DUO, sink_tokens=0, recent_tokens=30),
 }
 MOVES_KEYS = ("streaming-llm",)  # judged by tests/policies/test_streaming.py
 UNMOVED = {name: policy for name, policy in METHODS.items() if name not in MOVES_KEYS}
-ROOMY = {
-    "h2o": H2O(200),
-    "streaming-llm": StreamingLLM(200),
-    "tova": TOVA(200),
-    "scissorhands": Scissorhands(200),
-    "r-kv": RKV(200),
-    "prompt-then-decode": PromptThenDecode(prompt=SnapKV(200), decode=H2O(200)),
-    "fastgen": FastGen(1, **KINDS),
-    "duo-attention": replace(DUO, recent_tokens=200),
-}
+ROOMY = (
+    H2O(200),
+    StreamingLLM(200),
+    TOVA(200),
+    Scissorhands(200),
+    RKV(200),
+    PromptThenDecode(prompt=SnapKV(200), decode=H2O(200)),
+    FastGen(1, **KINDS),
+    replace(DUO, recent_tokens=200),
+)
+FAMILIES = [
+    ("llama", "sdpa"),
+    ("gemma3_text", "eager"),
+    ("gpt_oss", "eager"),
+    ("deepseek_v3", "sdpa"),
+]
+methods = pytest.mark.parametrize("policy", METHODS.values(), ids=METHODS)
+some_methods = pytest.mark.parametrize(
+    "name", ["h2o, mostly recent", "streaming-llm", "r-kv", "fastgen", "duo-attention"]
+)
 
 
 @torch.no_grad()
@@ -130,16 +123,17 @@ def after_a_turn_in_parts(policy, tokens, way):
     return logits, [cache.kept_positions(layer) for layer in range(4)]
 
 
-@pytest.mark.parametrize("way", [nullcontext, partial(layer_by_layer, chunk_tokens=6)])
-@pytest.mark.parametrize("name", ["tova", "h2o", "streaming-llm", "r-kv", "fastgen, every choice"])
-def test_a_turn_in_parts_is_evicted_from_at_its_end(name, way):
+@pytest.mark.parametrize("name", ["tova", "r-kv", "fastgen, every choice"])
+def test_a_turn_in_parts_is_evicted_from_at_its_end(name):
     """As where it comes at once: no part of it sees less of what was kept."""
-    if way is not nullcontext and "fastgen" in name:
-        pytest.skip("refused: it looks at tokens, which come all at once")
     expected, own = after_a_turn_in_parts(METHODS[name], PROMPT, nullcontext)
-    found, kept = after_a_turn_in_parts(METHODS[name], 6 if way is nullcontext else PROMPT, way)
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-    assert all(torch.equal(*pair) for pair in zip(kept, own, strict=True))
+    ways = [(6, nullcontext)]
+    if "fastgen" not in name:  # refused: it looks at tokens, which come all at once
+        ways.append((PROMPT, partial(layer_by_layer, chunk_tokens=6)))
+    for tokens, way in ways:
+        found, kept = after_a_turn_in_parts(METHODS[name], tokens, way)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        assert all(torch.equal(*pair) for pair in zip(kept, own, strict=True))
 
 
 @dataclass(frozen=True)
@@ -170,11 +164,10 @@ class Summed(EvictingPolicy):
         return weights[:, :, -1].mean(dim=1, keepdim=True).expand(-1, self.heads, -1)
 
 
-@pytest.mark.parametrize("prompt", [PROMPT, 10])
-def test_scores_and_choices_of_one_head_are_those_of_all(prompt):
-    model, ids = tiny_model("llama"), random_ids(2, prompt + 20)
+def test_scores_and_choices_of_one_head_are_those_of_all():
+    model, ids = tiny_model("llama"), random_ids(2, PROMPT + 20)
     shared, own = (CompressedCache(model, Summed(heads=heads)) for heads in (1, 2))
-    for piece in (ids[:, :prompt], *ids[:, prompt:].split(1, dim=1)):
+    for piece in (ids[:, :PROMPT], *ids[:, PROMPT:].split(1, dim=1)):
         with torch.no_grad():
             found, expected = (model(piece, past_key_values=cache) for cache in (shared, own))
         torch.testing.assert_close(found.logits, expected.logits)
@@ -206,21 +199,6 @@ def stored(cache):
     return [row["kept_tokens"] for row in cache.report()["layers"]]
 
 
-methods = pytest.mark.parametrize("policy", METHODS.values(), ids=METHODS)
-budgeted = pytest.mark.parametrize("policy", BUDGETED.values(), ids=BUDGETED)
-FAMILIES = {
-    "llama": ("llama", "sdpa"),
-    "gemma3": ("gemma3_text", "eager"),
-    "gpt_oss": ("gpt_oss", "eager"),
-    "deepseek": ("deepseek_v3", "sdpa"),
-}
-TWO_FAMILIES_EACH = [
-    pytest.param(policy, FAMILIES[family], id=f"{name}-{family}")
-    for place, (name, policy) in enumerate(UNMOVED.items())
-    for family in (list(FAMILIES) * 2)[2 * (place % 2) :][:2]
-]
-
-
 def kept_of(cache, layer, row=0, head=0):
     """Positions that a head keeps of a row, as a list."""
     kept = cache.kept_positions(layer)
@@ -234,7 +212,11 @@ def call(model, cache, ids, **options):
     return model(ids, past_key_values=cache, **options).logits
 
 
-@pytest.mark.parametrize(("policy", "family"), TWO_FAMILIES_EACH)
+@pytest.mark.parametrize(
+    ("policy", "family"),
+    [(policy, FAMILIES[place % 4]) for place, policy in enumerate(UNMOVED.values())],
+    ids=UNMOVED,
+)
 def test_every_step_equals_masked_full_attention(policy, family):
     model, ids = tiny_model(*family), random_ids(2, PROMPT)
     tokens = random_ids(2, 12, seed=1)
@@ -249,99 +231,70 @@ def test_every_step_equals_masked_full_attention(policy, family):
     torch.testing.assert_close(first, expected[:, 0], atol=2e-4, rtol=2e-4)
 
 
-@methods
+@pytest.mark.parametrize("policy", ROOMY, ids=lambda policy: policy.name)
 def test_a_budget_that_is_never_reached_equals_plain_transformers(policy):
     model, ids = tiny_model("llama"), random_ids(2, PROMPT)
-    options = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
+    options = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
     plain = unwrapped(model, "sdpa").generate(ids, **options)
-    cache = CompressedCache(model, ROOMY[policy.name])
+    cache = CompressedCache(model, policy)
     assert torch.equal(model.generate(ids, past_key_values=cache, **options), plain)
     assert cache.report().kept_tokens == cache.get_seq_length()
 
 
-@budgeted
-def test_the_size_is_kept_at_every_step(policy):
-    model, ids = tiny_model("llama"), random_ids(2, PROMPT)
-    cache = CompressedCache(model, policy)
-    call(model, cache, ids)
-    got = [stored(cache)]
-    for token in random_ids(2, 30, seed=1).split(1, dim=1):
-        call(model, cache, token)
-        got.append(stored(cache))
-    for layer in range(4):
-        assert [step[layer] for step in got] == sizes(policy, 30, layer=layer)
-    assert cache.layers[0].keys.untyped_storage().nbytes() == cache.layers[0].keys.nbytes
-
-
-@budgeted
-def test_the_size_is_kept_from_the_first_token_on(policy):
-    model = tiny_model("llama")
-    cache = CompressedCache(model, policy)
-    expected = sizes(policy, 3 * BUDGET, tokens=1)
-    for position, token in enumerate(random_ids(1, 3 * BUDGET).split(1, dim=1)):
-        call(model, cache, token)
-        assert cache.kept_positions(0).shape[-1] == expected[position]
-
-
 @methods
-@pytest.mark.parametrize("prompt_tokens", [1, PROMPT])
-def test_dropped_tokens_never_return(policy, prompt_tokens):
-    model, ids = tiny_model("llama"), random_ids(1, prompt_tokens + 40)
-    cache = CompressedCache(model, policy)
-    gone: list[set[int]] = [set()] * 8
-    for token in ids.split([prompt_tokens] + [1] * 40, dim=1):
-        call(model, cache, token)
-        kept = [kept_of(cache, layer, head=head) for layer in range(4) for head in range(2)]
-        assert not any(set(now) & before for now, before in zip(kept, gone, strict=True))
-        gone = [set(range(cache.get_seq_length())) - set(now) for now in kept]
-
-
-@methods
-def test_left_padded_rows_evict_as_they_do_alone(policy):
+def test_padded_rows_hold_step_by_step_what_they_hold_alone(policy):
+    """And as many as promised; what was dropped never returns."""
     model, lengths = tiny_model("llama"), (PROMPT, 30, 10)
     rows = [random_ids(1, length, seed=length) for length in lengths]
     ids, mask = torch.zeros(2, 3, PROMPT, dtype=torch.long)
     for index, row in enumerate(rows):
-        ids[index, -row.shape[1] :] = row
-        mask[index, -row.shape[1] :] = 1
-    options = {"max_new_tokens": 25, "do_sample": False, "pad_token_id": 0}
+        ids[index, -row.shape[1] :], mask[index, -row.shape[1] :] = row, 1
+    together, alone = CompressedCache(model, policy), [CompressedCache(model, policy) for _ in rows]
+    gone: dict[tuple[int, int, int], set[int]] = {}
+    for step in range(15):
+        new = ids if not step else random_ids(3, 1, seed=step)
+        mask = mask if not step else torch.cat([mask, mask.new_ones(3, 1)], dim=1)
+        call(model, together, new, attention_mask=mask)
+        for index, (row, cache) in enumerate(zip(rows, alone, strict=True)):
+            call(model, cache, new[index : index + 1] if step else row)
+            for layer, head in ((0, 0), (1, 1), (3, 0)):
+                kept = kept_of(cache, layer, head=head)
+                assert kept_of(together, layer, row=index, head=head) == kept
+                assert not set(kept) & gone.get((index, layer, head), set())
+                gone[index, layer, head] = set(range(cache.get_seq_length())) - set(kept)
+        if policy in BUDGETED.values():
+            expected = [sizes(policy, step, layer=layer)[-1] for layer in range(4)]
+            assert stored(alone[0]) == expected
+    if policy in BUDGETED.values():
+        keys = alone[0].layers[0].keys
+        assert keys.untyped_storage().nbytes() == keys.nbytes
+
+
+@pytest.mark.parametrize("policy", BUDGETED.values(), ids=BUDGETED)
+def test_the_size_is_kept_from_the_first_token_on(policy):
+    model = tiny_model("llama")
     cache = CompressedCache(model, policy)
-    together = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
-    for index, row in enumerate(rows):
-        alone = CompressedCache(model, policy)
-        tokens = model.generate(row, past_key_values=alone, **options)
-        assert together[index, PROMPT:].tolist() == tokens[0, row.shape[1] :].tolist()
-        for layer in range(4):
-            for head in range(2):
-                kept = kept_of(cache, layer, row=index, head=head)
-                assert kept == kept_of(alone, layer, head=head)
+    expected = sizes(policy, 2 * BUDGET, tokens=1)
+    for position, token in enumerate(random_ids(1, 2 * BUDGET).split(1, dim=1)):
+        call(model, cache, token)
+        assert cache.kept_positions(0).shape[-1] == expected[position]
 
 
-@methods
-def test_chunked_prefill_equals_one_pass(policy):
-    model, ids = tiny_model("llama"), random_ids(1, PROMPT)
-    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-    caches = [CompressedCache(model, policy) for _ in range(2)]
-    whole = model.generate(ids, past_key_values=caches[0], **options)
-    pieces = model.generate(ids, past_key_values=caches[1], prefill_chunk_size=17, **options)
-    assert torch.equal(whole, pieces)
-    assert torch.equal(caches[0].kept_positions(3), caches[1].kept_positions(3))
+@some_methods
+def test_a_prompt_in_pieces_equals_one_pass(name):
+    model, ids, caches = tiny_model("llama"), random_ids(1, PROMPT), []
+    for options in ({}, {"prefill_chunk_size": 17}):
+        caches.append(CompressedCache(model, METHODS[name]))
+        model.generate(ids, past_key_values=caches[-1], max_new_tokens=6, pad_token_id=0, **options)
+    for layer in range(4):
+        assert torch.equal(*(cache.kept_positions(layer) for cache in caches))
 
 
-@budgeted
-def test_beams_keep_the_size(policy):
-    model, ids = tiny_model("llama"), random_ids(2, PROMPT)
-    cache = CompressedCache(model, policy)
-    model.generate(ids, past_key_values=cache, num_beams=3, max_new_tokens=10, pad_token_id=0)
-    assert stored(cache) == [sizes(policy, 9, layer=layer)[-1] for layer in range(4)]
-    assert (cache.kept_positions(0).diff(dim=-1) > 0).all()
-
-
-@methods
-def test_beams_carry_their_own_slots(policy):
+@some_methods
+def test_beams_carry_their_own_slots(name):
     """The tokens of the best beam, fed one by one, leave what its row has kept."""
     model, ids = tiny_model("llama"), random_ids(1, PROMPT)
-    cache, alone = (CompressedCache(model, policy) for _ in range(2))
+    cache, alone = (CompressedCache(model, METHODS[name]) for _ in range(2))
     options = {"num_beams": 3, "num_return_sequences": 3, "pad_token_id": 0}
     beams = model.generate(ids, past_key_values=cache, max_new_tokens=10, **options)
     call(model, alone, ids)
@@ -352,13 +305,14 @@ def test_beams_carry_their_own_slots(policy):
         assert [kept_of(alone, layer, head=head) for head in range(2)] in rows
 
 
-@methods
-def test_reordered_rows_go_on_with_what_was_noted_of_them(policy):
-    model, ids, tokens = tiny_model("llama"), random_ids(2, PROMPT), random_ids(2, 30, seed=1)
-    caches = [CompressedCache(model, policy) for _ in range(2)]
+@some_methods
+def test_reordered_and_copied_rows_go_on_with_what_was_noted_of_them(name):
+    model, ids, tokens = tiny_model("llama"), random_ids(2, PROMPT), random_ids(2, 12, seed=1)
+    caches = [CompressedCache(model, METHODS[name]) for _ in range(2)]
     for cache in caches:
         call(model, cache, ids)
     caches[1].reorder_cache(torch.tensor([1, 0]))
+    caches[0] = copy.deepcopy(caches[0])
     for token in tokens.split(1, dim=1):
         call(model, caches[0], token)
         call(model, caches[1], token.flip(0))
@@ -367,20 +321,13 @@ def test_reordered_rows_go_on_with_what_was_noted_of_them(policy):
         assert torch.equal(kept, swapped.flip(0))
 
 
-@methods
-def test_drafts_are_refused_before_any_work(policy):
-    model, ids = tiny_model("llama"), random_ids(1, PROMPT)
+def test_drafts_and_crops_of_what_was_evicted_are_refused():
+    model, ids, policy = tiny_model("llama"), random_ids(1, PROMPT), METHODS["tova"]
     cache = CompressedCache(model, policy)
-    with pytest.raises(InvalidArgumentError, match=rf"policy.*{policy.name}.*without drafts"):
+    with pytest.raises(InvalidArgumentError, match=r"policy.*tova.*without drafts"):
         model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=3, max_new_tokens=4)
     assert cache.get_seq_length() == 0
-
-
-@methods
-def test_what_is_whole_at_the_end_can_be_cropped(policy):
-    model = tiny_model("llama")
-    cache = CompressedCache(model, policy)
-    call(model, cache, random_ids(1, PROMPT))
+    call(model, cache, ids)
     with pytest.raises(InvalidArgumentError, match="still whole"):
         cache.crop(-BUDGET)
 
@@ -432,16 +379,6 @@ def test_h2o_by_hand():
     assert eviction.keep_indices.tolist() == [[[0, 1, 3, 4]]], "token 4 goes, tokens 5 and 6 stay"
 
 
-def test_h2o_adds_one_per_query_and_never_lowers_a_score():
-    policy = H2O(heavy=2, recent=2)
-    selection = policy.select(states(PROMPT_ROWS, 6))
-    assert math.isclose(float(selection.scores.sum()), 6.0, rel_tol=1e-5)
-    noted = torch.tensor([[[3.3, 1.15, 0.25, 0.2, 0.0]]])
-    scores = policy.evict(states([DECODE_ROW], 5, noted)).scores
-    assert math.isclose(float((scores - noted).sum()), 1.0, rel_tol=1e-5)
-    assert (scores >= noted).all()
-
-
 def test_tova_by_hand():
     eviction = TOVA(4).evict(states([DECODE_ROW], 5, torch.zeros(1, 1, 5)))
     assert eviction.keep_indices.tolist() == [[[0, 1, 2, 4]]], "position 5 has the least attention"
@@ -490,66 +427,3 @@ def test_sums_are_per_query_head_where_that_is_what_is_stored():
     cache = CompressedCache(model, policy)
     model.generate(ids, past_key_values=cache, max_new_tokens=12, pad_token_id=0)
     assert cache.kept_positions(0).shape == (2, 8, 8)
-
-
-@pytest.mark.parametrize(
-    "policy", [H2O(BUDGET), Scissorhands(BUDGET, drop=2), EveryChoice(**KINDS)], ids=str
-)
-def test_copying_a_cache_copies_what_was_noted(policy):
-    model = tiny_model("llama")
-    cache = CompressedCache(model, policy)
-    call(model, cache, random_ids(1, PROMPT))
-    other = copy.deepcopy(cache)
-    tokens = random_ids(1, 5, seed=1)
-    for token in tokens.split(1, dim=1):
-        assert torch.equal(call(model, cache, token), call(model, other, token))
-    assert isinstance(DynamicCache(config=model.config), DynamicCache)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: H2O(10, recent=10, heavy=1), r"budget: expected heavy \+ recent"),
-        (lambda: H2O(10, recent=11), "heavy=-1"),
-        (lambda: H2O(recent=0, heavy=4), "recent: expected at least 1"),
-        (lambda: StreamingLLM(4), r"start \+ recent.*a budget of at least 5"),
-        (lambda: StreamingLLM(start=-1), "start: expected at least 0"),
-        (lambda: StreamingLLM(positions="slot"), "positions: expected one of cache, original"),
-        (lambda: TOVA(0), "budget: expected at least 1"),
-        (lambda: Scissorhands(10), "budget: expected room.*of at least 11"),
-        (lambda: Scissorhands(64, drop=55), "recent=10.* drop=55 that go, got 64.*at least 65"),
-        (lambda: Scissorhands(20, gamma=0.5), r"gamma up to 0.449, or.* least 22, would"),
-        (lambda: Scissorhands(64, gamma=1), "gamma: expected a number from 0 to below 1"),
-        (lambda: Scissorhands(64, threshold="mean"), "threshold: expected one of tokens, slots"),
-        (lambda: Scissorhands(64, recent=0), "recent: expected at least 1"),
-    ],
-)
-def test_impossible_budgets_say_what_would_be_possible(make, message):
-    with pytest.raises(InvalidArgumentError, match=message):
-        make()
-
-
-@pytest.mark.parametrize(
-    ("parts", "error", "message"),
-    [
-        ({"prompt": H2O(64)}, InvalidTypeError, "prompt: expected a method that only.*got h2o"),
-        ({"prompt": 64}, InvalidTypeError, "prompt: expected a method that only.*got 64"),
-        ({"decode": SnapKV(64)}, InvalidTypeError, "decode: expected a method that.*got snapkv"),
-        ({"decode": PromptThenDecode()}, InvalidTypeError, "decode.*got prompt-then-decode"),
-        ({"prompt": AdaKV(SnapKV(64))}, InvalidArgumentError, r"same for all heads.*got AdaKV"),
-        (
-            {"prompt": FullCache()},
-            InvalidArgumentError,
-            r"prompt: .*FullCache.*SnapKV\(budget=1024",
-        ),
-        ({"prompt": SnapKV(keep_ratio=0.5)}, InvalidArgumentError, "prompt: .*keep_ratio=0.5"),
-        ({"prompt": SnapKV(64), "decode": TOVA(63)}, InvalidArgumentError, "least 64"),
-        ({"decode": FastGen()}, InvalidArgumentError, "decode: .*same for all heads.*FastGen"),
-        ({"decode": DUO}, InvalidArgumentError, "decode: .*hold different numbers of tokens"),
-        ({"prompt": PyramidKV(64), "decode": H2O(95)}, InvalidArgumentError, "96 tokens.*pyramid"),
-    ],
-    ids=str,
-)
-def test_methods_that_do_not_go_together_are_refused(parts, error, message):
-    with pytest.raises(error, match=message):
-        PromptThenDecode(**parts)

@@ -1,278 +1,239 @@
 """Parameters of the policies: what is refused, and how; what is stored; what is equal."""
 
 import dataclasses
+import math
 import pickle
 
 import pytest
 
 import snapkv.policies
-from snapkv import (
+from snapkv import InvalidArgumentError, InvalidTypeError, SnapKVError
+from snapkv.policies import (
+    H2O,
+    POLICIES,
+    RKV,
+    TOVA,
+    AdaKV,
+    AutoBudget,
+    Compactor,
+    CriticalKV,
+    DuoAttention,
     ExpectedAttention,
+    FastGen,
     FullCache,
-    InvalidArgumentError,
-    InvalidTypeError,
+    KeyDiff,
+    LagKV,
+    Policy,
+    PrefixPolicy,
+    PromptThenDecode,
+    PyramidKV,
     Random,
+    Scissorhands,
+    ScoreThreshold,
     SnapKV,
-    SnapKVError,
+    StreamingLLM,
 )
-from snapkv.policies import POLICIES, Policy, PrefixPolicy
+from snapkv.policies.fair import Segments
 
-PREFIX_POLICIES = [SnapKV, Random, ExpectedAttention]
 WITH_SINKS = [
     policy
     for policy in POLICIES.values()
     if issubclass(policy, PrefixPolicy)
     and any(field.name == "sink_tokens" for field in dataclasses.fields(policy))
 ]
+VALUE, TYPE = InvalidArgumentError, InvalidTypeError
+NAN = float("nan")
 
-# parameters, error, the argument it must name, what it must say was given
-BAD_LIMITS = [
-    ({"budget": 0}, InvalidArgumentError, "budget", "0"),
-    ({"budget": -5}, InvalidArgumentError, "budget", "-5"),
-    ({"budget": 32}, InvalidArgumentError, "budget", "32"),  # the window alone
-    ({"budget": 16, "window_size": 16}, InvalidArgumentError, "budget", "16"),
-    ({"budget": 15, "window_size": 16}, InvalidArgumentError, "budget", "15"),
-    ({"window_size": 1024}, InvalidArgumentError, "budget", "1024"),  # against the default
-    ({"budget": 64.0}, InvalidTypeError, "budget", "64.0 of type float"),
-    ({"budget": "64"}, InvalidTypeError, "budget", "'64' of type str"),
-    ({"budget": True}, InvalidTypeError, "budget", "True of type bool"),
-    ({"window_size": 0}, InvalidArgumentError, "window_size", "0"),
-    ({"window_size": -1}, InvalidArgumentError, "window_size", "-1"),
-    ({"window_size": 8.0}, InvalidTypeError, "window_size", "8.0 of type float"),
-    ({"window_size": None}, InvalidTypeError, "window_size", "None of type NoneType"),
-    ({"window_size": False}, InvalidTypeError, "window_size", "False of type bool"),
-    ({"keep_ratio": 0}, InvalidArgumentError, "keep_ratio", "0"),
-    ({"keep_ratio": 0.0}, InvalidArgumentError, "keep_ratio", "0.0"),
-    ({"keep_ratio": -0.5}, InvalidArgumentError, "keep_ratio", "-0.5"),
-    ({"keep_ratio": 1.01}, InvalidArgumentError, "keep_ratio", "1.01"),
-    ({"keep_ratio": 25}, InvalidArgumentError, "keep_ratio", "25"),
-    ({"keep_ratio": float("nan")}, InvalidArgumentError, "keep_ratio", "nan"),
-    ({"keep_ratio": float("inf")}, InvalidArgumentError, "keep_ratio", "inf"),
-    ({"keep_ratio": "0.5"}, InvalidTypeError, "keep_ratio", "'0.5' of type str"),
-    ({"keep_ratio": True}, InvalidTypeError, "keep_ratio", "True of type bool"),
-    ({"budget": 64, "keep_ratio": 0.5}, InvalidArgumentError, "budget and keep_ratio", "64"),
-]
-
-BAD_PARAMETERS = [
-    *((policy, *case) for policy in PREFIX_POLICIES for case in BAD_LIMITS),
-    (SnapKV, {"kernel_size": 0}, InvalidArgumentError, "kernel_size", "0"),
-    (SnapKV, {"kernel_size": -3}, InvalidArgumentError, "kernel_size", "-3"),
-    (SnapKV, {"kernel_size": 2}, InvalidArgumentError, "kernel_size", "2; pass 3"),
-    (SnapKV, {"kernel_size": 5.0}, InvalidTypeError, "kernel_size", "5.0 of type float"),
-    (SnapKV, {"kernel_size": True}, InvalidTypeError, "kernel_size", "True of type bool"),
-    (SnapKV, {"kernel_size": "7"}, InvalidTypeError, "kernel_size", "'7' of type str"),
-    (SnapKV, {"kernel_size": ()}, InvalidArgumentError, "kernel_size", "()"),
-    (SnapKV, {"kernel_size": (3,)}, InvalidArgumentError, "kernel_size", "(3,)"),
-    (SnapKV, {"kernel_size": [0, 1, 2]}, InvalidArgumentError, "kernel_size", "[0, 1, 2]"),
-    (SnapKV, {"kernel_size": (-1, 2)}, InvalidArgumentError, "kernel_size, before", "-1"),
-    (SnapKV, {"kernel_size": (0, -2)}, InvalidArgumentError, "kernel_size, behind", "-2"),
-    (SnapKV, {"kernel_size": (0, 2.0)}, InvalidTypeError, "kernel_size, behind", "2.0 of type"),
-    (SnapKV, {"kernel_size": (True, 2)}, InvalidTypeError, "kernel_size, before", "True of type"),
-    (SnapKV, {"kernel_size": (None, 2)}, InvalidTypeError, "kernel_size, before", "None of type"),
+# method, what is passed, error, the argument it names first, what it says further on
+REFUSED = [
+    (SnapKV, {"budget": 0}, VALUE, "budget", "got 0"),
+    (SnapKV, {"budget": 32}, VALUE, "budget", "got 32"),  # the window alone
+    (SnapKV, {"window_size": 1024}, VALUE, "budget", "got 1024"),  # against the default
+    (SnapKV, {"budget": 64.0}, TYPE, "budget", "got 64.0 of type float"),
+    (SnapKV, {"budget": "many"}, TYPE, "budget", "got 'many' of type str"),
+    (SnapKV, {"budget": True}, TYPE, "budget", "got True of type bool"),
+    (SnapKV, {"window_size": 0}, VALUE, "window_size", "got 0"),
+    (SnapKV, {"window_size": None}, TYPE, "window_size", "got None of type NoneType"),
+    (SnapKV, {"keep_ratio": 0}, VALUE, "keep_ratio", "got 0"),
+    (SnapKV, {"keep_ratio": 1.01}, VALUE, "keep_ratio", "got 1.01"),
+    (SnapKV, {"keep_ratio": NAN}, VALUE, "keep_ratio", "got nan"),
+    (SnapKV, {"keep_ratio": True}, TYPE, "keep_ratio", "got True of type bool"),
+    (SnapKV, {"budget": 64, "keep_ratio": 0.5}, VALUE, "budget and keep_ratio", "budget=64"),
+    (SnapKV, {"budget": "auto", "keep_ratio": 0.5}, VALUE, "budget and keep_ratio", "=auto"),
+    (SnapKV, {"budget": AutoBudget(most=40)}, VALUE, "budget, most", "got 40"),
+    (SnapKV, {"budget": {"auto": 3}}, VALUE, "budget", "got {'auto': 3}"),
+    (SnapKV, {"budget": {"auto": {"x": 1}}}, VALUE, "budget", "got {'auto'"),
+    (SnapKV, {"budget": {"auto": {}, "z": 2}}, VALUE, "budget", "got {'auto'"),
+    (PyramidKV, {"budget": "auto"}, VALUE, "budget", "pyramidkv"),
+    (KeyDiff, {"budget": "auto"}, VALUE, "budget", "keydiff"),
+    (AutoBudget, {"lost_vote": 0}, VALUE, "lost_vote", "got 0"),
+    (AutoBudget, {"lost_vote": True}, TYPE, "lost_vote", "got True"),
+    (AutoBudget, {"least": 0}, VALUE, "least", "got 0"),
+    (AutoBudget, {"least": 50, "most": 50}, VALUE, "most", "got 50"),
+    (SnapKV, {"kernel_size": 2}, VALUE, "kernel_size", "got 2; pass 3"),
+    (SnapKV, {"kernel_size": 5.0}, TYPE, "kernel_size", "got 5.0 of type float"),
+    (SnapKV, {"kernel_size": (3,)}, VALUE, "kernel_size", "got (3,)"),
+    (SnapKV, {"kernel_size": (-1, 2)}, VALUE, "kernel_size, before", "got -1"),
+    (SnapKV, {"kernel_size": (0, 2.0)}, TYPE, "kernel_size, behind", "got 2.0 of type"),
+    (SnapKV, {"pooling": "fading", "decay": 1.0}, VALUE, "decay", "got 1.0"),
+    (SnapKV, {"pooling": "fading", "decay": "0.9"}, TYPE, "decay", "got '0.9' of type str"),
+    (SnapKV, {"decay": 0.9}, VALUE, "decay", "got 0.9"),
+    (SnapKV, {"pooling": "fading", "kernel_size": 7}, VALUE, "kernel_size", "got 7"),
+    (SnapKV, {"pooling": ["max"]}, VALUE, "pooling", "got ['max']"),
+    (SnapKV, {"group_reduce": None}, VALUE, "group_reduce", "got None"),
+    (PyramidKV, {"beta": 0}, VALUE, "beta", "got 0"),
+    (ExpectedAttention, {"future_tokens": 0}, VALUE, "future_tokens", "got 0"),
+    (LagKV, {"lag_size": 1}, VALUE, "lag_size", "got 1"),
+    (Compactor, {"sketch_dimension": 0}, VALUE, "sketch_dimension", "got 0"),
+    (Compactor, {"chunk_tokens": 0}, VALUE, "chunk_tokens", "got 0"),
+    (Compactor, {"blending": 1.5}, VALUE, "blending", "[0, 1], got 1.5"),
+    (Random, {"seed": -1}, VALUE, "seed", "got -1"),
+    *((policy, {"sink_tokens": -1}, VALUE, "sink_tokens", "got -1") for policy in WITH_SINKS),
     *(
-        (SnapKV, {"pooling": "fading", "decay": value}, error, "decay", got)
-        for value, error, got in (
-            (0, InvalidArgumentError, "0"),
-            (0.0, InvalidArgumentError, "0.0"),
-            (1, InvalidArgumentError, "1"),
-            (1.0, InvalidArgumentError, "1.0"),
-            (-0.5, InvalidArgumentError, "-0.5"),
-            (1.5, InvalidArgumentError, "1.5"),
-            (float("nan"), InvalidArgumentError, "nan"),
-            (float("inf"), InvalidArgumentError, "inf"),
-            ("0.9", InvalidTypeError, "'0.9' of type str"),
-            (True, InvalidTypeError, "True of type bool"),
-            ([0.9], InvalidTypeError, "[0.9] of type list"),
-        )
+        (policy, {"budget": 10, "window_size": 7, "sink_tokens": 4}, VALUE, "budget", "got 10")
+        for policy in WITH_SINKS
     ),
-    (SnapKV, {"decay": 0.9}, InvalidArgumentError, "decay", "0.9"),
-    (SnapKV, {"pooling": "avg", "decay": 0.9}, InvalidArgumentError, "decay", "0.9"),
-    (SnapKV, {"pooling": "fading", "kernel_size": 7}, InvalidArgumentError, "kernel_size", "7"),
+    (AdaKV, {"policy": 36}, TYPE, "policy", "got 36"),
+    (AdaKV, {"policy": H2O(36)}, TYPE, "policy", "got H2O("),
+    (AdaKV, {"policy": ScoreThreshold()}, TYPE, "policy", "got ScoreThreshold("),
+    (AdaKV, {"safeguard": 0}, VALUE, "safeguard", "(0, 1], got 0"),
+    (CriticalKV, {"policy": AdaKV()}, TYPE, "policy", "AdaKV goes around CriticalKV"),
+    (CriticalKV, {"first_share": 0.0}, VALUE, "first_share", "got 0.0"),
+    (ScoreThreshold, {"policy": FullCache()}, TYPE, "policy", "got FullCache"),
+    (ScoreThreshold, {"policy": CriticalKV()}, VALUE, "policy", "got criticalkv"),
+    (ScoreThreshold, {"policy": SnapKV("auto")}, VALUE, "policy", "a threshold of its own"),
+    (ScoreThreshold, {"policy": KeyDiff(64)}, TYPE, "at_least", "got None"),
+    (ScoreThreshold, {"at_least": True}, TYPE, "at_least", "got True of type bool"),
+    (ScoreThreshold, {"at_least": NAN}, VALUE, "at_least", "a finite number, got nan"),
+    (ScoreThreshold, {"at_least": 10**400}, VALUE, "at_least", "a finite number, got 1"),
+    (H2O, {"budget": 10, "recent": 10, "heavy": 1}, VALUE, "budget", "got budget=10"),
+    (H2O, {"budget": 10, "recent": 11}, VALUE, "budget", "heavy=-1"),
+    (H2O, {"recent": 0, "heavy": 4}, VALUE, "recent", "got 0"),
+    (StreamingLLM, {"budget": 4}, VALUE, "budget", "a budget of at least 5"),
+    (StreamingLLM, {"start": -1}, VALUE, "start", "got -1"),
+    (StreamingLLM, {"positions": "slot"}, VALUE, "positions", "got 'slot'"),
+    (TOVA, {"budget": 0}, VALUE, "budget", "got 0"),
+    (Scissorhands, {"budget": 10}, VALUE, "budget", "a budget of at least 11"),
+    (Scissorhands, {"budget": 64, "drop": 55}, VALUE, "budget", "drop=55"),
+    (Scissorhands, {"budget": 20, "gamma": 0.5}, VALUE, "gamma", "gamma=0.5"),
+    (Scissorhands, {"gamma": 1}, VALUE, "gamma", "got gamma=1"),
+    (Scissorhands, {"gamma": "0.5"}, TYPE, "gamma", "got '0.5'"),
+    (Scissorhands, {"threshold": "mean"}, VALUE, "threshold", "got 'mean'"),
+    (Scissorhands, {"recent": 0}, VALUE, "recent", "got 0"),
+    (RKV, {"budget": 8}, VALUE, "budget", "got 8"),
+    (RKV, {"budget": "auto"}, TYPE, "budget", "got 'auto'"),
+    (RKV, {"evict_every": 0}, VALUE, "evict_every", "got 0"),
+    (RKV, {"kernel_size": (0, 3)}, TYPE, "kernel_size", "got (0, 3)"),
+    (RKV, {"mix_lambda": 1.5}, VALUE, "mix_lambda", "[0, 1], got 1.5"),
+    (RKV, {"exempt": -1}, VALUE, "exempt", "got -1"),
+    (FastGen, {"recovery": 1.01}, VALUE, "recovery", "(0, 1], got 1.01"),
+    (FastGen, {"local_ratio": 0}, VALUE, "local_ratio", "got 0"),
+    (FastGen, {"special_ids": [1, 2]}, TYPE, "special_ids", "got [1, 2] of type list"),
+    (FastGen, {"special_ids": (1, "2")}, TYPE, "special_ids", "got '2' among"),
+    (FastGen, {"special_ids": ((),)}, TYPE, "special_ids", "got () among"),
+    (FastGen, {"punctuation_ids": (1, -2)}, VALUE, "punctuation_ids", "got -2"),
+    (DuoAttention, {"pattern": 3}, TYPE, "pattern", "got 3 of type int"),
+    (DuoAttention, {"pattern": [[None]]}, VALUE, "pattern", "finite numbers"),
+    (DuoAttention, {"pattern": []}, VALUE, "pattern", "got rows of none"),
+    (DuoAttention, {"keep_heads": 1.1}, VALUE, "keep_heads", "got 1.1"),
+    (DuoAttention, {"threshold": "0.5"}, TYPE, "threshold", "got '0.5'"),
+    (DuoAttention, {"threshold": NAN}, VALUE, "threshold", "got nan"),
+    (DuoAttention, {"keep_heads": 0.5, "threshold": 0.5}, VALUE, "keep_heads and threshold", "=0."),
+    (DuoAttention, {"pattern": [[1, 0]], "keep_heads": 0.5}, VALUE, "keep_heads", "got 0.5"),
+    (DuoAttention, {"recent_tokens": 0}, VALUE, "recent_tokens", "got 0"),
+    (PromptThenDecode, {"prompt": H2O(64)}, TYPE, "prompt", "got h2o"),
+    (PromptThenDecode, {"prompt": 64}, TYPE, "prompt", "got 64"),
+    (PromptThenDecode, {"decode": SnapKV(64)}, TYPE, "decode", "got snapkv"),
+    (PromptThenDecode, {"decode": PromptThenDecode()}, TYPE, "decode", "got prompt-then-decode"),
+    (PromptThenDecode, {"prompt": AdaKV(SnapKV(64))}, VALUE, "prompt", "got AdaKV"),
+    (PromptThenDecode, {"prompt": SnapKV(keep_ratio=0.5)}, VALUE, "prompt", "keep_ratio=0.5"),
+    (PromptThenDecode, {"decode": TOVA(63)}, VALUE, "decode", "of at least 1024"),
+    (PromptThenDecode, {"decode": FastGen()}, VALUE, "decode", "got FastGen"),
+    (PromptThenDecode, {"decode": StreamingLLM()}, VALUE, "decode", "positions='original'"),
     (
-        SnapKV,
-        {"pooling": "fading", "kernel_size": (0, 12)},
-        InvalidArgumentError,
-        "kernel_size",
-        "(0, 12)",
+        PromptThenDecode,
+        {"prompt": CriticalKV(PyramidKV(64)), "decode": H2O(95)},
+        VALUE,
+        "decode",
+        "the 96 tokens",
     ),
-    (SnapKV, {"pooling": "mean"}, InvalidArgumentError, "pooling", "'mean'"),
-    (SnapKV, {"pooling": "MAX"}, InvalidArgumentError, "pooling", "'MAX'"),
-    (SnapKV, {"pooling": None}, InvalidArgumentError, "pooling", "None"),
-    (SnapKV, {"pooling": ["max"]}, InvalidArgumentError, "pooling", "['max']"),
-    (SnapKV, {"group_reduce": "avg"}, InvalidArgumentError, "group_reduce", "'avg'"),
-    (SnapKV, {"group_reduce": None}, InvalidArgumentError, "group_reduce", "None"),
-    (ExpectedAttention, {"future_tokens": 0}, InvalidArgumentError, "future_tokens", "0"),
-    *(
-        (policy, {"sink_tokens": value}, error, "sink_tokens", got)
-        for policy in WITH_SINKS
-        for value, error, got in (
-            (-1, InvalidArgumentError, "-1"),
-            (4.0, InvalidTypeError, "4.0 of type float"),
-            (True, InvalidTypeError, "True of type bool"),
-            (None, InvalidTypeError, "None of type NoneType"),
-        )
-        if value is not None or not issubclass(policy, SnapKV)  # which goes by its pooling then
+    (lambda given: Segments.of("fair", given), {"given": [(0, 4)]}, TYPE, "fair", "got [(0, 4)]"),
+    (lambda given: Segments.of("fair", given), {"given": {1: (0, 5)}}, TYPE, "fair", "got {1: "),
+    (
+        lambda given: Segments.of("fair", given),
+        {"given": {"b": (3, 9), "a": (0, 4)}},
+        VALUE,
+        "fair",
+        "'a' at (0, 4) and 'b' at (3, 9)",
     ),
-    *(
-        (policy, {"budget": 10, "window_size": 7, "sink_tokens": 4}, InvalidArgumentError, *said)
-        for policy in WITH_SINKS
-        for said in [("budget", "10")]
-    ),
-    (Random, {"seed": -1}, InvalidArgumentError, "seed", "-1"),
-    (Random, {"seed": 1.0}, InvalidTypeError, "seed", "1.0 of type float"),
-    (Random, {"seed": None}, InvalidTypeError, "seed", "None of type NoneType"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("policy", "parameters", "error", "argument", "got"),
-    BAD_PARAMETERS,
-    ids=[f"{case[0].__name__}-{case[1]}" for case in BAD_PARAMETERS],
-)
-def test_a_bad_parameter_is_refused_in_one_line(policy, parameters, error, argument, got):
+@pytest.mark.parametrize(("make", "given", "error", "argument", "said"), REFUSED)
+def test_a_bad_parameter_is_refused_in_one_line(make, given, error, argument, said):
     """The line says argument, expected, got and remedy, in this order."""
     with pytest.raises(error) as caught:
-        policy(**parameters)
-    message = str(caught.value)
-    named, _, rest = message.partition(": expected ")
+        make(**given)
+    named, _, rest = str(caught.value).partition(": expected ")
     assert named == argument
-    assert f"got {got}" in rest or f"got budget={got}" in rest
-    _, _, remedy = rest.partition("; ")
-    assert remedy
-    assert "\n" not in message
+    assert said in rest
+    assert rest.partition("; ")[2], "what to do about it"
+    assert "\n" not in rest
     assert isinstance(caught.value, SnapKVError)
-
-
-def test_errors_are_the_builtin_kinds_too():
-    with pytest.raises(ValueError, match="budget"):
-        SnapKV(budget=1)
-    with pytest.raises(TypeError, match="budget"):
-        SnapKV(budget="1")
-
-
-def test_the_papers_settings_are_accepted():
-    for window_size, kernel_size in ((16, 5), (32, 7), (64, 13)):
-        policy = SnapKV(budget=4096, window_size=window_size, kernel_size=kernel_size)
-        assert policy.query_tokens == window_size
+    assert isinstance(caught.value, TypeError if error is TYPE else ValueError)
 
 
 def test_the_smallest_parameters_are_accepted():
     policy = SnapKV(budget=2, window_size=1, kernel_size=1)
     assert (policy.budget, policy.window_size, policy.kernel_size) == (2, 1, 1)
     assert SnapKV(keep_ratio=1e-9).keep_ratio == 1e-9
-    assert SnapKV(keep_ratio=1).keep_ratio == 1
     assert SnapKV(window_size=1023).budget == 1024
-
-
-def test_the_budget_is_the_only_positional_parameter():
-    assert SnapKV(512) == SnapKV(budget=512)
-    assert Random(512) == Random(budget=512)
+    for method in WITH_SINKS:
+        assert method(12, window_size=8, sink_tokens=4).budget == 12
     with pytest.raises(TypeError):
-        SnapKV(512, 16)
+        SnapKV(512, 16)  # the budget alone goes by place
 
 
-def test_parameters_are_stored_unchanged_and_the_default_budget_is_filled_in():
-    given = {
-        "budget": 77,
-        "window_size": 9,
-        "kernel_size": 3,
-        "pooling": "avg",
-        "group_reduce": "sum",
-    }
-    assert dataclasses.asdict(SnapKV(**given)) == {
-        **given,
-        "keep_ratio": None,
-        "decay": None,
-        "sink_tokens": 0,
-    }
-    assert dataclasses.asdict(SnapKV()) == {
-        "budget": 1024,
-        "keep_ratio": None,
-        "window_size": 32,
-        "kernel_size": 7,
-        "pooling": "max",
-        "decay": None,
-        "sink_tokens": 0,
-        "group_reduce": "mean",
-    }
+def test_parameters_are_stored_unchanged_and_defaults_are_filled_in():
+    given = {"budget": 77, "window_size": 9, "kernel_size": 3, "pooling": "avg"}
+    given |= {"group_reduce": "sum", "keep_ratio": None, "decay": None, "sink_tokens": 0}
+    assert dataclasses.asdict(SnapKV(**given)) == given
+    usual = {"budget": 1024, "keep_ratio": None, "window_size": 32, "sink_tokens": 0}
+    pooling = {"kernel_size": 7, "pooling": "max", "decay": None, "group_reduce": "mean"}
+    assert dataclasses.asdict(SnapKV()) == usual | pooling
+    assert dataclasses.asdict(Random(seed=3)) == usual | {"seed": 3}
     assert SnapKV(keep_ratio=0.25).budget is None
-    assert dataclasses.asdict(Random(seed=3)) == {
-        "budget": 1024,
-        "keep_ratio": None,
-        "window_size": 32,
-        "seed": 3,
-        "sink_tokens": 0,
-    }
-
-
-def test_a_pair_is_stored_as_a_tuple_and_the_default_decay_is_filled_in():
-    forward = SnapKV(kernel_size=[0, 12])
-    assert forward.kernel_size == (0, 12)
-    assert forward == SnapKV(kernel_size=(0, 12))
-    assert hash(forward) == hash(SnapKV(kernel_size=(0, 12)))
+    assert SnapKV(kernel_size=[0, 12]).kernel_size == (0, 12)  # as a file has it
     fading = SnapKV(pooling="fading")
     assert (fading.kernel_size, fading.decay, fading.sink_tokens) == (None, 0.935, 4)
     assert SnapKV(pooling="fading", sink_tokens=0).sink_tokens == 0
-    assert fading == SnapKV(pooling="fading", decay=0.935)
-    assert fading != SnapKV(pooling="fading", decay=0.8)
 
 
-@pytest.mark.parametrize(
-    "policy", [SnapKV(), Random(), FullCache()], ids=lambda policy: policy.name
-)
-def test_a_policy_is_frozen(policy):
-    name = dataclasses.fields(policy)[0].name if dataclasses.fields(policy) else "budget"
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        setattr(policy, name, 5)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"budget": 512},
-        {"budget": None, "keep_ratio": 0.5},
-        {"window_size": 16},
-        {"kernel_size": 5},
-        {"kernel_size": (3, 3)},
-        {"pooling": "avg"},
-        {"pooling": "fading", "kernel_size": None},
-        {"group_reduce": "max"},
-    ],
-    ids=str,
-)
-def test_policies_are_values(change):
+def test_policies_are_values():
     """Equal parameters make equal policies, usable as keys; any difference makes another."""
     plain = SnapKV()
-    assert plain == SnapKV(budget=1024)
-    assert hash(plain) == hash(SnapKV(budget=1024))
-    other = dataclasses.replace(plain, **change)
-    assert other != plain
-    assert other == dataclasses.replace(plain, **change)
-    assert len({plain, SnapKV(), other}) == 2
-
-
-def test_policies_of_different_methods_are_never_equal():
-    assert SnapKV() != Random()
-    assert FullCache() == FullCache()
-    assert FullCache() != SnapKV()
-
-
-def test_the_repr_states_every_parameter_and_makes_the_policy_again():
-    for policy in (
-        SnapKV(keep_ratio=0.25, pooling="avg"),
-        SnapKV(kernel_size=(0, 12)),
-        SnapKV(pooling="fading", decay=0.8),
+    assert plain == SnapKV(1024)
+    assert hash(plain) == hash(SnapKV(1024))
+    for change in (
+        {"budget": 512},
+        {"budget": None, "keep_ratio": 0.5},
+        {"kernel_size": (3, 3)},
+        {"pooling": "fading", "kernel_size": None},
+        {"group_reduce": "max"},
     ):
-        assert eval(repr(policy), {"SnapKV": SnapKV}) == policy
-
-
-def test_policies_survive_pickling():
-    policy = Random(budget=99, seed=4)
-    assert pickle.loads(pickle.dumps(policy)) == policy
+        other = dataclasses.replace(plain, **change)
+        assert len({plain, SnapKV(), other, dataclasses.replace(plain, **change)}) == 2
+        assert eval(repr(other), {"SnapKV": SnapKV}) == other
+        assert pickle.loads(pickle.dumps(other)) == other
+    assert FullCache() == FullCache() != plain != Random()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plain.budget = 5
 
 
 def test_the_registry_holds_every_method_by_its_own_name():
-    public = [getattr(snapkv.policies, name) for name in snapkv.policies.__all__]
+    names = snapkv.policies.__all__
+    assert sorted(set(names)) == names
+    public = [getattr(snapkv.policies, name) for name in names]
     methods = {
         found
         for found in public
@@ -282,14 +243,17 @@ def test_the_registry_holds_every_method_by_its_own_name():
     }
     assert set(POLICIES.values()) == methods
     for name, method in POLICIES.items():
-        assert method.name == name
-        assert name == name.lower()
+        assert method.name == name == name.lower()
         assert dataclasses.is_dataclass(method)
         assert method.__doc__
         method()  # every method has usable defaults
 
 
-def test_public_names_are_listed_once_and_exist():
-    names = snapkv.policies.__all__
-    assert len(set(names)) == len(names)
-    assert all(hasattr(snapkv.policies, name) for name in names)
+def test_what_a_threshold_and_a_wrapper_say_of_themselves():
+    limited = ScoreThreshold(SnapKV(64))
+    assert math.isclose(limited.threshold, AutoBudget.lost_vote)
+    inner = SnapKV(64).describe()
+    assert limited.describe() == {"name": "score-threshold", "policy": inner, "at_least": None}
+    critical = CriticalKV(SnapKV(64))
+    assert critical.describe() == {"name": "criticalkv", "policy": inner, "first_share": 0.5}
+    assert (critical.budget, critical.window_size) == (64, 32)

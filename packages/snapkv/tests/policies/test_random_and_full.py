@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from snapkv.policies import FullCache, Random
+from snapkv.policies import Random
 from tests.ops.states import pad_left, random_layer
 
 
@@ -43,11 +43,6 @@ def test_the_draw_neither_uses_nor_disturbs_the_global_generator():
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_the_rows_of_a_batch_draw_the_same():
-    rows = kept(Random(budget=20, window_size=4), states(batch=3))
-    assert rows[0] == rows[1] == rows[2]
-
-
 @pytest.mark.parametrize("pads", [1, 17, 300])
 def test_padding_does_not_change_the_draw(pads):
     """Positions are counted from the end, so a short row draws what it draws alone."""
@@ -56,18 +51,6 @@ def test_padding_does_not_change_the_draw(pads):
     padded = pad_left([states(tokens=11), states(tokens=11 + pads)], query_tokens=4)
     shifted = [[slot - pads for slot in head] for head in kept(policy, padded)[0]]
     assert shifted == kept(policy, alone)[0]
-
-
-def test_a_seed_of_any_size_is_accepted():
-    policy = Random(budget=20, window_size=4, seed=10**30)
-    assert kept(policy, states()) == kept(policy, states())
-    assert kept(policy, states()) != kept(replace(policy, seed=0), states())
-
-
-def test_heads_that_share_one_stored_latent_share_one_draw():
-    policy = Random(budget=20, window_size=4)
-    drawn = policy.select(replace(states(kv_heads=4), stored_heads=1)).keep_indices
-    assert drawn.shape == (1, 1, 20)
 
 
 def test_the_draw_is_even():
@@ -81,9 +64,3 @@ def test_the_draw_is_even():
     # 800 draws at 10 of 40: mean 200, standard deviation 12.2; five of them
     assert counts[:40].sum() == 8000
     assert 139 < counts[:40].min() <= counts[:40].max() < 261
-
-
-def test_the_full_cache_keeps_everything_and_asks_for_no_queries():
-    assert FullCache().query_tokens == 0
-    assert FullCache().select(states(tokens=5000)) is None
-    assert Random().query_tokens == 0

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from snapkv import RKV, CompressedCache, InvalidArgumentError, InvalidTypeError
+from snapkv import RKV
 from snapkv.ops import ScoreOptions, attention_of_groups, redundancy
 from snapkv.policies import DecodeStep, PromptLayer
-from tests.families import random_ids, tiny_model
 from tests.ops.states import random_layer
+from tests.pairs import pairs
 
 REPEATED = torch.tensor([[1.0, 0, 0, 0]] * 3 + [[0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]])
 """The first three keys are the same; nothing is like the others."""
@@ -57,16 +57,6 @@ def test_redundancy_by_hand(exempt, means):
     torch.testing.assert_close(found[0, 0], expected)
 
 
-def test_keys_at_the_threshold_are_not_similar():
-    keys = torch.tensor([[1.0, 0], [0, 1], [3, 4]])[None, None]
-    at, below = (
-        redundancy(keys, threshold=threshold, exempt=1)[0, 0].log().diff()
-        for threshold in (0.8, 0.79)
-    )
-    torch.testing.assert_close(at, torch.tensor([0.2, 0.6]) / 3)
-    torch.testing.assert_close(below, torch.tensor([-0.6, 0.6]) / 3)
-
-
 @pytest.mark.parametrize(
     ("mix_lambda", "kept"),
     [(1.0, [0, 1, 2, 5]), (0.1, [2, 3, 4, 5]), (0.0, [2, 3, 4, 5])],
@@ -81,15 +71,6 @@ def test_a_drop_by_hand(mix_lambda, kept):
     policy = RKV(4, window_size=1, evict_every=2, kernel_size=1, mix_lambda=mix_lambda)
     assert policy.evict(step_of(six_tokens())).keep_indices.tolist() == [[kept]]
     assert policy.select(six_tokens()).keep_indices.tolist() == [[kept]]
-
-
-def test_nothing_is_dropped_before_there_is_enough():
-    policy = RKV(4, window_size=1, evict_every=3)
-    assert policy.max_decode_tokens == 6
-    assert policy.evict(step_of(six_tokens())).keep_indices is None
-    assert RKV(6, window_size=1).select(six_tokens()).keep_indices.tolist() == [
-        [[0, 1, 2, 3, 4, 5]]
-    ]
 
 
 def test_max_pooling_keeps_the_neighbours_of_what_is_attended_to():
@@ -166,9 +147,7 @@ def _score(layer, row, head, query, slot):
     return score if cap is None else cap * math.tanh(score / cap)
 
 
-@pytest.mark.parametrize("pads", [None, [0, 7], [12, 3]], ids=str)
-@pytest.mark.parametrize("exempt", [0, 1, 3])
-@pytest.mark.parametrize("rows", [1, 5, 100])
+@pairs(pads=[None, [0, 7], [12, 3]], exempt=[0, 1, 3], rows=[1, 5, 100])
 def test_redundancy_equals_its_definition(pads, exempt, rows):
     keys = random_layer(3, batch=2, prompt_tokens=13, query_tokens=1).keys[..., :3]
     pad_tokens = None if pads is None else torch.tensor(pads)
@@ -182,18 +161,17 @@ def test_redundancy_equals_its_definition(pads, exempt, rows):
     torch.testing.assert_close(found, loop_redundancy(keys, 0.5, exempt, pads or [0, 0]))
 
 
-@pytest.mark.parametrize("pads", [None, [4, 0]], ids=str)
-@pytest.mark.parametrize(("kv_heads", "groups"), [(4, 4), (2, 2), (1, 1), (4, 1), (4, 2)])
-@pytest.mark.parametrize(
-    "options",
-    [
-        ScoreOptions(scaling=0.4),
-        ScoreOptions(scaling=0.7, softcap=1.5),
-        ScoreOptions(scaling=0.4, sink_logits=torch.tensor([0.3, 1.0, -2.0, 0.1])),
-    ],
-    ids=["plain", "softcap", "sinks"],
+@pairs(
+    pads=[None, [4, 0]],
+    heads=[(4, 4), (2, 2), (1, 1), (4, 1), (4, 2)],
+    options={
+        "plain": ScoreOptions(scaling=0.4),
+        "softcap": ScoreOptions(scaling=0.7, softcap=1.5),
+        "sinks": ScoreOptions(scaling=0.4, sink_logits=torch.tensor([0.3, 1.0, -2.0, 0.1])),
+    },
 )
-def test_the_attention_of_groups_equals_its_definition(kv_heads, groups, pads, options):
+def test_the_attention_of_groups_equals_its_definition(heads, pads, options):
+    kv_heads, groups = heads
     layer = random_layer(1, batch=2, prompt_tokens=11, query_tokens=3, kv_heads=kv_heads)
     layer = replace(layer, score_options=options)
     pad_tokens = None if pads is None else torch.tensor(pads)
@@ -203,8 +181,9 @@ def test_the_attention_of_groups_equals_its_definition(kv_heads, groups, pads, o
     torch.testing.assert_close(found, loop_attention(layer, groups, pads or [0, 0], 11))
 
 
-@pytest.mark.parametrize("stored_heads", [None, 1], ids=["own keys", "one latent"])
-@pytest.mark.parametrize("pads", [[0, 0], [0, 9], [25, 4], [28, 0]], ids=str)
+@pytest.mark.parametrize(
+    ("pads", "stored_heads"), [([0, 9], None), ([25, 4], 1), ([28, 0], None)], ids=str
+)
 def test_what_stays_equals_the_definition(pads, stored_heads):
     """Rows with room for what they hold keep all of it. Pads hold NaN: nothing reads them."""
     policy = RKV(16, window_size=4, evict_every=3, kernel_size=3, mix_lambda=0.4)
@@ -230,37 +209,6 @@ def test_what_stays_equals_the_definition(pads, stored_heads):
             assert found.tolist() == expected
 
 
-def test_a_step_is_judged_by_what_it_shows_alone():
-    """Not by how many tokens were seen, nor by their columns, nor by earlier steps."""
-    policy = RKV(16, evict_every=3)
-    layer = random_layer(5, prompt_tokens=30, query_tokens=8)
-    step = step_of(layer)
-    later = replace(step, columns=3 * step.columns, seen_tokens=100)
-    more = torch.cat([torch.randn(1, 4, 5, 8), layer.queries], dim=2)
-    expected = policy.evict(step).keep_indices
-    for other in (later, replace(step, queries=more)):
-        assert torch.equal(policy.evict(other).keep_indices, expected)
-    assert torch.equal(policy.select(layer).keep_indices, expected)
-
-
-def test_the_trace_of_sizes():
-    model = tiny_model("llama")
-    cache = CompressedCache(model, RKV(6, window_size=2, evict_every=3))
-    sizes = []
-    for token in random_ids(1, 14).split(1, dim=1):
-        model(token, past_key_values=cache)
-        sizes.append(cache.report().kept_tokens)
-    assert sizes == [1, 2, 3, 4, 5, 6, 7, 8, 6, 7, 8, 6, 7, 8]
-
-
-def test_tokens_that_come_together_leave_the_budget():
-    model = tiny_model("llama")
-    cache = CompressedCache(model, RKV(24, evict_every=4))
-    model(random_ids(1, 60), past_key_values=cache)
-    model(random_ids(1, 20, seed=1), past_key_values=cache)
-    assert cache.report().kept_tokens == 24
-
-
 class Largest(TorchDispatchMode):
     """How many values the largest tensor made has."""
 
@@ -281,23 +229,3 @@ def test_no_whole_matrix_of_similarities_is_held():
     with Largest() as largest:
         redundancy(keys, threshold=0.5)
     assert largest.values == 2 * 400 * 400
-
-
-@pytest.mark.parametrize(
-    ("parameters", "error", "message"),
-    [
-        ({"budget": 8}, InvalidArgumentError, "budget: expected more than window_size=8"),
-        ({"budget": "auto"}, InvalidTypeError, "budget: expected an integer, got 'auto'"),
-        ({"window_size": 0}, InvalidArgumentError, "window_size: expected at least 1"),
-        ({"evict_every": 0}, InvalidArgumentError, "evict_every: expected at least 1"),
-        ({"kernel_size": 4}, InvalidArgumentError, "kernel_size: expected an odd number"),
-        ({"kernel_size": (0, 3)}, InvalidTypeError, "kernel_size: expected an integer"),
-        ({"mix_lambda": 1.5}, InvalidArgumentError, r"mix_lambda: expected a number in \[0, 1\]"),
-        ({"threshold": -0.5}, InvalidArgumentError, r"threshold: expected a number in \[0, 1\]"),
-        ({"exempt": -1}, InvalidArgumentError, "exempt: expected at least 0"),
-    ],
-    ids=str,
-)
-def test_parameters_out_of_range_are_refused(parameters, error, message):
-    with pytest.raises(error, match=message):
-        RKV(**parameters)

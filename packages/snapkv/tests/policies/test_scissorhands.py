@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from snapkv import CompressedCache, InvalidTypeError
+from snapkv import CompressedCache
 from snapkv.ops import ScoreOptions, times_above
-from snapkv.policies import H2O, DecodeStep, PromptThenDecode, Scissorhands, SnapKV
+from snapkv.policies import DecodeStep, Scissorhands
 from snapkv.policies.scissorhands import layer_budgets
 from tests.families import random_ids, tiny_model
 from tests.ops.states import random_layer
@@ -86,24 +86,6 @@ def test_the_uniform_level_of_slots_is_above_that_of_tokens():
     assert slots.tolist() == [[[0, 3, 6]]]
 
 
-def test_the_trace_of_sizes():
-    model = tiny_model("llama")
-    cache = CompressedCache(model, Scissorhands(6, drop=3, recent=2))
-    sizes = []
-    for token in random_ids(1, 14).split(1, dim=1):
-        model(token, past_key_values=cache)
-        sizes.append(cache.report().kept_tokens)
-    assert sizes == [1, 2, 3, 4, 5, 6, 4, 5, 6, 4, 5, 6, 4, 5]
-
-
-def test_tokens_that_come_together_leave_the_budget_at_most():
-    model = tiny_model("llama")
-    cache = CompressedCache(model, Scissorhands(24, recent=4))
-    model(random_ids(1, 60), past_key_values=cache)
-    model(random_ids(1, 20, seed=1), past_key_values=cache)
-    assert cache.report().kept_tokens == 24
-
-
 def loop_counts(step, threshold, pads):
     """The definition in float64, one weight at a time."""
     B, Hq, N, _ = step.queries.shape
@@ -161,15 +143,6 @@ def test_the_counts_equal_their_definition(pads, block_tokens):
     assert torch.equal(got, loop_counts(step, threshold, pads))
 
 
-def test_what_it_looks_back_at_holds_on_to_no_graph():
-    model = tiny_model("llama")
-    cache = CompressedCache(model, Scissorhands(12, history=5, recent=2))
-    for ids in random_ids(1, 21).split((20, 1), dim=1):
-        with torch.enable_grad():
-            model(ids, past_key_values=cache)
-        assert not cache.layers[1].notes.last_queries.requires_grad
-
-
 @pytest.mark.parametrize("history", [5, 100], ids=["short", "longer than the prompt"])
 def test_a_step_sees_the_last_queries_in_order_whatever_was_dropped(monkeypatch, history):
     seen, own = [], Scissorhands.evict
@@ -208,17 +181,6 @@ def test_what_it_looks_back_at_is_reported_and_never_more_than_the_history():
     assert cache.report()["index_bytes"] == queries + positions
 
 
-def test_nothing_is_remembered_for_methods_that_do_not_look_back():
-    model, composed = tiny_model("llama"), PromptThenDecode(prompt=SnapKV(40), decode=H2O(40))
-    for policy, remembers in (
-        (composed, False),
-        (replace(composed, decode=Scissorhands(40)), True),
-    ):
-        cache = CompressedCache(model, policy)
-        model(random_ids(1, 60), past_key_values=cache)
-        assert (cache.layers[0].notes.last_queries is not None) == remembers
-
-
 def test_layer_budgets_rise_and_keep_their_mean():
     assert layer_budgets(100, 0.5, 5) == (50, 75, 100, 125, 150)
     assert layer_budgets(100, 0.0, 3) == (100, 100, 100)
@@ -228,13 +190,3 @@ def test_layer_budgets_rise_and_keep_their_mean():
         assert sum(budgets) == 707
         assert list(budgets) == sorted(budgets)
         assert budgets[0] >= Scissorhands(101, gamma=gamma).max_decode_tokens
-
-
-def test_the_default_drop_is_half_a_layers_budget_as_far_as_the_recent_allow():
-    assert Scissorhands(64)._layer_drop(64) == 32
-    assert Scissorhands(12, recent=10)._layer_drop(12) == 2
-
-
-def test_a_gamma_that_is_no_number_is_refused():
-    with pytest.raises(InvalidTypeError, match="gamma: expected a number"):
-        Scissorhands(gamma="0.5")

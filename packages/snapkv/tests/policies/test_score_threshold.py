@@ -9,21 +9,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from snapkv import (
-    TOVA,
-    AdaKV,
-    CompressedCache,
-    CriticalKV,
-    FullCache,
-    InvalidArgumentError,
-    InvalidTypeError,
-    KeyDiff,
-    PromptThenDecode,
     Random,
     ScoreThreshold,
     SnapKV,
 )
-from snapkv.policies import AutoBudget
-from snapkv.prefill import chunked
 from tests.families import CLOSE, call, random_ids, tiny_model
 from tests.ops.states import layer_with_scores
 from tests.oracle import masked_decode_logits
@@ -183,41 +172,6 @@ def test_one_latent_for_all_heads_differs_among_rows_only():
         assert together.keep_indices.shape[-1] - filler == len(kept[0]) < alone.keys.shape[2]
 
 
-def test_how_much_is_kept_follows_the_prompt():
-    """Dispersed attention leaves everything above the threshold, sharp attention little of it."""
-    policy = ScoreThreshold(SnapKV(keep_ratio=1.0, window_size=8, kernel_size=1), at_least=0.02)
-    layer = layer_for(policy.policy, 40, 0)
-    assert policy.select(replace(layer, queries=layer.queries / 20)) is None
-    assert policy.select(replace(layer, queries=layer.queries * 20)).head_tokens.max() < 40
-
-
-def test_the_threshold_of_votes_is_that_of_the_automatic_budget_if_left_out():
-    policy = ScoreThreshold(SnapKV(64))
-    assert policy.threshold == AutoBudget.lost_vote
-    assert policy.describe() == {
-        "name": "score-threshold",
-        "policy": SnapKV(64).describe(),
-        "at_least": None,
-    }
-    with pytest.raises(InvalidTypeError, match="at_least: expected the lowest score of keydiff"):
-        replace(policy, policy=KeyDiff(64))
-    layer = layer_for(SnapKV(64), 40, 3)
-    auto = SnapKV(AutoBudget(least=1), window_size=4, kernel_size=1)
-    limited = ScoreThreshold(SnapKV(keep_ratio=1.0, window_size=4, kernel_size=1))
-    counts = limited.select(layer).head_tokens - 4
-    assert counts.max() == auto.kept_prefix_tokens(layer)[0]
-
-
-def test_the_report_says_what_each_layer_kept():
-    model = tiny_model("llama")
-    policy = ScoreThreshold(SnapKV(keep_ratio=1.0, window_size=8), at_least=0.016)
-    cache = read(model, policy, random_ids(1, 80))
-    for row in cache.report()["layers"]:
-        kept = cache.kept_positions(row["layer"]) >= 0
-        assert row["kept_tokens"] == float(kept.sum(-1).float().mean())
-    assert len({row["kept_tokens"] for row in cache.report()["layers"]}) > 1
-
-
 class Parity(Random):
     """Every other layer scores all positions above any threshold below 1."""
 
@@ -234,62 +188,3 @@ def test_layers_that_drop_nothing_stand_beside_layers_that_do(seed):
     assert kept == [layer % 2 == seed for layer in range(4)]
     got = torch.cat([call(model, cache, token) for token in tokens.split(1, dim=1)], dim=1)
     torch.testing.assert_close(got, masked_decode_logits(model, cache, ids, tokens), **CLOSE)
-
-
-def test_a_later_turn_chooses_from_all_that_was_seen():
-    model, ids = tiny_model("llama"), random_ids(1, 80)
-    policy = ScoreThreshold(SnapKV(40, window_size=8), at_least=0.016)
-    whole = torch.cat([ids, random_ids(1, 20, seed=1)], dim=1)
-    cache = CompressedCache(model, policy, recall="host")
-    for turn in (ids, whole[:, 80:]):
-        cache.expect_prompt(cache.get_seq_length() + turn.shape[1])
-        call(model, cache, turn)
-    fresh = read(model, policy, whole)
-    assert all(
-        torch.equal(cache.kept_positions(layer), fresh.kept_positions(layer)) for layer in range(4)
-    )
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: ScoreThreshold(TOVA(64)), InvalidTypeError, "policy: expected a method that scor"),
-        (lambda: ScoreThreshold(FullCache()), InvalidTypeError, "policy: expected a method that"),
-        (lambda: ScoreThreshold(AdaKV()), InvalidTypeError, "policy: expected a method that"),
-        (lambda: ScoreThreshold(CriticalKV()), InvalidArgumentError, "scores are of one kind, got"),
-        (lambda: ScoreThreshold(SnapKV("auto")), InvalidArgumentError, "a threshold of its own"),
-        (lambda: ScoreThreshold(KeyDiff(64)), InvalidTypeError, "lowest score of keydiff .*None"),
-        (lambda: ScoreThreshold(at_least="1"), InvalidTypeError, "at_least: .*'1' of type str"),
-        (lambda: ScoreThreshold(at_least=True), InvalidTypeError, "at_least: .*True of type bool"),
-        (lambda: ScoreThreshold(at_least=math.nan), InvalidArgumentError, "a finite number, got"),
-        (lambda: ScoreThreshold(at_least=10**400), InvalidArgumentError, "a finite number, got 1"),
-        (lambda: ScoreThreshold(at_least=-math.inf), InvalidArgumentError, "finite .*got -inf"),
-        (
-            lambda: PromptThenDecode(prompt=ScoreThreshold(), decode=TOVA(30)),
-            InvalidArgumentError,
-            "prompt: expected a method with a budget that is the same for all heads",
-        ),
-        (lambda: AdaKV(ScoreThreshold()), InvalidTypeError, "policy: expected a method that"),
-    ],
-)
-def test_what_cannot_be_right_is_refused(make, error, message):
-    with pytest.raises(error, match=message):
-        make()
-
-
-def test_storage_and_readings_that_cannot_hold_it_are_refused():
-    model, policy = tiny_model("llama"), ScoreThreshold(SnapKV(40, window_size=8), at_least=0.016)
-    with pytest.raises(InvalidArgumentError, match="storage: expected a policy that keeps"):
-        CompressedCache(model, policy, storage="static")
-    with pytest.raises(InvalidArgumentError, match="quantize: expected a policy that"):
-        CompressedCache(model, policy, quantize="int8")
-    with pytest.raises(InvalidArgumentError, match="turns='compress' without recall"):
-        CompressedCache(model, policy, turns="compress")
-    cache = CompressedCache(model, policy)
-    with (
-        pytest.raises(InvalidArgumentError, match="held to a cap while it is read"),
-        chunked(model, cap_tokens=60, chunk_tokens=20),
-    ):
-        model.generate(random_ids(1, 80), past_key_values=cache, max_new_tokens=1)
-    with pytest.raises(InvalidArgumentError, match="fair: expected a method that keeps the best"):
-        CompressedCache(model, policy, fair={"first": (0, 20)})

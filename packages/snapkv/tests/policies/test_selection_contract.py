@@ -51,28 +51,20 @@ class Stated(PrefixPolicy):
 METHODS = {
     "stated": Stated,
     "random": Random,
-    "keydiff": KeyDiff,
     "keydiff with sinks": lambda **limits: KeyDiff(sink_tokens=3, **limits),
     "lagkv": lambda **limits: LagKV(lag_size=3, **limits),
-    "lagkv, cross scoring": lambda **limits: LagKV(lag_size=4, cross_scoring=True, **limits),
     "compactor": lambda **limits: Compactor(chunk_tokens=5, sketch_dimension=3, **limits),
     "kvzip": KVzip,
-    "criticalkv of kvzip": lambda **limits: CriticalKV(KVzip(**limits)),
     "expected-attention": ExpectedAttention,
     "criticalkv": lambda **limits: CriticalKV(Stated(**limits)),
-    "criticalkv of snapkv": lambda **limits: CriticalKV(SnapKV(kernel_size=1, **limits)),
-    "criticalkv of keydiff": lambda **limits: CriticalKV(KeyDiff(**limits)),
-    "criticalkv of lagkv": lambda **limits: CriticalKV(LagKV(lag_size=3, **limits)),
     "criticalkv of pyramidkv": lambda **limits: CriticalKV(PyramidKV(kernel_size=3, **limits)),
-    "pyramidkv": lambda **limits: PyramidKV(kernel_size=3, **limits),
     "snapkv": lambda **limits: SnapKV(kernel_size=3, **limits),
     "snapkv-avg": lambda **limits: SnapKV(kernel_size=5, pooling="avg", **limits),
-    "snapkv-max-of-group": lambda **limits: SnapKV(group_reduce="max", **limits),
     "snapkv-none": lambda **limits: SnapKV(kernel_size=1, group_reduce="none", **limits),
 }
 
 every_method = pytest.mark.parametrize("method", METHODS)
-check = settings(max_examples=40, deadline=None, derandomize=True)
+check = settings(max_examples=15, deadline=None, derandomize=True)
 
 prompt_lengths = st.integers(1, 40)
 window_sizes = st.integers(1, 8)
@@ -179,15 +171,6 @@ def test_a_selection_is_ascending_in_range_and_exactly_as_long_as_promised(
 
 @every_method
 @check
-@given(tokens=prompt_lengths, window_size=window_sizes, spare=st.integers(0, 30), seed=seeds)
-def test_a_budget_that_covers_the_prompt_changes_nothing(method, tokens, window_size, spare, seed):
-    budget = max(tokens, window_size + max(1, sinks_of(method))) + spare
-    policy = METHODS[method](budget=budget, window_size=window_size)
-    assert policy.select(layer_for(policy, tokens, seed)) is None
-
-
-@every_method
-@check
 @given(tokens=prompt_lengths, window_size=window_sizes, limit=limits, seed=seeds)
 def test_of_equal_scores_the_lower_position_is_kept(method, tokens, window_size, limit, seed):
     """Exactly, on the policy's own scores: whole numbers, or the plateaus of max pooling."""
@@ -221,11 +204,23 @@ def test_max_pooling_leaves_plateaus_across_the_cut():
 @example(lengths=[12, 30], extra=2, window_size=8, limit={"beside_window": 8}, seed=0)
 @example(lengths=[12, 30, 1], extra=0, window_size=4, limit={"keep_ratio": 0.25}, seed=0)
 @example(lengths=[40, 9, 8, 7], extra=0, window_size=8, limit={"keep_ratio": 1.0}, seed=0)
-def test_a_left_padded_row_keeps_exactly_what_it_keeps_alone(
+def test_a_left_padded_row_keeps_exactly_what_it_keeps_alone_behind_its_fillers(
     method, lengths, extra, window_size, limit, seed
 ):
     policy = make(method, window_size, limit)
     rows, layer = batch_for(policy, lengths, seed, extra)
+    selection = policy.select(layer)
+    for row, tokens in enumerate(lengths) if selection is not None else ():
+        fillers, pads = int(selection.filler_tokens[row]), int(layer.pad_tokens[row])
+        real = kept_prefix(policy, tokens) + min(tokens, window_size)
+        assert fillers == selection.keep_indices.shape[-1] - real
+        for kept in selection.keep_indices[row].tolist():
+            assert sum(slot < pads for slot in kept) == fillers
+            named = [slot for slot in kept if slot >= 0]
+            assert kept == [-1] * (len(kept) - len(named)) + sorted(set(named))
+            # Only the window, which is kept as it stands, may name a pad.
+            window = layer.keys.shape[2] - window_size
+            assert all(slot >= pads for slot in named if slot < window)
     assume(all(rounding_cannot_decide(policy, alone) for alone in rows))
     for row, alone in enumerate(rows):
         assert kept_sets(policy, layer, row) == kept_sets(policy, alone)
@@ -233,69 +228,8 @@ def test_a_left_padded_row_keeps_exactly_what_it_keeps_alone(
 
 @every_method
 @check
-@given(
-    lengths=st.lists(prompt_lengths, min_size=1, max_size=4),
-    extra=st.integers(0, 5),
-    window_size=window_sizes,
-    limit=limits,
-    seed=seeds,
-)
-def test_fillers_lead_and_nothing_else_is_a_pad(method, lengths, extra, window_size, limit, seed):
-    policy = make(method, window_size, limit)
-    _, layer = batch_for(policy, lengths, seed, extra)
-    selection = policy.select(layer)
-    assume(selection is not None)
-    kept_tokens = selection.keep_indices.shape[-1]
-    for row, tokens in enumerate(lengths):
-        real = kept_prefix(policy, tokens) + min(tokens, window_size)
-        assert int(selection.filler_tokens[row]) == kept_tokens - real
-        pads = int(layer.pad_tokens[row])
-        for kept in selection.keep_indices[row].tolist():
-            assert sum(slot < pads for slot in kept) == kept_tokens - real
-            named = [slot for slot in kept if slot >= 0]
-            assert kept == [-1] * (kept_tokens - len(named)) + sorted(set(named))
-            # Only the window, which is kept as it stands, may name a pad.
-            window = layer.keys.shape[2] - window_size
-            assert all(slot >= pads for slot in named if slot < window)
-
-
-@every_method
-@check
-@given(
-    order=st.permutations(range(3)),
-    lengths=st.lists(prompt_lengths, min_size=3, max_size=3),
-    window_size=window_sizes,
-    limit=limits,
-    seed=seeds,
-)
-def test_the_order_of_a_batch_does_not_matter(method, order, lengths, window_size, limit, seed):
-    policy = make(method, window_size, limit)
-    rows, layer = batch_for(policy, lengths, seed)
-    assume(all(rounding_cannot_decide(policy, alone) for alone in rows))
-    shuffled = pad_left([rows[row] for row in order], query_tokens=queries_of(policy, max(lengths)))
-    for place, row in enumerate(order):
-        assert kept_sets(policy, shuffled, place) == kept_sets(policy, layer, row)
-
-
-@every_method
-@check
-@given(
-    first=prompt_lengths, second=prompt_lengths, window_size=window_sizes, limit=limits, seed=seeds
-)
-def test_a_second_prompt_knows_nothing_of_the_first(
-    method, first, second, window_size, limit, seed
-):
-    used, fresh = make(method, window_size, limit), make(method, window_size, limit)
-    used.select(layer_for(used, first, seed, batch=2))
-    layer = layer_for(used, second, seed + 1)
-    assert kept_sets(used, layer) == kept_sets(fresh, layer)
-    assert used == fresh
-
-
-@every_method
-@check
 @given(tokens=prompt_lengths, window_size=window_sizes, limit=limits, seed=seeds)
-def test_selecting_twice_gives_the_same_and_leaves_the_states_alone(
+def test_a_prompt_knows_nothing_of_others_and_leaves_the_states_alone(
     method, tokens, window_size, limit, seed
 ):
     policy = make(method, window_size, limit)
@@ -304,7 +238,9 @@ def test_selecting_twice_gives_the_same_and_leaves_the_states_alone(
     first = kept_sets(policy, layer)
     assert torch.equal(layer.queries, queries)
     assert torch.equal(layer.keys, keys)
-    assert kept_sets(policy, layer) == first
+    policy.select(layer_for(policy, 1 + seed % 40, seed + 1, batch=2))
+    assert kept_sets(policy, replace(layer)) == first
+    assert policy == make(method, window_size, limit)
 
 
 @every_method
@@ -335,9 +271,14 @@ def test_grouped_keys_are_voted_on_like_keys_repeated_per_query_head(
     assert kept_sets(policy, grouped) == kept_sets(policy, repeated)
 
 
-@pytest.mark.parametrize("group_reduce", ["mean", "max", "sum"])
 @check
-@given(tokens=prompt_lengths, window_size=window_sizes, limit=limits, seed=seeds)
+@given(
+    tokens=prompt_lengths,
+    window_size=window_sizes,
+    limit=limits,
+    seed=seeds,
+    group_reduce=st.sampled_from(["mean", "max", "sum"]),
+)
 def test_a_group_of_equal_heads_keeps_what_one_of_them_keeps(
     group_reduce, tokens, window_size, limit, seed
 ):

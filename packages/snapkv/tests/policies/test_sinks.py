@@ -8,8 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from snapkv import CompressedCache, InvalidArgumentError
-from snapkv.inspector.scores import kept_mask, rating
-from snapkv.kvzip import read_context
 from snapkv.ops import ScoreOptions
 from snapkv.policies import (
     POLICIES,
@@ -19,14 +17,10 @@ from snapkv.policies import (
     ExpectedAttention,
     KeyDiff,
     KVzip,
-    LagKV,
     PrefixPolicy,
     PromptLayer,
-    PromptThenDecode,
-    Random,
-    SnapKV,
 )
-from snapkv.policies.pyramidkv import PyramidKV, exact_budgets
+from snapkv.policies.pyramidkv import exact_budgets
 from snapkv.prefill import chunked
 from tests.families import random_ids, tiny_model
 from tests.ops.states import pad_left, random_layer
@@ -42,8 +36,8 @@ WITH_SINKS = [
 class Falling(KVzip):
     """KVzip with budgets that fall with depth."""
 
-    def kept_prefix_tokens(self, layer):
-        means, prefixes = super().kept_prefix_tokens(layer), self.prefix_lengths(layer)
+    def kept_prefix_tokens(self, layer, of_heads="max"):
+        means, prefixes = super().kept_prefix_tokens(layer, of_heads), self.prefix(layer).lengths
         return [
             exact_budgets(mean, tokens, layer.num_layers, 20)[layer.depth]
             for mean, tokens in zip(means, prefixes, strict=True)
@@ -58,15 +52,6 @@ WRAPPERS = {
     "criticalkv, by values": lambda policy: CriticalKV(policy, first_share=1e-9),
     "adakv of criticalkv": lambda policy: AdaKV(CriticalKV(policy), safeguard=0.01),
 }
-wrapped = pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
-methods = pytest.mark.parametrize("method", WITH_SINKS, ids=lambda method: method.name)
-
-
-def test_methods_that_rate_without_a_question_have_sinks():
-    defaults = {policy: policy().sink_tokens for policy in WITH_SINKS}
-    none = {SnapKV: 0, PyramidKV: 0, KeyDiff: 0, Random: 0}
-    assert defaults == {ExpectedAttention: 4, KVzip: 4, LagKV: 4, Compactor: 8, **none}
-    assert SnapKV(pooling="fading").sink_tokens == 4
 
 
 def rated(*heads, pads=None):
@@ -121,9 +106,15 @@ def test_heads_share_out_what_the_sinks_leave_by_hand():
     assert selection.head_tokens.tolist() == [[4, 2]]
 
 
-@wrapped
-@pytest.mark.parametrize("method", MAKERS.values(), ids=MAKERS)
-@settings(max_examples=25, deadline=None, derandomize=True)
+@pytest.mark.parametrize(
+    ("method", "wrap"),
+    [
+        (method, wrap)
+        for place, method in enumerate(MAKERS.values())
+        for wrap in list(WRAPPERS.values())[place % 2 :: 2]
+    ],
+)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=3),
     extra=st.integers(0, 4),
@@ -166,18 +157,6 @@ def test_every_head_keeps_them_within_the_budget(
             assert head[: min(sinks, places[row])] == list(range(min(sinks, places[row])))
 
 
-@methods
-def test_a_budget_without_room_for_them_is_refused_in_one_line(method):
-    assert method(12, window_size=8, sink_tokens=4).budget == 12
-    for wrap in (lambda policy: policy, lambda policy: AdaKV(policy), CriticalKV):
-        with pytest.raises(InvalidArgumentError) as caught:
-            wrap(method(11, window_size=8, sink_tokens=4))
-        assert str(caught.value) == (
-            "budget: expected at least window_size=8 + sink_tokens=4, since both are part of the "
-            "budget, got 11; raise budget or lower one of them"
-        )
-
-
 def test_a_method_of_ones_own_has_them_by_declaring_them():
     @dataclasses.dataclass(frozen=True)
     class Latest(PrefixPolicy):
@@ -206,16 +185,6 @@ def begins_with(cache, sinks, row=0):
     )
 
 
-@pytest.mark.parametrize("chunk_tokens", [7, 32])
-@pytest.mark.parametrize("wrap", [lambda policy: policy, AdaKV])
-def test_a_text_that_is_read_twice_keeps_them(chunk_tokens, wrap):
-    model, ids = tiny_model("llama"), random_ids(2, 70)
-    policy = KVzip(20, window_size=4, chunk_tokens=chunk_tokens)
-    bare = dataclasses.replace(policy, sink_tokens=0)
-    assert begins_with(read_context(model, ids, wrap(policy)), 4)
-    assert not begins_with(read_context(model, ids, wrap(bare)), 4), "or nothing is shown here"
-
-
 def read(model, ids, policy, mask=None, **options):
     cache = CompressedCache(model, policy, **options)
     model.generate(
@@ -231,16 +200,14 @@ def read(model, ids, policy, mask=None, **options):
 
 ONE_READING = [
     KeyDiff(24, window_size=8, sink_tokens=4),
-    Random(24, window_size=8, sink_tokens=4),
     ExpectedAttention(24, window_size=8),
-    LagKV(24, window_size=8, lag_size=7),
     Compactor(24, window_size=8),
     AdaKV(KeyDiff(24, window_size=8, sink_tokens=4), safeguard=0.01),
     CriticalKV(KeyDiff(24, window_size=8, sink_tokens=4)),
 ]
 
 
-@pytest.mark.parametrize("policy", ONE_READING, ids=lambda policy: str(policy)[:24])
+@pytest.mark.parametrize("policy", ONE_READING, ids=lambda policy: policy.name)
 def test_left_padded_rows_keep_their_own(policy):
     model, lengths = tiny_model("llama"), (60, 33)
     ids, mask = torch.zeros(2, len(lengths), 60, dtype=torch.long)
@@ -257,28 +224,3 @@ def test_they_stay_while_a_prompt_is_read_in_pieces(wrap):
     policy = wrap(KeyDiff(24, window_size=8, sink_tokens=4))
     with chunked(model, cap_tokens=40, chunk_tokens=24):
         assert begins_with(read(model, ids, policy), 4)
-
-
-def test_they_stay_from_turn_to_turn():
-    model, ids = tiny_model("llama"), random_ids(1, 90)
-    policy = KeyDiff(24, window_size=8, sink_tokens=4)
-    for options in ({"turns": "compress"}, {"recall": "host"}):
-        cache = read(model, ids, policy, **options)
-        read_on = torch.cat([ids, random_ids(1, 40, seed=3)], dim=1)
-        model.generate(read_on, past_key_values=cache, max_new_tokens=2, pad_token_id=0)
-        assert begins_with(cache, 4)
-
-
-def test_a_prompt_s_method_keeps_its_own_beside_one_that_evicts():
-    layer = rated([0.0, 0.1, 0.9, 0.2, 0.8, 0.0])
-    both = PromptThenDecode(prompt=KVzip(3, window_size=1, sink_tokens=2))
-    layer = dataclasses.replace(layer, queries=layer.keys[:, :, -1:])
-    assert kept(both, layer) == [[[0, 1, 5]]]
-
-
-def test_the_lowest_kept_score_that_is_shown_is_of_what_won_its_place():
-    layer = rated([0.0, 0.1, 0.9, 0.2, 0.8, 0.0], [0.5, 0.0, 0.1, 0.9, 0.8, 0.0])
-    policy = KVzip(4, window_size=1, sink_tokens=2)
-    selection = policy.select(layer)
-    shown = rating(policy, layer, selection, kept_mask(selection, layer))
-    assert shown.cuts.tolist() == pytest.approx([0.9, 0.9])

@@ -59,13 +59,6 @@ def test_bad_spans_are_refused(given, error, words):
     assert "\n" not in str(caught.value)
 
 
-def test_segments_that_overlap_are_refused():
-    with pytest.raises(InvalidArgumentError, match="'a' at \\(0, 4\\) and 'b' at \\(3, 9\\)"):
-        Segments.of("fair", {"b": (3, 9), "a": (0, 4)})
-    with pytest.raises(InvalidTypeError, match="names and their spans"):
-        Segments.of("fair", [(0, 4)])
-
-
 def test_every_segment_keeps_its_best_in_its_share():
     """Twelve positions, six stay: 2 of the 4 rules, 3 of the 6 of the text, 1 of the other 2."""
     scores = torch.tensor([[[0.0, 1, 2, 3, 10, 20, 30, 40, 50, 60, 5, 4]]])
@@ -107,8 +100,3 @@ def test_rows_with_pads_share_by_their_own_lengths():
     segments = Segments.of("fair", {"a": (0, 2)})
     kept = keep_fair(scores, [4, 3], [8, 6], segments, None)
     assert kept.tolist() == [[[1, 5, 6, 7]], [[-1, 3, 6, 7]]]
-
-
-def test_names_of_segments_are_texts():
-    with pytest.raises(InvalidTypeError, match="fair: expected names that are texts"):
-        Segments.of("fair", {1: (0, 5), "1": (5, 9)})

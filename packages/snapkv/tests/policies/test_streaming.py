@@ -17,17 +17,16 @@ from transformers.modeling_utils import AttentionInterface
 from snapkv import CompressedCache, UnsupportedModelError
 from snapkv.hf.model_parts import rotations_of
 from snapkv.policies import StreamingLLM
-from tests.families import FAMILIES, IMPLEMENTATIONS, random_ids, tiny_config, tiny_model
+from tests.families import IMPLEMENTATIONS, random_ids, tiny_config, tiny_model
 from tests.oracle import unwrapped
 
 START, RECENT, PROMPT = 3, 17, 50
 BUDGET = START + RECENT
 POLICY = StreamingLLM(start=START, recent=RECENT)
 
-# One way of rotating each: halves, with biases, the first half of a head, neighbours in pairs,
-# both of these, with a norm, tables of half the width and sinks of the model's own, two kinds.
-ROTARY = ("llama", "qwen2", "phi3", "cohere", "glm4", "qwen3", "gpt_oss", "gemma3_text")
-FULL_ATTENTION = tuple(name for name in ROTARY if name not in ("gpt_oss", "gemma3_text"))
+# One way of rotating each: halves, the first half of a head, neighbours in pairs, both of these,
+# tables of half the width and sinks of the model's own, two kinds.
+ROTARY = ("llama", "phi3", "cohere", "glm4", "gpt_oss", "gemma3_text")
 
 _slots: dict[int, list[torch.Tensor]] = {}
 _rotate: dict[str, object] = {}
@@ -93,8 +92,9 @@ def pieces_of(rows=1, at_once=1, tokens=24, prompt=PROMPT):
     return [random_ids(rows, prompt), *random_ids(rows, tokens, seed=1).split(at_once, dim=1)]
 
 
-@pytest.mark.parametrize("family", FULL_ATTENTION)
-@pytest.mark.parametrize("at_once", [1, 5], ids=["one by one", "five at once"])
+@pytest.mark.parametrize(
+    ("family", "at_once"), [("llama", 1), ("phi3", 5), ("cohere", 5), ("glm4", 1)]
+)
 def test_it_equals_raw_keys_rotated_by_their_slots(family, at_once, slots_logits):
     model, pieces = tiny_model(family), pieces_of(2, at_once)
     got, cache = logits_of(model, POLICY, pieces)
@@ -106,16 +106,16 @@ def test_it_equals_raw_keys_rotated_by_their_slots(family, at_once, slots_logits
     assert (original - got).abs().max() > 1e-2, "positions must matter for this to mean anything"
 
 
-@pytest.mark.parametrize("prompt", [1, START, BUDGET - 1, BUDGET])
+@pytest.mark.parametrize("prompt", [1, BUDGET])
 def test_a_cache_that_fills_up_while_generating_equals_it_too(prompt, slots_logits):
     model, pieces = tiny_model("llama"), pieces_of(1, 1, tokens=2 * BUDGET, prompt=prompt)
     got, _ = logits_of(model, POLICY, pieces)
     torch.testing.assert_close(got, slots_logits(model, pieces), atol=5e-4, rtol=5e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "cohere"])
-@pytest.mark.parametrize("at_once", [1, 5], ids=["one by one", "five at once"])
-@pytest.mark.parametrize("true_positions", [True, False], ids=["own positions", "columns"])
+@pytest.mark.parametrize(
+    ("family", "at_once", "true_positions"), [("llama", 1, True), ("cohere", 5, False)]
+)
 def test_left_padded_rows_equal_it_row_by_row(family, at_once, true_positions, slots_logits):
     lengths, model = (PROMPT, 21, 19, 2), tiny_model(family)
     ids, *rest = pieces_of(len(lengths), at_once)
@@ -158,7 +158,7 @@ def test_beams_equal_greedy_rescoring_of_their_own_text(slots_logits):
     torch.testing.assert_close(out.sequences_scores, expected, atol=2e-2, rtol=1e-3)
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama", "cohere", "gpt_oss", "cohere2", "gemma3_text"])
 def test_only_the_keys_of_the_sinks_are_turned(family):
     model, pieces = tiny_model(family, IMPLEMENTATIONS[family][0]), pieces_of(2)[:1]
     _, moved = logits_of(model, POLICY, pieces)
@@ -194,76 +194,17 @@ def test_turning_a_key_gives_the_models_own_key_elsewhere(family):
         torch.testing.assert_close(back, keys, atol=2e-3, rtol=1e-3)
 
 
-def test_layers_without_positions_are_left_as_they_are():
-    """Keys without a rotary embedding are the same in every slot."""
-    model = tiny_model("cohere2")
-    got, cache = logits_of(model, POLICY, pieces_of())
-    same, _ = logits_of(model, StreamingLLM(BUDGET, start=START, positions="original"), pieces_of())
-    assert torch.equal(got, same)
-    assert all(cache.layers[i].identity.rotation.apply is None for i in cache.compressed_layers)
-
-
-def test_without_drops_it_is_the_full_cache_bit_for_bit():
-    model, pieces = tiny_model("llama"), pieces_of(2)
-    plain = unwrapped(model, "sdpa")
-    got, cache = logits_of(model, StreamingLLM(PROMPT + 24), pieces)
-    with torch.no_grad():
-        past, expected = None, []
-        for piece in pieces:
-            out = plain(piece, past_key_values=past, use_cache=True)
-            past = out.past_key_values
-            expected.append(out.logits)
-    assert torch.equal(got, torch.cat(expected, 1))
-    assert cache.layers[0].notes.sink_keys is None
-
-
 def test_rounding_does_not_add_up():
-    """After hundreds of moves in bfloat16 a sink is as near to its true key as after one."""
+    """After a hundred moves in bfloat16 a sink is as near to its true key as after one."""
     model = copy.deepcopy(unwrapped(tiny_model("llama"), "sdpa")).bfloat16()
     cache = CompressedCache(model, POLICY)
     with torch.no_grad():
-        for token in random_ids(1, 300).split(1, dim=1):
+        for token in random_ids(1, 120).split(1, dim=1):
             model(token, past_key_values=cache)
     layer = cache.layers[2]
-    by = torch.tensor([[300 - BUDGET]])
+    by = torch.tensor([[120 - BUDGET]])
     expected = layer.identity.rotation(layer.notes.sink_keys, by.expand(1, START)).bfloat16()
     assert torch.equal(layer.keys[:, :, :START], expected)
-
-
-def test_generation_runs_past_the_trained_length():
-    torch.manual_seed(0)
-    config = tiny_config("llama", max_position_embeddings=64)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    cache = CompressedCache(model, POLICY)
-    ids = random_ids(1, PROMPT)
-    tokens = model.generate(ids, past_key_values=cache, max_new_tokens=250, pad_token_id=0)
-    assert tokens.shape[1] == PROMPT + 250
-    assert cache.report().kept_tokens == BUDGET
-
-
-def test_the_same_recent_tokens_are_read_alike_after_any_distance():
-    """Equal raw keys in equal slots give equal logits, wherever the text has got to."""
-    model, prompt = tiny_model("llama"), random_ids(1, PROMPT)
-    _, cache = logits_of(model, POLICY, [prompt])
-    far = copy.deepcopy(cache)
-    for layer in far.layers:
-        layer.store.keys = layer.identity.rotation(layer.keys, torch.full((1, BUDGET), 900))
-    logits = []
-    with torch.no_grad():
-        for past, position in ((cache, PROMPT), (far, PROMPT + 900)):
-            options = {"past_key_values": past, "position_ids": torch.tensor([[position]])}
-            logits.append(model(prompt[:, :1], **options).logits)
-    torch.testing.assert_close(*logits, atol=1e-3, rtol=1e-3)
-
-
-def test_the_copy_of_the_sinks_counts_as_held():
-    model = tiny_model("llama")
-    _, cache = logits_of(model, POLICY, pieces_of(2))
-    _, still = logits_of(
-        model, StreamingLLM(BUDGET, start=START, positions="original"), pieces_of(2)
-    )
-    extra = sum(layer.notes.sink_keys.nbytes for layer in cache.layers)
-    assert cache.report().held_bytes == still.report().held_bytes + extra
 
 
 LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}

@@ -1,16 +1,15 @@
 """Methods that weigh values: CriticalKV and ExpectedAttention, by hand and by loops."""
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from snapkv import CompressedCache, InvalidArgumentError, InvalidTypeError, UnsupportedModelError
+from snapkv import CompressedCache, UnsupportedModelError
 from snapkv.ops import ScoreOptions
 from snapkv.policies import (
-    AdaKV,
     CriticalKV,
     ExpectedAttention,
     KeyDiff,
@@ -19,7 +18,7 @@ from snapkv.policies import (
     SnapKV,
 )
 from snapkv.policies.criticalkv import projected_norms
-from tests.families import CASES, random_ids, tiny_config, tiny_model
+from tests.families import CASES, random_ids, tiny_model
 from tests.ops.states import random_layer, rotate
 from tests.oracle import masked_decode_logits
 from tests.policies.test_selection_contract import Stated, kept_sets
@@ -92,7 +91,7 @@ def voted_layer(received, values):
     ],
     ids=["snapkv", "pyramidkv", "summed"],
 )
-@pytest.mark.parametrize("queries", [1, 4, 32])
+@pytest.mark.parametrize("queries", [1, 32])
 def test_epsilon_is_added_to_the_mean_attention_of_the_window_by_hand(base, queries):
     """Of tokens attended to by 0.5, 0.0002 and 0 with norms 1, 1 and 2.5 the first goes by score.
 
@@ -118,16 +117,6 @@ def test_of_one_token_at_two_places_the_lower_wins_whatever_its_last_bits(higher
     assert kept_sets_of_one(policy, voted_layer([[0.5, *[0.1] * 4]], values)) == [0, 1, 5]
 
 
-def test_summed_heads_count_as_their_mean():
-    """Two query heads of a KV head: what is weighed is the attention per query and head."""
-    layer = voted_layer([[0.5, 0.0002, 0.0]] * 4, [1.0, 1.0, 3.5])
-    layer = replace(layer, queries=layer.queries.repeat(1, 2, 1, 1), output_weight=torch.ones(1, 2))
-    for how in ("mean", "max", "sum"):
-        base = SnapKV(6, window_size=4, kernel_size=1, group_reduce=how)
-        scores = CriticalKV(base).score(layer)[0, 0, 1:].tolist()
-        assert scores == pytest.approx([3e-4, 3.5e-4], rel=1e-3)
-
-
 def test_the_norm_is_the_mean_over_the_query_heads_of_a_kv_head():
     layer = random_layer(3, query_heads=4, kv_heads=2, prompt_tokens=9, query_tokens=4)
     norms = projected_norms(layer, 7)
@@ -140,7 +129,7 @@ def test_the_norm_is_the_mean_over_the_query_heads_of_a_kv_head():
 
 
 @pytest.mark.parametrize("base", [Stated, SnapKV, KeyDiff])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(1))
 def test_with_equal_norms_it_is_the_base_policy(base, seed):
     policy = base(16, window_size=6)
     layer = random_layer(seed, prompt_tokens=50, query_tokens=6)
@@ -149,43 +138,12 @@ def test_with_equal_norms_it_is_the_base_policy(base, seed):
     assert kept_sets(CriticalKV(policy), layer) == kept_sets(policy, layer)
 
 
-def test_adakv_gives_every_head_at_least_its_first_half():
-    policy = CriticalKV(SnapKV(16, window_size=6))
-    layer = random_layer(0, prompt_tokens=50, query_tokens=6)
-    best = SnapKV(11, window_size=6).select(layer).keep_indices[0]
-    selection = AdaKV(policy).select(layer)
-    assert int(selection.head_tokens.sum()) == 2 * 16
-    for kept, first in zip(selection.keep_indices[0].tolist(), best.tolist(), strict=True):
-        assert set(first) <= set(kept)
-
-
-def test_what_it_wraps_is_checked_and_described():
-    policy = CriticalKV(SnapKV(64, window_size=16))
-    assert (policy.budget, policy.window_size) == (64, 16)
-    inner = SnapKV(64, window_size=16).describe()
-    assert policy.describe() == {"name": "criticalkv", "policy": inner, "first_share": 0.5}
-    with pytest.raises(InvalidTypeError, match="AdaKV goes around CriticalKV"):
-        CriticalKV(AdaKV())
-    with pytest.raises(InvalidArgumentError, match="first_share: expected a number in"):
-        CriticalKV(first_share=0.0)
-
-
 def test_a_layer_without_a_fitting_projection_is_refused():
     layer = random_layer(0, prompt_tokens=50, query_tokens=6)
     for weight, got in ((None, "got none"), (torch.zeros(4, 5), "got one of 5 inputs")):
         other = PromptLayer(**vars(layer) | {"output_weight": weight})
         with pytest.raises(UnsupportedModelError, match=got):
             CriticalKV(SnapKV(16, window_size=6)).select(other)
-
-
-def test_a_model_without_a_known_projection_is_refused_before_any_work():
-    model = AutoModelForCausalLM.from_config(tiny_config("llama"))
-    for layer in model.model.layers:
-        layer.self_attn.another_name = layer.self_attn.o_proj
-        del layer.self_attn.o_proj
-    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM with none in layer 0"):
-        CompressedCache(model, CriticalKV())
-    assert not model.config._attn_implementation.startswith("snapkv")
 
 
 @dataclass(frozen=True)
@@ -284,7 +242,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize("policy", METHODS.values(), ids=METHODS)
-@pytest.mark.parametrize(("family", "implementation"), CASES)
+@pytest.mark.parametrize(("family", "implementation"), CASES[::4])
 def test_every_family_is_read_as_masked_full_attention_or_refused(policy, family, implementation):
     model, ids = tiny_model(family, implementation), random_ids(2, PROMPT)
     if family == "deepseek_v3" and isinstance(policy, ExpectedAttention):
@@ -297,13 +255,3 @@ def test_every_family_is_read_as_masked_full_attention_or_refused(policy, family
         expected = masked_decode_logits(model, cache, ids, tokens)
         got = [model(t, past_key_values=cache).logits for t in tokens.split(1, dim=1)]
     torch.testing.assert_close(torch.cat(got, 1), expected, atol=2e-4, rtol=2e-4)
-
-
-def test_queries_read_in_pieces_are_turned_back_alike():
-    model, ids = tiny_model("llama"), random_ids(1, PROMPT)
-    kept = []
-    for options in ({}, {"prefill_chunk_size": 17}):
-        cache = CompressedCache(model, METHODS["expected attention"])
-        model.generate(ids, past_key_values=cache, max_new_tokens=2, pad_token_id=0, **options)
-        kept.append(cache.kept_positions(2))
-    assert torch.equal(*kept)

@@ -4,56 +4,20 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from snapkv import (
-    H2O,
-    RKV,
-    TOVA,
-    AdaKV,
-    AutoBudget,
-    Compactor,
-    CriticalKV,
-    DuoAttention,
-    ExpectedAttention,
-    FastGen,
-    FullCache,
-    KeyDiff,
-    LagKV,
-    PageRecall,
-    PromptThenDecode,
-    PyramidKV,
-    Random,
-    Scissorhands,
-    ScoreThreshold,
-    SnapKV,
-    StreamingLLM,
-)
+import snapkv as kv
 from snapkv.policies import EvictingPolicy, Policy, PrefixPolicy
-from tests.sequences.models import COMPRESSED, KINDS, KV_HEADS
-from tests.sequences.operations import (
-    Begin,
-    Copy,
-    Crop,
-    Operation,
-    Reorder,
-    Repeat,
-    Reset,
-    Save,
-    Select,
-    Sequence,
-    Step,
-    Swap,
-    Turn,
-)
+from tests.families import KINDS
+from tests.sequences import operations as do
 
 Draw = random.Random
 
 
-def drawn(seed: int, number: int) -> Sequence:
+def drawn(seed: int, number: int) -> do.Sequence:
     """A sequence out of all there are."""
     draw = Draw(f"{seed}/{number}")
     model = draw.choice(list(KINDS))
     policy = _policy(draw, model)
-    return Sequence(model, policy, _operations(draw, policy), _options(draw, policy))
+    return do.Sequence(model, policy, _operations(draw, policy), _options(draw, policy))
 
 
 # Policies.
@@ -66,21 +30,21 @@ def _limits(draw: Draw, sinks: int = 0) -> dict[str, Any]:
     return {"budget": window + sinks + draw.choice([2, 4, 8, 12, 20, 30]), "window_size": window}
 
 
-def _voting(draw: Draw) -> SnapKV:
+def _voting(draw: Draw) -> kv.SnapKV:
     pooling = draw.choice(["max", "max", "avg", "fading"])
     sinks = draw.choice([0, 1, 4]) if pooling == "fading" else 0
     options = {**_limits(draw, sinks), "group_reduce": draw.choice(["mean", "mean", "max", "sum"])}
     if pooling == "fading":
-        return SnapKV(**options, pooling=pooling, sink_tokens=sinks)
+        return kv.SnapKV(**options, pooling=pooling, sink_tokens=sinks)
     kernel = draw.choice([1, 3, 5, 7, (0, 4)])
     if draw.random() < 0.15:
         options.pop("budget", None)
         options |= {"keep_ratio": None, "budget": _auto(draw)}
-    return SnapKV(**options, pooling=pooling, kernel_size=kernel)
+    return kv.SnapKV(**options, pooling=pooling, kernel_size=kernel)
 
 
-def _auto(draw: Draw) -> AutoBudget:
-    return AutoBudget(lost_vote=draw.choice([0.01, 0.03, 0.1]), least=draw.choice([1, 4, 8]))
+def _auto(draw: Draw) -> kv.AutoBudget:
+    return kv.AutoBudget(lost_vote=draw.choice([0.01, 0.03, 0.1]), least=draw.choice([1, 4, 8]))
 
 
 def _scoring(draw: Draw) -> PrefixPolicy:
@@ -91,56 +55,56 @@ def _scoring(draw: Draw) -> PrefixPolicy:
             lambda: _voting(draw),
             lambda: _voting(draw),
             lambda: _voting(draw),
-            lambda: KeyDiff(**number),
-            lambda: ExpectedAttention(**number),
-            lambda: LagKV(**number, lag_size=8),
-            lambda: Random(**number),
+            lambda: kv.KeyDiff(**number),
+            lambda: kv.ExpectedAttention(**number),
+            lambda: kv.LagKV(**number, lag_size=8),
+            lambda: kv.Random(**number),
         ]
     )()
 
 
-def _duo(draw: Draw, model: str) -> DuoAttention:
-    layers = COMPRESSED[model]
-    heads = 1 if model == "latent" else KV_HEADS
+def _duo(draw: Draw, model: str) -> kv.DuoAttention:
+    layers = 2 if model == "latent" or "layer_types" in KINDS[model][2] else 3
+    heads = 1 if model == "latent" else 2
     pattern = tuple(tuple(draw.choice([0, 1]) for _ in range(heads)) for _ in range(layers))
-    return DuoAttention(
+    return kv.DuoAttention(
         pattern, sink_tokens=draw.choice([0, 2]), recent_tokens=draw.choice([4, 12])
     )
 
 
 _PREFIX: list[Callable[[Draw], Policy]] = [
     *[_voting] * 6,
-    lambda draw: SnapKV(group_reduce="none", **_limits(draw)),
-    lambda draw: PyramidKV(budget=draw.choice([16, 24, 40]), window_size=draw.choice([2, 6])),
-    *[lambda draw: AdaKV(_scoring(draw))] * 3,
-    *[lambda draw: CriticalKV(_scoring(draw), first_share=draw.choice([0.3, 0.5, 1.0]))] * 2,
-    lambda draw: AdaKV(CriticalKV(_scoring(draw))),
-    *[lambda draw: ScoreThreshold(_limited(draw), at_least=draw.choice([0.01, 0.05, 0.2]))] * 2,
-    lambda draw: ExpectedAttention(**_limits(draw, 4)),
-    lambda draw: KeyDiff(**_limits(draw), sink_tokens=draw.choice([0, 1, 2])),
-    lambda draw: LagKV(**_limits(draw, 4), lag_size=draw.choice([3, 8])),
-    lambda draw: Compactor(**_limits(draw), chunk_tokens=draw.choice([8, 16]), sink_tokens=1),
-    lambda draw: Random(**_limits(draw)),
-    lambda draw: FullCache(),
+    lambda draw: kv.SnapKV(group_reduce="none", **_limits(draw)),
+    lambda draw: kv.PyramidKV(budget=draw.choice([16, 24, 40]), window_size=draw.choice([2, 6])),
+    *[lambda draw: kv.AdaKV(_scoring(draw))] * 3,
+    *[lambda draw: kv.CriticalKV(_scoring(draw), first_share=draw.choice([0.3, 0.5, 1.0]))] * 2,
+    lambda draw: kv.AdaKV(kv.CriticalKV(_scoring(draw))),
+    *[lambda draw: kv.ScoreThreshold(_limited(draw), at_least=draw.choice([0.01, 0.05, 0.2]))] * 2,
+    lambda draw: kv.ExpectedAttention(**_limits(draw, 4)),
+    lambda draw: kv.KeyDiff(**_limits(draw), sink_tokens=draw.choice([0, 1, 2])),
+    lambda draw: kv.LagKV(**_limits(draw, 4), lag_size=draw.choice([3, 8])),
+    lambda draw: kv.Compactor(**_limits(draw), chunk_tokens=draw.choice([8, 16]), sink_tokens=1),
+    lambda draw: kv.Random(**_limits(draw)),
+    lambda draw: kv.FullCache(),
 ]
 _EVICTING: list[Callable[[Draw], Policy]] = [
-    lambda draw: H2O(draw.choice([8, 16, 24])),
-    lambda draw: StreamingLLM(
+    lambda draw: kv.H2O(draw.choice([8, 16, 24])),
+    lambda draw: kv.StreamingLLM(
         draw.choice([8, 16, 24]), positions=draw.choice(["original", "cache"])
     ),
-    lambda draw: TOVA(draw.choice([8, 16, 24])),
-    lambda draw: Scissorhands(draw.choice([16, 24]), history=6, recent=4),
-    lambda draw: Scissorhands(24, history=6, recent=6, drop=3, threshold="slots"),
-    lambda draw: RKV(draw.choice([12, 24]), window_size=4, evict_every=draw.choice([1, 4])),
-    lambda draw: FastGen(draw.choice([0.5, 0.8]), special_ids=(3, 4), punctuation_ids=(5, 6, 7)),
-    lambda draw: PromptThenDecode(
-        prompt=SnapKV(16, window_size=4), decode=draw.choice([H2O, TOVA])(20)
+    lambda draw: kv.TOVA(draw.choice([8, 16, 24])),
+    lambda draw: kv.Scissorhands(draw.choice([16, 24]), history=6, recent=4),
+    lambda draw: kv.Scissorhands(24, history=6, recent=6, drop=3, threshold="slots"),
+    lambda draw: kv.RKV(draw.choice([12, 24]), window_size=4, evict_every=draw.choice([1, 4])),
+    lambda draw: kv.FastGen(draw.choice([0.5, 0.8]), special_ids=(3, 4), punctuation_ids=(5, 6, 7)),
+    lambda draw: kv.PromptThenDecode(
+        prompt=kv.SnapKV(16, window_size=4), decode=draw.choice([kv.H2O, kv.TOVA])(20)
     ),
 ]
 
 
-def _limited(draw: Draw) -> SnapKV:
-    return SnapKV(**_limits(draw), kernel_size=draw.choice([1, 5]))
+def _limited(draw: Draw) -> kv.SnapKV:
+    return kv.SnapKV(**_limits(draw), kernel_size=draw.choice([1, 5]))
 
 
 def _policy(draw: Draw, model: str) -> Policy:
@@ -165,9 +129,9 @@ def _options(draw: Draw, policy: Policy) -> dict[str, Any]:
     elif later == "recall":
         options["recall"] = "host"
     elif later == "pages":
-        options["recall"] = PageRecall(draw.choice([1, 3]), page_tokens=draw.choice([2, 8]))
+        options["recall"] = kv.PageRecall(draw.choice([1, 3]), page_tokens=draw.choice([2, 8]))
     elif later == "all pages":
-        options["recall"] = PageRecall(1000, page_tokens=draw.choice([1, 2, 8]))
+        options["recall"] = kv.PageRecall(1000, page_tokens=draw.choice([1, 2, 8]))
     if "recall" in options and draw.random() < 0.3:
         options["refresh_every"] = draw.choice([1, 2, 5])
     stored = draw.random()
@@ -182,16 +146,16 @@ def _options(draw: Draw, policy: Policy) -> dict[str, Any]:
 # Operations.
 
 
-def _operations(draw: Draw, policy: Policy) -> tuple[Operation, ...]:
+def _operations(draw: Draw, policy: Policy) -> tuple[do.Operation, ...]:
     drawing = [_first(draw)]
     for _ in range(draw.randint(2, 7)):
         drawing.append(_next(draw, policy))
-        if isinstance(drawing[-1], Reset):
+        if isinstance(drawing[-1], do.Reset):
             drawing.append(_first(draw))
     return tuple(drawing)
 
 
-def _first(draw: Draw) -> Operation:
+def _first(draw: Draw) -> do.Operation:
     tokens = draw.choice([draw.randint(4, 20), draw.randint(20, 50), draw.randint(40, 80)])
     rows = draw.choice([1, 1, 2, 2, 3])
     pads = (0,) * rows
@@ -199,14 +163,14 @@ def _first(draw: Draw) -> Operation:
         pads = (0, *(draw.randint(0, tokens - 1) for _ in range(rows - 1)))
         pads = tuple(draw.sample(pads, rows))
     if draw.random() < 0.12:
-        return Begin(draw.randint(1, tokens), of=tokens + draw.randint(1, 20), pads=pads)
+        return do.Begin(draw.randint(1, tokens), of=tokens + draw.randint(1, 20), pads=pads)
     hows = ["call", "call", "told", "pieces", "layers", "generate"]
     if not any(pads):
         hows.append("chunked")
     return _turn(draw, tokens, draw.choice(hows), pads)
 
 
-def _turn(draw: Draw, tokens: int, how: str, pads: tuple[int, ...]) -> Turn:
+def _turn(draw: Draw, tokens: int, how: str, pads: tuple[int, ...]) -> do.Turn:
     numbers: dict[str, int] = {}
     if how in ("pieces", "layers", "chunked"):
         numbers["piece"] = draw.randint(1, max(2, tokens - 1))
@@ -217,38 +181,38 @@ def _turn(draw: Draw, tokens: int, how: str, pads: tuple[int, ...]) -> Turn:
         numbers["answer"] = draw.randint(1, 6)
         if draw.random() < 0.3:
             numbers["piece"] = draw.randint(1, max(2, tokens - 1))
-    return Turn(tokens, how, pads=pads, **numbers)
+    return do.Turn(tokens, how, pads=pads, **numbers)
 
 
-def _later(draw: Draw) -> Operation:
+def _later(draw: Draw) -> do.Operation:
     tokens = draw.choice([draw.randint(1, 6), draw.randint(4, 25)])
     if draw.random() < 0.15:
-        return Begin(draw.randint(1, tokens), of=tokens + draw.randint(1, 10))
+        return do.Begin(draw.randint(1, tokens), of=tokens + draw.randint(1, 10))
     hows = ["told", "told", "pieces", "layers", "generate", "generate", "chunked"]
     return _turn(draw, tokens, draw.choice(hows), (0,))
 
 
-def _rows(draw: Draw) -> Operation:
-    kind = draw.choice([Repeat, Select, Reorder])
-    if kind is Repeat:
-        return Repeat(2)
-    return kind(tuple(draw.randint(0, 3) for _ in range(draw.randint(1, 3))))
+def _rows(draw: Draw) -> do.Operation:
+    how = draw.choice(["batch_repeat_interleave", "batch_select_indices", "reorder_cache"])
+    if how == "batch_repeat_interleave":
+        return do.Rows(how, (2,))
+    return do.Rows(how, tuple(draw.randint(0, 3) for _ in range(draw.randint(1, 3))))
 
 
-def _crop(draw: Draw) -> Crop:
-    return Crop(draw.choice([draw.randint(1, 3), draw.randint(1, 8), draw.randint(1, 30)]))
+def _crop(draw: Draw) -> do.Crop:
+    return do.Crop(draw.choice([draw.randint(1, 3), draw.randint(1, 8), draw.randint(1, 30)]))
 
 
-def _next(draw: Draw, policy: Policy) -> Operation:
-    choices: list[tuple[float, Callable[[Draw], Operation]]] = [
+def _next(draw: Draw, policy: Policy) -> do.Operation:
+    choices: list[tuple[float, Callable[[Draw], do.Operation]]] = [
         (5, _later),
-        (4, lambda draw: Step(draw.randint(1, 5), draw.random() < 0.4)),
+        (4, lambda draw: do.Step(draw.randint(1, 5), draw.random() < 0.4)),
         (0.5 if isinstance(policy, EvictingPolicy) else 3, _crop),
         (2.5, _rows),
-        (1, lambda draw: Copy(draw.random() < 0.5, draw.choice(["copy", "original"]))),
-        (0.7, lambda draw: Swap()),
-        (1, lambda draw: Save()),
-        (0.5, lambda draw: Reset()),
+        (1, lambda draw: do.Copy(draw.random() < 0.5, draw.choice(["copy", "original"]))),
+        (0.7, lambda draw: do.Swap()),
+        (1, lambda draw: do.Save()),
+        (0.5, lambda draw: do.Reset()),
     ]
     weights, kinds = zip(*choices, strict=True)
     return draw.choices(kinds, weights)[0](draw)

@@ -6,11 +6,14 @@ transformers' own cache, whose attention is masked to what the cache keeps.
 """
 
 import contextlib
+import copy
+import functools
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from snapkv import (
     AutoBudget,
@@ -24,10 +27,9 @@ from snapkv import (
 from snapkv.policies import EvictingPolicy
 from snapkv.policies.base import ALL_QUERIES
 from snapkv.prefill import chunked, layer_by_layer
-from tests.oracle import hidden_columns, masked_pass
-from tests.sequences.models import judge_of, small_model
+from tests.families import small_model
+from tests.oracle import hidden_columns, masked_pass, unwrapped
 from tests.sequences.operations import Sequence
-from tests.sequences.state import Part, State
 
 CLOSE = 2e-3
 """How far logits may be apart, as a part of the highest of them; float32 sums make it 1e-4."""
@@ -35,6 +37,14 @@ CLOSE_IN_BITS = {"int8": 0.15, "fp8": 0.7, "int4": 0.7}
 """Where a row and the same one alone are grouped with other neighbours."""
 CLOSE_IN_GROUPS = {"int8": CLOSE, "fp8": 1e-2, "int4": 1e-2}
 """Where they are grouped alike; a number between two codes goes to either by such a sum, 3e-3."""
+
+
+@functools.cache
+def judge_of(kind: str) -> PreTrainedModel:
+    """A copy of that model that has nothing to do with the library, and hides what it is told."""
+    reference = unwrapped(small_model(kind), "eager")
+    reference.set_attn_implementation("masked_oracle")
+    return reference
 
 
 class WrongError(Exception):
@@ -57,32 +67,102 @@ def reading(
     return contextlib.nullcontext()
 
 
+@dataclass
+class Part:
+    """A "turn" or a "step" that was read, or a "crop" that is to be done alone, too.
+
+    Attributes:
+        start: column of its first token; of a crop, tokens seen before.
+        stop: column behind the last one that was read; of a crop, tokens seen after.
+        ids: (R, stop - start), what was read.
+        end: of a turn, where it will end; None where the next pass will tell.
+        passes: of a turn, how it was read: the function's name, up to which column, numbers.
+    """
+
+    kind: str
+    start: int
+    stop: int
+    ids: Tensor
+    end: int | None = None
+    passes: list[tuple[Any, ...]] = field(default_factory=list)
+
+
+@dataclass
+class State:
+    """A cache and all that was done to it.
+
+    Attributes:
+        cache: the one that is judged.
+        full: the oracle's, or None where it cannot follow.
+        ids: (R, tokens seen).
+        pads: (R,) leading columns of each row that are none of its tokens.
+        done: what was read, but for the turn that is open.
+        turn: the turn that is open, or None.
+        prompt_end: as the cache was told, or None.
+        logits: (R, N, V) of the last N columns of the turn that is open.
+        alone: for each row a cache that has read it alone, and how many parts; None until asked.
+        short_by: queries that crops took of the last ones, which vote at the end of a short turn.
+        resumed_at: tokens seen after the last of those crops.
+        fewer_votes: whether a crop has taken queries that have voted alone; then only the numbers
+            of kept tokens are alike.
+    """
+
+    cache: CompressedCache
+    full: DynamicCache | None
+    ids: Tensor
+    pads: Tensor
+    done: list[Part] = field(default_factory=list)
+    turn: Part | None = None
+    prompt_end: int | None = None
+    logits: Tensor | None = None
+    alone: list[tuple[CompressedCache, int] | None] = field(default_factory=list)
+    short_by: int = 0
+    resumed_at: int = 0
+    fewer_votes: bool = False
+
+    @property
+    def seen(self) -> int:
+        return self.ids.shape[1]
+
+    @property
+    def rows(self) -> int:
+        return self.ids.shape[0]
+
+    def mask(self, stop: int) -> Tensor:
+        """(R, stop) int64, zero for pads."""
+        return (torch.arange(stop) >= self.pads[:, None]).long()
+
+    def positions(self, start: int, stop: int) -> Tensor:
+        """(R, stop - start) int64."""
+        return (torch.arange(start, stop) - self.pads[:, None]).clamp(min=0)
+
+    def branch(self, cache: CompressedCache) -> "State":
+        """The same for a copy of the cache."""
+        return replace(
+            self,
+            cache=cache,
+            full=copy.deepcopy(self.full),
+            done=list(self.done),
+            turn=copy.deepcopy(self.turn),
+            alone=[None] * self.rows,
+        )
+
+
 class Judge:
     """Knows what the caches of a sequence must be."""
 
     def __init__(self, sequence: Sequence) -> None:
         self.sequence, self.policy, self.options = sequence, sequence.policy, sequence.options
         self.model = small_model(sequence.model)
+        self.evicts = isinstance(self.policy, EvictingPolicy)  # drops tokens after every pass
+        self.recalls = self.options.get("recall") is not None  # turns see all that was seen
+        votes = self.recalls or self.options.get("turns") == "compress"
+        # Whether the end of a short turn votes with queries of what stands before it.
+        self.looks_back = votes and self.options.get("storage") != "static"
 
     def new_cache(self) -> CompressedCache:
         """An empty one."""
         return CompressedCache(self.model, self.policy, **self.options)
-
-    @property
-    def evicts(self) -> bool:
-        """Whether the policy drops tokens after every pass."""
-        return isinstance(self.policy, EvictingPolicy)
-
-    @property
-    def recalls(self) -> bool:
-        """Whether turns are read over all that was seen."""
-        return self.options.get("recall") is not None
-
-    @property
-    def looks_back(self) -> bool:
-        """Whether the end of a short turn votes with queries of what stands before it."""
-        votes = self.recalls or self.options.get("turns") == "compress"
-        return votes and self.options.get("storage") != "static"  # whose steps hold none
 
     @property
     def _votes_choose_numbers(self) -> bool:
@@ -139,24 +219,17 @@ class Judge:
             found = _sets(state.cache.kept_positions(layer)[row])
             expected = _sets(alone.kept_positions(layer)[0])
             most = max(len(found), len(expected))  # heads are stored per query head, or not yet
-            found, expected = (_repeated(heads, most) for heads in (found, expected))
+            found, expected = (
+                [head for head in heads for _ in range(most // len(heads))]
+                for heads in (found, expected)
+            )
             if state.fewer_votes:
                 counts = [sum(map(len, heads)) for heads in (found, expected)]
                 alike = self._votes_choose_numbers or counts[0] == counts[1]
             else:
                 alike = found == expected
             if not alike:
-                told = [
-                    f"{len(own)}/{len(other)}" for own, other in zip(found, expected, strict=True)
-                ]
-                away = [
-                    f"-{sorted(other - own)[:6]} +{sorted(own - other)[:6]}"
-                    for own, other in zip(found, expected, strict=True)
-                ]
-                raise WrongError(
-                    f"row {row} alone: layer {layer} keeps {' '.join(told)} by head, "
-                    f"{'; '.join(away)}"
-                )
+                raise WrongError(f"row {row} alone: layer {layer}: {found} for {expected}")
 
     def _alone(self, state: State, row: int) -> tuple[CompressedCache, Tensor]:
         """The row read alone, and the logits of the last part."""
@@ -274,10 +347,6 @@ class Judge:
 def _sets(kept: Tensor) -> list[set[int]]:
     """(H, S) positions as sets, heads that are alike told once."""
     return [{position for position in head if position >= 0} for head in kept.tolist()]
-
-
-def _repeated(heads: list[set[int]], count: int) -> list[set[int]]:
-    return [head for head in heads for _ in range(count // len(heads))]
 
 
 def _require_positions(kept: Tensor, tokens: Tensor, layer: int) -> None:

@@ -1,19 +1,16 @@
 """What can be done to a cache, and a sequence of it."""
 
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from snapkv.policies import Policy
 
 
 class Operation:
-    """One of those below; prints as it is written."""
-
-    def __repr__(self) -> str:
-        return written(self)
+    """One of those below."""
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Turn(Operation):
     """A prompt, the first one or a later one, read to its end.
 
@@ -35,7 +32,7 @@ class Turn(Operation):
     pads: tuple[int, ...] = (0,)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Begin(Operation):
     """Announce a prompt and read the beginning of it."""
 
@@ -44,7 +41,7 @@ class Begin(Operation):
     pads: tuple[int, ...] = (0,)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Step(Operation):
     """Plain calls: one token after the other, or together."""
 
@@ -52,35 +49,28 @@ class Step(Operation):
     together: bool = False
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Crop(Operation):
     """Take back the last tokens."""
 
     tokens: int
 
 
-@dataclass(frozen=True, repr=False)
-class Repeat(Operation):
-    """`batch_repeat_interleave`."""
+@dataclass(frozen=True)
+class Rows(Operation):
+    """Take rows by the cache's method of that name; numbers beyond the last row begin again.
 
-    times: int = 2
+    Attributes:
+        how: "reorder_cache", by as many of the numbers as there are rows; "batch_select_indices",
+            or "batch_repeat_interleave", by one number.
+        numbers: of rows, or how often each is repeated.
+    """
 
-
-@dataclass(frozen=True, repr=False)
-class Select(Operation):
-    """`batch_select_indices`; numbers beyond the last row begin again."""
-
-    rows: tuple[int, ...]
-
-
-@dataclass(frozen=True, repr=False)
-class Reorder(Operation):
-    """`reorder_cache`, by as many of the numbers as there are rows."""
-
-    rows: tuple[int, ...]
+    how: str
+    numbers: tuple[int, ...]
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Copy(Operation):
     """Copy the cache; go on with the copy or the original, the other one goes on later."""
 
@@ -88,60 +78,26 @@ class Copy(Operation):
     go_on: str = "copy"
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Swap(Operation):
     """Go on with the other one of two caches."""
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Save(Operation):
     """Save, load, and go on with what was loaded."""
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Reset(Operation):
     """Empty the cache."""
 
 
 @dataclass(frozen=True)
 class Sequence:
-    """A cache and what is done to it.
-
-    Attributes:
-        model: a kind of `tests.sequences.models`.
-        policy: what the cache keeps.
-        operations: one after the other.
-        options: of the cache.
-    """
+    """A cache of that kind of model, policy and options, and what is done to it."""
 
     model: str
     policy: Policy
     operations: tuple[Operation, ...]
     options: dict[str, Any] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        options = "".join(f", {name}={value!r}" for name, value in self.options.items())
-        done = " ".join(map(repr, self.operations))
-        return f"{self.model}: {written(self.policy)}{options}: {done}"
-
-
-def written(value: Any) -> str:
-    """A dataclass as a call, without what is at its default or derived."""
-    if not hasattr(value, "__dataclass_fields__"):
-        return repr(value)
-    given, usual = [], _usual(value)
-    for number, each in enumerate(part for part in fields(value) if part.init):
-        own = getattr(value, each.name)
-        default = each.default if each.default_factory is MISSING else each.default_factory()
-        if own != default and own != getattr(usual, each.name, None):
-            name = "" if number == 0 and not each.kw_only else f"{each.name}="
-            given.append(f"{name}{written(own)}")
-    return f"{type(value).__name__}({', '.join(given)})"
-
-
-def _usual(value: Any) -> Any:
-    """One of its class with nothing but defaults, None where there is none such."""
-    try:
-        return type(value)()
-    except TypeError:
-        return None

@@ -22,27 +22,12 @@ def no_grad(request):
         yield
 
 
-class OfKeys(AppendBuffer):
-    """Grows keys, and beside them values that are twice as wide and say the same."""
-
-    def append(self, stored, new):
-        known = self._last is not None and self._last[0]() is stored
-        values = self.last_values if known else _doubled(stored)
-        keys, self.last_values = super().append(stored, values, new, _doubled(new))
-        assert torch.equal(self.last_values, _doubled(keys))
-        return keys
-
-
-def _doubled(states):
-    return torch.cat([states, -states], dim=-1)
-
-
 def states(tokens, seed=0):
     return torch.randn(B, H, tokens, D, generator=torch.Generator().manual_seed(seed))
 
 
 def test_tokens_come_in_place_until_the_room_is_used_up():
-    growing, expected, places = OfKeys(), states(5), []
+    growing, expected, places = AppendBuffer(), states(5), []
     got = expected
     for number in range(ROOM_TOKENS + 3):
         token = states(1, seed=number)
@@ -54,7 +39,7 @@ def test_tokens_come_in_place_until_the_room_is_used_up():
 
 
 def test_what_was_handed_out_stays_as_it_is():
-    growing = OfKeys()
+    growing = AppendBuffer()
     first = growing.append(states(5), states(2, seed=1))
     before = first.clone()
     second = growing.append(first, states(1, seed=2))
@@ -72,39 +57,33 @@ def test_what_was_handed_out_stays_as_it_is():
 )
 def test_a_copy_does_not_write_behind_what_the_original_handed_out(copied):
     growing = AppendBuffer()
-    pair = growing.append(*[states(5)] * 2, *[states(1, seed=1)] * 2)
-    theirs = copied(growing).append(*pair, *[states(1, seed=2)] * 2)
-    ours = growing.append(*pair, *[states(1, seed=3)] * 2)
-    for got, seed in ((theirs, 2), (ours, 3)):
-        for grown in got:
-            assert torch.equal(grown[..., -1:, :], states(1, seed=seed))
+    first = growing.append(states(5), states(1, seed=1))
+    theirs = copied(growing).append(first, states(1, seed=2))
+    ours = growing.append(first, states(1, seed=3))
+    assert torch.equal(theirs[..., -1:, :], states(1, seed=2))
+    assert torch.equal(ours[..., -1:, :], states(1, seed=3))
 
 
-def test_it_holds_no_memory_itself():
-    growing = OfKeys()
+def test_it_holds_no_memory_itself_and_many_tokens_at_once_leave_no_room():
+    growing = AppendBuffer()
     got = growing.append(states(5), states(1, seed=1))
-    del growing.last_values
-    keys, values = growing._last
-    assert keys() is got
-    assert values() is None
+    held = growing._last
+    assert held() is got
     del got
-    assert keys() is None
-
-
-def test_many_tokens_at_once_leave_no_room():
-    got = OfKeys().append(states(5), states(ROOM_TOKENS + 1, seed=1))
+    assert held() is None
+    got = growing.append(states(5), states(ROOM_TOKENS + 1, seed=1))
     assert got.untyped_storage().nbytes() == got.nbytes
 
 
 def test_what_does_not_match_is_for_concatenation_to_judge():
-    growing, stored = OfKeys(), states(5)
+    growing, stored = AppendBuffer(), states(5)
     assert growing.append(stored.bfloat16(), states(1)).dtype == torch.float32
     with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
         growing.append(stored, states(1)[:, :1])
 
 
 def test_gradients_flow_through_what_is_stored_and_past_it():
-    growing, stored = OfKeys(), states(5).requires_grad_()
+    growing, stored = AppendBuffer(), states(5).requires_grad_()
     growing.append(growing.append(stored, states(1)), states(1)).sum().backward()
     assert_close(stored.grad, torch.ones_like(stored))
     keys, query = states(5), states(1).requires_grad_()
@@ -117,7 +96,7 @@ def test_gradients_flow_through_what_is_stored_and_past_it():
 
 
 def test_what_inference_mode_has_made_grows_outside_of_it():
-    growing = OfKeys()
+    growing = AppendBuffer()
     with torch.inference_mode():
         first = growing.append(states(5), states(1, seed=1))
         assert growing.append(first, states(1, seed=9)).data_ptr() == first.data_ptr()

@@ -118,8 +118,7 @@ app = typer.Typer(name="bench", help="Measure time and memory.", no_args_is_help
 @with_options(BenchOptions)
 def decode(tokens: Tokens = 16, *, options: BenchOptions) -> None:
     """Time per generated token behind prompts of several lengths."""
-    from snapkv_lab.measure.bandwidth import copy_bandwidth
-    from snapkv_lab.measure.decode import DecodeBench
+    from snapkv_lab.measure.decode import DecodeBench, copy_bandwidth
 
     def rows(model: Any, **compared: Any) -> Rows:
         return DecodeBench(
@@ -207,7 +206,7 @@ def throughput(
             f"batch: expected none, since the largest one that fits is looked for, got "
             f"{options.batch}; leave it out, or measure that one with snapkv bench decode"
         )
-    from snapkv_lab.measure.throughput import ThroughputBench
+    from snapkv_lab.measure.decode import ThroughputBench
 
     memory_bytes = int(memory_gb * 1e9)
     _run(
@@ -222,11 +221,10 @@ def _run(options: BenchOptions, bench: Callable[..., Rows]) -> None:
     """Load the model, measure, and show or store the rows."""
     from rich.console import Console
 
-    from snapkv.cli.grid import give
     from snapkv.cli.loading import load_model
     from snapkv_lab import drawing
     from snapkv_lab.cli.methods import compared_caches
-    from snapkv_lab.cli.tables import bench_table
+    from snapkv_lab.cli.tables import bench_table, present
     from snapkv_lab.measure.environment import describe
     from snapkv_lab.report.figures import draw_bench
 
@@ -252,9 +250,8 @@ def _run(options: BenchOptions, bench: Callable[..., Rows]) -> None:
             status.update(f"measuring: {len(rows)} rows")
             if output is not None and unwritten is None:
                 unwritten = _append(Path(output), row | block)
-    give(block | {"rows": rows}, lambda: bench_table(rows), as_json=options.json)
-    if unwritten is not None:
-        raise unwritten
+    found = block | {"rows": rows}
+    present(found, lambda: bench_table(rows), as_json=options.json, unwritten=unwritten)
     if plot is not None:
         drawing.save(draw_bench(rows), Path(plot))
 

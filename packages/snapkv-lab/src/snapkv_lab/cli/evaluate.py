@@ -83,10 +83,9 @@ class EvalOptions(SweepOptions, ReadingOptions, WorkerOptions, WritingOptions):
 
 
 def _evaluate(*, settings: Task, options: EvalOptions) -> None:
-    from snapkv.cli.grid import give  # torch and the model come with what follows
-    from snapkv.cli.loading import answers_progress
+    from snapkv.cli.loading import answers_progress  # torch and the model come with what follows
     from snapkv_lab.cli.methods import compared_methods, with_turns
-    from snapkv_lab.cli.tables import results_table
+    from snapkv_lab.cli.tables import present
     from snapkv_lab.drawing import require_drawable
     from snapkv_lab.evaluate.runner import Run
     from snapkv_lab.report import figures, page
@@ -110,14 +109,13 @@ def _evaluate(*, settings: Task, options: EvalOptions) -> None:
         with answers_progress(settings.name) as advance:
             results = run.into(folder, advance, who)
     found = {"run": results.run, "folder": str(folder), "rows": results.rows}
-    give(
+    present(
         found | {"warnings": results.task.warnings},
-        lambda: results_table(results),
+        lambda: page.method_table(results),
         as_json=options.json,
         place=f"answers: {folder}",
+        unwritten=results.unwritten,
     )
-    if results.unwritten is not None:  # behind what took so long
-        raise results.unwritten
     if options.plot is not None:
         for path in figures.save(figures.draw(results), options.plot):
             typer.echo(f"figure: {path}", err=True)
@@ -174,10 +172,9 @@ def lm_eval(*, options: LmEvalOptions) -> None:
             f"include_path: expected a folder of task files, got {options.include_path!r}"
         )
 
-    from snapkv.cli.grid import give  # torch and the model come with what follows
-    from snapkv.cli.loading import answers_progress, load_model
+    from snapkv.cli.loading import answers_progress, load_model  # torch comes with what follows
     from snapkv_lab.cli.methods import compared_methods
-    from snapkv_lab.cli.tables import metrics_table
+    from snapkv_lab.cli.tables import metrics_table, present
     from snapkv_lab.evaluate.harness import HarnessRun
 
     compared = compared_methods(options)
@@ -195,14 +192,13 @@ def lm_eval(*, options: LmEvalOptions) -> None:
     with answers_progress("lm-eval") as advance:
         folder = results_folder(options.results, "lm-eval", loaded.name, run.fingerprint())
         rows, unwritten = run.into(folder, advance)
-    give(
+    present(
         {"run": run.description(), "folder": str(folder), "rows": rows},
         lambda: metrics_table("lm-eval", rows),
         as_json=options.json,
         place=f"answers: {folder}",
+        unwritten=unwritten,
     )
-    if unwritten is not None:  # behind what took so long
-        raise unwritten
 
 
 app = typer.Typer(

@@ -14,7 +14,7 @@ from snapkv_lab.evaluate.sample import SETTINGS, Setting, Template
 
 if TYPE_CHECKING:
     from snapkv.app.models import LoadedModel
-    from snapkv_lab.evaluate.leaderboard import Estimate, Place
+    from snapkv_lab.evaluate.leaderboard import Place
     from snapkv_lab.evaluate.runner import Run
     from snapkv_lab.evaluate.task import Task
 
@@ -83,13 +83,12 @@ class LeaderboardOptions(WorkerOptions):
 @with_options(LeaderboardOptions)
 def leaderboard(*, options: LeaderboardOptions) -> None:
     """Compare methods at several shares of the cache on one model: scores, intervals, one page."""
-    from snapkv.cli.grid import give
     from snapkv.cli.loading import answers_progress
     from snapkv_lab.cli.methods import contending  # torch and the model come with what follows
-    from snapkv_lab.cli.tables import board_table
+    from snapkv_lab.cli.tables import present
     from snapkv_lab.evaluate.leaderboard import board, estimate, task_of_one_length
     from snapkv_lab.evaluate.store import short_hash
-    from snapkv_lab.report.leaderboard import write_board
+    from snapkv_lab.report.leaderboard import board_lines, board_table, write_board
     from snapkv_lab.report.page import require_reportable
 
     require_reportable()
@@ -105,10 +104,15 @@ def leaderboard(*, options: LeaderboardOptions) -> None:
         for place, lines in left_out.items():
             for line in lines:
                 typer.echo(f"notice: {'/'.join(place)} leaves out {line}", err=True)
-        typer.echo(_in_words(estimate(runs, folder, timed=options.is_here)), err=True)
+        typer.echo(estimate(runs, folder, timed=options.is_here), err=True)
         with answers_progress("leaderboard") as advance:
             found, unwritten = board(runs, folder, left_out, advance, who)
-    give(found, lambda: board_table(found), as_json=options.json, place=f"answers: {folder}")
+    present(
+        found,
+        lambda: board_table(found, board_lines(found), by_task=False),
+        as_json=options.json,
+        place=f"answers: {folder}",
+    )
     typer.echo(f"page: {write_board(found, folder)}", err=True)
     if unwritten is not None:  # behind what took so long
         raise unwritten
@@ -138,14 +142,3 @@ def _runs(
             )
             left_out[place] = found.left_out
     return runs, left_out
-
-
-def _in_words(expected: "Estimate") -> str:
-    """How much is to be done, and how long the full cache would take; many methods take longer."""
-    if not expected.answers:
-        return f"{expected.known:,} answers are there, none is to be given"
-    there = f", {expected.known:,} are there" if expected.known else ""
-    answers = f"{expected.answers:,} answers to give{there}"
-    if expected.seconds is None:
-        return answers
-    return f"about {max(1, round(expected.seconds / 60)):,} min or more: {answers}"

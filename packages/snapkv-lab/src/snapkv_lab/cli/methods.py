@@ -25,11 +25,7 @@ _LATER_WORDS = (*LATER, f"{_RECALL_PAGES}:8")
 
 
 def compared_methods(options: SweepOptions) -> list[Method]:
-    """The methods that the options name: the full cache and the default policy without any.
-
-    Raises:
-        InvalidArgumentError: an unknown policy, parameter or value.
-    """
+    """The methods that the options name: the full cache and the default policy without any."""
     return [
         *methods(["full"] if options.baseline is None else options.baseline, [], []),
         *_read_in_every_way(options),
@@ -37,11 +33,7 @@ def compared_methods(options: SweepOptions) -> list[Method]:
 
 
 def compared_caches(options: Any) -> list[Contender]:
-    """The baselines of a bench, then every policy at every budget in every storage.
-
-    Raises:
-        InvalidArgumentError: an unknown baseline, policy, parameter or storage.
-    """
+    """The baselines of a bench, then every policy at every budget in every storage."""
     storages, found = specs([options.storage]), list(map(full, specs([options.baseline])))
     if any(storage not in ("dynamic", "static") for storage in storages):
         raise InvalidArgumentError(
@@ -70,25 +62,13 @@ def methods(
     """The baselines, then every policy at every budget.
 
     A policy without a budget, or with one among its parameters, comes once.
-
-    Raises:
-        InvalidArgumentError: an unknown policy, parameter or value.
     """
     named = named_policies(baselines, policies, budgets)
     return [Method(label=label, policy=policy) for label, policy in named]
 
 
 def with_turns(compared: Sequence[Method], texts: Sequence[str] | None) -> list[Method]:
-    """Every method with every way to read later questions, which its label names if it drops.
-
-    Args:
-        compared: what answers; the full cache comes once, since nothing of it is dropped.
-        texts: "append", "compress", "recall" and "recall-pages:N", also with commas between them;
-            None for the first.
-
-    Raises:
-        InvalidArgumentError: another word, one of them twice, or no number of pages.
-    """
+    """Every method with every way to read later questions, which its label names if it drops."""
     words = [word.strip() for text in texts or ["append"] for word in text.split(",")]
     ways = {word: _later(word) for word in words if word}
     if not ways or len(words) - words.count("") > len(ways):
@@ -117,12 +97,7 @@ def _later(word: str) -> Later:
 
 @dataclass(frozen=True, kw_only=True)
 class Contenders:
-    """Methods at shares of a cache, for prompts of one length.
-
-    Attributes:
-        methods: the full cache first; their labels end in the share: ``snapkv@0.125``.
-        left_out: which cannot take part, and why, a line each.
-    """
+    """Methods at shares of a cache, for prompts of one length."""
 
     methods: list[Method]
     left_out: list[str]
@@ -133,10 +108,6 @@ def contending(texts: Iterable[str]) -> list[str]:
 
     Among all are the default policy and those of `POLICIES` that have a budget, with their usual
     parameters; not those that are made of several others, which have none of their own.
-
-    Raises:
-        InvalidArgumentError: an unknown method or parameter, one without a budget or with a fixed
-            one, or a method twice.
     """
     named = specs(texts)
     if not named:
@@ -168,9 +139,6 @@ def contenders(
 
     Left out are methods that keep more than such a budget for sure, that do not work with the
     model, or that never choose in sight of a question.
-
-    Raises:
-        InvalidArgumentError: all of them are.
     """
     found, left_out = [Method(label=FullCache.name, policy=FullCache())], []
     for spec in named:

@@ -1,6 +1,7 @@
 """`snapkv study NAME`: what the paper observed, on any model and document."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,11 +11,11 @@ from snapkv.cli.fields import with_options
 from snapkv.cli.options import ModelOptions
 from snapkv.cli.outputs import RESULTS, WritingOptions, results_folder
 from snapkv_lab.cli.workers import Plot, WorkerOptions, answering, results_in
-from snapkv_lab.study import STUDIES, Study
-from snapkv_lab.study.base import ReadingStudy
-from snapkv_lab.study.sensitivity import Sensitivity
+from snapkv_lab.study import STUDIES, Sensitivity, Study
+from snapkv_lab.study.attention import ReadingStudy
 
 if TYPE_CHECKING:
+    from snapkv.app.models import LoadedModel
     from snapkv_lab.study.base import Findings
 
 
@@ -86,46 +87,46 @@ def _study(*, settings: Study, options: StudyOptions) -> None:
 
         require_drawable(options.plot)
 
-    from snapkv.cli.grid import give  # torch and the model come with what follows
-    from snapkv_lab.cli.tables import study_table
+    from snapkv_lab.cli.tables import present  # torch and the model come with what follows
 
     findings = _findings(study, options)
     for notice in findings.notices:
         typer.echo(f"notice: {notice}", err=True)
     found = {"run": findings.run, "folder": str(findings.folder), "rows": findings.rows}
-    give(
+    present(
         found | {"warnings": [*findings.warnings, *findings.notices]},
-        lambda: study_table(study.table(findings.rows)),
+        lambda: study.table(findings.rows),
         as_json=options.json,
         place=f"rows: {findings.folder}\n{findings.closing}".rstrip(),
+        unwritten=findings.unwritten,
     )
-    if findings.unwritten is not None:  # behind what took so long
-        raise findings.unwritten
     if options.plot is not None:
         from snapkv_lab.study.figures import save
 
         save(study.figure(findings.rows), options.plot)
 
 
-def _options_of(kind: type[Study]) -> type[StudyOptions]:
-    if issubclass(kind, Sensitivity):
-        return AnsweringOptions
-    return ReadingOptions if issubclass(kind, ReadingStudy) else StudyOptions
-
-
 def _findings(study: Study, options: StudyOptions) -> "Findings":
     """What the study gives, of this process or of workers where it has answers to deal out."""
     from snapkv.cli.loading import answers_progress, load_model
 
-    kind = f"study-{study.name}"
+    def folder(loaded: "LoadedModel") -> Path:
+        kind = f"study-{study.name}"
+        return results_folder(options.results, kind, loaded.name, study.fingerprint(loaded))
+
     if isinstance(study, Sensitivity) and isinstance(options, AnsweringOptions):
         with answering(options) as (loaded, who), answers_progress(study.name) as advance:
-            folder = results_folder(options.results, kind, loaded.name, study.fingerprint(loaded))
-            return study.into(loaded, folder, advance, who)
+            return study.into(loaded, folder(loaded), advance, who)
     loaded = load_model(options)
-    folder = results_folder(options.results, kind, loaded.name, study.fingerprint(loaded))
+    place = folder(loaded)
     with answers_progress(study.name) as advance:
-        return study.into(loaded, folder, advance)
+        return study.into(loaded, place, advance)
+
+
+def _options_of(kind: type[Study]) -> type[StudyOptions]:
+    if issubclass(kind, Sensitivity):
+        return AnsweringOptions
+    return ReadingOptions if issubclass(kind, ReadingStudy) else StudyOptions
 
 
 app = typer.Typer(name="study", help="Repeat an observation of the paper.", no_args_is_help=True)

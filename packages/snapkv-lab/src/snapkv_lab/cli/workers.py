@@ -51,7 +51,6 @@ class WorkerOptions(ModelOptions):
 
     @property
     def is_here(self) -> bool:
-        """Whether this process answers."""
         return self.devices is None and self.ray is None
 
 
@@ -60,12 +59,6 @@ def answering(options: WorkerOptions) -> Iterator[tuple["LoadedModel", "Executor
     """The model, and who answers in this block: this process, or workers, which end with it.
 
     Where workers answer, the model is here only to check and to cut texts, on the CPU.
-
-    Raises:
-        MissingDependencyError: Ray is asked for, and not installed.
-        InvalidArgumentError: options that do not go together, an unknown device or cluster, or more
-            workers than it has room for.
-        SnapKVError: the options name no model that works.
     """
     from snapkv.cli.loading import load_model
     from snapkv_lab.evaluate.asking import Answerer

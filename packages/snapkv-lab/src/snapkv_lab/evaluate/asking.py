@@ -9,12 +9,12 @@ import torch
 
 from snapkv.app.answering import Answer, answer_ids, costs, prompt_ids, require_positions
 from snapkv.app.conversation import behind
+from snapkv.app.likelihood import References
 from snapkv.app.models import LoadedModel
 from snapkv.app.prefills import Exact, Prefill
 from snapkv.app.prompt_end import PromptEnd
 from snapkv.app.prompt_reader import PromptReader
 from snapkv.app.prompts import Prompt
-from snapkv.app.reference import References
 from snapkv.cache.paging import PageRecall
 from snapkv.errors import OutOfMemoryError, PromptTooLongError
 from snapkv.hf.cache import CompressedCache
@@ -39,7 +39,7 @@ LATER: dict[LaterWord, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A policy, and a way to read, under the name that tables give them."""
+    """A policy, a way to read and what later questions do, under the name that tables give it."""
 
     label: str
     policy: Policy
@@ -47,14 +47,12 @@ class Method:
     later: Later = "append"
 
     def describe(self) -> Record:
-        """The policy's name and parameters, and how it reads where that is not as usual."""
         reading = {} if self.prefill == Exact() else {"prefill": self.prefill.describe()}
         later = {} if self.later == "append" else {"turns": self.described_later}
         return self.policy.describe() | reading | later
 
     @property
     def described_later(self) -> str | dict[str, int]:
-        """What later questions do, ready for JSON."""
         return self.later.describe() if isinstance(self.later, PageRecall) else self.later
 
     @property
@@ -65,16 +63,9 @@ class Method:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """A sample, asked of some methods.
+    """A sample, asked of some methods, which share a reading where they can.
 
-    Attributes:
-        sample: what is asked.
-        question: whether the vote sees it.
-        methods: whose answers are wanted; they share a reading where they can.
-        task: what scores the answers.
-        template: how the sample becomes a prompt, see `Sample.prompt`.
-        reference_loss: whether records say the loss of the references, see `References.loss`.
-        tries: how many workers have ended on it.
+    `tries` is how many workers have ended on it.
     """
 
     sample: Sample
@@ -85,23 +76,15 @@ class Asked:
     reference_loss: bool = False
     tries: int = 0
 
-    @property
-    def keys(self) -> list[Key]:
-        """What its records are found by."""
-        return [key for method in self.methods for key in self._keys(method)]
+    def keys_of(self, methods: Sequence[Method]) -> list[Key]:
+        """What the records of some methods are found by."""
+        pairs = itertools.product(methods, self.sample.turns)
+        return [(turn.name, method.label, self.question) for method, turn in pairs]
 
     def without(self, store: Store) -> Self:
         """The same of the methods of which a record is missing."""
-        missing = [m for m in self.methods if not all(key in store for key in self._keys(m))]
+        missing = [m for m in self.methods if not all(key in store for key in self.keys_of([m]))]
         return replace(self, methods=missing)
-
-    def _keys(self, method: Method) -> list[Key]:
-        return [(turn.name, method.label, self.question) for turn in self.sample.turns]
-
-    @property
-    def characters(self) -> int:
-        """How long it is: what an answer takes grows with it."""
-        return len(self.sample.context)
 
     def by_method(self) -> Iterator[Self]:
         """The same of one method at a time, once more."""
@@ -135,21 +118,21 @@ class Answerer:
     def records(self, asked: Asked) -> Iterator[Record]:
         """An answer of every method to every turn, or why there is none."""
         prompt = asked.sample.prompt(self.loaded.tokenizer, asked.template, asked.question)
-        wanted = self._references(asked, prompt) if asked.reference_loss else {}
+        wanted = self._references(asked, prompt) if asked.reference_loss else None
         ways = [method.prefill for method in asked.methods]
         reader = PromptReader(self.loaded, prompt, asked.sample.settings, ways)
         for method in asked.methods:
             left, status = list(asked.sample.turns), ""
-            ends: list[PromptEnd] | None = [] if asked.reference_loss else None
+            ends: list[PromptEnd] | None = None if wanted is None else []
             try:
                 for given in self._answers(asked, method, reader, ends):
                     turn = left[0]
-                    loss = {} if ends is None else {"loss": self._loss(wanted[turn.name], ends)}
+                    found: Record = {"status": "ok"} | self._scored(asked.task, turn, given)
+                    if wanted is not None and ends is not None:
+                        found["loss"] = wanted[turn.name].loss(self.loaded, ends.pop())
+                        ends.clear()
                     del left[0]
-                    prediction = given.text.removeprefix(turn.answer_start)
-                    score = asked.task.score(turn, prediction)
-                    scored = {"status": "ok", "prediction": prediction, "score": score}
-                    yield asked.record(turn, method) | scored | loss | costs(given)
+                    yield asked.record(turn, method) | found | costs(given)
             except PromptTooLongError:
                 status = "too long"
             except OutOfMemoryError:
@@ -157,6 +140,10 @@ class Answerer:
             torch.cuda.empty_cache()  # does nothing where CUDA was not used
             for turn in left:
                 yield asked.record(turn, method) | {"status": status}
+
+    def _scored(self, task: Task, turn: Sample, given: Answer) -> Record:
+        prediction = given.text.removeprefix(turn.answer_start)
+        return {"prediction": prediction, "score": task.score(turn, prediction)}
 
     def _answers(
         self, asked: Asked, method: Method, reader: PromptReader, ends: list[PromptEnd] | None
@@ -179,12 +166,6 @@ class Answerer:
             found[turn.name] = References.behind(prompt, turn.references, self.loaded)
         return found
 
-    def _loss(self, references: References, ends: list[PromptEnd]) -> float | None:
-        """Of the references behind the prompt that was answered last, which is then let go."""
-        end = ends.pop()
-        ends.clear()
-        return references.loss(self.loaded, end)
-
 
 def converse(
     loaded: LoadedModel,
@@ -197,19 +178,8 @@ def converse(
 ) -> Iterator[Answer]:
     """Read a text once, and answer every question behind the one before it and its answer.
 
-    An answer is the model's own, and what is wrong in it stays in the conversation.
-
-    Args:
-        loaded: model and tokenizer.
-        conversation: the text and its questions.
-        method: what the cache keeps of the text, how turns are read, what later ones do.
-        template: as in `Sample.prompt`.
-        setting: whether the first question votes on the text; the later ones do as `method` says.
-        ends: gets the end of every question, as it was answered; None for none.
-
-    Raises:
-        PromptTooLongError: the model has no positions left for a question and its answer.
-        OutOfMemoryError: the device or the host is full.
+    An answer is the model's own, and what is wrong in it stays in the conversation. `setting` says
+    whether the first question votes on the text; `ends` gets the end of every question.
     """
     tokenizer, policy = loaded.tokenizer, loaded.completed(method.policy)
     prompt = conversation.prompt(tokenizer, template, setting)

@@ -6,25 +6,22 @@ HotpotQA (Yang et al., 2018), the development set of the distractor setting, and
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from snapkv.errors import DocumentError, InvalidArgumentError
 from snapkv.packages import package_file
 from snapkv.word_index import WordIndex
+from snapkv_lab.evaluate.store import Record
 
 CorpusName = Literal["hotpotqa", "squad"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Passage:
-    """A paragraph that can be retrieved.
-
-    Attributes:
-        title: of its article; in SQuAD with the paragraph's number.
-        text: its sentences.
-    """
+    """A paragraph that can be retrieved."""
 
     title: str
     text: str
@@ -32,15 +29,11 @@ class Passage:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A question and the paragraphs that answer it.
+    """A question, its right answers, and the paragraphs that they follow from.
 
-    Attributes:
-        name: the data set's id.
-        text: what is asked.
-        asked: the same as the data set has it, in SQuAD sometimes with blanks around it.
-        answers: right ones, each once, at least one.
-        gold: the paragraphs that the answer follows from: two in HotpotQA, one in SQuAD.
-        near: others that HotpotQA collected for the question, or of the article in SQuAD.
+    `asked` is the text as the data set has it, in SQuAD sometimes with blanks around it. Of `gold`
+    paragraphs HotpotQA has two, SQuAD one; `near` are others that HotpotQA collected for the
+    question, or of the article in SQuAD.
     """
 
     name: str
@@ -61,12 +54,7 @@ class Corpus:
 
 @functools.cache
 def load_corpus(name: CorpusName) -> Corpus:
-    """Read a data set; another call gives what the first one read.
-
-    Raises:
-        InvalidArgumentError: there is none of that name.
-        MissingDependencyError: the package with the data is not installed.
-    """
+    """Read a data set; another call gives what the first one read."""
     readers: dict[str, Callable[[Any], Corpus]] = {"hotpotqa": _hotpotqa, "squad": _squad}
     if name not in readers:
         raise InvalidArgumentError(f"corpus: expected {' or '.join(readers)}, got {name!r}")
@@ -120,31 +108,19 @@ def _squad(content: dict[str, Any]) -> Corpus:
 
 
 class Index:
-    """An index of titles and texts by their words.
-
-    Args:
-        passages: what is searched.
-
-    Raises:
-        MissingDependencyError: bm25s or PyStemmer is not installed.
-    """
+    """An index of titles and texts by their words."""
 
     def __init__(self, passages: Sequence[Passage]) -> None:
         self._passages = passages
         self._words = WordIndex([f"{passage.title} {passage.text}" for passage in passages])
 
     def ranked(self, query: str) -> Iterator[Passage]:
-        """Every passage, the likeliest first; of equally likely ones the earlier first."""
         return (self._passages[place] for place, _ in self._words.ranked(query))
 
 
 @functools.cache
 def corpus_index(name: CorpusName) -> Index:
-    """The index of all paragraphs of a data set; the first call takes seconds for HotpotQA.
-
-    Raises:
-        MissingDependencyError: the data, bm25s or PyStemmer is not installed.
-    """
+    """The index of all paragraphs of a data set; the first call takes seconds for HotpotQA."""
     return Index(load_corpus(name).passages)
 
 
@@ -152,12 +128,22 @@ Check = tuple[str, Callable[[Any], bool]]
 """What a field of a user's file must be, and whether it is."""
 
 
-def parsed_line(line: str | bytes, place: str, remedy: str) -> dict[str, Any]:
-    """The JSON object of a line.
+def parsed_lines(
+    lines: Iterable[str | bytes], checks: Mapping[str, Check], path: Path, remedy: str
+) -> list[Record]:
+    """The JSON objects of a file's lines, blank ones skipped; every field as `checks` say."""
+    found = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            place = f"{path}, line {number}"
+            found.append(_parsed(line, place, remedy))
+            require_fields(found[-1], checks, place, remedy)
+    if not found:
+        raise DocumentError(f"data: expected rows in {path}, got none; {remedy}")
+    return found
 
-    Raises:
-        DocumentError: it is none.
-    """
+
+def _parsed(line: str | bytes, place: str, remedy: str) -> Record:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -169,13 +155,9 @@ def parsed_line(line: str | bytes, place: str, remedy: str) -> dict[str, Any]:
 
 
 def require_fields(
-    record: dict[str, Any], checks: Mapping[str, Check], place: str, remedy: str, prefix: str = ""
+    record: Record, checks: Mapping[str, Check], place: str, remedy: str, prefix: str = ""
 ) -> None:
-    """Raise unless every field is what it must be; `prefix` stands before its name.
-
-    Raises:
-        DocumentError: one is missing or of another kind.
-    """
+    """Raise unless every field is what it must be; `prefix` stands before its name."""
     for field, (wanted, is_right) in checks.items():
         if not is_right(record.get(field)):
             got = repr(record[field])[:40] if field in record else "no such field"
@@ -185,5 +167,4 @@ def require_fields(
 
 
 def is_texts(value: Any) -> bool:
-    """Whether it is a list of texts."""
     return isinstance(value, list) and all(isinstance(item, str) for item in value)

@@ -20,8 +20,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from torch import Tensor
 
-from snapkv.app.answering import answer
-from snapkv.app.answering_together import answers_together
+from snapkv.app.answering import answer, answers_together
 from snapkv.app.likelihood import log_likelihoods
 from snapkv.app.models import LoadedModel
 from snapkv.app.prompts import Prompt
@@ -42,23 +41,7 @@ _WITHOUT_EFFECT = frozenset({"top_p", "top_k", "min_p", "typical_p"})
 
 @dataclass(frozen=True, kw_only=True)
 class HarnessRun:
-    """Tasks of lm-eval on a model, by several methods.
-
-    Args:
-        loaded: model and tokenizer.
-        tasks: names as lm-eval knows them: tasks, groups or tags.
-        methods: what answers.
-        include_path: folder of further task files.
-        num_fewshot: examples in front of every question; None for what a task says.
-        chat: wrap the prompts in the tokenizer's chat template.
-        limit: how many samples to take of every task; None for all.
-        batch_size: how many prompts of equal settings are answered together, and continuations of
-            one context scored together; answers are those of 1, up to rounding.
-
-    Raises:
-        InvalidArgumentError: no method, two of one label, or a batch size below 1.
-        UnsupportedModelError: a method does not work with the model.
-    """
+    """Tasks of lm-eval on a model, by several methods."""
 
     loaded: LoadedModel
     tasks: Sequence[str]
@@ -81,14 +64,6 @@ class HarnessRun:
         Returns:
             The rows, and why the folder has no summary of them, or None where it has. A row holds:
             task, version, method, policy, metric, filter, score (as lm-eval counts it) and samples.
-
-        Raises:
-            InvalidArgumentError: a task that does not exist or asks for something that is not
-                supported; the folder holds another run, or a method of another policy under the
-                same label.
-            DocumentError: a task's data cannot be loaded.
-            PromptTooLongError: a prompt and its answer need more positions than the model has.
-            OutOfMemoryError: the device is full; what was answered before is in the folder.
         """
         manager = self._manager()
         found = []
@@ -108,7 +83,6 @@ class HarnessRun:
         return found, unwritten
 
     def fingerprint(self) -> str:
-        """A short name for everything that a run's results depend on, its methods left out."""
         return short_hash(self.description())
 
     def description(self) -> Record:
@@ -165,17 +139,7 @@ class HarnessRun:
 
 
 class CompressedLM(LM):
-    """A model as lm-eval asks it, with a cache that a policy compresses.
-
-    Args:
-        loaded: model and tokenizer.
-        method: what the cache keeps of a context.
-        store: where the answers are kept; what it holds is not asked again.
-        chat: whether lm-eval wraps the prompts by `apply_chat_template`.
-        batch_size: prompts that are answered together, and continuations of one context that are
-            scored together.
-        on_progress: told of every request.
-    """
+    """A model as lm-eval asks it, with a cache that a policy compresses."""
 
     def __init__(
         self,
@@ -192,12 +156,7 @@ class CompressedLM(LM):
         self._chat, self._batch_size, self._on_progress = chat, batch_size, on_progress
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
-        """The answer to every context, up to the first of the task's stop strings.
-
-        Raises:
-            InvalidArgumentError: a setting of the generation that is not supported.
-            PromptTooLongError: before any is answered, if one does not fit.
-        """
+        """The answer to every context, up to the first of the task's stop strings."""
         prompts = [self._prompt(request.args[0]) for request in requests]
         settings = [
             _settings(request.args[1], request.task_name, seed)
@@ -223,12 +182,7 @@ class CompressedLM(LM):
         return self._responses(keys, "generating", alike, give)
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        """How likely every continuation is behind its compressed context, and if it is greedy's.
-
-        Raises:
-            InvalidArgumentError: a continuation is empty, or lies in its context's last token.
-            PromptTooLongError: the model has no positions for one.
-        """
+        """How likely every continuation is behind its compressed context, and if it is greedy's."""
         pairs = [self._pair(*request.args) for request in requests]
         for request, (context, continuation) in zip(requests, pairs, strict=True):
             if not continuation.shape[1]:
@@ -254,11 +208,6 @@ class CompressedLM(LM):
         return [(score, greedy) for score, greedy in self._responses(keys, "scoring", alike, give)]
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
-        """Refused: whole texts are scored, and nothing of them is a prompt.
-
-        Raises:
-            InvalidArgumentError: always.
-        """
         raise InvalidArgumentError(
             f"tasks: expected tasks with a prompt, got {requests[0].task_name}, which scores whole "
             "texts (loglikelihood_rolling), of which there is nothing to compress; leave it out"
@@ -270,11 +219,7 @@ class CompressedLM(LM):
         return str(self._loaded.tokenizer.name_or_path).replace("/", "__")
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """The tokenizer's; lm-eval asks for it where prompts are to be wrapped.
-
-        Raises:
-            InvalidArgumentError: it has none.
-        """
+        """The tokenizer's; lm-eval asks for it where prompts are to be wrapped."""
         if not chat_template:
             return ""
         template = self._loaded.tokenizer.chat_template
@@ -310,14 +255,7 @@ class CompressedLM(LM):
         alike: Callable[[int], Any],
         give: Callable[[Sequence[int]], Iterable[Any]],
     ) -> list[Any]:
-        """A response to every request; each is on the disk before the next one is computed.
-
-        Args:
-            keys: of the requests, in the order in which they are asked.
-            what: is being done, for who is told of it.
-            alike: of a request's place; neighbours for which it is equal are asked together.
-            give: computes the responses to the requests at some places, one after the other.
-        """
+        """A response to every request; each is on the disk before the next one is computed."""
         tell = self._on_progress or (lambda *_: None)
         places = {key: place for place, key in enumerate(keys) if key not in self._store}
         done = len(keys) - len(places)
@@ -374,11 +312,7 @@ class CompressedLM(LM):
 
 
 def _settings(given: dict[str, Any], task: str | None, seed: int) -> GenerationSettings:
-    """What a task says of the generation; where it draws, every request draws its own.
-
-    Raises:
-        InvalidArgumentError: it says something that is not supported.
-    """
+    """What a task says of the generation; where it draws, every request draws its own."""
     asked = dict(normalize_gen_kwargs(given, _ANSWER_TOKENS))
     stops, tokens = asked.pop("until"), asked.pop("max_gen_toks")
     sampled, temperature = asked.pop("do_sample"), asked.pop("temperature", 0.0)

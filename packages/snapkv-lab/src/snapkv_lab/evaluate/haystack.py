@@ -26,13 +26,7 @@ _SECTION_CHARACTERS = 12_000
 
 @dataclass(frozen=True, kw_only=True)
 class Haystack:
-    """Text to hide a needle in.
-
-    Attributes:
-        name: what a result says the text was.
-        pieces: its documents, in order.
-        warnings: what was left out of it, a line each.
-    """
+    """Text to hide a needle in."""
 
     name: str
     pieces: tuple[str, ...]
@@ -40,7 +34,6 @@ class Haystack:
 
     @property
     def text(self) -> str:
-        """All of it."""
         return "\n\n".join(self.pieces)
 
     def permuted(self, seed: str) -> "Haystack":
@@ -61,25 +54,18 @@ class HaystackTask(Task):
 
     @cached_property
     def text(self) -> Haystack:
-        """What something is hidden in."""
         return load_haystack(self.haystack)
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What of the haystack was left out."""
         return self.text.warnings
 
     def describe(self) -> dict[str, Any]:
-        """The settings, with the name of the text."""
         return super().describe() | {"haystack": self.text.name}
 
 
 def load_haystack(folder: str | None = None) -> Haystack:
-    """The files of a folder; without one `essays`, or else `python_topics`.
-
-    Raises:
-        DocumentError: the folder is missing, or holds no text.
-    """
+    """The files of a folder; without one `essays`, or else `python_topics`."""
     if folder is None:
         return essays() or python_topics()
     read, warnings = text_files.read_noting([folder])
@@ -126,11 +112,7 @@ def _sections(text: str) -> tuple[str, ...]:
 
 @functools.cache
 def words(*kinds: WordList) -> tuple[str, ...]:
-    """The words of one or more lists, each once, in the alphabet's order.
-
-    Raises:
-        MissingDependencyError: wonderwords is not installed.
-    """
+    """The words of one or more lists, each once, in the alphabet's order."""
     files = [package_file("wonderwords", "assets", f"{kind}list.txt") for kind in kinds]
     found = {word for file in files for word in file.read_text("utf-8").splitlines()}
     return tuple(sorted(found - {""}))
@@ -147,7 +129,6 @@ def number(draw: random.Random, digits: int) -> str:
 
 
 def identifier(draw: random.Random) -> str:
-    """A random UUID (version 4)."""
     return str(uuid.UUID(int=draw.getrandbits(128), version=4))
 
 

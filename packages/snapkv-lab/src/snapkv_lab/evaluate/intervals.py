@@ -5,41 +5,40 @@ Intervals are by the percentile bootstrap over samples; differences are what the
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from snapkv_lab.evaluate.store import Record
 
 RESAMPLES = 2_000
-"""How often samples are drawn anew."""
-
 LEVEL = 0.95
-"""How much of what was drawn lies within an interval."""
 
 METHOD = (
     f"percentile bootstrap over samples, {RESAMPLES:,} resamples, too narrow where cells have few"
 )
 """What tables and pages say of their intervals."""
 
-_DIGITS = 12
-"""Sums of differences that cancel out are zero, and not what rounding leaves of them."""
+_DIGITS = 12  # sums of differences that cancel out are zero, and not what rounding leaves of them
 
-Conversations = tuple[str, ...] | None
-"""Of each sample of a cell the conversation it is a turn of; None where samples are no turns."""
-
-Cell = tuple[Sequence[float], Conversations]
-"""Scores, losses or differences of a cell's samples, and whose turns they are."""
+Cell = tuple[Sequence[float], tuple[str, ...] | None]
+"""Scores, losses or differences of a cell's samples, and the conversation each is a turn of."""
 
 Interval = tuple[float, float]
 """Where it begins and ends, both included; scores from 0 to 1, losses in nats per token."""
 
+Measure = Literal["score", "loss"]
+"""What of a row is compared."""
 
-def mean_interval(
-    columns: Sequence[Sequence[Sequence[float]]],
-    conversations: Sequence[Sequence[Conversations]] | None = None,
-) -> Interval | None:
+BY_SAMPLE: dict[Measure, str] = {"score": "scores", "loss": "losses"}
+"""Where a row has it by sample."""
+
+Line = tuple[str, str]
+"""Method and question: a line of a table."""
+
+
+def mean_interval(columns: Iterable[Sequence[Cell]]) -> Interval | None:
     """Of the mean over columns of the mean over cells of the mean over samples.
 
     Samples are drawn with replacement from their own cell, as many as it has; the interval is what
@@ -55,29 +54,22 @@ def mean_interval(
     Of few samples an interval is too narrow, by a factor of about sqrt((n - 1) / n) for n in a
     cell. Samples that are all alike give one without width, whatever their number.
 
-    Args:
-        columns: of each the cells, of each the scores or losses of its samples, or differences.
-        conversations: of each column and cell; None where no sample is a turn of one.
-
     Returns:
         None where there is nothing to draw from: no column, or one of a single sample.
     """
-    of_cells = conversations or [[None] * len(cells) for cells in columns]
-    drawn = [_drawn_from(*column) for column in zip(columns, of_cells, strict=True)]
-    if not drawn or any(len(cell) < 2 for cells in drawn for cell, _ in cells):
+    drawn = [_drawn_from(cells) for cells in columns]
+    if not drawn or any(len(samples) < 2 for cells in drawn for samples, _ in cells):
         return None
     ordered = _resampled_means(drawn)
     tail = round(RESAMPLES * (1 - LEVEL) / 2)
     return ordered[tail], ordered[-1 - tail]
 
 
-def _drawn_from(
-    cells: Sequence[Sequence[float]], conversations: Sequence[Conversations]
-) -> list[Cell]:
+def _drawn_from(cells: Sequence[Cell]) -> Sequence[Cell]:
     """The cells, or where one is a single sample their means as one cell."""
-    if cells and all(len(cell) > 1 for cell in cells):
-        return list(zip(cells, conversations, strict=True))
-    return [([fmean(cell) for cell in cells if cell], None)]
+    if cells and all(len(samples) > 1 for samples, _ in cells):
+        return cells
+    return [([fmean(samples) for samples, _ in cells if samples], None)]
 
 
 def _resampled_means(columns: Sequence[Sequence[Cell]]) -> list[float]:
@@ -87,7 +79,7 @@ def _resampled_means(columns: Sequence[Sequence[Cell]]) -> list[float]:
     # By numpy's own policy these are the same in every version of it.
     draws, known = np.random.RandomState(seed=0), dict[tuple[str, ...], Any]()
 
-    def resampled(samples: Sequence[float], conversations: Conversations) -> Any:
+    def resampled(samples: Sequence[float], conversations: tuple[str, ...] | None) -> Any:
         """(resamples,) means of a cell; of conversations that were drawn before the same."""
         places = None if conversations is None else known.get(conversations)
         if places is None:
@@ -96,51 +88,63 @@ def _resampled_means(columns: Sequence[Sequence[Cell]]) -> list[float]:
             known[conversations] = places
         return np.asarray(samples)[places].mean(axis=1)
 
-    means = np.mean(
-        [np.mean([resampled(*cell) for cell in cells], axis=0) for cells in columns], axis=0
-    )
-    ordered: list[float] = np.sort(means).round(_DIGITS).tolist()
+    means = [np.mean([resampled(*cell) for cell in cells], axis=0) for cells in columns]
+    ordered: list[float] = np.sort(np.mean(means, axis=0)).round(_DIGITS).tolist()
     return ordered
 
 
-Measure = Literal["score", "loss"]
-"""What of a row is compared; under its plural the row has it by sample."""
+def cell_of(row: Record, of: Measure, samples: Iterable[str] | None = None) -> Cell:
+    """What a row has by sample, of some of them or all, and whose turns they are."""
+    found, known = row[BY_SAMPLE[of]], row.get("conversations")
+    names = list(found if samples is None else samples)
+    return [found[name] for name in names], known and tuple(known[name] for name in names)
 
-_BY_SAMPLE: dict[Measure, str] = {"score": "scores", "loss": "losses"}
 
+def cell_differences(rows: Sequence[Record], of: Measure = "score") -> list[Record | None]:
+    """Of every row to the full cache's of its cell; None for that one itself, or without one.
 
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """Score or loss less the full cache's, over the samples that both have answered.
-
-    Attributes:
-        mean: of scores from -1 to 1, above 0 the method is better; of losses in nats per token,
-            below 0 the method is better.
-        interval: of the mean, see `mean_interval`, with the two answers to a sample drawn together;
-            None where a column has one sample only.
-        samples: that both have answered.
+    A difference is score or loss less the full cache's over the `samples` that both have answered,
+    with its `interval`, for which the two answers to a sample are drawn together: above 0 a method
+    scores better, below 0 it loses less.
     """
+    full = _full_rows(rows)
+    pairs = [_pairs(row, full, of) for row in rows]
+    return [_difference([[cell]], of) if cell else None for cell in pairs]
 
-    mean: float
-    interval: Interval | None
-    samples: int
 
-    @property
-    def is_seen(self) -> bool:
-        """Whether the interval leaves out zero. Where it does not, both may still differ."""
-        return self.interval is not None and not self.interval[0] <= 0 <= self.interval[1]
+def line_differences(
+    rows: Iterable[Record], axis: str, of: Measure = "score"
+) -> dict[Line, Record]:
+    """By method and question: the mean over the columns of an axis, as a table shows scores.
 
-    @classmethod
-    def read(cls, described: Record, of: Measure = "score") -> Self:
-        """What `describe` gave."""
-        ends = described["interval"]
-        interval = None if ends is None else (ends[0], ends[1])
-        return cls(mean=described[of], interval=interval, samples=described["samples"])
+    Cells in which a method and the full cache share no answer are left out of both means.
+    """
+    rows = list(rows)
+    full = _full_rows(rows)
+    lines: dict[Line, dict[str, list[Cell]]] = {}
+    for row in rows:
+        if cell := _pairs(row, full, of):
+            columns = lines.setdefault((row["method"], row["question"]), {})
+            columns.setdefault(json.dumps(row["cell"][axis]), []).append(cell)
+    return {line: _difference(list(columns.values()), of) for line, columns in lines.items()}
 
-    def describe(self, of: Measure = "score") -> Record:
-        """Ready for JSON."""
-        interval = self.interval and list(self.interval)
-        return {of: self.mean, "interval": interval, "samples": self.samples}
+
+def relative_differences(rows: Iterable[Record]) -> dict[Line, float]:
+    """By method and question: mean score over the full cache's, less 1; -0.012 is 1.2 % worse.
+
+    Both means are over the cells in which both have a score, so that a cell for which the full
+    cache had no memory changes nothing. Missing are the full cache itself, and methods that share
+    no cell with it or with a full cache that scores 0.
+    """
+    scored = [row for row in rows if row["score"] is not None]
+    full = _full_rows(scored)
+    pairs: dict[Line, list[tuple[float, float]]] = defaultdict(list)
+    for row in scored:
+        if not is_full(row) and _place(row) in full:
+            pair = (row["score"], full[_place(row)]["score"])
+            pairs[row["method"], row["question"]].append(pair)
+    means = {line: tuple(map(fmean, zip(*of, strict=True))) for line, of in pairs.items()}
+    return {line: own / others - 1 for line, (own, others) in means.items() if others}
 
 
 def is_full(row: Record) -> bool:
@@ -150,48 +154,19 @@ def is_full(row: Record) -> bool:
     return row["policy"]["name"] == FullCache.name and "prefill" not in row["policy"]
 
 
-def cell_differences(rows: Sequence[Record], of: Measure = "score") -> list[Difference | None]:
-    """Of every row to the full cache's of its cell; None for that one itself, or without one."""
-    full = _full_rows(rows)
-    return [_difference([[pairs]]) if (pairs := _pairs(row, full, of)) else None for row in rows]
+def is_seen(difference: Record) -> bool:
+    """Whether its interval leaves out zero. Where it does not, both may still differ."""
+    ends = difference["interval"]
+    return ends is not None and not ends[0] <= 0 <= ends[1]
 
 
-def line_differences(
-    rows: Iterable[Record], axis: str, of: Measure = "score"
-) -> dict[tuple[str, str], Difference]:
-    """By method and question: the mean over the columns of an axis, as a table shows scores.
-
-    Cells in which a method and the full cache share no answer are left out of both means.
-    """
-    rows = list(rows)
-    full = _full_rows(rows)
-    lines: dict[tuple[str, str], dict[str, list[Cell]]] = {}
-    for row in rows:
-        if pairs := _pairs(row, full, of):
-            columns = lines.setdefault((row["method"], row["question"]), {})
-            columns.setdefault(json.dumps(row["cell"][axis]), []).append(pairs)
-    return {line: _difference(list(columns.values())) for line, columns in lines.items()}
-
-
-def interval_of(columns: Iterable[Sequence[Cell]]) -> Interval | None:
-    """`mean_interval` of cells that say whose turns their samples are."""
-    columns = list(columns)
-    numbers = [[of_cell for of_cell, _ in cells] for cells in columns]
-    return mean_interval(numbers, [[spoken for _, spoken in cells] for cells in columns])
-
-
-def conversations_of(row: Record, samples: Iterable[str]) -> Conversations:
-    """The conversations that some samples of a row are turns of; None where they are no turns."""
-    known = row.get("conversations")
-    return known and tuple(known[sample] for sample in samples)
-
-
-def _difference(columns: list[list[Cell]]) -> Difference:
-    return Difference(
-        mean=fmean(fmean(fmean(of_cell) for of_cell, _ in cells) for cells in columns),
-        interval=interval_of(columns),
-        samples=sum(len(of_cell) for cells in columns for of_cell, _ in cells),
-    )
+def _difference(columns: Sequence[Sequence[Cell]], of: Measure) -> Record:
+    interval = mean_interval(columns)
+    return {
+        of: fmean(fmean(fmean(numbers) for numbers, _ in cells) for cells in columns),
+        "interval": interval and list(interval),
+        "samples": sum(len(numbers) for cells in columns for numbers, _ in cells),
+    }
 
 
 def _full_rows(rows: Iterable[Record]) -> dict[str, Record]:
@@ -202,37 +177,13 @@ def _pairs(row: Record, full: dict[str, Record], of: Measure) -> Cell | None:
     """Score or loss less the full cache's, sample by sample; None without any to compare."""
     if is_full(row) or _place(row) not in full:
         return None
-    own, others = (each[_BY_SAMPLE[of]] for each in (row, full[_place(row)]))
-    shared = [name for name in own if name in others]
+    others = full[_place(row)][BY_SAMPLE[of]]
+    shared = [name for name in row[BY_SAMPLE[of]] if name in others]
+    own, conversations = cell_of(row, of, shared)
     if not shared:
         return None
-    return [own[name] - others[name] for name in shared], conversations_of(row, shared)
+    return [mine - others[name] for mine, name in zip(own, shared, strict=True)], conversations
 
 
 def _place(row: Record) -> str:
     return json.dumps([row["question"], row["cell"]])
-
-
-def relative_differences(rows: Iterable[Record]) -> dict[tuple[str, str], float]:
-    """By method and question: mean score over the full cache's, less 1; -0.012 is 1.2 % worse.
-
-    Both means are over the cells in which both have a score, so that a cell for which the full
-    cache had no memory changes nothing. Missing are the full cache itself, and methods that share
-    no cell with it or with a full cache that scores 0.
-    """
-    baseline: dict[str, float] = {}
-    others: dict[tuple[str, str], dict[str, float]] = {}
-    for row in rows:
-        if row["score"] is None:
-            continue
-        if is_full(row):
-            baseline[_place(row)] = row["score"]
-        else:
-            others.setdefault((row["method"], row["question"]), {})[_place(row)] = row["score"]
-    found = {}
-    for line, scores in others.items():
-        shared = [cell for cell in scores if cell in baseline]
-        if any(baseline[cell] for cell in shared):
-            means = [fmean(of[cell] for cell in shared) for of in (scores, baseline)]
-            found[line] = means[0] / means[1] - 1
-    return found

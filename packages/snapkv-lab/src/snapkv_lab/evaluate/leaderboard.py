@@ -1,7 +1,7 @@
 """Every method at every share of the cache on several tasks, as one set of rows."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -31,9 +31,6 @@ def task_of_one_length(name: str, length: int, samples: int) -> Task:
 
     Where it has the setting, answers are begun for the model, since what is compared is caches and
     not how models follow instructions.
-
-    Raises:
-        InvalidArgumentError: an unknown task, one whose lengths are not set, or what it refuses.
     """
     known = {task: kind for task, kind in TASKS.items() if _settings(kind) >= {"lengths"}}
     if name not in known:
@@ -52,7 +49,6 @@ def _settings(kind: type[Task]) -> set[str]:
 
 
 def prompt_tokens(loaded: LoadedModel, task: Task, template: Template) -> float:
-    """How long the prompts of a task are, on average."""
     prompts = (
         sample.prompt(loaded.tokenizer, template, "visible")
         for sample in task.for_model(loaded.name, loaded.max_tokens).samples(loaded.tokenizer)
@@ -60,29 +56,10 @@ def prompt_tokens(loaded: LoadedModel, task: Task, template: Template) -> float:
     return fmean(prompt.token_ids(loaded.tokenizer).shape[1] for prompt in prompts)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Estimate:
-    """What is to be done, and about how long that takes.
+def estimate(runs: Mapping[Place, Run], folder: Path, *, timed: bool = True) -> str:
+    """How many answers are to be given, and how long the full cache would take, in words.
 
-    Attributes:
-        answers: to be given. known: that are there already.
-        seconds: that the full cache would take to read every prompt once and to generate so many
-            answers, for methods that score or read twice take longer; None where nothing is left
-            to do, or nothing was timed.
-    """
-
-    answers: int
-    known: int
-    seconds: float | None
-
-
-def estimate(runs: Mapping[Place, Run], folder: Path, *, timed: bool = True) -> Estimate:
-    """How long runs will take, after one answer from the full cache to each task's first prompt.
-
-    Args:
-        runs: by task and setting.
-        folder: of the leaderboard.
-        timed: whether to give that answer; the model that is here may not be the one that answers.
+    It is timed at each task's first prompt; many methods take longer.
     """
     seconds, left, known = 0.0, 0, 0
     took: dict[str, tuple[float, float]] = {}
@@ -96,7 +73,10 @@ def estimate(runs: Mapping[Place, Run], folder: Path, *, timed: bool = True) -> 
                 took[place[0]] = _timed(run)
             reading, generating = took[place[0]]
             seconds += missing / len(run.methods) * reading + missing * generating
-    return Estimate(answers=left, known=known, seconds=seconds if left and timed else None)
+    if not left:
+        return f"{known:,} answers are there, none is to be given"
+    answers = f"{left:,} answers to give{f', {known:,} are there' if known else ''}"
+    return f"about {max(1, round(seconds / 60)):,} min or more: {answers}" if timed else answers
 
 
 def _timed(run: Run) -> tuple[float, float]:
@@ -116,21 +96,11 @@ def board(
 ) -> tuple[Record, OutputError | None]:
     """Answer what the folder does not hold yet, and gather the rows of all runs.
 
-    Args:
-        runs: by task and setting; each goes on in ``TASK/SETTING`` of the folder.
-        folder: of the leaderboard.
-        left_out: of each run, which methods could not take part.
-        on_progress: told of every answer.
-        executor: who answers; this process by default.
-
     Returns:
         The record, and why one of the runs has no summary in its folder, or None where all have.
         The record holds leaderboard (versions), model, runs (what each was, by ``TASK/SETTING``),
         left_out (the same) and rows: those of `summarise` with "task" in their cell, and with
         "share", what was to be kept; None for the full cache.
-
-    Raises:
-        InvalidArgumentError, MissingDependencyError, OutputError: as `Run.into`.
     """
     found: dict[str, Results] = {
         "/".join(place): run.into(folder.joinpath(*place), on_progress, executor)

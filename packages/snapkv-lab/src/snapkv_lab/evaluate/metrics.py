@@ -19,8 +19,6 @@ CodeSimilarity = Literal["difflib", "levenshtein"]
 PARAGRAPH = r"Paragraph (\d+)"
 """What a right answer of a retrieval looks like."""
 
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
-
 
 def best(metric: Metric, prediction: str, references: Iterable[str]) -> float:
     """The score against the reference that the answer is nearest to; 0 without references."""
@@ -34,7 +32,7 @@ def first_line(prediction: str) -> str:
 
 def normalised(text: str) -> str:
     """As SQuAD compares answers: lower case, no punctuation, no articles, single spaces."""
-    bare = text.lower().translate(_PUNCTUATION)
+    bare = text.lower().translate(str.maketrans("", "", string.punctuation))
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
 
 
@@ -108,10 +106,12 @@ def rouge_l(prediction: str, reference: str) -> float:
     said, wanted = _sentences(prediction), _sentences(reference)
     if not said or not wanted:
         return 0.0
-    common: set[str] = set()
-    for reference_words in wanted:
-        for words in said:
-            common.update(common_subsequence(reference_words, words))
+    common = {
+        word
+        for reference_words in wanted
+        for words in said
+        for word in common_subsequence(reference_words, words)
+    }
     precision = len(common) / len(set().union(*said))
     recall = len(common) / len(set().union(*wanted))
     return 2.0 * ((precision * recall) / (precision + recall + 1e-8))

@@ -14,10 +14,10 @@ from snapkv.hf.known_heads import with_known_heads
 from snapkv.kvzip import require_one_reading
 from snapkv.validation import require_at_least
 from snapkv_lab.evaluate.asking import Answerer, Asked, Method
-from snapkv_lab.evaluate.sample import Sample, Setting, Template, around_turn
+from snapkv_lab.evaluate.sample import Sample, Setting, Template, around_turn, data_hash
 from snapkv_lab.evaluate.store import Key, Progress, Record, Store, key, short_hash
 from snapkv_lab.evaluate.summary import summarise
-from snapkv_lab.evaluate.task import Task, data_hash
+from snapkv_lab.evaluate.task import Task
 from snapkv_lab.evaluate.workers.base import Executor, Serial
 from snapkv_lab.measure.environment import versions
 
@@ -32,10 +32,10 @@ class Run:
         loaded: model and tokenizer.
         task: what is asked; what it leaves to the model is filled in.
         methods: what answers; labels must differ.
-        questions: the settings to run, see `Sample.prompt`.
-        template: how a sample becomes a prompt, see `Sample.prompt`.
+        questions: the settings to run: whether the question is visible to the vote.
+        template: how a sample becomes a prompt.
         limit: how many samples to take of every cell; None for all.
-        reference_loss: whether to take the loss of the references too, see `References.loss`.
+        reference_loss: whether to take the loss of the references too.
 
     Raises:
         InvalidArgumentError: no method, two of one label, a limit below 1, or a template that the
@@ -58,9 +58,10 @@ class Run:
         if self.template == "longbench":
             around_turn(self.loaded.tokenizer)
         object.__setattr__(self, "methods", fitting_methods(self.loaded, self.methods))
-        for method in self.methods if "visible" in self.questions else ():
-            require_one_reading(method.policy, "pass --setting hidden")
-        self._require_turns()
+        for method in self.methods:
+            if "visible" in self.questions:
+                require_one_reading(method.policy, "pass --setting hidden")
+            self._require_turns(method)
         if self.limit is not None:
             require_at_least("limit", self.limit, 1)
 
@@ -70,7 +71,7 @@ class Run:
 
     def keys(self) -> list[Key]:
         """What its answers are found by. Errors as in `into`."""
-        return [one for asked in self._asked(self._samples()) for one in asked.keys]
+        return _keys(self._asked(self._samples()))
 
     def into(
         self, folder: Path, on_progress: Progress | None = None, executor: Executor | None = None
@@ -80,15 +81,15 @@ class Run:
         What was lost to memory before is asked once more.
 
         Raises:
-            InvalidArgumentError: the folder holds another run, see `Store`, or a method of another
-                policy under the same label; the settings give no sample, or one of them twice.
+            InvalidArgumentError: the folder holds another run, or a method of another policy under
+                the same label; the settings give no sample, or one of them twice.
             MissingDependencyError: the task's data is in a package that is not installed.
             OutputError: an answer cannot be written; those before it are in the folder.
         """
         samples = self._samples()
         whole = self._asked(samples)
         block = self._settings() | {"samples": len(samples), "data": data_hash(samples)}
-        wanted = [one for asked in whole for one in asked.keys]
+        wanted = _keys(whole)
         with Store(folder, block, fields=("cell", "policy", "status")) as store:
             require_same_policies(self.methods, store.records)
             work = [missing for asked in whole if (missing := asked.without(store)).methods]
@@ -105,10 +106,11 @@ class Run:
         return Results(folder=folder, run=block, task=self.task, rows=rows, unwritten=unwritten)
 
     def _samples(self) -> list[Sample]:
-        samples = _limited(list(self.task.samples(self.loaded.tokenizer)), self.limit)
-        _require_distinct(samples)
+        samples = _limited(self.task.samples(self.loaded.tokenizer), self.limit)
+        turns = [turn for sample in samples for turn in sample.turns]
+        _require_distinct(turns)
         if self.reference_loss:
-            _require_references(samples)
+            _require_references(turns)
         return samples
 
     def _asked(self, samples: Sequence[Sample]) -> list[Asked]:
@@ -134,19 +136,18 @@ class Run:
             **versions(),
         }
 
-    def _require_turns(self) -> None:
+    def _require_turns(self, method: Method) -> None:
         """Raise where a method says of later questions what has no effect, or cannot be."""
-        for method in self.methods:
-            if method.later != "append" and not self.task.has_turns:
-                raise InvalidArgumentError(
-                    f"turns: expected it with a task of several questions about one text, such as "
-                    f"turns, got {method.described_later} with {self.task.name}; leave it out"
-                )
-            if "recall" in method.cache_options and not method.prefill.holds_all:
-                raise InvalidArgumentError(
-                    f"turns: expected a prefill that gives every layer every token for recall, got "
-                    f"{method.prefill.name}; use append or compress, or the prefill exact"
-                )
+        if method.later != "append" and not self.task.has_turns:
+            raise InvalidArgumentError(
+                f"turns: expected it with a task of several questions about one text, such as "
+                f"turns, got {method.described_later} with {self.task.name}; leave it out"
+            )
+        if "recall" in method.cache_options and not method.prefill.holds_all:
+            raise InvalidArgumentError(
+                f"turns: expected a prefill that gives every layer every token for recall, got "
+                f"{method.prefill.name}; use append or compress, or the prefill exact"
+            )
 
     def _require_lengths(self) -> None:
         """Raise where prompts would be made only to be found far too long; a few are shown so."""
@@ -187,14 +188,10 @@ def fitting_methods(loaded: LoadedModel, methods: Sequence[Method]) -> tuple[Met
         UnsupportedModelError: a method does not work with the model.
     """
     labels = [method.label for method in methods]
-    if not labels:
+    if not labels or len(set(labels)) < len(labels):
         raise InvalidArgumentError(
-            "policy: expected at least one method, got none; name a policy or a baseline"
-        )
-    if len(set(labels)) < len(labels):
-        raise InvalidArgumentError(
-            f"policy: expected every method once, got {', '.join(sorted(labels))}; leave the "
-            "repeated one out"
+            f"policy: expected at least one method, and every one once, got "
+            f"{', '.join(sorted(labels)) or 'none'}; name a policy or a baseline, each once"
         )
     for method in methods:
         CompressedCache(loaded.model, loaded.completed(method.policy), **method.cache_options)
@@ -220,26 +217,27 @@ def require_same_policies(methods: Sequence[Method], records: Iterable[Record]) 
             )
 
 
-def _limited(samples: list[Sample], limit: int | None) -> list[Sample]:
-    if limit is None:
-        return samples
+def _keys(whole: Iterable[Asked]) -> list[Key]:
+    return [one for asked in whole for one in asked.keys_of(asked.methods)]
+
+
+def _limited(samples: Iterable[Sample], limit: int | None) -> list[Sample]:
     taken, kept = Counter[str](), []
     for sample in samples:
         cell = str(sorted(sample.cell.items()))
         taken[cell] += 1
-        if taken[cell] <= limit:
+        if limit is None or taken[cell] <= limit:
             kept.append(sample)
     return kept
 
 
-def _require_distinct(samples: Sequence[Sample]) -> None:
+def _require_distinct(turns: Sequence[Sample]) -> None:
     """Raise unless there are samples, each under a name of its own."""
-    counts = Counter(turn.name for sample in samples for turn in sample.turns)
-    if not counts:
+    if not turns:
         raise InvalidArgumentError(
             "samples: expected at least one, got none with these settings; ask for more"
         )
-    name, times = counts.most_common(1)[0]
+    ((name, times),) = Counter(turn.name for turn in turns).most_common(1)
     if times > 1:
         raise InvalidArgumentError(
             f"samples: expected every sample once, got {name} {times} times; leave out the setting "
@@ -247,9 +245,9 @@ def _require_distinct(samples: Sequence[Sample]) -> None:
         )
 
 
-def _require_references(samples: Sequence[Sample]) -> None:
+def _require_references(turns: Sequence[Sample]) -> None:
     """Raise where a loss is asked for and there is nothing to take it of."""
-    for turn in (turn for sample in samples for turn in sample.turns):
+    for turn in turns:
         if not turn.references or not all(turn.references):
             raise InvalidArgumentError(
                 f"reference_loss: expected samples that each have a right answer, none of them "

@@ -1,6 +1,9 @@
 """Questions about a long text, and how they become prompts."""
 
-from dataclasses import dataclass, field
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,14 +15,17 @@ if TYPE_CHECKING:
     from snapkv.app.protection import Protection
 
 Template = Literal["tokenizer", "none", "longbench"]
+"""The tokenizer's chat template where it has one, none, or the paper's LongBench run's."""
+
 Setting = Literal["visible", "hidden"]
+"""Whether the prompt is compressed behind its question, as in the paper, or behind its context."""
 
 SETTINGS: dict[str, tuple[Setting, ...]] = {
     "visible": ("visible",),
     "hidden": ("hidden",),
     "both": ("visible", "hidden"),
 }
-"""Which settings a command runs, by the word of its option."""
+"""By the word of a command's option."""
 
 Cell = dict[str, str | int | float]
 """What results are grouped by, such as ``{"length": 4096, "depth": 50}``."""
@@ -43,22 +49,7 @@ _AROUND = {
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One question about a long text, and what a right answer holds.
-
-    Attributes:
-        name: unique within a task; a run is resumed by it.
-        cell: what results are grouped by.
-        context: the long text, instructions before it included.
-        question: what stands behind it, blank lines between them included.
-        plain_question: what stands there instead where no chat template is applied, such as
-            "Question: ... Answer:"; empty for the same text.
-        answer_start: text that the answer begins with; the model continues it.
-        references: right answers; what of them must be found is the task's business.
-        settings: how the answer is generated.
-        chat: whether it may be wrapped in a chat template.
-        details: what else the task needs for the score; and under "protect" texts of the prompt
-            that stay whatever their votes.
-    """
+    """One question about a long text, and what a right answer holds."""
 
     name: str
     cell: Cell
@@ -73,7 +64,7 @@ class Sample:
 
     @property
     def turns(self) -> "tuple[Sample, ...]":
-        """Itself, and the questions that follow in the same cache, each with a name of its own."""
+        """Itself, and the questions that follow in the same cache."""
         return (self,)
 
     @property
@@ -84,20 +75,11 @@ class Sample:
         return Protection(texts=tuple(self.details.get("protect", ())))
 
     def is_chat(self, tokenizer: Any, template: Template) -> bool:
-        """Whether the tokenizer's chat template makes its prompt, see `prompt`."""
+        """Whether the tokenizer's chat template makes its prompt."""
         return template == "tokenizer" and self.chat and bool(tokenizer.chat_template)
 
     def prompt(self, tokenizer: Any, template: Template, setting: Setting) -> Prompt:
-        """The text that the model continues.
-
-        Args:
-            tokenizer: the model's.
-            template: "tokenizer" wraps the text as a message where the tokenizer has a chat
-                template; "none" leaves it as it is; "longbench" wraps it as the paper's LongBench
-                run did, by the model's name.
-            setting: "visible" compresses behind the question, as the paper does; "hidden" behind
-                the context, before the question is known.
-        """
+        """The text that the model continues."""
         if self.is_chat(tokenizer, template):
             question, text = self.question, self.context + self.question
             prompt = chat_prompt(tokenizer, text, answer_start=self.answer_start)
@@ -114,28 +96,22 @@ class Sample:
         return self._plain(self.plain_question or self.question, tokenizer, template)
 
     def _plain(self, text: str, tokenizer: Any, template: Template) -> str:
-        """A text as a turn without a chat template, and the beginning of the answer behind it."""
-        before, behind = ("", "")
+        """A turn without a chat template, and the beginning of the answer behind it."""
         if template == "longbench" and self.chat:
             before, behind = around_turn(tokenizer)
-        text = before + text + behind
+            text = before + text + behind
         space = " " if self.answer_start and not text[-1:].isspace() else ""
         return text + space + self.answer_start
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation(Sample):
-    """A question about a long text, and more of them behind it, one after the other.
-
-    Attributes:
-        later: the questions behind the first one; without a context of their own.
-    """
+    """A question about a long text, and `later` ones without a context, one after the other."""
 
     later: tuple[Sample, ...]
 
     @property
     def turns(self) -> tuple[Sample, ...]:
-        """The first question, and those behind it."""
         return (self, *self.later)
 
 
@@ -143,11 +119,7 @@ def around_turn(tokenizer: Any) -> tuple[str, str]:
     """What stood before and behind a prompt in the paper's LongBench run, by the model's name.
 
     Not the tokenizers' templates: Mistral and Mixtral got the bare text, Llama 2 and LWM the
-    instruction brackets without a system message, Vicuna and LongChat the conversation they were
-    trained on.
-
-    Raises:
-        InvalidArgumentError: the paper's run had no such model.
+    brackets without a system message, Vicuna and LongChat the conversation they were trained on.
     """
     name = PurePath(tokenizer.name_or_path).name.lower()
     for family, around in _AROUND.items():
@@ -157,3 +129,11 @@ def around_turn(tokenizer: Any) -> tuple[str, str]:
         f"template: expected a model named like {', '.join(_AROUND)} for longbench, got {name!r}; "
         "use the template tokenizer or none"
     )
+
+
+def data_hash(samples: Iterable[Sample]) -> str:
+    """What the samples hold, as "sha256:..."."""
+    digest = hashlib.sha256()
+    for sample in samples:
+        digest.update(json.dumps(asdict(sample), sort_keys=True).encode())
+    return f"sha256:{digest.hexdigest()[:16]}"

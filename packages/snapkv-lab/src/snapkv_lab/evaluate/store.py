@@ -34,20 +34,12 @@ LOST = "out of memory"
 class Store:
     """The results of one run, added to one by one, by one process at a time.
 
-    Args:
-        folder: made where it does not exist.
-        run: what was run. Results of another run are not mixed with it.
-        fields: what every record has beside what it answers.
-
-    Raises:
-        InvalidArgumentError: the folder holds another run or a damaged one, or files of somebody
-            else's; another process writes into it, or it cannot be written.
+    Results of another `run` are not mixed with it; `fields` are what every record must have beside
+    what it answers.
     """
 
     def __init__(self, folder: Path, run: Record, *, fields: Sequence[str] = ()) -> None:
-        self.folder = folder
-        self.run = run
-        self._fields = fields
+        self.folder, self.run = folder, run
         self._path = folder / "samples.jsonl"
         with _needing(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -55,24 +47,22 @@ class Store:
         self._file = self._opened()
         try:
             self._claim()
-            lines = self._read()
+            lines = _records(self._path, self._whole_lines(), fields)
         except BaseException:
             self._file.close()
             raise
         self._lines = len(lines)
         self._records = {key(record): record for record in lines}
-        self._done = {
-            wanted for wanted, record in self._records.items() if record.get("status") != LOST
-        }
+        self._done = {each for each, of in self._records.items() if of.get("status") != LOST}
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        try:
-            self._drop_replaced()
-        finally:
-            self._file.close()
+        if self._lines > len(self._records):  # lines that newer ones replace; those count anyway
+            with contextlib.suppress(OutputError):
+                replace_file(self._path, _as_lines(self.records))
+        self._file.close()
 
     def __contains__(self, wanted: Key) -> bool:
         """Whether that is answered, or was lost to memory since the store was opened."""
@@ -87,30 +77,21 @@ class Store:
         return list(self._records.values())
 
     def add(self, record: Record) -> None:
-        """Append an answer; it is on the disk when this returns.
-
-        Raises:
-            OutputError: it cannot be written; the folder holds all answers before it.
-        """
+        """Append an answer; it is on the disk when this returns."""
         append_line(self._file, json.dumps(record), self._path)
         self._lines += 1
         self._records[key(record)] = record
         self._done.add(key(record))
 
     def summarise(self, rows: Iterable[Record]) -> OutputError | None:
-        """Write the summary, whole or not at all; why not, where it cannot be written.
-
-        An error is not raised, so that the rows, which are known, can be shown first.
-        """
-        text = "".join(json.dumps(row) + "\n" for row in rows)
+        """Write the summary; why not, where that fails, so that the rows can be shown first."""
         try:
-            replace_file(self.folder / "summary.jsonl", text)
+            replace_file(self.folder / "summary.jsonl", _as_lines(rows))
         except OutputError as error:
             return error
         return None
 
     def _require_own(self) -> None:
-        """Refuse a folder that is of no run and has files of somebody else's in it."""
         if (self.folder / "run.json").exists():
             return
         if found := foreign_files(self.folder, ("run.json", "samples.jsonl")):
@@ -133,66 +114,45 @@ class Store:
                 raise
             file.close()
 
-    def _drop_replaced(self) -> None:
-        """Write the file anew without lines that newer ones replace."""
-        if self._lines > len(self._records):
-            # Nothing is lost where this fails: of two lines the newer one counts.
-            with contextlib.suppress(OutputError):
-                text = "".join(json.dumps(record) + "\n" for record in self.records)
-                replace_file(self._path, text)
-
     def _claim(self) -> None:
         """Write `run.json`, or compare with the one that is there."""
         path = self.folder / "run.json"
-        if not path.exists():
-            if self._path.stat().st_size:
+        if path.exists():
+            differing = list(_differences(_parsed(path, 1, path.read_bytes()), self.run))
+            if differing:
                 raise InvalidArgumentError(
-                    f"results: expected the run.json that says what {self._path} holds, got none; "
-                    "choose another folder"
+                    f"results: expected results of the same run in {self.folder}, got another "
+                    f"{', another '.join(differing[:3])}; choose another folder"
                 )
-            with _needing(self.folder):
-                replace_file(path, json.dumps(self.run, indent=2) + "\n")
             return
-        found = _parsed(path, 1, path.read_bytes())
-        differing = list(_differences(found, self.run))
-        if differing:
+        if self._path.stat().st_size:
             raise InvalidArgumentError(
-                f"results: expected results of the same run in {self.folder}, got another "
-                f"{', another '.join(differing[:3])}; choose another folder"
+                f"results: expected the run.json that says what {self._path} holds, got none; "
+                "choose another folder"
             )
+        with _needing(self.folder):
+            replace_file(path, json.dumps(self.run, indent=2) + "\n")
 
-    def _read(self) -> list[Record]:
+    def _whole_lines(self) -> bytes:
         """The answers that are there; a last line that was cut off is taken away."""
         self._file.seek(0)
         data = self._file.read()
         whole = data[: data.rfind(b"\n") + 1]
         if len(whole) < len(data):
             self._file.truncate(len(whole))
-        return _lines(self._path, whole, (*_KEY, *self._fields))
+        return whole
 
 
 def answered(folder: Path) -> set[Key]:
-    """What a folder holds answers to, while another process may add some; lost ones are none.
-
-    Raises:
-        InvalidArgumentError: it is damaged, or cannot be read.
-    """
+    """What a folder holds answers to, while another process may add some; lost ones are none."""
     path = folder / "samples.jsonl"
     with _needing(folder):
         data = path.read_bytes() if path.exists() else b""
-    records = {key(record): record for record in _lines(path, data, (*_KEY, "status"))}
-    return {wanted for wanted, record in records.items() if record["status"] != LOST}
-
-
-def _lines(path: Path, data: bytes, names: Sequence[str]) -> list[Record]:
-    """The records of whole lines, which have at least those names."""
-    return [
-        _parsed(path, number, line, names) for number, line in enumerate(data.split(b"\n")[:-1], 1)
-    ]
+    newest = {key(record): record for record in _records(path, data, ("status",))}
+    return {wanted for wanted, record in newest.items() if record["status"] != LOST}
 
 
 def key(record: Record) -> Key:
-    """What a record answers."""
     sample, method, question = (str(record[name]) for name in _KEY)
     return sample, method, question
 
@@ -200,6 +160,30 @@ def key(record: Record) -> Key:
 def short_hash(settings: Record, digits: int = 8) -> str:
     """A short name for settings."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:digits]
+
+
+def _as_lines(records: Iterable[Record]) -> str:
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def _records(path: Path, data: bytes, fields: Sequence[str]) -> list[Record]:
+    lines = enumerate(data.split(b"\n")[:-1], 1)
+    return [_parsed(path, number, line, (*_KEY, *fields)) for number, line in lines]
+
+
+def _parsed(path: Path, number: int, line: bytes, names: Collection[str] = ()) -> Record:
+    """A line's JSON object, which has at least those names; without any, the file's one object."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        record = None
+    if not isinstance(record, dict) or not record.keys() >= set(names):
+        raise InvalidArgumentError(
+            f"results: expected a JSON object{' with ' if names else ''}{', '.join(names)} in "
+            f"{path}, line {number}, got {line[:40].decode(errors='replace')!r}; choose another "
+            f"folder{', or delete that line' if names else ''}"
+        )
+    return record
 
 
 def _lock(file: IO[bytes], folder: Path) -> None:
@@ -231,32 +215,11 @@ def _needing(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _parsed(path: Path, number: int, line: bytes, names: Collection[str] = ()) -> Record:
-    """A line's JSON object, which has at least those names; without any, the file's one object."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        record = None
-    if not isinstance(record, dict) or not record.keys() >= set(names):
-        raise InvalidArgumentError(
-            f"results: expected a JSON object{' with ' if names else ''}{', '.join(names)} in "
-            f"{path}, line {number}, got {line[:40].decode(errors='replace')!r}; choose another "
-            f"folder{', or delete that line' if names else ''}"
-        )
-    return record
-
-
 def _differences(there: Any, here: Any, name: str = "") -> Iterator[str]:
     """Every setting in which two runs differ, by its name with dots, with both values."""
     if isinstance(there, dict) and isinstance(here, dict):
         for part in here | there:
-            yield from _differences(
-                there.get(part), here.get(part), f"{name}.{part}" if name else part
-            )
-    elif json.dumps(there) != json.dumps(here):
-        yield f"{name}: {_short(there)} there, {_short(here)} here"
-
-
-def _short(value: Any, shown: int = 60) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= shown else f"{text[:shown]}..."
+            inner = f"{name}.{part}" if name else part
+            yield from _differences(there.get(part), here.get(part), inner)
+    elif (one := json.dumps(there)) != (other := json.dumps(here)):
+        yield f"{name}: {one[:60]} there, {other[:60]} here"

@@ -1,6 +1,5 @@
 """What a task is: settings in, samples out, and a score for every answer."""
 
-import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -44,12 +43,7 @@ class Task(ABC):
 
     @abstractmethod
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
-        """Make or read the samples; the same ones in the same order every time.
-
-        Raises:
-            MissingDependencyError: data is in a package that is not installed.
-            DocumentError: a file of data is missing or malformed.
-        """
+        """Make or read the samples; the same ones in the same order every time."""
 
     @abstractmethod
     def score(self, sample: Sample, prediction: str) -> float:
@@ -67,11 +61,7 @@ class Task(ABC):
         return {}
 
     def require(self, **least: int) -> None:
-        """Raise unless each of these settings, a number or several, is at least that.
-
-        Raises:
-            InvalidArgumentError: one is not.
-        """
+        """Raise unless each of these settings, a number or several, is at least that."""
         for name, minimum in least.items():
             value = getattr(self, name)
             (require_each_at_least if isinstance(value, tuple) else require_at_least)(
@@ -90,14 +80,6 @@ def require_some(argument: str, given: Collection[str], known: Iterable[str]) ->
         )
 
 
-def data_hash(samples: Iterable[Sample]) -> str:
-    """What the samples hold, as "sha256:..."."""
-    digest = hashlib.sha256()
-    for sample in samples:
-        digest.update(json.dumps(asdict(sample), sort_keys=True).encode())
-    return f"sha256:{digest.hexdigest()[:16]}"
-
-
 Build = Callable[[int], Sample]
 """Makes a sample whose text has that many parts: lines, words, documents; always the same one."""
 
@@ -105,15 +87,9 @@ Build = Callable[[int], Sample]
 def fitted(
     build: Build, tokenizer: Any, length: int, *, least: int, most: int, hint: int | None = None
 ) -> tuple[Sample, int] | None:
-    """The sample with as many parts as fit, and how many; None where not even `least` fit.
+    """The sample with most parts whose prompt and answer take `length` tokens, and how many parts.
 
-    Args:
-        build: makes the sample of a given size.
-        tokenizer: the model's.
-        length: tokens that prompt and answer may take together, as `needed_tokens` counts them.
-        least: parts below which there is no such sample.
-        most: parts that there are.
-        hint: how many fitted in a sample like this one; saves trying small ones.
+    None where not even `least` parts fit. `hint` says how many fitted in a sample like this one.
     """
     parts = least
     if hint is None:
@@ -132,6 +108,21 @@ def fitted(
         # A prompt holds something beside its parts, so that taking them away in proportion to the
         # excess comes down on the largest count that fits, as far as they are of one length.
         parts = max(least, min(parts - 1, parts * length // used))
+
+
+def all_fitted(
+    builds: Iterable[Build], tokenizer: Any, length: int, *, least: int, most: int, what: str
+) -> Iterator[Sample]:
+    """Samples of one length, each as `fitted` makes it; refused where `what` has no room."""
+    hint = None
+    for build in builds:
+        found = fitted(build, tokenizer, length, least=least, most=most, hint=hint)
+        if found is None:
+            raise InvalidArgumentError(
+                f"lengths: expected room for {what}, got {length} tokens; pass a larger length"
+            )
+        sample, hint = found
+        yield sample
 
 
 def needed_tokens(sample: Sample, tokenizer: Any) -> int:

@@ -31,9 +31,8 @@ from snapkv_lab.experiments.kvpress_process import Kvpress
 from snapkv_lab.experiments.medusa_gpu import figure_9
 from snapkv_lab.experiments.prefill import measure_overhead
 from snapkv_lab.experiments.records import RESULTS, Row
-from snapkv_lab.measure.bandwidth import copy_bandwidth
 from snapkv_lab.measure.contenders import Contender, compressed, full
-from snapkv_lab.measure.decode import DecodeBench
+from snapkv_lab.measure.decode import DecodeBench, copy_bandwidth
 from snapkv_lab.measure.prefill import PrefillBench
 from snapkv_lab.measure.random_models import random_model
 from snapkv_lab.measure.timing import spent_on, spread

@@ -31,12 +31,10 @@ from snapkv_lab.experiments.records import (
     Row,
     environment_line,
 )
-from snapkv_lab.measure.bandwidth import copy_bandwidth
 from snapkv_lab.measure.contenders import Contender, compressed, full
-from snapkv_lab.measure.decode import DecodeBench
+from snapkv_lab.measure.decode import DecodeBench, ThroughputBench, copy_bandwidth
 from snapkv_lab.measure.prefill import PrefillBench
 from snapkv_lab.measure.random_models import random_model
-from snapkv_lab.measure.throughput import ThroughputBench
 from snapkv_lab.measure.timing import alternate, ratios, spread
 
 PYTHON = Path(__file__).parents[5] / ".venv-kvpress" / "bin" / "python"

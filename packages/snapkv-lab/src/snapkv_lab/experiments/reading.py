@@ -1,4 +1,4 @@
-"""Prompts of token ids that are read once and compressed many times; see `snapkv.app.recorded`.
+"""Prompts of token ids that are read once and compressed many times; see `snapkv.app.observing`.
 
 `tests/quality` checks that the result equals a real compressed prefill bit for bit.
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from snapkv import CompressedCache
-from snapkv.app.recorded import RecordedPrompt, Recorder, record_prompt, record_prompt_twice
+from snapkv.app.observing import RecordedPrompt, Recorder, record_prompt, record_prompt_twice
 from snapkv.policies import EvictingPolicy, Policy
 
 MOST_WINDOW_TOKENS = 64

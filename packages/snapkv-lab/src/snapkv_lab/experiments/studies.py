@@ -67,7 +67,7 @@ def _tables(rows: list[Row]) -> Iterator[str]:
         yield f"## {name}"
         yield f"![{name}](../studies/{name}.svg)"
         yield f"{found.title[0].upper()}{found.title[1:]}."
-        yield markdown_table(found.header, found.lines)
+        yield markdown_table(found.headings, found.rows)
 
 
 def _drawn(rows: list[Row]) -> None:

@@ -31,18 +31,18 @@ Pieces = Callable[[PreTrainedModel], contextlib.AbstractContextManager[None]]
 
 
 class Decoder(Protocol):
-    """A cache behind a prompt, and what is generated behind it."""
+    """A cache behind a prompt; called, it generates so many tokens greedily: ms per token.
+
+    It holds `held_bytes`, room for tokens to come included; attention reads `read_bytes` a token.
+    """
 
     @property
-    def held_bytes(self) -> int:
-        """Bytes that the cache holds, room for tokens to come included."""
+    def held_bytes(self) -> int: ...
 
     @property
-    def read_bytes(self) -> int:
-        """Bytes of what attention reads for a token."""
+    def read_bytes(self) -> int: ...
 
-    def __call__(self, tokens: int) -> float:
-        """Generate greedily; ms per token."""
+    def __call__(self, tokens: int) -> float: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +51,6 @@ class Contender:
 
     Benches ask it for `label`, `policy`, `reader`, `peak` and `behind`; one that works in another
     process need have no more. What these give is all that holds a cache.
-
-    Attributes:
-        label: its name.
-        make: an empty cache for a model and that many prompt tokens.
-        policy: what a compressed cache keeps; None for caches that are not ours.
-        prefill: how it reads prompts.
     """
 
     label: str
@@ -72,11 +66,7 @@ class Contender:
         return lambda: spent_on(lambda: self._read(model, ids, pieces)).wall_ms
 
     def peak(self, model: PreTrainedModel, ids: Tensor, pieces: Pieces) -> dict[str, int]:
-        """Read a prompt: "peak_growth_bytes" held at once, "held_bytes" after it.
-
-        Raises:
-            OutOfMemoryError: it did not fit.
-        """
+        """Read a prompt: "peak_growth_bytes" held at once, "held_bytes" after it."""
         caches: list[Cache] = []
         peak = peak_growth_bytes(lambda: caches.append(self._read(model, ids, pieces)), ids.device)
         return {"peak_growth_bytes": peak, "held_bytes": cache_bytes(caches[0])}
@@ -145,7 +135,6 @@ class _Decoder:
 
 
 def compressed(label: str, policy: Policy, *, storage: str = "dynamic") -> Contender:
-    """A compressed cache."""
 
     def make(model: PreTrainedModel, prompt_tokens: int) -> Cache:
         del prompt_tokens
@@ -155,11 +144,6 @@ def compressed(label: str, policy: Policy, *, storage: str = "dynamic") -> Conte
 
 
 def full(name: str) -> Contender:
-    """One of transformers' own caches, which keep every token.
-
-    Raises:
-        InvalidArgumentError: no cache of that name.
-    """
     if name not in FULL_CACHES:
         raise InvalidArgumentError(
             f"baseline: expected one of {', '.join(FULL_CACHES)}, got "

@@ -21,7 +21,6 @@ def versions() -> dict[str, Any]:
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Versions, device and threads."""
     cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if cuda else processor()
     return versions() | {"processor": name, "threads": torch.get_num_threads()}

@@ -45,14 +45,6 @@ def peak_growth_bytes(
 
     On CUDA of the allocator's tensors; on Linux of the whole process, whose allocator should be
     told to hand freed memory back (``MALLOC_MMAP_THRESHOLD_=65536``), in a process of its own.
-
-    Args:
-        work: what to do.
-        device: where it is done.
-        process: on Linux, the process that does it.
-
-    Raises:
-        OSError: neither CUDA nor Linux.
     """
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)

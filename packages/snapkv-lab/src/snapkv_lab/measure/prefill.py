@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,24 +14,18 @@ from snapkv.errors import InvalidArgumentError, OutOfMemoryError
 from snapkv.prefill import chunked, layer_by_layer
 from snapkv.validation import require_int
 from snapkv_lab.measure.contenders import Contender
-from snapkv_lab.measure.timing import alternate, ratios, spread
+from snapkv_lab.measure.decode import raced
+from snapkv_lab.measure.timing import ratios, spread
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillBench:
-    """What reading a prompt takes.
+    """What reading a prompt takes, once and then in `rounds` turns; ratios are to the first one.
 
-    Args:
-        model: the model.
-        contenders: the caches; ratios are against the first.
-        lengths: prompt tokens.
-        batches: rows.
-        rounds: turns of every cache that count; one before them warms up.
-        chunk_tokens: read layer by layer in pieces of that many tokens; None reads at once. Only
-            what goes into a compressed cache is read so.
-        cap_tokens: read in pieces instead, with every layer held to that many tokens between them.
+    What goes into a compressed cache is read layer by layer in pieces of `chunk_tokens`; or with
+    `cap_tokens` in pieces between which every layer is held to so many tokens.
     """
 
     model: PreTrainedModel
@@ -42,7 +37,6 @@ class PrefillBench:
     cap_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the sizes."""
         require_int("rounds", self.rounds, minimum=2)
         if self.cap_tokens is not None and self.chunk_tokens is None:
             raise InvalidArgumentError(
@@ -93,21 +87,20 @@ class PrefillBench:
 
     def _timed(self, batch: int, length: int) -> Iterator[Row]:
         ids = self._ids(batch, length)
-        readers: dict[str, Callable[[], float]] = {}
-        rows = {each.label: self._row("prefill", each, batch, length) for each in self.contenders}
-        for contender in self.contenders:
+
+        def attempt(contender: Contender) -> Callable[[], float]:
             read = contender.reader(self.model, ids, self._pieces)
-            try:
-                read()
-            except OutOfMemoryError:
-                yield rows[contender.label] | {"status": "out of memory"}
+            read()
+            return read
+
+        rows = {each.label: self._row("prefill", each, batch, length) for each in self.contenders}
+        attempts = {each.label: partial(attempt, each) for each in self.contenders}
+        for name, samples, base in raced(attempts, rounds=self.rounds, warmup_rounds=0):
+            if samples:
+                times = {"ms": spread(samples, 2), "ratio": spread(ratios(samples, base), 4)}
+                yield rows[name] | {"status": "ok"} | times
             else:
-                readers[contender.label] = read
-        runs = alternate(readers, rounds=self.rounds, warmup_rounds=0) if readers else {}
-        for name, samples in runs.items():
-            base = next(iter(runs.values()))
-            times = {"ms": spread(samples, 2), "ratio": spread(ratios(samples, base), 4)}
-            yield rows[name] | {"status": "ok"} | times
+                yield rows[name] | {"status": "out of memory"}
 
     def _pieces(self, model: PreTrainedModel) -> contextlib.AbstractContextManager[None]:
         if self.chunk_tokens is None:

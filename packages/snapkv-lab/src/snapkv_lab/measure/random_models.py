@@ -18,19 +18,6 @@ def random_model(
     layers: int | None = None,
     attn_implementation: str | None = None,
 ) -> PreTrainedModel:
-    """A model of a published shape whose weights are random.
-
-    Args:
-        shape: a name in `snapkv.plan.shapes.SHAPES`.
-        device: where the weights are made; nothing is held elsewhere meanwhile.
-        dtype: of the weights.
-        layers: fewer layers than the shape has, to fit a small machine; None for all.
-        attn_implementation: as transformers names it; its own choice by default.
-
-    Raises:
-        InvalidArgumentError: an unknown shape.
-        OutOfMemoryError: the weights do not fit.
-    """
     options: dict[str, Any] = {"attn_implementation": attn_implementation, "dtype": dtype}
     bare = outline(shape, layers=layers, **options)
     explain = functools.partial(weights_advice, bare, device, free_bytes(device))

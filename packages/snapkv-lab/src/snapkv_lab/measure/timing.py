@@ -13,20 +13,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Spent:
-    """What one run took.
-
-    Attributes:
-        wall_ms: time on the clock, the accelerator's part included.
-        cpu_ms: processor time of this process, all threads together. Waiting for a processor that
-            others use does not count, so on a busy machine it says more about the work itself.
-    """
+    """What one run took."""
 
     wall_ms: float
     cpu_ms: float
 
 
 def spent_on(work: Callable[[], Any]) -> Spent:
-    """Do the work once and say what it took."""
     _synchronize()
     wall, cpu = time.perf_counter(), time.process_time()
     work()
@@ -44,11 +37,6 @@ def alternate(
     Noise of the machine then hits all of them alike, and the times of one round make a pair. So
     does what a run leaves behind: in a cycle of rounds each comes behind each of the others equally
     often (the design of Williams, 1949).
-
-    Args:
-        contenders: name to a function that does one run and returns what it took.
-        rounds: rounds that count.
-        warmup_rounds: rounds before them that do not.
 
     Returns:
         What each contender's runs took, in the order of the rounds.
@@ -72,12 +60,10 @@ def _order(count: int, index: int) -> list[int]:
 
 
 def ratios(times: Sequence[float], base: Sequence[float]) -> list[float]:
-    """The ratio of each pair of times."""
     return [one / other for one, other in zip(times, base, strict=True)]
 
 
 def spread(values: Sequence[float], digits: int) -> dict[str, float]:
-    """The 20th, 50th and 80th percentile."""
     cuts = quantiles(values, n=10, method="inclusive")
     return {f"p{10 * cut}": round(cuts[cut - 1], digits) for cut in (2, 5, 8)}
 

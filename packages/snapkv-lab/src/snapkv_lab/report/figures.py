@@ -2,18 +2,18 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from snapkv.errors import InvalidArgumentError
 from snapkv_lab import drawing
 from snapkv_lab.evaluate.intervals import Interval
 from snapkv_lab.evaluate.runner import Results
 from snapkv_lab.evaluate.store import Record
-from snapkv_lab.evaluate.summary import IN_NATS, IN_PERCENT, ScoreLine, axis_values, score_lines
+from snapkv_lab.evaluate.summary import ScoreLine, axis_values, score_lines
+from snapkv_lab.report.tables import IN_NATS, IN_PERCENT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,7 +24,6 @@ _MOST_PANELS_IN_A_ROW = 3
 _MOST_ANNOTATED = 10
 _MOST_TICKS = 12
 _MOST_UPRIGHT = 4
-_SHORT_REASONS = {"out of memory": "OOM"}
 _UNITS = {"length": "tokens", "depth": "percent", "position": "percent"}
 _MARKERS = "osD^vP*X"
 # Okabe and Ito's colours, which the colour-blind can tell apart too.
@@ -104,12 +103,12 @@ def _heat_map(
             style: dict[str, Any] = {"facecolor": "#eeeeee", "edgecolor": "#999999", "lw": 0}
             panel.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, hatch="///", **style))
         if max(len(columns), len(rows)) <= _MOST_ANNOTATED:
-            reason = _short(cell[0]["status"]).replace(" ", "\n")
+            reason = cell[0]["status"].replace("out of memory", "OOM").replace(" ", "\n")
             text = f"{100 * fmean(scores):.0f}" if scores else reason
             panel.text(x, y, text, ha="center", va="center", fontsize=7)
     colours = LinearSegmentedColormap.from_list("score", _COLOURS)
     panel.imshow(grid, cmap=colours, vmin=0, vmax=1, aspect="auto")
-    sure = "" if line.interval is None else f" ({line.shown_interval})"
+    sure = "" if line.interval is None else f" ({IN_PERCENT.interval(line.interval)})"
     panel.set_title(f"{_name(line)}\nmean {IN_PERCENT.text(line.mean)}{sure}")
     _label_axis(panel.xaxis, x_axis, columns)
     _label_axis(panel.yaxis, y_axis, rows)
@@ -121,7 +120,7 @@ def _heat_map(
 def _trained_border(results: Results, columns: list[Any]) -> float | None:
     """Where lengths beyond the model's positions begin, in columns; None where none or all do."""
     positions = results.run["model"]["max_tokens"]
-    if results.task.axes[0] != "length" or positions is None:
+    if results.task.axes[0] != "length" or positions is None or not _numeric(columns):
         return None
     inside = sum(length <= positions for length in columns)
     return inside - 0.5 if 0 < inside < len(columns) else None
@@ -154,7 +153,6 @@ def _columns(results: Results, lines: Sequence[ScoreLine]) -> "Figure":
 
 
 def _bars(panel: "Axes", line: ScoreLine, columns: list[Any], index: int, count: int) -> None:
-    """One method's bar in every group, and in the group of the means."""
     width = 0.8 / count
     places = [group + (index - (count - 1) / 2) * width for group in range(len(columns) + 1)]
     scores = [*(line.scores.get(column) for column in columns), line.mean]
@@ -166,7 +164,7 @@ def _bars(panel: "Axes", line: ScoreLine, columns: list[Any], index: int, count:
     panel.vlines([place for place, _ in known], lows, highs, color="black", linewidth=0.8)
     for place, column, score in zip(places, columns, scores, strict=False):
         if score is None and column in line.reasons:
-            text = _short(line.reasons[column])
+            text = line.reasons[column].replace("out of memory", "OOM")
             panel.text(place, 1, text, rotation=90, ha="center", va="bottom", fontsize=7)
 
 
@@ -270,7 +268,8 @@ def _label_axis(axis: Any, name: str, values: Sequence[Any]) -> None:
     """Ticks at the cells, not at all of them where they are many."""
     step = -(-len(values) // _MOST_TICKS) if _numeric(values) else 1
     places = range(0, len(values), step)
-    texts = [shown_tokens(values[i]) if name == "length" else str(values[i]) for i in places]
+    is_length = name == "length" and _numeric(values)
+    texts = [shown_tokens(values[i]) if is_length else str(values[i]) for i in places]
     axis.set_ticks(list(places), texts)
     unit = _UNITS.get(name) if _numeric(values) else None
     axis.set_label_text(f"{name} ({unit})" if unit else name)
@@ -282,10 +281,6 @@ def _name(line: ScoreLine, method: str | None = None) -> str:
     return f"{method or line.method}{hidden}"
 
 
-def _short(reason: str) -> str:
-    return _SHORT_REASONS.get(reason, reason)
-
-
 def shown_tokens(count: Any) -> str:
     """Tokens as people write them: 512, 4k, 31.5k."""
     return f"{count / 1024:.4g}k" if count >= 1024 and count % 512 == 0 else f"{count:,}"
@@ -295,8 +290,7 @@ def _numeric(values: Sequence[Any]) -> bool:
     return all(isinstance(value, int | float) for value in values)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Measured:
+class _Measured(NamedTuple):
     """Which number of a bench's rows is drawn, divided by its unit; `also` another one, dotted."""
 
     key: str
@@ -305,25 +299,17 @@ class _Measured:
     also: str | None = None
 
 
+_HELD = "GiB at the peak (dotted: held after it)"
 _MEASURED = {
-    "decode": _Measured(key="ms_per_token", label="ms per token"),
-    "prefill": _Measured(key="ms", label="seconds to the first token", unit=1000),
-    "memory": _Measured(
-        key="peak_growth_bytes",
-        label="GiB at the peak (dotted: held after it)",
-        unit=2**30,
-        also="held_bytes",
-    ),
-    "throughput": _Measured(key="tokens_per_second", label="tokens per second"),
+    "decode": _Measured("ms_per_token", "ms per token"),
+    "prefill": _Measured("ms", "seconds to the first token", 1000),
+    "memory": _Measured("peak_growth_bytes", _HELD, 2**30, "held_bytes"),
+    "throughput": _Measured("tokens_per_second", "tokens per second"),
 }
 
 
 def draw_bench(rows: Sequence[Record]) -> "Figure":
-    """A panel per batch size, a curve per cache; cells out of memory are marked at their length.
-
-    Raises:
-        InvalidArgumentError: there are no rows.
-    """
+    """A panel per batch size, a curve per cache; cells out of memory are marked at their length."""
     import matplotlib
 
     if not rows:

@@ -8,26 +8,18 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from snapkv_lab import drawing
-from snapkv_lab.evaluate.intervals import METHOD, Difference, line_differences
+from snapkv_lab.evaluate.intervals import METHOD, is_seen, line_differences
 from snapkv_lab.evaluate.store import Record
-from snapkv_lab.evaluate.summary import (
-    IN_PERCENT,
-    ONE_SAMPLE,
-    ScoreLine,
-    axis_values,
-    score_lines,
-    shown_interval,
-)
+from snapkv_lab.evaluate.summary import ScoreLine, axis_values, score_lines
 from snapkv_lab.report.figures import curve, line_style
-from snapkv_lab.report.page import (
+from snapkv_lab.report.page import Section, as_html, facts_section, picture, write_files
+from snapkv_lab.report.tables import (
+    IN_PERCENT,
     NONE_SEEN,
+    ONE_SAMPLE,
+    Table,
     escaped,
-    facts_of,
-    filled,
-    markdown_table,
-    picture,
     shown_difference,
-    write_files,
 )
 
 if TYPE_CHECKING:
@@ -54,23 +46,18 @@ _ACROSS = 4
 class BoardLine:
     """A method at a share in one setting.
 
-    Attributes:
-        name: of the method; what its parameters are stands in it.
-        share: that was to be kept; None for the full cache.
-        held: bytes over the full cache's, the mean over cells; None where nothing was answered.
-        scores: by task, and their mean.
-        difference: from the full cache; None for that one itself.
+    `share` was to be kept, None for the full cache; `held` is bytes over the full cache's, the mean
+    over cells; `scores` are by task; `difference` is from the full cache.
     """
 
     name: str
     share: float | None
     held: float | None
     scores: ScoreLine
-    difference: Difference | None
+    difference: Record | None
 
     @property
     def kept(self) -> str:
-        """The share as text."""
         return "all" if self.share is None else _percent(self.share)
 
 
@@ -111,52 +98,65 @@ def _settings_of(found: Record) -> list[str]:
     return list(dict.fromkeys(row["question"] for row in found["rows"]))
 
 
-def headings(found: Record) -> tuple[str, ...]:
-    """Of the texts that `texts` gives."""
-    tasks = axis_values(found["rows"], "task")
-    return ("method", "kept", "held", *tasks, "mean", "95 %", "difference")
+def board_table(found: Record, lines: Sequence[BoardLine], *, by_task: bool = True) -> Table:
+    """A row per method and share, with its means and differences; of each task too, or settings."""
+    tasks = axis_values(found["rows"], "task") if by_task else []
 
-
-def texts(line: BoardLine, found: Record) -> tuple[str, ...]:
-    """A row of a table; scores of tasks with their intervals."""
-    scores = line.scores
-
-    def with_interval(task: str) -> str:
+    def of_task(scores: ScoreLine, task: str) -> str:
         if task not in scores.scores:
-            return scores.shown(task) or "-"
-        return f"{scores.shown(task)} ({shown_interval(scores.intervals[task])})"
+            return scores.reasons.get(task) or "-"
+        ends = IN_PERCENT.interval(scores.intervals[task])
+        return f"{IN_PERCENT.text(scores.scores[task])} ({ends})"
 
-    return (
-        line.name,
-        line.kept,
-        "-" if line.held is None else f"{100 * line.held:.1f} %",
-        *map(with_interval, axis_values(found["rows"], "task")),
-        *(IN_PERCENT.text(scores.mean), scores.shown_interval, shown_difference(line.difference)),
+    def texts(line: BoardLine) -> tuple[str, ...]:
+        scores = line.scores
+        return (
+            *(() if by_task else (scores.question,)),
+            *(line.name, line.kept, "-" if line.held is None else f"{100 * line.held:.1f} %"),
+            *(of_task(scores, task) for task in tasks),
+            IN_PERCENT.text(scores.mean),
+            IN_PERCENT.interval(scores.interval) if scores.intervals else "-",
+            shown_difference(line.difference),
+        )
+
+    first = ("method",) if by_task else ("question", "method")
+    return Table(
+        title=f"leaderboard of {found['model']['name']}",
+        caption="From the largest share to the smallest, the best mean first"
+        if by_task
+        else f"95 %: interval of the mean over tasks, {METHOD}",
+        headings=(*first, "kept", "held", *tasks, "mean", "95 %", "difference"),
+        rows=[texts(line) for line in lines],
+        left=len(first),
     )
 
 
-def seen(lines: Sequence[BoardLine]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Which methods of a setting are like the full cache at each share: headings and rows.
+def seen_table(lines: Sequence[BoardLine]) -> Table:
+    """Which methods of a setting are like the full cache at each share.
 
     Only methods with an answer in all tasks of the full cache are among them.
     """
     tasks = max((len(line.scores.scores) for line in lines if line.share is None), default=0)
+    sides = (NONE_SEEN, "worse", "better", ONE_SAMPLE)
     rows = []
     for share in sorted({line.share for line in lines if line.share is not None}, reverse=True):
-        sides: dict[str, list[str]] = {NONE_SEEN: [], "worse": [], "better": [], ONE_SAMPLE: []}
-        for line in lines:
-            if line.share == share and line.difference and len(line.scores.scores) == tasks:
-                sides[_side(line.difference)].append(line.name)
-        rows.append((_percent(share), *(", ".join(names) or "-" for names in sides.values())))
-    return ("kept", NONE_SEEN, "worse", "better", ONE_SAMPLE), rows
+        own = [
+            (_side(line.difference), line.name)
+            for line in lines
+            if line.share == share and line.difference and len(line.scores.scores) == tasks
+        ]
+        on = (", ".join(name for where, name in own if where == side) or "-" for side in sides)
+        rows.append((_percent(share), *on))
+    caption = "By the interval of the difference from the full cache"
+    return Table(headings=("kept", *sides), rows=rows, caption=caption, left=5)
 
 
-def _side(difference: Difference) -> str:
-    if difference.interval is None:
+def _side(difference: Record) -> str:
+    if difference["interval"] is None:
         return ONE_SAMPLE
-    if not difference.is_seen:
+    if not is_seen(difference):
         return NONE_SEEN
-    return "better" if difference.mean > 0 else "worse"
+    return "better" if difference["score"] > 0 else "worse"
 
 
 def draw(found: Record) -> "Figure":
@@ -189,11 +189,7 @@ def _curves(panel: "Axes", name: str, lines: Sequence[BoardLine], settings: Sequ
     """One method in every setting, and the full cache's means."""
     for index, setting in enumerate(settings):
         inside = [line for line in lines if line.scores.question == setting]
-        own = [
-            (100 * line.held, line.scores)
-            for line in inside
-            if line.held is not None and line.name == name
-        ]
+        own = [(100 * line.held, line.scores) for line in inside if line.held and line.name == name]
         if own:  # a curve without points leaves the layout no room
             held, scores = zip(*sorted(own, key=lambda point: point[0]), strict=True)
             means, ends = [each.mean or 0.0 for each in scores], [each.interval for each in scores]
@@ -207,64 +203,50 @@ def _curves(panel: "Axes", name: str, lines: Sequence[BoardLine], settings: Sequ
     panel.set_xscale("log", base=2)
     panel.xaxis.set_major_formatter("{x:.4g}")
     panel.set_ylim(0, 105)
-    panel.grid(axis="y", color="#dddddd")
+    drawing.grid(panel, "y")
 
 
 def as_markdown(found: Record, figure: str = FILES[1]) -> str:
-    """The page as Markdown."""
     parts = [f"# Leaderboard of {escaped(found['model']['name'])}", *ABOUT]
     parts.append(escaped(_facts_line(found)))
     parts.append(f"![Score against held share, by method]({figure})")
-    for setting in _settings(found):
-        parts.append(f"## {setting['title']}")
-        parts.append(markdown_table(setting["headings"], setting["rows"], left=1))
-        parts.append("### Beside the full cache")
-        parts.append(markdown_table(setting["seen_headings"], setting["seen"], left=5))
-    if left_out := _left_out(found):
-        parts.append("## Left out")
-        parts.append(markdown_table(("where", "method, and why"), left_out, left=2))
+    for section in _sections(found):
+        parts.append(f"{'#' * section.level} {section.title}")
+        if section.table:
+            parts.append(section.table.as_markdown())
     return "\n\n".join(parts) + "\n"
 
 
 def as_page(found: Record) -> str:
-    """The page as one file without links to others."""
     means = "; ".join(
         f"{line.name} at {line.kept} ({line.scores.question}) {IN_PERCENT.text(line.scores.mean)}"
         for line in board_lines(found)
     )
     title = "Mean score over tasks against the held share of the cache; bands are 95 % intervals"
-    return filled(
-        "leaderboard.html",
-        model=found["model"],
-        about=[*ABOUT, _facts_line(found)],
-        figure=picture(draw(found), title, f"{title}. Means: {means}."),
-        settings=_settings(found),
-        left_out=_left_out(found),
-        facts=facts_of({name: found[name] for name in ("leaderboard", "model", "runs")}),
+    drawn = picture(draw(found), title, f"{title}. Means: {means}.")
+    return as_html(
+        f"Leaderboard of {found['model']['name']}",
+        [*ABOUT, _facts_line(found)],
+        [
+            Section(title="Figure", figures=[drawn]),
+            *_sections(found),
+            facts_section({name: found[name] for name in ("leaderboard", "model", "runs")}),
+        ],
     )
 
 
-def _settings(found: Record) -> list[dict[str, Any]]:
+def _sections(found: Record) -> list[Section]:
     lines, made = board_lines(found), []
     for setting in _settings_of(found):
         own = [line for line in lines if line.scores.question == setting]
-        seen_headings, rows = seen(own)
-        made.append(
-            {
-                "title": f"Question {setting}",
-                "caption": "From the largest share to the smallest, the best mean first",
-                "headings": headings(found),
-                "rows": [texts(line, found) for line in own],
-                "seen_caption": "By the interval of the difference from the full cache",
-                "seen_headings": seen_headings,
-                "seen": rows,
-            }
-        )
+        made.append(Section(title=f"Question {setting}", table=board_table(found, own)))
+        made.append(Section(title="Beside the full cache", table=seen_table(own), level=3))
+    left_out = [(place, line) for place, lines in found["left_out"].items() for line in lines]
+    if left_out:
+        headings, caption = ("where", "method, and why"), "Methods that did not take part"
+        table = Table(headings=headings, rows=left_out, caption=caption, left=2)
+        made.append(Section(title="Left out", table=table))
     return made
-
-
-def _left_out(found: Record) -> list[tuple[str, str]]:
-    return [(place, line) for place, lines in found["left_out"].items() for line in lines]
 
 
 def _facts_line(found: Record) -> str:
@@ -281,11 +263,7 @@ def _facts_line(found: Record) -> str:
 
 
 def write_board(found: Record, folder: Path) -> Path:
-    """Write rows, figure and pages into a folder, those there replaced; the page's path.
-
-    Raises:
-        OutputError: they cannot be written.
-    """
     made = (json.dumps(found, indent=1) + "\n", drawing.encoded(draw(found), ".svg"))
     contents = (*made, as_markdown(found), as_page(found))
-    return write_files(folder, dict(zip(FILES, contents, strict=True))) / FILES[-1]
+    write_files(folder, dict(zip(FILES, contents, strict=True)))
+    return folder / FILES[-1]

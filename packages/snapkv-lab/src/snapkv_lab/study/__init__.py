@@ -1,13 +1,9 @@
 """The paper's observations, on any model. Importing them loads neither torch nor data."""
 
+from snapkv_lab.study.attention import HitRate, Instructions, Overlap, Position
 from snapkv_lab.study.base import Study
+from snapkv_lab.study.copies import Heads, Induction
 from snapkv_lab.study.early_layer import EarlyLayer
-from snapkv_lab.study.heads import Heads
-from snapkv_lab.study.hit_rate import HitRate
-from snapkv_lab.study.induction import Induction
-from snapkv_lab.study.instructions import Instructions
-from snapkv_lab.study.overlap import Overlap
-from snapkv_lab.study.position import Position
 from snapkv_lab.study.sensitivity import Sensitivity
 
 STUDIES: dict[str, type[Study]] = {

@@ -2,38 +2,30 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from snapkv.app.settings import GenerationSettings
-from snapkv.errors import InvalidArgumentError, OutputError
+from snapkv.errors import OutputError
 from snapkv.validation import require_at_least
-from snapkv_lab.evaluate.sample import Sample, Template
 from snapkv_lab.evaluate.store import Progress, Record, Store, short_hash
 from snapkv_lab.evaluate.summary import mean_of
-from snapkv_lab.evaluate.task import data_hash
-from snapkv_lab.study.material import LEAST_TOKENS, QUESTIONS, cut, long_texts
+from snapkv_lab.report.tables import Table
+from snapkv_lab.study.material import LEAST_TOKENS, Cut, cut, long_texts
 
 if TYPE_CHECKING:
     from snapkv.app.models import LoadedModel
-    from snapkv_lab.study.reading import AnsweredPrompt
 
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What a study gave.
+    """What a study gave: the block that says how it was made, and rows.
 
-    Attributes:
-        folder: where it is.
-        run: the block that says how it was made.
-        rows: the means over documents or samples.
-        warnings: what of the user's files was not read, a line each.
-        notices: what was done otherwise than asked for, a sentence each.
-        closing: what follows from them and was done with it; empty where nothing was.
-        unwritten: why the folder has no summary of them; None where it has.
+    `warnings` say what of the user's files was not read, `notices` what was done otherwise than
+    asked for, `closing` what follows and was done with it; `unwritten` why the folder has no
+    summary.
     """
 
     folder: Path
@@ -43,21 +35,6 @@ class Findings:
     notices: tuple[str, ...] = ()
     closing: str = ""
     unwritten: OutputError | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Table:
-    """Rows as people read them.
-
-    Attributes:
-        title: what the numbers are.
-        header: of the columns.
-        lines: as many texts each.
-    """
-
-    title: str
-    header: tuple[str, ...]
-    lines: list[tuple[str, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,203 +79,134 @@ class Study(ABC):
         return short_hash(self.settings(loaded))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """One step of a study that reads documents.
+class Step(NamedTuple):
+    """Number `place` of `total` readings: what its record is found by, and what makes the rest."""
 
-    Attributes:
-        name: of its document.
-        variant: what tells it from other parts with that document.
-        samples: what is read.
-    """
-
-    name: str
+    sample: str
     variant: str
-    samples: tuple[Sample, ...]
+    place: int
+    total: int
+    read: Callable[[], Record]
+
+
+class Plan(NamedTuple):
+    """What is read; a step may depend on the records of those before it, which are given."""
+
+    steps: Callable[[Store], Iterable[Step]]
+    block: Record
+    notices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReadingStudy(Study):
-    """A study that reads long documents, has questions answered, and looks at every layer.
-
-    Args:
-        documents: files, a document each; none for essays or Python's documentation.
-        questions: asked about every document, or in turns, as the study says.
-        samples: documents to read where no files are given.
-        document_tokens: length that documents are cut to; shorter where one of them has no more,
-            or the model no positions.
-        temperature: of the answers; 0 takes the likeliest token each time, and has small models
-            repeat themselves.
-        seed: of the answers.
-        template: tokenizer for the model's chat template where it has one, none for bare text.
-    """
-
-    by: ClassVar[tuple[str, ...]]
-    """What tells a row from others."""
-
-    numbers: ClassVar[tuple[str, ...]]
-    """What a row says; averaged over documents."""
+class DocumentStudy(Study):
+    """A study that reads documents, looks at every layer, and goes on where it was stopped."""
 
     documents: tuple[str, ...] = ()
-    questions: tuple[str, ...] = QUESTIONS
     samples: int = 3
-    document_tokens: int = 3072
-    temperature: float = 0.7
+    document_tokens: int = 1024
     seed: int = 0
-    template: Template = "tokenizer"
 
     def __post_init__(self) -> None:
-        """Check the settings that all studies of documents have."""
         require_at_least("samples", self.samples, 1)
         require_at_least("document_tokens", self.document_tokens, LEAST_TOKENS)
-        if not self.questions or not all(question.strip() for question in self.questions):
-            raise InvalidArgumentError(
-                "question: expected at least one question and no empty one, got "
-                f"{list(self.questions)}; ask one"
-            )
-
-    @property
-    @abstractmethod
-    def answer_tokens(self) -> int:
-        """Tokens of every answer, whether or not the model would have ended it."""
 
     @abstractmethod
-    def look(
-        self, loaded: "LoadedModel", part: Part, readings: Sequence["AnsweredPrompt"]
-    ) -> list[Record]:
-        """Rows of one part, with the keys of `by` and `numbers`; a number may be None."""
+    def plan(self, loaded: "LoadedModel", texts: Sequence[tuple[str, str]]) -> Plan:
+        """What is read of documents, given by name and text."""
 
-    def parts(self, texts: Sequence[tuple[str, str]]) -> Iterator[Part]:
-        """What is read of named documents: one question about each, in turns."""
-        for number, (name, text) in enumerate(texts):
-            question = self.questions[number % len(self.questions)]
-            yield Part(name=name, variant="last", samples=(self.sample(name, text, question),))
+    @abstractmethod
+    def summary(self, records: Sequence[Record]) -> list[Record]:
+        """Rows of all records."""
 
-    def sample(self, name: str, document: str, question: str, *, first: bool = False) -> Sample:
-        """A question behind a document, or in front of it."""
-        settings = GenerationSettings(
-            max_new_tokens=self.answer_tokens,
-            min_new_tokens=self.answer_tokens,
-            temperature=self.temperature,
-            seed=self.seed,
-        )
-        before, behind = (f"{question}\n\n", "") if first else ("", f"\n\n{question}")
-        return Sample(
-            name=name,
-            cell={},
-            context=before + document,
-            question=behind,
-            plain_question="\n\nAnswer:" if first else f"\n\nQuestion: {question}\nAnswer:",
-            references=(),
-            settings=settings,
-        )
+    def files(self, loaded: "LoadedModel", rows: Sequence[Record]) -> dict[str, Record]:
+        """What follows for the model: what to write into the folder, by the files' names."""
+        del loaded, rows
+        return {}
+
+    def closing(self, loaded: "LoadedModel", folder: Path, rows: Sequence[Record]) -> str:
+        """What is done with it, in a line; nothing here."""
+        del loaded, folder, rows
+        return ""
 
     def into(
         self, loaded: "LoadedModel", folder: Path, on_progress: Progress | None = None
     ) -> Findings:
-        """Read and look at what the folder does not hold yet, and average all of it."""
+        """Read what the folder does not hold yet, and conclude from all of it."""
         texts, warnings = long_texts(self.documents, count=self.samples)
-        study, parts, notices = self._fitted(loaded, texts)
-        samples = [sample for part in parts for sample in part.samples]
-        block = self.settings(loaded) | {"samples": len(samples), "data": data_hash(samples)}
-        if notices:
-            block |= {"document_tokens_read": study.document_tokens, "notices": list(notices)}
+        plan = self.plan(loaded, texts)
+        block = self.settings(loaded) | plan.block
+        tell = on_progress or (lambda *_: None)
         with Store(folder, block) as store:
-            for done, part in enumerate(parts):
-                if on_progress:
-                    on_progress(f"{part.name}, {part.variant}", done, len(parts))
-                if (part.name, self.name, part.variant) not in store:
-                    store.add(study._record(loaded, part))
-            if on_progress:
-                on_progress("done", len(parts), len(parts))
-            rows = mean_rows(
-                (row for record in store.records for row in record["rows"]), self.by, self.numbers
-            )
+            for step in plan.steps(store):
+                tell(f"{step.sample}, {step.variant}", step.place, step.total)
+                named = (step.sample, self.name, step.variant)
+                if named not in store:
+                    found = dict(zip(("sample", "method", "question"), named, strict=True))
+                    store.add(found | step.read())
+                if step.place + 1 == step.total:
+                    tell("done", step.total, step.total)
+            rows = self.summary(store.records)
             unwritten = store.summarise(rows)
         return Findings(
             folder=folder,
             run=block,
             rows=rows,
             warnings=warnings,
-            notices=notices,
-            unwritten=unwritten,
+            notices=plan.notices,
+            closing=self.closing(loaded, folder, rows),
+            unwritten=unwritten or _write(folder, loaded, self.files(loaded, rows)),
         )
 
-    def _fitted(
-        self, loaded: "LoadedModel", documents: Sequence[tuple[str, str]]
-    ) -> tuple["ReadingStudy", list[Part], tuple[str, ...]]:
-        """The study with documents as long as they and the model allow; its parts; what to say.
-
-        Raises:
-            InvalidArgumentError: so short a document leaves the study nothing to look at.
-        """
-        study: ReadingStudy = self
-        notices: tuple[str, ...] = ()
-        while True:  # a text that was cut can have a token more than it was cut to
-            found = cut(loaded.tokenizer, documents, study.document_tokens)
-            if found.tokens < study.document_tokens:
-                study = replace(study, document_tokens=found.tokens)
-                notices = (_shortened(self, study, f"{found.shortest} has no more"),)
-            parts = list(study.parts(found.texts))
-            excess = study._excess_tokens(loaded, parts)
-            if excess <= 0 or study.document_tokens - excess < LEAST_TOKENS:
-                return study, parts, notices  # what does not fit is refused when it is read
-            study = replace(study, document_tokens=study.document_tokens - excess)
-            why = f"the model has {loaded.max_tokens:,} positions for prompt and answer"
-            notices = (_shortened(self, study, why),)
-
-    def _excess_tokens(self, loaded: "LoadedModel", parts: Sequence[Part]) -> int:
-        """How many tokens the longest prompt and its answer have more than the model positions."""
-        if loaded.max_tokens is None:
-            return 0
-        prompts = (
-            sample.prompt(loaded.tokenizer, self.template, "visible")
-            for part in parts
-            for sample in part.samples
-        )
-        longest = max(prompt.token_ids(loaded.tokenizer).shape[1] for prompt in prompts)
-        return int(longest) + self.answer_tokens - loaded.max_tokens
-
-    def _record(self, loaded: "LoadedModel", part: Part) -> Record:
-        from snapkv_lab.study.reading import read
-
-        readings = [read(loaded, sample, self.template) for sample in part.samples]
-        return {
-            "sample": part.name,
-            "method": self.name,
-            "question": part.variant,
-            "readings": [reading.describe() for reading in readings],
-            "rows": self.look(loaded, part, readings),
-        }
+    def cut(
+        self, loaded: "LoadedModel", texts: Sequence[tuple[str, str]], beside_tokens: int
+    ) -> tuple[Cut, tuple[str, ...]]:
+        """Texts of one length that leave the model so many positions, and what to say of it."""
+        most = self.document_tokens
+        if loaded.max_tokens is not None:
+            most = max(LEAST_TOKENS, min(most, loaded.max_tokens - beside_tokens))
+        found = cut(loaded.tokenizer, texts, most)
+        said = f"texts are cut to {found.tokens:,} tokens instead of {self.document_tokens:,}"
+        return found, (said,) if found.tokens < self.document_tokens else ()
 
 
-def _shortened(asked: ReadingStudy, study: ReadingStudy, why: str) -> str:
-    return (
-        f"documents are cut to {study.document_tokens:,} tokens instead of "
-        f"{asked.document_tokens:,}: {why}"
-    )
+def _write(folder: Path, loaded: "LoadedModel", files: dict[str, Record]) -> OutputError | None:
+    """What follows beside what tells the model from others; why not, where it cannot be."""
+    from snapkv.cache.saving.writing import replace_file
+    from snapkv.hf.identity import identity_of
+
+    try:
+        for name, found in files.items():
+            text = json.dumps({"model": identity_of(loaded.model)} | found, indent=1)
+            replace_file(folder / name, text + "\n")
+    except OutputError as error:
+        return error
+    return None
 
 
 def mean_rows(rows: Iterable[Record], by: Sequence[str], numbers: Sequence[str]) -> list[Record]:
-    """One row for all that agree in `by`, with the mean of each number where it is not None.
-
-    Args:
-        rows: of single documents.
-        by: keys that tell rows apart; they are in the result, in order of first appearance.
-        numbers: keys of the numbers.
-    """
+    """One row for all that agree in `by`, with the mean of each number where it is not None."""
     return [
         dict(zip(by, values, strict=True)) | {name: mean_of(group, name) for name in numbers}
-        for values, group in grouped(rows, by).items()
+        for values, group in grouped(rows, *by).items()
     ]
 
 
-def grouped(rows: Iterable[Record], by: Sequence[str]) -> dict[tuple[Any, ...], list[Record]]:
+def grouped(rows: Iterable[Record], *by: str) -> dict[tuple[Any, ...], list[Record]]:
     """Rows by their values of some keys, in order of first appearance."""
     groups: dict[tuple[Any, ...], list[Record]] = {}
     for row in rows:
         groups.setdefault(tuple(row[name] for name in by), []).append(row)
     return groups
+
+
+def named(rows: Iterable[Record], by: str, label: str = "{}") -> dict[str, list[Record]]:
+    """Rows by one key, under the labels of the curves of a figure."""
+    return {label.format(value): own for (value,), own in grouped(rows, by).items()}
+
+
+def rows_of(rows: Iterable[Record], kind: str) -> list[Record]:
+    """Rows whose "of" says what they are of."""
+    return [row for row in rows if row["of"] == kind]
 
 
 def over_layers(rows: Sequence[Record], name: str) -> str:

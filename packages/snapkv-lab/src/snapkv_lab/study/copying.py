@@ -1,7 +1,4 @@
-"""Prompts that end in the start of a copy, and where votes fall beside what is copied next.
-
-Axes: H query heads, P positions before the window, N tokens that are copied.
-"""
+"""Prompts that end in the start of a copy of something in them. Axes: T tokens, N copied ones."""
 
 import random
 import re
@@ -19,13 +16,7 @@ _NAMES = ("library", "museum", "station", "castle", "harbour", "school", "hospit
 
 @dataclass(frozen=True, kw_only=True)
 class Copy:
-    """A prompt at whose end a copy of something in it begins, and the copy.
-
-    Attributes:
-        prompt: token ids; the last ones are those before `answer` in the text.
-        answer: token ids that are copied.
-        start: where the first of them stands in the prompt.
-    """
+    """A prompt at whose end a copy of something in it begins, the copy, and its place."""
 
     prompt: list[int]
     answer: list[int]
@@ -47,13 +38,7 @@ def hidden_copy(
 ) -> Copy:
     """Hide something in a text, and begin to say it behind the text.
 
-    Args:
-        tokenizer: the model's.
-        text: token ids of the text.
-        kind: "digits", "words" of the text, or "tokens" of it, drawn at random.
-        items: how many of them.
-        depth: where in the text, from 0 to 1.
-        seed: of what is drawn.
+    `kind` is "digits", "words" of the text, or "tokens" of it; `depth` is from 0 to 1.
     """
     draw = random.Random(seed)
     answer = _drawn(tokenizer, text, kind, items, draw)
@@ -68,15 +53,7 @@ def hidden_copy(
 def with_rivals(
     tokenizer: Any, text: Sequence[int], *, count: int, digits: int, seed: str
 ) -> list[int]:
-    """A text with codes of other places in it, evenly spread, which nobody asks for.
-
-    Args:
-        tokenizer: the model's.
-        text: token ids of the text.
-        count: how many.
-        digits: of each.
-        seed: of what is drawn.
-    """
+    """A text with codes of other places in it, evenly spread, which nobody asks for."""
     draw, found = random.Random(seed), list(text)
     for number in reversed(range(count)):
         name, again = _NAMES[number % len(_NAMES)], number // len(_NAMES)
@@ -101,88 +78,3 @@ def _drawn(
 def _ids(tokenizer: Any, text: str, *, special: bool = False) -> list[int]:
     found: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
     return found
-
-
-def votes_around(votes: Tensor, start: int, reach: int) -> Tensor:
-    """Which part of its votes a head gives every distance from a position.
-
-    Args:
-        votes: (H, P) float32.
-        start: the position.
-        reach: how far to look to either side.
-
-    Returns:
-        (H, 2 * reach + 1) float32, the position itself in the middle; zero outside the prefix.
-    """
-    shares = votes / votes.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(votes.dtype).tiny)
-    around = torch.nn.functional.pad(shares, (reach, reach))
-    return around[:, start : start + 2 * reach + 1]
-
-
-def base_share(votes: Tensor, start: int, reach: int, sink_tokens: int) -> Tensor:
-    """The mean part of its votes that a head gives a position elsewhere: (H,) float32.
-
-    Elsewhere is further than `reach` from the position, and behind the first `sink_tokens`.
-    """
-    elsewhere = torch.ones(votes.shape[-1], dtype=torch.bool, device=votes.device)
-    elsewhere[:sink_tokens] = False
-    elsewhere[max(0, start - reach) : start + reach + 1] = False
-    total = votes.sum(dim=-1).clamp(min=torch.finfo(votes.dtype).tiny)
-    return votes[:, elsewhere].sum(dim=-1) / total / elsewhere.sum().clamp(min=1)
-
-
-def distances_to_voted(voted: Tensor, places: Tensor, reach: int) -> tuple[Tensor, Tensor]:
-    """How far positions stand before the nearest one that is voted for, and how far behind it.
-
-    Args:
-        voted: (H, P) bool.
-        places: (N,) int64, the positions.
-        reach: what is further away counts as `reach + 1`.
-
-    Returns:
-        Two of (H, N) int64.
-    """
-    apart = places[:, None] - torch.arange(voted.shape[-1], device=voted.device)
-    far = reach + 1
-
-    def nearest(distance: Tensor) -> Tensor:
-        usable = voted[:, None] & (distance >= 0) & (distance < far)
-        return torch.where(usable, distance, far).amin(dim=-1)
-
-    return nearest(-apart), nearest(apart)
-
-
-def smallest_pair(counts: Tensor, share: float) -> tuple[int, int, float] | None:
-    """The narrowest pair (before, behind) within which a share of positions has a vote.
-
-    Positions without one anywhere within reach do not count: no pooling would keep them.
-
-    Args:
-        counts: (reach + 2, reach + 2), of positions by how far they stand before the nearest vote
-            and behind the nearest, as `distances_to_voted` says.
-        share: of those that have one, in (0, 1].
-
-    Returns:
-        before, behind, and the share that is reached; of two as narrow the one that reaches less
-        far before. None where no pair does, or nothing was counted.
-    """
-    counts = counts.clone()
-    counts[-1, -1] = 0
-    total = counts.sum()
-    missed = counts.flip(0, 1).cumsum(0).cumsum(1).flip(0, 1)[1:, 1:]
-    covered = 1 - missed / total.clamp(min=1)
-    within = (covered >= share).nonzero().tolist() if total else []
-    if not within:
-        return None
-    before, behind = min(within, key=lambda pair: (sum(pair), pair[0]))
-    return before, behind, float(covered[before, behind])
-
-
-def quantile(shares: Sequence[float], distances: Sequence[int], part: float) -> int | None:
-    """The distance up to which that part of the shares lies; None where there are none."""
-    wanted, reached = part * sum(shares), 0.0
-    for share, distance in zip(shares, distances, strict=True):
-        reached += share
-        if reached >= wanted > 0:
-            return distance
-    return None

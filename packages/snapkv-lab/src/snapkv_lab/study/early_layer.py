@@ -1,9 +1,9 @@
 """How many layers have to read every token, before the others may read only some."""
 
-import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -11,27 +11,23 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from snapkv.app.prefills import Exact, Prefill, Selective
 from snapkv.errors import InvalidArgumentError
 from snapkv.validation import SMALL_WINDOW, require_at_least, require_budget, require_ratio
-from snapkv_lab.evaluate.store import Progress, Record, Store
-from snapkv_lab.study.base import Findings, Study, Table
-from snapkv_lab.study.material import LEAST_TOKENS, cut, long_texts
+from snapkv_lab.evaluate.store import Record, Store
+from snapkv_lab.report.tables import Table
+from snapkv_lab.study.base import DocumentStudy, Plan, Step, rows_of
+from snapkv_lab.study.material import LEAST_TOKENS
 
 if TYPE_CHECKING:
     from snapkv.app.models import LoadedModel
     from snapkv.policies import PromptLayer
     from snapkv_lab.study.copying import Copy
 
-_VOTES = "votes"
-"""The question of records that say what each layer's votes let go on."""
-
-_LENGTHS = 4
-"""How many there are, each half of the one before."""
-
-_OVERHEAD_TOKENS = 64
-"""Room for what is said around the number."""
+_VOTES = "votes"  # the question of records that say what each layer's votes let go on
+_LENGTHS = 4  # how many there are, each half of the one before
+_OVERHEAD_TOKENS = 64  # room for what is said around the number
 
 
 @dataclass(frozen=True, kw_only=True)
-class EarlyLayer(Study):
+class EarlyLayer(DocumentStudy):
     """How many layers have to read every token, before the others may read only some.
 
     A number is hidden among others in a text, and the prompt ends where it is to be said again.
@@ -63,7 +59,6 @@ class EarlyLayer(Study):
 
     name: ClassVar[str] = "early-layer"
 
-    documents: tuple[str, ...] = ()
     layers: tuple[int, ...] = ()
     tries: int = 3
     keep_ratio: float = 0.15
@@ -74,14 +69,12 @@ class EarlyLayer(Study):
     rivals: int = 8
     budget: int = 256
     remember: bool = True
-    seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check the settings."""
-        for name in ("samples", "digits", "tries"):
+        super().__post_init__()
+        for name in ("digits", "tries"):
             require_at_least(name, getattr(self, name), 1)
         require_at_least("rivals", self.rivals, 0)
-        require_at_least("document_tokens", self.document_tokens, LEAST_TOKENS)
         require_ratio("keep_ratio", self.keep_ratio)
         require_budget(self.budget, None, SMALL_WINDOW)
         for layer in self.layers:
@@ -92,33 +85,25 @@ class EarlyLayer(Study):
                 "instance 0.05"
             )
 
-    def into(
-        self, loaded: "LoadedModel", folder: Path, on_progress: Progress | None = None
-    ) -> Findings:
-        """Read what the folder does not hold yet, choose a layer by all of it, and remember it."""
+    def plan(self, loaded: "LoadedModel", texts: Sequence[tuple[str, str]]) -> Plan:
         count = self._layer_count(loaded)
-        texts, warnings = long_texts(self.documents, count=self.samples)
-        found = cut(loaded.tokenizer, texts, self._text_tokens(loaded))
+        beside = (1 + self.rivals) * (_OVERHEAD_TOKENS + 4 * self.digits)
+        found, notices = self.cut(loaded, texts, beside)
         copies = [self._copy(loaded, found.texts, number) for number in range(self.samples)]
-        block = self.settings(loaded) | {"document_tokens_read": found.tokens}
-        with Store(folder, block) as store:
-            search = _Search(study=self, loaded=loaded, store=store, say=on_progress)
-            search.look(copies)
+
+        def each(question: str, read: Callable[[int], Record]) -> Iterator[Step]:
+            for number in range(len(copies)):
+                yield Step(str(number), question, number, len(copies), partial(read, number))
+
+        def steps(store: Store) -> Iterable[Step]:
+            yield from each(_VOTES, lambda number: self._look(loaded, copies[number], number))
             for layer in self._tried(store.records, count):
-                search.read(copies, layer)
+                read = partial(self._read, loaded, copies, layer)
+                yield from each(f"layer {layer}", read)
                 if self._row(store.records, layer)["enough"]:
-                    break
-            rows = self.summary(store.records, count)
-            unwritten = store.summarise(rows)
-        return Findings(
-            folder=folder,
-            run=block,
-            rows=rows,
-            warnings=warnings,
-            notices=self._notices(found.tokens),
-            closing=self._kept(loaded, rows),
-            unwritten=unwritten,
-        )
+                    return
+
+        return Plan(steps, {"document_tokens_read": found.tokens}, notices)
 
     def _layer_count(self, loaded: "LoadedModel") -> int:
         from snapkv.prefill.decoder import decoder_layers
@@ -132,17 +117,6 @@ class EarlyLayer(Study):
                 "votes find the number"
             )
         return count
-
-    def _text_tokens(self, loaded: "LoadedModel") -> int:
-        if loaded.max_tokens is None:
-            return self.document_tokens
-        room = loaded.max_tokens - (1 + self.rivals) * (_OVERHEAD_TOKENS + 4 * self.digits)
-        return max(LEAST_TOKENS, min(self.document_tokens, room))
-
-    def _notices(self, tokens: int) -> tuple[str, ...]:
-        if tokens >= self.document_tokens:
-            return ()
-        return (f"texts are cut to {tokens:,} tokens instead of {self.document_tokens:,}",)
 
     def _copy(self, loaded: "LoadedModel", texts: Sequence[tuple[str, str]], number: int) -> "Copy":
         from snapkv_lab.study.copying import hidden_copy, with_rivals
@@ -161,13 +135,30 @@ class EarlyLayer(Study):
             seed=seed,
         )
 
-    def share_that_goes_on(self, copy: "Copy", layer: "PromptLayer") -> float:
-        """Which part of a hidden number the votes of one layer let go on, at half the share.
+    def _look(self, loaded: "LoadedModel", copy: "Copy", number: int) -> Record:
+        """Read a prompt exactly, and look at what each layer's votes let go on."""
+        import torch
 
-        Args:
-            copy: the prompt.
-            layer: what attention saw of it.
-        """
+        from snapkv.app.observing import observed
+
+        if not number:  # warms up, or refuses a model that cannot be read selectively
+            self.answered(loaded, copy, self.selective(1))
+        look = partial(self.share_that_goes_on, copy)
+        seen = observed(loaded, torch.tensor([copy.prompt]), SMALL_WINDOW, look).seen
+        return {"goes_on": [(layer + 1, share) for layer, share in seen.items()]}
+
+    def _read(
+        self, loaded: "LoadedModel", copies: Sequence["Copy"], layer: int, number: int
+    ) -> Record:
+        """Read a prompt exactly and from a layer on, the one first and then the other."""
+        ways: list[tuple[str, Prefill]]
+        ways = [("exact", Exact()), ("selective", self.selective(layer))]
+        ordered = reversed(ways) if number % 2 else ways
+        found = {name: self.answered(loaded, copies[number], way) for name, way in ordered}
+        return {"layer": layer, **found}
+
+    def share_that_goes_on(self, copy: "Copy", layer: "PromptLayer") -> float:
+        """Which part of a hidden number the votes of one layer let go on, at half the share."""
         from snapkv.prefill.selective import tokens_that_go_on
 
         chosen = tokens_that_go_on(layer, keep_ratio=self.keep_ratio / 2, least_tokens=0)
@@ -197,7 +188,6 @@ class EarlyLayer(Study):
         return {"loss": -chance / len(copy.answer), "right": right, "ms": spent.wall_ms}
 
     def selective(self, layer: int) -> Selective:
-        """Reading from that layer on with fewer tokens."""
         return Selective(layer=layer, keep_ratio=self.keep_ratio, least_tokens=0)
 
     def _tried(self, records: Sequence[Record], count: int) -> list[int]:
@@ -207,38 +197,41 @@ class EarlyLayer(Study):
         whole = [row["layer"] for row in _of_votes(records, count) if row["goes_on"] == 1]
         return [layer for layer in whole if layer <= max(1, 3 * count // 4)][: self.tries]
 
-    def summary(self, records: Sequence[Record], count: int) -> list[Record]:
-        """A row of each layer's votes, one of each layer that was tried, and what follows."""
-        tried = dict.fromkeys(record["layer"] for record in records if record["question"] != _VOTES)
+    def summary(self, records: Sequence[Record]) -> list[Record]:
+        tried = {record["layer"] for record in records if record["question"] != _VOTES}
         rows = [self._row(records, layer) for layer in sorted(tried)]
         found = next((row["layer"] for row in rows if row["enough"]), None)
-        return [*_of_votes(records, count), *rows, {"of": "found", "layer": found}]
+        last = max(layer for layer, _ in records[0]["goes_on"])
+        votes = _of_votes(records, last)
+        return [*votes, *rows, {"of": "found", "layer": found}]
 
     def _row(self, records: Sequence[Record], layer: int) -> Record:
         """One layer that was tried, beside exact reading."""
         own = [record for record in records if record.get("layer") == layer]
-        pairs = [(record["selective"], record["exact"]) for record in own]
-        loss, exact_loss = (fmean(pair[way]["loss"] for pair in pairs) for way in (0, 1))
-        known = [pair for pair in pairs if pair[1]["right"]]
-        lost = sum(not selective["right"] for selective, _ in known)
+        selective, exact = ([record[way] for record in own] for way in ("selective", "exact"))
+        loss, exact_loss = (fmean(one["loss"] for one in way) for way in (selective, exact))
+        pairs = zip(selective, exact, strict=True)
+        lost = sum(two["right"] and not one["right"] for one, two in pairs)
+        exact_right = fmean(one["right"] for one in exact)
         return {
             "of": "reading",
             "layer": layer,
-            "prompts": len(pairs),
-            "right": fmean(selective["right"] for selective, _ in pairs),
-            "exact_right": len(known) / len(pairs),
+            "prompts": len(own),
+            "right": fmean(one["right"] for one in selective),
+            "exact_right": exact_right,
             "lost": lost,
             "loss": loss,
             "exact_loss": exact_loss,
             "token_probability": math.exp(-loss),
-            "time": median(one["ms"] for one, _ in pairs) / median(two["ms"] for _, two in pairs),
-            "enough": bool(known) and not lost and loss <= exact_loss + self.tolerance,
+            "time": median(one["ms"] for one in selective) / median(one["ms"] for one in exact),
+            "enough": exact_right > 0 and not lost and loss <= exact_loss + self.tolerance,
         }
 
-    def _kept(self, loaded: "LoadedModel", rows: Sequence[Record]) -> str:
+    def closing(self, loaded: "LoadedModel", folder: Path, rows: Sequence[Record]) -> str:
         """Keep the layer for later runs, if one was found; what was done, in a line."""
         from snapkv.prefill.early_layer import default_early_layer, remember_early_layer
 
+        del folder
         layer = rows[-1]["layer"]
         if layer is None:
             return (
@@ -252,106 +245,31 @@ class EarlyLayer(Study):
         return f"selective reading begins behind {layer} layers from now on: stored in {path}"
 
     def table(self, rows: Sequence[Record]) -> Table:
-        """A line for each layer from a quarter of the depth to where the search ended."""
-        votes, tried = (_rows_of(rows, of) for of in ("votes", "reading"))
-        last = max([*tried, 3 * (len(votes) + 1) // 4])
+        votes = rows_of(rows, "votes")
+        tried = {row["layer"]: row for row in rows_of(rows, "reading")}
+        first, last = (len(votes) + 1) // 4, max([*tried, 3 * (len(votes) + 1) // 4])
         return Table(
             title=f"{self.keep_ratio:.0%} of the tokens go on behind some layers, the number at "
             f"half of that; budget {self.budget}, loss in nats per token",
-            header=("layers", "number goes on", "right", "exactly", "loss", "exactly", "time"),
-            lines=[
-                _line(row, tried.get(layer))
-                for layer, row in votes.items()
-                if layer in tried or (len(votes) + 1) // 4 <= layer <= last
+            headings=("layers", "number goes on", "right", "exactly", "loss", "exactly", "time"),
+            rows=[
+                _line(row, tried.get(row["layer"]))
+                for row in votes
+                if row["layer"] in tried or first <= row["layer"] <= last
             ],
+            left=7,
         )
 
     def figure(self, rows: Sequence[Record]) -> Any:
-        """What goes on by layer, and numbers found and time where it was tried."""
         from snapkv_lab.study.figures import Panel, curves
 
-        votes, tried = (list(_rows_of(rows, of).values()) for of in ("votes", "reading"))
-        titles = {"right": "Numbers found", "time": "Time, of that of exact reading"}
+        votes = {"votes of the layer": rows_of(rows, "votes")}
+        tried = {"selective": rows_of(rows, "reading")}
         return curves(
-            [
-                Panel(
-                    title="Part of the number that goes on",
-                    x="layer",
-                    y="goes_on",
-                    curves={"votes of the layer": votes},
-                ),
-                *(
-                    Panel(title=title, x="layer", y=y, curves={"selective": tried})
-                    for y, title in titles.items()
-                ),
-            ]
+            Panel("Part of the number that goes on", "layer", "goes_on", votes),
+            Panel("Numbers found", "layer", "right", tried),
+            Panel("Time, of that of exact reading", "layer", "time", tried),
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Search:
-    """The readings of one search, those that its store holds left out.
-
-    Attributes:
-        study: the settings.
-        loaded: the model.
-        store: of what was read.
-        say: told what is read, or None.
-    """
-
-    study: EarlyLayer
-    loaded: "LoadedModel"
-    store: Store
-    say: Progress | None
-
-    def look(self, copies: Sequence["Copy"]) -> None:
-        """Read every prompt exactly, and look at what each layer's votes let go on.
-
-        Raises:
-            UnsupportedModelError: the model cannot be read selectively.
-        """
-        import torch
-
-        from snapkv.app.observing import observed
-
-        for number, copy in self._missing(copies, _VOTES):
-            if not number:
-                self.study.answered(
-                    self.loaded, copy, self.study.selective(1)
-                )  # warms up, or refuses
-            look = functools.partial(self.study.share_that_goes_on, copy)
-            ids = torch.tensor([copy.prompt])
-            seen = observed(self.loaded, ids, SMALL_WINDOW, look).seen
-            shares = {layer + 1: share for layer, share in seen.items()}
-            self._add(number, _VOTES, {"goes_on": list(shares.items())})
-
-    def read(self, copies: Sequence["Copy"], layer: int) -> None:
-        """Read every prompt exactly and from a layer on, the one first and then the other."""
-        question = f"layer {layer}"
-        for number, copy in self._missing(copies, question):
-            ways: dict[str, Prefill] = {
-                "exact": Exact(),
-                "selective": self.study.selective(layer),
-            }
-            if number % 2:
-                ways = dict(reversed(ways.items()))
-            found = {
-                name: self.study.answered(self.loaded, copy, way) for name, way in ways.items()
-            }
-            self._add(number, question, {"layer": layer, **found})
-
-    def _missing(self, copies: Sequence["Copy"], question: str) -> Iterator[tuple[int, "Copy"]]:
-        for number, copy in enumerate(copies):
-            if self.say:
-                self.say(f"{question}, prompt {number + 1}", number, len(copies))
-            if (str(number), self.study.name, question) not in self.store:
-                yield number, copy
-        if self.say:
-            self.say(question, len(copies), len(copies))
-
-    def _add(self, number: int, question: str, found: Record) -> None:
-        record = {"sample": str(number), "method": self.study.name, "question": question}
-        self.store.add(record | found)
 
 
 def _of_votes(records: Sequence[Record], count: int) -> list[Record]:
@@ -363,12 +281,8 @@ def _of_votes(records: Sequence[Record], count: int) -> list[Record]:
     ]
 
 
-def _rows_of(rows: Sequence[Record], of: str) -> dict[int, Record]:
-    return {row["layer"]: row for row in rows if row["of"] == of}
-
-
 def _why_none(rows: Sequence[Record]) -> str:
-    tried = _rows_of(rows, "reading").values()
+    tried = rows_of(rows, "reading")
     if not tried:
         return "no layer's votes let every number go on"
     if not any(row["exact_right"] for row in tried):

@@ -1,10 +1,10 @@
 """The figures of the studies; the only place of theirs that imports matplotlib."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from snapkv_lab import drawing
 from snapkv_lab.evaluate.store import Record
@@ -13,30 +13,20 @@ _LEGEND_ENTRIES = 10
 """With more curves than that, the legend has the first and the last."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Panel:
-    """Curves in one pair of axes.
-
-    Attributes:
-        title: above it.
-        x: key of the rows along the horizontal axis, and its label.
-        y: key of the rows along the vertical axis, from 0 to 1.
-        curves: rows by label, in an order that colours follow.
-        dotted: more rows by label, drawn in dots and in the same colours.
-    """
+class Panel(NamedTuple):
+    """Curves in one pair of axes, by label: y from 0 to 1 over x, both keys of the rows."""
 
     title: str
     x: str
     y: str
     curves: Mapping[str, Sequence[Record]]
-    dotted: Mapping[str, Sequence[Record]] = field(default_factory=dict)
+    dotted: Mapping[str, Sequence[Record]] = MappingProxyType({})
 
 
-def curves(panels: Iterable[Panel]) -> Any:
+def curves(*panels: Panel) -> Any:
     """A figure with the panels side by side."""
-    wanted = list(panels)
-    figure = _figure(len(wanted))
-    for place, panel in zip(figure.subplots(1, len(wanted), squeeze=False)[0], wanted, strict=True):
+    figure = _figure(len(panels))
+    for place, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         _draw(place, panel)
     return figure
 
@@ -75,16 +65,7 @@ def _draw_curves(
 
 
 def grid(title: str, rows: Sequence[Record], *, x: str, y: str, panel: str, value: str) -> Any:
-    """A figure of numbers from 0 to 1 by two keys, one table of cells for each value of a third.
-
-    Args:
-        title: above it.
-        rows: with the four keys.
-        x: key along the horizontal axis.
-        y: key along the vertical axis.
-        panel: key whose values have cells of their own.
-        value: key of the number, which colours the cell and stands in it.
-    """
+    """A figure of numbers from 0 to 1 by two keys, one table of cells for each value of a third."""
     kinds = list(dict.fromkeys(row[panel] for row in rows))
     figure = _figure(len(kinds))
     for place, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):

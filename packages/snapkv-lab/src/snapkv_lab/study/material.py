@@ -24,15 +24,7 @@ LEAST_TOKENS = 128
 def long_texts(
     files: Sequence[str], *, count: int
 ) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
-    """Names and texts of documents, and a line for each thing that was not read of them.
-
-    Args:
-        files: a document each; none for essays, or Python's documentation, from `count` places.
-        count: how many documents to take where no files are given.
-
-    Raises:
-        DocumentError: a file is missing or holds no text.
-    """
+    """Names and texts of documents, and a line for each thing that was not read of them."""
     if files:
         read, warnings = text_files.read_noting(files)
         return [(document.name, document.text) for document in read], tuple(warnings)
@@ -47,13 +39,7 @@ def long_texts(
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """Documents of the same length.
-
-    Attributes:
-        texts: names and texts.
-        tokens: of each of them; fewer than was asked for where one of them has no more.
-        shortest: the name of the document that has the fewest.
-    """
+    """Documents of the same length."""
 
     texts: list[tuple[str, str]]
     tokens: int
@@ -61,16 +47,7 @@ class Cut:
 
 
 def cut(tokenizer: Any, texts: Sequence[tuple[str, str]], tokens: int) -> Cut:
-    """Documents cut to a number of tokens, or all of them to what the shortest one has.
-
-    Args:
-        tokenizer: the model's.
-        texts: names and texts.
-        tokens: the most to take of each.
-
-    Raises:
-        InvalidArgumentError: a document is too short to say anything about.
-    """
+    """Documents cut to a number of tokens, or all of them to what the shortest one has."""
     ids = [
         tokenizer(text[: tokens * _CHARACTERS_PER_TOKEN], add_special_tokens=False, verbose=False)[
             "input_ids"

@@ -10,7 +10,8 @@ from snapkv.validation import require_at_least
 from snapkv_lab.evaluate.sample import Template
 from snapkv_lab.evaluate.store import Progress, Record
 from snapkv_lab.evaluate.tasks import Needle
-from snapkv_lab.study.base import Findings, Study, Table, grouped
+from snapkv_lab.report.tables import Table
+from snapkv_lab.study.base import Findings, Study, grouped
 
 if TYPE_CHECKING:
     from snapkv.app.models import LoadedModel
@@ -57,7 +58,6 @@ class Sensitivity(Study):
     template: Template = "tokenizer"
 
     def __post_init__(self) -> None:
-        """Check that there is something to compare, and every setting of it."""
         for name in ("windows", "kernels", "poolings"):
             require_at_least(name, len(getattr(self, name)), 1)
         self._methods()
@@ -71,7 +71,7 @@ class Sensitivity(Study):
     ) -> Findings:
         """Run the task with every setting; `executor` is who answers, this process by default."""
         results = self._run(loaded).into(folder, on_progress, executor)
-        rows = [_row(own) for own in grouped(results.rows, ("method",)).values()]
+        rows = [_row(own) for own in grouped(results.rows, "method").values()]
         return Findings(
             folder=folder,
             run=results.run,
@@ -109,9 +109,9 @@ class Sensitivity(Study):
         return methods
 
     def table(self, rows: Sequence[Record]) -> Table:
-        """A line per window and pooling, a column per kernel."""
         full, settings = rows[0], rows[1:]
         kernels = sorted({row["kernel_size"] for row in settings})
+        headings = ("window", "pooling", *(f"kernel {kernel}" for kernel in kernels))
         lines = [
             (
                 str(window),
@@ -125,12 +125,12 @@ class Sensitivity(Study):
         return Table(
             title=f"accuracy of {full['samples']} samples at a budget of {self.budget} of "
             f"{self.length} tokens; the full cache: {_score(full)}",
-            header=("window", "pooling", *(f"kernel {kernel}" for kernel in kernels)),
-            lines=lines,
+            headings=headings,
+            rows=lines,
+            left=len(headings),
         )
 
     def figure(self, rows: Sequence[Record]) -> Any:
-        """Cells of window by kernel for each pooling."""
         from snapkv_lab.study.figures import grid
 
         cells = [

@@ -8,13 +8,14 @@ scale of a loss, so their losses are simply added.
 """
 
 import functools
+import itertools
 import json
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -22,8 +23,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
-from snapkv.app.answering import end_token_ids, generate_options
-from snapkv.app.answering_together import until_end
+from snapkv.app.answering import end_token_ids, generate_options, until_end
 from snapkv.app.models import LoadedModel
 from snapkv.app.prompts import question_prompt
 from snapkv.app.settings import GenerationSettings, MedusaTraining
@@ -48,6 +48,7 @@ OTHER_TOKENS = 2048
 """The loss runs over the tokens that the answers hold and so many others, drawn anew each step."""
 
 STEPS_PER_SAVE = 20
+_NO_LABEL = -100
 
 
 def train(
@@ -57,20 +58,11 @@ def train(
     plan: MedusaTraining,
     progress: Progress,
 ) -> MedusaHeads:
-    """Train heads for a model and write them to a folder.
-
-    Returns:
-        The heads, with their accuracies on held-out answers.
-
-    Raises:
-        InvalidArgumentError: too little text, or a folder with another run.
-        OutputError: the folder cannot be written; the same call goes on where it ended.
-    """
+    """Train heads for a model and write them, with their accuracies on held-out answers."""
     with naming(folder):
         folder.mkdir(parents=True, exist_ok=True)
     _require_same_run(folder, loaded, plan)
-    writer = AnswerWriter(loaded=loaded, texts=texts, plan=plan)
-    exchanges = writer.into(folder / ANSWERS, progress)
+    exchanges = answers_to(loaded, texts, plan, folder / ANSWERS, progress)
     states = _States(loaded.model, exchanges)
     held_out = list(range(0, len(exchanges), 10))
     learnt = [place for place in range(len(exchanges)) if place % 10]
@@ -102,90 +94,67 @@ QUESTIONS = (
 """Asked in turn, one per passage."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Exchange:
+class Exchange(NamedTuple):
     """A prompt and what the model answered, as token ids."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class AnswerWriter:
-    """Has a model answer questions about passages of documents.
+def answers_to(
+    loaded: LoadedModel, texts: Sequence[str], plan: MedusaTraining, path: Path, progress: Progress
+) -> list[Exchange]:
+    """The model's answers to questions about passages; those in the file already stay."""
+    prompts = _prompts(loaded.tokenizer, texts, plan)
+    done = list(_read(path, prompts))
+    with open_for_lines(path) as file:
+        while len(done) < plan.answers:
+            progress("answering", len(done), plan.answers)
+            answered = _answered(loaded, prompts[len(done) : len(done) + plan.batch], plan)
+            for exchange in answered:
+                append_line(file, json.dumps(exchange._asdict()), path)
+            done += answered
+    return done
 
-    The plan says how many, how long, and in which order.
-    """
 
-    loaded: LoadedModel
-    texts: Sequence[str]
-    plan: MedusaTraining
-
-    def into(self, path: Path, progress: Progress) -> list[Exchange]:
-        """All answers; those the file holds already are not generated again.
-
-        Raises:
-            OutputError: the file cannot be written.
-            InvalidArgumentError: the documents have fewer passages than answers are wanted, or the
-                file is of another run.
-        """
-        prompts = self._prompts()
-        done = list(_read(path, prompts))
-        with open_for_lines(path) as file:
-            while len(done) < self.plan.answers:
-                progress("answering", len(done), self.plan.answers)
-                asked = prompts[len(done) : len(done) + self.plan.batch]
-                answered = self._answered(asked)
-                for exchange in answered:
-                    line = {"prompt": exchange.prompt, "answer": exchange.answer}
-                    append_line(file, json.dumps(line), path)
-                done += answered
-        return done
-
-    def _prompts(self) -> list[tuple[int, ...]]:
-        passages, plan = list(self._passages()), self.plan
-        if len(passages) < plan.answers:
-            raise InvalidArgumentError(
-                f"data: expected text for {plan.answers} passages of {plan.passage_tokens} tokens, "
-                f"got {len(passages)}; pass more documents, or ask for fewer answers"
-            )
-        random.Random(plan.seed).shuffle(passages)
-        tokenizer = self.loaded.tokenizer
-        return [
-            tuple(
-                question_prompt(tokenizer, passage, QUESTIONS[number % len(QUESTIONS)])
-                .token_ids(tokenizer)[0]
-                .tolist()
-            )
-            for number, passage in enumerate(passages[: plan.answers])
-        ]
-
-    def _passages(self) -> Iterator[str]:
-        tokenizer, length = self.loaded.tokenizer, self.plan.passage_tokens
-        for text in self.texts:
-            ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-            for start in range(0, len(ids) - length + 1, length):
-                yield tokenizer.decode(ids[start : start + length])
-
-    def _answered(self, prompts: Sequence[tuple[int, ...]]) -> list[Exchange]:
-        """The model's greedy answers to left-padded prompts, end tokens included."""
-        model, longest = self.loaded.model, max(map(len, prompts))
-        settings = GenerationSettings(max_new_tokens=self.plan.max_new_tokens)
-        ends = end_token_ids(model, settings)
-        padded = functools.partial(pad_sequence, batch_first=True, padding_side="left")
-        rows = [torch.tensor(prompt) for prompt in prompts]
-        ids = padded(rows, padding_value=next(iter(ends), 0))
-        mask = padded([torch.ones_like(row) for row in rows])
-        output = model.generate(
-            ids.to(model.device),
-            attention_mask=mask.to(model.device),
-            past_key_values=DynamicCache(config=model.config.get_text_config(decoder=True)),
-            **generate_options(model, settings),
+def _prompts(tokenizer: Any, texts: Sequence[str], plan: MedusaTraining) -> list[tuple[int, ...]]:
+    passages, length = [], plan.passage_tokens
+    for text in texts:
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        starts = range(0, len(ids) - length + 1, length)
+        passages += [tokenizer.decode(ids[start : start + length]) for start in starts]
+    if len(passages) < plan.answers:
+        raise InvalidArgumentError(
+            f"data: expected text for {plan.answers} passages of {length} tokens, got "
+            f"{len(passages)}; pass more documents, or ask for fewer answers"
         )
-        return [
-            Exchange(prompt=prompt, answer=until_end(row, ends))
-            for prompt, row in zip(prompts, output[:, longest:].tolist(), strict=True)
-        ]
+    random.Random(plan.seed).shuffle(passages)
+    asked = zip(passages[: plan.answers], itertools.cycle(QUESTIONS), strict=False)
+    prompts = (question_prompt(tokenizer, passage, question) for passage, question in asked)
+    return [tuple(prompt.token_ids(tokenizer)[0].tolist()) for prompt in prompts]
+
+
+def _answered(
+    loaded: LoadedModel, prompts: Sequence[tuple[int, ...]], plan: MedusaTraining
+) -> list[Exchange]:
+    """The model's greedy answers to left-padded prompts, end tokens included."""
+    model, longest = loaded.model, max(map(len, prompts))
+    settings = GenerationSettings(max_new_tokens=plan.max_new_tokens)
+    ends = end_token_ids(model, settings)
+    padded = functools.partial(pad_sequence, batch_first=True, padding_side="left")
+    rows = [torch.tensor(prompt) for prompt in prompts]
+    ids = padded(rows, padding_value=next(iter(ends), 0))
+    mask = padded([torch.ones_like(row) for row in rows])
+    output = model.generate(
+        ids.to(model.device),
+        attention_mask=mask.to(model.device),
+        past_key_values=DynamicCache(config=model.config.get_text_config(decoder=True)),
+        **generate_options(model, settings),
+    )
+    return [
+        Exchange(prompt=prompt, answer=until_end(row, ends))
+        for prompt, row in zip(prompts, output[:, longest:].tolist(), strict=True)
+    ]
 
 
 def _read(path: Path, prompts: Sequence[tuple[int, ...]]) -> Iterator[Exchange]:
@@ -243,9 +212,6 @@ class _States:
             states.append(self.of(place))
             labels.append(padded.unfold(0, num_heads + 1, 1)[:, 1:])
         return torch.cat(states), torch.cat(labels)
-
-
-_NO_LABEL = -100
 
 
 class _Training:

@@ -22,7 +22,7 @@ def tiny(monkeypatch):
     """The command loads a tiny model and copies little to measure the bandwidth."""
     loaded = SimpleNamespace(model=tiny_model("llama"), description=lambda: {"name": "tiny"})
     monkeypatch.setattr("snapkv.cli.loading.load", lambda **options: loaded)
-    monkeypatch.setattr("snapkv_lab.measure.bandwidth._COPIED_BYTES", {"cpu": 2**20})
+    monkeypatch.setattr("snapkv_lab.measure.decode._COPIED_BYTES", {"cpu": 2**20})
     yield loaded.model
     assert loaded.model.config._attn_implementation == "sdpa"
 

@@ -20,23 +20,11 @@ def test_a_table_is_on_standard_output_and_the_answers_are_where_it_says(
     done = snapkv(*NEEDLE, "--budget", "64,40")
     assert done.status == 0
     assert "needle: accuracy by length" in done.out
-    labels = re.findall(r"│ (full|default@\d+) +│ +visible │", done.out)
+    labels = re.findall(r"│ (full|default@\d+) +│ visible +│", done.out)
     assert labels == ["full", "default@64", "default@40"]
     folder = re.search(r"answers: (snapkv-results/needle-tiny-[0-9a-f]{8})\n", done.err)
     assert folder
     assert len((here / folder[1] / "samples.jsonl").read_text().splitlines()) == 2 * 2 * 3
-
-
-def test_a_budget_above_the_prompt_says_that_nothing_was_dropped(snapkv, tiny_only, here):
-    given = (*NEEDLE, "--budget", "64,1k", "--limit", 1, "--results", "o")
-    shown = " ".join(snapkv(*given).out.split())
-    assert "default@1024: nothing was dropped of 4 of 4 prompts" in shown
-    assert shown.count("nothing was dropped") == 1
-    rows = json.loads(snapkv(*given, "--json").out)["rows"]
-    found = {row["method"]: (row["samples"], row["compressed"]) for row in rows}
-    assert found == {"full": (1, 0), "default@64": (1, 1), "default@1024": (1, 0)}
-    whole = {row["method"] for row in rows if row["kept_tokens"] == row["prompt_tokens"]}
-    assert whole == {"full", "default@1024"}
 
 
 def test_the_same_command_again_answers_nothing_twice(snapkv, tiny_only, here, monkeypatch):
@@ -68,30 +56,15 @@ def test_json_is_one_object_and_nothing_else(snapkv, tiny_only, here):
     assert (here / "results" / "run.json").exists()
 
 
-@pytest.mark.parametrize("suffix", ["svg"])
-def test_a_figure_of_every_kind(snapkv, tiny_only, here, suffix):
-    done = snapkv(*NEEDLE, "--budget", "64,40", "--plot", f"n.{suffix}")
-    assert done.status == 0
-    begin = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[suffix.lower()]
-    for name in (f"n.{suffix}", f"n-budgets.{suffix}"):
-        assert (here / name).read_bytes().startswith(begin)
-        assert f"figure: {name}\n" in done.err
-
-
-def test_a_page_and_its_tables(snapkv, tiny_only, here):
-    done = snapkv(*NEEDLE, "--budget", 64, "--report", "out/page")
-    assert done.status == 0
-    assert "page: out/page/index.html\n" in done.err
-    assert {path.name for path in (here / "out" / "page").iterdir()} == {
-        "index.html", "results.csv", "results.md",
-    }  # fmt: skip
-
-
 def test_the_loss_of_the_references_stands_in_every_output(snapkv, tiny_only, here, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     given = (*NEEDLE, "--budget", "64,40", "--results", "o", "--reference-loss")
     done = snapkv(*given, "--plot", "n.svg", "--report", "page")
     assert done.status == 0
+    assert "page: page/index.html\n" in done.err
+    for name in ("n.svg", "n-budgets.svg"):
+        assert (here / name).read_bytes().startswith(b"<?xml")
+        assert f"figure: {name}\n" in done.err
     assert "difference" in done.out
     for heading in ("loss", "loss 95 %", "loss difference"):
         assert re.search(rf"┃ +{heading} +┃", done.out)
@@ -100,6 +73,8 @@ def test_the_loss_of_the_references_stands_in_every_output(snapkv, tiny_only, he
     assert all(json.loads(line)["loss"] > 0 for line in lines)
     assert "figure: n-loss.svg\n" in done.err
     assert (here / "n-loss.svg").read_bytes().startswith(b"<?xml")
+    shown = " ".join(done.out.split())
+    assert "nothing was dropped" not in shown
     heading, *rows = (here / "page" / "results.csv").read_text().splitlines()
     places = [heading.split(",").index(name) for name in ("loss", "loss_low", "loss_high")]
     first = [float(rows[0].split(",")[place] or "nan") for place in places]
@@ -110,6 +85,8 @@ def test_the_loss_of_the_references_stands_in_every_output(snapkv, tiny_only, he
     done = snapkv(*given[:-1])
     assert done.status == 2
     assert "another reference_loss: true there, null here" in done.err
+    done = snapkv(*NEEDLE, "--budget", "1k", "--limit", 1, "--results", "p")
+    assert "default@1024: nothing was dropped of 4 of 4 prompts" in " ".join(done.out.split())
 
 
 @pytest.mark.parametrize(
@@ -117,17 +94,9 @@ def test_the_loss_of_the_references_stands_in_every_output(snapkv, tiny_only, he
     [
         (("--plot", "figure.gif"), "plot: expected a file name that ends in .png, .svg, .pdf"),
         (("--plot", "no/figure.png"), "plot: expected a file in an existing folder"),
-        (("--report", "file/page"), "report: expected a folder that can be written, got 'file'"),
         (("--lengths", "100"), "lengths: expected at least 300, got 100"),
-        (("--depths", "0"), "depths: expected at least 1"),
         (("--haystack", "no/such"), "no/such"),
-        (
-            ("--budget", "many"),
-            "such as 4096, 4k or 1.5k, got 'many'; write for instance --budget 4k or --budget auto",
-        ),
-        (("--budget", "16"), "expected more than window_size=16"),
         (("--policy", "snapvk"), "did you mean snapkv?"),
-        (("--policy", "snapkv:colour=red"), "colour: expected a parameter of snapkv"),
         (("--baseline", "fulll"), "did you mean full?"),
         (("--nothing", "1"), "No such option"),
         (("--model", "dmo"), "did you mean demo?"),

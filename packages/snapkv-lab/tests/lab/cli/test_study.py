@@ -5,7 +5,7 @@ import json
 import pytest
 
 
-def test_a_study_of_own_documents_and_questions(snapkv, demo_only, document, tmp_path):
+def test_a_study_of_own_documents_and_questions(snapkv, tiny_only, document, tmp_path):
     out, figure = tmp_path / "rows", tmp_path / "figure.svg"
     small = ("--document-tokens", "130", "--answer-length", "2")
     done = snapkv(
@@ -26,17 +26,6 @@ def test_a_study_of_own_documents_and_questions(snapkv, demo_only, document, tmp
     )
     assert "1 and 2" in shown.out
     assert str(out) in shown.err.replace("\n", "")
-
-
-def test_the_study_of_induction_says_what_to_type(snapkv, demo_only, tmp_path):
-    small = ("--kinds", "digits", "--items", "4", "--samples", "1", "--document-tokens", "150")
-    command = ("study", "induction", *small, "--budget", "40", "--results", tmp_path / "out")
-    done = snapkv(*command)
-    assert done.status == 0, done.err
-    said = " ".join(done.out.split())
-    assert "--kernel-size 0+" in said
-    assert "--pooling fading --decay 0." in said
-    assert json.loads((tmp_path / "out" / "pooling.json").read_text())["pooling"]["decay"]
 
 
 def test_the_study_of_heads_says_what_it_has_stored_and_ask_goes_by_it(

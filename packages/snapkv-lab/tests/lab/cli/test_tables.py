@@ -9,7 +9,8 @@ from rich.console import Console
 from snapkv_lab.cli import tables
 from snapkv_lab.evaluate.runner import Results
 from snapkv_lab.evaluate.tasks import RagCitation
-from snapkv_lab.study.base import Table as StudyTable
+from snapkv_lab.report.page import method_table
+from snapkv_lab.report.tables import Table
 
 LABEL = "snapkv:kernel_size=13,window_size=64,pooling=avg,group_reduce=sum@1024"
 
@@ -36,18 +37,16 @@ ROW = {
 }
 SCORE = {"task": "squad", "metric": "em", "filter": "none", "method": LABEL, "score": 0.25}
 TABLES = {
-    "eval": lambda: tables.results_table(results()),
+    "eval": lambda: method_table(results()),
     "lm-eval": lambda: tables.metrics_table("lm-eval", [SCORE]),
     "bench": lambda: tables.bench_table([ROW]),
-    "study": lambda: tables.study_table(
-        StudyTable(title="of it", header=("kept", "hit rate"), lines=[("sinks", "0.93")])
-    ),
+    "study": lambda: Table(title="of it", headings=("kept", "rate"), rows=[("sinks", "0.93")]),
 }
 
 
 @pytest.mark.parametrize(("name", "width"), [*((name, 20) for name in TABLES), ("eval", 80)])
 def test_nothing_is_lost_on_a_narrow_screen(name, width):
-    grid = TABLES[name]()
+    grid = tables.on_screen(TABLES[name]())
     console = Console(file=io.StringIO(), width=width)
     console.print(grid)
     page = console.file.getvalue()

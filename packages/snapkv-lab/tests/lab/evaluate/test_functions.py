@@ -1,19 +1,14 @@
 """Functions asked for by what they do: which there are, the samples, and the score."""
 
-import json
 import random
 import textwrap
 
 import pytest
 
-from snapkv import FullCache, PageRecall, SnapKV
 from snapkv.errors import InvalidArgumentError
-from snapkv_lab.evaluate.asking import Method
-from snapkv_lab.evaluate.runner import Run
 from snapkv_lab.evaluate.sample import Sample
 from snapkv_lab.evaluate.tasks import Functions
 from snapkv_lab.evaluate.tasks.conversations import _files, drawn_functions
-from tests.lab.evaluate.tiny import tiny_loaded
 
 SMALL = {"package": "toolbox", "lengths": (500,), "questions": 3, "samples_each": 4}
 
@@ -128,9 +123,8 @@ def test_functions_are_those_that_a_docstring_describes_without_it_and_comments(
     assert found["volume"].code.startswith("def volume(self):\n    sides = (self.width")
 
 
-@pytest.mark.parametrize("cloze", [True], ids=["cloze"])
-def test_every_question_is_about_a_function_of_the_text(demo, toolbox, cloze):
-    task = Functions(cloze=cloze, **SMALL)
+def test_every_question_is_about_a_function_of_the_text(demo, toolbox):
+    task = Functions(cloze=True, **SMALL)
     samples = list(task.samples(demo.tokenizer))
     assert samples == list(task.samples(demo.tokenizer))
     assert len({sample.context for sample in samples}) > 1
@@ -148,7 +142,7 @@ def test_every_question_is_about_a_function_of_the_text(demo, toolbox, cloze):
             assert asked.description in turn.question
             assert asked.description in turn.plain_question
             assert asked.name not in turn.question + turn.plain_question
-            assert turn.answer_start == (f"def {asked.name}" if cloze else "")
+            assert turn.answer_start == f"def {asked.name}"
             assert {asked.code, *turn.details["others"]} == there
             assert asked.description not in sample.context
             tokens = demo.tokenizer(asked.code)["input_ids"]
@@ -183,24 +177,6 @@ def test_an_answer_must_be_most_like_the_right_function_and_alike_enough(answer,
         details={"others": (OTHER,)},
     )
     assert Functions().score(sample, answer) == score
-
-
-def test_a_run_asks_all_turns_by_every_way(demo, toolbox, tmp_path):
-    methods = [
-        Method(label="full", policy=FullCache()),
-        Method(label="pages", policy=SnapKV(64), later=PageRecall(2)),
-    ]
-    run = Run(
-        loaded=tiny_loaded(demo.tokenizer, positions=2048),
-        task=Functions(cloze=True, **SMALL),
-        methods=methods,
-        template="none",
-        limit=1,
-    )
-    results = run.into(tmp_path / "out")
-    assert [row["status"] for row in results.rows] == ["ok"] * 6
-    lines = (tmp_path / "out" / "samples.jsonl").read_text().splitlines()
-    assert {json.loads(line)["conversation"] for line in lines} == {"500/0/1"}
 
 
 def test_files_that_cannot_be_read_are_left_out(toolbox):

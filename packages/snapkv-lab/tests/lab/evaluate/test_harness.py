@@ -16,7 +16,7 @@ from snapkv.app.settings import GenerationSettings
 from snapkv.cli.app import run
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, PromptTooLongError
 from snapkv.hf.cache import CompressedCache
-from snapkv.policies import H2O, RKV, AdaKV, FastGen, FullCache, SnapKV
+from snapkv.policies import H2O, RKV, AdaKV, FullCache, SnapKV
 from snapkv_lab.evaluate import harness
 from snapkv_lab.evaluate.asking import Method
 from snapkv_lab.evaluate.harness import CompressedLM
@@ -161,14 +161,11 @@ def test_a_continuation_is_scored_as_it_would_be_generated(tiny, ids, policy):
     assert abs(found - plain_log_likelihood(tiny.model, *ids)) > 1e-3, "something was dropped"
 
 
-EVERY_WAY = [FullCache(), default_policy(40), AdaKV(SnapKV(40)), FastGen(), H2O(40), RKV(40)]
+EVERY_WAY = [FullCache(), default_policy(40), AdaKV(SnapKV(40)), H2O(40), RKV(40)]
 
 
 @pytest.mark.parametrize("policy", EVERY_WAY, ids=lambda policy: policy.name)
-@pytest.mark.parametrize("batch_size", [2])
-def test_continuations_that_share_a_context_have_the_scores_they_have_alone(
-    tiny, ids, policy, batch_size
-):
+def test_continuations_that_share_a_context_have_the_scores_they_have_alone(tiny, ids, policy):
     """Of different lengths, the longest in the middle; one of them is greedy's."""
     context, other = ids
     completed = tiny.completed(policy)
@@ -178,15 +175,15 @@ def test_continuations_that_share_a_context_have_the_scores_they_have_alone(
             context, past_key_values=cache, max_new_tokens=4, do_sample=False, pad_token_id=0
         )[:, context.shape[1] :]
     given = [own, other[:, :1], torch.cat([other, other], dim=1), own[:, :2], other]
-    found = list(log_likelihoods(tiny, context, given, policy, batch_size))
+    found = list(log_likelihoods(tiny, context, given, policy, 2))
     for one, (score, greedy) in zip(given, found, strict=True):
         alone = stepwise_log_likelihood(tiny.model, context, one, completed)
         assert score == pytest.approx(alone, abs=1e-4)
         assert greedy == (own[:, : one.shape[1]].equal(one))
 
 
-@pytest.mark.parametrize("policy", [AdaKV(SnapKV(40))], ids=lambda policy: policy.name)
-def test_models_with_recurrent_layers_score_several_continuations(tiny, ids, policy):
+def test_models_with_recurrent_layers_score_several_continuations(tiny, ids):
+    policy = AdaKV(SnapKV(40))
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         "lfm2",
@@ -207,8 +204,8 @@ def test_models_with_recurrent_layers_score_several_continuations(tiny, ids, pol
     assert [score for score, _ in found] == pytest.approx(alone, abs=1e-4)
 
 
-@pytest.mark.parametrize("pair", [("The key is un", "der")])
-def test_a_continuation_without_a_token_of_its_own_is_refused(tiny, tmp_path, pair):
+def test_a_continuation_without_a_token_of_its_own_is_refused(tiny, tmp_path):
+    pair = ("The key is un", "der")
     with Store(tmp_path, {}) as store:
         model = CompressedLM(tiny, Method(label="s", policy=SnapKV(40)), store)
         asked = requests("loglikelihood", (CONTEXT, " at nine"), pair)
@@ -270,12 +267,9 @@ def test_contexts_are_cut_where_lm_eval_cuts_them(tiny, lm):
     assert empty[0] == pytest.approx(plain_log_likelihood(tiny.model, first, opens), abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"), [({"num_beams": 4}, "got num_beams, which is not supported")]
-)
-def test_what_cannot_be_generated_is_refused_by_name(lm, settings, message):
-    with pytest.raises(InvalidArgumentError, match=f"of a task, {message}"):
-        lm.generate_until(requests("generate_until", (CONTEXT, settings)))
+def test_what_cannot_be_generated_is_refused_by_name(lm):
+    with pytest.raises(InvalidArgumentError, match="of a task, got num_beams, which is not"):
+        lm.generate_until(requests("generate_until", (CONTEXT, {"num_beams": 4})))
 
 
 def test_a_prompt_without_room_is_refused_before_any_is_answered(tiny, tmp_path):
@@ -379,9 +373,8 @@ BOTH = "local_gate,local_choice"
 ANSWERS = 2 * (2 + 2 * 3)  # of both methods: two questions, and three choices of each of two
 
 
-@pytest.mark.parametrize(("stop", "batch"), [(10, 2)])
-def test_a_run_that_stopped_asks_only_what_is_missing(evaluate, asked, folder, stop, batch):
-    batches = ("--batch-size", str(batch))
+def test_a_run_that_stopped_asks_only_what_is_missing(evaluate, asked, folder):
+    stop, batches = 10, ("--batch-size", "2")
     _, whole, _ = evaluate(BOTH, "--json", "--results", "whole", *batches)
     assert len(asked) == len(written(folder / "whole")) == ANSWERS
     asked.clear()

@@ -109,9 +109,8 @@ def test_vt_has_a_solved_example_and_one_chain_of_five_in_order():
     assert re.search(r"they are:  ([A-Z]{3} ){4}[A-Z]{3}$", example)
 
 
-@pytest.mark.parametrize(("length", "example", "repeats"), [(4096, (40, 10, 3), (30, 3))])
-def test_cwe_repeats_ten_words_more_often_and_shows_a_solved_list(length, example, repeats):
-    made = puzzle("cwe", 50, length=length)
+def test_cwe_repeats_ten_words_more_often_and_shows_a_solved_list():
+    made, (count, often, seldom), repeats = puzzle("cwe", 50), (40, 10, 3), (30, 3)
     solved, asked = re.split(r"\n(?=Below)", made.context)
     shown, answers = solved.split(
         "\nQuestion: What are the 10 most common words in the above list?"
@@ -125,7 +124,6 @@ def test_cwe_repeats_ten_words_more_often_and_shows_a_solved_list(length, exampl
         word: repeats[1] for word in counts(asked) if word not in made.references
     }
     assert len(counts(asked)) == 50
-    count, often, seldom = example
     in_example = counts(shown)
     assert len(in_example) == count
     common = [word for word, times in in_example.items() if times == often]
@@ -135,7 +133,7 @@ def test_cwe_repeats_ten_words_more_often_and_shows_a_solved_list(length, exampl
 
 def test_fwe_has_no_ties_at_the_third_word():
     least = GENERATORS["fwe"].least
-    for parts in range(least, least + 300):
+    for parts in range(least, least + 60):
         made = puzzle("fwe", parts, length=1024)
         counts = Counter(made.context.split())
         others = {w: n for w, n in counts.items() if re.fullmatch("[a-z]{6}", w)}
@@ -144,9 +142,9 @@ def test_fwe_has_no_ties_at_the_third_word():
         assert Counter(others).most_common(4)[3][1] < min(others[w] for w in made.references)
 
 
-@pytest.mark.parametrize(("task", "own", "near"), [("qa_2", 2, 8)])
-def test_qa_takes_the_documents_of_the_question_first(task, own, near):
-    alone, some, many = (puzzle(task, parts) for parts in (0, near, near + 30))
+def test_qa_takes_the_documents_of_the_question_first():
+    own, near = 2, 8
+    alone, some, many = (puzzle("qa_2", parts) for parts in (0, near, near + 30))
     for made, others in ((alone, 0), (some, near), (many, near + 30)):
         assert len(re.findall(r"^Document \d+:$", made.context, re.M)) == own + others
         assert f"Document {own + others}:\n" in made.context

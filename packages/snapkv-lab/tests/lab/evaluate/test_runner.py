@@ -6,7 +6,7 @@ import pytest
 
 from snapkv import H2O, TOVA, AdaKV, FullCache, KVzip, SnapKV
 from snapkv.app.answering import answer
-from snapkv.app.prefills import Exact, GemFilter
+from snapkv.app.prefills import GemFilter
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, UnsupportedModelError
 from snapkv.prefill import SharedReading
@@ -155,10 +155,8 @@ def losing(monkeypatch, policy, times):
     return prompts
 
 
-@pytest.mark.parametrize("questions", [("visible", "hidden")])
-def test_an_answer_lost_to_memory_is_asked_again_by_the_next_run(
-    tiny, tmp_path, monkeypatch, questions
-):
+def test_an_answer_lost_to_memory_is_asked_again_by_the_next_run(tiny, tmp_path, monkeypatch):
+    questions = ("visible", "hidden")
     losing(monkeypatch, SnapKV(64), 3)
     first = run(tiny, tmp_path / "lost", questions=questions)
     assert sum(row["failed"].get("out of memory", 0) for row in first.rows) == 3
@@ -205,32 +203,6 @@ def test_a_prompt_is_read_once_for_all_methods_that_read_exactly(tiny, tmp_path,
     assert len(read) == 4
 
 
-@pytest.mark.parametrize("reason", ["out of memory", "another model"])
-def test_methods_read_alone_where_a_reading_cannot_be_shared(tiny, tmp_path, monkeypatch, reason):
-    def refused(model, ids):
-        if reason == "another model":
-            raise UnsupportedModelError("model: expected layers of keys and values")
-        if reason == "out of memory":
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-        raise AssertionError("it was known that there is no room")
-
-    def little(loaded, prompt, policy, settings, prefill, **options):
-        if prefill != Exact():
-            raise OutOfMemoryError("prompt: about 12 tokens would fit")
-        return answer(loaded, prompt, policy, settings, prefill=prefill, **options)
-
-    whole = run(tiny, tmp_path / "whole")
-    if reason == "too little left":
-        monkeypatch.setattr("snapkv.app.prompt_reader.answer", little)
-    else:
-        monkeypatch.setattr("snapkv.app.prompt_reader.SharedReading", refused)
-    if reason == "no room":
-        monkeypatch.setattr("snapkv.app.prompt_reader.free_bytes", lambda device: 1000)
-    alone = run(tiny, tmp_path / "alone")
-    assert untimed(alone.rows) == untimed(whole.rows)
-    assert {row["status"] for row in alone.rows} == {"ok"}
-
-
 def test_other_failures_end_the_run_and_keep_its_answers(tiny, tmp_path, monkeypatch):
     given = []
 
@@ -254,7 +226,7 @@ def test_other_failures_end_the_run_and_keep_its_answers(tiny, tmp_path, monkeyp
     [
         (
             {"methods": (METHODS[0], METHODS[0])},
-            "policy: expected every method once, got full, full",
+            "policy: expected at least one .*once, got full, full",
         ),
         ({"methods": (TWICE,)}, "read a text twice, .* pass --setting hidden"),
         ({"task": Keys(sentences=())}, "samples: expected at least one, got none"),
@@ -267,20 +239,30 @@ def test_bad_settings_are_refused_before_anything_is_answered(tiny, tmp_path, op
     assert not (tmp_path / "results").exists()
 
 
-@pytest.mark.parametrize("template", ["tokenizer"])
-def test_hidden_and_visible_questions_are_the_same_tokens(tiny, tmp_path, monkeypatch, template):
+def test_hidden_and_visible_questions_are_the_same_tokens(tiny, tmp_path, monkeypatch):
     prompts = counting(monkeypatch)
-    run(
-        tiny, tmp_path, methods=METHODS[1:2], limit=1, template=template,
-        questions=("visible", "hidden"),
-    )  # fmt: skip
+    run(tiny, tmp_path, methods=METHODS[1:2], limit=1, questions=("visible", "hidden"))
     visible, hidden = prompts[:2]
     assert visible.context_characters is None
-    behind = hidden.text[hidden.context_characters :]
-    assert behind.startswith("Question: Where" if template == "none" else "Where is the key?")
+    assert hidden.text[hidden.context_characters :].startswith("Where is the key?")
     ids = [prompt.token_ids(tiny.tokenizer).tolist() for prompt in (visible, hidden)]
     assert ids[0] == ids[1]
     found = records(tmp_path)
     assert [r["question"] for r in found[:2]] == ["visible", "hidden"]
     assert found[0]["prompt_tokens"] == found[1]["prompt_tokens"]
     assert found[0]["kept_tokens"] < found[1]["kept_tokens"]  # the question is read behind it
+
+
+@pytest.mark.parametrize(
+    "error",
+    [UnsupportedModelError("no"), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
+)
+def test_methods_read_alone_where_a_reading_cannot_be_shared(tiny, tmp_path, monkeypatch, error):
+    def refused(model, ids):
+        raise error
+
+    whole = run(tiny, tmp_path / "whole")
+    monkeypatch.setattr("snapkv.app.prompt_reader.SharedReading", refused)
+    alone = run(tiny, tmp_path / "alone")
+    assert untimed(alone.rows) == untimed(whole.rows)
+    assert {row["status"] for row in alone.rows} == {"ok"}

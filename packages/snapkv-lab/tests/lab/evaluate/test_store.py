@@ -46,18 +46,12 @@ def test_what_was_added_is_there_when_opened_again(tmp_path):
         assert ("3", "full", "visible") not in store
 
 
-@pytest.mark.parametrize("name", ["notes.txt"])
-def test_a_folder_of_somebody_else_is_refused_and_stays_as_it_is(tmp_path, name):
+def test_a_folder_of_somebody_else_is_refused_and_stays_as_it_is(tmp_path):
+    name = "notes.txt"
     (tmp_path / name).write_text("mine")
     with pytest.raises(InvalidArgumentError, match=rf"results: .*with '{name}' in it; choose"):
         Store(tmp_path, RUN)
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [(name, "mine")]
-
-
-def test_an_answer_is_on_the_disk_as_soon_as_it_was_added(tmp_path):
-    with Store(tmp_path, RUN) as store:
-        store.add(record("0"))
-        assert json.loads(lines(tmp_path)[0]) == record("0")
 
 
 def test_a_line_cut_off_anywhere_is_taken_away_and_answered_again(tmp_path):

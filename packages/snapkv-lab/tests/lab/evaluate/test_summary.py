@@ -1,36 +1,51 @@
-"""Rows and tables, worked by hand."""
+"""Rows and their lines by hand, and how sure they are: by hand, by plain loops, by trying."""
 
+import random
+from statistics import fmean
+
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from snapkv_lab.evaluate.summary import axis_values, score_lines, shown_interval, summarise
+from snapkv_lab.evaluate.intervals import (
+    cell_differences,
+    is_seen,
+    line_differences,
+    mean_interval,
+    relative_differences,
+)
+from snapkv_lab.evaluate.summary import axis_values, score_lines, summarise
 from tests.lab.evaluate.tiny import Keys
 
 
-def record(sample, method, score, *, status="ok", cell=None, question="visible", **numbers):
+def record(sample, method, score, *, status="ok", cell=None, **numbers):
     made = {
         "sample": sample,
         "method": method,
-        "question": question,
+        "question": "visible",
         "cell": cell or {"length": 1},
         "policy": {"name": method},
         "status": status,
     }
-    known = {"prompt_tokens": 10, "kept_tokens": 5, "held_bytes": 100, "full_bytes": 400} | numbers
+    known = {"prompt_tokens": 10, "kept_tokens": 5, "held_bytes": 100, "full_bytes": 400}
     timed = {"token_ms": 1.0, "first_token_ms": 9.0} | numbers
     return made | ({"score": score} | known | timed if status == "ok" else {})
 
 
-def keys(records):
-    return [(r["sample"], r["method"], r["question"]) for r in records]
+def rows_of(records):
+    keys = [(r["sample"], r["method"], r["question"]) for r in records]
+    return summarise(records, keys, Keys())
 
 
 def test_a_row_is_means_of_scores_and_medians_of_times():
-    records = [
-        record("a", "full", 1.0, token_ms=1.0, first_token_ms=10.0, held_bytes=100),
-        record("b", "full", 0.0, token_ms=2.0, first_token_ms=20.0, held_bytes=200),
-        record("c", "full", 0.5, token_ms=9.0, first_token_ms=90.0, held_bytes=600),
-    ]
-    (row,) = summarise(records, keys(records), Keys())
+    (row,) = rows_of(
+        [
+            record("a", "full", 1.0, token_ms=1.0, first_token_ms=10.0, held_bytes=100),
+            record("b", "full", 0.0, token_ms=2.0, first_token_ms=20.0, held_bytes=200),
+            record("c", "full", 0.5, token_ms=9.0, first_token_ms=90.0, held_bytes=600),
+        ]
+    )
     assert row == {
         "task": "keys",
         "metric": "accuracy",
@@ -62,15 +77,11 @@ def test_what_has_no_answer_is_counted_and_in_no_mean():
         record("c", "full", None, status="too long"),
         record("d", "full", None, status="out of memory"),
     ]
-    (row,) = summarise(records, keys(records), Keys())
-    assert row["status"] == "ok"
-    assert row["samples"] == 1
+    (row,) = rows_of(records)
+    assert (row["status"], row["samples"], row["score"]) == ("ok", 1, 0.4)
     assert row["failed"] == {"out of memory": 2, "too long": 1}
-    assert row["score"] == 0.4
-    assert row["token_ms"] is None
-    assert row["scores"] == {"b": 0.4}
-    assert (row["interval"], shown_interval(row["interval"])) == (None, "one sample")
-    (row,) = summarise(records, keys(records[2:]), Keys())
+    assert (row["token_ms"], row["scores"], row["interval"]) == (None, {"b": 0.4}, None)
+    (row,) = rows_of(records[2:])
     assert (row["status"], row["samples"], row["score"]) == ("too long", 0, None)
 
 
@@ -79,25 +90,23 @@ def test_a_line_is_the_mean_of_its_columns_means():
         ("full", 1, 0, 1.0), ("full", 1, 50, 0.5), ("full", 2, 0, 0.0),
         ("snapkv", 1, 0, 0.2), ("snapkv", 1, 50, None), ("snapkv", 2, 0, None),
     ]  # fmt: skip
-    records = [
-        record(
-            f"{length}/{depth}",
-            method,
-            score,
-            status="ok" if score is not None else "out of memory",
-            cell={"length": length, "depth": depth},
-        )
-        for method, length, depth, score in cells
-    ]
-    rows = summarise(records, keys(records), Keys())
+    rows = rows_of(
+        [
+            record(
+                f"{length}/{depth}",
+                method,
+                score,
+                status="ok" if score is not None else "out of memory",
+                cell={"length": length, "depth": depth},
+            )
+            for method, length, depth, score in cells
+        ]
+    )
     full, snapkv = score_lines(rows, "length")
     assert axis_values(rows, "length") == [1, 2]
     assert full.scores == {1: 0.75, 2: 0.0}
     assert full.mean == pytest.approx(0.375)  # of the columns, not of the three cells
-    assert [full.shown(1), full.shown(2), full.shown(3)] == ["75.0", "0.0", ""]
-    assert snapkv.scores == {1: 0.2}
-    assert snapkv.shown(2) == "out of memory"
-    assert snapkv.mean == 0.2
+    assert (snapkv.scores, snapkv.mean, snapkv.reasons) == ({1: 0.2}, 0.2, {2: "out of memory"})
     assert (snapkv.held_bytes, snapkv.token_ms) == (100, 1.0)
 
 
@@ -113,12 +122,11 @@ def test_losses_are_rows_and_lines_of_their_own():
         for (name, length), loss in of_method.items()
     ]
     records.append(record("z", "h2o", None, status="out of memory", cell={"length": 1}))
-    rows = summarise(records, keys(records), Keys())
+    rows = rows_of(records)
     found = {(row["method"], row["cell"]["length"]): row for row in rows}
     assert [found[place]["loss"] for place in found] == [1.75, 2.5, 2.5, 3.5]
     assert found["full", 1]["loss_interval"] == [1.5, 2.0]
-    assert found["h2o", 2]["losses"] == {"d": 3.5}
-    assert found["h2o", 2]["loss_interval"] is None
+    assert (found["h2o", 2]["losses"], found["h2o", 2]["loss_interval"]) == ({"d": 3.5}, None)
     assert found["full", 1]["loss_difference"] is None
     worse = {"loss": 0.75, "interval": [0.5, 1.0], "samples": 2}
     assert found["h2o", 1]["loss_difference"] == worse
@@ -127,18 +135,173 @@ def test_losses_are_rows_and_lines_of_their_own():
     assert found["h2o", 1]["difference"]["score"] == 0  # scores are compared by themselves
     full, h2o = score_lines(rows, "length")
     assert (full.loss, h2o.loss) == (pytest.approx(2.125), 3.0)  # of the columns
-    assert full.loss_interval == (1.25, 3.0)
-    assert h2o.loss_interval is None
+    assert (full.loss_interval, h2o.loss_interval) == ((1.25, 3.0), None)
 
 
-@pytest.mark.parametrize(
-    ("interval", "text"),
-    [
-        (None, "one sample"),
-        ((0.5, 0.5), "no spread"),
-        ((-0.125, 0.5), "-12.5 to 50.0"),
-        ((-1e-9, 0.25), "0.0 to 25.0"),
-    ],
+# Differences from the full cache.
+
+
+def row(method, cell, scores, policy=None):
+    """A row of a cell with those scores of its samples."""
+    return {
+        "method": method,
+        "question": "visible",
+        "cell": {"documents": cell},
+        "score": fmean(scores) if scores else None,
+        "scores": {f"{cell}/{number}": score for number, score in enumerate(scores)},
+        "policy": policy or {"name": "full" if method == "full" else "snapkv"},
+        "status": "ok",
+        "held_bytes": 1024,
+        "token_ms": 2.0,
+    }
+
+
+def difference(mean, interval, samples):
+    return {"score": mean, "interval": interval, "samples": samples}
+
+
+def test_means_over_the_same_cells_are_compared():
+    full = [row("full", 10, [0.8]), row("full", 20, [0.4]), row("full", 30, [])]
+    small = [row("a", 10, [0.5]), row("a", 20, [0.4]), row("a", 30, [1.0])]
+    large = [row("b", 10, []), row("b", 20, [0.5])]
+    assert relative_differences([*full, *small, *large]) == {
+        ("a", "visible"): pytest.approx(0.45 / 0.6 - 1),
+        ("b", "visible"): pytest.approx(0.5 / 0.4 - 1),
+    }
+    for rows in (small, [row("full", 10, [0.0]), small[0]], [full[0], small[1]]):
+        assert relative_differences(rows) == {}, "no full cache, it scores 0, no cell in common"
+
+
+def test_a_difference_is_paired_sample_by_sample():
+    """Both score one half, of other samples or of the same ones."""
+    full = row("full", 10, (1.0, 0.0, 1.0, 0.0))
+    same, other = row("h2o", 10, (1.0, 0.0, 1.0, 0.0)), row("tova", 10, (0.0, 1.0) * 2)
+    found = line_differences([full, same, other], "documents")
+    assert found == {
+        ("h2o", "visible"): difference(0.0, [0.0, 0.0], 4),
+        ("tova", "visible"): difference(0.0, [-1.0, 1.0], 4),
+    }
+    assert not any(map(is_seen, found.values()))
+
+
+def test_a_lines_difference_is_the_mean_of_its_columns():
+    rows = [
+        row("full", 10, (1.0,) * 4), row("full", 20, (1.0,) * 2), row("full", 30, ()),
+        row("h2o", 10, (0.0,) * 4), row("h2o", 20, (0.5,) * 2), row("h2o", 30, (1.0,)),
+    ]  # fmt: skip
+    (found,) = line_differences(rows, "documents").values()
+    assert found == difference(-0.75, [-0.75, -0.75], 6)
+    assert is_seen(found)
+    assert not is_seen(difference(1.0, None, 1))
+
+
+def test_the_difference_of_turns_is_drawn_by_conversations():
+    """Two conversations of four turns: one is lost in all of them, the other in none."""
+    rows = [
+        row(method, turn, scores) | {"conversations": {f"{turn}/0": "a", f"{turn}/1": "b"}}
+        for method, scores in (("full", (1.0, 1.0)), ("snapkv@64", (0.0, 1.0)))
+        for turn in range(1, 5)
+    ]
+    (found,) = line_differences(rows, "documents").values()
+    assert found == difference(-0.5, [-1.0, 0.0], 8)
+    assert score_lines(rows, "documents")[1].interval == (0.0, 1.0)
+
+
+def test_a_full_cache_that_is_filled_otherwise_is_compared_like_any_method():
+    selective = {"name": "full", "prefill": {"name": "selective"}}
+    rows = [row("full", 10, (1.0, 1.0)), row("full selective", 10, (0.5, 0.5), selective)]
+    assert cell_differences(rows) == [None, difference(-0.5, [-0.5, -0.5], 2)]
+    assert relative_differences(rows) == {("full selective", "visible"): -0.5}
+
+
+# Intervals.
+
+
+def interval(columns, conversations=None):
+    of_cells = conversations or [[None] * len(cells) for cells in columns]
+    return mean_interval(
+        [list(zip(*column, strict=True)) for column in zip(columns, of_cells, strict=True)]
+    )
+
+
+def by_loops(columns):
+    """One draw after the other."""
+    drawn = []
+    for cells in columns:
+        if any(len(cell) == 1 for cell in cells):
+            cells = [[fmean(cell) for cell in cells]]
+        drawn.append(cells)
+    if not drawn or any(len(cell) < 2 for cells in drawn for cell in cells):
+        return None
+    draws = np.random.RandomState(0)
+    indices = [[draws.randint(len(c), size=(2000, len(c))) for c in cells] for cells in drawn]
+    means = sorted(
+        fmean(
+            fmean(
+                fmean(cell[place] for place in places[number])
+                for cell, places in zip(cells, of_cells, strict=True)
+            )
+            for cells, of_cells in zip(drawn, indices, strict=True)
+        )
+        for number in range(2000)
+    )
+    return means[50], means[-51]
+
+
+scores = st.sampled_from((0.0, 0.2, 1 / 3, 0.5, 1.0))
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(st.lists(st.lists(scores, min_size=1, max_size=4), min_size=1, max_size=3), max_size=3)
 )
-def test_an_interval_as_text(interval, text):
-    assert shown_interval(interval) == text
+def test_an_interval_is_what_plain_loops_find(columns):
+    expected, found = by_loops(columns), interval(columns)
+    assert found == (expected and pytest.approx(expected, abs=1e-9))
+
+
+def test_intervals_by_hand():
+    # Of 256 draws 81 have no right answer, which is more than 2.5 %. One has four right ones
+    # (0.4 %) and 12 three (4.7 %): without the highest 2.5 % three of four are left.
+    assert interval([[[0.0, 0.0, 0.0, 1.0]]]) == (0.0, 0.75)
+    # Where a cell is one sample, cells are drawn.
+    assert interval([[[0.0], [1.0]]]) == interval([[[0.0, 1.0]]]) == (0.0, 1.0)
+    assert interval([[[0.0, 0.5], [1.0]]]) == interval([[[0.25, 1.0]]]) == (0.25, 1.0)
+    for nothing in ([], [[]], [[[]]], [[[1.0]]], [[[0.0, 1.0]], [[1.0]]], [[[0.0, 1.0]], []]):
+        assert interval(nothing) is None
+    # What cancels out is zero, and not what is left of 0.1 + 0.2 - 0.3.
+    assert interval([[[0.1, 0.1]], [[0.2, 0.2]], [[-0.3, -0.3]]]) == (0.0, 0.0)
+
+
+def test_turns_of_a_conversation_are_drawn_together_by_hand():
+    """Of two conversations one is right in both turns: a draw has the right one 0, 1 or 2 times.
+
+    Apart, a draw of neither turn would have it with a chance of 1/16; together it is 1/4.
+    """
+    turn, of_turn = [0.0, 1.0], ("a", "b")
+    four = [[turn]] * 4
+    assert interval([[turn]]) == interval(four, [[of_turn]] * 4) == (0.0, 1.0)
+    low, high = interval(four)
+    assert 0.0 < low < high < 1.0
+    # What one turn wins the other loses: every draw has the same mean.
+    assert interval([[turn], [[1.0, 0.0]]], [[of_turn]] * 2) == (0.5, 0.5)
+    # Turns of other conversations are drawn apart, and so is a cell that lacks one of them.
+    one, other = [0.0, 0.0, 1.0, 1.0], [1.0, 0.0, 1.0]
+    names = ("a", "b", "c", "d")
+    assert interval([[one], [other]], [[names], [names[:3]]]) == interval([[one], [other]])
+    assert interval([[one], [one]], [[names], [("e", "f", "g", "h")]]) == interval([[one]] * 2)
+
+
+def test_the_truth_lies_in_the_interval_of_a_mean_over_turns():
+    """Where all turns of a conversation go well together or ill; drawn apart it is missed often."""
+    draw, times, held, apart = random.Random(11), 300, 0, 0
+    names = [[tuple(map(str, range(30)))]] * 4
+    for _ in range(times):
+        luck = [draw.random() < 0.5 for _ in range(30)]
+        turns = [[[float(draw.random() < (0.9 if good else 0.1)) for good in luck]] for _ in names]
+        low, high = interval(turns, names)
+        held += low <= 0.5 <= high
+        low, high = interval(turns)
+        apart += low <= 0.5 <= high
+    assert 0.9 <= held / times <= 0.985
+    assert apart / times < 0.85

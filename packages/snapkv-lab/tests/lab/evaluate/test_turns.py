@@ -33,9 +33,9 @@ def lines(folder):
 
 
 @pytest.mark.parametrize("cloze", [False, True], ids=["free", "cloze"])
-@pytest.mark.parametrize("questions", [3])
-def test_every_question_is_about_a_line_of_its_own(demo, cloze, questions):
-    task = Turns(cloze=cloze, **SMALL | {"questions": questions})
+def test_every_question_is_about_a_line_of_its_own(demo, cloze):
+    questions = 3
+    task = Turns(cloze=cloze, **SMALL)
     samples = list(task.samples(demo.tokenizer))
     assert samples == list(task.samples(demo.tokenizer))
     assert len({sample.context for sample in samples}) == 2
@@ -56,14 +56,10 @@ def test_every_question_is_about_a_line_of_its_own(demo, cloze, questions):
         assert 150 < ids.shape[1] + sample.settings.max_new_tokens <= 200
 
 
-@pytest.mark.parametrize(("question", "template"), [("visible", "tokenizer"), ("hidden", "none")])
-def test_a_full_cache_answers_as_if_the_whole_conversation_were_read_anew(
-    tiny, tmp_path, template, question
-):
+def test_a_full_cache_answers_as_if_the_whole_conversation_were_read_anew(tiny, tmp_path):
     """The slow way: every turn's text is read from its start, and continued greedily."""
-    run = run_of(
-        tiny, [Method(label="full", policy=FullCache())], template=template, questions=(question,)
-    )
+    template = "tokenizer"
+    run = run_of(tiny, [Method(label="full", policy=FullCache())], template=template)
     run.into(tmp_path / "out")
     said = {record["sample"]: record["prediction"] for record in lines(tmp_path / "out")}
     end = tiny.tokenizer.eos_token_id
@@ -78,9 +74,7 @@ def test_a_full_cache_answers_as_if_the_whole_conversation_were_read_anew(
                 text = turn.later_turn(tiny.tokenizer, template)
                 ids = ids[:-1] if ended else ids
                 own = tiny.tokenizer.decode([end])
-                text = (
-                    text if not ended or text.startswith(own) or template == "none" else own + text
-                )
+                text = own + text if ended and not text.startswith(own) else text
                 ids = ids + tiny.tokenizer(text, add_special_tokens=False)["input_ids"]
             start = len(ids)
             output = tiny.model.generate(
@@ -97,40 +91,29 @@ def test_a_full_cache_answers_as_if_the_whole_conversation_were_read_anew(
             assert said[turn.name] == text.partition("\n")[0]
 
 
-@pytest.mark.parametrize("question", ["hidden"])
-def test_what_is_kept_is_what_the_way_says(tiny, tmp_path, question):
-    ways = {way: way for way in LATER} | {"pages": PageRecall(2, page_tokens=8)}
-    methods = [Method(label=name, policy=SnapKV(48), later=way) for name, way in ways.items()]
-    results = run_of(tiny, methods, questions=(question,)).into(tmp_path / "out")
-    kept = {(row["method"], row["cell"]["turn"]): row["kept_tokens"] for row in results.rows}
-    for turn in (2, 3):
-        grown = kept["append", turn] - kept["append", turn - 1]
-        assert grown > 8
-        for way in ("compress", "recall", "pages"):
-            assert 48 <= kept[way, turn] <= 48 + 8
-    assert {row["method"]: row["policy"].get("turns") for row in results.rows} == {
-        "append": None,
-        "compress": "compress",
-        "recall": "recall",
-        "pages": {"pages": 2, "page_tokens": 8},
-    }
-
-
-@pytest.mark.parametrize("question", ["hidden"])
-def test_with_pages_for_everything_every_turn_is_answered_as_from_the_full_cache(
-    tiny, tmp_path, question
-):
-    """And with a few the answers are others than those of plain recall, whose steps see none."""
-    ways = {"all": PageRecall(64, page_tokens=4), "few": PageRecall(2), "recall": "recall"}
+def test_ways_of_later_questions_keep_and_say_what_they_promise(tiny, tmp_path):
+    """With pages for everything a turn is answered as from the full cache; recall sees none."""
+    pages = {"pages": PageRecall(2, page_tokens=8), "all": PageRecall(64, page_tokens=4)}
+    ways = {way: way for way in LATER} | pages
     methods = [Method(label=name, policy=SnapKV(48), later=way) for name, way in ways.items()]
     methods += [Method(label="full", policy=FullCache())]
-    run_of(tiny, methods, questions=(question,)).into(tmp_path / "out")
+    results = run_of(tiny, methods, questions=("hidden",)).into(tmp_path / "out")
+    kept = {(row["method"], row["cell"]["turn"]): row["kept_tokens"] for row in results.rows}
+    for turn in (2, 3):
+        assert kept["append", turn] - kept["append", turn - 1] > 8
+        for way in ("compress", "recall", "pages"):
+            assert 48 <= kept[way, turn] <= 48 + 8
+    described = {row["method"]: row["policy"].get("turns") for row in results.rows}
+    assert described["append"] is described["full"] is None
+    assert (described["compress"], described["recall"]) == ("compress", "recall")
+    assert described["pages"] == {"pages": 2, "page_tokens": 8}
     said = {name: [] for name in (*ways, "full")}
     for record in lines(tmp_path / "out"):
         said[record["method"]].append(record["prediction"])
+        assert record["conversation"] in ("200/0/1", "200/1/1")
     assert len(said["full"]) == 6
     assert said["all"] == said["full"]
-    assert said["few"] != said["recall"] != said["full"]
+    assert said["pages"] != said["recall"] != said["full"]
 
 
 def test_recall_brings_back_what_an_earlier_turn_dropped_and_compress_does_not(
@@ -158,8 +141,8 @@ def test_recall_brings_back_what_an_earlier_turn_dropped_and_compress_does_not(
         assert any(new) == (way == "recall")
 
 
-@pytest.mark.parametrize("policy", [KVzip(48)], ids=["kvzip"])
-def test_a_text_that_is_read_twice_is_read_so_once_and_questions_appended(tiny, tmp_path, policy):
+def test_a_text_that_is_read_twice_is_read_so_once_and_questions_appended(tiny, tmp_path):
+    policy = KVzip(48)
     methods = [Method(label="kvzip", policy=policy)]
     results = run_of(tiny, methods, questions=("hidden",)).into(tmp_path / "out")
     assert [row["status"] for row in results.rows] == ["ok"] * 3
@@ -171,9 +154,8 @@ def test_a_text_that_is_read_twice_is_read_so_once_and_questions_appended(tiny, 
         run_of(tiny, [Method(label="r", policy=policy, later="recall")], questions=("hidden",))
 
 
-@pytest.mark.parametrize("later", [PageRecall(2)], ids=["pages"])
-def test_a_run_that_stopped_between_two_turns_goes_on_with_the_same_answers(tiny, tmp_path, later):
-    methods = [Method(label="recall", policy=SnapKV(48), later=later)]
+def test_a_run_that_stopped_between_two_turns_goes_on_with_the_same_answers(tiny, tmp_path):
+    methods = [Method(label="recall", policy=SnapKV(48), later=PageRecall(2))]
     whole = run_of(tiny, methods).into(tmp_path / "whole")
     run_of(tiny, methods).into(tmp_path / "cut")
     written = (tmp_path / "cut" / "samples.jsonl").read_text().splitlines(keepends=True)

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from dataclasses import dataclass, replace
 
 import pytest
 
@@ -24,7 +23,6 @@ from tests.lab.evaluate.tiny import METHODS, Keys, save_tiny, untimed
 
 TASK = Keys(each=3)
 QUESTIONS = ("visible", "hidden")
-KILLS = 20
 
 
 class Scripted(Worker):
@@ -89,10 +87,12 @@ def test_the_longest_come_first_and_each_once(work):
     with Deterministic(workers, "cpu") as pool:
         given = list(pool.answers(work))
     assert keys(given) == wanted(work)
-    begun = sorted((a for worker in workers for a in worker.begun), key=lambda a: -a.characters)
+    begun = sorted(
+        (a for worker in workers for a in worker.begun), key=lambda a: -len(a.sample.context)
+    )
     assert begun[0] in (workers[0].begun[0], workers[1].begun[0])
     for worker in workers:
-        lengths = [asked.characters for asked in worker.begun]
+        lengths = [len(asked.sample.context) for asked in worker.begun]
         assert lengths == sorted(lengths, reverse=True)
         assert worker.ended == 1
 
@@ -161,21 +161,6 @@ class Ends:
         return os._exit, (3,)
 
 
-class OddError(Exception):
-    """Cannot be made again from what it was raised with, as libraries' errors often cannot."""
-
-    def __init__(self, first, second):
-        super().__init__(f"{first} {second}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Odd(Keys):
-    """Cannot score."""
-
-    def score(self, sample, prediction):
-        raise OddError("no", "score")
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, demo):
     return save_tiny(tmp_path_factory.mktemp("model"), demo.tokenizer)
@@ -197,27 +182,26 @@ def by_key(folder):
     return {key(record): record for record in untimed(records(folder))}
 
 
-def test_two_processes_leave_the_folder_that_one_leaves(run, equipment, tmp_path):
-    expected = run.into(tmp_path / "serial")
+def test_two_processes_one_of_them_killed_leave_the_folder_that_one_leaves(
+    run, equipment, tmp_path
+):
+    expected = run.into(tmp_path / "whole")
     with Processes(["cpu", "cpu"], equipment) as pool:
-        given = run.into(tmp_path / "two", executor=pool)
-    assert by_key(tmp_path / "two") == by_key(tmp_path / "serial")
-    assert untimed(given.rows) == untimed(expected.rows)
-    texts = [(tmp_path / name / "run.json").read_bytes() for name in ("serial", "two")]
-    assert texts[0] == texts[1]
-
-
-def test_a_killed_worker_loses_no_answer(run, equipment, tmp_path):
-    few = replace(run, questions=("visible",), limit=1)
-    expected = few.into(tmp_path / "whole")
-    with Processes(["cpu"], equipment) as pool:
 
         def kill_once(description, done, total):
             if done == 1:
                 os.kill(pool._workers[0]._process.pid, signal.SIGKILL)
 
-        given = few.into(tmp_path / "killed", kill_once, executor=pool)
+        given = run.into(tmp_path / "killed", kill_once, executor=pool)
+        left = [worker._process.pid for worker in pool._workers if worker._process]
     assert untimed(given.rows) == untimed(expected.rows)
+    assert by_key(tmp_path / "killed") == by_key(tmp_path / "whole")
+    assert (tmp_path / "killed" / "run.json").read_bytes() == (
+        tmp_path / "whole" / "run.json"
+    ).read_bytes()
+    for pid in left:  # no worker outlives the block
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
 def test_an_error_of_a_worker_is_raised_here_and_the_folder_goes_on(run, folder, tmp_path):
@@ -227,18 +211,9 @@ def test_an_error_of_a_worker_is_raised_here_and_the_folder_goes_on(run, folder,
     assert {row["status"] for row in run.into(tmp_path).rows} == {"ok"}
 
 
-def test_processes_that_cannot_start_are_said_and_nothing_is_recorded(run, tmp_path):
+def test_processes_that_cannot_start_are_said_and_nothing_is_recorded(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("snapkv_lab.evaluate.workers.base.MOST_TRIES", 1)
     refused = pytest.raises(OutOfMemoryError, match="a process ended with code 3")
     with refused, Processes(["cpu"], Equipment(load={"name": Ends()})) as pool:
         run.into(tmp_path, executor=pool)
     assert records(tmp_path) == []
-
-
-def test_no_worker_outlives_the_block(equipment, work):
-    with Processes(["cpu"], equipment) as pool:
-        next(pool.answers(work))
-        process = pool._workers[0]._process
-        assert process.is_alive()
-        pid = process.pid
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)

@@ -10,9 +10,8 @@ from snapkv import SnapKV
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError
 from snapkv_lab.experiments import kvpress_process as kvpress
 from snapkv_lab.measure.contenders import full
-from snapkv_lab.measure.decode import DecodeBench
+from snapkv_lab.measure.decode import DecodeBench, ThroughputBench
 from snapkv_lab.measure.prefill import PrefillBench
-from snapkv_lab.measure.throughput import ThroughputBench
 from tests.families import random_ids, tiny_model
 
 SCRIPT = """

@@ -3,7 +3,6 @@
 import json
 import math
 import xml.etree.ElementTree as ElementTree
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,6 @@ from tests.lab.evaluate.tiny import Keys
 from tests.lab.report.runs import grid, results, row, sets
 
 matplotlib = pytest.importorskip("matplotlib")
-ROOT = Path(__file__).parents[5]
 
 
 def panels(figure):
@@ -69,6 +67,12 @@ def test_the_models_positions_end_at_a_dashed_line():
     unlimited = grid()
     unlimited.run["model"] = {**unlimited.run["model"], "max_tokens": None}
     assert lines(unlimited) == [[], [], []]
+
+
+def test_lengths_of_sets_are_names():
+    cells = [{"length": "0-4k", "depth": 50}, {"length": "8k+", "depth": 50}]
+    run = results(grid().task, [row("full", cell, 0.5) for cell in cells])
+    assert ticks(panels(figures.draw(run)["scores"])[0].xaxis) == ["0-4k", "8k+"]
 
 
 def test_named_columns_are_groups_of_bars_and_a_mean():
@@ -148,7 +152,46 @@ def test_names_are_text_and_no_formula():
         ElementTree.fromstring(drawing.encoded(figure, ".svg"))
 
 
-@pytest.mark.parametrize("path", ["a.gif", "a", ".png", "a.png.txt"])
+@pytest.mark.parametrize("path", ["a", ".png", "a.png.txt"])
 def test_other_suffixes_are_refused(path):
     with pytest.raises(InvalidArgumentError, match=r"ends in \.png, \.svg, \.pdf, got"):
         drawing.require_drawable(path)
+
+
+# Benches: a curve per cache, a panel per batch.
+
+
+def cell(bench, cache, length, batch=1, **values):
+    status = "ok" if values else "out of memory"
+    return {"bench": bench, "cache": cache, "length": length, "batch": batch, "status": status} | (
+        values
+    )
+
+
+def times(value):
+    return {"p20": value - 1, "p50": value, "p80": value + 1}
+
+
+DECODE = [
+    cell("decode", "transformers", 1024, ms_per_token=times(20)),
+    cell("decode", "transformers", 4096),
+    cell("decode", "snapkv@512", 4096, ms_per_token=times(10)),
+    cell("decode", "snapkv@512", 1024, ms_per_token=times(9)),
+    cell("decode", "snapkv@512", 1024, batch=8, ms_per_token=times(30)),
+]
+
+
+def test_curves_are_medians_over_ascending_lengths_and_missing_cells_are_marked():
+    one, eight = figures.draw_bench(DECODE).axes
+    assert (one.get_title(), eight.get_title()) == ("batch 1", "batch 8")
+    drawn = {line.get_label(): line.get_xydata().tolist() for line in one.lines}
+    assert drawn == {"transformers": [[1024, 20]], "snapkv@512": [[1024, 9], [4096, 10]]}
+    assert [(text.get_text(), text.get_position()[0]) for text in one.texts] == [("OOM", 4096)]
+    assert [label.get_text() for label in one.get_xticklabels()] == ["1k", "4k"]
+
+
+def test_memory_shows_the_peak_and_what_is_held_in_one_colour():
+    rows = [cell("memory", "snapkv", 1024, peak_growth_bytes=2**31, held_bytes=2**29)]
+    peak, held = figures.draw_bench(rows).axes[0].lines
+    assert (peak.get_ydata()[0], held.get_ydata()[0]) == (2, 0.5)
+    assert (peak.get_color(), held.get_linestyle()) == (held.get_color(), ":")

@@ -96,14 +96,14 @@ def of_votes(**shares):
     ],
 )
 def test_the_rule_by_hand(own, found):
-    rows = SMALL.summary([of_votes(), *own], 6)
+    rows = SMALL.summary([of_votes(), *own])
     assert rows[-1] == {"of": "found", "layer": found}
     assert [row["goes_on"] for row in rows if row["of"] == "votes"] == [0.5, 1.0, 0.0, 1.0, 1.0]
 
 
 def test_a_row_has_the_ratio_of_the_medians():
     own = [reading(2, number, loss=0.1, ms=ms) for number, ms in enumerate((10, 70, 400))]
-    (row,) = (row for row in SMALL.summary([of_votes(), *own], 6) if row["of"] == "reading")
+    (row,) = (row for row in SMALL.summary([of_votes(), *own]) if row["of"] == "reading")
     assert row["time"] == 0.7
     assert (row["prompts"], row["right"], row["exact_right"], row["lost"]) == (3, 1, 1, 0)
 
@@ -130,7 +130,7 @@ def test_a_search_on_the_demo_is_remembered_and_continued(
     saved = (tmp_path / "first" / "summary.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in saved] == findings.rows
     table = SMALL.table(findings.rows)
-    assert all(len(line) == len(table.header) for line in table.lines)
+    assert all(len(line) == len(table.headings) for line in table.rows)
     figures.save(SMALL.figure(findings.rows), str(tmp_path / "figure.svg"))
 
     monkeypatch.setattr(EarlyLayer, "answered", None)  # nothing is read again
@@ -149,22 +149,6 @@ def test_models_of_several_kinds_of_layers_are_refused(demo):
     copy = copying.Copy(prompt=list(range(3, 103)), answer=[5, 6], start=40)
     with pytest.raises(UnsupportedModelError, match="sliding"):
         SMALL.answered(loaded, copy, SMALL.selective(2))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"keep_ratio": 0}, "keep_ratio"),
-        ({"tolerance": -0.1}, "tolerance: expected at least 0"),
-        ({"tolerance": float("nan")}, "tolerance: expected at least 0"),
-        ({"layers": (0,)}, "layers: expected at least 1"),
-        ({"samples": 0}, "samples: expected at least 1"),
-        ({"budget": 16}, "budget: expected more than window_size=16"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(settings, message):
-    with pytest.raises(InvalidArgumentError, match=message):
-        EarlyLayer(**settings)
 
 
 def test_layers_that_the_model_does_not_have_are_refused(demo, tmp_path):

@@ -6,7 +6,7 @@ import torch
 from snapkv.ops import ScoreOptions
 from snapkv.policies import PromptLayer
 from snapkv_lab.study import HitRate, Instructions, Overlap
-from snapkv_lab.study.instructions import common_tokens
+from snapkv_lab.study.attention import common_tokens
 from tests.lab.study import loops
 
 
@@ -49,14 +49,9 @@ HAND = layer_paying(
 
 
 def test_the_hit_rate_of_a_hand_worked_example():
-    study = HitRate(
-        keep_ratio=0.5,
-        threshold=0.15,
-        window_size=2,
-        sink_tokens=1,
-        generation_windows=2,
-        generation_tokens=1,
-    )
+    settings = {"keep_ratio": 0.5, "window_size": 2, "sink_tokens": 1}
+    settings |= {"generation_windows": 2, "generation_tokens": 1}
+    study = HitRate(**settings, threshold=0.15)
     rates = study.rates(HAND, prompt_tokens=6)
     assert rates["vote", 1]["hit_rate"] == pytest.approx(2 / 3)
     assert rates["vote", 2]["hit_rate"] == pytest.approx(2 / 4)
@@ -67,18 +62,8 @@ def test_the_hit_rate_of_a_hand_worked_example():
     assert rates["sinks and recent", 1]["hit_rate"] == pytest.approx(2 / 3)
     assert rates["sinks and recent", 2]["hit_rate"] == pytest.approx(2 / 4)
     assert rates["sinks and recent", 2]["hit_rate_beyond_sinks"] == pytest.approx(1 / 3)
-
-
-def test_nothing_important_has_no_hit_rate():
-    study = HitRate(
-        keep_ratio=0.5,
-        threshold=0.6,
-        window_size=2,
-        sink_tokens=1,
-        generation_windows=2,
-        generation_tokens=1,
-    )
-    assert study.rates(HAND, prompt_tokens=6)["vote", 1]["hit_rate"] is None
+    rates = HitRate(**settings, threshold=0.6).rates(HAND, prompt_tokens=6)
+    assert rates["vote", 1]["hit_rate"] is None  # where nothing is important
 
 
 def random_layer(*, tokens, queries, heads=4, kv_heads=2, channels=8, seed=0):

@@ -1,4 +1,4 @@
-"""Studies on real models and text: what is looked at, what is written, what is refused."""
+"""Studies of answered documents: what is looked at, what is written, what is refused."""
 
 import json
 from dataclasses import replace
@@ -11,10 +11,19 @@ from snapkv.app.models import LoadedModel
 from snapkv.app.observing import observed
 from snapkv.errors import InvalidArgumentError, MissingDependencyError
 from snapkv_lab import drawing
-from snapkv_lab.study import HitRate, Instructions, Overlap, Position, Sensitivity, figures
+from snapkv_lab.study import STUDIES, HitRate, Instructions, Overlap, Position, Sensitivity, figures
 from snapkv_lab.study.base import mean_rows, weighted
 from snapkv_lab.study.material import long_texts
 from tests.families import random_ids, tiny_model
+from tests.lab.evaluate.tiny import tiny_loaded
+
+SMALL = {"samples": 1, "document_tokens": 200}
+READING = {
+    "hit-rate": HitRate(**SMALL, generation_windows=2, generation_tokens=3),
+    "overlap": Overlap(**SMALL, window_tokens=8, prompt_windows=3, generation_windows=1),
+    "instructions": Instructions(**SMALL, questions=("Who?", "What happens?"), answer_length=3),
+    "position": Position(**SMALL, generation_windows=1, generation_tokens=3),
+}
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "cohere2"])
@@ -34,81 +43,69 @@ def test_what_is_observed_is_the_models_own_attention(family):
         torch.testing.assert_close(weights, attentions[layer_idx][:, :, -20:], atol=1e-5, rtol=0)
 
 
-SMALL = {"samples": 1, "document_tokens": 200}
-
-HIT_RATE = HitRate(**SMALL, generation_windows=2, generation_tokens=3)
+@pytest.fixture(scope="module")
+def tiny(demo):
+    return tiny_loaded(demo.tokenizer)
 
 
 @pytest.fixture(scope="module")
-def found(demo, tmp_path_factory):
-    """What `hit-rate` gives of one short document."""
-    return HIT_RATE.into(demo, tmp_path_factory.mktemp("hit-rate"))
+def findings(demo, tiny, tmp_path_factory):
+    """Of small runs of all studies of documents, and of the one of answers, by name."""
+    found = {
+        name: study.into(tiny, tmp_path_factory.mktemp(name)) for name, study in READING.items()
+    }
+    new = tmp_path_factory.mktemp
+    sensitivity = Sensitivity(length=300, depths=1, windows=(16,), kernels=(1, 5), budget=48)
+    found["sensitivity"] = sensitivity.into(demo, new("sensitivity"))
+    return found
 
 
-def test_hit_rate_has_a_row_for_every_selection_window_and_layer(found):
-    places = {(row["selection"], row["window"], row["layer"]) for row in found.rows}
-    assert len(places) == len(found.rows) == 2 * 2 * 30
-    rates = [row["hit_rate"] for row in found.rows if row["hit_rate"] is not None]
-    assert len(set(rates)) > 1
-    assert all(0 <= rate <= 1 for rate in rates)
-
-
-def test_the_folder_says_how_it_was_made_and_what_was_answered(found, demo):
+@pytest.mark.parametrize("name", [*READING, "sensitivity"])
+def test_a_study_has_a_table_a_figure_and_a_folder(name, findings, tmp_path):
+    found = findings[name]
+    study = READING.get(name) or Sensitivity(windows=(16,), kernels=(1, 5))
+    table = study.table(found.rows)
+    assert table.rows
+    assert all(len(line) == len(table.headings) for line in table.rows)
+    path = tmp_path / "figure.svg"
+    figures.save(study.figure(found.rows), str(path))
+    assert path.read_text().count("<path") > 10
     run = json.loads((found.folder / "run.json").read_text())
-    assert run["study"]["keep_ratio"] == 0.05
-    assert run["model"] == demo.description()
-    assert {"torch", "transformers", "snapkv", "python", "data"} <= run.keys()
+    assert {"torch", "transformers", "snapkv", "python", "data", "model"} <= run.keys()
+    summary = (found.folder / "summary.jsonl").read_text().splitlines()
+    if name in READING:
+        assert run["study"]["name"] == name
+        assert list(map(json.loads, summary)) == found.rows
+
+
+def test_hit_rate_has_a_row_for_every_selection_window_and_layer(findings):
+    found = findings["hit-rate"]
+    places = {(row["selection"], row["window"], row["layer"]) for row in found.rows}
+    assert len(places) == len(found.rows) == 2 * 2 * 2
+    rates = [row["hit_rate"] for row in found.rows if row["hit_rate"] is not None]
+    assert all(0 <= rate <= 1 for rate in rates)
     (record,) = map(json.loads, (found.folder / "samples.jsonl").read_text().splitlines())
     (reading,) = record["readings"]
     assert reading["answer_tokens"] == 6
     assert reading["prompt_tokens"] > 200
-    summary = (found.folder / "summary.jsonl").read_text().splitlines()
-    assert list(map(json.loads, summary)) == found.rows
 
 
-def test_a_study_goes_on_where_it_was_stopped(found, demo, monkeypatch):
-    def fail(*arguments):
-        raise AssertionError("read again")
-
-    monkeypatch.setattr("snapkv_lab.study.reading.read", fail)
-    assert HIT_RATE.into(demo, found.folder).rows == found.rows
-
-
-def test_a_folder_of_another_study_is_left_alone(found, demo):
-    other = HitRate(**SMALL, generation_windows=2, generation_tokens=3, threshold=0.1)
+def test_a_study_goes_on_where_it_was_stopped_and_leaves_another_alone(findings, tiny, monkeypatch):
+    monkeypatch.setattr("snapkv_lab.study.attention.read", None)  # nothing is read again
+    found, study = findings["hit-rate"], READING["hit-rate"]
+    assert study.into(tiny, found.folder).rows == found.rows
     with pytest.raises(InvalidArgumentError, match="results of the same run"):
-        other.into(demo, found.folder)
+        replace(study, threshold=0.1).into(tiny, found.folder)
 
 
-@pytest.fixture(scope="module")
-def rows(demo, tmp_path_factory):
-    """The rows of small runs of all other studies, by name."""
-    studies = (
-        Overlap(**SMALL, window_tokens=8, prompt_windows=3, generation_windows=1),
-        Instructions(**SMALL, questions=("Who?", "What happens?"), answer_length=3),
-        Position(**SMALL, generation_windows=1, generation_tokens=3),
-        Sensitivity(length=300, depths=1, windows=(16,), kernels=(1, 5), budget=48),
-    )
-    return {s.name: (s, s.into(demo, tmp_path_factory.mktemp(s.name)).rows) for s in studies}
-
-
-def test_overlap_counts_windows_from_the_prompts_end(rows):
-    windows = {(row["of"], row["window"]) for row in rows["overlap"][1]}
+def test_rows_say_what_was_compared(findings):
+    rows = {name: found.rows for name, found in findings.items()}
+    windows = {(row["of"], row["window"]) for row in rows["overlap"]}
     assert windows == {("prompt", -3), ("prompt", -2), ("prompt", -1), ("answer", 1)}
-
-
-def test_a_question_has_all_positions_in_common_with_itself(rows):
-    for row in rows["instructions"][1]:
+    for row in rows["instructions"]:
         assert (row["overlap"] == 1) == (row["compared"] == "one question")
-    assert {row["questions"] for row in rows["instructions"][1]} == {
-        "1 and 1",
-        "1 and 2",
-        "2 and 2",
-    }
-
-
-def test_position_asks_before_and_behind_the_document(rows):
-    assert {row["question"] for row in rows["position"][1]} == {"first", "last"}
+    assert {row["questions"] for row in rows["instructions"]} == {"1 and 1", "1 and 2", "2 and 2"}
+    assert {row["question"] for row in rows["position"]} == {"first", "last"}
 
 
 def test_the_question_comes_first_and_the_document_last(demo):
@@ -122,67 +119,57 @@ def test_the_question_comes_first_and_the_document_last(demo):
     assert texts["first"].index(question) < texts["first"].index("Long ago.")
 
 
-def test_sensitivity_has_a_row_for_every_setting_and_the_full_cache(rows):
-    study, found = rows["sensitivity"]
-    methods = [row["method"] for row in found]
-    assert methods == [
-        "full cache",
-        "window 16, no pooling",
-        "window 16, max 5",
-        "window 16, avg 5",
-    ]
-    assert found[0]["score"] == 1.0  # the full cache finds the number
-    assert study.table(found).header == ("window", "pooling", "kernel 1", "kernel 5")
+def test_sensitivity_has_a_row_for_every_setting_and_the_full_cache(findings):
+    rows = findings["sensitivity"].rows
+    settings = ["window 16, no pooling", "window 16, max 5", "window 16, avg 5"]
+    assert [row["method"] for row in rows] == ["full cache", *settings]
+    assert rows[0]["score"] == 1.0  # the full cache finds the number
+    table = Sensitivity().table(rows)
+    assert table.headings == ("window", "pooling", "kernel 1", "kernel 5")
 
 
-def test_a_summary_of_sensitivity_that_cannot_be_written_is_said(demo, tmp_path):
+def test_a_summary_that_cannot_be_written_is_said(tiny, tmp_path):
     (tmp_path / "summary.jsonl").mkdir()
     given = {"windows": (16,), "kernels": (1,), "budget": 64, "length": 400, "depths": 1}
-    assert Sensitivity(**given).into(demo, tmp_path).unwritten is not None
+    assert Sensitivity(**given).into(tiny, tmp_path).unwritten is not None
 
 
-@pytest.mark.parametrize("name", ["hit-rate", "overlap", "instructions", "position", "sensitivity"])
-def test_every_study_has_a_table_and_a_figure(name, rows, found, tmp_path):
-    study, own = (HIT_RATE, found.rows) if name == "hit-rate" else rows[name]
-    table = study.table(own)
-    assert table.lines
-    assert all(len(line) == len(table.header) for line in table.lines)
-    path = tmp_path / "figure.svg"
-    figures.save(study.figure(own), str(path))
-    assert path.read_text().count("<path") > 10
-
-
-def test_means_leave_out_what_is_not_known():
+def test_means_leave_out_what_is_not_known_and_count_a_layer_by_its_weight():
     rows = [{"layer": 1, "x": 0.5}, {"layer": 1, "x": None}, {"layer": 2, "x": None}]
     means = [{"layer": 1, "x": 0.5}, {"layer": 2, "x": None}]
     assert mean_rows(rows, ("layer",), ("x",)) == means
-
-
-def test_a_weighted_mean_counts_a_layer_by_its_weight():
     rows = [{"rate": 1.0, "of": 3}, {"rate": 0.0, "of": 1}, {"rate": None, "of": 0}]
     assert weighted(rows, "rate", "of") == "0.75"
     assert weighted(rows[2:], "rate", "of") == "-"
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("name", "settings", "message"),
     [
-        (lambda: HitRate(samples=0), "samples: expected at least 1"),
-        (lambda: HitRate(questions=("",)), "question: expected at least one"),
-        (lambda: HitRate(threshold=1.0), "threshold: expected attention between 0 and 1"),
-        (lambda: HitRate(keep_ratio=0.0), "keep_ratio: expected"),
-        (lambda: HitRate(keep_ratio=0.001), "keep_ratio: expected to keep more than sink_tokens=4"),
-        (lambda: HitRate(kernel_size=4), "kernel_size: expected an odd number"),
-        (lambda: HitRate(generation_tokens=0), "generation_tokens: expected at least 1"),
-        (lambda: Overlap(document_tokens=2560), "keep_ratio: expected a part of the 0 positions"),
-        (lambda: Instructions(questions=("Why?",)), "question: expected at least two"),
-        (lambda: Instructions(keep_ratio=1.5), "keep_ratio: expected a part of 3,072"),
-        (lambda: Sensitivity(windows=()), "windows: expected at least 1"),
+        ("hit-rate", {"samples": 0}, "samples: expected at least 1"),
+        ("hit-rate", {"questions": ("",)}, "question: expected at least one"),
+        ("hit-rate", {"threshold": 1.0}, "threshold: expected attention between 0 and 1"),
+        ("hit-rate", {"keep_ratio": 0.001}, "keep_ratio: expected to keep more than sink_tokens=4"),
+        ("hit-rate", {"kernel_size": 4}, "kernel_size: expected an odd number"),
+        ("overlap", {"document_tokens": 2560}, "keep_ratio: expected a part of the 0 positions"),
+        ("instructions", {"questions": ("Why?",)}, "question: expected at least two"),
+        ("instructions", {"keep_ratio": 1.5}, "keep_ratio: expected a part of 3,072"),
+        ("sensitivity", {"windows": ()}, "windows: expected at least 1"),
+        ("heads", {"items": 0}, "items: expected at least 1"),
+        ("heads", {"kinds": ("letters",)}, "kinds: expected one of digits, words, tokens"),
+        ("heads", {"document_tokens": 5}, "document_tokens: expected at least 128"),
+        ("induction", {"kinds": ()}, "kinds: expected at least 1"),
+        ("induction", {"needed_share": 1.5}, r"needed_share: expected a number in \(0, 1\)"),
+        ("induction", {"budget": 20}, "budget: expected more than window_size=16 and 4 first"),
+        ("early-layer", {"keep_ratio": 0}, "keep_ratio"),
+        ("early-layer", {"tolerance": float("nan")}, "tolerance: expected at least 0"),
+        ("early-layer", {"layers": (0,)}, "layers: expected at least 1"),
+        ("early-layer", {"budget": 16}, "budget: expected more than window_size=16"),
     ],
 )
-def test_bad_settings_are_refused_before_anything_is_read(make, message):
+def test_bad_settings_are_refused_before_anything_is_read(name, settings, message):
     with pytest.raises(InvalidArgumentError, match=message):
-        make()
+        STUDIES[name](**settings)
 
 
 def test_a_document_too_short_is_named(demo, tmp_path):
@@ -201,38 +188,29 @@ def documents_of(tmp_path, *lengths):
     return tuple(map(str, files))
 
 
-READING = {
-    "hit-rate": HitRate(generation_windows=2, generation_tokens=3),
-    "position": Position(generation_windows=1, generation_tokens=3),
-    "instructions": Instructions(answer_length=3),
-    "overlap": Overlap(prompt_windows=2, window_tokens=20, generation_windows=2),
-}
+def fitted(study, loaded):
+    return study._fitted(loaded, long_texts(study.documents, count=study.samples)[0])
 
 
-@pytest.mark.parametrize("name", READING)
+@pytest.mark.parametrize("name", ["position", "instructions"])
 def test_documents_that_are_shorter_than_asked_for_are_read_as_they_are(demo, tmp_path, name):
     files = documents_of(tmp_path, 900, 400, 5000)
-    study = replace(READING[name], documents=files)
-    fitted, parts, notices = study._fitted(
-        demo, long_texts(study.documents, count=study.samples)[0]
+    study, parts, (notice,) = fitted(
+        replace(READING[name], documents=files, document_tokens=3072), demo
     )
-    assert fitted.document_tokens == 401  # the space at the end is one
+    assert study.document_tokens == 401  # the space at the end is one
     contexts = {sample.context.count("word") for part in parts for sample in part.samples}
     assert contexts <= {400, 401}
-    (notice,) = notices
     assert "are cut to 401 tokens instead of 3,072" in notice
     assert "1.txt has no more" in notice
 
 
-@pytest.mark.parametrize("name", READING)
-@pytest.mark.parametrize("positions", [400, 700])
-def test_documents_are_cut_to_what_the_model_has_positions_for(
-    demo, tmp_path, monkeypatch, name, positions
-):
-    monkeypatch.setattr(demo.model.config, "max_position_embeddings", positions)
-    study = replace(READING[name], documents=documents_of(tmp_path, 3000, 2000))
-    fitted, parts, notices = study._fitted(
-        demo, long_texts(study.documents, count=study.samples)[0]
+@pytest.mark.parametrize(("name", "positions"), [("position", 400), ("instructions", 700)])
+def test_documents_are_cut_to_what_the_model_has_positions_for(demo, tmp_path, name, positions):
+    loaded = tiny_loaded(demo.tokenizer, positions=positions)
+    files = documents_of(tmp_path, 3000, 2000)
+    study, parts, notices = fitted(
+        replace(READING[name], documents=files, document_tokens=3072), loaded
     )
     prompts = [
         s.prompt(demo.tokenizer, study.template, "visible").token_ids(demo.tokenizer).shape[1]
@@ -241,34 +219,30 @@ def test_documents_are_cut_to_what_the_model_has_positions_for(
     ]
     assert positions - 8 < max(prompts) + study.answer_tokens <= positions
     assert f"the model has {positions} positions for prompt and answer" in notices[0]
-    assert f"cut to {fitted.document_tokens} tokens" in notices[0]
+    assert f"cut to {study.document_tokens} tokens" in notices[0]
 
 
-def test_a_shortened_study_says_so_and_is_continued(demo, tmp_path):
-    study = replace(READING["hit-rate"], documents=documents_of(tmp_path, 200))
-    first = study.into(demo, tmp_path / "out")
+def test_a_shortened_study_says_so_and_is_continued(tiny, tmp_path):
+    study = replace(READING["hit-rate"], documents=documents_of(tmp_path, 190))
+    first = study.into(tiny, tmp_path / "out")
     assert first.notices == tuple(first.run["notices"])
-    assert first.run["document_tokens_read"] == 201
-    assert study.into(demo, tmp_path / "out").rows == first.rows
-    whole = replace(study, document_tokens=150).into(demo, tmp_path / "whole")
+    assert first.run["document_tokens_read"] == 191
+    assert study.into(tiny, tmp_path / "out").rows == first.rows
+    whole = replace(study, document_tokens=150).into(tiny, tmp_path / "whole")
     assert whole.notices == ()
     assert "notices" not in whole.run
 
 
-def test_a_study_that_has_nothing_left_to_look_at_is_refused(demo, tmp_path):
+def test_a_study_that_has_nothing_left_to_look_at_is_refused(tiny, tmp_path):
     study = Overlap(documents=documents_of(tmp_path, 600))
-    with pytest.raises(
-        InvalidArgumentError, match="keep_ratio: expected a part of the 0 positions"
-    ):
-        study.into(demo, tmp_path / "out")
+    message = "keep_ratio: expected a part of the 0 positions"
+    with pytest.raises(InvalidArgumentError, match=message):
+        study.into(tiny, tmp_path / "out")
 
 
-def test_a_figure_of_another_kind_is_refused():
+def test_a_figure_that_cannot_be_drawn_is_refused_at_once(monkeypatch):
     with pytest.raises(InvalidArgumentError, match=r"ends in \.png"):
         drawing.require_drawable("a.jpeg")
-
-
-def test_without_matplotlib_the_command_that_brings_it_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'matplotlib"):
         drawing.require_drawable("a.svg")

@@ -4,49 +4,53 @@ A document is in one of three states: it stands under its name; it was deleted w
 under way, and takes its bytes until the last of them has ended; or it is gone.
 """
 
+import hashlib
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from snapkv.validation import format_bytes
-from snapkv_vllm.documents.refused import NO_ROOM, TAKEN, UNKNOWN, RefusedError
-from snapkv_vllm.names import DOCUMENT, PREFIX, shown
+from snapkv_vllm.names import DOCUMENT, NO_ROOM, PREFIX, TAKEN, UNKNOWN, shown, wrong
 
 PATH = "/v1/snapkv/documents"
 """Where documents are registered, listed and deleted."""
 
+EVERYBODY = ""
+"""The one tenant of a server without API keys, or on which keys share their documents."""
+
+
+def tenant_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """The tenant of a request that vLLM has let in: its API key, hashed."""
+    said = next((value for name, value in headers if name.lower() == b"authorization"), b"")
+    key = said.decode("latin-1").partition(" ")[2]
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def shown_tenant(tenant: str) -> str:
+    """A tenant in the log: the first digits of its hash, since a key itself is a secret."""
+    return f"key {tenant[:8]}" if tenant else "everybody"
+
 
 @dataclass(kw_only=True)
 class SharedDocument:
-    """A document that the engine keeps.
+    """A document that the engine keeps."""
 
-    Attributes:
-        document_id: the engine's name for it, which no client learns.
-        tenant: whose it is.
-        name: what its tenant calls it.
-        token_ids: what prompts that name it begin with.
-        messages: it as a chat, of which `token_ids` are the rendering; None for plain text.
-        kept_tokens: per KV head and layer.
-        bytes: what it takes of the engine's cache.
-        created: seconds since the epoch.
-        last_used: when a request named it last, or `created`.
-        requests: under way.
-    """
-
-    document_id: str
-    tenant: str
-    name: str
-    token_ids: tuple[int, ...]
-    messages: tuple[dict[str, Any], ...] | None
-    kept_tokens: int
-    bytes: int
-    created: float = field(default_factory=time.time)
-    last_used: float = 0.0
-    requests: int = 0
+    document_id: str  # the engine's name for it, which no client learns
+    tenant: str  # whose it is
+    name: str  # what its tenant calls it
+    token_ids: tuple[int, ...]  # what prompts that name it begin with
+    # it as a chat, of which `token_ids` are the rendering; None for plain text
+    messages: list[dict[str, Any]] | None
+    kept_tokens: int  # per KV head and layer
+    bytes: int  # what it takes of the engine's cache
+    created: float = field(default_factory=time.time)  # seconds since the epoch
+    last_used: float = 0.0  # when a request named it last, or `created`
+    requests: int = 0  # under way
+    is_deleted: bool = False  # no request may name it any more
 
     def __post_init__(self) -> None:
-        """It was last used when it was made."""
         self.last_used = self.last_used or self.created
 
     @property
@@ -54,140 +58,113 @@ class SharedDocument:
         """The field of a request's body that it is the beginning of."""
         return "prompt" if self.messages is None else "messages"
 
+    @property
+    def described(self) -> dict[str, Any]:
+        """What its tenant is told of it, ready for JSON."""
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "tokens": len(self.token_ids),
+            "kept_tokens": self.kept_tokens,
+            "bytes": self.bytes,
+            "requests": self.requests,
+            "created": int(self.created),
+            "last_used": int(self.last_used),
+        }
+
 
 class Catalogue:
     """Documents by tenant and name, within a number of bytes."""
 
     def __init__(self) -> None:
-        self._standing: dict[tuple[str, str], SharedDocument] = {}  # least recently used first
-        self._deleted: dict[str, SharedDocument] = {}
+        self._held: dict[str, SharedDocument] = {}  # least recently used first
 
     @property
     def bytes(self) -> int:
-        """What all documents take."""
-        return sum(one.bytes for one in (*self._standing.values(), *self._deleted.values()))
+        return sum(one.bytes for one in self._held.values())
+
+    @property
+    def _standing(self) -> list[SharedDocument]:
+        return [one for one in self._held.values() if not one.is_deleted]
 
     def __len__(self) -> int:
         return len(self._standing)
 
+    def __contains__(self, whose: tuple[str, str]) -> bool:
+        return any((one.tenant, one.name) == whose for one in self._standing)
+
     def of(self, tenant: str) -> list[SharedDocument]:
-        """A tenant's documents by name."""
-        own = [one for one in self._standing.values() if one.tenant == tenant]
+        own = [one for one in self._standing if one.tenant == tenant]
         return sorted(own, key=lambda one: one.name)
 
     def find(self, tenant: str, name: str) -> SharedDocument:
-        """A tenant's document.
-
-        Raises:
-            RefusedError: the tenant has none of that name.
-        """
-        found = self._standing.get((tenant, name))
-        if found is None:
-            raise RefusedError(
-                f"{PREFIX}{DOCUMENT}: expected one of this key's documents, got '{shown(name)}'; "
-                f"register it with POST {PATH}",
-                UNKNOWN,
-            )
-        return found
-
-    def stands(self, tenant: str, name: str) -> bool:
-        """Whether a tenant has a document of this name."""
-        return (tenant, name) in self._standing
+        """A tenant's document; a RefusedError where there is none of that name."""
+        for one in self._standing:
+            if (one.tenant, one.name) == (tenant, name):
+                return one
+        asked, remedy = f"'{shown(name)}'", f"register it with POST {PATH}"
+        raise wrong(PREFIX + DOCUMENT, "one of this key's documents", asked, remedy, status=UNKNOWN)
 
     def require_free(self, tenant: str, name: str) -> None:
-        """Raise where a name stands for a document already.
-
-        Raises:
-            RefusedError: it does.
-        """
-        if (tenant, name) in self._standing:
-            raise RefusedError(
-                f"name: expected one that is free, got '{shown(name)}', which is a document "
-                f"already; delete it first, with DELETE {PATH}/{shown(name)}",
-                TAKEN,
-            )
+        if (tenant, name) in self:
+            stands = f"'{shown(name)}', which is a document already"
+            remedy = f"delete it first, with DELETE {PATH}/{shown(name)}"
+            raise wrong("name", "one that is free", stands, remedy, status=TAKEN)
 
     def make_room(self, tenant: str, needed_bytes: int, most_bytes: int) -> list[SharedDocument]:
         """Forget as many documents as it takes: of the tenant that has most, the least used first.
 
         A tenant's share is an equal part for each who has documents, this one among them. It may
         take what others leave; what is within another's share stays, and so does what is in use.
-
-        Args:
-            tenant: whose the document is that is to come.
-            needed_bytes: of that document.
-            most_bytes: that all may take together, deleted ones in use among them.
-
-        Returns:
-            What was forgotten, for the engine to drop.
-
-        Raises:
-            RefusedError: even then there is too little room; nothing was forgotten.
+        Where even then there is too little room, nothing is forgotten, and the document refused.
         """
         taken = Counter({tenant: needed_bytes})
-        for one in (*self._standing.values(), *self._deleted.values()):
+        for one in self._held.values():
             taken[one.tenant] += one.bytes
         share, leaving = most_bytes / len(taken), []
-        idle = [one for one in self._standing.values() if not one.requests]
+        idle = [one for one in self._standing if not one.requests]
         while taken.total() > most_bytes:
             going = [one for one in idle if taken[one.tenant] > share]
             if not going:
-                raise _no_room(needed_bytes, most_bytes, taken.total() - needed_bytes)
+                left = format_bytes(most_bytes - taken.total() + needed_bytes)
+                raise wrong(
+                    "document",
+                    f"at most {left}, what is left of --share-bytes {format_bytes(most_bytes)} "
+                    "beside documents in use and those within other keys' shares",
+                    format_bytes(needed_bytes),
+                    "wait for requests to end, register a shorter one, or start the server with "
+                    "more --share-bytes",
+                    status=NO_ROOM,
+                )
             leaving.append(max(going, key=lambda one: taken[one.tenant]))  # of equals the first
             idle.remove(leaving[-1])
             taken[leaving[-1].tenant] -= leaving[-1].bytes
         for one in leaving:
-            del self._standing[one.tenant, one.name]
+            del self._held[one.document_id]
         return leaving
 
     def add(self, document: SharedDocument) -> None:
-        """Put a document under its name, which is free, where there is room for it."""
-        key = document.tenant, document.name
-        assert key not in self._standing
-        self._standing[key] = document
+        assert (document.tenant, document.name) not in self
+        self._held[document.document_id] = document
 
     def begin(self, document: SharedDocument) -> None:
-        """A request that stands on a document begins."""
-        key = document.tenant, document.name
+        """A request stands on it from now on, which makes it the most recently used."""
         document.requests += 1
         document.last_used = time.time()
-        self._standing[key] = self._standing.pop(key)  # as the most recently used
+        self._held[document.document_id] = self._held.pop(document.document_id)
 
     def end(self, document: SharedDocument) -> bool:
-        """Such a request has ended.
-
-        Returns:
-            Whether the document is gone with it, for the engine to drop.
-        """
+        """Such a request has ended; whether the document is gone with it, to be dropped."""
         document.requests -= 1
-        deleted = self._deleted.get(document.document_id)
-        if deleted is None or document.requests:
+        return self._is_gone(document)
+
+    def delete(self, document: SharedDocument) -> bool:
+        """Take its name away; whether it is gone with that, or else with its last request."""
+        document.is_deleted = True
+        return self._is_gone(document)
+
+    def _is_gone(self, document: SharedDocument) -> bool:
+        if document.requests or not document.is_deleted:
             return False
-        del self._deleted[document.document_id]
+        del self._held[document.document_id]
         return True
-
-    def delete(self, tenant: str, name: str) -> SharedDocument | None:
-        """Take a document's name away.
-
-        Returns:
-            It, for the engine to drop; None where the last of its requests will do that.
-
-        Raises:
-            RefusedError: the tenant has none of that name.
-        """
-        document = self.find(tenant, name)
-        del self._standing[tenant, name]
-        if not document.requests:
-            return document
-        self._deleted[document.document_id] = document
-        return None
-
-
-def _no_room(needed_bytes: int, most_bytes: int, kept_bytes: int) -> RefusedError:
-    return RefusedError(
-        f"document: expected at most {format_bytes(most_bytes - kept_bytes)}, what is left of "
-        f"--share-bytes {format_bytes(most_bytes)} beside documents in use and those within other "
-        f"keys' shares, got {format_bytes(needed_bytes)}; wait for requests to end, register a "
-        "shorter one, or start the server with more --share-bytes",
-        NO_ROOM,
-    )

@@ -5,25 +5,13 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from snapkv.document_files import model_identity, read_document
-from snapkv.errors import InvalidArgumentError, OutOfMemoryError
-from snapkv_vllm.documents.exchange import REFUSED
-from snapkv_vllm.documents.reading_twice import piece_tokens
-from snapkv_vllm.documents.refused import NO_ROOM, RefusedError
-from snapkv_vllm.documents.room import Room
-from snapkv_vllm.documents.words import (
-    ADOPT,
-    BUDGET,
-    DOCUMENT,
-    DROP,
-    INSTRUCTION,
-    KEPT,
-    REGISTER,
-    ROOM,
-    TOKENS,
-)
+from snapkv_vllm.documents import words
+from snapkv_vllm.documents.plans import piece_tokens
+from snapkv_vllm.documents.words import Room
+from snapkv_vllm.names import NO_ROOM, RefusedError, wrong
 from snapkv_vllm.settings import ServingSettings
 
 _TRIES = 3
@@ -35,29 +23,15 @@ _BEHIND = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """What a document takes.
-
-    Attributes:
-        kept_tokens: per KV head and layer.
-        bytes: of the engine's cache, the same that `Room.bytes_of` had said.
-        blocks: of every KV cache group, where its keys and values lie.
-    """
+    """What a document holds: tokens per KV head and layer, in blocks of every KV cache group."""
 
     kept_tokens: int
-    bytes: int
     blocks: Sequence[Sequence[int]] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """A document in a file, which belongs to the engine's model.
-
-    Attributes:
-        path: of the file.
-        seal: SHA-256 of it.
-        token_ids: what the document stands for.
-        kept_tokens: per KV head and layer.
-    """
+    """A document in a file with this seal, which belongs to the engine's model."""
 
     path: Path
     seal: str
@@ -65,89 +39,10 @@ class Saved:
     kept_tokens: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """What the engine has generated, greedily."""
-
-    token_ids: tuple[int, ...]
-    text: str
-
-
-class EngineDocuments(Protocol):
-    """Reads documents and keeps their blocks, for requests that bring a document's id."""
-
-    async def room(self) -> Room:
-        """What documents may take."""
-
-    async def bytes_of(self, tokens: int, *, budget: int | None, instruction_tokens: int) -> int:
-        """What a document of so many tokens will take; arguments otherwise as for `register`.
-
-        Raises:
-            InvalidArgumentError: a document that is too short, or too long to be read twice.
-        """
-
-    async def register(
-        self,
-        document_id: str,
-        token_ids: Sequence[int],
-        *,
-        budget: int | None,
-        instruction_ids: Sequence[int],
-    ) -> Kept:
-        """Read a document and keep its blocks until it is dropped.
-
-        Args:
-            document_id: a random one; requests bring it as `snapkv_document`.
-            token_ids: of the document, what prompts of such requests begin with.
-            budget: tokens kept per KV head and layer; None for the server's.
-            instruction_ids: what stands before every piece that is read again.
-
-        Raises:
-            OutOfMemoryError: the engine has no blocks for it.
-            InvalidArgumentError: see `bytes_of`.
-        """
-
-    async def drop(self, document_id: str) -> None:
-        """Give a document's blocks back, once no request stands on them."""
-
-    async def answer(
-        self, prompt: Sequence[int], document_id: str | None, most_tokens: int
-    ) -> Answer:
-        """Answer a prompt, behind a document that it begins with, or, with None, behind all of it.
-
-        Raises:
-            OutOfMemoryError: the engine cannot.
-        """
-
-    async def look_at(self, path: Path) -> Saved:
-        """Read and check the file of a document.
-
-        Raises:
-            SnapKVError: not a saved cache, not of this model, or one that no engine can hold.
-        """
-
-    async def adopt(self, document_id: str, saved: Saved) -> Kept:
-        """Hold a document that is in a file until it is dropped, without reading its text.
-
-        Raises:
-            OutOfMemoryError: the engine has no blocks for it.
-            RefusedError: the engine cannot read the file.
-        """
-
-    async def save(self, kept: Kept, token_ids: Sequence[int], path: Path) -> None:
-        """Write the document that was registered last to a file.
-
-        Raises:
-            RefusedError: the file cannot be written.
-        """
-
-
 class ServerEngine:
-    """Sends vLLM's engine requests that do so, see `snapkv_vllm.documents.words`.
+    """Reads documents and keeps their blocks, for requests that bring a document's id.
 
-    Args:
-        engine_client: vLLM's, in the front end.
-        settings: the server's, which share documents.
+    It sends vLLM's engine requests that do so, see `snapkv_vllm.documents.words`.
     """
 
     def __init__(self, engine_client: Any, settings: ServingSettings) -> None:
@@ -157,28 +52,28 @@ class ServerEngine:
         self._model: dict[str, Any] | None = None
 
     async def room(self) -> Room:
-        """See `EngineDocuments`; asked once."""
+        """What documents may take; asked once."""
         if self._room is None:
-            said = await self._send([0], {ROOM: "all"})
+            said = await self._send([0], {words.ROOM: "all"})
             if said is None:
-                raise OutOfMemoryError(
-                    "document: expected an engine that says how much room there is, got none; "
-                    "try again"
-                )
+                expected = "an engine that says how much room there is"
+                raise wrong("document", expected, "none", "try again", status=NO_ROOM)
             self._room = Room(**said)
         return self._room
 
     async def bytes_of(self, tokens: int, *, budget: int | None, instruction_tokens: int) -> int:
-        """See `EngineDocuments`."""
+        """What a document of so many tokens will take; one that cannot be read twice is refused."""
         room, positions = await self.room(), self._client.model_config.max_model_len
         if tokens > positions - _BEHIND:
-            raise InvalidArgumentError(
-                f"document: expected at most {positions - _BEHIND:,} tokens, with room to ask and "
-                f"answer behind them, got {tokens:,}; shorten it, or raise --max-model-len"
+            room_to_ask = "with room to ask and answer behind them"
+            most, remedy = positions - _BEHIND, "shorten it, or raise --max-model-len"
+            raise wrong(
+                "document", f"at most {most:,} tokens, {room_to_ask}", f"{tokens:,}", remedy
             )
-        if room.kept_tokens(tokens, budget) < tokens // room.block_tokens * room.block_tokens:
+        kept = room.kept_tokens(tokens, budget)
+        if kept < tokens // room.block_tokens * room.block_tokens:
             piece_tokens(tokens, instruction_tokens, self._chunk_tokens, positions - tokens)
-        return room.bytes_of(tokens, budget)
+        return kept * room.bytes_per_token
 
     async def register(
         self,
@@ -188,57 +83,63 @@ class ServerEngine:
         budget: int | None,
         instruction_ids: Sequence[int],
     ) -> Kept:
-        """See `EngineDocuments`."""
-        room, tokens = await self.room(), len(token_ids)
-        await self.bytes_of(tokens, budget=budget, instruction_tokens=len(instruction_ids))
-        own: dict[str, Any] = {REGISTER: document_id, INSTRUCTION: list(instruction_ids)}
-        own |= {} if budget is None else {BUDGET: budget}
+        """Read a document and keep its blocks until it is dropped."""
+        own: dict[str, Any] = {
+            words.REGISTER: document_id,
+            words.INSTRUCTION: list(instruction_ids),
+        }
+        own |= {} if budget is None else {words.BUDGET: budget}
         for _ in range(_TRIES):
-            said = await self._send([*token_ids, token_ids[-1]], own)
-            if said is not None:
-                return _kept(said, room)
-        raise OutOfMemoryError(
-            f"document: expected blocks for its {tokens:,} tokens while it is read, got none that "
-            "other requests left; try again when there are fewer"
-        )
+            if said := await self._send([*token_ids, token_ids[-1]], own):
+                return _kept(said)
+        blocks = f"blocks for its {len(token_ids):,} tokens while it is read"
+        got, remedy = "none that other requests left", "try again when there are fewer"
+        raise wrong("document", blocks, got, remedy, status=NO_ROOM)
 
     async def drop(self, document_id: str) -> None:
-        """See `EngineDocuments`."""
-        await self._send([0], {DROP: document_id})
+        await self._send([0], {words.DROP: document_id})
+
+    async def answer(self, prompt: Sequence[int], document_id: str | None, most_tokens: int) -> Any:
+        """vLLM's greedy output: `token_ids`, `text`; behind a document or, with None, the text."""
+        own: dict[str, Any] = (
+            {words.BUDGET: 0} if document_id is None else {words.DOCUMENT: document_id}
+        )
+        output = await self._generated(prompt, own, max_tokens=most_tokens)
+        if output is None or output.outputs[0].finish_reason == "error":
+            remedy = "try again, or register it again"
+            raise wrong("document", "an answer", "none from the engine", remedy, status=NO_ROOM)
+        return output.outputs[0]
 
     async def look_at(self, path: Path) -> Saved:
-        """See `EngineDocuments`; with the first file, the model is asked who it is."""
+        """Read and check the file of a document; with the first, the model is asked who it is."""
         model, room = await self._identity(), await self.room()
         found = await asyncio.to_thread(
             read_document, path, model=model, most_bytes=room.most_file_bytes
         )
         tokens, kept_tokens = len(found.token_ids), found.kept.shape[-1]
         if kept_tokens % room.block_tokens:
-            raise InvalidArgumentError(
-                f"file: expected a multiple of {room.block_tokens} kept tokens, the server's block "
-                f"size, got {kept_tokens:,}; save the cache with such a budget"
-            )
-        longest = self._client.model_config.max_model_len
-        if tokens >= longest:
-            raise InvalidArgumentError(
-                f"file: expected fewer than {longest:,} tokens, got {tokens:,}; raise "
-                "--max-model-len"
-            )
+            multiple = f"a multiple of {room.block_tokens} kept tokens, the server's block size"
+            raise wrong("file", multiple, f"{kept_tokens:,}", "save the cache with such a budget")
+        if tokens >= (longest := self._client.model_config.max_model_len):
+            raise wrong("file", f"fewer than {longest:,} tokens", tokens, "raise --max-model-len")
         ids = tuple(found.token_ids.tolist())
         return Saved(path=path, seal=found.seal, token_ids=ids, kept_tokens=kept_tokens)
 
     async def adopt(self, document_id: str, saved: Saved) -> Kept:
-        """See `EngineDocuments`."""
+        """Hold a document that is in a file until it is dropped, without reading its text."""
         model, room = await self._identity(), await self.room()
-        own = {ADOPT: document_id, TOKENS: list(saved.token_ids), KEPT: saved.kept_tokens}
+        own = {
+            words.ADOPT: document_id,
+            words.TOKENS: list(saved.token_ids),
+            words.KEPT: saved.kept_tokens,
+        }
         try:
             said = await self._send([0], own)
             if said is None:
-                raise OutOfMemoryError(
-                    f"document: expected free blocks for {saved.kept_tokens:,} tokens, got fewer; "
-                    "try again when there are fewer requests"
-                )
-            kept = _kept(said, room)
+                blocks = f"free blocks for {saved.kept_tokens:,} tokens"
+                remedy = "try again when there are fewer requests"
+                raise wrong("document", blocks, "fewer", remedy, status=NO_ROOM)
+            kept = _kept(said)
             given = str(saved.path), kept.blocks, model, saved.seal, room.most_file_bytes
             await self._have_workers("snapkv_fill_document", given, status=400)
         except BaseException:
@@ -247,7 +148,7 @@ class ServerEngine:
         return kept
 
     async def save(self, kept: Kept, token_ids: Sequence[int], path: Path) -> None:
-        """See `EngineDocuments`."""
+        """Write the document that was registered last to a file."""
         given = str(path), kept.blocks, await self._identity(), list(token_ids)
         await self._have_workers("snapkv_save_document", given, status=NO_ROOM)
 
@@ -264,12 +165,7 @@ class ServerEngine:
         return self._model
 
     async def _have_workers(self, method: str, given: tuple[Any, ...], *, status: int) -> None:
-        """Call a method of all workers.
-
-        Raises:
-            RefusedError: one refuses, with this status; or one fails, which goes on like the engine
-                does.
-        """
+        """Call a method of all workers; what one refuses is refused with this status."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
@@ -278,26 +174,10 @@ class ServerEngine:
             raise
         except Exception as error:  # of no narrower kind in vLLM
             line = next(iter(str(error).splitlines()), type(error).__name__)
-            raise RefusedError(
-                f"document: expected the engine to move it, got: {line}; see the server's log", 500
-            ) from error
-        for said in answers:
-            if said:
-                raise RefusedError(said[REFUSED], status)
-
-    async def answer(
-        self, prompt: Sequence[int], document_id: str | None, most_tokens: int
-    ) -> Answer:
-        """See `EngineDocuments`."""
-        own: dict[str, Any] = {BUDGET: 0} if document_id is None else {DOCUMENT: document_id}
-        output = await self._generated(prompt, own, max_tokens=most_tokens)
-        if output is None or output.outputs[0].finish_reason == "error":
-            raise OutOfMemoryError(
-                "document: expected an answer, got none from the engine; try again, or register "
-                "it again"
-            )
-        found = output.outputs[0]
-        return Answer(token_ids=tuple(found.token_ids), text=found.text)
+            move, log = "the engine to move it", "see the server's log"
+            raise wrong("document", move, line, log, status=500) from error
+        for refused in filter(None, answers):
+            raise RefusedError(refused, status)
 
     async def _send(self, prompt: list[int], own: dict[str, Any]) -> dict[str, Any] | None:
         """What the engine says when a request of one new token has ended."""
@@ -305,7 +185,6 @@ class ServerEngine:
         return None if output is None else output.kv_transfer_params
 
     async def _generated(self, prompt: Sequence[int], own: dict[str, Any], **more: Any) -> Any:
-        """The last output of a greedy request; None where there is none."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0.0, extra_args=own, **more)
@@ -317,7 +196,5 @@ class ServerEngine:
         return last
 
 
-def _kept(said: Mapping[str, Any], room: Room) -> Kept:
-    """What the engine says of a document that it holds."""
-    kept = said["kept_tokens"]
-    return Kept(kept_tokens=kept, bytes=kept * room.bytes_per_token, blocks=said["blocks"])
+def _kept(said: Mapping[str, Any]) -> Kept:
+    return Kept(kept_tokens=said["kept_tokens"], blocks=said["blocks"])

@@ -1,108 +1,161 @@
 """Documents on vLLM's own server: the routes, and requests that name a document.
 
-The routes are put onto the server's application, behind its check of API keys. A request's body is
-rewritten while the server behind that check reads it.
+The routes are put onto the server's application, behind its check of API keys. Requests meet their
+document where vLLM renders them.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from snapkv_vllm.documents.catalogue import PATH, SharedDocument
+from fastapi import APIRouter, HTTPException, Request, Response
+from fastapi.responses import FileResponse
+from fastapi.routing import APIRoute
+
+from snapkv.errors import SnapKVError
+from snapkv_vllm.documents.catalogue import EVERYBODY, PATH, tenant_of
+from snapkv_vllm.documents.engine import ServerEngine
 from snapkv_vllm.documents.folder import DocumentFolder
-from snapkv_vllm.documents.rewriting import document_of, rewritten
-from snapkv_vllm.documents.routes import as_http_errors, router_of
+from snapkv_vllm.documents.prompts import Prompts, Render
 from snapkv_vllm.documents.shared import SharedDocuments
-from snapkv_vllm.documents.tenants import EVERYBODY, tenant_of
+from snapkv_vllm.documents.words import DOCUMENT
+from snapkv_vllm.metrics import DocumentMetrics
+from snapkv_vllm.names import XARGS, status_of
 from snapkv_vllm.settings import ServingSettings
 
-_Scope = MutableMapping[str, Any]
-_Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Message = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
 
 
-class Visit:
-    """One HTTP request, from its body to the last byte of its response.
+@dataclass
+class _Visit:
+    """One HTTP request: whose it is, the document it holds, and what it need not read of that."""
 
-    Args:
-        documents: of the server.
-        tenant: whose the request is.
-        path: of the endpoint.
+    tenant: str
+    until_answered: AsyncExitStack
+    tokens_not_read: int = field(default=0, init=False)
 
-    Attributes:
-        is_about_documents: whether the endpoint is of documents, which reads a body by its own
-            names.
-    """
 
-    def __init__(self, documents: SharedDocuments, tenant: str, path: str) -> None:
-        self.is_about_documents = path == PATH or path.startswith(f"{PATH}/")
-        self._documents = documents
-        self._tenant = tenant
-        self._path = path
-        self._named: SharedDocument | None = None
-        self._prompts = 0
-        self.until_answered = AsyncExitStack()
-
-    async def rewritten(self, body: object) -> dict[str, Any] | None:
-        """The body that goes on; None for one that names no document and stays as it is.
-
-        Raises:
-            HTTPException: the document is not there, or the request cannot stand on it.
-        """
-        with as_http_errors():
-            name = document_of(body, self._path)
-            if name is None or not isinstance(body, dict):
-                return None
-            standing = self._documents.named(self._tenant, name)
-            self._named = await self.until_answered.enter_async_context(standing)
-            changed = await rewritten(body, self._path, self._named, self._documents.prompts)
-            self._prompts = len(changed["prompt"]) if self._named.kind == "prompt" else 1
-            return changed
-
-    def sending(self, send: _Send) -> _Send:
-        """What sends the response, and counts it where there is one to the question."""
-
-        async def send_and_count(message: MutableMapping[str, Any]) -> None:
-            answers = message["type"] == "http.response.start" and message["status"] == 200
-            if answers and self._named is not None:
-                self._documents.answered(self._named, self._prompts)
-            await send(message)
-
-        return send_and_count
+_visit: ContextVar[_Visit | None] = ContextVar("snapkv_visit", default=None)
+"""The one that is being answered; vLLM's renderer is told nothing of it."""
 
 
 class FrontEnd:
-    """The documents of one server.
-
-    Args:
-        app: vLLM's FastAPI application, its state filled.
-        settings: the server's, which share documents.
-    """
+    """The documents of one server."""
 
     def __init__(self, app: Any, settings: ServingSettings) -> None:
-        from snapkv_vllm.documents.engine import ServerEngine
-        from snapkv_vllm.documents.tokens import ServerPrompts
-        from snapkv_vllm.metrics import DocumentMetrics
-
-        engine = ServerEngine(app.state.engine_client, settings)
-        counts = DocumentMetrics(app.state.openai_serving_models.model_name())
         sharing = settings.sharing
         assert sharing is not None
-        folder = DocumentFolder(Path(sharing.folder)) if sharing.folder else None
-        self._documents = SharedDocuments(engine, ServerPrompts(app.state), counts, folder)
+        self._prompts = Prompts(app.state)
+        self._counts = DocumentMetrics(app.state.openai_serving_models.model_name())
+        self._documents = SharedDocuments(
+            ServerEngine(app.state.engine_client, settings),
+            self._prompts,
+            self._counts,
+            DocumentFolder(Path(sharing.folder)) if sharing.folder else None,
+        )
         self._apart = _has_keys(app.state.args) and not sharing.across_keys
-        app.include_router(router_of(self._documents, self._tenant_of))
+        self._join_in(app.state.online_renderer)
+        app.include_router(_router(self._documents, self._tenant_of))
+
+    def _tenant_of(self, scope: Message) -> str:
+        return tenant_of(scope["headers"]) if self._apart else EVERYBODY
 
     @asynccontextmanager
-    async def visit(self, scope: _Scope) -> AsyncIterator[Visit]:
-        """One HTTP request, whose document stays until its response has ended."""
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
-        visit = Visit(self._documents, self._tenant_of(scope), path)
-        async with visit.until_answered:
-            yield visit
+    async def visit(self, scope: Message, send: Send) -> AsyncIterator[Send]:
+        """One HTTP request, whose document stays until its response has ended.
 
-    def _tenant_of(self, scope: _Scope) -> str:
-        return tenant_of(scope["headers"]) if self._apart else EVERYBODY
+        Yields what sends the response, and counts it where it answers from a document.
+        """
+
+        async def send_and_count(message: Message) -> None:
+            answers = message["type"] == "http.response.start" and message["status"] == 200
+            if answers and visit.tokens_not_read:
+                self._counts.asked(visit.tokens_not_read)
+            await send(message)
+
+        async with AsyncExitStack() as until_answered:
+            visit = _Visit(self._tenant_of(scope), until_answered)
+            token = _visit.set(visit)
+            until_answered.callback(_visit.reset, token)
+            yield send_and_count
+
+    def _join_in(self, renderer: Any) -> None:
+        """Have vLLM's renderer put a document in front of the requests that name one."""
+
+        def joining(kind: str, render: Render) -> Render:
+            async def render_behind(request: Any, **options: Any) -> Any:
+                visit, named = _visit.get(), (getattr(request, XARGS) or {}).get(DOCUMENT)
+                if visit is None or named is None:
+                    return await render(request, **options)
+                standing = self._documents.named(visit.tenant, named)
+                try:
+                    document = await visit.until_answered.enter_async_context(standing)
+                    made = await self._prompts.behind(document, request, kind, render)
+                except SnapKVError as error:
+                    status = HTTPStatus(status_of(error))
+                    return renderer.create_error_response(str(error), status.phrase, status)
+                prompts = len(request.prompt) if kind == "prompt" else 1
+                visit.tokens_not_read = prompts * len(document.token_ids)
+                return made
+
+            return render_behind
+
+        renderer.render_completion = joining("prompt", renderer.render_completion)
+        renderer.render_chat = joining("messages", renderer.render_chat)
+
+
+class _Route(APIRoute):
+    """Answers with errors of this package as vLLM does with its own."""
+
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
+        handle = super().get_route_handler()
+
+        async def answer(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except SnapKVError as error:
+                raise HTTPException(status_of(error), detail=str(error)) from error
+
+        return answer
+
+
+def _router(documents: SharedDocuments, tenant_of: Callable[[Message], str]) -> APIRouter:
+
+    async def register(body: dict[str, Any], request: Request) -> dict[str, Any]:
+        return (await documents.register(tenant_of(request.scope), body)).described
+
+    async def every(request: Request) -> list[dict[str, Any]]:
+        await documents.restored()
+        return [one.described for one in documents.catalogue.of(tenant_of(request.scope))]
+
+    async def one(name: str, request: Request) -> dict[str, Any]:
+        await documents.restored()
+        return documents.catalogue.find(tenant_of(request.scope), name).described
+
+    async def file(name: str, request: Request) -> Response:
+        path = documents.file(tenant_of(request.scope), name)
+        return FileResponse(path, filename=path.name, media_type="application/octet-stream")
+
+    async def report(name: str, body: dict[str, Any], request: Request) -> dict[str, Any]:
+        return await documents.report(tenant_of(request.scope), name, body)
+
+    async def delete(name: str, request: Request) -> Response:
+        await documents.delete(tenant_of(request.scope), name)
+        return Response(status_code=204)
+
+    router = APIRouter(prefix=PATH, route_class=_Route)
+    router.add_api_route("", register, methods=["POST"], status_code=201)
+    router.add_api_route("", every, methods=["GET"])
+    router.add_api_route("/{name}", one, methods=["GET"])
+    router.add_api_route("/{name}/file", file, methods=["GET"], response_class=FileResponse)
+    router.add_api_route("/{name}/report", report, methods=["POST"])
+    router.add_api_route("/{name}", delete, methods=["DELETE"], status_code=204)
+    return router
 
 
 def _has_keys(args: Any) -> bool:

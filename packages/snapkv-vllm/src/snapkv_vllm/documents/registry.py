@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from vllm.utils.math_utils import cdiv
 
@@ -10,63 +10,40 @@ from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.policies import AdaKV, KVzip, Policy
 from snapkv.validation import DEFAULT_BUDGET, DEFAULT_WINDOW, format_bytes
 from snapkv_vllm.blocks import CompressedManager
-from snapkv_vllm.documents.beginning import FromDocument
-from snapkv_vllm.documents.reading_twice import ReadTwice, piece_tokens
-from snapkv_vllm.documents.room import Room
-from snapkv_vllm.documents.words import ADOPT, DOCUMENT, DROP, KEPT, REGISTER, ROOM, Errand
+from snapkv_vllm.documents.plans import FromDocument, ReadTwice, piece_tokens
+from snapkv_vllm.documents.words import ADOPT, DOCUMENT, DROP, KEPT, REGISTER, ROOM, Errand, Room
+from snapkv_vllm.names import wrong
 from snapkv_vllm.plans import Beginning, Plan, RequestPlan, SecondReading
 from snapkv_vllm.settings import ServingSettings
 
 
 @dataclass(kw_only=True)
 class Held:
-    """One document.
-
-    Attributes:
-        token_ids: that requests begin with.
-        kept_tokens: of those, how many are held.
-        parts_heads: whether heads hold different numbers of them.
-        is_adopted: whether workers were given it, and did not read it.
-        blocks: of every compressed KV cache group; None while it is being read.
-        requests: that begin with it and have not ended.
-        is_dropped: whether no other request may name it.
-    """
+    """One document; `plan` is that of requests that begin with it."""
 
     token_ids: tuple[int, ...]
-    kept_tokens: int
-    parts_heads: bool = False
-    is_adopted: bool = False
-    blocks: Sequence[list[Any]] | None = None
-    requests: set[str] = field(default_factory=set)
-    is_dropped: bool = False
+    plan: FromDocument
+    parts_heads: bool = False  # whether heads hold different numbers of tokens
+    blocks: Sequence[list[Any]] | None = None  # of every group; None while it is being read
+    requests: set[str] = field(default_factory=set)  # that begin with it and have not ended
+    is_dropped: bool = False  # whether no other request may name it
 
-    @property
-    def plan(self) -> FromDocument:
-        """Of a request that begins with it."""
-        return FromDocument(
-            document_tokens=len(self.token_ids),
-            kept_tokens=self.kept_tokens,
-            is_adopted=self.is_adopted,
-        )
+    @classmethod
+    def of(cls, token_ids: tuple[int, ...], kept_tokens: int, **more: Any) -> Self:
+        """A document of which so many tokens are held, that was read here."""
+        plan = FromDocument(document_tokens=len(token_ids), kept_tokens=kept_tokens)
+        return cls(token_ids=token_ids, plan=plan, **more)
 
     @property
     def described(self) -> dict[str, Any]:
         """What whoever registers or adopts it is told, once it has blocks."""
         blocks = [[block.block_id for block in of_group] for of_group in self.blocks or ()]
-        tokens = len(self.token_ids)
-        return {"tokens": tokens, "kept_tokens": self.kept_tokens, "blocks": blocks}
+        kept = self.plan.kept_tokens
+        return {"tokens": len(self.token_ids), "kept_tokens": kept, "blocks": blocks}
 
 
 class Registry:
-    """Documents by identifier. They share the pool of blocks with requests, up to a number of them.
-
-    Args:
-        managers: of all KV cache groups, which are all compressed.
-        room: what documents may take.
-        chunk_tokens: of a piece that is read again.
-        max_model_len: positions of the model.
-        safeguard: of `AdaKV`, where heads keep different numbers of tokens; None where they do not.
-    """
+    """Documents by identifier. They share the pool of blocks with requests, up to a number."""
 
     def __init__(
         self,
@@ -77,31 +54,20 @@ class Registry:
         max_model_len: int,
         safeguard: float | None,
     ) -> None:
-        self._managers = managers
-        self._room = room
+        self._managers, self._room, self._safeguard = managers, room, safeguard
         self._chunk_tokens, self._max_model_len = chunk_tokens, max_model_len
-        self._safeguard = safeguard
         self._held: dict[str, Held] = {}
         self._used_by: dict[str, Held] = {}
         self._registering: dict[str, str] = {}
         self._answers: dict[str, dict[str, Any]] = {}
 
     def plan_of(self, errand: Errand, request: Any) -> RequestPlan:
-        """When a request is compressed that has to do with a document.
-
-        Raises:
-            InvalidArgumentError: no such document, another prompt, or no room.
-        """
         if request.prompt_token_ids is None or request.mm_features:
-            raise InvalidArgumentError(
-                f"{errand.verb}: expected a prompt of tokens alone, got embeddings or images; "
-                "leave it out"
-            )
+            alone = "a prompt of tokens alone"
+            raise wrong(errand.verb, alone, "embeddings or images", "leave it out")
         if request.resumable:
-            raise InvalidArgumentError(
-                f"{errand.verb}: expected a prompt that is all there, got a session, whose prompt "
-                "grows; send it as a request of its own"
-            )
+            whole, got = "a prompt that is all there", "a session, whose prompt grows"
+            raise wrong(errand.verb, whole, got, "send it as a request of its own")
         handle: dict[str, Callable[[Errand, Any], RequestPlan]] = {
             DOCUMENT: self._begin,
             REGISTER: self._register,
@@ -114,21 +80,15 @@ class Registry:
     def _begin(self, errand: Errand, request: Any) -> RequestPlan:
         held = self._held.get(errand.document_id)
         if held is None or held.blocks is None:
-            raise InvalidArgumentError(
-                f"{DOCUMENT}: expected a document that is registered, got one that is not, or not "
-                "any more; register it again"
-            )
-        tokens = len(held.token_ids)
-        if request.num_prompt_tokens <= tokens:
-            raise InvalidArgumentError(
-                f"{DOCUMENT}: expected something asked behind the document's {tokens:,} tokens, "
-                f"got a prompt of {request.num_prompt_tokens:,}; ask something"
-            )
+            got = "one that is not, or not any more"
+            raise wrong(DOCUMENT, "a document that is registered", got, "register it again")
+        tokens, asked = len(held.token_ids), request.num_prompt_tokens
+        if asked <= tokens:
+            expected = f"something asked behind the document's {tokens:,} tokens"
+            raise wrong(DOCUMENT, expected, f"a prompt of {asked:,}", "ask something")
         if tuple(request.prompt_token_ids[:tokens]) != held.token_ids:
-            raise InvalidArgumentError(
-                f"{DOCUMENT}: expected a prompt that begins with the document's tokens, got one "
-                "that does not; begin it with them"
-            )
+            expected = "a prompt that begins with the document's tokens"
+            raise wrong(DOCUMENT, expected, "one that does not", "begin it with them")
         held.requests.add(request.request_id)
         self._used_by[request.request_id] = held
         return held.plan
@@ -136,88 +96,75 @@ class Registry:
     def _register(self, errand: Errand, request: Any) -> RequestPlan:
         self._require_new(errand)
         if self._registering:
-            raise InvalidArgumentError(
-                f"{REGISTER}: expected one document at a time, got one while another is being "
-                "read; register it when that is done"
-            )
+            got = "one while another is being read"
+            raise wrong(REGISTER, "one document at a time", got, "register it when that is done")
         ids = tuple(request.prompt_token_ids[:-1])
         size = self._room.block_tokens
         whole, kept = len(ids) // size * size, self._room.kept_tokens(len(ids), errand.budget)
         self._require_free(kept)
+        plan: RequestPlan
         if kept == whole:  # what its last block lacks is read with every request
-            held, plan = self._whole(ids[:whole], len(ids) + 1)
+            held = Held.of(ids[:whole], whole)
+            plan = Plan(prompt_tokens=len(ids) + 1)
         else:
-            held, plan = self._compressed(ids, kept, errand.instruction_ids)
+            plan = self._read_twice(ids, kept, errand.instruction_ids)
+            held = Held.of(ids, kept, parts_heads=plan.choice.parts_heads)
         self._held[errand.document_id] = held
         self._registering[request.request_id] = errand.document_id
         return plan
 
-    def _whole(self, ids: tuple[int, ...], prompt_tokens: int) -> tuple[Held, RequestPlan]:
-        return Held(token_ids=ids, kept_tokens=len(ids)), Plan(prompt_tokens=prompt_tokens)
-
-    def _compressed(
+    def _read_twice(
         self, ids: tuple[int, ...], kept: int, instruction: tuple[int, ...]
-    ) -> tuple[Held, RequestPlan]:
-        room = self._max_model_len - len(ids)
-        chunk = piece_tokens(len(ids), len(instruction), self._chunk_tokens, room)
-        window = min(DEFAULT_WINDOW, kept // 2)
-        scores = KVzip(kept, window_size=window, chunk_tokens=chunk)
+    ) -> ReadTwice:
+        positions = self._max_model_len - len(ids)
+        chunk = piece_tokens(len(ids), len(instruction), self._chunk_tokens, positions)
+        scores = KVzip(kept, window_size=min(DEFAULT_WINDOW, kept // 2), chunk_tokens=chunk)
         policy: Policy = scores
         if self._safeguard is not None:
             page_tokens = self._room.block_tokens
             policy = AdaKV(scores, safeguard=self._safeguard, page_tokens=page_tokens)
-        plan = ReadTwice(
+        return ReadTwice(
             document_ids=ids,
             instruction_ids=instruction,
             chunk_tokens=chunk,
             kept_tokens=kept,
             choice=SecondReading(policy, len(ids)),
         )
-        parted = plan.choice.parts_heads
-        return Held(token_ids=ids, kept_tokens=kept, parts_heads=parted), plan
 
     def _adopt(self, errand: Errand, request: Any) -> RequestPlan:
         """Take blocks for a document that workers are given; nobody may name it before they are."""
         self._require_new(errand)
         tokens, kept, size = len(errand.token_ids), errand.kept_tokens, self._room.block_tokens
         if kept % size or not kept <= tokens < self._max_model_len:
-            raise InvalidArgumentError(
-                f"{KEPT}: expected a multiple of {size}, of fewer than {self._max_model_len:,} "
-                f"tokens, got {kept:,} of {tokens:,}; adopt another document"
-            )
+            expected = f"a multiple of {size}, of fewer than {self._max_model_len:,} tokens"
+            raise wrong(KEPT, expected, f"{kept:,} of {tokens:,}", "adopt another document")
         self._require_free(kept)
         free = self._managers[0].block_pool.get_num_free_blocks()
         needed = sum(kept // manager.block_size for manager in self._managers)
         if needed > free:
-            raise InvalidArgumentError(
-                f"{ADOPT}: expected {needed} free blocks, got {free}; adopt it when fewer requests "
-                "are under way"
-            )
+            remedy = "adopt it when fewer requests are under way"
+            raise wrong(ADOPT, f"{needed} free blocks", free, remedy)
         blocks = [manager.take_for_others(kept) for manager in self._managers]
-        held = Held(token_ids=errand.token_ids, kept_tokens=kept, is_adopted=True, blocks=blocks)
+        plan = FromDocument(document_tokens=tokens, kept_tokens=kept, is_adopted=True)
+        held = Held(token_ids=errand.token_ids, plan=plan, blocks=blocks)
         self._held[errand.document_id] = held
         self._answers[request.request_id] = held.described
         return Plan(prompt_tokens=request.num_prompt_tokens)
 
     def _require_new(self, errand: Errand) -> None:
         if errand.document_id in self._held:
-            raise InvalidArgumentError(
-                f"{errand.verb}: expected a new identifier; pass another one"
-            )
+            raise wrong(errand.verb, "a new identifier", "one that stands", "pass another one")
 
     def _require_free(self, kept_tokens: int) -> None:
-        taken = sum(held.kept_tokens for held in self._all())
+        """Refuse more than documents may hold, those that were dropped in use among them."""
+        held = {id(one): one for one in (*self._held.values(), *self._used_by.values())}
+        taken = sum(one.plan.kept_tokens for one in held.values())
         if taken + kept_tokens > self._room.most_tokens:
             raise InvalidArgumentError(
                 f"document: expected room for {kept_tokens:,} tokens beside the {taken:,} of other "
                 f"documents, which may hold {self._room.most_tokens:,} together; drop one, or "
                 "start the server with more --share-bytes"
             )
-
-    def _all(self) -> Sequence[Held]:
-        """Of which blocks are held, those that were dropped and are still in use among them."""
-        used = {id(held): held for held in self._used_by.values()}
-        return list((used | {id(held): held for held in self._held.values()}).values())
 
     def _drop(self, errand: Errand, request: Any) -> RequestPlan:
         held = self._held.get(errand.document_id)
@@ -228,7 +175,6 @@ class Registry:
         return Plan(prompt_tokens=request.num_prompt_tokens)
 
     def _say_room(self, errand: Errand, request: Any) -> RequestPlan:
-        del errand
         self._answers[request.request_id] = asdict(self._room)
         return Plan(prompt_tokens=request.num_prompt_tokens)
 
@@ -246,21 +192,13 @@ class Registry:
         held = self._used_by.get(request_id)
         if held is None or held.blocks is None:
             return None
-        return Beginning(
-            document_tokens=len(held.token_ids),
-            kept_tokens=held.kept_tokens,
-            first_block=held.blocks[0][0].block_id,
-            parts_heads=held.parts_heads,
-        )
+        first_block = held.blocks[0][0].block_id if held.parts_heads else None
+        return Beginning(held.plan.dropped_tokens, first_block)
 
     def request_ends(self, request_id: str, *, is_complete: bool) -> dict[str, Any] | None:
         """Take over what a request has registered, or give back what it was lent.
 
-        To be called before its blocks are freed.
-
-        Args:
-            request_id: which one.
-            is_complete: whether it has come to its end, and was not aborted.
+        To be called before its blocks are freed; `is_complete` says that it was not aborted.
 
         Returns:
             What whoever sent the request is told: of a document that is registered from now on how
@@ -274,7 +212,7 @@ class Registry:
         if document_id is None:
             return self._answers.pop(request_id, None)
         held = self._held[document_id]
-        kept, dropped = held.kept_tokens, held.plan.dropped_tokens
+        kept, dropped = held.plan.kept_tokens, held.plan.dropped_tokens
         # One that was preempted may end with a token sampled before; it holds nothing then.
         if not is_complete or not all(
             manager.holds(request_id, kept, dropped) for manager in self._managers
@@ -296,16 +234,7 @@ class Registry:
 def registry(
     vllm_config: Any, kv_cache_config: Any, managers: Mapping[int, CompressedManager]
 ) -> Registry | None:
-    """The documents of an engine; None where its server shares none.
-
-    Args:
-        vllm_config: of the engine, with the server's settings.
-        kv_cache_config: its blocks.
-        managers: of the KV cache groups that are compressed.
-
-    Raises:
-        UnsupportedModelError: a model that cannot share documents, or no room for any.
-    """
+    """The documents of an engine with these blocks and groups; None if it shares none."""
     settings = ServingSettings.from_config(vllm_config.additional_config)
     if settings.sharing is None:
         return None
@@ -348,7 +277,6 @@ def _room(vllm_config: Any, kv_cache_config: Any, settings: ServingSettings) -> 
 
 
 def _block_bytes(group: Any) -> int:
-    """What a block of a KV cache group takes in all its layers."""
     spec = group.kv_cache_spec
     if hasattr(spec, "kv_cache_specs"):  # of layers that differ in size
         return sum(one.page_size_bytes for one in spec.kv_cache_specs.values())

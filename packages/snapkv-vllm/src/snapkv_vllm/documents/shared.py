@@ -4,70 +4,62 @@ import asyncio
 import logging
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from snapkv.errors import CacheFileError, SnapKVError, UnsupportedModelError
 from snapkv.policies.kvzip import INSTRUCTION
 from snapkv.validation import format_bytes, require_int
-from snapkv_vllm.documents.catalogue import Catalogue, SharedDocument
-from snapkv_vllm.documents.engine import EngineDocuments, Kept, Saved
-from snapkv_vllm.documents.folder import DocumentFolder, Noted
-from snapkv_vllm.documents.refused import BUSY, UNKNOWN, RefusedError
-from snapkv_vllm.documents.reporting import report
-from snapkv_vllm.documents.rewriting import (
-    Prompts,
-    ids_of_messages,
-    ids_of_text,
-    require_base_model,
-)
-from snapkv_vllm.documents.tenants import shown_tenant
-from snapkv_vllm.names import require_document_name, shown
+from snapkv_vllm.documents.catalogue import Catalogue, SharedDocument, shown_tenant
+from snapkv_vllm.documents.engine import Kept, ServerEngine
+from snapkv_vllm.documents.folder import DocumentFolder, copy_file
+from snapkv_vllm.documents.prompts import Prompts
+from snapkv_vllm.names import BUSY, UNKNOWN, require_document_name, shown, wrong
 
 _FIELDS = ("name", "prompt", "messages", "budget", "file", "model")
 
 _MOST_UNDER_WAY = 64
 """Registrations of a tenant; bodies are held until their turn comes, also if clients go away."""
 
+_MOST_QUESTIONS, _MOST_TOKENS, _TOKENS = 32, 256, 32
+"""Of a report: questions, tokens of an answer, and how many those are by default."""
+
 _logger = logging.getLogger("vllm.snapkv")
 
 
-class Counts(Protocol):
-    """What is counted of documents, see `snapkv_vllm.metrics.DocumentMetrics`."""
+@dataclass(frozen=True)
+class _Source:
+    """Where a document comes from: its tokens, what it takes, how the engine and a file get it."""
 
-    def standing(self, documents: int, document_bytes: int) -> None:
-        """How many there are now, and what all of them take."""
-
-    def asked(self, tokens_not_read: int) -> None:
-        """One request was answered from a document."""
-
-    def dropped(self, reason: str) -> None:
-        """One document went: deleted, or least_used."""
+    token_ids: tuple[int, ...]
+    bytes: int
+    hold: Callable[[str], Awaitable[Kept]]
+    write: Callable[[Kept, Path], Awaitable[None]]
 
 
 class SharedDocuments:
-    """Keeps the catalogue and the engine in step.
+    """Keeps the catalogue, the engine and the folder in step.
 
     Args:
         engine: holds the documents' blocks.
         prompts: makes their tokens.
-        counts: what happens.
+        counts: what happens, a `snapkv_vllm.metrics.DocumentMetrics`.
         folder: where documents are kept beyond the server's end; None keeps none.
     """
 
     def __init__(
         self,
-        engine: EngineDocuments,
+        engine: ServerEngine,
         prompts: Prompts,
-        counts: Counts,
+        counts: Any,
         folder: DocumentFolder | None = None,
     ) -> None:
-        self.prompts = prompts
         self.catalogue = Catalogue()
-        self._engine = engine
-        self._counts = counts
+        self._engine, self._prompts, self._counts = engine, prompts, counts
         self._folder = folder
         self._restoring: asyncio.Task[None] | None = None
         self._one_at_a_time = asyncio.Lock()
@@ -76,28 +68,22 @@ class SharedDocuments:
         self._registrations: dict[asyncio.Task[SharedDocument], str] = {}
         self._count()
 
+    # What clients ask for.
+
     async def register(self, tenant: str, body: Mapping[str, Any]) -> SharedDocument:
         """Read a document and put it under its name; done whole even if the client goes away.
 
-        Args:
-            tenant: whose it is.
-            body: of the request: `name`, `prompt` or `messages`, and a `budget` where the server's
-                is not meant; or `name`, `file`, and `messages` where the file is that of a chat;
-                `model`, as elsewhere.
-
-        Raises:
-            RefusedError: a field that is wrong, a name that stands, no room, too many at once, or
-                vLLM's own words.
-            SnapKVError: the engine refuses the document.
+        The body has a `name`; `prompt` or `messages`, and a `budget` where the server's is not
+        meant; or `file`, and `messages` where the file is that of a chat; `model`, as elsewhere.
         """
         _require_fields(body)
-        require_base_model(body, self.prompts)
+        model = body.get("model")
+        if isinstance(model, str) and model and not self._prompts.is_base_model(model):
+            reads = "the model that reads documents"
+            raise wrong("model", reads, f"'{shown(model)}'", "register it without an adapter")
         if list(self._registrations.values()).count(tenant) >= _MOST_UNDER_WAY:
-            raise RefusedError(
-                f"document: expected fewer than {_MOST_UNDER_WAY} registrations of one key under "
-                "way, which are done one after the other, got one more; try again later",
-                BUSY,
-            )
+            most = f"fewer than {_MOST_UNDER_WAY} registrations of one key under way"
+            raise wrong("document", most, "one more", "try again later", status=BUSY)
         task = asyncio.create_task(self._register(tenant, body))
         self._registrations[task] = tenant
         task.add_done_callback(self._ended)
@@ -110,31 +96,22 @@ class SharedDocuments:
             task.exception()
 
     async def delete(self, tenant: str, name: str) -> None:
-        """Forget a document by its name; the engine does once its requests have ended.
-
-        Raises:
-            RefusedError: the tenant has none of that name.
-        """
+        """Forget a document by its name; the engine does once its requests have ended."""
         await self.restored()
-        if self._folder is not None and self._folder.holds(tenant, name):
+        in_folder = self._folder is not None and self._folder.holds(tenant, name)
+        if self._folder is not None and in_folder:
             self._folder.forget(tenant, name)
-            if not self.catalogue.stands(tenant, name):  # there was no room for it
-                _logger.info("Document %r of %s is deleted", name, shown_tenant(tenant))
-                return
-        gone = self.catalogue.delete(tenant, name)
+        if not in_folder or (tenant, name) in self.catalogue:  # it may have had no room
+            document = self.catalogue.find(tenant, name)
+            self._counts.dropped("deleted")
+            if self.catalogue.delete(document):
+                await self._drop(document)
+            self._count()
         _logger.info("Document %r of %s is deleted", name, shown_tenant(tenant))
-        self._counts.dropped("deleted")
-        if gone is not None:
-            await self._drop(gone)
-        self._count()
 
     @asynccontextmanager
     async def named(self, tenant: str, name: str) -> AsyncIterator[SharedDocument]:
-        """A document for as long as a request stands on it: it is not dropped meanwhile.
-
-        Raises:
-            RefusedError: the tenant has none of that name.
-        """
+        """A document for as long as a request stands on it: it is not dropped meanwhile."""
         await self.restored()
         document = self.catalogue.find(tenant, name)
         self.catalogue.begin(document)
@@ -145,25 +122,137 @@ class SharedDocuments:
                 await asyncio.shield(self._drop(document))
 
     async def report(self, tenant: str, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Answers from a document beside those from its whole text, see `reporting.report`.
+        """Ask a document and its whole text the same `questions`, one after the other.
 
-        Raises:
-            RefusedError: the tenant has none of that name, a field is wrong, or another report is
-                being made.
-            SnapKVError: the engine does not answer.
+        The whole text is read by the engine as any prompt, once where it caches prefixes. The
+        result, ready for JSON, says how many answers are the same, of how many, and every one.
         """
         if self._reporting.locked():
-            raise RefusedError(
-                "document: expected one report at a time, got one while another is being made; try "
-                "again later",
-                BUSY,
-            )
+            got = "one while another is being made"
+            raise wrong("document", "one report at a time", got, "try again later", status=BUSY)
         async with self._reporting, self.named(tenant, name) as document:
-            return await report(document, body, self._engine, self.prompts)
+            questions, most_tokens = _asked(body)
+            answers = [await self._compared(document, one, most_tokens) for one in questions]
+        same = sum(one.pop("is_same") for one in answers)
+        return {"same": same, "of": len(answers), "answers": answers}
 
-    def answered(self, document: SharedDocument, prompts: int) -> None:
-        """Count a request whose prompts began with a document."""
-        self._counts.asked(prompts * len(document.token_ids))
+    async def _compared(
+        self, document: SharedDocument, question: str, most_tokens: int
+    ) -> dict[str, Any]:
+        ids = await self._prompts.ids_of_question(document, question)
+        whole = await self._engine.answer(ids, None, most_tokens)
+        kept = await self._engine.answer(ids, document.document_id, most_tokens)
+        pairs = zip(whole.token_ids, kept.token_ids, strict=False)
+        return {
+            "is_same": list(whole.token_ids) == list(kept.token_ids),
+            "question": question,
+            "whole": whole.text,
+            "document": kept.text,
+            "same_tokens": sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)),
+            "tokens": len(whole.token_ids),
+        }
+
+    def file(self, tenant: str, name: str) -> Path:
+        if self._folder is None or not self._folder.holds(tenant, name):
+            own = "one of this key's that is in --share-folder"
+            got, remedy = f"'{shown(name)}', which is not", "register it with such a server"
+            raise wrong("document", own, got, remedy, status=UNKNOWN)
+        return self._folder.cache_file(tenant, name)
+
+    # How documents come.
+
+    async def _register(self, tenant: str, body: Mapping[str, Any]) -> SharedDocument:
+        await self.restored()
+        name, messages = body["name"], body.get("messages")
+        async with self._own_turn[tenant], self._one_at_a_time:  # each tenant waits with one alone
+            self.catalogue.require_free(tenant, name)
+            if body.get("file") is None:
+                source = await self._text(body.get("prompt"), messages, body.get("budget"))
+            elif self._folder is None:
+                none = "none on a server that keeps no files"
+                remedy = "start it with --share-folder, and put the file there"
+                raise wrong("file", none, "one", remedy)
+            else:
+                source = await self._file(self._folder.given(body["file"]), messages)
+            document, kept = await self._held(tenant, name, messages, source)
+            if self._folder is not None:
+                await self._keep(document, kept, source, self._folder)
+            return self._stand(document)
+
+    async def _text(self, prompt: object, messages: object, budget: int | None) -> _Source:
+        ids = await self._ids_of(prompt, messages)
+        instruction = await self._prompts.tokenize(INSTRUCTION, special_tokens=False)
+        needed = await self._engine.bytes_of(
+            len(ids), budget=budget, instruction_tokens=len(instruction)
+        )
+        return _Source(
+            token_ids=ids,
+            bytes=needed,
+            hold=lambda document_id: self._engine.register(
+                document_id, ids, budget=budget, instruction_ids=instruction
+            ),
+            write=lambda kept, path: self._engine.save(kept, ids, path),
+        )
+
+    async def _file(self, path: Path, messages: object, seal: str | None = None) -> _Source:
+        """A document in a file, which has this seal if any, of tokens such as this server makes."""
+        saved = await self._engine.look_at(path)
+        if seal not in (None, saved.seal):
+            raise CacheFileError(
+                f"document: expected the file that was recorded, got another one at "
+                f"{str(path)!r}; delete the document, and register it again"
+            )
+        made = await self._ids_of(list(saved.token_ids), messages)
+        if made != saved.token_ids:
+            tokens = f"the file's {len(saved.token_ids):,} tokens"
+            expected = f"those which this server's chat template makes {tokens} of"
+            remedy = "pass those that the file was made of, or register the text"
+            raise wrong("messages", expected, f"ones that it makes {len(made):,} of", remedy)
+        room = await self._engine.room()
+        return _Source(
+            token_ids=saved.token_ids,
+            bytes=saved.kept_tokens * room.bytes_per_token,
+            hold=lambda document_id: self._engine.adopt(document_id, saved),
+            write=lambda _, copy: asyncio.to_thread(copy_file, path, copy),
+        )
+
+    async def _ids_of(self, prompt: object, messages: object) -> tuple[int, ...]:
+        if messages is None:
+            return await self._prompts.ids_of_text(prompt)
+        return await self._prompts.ids_of_messages(messages)
+
+    async def _held(
+        self, tenant: str, name: str, messages: Any, source: _Source
+    ) -> tuple[SharedDocument, Kept]:
+        """A document that the engine holds from now on."""
+        await self._make_room(tenant, source.bytes)
+        document_id = uuid.uuid4().hex
+        kept = await source.hold(document_id)
+        document = SharedDocument(
+            document_id=document_id,
+            tenant=tenant,
+            name=name,
+            token_ids=source.token_ids,
+            messages=messages,
+            kept_tokens=kept.kept_tokens,
+            bytes=source.bytes,
+        )
+        return document, kept
+
+    async def _keep(
+        self, document: SharedDocument, kept: Kept, source: _Source, folder: DocumentFolder
+    ) -> None:
+        """Put a new document into the folder; where that fails, the engine drops it."""
+        whose = document.tenant, document.name
+        try:
+            folder.forget(*whose)
+            await source.write(kept, folder.cache_file(*whose))
+            folder.record(document)
+        except BaseException:
+            with suppress(SnapKVError):  # the first error is told
+                folder.forget(*whose)
+            await self._engine.drop(document.document_id)
+            raise
 
     async def restored(self) -> None:
         """Wait until the documents in the folder stand again; every request for any does that."""
@@ -172,149 +261,24 @@ class SharedDocuments:
                 self._restoring = asyncio.create_task(self._restore(self._folder))
             await asyncio.shield(self._restoring)
 
-    def file(self, tenant: str, name: str) -> Path:
-        """The file of a document.
-
-        Raises:
-            RefusedError: the tenant has none of that name in the folder.
-        """
-        if self._folder is None or not self._folder.holds(tenant, name):
-            raise RefusedError(
-                f"document: expected one of this key's that is in --share-folder, got "
-                f"'{shown(name)}', which is not; register it with such a server",
-                UNKNOWN,
-            )
-        return self._folder.place(tenant, name)
-
-    async def _register(self, tenant: str, body: Mapping[str, Any]) -> SharedDocument:
-        await self.restored()
-        async with self._own_turn[tenant], self._one_at_a_time:  # each tenant waits with one alone
-            self.catalogue.require_free(tenant, body["name"])
-            if body.get("file") is None:
-                return await self._read(tenant, body)
-            return await self._take_over(tenant, body)
-
-    async def _read(self, tenant: str, body: Mapping[str, Any]) -> SharedDocument:
-        messages, budget = body.get("messages"), body.get("budget")
-        if messages is None:
-            token_ids = await ids_of_text(body.get("prompt"), self.prompts)
-        else:
-            token_ids = await ids_of_messages(messages, self.prompts)
-        instruction = await self.prompts.tokenize(INSTRUCTION, special_tokens=False)
-        needed = await self._engine.bytes_of(
-            len(token_ids), budget=budget, instruction_tokens=len(instruction)
-        )
-        await self._make_room(tenant, needed)
-        document_id = uuid.uuid4().hex
-        kept = await self._engine.register(
-            document_id, token_ids, budget=budget, instruction_ids=instruction
-        )
-        document = SharedDocument(
-            document_id=document_id,
-            tenant=tenant,
-            name=body["name"],
-            token_ids=token_ids,
-            messages=None if messages is None else tuple(messages),
-            kept_tokens=kept.kept_tokens,
-            bytes=kept.bytes,
-        )
-        if self._folder is not None:
-            await self._keep(document, kept, self._folder)
-        return self._stand(document)
-
-    async def _keep(self, document: SharedDocument, kept: Kept, folder: DocumentFolder) -> None:
-        """Write a document that was read into the folder; where that fails, it is dropped."""
-        tenant, name = document.tenant, document.name
-        try:
-            folder.forget(tenant, name)
-            await self._engine.save(kept, document.token_ids, folder.place(tenant, name))
-            folder.note(document)
-        except BaseException:
-            await self._undo(document, folder)
-            raise
-
-    async def _undo(self, document: SharedDocument, folder: DocumentFolder) -> None:
-        with suppress(SnapKVError):  # the first error is told
-            folder.forget(document.tenant, document.name)
-        await self._engine.drop(document.document_id)
-
-    async def _take_over(self, tenant: str, body: Mapping[str, Any]) -> SharedDocument:
-        """Stand on a file that a user has put into the folder, and copy it."""
-        if self._folder is None:
-            raise RefusedError(
-                "file: expected none on a server that keeps no files, got one; start it with "
-                "--share-folder, and put the file there"
-            )
-        name, messages = body["name"], body.get("messages")
-        saved = await self._engine.look_at(self._folder.given(body["file"]))
-        document = await self._adopted(tenant, name, messages, saved)
-        try:
-            self._folder.forget(tenant, name)
-            await asyncio.to_thread(self._folder.copy, saved.path, tenant, name)
-            self._folder.note(document)
-        except BaseException:
-            await self._undo(document, self._folder)
-            raise
-        return self._stand(document)
-
     async def _restore(self, folder: DocumentFolder) -> None:
         async with self._one_at_a_time:
-            for noted in await asyncio.to_thread(lambda: list(folder.noted())):
+            for record in await asyncio.to_thread(lambda: list(folder.records())):
+                if isinstance(record, CacheFileError):
+                    _logger.warning("Document is left in the folder: %s", record)
+                    continue
+                tenant, name = record.tenant, record.name
                 try:
-                    self._stand(await self._again(noted, folder))
+                    path = folder.cache_file(tenant, name)
+                    source = await self._file(path, record.messages, record.seal)
+                    document, _ = await self._held(tenant, name, record.messages, source)
                 except SnapKVError as error:
-                    what = "" if isinstance(noted, CacheFileError) else f"{noted.name!r} "
-                    _logger.warning("Document %sis left in the folder: %s", what, error)
+                    _logger.warning("Document %r is left in the folder: %s", name, error)
                     if isinstance(error, UnsupportedModelError):
                         return
-
-    async def _again(self, noted: Noted | CacheFileError, folder: DocumentFolder) -> SharedDocument:
-        """A document of the folder, which the engine holds again."""
-        if isinstance(noted, CacheFileError):
-            raise noted
-        saved = await self._engine.look_at(folder.place(noted.tenant, noted.name))
-        if saved.seal != noted.seal:
-            raise CacheFileError(
-                f"document: expected the file that was noted, got another one at "
-                f"{str(saved.path)!r}; delete the document, and register it again"
-            )
-        document = await self._adopted(noted.tenant, noted.name, noted.messages, saved)
-        document.created = document.last_used = noted.created
-        return document
-
-    async def _adopted(
-        self, tenant: str, name: str, messages: list[dict[str, Any]] | None, saved: Saved
-    ) -> SharedDocument:
-        """A document out of a file, which the engine holds from now on."""
-        await self._require_own_tokens(messages, saved.token_ids)
-        room = await self._engine.room()
-        await self._make_room(tenant, saved.kept_tokens * room.bytes_per_token)
-        document_id = uuid.uuid4().hex
-        kept = await self._engine.adopt(document_id, saved)
-        return SharedDocument(
-            document_id=document_id,
-            tenant=tenant,
-            name=name,
-            token_ids=saved.token_ids,
-            messages=None if messages is None else tuple(messages),
-            kept_tokens=kept.kept_tokens,
-            bytes=kept.bytes,
-        )
-
-    async def _require_own_tokens(
-        self, messages: list[dict[str, Any]] | None, token_ids: tuple[int, ...]
-    ) -> None:
-        """Raise unless a file's tokens are such as this server makes, of the messages if any."""
-        if messages is None:
-            made = await ids_of_text(list(token_ids), self.prompts)
-        else:
-            made = await ids_of_messages(messages, self.prompts)
-        if made != token_ids:
-            raise RefusedError(
-                f"messages: expected those which this server's chat template makes the file's "
-                f"{len(token_ids):,} tokens of, got ones that it makes {len(made):,} of; pass "
-                "those that the file was made of, or register the text"
-            )
+                else:
+                    document.created = document.last_used = record.created
+                    self._stand(document)
 
     def _stand(self, document: SharedDocument) -> SharedDocument:
         self.catalogue.add(document)
@@ -329,15 +293,13 @@ class SharedDocuments:
         self._count()
         return document
 
+    # How they go.
+
     async def _make_room(self, tenant: str, needed_bytes: int) -> None:
         room = await self._engine.room()
         for one in self.catalogue.make_room(tenant, needed_bytes, room.most_bytes):
-            _logger.info(
-                "Document %r of %s is dropped: %s needs room",
-                one.name,
-                shown_tenant(one.tenant),
-                shown_tenant(tenant),
-            )
+            whose, needs = shown_tenant(one.tenant), shown_tenant(tenant)
+            _logger.info("Document %r of %s is dropped: %s needs room", one.name, whose, needs)
             self._counts.dropped("least_used")
             await self._drop(one)
 
@@ -350,26 +312,38 @@ class SharedDocuments:
 
 
 def _require_fields(body: Mapping[str, Any]) -> None:
-    """Raise unless a body says what to register, and under which name."""
-    for field in body:
-        if field not in _FIELDS:
-            raise RefusedError(
-                f"{shown(field)}: expected {', '.join(_FIELDS)}, got '{shown(field)}'; leave it out"
-            )
+    """Refuse a body that does not say what to register, and under which name."""
+    _require_known(body, _FIELDS)
     require_document_name("name", body.get("name"))
-    if body.get("file") is not None:
-        for field in ("prompt", "budget"):
-            if body.get(field) is not None:
-                raise RefusedError(
-                    f"{field}: expected none beside file, which says what is kept of which tokens, "
-                    "got one; leave it out"
-                )
+    given = {field for field in _FIELDS if body.get(field) is not None}
+    if "file" in given:
+        for field in given & {"prompt", "budget"}:
+            none = "none beside file, which says what is kept of which tokens"
+            raise wrong(field, none, "one", "leave it out")
         return
-    if (body.get("prompt") is None) == (body.get("messages") is None):
-        raise RefusedError(
-            "prompt and messages: expected one of them, got "
-            f"{'neither' if body.get('prompt') is None else 'both'}; pass a prompt for "
-            "/v1/completions, messages for /v1/chat/completions"
-        )
-    if body.get("budget") is not None:
+    if len(given & {"prompt", "messages"}) != 1:
+        got = "both" if "prompt" in given else "neither"
+        remedy = "pass a prompt for /v1/completions, messages for /v1/chat/completions"
+        raise wrong("prompt and messages", "one of them", got, remedy)
+    if "budget" in given:
         require_int("budget", body["budget"], minimum=1)
+
+
+def _asked(body: Mapping[str, Any]) -> tuple[list[str], int]:
+    _require_known(body, ("questions", "max_tokens", "model"))
+    questions = body.get("questions")
+    fits = isinstance(questions, list) and 1 <= len(questions) <= _MOST_QUESTIONS
+    if not fits or not all(isinstance(one, str) and one for one in questions or ()):
+        expected = f"a list of 1 to {_MOST_QUESTIONS} texts"
+        remedy = 'pass {"questions": ["...", "..."]}'
+        raise wrong("questions", expected, "something else", remedy)
+    most_tokens = body.get("max_tokens", _TOKENS)
+    require_int("max_tokens", most_tokens, minimum=1, maximum=_MOST_TOKENS)
+    return list(questions or ()), most_tokens
+
+
+def _require_known(body: Mapping[str, Any], fields: tuple[str, ...]) -> None:
+    for field in body:
+        if field not in fields:
+            got = f"'{shown(field)}'"
+            raise wrong(shown(field), ", ".join(fields), got, "leave it out")

@@ -1,12 +1,14 @@
-"""Keys and values of whole documents in one worker's cache."""
+"""Keys and values of whole documents in one worker's cache, from files and back."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.document_files import StoredDocument, read_document, write_document
+from snapkv.errors import CacheFileError, InvalidArgumentError, SnapKVError
 from snapkv.policies import KVzip, Policy
 from snapkv.validation import DEFAULT_WINDOW
 from snapkv_vllm.layers import LayerRun
@@ -14,21 +16,17 @@ from snapkv_vllm.layouts import slots
 from snapkv_vllm.plans import Move, Order, SecondReading
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class States:
-    """What blocks hold of a document, layer by layer as the model has them.
+def refusal_of(act: Callable[[], None]) -> str:
+    """What a worker answers when it has done something: "", or why it refuses.
 
-    Attributes:
-        kept: (layers, Hkv, K) int64, positions of the tokens, ascending.
-        keys: of every layer (Hkv, K, D).
-        values: of every layer (Hkv, K, D).
-        policy: what has chosen them.
+    So the front end can tell it from a worker that is lost.
     """
-
-    kept: Tensor
-    keys: Sequence[Tensor]
-    values: Sequence[Tensor]
-    policy: Policy
+    try:
+        with torch.inference_mode():
+            act()
+    except SnapKVError as error:
+        return str(error)
+    return ""
 
 
 @dataclass(frozen=True)
@@ -41,14 +39,9 @@ class _Chosen:
 
 
 class DocumentStates:
-    """Reads documents out of blocks, and writes them into blocks.
+    """Reads documents out of blocks, and writes them into blocks that nobody reads yet.
 
     Of the document that was compressed last, it remembers which positions stayed.
-
-    Args:
-        runs: all layers that are compressed.
-        block_tokens: tokens in a block of each KV cache group.
-        device: where the caches are.
     """
 
     def __init__(
@@ -58,78 +51,90 @@ class DocumentStates:
         self._chosen: dict[str, _Chosen] = {}
 
     def note(self, run: LayerRun, order: Order, move: Move, keep: Tensor) -> None:
-        """Remember what stays of a document in a run of layers; of other requests nothing.
+        """Remember what stays of a document in a run of layers: (layers, Hkv, K).
 
-        Nor of one whose heads hold different numbers of tokens, which no file can hold.
-
-        Args:
-            run: the layers.
-            order: of the request.
-            move: where its blocks lie.
-            keep: (layers, Hkv, K) int64.
+        Nothing of other requests, nor of one whose heads hold different numbers of tokens, which
+        no file can hold.
         """
         if isinstance(order.choice, SecondReading) and not order.parts_heads:
             for name, positions in zip(run.layers, keep, strict=True):
                 self._chosen[name] = _Chosen(move.targets[0], positions, order.choice.policy)
 
-    def read(self, blocks: Sequence[Sequence[int]], tokens: int) -> States:
-        """A document that has just been compressed, or that is held whole.
-
-        Args:
-            blocks: of every KV cache group.
-            tokens: of the document.
-
-        Raises:
-            InvalidArgumentError: one of which nobody remembers the positions.
-        """
+    def save(
+        self,
+        path: str,
+        blocks: Sequence[Sequence[int]],
+        model: Mapping[str, Any],
+        token_ids: Sequence[int],
+    ) -> None:
+        """Write a document to a file, just compressed or held whole in blocks of every group."""
         keys: dict[str, Tensor] = {}
         values: dict[str, Tensor] = {}
-        kept: dict[str, Tensor] = {}
-        policy: Policy | None = None
+        chosen: dict[str, _Chosen] = {}
         for run, of_group in self._each(blocks):
             found = run.blocks_of(of_group, self._block_tokens[run.group])
             held = len(of_group) * self._block_tokens[run.group]
-            every = torch.arange(held, device=self._device)
-            rows = every.expand(len(run.layers), 1, held)
+            every = torch.arange(held, device=self._device).expand(len(run.layers), 1, held)
             keys |= zip(run.layers, run.layout.read_keys(found, held).cpu(), strict=True)
-            values |= zip(run.layers, run.layout.read_values(found, rows).cpu(), strict=True)
-            for name, layer in run.layers.items():
-                chosen = self._chosen_of(name, of_group, held, tokens)
-                policy = chosen.policy
-                kept[name] = chosen.positions.cpu().expand(layer.cache.shape[1], held)
-        assert policy is not None  # a model has layers
-        order = self._in_order()
-        return States(
-            kept=torch.stack([kept[name] for name in order]),
-            keys=[keys[name] for name in order],
-            values=[values[name] for name in order],
-            policy=policy,
+            values |= zip(run.layers, run.layout.read_values(found, every).cpu(), strict=True)
+            for name in run.layers:
+                chosen[name] = self._chosen_of(name, of_group, held, len(token_ids))
+        names = self._in_order()
+        heads, tokens = keys[names[0]].shape[:2]
+        kept = [chosen[name].positions.cpu().expand(heads, tokens) for name in names]
+        document = StoredDocument(
+            token_ids=torch.tensor(token_ids),
+            kept=torch.stack(kept),
+            keys=[keys[name] for name in names],
+            values=[values[name] for name in names],
+            policy=chosen[names[0]].policy,
         )
+        write_document(path, model, document)
+
+    def fill(
+        self,
+        path: str,
+        blocks: Sequence[Sequence[int]],
+        model: Mapping[str, Any],
+        *,
+        seal: str,
+        most_bytes: int,
+        vocabulary: int,
+    ) -> None:
+        """Write the document in a file, which was looked at before, into the blocks of every group.
+
+        `vocabulary` is how many tokens the model knows; see `read_document` for the rest.
+        """
+        document = read_document(path, model=model, most_bytes=most_bytes)
+        if document.seal != seal:
+            raise CacheFileError(
+                f"path: expected the file that was looked at, got another one at {path!r} by now; "
+                "register it again"
+            )
+        highest = int(document.token_ids.max())
+        if highest >= vocabulary:
+            raise InvalidArgumentError(
+                f"document: expected token ids below {vocabulary:,}, the model's vocabulary, got "
+                f"{highest:,}; save it with the model that is served"
+            )
+        self.write(blocks, document.keys, document.values)
 
     def write(
         self, blocks: Sequence[Sequence[int]], keys: Sequence[Tensor], values: Sequence[Tensor]
     ) -> None:
-        """Put a document into blocks that nobody reads yet.
-
-        Args:
-            blocks: of every KV cache group.
-            keys: of every layer (Hkv, K, D), in the cache's dtype.
-            values: of every layer (Hkv, K, D).
-
-        Raises:
-            InvalidArgumentError: not as many layers, heads, tokens or numbers as the cache has.
-        """
-        order = self._in_order()
-        if len(keys) != len(order):
+        """Put (Hkv, K, D) keys and values of every layer into the blocks of every group."""
+        names = self._in_order()
+        if len(keys) != len(names):
             raise InvalidArgumentError(
-                f"document: expected the {len(order)} layers of the model, got {len(keys)}; save "
+                f"document: expected the {len(names)} layers of the model, got {len(keys)}; save "
                 "it with the model that is served"
             )
-        of_layer = dict(zip(order, zip(keys, values, strict=True), strict=True))
-        for run, of_group in self._each(blocks):
+        of_layer = dict(zip(names, zip(keys, values, strict=True), strict=True))
+        runs = self._each(blocks)
+        for run, of_group in runs:
             for name in run.layers:
                 self._require_fitting(run, of_group, of_layer[name])
-        for run, of_group in self._each(blocks):
+        for run, of_group in runs:
             size = self._block_tokens[run.group]
             targets = torch.tensor(of_group, device=self._device)
             states = [

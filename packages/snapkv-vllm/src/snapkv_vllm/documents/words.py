@@ -1,4 +1,4 @@
-"""What the front end tells the scheduler of documents, in a request's `extra_args`.
+"""What the front end tells the scheduler of documents, in a request's `extra_args`, and is told.
 
 Whoever calls a server over HTTP writes a document's name; the front end puts an identifier in its
 place that nobody else knows. Neither torch nor vLLM is needed here.
@@ -8,53 +8,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from snapkv.errors import InvalidArgumentError
 from snapkv.validation import require_int
 from snapkv_vllm import names
-from snapkv_vllm.names import PREFIX
+from snapkv_vllm.names import PREFIX, wrong
 
-DOCUMENT = PREFIX + names.DOCUMENT
-"""The document that a request's prompt begins with."""
+# What a request does, each with a document's identifier.
+DOCUMENT = PREFIX + names.DOCUMENT  # its prompt begins with the document
+REGISTER = PREFIX + "register"  # all of its prompt but the last token becomes the document
+ADOPT = PREFIX + "adopt"  # blocks are taken for the document, which workers fill from a file
+DROP = PREFIX + "drop"  # no later request may name the document
+ROOM = PREFIX + "room"  # it is told how much room there is, see `Room`
 
-REGISTER = PREFIX + "register"
-"""The identifier under which all of the prompt but its last token is kept as a document."""
+# What it says besides.
+INSTRUCTION = PREFIX + "instruction"  # ids of the tokens before every piece that is read again
+BUDGET = PREFIX + "budget"  # tokens that are kept, rounded up to whole blocks
+TOKENS = PREFIX + "tokens"  # ids of all tokens of a document that is adopted
+KEPT = PREFIX + "kept"  # how many of them it holds, in whole blocks
 
-DROP = PREFIX + "drop"
-"""A document that no later request may name."""
+_BESIDE = {DOCUMENT: (), REGISTER: (BUDGET, INSTRUCTION), ADOPT: (TOKENS, KEPT), DROP: (), ROOM: ()}
 
-ROOM = PREFIX + "room"
-"""Nothing is done, but for saying how much room there is; see `Registry.room`."""
-
-INSTRUCTION = PREFIX + "instruction"
-"""Ids of the tokens that stand before every piece that is read again."""
-
-BUDGET = PREFIX + "budget"
-"""Tokens of a document that are kept, rounded up to whole blocks."""
-
-ADOPT = PREFIX + "adopt"
-"""The identifier of a document that is not read: its blocks are there, for workers to fill."""
-
-TOKENS = PREFIX + "tokens"
-"""Ids of all tokens of a document that is adopted."""
-
-KEPT = PREFIX + "kept"
-"""How many of them it holds, in whole blocks."""
-
-_VERBS = (DOCUMENT, REGISTER, ADOPT, DROP, ROOM)
+_FILE_EXTRA_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Errand:
-    """What a request does with a document.
-
-    Attributes:
-        verb: `DOCUMENT`, `REGISTER`, `ADOPT`, `DROP` or `ROOM`.
-        document_id: which one.
-        budget: of one that is registered; None for the server's.
-        instruction_ids: likewise, see `INSTRUCTION`.
-        token_ids: of one that is adopted.
-        kept_tokens: likewise, see `KEPT`.
-    """
+    """What a request does with a document: a verb, which document, and what it says besides."""
 
     verb: str
     document_id: str
@@ -67,48 +45,64 @@ class Errand:
 def errand(extra_args: Mapping[str, Any] | None) -> Errand | None:
     """What a request does with a document; None where it has nothing to do with one.
 
-    Raises:
-        InvalidArgumentError: two things at once, or other settings beside it.
-        InvalidTypeError: a value of the wrong type.
+    Refuses two things at once, other settings beside it, and values that make no sense.
     """
     given = {
         name: value
         for name, value in (extra_args or {}).items()
         if isinstance(name, str) and name.startswith(PREFIX)
     }
-    verb = next((name for name in _VERBS if name in given), None)
+    verb = next((name for name in _BESIDE if name in given), None)
     if verb is None:
         return None
     document_id = given.pop(verb)
     if not isinstance(document_id, str) or not document_id:
-        raise InvalidArgumentError(f"{verb}: expected an identifier, got {document_id!r}; pass one")
-    read = {REGISTER: _of_registration, ADOPT: _of_adoption}.get(verb)
-    own = {} if read is None else read(given)
-    for name in given:
-        raise InvalidArgumentError(
-            f"{name}: expected none beside {verb}, since a document is compressed once for all who "
-            "name it and what follows it stays whole, got one; leave it out"
-        )
-    return Errand(verb=verb, document_id=document_id, **own)
-
-
-def _of_registration(given: dict[str, Any]) -> dict[str, Any]:
-    """What a registration says, taken out of the settings that are given."""
-    budget = given.pop(BUDGET, None)
-    if budget is not None:
+        raise wrong(verb, "an identifier", repr(document_id), "pass one")
+    for name in given.keys() - _BESIDE[verb]:
+        once = "since a document is compressed once for all who name it"
+        none = f"none beside {verb}, {once} and what follows it stays whole"
+        raise wrong(name, none, "one", "leave it out")
+    if (budget := given.get(BUDGET)) is not None:
         require_int(BUDGET, budget, minimum=1)
-    return {"budget": budget, "instruction_ids": _taken_ids(INSTRUCTION, given)}
+    if verb == ADOPT:
+        require_int(KEPT, given.get(KEPT), minimum=1)
+    ids = {field: tuple(given.get(field, ())) for field in (INSTRUCTION, TOKENS)}
+    for name, of_name in ids.items():
+        for token_id in of_name:
+            require_int(name, token_id, minimum=0)
+    return Errand(
+        verb=verb,
+        document_id=document_id,
+        budget=budget,
+        instruction_ids=ids[INSTRUCTION],
+        token_ids=ids[TOKENS],
+        kept_tokens=given.get(KEPT, 0),
+    )
 
 
-def _of_adoption(given: dict[str, Any]) -> dict[str, Any]:
-    """The same of an adoption."""
-    kept_tokens = given.pop(KEPT, None)
-    require_int(KEPT, kept_tokens, minimum=1)
-    return {"token_ids": _taken_ids(TOKENS, given), "kept_tokens": kept_tokens}
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """What documents may take of an engine's cache."""
 
+    block_tokens: int  # what is kept of a document is rounded up to a multiple of it
+    bytes_per_token: int  # in all layers
+    most_tokens: int  # of all documents together
+    budget: int  # kept of a document that says nothing else
 
-def _taken_ids(name: str, given: dict[str, Any]) -> tuple[int, ...]:
-    ids = tuple(given.pop(name, ()))
-    for token_id in ids:
-        require_int(name, token_id, minimum=0)
-    return ids
+    @property
+    def most_bytes(self) -> int:
+        return self.most_tokens * self.bytes_per_token
+
+    @property
+    def most_file_bytes(self) -> int:
+        """Of one document as a file, with the positions and the token ids that stand beside it."""
+        return 2 * self.most_bytes + _FILE_EXTRA_BYTES
+
+    def kept_tokens(self, tokens: int, budget: int | None) -> int:
+        """How many tokens are held of a document of so many, at least a block."""
+        size = self.block_tokens
+        if tokens < size:
+            block, remedy = f"at least the {size} tokens of a block", "ask about it unregistered"
+            raise wrong("document", block, tokens, remedy)
+        kept = -(-(self.budget if budget is None else budget) // size) * size
+        return min(kept, tokens // size * size)

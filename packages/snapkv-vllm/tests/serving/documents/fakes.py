@@ -1,29 +1,32 @@
 """An engine and a tokenizer that can be checked by hand."""
 
 import asyncio
+from types import SimpleNamespace
 
 from snapkv.cache.saving.files import read_sealed, write_sealed
-from snapkv.errors import CacheFileError, InvalidArgumentError, OutOfMemoryError, OutputError
-from snapkv_vllm.documents.engine import Answer, Kept, Saved
-from snapkv_vllm.documents.room import Room
+from snapkv.errors import CacheFileError, InvalidArgumentError, OutputError
+from snapkv_vllm.documents.engine import Kept, Saved
+from snapkv_vllm.documents.prompts import Prompts
+from snapkv_vllm.documents.shared import SharedDocuments
+from snapkv_vllm.documents.words import Room
+from snapkv_vllm.names import NO_ROOM, RefusedError
 
 BEGIN, END, DOUBLE = 1, 2, 3
 ROLES = {"system": 11, "user": 12, "assistant": 13}
 
 
-class CharacterPrompts:
+class CharacterPrompts(Prompts):
     """A token per character; two line breaks in a row are one token.
 
     Chats are the role's token, a line break, the content and `END` for each message, then the
     token of the assistant's role. Texts begin with `BEGIN` where special tokens are asked for.
     """
 
-    def __init__(self, *, adapters=(), ends=False):
-        self.adapters = adapters
+    def __init__(self, *, ends=False):
         self.ends = ends
 
     def is_base_model(self, name):
-        return name not in self.adapters
+        return name != "law"
 
     async def tokenize(self, prompt, *, special_tokens):
         if isinstance(prompt, list):
@@ -31,11 +34,11 @@ class CharacterPrompts:
         end = [END] if self.ends else []
         return [BEGIN, *characters(prompt), *end] if special_tokens else characters(prompt)
 
-    async def render(self, body):
-        ids = [ROLES["system"]] * bool(body.get("tools"))
-        for message in body["messages"]:
-            if not isinstance(message, dict) or message.get("role") not in ROLES:
-                return None
+    async def render(self, messages):
+        ids = []
+        for message in messages:
+            if message["role"] not in ROLES:
+                raise RefusedError("messages: expected messages as chats have them")
             ids += [ROLES[message["role"]], *characters("\n" + str(message["content"])), END]
         return [*ids, ROLES["assistant"]]
 
@@ -52,12 +55,11 @@ class FakeEngine:
     """Ten bytes per kept token; keeps a budget of 8 by default. `reading` holds a reading up."""
 
     def __init__(self, most_bytes=1000):
-        self.most_bytes = most_bytes
-        self.held = {}
+        self.most_bytes, self.longest = most_bytes, 100_000
+        self.held = {}  # bytes by document
         self.reading = asyncio.Event()
         self.reading.set()
         self.refusal = None
-        self.longest = 100_000
         self.full_disk = False
 
     async def room(self):
@@ -67,18 +69,25 @@ class FakeEngine:
         assert instruction_tokens
         if tokens > self.longest:
             raise InvalidArgumentError("document: expected a shorter one")
-        return (await self.room()).bytes_of(tokens, budget)
+        return 10 * (await self.room()).kept_tokens(tokens, budget)
 
-    async def register(self, document_id, token_ids, *, budget, instruction_ids):
-        assert instruction_ids
+    async def _hold(self, document_id, kept_tokens):
         await self.reading.wait()
         if self.refusal is not None:
             raise self.refusal
-        size = (await self.room()).bytes_of(len(token_ids), budget)
-        if size + sum(one.bytes for one in self.held.values()) > self.most_bytes:
-            raise OutOfMemoryError("document: expected room for it")
-        self.held[document_id] = Kept(kept_tokens=size // 10, bytes=size)
-        return self.held[document_id]
+        if 10 * kept_tokens + sum(self.held.values()) > self.most_bytes:
+            raise RefusedError("document: expected room for it", NO_ROOM)
+        self.held[document_id] = 10 * kept_tokens
+        return Kept(kept_tokens=kept_tokens)
+
+    async def register(self, document_id, token_ids, *, budget, instruction_ids):
+        assert instruction_ids
+        return await self._hold(
+            document_id, (await self.room()).kept_tokens(len(token_ids), budget)
+        )
+
+    async def adopt(self, document_id, saved):
+        return await self._hold(document_id, saved.kept_tokens)
 
     async def answer(self, prompt, document_id, most_tokens):
         """Says the prompt's last tokens backwards; a document forgets how the third one was."""
@@ -87,7 +96,7 @@ class FakeEngine:
         if document_id is not None:
             assert document_id in self.held
             ids[2:3] = [0] * len(ids[2:3])
-        return Answer(token_ids=tuple(ids), text=" ".join(map(str, ids)))
+        return SimpleNamespace(token_ids=ids, text=" ".join(map(str, ids)))
 
     async def drop(self, document_id):
         self.held.pop(document_id, None)  # as the engine, which knows nothing of others
@@ -98,27 +107,19 @@ class FakeEngine:
         _, notes, seal = read_sealed(path)
         return Saved(path=path, seal=seal, token_ids=tuple(notes["ids"]), kept_tokens=notes["kept"])
 
-    async def adopt(self, document_id, saved):
-        await self.reading.wait()
-        if self.refusal is not None:
-            raise self.refusal
-        kept = saved.kept_tokens
-        self.held[document_id] = Kept(kept_tokens=kept, bytes=10 * kept)
-        return self.held[document_id]
-
     async def save(self, kept, token_ids, path):
         if self.full_disk:
             raise OutputError("output: expected room on the disk")
         write_sealed(path, {}, {"ids": list(token_ids), "kept": kept.kept_tokens})
 
 
-class Counted:
-    """What was counted, last."""
+class World:
+    """A server's documents with everything that they stand on, and what was counted."""
 
-    def __init__(self):
-        self.now = (0, 0)
-        self.not_read = []
-        self.reasons = []
+    def __init__(self, most_bytes=1000, folder=None):
+        self.engine = FakeEngine(most_bytes)
+        self.now, self.not_read, self.reasons = (0, 0), [], []
+        self.documents = SharedDocuments(self.engine, CharacterPrompts(), self, folder)
 
     def standing(self, documents, document_bytes):
         self.now = (documents, document_bytes)
@@ -128,3 +129,15 @@ class Counted:
 
     def dropped(self, reason):
         self.reasons.append(reason)
+
+    def names(self, tenant=""):
+        return [one.name for one in self.documents.catalogue.of(tenant)]
+
+    async def restored(self, tenant=""):
+        await self.documents.restored()
+        return self.names(tenant)
+
+    def require_in_step(self):
+        held = sum(self.engine.held.values())
+        assert self.documents.catalogue.bytes == held <= self.engine.most_bytes
+        assert self.now == (len(self.documents.catalogue), held)

@@ -1,11 +1,13 @@
 """Documents by tenant and name: who sees them, and which ones go when room is needed."""
 
+import hashlib
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from snapkv_vllm.documents.catalogue import Catalogue, SharedDocument
-from snapkv_vllm.documents.refused import RefusedError
+from snapkv_vllm.documents.catalogue import EVERYBODY, Catalogue, SharedDocument, tenant_of
+from snapkv_vllm.names import RefusedError
 
 
 def document(name, size=10, tenant="a"):
@@ -31,6 +33,18 @@ def names(documents):
     return [one.name for one in documents]
 
 
+def test_a_tenant_is_the_hash_of_its_key():
+    def of(said):
+        first, last = (b"Authorization", said), (b"authorization", b"Bearer x")
+        return tenant_of([(b"host", b"here"), first, last])
+
+    assert of(b"Bearer secret") == of(b"bearer secret") == hashlib.sha256(b"secret").hexdigest()
+    assert (
+        len({of(b"Bearer Secret"), of(b"Bearer secret"), of(b"Bearer a b"), of(b"Bearer a")}) == 4
+    )
+    assert EVERYBODY not in (of(b"Bearer "), tenant_of([]))
+
+
 def test_a_document_is_found_by_its_own_tenant_alone():
     mine, theirs = document("contract"), document("contract", tenant="b")
     catalogue = catalogue_of(mine, theirs, document("law"))
@@ -43,37 +57,6 @@ def test_a_document_is_found_by_its_own_tenant_alone():
     assert refused.value.status == 404
 
 
-def test_a_name_that_stands_is_not_free():
-    catalogue = catalogue_of(document("contract"))
-    catalogue.require_free("b", "contract")
-    with pytest.raises(RefusedError, match=r"got 'contract'.* delete it first") as refused:
-        catalogue.require_free("a", "contract")
-    assert refused.value.status == 409
-
-
-def test_the_least_recently_used_go_first_and_no_more_of_them_than_it_takes():
-    one, two, three = document("one", 40), document("two", 30), document("three", 30)
-    catalogue = catalogue_of(one, two, three)
-    catalogue.begin(one)
-    catalogue.end(one)  # so that two is the oldest
-    assert names(catalogue.make_room("a", 0, 100)) == []
-    assert names(catalogue.make_room("a", 25, 100)) == ["two"]
-    assert names(catalogue.make_room("a", 60, 100)) == ["three"]
-    assert names(catalogue.of("a")) == ["one"]
-    assert catalogue.bytes == 40
-
-
-def test_what_is_in_use_stays_and_too_little_room_forgets_nothing():
-    used, idle = document("used", 40), document("idle", 60)
-    catalogue = catalogue_of(used, idle)
-    catalogue.begin(used)
-    with pytest.raises(RefusedError, match=r"at most 60 B.* --share-bytes 100 B.*, got 61 B") as no:
-        catalogue.make_room("a", 61, 100)
-    assert no.value.status == 507
-    assert names(catalogue.of("a")) == ["idle", "used"]
-    assert names(catalogue.make_room("a", 60, 100)) == ["idle"]
-
-
 def test_nobody_makes_another_tenants_documents_go_that_are_within_its_share():
     catalogue = catalogue_of(document("law", 50, "b"), *(document(name, 25) for name in "xy"))
     assert names(catalogue.make_room("a", 25, 100)) == ["x"]
@@ -84,31 +67,16 @@ def test_nobody_makes_another_tenants_documents_go_that_are_within_its_share():
     assert names(catalogue.of("b")) == ["law"]
 
 
-def test_a_tenant_may_take_what_others_leave_and_gives_it_back_when_they_come():
-    catalogue = catalogue_of(*(document(name, 30) for name in "xyz"))
-    assert names(catalogue.make_room("b", 30, 100)) == ["x"]
-    catalogue.add(document("law", 30, "b"))
-    assert names(catalogue.make_room("c", 33, 100)) == ["y"]
-    catalogue.add(document("rules", 33, "c"))
-    assert names(catalogue.make_room("d", 25, 100)) == ["rules"]
-
-
-def test_the_tenant_with_most_gives_first_and_of_its_documents_the_least_recently_used():
-    own = [document(name, 20, tenant) for tenant, name in ("ax", "ay", "bx", "by", "bz")]
-    catalogue = catalogue_of(*own)
-    gone = catalogue.make_room("c", 30, 100)
-    assert [(one.tenant, one.name) for one in gone] == [("b", "x"), ("a", "x")]
-
-
 def test_a_deleted_document_takes_its_bytes_until_its_last_request_has_ended():
     old = document("contract", 60)
     catalogue = catalogue_of(old)
     catalogue.begin(old)
     catalogue.begin(old)
-    assert catalogue.delete("a", "contract") is None
+    assert catalogue.delete(old) is False
     with pytest.raises(RefusedError, match="got 'contract'"):
         catalogue.find("a", "contract")
     new = document("contract", 40)
+    new.document_id = "new"
     catalogue.add(new)  # the name is free again
     assert (len(catalogue), catalogue.bytes) == (1, 100)
     with pytest.raises(RefusedError, match="at most 40 B"):
@@ -116,15 +84,7 @@ def test_a_deleted_document_takes_its_bytes_until_its_last_request_has_ended():
     assert catalogue.end(old) is False
     assert catalogue.end(old) is True
     assert catalogue.bytes == 40
-    assert catalogue.delete("a", "contract") is new
-
-
-def test_the_last_use_is_told():
-    one = document("one")
-    assert one.last_used == one.created
-    catalogue_of(one).begin(one)
-    assert one.last_used >= one.created
-    assert one.requests == 1
+    assert catalogue.delete(new) is True
 
 
 TENANTS, NAMES = "ab", "xyz"
@@ -213,12 +173,12 @@ class Oracle:
     def delete(self, tenant, name):
         if (tenant, name) in self.order:
             self.order.remove((tenant, name))
-            gone = self.catalogue.delete(tenant, name)
-            if gone is not None:
-                del self.engine[gone.document_id]
+            found = self.catalogue.find(tenant, name)
+            if self.catalogue.delete(found):
+                del self.engine[found.document_id]
         else:
             with pytest.raises(RefusedError):
-                self.catalogue.delete(tenant, name)
+                self.catalogue.find(tenant, name)
 
     def check(self):
         assert self.catalogue.bytes == sum(self.engine.values()) <= 20

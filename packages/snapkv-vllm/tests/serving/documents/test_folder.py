@@ -10,26 +10,15 @@ from snapkv.cache.saving.files import seal_of, write_sealed
 from snapkv.document_files import from_record
 from snapkv.errors import OutOfMemoryError, OutputError, SnapKVError
 from snapkv_vllm.documents.folder import DocumentFolder
-from snapkv_vllm.documents.refused import RefusedError, status_of
-from snapkv_vllm.documents.shared import SharedDocuments
-from tests.serving.documents.fakes import CharacterPrompts, Counted, FakeEngine
+from snapkv_vllm.names import RefusedError, status_of
+from tests.serving.documents.fakes import World
 
 BODY = {"name": "contract", "prompt": "abc"}
 MESSAGES = [{"role": "system", "content": "abc"}]
 
 
-class World:
-    """A server's documents, all of which are in a folder."""
-
-    def __init__(self, folder, most_bytes=1000):
-        self.engine = FakeEngine(most_bytes)
-        self.documents = SharedDocuments(
-            self.engine, CharacterPrompts(), Counted(), DocumentFolder(folder)
-        )
-
-    async def names(self, tenant=""):
-        await self.documents.restored()
-        return [one.name for one in self.documents.catalogue.of(tenant)]
+def world_in(folder, **own):
+    return World(folder=DocumentFolder(folder), **own)
 
 
 def files(folder):
@@ -40,129 +29,75 @@ def put(folder, ids, kept, name="mine"):
     write_sealed(folder / name, {}, {"ids": ids, "kept": kept})
 
 
-def test_what_was_registered_stands_again_as_it_was(tmp_path):
-    async def run():
-        first = World(tmp_path)
-        made = [
-            await first.documents.register("", BODY),
-            await first.documents.register("ab12", {"name": "rules", "messages": MESSAGES}),
-        ]
-        assert files(tmp_path) == [
-            "ab12/rules.json",
-            "ab12/rules.safetensors",
-            "everybody/contract.json",
-            "everybody/contract.safetensors",
-        ]
-        note = from_record((tmp_path / "ab12/rules.json").read_text())
-        seal = seal_of(tmp_path / "ab12/rules.safetensors")
-        assert note == {
-            "name": "rules",
-            "messages": MESSAGES,
-            "seal": seal,
-            "created": made[1].created,
-        }
-        again = World(tmp_path)
-        assert await again.names() == ["contract"]
-        assert await again.names("ab12") == ["rules"]
-        for one in made:
-            found = again.documents.catalogue.find(one.tenant, one.name)
-            assert (found.kind, found.token_ids, found.messages) == (
-                one.kind,
-                one.token_ids,
-                one.messages,
-            )
-            assert (found.kept_tokens, found.created) == (one.kept_tokens, one.created)
-            assert found.document_id in again.engine.held
-            assert found.document_id != one.document_id
-
-    asyncio.run(run())
+async def test_what_was_registered_stands_again_as_it_was(tmp_path):
+    first = world_in(tmp_path)
+    made = [
+        await first.documents.register("", BODY),
+        await first.documents.register("ab12", {"name": "rules", "messages": MESSAGES}),
+    ]
+    assert files(tmp_path) == [
+        "ab12/rules.json",
+        "ab12/rules.safetensors",
+        "everybody/contract.json",
+        "everybody/contract.safetensors",
+    ]
+    note = from_record((tmp_path / "ab12/rules.json").read_text())
+    seal = seal_of(tmp_path / "ab12/rules.safetensors")
+    assert note == {
+        "name": "rules",
+        "messages": MESSAGES,
+        "seal": seal,
+        "created": made[1].created,
+    }
+    again = world_in(tmp_path)
+    assert await again.restored() == ["contract"]
+    assert await again.restored("ab12") == ["rules"]
+    for one in made:
+        found = again.documents.catalogue.find(one.tenant, one.name)
+        assert (found.kind, found.token_ids, found.messages) == (
+            one.kind,
+            one.token_ids,
+            one.messages,
+        )
+        assert (found.kept_tokens, found.created) == (one.kept_tokens, one.created)
+        assert found.document_id in again.engine.held
+        assert found.document_id != one.document_id
 
 
 @pytest.mark.parametrize("name", ["a b", "a.json", ".a", "ä%", "é" * 100, "x" * 100])
-def test_any_name_is_a_files_name(tmp_path, name):
-    async def run():
-        await World(tmp_path).documents.register("", {**BODY, "name": name})
-        again = World(tmp_path)
-        assert await again.names() == [name]
-        assert again.documents.file("", name).is_file()
-        await again.documents.delete("", name)
-        assert files(tmp_path) == []
-
-    asyncio.run(run())
+async def test_any_name_is_a_files_name(tmp_path, name):
+    await world_in(tmp_path).documents.register("", {**BODY, "name": name})
+    again = world_in(tmp_path)
+    assert await again.restored() == [name]
+    assert again.documents.file("", name).is_file()
+    await again.documents.delete("", name)
+    assert files(tmp_path) == []
 
 
-def test_the_line_of_registrations_ends_also_while_the_folder_is_restored(tmp_path):
-    async def run():
-        await World(tmp_path).documents.register("", BODY)
-        world, restoring = World(tmp_path, most_bytes=100_000), asyncio.Event()
-        look_at = world.engine.look_at
-
-        async def looked_at_later(path):
-            await restoring.wait()
-            return await look_at(path)
-
-        world.engine.look_at = looked_at_later
-        bodies = [{**BODY, "name": f"n{number}"} for number in range(66)]
-        line = [asyncio.create_task(world.documents.register("", body)) for body in bodies]
-        await asyncio.sleep(0)
-        assert [one.done() for one in line] == [False] * 64 + [True] * 2
-        restoring.set()
-        found = await asyncio.gather(*line, return_exceptions=True)
-        assert [isinstance(one, RefusedError) for one in found] == [False] * 64 + [True] * 2
-        assert len(await world.names()) == 65
-
-    asyncio.run(run())
-
-
-def test_names_that_are_cut_stay_apart(tmp_path):
-    folder = DocumentFolder(tmp_path)
-    places = {folder.place("", "é" * 99 + last) for last in "abc"}
-    assert len(places) == 3
-
-
-def test_files_are_seen_by_their_own_tenant_alone(tmp_path):
-    async def run():
-        world = World(tmp_path)
-        await world.documents.register("ab12", BODY)
-        for tenant in ("", "cd34"):
-            with pytest.raises(RefusedError) as refused:
-                world.documents.file(tenant, "contract")
-            assert status_of(refused.value) == 404
-        assert world.documents.file("ab12", "contract").is_file()
-
-    asyncio.run(run())
-
-
-def test_what_goes_for_room_stays_in_the_folder_until_it_is_deleted(tmp_path):
-    async def run():
-        world = World(tmp_path, most_bytes=40)
-        for name in "xy":
-            await world.documents.register("", {**BODY, "name": name})
-        assert await world.names() == ["y"]
-        assert await World(tmp_path).names() == ["x", "y"]
-        small = World(tmp_path, most_bytes=40)
-        assert await small.names() == ["y"]
+async def test_what_goes_for_room_stays_in_the_folder_until_it_is_deleted(tmp_path):
+    world = world_in(tmp_path, most_bytes=40)
+    for name in "xy":
+        await world.documents.register("", {**BODY, "name": name})
+    assert await world.restored() == ["y"]
+    assert await world_in(tmp_path).restored() == ["x", "y"]
+    small = world_in(tmp_path, most_bytes=40)
+    assert await small.restored() == ["y"]
+    await small.documents.delete("", "x")
+    assert await world_in(tmp_path).restored() == ["y"]
+    with pytest.raises(RefusedError) as refused:
         await small.documents.delete("", "x")
-        assert await World(tmp_path).names() == ["y"]
-        with pytest.raises(RefusedError) as refused:
-            await small.documents.delete("", "x")
-        assert status_of(refused.value) == 404
-
-    asyncio.run(run())
+    assert status_of(refused.value) == 404
 
 
 def change(path, old, new):
     path.write_text(path.read_text().replace(old, new))
 
 
-def test_a_bare_note_of_an_earlier_server_still_opens(tmp_path):
-    async def run():
-        await World(tmp_path).documents.register("", BODY)
-        note = tmp_path / "everybody/contract.json"
-        note.write_text(json.dumps(from_record(note.read_text())))
-        assert await World(tmp_path).names() == ["contract"]
-
-    asyncio.run(run())
+async def test_a_bare_note_of_an_earlier_server_still_opens(tmp_path):
+    await world_in(tmp_path).documents.register("", BODY)
+    note = tmp_path / "everybody/contract.json"
+    note.write_text(json.dumps(from_record(note.read_text())))
+    assert await world_in(tmp_path).restored() == ["contract"]
 
 
 @pytest.mark.parametrize(
@@ -183,13 +118,13 @@ def test_what_is_damaged_is_left_with_one_line_and_the_others_stand(
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
 
     async def run():
-        world = World(tmp_path)
+        world = world_in(tmp_path)
         for name in ("contract", "other"):
             await world.documents.register("", {**BODY, "name": name})
         damage(tmp_path / "everybody")
         before = files(tmp_path)
-        again = World(tmp_path)
-        assert await again.names() == ["other"]
+        again = world_in(tmp_path)
+        assert await again.restored() == ["other"]
         assert len(again.engine.held) == 1
         assert files(tmp_path) == before
 
@@ -199,33 +134,27 @@ def test_what_is_damaged_is_left_with_one_line_and_the_others_stand(
     assert "\n" not in line
 
 
-def test_a_file_of_a_user_is_registered_and_copied(tmp_path):
-    async def run():
-        put(tmp_path, [1, 97, 98], 2)
-        world = World(tmp_path)
-        found = await world.documents.register("", {"name": "one", "file": "mine"})
-        assert (found.kind, found.token_ids, found.kept_tokens) == ("prompt", (1, 97, 98), 2)
-        (tmp_path / "mine").unlink()
-        assert await World(tmp_path).names() == ["one"]
-
-    asyncio.run(run())
+async def test_a_file_of_a_user_is_registered_and_copied(tmp_path):
+    put(tmp_path, [1, 97, 98], 2)
+    world = world_in(tmp_path)
+    found = await world.documents.register("", {"name": "one", "file": "mine"})
+    assert (found.kind, found.token_ids, found.kept_tokens) == ("prompt", (1, 97, 98), 2)
+    (tmp_path / "mine").unlink()
+    assert await world_in(tmp_path).restored() == ["one"]
 
 
-def test_a_file_of_a_chat_must_be_that_of_its_messages(tmp_path):
-    async def run():
-        world = World(tmp_path)
-        chat = {"name": "rules", "messages": MESSAGES}
-        ids = (await world.documents.register("", chat)).token_ids
-        put(tmp_path, list(ids), 2)
-        body = {"name": "one", "file": "mine"}
-        found = await world.documents.register("", {**body, "messages": MESSAGES})
-        assert (found.kind, found.token_ids, found.kept_tokens) == ("messages", ids, 2)
-        other = [{"role": "system", "content": "abd"}]
-        with pytest.raises(RefusedError, match="messages: expected those which"):
-            await world.documents.register("", {**body, "name": "two", "messages": other})
-        assert len(world.engine.held) == 2
-
-    asyncio.run(run())
+async def test_a_file_of_a_chat_must_be_that_of_its_messages(tmp_path):
+    world = world_in(tmp_path)
+    chat = {"name": "rules", "messages": MESSAGES}
+    ids = (await world.documents.register("", chat)).token_ids
+    put(tmp_path, list(ids), 2)
+    body = {"name": "one", "file": "mine"}
+    found = await world.documents.register("", {**body, "messages": MESSAGES})
+    assert (found.kind, found.token_ids, found.kept_tokens) == ("messages", ids, 2)
+    other = [{"role": "system", "content": "abd"}]
+    with pytest.raises(RefusedError, match="messages: expected those which"):
+        await world.documents.register("", {**body, "name": "two", "messages": other})
+    assert len(world.engine.held) == 2
 
 
 @pytest.mark.parametrize(
@@ -236,7 +165,7 @@ def test_files_elsewhere_are_refused(tmp_path, file):
     (folder / "everybody").mkdir(parents=True)
     put(tmp_path, [1, 97], 2)
     (folder / "out").symlink_to(tmp_path / "mine")
-    world = World(folder)
+    world = world_in(folder)
     with pytest.raises(RefusedError, match=r"^file: expected") as refused:
         asyncio.run(world.documents.register("", {"name": "one", "file": file}))
     assert status_of(refused.value) == 400
@@ -252,58 +181,53 @@ def test_files_elsewhere_are_refused(tmp_path, file):
 )
 def test_what_a_file_says_itself_is_refused_beside_it(tmp_path, body, words):
     with pytest.raises(RefusedError, match=words):
-        asyncio.run(World(tmp_path).documents.register("", {"name": "a", "file": "b", **body}))
+        asyncio.run(world_in(tmp_path).documents.register("", {"name": "a", "file": "b", **body}))
 
 
-def test_files_are_refused_where_there_is_no_folder():
-    documents = SharedDocuments(FakeEngine(), CharacterPrompts(), Counted())
-    with pytest.raises(RefusedError, match="--share-folder"):
-        asyncio.run(documents.register("", {"name": "a", "file": "b"}))
-    with pytest.raises(RefusedError, match="--share-folder"):
-        documents.file("", "a")
-
-
-def test_a_document_that_cannot_be_written_is_dropped(tmp_path):
-    async def run():
-        world = World(tmp_path)
-        world.engine.full_disk = True
-        with pytest.raises(OutputError) as refused:
-            await world.documents.register("", BODY)
-        assert status_of(refused.value) == 507
-        assert (world.engine.held, await world.names(), files(tmp_path)) == ({}, [], [])
-        world.engine.full_disk = False
+async def test_a_document_that_cannot_be_written_is_dropped(tmp_path):
+    world = world_in(tmp_path)
+    world.engine.full_disk = True
+    with pytest.raises(OutputError) as refused:
         await world.documents.register("", BODY)
-        assert await World(tmp_path).names() == ["contract"]
-
-    asyncio.run(run())
-
-
-def test_a_file_that_the_engine_has_no_blocks_for_leaves_nothing(tmp_path):
-    async def run():
-        put(tmp_path, [1, 97], 2)
-        world = World(tmp_path)
-        world.engine.refusal = OutOfMemoryError("no blocks")
-        with pytest.raises(SnapKVError, match="no blocks"):
-            await world.documents.register("", {"name": "one", "file": "mine"})
-        assert (world.engine.held, files(tmp_path)) == ({}, ["mine"])
-
-    asyncio.run(run())
+    assert status_of(refused.value) == 507
+    assert (world.engine.held, await world.restored(), files(tmp_path)) == ({}, [], [])
+    world.engine.full_disk = False
+    await world.documents.register("", BODY)
+    assert await world_in(tmp_path).restored() == ["contract"]
 
 
-def test_requests_wait_until_the_documents_stand(tmp_path):
-    async def run():
-        await World(tmp_path).documents.register("", BODY)
-        world = World(tmp_path)
-        world.engine.reading.clear()
-        waiting = asyncio.create_task(world.names())
-        gone = asyncio.create_task(world.names())
-        await asyncio.sleep(0.05)
-        gone.cancel()
-        assert not waiting.done()
-        world.engine.reading.set()
-        assert await waiting == ["contract"]
-        async with world.documents.named("", "contract") as found:
-            assert found.requests == 1
-        assert len(world.engine.held) == 1
+async def test_a_file_that_the_engine_has_no_blocks_for_leaves_nothing(tmp_path):
+    put(tmp_path, [1, 97], 2)
+    world = world_in(tmp_path)
+    world.engine.refusal = OutOfMemoryError("no blocks")
+    with pytest.raises(SnapKVError, match="no blocks"):
+        await world.documents.register("", {"name": "one", "file": "mine"})
+    assert (world.engine.held, files(tmp_path)) == ({}, ["mine"])
 
-    asyncio.run(run())
+
+async def test_requests_wait_until_the_documents_stand(tmp_path):
+    await world_in(tmp_path).documents.register("", BODY)
+    world = world_in(tmp_path)
+    world.engine.reading.clear()
+    waiting = asyncio.create_task(world.restored())
+    gone = asyncio.create_task(world.restored())
+    await asyncio.sleep(0.05)
+    gone.cancel()
+    assert not waiting.done()
+    world.engine.reading.set()
+    assert await waiting == ["contract"]
+    async with world.documents.named("", "contract") as found:
+        assert found.requests == 1
+    assert len(world.engine.held) == 1
+
+
+async def test_files_are_their_own_tenants_alone_and_of_servers_with_a_folder(tmp_path):
+    world = world_in(tmp_path)
+    await world.documents.register("ab12", BODY)
+    for documents, tenant in ((world.documents, ""), (World().documents, "ab12")):
+        with pytest.raises(RefusedError, match="--share-folder") as refused:
+            documents.file(tenant, "contract")
+        assert status_of(refused.value) == 404
+    assert world.documents.file("ab12", "contract").is_file()
+    with pytest.raises(RefusedError, match="--share-folder"):
+        await World().documents.register("", {"name": "a", "file": "b"})

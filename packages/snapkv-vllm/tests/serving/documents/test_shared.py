@@ -7,52 +7,32 @@ from contextlib import suppress
 import pytest
 
 from snapkv.errors import OutOfMemoryError, PromptTooLongError, SnapKVError
-from snapkv_vllm.documents.refused import RefusedError, status_of
-from snapkv_vllm.documents.shared import SharedDocuments
-from snapkv_vllm.documents.tenants import tenant_of
-from tests.serving.documents.fakes import CharacterPrompts, Counted, FakeEngine
+from snapkv_vllm.documents.catalogue import tenant_of
+from snapkv_vllm.names import RefusedError, status_of
+from tests.serving.documents.fakes import World
 
 BODY = {"name": "contract", "prompt": "abc"}
 MESSAGES = [{"role": "system", "content": "abc"}]
 
 
-class World:
-    """Documents with everything that they stand on."""
-
-    def __init__(self, most_bytes=1000):
-        self.engine, self.counts = FakeEngine(most_bytes), Counted()
-        self.documents = SharedDocuments(self.engine, CharacterPrompts(), self.counts)
-
-    def names(self, tenant=""):
-        return [one.name for one in self.documents.catalogue.of(tenant)]
-
-    def require_in_step(self):
-        held = sum(one.bytes for one in self.engine.held.values())
-        assert self.documents.catalogue.bytes == held <= self.engine.most_bytes
-        assert self.counts.now == (len(self.documents.catalogue), held)
-
-
-def test_a_document_is_read_kept_and_deleted():
-    async def run(world):
-        found = await world.documents.register("a", BODY)
-        assert (found.kind, len(found.token_ids), found.kept_tokens, found.bytes) == (
-            "prompt",
-            4,
-            4,
-            40,
-        )
-        assert found.document_id in world.engine.held
-        assert found.document_id != found.name
-        chat = {"name": "rules", "messages": MESSAGES, "budget": 5}
-        found = await world.documents.register("a", chat)
-        assert (found.kind, found.kept_tokens, found.messages) == ("messages", 5, tuple(MESSAGES))
-        world.require_in_step()
-        await world.documents.delete("a", "contract")
-        assert world.names("a") == ["rules"]
-        world.require_in_step()
-        assert world.counts.reasons == ["deleted"]
-
-    asyncio.run(run(World()))
+async def test_a_document_is_read_kept_and_deleted():
+    world = World()
+    found = await world.documents.register("a", BODY)
+    told = found.kind, len(found.token_ids), found.kept_tokens, found.bytes
+    assert told == ("prompt", 4, 4, 40)
+    assert found.document_id in world.engine.held
+    assert found.document_id != found.name
+    chat = {"name": "rules", "messages": MESSAGES, "budget": 5}
+    found = await world.documents.register("a", chat)
+    assert (found.kind, found.kept_tokens, found.messages) == ("messages", 5, MESSAGES)
+    world.require_in_step()
+    assert found.last_used == found.created
+    async with world.documents.named("a", "rules") as used:
+        assert (used.requests, used.last_used > used.created) == (1, True)
+    await world.documents.delete("a", "contract")
+    assert world.names("a") == ["rules"]
+    world.require_in_step()
+    assert world.reasons == ["deleted"]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +42,7 @@ def test_a_document_is_read_kept_and_deleted():
         ({**BODY, "name": ""}, "name: expected 1 to 100 printable characters"),
         ({**BODY, "name": "a" * 101}, "name: expected 1 to 100 printable characters"),
         ({**BODY, "name": "a/b"}, "none of them a slash"),
-        ({**BODY, "name": ".."}, "not dots alone"),
+        ({**BODY, "model": "law"}, "model: expected the model that reads documents, got 'law'"),
         ({**BODY, "name": "a\nb"}, r"got 'a\\nb'"),
         ({**BODY, "messages": MESSAGES}, "prompt and messages: expected one of them, got both"),
         ({"name": "contract"}, "prompt and messages: expected one of them, got neither"),
@@ -73,162 +53,134 @@ def test_a_document_is_read_kept_and_deleted():
     ],
     ids=str,
 )
-def test_what_is_no_document_is_refused_before_the_engine_hears_of_it(body, words):
+async def test_what_is_no_document_is_refused_before_the_engine_hears_of_it(body, words):
     world = World()
     with pytest.raises(SnapKVError, match=words) as refused:
-        asyncio.run(world.documents.register("", body))
+        await world.documents.register("", body)
     assert status_of(refused.value) == 400
     assert world.engine.held == {}
 
 
-def test_a_name_that_stands_is_refused_and_every_tenant_has_names_of_its_own():
-    async def run(world):
-        await world.documents.register("a", BODY)
-        await world.documents.register("b", BODY)
-        with pytest.raises(RefusedError, match="delete it first") as refused:
-            await world.documents.register("a", BODY)
-        assert status_of(refused.value) == 409
-        assert len(world.engine.held) == 2
-
-    asyncio.run(run(World()))
+async def test_of_two_registrations_under_one_name_one_is_made():
+    world = World()
+    both = [world.documents.register("", BODY) for _ in range(2)]
+    found = await asyncio.gather(*both, return_exceptions=True)
+    assert [isinstance(one, RefusedError) for one in found] == [False, True]
+    world.require_in_step()
 
 
-def test_of_two_registrations_under_one_name_one_is_made():
-    async def run(world):
-        both = [world.documents.register("", BODY) for _ in range(2)]
-        found = await asyncio.gather(*both, return_exceptions=True)
-        assert [isinstance(one, RefusedError) for one in found] == [False, True]
+async def test_the_least_recently_used_makes_room_but_none_that_is_in_use():
+    world = World(most_bytes=80)
+    for name in "xy":
+        await world.documents.register("", {**BODY, "name": name})
+    async with world.documents.named("", "x"):
+        await world.documents.register("", {**BODY, "name": "z"})
+        assert world.names() == ["x", "z"]
         world.require_in_step()
-
-    asyncio.run(run(World()))
-
-
-def test_the_least_recently_used_makes_room_but_none_that_is_in_use():
-    async def run(world):
-        for name in "xy":
-            await world.documents.register("", {**BODY, "name": name})
-        async with world.documents.named("", "x"):
-            await world.documents.register("", {**BODY, "name": "z"})
-            assert world.names() == ["x", "z"]
-            world.require_in_step()
-            async with world.documents.named("", "z"):
-                with pytest.raises(RefusedError, match="--share-bytes") as refused:
-                    await world.documents.register("", {**BODY, "name": "w"})
-                assert status_of(refused.value) == 507
-        await world.documents.register("", {**BODY, "name": "w"})
-        assert world.names() == ["w", "z"]
-        assert world.counts.reasons == ["least_used", "least_used"]
-        world.require_in_step()
-
-    asyncio.run(run(World(most_bytes=80)))
+        async with world.documents.named("", "z"):
+            with pytest.raises(RefusedError, match="--share-bytes") as refused:
+                await world.documents.register("", {**BODY, "name": "w"})
+            assert status_of(refused.value) == 507
+    await world.documents.register("", {**BODY, "name": "w"})
+    assert world.names() == ["w", "z"]
+    assert world.reasons == ["least_used", "least_used"]
+    world.require_in_step()
 
 
-def test_a_deleted_document_is_dropped_when_its_last_request_has_ended():
-    async def run(world):
-        document = await world.documents.register("", BODY)
-        async with world.documents.named("", "contract"):
-            with suppress(ZeroDivisionError):
-                async with world.documents.named("", "contract"):
-                    await world.documents.delete("", "contract")
-                    raise ZeroDivisionError
-            assert world.names() == []
-            assert document.document_id in world.engine.held
-            again = await world.documents.register("", BODY)
-            world.require_in_step()
-        assert list(world.engine.held) == [again.document_id]
-        world.require_in_step()
-
-    asyncio.run(run(World()))
-
-
-def test_a_client_that_goes_away_leaves_its_document_whole():
-    async def run(world):
-        world.engine.reading.clear()
-        client = asyncio.create_task(world.documents.register("", BODY))
-        await asyncio.sleep(0)
-        client.cancel()
-        with suppress(asyncio.CancelledError):
-            await client
-        waiting = asyncio.create_task(world.documents.register("", {**BODY, "name": "next"}))
-        await asyncio.sleep(0)
+async def test_a_deleted_document_is_dropped_when_its_last_request_has_ended():
+    world = World()
+    document = await world.documents.register("", BODY)
+    async with world.documents.named("", "contract"):
+        with suppress(ZeroDivisionError):
+            async with world.documents.named("", "contract"):
+                await world.documents.delete("", "contract")
+                raise ZeroDivisionError
         assert world.names() == []
-        world.engine.reading.set()
-        await waiting
-        assert world.names() == ["contract", "next"]
+        assert document.document_id in world.engine.held
+        again = await world.documents.register("", BODY)
         world.require_in_step()
+    assert list(world.engine.held) == [again.document_id]
+    world.require_in_step()
 
-    asyncio.run(run(World()))
+
+async def test_a_client_that_goes_away_leaves_its_document_whole():
+    world = World()
+    world.engine.reading.clear()
+    client = asyncio.create_task(world.documents.register("", BODY))
+    await asyncio.sleep(0)
+    client.cancel()
+    with suppress(asyncio.CancelledError):
+        await client
+    waiting = asyncio.create_task(world.documents.register("", {**BODY, "name": "next"}))
+    await asyncio.sleep(0)
+    assert world.names() == []
+    world.engine.reading.set()
+    await waiting
+    assert world.names() == ["contract", "next"]
+    world.require_in_step()
 
 
 @pytest.mark.parametrize(
     ("error", "status"),
     [(OutOfMemoryError("no blocks"), 507), (PromptTooLongError("too long"), 400)],
 )
-def test_what_the_engine_refuses_leaves_nothing_behind(error, status):
-    async def run(world):
-        world.engine.refusal = error
-        with pytest.raises(SnapKVError, match=str(error)) as refused:
-            await world.documents.register("", BODY)
-        assert status_of(refused.value) == status
-        assert world.names() == []
-        world.engine.refusal = None
+async def test_what_the_engine_refuses_leaves_nothing_behind(error, status):
+    world = World()
+    world.engine.refusal = error
+    with pytest.raises(SnapKVError, match=str(error)) as refused:
         await world.documents.register("", BODY)
-        world.require_in_step()
-
-    asyncio.run(run(World()))
-
-
-def test_a_document_that_cannot_be_read_makes_no_other_one_go():
-    async def run(world):
-        await world.documents.register("", BODY)
-        world.engine.longest = 20
-        with pytest.raises(SnapKVError, match="expected a shorter one"):
-            await world.documents.register("", {"name": "long", "prompt": "a" * 30})
-        assert world.names() == ["contract"]
-        world.require_in_step()
-
-    asyncio.run(run(World(most_bytes=80)))
+    assert status_of(refused.value) == status
+    assert world.names() == []
+    world.engine.refusal = None
+    await world.documents.register("", BODY)
+    world.require_in_step()
 
 
-def test_registrations_wait_in_a_line_that_ends():
-    async def run(world):
-        world.engine.reading.clear()
-        bodies = [{**BODY, "name": f"n{number}"} for number in range(66)]
-        line = [asyncio.create_task(world.documents.register("", body)) for body in bodies]
+async def test_a_document_that_cannot_be_read_makes_no_other_one_go():
+    world = World(most_bytes=80)
+    await world.documents.register("", BODY)
+    world.engine.longest = 20
+    with pytest.raises(SnapKVError, match="expected a shorter one"):
+        await world.documents.register("", {"name": "long", "prompt": "a" * 30})
+    assert world.names() == ["contract"]
+    world.require_in_step()
+
+
+async def test_registrations_wait_in_a_line_that_ends():
+    world = World(most_bytes=100_000)
+    world.engine.reading.clear()
+    bodies = [{**BODY, "name": f"n{number}"} for number in range(66)]
+    line = [asyncio.create_task(world.documents.register("", body)) for body in bodies]
+    await asyncio.sleep(0)
+    assert [one.done() for one in line] == [False] * 64 + [True] * 2
+    with pytest.raises(RefusedError, match=r"fewer than 64 .* of one key") as refused:
+        await line[-1]
+    assert status_of(refused.value) == 503
+    with suppress(RefusedError):
+        await line[-2]
+    world.engine.reading.set()
+    await asyncio.gather(*line[:64])
+    assert len(world.names()) == 64
+    await world.documents.register("", {**BODY, "name": "late"})
+
+
+async def test_every_key_has_a_line_of_its_own_and_the_lines_take_turns():
+    world = World(most_bytes=100_000)
+    world.engine.reading.clear()
+    line = [
+        asyncio.create_task(world.documents.register(tenant, {**BODY, "name": f"n{number}"}))
+        for tenant, number in [*(("a", n) for n in range(64)), ("b", 0), ("b", 1), ("c", 0)]
+    ]
+    for _ in range(3):  # the first is being read, and all others wait
         await asyncio.sleep(0)
-        assert [one.done() for one in line] == [False] * 64 + [True] * 2
-        with pytest.raises(RefusedError, match=r"fewer than 64 .* of one key") as refused:
-            await line[-1]
-        assert status_of(refused.value) == 503
-        with suppress(RefusedError):
-            await line[-2]
-        world.engine.reading.set()
-        await asyncio.gather(*line[:64])
-        assert len(world.names()) == 64
-        await world.documents.register("", {**BODY, "name": "late"})
-
-    asyncio.run(run(World(most_bytes=100_000)))
-
-
-def test_every_key_has_a_line_of_its_own_and_the_lines_take_turns():
-    async def run(world):
-        world.engine.reading.clear()
-        line = [
-            asyncio.create_task(world.documents.register(tenant, {**BODY, "name": f"n{number}"}))
-            for tenant, number in [*(("a", n) for n in range(64)), ("b", 0), ("b", 1), ("c", 0)]
-        ]
-        for _ in range(3):  # the first is being read, and all others wait
-            await asyncio.sleep(0)
-        assert not any(one.done() for one in line)
-        world.engine.reading.set()
-        await asyncio.gather(*line)
-        made = sorted(
-            (one for tenant in "abc" for one in world.documents.catalogue.of(tenant)),
-            key=lambda one: list(world.engine.held).index(one.document_id),
-        )
-        assert [one.tenant for one in made] == [*"abcab", *"a" * 62]
-
-    asyncio.run(run(World(most_bytes=100_000)))
+    assert not any(one.done() for one in line)
+    world.engine.reading.set()
+    await asyncio.gather(*line)
+    made = sorted(
+        (one for tenant in "abc" for one in world.documents.catalogue.of(tenant)),
+        key=lambda one: list(world.engine.held).index(one.document_id),
+    )
+    assert [one.tenant for one in made] == [*"abcab", *"a" * 62]
 
 
 def test_the_log_has_a_line_for_each_that_is_registered_dropped_and_deleted(caplog):
@@ -252,10 +204,73 @@ def test_the_log_has_a_line_for_each_that_is_registered_dropped_and_deleted(capl
     ]
 
 
-def test_what_requests_did_not_read_is_counted():
-    async def run(world):
-        document = await world.documents.register("", BODY)
-        world.documents.answered(document, 3)
-        assert world.counts.not_read == [12]
+# Reports.
 
-    asyncio.run(run(World()))
+
+def reported(body, document=BODY):
+    async def run(world):
+        await world.documents.register("a", document)
+        found = await world.documents.report("a", document["name"], body)
+        assert world.documents.catalogue.of("a")[0].requests == 0
+        return found
+
+    return asyncio.run(run(World()))
+
+
+def test_a_question_of_two_tokens_is_the_same_and_one_of_three_is_not():
+    found = reported({"questions": ["xy", "xyz"], "max_tokens": 2})
+    assert (found["same"], found["of"]) == (2, 2)
+    found = reported({"questions": ["xy", "xyz"], "max_tokens": 3})
+    assert (found["same"], found["of"]) == (0, 2)
+    assert found["answers"][1] == {
+        "question": "xyz",
+        "whole": "122 121 120",
+        "document": "122 121 0",
+        "same_tokens": 2,
+        "tokens": 3,
+    }
+
+
+def test_questions_about_messages_are_those_of_a_user():
+    chat = {"name": "rules", "messages": MESSAGES}
+    found = reported({"questions": ["x"], "max_tokens": 4}, chat)
+    assert found["answers"][0]["whole"] == "13 2 120 10"  # the assistant's turn, END, x, its line
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({}, "questions: expected a list of 1 to 32 texts"),
+        ({"questions": []}, "questions: expected a list of 1 to 32 texts"),
+        ({"questions": ["x"] * 33}, "questions: expected a list of 1 to 32 texts"),
+        ({"questions": [""]}, "questions: expected a list of 1 to 32 texts"),
+        ({"questions": "why"}, "questions: expected a list of 1 to 32 texts"),
+        ({"questions": ["x"], "max_tokens": 257}, "max_tokens: expected at most 256"),
+        ({"questions": ["x"], "max_tokens": "9"}, "max_tokens: expected an integer"),
+        (
+            {"questions": ["x"], "tokens": 9},
+            "tokens: expected questions, max_tokens, model, got 'tokens'",
+        ),
+    ],
+)
+def test_what_is_no_report_is_refused(body, said):
+    with pytest.raises(SnapKVError, match=said) as refused:
+        reported(body)
+    assert status_of(refused.value) == 400
+
+
+def test_reports_are_made_one_at_a_time_and_of_ones_own_documents():
+    async def run(world):
+        await world.documents.register("a", BODY)
+        with pytest.raises(SnapKVError, match="one of this key's documents") as unknown:
+            await world.documents.report("b", "contract", {"questions": ["x"]})
+        world.engine.reading.clear()
+        first = asyncio.create_task(world.documents.report("a", "contract", {"questions": ["xyz"]}))
+        await asyncio.sleep(0)
+        with pytest.raises(SnapKVError, match="one report at a time") as busy:
+            await world.documents.report("a", "contract", {"questions": ["x"]})
+        world.engine.reading.set()
+        assert (await first)["of"] == 1
+        return status_of(unknown.value), status_of(busy.value)
+
+    assert asyncio.run(run(World())) == (404, 503)

@@ -7,7 +7,6 @@ what no runner has a part in.
 """
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -18,8 +17,18 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 SECOND_RUNNER = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
-OF_THE_DEMO = {"folder", "text_ids"}
-OF_FRONT_ENDS = {"test_documents_restart.py", "test_documents_http.py", "test_production.py"}
+OF_THE_DEMO = {"folder"}
+OF_NO_RUNNER = {
+    "test_accounting.py",
+    "test_documents_accounting.py",
+    "test_documents_engine.py",
+    "test_documents_http.py",
+    "test_documents_kept.py",
+    "test_documents_restart.py",
+    "test_middleware.py",
+    "test_seams.py",
+    "test_server.py",
+}
 SLOW_ON_SECOND = [pytest.mark.slow] if SECOND_RUNNER else []
 
 
@@ -33,7 +42,7 @@ def pytest_collection_modifyitems(config, items):
         others = [
             item
             for item in ours
-            if OF_THE_DEMO & set(item.fixturenames) or item.path.name in OF_FRONT_ENDS
+            if OF_THE_DEMO & set(item.fixturenames) or item.path.name in OF_NO_RUNNER
         ]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in others]
@@ -80,12 +89,3 @@ def folder() -> str:
     from snapkv.app.models import place_of
 
     return place_of("demo")
-
-
-@pytest.fixture(scope="session")
-def text_ids() -> list[int]:
-    """Ten thousand tokens of prose."""
-    from snapkv.app.models import load
-
-    text = Path(__file__).parents[5].joinpath("LICENSE").read_text(encoding="utf-8")
-    return load("demo").tokenizer(text * 5)["input_ids"][:10_000]

@@ -1,6 +1,7 @@
 """Small random models, in which what is kept decides the answers, and what the library answers."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -14,6 +15,20 @@ from tests.families import random_ids, tiny_config
 def ids_of(tokens: int, seed: int = 0) -> list[int]:
     """A prompt of random tokens."""
     return random_ids(1, tokens, seed=seed)[0].tolist()
+
+
+def generated(model: Any, ids: list[int], cache: CompressedCache, tokens: int) -> list[int]:
+    """The library's greedy answer to a prompt, of which the cache may have read the beginning."""
+    prompt = torch.tensor([ids])
+    output = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        past_key_values=cache,
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        do_sample=False,
+    )
+    return output[0, len(ids) :].tolist()
 
 
 class SmallModel:
@@ -56,16 +71,7 @@ class SmallModel:
     ) -> tuple[list[int], CompressedCache]:
         """The library's greedy answer to a prompt, and the cache with what it kept."""
         cache = CompressedCache(self.model, policy)
-        prompt = torch.tensor([ids])
-        output = self.model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            past_key_values=cache,
-            max_new_tokens=tokens,
-            min_new_tokens=tokens,
-            do_sample=False,
-        )
-        return output[0, len(ids) :].tolist(), cache
+        return generated(self.model, ids, cache, tokens), cache
 
     def answer(self, ids: list[int], policy: Policy, tokens: int) -> list[int]:
         """The library's greedy answer to a prompt."""

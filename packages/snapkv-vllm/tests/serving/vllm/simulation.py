@@ -96,7 +96,8 @@ class SimulatedWorker:
             begun = beginnings.get(name)
             if begun is not None and begun.dropped_tokens:
                 self.held[name] = [list(self.documents[first]) for first, *_ in self.blocks[name]]
-                assert all(begun.kept_tokens == len(one) for one in self.held[name])
+                kept = begin[name] - begun.dropped_tokens
+                assert all(kept == len(one) for one in self.held[name])
 
     def _ahead(self, name: str, order: Order | None) -> list[Token]:
         """What a step reads that is no next token: the prompt's last ones, or a text again."""

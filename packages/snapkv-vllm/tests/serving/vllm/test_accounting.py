@@ -228,16 +228,6 @@ def test_what_is_kept_goes_to_free_blocks_and_else_to_its_own(config):
     assert [block.block_id for block in manager.req_to_blocks["a"]] == list(move.targets)
 
 
-def test_the_blocks_that_others_may_need_are_no_room_while_its_own_will_do(config):
-    blocks, manager = holding(config, mine=6, free=3, kept=8)
-    blocks.take_room("a", 20, 4, others_blocks=2)
-    assert manager.block_pool.get_num_free_blocks() == 2
-    blocks, manager = holding(config, mine=6, free=3, kept=8)
-    manager.block_pool.touch(manager.req_to_blocks["a"])
-    blocks.take_room("a", 20, 4, others_blocks=2)
-    assert manager.block_pool.get_num_free_blocks() == 1
-
-
 def test_shared_blocks_are_no_room_for_what_is_kept(config):
     blocks, manager = holding(config, mine=6, free=2, kept=12)
     mine = list(manager.req_to_blocks["a"])
@@ -261,21 +251,6 @@ def test_blocks_that_others_may_read_are_never_written_for_want_of_a_room(config
     manager.dropped_tokens["a"] = 4  # its blocks are its own since it was compressed
     blocks.compress("a", ended_at(28, 24, 8))
     assert manager.req_to_blocks["a"] == mine[:2]
-
-
-def test_a_step_that_keeps_nothing_looks_at_no_block_for_its_room(config, monkeypatch):
-    _, manager = holding(config, mine=6, free=1, kept=8)
-    monkeypatch.setattr(manager, "unshared_blocks", None)  # not to be called
-    assert manager.get_num_blocks_to_allocate("a", 20, [], 16, 16, 20) == 0
-    assert manager.lacking_blocks == 0
-
-
-def test_room_comes_back_when_a_request_is_preempted_before_its_step(config):
-    blocks, manager = holding(config, mine=6, free=5, kept=8)
-    blocks.take_room("a", 20, 4, others_blocks=0)
-    assert manager.block_pool.get_num_free_blocks() == 3
-    manager.free("a")
-    assert manager.block_pool.get_num_free_blocks() == 11
 
 
 @pytest.mark.parametrize("ahead", [0, 1], ids=["synchronous", "asynchronous"])
@@ -322,7 +297,7 @@ def beside(config, monkeypatch, *, step, first, second, after):
     return running.preempted, len(waits)
 
 
-@pytest.mark.parametrize("second", range(20, 24))
+@pytest.mark.parametrize("second", [20, 23])
 def test_a_request_that_generates_has_its_next_block_beside_one_that_keeps(
     config, monkeypatch, second
 ):

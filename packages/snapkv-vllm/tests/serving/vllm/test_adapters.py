@@ -79,8 +79,7 @@ def test_kept_sets_and_answers_are_those_of_the_merged_model(engine, small, adap
             assert list(output.outputs[0].token_ids) == answer, len(ids)
             for layer, keep in enumerate(kept.of(ids) if len(ids) > BUDGET else ()):
                 assert torch.equal(keep, small.kept(cache, layer, BUDGET)), (len(ids), layer)
-    assert engine.free_blocks == engine.all_blocks
-    assert engine.leftovers() == []
+    engine.require_empty()
 
 
 def test_one_prompt_with_each_adapter_and_with_none(engine, small, adapters):

@@ -1,7 +1,6 @@
 """Requests held to a number of tokens while they are read and while they generate."""
 
 import random
-from collections import defaultdict
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from snapkv.prefill import chunked
 from snapkv_vllm import Limits
 from tests.serving.vllm.engines import greedy, small_engine
 from tests.serving.vllm.families import FamilyModel
-from tests.serving.vllm.models import SmallModel, ids_of
+from tests.serving.vllm.models import SmallModel, generated, ids_of
 
 WINDOW = {"window_size": 8}
 SIZES = {"max_model_len": 4096, "max_num_batched_tokens": 512, "kv_cache_memory_bytes": 50 << 20}
@@ -44,18 +43,10 @@ def kept_of(watched, seen, layers):
 def read_in_pieces(small, ids, policy, tokens, limits=CAP):
     """The library's answer, and what it kept of the prompt in every layer."""
     cache = CompressedCache(small.model, policy)
-    prompt = torch.tensor([ids])
     with chunked(small.model, cap_tokens=limits.cap, chunk_tokens=limits.chunk_tokens):
-        output = small.model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            past_key_values=cache,
-            max_new_tokens=tokens,
-            min_new_tokens=tokens,
-            do_sample=False,
-        )
+        answer = generated(small.model, ids, cache, tokens)
     kept = [cache.kept_positions(layer)[..., : policy.budget] for layer in small.compressed_layers]
-    return output[0, len(ids) :].tolist(), kept
+    return answer, kept
 
 
 @pytest.mark.parametrize(("caching", "batched"), [(False, 512), (True, 80)], ids=str)
@@ -74,8 +65,7 @@ def test_a_prompt_under_a_cap_is_read_as_by_the_library(small, caching, batched)
             require_same(kept_of(watched, len(ids), 4), kept)
         together = engine.answers(prompts, greedy(6))
         assert together == [read_in_pieces(small, ids, policy, 6)[0] for ids in prompts]
-        assert not engine.leftovers()
-        assert engine.free_blocks == engine.all_blocks
+        engine.require_empty()
 
 
 def require_same(found, kept):
@@ -111,8 +101,7 @@ def test_heads_part_behind_a_prompt_under_a_cap(small):
     sizes = SIZES | {"enable_prefix_caching": True, "policy": "adakv"}
     with small_engine(small, budget=64, parameters=WINDOW, limits=CAP, **sizes) as engine:
         answers = engine.answers(prompts, greedy(40))
-        assert not engine.leftovers()
-        assert engine.free_blocks == engine.all_blocks
+        engine.require_empty()
     for ids, answer in zip(prompts, answers, strict=True):
         with chunked(small.model, cap_tokens=CAP.cap, chunk_tokens=CAP.chunk_tokens):
             assert answer == small.answer(ids, policy, 40)
@@ -137,35 +126,10 @@ def test_an_answer_is_evicted_from_as_by_the_library(small, name):
     assert answers == [small.answer(ids, library, 60) for ids in prompts]
 
 
-class EveryTen(TOVA):
-    """Evicts ten tokens at once, as a server does."""
-
-    def evict(self, step):
-        return super().evict(step) if step.keys.shape[2] >= 90 else type(super().evict(step))()
-
-
-def test_several_tokens_are_evicted_at_once(small):
-    limits = Limits(decode_budget=90, decode_policy="tova", evict_every=10)
-    ids = ids_of(200)
-    with small_engine(small, budget=64, parameters=WINDOW, limits=limits, **SIZES) as engine:
-        held = []
-        engine.start([ids], greedy(100))
-        while engine.scheduler.requests:
-            engine.step()
-            held += [len(one) for one in blocks_of(engine).values()]
-        (answer,) = engine.answers([ids], greedy(100))
-    library = PromptThenDecode(prompt=SnapKV(64, **WINDOW), decode=EveryTen(80))
-    assert answer == small.answer(ids, library, 100)
-    assert max(held[3:]) == 3  # blocks of 32 for 90 tokens
-
-
 def blocks_of(engine):
     managers = engine.scheduler._blocks._managers.values()
     (manager,) = managers
     return {name: blocks for name, blocks in manager.req_to_blocks.items() if blocks}
-
-
-BOTH = Limits(cap=96, chunk_tokens=64, decode_budget=224, decode_policy="r-kv", evict_every=16)
 
 
 def test_a_prompt_larger_than_the_pool_is_served(small):
@@ -184,41 +148,6 @@ def test_a_prompt_larger_than_the_pool_is_served(small):
         assert engine.free_blocks == engine.all_blocks
 
 
-@pytest.mark.parametrize(
-    "caching",
-    [pytest.param(False, marks=pytest.mark.slow), True],
-    ids=["plain", "prefix-caching"],
-)
-def test_preemption_changes_no_token_and_no_request_holds_more_than_promised(small, caching):
-    prompts = [ids_of(200 + 31 * number, seed=number) for number in range(6)]
-    prompts.append(prompts[0])
-    few = {"kv_cache_memory_bytes": small.blocks_bytes(15, 32)}
-    answers = {}
-    for name, sizes in {"ample": {}, "tight": few}.items():
-        options = SIZES | {"enable_prefix_caching": caching} | sizes
-        with small_engine(small, budget=64, parameters=WINDOW, limits=BOTH, **options) as engine:
-            names = engine.start(prompts, greedy(180))
-            found = defaultdict(list)
-            while engine.scheduler.requests:
-                require_promise(engine)
-                for output in engine.step():
-                    found[output.request_id] = list(output.outputs[0].token_ids)
-            answers[name] = [found[request] for request in names]
-            assert (engine.preempted > 0) == (name == "tight")
-            assert not engine.leftovers()
-            assert engine.free_blocks == engine.all_blocks
-    assert answers["tight"] == answers["ample"]
-
-
-def test_samples_of_one_prompt_do_not_meet(small):
-    ids = ids_of(300)
-    options = SIZES | {"enable_prefix_caching": True}
-    with small_engine(small, budget=64, parameters=WINDOW, limits=BOTH, **options) as engine:
-        (alone,) = engine.answers([ids], greedy(50))
-        (several,) = engine.outputs([ids], greedy(50, n=3, temperature=1e-6))
-        assert [list(one.token_ids) for one in several.outputs] == [alone] * 3
-
-
 def test_an_eviction_that_finds_no_room_waits(small):
     """Five samples share a whole prompt and nearly the whole pool."""
     limits = Limits(decode_budget=300, decode_policy="r-kv", evict_every=16)
@@ -230,8 +159,7 @@ def test_an_eviction_that_finds_no_room_waits(small):
         (several,) = engine.outputs([ids_of(256)], greedy(100, n=5, temperature=1.0, min_p=1.0))
         assert [list(one.token_ids) for one in several.outputs] == [alone] * 5
         assert engine.waits > before
-        assert not engine.leftovers()
-        assert engine.free_blocks == engine.all_blocks
+        engine.require_empty()
 
 
 def test_what_a_cap_cannot_serve_is_refused(small):
@@ -300,5 +228,4 @@ def test_mixed_requests_aborted_and_preempted_leave_nothing(small, seed):
             engine.step()
             require_promise(engine)
         assert engine.preempted
-        assert not engine.leftovers()
-        assert engine.free_blocks == engine.all_blocks
+        engine.require_empty()

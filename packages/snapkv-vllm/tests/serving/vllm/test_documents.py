@@ -23,7 +23,7 @@ from snapkv_vllm.documents.words import (
 )
 from tests.serving.vllm.conftest import SECOND_RUNNER
 from tests.serving.vllm.engines import greedy, small_engine
-from tests.serving.vllm.models import SmallModel, ids_of
+from tests.serving.vllm.models import SmallModel, generated, ids_of
 from tests.serving.vllm.test_heads import of_prompt
 
 SIZES = {"max_model_len": 2048, "max_num_batched_tokens": 512, "kv_cache_memory_bytes": 100 << 20}
@@ -92,16 +92,7 @@ class Library:
         return read_context(self.model, row, policy, instruction_ids=self.instruction)
 
     def answer(self, ids, question, tokens=6):
-        prompt = torch.tensor([ids + question])
-        output = self.model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            past_key_values=self.cache(ids),
-            max_new_tokens=tokens,
-            min_new_tokens=tokens,
-            do_sample=False,
-        )
-        return output[0, prompt.shape[1] :].tolist()
+        return generated(self.model, ids + question, self.cache(ids), tokens)
 
 
 @pytest.mark.parametrize("tokens", [203, 1200] if SECOND_RUNNER else [203, 256, 300, 311, 1200])
@@ -154,8 +145,7 @@ def test_a_document_without_a_block_to_move_to_waits_for_some_and_hurts_nobody(s
         assert [list(one.outputs[0].token_ids) for one in ended.values()] == alone
         assert engine.free_blocks == engine.all_blocks - 256 // PAGE
         drop(engine, "one")
-        assert engine.free_blocks == engine.all_blocks
-        assert not engine.leftovers()
+        engine.require_empty()
 
 
 def test_a_session_has_no_document(engine):

@@ -1,26 +1,48 @@
-"""What the front end refuses before the engine is asked to read."""
+"""What the front end makes of an engine's answers about documents, with one that is made up."""
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from snapkv.errors import InvalidArgumentError
-from snapkv_vllm.documents.engine import ServerEngine
+from snapkv.errors import SnapKVError
+from snapkv_vllm import ServingSettings
+from snapkv_vllm.documents.engine import Kept, Saved, ServerEngine
 from snapkv_vllm.documents.sharing import Sharing
-from snapkv_vllm.settings import ServingSettings
+from snapkv_vllm.documents.words import ADOPT, DROP, ROOM
+from snapkv_vllm.names import status_of
 
-ROOM = {"block_tokens": 4, "bytes_per_token": 10, "most_tokens": 1000, "budget": 8}
+ROOM_SAID = {"block_tokens": 4, "bytes_per_token": 10, "most_tokens": 1000, "budget": 8}
+KEPT = {"tokens": 20, "kept_tokens": 16, "blocks": [[7]]}
+SAVED = Saved(path=Path("/kept/one"), seal="5", token_ids=tuple(range(20)), kept_tokens=16)
 
 
 class Client:
-    """vLLM's client of an engine of 100 positions, which answers how much room there is."""
+    """Of an engine of 100 positions: answers errands with what it is given, as do its workers."""
 
     model_config = SimpleNamespace(max_model_len=100)
 
+    def __init__(self, adopted=None, worker=""):
+        self.said = {ROOM: ROOM_SAID, ADOPT: adopted}
+        self.worker, self.errands, self.calls = worker, [], []
+
     async def generate(self, prompt, sampling, name):
-        assert sampling.extra_args == {"snapkv_room": "all"}
-        yield SimpleNamespace(kv_transfer_params=ROOM)
+        verb = next(iter(sampling.extra_args))
+        self.errands.append(verb)
+        yield SimpleNamespace(kv_transfer_params=self.said.get(verb))
+
+    async def collective_rpc(self, method, args):
+        self.calls.append((method, *args))
+        if isinstance(self.worker, Exception):
+            raise self.worker
+        return [self.worker]
+
+
+def made(client):
+    engine = ServerEngine(client, ServingSettings(budget=64, sharing=Sharing(folder="/kept")))
+    engine._model = {"class": "Small"}
+    return engine
 
 
 @pytest.mark.parametrize(
@@ -36,11 +58,51 @@ class Client:
     ],
 )
 def test_a_document_that_the_engine_could_not_read_is_refused(tokens, budget, found):
-    settings = ServingSettings(budget=64, sharing=Sharing())
-    engine = ServerEngine(Client(), settings)
-    needed = engine.bytes_of(tokens, budget=budget, instruction_tokens=5 if tokens > 13 else 7)
+    instruction = 5 if tokens > 13 else 7
+    needed = made(Client()).bytes_of(tokens, budget=budget, instruction_tokens=instruction)
     if isinstance(found, int):
         assert asyncio.run(needed) == found
     else:
-        with pytest.raises(InvalidArgumentError, match=found):
+        with pytest.raises(SnapKVError, match=found):
             asyncio.run(needed)
+
+
+def test_workers_are_told_where_and_what():
+    client = Client(KEPT)
+    engine = made(client)
+    kept = asyncio.run(engine.adopt("a", SAVED))
+    assert kept == Kept(kept_tokens=16, blocks=[[7]])
+    asyncio.run(engine.save(kept, [1, 2], Path("/kept/two")))
+    most = 2 * 10_000 + (16 << 20)
+    assert client.calls == [
+        ("snapkv_fill_document", "/kept/one", [[7]], {"class": "Small"}, "5", most),
+        ("snapkv_save_document", "/kept/two", [[7]], {"class": "Small"}, [1, 2]),
+    ]
+    assert client.errands == [ROOM, ADOPT]
+
+
+@pytest.mark.parametrize(
+    ("adopted", "worker", "status", "words"),
+    [
+        (None, "", 507, "free blocks for 16 tokens"),
+        (KEPT, "path: of another model", 400, "of another model"),
+        (KEPT, RuntimeError("out of\nmemory"), 500, "out of; see the server's log"),
+    ],
+)
+def test_what_is_not_filled_is_dropped(adopted, worker, status, words):
+    client = Client(adopted, worker)
+    with pytest.raises(SnapKVError, match=words) as refused:
+        asyncio.run(made(client).adopt("a", SAVED))
+    assert status_of(refused.value) == status
+    assert client.errands[-1] == DROP
+
+
+def test_a_file_that_cannot_be_written_is_a_507_and_a_dead_engine_says_so_itself():
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    kept = Kept(kept_tokens=16, blocks=[[7]])
+    with pytest.raises(SnapKVError, match="no room") as refused:
+        asyncio.run(made(Client(worker="no room")).save(kept, [1], Path("/kept/one")))
+    assert status_of(refused.value) == 507
+    with pytest.raises(EngineDeadError):
+        asyncio.run(made(Client(KEPT, EngineDeadError())).adopt("a", SAVED))

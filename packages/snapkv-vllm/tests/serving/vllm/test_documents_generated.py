@@ -166,5 +166,4 @@ def test_every_answer_is_the_librarys(engine, expected, seed):
     assert len(refused) < 5
     for text in [*texts, *under_way.values()]:
         engine.outputs([[1]], greedy(1, extra_args={DROP: text.name}))
-    assert engine.free_blocks == engine.all_blocks
-    assert engine.leftovers() == []
+    engine.require_empty()

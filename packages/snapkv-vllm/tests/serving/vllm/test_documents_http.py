@@ -5,11 +5,9 @@ import contextlib
 import json
 import sys
 import uuid
-from types import SimpleNamespace
 
 import pytest
 
-from snapkv_vllm.documents.refused import RefusedError
 from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.settings import ServingSettings
 from tests.serving.documents.fakes import FakeEngine
@@ -42,16 +40,16 @@ class Site:
         from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
         from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
 
-        from snapkv_vllm.documents import engine
-        from snapkv_vllm.middleware import NAME
+        from snapkv_vllm.documents import front
+        from snapkv_vllm.server import SETTINGS_CHECK
 
         args, vllm_config = config
         self.engine = FakeEngine(most_bytes)
-        monkeypatch.setattr(engine, "ServerEngine", lambda client, settings: self.engine)
+        monkeypatch.setattr(front, "ServerEngine", lambda client, settings: self.engine)
         self.app = FastAPI()
         asyncio.run(init_render_app_state(vllm_config, self.app.state, args))
         settings = ServingSettings(budget=64, sharing=Sharing(**own))
-        own = {"api_key": list(keys), "middleware": [NAME]}
+        own = {"api_key": list(keys), "middleware": [SETTINGS_CHECK]}
         own["additional_config"] = settings.to_config()
         self.app.state.args = type(args)(**{**vars(args), **own})
         self.app.state.engine_client = None
@@ -75,8 +73,10 @@ class Site:
                 yield b"data: {}\n\n"
                 await self.going_on.wait()
 
-        def answered(request, inputs):
-            ids = [one["prompt_token_ids"] for one in inputs]
+        def answered(request, made):
+            if isinstance(made, ErrorResponse):
+                return JSONResponse(made.model_dump(), status_code=made.error.code)
+            ids = [one["prompt_token_ids"] for one in made]
             self.seen.append((request.vllm_xargs, ids))
             return StreamingResponse(streamed()) if request.stream else JSONResponse(ids)
 
@@ -85,10 +85,7 @@ class Site:
 
         async def chat(request: ChatCompletionRequest):
             made = await renderer.render_chat(request)
-            if isinstance(made, ErrorResponse):
-                return JSONResponse(made.model_dump(), status_code=made.error.code)
-            assert not request.kv_transfer_params  # nothing that an engine would warn of
-            return answered(request, made[1])
+            return answered(request, made[1] if isinstance(made, tuple) else made)
 
         async def other(body: dict):
             return body
@@ -264,44 +261,34 @@ def test_a_name_that_stands_is_a_409_and_too_little_room_a_507(config, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "status", "words"),
+    ("path", "body", "words"),
     [
-        ("/v1/completions", {"prompt": ""}, 400, "prompt: expected a question behind"),
-        ("/v1/completions", {"prompt": [10**6]}, 400, "out of vocabulary"),
-        ("/v1/completions", {"prompt": "a", "max_tokens": "x"}, 400, "max_tokens"),
-        ("/v1/completions", {"prompt": "a " * 9000}, 400, "maximum context length"),
-        ("/v1/chat/completions", {"messages": [QUESTION]}, 400, "to /v1/completions, or register"),
-        ("/v1/x", {"prompt": "a"}, 400, "expected inside vllm_xargs at /v1/completions"),
-        ("/v1/completions", {"prompt": "a", "use_beam_search": True}, 400, "use_beam_search"),
-    ],
-)
-def test_what_cannot_be_answered_is_refused(site, client, path, body, status, words):
-    register(client)
-    answer = client.post(path, json=naming("contract", **body), headers=MINE)
-    assert answer.status_code == status, answer.text
-    assert words in answer.text
-    assert client.get(f"{PATH}/contract", headers=MINE).json()["requests"] == 0
-    assert site.seen == []
-
-
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        ({"messages": [{"role": "system", "content": "b"}]}, "a chat whose first"),
-        ({"messages": []}, "messages: expected a question behind the document"),
-        ({"messages": "a"}, "messages: expected a question behind the document"),
-        ({"messages": [{"content": "a"}]}, "role"),
-        ({"messages": [QUESTION], "chat_template": "{{ 7 }}"}, "untrusted chat template"),
-        ({"messages": [QUESTION], "tool_choice": "auto", "tools": [{}]}, "tools"),
-        ({"messages": [QUESTION], "max_tokens": 10**6}, "max_tokens"),
+        ("completions", {"prompt": ""}, "prompt"),
+        ("completions", {"prompt": [10**6]}, "out of vocabulary"),
+        ("completions", {"prompt": "a", "max_tokens": "x"}, "max_tokens"),
+        ("completions", {"prompt": "a " * 9000}, "maximum context length"),
+        ("completions", {"prompt": "a", "use_beam_search": True}, "use_beam_search"),
+        ("completions", {"prompt": "a", "prompt_logprobs": 1}, "prompt_logprobs: expected none"),
+        ("x", {"prompt": "a"}, "expected inside vllm_xargs at /v1/completions"),
+        ("chat/completions", {"messages": [{"role": "system", "content": "b"}]}, "a chat whose"),
+        ("chat/completions", {"messages": []}, "messages: expected a question behind the document"),
+        ("chat/completions", {"messages": [{"content": "a"}]}, "role"),
+        ("chat/completions", {"messages": [QUESTION], "chat_template": "{{ 7 }}"}, "untrusted"),
+        (
+            "chat/completions",
+            {"messages": [QUESTION], "tool_choice": "auto", "tools": [{}]},
+            "tools",
+        ),
     ],
     ids=str,
 )
-def test_chats_that_do_not_begin_with_the_document_are_refused(site, client, body, words):
-    register(client, messages=CHAT)
-    answer = client.post("/v1/chat/completions", json=naming("contract", **body), headers=MINE)
+def test_what_cannot_be_answered_is_refused(site, client, path, body, words):
+    own = {"messages": CHAT} if "chat" in path else {"prompt": TEXT}
+    register(client, **own)
+    answer = client.post(f"/v1/{path}", json=naming("contract", **body), headers=MINE)
     assert answer.status_code == 400, answer.text
     assert words in answer.text
+    assert client.get(f"{PATH}/contract", headers=MINE).json()["requests"] == 0
     assert site.seen == []
 
 
@@ -325,34 +312,20 @@ def test_a_template_of_the_request_is_rendered_and_compared(config, monkeypatch)
     ("body", "words"),
     [
         ({"messages": [{"content": "a"}]}, "messages: expected messages as chats have them"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "of text"),
-        ({"messages": CHAT, "prompt": TEXT}, "prompt and messages: expected one of them, got both"),
         ({"prompt": [10**6]}, "out of vocabulary"),
-        ({"prompt": TEXT, "model": "law"}, "model: expected the model that reads documents"),
         ({"prompt": TEXT, "snapkv_budget": 5}, "snapkv_budget: expected name, prompt, messages"),
     ],
     ids=str,
 )
 def test_what_is_no_document_is_refused(site, client, body, words):
-    answer = register(client, **body)
-    assert answer.status_code == 400, answer.text
-    assert words in answer.text
+    require_refused(register(client, **body), 400, words)
     assert site.engine.held == {}
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b"7", b""])
-def test_what_is_no_json_object_is_refused_by_vllm(client, content):
-    headers = {**MINE, "Content-Type": "application/json"}
-    answer = client.post(PATH, content=content, headers=headers)
-    assert answer.status_code == 400
-    assert "error" in answer.json()
-
-
-@pytest.mark.parametrize("limit", [1000, 2000])
-def test_lists_in_lists_are_refused_as_deep_as_no_renderer_needs_them(client, limit):
+def test_lists_in_lists_are_refused_as_deep_as_no_renderer_needs_them(client):
     """A chat of the greatest depth that passes is rendered, or refused by vLLM's own words."""
     usual = sys.getrecursionlimit()
-    sys.setrecursionlimit(limit)
+    sys.setrecursionlimit(1000)
     try:
         for depth, words in ((97, "messages as chats have them"), (98, "at most 100 lists")):
             deep = json.loads("[" * depth + "]" * depth)
@@ -362,16 +335,16 @@ def test_lists_in_lists_are_refused_as_deep_as_no_renderer_needs_them(client, li
         sys.setrecursionlimit(usual)
 
 
-def test_a_question_is_text_alone():
-    from snapkv_vllm.documents.tokens import ServerPrompts
+def test_a_question_is_text_alone(site, monkeypatch):
+    from starlette.testclient import TestClient
 
-    class Renderer:
-        async def render_chat(self, request, *, skip_mm_cache):
-            return [], [{"type": "multimodal", "prompt_token_ids": [1]}]
+    async def with_an_image(request, **_):
+        return [], [{"type": "multimodal", "prompt_token_ids": [1]}]
 
-    state = SimpleNamespace(online_renderer=Renderer(), openai_serving_models=None)
-    with pytest.raises(RefusedError, match="expected text alone with a document, got multimodal"):
-        asyncio.run(ServerPrompts(state).render({"messages": [QUESTION]}))
+    monkeypatch.setattr(site.app.state.online_renderer, "render_chat", with_an_image)
+    with TestClient(site.app) as client:
+        refused = register(client, messages=CHAT)
+    require_refused(refused, 400, "expected text alone with a document, got multimodal")
 
 
 def test_other_bodies_arrive_as_they_came(site, client):

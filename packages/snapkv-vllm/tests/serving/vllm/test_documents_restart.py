@@ -7,6 +7,7 @@ import urllib.request
 import torch
 
 from snapkv import CompressedCache, SnapKV
+from tests.serving.vllm.models import generated
 from tests.serving.vllm.servers import Server
 
 PATH = "/v1/snapkv/documents"
@@ -56,16 +57,7 @@ def test_a_killed_servers_documents_come_back_unread(served, tmp_path):
         mine = asked(server, "mine")
         (metrics,) = server.kill()  # the engine goes with the process that answers, and its counts
         assert not metrics.exists()
-    prompt = torch.tensor([ids + question])
-    output = served.model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        past_key_values=cache,
-        max_new_tokens=8,
-        min_new_tokens=8,
-        do_sample=False,
-    )
-    assert mine == tokenizer.decode(output[0, prompt.shape[1] :])
+    assert mine == tokenizer.decode(generated(served.model, ids + question, cache, 8))
     (folder / "everybody" / "broken.json").write_text("{")
     told = {"VLLM_LOGGING_LEVEL": "INFO"}
     with Server(tmp_path, *options, model=served.folder, **told) as server:

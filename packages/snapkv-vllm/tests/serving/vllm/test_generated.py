@@ -104,8 +104,7 @@ def test_every_answer_is_the_librarys(engine, expected, seed):
         take(engine.step(), answers)
     for name, one in asked.items():
         assert answers[name] == expected(one), one
-    assert engine.free_blocks == engine.all_blocks
-    assert engine.leftovers() == []
+    engine.require_empty()
 
 
 def take(outputs, answers):

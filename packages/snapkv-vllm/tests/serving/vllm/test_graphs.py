@@ -5,7 +5,6 @@ was given.
 """
 
 import contextlib
-import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -121,22 +120,6 @@ def test_attention_reads_the_same_buffer_in_every_step(engine):
     finally:
         del held.as_held
     assert [(true[0], told[0]) for true, told in seen] == [(100, 100), (101, 65), (102, 66)]
-
-
-def test_builders_of_gpu_backends_build_for_capture_as_for_a_step():
-    """Through `build`, which is where we tell them; and what they get is used as it is."""
-    from vllm.v1.attention.backend import AttentionMetadataBuilder
-    from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
-    from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
-
-    for kind in (FlashAttentionMetadataBuilder, TritonAttentionMetadataBuilder):
-        capture = inspect.getsource(kind.build_for_cudagraph_capture)
-        assert "self.build(" in capture
-        names = list(inspect.signature(kind.build).parameters)
-        assert names[:3] == ["self", "common_prefix_len", "common_attn_metadata"]
-        assert "seq_lens = common_attn_metadata.seq_lens\n" in inspect.getsource(kind.build)
-    default = FlashAttentionMetadataBuilder.build_for_cudagraph_capture
-    assert default is AttentionMetadataBuilder.build_for_cudagraph_capture
 
 
 def test_capture_of_tritons_attention_reads_our_lengths():

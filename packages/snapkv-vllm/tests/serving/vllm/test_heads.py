@@ -58,8 +58,7 @@ def test_thirty_prompts_keep_and_answer_what_the_library_does(engine, small):
             lengths |= {len(head) for head in mine}
     assert len(lengths) > 30
     assert kept.prompts == sum(length > BUDGET for length in LENGTHS)
-    assert engine.free_blocks == engine.all_blocks
-    assert engine.leftovers() == []
+    engine.require_empty()
 
 
 def test_blocks_are_freed_but_for_one_that_heads_of_different_length_may_need(engine):
@@ -73,30 +72,6 @@ def test_blocks_are_freed_but_for_one_that_heads_of_different_length_may_need(en
         held.append(engine.all_blocks - engine.free_blocks)
     # the prompt in pieces of 150 tokens, then 64 + 31 tokens and up to 39 more
     assert [blocks for blocks, _ in itertools.groupby(held)] == [5, 10, 3, 4, 5, 0]
-
-
-def test_requests_of_all_kinds_share_a_batch(engine, small):
-    """Whole ones, other budgets, windows and shares, some with protected beginnings."""
-    prompt = ids_of(300)
-    settings = [
-        {"snapkv_budget": 0},
-        {"snapkv_budget": 40},
-        {"snapkv_safeguard": 1},
-        {"snapkv_safeguard": 0.5, "snapkv_window_size": 8},
-        {"snapkv_budget": 0},
-        {"snapkv_pooling": "fading", "snapkv_budget": 100},
-    ]
-    expected = [
-        small.answer(prompt, SnapKV(512), 30),
-        small.answer(prompt, adakv(40), 30),
-        small.answer(prompt, SnapKV(BUDGET), 30),
-        small.answer(prompt, adakv(safeguard=0.5, window_size=8), 30),
-        small.answer(prompt, SnapKV(512), 30),
-        small.answer(prompt, adakv(100, pooling="fading"), 30),
-    ]
-    sampling = [greedy(30, extra_args=own) for own in settings]
-    assert engine.answers([prompt] * len(settings), sampling) == expected
-    assert engine.free_blocks == engine.all_blocks
 
 
 def test_equal_heads_answer_as_the_plain_path_does(engine, plain):
@@ -122,18 +97,6 @@ def test_no_graph_of_a_whole_step_is_replayed_where_heads_are_sequences(engine, 
     decoding = [(tokens, uniform) for tokens, orders, uniform in steps if not orders][1:]
     assert decoding[:2] == [([1, 1], [False])] * 2
     assert decoding[-1] == ([1], [True])
-
-
-def test_aborted_requests_leave_nothing_behind(engine, small):
-    for steps in range(6):
-        engine.start([ids_of(400, seed=1), ids_of(110, seed=2)], greedy(32))
-        for _ in range(steps):
-            engine.step()
-        engine.abort_all()
-        assert engine.free_blocks == engine.all_blocks, steps
-    prompt = ids_of(300, seed=3)
-    assert engine.answers([prompt], greedy(8))[0] == small.answer(prompt, adakv(), 8)
-    assert engine.leftovers() == []
 
 
 def test_protected_beginnings_stay_in_every_head(engine, small):

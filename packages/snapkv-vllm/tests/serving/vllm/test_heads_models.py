@@ -29,5 +29,4 @@ def test_kept_sets_and_answers_are_those_of_the_library(tmp_path, family):
                         assert [[p for p in head if p >= 0] for head in keep[0].tolist()] == [
                             [p for p in head if 0 <= p < len(prompt)] for head in library
                         ]
-        assert engine.free_blocks == engine.all_blocks
-        assert engine.leftovers() == []
+        engine.require_empty()

@@ -103,8 +103,7 @@ def test_kept_sets_and_answers_are_those_of_the_library(served):
             for layer, keep in zip(layers, kept.of(prompt), strict=True):
                 library = cache.kept_positions(layer)[..., :BUDGET]
                 assert torch.equal(keep, library.expand_as(keep)), (len(prompt), layer)
-    assert engine.free_blocks == engine.all_blocks
-    assert engine.leftovers() == []
+    engine.require_empty()
 
 
 @pytest.mark.parametrize("served", ["deepseek_v3"], indirect=True)
@@ -115,8 +114,7 @@ def test_preempted_requests_answer_as_the_library_does(served):
     assert engine.preempted > before
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer == served.small.answer(prompt, SnapKV(BUDGET), 110), len(prompt)
-    assert engine.free_blocks == engine.all_blocks
-    assert engine.leftovers() == []
+    engine.require_empty()
 
 
 def test_answers_are_those_of_stock_vllm_where_nothing_is_dropped(served):

@@ -1,58 +1,59 @@
 """Two processes: heads or layers shared out among them, or engines of their own."""
 
+import json
+
 import pytest
+from transformers import AutoTokenizer
 
 from snapkv import SnapKV
+from snapkv.policies.kvzip import INSTRUCTION
+from tests.serving.vllm.conftest import SECOND_RUNNER
 from tests.serving.vllm.models import ids_of, with_tokenizer
 from tests.serving.vllm.servers import Server
+from tests.serving.vllm.test_documents import Library
 
 PROMPTS = [ids_of(tokens, seed=tokens) for tokens in (70, 200, 350)]
+TEXT, QUESTION = ids_of(300, seed=5), ids_of(9, seed=9)
+LONGEST, BUDGET, TOKENS = 512, 64, 16
 
 # vLLM's CPU worker makes room for what a pipeline stage receives only when it warms up for
 # compiling: with --enforce-eager stock vLLM ends its engine at the first request.
 TRACED = ("--no-enforce-eager", "--compilation-config", '{"mode": 1, "backend": "eager"}')
 
-
-@pytest.fixture(scope="module")
-def even_heads(tmp_path_factory):
-    return with_tokenizer(tmp_path_factory.mktemp("even-heads"))
-
-
-def answers(folder, budget, *options):
-    """Greedy answers of a few prompts, from a server with these options."""
-    common = ["--policy", "snapkv", "--budget", str(budget), "--max-num-batched-tokens", "256"]
-    with Server(folder, *common, *options, model=folder, longest=512) as server:
-        completions = server.client().completions
-        given = [
-            completions.create(
-                model="demo",
-                prompt=ids,
-                max_tokens=16,
-                temperature=0,
-                extra_body={
-                    "return_token_ids": True,
-                    "ignore_eos": True,
-                },
-            )
-            for ids in PROMPTS
-        ]
-        return [one.choices[0].token_ids for one in given], server.metric(
-            "snapkv:requests_total", outcome="compressed"
-        )
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--tensor-parallel-size", "2"),
-        pytest.param(("--data-parallel-size", "2"), marks=pytest.mark.slow),
-        ("--pipeline-parallel-size", "2", *TRACED),
-    ],
-    ids=["tensor", "data", "pipeline"],
+# Each by default on one runner. Triton's interpreter ends vLLM's profile run of a stage: All-NaN.
+TENSOR = pytest.param(
+    ("--tensor-parallel-size", "2"), marks=[] if SECOND_RUNNER else [pytest.mark.slow], id="tensor"
 )
-def test_two_processes_answer_as_the_library_does(even_heads, options, second_runner):
-    if second_runner and "--pipeline-parallel-size" in options:
-        pytest.skip("Triton's interpreter ends vLLM's profile run of a stage: All-NaN slice")
-    got, compressed = answers(even_heads.folder, 64, *options)
-    assert got == [even_heads.answer(ids, SnapKV(64), 16) for ids in PROMPTS]
-    assert compressed == 3
+DATA = pytest.param(("--data-parallel-size", "2"), marks=pytest.mark.slow, id="data")
+PIPELINE = pytest.param(("--pipeline-parallel-size", "2", *TRACED), id="pipeline")
+
+
+def answer(server, ids, **settings):
+    body = {"prompt": ids, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    own = {"return_token_ids": True, "vllm_xargs": settings}
+    status, said = server.post("/v1/completions", body | own)
+    assert status == 200, said
+    return json.loads(said)["choices"][0]["token_ids"]
+
+
+@pytest.mark.parametrize("options", [TENSOR, DATA] if SECOND_RUNNER else [TENSOR, DATA, PIPELINE])
+def test_two_processes_answer_as_the_library_does(options, tmp_path):
+    """And as many have a document in common; reading one twice takes an interpreter minutes."""
+    model = with_tokenizer(tmp_path)
+    shares = not SECOND_RUNNER and "--data-parallel-size" not in options
+    own = ["--policy", "snapkv", "--budget", str(BUDGET), "--max-num-batched-tokens", "256"]
+    own += ["--share"] if shares else []
+    with Server(tmp_path, *own, *options, model=model.folder, longest=LONGEST) as server:
+        answers = [answer(server, ids) for ids in PROMPTS]
+        assert answers == [model.answer(ids, SnapKV(BUDGET), TOKENS) for ids in PROMPTS]
+        assert server.metric("snapkv:requests_total", outcome="compressed") == len(PROMPTS)
+        if shares:
+            body = {"name": "text", "prompt": TEXT}
+            status, said = server.post("/v1/snapkv/documents", body)
+            assert status == 201, said
+            tokenizer = AutoTokenizer.from_pretrained(model.folder)
+            instruction = tokenizer(INSTRUCTION, add_special_tokens=False)["input_ids"]
+            chunk = min(len(TEXT), LONGEST - len(TEXT)) - len(instruction)
+            library = Library(model.model, BUDGET, chunk, instruction)
+            expected = library.answer(TEXT, QUESTION, TOKENS)
+            assert answer(server, QUESTION, snapkv_document="text") == expected

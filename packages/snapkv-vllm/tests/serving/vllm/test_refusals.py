@@ -49,12 +49,6 @@ def changed(config, **parts):
     return copy
 
 
-def test_the_demo_is_supported(config):
-    require_supported(config)
-    require_supported(changed(config, speculative_config={"method": "ngram"}))
-    require_supported(changed(config, lora_config=object()))
-
-
 TENSOR = {"parallel_config": {"tensor_parallel_size": 3}}
 LATENT = {"model_config": {"use_mla": True}}
 
@@ -87,8 +81,6 @@ def test_each_is_named_with_what_to_do(config, parts, words):
     [
         ("FULL", False),
         ("FULL_AND_PIECEWISE", True),
-        ("FULL_DECODE_ONLY", True),
-        ("PIECEWISE", True),
         ("NONE", True),
     ],
 )
@@ -131,6 +123,7 @@ KEPT_APART = ServingSettings(policy="adakv", budget=64, sharing=Sharing(folder="
         (KEPT, "model_config", {"hf_overrides": {"rope_theta": 1.0}}, "hf-overrides"),
         (KEPT, "model_config", {"model": "someone/model"}, "pass the folder that the model"),
         (KEPT, "load_config", {"load_format": "dummy"}, "made-up weights"),
+        (KEPT, "additional_config", KEPT_APART.to_config(), "documents in a folder and adakv"),
     ],
     ids=lambda one: one if isinstance(one, str) else "",
 )
@@ -139,16 +132,13 @@ def test_settings_and_options_that_go_well_alone_are_refused_together(
 ):
     own = {"additional_config": settings.to_config()}
     require_supported(changed(config, **own))
-    require_supported(changed(config, **{part: given}))
+    if part != "additional_config":
+        require_supported(changed(config, **{part: given}))
     if settings is KEPT:
-        require_supported(changed(config, **{part: given}, additional_config=SHARED.to_config()))
+        shared = {"additional_config": SHARED.to_config()}
+        require_supported(changed(config, **shared | {part: given} | shared))
     with pytest.raises(UnsupportedModelError, match=words):
-        require_supported(changed(config, **{part: given}, **own))
-
-
-def test_a_folder_holds_no_documents_whose_heads_differ(config):
-    with pytest.raises(UnsupportedModelError, match="documents in a folder and adakv"):
-        require_supported(changed(config, additional_config=KEPT_APART.to_config()))
+        require_supported(changed(config, **own | {part: given}))
 
 
 def test_several_api_servers_are_refused_before_any_of_them_starts(folder):
@@ -228,15 +218,6 @@ def test_layers_of_another_kind_are_refused():
     layers["model.later"] = SimpleNamespace(kv_sharing_target_layer_name="model.layer")
     with pytest.raises(UnsupportedModelError, match=r"model.later reads another layer's cache"):
         compressible_layers(layers, specs)
-
-
-def test_layers_with_a_window_stay_as_they_are():
-    from vllm.v1.kv_cache_interface import SlidingWindowSpec
-
-    layers, specs = layer_and_spec()
-    _, windows = layer_and_spec(kind=SlidingWindowSpec, sliding_window=64)
-    specs |= {"model.window": windows["model.layer"]}
-    assert compressible_layers(layers, specs) == {"model.layer"}
 
 
 def test_a_group_of_blocks_is_compressed_whole_or_not_at_all():

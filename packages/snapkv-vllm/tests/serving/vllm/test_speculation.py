@@ -76,8 +76,7 @@ def test_answers_are_those_without_drafts(engine, small):
     assert 0 < counted["accepted"] < counted["drafted"]
     assert engine.preempted > 0
     assert len(kept.blocks_held) > kept.prompts  # resumed requests are compressed again
-    assert engine.free_blocks == engine.all_blocks
-    assert engine.leftovers() == []
+    engine.require_empty()
 
 
 def test_a_last_piece_as_long_as_a_step_with_drafts(engine, small, second_runner):

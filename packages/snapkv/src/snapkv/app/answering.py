@@ -1,7 +1,6 @@
 """Answering over a long prompt: generate, stream, time, and report what the cache held."""
 
 import contextlib
-import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import StoppingCriteriaList, StopStringCriteria, TextStreamer
 
 from snapkv.app.draft_methods import DraftMethod
@@ -21,12 +21,11 @@ from snapkv.app.prompts import Prompt
 from snapkv.app.protection import Protection
 from snapkv.app.settings import GenerationSettings
 from snapkv.cache.report import CacheReport
-from snapkv.errors import PromptTooLongError
+from snapkv.errors import InvalidArgumentError, PromptTooLongError
 from snapkv.hf.cache import CompressedCache
-from snapkv.kvzip import read_twice, require_one_reading
-from snapkv.plan import free_bytes, out_of_memory_explained, prompt_advice
+from snapkv.kvzip import read_as_wanted, require_one_reading
+from snapkv.plan import out_of_memory_explained, prompt_memory_explained
 from snapkv.policies import Policy
-from snapkv.policies.kvzip import INSTRUCTION
 
 TextSink = Callable[[str], None]
 """Takes the next piece of an answer."""
@@ -37,40 +36,25 @@ LayerSink = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """An answer, and what it took.
+    """An answer, and what it took; times begin with handing over the prompt."""
 
-    Attributes:
-        text: the answer, beginning with the prompt's `answer_start`.
-        finish_reason: "stop" where the model ended the answer, "length" where it was cut off.
-        policy: the method's name and its parameters.
-        prompt_tokens: length of the prompt.
-        new_tokens: tokens generated, an end-of-turn token included.
-        kept_tokens: tokens of the prompt that were stored when the answer was complete, the mean
-            over heads and compressed layers.
-        first_token_ms: from handing over the prompt to the first token: reading the prompt,
-            compressing the cache, and one choice.
-        token_ms: per token after the first, the median, or the mean where some came together; None
-            where there is only one.
-        cache: what the cache saw and held when the answer was complete.
-        total_ms: from handing over the prompt to the last token.
-        protected: positions that stayed whatever the scores, as half-open spans.
-        drafts: what drafting took, see `DraftMethod.tally`; None without drafts.
-        token_ids: the tokens that were generated.
-    """
-
-    text: str
-    finish_reason: str
-    policy: dict[str, Any]
+    text: str  # beginning with the prompt's `answer_start`
+    finish_reason: str  # "stop" where the model ended the answer, "length" where it was cut off
+    policy: dict[str, Any]  # the method's name and its parameters
     prompt_tokens: int
-    new_tokens: int
-    kept_tokens: float
-    first_token_ms: float
-    token_ms: float | None
-    cache: CacheReport
+    new_tokens: int  # an end-of-turn token included
+    kept_tokens: float  # of the prompt in the end, the mean over heads and compressed layers
+    first_token_ms: float  # reading the prompt, compressing the cache, and one choice
+    token_ms: float | None  # per later token, the median, or the mean where some came together
+    cache: CacheReport  # what the cache saw and held when the answer was complete
     total_ms: float = 0.0
-    protected: list[list[int]] = field(default_factory=list)
-    drafts: dict[str, Any] | None = None
+    protected: list[list[int]] = field(default_factory=list)  # half-open spans of positions
+    drafts: dict[str, Any] | None = None  # what drafting took, see `DraftMethod.tally`
     token_ids: tuple[int, ...] = ()
+
+    def later(self, before_ms: float) -> "Answer":
+        first, total = before_ms + self.first_token_ms, before_ms + self.total_ms
+        return replace(self, first_token_ms=first, total_ms=total)
 
 
 def answer(
@@ -88,24 +72,9 @@ def answer(
 ) -> Answer:
     """Read the prompt into a cache that the policy compresses, and generate the answer.
 
-    Args:
-        loaded: model and tokenizer.
-        prompt: what the model continues.
-        policy: what the cache keeps of the prompt.
-        settings: length and sampling.
-        drafts: where drafts come from, for several tokens per forward pass; None for none.
-        protection: what of the prompt must stay; None for nothing.
-        prefill: how the prompt is read; None for exactly, at once.
-        on_text: called with every finished piece of the answer, `answer_start` first.
-        on_layer: called each time a layer has begun to read the prompt.
-        on_prompt_end: called when the prompt has been read; not with `drafts`.
-
-    Raises:
-        PromptTooLongError: prompt and answer need more positions than the model has.
-        InvalidArgumentError: the prompt does not hold what must stay of it, or the budget has no
-            room for that.
-        UnsupportedModelError: the model cannot be compressed correctly.
-        OutOfMemoryError: the device is full; the message says what would fit.
+    `on_text` is called with every finished piece of it, `answer_start` first, `on_layer` each time
+    a layer has begun to read the prompt, and `on_prompt_end` when it has been read; that not with
+    `drafts`.
     """
     policy = loaded.completed(policy)
     spans = [] if protection is None else protection.spans(prompt, policy, loaded.tokenizer)
@@ -134,35 +103,18 @@ def answer_ids(
     settings: GenerationSettings,
     *,
     answer_start: str = "",
-    context_tokens: int | None = None,
-    drafts: DraftMethod | None = None,
-    prefill: Prefill | None = None,
     on_text: TextSink | None = None,
-    on_prompt_end: PromptEndSink | None = None,
+    **how: Any,
 ) -> tuple[Answer, Tensor]:
-    """Answer behind some tokens; arguments and errors as in `continue_ids` and `answer`.
-
-    Returns:
-        The answer, and the (1, T + new) int64 ids of all that was read and generated.
-    """
+    """Answer behind (1, T) ids, as `continue_ids` does: the answer, and (1, T + new) of all."""
     prompt_tokens = ids.shape[1]
     watch = _Stopwatch(loaded.tokenizer, on_text, settings.stop_strings)
     if on_text:
         on_text(answer_start)
-    output = continue_ids(
-        loaded,
-        ids,
-        cache,
-        settings,
-        context_tokens=context_tokens,
-        streamer=watch,
-        drafts=drafts,
-        prefill=prefill,
-        on_prompt_end=on_prompt_end,
-    )
+    output = continue_ids(loaded, ids, cache, settings, streamer=watch, **how)
     new_ids = output[0, prompt_tokens:].tolist()
     text = loaded.tokenizer.decode(new_ids, skip_special_tokens=True)
-    before = first_stop(text, settings.stop_strings)
+    before = _first_stop(text, settings.stop_strings)
     cut_off = len(new_ids) == settings.max_new_tokens and before is None
     ended = new_ids[-1] in end_token_ids(loaded.model, settings)
     found = Answer(
@@ -189,11 +141,7 @@ def _stored_of(cache: CompressedCache, tokens: int) -> float:
 
 
 def prompt_ids(loaded: LoadedModel, prompt: Prompt, settings: GenerationSettings) -> Tensor:
-    """A prompt's tokens on the model's device, (1, T) int64.
-
-    Raises:
-        PromptTooLongError: prompt and answer need more positions than the model has.
-    """
+    """A prompt's tokens on the model's device, (1, T) int64; refused where positions lack."""
     ids: Tensor = prompt.token_ids(loaded.tokenizer).to(loaded.model.device)
     require_positions(loaded, ids.shape[1], settings)
     return ids
@@ -202,11 +150,7 @@ def prompt_ids(loaded: LoadedModel, prompt: Prompt, settings: GenerationSettings
 def require_positions(
     loaded: LoadedModel, prompt_tokens: int, settings: GenerationSettings
 ) -> None:
-    """Refuse a prompt behind which the model has no positions for the answer.
-
-    Raises:
-        PromptTooLongError: prompt and answer need more positions than the model has.
-    """
+    """Refuse a prompt behind which the model has no positions for the answer."""
     max_tokens, new_tokens = loaded.max_tokens, settings.max_new_tokens
     if max_tokens is None or prompt_tokens + new_tokens <= max_tokens:
         return
@@ -234,60 +178,32 @@ def continue_ids(
     prefill: Prefill | None = None,
     on_prompt_end: PromptEndSink | None = None,
 ) -> Tensor:
-    """Read a prompt into a cache and generate the tokens behind it.
+    """Read (1, T) ids into a cache and generate the tokens behind them: (1, T + new) int64.
 
-    Args:
-        loaded: model and tokenizer.
-        ids: (1, T) int64, the prompt.
-        cache: made for the model, empty, or one that has seen the beginning of `ids`.
-        settings: length and sampling.
-        context_tokens: compress behind that many tokens; None for all of the prompt. A policy
-            that needs a second reading reads those twice, and later turns as any other.
-        streamer: gets every token.
-        drafts: where drafts come from; None for none.
-        prefill: how what is new of the prompt is read; None for exactly, at once.
-        on_prompt_end: called when all of the prompt has been read; not with `drafts`.
-
-    Returns:
-        (1, T + new) int64.
-
-    Raises:
-        InvalidArgumentError: a policy that reads a context twice, an empty cache, and no
-            `context_tokens`.
-        UnsupportedModelError: the model cannot be compressed correctly.
-        OutOfMemoryError: the device is full; the message says what would fit.
+    The cache is empty, or has seen the beginning of `ids`. It compresses behind `context_tokens`,
+    None for all of the prompt; a policy that needs a second reading reads those twice, and later
+    turns as any other. `prefill` is how what is new is read; None for exactly, at once.
     """
     model = loaded.model
     if context_tokens is None and not cache.get_seq_length():
         require_one_reading(cache.policy, "hide the question from it (snapkv ask does)")
-    advice = functools.partial(prompt_advice, model, ids.shape[1], free_bytes(model.device))
     reading = (prefill or Exact()).within(model)
     telling = telling_of_prompt_end(model, cache, ids.shape[1], on_prompt_end)
-    with out_of_memory_explained(advice), _seeded(settings.seed, model.device), reading:
+    explained = prompt_memory_explained(model, ids.shape[1])
+    with explained, _seeded(settings.seed, model.device), reading:
         if context_tokens is not None:
-            _read_context(loaded, ids[:, :context_tokens], cache)
+            read_as_wanted(model, loaded.tokenizer, ids[:, :context_tokens], cache)
         with telling:
             output: Tensor = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 past_key_values=cache,
                 streamer=streamer,
-                stopping_criteria=stopping(loaded, settings),
+                stopping_criteria=_stopping(loaded, settings),
                 **generate_options(model, settings),
                 **({} if drafts is None else drafts.options),
             )
     return output
-
-
-def _read_context(loaded: LoadedModel, ids: Tensor, cache: CompressedCache) -> None:
-    """Read and compress what stands before a question, as often as the policy wants."""
-    if cache.policy.reads_twice:
-        repeat = loaded.tokenizer(INSTRUCTION, add_special_tokens=False)["input_ids"]
-        read_twice(loaded.model, ids, cache, instruction_ids=repeat)
-        return
-    cache.expect_tokens(ids)
-    with torch.inference_mode():
-        loaded.model(ids, past_key_values=cache, logits_to_keep=1)
 
 
 def generate_options(model: Any, settings: GenerationSettings) -> dict[str, Any]:
@@ -312,20 +228,19 @@ def generate_options(model: Any, settings: GenerationSettings) -> dict[str, Any]
     return limits | single | sampling
 
 
-def stopping(loaded: LoadedModel, settings: GenerationSettings) -> StoppingCriteriaList:
+def _stopping(loaded: LoadedModel, settings: GenerationSettings) -> StoppingCriteriaList:
     """Stop at strings; `generate` hands no tokenizer for them on to a decoding of one's own."""
     stops = list(settings.stop_strings)
     return StoppingCriteriaList([StopStringCriteria(loaded.tokenizer, stops)] if stops else [])
 
 
 def end_token_ids(model: Any, settings: GenerationSettings) -> list[int]:
-    """Tokens that end an answer."""
     ids = model.generation_config.eos_token_id
     own = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
     return [*own, *settings.stop_token_ids]
 
 
-def first_stop(text: str, stop_strings: Sequence[str]) -> int | None:
+def _first_stop(text: str, stop_strings: Sequence[str]) -> int | None:
     """Where the first stop string of a text begins; None where it has none."""
     return min((text.find(stop) for stop in stop_strings if stop in text), default=None)
 
@@ -381,7 +296,7 @@ class _Stopwatch(TextStreamer):
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self._text += text
-        end = first_stop(self._text, self._stop_strings)
+        end = _first_stop(self._text, self._stop_strings)
         if end is None:  # what may be the beginning of a stop string waits for the rest
             longest = max(map(len, self._stop_strings), default=1)
             end = len(self._text) - (0 if stream_end else longest - 1)
@@ -408,7 +323,6 @@ class _Stopwatch(TextStreamer):
 
 
 def costs(given: Answer) -> dict[str, Any]:
-    """What an answer took."""
     return {
         "prompt_tokens": given.prompt_tokens,
         "new_tokens": given.new_tokens,
@@ -418,3 +332,51 @@ def costs(given: Answer) -> dict[str, Any]:
         "first_token_ms": given.first_token_ms,
         "token_ms": given.token_ms,
     }
+
+
+def answers_together(
+    loaded: LoadedModel, prompts: Sequence[Prompt], policy: Policy, settings: GenerationSettings
+) -> list[str]:
+    """The text of every answer; each is that of its prompt alone, up to rounding.
+
+    Shorter prompts are padded on the left, and each row is compressed by itself, behind its end.
+    The batch goes on until its last answer has ended.
+    """
+    if settings.temperature:
+        raise InvalidArgumentError(
+            f"temperature: expected 0 for answers that are generated together, got "
+            f"{settings.temperature}; ask the prompts one by one"
+        )
+    require_one_reading(policy, "ask the prompts one by one, with the question hidden from it")
+    model, tokenizer = loaded.model, loaded.tokenizer
+    rows = [prompt_ids(loaded, prompt, settings)[0] for prompt in prompts]
+    options, ends = generate_options(model, settings), end_token_ids(model, settings)
+    ids = _left_padded(rows, next(iter(ends), 0))
+    cache = CompressedCache(model, loaded.completed(policy))
+    advice = (
+        f"prompts: expected a batch that the device has memory for, got {len(rows)} of up to "
+        f"{ids.shape[1]:,} tokens; answer fewer at once"
+    )
+    with out_of_memory_explained(lambda: advice):
+        output: Tensor = model.generate(
+            ids,
+            attention_mask=_left_padded([torch.ones_like(row) for row in rows], 0),
+            past_key_values=cache,
+            stopping_criteria=_stopping(loaded, settings),
+            **options,
+        )
+    texts = []
+    for prompt, new_ids in zip(prompts, output[:, ids.shape[1] :].tolist(), strict=True):
+        text = tokenizer.decode(until_end(new_ids, ends), skip_special_tokens=True)
+        texts.append(prompt.answer_start + text[: _first_stop(text, settings.stop_strings)])
+    return texts
+
+
+def _left_padded(rows: Sequence[Tensor], pad: int) -> Tensor:
+    return pad_sequence(list(rows), batch_first=True, padding_value=pad, padding_side="left")
+
+
+def until_end(token_ids: list[int], ends: Sequence[int]) -> tuple[int, ...]:
+    """Generated tokens up to the first that ends an answer, that one included."""
+    stops = [place for place, token in enumerate(token_ids) if token in ends]
+    return tuple(token_ids[: stops[0] + 1] if stops else token_ids)

@@ -10,13 +10,7 @@ from snapkv.app.answering import Answer
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A compressed answer beside the full cache's.
-
-    Attributes:
-        same: whether they are the same.
-        first_difference: the first new token that differs, counted from 0; None where they are the
-            same. An answer that ends where the other one goes on differs there.
-    """
+    """A compressed answer beside the full cache's."""
 
     same: bool
     first_difference: int | None
@@ -30,7 +24,6 @@ class Comparison:
 
     @classmethod
     def of_tokens(cls, ours: Sequence[int], theirs: Sequence[int]) -> Self:
-        """Compare tokens one by one."""
         pairs = itertools.zip_longest(ours, theirs)
         place = next((number for number, (a, b) in enumerate(pairs) if a != b), None)
         return cls(same=place is None, first_difference=place)

@@ -36,10 +36,6 @@ class Conversation:
             generating.
         protection: what of the first prompt must stay, through all turns; None for nothing.
         prefill: how every turn is read; None for exactly, at once.
-
-    Raises:
-        InvalidArgumentError: the policy does not go with `recall`.
-        UnsupportedModelError: the model cannot be compressed correctly.
     """
 
     def __init__(
@@ -63,28 +59,15 @@ class Conversation:
         self._ids: Tensor | None = None
         self._protection = protection
         turns: Turns = "append" if evicts else "compress"
-        self._options: dict[str, Any] = (
-            {"turns": turns} if recall == NO_RECALL else {"recall": recall}
-        )
+        drops = recall == NO_RECALL
+        self._options: dict[str, Any] = {"turns": turns} if drops else {"recall": recall}
         self.cache = CompressedCache(loaded.model, policy, **self._options)
 
     @property
     def tokens(self) -> int:
-        """Tokens of all that was said so far."""
         return 0 if self._ids is None else int(self._ids.shape[1])
 
     def ask(self, question: str, *, on_text: TextSink | None = None) -> Answer:
-        """Answer a question.
-
-        Args:
-            question: not empty.
-            on_text: called with every finished piece of the answer.
-
-        Raises:
-            InvalidArgumentError: an empty question.
-            PromptTooLongError: the model has no positions left; the conversation stays as it was.
-            OutOfMemoryError: the device or the host is full.
-        """
         if not question.strip():
             raise InvalidArgumentError("question: expected a question, got an empty text; ask one")
         ids = self._with(question)
@@ -122,16 +105,10 @@ class Conversation:
             self.cache = CompressedCache(self._loaded.model, policy, protect=spans, **self._options)
 
     def report(self) -> CacheReport:
-        """What the cache holds."""
         return self.cache.report()
 
     def save(self, path: str | Path) -> None:
-        """Write the conversation to a file; see `CompressedCache.save`.
-
-        Raises:
-            InvalidArgumentError: nothing has been said yet.
-            CacheFileError: the file cannot be written.
-        """
+        """Write the conversation to a file; see `CompressedCache.save`."""
         if self._ids is None:
             raise InvalidArgumentError(
                 "save: expected a conversation that has begun, got none yet; ask something first"
@@ -151,19 +128,9 @@ class Conversation:
     ) -> Self:
         """The conversation that `save` has written; it goes on with the policy it was saved with.
 
-        Args:
-            path: the file.
-            loaded: model and tokenizer, the same as then.
-            settings: length and sampling of the answers to come.
-            policy: used where it is the saved one, for methods that need a tokenizer.
-            recall: where evicted tokens lie from now on, or how steps choose among them; None for
-                the memory of the host, and the choice that was saved. A conversation that was saved
-                without takes none, or "none".
-            prefill: how the turns to come are read; None for exactly, at once.
-
-        Raises:
-            CacheFileError: no such file, a damaged one, or a cache without a conversation.
-            CacheMismatchError: another model, or another `recall` than what was saved can have.
+        `policy` is used where it is the saved one, for methods that need a tokenizer. `recall` says
+        where evicted tokens lie from now on; None for the host, and the choice that was saved. A
+        conversation that was saved without takes none, or "none".
         """
         policy = policy.with_tokenizer(loaded.tokenizer)
         own = policy if policy.needs else None
@@ -181,11 +148,7 @@ class Conversation:
             )
         conversation = cls.__new__(cls)
         conversation._loaded, conversation._settings = loaded, settings
-        conversation._document, conversation.cache, conversation._prefill = (
-            "",
-            cache,
-            prefill or Exact(),
-        )
+        conversation.cache, conversation._prefill = cache, prefill or Exact()
         conversation._ids = beside["conversation"].to(loaded.model.device)
         return conversation
 
@@ -193,15 +156,10 @@ class Conversation:
 def behind(
     loaded: LoadedModel, said: Tensor, text: str, settings: GenerationSettings, *, is_chat: bool
 ) -> Tensor:
-    """All that was said and a text behind it, (1, T + new) int64.
+    """All that was said, (1, T) int64, and a text behind it, which a chat template has made or not.
 
-    Args:
-        loaded: model and tokenizer.
-        said: (1, T) int64, up to the last token of an answer, which no cache has read yet.
-        text: what stands between that answer and the next one.
-        settings: of the answers.
-        is_chat: whether a chat template has made the text; then the token that ends an answer stays
-            before it, once. Elsewhere the text goes on where the answer's own ends.
+    A template's text follows the token that ends an answer, once; no cache has read that token yet.
+    Another text goes on where the answer's own ends.
     """
     tokenizer, last = loaded.tokenizer, int(said[0, -1])
     if last in end_token_ids(loaded.model, settings):

@@ -41,15 +41,10 @@ _SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertedModel:
-    """A GGUF file's model and tokenizer as transformers saves them.
+    """A GGUF file's model and tokenizer as transformers saves them."""
 
-    Attributes:
-        folder: what `from_pretrained` takes; every tensor in it is float32.
-        sha256: of the GGUF file's content, in hexadecimal.
-    """
-
-    folder: Path
-    sha256: str
+    folder: Path  # what `from_pretrained` takes; every tensor in it is float32
+    sha256: str  # of the GGUF file's content, in hexadecimal
 
 
 def convert_once(path: Path) -> ConvertedModel:
@@ -58,11 +53,6 @@ def convert_once(path: Path) -> ConvertedModel:
     Several processes may convert the same file at the same time: each works in a folder of its
     own and the first to finish moves it into place. An interrupted conversion leaves no folder
     behind under the final name.
-
-    Raises:
-        InvalidArgumentError: the file is not GGUF, is damaged, lacks weights or is of an
-            architecture transformers does not know, or the cache folder cannot be written.
-        MissingDependencyError: the packages that read GGUF are not installed.
     """
     _require_gguf(path)
     with path.open("rb") as file:
@@ -75,7 +65,9 @@ def convert_once(path: Path) -> ConvertedModel:
 
 
 def _convert(path: Path, folder: Path) -> None:
-    _require_packages()
+    absent = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if absent:
+        raise missing_package("model: reading GGUF files", *absent)
     model, tokenizer = _unpack(path)
     try:
         _save(model, tokenizer, folder)
@@ -95,12 +87,6 @@ def _require_gguf(path: Path) -> None:
             f"model: expected a file that begins with {_MAGIC!r}, got {magic!r} in {path}; "
             "it is not a GGUF file, or its download was not one: fetch it again"
         )
-
-
-def _require_packages() -> None:
-    absent = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
-    if absent:
-        raise missing_package("model: reading GGUF files", *absent)
 
 
 def _unpack(path: Path) -> tuple[Any, Any]:
@@ -147,10 +133,7 @@ def _name_special_tokens(tokenizer: Any, path: Path) -> None:
 
 @contextlib.contextmanager
 def _without_progress_bars() -> Iterator[None]:
-    """Within this block transformers draws no bar for the tensors of a GGUF file.
-
-    It asks neither its own switch for progress bars nor tqdm's.
-    """
+    """Within this block transformers draws no bar for the tensors of a GGUF file."""
     gguf_reading.tqdm = functools.partial(_draw_progress, disable=True)
     try:
         yield

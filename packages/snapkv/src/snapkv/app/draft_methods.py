@@ -10,32 +10,19 @@ from snapkv.decoding.self_speculation import SelfSpeculation
 from snapkv.decoding.speculation import Speculation
 from snapkv.errors import InvalidArgumentError
 
-METHODS = ("medusa", "assistant", "prompt-lookup", "self-speculate")
-
 
 @dataclass(frozen=True, kw_only=True)
 class DraftMethod:
-    """Where drafts come from.
-
-    Attributes:
-        name: one of `METHODS`.
-        options: keyword arguments of `model.generate`.
-    """
+    """Where drafts come from, as keyword arguments of `model.generate`."""
 
     name: str
     options: dict[str, Any] = field(repr=False)
 
     def tally(self, new_tokens: int, passes: int) -> dict[str, Any]:
-        """What the last text took, for its report.
+        """What the last text took: `passes` that verified drafts, and tokens per such pass.
 
-        Args:
-            new_tokens: how many were generated.
-            passes: forward passes of the model on the cache it was given, the prompt's included.
-
-        Returns:
-            `method`, `passes` that verified drafts, and `acceptance_length`, tokens per such pass;
-            for Medusa and self-speculation what `Tally` counts, too, and for self-speculation
-            `full_cache_bytes`, what the cache that verifies holds.
+        Of Medusa and self-speculation what `Tally` counts, and what the cache that verifies holds.
+        The forward passes that are given include the prompt's.
         """
         decoding = self.options.get("custom_generate")
         if not isinstance(decoding, Speculation):  # transformers drafts behind the prompt at once
@@ -50,9 +37,8 @@ class DraftMethod:
 
 
 def medusa(loaded: LoadedModel, heads: str) -> DraftMethod:
-    """Drafts of Medusa heads, read as `load_heads` does."""
-    decoding = Medusa(load_heads(heads, loaded.model))
-    return DraftMethod(name="medusa", options={"custom_generate": decoding})
+    options = {"custom_generate": Medusa(load_heads(heads, loaded.model))}
+    return DraftMethod(name="medusa", options=options)
 
 
 def self_speculation() -> DraftMethod:
@@ -61,11 +47,7 @@ def self_speculation() -> DraftMethod:
 
 
 def prompt_lookup(tokens: int) -> DraftMethod:
-    """Drafts of what stands behind the same words in the prompt.
-
-    Raises:
-        InvalidArgumentError: not a positive number.
-    """
+    """Drafts of what stands behind the same words in the prompt."""
     if tokens < 1:
         raise InvalidArgumentError(
             f"prompt_lookup: expected how many tokens to draft, at least 1, got {tokens}; pass 10"

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -11,8 +12,8 @@ from snapkv.app.models import LoadedModel
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import DocumentError
 from snapkv.hf.cache import CompressedCache
+from snapkv.library.about import question_ids
 from snapkv.library.blending import DEFAULT_RECOMPUTE
-from snapkv.library.frame import question_ids
 from snapkv.library.library import Library
 from snapkv.library.searching import Hit
 from snapkv.policies import FullCache, Policy
@@ -20,89 +21,51 @@ from snapkv.policies import FullCache, Policy
 
 @dataclass(frozen=True, kw_only=True)
 class LibraryQuestion:
-    """A question about the documents of a library that fit it best.
-
-    Attributes:
-        loaded: the model that has read them.
-        library: where they are.
-        text: what is asked.
-        hits: the documents, the best first.
-        settings: how to generate.
-        recompute: the fraction of their tokens that is computed anew.
-        answer_start: text that the answer begins with.
-        search_ms: how long finding them took, which counts towards the first token.
-        left_out: documents that were found, and for which the model has no positions left.
-    """
+    """A question about the documents of a library that fit it best."""
 
     loaded: LoadedModel
     library: Library
     text: str
-    hits: Sequence[Hit]
+    hits: Sequence[Hit]  # the best first
     settings: GenerationSettings
     recompute: float = DEFAULT_RECOMPUTE
     answer_start: str = ""
-    search_ms: float = 0.0
-    left_out: Sequence[Hit] = field(default_factory=list)
+    search_ms: float = 0.0  # which counts towards the first token
+    left_out: Sequence[Hit] = field(default_factory=list)  # the model has no positions for them
 
     def answer(self, policy: Policy, on_text: TextSink | None = None) -> Answer:
-        """Answer from the caches that the library has.
-
-        Args:
-            policy: what to keep for the question.
-            on_text: called with every finished piece of the answer.
-
-        Raises:
-            SnapKVError: as `Library.inputs`, and where the device is full.
-        """
+        """Answer from the caches that the library has."""
         start = time.perf_counter()
         inputs = self.library.inputs(
-            self.loaded.model,
-            self.loaded.tokenizer,
-            self.text,
-            self.hits,
+            *self._asked,
             policy=self.loaded.completed(policy),
             recompute=self.recompute,
             answer_start=self.answer_start,
         )
         before_ms = self.search_ms + 1000 * (time.perf_counter() - start)
-        found = self._answered(inputs["input_ids"], inputs["past_key_values"], on_text)
-        return replace(
-            found,
-            first_token_ms=before_ms + found.first_token_ms,
-            total_ms=before_ms + found.total_ms,
-        )
+        ids, cache = inputs["input_ids"], inputs["past_key_values"]
+        return self._answered(ids, cache, self.settings, on_text).later(before_ms)
 
     def answer_in_full(self, new_tokens: int | None = None) -> Answer:
-        """The answer where the same documents are read together, with the full cache.
-
-        Args:
-            new_tokens: where to cut it off; by default as `settings` say.
-        """
-        ids = self.library.token_ids(
-            self.loaded.model,
-            self.loaded.tokenizer,
-            self.text,
-            self.hits,
-            answer_start=self.answer_start,
-        )
-        cache = CompressedCache(self.loaded.model, FullCache())
+        """The answer where the same documents are read together, with the full cache."""
+        ids = self.library.token_ids(*self._asked, answer_start=self.answer_start)
         limit = self.settings.max_new_tokens if new_tokens is None else new_tokens
-        return replace(self, settings=replace(self.settings, max_new_tokens=limit))._answered(
-            ids, cache
-        )
+        cache = CompressedCache(self.loaded.model, FullCache())
+        return self._answered(ids, cache, replace(self.settings, max_new_tokens=limit))
+
+    @property
+    def _asked(self) -> tuple[Any, Any, str, Sequence[Hit]]:
+        return self.loaded.model, self.loaded.tokenizer, self.text, self.hits
 
     def _answered(
-        self, ids: Tensor, cache: CompressedCache, on_text: TextSink | None = None
+        self,
+        ids: Tensor,
+        cache: CompressedCache,
+        settings: GenerationSettings,
+        on_text: TextSink | None = None,
     ) -> Answer:
-        found, _ = answer_ids(
-            self.loaded,
-            ids,
-            cache,
-            self.settings,
-            answer_start=self.answer_start,
-            on_text=on_text,
-        )
-        return found
+        start = self.answer_start
+        return answer_ids(self.loaded, ids, cache, settings, answer_start=start, on_text=on_text)[0]
 
 
 def look_up(
@@ -116,13 +79,7 @@ def look_up(
     answer_start: str = "",
     by_meaning: bool = False,
 ) -> LibraryQuestion:
-    """Find the documents for a question, as many as the model has positions for.
-
-    Raises:
-        DocumentError: no document has a word of it.
-        PromptTooLongError: not even the best one fits.
-        LibraryError: there is no library.
-    """
+    """Find the documents for a question, as many as the model has positions for."""
     start = time.perf_counter()
     hits = library.search(question, documents, by_meaning=by_meaning)
     if not hits:
@@ -131,11 +88,12 @@ def look_up(
             f"{question!r}, which has none; ask with other words (snapkv library list "
             f"{library.path} names the documents), or name files instead of --library"
         )
-    asked = len(question_ids(loaded.tokenizer, question, answer_start))
-    taken = len(library.required().prefix_ids) + asked
+    taken = len(library.required().prefix_ids)
+    taken += len(question_ids(loaded.tokenizer, question, answer_start))
     kept: list[Hit] = []
     for hit in hits:
-        if _fits(loaded, taken + hit.tokens, settings):
+        needed = taken + hit.tokens + settings.max_new_tokens
+        if loaded.max_tokens is None or needed <= loaded.max_tokens:
             kept.append(hit)
             taken += hit.tokens
     if not kept:
@@ -151,8 +109,3 @@ def look_up(
         search_ms=1000 * (time.perf_counter() - start),
         left_out=[hit for hit in hits if hit not in kept],
     )
-
-
-def _fits(loaded: LoadedModel, tokens: int, settings: GenerationSettings) -> bool:
-    positions = loaded.max_tokens
-    return positions is None or tokens + settings.max_new_tokens <= positions

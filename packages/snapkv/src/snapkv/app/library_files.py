@@ -1,7 +1,7 @@
 """From files and folders to the documents of a library."""
 
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,35 +12,23 @@ from snapkv.library.records import Record, Text
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What files and folders hold.
-
-    Attributes:
-        texts: their documents.
-        failed: what was named and cannot be read, and why.
-        gone: documents of the library whose files were there and are not any more.
-        notices: a line about every file below a folder that was left out, or read in part.
-    """
+    """What files and folders hold."""
 
     texts: list[Text] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
-    gone: list[Record] = field(default_factory=list)
-    notices: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)  # what cannot be read, and why
+    gone: list[Record] = field(default_factory=list)  # of the library, whose files are no more
+    notices: list[str] = field(default_factory=list)  # a line about every file that was left out
 
 
 def find(sources: Sequence[str], known: Sequence[Record], library: Path) -> Found:
-    """Read files, folders and "-" as `text_files.read` does, each by itself.
+    """Read files, folders and "-" as `text_files.read` does, each by itself, but not the library.
 
-    Args:
-        sources: what to read.
-        known: the documents that the library has.
-        library: its folder, which is not read even below a folder that is.
-
-    Raises:
-        MissingDependencyError: the package that reads a file is not installed.
+    `known` are the documents that the library has.
     """
     found = Found()
     for source in sources:
-        before = _from(source, known)
+        place = os.path.abspath(source)
+        before = [each for each in known if each.source and Path(each.source).is_relative_to(place)]
         try:
             read = text_files.read([source], on_notice=found.notices.append, without=library)
         except DocumentError as error:
@@ -51,7 +39,12 @@ def find(sources: Sequence[str], known: Sequence[Record], library: Path) -> Foun
             continue
         texts = [_text(document, source) for document in read]
         found.texts.extend(texts)
-        _tell_gone(found, before, {text.source for text in texts})
+        there = {text.source for text in texts}
+        for record in (each for each in before if each.source not in there):
+            if _has_text(record.where):
+                found.notices.append(f"kept: {record.name}: its file is there, but was not read")
+            else:
+                found.gone.append(record)
     return found
 
 
@@ -60,27 +53,7 @@ def _text(document: text_files.TextFile, source: str) -> Text:
     return Text(name=document.name, text=document.text, source=file)
 
 
-def _from(source: str, known: Iterable[Record]) -> list[Record]:
-    """Documents that were read from a file, or from below a folder."""
-    place = os.path.abspath(source)
-    return [
-        record for record in known if record.source and Path(record.source).is_relative_to(place)
-    ]
-
-
-def _tell_gone(found: Found, before: Iterable[Record], there: Collection[str | None]) -> None:
-    """Documents without a file now; one that is there and was not read today is not gone."""
-    for record in before:
-        if record.source in there:
-            continue
-        if _has_text(record.where):
-            found.notices.append(f"kept: {record.name}: its file is there, but was not read")
-        else:
-            found.gone.append(record)
-
-
 def _has_text(file: str) -> bool:
-    """Whether a file is there, and not empty."""
     try:
         return os.stat(file).st_size > 0
     except OSError:

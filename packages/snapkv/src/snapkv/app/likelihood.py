@@ -1,7 +1,13 @@
-"""How likely a text is behind a compressed context."""
+"""How likely texts are behind a prompt of which a cache keeps a part.
 
-import functools
+A score that counts right answers has no signal where a model is never right, or always; the loss
+of the right answer has one. It is taken in the cache that the answer was generated from, as it was
+when the prompt had been read.
+"""
+
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,9 +16,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from snapkv.app.models import LoadedModel
 from snapkv.app.prompt_end import PromptEnd
+from snapkv.app.prompts import Prompt
 from snapkv.hf.cache import CompressedCache
-from snapkv.plan import free_bytes, out_of_memory_explained, prompt_advice
+from snapkv.plan import out_of_memory_explained, prompt_memory_explained
 from snapkv.policies import EvictingPolicy, Policy
+
+_PIECE_TOKENS = 256
+"""Tokens of a continuation that are read at once; the logits of all of them are held."""
 
 
 def log_likelihood(
@@ -45,20 +55,16 @@ def log_likelihoods(
 
     Returns:
         For each the sum of the tokens' log-probabilities, and whether all are the likeliest.
-
-    Raises:
-        OutOfMemoryError: the device is full; what was found before has been given.
     """
     model, policy = loaded.model, loaded.completed(policy)
     cache = CompressedCache(model, policy)
-    advice = functools.partial(prompt_advice, model, context.shape[1], free_bytes(model.device))
-    with out_of_memory_explained(advice), torch.inference_mode():
+    with prompt_memory_explained(model, context.shape[1]), torch.inference_mode():
         cache.expect_tokens(context)
         logits = model(context, past_key_values=cache, logits_to_keep=1).logits
     end = PromptEnd(cache=cache, logits=logits)
     size = 1 if isinstance(policy, EvictingPolicy) else batch_size
     for start in range(0, len(continuations), size):
-        with out_of_memory_explained(advice), torch.inference_mode():
+        with prompt_memory_explained(model, context.shape[1]), torch.inference_mode():
             found = _together(model, end.branch(), continuations[start : start + size])
         yield from found
 
@@ -80,16 +86,10 @@ def _together(
 
 
 def log_probabilities(model: Any, end: PromptEnd, continuation: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probability of every token of a continuation, those before it being given.
+    """Log-probability of every token of (B, C) continuations, those before it being given.
 
-    Args:
-        model: whose cache it is.
-        end: what the continuation is read behind, of B rows; all but its last token is in the
-            cache then.
-        continuation: (B, C) int64, C at least 1.
-
-    Returns:
-        (B, C) fp32, and (B, C) bool, whether each token is the likeliest.
+    (B, C) fp32, and (B, C) bool, whether each token is the likeliest. All but the last token of
+    each is in the cache then.
     """
     cache, following = end.cache, continuation.shape[1] - 1
     # What a method drops while generating depends on its steps.
@@ -105,12 +105,56 @@ def log_probabilities(model: Any, end: PromptEnd, continuation: Tensor) -> tuple
     return torch.cat(chosen, dim=1), torch.cat(leading, dim=1)
 
 
-_PIECE_TOKENS = 256
-"""Tokens of a continuation that are read at once; the logits of all of them are held."""
-
-
 def _chosen(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probabilities (B, N) of the tokens (B, N) behind logits (B, N, V); whether each leads."""
     predicted = logits.float().log_softmax(dim=-1)
     chosen = predicted.gather(2, ids[:, :, None])[:, :, 0]
     return chosen, predicted.argmax(dim=-1) == ids
+
+
+@dataclass(frozen=True, kw_only=True)
+class References:
+    """The right answers to a prompt, as tokens; none of one that the tokenizer drops."""
+
+    token_ids: Sequence[Sequence[int]]
+
+    @classmethod
+    def behind(cls, prompt: Prompt, references: Sequence[str], loaded: LoadedModel) -> "References":
+        """As the model would go on: a space goes before them where a word would begin with one.
+
+        The prompt's tokens stay what they are. No reference is empty.
+        """
+        tokenizer = loaded.tokenizer
+        before: list[int] = prompt.encoded(tokenizer, prompt.text)["input_ids"]
+        ends_in_marker = not tokenizer.decode(before[-1:], skip_special_tokens=True)
+        joined = ends_in_marker or prompt.text[-1:].isspace()
+        found = []
+        for reference in references:
+            text = reference if joined or reference[0].isspace() else f" {reference}"
+            whole: list[int] = prompt.encoded(tokenizer, prompt.text + text)["input_ids"]
+            own = whole[len(before) :]
+            if whole[: len(before)] != before or not own:  # a token lies over the prompt's end
+                own = tokenizer(text, add_special_tokens=False)["input_ids"]
+            found.append(own)
+        return cls(token_ids=found)
+
+    def loss(self, loaded: LoadedModel, end: PromptEnd) -> float | None:
+        """Mean negative log-likelihood of the likeliest behind a prompt, in nats per token.
+
+        None where the model has no positions for one of them, the tokenizer no token for one, or
+        where one's loss is not a finite number.
+        """
+        longest = end.cache.get_seq_length() + max(map(len, self.token_ids))
+        if not all(self.token_ids):
+            return None
+        if loaded.max_tokens is not None and longest > loaded.max_tokens:
+            return None
+        with out_of_memory_explained(lambda: ""), torch.inference_mode():
+            losses = [_loss(loaded, end.branch(), ids) for ids in self.token_ids]
+        return min(losses) if all(map(math.isfinite, losses)) else None
+
+
+def _loss(loaded: LoadedModel, end: PromptEnd, token_ids: Sequence[int]) -> float:
+    ids = torch.tensor([token_ids], device=loaded.model.device)
+    chosen, _ = log_probabilities(loaded.model, end, ids)
+    return -float(chosen.mean())

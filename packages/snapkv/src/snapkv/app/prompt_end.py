@@ -13,15 +13,10 @@ from snapkv.hf.cache import CompressedCache
 
 @dataclass(frozen=True, kw_only=True)
 class PromptEnd:
-    """A prompt that was read, and nothing behind it.
+    """A prompt that was read, and nothing behind it."""
 
-    Attributes:
-        cache: what was kept of the prompt; it goes on by itself.
-        logits: (1, 1, V), of the token that comes next, as the model gives them.
-    """
-
-    cache: CompressedCache
-    logits: Tensor
+    cache: CompressedCache  # what was kept of the prompt; it goes on by itself
+    logits: Tensor  # (1, 1, V), of the token that comes next, as the model gives them
 
     def branch(self) -> "PromptEnd":
         """The same once more: what is read into one cache is not in the other."""
@@ -29,7 +24,6 @@ class PromptEnd:
 
 
 PromptEndSink = Callable[[PromptEnd], None]
-"""Takes the end of a prompt."""
 
 
 @contextlib.contextmanager
@@ -38,13 +32,8 @@ def telling_of_prompt_end(
 ) -> Iterator[None]:
     """Within this block, the forward pass that ends a prompt is told of, once.
 
-    What is told of shares what is stored so far with the cache, which goes on as ever.
-
-    Args:
-        model: reads the prompt into `cache`, with no drafts behind it in the same pass.
-        cache: of one row.
-        prompt_tokens: tokens that the cache has seen when the prompt ends.
-        on_prompt_end: told; None for nobody.
+    The prompt's only row is read without drafts behind it. What is told of shares what is stored so
+    far with the cache, which goes on as ever.
     """
     if on_prompt_end is None:
         yield

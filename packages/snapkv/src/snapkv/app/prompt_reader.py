@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -33,8 +33,6 @@ class _ReadBefore(Prefill):
     reading: SharedReading
 
     def within(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        """See `SharedReading.given`."""
-        del model
         return self.reading.given()
 
 
@@ -44,12 +42,6 @@ class PromptReader:
     The prompt is read with the first of several methods that read exactly. Each reads for itself
     where there is one only, where the model cannot share a reading, or where the memory has no room
     for what all of them need.
-
-    Args:
-        loaded: model and tokenizer.
-        prompt: what is answered.
-        settings: of the answer.
-        ways: how each of the methods reads.
     """
 
     def __init__(
@@ -70,24 +62,14 @@ class PromptReader:
         protection: Protection,
         ends: list[PromptEnd] | None = None,
     ) -> Answer:
-        """The answer of a method. Errors as in `answer`.
+        """The answer of a method; `ends` gets the end of the prompt that it was generated behind.
 
         The time of a shared reading counts in every answer, which would have taken it too.
-
-        Args:
-            policy: what the method keeps.
-            way: how it reads by itself.
-            protection: what of the prompt stays.
-            ends: gets the end of the prompt, as the answer was generated behind it; None for none.
         """
         if way == Exact() and (shared := self._reading()) is not None:
             try:
                 given = self._answer(policy, _ReadBefore(reading=shared), protection, ends)
-                return replace(
-                    given,
-                    first_token_ms=given.first_token_ms + shared.read_ms,
-                    total_ms=given.total_ms + shared.read_ms,
-                )
+                return given.later(shared.read_ms)
             except OutOfMemoryError:
                 pass  # the error holds what filled the memory until this block is left
             self._shares = False

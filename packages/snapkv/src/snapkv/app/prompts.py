@@ -1,53 +1,43 @@
 """From documents and a question to the text the model continues."""
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from snapkv.errors import InvalidArgumentError
 
+_ANSWER = "the-answer-so-far"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """The text that a model continues.
+    """The text that a model continues; where the question is hidden, in two parts.
 
-    Attributes:
-        text: all of it, `answer_start` included.
-        answer_start: the end of `text` that belongs to the answer.
-        has_special_tokens: whether `text` was made by a chat template, which writes the special
-            tokens itself.
-        context_characters: how much of `text` the cache is compressed behind; the rest is read over
-            what was kept of it, so that the question is hidden from the vote. None compresses
-            behind all of it.
-        system_characters: how much of `text` is the system message that a chat begins with.
+    The cache is compressed behind the first `context_characters`, and the rest is read over what
+    was kept of them, so that it has no vote; None compresses behind all of the text.
     """
 
     text: str
-    answer_start: str = ""
-    has_special_tokens: bool = False
+    answer_start: str = ""  # the end of `text` that belongs to the answer
+    has_special_tokens: bool = False  # written by a chat template
     context_characters: int | None = None
-    system_characters: int = 0
+    system_characters: int = 0  # of the system message that a chat begins with
 
     def token_ids(self, tokenizer: Any) -> Any:
-        """The prompt as token ids, (1, T) int64."""
+        """(1, T) int64."""
         return self.encoded(tokenizer, self.text, return_tensors="pt")["input_ids"]
 
     def context_tokens(self, tokenizer: Any) -> int | None:
         """How many of the prompt's tokens are context; None where `context_characters` is.
 
         Where a token reaches over the context's end, it belongs to the rest.
-
-        Raises:
-            InvalidArgumentError: the context has no token, or all of them.
         """
         if self.context_characters is None:
             return None
         whole = self.encoded(tokenizer, self.text)["input_ids"]
         context = self.encoded(tokenizer, self.text[: self.context_characters])["input_ids"]
-        pairs = itertools.takewhile(
-            lambda pair: pair[0] == pair[1], zip(whole, context, strict=False)
-        )
-        tokens = sum(1 for _ in pairs)
+        tokens = _alike(whole, context)
         if tokens == 0:
             raise InvalidArgumentError(
                 "context: expected text before a question that is hidden, got no token of it; "
@@ -61,11 +51,7 @@ class Prompt:
         return tokens
 
     def hiding(self, question: str) -> "Prompt":
-        """The same prompt, compressed before the question; what stands behind it is hidden, too.
-
-        Raises:
-            InvalidArgumentError: the question is not in the text.
-        """
+        """The same prompt, compressed before the question; what stands behind it is hidden, too."""
         asked = self.text.removesuffix(self.answer_start)
         question = question.strip()
         place = asked.rfind(question)
@@ -97,30 +83,23 @@ def question_prompt(
     if tokenizer.chat_template:
         return chat_prompt(tokenizer, f"{document}\n\n{question}", answer_start=answer_start)
     text = f"{document}\n\nQuestion: {question}\nAnswer:"
-    if answer_start:
-        text += f" {answer_start}"
+    text += f" {answer_start}" if answer_start else ""
     return Prompt(text=text, answer_start=answer_start)
 
 
 def text_prompt(tokenizer: Any, text: str, *, answer_start: str = "") -> Prompt:
-    """The text itself, to be continued."""
     del tokenizer
     return Prompt(text=text + answer_start, answer_start=answer_start)
 
 
 def chat_prompt(tokenizer: Any, text: str, *, answer_start: str = "") -> Prompt:
-    """One message of the user, up to the point where the model's turn begins.
-
-    Raises:
-        InvalidArgumentError: the tokenizer has no chat template.
-    """
+    """One message of the user, up to the point where the model's turn begins."""
     if not tokenizer.chat_template:
         raise InvalidArgumentError(
             "chat: expected a model with a chat template, got one without; leave chat out"
         )
-    turn = tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-    )
+    turns = [{"role": "user", "content": text}]
+    turn = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     return Prompt(
         text=turn + answer_start,
         answer_start=answer_start,
@@ -130,11 +109,7 @@ def chat_prompt(tokenizer: Any, text: str, *, answer_start: str = "") -> Prompt:
 
 
 def next_turn(tokenizer: Any, question: str) -> str:
-    """What stands between the end of an answer and the beginning of the next one.
-
-    Raises:
-        InvalidArgumentError: a chat template that does not repeat what was said before.
-    """
+    """What stands between the end of an answer and the beginning of the next one."""
     if not tokenizer.chat_template:
         return f"\n\nQuestion: {question}\nAnswer:"
     turns = [
@@ -152,28 +127,22 @@ def next_turn(tokenizer: Any, question: str) -> str:
     return str(behind)
 
 
-_ANSWER = "the-answer-so-far"
-
-
 def _system_message(tokenizer: Any) -> str:
-    """What a chat template writes before the first message and not before a later one.
-
-    Empty where that is nothing but special tokens.
-    """
-    turns = [
-        {"role": "user", "content": _ANSWER},
-        {"role": "assistant", "content": _ANSWER},
-        {"role": "user", "content": _ANSWER},
-    ]
+    """What a chat template writes before the first message only; empty for special tokens alone."""
+    turns = [{"role": role, "content": _ANSWER} for role in ("user", "assistant", "user")]
     parts = tokenizer.apply_chat_template(turns, tokenize=False).split(_ANSWER)
     if len(parts) < 3 or not getattr(tokenizer, "is_fast", False):
         return ""  # a template that rewrites messages, or tokens that do not tell where they stand
     first = tokenizer(parts[0], add_special_tokens=False, return_offsets_mapping=True)
     ids, later = first["input_ids"], tokenizer(parts[-2], add_special_tokens=False)["input_ids"]
-    pairs = zip(reversed(ids), reversed(later), strict=False)
-    header = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-    own = ids[: len(ids) - header]
+    own = ids[: len(ids) - _alike(reversed(ids), reversed(later))]
     if not tokenizer.decode(own, skip_special_tokens=True).strip():
         return ""
     message: str = parts[0][: first["offset_mapping"][len(own) - 1][1]]
     return message
+
+
+def _alike(some: Iterable[int], others: Iterable[int]) -> int:
+    """How many of the first tokens are the same."""
+    pairs = zip(some, others, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

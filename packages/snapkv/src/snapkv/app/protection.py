@@ -18,25 +18,13 @@ from snapkv.validation import require_int
 
 @dataclass(frozen=True, kw_only=True)
 class Protection:
-    """What of a prompt every layer and head keeps; see `CompressedCache`.
+    """What of a prompt every layer and head keeps; see `CompressedCache`."""
 
-    Args:
-        texts: of each every occurrence in the prompt, chat template included.
-        first_tokens: how many of the first tokens.
-        system: whether the system message of a chat stays, also one that the template adds by
-            itself. None for where there is one and it fits.
-
-    Raises:
-        InvalidArgumentError: an empty text, or a negative number.
-        InvalidTypeError: a number that is no integer.
-    """
-
-    texts: Sequence[str] = ()
+    texts: Sequence[str] = ()  # of each every occurrence in the prompt, chat template included
     first_tokens: int = 0
-    system: bool | None = False
+    system: bool | None = False  # the system message of a chat; None for where it is and fits
 
     def __post_init__(self) -> None:
-        """Check what can be checked without a prompt."""
         require_int("protect_first", self.first_tokens, minimum=0)
         if not all(text.strip() for text in self.texts):
             raise InvalidArgumentError(
@@ -44,12 +32,9 @@ class Protection:
             )
 
     def spans(self, prompt: Prompt, policy: Policy, tokenizer: Any) -> list[Span]:
-        """The positions to protect, for `CompressedCache`; one line to standard error where the
-        system message would stay by default and cannot.
+        """The positions to protect, for `CompressedCache`.
 
-        Raises:
-            InvalidArgumentError: a text that the prompt does not hold, no system message where one
-                was asked for, or a tokenizer that does not say where its tokens stand.
+        One line to standard error where the system message would stay by default and cannot.
         """
         asked = [(0, self.first_tokens)] if self.first_tokens else []
         for text in self.texts:

@@ -4,9 +4,8 @@ The prompt is read once more. Each candidate compresses a copy of it, and the fu
 fed to that copy: the candidate keeps the answer if it would have chosen each of its tokens itself.
 """
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,14 +14,14 @@ from transformers import LogitsProcessorList
 
 from snapkv.app.answering import generate_options, prompt_ids
 from snapkv.app.models import LoadedModel
+from snapkv.app.observing import RecordedPrompt, Recorder, record_prompt, record_prompt_twice
 from snapkv.app.prompts import Prompt
-from snapkv.app.recorded import RecordedPrompt, Recorder, record_prompt, record_prompt_twice
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import OutOfMemoryError
 from snapkv.hf.cache import CompressedCache
-from snapkv.plan import free_bytes, out_of_memory_explained, prompt_advice
+from snapkv.kvzip import instruction_of
+from snapkv.plan import prompt_memory_explained
 from snapkv.policies import EvictingPolicy, FullCache, Policy
-from snapkv.policies.kvzip import INSTRUCTION
 
 _TOKENS_AT_ONCE = 64
 """Of the answer, so that their logits take little memory and a wrong candidate ends early."""
@@ -30,15 +29,10 @@ _TOKENS_AT_ONCE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """What trying the candidates found.
+    """What trying the candidates found."""
 
-    Attributes:
-        keeper: the place of the first candidate that keeps the answer; None where none does.
-        untold: why nothing could be tried; empty where the candidates were tried.
-    """
-
-    keeper: int | None = None
-    untold: str = ""
+    keeper: int | None = None  # the place of the first that keeps the answer; None where none does
+    untold: str = ""  # why nothing could be tried; empty where the candidates were tried
 
 
 def first_that_keeps(
@@ -50,88 +44,53 @@ def first_that_keeps(
     *,
     protect: Sequence[Sequence[int]] = (),
 ) -> Tried:
-    """The first candidate whose answer would be the full cache's.
+    """The first candidate whose answer would be the full cache's, `answer_ids`.
 
-    Args:
-        loaded: model and tokenizer.
-        prompt: what was answered.
-        settings: how.
-        answer_ids: the full cache's answer.
-        candidates: policies, the most welcome first; all or none of them read a context twice.
-        protect: half-open spans of positions that stay.
+    The most welcome stands first; all or none of them read a context twice. `protect` are half-open
+    spans of positions that stay.
     """
     if settings.temperature:
         return Tried(untold=f"the answers are drawn, at temperature {settings.temperature}")
     if not candidates:
         return Tried()
     ids = prompt_ids(loaded, prompt, settings)
-    advice = functools.partial(
-        prompt_advice, loaded.model, ids.shape[1], free_bytes(loaded.model.device)
-    )
     try:
-        with out_of_memory_explained(advice):
-            trial = _Trial.begin(loaded, prompt, settings, ids, answer_ids, candidates)
-            return replace(trial, protect=protect).first(candidates)
+        with prompt_memory_explained(loaded.model, ids.shape[1]), torch.inference_mode():
+            context = ids[:, : prompt.context_tokens(loaded.tokenizer)]
+            trial = _Trial(
+                recorded=_read(loaded, context, candidates),
+                ids=ids,
+                answer_ids=torch.tensor(answer_ids, device=ids.device),
+                processors=_processors(loaded.model, ids, settings),
+                protect=protect,
+            )
+            if not trial.keeps(FullCache()):
+                return Tried(untold="two of its tokens are too nearly as likely as others to tell")
+            keepers = (place for place, policy in enumerate(candidates) if trial.keeps(policy))
+            return Tried(keeper=next(keepers, None))
     except OutOfMemoryError:
         return Tried(untold="there is no memory for one more reading of the prompt")
 
 
+def _read(loaded: LoadedModel, ids: Tensor, candidates: Sequence[Policy]) -> RecordedPrompt:
+    """Read what stands before an answer, or a hidden question, for all candidates."""
+    if candidates[0].reads_twice:
+        repeat = instruction_of(loaded.tokenizer)
+        return record_prompt_twice(loaded.model, ids, candidates[0], instruction_ids=repeat)
+    return record_prompt(loaded.model, ids, Recorder.for_policies(candidates))
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Trial:
-    """A reading on which candidates are tried.
+    """A reading on which candidates are tried."""
 
-    Attributes:
-        model: the model.
-        recorded: the prompt, or of a hidden question what stands before it.
-        ids: (1, T) int64, all of the prompt.
-        answer_ids: (N,) int64, the answer that is to be kept.
-        processors: change the logits of a token as `generate` does.
-        protect: half-open spans of positions that stay.
-    """
+    recorded: RecordedPrompt  # the prompt, or of a hidden question what stands before it
+    ids: Tensor  # (1, T) int64, all of the prompt
+    answer_ids: Tensor  # (N,) int64, the answer that is to be kept
+    processors: LogitsProcessorList  # change the logits of a token as `generate` does
+    protect: Sequence[Sequence[int]]
 
-    model: Any
-    recorded: RecordedPrompt
-    ids: Tensor
-    answer_ids: Tensor
-    processors: LogitsProcessorList
-    protect: Sequence[Sequence[int]] = ()
-
-    @classmethod
-    def begin(
-        cls,
-        loaded: LoadedModel,
-        prompt: Prompt,
-        settings: GenerationSettings,
-        ids: Tensor,
-        answer_ids: Sequence[int],
-        candidates: Sequence[Policy],
-    ) -> "_Trial":
-        """Read the prompt."""
-        context = ids[:, : prompt.context_tokens(loaded.tokenizer)]
-        if candidates[0].reads_twice:
-            repeat = loaded.tokenizer(INSTRUCTION, add_special_tokens=False)["input_ids"]
-            recorded = record_prompt_twice(
-                loaded.model, context, candidates[0], instruction_ids=repeat
-            )
-        else:
-            recorded = record_prompt(loaded.model, context, Recorder.for_policies(candidates))
-        return cls(
-            model=loaded.model,
-            recorded=recorded,
-            ids=ids,
-            answer_ids=torch.tensor(answer_ids, device=ids.device),
-            processors=_processors(loaded.model, ids, settings),
-        )
-
-    @torch.inference_mode()
-    def first(self, candidates: Sequence[Policy]) -> Tried:
-        """Try one after the other; the full cache itself first, which must keep its answer."""
-        if not self._keeps(FullCache()):
-            return Tried(untold="two of its tokens are too nearly as likely as others to tell")
-        keepers = (place for place, policy in enumerate(candidates) if self._keeps(policy))
-        return Tried(keeper=next(keepers, None))
-
-    def _keeps(self, policy: Policy) -> bool:
+    def keeps(self, policy: Policy) -> bool:
         """Whether the policy would choose every token of the answer itself."""
         text = torch.cat([self.ids[0], self.answer_ids])
         start = self.ids.shape[1]
@@ -147,19 +106,18 @@ class _Trial:
         before = self.recorded.last_logits
         hidden = self.ids[:, self.recorded.prompt_tokens :]
         if hidden.shape[1]:
-            before = _read(self.model, cache, hidden)
+            before = self._read(cache, hidden)
         yield before[0, -1]
         one_by_one = isinstance(cache.policy, EvictingPolicy)
         for piece in torch.split(self.answer_ids[:-1], 1 if one_by_one else _TOKENS_AT_ONCE):
             if len(piece):
-                yield from _read(self.model, cache, piece[None])[0]
+                yield from self._read(cache, piece[None])[0]
 
-
-def _read(model: Any, cache: CompressedCache, ids: Tensor) -> Tensor:
-    """Logits (1, N, V) behind each of the tokens, which are read in one pass."""
-    cache.expect_tokens(ids)
-    logits: Tensor = model(ids, past_key_values=cache).logits
-    return logits
+    def _read(self, cache: CompressedCache, ids: Tensor) -> Tensor:
+        """Logits (1, N, V) behind each of the tokens, which are read in one pass."""
+        cache.expect_tokens(ids)
+        logits: Tensor = self.recorded.model(ids, past_key_values=cache).logits
+        return logits
 
 
 def _processors(model: Any, ids: Tensor, settings: GenerationSettings) -> LogitsProcessorList:
@@ -169,7 +127,6 @@ def _processors(model: Any, ids: Tensor, settings: GenerationSettings) -> Logits
     def decoding(
         model: Any, input_ids: Tensor, *, logits_processor: LogitsProcessorList, **_: Any
     ) -> Tensor:
-        del model
         found.append(logits_processor)
         return input_ids
 

@@ -12,33 +12,19 @@ MIN_TEMPERATURE = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationSettings:
-    """How an answer is generated.
-
-    Args:
-        max_new_tokens: length at which an answer is cut off.
-        temperature: 0 takes the likeliest token each time; from 0.001, tokens are drawn.
-        seed: of the draw; without meaning at temperature 0.
-        min_new_tokens: an answer does not end before it has that many, its end token not counted.
-        stop_token_ids: tokens that end an answer, beside the model's own.
-        stop_strings: texts that end an answer; neither they nor what follows is part of it.
-
-    Raises:
-        InvalidArgumentError: a value out of range.
-        InvalidTypeError: a number that is no integer.
-    """
+    """How an answer is generated."""
 
     max_new_tokens: int = 128
-    temperature: float = 0.0
+    temperature: float = 0.0  # 0 takes the likeliest token each time; from 0.001, they are drawn
     seed: int = 0
-    min_new_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    stop_strings: tuple[str, ...] = ()
+    min_new_tokens: int = 0  # the token that ends the answer not counted
+    stop_token_ids: tuple[int, ...] = ()  # that end an answer, beside the model's own
+    stop_strings: tuple[str, ...] = ()  # neither they nor what follows is part of the answer
 
     def __post_init__(self) -> None:
-        """Check every setting once, here."""
-        minima = {"max_new_tokens": 1, "seed": 0, "min_new_tokens": 0}
-        for name, minimum in minima.items():
-            require_int(name, getattr(self, name), minimum=minimum)
+        require_int("max_new_tokens", self.max_new_tokens, minimum=1)
+        require_int("seed", self.seed, minimum=0)
+        require_int("min_new_tokens", self.min_new_tokens, minimum=0)
         if self.min_new_tokens > self.max_new_tokens:
             raise InvalidArgumentError(
                 f"min_new_tokens: expected at most max_new_tokens={self.max_new_tokens}, got "
@@ -59,35 +45,19 @@ class GenerationSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaTraining:
-    """How heads are trained; the same plan and documents continue a run that was stopped.
+    """How heads are trained; the same plan and documents continue a run that was stopped."""
 
-    Args:
-        num_heads: how many tokens behind the next one are guessed.
-        answers: how many answers to learn from; each tenth is held out and measured instead.
-        passage_tokens: length of the passage that an answer is about.
-        max_new_tokens: where an answer is cut off.
-        batch: answers generated together.
-        step_answers: answers learnt from in one step.
-        epochs: how often every answer is learnt from.
-        learning_rate: at its highest; it rises over the first tenth and falls as a cosine.
-        seed: of the order of passages and answers.
-
-    Raises:
-        InvalidArgumentError: a value out of range.
-    """
-
-    num_heads: int = 3
-    answers: int = 4096
-    passage_tokens: int = 256
+    num_heads: int = 3  # how many tokens behind the next one are guessed
+    answers: int = 4096  # to learn from; each tenth is held out and measured instead
+    passage_tokens: int = 256  # that an answer is about
     max_new_tokens: int = 256
-    batch: int = 16
-    step_answers: int = 4
+    batch: int = 16  # answers generated together
+    step_answers: int = 4  # learnt from in one step
     epochs: int = 2
-    learning_rate: float = 1e-3
-    seed: int = 0
+    learning_rate: float = 1e-3  # at its highest; it rises over a tenth and falls as a cosine
+    seed: int = 0  # of the order of passages and answers
 
     def __post_init__(self) -> None:
-        """Check every number once, here."""
         minima = {"answers": 10, "max_new_tokens": self.num_heads + 2, "seed": 0}
         for name, value in asdict(self).items():
             if name != "learning_rate":

@@ -1,17 +1,19 @@
 """Reading documents as text: files, folders, HTML, PDF and standard input."""
 
 import codecs
+import contextlib
 import errno
+import logging
 import mimetypes
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from io import StringIO
+from io import BytesIO, StringIO
 from pathlib import Path
+from typing import Any
 
-from snapkv.app.pdf import pdf_text
 from snapkv.errors import DocumentError, missing_package
 from snapkv.validation import nearest
 
@@ -19,9 +21,6 @@ STDIN = "-"
 
 NoticeSink = Callable[[str], None]
 """Takes a line about a file that was left out, or read in part."""
-
-_Notices = dict[str, str]
-"""What has become of a file, and why; each is said once."""
 
 _SKIPPED_FOLDERS = {"__pycache__", "CVS", "node_modules", "site-packages", "vendor", "venv"}
 
@@ -42,21 +41,15 @@ _BLOCK_TAGS = re.compile(
 
 _OPENED = re.compile(r"<html[\s>]", re.IGNORECASE)
 _CLOSED = re.compile(r"</html\s*>", re.IGNORECASE)
-_NO_END_OF_PAGE = "it begins with <html> and ends without </html>, so its end may be missing"
+_END_OF_PDF = b"%%EOF"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextFile:
-    """The text of a file, and where it came from.
+    """The text of a file, and where it came from."""
 
-    Attributes:
-        name: the path as it was given, or below the folder that was given; bytes that are not UTF-8
-            are escaped.
-        text: never empty.
-    """
-
-    name: str
-    text: str
+    name: str  # the path as given, or below the folder that was; bytes not in UTF-8 are escaped
+    text: str  # never empty
 
 
 def _to_stderr(line: str) -> None:
@@ -70,31 +63,20 @@ def read(
 
     A source is a file (text, Markdown, source code, HTML or PDF), a folder, or "-" for standard
     input. A folder stands for all text files below it, sorted by path; hidden files, folders of
-    version control, caches, third-party code and libraries that `snapkv library` has made, and
-    files that are empty or not text are left out of it. So are files that should have text and
-    cannot be read, and each is named once, as "skipped: name: reason". A file that is named as a
-    source is never left out: it is read or refused. Where only a part of a file could be read (a
-    PDF that was cut off, or has pages without text; HTML without its end), that is said once, as
-    "partly read: name: reason".
-
-    Args:
-        sources: files, folders or "-".
-        on_notice: called, when all else is read, for every file that was skipped or read in part;
-            writes to standard error by default.
-        without: a folder whose files are not read where they are below another one.
-
-    Raises:
-        DocumentError: a source is missing, empty, binary, in an unknown encoding or damaged, or a
-            folder without a file that can be read.
-        MissingDependencyError: a PDF or HTML file, and the package that reads it is not installed.
+    version control, caches, third-party code, libraries that `snapkv library` has made, the folder
+    `without`, and files that are empty or not text are left out of it. So are files that should
+    have text and cannot be read, and each is told of once, as "skipped: name: reason". A file that
+    is named as a source is never left out: it is read or refused. Where only a part of a file could
+    be read (a PDF that was cut off, or has pages without text; HTML without its end), that is told
+    once, as "partly read: name: reason".
     """
     if not sources:
         raise DocumentError("files: expected at least one file, got none; pass a file or -")
     if list(sources).count(STDIN) > 1:
         raise DocumentError("files: expected - once at most, got it more often; pass it once")
-    notices: _Notices = {}
-    found = [document for source in sources for document in _read_source(source, notices, without)]
-    for what, reason in notices.items():
+    files = _Files(without)
+    found = [document for source in sources for document in files.of(source)]
+    for what, reason in files.notices.items():
         on_notice(f"{what}: {reason}")
     return found
 
@@ -117,18 +99,80 @@ def join(documents: Sequence[TextFile]) -> str:
     return "\n\n".join(f"===== {document.name} =====\n{document.text}" for document in documents)
 
 
-def _read_source(source: str, notices: _Notices, without: Path | None) -> list[TextFile]:
-    if source == STDIN:
-        return [_parse("standard input", sys.stdin.buffer.read(), notices, suffix="")]
-    if not source:
-        raise DocumentError("file: expected a file or folder, got an empty name; pass a path or -")
-    path = Path(source)
-    try:
-        if path.is_dir():
-            return _read_folder(path, notices, without)
-        return [_read_file(path, notices)]
-    except OSError as error:
-        raise _unreadable(error, source) from error
+class _Files:
+    """Reads sources, and notes once what has become of a file that was not read whole, and why."""
+
+    def __init__(self, without: Path | None) -> None:
+        self._without = without
+        self.notices: dict[str, str] = {}
+
+    def of(self, source: str) -> list[TextFile]:
+        if source == STDIN:
+            return [self._parsed("standard input", sys.stdin.buffer.read(), suffix="")]
+        if not source:
+            raise DocumentError(
+                "file: expected a file or folder, got an empty name; pass a path or -"
+            )
+        path = Path(source)
+        try:
+            if path.is_dir():
+                return self._below(path)
+            _require_file(path)
+            return [self._parsed(str(path), path.read_bytes(), suffix=path.suffix.lower())]
+        except OSError as error:
+            raise _unreadable(error, source) from error
+
+    def _below(self, folder: Path) -> list[TextFile]:
+        """What can be read below a folder; notes why a file that should have text cannot."""
+        found: list[TextFile] = []
+        reasons: dict[str, str] = {}
+        for path in _files_below(folder, self._without):
+            try:
+                found += self._if_text(path)
+            except DocumentError as error:
+                reasons[_printable(str(path))] = " ".join(str(error).removeprefix("file: ").split())
+        if not found:
+            unread = ""
+            if reasons:
+                first = next(iter(reasons.values()))
+                unread = f" and can be read ({len(reasons):,} cannot: {first})"
+            raise DocumentError(
+                f"file: expected a folder with text files, got {folder} without any that is not "
+                f"hidden, empty or binary{unread}; pass a folder with text files"
+            )
+        self.notices |= {f"skipped: {name}": reason for name, reason in reasons.items()}
+        return found
+
+    def _if_text(self, path: Path) -> list[TextFile]:
+        """The document in a file; none where it is empty, or binary and not called a text."""
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise _unreadable(error, str(path)) from error
+        if not data.strip():
+            return []
+        if _is_binary(data):
+            if str(mimetypes.guess_type(path.name)[0]).startswith("text/"):
+                raise DocumentError("file: expected text, got bytes that are none")
+            return []
+        return [self._parsed(str(path), data, suffix=path.suffix.lower())]
+
+    def _parsed(self, name: str, data: bytes, *, suffix: str) -> TextFile:
+        """The text of a file's content, by suffix or, without a telling one, by its first bytes."""
+        lost: list[str] = []
+        if suffix == ".pdf" or data.startswith(b"%PDF-"):
+            text, lost = _pdf_text(name, data)
+        elif suffix in (".html", ".htm", ".xhtml") or _looks_like_html(data):
+            text, lost = _html_text(name, data)
+        else:
+            text = _decode(name, data)
+        if not text.strip():
+            raise DocumentError(
+                f"file: expected text, got nothing in {name}; pass a file with text"
+            )
+        if lost:
+            self.notices[f"partly read: {_printable(name)}"] = "; ".join(lost)
+        return TextFile(name=_printable(name), text=text.strip("\n"))
 
 
 def _unreadable(error: OSError, name: str) -> DocumentError:
@@ -138,15 +182,17 @@ def _unreadable(error: OSError, name: str) -> DocumentError:
     )
 
 
-def _read_file(path: Path, notices: _Notices) -> TextFile:
-    if not path.exists():
-        raise DocumentError(
-            f"file: expected an existing file or folder, got {path}{link_fault(path)}"
-            f"{_neighbours(path)}"
-        )
-    if not (path.is_file() or path.is_fifo()):
+def _require_file(path: Path) -> None:
+    if path.is_file() or path.is_fifo():
+        return
+    if path.exists():
         raise DocumentError(f"file: expected a regular file or folder, got the device {path}")
-    return _parse(str(path), path.read_bytes(), notices, suffix=path.suffix.lower())
+    near = f"; there is no folder {path.parent}"
+    if path.parent.is_dir():
+        near = nearest(path.name, os.listdir(path.parent))
+    raise DocumentError(
+        f"file: expected an existing file or folder, got {path}{link_fault(path)}{near}"
+    )
 
 
 def link_fault(path: Path) -> str:
@@ -159,58 +205,6 @@ def link_fault(path: Path) -> str:
         if path.is_symlink():
             return f", a symbolic link to {os.readlink(path)}, which is not there"
     return ""
-
-
-def _neighbours(path: Path) -> str:
-    """What is missing, or which names in the same folder come close."""
-    if not path.parent.is_dir():
-        return f"; there is no folder {path.parent}"
-    return nearest(path.name, os.listdir(path.parent))
-
-
-def _read_folder(folder: Path, notices: _Notices, without: Path | None) -> list[TextFile]:
-    """What can be read below a folder; notes why a file that should have text cannot.
-
-    Raises:
-        DocumentError: none can.
-    """
-    found: list[TextFile] = []
-    reasons: dict[str, str] = {}
-    for path in _files_below(folder, without):
-        try:
-            found += _read_if_text(path, notices)
-        except DocumentError as error:
-            reasons[_printable(str(path))] = " ".join(str(error).removeprefix("file: ").split())
-    if not found:
-        unread = ""
-        if reasons:
-            unread = f" and can be read ({len(reasons):,} cannot: {next(iter(reasons.values()))})"
-        raise DocumentError(
-            f"file: expected a folder with text files, got {folder} without any that is not "
-            f"hidden, empty or binary{unread}; pass a folder with text files"
-        )
-    notices |= {f"skipped: {name}": reason for name, reason in reasons.items()}
-    return found
-
-
-def _read_if_text(path: Path, notices: _Notices) -> list[TextFile]:
-    """The document in a file; none where the file is empty or binary.
-
-    Raises:
-        DocumentError: it cannot be read, or is binary where its name says that it is a text.
-    """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise _unreadable(error, str(path)) from error
-    if not data.strip():
-        return []
-    if _is_binary(data):
-        kind, _ = mimetypes.guess_type(path.name)
-        if kind is not None and kind.startswith("text/"):
-            raise DocumentError("file: expected text, got bytes that are none")
-        return []
-    return [_parse(str(path), data, notices, suffix=path.suffix.lower())]
 
 
 def _files_below(folder: Path, without: Path | None) -> list[Path]:
@@ -233,25 +227,6 @@ def _is_library(folder: str) -> bool:
             return b'"snapkv library ' in file.read(64)
     except OSError:
         return False
-
-
-def _parse(name: str, data: bytes, notices: _Notices, *, suffix: str) -> TextFile:
-    """The text of a file's content, by suffix or, without a telling one, by its first bytes.
-
-    Why some of it may be missing is noted.
-    """
-    lost: list[str] = []
-    if suffix == ".pdf" or data.startswith(b"%PDF-"):
-        text, lost = pdf_text(name, data)
-    elif suffix in (".html", ".htm", ".xhtml") or _looks_like_html(data):
-        text, lost = _html_text(name, data)
-    else:
-        text = _decode(name, data)
-    if not text.strip():
-        raise DocumentError(f"file: expected text, got nothing in {name}; pass a file with text")
-    if lost:
-        notices[f"partly read: {_printable(name)}"] = "; ".join(lost)
-    return TextFile(name=_printable(name), text=text.strip("\n"))
 
 
 def _printable(name: str) -> str:
@@ -313,5 +288,85 @@ def _html_text(name: str, data: bytes) -> tuple[str, list[str]]:
     for tag in page.find_all(lambda tag: _BLOCK_TAGS.fullmatch(tag.name)):
         tag.insert_before("\n")
         tag.insert_after("\n")
-    lost = [_NO_END_OF_PAGE] if _OPENED.search(markup) and not _CLOSED.search(markup) else []
-    return re.sub(r"[ \t]*\n\s*\n", "\n\n", page.get_text()).strip(), lost
+    text = re.sub(r"[ \t]*\n\s*\n", "\n\n", page.get_text()).strip()
+    if _OPENED.search(markup) and not _CLOSED.search(markup):
+        return text, ["it begins with <html> and ends without </html>, so its end may be missing"]
+    return text, []
+
+
+def _pdf_text(name: str, data: bytes) -> tuple[str, list[str]]:
+    """The text layer of a PDF, an empty line between its pages, and why some may be missing."""
+    try:
+        from pypdf import PdfReader
+        from pypdf.errors import DependencyError, FileNotDecryptedError
+    except ImportError as error:
+        raise missing_package(f"file: reading {name}", "pypdf") from error
+    try:
+        with _noted("pypdf") as repairs:
+            pages = list(PdfReader(BytesIO(data)).pages)
+            texts = [page.extract_text() for page in pages]
+            drawn = [
+                _draws(page) for page, text in zip(pages, texts, strict=True) if not text.strip()
+            ]
+    except (FileNotDecryptedError, DependencyError) as error:
+        raise DocumentError(
+            f"file: expected a PDF without a password, got the encrypted {name}; decrypt it, for "
+            "instance with qpdf --decrypt"
+        ) from error
+    except Exception as error:  # a damaged file makes pypdf raise whatever it trips over
+        raise DocumentError(
+            f"file: expected a complete PDF, got {name}: {error or type(error).__name__}"
+        ) from error
+    if len(drawn) == len(texts):
+        raise DocumentError(
+            f"file: expected a PDF with text, got {name} with images only; run it through OCR, for "
+            "instance ocrmypdf"
+        )
+    lost = list(_damage(data, repairs))
+    if silent := sum(drawn):
+        lost.append(
+            f"{silent:,} of {len(texts):,} pages have images or drawings and no text; run it "
+            "through OCR, for instance ocrmypdf"
+        )
+    return "\n\n".join(texts), lost
+
+
+def _draws(page: Any) -> bool:
+    """Whether there is anything on a page."""
+    contents = page.get_contents()
+    return contents is not None and bool(contents.get_data().strip())
+
+
+def _damage(data: bytes, repairs: list[str]) -> Iterator[str]:
+    """What is wrong with the file, by its end and by what pypdf says."""
+    _, end, behind = data.rpartition(_END_OF_PDF)
+    if not end or behind.strip(b"\0\t\n\f\r "):
+        yield "it does not end as a PDF does, so its end may be missing"
+    if repairs:
+        more = f" and {len(repairs) - 1:,} more" if len(repairs) > 1 else ""
+        yield f"it is damaged, and was read as far as pypdf could repair it ({repairs[0]}{more})"
+
+
+@contextlib.contextmanager
+def _noted(library: str) -> Iterator[list[str]]:
+    """A library's warnings as a list, each once and on one line, which its log does not show."""
+    lines: list[str] = []
+    logger, handler = logging.getLogger(library), logging.Handler(logging.WARNING)
+
+    def note(record: logging.LogRecord) -> bool:
+        line = " ".join(record.getMessage().split())
+        if line not in lines:
+            lines.append(line)
+        return False
+
+    handler.addFilter(note)
+    level, propagate = logger.level, logger.propagate
+    logger.setLevel(logging.WARNING)
+    logger.propagate = False
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagate
+        logger.setLevel(level)

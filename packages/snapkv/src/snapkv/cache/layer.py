@@ -18,9 +18,7 @@ from snapkv.policies.fair import Segments
 from snapkv.policies.spans import Spans
 from snapkv.policies.states import fillers_left
 from snapkv.storage.base import Storage, TokenStore
-from snapkv.storage.dense import DenseStore
 from snapkv.storage.offload import OffloadedTokens
-from snapkv.storage.ragged import RaggedStore
 
 Rotation = Callable[[Tensor, Tensor], Tensor]
 """Turns (B, H, N, D) states on by (B, N) positions, float32."""
@@ -28,14 +26,10 @@ Rotation = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerIdentity:
-    """Which layer of the model it is, and the parts of that layer that the policy needs.
+    """Which layer of the model it is, its place among the compressed ones, and its parts.
 
-    Attributes:
-        layer_idx: index of the layer in the model.
-        depth: how many compressed layers come before it.
-        num_layers: how many compressed layers the model has.
-        rotation: turns keys on by positions; None where the policy does not need it.
-        output_projection: the module behind attention; None where the policy does not need it.
+    `rotation`, which turns keys on, and `output_projection`, the module behind attention, are None
+    where the policy does not need them.
     """
 
     layer_idx: int
@@ -47,12 +41,7 @@ class LayerIdentity:
 
 @dataclass(frozen=True, kw_only=True)
 class TurnRule:
-    """Every later prompt brings the layer back to its budget.
-
-    Attributes:
-        refresh_every: choose again after as many tokens behind the prompt; None for never.
-        pages: what of the evicted tokens each step attends to; None for nothing.
-    """
+    """Every later prompt brings the layer back to its budget, see `TurnOptions`."""
 
     refresh_every: int | None = None
     pages: PageRecall | None = None
@@ -60,12 +49,7 @@ class TurnRule:
 
 @dataclass(frozen=True, kw_only=True)
 class SpanRule:
-    """What is said of spans of positions, counted over the whole conversation, pads left out.
-
-    Attributes:
-        protect: what every layer and head keeps, or None.
-        fair: what shares the budget, or None.
-    """
+    """Spans of positions of the whole conversation: what must stay, and what shares the budget."""
 
     protect: Spans | None = None
     fair: Segments | None = None
@@ -75,21 +59,16 @@ class CompressedLayer(DynamicLayer):
     """Keys and values of the tokens that were kept, in ascending order of position.
 
     The layer reports every token it has seen and stores only some, the contract of transformers'
-    own sliding layers, so positions and masks stay true. It is made of parts: a store holds keys
-    and values, a map says which token stands in which slot, notes hold what else is known of them,
-    and what was dropped may be offloaded. Which tokens to keep is the policy's business, when to
-    ask it is `snapkv.hf.attention`'s.
+    own sliding layers, so positions and masks stay true. Which tokens to keep is the policy's
+    business, when to ask it is `snapkv.hf.attention`'s.
 
     Attributes:
-        policy: what to keep.
-        identity: which layer of the model this is.
         storage: what `store` is made by, and what it becomes behind a prompt.
         store: keys and values of the stored tokens.
         slots: which token stands in which slot of the store.
-        notes: what is noted of the tokens.
+        notes: what else is known of the tokens.
         offloaded: all tokens of the turns so far, off the device; None where dropped is dropped.
         turns: how later prompts choose again; None where they are stored whole.
-        spans: what must stay whatever the scores, and what shares the budget.
     """
 
     supports_early_init = False
@@ -97,9 +76,8 @@ class CompressedLayer(DynamicLayer):
     def __init__(self, policy: Policy, identity: LayerIdentity, storage: Storage) -> None:
         # Not transformers' own, which would assign keys and values.
         self.policy, self.identity, self.storage = policy, identity, storage
-        self.store = self.storage.empty()
-        self.slots = SlotMap()
-        self.notes = DecodeNotes()
+        self.store: TokenStore = storage.empty()
+        self.slots, self.notes = SlotMap(), DecodeNotes()
         self.offloaded: OffloadedTokens | None = None
         self.turns: TurnRule | None = None
         self.spans = SpanRule()
@@ -108,31 +86,26 @@ class CompressedLayer(DynamicLayer):
 
     @property
     def keys(self) -> Any:
-        """(B, H, S, D), what attention is handed; None while empty."""
         return self.store.keys
 
     @property
     def values(self) -> Any:
-        """(B, H, S, Dv), what attention is handed; None while empty."""
         return self.store.values
 
     @property
     def is_initialized(self) -> bool:
-        """Whether any token was ever appended."""
         return self.store.is_filled
 
     @property
     def is_compileable(self) -> bool:
-        """Whether transformers may compile the decoding step."""
         return self.storage.is_compileable
 
     @property
     def is_croppable(self) -> bool:
-        """Whether the last tokens can be taken back without a trace."""
         return not isinstance(self.policy, EvictingPolicy)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing: the store is made with the first tokens."""
+        """The store is made with the first tokens."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -140,16 +113,13 @@ class CompressedLayer(DynamicLayer):
         """Append new tokens; returns all stored keys and values, new ones last."""
         if self.recall_due:
             self.recall()
-        self._require_batch(key_states.shape[0])
-        return self.store.append(key_states, value_states)
-
-    def _require_batch(self, batch: int) -> None:
-        if self.store.is_filled and self.store.keys.shape[0] != batch:
+        if self.store.is_filled and len(self.keys) != len(key_states):
             raise CacheMismatchError(
-                f"past_key_values: expected a batch of {self.store.keys.shape[0]}, the size the "
-                f"cache was filled with, got {batch}; call cache.reset() or make a new "
+                f"past_key_values: expected a batch of {len(self.keys)}, the size the cache was "
+                f"filled with, got {len(key_states)}; call cache.reset() or make a new "
                 "CompressedCache"
             )
+        return self.store.append(key_states, value_states)
 
     def get_seq_length(self) -> int:
         """Tokens seen, not slots stored: positions are counted from it."""
@@ -163,32 +133,19 @@ class CompressedLayer(DynamicLayer):
         return columns, self.slots.dropped + self.store.unmasked_slots
 
     def reset(self) -> None:
-        """Empty the layer; the object stays usable for another prompt of any batch size."""
-        self.store, self.slots = self.storage.empty(), SlotMap()
-        self.notes = type(self.notes)()
+        self.store, self.slots, self.notes = self.storage.empty(), SlotMap(), type(self.notes)()
         if self.offloaded is not None:
             self.offloaded.clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Put the rows in the order of `beam_idx`."""
-        self._map_rows(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row `repeats` times."""
-        self._map_rows(lambda rows: rows.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows in `indices`."""
-        self._map_rows(lambda rows: rows[indices.to(rows.device), ...])
-
-    def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Hold the rows in that order; some may go, some come twice."""
         if not self.store.is_filled:
             return
         before = self.store.slots
-        self.store = self.store.map_rows(change)
-        self.slots, self.notes = self.slots.map_rows(change), self.notes.map_rows(change)
+        self.store = self.store.select_rows(beam_idx)
+        self.slots, self.notes = self.slots.select_rows(beam_idx), self.notes.select_rows(beam_idx)
         if self.offloaded is not None:
-            self.offloaded.map_rows(change)
+            self.offloaded.select_rows(beam_idx)
         unused = before - self.store.slots  # where the row of the longest head is gone
         if unused:
             self.slots = self.slots.without_first(unused)
@@ -203,11 +160,7 @@ class CompressedLayer(DynamicLayer):
         self.take_back(count)
 
     def require_croppable(self, count: int) -> None:
-        """Refuse to take back so many of the last tokens where that cannot be.
-
-        Raises:
-            InvalidArgumentError: some head does not hold them, and they cannot be recalled.
-        """
+        """Refuse to take back tokens that some head does not hold, and that cannot be recalled."""
         is_compressed = self.slots.kept is not None
         can_recall = self.offloaded is not None and count <= self.seen_tokens
         if not count or (is_compressed and can_recall):
@@ -246,8 +199,7 @@ class CompressedLayer(DynamicLayer):
         """A layer that goes on by itself; no tensor is copied but those that are written over."""
         copied = type(self)(self.policy, self.identity, self.storage)
         copied.__dict__.update(self.__dict__)
-        copied.offloaded = copy.copy(self.offloaded)
-        copied.store = copy.copy(self.store)
+        copied.offloaded, copied.store = copy.copy(self.offloaded), copy.copy(self.store)
         if self.storage.is_compileable:
             copied.storage, copied.store = copy.deepcopy((self.storage, self.store))
         return copied
@@ -256,7 +208,6 @@ class CompressedLayer(DynamicLayer):
 
     @property
     def seen_tokens(self) -> int:
-        """Tokens seen since the last reset."""
         return self.slots.seen(self.store.slots)
 
     @property
@@ -280,25 +231,15 @@ class CompressedLayer(DynamicLayer):
             return torch.empty(0, 0, 0, dtype=torch.int64)
         return self.slots.positions(self.store)
 
+    # The last queries, which vote at the end of the prompt, or of the turns behind it.
+
     @property
     def history_tokens(self) -> int:
-        """How many of the last queries the layer holds on to behind a prompt.
-
-        The window of a short prompt begins in the turn before it.
-        """
+        """How many of them to hold behind a prompt: a short one's window begins before it."""
         if isinstance(self.policy, EvictingPolicy):
             return self.policy.history_tokens
         wanted = self.policy.query_tokens
         return 0 if self.turns is None or wanted == ALL_QUERIES else wanted
-
-    # What the attention seam asks of a layer.
-
-    def remember_ids(self, token_ids: Tensor) -> None:
-        """Take the new tokens' ids, behind those of its turn, or instead of the last step's."""
-        known = self.notes.token_ids
-        if self.notes.last_queries is not None and known is not None:
-            token_ids = torch.cat([known, token_ids], dim=1)
-        self.notes = replace(self.notes, token_ids=token_ids)
 
     def with_remembered(self, queries: Tensor, ahead_tokens: int = 0) -> Tensor:
         """(B, Hq, up to `query_tokens` + ahead, D): the last queries of the prompt so far."""
@@ -307,16 +248,13 @@ class CompressedLayer(DynamicLayer):
         )
 
     def remember_queries(self, queries: Tensor, ahead_tokens: int = 0) -> None:
-        """Hold on to the last queries of a chunk: the observation window may begin in it.
-
-        And to those of tokens that will be forgotten, which `crop` takes away.
-        """
-        self._hold_queries(self.with_remembered(queries, ahead_tokens).clone())
+        """Hold the last ones of a chunk, and those of tokens ahead, which `crop` takes away."""
+        self._note(last_queries=self.with_remembered(queries, ahead_tokens).clone())
 
     def forget_queries(self) -> None:
         """A turn has ended, in which no later one begins."""
-        if not self.history_tokens:
-            self._hold_queries(None)
+        if not self.history_tokens and self.notes.last_queries is not None:
+            self._note(last_queries=None)
 
     def look_back(self, queries: Tensor) -> Tensor:
         """(B, Hq, N, D): a step's queries, or as many of the last ones as the policy wants to see.
@@ -326,31 +264,34 @@ class CompressedLayer(DynamicLayer):
         history = self.history_tokens
         if not history:
             queries = self._behind_remembered(queries)
-            self._hold_queries(None)
+            self.forget_queries()
             return queries
         if (held := self.notes.last_queries) is not None:  # no more of it than stays
-            self._hold_queries(last_tokens(held, history - queries.shape[-2]))
+            self._note(last_queries=last_tokens(held, history - queries.shape[-2]))
         queries = last_tokens(self._behind_remembered(queries), history)
-        self._hold_queries(queries)
+        self._note(last_queries=queries)
         return queries
-
-    def _hold_queries(self, queries: Tensor | None) -> None:
-        if queries is not self.notes.last_queries:
-            self.notes = replace(self.notes, last_queries=queries)
 
     def _behind_remembered(self, queries: Tensor) -> Tensor:
         held = self.notes.last_queries
         return queries if held is None else torch.cat([held, queries.detach()], dim=-2)
 
+    def _note(self, **notes: Any) -> None:
+        self.notes = replace(self.notes, **notes)
+
+    # What else the attention seam asks of a layer.
+
+    def remember_ids(self, token_ids: Tensor) -> None:
+        """Take the new tokens' ids, behind those of its turn, or instead of the last step's."""
+        known = self.notes.token_ids
+        if self.notes.last_queries is not None and known is not None:
+            token_ids = torch.cat([known, token_ids], dim=1)
+        self._note(token_ids=token_ids)
+
     def protected_slots(self, slots: int, pads: Tensor | None) -> Tensor | None:
-        """Which of the first slots hold tokens that must stay, at the end of a prompt or turn.
+        """(B, 1 or H, slots) bool: which of the first slots must stay; None where none must.
 
-        Args:
-            slots: how many.
-            pads: (B,) leading pads of a first prompt, or None; the layer knows those of later ones.
-
-        Returns:
-            (B, 1 or H, slots) bool; None where nothing is protected.
+        `pads` are (B,) leading ones of a first prompt, or None; it knows those of later ones.
         """
         spans = self.spans.protect
         if spans is None:
@@ -372,20 +313,28 @@ class CompressedLayer(DynamicLayer):
     def note_columns(
         self, columns: Tensor, tokens: int, pads: Tensor | None, fillers: Tensor | None
     ) -> None:
-        """Of a prompt of so many tokens those at (B, 1, K) columns have reached the layer."""
-        self.slots = self.slots.chosen(
-            columns.expand(-1, self.keys.shape[1], -1),
-            tokens,
-            is_partial=True,
-            pads=pads,
-            fillers=fillers,
-        )
+        """Of a prompt of so many tokens, those at (B, 1, K) columns have reached the layer."""
+        columns = columns.expand(-1, self.keys.shape[1], -1)
+        self.slots = self.slots.chosen(columns, tokens, is_partial=True, pads=pads, fillers=fillers)
 
     def keep_part(self, selection: Selection) -> None:
         """Keep a part of a prompt that is still coming in."""
-        columns, seen = self.slots.columns_of(selection.keep_indices, self.store), self.seen_tokens
-        self.store = self.store.keep(selection.keep_indices, selection.prompt_tokens)
-        self.slots = self.slots.chosen(columns, seen, is_partial=True)
+        self._keep_slots(selection.keep_indices, selection.prompt_tokens, is_partial=True)
+
+    def _keep_slots(
+        self,
+        kept: Tensor,
+        tokens: int,
+        *,
+        at: int | None = None,
+        ragged: bool = False,
+        **changes: Any,
+    ) -> None:
+        """Keep some of the first slots, all that was seen by `at` or by now having been chosen."""
+        columns = self.slots.columns_of(kept, self.store)
+        at = self.seen_tokens if at is None else at
+        self.store = self.store.keep(kept, tokens, ragged=ragged)
+        self.slots = self.slots.chosen(columns, at, **changes)
 
     def end_prompt(self, selection: Selection | None, prompt: PromptLayer) -> None:
         """Note that the prompt has been read, and keep of it what was selected; None for all.
@@ -418,35 +367,26 @@ class CompressedLayer(DynamicLayer):
     def _keep(self, selection: Selection, at: int) -> None:
         """Keep the selected slots of a prompt that ended after so many tokens."""
         tokens, kept = selection.prompt_tokens, selection.keep_indices
-        columns = self.slots.columns_of(kept, self.store)
         self._offload(self.store, tokens)
-        self.cut_pages(columns, self.keys, tokens)
-        if selection.head_tokens is None:
-            self.store = self.store.keep(kept, tokens)
-        else:
-            self.store = RaggedStore.gather(self.store, kept, tokens)
-        scores, ids = self.notes.slot_scores, self.notes.token_ids
+        self.cut_pages(self.slots.columns_of(kept, self.store), self.keys, tokens)
+        ragged, fillers = selection.head_tokens is not None, selection.filler_tokens
+        self._keep_slots(kept, tokens, at=at, ragged=ragged, fillers=fillers)
+        ids, scores = self.notes.token_ids, self.notes.slot_scores
         if selection.scores is not None:
-            scores = _of_slots(selection.scores, kept, columns.shape[1])
-        self.notes = replace(
-            self.notes,
-            head_notes=selection.head_notes,
-            slot_scores=scores,
-            token_ids=None if ids is None else ids[:, tokens:],
-        )
-        self.slots = self.slots.chosen(columns, at, fillers=selection.filler_tokens)
+            scores = _of_slots(selection.scores, kept, self.keys.shape[1])
+        ids = None if ids is None else ids[:, tokens:]
+        self._note(head_notes=selection.head_notes, slot_scores=scores, token_ids=ids)
         self._move_sinks(selection.sink_tokens)
 
     def keep_of_rows(self, selection: Selection) -> None:
         """Behind a later turn keep what was selected of rows that fitted the budget until then."""
         kept_tokens = self.slots.chosen_slots
-        self.apply_eviction(
-            Eviction(
-                keep_indices=selection.keep_indices,
-                filler_tokens=selection.filler_tokens,
-                parts_heads=selection.head_tokens is not None,
-            )
+        eviction = Eviction(
+            keep_indices=selection.keep_indices,
+            filler_tokens=selection.filler_tokens,
+            parts_heads=selection.head_tokens is not None,
         )
+        self.apply_eviction(eviction)
         self._finalize(kept_tokens)
         self.slots = replace(self.slots, chosen_at=self.seen_tokens)
         self.notes = self.notes.of_choice(self.notes.last_queries, None)  # votes of one choice
@@ -455,33 +395,25 @@ class CompressedLayer(DynamicLayer):
         """Drop what a step of decoding evicts, and keep what the policy notes of the rest."""
         scores, heads = eviction.scores, self.keys.shape[1]
         if eviction.keep_indices is None:
-            scores = None if scores is None else scores.expand(-1, heads, -1)
-            self.notes = replace(self.notes, slot_scores=scores)
+            self._note(slot_scores=None if scores is None else scores.expand(-1, heads, -1))
             return
-        slots, seen = self.store.slots, self.seen_tokens
-        kept = eviction.keep_indices.expand(-1, heads, -1)
-        columns = self.slots.columns_of(kept, self.store)
-        scores = None if scores is None else _of_slots(scores, kept, heads)
-        self.notes = replace(self.notes, slot_scores=scores)
-        if eviction.parts_heads and self.store.ragged is None:
-            self.store = RaggedStore.gather(self.store, kept, slots)
-        else:
-            self.store = self.store.keep(kept, slots)
-        fillers = None
-        if self.store.ragged is None:  # whose heads hold no fillers
-            fillers = eviction.filler_tokens
-            if fillers is None:
-                fillers = fillers_left(slots, kept.shape[-1], self.slots.fillers)
-        self.slots = self.slots.chosen(columns, seen, fillers=fillers)
+        slots, kept = self.store.slots, eviction.keep_indices.expand(-1, heads, -1)
+        self._note(slot_scores=None if scores is None else _of_slots(scores, kept, heads))
+        ragged, fillers = eviction.parts_heads, eviction.filler_tokens
+        if ragged or self.store.ragged is not None:  # whose heads hold none
+            fillers = None
+        elif fillers is None:
+            fillers = fillers_left(slots, kept.shape[-1], self.slots.fillers)
+        self._keep_slots(kept, slots, ragged=ragged, fillers=fillers)
         self._move_sinks(eviction.sink_tokens)
 
     def absorb_tail(self) -> None:
         """Give every head of different length its part of the tokens behind the prompt."""
         tail = self.store.tail_tokens
-        if not tail:
+        if self.store.ragged is None or not tail:
             return
         columns, seen = self.slots.columns(self.store), self.seen_tokens
-        self.notes = replace(self.notes, slot_scores=self.notes.scores_with(tail))
+        self._note(slot_scores=self.notes.scores_with(tail))
         self.store.absorb_tail()
         self.slots = self.slots.chosen(columns, seen)
 
@@ -495,13 +427,10 @@ class CompressedLayer(DynamicLayer):
                 f"{sink_tokens} of {self.policy.name}; leave the sinks at their own positions"
             )
         assert self.identity.rotation is not None
-        keys, moved = self.store.move_sinks(
-            sink_tokens,
-            self.slots.dropped_tokens(self.store),
-            self.identity.rotation,
-            (self.notes.sink_keys, self.notes.sinks_moved),
-        )
-        self.notes = replace(self.notes, sink_keys=keys, sinks_moved=moved)
+        gap, notes = self.slots.dropped_tokens(self.store), self.notes
+        before = (notes.sink_keys, notes.sinks_moved)
+        keys, moved = self.store.move_sinks(sink_tokens, gap, self.identity.rotation, before)
+        self._note(sink_keys=keys, sinks_moved=moved)
 
     # What was dropped and comes back.
 
@@ -522,26 +451,17 @@ class CompressedLayer(DynamicLayer):
             self.offloaded.append(whole.keys[:, :, done:tokens], whole.values[:, :, done:tokens])
 
     def cut_pages(self, kept: Tensor, keys: Tensor, tokens: int) -> None:
-        """Note the pages of what is not kept, if steps are to choose among them.
-
-        Args:
-            kept: (B, H, K), the columns that are kept of the first tokens; negative ones are none.
-            keys: (B, Hkv, T, D), of those tokens at least.
-            tokens: how many there are.
-        """
+        """Note the pages of what is not kept, if steps choose among them, see `PageRecall.cut`."""
         if self.turns is not None and self.turns.pages is not None:
-            pages = self.turns.pages.cut(kept, self.slots.pads, keys, tokens)
-            self.notes = replace(self.notes, pages=pages)
+            self._note(pages=self.turns.pages.cut(kept, self.slots.pads, keys, tokens))
 
     def set_aside(self) -> None:
         """Between two pieces of a prompt, hold nothing on the device."""
         if self.offloaded is None:
             return
-        seen, slots = self.seen_tokens, self.store.slots
-        self._offload(self.store, seen)
+        self._offload(self.store, self.seen_tokens)
         none = torch.empty(*self.keys.shape[:2], 0, dtype=torch.int64, device=self.keys.device)
-        self.store = self.store.keep(none, slots)
-        self.slots = self.slots.chosen(none, seen)
+        self._keep_slots(none, self.store.slots)
         self.offloaded.is_due = True
 
     def begin_at(self, tokens: int, pads: Tensor, *, forget_queries: bool) -> None:
@@ -550,7 +470,7 @@ class CompressedLayer(DynamicLayer):
         self.offloaded.shift(pads, tokens)
         self.slots = replace(self.slots, start=tokens)
         if forget_queries:
-            self.notes = replace(self.notes, last_queries=None)
+            self._note(last_queries=None)
 
     def recall(self) -> None:
         """Hold every token that was seen again, as before anything was dropped."""
@@ -559,13 +479,12 @@ class CompressedLayer(DynamicLayer):
         self.offloaded.is_due = False
         if self.holds_all:
             return
-        self.notes = replace(self.notes, pages=None)
         tail = self.store.tail(self.seen_tokens - self.offloaded.tokens)
-        if self.store.is_static:
-            self.notes = replace(self.notes, last_queries=None)  # the last ones did not pass by
+        # Of static storage the last queries did not pass by.
+        queries = None if self.store.is_static else self.notes.last_queries
+        self._note(pages=None, last_queries=queries)
         keys, values = self.offloaded.with_tail(*tail)
-        whole = {"keys": keys, "values": values, "num_kv_heads": self.store.num_kv_heads}
-        self.store = self.storage.restored(DenseStore.kind, whole)
+        self.store = self.storage.empty().fill(keys, values, self.store.num_kv_heads)
         self.slots = self.slots.whole()
 
 

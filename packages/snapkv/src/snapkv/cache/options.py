@@ -26,12 +26,7 @@ Fair = Mapping[str, Span]
 
 @dataclass(frozen=True, kw_only=True)
 class TurnOptions:
-    """How a cache goes on behind its first prompt; see `CompressedCache`.
-
-    Raises:
-        InvalidArgumentError: options that contradict each other.
-        InvalidTypeError: a value of the wrong type.
-    """
+    """How a cache goes on behind its first prompt; see `CompressedCache`."""
 
     turns: Turns | None = None
     recall: Recall | None = None
@@ -49,9 +44,8 @@ class TurnOptions:
                 "turns: expected 'compress' with recall, since every turn votes on what is "
                 "recalled, got 'append'; leave turns out"
             )
-        given = {"recall_bytes": self.recall_bytes, "refresh_every": self.refresh_every}
-        for name, value in given.items():
-            if value is not None and self.recall is None:
+        for name in ("recall_bytes", "refresh_every"):
+            if (value := getattr(self, name)) is not None and self.recall is None:
                 raise InvalidArgumentError(
                     f"{name}: expected recall='host' or a folder beside it, got {value} without; "
                     f"pass recall, or leave {name} out"
@@ -68,11 +62,7 @@ class TurnOptions:
         return self.recall.where if isinstance(self.recall, PageRecall) else self.recall
 
     def apply(self, layers: Sequence[CompressedLayer], policy: Policy) -> None:
-        """Prepare the compressed layers of a cache.
-
-        Raises:
-            InvalidArgumentError: the policy, or the layers' storage, does not allow it.
-        """
+        """Prepare the compressed layers of a cache; refuse what they or the policy do not allow."""
         if self.recall is None and self.turns != "compress":
             return
         self._require_suitable(policy)
@@ -136,12 +126,7 @@ class TurnOptions:
 
 
 def span_rule(protect: Protect | None, fair: Fair | None) -> SpanRule:
-    """The rule that a user has given; where it is empty, nothing.
-
-    Raises:
-        InvalidArgumentError: an empty span, or segments that overlap.
-        InvalidTypeError: a value of the wrong type.
-    """
+    """The rule that a user has given; where it is empty, nothing."""
     spans = Spans(()) if protect is None else Spans.of("protect", protect)
     segments = Segments(()) if fair is None else Segments.of("fair", fair)
     return SpanRule(
@@ -157,15 +142,11 @@ def described(rule: SpanRule) -> dict[str, Any]:
 
 
 def apply_spans(rule: SpanRule, layers: Sequence[CompressedLayer], policy: Policy) -> None:
-    """Prepare the compressed layers of a cache, which know by now how later prompts choose.
-
-    Raises:
-        InvalidArgumentError: the policy does not go with the rule, or has no room.
-    """
+    """Prepare the compressed layers of a cache, which know by now how later prompts choose."""
     if rule.protect is not None:
         policy.require_protection(rule.protect)
     if rule.fair is not None:
-        policy.require_fairness(rule.fair)
+        policy.require_fairness()
         if any(layer.turns is not None and layer.offloaded is None for layer in layers):
             raise InvalidArgumentError(
                 "fair: expected a cache that chooses out of whole prompts, got turns='compress' "

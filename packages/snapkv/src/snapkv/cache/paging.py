@@ -1,7 +1,7 @@
 """Evicted tokens in pages, some of which every step attends to (Quest, arXiv 2406.10774)."""
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -55,8 +55,8 @@ class PageRecall:
         Args:
             kept: (B, H, K), the columns that were kept; negative ones are none.
             pads: (B,) int64, leading pads of each row, or None.
-            keys: (B, Hkv, T, D), all keys, on any device.
-            tokens: how many of the first columns were chosen from.
+            keys: (B, Hkv, T, D), of the first `tokens` columns at least, on any device.
+            tokens: how many columns were chosen from.
         """
         columns = evicted_columns(kept, pads, tokens)
         if not columns.shape[2]:
@@ -70,23 +70,14 @@ class PageRecall:
 
     def describe(self) -> dict[str, int]:
         """How steps choose pages, ready for JSON; where they lie changes no token."""
-        return {name: getattr(self, name) for name in self._described()}
+        return {name: value for name, value in vars(self).items() if name != "where"}
 
     @classmethod
     def read(cls, description: Mapping[str, Any]) -> Self:
-        """The rule that `describe` has described, with tokens in the memory of the host.
-
-        Raises:
-            ValueError: not what `describe` gives.
-            InvalidTypeError: a number that is none.
-        """
-        if set(description) != set(cls._described()):
-            raise ValueError(f"expected {', '.join(cls._described())} of pages, got {description}")
+        """The rule that `describe` has described, with tokens in the memory of the host."""
+        if set(description) != {"pages", "page_tokens"}:
+            raise ValueError(f"expected pages and page_tokens, got {description}")
         return cls(**description)
-
-    @classmethod
-    def _described(cls) -> list[str]:
-        return [field.name for field in fields(cls) if field.name != "where"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,11 +96,7 @@ class PageTable(RowRecord):
 
     @torch.no_grad()  # numbers of pages have no gradient, bounds may be inference tensors
     def choose(self, query: Tensor) -> Tensor:
-        """(B, H, K) int64: the columns of the pages that a query chooses; -1 is none.
-
-        Args:
-            query: (B, Hq, D), of one token.
-        """
+        """(B, H, K) int64: columns of the pages that a token's (B, Hq, D) query chooses, or -1."""
         pages = self.columns
         scores = ops.page_scores(query, self.bounds)
         scores = scores.masked_fill(pages[..., 0] < 0, float("-inf"))

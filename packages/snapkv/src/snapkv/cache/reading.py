@@ -1,14 +1,20 @@
-"""Where a prompt ends is announced here, and how it comes: what a cache is told of its reading."""
+"""What a cache is told of what it reads: where a prompt ends, how it comes, what its masks hide."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from snapkv.cache.layer import CompressedLayer
-from snapkv.errors import CacheMismatchError, InvalidArgumentError, InvalidTypeError
+from snapkv.errors import (
+    CacheMismatchError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    UnsupportedModelError,
+)
 from snapkv.policies import Policy, PromptLayer, Selection
 from snapkv.validation import require_int
 
@@ -20,8 +26,7 @@ class Narrowing:
     Attributes:
         first_layer: index of the first layer of the model that only some of the tokens reach.
         prompt_tokens: T, how many tokens the prompt has, pads counted.
-        choose: picks them by the states of the layer before; None lets all of them go on. Not asked
-            where `chosen` is given.
+        choose: picks them by the states of the layer before, unless they are given; None for all.
         chosen: the tokens that go on, the same for all heads; None until they are chosen.
         pads: (B,) leading pads of every row of the prompt, or None.
     """
@@ -33,11 +38,7 @@ class Narrowing:
     pads: Tensor | None = None
 
     def on_prompt(self, prompt: PromptLayer) -> None:
-        """Choose, where a prompt has been read by the last layer that all tokens reach.
-
-        Args:
-            prompt: the layer's states, with the queries of all tokens.
-        """
+        """Choose, where a prompt has been read by the last layer that all tokens reach."""
         if self.choose is not None and prompt.layer_idx == self.first_layer - 1:
             self.chosen, self.pads = self.choose(prompt), prompt.pad_tokens
 
@@ -56,22 +57,79 @@ class Narrowing:
 
     def note(self, layer: CompressedLayer) -> None:
         """Tell a layer, which has just stored the tokens that reached it, which ones they are."""
-        if self.chosen is None or layer.identity.layer_idx < self.first_layer:
-            return
-        layer.note_columns(
-            self.chosen.keep_indices, self.prompt_tokens, self.pads, self.chosen.filler_tokens
-        )
+        chosen = self.chosen
+        if chosen is not None and layer.identity.layer_idx >= self.first_layer:
+            columns, fillers = chosen.keep_indices, chosen.filler_tokens
+            layer.note_columns(columns, self.prompt_tokens, self.pads, fillers)
 
 
 def only_tokens(tokens: int, places: Tensor) -> Narrowing:
-    """A prompt of which all layers read only the tokens at (B, n) places.
-
-    Args:
-        tokens: T, how many it has.
-        places: int64, ascending.
-    """
+    """A prompt of T tokens of which all layers read only those at (B, n) ascending places."""
     chosen = Selection(keep_indices=places[:, None], prompt_tokens=tokens)
     return Narrowing(first_layer=0, prompt_tokens=tokens, chosen=chosen)
+
+
+class PaddingWatch:
+    """Looks at the masks of a cache's forward passes as they are made.
+
+    Pads stand in front of a row, and nowhere else. Those in front of a prompt are read where it
+    ends. A batch whose turns or answers differ in length is refused before anything is read.
+    The last mask was made for a pass by whose end `masked_to` tokens have been seen.
+    """
+
+    def __init__(self, layers: Sequence[CompressedLayer], masked_to: int | None = None) -> None:
+        self.layers, self.masked_to = layers, masked_to
+
+    def expect(self, visible: Tensor | None, new_tokens: int) -> Tensor | None:
+        """(B, tokens seen + new) bool, which are no pads, to make masks of; None for all.
+
+        Of the same as the model was given it; pads behind a row's first token are refused.
+        """
+        layer = self.layers[0]
+        if not layer.storage.is_compileable:
+            self.masked_to = layer.seen_tokens + new_tokens
+        if not layer.slots.chosen_at or (visible is None and layer.slots.pads is None):
+            return visible
+        total = layer.seen_tokens + new_tokens
+        known = layer.slots.visible_columns(layer.store, total)
+        if visible is None:
+            return known
+        if len(visible) != len(known):
+            return visible
+        visible = _whole(visible, total)[:, :total]
+        _, offset = layer.get_mask_sizes(new_tokens)
+        rows = (known & ~visible).any(dim=-1).sum()
+        hidden_rows, hides_nothing = torch.stack([rows, known[:, offset:].all()]).tolist()
+        if hidden_rows:
+            raise UnsupportedModelError(
+                f"attention_mask: expected no padding after a row's first token, since a row is "
+                f"one conversation, got {hidden_rows} of {len(visible)} rows with some (a turn or "
+                "an answer shorter than others of the batch); give each conversation a cache of "
+                "its own"
+            )
+        return None if hides_nothing else known  # a pad stays one
+
+    def has_own_mask(self, layer: CompressedLayer) -> bool:
+        """Whether a mask that comes with the pass the layer has just read is the user's own."""
+        return self.masked_to != layer.seen_tokens
+
+    def of(self, layers: Sequence[CompressedLayer]) -> "PaddingWatch":
+        return PaddingWatch(layers, self.masked_to)
+
+
+def _whole(visible: Tensor, total: int) -> Tensor:
+    """A mask for all tokens; one that is too short must hide nothing.
+
+    transformers 5.17 makes such masks where a later prompt is read in pieces.
+    """
+    if visible.shape[1] >= total:
+        return visible
+    if not bool(visible.all()):
+        raise UnsupportedModelError(
+            f"attention_mask: expected a column for each of {total:,} tokens, those seen before "
+            f"included, got {visible.shape[1]:,}; pass the whole mask"
+        )
+    return visible.new_ones(len(visible), total)
 
 
 @dataclass(kw_only=True)
@@ -108,12 +166,10 @@ class Reading:
 
     @property
     def policy(self) -> Policy:
-        """What the layers keep."""
         return self.layers[0].policy
 
     @property
     def seen_tokens(self) -> int:
-        """Tokens that the first layer has seen."""
         return self.layers[0].seen_tokens
 
     @property
@@ -124,12 +180,9 @@ class Reading:
     @property
     def is_open(self) -> bool:
         """Whether the end of the prompt has yet to be read."""
-        if self.layers[0].store.is_static:
-            return False
-        return self.prompt_end is None or self.seen_tokens < self.prompt_end
+        return not self.layers[0].store.is_static and (self.prompt_end is None or self.is_announced)
 
     def of(self, layers: Sequence[CompressedLayer]) -> Self:
-        """The same for copies of the layers."""
         return replace(self, layers=layers)
 
     def forget(self) -> None:
@@ -138,17 +191,13 @@ class Reading:
         self.turn_start, self.verifies_drafts, self.is_broken = 0, False, False
 
     def crop(self, count: int) -> None:
-        """Take the last tokens back from all layers.
-
-        Raises:
-            InvalidArgumentError: a layer refuses; then none has changed.
-        """
+        """Take the last tokens back from all layers; where one refuses, none has changed."""
         seen = self.seen_tokens
         for layer in self.layers:
             layer.require_croppable(count)
-        recalls = self._takes_votes_back(count) or any(
-            layer.must_recall(count) for layer in self.layers
-        )
+        left, chosen_at = seen - count, self.layers[0].slots.chosen_at
+        votes_go = self.prompt_end is not None and self.prompt_end <= left < chosen_at
+        recalls = votes_go or any(layer.must_recall(count) for layer in self.layers)
         if recalls:
             for layer in self.layers:
                 layer.recall()
@@ -157,13 +206,6 @@ class Reading:
         if recalls and not self.is_announced:
             self.prompt_end = None  # what was recalled is chosen from again with the next tokens
         self.forget_end_within(seen)
-
-    def _takes_votes_back(self, count: int) -> bool:
-        """Whether the last tokens have chosen again behind a prompt that stays."""
-        left = self.seen_tokens - count
-        return self.prompt_end is not None and (
-            self.prompt_end <= left < self.layers[0].slots.chosen_at
-        )
 
     def forget_end_within(self, seen_tokens: int) -> None:
         """Some of so many tokens were taken back: an end among them is to be announced again."""
@@ -174,11 +216,7 @@ class Reading:
     # Where the prompt ends.
 
     def end_by(self, seen_tokens: int) -> int:
-        """Where the prompt ends; without an announcement, with the pass that has seen so many.
-
-        Raises:
-            CacheMismatchError: no announcement, and the pass may hold drafts.
-        """
+        """Where the prompt ends; without an announcement, with the pass that has seen so many."""
         if self.prompt_end is None:
             if self.verifies_drafts:
                 raise CacheMismatchError(
@@ -191,13 +229,7 @@ class Reading:
         return self.prompt_end
 
     def expect_prompt(self, prompt_tokens: int) -> None:
-        """Announce that the prompt ends after that many tokens; see `CompressedCache`.
-
-        Raises:
-            CacheMismatchError: the cache has already seen that many tokens.
-            InvalidArgumentError: the policy would choose by queries of earlier turns, too; or
-                static storage has no room for the turn.
-        """
+        """Announce that the prompt ends after that many tokens; see `CompressedCache`."""
         require_int("prompt_tokens", prompt_tokens, minimum=1)
         seen = self.seen_tokens
         if prompt_tokens <= seen:
@@ -213,11 +245,7 @@ class Reading:
         self._recall_for_a_turn()
 
     def require_queries(self, prompt_tokens: int) -> None:
-        """Refuse a prompt up to there whose end asks for queries that are not held.
-
-        Raises:
-            InvalidArgumentError: see `expect_prompt`.
-        """
+        """Refuse a prompt up to there whose end asks for queries that are not held."""
         layer, most = self.layers[0], self.policy.most_tokens
         if not self.seen_tokens or "queries" not in self.policy.needs:
             return
@@ -235,7 +263,7 @@ class Reading:
 
     def _recall_for_a_turn(self) -> None:
         """Read the tokens of a turn over all that was seen, in layers that can recall it."""
-        is_open = self.prompt_end is None or self.seen_tokens < self.prompt_end
+        is_open = self.prompt_end is None or self.is_announced
         for layer in self.layers:
             if layer.offloaded is not None:
                 layer.offloaded.is_due = not layer.holds_all and (is_open or layer.store.slots == 0)
@@ -254,11 +282,7 @@ class Reading:
             raise
 
     def require_room(self, prompt_tokens: int, new_tokens: int = 0) -> None:
-        """Refuse a prompt that ends there, and new tokens, without room in static storage.
-
-        Raises:
-            InvalidArgumentError: there is room for fewer.
-        """
+        """Refuse a prompt that ends there, and new tokens, without room in static storage."""
         if self.room_tokens is not None and new_tokens > self.room_tokens:
             raise InvalidArgumentError(
                 f"max_new_tokens: expected at most room_tokens={self.room_tokens:,}, the room of "
@@ -277,11 +301,7 @@ class Reading:
         return "token_ids" in self.policy.needs
 
     def expect_tokens(self, token_ids: Tensor) -> None:
-        """Announce the ids of the tokens of the next forward pass; see `CompressedCache`.
-
-        Raises:
-            InvalidTypeError: not a (B, N) tensor of integers.
-        """
+        """Announce the ids of the tokens of the next forward pass; see `CompressedCache`."""
         is_tensor = isinstance(token_ids, Tensor)
         if not is_tensor or token_ids.ndim != 2 or token_ids.is_floating_point():
             got = f"{token_ids!r} of type {type(token_ids).__name__}"
@@ -295,11 +315,7 @@ class Reading:
             self.coming_ids = (self.seen_tokens, token_ids)
 
     def require_ids(self, rows: int, tokens: int) -> None:
-        """Refuse tokens whose ids were not announced, where the policy looks at them.
-
-        Raises:
-            CacheMismatchError: they were not, or others were.
-        """
+        """Refuse tokens whose ids were not announced, where the policy looks at them."""
         if not self.looks_at_tokens:
             return
         begin, ids = self.coming_ids or (None, None)
@@ -325,24 +341,24 @@ class Reading:
         self.is_broken = False
 
     @contextlib.contextmanager
-    def narrowed(self, narrowing: Narrowing | None) -> Iterator[None]:
-        """Within this block some tokens of the prompt do not reach all layers."""
-        self.narrowing = narrowing
+    def _while(self, **states: Any) -> Iterator[None]:
+        before = {name: getattr(self, name) for name in states}
+        vars(self).update(states)
         try:
             yield
         finally:
-            self.narrowing = None
+            vars(self).update(before)
+
+    def narrowed(self, narrowing: Narrowing | None) -> contextlib.AbstractContextManager[None]:
+        """Within this block some tokens of the prompt do not reach all layers."""
+        return self._while(narrowing=narrowing)
 
     def read_by(self, layer: CompressedLayer, new_tokens: int) -> int:
         """How many tokens of the text a pass reads of which so many reach that layer."""
         return new_tokens if self.narrowing is None else self.narrowing.arrived(layer, new_tokens)
 
     def require_pieces(self) -> None:
-        """Refuse to read one layer after the other, in pieces.
-
-        Raises:
-            InvalidArgumentError: the policy looks at tokens, which are announced all at once.
-        """
+        """Refuse to read one layer after the other, in pieces: ids are announced all at once."""
         if self.looks_at_tokens:
             raise InvalidArgumentError(
                 f"policy: expected one that does not look at tokens where a prompt is read layer "
@@ -353,11 +369,8 @@ class Reading:
     def in_pieces(self, layer: CompressedLayer, tokens: int) -> Iterator[None]:
         """Within this block one layer reads that many tokens in pieces, and no other does."""
         end = self.end_by(layer.seen_tokens + tokens)
-        self.is_piecewise = True
-        try:
+        with self._while(is_piecewise=True):
             yield
-        finally:
-            self.is_piecewise = False
         if layer.seen_tokens < end:
             layer.set_aside()
 
@@ -365,35 +378,25 @@ class Reading:
     def held_to(self, cap_tokens: int, coming_tokens: int) -> Iterator[None]:
         """Within this block every layer drops what is over the cap after every forward pass.
 
-        Args:
-            cap_tokens: the most that a layer holds of a prompt that is still coming in.
-            coming_tokens: how many tokens the block reads; the prompt ends with them unless it was
-                announced to end elsewhere.
-
-        Raises:
-            InvalidArgumentError: the policy cannot hold to the cap, or what it drops is recalled.
+        The prompt ends with the tokens that the block reads, unless it was announced otherwise.
         """
         self.policy.require_cap(cap_tokens)
-        turns, offloaded = self.layers[0].turns, self.layers[0].offloaded
-        fair = self.layers[0].spans.fair
-        if fair is not None:
+        layer = self.layers[0]
+        if layer.spans.fair is not None:
             raise InvalidArgumentError(
                 f"fair: expected none where a prompt is held to a cap, since what it drops on the "
-                f"way is in no segment's share, got {', '.join(dict(fair.parts))}; read it with "
-                "snapkv.prefill.layer_by_layer"
+                f"way is in no segment's share, got {', '.join(dict(layer.spans.fair.parts))}; "
+                "read it with snapkv.prefill.layer_by_layer"
             )
-        if offloaded is not None:
-            pages = None if turns is None else turns.pages
+        if layer.offloaded is not None:
+            pages = None if layer.turns is None else layer.turns.pages
             raise InvalidArgumentError(
                 f"recall: expected none where a prompt is held to a cap, got "
-                f"{pages or offloaded.pool.where}; read it with snapkv.prefill.layer_by_layer"
+                f"{pages or layer.offloaded.pool.where}; read it with snapkv.prefill.layer_by_layer"
             )
         self.end_by(self.seen_tokens + coming_tokens)
-        self.cap_tokens = cap_tokens
-        try:
+        with self._while(cap_tokens=cap_tokens):
             yield
-        finally:
-            self.cap_tokens = None
 
     def is_over_cap(self, coming_tokens: int) -> bool:
         """Whether layers will have to drop something when they have read that many tokens more."""
@@ -406,17 +409,11 @@ class Reading:
 
         They vote on what is held of it, and are forgotten behind the block. All layers of the model
         are compressed.
-
-        Args:
-            tokens: how many.
         """
         assert self.prompt_end is not None
         assert self.cap_tokens is not None
-        end, cap = self.prompt_end, self.cap_tokens
-        self.prompt_end, self.cap_tokens, self.ahead_tokens = end + tokens, cap + tokens, tokens
-        try:
+        end, cap = self.prompt_end + tokens, self.cap_tokens + tokens
+        with self._while(prompt_end=end, cap_tokens=cap, ahead_tokens=tokens):
             yield
             for layer in self.layers:
                 layer.crop(-tokens)
-        finally:
-            self.prompt_end, self.cap_tokens, self.ahead_tokens = end, cap, 0

@@ -59,42 +59,32 @@ class CacheReport(dict[str, Any]):
 
     @property
     def seen_tokens(self) -> int:
-        """Tokens per row the cache has seen."""
         return int(self["seen_tokens"])
 
     @property
     def kept_tokens(self) -> float:
-        """Tokens per row, head and compressed layer that are stored, the mean."""
         return float(self["kept_tokens"])
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the stored keys and values."""
         return int(self["held_bytes"])
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the keys and values that are off the device."""
         return int(self["host_bytes"])
 
     @property
     def full_bytes(self) -> int:
-        """Bytes transformers' own cache would hold."""
         return int(self["full_bytes"])
 
     def __str__(self) -> str:
+        share = self.held_bytes / self.full_bytes if self.full_bytes else 1.0
         lines = [("layer", "kind", "seen", "kept", "held", "full")]
         for first, last, row in _runs(self["layers"]):
-            lines.append(
-                (
-                    str(first) if first == last else f"{first}-{last}",
-                    row["kind"],
-                    f"{row['seen_tokens']:,}",
-                    f"{row['kept_tokens']:,}",
-                    format_bytes(row["held_bytes"]),
-                    format_bytes(row["full_bytes"]),
-                )
-            )
+            layers = str(first) if first == last else f"{first}-{last}"
+            tokens = [f"{row[name]:,}" for name in ("seen_tokens", "kept_tokens")]
+            sizes = [format_bytes(row[name]) for name in ("held_bytes", "full_bytes")]
+            lines.append((layers, row["kind"], *tokens, *sizes))
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         table = [
             "  ".join(
@@ -103,7 +93,11 @@ class CacheReport(dict[str, Any]):
             )
             for line in lines
         ]
-        return "\n".join([_title(self), *table])
+        title = (
+            f"{self.seen_tokens:,} tokens seen, {self.kept_tokens:,.0f} kept: "
+            f"{format_bytes(self.held_bytes)} of {format_bytes(self.full_bytes)} ({share:.1%})"
+        )
+        return "\n".join([title, *table])
 
 
 def _layer_report(layer_idx: int, layer: Any) -> dict[str, Any]:
@@ -157,29 +151,19 @@ def _whole_number(tokens: float) -> float:
     return int(tokens) if tokens == int(tokens) else tokens
 
 
-_HELD_BY_LAYERS = ("keys", "values", "conv_states", "recurrent_states")
-
-
 def tensor_bytes(layer: Any) -> int:
     """Bytes of what one of transformers' own cache layers holds."""
-    return sum(_bytes(getattr(layer, name, None)) for name in _HELD_BY_LAYERS)
+    names = ("keys", "values", "conv_states", "recurrent_states")
+    return sum(_bytes(getattr(layer, name, None)) for name in names)
 
 
 def _bytes(held: Any) -> int:
     """Bytes of a tensor, or of all tensors of a dictionary or list; of None, none."""
     if isinstance(held, Tensor):
-        return held.numel() * held.element_size()
+        return held.nbytes
     if isinstance(held, dict):
         held = list(held.values())
     return sum(_bytes(part) for part in held) if isinstance(held, list | tuple) else 0
-
-
-def _title(report: CacheReport) -> str:
-    share = report.held_bytes / report.full_bytes if report.full_bytes else 1.0
-    return (
-        f"{report.seen_tokens:,} tokens seen, {report.kept_tokens:,.0f} kept: "
-        f"{format_bytes(report.held_bytes)} of {format_bytes(report.full_bytes)} ({share:.1%})"
-    )
 
 
 def _runs(layers: list[dict[str, Any]]) -> list[tuple[int, int, dict[str, Any]]]:

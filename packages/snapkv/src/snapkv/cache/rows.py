@@ -18,9 +18,7 @@ def per_row(
     saved: bool = True,
     measured: bool = False,
 ) -> Any:
-    """A field that is None, or a tensor whose first axis has the rows of the batch.
-
-    Or a record of such tensors, which declares its own axes.
+    """A field that is None, a tensor whose first axis has the batch's rows, or a record of such.
 
     Args:
         slot_axis: axis with one place for every stored slot, or for the first of them.
@@ -33,13 +31,17 @@ def per_row(
     return field(default=None, metadata={"per_row": axes})
 
 
+_PLAIN = {"saved": True, "measured": False}
+"""What is declared by a field that follows no rows."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RowRecord:
     """An immutable record; fields made by `per_row` follow the rows, the others stay."""
 
-    def map_rows(self, change: Callable[[Tensor], Tensor]) -> Self:
+    def select_rows(self, rows: Tensor) -> Self:
         """The rows in another order."""
-        return self._each(lambda tensor, _: change(tensor))
+        return self._each(lambda tensor, _: tensor.index_select(0, rows.to(tensor.device)))
 
     def without_first(self, slots: int) -> Self:
         """Without the first slots, of which nobody has any."""
@@ -76,18 +78,19 @@ class RowRecord:
 
     def state(self) -> dict[str, Any]:
         """What a file has to say to make it again, by the fields' names."""
-        return {
-            part.name: getattr(self, part.name)
-            for part in fields(self)
-            if part.metadata.get("per_row", {"saved": True})["saved"]
-        }
+        return {name: getattr(self, name) for name, axes in self._declared() if axes["saved"]}
 
     @classmethod
-    def required(cls) -> set[str]:
-        """The fields that every saved cache holds."""
-        plain = {"saved": True, "measured": False}
-        marks = {part.name: part.metadata.get("per_row", plain) for part in fields(cls)}
-        return {name for name, axes in marks.items() if axes["saved"] and not axes["measured"]}
+    def restored(cls, state: dict[str, Any]) -> Self:
+        """The record whose `state` that is; what is only measured may be missing."""
+        required = {n for n, axes in cls._declared() if axes["saved"] and not axes["measured"]}
+        if missing := required - state.keys():
+            raise ValueError(f"without {', '.join(sorted(missing))}")
+        return cls(**state)
+
+    @classmethod
+    def _declared(cls) -> list[tuple[str, dict[str, Any]]]:
+        return [(part.name, part.metadata.get("per_row", _PLAIN)) for part in fields(cls)]
 
     def _each(self, change: Callable[[Tensor, dict[str, Any]], Tensor]) -> Self:
         changed = {
@@ -97,13 +100,13 @@ class RowRecord:
         return replace(self, **changed) if changed else self
 
     def _found(self) -> dict[str, tuple["Tensor | RowRecord", dict[str, Any]]]:
-        """The fields that are not None, with what they declare."""
-        found = (
-            (part.name, getattr(self, part.name), part.metadata["per_row"])
-            for part in fields(self)
-            if "per_row" in part.metadata
-        )
-        return {name: (value, axes) for name, value, axes in found if value is not None}
+        """The fields that follow the rows and are not None, with what they declare."""
+        found = ((name, getattr(self, name), axes) for name, axes in self._declared())
+        return {
+            name: (value, axes)
+            for name, value, axes in found
+            if axes is not _PLAIN and value is not None
+        }
 
 
 def _from(tensor: Tensor, axis: int | None, start: int) -> Tensor:

@@ -31,10 +31,9 @@ class SlotMap(RowRecord):
         start: columns before the first token behind the chosen ones.
         kept: (B, H, K) int32, columns of the first K slots, -1 where they hold none; None while
             nothing was dropped.
-        pads: (B,) int64, leading pads of each row of the prompt, or None.
-        fillers: (B,) int64, leading slots that hold pads, or None.
-        chosen_at: tokens seen when the layer last chose what to keep; 0 before the first prompt has
-            ended.
+        pads: (B,) int64, leading columns of each row that are no tokens, or None.
+        fillers: (B,) int64, leading slots that hold no token, or None.
+        chosen_at: tokens seen when the layer last chose; 0 before the first prompt has ended.
         is_partial: whether the prompt is still coming in and a part of it has been dropped already.
     """
 
@@ -47,7 +46,6 @@ class SlotMap(RowRecord):
 
     @property
     def chosen_slots(self) -> int:
-        """K."""
         return 0 if self.kept is None else self.kept.shape[-1]
 
     @property
@@ -62,20 +60,17 @@ class SlotMap(RowRecord):
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing was dropped so far."""
         return self.kept is None and not self.is_partial
 
     def seen(self, slots: int) -> int:
-        """Tokens seen, where the store has that many slots."""
         return self.start + slots - self.chosen_slots
 
     @functools.cached_property
     def needs_own_mask(self) -> bool:
         """Whether the padding mask, shifted to the stored slots, hides too few of them.
 
-        The stored slots stand for the last columns seen. Where every row keeps the same budget,
-        exactly its fillers then fall on columns of pads. Rows with budgets of their own (a ratio
-        of their own length), or that evict at times of their own, can hold more fillers than that.
+        Where every row keeps the same budget, exactly its fillers fall on pads. Rows with budgets
+        of their own, or that evict at times of their own, can hold more fillers than that.
         """
         if self.fillers is None or self.kept is None:
             return False
@@ -123,19 +118,17 @@ class SlotMap(RowRecord):
         return (columns - self.pads[:, None, None]).clamp(min=-1)
 
     def visible(self, store: TokenStore, slots: int) -> Tensor:
-        """(B, slots) bool: which of the first slots hold a token and neither a filler nor a pad."""
+        """(B, slots) bool: which of the first slots hold a token and no filler."""
         return _from(self._hidden, slots, store)
 
-    def visible_columns(self, store: TokenStore, tokens: int) -> Tensor:
-        """(B, tokens) bool: which of the first tokens, seen or to come, are no pads."""
-        return _from(self.pads, tokens, store)
+    def visible_columns(self, store: TokenStore, columns: int) -> Tensor:
+        """(B, columns) bool: which of the first columns, seen or to come, are no pads."""
+        return _from(self.pads, columns, store)
 
     def whole_rows(self, store: TokenStore) -> list[bool]:
-        """For each row of a compressed layer whether nothing of it was dropped yet.
+        """For each row of a compressed layer whether it fitted its budget and was not compressed.
 
-        A short row of a padded batch fits the budget where a longer one does not; so does one row
-        of several where each has a budget of its own. False for all where rows and heads hold as
-        many tokens each.
+        False for all where rows and heads hold as many tokens each.
         """
         if self.pads is None and self.fillers is None and not store.unmasked_slots:
             return [False] * store.keys.shape[0]
@@ -145,10 +138,7 @@ class SlotMap(RowRecord):
         return rows
 
     def choosing_tokens(self, store: TokenStore, prompt_tokens: int) -> int:
-        """Tokens of a prompt up to there that the longest row chooses of that has not chosen yet.
-
-        Pads count where every row has them; 0 where all rows have chosen.
-        """
+        """Tokens of a prompt up to there that the longest row that has not chosen chooses of."""
         if self.kept is None:
             return prompt_tokens
         whole = self.whole_rows(store)
@@ -162,14 +152,10 @@ class SlotMap(RowRecord):
         whole = (columns == last).flip(-1).cumprod(dim=-1).sum(dim=-1)
         pads = 0 if self.pads is None else self.pads[:, None, None]
         held = (columns >= pads).sum(dim=-1)
-        return min(int(whole.minimum(held - 1).min()), store.croppable_tokens)
+        return min(int(whole.minimum(held - 1).min()), store.tail_tokens)
 
     def require_whole(self, tokens: int, store: TokenStore, layer_idx: int) -> None:
-        """Refuse to take back more of the last tokens than are still whole.
-
-        Raises:
-            InvalidArgumentError: some head or row of that layer of the model has dropped one.
-        """
+        """Refuse to take back more of the last tokens than every head and row still holds."""
         whole = store.slots if self.kept is None else self.whole_tail(store)
         if tokens > whole:
             raise InvalidArgumentError(
@@ -194,7 +180,6 @@ class SlotMap(RowRecord):
         return made
 
     def whole(self) -> Self:
-        """Nothing is dropped."""
         return replace(self, kept=None, start=0, fillers=None)
 
     def cropped(self, tokens: int, slots: int) -> Self:
@@ -217,18 +202,14 @@ class DecodeNotes(RowRecord):
     Attributes:
         slot_scores: (B, H, S) float32, what an evicting policy has noted of every slot.
         head_notes: (B, H, N) int64, what an evicting policy has noted of every head.
-        token_ids: (B, N) int64, of the prompt as far as it has been read, then of the last step;
-            for a policy that looks at tokens.
-        last_queries: (B, Hq, N, D), those that the observation window may need, which may begin
-            before the last pass.
-        sink_keys: (B, H, start, D), the keys of attention sinks that have been moved on as they
-            were before; the store holds them as they are now.
-        sinks_moved: (B, 1, 1, 1) bool, whether a row's sinks stand at other positions than their
-            own.
-        lost_mass: (B, H) float32, see `LostVotes`; None where nothing was dropped, or nobody knows.
-        lost_peak: (B, H) float32, likewise.
-        pages: the evicted tokens in pages, where each step chooses among them. A file need not have
-            what the offloaded keys say.
+        token_ids: (B, N) int64, of the prompt as far as it has been read, then of the last step.
+        last_queries: (B, Hq, N, D), for an observation window that begins before the last pass.
+        sink_keys: (B, H, start, D), keys of attention sinks before they were moved on; the store
+            holds them as they are now.
+        sinks_moved: (B, 1, 1, 1) bool, whether a row's sinks have been moved.
+        lost_mass, lost_peak: (B, H) float32, see `LostVotes`; None where nobody knows.
+        pages: the evicted tokens in pages, where each step chooses among them; of a file, the
+            offloaded keys say them.
     """
 
     slot_scores: Tensor | None = per_row(slot_axis=2)
@@ -254,13 +235,9 @@ class DecodeNotes(RowRecord):
 
 
 def require_removable(tokens_to_remove: SupportsIndex) -> int:
-    """How many of the last tokens a crop takes back, of a count as transformers has it.
+    """How many of the last tokens a crop takes back: as transformers has it, a count below zero.
 
     Its releases pass an int or a tensor of one.
-
-    Raises:
-        InvalidTypeError: no integer.
-        InvalidArgumentError: a positive count.
     """
     try:
         tokens_to_remove = operator.index(tokens_to_remove)

@@ -16,7 +16,7 @@ from snapkv.app.remedies import Tried
 from snapkv.cli.options import OWN_FLAGS, RunOptions
 from snapkv.cli.policy import accepted, build_policy
 from snapkv.policies import Policy
-from snapkv.policies.auto_budget import dilution
+from snapkv.policies.budget import dilution
 from snapkv.validation import AUTO
 
 DIFFERS = 3

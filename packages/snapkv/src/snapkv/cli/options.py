@@ -342,7 +342,7 @@ def read_prefills(texts: Sequence[str]) -> list[tuple[str, Prefill]]:
 def _prefill_parameter(kind: type[Prefill], text: str) -> tuple[str, Any]:
     name, equals, value = (part.strip() for part in text.partition("="))
     name = name.replace("-", "_")
-    known = [field.name for field in fields(kind)]  # type: ignore[arg-type] # all are dataclasses
+    known = [field.name for field in fields(kind)]
     if not equals or name not in known:
         raise InvalidArgumentError(
             f"prefill: expected {kind.name} with {', '.join(known) or 'no parameters'} as "

@@ -179,7 +179,7 @@ def _plan_title(plan: "Plan") -> str:
 
 def _stored_as(model: "Footprint") -> str:
     """The dtype, and how weights are stored where that is counted."""
-    from snapkv.plan.weights import is_counted
+    from snapkv.plan.footprint import is_counted
 
     if model.quantization is None or not is_counted(model.quantization):
         return model.dtype

@@ -123,11 +123,7 @@ class LastStates:
 
 @contextlib.contextmanager
 def last_states(model: Any) -> Iterator[LastStates]:
-    """Within this block, notes what the output projection sees in this thread's forward passes.
-
-    It is behind the last norm, whatever the family does to the logits, and only of the tokens
-    whose logits were asked for, so that a long prompt costs nothing.
-    """
+    """Within this block, notes what the output projection sees in this thread's forward passes."""
     found = LastStates()
     with noting_inputs(output_projection(model), lambda states: setattr(found, "value", states)):
         yield found
@@ -157,10 +153,9 @@ def load_heads(source: str, model: Any) -> MedusaHeads:
             keys that are missing or unknown, or heads of another model's shape.
     """
     folder = _folder(source)
-    config = _config(folder)
+    config = {"medusa_num_layers": 1} | _config(folder)
     tensors, path = _tensors(folder)
-    heads = _count(config, "medusa_num_heads", folder)
-    layers = _count(config | {"medusa_num_layers": 1} | config, "medusa_num_layers", folder)
+    heads, layers = (_count(config, f"medusa_num_{kind}", folder) for kind in ("heads", "layers"))
     own = f"0.{layers}.weight" in tensors
     _require_tensors(tensors, heads, layers, own, model, path)
     weights, biases = (
@@ -182,10 +177,10 @@ def load_heads(source: str, model: Any) -> MedusaHeads:
 
 
 def save_heads(heads: MedusaHeads, folder: Path, *, base_model: str, **notes: Any) -> None:
-    """Write heads that share the model's output projection, whole or not at all.
+    """Write heads that share the model's output projection, whole or not at all, in bfloat16.
 
     Args:
-        heads: what `load_heads` will give back, in bfloat16.
+        heads: what `load_heads` will give back.
         folder: where to; made if it is not there.
         base_model: the model they belong to.
         notes: what else ``config.json`` says, such as how they were trained.
@@ -296,20 +291,16 @@ def _require_tensors(
     }
     if own:
         shapes |= {f"{head}.{layers}.weight": (V, d) for head in range(heads)}
-    found = set(tensors) if isinstance(tensors, dict) else set()
-    for kind, names in (("missing", shapes.keys() - found), ("unknown", found - shapes.keys())):
-        if names:
-            shown = ", ".join(map(str, sorted(names, key=str)[:3]))
-            raise InvalidArgumentError(
-                f"medusa: expected the {len(shapes)} tensors that {CONFIG} announces in {path}, "
-                f"got {len(names)} {kind}: {shown}; correct medusa_num_heads and "
-                "medusa_num_layers, or fetch the heads again"
-            )
-    for key, tensor in tensors.items():
-        got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-        if got != shapes[key]:
-            raise InvalidArgumentError(
-                f"medusa: expected heads for {type(model).__name__} with {d} hidden units and "
-                f"{V:,} tokens, so {key} of shape {shapes[key]}, got {got} in {path}; pass the "
-                "heads of this model"
-            )
+    got = {
+        key: tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+        for key, tensor in (tensors.items() if isinstance(tensors, dict) else ())
+    }
+    wrong = sorted(map(str, (key for key in shapes | got if shapes.get(key) != got.get(key))))
+    if wrong:
+        key = wrong[0]
+        raise InvalidArgumentError(
+            f"medusa: expected for {type(model).__name__} with {d} hidden units and {V:,} tokens "
+            f"the {len(shapes)} tensors that {CONFIG} announces in {path}, got {len(wrong)} others "
+            f"such as {key}, {got.get(key, 'missing')} instead of {shapes.get(key, 'none')}; pass "
+            "the heads of this model, correct medusa_num_heads and medusa_num_layers, or fetch them"
+        )

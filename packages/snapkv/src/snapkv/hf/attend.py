@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import pad
 
 from snapkv import ops
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.paging import PageTable
 from snapkv.hf.forward_context import Candidates
-from snapkv.hf.masks import stored_mask, tree_mask
+from snapkv.hf.masks import prompt_mask, stored_mask, tree_mask
 from snapkv.storage.ragged import RaggedStates
 
 FEW_QUERIES = 64
@@ -24,24 +25,17 @@ Attended = tuple[Tensor, Tensor | None]
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCall:
-    """One attention call, as the model made it.
+    """One attention call, as the model made it."""
 
-    Attributes:
-        function: the wrapped attention; `implementation` is its name, such as "sdpa".
-        query: (B, Hq, Q, D). key, value: (B, Hkv, S + Q, D). mask: see `snapkv.hf.masks`.
-        options: the remaining keyword arguments (scaling, dropout, softcap, ...).
-        candidates: who sees whom where the queries are a tree of candidates, or None.
-    """
-
-    function: Callable[..., Any]
-    implementation: str
+    function: Callable[..., Any]  # the wrapped attention
+    implementation: str  # its name, such as "sdpa"
     module: Any
-    query: Tensor
-    key: Tensor
+    query: Tensor  # (B, Hq, Q, D)
+    key: Tensor  # (B, Hkv, S + Q, D)
     value: Tensor
-    mask: Any
-    options: dict[str, Any]
-    candidates: Candidates | None
+    mask: Any  # see `snapkv.hf.masks`
+    options: dict[str, Any]  # the remaining keyword arguments (scaling, dropout, softcap, ...)
+    candidates: Candidates | None  # who sees whom where the queries are a tree
 
     @property
     def score_options(self) -> ops.ScoreOptions:
@@ -52,6 +46,23 @@ class AttentionCall:
             softcap=self.options.get("softcap"),
             sink_logits=self.options.get("s_aux"),
         )
+
+    def before(self, drafts: int) -> "AttentionCall":
+        """The call without its last tokens; the mask is still for all of them."""
+        if not drafts:
+            return self
+        query, key, value = (states[:, :, :-drafts] for states in self._states)
+        return replace(self, query=query, key=key, value=value)
+
+    def before_masked(self, drafts: int, pads: Tensor | None) -> "AttentionCall":
+        """`before`, with the part of the mask that is the prompt's."""
+        read, slots = self.before(drafts), self.key.shape[2] - drafts
+        mask = prompt_mask(self.implementation, self.mask, read.query, slots, pads)
+        return replace(read, mask=mask)
+
+    @property
+    def _states(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.query, self.key, self.value
 
     def attend(self) -> Attended:
         """Run the wrapped attention; outputs are (B, Q, Hq, D)."""
@@ -66,9 +77,7 @@ class AttentionCall:
             mask = causal_lower_right(Q, S)  # sdpa's own causal mask is for the first queries
         if few and (mask is None or mask.shape[1] == 1):
             return self._attend_in_groups(mask), None
-        output, weights = self.function(
-            self.module, self.query, self.key, self.value, mask, **self.options
-        )
+        output, weights = self.function(self.module, *self._states, mask, **self.options)
         return output, weights
 
     def _tree_mask(self, candidates: Candidates) -> Any:
@@ -98,9 +107,8 @@ class AttentionCall:
         query = self.query.reshape(B, Hkv, -1, D)
         grouped = None if mask is None else mask.repeat(1, 1, Hq // Hkv, 1)
         options = {**self.options, "is_causal": False}
-        output, _ = self.function(
-            _Ungrouped(self.module), query, self.key, self.value, grouped, **options
-        )
+        module = _Ungrouped(self.module)
+        output, _ = self.function(module, query, self.key, self.value, grouped, **options)
         heads: Tensor = output.transpose(1, 2).reshape(B, Hq, Q, -1)
         return heads.transpose(1, 2).contiguous()
 
@@ -163,7 +171,7 @@ def _attend_ragged(call: AttentionCall, ragged: RaggedStates) -> Tensor:
 
 
 def _attend_ragged_rows(call: AttentionCall, states: RaggedStates, real: Tensor | None) -> Tensor:
-    """`_attend_ragged` where pads stand in the tail: each row by itself, without them."""
+    """`_attend_ragged` where fillers stand in the tail: each row by itself, without them."""
     if real is None or bool(real.all()):
         return _attend_ragged(call, states)
     B, Hq, Q, _ = call.query.shape
@@ -171,12 +179,9 @@ def _attend_ragged_rows(call: AttentionCall, states: RaggedStates, real: Tensor 
     for row, tail in enumerate(real):
         own = tail[-Q:]
         if bool(own.any()):
-            alone = replace(
-                call,
-                query=call.query[row : row + 1, :, own],
-                key=call.key[row : row + 1, :, tail],
-                value=call.value[row : row + 1, :, tail],
-            )
+            query = call.query[row : row + 1, :, own]
+            key, value = (s[row : row + 1, :, tail] for s in (call.key, call.value))
+            alone = replace(call, query=query, key=key, value=value)
             rows = torch.tensor([row], device=own.device)
             output[row, own] = _attend_ragged(alone, states.select_rows(rows))[0]
     return output
@@ -197,7 +202,7 @@ def _attend_with_pages(call: AttentionCall, layer: CompressedLayer, pages: PageT
         alone = replace(call, query=call.query[:, :, place : place + 1], candidates=None)
         seen: Tensor | slice = slice(None)
         if Q > 1:
-            seen = torch.nn.functional.pad(own[place], (S - Q, 0), value=True)
+            seen = pad(own[place], (S - Q, 0), value=True)
             alone = replace(alone, key=call.key[:, :, seen], value=call.value[:, :, seen])
         states = layer.offloaded.fetch(pages.choose(alone.query[:, :, 0]))
         if store.ragged is not None:

@@ -22,34 +22,28 @@ from snapkv.errors import CacheMismatchError, UnsupportedModelError
 from snapkv.hf import forward_context
 from snapkv.hf.attend import Attended, AttentionCall, attend_stored, fitting
 from snapkv.hf.forward_context import ForwardContext, Phase
-from snapkv.hf.masks import leading_pads, mask_function, prompt_mask
-from snapkv.hf.selection import (
-    choose_for_whole_rows,
-    evict,
-    hold_for_eviction,
-    keep_to_cap,
-    prompt_layer,
-    select,
-)
-from snapkv.policies import PromptLayer, Selection
+from snapkv.hf.masks import leading_pads, mask_function
+from snapkv.hf.model_parts import output_weight
+from snapkv.policies import DecodeStep, EvictingPolicy, PromptLayer, Selection
+from snapkv.policies.by_rows import select_by_rows
 from snapkv.storage.base import keep_tokens
 
 _PREFIX = "snapkv|"
 
+# The registered functions.
+
 
 def register_attention(name: str) -> str:
-    """Register the seam around an attention implementation; returns the name it has then.
-
-    The registered functions are the same every time, so that what was compiled stays so.
-    """
+    """Register the seam around an attention implementation; returns the name it has then."""
     if name not in ALL_MASK_ATTENTION_FUNCTIONS:
         raise UnsupportedModelError(
             f"attn_implementation: expected one that transformers has a mask function for, got "
             f"{name!r}; load the model with attn_implementation='sdpa' or 'eager'"
         )
     seam = _PREFIX + name
-    AttentionInterface.register(seam, _seam_around(name))
-    AttentionMaskInterface.register(seam, _mask_function_around(name))
+    attention, make_mask = _functions_around(name)
+    AttentionInterface.register(seam, attention)
+    AttentionMaskInterface.register(seam, make_mask)
     return seam
 
 
@@ -64,13 +58,12 @@ def plain_name(name: str | None) -> str | None:
 
 
 @functools.cache
-def _seam_around(name: str) -> Callable[..., Attended]:
-    return functools.partial(_attention, name)
-
-
-@functools.cache
-def _mask_function_around(name: str) -> Callable[..., Any]:
-    return functools.partial(_make_mask, mask_function(name))
+def _functions_around(name: str) -> tuple[Callable[..., Attended], Callable[..., Any]]:
+    """The same every time, so that what was compiled stays so."""
+    return (
+        functools.partial(_attention, name),
+        functools.partial(_make_mask, mask_function(name)),
+    )
 
 
 def _make_mask(
@@ -98,9 +91,12 @@ def _attention(
     attention_mask: Any,
     **options: Any,
 ) -> Attended:
-    """The registered function: what to do depends on where in the prompt this pass lies."""
+    """The registered attention function."""
+    family = sys.modules[type(module).__module__]
+    interface = getattr(family, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
+    eager = getattr(family, "eager_attention_forward", None)
     call = AttentionCall(
-        function=_wrapped_function(implementation, module),
+        function=interface.get_interface(implementation, eager),
         implementation=implementation,
         module=module,
         query=query,
@@ -124,20 +120,90 @@ def attend(call: AttentionCall) -> Attended:
         return _PHASES[context.phase](call, context)
 
 
+# What a call does, by where in the conversation it lies.
+
+
 def _read_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
     """Attend to the prompt as far as it has been read, and hold what its end will need."""
     layer, reading = context.layer, context.reading
     call = fitting(call, layer)
-    output = _attend_prompt(call, layer)
-    keep_to_cap(call, layer, reading.cap_tokens)
+    attended = _attend_prompt(call, layer)
+    _keep_to_cap(call, layer, reading.cap_tokens)
     layer.remember_queries(call.query, reading.ahead_tokens)
-    if type(hook := forward_context.hook()) is not forward_context.Hook:
-        prompt = prompt_layer(call, layer, call.query.shape[2], layer.seen_tokens, None)
-        hook.on_prompt(replace(prompt, queries=call.query))
+    hook = forward_context.hook()
+    if type(hook) is not forward_context.Hook:
+        hook.on_prompt(replace(_prompt_layer(call, layer, None), queries=call.query))
     layer.store.finalize_step()
     if not reading.is_piecewise:
         layer.set_aside()
-    return output
+    return attended
+
+
+def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
+    """The prompt ends in this pass: attend to all of it, then let the layer keep its part."""
+    layer, drafts = context.layer, context.drafts
+    call = fitting(call, layer)
+    read = call.before(drafts)
+    own, slots = read.query.shape[2], read.key.shape[2]
+    pads = leading_pads(call.mask, own - 1, slots, layer.policy.query_tokens)
+    prompt = _prompt_layer(read, layer, pads)
+    if context.reading.narrowing is not None:
+        context.reading.narrowing.on_prompt(replace(prompt, queries=call.query))
+    selection = _select(layer, prompt)
+    at_once = selection is None or not drafts
+    attended = _attend_prompt(call, layer) if at_once else call.before_masked(drafts, pads).attend()
+    _check_votes(call, context, prompt, attended[0][:, own - 1])
+    _end(layer, selection, prompt)
+    return attended if at_once else _verify(call, layer, selection, drafts, attended[0])
+
+
+def _read_turn(call: AttentionCall, context: ForwardContext) -> Attended:
+    """A later prompt is read over what was kept; rows that fitted until now choose at its end."""
+    layer, drafts = context.layer, context.drafts
+    attended = attend_stored(call, layer)
+    if drafts <= 0:
+        _choose_for_whole_rows(call, layer, is_end=drafts == 0)
+    if drafts >= 0:
+        _evict(call, layer, context.turn_tokens + drafts)
+    elif isinstance(layer.policy, EvictingPolicy):  # evicts at the end, as if it came at once
+        layer.remember_queries(call.query, context.turn_tokens)
+    _follow(call, layer)
+    layer.store.finalize_step()
+    return attended
+
+
+def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
+    """A later prompt ends in this pass: read it over what is stored, then let it vote on that."""
+    layer, drafts = context.layer, context.drafts
+    read = call.before(drafts)
+    attended = attend_stored(read, layer, rebuild_mask=drafts > 0, drafts=drafts)
+    prompt = _prompt_layer(read, layer, layer.slots.fillers)
+    selection = _select(layer, prompt)
+    if selection is not None:
+        _end(layer, selection, prompt)
+    else:
+        layer.look_back(read.query)
+        layer.store.finalize_step()
+    return _verify(call, layer, selection, drafts, attended[0]) if drafts else attended
+
+
+def _decode(call: AttentionCall, context: ForwardContext) -> Attended:
+    """Tokens behind the prompt attend to what is stored, and may make a method evict."""
+    layer = context.layer
+    attended = attend_stored(call, layer)
+    _evict(call, layer, call.query.shape[2])
+    _follow(call, layer)
+    layer.store.finalize_step()
+    return attended
+
+
+_PHASES: dict[Phase, Callable[[AttentionCall, ForwardContext], Attended]] = {
+    Phase.READ_PROMPT: _read_prompt,
+    Phase.END_PROMPT: _end_prompt,
+    Phase.READ_TURN: _read_turn,
+    Phase.END_TURN: _end_turn,
+    Phase.DECODE: _decode,
+}
 
 
 def _attend_prompt(call: AttentionCall, layer: CompressedLayer) -> Attended:
@@ -146,101 +212,24 @@ def _attend_prompt(call: AttentionCall, layer: CompressedLayer) -> Attended:
     return attend_stored(call, layer) if holds_less else call.attend()
 
 
-def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
-    """The prompt ends in this pass: attend to all of it, then let the layer keep its part."""
-    layer, drafts = context.layer, context.drafts
-    call = fitting(call, layer)
-    own, slots = call.query.shape[2] - drafts, layer.store.slots - drafts
-    pads = leading_pads(call.mask, own - 1, slots, layer.policy.query_tokens)
-    prompt = prompt_layer(call, layer, own, slots, pads)
-    if context.reading.narrowing is not None:
-        context.reading.narrowing.on_prompt(replace(prompt, queries=call.query))
-    selection = select(layer, prompt)
-    if selection is None or not drafts:
-        output, weights = _attend_prompt(call, layer)
-        _check_votes(call, context, prompt, output[:, own - 1])
-        whole_pads = layer.slots.pads if layer.slots.is_partial else pads
-        layer.end_prompt(selection, replace(prompt, pad_tokens=whole_pads))
-        return output, weights
-    read = replace(
-        call,
-        query=call.query[:, :, :own],
-        key=call.key[:, :, :slots],
-        value=call.value[:, :, :slots],
-        mask=prompt_mask(call.implementation, call.mask, call.query[:, :, :own], slots, pads),
-    )
-    output, _ = read.attend()
-    _check_votes(call, context, prompt, output[:, -1])
-    layer.end_prompt(selection, prompt)
-    behind = _drafts_of(call, selection, own)
-    if selection.head_tokens is not None:  # the tail alone; the rest is with the heads
+def _verify(
+    call: AttentionCall,
+    layer: CompressedLayer,
+    selection: Selection | None,
+    drafts: int,
+    output: Tensor,
+) -> Attended:
+    """The prompt's own output, then the drafts' attention to what was kept, as in decoding."""
+    behind = replace(call, query=call.query[:, :, -drafts:])
+    if selection is not None and selection.head_tokens is None:
+        indices, tokens = selection.keep_indices, selection.prompt_tokens
+        key, value = (keep_tokens(states, indices, tokens) for states in (call.key, call.value))
+        behind = replace(behind, key=key, value=value)
+    elif selection is not None:  # the tail alone; the rest is with the heads
         behind = replace(behind, key=layer.store.keys, value=layer.store.values)
     verified, _ = attend_stored(behind, layer, rebuild_mask=True)
-    evict(behind, layer)
+    _evict(behind, layer, drafts)
     return torch.cat([output, verified], dim=1), None
-
-
-def _drafts_of(call: AttentionCall, selection: Selection | None, own: int) -> AttentionCall:
-    """The attention of the drafts behind a prompt's own queries, to what was selected of it."""
-    behind = replace(call, query=call.query[:, :, own:])
-    if selection is None or selection.head_tokens is not None:
-        return behind
-    indices, tokens = selection.keep_indices, selection.prompt_tokens
-    return replace(
-        behind,
-        key=keep_tokens(call.key, indices, tokens),
-        value=keep_tokens(call.value, indices, tokens),
-    )
-
-
-def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
-    """A later prompt ends in this pass: read it over what is stored, then let it vote on that."""
-    layer, drafts = context.layer, context.drafts
-    slots, own = call.key.shape[2] - drafts, call.query.shape[2] - drafts
-    read = replace(
-        call,
-        query=call.query[:, :, :own],
-        key=call.key[:, :, :slots],
-        value=call.value[:, :, :slots],
-    )
-    output, weights = attend_stored(read, layer, rebuild_mask=drafts > 0, drafts=drafts)
-    prompt = prompt_layer(read, layer, own, slots, layer.slots.fillers)
-    selection = select(layer, prompt)
-    if selection is not None:
-        layer.end_prompt(selection, replace(prompt, pad_tokens=layer.slots.pads))
-    else:
-        layer.look_back(read.query)
-        layer.store.finalize_step()
-    if not drafts:
-        return output, weights
-    verified, _ = attend_stored(_drafts_of(call, selection, own), layer, rebuild_mask=True)
-    return torch.cat([output, verified], dim=1), None
-
-
-def _read_turn(call: AttentionCall, context: ForwardContext) -> Attended:
-    """A later prompt is read over what was kept; rows that fitted until now choose at its end."""
-    return _attend_behind(call, context.layer, context)
-
-
-def _decode(call: AttentionCall, context: ForwardContext) -> Attended:
-    """Tokens behind the prompt attend to what is stored, and may make a method evict."""
-    return _attend_behind(call, context.layer, None)
-
-
-def _attend_behind(
-    call: AttentionCall, layer: CompressedLayer, turn: ForwardContext | None
-) -> Attended:
-    """Attend to what is stored; `turn` where the tokens belong to a later prompt."""
-    output = attend_stored(call, layer)
-    if turn is not None and turn.drafts <= 0:
-        choose_for_whole_rows(call, layer, is_end=turn.drafts == 0)
-    if turn is not None and turn.drafts < 0:
-        hold_for_eviction(call, layer, turn.turn_tokens)
-    else:
-        evict(call, layer, None if turn is None else turn.turn_tokens + turn.drafts)
-    _follow(call, layer)
-    layer.store.finalize_step()
-    return output
 
 
 def _follow(call: AttentionCall, layer: CompressedLayer) -> None:
@@ -252,28 +241,152 @@ def _follow(call: AttentionCall, layer: CompressedLayer) -> None:
     if every is None or layer.seen_tokens - layer.slots.chosen_at < every:
         return
     layer.recall()
-    whole = replace(call, key=layer.store.keys, value=layer.store.values)
-    prompt = prompt_layer(whole, layer, 0, layer.store.slots, layer.slots.pads)
-    layer.end_prompt(select(layer, prompt), prompt)
+    whole = replace(
+        call, query=call.query[:, :, :0], key=layer.store.keys, value=layer.store.values
+    )
+    prompt = _prompt_layer(whole, layer, layer.slots.pads)
+    _end(layer, _select(layer, prompt), prompt)
 
 
-_PHASES: dict[Phase, Callable[..., Attended]] = {
-    Phase.READ_PROMPT: _read_prompt,
-    Phase.END_PROMPT: _end_prompt,
-    Phase.READ_TURN: _read_turn,
-    Phase.END_TURN: _end_turn,
-    Phase.DECODE: _decode,
-}
+# What the policy is shown and asked.
+
+
+def _select(layer: CompressedLayer, prompt: PromptLayer) -> Selection | None:
+    """What the policy keeps of a prompt; None for all."""
+    with torch.no_grad():
+        return layer.policy.select(prompt)
+
+
+def _end(layer: CompressedLayer, selection: Selection | None, prompt: PromptLayer) -> None:
+    """Let the layer keep what was selected; the pads of a text that it has parts of it knows."""
+    pads = prompt.pad_tokens if layer.slots.is_whole else layer.slots.pads
+    layer.end_prompt(selection, replace(prompt, pad_tokens=pads))
+
+
+def _keep_to_cap(call: AttentionCall, layer: CompressedLayer, cap_tokens: int | None) -> None:
+    """Drop what is over the cap of a prompt that is still coming in."""
+    if cap_tokens is None or layer.store.slots <= cap_tokens:
+        return
+    read = _prompt_layer(call, layer, None)
+    with torch.no_grad():
+        layer.keep_part(layer.policy.select_under_cap(read, cap_tokens))
+
+
+def _choose_for_whole_rows(call: AttentionCall, layer: CompressedLayer, *, is_end: bool) -> None:
+    """At the end of a later turn, compress the rows that fitted the budget until now.
+
+    Alone such a row would have been read as one prompt. The others keep all that they hold.
+    """
+    if isinstance(layer.policy, EvictingPolicy) or layer.turns is not None:
+        return
+    whole = layer.slots.whole_rows(layer.store)
+    if not any(whole):
+        return
+    if not is_end:
+        layer.remember_queries(call.query)
+        return
+    layer.absorb_tail()
+    store = layer.store
+    prompt = _prompt_layer(call, layer, layer.slots.fillers)
+    if store.ragged is not None:
+        held, (keys, values) = layer.slots.columns(store) >= 0, store.padded()
+        prompt = replace(
+            prompt,
+            keys=keys,
+            values=values,
+            pad_tokens=(~held).sum(dim=-1).amax(dim=-1),
+            protected=layer.protected_slots(store.slots, None),
+        )
+    else:
+        held = layer.slots.visible(store, call.key.shape[2])[:, None]
+    layer.forget_queries()
+    with torch.no_grad():
+        selection = select_by_rows(layer.policy, prompt, whole, held)
+    if selection is not None:
+        layer.keep_of_rows(selection)
+
+
+def _evict(call: AttentionCall, layer: CompressedLayer, new_tokens: int) -> None:
+    """Let a policy that evicts while generating see these last tokens and drop what it will."""
+    policy = layer.policy
+    if not isinstance(policy, EvictingPolicy):
+        return
+    layer.absorb_tail()
+    store, slots, notes = layer.store, layer.slots, layer.notes
+    if store.ragged is not None:
+        keys, scores = store.ragged.padded_keys(), notes.slot_scores
+    else:
+        keys, scores = call.key, notes.scores_with(new_tokens)
+    columns, pads = slots.columns(store), slots.pads
+    spans = layer.spans.protect
+    positions = columns if pads is None else columns - pads[:, None, None]
+    step = DecodeStep(
+        queries=layer.look_back(call.query),
+        keys=keys,
+        scores=scores,
+        head_notes=notes.head_notes,
+        token_ids=notes.token_ids,
+        filler_tokens=slots.fillers,
+        columns=columns,
+        pad_tokens=pads,
+        protected=None if spans is None else spans.cover(positions),
+        seen_tokens=layer.seen_tokens,
+        **_of_layer(call, layer),
+    )
+    with torch.no_grad():
+        layer.apply_eviction(policy.evict(step))
+
+
+def _of_layer(call: AttentionCall, layer: CompressedLayer) -> dict[str, Any]:
+    """What every view of a layer says: what attention does to scores, and which layer it is."""
+    stored = layer.store.keys.shape[1]
+    return {
+        "score_options": call.score_options,
+        "stored_heads": None if stored == call.key.shape[1] else stored,
+        "layer_idx": layer.identity.layer_idx,
+        "depth": layer.identity.depth,
+        "num_layers": layer.identity.num_layers,
+    }
+
+
+def _prompt_layer(call: AttentionCall, layer: CompressedLayer, pads: Tensor | None) -> PromptLayer:
+    """The states of a layer at the end of the prompt, or of a part of it, for the policy."""
+    options, ids, slots = call.options, layer.notes.token_ids, call.key.shape[2]
+    if options.get("position_bias") is not None:
+        raise UnsupportedModelError(
+            f"model: expected attention without a position bias, got {type(call.module).__name__}, "
+            "whose bias the votes do not see; it cannot be compressed correctly"
+        )
+    causal = options.get("is_causal", getattr(call.module, "is_causal", True))
+    if call.mask is None and causal is False:
+        raise UnsupportedModelError(
+            f"model: expected causal attention, got {type(call.module).__name__}, whose tokens see "
+            "each other in both directions; only a causal decoder has a prompt to compress"
+        )
+    return PromptLayer(
+        queries=layer.with_remembered(call.query).detach(),
+        keys=call.key,
+        values=call.value,
+        pad_tokens=pads,
+        token_ids=None if ids is None else ids[:, :slots],
+        rotation=layer.identity.rotation,
+        output_weight=output_weight(layer.identity.output_projection),
+        protected=layer.protected_slots(slots, pads),
+        fair=layer.spans.fair,
+        **_of_layer(call, layer),
+    )
+
+
+# Whose call it is, and what is refused.
 
 
 def _check_votes(
     call: AttentionCall, context: ForwardContext, prompt: PromptLayer, last_output: Tensor
 ) -> None:
     """Where a policy scores by attention, it must be the model's."""
-    if not context.layer.policy.query_tokens:
-        return
-    eager = call.implementation == "eager"
-    context.check.judge(prompt, last_output, call.module, rounds_scores=eager)
+    if context.layer.policy.query_tokens:
+        eager = call.implementation == "eager"
+        context.check.judge(prompt, last_output, call.module, rounds_scores=eager)
 
 
 def _take_context(call: AttentionCall) -> ForwardContext | None:
@@ -282,62 +395,48 @@ def _take_context(call: AttentionCall) -> ForwardContext | None:
     store = None if context is None else context.layer.store
     if context is None or store is None or call.key.shape[2] != store.keys.shape[2]:
         return None
-    if call.module not in context.modules:
+    refusal = _refusal(call, context)
+    if refusal is not None:
         context.take_back()
-        raise CacheMismatchError(
-            f"past_key_values: expected the model the cache was made for, got another "
-            f"{type(call.module).__name__}; make a CompressedCache for this model"
-        )
-    unchanged = _same(call.key, store.keys) and _same(call.value, store.values)
-    if not unchanged and store.keys.shape[1] > 1:
-        context.take_back()
-        raise UnsupportedModelError(
-            f"model: expected attention to the keys and values as they are stored, got "
-            f"{type(call.module).__name__}, which rearranges them after the cache; heads that keep "
-            "different tokens would be mixed, so it cannot be compressed"
-        )
-    if not unchanged:
-        _require_own_keys_unasked(call, context)
-    if context.layer.turns is not None and context.layer.turns.pages is not None:
-        _require_pages_fit(call, context)
+        raise refusal
     return context
 
 
-def _require_own_keys_unasked(call: AttentionCall, context: ForwardContext) -> None:
-    """Refuse what needs keys of every head, where all heads share one stored latent."""
-    turns, policy = context.layer.turns, context.layer.policy
-    for option, is_asked, remedy in (
-        ("group_reduce", policy.parts_groups, "leave it at 'mean'"),
-        ("refresh_every", turns is not None and turns.refresh_every, "leave it out"),
-        ("recall", turns is not None and turns.pages is not None, "pass recall='host'"),
-    ):
-        if is_asked:
-            context.take_back()
-            raise UnsupportedModelError(
-                f"{option}: expected attention to the keys as they are stored, got the latent "
-                f"attention of {type(call.module).__name__}, whose heads share one; {remedy}"
+def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
+    """Why this call cannot be compressed correctly; None where it can."""
+    name, store, turns = type(call.module).__name__, context.layer.store, context.layer.turns
+    if call.module not in context.modules:
+        return CacheMismatchError(
+            f"past_key_values: expected the model the cache was made for, got another {name}; make "
+            "a CompressedCache for this model"
+        )
+    pages = None if turns is None else turns.pages
+    if not (_same(call.key, store.keys) and _same(call.value, store.values)):
+        if store.keys.shape[1] > 1:
+            return UnsupportedModelError(
+                f"model: expected attention to the keys and values as they are stored, got {name}, "
+                "which rearranges them after the cache; heads that keep different tokens would be "
+                "mixed, so it cannot be compressed"
             )
-
-
-def _require_pages_fit(call: AttentionCall, context: ForwardContext) -> None:
-    """Refuse what attention to pages, which are no columns of the model's mask, would get wrong."""
-    if context.has_own_mask and context.drafts > 0 and getattr(call.mask, "ndim", 0) == 4:
-        context.take_back()
-        raise UnsupportedModelError(
+        for option, is_asked, remedy in (
+            ("group_reduce", context.layer.policy.parts_groups, "leave it at 'mean'"),
+            ("refresh_every", turns is not None and turns.refresh_every, "leave it out"),
+            ("recall", pages, "pass recall='host'"),
+        ):
+            if is_asked:
+                return UnsupportedModelError(
+                    f"{option}: expected attention to the keys as they are stored, got the latent "
+                    f"attention of {name}, whose heads share one; {remedy}"
+                )
+    own_4d = context.has_own_mask and getattr(call.mask, "ndim", 0) == 4
+    if pages is not None and own_4d and context.drafts > 0:
+        return UnsupportedModelError(
             "attention_mask: expected a 2-D mask behind a prompt with recall=PageRecall(...), "
             "whose pages have no columns in a 4-D one, got a 4-D one; pass (batch, tokens) zeros "
             "and ones"
         )
+    return None
 
 
 def _same(states: Tensor, stored: Tensor) -> bool:
     return states.data_ptr() == stored.data_ptr() and states.shape == stored.shape
-
-
-def _wrapped_function(implementation: str, module: Any) -> Callable[..., Any]:
-    """The model family's own attention function of that name."""
-    family = sys.modules[type(module).__module__]
-    interface = getattr(family, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
-    eager = getattr(family, "eager_attention_forward", None)
-    function: Callable[..., Any] = interface.get_interface(implementation, eager)
-    return function

@@ -14,11 +14,10 @@ from snapkv.policies import DuoAttention, EvictingPolicy, Policy
 from snapkv.storage.base import Storage
 from snapkv.storage.codes import Bits
 from snapkv.storage.dense import Dynamic
-from snapkv.storage.quantized import Quantized
 from snapkv.storage.static import Static
 from snapkv.validation import require_choice, require_int
 
-_KEPT_AS_THEY_ARE = ("DynamicSlidingWindowLayer", "LinearAttentionLayer", "DummyLayer")
+_KEPT_AS_THEY_ARE = {"DynamicSlidingWindowLayer", "LinearAttentionLayer", "DummyLayer"}
 
 StorageMaker = Callable[[], Storage]
 """Makes the storage of one layer."""
@@ -46,17 +45,14 @@ def layers_for(
             f"got {policy!r} without; pass policy.with_tokenizer(tokenizer)"
         )
     layers: list[CacheLayerMixin] = DynamicCache(config=config).layers
-    name = type(model).__name__
-    _require_known(name, layers)
     full = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
     if isinstance(policy, DuoAttention):
         policy.require_heads(len(full), _kv_heads(config))
-    identities = _identities(model, policy, full)
     made = [storage() for _ in full]
-    if any(each.is_compileable for each in made):
-        _require_only_full(name, layers)
-    for index, identity, own in zip(full, identities, made, strict=True):
-        layers[index] = CompressedLayer(policy, identity, own)
+    is_static = any(each.is_compileable for each in made)
+    _require_kinds(type(model).__name__, layers, is_static=is_static)
+    for identity, own in zip(_identities(model, policy, full), made, strict=True):
+        layers[identity.layer_idx] = CompressedLayer(policy, identity, own)
     return layers
 
 
@@ -106,7 +102,7 @@ def storage_for(
                 f"tokens in every head, and storage='dynamic', got {policy.name} with "
                 f"storage={storage!r}; leave quantize out"
             )
-        return functools.partial(Quantized, bits=quantize)
+        return functools.partial(Dynamic, bits=quantize)
     if storage == "static":
         assert policy.most_tokens is not None
         slots = policy.most_tokens + room_tokens
@@ -134,27 +130,23 @@ def _require_decoder(model: PreTrainedModel, config: Any) -> None:
         )
 
 
-def _require_only_full(name: str, layers: list[Any]) -> None:
-    others = sorted({type(layer).__name__ for layer in layers} - {"DynamicLayer"})
-    if others:
-        raise UnsupportedModelError(
-            f"storage: expected a model of full attention only for storage='static', got {name} "
-            f"with {', '.join(others)}; use storage='dynamic'"
-        )
-
-
-def _require_known(name: str, layers: list[Any]) -> None:
-    kinds = {type(layer).__name__ for layer in layers}
-    unknown = sorted(kinds - {"DynamicLayer", *_KEPT_AS_THEY_ARE})
-    if unknown:
+def _require_kinds(name: str, layers: Sequence[Any], *, is_static: bool) -> None:
+    """Refuse layers that cannot be compressed, or left as they are, correctly."""
+    others = {type(layer).__name__ for layer in layers} - {"DynamicLayer"}
+    if unknown := sorted(others - _KEPT_AS_THEY_ARE):
         raise UnsupportedModelError(
             f"model: expected layers of full, sliding or linear attention, got {name} with "
             f"{', '.join(unknown)}, which cannot be compressed correctly; use transformers' own "
             "cache for it"
         )
-    if "DynamicLayer" not in kinds:
+    if not any(type(layer) is DynamicLayer for layer in layers):
         raise UnsupportedModelError(
             f"model: expected at least one layer of full attention, got {name} with "
-            f"{', '.join(sorted(kinds)) or 'no cache layers'} only, whose cache does not grow with "
-            "the prompt; use transformers' own cache for it"
+            f"{', '.join(sorted(others)) or 'no cache layers'} only, whose cache does not grow "
+            "with the prompt; use transformers' own cache for it"
+        )
+    if others and is_static:
+        raise UnsupportedModelError(
+            f"storage: expected a model of full attention only for storage='static', got {name} "
+            f"with {', '.join(sorted(others))}; use storage='dynamic'"
         )

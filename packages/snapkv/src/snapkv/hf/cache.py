@@ -20,9 +20,8 @@ from snapkv.cache.options import (
     described,
     span_rule,
 )
-from snapkv.cache.padding import PaddingWatch
 from snapkv.cache.paging import Recall
-from snapkv.cache.reading import Reading
+from snapkv.cache.reading import PaddingWatch, Reading
 from snapkv.cache.report import CacheReport
 from snapkv.cache.slots import require_removable
 from snapkv.errors import CacheMismatchError, InvalidArgumentError, InvalidTypeError
@@ -138,11 +137,7 @@ class CompressedCache(Cache):
         """Append the new tokens of one layer; returns all its stored keys and values."""
         layer, new_tokens = self.layers[layer_idx], key_states.shape[-2]
         if layer_idx <= self._first:
-            self.reading.require_ids(key_states.shape[0], new_tokens)
-            if not torch.compiler.is_compiling() and self.reading.prompt_end is None:
-                self.reading.require_queries(self.reading.seen_tokens + new_tokens)
-        if layer_idx == self._first and not torch.compiler.is_compiling():
-            self._require_seam()
+            self._require_coming(layer_idx, *key_states.shape[::2])
         if not isinstance(layer, CompressedLayer):
             keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             uncompressed.let_go_of_the_past(layer, new_tokens)
@@ -151,19 +146,19 @@ class CompressedCache(Cache):
             if layer_idx == self._first and not torch.compiler.is_compiling():
                 layer.store.room_for(new_tokens)
             return layer.update(key_states, value_states)
-        new_tokens = self.reading.read_by(layer, new_tokens)
+        reading, new_tokens = self.reading, self.reading.read_by(layer, new_tokens)
         self._require_finished_forward(layer, new_tokens)
-        self.reading.end_by(layer.seen_tokens + new_tokens)
+        reading.end_by(layer.seen_tokens + new_tokens)
         keys, values = layer.update(key_states, value_states)
-        if self.reading.narrowing is not None:
-            self.reading.narrowing.note(layer)
-        if self.reading.coming_ids is not None:
-            layer.remember_ids(self.reading.coming_ids[1].to(key_states.device))
+        if reading.narrowing is not None:
+            reading.narrowing.note(layer)
+        if reading.coming_ids is not None:
+            layer.remember_ids(reading.coming_ids[1].to(key_states.device))
         forward_context.enter(
             forward_context.ForwardContext(
                 layer=layer,
                 new_tokens=new_tokens,
-                reading=self.reading,
+                reading=reading,
                 modules=self._use.modules,
                 check=self._check,
                 has_own_mask=self._padding.has_own_mask(layer),
@@ -176,9 +171,15 @@ class CompressedCache(Cache):
         """Index of the first compressed layer."""
         return self.reading.layers[0].identity.layer_idx
 
-    def _require_seam(self) -> None:
-        """Refuse to read where attention does not come through the seam, or did not to the end."""
-        if self._check.doubts or self.reading.is_broken or not self._use.is_in_place:
+    def _require_coming(self, layer_idx: int, rows: int, new_tokens: int) -> None:
+        """Refuse tokens that cannot be read, before any layer has stored them."""
+        self.reading.require_ids(rows, new_tokens)
+        if torch.compiler.is_compiling():
+            return
+        if self.reading.prompt_end is None:
+            self.reading.require_queries(self.reading.seen_tokens + new_tokens)
+        broken = self._check.doubts or self.reading.is_broken or not self._use.is_in_place
+        if layer_idx == self._first and broken:
             raise _interrupted()
 
     def _require_finished_forward(self, layer: CompressedLayer, new_tokens: int) -> None:
@@ -198,24 +199,19 @@ class CompressedCache(Cache):
                 none has changed.
         """
         count = require_removable(tokens_to_remove)
-        others = {
-            index: layer
+        others = [
+            (index, layer)
             for index, layer in enumerate(self.layers)
             if not isinstance(layer, CompressedLayer)
-        }
-        for index, layer in others.items():
+        ]
+        for index, layer in others:
             uncompressed.require_croppable(layer, count, index)
         self.reading.crop(count)
-        for layer in others.values():
+        for _, layer in others:
             uncompressed.crop(layer, count)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Put the rows of all layers in the order of `beam_idx`.
-
-        Raises:
-            InvalidArgumentError: a row that is not there, none at all, or anything but a 1-D tensor
-                of integers or a mask; then none has changed.
-        """
+        """Put the rows of all layers in the order of `beam_idx`; what is no row changes none."""
         self._take_rows(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -258,11 +254,7 @@ class CompressedCache(Cache):
         self.reading.forget()
 
     def activate_past_recording(self) -> None:
-        """Called before drafts are verified: from now on a forward pass may hold drafts.
-
-        Raises:
-            InvalidArgumentError: see `require_drafts`; or a part of the prompt was read already.
-        """
+        """Called before drafts are verified: from now on a forward pass may hold drafts."""
         self.require_drafts()
         if self.get_seq_length() and self.reading.is_open:
             raise InvalidArgumentError(
@@ -277,9 +269,6 @@ class CompressedCache(Cache):
         """Refuse to verify drafts where the policy evicts while generating, or chooses again.
 
         Drafts verified together would see tokens that plain decoding has dropped by then.
-
-        Raises:
-            InvalidArgumentError: it does.
         """
         for name in ("refresh_every", "quantize"):
             if self.options[name]:
@@ -300,8 +289,8 @@ class CompressedCache(Cache):
         compressed = isinstance(self.layers[layer_idx], CompressedLayer)
         if compressed and not torch.compiler.is_compiling():
             forward_context.enter_padding(self._padding)
-        columns, offset = super().get_mask_sizes(query_length, layer_idx)
-        return columns, offset
+        sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
+        return sizes
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
         """Tokens seen, whatever is stored of them."""
@@ -344,11 +333,7 @@ class CompressedCache(Cache):
 
     @property
     def model(self) -> PreTrainedModel:
-        """The model the cache was made for.
-
-        Raises:
-            CacheMismatchError: nobody holds that model any more.
-        """
+        """The model the cache was made for; CacheMismatchError where nobody holds it any more."""
         return self._use.model
 
     @property

@@ -11,19 +11,11 @@ from snapkv.errors import InvalidArgumentError
 def load_complete(
     source: object, place: object, *, told_by: str, remedy: str, **options: Any
 ) -> Any:
-    """The model, if the checkpoint has every weight, each in the shape that is expected.
+    """The model, if the checkpoint has every weight that is not tied to another, in its shape.
 
-    Weights tied to another are not missed.
-
-    Args:
-        source: what the user calls the model.
-        place: what `from_pretrained` takes.
-        told_by: what says which weights there are: "config.json", or "header" of a GGUF file.
-        remedy: what to do where that and the weights do not agree.
-        options: passed on to `from_pretrained`.
-
-    Raises:
-        InvalidArgumentError: a weight is missing, or of another shape.
+    `source` is what the user calls it, `place` what `from_pretrained` takes, with the options.
+    "config.json" or the "header" of a GGUF file tells which weights there are; `remedy` is what to
+    do where they do not agree.
     """
     model, found = AutoModelForCausalLM.from_pretrained(
         place, output_loading_info=True, ignore_mismatched_sizes=True, **options
@@ -36,12 +28,11 @@ def load_complete(
         for key, (saved, expected) in sorted(others.items())
     ]
     if missing or wrong:
-        said = [f"without {_some(missing)}"] * bool(missing) + [f"with {_some(wrong)}"] * bool(
-            wrong
-        )
+        faults = (("without", missing), ("with", wrong))
+        said = " and ".join(f"{word} {_some(names)}" for word, names in faults if names)
         raise InvalidArgumentError(
             f"model: expected every weight of its {told_by} in {str(source)!r}, got a checkpoint "
-            f"{' and '.join(said)}; {remedy}"
+            f"{said}; {remedy}"
         )
     return model
 

@@ -28,31 +28,22 @@ _MOST_ROUNDING = 100.0  # where scores err by more, anything is explained
 class Doubt:
     """How far a layer's attention is from what the votes take it for.
 
-    Attributes:
-        found: (3,) float32, on the layer's device: the norm of the difference between both outputs,
-            that of the expected one, and the largest score of the query.
-        tolerance: what the dtype explains of the relative difference.
-        epsilon: how far scores are rounded, relative to their size.
-        attention: name of the attention module's class.
-        layer_idx: index of the layer in the model.
+    `found` holds three float32 numbers on the layer's device: the norm of the difference between
+    both outputs, that of the expected one, and the largest score of the query.
     """
 
     found: Tensor
-    tolerance: float
-    epsilon: float
+    tolerance: float  # what the dtype explains of the relative difference
+    epsilon: float  # how far scores are rounded, relative to their size
     attention: str
     layer_idx: int
 
 
 class VoteCheck:
-    """Whether the votes of one cache are what its model's attention computes.
-
-    Attributes:
-        doubts: what layers have left open in this forward pass.
-    """
+    """Whether the votes of one cache are what its model's attention computes."""
 
     def __init__(self) -> None:
-        self.doubts: list[Doubt] = []
+        self.doubts: list[Doubt] = []  # what layers have left open in this forward pass
 
     def judge(
         self, layer: PromptLayer, output: Tensor, module: Any, *, rounds_scores: bool
@@ -123,7 +114,6 @@ def require_faithful(doubts: Iterable[Doubt]) -> None:
 
 
 def _epsilon(output: Tensor, rounds_scores: bool) -> float:
-    """Rounding of the scores of the model's attention, relative to their size."""
     epsilon = torch.finfo(output.dtype if rounds_scores else torch.float32).eps
     if output.is_cuda and torch.backends.cuda.matmul.allow_tf32:
         return max(epsilon, 2.0**-10)  # float32 products are rounded to 10 bits there
@@ -138,9 +128,7 @@ def _last_query_scores(layer: PromptLayer) -> Tensor:
     blocks = torch.split(layer.keys, _BLOCK_TOKENS, dim=2)  # a float32 copy of all keys may not fit
     scores = torch.cat([grouped @ block.float().transpose(-1, -2) for block in blocks], dim=-1)
     scores = layer.score_options.scores(scores)
-    if layer.pads is None:
-        return scores
-    return scores.masked_fill(layer.pads[:, :, None], float("-inf"))
+    return scores if layer.pads is None else scores.masked_fill(layer.pads[:, :, None], -math.inf)
 
 
 def _attend(layer: PromptLayer, scores: Tensor) -> Tensor:

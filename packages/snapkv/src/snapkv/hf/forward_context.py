@@ -17,93 +17,63 @@ from typing import Any
 from torch import Tensor
 
 from snapkv.cache.layer import CompressedLayer
-from snapkv.cache.padding import PaddingWatch
-from snapkv.cache.reading import Reading
+from snapkv.cache.options import Turns
+from snapkv.cache.reading import PaddingWatch, Reading
 from snapkv.hf.fidelity import VoteCheck
 from snapkv.policies import PromptLayer
 
 
 class Phase(Enum):
-    """What an attention call reads; one function of `snapkv.hf.attention` for each.
+    """What an attention call reads; one function of `snapkv.hf.attention` for each."""
 
-    Attributes:
-        READ_PROMPT: a part of a prompt, whose end is still to come.
-        END_PROMPT: the end of a prompt, all of which the layer holds.
-        READ_TURN: a later prompt, or a part of it, over what was kept.
-        END_TURN: the end of a later prompt that votes on what is stored.
-        DECODE: tokens behind the prompt.
-    """
-
-    READ_PROMPT = auto()
-    END_PROMPT = auto()
-    READ_TURN = auto()
-    END_TURN = auto()
-    DECODE = auto()
+    READ_PROMPT = auto()  # a part of a prompt, whose end is still to come
+    END_PROMPT = auto()  # the end of a prompt, all of which the layer holds
+    READ_TURN = auto()  # a later prompt, or a part of it, over what was kept
+    END_TURN = auto()  # the end of a later prompt that votes on what is stored
+    DECODE = auto()  # tokens behind the prompt
 
 
-def phase_of(
-    seen_tokens: int, new_tokens: int, prompt_end: int, *, is_compressed: bool, turns_vote: bool
-) -> Phase:
-    """The phase of a call that has just appended tokens.
+def phase_of(seen_tokens: int, new_tokens: int, prompt_end: int, turn: Turns | None) -> Phase:
+    """The phase of a call that has just appended tokens; `seen_tokens` counts them.
 
-    Where a layer has dropped something, a later prompt is read over the rest; only where nothing
-    was dropped, or all was recalled, is its end the end of a prompt again.
+    `turn` is None where the layer holds all that it has seen: then the end of a prompt is that of
+    the whole conversation. Where something was dropped, a later prompt is read over the rest.
 
-    | begins before the end | reaches the end | compressed | turns vote | phase |
-    |---|---|---|---|---|
-    | no | | | | DECODE |
-    | yes | no | no | | READ_PROMPT |
-    | yes | yes | no | | END_PROMPT |
-    | yes | no | yes | | READ_TURN |
-    | yes | yes | yes | no | READ_TURN |
-    | yes | yes | yes | yes | END_TURN |
-
-    Args:
-        seen_tokens: tokens the layer has seen, the new ones included.
-        new_tokens: how many the call has appended.
-        prompt_end: tokens seen when the prompt or turn ends.
-        is_compressed: whether a prompt has ended and some of it was dropped.
-        turns_vote: whether the end of a later prompt votes on what is stored.
+    | begins before the end | reaches it | turn | phase |
+    |---|---|---|---|
+    | no | | | DECODE |
+    | yes | no | None | READ_PROMPT |
+    | yes | yes | None | END_PROMPT |
+    | yes | no | "append", "compress" | READ_TURN |
+    | yes | yes | "append" | READ_TURN |
+    | yes | yes | "compress" | END_TURN |
     """
     if seen_tokens - new_tokens >= prompt_end:
         return Phase.DECODE
     reaches_end = seen_tokens >= prompt_end
-    if is_compressed:
-        return Phase.END_TURN if reaches_end and turns_vote else Phase.READ_TURN
-    return Phase.END_PROMPT if reaches_end else Phase.READ_PROMPT
+    if turn is None:
+        return Phase.END_PROMPT if reaches_end else Phase.READ_PROMPT
+    return Phase.END_TURN if reaches_end and turn == "compress" else Phase.READ_TURN
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardContext:
-    """A layer that has just been updated, for the attention call that follows.
-
-    Attributes:
-        layer: the layer; its new tokens are already stored.
-        new_tokens: how many tokens the update appended.
-        reading: what its cache was told of the prompt.
-        modules: those of the model that its cache is for.
-        check: whether the votes are what the model computes.
-        has_own_mask: whether a mask that comes with this pass is the user's own.
-    """
+    """A layer whose new tokens are already stored, for the attention call that follows."""
 
     layer: CompressedLayer
     new_tokens: int
     reading: Reading
-    modules: "weakref.WeakSet[Any]"
+    modules: "weakref.WeakSet[Any]"  # of the model that the cache is for
     check: VoteCheck
-    has_own_mask: bool = False
+    has_own_mask: bool = False  # whether a mask that comes with this pass is the user's own
 
     @property
     def phase(self) -> Phase:
-        """Where in the conversation the pass lies."""
-        layer = self.layer
-        return phase_of(
-            layer.seen_tokens,
-            self.new_tokens,
-            self.prompt_end,
-            is_compressed=layer.slots.is_compressed,
-            turns_vote=layer.turns is not None,
-        )
+        """Where in the conversation the pass lies; asked before the layer changes."""
+        turn: Turns | None = None
+        if self.layer.slots.is_compressed:
+            turn = "append" if self.layer.turns is None else "compress"
+        return phase_of(self.layer.seen_tokens, self.new_tokens, self.prompt_end, turn)
 
     @property
     def prompt_end(self) -> int:
@@ -130,15 +100,10 @@ class ForwardContext:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Candidates:
-    """The tree of candidate tokens that a forward pass reads instead of a text.
-
-    Attributes:
-        visible: (Q, Q) bool, which of the Q tokens of the pass each of them sees.
-        masks: what a layer has made of the model's mask, for the layers behind it.
-    """
+    """The tree of Q candidate tokens that a forward pass reads: (Q, Q) bool, which sees which."""
 
     visible: Tensor
-    masks: dict[Any, Any] = field(default_factory=dict, repr=False)
+    masks: dict[Any, Any] = field(default_factory=dict, repr=False)  # made once for all layers
 
 
 class Hook:

@@ -13,7 +13,8 @@ before there was a cache, and the model's own runs. For that `_prefill` announce
 import contextlib
 import inspect
 import weakref
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -22,25 +23,94 @@ from snapkv.cache.reading import Reading
 from snapkv.errors import InvalidArgumentError
 
 
+def _generate(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Tell a `CompressedCache` how long the prompt is."""
+    reading = _reading_of(kwargs)
+    if reading is None:
+        return own(model, *args, **kwargs)
+    _require_plain_prompt(model, kwargs)
+    if reading.looks_at_tokens and kwargs.get("inputs_embeds") is not None:
+        raise InvalidArgumentError(
+            f"inputs_embeds: expected the prompt as token ids, since {reading.policy.name} looks "
+            "at tokens, got embeddings; pass input_ids"
+        )
+    end = _prompt_tokens(args, kwargs)
+    reading.require_room(end, _new_tokens(model, kwargs, end))
+    with reading.announced(end) if end else contextlib.nullcontext():
+        return own(model, *args, **kwargs)
+
+
+def _prepare_inputs(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Tell a `CompressedCache` which tokens will be read."""
+    inputs = own(model, *args, **kwargs)
+    reading, token_ids = _reading_of(inputs), inputs.get("input_ids")
+    if reading is not None and token_ids is not None:
+        reading.expect_tokens(token_ids)
+    return inputs
+
+
+def _prefill(
+    own: Callable[..., Any],
+    model: Any,
+    input_ids: Tensor,
+    generation_config: Any,
+    model_kwargs: Any,
+    **options: Any,
+) -> Any:
+    """Announce the prompt where `generate` had no chance to."""
+    reading = _reading_of(model_kwargs)
+    announcement: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if reading is not None and not reading.is_announced:
+        _require_use_cache(generation_config.use_cache)
+        masked = getattr(generation_config, "_mask_length", 0)  # of a mask that hides nothing
+        announcement = reading.announced(max(masked, _prompt_tokens((input_ids,), model_kwargs)))
+    with announcement:
+        return own(model, input_ids, generation_config, model_kwargs, **options)
+
+
+def _modes(
+    own: Callable[..., Any], model: Any, custom_generate: Any, kwargs: Any, *modes: Any
+) -> Any:
+    """Keep the streamer, with which `modes` ends.
+
+    transformers passes none to a decoding method of one's own, even if it can stream.
+    """
+    given = own(model, custom_generate, kwargs, *modes)
+    if modes[-1] is not None and callable(custom_generate) and _reading_of(kwargs) is not None:
+        streams = "streamer" in inspect.signature(custom_generate).parameters
+        given |= {"streamer": modes[-1]} if streams else {}
+    return given
+
+
+_AROUND: dict[str, Callable[..., Any]] = {
+    "generate": _generate,
+    "prepare_inputs_for_generation": _prepare_inputs,
+    "_prefill": _prefill,
+    "_extract_generation_mode_kwargs": _modes,
+}
+"""What runs around which methods of a model: given the model's own method and the model."""
+
+
 class _Announcing:
     """A method of a model that tells a `CompressedCache` what it knows."""
 
-    name: ClassVar[str]
-
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, name: str) -> None:
         self._model = weakref.ref(model)
-        self.__name__ = self.name
+        self.__name__ = name
         self.__doc__ = self._own.__doc__
 
     @property
-    def model(self) -> PreTrainedModel:
+    def model(self) -> Any:
         """The model whose method it is."""
         return self._model()
 
     @property
     def _own(self) -> Any:
         """The method as the model's class has it."""
-        return getattr(type(self.model), self.name)
+        return getattr(type(self.model), self.__name__)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _AROUND[self.__name__](self._own, self.model, *args, **kwargs)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -50,103 +120,26 @@ class _Announcing:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Announcing":
         """For the copy of the model that is being made, or for the same model outside of one."""
-        return type(self)(memo.get(id(self.model), self.model))
+        return _Announcing(memo.get(id(self.model), self.model), self.__name__)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Made anew for the unpickled model."""
-        return type(self), (self.model,)
-
-
-class AnnouncingGenerate(_Announcing):
-    """`model.generate` that tells a `CompressedCache` how long the prompt is."""
-
-    name = "generate"
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's own `generate`."""
-        model, reading = self.model, _reading_of(kwargs)
-        announcement: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if reading is not None:
-            _require_plain_prompt(model, kwargs)
-            _require_ids(reading, kwargs)
-            prompt_tokens = _prompt_tokens(args, kwargs)
-            reading.require_room(prompt_tokens, _new_tokens(model, kwargs, prompt_tokens))
-            if prompt_tokens:
-                announcement = reading.announced(prompt_tokens)
-        with announcement:
-            return self._own(model, *args, **kwargs)
-
-
-class AnnouncingInputs(_Announcing):
-    """`model.prepare_inputs_for_generation` that tells a `CompressedCache` what will be read."""
-
-    name = "prepare_inputs_for_generation"
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's own `prepare_inputs_for_generation`."""
-        inputs = self._own(self.model, *args, **kwargs)
-        reading, token_ids = _reading_of(inputs), inputs.get("input_ids")
-        if reading is not None and token_ids is not None:
-            reading.expect_tokens(token_ids)
-        return inputs
-
-
-class AnnouncingPrefill(_Announcing):
-    """`model._prefill` that announces the prompt where `generate` had no chance to."""
-
-    name = "_prefill"
-
-    def __call__(
-        self, input_ids: Tensor, generation_config: Any, model_kwargs: Any, **options: Any
-    ) -> Any:
-        """Run the model's own `_prefill`."""
-        reading = _reading_of(model_kwargs)
-        announcement: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if reading is not None and not reading.is_announced:
-            _require_use_cache(generation_config.use_cache)
-            masked = getattr(generation_config, "_mask_length", 0)  # of a mask that hides nothing
-            end = max(masked, _prompt_tokens((input_ids,), model_kwargs))
-            announcement = reading.announced(end)
-        with announcement:
-            return self._own(self.model, input_ids, generation_config, model_kwargs, **options)
-
-
-class AnnouncingModes(_Announcing):
-    """`model._extract_generation_mode_kwargs` that keeps the streamer.
-
-    transformers passes none to a decoding method of one's own, even if it can stream.
-    """
-
-    name = "_extract_generation_mode_kwargs"
-
-    def __call__(self, custom_generate: Any, kwargs: Any, *modes: Any) -> Any:
-        """Run the model's own; `modes` ends with the streamer."""
-        given = self._own(self.model, custom_generate, kwargs, *modes)
-        streams = callable(custom_generate) and (
-            "streamer" in inspect.signature(custom_generate).parameters
-        )
-        if streams and _reading_of(kwargs) is not None:
-            given["streamer"] = modes[-1]
-        return given
-
-
-_METHODS = (AnnouncingGenerate, AnnouncingInputs, AnnouncingPrefill, AnnouncingModes)
+        return _Announcing, (self.model, self.__name__)
 
 
 def announce_prompts(model: PreTrainedModel) -> None:
     """Make the model announce prompts and tokens; leaves methods that are its user's own."""
-    for method in _METHODS:
-        found = vars(model).get(method.name)
+    for name in _AROUND:
+        found = vars(model).get(name)
         others = isinstance(found, _Announcing) and found.model is not model
-        if hasattr(type(model), method.name) and (found is None or others):
-            vars(model)[method.name] = method(model)
+        if hasattr(type(model), name) and (found is None or others):
+            vars(model)[name] = _Announcing(model, name)
 
 
 def stop_announcing(model: PreTrainedModel) -> None:
     """Give the model back the methods of its class; leaves those that are its user's own."""
-    for method in _METHODS:
-        if isinstance(vars(model).get(method.name), _Announcing):
-            del vars(model)[method.name]
+    for name in _AROUND:
+        if isinstance(vars(model).get(name), _Announcing):
+            del vars(model)[name]
 
 
 def _reading_of(kwargs: dict[str, Any]) -> Reading | None:
@@ -161,12 +154,8 @@ def _prompt_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     A mask longer than the ids means that only the new ids were passed, as in `generate` itself.
     """
     ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
-    lengths = [
-        tensor.shape[1]
-        for tensor in (ids, kwargs.get("inputs_embeds"), kwargs.get("attention_mask"))
-        if isinstance(tensor, Tensor)
-    ]
-    return max(lengths, default=0)
+    given = (ids, kwargs.get("inputs_embeds"), kwargs.get("attention_mask"))
+    return max((each.shape[1] for each in given if isinstance(each, Tensor)), default=0)
 
 
 def _new_tokens(model: PreTrainedModel, kwargs: dict[str, Any], prompt_tokens: int) -> int:
@@ -177,15 +166,6 @@ def _new_tokens(model: PreTrainedModel, kwargs: dict[str, Any], prompt_tokens: i
     if new_tokens is None and longest is not None:
         new_tokens = max(0, longest - prompt_tokens)
     return new_tokens or 0
-
-
-def _require_ids(reading: Reading, kwargs: dict[str, Any]) -> None:
-    """Refuse a prompt of embeddings where the policy looks at tokens."""
-    if reading.looks_at_tokens and kwargs.get("inputs_embeds") is not None:
-        raise InvalidArgumentError(
-            f"inputs_embeds: expected the prompt as token ids, since {reading.policy.name} looks "
-            "at tokens, got embeddings; pass input_ids"
-        )
 
 
 def _require_plain_prompt(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:

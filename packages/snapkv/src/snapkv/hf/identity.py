@@ -5,7 +5,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -37,12 +37,8 @@ def identity_of(model: PreTrainedModel, *, in_any_dtype: bool = False) -> dict[s
     """What tells a model from others, ready for JSON.
 
     The weights are told by name, shape and sixteen values of each: any training changes some of
-    them, and reading all of a large model would take longer than reading most prompts.
-
-    Args:
-        model: the model.
-        in_any_dtype: leave its dtype out, and round the values to bfloat16, so that a model is the
-            same whether it was loaded in float32 or in bfloat16.
+    them, and reading all of a large model would take longer than reading most prompts. In any
+    dtype, values are rounded to bfloat16, so that a model is the same however it was loaded.
     """
     config = model.config.get_text_config(decoder=True)
     settings = {name: getattr(config, name, None) for name in _SETTINGS}
@@ -94,30 +90,20 @@ class Remembered(Generic[Found]):
     """One kind of thing that is found of models: a file for each of them in a folder.
 
     A file is named after what tells the model from others, in whatever dtype it was loaded.
-
-    Attributes:
-        name: of it in the files.
-        study: which finds it.
-        folder: where the files of this machine are, asked each time.
-        packaged: where those are that come with the package.
-        read: makes it out of what JSON gives, for a model; raises ValueError where that is no such
-            thing.
-        otherwise: what is done where nothing is known, for messages.
-        log: of the part of the package that asks.
     """
 
-    name: str
-    study: str
-    folder: Callable[[], Path]
-    packaged: Path
-    read: Callable[[Any, PreTrainedModel], Found] = field(repr=False)
-    otherwise: str
+    name: str  # of it in the files
+    study: str  # which finds it
+    folder: Callable[[], Path]  # where the files of this machine are, asked each time
+    packaged: Path  # where those are that come with the package
+    read: Callable[[Any, PreTrainedModel], Found]  # out of JSON; ValueError where it is no such
+    otherwise: str  # what is done where nothing is known, for messages
     log: logging.Logger
 
     def of(self, model: PreTrainedModel) -> Found | None:
-        """What was found of this model; None where a file says nothing of it, which `log` tells."""
+        """What was found of this model; None where a file says nothing of it, which is logged."""
         identity = identity_of(model, in_any_dtype=True)
-        path = self.folder() / _name_of(identity)
+        path = self._path(identity)
         if not path.exists():
             path = self.packaged / path.name
         try:
@@ -137,17 +123,16 @@ class Remembered(Generic[Found]):
     ) -> Path:
         """Keep what was found, as JSON, for later runs; `measured` says how. Returns the file."""
         identity = identity_of(model, in_any_dtype=True)
-        path = self.folder() / _name_of(identity)
+        path = self._path(identity)
         with naming(path):
             path.parent.mkdir(parents=True, exist_ok=True)
         content = {self.name: found, "model": identity, "measured": dict(measured or {})}
         replace_file(path, json.dumps(content, indent=1) + "\n")
         return path
 
-
-def _name_of(identity: Mapping[str, Any]) -> str:
-    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-    return f"{digest[:32]}.json"
+    def _path(self, identity: Mapping[str, Any]) -> Path:
+        digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+        return self.folder() / f"{digest[:32]}.json"
 
 
 @functools.cache

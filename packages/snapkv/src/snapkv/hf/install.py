@@ -16,7 +16,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any, Self
 
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -57,18 +56,13 @@ def _take_off_unused() -> None:
 
 
 class Installation:
-    """What one model carries, and who uses it.
-
-    Attributes:
-        caches: a mark for every cache that lives, its copies counted as one.
-        installs: a mark for every `install` that was not undone.
-    """
+    """What one model carries, and who uses it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = weakref.ref(model)
-        self._before: list[tuple[PreTrainedConfig, str | None]] = []
-        self.caches: set[object] = set()
-        self.installs: set[object] = set()
+        self._configs: list[PreTrainedConfig] = []  # whose attention goes through the seam
+        self.caches: set[object] = set()  # a mark for every one that lives, its copies for one
+        self.installs: set[object] = set()  # a mark for every one that was not undone
 
     @property
     def model(self) -> PreTrainedModel | None:
@@ -77,18 +71,21 @@ class Installation:
 
     @property
     def is_used(self) -> bool:
-        """Whether a cache or an `install` needs it."""
         return bool(self.caches or self.installs)
 
     def put_on(self, model: PreTrainedModel) -> None:
-        """Route the model's attention through the seam and let it announce prompts.
-
-        Does nothing where that is so.
-        """
-        text = model.config.get_text_config(decoder=True)
+        """Route the model's attention through the seam and let it announce prompts, if need be."""
         try:
-            if not (self._before and is_seam(text._attn_implementation)):
-                self._route(model, text)
+            self._configs = _text_configs(model)
+            for config in self._configs:
+                name = config._attn_implementation
+                if not (is_seam(name) or model._can_set_attn_implementation()):
+                    raise UnsupportedModelError(
+                        f"model: expected one whose attention goes through transformers' "
+                        f"AttentionInterface, got {type(model).__name__}, which computes it by "
+                        "itself; it cannot be compressed"
+                    )
+                _set(config, register_attention(plain_name(name) or "eager"))
             announce_prompts(model)
             vars(model)[_ATTRIBUTE] = self
         except BaseException:
@@ -96,40 +93,15 @@ class Installation:
                 self.take_off()
             raise
 
-    def _route(self, model: PreTrainedModel, text: PreTrainedConfig) -> None:
-        seam = register_attention(plain_name(text._attn_implementation) or "eager")
-        self._note(model)
-        if text._attn_implementation != seam and model._can_set_attn_implementation():
-            model.set_attn_implementation(seam)
-        if text._attn_implementation != seam:
-            raise UnsupportedModelError(
-                f"model: expected one whose attention goes through transformers' "
-                f"AttentionInterface, got {type(model).__name__}, which computes it by itself; it "
-                "cannot be compressed"
-            )
-
-    def _note(self, model: PreTrainedModel) -> None:
-        self._before = [(config, self._name_of(config)) for config in _configs(model)]
-
-    def _name_of(self, config: PreTrainedConfig) -> str | None:
-        """The implementation that a config is to have again."""
-        if is_seam(config._attn_implementation):
-            for installation in (self, *_known):
-                for known, name in installation._before:
-                    if known is config:
-                        return name
-        return plain_name(config._attn_implementation)
-
     def take_off(self) -> None:
         """Give back what the model had, except where somebody else has changed it.
 
         A config that another model's caches need goes on as it is.
         """
-        before, self._before = self._before, []
-        for config, name in before:
-            shared = any(config is known for other in _known for known, _ in other._before)
-            if is_seam(config._attn_implementation) and not shared:
-                config._attn_implementation = {"": name}  # of this config alone
+        configs, self._configs = self._configs, []
+        for config in configs:
+            if not any(config is known for other in _known for known in other._configs):
+                _unset(config)
         model = self.model
         if model is not None:
             stop_announcing(model)
@@ -137,10 +109,8 @@ class Installation:
 
     def give_back(self, model: PreTrainedModel) -> None:
         """As `take_off`, whoever else needs it and whoever put it on."""
-        self._note(model)
-        for config, name in self._before:
-            if is_seam(config._attn_implementation):
-                config._attn_implementation = {"": name}
+        for config in _text_configs(model):
+            _unset(config)
         self.take_off()
 
     def leave(self, users: set[object], mark: object) -> None:
@@ -152,55 +122,59 @@ class Installation:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Installation":
         """For the copy of the model that is being made: it has no caches yet."""
         model = memo.get(id(self.model))
-        return self if model is None else _copied(model, copy.deepcopy(self._before, memo))
+        return self if model is None else _copied(model, copy.deepcopy(self._configs, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Made anew for the unpickled model."""
-        return _copied, (self.model, self._before)
+        return _copied, (self.model, self._configs)
 
 
 _known: "weakref.WeakSet[Installation]" = weakref.WeakSet()
 """All there are; changed and looked through under the lock."""
 
 
-def _copied(
-    model: PreTrainedModel, before: list[tuple[PreTrainedConfig, str | None]]
-) -> Installation:
+def _copied(model: PreTrainedModel, configs: list[PreTrainedConfig]) -> Installation:
     """What a copy of a model carries; in another process its attention is registered first."""
     copied = Installation(model)
-    copied._before = before
     with _alone():
-        for config, _ in before:
+        copied._configs = configs
+        for config in configs:
             if is_seam(config._attn_implementation):
                 register_attention(plain_name(config._attn_implementation) or "eager")
         _known.add(copied)
     return copied
 
 
-def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Every config that says how something in the model attends, each once."""
-    found: dict[int, PreTrainedConfig] = {}
-    waiting = [model.config]
+def _set(config: PreTrainedConfig, name: str | None) -> None:
+    config._attn_implementation = {"": name}  # of this config alone
+
+
+def _unset(config: PreTrainedConfig) -> None:
+    if is_seam(config._attn_implementation):
+        _set(config, plain_name(config._attn_implementation))
+
+
+def _text_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """The configs that say how the text decoder attends: parts of a model may have copies."""
+    text = model.config.get_text_config(decoder=True)
+    waiting = [text, model.config]
     waiting += [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
+    found: dict[int, PreTrainedConfig] = {}
     while waiting:
         config = waiting.pop(0)
         if id(config) not in found:
             found[id(config)] = config
             parts = (getattr(config, name, None) for name in config.sub_configs)
             waiting += [part for part in parts if isinstance(part, PreTrainedConfig)]
-    return list(found.values())
+    return [config for config in found.values() if type(config) is type(text)]
 
 
 class Use:
-    """A cache's part in its model's installation; copies of the cache share it.
-
-    Attributes:
-        modules: those of the model, none of which is kept alive by this.
-    """
+    """A cache's part in its model's installation; copies of the cache share it."""
 
     def __init__(self, installation: Installation, model: PreTrainedModel) -> None:
         self._model = weakref.ref(model)
-        self.modules = weakref.WeakSet(model.modules())
+        self.modules = weakref.WeakSet(model.modules())  # none of which this keeps alive
         self._text = model.config.get_text_config(decoder=True)
         mark = object()
         weakref.finalize(self, installation.leave, installation.caches, mark).atexit = False
@@ -208,7 +182,6 @@ class Use:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The model."""
         model = self._model()
         if model is None:
             raise CacheMismatchError(
@@ -257,12 +230,7 @@ class Installed:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.uninstall()
 
 
@@ -274,12 +242,7 @@ def install(model: PreTrainedModel) -> Installed:
 
     Every `CompressedCache` does this for as long as it lives; install to have it done once for
     many short-lived ones. Without a cache of this kind the model answers as ever, bit for bit.
-
-    Args:
-        model: a decoder-only transformers model.
-
-    Returns:
-        What undoes it: the end of the ``with`` block, or its method `uninstall`.
+    What is returned undoes it, at the end of the ``with`` block or by its method `uninstall`.
 
     Raises:
         InvalidTypeError: not a transformers model.
@@ -291,14 +254,10 @@ def install(model: PreTrainedModel) -> Installed:
 
 
 def uninstall(model: PreTrainedModel) -> None:
-    """Give a model back the attention implementations and the methods it had, at once.
+    """Give a model back the attention implementations and the very methods it had, at once.
 
-    Undoes every `install` of it. Caches that still live refuse to read on, until there is another
-    cache of the model or it is installed again. Does nothing where nothing is installed.
-
-    Args:
-        model: a transformers model; also a copy of one that had caches then, or one made of the
-            config of such a model.
+    Undoes every `install` of it, also of a copy of a model that had caches then. Caches that still
+    live refuse to read on, until there is another cache of the model or it is installed again.
 
     Raises:
         InvalidTypeError: not a transformers model.

@@ -21,30 +21,17 @@ from snapkv.policies.head_scores import HeadScores, head_scores
 
 
 def known_head_scores(model: PreTrainedModel) -> HeadScores | None:
-    """The scores of the KV heads of this model, in whatever dtype, if a study has found them.
-
-    A file that cannot be read, or says something else, counts as none; `snapkv.hf` logs it once.
-    """
+    """The scores of the KV heads of this model, in whatever dtype, if a study has found them."""
     return _KNOWN.of(model)
 
 
 def remember_head_scores(
     model: PreTrainedModel, scores: HeadScores, measured: Mapping[str, Any] | None = None
 ) -> Path:
-    """Keep the scores for later runs, in place of any that are there.
+    """Keep the scores for later runs, in place of any; returns a file that is also a pattern.
 
-    Args:
-        model: which they were found of.
-        scores: a row for every layer of full attention, a number for each of its KV heads.
-        measured: how they were found, as JSON, for people who read the file.
-
-    Returns:
-        The file, which `DuoAttention` also takes as its pattern.
-
-    Raises:
-        InvalidArgumentError: no such rows of numbers.
-        InvalidTypeError: no rows at all.
-        OutputError: the file cannot be written; the one that was there still is.
+    `scores` has a row for every layer of full attention, a number for each of its KV heads;
+    `measured` says, as JSON for people, how they were found.
     """
     return _KNOWN.keep(model, head_scores("scores", scores), measured)
 
@@ -69,8 +56,8 @@ def head_scores_folder() -> Path:
     return cache_folder() / "head-scores"
 
 
-def _read(found: Any, model: PreTrainedModel) -> HeadScores:
-    del model  # whether they are as many as it has heads is checked with those of users
+def _read(found: Any, _: PreTrainedModel) -> HeadScores:
+    """Whether they are as many as the model has heads is checked with those of users."""
     if not isinstance(found, list):  # the name of another file, say, which a user may give
         raise ValueError("it has no rows of scores")
     return head_scores("scores", found)

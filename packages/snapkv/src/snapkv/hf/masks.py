@@ -1,4 +1,4 @@
-"""Attention masks of every implementation: reading the padding, building the mask of stored slots.
+"""Attention masks of every implementation: reading the pads, building the mask of stored slots.
 
 transformers hands attention a different object per implementation: nothing at all, a boolean 4-D
 tensor (sdpa), an additive 4-D tensor (eager), a 2-D tensor (flash) or a BlockMask (flex).
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.functional import pad
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from snapkv import ops
@@ -20,12 +21,7 @@ from snapkv.errors import UnsupportedModelError
 def mask_function(implementation: str) -> Callable[..., Any]:
     """The function that makes the model's masks: transformers' own, mended for flex attention."""
     make_mask: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
-    return _mended(make_mask) if "flex" in implementation else make_mask
-
-
-@functools.cache
-def _mended(make_mask: Callable[..., Any]) -> Callable[..., Any]:
-    return functools.partial(_flex_mask, make_mask)
+    return functools.partial(_flex_mask, make_mask) if "flex" in implementation else make_mask
 
 
 def _flex_mask(
@@ -38,6 +34,7 @@ def _flex_mask(
     **options: Any,
 ) -> Any:
     """A flex mask whose rows and columns start at zero."""
+    shifted = mask_function
     if q_offset or kv_offset:
         rows = torch.tensor(q_offset, device=options.get("device"))
         columns = torch.tensor(kv_offset, device=options.get("device"))
@@ -46,19 +43,13 @@ def _flex_mask(
             return mask_function(batch, head, query + rows, slot + columns)
 
         attention_mask = None if attention_mask is None else attention_mask[:, kv_offset:]
-    else:
-        shifted = mask_function
     return make_mask(mask_function=shifted, attention_mask=attention_mask, **options)
 
 
 def leading_pads(
     mask: Any, query_idx: int, prompt_tokens: int, window_tokens: int
 ) -> Tensor | None:
-    """Count the pads in front of every row, as the prompt's last query sees them.
-
-    Returns:
-        (B,) int64, or None where no row has a pad.
-    """
+    """(B,) int64 pads in front of every row, as the prompt's last query sees them; or None."""
     if mask is None:
         return None
     rows = min(max(window_tokens, 1), query_idx + 1)
@@ -116,18 +107,13 @@ def _sees_otherwise(visible: Tensor, pads: Tensor) -> Tensor:
 
 
 def stored_mask(implementation: str, visible: Tensor, query: Tensor) -> Any:
-    """The mask for queries at the end of a cache whose slots are all in the past.
+    """The mask for queries (B, Hq, Q, D) at the end of a cache whose slots are all in the past.
 
-    Args:
-        implementation: name of the wrapped attention, such as "sdpa".
-        visible: (B, S) bool, which stored slots hold a token; the queries' own slots excluded.
-        query: (B, Hq, Q, D); each query sees the visible slots, itself and the queries before it.
-
-    Returns:
-        The mask in the form the implementation expects, over S + Q columns.
+    `visible` is (B, S) bool, which stored slots hold a token, those of the queries excluded. The
+    mask has the form the implementation expects, over S + Q columns.
     """
     Q = query.shape[2]
-    columns = torch.nn.functional.pad(visible, (0, Q), value=True)
+    columns = pad(visible, (0, Q), value=True)
     if "flash" in implementation:
         return None if bool(columns.all()) else columns
     if "flex" in implementation:
@@ -138,6 +124,18 @@ def stored_mask(implementation: str, visible: Tensor, query: Tensor) -> Any:
         return allowed
     lowest = torch.finfo(query.dtype).min
     return torch.zeros_like(allowed, dtype=query.dtype).masked_fill(~allowed, lowest)
+
+
+def _block_mask(columns: Tensor, query_tokens: int) -> BlockMask:
+    """`stored_mask` for flex attention: (B, S + Q) bool, which columns are visible."""
+    slots = torch.tensor(columns.shape[-1] - query_tokens, device=columns.device)
+
+    def sees(batch: Tensor, _: Tensor, query_idx: Tensor, slot: Tensor) -> Tensor:
+        return columns[batch, slot] & (slot <= query_idx + slots)
+
+    return create_block_mask(
+        sees, columns.shape[0], None, query_tokens, columns.shape[-1], device=columns.device
+    )
 
 
 def tree_mask(implementation: str, mask: Any, visible: Tensor, query: Tensor, slots: int) -> Any:
@@ -180,14 +178,9 @@ def tree_mask(implementation: str, mask: Any, visible: Tensor, query: Tensor, sl
 def prompt_mask(
     implementation: str, mask: Any, query: Tensor, prompt_tokens: int, pads: Tensor | None
 ) -> Any:
-    """The part of a mask that belongs to the prompt, where drafts follow it.
+    """The part of a mask that belongs to a prompt of so many tokens, where drafts follow it.
 
-    Args:
-        implementation: name of the wrapped attention, such as "sdpa".
-        mask: what attention was given for the prompt's queries and the drafts behind them.
-        query: (B, Hq, Q, D), the prompt's queries of this pass, the first rows of the mask.
-        prompt_tokens: T, the first columns of the mask.
-        pads: (B,), leading pads of each row, or None.
+    `query` are the prompt's (B, Hq, Q, D) queries of this pass, the first rows of the mask.
     """
     if isinstance(mask, BlockMask):
         earlier = prompt_tokens - query.shape[2]
@@ -201,15 +194,3 @@ def prompt_mask(
     if mask is None or mask.ndim == 2:
         return mask if mask is None else mask[:, :prompt_tokens]
     return mask[:, :, : query.shape[2], :prompt_tokens]
-
-
-def _block_mask(columns: Tensor, query_tokens: int) -> BlockMask:
-    """`stored_mask` for flex attention: (B, S + Q) bool, which columns are visible."""
-    slots = torch.tensor(columns.shape[-1] - query_tokens, device=columns.device)
-
-    def sees(batch: Tensor, _: Tensor, query_idx: Tensor, slot: Tensor) -> Tensor:
-        return columns[batch, slot] & (slot <= query_idx + slots)
-
-    return create_block_mask(
-        sees, columns.shape[0], None, query_tokens, columns.shape[-1], device=columns.device
-    )

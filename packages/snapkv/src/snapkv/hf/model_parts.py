@@ -27,39 +27,23 @@ _PROJECTIONS = ("o_proj", "dense", "c_proj", "out_proj")
 _FURTHER = 7
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 _LOW_PRECISION_TOLERANCE = 0.05
+_NO_ROTATION = "use StreamingLLM(positions='original') or another policy"
 
 _known: weakref.WeakKeyDictionary[Any, dict[int, "Rotation"]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rotation:
-    """How the keys of one layer turn with their position; made by `rotations_of`.
+    """How the keys of one layer turn with their position; made by `rotations_of`."""
 
-    Attributes:
-        embedding: the model's rotary module, or None for a layer whose keys have no position.
-        apply: the family's own ``apply_rotary_pos_emb``.
-        layer_type: what the module wants to know of the layer, or None.
-        dims: how many of a head's first dimensions are handed to `apply`, or None for all.
-        factor: what the module multiplies its tables by (YaRN's attention scaling), which is no
-            part of a rotation.
-    """
-
-    embedding: Any = None
-    apply: Callable[..., Any] | None = None
-    layer_type: str | None = None
-    dims: int | None = None
-    factor: float = 1.0
+    embedding: Any = None  # the model's rotary module; None where keys have no position
+    apply: Callable[..., Any] | None = None  # the family's own `apply_rotary_pos_emb`
+    layer_type: str | None = None  # what the module wants to know of the layer
+    dims: int | None = None  # of a head's first dimensions `apply` gets so many; None for all
+    factor: float = 1.0  # of the module's tables (YaRN's attention scaling); no part of a rotation
 
     def __call__(self, states: Tensor, positions: Tensor) -> Tensor:
-        """Turn states on from where they stand.
-
-        Args:
-            states: (B, H, N, D).
-            positions: (B or 1, N) int64, by how much; negative turns back.
-
-        Returns:
-            (B, H, N, D) float32.
-        """
+        """(B, H, N, D) states turned on by (B or 1, N) positions, back where negative; float32."""
         states = states.float()
         if self.apply is None:
             return states
@@ -94,12 +78,16 @@ def rotations_of(model: PreTrainedModel, layers: Sequence[int]) -> dict[int, Rot
 def _find_rotations(model: PreTrainedModel, layers: Sequence[int]) -> dict[int, Rotation]:
     config = model.config.get_text_config(decoder=True)
     name = type(model).__name__
-    _require_static(name, config)
+    if (kind := length_dependent_rope(config)) is not None:
+        raise UnsupportedModelError(
+            f"model: expected a rotary embedding that does not depend on the text's length, "
+            f"got {name} with rope_type {kind!r}, whose stored keys cannot be moved to another "
+            f"position; {_NO_ROTATION}"
+        )
     if getattr(config, "kv_lora_rank", None):
         raise UnsupportedModelError(
             f"model: expected keys that are rotated as they are stored, got {name} with latent "
-            "attention, which stores a latent; use StreamingLLM(positions='original') or another "
-            "policy"
+            f"attention, which stores a latent; {_NO_ROTATION}"
         )
     first, further = (_lone_keys(model, config, position) for position in (0, _FURTHER))
     return {
@@ -116,26 +104,13 @@ def length_dependent_rope(config: Any) -> str | None:
     return next((kind for kind in kinds if "dynamic" in kind or kind == "longrope"), None)
 
 
-def _require_static(name: str, config: Any) -> None:
-    if (kind := length_dependent_rope(config)) is not None:
-        raise UnsupportedModelError(
-            f"model: expected a rotary embedding that does not depend on the text's length, "
-            f"got {name} with rope_type {kind!r}, whose stored keys cannot be moved to another "
-            "position; use StreamingLLM(positions='original') or another policy"
-        )
-
-
 @torch.no_grad()
 def _lone_keys(model: PreTrainedModel, config: Any, position: int) -> list[Any]:
     """The key each layer stores for a token that stands alone at a position; None where none."""
     cache = DynamicCache(config=config)
     ids = torch.tensor([[config.vocab_size // 2]], device=model.device)
-    model(
-        input_ids=ids,
-        position_ids=torch.full_like(ids, position),
-        past_key_values=cache,
-        use_cache=True,
-    )
+    positions = torch.full_like(ids, position)
+    model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
     return [getattr(layer, "keys", None) for layer in cache.layers]
 
 
@@ -150,7 +125,7 @@ def _rotation_between(
     raise UnsupportedModelError(
         f"model: expected keys that its rotary embedding turns as a whole, got "
         f"{type(model).__name__}, whose keys in layer {index} change with the position in another "
-        "way; use StreamingLLM(positions='original') or another policy"
+        f"way; {_NO_ROTATION}"
     )
 
 
@@ -158,6 +133,7 @@ def _candidates(
     model: PreTrainedModel, config: Any, index: int, keys: Tensor
 ) -> Iterator[Rotation]:
     """The ways in which the family's own code may rotate this layer's keys."""
+    start = torch.zeros(1, 1, dtype=torch.int64, device=keys.device)
     for module in model.modules():
         apply = getattr(sys.modules[type(module).__module__], _APPLY, None)
         if not type(module).__name__.endswith("RotaryEmbedding") or apply is None:
@@ -166,17 +142,14 @@ def _candidates(
             continue
         wants = inspect.signature(module.forward).parameters
         kind = config.layer_types[index] if "layer_type" in wants else None
-        plain = Rotation(embedding=module, apply=apply, layer_type=kind)
-        cos, _ = plain.tables(torch.zeros(1, 1, dtype=torch.int64, device=keys.device))
+        cos, _ = Rotation(embedding=module, apply=apply, layer_type=kind).tables(start)
         for dims in (None, cos.shape[-1]):  # some families rotate a slice of the head
             rotation = Rotation(
                 embedding=module, apply=apply, layer_type=kind, dims=dims, factor=float(cos.max())
             )
-            try:
-                rotation(keys, torch.zeros(1, 1, dtype=torch.int64, device=keys.device))
-            except RuntimeError:  # the tables do not fit heads of this size
-                continue
-            yield rotation
+            with contextlib.suppress(RuntimeError):  # the tables do not fit heads of this size
+                rotation(keys, start)
+                yield rotation
 
 
 def attention_modules(model: PreTrainedModel, layers: Sequence[int]) -> dict[int, list[Any]]:
@@ -206,16 +179,10 @@ def noting_inputs(module: Any, note: Callable[[Tensor], object]) -> Iterator[Non
 
 def output_projections(model: PreTrainedModel, layers: Sequence[int]) -> dict[int, Any]:
     """The module that maps the heads' outputs to the model's width, for each of these layers."""
-    found = {
-        index: [
-            part
-            for module in modules
-            for name in _PROJECTIONS
-            if (part := getattr(module, name, None)) is not None
-        ]
-        for index, modules in attention_modules(model, layers).items()
-    }
-    for index, parts in found.items():
+    found: dict[int, Any] = {}
+    for index, modules in attention_modules(model, layers).items():
+        named = (getattr(module, name, None) for module in modules for name in _PROJECTIONS)
+        parts = [part for part in named if part is not None]
         if len(parts) != 1 or not _is_plain(parts[0]):
             raise UnsupportedModelError(
                 f"model: expected attention with an output projection of plain weights called "
@@ -223,7 +190,8 @@ def output_projections(model: PreTrainedModel, layers: Sequence[int]) -> dict[in
                 f"with {', '.join(type(part).__name__ for part in parts) or 'none'} in layer "
                 f"{index}; use a method that does not weigh values by it"
             )
-    return {index: parts[0] for index, parts in found.items()}
+        found[index] = parts[0]
+    return found
 
 
 def output_weight(projection: Any) -> Tensor | None:

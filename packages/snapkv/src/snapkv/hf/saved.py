@@ -1,6 +1,7 @@
 """A saved cache: whose it is, by which policy, and its layers; `CompressedCache.save`, `load`."""
 
 import contextlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -34,7 +35,6 @@ def write(
 ) -> None:
     """Write a `CompressedCache` that was made with these options, and tensors beside it.
 
-    Keys and values are written in so few bits, and are in the model's dtype when they are loaded.
     The model's `identity`, where it is known, need not be found again.
     """
     model = identity or identity_of(cache.model)
@@ -79,11 +79,13 @@ def read(
     recall_bytes: int | None = None,
     identity: Mapping[str, Any] | None = None,
 ) -> tuple[Kind, dict[str, Tensor]]:
-    """A cache of that class out of a file, and the tensors that were saved beside it.
-
-    The model's `identity`, where it is known, need not be found again.
-    """
-    _require_one_device(model)
+    """A cache of that class out of a file, and the tensors that were saved beside it."""
+    devices = {str(parameter.device) for parameter in model.parameters()}
+    if len(devices) > 1:
+        raise UnsupportedModelError(
+            f"model: expected one whose layers are all on one device to load a cache for, got one "
+            f"on {', '.join(sorted(devices))}; load it with device_map=None"
+        )
     file = read_sealed(path)
     with fitting_together(path):
         tensors, notes = contents(file)
@@ -157,15 +159,6 @@ def _recalled(pages: dict[str, int] | None, recall: Recall) -> Recall:
     return recall if isinstance(recall, PageRecall) else replace(saved, where=recall)
 
 
-def _require_one_device(model: PreTrainedModel) -> None:
-    devices = {str(parameter.device) for parameter in model.parameters()}
-    if len(devices) > 1:
-        raise UnsupportedModelError(
-            f"model: expected one whose layers are all on one device to load a cache for, got one "
-            f"on {', '.join(sorted(devices))}; load it with device_map=None"
-        )
-
-
 def _completed(saved: dict[str, Any]) -> dict[str, Any]:
     """A saved description as today's policies have it, of a cache that kept what it kept."""
     complete: dict[str, Any] = {
@@ -190,7 +183,8 @@ def policy_of(description: dict[str, Any], given: Policy | None = None) -> Polic
     saved = _completed(description)
     if given is None:
         return _named_policy(saved)
-    if saved not in (_plain(given.as_saved()), _plain(given.describe())):
+    known = (json.loads(json.dumps(own)) for own in (given.as_saved(), given.describe()))
+    if saved not in known:
         raise CacheMismatchError(
             f"policy: expected the one the cache was saved with, {saved}, got "
             f"{given.describe()}; leave policy out"
@@ -216,10 +210,3 @@ def _named_policy(saved: dict[str, Any]) -> Policy:
 def _frozen(value: Any) -> Any:
     """A parameter as it was before JSON made lists of its tuples."""
     return tuple(_frozen(part) for part in value) if isinstance(value, list) else value
-
-
-def _plain(value: Any) -> Any:
-    """A description as JSON brings it back."""
-    if isinstance(value, dict):
-        return {key: _plain(part) for key, part in value.items()}
-    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value

@@ -9,6 +9,7 @@ import torch
 
 from snapkv.app.answering import Answer, costs, end_token_ids, prompt_ids
 from snapkv.app.comparison import Comparison
+from snapkv.app.likelihood import References
 from snapkv.app.models import LoadedModel
 from snapkv.app.observing import observed
 from snapkv.app.prefills import Exact
@@ -16,7 +17,6 @@ from snapkv.app.prompt_end import PromptEnd
 from snapkv.app.prompt_reader import PromptReader
 from snapkv.app.prompts import Prompt
 from snapkv.app.protection import Protection
-from snapkv.app.reference import References
 from snapkv.app.settings import GenerationSettings
 from snapkv.app.text_files import TextFile
 from snapkv.inspector.leave_out import LeaveOut, Span, leave_out, needed_spans

@@ -1,40 +1,34 @@
-"""What all documents of a library have in common: model, tokenizer, prefix, policy and bits."""
+"""What all documents of a library share: model, tokenizer, the tokens around them, policy, bits."""
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self, cast
 
 from transformers import PreTrainedModel
 
-from snapkv.errors import LibraryError
+from snapkv.errors import InvalidArgumentError, LibraryError
 from snapkv.hf.identity import identity_of
 from snapkv.hf.saved import policy_of
-from snapkv.library.frame import fingerprint, prefix_ids
 from snapkv.policies import FullCache, Policy
 from snapkv.storage.codes import Bits
 
 FORMAT = "snapkv library 1"
 
+_DOCUMENTS = "the-documents-so-far"
+_SAMPLE = "Question: 2 tokenizers, one text?\n\tÄ 你好 \U0001f600"
+
 
 @dataclass(frozen=True, kw_only=True)
 class About:
-    """How the documents of a library were read; what `library.json` says.
+    """How the documents of a library were read; what `library.json` says."""
 
-    Attributes:
-        model: what tells the model from others, see `snapkv.hf.identity`.
-        model_name: what users call it.
-        tokenizer: what tells the tokenizer and its chat template from others.
-        prefix_ids: the tokens before every document.
-        policy: what was kept of them, as the policy describes itself.
-        bits: in how many bits; None for the model's own dtype.
-    """
-
-    model: dict[str, Any]
-    model_name: str
-    tokenizer: str
-    prefix_ids: tuple[int, ...]
-    policy: dict[str, Any]
-    bits: Bits | None
+    model: dict[str, Any]  # what tells the model from others, see `snapkv.hf.identity`
+    model_name: str  # what users call it
+    tokenizer: str  # what tells the tokenizer and its chat template from others
+    prefix_ids: tuple[int, ...]  # the tokens before every document
+    policy: dict[str, Any]  # what was kept of them, as the policy describes itself
+    bits: Bits | None  # in how many bits; None for the model's own dtype
 
     @classmethod
     def of(
@@ -46,26 +40,22 @@ class About:
         model_name: str | None,
     ) -> Self:
         """What a new library would say."""
+        usual = cast(str, getattr(model, "name_or_path", "")) or type(model).__name__
         return cls(
             model=identity_of(model),
-            model_name=model_name or name_of(model),
-            tokenizer=fingerprint(tokenizer),
-            prefix_ids=tuple(prefix_ids(tokenizer)),
-            policy=json.loads(json.dumps((policy or FullCache()).describe())),
+            model_name=model_name or usual,
+            tokenizer=_fingerprint(tokenizer),
+            prefix_ids=tuple(_prefix_ids(tokenizer)),
+            policy=_as_read(policy or FullCache()),
             bits=bits,
         )
 
     def as_json(self) -> str:
-        """The file's content."""
         return json.dumps({"format": FORMAT} | asdict(self), indent=1) + "\n"
 
     @classmethod
     def from_json(cls, content: bytes, place: str) -> Self:
-        """What `as_json` has written.
-
-        Raises:
-            LibraryError: it is something else, or of a later version.
-        """
+        """What `as_json` has written; anything else, or of a later version, is refused."""
         try:
             found = json.loads(content)
             version = found.pop("format")
@@ -79,7 +69,6 @@ class About:
         )
 
     def made_policy(self, tokenizer: Any) -> Policy:
-        """The policy that reads a document."""
         return policy_of(self.policy).with_tokenizer(tokenizer)
 
     @property
@@ -93,11 +82,7 @@ class About:
         return _said(self.policy)
 
     def require_same(self, other: "About") -> None:
-        """Refuse another model or tokenizer than the documents were read by.
-
-        Raises:
-            LibraryError: such a one; the message has both names.
-        """
+        """Refuse another model or tokenizer than the documents were read by."""
         if other.model != self.model:
             what = "" if other.who != self.who else " with other weights or settings"
             raise LibraryError(
@@ -112,16 +97,9 @@ class About:
             )
 
     def require_same_keeping(self, policy: Policy | None, bits: Bits | None) -> None:
-        """Refuse another policy than the library's, or other bits; None asks for the library's.
-
-        Raises:
-            LibraryError: such a one; the message has both.
-        """
-        asked = None if policy is None else json.loads(json.dumps(policy.describe()))
-        for name, own, other in (
-            ("policy", self.policy, asked),
-            ("bits", self.bits, bits),
-        ):
+        """Refuse another policy than the library's, or other bits; None asks for the library's."""
+        asked = None if policy is None else _as_read(policy)
+        for name, own, other in (("policy", self.policy, asked), ("bits", self.bits, bits)):
             if other is not None and other != own:
                 raise LibraryError(
                     f"{name}: expected what this library's documents were read with, {_said(own)}, "
@@ -129,9 +107,8 @@ class About:
                 )
 
 
-def name_of(model: PreTrainedModel) -> str:
-    """What a model is called: by where it was loaded from, else by its class."""
-    return cast(str, getattr(model, "name_or_path", "")) or type(model).__name__
+def _as_read(policy: Policy) -> dict[str, Any]:
+    return cast(dict[str, Any], json.loads(json.dumps(policy.describe())))
 
 
 def _said(value: Any) -> str:
@@ -140,3 +117,55 @@ def _said(value: Any) -> str:
     given = {key: _said(part) for key, part in value.items() if key != "name" and part is not None}
     parameters = ", ".join(f"{key}={part}" for key, part in given.items())
     return f"{value.get('name', '')}({parameters})"
+
+
+# What stands before and behind documents in a prompt: the chat template, or special tokens.
+
+
+def _prefix_ids(tokenizer: Any) -> list[int]:
+    """The tokens before the first document: all of the template, or special ones, before a text."""
+    if tokenizer.chat_template:
+        return _plain_ids(tokenizer, _around(tokenizer, "")[0])
+    whole = tokenizer(_DOCUMENTS)["input_ids"]
+    plain = _plain_ids(tokenizer, _DOCUMENTS)
+    places = range(len(whole) - len(plain) + 1)
+    first = next((place for place in places if whole[place : place + len(plain)] == plain), 0)
+    return list(whole[:first])
+
+
+def document_ids(tokenizer: Any, name: str, text: str) -> list[int]:
+    """The tokens of a document: a line with its name, its text, and an empty line."""
+    return _plain_ids(tokenizer, f"===== {name} =====\n{text}\n\n")
+
+
+def question_ids(tokenizer: Any, question: str, answer_start: str = "") -> list[int]:
+    """The tokens behind the last document, up to where the answer goes on."""
+    if tokenizer.chat_template:
+        return _plain_ids(tokenizer, _around(tokenizer, question)[1] + answer_start)
+    start = f" {answer_start}" if answer_start else ""
+    return _plain_ids(tokenizer, f"Question: {question}\nAnswer:{start}")
+
+
+def _fingerprint(tokenizer: Any) -> str:
+    """What tells a tokenizer and its template from others: SHA-256, in hexadecimal."""
+    ids = _plain_ids(tokenizer, _SAMPLE)
+    told = json.dumps([tokenizer.chat_template, len(tokenizer), ids], sort_keys=True)
+    return hashlib.sha256(told.encode()).hexdigest()
+
+
+def _around(tokenizer: Any, question: str) -> tuple[str, str]:
+    """What the chat template writes before the documents, and behind them with the question."""
+    turn = {"role": "user", "content": _DOCUMENTS + question}
+    text = tokenizer.apply_chat_template([turn], tokenize=False, add_generation_prompt=True)
+    before, found, behind = text.partition(_DOCUMENTS)
+    if not found:
+        raise InvalidArgumentError(
+            "tokenizer: expected a chat template that repeats what the user says, got one that "
+            "does not; set tokenizer.chat_template to None, or to another template"
+        )
+    return before, behind
+
+
+def _plain_ids(tokenizer: Any, text: str) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids

@@ -7,23 +7,32 @@ and the policy chooses.
 """
 
 import math
+import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from snapkv.cache.slots import SlotMap
+from snapkv.errors import InvalidArgumentError
 from snapkv.hf.cache import CompressedCache
-from snapkv.library.held import held_of, require_choice_behind
-from snapkv.library.joining import join
-from snapkv.library.parts import Part, joined_ids, require_joinable
+from snapkv.kvzip import require_one_reading
+from snapkv.library.joining import JoinedLayer, Part, join, joined_ids, require_joinable
 from snapkv.library.recomputing import recompute as read_again
 from snapkv.library.recomputing import require_recomputable
-from snapkv.policies import Policy
+from snapkv.policies import EvictingPolicy, FullCache, Policy
+from snapkv.policies.base import ALL_QUERIES
+from snapkv.storage.dense import DenseStore
+from snapkv.storage.ragged import RaggedStore
 from snapkv.validation import require_share
 
 DEFAULT_RECOMPUTE = 0.15
+_WHOLE = "keep the documents whole (FullCache)"
+
+Held = Literal["whole", "even", "uneven"]
+"""Of joined documents all tokens, as many in every head of every layer, or numbers of their own."""
 
 
 @torch.no_grad()
@@ -76,11 +85,11 @@ def blend(
     if count:
         require_recomputable(model)
     joined = join(model, parts)
-    held = held_of(joined)
-    held.require(cache)
+    held = _held(joined)
+    _require_going_on(cache, held)
     if count:
         joined = read_again(model, ids, joined, count)
-    held.fill(cache, joined)
+    _fill(cache, joined, held)
     if cache.reading.looks_at_tokens:
         for layer in cache.reading.layers:
             layer.remember_ids(ids)
@@ -89,8 +98,91 @@ def blend(
 
 def _read(model: PreTrainedModel, ids: Tensor, cache: CompressedCache) -> None:
     """Read the tokens into an empty cache; a question is to come, so nothing is dropped."""
-    require_choice_behind(cache.policy)
+    _require_choice_behind(cache.policy)
     cache.expect_prompt(ids.shape[1] + 1)
     cache.expect_tokens(ids)
     model(ids, past_key_values=cache, logits_to_keep=1)
     cache.reading.prompt_end = None
+
+
+def _held(joined: Sequence[JoinedLayer]) -> Held:
+    """What kind it is; by all layers, since they share the masks of a prompt that goes on."""
+    if all(layer.is_whole for layer in joined):
+        return "whole"
+    alike = all(layer.is_even for layer in joined) and len({layer.slots for layer in joined}) == 1
+    return "even" if alike else "uneven"
+
+
+def _fill(cache: CompressedCache, joined: Sequence[JoinedLayer], held: Held) -> None:
+    """Let a new cache have seen the documents.
+
+    Whole, it is in the middle of a prompt; even, of one that is held to a cap; uneven, behind one.
+    """
+    for layer, one in zip(cache.reading.layers, joined, strict=True):
+        keys, values = one.key_states, one.value_states
+        state: dict[str, Any] = dict(keys=keys, values=values, num_kv_heads=keys.shape[1])
+        if held == "whole":
+            layer.restore(DenseStore.kind, state, SlotMap())
+        elif held == "even":
+            slots = SlotMap().chosen(one.places, one.tokens, is_partial=True)
+            layer.restore(DenseStore.kind, state, slots)
+        else:
+            order = torch.arange(one.slots, device=keys.device).expand_as(one.places)
+            order = order.masked_fill(one.places < 0, -1)
+            store = RaggedStore.gather(DenseStore().fill(**state), order, one.slots)
+            slots = SlotMap().chosen(one.places, one.tokens, chosen_at=one.tokens)
+            layer.restore(RaggedStore.kind, store.state(), slots)
+    if held == "uneven":
+        cache.reading.prompt_end = joined[0].tokens
+
+
+def _require_going_on(cache: CompressedCache, held: Held) -> None:
+    """Raise unless the policy and the options of a new cache go with what it is to hold."""
+    policy = cache.policy
+    if held == "uneven":
+        _refuse_options(cache, "protect", "fair", "recall", "quantize", "turns", "storage")
+        if isinstance(policy, EvictingPolicy):
+            raise InvalidArgumentError(
+                f"policy: expected one that only compresses prompts where heads hold different "
+                f"numbers of tokens, got {policy.name}, which evicts after every token; use "
+                f"SnapKV, or {_WHOLE}"
+            )
+        return
+    _require_choice_behind(policy)
+    if policy.query_tokens == ALL_QUERIES:
+        raise InvalidArgumentError(
+            f"policy: expected one whose last queries vote, since the documents' queries are not "
+            f"held, got {policy.name}, which asks all of a prompt's; use SnapKV, or recompute=1"
+        )
+    if held == "even":
+        _refuse_options(cache, "protect", "fair", "recall")
+        _require_rating_a_part(policy)
+
+
+def _require_rating_a_part(policy: Policy) -> None:
+    if isinstance(policy, FullCache):
+        return
+    try:
+        policy.require_cap(sys.maxsize)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(
+            f"policy: expected a method with a budget that can rate a part of what was read, such "
+            f"as SnapKV(budget=1024), where documents were compressed, got {policy!r}; use one of "
+            f"them, or {_WHOLE}"
+        ) from error
+
+
+def _require_choice_behind(policy: Policy) -> None:
+    require_one_reading(policy, "compress the documents by it, and pass SnapKV for the question")
+
+
+def _refuse_options(cache: CompressedCache, *names: str) -> None:
+    usual = {"storage": "dynamic", "turns": "append"}
+    for name in names:
+        given = cache.options[name]
+        if given is not None and given != usual.get(name):
+            raise InvalidArgumentError(
+                f"{name}: expected {usual.get(name, 'none')!r} where documents were compressed to "
+                f"numbers of tokens that cannot be chosen from again, got {given!r}; leave it out, "
+                f"or {_WHOLE}"
+            )

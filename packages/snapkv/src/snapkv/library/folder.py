@@ -19,28 +19,27 @@ from snapkv.document_files import (
 )
 from snapkv.errors import CacheFileError, LibraryError, OutputError
 from snapkv.library.about import About
-from snapkv.library.passages import passages
-from snapkv.library.records import Record, Text
+from snapkv.library.records import Record, Text, passages
 
 _ABOUT, _LOCK, _DOCUMENTS, _CACHES = "library.json", "library.lock", "documents", "caches"
-_RECORD_NAME = re.compile(r"[0-9a-f]{24}\.json")
-_CACHE_NAME = re.compile(r"[0-9a-f]{24}-[0-9a-f]{16}-[0-9a-f]{8}\.safetensors")
-_PARTIAL_NAME = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{32}\.partial")
+_NAMES = {
+    "": r"library\.json",
+    _DOCUMENTS: r"[0-9a-f]{24}\.json",
+    _CACHES: r"[0-9a-f]{24}-[0-9a-f]{16}-[0-9a-f]{8}\.safetensors",
+}
+"""Of our files, by the folder they lie in."""
+
+_PARTIAL = r"\.%s\.[0-9a-f]{32}\.partial"
+"""What `snapkv.cache.saving.writing` writes before a file has its name."""
 
 Stamp = tuple[int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What is wrong with a document.
+    """What is wrong with a document."""
 
-    Attributes:
-        name: of the document, or where its record is damaged, of that file.
-        path: the file.
-        reason: what is wrong with it.
-    """
-
-    name: str
+    name: str  # of the document, or where its record is damaged, of that file
     path: Path
     reason: str
 
@@ -59,11 +58,7 @@ class Folder:
         self._known: dict[str, tuple[Stamp, Record | Fault]] = {}
 
     def about(self) -> About | None:
-        """How documents were read; None where there is no library yet.
-
-        Raises:
-            LibraryError: the folder is something else.
-        """
+        """How documents were read; None where there is no library yet."""
         file = self.path / _ABOUT
         try:
             return About.from_json(file.read_bytes(), str(file))
@@ -95,13 +90,13 @@ class Folder:
         """Whether an adder that was killed may have left the file before there was a library."""
         if file.name == _LOCK:
             return file.is_file() and not file.read_bytes()[:20].strip(b"0123456789\n")
-        return _is_partial_of(file.name, re.compile(re.escape(_ABOUT)))
+        return re.fullmatch(_PARTIAL % _NAMES[""], file.name) is not None
 
     # Readers.
 
     def records(self) -> tuple[dict[str, Record], list[Fault]]:
         """All documents by their keys, in the order of their names; and damaged records."""
-        files = _files(self.path / _DOCUMENTS, _RECORD_NAME)
+        files = _files(self.path / _DOCUMENTS, _NAMES[_DOCUMENTS])
         found = [entry for file in files if (entry := self._entry(file)) is not None]
         there = {file.stem for file in files}
         self._known = {key: known for key, known in self._known.items() if key in there}
@@ -125,16 +120,10 @@ class Folder:
         return self._known[file.stem][1]
 
     def cache_file(self, record: Record) -> Path:
-        """Where its cache is."""
         return self.path / _CACHES / record.cache
 
     def fault_of(self, record: Record, *, checked: bool) -> Fault | None:
-        """What is wrong with a document's cache; None where nothing is.
-
-        Args:
-            record: the document.
-            checked: whether to read every byte, or only the header.
-        """
+        """What is wrong with a document's cache, by every byte if checked, or by its header."""
         path = self.cache_file(record)
         reason = seal_fault(path, record.seal, checked=checked)
         return None if reason is None else Fault(name=record.name, path=path, reason=reason)
@@ -143,12 +132,7 @@ class Folder:
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Within this block nobody else changes the library; the folder is made.
-
-        Raises:
-            LibraryError: another process does; it is named.
-            OutputError: the folder cannot be written.
-        """
+        """Within this block nobody else changes the library; the folder is made."""
         path = self.path / _LOCK
         with naming(path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -176,17 +160,9 @@ class Folder:
     def write(
         self, text: Text, tokens: int, save: Callable[[Path], None], before: Record | None
     ) -> Record:
-        """Add a document, or replace it.
+        """Add a document, whose cache `save` writes to a file, or replace the one from `before`.
 
-        Args:
-            text: the document.
-            tokens: how many it has.
-            save: writes its cache to the file that it is given.
-            before: what it replaces; None for a new document, or a damaged record.
-
-        Raises:
-            OutputError: a file cannot be written; what was there before still is.
-            LibraryError: a file of somebody else has the record's name.
+        Where that fails, what was there still is.
         """
         sha256 = digest_of(text.text)
         file = self.path / _CACHES / f"{text.key}-{sha256[:16]}-{uuid.uuid4().hex[:8]}.safetensors"
@@ -220,51 +196,38 @@ class Folder:
         return record
 
     def remove(self, keys: Collection[str]) -> None:
-        """Forget documents; records go first, so that nobody looks for a cache that is gone.
-
-        Raises:
-            OutputError: the files cannot be removed.
-        """
+        """Forget documents; records go first, so that nobody looks for a cache that is gone."""
         for place in map(self._record_file, keys):
             with naming(place):
                 place.unlink(missing_ok=True)
         self._remove_caches(keys)
 
     def clean(self) -> dict[str, Record]:
-        """Remove what adders have left that were killed; nothing that has no name of ours.
-
-        Returns:
-            All documents, as in `records`.
-        """
+        """Remove what killed adders have left, under names of ours only; returns all documents."""
         records, damaged = self.records()
         unsure = {fault.path.stem for fault in damaged}
         used = {record.cache for record in records.values()}
-        for file in _files(self.path / _CACHES, _CACHE_NAME):
+        for file in _files(self.path / _CACHES, _NAMES[_CACHES]):
             if file.name not in used and file.name.partition("-")[0] not in unsure:
                 _unlink(file)
-        for folder, name in (
-            (self.path, re.compile(re.escape(_ABOUT))),
-            (self.path / _DOCUMENTS, _RECORD_NAME),
-            (self.path / _CACHES, _CACHE_NAME),
-        ):
-            for file in _files(folder, _PARTIAL_NAME):
-                if _is_partial_of(file.name, name):
-                    _unlink(file)
+        for folder, name in _NAMES.items():
+            for file in _files(self.path / folder, _PARTIAL % name):
+                _unlink(file)
         return records
 
     def _record_file(self, key: str) -> Path:
         return self.path / _DOCUMENTS / f"{key}.json"
 
     def _remove_caches(self, keys: Collection[str], kept: str = "") -> None:
-        for file in _files(self.path / _CACHES, _CACHE_NAME):
+        for file in _files(self.path / _CACHES, _NAMES[_CACHES]):
             if file.name.partition("-")[0] in keys and file.name != kept:
                 _unlink(file)
 
 
-def _files(folder: Path, name: re.Pattern[str]) -> list[Path]:
+def _files(folder: Path, name: str) -> list[Path]:
     """The files of a folder with such names, sorted; none where there is no folder."""
     try:
-        return sorted(file for file in folder.iterdir() if name.fullmatch(file.name))
+        return sorted(file for file in folder.iterdir() if re.fullmatch(name, file.name))
     except (FileNotFoundError, NotADirectoryError):
         return []
 
@@ -273,12 +236,6 @@ def _unlink(file: Path) -> None:
     """Remove a file that nobody needs; the next adder tries again where that fails."""
     with contextlib.suppress(OSError):
         file.unlink()
-
-
-def _is_partial_of(file: str, name: re.Pattern[str]) -> bool:
-    """Whether it is what `snapkv.cache.saving.writing` writes before a file has its name."""
-    found = _PARTIAL_NAME.fullmatch(file)
-    return found is not None and name.fullmatch(found["name"]) is not None
 
 
 def _stamp(file: Path) -> Stamp:

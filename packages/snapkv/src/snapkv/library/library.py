@@ -22,14 +22,13 @@ from snapkv.errors import (
     OutputError,
 )
 from snapkv.hf.known_heads import with_known_heads
-from snapkv.library.about import About
+from snapkv.library.about import About, question_ids
 from snapkv.library.blending import DEFAULT_RECOMPUTE, blend
 from snapkv.library.folder import Fault, Folder
-from snapkv.library.frame import question_ids
-from snapkv.library.parts import Part, joined_ids
+from snapkv.library.joining import Part, joined_ids
 from snapkv.library.reader import Reader
 from snapkv.library.records import Record, Text, each_once, keys_of
-from snapkv.library.searching import Hit, Passages, gone, require_some
+from snapkv.library.searching import Hit, Passages
 from snapkv.policies import FullCache, Policy
 from snapkv.storage.codes import Bits
 from snapkv.validation import require_int
@@ -48,23 +47,16 @@ What = Literal["read", "changed", "mended", "skipped", "failed", "dropped"]
 class Outcome:
     """What became of a document that was added.
 
-    Attributes:
-        name: of the document.
-        what: "read" for a new one, "changed" where there was another text, "mended" where the file
-            with its cache was damaged, "skipped" where all is as it was, or "failed"; "dropped"
-            where its file is gone.
-        tokens: of the document; 0 where it failed.
-        bytes: of the file with its cache.
-        seconds: that reading and writing took.
-        reason: why it failed.
+    It is new and "read", has another text and is "changed", had a damaged file and is "mended", is
+    "skipped" since all is as it was, or has "failed"; "dropped" where its file is gone.
     """
 
     name: str
     what: What
-    tokens: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
-    reason: str = ""
+    tokens: int = 0  # of the document; 0 where it failed
+    bytes: int = 0  # of the file with its cache
+    seconds: float = 0.0  # that reading and writing took
+    reason: str = ""  # why it failed
 
 
 def _warn(line: str) -> None:
@@ -293,12 +285,12 @@ class Library:
 
         Arguments and errors as in `inputs`.
         """
-        require_some(hits)
-        reader = self._reader(model, tokenizer, self.required())
+        _require_some(hits)
+        reader = self._reader(model, tokenizer)
         records, _ = self._folder.records()
         for hit in hits:
             if hit.key not in records:
-                raise gone(hit)
+                raise _gone(hit)
         read = [reader.own_ids(records[hit.key]) for hit in hits]
         asked = question_ids(tokenizer, question, answer_start)
         ids = [reader.about.prefix_ids, *read, asked]
@@ -306,8 +298,8 @@ class Library:
 
     def parts(self, model: PreTrainedModel, tokenizer: Any, hits: Sequence[Hit]) -> list[Part]:
         """The documents with their caches, for `blending.blend`; errors as in `inputs`."""
-        require_some(hits)
-        reader = self._reader(model, tokenizer, self.required())
+        _require_some(hits)
+        reader = self._reader(model, tokenizer)
         return [self._part(reader, hit) for hit in hits]
 
     def _begun(
@@ -323,21 +315,20 @@ class Library:
         about = self._folder.about()
         if about is not None:
             about.require_same_keeping(policy, bits)
-            return self._reader(model, tokenizer, about, model_name)
+            return self._reader(model, tokenizer, model_name)
         about = About.of(model, tokenizer, policy, bits, model_name)
-        reader = Reader(
-            model=model, tokenizer=tokenizer, about=about, policy=about.made_policy(tokenizer)
-        )
+        reader = Reader(model, tokenizer, about)
         reader.empty_cache()  # refuses what cannot be read before anything is written
         self._folder.begin(about)
         return reader
 
     def _reader(
-        self, model: PreTrainedModel, tokenizer: Any, about: About, model_name: str | None = None
+        self, model: PreTrainedModel, tokenizer: Any, model_name: str | None = None
     ) -> Reader:
+        """What reads as the documents were read; refused with another model or tokenizer."""
+        about = self.required()
         about.require_same(About.of(model, tokenizer, None, None, model_name))
-        policy = about.made_policy(tokenizer)
-        return Reader(model=model, tokenizer=tokenizer, about=about, policy=policy)
+        return Reader(model, tokenizer, about)
 
     def _add(
         self, reader: Reader, text: Text, known: Record | None, names: Counter[str]
@@ -381,7 +372,7 @@ class Library:
             if now == record:
                 return self._mended(reader, record, fault)
             record = now
-        raise gone(hit)
+        raise _gone(hit)
 
     def _mended(self, reader: Reader, record: Record, fault: Fault) -> Part:
         """Read a document again whose file is damaged, and write it where that is possible."""
@@ -402,4 +393,19 @@ class Library:
 def _outcome(what: What, record: Record, seconds: float = 0.0) -> Outcome:
     return Outcome(
         name=record.name, what=what, tokens=record.tokens, bytes=record.bytes, seconds=seconds
+    )
+
+
+def _require_some(hits: Sequence[Hit]) -> None:
+    if not hits:
+        raise LibraryError(
+            "hits: expected at least one document, got none; ask with words that stand in the "
+            "library's documents"
+        )
+
+
+def _gone(hit: Hit) -> LibraryError:
+    return LibraryError(
+        f"library: expected the document {hit.name!r} to be there, got none, since it was removed "
+        "or its record damaged meanwhile; search again"
     )

@@ -41,11 +41,7 @@ States = tuple[Tensor, Tensor]
 
 
 def require_recomputable(model: PreTrainedModel) -> str:
-    """The name of the model's attention, which takes masks of any kind.
-
-    Raises:
-        UnsupportedModelError: it does not.
-    """
+    """The name of the model's attention, which takes masks of any kind."""
     name = plain_name(model.config.get_text_config(decoder=True)._attn_implementation)
     if name not in IMPLEMENTATIONS:
         raise UnsupportedModelError(
@@ -60,18 +56,7 @@ def require_recomputable(model: PreTrainedModel) -> str:
 def recompute(
     model: PreTrainedModel, input_ids: Tensor, layers: Sequence[JoinedLayer], count: int
 ) -> list[JoinedLayer]:
-    """Read anew the keys and values of the tokens that change most, and hold them in place.
-
-    Args:
-        model: whose layers these are.
-        input_ids: (1, N) int64, on the model's device.
-        layers: one for each of the model's, whose states are nobody else's; they are changed.
-        count: how many tokens go on behind the first layer, at least 1; of equal ones the first.
-
-    Raises:
-        UnsupportedModelError: attention that takes no masks of one's own, or layers that cannot
-            read some of the tokens only.
-    """
+    """Read anew the keys and values of the tokens that change most, and hold them in place."""
     again = _SecondReading(layers, count, model)
     forwards: dict[Any, Callable[..., Any]] = {
         layer: functools.partial(again.read_layer, index, layer.forward)
@@ -84,18 +69,7 @@ def recompute(
 
 
 class _SecondReading(Cache):
-    """What the layers hold, as the cache of a pass over all tokens of which few go on.
-
-    Args:
-        layers: what they hold before it.
-        count: how many tokens go on.
-        model: whose layers they are.
-
-    Attributes:
-        joined: what the layers hold by now.
-        chosen: (n,) int64, the tokens that go on, ascending; None until the second layer has shown
-            which.
-    """
+    """What the layers hold, as the cache of a pass over all tokens of which few go on."""
 
     def __init__(self, layers: Sequence[JoinedLayer], count: int, model: PreTrainedModel) -> None:
         super().__init__(layers=[])
@@ -112,11 +86,7 @@ class _SecondReading(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> States:
-        """Hold the new keys and values of a layer; returns those that it attends to.
-
-        Raises:
-            ReadEnough: nobody needs what the layer attends to.
-        """
+        """Hold the new keys and values of a layer; returns those that it attends to."""
         states = key_states, value_states
         if layer_idx == 0:
             self._hold(layer_idx, self._every_token, states)

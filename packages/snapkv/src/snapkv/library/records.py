@@ -1,16 +1,21 @@
 """What a library knows of a document: its text, its passages, and which file holds its cache."""
 
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Self
 
 from snapkv.document_files import digest_of, from_record, record_of
 from snapkv.errors import InvalidArgumentError, InvalidTypeError, LibraryError
-from snapkv.library.passages import Span
 from snapkv.validation import nearest
 
+PASSAGE_WORDS = 200
+OVERLAP_WORDS = 50
 _KEY_DIGITS = 24
+
+Span = tuple[int, int]
+"""Half-open, in characters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +34,6 @@ class Text:
     source: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be a document.
-
-        Raises:
-            InvalidTypeError: not texts.
-            InvalidArgumentError: an empty one, or one that has no UTF-8.
-        """
         for argument in ("name", "text"):
             value = getattr(self, argument)
             if not isinstance(value, str):
@@ -46,7 +45,13 @@ class Text:
                     f"{argument}: expected a text, got an empty one in {self.name!r}; leave the "
                     "document out"
                 )
-            _require_unicode(argument, value, self.name)
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                raise InvalidArgumentError(
+                    f"{argument}: expected Unicode text, got {value[error.start]!r}, half of a "
+                    f"character, in {self.name!r}; decode it with errors='replace'"
+                ) from error
 
     @property
     def key(self) -> str:
@@ -55,44 +60,20 @@ class Text:
         return digest_of(told)[:_KEY_DIGITS]
 
 
-def _require_unicode(argument: str, value: str, name: str) -> None:
-    """Refuse what no tokenizer takes."""
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidArgumentError(
-            f"{argument}: expected Unicode text, got {value[error.start]!r}, half of a character, "
-            f"in {name!r}; decode it with errors='replace'"
-        ) from error
-
-
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """A document of a library.
+    """A document of a library."""
 
-    Attributes:
-        name: as in answers.
-        source: the file it was read from; None for a text that was given.
-        size: bytes of the text in UTF-8.
-        sha256: of them.
-        text: all of it.
-        chunks: its passages for retrieval, half-open spans of characters.
-        tokens: how many the model has read, the library's prefix not counted.
-        bytes: of the file with its cache.
-        cache: the name of that file.
-        seal: the digest that the file must have.
-    """
-
-    name: str
-    source: str | None
-    size: int
-    sha256: str
+    name: str  # as in answers
+    source: str | None  # the file it was read from; None for a text that was given
+    size: int  # bytes of the text in UTF-8
+    sha256: str  # of them
     text: str
-    chunks: tuple[Span, ...]
-    tokens: int
-    bytes: int
-    cache: str
-    seal: str
+    chunks: tuple[Span, ...]  # its passages for retrieval
+    tokens: int  # that the model has read, the library's prefix not counted
+    bytes: int  # of the file with its cache
+    cache: str  # the name of that file
+    seal: str  # the digest that the file must have
 
     @property
     def key(self) -> str:
@@ -101,7 +82,6 @@ class Record:
 
     @property
     def where(self) -> str:
-        """Its source, or else its name."""
         return self.source or self.name
 
     def as_json(self) -> str:
@@ -110,11 +90,7 @@ class Record:
 
     @classmethod
     def from_json(cls, content: str) -> Self:
-        """The record that `as_json` has written.
-
-        Raises:
-            LibraryError: it is not one, or has changed since.
-        """
+        """The record that `as_json` has written; refused where it has changed since."""
         body = from_record(content)
         if set(body) != {field.name for field in fields(cls)}:
             raise LibraryError("it is not what was written")
@@ -122,11 +98,12 @@ class Record:
 
 
 def each_once(documents: Iterable[Text | tuple[str, str]]) -> list[Text]:
-    """The texts; one that is given twice counts once."""
+    """The texts, under names that stay on their line; one that is given twice counts once."""
     found: dict[str, Text] = {}
     for each in documents:
         text = each if isinstance(each, Text) else Text(name=each[0], text=each[1])
-        text = replace(text, name=_printable(text.name))
+        printable = (letter if letter.isprintable() else " " for letter in text.name)
+        text = replace(text, name="".join(printable))
         if found.setdefault(text.key, text).text != text.text:
             raise InvalidArgumentError(
                 f"documents: expected one text under a name, got two under {text.name!r}; give one "
@@ -135,17 +112,8 @@ def each_once(documents: Iterable[Text | tuple[str, str]]) -> list[Text]:
     return list(found.values())
 
 
-def _printable(name: str) -> str:
-    """A name that stays on its line, in a terminal and in a prompt."""
-    return "".join(each if each.isprintable() else " " for each in name)
-
-
 def keys_of(name: str, records: dict[str, Record]) -> list[str]:
-    """The key of the document of that name, or that file.
-
-    Raises:
-        LibraryError: there is none.
-    """
+    """The keys of the documents of that name, or that file; refused where there is none."""
     asked = (name, os.path.abspath(name))
     found = [
         key for key, record in records.items() if record.name == name or record.source in asked
@@ -157,3 +125,25 @@ def keys_of(name: str, records: dict[str, Record]) -> list[str]:
             f"{nearest(name, names)}"
         )
     return found
+
+
+def passages(text: str) -> list[Span]:
+    """Where passages of 200 words stand; each begins with the last 50 words of the one before.
+
+    Together they hold every word. The last one is shorter; a text without words has none.
+    """
+    words = [found.span() for found in re.finditer(r"\S+", text)]
+    spans = []
+    for first in range(0, len(words), PASSAGE_WORDS - OVERLAP_WORDS):
+        last = min(first + PASSAGE_WORDS, len(words)) - 1
+        spans.append((words[first][0], words[last][1]))
+        if last == len(words) - 1:
+            break
+    return spans
+
+
+def lines_of(text: str, span: Span) -> Span:
+    """The first and the last line that a span touches, counted from 1."""
+    start, stop = span
+    first = text.count("\n", 0, start) + 1
+    return first, first + text.count("\n", start, stop)

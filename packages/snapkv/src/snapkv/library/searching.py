@@ -1,13 +1,11 @@
 """Finding the documents of a library that fit a question."""
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from snapkv.errors import LibraryError
 from snapkv.library.embeddings import TextEmbeddings
-from snapkv.library.passages import Span, lines_of
-from snapkv.library.records import Record
+from snapkv.library.records import Record, Span, lines_of
 from snapkv.word_index import WordIndex
 
 _REORDERED = 200
@@ -16,25 +14,15 @@ _REORDERED = 200
 
 @dataclass(frozen=True, kw_only=True)
 class Hit:
-    """A document that was found.
+    """A document that was found, by the passage that fits best."""
 
-    Attributes:
-        key: what the library knows it by.
-        name: what answers call it.
-        score: of the passage that fits best: BM25, or the nearness of its meaning in [-1, 1].
-        span: where that passage stands in the text, in characters; half-open.
-        lines: the first and the last line of it, counted from 1.
-        passage: its text.
-        tokens: of the whole document.
-    """
-
-    key: str
-    name: str
-    score: float
-    span: Span
-    lines: Span
+    key: str  # what the library knows it by
+    name: str  # what answers call it
+    score: float  # BM25, or the nearness of the passage's meaning in [-1, 1]
+    span: Span  # of the passage, in characters of the text
+    lines: Span  # its first and last line, counted from 1
     passage: str
-    tokens: int
+    tokens: int  # of the whole document
 
 
 class Passages:
@@ -50,11 +38,7 @@ class Passages:
     def best(self, question: str, documents: int, *, by_meaning: bool = False) -> list[Hit]:
         """The best passage of each of the best documents, of those that have a word of it.
 
-        Args:
-            question: what is asked.
-            documents: how many.
-            by_meaning: put the first passages that were found by their words in the order of their
-                meaning.
+        By meaning, the first passages that were found by their words are put in another order.
         """
         ranked = self._index.ranked(question) if self._index else iter(())
         found = itertools.takewhile(lambda each: each[1] > 0, ranked)
@@ -86,25 +70,4 @@ def _hit(record: Record, span: Span, score: float) -> Hit:
         lines=lines_of(record.text, span),
         passage=record.text[slice(*span)],
         tokens=record.tokens,
-    )
-
-
-def require_some(hits: Sequence[Hit]) -> None:
-    """Refuse to ask no document at all.
-
-    Raises:
-        LibraryError: there is no hit.
-    """
-    if not hits:
-        raise LibraryError(
-            "hits: expected at least one document, got none; ask with words that stand in the "
-            "library's documents"
-        )
-
-
-def gone(hit: Hit) -> LibraryError:
-    """What to raise where a document that was found is not there any more."""
-    return LibraryError(
-        f"library: expected the document {hit.name!r} to be there, got none, since it was removed "
-        "or its record damaged meanwhile; search again"
     )

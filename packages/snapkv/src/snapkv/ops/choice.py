@@ -32,19 +32,10 @@ def implementation(
     kernels: str,
     obstacle: Callable[[], str | None],
 ) -> Callable[..., Tensor]:
-    """The implementation of that name; for "auto" the kernel, or what fits in torch.
+    """The implementation of that name; for "auto" the kernel, or the `fitting` one in torch.
 
-    Args:
-        operation: its name in the module of kernels.
-        impl: what was asked for.
-        states: on the device where it is to run.
-        in_torch: implementations in plain torch, by name.
-        fitting: the one among them that "auto" takes where the kernel cannot run.
-        kernels: the module of the kernel, imported only where that is to run.
-        obstacle: why the kernel cannot run, or None.
-
-    Raises:
-        InvalidArgumentError: an unknown implementation, or one that cannot run here.
+    `kernels` is the module of the kernel, imported only where that is to run; `obstacle` says why
+    it cannot, or None.
     """
     if impl == "auto":
         impl = "triton" if states.is_cuda and obstacle() is None else fitting
@@ -56,8 +47,7 @@ def implementation(
             f"impl: expected auto or one of {', '.join(in_torch)}, triton, got {impl!r}; auto "
             "picks one"
         )
-    reason = obstacle()
-    if reason is not None:
+    if (reason := obstacle()) is not None:
         raise InvalidArgumentError(
             f"impl: expected one that can run here, got 'triton' {reason}; pass impl='auto'"
         )
@@ -66,11 +56,7 @@ def implementation(
 
 
 def triton_obstacle(states: Tensor) -> str | None:
-    """Why a kernel cannot run on these states, or None.
-
-    Args:
-        states: (..., D); the last axis of keys, values or queries is the head's.
-    """
+    """Why a kernel cannot run on these keys, values or queries, or None."""
     if importlib.util.find_spec("triton") is None:
         return "without the package triton"
     if not states.is_cuda and not INTERPRETED:

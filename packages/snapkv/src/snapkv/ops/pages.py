@@ -5,7 +5,7 @@ the highest value of every channel of its keys. B batch, H heads that hold keys,
 pages, P tokens of a page, D head_dim.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -14,16 +14,11 @@ from snapkv.ops.votes.api import gather_tokens
 
 
 def page_bounds(keys: Tensor, pages: Tensor) -> Tensor:
-    """The least and the highest value of every channel of every page.
+    """The least and the highest value of every channel of every page: (B, H, N, 2, D).
 
-    Args:
-        keys: (B, Hkv, T, D).
-        pages: (B, H, N, P) int64, which of the T each page holds; -1 is none. H is Hkv, or a
-            multiple of it where the query heads of a group have pages of their own.
-
-    Returns:
-        (B, H, N, 2, D) in the dtype of the keys, the least values first; zeros for a page that
-        holds nothing.
+    `pages`, (B, H, N, P) int64, are which of the T keys, (B, Hkv, T, D), each page holds; -1 is
+    none, and zeros bound a page without any. H is Hkv, or a multiple of it where the query heads of
+    a group have pages of their own.
     """
     heads = pages.shape[1] // keys.shape[1]
     bounds = []
@@ -42,14 +37,8 @@ def page_scores(queries: Tensor, bounds: Tensor) -> Tensor:
     """How high a query can score in each page, at most; a group's query heads by their mean.
 
     A query head's bound is the sum over the channels i of max(q_i * least_i, q_i * highest_i): no
-    key between the bounds has a higher product with it.
-
-    Args:
-        queries: (B, Hq, D), of one token.
-        bounds: (B, H, N, 2, D), see `page_bounds`.
-
-    Returns:
-        (B, H, N) float32.
+    key between the bounds has a higher product with it. Queries are (B, Hq, D), of one token, the
+    result is (B, H, N) float32.
     """
     B, Hq, D = queries.shape
     heads = bounds.shape[1]
@@ -57,12 +46,8 @@ def page_scores(queries: Tensor, bounds: Tensor) -> Tensor:
     # Where q_i is negative the least key gives the larger product, elsewhere the highest one.
     signed = torch.cat([grouped.clamp(max=0), grouped.clamp(min=0)], dim=-1)
     of_group = signed.mean(dim=2)[..., None]  # the mean of the products is that with the mean
-    with _without_autocast(queries.device.type):  # which would round the bounds
+    device = queries.device.type
+    # Autocast would round the bounds; some devices have none.
+    rounds = torch.is_autocast_enabled(device)
+    with torch.autocast(device, enabled=False) if rounds else nullcontext():
         return (bounds.flatten(3).float() @ of_group).squeeze(-1)
-
-
-def _without_autocast(device_type: str) -> AbstractContextManager[object]:
-    """Autocast turned off where it is on; some devices have none."""
-    if torch.is_autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return nullcontext()

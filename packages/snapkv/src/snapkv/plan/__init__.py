@@ -4,14 +4,19 @@ from snapkv.plan.advice import (
     chunked_advice,
     layerwise_advice,
     prompt_advice,
+    prompt_memory_explained,
+    require_room,
     weights_advice,
 )
 from snapkv.plan.device_memory import free_bytes, out_of_memory_explained
-from snapkv.plan.footprint import Footprint, footprint_of, max_positions
-from snapkv.plan.planner import CacheNeeds, Plan, Request
-from snapkv.plan.room import require_room
-from snapkv.plan.verdict import verdict
-from snapkv.plan.weights import weights_bytes
+from snapkv.plan.footprint import (
+    Footprint,
+    footprint_of,
+    is_counted,
+    max_positions,
+    weights_bytes,
+)
+from snapkv.plan.planner import CacheNeeds, Plan, Request, verdict
 
 __all__ = [
     "CacheNeeds",
@@ -21,10 +26,12 @@ __all__ = [
     "chunked_advice",
     "footprint_of",
     "free_bytes",
+    "is_counted",
     "layerwise_advice",
     "max_positions",
     "out_of_memory_explained",
     "prompt_advice",
+    "prompt_memory_explained",
     "require_room",
     "verdict",
     "weights_advice",

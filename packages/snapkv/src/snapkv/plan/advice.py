@@ -1,17 +1,30 @@
-"""What a prompt takes beside a loaded model's weights, and what to say when it does not fit."""
+"""What a prompt or a model takes of a device, and what to say when it does not fit."""
 
 import bisect
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from snapkv.errors import UnsupportedModelError
-from snapkv.plan.footprint import Footprint, footprint_of_loaded
-from snapkv.plan.weights import weights_bytes
+from snapkv.errors import OutOfMemoryError, UnsupportedModelError
+from snapkv.plan import device_memory
+from snapkv.plan.footprint import (
+    Footprint,
+    footprint_of_loaded,
+    is_counted,
+    quantization_of,
+    stored_bytes,
+    weights_bytes,
+)
+from snapkv.plan.shapes import SHAPES
 from snapkv.storage.append_buffer import ROOM_TOKENS
 from snapkv.validation import format_bytes
+
+_WIDTH = torch.bfloat16.itemsize
+_SHARE = 0.8
+"""Of the memory, what weights may take for a model to be named; the rest is for prompts."""
 
 
 def prompt_bytes(model: Any, footprint: Footprint, prompt_tokens: int) -> int:
@@ -19,34 +32,30 @@ def prompt_bytes(model: Any, footprint: Footprint, prompt_tokens: int) -> int:
 
     Only one layer's keys and values are whole at a time, and windows that slide; beside them stand
     the hidden states (the residual, its norm, attention's input and output), the three products of
-    the MLP, and the room that is made behind what is kept. Grows with the square of the length
-    where attention is eager, see `_bytes_per_pair`.
+    the MLP, and the room behind what is kept. Eager attention adds scores and their fp32 softmax.
     """
+    text = model.config.get_text_config(decoder=True)
+    per_pair = text.num_attention_heads * (model.dtype.itemsize + torch.float32.itemsize)
     linear = footprint.mlp_token_bytes + footprint.layer_token_bytes
     fixed = footprint.sliding_bytes(prompt_tokens) + footprint.state_bytes + _room(footprint)
-    return linear * prompt_tokens + fixed + _bytes_per_pair(model) * prompt_tokens**2
+    pairs = prompt_tokens**2 if _is_eager(model) else 0
+    return linear * prompt_tokens + fixed + int(per_pair * pairs)
 
 
 def layerwise_bytes(footprint: Footprint, prompt_tokens: int, chunk_tokens: int) -> int:
-    """Bytes that reading layer by layer takes beside the weights, about: `prefill.layer_by_layer`.
+    """Bytes that `prefill.layer_by_layer` takes beside the weights, about.
 
     The hidden states of all tokens, and twice one layer's keys and values, which grow by copying;
     of the rest what one piece needs. Layers that slide are read at once.
     """
     at_once = prompt_tokens if footprint.sliding_layers else chunk_tokens
     per_token = footprint.hidden_token_bytes + 2 * footprint.layer_token_bytes
-    return (
-        prompt_tokens * per_token
-        + at_once * (footprint.mlp_token_bytes + footprint.layer_token_bytes)
-        + footprint.sliding_bytes(prompt_tokens)
-    )
+    piece = at_once * (footprint.mlp_token_bytes + footprint.layer_token_bytes)
+    return prompt_tokens * per_token + piece + footprint.sliding_bytes(prompt_tokens)
 
 
 def chunked_bytes(footprint: Footprint, chunk_tokens: int, cap_tokens: int) -> int:
-    """Bytes that reading in pieces under a cap takes beside the weights: `prefill.chunked`.
-
-    Layers that slide hold their window whatever the cap is.
-    """
+    """Bytes that `prefill.chunked` takes beside the weights; sliding layers hold their window."""
     windows = max((layer.most_tokens for layer in footprint.sliding_layers), default=0)
     held = footprint.cache_bytes(cap_tokens, windows) + _room(footprint)
     mask = chunk_tokens * (cap_tokens + chunk_tokens)  # one bool for each pair
@@ -59,26 +68,13 @@ def _room(footprint: Footprint) -> int:
     return footprint.token_bytes * ROOM_TOKENS
 
 
-def _bytes_per_pair(model: Any) -> int:
-    """Bytes for every pair of query and key: eager attention's scores and their fp32 softmax."""
+def _is_eager(model: Any) -> bool:
     text = model.config.get_text_config(decoder=True)
-    if not _is_eager(text):
-        return 0
-    return int(text.num_attention_heads * (model.dtype.itemsize + torch.float32.itemsize))
-
-
-def _is_eager(text: Any) -> bool:
     return str(text._attn_implementation).rpartition("|")[2] == "eager"
 
 
 def weights_advice(model: Any, device: torch.device, available_bytes: int | None) -> str:
-    """What to say when the weights do not fit.
-
-    Args:
-        model: the model, or its outline on the meta device.
-        device: where its weights should have gone.
-        available_bytes: what was free before, None where it is not known.
-    """
+    """What to say when the weights do not fit; the model may be on the meta device."""
     return (
         f"model: expected its weights to fit in the memory of {device}, got out of memory; they "
         f"take {format_bytes(weights_bytes(model))}{_free(available_bytes)}; choose a smaller "
@@ -86,31 +82,32 @@ def weights_advice(model: Any, device: torch.device, available_bytes: int | None
     )
 
 
-def prompt_advice(model: Any, prompt_tokens: int, available_bytes: int | None) -> str:
-    """What to say when reading a prompt does not fit beside the weights.
+def prompt_memory_explained(
+    model: Any, prompt_tokens: int
+) -> contextlib.AbstractContextManager[None]:
+    """A block in which running out of memory is explained for a prompt of that length."""
+    free = device_memory.free_bytes(model.device)
+    advice = functools.partial(prompt_advice, model, prompt_tokens, free)
+    return device_memory.out_of_memory_explained(advice)
 
-    Args:
-        model: the model that ran out of memory.
-        prompt_tokens: length of the prompt.
-        available_bytes: what was free before the prompt was read, None where it is not known.
-    """
+
+def prompt_advice(model: Any, prompt_tokens: int, available_bytes: int | None) -> str:
+    """What to say when reading a prompt does not fit; what was free before it, None for unknown."""
 
     def estimate(footprint: Footprint) -> str:
         takes = functools.partial(prompt_bytes, model, footprint)
         full = footprint.cache_bytes(prompt_tokens, prompt_tokens)
-        most = footprint.max_positions
+        fits = _would_fit(takes, prompt_tokens, available_bytes, most=footprint.max_positions)
         return (
             f"; reading them takes about {format_bytes(takes(prompt_tokens))} beside weights of "
             f"{format_bytes(weights_bytes(model))} (and a full cache would hold "
-            f"{format_bytes(full)}){_free(available_bytes)}"
-            f"{_would_fit(takes, prompt_tokens, available_bytes, most=most)}"
+            f"{format_bytes(full)}){_free(available_bytes)}{fits}"
         )
 
-    text = model.config.get_text_config(decoder=True)
     return (
         f"prompt: expected {prompt_tokens:,} tokens to fit in the memory of {model.device}, got "
         f"out of memory{_estimated(model, estimate)}; "
-        f"{'choose sdpa attention, ' if _is_eager(text) else ''}shorten the prompt, or choose "
+        f"{'choose sdpa attention, ' if _is_eager(model) else ''}shorten the prompt, or choose "
         f"{'dtype bfloat16 or ' if model.dtype.itemsize > 2 else ''}a smaller model"
     )
 
@@ -122,9 +119,10 @@ def layerwise_advice(
 
     def estimate(footprint: Footprint) -> str:
         takes = functools.partial(layerwise_bytes, footprint, chunk_tokens=chunk_tokens)
+        needed = format_bytes(takes(prompt_tokens))
+        fits = _would_fit(takes, prompt_tokens, available_bytes)
         return (
-            f"; reading them takes about {format_bytes(takes(prompt_tokens))} beside the weights"
-            f"{_free(available_bytes)}{_would_fit(takes, prompt_tokens, available_bytes)}"
+            f"; reading them takes about {needed} beside the weights{_free(available_bytes)}{fits}"
         )
 
     return (
@@ -177,3 +175,33 @@ def _would_fit(
 
 def _free(available_bytes: int | None) -> str:
     return "" if available_bytes is None else f", and {format_bytes(available_bytes)} were free"
+
+
+def require_room(name: str, outline: Any, device: torch.device) -> None:
+    """Raise `OutOfMemoryError` where the weights are larger than all the memory of the device.
+
+    Weights whose bytes are not counted pass, and devices that do not say what they have.
+    """
+    total = device_memory.total_bytes(device)
+    needed = sum(stored_bytes(outline).values())
+    if total is None or needed <= total or not is_counted(quantization_of(outline.config)):
+        return
+    dtype = str(outline.dtype).removeprefix("torch.")
+    raise OutOfMemoryError(
+        f"model: expected weights of at most {format_bytes(total)}, which is the memory of "
+        f"{device}, got {format_bytes(needed)} in {dtype} of {name}, none of which was read; "
+        f"{_what_fits(outline, needed, total)}choose a smaller model or another device"
+    )
+
+
+def _what_fits(outline: Any, needed: int, total: int) -> str:
+    """Another dtype, or the largest published model that fits in bfloat16; nothing if none does."""
+    room = int(total * _SHARE)
+    if needed * _WIDTH <= room * outline.dtype.itemsize:
+        return "with dtype bfloat16 it would fit; pass that, or "
+    fitting = [shape for shape in SHAPES.values() if shape.parameters * _WIDTH <= room]
+    if not fitting:
+        return ""
+    largest = max(fitting, key=lambda shape: shape.parameters)
+    takes = format_bytes(largest.parameters * _WIDTH)
+    return f"{largest.repository} would fit, with {takes} in bfloat16; "

@@ -12,15 +12,12 @@ from snapkv.errors import OutOfMemoryError, SnapKVError
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that are free on a device; None where the system does not say.
-
-    On the CPU no more than what a limit on the address space (``ulimit -v``) leaves.
-    """
+    """Bytes that are free on a device, on the CPU within ``ulimit -v``; None for unknown."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     if device.type != "cpu":
         return None
-    known = [count for count in (_free_memory_bytes(), _free_address_bytes()) if count is not None]
+    known = [count for count in (_pages("AVPHYS"), _free_address_bytes()) if count is not None]
     return min(known, default=None)
 
 
@@ -28,15 +25,14 @@ def total_bytes(device: torch.device) -> int | None:
     """Bytes of a device's memory, free or not; None where the system does not say."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
-    if device.type != "cpu" or "SC_PHYS_PAGES" not in os.sysconf_names:
-        return None
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return _pages("PHYS") if device.type == "cpu" else None
 
 
-def _free_memory_bytes() -> int | None:
-    if "SC_AVPHYS_PAGES" not in os.sysconf_names:
-        return None
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def _pages(kind: str) -> int | None:
+    """Bytes of the system's pages of a kind; None where it does not count them."""
+    name = f"SC_{kind}_PAGES"
+    known = name in os.sysconf_names
+    return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") if known else None
 
 
 def _free_address_bytes() -> int | None:
@@ -55,11 +51,7 @@ def _free_address_bytes() -> int | None:
 
 @contextlib.contextmanager
 def out_of_memory_explained(explain: Callable[[], str]) -> Iterator[None]:
-    """Turn the ways in which torch and the system run out of memory into one error.
-
-    Raises:
-        OutOfMemoryError: with the message that `explain` gives.
-    """
+    """Turn all ways of running out of memory into an `OutOfMemoryError` with this message."""
     try:
         yield
     except SnapKVError:

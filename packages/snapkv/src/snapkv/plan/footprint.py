@@ -1,73 +1,56 @@
 """What a model takes, read off its outline: the model on the meta device, without weights."""
 
 import copy
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from snapkv.cache.report import tensor_bytes
 from snapkv.errors import UnsupportedModelError
-from snapkv.plan.weights import quantization_of, stored_bytes
 from snapkv.validation import first_line
+
+_PER_BLOCK, _BLOCK_BYTES = 32, 17
+"""mxfp4 stores 32 numbers in four bits each and the scale of all of them in eight (OCP Microscaling
+Formats, section 5)."""
+
+_SCALE_BYTES = 4
+"""A block of fp8 has a scale in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlidingLayer:
-    """A layer that stores the last tokens only, compressed or not.
-
-    Attributes:
-        token_bytes: keys and values of one token.
-        most_tokens: stored between two passes.
-    """
+    """A layer that stores the last tokens only, compressed or not."""
 
     token_bytes: int
-    most_tokens: int
+    most_tokens: int  # stored between two passes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Bytes and floating point operations of a model, for any prompt.
+    """Bytes and floating point operations of a model, for any prompt."""
 
-    Attributes:
-        weights_bytes: all parameters, shared ones once, as the checkpoint stores them.
-        embedding_bytes: of the input embedding, of which a step reads one row; 0 where the output
-            projection shares it.
-        expert_bytes: of the parameters in `experts`, experts of a mixture together.
-        experts: experts per layer; 0 where there is no mixture.
-        experts_per_token: how many of them a token visits.
-        full_layers: bytes of one token in every layer of full attention; these are compressed.
-        sliding_layers: layers of sliding attention; these stay as they are.
-        state_bytes: what other layers hold, whatever the length of the prompt.
-        mlp_token_bytes: activations of one prompt token at the widest point of an MLP.
-        attention_token_bytes: activations of one prompt token around attention.
-        hidden_token_bytes: one token between two layers.
-        pair_flops: operations of attention for one pair of query and key, full layers together.
-        token_flops: operations of all matrices for one token.
-        max_positions: of the model; None where there is no limit.
-        dtype: of the cache, and of weights that are not quantized.
-        quantization: how the checkpoint stores weights; None for in `dtype`. Whether they are
-            counted so says `snapkv.plan.weights.is_counted`.
-    """
-
-    weights_bytes: int
-    embedding_bytes: int
+    weights_bytes: int  # as the checkpoint stores them, shared ones once
+    embedding_bytes: int  # of which a step reads one row; 0 where the output projection shares it
     expert_bytes: int
-    experts: int
+    experts: int  # per layer; 0 where there is no mixture
     experts_per_token: int
-    full_layers: tuple[int, ...]
+    full_layers: tuple[int, ...]  # bytes of one token in every layer that is compressed
     sliding_layers: tuple[SlidingLayer, ...]
-    state_bytes: int
-    mlp_token_bytes: int
-    attention_token_bytes: int
-    hidden_token_bytes: int
-    pair_flops: int
-    token_flops: int
+    state_bytes: int  # what other layers hold, whatever the length of the prompt
+    mlp_token_bytes: int  # activations of one prompt token at the widest point of an MLP
+    attention_token_bytes: int  # and around attention
+    hidden_token_bytes: int  # one token between two layers
+    pair_flops: int  # attention for one pair of query and key, full layers together
+    token_flops: int  # all matrices for one token
     max_positions: int | None
     dtype: str
-    quantization: str | None = None
+    quantization: str | None = None  # how the checkpoint stores weights; None for in `dtype`
 
     @property
     def token_bytes(self) -> int:
@@ -81,34 +64,19 @@ class Footprint:
         return max(layers, default=0)
 
     def cache_bytes(self, stored_tokens: int, seen_tokens: int) -> int:
-        """Bytes of one request's cache.
-
-        Args:
-            stored_tokens: in every layer of full attention.
-            seen_tokens: prompt and answer; a sliding layer stores up to its window of them.
-        """
+        """Bytes of one request's cache, so many tokens stored in layers of full attention."""
         sliding = self.sliding_bytes(seen_tokens)
         return self.token_bytes * stored_tokens + sliding + self.state_bytes
 
     def sliding_bytes(self, seen_tokens: int, behind: int = 0) -> int:
-        """Bytes that the layers of sliding attention hold.
-
-        Args:
-            seen_tokens: prompt and answer so far.
-            behind: tokens that a layer still holds of those its window has left, since it keeps
-                the last of all that were in its last pass.
-        """
+        """Bytes that layers of sliding attention hold, and of so many tokens behind the window."""
         return sum(
             layer.token_bytes * min(layer.most_tokens + behind, seen_tokens)
             for layer in self.sliding_layers
         )
 
     def read_bytes(self, batch: int) -> int:
-        """Bytes of weights that a step reads which generates one token for each of a batch.
-
-        Of a mixture the experts that the batch is expected to visit, if each token visits any of
-        them as likely as the others.
-        """
+        """Bytes of weights that a step reads; of a mixture the experts that a batch may visit."""
         read = self.weights_bytes - self.embedding_bytes
         if not self.experts:
             return read
@@ -125,12 +93,6 @@ def footprint_of(outline: PreTrainedModel) -> Footprint:
 
     That token makes a cache of real shapes without data, so grouped heads, latent attention,
     sliding windows and values of another width than the keys count as they are stored.
-
-    Args:
-        outline: the model on the meta device, in its dtype.
-
-    Raises:
-        UnsupportedModelError: the model does not run on the meta device.
     """
     config = outline.config.get_text_config(decoder=True)
     layers = _cache_of_one_token(outline)
@@ -193,11 +155,7 @@ def max_positions(model: Any) -> int | None:
 
 
 def positions_of(config: Any) -> int | None:
-    """The same, of a configuration.
-
-    Cohere's models say in `model_max_length` how far they were trained, and in
-    `max_position_embeddings` less.
-    """
+    """The same, of a configuration."""
     text = config.get_text_config(decoder=True)
     return _first(text, "model_max_length", "max_position_embeddings")
 
@@ -243,3 +201,59 @@ def _state_width(config: Any) -> int:
 def _first(config: Any, *names: str) -> int | None:
     """The first of some settings that the configuration has."""
     return next((value for name in names if (value := getattr(config, name, None))), None)
+
+
+def weights_bytes(model: Any) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def quantization_of(config: Any) -> str | None:
+    """How a checkpoint stores its weights: "mxfp4", "fp8", "gptq", ...; None for in its dtype."""
+    found = _settings(config)
+    return None if found is None else str(found.get("quant_method"))
+
+
+def is_counted(quantization: str | None) -> bool:
+    """Whether `stored_bytes` knows what such weights take; others count in the dtype."""
+    return quantization in (None, "mxfp4", "fp8")
+
+
+def stored_bytes(model: Any) -> dict[str, int]:
+    """Bytes of every parameter by name, as the checkpoint stores it.
+
+    Of mxfp4 the projections of experts are quantized, as in gpt-oss; of fp8 those and the weights
+    of linear layers but the output projection, as in DeepSeek-V3.
+    """
+    found = _settings(model.config) or {}
+    method, block = found.get("quant_method"), found.get("weight_block_size")
+    head = model.get_output_embeddings()
+    linear = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, nn.Linear) and module is not head
+    }
+    sizes = {}
+    for name, parameter in model.named_parameters():
+        of_expert = ".experts." in name and parameter.ndim == 3
+        sizes[name] = parameter.nbytes
+        if method == "mxfp4" and of_expert:
+            sizes[name] = math.ceil(parameter.numel() / _PER_BLOCK) * _BLOCK_BYTES
+        elif method == "fp8" and (of_expert or id(parameter) in linear):
+            sizes[name] = parameter.numel() + _scales(parameter.shape, block) * _SCALE_BYTES
+    return sizes
+
+
+def _settings(config: Any) -> dict[str, Any] | None:
+    """The configuration's own word on quantization, as a dictionary."""
+    found = getattr(config, "quantization_config", None)
+    if found is None or isinstance(found, dict):
+        return found
+    settings: dict[str, Any] = found.to_dict()
+    return settings
+
+
+def _scales(shape: Sequence[int], block: Sequence[int] | None) -> int:
+    """How many scales a weight of that shape has: one for every block, or one for a matrix."""
+    *matrices, rows, columns = shape
+    height, width = block or (rows, columns)
+    return math.prod(matrices) * math.ceil(rows / height) * math.ceil(columns / width)

@@ -2,14 +2,21 @@
 
 import bisect
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
 from snapkv.errors import InvalidArgumentError
-from snapkv.plan.footprint import Footprint
+from snapkv.plan.footprint import Footprint, is_counted
 from snapkv.storage.append_buffer import slots_behind
-from snapkv.validation import require_int, require_ratio
+from snapkv.validation import (
+    DEFAULT_BUDGET,
+    format_bytes,
+    require_int,
+    require_one_limit,
+    require_ratio,
+)
 
 PIECE_TOKENS = 4096
 """Tokens of a prompt that are read at a time, where it is read in pieces."""
@@ -20,50 +27,32 @@ give for 16-bit matrices (A100 156, H100 295, H200 206), since neither peak is r
 
 _MOST_TOKENS = 2**27
 
+_WORTH_SAYING = 1.1
+"""A speed-up below it is none."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is to be planned.
-
-    Args:
-        context_tokens: length of every prompt.
-        batch: prompts together.
-        budget: tokens kept per head and layer, window included; 1024 if neither is given.
-        keep_ratio: instead of `budget`, the fraction of what stands before the window.
-        window_size: last tokens of the prompt, always kept.
-        new_tokens: generated behind every prompt.
-        memory_bytes: of the device; None to leave out what would fit.
-        reserve_bytes: of them, what weights, caches and activations cannot have.
-        bandwidth_bytes: that the device's memory delivers in a second; None to leave out times.
-
-    Raises:
-        InvalidArgumentError: a value out of range, or both `budget` and `keep_ratio`.
-        InvalidTypeError: a value of the wrong type.
-    """
+    """What is to be planned: prompts of one length, and answers to all of them together."""
 
     context_tokens: int
     batch: int = 1
-    budget: int | None = None
+    budget: int | None = None  # 1024, unless there is a `keep_ratio` of what is before the window
     keep_ratio: float | None = None
     window_size: int = 32
     new_tokens: int = 128
-    memory_bytes: int | None = None
-    reserve_bytes: int = 10**9
-    bandwidth_bytes: float | None = None
+    memory_bytes: int | None = None  # of the device; None to leave out what would fit
+    reserve_bytes: int = 10**9  # of them, what weights, caches and activations cannot have
+    bandwidth_bytes: float | None = None  # of its memory in a second; None to leave out times
 
     def __post_init__(self) -> None:
-        """Check every value once, here."""
         for name in ("context_tokens", "batch", "window_size", "new_tokens"):
             require_int(name, getattr(self, name), minimum=1)
+        require_one_limit(self.budget, self.keep_ratio)
         if self.keep_ratio is not None:
             require_ratio("keep_ratio", self.keep_ratio)
-            if self.budget is not None:
-                raise InvalidArgumentError(
-                    f"budget and keep_ratio: expected one of them, got budget={self.budget} and "
-                    f"keep_ratio={self.keep_ratio}; leave one out"
-                )
         elif self.budget is None:
-            object.__setattr__(self, "budget", 1024)
+            object.__setattr__(self, "budget", DEFAULT_BUDGET)
         if self.budget is not None:
             require_int("budget", self.budget, minimum=self.window_size + 1)
         if self.memory_bytes is not None and self.memory_bytes <= self.reserve_bytes:
@@ -73,7 +62,6 @@ class Request:
             )
 
     def kept_tokens(self, prompt_tokens: int) -> int:
-        """Tokens of a prompt that stay in every head and layer."""
         if self.budget is not None:
             return min(self.budget, prompt_tokens)
         assert self.keep_ratio is not None
@@ -83,51 +71,29 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheNeeds:
-    """What a kind of cache comes to.
+    """What a kind of cache comes to; what would fit is None without a memory.
 
-    Attributes:
-        cache_bytes: of the batch, when the prompts have been read.
-        prefill_peak_bytes: beside the weights while the prompts are read in one pass; an estimate.
-        total_bytes: weights and the most that stands beside them.
-        step_bytes: read by the step that generates the last token of every answer.
-        step_ms: the least time of that step; None without a bandwidth.
-        fits_in_one_pass: whether memory is enough for the request, its prompts read in one pass;
-            None without a memory. Whether the model has positions for it is another question.
-        fits: the same, the prompts read in one pass or in pieces.
-        longest_prompt_tokens: that fits, read in one pass; None without a memory.
-        longest_prompt_in_pieces_tokens: that fits, read in pieces (`snapkv.prefill` for the
-            compressed cache, ``prefill_chunk_size`` for the full one).
-        largest_batch: of such prompts that fits while they are read together, in pieces, and while
-            their answers are generated.
-        largest_decoding_batch: that fits while answers are generated, behind prompts that were read
-            one after the other.
-        throughput: tokens per second at the largest batch, against one full cache of the smallest
-            batch; None where nothing fits.
+    In pieces is with `snapkv.prefill` for the compressed cache, ``prefill_chunk_size`` for the full
+    one. Whether the model has positions is another question.
     """
 
-    cache_bytes: int
-    prefill_peak_bytes: int
-    total_bytes: int
-    step_bytes: int
-    step_ms: float | None
+    cache_bytes: int  # of the batch, when the prompts have been read
+    prefill_peak_bytes: int  # beside the weights, the prompts read in one pass; an estimate
+    total_bytes: int  # weights and the most that stands beside them
+    step_bytes: int  # read by the step that generates the last token of every answer
+    step_ms: float | None  # the least time of that step; None without a bandwidth
     fits_in_one_pass: bool | None = None
-    fits: bool | None = None
+    fits: bool | None = None  # in one pass or in pieces
     longest_prompt_tokens: int | None = None
     longest_prompt_in_pieces_tokens: int | None = None
-    largest_batch: int | None = None
-    largest_decoding_batch: int | None = None
-    throughput: float | None = None
+    largest_batch: int | None = None  # read together, in pieces, and answered
+    largest_decoding_batch: int | None = None  # answered together, read one after the other
+    throughput: float | None = None  # at the largest batch, against one full cache of a batch of 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A request on a model.
-
-    Attributes:
-        model: its name.
-        footprint: what the model takes.
-        request: what is planned.
-    """
+    """A request on a model of that name."""
 
     model: str
     footprint: Footprint
@@ -135,17 +101,14 @@ class Plan:
 
     @cached_property
     def full(self) -> CacheNeeds:
-        """With transformers' own cache."""
         return self._needs(compressed=False)
 
     @cached_property
     def compressed(self) -> CacheNeeds:
-        """With a compressed cache."""
         return self._needs(compressed=True)
 
     @property
     def kept_tokens(self) -> int:
-        """Tokens of each prompt that are kept."""
         return self.request.kept_tokens(self.request.context_tokens)
 
     @property
@@ -164,7 +127,6 @@ class Plan:
         return self._request_as_bytes(self.full) / self._request_as_bytes(self.compressed)
 
     def describe(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
         return {
             "model": self.model,
             "request": asdict(self.request),
@@ -217,11 +179,10 @@ class Plan:
         return self.footprint.cache_bytes(kept + new_tokens, tokens + new_tokens)
 
     def _answering(self, tokens: int, compressed: bool) -> int:
-        """Bytes that one request's cache takes of memory when its answer is complete.
+        """Bytes of memory of one request's cache when its answer is complete.
 
-        A compressed layer has room for tokens to come behind those it stores, see
-        `snapkv.storage.append_buffer`; one that slides still holds the token that has just left its
-        window.
+        A compressed layer has room behind what it stores, see `snapkv.storage.append_buffer`; one
+        that slides still holds the token that has just left its window.
         """
         model, new = self.footprint, self.request.new_tokens
         kept = self.request.kept_tokens(tokens) if compressed else tokens
@@ -233,9 +194,8 @@ class Plan:
         """Bytes of one request beside the weights at the worst moment of reading its prompt.
 
         A compressed cache holds one layer whole at a time. In transformers' own, layers that slide
-        hold all that came in one pass until the next one. In pieces, it copies a layer to append to
-        it, and a compressed cache holds the hidden states of all tokens; layers that slide it reads
-        at once.
+        hold all of a pass until the next one. In pieces, it copies a layer to append to it, and a
+        compressed cache holds the hidden states of all tokens and reads sliding layers at once.
         """
         model = self.footprint
         piece = min(tokens, PIECE_TOKENS) if in_pieces else tokens
@@ -284,3 +244,82 @@ class Plan:
 
     def _request_as_bytes(self, needs: CacheNeeds) -> float:
         return self._prefill_as_bytes() + self.request.new_tokens * needs.step_bytes
+
+
+def verdict(plan: Plan) -> list[str]:
+    """What a plan means for its user; the first sentence answers "will it help?"."""
+    return [*_headline(plan), *_limits(plan), *_notes(plan)]
+
+
+def _headline(plan: Plan) -> Iterator[str]:
+    tokens, kept = plan.request.context_tokens, plan.kept_tokens
+    if kept >= tokens:
+        yield (
+            f"Compression will not help: a prompt of {tokens:,} tokens is within the budget, and "
+            "nothing is dropped."
+        )
+        return
+    saved = plan.full.cache_bytes - plan.compressed.cache_bytes
+    share = plan.full.cache_bytes / plan.full.step_bytes
+    if plan.compressed.fits is False:
+        yield "This does not fit the memory, whatever is kept and however it is read."
+    elif plan.full.fits is False:
+        yield "Compression is what makes this fit: the full cache does not."
+    elif plan.decode_speedup < _WORTH_SAYING and saved < 0.1 * plan.full.total_bytes:
+        yield (
+            f"Compression will hardly help: the full cache is {share:.0%} of what a step reads, so "
+            f"tokens come at most {plan.decode_speedup:.2f} times as fast, and "
+            f"{format_bytes(saved)} are saved. A longer prompt or a larger batch would change that."
+        )
+    else:
+        yield (
+            f"Compression helps: {format_bytes(saved)} of cache are saved, and tokens come up to "
+            f"{plan.decode_speedup:.1f} times as fast."
+        )
+
+
+def _limits(plan: Plan) -> Iterator[str]:
+    tokens, positions = plan.request.context_tokens, plan.footprint.max_positions
+    answer = plan.request.new_tokens
+    if positions is not None and tokens + answer > positions:
+        yield (
+            f"The model has {positions:,} positions, fewer than {tokens:,} tokens of prompt and "
+            f"{answer:,} of answer need: it will be refused. {_remedy(positions, answer)}"
+        )
+    if plan.compressed.fits and not plan.compressed.fits_in_one_pass:
+        yield (
+            "Read in one pass, the prompts do not fit; read them in pieces, with "
+            "snapkv.prefill.layer_by_layer."
+        )
+    if plan.request_speedup < _WORTH_SAYING <= plan.decode_speedup:
+        yield (
+            f"Do not expect the whole request to be faster: reading the prompt, which stays as it "
+            f"is, takes about {plan.prefill_share:.0%} of its time with an answer of {answer:,} "
+            "tokens. Longer answers, or several from one prompt, gain more."
+        )
+
+
+def _remedy(positions: int, answer: int) -> str:
+    if answer >= positions:
+        return "Ask for a shorter answer."
+    return f"Shorten the prompt to {positions - answer:,} tokens, or the answer."
+
+
+def _notes(plan: Plan) -> Iterator[str]:
+    model = plan.footprint
+    if model.sliding_layers:
+        yield (
+            f"{len(model.sliding_layers)} of "
+            f"{len(model.sliding_layers) + len(model.full_layers)} layers slide over a window and "
+            "stay as they are."
+        )
+    if not is_counted(model.quantization):
+        yield (
+            f"The checkpoint's weights are quantized ({model.quantization}); they are counted in "
+            f"{model.dtype}, which takes more."
+        )
+    if model.experts:
+        yield (
+            f"A token visits {model.experts_per_token} of {model.experts} experts per layer; the "
+            "step is counted with those that the batch is expected to visit."
+        )

@@ -15,21 +15,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
 from snapkv.errors import InvalidArgumentError
-from snapkv.plan.footprint import positions_of
-from snapkv.plan.weights import quantization_of
+from snapkv.plan.footprint import positions_of, quantization_of
 from snapkv.validation import nearest
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What is published of a model.
-
-    Attributes:
-        repository: on the hub, whose ``config.json`` this repeats.
-        family: the configuration's `model_type`.
-        parameters: of the checkpoint.
-        config: its settings, where they are not transformers' defaults.
-    """
+    """What is published of a model."""
 
     repository: str
     family: str
@@ -51,17 +43,15 @@ SHAPES: dict[str, Shape] = dict(_published())
 
 def shape_of(name: str) -> str | None:
     """The shape that a name means, its own or its repository's, in any case; None for none."""
-    wanted = name.lower()
     known = {shape: shape for shape in SHAPES}
     known |= {of.repository.lower(): shape for shape, of in SHAPES.items()}
-    return known.get(wanted)
+    return known.get(name.lower())
 
 
 def described(shape: str) -> dict[str, Any]:
-    """What makes a shape's cache and weights, read off its configuration.
+    """What makes a shape's cache and weights; `kv_bytes_per_token` in 16 bits, of a long prompt.
 
-    `kv_bytes_per_token` are those of one more token of a long prompt, in 16 bits, in the layers
-    that see all of it. Latent attention stores one latent of `head_dim` numbers for all heads.
+    Latent attention stores one latent of `head_dim` numbers for all heads.
     """
     published, config = SHAPES[shape], config_of(shape)
     layers = DynamicCache(config=config).layers
@@ -93,17 +83,7 @@ def outline(
     layers: int | None = None,
     attn_implementation: str | None = None,
 ) -> PreTrainedModel:
-    """A model of a published shape on the meta device, without weights.
-
-    Args:
-        shape: a name in `SHAPES`.
-        dtype: of the weights.
-        layers: fewer layers than the shape has; None for all.
-        attn_implementation: as transformers names it; its own choice by default.
-
-    Raises:
-        InvalidArgumentError: an unknown shape.
-    """
+    """A model of a published shape on the meta device, without weights."""
     config = config_of(shape, layers)
     options = {"attn_implementation": attn_implementation, "dtype": dtype}
     with torch.device("meta"):

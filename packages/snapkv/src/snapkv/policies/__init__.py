@@ -1,8 +1,8 @@
 """What to keep: one file per method; a new policy is a file here and a name in this list."""
 
 from snapkv.policies.adakv import AdaKV
-from snapkv.policies.auto_budget import AutoBudget
 from snapkv.policies.base import EvictingPolicy, Policy, PrefixPolicy
+from snapkv.policies.budget import AutoBudget
 from snapkv.policies.compactor import Compactor
 from snapkv.policies.criticalkv import CriticalKV
 from snapkv.policies.default import default_policy

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from snapkv import ops
 from snapkv.errors import InvalidArgumentError
-from snapkv.policies.allocation import largest_remainder
 from snapkv.policies.around import AroundScores
 from snapkv.policies.base import PrefixPolicy
+from snapkv.policies.budget import largest_remainder
 from snapkv.policies.snapkv import SnapKV
 from snapkv.policies.states import PromptLayer, Selection
 from snapkv.validation import require_int, require_ratio
@@ -47,68 +47,65 @@ class AdaKV(AroundScores):
     page_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        """Check every parameter."""
         self._require_scoring()
         require_ratio("safeguard", self.safeguard)
-        if self.page_tokens is not None:
-            self._require_pages(self.page_tokens)
-
-    def _require_pages(self, page_tokens: int) -> None:
-        require_int("page_tokens", page_tokens, minimum=1)
+        if self.page_tokens is None:
+            return
+        require_int("page_tokens", self.page_tokens, minimum=1)
         budget = self.policy.budget
-        if not isinstance(budget, int) or budget % page_tokens:
+        if not isinstance(budget, int) or budget % self.page_tokens:
             raise InvalidArgumentError(
-                f"page_tokens: expected a budget that is a multiple of the {page_tokens} tokens of "
-                f"a page, got {budget!r}; round it up"
+                f"page_tokens: expected a budget that is a multiple of the {self.page_tokens} "
+                f"tokens of a page, got {budget!r}; round it up"
             )
 
     def select(self, layer: PromptLayer) -> Selection | None:
         """Keep the window in every head, and of the prefix what its share allows."""
         self.require_room(layer)
-        prefixes = self.policy.prefix_lengths(layer)
-        if not any(prefixes):
+        prefix = self.policy.prefix(layer)
+        if not any(prefix.lengths):
             return None
-        kept = self.policy.mean_prefix_tokens(layer)
-        if kept == prefixes:
+        kept = self.policy.kept_prefix_tokens(layer, "mean")
+        if kept == prefix.lengths:
             return None
         scores = self.policy.score(layer)
         if scores.shape[1] == 1:
             return self.policy.select(layer)  # no heads to share among
-        pads = [layer.keys.shape[2] - tokens for tokens in layer.row_lengths]
-        must_stay = self.policy.must_stay(layer)
-        every = [None] * len(scores) if must_stay is None else must_stay
-        rows = [self._row_shares(*row) for row in zip(scores, kept, pads, every, strict=True)]
-        return self._ragged(layer, scores, torch.tensor(rows, device=scores.device))
+        must_stay = [None] * len(kept) if prefix.must_stay is None else prefix.must_stay
+        rows = [
+            self._row_shares(own[:, own.shape[1] - tokens :], mean, stays)
+            for own, tokens, mean, stays in zip(
+                scores, prefix.lengths, kept, must_stay, strict=True
+            )
+        ]
+        shares = torch.tensor(rows, device=scores.device)
+        return prefix.select_by_head(prefix.best(scores, shares), shares)
 
     def require_cap(self, cap_tokens: int) -> None:
-        """Raise unless the scoring policy can hold to the cap."""
         self.policy.require_cap(cap_tokens)
 
     def select_under_cap(self, layer: PromptLayer, cap_tokens: int) -> Selection:
-        """What the scoring policy holds: as many tokens in every head."""
+        """As many tokens in every head: all may still be needed."""
         return self.policy.select_under_cap(layer, cap_tokens)
 
-    def _row_shares(
-        self, scores: Tensor, mean: int, pads: int, must_stay: Tensor | None
-    ) -> list[int]:
+    def _row_shares(self, scores: Tensor, mean: int, must_stay: Tensor | None) -> list[int]:
         """How many prefix positions each head of a row keeps, `mean` on average.
 
         Args:
-            scores: (H, P) float32.
+            scores: (H, P) float32, without pads.
             mean: prefix positions per head of an even split.
-            pads: leading pads of the row, which take no part.
-            must_stay: (1 or H, P) bool, what heads keep whatever the scores, as many in each; None
-                for sinks only.
+            must_stay: (1 or H, P or more) bool, what heads keep whatever the scores, as many in
+                each; None for sinks only.
         """
-        sure = min(self.policy.sink_tokens, mean)  # every head's; the rest is shared out
-        behind = scores[:, pads + sure :]
+        heads, sure = scores.shape[0], min(self.policy.sink_tokens, mean)
+        contested = scores[:, sure:]  # what is sure is every head's
         if must_stay is not None:
-            free = ~must_stay[:, pads:].repeat_interleave(len(scores) // len(must_stay), dim=0)
-            behind = scores[:, pads:][free].view(len(scores), -1)
-            sure = scores.shape[1] - pads - behind.shape[1]
-        heads, rest = scores.shape[0], mean - sure
-        best = ops.keep_best(behind.reshape(1, 1, -1), [rest * heads])[0, 0]
-        winners = torch.bincount(best // max(behind.shape[1], 1), minlength=heads)
+            free = ~must_stay[:, must_stay.shape[1] - scores.shape[1] :]
+            contested = scores[free.repeat_interleave(heads // len(free), dim=0)].view(heads, -1)
+            sure = scores.shape[1] - contested.shape[1]
+        rest = mean - sure
+        best = ops.keep_best(contested.reshape(1, 1, -1), [rest * heads])[0, 0]
+        winners = torch.bincount(best // max(contested.shape[1], 1), minlength=heads)
         shares = [
             sure + float(won) * (1 - self.safeguard) + rest * self.safeguard
             for won in winners.tolist()
@@ -134,14 +131,3 @@ class AdaKV(AroundScores):
             found[found.index(max(found))] -= 1
             found[found.index(min(found))] += 1
         return [count * page_tokens - window for count in found]
-
-    def _ragged(self, layer: PromptLayer, scores: Tensor, shares: Tensor) -> Selection:
-        """The sinks and best of each head, as many as its share, and the window."""
-        best = ops.keep_best(
-            scores,
-            shares,
-            layer.pad_tokens,
-            first_tokens=self.policy.sink_tokens,
-            protected=self.policy.must_stay(layer),
-        )
-        return self._beside_window(layer, best, shares)

@@ -34,14 +34,18 @@ def select_by_rows(
     kept = torch.where(held, every, -1).repeat_interleave(heads // held.shape[1], 1)
     missing = slots - chosen.keep_indices.shape[-1]
     kept[rows] = torch.nn.functional.pad(chosen.keep_indices, (missing, 0), value=-1)
-    kept = kept[..., slots - int((kept >= 0).sum(dim=-1).amax()) :]
-    ragged = chosen.head_tokens is not None
+    counts = (kept >= 0).sum(dim=-1)
+    kept = kept[..., slots - int(counts.amax()) :]
+    fillers, ragged = None, chosen.head_tokens is not None
+    if not ragged:
+        first = 0 if layer.pad_tokens is None else layer.pad_tokens[:, None]
+        fillers = (kept[:, 0] < first).sum(dim=-1)
     return replace(
         chosen,
         keep_indices=kept,
         prompt_tokens=layer.keys.shape[2],
-        filler_tokens=None if ragged else _fillers(kept, layer.pad_tokens),
-        head_tokens=(kept >= 0).sum(dim=-1) if ragged else None,
+        filler_tokens=fillers,
+        head_tokens=counts if ragged else None,
     )
 
 
@@ -69,17 +73,9 @@ def _select_without_pads(policy: Policy, layer: PromptLayer) -> Selection | None
 
 
 def _rows_of(layer: PromptLayer, rows: Tensor) -> PromptLayer:
-    """Some rows of a layer."""
     own: dict[str, Any] = {
         part.name: value.index_select(0, rows)
         for part in fields(layer)
         if isinstance(value := getattr(layer, part.name), Tensor) and part.name != "output_weight"
     }
     return replace(layer, **own)
-
-
-def _fillers(keep_indices: Tensor, pads: Tensor | None) -> Tensor:
-    """(B,) int64: how many of the entries in front of each row hold no token."""
-    first = keep_indices[:, 0]
-    hidden = first < 0 if pads is None else first < pads[:, None]
-    return hidden.sum(dim=-1)

@@ -47,7 +47,6 @@ class Compactor(PrefixPolicy):
 
     name: ClassVar[str] = "compactor"
     query_tokens: ClassVar[int] = ALL_QUERIES
-    """All of the prompt's queries."""
     needs: ClassVar[frozenset[Need]] = frozenset({"rotation", "queries"})
 
     _: KW_ONLY
@@ -58,7 +57,6 @@ class Compactor(PrefixPolicy):
     sink_tokens: int = 8
 
     def __post_init__(self) -> None:
-        """Check every parameter once, here."""
         super().__post_init__()
         require_int("sketch_dimension", self.sketch_dimension, minimum=1)
         require_int("chunk_tokens", self.chunk_tokens, minimum=1)
@@ -66,11 +64,7 @@ class Compactor(PrefixPolicy):
         require_int("seed", self.seed, minimum=0, maximum=None)
 
     def score(self, layer: PromptLayer) -> Tensor:
-        """Leverage and attention, blended: (B, Hkv, P) float32; zero for the sinks.
-
-        Raises:
-            InvalidArgumentError: not all queries of the prompt are there.
-        """
+        """Leverage and attention, blended: (B, Hkv, P) float32; zero for the sinks."""
         B, H, T, _ = layer.keys.shape
         scores = torch.zeros(B, H, T - self.window_size, device=layer.keys.device)
         if layer.queries.shape[2] < max(layer.row_lengths):

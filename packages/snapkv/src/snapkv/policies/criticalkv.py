@@ -10,7 +10,7 @@ from torch import Tensor
 from snapkv import ops
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies.around import AroundScores
-from snapkv.policies.base import Need, PrefixPolicy
+from snapkv.policies.base import Need, OfHeads, PrefixPolicy
 from snapkv.policies.snapkv import SnapKV
 from snapkv.policies.states import PromptLayer
 from snapkv.validation import require_ratio
@@ -52,7 +52,6 @@ class CriticalKV(AroundScores, PrefixPolicy):
     first_share: float = 0.5
 
     def __post_init__(self) -> None:
-        """Check both parameters, and take over the policy's limits."""
         self._require_scoring(" (AdaKV goes around CriticalKV)")
         require_ratio("first_share", self.first_share)
         for limit in ("budget", "keep_ratio", "window_size"):
@@ -60,21 +59,19 @@ class CriticalKV(AroundScores, PrefixPolicy):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """The layer's output projection."""
         return super().needs | {"output_weight"}
 
     @property
     def sink_tokens(self) -> int:
-        """What the scoring policy keeps in every head; they count among its first share."""
+        """They count among the first share."""
         return self.policy.sink_tokens
 
-    def kept_prefix_tokens(self, layer: PromptLayer) -> list[int]:
-        """B numbers: what the scoring policy keeps."""
-        return self.policy.kept_prefix_tokens(layer)
+    @property
+    def most_tokens(self) -> int | None:
+        return self.policy.most_tokens
 
-    def mean_prefix_tokens(self, layer: PromptLayer) -> list[int]:
-        """B numbers: what the scoring policy keeps on average over heads."""
-        return self.policy.mean_prefix_tokens(layer)
+    def kept_prefix_tokens(self, layer: PromptLayer, of_heads: OfHeads = "max") -> list[int]:
+        return self.policy.kept_prefix_tokens(layer, of_heads)
 
     def score(self, layer: PromptLayer) -> Tensor:
         """The policy's best first, then by value: (B, Hkv, P) float32, Hq as in the policy."""
@@ -83,14 +80,8 @@ class CriticalKV(AroundScores, PrefixPolicy):
         norms = _to_12_bits(ops.reduce_group(norms, scores.shape[1], "mean"))
         means = _raised(scores, layer.pads) / self.policy.summed_weights(layer)
         weighed = (means + _EPSILON) * norms
-        first_tokens = [int(kept * self.first_share) for kept in self.kept_prefix_tokens(layer)]
-        first = ops.keep_best(
-            scores,
-            first_tokens,
-            layer.pad_tokens,
-            first_tokens=self.sink_tokens,
-            protected=self.must_stay(layer),
-        )
+        kept = [int(kept * self.first_share) for kept in self.kept_prefix_tokens(layer)]
+        first = self.prefix(layer).best(scores, kept)
         chosen = torch.zeros(*scores.shape[:2], scores.shape[-1] + 1, dtype=torch.bool)
         chosen = chosen.to(scores.device).scatter(2, first % chosen.shape[-1], True)  # -1 is last
         return weighed.masked_fill(chosen[..., :-1], torch.finfo(scores.dtype).max)
@@ -104,12 +95,7 @@ def absolute_sum(states: Tensor) -> Tensor:
 def projected_norms(
     layer: PromptLayer, prefix_tokens: int, norm: Callable[[Tensor], Tensor] = absolute_sum
 ) -> Tensor:
-    """Norm of ``W_O v`` for the prefix: (B, Hq, P) float32.
-
-    Args:
-        layer: its values and output projection; of its queries only the number of heads counts.
-        prefix_tokens: P.
-        norm: of (..., hidden) over the last axis; L1 as in CriticalKV.
+    """Norm of ``W_O v`` for the first positions: (B, Hq, P) float32; L1 as in CriticalKV.
 
     Raises:
         UnsupportedModelError: the output projection does not take the heads' values side by side.

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from snapkv.policies.auto_budget import AutoBudget
+from snapkv.policies.budget import AutoBudget
 from snapkv.policies.snapkv import SnapKV
 from snapkv.validation import DEFAULT, SMALL_WINDOW
 
@@ -23,10 +23,6 @@ def default_policy(budget: int | str | AutoBudget | None = None, **given: Any) -
     Args:
         budget: tokens kept per KV head and layer, window included, or "auto"; 1024 by default.
         given: any other parameters of `SnapKV`.
-
-    Raises:
-        InvalidArgumentError: a value out of range.
-        InvalidTypeError: a value of the wrong type.
     """
     return SnapKV(budget, **default_parameters(given))  # type: ignore[arg-type] # it checks
 

@@ -1,7 +1,6 @@
 """DuoAttention (Xiao et al., 2024, arXiv 2410.10819): only retrieval heads keep everything."""
 
 import functools
-import math
 import os
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import ClassVar, Self
@@ -9,13 +8,12 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from snapkv import ops
-from snapkv.errors import InvalidArgumentError, InvalidTypeError
+from snapkv.errors import InvalidArgumentError
 from snapkv.policies.base import EvictingPolicy
 from snapkv.policies.head_scores import HeadScores, head_scores
 from snapkv.policies.spans import Spans
 from snapkv.policies.states import DecodeStep, Eviction, LayerStates, PromptLayer, Selection
-from snapkv.validation import require_int, require_share
+from snapkv.validation import require_finite, require_int, require_share
 
 KEEP_HEADS = 0.5
 """The part of the heads that keeps everything, where scores decide and nobody says."""
@@ -58,9 +56,7 @@ class DuoAttention(EvictingPolicy):
     name: ClassVar[str] = "duo-attention"
     parts_heads: ClassVar[bool] = True
     query_tokens: ClassVar[int] = 0
-    """None: nothing is scored."""
     max_decode_tokens: ClassVar[None] = None
-    """Heads keep different numbers of tokens."""
 
     pattern: HeadScores | str | os.PathLike[str] | None = field(default=None, repr=False)
     _: KW_ONLY
@@ -70,7 +66,6 @@ class DuoAttention(EvictingPolicy):
     recent_tokens: int = 256
 
     def __post_init__(self) -> None:
-        """Check every parameter once, here, and read the file where one is named."""
         if self.pattern is not None:
             object.__setattr__(self, "pattern", head_scores("pattern", self.pattern))
         require_int("sink_tokens", self.sink_tokens, minimum=0)
@@ -78,20 +73,18 @@ class DuoAttention(EvictingPolicy):
         if self.keep_heads is not None:
             require_share("keep_heads", self.keep_heads, "0.5")
         if self.threshold is not None:
-            _require_threshold(self.threshold)
-        limits = {"keep_heads": self.keep_heads, "threshold": self.threshold}
-        given = {name: value for name, value in limits.items() if value is not None}
-        if len(given) > 1:
+            require_finite("threshold", self.threshold, "pass a score such as 0.5")
+        if self.keep_heads is not None and self.threshold is not None:
             raise InvalidArgumentError(
                 f"keep_heads and threshold: expected one of them, got keep_heads="
                 f"{self.keep_heads} and threshold={self.threshold}; leave one out"
             )
-        if given and self._says_by_itself:
-            ((name, value),) = given.items()
-            raise InvalidArgumentError(
-                f"{name}: expected none with a pattern of ones and zeros, which says by itself "
-                f"which heads keep everything, got {value}; leave {name} out, or pass scores"
-            )
+        for name in ("keep_heads", "threshold"):
+            if self._says_by_itself and (value := getattr(self, name)) is not None:
+                raise InvalidArgumentError(
+                    f"{name}: expected none with a pattern of ones and zeros, which says by itself "
+                    f"which heads keep everything, got {value}; leave {name} out, or pass scores"
+                )
 
     def with_scores(self, scores: HeadScores) -> Self:
         """The same method with these scores."""
@@ -127,33 +120,16 @@ class DuoAttention(EvictingPolicy):
 
     def select(self, layer: PromptLayer) -> Selection:
         """Cut the streaming heads of the layer; nothing where all of them fit."""
-        pads = layer.pad_tokens
         columns = torch.arange(layer.keys.shape[2], device=layer.keys.device)[None, None]
-        kept = self._kept(layer, columns, layer.keys.shape[2])
-        real = columns >= (0 if pads is None else pads[:, None, None])
-        if bool((kept == real).all()):
+        kept, drops = self._kept(layer, columns, layer.keys.shape[2])
+        if not drops:
             return Selection.whole(layer)
-        counts, keep_indices = kept.sum(dim=-1), ops.kept_indices(kept)
-        parts = self._parts(layer)
-        return Selection(
-            keep_indices=keep_indices,
-            prompt_tokens=layer.keys.shape[2],
-            head_tokens=counts if parts else None,
-            filler_tokens=None if parts else keep_indices.shape[-1] - counts[:, 0],
-        )
+        return Selection.of_mask(kept, parts_heads=self._parts(layer))
 
     def evict(self, step: DecodeStep) -> Eviction:
         """Drop from the streaming heads what is no longer recent."""
-        kept = self._kept(step, step.columns, step.seen_tokens)
-        pads = 0 if step.pad_tokens is None else step.pad_tokens[:, None, None]
-        if bool((kept == (step.columns >= pads)).all()):
-            return Eviction()
-        keep_indices = ops.kept_indices(kept)
-        return Eviction(
-            keep_indices=keep_indices,
-            filler_tokens=keep_indices.shape[-1] - kept[:, 0].sum(dim=-1),
-            parts_heads=self._parts(step),
-        )
+        kept, drops = self._kept(step, step.columns, step.seen_tokens)
+        return Eviction.of_mask(kept, parts_heads=self._parts(step)) if drops else Eviction()
 
     def require_protection(self, spans: Spans) -> None:
         """Never raise: there is no budget, streaming heads keep them beside their own."""
@@ -178,30 +154,16 @@ class DuoAttention(EvictingPolicy):
         """Whether heads of the layer keep different numbers of tokens."""
         return len(set(self._retrieves(layer))) > 1
 
-    def _kept(self, layer: LayerStates, columns: Tensor, seen_tokens: int) -> Tensor:
-        """Which slots every head keeps: (B, H, S) bool.
+    def _kept(self, layer: LayerStates, columns: Tensor, seen_tokens: int) -> tuple[Tensor, bool]:
+        """Which slots every head keeps, (B, H, S) bool, and whether that leaves out a token.
 
-        Args:
-            layer: the states.
-            columns: (B or 1, H or 1, S) int64, below a row's pads where a slot holds no token.
-            seen_tokens: columns so far.
+        `columns` is (B or 1, H or 1, S), below a row's pads where a slot holds no token.
         """
         pads = 0 if layer.pad_tokens is None else layer.pad_tokens[:, None, None]
         whole = torch.tensor(self._retrieves(layer), device=columns.device)[None, :, None]
         stays = (columns < pads + self.sink_tokens) | (columns >= seen_tokens - self.recent_tokens)
         if layer.protected is not None:
             stays = stays | layer.protected
-        kept = (columns >= pads) & (whole | stays)
-        return kept.expand(layer.keys.shape[0], -1, -1)
-
-
-def _require_threshold(value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidTypeError(
-            f"threshold: expected a number, got {value!r} of type {type(value).__name__}; pass a "
-            "score such as 0.5"
-        )
-    if not math.isfinite(value):
-        raise InvalidArgumentError(
-            f"threshold: expected a finite number, got {value}; pass a score such as 0.5"
-        )
+        real = columns >= pads
+        kept = real & (whole | stays)
+        return kept.expand(layer.keys.shape[0], -1, -1), bool((kept != real).any())

@@ -36,7 +36,6 @@ class ExpectedAttention(PrefixPolicy):
 
     name: ClassVar[str] = "expected-attention"
     query_tokens: ClassVar[int] = ALL_QUERIES
-    """All of the prompt's queries."""
     needs: ClassVar[frozenset[Need]] = frozenset({"rotation"})
 
     _: KW_ONLY
@@ -44,7 +43,6 @@ class ExpectedAttention(PrefixPolicy):
     sink_tokens: int = 4
 
     def __post_init__(self) -> None:
-        """Check every parameter once, here."""
         super().__post_init__()
         require_int("future_tokens", self.future_tokens, minimum=1)
 

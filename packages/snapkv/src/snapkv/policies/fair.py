@@ -10,7 +10,7 @@ from torch import Tensor
 
 from snapkv import ops
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
-from snapkv.policies.allocation import largest_remainder
+from snapkv.policies.budget import largest_remainder
 from snapkv.policies.spans import Span, require_span
 
 
@@ -26,21 +26,11 @@ class Segments:
 
     @classmethod
     def of(cls, argument: str, given: object) -> Self:
-        """The segments that a user has given.
-
-        Raises:
-            InvalidArgumentError: an empty span, or two that overlap.
-            InvalidTypeError: not a mapping of names to pairs of integers.
-        """
-        if not isinstance(given, Mapping):
+        """The segments that a user has given."""
+        if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
             raise InvalidTypeError(
                 f"{argument}: expected names and their spans, got {given!r} of type "
                 f'{type(given).__name__}; pass for instance {{"rules": (0, 200)}}'
-            )
-        if not all(isinstance(name, str) for name in given):
-            raise InvalidTypeError(
-                f"{argument}: expected names that are texts, got {list(given)!r}; write them in "
-                "quotes"
             )
         named = [(name, require_span(f"{argument}[{name!r}]", given[name])) for name in given]
         parts = sorted(named, key=lambda part: part[1])
@@ -58,23 +48,17 @@ class Segments:
         return [*inside, prefix_tokens - sum(inside)]
 
     def indices(self, positions: Tensor) -> Tensor:
-        """Which segment positions lie in, counted as in `tokens`: int64, their shape."""
+        """Which segment positions lie in, counted as in `tokens`: int64; -1 below 0."""
         found = torch.full_like(positions, len(self.parts))
         for index, (_, (start, stop)) in enumerate(self.parts):
             found.masked_fill_((positions >= start) & (positions < stop), index)
-        return found
+        return found.masked_fill_(positions < 0, -1)
 
 
 def fair_shares(tokens: Sequence[int], total: int, least: Sequence[int]) -> list[int]:
-    """Share `total` slots out in proportion to `tokens`, none below its `least`.
+    """Share `total` slots out in proportion to `tokens`, each share between `least` and those.
 
-    Args:
-        tokens: of every segment.
-        total: at most their sum, at least that of `least`.
-        least: what each keeps in any case, at most its tokens.
-
-    Returns:
-        Whole numbers that add up to `total`, none above its tokens.
+    `total` lies between the sum of `least` and that of `tokens`; the result adds up to it.
     """
     shares, open_ = list(least), [index for index, count in enumerate(tokens) if count]
     while open_:
@@ -112,9 +96,7 @@ def keep_fair(
     """
     pads = torch.tensor([scores.shape[-1] - own for own in prefix_lengths], device=scores.device)
     slots = torch.arange(scores.shape[-1], device=scores.device)
-    where = segments.indices(slots - pads[:, None])[:, None].masked_fill(
-        (slots < pads[:, None])[:, None], -1
-    )
+    where = segments.indices(slots - pads[:, None])[:, None]
     count = len(segments.parts) + 1
     least = [[0] * count for _ in keep_tokens]
     if must_stay is not None:

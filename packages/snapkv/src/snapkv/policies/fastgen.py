@@ -1,5 +1,7 @@
 """FastGen (Ge et al., ICLR 2024): every head keeps what its attention shows that it needs."""
 
+import functools
+import unicodedata
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, ClassVar, Self
 
@@ -7,20 +9,17 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
+from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.policies.base import ALL_QUERIES, EvictingPolicy, Need
 from snapkv.policies.spans import Spans
 from snapkv.policies.states import DecodeStep, Eviction, LayerStates, PromptLayer, Selection
-from snapkv.policies.tokens import (
-    TokenIds,
-    found,
-    punctuation_tokens,
-    require_token_ids,
-    special_tokens,
-)
 from snapkv.validation import require_ratio
 
 SPECIAL, PUNCTUATION, FREQUENT, LOCAL, FULL = range(5)
 """What a head keeps, each beside all that stands before it; `FULL` is everything."""
+
+TokenIds = tuple[int | tuple[int, ...], ...]
+"""Ids; or, where a marker such as "[INST]" is several tokens, a tuple of theirs."""
 
 
 @dataclass(frozen=True)
@@ -52,18 +51,12 @@ class FastGen(EvictingPolicy):
         special_ids: ids of the special tokens, a tuple of its ids where a chat marker is several
             tokens; by default all that the tokenizer calls special, see `with_tokenizer`.
         punctuation_ids: ids of the punctuation, by default all tokens that hold nothing else.
-
-    Raises:
-        InvalidArgumentError: a value out of range.
-        InvalidTypeError: a value of the wrong type.
     """
 
     name: ClassVar[str] = "fastgen"
     parts_heads: ClassVar[bool] = True
     query_tokens: ClassVar[int] = ALL_QUERIES
-    """All: the whole attention over the prompt is what is to be recovered."""
     max_decode_tokens: ClassVar[None] = None
-    """Heads keep different numbers of tokens."""
 
     recovery: float = 0.95
     _: KW_ONLY
@@ -73,7 +66,6 @@ class FastGen(EvictingPolicy):
     punctuation_ids: TokenIds | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        """Check every parameter once, here."""
         for name in ("recovery", "local_ratio", "frequent_ratio"):
             require_ratio(name, getattr(self, name))
         for name in ("special_ids", "punctuation_ids"):
@@ -100,6 +92,9 @@ class FastGen(EvictingPolicy):
         """The ids of all tokens, and the tokenizer's to compare them with."""
         known = self.special_ids is not None and self.punctuation_ids is not None
         return frozenset({"token_ids"} if known else {"token_ids", "tokenizer"})
+
+    def require_protection(self, spans: Spans) -> None:
+        """Never raise: there is no budget, every head keeps them beside its own."""
 
     def select(self, layer: PromptLayer) -> Selection:
         """Choose what every head keeps, and keep it."""
@@ -128,16 +123,8 @@ class FastGen(EvictingPolicy):
         if layer.protected is not None:
             scores = scores.masked_fill(layer.protected, float("inf"))
         kept = self._kept(scores, columns, columns.shape[-1], tokens, notes)
-        counts, keep_indices = kept.sum(dim=-1), ops.kept_indices(kept)
         own = layer.stored_heads is None  # a latent is stored once for all heads, in rows as wide
-        return Selection(
-            keep_indices=keep_indices,
-            prompt_tokens=layer.keys.shape[2],
-            head_tokens=counts if own else None,
-            filler_tokens=None if own else keep_indices.shape[-1] - counts[:, 0],
-            scores=scores,
-            head_notes=notes,
-        )
+        return Selection.of_mask(kept, parts_heads=own, scores=scores, head_notes=notes)
 
     def evict(self, step: DecodeStep) -> Eviction:
         """Apply every head's choice again, to what it holds and to the tokens of this step."""
@@ -161,12 +148,7 @@ class FastGen(EvictingPolicy):
         columns = step.columns.masked_fill(step.columns < _pads(step), -1)
         tokens = step.seen_tokens - _pads(step)[:, 0, 0]
         kept = self._kept(scores, columns, step.seen_tokens, tokens, step.head_notes)
-        keep_indices = ops.kept_indices(kept)
-        fillers = keep_indices.shape[-1] - kept[:, 0].sum(dim=-1)
-        return Eviction(keep_indices=keep_indices, scores=scores, filler_tokens=fillers)
-
-    def require_protection(self, spans: Spans) -> None:
-        """Never raise: there is no budget, every head keeps them beside its own."""
+        return Eviction.of_mask(kept, scores=scores)
 
     def _kinds(self, token_ids: Tensor | None) -> tuple[Tensor, Tensor]:
         """Which tokens are special, and which are punctuation: both (B, N) bool."""
@@ -244,3 +226,68 @@ def _pads(states: LayerStates) -> Tensor:
     if states.pad_tokens is None:
         return torch.zeros(1, 1, 1, dtype=torch.int64, device=states.keys.device)
     return states.pad_tokens[:, None, None]
+
+
+def special_tokens(tokenizer: Any) -> TokenIds:
+    """All tokens that the tokenizer calls special, chat markers among them."""
+    added = tokenizer.added_tokens_decoder.items()
+    marked = {index for index, token in added if token.special}
+    return tuple(sorted(marked | set(tokenizer.all_special_ids)))
+
+
+def punctuation_tokens(tokenizer: Any) -> TokenIds:
+    """All tokens whose text is punctuation, as Unicode has it, and white space around it.
+
+    Every id of the vocabulary is decoded, so variants with a space and single bytes are among them.
+    """
+    special = set(special_tokens(tokenizer))
+    ids = sorted(set(tokenizer.get_vocab().values()) - special)
+    return tuple(index for index in ids if _is_punctuation(tokenizer.decode([index])))
+
+
+def _is_punctuation(text: str) -> bool:
+    characters = text.strip()
+    return bool(characters) and all(unicodedata.category(c).startswith("P") for c in characters)
+
+
+def require_token_ids(argument: str, ids: object) -> None:
+    """Raise unless `ids` are `TokenIds`, or None."""
+    if ids is None:
+        return
+    remedy = "pass a tuple such as (1, 2), or leave it to with_tokenizer"
+    if not isinstance(ids, tuple):
+        raise InvalidTypeError(
+            f"{argument}: expected token ids, got {ids!r} of type {type(ids).__name__}; {remedy}"
+        )
+    for entry in ids:
+        for index in entry if isinstance(entry, tuple) and entry else (entry,):
+            if isinstance(index, bool) or not isinstance(index, int):
+                raise InvalidTypeError(
+                    f"{argument}: expected token ids, got {entry!r} among them; {remedy}"
+                )
+            if index < 0:
+                raise InvalidArgumentError(
+                    f"{argument}: expected ids of at least 0, got {index}; {remedy}"
+                )
+
+
+def found(token_ids: Tensor, wanted: TokenIds) -> Tensor:
+    """Which tokens, (B, N) int64, are wanted; a marker is where its tokens follow each other."""
+    singles, markers = _split(wanted, token_ids.device)
+    matches = torch.isin(token_ids, singles)
+    for marker in markers:
+        starts = token_ids.shape[1] - len(marker) + 1
+        if starts < 1:
+            continue
+        run = token_ids.unfold(1, len(marker), 1) == torch.tensor(marker, device=token_ids.device)
+        for offset in range(len(marker)):
+            matches[:, offset : offset + starts] |= run.all(dim=-1)
+    return matches
+
+
+@functools.lru_cache(maxsize=8)
+def _split(wanted: TokenIds, device: torch.device) -> tuple[Tensor, list[tuple[int, ...]]]:
+    """The wanted tokens that are no markers of several, (N,) int64, and the markers."""
+    singles = [entry for entry in wanted if isinstance(entry, int)]
+    markers = [entry for entry in wanted if isinstance(entry, tuple)]
+    return torch.tensor(singles, dtype=torch.int64, device=device), markers

@@ -14,10 +14,8 @@ class FullCache(Policy):
 
     name: ClassVar[str] = "full"
     query_tokens: ClassVar[int] = 0
-    """None: nothing is scored."""
 
     def select(self, layer: PromptLayer) -> Selection | None:
-        """Keep everything."""
         return None
 
     def require_protection(self, spans: Spans) -> None:

@@ -6,15 +6,14 @@ from typing import ClassVar
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.policies.base import ALL_QUERIES, EvictingPolicy
-from snapkv.policies.recent import keep_best_and_recent
+from snapkv.policies.base import ALL_QUERIES
+from snapkv.policies.recent import BestAndRecent, split_budget
 from snapkv.policies.spans import Spans
-from snapkv.policies.split import split_budget
 from snapkv.policies.states import DecodeStep, Eviction, LayerStates, PromptLayer, Selection
 
 
 @dataclass(frozen=True)
-class H2O(EvictingPolicy):
+class H2O(BestAndRecent):
     """Keeps the tokens that received most attention so far, and the most recent ones.
 
     A token's score is the attention it has received from every query since the start of the
@@ -37,7 +36,6 @@ class H2O(EvictingPolicy):
 
     name: ClassVar[str] = "h2o"
     query_tokens: ClassVar[int] = ALL_QUERIES
-    """All: every query of the prompt adds its attention."""
 
     budget: int | None = None
     _: KW_ONLY
@@ -45,49 +43,47 @@ class H2O(EvictingPolicy):
     recent: int | None = None
 
     def __post_init__(self) -> None:
-        """Complete and check the three sizes."""
         split_budget(self, "heavy", "recent", default_second=lambda budget: (budget + 1) // 2)
 
     @property
     def max_decode_tokens(self) -> int:
-        """The budget."""
         assert self.budget is not None
         return self.budget
 
+    @property
+    def recent_tokens(self) -> int:
+        assert self.recent is not None
+        return self.recent
+
+    def rate(self, states: LayerStates) -> Tensor:
+        """The attention that every slot receives from the queries: (B, Hkv, S) float32."""
+        received = ops.attention_received(
+            states.queries,
+            states.keys,
+            states.score_options,
+            pad_tokens=states.leading_fillers,
+        )
+        return ops.reduce_group(received, states.num_kv_heads, "mean")
+
     def note(self, layer: PromptLayer) -> Tensor:
-        """The attention that every token of the prompt received: (B, Hkv, T) float32."""
-        return _received(layer)
+        return self.rate(layer)
 
     def select(self, layer: PromptLayer) -> Selection:
         """Keep heavy hitters of the whole prompt and its last tokens."""
-        scores = self.note(layer)
-        return Selection.of(layer, self._keep(scores, layer), scores=scores)
+        scores = self.rate(layer)
+        return Selection.of(layer, self._heaviest(layer, scores), scores=scores)
 
     def evict(self, step: DecodeStep) -> Eviction:
         """Add the attention of this step and drop the lightest of the older tokens."""
         assert step.scores is not None
-        scores = step.scores + _received(step)
-        return Eviction(keep_indices=self._keep(scores, step), scores=scores)
+        scores = step.scores + self.rate(step)
+        return Eviction(keep_indices=self._heaviest(step, scores), scores=scores)
+
+    def _heaviest(self, states: LayerStates, scores: Tensor) -> Tensor:
+        kept = [self.of_prompt(tokens, states) for tokens in states.row_lengths]
+        return self.keep(states, scores, kept)
 
     def require_protection(self, spans: Spans) -> None:
         """Raise unless they fit among the heavy hitters."""
         assert self.heavy is not None
         self._require_whole_spans(spans, self.heavy, f"beside its {self.recent} recent tokens")
-
-    def _keep(self, scores: Tensor, states: LayerStates) -> Tensor:
-        assert self.heavy is not None
-        assert self.recent is not None
-        return keep_best_and_recent(
-            scores, self.heavy, self.recent, states.leading_fillers, states.protected
-        )
-
-
-def _received(states: LayerStates) -> Tensor:
-    """The attention that every slot receives from the queries: (B, Hkv, S) float32."""
-    received = ops.attention_received(
-        states.queries,
-        states.keys,
-        states.score_options,
-        pad_tokens=states.leading_fillers,
-    )
-    return ops.reduce_group(received, states.num_kv_heads, "mean")

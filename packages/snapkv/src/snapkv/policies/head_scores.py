@@ -17,16 +17,7 @@ MOST_BYTES = 1 << 20
 
 
 def head_scores(argument: str, given: object) -> HeadScores:
-    """Scores as a user has given them, checked.
-
-    Args:
-        argument: its name, for messages.
-        given: rows of numbers, or the name of a file that `scores_in` can read.
-
-    Raises:
-        InvalidArgumentError: no such file, something else in it, or rows of different lengths.
-        InvalidTypeError: neither rows of numbers nor a name.
-    """
+    """Scores as a user has given them, rows of numbers or the name of a file, checked."""
     if isinstance(given, str | os.PathLike):
         return scores_in(argument, Path(given))
     if not isinstance(given, Sequence):
@@ -68,11 +59,7 @@ def scores_in(argument: str, path: Path) -> HeadScores:
 
 
 def _rows(text: str) -> Any:
-    """What JSON says are the rows, or the numbers of a table.
-
-    Raises:
-        ValueError: neither.
-    """
+    """What JSON says are the rows, or the numbers of a table; a ValueError where it is neither."""
     if text.lstrip()[:1] in ("{", "["):
         found = json.loads(text)
         return found.get("scores") if isinstance(found, dict) else found
@@ -98,9 +85,7 @@ def _checked(argument: str, rows: Any, place: str) -> HeadScores:
 
 def _is_score(value: object) -> bool:
     """Whether it is a finite number; a truth value counts as 1 or 0."""
-    if not isinstance(value, int | float):
-        return False
     try:
-        return math.isfinite(value)
+        return isinstance(value, int | float) and math.isfinite(value)
     except OverflowError:  # an integer beyond what a float can hold
         return False

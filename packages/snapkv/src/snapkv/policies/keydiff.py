@@ -25,7 +25,6 @@ class KeyDiff(PrefixPolicy):
 
     name: ClassVar[str] = "keydiff"
     query_tokens: ClassVar[int] = 0
-    """None: nothing is scored by attention."""
     rates_what_is_held: ClassVar[bool] = True
 
     _: KW_ONLY

@@ -46,7 +46,6 @@ class KVzip(PrefixPolicy):
 
     name: ClassVar[str] = "kvzip"
     query_tokens: ClassVar[int] = 0
-    """None of the first reading's."""
 
     _: KW_ONLY
     chunk_tokens: int = 2048
@@ -54,22 +53,17 @@ class KVzip(PrefixPolicy):
     plus: bool = False
 
     def __post_init__(self) -> None:
-        """Check every parameter once, here."""
         super().__post_init__()
         require_int("chunk_tokens", self.chunk_tokens, minimum=1)
 
     @property
     def needs(self) -> frozenset[Need]:
         """A second reading; with `plus` the layer's output projection, too."""
-        weighed: frozenset[Need] = frozenset({"output_weight"} if self.plus else ())
-        return weighed | {"second_reading"}
+        once: frozenset[Need] = frozenset({"second_reading"})
+        return once | {"output_weight"} if self.plus else once
 
     def score(self, layer: PromptLayer) -> Tensor:
-        """The most attention received in the second reading: (B, Hkv, P) float32.
-
-        Raises:
-            InvalidArgumentError: there was no second reading.
-        """
+        """The most attention received in the second reading: (B, Hkv, P) float32."""
         if layer.received is None:
             raise InvalidArgumentError(
                 "policy: expected one that chooses when the prompt has been read once, got kvzip, "

@@ -37,7 +37,6 @@ class LagKV(PrefixPolicy):
 
     name: ClassVar[str] = "lagkv"
     query_tokens: ClassVar[int] = 0
-    """None: nothing is scored by attention."""
     rates_what_is_held: ClassVar[bool] = True
 
     _: KW_ONLY
@@ -46,7 +45,6 @@ class LagKV(PrefixPolicy):
     cross_scoring: bool = False
 
     def __post_init__(self) -> None:
-        """Check every parameter once, here."""
         super().__post_init__()
         require_int("lag_size", self.lag_size, minimum=2)
 

@@ -37,7 +37,6 @@ class PromptThenDecode(EvictingPolicy):
     decode: EvictingPolicy = field(default_factory=TOVA)
 
     def __post_init__(self) -> None:
-        """Check that either can do its part, and that the parts fit."""
         if not isinstance(self.prompt, Policy) or isinstance(self.prompt, EvictingPolicy):
             raise InvalidTypeError(
                 f"prompt: expected a method that only compresses the prompt, such as "
@@ -55,7 +54,10 @@ class PromptThenDecode(EvictingPolicy):
                 f"decode: expected a method that leaves positions as they are, since what the "
                 f"prompt's method keeps has gaps, got {self.decode!r}; pass positions='original'"
             )
-        most, room = self.prompt.most_tokens, self.decode.max_decode_tokens
+        self._require_room(self.prompt.most_tokens, self.decode.max_decode_tokens)
+
+    def _require_room(self, most: int | None, room: int | None) -> None:
+        """Raise unless what the prompt keeps fits into what is held while generating."""
         if room is None:
             raise InvalidArgumentError(
                 f"decode: expected a method with a budget that is the same for all heads, got "
@@ -76,36 +78,29 @@ class PromptThenDecode(EvictingPolicy):
 
     @property
     def query_tokens(self) -> int:
-        """What either wants."""
         return max(self.prompt.query_tokens, self.decode.query_tokens)
 
     @property
     def parts_groups(self) -> bool:
-        """What `prompt` does."""
         return self.prompt.parts_groups
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What either needs."""
         return self.prompt.needs | self.decode.needs
 
     @property
     def max_decode_tokens(self) -> int | None:
-        """What `decode` allows."""
         return self.decode.max_decode_tokens
 
     @property
     def history_tokens(self) -> int:
-        """What `decode` wants."""
         return self.decode.history_tokens
 
     def require_protection(self, spans: Spans) -> None:
-        """Raise unless both have room."""
         self.prompt.require_protection(spans)
         self.decode.require_protection(spans)
 
     def require_room(self, layer: PromptLayer) -> None:
-        """Raise unless `prompt` has room; that `decode` has is known."""
         self.prompt.require_room(layer)
 
     def select(self, layer: PromptLayer) -> Selection:
@@ -120,12 +115,10 @@ class PromptThenDecode(EvictingPolicy):
         return replace(selection, scores=noted)
 
     def lost_votes(self, layer: PromptLayer, selection: Selection) -> LostVotes | None:
-        """What `prompt` says."""
         shown = _with_queries(layer, self.prompt.query_tokens)
         return self.prompt.lost_votes(shown, selection)
 
     def evict(self, step: DecodeStep) -> Eviction:
-        """Leave it to `decode`."""
         return self.decode.evict(step)
 
 

@@ -3,7 +3,8 @@
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
-from snapkv.policies.allocation import largest_remainder
+from snapkv.policies.base import OfHeads
+from snapkv.policies.budget import largest_remainder
 from snapkv.policies.snapkv import SnapKV
 from snapkv.policies.states import PromptLayer
 from snapkv.validation import require_int
@@ -35,29 +36,20 @@ class PyramidKV(SnapKV):
     published: bool = False
 
     def __post_init__(self) -> None:
-        """Check every parameter once, here."""
         super().__post_init__()
         require_int("beta", self.beta, minimum=1)
 
     @property
     def most_tokens(self) -> int | None:
         """What the bottom layer keeps of a long prompt: almost twice the prefix's budget."""
-        if self._budget_tokens is None:
-            return None
-        return self.window_size + 2 * (self._budget_tokens - self.window_size)
+        mean = super().most_tokens
+        return None if mean is None else self.window_size + 2 * (mean - self.window_size)
 
-    def kept_prefix_tokens(self, layer: PromptLayer) -> list[int]:
+    def kept_prefix_tokens(self, layer: PromptLayer, of_heads: OfHeads = "max") -> list[int]:
         """B numbers: positions each row keeps of its own prefix in this layer."""
-        return self._kept_at(layer, layer.depth)
-
-    def least_prefix_tokens(self, layer: PromptLayer) -> list[int]:
-        """B numbers: the same in the top layer."""
-        return self._kept_at(layer, -1)
-
-    def _kept_at(self, layer: PromptLayer, depth: int) -> list[int]:
-        means, prefixes = super().kept_prefix_tokens(layer), self.prefix_lengths(layer)
+        means, prefixes = super().kept_prefix_tokens(layer, of_heads), self.prefix(layer).lengths
         return [
-            min(tokens, self._layer_budgets(mean, tokens, layer.num_layers)[depth])
+            min(tokens, self._layer_budgets(mean, tokens, layer.num_layers)[layer.depth])
             for mean, tokens in zip(means, prefixes, strict=True)
         ]
 
@@ -71,16 +63,9 @@ class PyramidKV(SnapKV):
 
 
 def exact_budgets(mean: int, prefix_tokens: int, num_layers: int, beta: int) -> list[int]:
-    """Budgets that fall linearly and add up to ``mean * num_layers`` exactly.
+    """Budgets of the layers that fall linearly and add up to ``mean * num_layers`` exactly.
 
-    Args:
-        mean: prefix tokens per layer, on average; at most `prefix_tokens`.
-        prefix_tokens: what there is to keep.
-        num_layers: number of layers.
-        beta: the top layer gets ``mean / beta``, unless the bottom one would exceed the prefix.
-
-    Returns:
-        One budget a layer, non-increasing.
+    The top layer gets ``mean / beta``, unless the bottom one would exceed the prefix.
     """
     bottom = min(2 * mean - mean / beta, prefix_tokens)
     top = 2 * mean - bottom

@@ -27,14 +27,12 @@ class Random(PrefixPolicy):
 
     name: ClassVar[str] = "random"
     query_tokens: ClassVar[int] = 0
-    """None: nothing is scored by attention."""
 
     _: KW_ONLY
     seed: int = 0
     sink_tokens: int = 0
 
     def __post_init__(self) -> None:
-        """Check every parameter once, here."""
         super().__post_init__()
         require_int("seed", self.seed, minimum=0, maximum=None)
 
@@ -43,8 +41,6 @@ class Random(PrefixPolicy):
         batch, prompt_tokens = layer.keys.shape[0], layer.keys.shape[2]
         seed = (self.seed * 100_003 + layer.layer_idx) % 2**63  # what a generator accepts
         generator = torch.Generator().manual_seed(seed)
-        draws = torch.rand(
-            prompt_tokens - self.window_size, layer.num_kv_heads, generator=generator
-        )
-        scores = draws.flip(0).T.expand(batch, -1, -1)
-        return scores.to(layer.keys.device)
+        prefix_tokens = prompt_tokens - self.window_size
+        draws = torch.rand(prefix_tokens, layer.num_kv_heads, generator=generator)
+        return draws.flip(0).T.expand(batch, -1, -1).to(layer.keys.device)

@@ -1,51 +1,100 @@
-"""Keeping the best of the older tokens and all of the most recent ones."""
+"""Methods that keep all of the most recent tokens and the best of the others."""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from snapkv import ops
+from snapkv.errors import InvalidArgumentError
+from snapkv.policies.base import EvictingPolicy
+from snapkv.policies.states import DecodeStep, Eviction, LayerStates, PromptLayer, Selection
+from snapkv.validation import DEFAULT_BUDGET, require_int
 
 
-def keep_best_and_recent(
-    scores: Tensor,
-    best_tokens: int | Tensor,
-    recent_tokens: int,
-    filler_tokens: Tensor | None,
-    protected: Tensor | None = None,
-) -> Tensor:
-    """Top-k of the older slots and all of the most recent ones; fillers go first.
+class BestAndRecent(EvictingPolicy):
+    """Cuts the prompt, and the cache as it grows; subclasses rate the tokens and count them."""
+
+    @property
+    @abstractmethod
+    def recent_tokens(self) -> int:
+        """How many of the last tokens always stay."""
+
+    @property
+    def first_tokens(self) -> int:
+        """How many of a row's first tokens come before all others."""
+        return 0
+
+    @abstractmethod
+    def rate(self, states: LayerStates) -> Tensor:
+        """(B, H or 1, S) float32, higher first; what the recent tokens get does not count."""
+
+    def of_prompt(self, tokens: int, states: LayerStates) -> int:
+        """How many of a row's tokens stay at the end of the prompt."""
+        assert self.max_decode_tokens is not None
+        return min(tokens, self.max_decode_tokens)
+
+    def of_step(self, tokens: int, states: LayerStates) -> int:
+        """How many of a row's tokens stay behind a step."""
+        return self.of_prompt(tokens, states)
+
+    def select(self, layer: PromptLayer) -> Selection:
+        kept = [self.of_prompt(tokens, layer) for tokens in layer.row_lengths]
+        return Selection.of(layer, self.keep(layer, self.rate(layer), kept))
+
+    def evict(self, step: DecodeStep) -> Eviction:
+        slots = step.keys.shape[2]
+        if self.of_step(slots, step) == slots:
+            return Eviction()
+        kept = [self.of_step(tokens, step) for tokens in step.row_lengths]
+        keep_indices = self.keep(step, self.rate(step), kept)
+        if step.filler_tokens is None:
+            return Eviction(keep_indices=keep_indices)
+        own = torch.tensor(kept, device=keep_indices.device)
+        return Eviction(keep_indices=keep_indices, filler_tokens=keep_indices.shape[-1] - own)
+
+    def keep(self, states: LayerStates, scores: Tensor, kept: list[int]) -> Tensor:
+        """So many slots of every row: (B, H, max(kept)) int64, ascending; fillers come first."""
+        slots, recent = states.keys.shape[2], self.recent_tokens
+        older, protected = max(slots - recent, 0), states.protected
+        best = ops.keep_best(
+            scores[..., :older],
+            [own - min(held, recent) for own, held in zip(kept, states.row_lengths, strict=True)],
+            states.leading_fillers,
+            first_tokens=self.first_tokens,
+            protected=None if protected is None else protected[..., :older],
+        )
+        last = torch.arange(older, slots, device=scores.device)
+        return torch.cat([best, last.expand(*best.shape[:2], -1)], dim=-1)
+
+
+def split_budget(
+    policy: Any, first: str, second: str, *, default_second: Callable[[int], int]
+) -> None:
+    """Complete a frozen policy's `budget`, `first` and `second`, of which two determine the third.
 
     Args:
-        scores: (B, H, S) float32 over all slots; those of the recent ones are not looked at.
-        best_tokens: how many of the older slots to keep, of all rows or (B,) of each.
-        recent_tokens: how many of the last slots to keep.
-        filler_tokens: (B,) leading slots that hold pads, or None.
-        protected: slots that come before all others, as `ops.keep_best` takes them.
-
-    Returns:
-        (B, H, best + recent) int64, ascending; (B, H, S) where there are no more slots than that;
-        rows that keep fewer than others begin with -1.
+        policy: the policy being made; its three fields are set.
+        first: name of the older part, which may be 0.
+        second: name of the recent part, at least 1.
+        default_second: the recent part of a budget where only the budget is given.
     """
-    S = scores.shape[-1]
-    older = max(S - recent_tokens, 0)
-    best = ops.keep_best(
-        scores[..., :older],
-        _wanted(scores, best_tokens, older, filler_tokens),
-        filler_tokens,
-        protected=None if protected is None else protected[..., :older],
-    )
-    recent = torch.arange(older, S, device=scores.device)
-    return torch.cat([best, recent.expand(*best.shape[:2], -1)], dim=-1)
-
-
-def _wanted(
-    scores: Tensor, best_tokens: int | Tensor, older: int, filler_tokens: Tensor | None
-) -> list[int] | Tensor:
-    """How many of the older slots each row keeps; numbers where all keep the same."""
-    B = scores.shape[0]
-    if filler_tokens is None and isinstance(best_tokens, int):
-        return [min(best_tokens, older)] * B
-    wanted = torch.as_tensor(best_tokens, device=scores.device).expand(B).clamp(max=older)
-    if filler_tokens is None:
-        return wanted
-    return wanted.minimum((older - filler_tokens).clamp(min=0))
+    budget, head, tail = policy.budget, getattr(policy, first), getattr(policy, second)
+    for name, value, minimum in (("budget", budget, 1), (first, head, 0), (second, tail, 1)):
+        if value is not None:
+            require_int(name, value, minimum=minimum)
+    if budget is None:
+        budget = DEFAULT_BUDGET if head is None or tail is None else head + tail
+    if tail is None:
+        tail = budget - head if head is not None else default_second(budget)
+    if head is None:
+        head = budget - tail
+    if head < 0 or tail < 1 or head + tail != budget:
+        raise InvalidArgumentError(
+            f"budget: expected {first} + {second}, with {second} at least 1, got budget={budget}, "
+            f"{first}={head} and {second}={tail}; a budget of at least {max(head, 0) + 1} would do"
+        )
+    for name, value in (("budget", budget), (first, head), (second, tail)):
+        object.__setattr__(policy, name, value)

@@ -3,14 +3,12 @@
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.policies.base import EvictingPolicy
-from snapkv.policies.recent import keep_best_and_recent
+from snapkv.policies.recent import BestAndRecent
 from snapkv.policies.spans import Spans
-from snapkv.policies.states import DecodeStep, Eviction, LayerStates, PromptLayer, Selection
+from snapkv.policies.states import LayerStates, PromptLayer, Selection
 from snapkv.validation import (
     DEFAULT_BUDGET,
     require_budget,
@@ -21,7 +19,7 @@ from snapkv.validation import (
 
 
 @dataclass(frozen=True)
-class RKV(EvictingPolicy):
+class RKV(BestAndRecent):
     """Keeps what the last queries attend to and no newer key repeats; drops many at once.
 
     Whenever a head holds `evict_every` tokens more than its budget, it is cut back to the budget:
@@ -48,10 +46,6 @@ class RKV(EvictingPolicy):
         threshold: keys whose cosine is above it are similar, in [0, 1].
         exempt: how many of the newest tokens that are similar to a token do not count as its
             repetitions (the paper's beta).
-
-    Raises:
-        InvalidArgumentError: a value out of range.
-        InvalidTypeError: a value of the wrong type.
     """
 
     name: ClassVar[str] = "r-kv"
@@ -66,7 +60,6 @@ class RKV(EvictingPolicy):
     exempt: int = 1
 
     def __post_init__(self) -> None:
-        """Check every parameter once, here."""
         require_budget(self.budget, None, self.window_size)
         require_int("evict_every", self.evict_every, minimum=1)
         require_int("kernel_size", self.kernel_size, minimum=1)
@@ -77,12 +70,14 @@ class RKV(EvictingPolicy):
 
     @property
     def query_tokens(self) -> int:
-        """The window."""
         return self.window_size
 
     @property
     def history_tokens(self) -> int:
-        """The same while generating."""
+        return self.window_size
+
+    @property
+    def recent_tokens(self) -> int:
         return self.window_size
 
     @property
@@ -90,42 +85,19 @@ class RKV(EvictingPolicy):
         """The budget and the tokens that come until the next eviction."""
         return self.budget + self.evict_every - 1
 
+    def of_prompt(self, tokens: int, states: LayerStates) -> int:
+        return min(tokens, self.budget)
+
+    def of_step(self, tokens: int, states: LayerStates) -> int:
+        return tokens if tokens <= self.max_decode_tokens else self.budget
+
     def select(self, layer: PromptLayer) -> Selection:
-        """Cut the prompt to the budget."""
         if layer.keys.shape[2] <= self.budget:
             return Selection.whole(layer)
-        return Selection.of(layer, self._keep(layer, self._best_tokens(layer, self.budget)))
+        return super().select(layer)
 
-    def evict(self, step: DecodeStep) -> Eviction:
-        """Cut the rows that have no more room to the budget."""
-        if step.keys.shape[2] <= self.max_decode_tokens:
-            return Eviction()
-        best_tokens = self._best_tokens(step, self.max_decode_tokens)
-        keep_indices = self._keep(step, best_tokens)
-        if step.filler_tokens is None:
-            return Eviction(keep_indices=keep_indices)
-        kept = step.row_tokens.clamp(max=self.window_size) + best_tokens
-        return Eviction(keep_indices=keep_indices, filler_tokens=keep_indices.shape[-1] - kept)
-
-    def require_protection(self, spans: Spans) -> None:
-        """Raise unless they fit beside the window."""
-        beside = f"beside its window of {self.window_size}"
-        self._require_whole_spans(spans, self.budget - self.window_size, beside)
-
-    def _best_tokens(self, states: LayerStates, most_tokens: int) -> int | Tensor:
-        """How many tokens stay before the window, of all rows or (B,) of each.
-
-        Rows that hold no more than `most_tokens` keep all; without fillers every row holds more.
-        """
-        if states.leading_fillers is None:
-            return self.budget - self.window_size
-        held = states.row_tokens
-        kept = torch.where(held > most_tokens, self.budget, held)
-        return (kept - self.window_size).clamp(min=0)
-
-    def _keep(self, states: LayerStates, best_tokens: int | Tensor) -> Tensor:
-        """The window and the best before it."""
-        window = self.window_size
+    def rate(self, states: LayerStates) -> Tensor:
+        """Importance against redundancy: (B, num_kv_heads, S) float32."""
         repeated = ops.redundancy(
             states.keys,
             threshold=self.threshold,
@@ -134,13 +106,6 @@ class RKV(EvictingPolicy):
         )
         repeated = ops.reduce_group(repeated, states.num_kv_heads, "mean")
         scores = -(1 - self.mix_lambda) * repeated
-        scores[..., :-window] += self.mix_lambda * self._importance(states)
-        return keep_best_and_recent(
-            scores, best_tokens, window, states.leading_fillers, states.protected
-        )
-
-    def _importance(self, states: LayerStates) -> Tensor:
-        """(B, num_kv_heads, S - window) float32."""
         received = ops.attention_of_groups(
             states.queries[:, :, -self.window_size :],
             states.keys[:, :, : -self.window_size],
@@ -148,4 +113,10 @@ class RKV(EvictingPolicy):
             num_kv_heads=states.num_kv_heads,
             pad_tokens=states.leading_fillers,
         )
-        return ops.pool_votes(received, self.kernel_size, "max")
+        importance = ops.pool_votes(received, self.kernel_size, "max")
+        scores[..., : -self.window_size] += self.mix_lambda * importance
+        return scores
+
+    def require_protection(self, spans: Spans) -> None:
+        beside = f"beside its window of {self.window_size}"
+        self._require_whole_spans(spans, self.budget - self.window_size, beside)

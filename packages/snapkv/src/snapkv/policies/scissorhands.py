@@ -9,17 +9,16 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.errors import InvalidArgumentError, InvalidTypeError
-from snapkv.policies.allocation import largest_remainder
-from snapkv.policies.base import EvictingPolicy
-from snapkv.policies.recent import keep_best_and_recent
+from snapkv.errors import InvalidArgumentError
+from snapkv.policies.budget import largest_remainder
+from snapkv.policies.recent import BestAndRecent
 from snapkv.policies.spans import Spans
-from snapkv.policies.states import DecodeStep, Eviction, LayerStates, PromptLayer, Selection
-from snapkv.validation import DEFAULT_BUDGET, require_choice, require_int
+from snapkv.policies.states import DecodeStep, LayerStates, PromptLayer, Selection
+from snapkv.validation import DEFAULT_BUDGET, require_choice, require_int, require_share
 
 
 @dataclass(frozen=True)
-class Scissorhands(EvictingPolicy):
+class Scissorhands(BestAndRecent):
     """Drops many tokens at once: those least often above the uniform level of attention lately.
 
     Whenever a head holds more than its budget, it counts for every token how many of the last
@@ -62,13 +61,12 @@ class Scissorhands(EvictingPolicy):
     gamma: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check every parameter once, here."""
         for name in ("budget", "history", "recent"):
             require_int(name, getattr(self, name), minimum=1)
         if self.drop is not None:
             require_int("drop", self.drop, minimum=1)
         require_choice("threshold", self.threshold, ("tokens", "slots"))
-        _require_gamma(self.gamma)
+        require_share("gamma", self.gamma, "0.5")
         self._check_room(self.recent + (self.drop or 1))
 
     def _check_room(self, least: int) -> None:
@@ -82,21 +80,18 @@ class Scissorhands(EvictingPolicy):
                 f"{least} would do"
             )
         if self.max_decode_tokens < least:
-            most = math.floor((1 - least / self.budget) * 1000) / 1000
             raise InvalidArgumentError(
                 f"gamma: expected room in the lowest layer for {parts}, got gamma={self.gamma}, "
-                f"which leaves it {self.max_decode_tokens} of budget={self.budget}; gamma up to "
-                f"{most}, or a budget of at least {math.ceil(least / (1 - self.gamma))}, would do"
+                f"which leaves it {self.max_decode_tokens} of budget={self.budget}; lower gamma, "
+                "or raise the budget"
             )
 
     @property
     def query_tokens(self) -> int:
-        """The history."""
         return self.history
 
     @property
     def history_tokens(self) -> int:
-        """The same while generating."""
         return self.history
 
     @property
@@ -104,27 +99,41 @@ class Scissorhands(EvictingPolicy):
         """The budget of the lowest layer."""
         return math.floor(self.budget * (1 - self.gamma) + 1e-9)
 
-    def select(self, layer: PromptLayer) -> Selection:
-        """Cut the prompt to the budget, once."""
-        kept = layer.row_tokens.clamp(max=self._layer_budget(layer))
-        if layer.keys.shape[2] <= int(kept.max()):
-            return Selection.whole(layer)
-        columns = torch.arange(layer.keys.shape[2], device=layer.keys.device)[None, None]
-        counts = self._counts(layer, columns, layer.keys.shape[2])
-        return Selection.of(layer, self._keep(counts, kept, layer))
+    @property
+    def recent_tokens(self) -> int:
+        return self.recent
 
-    def evict(self, step: DecodeStep) -> Eviction:
-        """Drop many at once from the rows that hold more than the budget."""
-        budget = self._layer_budget(step)
-        if step.keys.shape[2] <= budget:
-            return Eviction()
-        held = step.row_tokens
-        cut = (held - self._layer_drop(budget)).clamp(max=budget)
-        kept = torch.where(held > budget, cut, held)
-        counts = self._counts(step, step.columns, step.seen_tokens)
-        keep_indices = self._keep(counts, kept, step)
-        fillers = None if step.filler_tokens is None else keep_indices.shape[-1] - kept
-        return Eviction(keep_indices=keep_indices, filler_tokens=fillers)
+    def of_prompt(self, tokens: int, states: LayerStates) -> int:
+        return min(tokens, self._layer_budget(states))
+
+    def of_step(self, tokens: int, states: LayerStates) -> int:
+        budget = self._layer_budget(states)
+        return tokens if tokens <= budget else min(tokens - self._layer_drop(budget), budget)
+
+    def select(self, layer: PromptLayer) -> Selection:
+        if layer.keys.shape[2] <= self.of_prompt(max(layer.row_lengths), layer):
+            return Selection.whole(layer)
+        return super().select(layer)
+
+    def rate(self, states: LayerStates) -> Tensor:
+        """Ranks by how often a token was above the uniform level; of equal ones the newer wins."""
+        tokens, pads, seen_tokens = states.row_tokens, states.pad_tokens, states.keys.shape[2]
+        columns = torch.arange(seen_tokens, device=tokens.device)[None, None]
+        if isinstance(states, DecodeStep):
+            columns, seen_tokens = states.columns, states.seen_tokens
+        if self.threshold == "tokens":
+            tokens = seen_tokens - (torch.zeros_like(tokens) if pads is None else pads)
+        counts = ops.times_above(
+            states.queries,
+            states.keys,
+            threshold=1.0 / tokens,
+            columns=columns,
+            seen_tokens=seen_tokens,
+            pad_tokens=pads,
+            score_options=states.score_options,
+        )
+        counts = ops.reduce_group(counts, states.num_kv_heads, "sum")
+        return counts.argsort(dim=-1, stable=True).argsort(dim=-1).float()
 
     def require_protection(self, spans: Spans) -> None:
         """Raise unless the lowest layer has room for them right after a drop."""
@@ -139,31 +148,6 @@ class Scissorhands(EvictingPolicy):
     def _layer_drop(self, budget: int) -> int:
         return min(budget // 2, budget - self.recent) if self.drop is None else self.drop
 
-    def _counts(self, states: LayerStates, columns: Tensor, seen_tokens: int) -> Tensor:
-        """(B, num_kv_heads, S) float32: how often each token was above the uniform level."""
-        tokens = states.row_tokens
-        if self.threshold == "tokens":
-            pads = torch.zeros_like(tokens) if states.pad_tokens is None else states.pad_tokens
-            tokens = seen_tokens - pads
-        counts = ops.times_above(
-            states.queries,
-            states.keys,
-            threshold=1.0 / tokens,
-            columns=columns,
-            seen_tokens=seen_tokens,
-            pad_tokens=states.pad_tokens,
-            score_options=states.score_options,
-        )
-        return ops.reduce_group(counts, states.num_kv_heads, "sum")
-
-    def _keep(self, counts: Tensor, kept: Tensor, states: LayerStates) -> Tensor:
-        """The recent tokens and the best of the others; of equal counts the newer is better."""
-        ranks = counts.argsort(dim=-1, stable=True).argsort(dim=-1).float()
-        older = kept - states.row_tokens.clamp(max=self.recent)
-        return keep_best_and_recent(
-            ranks, older, self.recent, states.leading_fillers, states.protected
-        )
-
 
 @functools.cache
 def layer_budgets(budget: int, gamma: float, num_layers: int) -> tuple[int, ...]:
@@ -173,15 +157,3 @@ def layer_budgets(budget: int, gamma: float, num_layers: int) -> tuple[int, ...]
     if num_layers == 1:
         shares = [float(budget)]
     return tuple(largest_remainder(shares, budget * num_layers))
-
-
-def _require_gamma(gamma: object) -> None:
-    if isinstance(gamma, bool) or not isinstance(gamma, int | float):
-        raise InvalidTypeError(
-            f"gamma: expected a number from 0 to below 1, got {gamma!r} of type "
-            f"{type(gamma).__name__}; pass 0 for equal layers"
-        )
-    if not 0 <= gamma < 1:
-        raise InvalidArgumentError(
-            f"gamma: expected a number from 0 to below 1, got {gamma}; pass 0 for equal layers"
-        )

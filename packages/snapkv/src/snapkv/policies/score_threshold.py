@@ -1,18 +1,18 @@
 """A threshold in place of a budget: what a head keeps is what scores highly enough."""
 
-import sys
 from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar
 
 import torch
 
 from snapkv import ops
-from snapkv.errors import InvalidArgumentError, InvalidTypeError
+from snapkv.errors import InvalidArgumentError
 from snapkv.policies.around import AroundScores
-from snapkv.policies.auto_budget import AutoBudget
 from snapkv.policies.base import PrefixPolicy
+from snapkv.policies.budget import AutoBudget
 from snapkv.policies.snapkv import SnapKV
 from snapkv.policies.states import PromptLayer, Selection
+from snapkv.validation import require_finite
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class ScoreThreshold(AroundScores):
             - SnapKV, PyramidKV: pooled attention, the mean over the window's queries and the query
               heads of a KV head (the highest of these with ``group_reduce="max"``), in [0, 1]; the
               votes of a head add up to at most 1 before pooling. `AutoBudget.lost_vote` if left
-              out, the same bound for the budget of a whole layer.
+              out.
             - KVzip: the highest attention of any query, in [0, 1]; with `plus` times the ratio of
               the two norms.
             - ExpectedAttention: expected attention times the norm of the value.
@@ -59,7 +59,6 @@ class ScoreThreshold(AroundScores):
     at_least: float | None = None
 
     def __post_init__(self) -> None:
-        """Check both parameters once, here."""
         self._require_scoring()
         if isinstance(self.policy, AroundScores):
             raise InvalidArgumentError(
@@ -72,37 +71,25 @@ class ScoreThreshold(AroundScores):
                 "policy: expected a budget in tokens or a keep_ratio, the most that a head keeps, "
                 f"got {self.policy.budget!r}, a threshold of its own; leave one of both out"
             )
-        self._require_finite(self.at_least)
+        if self.at_least is not None or not self.policy.scores_are_votes:
+            remedy = f"pass the lowest score of {self.policy.name} that is kept"
+            require_finite("at_least", self.at_least, remedy)
 
     @property
     def threshold(self) -> float:
         """The lowest score that is kept: `at_least`, or what goes for votes."""
         return AutoBudget.lost_vote if self.at_least is None else float(self.at_least)
 
-    def _require_finite(self, at_least: object) -> None:
-        if at_least is None and self.policy.scores_are_votes:
-            return
-        remedy = "pass one in the units of its scores, see ScoreThreshold"
-        if isinstance(at_least, bool) or not isinstance(at_least, int | float):
-            raise InvalidTypeError(
-                f"at_least: expected the lowest score of {self.policy.name} that is kept, got "
-                f"{at_least!r} of type {type(at_least).__name__}; {remedy}"
-            )
-        if not abs(at_least) <= sys.float_info.max:
-            raise InvalidArgumentError(
-                f"at_least: expected a finite number, got {at_least}; {remedy}"
-            )
-
     def select(self, layer: PromptLayer) -> Selection | None:
         """Keep the window in every head, and of the prefix what scores highly enough."""
         self.require_room(layer)
-        prefixes = self.policy.prefix_lengths(layer)
-        if not any(prefixes):
+        prefix = self.policy.prefix(layer)
+        if not any(prefix.lengths):
             return None
         rated = self.policy.rated(layer)
         limits = torch.tensor(self.policy.kept_prefix_tokens(layer), device=rated.device)
         counts = torch.minimum((rated >= self.threshold).sum(dim=-1), limits[:, None])
-        if all(set(row) == {own} for row, own in zip(counts.tolist(), prefixes, strict=True)):
+        if all(set(row) == {own} for row, own in zip(counts.tolist(), prefix.lengths, strict=True)):
             return None
         best = ops.keep_best(rated, counts, layer.pad_tokens)
-        return self._beside_window(layer, best, counts)
+        return prefix.select_by_head(best, counts)

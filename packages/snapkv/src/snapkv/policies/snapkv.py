@@ -59,7 +59,6 @@ class SnapKV(PrefixPolicy):
     group_reduce: Literal["mean", "max", "sum", "none"] = "mean"
 
     def __post_init__(self) -> None:
-        """Check every parameter once, here."""
         require_pooling(self.pooling, self.kernel_size, self.decay)
         if self.sink_tokens is None:
             sinks = FADING_SINKS if self.pooling == "fading" else 0
@@ -75,24 +74,17 @@ class SnapKV(PrefixPolicy):
 
     @property
     def query_tokens(self) -> int:
-        """The observation window."""
         return self.window_size
 
     @property
     def parts_groups(self) -> bool:
-        """With "none"."""
         return self.group_reduce == "none"
 
     def score(self, layer: PromptLayer) -> Tensor:
         """Pooled votes of the window: (B, Hkv, P) float32, Hq instead of Hkv for "none"."""
-        own = ("score", *self._rating)
-        return layer.once(own, lambda: self.pool(self.votes(layer), layer))
-
-    @property
-    def _rating(self) -> tuple[object, ...]:
-        """What the scores depend on."""
         pooling = self.pooling, self.kernel_size, self.decay, self.sink_tokens
-        return self.window_size, self.group_reduce, *pooling
+        own = ("score", self.window_size, self.group_reduce, *pooling)
+        return layer.once(own, lambda: self.pool(self.votes(layer), layer))
 
     def pool(self, votes: Tensor, layer: PromptLayer) -> Tensor:
         """What the layer's votes become before the best are chosen, the same shape."""

@@ -26,12 +26,7 @@ class Spans:
 
     @classmethod
     def of(cls, argument: str, given: object) -> Self:
-        """The spans that a user has given, merged where they overlap or touch.
-
-        Raises:
-            InvalidArgumentError: a span that is empty or begins before 0.
-            InvalidTypeError: not a sequence of pairs of integers.
-        """
+        """The spans that a user has given, merged where they overlap or touch."""
         if isinstance(given, str) or not isinstance(given, Iterable):
             raise InvalidTypeError(
                 f"{argument}: expected pairs of positions, got {given!r} of type "
@@ -62,12 +57,7 @@ class Spans:
 
 
 def require_span(argument: str, span: Any) -> Span:
-    """A pair of positions, the first below the second.
-
-    Raises:
-        InvalidArgumentError: an empty span, or a position out of range.
-        InvalidTypeError: not a pair of integers.
-    """
+    """A pair of positions, the first below the second."""
     if not isinstance(span, tuple | list) or len(span) != 2:
         raise InvalidTypeError(
             f"{argument}: expected pairs of positions, got {span!r} of type {type(span).__name__} "
@@ -85,17 +75,7 @@ def require_span(argument: str, span: Any) -> Span:
 
 
 def require_room(policy: str, tokens: int, room: int, place: str) -> None:
-    """Raise unless a method has room for that many protected tokens.
-
-    Args:
-        policy: its name.
-        tokens: how many are protected.
-        room: how many it can keep beside what it always keeps.
-        place: where that room is, in words.
-
-    Raises:
-        InvalidArgumentError: it has less room.
-    """
+    """Raise unless a method has room for so many protected tokens; `place` says where it is."""
     if tokens > room:
         raise InvalidArgumentError(
             f"protect: expected at most {room:,} tokens, what {policy} has room for {place}, got "

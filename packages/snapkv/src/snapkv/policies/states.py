@@ -3,12 +3,13 @@
 import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from snapkv import ops
 from snapkv.ops import Implementation, ScoreOptions
 from snapkv.policies.fair import Segments
 
@@ -20,13 +21,11 @@ class LayerStates:
     Attributes:
         queries: (B, Hq, N, D), after rotary embedding and query norm.
         keys: (B, Hkv, S, D), all stored keys as attention sees them.
-        score_options: what attention does to its scores, as the ops take it.
         pad_tokens: (B,) int64, leading pads of each row of the prompt, or None where none has any.
         stored_heads: heads of the cache where they differ from those of `keys`: models with latent
             attention (DeepSeek) store one latent that all heads share, so they share one set.
         layer_idx: index of the layer in the model.
-        depth: how many compressed layers come before this one.
-        num_layers: how many compressed layers the model has.
+        depth: how many compressed layers come before this one, of `num_layers`.
         protected: (B, 1 or heads of the cache, S) bool, slots whose tokens must stay, whatever
             their scores; None where none must.
     """
@@ -51,6 +50,14 @@ class LayerStates:
         """(B,) int64: slots of each row that hold a token."""
         total = torch.full((self.keys.shape[0],), self.keys.shape[2], device=self.keys.device)
         return total if self.leading_fillers is None else total - self.leading_fillers
+
+    @functools.cached_property
+    def row_lengths(self) -> list[int]:
+        """`row_tokens` as B numbers, for which a GPU is waited for only where there are fillers."""
+        B, total = self.keys.shape[0], self.keys.shape[2]
+        if self.leading_fillers is None:
+            return [total] * B
+        return [total - fillers for fillers in self.leading_fillers.tolist()]
 
     @property
     def num_kv_heads(self) -> int:
@@ -90,30 +97,19 @@ class PromptLayer(LayerStates):
             self._found[key] = compute()
         return self._found[key]
 
+    @functools.cached_property
+    def _found(self) -> dict[Hashable, Tensor]:
+        return {}
+
     def is_among_first(self, tokens: int, slots: int) -> Tensor:
         """(B or 1, 1, slots) bool: which of the first slots hold a row's first tokens, or pads."""
         pads = 0 if self.pad_tokens is None else self.pad_tokens[:, None, None]
         return torch.arange(slots, device=self.keys.device)[None, None] < pads + tokens
 
-    @functools.cached_property
-    def _found(self) -> dict[Hashable, Tensor]:
-        return {}
-
     @property
     def pads(self) -> Tensor | None:
         """(B, 1, S) bool: which slots are leading pads of the prompt; None where none is."""
-        if self.pad_tokens is None:
-            return None
-        slots = torch.arange(self.keys.shape[2], device=self.keys.device)
-        return (slots < self.pad_tokens[:, None])[:, None]
-
-    @functools.cached_property
-    def row_lengths(self) -> list[int]:
-        """`row_tokens` as B numbers, for which a GPU is waited for only where there are pads."""
-        B, total = self.keys.shape[0], self.keys.shape[2]
-        if self.pad_tokens is None:
-            return [total] * B
-        return [total - pads for pads in self.pad_tokens.tolist()]
+        return None if self.pad_tokens is None else self.is_among_first(0, self.keys.shape[2])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,17 +144,29 @@ class Selection:
     sink_tokens: int = 0
 
     @classmethod
-    def of(cls, layer: PromptLayer, keep_indices: Tensor, **options: Any) -> "Selection":
+    def of(cls, layer: PromptLayer, keep_indices: Tensor, **noted: Any) -> Self:
         """A selection whose rows drop their pads before their tokens."""
         T, K = layer.keys.shape[2], keep_indices.shape[-1]
         fillers = fillers_left(T, K, layer.pad_tokens)
-        return cls(keep_indices=keep_indices, prompt_tokens=T, filler_tokens=fillers, **options)
+        return cls(keep_indices=keep_indices, prompt_tokens=T, filler_tokens=fillers, **noted)
 
     @classmethod
-    def whole(cls, layer: PromptLayer) -> "Selection":
+    def whole(cls, layer: PromptLayer) -> Self:
         """Every position of the prompt."""
         every = torch.arange(layer.keys.shape[2], device=layer.keys.device)
         return cls.of(layer, every.expand(layer.keys.shape[0], layer.num_kv_heads, -1))
+
+    @classmethod
+    def of_mask(cls, kept: Tensor, *, parts_heads: bool, **noted: Any) -> Self:
+        """What a mask keeps, (B, H, T) bool; the same number in all heads, or heads their own."""
+        counts, keep_indices = kept.sum(dim=-1), ops.kept_indices(kept)
+        return cls(
+            keep_indices=keep_indices,
+            prompt_tokens=kept.shape[-1],
+            head_tokens=counts if parts_heads else None,
+            filler_tokens=None if parts_heads else keep_indices.shape[-1] - counts[:, 0],
+            **noted,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,6 +249,13 @@ class Eviction:
     sink_tokens: int = 0
     filler_tokens: Tensor | None = None
     parts_heads: bool = False
+
+    @classmethod
+    def of_mask(cls, kept: Tensor, **noted: Any) -> Self:
+        """What a mask keeps: (B, H, S) bool."""
+        keep_indices = ops.kept_indices(kept)
+        fillers = keep_indices.shape[-1] - kept[:, 0].sum(dim=-1)
+        return cls(keep_indices=keep_indices, filler_tokens=fillers, **noted)
 
 
 def fillers_left(slots: int, kept_slots: int, filler_tokens: Tensor | None) -> Tensor | None:

@@ -1,23 +1,21 @@
 """StreamingLLM (Xiao et al., ICLR 2024): attention sinks and a window of recent tokens."""
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from snapkv import ops
 from snapkv.errors import InvalidArgumentError
-from snapkv.policies.base import EvictingPolicy, Need
-from snapkv.policies.recent import keep_best_and_recent
+from snapkv.policies.base import Need
+from snapkv.policies.recent import BestAndRecent, split_budget
 from snapkv.policies.spans import Spans
-from snapkv.policies.split import split_budget
 from snapkv.policies.states import DecodeStep, Eviction, LayerStates, PromptLayer, Selection
 from snapkv.validation import require_choice
 
 
 @dataclass(frozen=True)
-class StreamingLLM(EvictingPolicy):
+class StreamingLLM(BestAndRecent):
     """Keeps the first tokens and the most recent ones, at the prompt's end and ever after.
 
     No scores: the same slots in all heads and layers. A prompt is read with full attention and
@@ -41,7 +39,8 @@ class StreamingLLM(EvictingPolicy):
 
     name: ClassVar[str] = "streaming-llm"
     query_tokens: ClassVar[int] = 0
-    """None: nothing is scored."""
+    recent_tokens: ClassVar[int] = 0
+    """None that stay beside others' scores: the newest are the best."""
 
     budget: int | None = None
     _: KW_ONLY
@@ -50,7 +49,6 @@ class StreamingLLM(EvictingPolicy):
     positions: Literal["cache", "original"] = "cache"
 
     def __post_init__(self) -> None:
-        """Complete and check the three sizes, and check the choice of positions."""
         require_choice("positions", self.positions, ("cache", "original"))
         split_budget(self, "start", "recent", default_second=lambda budget: budget - self.start)
 
@@ -65,19 +63,26 @@ class StreamingLLM(EvictingPolicy):
 
     @property
     def max_decode_tokens(self) -> int:
-        """The budget."""
         assert self.budget is not None
         return self.budget
 
+    @property
+    def first_tokens(self) -> int:
+        return self.start
+
+    def rate(self, states: LayerStates) -> Tensor:
+        """The newest first: (B, 1, S) float32."""
+        batch, slots = states.keys.shape[0], states.keys.shape[2]
+        place = torch.arange(slots, device=states.keys.device, dtype=torch.float32)
+        return place.expand(batch, 1, slots)
+
     def select(self, layer: PromptLayer) -> Selection:
-        """Keep the sinks and the last tokens."""
-        return Selection.of(layer, self._keep(layer), sink_tokens=self._moved_tokens)
+        return replace(super().select(layer), sink_tokens=self._moved_tokens)
 
     def evict(self, step: DecodeStep) -> Eviction:
-        """Drop the oldest tokens behind the sinks."""
-        if step.keys.shape[2] <= self.start + (self.recent or 0):
-            return Eviction()
-        return Eviction(keep_indices=self._keep(step), sink_tokens=self._moved_tokens)
+        eviction = super().evict(step)
+        moved = 0 if eviction.keep_indices is None else self._moved_tokens
+        return replace(eviction, sink_tokens=moved)
 
     def require_protection(self, spans: Spans) -> None:
         """Raise unless they leave room for the sinks and a recent token, all at their positions."""
@@ -90,24 +95,3 @@ class StreamingLLM(EvictingPolicy):
         assert self.recent is not None
         beside = f"beside its {self.start} first tokens and its newest one"
         self._require_whole_spans(spans, self.recent - 1, beside)
-
-    def _keep(self, states: LayerStates) -> Tensor:
-        batch, slots = states.keys.shape[0], states.keys.shape[2]
-        age = torch.arange(slots, 0, -1, device=states.keys.device, dtype=torch.float32)
-        oldest_first = age.expand(batch, 1, slots)
-        assert self.recent is not None
-        if states.protected is not None:
-            return self._keep_protected(-oldest_first, states, states.protected)
-        return keep_best_and_recent(oldest_first, self.start, self.recent, states.leading_fillers)
-
-    def _keep_protected(
-        self, newest_first: Tensor, states: LayerStates, protected: Tensor
-    ) -> Tensor:
-        """The protected tokens and the sinks; recent ones have the room that is left."""
-        slots = states.keys.shape[2]
-        assert self.budget is not None
-        wanted = states.row_tokens.clamp(max=self.budget)
-        fillers = slots - states.row_tokens
-        return ops.keep_best(
-            newest_first, wanted, fillers, first_tokens=self.start, protected=protected
-        )

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from snapkv.errors import InvalidArgumentError, UnsupportedModelError
+from snapkv.errors import InvalidArgumentError
 from snapkv.hf.cache import CompressedCache
 from snapkv.plan import chunked_advice
 from snapkv.policies.base import ALL_QUERIES
-from snapkv.prefill.decoder import MemoryWatch
+from snapkv.prefill.decoder import MemoryWatch, standing_in
 from snapkv.validation import require_int
 
 _PER_TOKEN = ("input_ids", "inputs_embeds", "position_ids")
@@ -38,8 +38,7 @@ def chunked(model: PreTrainedModel, *, cap_tokens: int, chunk_tokens: int = 4096
 
     Between two pieces every layer stores at most `cap_tokens`; while a piece is read, the window
     that votes besides, and the layer that reads, the piece. A prompt no longer than the cap is read
-    exactly. Inputs without a `CompressedCache` are read as ever. Of a longer prompt only the logits
-    of the last piece are returned.
+    exactly; of a longer one only the logits of the last piece are returned.
 
     Args:
         model: a decoder-only transformers model.
@@ -47,21 +46,14 @@ def chunked(model: PreTrainedModel, *, cap_tokens: int, chunk_tokens: int = 4096
         chunk_tokens: tokens of a piece.
 
     Raises:
-        InvalidArgumentError: a number that is not positive; from within the block, a cap below the
-            budget, a policy that cannot hold to one, or a padded prompt.
-        InvalidTypeError: a number that is not an integer.
+        InvalidArgumentError: from within the block, a cap below the budget, a policy that cannot
+            hold to one, or a padded prompt.
         UnsupportedModelError: the model's forward is wrapped already.
         OutOfMemoryError: from within the block; the message says what would fit. The cache has been
             emptied, the model is as it was.
     """
     require_int("cap_tokens", cap_tokens, minimum=1)
     require_int("chunk_tokens", chunk_tokens, minimum=1)
-    if "forward" in vars(model):
-        raise UnsupportedModelError(
-            f"model: expected a forward of its own, got one of {type(model).__name__} that is "
-            "wrapped already (by an outer chunked, or a library that offloads); leave one of them "
-            "out"
-        )
     forward, watch = model.forward, MemoryWatch(model)
 
     @functools.wraps(forward)  # generate looks at its parameters
@@ -75,14 +67,11 @@ def chunked(model: PreTrainedModel, *, cap_tokens: int, chunk_tokens: int = 4096
         with cache.reading.held_to(cap_tokens, tokens):
             return _read(forward, kwargs, tokens, chunk_tokens, cache)
 
-    vars(model)["forward"] = read
-    try:
-        with watch.telling(
-            lambda: chunked_advice(model, chunk_tokens, cap_tokens, watch.available_bytes)
-        ):
-            yield
-    finally:
-        vars(model).pop("forward", None)
+    def advice() -> str:
+        return chunked_advice(model, chunk_tokens, cap_tokens, watch.available_bytes)
+
+    with standing_in({model: read}), watch.telling(advice):
+        yield
 
 
 def _read(
@@ -127,17 +116,15 @@ def _voting_tokens(cache: CompressedCache) -> int:
 
 def _parts(given: dict[str, Any], places: Tensor, seen: int) -> dict[str, Any]:
     """The arguments for tokens at some places of what is read, behind what was seen."""
-    return {name: _part(name, value, places, seen) for name, value in given.items()}
-
-
-def _part(name: str, value: Any, places: Tensor, seen: int) -> Any:
-    if name == "position_ids" and value is None:
-        return seen + places[None]
-    if name == "attention_mask" and value is not None:
-        return value[:, : seen + int(places[0]) + len(places)]
-    if name in _PER_TOKEN and value is not None and value.shape[1] > 1:
-        return value[:, places.to(value.device)]
-    return value
+    parts = dict(given)
+    for name, value in given.items():
+        if name == "position_ids" and value is None:
+            parts[name] = seen + places[None]
+        elif name == "attention_mask" and value is not None:
+            parts[name] = value[:, : seen + int(places[0]) + len(places)]
+        elif name in _PER_TOKEN and value is not None and value.shape[1] > 1:
+            parts[name] = value[:, places.to(value.device)]
+    return parts
 
 
 def _prompt(kwargs: dict[str, Any]) -> Any:
@@ -172,9 +159,8 @@ def _require_plain_prompt(kwargs: dict[str, Any], cache: CompressedCache) -> int
             "mask that hides something; read rows of different length one by one, or use "
             "snapkv.prefill.layer_by_layer"
         )
-    others = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
-    odd = sorted(set(others) - {*_PER_TOKEN, "attention_mask"})
-    if odd:
+    others = {name for name, value in kwargs.items() if isinstance(value, Tensor)}
+    if odd := sorted(others - {*_PER_TOKEN, "attention_mask"}):
         raise InvalidArgumentError(
             f"{odd[0]}: expected nothing but ids, positions and a mask where a prompt is read in "
             "pieces, got a tensor; leave it out"

@@ -89,11 +89,9 @@ def part_of(value: Any, start: int, stop: int, *, grows: bool) -> Any:
 
 
 def at_places(value: Any, places: Tensor) -> Any:
-    """What belongs to the tokens at some places, of a layer's argument for T tokens of one pass.
+    """What belongs to the tokens at (B, n) ascending places, of a layer's argument for one pass.
 
-    Args:
-        value: as for `part_of`; a mask of four axes is (B or 1, H or 1, T, T).
-        places: (B, n) int64, ascending.
+    `value` is as for `part_of`; a mask of four axes is (B or 1, H or 1, T, T).
     """
     if isinstance(value, tuple):
         return tuple(at_places(item, places) for item in value)
@@ -108,19 +106,13 @@ def at_places(value: Any, places: Tensor) -> Any:
 
 
 class MemoryWatch:
-    """The prompt that is being read, and what was free before it.
-
-    Attributes:
-        cache: where it goes; None before the first one.
-        tokens: how many it has.
-        available_bytes: free on the model's device when it began; None where that is not known.
-    """
+    """The prompt that is being read, where it goes, and what was free before it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._device = model.device
         self.cache: CompressedCache | None = None
         self.tokens = 0
-        self.available_bytes: int | None = None
+        self.available_bytes: int | None = None  # None where that is not known
 
     def note(self, cache: CompressedCache, tokens: int) -> None:
         """A prompt of that many tokens is being read; said again while it is, nothing changes."""

@@ -24,30 +24,16 @@ def default_early_layer(model: PreTrainedModel) -> int:
 
 
 def known_early_layer(model: PreTrainedModel) -> int | None:
-    """How many layers of this model have to read every token, if a search has found it.
-
-    The model may have any dtype. A file that cannot be read, or says something else, counts as
-    none; `snapkv.prefill` logs it once.
-    """
+    """How many layers of this model, in any dtype, have to read every token, if it was found."""
     return _KNOWN.of(model)
 
 
 def remember_early_layer(
     model: PreTrainedModel, layer: int, measured: Mapping[str, Any] | None = None
 ) -> Path:
-    """Keep the number for later runs, in place of any that is there.
+    """Keep the number for later runs, in place of any; returns the file.
 
-    Args:
-        model: which it was found of.
-        layer: how many of its layers read every token, at least one and not all.
-        measured: how it was found, as JSON, for people who read the file.
-
-    Returns:
-        The file.
-
-    Raises:
-        InvalidArgumentError: no number of layers of that model.
-        OutputError: the file cannot be written; the one that was there still is.
+    `measured` says, as JSON for people, how it was found.
     """
     require_int("layer", layer, minimum=1, maximum=len(decoder_layers(model)) - 1)
     return _KNOWN.keep(model, layer, measured)

@@ -41,8 +41,6 @@ def layer_by_layer(model: PreTrainedModel, *, chunk_tokens: int = 4096) -> Itera
         chunk_tokens: tokens of a piece.
 
     Raises:
-        InvalidArgumentError: `chunk_tokens` is not positive.
-        InvalidTypeError: `chunk_tokens` is not an integer.
         UnsupportedModelError: the model's layers cannot be found.
         OutOfMemoryError: from within the block; the message says what would fit. The cache has been
             emptied, the model is as it was.
@@ -53,21 +51,15 @@ def layer_by_layer(model: PreTrainedModel, *, chunk_tokens: int = 4096) -> Itera
         layer: functools.partial(_read_layer, watch, layer.forward, index, chunk_tokens)
         for index, layer in enumerate(decoder_layers(model))
     }
-    for norm in _norms(model):
-        forwards[norm] = functools.partial(_read_norm, norm.forward, chunk_tokens)
-    with (
-        standing_in(forwards),
-        watch.telling(
-            lambda: layerwise_advice(model, watch.tokens, chunk_tokens, watch.available_bytes)
-        ),
-    ):
+    for part in model.get_decoder().children():
+        if "Norm" in type(part).__name__:  # behind the layers
+            forwards[part] = functools.partial(_read_norm, part.forward, chunk_tokens)
+
+    def advice() -> str:
+        return layerwise_advice(model, watch.tokens, chunk_tokens, watch.available_bytes)
+
+    with standing_in(forwards), watch.telling(advice):
         yield
-
-
-def _norms(model: PreTrainedModel) -> list[nn.Module]:
-    """What the decoder does to the hidden states behind its layers."""
-    parts = model.get_decoder().children()
-    return [part for part in parts if "Norm" in type(part).__name__]
 
 
 def _read_layer(
@@ -96,10 +88,8 @@ def _read_layer(
     with cache.reading.in_pieces(layer, tokens):
         for start in range(0, tokens, chunk_tokens):
             stop = min(start + chunk_tokens, tokens)
-            part = {
-                name: part_of(value, start, stop, grows=grows) for name, value in kwargs.items()
-            }
-            output = forward(hidden_states[:, start:stop], **part)
+            own = {name: part_of(value, start, stop, grows=grows) for name, value in kwargs.items()}
+            output = forward(hidden_states[:, start:stop], **own)
             hidden_states[:, start:stop] = output[0] if isinstance(output, tuple) else output
     return (hidden_states,) if isinstance(output, tuple) else hidden_states
 

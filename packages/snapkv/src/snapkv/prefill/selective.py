@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 from snapkv.cache.reading import Narrowing, only_tokens
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.hf.cache import CompressedCache
-from snapkv.policies import FullCache, Policy, PromptLayer, Selection, SnapKV
+from snapkv.policies import FullCache, PromptLayer, Selection, SnapKV
+from snapkv.policies.base import OfHeads
 from snapkv.prefill.decoder import (
     ReadEnough,
     at_places,
@@ -50,16 +51,14 @@ class _TokensThatGoOn(SnapKV):
         """The highest over the KV heads of the mean over their query heads: (B, 1, P) float32."""
         return super().score(layer).amax(dim=1, keepdim=True)
 
-    def kept_prefix_tokens(self, layer: PromptLayer) -> list[int]:
+    def kept_prefix_tokens(self, layer: PromptLayer, of_heads: OfHeads = "max") -> list[int]:
         """The share, the least, and whatever is protected."""
         assert self.keep_ratio is not None
-        lengths, must_stay = self.prefix_lengths(layer), self.must_stay(layer)
-        protected = [0] * len(lengths)
-        if must_stay is not None:
-            protected = must_stay.sum(dim=-1).amax(dim=-1).tolist()
+        prefix = self.prefix(layer)
+        protected = prefix.needed or [0] * len(prefix.lengths)
         return [
             min(tokens, max(math.floor(self.keep_ratio * tokens), self.least_tokens, own))
-            for tokens, own in zip(lengths, protected, strict=True)
+            for tokens, own in zip(prefix.lengths, protected, strict=True)
         ]
 
     def choose(self, layer: PromptLayer) -> Selection | None:
@@ -114,12 +113,6 @@ class _Rule:
         if cache.get_seq_length() or tokens == 1:
             return None
         _require_suitable(cache)
-        self._require_whole_prompt(cache, tokens)
-        return Narrowing(
-            first_layer=self.first_layer, prompt_tokens=tokens, choose=self.policy.choose
-        )
-
-    def _require_whole_prompt(self, cache: CompressedCache, tokens: int) -> None:
         end = cache.reading.prompt_end
         if cache.reading.verifies_drafts or (end is not None and end != tokens):
             raise InvalidArgumentError(
@@ -128,6 +121,9 @@ class _Rule:
                 f"have {'another length' if end is None else f'{end:,}'}; leave out drafts and "
                 "pieces, or read it with snapkv.prefill.layer_by_layer"
             )
+        return Narrowing(
+            first_layer=self.first_layer, prompt_tokens=tokens, choose=self.policy.choose
+        )
 
 
 def _require_suitable(cache: CompressedCache) -> None:
@@ -149,16 +145,11 @@ def _require_suitable(cache: CompressedCache) -> None:
                 f"{name}: expected none where only some tokens go on, since the other layers never "
                 f"see the rest, got {given}; leave it out, or read the prompt exactly"
             )
-    _require_policy(cache.policy)
-
-
-def _require_policy(policy: Policy) -> None:
-    needed = sorted(policy.needs - {"output_weight"})
-    if needed:
+    if needed := sorted(cache.policy.needs - {"output_weight"}):
         raise InvalidArgumentError(
             f"policy: expected one that goes by attention alone where only some tokens go on, got "
-            f"{policy.name}, which needs {needed[0].replace('_', ' ')} of all tokens; use SnapKV, "
-            "or read the prompt exactly"
+            f"{cache.policy.name}, which needs {needed[0].replace('_', ' ')} of all tokens; use "
+            "SnapKV, or read the prompt exactly"
         )
 
 

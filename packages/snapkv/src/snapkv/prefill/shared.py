@@ -38,10 +38,6 @@ class _Step:
     call: AttentionCall | None = None
     last_output: Tensor | None = None
 
-    def note(self, call: AttentionCall, attended: Attended) -> None:
-        """Hold the call; of what it returned only what is looked at again."""
-        self.call, self.last_output = call, attended[0][:, -1:].clone()
-
     def into(self, cache: CompressedCache) -> None:
         """Append the same to another cache, which chooses as it does where it reads itself."""
         assert self.call is not None
@@ -145,7 +141,8 @@ class _NotingCache(CompressedCache, Hook):
     def on_attention(self, call: AttentionCall, attended: Attended) -> None:
         """Note the attention of the layer that has just appended; of no other."""
         if self.steps and self.steps[-1].call is None:
-            self.steps[-1].note(call, attended)
+            step = self.steps[-1]
+            step.call, step.last_output = call, attended[0][:, -1:].clone()
 
 
 def shared_bytes(model: PreTrainedModel, tokens: int) -> int:

@@ -9,8 +9,6 @@ from torch import Tensor
 ROOM_TOKENS = 64
 """Tokens that there is room for behind those that had to be copied."""
 
-Pair = tuple[Tensor, Tensor]
-
 
 def slots_behind(stored_tokens: int, new_tokens: int) -> int:
     """Slots of a buffer when that many tokens have come one by one behind those that are stored."""
@@ -19,50 +17,33 @@ def slots_behind(stored_tokens: int, new_tokens: int) -> int:
 
 
 class AppendBuffer:
-    """Appends to keys and values, in place as long as there is room behind them.
+    """Appends to (B, H, S, D) states, in place as long as there is room behind them.
 
-    What it hands out are views of the first slots of two buffers. It writes behind the last of them
+    What it hands out are views of the first slots of a buffer. It writes behind the last of them
     only: what was handed out before stays as it is, and whatever else is given to it is copied to
     where there is room. It holds no tensor itself, and layers may share it.
     """
 
     def __init__(self) -> None:
-        self._last: tuple[weakref.ref[Tensor], weakref.ref[Tensor]] | None = None
+        self._last: weakref.ref[Tensor] | None = None
         self._stored = self._slots = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy begins anew: of what was handed out only one may be written behind."""
         return AppendBuffer, ()
 
-    def append(self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor) -> Pair:
-        """Keys and values, the new ones behind the others.
-
-        Args:
-            keys: (B, H, S, D).
-            values: (B, H, S, Dv).
-            new_keys: (B, H, N, D).
-            new_values: (B, H, N, Dv).
-        """
-        if not (
-            _in_place(keys)
-            and new_keys.shape[2] <= ROOM_TOKENS
-            and _alike(keys, new_keys)
-            and _alike(values, new_values)
-        ):
-            return torch.cat([keys, new_keys], dim=-2), torch.cat([values, new_values], dim=-2)
-        last, tokens = self._last, new_keys.shape[2]
-        if (
-            last is None
-            or last[0]() is not keys
-            or last[1]() is not values
-            or self._stored + tokens > self._slots
-        ):
-            self._stored = keys.shape[2]
+    def append(self, stored: Tensor, new: Tensor) -> Tensor:
+        """(B, H, S + N, D): the new states behind the others."""
+        tokens = new.shape[2]
+        if tokens > ROOM_TOKENS or not _in_place(stored) or not _alike(stored, new):
+            return torch.cat([stored, new], dim=-2)
+        is_last = self._last is not None and self._last() is stored
+        if not is_last or self._stored + tokens > self._slots:
+            self._stored = stored.shape[2]
             self._slots = self._stored + tokens + ROOM_TOKENS
-            keys, values = _with_room(keys, self._slots), _with_room(values, self._slots)
-        grown = _grown(keys, self._stored, new_keys), _grown(values, self._stored, new_values)
-        self._last = weakref.ref(grown[0]), weakref.ref(grown[1])
-        self._stored += tokens
+            stored = _with_room(stored, self._slots)
+        grown = _grown(stored, self._stored, new)
+        self._last, self._stored = weakref.ref(grown), self._stored + tokens
         return grown
 
 
@@ -83,8 +64,7 @@ def _alike(stored: Tensor, new: Tensor) -> bool:
 def _with_room(stored: Tensor, slots: int) -> Tensor:
     """The first slots of a new buffer, filled with what is stored."""
     B, H, S, D = stored.shape
-    first = stored.new_empty(B, H, slots, D)[:, :, :S]
-    return first.copy_(stored)
+    return stored.new_empty(B, H, slots, D)[:, :, :S].copy_(stored)
 
 
 def _grown(first: Tensor, stored: int, new: Tensor) -> Tensor:

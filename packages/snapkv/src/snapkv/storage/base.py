@@ -1,5 +1,6 @@
-"""What holds the keys and values of one layer, whatever the kind of storage."""
+"""What holds the keys and values of one layer: two planes, in one of several layouts."""
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
@@ -8,12 +9,82 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
+from snapkv.storage.append_buffer import AppendBuffer
+from snapkv.storage.codes import Bits, Codes, quantise
 
 if TYPE_CHECKING:
+    from snapkv.storage.dense import DenseStore
     from snapkv.storage.ragged import RaggedStates
 
-RowChange = Callable[[Tensor], Tensor]
-"""Puts the rows of a tensor, its first axis, in another order; some may go, some come twice."""
+
+class Plane:
+    """The keys of a layer, or its values, (B, H, S, D): as they came, or the first ones as codes.
+
+    While a step is computed codes are decoded, so that one layer at a time is whole. They stay as
+    they are until a later prompt ends, which is coded by what they stand for.
+
+    Attributes:
+        states: what attention is handed; between steps without the tokens that are codes.
+        codes: of the first tokens, or None.
+    """
+
+    def __init__(self, states: Tensor, codes: Codes | None = None, *, in_place: bool) -> None:
+        self.states, self.codes, self._is_decoded = states, codes, codes is None
+        self._buffer = AppendBuffer() if in_place else None
+
+    @property
+    def slots(self) -> int:
+        """S, codes counted."""
+        held = int(self.states.shape[2])
+        return held if self.codes is None or self._is_decoded else held + self.codes.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of states, codes and their scales."""
+        return self.states.nbytes + (0 if self.codes is None else self.codes.nbytes)
+
+    def decoded(self) -> Tensor:
+        """(B, H, S, D), the first ones as codes stand for them."""
+        if self.codes is None or self._is_decoded:
+            return self.states
+        return torch.cat([self.codes.states(), self.states], dim=-2)
+
+    def encoded(self, tokens: int, bits: Bits, *, along: int) -> "Plane":
+        """Another one, with the first tokens as codes."""
+        codes = quantise(self.states[:, :, :tokens], bits, along=along)
+        return Plane(self.states[:, :, tokens:].clone(), codes, in_place=False)
+
+    def append(self, new: Tensor) -> None:
+        states, buffer = self.decoded(), self._buffer
+        self.states = torch.cat([states, new], -2) if buffer is None else buffer.append(states, new)
+        self._is_decoded = True
+
+    def keep(self, indices: Tensor, tokens: int) -> None:
+        """Of the first tokens hold some, as `keep_tokens`."""
+        self.states, self.codes = keep_tokens(self.decoded(), indices, tokens), None
+
+    def crop(self, tokens: int) -> None:
+        """Forget the last tokens; where that reaches into the codes, they are given up."""
+        if self.codes is not None and tokens > self.slots - self.codes.shape[2]:
+            self.states, self.codes = self.decoded(), None
+        self.states = self.states[..., :-tokens, :]
+
+    def select_rows(self, rows: Tensor) -> None:
+        self.states = self.states.index_select(0, rows.to(self.states.device))
+        if self.codes is not None:
+            self.codes = self.codes.select_rows(rows)
+
+    def finalize_step(self) -> None:
+        """Hold no tokens of which there are codes."""
+        if self.codes is not None and self._is_decoded:
+            self.states = self.states[:, :, self.codes.shape[2] :].clone()
+            self._is_decoded = False
+
+    def __copy__(self) -> "Plane":
+        """One that goes on by itself: only one may write behind what both hold."""
+        copied = Plane(self.states, self.codes, in_place=self._buffer is not None)
+        copied._is_decoded = self._is_decoded
+        return copied
 
 
 class TokenStore(ABC):
@@ -21,33 +92,47 @@ class TokenStore(ABC):
 
     Tokens lie in KV cache slots. Every head has as many of them: where heads hold different numbers
     of tokens, each is padded on the left to the longest. What changes a store returns the one to go
-    on with, which may be of another kind.
+    on with, which may be of another layout.
 
     Attributes:
-        keys, values: (B, H, S, D) and (B, H, S, Dv), what attention is handed; None while empty.
+        planes: keys and values; none while empty.
         num_kv_heads: heads of what is appended. H is more where a policy keeps one set per query
             head.
-        kind: name of this kind of store, as saved files have it.
+        kind: name of the layout, as saved files have it.
         is_static: whether it is buffers of fixed size and place, whose attention leaves snapkv out.
-        is_exact: whether keys and values are held as they were appended.
+        ragged: what heads of different length hold; None where all hold as many.
     """
 
-    keys: Any
-    values: Any
-    num_kv_heads: int
     kind: ClassVar[str]
     is_static: ClassVar[bool] = False
-    is_exact: ClassVar[bool] = True
+    ragged: "RaggedStates | None" = None
+
+    def __init__(self, num_kv_heads: int = 0, *planes: Plane) -> None:
+        self.num_kv_heads, self.planes = num_kv_heads, planes
+
+    @property
+    def keys(self) -> Any:
+        """(B, H, S, D), what attention is handed; None while empty."""
+        return self.planes[0].states if self.planes else None
+
+    @property
+    def values(self) -> Any:
+        """(B, H, S, Dv), what attention is handed; None while empty."""
+        return self.planes[1].states if self.planes else None
 
     @property
     def is_filled(self) -> bool:
-        """Whether any token was ever appended."""
-        return self.keys is not None
+        return bool(self.planes)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether keys and values are held as they were appended, none as codes."""
+        return all(plane.codes is None for plane in self.planes)
 
     @property
     def slots(self) -> int:
         """Slots of every head and row."""
-        return int(self.keys.shape[2]) if self.is_filled else 0
+        return self.planes[0].slots if self.planes else 0
 
     @property
     def slot_count(self) -> int | Tensor:
@@ -56,71 +141,59 @@ class TokenStore(ABC):
 
     @property
     def unmasked_slots(self) -> int:
-        """How many of the slots are no columns of the model's mask."""
-        return 0
-
-    def mask_columns(self, new_tokens: int) -> int:
-        """Columns of the mask of a forward pass that appends that many tokens."""
-        return self.slots - self.unmasked_slots + new_tokens
+        """How many of the slots are no columns of the model's mask: those of ragged heads."""
+        return 0 if self.ragged is None else self.ragged.longest_tokens
 
     @property
-    def croppable_tokens(self) -> int:
-        """How many of the last tokens could be taken back at most, once others are gone."""
-        return self.slots
+    def tail_tokens(self) -> int:
+        """Tokens behind ragged heads, as many of each; all where none are ragged."""
+        return self.slots - self.unmasked_slots
 
     @property
     def mean_tokens(self) -> float:
         """Tokens per row and head, on average where they differ."""
-        return self.slots
+        return self.tail_tokens + (0 if self.ragged is None else self.ragged.mean_tokens)
 
-    @property
-    def ragged(self) -> "RaggedStates | None":
-        """What heads of different length hold, each its own number; None where all hold as many."""
-        return None
-
-    @property
-    def tail_tokens(self) -> int:
-        """Tokens that stand behind heads of different length, apart from them."""
-        return 0
+    def mask_columns(self, new_tokens: int) -> int:
+        """Columns of the mask of a forward pass that appends that many tokens."""
+        return self.tail_tokens + new_tokens
 
     def absorb_tail(self) -> None:
-        """Give every head of different length its part of the tail, which is empty then."""
+        """Give every ragged head its part of the tail, which is empty then."""
         return
 
-    @abstractmethod
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store new tokens, (B, num_kv_heads, N, D), behind the others.
-
-        Returns:
-            `keys` and `values`, the new tokens last.
-        """
+        """Store new tokens, (B, num_kv_heads, N, D); returns `keys` and `values`, they are last."""
+        repeats = self.keys.shape[1] // keys.shape[1]  # heads that keep a set of their own
+        for plane, new in zip(self.planes, (keys, values), strict=True):
+            plane.append(new if repeats == 1 else new.repeat_interleave(repeats, dim=1))
+        return self.keys, self.values
 
     @abstractmethod
-    def keep(self, indices: Tensor, tokens: int) -> "TokenStore":
+    def keep(self, indices: Tensor, tokens: int, *, ragged: bool = False) -> "TokenStore":
         """Of the first tokens keep some, bit for bit, and all that stand behind them.
 
         Args:
             indices: (B, H or 1, K) int64, slots; -1 for any. More heads than are stored: each of
                 the groups keeps a set of its own.
             tokens: how many slots `indices` points into.
+            ragged: whether -1 is none, and heads hold different numbers of tokens from now on.
         """
 
-    @abstractmethod
     def crop(self, tokens: int) -> "TokenStore":
-        """Forget the last tokens."""
+        for plane in self.planes:
+            plane.crop(tokens)
+        return self
 
-    @abstractmethod
-    def map_rows(self, change: RowChange) -> "TokenStore":
-        """Put the rows in another order."""
-
-    def for_heads(self, states: Tensor) -> Tensor:
-        """New states, once for every head that keeps a set of its own."""
-        repeats = self.keys.shape[1] // states.shape[1]
-        return states if repeats == 1 else states.repeat_interleave(repeats, dim=1)
+    def select_rows(self, rows: Tensor) -> "TokenStore":
+        for plane in self.planes:
+            plane.select_rows(rows)
+        return self
 
     def finalize_step(self) -> None:
         """Called behind every step: go back to what is held between steps."""
-        return
+        for plane in self.planes:
+            plane.finalize_step()
 
     def move_sinks(
         self,
@@ -131,14 +204,8 @@ class TokenStore(ABC):
     ) -> tuple[Tensor, Tensor]:
         """Turn the first keys, in place, as if their tokens stood right before those behind them.
 
-        They always turn from their original keys, so that rounding does not add up. All other keys
-        stay as they are, bit for bit.
-
-        Args:
-            sink_tokens: how many of the first keys.
-            gap: (B,) int64, how many tokens of each row have been dropped behind them.
-            rotation: turns keys on by a number of positions.
-            before: what this returned the last time, or twice None.
+        They always turn from their original keys, so that rounding does not add up. (B,) `gap`
+        tokens of each row have been dropped behind them; `before` is the last result, or None's.
 
         Returns:
             (B, H, sinks, D) the keys as they were first, and (B, 1, 1, 1) bool, whether a row's
@@ -160,8 +227,9 @@ class TokenStore(ABC):
     def tail(self, tokens: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the last tokens, (B, num_kv_heads, tokens, D)."""
         repeats = self.keys.shape[1] // self.num_kv_heads
-        start = self.keys.shape[2] - tokens
-        return self.keys[:, ::repeats, start:], self.values[:, ::repeats, start:]
+        keys, values = (plane.decoded()[:, ::repeats] for plane in self.planes)
+        start = keys.shape[2] - tokens
+        return keys[:, :, start:], values[:, :, start:]
 
     def padded(self) -> tuple[Tensor, Tensor]:
         """Keys and values of all slots, (B, num_kv_heads, slots, D); any in slots of no token."""
@@ -170,7 +238,7 @@ class TokenStore(ABC):
     @property
     def held_bytes(self) -> int:
         """Bytes of the keys and values, measured on the tensors."""
-        return int(self.keys.nbytes + self.values.nbytes) if self.is_filled else 0
+        return sum(plane.nbytes for plane in self.planes)
 
     @property
     def index_bytes(self) -> int:
@@ -179,23 +247,26 @@ class TokenStore(ABC):
 
     def state(self) -> dict[str, Any]:
         """What a file has to say to make it again: tensors, numbers and records."""
-        return {"keys": self.keys, "values": self.values, "num_kv_heads": self.num_kv_heads}
+        state = {"keys": self.keys, "values": self.values, "num_kv_heads": self.num_kv_heads}
+        codes = () if self.is_exact else tuple(plane.codes for plane in self.planes)
+        return {"codes": codes, **state} if codes else state
 
     def __copy__(self) -> Self:
         """One that goes on by itself; no tensor is copied."""
         copied = type(self).__new__(type(self))
         copied.__dict__.update(self.__dict__)
+        copied.planes = tuple(map(copy.copy, self.planes))
         return copied
 
 
 class Storage(Protocol):
-    """A kind of storage: what a layer begins with, and what it goes on with behind a prompt."""
+    """How a layer stores: what it begins with, and what it goes on with behind a prompt."""
 
     @property
     def is_compileable(self) -> bool:
         """Whether the decoding step can be compiled."""
 
-    def empty(self) -> TokenStore:
+    def empty(self) -> "DenseStore":
         """A store without tokens."""
 
     def finalize(self, store: TokenStore, kept_tokens: int, policy: str) -> TokenStore:
@@ -206,15 +277,12 @@ class Storage(Protocol):
 
 
 def keep_tokens(states: Tensor, indices: Tensor, tokens: int) -> Tensor:
-    """Some of the first tokens of keys or values, and whatever stands behind them.
+    """(B, H or H', K + N, D): some of the first tokens of keys or values, and all behind them.
 
     Args:
         states: (B, H, tokens + N, D).
         indices: (B, H', K) int64, H' is H, a multiple of it, or 1.
         tokens: how many slots `indices` points into.
-
-    Returns:
-        (B, H or H', K + N, D), contiguous.
     """
     kept = ops.gather_tokens(states, indices)
     if tokens == states.shape[-2]:

@@ -3,8 +3,7 @@
 Integers are asymmetric, in groups of up to 32 numbers with a scale and a least value each, as in
 KIVI (Liu et al., ICML 2024): keys along the tokens, where a channel's numbers are alike, values
 along the channels. fp8 is e4m3 with a scale per token. transformers' quantised layers are not used:
-their codes have no bytes to report, no rows to reorder and no form on disk, and they quantise again
-what they have quantised before.
+their codes have no bytes to report, no rows to reorder and no form on disk.
 
 A number comes back within half a step of its group, `Codes.scale`, plus what float32 and the dtype
 of the states round; within a whole step where the nearest one is beyond that dtype. A step is the
@@ -13,8 +12,9 @@ levels, and a 1000th of that or 2**-24 more. In fp8 it comes back within a sixte
 a 1024th of the scale where that is more.
 """
 
-from dataclasses import dataclass, replace
-from typing import Literal
+import functools
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -56,25 +56,27 @@ class Codes:
     dtype: str
 
     @property
-    def held_bytes(self) -> int:
-        """Bytes of codes, scales and least values."""
-        return sum(part.nbytes for part in (self.codes, self.scale, self.least) if part is not None)
+    def tensors(self) -> dict[str, Tensor]:
+        """Codes, scales and least values, by the names of their fields."""
+        parts = {part.name: getattr(self, part.name) for part in fields(self)}
+        return {name: part for name, part in parts.items() if isinstance(part, Tensor)}
 
-    def rows(self, chosen: Tensor) -> "Codes":
-        """The rows in that order."""
-        codes, scale, least = (
-            None if part is None else part.index_select(0, chosen.to(part.device))
-            for part in (self.codes, self.scale, self.least)
-        )
-        assert codes is not None
-        assert scale is not None
-        shape = (len(chosen), *self.shape[1:])
-        return replace(self, codes=codes, scale=scale, least=least, shape=shape)
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and least values."""
+        return sum(part.nbytes for part in self.tensors.values())
+
+    def select_rows(self, rows: Tensor) -> "Codes":
+        """The rows in another order."""
+        parts: dict[str, Any] = {
+            name: part.index_select(0, rows.to(part.device)) for name, part in self.tensors.items()
+        }
+        return replace(self, **parts, shape=(len(rows), *self.shape[1:]))
 
     def states(self) -> Tensor:
         """What they stand for, (B, H, N, D) in the dtype of the original.
 
-        Computed in place, so that no scale, whatever its shape, makes them more than the codes.
+        Computed in place: no scale, whatever its shape, can make them more than the codes.
         """
         dtype = getattr(torch, self.dtype)
         if self.least is None:
@@ -100,17 +102,13 @@ def quantise(states: Tensor, bits: Bits, *, along: int) -> Codes:
     Raises:
         InvalidArgumentError: a number that is not finite, or beyond half of float32's range.
     """
-    options = {
-        "bits": bits,
-        "along": along,
-        "shape": tuple(states.shape),
-        "dtype": str(states.dtype).removeprefix("torch."),
-    }
+    dtype = str(states.dtype).removeprefix("torch.")
+    coded = functools.partial(Codes, bits=bits, along=along, shape=tuple(states.shape), dtype=dtype)
     largest = _largest(states, bits)
     if bits == "fp8":
         scale = states.float().abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / _LARGEST_FP8
         codes = (states.float() / scale).to(torch.float8_e4m3fn).view(torch.uint8)
-        return Codes(codes=codes, scale=scale, least=None, **options)  # type: ignore[arg-type] # a dict of several kinds
+        return coded(codes=codes, scale=scale, least=None)
     size = states.shape[along]
     grouped = _grouped(_whole_groups(states.float(), along), along, size)
     axis = -1 if along == -1 else -2
@@ -125,7 +123,7 @@ def quantise(states: Tensor, bits: Bits, *, along: int) -> Codes:
     codes = _ungrouped(codes, along)
     if bits == "int4":
         codes = codes[..., ::2] | (codes[..., 1::2] << 4)
-    return Codes(codes=codes, scale=scale, least=least, **options)  # type: ignore[arg-type] # the same
+    return coded(codes=codes, scale=scale, least=least)
 
 
 def _largest(states: Tensor, bits: Bits) -> float:

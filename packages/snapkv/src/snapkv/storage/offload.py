@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from snapkv.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError
-from snapkv.storage.base import RowChange
 from snapkv.storage.ragged import RaggedStates
 from snapkv.validation import format_bytes, require_int
 
@@ -25,81 +24,18 @@ class OffloadPool:
 
     Args:
         limit_bytes: how many bytes may be taken at most; None for no limit.
-
-    Attributes:
-        where: as a user names it.
-    """
-
-    where = "host"
-
-    def __init__(self, limit_bytes: int | None = None) -> None:
-        self.limit_bytes = limit_bytes
-        self.taken_bytes = 0
-        self._lock = threading.Lock()
-
-    def room_for(self, *states: Tensor, device: torch.device) -> "Room":
-        """Room for a copy of each of these (B, H, N, D) states, to be recalled to that device.
-
-        Raises:
-            OutOfMemoryError: the limit is reached, or the system has no room.
-        """
-        wanted = sum(part.numel() * part.element_size() for part in states)
-        with self._lock:
-            if self.limit_bytes is not None and self.taken_bytes + wanted > self.limit_bytes:
-                raise OutOfMemoryError(
-                    f"recall_bytes: expected room for {format_bytes(wanted)} more beside the "
-                    f"{format_bytes(self.taken_bytes)} that are off the device already, got a "
-                    f"limit of {format_bytes(self.limit_bytes)}; raise recall_bytes, or shorten "
-                    "the text"
-                )
-            self.taken_bytes += wanted
-        try:
-            return Room(self, [self._make(part, device) for part in states], wanted)
-        except BaseException:
-            self.give_back(wanted)
-            raise
-
-    def give_back(self, freed_bytes: int) -> None:
-        """Note that this much is not needed any more."""
-        with self._lock:
-            self.taken_bytes -= freed_bytes
-
-    def _make(self, states: Tensor, device: torch.device) -> Tensor:
-        """In memory; pinned where they are recalled to a GPU, so that copies need not wait."""
-        pinned = device.type == "cuda"
-        return torch.empty(states.shape, dtype=states.dtype, pin_memory=pinned)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "OffloadPool":
-        """Itself: copies of a cache share the limit."""
-        return self
-
-
-class Room:
-    """Tensors in a pool, which gets their bytes back when nobody holds this any more.
-
-    Attributes:
-        tensors: contiguous, with anything in them.
-    """
-
-    def __init__(self, pool: OffloadPool, tensors: list[Tensor], taken_bytes: int) -> None:
-        self.tensors = tensors
-        weakref.finalize(self, pool.give_back, taken_bytes)
-
-
-class MappedFolder(OffloadPool):
-    """Room in files of a folder, mapped into memory; the files have no name and leave no trace.
-
-    Args:
-        folder: where there is room; made if it is not there.
-        limit_bytes: as in `OffloadPool`.
+        folder: where room is in files, mapped into memory, which have no name and leave no trace;
+            None for the memory of the host.
 
     Raises:
         InvalidArgumentError: the folder cannot be made or written to.
     """
 
-    def __init__(self, folder: Path, limit_bytes: int | None = None) -> None:
-        super().__init__(limit_bytes)
-        self.folder, self.where = folder, str(folder)
+    def __init__(self, limit_bytes: int | None = None, folder: Path | None = None) -> None:
+        self.limit_bytes, self.folder, self.taken_bytes = limit_bytes, folder, 0
+        self._lock = threading.Lock()
+        if folder is None:
+            return
         try:
             folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
@@ -109,38 +45,82 @@ class MappedFolder(OffloadPool):
                 f"{str(folder)!r}: {getattr(error, 'strerror', error)}; choose another folder"
             ) from error
 
-    def _make(self, states: Tensor, device: torch.device) -> Tensor:
-        """In a file of its own; all of it is reserved first, since a full disk kills who writes."""
-        size = states.numel() * states.element_size()
-        if not size:
-            return torch.empty(states.shape, dtype=states.dtype)
+    @property
+    def where(self) -> str:
+        """As a user names it."""
+        return "host" if self.folder is None else str(self.folder)
+
+    def room_for(self, *states: Tensor, device: torch.device) -> "Room":
+        """Room for a copy of each of these (B, H, N, D) states, to be recalled to that device.
+
+        Raises:
+            OutOfMemoryError: the limit is reached, or the system has no room.
+        """
+        wanted = sum(part.nbytes for part in states)
+        with self._lock:
+            if self.limit_bytes is not None and self.taken_bytes + wanted > self.limit_bytes:
+                raise OutOfMemoryError(
+                    f"recall_bytes: expected room for {format_bytes(wanted)} more beside the "
+                    f"{format_bytes(self.taken_bytes)} that are off the device already, got a "
+                    f"limit of {format_bytes(self.limit_bytes)}; raise recall_bytes, or shorten "
+                    "the text"
+                )
+            self.taken_bytes += wanted
+        pinned = device.type == "cuda"  # so that copies need not wait
         try:
-            descriptor, name = tempfile.mkstemp(dir=self.folder, prefix="snapkv-")
-            try:
-                _reserve(descriptor, size)
-                room = torch.from_file(name, shared=True, size=size, dtype=torch.uint8)
-            finally:
-                os.close(descriptor)
-                os.unlink(name)
-        except OSError as error:
-            raise OutOfMemoryError(
-                f"recall: expected room for {format_bytes(size)} more in {str(self.folder)!r}, "
-                f"got: {error.strerror}; choose another folder, or set recall_bytes"
-            ) from error
-        return room.view(states.dtype).view(states.shape)
+            if self.folder is not None:
+                made = [_mapped(self.folder, part) for part in states]
+            else:
+                made = [
+                    torch.empty(part.shape, dtype=part.dtype, pin_memory=pinned) for part in states
+                ]
+            return Room(self, made, wanted)
+        except BaseException:
+            self.give_back(wanted)
+            raise
+
+    def give_back(self, freed_bytes: int) -> None:
+        with self._lock:
+            self.taken_bytes -= freed_bytes
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "OffloadPool":
+        """Itself: copies of a cache share the limit."""
+        return self
+
+
+def _mapped(folder: Path, states: Tensor) -> Tensor:
+    """Room in a file of its own; all is reserved first, since a full disk kills who writes."""
+    if not states.nbytes:
+        return torch.empty(states.shape, dtype=states.dtype)
+    try:
+        descriptor, name = tempfile.mkstemp(dir=folder, prefix="snapkv-")
+        try:
+            if hasattr(os, "posix_fallocate"):  # where the system can promise it
+                os.posix_fallocate(descriptor, 0, states.nbytes)
+            else:
+                os.ftruncate(descriptor, states.nbytes)
+            room = torch.from_file(name, shared=True, size=states.nbytes, dtype=torch.uint8)
+        finally:
+            os.close(descriptor)
+            os.unlink(name)
+    except OSError as error:
+        raise OutOfMemoryError(
+            f"recall: expected room for {format_bytes(states.nbytes)} more in {str(folder)!r}, "
+            f"got: {error.strerror}; choose another folder, or set recall_bytes"
+        ) from error
+    return room.view(states.dtype).view(states.shape)
+
+
+class Room:
+    """Contiguous tensors in a pool, which gets their bytes back when nobody holds this any more."""
+
+    def __init__(self, pool: OffloadPool, tensors: list[Tensor], taken_bytes: int) -> None:
+        self.tensors = tensors
+        weakref.finalize(self, pool.give_back, taken_bytes)
 
 
 def pool_for(recall: Any, limit_bytes: int | None) -> OffloadPool:
-    """The pool that a user names.
-
-    Args:
-        recall: "host", or a folder.
-        limit_bytes: how many bytes it may take; None for no limit.
-
-    Raises:
-        InvalidArgumentError: a folder that cannot be written to, or a limit that is not positive.
-        InvalidTypeError: neither "host" nor a path.
-    """
+    """The pool that a user names: "host", or a folder."""
     if limit_bytes is not None:
         require_int("recall_bytes", limit_bytes, minimum=1)
     if recall == "host":
@@ -150,15 +130,7 @@ def pool_for(recall: Any, limit_bytes: int | None) -> OffloadPool:
             f"recall: expected 'host' or the path of a folder, got {recall!r}; leave it out to "
             "drop for good what is evicted"
         )
-    return MappedFolder(Path(recall), limit_bytes)
-
-
-def _reserve(descriptor: int, size: int) -> None:
-    """Make a file that large, on the disk where the system can promise it."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, 0, size)
-    else:
-        os.ftruncate(descriptor, size)
+    return OffloadPool(limit_bytes, Path(recall))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,33 +138,24 @@ class Piece:
     """Keys and values of neighbouring tokens.
 
     Attributes:
-        keys: (R, Hkv, N, D), as attention sees them.
-        values: (R, Hkv, N, Dv).
+        room: keys and values, (R, Hkv, N, D) and (R, Hkv, N, Dv), as attention sees them.
         start: column of the first token.
         end: column behind the last one that counts.
         rows: (B,) int64, which of the R rows each row of the batch has; several may share one.
         shift: (B,) int64, by how many columns each row's tokens stand further to the right.
-        room: what keeps the memory.
     """
 
-    keys: Tensor
-    values: Tensor
+    room: Room
     start: int
     end: int
     rows: Tensor
     shift: Tensor
-    room: Room
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of the keys and values."""
-        return int(self.keys.nbytes + self.values.nbytes)
 
     def spans(self) -> Iterator[tuple[int, int, int]]:
         """For each row of the batch its own row, the column it begins at, and how many tokens."""
         for row, shift in zip(self.rows.tolist(), self.shift.tolist(), strict=True):
             begin = self.start + shift
-            yield row, begin, max(0, min(self.keys.shape[2], self.end - begin))
+            yield row, begin, max(0, min(self.room.tensors[0].shape[2], self.end - begin))
 
 
 class OffloadedTokens:
@@ -200,10 +163,8 @@ class OffloadedTokens:
 
     On a GPU copies run in a stream of their own, beside the next layer's work.
 
-    Args:
-        pool: where there is room for them.
-
     Attributes:
+        pool: where there is room for them.
         is_due: whether they are to come back with the next tokens, which vote on all that was seen.
     """
 
@@ -219,21 +180,16 @@ class OffloadedTokens:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the keys and values."""
-        return sum(piece.held_bytes for piece in self.pieces)
+        return sum(states.nbytes for piece in self.pieces for states in piece.room.tensors)
 
     def append(self, keys: Tensor, values: Tensor, *, on: torch.device | None = None) -> None:
-        """Copy the tokens that come next: (B, Hkv, N, D) and (B, Hkv, N, Dv).
-
-        Args:
-            keys: of the tokens.
-            values: of the tokens.
-            on: where they will be recalled to; None for the device of the keys.
+        """Copy the (B, Hkv, N, D) tokens that come next, to be recalled to where they are or `on`.
 
         Raises:
             OutOfMemoryError: there is no room.
         """
-        if not keys.shape[2]:
+        tokens, batch = keys.shape[2], keys.shape[0]
+        if not tokens:
             return
         states = (keys.detach(), values.detach())
         room = self.pool.room_for(*states, device=on or keys.device)
@@ -242,50 +198,34 @@ class OffloadedTokens:
                 if source.is_cuda:
                     source.record_stream(torch.cuda.current_stream(source.device))
                 target.copy_(source, non_blocking=True)
-        self.add(room)
-
-    def add(self, room: Room) -> None:
-        """Take keys and values that are in their place already, a row of them for each row."""
-        keys, values = room.tensors
-        batch = keys.shape[0]
-        piece = Piece(
-            keys=keys,
-            values=values,
-            start=self.tokens,
-            end=self.tokens + keys.shape[2],
-            rows=torch.arange(batch),
-            shift=torch.zeros(batch, dtype=torch.int64),
-            room=room,
-        )
-        self.pieces.append(piece)
+        rows, none = torch.arange(batch), torch.zeros(batch, dtype=torch.int64)
+        start = self.tokens
+        self.pieces.append(Piece(room=room, start=start, end=start + tokens, rows=rows, shift=none))
 
     def with_tail(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """All offloaded tokens and behind them (B, Hkv, N, D) ones, on the device of those."""
         if not self.pieces:
             return keys.clone(), values.clone()
         with _copying(keys.device) as stream:
-            whole = [self._whole(keys, "keys"), self._whole(values, "values")]
+            whole = self._whole(keys, 0), self._whole(values, 1)
         if stream is not None:
             torch.cuda.current_stream(keys.device).wait_stream(stream)
             for states in whole:
                 states.record_stream(torch.cuda.current_stream(keys.device))
-        return whole[0], whole[1]
+        return whole
 
     def on_host(self) -> tuple[Tensor, Tensor]:
         """All offloaded tokens, (B, Hkv, N, D) and (B, Hkv, N, Dv), a copy in the host's memory."""
         wait_for_copies()
-        rows = len(self.pieces[0].rows)
-        tails = (
-            states.new_empty(rows, states.shape[1], 0, states.shape[3], device="cpu")
-            for states in (self.pieces[0].keys, self.pieces[0].values)
-        )
-        return self.with_tail(*tails)
+        first = self.pieces[0]
+        keys, values = (states[first.rows, :, :0] for states in first.room.tensors)
+        return self.with_tail(keys, values)
 
-    def _whole(self, tail: Tensor, name: str) -> Tensor:
+    def _whole(self, tail: Tensor, plane: int) -> Tensor:
         B, H, N, D = tail.shape
         whole = torch.empty(B, H, self.tokens + N, D, dtype=tail.dtype, device=tail.device)
         for piece in self.pieces:
-            states = getattr(piece, name)
+            states = piece.room.tensors[plane]
             for row, (own, begin, count) in enumerate(piece.spans()):
                 for head in range(H):  # both sides contiguous: no second copy on the device
                     part = whole[row, head, begin : begin + count]
@@ -306,15 +246,15 @@ class OffloadedTokens:
         there = wanted >= 0
         counts = tuple(tuple(row) for row in there.sum(dim=-1).tolist())
         rows, heads, _ = there.nonzero().unbind(dim=1)
-        wanted, first = wanted[there], self.pieces[0]
-        heads = heads // (columns.shape[1] // first.keys.shape[1])
-        keys = first.keys.new_empty(len(wanted), first.keys.shape[-1])
-        values = first.values.new_empty(len(wanted), first.values.shape[-1])
+        wanted, held = wanted[there], self.pieces[0].room.tensors
+        heads = heads // (columns.shape[1] // held[0].shape[1])
+        keys, values = (part.new_empty(len(wanted), part.shape[-1]) for part in held)
         for piece in self.pieces:
+            own_keys, own_values = piece.room.tensors
             begin = piece.start + piece.shift[rows]
-            here = (wanted >= begin) & (wanted < (begin + piece.keys.shape[2]).clamp(max=piece.end))
+            here = (wanted >= begin) & (wanted < (begin + own_keys.shape[2]).clamp(max=piece.end))
             where = piece.rows[rows[here]], heads[here], (wanted - begin)[here]
-            keys[here], values[here] = piece.keys[where], piece.values[where]
+            keys[here], values[here] = own_keys[where], own_values[where]
         device = columns.device
         return RaggedStates(keys=keys.to(device), values=values.to(device), head_tokens=counts)
 
@@ -327,23 +267,17 @@ class OffloadedTokens:
         ]
 
     def clear(self) -> None:
-        """Forget everything."""
         self.pieces, self.is_due = [], False
 
-    def map_rows(self, change: RowChange) -> None:
+    def select_rows(self, rows: Tensor) -> None:
         """Put rows in another order; nothing is copied."""
+        rows = rows.cpu()
         self.pieces = [
-            replace(piece, rows=change(piece.rows), shift=change(piece.shift))
-            for piece in self.pieces
+            replace(piece, rows=piece.rows[rows], shift=piece.shift[rows]) for piece in self.pieces
         ]
 
     def shift(self, columns: Tensor, tokens: int) -> None:
-        """Move each row's tokens to the right, behind pads, and end all rows at the same column.
-
-        Args:
-            columns: (B,) int64, by how much.
-            tokens: how many columns are here from now on, the pads counted.
-        """
+        """Move each row's tokens (B,) columns to the right, and end all at the same column."""
         self.pieces = [replace(piece, shift=columns, end=tokens) for piece in self.pieces]
 
     def __copy__(self) -> "OffloadedTokens":
@@ -356,26 +290,22 @@ class OffloadedTokens:
         return copy.copy(self)
 
 
+_streams: dict[torch.device, Any] = {}
+"""For copies from and to each device."""
+
+
 @contextlib.contextmanager
 def _copying(device: torch.device) -> Iterator[Any]:
     """Within this block copies run in the device's own stream for them, if it has streams."""
     if device.type != "cuda":
         yield None
         return
-    stream = _stream(device)
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch's own
+    stream = _streams[device]
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         yield stream
-
-
-_streams: dict[torch.device, Any] = {}
-
-
-def _stream(device: torch.device) -> Any:
-    """The stream for copies of a device, made once."""
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch's own
-    return _streams[device]
 
 
 def wait_for_copies() -> None:

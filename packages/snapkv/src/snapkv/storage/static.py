@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
-from snapkv.storage.base import RowChange, TokenStore
+from snapkv.storage.base import Plane, TokenStore
 from snapkv.storage.dense import DenseStore
 
 
@@ -27,17 +27,16 @@ class StaticStore(TokenStore):
     is_static = True
 
     def __init__(self, storage: "Static", store: TokenStore) -> None:
-        self.storage, self.num_kv_heads = storage, store.num_kv_heads
+        super().__init__(store.num_kv_heads)
+        self.storage = storage
         self._move_in(store.keys, store.values, store.slots)
 
     @property
     def slots(self) -> int:
-        """Slots that are filled; reads the device."""
         return int(self.filled)
 
     @property
     def slot_count(self) -> int | Tensor:
-        """Slots that are filled, on the device."""
         return self.filled
 
     def mask_columns(self, new_tokens: int) -> int:
@@ -46,54 +45,43 @@ class StaticStore(TokenStore):
         return self.storage.slots
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Fill the next slots; returns the whole buffers."""
         new_tokens = keys.shape[-2]
-        places = torch.arange(new_tokens, device=keys.device) + self.filled
+        slots = torch.arange(new_tokens, device=keys.device) + self.filled
         self.filled.add_(new_tokens)
-        self.keys.index_copy_(2, places, keys)
-        self.values.index_copy_(2, places, values)
+        self.keys.index_copy_(2, slots, keys)
+        self.values.index_copy_(2, slots, values)
         return self.keys, self.values
 
-    def keep(self, indices: Tensor, tokens: int) -> TokenStore:
+    def keep(self, indices: Tensor, tokens: int, *, ragged: bool = False) -> TokenStore:
         """Refused: what is chosen again is recalled first, into a store that grows."""
         raise NotImplementedError("a static store keeps all it holds")
 
     def crop(self, tokens: int) -> TokenStore:
-        """Count the last slots as empty."""
         self.filled.sub_(tokens)
         return self
 
-    def map_rows(self, change: RowChange) -> TokenStore:
-        """Put rows in another order in place; another number of rows gets new buffers."""
-        self._move_in(change(self.keys), change(self.values), self.slots)
+    def select_rows(self, rows: Tensor) -> TokenStore:
+        rows = rows.to(self.keys.device)
+        self._move_in(self.keys[rows], self.values[rows], self.slots)
         return self
 
     def room_for(self, tokens: int) -> None:
-        """Raise unless that many slots are empty.
-
-        Raises:
-            InvalidArgumentError: there are fewer.
-        """
         self.storage.require_room(self.slots + tokens)
 
     def tail(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """The last tokens that are stored."""
-        filled = self.slots
-        return self.keys[:, :, filled - tokens : filled], self.values[
-            :, :, filled - tokens : filled
-        ]
+        end = self.slots
+        return self.keys[:, :, end - tokens : end], self.values[:, :, end - tokens : end]
 
     def state(self) -> dict[str, Any]:
-        """The slots that are filled."""
-        filled = self.slots
-        state = super().state()
-        return state | {name: state[name][:, :, :filled] for name in ("keys", "values")}
+        keys, values = self.padded()
+        return {"keys": keys, "values": values, "num_kv_heads": self.num_kv_heads}
 
     def _move_in(self, keys: Tensor, values: Tensor, tokens: int) -> None:
         """Fill the first slots of the buffers."""
-        self.keys, self.values, self.filled = self.storage.buffers_for(keys, values)
-        self.keys[:, :, :tokens] = keys[:, :, :tokens]
-        self.values[:, :, :tokens] = values[:, :, :tokens]
+        *buffers, self.filled = self.storage.buffers_for(keys, values)
+        self.planes = tuple(Plane(buffer, in_place=False) for buffer in buffers)
+        for buffer, states in zip(buffers, (keys, values), strict=True):
+            buffer[:, :, :tokens] = states[:, :, :tokens]
         self.filled.fill_(tokens)
 
 
@@ -115,7 +103,6 @@ class Static:
         self._buffers: tuple[Tensor, Tensor, Tensor] | None = None
 
     def empty(self) -> DenseStore:
-        """A store that grows."""
         return DenseStore()
 
     def finalize(self, store: TokenStore, kept_tokens: int, policy: str) -> TokenStore:
@@ -136,22 +123,12 @@ class Static:
         return StaticStore(self, store)
 
     def restored(self, kind: str, state: dict[str, Any]) -> TokenStore:
-        """A static store, or a dense one whose prompt was still coming in.
-
-        Raises:
-            ValueError: another kind.
-        """
         if kind not in (StaticStore.kind, DenseStore.kind):
             raise ValueError(f"a {kind} store in static storage")
         store = self.empty().fill(**state)
         return self.finalize(store, 0, "") if kind == StaticStore.kind else store
 
     def require_room(self, stored_tokens: int) -> None:
-        """Refuse more tokens than the buffers have slots.
-
-        Raises:
-            InvalidArgumentError: there are too many.
-        """
         if stored_tokens > self.slots:
             raise InvalidArgumentError(
                 f"room_tokens: expected room for {stored_tokens:,} tokens, got a buffer of "

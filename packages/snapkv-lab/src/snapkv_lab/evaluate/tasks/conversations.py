@@ -15,6 +15,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,7 +25,7 @@ from snapkv.packages import find_package_file
 from snapkv_lab.evaluate.haystack import distinct, number, word_key
 from snapkv_lab.evaluate.metrics import bleu
 from snapkv_lab.evaluate.sample import Cell, Conversation, Sample
-from snapkv_lab.evaluate.task import Task, fitted
+from snapkv_lab.evaluate.task import Task, all_fitted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,24 +60,15 @@ class ConversationTask(Task):
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
         """Conversations of every length."""
         for length in self.lengths:
-            hint = None
-            for index in range(self.samples_each):
-                found = fitted(
-                    functools.partial(self._conversation, tokenizer, f"{length}/{index}", length),
-                    tokenizer,
-                    length,
-                    least=self.questions,
-                    most=self.most_parts,
-                    hint=hint,
-                )
-                if found is None:
-                    raise InvalidArgumentError(
-                        f"lengths: expected room for a question, its answer and {self.questions} "
-                        f"{self.parts}, got {length} tokens; pass a larger length, or fewer "
-                        "questions"
-                    )
-                sample, hint = found
-                yield sample
+            names = (f"{length}/{index}" for index in range(self.samples_each))
+            yield from all_fitted(
+                (partial(self._conversation, tokenizer, name, length) for name in names),
+                tokenizer,
+                length,
+                least=self.questions,
+                most=self.most_parts,
+                what=f"a question, its answer and {self.questions} {self.parts}",
+            )
 
     def _conversation(self, tokenizer: Any, name: str, length: int, count: int) -> Conversation:
         """The questions about a text of `count` parts, always the same for the same arguments."""
@@ -243,15 +235,7 @@ _MOST_CODE_CHARACTERS = 1500
 
 @dataclass(frozen=True, kw_only=True)
 class DescribedFunction:
-    """A function, and what it does in words.
-
-    Attributes:
-        name: as it is defined.
-        code: the whole function as `ast.unparse` writes it, without its docstring, comments and
-            blank lines.
-        description: the first paragraph of its docstring, on one line; it does not say the name.
-        file: where it is defined, below the package's folder.
-    """
+    """A function, and what it does in words."""
 
     name: str
     code: str
@@ -264,9 +248,6 @@ def drawn_functions(package: str, draw: random.Random) -> Iterator[DescribedFunc
 
     The package is read, not imported. No two have the same name, description or code; nested
     functions are left out, and so are those with decorators.
-
-    Raises:
-        InvalidArgumentError: there is no such package.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     if package != STANDARD_LIBRARY:

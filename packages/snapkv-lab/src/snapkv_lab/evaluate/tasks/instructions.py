@@ -66,7 +66,6 @@ class Instructions(HaystackTask):
         self.text  # noqa: B018 # read now: a folder without text is refused
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
-        """Samples of every length and instruction; all instructions are asked of the same texts."""
         for length, index in itertools.product(self.lengths, range(self.samples_each)):
             draw = random.Random(f"{self.seed}/{length}/{index}")
             code, begin = draw.sample(_WORDS, 2)

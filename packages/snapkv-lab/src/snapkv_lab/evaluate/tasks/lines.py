@@ -19,10 +19,9 @@ from functools import partial
 from typing import Any, ClassVar
 
 from snapkv.app.settings import GenerationSettings
-from snapkv.errors import InvalidArgumentError
 from snapkv_lab.evaluate.haystack import distinct, number, word_key
 from snapkv_lab.evaluate.sample import Sample
-from snapkv_lab.evaluate.task import Task, fitted, percents
+from snapkv_lab.evaluate.task import Task, all_fitted, percents
 
 _HEADER = (
     "Below is a record of lines I want you to remember. Each line begins with 'line <line index>' "
@@ -69,26 +68,16 @@ class Lines(Task):
         self.require(positions=1, samples_each=1, examples=0, lengths=1)
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
-        """Samples of every length and position."""
-        places = percents(self.positions)
         for length in self.lengths:
-            hint = None
-            for position, index in itertools.product(places, range(self.samples_each)):
-                found = fitted(
-                    partial(self._record, length, position, index),
-                    tokenizer,
-                    length,
-                    least=self.examples + 1,
-                    most=_MOST_LINES,
-                    hint=hint,
-                )
-                if found is None:
-                    raise InvalidArgumentError(
-                        "lengths: expected room for the question, the answer and "
-                        f"{self.examples + 1} lines, got {length} tokens; pass a larger length"
-                    )
-                sample, hint = found
-                yield sample
+            places = itertools.product(percents(self.positions), range(self.samples_each))
+            yield from all_fitted(
+                (partial(self._record, length, *place) for place in places),
+                tokenizer,
+                length,
+                least=self.examples + 1,
+                most=_MOST_LINES,
+                what=f"the question, the answer and {self.examples + 1} lines",
+            )
 
     def score(self, sample: Sample, prediction: str) -> float:
         """Whether the last whole number of the answer is the line's."""

@@ -10,7 +10,7 @@ import hashlib
 import re
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePath, PurePosixPath
@@ -21,10 +21,11 @@ import yaml
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import DocumentError, InvalidArgumentError, MissingDependencyError
 from snapkv.packages import INSTALL, package_file
-from snapkv.validation import nearest, require_choice
+from snapkv.validation import first_line, nearest, require_choice
 from snapkv_lab.evaluate import metrics
-from snapkv_lab.evaluate.corpora import Check, is_texts, parsed_line, require_fields
+from snapkv_lab.evaluate.corpora import Check, is_texts, parsed_lines
 from snapkv_lab.evaluate.sample import Cell, Sample
+from snapkv_lab.evaluate.store import Record
 from snapkv_lab.evaluate.task import Task
 
 HUB = "zai-org/LongBench"
@@ -75,7 +76,6 @@ class LongBench(Task):
         return replace(self, max_prompt_tokens=max_prompt_tokens(name, max_tokens))
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
-        """Every row of every set, in the table's order."""
         data = hub_archive() if self.data is None else Path(self.data)
         for data_set in chosen_sets(self.datasets, extended=self.extended):
             yield from self._samples(tokenizer, data, data_set)
@@ -101,22 +101,23 @@ class LongBench(Task):
         rows = read_rows(data, data_set, extended=self.extended)
         settings = self._settings(tokenizer, data_set)
         for number, row in enumerate(rows, 1):
-            context, question = before + row.context, behind.replace("{input}", row.input)
+            context, question = before + row["context"], behind.replace("{input}", row["input"])
             if self.max_prompt_tokens is not None:
                 context, question = truncated(tokenizer, context, question, self.max_prompt_tokens)
             cell: Cell = {"dataset": data_set.name}
             if self.extended:
-                words = row.length
+                words = row["length"]
                 cell["length"] = "0-4k" if words < 4000 else "4-8k" if words < 8000 else "8k+"
             yield Sample(
                 name=f"{data_set.name}/{number}",
                 cell=cell,
                 context=context,
                 question=question,
-                references=row.answers,
+                references=tuple(row["answers"]),
                 settings=settings,
                 chat=data_set.chat,
-                details={"classes": rows[-1].all_classes},  # as published: of the last row
+                # as published: of the last row
+                details={"classes": tuple(rows[-1].get("all_classes") or ())},
             )
 
     def _settings(self, tokenizer: Any, data_set: "DataSet") -> GenerationSettings:
@@ -132,11 +133,9 @@ class LongBench(Task):
 
 
 def max_prompt_tokens(model: str, max_tokens: int | None) -> int | None:
-    """What a prompt is cut to: the published number, or what the model's positions leave room for.
+    """What prompts are cut to: the published number, or what the model's positions leave room for.
 
-    Args:
-        model: hub id, or a folder of that name.
-        max_tokens: positions that the model has; None, as the result, where there is no limit.
+    `model` is a hub id, or a folder of that name; None is no limit.
     """
     known = _MAX_PROMPT_TOKENS.get(_model_key(model))
     if known is not None or max_tokens is None:
@@ -195,15 +194,8 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 class DataSet:
     """One English or code set of LongBench.
 
-    Attributes:
-        name: as its file is called.
-        category: under which the paper's table lists it.
-        metric: "F1", "ROUGE-L", "classification", "count", "retrieval" or "code similarity".
-        max_new_tokens: where an answer is cut off.
-        prompt_sha256: of the published prompt, with ``{context}`` and ``{input}`` in their places.
-        chat: whether its prompt is wrapped in a chat template; few-shot and code prompts are not.
-        first_line: whether only the answer's first line counts.
-        extended: whether LongBench-E has it too.
+    `category` is the paper's, `metric` a name of `score`, `prompt_sha256` the beginning of the hash
+    of the published prompt, with ``{context}`` and ``{input}`` in their places.
     """
 
     name: str
@@ -211,9 +203,16 @@ class DataSet:
     metric: str
     max_new_tokens: int
     prompt_sha256: str
-    chat: bool = True
-    first_line: bool = False
-    extended: bool = True
+
+    @property
+    def chat(self) -> bool:
+        """Whether its prompt is wrapped in a chat template; few-shot and code prompts are not."""
+        return self.category not in ("few-shot learning", "code")
+
+    @property
+    def extended(self) -> bool:
+        """Whether LongBench-E has it too."""
+        return self.name not in ("narrativeqa", "musique", "qmsum")
 
     def score(
         self,
@@ -222,8 +221,9 @@ class DataSet:
         classes: Sequence[str],
         code_similarity: metrics.CodeSimilarity,
     ) -> float:
-        """The best score over the right answers, 0 to 1."""
-        said = metrics.first_line(prediction) if self.first_line else prediction
+        """The best score over the right answers, 0 to 1; of examples, the first line's."""
+        if self.category == "few-shot learning":
+            prediction = metrics.first_line(prediction)
         measures: dict[str, metrics.Metric] = {
             "F1": metrics.qa_f1,
             "ROUGE-L": metrics.rouge_l,
@@ -232,45 +232,27 @@ class DataSet:
             "classification": partial(metrics.classification, classes=classes),
             "code similarity": partial(metrics.code_similarity, backend=code_similarity),
         }
-        return metrics.best(measures[self.metric], said, references)
+        return metrics.best(measures[self.metric], prediction, references)
 
 
 _SETS = (
-    ("narrativeqa", "single-document QA", "F1", 128),
-    ("qasper", "single-document QA", "F1", 128),
-    ("multifieldqa_en", "single-document QA", "F1", 64),
-    ("hotpotqa", "multi-document QA", "F1", 32),
-    ("2wikimqa", "multi-document QA", "F1", 32),
-    ("musique", "multi-document QA", "F1", 32),
-    ("gov_report", "summarization", "ROUGE-L", 512),
-    ("qmsum", "summarization", "ROUGE-L", 512),
-    ("multi_news", "summarization", "ROUGE-L", 512),
-    ("trec", "few-shot learning", "classification", 64),
-    ("triviaqa", "few-shot learning", "F1", 32),
-    ("samsum", "few-shot learning", "ROUGE-L", 128),
-    ("passage_count", "synthetic", "count", 32),
-    ("passage_retrieval_en", "synthetic", "retrieval", 32),
-    ("lcc", "code", "code similarity", 64),
-    ("repobench-p", "code", "code similarity", 64),
+    ("narrativeqa", "single-document QA", "F1", 128, "aada7ed24b06abac"),
+    ("qasper", "single-document QA", "F1", 128, "0fbdd123fe7f83d6"),
+    ("multifieldqa_en", "single-document QA", "F1", 64, "20b4666a2de8a1f7"),
+    ("hotpotqa", "multi-document QA", "F1", 32, "9ec4ae308865bd0c"),
+    ("2wikimqa", "multi-document QA", "F1", 32, "9ec4ae308865bd0c"),
+    ("musique", "multi-document QA", "F1", 32, "9ec4ae308865bd0c"),
+    ("gov_report", "summarization", "ROUGE-L", 512, "91c25d585b189ced"),
+    ("qmsum", "summarization", "ROUGE-L", 512, "dca23b678fe0183b"),
+    ("multi_news", "summarization", "ROUGE-L", 512, "2af3f28c40b902e6"),
+    ("trec", "few-shot learning", "classification", 64, "0eff8bebdba99d91"),
+    ("triviaqa", "few-shot learning", "F1", 32, "00a802e6377e72fc"),
+    ("samsum", "few-shot learning", "ROUGE-L", 128, "a68d884234907eef"),
+    ("passage_count", "synthetic", "count", 32, "986550b6c61009c6"),
+    ("passage_retrieval_en", "synthetic", "retrieval", 32, "39b96b7fa52bdd2a"),
+    ("lcc", "code", "code similarity", 64, "6a1f24cf0bb83cd9"),
+    ("repobench-p", "code", "code similarity", 64, "ee9ec182ea5ffeb7"),
 )
-_PROMPT_SHA256 = {
-    "narrativeqa": "aada7ed24b06abace5b0045ac3bcfe06fc831a6cf434f0ecfd99fb7b3d299e1c",
-    "qasper": "0fbdd123fe7f83d6d6a9c583ca28cb29d68e523bf8fec01a0cf2dcd11037775d",
-    "multifieldqa_en": "20b4666a2de8a1f701bdb6c4e015fa9f8758d64b361d841f7766df6c9ceba770",
-    "hotpotqa": "9ec4ae308865bd0c62af20b3dc7b12b31f2b447f55684bd88c1aa40f2f636deb",
-    "2wikimqa": "9ec4ae308865bd0c62af20b3dc7b12b31f2b447f55684bd88c1aa40f2f636deb",
-    "musique": "9ec4ae308865bd0c62af20b3dc7b12b31f2b447f55684bd88c1aa40f2f636deb",
-    "gov_report": "91c25d585b189ced91c9280efcb4ecb5dcff9548cd4e3bfae66c68025b569e95",
-    "qmsum": "dca23b678fe0183bbd9555b57947022aed1b85739da5ad7e1b4708dd0c71c409",
-    "multi_news": "2af3f28c40b902e6535d4910510d51653613c49de9b2fc287c5958395061101d",
-    "trec": "0eff8bebdba99d91e9d7d91b6ab39455ac74648bea92c9255c9f68c62175b2db",
-    "triviaqa": "00a802e6377e72fca39b169cf6c28893bedf23ba7286b03ecd15867c3e27a7c4",
-    "samsum": "a68d884234907eefcaa0eacf7b2997f60fa46603988dceae6a44f9b49f045b3f",
-    "passage_count": "986550b6c61009c629a4535766d94b7b51e2b2b9e1ed169e4ecb54417466e964",
-    "passage_retrieval_en": "39b96b7fa52bdd2aa2bde34ea199158505201b9a0a2c3ce94e80249293f60431",
-    "lcc": "6a1f24cf0bb83cd90f1fca8f0dd24801626c2aaea29db834ddc83b950e71190e",
-    "repobench-p": "ee9ec182ea5ffeb70a7140d55baea97264a8612d88226d323afa90859c36240c",
-}
 
 SETS: dict[str, DataSet] = {
     name: DataSet(
@@ -278,22 +260,15 @@ SETS: dict[str, DataSet] = {
         category=category,
         metric=metric,
         max_new_tokens=max_new_tokens,
-        prompt_sha256=_PROMPT_SHA256[name],
-        chat=category not in ("few-shot learning", "code"),
-        first_line=category == "few-shot learning",
-        extended=name not in ("narrativeqa", "musique", "qmsum"),
+        prompt_sha256=prompt_sha256,
     )
-    for name, category, metric, max_new_tokens in _SETS
+    for name, category, metric, max_new_tokens, prompt_sha256 in _SETS
 }
 """The 16 English and code sets by name, in the order of the paper's table."""
 
 
 def chosen_sets(names: Sequence[str], *, extended: bool) -> list[DataSet]:
-    """The sets of those names in the table's order; all that there are for no names.
-
-    Raises:
-        InvalidArgumentError: an unknown name, or one that LongBench-E lacks.
-    """
+    """The sets of those names in the table's order; all that there are for no names."""
     known = {name: one for name, one in SETS.items() if one.extended or not extended}
     for name in names:
         if name not in known:
@@ -356,9 +331,6 @@ def prompt_format(data_set: DataSet) -> tuple[str, str]:
     It is read out of the installed lm-eval. The task files of 0.4.13 hold 10 of the 16 prompts as
     they were published; the other six lost an empty line or what they end with, which is put back.
     Whatever the release, a prompt is only used if its hash is that of the published one.
-
-    Raises:
-        MissingDependencyError: lm-eval is not installed, or has another prompt.
     """
     name = data_set.name
     path = package_file("lm_eval", "tasks", "longbench", f"{name}.yaml")
@@ -371,7 +343,7 @@ def prompt_format(data_set: DataSet) -> tuple[str, str]:
     elif name in ("passage_count", "passage_retrieval_en", "lcc", "repobench-p"):
         repaired += " " if name.startswith("passage") else "\n"
     for found in (text, repaired):
-        if hashlib.sha256(found.encode()).hexdigest() == data_set.prompt_sha256:
+        if hashlib.sha256(found.encode()).hexdigest().startswith(data_set.prompt_sha256):
             before, _, behind = found.partition("{context}")
             return before, behind
     raise MissingDependencyError(
@@ -387,86 +359,47 @@ class _PlainLoader(yaml.SafeLoader):
 _PlainLoader.add_constructor("!function", lambda loader, node: loader.construct_scalar(node))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One question of LongBench.
+def read_rows(data: Path, data_set: DataSet, *, extended: bool) -> list[Record]:
+    """The rows of a set in the file's order: context, input, answers, length, all_classes.
 
-    Attributes:
-        context: the long text.
-        input: the question, or what stands for one; empty for a few sets.
-        answers: right ones, at least one.
-        length: of the text in words, as published.
-        all_classes: that a classification chooses from; empty elsewhere.
-    """
-
-    context: str
-    input: str
-    answers: tuple[str, ...]
-    length: int
-    all_classes: tuple[str, ...]
-
-
-def read_rows(data: Path, data_set: DataSet, *, extended: bool) -> list[Row]:
-    """The rows of a set in the file's order.
-
-    Args:
-        data: the archive, or a folder with the ``.jsonl`` files or a folder ``data`` of them.
-        data_set: which set.
-        extended: those of LongBench-E.
-
-    Raises:
-        DocumentError: no such file, no rows in it, or one that is malformed, by line and field.
+    `data` is the archive, or a folder with the ``.jsonl`` files or a folder ``data`` of them.
     """
     name = f"{data_set.name}_e.jsonl" if extended else f"{data_set.name}.jsonl"
     lines = _zipped_lines(data, name) if data.is_file() else _lines(data, name)
-    rows = [
-        _row(line, data_set, f"{data / name}, line {number}")
-        for number, line in enumerate(lines, 1)
-        if line.strip()
-    ]
-    if not rows:
-        raise DocumentError(f"data: expected rows in {data / name}, got none; {_REMEDY}")
-    return rows
+    fields = _FIELDS | _MORE_FIELDS.get(data_set.metric, {})
+    return parsed_lines(lines, fields, data / name, "get the archive anew")
 
 
 def hub_archive() -> Path:
-    """LongBench's `data.zip`, downloaded from the hub where it is not in the cache.
-
-    Raises:
-        DocumentError: the hub cannot be reached; the message has the command for where it can.
-    """
+    """LongBench's `data.zip`, downloaded from the hub where it is not in the cache."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
         return Path(hf_hub_download(HUB, "data.zip", repo_type="dataset"))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise DocumentError(
-            f"data: expected LongBench's archive from the hub, got {reason[:120]!r}; where there "
-            f"is a network run hf download {HUB} data.zip --repo-type dataset --local-dir . and "
-            "pass --data data.zip"
+            f"data: expected LongBench's archive from the hub, got {first_line(error)[:120]!r}; "
+            f"where there is a network run hf download {HUB} data.zip --repo-type dataset "
+            "--local-dir . and pass --data data.zip"
         ) from None
 
 
-def _lines(folder: Path, name: str) -> Iterator[bytes]:
+def _lines(folder: Path, name: str) -> Iterable[bytes]:
     for path in (folder / name, folder / "data" / name):
         if path.is_file():
-            with path.open("rb") as file:
-                yield from file
-            return
+            return path.read_bytes().splitlines()
     raise _missing(folder, name)
 
 
-def _zipped_lines(archive: Path, name: str) -> Iterator[bytes]:
+def _zipped_lines(archive: Path, name: str) -> Iterable[bytes]:
     try:
         with zipfile.ZipFile(archive) as opened:
             paths = map(PurePosixPath, opened.namelist())
             members = [p for p in paths if p.name == name and "__MACOSX" not in p.parts]
             if not members:
                 raise _missing(archive, name)
-            with opened.open(str(members[0])) as file:
-                yield from file
+            return opened.read(str(members[0])).splitlines()
     except (zipfile.BadZipFile, zlib.error, EOFError) as error:
         raise DocumentError(
             f"data: expected LongBench's data.zip or a folder, got {archive}, of which no archive "
@@ -478,21 +411,6 @@ def _missing(place: Path, name: str) -> DocumentError:
     return DocumentError(
         f"data: expected {name} in {place}, got no such file; name the sets that are there with "
         "--datasets, or pass LongBench's data.zip"
-    )
-
-
-_REMEDY = "get the archive anew"
-
-
-def _row(line: bytes, data_set: DataSet, place: str) -> Row:
-    record = parsed_line(line, place, _REMEDY)
-    require_fields(record, _FIELDS | _MORE_FIELDS.get(data_set.metric, {}), place, _REMEDY)
-    return Row(
-        context=record["context"],
-        input=record["input"],
-        answers=tuple(record["answers"]),
-        length=record["length"],
-        all_classes=tuple(record.get("all_classes") or ()),
     )
 
 

@@ -85,7 +85,6 @@ class Needle(HaystackTask):
         self.text  # noqa: B018 # read now: a folder without text is refused
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
-        """A sample for every length, depth and order."""
         for length, depth, order in itertools.product(
             self.lengths, percents(self.depths), range(self.permutations)
         ):

@@ -10,9 +10,9 @@ import random
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import DocumentError, InvalidArgumentError
@@ -25,14 +25,13 @@ from snapkv_lab.evaluate.corpora import (
     corpus_index,
     is_texts,
     load_corpus,
-    parsed_line,
+    parsed_lines,
     require_fields,
 )
 from snapkv_lab.evaluate.metrics import normalised
 from snapkv_lab.evaluate.sample import Cell, Sample
+from snapkv_lab.evaluate.store import Record
 from snapkv_lab.evaluate.task import Task
-
-_Row = TypeVar("_Row")
 
 _INSTRUCTION = "Answer the question at the end from the documents below{}. Only a few of them have "
 _INSTRUCTION += "to do with it.\n\n"
@@ -93,7 +92,6 @@ class RagCitation(RagTask):
     least_documents: ClassVar[int] = 2
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
-        """Every question with every number of documents."""
         del tokenizer
         index = corpus_index(self.corpus)
         questions = drawn(load_corpus(self.corpus).questions, self.samples_each, self.seed)
@@ -174,7 +172,6 @@ class RagPosition(PhraseTask):
     data: str | None = None
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
-        """Every question with every number of documents, at every position."""
         del tokenizer
         rows = self._rows()
         for documents, position, row in itertools.product(self.documents, _POSITIONS, rows):
@@ -182,31 +179,24 @@ class RagPosition(PhraseTask):
                 f"{documents}/{position}/{row.name}",
                 {"documents": documents, "position": position},
                 _placed(row, documents, position),
-                row.question,
+                row.text,
                 row.answers,
             )
 
     def describe(self) -> dict[str, Any]:
-        """The settings; of a file its name, which takes the corpus' place."""
         own = {"corpus": None, "data": Path(self.data).name} if self.data else {}
         return super().describe() | own
 
-    def _rows(self) -> "list[Row]":
+    def _rows(self) -> list[Question]:
+        """Questions, with documents in which no answer stands, in the order they are taken."""
         if self.data is not None:
             return drawn(read_rows(Path(self.data)), self.samples_each, self.seed)
         questions = phrase_questions(load_corpus(self.corpus).questions)
         made, index = [], corpus_index(self.corpus)
         for question in drawn(questions, self.samples_each, self.seed):
             without = (p for p in neighbours(index, question) if not found(p, question.answers))
-            made.append(
-                Row(
-                    name=question.name,
-                    question=question.text,
-                    answers=question.answers,
-                    gold=question.gold,
-                    others=tuple(itertools.islice(without, max(self.documents))),
-                )
-            )
+            near = tuple(itertools.islice(without, max(self.documents)))
+            made.append(replace(question, near=near))
         return made
 
 
@@ -238,7 +228,6 @@ class RagPipeline(PhraseTask):
             )
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
-        """Every question with every number of documents; reranking takes seconds for each."""
         del tokenizer
         from snapkv.library.embeddings import TextEmbeddings  # imports torch
 
@@ -258,12 +247,8 @@ class RagPipeline(PhraseTask):
                 )
 
 
-def drawn(rows: Sequence[_Row], count: int, seed: int) -> list[_Row]:
-    """That many rows in an order drawn from the seed; a larger count begins with the same ones.
-
-    Raises:
-        InvalidArgumentError: there are fewer.
-    """
+def drawn(rows: Sequence[Question], count: int, seed: int) -> list[Question]:
+    """That many rows in an order drawn from the seed; a larger count begins with the same ones."""
     if count > len(rows):
         raise InvalidArgumentError(
             f"samples_each: expected at most {len(rows)}, the number of questions, got "
@@ -336,50 +321,28 @@ def found(text: str | Passage, phrases: Iterable[str]) -> bool:
     return any(f" {phrase} " in words for phrase in filter(None, map(normalised, phrases)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """A question with its documents.
-
-    Attributes:
-        name: unique among the rows.
-        question: what is asked.
-        answers: right ones, at least one.
-        gold: documents that answer it, at least one.
-        others: documents in which no answer stands, in the order in which they are taken.
-    """
-
-    name: str
-    question: str
-    answers: tuple[str, ...]
-    gold: tuple[Passage, ...]
-    others: tuple[Passage, ...]
-
-
-def _placed(row: Row, documents: int, position: str) -> list[Passage]:
+def _placed(row: Question, documents: int, position: str) -> list[Passage]:
     """That many documents, those with the answer together at the position."""
     wanted = documents - len(row.gold)
-    if not 0 <= wanted <= len(row.others):
+    if not 0 <= wanted <= len(row.near):
         raise InvalidArgumentError(
-            f"documents: expected {len(row.gold)} to {len(row.gold) + len(row.others)}, which is "
+            f"documents: expected {len(row.gold)} to {len(row.gold) + len(row.near)}, which is "
             f"what {row.name} has, got {documents}; pass another --documents"
         )
     before = {"beginning": 0, "middle": wanted // 2, "end": wanted}[position]
-    others = row.others[:wanted]
+    others = row.near[:wanted]
     return [*others[:before], *row.gold, *others[before:]]
 
 
 _REMEDY = "correct or delete the line"
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[Question]:
     """The rows of a file in the form of Lost in the Middle; blank lines are skipped.
 
     Liu et al. (2023) published a JSON object per line: ``question``, ``answers`` and ``ctxs``, the
     documents, each with ``title``, ``text``, ``isgold`` (it answers the question) and ``hasanswer``
     (an answer stands in it).
-
-    Raises:
-        DocumentError: no such file, no rows in it, or a malformed one, by line and field.
     """
     try:
         data = path.expanduser().read_bytes()
@@ -390,37 +353,35 @@ def read_rows(path: Path) -> list[Row]:
             f"data: expected a file of JSON lines in UTF-8, or a .gz of one, got {path}: {reason}; "
             "pass another file"
         ) from None
-    lines = enumerate(text.split("\n"), 1)
-    rows = [_row(line, path, number) for number, line in lines if line.strip()]
-    if not rows:
-        raise DocumentError(f"data: expected rows in {path}, got none; pass another file")
-    return rows
+    numbers = [number for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    records = parsed_lines(text.split("\n"), _FIELDS, path, _REMEDY)
+    return [
+        _row(record, f"{path}, line {number}", f"line {number}")
+        for number, record in zip(numbers, records, strict=True)
+    ]
 
 
-def _row(line: str, path: Path, number: int) -> Row:
-    place = f"{path}, line {number}"
-    record = parsed_line(line, place, "correct or delete it")
-    require_fields(record, _FIELDS, place, _REMEDY)
+def _row(record: Record, place: str, name: str) -> Question:
     for index, document in enumerate(record["ctxs"]):
         require_fields(document, _DOCUMENT_FIELDS, place, _REMEDY, prefix=f"ctxs[{index}].")
-    gold = [document for document in record["ctxs"] if document["isgold"]]
-    others = [d for d in record["ctxs"] if not d["isgold"] and not d["hasanswer"]]
+    passages = [
+        (document, Passage(title=document["title"], text=document["text"]))
+        for document in record["ctxs"]
+    ]
+    gold = tuple(passage for document, passage in passages if document["isgold"])
     if not gold:
         raise DocumentError(
             f"data: expected ctxs to be documents of which one isgold in {place}, got none that "
             f"is; {_REMEDY}"
         )
-    return Row(
-        name=f"line {number}",
-        question=record["question"],
+    return Question(
+        name=name,
+        text=record["question"],
+        asked=record["question"],
         answers=tuple(record["answers"]),
-        gold=tuple(map(_passage, gold)),
-        others=tuple(map(_passage, others)),
+        gold=gold,
+        near=tuple(p for d, p in passages if not d["isgold"] and not d["hasanswer"]),
     )
-
-
-def _passage(document: dict[str, Any]) -> Passage:
-    return Passage(title=document["title"], text=document["text"])
 
 
 def _is_text(value: Any) -> bool:

@@ -19,8 +19,7 @@ import math
 import random
 import re
 import string
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -39,6 +38,7 @@ NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. The
 
 _DEPTHS = [round(100 * i / 39) for i in range(40)]  # percent of the sentences
 _DIGITS = 7
+_HOPS = 4  # assignments of vt after the first
 _EXAMPLE_NOISES = 10  # what the official fit of vt's example to 500 tokens gives
 _COMMON = 10  # words that cwe asks for
 _SHORT = 4096  # tokens below which cwe repeats less
@@ -51,14 +51,7 @@ _PATIENCE = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """Which puzzle is wanted.
-
-    Attributes:
-        length: tokens that it is for; some generators are easier below 4096.
-        index: which of the puzzles of that length.
-        seed: what is drawn is drawn from it; another one for every puzzle.
-        essay: the words of a long text to hide something in.
-    """
+    """Which puzzle of a length is wanted, all of it drawn from `seed`; `essay` is words."""
 
     length: int
     index: int
@@ -85,114 +78,72 @@ class Puzzle:
         return Puzzle(**vars(self) | {"context": solved + self.context})
 
 
-class Generator(ABC):
-    """Makes the puzzles of one task, of any size.
-
-    Attributes:
-        new_tokens: how long an answer may be.
-        any_reference: whether one of the references is enough; otherwise the score is the
-            fraction that is found.
-    """
-
-    new_tokens: ClassVar[int]
-    any_reference: ClassVar[bool] = False
-
-    @property
-    def least(self) -> int:
-        """The fewest parts that the long text can have."""
-        return 1
-
-    @property
-    def most(self) -> int:
-        """The most parts that it can have."""
-        return 10_000_000
-
-    @abstractmethod
-    def puzzle(self, wanted: Wanted, parts: int) -> Puzzle:
-        """A puzzle with that many parts; of another size, the same answer where possible.
-
-        Raises:
-            InvalidArgumentError: there are not so many questions.
-        """
-
-
 @dataclass(frozen=True, kw_only=True)
-class Needles(Generator):
-    """The eight needle tasks: values hidden under keys.
+class Generator:
+    """Makes the puzzles of one task, of any number of parts from `least` to `most()`.
 
-    A part of the text is a word of the essay, a repetition of the noise, or another needle.
-
-    Args:
-        haystack: what the needles are hidden in.
-        key: what the keys look like.
-        value: what the values look like.
-        keys: how many keys are hidden; as many as are asked for at least.
-        values: how many values each key has.
-        queries: how many keys are asked for.
+    Of another size a puzzle has the same answer where possible. An answer has `new_tokens` at most;
+    its score is the fraction of references that are found, or whether `any_reference` is.
     """
 
-    new_tokens: ClassVar[int] = 128
+    puzzle: Callable[[Wanted, int], Puzzle]
+    new_tokens: int
+    least: int = 1
+    most: Callable[[], int] = lambda: 10_000_000
+    any_reference: bool = False
 
-    haystack: Literal["noise", "essay", "needles"]
-    key: Kind = "words"
-    value: Kind = "numbers"
-    keys: int = 1
-    values: int = 1
-    queries: int = 1
 
-    @property
-    def least(self) -> int:
-        """As many as there are needles: each gets a place of its own."""
-        return max(self.keys, self.queries) * self.values
+def _needles(
+    *,
+    haystack: Literal["noise", "essay", "needles"],
+    key: Kind = "words",
+    value: Kind = "numbers",
+    keys: int = 1,
+    values: int = 1,
+    queries: int = 1,
+) -> Generator:
+    """niah: values hidden under keys in words of an essay, repeated noise, or other needles."""
+    keys = max(keys, queries)
 
-    def puzzle(self, wanted: Wanted, parts: int) -> Puzzle:
-        """Needles in a text of that many parts."""
+    def needle(name: str, hidden: str) -> str:
+        return f"One of the special magic {value} for {name} is: {hidden}."
+
+    def puzzle(wanted: Wanted, parts: int) -> Puzzle:
         draw = wanted.draw()
-        keys = distinct(lambda: _drawn(self.key, draw), max(self.keys, self.queries))
-        values = {key: distinct(lambda: _drawn(self.value, draw), self.values) for key in keys}
-        asked = draw.sample(keys, self.queries)
-        needles = [self._needle(key, value) for key in keys for value in values[key]]
+        names = distinct(lambda: _drawn(key, draw), keys)
+        hidden = {name: distinct(lambda: _drawn(value, draw), values) for name in names}
+        asked = draw.sample(names, queries)
+        needles = [needle(name, each) for name in names for each in hidden[name]]
         draw.shuffle(needles)
-        if self.haystack == "essay":
+        if haystack == "essay":
             text = _in_essay(wanted, parts, needles, draw)
         else:
-            others = self._sentences(parts, keys, draw)
+            others = [NOISE] * parts
+            if haystack == "needles":
+                more = distinct(lambda: _drawn(key, draw), parts, besides=names)
+                others = [needle(name, _drawn(value, draw)) for name in more]
             places = sorted(draw.sample(range(len(others)), len(needles)), reverse=True)
             text = "\n".join(_inserted(others, needles, places))
-        return self._worded(text, asked, tuple(value for key in asked for value in values[key]))
+        return _worded(value, text, asked, tuple(each for name in asked for each in hidden[name]))
 
-    def _sentences(self, parts: int, keys: list[str], draw: random.Random) -> list[str]:
-        if self.haystack == "noise":
-            return [NOISE] * parts
-        others = distinct(lambda: _drawn(self.key, draw), parts, besides=keys)
-        return [self._needle(key, _drawn(self.value, draw)) for key in others]
-
-    def _needle(self, key: str, value: str) -> str:
-        return f"One of the special magic {self.value} for {key} is: {value}."
-
-    def _worded(self, text: str, asked: list[str], references: tuple[str, ...]) -> Puzzle:
-        """The published wording; in the singular where there is one value to find."""
-        keys = asked[0] if len(asked) == 1 else f"{', '.join(asked[:-1])}, and {asked[-1]}"
-        if len(references) == 1:
-            kind, some, verb, ask = self.value.removesuffix("s"), "A", "is", "is"
-        else:
-            kind, some, verb, ask = self.value, "Some", "are", "are all"
-        sought = f"the special magic {kind} for {keys} mentioned in the provided text"
-        return Puzzle(
-            context=f"{some} special magic {kind} {verb} hidden within the following text. Make "
-            f"sure to memorize it. I will quiz you about the {kind} afterwards.\n{text}",
-            question=f"\nWhat {ask} {sought}?",
-            answer_start=f"T{sought[1:]} {verb}",
-            references=references,
-        )
+    return Generator(puzzle=puzzle, new_tokens=128, least=keys * values)
 
 
-def sentences(text: str) -> list[str]:
-    """A text cut behind full stops, question and exclamation marks, closing quotes included.
-
-    Abbreviations are cut too; the cuts only say where something can be inserted.
-    """
-    return re.split(r"(?<=[.!?])\s+|(?<=[.!?][\"')\]])\s+", text.strip())
+def _worded(value: Kind, text: str, asked: list[str], references: tuple[str, ...]) -> Puzzle:
+    """The published wording; in the singular where there is one value to find."""
+    keys = asked[0] if len(asked) == 1 else f"{', '.join(asked[:-1])}, and {asked[-1]}"
+    if len(references) == 1:
+        kind, some, verb, ask = value.removesuffix("s"), "A", "is", "is"
+    else:
+        kind, some, verb, ask = str(value), "Some", "are", "are all"
+    sought = f"the special magic {kind} for {keys} mentioned in the provided text"
+    return Puzzle(
+        context=f"{some} special magic {kind} {verb} hidden within the following text. Make "
+        f"sure to memorize it. I will quiz you about the {kind} afterwards.\n{text}",
+        question=f"\nWhat {ask} {sought}?",
+        answer_start=f"T{sought[1:]} {verb}",
+        references=references,
+    )
 
 
 def _drawn(kind: Kind, draw: random.Random) -> str:
@@ -202,12 +153,15 @@ def _drawn(kind: Kind, draw: random.Random) -> str:
 
 
 def _in_essay(wanted: Wanted, count: int, needles: list[str], draw: random.Random) -> str:
-    """That many words, repeated where there are fewer, with needles between sentences."""
+    """That many words, repeated where there are fewer, with needles between sentences.
+
+    Abbreviations are cut too; the cuts only say where something can be inserted.
+    """
     times, rest = divmod(count, len(wanted.essay))
-    whole = sentences(" ".join([*wanted.essay * times, *wanted.essay[:rest]]))
+    text = " ".join([*wanted.essay * times, *wanted.essay[:rest]])
+    whole = re.split(r"(?<=[.!?])\s+|(?<=[.!?][\"')\]])\s+", text.strip())
     depths = sorted(draw.sample(_DEPTHS, len(needles)), reverse=True)
-    places = [int(len(whole) * depth / 100) for depth in depths]
-    return " ".join(_inserted(whole, needles, places))
+    return " ".join(_inserted(whole, needles, [int(len(whole) * d / 100) for d in depths]))
 
 
 def _inserted(texts: list[str], needles: list[str], places: list[int]) -> list[str]:
@@ -217,80 +171,45 @@ def _inserted(texts: list[str], needles: list[str], places: list[int]) -> list[s
     return texts
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tracing(Generator):
-    """vt: one chain of assignments in noise, behind a worked example with shorter names.
-
-    A part of the text is a repetition of the noise.
-
-    Args:
-        hops: assignments after the first.
-    """
-
-    new_tokens: ClassVar[int] = 30
-
-    hops: int = 4
-
-    @property
-    def least(self) -> int:
-        """One more than there are assignments, as the official suite has it."""
-        return self.hops + 2
-
-    def puzzle(self, wanted: Wanted, parts: int) -> Puzzle:
-        """A chain in that many lines of noise."""
-        draw = wanted.draw()
-        example = self._chain(draw, _EXAMPLE_NOISES, letters=3)
-        asked = self._chain(draw, parts, letters=5)
-        return asked.behind(example, f" {' '.join(example.references)}", "\n\n\n\n")
-
-    def _chain(self, draw: random.Random, noises: int, *, letters: int) -> Puzzle:
-        names = distinct(
-            lambda: "".join(draw.choices(string.ascii_uppercase, k=letters)), self.hops + 1
-        )
-        value = draw.randrange(10_000, 99_999)
-        steps = [f"VAR {names[0]} = {value}"]
-        steps += [f"VAR {new} = VAR {old} " for old, new in itertools.pairwise(names)]
-        lines = [f"{NOISE}\n"] * noises
-        places = sorted(draw.sample(range(noises), len(steps)))
-        for earlier, (place, step) in enumerate(zip(places, steps, strict=True)):
-            lines.insert(place + earlier, step)
-        return Puzzle(
-            context="Memorize and track the chain(s) of variable assignment hidden in the "
-            f"following text.\n\n{' '.join(lines)}",
-            question=f"\nQuestion: Find all variables that are assigned the value {value} in the "
-            "text above.",
-            answer_start="Answer: According to the chain(s) of variable assignment in the text "
-            f"above, {len(names)} variables are assigned the value {value}, they are: ",
-            references=tuple(names),
-        )
+def _tracing(wanted: Wanted, parts: int) -> Puzzle:
+    """vt: a chain of assignments in lines of noise, behind a worked example with shorter names."""
+    draw = wanted.draw()
+    example = _chain(draw, _EXAMPLE_NOISES, letters=3)
+    asked = _chain(draw, parts, letters=5)
+    return asked.behind(example, f" {' '.join(example.references)}", "\n\n\n\n")
 
 
-class CommonWords(Generator):
-    """cwe: ten words appear more often than the rest of a numbered list.
+def _chain(draw: random.Random, noises: int, *, letters: int) -> Puzzle:
+    names = distinct(lambda: "".join(draw.choices(string.ascii_uppercase, k=letters)), _HOPS + 1)
+    value = draw.randrange(10_000, 99_999)
+    steps = [f"VAR {names[0]} = {value}"]
+    steps += [f"VAR {new} = VAR {old} " for old, new in itertools.pairwise(names)]
+    lines = [f"{NOISE}\n"] * noises
+    places = sorted(draw.sample(range(noises), len(steps)))
+    for earlier, (place, step) in enumerate(zip(places, steps, strict=True)):
+        lines.insert(place + earlier, step)
+    return Puzzle(
+        context="Memorize and track the chain(s) of variable assignment hidden in the "
+        f"following text.\n\n{' '.join(lines)}",
+        question=f"\nQuestion: Find all variables that are assigned the value {value} in the "
+        "text above.",
+        answer_start="Answer: According to the chain(s) of variable assignment in the text "
+        f"above, {len(names)} variables are assigned the value {value}, they are: ",
+        references=tuple(names),
+    )
+
+
+def _common_words(wanted: Wanted, parts: int) -> Puzzle:
+    """cwe: ten words appear more often than the rest of a numbered list of different words.
 
     The worked example is part of the prompt, with its answers directly behind the colon, as in the
-    official suite. A part of the text is a word, counted once.
+    official suite.
     """
-
-    new_tokens: ClassVar[int] = 120
-
-    @property
-    def least(self) -> int:
-        """The common words and one more."""
-        return _COMMON + 1
-
-    @property
-    def most(self) -> int:
-        """The words that there are; a list does not grow beyond them."""
-        return len(words("noun", "adjective", "verb"))
-
-    def puzzle(self, wanted: Wanted, parts: int) -> Puzzle:
-        """A list of that many different words, behind a short one that is solved."""
-        draw = wanted.draw()
-        is_short = wanted.length < _SHORT
-        example = _listed(draw, 20, 3, 1) if is_short else _listed(draw, 40, 10, 3)
-        asked = _listed(draw, parts, 6, 1) if is_short else _listed(draw, parts, 30, 3)
-        return asked.behind(example, _numbered(example.references), "\n")
+    draw = wanted.draw()
+    is_short = wanted.length < _SHORT
+    example = _listed(draw, 20, 3, 1) if is_short else _listed(draw, 40, 10, 3)
+    asked = _listed(draw, parts, 6, 1) if is_short else _listed(draw, parts, 30, 3)
+    return asked.behind(example, _numbered(example.references), "\n")
 
 
 def _listed(draw: random.Random, count: int, often: int, seldom: int) -> Puzzle:
@@ -312,87 +231,55 @@ def _numbered(entries: Iterable[str]) -> str:
     return " ".join(f"{number}. {word}" for number, word in enumerate(entries, 1))
 
 
-class FrequentWords(Generator):
+def _frequent_words(wanted: Wanted, parts: int) -> Puzzle:
     """fwe: coded words whose frequency falls with the square of their rank; dots are the first.
 
-    A part of the text is a word, counted each time.
+    A text of about that many words; dots, and the three words that are asked for, lead.
+    """
+    draw = wanted.draw()
+    coded = distinct(
+        lambda: "".join(draw.choices(string.ascii_lowercase, k=6)), wanted.length // 50
+    )
+    vocabulary = ["...", *coded[1:]]
+    whole = math.pi**2 / 6  # what 1/1 + 1/4 + 1/9 ... add up to
+    text = [
+        word
+        for rank, word in enumerate(vocabulary, 1)
+        for _ in range(int(parts / (whole * rank**2)))
+    ]
+    draw.shuffle(text)
+    return Puzzle(
+        context="Read the following coded text and track the frequency of each coded word. "
+        f"Find the three most frequently appeared coded words. {' '.join(text)}",
+        question="\nQuestion: Do not provide any explanation. Please ignore the dots '....'. "
+        "What are the three most frequently appeared words in the above coded text?",
+        answer_start="Answer: According to the coded text above, the three most frequently "
+        "appeared words are:",
+        references=tuple(vocabulary[1:4]),
+    )
+
+
+def _answering(dataset: CorpusName) -> Generator:
+    """qa: questions in the order of their file, behind their documents and `parts` others.
+
+    Those are first documents collected for the question, then any.
     """
 
-    new_tokens: ClassVar[int] = 50
-
-    @property
-    def least(self) -> int:
-        """From here on the fourth word always appears more often than the fifth."""
-        return 80
-
-    def puzzle(self, wanted: Wanted, parts: int) -> Puzzle:
-        """A text of about that many words; dots, and the three words that are asked for, lead."""
-        draw = wanted.draw()
-        coded = distinct(
-            lambda: "".join(draw.choices(string.ascii_lowercase, k=6)), wanted.length // 50
-        )
-        vocabulary = ["...", *coded[1:]]
-        whole = math.pi**2 / 6  # what 1/1 + 1/4 + 1/9 ... add up to
-        text = [
-            word
-            for rank, word in enumerate(vocabulary, 1)
-            for _ in range(int(parts / (whole * rank**2)))
-        ]
-        draw.shuffle(text)
-        return Puzzle(
-            context="Read the following coded text and track the frequency of each coded word. "
-            f"Find the three most frequently appeared coded words. {' '.join(text)}",
-            question="\nQuestion: Do not provide any explanation. Please ignore the dots '....'. "
-            "What are the three most frequently appeared words in the above coded text?",
-            answer_start="Answer: According to the coded text above, the three most frequently "
-            "appeared words are:",
-            references=tuple(vocabulary[1:4]),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answering(Generator):
-    """qa_1 and qa_2: questions in the order of their file.
-
-    A part of the text is a document beside those with the answer: first those collected for the
-    question, then any.
-
-    Args:
-        dataset: SQuAD 2.0 (its answerable questions) or HotpotQA (the distractor setting).
-    """
-
-    new_tokens: ClassVar[int] = 32
-    any_reference: ClassVar[bool] = True
-
-    dataset: CorpusName
-
-    @property
-    def least(self) -> int:
-        """The question's own documents can stand alone."""
-        return 0
-
-    @property
-    def most(self) -> int:
-        """All documents."""
-        return len(_documents(self.dataset))
-
-    def puzzle(self, wanted: Wanted, parts: int) -> Puzzle:
-        """A question behind its documents and that many others."""
-        draw, questions = wanted.draw(), load_corpus(self.dataset).questions
+    def puzzle(wanted: Wanted, parts: int) -> Puzzle:
+        draw, questions = wanted.draw(), load_corpus(dataset).questions
         if wanted.index >= len(questions):
             raise InvalidArgumentError(
                 f"samples_each: expected at most the {len(questions)} questions of "
-                f"{self.dataset} that fit, got more; pass a smaller number"
+                f"{dataset} that fit, got more; pass a smaller number"
             )
-        question, documents = questions[wanted.index], _documents(self.dataset)
-        places = _places(self.dataset)
+        question, documents, places = questions[wanted.index], _documents(dataset), _places(dataset)
         own, near = ([places[one] for one in some] for some in (question.gold, question.near))
-        if self.dataset == "hotpotqa":  # as the official suite draws from them
+        if dataset == "hotpotqa":  # as the official suite draws from them
             own, near = sorted(own), sorted(near)
         shown = own + _others(own, near, len(documents), parts, draw)
         draw.shuffle(shown)
         text = "\n\n".join(
-            f"Document {number}:\n{_text(self.dataset, documents[place])}"
+            f"Document {number}:\n{_text(dataset, documents[place])}"
             for number, place in enumerate(shown, 1)
         )
         return Puzzle(
@@ -401,6 +288,9 @@ class Answering(Generator):
             answer_start="Answer:",
             references=question.answers,
         )
+
+    most = partial(_document_count, dataset)
+    return Generator(puzzle=puzzle, new_tokens=32, least=0, most=most, any_reference=True)
 
 
 def _others(
@@ -419,6 +309,10 @@ def _documents(dataset: CorpusName) -> Sequence[Passage]:
     return sorted(load_corpus(dataset).passages, key=partial(_text, dataset))
 
 
+def _document_count(dataset: CorpusName) -> int:
+    return len(_documents(dataset))
+
+
 @functools.cache
 def _places(dataset: CorpusName) -> dict[Passage, int]:
     return {document: place for place, document in enumerate(_documents(dataset))}
@@ -429,19 +323,26 @@ def _text(dataset: CorpusName, document: Passage) -> str:
 
 
 GENERATORS: dict[str, Generator] = {
-    "niah_single_1": Needles(haystack="noise"),
-    "niah_single_2": Needles(haystack="essay"),
-    "niah_single_3": Needles(haystack="essay", value="uuids"),
-    "niah_multikey_1": Needles(haystack="essay", keys=4),
-    "niah_multikey_2": Needles(haystack="needles"),
-    "niah_multikey_3": Needles(haystack="needles", key="uuids", value="uuids"),
-    "niah_multivalue": Needles(haystack="essay", values=4),
-    "niah_multiquery": Needles(haystack="essay", queries=4),
-    "vt": Tracing(),
-    "cwe": CommonWords(),
-    "fwe": FrequentWords(),
-    "qa_1": Answering(dataset="squad"),
-    "qa_2": Answering(dataset="hotpotqa"),
+    "niah_single_1": _needles(haystack="noise"),
+    "niah_single_2": _needles(haystack="essay"),
+    "niah_single_3": _needles(haystack="essay", value="uuids"),
+    "niah_multikey_1": _needles(haystack="essay", keys=4),
+    "niah_multikey_2": _needles(haystack="needles"),
+    "niah_multikey_3": _needles(haystack="needles", key="uuids", value="uuids"),
+    "niah_multivalue": _needles(haystack="essay", values=4),
+    "niah_multiquery": _needles(haystack="essay", queries=4),
+    # One part more than there are assignments, as the official suite has it.
+    "vt": Generator(puzzle=_tracing, new_tokens=30, least=_HOPS + 2),
+    "cwe": Generator(
+        puzzle=_common_words,
+        new_tokens=120,
+        least=_COMMON + 1,
+        most=lambda: len(words("noun", "adjective", "verb")),
+    ),
+    # From there on the fourth word always appears more often than the fifth.
+    "fwe": Generator(puzzle=_frequent_words, new_tokens=50, least=80),
+    "qa_1": _answering("squad"),
+    "qa_2": _answering("hotpotqa"),
 }
 """The tasks by their official names, in the official order."""
 
@@ -472,7 +373,6 @@ class Ruler(HaystackTask):
         require_some("tasks", self.tasks, GENERATORS)
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
-        """Samples of every length and task."""
         essay = tuple(self.text.text.split())
         for length, task in itertools.product(self.lengths, self.tasks):
             yield from self._cell(tokenizer, task, length, essay)
@@ -493,14 +393,9 @@ class Ruler(HaystackTask):
         for index in itertools.count():
             name = f"{task}/{length}/{index}"
             wanted = Wanted(length=length, index=index, seed=f"{self.seed}/{name}", essay=essay)
-            found = fitted(
-                partial(_sample, task, name, wanted),
-                tokenizer,
-                length,
-                least=generator.least,
-                most=generator.most,
-                hint=hint,
-            )
+            build = partial(_sample, task, name, wanted)
+            most = generator.most()
+            found = fitted(build, tokenizer, length, least=generator.least, most=most, hint=hint)
             if found is not None:
                 sample, hint = found
                 yield sample

@@ -35,15 +35,7 @@ _NAME_LETTERS = range(4, 9)
 
 @dataclass(frozen=True, kw_only=True)
 class _Puzzle:
-    """What the prompt says, and the steps that follow from it.
-
-    Attributes:
-        context: with the state at the beginning.
-        question: what is to be written.
-        title: what stands before an answer that is begun.
-        steps: lines of the right answer; they may end.
-        begun: how many of them are written for the model in a cloze.
-    """
+    """What the prompt says, and the steps that follow from it."""
 
     context: str
     question: str
@@ -134,7 +126,6 @@ class Tracking(Task):
         require_some("kinds", self.kinds, _KINDS)
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
-        """Samples of every length and kind."""
         for tokens, kind, index in itertools.product(
             self.answer_tokens, self.kinds, range(self.samples_each)
         ):

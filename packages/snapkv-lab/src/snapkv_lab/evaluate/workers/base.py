@@ -26,21 +26,13 @@ class WorkerNotLoadedError(WorkerEndedError):
 
 
 class Executor(AbstractContextManager["Executor"], ABC):
-    """Answers questions in any order. Leaving its block ends the workers.
-
-    Attributes:
-        device: where they are, as results say it; None for where the model of the run is.
-    """
+    """Answers questions in any order. Leaving its block ends the workers."""
 
     device: str | None = None
 
     @abstractmethod
     def answers(self, work: Sequence[Asked]) -> Iterator[Record]:
-        """A record for every method of every question, as they come.
-
-        Raises:
-            SnapKVError: an answer failed for a reason that will not go away.
-        """
+        """A record for every method of every question, as they come."""
 
     def __enter__(self) -> Self:
         return self
@@ -63,12 +55,7 @@ class Serial(Executor):
 
 @dataclass(frozen=True, kw_only=True)
 class Equipment:
-    """What a worker needs before the first question.
-
-    Attributes:
-        load: arguments of `snapkv.app.models.load`, `device` left out.
-        threads: of torch in a worker, where it runs on the CPU; None for its share of the machine.
-    """
+    """What a worker needs before the first question."""
 
     load: Mapping[str, Any]
     threads: int | None = None
@@ -102,12 +89,7 @@ class Worker(ABC):
 
     @abstractmethod
     def records(self) -> list[Record]:
-        """The answers to what was handed over.
-
-        Raises:
-            WorkerEndedError: it has ended.
-            SnapKVError: as in the process of the worker.
-        """
+        """The answers to what was handed over."""
 
     @abstractmethod
     def end(self) -> None:
@@ -129,12 +111,8 @@ class WorkerPool(Executor):
         """Wait until some of the workers have answered or ended, and say which."""
 
     def answers(self, work: Sequence[Asked]) -> Iterator[Record]:
-        """See `Executor.answers`.
-
-        Raises:
-            OutOfMemoryError: no worker has a place and gets as far as having the model.
-        """
-        waiting = deque(sorted(work, key=lambda asked: asked.characters, reverse=True))
+        """See `Executor.answers`."""
+        waiting = deque(sorted(work, key=lambda asked: len(asked.sample.context), reverse=True))
         idle, busy = list(self._workers), dict[Worker, Asked]()
         unloaded, why = Counter[Worker](), "no machine has room for one"
         try:

@@ -22,18 +22,7 @@ LOCAL, AUTO = "local", "auto"
 
 
 class OnRay(WorkerPool):
-    """Workers on Ray: one for each GPU of the cluster, or where it has none, for each node.
-
-    Args:
-        address: "local" for a cluster of this machine, which ends with the block; "auto" for one
-            that runs here; or the address of one, such as ``ray://head:10001``.
-        equipment: what each worker has.
-        workers: how many; None for as many as above.
-
-    Raises:
-        MissingDependencyError: Ray is not installed.
-        InvalidArgumentError: there is no such cluster, or it has no place for so many.
-    """
+    """Workers on Ray: one for each GPU of the cluster, or where it has none, for each node."""
 
     def __init__(self, address: str, equipment: Equipment, workers: int | None = None) -> None:
         require_cluster(address)
@@ -167,7 +156,6 @@ class _Answering:
         self._answerer = self._equipment.answerer(self._device)
 
     def records(self, asked: Asked) -> list[Record]:
-        """The answers of all its methods."""
         return list(self._answerer.records(asked))
 
 
@@ -194,12 +182,7 @@ def _ray() -> Any:
 
 
 def require_cluster(address: str) -> None:
-    """Raise where there cannot be such a cluster: Ray would try for minutes, and end the process.
-
-    Raises:
-        MissingDependencyError: Ray is not installed.
-        InvalidArgumentError: nobody listens there, or the text is no address.
-    """
+    """Raise where there is no such cluster: Ray would try for minutes, and end the process."""
     _ray()
     if address in (LOCAL, AUTO):
         return

@@ -26,15 +26,7 @@ _LOADED = "loaded"
 
 
 class Processes(WorkerPool):
-    """Workers in processes of this machine.
-
-    Args:
-        devices: one worker for each; a device may be named several times.
-        equipment: what each of them has.
-
-    Raises:
-        InvalidArgumentError: see `one_device`.
-    """
+    """Workers in processes of this machine."""
 
     def __init__(self, devices: Sequence[str], equipment: Equipment) -> None:
         threads = equipment.threads or max(1, (os.cpu_count() or 1) // len(devices))
@@ -54,12 +46,7 @@ class Processes(WorkerPool):
 
 
 def one_device(devices: Sequence[str]) -> str:
-    """The device that stands for all of them in results: the first of their kind.
-
-    Raises:
-        InvalidArgumentError: one that this machine has not, or devices of several kinds, whose
-            answers may differ.
-    """
+    """The device that stands for all of them in results: the first of their kind."""
     from snapkv.app.models import chosen_device
 
     kinds = {chosen_device(device).type for device in devices}

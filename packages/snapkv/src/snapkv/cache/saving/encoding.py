@@ -8,25 +8,24 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from snapkv.cache.layer import CompressedLayer
-from snapkv.cache.rows import RowRecord
 from snapkv.cache.slots import SlotMap
 from snapkv.errors import CacheFileError, CacheMismatchError
 from snapkv.storage.codes import Bits, Codes, quantise
 from snapkv.storage.ragged import RaggedStates
 
-Record = TypeVar("Record", bound=RowRecord)
-
 COMPRESSED = "compressed"
 """Kind of a compressed layer; other layers have the name of transformers' class."""
 
 _STATES = re.compile(r"layers\.\d+\.store\.(?:.+\.)?(keys|values)")
+
 _PARTS = ("codes", "scale", "least")
+"""The tensors of `Codes`; the rest is told in JSON."""
 
 _RECORDS: dict[str, Callable[..., Any]] = {"Codes": Codes, "RaggedStates": RaggedStates}
 
@@ -36,16 +35,12 @@ def encode_layer(layer: Any, name: str, tensors: dict[str, Tensor]) -> dict[str,
     if not isinstance(layer, CompressedLayer):
         state = {key: value for key, value in vars(layer).items() if _is_saveable(value)}
         return {"kind": type(layer).__name__, **_encode({"state": state}, name, tensors)}
-    parts: dict[str, Any] = {
-        "store": layer.store.state(),
-        "slots": layer.slots.state(),
-        "notes": layer.notes.state(),
-    }
+    parts = {name: getattr(layer, name).state() for name in ("store", "slots", "notes")}
     if layer.offloaded is not None and layer.offloaded.held_bytes:
         parts["offloaded"] = layer.offloaded.on_host()
     return {
         "kind": COMPRESSED,
-        "store_kind": layer.store.kind,
+        "store_kind": layer.store.kind if layer.store.is_exact else "quantized",
         "recall_due": layer.recall_due,
         **_encode(parts, name, tensors),
     }
@@ -74,9 +69,9 @@ def decode_layer(
         _fill_other(layer, on_device(saved["state"]), device)
         return
     offloaded = decode(saved.get("offloaded"), tensors.__getitem__)
-    if offloaded is not None and layer.offloaded is not None:
-        layer.offloaded.append(*offloaded, on=device)
     if layer.offloaded is not None:
+        if offloaded is not None:
+            layer.offloaded.append(*offloaded, on=device)
         layer.offloaded.is_due = saved["recall_due"]
     slots = on_device(saved["slots"])
     if slots.pop("gaps", None) is not None:
@@ -84,53 +79,41 @@ def decode_layer(
             "path: expected rows without padding after their first token, got a cache of an "
             "earlier version with some; read each conversation into a cache of its own"
         )
-    notes = _record(type(layer.notes), on_device(saved["notes"]))
+    notes = layer.notes.restored(on_device(saved["notes"]))
     store = on_device(saved["store"])
-    layer.restore(saved["store_kind"], store, _record(SlotMap, slots), notes)
+    layer.restore(saved["store_kind"], store, SlotMap.restored(slots), notes)
     _require_fitting(layer)
     if offloaded is not None and layer.slots.kept is not None and not layer.recall_due:
         start = layer.slots.start
         layer.cut_pages(layer.slots.columns(layer.store), offloaded[0], start)
 
 
-def _record(kind: type[Record], state: dict[str, Any]) -> Record:
-    """A record of that kind out of its saved fields: all that it must have, and no others."""
-    if missing := kind.required() - state.keys():
-        raise ValueError(f"without {', '.join(sorted(missing))}")
-    return kind(**state)
-
-
 def _require_fitting(layer: CompressedLayer) -> None:
-    """Refuse parts that are no tensors of one batch, or do not say what is in the slots.
-
-    Raises:
-        ValueError: such parts.
-    """
+    """Refuse parts that are no tensors of one batch, or do not say what is in the slots."""
     store, slots = layer.store, layer.slots
+    keys, values, kept = store.keys, store.values, slots.kept
     numbers = (slots.start, slots.chosen_at, store.num_kv_heads)
-    if any(type(number) is not int or number < 0 for number in numbers):
-        raise ValueError(f"expected counts, got {numbers}")
-    if type(slots.is_partial) is not bool:
-        raise ValueError(f"is_partial: expected true or false, got {slots.is_partial!r}")
     tensors = [*slots.tensors.values(), *layer.notes.tensors.values()]
+    fits = type(slots.is_partial) is bool
+    fits &= all(type(number) is int and number >= 0 for number in numbers)
     if not store.is_filled:
-        if tensors or store.values is not None or slots.start:
-            raise ValueError("tokens without keys and values")
-        return
-    shapes = [tuple(states.shape) for states in (store.keys, store.values)]
-    if [len(shape) for shape in shapes] != [4, 4] or shapes[0][:3] != shapes[1][:3]:
-        raise ValueError(f"keys {shapes[0]}, values {shapes[1]}")
-    if not store.num_kv_heads or store.keys.shape[1] % store.num_kv_heads:
-        raise ValueError(f"{store.keys.shape[1]} heads of {store.num_kv_heads}")
-    if any(len(tensor) != len(store.keys) for tensor in tensors):
-        raise ValueError("rows of several batches")
-    kept = slots.kept
-    if kept is None and slots.start:
-        raise ValueError(f"all is stored, but for the first {slots.start} columns")
-    if kept is not None and (
-        kept.shape[:2] != store.keys.shape[:2] or not kept.shape[2] <= store.slots
-    ):
-        raise ValueError(f"columns {tuple(kept.shape)} for {store.slots} slots")
+        fits = fits and not tensors and not slots.start
+    else:
+        fits = (
+            fits
+            and keys.ndim == values.ndim == 4
+            and keys.shape[:3] == values.shape[:3]
+            and store.num_kv_heads > 0
+            and keys.shape[1] % store.num_kv_heads == 0
+            and all(len(tensor) == len(keys) for tensor in tensors)
+            and (kept is not None or not slots.start)
+        )
+        if kept is not None:
+            fits = fits and kept.shape[:2] == keys.shape[:2] and kept.shape[2] <= store.slots
+    if not fits:
+        raise ValueError(
+            f"layer {layer.identity.layer_idx}: keys, values and slots of different sizes"
+        )
 
 
 def _fill_other(layer: Any, state: dict[str, Any], device: torch.device) -> None:
@@ -206,13 +189,9 @@ def pack(tensors: Mapping[str, Tensor], bits: Bits) -> tuple[dict[str, Tensor], 
             continue
         states = tensor if tensor.ndim == 4 else tensor[None, None]
         codes = quantise(states, bits, along=-2 if found[1] == "keys" else -1)
-        told = {field: getattr(codes, field) for field in ("bits", "along", "shape", "dtype")}
+        told = {part: value for part, value in vars(codes).items() if part not in _PARTS}
         notes[name] = told | {"axes": tensor.ndim}
-        packed |= {
-            f"{name}.{part}": value
-            for part in _PARTS
-            if (value := getattr(codes, part)) is not None
-        }
+        packed |= {f"{name}.{part}": value for part, value in codes.tensors.items()}
     return packed, notes
 
 
@@ -226,15 +205,8 @@ def unpack(tensors: Mapping[str, Tensor], notes: Mapping[str, Any]) -> dict[str,
     """The tensors that `pack` was given, as near as their bits tell."""
     spread = dict(tensors)
     for name, told in notes.items():
-        codes = Codes(
-            codes=spread.pop(f"{name}.codes"),
-            scale=spread.pop(f"{name}.scale"),
-            least=spread.pop(f"{name}.least", None),
-            bits=told["bits"],
-            along=told["along"],
-            shape=tuple(told["shape"]),
-            dtype=told["dtype"],
-        )
-        states = codes.states()
+        parts: dict[str, Any] = {part: spread.pop(f"{name}.{part}", None) for part in _PARTS}
+        others = {key: value for key, value in told.items() if key != "axes"}
+        states = Codes(**parts, **others | {"shape": tuple(told["shape"])}).states()
         spread[name] = states if told["axes"] == 4 else states[0, 0]
     return spread

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -26,12 +26,9 @@ _BLOCK_BYTES = 1 << 22
 
 
 class SealedFile(NamedTuple):
-    """What a sealed file holds.
+    """What a sealed file holds, on the host.
 
-    Attributes:
-        tensors: on the host.
-        notes: JSON.
-        seal: the SHA-256 of all its bytes, with zeros in the digest's own place.
+    The seal in its header is the SHA-256 of all its bytes, with zeros in the digest's own place.
     """
 
     tensors: dict[str, Tensor]
@@ -40,21 +37,20 @@ class SealedFile(NamedTuple):
 
 
 def write_sealed(path: Path, tensors: Mapping[str, Tensor], notes: dict[str, Any]) -> None:
-    """Write tensors and notes to a file, which appears under its name when it is complete.
+    """Write tensors and JSON to a file, which appears under its name when it is complete.
 
-    The file's header holds the SHA-256 of all its bytes, with zeros in the digest's own place.
-    What earlier saves of this file have left because they were killed is removed.
-
-    Args:
-        path: the file; a saved cache that is there is replaced at the end, any other file is not.
-        tensors: what to write, from any device.
-        notes: JSON.
+    A saved cache that is there is replaced at the end, any other file is not. What earlier saves of
+    this file have left because they were killed is removed.
 
     Raises:
         CacheFileError: the file cannot be written, or is there and no saved cache; what stood under
             its name still does.
     """
-    _require_own(path)
+    if path.is_dir() or is_stream(path) or not _is_free_or_saved(path):
+        raise CacheFileError(
+            f"path: expected a new file or a cache that was saved before, got {str(path)!r}, which "
+            "is neither and stays as it is; choose another name"
+        )
     metadata = {"format": f"{_FORMAT}{_VERSION}", "notes": json.dumps(notes), "sha256": _UNSEALED}
     whole = {name: _alone(tensor) for name, tensor in tensors.items()}
     try:
@@ -68,47 +64,42 @@ def write_sealed(path: Path, tensors: Mapping[str, Tensor], notes: dict[str, Any
         ) from error
 
 
-def _require_own(path: Path) -> None:
-    """Refuse to replace what no save has written; an empty file holds nothing to lose.
-
-    Raises:
-        CacheFileError: a file of something else.
-    """
-    if path.is_dir() or is_stream(path) or not _is_free_or_saved(path):
-        raise CacheFileError(
-            f"path: expected a new file or a cache that was saved before, got {str(path)!r}, which "
-            "is neither and stays as it is; choose another name"
-        )
-
-
 def _is_free_or_saved(path: Path) -> bool:
     """Whether no bytes stand there, or those of a saved cache, by its header."""
     try:
         with path.open("rb") as file:
-            length = file.read(8)
-            size = int.from_bytes(length, "little")
-            if size > min(_MOST_HEADER_BYTES, os.fstat(file.fileno()).st_size):
-                return False
-            return not length or _OWN.search(file.read(size)) is not None
+            header = _header(file)
+            return not os.fstat(file.fileno()).st_size or bool(header and _OWN.search(header))
     except OSError:
         return not os.path.lexists(path)
+
+
+def _header(file: BinaryIO) -> bytes | None:
+    """The JSON in front of a safetensors file; None where its length is none."""
+    file.seek(0)
+    size = int.from_bytes(file.read(8), "little")
+    fits = size <= min(_MOST_HEADER_BYTES, os.fstat(file.fileno()).st_size)
+    return file.read(size) if fits else None
 
 
 def read_sealed(path: Path, *, most_bytes: int | None = None) -> SealedFile:
     """What `write_sealed` has written.
 
-    Args:
-        path: the file.
-        most_bytes: refuse a larger one before any of it is read.
-
     Raises:
-        CacheFileError: no such file, not such a file, a larger one, or one that has changed since.
+        CacheFileError: no such file, not such a file, one that is larger than `most_bytes` (before
+            any of it is read), or one that has changed since.
     """
     if is_stream(path):  # opening a pipe would wait for its other end
         raise _damaged(path, "it is no regular file")
     try:
         with path.open("rb") as file:
-            _require_size(file, path, most_bytes)
+            size = os.fstat(file.fileno()).st_size
+            if most_bytes is not None and size > most_bytes:
+                raise CacheFileError(
+                    f"path: expected a saved cache of at most {format_bytes(most_bytes)}, got "
+                    f"{format_bytes(size)} at {str(path)!r}; save one that keeps fewer tokens, or "
+                    "raise the limit"
+                )
             seal = _require_seal(file, path)
             checked = _identity(os.fstat(file.fileno()))
             with safe_open(path, framework="pt") as content:
@@ -131,12 +122,9 @@ def read_sealed(path: Path, *, most_bytes: int | None = None) -> SealedFile:
 def seal_of(path: Path, *, checked: bool = True) -> str:
     """The digest in the header of a file that `write_sealed` has written.
 
-    Args:
-        path: the file.
-        checked: whether to read all of it and to refuse it where a byte has changed since.
-
     Raises:
-        CacheFileError: no such file, not such a file, or a changed one.
+        CacheFileError: no such file, not such a file or, where all of it is to be `checked`, one of
+            which a byte has changed since.
     """
     try:
         with path.open("rb") as file:
@@ -145,16 +133,6 @@ def seal_of(path: Path, *, checked: bool = True) -> str:
         raise _missing(path) from error
     except OSError as error:
         raise _damaged(path, str(error)) from error
-
-
-def _require_size(file: BinaryIO, path: Path, most_bytes: int | None) -> None:
-    size = os.fstat(file.fileno()).st_size
-    if most_bytes is not None and size > most_bytes:
-        raise CacheFileError(
-            f"path: expected a saved cache of at most {format_bytes(most_bytes)}, got "
-            f"{format_bytes(size)} at {str(path)!r}; save one that keeps fewer tokens, or raise "
-            "the limit"
-        )
 
 
 def _missing(path: Path) -> CacheFileError:
@@ -196,11 +174,7 @@ def _require_seal(file: BinaryIO, path: Path) -> str:
 
 def _find_seal(file: BinaryIO, path: Path) -> tuple[str, int]:
     """The digest in the file's header, and where it begins."""
-    file.seek(0)
-    size = int.from_bytes(file.read(8), "little")
-    if size > min(_MOST_HEADER_BYTES, os.fstat(file.fileno()).st_size):
-        raise _damaged(path, "its header is not one of a saved cache")
-    found = list(_SEAL.finditer(file.read(size)))
+    found = list(_SEAL.finditer(_header(file) or b""))
     if len(found) != 1:
         raise _damaged(path, "its header is not one of a saved cache")
     return found[0].group(1).decode(), 8 + found[0].start(1)
@@ -213,14 +187,9 @@ def _digest(file: BinaryIO, start: int) -> str:
     digest.update(file.read(start))
     file.seek(len(_UNSEALED), os.SEEK_CUR)
     digest.update(_UNSEALED.encode())
-    for block in _blocks(file):
+    while block := file.read(_BLOCK_BYTES):
         digest.update(block)
     return digest.hexdigest()
-
-
-def _blocks(file: BinaryIO) -> Iterator[bytes]:
-    while block := file.read(_BLOCK_BYTES):
-        yield block
 
 
 def _damaged(path: Path, why: str) -> CacheFileError:

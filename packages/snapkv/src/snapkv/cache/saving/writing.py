@@ -20,9 +20,6 @@ def replace_file(path: Path, content: str | bytes) -> None:
     """Write a file whole: whatever goes wrong, the old one or none is there, and nothing beside it.
 
     A link stays one, and what it leads to is replaced. A device or a pipe is written into.
-
-    Raises:
-        OutputError: the file cannot be written.
     """
     data = content.encode() if isinstance(content, str) else content
     if is_stream(path):
@@ -37,10 +34,8 @@ def replace_file(path: Path, content: str | bytes) -> None:
 def replacing(path: Path) -> Iterator[Path]:
     """The name of a file beside `path`, which takes its place when the block ends well.
 
-    What earlier writers of this file have left because they were killed is removed.
-
-    Raises:
-        OutputError: the file cannot be written; from within the block, for any OSError.
+    What earlier writers of this file have left because they were killed is removed. Any OSError
+    within the block is an OutputError.
     """
     target = Path(os.path.realpath(path))
     name = target.name if len(os.fsencode(target.name)) <= _MOST_NAME_BYTES else ""
@@ -69,11 +64,7 @@ def foreign_files(folder: Path, names: Collection[str]) -> list[str]:
 
 
 def open_for_lines(path: Path) -> IO[bytes]:
-    """A file to give `append_line`; it and its folders are made where they are not there.
-
-    Raises:
-        OutputError: it cannot be opened.
-    """
+    """A file to give `append_line`; it and its folders are made where they are not there."""
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("ab", buffering=0)
@@ -83,13 +74,10 @@ def append_line(file: IO[bytes], line: str, path: Path) -> None:
     """Add a line to a file opened for appending without a buffer; it is on the disk after this.
 
     Where that fails or is interrupted, nothing of the line stays in the file.
-
-    Raises:
-        OutputError: the line cannot be written.
     """
     descriptor = file.fileno()
-    regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
-    size = os.fstat(descriptor).st_size
+    status = os.fstat(descriptor)
+    regular, size = stat.S_ISREG(status.st_mode), status.st_size
     with naming(path):
         try:
             _write_all(file, line.encode() + b"\n")

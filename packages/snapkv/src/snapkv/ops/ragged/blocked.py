@@ -60,24 +60,21 @@ def _attend(
     rows = queries.reshape(B * H, Hq // H * Q, D)
     of_tail = score_options.scores(torch.bmm(rows, tail_keys.flatten(0, 1).mT).float())
     if Q > 1:
-        ahead = torch.ones(Q, S, dtype=torch.bool, device=rows.device).triu(S - Q + 1)
-        if own_visible is not None:
-            ahead[:, S - own_visible.shape[1] :] |= ~own_visible
-        of_tail = of_tail.masked_fill(ahead.repeat(Hq // H, 1), float("-inf"))
+        hidden = hidden_ahead(Q, S, own_visible, rows.device)
+        of_tail = of_tail.masked_fill(hidden.repeat(Hq // H, 1), float("-inf"))
     asked = rows.index_select(0, heads)
     of_kept = torch.cat(
         [torch.bmm(asked[:blocks], keys[0].mT), torch.bmm(asked[blocks:], keys[1].mT)]
     )
     of_kept = score_options.scores(of_kept.float()).masked_fill(pieces.hidden, float("-inf"))
-    sinks = score_options.sink_logits
-    logits = None if sinks is None else sinks.float().repeat_interleave(Q).repeat(B)
+    logits = sinks_of_rows(score_options, rows, Q)
     most = _most(of_kept, of_tail, logits, heads)
     of_kept = (of_kept - most.index_select(0, heads)).exp_()
     of_tail = (of_tail - most).exp_()
     total = of_tail.sum(dim=-1, keepdim=True)
     total = total.index_add(0, heads, of_kept.sum(dim=-1, keepdim=True))
     if logits is not None:
-        total = total + (logits.view_as(most) - most).exp()
+        total = total + (logits - most).exp()
     dtype = tail_values.dtype
     of_kept, of_tail = of_kept.to(dtype), of_tail.to(dtype)
     mixed = torch.cat(
@@ -88,10 +85,30 @@ def _attend(
     return output.to(dtype).view(B, Hq, Q, -1)
 
 
+def hidden_ahead(
+    queries: int, tokens: int, own_visible: Tensor | None, device: torch.device
+) -> Tensor:
+    """Which of the tokens, the last of them the queries' own, each query does not see: bool."""
+    hidden = torch.ones(queries, tokens, dtype=torch.bool, device=device)
+    hidden = hidden.triu(tokens - queries + 1)
+    if own_visible is not None:
+        hidden[:, tokens - own_visible.shape[1] :] |= ~own_visible
+    return hidden
+
+
+def sinks_of_rows(score_options: ScoreOptions, rows: Tensor, queries: int) -> Tensor | None:
+    """The sink of every row of queries, (B * H, R, 1) float32, of so many a head; or None."""
+    sinks = score_options.sink_logits
+    if sinks is None:
+        return None
+    of_rows = sinks.float().repeat_interleave(queries)
+    return of_rows.repeat(rows.shape[:2].numel() // len(of_rows)).view(*rows.shape[:2], 1)
+
+
 def _most(of_kept: Tensor, of_tail: Tensor, logits: Tensor | None, heads: Tensor) -> Tensor:
     """(B * H, R, 1): the highest score of every row of queries, which needs no gradient."""
     most, of_pieces = of_tail.detach().amax(dim=-1), of_kept.detach().amax(dim=-1)
     most = most.scatter_reduce(0, heads[:, None].expand_as(of_pieces), of_pieces, "amax")
     if logits is not None:
-        most = torch.maximum(most, logits.detach().view_as(most))
+        most = torch.maximum(most, logits.detach()[..., 0])
     return most[..., None]

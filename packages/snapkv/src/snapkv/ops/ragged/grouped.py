@@ -8,6 +8,7 @@ length: they are few beside the keys and values, and one softmax then does for a
 import torch
 from torch import Tensor
 
+from snapkv.ops.ragged.blocked import hidden_ahead, sinks_of_rows
 from snapkv.ops.ragged.layout import RaggedLayout
 from snapkv.ops.scores import ScoreOptions
 
@@ -39,18 +40,9 @@ def ragged_attention(
     if capped is not scores:
         scores = capped.masked_fill(scores.isneginf(), float("-inf"))
     if Q > 1:
-        ahead = torch.ones(Q, longest + S, dtype=torch.bool, device=rows.device)
-        ahead = ahead.triu(longest + S - Q + 1)
-        if own_visible is not None:
-            ahead[:, longest + S - Q :] |= ~own_visible
-        scores = scores.masked_fill(ahead.repeat(Hq // H, 1), float("-inf"))
-    if score_options.sink_logits is not None:
-        logits = (
-            score_options.sink_logits.float()
-            .repeat_interleave(Q)
-            .repeat(B)
-            .view(*rows.shape[:2], 1)
-        )
+        hidden = hidden_ahead(Q, longest + S, own_visible, rows.device)
+        scores = scores.masked_fill(hidden.repeat(Hq // H, 1), float("-inf"))
+    if (logits := sinks_of_rows(score_options, rows, Q)) is not None:
         scores = torch.cat([scores, logits], dim=-1)
     weights = scores.softmax(dim=-1)[..., : longest + S].to(values.dtype)
     mixed = [

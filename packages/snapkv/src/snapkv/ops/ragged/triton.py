@@ -49,46 +49,19 @@ def ragged_attention(
     marks = queries.new_empty(B * H, splits, rows, 2, dtype=torch.float32)
     output = values.new_empty(B, Hq, Q, Dv)
     widths: dict[str, Any] = {"DV": Dv, "DV_BLOCK": max(16, triton.next_power_of_2(Dv))}
+    blocks: dict[str, Any] = {"D": D, "D_BLOCK": max(16, triton.next_power_of_2(D)), "TILE": tile}
+    stored = queries.contiguous(), keys, values, layout.starts, tail_keys, tail_values
+    sizes, scores = (rows, Q, S, split, splits), (score_options.scaling, softcap or 0.0)
+    capped, logits = softcap is not None, sums if sinks is None else sinks.float().contiguous()
     with torch.cuda.device_of(queries):
-        _attend_split[(B * H * triton.cdiv(rows, tile), splits)](
-            queries.contiguous(),
-            keys,
-            values,
-            layout.starts,
-            tail_keys,
-            tail_values,
-            sums,
-            marks,
-            rows,
-            Q,
-            S,
-            split,
-            splits,
-            score_options.scaling,
-            0.0 if softcap is None else softcap,
-            CAPPED=softcap is not None,
-            D=D,
-            D_BLOCK=max(16, triton.next_power_of_2(D)),
-            TILE=tile,
-            KEYS=step,
-            num_stages=2,
-            **widths,
-        )
-        _put_together[(B * H, rows)](
-            sums,
-            marks,
-            layout.starts,
-            sums if sinks is None else sinks.float().contiguous(),
-            output,
-            rows,
-            Q,
-            S,
-            split,
-            splits,
-            H,
-            HAS_SINKS=sinks is not None,
-            **widths,
-        )
+        launch = _attend_split[(B * H * triton.cdiv(rows, tile), splits)]
+        launch(
+            *stored, sums, marks, *sizes, *scores,
+            CAPPED=capped, KEYS=step, num_stages=2, **blocks, **widths,
+        )  # fmt: skip
+        merge = _put_together[(B * H, rows)]
+        has_sinks = sinks is not None
+        merge(sums, marks, layout.starts, logits, output, *sizes, H, HAS_SINKS=has_sinks, **widths)
     return output
 
 
@@ -115,11 +88,8 @@ def _step(
     """Let a tile of queries see some keys; `seen` is (TILE, KEYS), rows are pointers (KEYS,)."""
     across, across_v = tl.arange(0, D_BLOCK), tl.arange(0, DV_BLOCK)
     there = tl.max(seen.to(tl.int32), axis=0) > 0
-    keys = tl.load(
-        key_rows[:, None] + across[None, :],
-        mask=there[:, None] & (across[None, :] < D),
-        other=0.0,
-    )
+    inside = there[:, None] & (across[None, :] < D)
+    keys = tl.load(key_rows[:, None] + across[None, :], mask=inside, other=0.0)
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scaling
     if CAPPED:
         scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)  # tanh
@@ -128,11 +98,8 @@ def _step(
     shift = tl.where(higher == float("-inf"), 0.0, higher)  # rows that have seen nothing yet
     weights = tl.exp(scores - shift[:, None])
     faded = tl.exp(most - shift)
-    values = tl.load(
-        value_rows[:, None] + across_v[None, :],
-        mask=there[:, None] & (across_v[None, :] < DV),
-        other=0.0,
-    )
+    inside_v = there[:, None] & (across_v[None, :] < DV)
+    values = tl.load(value_rows[:, None] + across_v[None, :], mask=inside_v, other=0.0)
     sums = sums * faded[:, None]
     sums += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
     return higher, total * faded + tl.sum(weights, axis=1), sums
@@ -159,11 +126,9 @@ def _attend_split(
     row = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
     own = S - Q + row % Q  # where in the tail a row's own token stands
     across, across_v = tl.arange(0, D_BLOCK), tl.arange(0, DV_BLOCK)
-    queries = tl.load(
-        queries_at + (head * rows + row)[:, None] * D + across[None, :],
-        mask=(row[:, None] < rows) & (across[None, :] < D),
-        other=0.0,
-    )
+    inside = (row[:, None] < rows) & (across[None, :] < D)
+    asked = queries_at + (head * rows + row)[:, None] * D + across[None, :]
+    queries = tl.load(asked, mask=inside, other=0.0)
     most = tl.full((TILE,), float("-inf"), tl.float32)
     total = tl.zeros((TILE,), tl.float32)
     sums = tl.zeros((TILE, DV_BLOCK), tl.float32)
@@ -186,11 +151,8 @@ def _attend_split(
     slot = (head * splits + part) * rows + row
     tl.store(marks_at + slot * 2, most, mask=row < rows)
     tl.store(marks_at + slot * 2 + 1, total, mask=row < rows)
-    tl.store(
-        sums_at + slot[:, None] * DV + across_v[None, :],
-        sums,
-        mask=(row[:, None] < rows) & (across_v[None, :] < DV),
-    )
+    inside_v = (row[:, None] < rows) & (across_v[None, :] < DV)
+    tl.store(sums_at + slot[:, None] * DV + across_v[None, :], sums, mask=inside_v)
 
 
 @triton.jit(do_not_specialize=["rows", "Q", "S", "split", "splits", "H"])
@@ -219,8 +181,5 @@ def _put_together(
         sums = sums * faded + of_split * gained
         total = total * faded + tl.load(marks_at + slot * 2 + 1) * gained
         most = higher
-    tl.store(
-        output_at + (head * rows + row) * DV + across,
-        (sums / total).to(output_at.dtype.element_ty),
-        mask=across < DV,
-    )
+    output = (sums / total).to(output_at.dtype.element_ty)
+    tl.store(output_at + (head * rows + row) * DV + across, output, mask=across < DV)

@@ -7,21 +7,26 @@ from torch import Tensor
 
 from snapkv.ops.choice import implementation, triton_obstacle
 from snapkv.ops.scores import ScoreOptions
-from snapkv.ops.votes import blocked, by_head, by_token, reference, scan
+from snapkv.ops.votes import blocked, by_head, reference
 
 Implementation = Literal["auto", "reference", "blocked", "by_head", "by_token", "scan", "triton"]
 
 MOST_HEAD_DIM = 256
 """Wider rows of keys do not fit beside the queries into the memory of a multiprocessor."""
 
-_VOTES = {
-    "reference": reference.window_votes,
-    "blocked": blocked.window_votes,
-    "by_head": by_head.window_votes,
+_IN_TORCH: dict[str, dict[str, Callable[..., Tensor]]] = {
+    "window_votes": {
+        "reference": reference.window_votes,
+        "blocked": blocked.window_votes,
+        "by_head": by_head.window_votes,
+    },
+    "pool_votes": {"reference": reference.pool_votes},
+    "fade_votes": {"reference": reference.fade_votes, "scan": blocked.fade_votes},
+    "gather_tokens": {
+        "reference": reference.gather_tokens,
+        "by_token": blocked.gather_tokens,
+    },
 }
-_POOLING = {"reference": reference.pool_votes}
-_FADING = {"reference": reference.fade_votes, "scan": scan.fade_votes}
-_GATHERING = {"reference": reference.gather_tokens, "by_token": by_token.gather_tokens}
 
 
 def window_votes(
@@ -51,7 +56,7 @@ def window_votes(
     Raises:
         InvalidArgumentError: an unknown implementation, or one that cannot run here.
     """
-    vote = _implementation("window_votes", impl, keys, _VOTES, "blocked")
+    vote = _implementation("window_votes", impl, keys, "blocked")
     return vote(queries, keys, score_options, pad_tokens=pad_tokens, group_reduce=group_reduce)
 
 
@@ -62,59 +67,36 @@ def pool_votes(
     *,
     impl: Implementation = "auto",
 ) -> Tensor:
-    """Smooth votes along the prefix, as `snapkv.ops.votes.reference.pool_votes` says.
-
-    Raises:
-        InvalidArgumentError: an unknown implementation, or one that cannot run here.
-    """
-    pool = _implementation("pool_votes", impl, votes, _POOLING)
-    return pool(votes, kernel_size, pooling)
+    """Smooth votes along the prefix, as `snapkv.ops.votes.reference.pool_votes` says."""
+    return _implementation("pool_votes", impl, votes, "reference")(votes, kernel_size, pooling)
 
 
 def fade_votes(votes: Tensor, decay: float, *, impl: Implementation = "auto") -> Tensor:
     """Let votes lift what follows them, as `snapkv.ops.votes.reference.fade_votes` says.
 
-    Args:
-        votes: (B, H, P) float32.
-        decay: the factor per position, in (0, 1).
-        impl: "reference", a loop; "scan", doubling steps; "triton", one pass. "auto" takes the
-            kernel where it can run, else "scan".
-
-    Raises:
-        InvalidArgumentError: an unknown implementation, or one that cannot run here.
+    `impl` is "reference", a loop; "scan", doubling steps; "triton", one pass. "auto" takes the
+    kernel where it can run, else "scan".
     """
-    fade = _implementation("fade_votes", impl, votes, _FADING, "scan")
-    return fade(votes, decay)
+    return _implementation("fade_votes", impl, votes, "scan")(votes, decay)
 
 
 def gather_tokens(states: Tensor, keep_indices: Tensor, *, impl: Implementation = "auto") -> Tensor:
     """Copy the kept rows of keys or values, as `snapkv.ops.votes.reference.gather_tokens` says.
 
-    Args:
-        states: (B, Hs, T, D), any dtype.
-        keep_indices: (B, H, K), -1 for any row.
-        impl: "reference", number by number; "by_token", one copy per token; "triton", a kernel.
-            "auto" takes the kernel where it can run, else "by_token".
-
-    Raises:
-        InvalidArgumentError: an unknown implementation, or one that cannot run here.
+    `impl` is "reference", number by number; "by_token", one copy per token; "triton", a kernel.
+    "auto" takes the kernel where it can run, else "by_token".
     """
-    gather = _implementation("gather_tokens", impl, states, _GATHERING, "by_token")
-    return gather(states, keep_indices)
+    return _implementation("gather_tokens", impl, states, "by_token")(states, keep_indices)
 
 
 def _implementation(
-    operation: str,
-    impl: str,
-    states: Tensor,
-    in_torch: dict[str, Callable[..., Tensor]],
-    fitting: str = "reference",
+    operation: str, impl: str, states: Tensor, fitting: str
 ) -> Callable[..., Tensor]:
     return implementation(
         operation,
         impl,
         states,
-        in_torch,
+        _IN_TORCH[operation],
         fitting=fitting,
         kernels="snapkv.ops.votes.triton",
         obstacle=lambda: _obstacle(operation, states),

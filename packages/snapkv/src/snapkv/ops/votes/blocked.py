@@ -1,4 +1,4 @@
-"""Votes in bounded memory: the keys are read twice, block by block, or once where one block does.
+"""The operations in torch as they run on a CPU: in bounded memory, in few passes.
 
 The reference holds the scores of every query head, window query and prompt position at once, its
 softmax beside them, and a float32 copy of all keys. Here there is only a block of each, which is
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from snapkv.ops.scores import ScoreOptions
+from snapkv.ops.votes import reference
 from snapkv.ops.votes.reference import reduce_group
 
 BLOCK_TOKENS = 8192
@@ -89,3 +90,29 @@ def hide_unseen(scores: Tensor, start: int, tokens: int, pad_tokens: Tensor | No
         pads = slots < pad_tokens[:, None, None, None]
         scores.masked_fill_(pads, float("-inf"))
     return scores
+
+
+def fade_votes(votes: Tensor, decay: float) -> Tensor:
+    """As `snapkv.ops.votes.reference.fade_votes`, up to rounding, in steps that double.
+
+    After a step of width n, every position has what the n before it carry on to it. Where the
+    factor has left float32, no vote reaches further.
+    """
+    least = torch.finfo(torch.float32).tiny
+    faded, width, factor = votes, 1, 1.0
+    while width < votes.shape[-1] and factor > least:
+        factor = max(decay**width, least)
+        lifted = torch.maximum(faded[..., width:], faded[..., :-width] * factor)
+        faded, width = torch.cat([faded[..., :width], lifted], dim=-1), 2 * width
+    return faded
+
+
+def gather_tokens(states: Tensor, keep_indices: Tensor) -> Tensor:
+    """As `snapkv.ops.votes.reference.gather_tokens`, one index and one copy for every token."""
+    if not states.is_contiguous():  # to make them so would copy what is dropped, too
+        return reference.gather_tokens(states, keep_indices)
+    B, Hs, T, D = states.shape
+    heads, K = max(keep_indices.shape[1], Hs), keep_indices.shape[2]
+    stored = torch.arange(B * heads, device=states.device).view(B, heads, 1) // (heads // Hs)
+    kept = keep_indices.clamp(min=0) + stored * T
+    return states.view(-1, D).index_select(0, kept.flatten()).view(B, heads, K, D)

@@ -25,11 +25,7 @@ def window_votes(
     """How much attention each prefix position receives from the observation window (Eq. 2).
 
     The softmax runs over the whole prompt, causal inside the window, exactly as the model's own
-    attention does; the rows of the window are then summed. Arguments as in `attention_weights`, and
-    `group_reduce` as in `reduce_group`.
-
-    Returns:
-        (B, Hkv, P) float32; (B, Hq, P) for "none".
+    attention does; the rows of the window are then summed: (B, Hkv, P), (B, Hq, P) for "none".
     """
     weights = attention_weights(queries, keys, score_options, pad_tokens=pad_tokens)
     votes = weights[..., : keys.shape[2] - queries.shape[2]].sum(dim=-2)
@@ -86,17 +82,8 @@ def attention_of_groups(
 ) -> Tensor:
     """Attention of groups of query heads to keys that all queries see, averaged over the queries.
 
-    A group's score of a key is the highest of its heads' scores, before the softmax (R-KV).
-
-    Args:
-        queries: (B, Hq, W, D), of tokens behind the keys.
-        keys: (B, Hkv, P, D).
-        score_options: as in `attention_weights`; a group has the highest of its sinks.
-        num_kv_heads: how many groups the query heads form.
-        pad_tokens: (B,), leading pads of each row; pads receive no attention.
-
-    Returns:
-        (B, num_kv_heads, P) float32; NaN where all keys of a row are pads.
+    A group's score of a key is the highest of its heads' scores, before the softmax (R-KV), and its
+    sink the highest of theirs: (B, num_kv_heads, P) float32; NaN where all keys of a row are pads.
     """
     B, Hq, W, D = queries.shape
     Hkv, P = keys.shape[1], keys.shape[2]
@@ -121,13 +108,7 @@ def attention_received(
     pad_tokens: Tensor | None = None,
     block_tokens: int = 256,
 ) -> Tensor:
-    """Attention every position receives from the last queries, summed over them.
-
-    Computed in blocks of queries; arguments as in `attention_weights`, with any number of queries.
-
-    Returns:
-        (B, Hq, T) float32.
-    """
+    """Attention every position receives from the last queries, in sum: (B, Hq, T) float32."""
     received = torch.zeros(*queries.shape[:2], keys.shape[2], device=keys.device)
     for weights in attention_weight_blocks(queries, keys, score_options, pad_tokens, block_tokens):
         received[..., : weights.shape[-1]] += weights.sum(dim=-2)
@@ -145,11 +126,7 @@ def attention_received_by_distance(
 ) -> tuple[Tensor, Tensor]:
     """`attention_received`, and the part of it that comes from queries further away.
 
-    Arguments as in `attention_received`, and `near_tokens`, (B,) int64: a query is further away
-    from a position that it follows by as many tokens, or by more.
-
-    Returns:
-        (received, received from afar), both (B, Hq, T) float32.
+    Those are, of a position, the queries that follow by `near_tokens`, (B,) int64, or by more.
     """
     received = torch.zeros(*queries.shape[:2], keys.shape[2], device=keys.device)
     from_afar = torch.zeros_like(received)
@@ -170,10 +147,7 @@ def attention_weight_blocks(
     pad_tokens: Tensor | None,
     block_tokens: int,
 ) -> Iterator[Tensor]:
-    """`attention_weights` of one block of queries after the other, onto all they may see.
-
-    So no (queries x keys) matrix is ever held.
-    """
+    """`attention_weights` of one block of queries after the other, onto all they may see."""
     N, T = queries.shape[2], keys.shape[2]
     for start in range(0, N, block_tokens):
         stop = min(start + block_tokens, N)
@@ -192,13 +166,9 @@ def attention_to_stored(
     pad_tokens: Tensor | None = None,
     block_tokens: int = 64,
 ) -> Tensor:
-    """Attention every stored token receives from the last queries, summed over them.
+    """As `attention_received` where tokens have been dropped; arguments as in `times_above`.
 
-    As `attention_received` where tokens have been dropped in between. Arguments as in
-    `times_above`.
-
-    Returns:
-        (B, Hq, S) float32; zero where a slot holds no token.
+    (B, Hq, S) float32; zero where a slot holds no token.
     """
     received = torch.zeros(*queries.shape[:2], keys.shape[2], device=keys.device)
     blocks = _stored_weight_blocks(
@@ -222,7 +192,7 @@ def times_above(
 ) -> Tensor:
     """How many of the last queries pay a stored token more attention than a threshold.
 
-    Queries attend to the tokens that are stored now and were there when they came, in blocks.
+    Queries attend to the tokens that are stored now and were there when they came.
 
     Args:
         queries: (B, Hq, N, D), of the last N tokens seen, whether or not those are stored.
@@ -259,8 +229,7 @@ def _stored_weight_blocks(
 ) -> Iterator[Tensor]:
     """Weights of one block of queries after the other onto the stored tokens of their past.
 
-    Yields:
-        (B, Hq, up to `block_tokens`, S) float32, NaN in the rows of queries that see nothing.
+    NaN in the rows of queries that see nothing.
     """
     Hq, N = queries.shape[1], queries.shape[2]
     first = 0 if pad_tokens is None else pad_tokens[:, None, None]
@@ -276,29 +245,18 @@ def _stored_weight_blocks(
 def window_visibility(
     window_tokens: int, prompt_tokens: int, pad_tokens: Tensor | None, *, device: torch.device
 ) -> Tensor:
-    """Which positions the last ``window_tokens`` queries of a prompt see.
-
-    Returns:
-        (B or 1, 1, W, T) bool: causal, and no query sees a leading pad.
-    """
+    """What the last queries of a prompt see, causal, no pads: (B or 1, 1, W, T) bool."""
     positions = torch.arange(prompt_tokens, device=device)
     visible = positions <= positions[prompt_tokens - window_tokens :, None]
-    if pad_tokens is not None:
-        visible = visible & (positions >= pad_tokens[:, None, None])
-        return visible.unsqueeze(1)
-    return visible[None, None]
+    if pad_tokens is None:
+        return visible[None, None]
+    return (visible & (positions >= pad_tokens[:, None, None])).unsqueeze(1)
 
 
 def reduce_group(votes: Tensor, num_kv_heads: int, how: str) -> Tensor:
-    """Combine the votes of the query heads that share a KV head.
+    """Combine votes, (B, Hq, P), of the query heads that share a KV head: (B, Hkv, P).
 
-    Args:
-        votes: (B, Hq, P).
-        num_kv_heads: Hkv, a divisor of Hq.
-        how: "mean", "max" or "sum"; "none" leaves every query head its own votes.
-
-    Returns:
-        (B, Hkv, P), or (B, Hq, P) for "none".
+    `how` is "mean", "max" or "sum"; "none" leaves every query head its own votes.
     """
     if how == "none":
         return votes
@@ -339,34 +297,23 @@ def pool_votes(votes: Tensor, kernel_size: int | tuple[int, int], pooling: str) 
 
 
 def fade_votes(votes: Tensor, decay: float) -> Tensor:
-    """Let every vote lift what stands behind it, by a factor less for each position.
+    """Let every vote lift what stands behind it, by a factor in (0, 1) less for each position.
 
     The stronger the vote, the longer the run that it carries:
     ``s[j] = max(v[j], decay * s[j - 1])``.
-
-    Args:
-        votes: (B, H, P) float32.
-        decay: the factor, in (0, 1).
     """
     faded = accumulate(votes.unbind(-1), lambda last, vote: torch.maximum(vote, decay * last))
     return torch.stack(list(faded), dim=-1) if votes.shape[-1] else votes
 
 
 def gather_tokens(states: Tensor, keep_indices: Tensor) -> Tensor:
-    """Copy the kept rows of keys or values, bit for bit.
+    """Copy the kept rows of keys or values, (B, Hs, T, D), bit for bit: (B, max(H, Hs), K, D).
 
-    Args:
-        states: (B, Hs, T, D), any dtype.
-        keep_indices: (B, H, K). H = Hs usually; H = Hq to store one copy per query head; H = 1
-            where all heads share one set. Entries of -1 stand for any row.
-
-    Returns:
-        (B, max(H, Hs), K, D), contiguous, of the same dtype.
+    `keep_indices` are (B, H, K). H = Hs usually; H = Hq to store one copy per query head; H = 1
+    where all heads share one set. Entries of -1 stand for any row.
     """
     B, Hs, _, D = states.shape
-    heads, kept_tokens = max(keep_indices.shape[1], Hs), keep_indices.shape[2]
-    kept = (
-        keep_indices.clamp(min=0).expand(-1, heads, -1).reshape(B, Hs, heads // Hs, kept_tokens, 1)
-    )
+    heads, K = max(keep_indices.shape[1], Hs), keep_indices.shape[2]
+    kept = keep_indices.clamp(min=0).expand(-1, heads, -1).reshape(B, Hs, heads // Hs, K, 1)
     grouped = states.unsqueeze(2).expand(-1, -1, heads // Hs, -1, -1)  # a view, not a copy
     return grouped.gather(3, kept.expand(-1, -1, -1, -1, D)).flatten(1, 2)

@@ -35,18 +35,15 @@ def keep_best(
     """
     if protected is not None:
         heads = max(scores.shape[1], protected.shape[1])
-        scores, protected = (
-            states.repeat_interleave(heads // states.shape[1], dim=1)
-            for states in (scores, protected)
-        )
+        scores = scores.repeat_interleave(heads // scores.shape[1], dim=1)
+        protected = protected.repeat_interleave(heads // protected.shape[1], dim=1)
         scores = scores.masked_fill(protected, float("inf"))
+    slots = torch.arange(scores.shape[-1], device=scores.device)
+    pads = 0 if pad_tokens is None else pad_tokens[:, None, None]
     if first_tokens:
-        slots = torch.arange(scores.shape[-1], device=scores.device)
-        start = 0 if pad_tokens is None else pad_tokens[:, None, None]
-        scores = scores.masked_fill(slots < start + first_tokens, float("inf"))
+        scores = scores.masked_fill(slots < pads + first_tokens, float("inf"))
     if pad_tokens is not None:
-        pads = torch.arange(scores.shape[-1], device=scores.device) < pad_tokens[:, None]
-        scores = scores.masked_fill(pads.unsqueeze(1), float("-inf"))
+        scores = scores.masked_fill(slots < pads, float("-inf"))
     if isinstance(keep_tokens, Tensor):
         least, most = 0, int(keep_tokens.max())
     else:
@@ -68,12 +65,7 @@ def _is_at_hand(states: Tensor) -> bool:
 
 
 def _places(scores: Tensor, highest: Tensor) -> Tensor:
-    """Where the highest scores stand, (B, H, K), without putting all the others in order.
-
-    Args:
-        scores: (B, H, P).
-        highest: (B, H, K), the K highest of every head, in any order; no NaN.
-    """
+    """Where the K highest scores, (B, H, K), stand, without putting all the others in order."""
     least = highest.amin(dim=-1, keepdim=True)
     tied = scores == least
     room = (highest == least).sum(dim=-1, keepdim=True)
@@ -82,13 +74,9 @@ def _places(scores: Tensor, highest: Tensor) -> Tensor:
 
 
 def kept_indices(kept: Tensor) -> Tensor:
-    """Which slots are kept, as indices.
+    """Which slots a mask keeps, (B, H, S): ascending indices, (B, H, K), behind a run of -1.
 
-    Args:
-        kept: (B, H, S) bool.
-
-    Returns:
-        (B, H, K) int64, K the most that any head keeps; ascending after a leading run of -1.
+    K is the most that any head keeps.
     """
     slots = torch.arange(kept.shape[-1], device=kept.device)
     most = int(kept.sum(dim=-1).max())

@@ -79,19 +79,9 @@ def _split_marks(
     least, most = _SPLIT_TOKENS
     split = min(most, max(least, triton.next_power_of_2(triton.cdiv(T * tiles, _PROGRAMS))))
     marks = queries.new_empty(B * Hkv, triton.cdiv(T, split), rows, 2, dtype=torch.float32)
-    _sum_exponentials[(tiles, marks.shape[1])](
-        queries,
-        keys,
-        pads,
-        marks,
-        *numbers,
-        rows,
-        split,
-        TILE=tile,
-        KEYS=block,
-        num_warps=8 if tile == 128 else 4,
-        **common,
-    )
+    blocks: dict[str, Any] = {"TILE": tile, "KEYS": block, "num_warps": 8 if tile == 128 else 4}
+    launch = _sum_exponentials[(tiles, marks.shape[1])]
+    launch(queries, keys, pads, marks, *numbers, rows, split, **blocks, **common)
     return marks
 
 
@@ -123,24 +113,12 @@ def _votes(
     # What is added up needs no border between the query heads of a group.
     heads, rows = (G, W) if group_reduce in ("none", "max") else (1, G * W)
     tile, block = _second_tiles(keys, common["D_BLOCK"], rows)
+    share, each = 1 / G if group_reduce == "mean" else 1.0, group_reduce == "none"
+    blocks: dict[str, Any] = {"TILE": tile, "KEYS": block, "num_warps": 8 if block == 256 else 4}
     if votes.numel():
-        _add_up[(triton.cdiv(T - W, block), B * Hkv)](
-            queries,
-            keys,
-            pads,
-            totals,
-            votes,
-            *numbers,
-            heads,
-            rows,
-            1 / G if group_reduce == "mean" else 1.0,
-            EACH=group_reduce == "none",
-            TILE=tile,
-            KEYS=block,
-            num_warps=8 if block == 256 else 4,
-            num_stages=2,
-            **common,
-        )
+        launch = _add_up[(triton.cdiv(T - W, block), B * Hkv)]
+        given = queries, keys, pads, totals, votes, *numbers, heads, rows, share
+        launch(*given, EACH=each, num_stages=2, **blocks, **common)
     return votes
 
 
@@ -169,16 +147,9 @@ def pool_votes(votes: Tensor, kernel_size: int | tuple[int, int], pooling: str) 
     B, H, P = votes.shape
     if votes.numel():
         with torch.cuda.device_of(votes):
-            _pool[(B * H, triton.cdiv(P, _POOLED))](
-                votes,
-                pooled,
-                P,
-                min(before, P),
-                min(behind, P),
-                1 / (before + behind + 1),
-                MAX=pooling == "max",
-                BLOCK=_POOLED,
-            )
+            launch = _pool[(B * H, triton.cdiv(P, _POOLED))]
+            given = votes, pooled, P, min(before, P), min(behind, P), 1 / (before + behind + 1)
+            launch(*given, MAX=pooling == "max", BLOCK=_POOLED)
     return pooled
 
 
@@ -202,19 +173,10 @@ def gather_tokens(states: Tensor, keep_indices: Tensor) -> Tensor:
     kept = states.new_empty(B, heads, K, D)
     if kept.numel():
         with torch.cuda.device_of(states):
-            _gather[(B * heads, triton.cdiv(K, _GATHERED))](
-                states,
-                keep_indices,
-                kept,
-                heads,
-                heads // Hs,
-                K,
-                *states.stride()[:3],
-                *keep_indices.stride(),
-                D=D,
-                D_BLOCK=triton.next_power_of_2(D),
-                ROWS=_GATHERED,
-            )
+            launch = _gather[(B * heads, triton.cdiv(K, _GATHERED))]
+            strides = *states.stride()[:3], *keep_indices.stride()
+            given = states, keep_indices, kept, heads, heads // Hs, K, *strides
+            launch(*given, D=D, D_BLOCK=triton.next_power_of_2(D), ROWS=_GATHERED)
     return kept
 
 

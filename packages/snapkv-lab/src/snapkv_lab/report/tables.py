@@ -1,0 +1,81 @@
+"""Tables of texts, for a terminal, a page or Markdown, and how numbers stand in them."""
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from snapkv.validation import format_bytes
+from snapkv_lab.evaluate.intervals import Measure, is_seen
+from snapkv_lab.evaluate.store import Record
+
+NONE_SEEN = "no difference seen"
+"""What is said of a method where zero lies within the interval of its difference."""
+
+ONE_SAMPLE = "one sample"
+"""What stands where a score has no interval."""
+
+NO_SPREAD = "no spread"
+"""What stands where the samples of every cell are alike, so that the interval has no width."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Rows of texts; the first `left` columns are words, the others numbers; `bold` are places."""
+
+    title: str = ""
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
+    left: int = 1
+    bold: frozenset[tuple[int, int]] = frozenset()
+
+    def as_markdown(self) -> str:
+        lines = [[escaped(heading) for heading in self.headings]]
+        lines.append(["---"] * self.left + ["---:"] * (len(self.headings) - self.left))
+        for row, texts in enumerate(self.rows):
+            marks = ["**" if (row, column) in self.bold else "" for column in range(len(texts))]
+            lines.append([m + escaped(text) + m for m, text in zip(marks, texts, strict=True)])
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def escaped(text: str) -> str:
+    """Text that Markdown takes for nothing else."""
+    return html.escape(" ".join(text.split()), quote=False).replace("|", "\\|").replace("*", "\\*")
+
+
+class Scale(NamedTuple):
+    """How numbers of a table are written: times what, and with how many digits."""
+
+    times: int
+    digits: int
+
+    def text(self, number: float | None, sign: str = "") -> str:
+        """A number, with its sign where that is "+"; a dash for none."""
+        return "-" if number is None else f"{self.times * number:{sign}z.{self.digits}f}"
+
+    def interval(self, ends: Sequence[float] | None) -> str:
+        """An interval, or why there is none, or none that says anything."""
+        if ends is None:
+            return ONE_SAMPLE
+        if ends[0] == ends[1]:
+            return NO_SPREAD
+        return f"{self.text(ends[0])} to {self.text(ends[1])}"
+
+
+IN_PERCENT, IN_NATS = Scale(100, 1), Scale(1, 3)
+"""How scores are written, and losses."""
+
+
+def shown_difference(difference: Record | None, of: Measure = "score") -> str:
+    """A difference with its interval, and whether none is seen; a dash for None."""
+    if difference is None:
+        return "-"
+    scale = IN_PERCENT if of == "score" else IN_NATS
+    is_open = difference["interval"] is None or is_seen(difference)
+    ends = scale.interval(difference["interval"])
+    return f"{scale.text(difference[of], '+')} ({ends}){'' if is_open else f', {NONE_SEEN}'}"
+
+
+def shown_bytes(count: float | None) -> str:
+    return "-" if count is None else format_bytes(round(count))

@@ -1,0 +1,637 @@
+"""Studies that read documents, have questions answered, and look at what each layer attends to."""
+
+import itertools
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from snapkv.app.settings import GenerationSettings
+from snapkv.errors import InvalidArgumentError
+from snapkv.validation import require_at_least
+from snapkv_lab.evaluate.sample import Sample, Template, data_hash
+from snapkv_lab.evaluate.store import Record, Store
+from snapkv_lab.report.tables import Table
+from snapkv_lab.study.base import (
+    DocumentStudy,
+    Plan,
+    Step,
+    grouped,
+    mean_rows,
+    named,
+    over_layers,
+    rows_of,
+    weighted,
+)
+from snapkv_lab.study.material import LEAST_TOKENS, QUESTIONS, cut
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from snapkv.app.models import LoadedModel
+    from snapkv.policies import PromptLayer, SnapKV
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """A prompt and what was answered to it; ids are (1, T + answer), the prompt first."""
+
+    ids: "Tensor"
+    prompt_tokens: int
+    answer: str
+
+    @property
+    def tokens(self) -> int:
+        return int(self.ids.shape[1])
+
+    def describe(self) -> Record:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "answer_tokens": self.tokens - self.prompt_tokens,
+            "answer": self.answer,
+        }
+
+
+def read(loaded: "LoadedModel", sample: Sample, template: Template) -> Reading:
+    from snapkv.app.answering import continue_ids, prompt_ids
+    from snapkv.hf.cache import CompressedCache
+    from snapkv.policies import FullCache
+
+    prompt = sample.prompt(loaded.tokenizer, template, "visible")
+    ids = prompt_ids(loaded, prompt, sample.settings)
+    output = continue_ids(loaded, ids, CompressedCache(loaded.model, FullCache()), sample.settings)
+    answer = loaded.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+    return Reading(ids=output, prompt_tokens=ids.shape[1], answer=answer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One step: what is read of a document, and what tells it from other parts with it."""
+
+    name: str
+    variant: str
+    samples: tuple[Sample, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadingStudy(DocumentStudy):
+    """A study that reads long documents, has questions answered, and looks at every layer.
+
+    Args:
+        documents: files, a document each; none for essays or Python's documentation.
+        questions: asked about every document, or in turns, as the study says.
+        samples: documents to read where no files are given.
+        document_tokens: length that documents are cut to; shorter where one of them has no more,
+            or the model no positions.
+        temperature: of the answers; 0 takes the likeliest token each time, and has small models
+            repeat themselves.
+        seed: of the answers.
+        template: tokenizer for the model's chat template where it has one, none for bare text.
+    """
+
+    by: ClassVar[tuple[str, ...]]
+    """What tells a row from others."""
+
+    numbers: ClassVar[tuple[str, ...]]
+    """What a row says; averaged over documents, None left out."""
+
+    document_tokens: int = 3072
+    questions: tuple[str, ...] = QUESTIONS
+    temperature: float = 0.7
+    template: Template = "tokenizer"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.questions or not all(question.strip() for question in self.questions):
+            raise InvalidArgumentError(
+                "question: expected at least one question and no empty one, got "
+                f"{list(self.questions)}; ask one"
+            )
+
+    @property
+    @abstractmethod
+    def answer_tokens(self) -> int:
+        """Tokens of every answer, whether or not the model would have ended it."""
+
+    @abstractmethod
+    def look(self, loaded: "LoadedModel", part: Part, readings: Sequence[Reading]) -> list[Record]:
+        """Rows of one part, with the keys of `by` and `numbers`."""
+
+    def parts(self, texts: Sequence[tuple[str, str]]) -> Iterator[Part]:
+        """What is read of named documents: one question about each, in turns."""
+        for number, (name, text) in enumerate(texts):
+            question = self.questions[number % len(self.questions)]
+            yield Part(name=name, variant="last", samples=(self.sample(name, text, question),))
+
+    def sample(self, name: str, document: str, question: str, *, first: bool = False) -> Sample:
+        """A question behind a document, or in front of it."""
+        settings = GenerationSettings(
+            max_new_tokens=self.answer_tokens,
+            min_new_tokens=self.answer_tokens,
+            temperature=self.temperature,
+            seed=self.seed,
+        )
+        before, behind = (f"{question}\n\n", "") if first else ("", f"\n\n{question}")
+        return Sample(
+            name=name,
+            cell={},
+            context=before + document,
+            question=behind,
+            plain_question="\n\nAnswer:" if first else f"\n\nQuestion: {question}\nAnswer:",
+            references=(),
+            settings=settings,
+        )
+
+    def plan(self, loaded: "LoadedModel", texts: Sequence[tuple[str, str]]) -> Plan:
+        """The parts of documents that are as long as they and the model allow."""
+        study, parts, notices = self._fitted(loaded, texts)
+        samples = [sample for part in parts for sample in part.samples]
+        block: Record = {"samples": len(samples), "data": data_hash(samples)}
+        if notices:
+            block |= {"document_tokens_read": study.document_tokens, "notices": list(notices)}
+
+        def steps(store: Store) -> Iterable[Step]:
+            del store
+            for place, part in enumerate(parts):
+                read_part = partial(study._record, loaded, part)
+                yield Step(part.name, part.variant, place, len(parts), read_part)
+
+        return Plan(steps, block, notices)
+
+    def summary(self, records: Sequence[Record]) -> list[Record]:
+        """The means over documents."""
+        rows = (row for record in records for row in record["rows"])
+        return mean_rows(rows, self.by, self.numbers)
+
+    def _fitted(
+        self, loaded: "LoadedModel", documents: Sequence[tuple[str, str]]
+    ) -> tuple["ReadingStudy", list[Part], tuple[str, ...]]:
+        """The study with documents as long as they and the model allow; its parts; what to say."""
+        study: ReadingStudy = self
+        notices: tuple[str, ...] = ()
+
+        def shortened(tokens: int, why: str) -> tuple["ReadingStudy", tuple[str, ...]]:
+            said = f"documents are cut to {tokens:,} tokens instead of {self.document_tokens:,}"
+            return replace(study, document_tokens=tokens), (f"{said}: {why}",)
+
+        while True:  # a text that was cut can have a token more than it was cut to
+            found = cut(loaded.tokenizer, documents, study.document_tokens)
+            if found.tokens < study.document_tokens:
+                study, notices = shortened(found.tokens, f"{found.shortest} has no more")
+            parts = list(study.parts(found.texts))
+            excess = study._excess_tokens(loaded, parts)
+            if excess <= 0 or study.document_tokens - excess < LEAST_TOKENS:
+                return study, parts, notices  # what does not fit is refused when it is read
+            why = f"the model has {loaded.max_tokens:,} positions for prompt and answer"
+            study, notices = shortened(study.document_tokens - excess, why)
+
+    def _excess_tokens(self, loaded: "LoadedModel", parts: Sequence[Part]) -> int:
+        """How many tokens the longest prompt and its answer have more than the model positions."""
+        if loaded.max_tokens is None:
+            return 0
+        longest = max(
+            sample.prompt(loaded.tokenizer, self.template, "visible")
+            .token_ids(loaded.tokenizer)
+            .shape[1]
+            for part in parts
+            for sample in part.samples
+        )
+        return int(longest) + self.answer_tokens - loaded.max_tokens
+
+    def _record(self, loaded: "LoadedModel", part: Part) -> Record:
+        readings = [read(loaded, sample, self.template) for sample in part.samples]
+        return {
+            "readings": [reading.describe() for reading in readings],
+            "rows": self.look(loaded, part, readings),
+        }
+
+
+SELECTIONS = ("vote", "sinks and recent")
+"""The window's vote, and as many of the first and the last positions, which need no vote."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HitRate(ReadingStudy):
+    """How much of what an answer attends to strongly had been voted for.
+
+    The last tokens of the prompt vote, and each query head keeps the best part of the prefix. A
+    position of the prefix is important to a generated token and a head where that pays it more
+    attention than the threshold; the hit rate is the part of the important positions that was
+    kept. The sums of Eq. 8 are over the heads of a layer and the tokens of a generation window.
+    Beside it stands the rate without the first tokens, which nearly every head attends to
+    whatever the prompt says, and both rates of the first and the last tokens of the prefix.
+
+    Args:
+        keep_ratio: the part of the prefix that is kept, p in the paper.
+        threshold: attention that makes a position important, theta in the paper.
+        window_size: tokens at the end of the prompt that vote.
+        kernel_size: width of the pooling; 1, as in the paper's study, for none.
+        group_reduce: how heads that share keys vote together; none as in the paper's study.
+        sink_tokens: first tokens that are left out of the second rate.
+        generation_windows: parts of the answer to look at one by one.
+        generation_tokens: tokens of each part.
+    """
+
+    name: ClassVar[str] = "hit-rate"
+    compared: ClassVar[str] = "window"
+    by: ClassVar[tuple[str, ...]] = ("selection", "window", "layer")
+    numbers: ClassVar[tuple[str, ...]] = (
+        "hit_rate",
+        "hit_rate_beyond_sinks",
+        "important",
+        "important_beyond_sinks",
+    )
+
+    keep_ratio: float = 0.05
+    threshold: float = 0.05
+    window_size: int = 32
+    kernel_size: int = 1
+    group_reduce: Literal["none", "mean", "max", "sum"] = "none"
+    sink_tokens: int = 4
+    generation_windows: int = 4
+    generation_tokens: int = 128
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("generation_windows", "generation_tokens"):
+            require_at_least(name, getattr(self, name), 1)
+        require_at_least("sink_tokens", self.sink_tokens, 0)
+        if not 0 < self.threshold < 1:
+            raise InvalidArgumentError(
+                f"threshold: expected attention between 0 and 1, got {self.threshold}; pass 0.05"
+            )
+        self._vote()
+        if int(self.keep_ratio * (self.document_tokens - self.window_size)) <= self.sink_tokens:
+            raise InvalidArgumentError(
+                f"keep_ratio: expected to keep more than sink_tokens={self.sink_tokens} positions "
+                f"of a document of {self.document_tokens} tokens, got {self.keep_ratio}; raise "
+                "keep_ratio or document_tokens"
+            )
+
+    @property
+    def answer_tokens(self) -> int:
+        return self.generation_windows * self.generation_tokens
+
+    def look(self, loaded: "LoadedModel", part: Part, readings: Sequence[Reading]) -> list[Record]:
+        """A row per selection, window of the answer and layer."""
+        from snapkv.app.observing import observed
+
+        (reading,) = readings
+        queries = self.window_size + self.answer_tokens
+        measured = partial(self.rates, prompt_tokens=reading.prompt_tokens)
+        return [
+            {"selection": selection, "window": window, "layer": layer, **rates}
+            for layer, rows in observed(loaded, reading.ids, queries, measured).seen.items()
+            for (selection, window), rates in rows.items()
+        ]
+
+    def rates(
+        self, layer: "PromptLayer", prompt_tokens: int
+    ) -> dict[tuple[str, int], dict[str, float | None]]:
+        """Hit rates in one layer, by selection and window of the answer, which count from 1."""
+        from snapkv_lab.study.measures import important_and_hit
+
+        masks = self._selected(layer, prompt_tokens)
+        rows = {}
+        for window in range(self.generation_windows):
+            start = prompt_tokens + window * self.generation_tokens
+            stop = start + self.generation_tokens
+            important, hit = important_and_hit(
+                layer, masks, start=start, stop=stop, threshold=self.threshold
+            )
+            queries = self.generation_tokens * layer.queries.shape[1]
+            for number, selection in enumerate(SELECTIONS):
+                rows[selection, window + 1] = {
+                    "hit_rate": _rate(hit[number], important),
+                    "hit_rate_beyond_sinks": _rate(
+                        hit[number, self.sink_tokens :], important[self.sink_tokens :]
+                    ),
+                    "important": int(important.sum()) / queries,
+                    "important_beyond_sinks": int(important[self.sink_tokens :].sum()) / queries,
+                }
+        return rows
+
+    def _selected(self, layer: "PromptLayer", prompt_tokens: int) -> "Tensor":
+        """(2, Hq, prefix) bool: what each of `SELECTIONS` keeps of the prefix."""
+        import torch
+
+        from snapkv_lab.study.measures import between, selected
+
+        prefix = prompt_tokens - self.window_size
+        voted = selected(self._vote(), between(layer, prefix, prompt_tokens), prefix)
+        recent = torch.arange(prefix, device=voted.device) >= (
+            prefix - int(voted[0].sum()) + self.sink_tokens
+        )
+        recent[: self.sink_tokens] = True
+        return torch.stack([voted, recent.expand_as(voted)])
+
+    def _vote(self) -> "SnapKV":
+        from snapkv.policies import SnapKV
+
+        return SnapKV(
+            keep_ratio=self.keep_ratio,
+            window_size=self.window_size,
+            kernel_size=self.kernel_size,
+            group_reduce=self.group_reduce,
+        )
+
+    def table(self, rows: Sequence[Record]) -> Table:
+        """Rates over all layers, by what was kept and what is compared.
+
+        In layers with few important positions a rate means little, and weighs little in the
+        weighted mean.
+        """
+        rates = ("hit_rate", "important"), ("hit_rate_beyond_sinks", "important_beyond_sinks")
+
+        def texts(own: Sequence[Record]) -> Iterator[str]:
+            for rate, count in rates:
+                yield from (over_layers(own, rate), weighted(own, rate, count))
+
+        beyond = f"beyond the first {self.sink_tokens}"
+        return Table(
+            title="hit rate: mean over layers (lowest to highest), and mean weighted by the number "
+            "of important positions in a layer",
+            headings=("kept", self.compared, "hit rate", "weighted", beyond, "weighted"),
+            rows=[
+                (selection, str(value), *texts(own))
+                for (selection, value), own in grouped(rows, "selection", self.compared).items()
+            ],
+            left=6,
+        )
+
+    def figure(self, rows: Sequence[Record]) -> Any:
+        from snapkv_lab.study.figures import Panel, curves
+
+        solid, dotted = (
+            named(
+                (row for row in rows if row["selection"] == selection),
+                self.compared,
+                f"{selection}, {self.compared} {{}}",
+            )
+            for selection in SELECTIONS
+        )
+        beyond = f"Without the first {self.sink_tokens} tokens"
+        return curves(
+            Panel("All important positions", "layer", "hit_rate", solid, dotted),
+            Panel(beyond, "layer", "hit_rate_beyond_sinks", solid, dotted),
+        )
+
+
+def _rate(hit: "Tensor", important: "Tensor") -> float | None:
+    """Eq. 8; None where nothing is important."""
+    total = int(important.sum())
+    return int(hit.sum()) / total if total else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position(HitRate):
+    """Whether the vote works as well with the question before the document.
+
+    The hit rates of `hit-rate`, for the same question about the same document at the end of the
+    prompt and at its beginning. At the beginning, the window that votes has no word of it.
+
+    Args:
+        generation_windows: parts of the answer; their rates are averaged.
+    """
+
+    name: ClassVar[str] = "position"
+    compared: ClassVar[str] = "question"
+    by: ClassVar[tuple[str, ...]] = ("selection", "question", "layer")
+
+    generation_windows: int = 2
+
+    def parts(self, texts: Sequence[tuple[str, str]]) -> Iterator[Part]:
+        for part in super().parts(texts):
+            yield part
+            (last,) = part.samples
+            question = last.question.strip()
+            first = self.sample(part.name, last.context, question, first=True)
+            yield Part(name=part.name, variant="first", samples=(first,))
+
+    def look(self, loaded: "LoadedModel", part: Part, readings: Sequence[Reading]) -> list[Record]:
+        return [{"question": part.variant, **row} for row in super().look(loaded, part, readings)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlap(ReadingStudy):
+    """Which positions each window of the prompt attends to most, against the answer.
+
+    The end of the prompt and the answer are cut into windows. The attention that a window pays the
+    prompt is averaged over its tokens, and each query head's best positions are the window's; the
+    overlap of two windows is the part of the one's positions that are the other's too. Windows
+    of the prompt are compared with the whole answer (Fig. 2), those of the answer with the last
+    window of the prompt (Fig. 3).
+
+    Candidates are all positions before the last window. An early window cannot attend to what
+    comes after it; a second number therefore has only the positions before the first window for
+    candidates, which every window sees.
+
+    Args:
+        keep_ratio: the part of the candidates that a window keeps.
+        window_tokens: tokens of a window, in prompt and answer.
+        prompt_windows: windows of the prompt, the last one at its end.
+        generation_windows: windows of the answer.
+    """
+
+    name: ClassVar[str] = "overlap"
+    by: ClassVar[tuple[str, ...]] = ("of", "window", "layer")
+    numbers: ClassVar[tuple[str, ...]] = ("overlap", "overlap_of_common")
+
+    keep_ratio: float = 0.05
+    window_tokens: int = 128
+    prompt_windows: int = 20
+    generation_windows: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("window_tokens", "prompt_windows", "generation_windows"):
+            require_at_least(name, getattr(self, name), 1)
+        before = self.document_tokens - self.prompt_windows * self.window_tokens
+        if not 0 < self.keep_ratio < 1 or int(self.keep_ratio * before) < 1:
+            raise InvalidArgumentError(
+                f"keep_ratio: expected a part of the {max(before, 0):,} positions before "
+                f"{self.prompt_windows} windows of {self.window_tokens} that is at least one "
+                f"position, got {self.keep_ratio}; raise document_tokens, or lower prompt_windows"
+            )
+
+    @property
+    def answer_tokens(self) -> int:
+        return self.generation_windows * self.window_tokens
+
+    def look(self, loaded: "LoadedModel", part: Part, readings: Sequence[Reading]) -> list[Record]:
+        """A row per window and layer."""
+        from snapkv.app.observing import observed
+
+        (reading,) = readings
+        queries = self.prompt_windows * self.window_tokens + self.answer_tokens
+        measured = partial(self.overlaps, prompt_tokens=reading.prompt_tokens)
+        return [
+            {"of": of, "window": window, "layer": layer, **overlaps}
+            for layer, rows in observed(loaded, reading.ids, queries, measured).seen.items()
+            for (of, window), overlaps in rows.items()
+        ]
+
+    def overlaps(
+        self, layer: "PromptLayer", prompt_tokens: int
+    ) -> dict[tuple[str, int], dict[str, float]]:
+        """Overlaps in one layer, by what the window is of and its number.
+
+        Windows of the prompt count from ``-prompt_windows`` to -1, those of the answer from 1.
+        """
+        import torch
+
+        from snapkv_lab.study.measures import best, mean_attention, overlap
+
+        size, T = self.window_tokens, prompt_tokens
+        starts = {
+            **{("prompt", i): T + i * size for i in range(-self.prompt_windows, 0)},
+            **{("answer", i + 1): T + i * size for i in range(self.generation_windows)},
+        }
+        candidates = {"overlap": T - size, "overlap_of_common": T - self.prompt_windows * size}
+        attention = {
+            window: mean_attention(layer, start, start + size, T - size)
+            for window, start in starts.items()
+        }
+        answer = [a for (of, _), a in attention.items() if of == "answer"]
+        whole = torch.stack(answer).mean(dim=0)
+        rows: dict[tuple[str, int], dict[str, float]] = {window: {} for window in starts}
+        for name, tokens in candidates.items():
+            keep_tokens = int(self.keep_ratio * tokens)
+            ours = {w: best(a[:, :tokens], keep_tokens) for w, a in attention.items()}
+            against = {"prompt": best(whole[:, :tokens], keep_tokens), "answer": ours["prompt", -1]}
+            for window in starts:
+                rows[window][name] = overlap(against[window[0]], ours[window])
+        return rows
+
+    def table(self, rows: Sequence[Record]) -> Table:
+        return Table(
+            title="overlap of windows of the prompt with the answer, and of windows of the answer "
+            "with the prompt's last: mean over layers (lowest to highest)",
+            headings=("window", "overlap", "of common candidates"),
+            rows=[
+                (f"{of} {window}", *(over_layers(own, number) for number in self.numbers))
+                for (of, window), own in grouped(rows, "of", "window").items()
+            ],
+            left=3,
+        )
+
+    def figure(self, rows: Sequence[Record]) -> Any:
+        from snapkv_lab.study.figures import Panel, curves
+
+        layers = named(rows_of(rows, "prompt"), "layer", "layer {}")
+        windows = named(rows_of(rows, "answer"), "window", "answer {}")
+        common = "The same, of positions that all windows see"
+        return curves(
+            Panel("Windows of the prompt against the answer", "window", "overlap", layers),
+            Panel(common, "window", "overlap_of_common", layers),
+            Panel("The prompt's last window against the answer", "layer", "overlap", windows),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instructions(ReadingStudy):
+    """Whether other questions look at other parts of the same document.
+
+    All questions are asked about every document. A question and its answer vote together, each
+    query head keeps the best part of the document, and every two questions are compared: which
+    part of the one's positions are the other's too. What agreement there could be is told by
+    halves: the votes of every other token of one question with those of the tokens between them,
+    of the same question and of another.
+
+    Args:
+        keep_ratio: the part of the document that is kept.
+        answer_length: tokens of every answer.
+    """
+
+    name: ClassVar[str] = "instructions"
+    by: ClassVar[tuple[str, ...]] = ("compared", "questions", "layer")
+    numbers: ClassVar[tuple[str, ...]] = ("overlap", "overlap_of_halves")
+
+    keep_ratio: float = 0.05
+    answer_length: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least("answer_length", self.answer_length, 1)
+        if len(self.questions) < 2:
+            raise InvalidArgumentError(
+                f"question: expected at least two to compare, got {len(self.questions)}; ask more"
+            )
+        if not 0 < self.keep_ratio < 1 or int(self.keep_ratio * self.document_tokens) < 1:
+            raise InvalidArgumentError(
+                f"keep_ratio: expected a part of {self.document_tokens:,} positions that is at "
+                f"least one, got {self.keep_ratio}; pass 0.05"
+            )
+
+    @property
+    def answer_tokens(self) -> int:
+        return self.answer_length
+
+    def parts(self, texts: Sequence[tuple[str, str]]) -> Iterator[Part]:
+        for name, text in texts:
+            samples = tuple(self.sample(name, text, question) for question in self.questions)
+            yield Part(name=name, variant="all", samples=samples)
+
+    def look(self, loaded: "LoadedModel", part: Part, readings: Sequence[Reading]) -> list[Record]:
+        """A row per pair of questions and layer."""
+        from snapkv.app.observing import observed
+        from snapkv_lab.study.measures import overlap
+
+        document = common_tokens([reading.ids[0].tolist() for reading in readings])
+        measured = partial(self._votes, document=document)
+        votes = [
+            observed(loaded, reading.ids, reading.tokens - document, measured).seen
+            for reading in readings
+        ]
+        pairs = list(itertools.combinations_with_replacement(range(len(readings)), 2))
+        return [
+            {
+                "compared": "one question" if one == other else "different questions",
+                "questions": f"{one + 1} and {other + 1}",
+                "layer": layer,
+                "overlap": overlap(votes[one][layer][0], votes[other][layer][0]),
+                "overlap_of_halves": overlap(votes[one][layer][1], votes[other][layer][2]),
+            }
+            for layer in votes[0]
+            for one, other in pairs
+        ]
+
+    def _votes(self, layer: "PromptLayer", document: int) -> "Tensor":
+        """(3, Hq, document) bool: selected by all voters, by every other one, and by the rest."""
+        import torch
+
+        from snapkv_lab.study.measures import attention_of_halves, best
+
+        halves = attention_of_halves(layer, document, layer.keys.shape[2], document)
+        keep_tokens = int(self.keep_ratio * document)
+        return torch.stack([best(votes, keep_tokens) for votes in (halves.sum(dim=0), *halves)])
+
+    def table(self, rows: Sequence[Record]) -> Table:
+        return Table(
+            title="overlap of selected positions: mean over layers (lowest to highest)",
+            headings=("questions", "overlap", "of halves"),
+            rows=[
+                (questions, *(over_layers(own, number) for number in self.numbers))
+                for (questions,), own in grouped(rows, "questions").items()
+            ],
+            left=3,
+        )
+
+    def figure(self, rows: Sequence[Record]) -> Any:
+        from snapkv_lab.study.figures import Panel, curves
+
+        different = (row for row in rows if row["compared"] == "different questions")
+        means = mean_rows(rows, ("compared", "layer"), ("overlap_of_halves",))
+        halves = "Every other token against the rest"
+        return curves(
+            Panel("Different questions", "layer", "overlap", named(different, "questions")),
+            Panel(halves, "layer", "overlap_of_halves", named(means, "compared")),
+        )
+
+
+def common_tokens(texts: Sequence[Sequence[int]]) -> int:
+    """How many of their first tokens all texts share."""
+    shortest = min(map(len, texts))
+    together = zip(*texts, strict=False)
+    return next((i for i, tokens in enumerate(together) if len(set(tokens)) > 1), shortest)

@@ -1,0 +1,287 @@
+"""What every task of drawn samples promises; and lines, instructions and tracking by hand."""
+
+import re
+from functools import partial
+
+import pytest
+
+from snapkv import FullCache, SnapKV, StreamingLLM
+from snapkv.app.answering import answer
+from snapkv.app.settings import GenerationSettings
+from snapkv.errors import InvalidArgumentError, MissingDependencyError
+from snapkv_lab.evaluate.asking import Method
+from snapkv_lab.evaluate.haystack import distinct, words
+from snapkv_lab.evaluate.runner import Run
+from snapkv_lab.evaluate.sample import Sample
+from snapkv_lab.evaluate.task import fitted, needed_tokens, percents
+from snapkv_lab.evaluate.tasks import (
+    Instructions,
+    Lines,
+    LongBench,
+    Needle,
+    RagPipeline,
+    Ruler,
+    Tracking,
+    lines,
+)
+
+NEW_TOKENS = 7
+
+
+def sentences(count, text="The grass is green.\n"):
+    return Sample(
+        name="lines",
+        cell={},
+        context=text * count,
+        question="What is green?",
+        answer_start="It is",
+        references=("grass",),
+        settings=GenerationSettings(max_new_tokens=NEW_TOKENS),
+    )
+
+
+@pytest.mark.parametrize("hint", [None, 40, 500])
+def test_one_more_part_would_not_fit(demo, hint):
+    sample, parts = fitted(sentences, demo.tokenizer, 333, least=1, most=10_000, hint=hint)
+    assert needed_tokens(sample, demo.tokenizer) <= 333
+    assert sample == sentences(parts)
+    if hint in (None, 500):  # a hint below the truth limits what is tried
+        assert needed_tokens(sentences(parts + 1), demo.tokenizer) > 333
+
+
+def test_the_answer_and_the_chat_template_count(demo):
+    turn = demo.tokenizer.apply_chat_template(
+        [{"role": "user", "content": sentences(3).context + sentences(3).question}],
+        add_generation_prompt=True,
+        tokenize=False,
+    )
+    tokens = demo.tokenizer(turn + "It is", add_special_tokens=False)["input_ids"]
+    assert needed_tokens(sentences(3), demo.tokenizer) == len(tokens) + NEW_TOKENS
+
+
+def test_parts_of_uneven_length_never_exceed_it_and_what_cannot_fit_is_none(demo):
+    def uneven(count):
+        return sentences(1, "".join("word " * (1 + i * i % 17) for i in range(count)))
+
+    sample, _ = fitted(uneven, demo.tokenizer, 400, least=0, most=1000)
+    assert 350 < needed_tokens(sample, demo.tokenizer) <= 400
+    search = partial(fitted, sentences, demo.tokenizer, 200, most=1000)
+    assert search(least=100) is None
+    assert search(least=100, hint=200) is None
+    assert search(least=0) is not None
+
+
+def test_percents_words_and_draws():
+    assert (percents(1), percents(4)) == ([50], [0, 33, 67, 100])
+    nouns, both = words("noun"), words("noun", "adjective")
+    assert (len(nouns), len(words("adjective"))) == (6782, 912)
+    assert list(both) == sorted({*nouns, *words("adjective")})
+    texts = iter(["a", "b", "a", "x", "b", "c"])
+    assert distinct(lambda: next(texts), 3, besides=["x"]) == ["a", "b", "c"]
+
+
+def test_without_the_package_the_command_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    words.cache_clear()
+    with pytest.raises(MissingDependencyError, match=r"wonderwords.*pip install 'wonderwords"):
+        words("noun")
+
+
+BAD = [
+    (Needle, {"lengths": (4096, 299)}, "lengths: expected at least 300, got 299"),
+    (Needle, {"depths": 102}, "depths: expected at most 101"),
+    (Needle, {"variant": "fork"}, "variant: expected one of magic-number, sandwich, got 'fork'"),
+    (Needle, {"haystack": "no/such"}, "no/such"),
+    (Lines, {"lengths": ()}, "lengths: expected at least 1, got 0"),
+    (Instructions, {"lengths": (100,)}, "lengths"),
+    (LongBench, {"datasets": ("hotpot",)}, "got 'hotpot'; did you mean hotpotqa"),
+    (LongBench, {"code_similarity": "jaro"}, "code_similarity: expected one of difflib"),
+    (RagPipeline, {"documents": (10, 30), "retrieve": 20}, "retrieve: expected .* 30, got 20"),
+    (Ruler, {"tasks": ("niah",)}, r"tasks: expected some of niah_single_1, .*, got niah;"),
+    (Tracking, {"kinds": ()}, "kinds: expected some of .* got none"),
+]
+
+
+@pytest.mark.parametrize(("task", "settings", "message"), BAD)
+def test_bad_settings_are_named(task, settings, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        task(**settings)
+
+
+# LongEval-Lines.
+
+LINE = re.compile(r"line (\S.*): REGISTER_CONTENT is <(\d{5})>")
+
+
+def record(context):
+    """Names and numbers of the lines, in order."""
+    head, _, body = context.partition("Now the record start:\n\n")
+    assert head.startswith("Below is a record of lines I want you to remember. Each line begins ")
+    assert body.endswith(">\n")
+    return [LINE.fullmatch(line).groups() for line in body.splitlines()]
+
+
+def lines_of(demo, **settings):
+    return list(Lines(**{"lengths": (400,), "samples_each": 1, **settings}).samples(demo.tokenizer))
+
+
+def test_a_record_is_worded_as_published_and_the_last_whole_number_is_the_answer(demo):
+    (sample,) = lines_of(demo, positions=1)
+    (name, value), *_ = [line for line in record(sample.context) if line[1] in sample.references]
+    assert sample.question == (
+        "\nNow the record is over. Tell me what is the <REGISTER_CONTENT> in line "
+        f"{name}? I need the number."
+    )
+    assert sample.references == (value,)
+    assert sample.prompt(demo.tokenizer, "none", "visible").text == sample.context + sample.question
+    assert (sample.settings.max_new_tokens, sample.settings.stop_strings) == (100, ())
+    for said, score in ((f"{name} is <{value}>.", 1), (f"11111. No: {value}", 1), (f"{value}6", 0)):
+        assert Lines().score(sample, said) == score
+    assert Lines().score(sample, "") == 0
+
+
+def test_names_are_never_repeated(demo, monkeypatch):
+    few = ["red-hat", "red-hat", "odd-cow", "red-hat", "low-sun", "odd-cow", "big-jar"]
+    draws = iter(few * 100)
+    monkeypatch.setattr(lines, "all_fitted", lambda builds, *_, **__: [next(builds)(4)])
+    monkeypatch.setattr(lines, "word_key", lambda _: next(draws))
+    (sample,) = lines_of(demo, positions=1)
+    names = [name for name, _ in record(sample.context)]
+    assert names == ["red-hat", "odd-cow", "low-sun", "big-jar"]
+
+
+def test_the_asked_line_stands_at_its_position(demo):
+    made = lines_of(demo, positions=5, samples_each=2)
+    assert [s.cell["position"] for s in made] == [0, 0, 25, 25, 50, 50, 75, 75, 100, 100]
+    for sample in made:
+        values = [value for _, value in record(sample.context)]
+        place = values.index(sample.references[0])
+        assert place == round(sample.cell["position"] / 100 * (len(values) - 1))
+
+
+def test_examples_repeat_other_lines_and_the_cloze_begins_the_asked_one(demo):
+    given = {"positions": 3, "examples": 3, "cloze": True, "lengths": (500, 1024)}
+    for sample in lines_of(demo, **given):
+        length = sample.cell["length"]
+        assert length - 40 < needed_tokens(sample, demo.tokenizer) <= length  # a line is 25 tokens
+        there = record(sample.context)
+        question, *shown = sample.question[1:].split("\n")
+        asked = next(name for name, value in there if value in sample.references)
+        assert question.endswith(f"in line {asked}? I need the number.")
+        repeated = {LINE.fullmatch(line).groups() for line in shown}
+        assert len(repeated) == 3
+        assert repeated < {line for line in there if line[0] != asked}
+        assert sample.answer_start == f"line {asked}: REGISTER_CONTENT is <"
+        text = sample.prompt(demo.tokenizer, "none", "visible").text
+        assert text.endswith(f"{shown[-1]}\n{sample.answer_start}")
+    with pytest.raises(InvalidArgumentError, match="room for the question, the answer and 4 lines"):
+        lines_of(demo, lengths=(200,), examples=3)
+
+
+# Instructions before a text.
+
+SMALL = {"lengths": (320,), "samples_each": 1}
+
+
+def test_every_instruction_is_asked_of_the_same_text_and_checked_without_a_judge(demo):
+    task = Instructions(**SMALL)
+    samples = list(task.samples(demo.tokenizer))
+    assert samples == list(task.samples(demo.tokenizer))
+    assert [sample.cell["instruction"] for sample in samples] == ["code", "begin", "end"]
+    assert len({sample.context for sample in samples}) == 1
+    assert all(sample.references[0] in sample.context for sample in samples)
+    ids = samples[0].prompt(demo.tokenizer, "tokenizer", "visible").token_ids(demo.tokenizer)
+    assert 250 < ids.shape[1] <= 320
+    word, first, mark = (sample.references[0] for sample in samples)
+    right = f"{first.title()}, the word is {word}. {mark}"
+    assert [task.score(sample, right) for sample in samples] == [1, 1, 1]
+    assert [task.score(sample, f"no {mark} no") for sample in samples] == [0, 0, 0]
+    cloze = Instructions(cloze=True, **SMALL)
+    samples = list(cloze.samples(demo.tokenizer))
+    assert samples[1].answer_start == "- Begin your answer with the word"
+    assert [cloze.score(one, f" {one.references[0]}.\n") for one in samples] == [1, 1, 1]
+    assert [cloze.score(one, f"no {one.references[0]}") for one in samples] == [0, 0, 0]
+
+
+def test_protected_instructions_stay(demo):
+    """A window that knows no question drops them, unless they are protected."""
+    task = Instructions(protect=True, cloze=True, **SMALL)
+    sample = next(iter(task.samples(demo.tokenizer)))
+    prompt = sample.prompt(demo.tokenizer, "tokenizer", "hidden")
+    policy = SnapKV(budget=96, window_size=16)
+    given = answer(demo, prompt, policy, sample.settings, protection=sample.protection)
+    ((start, stop),) = given.protected
+    kept = demo.tokenizer.decode(prompt.token_ids(demo.tokenizer)[0, start:stop])
+    assert kept.strip().startswith("Instructions for your answer:")
+    assert sample.references[0] in kept
+
+
+# A state through a long answer.
+
+
+def recomputed(kind, state):
+    """What follows from the state of the prompt; only a copy ends."""
+    if kind == "copy":
+        yield from state
+        return
+    balances = {line.split()[0]: line.split()[1:] for line in state}
+    while True:
+        for name, numbers in balances.items():
+            if kind == "ledger":
+                numbers[0] = str(int(numbers[0]) + int(numbers[1]))
+            yield " ".join([name, *numbers[:1]])
+
+
+@pytest.mark.parametrize("cloze", [False, True], ids=["free", "cloze"])
+@pytest.mark.parametrize("kind", ["copy", "cycle", "ledger"])
+def test_the_right_answer_follows_from_the_prompt(demo, kind, cloze):
+    task = Tracking(answer_tokens=(200,), items=6, samples_each=1, kinds=(kind,), cloze=cloze)
+    (sample,) = task.samples(demo.tokenizer)
+    assert [sample] == list(task.samples(demo.tokenizer))
+    begun, steps = sample.answer_start.splitlines(), sample.references[0].splitlines()
+    right = recomputed(kind, sample.context.partition("\n\n")[2].splitlines())
+    assert [next(right) for _ in range(len(begun) + len(steps))] == begun + steps
+    assert len(begun) == (0 if not cloze else 1 if kind == "copy" else 10)
+    if kind == "copy":
+        assert list(right) == []
+    tokens = len(demo.tokenizer(sample.references[0])["input_ids"])
+    assert 190 <= tokens <= 210
+    assert sample.settings.max_new_tokens == tokens + (16 if cloze else 64)
+    prompt = sample.prompt(demo.tokenizer, "none", "visible")
+    assert prompt.text.endswith("\n")
+    assert ("lines in all" in prompt.text) == (kind != "copy" and not cloze)
+    assert "{" not in prompt.text
+
+
+@pytest.mark.parametrize(
+    ("steps", "said", "score"),
+    [
+        ("ant 12\nbee 34\ncat 56", "The record:\n1. ant 12\n2. **bee**: 34\n- Cat = 56,\nend", 1),
+        ("ant 12\nbee 34\ncat 56\ndog 78", "ant 12\nbee 34\ncat 57\ndog 78", 0.5),
+        ("ant 12\nbee 34\ncat 56\ndog 78", "ant 12\nbee 34\nbee 34\ncat 56\ndog 78", 0.5),
+        ("ant 12\nbee 34", "bee 34", 0),
+        ("ant 12\nbee 34", "ant 12 bee 34", 0),
+        ("ant\nbee", "ant\nwasp\nbee", 0.5),
+        ("ant 1234\nbee 5", "ant: 1,234\nbee: 5", 1),
+    ],
+)
+def test_steps_count_up_to_the_first_mistake(steps, said, score):
+    sample = sentences(1)
+    object.__setattr__(sample, "references", (steps,))
+    assert Tracking().score(sample, said) == score
+
+
+@pytest.mark.slow
+def test_a_window_loses_names_in_turn_that_the_full_cache_goes_through(demo, tmp_path):
+    """A round of names is longer than the window."""
+    task = Tracking(
+        answer_tokens=(48,), kinds=("cycle",), items=20, samples_each=1, cloze=True, seed=3
+    )
+    methods = [
+        Method(label="full", policy=FullCache()),
+        Method(label="window", policy=StreamingLLM(64)),
+    ]
+    run = Run(loaded=demo, task=task, methods=methods, template="none")
+    full, window = run.into(tmp_path / "out").rows
+    assert full["score"] > 0.5
+    assert window["score"] < 0.5

@@ -1,0 +1,218 @@
+"""Tokens of documents, and of requests behind them, by vLLM's own renderer and in its words.
+
+vLLM is given token ids, which begin with the document's own; nothing else of a request changes.
+"""
+
+import copy
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import takewhile
+from typing import Any, TypeGuard
+
+from snapkv.errors import InvalidArgumentError
+from snapkv_vllm.documents.catalogue import SharedDocument
+from snapkv_vllm.documents.words import DOCUMENT
+from snapkv_vllm.names import ENDPOINTS, XARGS, RefusedError, shown, wrong
+
+_BEGINNINGS = ("0", "Yes", "\n\nYes", "  Yes")
+"""Of questions. No template renders them alike, and spaces may grow into a token before them."""
+
+_MOST_TOGETHER = 1 << 20
+"""Tokens of documents before the questions of one request, which a few bytes ask for."""
+
+_WITHOUT = {
+    "prompt_logprobs": "its probabilities were not computed with this request",
+    "prompt_embeds": "its tokens come before the request's",
+    "truncate_prompt_tokens": "its tokens must all be there",
+    "kv_transfer_params": "its keys and values are on this server",
+}
+"""Fields that a document's request cannot have, and why."""
+
+Render = Callable[..., Awaitable[Any]]
+"""A method of vLLM's renderer, which makes the engine's inputs of a request, or an error."""
+
+
+class Prompts:
+    """Makes tokens as the server itself does; `state` is that of its FastAPI application."""
+
+    def __init__(self, state: Any) -> None:
+        self._renderer = state.online_renderer
+        self._models = state.openai_serving_models
+        self._render_chat: Render = state.online_renderer.render_chat
+
+    # As the server makes them.
+
+    def is_base_model(self, name: str) -> bool:
+        """Whether a name stands for the model itself, and for no adapter."""
+        return bool(self._models.is_base_model(name))
+
+    async def tokenize(self, prompt: str | list[int], *, special_tokens: bool) -> list[int]:
+        """The tokens of a text, or given ones once they are checked."""
+        from vllm.entrypoints.serve.tokenize.protocol import TokenizeCompletionRequest
+
+        request = TokenizeCompletionRequest(prompt="", add_special_tokens=special_tokens)
+        with _as_refused():
+            if isinstance(prompt, list):
+                self._renderer.renderer.validate_token_ids(prompt, parameter="prompt")
+            (made,) = await self._renderer.preprocess_completion(
+                request, prompt_input=prompt, prompt_embeds=None, skip_mm_cache=True
+            )
+        return list(made["prompt_token_ids"])
+
+    async def render(self, messages: Sequence[Any]) -> list[int]:
+        from pydantic import ValidationError
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+
+        try:
+            request = ChatCompletionRequest(messages=copy.deepcopy(messages))
+        except ValidationError:
+            raise _unfit("messages", "messages as chats have them", messages) from None
+        with _as_refused():
+            made = await self._render_chat(request, skip_mm_cache=True)
+        if isinstance(made, ErrorResponse):
+            raise RefusedError(made.error.message, made.error.code)
+        return _ids_of_chat(made)
+
+    # Of documents.
+
+    async def ids_of_text(self, prompt: object) -> tuple[int, ...]:
+        """What a document of plain text, or of token ids, begins prompts with."""
+        if not _is_one_prompt(prompt):
+            raise _unfit("prompt", "a text or its token ids", prompt)
+        if isinstance(prompt, list):
+            return tuple(await self.tokenize(prompt, special_tokens=False))
+        ids = await self.tokenize(prompt, special_tokens=True)
+        bare = await self.tokenize(prompt, special_tokens=False)
+        if not bare or ids[-len(bare) :] != bare:
+            ends = f"one whose last of {len(ids)} tokens says that it ends"
+            remedy = "pass its token ids without that one"
+            raise wrong("prompt", "a text whose tokens questions can follow", ends, remedy)
+        return tuple(ids)
+
+    async def ids_of_messages(self, messages: object) -> tuple[int, ...]:
+        """What a document of messages begins chats with: what their renderings have in common."""
+        if not isinstance(messages, list) or not messages or not all(map(_is_text, messages)):
+            raise _unfit("messages", "a list of messages of text", messages)
+        questions = [{"role": "user", "content": beginning} for beginning in _BEGINNINGS]
+        renderings = [await self.render([*messages, question]) for question in questions]
+        at_once = zip(*renderings, strict=False)
+        found = [ids[0] for ids in takewhile(lambda ids: len(set(ids)) == 1, at_once)]
+        if not found:
+            raise _unfit("messages", "a chat template that puts them first", messages)
+        return tuple(found)
+
+    async def ids_of_question(self, document: SharedDocument, question: str) -> list[int]:
+        if document.messages is None:
+            asked = await self.tokenize(question, special_tokens=False)
+            return [*document.token_ids, *asked]
+        ids = await self.render([*document.messages, {"role": "user", "content": question}])
+        _require_begins(ids, document)
+        return ids
+
+    # Of requests.
+
+    async def behind(
+        self, document: SharedDocument, request: Any, kind: str, render: Render
+    ) -> Any:
+        """What vLLM renders of a request, which names a document, with its tokens in front."""
+        if document.kind != kind:
+            right = next(path for path, field in ENDPOINTS.items() if field == document.kind)
+            remedy = f"send the request to {right}, or register the document as {kind}"
+            raise wrong(DOCUMENT, f"a document of {kind}", f"one of {document.kind}", remedy)
+        _require_joinable(request)
+        setattr(request, XARGS, {**getattr(request, XARGS), DOCUMENT: document.document_id})
+        if kind == "prompt":
+            request.prompt = await self._prompts_behind(document, request.prompt)
+            return await render(request)
+        return await self._chat_behind(document, request, render)
+
+    async def _prompts_behind(self, document: SharedDocument, prompt: object) -> list[list[int]]:
+        questions = [prompt] if _is_one_prompt(prompt) else prompt
+        expected = "a question behind the document"
+        if not isinstance(questions, list) or not questions:
+            raise _unfit("prompt", expected, prompt)
+        if not all(map(_is_one_prompt, questions)):
+            raise _unfit("prompt", expected, prompt)
+        begins, asks = len(document.token_ids), len(questions)
+        if asks > 1 and asks * begins > _MOST_TOGETHER:
+            most = f"at most {max(1, _MOST_TOGETHER // begins):,} questions at once"
+            each = f"of which each begins with the document's {begins:,} tokens"
+            raise wrong("prompt", f"{most}, {each}", f"{asks:,}", "send several requests")
+        asked = [await self.tokenize(one, special_tokens=False) for one in questions]
+        if not all(asked):
+            raise _unfit("prompt", expected, prompt)
+        return [[*document.token_ids, *ids] for ids in asked]
+
+    async def _chat_behind(self, document: SharedDocument, request: Any, render: Render) -> Any:
+        if not request.messages:
+            raise _unfit("messages", "a question behind the document", request.messages)
+        own = type(request)(messages=copy.deepcopy(document.messages)).messages
+        request.messages = [*own, *request.messages]
+        made = await render(request)
+        if isinstance(made, tuple):  # and no error of vLLM's
+            _require_begins(_ids_of_chat(made), document)
+        return made
+
+
+@contextmanager
+def _as_refused() -> Iterator[None]:
+    """Turn what vLLM raises into what its endpoints answer then."""
+    try:
+        yield
+    except Exception as error:
+        from vllm.entrypoints.serve import create_error_response
+
+        said = create_error_response(error).error
+        raise RefusedError(said.message, said.code) from error
+
+
+def _ids_of_chat(made: Any) -> list[int]:
+    """Of a rendered chat: its messages, and what goes to the engine."""
+    _, (engine_input,) = made
+    if engine_input["type"] != "token":
+        got = f"{engine_input['type']} input"
+        raise wrong("messages", "text alone with a document", got, "leave it out")
+    return list(engine_input["prompt_token_ids"])
+
+
+def _require_begins(ids: Sequence[int], document: SharedDocument) -> None:
+    begins = len(document.token_ids)
+    if tuple(ids[:begins]) != document.token_ids:
+        raise wrong(
+            "messages",
+            f"a chat whose first {begins} tokens are the document's",
+            "one in which the chat template puts others there",
+            "ask as user, without what changes the template's beginning (tools, "
+            "chat_template_kwargs), or register the document again",
+        )
+
+
+def _require_joinable(request: Any) -> None:
+    for name, why in _WITHOUT.items():
+        if (given := getattr(request, name, None)) is not None:
+            raise _unfit(name, f"none with a document, since {why}", given, "leave it out")
+    asks = (getattr(request, name, None) for name in ("logprobs", "top_logprobs"))
+    if request.echo and any(asks):
+        raise wrong("echo", "none with a document and logprobs", True, "leave one of them out")
+
+
+def _is_one_prompt(prompt: object) -> TypeGuard[str | list[int]]:
+    """Whether it is a text or token ids, and not empty."""
+    if isinstance(prompt, list):
+        return bool(prompt) and all(type(one) is int for one in prompt)
+    return isinstance(prompt, str) and bool(prompt)
+
+
+def _is_text(message: object) -> bool:
+    content = message.get("content") if isinstance(message, dict) else 0
+    if isinstance(content, list):
+        return all(isinstance(part, dict) and part.get("type") == "text" for part in content)
+    return content is None or isinstance(content, str)
+
+
+def _unfit(
+    name: str, expected: str, got: object, remedy: str = "pass a text"
+) -> InvalidArgumentError:
+    said = f"'{shown(got)}'" if isinstance(got, str) else f"a value of type {type(got).__name__}"
+    return wrong(name, expected, said, remedy)

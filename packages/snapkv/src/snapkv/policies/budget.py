@@ -1,0 +1,146 @@
+"""How much of a prompt a layer keeps: tokens, a fraction of them, or what its votes ask for."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from torch import Tensor
+
+from snapkv.errors import InvalidArgumentError
+from snapkv.validation import AUTO, require_budget, require_fraction, require_int
+
+UNDILUTED_TOKENS = 1024
+"""Up to here a vote weighs the same; of a longer prompt each position gets a smaller share of the
+window's attention, and so does the one that is the answer: see `docs/results/auto_budget.md`."""
+
+
+def dilution(tokens: float) -> float:
+    """By how much a vote on a prompt of so many tokens weighs more than its share says."""
+    return max(1.0, tokens / UNDILUTED_TOKENS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoBudget:
+    """As many positions as it takes to lose none that the window looked at.
+
+    A layer keeps the smallest number at which, in every head, all positions are kept whose pooled
+    vote is more than `lost_vote` of the window's attention; of a prompt longer than 1,024 tokens,
+    more than as much less as it is longer. So a layer with focused heads keeps few, one with
+    dispersed heads many. The bound is on the highest vote that is lost and not on the sum of them,
+    which tells less about whether an answer is right: `docs/results.md`.
+
+    Args:
+        lost_vote: the highest share of a query's attention, mean over the window, that a position
+            may have and be dropped, in (0, 1), in a prompt of up to 1,024 tokens.
+        least: positions that every layer keeps beside the window, whatever the votes.
+        most: tokens that no layer keeps more of, the window included; None for no limit.
+    """
+
+    lost_vote: float = 0.0015
+    least: int = 32
+    most: int | None = None
+
+    def __post_init__(self) -> None:
+        require_fraction("lost_vote", self.lost_vote, "0.0015")
+        require_int("least", self.least, minimum=1)
+        if self.most is not None:
+            require_int("most", self.most, minimum=self.least + 1)
+
+    @classmethod
+    def read(cls, budget: object) -> object:
+        """The budget that "auto", or what `describe` gives, stands for; anything else as it is."""
+        if budget == AUTO:
+            return cls()
+        if not isinstance(budget, dict):
+            return budget
+        known = {field.name for field in fields(cls)}
+        own = budget.get(AUTO)
+        if budget.keys() != {AUTO} or not isinstance(own, dict) or not own.keys() <= known:
+            raise InvalidArgumentError(
+                f"budget: expected a number of tokens, 'auto' or {{'auto': {{...}}}} with "
+                f"{', '.join(sorted(known))}, got {budget!r}; pass one of them"
+            )
+        return cls(**own)
+
+    def describe(self) -> dict[str, Any]:
+        """Its parameters, ready for JSON."""
+        return {AUTO: asdict(self)}
+
+    def voted(self, shares: Tensor) -> Tensor:
+        """How many positions of every head may not be lost: (B, H) int64.
+
+        `shares` are pooled votes as shares of the window's attention, (B, H, P) float32: infinity
+        for what must stay, minus infinity for pads.
+        """
+        tokens = (shares > -math.inf).sum(dim=-1, keepdim=True)
+        bound = self.lost_vote / (tokens / UNDILUTED_TOKENS).clamp(min=1.0)
+        return (shares > bound).sum(dim=-1)
+
+    def within(self, voted: int, prefix_tokens: int, window_size: int) -> int:
+        """Positions of a prefix to keep, where so many may not be lost."""
+        most = prefix_tokens if self.most is None else max(self.most - window_size, 0)
+        return min(max(voted, self.least), most, prefix_tokens)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a layer keeps beside the window: `row` is where any budget becomes tokens.
+
+    Attributes:
+        limit: tokens, window included, or a budget that the votes choose; None where there is a
+            `keep_ratio`.
+        keep_ratio: the fraction of the prefix to keep.
+        window_size: the last tokens of the prompt, always kept.
+    """
+
+    limit: int | AutoBudget | None
+    keep_ratio: float | None
+    window_size: int
+
+    def require_valid(self, sink_tokens: int) -> None:
+        """Raise unless it has room for the window, the sinks and what every layer keeps."""
+        auto = self.limit
+        if not isinstance(auto, AutoBudget):
+            require_budget(auto, self.keep_ratio, self.window_size, sink_tokens)
+            return
+        tokens = auto.most or self.window_size + sink_tokens + auto.least
+        require_budget(tokens, self.keep_ratio, self.window_size, sink_tokens)
+        if tokens < self.window_size + auto.least:
+            raise InvalidArgumentError(
+                f"budget, most: expected at least window_size={self.window_size} + "
+                f"least={auto.least}, which every layer keeps, got {tokens}; raise most or lower "
+                "least"
+            )
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Tokens that no layer keeps more of, window included; None where there is no limit."""
+        return self.limit.most if isinstance(self.limit, AutoBudget) else self.limit
+
+    def row(self, prefix_tokens: int, voted: int) -> int:
+        """Positions that a row keeps of so many before the window.
+
+        Where the votes choose, `voted` of them may not be lost.
+        """
+        if self.keep_ratio is not None:
+            return math.floor(self.keep_ratio * prefix_tokens)
+        if isinstance(self.limit, AutoBudget):
+            return self.limit.within(voted, prefix_tokens, self.window_size)
+        assert self.limit is not None
+        return min(prefix_tokens, self.limit - self.window_size)
+
+
+def largest_remainder(shares: Sequence[float], total: int) -> list[int]:
+    """Round shares, which add up to `total`, to whole numbers that do.
+
+    Every share is rounded down; the slots left over go to the largest remainders, of equal ones to
+    the smaller share, then to the first.
+    """
+    whole = [math.floor(share + 1e-9) for share in shares]
+    order = sorted(
+        range(len(shares)), key=lambda i: (-round(shares[i] - whole[i], 9), shares[i], i)
+    )
+    for index in order[: total - sum(whole)]:
+        whole[index] += 1
+    return whole

@@ -1,0 +1,119 @@
+"""What stands before the window of a layer: what of it must stay, which of it is best."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from snapkv import ops
+from snapkv.policies.fair import keep_fair
+from snapkv.policies.states import PromptLayer, Selection
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """A layer at the end of the prompt, to a method with a window and sinks of this size.
+
+    Attributes:
+        sink_tokens: attention sinks, first tokens of every row that each head keeps, whatever their
+            scores; where there is less room beside the window, the first of them.
+    """
+
+    layer: PromptLayer
+    window_size: int
+    sink_tokens: int
+
+    @property
+    def slots(self) -> int:
+        """How many slots stand before the window, pads counted."""
+        return max(0, self.layer.keys.shape[2] - self.window_size)
+
+    @property
+    def lengths(self) -> list[int]:
+        """B numbers: tokens of each row before the window."""
+        return [max(0, tokens - self.window_size) for tokens in self.layer.row_lengths]
+
+    @property
+    def must_stay(self) -> Tensor | None:
+        """Positions that every head keeps whatever their scores: (B, 1 or H, P) bool.
+
+        None where there are none but sinks at most, and no segments that share the budget.
+        """
+        layer, slots = self.layer, self.slots
+        if layer.protected is None and not (layer.fair is not None and self.sink_tokens):
+            return None
+        sinks = layer.is_among_first(self.sink_tokens, slots) & ~layer.is_among_first(0, slots)
+        if layer.protected is None:
+            return sinks.expand(layer.keys.shape[0], -1, -1)
+        return sinks | layer.protected[..., :slots]
+
+    def fits(self, kept: list[int]) -> bool:
+        """Whether rows that keep so much drop nothing, pads that all of them share included."""
+        return not self.slots or (self.slots <= max(kept) and kept == self.lengths)
+
+    @property
+    def needed(self) -> list[int]:
+        """B numbers: what the head needs for what must stay that needs most; empty for none."""
+        must_stay = self.must_stay
+        return [] if must_stay is None else must_stay.sum(dim=-1).amax(dim=-1).tolist()
+
+    def ranked(self, scores: Tensor) -> Tensor:
+        """Scores, (B, H, P), infinite for what must stay, and below all others for pads."""
+        if (must_stay := self.must_stay) is not None:
+            heads = scores.shape[1] // must_stay.shape[1]
+            scores = scores.masked_fill(must_stay.repeat_interleave(heads, dim=1), math.inf)
+        slots = scores.shape[-1]
+        sinks, pads = (self.layer.is_among_first(n, slots) for n in (self.sink_tokens, 0))
+        return scores.masked_fill(sinks, math.inf).masked_fill(pads, -math.inf)
+
+    def best(self, scores: Tensor, kept: Sequence[int] | Tensor) -> Tensor:
+        """What must stay and the best, as `ops.keep_best`, whatever segment they stand in."""
+        return ops.keep_best(
+            scores,
+            kept,
+            self.layer.pad_tokens,
+            first_tokens=self.sink_tokens,
+            protected=self.must_stay,
+        )
+
+    def select(self, scores: Tensor, kept: list[int]) -> Selection:
+        """Keep so much of every row, the same number in all heads, and the window.
+
+        Segments that share the budget are chosen from one by one.
+        """
+        if (fair := self.layer.fair) is None:
+            best = self.best(scores, kept)
+        else:
+            best = keep_fair(scores, kept, self.lengths, fair, self.must_stay)
+        tokens, window = self.layer.keys.shape[2], self._window(best)
+        keep_indices, fillers = torch.cat([best, window], dim=-1), None
+        if self.layer.pad_tokens is not None or min(kept) < max(kept):
+            own = torch.tensor(kept, device=best.device) + self._window_tokens
+            fillers = keep_indices.shape[-1] - own
+        return Selection(keep_indices=keep_indices, prompt_tokens=tokens, filler_tokens=fillers)
+
+    def select_by_head(self, best: Tensor, kept: Tensor) -> Selection:
+        """What `best` names and the window, right-aligned; heads keep `kept`, (B, H), before it."""
+        window, pads = self._window(best), self.layer.pad_tokens
+        if pads is not None:
+            window = window.masked_fill(window < pads[:, None, None], -1)
+        keep_indices, kept = torch.cat([best, window], dim=-1), kept + self._window_tokens[:, None]
+        parts = kept.shape[1] > 1  # one head, or one latent for all: only rows differ
+        return Selection(
+            keep_indices=keep_indices,
+            prompt_tokens=self.layer.keys.shape[2],
+            head_tokens=kept if parts else None,
+            filler_tokens=None if parts else keep_indices.shape[-1] - kept[:, 0],
+        )
+
+    def _window(self, best: Tensor) -> Tensor:
+        tokens = self.layer.keys.shape[2]
+        window = torch.arange(tokens - self.window_size, tokens, device=best.device)
+        return window.expand(*best.shape[:2], -1)
+
+    @property
+    def _window_tokens(self) -> Tensor:
+        """(B,) int64: how many tokens of each row stand in the window."""
+        return self.layer.row_tokens.clamp(max=self.window_size)

@@ -1,0 +1,187 @@
+"""One property of all that compresses: it answers as a full cache does that hides what was dropped.
+
+The judge is `tests.oracle`. Families, methods, storages and ways to read meet in pairs.
+"""
+
+import contextlib
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from snapkv import (
+    AdaKV,
+    CompressedCache,
+    FullCache,
+    KeyDiff,
+    PyramidKV,
+    SnapKV,
+    UnsupportedModelError,
+)
+from snapkv.prefill import layer_by_layer
+from tests.families import HYBRID, ONCE, random_ids, tiny_model
+from tests.oracle import masked_decode_logits, unwrapped
+from tests.pairs import pairs
+
+PROMPT, BUDGET, NEW = 90, 40, 4
+SNAPKV = SnapKV(BUDGET, window_size=8, kernel_size=5)
+RATIO = SnapKV(keep_ratio=0.3, window_size=8)
+CACHES = {
+    "snapkv": (SNAPKV, {}),
+    "ratio": (RATIO, {}),
+    "per query head": (SnapKV(BUDGET, window_size=8, kernel_size=5, group_reduce="none"), {}),
+    "adakv": (AdaKV(SNAPKV), {}),
+    "pyramidkv": (PyramidKV(BUDGET, window_size=8), {}),
+    "keydiff": (KeyDiff(BUDGET, window_size=8), {}),
+    "static": (SNAPKV, {"storage": "static"}),
+    "recall": (SNAPKV, {"recall": "host"}),
+}
+FAMILIES = {"-".join(case): case for case in ONCE}
+LENGTHS = {  # whole, shorter, below the budget, below the window
+    "one row": (PROMPT,),
+    "two rows": (PROMPT, PROMPT),
+    "padded": (PROMPT, 61, 30, 5),
+}
+once = pytest.mark.parametrize(("family", "implementation"), ONCE)
+
+
+def left_padded(lengths):
+    ids, mask = random_ids(len(lengths), PROMPT), torch.ones(len(lengths), PROMPT).long()
+    for row, length in enumerate(lengths):
+        mask[row, : PROMPT - length] = 0
+    return ids * mask, mask
+
+
+@torch.no_grad()
+def feed(model, cache, ids, mask, sizes):
+    """(B, number of pieces or tokens, V): the logits of each piece's tokens, at true positions."""
+    logits, stop = [], 0
+    for piece in ids.split(list(sizes), dim=1):
+        start, stop = stop, stop + piece.shape[1]
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, start:stop]
+        out = model(
+            piece,
+            past_key_values=cache,
+            attention_mask=mask[:, :stop],
+            position_ids=positions,
+        )
+        logits.append(out.logits)
+    return torch.cat(logits, dim=1)
+
+
+def with_new(ids, mask):
+    """The prompt and the tokens behind it."""
+    new = random_ids(len(ids), NEW, seed=1)
+    return torch.cat([ids, new], 1), torch.cat([mask, torch.ones_like(new)], 1), new
+
+
+def is_refused(model, family, cache):
+    if cache == "static":
+        return family in HYBRID
+    keys = model(random_ids(1, 4), use_cache=True).past_key_values.layers[0].keys
+    shares_one_latent = keys.shape[1] == 1 and model.config.num_attention_heads > 1
+    return cache == "per query head" and shares_one_latent
+
+
+@pairs(
+    family=FAMILIES,
+    cache={name: name for name in CACHES},
+    lengths=LENGTHS,
+    reading=("at once", "in pieces", "layer by layer"),
+    size=(1, NEW),
+)
+def test_answers_are_those_of_a_full_cache_that_hides_what_was_dropped(
+    family, cache, lengths, reading, size
+):
+    model, (policy, options), name = tiny_model(*family), CACHES[cache], cache
+    (ids, mask), full = left_padded(lengths), CompressedCache(model, FullCache())
+    if is_refused(model, family[0], name):
+        with pytest.raises(UnsupportedModelError, match=r"latent attention|full attention only"):
+            feed(model, CompressedCache(model, policy, **options), ids, mask, [PROMPT])
+        return
+    cache = CompressedCache(model, policy, **options)
+    both, both_mask, new = with_new(ids, mask)
+    by_layer = layer_by_layer(model, chunk_tokens=37)
+    with by_layer if reading == "layer by layer" else contextlib.nullcontext():
+        cache.expect_prompt(PROMPT)
+        pieces = (37, 37, 16) if reading == "in pieces" else (PROMPT,)
+        sizes = (*pieces, *[size] * (NEW // size))
+        got = feed(model, cache, both, both_mask, sizes)
+    whole = feed(model, full, both, both_mask, [PROMPT, NEW])
+    last, close = got[:, PROMPT - 1], {"atol": 2e-4, "rtol": 2e-4}
+    torch.testing.assert_close(last, whole[:, PROMPT - 1], **close)
+    if reading == "at once":
+        assert torch.equal(last, whole[:, PROMPT - 1]), "the first token is the full cache's"
+    expected = masked_decode_logits(model, cache, ids, new, mask)
+    torch.testing.assert_close(got[:, PROMPT:], expected, **close)
+    assert (whole - got)[:, PROMPT:].abs().max() > 1e-3, "that something was dropped must matter"
+    assert_exact_copies(cache, full, mask, exact=reading == "at once")
+
+
+def assert_exact_copies(cache, full, mask, *, exact):
+    """Rows of a dense store are those of the full cache, bit for bit."""
+    close = {"atol": 0, "rtol": 0} if exact else {"atol": 1e-4, "rtol": 1e-4}
+    for layer in cache.compressed_layers:
+        store = cache.layers[layer].store
+        if store.ragged is not None:
+            continue
+        kept = cache.kept_positions(layer)[..., :-NEW]
+        index = (kept + (mask == 0).sum(-1)[:, None, None]).clamp(min=0)[..., None]
+        for name in ("keys", "values"):
+            whole, part = getattr(full.layers[layer], name), getattr(store, name)
+            whole = whole.repeat_interleave(part.shape[1] // whole.shape[1], dim=1)
+            there = whole.gather(2, index.expand(-1, -1, -1, whole.shape[-1]))[kept >= 0]
+            torch.testing.assert_close(part[:, :, : kept.shape[-1]][kept >= 0], there, **close)
+
+
+@pytest.mark.parametrize("family", ["llama", "cohere2"])
+def test_dropping_a_different_set_is_noticed(family):
+    """The judge can fail: some kept positions swapped for dropped ones change the logits."""
+    model, (ids, mask) = tiny_model(family), left_padded([PROMPT])
+    cache = CompressedCache(model, SNAPKV)
+    both, both_mask, new = with_new(ids, mask)
+    got = feed(model, cache, both, both_mask, [PROMPT, NEW])[:, PROMPT:]
+    for layer_idx in cache.compressed_layers:
+        kept = cache.layers[layer_idx].slots.kept
+        kept[..., : BUDGET // 2] = torch.arange(BUDGET // 2, dtype=torch.int32)
+    assert (masked_decode_logits(model, cache, ids, new) - got).abs().max() > 1e-3
+
+
+@once
+def test_nothing_changes_where_the_budget_covers_the_prompt(family, implementation):
+    model, (ids, mask) = tiny_model(family, implementation), left_padded([PROMPT] * 2)
+    both, both_mask, _ = with_new(ids, mask)
+    sizes, reference = [PROMPT, *[1] * NEW], unwrapped(model, implementation)
+    plain = feed(reference, DynamicCache(config=reference.config), both, both_mask, sizes)
+    policies = (FullCache(), SnapKV(PROMPT, window_size=8), SnapKV(keep_ratio=1.0))
+    cache = CompressedCache(model, policies[ONCE.index((family, implementation)) % 3])
+    assert torch.equal(feed(model, cache, both, both_mask, sizes), plain)
+
+
+@once
+def test_left_padded_rows_decode_as_they_do_alone(family, implementation):
+    policy = (SNAPKV, RATIO)[ONCE.index((family, implementation)) // 2 % 2]
+    lengths, sizes = LENGTHS["padded"], [*[1] * NEW]
+    model, (ids, mask) = tiny_model(family, implementation), left_padded(lengths)
+    both, both_mask, _ = with_new(ids, mask)
+    cache = CompressedCache(model, policy)
+    together = feed(model, cache, both, both_mask, [PROMPT, *sizes])[:, PROMPT - 1 :]
+    for row, length in enumerate(lengths):
+        alone, own = CompressedCache(model, policy), both[row : row + 1, PROMPT - length :]
+        logits = feed(model, alone, own, torch.ones_like(own), [length, *sizes])[:, length - 1 :]
+        torch.testing.assert_close(together[row : row + 1], logits, atol=1e-3, rtol=1e-3)
+        for layer_idx in cache.compressed_layers:
+            padded = cache.kept_positions(layer_idx)[row]
+            for head, kept in enumerate(alone.kept_positions(layer_idx)[0]):
+                assert padded[head][padded[head] >= 0].tolist() == kept.tolist()
+
+
+@pytest.mark.parametrize("family", ["llama", "cohere2", "deepseek_v3"])
+def test_eager_and_sdpa_keep_the_same(family):
+    kept = []
+    for implementation in ("sdpa", "eager"):
+        model = tiny_model(family, implementation)
+        cache = CompressedCache(model, SNAPKV)
+        feed(model, cache, *left_padded([PROMPT]), [PROMPT])
+        kept.append(cache.kept_positions(cache.compressed_layers[-1]))
+    assert torch.equal(*kept)
