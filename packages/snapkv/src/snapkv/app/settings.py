@@ -47,8 +47,6 @@ class GenerationSettings:
 class MedusaTraining:
     """How heads are trained; the same plan and documents continue a run that was stopped.
 
-    What stands here is the help of `snapkv medusa train`.
-
     Args:
         num_heads: how many tokens behind the next one are guessed.
         answers: how many answers to learn from; each tenth is held out and measured instead.
