@@ -232,7 +232,8 @@ def test_hiding_changes_exactly_the_likelihood_that_a_mask_changes():
             model(ids, past_key_values=cache)
             for store in [layer.store for layer in cache.layers] if drop else ():
                 keep = [i for i in range(60) if not span.start <= i < span.stop]
-                store.keys, store.values = store.keys[:, :, keep], store.values[:, :, keep]
+                kept = store.keys[:, :, keep], store.values[:, :, keep]
+                store.fill(*kept, store.num_kv_heads)
             logits = model(
                 answer[:, :-1], past_key_values=cache, position_ids=torch.arange(60, 62)[None]
             ).logits[0]
