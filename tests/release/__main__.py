@@ -19,8 +19,7 @@ from pathlib import Path
 
 from snapkv.validation import first_line
 from snapkv_lab.experiments import compatibility
-from snapkv_lab.experiments.environment import describe_environment
-from snapkv_lab.experiments.records import Row
+from snapkv_lab.experiments.records import Row, describe_environment
 from tests.release import checks
 from tests.release.environments import (
     EXTRAS,

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from snapkv import AdaKV, CompressedCache, FullCache, SnapKV
 from snapkv.library import blend, joined_ids, recomputing
-from snapkv.library.joining import JoinedLayer, join
+from snapkv.library.joining import join
 from snapkv.library.recomputing import most_changed, recompute
 from snapkv.storage.dense import DenseStore
 from tests.families import random_ids, tiny_config, tiny_model
@@ -160,35 +160,12 @@ def test_a_key_is_turned_by_the_difference():
     assert not turned[..., others].any()
 
 
-def layer_of(places, keys, tokens):
-    places = torch.tensor(places)[None]
-    states = torch.tensor(keys)[None, ..., None]
-    return JoinedLayer(key_states=states, value_states=0 * states, places=places, tokens=tokens)
-
-
-def test_a_token_deviates_by_the_squares_over_the_heads_that_hold_it():
-    held = layer_of([[0, 2, 3], [-1, 0, 3]], [[1.0, 2.0, 3.0], [9.0, 5.0, 6.0]], tokens=4)
-    new = torch.tensor([[1.0, 0.0, 4.0, 3.0], [7.0, 0.0, 0.0, 3.0]])[None, ..., None]
-    values = torch.zeros_like(new)
-    values[0, 1, 3] = 2.0
-    # 0: 0 + 2 * 2; 1: held by none; 2: 2 * 2 by one head; 3: 0 + 3 * 3 by keys, 2 * 2 by values
-    assert held.deviation(new, values).tolist() == [4.0, 0.0, 4.0, 13.0]
-
-
 def test_of_equal_deviations_the_first_tokens_go_on():
     deviation = torch.tensor([0.0, 4.0, 1.0, 4.0, 4.0])
     assert most_changed(deviation, 1).tolist() == [1]
     assert most_changed(deviation, 2).tolist() == [1, 3]
     assert most_changed(deviation, 4).tolist() == [1, 2, 3, 4]
     assert most_changed(deviation, 5).tolist() == [0, 1, 2, 3, 4]
-
-
-def test_new_states_take_the_slots_of_the_heads_that_hold_their_tokens():
-    held = layer_of([[0, 2, 3], [-1, 0, 3]], [[1.0, 2.0, 3.0], [9.0, 5.0, 6.0]], tokens=4)
-    assert held.slots_of(torch.tensor([1, 2, 3])).tolist() == [[-1, 1, 2], [-1, -1, 2]]
-    new = torch.tensor([[10.0, 20.0, 30.0], [40.0, 50.0, 60.0]])[None, ..., None]
-    held.put(torch.tensor([1, 2, 3]), new, new)
-    assert held.key_states[0, ..., 0].tolist() == [[1.0, 20.0, 30.0], [9.0, 5.0, 60.0]]
 
 
 @pytest.fixture(autouse=True)

@@ -1,12 +1,7 @@
 """What does not fit is said beside what would, and refused before any of it is read or fetched."""
 
-import http.server
 import json
-import os
 import re
-import subprocess
-import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -92,56 +87,6 @@ def test_a_folder_needs_no_weights_to_be_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(ENORMOUS))
     with pytest.raises(OutOfMemoryError, match=r"of at most .* which is the memory of cpu, got"):
         load(str(tmp_path), device="cpu")
-
-
-@pytest.fixture
-def hub():
-    """A hub on loopback with a configuration and nothing else: its address, what was asked for."""
-    asked, body = [], json.dumps(ENORMOUS).encode()
-
-    class Hub(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            asked.append(self.path)
-            found = self.path.endswith("config.json") and "generation" not in self.path
-            self.send_response(200 if found else 404)
-            self.send_header("Content-Length", str(len(body) if found else 0))
-            self.send_header("ETag", '"1"')
-            self.send_header("X-Repo-Commit", "0" * 40)
-            self.end_headers()
-            if found and self.command == "GET":
-                self.wfile.write(body)
-
-        do_HEAD = do_GET  # noqa: N815 # what the server calls
-
-        def log_message(self, *_):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}", asked
-    server.shutdown()
-    server.server_close()
-
-
-def test_of_a_hub_id_the_configuration_alone_is_fetched(hub, tmp_path):
-    address, asked = hub
-    environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path)}
-    environment |= {"HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0"}
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "snapkv", "generate", "-p", "Hi"),
-            *("--model", "some/enormous", "--device", "cpu"),
-        ],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 1, done.stderr
-    assert done.stderr.splitlines()[-1].startswith("snapkv: error: model: expected weights of at")
-    assert " would fit, with " in done.stderr
-    assert any(path.endswith("/config.json") for path in asked)
-    assert not [path for path in asked if "safetensors" in path or path.endswith(".bin")]
 
 
 # Prompts.

@@ -45,17 +45,29 @@ class GenerationSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaTraining:
-    """How heads are trained; the same plan and documents continue a run that was stopped."""
+    """How heads are trained; the same plan and documents continue a run that was stopped.
 
-    num_heads: int = 3  # how many tokens behind the next one are guessed
-    answers: int = 4096  # to learn from; each tenth is held out and measured instead
-    passage_tokens: int = 256  # that an answer is about
+    Args:
+        num_heads: how many tokens behind the next one are guessed.
+        answers: how many answers to learn from; each tenth is held out and measured instead.
+        passage_tokens: length of the passage that an answer is about.
+        max_new_tokens: where an answer is cut off.
+        batch: answers generated together.
+        step_answers: answers learnt from in one step.
+        epochs: how often every answer is learnt from.
+        learning_rate: at its highest; it rises over the first tenth and falls as a cosine.
+        seed: of the order of passages and answers.
+    """
+
+    num_heads: int = 3
+    answers: int = 4096
+    passage_tokens: int = 256
     max_new_tokens: int = 256
-    batch: int = 16  # answers generated together
-    step_answers: int = 4  # learnt from in one step
+    batch: int = 16
+    step_answers: int = 4
     epochs: int = 2
-    learning_rate: float = 1e-3  # at its highest; it rises over a tenth and falls as a cosine
-    seed: int = 0  # of the order of passages and answers
+    learning_rate: float = 1e-3
+    seed: int = 0
 
     def __post_init__(self) -> None:
         minima = {"answers": 10, "max_new_tokens": self.num_heads + 2, "seed": 0}
