@@ -12,7 +12,8 @@ import typer
 
 from snapkv.cli.app import program, run
 from snapkv_lab import drawing
-from snapkv_lab.experiments import overview, plans, speed
+from snapkv_lab.experiments import documentation
+from snapkv_lab.experiments.speed import SPEED
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -89,17 +90,18 @@ def test_commands_and_options_that_pages_show_exist():
 
 
 def test_the_table_of_planning_is_what_its_script_makes():
-    page = plans.PAGE.read_text(encoding="utf-8")
-    assert plans.BEGIN in page
-    assert plans.filled(page) == page
+    page = documentation.PLANNING.read_text(encoding="utf-8")
+    assert documentation.BEGIN in page
+    assert documentation.planned(page) == page
 
 
 def test_the_picture_of_the_first_page_shows_its_rows():
     def words(svg):
         return re.findall(r"<text[^>]*>([^<]*)</text>", svg)
 
-    drawn = drawing.encoded(overview.drawn(speed.EXPERIMENT.known()), ".svg", overview.STYLE)
-    shown = words(overview.FIGURE.read_text(encoding="utf-8"))
+    figure = documentation.overview(SPEED.known())
+    drawn = drawing.encoded(figure, ".svg", documentation.STYLE)
+    shown = words(documentation.FIGURE.read_text(encoding="utf-8"))
     assert shown == words(drawn.decode())
     assert {"270", "22.5", "full cache"} <= set(shown)
 

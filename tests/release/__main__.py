@@ -19,8 +19,7 @@ from pathlib import Path
 
 from snapkv.validation import first_line
 from snapkv_lab.experiments import compatibility
-from snapkv_lab.experiments.environment import describe_environment
-from snapkv_lab.experiments.records import Row
+from snapkv_lab.experiments.records import Row, describe_environment
 from tests.release import checks
 from tests.release.environments import (
     EXTRAS,
@@ -36,11 +35,7 @@ Built = dict[str, tuple[Path, Path]]
 
 
 def check(here: Environment, built: Built, extras: Sequence[str]) -> None:
-    """All of it in one environment: each wheel, the extras one by one, and the sdist.
-
-    Raises:
-        NotReleasableError: something does not hold.
-    """
+    """All of it in one environment: each wheel, the extras one by one, and the sdist."""
     (wheel, sdist), (_, lab), (plugin, _) = (built[name] for name in PACKAGES)
     here.install(str(wheel))
     seconds = checks.require_command_line(here)

@@ -37,8 +37,9 @@ def test_the_text_is_the_full_caches(family, implementation, storage):
     assert cache.get_seq_length() == speculation.full_cache.get_seq_length() == PROMPT + NEW - 1
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("draft_tokens", [2, 7])
+@pytest.mark.parametrize(
+    ("storage", "draft_tokens"), [(name, (2, 7)[i % 2]) for i, name in enumerate(STORAGES)]
+)
 def test_both_caches_hold_the_same_text(storage, draft_tokens):
     model, ids = tiny_model("llama"), random_ids(1, PROMPT, seed=4)
     cache, speculation = new_cache(model, storage), SelfSpeculation(draft_tokens)

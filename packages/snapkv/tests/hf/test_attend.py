@@ -9,6 +9,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from snapkv.hf.attend import FEW_QUERIES, AttentionCall
 from snapkv.hf.forward_context import Candidates
+from tests.pairs import pairs
 
 B, HKV, G, S, D = 2, 2, 3, 90, 8
 PAST = torch.ones(S, S, dtype=torch.bool).tril()
@@ -45,8 +46,7 @@ def plain(call, visible, scaling=D**-0.5, bias=0.0):
     return (weights @ value).transpose(1, 2)
 
 
-@pytest.mark.parametrize("queries", [1, 2, 5, FEW_QUERIES, FEW_QUERIES + 1])
-@pytest.mark.parametrize("kind", ["none", "boolean", "additive"])
+@pairs(queries=(1, 2, FEW_QUERIES, FEW_QUERIES + 1), kind=("none", "boolean", "additive"))
 def test_a_chain_sees_the_past_and_itself(queries, kind):
     visible = PAST[-queries:].expand(B, 1, -1, -1).clone()
     if kind != "none":
@@ -84,16 +84,12 @@ def test_one_query_of_a_narrow_type_is_grouped_as_well(pads):
 def test_few_queries_are_one_head_of_their_group():
     call, given = call_with(4)
     shapes = []
-    function = call.function
-    object.__setattr__(
-        call,
-        "function",
-        lambda module, query, *rest, **o: (
-            shapes.append((query.shape, module.num_key_value_groups))
-            or function(module, query, *rest, **o)
-        ),
-    )
-    call.attend()
+
+    def attend(module, query, *rest, **options):
+        shapes.append((tuple(query.shape), module.num_key_value_groups))
+        return call.function(module, query, *rest, **options)
+
+    replace(call, function=attend).attend()
     assert shapes == [((B, HKV, G * 4, D), 1)]
     assert given[0] is call.key
 

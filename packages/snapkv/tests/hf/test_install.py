@@ -10,11 +10,9 @@ import weakref
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    CompileConfig,
     DynamicCache,
     PreTrainedModel,
 )
@@ -536,26 +534,3 @@ def test_a_cache_in_a_circle_goes_in_the_middle_of_another_pass(llama):
     assert torch.equal(llama(ids).logits, plain)
     hook.remove()
     assert as_it_was(llama, before)
-
-
-def test_what_was_compiled_for_one_cache_serves_the_next():
-    model, policy = tiny_model.__wrapped__("mistral"), SnapKV(36, window_size=8)
-    compile_config = CompileConfig(fullgraph=True, backend="eager", dynamic=False)
-    compile_config._compile_all_devices = True
-    torch._dynamo.reset()
-    counters.clear()
-    graphs = []
-    for seed in range(2):
-        cache = CompressedCache(model, policy, storage="static", room_tokens=32)
-        ids = random_ids(1, 70, seed=seed)
-        compiled = model.generate(
-            ids, past_key_values=cache, compile_config=compile_config, **OPTIONS
-        )
-        dynamic = generated(model, CompressedCache(model, policy), ids)
-        assert torch.equal(compiled, dynamic)
-        graphs.append(counters["stats"]["unique_graphs"])
-        del cache
-        gc.collect()
-        assert model.config._attn_implementation == "sdpa"
-    assert graphs[0] >= 1
-    assert graphs[-1] == graphs[-2]

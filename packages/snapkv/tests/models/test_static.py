@@ -4,6 +4,7 @@ That every family answers from it is in `test_masked`.
 """
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -91,18 +92,23 @@ def test_a_prompt_read_in_inference_mode_can_be_continued_outside_of_it():
         assert_close(logits, model(ids[:, 59:], past_key_values=expected).logits)
 
 
-def test_one_graph_decodes_every_prompt():
-    model, policy = tiny_model("mistral"), SnapKV(36, window_size=8)
+def test_one_graph_decodes_every_prompt_of_every_cache():
+    """Also of the next cache, when the last one and what the model carried for it are gone."""
+    model, policy = tiny_model.__wrapped__("mistral"), SnapKV(36, window_size=8)
     compile_config = CompileConfig(fullgraph=True, backend="eager", dynamic=False)
     compile_config._compile_all_devices = True
-    cache = static(model, policy)
     torch._dynamo.reset()
     counters.clear()
-    for tokens in (90, 20):
-        ids = random_ids(2, tokens, seed=tokens)
-        cache.reset()
-        compiled = generated(model, cache, ids, compile_config=compile_config)
-        assert torch.equal(compiled, generated(model, CompressedCache(model, policy), ids))
+    for lengths in ((90, 20), (120,)):
+        cache = static(model, policy)
+        for tokens in lengths:
+            ids = random_ids(2, tokens, seed=tokens)
+            cache.reset()
+            compiled = generated(model, cache, ids, compile_config=compile_config)
+            assert torch.equal(compiled, generated(model, CompressedCache(model, policy), ids))
+        del cache
+        gc.collect()
+        assert model.config._attn_implementation == "sdpa"
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
 

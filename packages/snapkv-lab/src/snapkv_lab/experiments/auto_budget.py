@@ -1,113 +1,92 @@
 """A budget that the votes choose, against fixed ones; and how often the words for it were right.
 
-The texts and questions are those of `snapkv_lab.experiments.pooling`. A row is one question: what
-the full cache has right, and of every policy what it has right, its loss, what it kept, and what
-its votes lost.
+`auto_budget`: texts of about a thousand tokens, of the kinds that the pooling was chosen by, the
+right answer fed. `auto_budget_held_out`: texts of 1k to 7k tokens of kinds that chose neither;
+every policy generates an answer, which is right if it has the expected words. A row is a question.
+The rows of the first also have budgets by the sum of the lost votes, "mass", which lost.
 """
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from snapkv import AdaKV, AutoBudget, SnapKV, default_policy
-from snapkv.cli.lost_votes import DOUBTFUL_BELOW, SAFE_BELOW, word_for
-from snapkv.policies import Policy
-from snapkv_lab.experiments.environment import describe_environment
-from snapkv_lab.experiments.experiment import Experiment, Given, Shown, table
-from snapkv_lab.experiments.pooling_cases import Maker, Text
-from snapkv_lab.experiments.pooling_reading import ReadText, scored_full, scored_rows
-from snapkv_lab.experiments.pooling_rows import Count, counted
-from snapkv_lab.experiments.reading import ReadPrompt
-from snapkv_lab.experiments.records import Row, append_rows, environment_line, markdown_table
+from snapkv import AdaKV, AutoBudget, CompressedCache, SnapKV, default_policy
+from snapkv.app.observing import RecordedPrompt
+from snapkv.cli.notes import DOUBTFUL_BELOW, SAFE_BELOW, word_for
+from snapkv.policies import FullCache, Policy, PromptLayer
+from snapkv.prefill.selective import tokens_that_go_on
+from snapkv.validation import SMALL_WINDOW
+from snapkv_lab.experiments.experiment import Experiment, Given, Sized
+from snapkv_lab.experiments.held_out import held_out
+from snapkv_lab.experiments.pages import Table, markdown_table
+from snapkv_lab.experiments.prompts import encode
+from snapkv_lab.experiments.records import Row, environment_line, grouped
+from snapkv_lab.experiments.texts import (
+    Count,
+    Maker,
+    ReadText,
+    Text,
+    counted,
+    scored,
+    scored_full,
+)
 
-FIRST, ROUNDS = 80, 12
-"""Other texts than those that the pooling was chosen by."""
 
-BUDGETS = (48, 64, 96, 128, 192, 256, 384)
-MASSES = (0.5, 0.4, 0.3)
-BOUNDS = (0.01, 0.005, 0.0025, 0.001)
-
-
-def policies() -> dict[str, Policy]:
-    """Every policy of the comparison, by its name in the rows."""
-    fixed = {f"fading {budget}": default_policy(budget) for budget in BUDGETS}
+def _policies() -> dict[str, Policy]:
+    budgets = (48, 64, 96, 128, 192, 256, 384)
+    fixed = {f"fading {budget}": default_policy(budget) for budget in budgets}
     papers = {f"paper's {budget}": SnapKV(budget) for budget in (128, 256, 384)}
-    auto = {f"auto {bound}": default_policy(AutoBudget(lost_vote=bound)) for bound in BOUNDS}
-    shared = {
-        f"auto {bound}, by head": AdaKV(default_policy(AutoBudget(lost_vote=bound)))
-        for bound in (0.005, 0.0025)
-    }
-    masses = {f"mass {most}": default_policy(_MassBudget(lost_vote=most)) for most in MASSES}
-    return {**fixed, **papers, **auto, **shared, **masses}
+    bounds = {b: default_policy(AutoBudget(lost_vote=b)) for b in (0.01, 0.005, 0.0025, 0.001)}
+    auto = {f"auto {bound}": policy for bound, policy in bounds.items()}
+    shared = {f"auto {bound}, by head": AdaKV(bounds[bound]) for bound in (0.005, 0.0025)}
+    return {**fixed, **papers, **auto, **shared}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _MassBudget(AutoBudget):
-    """Bounds the sum of the lost votes instead of the highest: `lost_vote` is their share."""
+def _texts(given: Given, part: str) -> Iterator[Text]:
+    """Round after round, so that a run that is stopped has some of every kind.
 
-    def voted(self, shares: Tensor) -> Tensor:
-        """How many of the best positions of every head have all but that share of its votes."""
-        held = shares.sort(dim=-1, descending=True).values.cumsum(dim=-1)
-        short = held < (1 - self.lost_vote) * held[..., -1:]
-        return short.sum(dim=-1) + 1
-
-
-def texts(make: Maker) -> Iterator[Text]:
-    """Round after round, so that a run that is stopped has some of every kind."""
-    for index in range(FIRST, FIRST + ROUNDS):
-        yield make.needles(1024, index, turns=False)
-        yield make.lines(1024, index, questions=2)
-        yield make.quotes(1024, index, questions=2)
+    Others than those that the pooling was chosen by.
+    """
+    make, size = Maker(given.loaded.tokenizer), given.tokens
+    for index in range(80, 80 + given.rounds):
+        yield make.needles(size, index, turns=False)
+        yield make.lines(size, index, questions=2)
+        yield make.quotes(size, index, questions=2)
         yield make.rag(6, index, questions=2)
-        yield make.prose(1024, 32, index)
-        yield make.code(1024, 32, index)
+        yield make.prose(size, 32, index)
+        yield make.code(size, 32, index)
 
 
-def measure(given: Given) -> Iterator[Row]:
-    """Read every text that has no row yet; append a row for each question."""
-    known, tried = EXPERIMENT.known(), policies()
-    done = {row["text"] for row in known if "text" in row}
-    run = {"model": given.loaded.description(), "environment": describe_environment()}
-    append_rows(EXPERIMENT.rows, [run] if run not in known else [])
-    for text in texts(Maker(given.loaded.tokenizer)):
-        if text.name not in done:
-            read = ReadText(given.loaded.model, text.ids)
-            rows = [_row(read, text, number, tried) for number in range(len(text.cases))]
-            append_rows(EXPERIMENT.rows, rows)
-            print(text.name, file=sys.stderr)
-            yield from rows
+def _measure(given: Given, text: Text) -> Iterator[Row]:
+    read = ReadText(given.loaded.model, text.ids)
+    for number, case in enumerate(text.cases):
+        prompt = read.asked(case.question_ids)
+        full = scored_full(prompt, case)
+        says_something = any(full["right"]) or not full["right"]
+        yield {
+            "text": text.name,
+            "question": number,
+            "group": case.group,
+            "prompt_tokens": prompt.prompt_tokens,
+            "full": full,
+            "answers": {
+                name: _answer(prompt, policy, case)
+                for name, policy in _policies().items()
+                if says_something
+            },
+        }
 
 
-def _row(read: ReadText, text: Text, number: int, tried: dict[str, Policy]) -> Row:
-    case = text.cases[number]
-    prompt = read.asked(case.question_ids)
-    full = scored_full(prompt, case)
-    says_something = any(full.right) or not full.right
-    return {
-        "text": text.name,
-        "question": number,
-        "group": case.group,
-        "prompt_tokens": prompt.prompt_tokens,
-        "full": {"right": list(map(int, full.right)), "nll": full.nll},
-        "answers": {
-            name: _answer(prompt, policy, case) for name, policy in tried.items() if says_something
-        },
-    }
-
-
-def _answer(prompt: ReadPrompt, policy: Policy, case: Any) -> dict[str, Any]:
+def _answer(prompt: RecordedPrompt, policy: Policy, case: Any) -> Row:
     """What one policy answers, and what its cache reports behind the prompt."""
     cache = prompt.compressed(policy)
     report = cache.report()
-    scored = scored_rows(prompt, cache, 1, case)[0]
     kept = [layer["kept_tokens"] for layer in report["layers"]]
-    return {
-        "right": list(map(int, scored.right)),
-        "nll": scored.nll,
+    return scored(prompt, cache, case) | {
         "kept": round(report.kept_tokens, 1),
         "kept_least": min(kept),
         "kept_most": max(kept),
@@ -117,142 +96,287 @@ def _answer(prompt: ReadPrompt, policy: Policy, case: Any) -> dict[str, Any]:
     }
 
 
-PEAKS = (0.00075, SAFE_BELOW, 0.002, 0.004, DOUBTFUL_BELOW, 0.016, 0.032)
-LOST_MASSES = (0.1, 0.15, 0.2, 0.3, 0.4)
 WORDS = ("safe", "doubtful", "lost")
 WORDS_TITLE = "The word for the lost votes, and whether the answer was right"
 
-_SHOWN = ("fading 96", "fading 192", "fading 256", "auto 0.0025", "auto 0.0025, by head")
 _FAMILIES = {"all": "", "fading, fixed": "fading", "auto": "auto", "the paper's": "paper"}
 """Of policies, by how their names begin."""
 
-Answered = tuple[str, Row, dict[str, Any]]
-"""A policy's name, a question's row, and what the policy answered."""
 
-
-def last_run(rows: Sequence[Row]) -> str:
-    """What the page says of where its rows were measured: the last run's line."""
+def _last_run(rows: Sequence[Row]) -> str:
     return environment_line([row for row in rows if "environment" in row][-1:])
 
 
 def _tables(rows: list[Row]) -> list[str]:
     asked = [row for row in rows if row.get("answers")]
     tokens = round(fmean(row["prompt_tokens"] for row in asked))
-    answers = {
-        name: [(name, row, row["answers"][name]) for row in asked] for name in asked[0]["answers"]
-    }
-    everything = [answer for own in answers.values() for answer in own]
+    answers = [
+        {"name": name, "of": row, "group": row["group"], **found}
+        for name in asked[0]["answers"]
+        for row in asked
+        for found in (row["answers"][name],)
+    ]
+    by_name = grouped(answers, "name")
+    table = Table(
+        {
+            "policy": lambda own: own[0]["name"],
+            "tokens kept": lambda own: f"{_mean(own, 'kept'):.0f}",
+            "bytes": lambda own: f"{100 * _mean(own, 'bytes'):.0f} %",
+            "right": lambda own: str(_right(own)),
+            "loss per token above the full cache's": lambda own: f"{_loss(own):+.3f}",
+        },
+        made=lambda _: by_name.values(),
+    )
+    peaks = (0.00075, SAFE_BELOW, 0.002, 0.004, DOUBTFUL_BELOW, 0.016, 0.032)
     return [
         f"## Prompts of about {tokens:,} tokens",
-        table(
-            answers.items(),
-            {
-                "policy": lambda item: item[0],
-                "tokens kept": lambda item: f"{_mean(item[1], 'kept'):.0f}",
-                "bytes": lambda item: f"{100 * _mean(item[1], 'bytes'):.0f} %",
-                "right": lambda item: str(_right(item[1])),
-                "loss per token above the full cache's": lambda item: f"{_loss(item[1]):+.3f}",
-            },
-        ),
-        "## Right answers by kind of question (mean number of tokens kept)",
-        _by_kind({name: own for name, own in answers.items() if name in _SHOWN}),
+        *table.parts(rows),
         f"## {WORDS_TITLE}",
-        _families("word", everything, lambda found: word_for(found["peak"], 0), WORDS),
+        _families("word", answers, lambda found: word_for(found["peak"], 0), WORDS),
         "## The highest lost vote, and whether the answer was right",
-        _families("peak", everything, lambda found: _bin(found["peak"], PEAKS), _bins(PEAKS)),
+        _families("peak", answers, *_bins("peak", peaks)),
         "## The sum of the lost votes, and whether the answer was right",
-        _families(
-            "mass", everything, lambda found: _bin(found["lost"], LOST_MASSES), _bins(LOST_MASSES)
-        ),
+        _families("mass", answers, *_bins("lost", (0.1, 0.15, 0.2, 0.3, 0.4))),
     ]
 
 
-def _by_kind(answers: dict[str, list[Answered]]) -> str:
-    lines = []
-    for group in dict.fromkeys(row["group"] for own in answers.values() for _, row, _ in own):
-        of_group = [[each for each in own if each[1]["group"] == group] for own in answers.values()]
-        counts = [_right(own) for own in of_group]
-        if counts[0].of:
-            pairs = zip(counts, of_group, strict=True)
-            cells = (f"{each.right}/{each.of} ({_mean(own, 'kept'):.0f})" for each, own in pairs)
-            lines.append([group, *cells])
-    return markdown_table(["kind", *answers], lines)
-
-
 def _families(
-    what: str,
-    answers: Sequence[Answered],
-    label: Callable[[dict[str, Any]], str],
-    order: Sequence[str],
+    what: str, answers: Sequence[Row], label: Callable[[Row], str], order: Sequence[str]
 ) -> str:
     """How often answers were right, by what a number of theirs is called."""
-    lines = []
-    for value in order:
-        own = [answer for answer in answers if label(answer[-1]) == value]
-        counts = (
-            _right([each for each in own if each[0].startswith(begin)])
-            for begin in _FAMILIES.values()
-        )
-        lines.append([value, *map(str, counts)])
+    found = grouped(answers, label)
+    lines = [
+        [
+            value,
+            *(
+                str(_right(row for row in found.get(value, ()) if row["name"].startswith(begin)))
+                for begin in _FAMILIES.values()
+            ),
+        ]
+        for value in order
+    ]
     return markdown_table([what, *_FAMILIES], lines)
 
 
-def _bin(value: float, borders: Sequence[float]) -> str:
-    below = next((border for border in borders if value < border), None)
-    return f"{borders[-1]:g} and more" if below is None else f"below {below:g}"
+def _bins(key: str, borders: Sequence[float]) -> tuple[Callable[[Row], str], list[str]]:
+    names = [*(f"below {border:g}" for border in borders), f"{borders[-1]:g} and more"]
+    return lambda row: names[sum(row[key] >= border for border in borders)], names
 
 
-def _bins(borders: Sequence[float]) -> list[str]:
-    return [*(f"below {border:g}" for border in borders), f"{borders[-1]:g} and more"]
-
-
-def _right(answers: Iterable[Answered]) -> Count:
+def _right(answers: Iterable[Row]) -> Count:
     """Parts of answers that are right, of those that the full cache has right."""
     return counted(
         own
-        for _, row, found in answers
-        for own, full in zip(found["right"], row["full"]["right"], strict=True)
+        for row in answers
+        for own, full in zip(row["right"], row["of"]["full"]["right"], strict=True)
         if full
     )
 
 
-def _mean(answers: Iterable[Answered], number: str) -> float:
-    return fmean(found[number] for *_, found in answers)
+def _mean(answers: Iterable[Row], number: str) -> float:
+    return fmean(row[number] for row in answers)
 
 
-def _loss(answers: Iterable[Answered]) -> float:
-    return fmean(
-        found["nll"] - row["full"]["nll"]
-        for _, row, found in answers
-        if row["full"]["nll"] is not None
-    )
+def _loss(answers: Iterable[Row]) -> float:
+    pairs = ((row["nll"], row["of"]["full"]["nll"]) for row in answers)
+    return fmean(own - full for own, full in pairs if full is not None)
 
 
-_FEW = "Prompts of about 1,030 tokens"
-
-EXPERIMENT = Experiment(
+AUTO_BUDGET = Experiment(
     name="auto_budget",
     title="The budget that the votes choose, and how often its words were right",
     takes="hours",
-    measure=measure,
-    resumes=True,
-    measured=last_run,
+    measure=_measure,
+    cases=_texts,
+    options={"tokens": Sized(1024, 512), "rounds": Sized(12, 1)},
+    measured=_last_run,
     tables=_tables,
-    shown={
-        "auto": Shown(
-            _FEW,
-            ("policy", "tokens kept", "bytes", "right"),
-            ("paper's 256", "fading 192", "fading 256", "auto 0.0025", "auto 0.0025, by head"),
-        ),
-        "default": Shown(
-            _FEW,
-            ("policy", "bytes", "right"),
-            ("paper's 128", "paper's 256", "fading 128", "auto 0.0025"),
-        ),
-        "words": Shown(WORDS_TITLE, ("word", "all", "auto")),
-    },
 )
 
+SHARES = (0.075, 0.15, 0.3)
+"""Of the prompt, that may go on where it is read selectively."""
 
-if __name__ == "__main__":
-    EXPERIMENT.main()
+
+@dataclass(frozen=True, kw_only=True)
+class _UndilutedBudget(AutoBudget):
+    """The same bound however long the prompt is."""
+
+    def voted(self, shares: Tensor) -> Tensor:
+        return (shares > self.lost_vote).sum(dim=-1)
+
+
+def _held_out_policies() -> dict[str, Policy]:
+    bounds = (0.004, 0.0025, 0.0015, 0.001)
+    return {
+        "undiluted 0.0025": default_policy(_UndilutedBudget(lost_vote=0.0025)),
+        **{f"auto {bound}": default_policy(AutoBudget(lost_vote=bound)) for bound in bounds},
+        "fading 1/4": default_policy(keep_ratio=1 / 4),
+    }
+
+
+@torch.inference_mode()
+def _measure_held_out(given: Given, text: Text) -> Iterator[Row]:
+    """The answers of every policy to each question that the full cache answers right."""
+    tokenizer = given.loaded.tokenizer
+    read = ReadText(given.loaded.model, text.ids)
+    for asked in text.cases:
+        prompt = read.asked(asked.ids)
+        answering = _Answering(tokenizer, prompt, asked.expected)
+        ids = answering.generated(prompt.compressed(FullCache()))
+        answer = tokenizer.decode(ids)
+        row: Row = {
+            "text": text.name,
+            "kind": text.name.partition("/")[0],
+            "tokens": prompt.prompt_tokens,
+            "expected": asked.expected,
+            "full": asked.expected in answer,
+            "answer": answer,
+        }
+        if row["full"]:
+            row["answers"] = {n: answering.by(p, ids) for n, p in _held_out_policies().items()}
+            places = _places(text.ids, tokenizer, asked.expected)
+            row["needed"] = _needed(prompt.layers, places) if places else None
+        yield row
+
+
+def _places(ids: Sequence[int], tokenizer: Any, expected: str) -> list[int]:
+    """Where the expected words stand in a text; none where they are other tokens there."""
+    for text in (f" {expected}", expected):
+        own = encode(tokenizer, text)
+        for start in range(len(ids) - len(own) + 1):
+            if list(ids[start : start + len(own)]) == own:
+                return list(range(start, start + len(own)))
+    return []
+
+
+def _needed(layers: Sequence[PromptLayer], places: list[int]) -> list[float | None]:
+    """The least of some shares of a prompt that lets all places go on, behind every layer."""
+    shown = (replace(layer, queries=layer.queries[:, :, -SMALL_WINDOW:]) for layer in layers)
+    return [next((s for s in SHARES if _go_on(layer, places, s)), None) for layer in shown]
+
+
+def _go_on(layer: PromptLayer, places: list[int], share: float) -> bool:
+    chosen = tokens_that_go_on(layer, keep_ratio=share, least_tokens=0)
+    return chosen is None or set(places) <= set(chosen.keep_indices[0, 0].tolist())
+
+
+@dataclass(frozen=True)
+class _Answering:
+    """What is generated greedily behind a prompt, and whether it has the expected words."""
+
+    tokenizer: Any
+    prompt: RecordedPrompt
+    expected: str
+
+    def by(self, policy: Policy, ids: list[int]) -> Row:
+        """One policy's answer, beside that of the full cache, and what it lost."""
+        cache = self.prompt.compressed(policy)
+        report = cache.report()
+        peaks = torch.stack([layer.notes.lost_peak[0] for layer in cache.reading.layers])
+        answer = self.tokenizer.decode(self.as_generated(cache, ids))
+        right = self.expected in answer
+        return {
+            "right": right,
+            "answer": None if right else answer,
+            "kept": round(report.kept_tokens, 1),
+            "lost": round(report["lost_votes"], 5),
+            "peak": round(report["lost_vote_peak"], 7),
+            "peak_of_layer": round(float(peaks.mean(dim=1).max()), 7),
+            "peak_of_head": round(float(peaks.max()), 7),
+        }
+
+    def generated(self, cache: CompressedCache, most: int = 28) -> list[int]:
+        """Tokens until the words are there, at most so many."""
+        token, ids = self.prompt.last_logits[0, -1].argmax(), list[int]()
+        while len(ids) < most and int(token) != self.tokenizer.eos_token_id:
+            ids.append(int(token))
+            if self.expected in self.tokenizer.decode(ids):
+                break
+            logits = self.prompt.model(token[None, None], past_key_values=cache).logits
+            token = logits[0, -1].argmax()
+        return ids
+
+    def as_generated(self, cache: CompressedCache, answer: list[int]) -> list[int]:
+        """The answer of the full cache, if that is what is generated, else what is."""
+        if len(answer) > 1:
+            fed = torch.tensor([answer[:-1]])
+            logits = self.prompt.model(fed, past_key_values=cache).logits
+            if logits[0].argmax(dim=-1).tolist() == answer[1:]:
+                return answer
+            cache.crop(-fed.shape[1])
+        return self.generated(cache, len(answer) + 6)
+
+
+DEFAULT = f"auto {AutoBudget.lost_vote}"
+
+
+def _held_out_tables(rows: list[Row]) -> list[str]:
+    known, asked = [row for row in rows if row.get("answers")], sum("text" in row for row in rows)
+    lengths = _by_length(known)
+    lines = [
+        [
+            f"{name} (default)" if name == DEFAULT else name,
+            *(_kept(own, name) for own in [*lengths.values(), known]),
+        ]
+        for name in known[0]["answers"]
+    ]
+    return [
+        f"## Right answers (share of the tokens kept), {len(known)} of {asked} questions",
+        markdown_table(["policy", *(f"{n:,} tokens" for n in lengths), "all"], lines),
+        f"## {WORDS_TITLE}",
+        _words(known),
+        "## Answers whose tokens the votes of a layer let go on",
+        _going_on_by_layer([row for row in rows if row.get("needed")]),
+    ]
+
+
+def _by_length(rows: Sequence[Row]) -> dict[int, list[Row]]:
+    return dict(sorted(grouped(rows, lambda row: int(row["text"].split("/")[1])).items()))
+
+
+def _kept(rows: Sequence[Row], name: str) -> str:
+    own = [(row["answers"][name], row["tokens"]) for row in rows]
+    share = fmean(found["kept"] / tokens for found, tokens in own)
+    return f"{sum(found['right'] for found, _ in own)}/{len(own)} ({share:.0%})"
+
+
+def _words(rows: Sequence[Row]) -> str:
+    families = {"all": [*rows[0]["answers"]], DEFAULT: [DEFAULT], "fading 1/4": ["fading 1/4"]}
+
+    def told(word: str, own: Sequence[str]) -> str:
+        answers = ((row["answers"][name], row["tokens"]) for row in rows for name in own)
+        rights = (each["right"] for each, n in answers if word_for(each["peak"], n) == word)
+        return str(counted(rights))
+
+    lines = [[word, *(told(word, own) for own in families.values())] for word in WORDS]
+    return markdown_table(["word", *families], lines)
+
+
+def _going_on_by_layer(known: Sequence[Row]) -> str:
+    """Behind which layer the answers of longer texts go on in selective reading."""
+    columns = {
+        **{f"{share:.1%} go on": (known, share) for share in SHARES},
+        **{f"15.0%, {n:,} tokens": (own, 0.15) for n, own in _by_length(known).items()},
+    }
+
+    def told(rows: Sequence[Row], layer: int, share: float) -> str:
+        needed = [row["needed"][layer - 1] for row in rows]
+        return f"{sum(least is not None and least <= share for least in needed)}/{len(needed)}"
+
+    lines = [
+        [str(layer), *(told(own, layer, share) for own, share in columns.values())]
+        for layer in range(14, 25)
+    ]
+    return markdown_table(["layers that read all", *columns], lines)
+
+
+HELD_OUT = Experiment(
+    name="auto_budget_held_out",
+    title="The automatic budget and its words, on texts that chose neither",
+    takes="a day",
+    measure=_measure_held_out,
+    cases=lambda given, _: held_out(given.loaded.tokenizer, range(given.first, given.rounds)),
+    options={"first": Sized(0, 0), "rounds": Sized(8, 1)},
+    measured=_last_run,
+    tables=_held_out_tables,
+)

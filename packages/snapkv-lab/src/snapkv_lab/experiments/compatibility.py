@@ -11,9 +11,9 @@ import importlib.metadata
 from collections.abc import Callable
 from typing import Any
 
-from snapkv_lab.experiments.environment import describe_environment
-from snapkv_lab.experiments.experiment import Experiment, Shown, table
-from snapkv_lab.experiments.records import Row, write_rows
+from snapkv_lab.experiments.experiment import Experiment
+from snapkv_lab.experiments.pages import Table
+from snapkv_lab.experiments.records import Row, describe_environment, write_rows
 
 RELEASES = {"python": "Python", "torch": "torch", "transformers": "transformers", "vllm": "vLLM"}
 """What a row tells apart, and how the page calls it."""
@@ -25,9 +25,8 @@ def note(rows: list[Row], row: Row) -> list[Row]:
 
 
 def write(row: Row) -> None:
-    """Note a row, and render the page anew."""
-    write_rows(EXPERIMENT.rows, note(EXPERIMENT.known(), row))
-    EXPERIMENT.write()
+    write_rows(COMPATIBILITY.rows, note(COMPATIBILITY.known(), row))
+    COMPATIBILITY.write()
 
 
 def _key(row: Row) -> list[tuple[Any, ...]]:
@@ -85,29 +84,19 @@ def _vllm() -> str | None:
     return None
 
 
-EXPERIMENT = Experiment(
+COMPATIBILITY = Experiment(
     name="compatibility",
     title="Compatibility",
     measured=lambda rows: "A row for every run",
-    tables=lambda rows: [
-        table(
-            rows,
+    tables=[
+        Table(
             {
                 "check": "`make {check}`",
                 **{title: _release(name) for name, title in RELEASES.items()},
                 "outcome": "{outcome}",
                 "what was run": "{what}",
                 "commit": _commit,
-            },
+            }
         )
     ],
-    shown={
-        "compatibility": Shown(
-            "Compatibility", ("check", "Python", "torch", "transformers", "outcome")
-        )
-    },
 )
-
-
-if __name__ == "__main__":
-    EXPERIMENT.main()

@@ -1,130 +1,84 @@
 """What an experiment is, and the one way to run it, to store its rows and to draw its page.
 
-An experiment is a file with a declaration, `EXPERIMENT`, a function that yields rows, and tables
-as data. Rows: `docs/results/NAME.jsonl`; page: `docs/results/tables/NAME.md`.
+An experiment is declared in a module of this package: its parameters, a function that yields rows,
+and its tables as data. Rows: `docs/results/NAME.jsonl`; page: `docs/results/tables/NAME.md`.
 """
 
 import argparse
+import functools
+import importlib
 import itertools
 import json
 import os
-import string
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 
 from snapkv.app.models import LoadedModel, load
-from snapkv.validation import format_bytes
-from snapkv_lab.experiments.environment import describe_environment
+from snapkv_lab.evaluate.haystack import load_haystack
+from snapkv_lab.experiments.pages import PAGES, Table, filled
+from snapkv_lab.experiments.prompts import Document, make_documents
 from snapkv_lab.experiments.records import (
     RESULTS,
-    TABLES,
     Row,
+    append_rows,
+    describe_environment,
     environment_line,
-    markdown_table,
     read_rows,
-    tables_page,
     write_rows,
 )
 
-Cell = str | Callable[[Any], str]
-"""A pattern that a row fills, such as "{ms[p50]:.1f}", or a function of the row."""
+
+class Sized(NamedTuple):
+    """A parameter of two sizes: as it is stored, and for a look."""
+
+    full: Any
+    small: Any
 
 
-class _Cells(string.Formatter):
-    """Patterns over rows. None is an empty cell; three formats more than Python's.
-
-    `bytes`; `seconds|.2f` of milliseconds; `spread|.3f`, a median with 20th and 80th percentile.
-    """
-
-    def format_field(self, value: Any, format_spec: str) -> str:
-        kind, _, rest = format_spec.partition("|")
-        if value is None:
-            return ""
-        if kind == "bytes":
-            return format_bytes(value)
-        if kind == "seconds":
-            return format(value / 1000, rest)
-        if kind == "spread":
-            middle, low, high = (format(value[name], rest) for name in ("p50", "p20", "p80"))
-            return f"{middle} ({low} to {high})"
-        return str(super().format_field(value, format_spec))
-
-
-def cell(pattern: Cell, row: Any) -> str:
-    """The cell that a row gives."""
-    return pattern(row) if callable(pattern) else _Cells().vformat(pattern, (), row)
-
-
-def table(rows: Iterable[Any], columns: Mapping[str, Cell]) -> str:
-    """A line for each row; columns by their headings."""
-    return markdown_table(
-        list(columns), ([cell(each, row) for each in columns.values()] for row in rows)
-    )
-
-
-def pivot(rows: Sequence[Row], first: str, line: Cell, heading: Cell, of: Cell) -> str:
-    """A line for each value of `line`, a column for each of `heading`, as they come in the rows.
-
-    Args:
-        rows: where several have the same place the last one counts.
-        first: the heading of the lines.
-        line: a row's line.
-        heading: a row's column.
-        of: what stands there; "-" where no row does.
-    """
-    found: dict[str, dict[str, str]] = {}
-    for row in rows:
-        found.setdefault(cell(line, row), {})[cell(heading, row)] = cell(of, row)
-    headings = list(dict.fromkeys(cell(heading, row) for row in rows))
-    lines = [[name, *(own.get(each, "-") for each in headings)] for name, own in found.items()]
-    return markdown_table([first, *headings], lines)
-
-
-def of(rows: Iterable[Row], **wanted: Any) -> list[Row]:
-    """The rows with these values."""
-    return [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
-
-
-@dataclass(frozen=True)
-class Shown:
-    """A part of a table of a page, copied into docs/results.md or README.md.
-
-    Attributes:
-        section: the heading right above it, perhaps the page's title.
-        columns: by their headings, in the order in which they are shown.
-        rows: by their first cells, joined by bars, as many as tell a row from the others; none
-            shows all.
-    """
-
-    section: str
-    columns: tuple[str, ...]
-    rows: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Given:
-    """What the command line asks of a measurement.
+class Given(SimpleNamespace):
+    """What a run asks for: the experiment's parameters are attributes, beside these.
 
     Attributes:
         parts: names of those that are wanted.
         small: whether little is measured, for a look.
-        options: the experiment's own.
+        model: what `snapkv ask --model` takes.
+        started: when, by `time.monotonic`.
     """
 
     parts: Sequence[str] = ()
     small: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict)
+    model: str = "demo"
+    started: float = 0.0
 
-    @cached_property
+    @functools.cached_property
     def loaded(self) -> LoadedModel:
-        """The demo model."""
-        return load("demo")
+        return load(self.model)
+
+    def documents(self, tokens: int, count: int = 1) -> list[Document]:
+        """Prompts of so many tokens with a magic number in each."""
+        haystack = load_haystack()
+        return make_documents(self.loaded.tokenizer, haystack, prompt_tokens=tokens, count=count)
+
+    @property
+    def stored(self) -> bool:
+        """Whether the rows are for `docs/results`, not for a look."""
+        return not self.small and self.model == Given.model
+
+    def prompt(self, tokens: int) -> list[int]:
+        """Token ids of that length."""
+        return self.documents(tokens)[0].prompt_ids
+
+
+def described(given: Given) -> Row:
+    """What rows say of model and machine, where they do not say it themselves."""
+    return {"model": given.loaded.description(), "environment": describe_environment()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,132 +86,211 @@ class Experiment:
     """A question, what measures its rows, and the tables of them.
 
     Attributes:
-        name: of the module, the rows and the page.
+        name: of the command, the rows and the page.
         title: of the page.
-        measure: yields rows, each of one part where there are parts; those without "model" and
-            "environment" get the demo model's and the machine's. None: they are made elsewhere.
-        tables: the page's parts behind its title: headings and tables.
-        measured: what the page says about where the rows were measured.
-        shown: by the names of their marks, the tables copied to other pages.
-        parts: that can be measured by themselves; their rows replace those of the same parts.
+        measure: yields rows for what is given; by their names where there are parts that can be
+            measured by themselves, whose rows replace those of the same part. None: the rows are
+            made elsewhere.
+        cases: of a part, what is measured one by one, each with a unique `name`, which its rows
+            have as "text": they are added to the file after every case, and a later run goes on
+            behind them. `measure` then takes a case beside what is given.
         part_key: a row's key with its part.
+        options: parameters with their defaults; numbers, texts and tuples of them are options of
+            the command. Where some have two sizes there is a small form, which is printed and not
+            stored.
+        fields: what every row has.
+        described: what rows say of what they were measured on.
+        appends: rows are added one by one to the file that the option "output" names.
         takes: how long it takes on two cores.
-        small: whether there is a small form, which is printed and not stored.
-        resumes: `measure` stores by itself what it has, and goes on behind what is there.
         threads: of torch, and of processes that it starts.
-        options: further ones, with their defaults.
-        read: gives what `tables` takes; by default the rows of the file.
-        drawn: writes the figures beside the page.
+        tables: the page behind its title; None where there is no page.
+        measured: what the page says about where the rows were measured.
+        read: gives what the page is made of; by default the rows of the file.
+        drawn: makes what else comes of it, such as figures.
     """
 
     name: str
     title: str
-    tables: Callable[[Any], Iterable[str]]
-    measure: Callable[[Given], Iterable[Row]] | None = None
-    measured: Callable[[Any], str] = environment_line
-    shown: Mapping[str, Shown] = field(default_factory=dict)
-    parts: Sequence[str] = ()
+    measure: Callable[..., Iterable[Row]] | Mapping[str, Callable[..., Iterable[Row]]] | None = None
+    cases: Callable[[Given, str], Iterable[Any]] | None = None
     part_key: str = "part"
-    takes: str = "minutes"
-    small: bool = False
-    resumes: bool = False
-    threads: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    described: Callable[[Given], Row] = described
+    appends: bool = False
+    takes: str = "minutes"
+    threads: int | None = None
+    tables: Sequence[Table] | Callable[[Any], Iterable[str]] | None = None
+    measured: Callable[[Any], str] = environment_line
     read: Callable[[], Any] | None = None
-    drawn: Callable[[Any], None] | None = None
+    drawn: Callable[[Any], object] | None = None
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return tuple(self.measure) if isinstance(self.measure, Mapping) else ()
 
     @property
     def rows(self) -> Path:
-        """Where the rows are."""
         return RESULTS / f"{self.name}.jsonl"
 
     @property
     def page(self) -> Path:
-        """Where the page is."""
-        return TABLES / f"{self.name}.md"
+        return RESULTS / "tables" / f"{self.name}.md"
 
     def known(self) -> Any:
-        """What the page is made of."""
         if self.read is not None:
             return self.read()
         return read_rows(self.rows) if self.rows.exists() else []
 
     def render(self, rows: Any) -> str:
-        """The page of these rows."""
-        return tables_page(self.name, self.title, self.measured(rows), *self.tables(rows))
+        made = f"Made by `python -m snapkv_lab.experiments {self.name}`. {self.measured(rows)}."
+        if callable(self.tables):
+            parts = self.tables(rows)
+        else:
+            parts = itertools.chain.from_iterable(each.parts(rows) for each in self.tables or ())
+        return "\n\n".join([f"# {self.title}", made, *parts]) + "\n"
 
-    def write(self) -> None:
-        """Make page and figures of the rows that are there."""
-        known = self.known()
-        self.page.parent.mkdir(exist_ok=True)
-        self.page.write_text(self.render(known), encoding="utf-8")
-        if self.drawn is not None:
-            self.drawn(known)
+    def given(self, **parameters: Any) -> Given:
+        """What a run asks for, where it says nothing else."""
+        small = parameters.get("small", False)
+        own = {
+            name: each[small] if isinstance(each, Sized) else each
+            for name, each in self.options.items()
+        }
+        return Given(**{"parts": self.parts, "started": time.monotonic(), **own, **parameters})
+
+    def measured_rows(self, given: Given) -> Iterator[Row]:
+        """The rows of what is asked for, each shown as it comes."""
+        assert self.measure is not None
+        for part in given.parts or ("",):
+            measure = self.measure[part] if isinstance(self.measure, Mapping) else self.measure
+            named = {self.part_key: part} if part else {}
+            if self.cases is not None:
+                rows = self._rows_of_cases(given, part, measure)
+            else:
+                rows = (named | row | self.fields for row in measure(given))
+            for row in rows:
+                print(row, file=sys.stderr)
+                yield row
 
     def complete(self, given: Given) -> Iterator[Row]:
-        """The rows with what they were measured on, each shown as it comes."""
-        assert self.measure is not None
-        environment = describe_environment()
-        for row in self.measure(given):
-            if "model" not in row:
-                row = row | {"model": given.loaded.description()}
-            print(row, file=sys.stderr)
-            yield row | {"environment": row.get("environment", environment)}
+        """The rows with what they were measured on."""
+        about: Row = {}
+        for row in self.measured_rows(given):
+            about = about or self.described(given)
+            yield about | row if self.cases is None else row
 
-    def store(self, rows: Iterable[Row]) -> None:
-        """Put rows into the file, a part as soon as it is whole."""
+    def _rows_of_cases(
+        self, given: Given, part: str, measure: Callable[..., Iterable[Row]]
+    ) -> Iterator[Row]:
+        """The rows of every case that has none yet, stored as they come."""
+        assert self.cases is not None
+        named = {self.part_key: part} if part else {}
+        run = ({"run": part} if part else {}) | self.described(given)
+        if given.stored and run not in self.known():
+            append_rows(self.rows, [run])
+        for case in self.cases(given, part):
+            if given.stored and self._is_known(named | {"text": case.name}):
+                continue  # perhaps by another process meanwhile
+            rows = [named | row for row in measure(given, case)]
+            if given.stored:
+                append_rows(self.rows, rows)
+            yield from rows
 
-        def part(row: Row) -> str:
-            return str(row[self.part_key]) if self.parts else ""
+    def _is_known(self, named: Row) -> bool:
+        return any(named.items() <= row.items() for row in self.known())
 
-        for name, own in itertools.groupby(rows, part):
-            new = list(own)
-            others = [row for row in self.known() if part(row) != name] if self.parts else []
-            places = {each: place for place, each in enumerate(self.parts)}
-            write_rows(self.rows, sorted([*others, *new], key=lambda row: places.get(part(row), 0)))
+    def store(self, given: Given) -> None:
+        """Measure, and put rows into the file, a part as soon as it is whole."""
+        rows = self.complete(given)
+        if self.appends:
+            for row in rows:
+                append_rows(Path(given.output), [row])
+        elif self.cases is not None:
+            for _ in rows:
+                pass
+        else:
+            for part, own in itertools.groupby(rows, self._part):
+                new = list(own)  # of the part, beside what another process has stored meanwhile
+                others = [row for row in self.known() if self._part(row) != part]
+                write_rows(self.rows, sorted([*others, *new], key=self._place))
+
+    def _part(self, row: Row) -> str:
+        return str(row[self.part_key]) if self.parts else ""
+
+    def _place(self, row: Row) -> int:
+        part = self._part(row)
+        return self.parts.index(part) if part in self.parts else len(self.parts)
+
+    def write(self) -> None:
+        self.page.parent.mkdir(exist_ok=True)
+        self.page.write_text(self.render(self.known()), encoding="utf-8")
 
     def main(self, arguments: Sequence[str] | None = None) -> None:
         """Measure what is asked for, and make the page of all that is there."""
-        parser = argparse.ArgumentParser(
-            prog=f"snapkv_lab.experiments {self.name}",
-            description=f"{self.title}; {self.takes} on two cores.",
-        )
-        parser.add_argument("--render", action="store_true", help="only make the page of the rows")
-        if self.small:
-            parser.add_argument(
-                "--small", action="store_true", help="measure little, store nothing"
-            )
-        if self.parts:
-            names = ", ".join(self.parts)
-            parser.add_argument("parts", nargs="*", help=f"of {names}; all by default")
-            for option in {"--only", "--part", f"--{self.part_key}"}:
-                parser.add_argument(option, action="append", dest="chosen", choices=self.parts)
-        for name, default in self.options.items():
-            several = isinstance(default, tuple)
-            parser.add_argument(
-                f"--{name.replace('_', '-')}",
-                type=type(default[0] if several else default),
-                default=default,
-                nargs="+" if several else None,
-            )
-        given = vars(parser.parse_args(arguments))
-        asked = [*given.pop("parts", ()), *(given.pop("chosen", None) or ())]
-        if unknown := set(asked) - set(self.parts):
-            parser.error(f"expected parts of {names}, got {', '.join(unknown)}")
-        render, small = given.pop("render"), given.pop("small", False)
+        asked = vars(self._parser().parse_args(arguments))
+        render = asked.pop("render", False)
+        asked["parts"] = asked.get("parts") or self.parts
+        given = self.given(**{name: each for name, each in asked.items() if each is not None})
         if self.threads is not None:
             torch.set_num_threads(self.threads)
             os.environ["OMP_NUM_THREADS"] = str(self.threads)
         if self.measure is not None and not render:
-            what = Given(parts=asked or self.parts, small=small, options=given)
-            if small:
-                rows = list(self.complete(what))
-                print("\n".join(map(json.dumps, rows)))
+            if not given.stored and not self.appends:
+                print("\n".join(map(json.dumps, self.complete(given))))
                 return
-            if self.resumes:
-                for _ in self.measure(what):
-                    pass
-            else:
-                self.store(self.complete(what))
-        self.write()
-        print(self.page.read_text(encoding="utf-8"))
+            self.store(given)
+        if self.drawn is not None:
+            self.drawn(self.known())
+        if self.tables is not None:
+            self.write()
+            print(self.page.read_text(encoding="utf-8"))
+
+    def _parser(self) -> argparse.ArgumentParser:
+        parser = argparse.ArgumentParser(
+            prog=f"snapkv_lab.experiments {self.name}", description=f"{self.title}; {self.takes}."
+        )
+        if self.measure is not None:
+            parser.add_argument("--model", help="another than demo's: print, store nothing")
+        if self.tables is not None:
+            parser.add_argument("--render", action="store_true", help="only make the page")
+        if any(isinstance(each, Sized) for each in self.options.values()):
+            parser.add_argument("--small", action="store_true", help="measure little, only print")
+        if self.parts:
+            parser.add_argument(
+                "--part", action="append", dest="parts", choices=self.parts, help="all by default"
+            )
+        given = self.given()
+        for name in self.options:
+            default = getattr(given, name)
+            kinds = {type(each) for each in (default if isinstance(default, tuple) else (default,))}
+            if len(kinds) == 1 and kinds <= {int, float, str}:
+                several = "+" if isinstance(default, tuple) else None
+                flag = f"--{name.replace('_', '-')}"
+                parser.add_argument(flag, type=kinds.pop(), nargs=several, help=f"{default}")
+        return parser
+
+
+def declared() -> dict[str, Experiment]:
+    found: dict[str, Experiment] = {}
+    for path in sorted(Path(__file__).parent.glob("[a-z]*.py")):
+        if " = Experiment(" in path.read_text("utf-8"):
+            module = importlib.import_module(f"{__package__}.{path.stem}")
+            own = (each for each in vars(module).values() if isinstance(each, Experiment))
+            found |= {each.name: each for each in own}
+    return dict(sorted(found.items()))
+
+
+def _write_all(known: object) -> None:
+    for each in declared().values():
+        if each.tables is not None:
+            each.write()
+    for page in PAGES:
+        page.write_text(filled(page.read_text("utf-8"), RESULTS / "tables"), encoding="utf-8")
+
+
+RESULTS_PAGES = Experiment(
+    name="results",
+    title="Every page of tables, and what other pages show of them",
+    drawn=_write_all,
+)

@@ -11,12 +11,13 @@ import random
 import re
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from snapkv.app.prompts import question_prompt
 from snapkv_lab.evaluate.haystack import distinct, number, word_key, words
+from snapkv_lab.experiments.prompts import encode
+from snapkv_lab.experiments.texts import Text
 
 LENGTHS = (1024, 2048, 4096, 7168)
 """Tokens of a text, in turn."""
@@ -27,59 +28,38 @@ QUESTIONS = range(3, 9)
 SEED = 31
 
 
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """A question behind a text.
+Pair = tuple[str, str, str]
+"""A question, what a right answer has in it, and how the answer is begun."""
 
-    Attributes:
-        ids: what is read behind the text, up to where the answer goes on.
-        expected: what a right answer has in it.
-    """
+
+class Asked(NamedTuple):
+    """What is read behind a text, up to where the answer goes on, and what it has to have in it."""
 
     ids: Sequence[int]
     expected: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeldOut:
-    """A text and the questions about it, with a name that is unique."""
-
-    name: str
-    kind: str
-    ids: Sequence[int]
-    asked: Sequence[Asked]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Pair:
-    question: str
-    expected: str
-    start: str = ""
-
-
-def held_out(tokenizer: Any, rounds: range) -> Iterator[HeldOut]:
+def held_out(tokenizer: Any, rounds: range) -> Iterator[Text]:
     """Round after round a text of every kind, each of another length than in the round before."""
     for index in rounds:
         for place, (kind, make) in enumerate(_KINDS.items()):
             tokens = LENGTHS[(index + place) % len(LENGTHS)]
             draw = random.Random(f"{SEED}/{kind}/{index}")
             document, pairs = make(tokenizer, tokens, draw)
-            yield _asked(tokenizer, f"{kind}/{tokens}/{index}", document, pairs)
+            yield _text(tokenizer, f"{kind}/{tokens}/{index}", document, pairs)
 
 
-def _asked(tokenizer: Any, name: str, document: str, pairs: Sequence[_Pair]) -> HeldOut:
+def _text(tokenizer: Any, name: str, document: str, pairs: Sequence[Pair]) -> Text:
     begun, asked = "", []
-    for pair in pairs:
-        text = question_prompt(tokenizer, document, pair.question, answer_start=pair.start).text
+    for question, expected, start in pairs:
+        text = question_prompt(tokenizer, document, question, answer_start=start).text
         end = text.index(document) + len(document)
         begun = text[:end]
-        asked.append(Asked(ids=_encode(tokenizer, text[end:]), expected=pair.expected))
-    return HeldOut(
-        name=name, kind=name.partition("/")[0], ids=_encode(tokenizer, begun), asked=asked
-    )
+        asked.append(Asked(encode(tokenizer, text[end:]), expected))
+    return Text(name=name, ids=encode(tokenizer, begun), cases=asked)
 
 
-def _comments(tokenizer: Any, tokens: int, draw: random.Random) -> tuple[str, list[_Pair]]:
+def _comments(tokenizer: Any, tokens: int, draw: random.Random) -> tuple[str, list[Pair]]:
     """A module's source, and how lines of its comments and docstrings go on."""
     while True:
         text = _cut(tokenizer, draw.choice(_sources()), tokens, draw)
@@ -88,7 +68,7 @@ def _comments(tokenizer: Any, tokens: int, draw: random.Random) -> tuple[str, li
             return text, pairs
 
 
-def _sentences(tokenizer: Any, tokens: int, draw: random.Random) -> tuple[str, list[_Pair]]:
+def _sentences(tokenizer: Any, tokens: int, draw: random.Random) -> tuple[str, list[Pair]]:
     """Readmes of installed packages, and how sentences of them go on."""
     while True:
         readmes = "\n\n".join(draw.sample(_readmes(), 6))
@@ -98,7 +78,7 @@ def _sentences(tokenizer: Any, tokens: int, draw: random.Random) -> tuple[str, l
             return text, pairs
 
 
-def _going_on(text: str, found: Sequence[str], what: str, draw: random.Random) -> list[_Pair]:
+def _going_on(text: str, found: Sequence[str], what: str, draw: random.Random) -> list[Pair]:
     """Questions about what begins like nothing else in a text; none if there are too few."""
     begun = [
         (" ".join(words[:6]), " ".join(words[6:10])) for words in map(str.split, found) if words[9:]
@@ -106,18 +86,11 @@ def _going_on(text: str, found: Sequence[str], what: str, draw: random.Random) -
     begun = [(start, rest) for start, rest in begun if text.count(start) == 1]
     if len(begun) < QUESTIONS[0]:
         return []
-    return [
-        _Pair(
-            question=f"What does the text say in that {what}?",
-            expected=rest,
-            start=f'The text says: "{start}',
-        )
-        for start, rest in _some(begun, draw)
-    ]
+    question = f"What does the text say in that {what}?"
+    return [(question, rest, f'The text says: "{start}') for start, rest in _some(begun, draw)]
 
 
-def _logs(tokenizer: Any, tokens: int, draw: random.Random) -> tuple[str, list[_Pair]]:
-    """A log in which some jobs fail."""
+def _logs(tokenizer: Any, tokens: int, draw: random.Random) -> tuple[str, list[Pair]]:
     keys = distinct(lambda: word_key(draw), 8)
     failed = {key: number(draw, 5) for key in keys}
     services, count = ("gateway", "billing", "search", "mailer"), round(tokens / 32)
@@ -133,18 +106,16 @@ def _logs(tokenizer: Any, tokens: int, draw: random.Random) -> tuple[str, list[_
     for line in lines:
         second += draw.randrange(1, 40)
         stamped.append(f"{second // 3600:02}:{second // 60 % 60:02}:{second % 60:02} {line}")
-    pairs = [
-        _Pair(
-            question=f"With which exit code did the job {key} fail?",
-            expected=failed[key],
-            start=f"The job {key} failed with exit code",
-        )
-        for key in _some(keys, draw)
-    ]
+    question, start = (
+        "With which exit code did the job {} fail?",
+        "The job {} failed with exit code",
+    )
+    asked = _some(keys, draw)
+    pairs = [(question.format(key), failed[key], start.format(key)) for key in asked]
     return "\n".join(stamped), pairs
 
 
-def _phrases(tokenizer: Any, tokens: int, draw: random.Random) -> tuple[str, list[_Pair]]:
+def _phrases(tokenizer: Any, tokens: int, draw: random.Random) -> tuple[str, list[Pair]]:
     """Source code, between whose lines pass phrases of people stand."""
     people = draw.sample(_PEOPLE, 7)
     told = {
@@ -154,14 +125,10 @@ def _phrases(tokenizer: Any, tokens: int, draw: random.Random) -> tuple[str, lis
     lines = _cut(tokenizer, draw.choice(_sources()), tokens - 150, draw).splitlines()
     for person, phrase in told.items():
         lines.insert(draw.randrange(len(lines)), f"# The pass phrase of {person} is {phrase}.")
-    pairs = [
-        _Pair(
-            question=f"What is the pass phrase of {person}?",
-            expected=told[person],
-            start=f'The text says: "The pass phrase of {person} is',
-        )
-        for person in _some(people, draw)
-    ]
+    question = "What is the pass phrase of {}?"
+    start = 'The text says: "The pass phrase of {} is'
+    asked = _some(people, draw)
+    pairs = [(question.format(who), told[who], start.format(who)) for who in asked]
     return "\n".join(lines), pairs
 
 
@@ -170,7 +137,7 @@ _PEOPLE = (
     "Katya", "Lorenzo", "Mei", "Nadia", "Oskar", "Priya",
 )  # fmt: skip
 
-_KINDS: dict[str, Callable[[Any, int, random.Random], tuple[str, list[_Pair]]]] = {
+_KINDS: dict[str, Callable[[Any, int, random.Random], tuple[str, list[Pair]]]] = {
     "comments": _comments,
     "sentences": _sentences,
     "logs": _logs,
@@ -186,13 +153,12 @@ def _cut(tokenizer: Any, text: str, tokens: int, draw: random.Random) -> str:
     """So many tokens from the beginning of a line on, or what there is."""
     begin = draw.randrange(max(1, len(text) - 4 * tokens))
     text = text[text.rfind("\n", 0, begin) + 1 :]
-    ids = _encode(tokenizer, text[: 8 * tokens])[:tokens]
+    ids = encode(tokenizer, text[: 8 * tokens])[:tokens]
     return str(tokenizer.decode(ids)).rpartition("\n")[0]
 
 
 @functools.cache
 def _sources() -> list[str]:
-    """Modules of the standard library that are long enough."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     files += sorted(Path(sysconfig.get_path("stdlib")).glob("[a-s]*/*.py"))
     texts = [
@@ -208,8 +174,3 @@ def _readmes() -> list[str]:
     """What installed packages say of themselves."""
     texts = [each.metadata.get_payload() for each in importlib.metadata.distributions()]  # type: ignore[attr-defined] # a Message
     return sorted(text for text in set(texts) if isinstance(text, str) and len(text) > 4000)
-
-
-def _encode(tokenizer: Any, text: str) -> list[int]:
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-    return ids

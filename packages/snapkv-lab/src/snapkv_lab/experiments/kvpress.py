@@ -1,49 +1,216 @@
 """Time beside kvpress's SnapKV: the same model, prompt and budget, each run in turn.
 
-    python -m snapkv_lab.experiments kvpress --bench decode --shape llama-3.1-8b --lengths 4096
-        a bench of `snapkv bench` with kvpress in it; rows as JSON
-
-kvpress runs in processes of their own, which wait while another works.
+kvpress takes an older transformers than snapkv does, so it cannot be imported here. It runs in a
+process of its own environment, which has a model of the same configuration and waits while others
+work.
 """
 
-import argparse
 import contextlib
-import json
-import os
-import sys
+import math
+import signal
+import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from snapkv import FullCache, SnapKV
-from snapkv_lab.experiments.decode import decoder
-from snapkv_lab.experiments.experiment import Experiment, Given, Shown, table
-from snapkv_lab.experiments.kvpress_process import Kvpress
-from snapkv_lab.experiments.magic_number import SEED, prompt_of
-from snapkv_lab.experiments.peak_memory import HAND_BACK_FREED_MEMORY
-from snapkv_lab.experiments.prefill import reader
-from snapkv_lab.experiments.reading import ReadPrompt, read_prompt
-from snapkv_lab.experiments.records import (
-    Row,
-    environment_line,
-)
-from snapkv_lab.measure.contenders import Contender, compressed, full
-from snapkv_lab.measure.decode import DecodeBench, ThroughputBench, copy_bandwidth
-from snapkv_lab.measure.prefill import PrefillBench
-from snapkv_lab.measure.random_models import random_model
-from snapkv_lab.measure.timing import alternate, ratios, spread
+from snapkv.errors import InvalidArgumentError, OutOfMemoryError
+from snapkv_lab.experiments.experiment import Experiment, Given, Sized
+from snapkv_lab.experiments.measuring import Peer, Turns
+from snapkv_lab.experiments.pages import Table
+from snapkv_lab.experiments.prompts import SEED, decoder, read_prompt
+from snapkv_lab.experiments.records import ROOT, Row, environment_line
+from snapkv_lab.measure.contenders import Pieces, compressed, full
+from snapkv_lab.measure.held_bytes import peak_growth_bytes
 
-PYTHON = Path(__file__).parents[5] / ".venv-kvpress" / "bin" / "python"
+PYTHON = ROOT / ".venv-kvpress" / "bin" / "python"
+_WORKER = Path(__file__).with_name("kvpress_worker.py")
 
-POLICY = SnapKV(512, window_size=32, kernel_size=7, pooling="avg")
-"""kvpress pools with averages."""
 
-LENGTHS = (1024, 4096)
-PREFILL_ROUNDS, DECODE_ROUNDS = 8, 48
+class Kvpress:
+    """A cache that kvpress's `SnapKVPress` compresses, or the full cache of its transformers.
+
+    A `Contender` of the benches, whose process starts with the first thing that is asked of it.
+    kvpress pools with averages and combines query heads with their mean, whatever the policy says.
+
+    Args:
+        label: its name.
+        python: the interpreter of an environment with kvpress.
+        model: the model whose configuration is measured.
+        policy: budget (or ratio), window and kernel; None keeps every token.
+        weights: measure the model's own weights; else random ones, which take as long.
+
+    Raises:
+        InvalidArgumentError: no such interpreter; later, what kvpress does not take.
+        OutOfMemoryError: later, what does not fit, beginning with the weights a second time.
+
+    Attributes:
+        policy: None: nothing of ours is at work.
+        versions: of kvpress and what it runs on, once it has started.
+        last: what it said last.
+    """
+
+    policy = None
+
+    def __init__(
+        self,
+        label: str,
+        python: str | Path,
+        model: PreTrainedModel,
+        policy: SnapKV | None,
+        *,
+        weights: bool = False,
+    ) -> None:
+        if not Path(python).is_file():
+            raise InvalidArgumentError(
+                "kvpress_python: expected the interpreter of an environment with kvpress, got "
+                f"{str(python)!r}; make one: python -m venv there; there/bin/pip install kvpress; "
+                "and pass there/bin/python"
+            )
+        self.label, self._python, self._policy = label, str(python), policy
+        self._model, self._weights = model, weights
+        self._peer: Peer | None = None
+        self.versions: Row = {}
+        self.last: Row = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._peer is not None:
+            self._peer.end()
+            self._said.close()
+        self._peer = None
+
+    def read(self, ids: Tensor) -> float:
+        """Read a prompt, (B, N) int64, into a new cache; ms to the logits behind it."""
+        kept = self._kept_tokens(ids.shape[1])
+        return float(self._ask(do="read", ids=ids.tolist(), kept_tokens=kept)["ms"])
+
+    def reader(self, model: PreTrainedModel, ids: Tensor, pieces: Pieces) -> "_Holding":
+        """Reads a prompt as `read` does: with its own model, all at once."""
+        del model, pieces
+        return _Holding(self, ids)
+
+    def peak(self, model: PreTrainedModel, ids: Tensor, pieces: Pieces) -> Row:
+        """Read a prompt: "peak_growth_bytes" held at once, "held_bytes" after it."""
+        del model, pieces
+        self.forget()
+        process = self._started().process.pid
+        peak = peak_growth_bytes(lambda: self.read(ids), self._model.device, process=process)
+        read = {"peak_growth_bytes": peak} | self.last  # on CUDA it says its own
+        self.forget()
+        return {name: read[name] for name in ("peak_growth_bytes", "held_bytes")}
+
+    def behind(self, model: PreTrainedModel, batch: int, length: int) -> "_Holding":
+        """A cache as a prompt of that many tokens leaves it, from random states."""
+        del model
+        self.forget()
+        kept = self._kept_tokens(length)
+        self._ask(do="fill", batch=batch, length=length, kept_tokens=kept)
+        return _Holding(self)
+
+    def __call__(self, tokens: int = 1) -> float:
+        """Generate greedily behind the last prompt; ms per token."""
+        return float(self._ask(do="decode", tokens=tokens)["ms"]) / tokens
+
+    def forget(self) -> None:
+        """Hold no cache, so that others find its memory."""
+        if self._peer is not None and not self._peer.waits:
+            self._ask(do="forget")
+        if self._model.device.type == "cuda":
+            torch.cuda.empty_cache()  # and the other way round
+
+    def _kept_tokens(self, length: int) -> int:
+        policy = self._policy
+        if policy is None:
+            return length
+        if policy.keep_ratio is None:
+            assert policy.budget is not None
+            return policy.budget
+        return policy.window_size + math.floor(policy.keep_ratio * (length - policy.window_size))
+
+    def _started(self) -> Peer:
+        if self._peer is None:
+            # What libraries print, and why it ended.
+            self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 # closed at the end
+            command = [self._python, "-I", str(_WORKER)]  # nothing of this environment on its path
+            self._peer = Peer(command, stderr=self._said)
+            try:
+                with tempfile.TemporaryDirectory() as folder:
+                    (self._model if self._weights else self._model.config).save_pretrained(folder)
+                    self.versions = self._ask(**_settings(self._model, folder, self._policy))
+            except BaseException:
+                self.__exit__()
+                raise
+        return self._peer
+
+    def _ask(self, **question: Any) -> Row:
+        peer = self._started()
+        answer = peer.ask(question)
+        if answer is None:  # the next question starts another
+            answer = self._last_words(peer.end())
+            self.__exit__()
+        if "out_of_memory" in answer:
+            raise OutOfMemoryError(f"kvpress: {answer['out_of_memory']}")
+        if "error" in answer:
+            raise InvalidArgumentError(
+                f"kvpress: expected it to measure {self.label!r}, got {answer['error']}; leave it "
+                "out of the baselines"
+            )
+        if answer:
+            self.last = answer
+        return answer
+
+    def _last_words(self, status: int) -> Row:
+        """What the end of its process comes to."""
+        self._said.seek(0)
+        lines = self._said.read().strip().splitlines() or ["nothing"]
+        why = f"status {status} from {self._python!r}, which said {lines[-1]}"
+        return {"out_of_memory" if status == -signal.SIGKILL else "error": why}
+
+
+class _Holding:
+    """A reader of a prompt or, without one, a decoder.
+
+    What the process holds is forgotten there when this object is forgotten here.
+    """
+
+    def __init__(self, theirs: Kvpress, ids: Tensor | None = None) -> None:
+        self._theirs, self._ids = theirs, ids
+        weakref.finalize(self, theirs.forget).atexit = False
+
+    @property
+    def held_bytes(self) -> int:
+        return int(self._theirs.last["held_bytes"])
+
+    read_bytes = held_bytes
+
+    def __call__(self, tokens: int = 1) -> float:
+        return self._theirs(tokens) if self._ids is None else self._theirs.read(self._ids)
+
+
+def _settings(model: PreTrainedModel, folder: str, policy: SnapKV | None) -> Row:
+    press = None
+    if policy is not None:
+        press = {"window_size": policy.window_size, "kernel_size": policy.kernel_size}
+    text = model.config.get_text_config(decoder=True)
+    return {
+        "model": folder,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "attn_implementation": text._attn_implementation.rpartition("|")[2],
+        "threads": torch.get_num_threads(),
+        "press": press,
+    }
+
+
 _NAMES = {
     "kvpress": "kvpress, SnapKVPress",
     "kvpress full": "full cache, kvpress's transformers",
@@ -54,101 +221,78 @@ _FULL = {"kvpress": "kvpress full", "snapkv": "transformers"}
 """What a method is a part of: the full cache on the same transformers."""
 
 
-@torch.inference_mode()
-def measure(
-    model: Any,
-    prompts: dict[int, list[int]],
-    *,
-    prefill_rounds: int = PREFILL_ROUNDS,
-    decode_rounds: int = DECODE_ROUNDS,
-) -> Iterator[Row]:
-    """Rows per length and cache: reading the prompt, then decoding behind it.
+def _at_once(model: Any) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
-    Args:
-        model: a model of full attention.
-        prompts: token ids by length.
-        prefill_rounds: turns of every cache that count.
-        decode_rounds: tokens of every cache that count.
-    """
+
+@torch.inference_mode()
+def _measure(given: Given) -> Iterator[Row]:
+    model, python = given.loaded.model, given.python
+    policy = SnapKV(given.budget, window_size=32, kernel_size=7, pooling="avg")  # as kvpress pools
     with (
-        Kvpress("kvpress", PYTHON, model, POLICY, weights=True) as theirs,
-        Kvpress("kvpress full", PYTHON, model, None, weights=True) as theirs_full,
+        Kvpress("kvpress", python, model, policy, weights=True) as theirs,
+        Kvpress("kvpress full", python, model, None, weights=True) as theirs_full,
     ):
-        for length, ids in prompts.items():
+        for length in given.lengths:
+            ids = given.prompt(length)
             prompt = torch.tensor([ids])
             theirs.read(prompt)
-            peer = theirs.versions | {"kept_tokens": theirs.kept_tokens}
-            named = {"prompt_tokens": length, "policy": POLICY.describe(), "peer": peer}
+            peer = theirs.versions | {"kept_tokens": theirs.last["kept_tokens"]}
+            named = {"prompt_tokens": length, "policy": policy.describe(), "peer": peer}
             read = {
                 "kvpress": partial(theirs.read, prompt),
                 "kvpress full": partial(theirs_full.read, prompt),
-                **_readers(model, prompt),
+                "snapkv": compressed("snapkv", policy).reader(model, prompt, _at_once),
+                "transformers": full("transformers").reader(model, prompt, _at_once),
             }
-            yield from _rows("prefill", read, prefill_rounds, named)
+            yield from _rows("prefill", read, given.prefill_rounds, named)
+            whole = read_prompt(model, ids)
             steps = {
-                "kvpress": partial(theirs, 1),
-                "kvpress full": partial(theirs_full, 1),
-                **_decoders(read_prompt(model, ids)),
+                "kvpress": theirs,
+                "kvpress full": theirs_full,
+                "snapkv": decoder(whole, whole.compressed(policy)),
+                "transformers": decoder(whole, whole.compressed(FullCache())),
             }
-            yield from _rows("decode", steps, decode_rounds, named)
-
-
-def _readers(model: Any, prompt: Tensor) -> dict[str, Callable[[], float]]:
-    contenders = compressed("snapkv", POLICY), full("transformers")
-
-    def timed(contender: Contender) -> Callable[[], float]:
-        read = reader(model, prompt, contender)
-        return lambda: read().wall_ms
-
-    return {each.label: timed(each) for each in contenders}
-
-
-def _decoders(prompt: ReadPrompt) -> dict[str, Callable[[], float]]:
-    return {
-        "snapkv": decoder(prompt, prompt.compressed(POLICY)),
-        "transformers": decoder(prompt, prompt.compressed(FullCache())),
-    }
+            yield from _rows("decode", steps, given.decode_rounds, named)
 
 
 def _rows(
-    benchmark: str, work: dict[str, Callable[[], float]], rounds: int, named: Row
+    benchmark: str, work: dict[str, Callable[[], Any]], rounds: int, named: Row
 ) -> Iterator[Row]:
-    times = alternate(work, rounds=rounds, warmup_rounds=1)
-    for name, samples in times.items():
+    turns = Turns(work, rounds=rounds)
+    for name in turns:
         yield {
             "benchmark": benchmark,
             "cache": name,
             **named,
             "rounds": rounds,
-            "ms": spread(samples, 2),
-            "against_kvpress": spread(ratios(samples, times["kvpress"]), 4),
-            "against_full": spread(ratios(samples, times[_FULL.get(name, name)]), 4),
+            "ms": turns.ms(name, 2),
+            "against_kvpress": turns.ratio(name, "kvpress"),
+            "against_full": turns.ratio(name, _FULL.get(name, name)),
         }
 
 
-def _measured(given: Given) -> Iterator[Row]:
-    if not PYTHON.is_file():
-        sys.exit(f"expected kvpress's environment, got no {PYTHON}; run make kvpress")
-    prompts = {length: prompt_of(given.loaded, length) for length in LENGTHS}
-    return (row | {"seed": SEED} for row in measure(given.loaded.model, prompts))
-
-
 def _line(rows: list[Row]) -> str:
-    return (
-        f"{environment_line(rows)}; "
-        "kvpress {kvpress} on transformers {transformers}".format_map(rows[0]["peer"])
-    )
+    peer = "kvpress {kvpress} on transformers {transformers}".format_map(rows[0]["peer"])
+    return f"{environment_line(rows)}; {peer}"
 
 
-EXPERIMENT = Experiment(
+KVPRESS = Experiment(
     name="kvpress",
     title="Beside kvpress",
     takes="about nine minutes",
-    measure=_measured,
+    measure=_measure,
+    options={
+        "python": str(PYTHON),
+        "budget": Sized(512, 64),
+        "lengths": Sized((1024, 4096), (200,)),
+        "prefill_rounds": Sized(8, 2),
+        "decode_rounds": Sized(48, 3),
+    },
+    fields={"seed": SEED},
     measured=_line,
-    tables=lambda rows: [
-        table(
-            rows,
+    tables=[
+        Table(
             {
                 "work": "{benchmark}",
                 "cache": lambda row: _NAMES[row["cache"]],
@@ -156,81 +300,7 @@ EXPERIMENT = Experiment(
                 "ms": "{ms[p50]:,.1f}",
                 "against kvpress": "{against_kvpress[p50]:.3f}",
                 "against its full cache": "{against_full[p50]:.3f}",
-            },
+            }
         )
     ],
-    shown={
-        "kvpress": Shown(
-            "Beside kvpress",
-            ("work", "prompt tokens", "ms", "against kvpress", "against its full cache"),
-            ("prefill | snapkv | 4,096", "decode | snapkv | 4,096"),
-        )
-    },
 )
-
-
-def bench(given: argparse.Namespace) -> Iterator[Row]:
-    """Rows of a bench on random weights: transformers' cache, kvpress and snapkv, by budget.
-
-    The weights of every kvpress must fit beside the model's, and do not count as `--memory-gb`. It
-    decodes in the loop of its pipeline, which does less around a token than `model.generate`.
-    """
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda" if cuda else "cpu")
-    dtype = torch.bfloat16 if cuda else torch.float32
-    model = random_model(given.shape, device=device, dtype=dtype, layers=given.layers)
-    policies = {f"snapkv@{budget}": SnapKV(budget) for budget in given.budget}
-    with contextlib.ExitStack() as running:
-        theirs = {
-            f"kvpress {label}": running.enter_context(
-                Kvpress(f"kvpress {label}", given.python, model, policy)
-            )
-            for label, policy in policies.items()
-        }
-        ours = [compressed(f"{label} dynamic", policy) for label, policy in policies.items()]
-        contenders = [full("transformers"), *theirs.values(), *ours]
-        if given.bench == "memory" and not cuda:
-            os.environ.update(HAND_BACK_FREED_MEMORY)  # before its processes start
-            contenders = list(theirs.values())  # the others need processes of their own as well
-        for row in _bench_rows(given, model, contenders):
-            peer = theirs.get(row["cache"])
-            yield row | ({} if peer is None else {"kvpress": peer.versions})
-
-
-def _bench_rows(given: argparse.Namespace, model: Any, contenders: list[Any]) -> Iterator[Row]:
-    common = {"model": model, "contenders": contenders, "lengths": given.lengths}
-    common["rounds"] = given.rounds
-    match given.bench:
-        case "decode":
-            bandwidth = copy_bandwidth(model.device)
-            return DecodeBench(**common, batches=given.batch, bytes_per_second=bandwidth).rows()
-        case "prefill":
-            return PrefillBench(**common, batches=given.batch).times()
-        case "memory":
-            return PrefillBench(**common, batches=given.batch).peaks()
-        case _:
-            return ThroughputBench(**common, memory_bytes=int(given.memory_gb * 1e9)).rows()
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Measure and render the page, or run one bench."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if "--bench" not in arguments:
-        EXPERIMENT.main(arguments)
-        return
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--bench", choices=["decode", "prefill", "memory", "throughput"])
-    parser.add_argument("--python", type=Path, default=PYTHON, help="of kvpress's environment")
-    parser.add_argument("--shape", default="smollm2-135m")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096])
-    parser.add_argument("--batch", type=int, nargs="+", default=[1])
-    parser.add_argument("--budget", type=int, nargs="+", default=[1024])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--memory-gb", type=float, default=16.0, help="for throughput")
-    for row in bench(parser.parse_args(arguments)):
-        print(json.dumps(row), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""kvpress's SnapKV, driven by `snapkv_lab.experiments.kvpress_process` from another environment.
+"""kvpress's SnapKV, driven by `snapkv_lab.experiments.kvpress` from another environment.
 
 Runs with that environment's Python and imports nothing of snapkv. Reads one JSON object a line from
 standard input and answers each with one: first the keyword arguments of `Worker`, then a method's
@@ -31,13 +31,8 @@ Answer = dict[str, Any]
 class Worker:
     """A model and a cache, compressed by kvpress or full.
 
-    Args:
-        model: a folder with its configuration; without weights in it they are random.
-        dtype: of the weights.
-        device: where to work.
-        attn_implementation: as transformers names it.
-        threads: of torch.
-        press: window_size and kernel_size; None for a full cache.
+    The model is a folder with its configuration; without weights in it they are random. The press
+    is its window_size and kernel_size; None for a full cache.
     """
 
     def __init__(
@@ -65,7 +60,6 @@ class Worker:
         self._token = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
 
     def versions(self) -> Answer:
-        """Of what is measured."""
         return {
             "kvpress": version("kvpress"),
             "transformers": transformers.__version__,
@@ -73,7 +67,6 @@ class Worker:
         }
 
     def read(self, ids: list[list[int]], kept_tokens: int) -> Answer:
-        """Read a prompt into a new cache."""
         self._cache = self._empty()
         prompt = torch.tensor(ids, device=self._device)
         press = self._pressing(prompt.shape[1], kept_tokens)
@@ -108,7 +101,6 @@ class Worker:
         return self._held()
 
     def forget(self) -> Answer:
-        """Hold no cache."""
         self._cache = self._empty()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -176,7 +168,6 @@ def _refusal(error: Exception) -> Answer:
 
 @torch.inference_mode()
 def main() -> None:
-    """Answer until standard input ends."""
     transformers.utils.logging.disable_progress_bar()
     worker: Worker | None = None
     for line in sys.stdin:

@@ -1,19 +1,23 @@
 """Documents that were read once: how soon the first token comes, and whether answers stay right.
 
-Ten documents of Python's standard library and thirty questions whose answers stand in them, and
-questions of SQuAD over paragraphs of one article. Every document is read once for every way of
-keeping it, and saved. For every question the files of four documents are loaded and joined; the
-same four are read in full beside it, in an order that turns from question to question. The right
-answer is then fed to the model: it counts as right where each of its tokens is the likeliest.
+Ten documents of Python's standard library and thirty questions, written by hand, whose answers
+stand word for word in them, and questions of SQuAD over paragraphs of one article. Every document
+is read once for every way of keeping it, and saved. For every question the files of four documents
+are loaded and joined; the same four are read in full beside it, in an order that turns from
+question to question. The right answer is then fed to the model: it counts as right where each of
+its tokens is the likeliest.
 """
 
+import importlib
+import inspect
+import random
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,99 +28,117 @@ from snapkv.kvzip import read_twice
 from snapkv.library import Part, blend
 from snapkv.policies import Policy
 from snapkv.policies.kvzip import INSTRUCTION
-from snapkv_lab.experiments.experiment import Experiment, Given, Shown, of, table
-from snapkv_lab.experiments.library_questions import (
-    PREFIX,
-    Asked,
-    python_questions,
-    squad_questions,
-)
-from snapkv_lab.experiments.records import Row
+from snapkv_lab.evaluate.corpora import load_corpus
+from snapkv_lab.experiments.experiment import Experiment, Given, Sized
+from snapkv_lab.experiments.pages import Table
+from snapkv_lab.experiments.prompts import encode
+from snapkv_lab.experiments.records import Row, grouped, read_rows
 from snapkv_lab.measure.timing import ratios
 
-KEEP_RATIO, BUDGET = 0.3, 512
-SQUAD_QUESTIONS = 30
-FRACTIONS = (0, 0.05, 0.15, 0.3)
+QUESTIONS = Path(__file__).with_name("library_questions.jsonl")
+SEED, DOCUMENTS_EACH = 19, 4
+PREFIX = "Answer the question at the end from the documents below.\n\n"
+_EXAMPLES = (
+    "Question: What is the capital of France?\nAnswer: Paris\n\n"
+    "Question: Who wrote the play Hamlet?\nAnswer: William Shakespeare\n\n"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
-    """A way of keeping documents that were read.
+class Asked:
+    """A question over several documents: how its answer has to go on behind them and it."""
 
-    Attributes:
-        name: as the page has it.
-        policy: what is kept of each.
-        quantize: bits of what is kept.
-    """
+    group: str
+    documents: Sequence[str]
+    question: str
+    answer: str
+
+
+def python_questions(count: int | None = None) -> list[Asked]:
+    """The questions by hand, each over the document that answers it and others, in drawn order."""
+    rows, drawn = read_rows(QUESTIONS), random.Random(SEED)
+    names = dict.fromkeys(row["document"] for row in rows)
+    docs = {name: inspect.getdoc(importlib.import_module(name)) or "" for name in names}
+    texts = {name: _document(f"the module {name}", text) for name, text in docs.items()}
+    asked = []
+    for row in rows[:count]:
+        free = [name for name in texts if name != row["document"]]
+        own = [row["document"], *drawn.sample(free, DOCUMENTS_EACH - 1)]
+        documents = [texts[name] for name in drawn.sample(own, DOCUMENTS_EACH)]
+        asked.append(_asked("python", documents, row))
+    return asked
+
+
+def squad_questions(count: int) -> list[Asked]:
+    """Questions of SQuAD over the paragraph that answers each and others of its article."""
+    drawn, asked = random.Random(SEED), []
+    fitting = [each for each in load_corpus("squad").questions if len(each.near) >= DOCUMENTS_EACH]
+    for question in drawn.sample(fitting, count):
+        passages = [question.gold[0], *question.near[: DOCUMENTS_EACH - 1]]
+        texts = [_document(each.title, each.text) for each in drawn.sample(passages, len(passages))]
+        row = {"question": question.text, "lead": "", "answer": question.answers[0]}
+        asked.append(_asked("squad", texts, row))
+    return asked
+
+
+def _asked(group: str, documents: Sequence[str], row: Row) -> Asked:
+    lead = f" {row['lead']}" if row["lead"] else ""
+    question = f"{_EXAMPLES}Question: {row['question']}\nAnswer:{lead}"
+    answer = f" {row['answer']}"
+    return Asked(group=group, documents=documents, question=question, answer=answer)
+
+
+def _document(title: str, text: str) -> str:
+    return f"Document: {title}\n{text.strip()}\n\n"
+
+
+class Way(NamedTuple):
+    """A way of keeping documents that were read: what is kept of each, and in which bits."""
 
     name: str
     policy: Policy
     quantize: Any = None
 
 
-WHOLE = Way(name="whole", policy=FullCache())
-WAYS = (
-    WHOLE,
-    Way(name="whole, int8", policy=FullCache(), quantize="int8"),
-    Way(name="KVzip 0.3", policy=KVzip(keep_ratio=KEEP_RATIO)),
-    Way(name="KVzip 0.3 by head", policy=AdaKV(KVzip(keep_ratio=KEEP_RATIO))),
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Method:
+class Method(NamedTuple):
     """How a question's documents get into a cache.
 
     Attributes:
+        name: unique among the methods.
         way: how they were kept; None reads them in full.
         recompute: the fraction that is read anew.
         policy: what is kept of them for the question.
     """
 
+    name: str
     way: Way | None
     recompute: float = 0.0
-    policy: Policy = field(default_factory=FullCache)
-
-    @property
-    def name(self) -> str:
-        """Unique among the methods."""
-        if self.way is None:
-            return "read in full" if isinstance(self.policy, FullCache) else f"read, {_short(self)}"
-        kept = "" if isinstance(self.policy, FullCache) else f", {_short(self)}"
-        return f"{self.way.name}, {self.recompute:g}{kept}"
+    policy: Policy = FullCache()
 
 
-def _short(method: Method) -> str:
-    return f"then {method.policy.name} {BUDGET}"
-
-
-_VOTED = SnapKV(BUDGET, window_size=16)
-FEW = (Method(way=None), *(Method(way=WHOLE, recompute=each) for each in FRACTIONS))
-METHODS = (
+_WHOLE = Way("whole", FullCache())
+_KVZIP = KVzip(keep_ratio=0.3)
+_FULL = Method("read in full", None)
+FEW = [_FULL, *(Method(f"whole, {part:g}", _WHOLE, part) for part in (0, 0.05, 0.15, 0.3))]
+METHODS = [
     *FEW,
-    *(Method(way=way, recompute=0.15) for way in WAYS[1:]),
-    Method(way=WHOLE, recompute=0.15, policy=_VOTED),
-)
+    Method("whole, int8, 0.15", Way("whole, int8", FullCache(), "int8"), 0.15),
+    Method("KVzip 0.3, 0.15", Way("KVzip 0.3", _KVZIP), 0.15),
+    Method("KVzip 0.3 by head, 0.15", Way("KVzip 0.3 by head", AdaKV(_KVZIP)), 0.15),
+    Method("whole, 0.15, then snapkv 512", _WHOLE, 0.15, SnapKV(512, window_size=16)),
+]
 
 
 class Shelf:
-    """Documents of one model in a folder, each read once for every way of keeping it.
-
-    Args:
-        loaded: model and tokenizer.
-        folder: where the files go.
-    """
+    """Documents of one model in a folder, each read once for every way of keeping it."""
 
     def __init__(self, loaded: LoadedModel, folder: Path) -> None:
         self.loaded, self.folder = loaded, folder
         self.prefix = self.ids(PREFIX)
         self._files: dict[tuple[str, str], Path] = {}
 
-    def ids(self, text: str) -> Tensor:
-        """(1, N) without special tokens."""
-        encoded = self.loaded.tokenizer(text, add_special_tokens=False, return_tensors="pt")
-        ids: Tensor = encoded.input_ids
-        return ids
+    def ids(self, *texts: str) -> Tensor:
+        return torch.tensor([[t for text in texts for t in encode(self.loaded.tokenizer, text)]])
 
     def file(self, text: str, way: Way) -> Path:
         """Of a document; it is read where it was not yet."""
@@ -130,32 +152,28 @@ class Shelf:
 
     def _read(self, ids: Tensor, way: Way) -> CompressedCache:
         """Behind the prefix, which all heads keep, so that they hold as many tokens each."""
-        compresses = not isinstance(way.policy, FullCache)
-        protect = [(0, self.prefix.shape[1])] if compresses else None
-        cache = CompressedCache(
-            self.loaded.model, way.policy, quantize=way.quantize, protect=protect
-        )
+        model, whole = self.loaded.model, isinstance(way.policy, FullCache)
+        protect = None if whole else [(0, self.prefix.shape[1])]
+        cache = CompressedCache(model, way.policy, quantize=way.quantize, protect=protect)
         if way.policy.reads_twice:
-            instruction = self.ids(INSTRUCTION)[0].tolist()
-            read_twice(self.loaded.model, ids, cache, instruction_ids=instruction)
+            instruction = encode(self.loaded.tokenizer, INSTRUCTION)
+            read_twice(model, ids, cache, instruction_ids=instruction)
         else:
-            self.loaded.model(ids, past_key_values=cache, logits_to_keep=1)
+            model(ids, past_key_values=cache, logits_to_keep=1)
         return cache
 
-    def part(self, text: str, way: Way) -> Part:
-        """A document out of its file."""
+    def _part(self, text: str, way: Way) -> Part:
         cache, beside = CompressedCache.load_with(self.file(text, way), self.loaded.model)
-        ids = beside["input_ids"]
-        return Part(input_ids=ids, cache=cache, prefix_tokens=self.prefix.shape[1])
+        return Part(input_ids=beside["input_ids"], cache=cache, prefix_tokens=self.prefix.shape[1])
 
     def read(self, asked: Asked, method: Method) -> tuple[CompressedCache, Tensor]:
         """A cache that has seen documents and question, and the logits of the next token."""
         model, question = self.loaded.model, self.ids(asked.question)
         if method.way is None:
             cache = CompressedCache(model, method.policy)
-            question = torch.cat([self.prefix, *map(self.ids, asked.documents), question], dim=1)
+            question = self.ids(PREFIX, *asked.documents, asked.question)
         else:
-            parts = [self.part(text, method.way) for text in asked.documents]
+            parts = [self._part(text, method.way) for text in asked.documents]
             cache = blend(model, parts, method.policy, recompute=method.recompute)
         logits: Tensor = model(question, past_key_values=cache, logits_to_keep=1).logits
         return cache, logits
@@ -163,7 +181,6 @@ class Shelf:
 
 @torch.inference_mode()
 def answered(shelf: Shelf, asked: Asked, method: Method) -> Row:
-    """One question, asked by one method."""
     for text in asked.documents:
         if method.way is not None:
             shelf.file(text, method.way)
@@ -182,7 +199,12 @@ def answered(shelf: Shelf, asked: Asked, method: Method) -> Row:
     }
 
 
-def measure(
+def _measure(given: Given) -> Iterator[Row]:
+    yield from _group(given.loaded, python_questions(given.questions), METHODS)
+    yield from _group(given.loaded, squad_questions(given.questions), FEW)
+
+
+def _group(
     loaded: LoadedModel, questions: Sequence[Asked], methods: Sequence[Method]
 ) -> Iterator[Row]:
     """A row for each question, and one for the files of each way of keeping documents."""
@@ -193,7 +215,7 @@ def measure(
             turn = number % len(methods)
             order = [*methods[turn:], *methods[:turn]]
             answers = {method.name: answered(shelf, asked, method) for method in order}
-            ids = [shelf.prefix, *map(shelf.ids, asked.documents), shelf.ids(asked.question)]
+            ids = shelf.ids(PREFIX), *map(shelf.ids, asked.documents), shelf.ids(asked.question)
             yield {
                 "benchmark": "library",
                 "group": asked.group,
@@ -202,69 +224,50 @@ def measure(
                 "prompt_tokens": sum(each.shape[1] for each in ids),
                 "answers": {method.name: answers[method.name] for method in methods},
             }
-        yield from _files(shelf, questions, methods)
+        texts = list(dict.fromkeys(text for asked in questions for text in asked.documents))
+        for way in {each.way.name: each.way for each in methods if each.way is not None}.values():
+            yield {
+                "benchmark": "library",
+                "group": questions[0].group,
+                "way": way.name,
+                "files": len(texts),
+                "bytes": sum(shelf.file(text, way).stat().st_size for text in texts),
+                "tokens": sum(shelf.prefix.shape[1] + shelf.ids(text).shape[1] for text in texts),
+            }
 
 
-def _files(shelf: Shelf, questions: Sequence[Asked], methods: Sequence[Method]) -> Iterator[Row]:
-    texts = dict.fromkeys(text for asked in questions for text in asked.documents)
-    for way in dict.fromkeys(method.way for method in methods if method.way is not None):
-        files = [shelf.file(text, way) for text in texts]
-        yield {
-            "benchmark": "library",
-            "group": questions[0].group,
-            "way": way.name,
-            "files": len(files),
-            "bytes": sum(path.stat().st_size for path in files),
-            "tokens": sum(shelf.prefix.shape[1] + shelf.ids(text).shape[1] for text in texts),
-        }
-
-
-def _measured(given: Given) -> Iterator[Row]:
-    yield from measure(given.loaded, python_questions(), METHODS)
-    yield from measure(given.loaded, squad_questions(SQUAD_QUESTIONS), FEW)
-
-
-_FULL = "read in full"
 _TITLES = {"python": "Documents of Python", "squad": "Paragraphs of SQuAD"}
+_ANSWERS = {
+    "kept, and read again": "{name}",
+    "to the first token": "{seconds:.2f} s",
+    "of reading in full": "{share:.2f}",
+    "right": "{right} of {asked}",
+    "of those right in full": "{kept} of {known}",
+    "loss": "{loss:.3f}",
+    "tokens held": "{tokens:,.0f}",
+}
 
 
 def _tables(rows: list[Row]) -> Iterator[str]:
-    for group in dict.fromkeys(row["group"] for row in rows):
-        own = of(rows, group=group)
-        ways = [
-            row | {"per_token": row["bytes"] / row["tokens"] / 1e3} for row in own if "way" in row
-        ]
-        whole = ways[0]
-        yield f"## {_TITLES[group]}"
-        yield table(
-            _answers([row for row in own if "answers" in row]),
-            {
-                "kept, and read again": "{name}",
-                "to the first token": "{seconds:.2f} s",
-                "of reading in full": "{share:.2f}",
-                "right": "{right} of {asked}",
-                "of those right in full": "{kept} of {known}",
-                "loss": "{loss:.3f}",
-                "tokens held": "{tokens:,.0f}",
-            },
-        )
-        yield table(
-            ways,
-            {
-                f"{whole['files']} documents, {whole['tokens']:,} tokens": "{way}",
-                "on disk": lambda row: f"{row['bytes'] / 1e6:.1f} MB",
-                "per token": "{per_token:.1f} kB",
-                "of whole": lambda row, whole=whole: f"{row['bytes'] / whole['bytes']:.2f}",
-            },
-        )
+    for group, own in grouped(rows, "group").items():
+        ways = [row for row in own if "way" in row]
+        asked = [row for row in own if "answers" in row]
+        yield from Table(_ANSWERS, _TITLES[group], made=_answers).parts(asked)
+        files = {
+            f"{ways[0]['files']} documents, {ways[0]['tokens']:,} tokens": "{way}",
+            "on disk": lambda row: f"{row['bytes'] / 1e6:.1f} MB",
+            "per token": lambda row: f"{row['bytes'] / row['tokens'] / 1e3:.1f} kB",
+            "of whole": lambda row, whole=ways[0]: f"{row['bytes'] / whole['bytes']:.2f}",
+        }
+        yield from Table(files).parts(ways)
 
 
-def _answers(asked: Sequence[Row]) -> Iterator[Row]:
+def _answers(asked: Sequence[Row]) -> Iterable[Row]:
     """For each way of reading what its answers have in common."""
-    known = [row for row in asked if row["answers"][_FULL]["right"]]
+    known = [row for row in asked if row["answers"][_FULL.name]["right"]]
+    full = [row["answers"][_FULL.name]["seconds"] for row in asked]
     for name in asked[0]["answers"]:
         found = [row["answers"][name] for row in asked]
-        full = [row["answers"][_FULL]["seconds"] for row in asked]
         yield {
             "name": name,
             "seconds": median(each["seconds"] for each in found),
@@ -278,34 +281,11 @@ def _answers(asked: Sequence[Row]) -> Iterator[Row]:
         }
 
 
-EXPERIMENT = Experiment(
+LIBRARY = Experiment(
     name="library",
     title="Documents that were read once",
     takes="an hour",
-    measure=_measured,
+    measure=_measure,
+    options={"questions": Sized(30, 1)},
     tables=_tables,
-    shown={
-        "library": Shown(
-            "Documents of Python",
-            (
-                "kept, and read again",
-                "to the first token",
-                "of reading in full",
-                "of those right in full",
-                "tokens held",
-            ),
-            (
-                "read in full",
-                "whole, 0",
-                "whole, 0.15",
-                "KVzip 0.3, 0.15",
-                "KVzip 0.3 by head, 0.15",
-                "whole, 0.15, then snapkv 512",
-            ),
-        )
-    },
 )
-
-
-if __name__ == "__main__":
-    EXPERIMENT.main()

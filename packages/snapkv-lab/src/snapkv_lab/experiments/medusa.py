@@ -1,11 +1,16 @@
-"""Figure 9 on the demo model: drafts on full and compressed caches, over prompt lengths."""
+"""Figure 9 on the demo model: drafts on full and compressed caches, over prompt lengths.
 
-import itertools
+`figure_9` is for a 7B shape on a GPU. Its weights are random, so no head can guess right: how many
+guesses are accepted is set, not measured, to `ACCEPTED` of the likeliest tree, and every row says
+so. What is measured is the time of a step: the heads, the tree's forward pass and moving what was
+accepted.
+"""
+
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,55 +23,29 @@ from snapkv.app.draft_methods import DraftMethod
 from snapkv.app.models import LoadedModel, load
 from snapkv.app.prompts import question_prompt
 from snapkv.app.settings import GenerationSettings
+from snapkv.decoding import CandidateTree, Medusa, MedusaHeads
 from snapkv.decoding.speculation import begin_verifying, fast_few_rows
 from snapkv.policies import Policy
 from snapkv_lab.evaluate.haystack import load_haystack
-from snapkv_lab.experiments.experiment import Experiment, Given, Shown, of, pivot
-from snapkv_lab.experiments.records import Row, environment_line
+from snapkv_lab.experiments.experiment import Experiment, Given, Sized
+from snapkv_lab.experiments.measuring import Turns
+from snapkv_lab.experiments.pages import Pivot, Table
+from snapkv_lab.experiments.prompts import encode
+from snapkv_lab.experiments.records import Row, grouped, of
 from snapkv_lab.measure.timing import alternate, ratios, spread
 
 QUESTION = "Summarize the text above."
-BASELINES = ("plain, full cache", "Medusa, full cache")
+PLAIN, MEDUSA = "plain, full cache", "Medusa, full cache"
 SELF_SPECULATION = "self-speculation, SnapKV drafts"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """What is measured.
-
-    Attributes:
-        lengths: of prompts, by dtype.
-    """
-
-    lengths: dict[str, tuple[int, ...]] = field(
-        default_factory=lambda: {"float32": (1024, 4096), "bfloat16": (1024, 4096, 7936)}
-    )
-    budget: int = 512
-    tokens: int = 48
-    rounds: int = 3
-    pass_tokens: tuple[int, ...] = (1, 2, 4, 7, 10)
-    pass_prompt_tokens: int = 4096
-    pass_rounds: int = 15
-
-
-SMALL = Sizes(
-    lengths={"float32": (256,)},
-    budget=64,
-    tokens=12,
-    rounds=2,
-    pass_prompt_tokens=128,
-    pass_rounds=3,
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Decoded:
+class Decoded(NamedTuple):
     """One text, and what it took behind its first token."""
 
     tokens: tuple[int, ...]
     ms_per_token: float
-    acceptance_length: float
-    held_bytes: int
+    acceptance_length: float = 1.0
+    held_bytes: int = 0
 
 
 class Clock(TextStreamer):
@@ -77,7 +56,6 @@ class Clock(TextStreamer):
         self.counts: list[int] = []
 
     def put(self, value: Tensor) -> None:
-        """Tokens have come."""
         self.times.append(time.perf_counter())
         self.counts.append(value.numel())
 
@@ -91,88 +69,74 @@ class Clock(TextStreamer):
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """A cache and a way to decode on it.
-
-    Attributes:
-        like: the contender whose text it must give, token for token.
-    """
+    """A cache and a way to decode on it, whose text must be that of `like`, token for token."""
 
     name: str
     policy: Policy
     like: str
-    drafts: DraftMethod | None = field(default=None)
+    drafts: DraftMethod | None = None
+
+
+def _wide(budget: int) -> SnapKV:
+    return SnapKV(budget, window_size=16, kernel_size=13)
 
 
 def contenders(loaded: LoadedModel, budget: int, heads: str) -> list[Contender]:
     """Figure 9's three, what SnapKV alone does, and self-speculation."""
-    full, kept = FullCache(), SnapKV(budget, window_size=16, kernel_size=13)
-    medusa = draft_methods.medusa(loaded, heads)
-    plain, compressed = "plain, full cache", "plain, SnapKV"
+    full, kept, compressed = FullCache(), _wide(budget), "plain, SnapKV"
+    medusa, own = draft_methods.medusa(loaded, heads), draft_methods.self_speculation()
     return [
-        Contender(name=plain, policy=full, like=plain),
-        Contender(name="Medusa, full cache", policy=full, like=plain, drafts=medusa),
+        Contender(name=PLAIN, policy=full, like=PLAIN),
+        Contender(name=MEDUSA, policy=full, like=PLAIN, drafts=medusa),
         Contender(name=compressed, policy=kept, like=compressed),
         Contender(name="Medusa, SnapKV", policy=kept, like=compressed, drafts=medusa),
-        Contender(
-            name=SELF_SPECULATION,
-            policy=kept,
-            like=plain,
-            drafts=draft_methods.self_speculation(),
-        ),
+        Contender(name=SELF_SPECULATION, policy=kept, like=PLAIN, drafts=own),
     ]
 
 
-def measure(sizes: Sizes, heads: str, dtype: str) -> Iterator[Row]:
-    """A row per contender and length, and one per cache and size of a pass."""
-    loaded = load("demo", dtype=dtype)
-    common = {"dtype": dtype, "model": loaded.description()}
-    texts = _texts(loaded, sizes, heads, sizes.lengths[dtype])
-    for row in itertools.chain(_passes(loaded, sizes), texts):
-        yield {**row, **common}
-
-
-def _texts(loaded: LoadedModel, sizes: Sizes, heads: str, lengths: Sequence[int]) -> Iterator[Row]:
-    everyone = contenders(loaded, sizes.budget, heads)
-    exact = loaded.model.dtype == torch.float32
+def _measure(dtype: str, given: Given) -> Iterator[Row]:
+    """A row per cache and size of a pass, and one per contender and length."""
+    same = str(given.loaded.model.dtype) == f"torch.{dtype}"
+    loaded = given.loaded if same else load(given.model, dtype=dtype)
+    for row in _passes(loaded, given):
+        yield row | {"model": loaded.description()}
+    everyone = contenders(loaded, given.budget, given.heads)
+    exact = dtype == "float32"
     if not exact:  # drafts of another rounding cannot give the full cache's text token for token
         everyone = [one for one in everyone if one.name != SELF_SPECULATION]
-    for length in lengths:
+    for length in given.lengths[dtype]:
         ids = _prompt(loaded, length)
         runs = alternate(
-            {one.name: _run(loaded, one, ids, sizes) for one in everyone},
-            rounds=sizes.rounds,
-            warmup_rounds=0 if sizes.rounds > 2 else 1,
+            {one.name: partial(_decoded, loaded, one, ids, given.tokens) for one in everyone},
+            rounds=given.rounds,
+            warmup_rounds=0 if given.rounds > 2 else 1,
         )
         if exact:
-            _require_same_texts(everyone, runs)
-        yield from _rows(everyone, runs, ids.shape[1], sizes)
+            require_same_texts(everyone, runs)
+        for one in everyone:
+            yield _row(one, runs, ids.shape[1], given) | {"model": loaded.description()}
 
 
 @torch.inference_mode()
-def _passes(loaded: LoadedModel, sizes: Sizes) -> Iterator[Row]:
+def _passes(loaded: LoadedModel, given: Given) -> Iterator[Row]:
     """What a forward pass of several tokens takes, beside one of one token."""
-    ids = _prompt(loaded, sizes.pass_prompt_tokens)
-    full, kept = FullCache(), SnapKV(sizes.budget, window_size=16, kernel_size=13)
-    for name, policy in (("full cache", full), ("SnapKV", kept)):
+    ids = _prompt(loaded, given.pass_prompt_tokens)
+    for name, policy in (("full cache", FullCache()), ("SnapKV", _wide(given.budget))):
         cache = CompressedCache(loaded.model, policy)
         loaded.model(ids, past_key_values=cache, logits_to_keep=1)
         begin_verifying(cache)
+        work = {count: _pass(loaded.model, cache, count) for count in given.pass_tokens}
         with fast_few_rows(loaded.model):
-            times = alternate(
-                {count: _pass(loaded.model, cache, count) for count in sizes.pass_tokens},
-                rounds=sizes.pass_rounds,
-                warmup_rounds=2,
-            )
-        one = times[1]
-        for count, samples in times.items():
+            turns = Turns(work, rounds=given.pass_rounds, warmup_rounds=2)
+        for count in turns:
             yield {
                 "benchmark": "pass",
                 "cache": name,
                 "prompt_tokens": ids.shape[1],
-                "budget": sizes.budget,
+                "budget": given.budget,
                 "tokens": count,
-                "ms": spread([1000 * seconds for seconds in samples], 2),
-                "against_one": spread(ratios(samples, one), 3),
+                "ms": turns.ms(count, 2),
+                "against_one": turns.ratio(count, 1, 3),
             }
 
 
@@ -182,9 +146,9 @@ def _pass(model: Any, cache: CompressedCache, count: int) -> Callable[[], float]
     def run() -> float:
         begin = time.perf_counter()
         model(tokens, past_key_values=cache, use_cache=True)
-        seconds = time.perf_counter() - begin
+        ms = 1000 * (time.perf_counter() - begin)
         cache.crop(-count)
-        return seconds
+        return ms
 
     return run
 
@@ -193,81 +157,67 @@ def _prompt(loaded: LoadedModel, length: int) -> Tensor:
     """(1, length) int64: essays and a question behind them."""
     tokenizer = loaded.tokenizer
     frame = question_prompt(tokenizer, "", QUESTION).token_ids(tokenizer).shape[1]
-    words = tokenizer(load_haystack().text, add_special_tokens=False, verbose=False)["input_ids"]
-    text = tokenizer.decode(words[: length - frame])
+    text = tokenizer.decode(encode(tokenizer, load_haystack().text)[: length - frame])
     ids: Tensor = question_prompt(tokenizer, text, QUESTION).token_ids(tokenizer)
     return ids
 
 
-def _run(loaded: LoadedModel, one: Contender, ids: Tensor, sizes: Sizes) -> Callable[[], Decoded]:
-    settings = GenerationSettings(max_new_tokens=sizes.tokens, min_new_tokens=sizes.tokens)
-
-    def run() -> Decoded:
-        cache, clock = CompressedCache(loaded.model, one.policy), Clock()
-        text = continue_ids(loaded, ids, cache, settings, streamer=clock, drafts=one.drafts)
-        tally: dict[str, Any] = {} if one.drafts is None else one.drafts.tally(sizes.tokens, 1)
-        return Decoded(
-            tokens=tuple(text[0, ids.shape[1] :].tolist()),
-            ms_per_token=clock.ms_per_token(),
-            acceptance_length=tally.get("acceptance_length", 1.0),
-            held_bytes=cache.report().held_bytes + tally.get("full_cache_bytes", 0),
-        )
-
-    return run
+def _decoded(loaded: LoadedModel, one: Contender, ids: Tensor, tokens: int) -> Decoded:
+    settings = GenerationSettings(max_new_tokens=tokens, min_new_tokens=tokens)
+    cache, clock = CompressedCache(loaded.model, one.policy), Clock()
+    text = continue_ids(loaded, ids, cache, settings, streamer=clock, drafts=one.drafts)
+    tally: Row = {} if one.drafts is None else one.drafts.tally(tokens, 1)
+    return Decoded(
+        tokens=tuple(text[0, ids.shape[1] :].tolist()),
+        ms_per_token=clock.ms_per_token(),
+        acceptance_length=tally.get("acceptance_length", 1.0),
+        held_bytes=cache.report().held_bytes + tally.get("full_cache_bytes", 0),
+    )
 
 
-def _require_same_texts(everyone: Sequence[Contender], runs: dict[str, list[Decoded]]) -> None:
+def require_same_texts(everyone: Sequence[Contender], runs: dict[str, list[Decoded]]) -> None:
     """No time counts of a decoding that gives another text."""
     for one in everyone:
         if {run.tokens for run in runs[one.name]} != {runs[one.like][0].tokens}:
             raise AssertionError(f"expected {one.name} to give the text of {one.like}")
 
 
-def _rows(
-    everyone: Sequence[Contender], runs: dict[str, list[Decoded]], length: int, sizes: Sizes
-) -> Iterator[Row]:
+def _row(one: Contender, runs: dict[str, list[Decoded]], length: int, given: Given) -> Row:
     times = {name: [run.ms_per_token for run in of_name] for name, of_name in runs.items()}
-    for one in everyone:
-        found, like = runs[one.name][0], runs[one.like][0]
-        same = sum(mine == theirs for mine, theirs in zip(found.tokens, like.tokens, strict=True))
-        yield {
-            "benchmark": "medusa",
-            "contender": one.name,
-            "prompt_tokens": length,
-            "budget": sizes.budget,
-            "tokens": sizes.tokens,
-            "ms_per_token": spread(times[one.name], 2),
-            "samples_ms": [round(ms, 2) for ms in times[one.name]],
-            "faster_than": {
-                base: spread(ratios(times[base], times[one.name]), 3)
-                for base in BASELINES
-                if base != one.name
-            },
-            "acceptance_length": round(found.acceptance_length, 3),
-            "held_bytes": found.held_bytes,
-            "same_tokens": same,
-        }
+    own, found, like = times[one.name], runs[one.name][0], runs[one.like][0]
+    return {
+        "benchmark": "medusa",
+        "contender": one.name,
+        "prompt_tokens": length,
+        "budget": given.budget,
+        "tokens": given.tokens,
+        "ms_per_token": spread(own, 2),
+        "samples_ms": [round(ms, 2) for ms in own],
+        "faster_than": {
+            base: spread(ratios(times[base], own), 3)
+            for base in (PLAIN, MEDUSA)
+            if base != one.name
+        },
+        "acceptance_length": round(found.acceptance_length, 3),
+        "held_bytes": found.held_bytes,
+        "same_tokens": sum(map(int.__eq__, found.tokens, like.tokens)),
+    }
 
 
 def _tables(rows: list[Row]) -> Iterator[str]:
-    for dtype in dict.fromkeys(row["dtype"] for row in rows):
-        own = of(rows, benchmark="medusa", dtype=dtype)
+    for dtype, own in grouped(rows, "dtype").items():
+        decoded = of(own, benchmark="medusa")
         for what, pattern in {
             "milliseconds per token": "{ms_per_token[p50]:.1f}",
-            **{f"times faster than {base}": partial(_faster, base) for base in BASELINES},
+            **{f"times faster than {base}": partial(_faster, base) for base in (PLAIN, MEDUSA)},
             "tokens per verifying pass": "{acceptance_length:.2f}",
-            f"tokens of {own[0]['tokens']} as expected": "{same_tokens}",
+            f"tokens of {decoded[0]['tokens']} as expected": "{same_tokens}",
         }.items():
-            yield f"## {dtype}, {what}"
-            yield pivot(own, "decoding", "{contender}", "{prompt_tokens:,}", pattern)
-    yield "## What a pass takes"
-    yield pivot(
-        of(rows, benchmark="pass"),
-        "dtype, cache",
-        "{dtype}, {cache}",
-        "{tokens} tokens",
-        "{ms[p50]:.0f} ms ({against_one[p50]:.2f})",
-    )
+            by = Pivot("decoding", "{contender}", "{prompt_tokens:,}", pattern)
+            yield from Table(by, f"{dtype}, {what}").parts(decoded)
+    cell = "{ms[p50]:.0f} ms ({against_one[p50]:.2f})"
+    by = Pivot("dtype, cache", "{dtype}, {cache}", "{tokens} tokens", cell)
+    yield from Table(by, "What a pass takes", {"benchmark": "pass"}).parts(rows)
 
 
 def _faster(base: str, row: Row) -> str:
@@ -275,44 +225,92 @@ def _faster(base: str, row: Row) -> str:
     return "" if found is None else f"{found['p50']:.2f}"
 
 
-def _line(rows: list[Row]) -> str:
-    dtypes = dict.fromkeys(row["dtype"] for row in rows)
-    return "; ".join(
-        environment_line(of(rows, benchmark="medusa", dtype=dtype)) for dtype in dtypes
-    )
-
-
-def _measured(given: Given) -> Iterator[Row]:
-    sizes = SMALL if given.small else Sizes()
-    dtypes = given.parts[:1] if given.small else given.parts
-    for dtype in dtypes:
-        yield from measure(sizes, given.options["heads"], dtype)
-
-
-EXPERIMENT = Experiment(
+DRAFTS = Experiment(
     name="medusa",
     title="Drafts on compressed caches",
-    measure=_measured,
-    small=True,
-    parts=tuple(Sizes().lengths),
+    measure={dtype: partial(_measure, dtype) for dtype in ("float32", "bfloat16")},
     part_key="dtype",
-    options={"heads": "demo"},
-    measured=_line,
-    tables=_tables,
-    shown={
-        "drafts": Shown(
-            "float32, times faster than plain, full cache",
-            ("decoding", "1,025", "4,097"),
-            ("plain, SnapKV", "Medusa, SnapKV", "self-speculation, SnapKV drafts"),
+    options={
+        "heads": "demo",
+        "budget": Sized(512, 48),
+        "tokens": Sized(48, 6),
+        "rounds": Sized(3, 2),
+        "lengths": Sized(
+            {"float32": (1024, 4096), "bfloat16": (1024, 4096, 7936)},
+            {"float32": (96,), "bfloat16": (96,)},
         ),
-        "drafts-16-bit": Shown(
-            "bfloat16, times faster than plain, full cache",
-            ("decoding", "1,025", "4,097", "7,937"),
-            ("plain, SnapKV", "Medusa, full cache", "Medusa, SnapKV"),
-        ),
+        "pass_tokens": Sized((1, 2, 4, 7, 10), (1, 3)),
+        "pass_prompt_tokens": Sized(4096, 96),
+        "pass_rounds": Sized(15, 2),
     },
+    tables=_tables,
 )
 
+ACCEPTED = (0.75, 0.55, 0.4, 0.3)
+"""How often a candidate of each depth is accepted where the one above it was; an assumption, which
+comes to 2.4 tokens a step."""
 
-if __name__ == "__main__":
-    EXPERIMENT.main()
+
+class SetMedusa(Medusa):
+    """Accepts as many candidates as a draw says, right or wrong."""
+
+    def __init__(self, heads: MedusaHeads, tree: CandidateTree) -> None:
+        super().__init__(heads, tree)
+        self._draw = torch.Generator().manual_seed(0)
+
+    def accept(
+        self, tree: CandidateTree, tokens: Tensor, logits: Tensor, *, samples: bool
+    ) -> list[int]:
+        """The first path, as far as the draw goes."""
+        super().accept(tree, tokens, logits, samples=samples)  # its time counts
+        path = [node for node in tree.paths[0].tolist() if node >= 0]
+        draws = torch.rand(len(path) - 1, generator=self._draw)
+        stays = (draws < torch.tensor(ACCEPTED[: len(path) - 1])).long()
+        return path[: 1 + int(stays.cumprod(dim=0).sum())]
+
+
+def figure_9(
+    model: Any, *, lengths: Sequence[int], budget: int, tokens: int, rounds: int
+) -> Iterator[Row]:
+    """Rows of plain decoding and Medusa, each on the full cache and on SnapKV's."""
+    heads = MedusaHeads.untrained(model, len(ACCEPTED)).to(model.dtype)
+    tree = CandidateTree.likeliest(heads.accuracies, 63)
+    caches: dict[str, Policy] = {"full cache": FullCache(), f"snapkv@{budget}": SnapKV(budget)}
+    for length in lengths:
+        ids = torch.randint(3, model.config.vocab_size, (1, length), device=model.device)
+        ways = {
+            f"{way}, {name}": (policy, medusa)
+            for name, policy in caches.items()
+            for way, medusa in (("plain", None), ("Medusa", SetMedusa(heads, tree)))
+        }
+        work = {name: partial(_stepped, model, ids, *way, tokens) for name, way in ways.items()}
+        turns = Turns(work, rounds=rounds)
+        for name, (_, medusa) in ways.items():
+            accepted = 1.0 if medusa is None else medusa.tally.acceptance_length
+            yield {
+                "bench": "medusa",
+                "contender": name,
+                "length": length,
+                "budget": budget,
+                "tokens": tokens,
+                "ms_per_token": turns.ms(name, 3),
+                "faster_than_plain": turns.ratio(PLAIN, name, 3),
+                "faster_than_medusa": turns.ratio(MEDUSA, name, 3),
+                "acceptance_length": round(accepted, 3),
+                "acceptance": "set, not measured",
+            }
+
+
+def _stepped(model: Any, ids: Tensor, policy: Policy, medusa: Medusa | None, tokens: int) -> float:
+    clock = Clock()
+    model.generate(
+        ids,
+        past_key_values=CompressedCache(model, policy),
+        custom_generate=medusa,
+        streamer=clock,
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    return clock.ms_per_token()

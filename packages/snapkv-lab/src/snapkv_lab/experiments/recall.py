@@ -2,23 +2,21 @@
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
 import torch
 
 from snapkv import AdaKV, CompressedCache, Document, FullCache, KVzip, SnapKV
-from snapkv.app.models import LoadedModel
 from snapkv.kvzip import read_context
 from snapkv.policies import Policy
 from snapkv.validation import format_bytes
 from snapkv_lab.evaluate.haystack import load_haystack
-from snapkv_lab.experiments.experiment import Experiment, Given, Shown, of, table
-from snapkv_lab.experiments.quotes import QuotedDocument, quoted_document
-from snapkv_lab.experiments.records import Row, environment_line
-
-TURN_BUDGET, TURN_NEW_TOKENS, TURN_DOCUMENT_TOKENS = 128, 8, 512
+from snapkv_lab.experiments.experiment import Experiment, Given, Sized
+from snapkv_lab.experiments.pages import Table
+from snapkv_lab.experiments.prompts import QuotedDocument, generate, quoted_document
+from snapkv_lab.experiments.records import Row, grouped, of
 
 FULL, PLAIN, HIDDEN, TWICE, RECALL, AGAIN = "full", "plain", "hidden", "twice", "recall", "again"
 NAMES = {
@@ -34,29 +32,26 @@ Ask = Callable[[list[int], int], tuple[list[int], CompressedCache]]
 """Takes a question and how many tokens to answer; gives them, and the cache."""
 
 
-def measure(given: Given) -> Iterator[Row]:
+def _measure(given: Given) -> Iterator[Row]:
     """All answers of all contenders, then a conversation, turn by turn."""
-    loaded, haystack, asked = given.loaded, load_haystack(), given.options
-    for number in range(asked["documents"]):
-        start = len(haystack.pieces) * number // asked["documents"]
+    loaded, haystack = given.loaded, load_haystack()
+    for number in range(given.count):
+        start = len(haystack.pieces) * number // given.count
         text = "\n\n".join(haystack.pieces[start:])
-        document = quoted_document(loaded.tokenizer, text, tokens=asked["tokens"])
-        for row in measure_questions(loaded.model, document, asked["budgets"]):
+        shape = {"tokens": given.tokens, "questions": given.questions}
+        document = quoted_document(loaded.tokenizer, text, **shape)
+        for row in questions_asked(loaded.model, document, given.budgets):
             yield {"document": number, **row, "text": haystack.name}
-    for row in measure_turns(loaded, haystack.text, asked["turns"]):
+    for row in _turns(given, haystack.text):
         yield row | {"text": haystack.name}
 
 
-def measure_questions(
-    model: Any, document: QuotedDocument, budgets: Sequence[int]
-) -> Iterator[Row]:
-    """Every question asked of every contender."""
+def questions_asked(model: Any, document: QuotedDocument, budgets: Sequence[int]) -> Iterator[Row]:
     contenders: list[tuple[str, int | None]] = [(FULL, None)]
-    contenders += [(name, b) for b in budgets for name in _CONTENDERS if name != FULL]
+    contenders += [(name, budget) for budget in budgets for name in NAMES if name != FULL]
     for name, budget in contenders:
-        policy = _policy(name, budget)
         begin = time.perf_counter()
-        ask = _CONTENDERS[name](model, document, policy)
+        ask = _asking(model, document, name, budget)
         read_seconds = time.perf_counter() - begin
         for quote in document.quotes:
             begin = time.perf_counter()
@@ -77,20 +72,24 @@ def measure_questions(
             }
 
 
-def _policy(name: str, budget: int | None) -> Policy:
-    if budget is None:
-        return FullCache()
+def _asking(model: Any, document: QuotedDocument, name: str, budget: int | None) -> Ask:
+    """What answers a question, once the document has been read."""
+    policy: Policy = SnapKV(budget, window_size=16, kernel_size=13) if budget else FullCache()
+    ids = document.ids
+    if name in (FULL, HIDDEN):
+        return _ask_copies(model, _read(model, ids, policy), ids)
     if name == TWICE:
-        return AdaKV(KVzip(budget, window_size=16))
-    return SnapKV(budget, window_size=16, kernel_size=13)
-
-
-def _ask_copies(model: Any, cache: CompressedCache, ids: list[int]) -> Ask:
-    """Ask a copy of a cache that has read the text, so that no question sees another."""
+        policy = AdaKV(KVzip(budget, window_size=16))
+        return _ask_copies(model, read_context(model, torch.tensor([ids]), policy), ids)
+    if name == PLAIN:
+        return _read_for_the_first(model, document, policy)
+    read = Document(model, torch.tensor(ids), policy) if name == RECALL else None
 
     def ask(question: list[int], tokens: int) -> tuple[list[int], CompressedCache]:
-        own = copy.deepcopy(cache)
-        return _continue(model, [*ids, *question], own, tokens), own
+        cache = (
+            read.inputs([question])["past_key_values"] if read else CompressedCache(model, policy)
+        )
+        return generate(model, [*ids, *question], cache, tokens), cache
 
     return ask
 
@@ -102,74 +101,31 @@ def _read(model: Any, ids: list[int], policy: Policy) -> CompressedCache:
     return cache
 
 
-def _read_once(model: Any, document: QuotedDocument, policy: Policy) -> Ask:
-    return _ask_copies(model, _read(model, document.ids, policy), document.ids)
+def _ask_copies(model: Any, cache: CompressedCache, ids: list[int]) -> Ask:
+    """Ask a copy of a cache that has read the text, so that no question sees another."""
 
+    def ask(question: list[int], tokens: int) -> tuple[list[int], CompressedCache]:
+        own = copy.deepcopy(cache)
+        return generate(model, [*ids, *question], own, tokens), own
 
-def _read_twice(model: Any, document: QuotedDocument, policy: Policy) -> Ask:
-    return _ask_copies(
-        model, read_context(model, torch.tensor([document.ids]), policy), document.ids
-    )
+    return ask
 
 
 def _read_for_the_first(model: Any, document: QuotedDocument, policy: Policy) -> Ask:
     """Compressed behind the first question; the others are asked of what that one left."""
-    ids = [*document.ids, *document.quotes[0].question_ids]
+    first = document.quotes[0].question_ids
+    ids = [*document.ids, *first]
     cache = _read(model, ids, policy)
     others = _ask_copies(model, cache, ids)
 
     def ask(question: list[int], tokens: int) -> tuple[list[int], CompressedCache]:
-        if question != document.quotes[0].question_ids:
+        if question != first:
             return others(question, tokens)
         own = copy.deepcopy(cache)
         own.crop(-1)  # the last token is read again, for its logits
-        return _continue(model, ids, own, tokens), own
+        return generate(model, ids, own, tokens), own
 
     return ask
-
-
-def _recalled(model: Any, document: QuotedDocument, policy: Policy) -> Ask:
-    read = Document(model, torch.tensor(document.ids), policy)
-
-    def ask(question: list[int], tokens: int) -> tuple[list[int], CompressedCache]:
-        inputs = read.inputs([question])
-        cache = inputs["past_key_values"]
-        return _continue(model, [*document.ids, *question], cache, tokens), cache
-
-    return ask
-
-
-def _read_again(model: Any, document: QuotedDocument, policy: Policy) -> Ask:
-    def ask(question: list[int], tokens: int) -> tuple[list[int], CompressedCache]:
-        cache = CompressedCache(model, policy)
-        return _continue(model, [*document.ids, *question], cache, tokens), cache
-
-    return ask
-
-
-_CONTENDERS = {
-    FULL: _read_once,
-    PLAIN: _read_for_the_first,
-    HIDDEN: _read_once,
-    TWICE: _read_twice,
-    RECALL: _recalled,
-    AGAIN: _read_again,
-}
-
-
-def _continue(model: Any, ids: list[int], cache: CompressedCache, tokens: int) -> list[int]:
-    prompt = torch.tensor([ids])
-    output = model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        past_key_values=cache,
-        max_new_tokens=tokens,
-        min_new_tokens=tokens,
-        do_sample=False,
-        pad_token_id=0,
-    )
-    said: list[int] = output[0, len(ids) :].tolist()
-    return said
 
 
 class _Watched(CompressedCache):
@@ -184,26 +140,25 @@ class _Watched(CompressedCache):
         return updated
 
 
-def measure_turns(loaded: LoadedModel, text: str, turns: int) -> Iterator[Row]:
+def _turns(given: Given, text: str) -> Iterator[Row]:
     """A conversation in one cache with recall: what the device and the host hold, turn by turn."""
-    quoted = quoted_document(loaded.tokenizer, text, tokens=TURN_DOCUMENT_TOKENS, questions=5)
-    policy = SnapKV(TURN_BUDGET, window_size=16, kernel_size=13)
-    cache = _Watched(loaded.model, policy, recall="host")
-    ids = list(quoted.ids)
-    for turn in range(turns):
+    model, (budget, new_tokens, tokens) = given.loaded.model, given.turned
+    quoted = quoted_document(given.loaded.tokenizer, text, tokens=tokens, questions=5)
+    policy = SnapKV(budget, window_size=16, kernel_size=13)
+    cache, ids = _Watched(model, policy, recall="host"), list(quoted.ids)
+    for turn in range(given.turns):
         ids += quoted.quotes[turn % len(quoted.quotes)].question_ids
         begin, prompt_tokens = time.perf_counter(), len(ids)
         cache.most_bytes = 0
-        ids += _continue(loaded.model, ids, cache, TURN_NEW_TOKENS)
+        ids += generate(model, ids, cache, new_tokens)
         report = cache.report()
-        per_token = report.full_bytes // report.seen_tokens
         yield {
             "task": "turns",
             "turn": turn + 1,
-            "budget": TURN_BUDGET,
-            "new_tokens": TURN_NEW_TOKENS,
+            "budget": budget,
+            "new_tokens": new_tokens,
             "prompt_tokens": prompt_tokens,
-            "bytes_per_token": per_token,
+            "bytes_per_token": report.full_bytes // report.seen_tokens,
             "layers": len(cache.layers),
             "held_bytes": report.held_bytes,
             "most_bytes": cache.most_bytes,
@@ -219,80 +174,68 @@ def cap_bytes(row: Row) -> int:
     return int(tokens * per_token + staged)
 
 
-def _tables(rows: list[Row]) -> list[str]:
-    questions, turns = of(rows, task="questions"), of(rows, task="turns")
-    return [
-        "## Ten questions about one document",
-        _questions_table(questions),
-        f"## {len(turns)} turns in one cache",
-        table(
-            (row for row in turns if row["turn"] in (1, 2, 5, 10, 20, 30, 40, 50)),
-            {
-                "turn": "{turn}",
-                "tokens seen": lambda row: f"{row['prompt_tokens'] + row['new_tokens'] - 1:,}",
-                "device after it": "{held_bytes:bytes}",
-                "most within it": "{most_bytes:bytes}",
-                "cap": lambda row: format_bytes(cap_bytes(row)),
-                "host": "{host_bytes:bytes}",
-                "s": "{seconds:.2f}",
+def _means(rows: list[Row]) -> Iterable[Row]:
+    names, full = list(NAMES), right_share(rows, FULL, None)
+    cells = grouped(rows, lambda row: (row["budget"] or 0, names.index(row["contender"])))
+    for (budget, place), own in sorted(cells.items()):
+        right = fmean(row["right"] for row in own)
+        yield {
+            "name": NAMES[names[place]],
+            "budget": budget or "all",
+            "right": right,
+            "of_full": f"{right / full:.0%}" if full else "-",
+            **{
+                key: fmean(row[key] for row in own)
+                for key in ("seconds", "read_seconds", "held_bytes", "host_bytes")
             },
-        ),
-    ]
+        }
 
 
-def _questions_table(rows: list[Row]) -> str:
-    names, full, lines = list(NAMES), share(rows, FULL, None), []
-    for budget, place in sorted({(r["budget"] or 0, names.index(r["contender"])) for r in rows}):
-        own = of(rows, contender=names[place], budget=budget or None)
-        right = share(own, names[place], budget or None)
-        keys = ("seconds", "read_seconds", "held_bytes", "host_bytes")
-        lines.append(
-            {"name": NAMES[names[place]], "budget": budget or "all", "right": right}
-            | {"of_full": f"{right / full:.0%}" if full else "-"}
-            | {key: fmean(row[key] for row in own) for key in keys}
-        )
-    return table(
-        lines,
-        {
-            "cache": "{name}",
-            "budget": "{budget}",
-            "right answers": "{right:.0%}",
-            "of the full cache's": "{of_full}",
-            "s per question": "{seconds:.2f}",
-            "s to read before": "{read_seconds:.1f}",
-            "device": "{held_bytes:bytes}",
-            "host": "{host_bytes:bytes}",
-        },
-    )
-
-
-def share(rows: Sequence[Row], contender: str, budget: int | None) -> float:
-    """Fraction of right answers of a contender."""
+def right_share(rows: Sequence[Row], contender: str, budget: int | None) -> float:
     return fmean(row["right"] for row in of(rows, contender=contender, budget=budget))
 
 
-EXPERIMENT = Experiment(
-    name="recall",
-    title="Many questions, many turns",
-    measure=measure,
-    options={"documents": 4, "tokens": 2048, "turns": 50, "budgets": (128, 256)},
-    measured=lambda rows: environment_line(of(rows, task="questions")),
-    tables=_tables,
-    shown={
-        "recall": Shown(
-            "Ten questions about one document",
-            ("cache", "right answers", "s per question", "device", "host"),
-            (
-                "full cache, read once | all",
-                "SnapKV, kept for the first question | 128",
-                "AdaKV(KVzip), kept before any question | 128",
-                "SnapKV with recall | 128",
-                "SnapKV, read again for every question | 128",
-            ),
-        )
+def _turns_table(rows: list[Row]) -> Iterator[str]:
+    some = [row for row in rows if row["turn"] in (1, 2, 5, 10, 20, 30, 40, 50)]
+    columns = {
+        "turn": "{turn}",
+        "tokens seen": lambda row: f"{row['prompt_tokens'] + row['new_tokens'] - 1:,}",
+        "device after it": "{held_bytes:bytes}",
+        "most within it": "{most_bytes:bytes}",
+        "cap": lambda row: format_bytes(cap_bytes(row)),
+        "host": "{host_bytes:bytes}",
+        "s": "{seconds:.2f}",
+    }
+    return Table(columns, f"{len(rows)} turns in one cache").parts(some)
+
+
+_QUESTIONS = Table(
+    {
+        "cache": "{name}",
+        "budget": "{budget}",
+        "right answers": "{right:.0%}",
+        "of the full cache's": "{of_full}",
+        "s per question": "{seconds:.2f}",
+        "s to read before": "{read_seconds:.1f}",
+        "device": "{held_bytes:bytes}",
+        "host": "{host_bytes:bytes}",
     },
+    "Ten questions about one document",
+    {"task": "questions"},
+    _means,
 )
 
-
-if __name__ == "__main__":
-    EXPERIMENT.main()
+MANY_QUESTIONS = Experiment(
+    name="recall",
+    title="Many questions, many turns",
+    measure=_measure,
+    options={
+        "count": Sized(4, 1),
+        "tokens": Sized(2048, 512),
+        "questions": Sized(10, 2),
+        "turns": Sized(50, 2),
+        "budgets": Sized((128, 256), (96,)),
+        "turned": Sized((128, 8, 512), (64, 2, 256)),
+    },
+    tables=lambda rows: [*_QUESTIONS.parts(rows), *_turns_table(of(rows, task="turns"))],
+)

@@ -1,12 +1,17 @@
-"""JSON rows on disk, and Markdown pages made of nothing but rows."""
+"""JSON rows on disk, and where and with what they were measured."""
 
 import json
-from collections.abc import Iterable, Sequence
+import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parents[5] / "docs" / "results"
-TABLES = RESULTS / "tables"
+import torch
+
+from snapkv_lab.measure.environment import describe
+
+ROOT = Path(__file__).parents[5]
+RESULTS = ROOT / "docs" / "results"
 
 Row = dict[str, Any]
 
@@ -18,54 +23,59 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def append_rows(path: Path, rows: Iterable[Row]) -> None:
     """Add rows that belong together, at once, so that none of them is left half written."""
     text = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", buffering=1 << 20, encoding="utf-8") as file:
         file.write(text)
 
 
-def between(page: str, begin: str, end: str, content: str) -> str:
-    """The page with this content between two marks, which stay."""
-    before, _, rest = page.partition(begin)
-    _, _, after = rest.partition(end)
-    return before + begin + content + end + after
+def of(rows: Iterable[Row], **wanted: Any) -> list[Row]:
+    return [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
 
 
-def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; the first column is left-aligned, numbers stand on the right."""
-    rule = ["---", *["---:"] * (len(header) - 1)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, rule, *rows])
+def grouped(rows: Iterable[Any], by: Any) -> dict[Any, list[Any]]:
+    """Rows by a key of theirs, or by what a function says of them, in the order they come."""
+    found: dict[Any, list[Any]] = {}
+    for row in rows:
+        found.setdefault(by(row) if callable(by) else row[by], []).append(row)
+    return found
 
 
-def tables_page(benchmark: str, title: str, measured: str, *parts: str) -> str:
-    """A page of headings and tables, which says what made it of which rows.
-
-    Args:
-        benchmark: the module, and the name of its rows.
-        title: the first heading.
-        measured: on what; see `environment_line`.
-        parts: further headings, and tables.
-    """
-    made = f"Made by `python -m snapkv_lab.experiments.{benchmark}`. {measured}."
-    return "\n\n".join([f"# {title}", made, *parts]) + "\n"
+def describe_environment(device: torch.device | None = None) -> Row:
+    return {
+        "commit": _git("rev-parse", "--short=10", "HEAD"),
+        "changed_files": len(_git("status", "--porcelain", "--", "packages").splitlines()),
+        **describe(device or torch.device("cpu")),
+    }
 
 
-def environment_line(rows: Sequence[Row]) -> str:
-    """What the rows say about model, software and machine; they must agree."""
-    models = {json.dumps(row["model"]) for row in rows}
-    environments = {json.dumps(row["environment"]) for row in rows}
-    if len(models) != 1 or len(environments) != 1:
-        raise ValueError("expected rows of one run, got several models or environments")
-    model, environment = rows[0]["model"], rows[0]["environment"]
-    vllm = f"vLLM {environment['vllm']}, " if environment.get("vllm") else ""
+def _git(*arguments: str) -> str:
+    """Output of a git command; empty outside a checkout."""
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.rstrip()
+
+
+def environment_line(rows: Iterable[Row]) -> str:
+    """What the rows say about model, software and machine, each with its commits."""
+    commits: dict[str, dict[str, None]] = {}
+    for row in rows:
+        if "environment" in row:
+            commits.setdefault(_machine(row), {})[row["environment"].get("commit", "")] = None
+    return "; ".join(
+        f"{line}, commit{'s' * (len(own) > 1)} {', '.join(own)}" for line, own in commits.items()
+    )
+
+
+def _machine(row: Row) -> str:
+    model, environment = row["model"], row["environment"]
+    vllm = f", vLLM {environment['vllm']}" if environment.get("vllm") else ""
     return (
         f"Measured on {model['name']} ({model['dtype']}, {model['attn_implementation']}, "
         f"{model['device']}), {environment['processor']}, {environment['threads']} threads, "
-        f"torch {environment['torch']}, transformers {environment['transformers']}, "
-        f"{vllm}commit {environment['commit']}"
+        f"torch {environment['torch']}, transformers {environment['transformers']}{vllm}"
     )

@@ -7,7 +7,7 @@ random weights, and `quality` at one budget.
 import contextlib
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
@@ -16,126 +16,66 @@ import torch
 from torch import Tensor
 
 from snapkv.app.likelihood import log_likelihood
-from snapkv.app.models import LoadedModel, load
+from snapkv.app.models import LoadedModel
 from snapkv.app.prefills import Exact, GemFilter, Prefill, Selective
-from snapkv.policies import default_policy
-from snapkv_lab.evaluate.haystack import load_haystack
-from snapkv_lab.evaluate.sample import Sample
+from snapkv.policies import Policy, default_policy
 from snapkv_lab.evaluate.task import Task
 from snapkv_lab.evaluate.tasks import Lines, Needle
-from snapkv_lab.experiments.experiment import Experiment, Given, Shown, of, pivot, table
-from snapkv_lab.experiments.magic_number import SEED, make_documents
-from snapkv_lab.experiments.records import Row, environment_line
+from snapkv_lab.experiments.experiment import Experiment, Given, Sized
+from snapkv_lab.experiments.measuring import Turns
+from snapkv_lab.experiments.pages import Pivot, Table
+from snapkv_lab.experiments.prompts import SEED, encode
+from snapkv_lab.experiments.records import Row, grouped
 from snapkv_lab.measure.contenders import compressed
 from snapkv_lab.measure.random_models import random_model
-from snapkv_lab.measure.timing import alternate, ratios
+from snapkv_lab.measure.timing import ratios
 
-LAYER, RATIO = 18, 0.15
-"""What `snapkv study early-layer` has found of the demo model, and the default share."""
-
-LAYERS = (16, 19)
-RATIOS = (0.3,)
-BUDGET = 256
 SHAPE, SHAPE_LAYERS = "smollm2-135m", 6
 
 
-def selective(layer: int = LAYER, keep_ratio: float = RATIO) -> Selective:
-    """Selective reading in which the share alone says how many tokens go on."""
-    return Selective(layer=layer, keep_ratio=keep_ratio, least_tokens=0)
+def ways(layers: Sequence[int]) -> list[Prefill]:
+    """How a prompt is read; in the small shares the share alone says how many tokens go on.
 
-
-def gemfilter(keep_ratio: float = RATIO) -> GemFilter:
-    """GemFilter at the same layer, with the share alone."""
-    return GemFilter(layer=LAYER, keep_ratio=keep_ratio, least_tokens=0)
-
-
-WAYS: tuple[Prefill, ...] = (
-    Exact(),
-    selective(),
-    *(selective(keep_ratio=ratio) for ratio in RATIOS),
-    *(selective(layer=layer) for layer in LAYERS),
-    gemfilter(),
-)
-TIMED: tuple[Prefill, ...] = (
-    Exact(),
-    selective(),
-    selective(keep_ratio=RATIOS[-1]),
-    *(selective(layer=layer) for layer in LAYERS),
-    gemfilter(),
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    """How much is measured.
-
-    Attributes:
-        tokens: of the prompt that is timed on the demo model.
-        rounds: of the timing there.
-        shape_tokens: of the prompt on the model of random weights.
-        shape_rounds: of the timing there.
-        documents: with a magic number, of every length.
-        lengths: of the prompts of the three tasks.
-        depths: of needles and lines, of every length.
-        each: samples of every length and depth.
+    The first layer is what `snapkv study early-layer` has found of the demo model.
     """
-
-    tokens: int = 4096
-    rounds: int = 4
-    shape_tokens: int = 16384
-    shape_rounds: int = 2
-    documents: int = 10
-    lengths: tuple[int, ...] = (1024,)
-    depths: int = 5
-    each: int = 2
-
-
-SMALL = Size(
-    tokens=1024,
-    rounds=2,
-    shape_tokens=2048,
-    shape_rounds=2,
-    documents=2,
-    lengths=(768,),
-    depths=2,
-    each=1,
-)
+    found, *others = layers
+    return [
+        Exact(),
+        *(Selective(layer=found, keep_ratio=ratio, least_tokens=0) for ratio in (0.15, 0.3)),
+        *(Selective(layer=layer, keep_ratio=0.15, least_tokens=0) for layer in others),
+        GemFilter(layer=found, keep_ratio=0.15, least_tokens=0),
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A prompt and its right answer.
-
-    Attributes:
-        prompt: (1, T) int64.
-        answer: (1, N) int64.
-    """
+    """A prompt, (1, T) int64, and its right answer, (1, N)."""
 
     prompt: Tensor
     answer: Tensor
 
 
-def times(model: Any, ids: Tensor, ways: Sequence[Prefill], rounds: int) -> Iterator[Row]:
-    """A row for each way of reading a prompt, (1, T); ratios are of one round, against the first.
-
-    A round before those that count warms up.
-    """
-    policy = default_policy(BUDGET)
+def times(
+    model: Any, ids: Tensor, ways: Sequence[Prefill], rounds: int, policy: Policy
+) -> Iterator[Row]:
+    """A row for each way of reading a prompt, (1, T), against the first."""
     readers = {
-        str(number): replace(compressed(str(number), policy), prefill=way).reader(
+        way: replace(compressed(way.name, policy), prefill=way).reader(
             model, ids, lambda _: contextlib.nullcontext()
         )
-        for number, way in enumerate(ways)
+        for way in ways
     }
-    runs = alternate(readers, rounds=rounds, warmup_rounds=1)
-    for way, samples in zip(ways, runs.values(), strict=True):
+    turns = Turns(readers, rounds=rounds)
+    base = turns.samples(ways[0])
+    for way in turns:
+        samples = turns.samples(way)
         yield {
             "prefill": way.describe(),
             "prompt_tokens": ids.shape[1],
             "policy": policy.describe(),
             "rounds": rounds,
             "ms": _spread(samples, 1),
-            "ratio": _spread(ratios(samples, runs["0"]), 4),
+            "ratio": _spread(ratios(samples, base), 4),
             "samples_ms": [round(ms, 1) for ms in samples],
         }
 
@@ -146,10 +86,12 @@ def _spread(values: Sequence[float], digits: int) -> dict[str, float]:
 
 
 def quality(
-    loaded: LoadedModel, tasks: dict[str, Sequence[Question]], ways: Sequence[Prefill]
+    loaded: LoadedModel,
+    tasks: Mapping[str, Sequence[Question]],
+    ways: Sequence[Prefill],
+    policy: Policy,
 ) -> Iterator[Row]:
     """A row for each task and way of reading: right answers, and the loss of their tokens."""
-    policy = default_policy(BUDGET)
     for (task, questions), way in itertools.product(tasks.items(), ways):
         print(f"{task}: {way.describe()}", file=sys.stderr)
         with way.within(loaded.model):
@@ -171,37 +113,18 @@ def quality(
         }
 
 
-def questions(tokenizer: Any, size: Size) -> dict[str, Sequence[Question]]:
+def questions(given: Given) -> dict[str, list[Question]]:
     """The prompts of every task, with answers begun for the model, without a chat template."""
-    haystack = load_haystack()
-    documents = [
-        document
-        for tokens in size.lengths
-        for document in make_documents(
-            tokenizer, haystack, prompt_tokens=tokens, count=size.documents
-        )
-    ]
+    tokenizer, each, length = given.loaded.tokenizer, given.each, given.length
     magic = [
         Question(
             prompt=torch.tensor([document.prompt_ids]), answer=torch.tensor([document.answer_ids])
         )
-        for document in documents
+        for document in given.documents(length, given.count)
     ]
-    needle = Needle(
-        lengths=size.lengths,
-        depths=size.depths,
-        permutations=size.each,
-        digits=5,
-        cloze=True,
-        buffer_tokens=100,
-    )
-    lines = Lines(
-        lengths=size.lengths,
-        positions=size.depths,
-        samples_each=size.each,
-        examples=3,
-        cloze=True,
-    )
+    shape = {"lengths": (length,), "cloze": True}
+    needle = Needle(**shape, depths=given.depths, permutations=each, digits=5, buffer_tokens=100)
+    lines = Lines(**shape, positions=given.depths, samples_each=each, examples=3)
     return {
         "magic number": magic,
         "needle": _asked(needle, tokenizer, " "),
@@ -211,39 +134,27 @@ def questions(tokenizer: Any, size: Size) -> dict[str, Sequence[Question]]:
 
 def _asked(task: Task, tokenizer: Any, between: str) -> list[Question]:
     """The samples of a task; `between` stands between the answer's beginning and the answer."""
-
-    def answer(sample: Sample) -> Tensor:
-        ids: Tensor = tokenizer(
-            between + sample.references[0], add_special_tokens=False, return_tensors="pt"
-        )["input_ids"]
-        return ids
-
     return [
         Question(
             prompt=sample.prompt(tokenizer, "none", "visible").token_ids(tokenizer),
-            answer=answer(sample),
+            answer=torch.tensor([encode(tokenizer, between + sample.references[0])]),
         )
         for sample in task.samples(tokenizer)
     ]
 
 
-def _time(size: Size) -> Iterator[Row]:
-    loaded = load("demo")
-    (document,) = make_documents(
-        loaded.tokenizer, load_haystack(), prompt_tokens=size.tokens, count=1
-    )
-    ids = torch.tensor([document.prompt_ids])
-    for row in times(loaded.model, ids, TIMED, size.rounds):
-        yield row | {"seed": SEED, "model": loaded.description()}
+def _time(given: Given) -> Iterator[Row]:
+    ids, policy = torch.tensor([given.prompt(given.tokens)]), default_policy(given.budget)
+    rows = times(given.loaded.model, ids, ways(given.layers), given.rounds, policy)
+    return (row | {"seed": SEED} for row in rows)
 
 
-def _shape(size: Size) -> Iterator[Row]:
-    model = random_model(
-        SHAPE, device=torch.device("cpu"), dtype=torch.float32, layers=SHAPE_LAYERS
-    )
+def _shape(given: Given) -> Iterator[Row]:
+    cpu = torch.device("cpu")
+    model = random_model(SHAPE, device=cpu, dtype=torch.float32, layers=SHAPE_LAYERS)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocabulary, (1, size.shape_tokens), generator=generator)
+    ids = torch.randint(vocabulary, (1, given.shape_tokens), generator=generator)
     about = {
         "name": f"random weights of {SHAPE}",
         "layers": SHAPE_LAYERS,
@@ -251,63 +162,15 @@ def _shape(size: Size) -> Iterator[Row]:
         "attn_implementation": "sdpa",
         "device": "cpu",
     }
-    for row in times(model, ids, (Exact(), selective(SHAPE_LAYERS // 2)), size.shape_rounds):
+    half = ways([SHAPE_LAYERS // 2])[:2]
+    for row in times(model, ids, half, given.shape_rounds, default_policy(given.budget)):
         yield row | {"model": about}
 
 
-def _quality(size: Size) -> Iterator[Row]:
-    loaded = load("demo")
-    for row in quality(loaded, questions(loaded.tokenizer, size), WAYS):
-        yield row | {"seed": SEED, "model": loaded.description()}
-
-
-_PARTS: dict[str, Callable[[Size], Iterator[Row]]] = {
-    "time": _time,
-    "shape": _shape,
-    "quality": _quality,
-}
-
-
-def measure(given: Given) -> Iterator[Row]:
-    """The rows of some parts."""
-    for part in given.parts:
-        for row in _PARTS[part](SMALL if given.small else Size()):
-            yield {"part": part, **row}
-
-
-def _tables(rows: list[Row]) -> Iterator[str]:
-    timed = {
-        "reading": _label,
-        "seconds": "{ms[p50]:seconds|.2f}",
-        "of the exact time": _ratio,
-    }
-    if own := of(rows, part="time"):
-        yield "## Time on the demo model"
-        yield table(own, timed)
-    if own := of(rows, part="shape"):
-        yield (
-            "## Time at {prompt_tokens:,} tokens, {model[layers]} layers of random weights"
-        ).format_map(own[0])
-        yield table(own, timed)
-    if own := of(rows, part="quality"):
-        everywhere = [
-            row | {"label": label, "task": "all", "cell": f"{_share(own, label):.2f}"}
-            for label in dict.fromkeys(map(_label, own))
-            for row in own[:1]
-        ]
-        cells = [row | {"label": _label(row), "cell": _cell(row)} for row in own]
-        yield "## Right answers"
-        yield pivot([*cells, *everywhere], "reading", "{label}", "{task}", "{cell}")
-
-
-def _line(rows: list[Row]) -> str:
-    found = (of(rows, part=part) for part in _PARTS)
-    return "; ".join(dict.fromkeys(environment_line(own) for own in found if own))
-
-
-def _share(rows: Sequence[Row], label: str) -> float:
-    own = [row for row in rows if _label(row) == label]
-    return float(sum(row["right"] for row in own) / sum(row["prompts"] for row in own))
+def _quality(given: Given) -> Iterator[Row]:
+    policy, asked = default_policy(given.budget), questions(given)
+    rows = quality(given.loaded, asked, ways(given.layers), policy)
+    return (row | {"seed": SEED} for row in rows)
 
 
 def _label(row: Row) -> str:
@@ -321,32 +184,50 @@ def _ratio(row: Row) -> str:
     return "1.00" if exact else "{p50:.2f} ({min:.2f} to {max:.2f})".format_map(row["ratio"])
 
 
-def _cell(row: Row) -> str:
-    return f"{row['right'] / row['prompts']:.2f} ({row['loss']:.3f})"
+_TIMED = {
+    "reading": _label,
+    "seconds": "{ms[p50]:seconds|.2f}",
+    "of the exact time": _ratio,
+}
 
 
-EXPERIMENT = Experiment(
+def _with_all(rows: list[Row]) -> Iterable[Row]:
+    for row in rows:
+        told = f"{row['right'] / row['prompts']:.2f} ({row['loss']:.3f})"
+        yield {"label": _label(row), "task": row["task"], "cell": told}
+    for label, own in grouped(rows, _label).items():
+        share = sum(row["right"] for row in own) / sum(row["prompts"] for row in own)
+        yield {"label": label, "task": "all", "cell": f"{share:.2f}"}
+
+
+SELECTIVE = Experiment(
     name="selective",
     title="Reading fewer tokens in the upper half of the model",
-    measure=measure,
-    small=True,
-    parts=tuple(_PARTS),
-    measured=_line,
-    tables=_tables,
-    shown={
-        "selective": Shown(
-            "Time on the demo model",
-            ("reading", "of the exact time"),
-            ("exact", "selective, 16, 15%", "gemfilter, 16, 15%"),
-        ),
-        "selective-right": Shown(
-            "Right answers",
-            ("reading", "lines", "all"),
-            ("exact", "selective, 16, 15%", "gemfilter, 16, 15%"),
-        ),
+    measure={"time": _time, "shape": _shape, "quality": _quality},
+    options={
+        "layers": Sized((18, 16, 19), (1,)),
+        "budget": Sized(256, 48),
+        "tokens": Sized(4096, 160),
+        "rounds": Sized(4, 2),
+        "shape_tokens": Sized(16384, 128),
+        "shape_rounds": 2,
+        "count": Sized(10, 2),
+        "length": Sized(1024, 512),
+        "depths": Sized(5, 1),
+        "each": Sized(2, 1),
     },
+    tables=[
+        Table(_TIMED, "Time on the demo model", {"part": "time"}),
+        Table(
+            _TIMED,
+            "Time at {prompt_tokens:,} tokens, {model[layers]} layers of random weights",
+            {"part": "shape"},
+        ),
+        Table(
+            Pivot("reading", "{label}", "{task}", "{cell}"),
+            "Right answers",
+            {"part": "quality"},
+            _with_all,
+        ),
+    ],
 )
-
-
-if __name__ == "__main__":
-    EXPERIMENT.main()

@@ -1,179 +1,148 @@
-"""vLLM with compressed prompts beside stock vLLM, in turns, in one process.
+"""vLLM with compressed prompts, over the demo model in this process.
 
-Needs `make .venv-vllm/.installed`.
+`serving`: beside stock vLLM, in turns. `serving_caps`: needles under a cap, beside the library's
+answers to the same prompts. `shared_documents`: many questions about one document, that was
+compressed once, behind a cached prefix as stock vLLM has it, and, for some, reading all of it.
+
+Import this before vLLM: one engine after the other, threads as the system gives them. Needs `make
+.venv-vllm/.installed`, whose Python runs these experiments.
 """
 
 import contextlib
+import gc
 import itertools
+import os
+import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 from typing import Any
 
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
 import torch
 
 from snapkv import AdaKV, CompressedCache, SnapKV
-from snapkv.app.models import LoadedModel
+from snapkv.app.models import place_of
+from snapkv.policies.kvzip import INSTRUCTION
+from snapkv.prefill import chunked
 from snapkv_lab.evaluate.haystack import load_haystack
-from snapkv_lab.experiments.engine import Engine, measured_on
-from snapkv_lab.experiments.experiment import Experiment, Given, Shown, cell, of, table
-from snapkv_lab.experiments.magic_number import Document, make_documents
-from snapkv_lab.experiments.records import Row, environment_line, markdown_table
-from snapkv_lab.measure.timing import Spent, alternate, ratios, spent_on, spread
-from snapkv_vllm import engine_args
+from snapkv_lab.experiments.experiment import Experiment, Given, Sized
+from snapkv_lab.experiments.measuring import Turns
+from snapkv_lab.experiments.pages import Table, cell, markdown_table
+from snapkv_lab.experiments.prompts import Document, encode, generate
+from snapkv_lab.experiments.quality import CAPPED, CAPS
+from snapkv_lab.experiments.records import Row, describe_environment, grouped, of
+from snapkv_lab.measure.timing import spent_on, spread
+from snapkv_vllm import Limits, engine_args
+from snapkv_vllm.documents import words
+from snapkv_vllm.documents.sharing import Sharing
+from snapkv_vllm.versions import installed
 
-
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """What is measured.
-
-    Attributes:
-        equal_prompts: prompts of the comparison with stock vLLM, of `equal_tokens` and fewer.
-        library_prompts: prompts of the comparison with the library.
-        requests: sent at once in the comparison of speed, `rounds` times.
-        blocks: what the tight pool holds, of 128 tokens; the ample one has room for all requests.
-        heads_tokens: of the prompts whose heads hold different numbers of tokens.
-        pairs: how often prompts are read by either engine, alone and `at_once`.
-    """
-
-    equal_prompts: int = 64
-    equal_tokens: int = 1000
-    library_prompts: int = 16
-    library_tokens: int = 1500
-    requests: int = 16
-    prompt_tokens: int = 4000
-    new_tokens: int = 256
-    blocks: int = 112
-    heads_tokens: int = 2000
-    rounds: int = 2
-    budget: int = 512
-    pairs: int = 16
-    at_once: int = 8
-
-    @property
-    def ample_blocks(self) -> int:
-        """Enough for every request whole, and one that vLLM keeps for itself."""
-        return self.requests * -(-(self.prompt_tokens + self.new_tokens) // BLOCK_TOKENS) + 1
-
-
-SMALL = Sizes(
-    equal_prompts=3,
-    equal_tokens=200,
-    library_prompts=2,
-    library_tokens=300,
-    requests=3,
-    prompt_tokens=600,
-    new_tokens=16,
-    blocks=12,
-    heads_tokens=600,
-    rounds=1,
-    budget=128,
-    pairs=2,
-    at_once=2,
-)
 VOTES = {"kernel_size": 13}
 BLOCK_TOKENS = 128
 ANSWER_TOKENS = 32
-ALONE, AT_ONCE = "reading", "reading at once"
-"""Parts that read prompts up to their first tokens: one, and several."""
-HEADS = "heads of different length"
-
-Documents = Callable[[int, int], list[Document]]
-"""Makes so many prompts of so many tokens."""
 
 
-@dataclass
-class Steps:
-    """What the steps of a batch took.
+class Engine:
+    """vLLM, stock or with compressed prompts; options are those of `vllm.LLM`."""
 
-    Attributes:
-        prefill: seconds of steps with prompt tokens.
-        decode: seconds of steps with none.
-        running: requests in each step.
-    """
+    def __init__(self, model: str, **options: Any) -> None:
+        from vllm import LLM
 
-    prefill: list[float] = field(default_factory=list)
-    decode: list[float] = field(default_factory=list)
-    running: list[int] = field(default_factory=list)
+        settings = {"enforce_eager": True, "disable_log_stats": True} | options
+        self.llm = LLM(place_of(model), **settings)
+        self.core = self.llm.llm_engine.engine_core.engine_core
+        self.pool = self.core.scheduler.kv_cache_manager.block_pool
+
+    def send(self, prompts: Sequence[list[int]], tokens: int, **more: Any) -> list[list[int]]:
+        """Greedy answers of exactly so many tokens."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, **more)
+        asked: list[Any] = [{"prompt_token_ids": ids} for ids in prompts]
+        outputs = self.llm.generate(asked, sampling, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.core.shutdown()
+        del self.llm, self.core, self.pool
+        gc.collect()
 
 
 class StepEngine(Engine):
-    """vLLM over the demo model, stock or with compressed prompts, step by step."""
+    """One that works step by step; without a budget it is stock vLLM."""
 
     def __init__(
         self,
-        *,
+        given: Given,
         budget: int | None,
+        *,
         dtype: str,
         blocks: int,
         most_tokens: int,
         policy: str = SnapKV.name,
     ) -> None:
-        bytes_each = torch.finfo(getattr(torch, dtype)).bits // 8
+        text = given.loaded.model.config
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        layers_heads = text.num_hidden_layers * text.num_key_value_heads
+        token_bytes = 2 * layers_heads * head_dim * torch.finfo(getattr(torch, dtype)).bits // 8
         options: dict[str, Any] = {
             "dtype": dtype,
             "max_model_len": most_tokens,
             "block_size": BLOCK_TOKENS,
-            "kv_cache_memory_bytes": blocks * BLOCK_TOKENS * 30 * 3 * 64 * 2 * bytes_each,
+            "kv_cache_memory_bytes": blocks * BLOCK_TOKENS * token_bytes,
             "enable_prefix_caching": False,
             "max_num_batched_tokens": 2048,
         }
         if budget is not None:
             options = engine_args(budget=budget, policy=policy, parameters=VOTES, **options)
-        super().__init__(**options)
+        super().__init__(given.model, **options)
+        schedule, self._computed = self.core.scheduler.schedule, list[int]()
 
-    def answers(self, prompts: Sequence[list[int]], tokens: int) -> tuple[list[list[int]], Steps]:
-        """Greedy answers of all prompts sent at once, and what the steps took."""
-        self.start(prompts, tokens)
-        found: dict[int, list[int]] = {}
-        steps = Steps()
-        while self.llm.llm_engine.has_unfinished_requests():
-            start = time.perf_counter()
-            outputs = self.llm.llm_engine.step()
-            self._note(steps, time.perf_counter() - start)
-            for one in outputs:
-                found[int(one.request_id)] = list(one.outputs[0].token_ids)
-        return [found[number] for number in range(len(prompts))], steps
+        def schedule_and_note(*args: Any, **kwargs: Any) -> Any:
+            scheduled = schedule(*args, **kwargs)
+            self._computed = list(scheduled.num_scheduled_tokens.values())
+            return scheduled
+
+        self.core.scheduler.schedule = schedule_and_note
 
     def start(self, prompts: Sequence[list[int]], tokens: int) -> None:
-        """Send prompts, whose answers have exactly so many tokens."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0, max_tokens=tokens, min_tokens=tokens)
         for number, ids in enumerate(prompts):
             self.llm.llm_engine.add_request(str(number), {"prompt_token_ids": ids}, sampling)
 
-    def step(self) -> list[int]:
-        """One step, and how many tokens of each request it computed."""
-        self.llm.llm_engine.step()
-        return list(self._scheduled.num_scheduled_tokens.values())
+    def step(self) -> tuple[list[int], Any]:
+        """One step: how many tokens of each request it computed, and what it puts out."""
+        outputs = self.llm.llm_engine.step()
+        return self._computed, outputs
 
-    @property
-    def held_blocks(self) -> int:
-        """Blocks that are not free."""
-        return int(self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks())
-
-    def watch_steps(self) -> None:
-        """Keep the numbers of tokens that each step computes."""
-        schedule = self.core.scheduler.schedule
-
-        def schedule_and_note(*args: Any, **kwargs: Any) -> Any:
-            self._scheduled = schedule(*args, **kwargs)
-            return self._scheduled
-
-        self.core.scheduler.schedule = schedule_and_note
-
-    def _note(self, steps: Steps, seconds: float) -> None:
-        scheduled = getattr(self, "_scheduled", None)
-        if scheduled is None:
-            return
-        tokens = scheduled.num_scheduled_tokens
-        prefill = any(count > 1 for count in tokens.values())
-        (steps.prefill if prefill else steps.decode).append(seconds)
-        steps.running.append(len(tokens))
+    def answers(self, prompts: Sequence[list[int]], tokens: int) -> tuple[list[list[int]], Row]:
+        """Greedy answers of all prompts sent at once, and what the steps took."""
+        self.start(prompts, tokens)
+        found: dict[int, list[int]] = {}
+        prefill, decode, running = [], [], []
+        while self.llm.llm_engine.has_unfinished_requests():
+            start = time.perf_counter()
+            computed, outputs = self.step()
+            some = prefill if any(count > 1 for count in computed) else decode
+            some.append(time.perf_counter() - start)
+            running.append(len(computed))
+            for one in outputs:
+                found[int(one.request_id)] = list(one.outputs[0].token_ids)
+        return [found[number] for number in range(len(prompts))], {
+            "prefill_seconds": round(sum(prefill), 2),
+            "decode_seconds": round(sum(decode), 2),
+            "decode_steps": len(decode),
+            "most_running": max(running),
+        }
 
     def kept_sets(self) -> dict[int, list[torch.Tensor]]:
         """From now on, what every layer keeps, by the length of the prompt."""
@@ -189,303 +158,201 @@ class StepEngine(Engine):
         return noted
 
 
-def equal_to_stock(sizes: Sizes, documents: list[Document]) -> Row:
-    """Share of prompts within the budget whose tokens are stock vLLM's."""
-    most = sizes.equal_tokens
-    prompts = [d.prompt_ids[-(most - 7 * n) :] for n, d in enumerate(documents)]
-    room = {"dtype": "float32", "blocks": 40, "most_tokens": 2048}
+@contextlib.contextmanager
+def _engines(given: Given, made: dict[str, dict[str, Any]], **room: Any) -> Iterator[Any]:
+    found = {name: StepEngine(given, **own, **room) for name, own in made.items()}
+    yield found
+    for engine in found.values():
+        engine.close()
+
+
+def _ids(given: Given, count: int, tokens: int) -> list[list[int]]:
+    return [document.prompt_ids for document in given.documents(tokens, count)]
+
+
+def _equal(given: Given) -> Iterator[Row]:
+    """How many prompts within the budget have stock vLLM's tokens."""
+    most = given.equal_tokens
+    found = _ids(given, given.equal_prompts, most)
+    prompts = [ids[-(most - 7 * number) :] for number, ids in enumerate(found)]
     answers = []
     for budget in (None, most):
-        engine = StepEngine(budget=budget, **room)
-        answers.append(engine.answers(prompts, ANSWER_TOKENS)[0])
-        engine.close()
-    same = sum(mine == stock for stock, mine in zip(*answers, strict=True))
-    return {"part": "budget of the prompt", "prompts": len(prompts), "same_answers": same}
+        with _engines(given, {"": {"budget": budget}}, **_FLOATS, blocks=40) as engines:
+            answers.append(engines[""].answers(prompts, ANSWER_TOKENS)[0])
+    same = sum(map(list.__eq__, *answers))
+    yield {"prompts": len(prompts), "same_answers": same} | _on(given, "float32")
 
 
-def like_the_library(sizes: Sizes, documents: list[Document], loaded: LoadedModel) -> Row:
-    """Share of kept sets that are the library's, and of answers, beside stock and transformers."""
-    prompts = [d.prompt_ids[-(sizes.library_tokens + n) :] for n, d in enumerate(documents)]
-    room = {"dtype": "float32", "blocks": 60, "most_tokens": 2048}
-    engine = StepEngine(budget=sizes.budget, **room)
-    kept = engine.kept_sets()
-    mine = engine.answers(prompts, ANSWER_TOKENS)[0]
-    engine.close()
-    engine = StepEngine(budget=None, **room)
-    stock = engine.answers(prompts, ANSWER_TOKENS)[0]
-    engine.close()
+_FLOATS = {"dtype": "float32", "most_tokens": 2048}
+
+
+def _like_the_library(given: Given) -> Iterator[Row]:
+    """How many kept sets are the library's, and answers, beside stock and transformers."""
+    model, count, tokens = given.loaded.model, given.library_prompts, given.library_tokens
+    found = _ids(given, count, tokens + count)
+    prompts = [ids[-(tokens + number) :] for number, ids in enumerate(found)]
+    with _engines(given, {"": {"budget": given.budget}}, **_FLOATS, blocks=60) as engines:
+        kept = engines[""].kept_sets()
+        mine = engines[""].answers(prompts, ANSWER_TOKENS)[0]
+    with _engines(given, {"": {"budget": None}}, **_FLOATS, blocks=60) as engines:
+        stock = engines[""].answers(prompts, ANSWER_TOKENS)[0]
     sets = same_sets = same = same_stock = 0
     for ids, answer, whole in zip(prompts, mine, stock, strict=True):
-        cache = CompressedCache(loaded.model, SnapKV(sizes.budget, **VOTES))
-        same += answer == _generate(loaded, ids, cache)
-        same_stock += whole == _generate(loaded, ids, None)
+        cache = CompressedCache(model, SnapKV(given.budget, **VOTES))
+        same += answer == generate(model, ids, cache, ANSWER_TOKENS)
+        same_stock += whole == generate(model, ids, None, ANSWER_TOKENS)
         for layer, keep in enumerate(kept[len(ids)]):
-            theirs = cache.kept_positions(layer)[..., : sizes.budget]
+            theirs = cache.kept_positions(layer)[..., : given.budget]
             sets += keep.shape[1]
             same_sets += int((keep == theirs).all(dim=-1).sum())
-    return {
-        "part": "library",
-        "prompts": len(prompts),
-        "budget": sizes.budget,
+    yield {
+        "prompts": count,
+        "budget": given.budget,
         "sets": sets,
         "same_sets": same_sets,
         "same_answers": same,
         "stock_like_transformers": same_stock,
-    }
+    } | _on(given, "float32")
 
 
-def _generate(loaded: LoadedModel, ids: list[int], cache: CompressedCache | None) -> list[int]:
-    prompt = torch.tensor([ids])
-    output = loaded.model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        past_key_values=cache,
-        max_new_tokens=ANSWER_TOKENS,
-        min_new_tokens=ANSWER_TOKENS,
-        do_sample=False,
-    )
-    answer: list[int] = output[0, len(ids) :].tolist()
-    return answer
+def _on(given: Given, dtype: str) -> Row:
+    model = given.loaded.description() | {"attn_implementation": "vLLM CPU_ATTN", "dtype": dtype}
+    return {"model": model, "environment": describe_environment() | {"vllm": installed()}}
 
 
 @contextlib.contextmanager
-def both_engines(sizes: Sizes, prompt: list[int], blocks: int) -> Iterator[dict[str, StepEngine]]:
+def _both(given: Given, prompt: list[int], blocks: int) -> Iterator[dict[str, StepEngine]]:
     """Stock vLLM and the plugin side by side, warm and ready all the time."""
-    room = {
-        "dtype": "bfloat16",
+    most = given.prompt_tokens + given.new_tokens
+    made = {"stock": {"budget": None}, "snapkv": {"budget": given.budget}}
+    with _engines(given, made, dtype="bfloat16", blocks=blocks, most_tokens=most) as engines:
+        for engine in engines.values():
+            engine.answers([prompt], 2)
+        yield engines
+
+
+def _ample_blocks(given: Given) -> int:
+    """Enough for every request whole, and one that vLLM keeps for itself."""
+    tokens = given.prompt_tokens + given.new_tokens
+    return given.requests * -(-tokens // BLOCK_TOKENS) + 1
+
+
+def _reading(at_once: str, given: Given) -> Iterator[Row]:
+    """Prompts up to their first tokens by either engine in turns, so many at once."""
+    prompts, count = _ids(given, given.requests, given.prompt_tokens), getattr(given, at_once)
+    blocks = _ample_blocks(given)
+    with _both(given, prompts[0], blocks) as engines:
+        work = {name: _read(engine, prompts, count) for name, engine in engines.items()}
+        turns = Turns(work, rounds=given.pairs)
+    yield {
+        "prompts_at_once": count,
+        "prompt_tokens": given.prompt_tokens,
+        "pairs": given.pairs,
+        "budget": given.budget,
         "blocks": blocks,
-        "most_tokens": sizes.prompt_tokens + sizes.new_tokens,
+        **_clocks(turns, "snapkv", "stock"),
     }
-    engines = {
-        "stock": StepEngine(budget=None, **room),
-        "snapkv": StepEngine(budget=sizes.budget, **room),
-    }
-    for engine in engines.values():
-        engine.watch_steps()
-        engine.answers([prompt], 2)
-    yield engines
-    for engine in engines.values():
-        engine.close()
 
 
-def reading(sizes: Sizes, documents: list[Document], part: str, at_once: int) -> Iterator[Row]:
-    """Prompts up to their first tokens by either engine in turns, so many at once.
-
-    Either engine begins every other pair.
-    """
-    blocks = sizes.ample_blocks
-    with both_engines(sizes, documents[0].prompt_ids, blocks) as engines:
-        spent = alternate(
-            {name: _read(engine, documents, at_once) for name, engine in engines.items()},
-            rounds=sizes.pairs,
-            warmup_rounds=1,
-        )
-        row = {
-            "part": part,
-            "prompts_at_once": at_once,
-            "prompt_tokens": sizes.prompt_tokens,
-            "pairs": sizes.pairs,
-            "budget": sizes.budget,
-            "blocks": blocks,
-        }
-        yield row | _wall_and_processor_time(spent, "snapkv", "stock")
+def _read(engine: StepEngine, prompts: list[list[int]], at_once: int) -> Callable[[], object]:
+    again = itertools.cycle(prompts)
+    return lambda: engine.answers(list(itertools.islice(again, at_once)), 1)
 
 
-def _read(engine: StepEngine, documents: list[Document], at_once: int) -> Callable[[], Spent]:
-    prompts = itertools.cycle([document.prompt_ids for document in documents])
-
-    def once() -> Spent:
-        some = list(itertools.islice(prompts, at_once))
-        return spent_on(lambda: engine.answers(some, 1))
-
-    return once
-
-
-def _wall_and_processor_time(spent: dict[str, list[Spent]], ours: str, other: str) -> Row:
+def _clocks(turns: Turns, ours: str, other: str) -> Row:
+    """Seconds by either clock, and the ratios of their pairs."""
     row: Row = {}
     for key, clock in (("", "wall_ms"), ("processor_", "cpu_ms")):
-        seconds = {
-            name: [getattr(one, clock) / 1000 for one in of_engine]
-            for name, of_engine in spent.items()
-        }
-        row |= {f"{name}_{key}seconds": spread(of, 4) for name, of in seconds.items()}
-        row[f"{key}against_{other}"] = spread(ratios(seconds[ours], seconds[other]), 4)
+        for name in turns:
+            seconds = [ms / 1000 for ms in turns.samples(name, clock)]
+            row[f"{name}_{key}seconds"] = spread(seconds, 4)
+        row[f"{key}against_{other}"] = turns.ratio(ours, other, clock=clock)
     return row
 
 
-def speed(sizes: Sizes, documents: list[Document]) -> Iterator[Row]:
+def _speed(given: Given) -> Iterator[Row]:
     """The same requests by either engine in turns, in a tight pool and in an ample one."""
-    for blocks in (sizes.blocks, sizes.ample_blocks):
-        with both_engines(sizes, documents[0].prompt_ids, blocks) as engines:
-            yield from _rounds(sizes, documents, engines, blocks)
-
-
-def _rounds(
-    sizes: Sizes, documents: list[Document], engines: dict[str, StepEngine], blocks: int
-) -> Iterator[Row]:
+    documents = given.documents(given.prompt_tokens, given.requests)
     prompts = [document.prompt_ids for document in documents]
-    for number in range(sizes.rounds):
-        for name in list(engines)[:: -1 if number % 2 else 1]:
-            start, processor = time.perf_counter(), time.process_time()
-            answers, steps = engines[name].answers(prompts, sizes.new_tokens)
-            seconds = time.perf_counter() - start
-            processor = time.process_time() - processor
-            print(f"round {number}, {name}: {seconds:.1f} s", file=sys.stderr)
-            yield {
-                "part": "speed",
-                "engine": name,
-                "round": number,
-                "requests": len(prompts),
-                "prompt_tokens": sizes.prompt_tokens,
-                "new_tokens": sizes.new_tokens,
-                "blocks": blocks,
-                "budget": sizes.budget if name == "snapkv" else None,
-                "seconds": round(seconds, 2),
-                "processor_seconds": round(processor, 2),
-                "prefill_seconds": round(sum(steps.prefill), 2),
-                "decode_seconds": round(sum(steps.decode), 2),
-                "decode_steps": len(steps.decode),
-                "most_running": max(steps.running),
-                "needles": _found(documents, answers),
-            }
+    for blocks in (given.blocks, _ample_blocks(given)):
+        with _both(given, prompts[0], blocks) as engines:
+            for number in range(given.rounds):
+                for name in list(engines)[:: -1 if number % 2 else 1]:
+                    start, processor = time.perf_counter(), time.process_time()
+                    answers, steps = engines[name].answers(prompts, given.new_tokens)
+                    seconds = time.perf_counter() - start
+                    print(f"round {number}, {name}: {seconds:.1f} s", file=sys.stderr)
+                    yield {
+                        "engine": name,
+                        "round": number,
+                        "requests": given.requests,
+                        "prompt_tokens": given.prompt_tokens,
+                        "new_tokens": given.new_tokens,
+                        "blocks": blocks,
+                        "budget": given.budget if name == "snapkv" else None,
+                        "seconds": round(seconds, 2),
+                        "processor_seconds": round(time.process_time() - processor, 2),
+                        **steps,
+                        "needles": _right(documents, answers),
+                    }
 
 
-def heads(sizes: Sizes, documents: list[Document]) -> Iterator[Row]:
+def _right(documents: Sequence[Document], answers: Sequence[list[int]]) -> int:
+    pairs = zip(documents, answers, strict=True)
+    return sum(answer[: len(one.answer_ids)] == one.answer_ids for one, answer in pairs)
+
+
+def _heads(given: Given) -> Iterator[Row]:
     """Steps that only generate, with equal heads and with heads that share out the same budget."""
-    prompts = [document.prompt_ids for document in documents]
-    tokens = sizes.new_tokens + 2 * len(prompts)  # the first generate while the last are read
-    most = len(prompts[0]) + tokens
-    room = {"dtype": "bfloat16", "blocks": sizes.ample_blocks, "most_tokens": most}
-    engines = {
-        name: StepEngine(budget=sizes.budget, policy=policy, **room)
-        for name, policy in (("equal_heads", SnapKV.name), ("adakv", AdaKV.name))
+    prompts = _ids(given, given.requests, given.heads_tokens)
+    tokens = given.new_tokens + 2 * len(prompts)  # the first generate while the last are read
+    most, rounds = given.heads_tokens + tokens, given.new_tokens - 2
+    made = {
+        name: {"budget": given.budget, "policy": policy.name}
+        for name, policy in (("equal_heads", SnapKV), ("adakv", AdaKV))
     }
     blocks = {}
-    for name, engine in engines.items():
-        engine.watch_steps()
-        engine.start(prompts, tokens)
-        while engine.step() != [1] * len(prompts):
-            pass
-        blocks[name] = engine.held_blocks
-    spent = alternate(
-        {name: partial(spent_on, engine.step) for name, engine in engines.items()},
-        rounds=sizes.new_tokens - 2,
-        warmup_rounds=1,
-    )
-    for engine in engines.values():
-        engine.close()
+    room = {"dtype": "bfloat16", "blocks": _ample_blocks(given), "most_tokens": most}
+    with _engines(given, made, **room) as engines:
+        for name, engine in engines.items():
+            engine.start(prompts, tokens)
+            while engine.step()[0] != [1] * len(prompts):
+                pass
+            pool = engine.pool
+            blocks[name] = int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
+        turns = Turns({name: engine.step for name, engine in engines.items()}, rounds=rounds)
     yield {
-        "part": HEADS,
         "requests": len(prompts),
-        "prompt_tokens": len(prompts[0]),
-        "budget": sizes.budget,
-        "steps": sizes.new_tokens - 2,
+        "prompt_tokens": given.heads_tokens,
+        "budget": given.budget,
+        "steps": rounds,
         "blocks_held": blocks,
-        **_wall_and_processor_time(spent, "adakv", "equal_heads"),
+        **_clocks(turns, "adakv", "equal_heads"),
     }
 
 
-def _found(documents: Sequence[Document], answers: Sequence[list[int]]) -> int:
-    return sum(
-        answer[: len(document.answer_ids)] == document.answer_ids
-        for document, answer in zip(documents, answers, strict=True)
-    )
-
-
-_PARTS: dict[str, Callable[[Sizes, Documents, LoadedModel], Iterable[Row]]] = {
-    "budget of the prompt": lambda sizes, documents, loaded: [
-        equal_to_stock(sizes, documents(sizes.equal_prompts, sizes.equal_tokens))
-    ],
-    "library": lambda sizes, documents, loaded: [
-        like_the_library(
-            sizes,
-            documents(sizes.library_prompts, sizes.library_tokens + sizes.library_prompts),
-            loaded,
-        )
-    ],
-    ALONE: lambda sizes, documents, loaded: reading(
-        sizes, documents(sizes.requests, sizes.prompt_tokens), ALONE, at_once=1
-    ),
-    AT_ONCE: lambda sizes, documents, loaded: reading(
-        sizes, documents(sizes.requests, sizes.prompt_tokens), AT_ONCE, at_once=sizes.at_once
-    ),
-    "speed": lambda sizes, documents, loaded: speed(
-        sizes, documents(sizes.requests, sizes.prompt_tokens)
-    ),
-    HEADS: lambda sizes, documents, loaded: heads(
-        sizes, documents(sizes.requests, sizes.heads_tokens)
-    ),
-}
-
-
-def measure(given: Given) -> Iterator[Row]:
-    """Some parts; every row says with what it was measured."""
-    loaded, haystack = given.loaded, load_haystack()
-
-    def documents(count: int, tokens: int) -> list[Document]:
-        return make_documents(loaded.tokenizer, haystack, prompt_tokens=tokens, count=count)
-
-    for name in given.parts:
-        dtype = "float32" if name in ("budget of the prompt", "library") else "bfloat16"
-        measured = measured_on(loaded, dtype=dtype)
-        for row in _PARTS[name](SMALL if given.small else Sizes(), documents, loaded):
-            yield {**row, "votes": VOTES, **measured}
-
-
-def _tables(rows: list[Row]) -> list[str]:
-    fast = of(rows, part="speed")
-    pools = sorted({row["blocks"] for row in fast})
-    pairs = [
-        line for row in rows if row["part"] in _PAIRS for line in _pair(row, *_PAIRS[row["part"]])
-    ]
-    return [
-        "## The same answers",
-        _same(rows),
-        f"## {fast[0]['requests']} requests of {fast[0]['prompt_tokens']:,} tokens at once",
-        table(
-            [
-                _medians(of(fast, engine=name, blocks=blocks))
-                for blocks in pools
-                for name in ("stock", "snapkv")
-            ],
-            {
-                "blocks": "{blocks}",
-                "engine": lambda row: (
-                    row["engine"] + (f", budget {row['budget']}" if row["budget"] else "")
-                ),
-                "seconds": "{seconds:.1f}",
-                "prefill s": "{prefill_seconds:.1f}",
-                "decode s": "{decode_seconds:.1f}",
-                "decode steps": "{decode_steps:.0f}",
-                "most at once": "{most_running:.0f}",
-                "found": "{needles:.0f}/{requests}",
-            },
-        ),
-        "## In pairs",
-        markdown_table(("work", "other", "snapkv", "ratio", "commit"), pairs),
-        "## Blocks held with heads of different length",
-        table(
-            of(rows, part=HEADS),
-            {"equal heads": "{blocks_held[equal_heads]}", "adakv": "{blocks_held[adakv]}"},
-        ),
-    ]
-
-
+HEADS = "heads of different length"
 _PAIRS = {
-    ALONE: ("reading", "stock", "snapkv", "{:.2f} s", 1),
-    AT_ONCE: ("reading at once", "stock", "snapkv", "{:.2f} s", 1),
+    "reading": ("reading", "stock", "snapkv", "{:.2f} s", 1),
+    "reading at once": ("reading at once", "stock", "snapkv", "{:.2f} s", 1),
     HEADS: ("a step, equal heads beside adakv", "equal_heads", "adakv", "{:.0f} ms", 1000),
 }
 """By part: what is done, the two in its rows, how a time is told, units in a second."""
 
 
-def _pair(row: Row, work: str, other: str, ours: str, told: str, units: int) -> Iterator[list[str]]:
-    for clock, key in (("", "seconds"), (", processor time", "processor_seconds")):
-        against = f"{key.removesuffix('seconds')}against_{other}"
-        if against in row:
-            times = (units * row[f"{name}_{key}"]["p50"] for name in (other, ours))
-            ratio = cell(f"{{{against}:spread|.3f}}", row)
-            yield [work + clock, *map(told.format, times), ratio, row["environment"]["commit"]]
+def _pairs(rows: list[Row]) -> Iterable[Row]:
+    for row in (row for row in rows if row["part"] in _PAIRS):
+        work, other, ours, told, units = _PAIRS[row["part"]]
+        for clock, key in (("", "seconds"), (", processor time", "processor_seconds")):
+            against = f"{key.removesuffix('seconds')}against_{other}"
+            if against in row:
+                yield {
+                    "work": work + clock,
+                    "other": told.format(units * row[f"{other}_{key}"]["p50"]),
+                    "snapkv": told.format(units * row[f"{ours}_{key}"]["p50"]),
+                    "ratio": cell(f"{{{against}:spread|.3f}}", row),
+                    "commit": row["environment"]["commit"],
+                }
 
 
 def _same(rows: Sequence[Row]) -> str:
@@ -499,41 +366,299 @@ def _same(rows: Sequence[Row]) -> str:
                 ("answers, budget of the prompt", "stock vLLM", equal, "same_answers", "prompts"),
                 ("kept sets", "the library", library, "same_sets", "sets"),
                 ("answers", "the library", library, "same_answers", "prompts"),
-                (
-                    "stock vLLM's answers",
-                    "transformers",
-                    library,
-                    "stock_like_transformers",
-                    "prompts",
-                ),
+                ("stock vLLM's answers", "transformers", library, _STOCK, "prompts"),
             )
         ],
     )
 
 
-def _medians(rows: Sequence[Row]) -> Row:
-    """The first of some rounds, with the medians of what was measured in all."""
-    keys = ("seconds", "prefill_seconds", "decode_seconds", "decode_steps", "most_running")
-    return rows[0] | {key: median(row[key] for row in rows) for key in (*keys, "needles")}
+_STOCK = "stock_like_transformers"
+_MEDIANS = ("seconds", "prefill_seconds", "decode_seconds", "decode_steps", "most_running")
 
 
-EXPERIMENT = Experiment(
+def _medians(rows: list[Row]) -> Iterable[Row]:
+    """Of some rounds the first, with the medians of what was measured in all."""
+    cells = grouped(rows, lambda row: (row["blocks"], row["engine"] != "stock"))
+    for _, own in sorted(cells.items()):
+        yield own[0] | {key: median(row[key] for row in own) for key in (*_MEDIANS, "needles")}
+
+
+def _engine_name(row: Row) -> str:
+    return row["engine"] + (f", budget {row['budget']}" if row["budget"] else "")
+
+
+_SERVING = [
+    Table(
+        {
+            "blocks": "{blocks}",
+            "engine": _engine_name,
+            "seconds": "{seconds:.1f}",
+            "prefill s": "{prefill_seconds:.1f}",
+            "decode s": "{decode_seconds:.1f}",
+            "decode steps": "{decode_steps:.0f}",
+            "most at once": "{most_running:.0f}",
+            "found": "{needles:.0f}/{requests}",
+        },
+        "{requests} requests of {prompt_tokens:,} tokens at once",
+        {"part": "speed"},
+        _medians,
+    ),
+    Table(
+        {name: f"{{{name}}}" for name in ("work", "other", "snapkv", "ratio", "commit")},
+        "In pairs",
+        made=_pairs,
+    ),
+    Table(
+        {"equal heads": "{blocks_held[equal_heads]}", "adakv": "{blocks_held[adakv]}"},
+        "Blocks held with heads of different length",
+        {"part": HEADS},
+    ),
+]
+
+SERVING = Experiment(
     name="serving",
     title="Serving: stock vLLM and compressed prompts",
     takes="hours",
-    measure=measure,
-    small=True,
-    parts=tuple(_PARTS),
-    measured=lambda rows: environment_line(of(rows, part="speed")),
-    tables=_tables,
-    shown={
-        "serving": Shown(
-            "16 requests of 4,000 tokens at once",
-            ("engine", "seconds", "prefill s", "decode s", "most at once"),
-        )
+    measure={
+        "budget of the prompt": _equal,
+        "library": _like_the_library,
+        "reading": partial(_reading, "alone"),
+        "reading at once": partial(_reading, "at_once"),
+        "speed": _speed,
+        HEADS: _heads,
     },
+    options={
+        "equal_prompts": Sized(64, 3),
+        "equal_tokens": Sized(1000, 200),
+        "library_prompts": Sized(16, 2),
+        "library_tokens": Sized(1500, 300),
+        "requests": Sized(16, 3),
+        "prompt_tokens": Sized(4000, 600),
+        "new_tokens": Sized(256, 16),
+        "blocks": Sized(112, 12),
+        "heads_tokens": Sized(2000, 600),
+        "rounds": Sized(2, 1),
+        "budget": Sized(512, 128),
+        "pairs": Sized(16, 2),
+        "alone": 1,
+        "at_once": Sized(8, 2),
+    },
+    fields={"votes": VOTES},
+    described=lambda given: _on(given, "bfloat16"),
+    tables=lambda rows: itertools.chain(
+        ["## The same answers", _same(rows)], *(each.parts(rows) for each in _SERVING)
+    ),
 )
 
 
-if __name__ == "__main__":
-    EXPERIMENT.main()
+def _caps(given: Given) -> Iterator[Row]:
+    documents, model = given.documents(given.tokens, given.count), given.loaded.model
+    prompts, tokens = [one.prompt_ids for one in documents], len(documents[0].answer_ids)
+    votes = {"window_size": CAPPED.window_size, "kernel_size": CAPPED.kernel_size}
+    for cap in CAPS:
+        held = {} if cap is None else {"cap": cap, "chunk_tokens": given.chunk_tokens}
+        options = engine_args(
+            budget=CAPPED.budget,
+            parameters=votes,
+            limits=Limits(**held),
+            dtype="float32",
+            max_model_len=2 * given.tokens,
+            kv_cache_memory_bytes=300 << 20,
+            enable_prefix_caching=False,
+        )
+        engine = Engine(given.model, **options)
+        ours, theirs = engine.send(prompts, tokens), []
+        engine.close()
+        for ids in prompts:
+            pieces = contextlib.nullcontext()
+            if cap is not None:
+                pieces = chunked(model, cap_tokens=cap, chunk_tokens=given.chunk_tokens)
+            with pieces:
+                theirs.append(generate(model, ids, CompressedCache(model, CAPPED), tokens))
+        yield {
+            "policy": CAPPED.describe(),
+            "prompt_tokens": given.tokens,
+            "chunk_tokens": given.chunk_tokens,
+            "documents": given.count,
+            "cap_tokens": cap,
+            "right_answers": _right(documents, ours),
+            "right_in_the_library": _right(documents, theirs),
+            "same_answers": sum(map(list.__eq__, ours, theirs)),
+        }
+
+
+SERVING_CAPS = Experiment(
+    name="serving_caps",
+    title="Needles under a cap, in vLLM",
+    measure=_caps,
+    options={"tokens": Sized(1024, 300), "count": Sized(8, 1), "chunk_tokens": Sized(128, 64)},
+    described=lambda given: _on(given, "float32"),
+    tables=[
+        Table(
+            {
+                "cap": lambda row: str(row["cap_tokens"] or "none"),
+                "right in vLLM": "{right_answers} of {documents}",
+                "right in the library": "{right_in_the_library} of {documents}",
+                "the same answer": "{same_answers} of {documents}",
+            },
+            "{documents} documents of {prompt_tokens:,} tokens, budget {policy[budget]}",
+        )
+    ],
+)
+
+SHARED_BLOCK_TOKENS = 32
+ALIKE = {"snapkv": "alike", "adakv": "of different length"}
+PLACES = ("Berlin", "Cairo", "Lisbon", "Moscow", "Oslo", "Sydney", "Tokyo", "Vienna")
+ASKED = (
+    "What is the special magic number for {place}?",
+    "Which number is special and magic for {place}?",
+    "I forgot the special magic number for {place}. What is it?",
+    "Please look up the magic number of {place}.",
+    "{place} has a special magic number. Say it.",
+    "Which four digits belong to {place}?",
+    "The text names a magic number for {place}: which one?",
+    "What does the text say about the number for {place}?",
+)
+
+
+def _text(tokenizer: Any, most_tokens: int) -> list[int]:
+    facts = [
+        f" Special magic number for {place} is {number}." for place, number in _numbers().items()
+    ]
+    prose = load_haystack().text.replace("\n", " ")
+    sentences = [f"{one}." for one in prose.split(".")[:400]]
+    ids: list[int] = []
+    for taken in range(1, len(sentences)):
+        places = [len(facts) * place // taken for place in range(taken + 1)]
+        pieces = [
+            sentences[place] + "".join(facts[places[place] : places[place + 1]])
+            for place in range(taken)
+        ]
+        longer = tokenizer("".join(pieces))["input_ids"]
+        if len(longer) > most_tokens:
+            break
+        ids = longer
+    return ids
+
+
+def _numbers() -> dict[str, str]:
+    draw = random.Random(1)
+    return {place: str(draw.randrange(1000, 10_000)) for place in PLACES}
+
+
+def _shared(given: Given) -> Iterator[Row]:
+    """With heads that keep as many tokens, and with heads that do not."""
+    text = _text(given.loaded.tokenizer, given.tokens)
+    for policy in ALIKE:
+        options = engine_args(
+            budget=given.budgets[0],
+            policy=policy,
+            sharing=Sharing(),
+            max_model_len=8192,
+            block_size=SHARED_BLOCK_TOKENS,
+            dtype="bfloat16",
+            kv_cache_memory_bytes=2 << 30,
+            enable_prefix_caching=True,
+        )
+        engine = Engine(given.model, **options)
+        common = {"document_tokens": len(text), "questions": given.questions, "policy": policy}
+        yield from (common | row for row in _shared_rows(engine, text, given))
+        engine.close()
+
+
+def _shared_rows(engine: Engine, text: list[int], given: Given) -> Iterator[Row]:
+    """A row for reading and for every way to ask."""
+    whole: Row = {"extra_args": {"snapkv_budget": 0}}
+    engine.send([text[1:]], 1, **whole)  # the first request of all takes longer
+    read = spent_on(lambda: engine.send([[*text, 1]], 1, **whole))
+    ways: dict[str, tuple[Row, int]] = {
+        "whole, prefix cached": (whole, given.questions),
+        "whole, read anew": (whole | {"skip_reading_prefix_cache": True}, given.read_whole),
+    }
+    for budget in given.budgets:
+        name, free = f"shared, {budget} tokens", engine.pool.get_num_free_blocks()
+        instruction = encode(given.loaded.tokenizer, INSTRUCTION)
+        own = {words.REGISTER: name, words.INSTRUCTION: instruction, words.BUDGET: budget}
+        spent = spent_on(partial(engine.send, [[*text, 1]], 1, extra_args=own))
+        yield {
+            "part": "register",
+            "way": name,
+            "budget": budget,
+            "seconds": spent.wall_ms / 1000,
+            "read_once_seconds": read.wall_ms / 1000,
+            "blocks": free - engine.pool.get_num_free_blocks(),
+        }
+        ways[name] = ({"extra_args": {words.DOCUMENT: name}}, given.questions)
+    yield from _asked(engine, text, ways, given)
+
+
+def _asked(engine: Engine, text: list[int], ways: dict[str, Any], given: Given) -> Iterator[Row]:
+    """Every question in every way, in turns."""
+    tokenizer, first, right = (
+        given.loaded.tokenizer,
+        {name: [] for name in ways},
+        dict.fromkeys(ways, 0),
+    )
+    numbers = list(itertools.product(ASKED, _numbers().items()))[: given.questions]
+    for place, (asked, (city, expected)) in enumerate(numbers):
+        question = (
+            f"\n\nQuestion: {asked.format(place=city)}"
+            f"\nAnswer: The special magic number for {city} is"
+        )
+        ids = text + encode(tokenizer, question)
+        for name, (own, questions) in ways.items():
+            if place < questions:
+                first[name].append(spent_on(partial(engine.send, [ids], 1, **own)).wall_ms)
+                plain = {"extra_args": own["extra_args"]}
+                (answer,) = engine.send([ids], 6, **plain)
+                right[name] += tokenizer.decode(answer).strip().startswith(expected)
+    for name, times in first.items():
+        row = {"part": "ask", "way": name, "asked": len(times), "right": right[name]}
+        yield row | {"first_token_ms": times}
+
+
+def _alike(row: Row) -> str:
+    return ALIKE[row["policy"]]
+
+
+def _shared_tables(rows: list[Row]) -> Iterator[str]:
+    registered, asked = of(rows, part="register"), of(rows, part="ask")
+    blocks = {(row["policy"], row["way"]): row["blocks"] for row in registered}
+    whole = -(-rows[0]["document_tokens"] // SHARED_BLOCK_TOKENS)
+    ms = {(row["policy"], row["way"]): median(row["first_token_ms"]) for row in asked}
+
+    def of_cached(row: Row) -> str:
+        ours, cached = (ms[row["policy"], way] for way in (row["way"], "whole, prefix cached"))
+        return f"{ours / cached:.2f}"
+
+    columns = {
+        "document": "{way}",
+        "heads": _alike,
+        "blocks held": lambda row: str(blocks.get((row["policy"], row["way"]), whole)),
+        "first token ms": lambda row: f"{ms[row['policy'], row['way']]:.0f}",
+        "of prefix cached": of_cached,
+        "right": "{right}/{asked}",
+    }
+    yield from Table(columns).parts(asked)
+    columns = {
+        "tokens kept": "{budget:,}",
+        "heads": _alike,
+        "seconds": "{seconds:.0f}",
+        "of reading it once": lambda row: f"{row['seconds'] / row['read_once_seconds']:.1f}",
+    }
+    yield from Table(columns, "Registering a document").parts(registered)
+
+
+SHARED_DOCUMENTS = Experiment(
+    name="shared_documents",
+    title="One document, 64 questions, in vLLM",
+    measure=_shared,
+    options={
+        "tokens": Sized(4000, 400),
+        "budgets": Sized((1024, 2048), (128,)),
+        "questions": Sized(64, 2),
+        "read_whole": Sized(8, 1),
+    },
+    described=lambda given: _on(given, "bfloat16"),
+    tables=_shared_tables,
+)

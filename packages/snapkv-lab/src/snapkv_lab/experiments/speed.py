@@ -1,103 +1,342 @@
-"""Time and memory: reading a long prompt with compression, and decoding after it."""
+"""What reading a prompt and decoding behind it take, in time and memory.
 
-import itertools
-from collections.abc import Iterator
+`speed`: decoding behind a short and a long prompt; its rows also have reading and its peak, which
+`flat` measures today. `flat`: what is promised of a machine with two cores, to be run with nothing
+else on it. `appending`: as many stored tokens, appended in place or copied for every token,
+as transformers' own cache does, which concatenates what is stored and what is new.
+"""
 
-from snapkv_lab.experiments import decode, prefill
-from snapkv_lab.experiments.experiment import Experiment, Given, Shown, of, table
-from snapkv_lab.experiments.magic_number import SEED, prompt_of
-from snapkv_lab.experiments.peak_memory import measure_peaks
-from snapkv_lab.experiments.records import (
-    Row,
-)
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
-_NAMES = {
-    "transformers": "transformers' own cache and attention",
-    "full": "snapkv, every token kept",
-    "snapkv": "snapkv, compressed",
-}
+import torch
+from torch import Tensor
+from transformers import DynamicCache
 
+from snapkv import FullCache, SnapKV
+from snapkv.policies import Policy, PromptLayer
+from snapkv.storage.base import keep_tokens
+from snapkv_lab.experiments.experiment import Experiment, Given, Sized
+from snapkv_lab.experiments.measuring import Turns, in_own_process
+from snapkv_lab.experiments.pages import Table
+from snapkv_lab.experiments.prompts import SEED, decoder, read_prompt
+from snapkv_lab.experiments.records import Row
+from snapkv_lab.measure.contenders import Contender, compressed, filled, full
+from snapkv_lab.measure.decode import DecodeBench
+from snapkv_lab.measure.held_bytes import cache_bytes, peak_growth_bytes, resident_bytes
+from snapkv_lab.measure.timing import Spent, spent_on
 
-def measure(given: Given) -> Iterator[Row]:
-    """All benchmarks, one after the other."""
-    loaded, lengths = given.loaded, (decode.SHORT_TOKENS, decode.LONG_TOKENS)
-    prompt = prompt_of(loaded, prefill.PROMPT_TOKENS)
-    for row in itertools.chain(
-        decode.measure_decode(loaded.model, {n: prompt_of(loaded, n) for n in lengths}),
-        prefill.measure_prefill(loaded.model, prompt),
-        measure_peaks(),
-    ):
-        yield row | {"seed": SEED}
-
-
-def _name(row: Row) -> str:
-    return _NAMES[row["cache"]]
+_WARMUP_TOKENS = 64
 
 
-def _tables(rows: list[Row]) -> list[str]:
-    read, decoded = of(rows, benchmark="prefill"), of(rows, benchmark="decode")
-    ratio = {
-        (row["cache"], row["prompt_tokens"]): row["ratio"] for row in decoded if "ratio" in row
+def contenders(budget: int) -> dict[str, Contender]:
+    """transformers' own cache and attention; every token kept through snapkv; compressed."""
+    found = (
+        full("transformers"),
+        compressed("full", FullCache()),
+        compressed("snapkv", SnapKV(budget)),
+    )
+    return {each.label: each for each in found}
+
+
+@torch.inference_mode()
+def _decoding(given: Given) -> Iterator[Row]:
+    """Times per token, then ratios of a long prompt to a short one; all caches in turn."""
+    steps, rows = {}, {}
+    for tokens in given.decode_behind:
+        prompt = read_prompt(given.loaded.model, given.prompt(tokens))
+        for policy in (SnapKV(given.budget), FullCache()):
+            cache = prompt.compressed(policy)
+            report = cache.report()
+            steps[policy.name, tokens] = decoder(prompt, cache)
+            rows[policy.name, tokens] = (
+                {
+                    "benchmark": "decode",
+                    "cache": policy.name,
+                    "prompt_tokens": tokens,
+                    "budget": None if policy.name == "full" else given.budget,
+                },
+                {"held_bytes": report.held_bytes, "full_bytes": report.full_bytes},
+            )
+    turns = Turns(steps, rounds=given.new_tokens, warmup_rounds=4)
+    for name, (about, sizes) in rows.items():
+        yield about | {"ms_per_token": turns.ms(name, 2), "tokens": given.new_tokens} | sizes
+    short, long = given.decode_behind
+    for policy in ("snapkv", "full"):
+        yield rows[policy, long][0] | {
+            "against_tokens": short,
+            "pairs": given.new_tokens,
+            "ratio": turns.ratio((policy, long), (policy, short)),
+        }
+
+
+def _peaks(given: Given, tokens: int) -> Iterator[Row]:
+    """A row per cache, each measured in a process of its own."""
+    for name in contenders(given.budget):
+        yield in_own_process(peak_of_reading, given.model, name, tokens, given.budget)
+
+
+@torch.inference_mode()
+def peak_of_reading(name: str, cache_name: str, tokens: int, budget: int) -> Row:
+    """Bytes the process grows by, at its peak, while it reads the prompt."""
+    given = Given(model=name)
+    model, ids = given.loaded.model, torch.tensor([given.prompt(tokens)])
+    cache = contenders(budget)[cache_name].make(model, tokens)
+    model(ids[:, :_WARMUP_TOKENS], use_cache=False, logits_to_keep=1)
+    before = resident_bytes("VmRSS")
+    peak = peak_growth_bytes(
+        lambda: model(ids, past_key_values=cache, logits_to_keep=1), model.device
+    )
+    return {
+        "benchmark": "peak memory",
+        "cache": cache_name,
+        "prompt_tokens": tokens,
+        "budget": budget,
+        "peak_growth_bytes": peak,
+        "growth_bytes": resident_bytes("VmRSS") - before,
+        "held_bytes": cache_bytes(cache),
+        "kept_bytes": sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers),
     }
-    times = [
-        row | {"against": ratio.get((row["cache"], row["prompt_tokens"]))}
-        for row in sorted(decoded, key=lambda row: (row["cache"], row["prompt_tokens"]))
-        if "ms_per_token" in row
-    ]
-    return [
-        "## Reading a prompt",
-        table(
-            (row for row in read if "ms" in row),
-            {
-                "cache": _name,
-                "seconds": "{ms[p50]:seconds|.2f}",
-                "processor seconds": "{cpu_ms[p50]:seconds|.2f}",
-            },
+
+
+@torch.no_grad()
+def overhead(model: Any, ids: Tensor, policy: Policy, rounds: int) -> Row:
+    """Compressing all layers of a prompt, (1, T), beside reading it with transformers' cache."""
+    layers = read_prompt(model, ids[0].tolist(), recorded_queries=policy.query_tokens).layers
+    work = {
+        "reading": lambda: model(
+            ids, past_key_values=DynamicCache(config=model.config), logits_to_keep=1
         ),
-        table(
-            (row for row in read if "ratio" in row),
+        "compressing": lambda: _compress(layers, policy),
+    }
+    turns = Turns(work, rounds=rounds)
+    return {
+        "benchmark": "overhead",
+        "policy": policy.describe(),
+        "prompt_tokens": ids.shape[1],
+        "layers": len(layers),
+        "rounds": rounds,
+        "reading_ms": turns.ms("reading", 2),
+        "compressing_ms": turns.ms("compressing", 3),
+        "share": turns.ratio("compressing", "reading", 5),
+    }
+
+
+def _compress(layers: Sequence[PromptLayer], policy: Policy) -> None:
+    """What every layer of a compressed cache does where the prompt ends."""
+    for layer in layers:
+        selection = policy.select(layer)
+        if selection is not None:
+            for states in (layer.keys, layer.values):
+                keep_tokens(states, selection.keep_indices, selection.prompt_tokens)
+
+
+_NAMES = {"full": "snapkv, every token kept", "snapkv": "snapkv, compressed"}
+
+
+def _against_short(rows: list[Row]) -> Iterable[Row]:
+    ratio = {(r["cache"], r["prompt_tokens"]): r["ratio"] for r in rows if "ratio" in r}
+    for row in sorted(rows, key=lambda row: (row["cache"], row["prompt_tokens"])):
+        if "ms_per_token" in row:
+            yield row | {"against": ratio.get((row["cache"], row["prompt_tokens"]))}
+
+
+SPEED = Experiment(
+    name="speed",
+    title="Speed and memory",
+    measure=_decoding,
+    options={
+        "decode_behind": Sized((1024, 6144), (96, 160)),
+        "budget": Sized(512, 64),
+        "new_tokens": Sized(64, 2),
+    },
+    fields={"seed": SEED},
+    tables=[
+        Table(
             {
-                "pairs": lambda row: f"{_NAMES[row['cache']]} / {_NAMES[row['against']]}",
-                "time": "{ratio:spread|.3f}",
-                "processor time": "{cpu_ratio:spread|.3f}",
-            },
-        ),
-        "## Decoding after a prompt",
-        table(
-            times,
-            {
-                "cache": _name,
+                "cache": lambda row: _NAMES[row["cache"]],
                 "prompt tokens": "{prompt_tokens:,}",
                 "ms per token": "{ms_per_token[p50]:.1f}",
                 "against the short prompt": "{against:spread|.3f}",
                 "bytes held": "{held_bytes:bytes}",
             },
+            "Decoding after a prompt",
+            {"benchmark": "decode"},
+            _against_short,
         ),
-        "## Peak memory of reading",
-        table(
-            of(rows, benchmark="peak memory"),
-            {
-                "cache": _name,
-                "prompt tokens": "{prompt_tokens:,}",
-                "peak": "{peak_growth_bytes:bytes}",
-                "after the prompt": "{growth_bytes:bytes}",
-            },
-        ),
-    ]
-
-
-EXPERIMENT = Experiment(
-    name="speed",
-    title="Speed and memory",
-    measure=measure,
-    tables=_tables,
-    shown={
-        "decoding": Shown(
-            "Decoding after a prompt", ("cache", "prompt tokens", "ms per token", "bytes held")
-        )
-    },
+    ],
 )
 
 
-if __name__ == "__main__":
-    EXPERIMENT.main()
+@torch.inference_mode()
+def _flat_decoding(given: Given) -> Iterator[Row]:
+    """Time per token behind real prompts, one token each in turn; ratios to the shortest."""
+    steps = {}
+    for length in given.lengths:
+        prompt = read_prompt(given.loaded.model, given.prompt(length))
+        steps[length] = decoder(prompt, prompt.compressed(SnapKV(given.budget)))
+        prompt.layers.clear()  # the full cache
+    turns = Turns(steps, rounds=given.flat_tokens, warmup_rounds=4)
+    for length in turns:
+        yield {
+            "benchmark": "flat",
+            "prompt_tokens": length,
+            "budget": given.budget,
+            "tokens": given.flat_tokens,
+            "ms_per_token": turns.ms(length, 2),
+            "ratio": turns.ratio(length, given.lengths[0]),
+        }
+
+
+def _flat(given: Given) -> Iterator[Row]:
+    policy = SnapKV(given.budget)
+    yield from _flat_decoding(given)
+    bench = DecodeBench(  # on random keys and values
+        model=given.loaded.model,
+        contenders=[
+            compressed("snapkv", policy),
+            full("transformers"),
+            full("transformers-static"),
+        ],
+        lengths=[given.batch_length],
+        batches=[given.batch],
+        tokens=given.batch_tokens,
+        rounds=given.batch_rounds,
+    )
+    for row in bench.rows():
+        yield {"benchmark": "batch", "budget": given.budget, **row}
+    for length in given.overhead_lengths:
+        ids = torch.tensor([given.prompt(length)])
+        yield overhead(given.loaded.model, ids, policy, given.overhead_rounds)
+    yield from _peaks(given, given.peak_length)
+
+
+FLAT = Experiment(
+    name="flat",
+    title="Flat after the prompt",
+    takes="an hour or less, with nothing else on the machine",
+    measure=_flat,
+    threads=2,
+    options={
+        "budget": Sized(512, 64),
+        "lengths": Sized((1024, 2048, 4096, 8192), (128, 160)),
+        "flat_tokens": Sized(64, 2),
+        "batch": Sized(4, 2),
+        "batch_length": Sized(8192, 160),
+        "batch_tokens": Sized(8, 1),
+        "batch_rounds": Sized(7, 2),
+        "overhead_lengths": Sized((4096, 8192), (160,)),
+        "overhead_rounds": Sized(5, 2),
+        "peak_length": Sized(8192, 160),
+    },
+    fields={"seed": SEED},
+    tables=[
+        Table(
+            {
+                "prompt tokens": "{prompt_tokens:,}",
+                "ms per token": "{ms_per_token[p50]:.1f}",
+                "against the shortest": "{ratio:spread|.3f}",
+            },
+            "Time per token by length of the prompt, budget {budget}",
+            {"benchmark": "flat"},
+        ),
+        Table(
+            {
+                "cache": "{cache}",
+                "ms per token": "{ms_per_token[p50]:.1f}",
+                "against snapkv": "{ratio:spread|.3f}",
+                "bytes held": "{held_bytes:bytes}",
+            },
+            "Against the full cache, {batch} requests of {length:,} tokens",
+            {"benchmark": "batch"},
+        ),
+        Table(
+            {
+                "prompt tokens": "{prompt_tokens:,}",
+                "reading, s": "{reading_ms[p50]:seconds|.2f}",
+                "compressing, ms": "{compressing_ms[p50]:.0f}",
+                "share": "{share[p50]:.2%}",
+            },
+            "Vote, selection and gather",
+            {"benchmark": "overhead"},
+        ),
+        Table(
+            {
+                "cache": "{cache}",
+                "peak": "{peak_growth_bytes:bytes}",
+                "held after it": "{held_bytes:bytes}",
+            },
+            "Memory",
+            {"benchmark": "peak memory"},
+        ),
+    ],
+)
+
+
+@torch.inference_mode()
+def appended(
+    model: Any, *, cells: Sequence[tuple[int, int]], prompt_tokens: int, tokens: int
+) -> Iterator[Row]:
+    """A row per batch and number of stored tokens; caches are filled directly.
+
+    transformers' cache has read a prompt of only what it stores.
+    """
+    for batch, stored in cells:
+        work = {
+            "snapkv": _step(model, compressed("snapkv", SnapKV(stored)), batch, prompt_tokens),
+            "transformers": _step(model, full("transformers"), batch, stored),
+        }
+        turns = Turns(work, rounds=tokens, warmup_rounds=4)
+        yield {
+            "benchmark": "appending",
+            "batch": batch,
+            "stored_tokens": stored,
+            "prompt_tokens": prompt_tokens,
+            "tokens": tokens,
+            "ms": turns.ms("snapkv", 2),
+            "copying_ms": turns.ms("transformers", 2),
+            "ratio": turns.ratio("snapkv", "transformers"),
+        }
+
+
+def _step(model: Any, contender: Contender, batch: int, seen: int) -> Callable[[], Spent]:
+    cache = filled(contender, model, batch=batch, tokens=seen)
+    token = torch.zeros(batch, 1, dtype=torch.int64, device=model.device)
+
+    def step() -> Spent:
+        with contender.at_work(model):
+            return spent_on(lambda: model(token, past_key_values=cache))
+
+    return step
+
+
+APPENDING = Experiment(
+    name="appending",
+    title="Appending in place",
+    takes="two minutes",
+    measure=lambda given: appended(
+        given.loaded.model,
+        cells=given.cells,
+        prompt_tokens=given.prompt_tokens,
+        tokens=given.new_tokens,
+    ),
+    options={
+        "cells": Sized(
+            ((1, 512), (1, 1024), (1, 2048), (4, 512), (4, 1024), (4, 2048), (8, 1024)),
+            ((1, 40), (2, 80)),
+        ),
+        "prompt_tokens": Sized(4096, 120),
+        "new_tokens": Sized(96, 3),
+    },
+    tables=[
+        Table(
+            {
+                "batch": "{batch}",
+                "stored tokens": "{stored_tokens:,}",
+                "in place, ms": "{ms[p50]:.1f}",
+                "copying, ms": "{copying_ms[p50]:.1f}",
+                "ratio": "{ratio[p50]:.3f}",
+            }
+        )
+    ],
+)

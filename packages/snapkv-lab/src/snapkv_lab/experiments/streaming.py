@@ -3,7 +3,8 @@
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -11,40 +12,39 @@ import torch
 from snapkv import CompressedCache, FullCache, StreamingLLM
 from snapkv.policies import Policy
 from snapkv_lab.evaluate.haystack import python_topics
-from snapkv_lab.experiments.experiment import Experiment, Given, Shown, of, pivot
-from snapkv_lab.experiments.records import Row, markdown_table
+from snapkv_lab.experiments.experiment import Experiment, Given, Sized
+from snapkv_lab.experiments.pages import Pivot, Table
+from snapkv_lab.experiments.prompts import encode
+from snapkv_lab.experiments.records import Row, grouped, of
 
-BUDGET = 256
-CHUNK_TOKENS = 64
 FULL_CHUNK_TOKENS = 512
 """What is dropped after a chunk does not depend on its size where nothing is dropped."""
-BUCKET_TOKENS = 1024
-DEFAULT_TOKENS = 8 * BUCKET_TOKENS
-TRUE_POSITION_TOKENS = 8 * BUCKET_TOKENS
-"""How far the methods go whose distances grow with the text: the demo model's trained length."""
-
-METHODS: dict[str, Policy] = {
-    "sinks, cache positions": StreamingLLM(BUDGET),
-    "no sinks": StreamingLLM(BUDGET, start=0),
-    "sinks, original positions": StreamingLLM(BUDGET, positions="original"),
-    "full cache": FullCache(),
-}
 
 TRUE_POSITIONS = ("sinks, original positions", "full cache")
+"""Their distances grow with the text, so they go only as far as the model was trained."""
 
 
-def measure(given: Given) -> Iterator[Row]:
-    """Stream the same text through every method's cache."""
-    loaded, text, tokens = given.loaded, python_topics(), given.options["tokens"]
-    ids = loaded.tokenizer(text.text, add_special_tokens=False, verbose=False).input_ids
-    for method, policy in METHODS.items():
-        wanted = min(tokens, TRUE_POSITION_TOKENS) if method in TRUE_POSITIONS else tokens
+def _policies(budget: int) -> dict[str, Policy]:
+    return {
+        "sinks, cache positions": StreamingLLM(budget),
+        "no sinks": StreamingLLM(budget, start=0),
+        "sinks, original positions": StreamingLLM(budget, positions="original"),
+        "full cache": FullCache(),
+    }
+
+
+def _measure(given: Given) -> Iterator[Row]:
+    loaded, text, size = given.loaded, python_topics(), given.bucket_tokens
+    ids = encode(loaded.tokenizer, text.text)
+    for method, policy in _policies(given.budget).items():
+        most = given.true_position_tokens if method in TRUE_POSITIONS else given.tokens
+        wanted = min(given.tokens, most)
         print(f"{method}: {wanted} tokens", file=sys.stderr)
         start = time.perf_counter()
-        chunk = FULL_CHUNK_TOKENS if isinstance(policy, FullCache) else CHUNK_TOKENS
+        chunk = FULL_CHUNK_TOKENS if method == "full cache" else given.chunk_tokens
         losses = stream(loaded.model, policy, ids[: wanted + 1], chunk)
         seconds = time.perf_counter() - start
-        for bucket, nll in enumerate(bucket_means(losses, BUCKET_TOKENS)):
+        for bucket in range(len(losses) // size):  # an incomplete last one is left out
             yield {
                 "task": "streaming perplexity",
                 "text": text.name,
@@ -53,9 +53,9 @@ def measure(given: Given) -> Iterator[Row]:
                 "settings": policy.describe(),
                 "chunk_tokens": chunk,
                 "trained_tokens": loaded.max_tokens,
-                "first_token": bucket * BUCKET_TOKENS,
-                "bucket_tokens": BUCKET_TOKENS,
-                "nll": round(nll, 4),
+                "first_token": bucket * size,
+                "bucket_tokens": size,
+                "nll": round(fmean(losses[bucket * size : (bucket + 1) * size]), 4),
                 "method_seconds": round(seconds, 1),
             }
 
@@ -79,69 +79,48 @@ def stream(model: Any, policy: Policy, ids: Sequence[int], chunk_tokens: int) ->
     return torch.cat(losses).tolist()
 
 
-def bucket_means(losses: Sequence[float], size: int) -> list[float]:
-    """The mean of every `size` losses; an incomplete last bucket is left out."""
-    whole = len(losses) // size
-    return [sum(losses[i * size : (i + 1) * size]) / size for i in range(whole)]
-
-
-def _tables(rows: list[Row]) -> list[str]:
-    budget = next(row["settings"]["budget"] for row in rows if "budget" in row["settings"])
-    size = rows[0]["bucket_tokens"]
-    cells = [
-        row
-        | {"tokens": f"{row['first_token'] + 1:,}-{row['first_token'] + size:,}"}
-        | {"perplexity": math.exp(row["nll"])}
-        for row in rows
-    ]
-    return [
-        f"## Perplexity, budget {budget}",
-        _means(rows),
-        "## By place in the text",
-        pivot(cells, "tokens", "{tokens}", "{method}", "{perplexity:.2f}"),
-    ]
-
-
-def _means(rows: list[Row]) -> str:
+def _means(rows: list[Row]) -> Iterable[Row]:
     """Past the first bucket, and past the trained length: the perplexity of a stretch."""
-    methods = list(dict.fromkeys(row["method"] for row in rows))
-    starts = {name: {row["first_token"] for row in of(rows, method=name)} for name in methods}
+    starts = {
+        name: {row["first_token"] for row in own} for name, own in grouped(rows, "method").items()
+    }
     shared = set.intersection(*starts.values()) - {0}
     beyond = {s for s in set.union(*starts.values()) if s >= rows[0]["trained_tokens"]}
-    lines = [_mean_line(rows, methods, own) for own in (shared, beyond) if own]
-    return markdown_table(["tokens", *methods], lines)
+    for stretch in filter(None, (shared, beyond)):
+        end = max(stretch) + rows[0]["bucket_tokens"]
+        for name in starts:
+            own = [row["nll"] for row in of(rows, method=name) if row["first_token"] in stretch]
+            yield {
+                "tokens": f"{min(stretch) + 1:,} to {end:,}",
+                "method": name,
+                "perplexity": f"{math.exp(fmean(own)):.2f}" if len(own) == len(stretch) else "-",
+            }
 
 
-def _mean_line(rows: list[Row], methods: list[str], starts: set[int]) -> list[str]:
-    line = [f"{min(starts) + 1:,} to {max(starts) + rows[0]['bucket_tokens']:,}"]
-    for name in methods:
-        of_method = {row["first_token"]: row["nll"] for row in of(rows, method=name)}
-        own = [of_method[start] for start in sorted(starts) if start in of_method]
-        whole = len(own) == len(starts)
-        line.append(f"{math.exp(sum(own) / len(own)):.2f}" if whole else "-")
-    return line
+def _place(row: Row) -> str:
+    return f"{row['first_token'] + 1:,}-{row['first_token'] + row['bucket_tokens']:,}"
 
 
-EXPERIMENT = Experiment(
+STREAMING = Experiment(
     name="streaming",
     title="Streaming",
-    measure=measure,
-    options={"tokens": DEFAULT_TOKENS},
-    tables=_tables,
-    shown={
-        "streaming": Shown(
-            "Perplexity, budget 256",
-            (
-                "tokens",
-                "sinks, cache positions",
-                "no sinks",
-                "sinks, original positions",
-                "full cache",
-            ),
-        )
+    measure=_measure,
+    options={
+        "tokens": Sized(8192, 128),
+        "true_position_tokens": 8192,
+        "budget": Sized(256, 32),
+        "chunk_tokens": Sized(64, 16),
+        "bucket_tokens": Sized(1024, 32),
     },
+    tables=[
+        Table(
+            Pivot("tokens", "{tokens}", "{method}", "{perplexity}"),
+            "Perplexity, budget {settings[budget]}",
+            made=_means,
+        ),
+        Table(
+            Pivot("tokens", _place, "{method}", lambda row: f"{math.exp(row['nll']):.2f}"),
+            "By place in the text",
+        ),
+    ],
 )
-
-
-if __name__ == "__main__":
-    EXPERIMENT.main()

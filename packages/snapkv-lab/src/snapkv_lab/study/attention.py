@@ -5,7 +5,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError
@@ -33,8 +33,11 @@ if TYPE_CHECKING:
     from snapkv.policies import PromptLayer, SnapKV
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reading:
+Measured = dict[tuple[str, int], dict[str, float | None]]
+"""Numbers of a layer, by what they are of and the number of a window."""
+
+
+class Reading(NamedTuple):
     """A prompt and what was answered to it; ids are (1, T + answer), the prompt first."""
 
     ids: "Tensor"
@@ -62,11 +65,10 @@ def read(loaded: "LoadedModel", sample: Sample, template: Template) -> Reading:
     ids = prompt_ids(loaded, prompt, sample.settings)
     output = continue_ids(loaded, ids, CompressedCache(loaded.model, FullCache()), sample.settings)
     answer = loaded.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
-    return Reading(ids=output, prompt_tokens=ids.shape[1], answer=answer)
+    return Reading(output, ids.shape[1], answer)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
+class Part(NamedTuple):
     """One step: what is read of a document, and what tells it from other parts with it."""
 
     name: str
@@ -96,6 +98,9 @@ class ReadingStudy(DocumentStudy):
     numbers: ClassVar[tuple[str, ...]]
     """What a row says; averaged over documents, None left out."""
 
+    parted: ClassVar[tuple[str, str]]
+    """What tells the rows of one layer apart."""
+
     document_tokens: int = 3072
     questions: tuple[str, ...] = QUESTIONS
     temperature: float = 0.7
@@ -114,15 +119,33 @@ class ReadingStudy(DocumentStudy):
     def answer_tokens(self) -> int:
         """Tokens of every answer, whether or not the model would have ended it."""
 
-    @abstractmethod
     def look(self, loaded: "LoadedModel", part: Part, readings: Sequence[Reading]) -> list[Record]:
-        """Rows of one part, with the keys of `by` and `numbers`."""
+        """Rows of one part, with the keys of `by` and `numbers`: those of every layer."""
+        from snapkv.app.observing import observed
+
+        (reading,) = readings
+        measured = partial(self.measured, prompt_tokens=reading.prompt_tokens)
+        seen = observed(loaded, reading.ids, self.query_tokens, measured).seen
+        return [
+            dict(zip(self.parted, key, strict=True)) | {"layer": layer} | numbers
+            for layer, rows in seen.items()
+            for key, numbers in rows.items()
+        ]
+
+    @property
+    def query_tokens(self) -> int:
+        """How many of the last queries of prompt and answer are looked at."""
+        raise NotImplementedError
+
+    def measured(self, layer: "PromptLayer", prompt_tokens: int) -> Measured:
+        """Numbers of one layer, its states those of prompt and answer, by the keys `parted`."""
+        raise NotImplementedError
 
     def parts(self, texts: Sequence[tuple[str, str]]) -> Iterator[Part]:
         """What is read of named documents: one question about each, in turns."""
         for number, (name, text) in enumerate(texts):
             question = self.questions[number % len(self.questions)]
-            yield Part(name=name, variant="last", samples=(self.sample(name, text, question),))
+            yield Part(name, "last", (self.sample(name, text, question),))
 
     def sample(self, name: str, document: str, question: str, *, first: bool = False) -> Sample:
         """A question behind a document, or in front of it."""
@@ -236,6 +259,7 @@ class HitRate(ReadingStudy):
     name: ClassVar[str] = "hit-rate"
     compared: ClassVar[str] = "window"
     by: ClassVar[tuple[str, ...]] = ("selection", "window", "layer")
+    parted: ClassVar[tuple[str, str]] = ("selection", "window")
     numbers: ClassVar[tuple[str, ...]] = (
         "hit_rate",
         "hit_rate_beyond_sinks",
@@ -273,27 +297,16 @@ class HitRate(ReadingStudy):
     def answer_tokens(self) -> int:
         return self.generation_windows * self.generation_tokens
 
-    def look(self, loaded: "LoadedModel", part: Part, readings: Sequence[Reading]) -> list[Record]:
-        """A row per selection, window of the answer and layer."""
-        from snapkv.app.observing import observed
+    @property
+    def query_tokens(self) -> int:
+        return self.window_size + self.answer_tokens
 
-        (reading,) = readings
-        queries = self.window_size + self.answer_tokens
-        measured = partial(self.rates, prompt_tokens=reading.prompt_tokens)
-        return [
-            {"selection": selection, "window": window, "layer": layer, **rates}
-            for layer, rows in observed(loaded, reading.ids, queries, measured).seen.items()
-            for (selection, window), rates in rows.items()
-        ]
-
-    def rates(
-        self, layer: "PromptLayer", prompt_tokens: int
-    ) -> dict[tuple[str, int], dict[str, float | None]]:
+    def measured(self, layer: "PromptLayer", prompt_tokens: int) -> Measured:
         """Hit rates in one layer, by selection and window of the answer, which count from 1."""
         from snapkv_lab.study.measures import important_and_hit
 
         masks = self._selected(layer, prompt_tokens)
-        rows = {}
+        rows: Measured = {}
         for window in range(self.generation_windows):
             start = prompt_tokens + window * self.generation_tokens
             stop = start + self.generation_tokens
@@ -407,7 +420,7 @@ class Position(HitRate):
             (last,) = part.samples
             question = last.question.strip()
             first = self.sample(part.name, last.context, question, first=True)
-            yield Part(name=part.name, variant="first", samples=(first,))
+            yield Part(part.name, "first", (first,))
 
     def look(self, loaded: "LoadedModel", part: Part, readings: Sequence[Reading]) -> list[Record]:
         return [{"question": part.variant, **row} for row in super().look(loaded, part, readings)]
@@ -436,6 +449,7 @@ class Overlap(ReadingStudy):
 
     name: ClassVar[str] = "overlap"
     by: ClassVar[tuple[str, ...]] = ("of", "window", "layer")
+    parted: ClassVar[tuple[str, str]] = ("of", "window")
     numbers: ClassVar[tuple[str, ...]] = ("overlap", "overlap_of_common")
 
     keep_ratio: float = 0.05
@@ -459,22 +473,11 @@ class Overlap(ReadingStudy):
     def answer_tokens(self) -> int:
         return self.generation_windows * self.window_tokens
 
-    def look(self, loaded: "LoadedModel", part: Part, readings: Sequence[Reading]) -> list[Record]:
-        """A row per window and layer."""
-        from snapkv.app.observing import observed
+    @property
+    def query_tokens(self) -> int:
+        return self.prompt_windows * self.window_tokens + self.answer_tokens
 
-        (reading,) = readings
-        queries = self.prompt_windows * self.window_tokens + self.answer_tokens
-        measured = partial(self.overlaps, prompt_tokens=reading.prompt_tokens)
-        return [
-            {"of": of, "window": window, "layer": layer, **overlaps}
-            for layer, rows in observed(loaded, reading.ids, queries, measured).seen.items()
-            for (of, window), overlaps in rows.items()
-        ]
-
-    def overlaps(
-        self, layer: "PromptLayer", prompt_tokens: int
-    ) -> dict[tuple[str, int], dict[str, float]]:
+    def measured(self, layer: "PromptLayer", prompt_tokens: int) -> Measured:
         """Overlaps in one layer, by what the window is of and its number.
 
         Windows of the prompt count from ``-prompt_windows`` to -1, those of the answer from 1.
@@ -495,7 +498,7 @@ class Overlap(ReadingStudy):
         }
         answer = [a for (of, _), a in attention.items() if of == "answer"]
         whole = torch.stack(answer).mean(dim=0)
-        rows: dict[tuple[str, int], dict[str, float]] = {window: {} for window in starts}
+        rows: Measured = {window: {} for window in starts}
         for name, tokens in candidates.items():
             keep_tokens = int(self.keep_ratio * tokens)
             ours = {w: best(a[:, :tokens], keep_tokens) for w, a in attention.items()}
@@ -571,7 +574,7 @@ class Instructions(ReadingStudy):
     def parts(self, texts: Sequence[tuple[str, str]]) -> Iterator[Part]:
         for name, text in texts:
             samples = tuple(self.sample(name, text, question) for question in self.questions)
-            yield Part(name=name, variant="all", samples=samples)
+            yield Part(name, "all", samples)
 
     def look(self, loaded: "LoadedModel", part: Part, readings: Sequence[Reading]) -> list[Record]:
         """A row per pair of questions and layer."""

@@ -145,22 +145,3 @@ def test_a_cache_that_does_not_fit_keeps_its_cell(snapkv, tiny, full_at_100, com
     drawn = figure.read_text()
     assert drawn.count("<!-- OOM -->") == 1
     assert "<!-- default@48 dynamic -->" in drawn
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("decode", "--baseline", "transformer"), "baseline: expected one of transformers"),
-        (("decode", "--storage", "disk"), "storage: expected dynamic, static or both"),
-        (("decode", "--shape", "llama-4"), "shape: expected one of smollm2-135m"),
-        (("decode", "--shape", "llama-3.1-8b", "--model", "x"), "model: expected none beside"),
-        (("throughput", "--batch", "2"), "batch: expected none, since the largest one that fits"),
-        (("prefill", "--cap-tokens", "64"), "chunk_tokens: expected the size of a piece"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else " ".join(value[1:]),
-)
-def test_bad_input_is_one_line(snapkv, tiny, arguments, said):
-    done = snapkv("bench", *arguments)
-    assert done.status == 2
-    assert said in done.err
-    assert done.err.count("snapkv: error:") == 1

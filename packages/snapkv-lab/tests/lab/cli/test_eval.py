@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 
 import pytest
 
@@ -89,31 +88,6 @@ def test_the_loss_of_the_references_stands_in_every_output(snapkv, tiny_only, he
     assert "default@1024: nothing was dropped of 4 of 4 prompts" in " ".join(done.out.split())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--plot", "figure.gif"), "plot: expected a file name that ends in .png, .svg, .pdf"),
-        (("--plot", "no/figure.png"), "plot: expected a file in an existing folder"),
-        (("--lengths", "100"), "lengths: expected at least 300, got 100"),
-        (("--haystack", "no/such"), "no/such"),
-        (("--policy", "snapvk"), "did you mean snapkv?"),
-        (("--baseline", "fulll"), "did you mean full?"),
-        (("--nothing", "1"), "No such option"),
-        (("--model", "dmo"), "did you mean demo?"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
-)
-def test_bad_input_is_one_line_before_anything_is_loaded(snapkv, here, arguments, message):
-    (here / "file").touch()
-    done = snapkv("eval", "needle", *arguments)
-    assert done.status == 2
-    assert message in done.err
-    assert done.err.startswith("snapkv: error: ")
-    assert done.err.count("\n") == 1
-    assert done.out == ""
-    assert [path.name for path in here.iterdir()] == ["file"]
-
-
 def test_every_way_of_later_questions_is_a_method_and_the_full_cache_comes_once(
     snapkv, tiny_only, here
 ):
@@ -125,39 +99,6 @@ def test_every_way_of_later_questions_is_a_method_and_the_full_cache_comes_once(
     later = ("", " compress", " recall", " recall-pages:2")
     methods = ("full", *(f"default@64{way}" for way in later))
     assert sorted(rows) == sorted((method, turn) for method in methods for turn in (1, 2))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("needle", "--turns", "recall"), "turns: expected it with a task of several questions"),
-        (("turns", "--turns", "recall-pages:0"), "pages: expected at least 1, got 0"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
-)
-def test_ways_of_later_questions_that_cannot_be_are_one_line(
-    snapkv, tiny_only, here, arguments, message
-):
-    done = snapkv("eval", *arguments, "--lengths", 300, "--budget", 64)
-    assert done.status == 2
-    assert message in done.err
-    assert done.err.count("\n") == 1
-    assert list(here.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("package", "option"),
-    [("matplotlib", ("--plot", "n.png")), ("jinja2", ("--report", "r")),],
-)  # fmt: skip
-def test_a_missing_package_is_named_before_the_run_starts(
-    snapkv, here, monkeypatch, package, option
-):
-    monkeypatch.setitem(sys.modules, package, None)
-    done = snapkv(*NEEDLE, *option)
-    assert done.status == 2
-    assert f"the package {package}, which is not installed; run pip install" in done.err
-    assert done.err.count("\n") == 1
-    assert list(here.iterdir()) == []
 
 
 def test_baselines_come_first_then_every_policy_at_every_budget():

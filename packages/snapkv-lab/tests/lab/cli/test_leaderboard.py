@@ -64,32 +64,6 @@ def test_a_stopped_run_goes_on_and_other_methods_may_be_added(snapkv, tiny_only,
     assert rows == expected
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--tasks", "noodle"), "tasks: expected tasks whose length is set, of needle, lines"),
-        (("--tasks", "longbench"), "tasks: expected tasks whose length is set"),
-        (("--methods", "full"), "methods: expected methods whose budget the shares can set"),
-        (("--methods", "snapkv:budget=64"), "methods: expected methods whose budget the shares"),
-        (("--methods", "h2o,h2o"), "methods: expected every method once"),
-        (("--ratios", "1"), "ratios: expected a fraction between 0 and 1"),
-        (("--ratios", "0.5,2:1"), "ratios: expected shares of the cache with commas between them"),
-        (("--length", "100"), "lengths: expected at least 300, got 100"),
-        (("--results", "file"), "results: expected a folder that can be written"),
-        (("--device", "cpu", "--devices", "cpu"), "expected one of device, devices and ray, got"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
-)
-def test_bad_input_is_one_line_before_anything_is_loaded(snapkv, here, arguments, message):
-    (here / "file").touch()
-    done = snapkv("leaderboard", *arguments)
-    assert (done.status, done.out) == (2, "")
-    assert message in done.err
-    assert done.err.startswith("snapkv: error: ")
-    assert done.err.count("\n") == 1
-    assert [path.name for path in here.iterdir()] == ["file"]
-
-
 def test_without_names_every_method_that_has_a_budget_takes_part_also_a_new_one(monkeypatch):
     @dataclass(frozen=True)
     class New(SnapKV):

@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 
 def test_a_study_of_own_documents_and_questions(snapkv, tiny_only, document, tmp_path):
     out, figure = tmp_path / "rows", tmp_path / "figure.svg"
@@ -52,21 +50,3 @@ def test_the_study_of_heads_says_what_it_has_stored_and_ask_goes_by_it(
         assert own["cache"]["held_bytes"] < own["cache"]["full_bytes"]
         answers.append(own["text"])
     assert answers[0] == answers[1]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("hit-rate", "--samples", "0"), "samples: expected at least 1"),
-        (("instructions", "-q", "Why?"), "question: expected at least two"),
-        (("sensitivity", "--poolings", "max,median"), "pooling: expected"),
-        (("early-layer", "--layers", "30"), "layers: expected layers from 1 to 29"),
-    ],
-    ids=" ".join,
-)
-def test_bad_input_is_one_line_and_status_2(snapkv, demo_only, arguments, message):
-    done = snapkv("study", *arguments)
-    assert (done.status, done.out) == (2, "")
-    assert message in done.err
-    assert done.err.startswith("snapkv: error: ")
-    assert done.err.count("\n") == 1

@@ -1,7 +1,6 @@
 """`snapkv eval` with workers: the answers of one process, and what does not go together."""
 
 import contextlib
-import importlib.util
 import json
 import os
 import signal
@@ -35,34 +34,6 @@ def test_two_workers_answer_as_one_process(snapkv, model, here):
     assert rows[0] == rows[1]
     again = snapkv(*given, "two", "--device", "cpu")
     assert untimed(json.loads(again.out)["rows"]) == rows[0]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--devices", "cpu", "--ray", "local"), "got devices and ray; leave one out"),
-        (("--workers", "2"), "workers: expected it with ray, got 2 without"),
-        (("--devices", "cpu,tpu:7"), "got 'tpu:7'"),
-        (("--ray", "127.0.0.1:1"), "expected local, auto or the address of a cluster that runs"),
-    ],
-)
-def test_workers_nowhere_are_refused_before_a_model_is_loaded(
-    snapkv, here, monkeypatch, options, message
-):
-    if "--ray" in options:  # what is wrong with an address is known without it
-        monkeypatch.setattr("snapkv_lab.evaluate.workers.on_ray._ray", lambda: None)
-    done = snapkv(*NEEDLE, *options)
-    assert done.status == 2
-    assert message in done.err
-    assert done.err.count("\n") == 1
-
-
-@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
-def test_ray_that_is_not_installed_is_said_before_a_model_is_loaded(snapkv, here, tiny_only):
-    done = snapkv(*NEEDLE, "--ray", "local")
-    assert tiny_only == []
-    assert done.status == 2
-    assert "needs the package ray, which is not installed; run pip install 'ray" in done.err
 
 
 def test_a_folder_of_a_model_is_found_from_wherever_a_worker_is(model, here):

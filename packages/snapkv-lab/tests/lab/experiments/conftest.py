@@ -1,8 +1,9 @@
 import pytest
 
 from snapkv_lab.evaluate.haystack import load_haystack
-from snapkv_lab.experiments.magic_number import Document
+from snapkv_lab.experiments.prompts import Document
 from tests.families import random_ids
+from tests.lab.evaluate.tiny import tiny_loaded
 
 
 @pytest.fixture(scope="session")
@@ -10,6 +11,21 @@ def demo():
     from snapkv.app.models import load
 
     return load("demo", device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def tiny(demo):
+    """A model of two layers that has seen nothing, with room for long prompts."""
+    return tiny_loaded(demo.tokenizer, positions=4096)
+
+
+@pytest.fixture(scope="session")
+def saved(tiny, tmp_path_factory):
+    """The same in a folder, for what starts processes."""
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny.model.save_pretrained(folder)
+    tiny.tokenizer.save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.fixture(scope="session")
@@ -21,10 +37,5 @@ def haystack():
 def random_document():
     """A document of 150 tokens for models without words."""
     return Document(
-        prompt_ids=random_ids(1, 150)[0].tolist(),
-        question_ids=[],
-        answer_ids=[5, 6, 7],
-        city="",
-        number=0,
-        depth=0.5,
+        prompt_ids=random_ids(1, 150)[0].tolist(), question_ids=[], answer_ids=[5, 6, 7]
     )

@@ -1,11 +1,13 @@
-"""The one way to run an experiment: what is measured, stored and drawn for which command line."""
+"""The one way to run an experiment, and every experiment in its small form."""
 
 import pytest
 
 from snapkv_lab.experiments import experiment
-from snapkv_lab.experiments.experiment import Experiment, pivot, table
+from snapkv_lab.experiments.experiment import Experiment, Sized, declared
+from snapkv_lab.experiments.pages import Pivot, Table, table
 from snapkv_lab.experiments.records import read_rows
 
+EXPERIMENTS = declared()
 ABOUT = {
     "model": {"name": "m", "dtype": "float32", "attn_implementation": "sdpa", "device": "cpu"},
     "environment": {
@@ -17,59 +19,82 @@ ABOUT = {
 @pytest.fixture
 def toy(tmp_path, monkeypatch):
     monkeypatch.setattr(experiment, "RESULTS", tmp_path)
-    monkeypatch.setattr(experiment, "TABLES", tmp_path / "tables")
     asked = []
 
-    def measure(given):
-        asked.append((list(given.parts), given.small, dict(given.options)))
-        for part in given.parts:
-            yield {"part": part, "value": len(asked), **ABOUT}
+    def measured(name):
+        def measure(given):
+            asked.append((name, given.small, given.tokens, given.budgets))
+            yield {"value": len(asked)}
+
+        return measure
 
     return asked, Experiment(
         name="toy",
         title="A toy",
-        measure=measure,
-        parts=("one", "two"),
-        small=True,
-        options={"tokens": 5, "budgets": (1, 2)},
-        tables=lambda rows: [table(rows, {"part": "{part}", "value": "{value:.1f}"})],
+        measure={name: measured(name) for name in ("one", "two")},
+        options={"tokens": Sized(5, 3), "budgets": (1, 2)},
+        fields={"seed": 1},
+        described=lambda given: ABOUT,
+        tables=[Table({"part": "{part}", "value": "{value:.1f}"})],
     )
 
 
 def test_all_parts_are_measured_stored_and_drawn(toy):
     asked, own = toy
     own.main([])
-    assert asked == [(["one", "two"], False, {"tokens": 5, "budgets": (1, 2)})]
-    assert [row["part"] for row in read_rows(own.rows)] == ["one", "two"]
+    assert asked == [("one", False, 5, (1, 2)), ("two", False, 5, (1, 2))]
+    assert [(row["part"], row["seed"]) for row in read_rows(own.rows)] == [("one", 1), ("two", 1)]
     page = own.page.read_text("utf-8")
-    assert page.startswith("# A toy\n\nMade by `python -m snapkv_lab.experiments.toy`. Measured on")
-    assert page.endswith("| part | value |\n| --- | ---: |\n| one | 1.0 |\n| two | 1.0 |\n")
+    assert page.startswith("# A toy\n\nMade by `python -m snapkv_lab.experiments toy`. Measured on")
+    assert page.endswith("| part | value |\n| --- | ---: |\n| one | 1.0 |\n| two | 2.0 |\n")
 
 
-@pytest.mark.parametrize("arguments", [["one"], ["--only", "one"], ["--part", "one"]])
-def test_rows_of_one_part_take_the_place_of_its_old_ones(toy, arguments):
+def test_rows_of_one_part_take_the_place_of_its_old_ones(toy):
     asked, own = toy
     own.main([])
-    own.main([*arguments, "--tokens", "7", "--budgets", "3", "4"])
-    assert asked[1] == (["one"], False, {"tokens": 7, "budgets": [3, 4]})
-    assert [(row["part"], row["value"]) for row in read_rows(own.rows)] == [("one", 2), ("two", 1)]
+    own.main(["--part", "one", "--tokens", "7", "--budgets", "3", "4"])
+    assert asked[2] == ("one", False, 7, [3, 4])
+    assert [(row["part"], row["value"]) for row in read_rows(own.rows)] == [("one", 3), ("two", 2)]
 
 
-def test_nothing_is_stored_of_a_small_form_and_nothing_measured_to_render(toy, capsys):
+def test_nothing_is_stored_of_a_look_and_nothing_measured_to_render(toy, capsys):
     asked, own = toy
-    own.main(["--small", "two"])
+    own.main(["--small", "--part", "two"])
+    assert asked == [("two", True, 3, (1, 2))]
+    own.main(["--model", "another"])
     assert '"part": "two"' in capsys.readouterr().out
     assert not own.rows.exists()
     own.main([])
     own.page.unlink()
     own.main(["--render"])
-    assert (len(asked), own.page.exists()) == (2, True)
+    assert (len(asked), own.page.exists()) == (5, True)
 
 
-def test_a_part_that_is_not_there_is_refused(toy, capsys):
-    with pytest.raises(SystemExit):
-        toy[1].main(["three"])
-    assert "expected parts of one, two, got three" in capsys.readouterr().err
+def test_a_run_of_cases_goes_on_behind_those_that_have_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(experiment, "RESULTS", tmp_path)
+    measured = []
+
+    def measure(given, case):
+        measured.append(case.name)
+        if case.name == "b" and len(measured) == 2:
+            raise KeyboardInterrupt
+        yield {"text": case.name, "value": 1}
+
+    own = Experiment(
+        name="toy",
+        title="A toy",
+        measure={"main": measure},
+        cases=lambda given, part: [Experiment(name=name, title=part) for name in "abc"],
+        described=lambda given: ABOUT,
+        tables=[Table({"text": "{text}"}, where={"part": "main"})],
+    )
+    with pytest.raises(KeyboardInterrupt):
+        own.main([])
+    own.main([])
+    assert measured == ["a", "b", "b", "c"]
+    run, *rows = read_rows(own.rows)
+    assert run == {"run": "main", **ABOUT}
+    assert [row["text"] for row in rows] == ["a", "b", "c"]
 
 
 def test_cells_are_patterns_or_functions_of_a_row():
@@ -86,5 +111,36 @@ def test_cells_are_patterns_or_functions_of_a_row():
 
 def test_a_place_without_a_row_is_a_dash():
     rows = [{"a": 1, "b": 2, "c": 3}, {"a": 2, "b": 4, "c": 5}]
-    lines = pivot(rows, "a", "{a}", "b {b}", "{c}").splitlines()
+    lines = table(rows, Pivot("a", "{a}", "b {b}", "{c}")).splitlines()
     assert lines == ["| a | b 2 | b 4 |", "| --- | ---: | ---: |", "| 1 | 3 | - |", "| 2 | - | 5 |"]
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_says_what_it_takes(name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        EXPERIMENTS[name].main(["--help"])
+    assert ended.value.code == 0
+    assert EXPERIMENTS[name].title in " ".join(capsys.readouterr().out.split())
+
+
+CHEAP = [
+    "appending", "auto_budget", "bits", "chunked", "quality", "ragged",
+    "recall", "speed", "streaming",
+]  # fmt: skip
+SLOW = [
+    "auto_budget_held_out", "flat", "library", "methods", "pooling", "selective", "sharing",
+    "workers",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [*CHEAP, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+)
+def test_rows_of_a_small_form_have_the_columns_of_the_stored_ones(name, saved):
+    own = EXPERIMENTS[name]
+    rows = list(own.complete(own.given(small=True, model=saved)))
+    there = {frozenset(row) for row in own.known()}
+    assert rows
+    assert {frozenset(row) for row in rows} <= there
+    if name not in ("auto_budget_held_out", "pooling", "auto_budget", "methods"):
+        assert own.render(rows).count("\n| ") > 2

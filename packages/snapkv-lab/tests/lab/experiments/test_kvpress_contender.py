@@ -5,8 +5,7 @@ import torch
 
 from snapkv import CompressedCache, SnapKV
 from snapkv.errors import InvalidArgumentError
-from snapkv_lab.experiments import kvpress as benchmark
-from snapkv_lab.experiments.kvpress_process import Kvpress
+from snapkv_lab.experiments.kvpress import KVPRESS, PYTHON, Kvpress
 from tests.families import random_ids, tiny_model
 
 pytestmark = [
@@ -14,7 +13,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # transformers on what is saved
 ]
 
-PYTHON = benchmark.PYTHON
 POLICY = SnapKV(64, window_size=16, kernel_size=5, pooling="avg")
 
 
@@ -26,9 +24,9 @@ def test_the_same_tokens_come_out_as_here(family):
     ours = model.generate(ids, past_key_values=cache, max_new_tokens=24, do_sample=False)[:, 300:]
     with Kvpress("theirs", PYTHON, model, POLICY, weights=True) as theirs:
         theirs.read(ids)
-        assert theirs.kept_tokens == 64
+        assert theirs.last["kept_tokens"] == 64
         theirs(24)
-        assert theirs.generated == ours.tolist()
+        assert theirs.last["tokens"] == ours.tolist()
     full = model.generate(ids, max_new_tokens=24, do_sample=False)[:, 300:]
     assert not torch.equal(full, ours)
 
@@ -37,9 +35,13 @@ def test_filling_leaves_as_much_as_reading_and_a_ratio_is_taken_too():
     model, ids = tiny_model("llama"), random_ids(1, 216)
     with Kvpress("ratio", PYTHON, model, SnapKV(keep_ratio=0.25, window_size=16)) as theirs:
         assert theirs.read(ids) > 0
-        read = theirs.kept_tokens, theirs.held_bytes
-        theirs.fill(1, 216)
-        assert (theirs.kept_tokens, theirs.held_bytes) == read == (66, 66 * 4 * 2 * 2 * 8 * 4)
+        read = theirs.last["kept_tokens"], theirs.last["held_bytes"]
+        theirs.behind(model, 1, 216)
+        assert (
+            (theirs.last["kept_tokens"], theirs.last["held_bytes"])
+            == read
+            == (66, 66 * 4 * 2 * 2 * 8 * 4)
+        )
         assert theirs.versions["transformers"].startswith("5.2.")
 
 
@@ -49,21 +51,19 @@ def test_what_it_does_not_take_is_said_and_it_goes_on():
         with pytest.raises(InvalidArgumentError, match=r"'theirs', got .*index out of range"):
             theirs.read(torch.full((1, 64), 10**6))
         theirs.read(random_ids(1, 64))
-        assert theirs.kept_tokens == 20
-        theirs.fill(3, 12)  # less than the budget
+        assert theirs.last["kept_tokens"] == 20
+        theirs.behind(model, 3, 12)  # less than the budget
         assert theirs(2) > 0
-        assert theirs.kept_tokens == 14
+        assert theirs.last["kept_tokens"] == 14
 
 
-def test_its_page_is_measured_beside_it(monkeypatch):
-    monkeypatch.setattr(benchmark, "POLICY", POLICY)
-    prompts = {200: random_ids(1, 200)[0].tolist()}
-    rows = list(benchmark.measure(tiny_model("llama"), prompts, prefill_rounds=2, decode_rounds=3))
+def test_its_rows_have_the_columns_of_the_stored_ones(saved):
+    rows = list(KVPRESS.complete(KVPRESS.given(small=True, model=saved)))
     assert [(row["benchmark"], row["cache"]) for row in rows] == [
         (work, cache)
         for work in ("prefill", "decode")
         for cache in ("kvpress", "kvpress full", "snapkv", "transformers")
     ]
+    assert {frozenset(row) for row in rows} == {frozenset(row) for row in KVPRESS.known()}
     assert all(row["peer"]["kept_tokens"] == 64 for row in rows)
-    assert all(row["ms"]["p50"] > 0 for row in rows)
     assert all(row["against_kvpress"]["p50"] == 1 for row in rows if row["cache"] == "kvpress")

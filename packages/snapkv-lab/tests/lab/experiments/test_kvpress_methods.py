@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from snapkv import Compactor, KeyDiff, LagKV, ScoreThreshold, SnapKV
 from snapkv.policies.criticalkv import projected_norms
 from snapkv.policies.kvzip import most_attention
-from snapkv_lab.experiments import kvpress as benchmark
+from snapkv_lab.experiments.kvpress import PYTHON
 from tests.ops.states import output_weight, random_layer
 from tests.test_pages import migrations
 
@@ -30,7 +30,7 @@ def press(tmp_path):
         given, found = tmp_path / "given", tmp_path / "found"
         tensors = {label: tensor.contiguous() for label, tensor in states.items()}
         save_file(tensors, given, metadata={"options": json.dumps(options)})
-        subprocess.run([benchmark.PYTHON, "-I", _SCORES, name, given, found], check=True)
+        subprocess.run([PYTHON, "-I", _SCORES, name, given, found], check=True)
         return load_file(found)["scores"]
 
     return score
@@ -38,7 +38,7 @@ def press(tmp_path):
 
 def test_the_page_says_of_every_press_where_it_is():
     listed = "import kvpress; print(*kvpress.__all__)"
-    run = [benchmark.PYTHON, "-I", "-c", listed]
+    run = [PYTHON, "-I", "-c", listed]
     names = subprocess.run(run, check=True, capture_output=True, text=True).stdout.split()
     page = Path(__file__).parents[5].joinpath("docs", "migrating.md").read_text("utf-8")
     tables = page.partition("### Press by press")[2].partition("### What is different")[0]
@@ -50,7 +50,7 @@ def test_the_presses_that_the_page_replaces_can_be_made():
     theirs = [press for press, _ in migrations()]
     assert len(theirs) > 10
     code = "from kvpress import *\n" + "\n".join(theirs)
-    subprocess.run([benchmark.PYTHON, "-I", "-c", code], check=True)
+    subprocess.run([PYTHON, "-I", "-c", code], check=True)
 
 
 @pytest.mark.parametrize("tokens", [300, 288, 47])

@@ -8,7 +8,7 @@ import torch
 
 from snapkv import SnapKV
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError
-from snapkv_lab.experiments import kvpress_process as kvpress
+from snapkv_lab.experiments import kvpress
 from snapkv_lab.measure.contenders import full
 from snapkv_lab.measure.decode import DecodeBench, ThroughputBench
 from snapkv_lab.measure.prefill import PrefillBench
@@ -52,7 +52,7 @@ def test_it_goes_on_where_something_did_not_fit(theirs):
     with pytest.raises(OutOfMemoryError, match="kvpress: no room"):
         read(theirs, 1)
     assert read(theirs, 4) == 2.5
-    assert theirs.held_bytes == 8
+    assert theirs.last["held_bytes"] == 8
 
 
 def test_a_killed_process_was_out_of_memory_and_another_takes_its_place(theirs):
@@ -77,7 +77,7 @@ def test_its_last_words_are_the_reason(theirs):
 
 
 def test_nobody_waits_for_an_answer_that_is_not_wanted_any_more(theirs, monkeypatch):
-    process = theirs._started()
+    process = theirs._started().process
 
     def interrupted(*arguments):
         raise KeyboardInterrupt
@@ -85,15 +85,15 @@ def test_nobody_waits_for_an_answer_that_is_not_wanted_any_more(theirs, monkeypa
     monkeypatch.setattr(process.stdout, "readline", interrupted, raising=False)
     with pytest.raises(KeyboardInterrupt):
         theirs.read(torch.zeros(1, 5, dtype=torch.int64))
-    theirs._end()
+    theirs.__exit__()
     assert process.returncode == -15
 
 
 @pytest.mark.parametrize(
     ("python", "said"),
     [
-        (None, "with kvpress, got None; make one"),
-        (Path(__file__), r"kvpress_python: expected an interpreter, got \[Errno 13\] Permission"),
+        ("", "with kvpress, got ''; make one"),
+        (Path("nowhere"), "with kvpress, got 'nowhere'; make one"),
     ],
     ids=["none", "no interpreter"],
 )

@@ -1,94 +1,142 @@
-"""Margins that are promised of a machine with two cores, held on the committed rows."""
+"""Margins that are promised of a machine with two cores, and more, held on the committed rows."""
 
+from dataclasses import fields
 from statistics import median
 
-from snapkv_lab.experiments import flat, ragged, serving
+import pytest
+
+from snapkv.policies import POLICIES, Policy
+from snapkv_lab.experiments import methods, recall
+from snapkv_lab.experiments.ragged import RAGGED
+from snapkv_lab.experiments.records import of
+from snapkv_lab.experiments.serving import SERVING
+from snapkv_lab.experiments.speed import FLAT
 
 
-def rows_of(benchmark):
-    found = [row for row in flat.EXPERIMENT.known() if row["benchmark"] == benchmark]
-    assert found, benchmark
-    assert all(row["environment"]["threads"] == flat.THREADS for row in found)
+def flat(benchmark):
+    found = of(FLAT.known(), benchmark=benchmark)
+    assert found
+    assert all(row["environment"]["threads"] == FLAT.threads for row in found)
     return found
 
 
 def test_a_token_takes_as_long_behind_8k_as_behind_1k():
-    rows = rows_of("flat")
-    assert [row["prompt_tokens"] for row in rows] == list(flat.Sizes().lengths)
+    rows = flat("flat")
+    assert tuple(row["prompt_tokens"] for row in rows) == (1024, 2048, 4096, 8192)
     assert all(row["ratio"]["p50"] <= 1.05 for row in rows)
 
 
 def test_a_batch_decodes_twice_as_fast_as_with_full_caches():
-    ours, *others = rows_of("batch")
+    ours, *others = flat("batch")
     assert (ours["cache"], ours["batch"], ours["length"]) == ("snapkv", 4, 8192)
     assert len(others) == 2
     assert all(row["ratio"]["p50"] >= 2 for row in others)
 
 
 def test_vote_selection_and_gather_are_a_small_part_of_reading():
-    shares = {row["prompt_tokens"]: row["share"]["p50"] for row in rows_of("overhead")}
+    shares = {row["prompt_tokens"]: row["share"]["p50"] for row in flat("overhead")}
     assert shares[4096] <= 0.02
     assert shares[8192] <= 0.01
 
 
 def test_memory_peaks_no_higher_and_falls_by_prompt_over_budget():
-    rows = {row["cache"]: row for row in rows_of("peak memory")}
+    rows = {row["cache"]: row for row in flat("peak memory")}
     ours, plain = rows["snapkv"], rows["transformers"]
     assert ours["peak_growth_bytes"] <= plain["peak_growth_bytes"]
-    factor = ours["prompt_tokens"] / ours["budget"]
-    assert plain["kept_bytes"] == factor * ours["kept_bytes"]
+    assert plain["kept_bytes"] == ours["prompt_tokens"] / ours["budget"] * ours["kept_bytes"]
     assert ours["held_bytes"] <= 1.01 * ours["kept_bytes"]  # beside them, the kept positions
 
 
 def test_heads_of_different_length_cost_at_most_half_as_much_again():
-    """The whole demo model, and one layer of a large one, with storing the token and without.
-
-    A layer of the demo model on its own is too small to say anything: calls into torch are most of
-    its time, with uneven heads and without.
-    """
-    rows = [row for row in ragged.EXPERIMENT.known() if "ratio" in row]
+    """A layer of the demo model on its own is too small: calls into torch are most of its time."""
+    rows = [row for row in RAGGED.known() if "ratio" in row]
     held = [row for row in rows if row.get("shape") != "demo model"]
     assert {row["benchmark"] for row in held} == {"decode", "layer", "attention"}
-    for row in held:
-        assert row["ratio"]["p50"] <= 1.5, row
-    for row in rows:
-        assert row["held_bytes"] <= 1.02 * row["uniform_bytes"], row
+    assert all(row["ratio"]["p50"] <= 1.5 for row in held)
+    assert all(row["held_bytes"] <= 1.02 * row["uniform_bytes"] for row in rows)
 
 
-def served(part):
-    return [row for row in serving.EXPERIMENT.known() if row["part"] == part]
-
-
-def test_a_budget_of_the_prompt_gives_stock_vllms_tokens():
-    (row,) = served("budget of the prompt")
+def test_vllm_gives_its_own_tokens_and_keeps_what_the_library_keeps():
+    (row,) = of(SERVING.known(), part="budget of the prompt")
     assert row["same_answers"] == row["prompts"] == 64
-
-
-def test_what_is_kept_is_what_the_library_keeps():
-    (row,) = served("library")
+    (row,) = of(SERVING.known(), part="library")
     assert row["same_sets"] == row["sets"] == row["prompts"] * 30 * 3
     assert row["same_answers"] >= row["stock_like_transformers"]
 
 
-def test_reading_alone_takes_no_longer():
-    (row,) = served("reading")
+def test_reading_alone_in_vllm_takes_no_longer():
+    (row,) = of(SERVING.known(), part="reading")
+    assert (row["prompts_at_once"], row["pairs"]) == (1, 16)
     for clock in ("against_stock", "processor_against_stock"):
         assert row[clock]["p50"] <= 1.02
-    assert (row["prompts_at_once"], row["pairs"]) == (1, 16)
 
 
 def test_five_times_as_many_requests_decode_five_times_as_fast():
-    fast = served("speed")
-    decode = {
-        name: median(row["decode_seconds"] for row in fast if row["engine"] == name)
-        for name in ("stock", "snapkv")
-    }
-    assert decode["snapkv"] < 15.3
-    assert decode["stock"] / decode["snapkv"] > 5
-    whole = {
-        name: median(row["seconds"] for row in fast if row["engine"] == name) for name in decode
-    }
-    assert 0.5 < whole["snapkv"] / whole["stock"] < 0.6
-    assert {row["most_running"] for row in fast if row["engine"] == "snapkv"} == {16}
-    assert max(row["most_running"] for row in fast if row["engine"] == "stock") == 3
+    fast = of(SERVING.known(), part="speed")
+    stock, ours = (of(fast, engine=name) for name in ("stock", "snapkv"))
+    decode, whole = (
+        [median(row[key] for row in rows) for rows in (stock, ours)]
+        for key in ("decode_seconds", "seconds")
+    )
+    assert decode[1] < 15.3
+    assert decode[0] / decode[1] > 5
+    assert 0.5 < whole[1] / whole[0] < 0.6
+    assert {row["most_running"] for row in ours} == {16}
+    assert max(row["most_running"] for row in stock) == 3
     assert all(row["needles"] == row["requests"] == 16 for row in fast)
+
+
+def test_recall_answers_as_the_full_cache_does_where_plain_snapkv_loses_a_third():
+    rows = of(recall.MANY_QUESTIONS.known(), task="questions")
+    full = recall.right_share(rows, recall.FULL, None)
+    assert full >= 0.6
+    assert any(
+        recall.right_share(rows, recall.RECALL, budget) >= 0.98 * full
+        and recall.right_share(rows, recall.PLAIN, budget) <= full * 2 / 3
+        for budget in {row["budget"] for row in rows} - {None}
+    )
+    answers = [
+        [(row["document"], row["budget"], row["depth"], row["right"]) for row in own]
+        for own in (of(rows, contender=name) for name in (recall.RECALL, recall.AGAIN))
+    ]
+    assert answers[0] == answers[1]
+
+
+def test_fifty_turns_stay_below_the_cap_and_the_host_holds_what_was_seen():
+    turns = of(recall.MANY_QUESTIONS.known(), task="turns")
+    assert len(turns) >= 50
+    for row in turns:
+        assert row["held_bytes"] <= row["most_bytes"] <= recall.cap_bytes(row)
+        assert row["host_bytes"] == row["prompt_tokens"] * row["bytes_per_token"]
+
+
+def names_inside(policy):
+    inner = [getattr(policy, parameter.name) for parameter in fields(policy)]
+    return {policy.name}.union(*(names_inside(part) for part in inner if isinstance(part, Policy)))
+
+
+def test_every_method_whose_size_a_budget_sets_takes_part(tiny):
+    given = methods.METHODS.given(loaded=tiny)
+    contenders = [methods.FullCache(), *methods.all_at(given, 768, 64).values()]
+    for made in (methods.read_twice_at, methods.rkv_at, methods.questionless_at):
+        contenders += made(64).values()
+    without_size = {"duo-attention", "score-threshold"}
+    assert set().union(*map(names_inside, contenders)) == set(POLICIES) - without_size
+    quality = of(methods.METHODS.known(), part="quality")
+    assert {row["method"] for row in quality} == {methods.FULL, *methods.all_at(given, 768, 64)}
+
+
+def test_methods_of_a_column_hold_the_same_bytes():
+    for row in of(methods.METHODS.known(), part="quality"):
+        if row["budget"] is None:
+            assert row["held_bytes"] == row["full_bytes"]
+        elif row["method"] != "FastGen":
+            extra_tokens = 2 if row["method"] == "StreamingLLM" else 0
+            assert methods.held_tokens(row) == pytest.approx(row["budget"] + extra_tokens)
+
+
+def test_a_method_that_holds_more_than_its_budget_stops_the_run():
+    outcome = {"full_bytes": 1000, "read_tokens": 100, "held_bytes": 660}
+    methods.require_budget_bytes("of its budget", outcome, 64)
+    with pytest.raises(ValueError, match="greedy: expected"):
+        methods.require_budget_bytes("greedy", outcome | {"held_bytes": 704}, 64)

@@ -1,23 +1,23 @@
 """Every number of the results comes from a committed row: the tables, and the words around them."""
 
 import re
-from dataclasses import replace
 
 import pytest
 
-from snapkv_lab.experiments import evaluation, results
-from snapkv_lab.experiments.records import TABLES, read_rows
+from snapkv_lab.experiments import evaluations
+from snapkv_lab.experiments.experiment import declared
+from snapkv_lab.experiments.pages import PAGES, filled
+from snapkv_lab.experiments.records import RESULTS, read_rows
 
-EXPERIMENTS = results.declared()
-SHOWN = results.shown_in(EXPERIMENTS)
-PAGE, README = results.PAGES
+EXPERIMENTS = {name: each for name, each in declared().items() if each.tables is not None}
+TABLES = RESULTS / "tables"
+PAGE, README = PAGES
 SECTIONS = re.split(r"^(?=##+ )", PAGE.read_text("utf-8"), flags=re.MULTILINE)[1:]
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_a_page_of_tables_is_what_its_rows_make(name):
     experiment = EXPERIMENTS[name]
-    assert experiment.name == name
     assert experiment.page.read_text("utf-8") == experiment.render(experiment.known())
 
 
@@ -25,16 +25,14 @@ def test_no_page_of_tables_is_left_over():
     assert {*TABLES.glob("*")} == {each.page for each in EXPERIMENTS.values()}
 
 
-@pytest.mark.parametrize("page", results.PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_small_table_is_copied_from_a_page_of_tables(page):
     text = page.read_text("utf-8")
     assert "<!-- shown: " in text
-    assert results.filled(text, SHOWN) == text
+    assert filled(text, TABLES) == text
 
 
-def test_every_small_table_and_every_page_of_tables_is_shown():
-    text = "".join(page.read_text("utf-8") for page in results.PAGES)
-    assert {*re.findall(r"<!-- shown: (\S+) -->", text)} == SHOWN.keys()
+def test_every_page_of_tables_is_linked():
     linked = {*re.findall(r"\(results/tables/(\w+)\.md\)", PAGE.read_text("utf-8"))}
     assert linked == EXPERIMENTS.keys()
 
@@ -52,27 +50,40 @@ def test_a_number_in_the_words_of_a_section_stands_in_the_tables_that_it_links_t
 
 NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)*"
 
+_LONG = """# A
+## B
 
-def test_a_row_or_column_that_is_not_there_is_refused():
-    page, shown = SHOWN["kernels"]
-    with pytest.raises(ValueError, match="expected one row SnapKV"):
-        results.shown_table(page, replace(shown, rows=("SnapKV",)))
+| name | one | two |
+| --- | ---: | ---: |
+| a | 1 | 2 |
+| b | 3 | 4 |
+| b | 5 | 6 |
+"""
+
+
+def test_a_shown_table_takes_its_cells_from_the_lines_that_it_names(tmp_path):
+    (tmp_path / "long.md").write_text(_LONG, "utf-8")
+    table = "| name | two |\n| --- | --- |\n| {} | ? |"
+    text = "x\n<!-- shown: long | B{} -->\n\n" + table + "\n\n<!-- end -->\ny"
+    assert "\n| a | 2 |\n\n<!-- end -->\ny" in filled(text.format(" | 1", "a"), tmp_path)
+    assert "| a | 2 |\n| b | 4 |\n| b | 6 |" in filled(text.format("", "a"), tmp_path)
+    for name in ("b", "c"):
+        with pytest.raises(ValueError, match=f"expected one line {name}"):
+            filled(text.format(" | 1", name), tmp_path)
     with pytest.raises(ValueError, match="expected columns"):
-        results.shown_table(page, replace(shown, columns=("budget 1",)))
+        filled(text.format(" | 1", "a").replace("two", "three"), tmp_path)
 
 
-@pytest.mark.parametrize("name", evaluation.EXPERIMENTS)
+@pytest.mark.parametrize("name", evaluations.COMPARISONS)
 def test_every_answer_of_an_experiment_is_there_and_scored_as_the_task_scores_it(name):
-    found = evaluation.measured()[name]
+    found = evaluations.measured()[name]
     answers = read_rows(found.folder / "samples.jsonl")
     turns = len({row["cell"].get("turn") for row in answers})
-    methods = evaluation.EXPERIMENTS[name].methods
+    methods = evaluations.COMPARISONS[name].methods
     assert len(answers) == found.run["samples"] * turns * len(methods)
     assert {row["status"] for row in answers} == {"ok"}
-    means = {row["method"]: [] for row in found.rows}
-    for row in answers:
-        means[row["method"]].append(row["score"])
-    for method, scores in means.items():
+    for method in {row["method"] for row in found.rows}:
         rows = [row for row in found.rows if row["method"] == method]
+        scores = [row["score"] for row in answers if row["method"] == method]
         total = sum(row["score"] * row["samples"] for row in rows)
         assert total == pytest.approx(sum(scores))

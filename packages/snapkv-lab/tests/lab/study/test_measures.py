@@ -52,7 +52,7 @@ def test_the_hit_rate_of_a_hand_worked_example():
     settings = {"keep_ratio": 0.5, "window_size": 2, "sink_tokens": 1}
     settings |= {"generation_windows": 2, "generation_tokens": 1}
     study = HitRate(**settings, threshold=0.15)
-    rates = study.rates(HAND, prompt_tokens=6)
+    rates = study.measured(HAND, prompt_tokens=6)
     assert rates["vote", 1]["hit_rate"] == pytest.approx(2 / 3)
     assert rates["vote", 2]["hit_rate"] == pytest.approx(2 / 4)
     assert rates["vote", 1]["hit_rate_beyond_sinks"] == pytest.approx(1 / 2)
@@ -62,7 +62,7 @@ def test_the_hit_rate_of_a_hand_worked_example():
     assert rates["sinks and recent", 1]["hit_rate"] == pytest.approx(2 / 3)
     assert rates["sinks and recent", 2]["hit_rate"] == pytest.approx(2 / 4)
     assert rates["sinks and recent", 2]["hit_rate_beyond_sinks"] == pytest.approx(1 / 3)
-    rates = HitRate(**settings, threshold=0.6).rates(HAND, prompt_tokens=6)
+    rates = HitRate(**settings, threshold=0.6).measured(HAND, prompt_tokens=6)
     assert rates["vote", 1]["hit_rate"] is None  # where nothing is important
 
 
@@ -101,7 +101,7 @@ def test_hit_rates_are_those_of_plain_loops(window, first):
         answer=range(start, start + answer),
         first=first,
     )
-    found = study.rates(layer, prompt)["vote", window]
+    found = study.measured(layer, prompt)["vote", window]
     assert 0 < expected < 1
     assert found["hit_rate_beyond_sinks" if first else "hit_rate"] == pytest.approx(expected)
 
@@ -110,7 +110,7 @@ def test_overlaps_are_those_of_plain_loops():
     prompt, size = 80, 8
     layer, heads = random_layer(tokens=prompt + 2 * size, queries=5 * size)
     study = Overlap(keep_ratio=0.1, window_tokens=size, prompt_windows=3, generation_windows=2)
-    found = study.overlaps(layer, prompt)
+    found = study.measured(layer, prompt)
     assert list(found) == [("prompt", -3), ("prompt", -2), ("prompt", -1), *_answers(2)]
     last, answer = range(72, 80), range(80, 96)
     for window, one, other in [

@@ -51,25 +51,15 @@ class Tally:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What `generate` asks for.
-
-    Attributes:
-        model: the model.
-        cache: the cache that the user passed.
-        ids: (1, T) int64, the prompt.
-        samples: whether tokens are drawn.
-        processors: change the logits of a token, given the text before it.
-        limit: most tokens of prompt and text together.
-        chunk_tokens: read the prompt in pieces of so many; None for one pass.
-    """
+    """What `generate` asks for."""
 
     model: PreTrainedModel
-    cache: CompressedCache
-    ids: Tensor
+    cache: CompressedCache  # the one that the user passed
+    ids: Tensor  # (1, T) int64, the prompt
     samples: bool
-    processors: LogitsProcessorList
-    limit: int
-    chunk_tokens: int | None
+    processors: LogitsProcessorList  # change the logits of a token, given the text before it
+    limit: int  # most tokens of prompt and text together
+    chunk_tokens: int | None  # read the prompt in pieces of so many; None for one pass
 
     def processed(self, text: Tensor, logits: Tensor) -> Tensor:
         """(V,) float32: the logits of the token behind a text (N,), as `generate` changes them."""

@@ -22,11 +22,6 @@ class BestAndRecent(EvictingPolicy):
     def recent_tokens(self) -> int:
         """How many of the last tokens always stay."""
 
-    @property
-    def first_tokens(self) -> int:
-        """How many of a row's first tokens come before all others."""
-        return 0
-
     @abstractmethod
     def rate(self, states: LayerStates) -> Tensor:
         """(B, H or 1, S) float32, higher first; what the recent tokens get does not count."""
@@ -63,7 +58,6 @@ class BestAndRecent(EvictingPolicy):
             scores[..., :older],
             [own - min(held, recent) for own, held in zip(kept, states.row_lengths, strict=True)],
             states.leading_fillers,
-            first_tokens=self.first_tokens,
             protected=None if protected is None else protected[..., :older],
         )
         last = torch.arange(older, slots, device=scores.device)

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from snapkv import ops
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies.base import Need
 from snapkv.policies.recent import BestAndRecent, split_budget
@@ -39,8 +40,6 @@ class StreamingLLM(BestAndRecent):
 
     name: ClassVar[str] = "streaming-llm"
     query_tokens: ClassVar[int] = 0
-    recent_tokens: ClassVar[int] = 0
-    """None that stay beside others' scores: the newest are the best."""
 
     budget: int | None = None
     _: KW_ONLY
@@ -67,14 +66,22 @@ class StreamingLLM(BestAndRecent):
         return self.budget
 
     @property
-    def first_tokens(self) -> int:
-        return self.start
+    def recent_tokens(self) -> int:
+        assert self.recent is not None
+        return self.recent
 
     def rate(self, states: LayerStates) -> Tensor:
-        """The newest first: (B, 1, S) float32."""
+        """The oldest first: (B, 1, S) float32."""
         batch, slots = states.keys.shape[0], states.keys.shape[2]
-        place = torch.arange(slots, device=states.keys.device, dtype=torch.float32)
-        return place.expand(batch, 1, slots)
+        age = torch.arange(slots, 0, -1, device=states.keys.device, dtype=torch.float32)
+        return age.expand(batch, 1, slots)
+
+    def keep(self, states: LayerStates, scores: Tensor, kept: list[int]) -> Tensor:
+        """The sinks and the recent ones; what is protected takes the place of recent ones."""
+        if states.protected is None:
+            return super().keep(states, scores, kept)
+        fillers, protected = states.leading_fillers, states.protected
+        return ops.keep_best(-scores, kept, fillers, first_tokens=self.start, protected=protected)
 
     def select(self, layer: PromptLayer) -> Selection:
         return replace(super().select(layer), sink_tokens=self._moved_tokens)

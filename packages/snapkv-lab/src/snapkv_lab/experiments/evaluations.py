@@ -1,0 +1,495 @@
+"""What the laboratory's own commands find on the demo model, and what answering costs them.
+
+`evaluation`: tasks in a setting that two cores can run; answers and rows lie in
+`docs/results/evaluation/NAME/`. `leaderboard`: every method, as `snapkv leaderboard` compares them.
+`studies`: the paper's observations; what was measured is also in `snapkv-results/studies`, where a
+run that was stopped goes on. `instructions`: which instructions at the start of a prompt survive.
+`sharing`: ten methods beside one. `workers`: two processes beside one.
+"""
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from snapkv import (
+    H2O,
+    RKV,
+    TOVA,
+    AdaKV,
+    Compactor,
+    CriticalKV,
+    ExpectedAttention,
+    FullCache,
+    KeyDiff,
+    KVzip,
+    PyramidKV,
+    SnapKV,
+    StreamingLLM,
+)
+from snapkv.cache.paging import PageRecall
+from snapkv.cli.app import run as run_command
+from snapkv_lab.drawing import encoded
+from snapkv_lab.evaluate.asking import Method
+from snapkv_lab.evaluate.intervals import METHOD
+from snapkv_lab.evaluate.runner import Results, Run
+from snapkv_lab.evaluate.sample import Setting
+from snapkv_lab.evaluate.store import key
+from snapkv_lab.evaluate.summary import summarise
+from snapkv_lab.evaluate.task import Task
+from snapkv_lab.evaluate.tasks import (
+    Lines,
+    Needle,
+    RagCitation,
+    RagPipeline,
+    RagPosition,
+    Ruler,
+    Tracking,
+)
+from snapkv_lab.evaluate.tasks import Turns as SeveralTurns
+from snapkv_lab.evaluate.workers.base import Equipment
+from snapkv_lab.evaluate.workers.processes import Processes
+from snapkv_lab.experiments.experiment import Experiment, Given, Sized
+from snapkv_lab.experiments.measuring import Turns
+from snapkv_lab.experiments.pages import Table, markdown_table
+from snapkv_lab.experiments.records import RESULTS, Row, grouped, of, read_rows, write_rows
+from snapkv_lab.report.figures import draw
+from snapkv_lab.report.leaderboard import FILES, as_markdown, write_board
+from snapkv_lab.report.page import method_table
+from snapkv_lab.study import HitRate, Induction, Instructions, Overlap, Position, Sensitivity, Study
+from snapkv_lab.study.figures import save
+
+FOLDER = RESULTS / "evaluation"
+
+
+class Comparison(NamedTuple):
+    """A task with the methods that answer it, always on the demo model without a chat template.
+
+    The title is the heading of its section; the others are what `Run` takes.
+    """
+
+    title: str
+    task: Callable[[], Task]
+    methods: Sequence[Method]
+    questions: Sequence[Setting] = ("visible",)
+    reference_loss: bool = False
+
+
+def _say(description: str, done: int, total: int) -> None:
+    print(f"{done} of {total}: {description}", file=sys.stderr)
+
+
+def _labelled(**policies: Any) -> list[Method]:
+    return [Method(label=label, policy=policy) for label, policy in policies.items()]
+
+
+def _rivals(budget: int, *kernels: int) -> list[Method]:
+    """The full cache, SnapKV with some kernels, and the two oldest rivals."""
+    voted = {
+        f"SnapKV, kernel {kernel}" if kernel > 1 else "SnapKV without pooling": SnapKV(
+            budget, window_size=16, kernel_size=kernel
+        )
+        for kernel in kernels
+    }
+    oldest = {"StreamingLLM": StreamingLLM(budget), "H2O": H2O(budget)}
+    return _labelled(full=FullCache(), **voted, **oldest)
+
+
+def _over_turns(budget: int) -> list[Method]:
+    """The full cache, what stays with the first turn's choice, what votes anew and what recalls."""
+    wide = SnapKV(budget, kernel_size=13, window_size=16)
+    recalled = "SnapKV, recalled, 4 pages of 16 tokens every step"
+    return [
+        *_labelled(full=FullCache(), SnapKV=wide),
+        Method(label="SnapKV, compressed every turn", policy=wide, later="compress"),
+        Method(label="SnapKV, recalled from the host", policy=wide, later="recall"),
+        Method(label=recalled, policy=wide, later=PageRecall(4)),
+        *_labelled(StreamingLLM=StreamingLLM(budget)),
+    ]
+
+
+def _evicting(budget: int) -> list[Method]:
+    kinds = (StreamingLLM, H2O, TOVA, RKV)
+    return _labelled(full=FullCache(), **{kind.__name__: kind(budget) for kind in kinds})
+
+
+def _without_a_question(tokens: int, ratios: Sequence[int]) -> list[Method]:
+    """The full cache, and at every ratio what chooses before it knows the question."""
+    found = {
+        f"{kind.__name__} {ratio}:1": kind(tokens // ratio)
+        for ratio in ratios
+        for kind in (KVzip, Compactor, KeyDiff, SnapKV)
+    }
+    return _labelled(full=FullCache(), **found)
+
+
+COMPARISONS = {
+    "needle": Comparison(
+        "Needle in a haystack",
+        partial(Needle, lengths=(1024, 2048, 3072, 4096), digits=5, cloze=True, buffer_tokens=100),
+        _rivals(256, 13, 5, 1),
+    ),
+    "lines": Comparison(
+        "LongEval-Lines",
+        partial(
+            Lines, lengths=(512, 1024, 1536), positions=3, samples_each=3, examples=3, cloze=True
+        ),
+        _rivals(192, 13, 5, 1),
+    ),
+    "ruler": Comparison(
+        "RULER at 2k", partial(Ruler, lengths=(2048,), samples_each=2), _rivals(512, 13)[:3]
+    ),
+    "rag-citation": Comparison(
+        "Citations", partial(RagCitation, documents=(10, 20), samples_each=12), _rivals(512, 13)
+    ),
+    "rag-position": Comparison(
+        "Lost in the middle",
+        partial(RagPosition, documents=(5, 10), samples_each=8, corpus="squad"),
+        _rivals(256, 13),
+    ),
+    "rag-pipeline": Comparison(
+        "Retrieve, rerank, answer",
+        partial(RagPipeline, documents=(5, 10), samples_each=12, corpus="squad"),
+        _rivals(256, 13),
+    ),
+    "turns": Comparison(
+        "Several turns",
+        partial(SeveralTurns, lengths=(1024, 2048), samples_each=5, cloze=True),
+        _over_turns(256),
+    ),
+    "tracking": Comparison(
+        "Long answers",
+        partial(
+            Tracking, answer_tokens=(1024,), kinds=("copy", "cycle"), samples_each=2, cloze=True
+        ),
+        _evicting(512),
+    ),
+    "hidden": Comparison(
+        "A question that comes later",
+        partial(
+            Ruler,
+            tasks=("niah_single_1", "niah_single_2", "niah_multikey_1"),
+            lengths=(4096,),
+            samples_each=2,
+        ),
+        _without_a_question(4096, (8, 16, 32)),
+        questions=("hidden",),
+        reference_loss=True,
+    ),
+}
+
+
+def _compare(name: str, given: Given) -> Iterator[Row]:
+    folder = FOLDER if given.stored else Path(tempfile.mkdtemp())
+    own = COMPARISONS[name]._asdict()
+    del own["title"]
+    run = Run(loaded=given.loaded, template="none", **own | {"task": own["task"]()})
+    run.into(folder / name, _say)
+    yield from ()
+
+
+def measured() -> dict[str, Results]:
+    """The comparisons that have been run to their end, summarised from their answers."""
+    found = {}
+    for name, comparison in COMPARISONS.items():
+        folder, task = FOLDER / name, comparison.task()
+        if (folder / "summary.jsonl").exists():
+            answers = read_rows(folder / "samples.jsonl")
+            found[name] = Results(
+                folder=folder,
+                run=json.loads((folder / "run.json").read_text("utf-8")),
+                task=task,
+                rows=summarise(answers, [key(answer) for answer in answers], task),
+            )
+    return found
+
+
+_NOT_SHOWN = ("question", "ms/token")
+"""Columns that are the same in every row, and times, which `speed.md` measures side by side."""
+
+
+def _evaluation_tables(found: dict[str, Results]) -> Iterator[str]:
+    for name, results in found.items():
+        shown, title = method_table(results), COMPARISONS[name].title
+        places = [place for place, each in enumerate(shown.headings) if each not in _NOT_SHOWN]
+        yield f"## {title}"
+        yield (
+            "{model[name]} ({model[dtype]}, {model[attn_implementation]}), {samples} samples, "
+            "data {data}, torch {torch}, transformers {transformers}.".format_map(results.run)
+        )
+        yield markdown_table(
+            [shown.headings[place] for place in places],
+            [[row[place] for place in places] for row in shown.rows],
+        )
+        yield f"![{title}: score by method](../{FOLDER.name}/{name}.png)"
+
+
+def _evaluation_drawn(found: dict[str, Results]) -> None:
+    for name, results in found.items():
+        write_rows(FOLDER / name / "summary.jsonl", results.rows)
+        Path(FOLDER / f"{name}.png").write_bytes(encoded(draw(results)["scores"], ".png"))
+
+
+EVALUATION = Experiment(
+    name="evaluation",
+    title="Tasks, answered by the demo model",
+    takes="hours",
+    measure={name: partial(_compare, name) for name in COMPARISONS},
+    read=measured,
+    measured=lambda found: f"Scores are times 100; intervals: 95 %, {METHOD}",
+    tables=_evaluation_tables,
+    drawn=_evaluation_drawn,
+)
+
+BOARD = RESULTS / "leaderboard"
+
+
+class _Leaderboard(Experiment):
+    """The command's own page and figure."""
+
+    def render(self, rows: Any) -> str:
+        page = as_markdown(rows, f"../{BOARD.name}/{FILES[1]}")
+        return f"{page}\nMade by `python -m snapkv_lab.experiments leaderboard`.\n"
+
+
+def _leaderboard(given: Given) -> list[Row]:
+    folder = str(BOARD) if given.stored else tempfile.mkdtemp()
+    if status := run_command(["leaderboard", "--results", folder, "--model", given.model]):
+        raise SystemExit(status)
+    return []
+
+
+def _leaderboard_drawn(found: Row) -> None:
+    write_board(found, BOARD)
+    (BOARD / "leaderboard.md").unlink()  # that is the page of tables
+
+
+LEADERBOARD = _Leaderboard(
+    name="leaderboard",
+    title="Every method on the demo model",
+    takes="hours",
+    measure=_leaderboard,
+    read=lambda: json.loads((BOARD / FILES[0]).read_text("utf-8")),
+    drawn=_leaderboard_drawn,
+    tables=(),
+)
+
+FIGURES = RESULTS / "studies"
+
+STUDIES: dict[str, Study] = {
+    study.name: study
+    for study in (
+        HitRate(samples=2),
+        Overlap(samples=2),
+        Instructions(samples=2),
+        Position(samples=2),
+        Sensitivity(kernels=(1, 5, 7, 13), length=2048, digits=5, depths=5, template="none"),
+        Induction(samples=2),
+    )
+}
+
+
+def _study(name: str, given: Given) -> Iterator[Row]:
+    """A line that says how it was run, then its rows."""
+    findings = STUDIES[name].into(given.loaded, Path("snapkv-results") / "studies" / name, _say)
+    yield {"run": findings.run}
+    for row in findings.rows:
+        yield {
+            key: round(each, 4) if isinstance(each, float) else each for key, each in row.items()
+        }
+
+
+def _findings(rows: list[Row]) -> Iterator[tuple[str, Study, list[Row]]]:
+    for name, study in STUDIES.items():
+        yield name, study, [row for row in of(rows, study=name) if "run" not in row]
+
+
+def _studies_tables(rows: list[Row]) -> Iterator[str]:
+    for name, study, own in _findings(rows):
+        found = study.table(own)
+        yield f"## {name}"
+        yield f"![{name}](../studies/{name}.svg)"
+        yield f"{found.title[0].upper()}{found.title[1:]}."
+        yield markdown_table(found.headings, found.rows)
+
+
+def _studies_drawn(rows: list[Row]) -> None:
+    FIGURES.mkdir(exist_ok=True)
+    for name, study, own in _findings(rows):
+        save(study.figure(own), str(FIGURES / f"{name}.svg"))
+
+
+OBSERVATIONS = Experiment(
+    name="studies",
+    title="The paper's observations",
+    measure={name: partial(_study, name) for name in STUDIES},
+    part_key="study",
+    tables=_studies_tables,
+    drawn=_studies_drawn,
+)
+
+
+def _instructions_tables(rows: list[Row]) -> list[str]:
+    names = list(grouped(rows, lambda row: row["cell"]["instruction"]))
+    budget = next(row["policy"]["budget"] for row in rows if "budget" in row["policy"])
+
+    def told(row: Row) -> tuple[str, str, str]:
+        protected = "protected" if row["task"]["protect"] else "as it is"
+        return row["method"], row["question"], protected
+
+    def right(own: list[Row], name: str) -> str:
+        scores = [row["score"] for row in own if row["cell"]["instruction"] == name]
+        return f"{sum(scores):.0f} of {len(scores)}"
+
+    lines = [[*key, *(right(own, n) for n in names)] for key, own in grouped(rows, told).items()]
+    return [
+        f"## Right answers, {budget} of {rows[0]['prompt_tokens']} tokens kept",
+        markdown_table(["method", "question", "instructions", *names], lines),
+    ]
+
+
+INSTRUCTIONS = Experiment(
+    name="instructions",
+    title="Instructions that must stay",
+    # The rows are the lines of `samples.jsonl` of `snapkv eval instructions --lengths 768
+    # --samples-each 2 --cloze --budget 96`: with the question visible and `--policy
+    # snapkv:window_size=16`; with `--setting hidden --baseline none` and `--policy
+    # snapkv:window_size=16,h2o,streaming-llm:positions=original`; and the same with `--protect`.
+    measured=lambda rows: (
+        "Measured on {model[name]} ({model[dtype]}, {model[attn_implementation]}, "
+        "{model[device]}), torch {torch}, transformers {transformers}"
+    ).format_map(rows[0]),
+    tables=_instructions_tables,
+)
+
+
+def _ten_methods(budget: int) -> list[Method]:
+    """Methods that score by the last queries, by all of them, by keys alone, and by nothing."""
+    voted, found = SnapKV(budget), [SnapKV(budget), FullCache()]
+    found += [AdaKV(voted), PyramidKV(budget), CriticalKV(voted)]
+    found += [kind(budget) for kind in (ExpectedAttention, KeyDiff, H2O, TOVA, StreamingLLM)]
+    return _labelled(**{f"{number} {each.name}": each for number, each in enumerate(found)})
+
+
+def _sharing(given: Given) -> Iterator[Row]:
+    """A row per length: one method, and ten in one run; in processor time, all threads together."""
+    for length in given.lengths:
+        methods = _ten_methods(length // 4)
+        task = Needle(lengths=(length,), depths=1, cloze=True)
+
+        def answered(some: Sequence[Method], task: Task = task) -> None:
+            run = Run(loaded=given.loaded, task=task, methods=some, template="none")
+            with tempfile.TemporaryDirectory() as folder:
+                run.into(Path(folder))
+
+        turns = Turns(
+            {"one": partial(answered, methods[:1]), "ten": partial(answered, methods)},
+            rounds=given.rounds,
+            warmup_rounds=0,
+        )
+        yield {
+            "benchmark": "sharing",
+            "length": length,
+            "budget": length // 4,
+            "methods": [method.describe() for method in methods],
+            "rounds": given.rounds,
+            "one_ms": turns.ms("one", 0, "cpu_ms"),
+            "ten_ms": turns.ms("ten", 0, "cpu_ms"),
+            "ratio": turns.ratio("ten", "one", 3, "cpu_ms"),
+        }
+
+
+SHARING = Experiment(
+    name="sharing",
+    title="Ten methods for little more than one",
+    takes="ten minutes",
+    measure=_sharing,
+    options={"lengths": Sized((1024, 2048, 4096), (320,)), "rounds": Sized(3, 2)},
+    tables=[
+        Table(
+            {
+                "prompt": "{length:,}",
+                "one method, s": "{one_ms[p50]:seconds|.1f}",
+                "ten methods, s": "{ten_ms[p50]:seconds|.1f}",
+                "ratio": "{ratio[p50]:.2f}",
+            }
+        )
+    ],
+)
+
+_TIMES = ("first_token_ms", "token_ms")
+
+
+def _workers(given: Given) -> Iterator[Row]:
+    """One row: a needle grid by one worker and by two, each with the model in memory before.
+
+    Raises:
+        ValueError: two workers answer something else than one.
+    """
+    methods = _labelled(full=FullCache(), **{f"snapkv@{given.budget}": SnapKV(given.budget)})
+    equipment = Equipment(load={"name": given.model}, threads=1)
+    answers: list[list[Row]] = []
+
+    def answered(
+        executor: Any, lengths: Sequence[int], depths: int, few: int | None = None
+    ) -> None:
+        task = Needle(lengths=tuple(lengths), depths=depths, cloze=True)
+        run = Run(loaded=given.loaded, task=task, methods=methods[:few], template="none")
+        with tempfile.TemporaryDirectory() as folder:
+            run.into(Path(folder), executor=executor)
+            if few is None:
+                records = sorted(read_rows(Path(folder, "samples.jsonl")), key=key)
+                answers.append([{k: v for k, v in r.items() if k not in _TIMES} for r in records])
+
+    with ExitStack() as pools:
+        work = {}
+        for name, count in (("one", 1), ("two", 2)):
+            pool = pools.enter_context(Processes(["cpu"] * count, equipment))
+            answered(pool, [min(given.lengths)], count, 1)  # every worker loads the model
+            work[name] = partial(answered, pool, given.lengths, given.depths)
+        turns = Turns(work, rounds=given.rounds, warmup_rounds=0)
+    if any(each != answers[0] for each in answers):
+        raise ValueError("expected the same answers of one worker and of two, got others")
+    yield {
+        "benchmark": "workers",
+        "lengths": list(given.lengths),
+        "depths": given.depths,
+        "methods": [method.describe() for method in methods],
+        "prompts": len(given.lengths) * given.depths,
+        "answers": len(answers[0]),
+        "rounds": given.rounds,
+        "processors": os.cpu_count(),
+        "threads_each": equipment.threads,
+        "one_ms": turns.ms("one", 0),
+        "two_ms": turns.ms("two", 0),
+        "speedup": turns.ratio("one", "two", 3),
+    }
+
+
+WORKERS = Experiment(
+    name="workers",
+    title="Two workers beside one",
+    measure=_workers,
+    options={
+        "lengths": Sized((1024, 2048), (300, 320)),
+        "depths": Sized(6, 2),
+        "budget": Sized(256, 64),
+        "rounds": Sized(3, 2),
+    },
+    tables=[
+        Table(
+            {
+                "prompt tokens": lambda row: ", ".join(f"{each:,}" for each in row["lengths"]),
+                "answers": "{answers:,}",
+                "one worker, s": "{one_ms[p50]:seconds|.1f}",
+                "two workers, s": "{two_ms[p50]:seconds|.1f}",
+                "times as fast": "{speedup[p50]:.2f}",
+            }
+        )
+    ],
+)

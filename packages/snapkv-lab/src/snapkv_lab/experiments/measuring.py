@@ -1,0 +1,112 @@
+"""How experiments measure: contenders that take turns, and processes of their own."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from snapkv_lab.measure.timing import Spent, alternate, ratios, spent_on, spread
+
+FREED_MEMORY_HANDED_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+"""Environment in which resident memory counts live tensors and not the allocator's reserves."""
+
+Spread = dict[str, float]
+
+
+class Turns:
+    """Contenders that took turns, so that noise hit all alike: medians, and ratios of pairs.
+
+    Args:
+        work: by name. What gives a `Spent`, or milliseconds, is taken at its word; all else is
+            timed as a whole.
+        rounds: of all contenders that count.
+        warmup_rounds: before them.
+    """
+
+    def __init__(
+        self, work: Mapping[Any, Callable[[], Any]], *, rounds: int, warmup_rounds: int = 1
+    ) -> None:
+        timed = {name: lambda one=one: _timed(one) for name, one in work.items()}
+        self.runs = alternate(timed, rounds=rounds, warmup_rounds=warmup_rounds)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.runs)
+
+    def samples(self, name: Any, clock: str = "wall_ms") -> list[float]:
+        """The milliseconds of every round: "wall_ms", or "cpu_ms" of all threads together."""
+        return [getattr(run, clock) for run in self.runs[name]]
+
+    def ms(self, name: Any, digits: int, clock: str = "wall_ms") -> Spread:
+        """The median, with the 20th and 80th percentile."""
+        return spread(self.samples(name, clock), digits)
+
+    def ratio(self, name: Any, base: Any, digits: int = 4, clock: str = "wall_ms") -> Spread:
+        """The same of the ratios of pairs."""
+        pairs = ratios(self.samples(name, clock), self.samples(base, clock))
+        return spread(pairs, digits)
+
+
+def _timed(work: Callable[[], Any]) -> Spent:
+    said: list[Any] = []
+    spent = spent_on(lambda: said.append(work()))
+    if isinstance(said[0], Spent):
+        return said[0]
+    return Spent(wall_ms=said[0], cpu_ms=spent.cpu_ms) if isinstance(said[0], float) else spent
+
+
+class Peer:
+    """A process that answers a line of JSON with another.
+
+    Args:
+        command: what runs.
+        options: of `subprocess.Popen`.
+
+    Attributes:
+        waits: whether an answer has not come yet, or is not wanted any more.
+    """
+
+    def __init__(self, command: Sequence[str | Path], **options: Any) -> None:
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options
+        )
+        self.waits = False
+
+    def ask(self, question: dict[str, Any]) -> dict[str, Any] | None:
+        """Its answer; None where it has ended."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.waits = True
+        try:
+            self.process.stdin.write(json.dumps(question) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:  # no answer will come either
+            pass
+        line = self.process.stdout.readline()
+        self.waits = False
+        return json.loads(line) if line else None
+
+    def end(self) -> int:
+        """Let it end, or make it, where nobody wants its answer any more; its status."""
+        if self.waits:
+            self.process.terminate()
+        self.process.communicate()
+        return self.process.returncode
+
+
+def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function of a module gives, for its peak of memory: all as JSON, Linux only."""
+    code = (
+        f"import json, {function.__module__} as module; "
+        f"print(json.dumps(module.{function.__name__}(*json.loads({json.dumps(arguments)!r}))))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **FREED_MEMORY_HANDED_BACK},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])

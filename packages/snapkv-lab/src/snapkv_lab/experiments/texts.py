@@ -1,0 +1,378 @@
+"""Texts of many kinds with questions about them, for the studies of pooling and of budgets.
+
+A text carries many questions, so that it is read once, with the full cache, and each question is
+read behind a branch of it. An answer is made of parts, each of which is right or wrong by itself.
+"""
+
+import contextlib
+import copy
+import functools
+import random
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from snapkv import CompressedCache, FullCache
+from snapkv.app.observing import RecordedPrompt, Recorder
+from snapkv_lab.evaluate.corpora import Question, load_corpus
+from snapkv_lab.evaluate.haystack import identifier, load_haystack, number, python_topics, words
+from snapkv_lab.evaluate.sample import Sample
+from snapkv_lab.evaluate.tasks.lines import Lines
+from snapkv_lab.evaluate.tasks.rag import phrase_questions, phrase_sample
+from snapkv_lab.evaluate.tasks.ruler import GENERATORS, Ruler
+from snapkv_lab.experiments.prompts import (
+    CITIES,
+    MOST_WINDOW_TOKENS,
+    encode,
+    quoted_document,
+    stretch,
+)
+from snapkv_lab.experiments.records import Row
+
+SEED = 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One question about a text.
+
+    Attributes:
+        group: what results are grouped by.
+        setting: behind what the text is compressed: the question, nothing, or another question.
+        question_ids: read with the text, before it is compressed; none where the question is
+            hidden, and the first of two questions where it is the second.
+        between_ids: read behind the compressed text, before the answer.
+        answer_ids: the right answer.
+        parts: for each part of the answer the places of the tokens that must be right; none where
+            only the loss is looked at. The first token of an answer is among them only where the
+            question is read from the compressed cache: else it is predicted before anything is
+            dropped, and is the same for all.
+    """
+
+    group: str
+    answer_ids: Sequence[int]
+    parts: Sequence[Sequence[int]]
+    setting: Literal["visible", "hidden", "second"] = "visible"
+    question_ids: Sequence[int] = ()
+    between_ids: Sequence[int] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """A text and the questions about it, with a name that is unique in a study."""
+
+    name: str
+    ids: Sequence[int]
+    cases: Sequence[Any]
+
+
+class Maker:
+    """Makes texts for one tokenizer, always the same ones."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._encode = functools.partial(encode, tokenizer)
+        self._essays = load_haystack().text
+        self._prose = [self._essays, python_topics().text]
+
+    def needles(self, tokens: int, index: int, *, turns: bool) -> Text:
+        """Six needles of different kinds in an essay, each asked for.
+
+        With `turns` one of them is also asked for with the question hidden, and one behind another
+        question.
+        """
+        name = f"needles/{tokens}/{index}"
+        draw = random.Random(f"{SEED}/{name}")
+        cities = draw.sample(CITIES, len(_KINDS))
+        values = [make(draw) for make, _ in _KINDS.values()]
+        told = [
+            f"special magic {what} for {city} is"
+            for (_, what), city in zip(_KINDS.values(), cities, strict=True)
+        ]
+        pairs = list(zip(told, values, strict=True))
+        hidden = [self._encode(f" The {start} {value}.") for start, value in pairs]
+        ids = self._hidden_in(tokens, hidden, draw)
+        cases = [
+            self._asked(
+                group,
+                f"\n\nQuestion: What is the {start.removesuffix(' is')}?\nAnswer: The {start}",
+                f" {value}",
+            )
+            for group, (start, value) in zip(_KINDS, pairs, strict=True)
+        ]
+        if turns:
+            first, second = (cases[place] for place in draw.sample(range(len(cases)), 2))
+            whole = [range(len(first.answer_ids))]
+            cases.append(
+                replace(
+                    first,
+                    group="needles, hidden question",
+                    setting="hidden",
+                    question_ids=(),
+                    between_ids=first.question_ids,
+                    parts=whole,
+                )
+            )
+            before = [*second.answer_ids, *self._encode(".")]
+            cases.append(
+                replace(
+                    first,
+                    group="needles, second question",
+                    setting="second",
+                    question_ids=second.question_ids,
+                    between_ids=[*before, *first.question_ids],
+                    parts=whole,
+                )
+            )
+        return Text(name=name, ids=ids, cases=cases)
+
+    def _hidden_in(self, tokens: int, needles: list[list[int]], draw: random.Random) -> list[int]:
+        """A stretch of an essay with needles behind sentences, in an order that is drawn."""
+        own = draw.sample(needles, len(needles))
+        hay = stretch(self._tokenizer, self._essays, tokens - sum(map(len, own)), draw)
+        ends = [
+            place + 1
+            for place, token in enumerate(hay)
+            if self._tokenizer.decode(token).endswith((".", "?", "!"))
+        ]
+        places = sorted(draw.sample(ends, len(own)), reverse=True)
+        for place, needle in zip(places, own, strict=True):
+            hay[place:place] = needle
+        return hay
+
+    def lines(self, tokens: int, index: int, questions: int) -> Text:
+        name = f"lines/{tokens}/{index}"
+        shape = {"lengths": (tokens,), "positions": 1, "samples_each": 1, "examples": 3}
+        task = Lines(**shape, cloze=True, seed=SEED + index)
+        sample = next(iter(task.samples(self._tokenizer)))
+        draw = random.Random(f"{SEED}/{name}")
+        record = re.findall(r"line (\S+): REGISTER_CONTENT is <(\d+)>", sample.context)
+        asked = next(key for key, value in record if value == sample.references[0])
+        free = [pair for pair in record if pair[0] not in sample.plain_question or pair[0] == asked]
+        question = sample.plain_question + sample.answer_start
+        cases = [
+            self._asked("lines", question.replace(asked, key), value)
+            for key, value in draw.sample(free, questions)
+        ]
+        return Text(name=name, ids=self._encode(sample.context), cases=cases)
+
+    def rag(self, documents: int, index: int, questions: int) -> Text:
+        """Paragraphs of one article of SQuAD, and questions that they answer."""
+        name = f"rag/{documents}/{index}"
+        draw = random.Random(f"{SEED}/{name}")
+        asked = draw.choice(_squad())
+        passages = draw.sample([*asked.gold, *asked.near], documents)
+        answered = [one for one in _squad() if one.gold[0] in passages]
+        cases, context = [], ""
+        for question in draw.sample(answered, min(questions, len(answered))):
+            sample = phrase_sample("", {}, passages, question.text, question.answers)
+            context = sample.context
+            longest = max(question.answers, key=len)
+            cases.append(self._asked("rag", sample.plain_question, f" {longest}"))
+        cases = [case for case in cases if len(case.answer_ids) > 1]
+        return Text(name=name, ids=self._encode(context), cases=cases)
+
+    def quotes(self, tokens: int, index: int, questions: int) -> Text:
+        """A natural text; sentences of it are begun and to be continued."""
+        name = f"quotes/{tokens}/{index}"
+        draw, source = random.Random(f"{SEED}/{name}"), self._prose[index % 2]
+        document, shape = None, {"tokens": tokens, "questions": questions, "answer_tokens": 8}
+        while document is None:
+            start = source.index(". ", draw.randrange(len(source) - 16 * tokens)) + 2
+            with contextlib.suppress(ValueError):  # a stretch with too few sentences
+                document = quoted_document(self._tokenizer, source[start:], **shape)
+        cases = [
+            Case(
+                group="quotations",
+                question_ids=quote.question_ids,
+                answer_ids=quote.answer_ids,
+                parts=[range(1, len(quote.answer_ids))],
+            )
+            for quote in document.quotes
+        ]
+        return Text(name=name, ids=document.ids, cases=cases)
+
+    def ruler(self, task: str, tokens: int, count: int) -> Iterator[Text]:
+        """Samples of one task; of several values each is a part, right from its second token on.
+
+        Their order is the order of the references: which one comes first is not to be known.
+        """
+        made = Ruler(tasks=(task,), lengths=(tokens,), samples_each=count, seed=SEED)
+        for sample in made.samples(self._tokenizer):
+            question = f"{sample.question} {sample.answer_start}"
+            case = self._ruler_case(task, question.rstrip(), sample)
+            if len(case.answer_ids) > 1:
+                ids = self._encode(sample.context)
+                yield Text(name=f"ruler/{sample.name}", ids=ids, cases=[case])
+
+    def _ruler_case(self, task: str, question: str, sample: Sample) -> Case:
+        group, references = f"RULER {task}", sample.references
+        colon = ":" if task.startswith("niah") else ""  # as the needles have it
+        if GENERATORS[task].any_reference or len(references) == 1:
+            return self._asked(group, question, f"{colon} {max(references, key=len)}")
+        mark = "" if task in ("vt", "cwe") else ","
+        answer: list[int] = []
+        parts = []
+        for place, reference in enumerate(references):
+            begin = f" {place + 1}. " if task == "cwe" else f"{mark if place else colon} "
+            value = self._encode(begin + reference)
+            parts.append(range(len(answer) + self._begun(value, begin), len(answer) + len(value)))
+            answer += value
+        asked, parts = self._encode(question), [part for part in parts if part]
+        return Case(group=group, question_ids=asked, answer_ids=answer, parts=parts)
+
+    def _begun(self, ids: list[int], begin: str) -> int:
+        """How many of the tokens hold what stands before a value, and the value's beginning."""
+        counts = range(1, len(ids) + 1)
+        return next(n for n in counts if len(self._tokenizer.decode(ids[:n])) > len(begin))
+
+    def prose(self, tokens: int, answer_tokens: int, index: int) -> Text:
+        """A natural text that goes on, for its loss; essays and Python's manual in turn."""
+        name = f"prose/{tokens}/{index}"
+        draw = random.Random(f"{SEED}/{name}")
+        ids = stretch(self._tokenizer, self._prose[index % 2], tokens + answer_tokens, draw)
+        return self._going_on(name, ids, answer_tokens)
+
+    def code(self, tokens: int, answer_tokens: int, index: int) -> Text:
+        """A file of Python's standard library that goes on, for its loss."""
+        name = f"code/{tokens}/{index}"
+        draw = random.Random(f"{SEED}/{name}")
+        library = sorted(Path(random.__file__).parent.glob("*.py"))
+        files = [file for file in library if file.stat().st_size > 12 * tokens]
+        lines = draw.choice(files).read_text("utf-8", errors="replace").splitlines(keepends=True)
+        room = sum(map(len, lines)) - 8 * (tokens + answer_tokens)
+        begin, seen = draw.randrange(max(room, 1)), 0
+        while seen < begin:
+            seen += len(lines.pop(0))
+        ids = self._encode("".join(lines))[: tokens + answer_tokens]
+        return self._going_on(name, ids, answer_tokens)
+
+    def _going_on(self, name: str, ids: list[int], answer_tokens: int) -> Text:
+        case = Case(group=name.partition("/")[0], answer_ids=ids[-answer_tokens:], parts=())
+        return Text(name=name, ids=ids[:-answer_tokens], cases=[case])
+
+    def _asked(self, group: str, question: str, answer: str) -> Case:
+        ids, asked = self._encode(answer), self._encode(question)
+        return Case(group=group, question_ids=asked, answer_ids=ids, parts=[range(1, len(ids))])
+
+
+def _phrase(draw: random.Random) -> str:
+    adjectives, nouns = words("adjective"), words("noun")
+    return " ".join(draw.choice(kind) for kind in (adjectives, nouns, adjectives, nouns))
+
+
+_KINDS = {
+    "4 digits": (lambda draw: number(draw, 4), "number"),
+    "7 digits": (lambda draw: number(draw, 7), "code"),
+    "12 digits": (lambda draw: number(draw, 12), "serial number"),
+    "phrase": (_phrase, "phrase"),
+    "uuid": (identifier, "uuid"),
+    "two parts": (lambda draw: f"{number(draw, 4)} and {draw.choice(words('noun'))}", "pair"),
+}
+"""Kinds of needles: what is hidden, and what it is called in the text."""
+
+
+@functools.cache
+def _squad() -> list[Question]:
+    return phrase_questions(load_corpus("squad").questions)
+
+
+class ReadText:
+    """A text that a model has read with the full cache; questions are read behind branches of it.
+
+    The model must have full attention in every layer, as the demo model has.
+    """
+
+    def __init__(self, model: Any, context_ids: Sequence[int]) -> None:
+        self._model, self._recorder = model, Recorder(recorded_queries=MOST_WINDOW_TOKENS)
+        self._cache = CompressedCache(model, self._recorder)
+        self.prompt = self._read(self._cache, context_ids)
+
+    def asked(self, question_ids: Sequence[int]) -> RecordedPrompt:
+        """The text and a question behind it as one prompt."""
+        if not question_ids:
+            return self.prompt
+        read = self._read(copy.copy(self._cache), question_ids)
+        layers = [
+            replace(new, queries=_last(old.queries, new.queries))
+            for old, new in zip(self.prompt.layers, read.layers, strict=True)
+        ]
+        return replace(read, layers=layers)
+
+    @torch.inference_mode()
+    def _read(self, cache: CompressedCache, ids: Sequence[int]) -> RecordedPrompt:
+        tokens = torch.tensor([list(ids)], device=self._model.device)
+        self._recorder.layers.clear()
+        cache.expect_prompt(cache.get_seq_length() + len(ids))
+        cache.expect_tokens(tokens)
+        logits = self._model(tokens, past_key_values=cache, logits_to_keep=1).logits
+        layers = list(self._recorder.layers)
+        return RecordedPrompt(model=self._model, layers=layers, last_logits=logits)
+
+
+def _last(*queries: Tensor) -> Tensor:
+    return torch.cat(queries, dim=2)[:, :, -MOST_WINDOW_TOKENS:]
+
+
+@torch.inference_mode()
+def scored(prompt: RecordedPrompt, cache: CompressedCache, case: Case) -> Row:
+    """The right answer of a case fed to a cache behind a prompt.
+
+    "right": for every part of the answer whether each of its tokens was the most likely one, 0 or
+    1. "nll": negative log-likelihood (nats) per answer token after the first; None where there is
+    one token only. What stands between prompt and answer is read in the same pass.
+    """
+    answer, between = list(case.answer_ids), list(case.between_ids)
+    fed = torch.tensor([between + answer[:-1]], device=prompt.last_logits.device)
+    logits = prompt.last_logits
+    if fed.shape[1]:
+        behind = prompt.model(fed, past_key_values=cache).logits
+        logits = behind[:, len(between) - 1 :] if between else torch.cat([logits, behind], dim=1)
+    wanted = torch.tensor(answer, device=logits.device)
+    is_right = logits[0].argmax(dim=-1) == wanted
+    losses = torch.nn.functional.cross_entropy(logits[0].float(), wanted, reduction="none")
+    return {
+        "right": [int(is_right[list(part)].all()) for part in case.parts],
+        "nll": round(float(losses[1:].mean()), 4) if len(answer) > 1 else None,
+    }
+
+
+def scored_full(prompt: RecordedPrompt, case: Case) -> Row:
+    return scored(prompt, prompt.compressed(FullCache()), case)
+
+
+class Count(NamedTuple):
+    """How many of how many."""
+
+    right: int
+    of: int
+
+    @property
+    def share(self) -> float:
+        return self.right / self.of if self.of else 0.0
+
+    def interval(self) -> tuple[float, float]:
+        """Wilson's interval at 95 percent; all there is for none."""
+        if not self.of:
+            return 0.0, 1.0
+        z = 1.96
+        centre = self.share + z * z / (2 * self.of)
+        spread = self.share * (1 - self.share) / self.of + z * z / (4 * self.of**2)
+        scale = 1 + z * z / self.of
+        low, high = (centre + sign * z * spread**0.5 for sign in (-1, 1))
+        return max(low / scale, 0.0), min(high / scale, 1.0)
+
+    def __str__(self) -> str:
+        """Such as "0.50 of 10 (0.24 to 0.76)"."""
+        low, high = self.interval()
+        return f"{self.share:.2f} of {self.of} ({low:.2f} to {high:.2f})"
+
+
+def counted(rights: Iterable[int]) -> Count:
+    known = list(rights)
+    return Count(sum(known), len(known))

@@ -1,0 +1,85 @@
+"""What cannot be is said in one line, before a model is loaded where that can be known."""
+
+import importlib.util
+import sys
+
+import pytest
+
+EARLY = [
+    ("eval needle --plot figure.gif", "plot: expected a file name that ends in .png, .svg, .pdf"),
+    ("eval needle --plot no/figure.png", "plot: expected a file in an existing folder"),
+    ("eval needle --lengths 100", "lengths: expected at least 300, got 100"),
+    ("eval needle --haystack no/such", "no/such"),
+    ("eval needle --policy snapvk", "did you mean snapkv?"),
+    ("eval needle --baseline fulll", "did you mean full?"),
+    ("eval needle --nothing 1", "No such option"),
+    ("eval turns --turns recall-pages:0", "pages: expected at least 1, got 0"),
+    ("eval needle --devices cpu --ray local", "got devices and ray; leave one out"),
+    ("eval needle --workers 2", "workers: expected it with ray, got 2 without"),
+    ("eval needle --devices cpu,tpu:7", "got 'tpu:7'"),
+    ("study hit-rate --samples 0", "samples: expected at least 1"),
+    ("study instructions -q Why?", "question: expected at least two"),
+    ("study sensitivity --poolings max,median", "pooling: expected"),
+    ("bench decode --shape llama-3.1-8b --model x", "model: expected none beside"),
+    ("bench throughput --batch 2", "batch: expected none, since the largest one that fits"),
+    ("leaderboard --tasks noodle", "tasks: expected tasks whose length is set, of needle, lines"),
+    ("leaderboard --tasks longbench", "tasks: expected tasks whose length is set"),
+    ("leaderboard --methods full", "methods: expected methods whose budget the shares can set"),
+    ("leaderboard --methods snapkv:budget=64", "methods: expected methods whose budget the shares"),
+    ("leaderboard --methods h2o,h2o", "methods: expected every method once"),
+    ("leaderboard --ratios 1", "ratios: expected a fraction between 0 and 1"),
+    ("leaderboard --ratios 0.5,2:1", "ratios: expected shares of the cache with commas between"),
+    ("leaderboard --results file", "results: expected a folder that can be written"),
+    ("leaderboard --device cpu --devices cpu", "expected one of device, devices and ray, got"),
+]
+LATE = [
+    ("eval needle --turns recall --lengths 300", "turns: expected it with a task of several"),
+    ("study early-layer --layers 30", "layers: expected layers from 1 to"),
+    ("bench decode --baseline transformer", "baseline: expected one of transformers"),
+    ("bench decode --storage disk", "storage: expected dynamic, static or both"),
+    ("bench decode --shape llama-4", "shape: expected one of smollm2-135m"),
+    ("bench prefill --cap-tokens 64", "chunk_tokens: expected the size of a piece"),
+]
+
+
+@pytest.mark.parametrize(("command", "message"), [*EARLY, *LATE], ids=lambda value: value[:40])
+def test_bad_input_is_one_line_and_status_2(snapkv, tiny_only, here, command, message):
+    (here / "file").touch()
+    done = snapkv(*command.split())
+    assert (done.status, done.out) == (2, "")
+    assert message in done.err
+    assert done.err.count("snapkv: error: ") == 1
+    assert [path.name for path in here.iterdir()] == ["file"]
+    if (command, message) in EARLY:
+        assert done.err.startswith("snapkv: error: ")
+        assert done.err.count("\n") == 1
+        assert tiny_only == []
+
+
+def test_an_address_of_no_cluster_is_refused(snapkv, here, monkeypatch):
+    monkeypatch.setattr("snapkv_lab.evaluate.workers.on_ray._ray", lambda: None)
+    done = snapkv("eval", "needle", "--ray", "127.0.0.1:1")
+    assert done.status == 2
+    assert "expected local, auto or the address of a cluster that runs" in done.err
+
+
+@pytest.mark.parametrize(
+    ("package", "option"), [("matplotlib", "--plot n.png"), ("jinja2", "--report r")]
+)
+def test_a_missing_package_is_named_before_the_run_starts(
+    snapkv, here, monkeypatch, package, option
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    done = snapkv("eval", "needle", *option.split())
+    assert done.status == 2
+    assert f"the package {package}, which is not installed; run pip install" in done.err
+    assert done.err.count("\n") == 1
+    assert list(here.iterdir()) == []
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
+def test_ray_that_is_not_installed_is_said_before_a_model_is_loaded(snapkv, here, tiny_only):
+    done = snapkv("eval", "needle", "--ray", "local")
+    assert tiny_only == []
+    assert done.status == 2
+    assert "needs the package ray, which is not installed; run pip install 'ray" in done.err

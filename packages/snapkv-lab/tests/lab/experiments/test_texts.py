@@ -1,0 +1,145 @@
+"""The studies of pooling and of budgets: what is read, what is asked, and how it is counted."""
+
+import pytest
+import torch
+
+from snapkv import FullCache
+from snapkv_lab.experiments.auto_budget import HELD_OUT
+from snapkv_lab.experiments.pooling import (
+    CHOSEN,
+    POOLING,
+    POOLINGS,
+    SETTINGS,
+    SinksStill,
+    answers_of,
+    count,
+    policy_of,
+)
+from snapkv_lab.experiments.prompts import read_prompt, score_answer
+from snapkv_lab.experiments.texts import Count, Maker, ReadText, scored, scored_full
+
+
+@pytest.fixture(scope="module")
+def make(demo):
+    return Maker(demo.tokenizer)
+
+
+@pytest.fixture(scope="module")
+def text(make):
+    return make.needles(360, 0, turns=True)
+
+
+@pytest.fixture(scope="module")
+def read(tiny, text):
+    return ReadText(tiny.model, text.ids)
+
+
+def test_a_question_behind_a_branch_is_read_as_if_it_were_one_prompt(tiny, text, read):
+    question = text.cases[0].question_ids
+    branch, whole = read.asked(question), read_prompt(tiny.model, [*text.ids, *question])
+    close = {"atol": 1e-3, "rtol": 1e-4}
+    torch.testing.assert_close(branch.last_logits, whole.last_logits, **close)
+    for one, other in zip(branch.layers, whole.layers, strict=True):
+        torch.testing.assert_close(one.queries, other.queries, **close)
+        torch.testing.assert_close(one.keys, other.keys, **close)
+
+
+def test_an_answer_is_scored_as_by_itself(text, read):
+    visible, *_, hidden, second = text.cases
+    assert (hidden.setting, second.setting) == ("hidden", "second")
+    assert read.asked(hidden.question_ids).prompt_tokens == len(text.ids)
+    for case in (visible, hidden, second):
+        prompt = read.asked(case.question_ids)
+        for policy in (FullCache(), policy_of(CHOSEN, 64)):
+            alone = score_answer(
+                prompt,
+                prompt.compressed(policy),
+                case.answer_ids,
+                question_ids=case.between_ids,
+            )
+            found = scored(prompt, prompt.compressed(policy), case)
+            assert found["right"] == [int(alone.right)]
+            assert found["nll"] == pytest.approx(alone.nll / (len(case.answer_ids) - 1), abs=1e-3)
+        assert scored_full(prompt, case)["nll"] is not None
+
+
+def test_sinks_stand_still_and_others_fade():
+    votes = torch.zeros(1, 1, 12)
+    votes[..., 0], votes[..., 6] = 8.0, 1.0
+    pooled = SinksStill(64, pooling="fading", decay=0.5)._pooled(votes)
+    assert pooled[0, 0].tolist() == [8, 0, 0, 0, 0, 0, 1, 0.5, 0.25, 0.125, 0.0625, 0.03125]
+    for settings in SETTINGS.values():
+        assert {name for _, name in settings} <= POOLINGS.keys()
+
+
+def test_texts_hold_the_answers_to_their_questions(demo, make):
+    decode = demo.tokenizer.decode
+    for text in (
+        make.needles(400, 1, turns=False),
+        make.lines(512, 0, questions=2),
+        make.quotes(512, 0, questions=2),
+        make.rag(6, 0, questions=2),
+        next(make.ruler("niah_single_1", 512, 1)),
+    ):
+        for case in text.cases:
+            assert decode(case.answer_ids).strip() in " ".join(decode(text.ids).split()), text.name
+            [part] = case.parts
+            assert list(part) == list(range(1, len(case.answer_ids)))
+
+
+def test_of_several_values_each_is_a_part_behind_its_first_token(demo, make):
+    [case] = next(make.ruler("niah_multivalue", 512, 1)).cases
+    values = demo.tokenizer.decode(case.answer_ids).split(",")
+    parts = [demo.tokenizer.decode([case.answer_ids[i] for i in part]) for part in case.parts]
+    assert [value.strip(" :")[1:] for value in values] == parts
+    assert len(parts) == 4
+
+
+def _made_rows():
+    """Two questions of one group and one text of which only the loss is measured."""
+    settings = [(16, "centred 7"), CHOSEN]
+    for text, full, of_shares in (
+        ("a", [1], {4: [[0], [1]], 2: [[1], [1]]}),
+        ("b", [1], {4: [[1], [1]], 2: [[1], [0]]}),
+        ("c", [], {4: [[], []], 2: [[], []]}),
+    ):
+        yield {
+            "part": "main",
+            "text": text,
+            "question": 0,
+            "group": "numbers" if full else "prose",
+            "full": {"right": full, "nll": 0.5},
+            "answers": [
+                [share, 1000 // share, *setting, right, 0.75]
+                for share, of_settings in of_shares.items()
+                for setting, right in zip(settings, of_settings, strict=True)
+            ],
+        }
+
+
+def test_counts_are_of_what_the_full_cache_has_right():
+    answers = [each for each in answers_of(_made_rows()) if each["share"] == 4]
+    counts = [count(a for a in answers if a["setting"] == s) for s in ((16, "centred 7"), CHOSEN)]
+    assert counts == [Count(1, 2), Count(2, 2)]
+    assert {answer["above"] for answer in answers} == {0.25}
+    page = "\n".join(POOLING.tables(list(_made_rows())))
+    assert "| window 16, centred 7 | 0.50 of 2 (0.09 to 0.91), +0.25 |" in page
+    assert "## Group numbers: 2 questions, full cache, 2 of 2 right, loss 0.50" in page
+    assert "## Group prose: 1 questions, full cache, loss 0.50" in page
+
+
+def test_an_interval_is_wilsons():
+    low, high = Count(5, 10).interval()
+    assert (round(low, 3), round(high, 3)) == (0.237, 0.763)
+    assert Count(0, 0).interval() == (0, 1)
+    assert Count(4, 4).interval()[1] == 1
+
+
+def test_held_out_texts_end_where_the_answer_goes_on(demo, tiny):
+    texts = list(HELD_OUT.cases(HELD_OUT.given(small=True, loaded=tiny), ""))
+    kinds = [text.name.partition("/")[0] for text in texts]
+    assert kinds == ["comments", "sentences", "logs", "phrases"]
+    for text in texts:
+        read = " ".join(demo.tokenizer.decode(text.ids).split())
+        assert len(text.cases) >= 3
+        assert all(" ".join(asked.expected.split()) in read for asked in text.cases)
