@@ -81,6 +81,8 @@ class PromptLayer(LayerStates):
         fair: segments that share the budget by their lengths, or None; only of a prompt of which
             nothing was dropped.
         votes_impl: the implementation of `snapkv.ops.window_votes` that counts the window's votes.
+        draft: (B, Hq, N, D) queries, (B, Hkv, N, D) keys and values of N tokens that were generated
+            behind the prompt to vote on it; None where none were.
     """
 
     values: Tensor
@@ -90,6 +92,7 @@ class PromptLayer(LayerStates):
     received: Tensor | None = None
     fair: Segments | None = None
     votes_impl: Implementation = "auto"
+    draft: tuple[Tensor, Tensor, Tensor] | None = None
 
     def once(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
         """What `compute` gives, computed the first time somebody asks for it by that key."""
