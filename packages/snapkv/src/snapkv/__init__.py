@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         StreamingLLM,
         default_policy,
     )
+    from snapkv.storage.coded import KVCodes
 __version__ = "0.1.0"
 
 __all__ = [
@@ -69,6 +70,7 @@ __all__ = [
     "H2O",
     "InvalidArgumentError",
     "InvalidTypeError",
+    "KVCodes",
     "KVzip",
     "KeyDiff",
     "LagKV",
@@ -100,6 +102,7 @@ _HOMES = {
     "CacheReport": "snapkv.cache.report",
     "CompressedCache": "snapkv.hf.cache",
     "Document": "snapkv.document",
+    "KVCodes": "snapkv.storage.coded",
     "Library": "snapkv.library.library",
     "PageRecall": "snapkv.cache.paging",
     "install": "snapkv.hf.install",

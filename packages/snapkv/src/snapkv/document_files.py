@@ -38,7 +38,8 @@ from snapkv.hf.identity import identity_of, require_identity
 from snapkv.hf.model_parts import length_dependent_rope
 from snapkv.hf.saved import contents, encoded, fitting_together, policy_of, tensors_beside
 from snapkv.policies import EvictingPolicy, FullCache, Policy
-from snapkv.storage.dense import DenseStore, Dynamic
+from snapkv.storage.dense import DenseStore
+from snapkv.storage.dynamic import Dynamic
 from snapkv.storage.static import StaticStore
 from snapkv.validation import first_line, format_bytes
 

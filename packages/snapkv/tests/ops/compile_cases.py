@@ -80,6 +80,8 @@ def run_all(dtype):
         triton.gather_tokens(keys, torch.zeros(B, Hkv, 2048, dtype=torch.int64))
         run_ragged(queries[:, :, :1], Hkv, options)
         run_ragged(queries, Hkv, options)
+        run_coded(queries[:, :, :1], Hkv, options)
+        run_coded(queries, Hkv, options)
     votes, kernels = torch.empty(1, 8, 32768), (1, 7, 129, 2**40 + 1, (0, 12), (2**20, 0))
     for kernel_size, pooling in itertools.product(kernels, ("max", "avg")):
         triton.pool_votes(votes, kernel_size, pooling)
@@ -95,6 +97,20 @@ def run_ragged(queries, kv_heads, options):
     kept = queries.new_empty(700 * kv_heads * B, D)
     tail = queries.new_empty(B, kv_heads, 64, D)
     triton.ragged_attention(queries, kept, kept, layout, tail, tail, options)
+
+
+def run_coded(queries, kv_heads, options):
+    from snapkv.ops import BlockLayout, encode
+    from snapkv.ops.codes import triton
+
+    B, D = queries.shape[0], queries.shape[-1]
+    if queries.dtype == torch.float32 and D > 64:
+        return  # refused
+    layout = BlockLayout((((96,) * kv_heads,) * B,), 32, queries.device)
+    blocks = torch.zeros(len(layout.heads), 32, D, dtype=queries.dtype)
+    keys, values = encode(blocks, 4, along="tokens"), encode(blocks, 4, along="channels")
+    tail = queries.new_empty(B, kv_heads, 64, D)
+    triton.coded_attention(queries, keys, values, layout, tail, tail, options)
 
 
 def compiled(capability, dtype):
@@ -126,6 +142,7 @@ KERNELS = {
     "_pool",
     "_fade",
     "_gather",
+    "_attend_codes",
     "_attend_split",
     "_put_together",
 }

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.triton
 ROOT = Path(__file__).parents[4]
 
 
-@pytest.mark.parametrize("cases", ["vote_cases", "ragged_cases"])
+@pytest.mark.parametrize("cases", ["vote_cases", "ragged_cases", "coded_cases"])
 def test_in_the_interpreter_they_err_no_more_than_the_reference(cases):
     run(f"tests.ops.{cases}", "triton", TRITON_INTERPRET="1")
 

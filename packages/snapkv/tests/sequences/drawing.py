@@ -6,6 +6,7 @@ from typing import Any
 
 import snapkv as kv
 from snapkv.policies import EvictingPolicy, Policy, PrefixPolicy
+from snapkv.storage.coded import KVCodes
 from tests.families import KINDS
 from tests.sequences import operations as do
 
@@ -135,9 +136,11 @@ def _options(draw: Draw, policy: Policy) -> dict[str, Any]:
     if "recall" in options and draw.random() < 0.3:
         options["refresh_every"] = draw.choice([1, 2, 5])
     stored = draw.random()
-    even = policy.most_tokens is not None or draw.random() < 0.3
-    if stored < 0.15 and even:
-        options["quantize"] = draw.choice(["int8", "int4", "fp8"])
+    if stored < 0.15:
+        few = {"recent_tokens": draw.choice([0, 3, 8]), "sink_tokens": draw.choice([0, 1, 4])}
+        options["quantize"] = draw.choice(
+            ["int8", "fp8", KVCodes(8, 8, **few), KVCodes(8, 8, **few), KVCodes(4, 8, **few)]
+        )
     elif stored < 0.3 and has_budget and "refresh_every" not in options:
         options |= {"storage": "static", "room_tokens": draw.choice([24, 64])}
     return options

@@ -27,6 +27,7 @@ from snapkv import (
 from snapkv.policies import EvictingPolicy
 from snapkv.policies.base import ALL_QUERIES
 from snapkv.prefill import chunked, layer_by_layer
+from snapkv.storage.coded import KVCodes
 from tests.families import small_model
 from tests.oracle import hidden_columns, masked_pass, unwrapped
 from tests.sequences.operations import Sequence
@@ -205,8 +206,8 @@ class Judge:
         tokens = min(len(found), len(expected))
         found, expected = found[-tokens:], expected[-tokens:]
         apart = float((found - expected).abs().max() / expected.abs().max())
-        bits, close = self.options.get("quantize"), CLOSE
-        if bits is not None:
+        close = CLOSE
+        if (bits := self._bits) is not None:
             other_groups = bool(state.pads.any()) or judge == "oracle"
             close = (CLOSE_IN_BITS if other_groups else CLOSE_IN_GROUPS)[bits]
         if not apart <= close:
@@ -315,9 +316,17 @@ class Judge:
         if bool(real.any()):
             self._compare(state, "oracle", logits[real], expected[real])
 
+    @property
+    def _bits(self) -> str | None:
+        """How near codes are, by the name of such; None where there are none."""
+        given = self.options.get("quantize")
+        if isinstance(given, KVCodes):
+            return "int8" if given.keys == given.values == 8 else "int4"
+        return given
+
     def _has_oracle(self, state: State) -> bool:
         """Whether attention is that of a full cache that hides what is not kept."""
-        if self.options.get("quantize") in ("int4", "fp8"):
+        if self._bits in ("int4", "fp8"):
             return False  # rounding alone moves logits as far as a wrong token would
         recall = self.options.get("recall")
         if isinstance(recall, PageRecall) and recall.pages < 100 and not self.is_whole(state):

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from snapkv import CompressedCache, SnapKV
 from snapkv.storage.append_buffer import ROOM_TOKENS, AppendBuffer
-from snapkv.storage.dense import Dynamic
+from snapkv.storage.dynamic import Dynamic
 from tests.families import random_ids, tiny_model
 
 B, H, D = 2, 3, 4

@@ -18,6 +18,8 @@ from snapkv.policies.fair import Segments
 from snapkv.policies.spans import Spans
 from snapkv.policies.states import fillers_left
 from snapkv.storage.base import Storage, TokenStore
+from snapkv.storage.coded import CodedStore
+from snapkv.storage.codes import QUANTIZED
 from snapkv.storage.offload import OffloadedTokens
 
 Rotation = Callable[[Tensor, Tensor], Tensor]
@@ -108,11 +110,21 @@ class CompressedLayer(DynamicLayer):
         """The store is made with the first tokens."""
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        *args: Any,
+        chooses: bool = False,
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Append new tokens; returns all stored keys and values, new ones last."""
+        """Append new tokens; returns all stored keys and values, new ones last.
+
+        `chooses` says that they are of a prompt at whose end the policy may choose.
+        """
         if self.recall_due:
             self.recall()
+        elif chooses and (self.slots.kept is None or self.turns is not None):
+            self.decode()
         if self.store.is_filled and len(self.keys) != len(key_states):
             raise CacheMismatchError(
                 f"past_key_values: expected a batch of {len(self.keys)}, the size the cache was "
@@ -127,7 +139,7 @@ class CompressedLayer(DynamicLayer):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(columns, offset): the stored slots stand for the last columns of the full mask."""
-        if self.recall_due:
+        if self.recall_due or (self.slots.kept is None and not self.store.is_static):
             return self.seen_tokens + query_length, 0
         columns = self.store.mask_columns(query_length)
         return columns, self.slots.dropped + self.store.unmasked_slots
@@ -309,6 +321,8 @@ class CompressedLayer(DynamicLayer):
         """Hold what a file or a document holds: a store of that kind, by its `state`."""
         self.store, self.slots = self.storage.restored(kind, state), slots
         self.notes = self.notes if notes is None else notes
+        if kind == QUANTIZED:
+            self._finalize(self.slots.chosen_slots or self.store.slots)
 
     def note_columns(
         self, columns: Tensor, tokens: int, pads: Tensor | None, fillers: Tensor | None
@@ -359,8 +373,10 @@ class CompressedLayer(DynamicLayer):
 
         Where tokens were dropped, all of them have been.
         """
-        whole = self.store
-        self.store = self.storage.finalize(whole, kept_tokens, self.policy.name)
+        whole, empty = self.store, self.slots.empty
+        self.store = self.storage.finalize(whole, kept_tokens, self.policy.name, empty)
+        if self.store.ragged is not None and self.slots.fillers is not None:
+            self.slots = replace(self.slots, fillers=None)  # heads hold none
         if self.slots.kept is None and not self.store.is_exact:
             self._offload(whole, kept_tokens)
 
@@ -431,6 +447,19 @@ class CompressedLayer(DynamicLayer):
         before = (notes.sink_keys, notes.sinks_moved)
         keys, moved = self.store.move_sinks(sink_tokens, gap, self.identity.rotation, before)
         self._note(sink_keys=keys, sinks_moved=moved)
+
+    def decode(self) -> None:
+        """Hold what codes stand for: a prompt is to be read whose end chooses from all of it."""
+        if isinstance(self.store, CodedStore):
+            self.store, empty = self.store.dense()
+            if self.slots.kept is not None and bool(empty.any()):
+                self.slots = replace(self.slots, fillers=empty)
+
+    def encode(self, tokens: int) -> None:
+        """Hold the first tokens as codes again, where the end of a turn has dropped nothing."""
+        if not self.storage.holds_as_it_came:
+            self._finalize(tokens)
+        self.store.finalize_step()
 
     # What was dropped and comes back.
 

@@ -80,11 +80,11 @@ class SlotMap(RowRecord):
     @functools.cached_property
     def hides_slots(self) -> bool:
         """Whether any of the first slots must be hidden; asked of the device once."""
-        hidden = self._hidden
+        hidden = self.empty
         return hidden is not None and bool(hidden.any())
 
     @property
-    def _hidden(self) -> Tensor | None:
+    def empty(self) -> Tensor | None:
         """(B,) leading slots that hold no token."""
         return self.pads if self.kept is None else self.fillers
 
@@ -119,7 +119,7 @@ class SlotMap(RowRecord):
 
     def visible(self, store: TokenStore, slots: int) -> Tensor:
         """(B, slots) bool: which of the first slots hold a token and no filler."""
-        return _from(self._hidden, slots, store)
+        return _from(self.empty, slots, store)
 
     def visible_columns(self, store: TokenStore, columns: int) -> Tensor:
         """(B, columns) bool: which of the first columns, seen or to come, are no pads."""
@@ -152,7 +152,7 @@ class SlotMap(RowRecord):
         whole = (columns == last).flip(-1).cumprod(dim=-1).sum(dim=-1)
         pads = 0 if self.pads is None else self.pads[:, None, None]
         held = (columns >= pads).sum(dim=-1)
-        return min(int(whole.minimum(held - 1).min()), store.tail_tokens)
+        return min(int(whole.minimum(held - 1).min()), store.croppable_tokens)
 
     def require_whole(self, tokens: int, store: TokenStore, layer_idx: int) -> None:
         """Refuse to take back more of the last tokens than every head and row still holds."""

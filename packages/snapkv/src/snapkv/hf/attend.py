@@ -14,6 +14,7 @@ from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.paging import PageTable
 from snapkv.hf.forward_context import Candidates
 from snapkv.hf.masks import prompt_mask, stored_mask, tree_mask
+from snapkv.storage.coded import CodedStates
 from snapkv.storage.ragged import RaggedStates
 
 FEW_QUERIES = 64
@@ -155,18 +156,10 @@ def _with_own_mask(call: AttentionCall, layer: CompressedLayer, drafts: int = 0)
     return replace(call, mask=stored_mask(call.implementation, past, call.query))
 
 
-def _attend_ragged(call: AttentionCall, ragged: RaggedStates) -> Tensor:
+def _attend_ragged(call: AttentionCall, ragged: RaggedStates | CodedStates) -> Tensor:
     """Attend to heads of different length and to the common tail behind the prompt."""
-    output = ops.ragged_attention(
-        call.query,
-        ragged.keys,
-        ragged.values,
-        ragged.layout,
-        call.key,
-        call.value,
-        call.score_options,
-        own_visible=None if call.candidates is None else call.candidates.visible,
-    )
+    visible = None if call.candidates is None else call.candidates.visible
+    output = ragged.attend(call.query, (call.key, call.value), call.score_options, visible)
     return output.transpose(1, 2).contiguous()
 
 

@@ -150,7 +150,7 @@ def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
     if context.reading.narrowing is not None:
         context.reading.narrowing.on_prompt(replace(prompt, queries=call.query))
     selection = _select(layer, prompt)
-    at_once = selection is None or not drafts
+    at_once = not drafts or (selection is None and layer.storage.holds_as_it_came)
     attended = _attend_prompt(call, layer) if at_once else call.before_masked(drafts, pads).attend()
     _check_votes(call, context, prompt, attended[0][:, own - 1])
     _end(layer, selection, prompt)
@@ -183,7 +183,7 @@ def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
         _end(layer, selection, prompt)
     else:
         layer.look_back(read.query)
-        layer.store.finalize_step()
+        layer.encode(prompt.keys.shape[2])
     return _verify(call, layer, selection, drafts, attended[0]) if drafts else attended
 
 
@@ -221,12 +221,12 @@ def _verify(
 ) -> Attended:
     """The prompt's own output, then the drafts' attention to what was kept, as in decoding."""
     behind = replace(call, query=call.query[:, :, -drafts:])
-    if selection is not None and selection.head_tokens is None:
+    if layer.store.ragged is not None:  # the tail alone; the rest is with the heads
+        behind = replace(behind, key=layer.store.keys, value=layer.store.values)
+    elif selection is not None:
         indices, tokens = selection.keep_indices, selection.prompt_tokens
         key, value = (keep_tokens(states, indices, tokens) for states in (call.key, call.value))
         behind = replace(behind, key=key, value=value)
-    elif selection is not None:  # the tail alone; the rest is with the heads
-        behind = replace(behind, key=layer.store.keys, value=layer.store.values)
     verified, _ = attend_stored(behind, layer, rebuild_mask=True)
     _evict(behind, layer, drafts)
     return torch.cat([output, verified], dim=1), None
@@ -422,6 +422,7 @@ def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
             ("group_reduce", context.layer.policy.parts_groups, "leave it at 'mean'"),
             ("refresh_every", turns is not None and turns.refresh_every, "leave it out"),
             ("recall", pages, "pass recall='host'"),
+            ("quantize", not context.layer.storage.holds_as_it_came, "leave it out"),
         ):
             if is_asked:
                 return UnsupportedModelError(

@@ -12,8 +12,8 @@ from snapkv.errors import InvalidArgumentError, InvalidTypeError, UnsupportedMod
 from snapkv.hf.model_parts import output_projections, rotations_of
 from snapkv.policies import DuoAttention, EvictingPolicy, Policy
 from snapkv.storage.base import Storage
-from snapkv.storage.codes import Bits
-from snapkv.storage.dense import Dynamic
+from snapkv.storage.coded import Bits, KVCodes
+from snapkv.storage.dynamic import Dynamic
 from snapkv.storage.static import Static
 from snapkv.validation import require_choice, require_int
 
@@ -81,7 +81,7 @@ def _identities(model: PreTrainedModel, policy: Policy, full: Sequence[int]) -> 
 
 
 def storage_for(
-    policy: Policy, storage: str, room_tokens: int, quantize: Bits | None
+    policy: Policy, storage: str, room_tokens: int, quantize: Bits | KVCodes | None
 ) -> StorageMaker:
     """How the storage of each layer is made."""
     require_choice("storage", storage, ("dynamic", "static"))
@@ -95,14 +95,13 @@ def storage_for(
             f"mask, got {policy!r}; use SnapKV(budget=...) with a number, or storage='dynamic'"
         )
     if quantize is not None:
-        require_choice("quantize", quantize, ("int8", "int4", "fp8"))
-        if evicts or storage != "dynamic" or policy.parts_heads:
+        codes = KVCodes.of(quantize)
+        if evicts or storage != "dynamic":
             raise InvalidArgumentError(
-                f"quantize: expected a policy that only compresses prompts and keeps as many "
-                f"tokens in every head, and storage='dynamic', got {policy.name} with "
-                f"storage={storage!r}; leave quantize out"
+                f"quantize: expected a policy that only compresses prompts, and storage='dynamic', "
+                f"got {policy.name} with storage={storage!r}; leave quantize out"
             )
-        return functools.partial(Dynamic, bits=quantize)
+        return functools.partial(Dynamic, codes=codes)
     if storage == "static":
         assert policy.most_tokens is not None
         slots = policy.most_tokens + room_tokens

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -32,7 +33,7 @@ from snapkv.hf.install import use
 from snapkv.hf.known_heads import with_known_heads
 from snapkv.policies import EvictingPolicy, Policy, default_policy
 from snapkv.storage import uncompressed
-from snapkv.storage.codes import Bits
+from snapkv.storage.coded import Bits, KVCodes
 from snapkv.validation import require_int
 
 
@@ -71,8 +72,8 @@ class CompressedCache(Cache):
         recall_bytes: how many bytes `recall` may take; no limit by default.
         refresh_every: with `recall`, let the last queries vote again after as many generated
             tokens.
-        quantize: hold what is kept of a prompt in few bits, "int8", "int4" or "fp8"; the model's
-            own dtype by default.
+        quantize: hold what is kept of a prompt, and all but the last of what is generated, in few
+            bits: "int8", "int4", "fp8", or a `KVCodes`. The model's own dtype by default.
         protect: half-open spans of positions, such as ``[(0, 200)]``, that every layer and head
             keeps whatever the scores. Positions are those of `kept_positions`: of each row's own
             tokens, over the whole conversation; where a span reaches past the end of a prompt, what
@@ -100,7 +101,7 @@ class CompressedCache(Cache):
         recall: Recall | None = None,
         recall_bytes: int | None = None,
         refresh_every: int | None = None,
-        quantize: Bits | None = None,
+        quantize: Bits | KVCodes | None = None,
         protect: Protect | None = None,
         fair: Fair | None = None,
     ) -> None:
@@ -122,7 +123,8 @@ class CompressedCache(Cache):
         apply_spans(spans, compressed, policy)
         self._use = use(model)
         self.policy = policy
-        made = {"storage": storage, "room_tokens": room_tokens, "quantize": quantize}
+        bits = asdict(quantize) if isinstance(quantize, KVCodes) else quantize
+        made = {"storage": storage, "room_tokens": room_tokens, "quantize": bits}
         self.options: dict[str, Any] = made | vars(later) | described(spans)
         room = room_tokens if storage == "static" else None
         self.reading = Reading(layers=compressed, room_tokens=room)
@@ -148,8 +150,8 @@ class CompressedCache(Cache):
             return layer.update(key_states, value_states)
         reading, new_tokens = self.reading, self.reading.read_by(layer, new_tokens)
         self._require_finished_forward(layer, new_tokens)
-        reading.end_by(layer.seen_tokens + new_tokens)
-        keys, values = layer.update(key_states, value_states)
+        is_open = layer.seen_tokens < reading.end_by(layer.seen_tokens + new_tokens)
+        keys, values = layer.update(key_states, value_states, chooses=is_open)
         if reading.narrowing is not None:
             reading.narrowing.note(layer)
         if reading.coming_ids is not None:
@@ -270,12 +272,11 @@ class CompressedCache(Cache):
 
         Drafts verified together would see tokens that plain decoding has dropped by then.
         """
-        for name in ("refresh_every", "quantize"):
-            if self.options[name]:
-                raise InvalidArgumentError(
-                    f"{name}: expected none where drafts are verified (assistant model, prompt "
-                    f"lookup), got {self.options[name]}; generate without drafts"
-                )
+        if self.options["refresh_every"]:
+            raise InvalidArgumentError(
+                f"refresh_every: expected none where drafts are verified (assistant model, prompt "
+                f"lookup), got {self.options['refresh_every']}; generate without drafts"
+            )
         if isinstance(self.policy, EvictingPolicy):
             raise InvalidArgumentError(
                 f"policy: expected one that only compresses the prompt where drafts are verified "

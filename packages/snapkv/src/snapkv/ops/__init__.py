@@ -1,5 +1,8 @@
 """Votes, redundancy, pooling, group reduce, top-k, gather, pages; attention to ragged heads."""
 
+from snapkv.ops.codes.api import coded_attention
+from snapkv.ops.codes.coding import Codes, encode, encode_float
+from snapkv.ops.codes.layout import BlockLayout
 from snapkv.ops.pages import page_bounds, page_scores
 from snapkv.ops.ragged.api import ragged_attention
 from snapkv.ops.ragged.layout import RaggedLayout
@@ -20,6 +23,8 @@ from snapkv.ops.votes.reference import (
 from snapkv.ops.votes.top_k import keep_best, kept_indices
 
 __all__ = [
+    "BlockLayout",
+    "Codes",
     "Implementation",
     "RaggedLayout",
     "ScoreOptions",
@@ -29,6 +34,9 @@ __all__ = [
     "attention_to_stored",
     "attention_weight_blocks",
     "attention_weights",
+    "coded_attention",
+    "encode",
+    "encode_float",
     "fade_votes",
     "gather_tokens",
     "keep_best",

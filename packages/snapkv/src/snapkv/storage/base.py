@@ -10,81 +10,31 @@ from torch import Tensor
 
 from snapkv import ops
 from snapkv.storage.append_buffer import AppendBuffer
-from snapkv.storage.codes import Bits, Codes, quantise
 
 if TYPE_CHECKING:
+    from snapkv.storage.coded import CodedStates
     from snapkv.storage.dense import DenseStore
     from snapkv.storage.ragged import RaggedStates
 
 
 class Plane:
-    """The keys of a layer, or its values, (B, H, S, D): as they came, or the first ones as codes.
-
-    While a step is computed codes are decoded, so that one layer at a time is whole. They stay as
-    they are until a later prompt ends, which is coded by what they stand for.
+    """The keys of a layer, or its values, (B, H, S, D).
 
     Attributes:
-        states: what attention is handed; between steps without the tokens that are codes.
-        codes: of the first tokens, or None.
+        states: what attention is handed.
     """
 
-    def __init__(self, states: Tensor, codes: Codes | None = None, *, in_place: bool) -> None:
-        self.states, self.codes, self._is_decoded = states, codes, codes is None
+    def __init__(self, states: Tensor, *, in_place: bool) -> None:
+        self.states = states
         self._buffer = AppendBuffer() if in_place else None
 
-    @property
-    def slots(self) -> int:
-        """S, codes counted."""
-        held = int(self.states.shape[2])
-        return held if self.codes is None or self._is_decoded else held + self.codes.shape[2]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of states, codes and their scales."""
-        return self.states.nbytes + (0 if self.codes is None else self.codes.nbytes)
-
-    def decoded(self) -> Tensor:
-        """(B, H, S, D), the first ones as codes stand for them."""
-        if self.codes is None or self._is_decoded:
-            return self.states
-        return torch.cat([self.codes.states(), self.states], dim=-2)
-
-    def encoded(self, tokens: int, bits: Bits, *, along: int) -> "Plane":
-        """Another one, with the first tokens as codes."""
-        codes = quantise(self.states[:, :, :tokens], bits, along=along)
-        return Plane(self.states[:, :, tokens:].clone(), codes, in_place=False)
-
     def append(self, new: Tensor) -> None:
-        states, buffer = self.decoded(), self._buffer
+        states, buffer = self.states, self._buffer
         self.states = torch.cat([states, new], -2) if buffer is None else buffer.append(states, new)
-        self._is_decoded = True
-
-    def keep(self, indices: Tensor, tokens: int) -> None:
-        """Of the first tokens hold some, as `keep_tokens`."""
-        self.states, self.codes = keep_tokens(self.decoded(), indices, tokens), None
-
-    def crop(self, tokens: int) -> None:
-        """Forget the last tokens; where that reaches into the codes, they are given up."""
-        if self.codes is not None and tokens > self.slots - self.codes.shape[2]:
-            self.states, self.codes = self.decoded(), None
-        self.states = self.states[..., :-tokens, :]
-
-    def select_rows(self, rows: Tensor) -> None:
-        self.states = self.states.index_select(0, rows.to(self.states.device))
-        if self.codes is not None:
-            self.codes = self.codes.select_rows(rows)
-
-    def finalize_step(self) -> None:
-        """Hold no tokens of which there are codes."""
-        if self.codes is not None and self._is_decoded:
-            self.states = self.states[:, :, self.codes.shape[2] :].clone()
-            self._is_decoded = False
 
     def __copy__(self) -> "Plane":
         """One that goes on by itself: only one may write behind what both hold."""
-        copied = Plane(self.states, self.codes, in_place=self._buffer is not None)
-        copied._is_decoded = self._is_decoded
-        return copied
+        return Plane(self.states, in_place=self._buffer is not None)
 
 
 class TokenStore(ABC):
@@ -100,12 +50,14 @@ class TokenStore(ABC):
             head.
         kind: name of the layout, as saved files have it.
         is_static: whether it is buffers of fixed size and place, whose attention leaves snapkv out.
+        is_exact: whether keys and values are held as they were appended, none as codes.
         ragged: what heads of different length hold; None where all hold as many.
     """
 
     kind: ClassVar[str]
     is_static: ClassVar[bool] = False
-    ragged: "RaggedStates | None" = None
+    is_exact: ClassVar[bool] = True
+    ragged: "RaggedStates | CodedStates | None" = None
 
     def __init__(self, num_kv_heads: int = 0, *planes: Plane) -> None:
         self.num_kv_heads, self.planes = num_kv_heads, planes
@@ -125,14 +77,9 @@ class TokenStore(ABC):
         return bool(self.planes)
 
     @property
-    def is_exact(self) -> bool:
-        """Whether keys and values are held as they were appended, none as codes."""
-        return all(plane.codes is None for plane in self.planes)
-
-    @property
     def slots(self) -> int:
         """Slots of every head and row."""
-        return self.planes[0].slots if self.planes else 0
+        return int(self.keys.shape[2]) if self.planes else 0
 
     @property
     def slot_count(self) -> int | Tensor:
@@ -148,6 +95,11 @@ class TokenStore(ABC):
     def tail_tokens(self) -> int:
         """Tokens behind ragged heads, as many of each; all where none are ragged."""
         return self.slots - self.unmasked_slots
+
+    @property
+    def croppable_tokens(self) -> int:
+        """How many of the last tokens can be taken back at most."""
+        return self.tail_tokens
 
     @property
     def mean_tokens(self) -> float:
@@ -182,18 +134,17 @@ class TokenStore(ABC):
 
     def crop(self, tokens: int) -> "TokenStore":
         for plane in self.planes:
-            plane.crop(tokens)
+            plane.states = plane.states[..., :-tokens, :]
         return self
 
     def select_rows(self, rows: Tensor) -> "TokenStore":
         for plane in self.planes:
-            plane.select_rows(rows)
+            plane.states = plane.states.index_select(0, rows.to(plane.states.device))
         return self
 
     def finalize_step(self) -> None:
         """Called behind every step: go back to what is held between steps."""
-        for plane in self.planes:
-            plane.finalize_step()
+        return
 
     def move_sinks(
         self,
@@ -227,7 +178,7 @@ class TokenStore(ABC):
     def tail(self, tokens: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the last tokens, (B, num_kv_heads, tokens, D)."""
         repeats = self.keys.shape[1] // self.num_kv_heads
-        keys, values = (plane.decoded()[:, ::repeats] for plane in self.planes)
+        keys, values = self.keys[:, ::repeats], self.values[:, ::repeats]
         start = keys.shape[2] - tokens
         return keys[:, :, start:], values[:, :, start:]
 
@@ -238,7 +189,7 @@ class TokenStore(ABC):
     @property
     def held_bytes(self) -> int:
         """Bytes of the keys and values, measured on the tensors."""
-        return sum(plane.nbytes for plane in self.planes)
+        return sum(plane.states.nbytes for plane in self.planes)
 
     @property
     def index_bytes(self) -> int:
@@ -247,9 +198,7 @@ class TokenStore(ABC):
 
     def state(self) -> dict[str, Any]:
         """What a file has to say to make it again: tensors, numbers and records."""
-        state = {"keys": self.keys, "values": self.values, "num_kv_heads": self.num_kv_heads}
-        codes = () if self.is_exact else tuple(plane.codes for plane in self.planes)
-        return {"codes": codes, **state} if codes else state
+        return {"keys": self.keys, "values": self.values, "num_kv_heads": self.num_kv_heads}
 
     def __copy__(self) -> Self:
         """One that goes on by itself; no tensor is copied."""
@@ -266,11 +215,20 @@ class Storage(Protocol):
     def is_compileable(self) -> bool:
         """Whether the decoding step can be compiled."""
 
+    @property
+    def holds_as_it_came(self) -> bool:
+        """Whether keys and values stay as they were appended."""
+
     def empty(self) -> "DenseStore":
         """A store without tokens."""
 
-    def finalize(self, store: TokenStore, kept_tokens: int, policy: str) -> TokenStore:
-        """The store behind a prompt, of which a policy of that name has kept the first slots."""
+    def finalize(
+        self, store: TokenStore, kept_tokens: int, policy: str, empty: Tensor | None
+    ) -> TokenStore:
+        """The store behind a prompt, of which a policy of that name has kept the first slots.
+
+        `empty` is (B,): how many leading slots of each row hold no token; or None.
+        """
 
     def restored(self, kind: str, state: dict[str, Any]) -> TokenStore:
         """The store of that kind whose `state` this is."""

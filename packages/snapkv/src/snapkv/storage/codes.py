@@ -24,6 +24,9 @@ from snapkv.errors import InvalidArgumentError
 
 Bits = Literal["int8", "int4", "fp8"]
 
+QUANTIZED = "quantized"
+"""Kind of a store in few bits, as files of 0.1.0 have it."""
+
 GROUP = 32
 _LARGEST_FP8 = 448.0
 _LEVELS = {"int8": 255, "int4": 15}
@@ -158,3 +161,12 @@ def _grouped(states: Tensor, along: int, size: int) -> Tensor:
 
 def _ungrouped(grouped: Tensor, along: int) -> Tensor:
     return grouped.flatten(-2) if along == -1 else grouped.flatten(-3, -2)
+
+
+def spread(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of a dense store for one in few bits, as files of 0.1.0 have it."""
+    keys, values = (
+        torch.cat([codes.states(), state[name]], dim=-2)
+        for codes, name in zip(state["codes"], ("keys", "values"), strict=True)
+    )
+    return {"keys": keys, "values": values, "num_kv_heads": state["num_kv_heads"]}

@@ -7,13 +7,16 @@ has as many slots as the longest one, and its tokens are the last of them.
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from snapkv.ops import RaggedLayout
+from snapkv.ops import RaggedLayout, ScoreOptions, ragged_attention
 from snapkv.storage.base import Plane, TokenStore
+
+if TYPE_CHECKING:
+    from snapkv.storage.coded import CodedStates
 
 Counts = tuple[tuple[int, ...], ...]
 """Tokens of each head, row by row: B lists of H numbers."""
@@ -29,11 +32,13 @@ class RaggedStates:
         keys: (N, D), N the sum of `head_tokens`; rows first, then heads, then ascending positions.
         values: (N, Dv).
         head_tokens: tokens of each head.
+        least_slots: slots of the padded layout, at least.
     """
 
     keys: Tensor
     values: Tensor
     head_tokens: Counts
+    least_slots: int = 0
 
     @classmethod
     def gather(cls, keys: Tensor, values: Tensor, index: Tensor) -> "RaggedStates":
@@ -57,6 +62,12 @@ class RaggedStates:
             values=self.values.index_select(0, places),
             head_tokens=_counts(kept),
         )
+
+    def slots(self) -> Tensor:
+        """(B, H, S) int64: the slots of the padded layout; -1, ahead of them, for no token."""
+        slots = torch.arange(self.longest_tokens, device=self.keys.device)
+        counts = torch.tensor(self.head_tokens, device=self.keys.device)[..., None]
+        return slots.where(slots >= self.longest_tokens - counts, -1)
 
     def select_rows(self, rows: Tensor) -> "RaggedStates":
         """The rows in that order, each as often as it is named."""
@@ -98,7 +109,7 @@ class RaggedStates:
     def _padded(self, states: Tensor) -> Tensor:
         slots = torch.arange(self.longest_tokens, device=states.device)
         places = self._places(slots).clamp(min=0)
-        return states.index_select(0, places.flatten()).view(*places.shape, -1)
+        return states.index_select(0, places.flatten()).view(*places.shape, states.shape[-1])
 
     def _places(self, slots: Tensor) -> Tensor:
         """Where the tokens of slots of the padded layout stand: (B, H, K); negative for none."""
@@ -111,11 +122,39 @@ class RaggedStates:
     @functools.cached_property
     def longest_tokens(self) -> int:
         """Tokens of the head that has most, the slots of the padded layout."""
-        return max(max(row) for row in self.head_tokens)
+        return max(self.least_slots, *(max(row) for row in self.head_tokens))
 
     @property
     def mean_tokens(self) -> float:
         return self.keys.shape[0] / (len(self.head_tokens) * len(self.head_tokens[0]))
+
+    @property
+    def nbytes(self) -> int:
+        """Of keys and values."""
+        return self.keys.nbytes + self.values.nbytes
+
+    @property
+    def index_bytes(self) -> int:
+        """Of what attention needs to know of the layout."""
+        return self.layout.held_bytes
+
+    def attend(
+        self,
+        queries: Tensor,
+        tail: Pair,
+        score_options: ScoreOptions,
+        own_visible: Tensor | None = None,
+    ) -> Tensor:
+        """(B, Hq, Q, Dv): attention to them and to a tail, see `snapkv.ops.ragged_attention`."""
+        return ragged_attention(
+            queries,
+            self.keys,
+            self.values,
+            self.layout,
+            *tail,
+            score_options,
+            own_visible=own_visible,
+        )
 
 
 def _counts(kept: Tensor) -> Counts:
@@ -134,10 +173,15 @@ class RaggedStore(TokenStore):
     """
 
     kind = "ragged"
-    ragged: RaggedStates
+    ragged: "RaggedStates | CodedStates"
 
     def __init__(
-        self, *, states: RaggedStates, keys: Tensor, values: Tensor, num_kv_heads: int
+        self,
+        *,
+        states: "RaggedStates | CodedStates",
+        keys: Tensor,
+        values: Tensor,
+        num_kv_heads: int,
     ) -> None:
         tail = (Plane(part, in_place=False) for part in (keys, values))
         super().__init__(num_kv_heads, *tail)
@@ -152,7 +196,7 @@ class RaggedStore(TokenStore):
             indices: (B, H, K) int64, slots, ascending after a leading run of -1.
             tokens: how many slots `indices` points into.
         """
-        whole_keys, whole_values = (plane.decoded() for plane in store.planes)
+        whole_keys, whole_values = store.keys, store.values
         repeats = indices.shape[1] // whole_keys.shape[1]
         keys, values = (
             states[..., tokens:, :].repeat_interleave(repeats, dim=1)  # a copy, no view
@@ -194,11 +238,11 @@ class RaggedStore(TokenStore):
 
     @property
     def held_bytes(self) -> int:
-        return self.ragged.keys.nbytes + self.ragged.values.nbytes + super().held_bytes
+        return self.ragged.nbytes + super().held_bytes
 
     @property
     def index_bytes(self) -> int:
-        return self.ragged.layout.held_bytes
+        return self.ragged.index_bytes
 
     def state(self) -> dict[str, Any]:
         return {"states": self.ragged, **super().state()}

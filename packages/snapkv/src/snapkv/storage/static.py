@@ -97,6 +97,7 @@ class Static:
     """
 
     is_compileable = True
+    holds_as_it_came = True
 
     def __init__(self, slots: int, room_tokens: int) -> None:
         self.slots, self.room_tokens = slots, room_tokens
@@ -105,7 +106,9 @@ class Static:
     def empty(self) -> DenseStore:
         return DenseStore()
 
-    def finalize(self, store: TokenStore, kept_tokens: int, policy: str) -> TokenStore:
+    def finalize(
+        self, store: TokenStore, kept_tokens: int, policy: str, empty: Tensor | None
+    ) -> TokenStore:
         """What is stored, in the buffers.
 
         Raises:
@@ -113,7 +116,7 @@ class Static:
             UnsupportedModelError: heads keep different numbers of tokens, or query heads sets of
                 their own.
         """
-        del kept_tokens
+        del kept_tokens, empty
         if store.unmasked_slots or store.keys.shape[1] != store.num_kv_heads:
             raise UnsupportedModelError(
                 f"storage: expected one set of tokens per KV head and as many in each for "
@@ -126,7 +129,7 @@ class Static:
         if kind not in (StaticStore.kind, DenseStore.kind):
             raise ValueError(f"a {kind} store in static storage")
         store = self.empty().fill(**state)
-        return self.finalize(store, 0, "") if kind == StaticStore.kind else store
+        return self.finalize(store, 0, "", None) if kind == StaticStore.kind else store
 
     def require_room(self, stored_tokens: int) -> None:
         if stored_tokens > self.slots:

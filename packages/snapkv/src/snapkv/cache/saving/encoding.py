@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from snapkv import ops
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.slots import SlotMap
 from snapkv.errors import CacheFileError, CacheMismatchError
+from snapkv.storage.coded import CodedStates, KVCodes
 from snapkv.storage.codes import Bits, Codes, quantise
 from snapkv.storage.ragged import RaggedStates
 
@@ -27,7 +29,13 @@ _STATES = re.compile(r"layers\.\d+\.store\.(?:.+\.)?(keys|values)")
 _PARTS = ("codes", "scale", "least")
 """The tensors of `Codes`; the rest is told in JSON."""
 
-_RECORDS: dict[str, Callable[..., Any]] = {"Codes": Codes, "RaggedStates": RaggedStates}
+_RECORDS: dict[str, Callable[..., Any]] = {
+    "Codes": Codes,
+    "RaggedStates": RaggedStates,
+    "CodedStates": CodedStates,
+    "BlockCodes": ops.Codes,
+    "KVCodes": KVCodes,
+}
 
 
 def encode_layer(layer: Any, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -40,7 +48,7 @@ def encode_layer(layer: Any, name: str, tensors: dict[str, Tensor]) -> dict[str,
         parts["offloaded"] = layer.offloaded.on_host()
     return {
         "kind": COMPRESSED,
-        "store_kind": layer.store.kind if layer.store.is_exact else "quantized",
+        "store_kind": layer.store.kind,
         "recall_due": layer.recall_due,
         **_encode(parts, name, tensors),
     }
@@ -147,9 +155,10 @@ def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         return {"dict": pairs}
     if isinstance(value, list | tuple):
         return [_encode(part, f"{name}.{place}", tensors) for place, part in enumerate(value)]
-    if type(value).__name__ in _RECORDS:
-        parts = {field.name: getattr(value, field.name) for field in fields(value)}
-        return {"record": type(value).__name__, "parts": _encode(parts, name, tensors)}
+    for record, kind in _RECORDS.items():
+        if type(value) is kind:
+            parts = {field.name: getattr(value, field.name) for field in fields(value)}
+            return {"record": record, "parts": _encode(parts, name, tensors)}
     return value
 
 

@@ -6,6 +6,8 @@ thousands of keys spends more time on sharing than on its work. The query heads 
 of one product, so a key is read once for all of them. The softmax puts a head's pieces together.
 """
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,24 @@ from snapkv.ops.scores import ScoreOptions
 
 QUERY_BLOCK_TOKENS = 32
 """Queries at a time, so that scores stay small when many tokens come at once."""
+
+
+class KeptPieces(Protocol):
+    """What heads keep, in P pieces of T tokens of one head each.
+
+    Attributes:
+        heads: (P,) int64, the head of every piece, counted over all rows.
+        hidden: (P, 1, T) bool, the tokens of a piece that do not count.
+    """
+
+    heads: Tensor
+    hidden: Tensor
+
+    def products(self, asked: Tensor) -> Tensor:
+        """(P, R, T) products of every piece's queries, (P, R, D), and its keys."""
+
+    def mixed(self, weights: Tensor) -> Tensor:
+        """(P, R, Dv): every piece's values by float32 weights, (P, R, T)."""
 
 
 def ragged_attention(
@@ -28,45 +48,57 @@ def ragged_attention(
     own_visible: Tensor | None,
 ) -> Tensor:
     """As `snapkv.ops.ragged_attention`; products in the dtype of the states, softmax in float32."""
-    pieces = layout.pieces
-    cut = pieces, pieces.cut(keys), pieces.cut(values)
+    pieces = _FlatPieces(layout.pieces, keys, values)
     Q, S = queries.shape[2], tail_keys.shape[2]
     outputs = []
     for start in range(0, Q, QUERY_BLOCK_TOKENS):
         stop = min(start + QUERY_BLOCK_TOKENS, Q)
         tail = tail_keys[:, :, : S - Q + stop], tail_values[:, :, : S - Q + stop]
         seen = None if own_visible is None else own_visible[start:stop, :stop]
-        outputs.append(_attend(queries[:, :, start:stop], *cut, *tail, score_options, seen))
+        outputs.append(attend_pieces(queries[:, :, start:stop], pieces, *tail, score_options, seen))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
-def _attend(
+class _FlatPieces:
+    """Views of flat keys and values, and copies where a piece holds several heads."""
+
+    def __init__(self, pieces: Pieces, keys: Tensor, values: Tensor) -> None:
+        self.heads, self.hidden = pieces.heads, pieces.hidden
+        self._keys, self._values = pieces.cut(keys), pieces.cut(values)
+
+    def products(self, asked: Tensor) -> Tensor:
+        blocks, edges = self._keys
+        whole = len(blocks)
+        return torch.cat([torch.bmm(asked[:whole], blocks.mT), torch.bmm(asked[whole:], edges.mT)])
+
+    def mixed(self, weights: Tensor) -> Tensor:
+        blocks, edges = self._values
+        whole, weights = len(blocks), weights.to(blocks.dtype)
+        return torch.cat([torch.bmm(weights[:whole], blocks), torch.bmm(weights[whole:], edges)])
+
+
+def attend_pieces(
     queries: Tensor,
-    pieces: Pieces,
-    keys: tuple[Tensor, Tensor],
-    values: tuple[Tensor, Tensor],
+    pieces: KeptPieces,
     tail_keys: Tensor,
     tail_values: Tensor,
     score_options: ScoreOptions,
     own_visible: Tensor | None,
 ) -> Tensor:
-    """Some queries, the last of the tail; R = G * Q rows of queries per head, P pieces.
+    """Some queries, the last of the tail; R = G * Q rows of queries per head.
 
     `own_visible` is (Q, N) bool: which of the last N tokens of the tail each of them sees.
     """
     B, Hq, Q, D = queries.shape
     H, S = tail_keys.shape[1], tail_keys.shape[2]
-    heads, blocks = pieces.heads, len(keys[0])
+    heads = pieces.heads
     rows = queries.reshape(B * H, Hq // H * Q, D)
     of_tail = score_options.scores(torch.bmm(rows, tail_keys.flatten(0, 1).mT).float())
     if Q > 1:
         hidden = hidden_ahead(Q, S, own_visible, rows.device)
         of_tail = of_tail.masked_fill(hidden.repeat(Hq // H, 1), float("-inf"))
-    asked = rows.index_select(0, heads)
-    of_kept = torch.cat(
-        [torch.bmm(asked[:blocks], keys[0].mT), torch.bmm(asked[blocks:], keys[1].mT)]
-    )
-    of_kept = score_options.scores(of_kept.float()).masked_fill(pieces.hidden, float("-inf"))
+    of_kept = score_options.scores(pieces.products(rows.index_select(0, heads)).float())
+    of_kept = of_kept.masked_fill(pieces.hidden, float("-inf"))
     logits = sinks_of_rows(score_options, rows, Q)
     most = _most(of_kept, of_tail, logits, heads)
     of_kept = (of_kept - most.index_select(0, heads)).exp_()
@@ -76,12 +108,8 @@ def _attend(
     if logits is not None:
         total = total + (logits - most).exp()
     dtype = tail_values.dtype
-    of_kept, of_tail = of_kept.to(dtype), of_tail.to(dtype)
-    mixed = torch.cat(
-        [torch.bmm(of_kept[:blocks], values[0]), torch.bmm(of_kept[blocks:], values[1])]
-    )
-    output = torch.bmm(of_tail, tail_values.flatten(0, 1)).float()
-    output = output.index_add(0, heads, mixed.float()) / total
+    output = torch.bmm(of_tail.to(dtype), tail_values.flatten(0, 1)).float()
+    output = output.index_add(0, heads, pieces.mixed(of_kept).float()) / total
     return output.to(dtype).view(B, Hq, Q, -1)
 
 

@@ -40,9 +40,9 @@ def ragged_attention(
     rows = Hq // H * Q
     keys, values = keys.contiguous(), values.contiguous()
     tail_keys, tail_values = tail_keys.contiguous(), tail_values.contiguous()
-    tile, step = _tiles(queries, max(D, Dv), rows)
+    tile, key_tokens = tiles(queries, max(D, Dv), rows)
     longest = max(max(row) for row in layout.head_tokens) + S
-    split = _split_tokens(len(keys) + B * H * S)
+    split = split_tokens(len(keys) + B * H * S)
     splits = triton.cdiv(longest, split)
     sums = queries.new_empty(B * H, splits, rows, Dv, dtype=torch.float32)
     # Highest score and sum of exponentials, of each split.
@@ -57,7 +57,7 @@ def ragged_attention(
         launch = _attend_split[(B * H * triton.cdiv(rows, tile), splits)]
         launch(
             *stored, sums, marks, *sizes, *scores,
-            CAPPED=capped, KEYS=step, num_stages=2, **blocks, **widths,
+            CAPPED=capped, KEYS=key_tokens, num_stages=2, **blocks, **widths,
         )  # fmt: skip
         merge = _put_together[(B * H, rows)]
         has_sinks = sinks is not None
@@ -65,7 +65,7 @@ def ragged_attention(
     return output
 
 
-def _tiles(queries: Tensor, width: int, rows: int) -> tuple[int, int]:
+def tiles(queries: Tensor, width: int, rows: int) -> tuple[int, int]:
     """Rows of queries of a program, and keys of one of its steps: what registers hold."""
     most_rows, step = (64, 64) if width <= 128 else (32, 32)
     if queries.dtype == torch.float32:  # multiplied without tensor cores
@@ -73,10 +73,23 @@ def _tiles(queries: Tensor, width: int, rows: int) -> tuple[int, int]:
     return min(most_rows, max(16, triton.next_power_of_2(rows))), step
 
 
-def _split_tokens(tokens: int) -> int:
+def split_tokens(tokens: int) -> int:
     """Tokens of one split, a power of two, so that there are about `_PROGRAMS` splits."""
     least, most = _SPLIT_TOKENS
     return min(most, max(least, int(triton.next_power_of_2(triton.cdiv(tokens, _PROGRAMS)))))
+
+
+@triton.jit
+def _weigh(scores, seen, most, total, softcap, CAPPED: tl.constexpr):
+    """Unnormalised weights of some scores, how earlier sums fade beside them, and new marks."""
+    if CAPPED:
+        scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)  # tanh
+    scores = tl.where(seen, scores, float("-inf"))
+    higher = tl.maximum(most, tl.max(scores, axis=1))
+    shift = tl.where(higher == float("-inf"), 0.0, higher)  # rows that have seen nothing yet
+    weights = tl.exp(scores - shift[:, None])
+    faded = tl.exp(most - shift)
+    return weights, faded, higher, total * faded + tl.sum(weights, axis=1)
 
 
 @triton.jit
@@ -91,18 +104,12 @@ def _step(
     inside = there[:, None] & (across[None, :] < D)
     keys = tl.load(key_rows[:, None] + across[None, :], mask=inside, other=0.0)
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scaling
-    if CAPPED:
-        scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)  # tanh
-    scores = tl.where(seen, scores, float("-inf"))
-    higher = tl.maximum(most, tl.max(scores, axis=1))
-    shift = tl.where(higher == float("-inf"), 0.0, higher)  # rows that have seen nothing yet
-    weights = tl.exp(scores - shift[:, None])
-    faded = tl.exp(most - shift)
+    weights, faded, most, total = _weigh(scores, seen, most, total, softcap, CAPPED)
     inside_v = there[:, None] & (across_v[None, :] < DV)
     values = tl.load(value_rows[:, None] + across_v[None, :], mask=inside_v, other=0.0)
     sums = sums * faded[:, None]
     sums += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-    return higher, total * faded + tl.sum(weights, axis=1), sums
+    return most, total, sums
 
 
 @triton.jit(do_not_specialize=["rows", "Q", "S", "split", "splits"])
@@ -114,8 +121,8 @@ def _attend_split(
     TILE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """One tile of one head's rows over one split: unnormalised sums, highest score, their total."""
-    tiles = tl.cdiv(rows, TILE)
-    head = (tl.program_id(0) // tiles).to(tl.int64)
+    per_head = tl.cdiv(rows, TILE)
+    head = (tl.program_id(0) // per_head).to(tl.int64)
     part = tl.program_id(1)
     start = tl.load(starts_at + head)
     kept = (tl.load(starts_at + head + 1) - start).to(tl.int32)
@@ -123,7 +130,7 @@ def _attend_split(
     end = tl.minimum(begin + split, kept + S)
     if begin >= end:
         return  # a shorter head than the longest; nobody reads what this split would hold
-    row = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
+    row = tl.program_id(0) % per_head * TILE + tl.arange(0, TILE)
     own = S - Q + row % Q  # where in the tail a row's own token stands
     across, across_v = tl.arange(0, D_BLOCK), tl.arange(0, DV_BLOCK)
     inside = (row[:, None] < rows) & (across[None, :] < D)

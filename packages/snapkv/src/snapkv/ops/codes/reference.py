@@ -1,0 +1,33 @@
+"""Attention to heads in few bits, by way of what the codes stand for: the specification."""
+
+from torch import Tensor
+
+from snapkv.ops.codes.coding import Codes
+from snapkv.ops.codes.layout import BlockLayout
+from snapkv.ops.ragged import reference
+from snapkv.ops.ragged.layout import RaggedLayout
+from snapkv.ops.scores import ScoreOptions
+
+
+def flat_states(codes: Codes, layout: BlockLayout) -> Tensor:
+    """(N, D) what the codes of all heads stand for, one head behind the other."""
+    return codes.decoded().flatten(0, 1).index_select(0, layout.flat)
+
+
+def coded_attention(
+    queries: Tensor,
+    keys: Codes,
+    values: Codes,
+    layout: BlockLayout,
+    tail_keys: Tensor,
+    tail_values: Tensor,
+    score_options: ScoreOptions,
+    *,
+    own_visible: Tensor | None,
+) -> Tensor:
+    """As `snapkv.ops.coded_attention`, in float32 or wider."""
+    ragged = RaggedLayout(layout.head_tokens, layout.device)
+    states = flat_states(keys, layout), flat_states(values, layout)
+    return reference.ragged_attention(
+        queries, *states, ragged, tail_keys, tail_values, score_options, own_visible=own_visible
+    )

@@ -1,0 +1,182 @@
+"""Attention to heads in few bits as a Triton kernel, for CUDA: codes are decoded in registers.
+
+As `snapkv.ops.ragged.triton`, whose second kernel puts the splits together: a program takes one
+head, a tile of its rows of queries and one split of what the head sees. A step of keys never leaves
+a block, so one row of scales does for its keys.
+
+Importing this module imports triton; `snapkv.ops` does so only where the kernel is to run.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from snapkv.ops.codes.coding import Codes
+from snapkv.ops.codes.layout import BlockLayout
+from snapkv.ops.ragged.triton import _put_together, _step, _weigh, split_tokens, tiles
+from snapkv.ops.scores import ScoreOptions
+
+
+def coded_attention(
+    queries: Tensor,
+    keys: Codes,
+    values: Codes,
+    layout: BlockLayout,
+    tail_keys: Tensor,
+    tail_values: Tensor,
+    score_options: ScoreOptions,
+    *,
+    own_visible: None = None,
+) -> Tensor:
+    """As `snapkv.ops.coded_attention`; no gradients."""
+    softcap, sinks = score_options.softcap, score_options.sink_logits
+    B, Hq, Q, D = queries.shape
+    H, S, Dv = tail_keys.shape[1], tail_keys.shape[2], values.channels
+    rows, G = Hq // H * Q, layout.block_tokens
+    tail_keys, tail_values = tail_keys.contiguous(), tail_values.contiguous()
+    tile, key_tokens = tiles(queries, max(D, Dv), rows)
+    tile, key_tokens = min(tile, 32), min(key_tokens, 32 if max(D, Dv) <= 128 else 16)
+    table, begins, tokens = layout.table
+    longest = -(-max(max(row) for row in layout.head_tokens) // G) * G
+    longest += G * (len(layout.sections) - 1) + S  # a section may end within a block
+    split = split_tokens(len(keys) * G + B * H * S)
+    splits = triton.cdiv(longest, split)
+    sums = queries.new_empty(B * H, splits, rows, Dv, dtype=torch.float32)
+    marks = queries.new_empty(B * H, splits, rows, 2, dtype=torch.float32)
+    output = tail_values.new_empty(B, Hq, Q, Dv)
+    widths: dict[str, Any] = {"DV": Dv, "DV_BLOCK": max(16, triton.next_power_of_2(Dv))}
+    with torch.cuda.device_of(queries):
+        _attend_codes[(B * H * triton.cdiv(rows, tile), splits)](
+            queries.contiguous(),
+            *(keys.packed, keys.scale, keys.least),
+            *(values.packed, values.scale, values.least),
+            *(table, begins, tokens),
+            tail_keys,
+            tail_values,
+            sums,
+            marks,
+            rows,
+            Q,
+            S,
+            split,
+            splits,
+            score_options.scaling,
+            0.0 if softcap is None else softcap,
+            CAPPED=softcap is not None,
+            D=D,
+            D_BLOCK=max(16, triton.next_power_of_2(D)),
+            TILE=tile,
+            KEYS=key_tokens,
+            G=G,
+            KEY_BITS=keys.bits,
+            KEY_BYTES=keys.packed.shape[-1],
+            VALUE_BITS=values.bits,
+            VALUE_BYTES=values.packed.shape[-1],
+            GROUPS=values.scale.shape[-1],
+            num_stages=2 if max(D, Dv) <= 128 else 1,
+            **widths,
+        )
+        _put_together[(B * H, rows)](
+            sums,
+            marks,
+            begins * G,
+            sums if sinks is None else sinks.float().contiguous(),
+            output,
+            rows,
+            Q,
+            S,
+            split,
+            splits,
+            H,
+            HAS_SINKS=sinks is not None,
+            **widths,
+        )
+    return output
+
+
+@triton.jit
+def _integers(packed_at, tokens, there, across, CHANNELS: tl.constexpr, BITS: tl.constexpr,
+              BYTES: tl.constexpr):  # fmt: skip
+    """(KEYS, block of channels) float32; `tokens` says where in all blocks they stand."""
+    bytes_ = tl.load(
+        packed_at + tokens[:, None] * BYTES + (across % BYTES)[None, :],
+        mask=there[:, None] & (across < CHANNELS)[None, :],
+        other=0,
+    )
+    shifts = (across // BYTES * BITS).to(tl.uint8)
+    return ((bytes_ >> shifts[None, :]) & (2**BITS - 1)).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["rows", "Q", "S", "split", "splits"])
+def _attend_codes(
+    queries_at, key_codes_at, key_scale_at, key_least_at, value_codes_at, value_scale_at,
+    value_least_at, table_at, begins_at, tokens_at, tail_keys_at, tail_values_at, sums_at, marks_at,
+    rows, Q, S, split, splits, scaling, softcap,
+    CAPPED: tl.constexpr,
+    D: tl.constexpr, D_BLOCK: tl.constexpr, DV: tl.constexpr, DV_BLOCK: tl.constexpr,
+    TILE: tl.constexpr, KEYS: tl.constexpr, G: tl.constexpr,
+    KEY_BITS: tl.constexpr, KEY_BYTES: tl.constexpr,
+    VALUE_BITS: tl.constexpr, VALUE_BYTES: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """One tile of one head's rows over one split: unnormalised sums, highest score, their total."""
+    per_head = tl.cdiv(rows, TILE)
+    head = (tl.program_id(0) // per_head).to(tl.int64)
+    part = tl.program_id(1)
+    first_block = tl.load(begins_at + head)
+    kept = ((tl.load(begins_at + head + 1) - first_block) * G).to(tl.int32)
+    begin = part * split
+    end = tl.minimum(begin + split, kept + S)
+    if begin >= end:
+        return  # a shorter head than the longest; nobody reads what this split would hold
+    row = tl.program_id(0) % per_head * TILE + tl.arange(0, TILE)
+    own = S - Q + row % Q  # where in the tail a row's own token stands
+    across, across_v = tl.arange(0, D_BLOCK), tl.arange(0, DV_BLOCK)
+    queries = tl.load(
+        queries_at + (head * rows + row)[:, None] * D + across[None, :],
+        mask=(row[:, None] < rows) & (across[None, :] < D),
+        other=0.0,
+    )
+    most = tl.full((TILE,), float("-inf"), tl.float32)
+    total = tl.zeros((TILE,), tl.float32)
+    sums = tl.zeros((TILE, DV_BLOCK), tl.float32)
+    for first in range(begin, tl.minimum(end, kept), KEYS):
+        block = tl.load(table_at + first_block + first // G)
+        place = first % G + tl.arange(0, KEYS)
+        there = place < tl.load(tokens_at + block)
+        seen = there[None, :] & (row < rows)[:, None]
+        tokens = block * G + place
+        in_key = across < D
+        key_scale = tl.load(key_scale_at + block * D + across, mask=in_key, other=0).to(tl.float32)
+        key_least = tl.load(key_least_at + block * D + across, mask=in_key, other=0).to(tl.float32)
+        keys = _integers(key_codes_at, tokens, there, across, D, KEY_BITS, KEY_BYTES)
+        keys = (keys * key_scale[None, :] + key_least[None, :]).to(queries.dtype)
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scaling
+        weights, faded, most, total = _weigh(scores, seen, most, total, softcap, CAPPED)
+        groups = tokens[:, None] * GROUPS + (across_v // G)[None, :]
+        in_value = there[:, None] & (across_v < DV)[None, :]
+        value_scale = tl.load(value_scale_at + groups, mask=in_value, other=0).to(tl.float32)
+        value_least = tl.load(value_least_at + groups, mask=in_value, other=0).to(tl.float32)
+        values = _integers(value_codes_at, tokens, there, across_v, DV, VALUE_BITS, VALUE_BYTES)
+        values = (values * value_scale + value_least).to(queries.dtype)
+        sums = sums * faded[:, None]
+        sums += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    for first in range(tl.maximum(begin - kept, 0), end - kept, KEYS):
+        place = first + tl.arange(0, KEYS)
+        seen = (place[None, :] <= own[:, None]) & (place < end - kept)[None, :]
+        seen = seen & (row < rows)[:, None]
+        most, total, sums = _step(
+            queries,
+            tail_keys_at + (head * S + place) * D, tail_values_at + (head * S + place) * DV, seen,
+            most, total, sums, scaling, softcap, CAPPED, D, D_BLOCK, DV, DV_BLOCK,
+        )  # fmt: skip
+    slot = (head * splits + part) * rows + row
+    tl.store(marks_at + slot * 2, most, mask=row < rows)
+    tl.store(marks_at + slot * 2 + 1, total, mask=row < rows)
+    tl.store(
+        sums_at + slot[:, None] * DV + across_v[None, :],
+        sums,
+        mask=(row[:, None] < rows) & (across_v[None, :] < DV),
+    )

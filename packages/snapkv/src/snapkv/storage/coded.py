@@ -1,0 +1,355 @@
+"""Keys and values in few bits: how many, and what heads keep as codes."""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from snapkv.errors import InvalidArgumentError
+from snapkv.ops import (
+    BlockLayout,
+    Codes,
+    ScoreOptions,
+    coded_attention,
+    encode,
+    encode_float,
+)
+from snapkv.storage.base import TokenStore
+from snapkv.storage.dense import DenseStore
+from snapkv.storage.ragged import Counts, Pair, RaggedStates, RaggedStore
+from snapkv.validation import require_int
+
+Bits = Literal["int8", "int4", "fp8"]
+
+Made = TypeVar("Made")
+
+_INTEGER_BITS = (2, 4, 8)
+_GROUP_SIZES = (32, 64)
+
+
+@dataclass(frozen=True)
+class KVCodes:
+    """How many bits hold what is kept of a prompt, and what stays as it came.
+
+    Args:
+        keys: bits of a key's number: 8, 4 or 2. Two bits lose most answers.
+        values: bits of a value's number.
+        group_size: numbers that share a scale and a least number of 16 bits each, 32 or 64.
+        recent_tokens: the last tokens that stay in the model's dtype; those behind a prompt are
+            encoded in blocks of `group_size` when so many stand behind them.
+        sink_tokens: the first kept tokens of every head that stay in the model's dtype.
+        exact_layers: how many of the first and of the last compressed layers hold no codes.
+
+    Raises:
+        InvalidArgumentError: a number out of range.
+        InvalidTypeError: a value that is no integer.
+    """
+
+    keys: int = 4
+    values: int = 4
+    group_size: int = 32
+    recent_tokens: int = 32
+    sink_tokens: int = 4
+    exact_layers: int = 0
+    is_float: bool = False
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("keys", _INTEGER_BITS), ("values", _INTEGER_BITS), ("group_size", _GROUP_SIZES)
+        ):  # fmt: skip
+            if getattr(self, name) not in allowed:
+                raise InvalidArgumentError(
+                    f"{name}: expected one of {', '.join(map(str, allowed))}, got "
+                    f"{getattr(self, name)!r}; pass for instance KVCodes(keys=4, values=4)"
+                )
+        for name in ("recent_tokens", "sink_tokens", "exact_layers"):
+            require_int(name, getattr(self, name), minimum=0)
+
+    @classmethod
+    def of(cls, given: "KVCodes | Bits | Mapping[str, Any]") -> "KVCodes":
+        """What a name stands for: "int8", "int4" or "fp8"; or parameters by name, as a file has.
+
+        Raises:
+            InvalidArgumentError: another name.
+        """
+        if isinstance(given, KVCodes):
+            return given
+        if isinstance(given, Mapping):
+            return cls(**given)
+        known = {
+            "int8": cls(8, 8),
+            "int4": cls(4, 4),
+            "fp8": cls(8, 8, is_float=True),
+        }
+        if given not in known:
+            raise InvalidArgumentError(
+                f"quantize: expected one of {', '.join(known)}, or a KVCodes, got {given!r}; pass "
+                "one of them"
+            )
+        return known[given]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodedStates:
+    """What every head of every row has kept, in blocks of codes; does what `RaggedStates` does.
+
+    Attributes:
+        first: keys and values of the first tokens of every head as they came, (B, H, N, D) each.
+        codes: of the keys and of the values behind them.
+        sections: tokens of each head in codes, by when they were encoded.
+        how: with how many bits.
+        least_slots: slots of the padded layout, at least.
+    """
+
+    first: Pair
+    codes: tuple[Codes, Codes]
+    sections: tuple[Counts, ...]
+    how: KVCodes
+    least_slots: int = 0
+
+    @classmethod
+    def of(cls, states: RaggedStates, first_tokens: int, how: KVCodes) -> "CodedStates":
+        """Encode all but the first tokens of every head, of which each has as many at least."""
+        B, H = len(states.head_tokens), len(states.head_tokens[0])
+        device, G = states.keys.device, how.group_size
+        own = tuple(tuple(count - first_tokens for count in row) for row in states.head_tokens)
+        layout = BlockLayout((own,), G, device)
+        begins = states.layout.starts[:-1]
+        lead = (begins[:, None] + torch.arange(first_tokens, device=device)).flatten()
+        rows = begins[layout.heads][:, None] + first_tokens + layout.places
+        flat = states.keys, states.values
+        return cls(
+            first=both(lambda part: part[lead].view(B, H, first_tokens, part.shape[1]), flat),
+            codes=_encoded(both(lambda part: part[rows], flat), how),
+            sections=(own,),
+            how=how,
+            least_slots=states.longest_tokens,
+        )
+
+    @functools.cached_property
+    def layout(self) -> BlockLayout:
+        """Where each head's blocks stand, as attention asks for it."""
+        return BlockLayout(self.sections, self.how.group_size, self.first[0].device)
+
+    @functools.cached_property
+    def head_tokens(self) -> Counts:
+        """Tokens of each head."""
+        first = self.first[0].shape[2]
+        return tuple(tuple(first + count for count in row) for row in self.layout.head_tokens)
+
+    @property
+    def longest_tokens(self) -> int:
+        """Slots of the padded layout."""
+        grown = sum(section[0][0] for section in self.sections[1:])
+        return max(self.least_slots + grown, *(max(row) for row in self.head_tokens))
+
+    @property
+    def mean_tokens(self) -> float:
+        """Tokens per row and head, on average."""
+        counts = [count for row in self.head_tokens for count in row]
+        return sum(counts) / len(counts)
+
+    @property
+    def nbytes(self) -> int:
+        """Of codes, scales, and the first tokens."""
+        first: int = self.first[0].nbytes + self.first[1].nbytes
+        return first + self.codes[0].nbytes + self.codes[1].nbytes
+
+    @property
+    def index_bytes(self) -> int:
+        """Of what attention needs to know of the layout."""
+        return self.layout.nbytes
+
+    def attend(
+        self,
+        queries: Tensor,
+        tail: Pair,
+        score_options: ScoreOptions,
+        own_visible: Tensor | None = None,
+    ) -> Tensor:
+        """(B, Hq, Q, Dv): attention to them and to a tail, see `snapkv.ops.coded_attention`."""
+        if self.first[0].shape[2]:
+            tail = both(_behind, self.first, tail)
+        keys, values = self.codes
+        return coded_attention(
+            queries,
+            keys,
+            values,
+            self.layout,
+            tail[0],
+            tail[1],
+            score_options,
+            own_visible=own_visible,
+        )
+
+    def grown(self, keys: Tensor, values: Tensor) -> "CodedStates":
+        """With (B, H, N, D) tokens behind them, N a number of whole blocks."""
+        B, H, N, _ = keys.shape
+        G = self.how.group_size
+        more = _encoded(
+            both(lambda part: part.reshape(B * H * N // G, G, -1), (keys, values)), self.how
+        )
+        codes = both(Codes.joined, self.codes, more)
+        return replace(self, codes=codes, sections=(*self.sections, ((N,) * H,) * B))
+
+    @property
+    def grown_tokens(self) -> int:
+        """Tokens of every head that came behind the prompt and are codes by now."""
+        return sum(section[0][0] for section in self.sections[1:])
+
+    def decoded(self) -> RaggedStates:
+        """What they stand for."""
+        layout, (first_keys, first_values) = self.layout, self.first
+        B, H, N, _ = first_keys.shape
+        keys, values = (
+            part.decoded().flatten(0, 1).index_select(0, layout.flat) for part in self.codes
+        )
+        first = RaggedStates(
+            keys=first_keys.flatten(0, 2),
+            values=first_values.flatten(0, 2),
+            head_tokens=((N,) * H,) * B,
+        )
+        coded = RaggedStates(keys=keys, values=values, head_tokens=layout.head_tokens)
+        return replace(first.joined(coded), least_slots=self.longest_tokens)
+
+    def select_rows(self, rows: Tensor) -> "CodedStates":
+        """The rows in that order, each as often as it is named."""
+        order = rows.tolist()
+        chosen = self.layout.blocks_of_rows(order)
+        sections = tuple(tuple(section[row] for row in order) for section in self.sections)
+        keys, values = self.first
+        return CodedStates(
+            first=(keys[rows.to(keys.device)], values[rows.to(keys.device)]),
+            codes=both(lambda part: part.blocks(chosen), self.codes),
+            sections=sections,
+            how=self.how,
+            least_slots=self.least_slots,
+        )
+
+    def without_last_section(self) -> tuple["CodedStates", Pair]:
+        """Without the last tokens that were encoded behind the prompt, and what they stand for."""
+        (B, H), tokens = self.first[0].shape[:2], self.sections[-1][0][0]
+        left = len(self.codes[0]) - B * H * tokens // self.how.group_size
+        codes = both(lambda part: part.blocks(slice(left)), self.codes)
+        last = both(lambda part: part.blocks(slice(left, None)).decoded(), self.codes)
+        states = both(lambda part: part.reshape(B, H, tokens, -1), last)
+        return replace(self, codes=codes, sections=self.sections[:-1]), states
+
+    # What needs all of them, as they are no longer held.
+
+    def keep(self, keep_indices: Tensor) -> RaggedStates:
+        """As `RaggedStates.keep`, of what the codes stand for."""
+        return self.decoded().keep(keep_indices)
+
+    def joined(self, other: RaggedStates) -> RaggedStates:
+        """As `RaggedStates.joined`, of what the codes stand for."""
+        return self.decoded().joined(other)
+
+    def padded_keys(self) -> Tensor:
+        """(B, H, S, D), see `RaggedStates`."""
+        return self.decoded().padded_keys()
+
+    def padded_values(self) -> Tensor:
+        """(B, H, S, Dv), see `RaggedStates`."""
+        return self.decoded().padded_values()
+
+
+def both(make: Callable[..., Made], *pairs: tuple[Any, Any]) -> tuple[Made, Made]:
+    """What is made of the keys of pairs, and of their values."""
+    return make(*(pair[0] for pair in pairs)), make(*(pair[1] for pair in pairs))
+
+
+def _behind(before: Tensor, states: Tensor) -> Tensor:
+    return torch.cat([before, states], dim=2)
+
+
+def _encoded(blocks: Pair, how: KVCodes) -> tuple[Codes, Codes]:
+    keys, values = blocks
+    if how.is_float:
+        return encode_float(keys), encode_float(values)
+    return encode(keys, how.keys, along="tokens"), encode(values, how.values, along="channels")
+
+
+class CodedStore(RaggedStore):
+    """Heads in few bits; `keys` and `values` are their last tokens as they came, as many in each.
+
+    Those are the last tokens of the prompt and what came behind it. All of them give way to codes,
+    a block at a time, but for `KVCodes.recent_tokens`.
+    """
+
+    kind = "coded"
+    is_exact = False
+
+    @classmethod
+    def of(cls, store: RaggedStore, how: KVCodes) -> "CodedStore":
+        """Encode what heads keep, and what behind it is not recent."""
+        made = cls(
+            states=store.ragged,
+            keys=store.keys,
+            values=store.values,
+            num_kv_heads=store.num_kv_heads,
+            how=how,
+        )
+        made.finalize_step()
+        return made
+
+    def __init__(self, *, how: KVCodes, **held: Any) -> None:
+        super().__init__(**held)
+        self.how = how
+
+    def finalize_step(self) -> None:
+        """Encode whole blocks of tokens that are no longer recent."""
+        if isinstance(self.ragged, RaggedStates):
+            self._encode(self.ragged)
+        G = self.how.group_size
+        old = max(0, self.tail_tokens - self.how.recent_tokens) // G * G
+        if old:
+            assert isinstance(self.ragged, CodedStates)
+            self.ragged = self.ragged.grown(self.keys[:, :, :old], self.values[:, :, :old])
+            self._hold(self.keys[:, :, old:].clone(), self.values[:, :, old:].clone())
+
+    def _encode(self, states: RaggedStates) -> None:
+        """Their last tokens go before the tail; where heads are as short as those, so are they."""
+        shortest = min(min(row) for row in states.head_tokens)
+        last = min(self.how.recent_tokens, shortest)
+        first = self.how.sink_tokens if shortest >= self.how.sink_tokens + last else 0
+        longest = states.longest_tokens
+        padded = states.padded_keys(), states.padded_values()
+        recent = both(lambda part: part[:, :, longest - last :], padded)
+        older = states.keep(states.slots()[..., : longest - last])
+        older = replace(older, least_slots=longest - last)
+        self.ragged = CodedStates.of(older, first, self.how)
+        self._hold(*both(_behind, recent, (self.keys, self.values)))
+
+    def _hold(self, keys: Tensor, values: Tensor) -> None:
+        for plane, states in zip(self.planes, (keys, values), strict=True):
+            plane.states = states
+
+    @property
+    def croppable_tokens(self) -> int:
+        """The tail, and what of the tokens behind the prompt is codes by now."""
+        grown = self.ragged.grown_tokens if isinstance(self.ragged, CodedStates) else 0
+        return self.tail_tokens + grown
+
+    def crop(self, tokens: int) -> TokenStore:
+        """Forget the last tokens; codes among them, or right before them, are decoded."""
+        if tokens > self.croppable_tokens:
+            return self.dense()[0].crop(tokens)
+        while tokens > self.tail_tokens:
+            assert isinstance(self.ragged, CodedStates)
+            self.ragged, (keys, values) = self.ragged.without_last_section()
+            self._hold(torch.cat([keys, self.keys], dim=2), torch.cat([values, self.values], dim=2))
+        return super().crop(tokens)
+
+    def dense(self) -> tuple[DenseStore, Tensor]:
+        """What all of it stands for with as many slots in every head, and each row's empty ones."""
+        store = DenseStore(in_place=False).fill(*self.padded(), self.num_kv_heads)
+        counts = torch.tensor([row[0] for row in self.ragged.head_tokens], device=self.keys.device)
+        return store, self.ragged.longest_tokens - counts
+
+    def state(self) -> dict[str, Any]:
+        """The heads' codes and the tail."""
+        return {"how": self.how, **super().state()}

@@ -1,0 +1,59 @@
+"""Storage that grows with every token: dense, by heads of different length, or in few bits."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from snapkv.storage.base import TokenStore
+from snapkv.storage.coded import CodedStore, KVCodes
+from snapkv.storage.codes import QUANTIZED, spread
+from snapkv.storage.dense import DenseStore
+from snapkv.storage.ragged import RaggedStore
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dynamic:
+    """Storage that grows with every token.
+
+    Attributes:
+        in_place: as in `DenseStore`.
+        codes: how what is kept of a prompt is held in few bits; None for as it came.
+    """
+
+    in_place: bool = True
+    codes: KVCodes | None = None
+    is_compileable = False
+
+    @property
+    def holds_as_it_came(self) -> bool:
+        """Whether there are no codes."""
+        return self.codes is None
+
+    def empty(self) -> DenseStore:
+        """A store without tokens."""
+        return DenseStore(in_place=self.in_place)
+
+    def finalize(
+        self, store: TokenStore, kept_tokens: int, policy: str, empty: Tensor | None
+    ) -> TokenStore:
+        """The store, what it keeps of a prompt in few bits."""
+        del policy
+        if self.codes is None or not kept_tokens:
+            return store
+        if isinstance(store, DenseStore):
+            store = store.ragged_from(empty, kept_tokens)
+        assert isinstance(store, RaggedStore)
+        return CodedStore.of(store, self.codes)
+
+    def restored(self, kind: str, state: dict[str, Any]) -> TokenStore:
+        """The store of that kind; that in few bits of 0.1.0 by what it stands for."""
+        if kind == RaggedStore.kind:
+            return RaggedStore(**state)
+        if kind == CodedStore.kind:
+            return CodedStore(**state)
+        if kind == QUANTIZED:
+            state = spread(state)
+        elif kind != DenseStore.kind:
+            raise ValueError(f"a {kind} store in dynamic storage")
+        return self.empty().fill(**state)

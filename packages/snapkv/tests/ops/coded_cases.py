@@ -1,0 +1,55 @@
+"""Heads in few bits, of odd lengths and in several sections, and what attention makes of them."""
+
+import sys
+
+import torch
+
+from snapkv.ops import BlockLayout, coded_attention, encode
+from tests.ops.ragged_cases import LENGTHS, OPTIONS, states, with_options
+
+BITS = ((4, 4), (8, 4), (4, 2))
+MORE = ((32, 32), (32, 32))
+"""A section that every head has grown by."""
+
+
+def coded_states(lengths, queries, bits, *, block_tokens=32, grown=False, dtype=torch.float32):
+    """Arguments of `coded_attention` for 2 rows, 2 KV heads and 4 query heads."""
+    given = states(lengths, queries, dtype=dtype)
+    layout = BlockLayout((lengths,), block_tokens, torch.device("cpu"))
+    keys, values = (
+        encode(blocks_of(given[name], layout), some, along=along)
+        for name, some, along in zip(("keys", "values"), bits, ("tokens", "channels"), strict=True)
+    )
+    if grown:
+        more = states(MORE, queries, dtype=dtype)
+        section = BlockLayout((MORE,), block_tokens, torch.device("cpu"))
+        keys, values = (
+            codes.joined(encode(blocks_of(more[name], section), codes.bits, along=codes.along))
+            for name, codes in (("keys", keys), ("values", values))
+        )
+        layout = layout.joined(MORE)
+    return given | {"keys": keys, "values": values, "layout": layout}
+
+
+def blocks_of(flat, layout):
+    """(M, G, D): flat states in the blocks of a layout of one section."""
+    counts = torch.tensor([0, *(count for row in layout.sections[0] for count in row)])
+    return flat[counts.cumsum(0)[layout.heads][:, None] + layout.places]
+
+
+def require_reference(impl, *, cases=tuple(LENGTHS), query_counts=(1, 3, 40)):
+    """The cases of an implementation against the reference."""
+    for turn, lengths in enumerate(map(LENGTHS.get, cases)):
+        for queries in query_counts:
+            bits = BITS[(turn + queries) % len(BITS)]
+            given = coded_states(lengths, queries, bits, grown=turn % 2 == 1)
+            for options in OPTIONS.values():
+                given = with_options(given, options)
+                got = coded_attention(**given, impl=impl)
+                expected = coded_attention(**given, impl="reference")
+                torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+if __name__ == "__main__":
+    require_reference(sys.argv[1], cases=("one past a block",), query_counts=(3,))
+    require_reference(sys.argv[1], cases=("nothing kept", "tiny"), query_counts=(1,))

@@ -1,0 +1,115 @@
+"""Few bits: what they stand for by hand, their bounds, and attention that reads them."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from snapkv import InvalidArgumentError
+from snapkv.ops import BlockLayout, ScoreOptions, coded_attention, encode
+from snapkv.ops.codes import blocked
+from snapkv.ops.codes.reference import flat_states
+from tests.ops.coded_cases import blocks_of, coded_states, require_reference
+from tests.ops.ragged_cases import LENGTHS
+
+
+def test_a_block_by_hand():
+    """Two tokens of four channels in two bits: a step of 1 along tokens, of 2 along channels."""
+    states = torch.tensor([[[0.0, 1, 2, 3], [3, 4, 5, 6]]])
+    keys = encode(states, 2, along="tokens")
+    assert keys.packed.tolist() == [[[0], [0b11111111]]]
+    torch.testing.assert_close(keys.scale.flatten(), torch.ones(4).half(), atol=2e-3, rtol=0)
+    assert keys.least.flatten().tolist() == [0, 1, 2, 3]
+    values = encode(torch.tensor([[[0.0, 6, 2, 4]] * 4]), 2, along="channels")
+    assert values.packed[0, 0].tolist() == [0b10_01_11_00]
+    got = values.decoded()[0, 0]
+    torch.testing.assert_close(got, torch.tensor([0.0, 6, 2, 4]), rtol=0, atol=9e-3)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    bits=st.sampled_from([2, 4, 8]),
+    along=st.sampled_from(["tokens", "channels"]),
+    size=st.tuples(st.integers(0, 3), st.sampled_from([32, 64]), st.integers(1, 70)),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    scale=st.sampled_from([1e-6, 1.0, 900.0, 6e4, 1e9]),
+    seed=st.integers(0, 99),
+)
+def test_numbers_come_back_within_half_a_step(bits, along, size, dtype, scale, seed):
+    torch.manual_seed(seed)
+    most = torch.finfo(dtype).max
+    states = (torch.randn(size) * scale + scale).clamp(min=-most, max=most).to(dtype)
+    codes = encode(states, bits, along=along)
+    step = codes.scale.float()
+    if along == "channels":
+        step = step.repeat_interleave(size[1], dim=-1)[..., : size[2]]
+    ends = torch.finfo(dtype)
+    back = codes.decoded().float()
+    rounding = (states.float().abs() + back.abs()) * ends.eps + ends.smallest_normal
+    off = (back - states.float()).abs()
+    half = step * (0.5001 + 0.5 * (states.float() + step > most))  # the nearest is beyond the dtype
+    assert bool((off <= half + rounding * 2).all())
+    assert bool(back.isfinite().all())
+    assert codes.decoded().dtype == dtype
+
+
+def test_what_is_not_finite_is_refused():
+    for number in (float("nan"), float("inf")):
+        with pytest.raises(InvalidArgumentError, match="quantize: expected keys and values of at"):
+            encode(torch.full((1, 32, 2), number), 4, along="tokens")
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_blocks_come_back_in_the_order_of_flat_states(lengths):
+    total = sum(map(sum, lengths))
+    flat = torch.arange(total).float()[:, None]
+    layout = BlockLayout((lengths,), 32, torch.device("cpu"))
+    codes = encode(blocks_of(flat.expand(-1, 32), layout), 8, along="channels")
+    assert flat_states(codes, layout)[:, 0].tolist() == list(range(total))
+
+
+def test_a_head_grows_by_sections():
+    """One head has 2 tokens, then 1 more; the other 1, then 2."""
+    layout = BlockLayout((((2, 1),),), 32, torch.device("cpu")).joined(((1, 2),))
+    numbers = torch.zeros(4, 32, 1)
+    numbers[0, :2, 0], numbers[1, :1, 0] = torch.tensor([1.0, 2]), torch.tensor([4.0])
+    numbers[2, :1, 0], numbers[3, :2, 0] = torch.tensor([3.0]), torch.tensor([5.0, 6])
+    codes = encode(numbers, 8, along="channels")
+    assert layout.head_tokens == ((3, 3),)
+    torch.testing.assert_close(
+        flat_states(codes, layout).flatten(), torch.arange(1.0, 7), atol=1e-2, rtol=0
+    )
+
+
+def test_two_heads_by_hand():
+    """A head keeps a key that scores ln 3 and sees the tail's 0: weights 3/4 and 1/4."""
+    layout = BlockLayout((((1, 0),),), 32, torch.device("cpu"))
+    key = torch.tensor(3.0).log().expand(1, 32, 1)
+    got = coded_attention(
+        torch.ones(1, 2, 1, 1),
+        encode(key, 8, along="tokens"),
+        encode(torch.full((1, 32, 1), 8.0), 8, along="channels"),
+        layout,
+        torch.zeros(1, 2, 1, 1),
+        torch.full((1, 2, 1, 1), 4.0),
+        ScoreOptions(scaling=1.0),
+        impl="reference",
+    )
+    torch.testing.assert_close(
+        got.flatten(), torch.tensor([0.75 * 8 + 0.25 * 4, 4.0]), atol=5e-3, rtol=0
+    )
+
+
+@pytest.mark.parametrize("spread", [2**20, 1])
+def test_blocked_equals_the_reference(spread, monkeypatch):
+    """Also where one block at a time is spread out."""
+    monkeypatch.setattr(blocked, "SPREAD_ELEMENTS", spread)
+    require_reference("blocked")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_in_low_precision_blocked_is_no_further_from_float64_than_the_reference_allows(dtype):
+    arguments = coded_states(LENGTHS["very uneven"], 3, (4, 4), dtype=dtype)
+    got = coded_attention(**arguments, impl="blocked")
+    expected = coded_attention(**arguments, impl="reference")
+    torch.testing.assert_close(got, expected, atol=2e-2, rtol=2e-2)
