@@ -35,7 +35,6 @@ class DraftVotes(AroundScores, PrefixPolicy):
     """
 
     name: ClassVar[str] = "draft-votes"
-    scores_are_votes: ClassVar[bool] = True
 
     budget: int | None = field(init=False)
     keep_ratio: float | None = field(init=False)
@@ -47,7 +46,7 @@ class DraftVotes(AroundScores, PrefixPolicy):
     def __post_init__(self) -> None:
         self._require_scoring(" (AdaKV goes around DraftVotes)")
         require_int("draft_tokens", self.draft_tokens, minimum=1)
-        if not self.policy.scores_are_votes or isinstance(self.policy, AroundScores):
+        if not isinstance(self.policy, SnapKV):
             raise InvalidArgumentError(
                 f"policy: expected a method whose window votes, such as SnapKV(budget=1024), got "
                 f"{self.policy.name}; put other methods around DraftVotes"
