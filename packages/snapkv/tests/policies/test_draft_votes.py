@@ -177,7 +177,10 @@ def test_what_has_no_votes_or_no_place_for_a_draft_is_refused():
     for make, said in (
         (lambda: DraftVotes(KeyDiff(60)), "policy: expected a method whose window votes"),
         (lambda: DraftVotes(VOTES, draft_tokens=40), "budget: expected more than window_size=40"),
-        (lambda: PromptThenDecode(POLICY, TOVA(60)), "prompt: expected a method whose votes"),
+        (
+            lambda: PromptThenDecode(prompt=POLICY, decode=TOVA(60)),
+            "prompt: expected a method whose votes",
+        ),
         (lambda: CompressedCache(model, POLICY, storage="static"), "storage: expected a policy"),
         (lambda: CompressedCache(model, POLICY, turns="compress"), "policy: expected one whose"),
         (lambda: CompressedCache(model, POLICY).require_drafts(), "policy: expected one whose"),

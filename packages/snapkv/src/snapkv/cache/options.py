@@ -99,8 +99,8 @@ class TurnOptions:
             )
         if policy.draft_tokens and self.recall is None:
             raise InvalidArgumentError(
-                f"policy: expected one whose window alone votes for {asked}, got {policy.name}; use "
-                "SnapKV, or recall='host'"
+                f"policy: expected one whose window alone votes for {asked}, got {policy.name}; "
+                "use SnapKV, or recall='host'"
             )
         if policy.reads_twice:
             raise InvalidArgumentError(
