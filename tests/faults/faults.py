@@ -302,7 +302,8 @@ FAULTS = (
     Fault(
         name="vLLM's rows: a resumed request goes on with what it held before",
         file="snapkv_vllm/runners.py",
-        old="        *scheduler_output.scheduled_cached_reqs.resumed_req_ids,\n",
+        old="        *(scheduler_output.preempted_req_ids or ()),\n"
+        "        *scheduler_output.scheduled_cached_reqs.resumed_req_ids,\n",
         new="",
         tests=(
             "packages/snapkv-vllm/tests/serving/vllm/test_scheduling.py",

@@ -35,11 +35,7 @@ Built = dict[str, tuple[Path, Path]]
 
 
 def check(here: Environment, built: Built, extras: Sequence[str]) -> None:
-    """All of it in one environment: each wheel, the extras one by one, and the sdist.
-
-    Raises:
-        NotReleasableError: something does not hold.
-    """
+    """All of it in one environment: each wheel, the extras one by one, and the sdist."""
     (wheel, sdist), (_, lab), (plugin, _) = (built[name] for name in PACKAGES)
     here.install(str(wheel))
     seconds = checks.require_command_line(here)

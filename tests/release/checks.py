@@ -58,9 +58,6 @@ def require_command_line(here: Environment) -> float:
     Returns:
         Seconds of a processor that importing the command line takes, the least of several
         processes, since others may use the machine.
-
-    Raises:
-        NotReleasableError: one of that does not hold.
     """
     if "ask" not in here.run("snapkv", "--help"):
         raise NotReleasableError("snapkv --help: expected the command ask, got none")
@@ -85,11 +82,7 @@ def require_command_line(here: Environment) -> float:
 
 
 def require_library(here: Environment) -> None:
-    """The library comes alone, and says which package brings the commands that it lacks.
-
-    Raises:
-        NotReleasableError: one of that does not hold.
-    """
+    """The library comes alone, and says which package brings the commands that it lacks."""
     code = "import snapkv, sys; [getattr(snapkv, name) for name in snapkv.__all__]; "
     loaded = here.run("python", "-c", code + "print(*sys.modules)").split()
     if "snapkv_lab" in loaded:
@@ -103,11 +96,7 @@ def require_library(here: Environment) -> None:
 
 
 def require_commands(here: Environment, smokes: Sequence[Smoke]) -> None:
-    """Every command does what it is for, with the demo model.
-
-    Raises:
-        NotReleasableError: one ends otherwise, or what it is to say is missing.
-    """
+    """Every command does what it is for, with the demo model."""
     (here.folder / "text.txt").write_text(TEXT, "utf-8")
     for command, wanted, typed in smokes:
         said = here.run(
@@ -118,11 +107,7 @@ def require_commands(here: Environment, smokes: Sequence[Smoke]) -> None:
 
 
 def require_types(here: Environment) -> None:
-    """A project that uses the package is checked by mypy, strictly, against what is installed.
-
-    Raises:
-        NotReleasableError: mypy finds an error, or does not find one that is there.
-    """
+    """A project that uses the package is checked by mypy, strictly, against what is installed."""
     mypy = [sys.executable, "-m", "mypy", "--config-file", str(EXAMPLE / "mypy.ini")]
     command = [*mypy, "--python-executable", str(here.python)]
     run([*command, str(EXAMPLE / "answer.py")], here.folder)

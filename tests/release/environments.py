@@ -23,11 +23,7 @@ class NotReleasableError(Exception):
 
 
 def build(package: str, folder: Path) -> tuple[Path, Path]:
-    """Wheel and sdist of a package, built from its folder alone.
-
-    Raises:
-        NotReleasableError: the wheel is too large, or has other files than the source.
-    """
+    """Wheel and sdist of a package, built from its folder alone."""
     home, module = ROOT / "packages" / package, package.replace("-", "_")
     run([sys.executable, "-m", "hatchling", "build", "-d", str(folder)], home)
     (wheel,), (sdist,) = folder.glob(f"{module}-*.whl"), folder.glob(f"{module}-*.tar.gz")
@@ -104,11 +100,7 @@ def run(
     status: int = 0,
     typed: str = "",
 ) -> str:
-    """What a command prints.
-
-    Raises:
-        NotReleasableError: it ends with another status; with the end of what it said.
-    """
+    """What a command prints."""
     done = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, env=environment, input=typed
     )

@@ -393,11 +393,13 @@ def test_killed_at_any_moment_there_is_never_half_a_file(unfinished, tmp_path):
         env=HERE,
     ) as saver:
         save_seconds = float(saver.stdout.readline())
-        while len(list(tmp_path.glob(".one.*.partial"))) < unfinished:
+        while len(partial := set(tmp_path.glob(".one.*.partial"))) < unfinished:
             assert kills < 200 * unfinished, "hardly a kill came while a file was being written"
             print("save", file=saver.stdin, flush=True)
             child = int(saver.stdout.readline())
-            time.sleep(draw.random() * 3 * save_seconds)
+            while set(tmp_path.glob(".one.*.partial")) <= partial:
+                time.sleep(0.001)
+            time.sleep(draw.random() * save_seconds)
             os.kill(child, signal.SIGKILL)
             assert saver.stdout.readline() == "gone\n"
             found.add(read_sealed(path).notes["seen_tokens"])

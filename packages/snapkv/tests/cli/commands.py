@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Annotated, Any, get_args, get_origin
 
+from snapkv.cli.amounts import WholeNumber
 from snapkv.cli.app import program
-from snapkv.cli.whole_numbers import WholeNumber
 
 GIVEN = {
     "files": ("{document}",),
@@ -56,6 +56,11 @@ class Command:
     words: tuple[str, ...]
     options: tuple[Option, ...]
     callback: Callable[..., None]
+    epilog: str
+
+    @property
+    def examples(self) -> list[str]:
+        return self.epilog.splitlines()[1:]
 
     def call(self, *more: str, document: Any) -> list[str]:
         needed = [GIVEN[option.name] for option in self.options if option.required]
@@ -75,7 +80,7 @@ def commands(group: Any = None, before: tuple[str, ...] = ()) -> Iterator[Comman
     for each in group.registered_commands:
         words = (*before, each.name or each.callback.__name__)
         options = tuple(_options(each.callback))
-        yield Command(words=words, options=options, callback=each.callback)
+        yield Command(words=words, options=options, callback=each.callback, epilog=each.epilog)
     for each in group.registered_groups:
         yield from commands(each.typer_instance, (*before, each.typer_instance.info.name))
 

@@ -1,10 +1,11 @@
-"""Running the command line inside the test's process, on the session's demo model."""
+"""Running the command line inside the test's process, on a tiny model or the session's demo."""
 
 from dataclasses import dataclass
 
 import pytest
 
 from snapkv.cli.app import run
+from snapkv.errors import ModelNotFoundError
 from tests.lab.evaluate.tiny import tiny_loaded
 
 DOCUMENT = "The gate opens at nine. The key is under the blue stone. " * 12
@@ -32,16 +33,54 @@ def snapkv(capsys):
 
 
 @pytest.fixture
-def demo_only(monkeypatch, demo):
-    """`load` gives the session's demo model; returns the keyword arguments of each call."""
+def refused(snapkv):
+    """Call it with arguments that it refuses; returns the one line that says why."""
+
+    def call(*arguments):
+        done = snapkv(*arguments)
+        assert (done.status, done.out) == (2, ""), done.err
+        assert done.err.startswith("snapkv: error: ")
+        assert done.err.count("\n") == 1
+        return done.err
+
+    return call
+
+
+def given(monkeypatch, loaded):
+    """Make `load` give a model; returns the keyword arguments of each call."""
     calls = []
 
     def load(**options):
         calls.append(options)
-        return demo
+        return loaded
 
     monkeypatch.setattr("snapkv.cli.loading.load", load)
     return calls
+
+
+@pytest.fixture
+def demo_only(monkeypatch, demo):
+    return given(monkeypatch, demo)
+
+
+@pytest.fixture(scope="module")
+def tiny(demo):
+    return tiny_loaded(demo.tokenizer, positions=1024)
+
+
+@pytest.fixture
+def tiny_only(monkeypatch, tiny):
+    return given(monkeypatch, tiny)
+
+
+@pytest.fixture
+def nothing_is_loaded(monkeypatch):
+    """A command ends, having begun, where a model would be loaded."""
+
+    def load(**_):
+        raise ModelNotFoundError("the command has begun")
+
+    monkeypatch.setattr("snapkv.cli.loading.load", load)
 
 
 @pytest.fixture
@@ -49,24 +88,6 @@ def document(tmp_path):
     path = tmp_path / "notes.txt"
     path.write_text(DOCUMENT)
     return path
-
-
-@pytest.fixture(scope="module")
-def tiny(demo):
-    return tiny_loaded(demo.tokenizer)
-
-
-@pytest.fixture
-def tiny_only(monkeypatch, tiny):
-    """`load` gives the tiny model; returns the keyword arguments of each call."""
-    calls = []
-
-    def load(**options):
-        calls.append(options)
-        return tiny
-
-    monkeypatch.setattr("snapkv.cli.loading.load", load)
-    return calls
 
 
 @pytest.fixture

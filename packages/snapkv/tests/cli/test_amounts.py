@@ -10,21 +10,17 @@ from snapkv.errors import InvalidArgumentError
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [
-        ("4096", 4096),
-        ("128k", 131072),
-        ("128K", 131072),
-        ("1.5k", 1536),
-        ("1.5 k", 1536),
-        ("0.25m", 262144),
-        (" 8 ", 8),
-        ("-1", -1),
-        ("0", 0),
-    ],
+    [("4096", 4096), ("128K", 131072), ("1.5 k", 1536), ("0.25m", 262144), (" 8 ", 8), ("-1", -1)],
 )
 def test_numbers_are_read(text, number):
     assert count("context", text) == number
     assert counts("lengths", f"{text},7") == (number, 7)
+
+
+@pytest.mark.parametrize("text", ["128kb", "1.3k", "12.7", "many", "", "4kib", "3g", "1e3", "k"])
+def test_what_is_no_number_is_refused_with_one_that_is(text):
+    with pytest.raises(InvalidArgumentError, match=r"instance --max-new-tokens 4k$"):
+        count("max_new_tokens", text)
 
 
 @pytest.mark.parametrize(
@@ -44,63 +40,12 @@ def test_bytes_are_read(text, number):
     assert byte_count("gpu_memory", text) == number
 
 
-WRONG = ["128kb", "1.3k", "12.7", "many", "", "4kib", "3g", "1e3", "k", "8 GB"]
-
-
-@pytest.mark.parametrize("text", WRONG)
-def test_the_hint_for_a_number_is_one_that_works(text):
-    with pytest.raises(
-        InvalidArgumentError, match="write for instance --max-new-tokens "
-    ) as raised:
-        count("max_new_tokens", text)
-    hint = re.search(r"--max-new-tokens (\S+)$", str(raised.value))[1]
-    assert count("max_new_tokens", hint) > 0
-
-
-@pytest.mark.parametrize("text", ["80", "much", "", "80Gi", "1,5GB", "GB", "80 XB"])
+@pytest.mark.parametrize("text", ["80", "much", "", "80Gi", "1,5GB", "GB", "80 XB", "8ib"])
 def test_the_hint_for_bytes_is_one_that_works(text):
     with pytest.raises(InvalidArgumentError, match="write for instance --gpu-memory ") as raised:
         byte_count("gpu_memory", text)
     hint = re.search(r"--gpu-memory (\S+)$", str(raised.value))[1]
     assert byte_count("gpu_memory", hint) > 0
-
-
-@pytest.mark.parametrize("hint", ["2GB", "1.5GB", "4096MB", "2621440B"])
-def test_a_number_of_bytes_without_a_unit_gets_the_likely_one(hint):
-    with pytest.raises(InvalidArgumentError, match=rf"--share-bytes {hint}$"):
-        byte_count("share_bytes", hint.rstrip("GMB"))
-
-
-@pytest.mark.parametrize(
-    ("command", "option"),
-    [
-        (("ask", "-", "-q", "x"), "--budget"),
-        (("ask", "-", "-q", "x"), "--max-new-tokens"),
-        (("generate", "x"), "--window-size"),
-        (("inspect", "x.txt", "-q", "x"), "--budget"),
-        (("chat",), "--window-size"),
-        (("bench", "decode"), "--tokens"),
-        (("bench", "prefill"), "--chunk-tokens"),
-        (("study", "hit-rate"), "--document-tokens"),
-        (("eval", "needle"), "--depths"),
-        (("plan", "--context", "1k"), "--batch"),
-        (("medusa", "train", "--document", "x"), "--seed"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else " ".join(value),
-)
-def test_every_whole_number_of_every_command_is_read_the_same_way(snapkv, command, option):
-    done = snapkv(*command, option, "many")
-    name = option.removeprefix("--").replace("-", "_")
-    assert done.status == 2
-    assert f"{name}: expected a whole number such as 4096, 4k or 1.5k, got 'many'" in done.err
-
-
-def test_thousands_work_where_a_number_does(snapkv, demo_only, document):
-    asked = ("--budget", "0.25k", "--max-new-tokens", "0.0078125k", "--set", "kernel_size=5")
-    done = snapkv("ask", document, "-q", "When does it open?", *asked, "--json")
-    assert done.status == 0, done.err
-    assert '"budget": 256' in done.out
-    assert '"max_new_tokens": 8' in done.out
 
 
 @pytest.mark.parametrize(
@@ -110,7 +55,7 @@ def test_a_kernel_is_a_width_or_how_far_it_reaches(text, size):
     assert kernel(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "+12", "0+", "0+-1", "1+2+3", "0,12", "(0, 12)", "7.0", "x"])
+@pytest.mark.parametrize("text", ["", "+12", "0+", "0+-1", "1+2+3", "0,12", "7.0", "x"])
 def test_what_is_no_kernel_is_refused_with_an_example(text):
     with pytest.raises(InvalidArgumentError, match=r"kernel_size: expected .*--kernel-size 0\+12"):
         kernel(text)
@@ -121,12 +66,10 @@ def test_what_is_no_kernel_is_refused_with_an_example(text):
     [
         ("4k", 4096),
         (" 1 ", 1),
-        ("auto", "auto"),
         (" auto ", "auto"),
         ("auto:", "auto"),
         ("auto:most=4k", {"auto": {"most": 4096}}),
-        ("auto: lost_vote = 0.001, least=8", {"auto": {"lost_vote": 0.001, "least": 8}}),
-        ("auto:lost_vote=.5", {"auto": {"lost_vote": 0.5}}),
+        ("auto: lost_vote = .5, least=8", {"auto": {"lost_vote": 0.5, "least": 8}}),
     ],
 )
 def test_budgets_are_read(text, budget):
@@ -137,17 +80,11 @@ def test_budgets_are_read(text, budget):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("many", "got 'many'; write for instance --budget 4k or --budget auto"),
-        ("Auto", "write for instance --budget 4k or --budget auto"),
+        ("Auto", "got 'Auto'; write for instance --budget 4k or --budget auto"),
         ("-4", "expected at least 1, got -4"),
         ("auto:all", "expected auto with lost_vote, least or most, got 'all'"),
-        (
-            "auto:lost_vote=much",
-            "least or most, got 'lost_vote=much'",
-        ),
-        ("auto:lost_vote=1e-3", "got 'lost_vote=1e-3'"),
+        ("auto:lost_vote=1e-3", "got 'lost_vote=1e-3'; write for instance --budget auto:lost"),
         ("auto:most=4.5", "least or most, got 'most=4.5'"),
-        ("auto:most=", "least or most, got 'most='"),
     ],
 )
 def test_what_is_no_budget_is_one_line(text, message):
@@ -156,4 +93,30 @@ def test_what_is_no_budget_is_one_line(text, message):
             read(text)
         assert message in str(raised.value)
         assert "\n" not in str(raised.value)
-        assert "--budget" in str(raised.value) or "pass a larger number" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (("ask", "-", "-q", "x"), "--max-new-tokens"),
+        (("chat",), "--window-size"),
+        (("serve", "demo"), "--cap"),
+        (("bench", "decode"), "--tokens"),
+        (("eval", "needle"), "--depths"),
+        (("plan", "--context", "1k"), "--batch"),
+        (("medusa", "train", "--document", "x"), "--seed"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_every_whole_number_of_every_command_is_read_the_same_way(refused, command, option):
+    name = option.removeprefix("--").replace("-", "_")
+    said = f"{name}: expected a whole number such as 4096, 4k or 1.5k, got 'many'"
+    assert said in refused(*command, option, "many")
+
+
+def test_thousands_work_where_a_number_does(snapkv, tiny_only, document):
+    asked = ("--budget", "0.25k", "--max-new-tokens", "0.0078125k", "--set", "kernel_size=5")
+    done = snapkv("ask", document, "-q", "When does it open?", *asked, "--json")
+    assert done.status == 0, done.err
+    assert '"budget": 256' in done.out
+    assert '"max_new_tokens": 8' in done.out

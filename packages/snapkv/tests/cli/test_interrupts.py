@@ -38,17 +38,15 @@ def start(arguments, folder, *, how=("-m", "snapkv"), start_new_session=False, *
     )
 
 
-@pytest.mark.parametrize("how", [("-m", "snapkv"), ("-c", SCRIPT)], ids=["module", "script"])
 @pytest.mark.parametrize(
-    ("library", "arguments", "line"),
+    ("how", "library", "arguments", "line"),
     [
-        ("typer", ("generate", "-p", "x"), LINE),
-        ("torch", ("generate", "-p", "x"), LINE),
-        ("torch", EVAL, CONTINUES),
-        ("transformers", ("study", "hit-rate"), CONTINUES),
-        ("typer", ("eval", "lm-eval", "--tasks", "x"), CONTINUES),
+        (("-m", "snapkv"), "typer", ("generate", "-p", "x"), LINE),
+        (("-c", SCRIPT), "torch", ("generate", "-p", "x"), LINE),
+        (("-m", "snapkv"), "torch", EVAL, CONTINUES),
+        (("-c", SCRIPT), "transformers", ("study", "hit-rate"), CONTINUES),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+    ids=["typer", "script torch", "torch", "script transformers"],
 )
 def test_while_a_library_is_imported(tmp_path, how, library, arguments, line):
     """Whatever it makes of the interruption itself."""
@@ -60,7 +58,7 @@ def test_while_a_library_is_imported(tmp_path, how, library, arguments, line):
     assert (process.returncode, out, errors) == (130, "", line)
 
 
-@pytest.mark.parametrize("seconds", [0.05, 0.2, 0.5, 1, 2, 4])
+@pytest.mark.parametrize("seconds", [0.05, 0.3, 1, 3])
 def test_at_any_moment(tmp_path, seconds):
     process = start(EVAL, tmp_path)
     time.sleep(seconds)

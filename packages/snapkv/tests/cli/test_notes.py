@@ -1,28 +1,45 @@
 """What is told behind an answer, on made-up answers: differences, commands, words."""
 
 import pytest
+import torch
 
+from snapkv import CompressedCache, SnapKV
 from snapkv.app.answering import Answer
-from snapkv.app.comparison import Comparison
 from snapkv.app.remedies import Tried
 from snapkv.cache.report import CacheReport
-from snapkv.cli.command_line import changed_command, changed_options
-from snapkv.cli.notes import Checked, Compared, Votes, word_diff
+from snapkv.cli.notes import (
+    DOUBTFUL_BELOW,
+    FADING,
+    FULL,
+    SAFE_BELOW,
+    WIDE,
+    LostVotes,
+    changed_command,
+    changed_options,
+    changes_by_price,
+    checked_note,
+    compared_note,
+    larger_budget,
+    votes_note,
+    word_diff,
+    word_for,
+)
 from snapkv.cli.options import RunOptions
 from snapkv.cli.policy import build_policy
-from snapkv.cli.remedies import FADING, FULL, WIDE, changes_by_price, larger_budget
+from tests.families import random_ids, tiny_model
 
 SNAPKV = RunOptions(policy="snapkv", budget=64)
 TYPED = ("ask", "my notes.txt", "-q", "Who's there?", "--budget", "64", "--compare")
 
 
-def answered(text="a b", options=None, *, prompt_tokens=600, **votes):
-    policy = build_policy(options or SNAPKV)
+def answered(text="a b", options=SNAPKV, **votes):
+    policy = build_policy(options)
     budget = getattr(policy, "budget", None)
+    kept = budget if isinstance(budget, int) else 150
     cache = CacheReport(
         policy=policy.name,
-        seen_tokens=prompt_tokens + 9,
-        kept_tokens=(budget if isinstance(budget, int) else 150) + 9,
+        seen_tokens=609,
+        kept_tokens=kept + 9,
         held_bytes=10,
         full_bytes=100,
         **votes,
@@ -31,9 +48,9 @@ def answered(text="a b", options=None, *, prompt_tokens=600, **votes):
         text=text,
         finish_reason="stop",
         policy=policy.describe(),
-        prompt_tokens=prompt_tokens,
+        prompt_tokens=600,
         new_tokens=10,
-        kept_tokens=budget if isinstance(budget, int) else 150,
+        kept_tokens=kept,
         first_token_ms=1.0,
         token_ms=1.0,
         cache=cache,
@@ -42,7 +59,7 @@ def answered(text="a b", options=None, *, prompt_tokens=600, **votes):
 
 
 def plain(note):
-    return [line.plain for line in note.lines()]
+    return [line.plain for line in note.lines]
 
 
 @pytest.mark.parametrize(
@@ -106,17 +123,17 @@ def test_changed_options_make_the_policy_that_the_command_will():
 
 
 def test_changes_come_in_the_order_of_their_price():
-    options = SNAPKV
     larger = [{"budget": budget, "keep_ratio": None} for budget in (128, 256, 512)]
-    found = list(changes_by_price(options, answered(options=options)))
+    found = list(changes_by_price(SNAPKV, answered()))
     assert found == [
         FADING, WIDE,
         larger[0], larger[0] | dict(FADING),
         larger[1], larger[1] | dict(FADING),
         larger[2], larger[2] | dict(FADING),
     ]  # fmt: skip
-    for change in found:
-        build_policy(changed_options(options, change))
+    selective = RunOptions(policy="snapkv", budget=64, prefill="selective")
+    exactly = list(changes_by_price(selective, answered(options=selective)))
+    assert exactly == [{"prefill": None}, *({"prefill": None, **change} for change in found)]
 
 
 @pytest.mark.parametrize(
@@ -129,7 +146,6 @@ def test_changes_come_in_the_order_of_their_price():
         ({"policy": "adakv", "budget": 200}, [400, 400], 2),
         ({"policy": "h2o", "budget": 200}, [400], 0),
         ({"policy": "fastgen"}, [], 0),
-        ({"policy": "full"}, [], 0),
         ({"budget": 300}, [], 2),
     ],
 )
@@ -149,15 +165,13 @@ def compared(tried, ours="a b", theirs="a c"):
         seen.append((answer_ids, [policy.name for policy in policies]))
         return tried
 
-    answers = answered(ours), answered(theirs)
-    return Compared.of(answers, SNAPKV, TYPED, tries), seen
+    return compared_note(answered(ours), answered(theirs), SNAPKV, TYPED, tries), seen
 
 
 def test_the_same_answer_is_one_line_and_nothing_is_tried():
     note, seen = compared(Tried(keeper=0), theirs="a b")
-    assert plain(note) == ["same answer"]
-    assert not seen
-    assert note.record() == {
+    assert (plain(note), seen) == (["same answer"], [])
+    assert note.record == {
         "same": True, "first_difference": None, "remedy": None, "command": None, "note": "",
     }  # fmt: skip
 
@@ -172,7 +186,7 @@ def test_what_keeps_the_answer_is_the_command_to_type():
         "different: a [-b-] {+c+}",
         f"next to try, which keeps the full cache's answer: {command}",
     ]
-    assert note.record() == {
+    assert note.record == {
         "same": False,
         "first_difference": 2,
         "remedy": {"budget": 128, "pooling": "fading"},
@@ -181,64 +195,99 @@ def test_what_keeps_the_answer_is_the_command_to_type():
     }
 
 
-def test_where_nothing_keeps_it_the_full_cache_is_what_is_left():
+def test_where_nothing_keeps_it_the_full_cache_is_left_and_what_is_not_known_is_said():
     note, _ = compared(Tried())
-    assert plain(note)[1].endswith("for the full cache: " + note.command)
-    assert note.command.endswith("--compare --policy full")
-    assert note.record()["remedy"] is None
-
-
-def test_what_cannot_be_told_is_said():
+    assert plain(note)[1].endswith("for the full cache: " + note.record["command"])
+    assert note.record["command"].endswith("--compare --policy full")
+    assert note.record["remedy"] is None
     note, _ = compared(Tried(untold="the answers are drawn"))
     assert plain(note)[1] == "what to try next is not computed: the answers are drawn"
-    assert note.record()["command"] is None
+    assert note.record["command"] is None
 
 
 def test_a_check_is_a_line_and_a_status():
-    same = Checked.of(answered("abc"), answered("abd"), 2)
+    same = checked_note(answered("abc"), answered("abd"), 2)
     assert (same.status, plain(same)) == (0, ["check: the first 2 tokens are the full cache's"])
-    other = Checked.of(answered("abc"), answered("abd"), 3)
+    other = checked_note(answered("abc"), answered("abd"), 3)
     assert other.status == 3
     assert plain(other) == ["check: token 3 of the first 3 is not the full cache's"]
-    assert other.record() == {"tokens": 3, "same": False, "first_difference": 2}
-    assert other.comparison == Comparison(same=False, first_difference=2)
+    assert other.record == {"tokens": 3, "same": False, "first_difference": 2}
 
 
 @pytest.mark.parametrize(
     ("lost", "peak", "ending"),
-    [
-        (None, None, None),
-        (0.5, 0.0012, None),
-        (0.12, 0.0013, "--budget 128"),
-        (0.05, 0.05, "--budget 128"),
-    ],
+    [(None, None, None), (0.5, 0.0012, None), (0.12, 0.0013, "--budget 128")],
 )
 def test_lost_votes_call_for_a_larger_budget(lost, peak, ending):
-    typed, options = TYPED[:-1], SNAPKV
-    note = Votes.of(answered(lost_votes=lost, lost_vote_peak=peak), options, typed)
+    note = votes_note(answered(lost_votes=lost, lost_vote_peak=peak), SNAPKV, TYPED[:-1])
+    assert note.record["share"] == lost
     if ending is None:
         assert plain(note) == []
-        assert note.record()["command"] is None
+        assert note.record["command"] is None
     else:
         (line,) = plain(note)
         assert line.startswith(f"lost votes: {lost:.0%}".replace("%", " %"))
         assert line.endswith(ending)
-        assert note.record()["share"] == lost
 
 
 @pytest.mark.parametrize("given", [{"self_speculate": True}, {"compare": True}])
 def test_a_text_beside_the_full_caches_needs_no_such_hint(given):
-    note = Votes.of(
-        answered(lost_votes=0.5, lost_vote_peak=0.02),
-        RunOptions(policy="snapkv", budget=64, **given),
-        TYPED,
-    )
+    options = RunOptions(policy="snapkv", budget=64, **given)
+    note = votes_note(answered(lost_votes=0.5, lost_vote_peak=0.02), options, TYPED)
     assert plain(note) == []
-    assert note.record()["word"] == "lost"
+    assert note.record["word"] == "lost"
 
 
 def test_a_larger_budget_that_holds_everything_is_the_full_cache():
-    half = RunOptions(policy="snapkv", budget=300)
+    half, fastgen = RunOptions(policy="snapkv", budget=300), RunOptions(policy="fastgen")
     assert larger_budget(half, answered(options=half)) is FULL
-    fastgen = RunOptions(policy="fastgen")
     assert larger_budget(fastgen, answered(options=fastgen)) is None
+
+
+@pytest.mark.parametrize(
+    ("peak", "word"),
+    [
+        (0.0, "safe"),
+        (SAFE_BELOW - 0.0001, "safe"),
+        (SAFE_BELOW, "doubtful"),
+        (DOUBTFUL_BELOW - 0.0001, "doubtful"),
+        (DOUBTFUL_BELOW, "lost"),
+        (float("nan"), "lost"),
+    ],
+)
+def test_every_peak_has_a_word_and_the_borders_belong_to_the_worse_one(peak, word):
+    assert word_for(peak, 1024) == word
+
+
+def test_votes_on_a_longer_prompt_weigh_more():
+    assert word_for(SAFE_BELOW / 2, 1000) == word_for(SAFE_BELOW / 8, 7 * 1024) == "safe"
+    assert word_for(SAFE_BELOW / 2, 2 * 1024) == word_for(SAFE_BELOW / 8, 8 * 1024) == "doubtful"
+    assert word_for(DOUBTFUL_BELOW / 8, 8 * 1024) == "lost"
+
+
+def test_a_report_says_the_share_and_the_word_or_nothing():
+    def said(**values):
+        return LostVotes.of({"kept_tokens": 256, "seen_tokens": 1024, **values})
+
+    layers = [{"lost_votes": 0.01}, {"kind": "sliding"}, {"lost_votes": 0.4}]
+    votes = said(lost_votes=0.072, lost_vote_peak=0.0007, layers=layers)
+    assert (str(votes), votes.highest) == ("7 % (safe)", 0.4)
+    assert said(lost_votes=0.1, lost_vote_peak=0.004).word == "doubtful"
+    assert str(said(lost_votes=0.05, lost_vote_peak=0.02)) == "5 % (lost)"
+    for unknown in (said(), said(lost_votes=None)):
+        assert (str(unknown), unknown.word) == ("-", None)
+    for lost in (None, 0.5):
+        votes = said(kept_tokens=1024, lost_votes=lost)
+        assert (str(votes), votes.word) == ("nothing was dropped", "safe")
+
+
+@torch.no_grad()
+def test_the_word_is_that_of_the_prompt_however_much_follows():
+    model = tiny_model("llama")
+    cache = CompressedCache(model, SnapKV(24, window_size=8))
+    model(random_ids(1, 60), past_key_values=cache)
+    behind_the_prompt = LostVotes.of(cache.report())
+    assert behind_the_prompt.word == word_for(behind_the_prompt.peak, 60)
+    for tokens in (1, 140):
+        model(random_ids(1, tokens), past_key_values=cache)
+        assert LostVotes.of(cache.report()) == behind_the_prompt

@@ -5,7 +5,7 @@ import copy
 import pytest
 
 from tests.golden import golden, record
-from tests.golden.cases import Case, parse
+from tests.golden.cases import STORAGES, Case, parse
 
 RECORDED = record.read(golden.FILE)["cases"]
 BY_ROUNDING_ONLY = tuple(RECORDED)[::12]
@@ -20,7 +20,9 @@ def rounds_as_recorded():
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_case_is_as_it_was_recorded(name, rounds_as_recorded):
     """Bit for bit; where numbers are rounded in another way, in all that rounding cannot change."""
-    compare = record.differences if rounds_as_recorded else golden.beyond_rounding
+    in_few_bits = "quantize" in STORAGES[parse(name).storage]  # recorded later, on another machine
+    is_exact = rounds_as_recorded and not in_few_bits
+    compare = record.differences if is_exact else golden.beyond_rounding
     assert not compare(record.seen_in(parse(name)), RECORDED[name])
 
 

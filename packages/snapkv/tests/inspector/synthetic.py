@@ -2,8 +2,8 @@
 
 import torch
 
-from snapkv.inspector.changes import word_changes
 from snapkv.inspector.packing import packed_bits, packed_numbers, packed_scores
+from snapkv.inspector.words import word_changes
 
 FULL = "nine"
 

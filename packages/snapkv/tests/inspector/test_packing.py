@@ -1,11 +1,147 @@
-"""Bits and levels, by hand."""
+"""What the page draws: bits and levels by hand; the vote of one head, whose rows add up to it."""
 
 import base64
+import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
-from snapkv.inspector.packing import is_logarithmic, levels, packed_bits, packed_scores
+from snapkv import H2O, AdaKV, KeyDiff, PyramidKV, SnapKV, StreamingLLM
+from snapkv.inspector.packing import (
+    Heat,
+    heat,
+    is_logarithmic,
+    levels,
+    packed_bits,
+    packed_scores,
+    win_order,
+    window_weights,
+)
+from snapkv.inspector.scores import SeenLayer
+from snapkv.ops import ScoreOptions
+from snapkv.policies import PromptLayer
+
+TOKENS, QUERY_HEADS, KV_HEADS = 40, 4, 2
+
+
+def layer(seed=0, sink_logits=None):
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = torch.randn(2, 1, KV_HEADS, TOKENS, 8, generator=generator)
+    return PromptLayer(
+        queries=torch.randn(1, QUERY_HEADS, TOKENS, 8, generator=generator),
+        keys=keys,
+        values=values,
+        score_options=ScoreOptions(scaling=0.5, sink_logits=sink_logits),
+        layer_idx=5,
+    )
+
+
+def numbers(text):
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.int32).tolist()
+
+
+@pytest.mark.parametrize("sinks", [None, torch.tensor([3.0, 0.0, 1.0, 2.0])], ids=["", "sinks"])
+@pytest.mark.parametrize("how", ["mean", "sum", "none"])
+@pytest.mark.parametrize("pooling", [{"pooling": "fading"}, {"kernel_size": 1}], ids=str)
+def test_the_rows_add_up_to_the_votes(how, pooling, sinks):
+    policy = SnapKV(16, window_size=4, group_reduce=how, **pooling)
+    seen = SeenLayer.of(policy, layer(sink_logits=sinks))
+    for head in range(QUERY_HEADS if how == "none" else KV_HEADS):
+        weights = window_weights(seen, head)
+        assert weights.shape == (4, TOKENS - 4)
+        votes = seen.scores if seen.votes is None else seen.votes
+        torch.testing.assert_close(weights.sum(0), votes[head])
+
+
+def test_the_rows_are_the_softmax_of_every_query():
+    """Two query heads share a key head; the maximum over both, by a loop."""
+    states = layer()
+    seen = SeenLayer.of(SnapKV(16, window_size=2, group_reduce="max"), states)
+    expected = torch.zeros(2, TOKENS - 2)
+    for row, head in itertools.product(range(2), range(2)):
+        at = TOKENS - 2 + row
+        scores = 0.5 * states.keys[0, 0, : at + 1] @ states.queries[0, head, at]
+        expected[row] = torch.maximum(expected[row], scores.softmax(0)[: TOKENS - 2])
+    torch.testing.assert_close(window_weights(seen, 0), expected)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        SnapKV(16, window_size=4),
+        SnapKV(16, window_size=4, pooling="fading"),
+        SnapKV(40, window_size=4),
+        PyramidKV(16, window_size=4),
+        AdaKV(SnapKV(16, window_size=4)),
+        KeyDiff(16, window_size=4),
+    ],
+    ids=str,
+)
+def test_the_order_gives_what_a_real_selection_keeps(policy):
+    seen = SeenLayer.of(policy, layer())
+    for head, kept in enumerate(seen.kept):
+        order = win_order(seen, head)
+        prefix = kept[: len(order)]
+        best = order[: int(prefix.sum())]
+        assert sorted(best.tolist()) == prefix.nonzero()[:, 0].tolist()
+        assert sorted(order.tolist()) == list(range(len(order)))
+
+
+@pytest.mark.parametrize("budget", [5, 20, 35])
+def test_the_order_of_one_budget_gives_every_other_one(budget):
+    order = win_order(SeenLayer.of(SnapKV(16, window_size=4), layer()), 1)
+    kept = SeenLayer.of(SnapKV(budget, window_size=4), layer()).kept[1]
+    assert sorted(order[: budget - 4].tolist()) == kept[:-4].nonzero()[:, 0].tolist()
+
+
+@pytest.mark.parametrize("policy", [H2O(16), StreamingLLM(16)], ids=str)
+def test_a_method_that_chooses_otherwise_has_no_order(policy):
+    assert win_order(SeenLayer.of(policy, layer()), 0) is None
+
+
+def test_an_order_that_does_not_give_what_was_kept_is_none():
+    seen = SeenLayer.of(SnapKV(16, window_size=4), layer())
+    seen.kept[0, :-4] = ~seen.kept[0, :-4]
+    assert win_order(seen, 0) is None
+
+
+def test_a_head_that_keeps_more_than_the_slider_follows_has_none(monkeypatch):
+    seen = SeenLayer.of(SnapKV(16, window_size=4), layer())
+    assert heat([seen], (0, 1, 0.5)).order is not None
+    monkeypatch.setattr("snapkv.inspector.packing.MOST_RANKS", 11)
+    assert heat([seen], (0, 1, 0.5)).order is None
+
+
+def test_the_picture_of_a_head():
+    seen = SeenLayer.of(SnapKV(16, window_size=4), layer())
+    made = heat([seen], (0, 1, 0.25))
+    assert (made.layer, made.head, made.share, made.rows, made.bin_tokens) == (5, 1, 0.25, 4, 1)
+    assert made.best_tokens == 12
+    assert numbers(made.order) == win_order(seen, 1).tolist()
+    levels = list(base64.b64decode(made.weights))
+    assert len(levels) == 4 * (TOKENS - 4)
+    weights = window_weights(seen, 1).flatten()
+    assert levels[weights.argmax()] == 255  # one scale for all rows
+    assert levels.count(255) == 1
+    assert heat([seen], None) is None
+
+
+def test_a_method_without_a_window_has_bars_only():
+    made = heat([SeenLayer.of(KeyDiff(16, window_size=4), layer())], (0, 0, 0.5))
+    bars = Heat(layer=5, head=0, share=0.5, prefix_tokens=36, best_tokens=12)
+    assert made == replace(bars, order=made.order)
+
+
+def test_long_prompts_stay_small(monkeypatch):
+    monkeypatch.setattr("snapkv.inspector.packing.MOST_WEIGHT_BYTES", 50)
+    monkeypatch.setattr("snapkv.inspector.packing.MOST_RANKS", 12)
+    seen = SeenLayer.of(SnapKV(16, window_size=4), layer())
+    made = heat([seen], (0, 0, 0.5))
+    assert made.bin_tokens == 3
+    assert len(base64.b64decode(made.weights)) == 4 * 12
+    assert numbers(made.order) == win_order(seen, 0)[:12].tolist()
+    assert made.prefix_tokens == TOKENS - 4
 
 
 def raw(text):

@@ -384,6 +384,14 @@ def test_tova_by_hand():
     assert eviction.keep_indices.tolist() == [[[0, 1, 2, 4]]], "position 5 has the least attention"
 
 
+def test_tova_asks_all_heads_by_hand():
+    """Of the means .3, .35 and .35 the first is the least; to the first head it is the last."""
+    rows = [0.5, 0.4, 0.1], [0.1, 0.3, 0.6]
+    one, other = (states([row], 3, torch.zeros(1, 1, 3)) for row in rows)
+    step = replace(one, queries=torch.cat([one.queries, other.queries], dim=1))
+    assert TOVA(2).evict(step).keep_indices.tolist() == [[[1, 2]]]
+
+
 def test_tova_has_no_memory():
     policy, noted = TOVA(3), torch.tensor([[[9.0, 0, 0, 0, 0]]])
     one = policy.evict(states([DECODE_ROW], 5, noted))

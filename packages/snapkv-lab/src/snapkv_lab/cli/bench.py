@@ -13,13 +13,24 @@ import typer
 
 from snapkv.cache.saving.writing import append_line, open_for_lines
 from snapkv.cli import panels
-from snapkv.cli.fields import integers
-from snapkv.cli.options import ComparedOptions, ReadingOptions, with_options
+from snapkv.cli.amounts import WholeNumber, integers
+from snapkv.cli.fields import with_options
+from snapkv.cli.options import ComparedOptions, ReadingOptions
 from snapkv.cli.outputs import RowsFile, WritingOptions
-from snapkv.cli.whole_numbers import WholeNumber
 from snapkv.errors import InvalidArgumentError, OutputError
 from snapkv.validation import require_each_at_least
 from snapkv_lab.cli.workers import Plot
+
+EXAMPLES = {
+    "bench": ("snapkv bench decode --lengths 1k,4k --policy snapkv,tova",),
+    "bench decode": (
+        "snapkv bench decode --lengths 1k,4k --policy snapkv,tova",
+        "snapkv bench decode --lengths 8k --budget 512 --output rows.jsonl",
+    ),
+    "bench prefill": ("snapkv bench prefill --lengths 2k --prefill exact --prefill gemfilter",),
+    "bench memory": ("snapkv bench memory --lengths 4k --chunk-tokens 512",),
+    "bench throughput": ("snapkv bench throughput --lengths 4k --memory-gb 8",),
+}
 
 _MOST_GB = 10**9
 

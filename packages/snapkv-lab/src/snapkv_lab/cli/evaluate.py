@@ -8,14 +8,36 @@ from typing import Annotated, Literal
 import typer
 
 from snapkv.cli import panels
-from snapkv.cli.options import ReadingOptions, SweepOptions, with_options
+from snapkv.cli.amounts import WholeNumber
+from snapkv.cli.fields import with_options
+from snapkv.cli.options import ReadingOptions, SweepOptions
 from snapkv.cli.outputs import RESULTS, Output, WritingOptions, results_folder
-from snapkv.cli.whole_numbers import WholeNumber
 from snapkv.errors import InvalidArgumentError, MissingDependencyError, install_command
 from snapkv_lab.cli.workers import SettingWord, WorkerOptions, answering, results_in
 from snapkv_lab.evaluate.sample import SETTINGS, Template
 from snapkv_lab.evaluate.task import Task
 from snapkv_lab.evaluate.tasks import TASKS
+
+EXAMPLES = {
+    "eval": ("snapkv eval needle --lengths 1k,4k --policy snapkv,tova --budget 256,1k",),
+    "eval needle": (
+        "snapkv eval needle --lengths 1k,4k --policy snapkv,tova --budget 256,1k",
+        "snapkv eval needle --setting both --report needle-page",
+    ),
+    "eval lines": ("snapkv eval lines --lengths 2k --samples-each 4 --plot lines.svg",),
+    "eval instructions": ("snapkv eval instructions --lengths 2k --protect-instructions",),
+    "eval tracking": ("snapkv eval tracking --kinds cycle --policy r-kv --budget 128",),
+    "eval turns": (
+        "snapkv eval turns --turns append,recall,recall-pages:8 --cloze --template none",
+    ),
+    "eval functions": ("snapkv eval functions --turns append,recall --budget 1k --reference-loss",),
+    "eval longbench": ("snapkv eval longbench --datasets qasper --limit 5 --budget 1k",),
+    "eval ruler": ("snapkv eval ruler --tasks niah_single_2,vt --lengths 4k --limit 5",),
+    "eval rag-citation": ("snapkv eval rag-citation --corpus squad --documents 5,10",),
+    "eval rag-position": ("snapkv eval rag-position --corpus squad --documents 10",),
+    "eval rag-pipeline": ("snapkv eval rag-pipeline --corpus squad --documents 5,10",),
+    "eval lm-eval": ("snapkv eval lm-eval --tasks squadv2 --limit 20 --budget 512",),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +83,7 @@ class EvalOptions(SweepOptions, ReadingOptions, WorkerOptions, WritingOptions):
 
 
 def _evaluate(*, settings: Task, options: EvalOptions) -> None:
-    from snapkv.cli.progress import answers_progress  # torch and the model come with what follows
+    from snapkv.cli.loading import answers_progress  # torch and the model come with what follows
     from snapkv_lab.cli.methods import compared_methods, with_turns
     from snapkv_lab.cli.tables import present
     from snapkv_lab.drawing import require_drawable
@@ -150,8 +172,7 @@ def lm_eval(*, options: LmEvalOptions) -> None:
             f"include_path: expected a folder of task files, got {options.include_path!r}"
         )
 
-    from snapkv.cli.loading import load_model  # torch and the model come with what follows
-    from snapkv.cli.progress import answers_progress
+    from snapkv.cli.loading import answers_progress, load_model  # torch comes with what follows
     from snapkv_lab.cli.methods import compared_methods
     from snapkv_lab.cli.tables import metrics_table, present
     from snapkv_lab.evaluate.harness import HarnessRun

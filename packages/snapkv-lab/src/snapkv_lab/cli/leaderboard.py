@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from snapkv.cli import panels
-from snapkv.cli.amounts import shares
-from snapkv.cli.options import with_options
+from snapkv.cli.amounts import WholeNumber, shares
+from snapkv.cli.fields import with_options
 from snapkv.cli.outputs import RunFolder, results_folder
-from snapkv.cli.whole_numbers import WholeNumber
 from snapkv_lab.cli.workers import SettingWord, WorkerOptions, answering
 from snapkv_lab.evaluate.sample import SETTINGS, Setting, Template
 
@@ -18,6 +17,10 @@ if TYPE_CHECKING:
     from snapkv_lab.evaluate.leaderboard import Place
     from snapkv_lab.evaluate.runner import Run
     from snapkv_lab.evaluate.task import Task
+
+EXAMPLES = {
+    "leaderboard": ("snapkv leaderboard --methods snapkv,tova --ratios 4:1 --length 1k",),
+}
 
 _RECORD = "leaderboard.json"
 
@@ -80,7 +83,7 @@ class LeaderboardOptions(WorkerOptions):
 @with_options(LeaderboardOptions)
 def leaderboard(*, options: LeaderboardOptions) -> None:
     """Compare methods at several shares of the cache on one model: scores, intervals, one page."""
-    from snapkv.cli.progress import answers_progress
+    from snapkv.cli.loading import answers_progress
     from snapkv_lab.cli.methods import contending  # torch and the model come with what follows
     from snapkv_lab.cli.tables import present
     from snapkv_lab.evaluate.leaderboard import board, estimate, task_of_one_length

@@ -9,9 +9,18 @@ import typer
 from snapkv.app import text_files
 from snapkv.app.settings import MedusaTraining
 from snapkv.cli import panels
-from snapkv.cli.options import ModelOptions, with_options
+from snapkv.cli.fields import with_options
+from snapkv.cli.options import ModelOptions
 from snapkv.cli.outputs import RunFolder
 from snapkv.cli.standard_output import write_json
+
+EXAMPLES = {
+    "medusa": ("snapkv medusa train --document notes.txt --to medusa-heads",),
+    "medusa train": (
+        "snapkv medusa train --document notes.txt --to medusa-heads",
+        "snapkv medusa train --document contract.pdf --num-heads 2 --answers 200",
+    ),
+}
 
 _FILES = (
     *("plan.json", "answers.jsonl", "training.safetensors"),
@@ -45,8 +54,7 @@ def train(
     """Train heads on a model's own answers about documents; the model stays as it is."""
     read, warnings = text_files.read_noting(document)
 
-    from snapkv.cli.loading import load_model
-    from snapkv.cli.progress import answers_progress
+    from snapkv.cli.loading import answers_progress, load_model
     from snapkv_lab.training import medusa  # torch and the model come with what follows
 
     loaded = load_model(options)

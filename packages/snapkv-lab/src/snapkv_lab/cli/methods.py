@@ -10,8 +10,7 @@ from snapkv.app.prefills import Prefill
 from snapkv.cache.paging import PageRecall
 from snapkv.cli.amounts import count, token_budgets
 from snapkv.cli.options import SweepOptions
-from snapkv.cli.policy import make_policy, wrapped
-from snapkv.cli.specs import named_policies, parsed, specs, takes_budget
+from snapkv.cli.policy import make_policy, named_policies, parsed, specs, takes_budget, wrapped
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.policies import POLICIES, FullCache
 from snapkv.validation import DEFAULT, require_choice

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from snapkv.cli import panels
-from snapkv.cli.options import ModelOptions, with_options
+from snapkv.cli.fields import with_options
+from snapkv.cli.options import ModelOptions
 from snapkv.cli.outputs import RESULTS, WritingOptions, results_folder
 from snapkv_lab.cli.workers import Plot, WorkerOptions, answering, results_in
 from snapkv_lab.study import STUDIES, Sensitivity, Study
@@ -16,6 +17,21 @@ from snapkv_lab.study.attention import ReadingStudy
 if TYPE_CHECKING:
     from snapkv.app.models import LoadedModel
     from snapkv_lab.study.base import Findings
+
+
+EXAMPLES = {
+    "study": ("snapkv study hit-rate --document contract.pdf",),
+    "study hit-rate": ("snapkv study hit-rate --document contract.pdf --plot hits.svg",),
+    "study overlap": ("snapkv study overlap --document contract.pdf",),
+    "study instructions": (
+        'snapkv study instructions --document contract.pdf -q "Who may end it?" -q Why?',
+    ),
+    "study position": ("snapkv study position --document contract.pdf",),
+    "study sensitivity": ("snapkv study sensitivity --windows 16,32 --kernels 5,7",),
+    "study induction": ("snapkv study induction --kinds digits,words",),
+    "study early-layer": ("snapkv study early-layer --layers 10,15,20",),
+    "study heads": ("snapkv study heads --samples 4",),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +108,7 @@ def _study(*, settings: Study, options: StudyOptions) -> None:
 
 def _findings(study: Study, options: StudyOptions) -> "Findings":
     """What the study gives, of this process or of workers where it has answers to deal out."""
-    from snapkv.cli.loading import load_model
-    from snapkv.cli.progress import answers_progress
+    from snapkv.cli.loading import answers_progress, load_model
 
     def folder(loaded: "LoadedModel") -> Path:
         kind = f"study-{study.name}"

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from snapkv.cli import panels
+from snapkv.cli.amounts import WholeNumber
 from snapkv.cli.options import ModelOptions
 from snapkv.cli.outputs import Output
-from snapkv.cli.whole_numbers import WholeNumber
 from snapkv.errors import InvalidArgumentError
 
 if TYPE_CHECKING:

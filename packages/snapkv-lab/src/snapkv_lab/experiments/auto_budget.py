@@ -16,7 +16,7 @@ from torch import Tensor
 
 from snapkv import AdaKV, AutoBudget, CompressedCache, SnapKV, default_policy
 from snapkv.app.observing import RecordedPrompt
-from snapkv.cli.lost_votes import DOUBTFUL_BELOW, SAFE_BELOW, word_for
+from snapkv.cli.notes import DOUBTFUL_BELOW, SAFE_BELOW, word_for
 from snapkv.policies import FullCache, Policy, PromptLayer
 from snapkv.prefill.selective import tokens_that_go_on
 from snapkv.validation import SMALL_WINDOW

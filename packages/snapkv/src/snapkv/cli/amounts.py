@@ -1,14 +1,18 @@
-"""Amounts as people write them: 4096, 4k or 1.5k tokens; 80GB, 24GiB or 128kb of memory."""
+"""Amounts as people write them: 4096, 4k or 1.5k tokens; 80GB, 24GiB or 128kb of memory.
+
+What is no such amount is an InvalidArgumentError.
+"""
 
 import contextlib
 import re
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
 from snapkv.errors import InvalidArgumentError
-from snapkv.validation import AUTO, require_int
+from snapkv.validation import AUTO, require_at_least, require_int
 
-_PREFIXES = " kmgt"
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def count(name: str, text: str, before: str | None = None) -> int:
@@ -18,29 +22,36 @@ def count(name: str, text: str, before: str | None = None) -> int:
         name: what it is of.
         text: the number.
         before: what stands right before it on a command line; None for the option of that name.
-
-    Raises:
-        InvalidArgumentError: something else, or a part of one.
     """
-    return _count(name, text, "a whole number such as 4096, 4k or 1.5k", before)
+    if found := re.fullmatch(r"\s*(-?)(\d+(?:\.\d+)?)\s*([km]?)\s*", text, re.IGNORECASE):
+        sign, number, prefix = found.groups()
+        whole = Decimal(number) * 1024 ** _POWERS[prefix.lower()]
+        if whole == int(whole) and (prefix or "." not in number):
+            return int(whole) * (-1 if sign else 1)
+    raise InvalidArgumentError(
+        f"{name}: expected a whole number such as 4096, 4k or 1.5k, got {text!r}; write for "
+        f"instance {before or f'{_option(name)} '}4k"
+    )
 
 
 def counts(name: str, text: str) -> tuple[int, ...]:
-    """Whole numbers with commas between them, see `count`.
-
-    Raises:
-        InvalidArgumentError: something else.
-    """
+    """Whole numbers with commas between them, see `count`; perhaps none."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    return tuple(_count(name, part, "items of type int with commas between them") for part in parts)
+    return tuple(count(name, part) for part in parts)
+
+
+def integers(name: str, text: str) -> tuple[int, ...]:
+    """Whole numbers with commas between them, see `count`; at least one."""
+    if numbers := counts(name, text):
+        return numbers
+    raise InvalidArgumentError(
+        f"{name}: expected whole numbers with commas between them, got {text!r}; write for "
+        f"instance {_option(name)} 1024,4k"
+    )
 
 
 def kernel(text: str) -> int | tuple[int, int]:
-    """A pooling kernel: a width such as 7, or how far it reaches before and behind, as 0+12.
-
-    Raises:
-        InvalidArgumentError: something else.
-    """
+    """A pooling kernel: a width such as 7, or how far it reaches before and behind, as 0+12."""
     found = re.fullmatch(r"\s*(-?\d+)\s*(?:\+\s*(\d+))?\s*", text)
     if found is None:
         raise InvalidArgumentError(
@@ -51,49 +62,49 @@ def kernel(text: str) -> int | tuple[int, int]:
 
 
 def token_budget(text: str) -> int | str | dict[str, Any]:
-    """A budget: a whole number of at least 1, auto, or auto with parameters: auto:most=4k.
-
-    Raises:
-        InvalidArgumentError: something else.
-    """
+    """A budget: a whole number of at least 1, auto, or auto with parameters: auto:most=4k."""
     word, _, rest = text.strip().partition(":")
-    if word != AUTO:
-        try:
-            number = count("budget", text)
-        except InvalidArgumentError as error:
-            raise InvalidArgumentError(f"{error} or --budget {AUTO}") from None
-        require_int("budget", number, 1)
-        return number
-    given = dict(_auto_parameter(part) for part in rest.split(",") if part.strip())
-    return {AUTO: given} if given else AUTO
+    if word == AUTO:
+        given = dict(_auto_parameter(part) for part in rest.split(",") if part.strip())
+        return {AUTO: given} if given else AUTO
+    try:
+        number = count("budget", text)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{error} or --budget {AUTO}") from None
+    require_int("budget", number, 1)
+    return number
+
+
+def _auto_parameter(text: str) -> tuple[str, int | float]:
+    name, _, value = (part.strip() for part in text.partition("="))
+    if name in ("least", "most"):
+        with contextlib.suppress(InvalidArgumentError):
+            return name, count(name, value)
+    if name == "lost_vote" and re.fullmatch(r"\d*\.?\d+", value):
+        return name, float(value)
+    raise InvalidArgumentError(
+        f"budget: expected auto with lost_vote, least or most, got {text.strip()!r}; write for "
+        "instance --budget auto:lost_vote=0.001,most=4k"
+    )
 
 
 def token_budgets(text: str) -> tuple[int | str | dict[str, Any], ...]:
-    """Budgets with commas between them, see `token_budget`.
-
-    Raises:
-        InvalidArgumentError: something else, or none.
-    """
-    parts = [part for part in re.split(r",(?!\s*\w+=)", text) if part.strip()]
-    if not parts:
-        raise InvalidArgumentError(
-            f"budget: expected numbers of tokens with commas between them, got {text!r}; write for "
-            "instance --budget 1024,4k or --budget auto"
-        )
-    return tuple(token_budget(part) for part in parts)
+    """Budgets with commas between them, see `token_budget`."""
+    if parts := [part for part in re.split(r",(?!\s*\w+=)", text) if part.strip()]:
+        return tuple(token_budget(part) for part in parts)
+    raise InvalidArgumentError(
+        f"budget: expected numbers of tokens with commas between them, got {text!r}; write for "
+        "instance --budget 1024,4k or --budget auto"
+    )
 
 
 def shares(name: str, text: str) -> tuple[float, ...]:
-    """Shares of a cache with commas between them, each a fraction such as 0.125 or a ratio: 8:1.
-
-    Raises:
-        InvalidArgumentError: something else, none, one that is not below 1, or one twice.
-    """
+    """Shares of a cache with commas between them, below 1: a fraction as 0.125, or a ratio: 8:1."""
     found = [_share(name, part.strip()) for part in text.split(",") if part.strip()]
     if not found or len(set(found)) < len(found):
         raise InvalidArgumentError(
             f"{name}: expected shares of the cache with commas between them, each once, got "
-            f"{text!r}; write for instance --{name.replace('_', '-')} 0.5,0.25 or 8:1,16:1"
+            f"{text!r}; write for instance {_option(name)} 0.5,0.25 or 8:1,16:1"
         )
     return tuple(found)
 
@@ -111,65 +122,52 @@ def _share(name: str, text: str) -> float:
     )
 
 
-def _auto_parameter(text: str) -> tuple[str, int | float]:
-    name, _, value = (part.strip() for part in text.partition("="))
-    if name in ("least", "most"):
-        with contextlib.suppress(InvalidArgumentError):
-            return name, count(name, value)
-    if name == "lost_vote" and re.fullmatch(r"\d*\.?\d+", value):
-        return name, float(value)
-    raise InvalidArgumentError(
-        f"budget: expected auto with lost_vote, least or most, got {text.strip()!r}; write for "
-        "instance --budget auto:lost_vote=0.001,most=4k"
-    )
-
-
 def byte_count(name: str, text: str) -> int:
-    """Bytes with a unit: GB and G are 10^9 of them, GiB 2^30.
-
-    Raises:
-        InvalidArgumentError: something else.
-    """
-    found = _parted(text)
-    if found is None or not (found[1] or found[3]):
-        hint = f"{text.strip()}{_likely_unit(found[0])}" if found else "80GB"
-        raise InvalidArgumentError(
-            f"{name}: expected bytes with a unit, such as 80GB or 24GiB, got {text!r}; write for "
-            f"instance {_option(name)} {hint}"
-        )
-    number, prefix, binary, _ = found
-    return int(number * (1024 if binary else 1000) ** _PREFIXES.index(prefix or " "))
-
-
-def _likely_unit(number: Decimal) -> str:
-    """What a machine has so many of."""
-    return "GB" if number < 1 << 10 else "MB" if number < 1 << 20 else "B"
-
-
-def _count(name: str, text: str, expected: str, before: str | None = None) -> int:
-    found, sign = _parted(text.strip().removeprefix("-")), -1 if text.strip()[:1] == "-" else 1
-    hint = "4k"
-    if found is not None:
-        number, prefix, binary, byte = found
-        if prefix in ("", "k", "m"):
-            whole = number * 1024 ** _PREFIXES.index(prefix or " ")
-            is_count = not binary and not byte and (prefix or "." not in text)
-            if is_count and whole == int(whole):
-                return sign * int(whole)
-            hint = f"{number}{prefix}" if whole == int(whole) and prefix else f"{round(whole)}"
-    example = f"{before or f'{_option(name)} '}{hint}"
+    """Bytes with a unit: GB and G are 10^9 of them, GiB 2^30."""
+    form = r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(ib|b?)|b)\s*"
+    if found := re.fullmatch(form, text, re.IGNORECASE):
+        base = 1024 if (found[3] or "").lower() == "ib" else 1000
+        return int(Decimal(found[1]) * base ** _POWERS[(found[2] or "").lower()])
     raise InvalidArgumentError(
-        f"{name}: expected {expected}, got {text!r}; write for instance {example}"
+        f"{name}: expected bytes with a unit, such as 80GB or 24GiB, got {text!r}; write for "
+        f"instance {_option(name)} 80GB"
     )
-
-
-def _parted(text: str) -> tuple[Decimal, str, bool, bool] | None:
-    """Number, prefix, whether that is binary, and whether bytes are meant; None for others."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)\s*", text, re.IGNORECASE)
-    if found is None or (found[3] and not found[4]):
-        return None
-    return Decimal(found[1]), found[2].lower(), bool(found[3]), bool(found[4])
 
 
 def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
+
+
+@dataclass(frozen=True)
+class WholeNumber:
+    """Marks an option that takes a whole number as people write it, such as 4k.
+
+    Every such option has one in the end; who declares it sets what is checked before the command.
+
+    Attributes:
+        least: the smallest number; None leaves that to the command.
+        is_counted: whether so many things are made, read or repeated, which is never beyond reason.
+    """
+
+    least: int | None = None
+    is_counted: bool = True
+
+    def read(self, name: str, text: str) -> Any:
+        """The number that the text stands for."""
+        number = count(name, text)
+        if self.least is not None:
+            check = require_at_least if self.is_counted else require_int
+            check(name, number, self.least)
+        return number
+
+
+POSITIVE = WholeNumber(1, is_counted=False)
+
+
+class TokenBudget(WholeNumber):
+    """Marks an option that takes a number of tokens, or auto."""
+
+    def read(self, name: str, text: str) -> Any:
+        """What a policy takes as its budget."""
+        del name
+        return token_budget(text)

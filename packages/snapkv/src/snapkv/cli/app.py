@@ -1,21 +1,22 @@
-"""The command `snapkv`: its sub-commands, its exit status, its one-line errors."""
+"""The command `snapkv`: its sub-commands, their help, its exit status, its one-line errors."""
 
 import contextlib
+import functools
 import importlib
 import os
 import sys
 import traceback
-from importlib.metadata import EntryPoint, entry_points
+from collections.abc import Mapping
+from importlib.metadata import entry_points
 from importlib.util import find_spec
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from snapkv import __version__
-from snapkv.cli import interrupts
-from snapkv.cli.examples import EXAMPLES
-from snapkv.cli.help import SETTINGS, with_examples
+from snapkv.cli.entry import say_interrupted
 from snapkv.cli.standard_output import named_output
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, OutputError, SnapKVError
 
@@ -27,11 +28,15 @@ _COMPLETES = "_SNAPKV_COMPLETE"
 # What argument parsing raises; typer exports no name for the whole family.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
-_COMMANDS = ("demo", "ask", "generate", "chat", "inspect", "plan", "policies", "serve")
-"""Each is a function in the module of its name."""
+_OWN = ("demo", "ask", "generate", "chat", "inspect", "plan", "policies", "serve")
+_COMMANDS = {name: f"snapkv.cli.{name}:{name}" for name in _OWN}
+_COMMANDS |= {"generate": "snapkv.cli.ask:generate", "library": "snapkv.cli.library:app"}
+"""Functions and groups of commands, as entry points name them; other packages bring further ones.
 
-_GROUPS = ("library",)
-"""Commands that have commands: the `app` of the module of that name."""
+The module of a command may have `EXAMPLES`: a line or two by the words of each of its commands.
+"""
+
+_EXAMPLES = {"": ("snapkv demo", 'snapkv ask contract.pdf -q "Who may end it?"')}
 
 _ELSEWHERE = dict.fromkeys(("eval", "bench", "study", "medusa", "leaderboard"), "snapkv-lab")
 _ELSEWHERE["serve"] = "snapkv-vllm"
@@ -51,28 +56,68 @@ def program(*names: str) -> typer.Typer:
         name="snapkv",
         help="Answer over very long prompts with a small key-value cache.",
         no_args_is_help=True,
-        context_settings=SETTINGS,
+        context_settings={"help_option_names": ["-h", "--help"]},
         pretty_exceptions_enable=False,
     )
     found.callback()(_common)
-    brought = _brought()
-    for name in names or (*_COMMANDS, *_GROUPS, *brought):
-        if name in brought:
-            command = brought[name].load()
-        else:
-            module = importlib.import_module(f"snapkv.cli.{name}")
-            command = module.app if name in _GROUPS else getattr(module, name)
+    places, examples = _places(), dict(_EXAMPLES)
+    for name in names or places:
+        home, _, attribute = places[name].partition(":")
+        module = importlib.import_module(home)
+        command = getattr(module, attribute)
+        examples |= getattr(module, "EXAMPLES", {})
         if isinstance(command, typer.Typer):
             found.add_typer(command)
         else:
             found.command(context_settings=_PASSED_ON if name == "serve" else None)(command)
-    return with_examples(found)
+    _show_help(found, examples)
+    return found
 
 
-def _brought() -> dict[str, EntryPoint]:
-    """The commands of other installed packages, by name; ours stay ours."""
-    points = entry_points(group="snapkv.commands")
-    return {point.name: point for point in points if point.name not in (*_COMMANDS, *_GROUPS)}
+def _places() -> dict[str, str]:
+    """Where every command is; ours stay ours."""
+    brought = {point.name: point.value for point in entry_points(group="snapkv.commands")}
+    return _COMMANDS | {name: place for name, place in brought.items() if name not in _COMMANDS}
+
+
+class _Shown:
+    """A command whose flags have nothing behind them, since nothing is to be given there."""
+
+    def get_params(self, context: Any) -> list[Any]:
+        """As ever; a flag's type is not shown."""
+        found: list[Any] = super().get_params(context)  # type: ignore[misc] # of what is mixed in
+        for parameter in found:
+            if getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
+        return found
+
+
+class _ShownCommand(_Shown, TyperCommand):
+    pass
+
+
+class _ShownGroup(_Shown, TyperGroup):
+    pass
+
+
+def _show_help(
+    app: typer.Typer, examples: Mapping[str, tuple[str, ...]], words: tuple[str, ...] = ()
+) -> None:
+    """Set how help is shown of a group of commands under these words, with examples at its end."""
+
+    def end(*more: str) -> str | None:
+        lines = examples.get(" ".join((*words, *more)), ())
+        heading = "Examples:" if lines[1:] else "Example:"
+        return "\n".join((heading, *lines)) if lines else None
+
+    app.info.cls, app.info.epilog = _ShownGroup, end()
+    for command in app.registered_commands:
+        name = str(command.name or getattr(command.callback, "__name__", ""))
+        command.cls, command.epilog = _ShownCommand, end(name)
+    for group in app.registered_groups:
+        if group.typer_instance is not None:
+            name = str(group.typer_instance.info.name)
+            _show_help(group.typer_instance, examples, (*words, name))
 
 
 def _show_version(asked: bool) -> None:
@@ -104,7 +149,7 @@ def run(arguments: list[str]) -> int:
     except _UsageError as error:
         return _fail(_in_words(error), _BAD_INPUT)
     except (KeyboardInterrupt, typer.Abort):
-        return interrupts.say(arguments)
+        return say_interrupted(arguments)
     except Exception as error:
         return _explain(error, arguments)
 
@@ -117,16 +162,15 @@ def _run(arguments: list[str]) -> int:
                 f"arguments: expected texts without a NUL byte, got {text!r}; leave it out"
             )
     if _COMPLETES in os.environ:
-        get_command(program()).main(arguments, prog_name="snapkv", complete_var=_COMPLETES)
-    brought = _brought()
-    known = arguments[:1] if {*arguments[:1]} <= {*_COMMANDS, *_GROUPS, *brought} else []
-    package = _ELSEWHERE.get(arguments[0]) if arguments else None
+        _parser().main(arguments, prog_name="snapkv", complete_var=_COMPLETES)
+    name = arguments[0] if arguments else ""
+    package = _ELSEWHERE.get(name)
     if package and not find_spec(package.replace("-", "_")):
         raise InvalidArgumentError(
-            f"{arguments[0]}: expected the package {package}, which brings this command, got an "
+            f"{name}: expected the package {package}, which brings this command, got an "
             f"environment without it; pip install {package}"
         )
-    command = get_command(program(*known))
+    command = _parser(name) if name in _places() else _parser()
     try:
         with command.make_context("snapkv", list(arguments), obj=tuple(arguments)) as context:
             return command.invoke(context) or 0
@@ -134,20 +178,28 @@ def _run(arguments: list[str]) -> int:
         return end.exit_code
 
 
+@functools.cache
+def _parser(*names: str) -> Any:
+    return get_command(program(*names))
+
+
 def _in_words(error: Exception) -> str:
     """What argument parsing says; of what is missing, how a command line has it."""
     message = str(getattr(error, "format_message", error.__str__)()).replace("Value error, ", "")
     context = getattr(error, "ctx", None)
-    if message.startswith("Missing") and context is not None:
-        (example, *_) = EXAMPLES[context.command_path.removeprefix("snapkv").strip()]
+    if message.startswith("Missing") and context is not None and context.command.epilog:
+        example = context.command.epilog.splitlines()[1]
         return f"{message.rstrip('.')}; write for instance {example}"
     return message or "a command is missing; see snapkv --help"
 
 
-def _explain(error: Exception, arguments: list[str]) -> int:
-    """Say in one line what nobody foresaw."""
-    if interrupts.caused(error):
-        return interrupts.say(arguments)
+def _explain(error: BaseException, arguments: list[str]) -> int:
+    """Say in one line what nobody foresaw, or what a library has made of an interruption."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, KeyboardInterrupt):
+            return say_interrupted(arguments)
+        cause = cause.__cause__ or cause.__context__
     if "--verbose" in arguments:
         traceback.print_exc()
     name = type(error).__name__

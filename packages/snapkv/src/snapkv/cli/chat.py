@@ -11,16 +11,19 @@ import typer
 
 from snapkv.app import text_files
 from snapkv.cache.saving.writing import replacing
-from snapkv.cli.options import DRAFTS, RunOptions, with_options
+from snapkv.cli.amounts import WholeNumber
+from snapkv.cli.fields import with_options
+from snapkv.cli.options import DRAFTS, RunOptions
 from snapkv.cli.outputs import Output, require_output
 from snapkv.cli.standard_output import write, write_json
-from snapkv.cli.whole_numbers import WholeNumber
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, SnapKVError
 from snapkv.validation import DEFAULT, DEFAULT_BUDGET, format_bytes, nearest
 
 if TYPE_CHECKING:
     from snapkv.app.conversation import Conversation
-    from snapkv.cache.paging import Recall
+
+
+EXAMPLES = {"chat": ("snapkv chat contract.pdf", "snapkv chat notes.txt --budget 2k --recall none")}
 
 
 @with_options(RunOptions)
@@ -61,21 +64,21 @@ def chat(
     from snapkv.cli.policy import build_policy  # imports torch; what is wrong above is said before
 
     policy = build_policy(_with_number(options, recall))
-    ways: dict[str, Any] = {"recall": _recall_of(recall, recall_pages), "prefill": options.reading}
 
     from snapkv.app.conversation import Conversation
+    from snapkv.cache.paging import PageRecall
     from snapkv.cli.loading import load_model
-    from snapkv.cli.protection import protection_of
+    from snapkv.cli.session import protection_of
 
+    ways: dict[str, Any] = {
+        "recall": PageRecall(recall_pages, where=recall or "host") if recall_pages else recall,
+        "prefill": options.reading,
+    }
     loaded = load_model(options)
+    document, protection = text_files.join(read), protection_of(options, system=None)
     Chat(
         conversation=Conversation(
-            loaded,
-            policy,
-            settings,
-            document=text_files.join(read),
-            protection=protection_of(options, system=None),
-            **ways,
+            loaded, policy, settings, document=document, protection=protection, **ways
         ),
         load=lambda path: Conversation.load(path, loaded, settings, policy, **ways),
         inputs=[*(files or []), *([options.model] if options.model else [])],
@@ -88,11 +91,7 @@ def chat(
 def _require_sense(
     options: RunOptions, files: Sequence[str], recall: str | None, recall_pages: int | None
 ) -> None:
-    """Refuse what a conversation has no use for.
-
-    Raises:
-        InvalidArgumentError: such an option or file.
-    """
+    """Refuse what a conversation has no use for."""
     for name in ("compare", "check", "answer_start", *DRAFTS):
         if getattr(options, name):
             raise InvalidArgumentError(
@@ -109,16 +108,6 @@ def _require_sense(
         )
 
 
-def _recall_of(recall: str | None, pages: int | None) -> "Recall | None":
-    """Where evicted tokens wait, and how many of their pages every step attends to."""
-    if pages is None:
-        return recall
-
-    from snapkv.cache.paging import PageRecall
-
-    return PageRecall(pages, where=recall or "host")
-
-
 def _with_number(options: RunOptions, recall: str | None) -> RunOptions:
     """The options with a budget in tokens where what a turn does not need is gone for good."""
     is_auto = options.policy == DEFAULT and options.budget is None and options.keep_ratio is None
@@ -130,29 +119,19 @@ def _with_number(options: RunOptions, recall: str | None) -> RunOptions:
 
 @dataclass(kw_only=True)
 class Chat:
-    """Reads lines and answers or obeys them.
-
-    Args:
-        conversation: what the questions belong to.
-        load: brings back a saved conversation.
-        inputs: files and folders that were read, which no conversation is saved over.
-        as_json: write one JSON object a line instead of text.
-        with_layers: whether that tells of every layer.
-        warnings: what was not read of the documents, for the JSON.
-        saved: real paths of the files that this conversation was saved to.
-    """
+    """Reads lines and answers or obeys them."""
 
     conversation: "Conversation"
-    load: Callable[[str], "Conversation"]
-    inputs: Sequence[str]
+    load: Callable[[str], "Conversation"]  # brings back a saved one
+    inputs: Sequence[str]  # files and folders that were read, which nothing is saved over
     as_json: bool
     with_layers: bool
     warnings: list[str]
-    saved: set[str] = field(default_factory=set)
+    saved: set[str] = field(default_factory=set)  # real paths of this conversation's own files
 
     def run(self) -> None:
         """Go on until the input ends or says /quit; what goes wrong ends a turn only."""
-        while (line := self._next()) not in (None, "/quit"):
+        while (line := self._next()) not in ("", "/quit"):
             try:
                 self._obey(line) if line.startswith("/") else self._answer(line)
             except OutOfMemoryError:
@@ -160,15 +139,14 @@ class Chat:
             except SnapKVError as error:
                 self._note(f"snapkv: error: {error}")
 
-    def _next(self) -> str | None:
-        """The next line with something in it; None where there is none."""
+    def _next(self) -> str:
+        """The next line with something in it; empty where there is none."""
         while True:
             if sys.stdin.isatty():
-                self._note("> ", end="")
+                sys.stderr.write("> ")
+                sys.stderr.flush()
             line = sys.stdin.readline()
-            if not line:
-                return None
-            if line.strip():
+            if line.strip() or not line:
                 return line.strip()
 
     def _obey(self, line: str) -> None:
@@ -187,25 +165,26 @@ class Chat:
         commands[name](argument.strip())
 
     def _answer(self, question: str) -> None:
-        if self.as_json:
-            from snapkv.cli.session import answer_record  # imports torch
-
-            answer = self.conversation.ask(question)
-            record = answer_record(answer, with_layers=self.with_layers)
-            answered = {"question": question, **record, "warnings": self.warnings}
-            write_json(answered, indent=None)
-        else:
+        if not self.as_json:
             self.conversation.ask(question, on_text=write)
             write("\n")
+            return
+        from snapkv.cli.session import answer_record  # imports torch
+
+        record = answer_record(self.conversation.ask(question), with_layers=self.with_layers)
+        answered = {"question": question, **record, "warnings": self.warnings}
+        write_json(answered, indent=None)
 
     def _stats(self, _: str) -> None:
         cache = self.conversation.report()
         if self.as_json:
             write_json({"stats": cache}, indent=None)
             return
-        write(f"{cache.seen_tokens:,} tokens seen, {cache.kept_tokens:,.0f} kept\n")
-        write(f"device: {format_bytes(cache.held_bytes)} of {format_bytes(cache.full_bytes)}\n")
-        write(f"host: {format_bytes(cache.host_bytes)}\n")
+        write(
+            f"{cache.seen_tokens:,} tokens seen, {cache.kept_tokens:,.0f} kept\n"
+            f"device: {format_bytes(cache.held_bytes)} of {format_bytes(cache.full_bytes)}\n"
+            f"host: {format_bytes(cache.host_bytes)}\n"
+        )
 
     def _save(self, argument: str) -> None:
         first, _, rest = argument.partition(" ")
@@ -229,9 +208,9 @@ class Chat:
     def _help(self, _: str) -> None:
         self._note("/stats  /save [--force] FILE  /load FILE  /quit; anything else is a question")
 
-    def _note(self, text: str, end: str = "\n") -> None:
-        """To standard error, which carries no answers."""
-        sys.stderr.write(" ".join(text.split()) + end if end else text)
+    def _note(self, text: str) -> None:
+        """A line to standard error, which carries no answers."""
+        sys.stderr.write(" ".join(text.split()) + "\n")
         sys.stderr.flush()
 
 

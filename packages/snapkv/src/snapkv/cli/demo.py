@@ -13,36 +13,21 @@ from rich.text import Text
 
 from snapkv.app.settings import GenerationSettings
 from snapkv.cli import panels
-from snapkv.cli.options import ModelOptions, with_options
-from snapkv.cli.whole_numbers import TokenBudget, WholeNumber
+from snapkv.cli.amounts import TokenBudget, WholeNumber
+from snapkv.cli.fields import with_options
+from snapkv.cli.options import ModelOptions
 from snapkv.validation import AUTO, format_bytes
+
+EXAMPLES = {"demo": ("snapkv demo", "snapkv demo --budget 256")}
 
 WARM_UP_CHARACTERS = 2_000
 
 
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """A question, how its answer begins, and how many tokens complete it."""
-
-    text: str
-    start: str
-    tokens: int
-
-    @property
-    def settings(self) -> GenerationSettings:
-        """How to generate the answer."""
-        return GenerationSettings(max_new_tokens=self.tokens)
-
-
-FIRST = Question(
-    text="Which RFC requires the FNAME field to be Latin-1?",
-    start="The FNAME field is required to be Latin-1 by RFC",
-    tokens=6,
-)
-SECOND = Question(
-    text="Whose minigzip.py is this module based on?", start="It is based on Andrew", tokens=8
-)
-"""Both are about the source of Python's own gzip module."""
+FIRST = "Which RFC requires the FNAME field to be Latin-1?"
+FIRST_START = "The FNAME field is required to be Latin-1 by RFC"
+SECOND = "Whose minigzip.py is this module based on?"
+SECOND_START = "It is based on Andrew"
+"""Questions about the source of Python's own gzip module, and how their answers begin."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,89 +62,68 @@ def demo(
     from snapkv.word_index import require_word_index
 
     require_word_index()
-    loaded = load_model(options)
-    shown = Demonstration(
-        loaded=loaded,
-        text=Path(gzip.__file__).read_text(encoding="utf-8")[:characters],
-        policy=default_policy(options.budget),
-    )
-    for label, text in shown.lines():
-        say([Text.assemble((f"{label:<13}", "bold"), text)])
+    loaded, policy = load_model(options), default_policy(options.budget)
+    text = Path(gzip.__file__).read_text(encoding="utf-8")[:characters]
+    for lines in (_both(loaded, text, policy), _again(loaded, text, policy)):
+        for label, line in lines:
+            say([Text.assemble((f"{label:<13}", "bold"), line)])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Demonstration:
-    """What is shown.
+def _both(loaded: Any, text: str, policy: Any) -> Iterator[tuple[str, str]]:
+    """The first question, answered from the compressed and from the full cache."""
+    from snapkv.app.answering import answer
+    from snapkv.app.prompts import question_prompt
+    from snapkv.cli.loading import reading_progress
+    from snapkv.policies import FullCache
+    from snapkv.policies.default import method_name
 
-    Attributes:
-        loaded: the model.
-        text: the document.
-        policy: what the compressed cache keeps of it.
-    """
+    settings = GenerationSettings(max_new_tokens=6)
 
-    loaded: Any
-    text: str
-    policy: Any
+    def answered(text: str, policy: Any) -> Any:
+        prompt = question_prompt(loaded.tokenizer, text, FIRST, answer_start=FIRST_START)
+        with reading_progress(method_name(policy.describe())) as progress:
+            return answer(loaded, prompt, policy, settings, **progress)
 
-    def lines(self) -> Iterator[tuple[str, str]]:
-        """Ten lines, each with a label, as soon as what they say is known."""
-        yield from self._both()
-        yield from self._again()
+    tokens = len(loaded.tokenizer(text).input_ids)
+    yield "document", f"the source of Python's gzip module, {tokens:,} tokens"
+    yield "question", FIRST
+    for who in (policy, FullCache()):
+        answered(text[:WARM_UP_CHARACTERS], who)
+    for who in (policy, FullCache()):
+        given = answered(text, who)
+        held, share = given.cache.held_bytes, given.cache.held_bytes / given.cache.full_bytes
+        yield "full cache" if share == 1 else f"{share:.0%} of cache", _on_one_line(given)
+        yield (
+            "",
+            f"{format_bytes(held)} of cache; {given.first_token_ms / 1000:.1f} s to the first "
+            f"token, {given.token_ms or 0:.0f} ms for each one after it",
+        )
 
-    def _both(self) -> Iterator[tuple[str, str]]:
-        """The first question, answered from the compressed and from the full cache."""
-        from snapkv.policies import FullCache
 
-        tokens = len(self.loaded.tokenizer(self.text).input_ids)
-        yield "document", f"the source of Python's gzip module, {tokens:,} tokens"
-        yield "question", FIRST.text
-        for policy in (self.policy, FullCache()):
-            self._answer(self.text[:WARM_UP_CHARACTERS], policy)
-        for policy in (self.policy, FullCache()):
-            answer = self._answer(self.text, policy)
-            held, share = answer.cache.held_bytes, answer.cache.held_bytes / answer.cache.full_bytes
-            yield "full cache" if share == 1 else f"{share:.0%} of cache", _on_one_line(answer)
-            yield (
-                "",
-                f"{format_bytes(held)} of cache; {answer.first_token_ms / 1000:.1f} s to the first "
-                f"token, {answer.token_ms or 0:.0f} ms for each one after it",
-            )
+def _again(loaded: Any, text: str, policy: Any) -> Iterator[tuple[str, str]]:
+    """A second question, answered from a library and by reading everything again."""
+    from snapkv.app.library_answers import look_up
+    from snapkv.cli.loading import reading_progress
+    from snapkv.library.library import Library
 
-    def _answer(self, text: str, policy: Any) -> Any:
-        from snapkv.app.answering import answer
-        from snapkv.app.prompts import question_prompt
-        from snapkv.cli.progress import reading_progress
-
-        tokenizer = self.loaded.tokenizer
-        prompt = question_prompt(tokenizer, text, FIRST.text, answer_start=FIRST.start)
-        with reading_progress(policy, None) as progress:
-            return answer(self.loaded, prompt, policy, FIRST.settings, **progress)
-
-    def _again(self) -> Iterator[tuple[str, str]]:
-        """A second question, answered from a library and by reading everything again."""
-        from snapkv.app.library_answers import look_up
-        from snapkv.cli.progress import reading_progress
-        from snapkv.library.library import Library
-
-        with tempfile.TemporaryDirectory(prefix="snapkv-demo-") as folder:
-            library = Library(Path(folder) / "library")
-            begin = time.perf_counter()
-            with reading_progress("library", None):
-                library.add(self.loaded.model, self.loaded.tokenizer, [("gzip.py", self.text)])
-            seconds = time.perf_counter() - begin
-            held = format_bytes(sum(record.bytes for record in library.documents))
-            yield "library", f"the document, read once in {seconds:.1f} s, {held} on disk"
-            yield "question", SECOND.text
-            found = look_up(
-                self.loaded, library, SECOND.text, 1, SECOND.settings, answer_start=SECOND.start
-            )
-            with reading_progress("library", None):
-                ours = found.answer(self.policy)
-            yield "library", f"{_on_one_line(ours)} ({ours.total_ms / 1000:.1f} s)"
-            with reading_progress("full", None):
-                full = found.answer_in_full()
-            seconds = full.total_ms / 1000
-            yield "full cache", f"{_on_one_line(full)} ({seconds:.1f} s, all of it read again)"
+    with tempfile.TemporaryDirectory(prefix="snapkv-demo-") as folder:
+        library = Library(Path(folder) / "library")
+        begin = time.perf_counter()
+        with reading_progress("library"):
+            library.add(loaded.model, loaded.tokenizer, [("gzip.py", text)])
+        seconds = time.perf_counter() - begin
+        held = format_bytes(sum(record.bytes for record in library.documents))
+        yield "library", f"the document, read once in {seconds:.1f} s, {held} on disk"
+        yield "question", SECOND
+        settings = GenerationSettings(max_new_tokens=8)
+        found = look_up(loaded, library, SECOND, 1, settings, answer_start=SECOND_START)
+        with reading_progress("library"):
+            ours = found.answer(policy)
+        yield "library", f"{_on_one_line(ours)} ({ours.total_ms / 1000:.1f} s)"
+        with reading_progress("full"):
+            full = found.answer_in_full()
+        seconds = full.total_ms / 1000
+        yield "full cache", f"{_on_one_line(full)} ({seconds:.1f} s, all of it read again)"
 
 
 def _on_one_line(answer: Any) -> str:

@@ -1,19 +1,98 @@
-"""Options out of a dataclass: its fields are the options, its docstring their help."""
+"""From dataclasses to the options of a command: every field is one, its metadata say how."""
 
+import copy
+import functools
 import inspect
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, Field, fields
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
+from typer.models import OptionInfo
 
-from snapkv.cli.amounts import counts
-from snapkv.errors import InvalidArgumentError
-from snapkv.validation import require_at_least, require_int
+from snapkv.cli.amounts import WholeNumber, counts
+from snapkv.cli.outputs import Output, require_outputs
+from snapkv.validation import require_each_at_least
 
-NAMES = {int: "INTEGER", float: "NUMBER", str: "TEXT"}
-"""What stands in the help for a value of a type."""
+Command = Callable[..., None]
+Mark = TypeVar("Mark")
+
+
+def with_options(
+    kind: type, *, settings: type | None = None, panel: str = "", hidden: Collection[str] = ()
+) -> Callable[[Command], Command]:
+    """Give a command that takes `options` of a dataclass every field of it as an option.
+
+    Whole numbers are read as people write them, and outputs among the options are checked, before
+    the command begins.
+
+    Args:
+        kind: the dataclass; its fields are annotated as typer wants it.
+        settings: another one, of which the command takes `settings`, see `field_options`; the first
+            line of its docstring is the help of a command that has none.
+        panel: where its fields stand in the help.
+        hidden: those of them that are no options.
+    """
+    hints = get_type_hints(kind, include_extras=True)
+    shared = [_keyword(field.name, field.default, hints[field.name]) for field in fields(kind)]
+    more = field_options(settings, panel=panel, hidden=hidden) if settings else []
+
+    def given_options(command: Command) -> Command:
+        signature = inspect.signature(command)
+        own = [p for p in signature.parameters.values() if p.name not in ("options", "settings")]
+        parameters = [_shown(p) for p in (*own, *more, *shared)]
+        outputs = {p.name: output for p in shared if (output := _mark(p, Output))}
+        numbers = {p.name: number for p in parameters if (number := _mark(p, WholeNumber))}
+
+        @functools.wraps(command)
+        def with_every_option(**given: Any) -> None:
+            for name, number in numbers.items():
+                if given[name] is not None:
+                    given[name] = number.read(name, str(given[name]))
+            require_outputs(outputs, given)
+            options = kind(**{p.name: given.pop(p.name) for p in shared})
+            if settings is not None:
+                own_settings = {p.name: given.pop(p.name) for p in more}
+                given["settings"] = from_options(settings, own_settings)
+            command(**given, options=options)
+
+        with_every_option.__doc__ = command.__doc__ or (settings.__doc__ or "").partition("\n")[0]
+        vars(with_every_option)["__signature__"] = signature.replace(parameters=parameters)
+        with_every_option.__annotations__ = {p.name: p.annotation for p in parameters}
+        return with_every_option
+
+    return given_options
+
+
+def _keyword(name: str, default: Any, annotation: Any) -> inspect.Parameter:
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=default, annotation=annotation)
+
+
+def _mark(parameter: inspect.Parameter, kind: type[Mark]) -> Mark | None:
+    """What stands beside the type of an option, of that kind."""
+    return next((each for each in get_args(parameter.annotation) if isinstance(each, kind)), None)
+
+
+def _shown(parameter: inspect.Parameter) -> inspect.Parameter:
+    """An option as its help shows it: what it takes in capitals, or the words to choose from.
+
+    A whole number is a text for `WholeNumber.read`, so that 4k works.
+    """
+    hint, info, *marks = get_args(parameter.annotation) or (None, None)
+    kinds = get_args(hint) or (hint,)
+    if not isinstance(info, OptionInfo) or bool in kinds or hint is Any:
+        return parameter
+    shown, default = copy.copy(info), parameter.default
+    if hint in (int, int | None):
+        shown.metavar = info.metavar or "INTEGER"
+        hint, marks = (str if hint is int else str | None), marks or [WholeNumber()]
+        default = default if default in (None, parameter.empty) else str(default)
+    elif not info.metavar:
+        is_choice = get_origin(hint) is Literal
+        shown.metavar = "|".join(kinds) if is_choice else "NUMBER" if float in kinds else "TEXT"
+    return parameter.replace(annotation=Annotated[hint, shown, *marks], default=default)
 
 
 def field_options(
@@ -21,8 +100,8 @@ def field_options(
 ) -> list[inspect.Parameter]:
     """A keyword parameter for every field that the constructor takes, as typer reads them.
 
-    Tuples are written as texts with commas between their items, see `from_options`. The `hidden`
-    fields are left out.
+    Their help is what the docstring says under ``Args:``. Tuples are written as texts with commas
+    between their items, see `from_options`. The `hidden` fields are left out.
     """
     hints, help_texts = get_type_hints(kind), documented_arguments(kind)
     parameters = []
@@ -32,17 +111,19 @@ def field_options(
         hint, default = hints[field.name], field.default
         if default is MISSING:
             raise TypeError(f"{kind.__name__}.{field.name} has no default to show")
-        metavar = None
+        marks, metavar = [], None
         if get_origin(hint) is tuple:
-            metavar = f"{NAMES[get_args(hint)[0]]},..."
+            metavar = "INTEGER,..." if get_args(hint)[0] is int else "TEXT,..."
             hint, default = str | None, ",".join(map(str, default)) or None
+        elif hint in (int, int | None):
+            marks = [WholeNumber(0, is_counted=field.name != "seed")]
         option = typer.Option(
             *_flags(field, hint),
             help=help_texts[field.name],
             rich_help_panel=panel,
             metavar=metavar,
         )
-        parameters.append(keyword(field.name, default, Annotated[hint, option]))
+        parameters.append(_keyword(field.name, default, Annotated[hint, option, *marks]))
     return parameters
 
 
@@ -54,51 +135,20 @@ def _flags(field: Field[Any], hint: Any) -> tuple[str, ...]:
     return (f"{flag}/--no-{flag.removeprefix('--')}" if hint is bool else flag,)
 
 
-def keyword(name: str, default: Any, annotation: Any) -> inspect.Parameter:
-    """A keyword parameter of a command."""
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(name, kind, default=default, annotation=annotation)
-
-
 def from_options(kind: type, given: Mapping[str, Any]) -> Any:
-    """An instance of the dataclass out of what the options of `field_options` gave.
-
-    Raises:
-        InvalidArgumentError: a list with something in it that is not of its type, or a number
-            beyond reason; what the dataclass itself refuses.
-    """
-    hints = get_type_hints(kind)
-    values = {
-        name: _items(name, value, get_args(hints[name])[0])
-        if get_origin(hints[name]) is tuple
-        else value
-        for name, value in given.items()
-    }
-    for name, value in values.items():
-        _require_reason(name, value)
+    """An instance of the dataclass out of what the options of `field_options` gave."""
+    hints, values = get_type_hints(kind), dict(given)
+    for name, text in given.items():
+        if get_origin(hints[name]) is tuple:
+            values[name] = _items(name, text or "", get_args(hints[name])[0])
     return kind(**values)
 
 
-def _require_reason(name: str, value: Any) -> None:
-    """Refuse whole numbers that no setting takes, before anything is imported to judge them."""
-    for number in value if isinstance(value, tuple) else (value,):
-        if type(number) is int:
-            check = require_int if name == "seed" else require_at_least
-            check(name, number, 0)
-
-
-def integers(name: str, text: str) -> tuple[int, ...]:
-    """Whole numbers with commas between them, see `snapkv.cli.amounts.count`.
-
-    Raises:
-        InvalidArgumentError: something else, or nothing.
-    """
-    numbers = counts(name, text)
-    if not numbers:
-        raise InvalidArgumentError(
-            f"{name}: expected whole numbers with commas between them, got {text!r}; write for "
-            f"instance --{name} 1024,4k"
-        )
+def _items(name: str, text: str, kind: type) -> tuple[Any, ...]:
+    if kind is str:
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    if numbers := counts(name, text):
+        require_each_at_least(name, numbers, 0)
     return numbers
 
 
@@ -114,19 +164,3 @@ def documented_arguments(kind: type) -> dict[str, str]:
         r"^    (\w+): (.*?)(?=^    \w|\Z)", section.group(1) if section else "", re.S | re.M
     )
     return known | {name: " ".join(text.split()).rstrip(".") for name, text in found}
-
-
-def _items(name: str, text: str | None, kind: type) -> tuple[Any, ...]:
-    if kind is int:
-        return counts(name, text or "")
-    parts = [part.strip() for part in (text or "").split(",") if part.strip()]
-    return tuple(_item(name, part, kind) for part in parts)
-
-
-def _item(name: str, text: str, kind: type) -> Any:
-    try:
-        return kind(text)
-    except ValueError:
-        raise InvalidArgumentError(
-            f"{name}: expected items of type {kind.__name__} with commas between them, got {text!r}"
-        ) from None

@@ -28,8 +28,7 @@ class Grid:
     """Rows under headings, laid out when it is known how wide the screen is.
 
     A table where no word but a very long one has to be broken; else the table with rows and columns
-    changed over, if that is one; else a paragraph per row, with a line per heading. What is too
-    long for a line goes on in the next.
+    changed over, if that is one; else a paragraph per row, with a line per heading.
 
     Attributes:
         headings: one per column.
@@ -48,10 +47,10 @@ class Grid:
     ruled: bool = False
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        lines = [_texts(self.headings), *(_texts(row) for row in self.rows)]
-        for layout, left in ((lines, self.left), (_changed_over(lines), 1)):
-            widths = _widths(layout, options.max_width)
-            if widths is not None:
+        lines = [[_text(cell) for cell in line] for line in (self.headings, *self.rows)]
+        changed_over = [list(line) for line in zip(*lines, strict=True)]
+        for layout, columns, left in ((lines, changed_over, self.left), (changed_over, lines, 1)):
+            if widths := _widths(columns, options.max_width):
                 yield self._table(layout, widths, left)
                 return
         yield from self._paragraphs(lines)
@@ -77,9 +76,41 @@ class Grid:
             yield _folded(self.caption)
 
 
-def show(grid: Grid) -> None:
+def _text(cell: Cell) -> Text:
+    return cell if isinstance(cell, Text) else Text(cell)
+
+
+def _folded(*parts: Cell) -> Text:
+    """A text that goes on in the next line where it is too long for one."""
+    return Text.assemble(*parts, overflow="fold")
+
+
+def _widths(columns: Sequence[Sequence[Text]], screen: int) -> list[int]:
+    """How wide each column is; none where headings or short words would be broken."""
+    widths, wanted = [], []
+    for column in columns:
+        words = _longest(word for cell in column for word in cell.plain.split())
+        widths.append(max(1, min(words, _READABLE)))
+        wanted.append(_longest(line for cell in column for line in cell.plain.splitlines()))
+    left = screen - _BORDER * len(columns) - 1 - sum(widths)
+    if left < 0:
+        return []
+    # What is left goes to the columns that want more, the most modest of them first.
+    hungry = sorted(range(len(columns)), key=lambda place: wanted[place] - widths[place])
+    for number, place in enumerate(hungry):
+        more = min(max(0, wanted[place] - widths[place]), -(-left // (len(hungry) - number)))
+        widths[place] += more
+        left -= more
+    return widths
+
+
+def _longest(texts: Iterable[str]) -> int:
+    return max(map(cell_len, texts), default=0)
+
+
+def show(grid: Grid | Text, *, soft_wrap: bool = False) -> None:
     """Print on standard output; what its encoding cannot express is escaped."""
-    console = Console()
+    console = Console(soft_wrap=soft_wrap)
     with console.capture() as drawn:
         console.print(grid)
     write(drawn.get())
@@ -87,14 +118,11 @@ def show(grid: Grid) -> None:
 
 def say(lines: Iterable[Text], *, to_errors: bool = False) -> None:
     """Print lines, unbroken however long, so that a command in them can be copied."""
-    console = Console(stderr=to_errors, soft_wrap=True)
     for line in lines:
         if to_errors:
-            console.print(line)
-            continue
-        with console.capture() as drawn:
-            console.print(line)
-        write(drawn.get())
+            Console(stderr=True, soft_wrap=True).print(line)
+        else:
+            show(line, soft_wrap=True)
 
 
 def give(
@@ -107,45 +135,3 @@ def give(
     show(grid())
     if place:
         typer.echo(place, err=True)
-
-
-def _texts(cells: Iterable[Cell]) -> list[Text]:
-    return [cell if isinstance(cell, Text) else Text(cell) for cell in cells]
-
-
-def _changed_over(lines: Sequence[Sequence[Text]]) -> list[list[Text]]:
-    """Rows as columns and columns as rows."""
-    return [list(line) for line in zip(*lines, strict=True)]
-
-
-def _widths(lines: Sequence[Sequence[Text]], screen: int) -> list[int] | None:
-    """How wide each column is; None where headings or short words would be broken."""
-    columns = _changed_over(lines)
-    least = [_least(column) for column in columns]
-    room = screen - _BORDER * len(columns) - 1
-    if sum(least) > room:
-        return None
-    wanted = [max(_longest(cell.plain.splitlines()) for cell in column) for column in columns]
-    # What is left goes to the columns that want more, the most modest of them first.
-    widths, left = list(least), room - sum(least)
-    hungry = sorted(range(len(columns)), key=lambda place: wanted[place] - least[place])
-    for number, place in enumerate(hungry):
-        more = min(max(0, wanted[place] - least[place]), -(-left // (len(hungry) - number)))
-        widths[place] += more
-        left -= more
-    return widths
-
-
-def _least(column: Sequence[Text]) -> int:
-    """The width at which no word of a column is broken but those that are very long."""
-    words = _longest(word for cell in column for word in cell.plain.split())
-    return max(1, min(words, _READABLE))
-
-
-def _longest(texts: Iterable[str]) -> int:
-    return max(map(cell_len, texts), default=0)
-
-
-def _folded(*parts: Cell) -> Text:
-    """A text that goes on in the next line where it is too long for one."""
-    return Text.assemble(*parts, overflow="fold")

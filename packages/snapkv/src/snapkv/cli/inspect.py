@@ -10,14 +10,17 @@ from snapkv.app import text_files
 from snapkv.app.prompts import question_prompt
 from snapkv.cache.saving.writing import replace_file
 from snapkv.cli import panels
-from snapkv.cli.amounts import token_budget
-from snapkv.cli.fields import integers
-from snapkv.cli.options import MethodOptions, with_options
+from snapkv.cli.amounts import WholeNumber, integers, token_budget
+from snapkv.cli.fields import with_options
+from snapkv.cli.options import MethodOptions
 from snapkv.cli.outputs import Output, WritingOptions
 from snapkv.cli.standard_output import write
-from snapkv.cli.whole_numbers import WholeNumber
 from snapkv.errors import InvalidArgumentError, OutputError
 from snapkv.validation import DEFAULT_BUDGET
+
+EXAMPLES = {
+    "inspect": ('snapkv inspect contract.pdf -q "Who may end it?" --output report.html',),
+}
 
 MOST_BUDGETS = 12
 """Answers that the curve of quality against memory may take."""
@@ -56,8 +59,7 @@ class InspectOptions(MethodOptions, WritingOptions):
 @with_options(InspectOptions)
 def inspect(files: panels.Documents, question: panels.Question, options: InspectOptions) -> None:
     """Show on one page which tokens of documents were kept for a question, and why."""
-    if not question.strip():
-        raise InvalidArgumentError("question: expected a question, got an empty text; ask one")
+    panels.require_question(question)
     settings, budgets = options.settings(), _budgets(options)
     read, warnings = text_files.read_noting(files)
 
@@ -66,8 +68,7 @@ def inspect(files: panels.Documents, question: panels.Question, options: Inspect
     policy = build_policy(options)
     at_budgets = [(budget, _with_budget(options, budget)) for budget in budgets]
 
-    from snapkv.cli.loading import load_model
-    from snapkv.cli.progress import answers_progress
+    from snapkv.cli.loading import answers_progress, load_model
     from snapkv.cli.session import versions
     from snapkv.inspector import as_page, inspect_prompt
     from snapkv.policies.default import method_name
@@ -123,11 +124,7 @@ def _budgets(options: InspectOptions) -> list[int]:
 
 
 def _with_budget(options: InspectOptions, budget: Any) -> Any:
-    """The policy of the options with another budget.
-
-    Raises:
-        InvalidArgumentError: `--set` has set one.
-    """
+    """The policy of the options with another budget; refused where `--set` has set one."""
     from snapkv.cli.policy import build_policy
 
     for assignment in options.set_ or []:
@@ -141,7 +138,7 @@ def _with_budget(options: InspectOptions, budget: Any) -> Any:
 
 def _beside(options: InspectOptions, policy: Any) -> list[tuple[str, Any]]:
     """What is shown beside the policy: a label and a policy each."""
-    from snapkv.cli.specs import named_policies, parsed, specs, takes_budget
+    from snapkv.cli.policy import named_policies, parsed, specs, takes_budget
     from snapkv.inspector.scores import scorer_of
     from snapkv.policies.default import method_name
 

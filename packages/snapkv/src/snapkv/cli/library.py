@@ -1,8 +1,8 @@
 """`snapkv library`: documents that a model reads once, for `snapkv ask --library`."""
 
-import contextlib
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -10,13 +10,29 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 
 from snapkv.cli import panels
-from snapkv.cli.options import PolicyOptions, with_options
+from snapkv.cli.fields import with_options
+from snapkv.cli.grid import Grid, give
+from snapkv.cli.options import PolicyOptions
 from snapkv.cli.outputs import Output
+from snapkv.cli.standard_output import write, write_json
 from snapkv.errors import InvalidArgumentError
-from snapkv.validation import require_choice
+from snapkv.validation import format_bytes, require_choice
 
 if TYPE_CHECKING:
-    from snapkv.library.library import Library
+    from snapkv.library.about import About
+    from snapkv.library.library import Library, Outcome
+    from snapkv.library.records import Record
+
+EXAMPLES = {
+    "library": ("snapkv library add contract.pdf notes.txt", "snapkv library list snapkv-library"),
+    "library add": (
+        "snapkv library add contract.pdf notes.txt",
+        "snapkv library add contract.pdf --to legal --policy adakv --set policy=kvzip",
+    ),
+    "library list": ("snapkv library list snapkv-library",),
+    "library check": ("snapkv library check snapkv-library",),
+    "library remove": ("snapkv library remove snapkv-library contract.pdf",),
+}
 
 FAILED = 1
 """Exit status where a document was not read, or is damaged."""
@@ -33,12 +49,9 @@ class LibraryFolder(Output):
 
     is_added_to: ClassVar[bool] = True
 
-    def is_own(self, path: Path) -> bool:
-        """Whether it is one of a library; of which version, the library itself will ask."""
-        with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
-            found: str = json.loads((path / self.files[0]).read_bytes())["format"]
-            return found.startswith("snapkv library ")
-        return False
+    def _is_own(self, path: Path) -> bool:  # of which version, the library itself will ask
+        found: str = json.loads((path / self.files[0]).read_bytes())["format"]
+        return found.startswith("snapkv library ")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,16 +103,13 @@ app = typer.Typer(
 def add(sources: panels.Documents, *, options: AddOptions) -> None:
     """Read documents that are new or have changed; drop those whose files are gone."""
     from snapkv.app import library_files  # imports torch; wrong options are said before
-    from snapkv.cli.grid import give
-    from snapkv.cli.loading import load_model
+    from snapkv.cli.loading import answers_progress, load_model
     from snapkv.cli.policy import build_policy
-    from snapkv.cli.progress import answers_progress
-    from snapkv.cli.tables import outcomes_table
     from snapkv.library.library import Outcome
 
     library = opened(options.to)
     found = library_files.find(sources, library.documents, library.path)
-    tell(found.notices)
+    _tell(found.notices)
     policy = None if options.policy == _AS_IT_IS else build_policy(options)
     outcomes = [
         Outcome(name=name, what="failed", reason=reason) for name, reason in found.failed.items()
@@ -122,12 +132,12 @@ def add(sources: panels.Documents, *, options: AddOptions) -> None:
     record = {"library": str(library.path), "documents": [asdict(each) for each in outcomes]}
     give(
         record | {"warnings": found.notices},
-        lambda: outcomes_table(outcomes),
+        lambda: _outcomes_table(outcomes),
         as_json=options.json,
         place=f"library: {library.path}",
     )
     failed = [each for each in outcomes if each.what == "failed"]
-    tell([f"not read: {each.name}: {each.reason}" for each in failed])
+    _tell([f"not read: {each.name}: {each.reason}" for each in failed])
     if failed:
         raise typer.Exit(FAILED)
 
@@ -135,9 +145,6 @@ def add(sources: panels.Documents, *, options: AddOptions) -> None:
 @app.command(name="list")
 def list_(library: Place, json: panels.AsJson = False) -> None:
     """List the documents: tokens, bytes, passages, and the files they come from."""
-    from snapkv.cli.grid import give
-    from snapkv.cli.tables import documents_table
-
     found = opened(library)
     about, records = found.required(), found.documents
     rows = [
@@ -147,7 +154,7 @@ def list_(library: Place, json: panels.AsJson = False) -> None:
     shared = {"model": about.who, "policy": about.policy, "bits": about.bits}
     give(
         {"library": library} | shared | {"documents": rows},
-        lambda: documents_table(about, records),
+        lambda: _documents_table(about, records),
         as_json=json,
     )
 
@@ -155,8 +162,6 @@ def list_(library: Place, json: panels.AsJson = False) -> None:
 @app.command()
 def check(library: Place, json: panels.AsJson = False) -> None:
     """Read every byte of all files; exit status 1 names what is damaged."""
-    from snapkv.cli.standard_output import write, write_json
-
     found = opened(library, quiet=True)
     faults = found.verify()
     documents = len(found.documents)
@@ -178,8 +183,6 @@ def remove(
     json: panels.AsJson = False,
 ) -> None:
     """Forget documents; the files they come from stay."""
-    from snapkv.cli.standard_output import write, write_json
-
     gone = [record.name for record in opened(library).remove(names)]
     if json:
         write_json({"library": library, "removed": gone})
@@ -188,15 +191,14 @@ def remove(
 
 
 def opened(folder: str, *, quiet: bool = False) -> "Library":
-    """The library in a folder; what it notices goes to standard error.
-
-    Raises:
-        InvalidArgumentError: an empty name.
-        LibraryError: there is something else.
-    """
+    """The library in a folder; what it notices goes to standard error."""
     from snapkv.library.library import Library
 
-    return Library(folder, on_notice=_ignore if quiet else _warn)
+    def notice(line: str) -> None:
+        if not quiet:
+            _tell([f"snapkv: warning: {line}"])
+
+    return Library(folder, on_notice=notice)
 
 
 def like(library: "Library", options: Any) -> Any:
@@ -211,15 +213,44 @@ def like(library: "Library", options: Any) -> Any:
     )
 
 
-def tell(lines: list[str]) -> None:
+def _tell(lines: list[str]) -> None:
     """Write lines to standard error."""
     for line in lines:
         sys.stderr.write(f"{line}\n")
 
 
-def _warn(line: str) -> None:
-    tell([f"snapkv: warning: {line}"])
+def _outcomes_table(outcomes: "Sequence[Outcome]") -> Grid:
+    """A row per document that was added, or dropped."""
+    rows = []
+    for each in outcomes:
+        is_there = each.what not in ("failed", "dropped")
+        rows.append(
+            (
+                each.name,
+                each.what,
+                f"{each.tokens:,}" if is_there else "-",
+                format_bytes(each.bytes) if is_there else "-",
+                f"{each.seconds:.1f}" if each.seconds else "-",
+            )
+        )
+    return Grid(headings=("document", "", "tokens", "on disk", "seconds"), rows=tuple(rows), left=2)
 
 
-def _ignore(line: str) -> None:
-    del line
+def _documents_table(about: "About", records: "Sequence[Record]") -> Grid:
+    """A row per document of a library."""
+    rows = [
+        (
+            record.name,
+            f"{record.tokens:,}",
+            format_bytes(record.bytes),
+            f"{len(record.chunks):,}",
+            record.source or "-",
+        )
+        for record in records
+    ]
+    bits = "" if about.bits is None else f", in {about.bits}"
+    return Grid(
+        headings=("document", "tokens", "on disk", "passages", "from"),
+        rows=tuple(rows),
+        caption=f"read by {about.who}, kept by {about.policy_in_words}{bits}",
+    )

@@ -1,43 +1,118 @@
 """What a user is told behind an answer: the same or not, what was lost, and what to type next."""
 
+import dataclasses
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any, Literal, Self
 
 from rich.text import Text
 
 from snapkv.app.answering import Answer
 from snapkv.app.comparison import Comparison
-from snapkv.app.prefills import Prefill
-from snapkv.cli.command_line import changed_command
-from snapkv.cli.lost_votes import LostInWords
-from snapkv.cli.options import RunOptions
-from snapkv.cli.remedies import Remedy, Try, larger_budget, parameter_of, remedy_for
+from snapkv.app.remedies import Tried
+from snapkv.cli.options import OWN_FLAGS, RunOptions
+from snapkv.cli.policy import accepted, build_policy
+from snapkv.policies import Policy
 from snapkv.policies.budget import dilution
 from snapkv.validation import AUTO
 
 DIFFERS = 3
 """Exit status of `--check` where the answer is not the full cache's."""
 
+SAFE_BELOW = 0.00125
+"""Where no more than this share of the window's attention is lost at one place, on average over
+heads and layers, answers are those of the full cache but for few of a hundred: see
+`docs/results.md`, which says how often each word was right. The share is that of a
+prompt of 1,024 tokens; a longer one dilutes votes. The sum of what is lost says less: many small
+votes may mean nothing, and one that is lost may be the answer."""
 
-class Note(Protocol):
-    """Something told behind an answer."""
+DOUBTFUL_BELOW = 0.008
+"""From here on an answer is to be mistrusted; below it, and not safe, most are right."""
 
-    @property
-    def key(self) -> str:
-        """Its name in the JSON object."""
+Change = Mapping[str, Any]
+"""New values of options by their names; None takes an option away."""
 
-    @property
-    def status(self) -> int:
-        """Exit status of the command."""
+FULL: dict[str, Any] = {"policy": "full", **dict.fromkeys((*OWN_FLAGS, "set_"))}
+"""The full cache itself, which has none of the parameters of a method."""
 
-    def record(self) -> dict[str, Any]:
-        """Its place in the JSON object."""
+FADING: Change = {"pooling": "fading", "kernel_size": None, "decay": None}
+WIDE: Change = {"pooling": "max", "kernel_size": "13", "decay": None}
 
-    def lines(self) -> list[Text]:
-        """What people read; nothing where there is nothing to say."""
+Try = Callable[[Sequence[int], list[Policy]], Tried]
+"""Tries policies in order on an answer; see `snapkv.app.remedies.first_that_keeps`."""
+
+Word = Literal["safe", "doubtful", "lost"]
+
+
+def word_for(peak: float, tokens: float) -> Word:
+    """What the highest lost vote, 0 to 1, of so many tokens means for the answer.
+
+    What is no number is lost.
+    """
+    undiluted = peak * dilution(tokens)
+    if undiluted < SAFE_BELOW:
+        return "safe"
+    return "doubtful" if undiluted < DOUBTFUL_BELOW else "lost"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LostVotes:
+    """What a report of a cache says about the votes that were lost, in plain words.
+
+    Attributes:
+        share: mean over layers and heads, 0 to 1; None where the method measures none.
+        highest: that of the worst layer; None where there is none.
+        peak: the highest vote that is lost, as a share of the window's attention, mean over layers
+            and heads, see `CacheReport`; None where the method measures none.
+        word: None where nothing is known; where nothing is dropped, it is "safe".
+        drops_nothing: whether all tokens are held.
+    """
+
+    share: float | None
+    highest: float | None
+    peak: float | None
+    word: Word | None
+    drops_nothing: bool
+
+    @classmethod
+    def of(cls, report: Mapping[str, Any]) -> Self:
+        """Read a `CacheReport`, which need not know of votes."""
+        layers = [row.get("lost_votes") for row in report.get("layers", ())]
+        peak, tokens = report.get("lost_vote_peak"), report.get("chosen_at", report["seen_tokens"])
+        drops_nothing = report["kept_tokens"] >= report["seen_tokens"]
+        known: Word | None = None if peak is None else word_for(peak, tokens)
+        return cls(
+            share=report.get("lost_votes"),
+            highest=max((lost for lost in layers if lost is not None), default=None),
+            peak=peak,
+            word="safe" if drops_nothing else known,
+            drops_nothing=drops_nothing,
+        )
+
+    def __str__(self) -> str:
+        if self.drops_nothing:
+            return "nothing was dropped"
+        return "-" if self.share is None else f"{100 * self.share:.0f} % ({self.word})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note:
+    """Something told behind an answer.
+
+    Attributes:
+        key: its name in the JSON object.
+        record: its place there.
+        lines: what people read; none where there is nothing to say.
+        status: exit status of the command.
+    """
+
+    key: str
+    record: dict[str, Any]
+    lines: Sequence[Text] = ()
+    status: int = 0
 
 
 def notes_on(
@@ -58,202 +133,119 @@ def notes_on(
         full_start: the first so many tokens of the full cache's answer.
     """
     ours, *full = answers
-    notes: list[Note] = [ReadBy.of(options), *AutoKept.of(ours), Votes.of(ours, options, typed)]
+    way = options.reading
+    notes = [
+        Note(key="prefill", record=way.describe(), lines=[Text(way.note)] if way.note else []),
+        *_budget_note(ours),
+        votes_note(ours, options, typed),
+    ]
     if options.compare:
-        notes.append(Compared.of(answers, options, typed, tried))
+        notes.append(compared_note(ours, full[0], options, typed, tried))
     if options.check is not None:
         reference = full[0] if full else full_start(options.check)
-        notes.append(Checked.of(ours, reference, options.check))
+        notes.append(checked_note(ours, reference, options.check))
     return notes
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReadBy:
-    """How the prompt was read, and what that means for the answer."""
-
-    prefill: Prefill
-    key: str = "prefill"
-    status: int = 0
-
-    @classmethod
-    def of(cls, options: RunOptions) -> "ReadBy":
-        """Read it off the options."""
-        return cls(prefill=options.reading)
-
-    def record(self) -> dict[str, Any]:
-        """Its name and parameters."""
-        return self.prefill.describe()
-
-    def lines(self) -> list[Text]:
-        """One line where it was not exact."""
-        return [Text(self.prefill.note)] if self.prefill.note else []
-
-
-@dataclass(frozen=True, kw_only=True)
-class AutoKept:
-    """How much of the prompt a budget that the votes chose has kept, and by which rule.
-
-    Attributes:
-        auto: the parameters of the rule, see `snapkv.AutoBudget`.
-        layers: tokens that each compressed layer keeps of the prompt, the mean of its heads.
-        prompt_tokens: what there was.
-    """
-
-    auto: Mapping[str, Any]
-    layers: Sequence[float]
-    prompt_tokens: int
-    key: str = "budget"
-    status: int = 0
-
-    @classmethod
-    def of(cls, answer: Answer) -> "list[AutoKept]":
-        """Read it off an answer's cache; none where the budget is a number."""
-        budget = parameter_of(answer.policy, "budget")
-        if not isinstance(budget, dict):
-            return []
-        behind = answer.cache.seen_tokens - answer.prompt_tokens
-        rows = [row for row in answer.cache["layers"] if row["kind"] == "compressed"]
-        kept = [row["kept_tokens"] - behind for row in rows]
-        return [cls(auto=budget[AUTO], layers=kept, prompt_tokens=answer.prompt_tokens)]
-
-    def record(self) -> dict[str, Any]:
-        """The rule, and the tokens per layer: mean, least and most."""
-        return {
-            AUTO: self.auto,
-            "kept_tokens": fmean(self.layers),
-            "least": min(self.layers),
-            "most": max(self.layers),
-        }
-
-    def lines(self) -> list[Text]:
-        """One line."""
-        least, most, limit = min(self.layers), max(self.layers), self.auto["most"]
-        if least >= self.prompt_tokens:
-            return [Text("budget auto: nothing was dropped")]
+def _budget_note(answer: Answer) -> Iterator[Note]:
+    """How much of the prompt a budget that the votes chose has kept; none where it is a number."""
+    budget = _parameter_of(answer.policy, "budget")
+    if not isinstance(budget, dict):
+        return
+    auto, tokens = budget[AUTO], answer.prompt_tokens
+    behind = answer.cache.seen_tokens - tokens
+    rows = [row for row in answer.cache["layers"] if row["kind"] == "compressed"]
+    kept = [row["kept_tokens"] - behind for row in rows]
+    mean, least, most = fmean(kept), min(kept), max(kept)
+    line = "budget auto: nothing was dropped"
+    if least < tokens:
+        limit = auto["most"]
         cut = "" if limit is None or most < limit else f", but no more than {limit:,}"
-        bound = f"{100 * self.auto['lost_vote'] / dilution(self.prompt_tokens):.2g} %"
-        return [
-            Text(
-                f"budget auto: {fmean(self.layers):,.0f} of {self.prompt_tokens:,} prompt tokens "
-                f"kept in each layer ({least:,.0f} to {most:,.0f}): the window, and what it gave "
-                f"a pooled vote of more than {bound}{cut}"
-            )
-        ]
+        line = (
+            f"budget auto: {mean:,.0f} of {tokens:,} prompt tokens kept in each layer "
+            f"({least:,.0f} to {most:,.0f}): the window, and what it gave a pooled vote of more "
+            f"than {100 * auto['lost_vote'] / dilution(tokens):.2g} %{cut}"
+        )
+    record = {AUTO: auto, "kept_tokens": mean, "least": least, "most": most}
+    yield Note(key="budget", record=record, lines=[Text(line)])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Compared:
-    """Whether two answers are the same, and where not, what to try next."""
+def votes_note(answer: Answer, options: RunOptions, typed: Sequence[str]) -> Note:
+    """How much of the vote was lost, and where that is much, the command for a larger budget.
 
-    comparison: Comparison
-    texts: tuple[str, str]
-    remedy: Remedy | None
-    typed: Sequence[str]
-    key: str = "comparison"
-    status: int = 0
-
-    @classmethod
-    def of(
-        cls, answers: Sequence[Answer], options: RunOptions, typed: Sequence[str], tried: Try
-    ) -> "Compared":
-        """Compare the compressed and the full answer; where they differ, look for a remedy."""
-        ours, full = answers
-        found = Comparison.of(ours, full)
-        remedy = None if found.same else remedy_for(options, ours, full, tried)
-        texts = ours.text, full.text
-        return cls(comparison=found, texts=texts, remedy=remedy, typed=typed)
-
-    @property
-    def command(self) -> str | None:
-        """What to type next."""
-        change = None if self.remedy is None else self.remedy.change
-        return None if change is None else changed_command(self.typed, change)
-
-    def record(self) -> dict[str, Any]:
-        """The comparison; `remedy` is None where nothing keeps the answer, and `note` says why."""
-        kept = self.remedy is not None and self.remedy.keeps
-        change = self.remedy.change if self.remedy and kept else None
-        return {
-            **asdict(self.comparison),
-            "remedy": change and {name: value for name, value in change.items() if value},
-            "command": self.command,
-            "note": self.remedy.note if self.remedy else "",
-        }
-
-    def lines(self) -> list[Text]:
-        """One line, or the differences and the next command below it."""
-        if self.remedy is None:
-            return [Text("same answer", "green")]
-        lines = [Text.assemble(("different", "bold red"), ": ", word_diff(*self.texts))]
-        if self.remedy.keeps:
-            lines.append(Text(f"next to try, which keeps the full cache's answer: {self.command}"))
-        elif self.command:
-            lines.append(Text(f"{self.remedy.note}; for the full cache: {self.command}"))
-        else:
-            lines.append(Text(f"what to try next is {self.remedy.note}"))
-        return lines
+    What a full cache verifies, or stands by, needs none.
+    """
+    lost = LostVotes.of(answer.cache)
+    change = None
+    if lost.word in ("doubtful", "lost") and not (options.self_speculate or options.compare):
+        change = larger_budget(options, answer)
+    command = None if change is None else changed_command(typed, change)
+    return Note(
+        key="lost_votes",
+        record={
+            **{name: getattr(lost, name) for name in ("share", "highest", "peak", "word")},
+            "command": command,
+        },
+        lines=[Text(f"lost votes: {lost}; for a larger budget: {command}")] if command else [],
+    )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Checked:
+def checked_note(answer: Answer, full: Answer, tokens: int) -> Note:
     """Whether the first tokens of an answer are the full cache's."""
-
-    tokens: int
-    comparison: Comparison
-    key: str = "check"
-
-    @classmethod
-    def of(cls, answer: Answer, full: Answer, tokens: int) -> "Checked":
-        """Compare that many tokens."""
-        return cls(tokens=tokens, comparison=Comparison.of_first(answer, full, tokens))
-
-    @property
-    def status(self) -> int:
-        """`DIFFERS` where they do."""
-        return 0 if self.comparison.same else DIFFERS
-
-    def record(self) -> dict[str, Any]:
-        """How many tokens were compared, and the first that differs."""
-        return {"tokens": self.tokens, **asdict(self.comparison)}
-
-    def lines(self) -> list[Text]:
-        """One line."""
-        place = self.comparison.first_difference
-        if place is None:
-            first = "token is" if self.tokens == 1 else f"{self.tokens:,} tokens are"
-            return [Text(f"check: the first {first} the full cache's", "green")]
-        text = f"check: token {place + 1:,} of the first {self.tokens:,} is not the full cache's"
-        return [Text(text, "bold red")]
+    found = Comparison.of_first(answer, full, tokens)
+    if found.first_difference is None:
+        first = "token is" if tokens == 1 else f"{tokens:,} tokens are"
+        line = Text(f"check: the first {first} the full cache's", "green")
+    else:
+        place = found.first_difference + 1
+        line = Text(
+            f"check: token {place:,} of the first {tokens:,} is not the full cache's", "bold red"
+        )
+    return Note(
+        key="check",
+        record={"tokens": tokens, **asdict(found)},
+        lines=[line],
+        status=0 if found.same else DIFFERS,
+    )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Votes:
-    """How much of the vote was lost, and where that is much, the command for a larger budget."""
+def compared_note(
+    ours: Answer, full: Answer, options: RunOptions, typed: Sequence[str], tried: Try
+) -> Note:
+    """A compressed answer beside the full cache's; where it differs, the cheapest change that does
+    not, found by trying.
+    """
+    found = Comparison.of(ours, full)
+    change: Change | None = None
+    remedy, note = None, ""
+    if not found.same:
+        changes = list(changes_by_price(options, ours))
+        outcome = tried(
+            full.token_ids, [build_policy(changed_options(options, each)) for each in changes]
+        )
+        if outcome.untold:
+            note = f"not computed: {outcome.untold}"
+        elif outcome.keeper is None:
+            change, note = {**FULL, "prefill": None}, "nothing smaller that was tried keeps it"
+        else:
+            change = changes[outcome.keeper]
+            remedy = {name: value for name, value in change.items() if value}
+    command = None if change is None else changed_command(typed, change)
+    if found.same:
+        lines = [Text("same answer", "green")]
+    else:
+        diff = word_diff(ours.text, full.text)
+        lines = [Text.assemble(("different", "bold red"), ": ", diff), _next_step(note, command)]
+    record = {**asdict(found), "remedy": remedy, "command": command, "note": note}
+    return Note(key="comparison", record=record, lines=lines)
 
-    lost: LostInWords
-    command: str | None
-    key: str = "lost_votes"
-    status: int = 0
 
-    @classmethod
-    def of(cls, answer: Answer, options: RunOptions, typed: Sequence[str]) -> "Votes":
-        """Read them off an answer's cache; what a full cache verifies, or stands by, needs none."""
-        lost = LostInWords.of(answer.cache)
-        needs_more = lost.calls_for_more and not (options.self_speculate or options.compare)
-        change = larger_budget(options, answer) if needs_more else None
-        command = None if change is None else changed_command(typed, change)
-        return cls(lost=lost, command=command)
-
-    def record(self) -> dict[str, Any]:
-        """The shares, the word, and the command, if there is one."""
-        shares = {name: getattr(self.lost, name) for name in ("share", "highest", "peak")}
-        return {**shares, "word": self.lost.word, "command": self.command}
-
-    def lines(self) -> list[Text]:
-        """One line where a larger budget is called for."""
-        if self.command is None:
-            return []
-        return [Text(f"lost votes: {self.lost}; for a larger budget: {self.command}")]
+def _next_step(note: str, command: str | None) -> Text:
+    if not note:
+        return Text(f"next to try, which keeps the full cache's answer: {command}")
+    if command:
+        return Text(f"{note}; for the full cache: {command}")
+    return Text(f"what to try next is {note}")
 
 
 def word_diff(ours: str, theirs: str) -> Text:
@@ -270,3 +262,99 @@ def word_diff(ours: str, theirs: str) -> Text:
         if other_begin < other_end:
             parts.append((f"{{+{' '.join(right[other_begin:other_end])}+}}", "green"))
     return Text(" ").join(Text(text, style) for text, style in parts)
+
+
+def changes_by_price(options: RunOptions, answer: Answer) -> Iterator[Change]:
+    """Changes to try, those that hold fewer bytes first: other poolings, then twice the budget...
+
+    All that is tried reads the prompt exactly. Recall is none of the changes: what it brings back,
+    it brings back for a later question.
+    """
+    exactly: Change = {} if options.reading.holds_all else {"prefill": None}
+    if exactly:
+        yield exactly
+    known = accepted(options.policy, {})
+    poolings = list(_other_poolings(answer.policy)) if "pooling" in known else []
+    yield from ({**exactly, **pooling} for pooling in poolings)
+    for budget in _larger_budgets(answer) if "budget" in known else ():
+        larger = {**exactly, "budget": budget, "keep_ratio": None}
+        yield larger
+        if FADING in poolings:
+            yield {**larger, **FADING}
+
+
+def larger_budget(options: RunOptions, answer: Answer) -> Change | None:
+    """Twice the budget, or everything where that is as much; None for a method without a budget."""
+    if "budget" not in accepted(options.policy, {}):
+        return None
+    budget = next(_larger_budgets(answer), None)
+    return FULL if budget is None else {"budget": budget, "keep_ratio": None}
+
+
+def _other_poolings(method: dict[str, Any]) -> Iterator[Change]:
+    """Poolings that reach further than that of a method, or elsewhere."""
+    kind, width = _parameter_of(method, "pooling"), _parameter_of(method, "kernel_size")
+    if kind != "fading":
+        yield FADING
+    if not isinstance(width, int) or width < int(WIDE["kernel_size"]):
+        yield WIDE
+
+
+def _larger_budgets(answer: Answer) -> Iterator[int]:
+    """Twice what was kept of the prompt, four times, ... as long as it is less than the prompt."""
+    budget = _parameter_of(answer.policy, "budget")
+    if not isinstance(budget, int):
+        budget = max(1, round(answer.kept_tokens))
+    while (budget := 2 * budget) < answer.prompt_tokens:
+        yield budget
+
+
+def _parameter_of(method: dict[str, Any], name: str) -> Any:
+    """A parameter of a method, or else of one that it wraps; None where there is none."""
+    if method.get(name) is not None:
+        return method[name]
+    wrapped = (value for value in method.values() if isinstance(value, dict))
+    values = (_parameter_of(each, name) for each in wrapped)
+    return next((value for value in values if value is not None), None)
+
+
+def changed_options(options: RunOptions, change: Change) -> RunOptions:
+    """The options with that change; what ``--set`` says of the same parameters is gone, too."""
+    defaults = {field.name: field.default for field in dataclasses.fields(options)}
+    values: dict[str, Any] = {
+        "set_": [each for each in options.set_ or [] if not _assigns(each, change)] or None
+    }
+    values |= {name: defaults[name] if new is None else new for name, new in change.items()}
+    return dataclasses.replace(options, **values)
+
+
+def changed_command(typed: Sequence[str], change: Change) -> str:
+    """The command line, all behind the program's name, with that change, quoted for a shell."""
+    end = typed.index("--") if "--" in typed else len(typed)
+    new = [(_flag(name), str(value)) for name, value in change.items() if value is not None]
+    words = (*_without(typed[:end], change), *(word for pair in new for word in pair), *typed[end:])
+    return shlex.join(["snapkv", *words])
+
+
+def _without(words: Sequence[str], change: Change) -> Iterator[str]:
+    """The words without the options that change, and their values."""
+    flags = {_flag(name) for name in change}
+    rest = iter(words)
+    for word in rest:
+        flag, equals, value = word.partition("=")
+        if flag not in flags | {"--set"}:
+            yield word
+            continue
+        value = value if equals else next(rest, "")
+        if flag not in flags and not _assigns(value, change):
+            yield from (flag, value)
+
+
+def _assigns(assignment: str, change: Change) -> bool:
+    """Whether ``NAME=VALUE``, or ``part.NAME=VALUE``, is about an option that changes."""
+    name = assignment.partition("=")[0].strip().rpartition(".")[2]
+    return name.replace("-", "_") in change
+
+
+def _flag(name: str) -> str:
+    return "--" + name.strip("_").replace("_", "-")

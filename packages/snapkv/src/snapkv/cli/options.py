@@ -1,22 +1,13 @@
-"""The options that commands share, and how a command gets them."""
+"""The options that commands share, declared once."""
 
-import copy
-import functools
-import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
-from typer.models import OptionInfo
-
-from snapkv.app.prefills import Prefill
+from snapkv.app.prefills import PREFILLS, Prefill
 from snapkv.app.settings import GenerationSettings
 from snapkv.cli import panels
-from snapkv.cli.amounts import kernel, token_budgets
-from snapkv.cli.fields import NAMES, field_options, from_options, keyword
-from snapkv.cli.outputs import Output, require_outputs
-from snapkv.cli.prefill import read_prefill, read_prefills
-from snapkv.cli.whole_numbers import POSITIVE, TokenBudget, WholeNumber
+from snapkv.cli.amounts import POSITIVE, TokenBudget, WholeNumber, count, kernel, token_budgets
 from snapkv.errors import InvalidArgumentError
 from snapkv.validation import (
     DEFAULT,
@@ -25,12 +16,11 @@ from snapkv.validation import (
     FADING_SINKS,
     GROUP_REDUCTIONS,
     SMALL_WINDOW,
+    nearest,
     require_budget,
     require_choice,
     require_pooling,
 )
-
-Mark = TypeVar("Mark")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +49,18 @@ class ModelOptions:
     verbose: Annotated[
         bool, panels.output("--verbose", help="Show what transformers and torch have to say")
     ] = False
+
+
+OWN_FLAGS = (
+    "budget",
+    "keep_ratio",
+    "window_size",
+    "kernel_size",
+    "pooling",
+    "decay",
+    "group_reduce",
+)
+"""Parameters of methods that have an option of their own; others are given with ``--set``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +116,8 @@ class PolicyOptions(ModelOptions):
         The methods check all of it again, and what these options cannot know.
         """
         width = None if self.kernel_size is None else kernel(self.kernel_size)
-        usual = "fading" if self.policy == DEFAULT and width is None else "max"
-        pooling = self.pooling or usual
+        is_default = self.policy == DEFAULT
+        pooling = self.pooling or ("fading" if is_default and width is None else "max")
         if not self.set_:
             require_pooling(pooling, width, self.decay)
         if self.group_reduce is not None:
@@ -123,21 +125,16 @@ class PolicyOptions(ModelOptions):
         if self.keep_ratio is not None:
             require_budget(self.budget, self.keep_ratio, 1)
         elif self.policy in (DEFAULT, "snapkv") and not self.set_:
-            self._require_room(FADING_SINKS if pooling == "fading" else 0)
+            tokens = DEFAULT_BUDGET if self.budget is None and not is_default else self.budget
+            window = self.window_size or (SMALL_WINDOW if is_default else DEFAULT_WINDOW)
+            if isinstance(tokens, int):
+                sinks = FADING_SINKS if pooling == "fading" else 0
+                require_budget(tokens, None, window, sinks)
 
     @property
     def has_parameters(self) -> bool:
         """Whether any parameter of a method is given."""
-        own = (self.budget, self.keep_ratio, self.window_size, self.kernel_size, self.pooling)
-        return any(each is not None for each in (*own, self.decay, self.group_reduce, self.set_))
-
-    def _require_room(self, sink_tokens: int) -> None:
-        """Refuse a number of tokens that has no room for the window and what is always kept."""
-        is_default = self.policy == DEFAULT
-        tokens = DEFAULT_BUDGET if self.budget is None and not is_default else self.budget
-        if isinstance(tokens, int):
-            window = self.window_size or (SMALL_WINDOW if is_default else DEFAULT_WINDOW)
-            require_budget(tokens, None, window, sink_tokens)
+        return bool(self.set_) or any(getattr(self, name) is not None for name in OWN_FLAGS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,11 +152,7 @@ class MethodOptions(PolicyOptions):
     )
 
     def settings(self) -> GenerationSettings:
-        """How to generate.
-
-        Raises:
-            InvalidArgumentError: a value out of range.
-        """
+        """How to generate."""
         return GenerationSettings(
             max_new_tokens=self.max_new_tokens,
             temperature=self.temperature,
@@ -320,85 +313,48 @@ class SweepOptions(ComparedOptions):
     json: panels.AsJson = False
 
 
-Command = Callable[..., None]
+def read_prefill(text: str) -> Prefill:
+    """What ``NAME`` or ``NAME:PARAMETER=VALUE,PARAMETER=VALUE`` stands for."""
+    name, _, rest = text.partition(":")
+    if name not in PREFILLS:
+        raise InvalidArgumentError(
+            f"prefill: expected one of {', '.join(PREFILLS)}, got {name!r}{nearest(name, PREFILLS)}"
+        )
+    kind = PREFILLS[name]
+    given = [_prefill_parameter(kind, part) for part in rest.split(",") if part.strip()]
+    if len(dict(given)) < len(given):
+        raise InvalidArgumentError(
+            f"prefill: expected every parameter once, got {text!r}; leave the repeated one out"
+        )
+    return kind(**dict(given))
 
 
-def with_options(
-    kind: type, *, settings: type | None = None, panel: str = "", hidden: Collection[str] = ()
-) -> Callable[[Command], Command]:
-    """Give a command that takes `options` of a dataclass every field of it as an option.
-
-    Outputs among them are checked before the command begins, see `snapkv.cli.outputs`.
-
-    Args:
-        kind: the dataclass.
-        settings: another one, of which the command takes `settings`, see `snapkv.cli.fields`; the
-            first line of its docstring is the help of a command that has none.
-        panel: where its fields stand in the help.
-        hidden: those of them that are no options.
-    """
-    hints = get_type_hints(kind, include_extras=True)
-    shared = [keyword(field.name, field.default, hints[field.name]) for field in fields(kind)]
-    more = field_options(settings, panel=panel, hidden=hidden) if settings else []
-
-    def given_options(command: Command) -> Command:
-        signature = inspect.signature(command)
-        own = [p for p in signature.parameters.values() if p.name not in ("options", "settings")]
-        parameters = [_shown(p) for p in (*own, *more, *shared)]
-        marked = {p.name: output for p in shared if (output := _mark(p, Output))}
-        counted = {p.name: number for p in parameters if (number := _mark(p, WholeNumber))}
-
-        @functools.wraps(command)
-        def with_every_option(**given: Any) -> None:
-            for name, number in counted.items():
-                if given[name] is not None:
-                    given[name] = number.read(name, str(given[name]))
-            require_outputs(marked, given)
-            options = kind(**{p.name: given.pop(p.name) for p in shared})
-            if settings is not None:
-                own_settings = {p.name: given.pop(p.name) for p in more}
-                given["settings"] = from_options(settings, own_settings)
-            command(**given, options=options)
-
-        with_every_option.__doc__ = command.__doc__ or (settings.__doc__ or "").partition("\n")[0]
-        vars(with_every_option)["__signature__"] = signature.replace(parameters=parameters)
-        with_every_option.__annotations__ = {p.name: p.annotation for p in parameters}
-        return with_every_option
-
-    return given_options
+def read_prefills(texts: Sequence[str]) -> list[tuple[str, Prefill]]:
+    """As `read_prefill`, several, each under the text that it was given by."""
+    if len(set(texts)) < len(texts):
+        raise InvalidArgumentError(
+            f"prefill: expected every way of reading once, got {' '.join(texts)}; leave the "
+            "repeated one out"
+        )
+    return [(text, read_prefill(text)) for text in texts]
 
 
-def _shown(parameter: inspect.Parameter) -> inspect.Parameter:
-    """An option as its help shows it: what it takes in capitals, or the words to choose from."""
-    if _is_count(parameter):
-        return _as_text(parameter)
-    hint, info, *marks = get_args(parameter.annotation) or (None, None)
-    kinds = get_args(hint) or (hint,)
-    if not isinstance(info, OptionInfo) or info.metavar or bool in kinds or hint is Any:
-        return parameter
-    shown = copy.copy(info)
-    is_choice = get_origin(hint) is Literal
-    shown.metavar = "|".join(kinds) if is_choice else NAMES[float if float in kinds else str]
-    return parameter.replace(annotation=Annotated[hint, shown, *marks])
-
-
-def _is_count(parameter: inspect.Parameter) -> bool:
-    """Whether an option is a whole number, or one that may be left out."""
-    return get_args(parameter.annotation)[:1] in ((int,), (int | None,))
-
-
-def _as_text(parameter: inspect.Parameter) -> inspect.Parameter:
-    """The option as text for `WholeNumber.read`, so that 4k works wherever a number does."""
-    hint, info, *marks = get_args(parameter.annotation)
-    shown = copy.copy(info)
-    shown.metavar = info.metavar or NAMES[int]
-    text = str if hint is int else str | None
-    unset = parameter.default in (None, parameter.empty)
-    default = parameter.default if unset else str(parameter.default)
-    marks = marks or [WholeNumber()]
-    return parameter.replace(annotation=Annotated[text, shown, *marks], default=default)
-
-
-def _mark(parameter: inspect.Parameter, kind: type[Mark]) -> Mark | None:
-    """What stands beside the type of an option, of that kind."""
-    return next((each for each in get_args(parameter.annotation) if isinstance(each, kind)), None)
+def _prefill_parameter(kind: type[Prefill], text: str) -> tuple[str, Any]:
+    name, equals, value = (part.strip() for part in text.partition("="))
+    name = name.replace("-", "_")
+    known = [field.name for field in fields(kind)]
+    if not equals or name not in known:
+        raise InvalidArgumentError(
+            f"prefill: expected {kind.name} with {', '.join(known) or 'no parameters'} as "
+            f"NAME=VALUE, got {text!r}{nearest(name, known)}"
+        )
+    hint, before = get_type_hints(kind)[name], f"--prefill {kind.name}:{name}="
+    if int in (hint, *get_args(hint)):
+        return name, count(name, value, before)
+    try:
+        return name, float(value)
+    except ValueError:
+        raise InvalidArgumentError(
+            f"{name}: expected a number, got {value!r}; write for instance "
+            f"{before}{getattr(kind, name)}"
+        ) from None

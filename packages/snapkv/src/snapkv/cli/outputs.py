@@ -43,12 +43,15 @@ class Output:
 
     def is_own(self, path: Path) -> bool:
         """Whether what is there is clearly what this option writes, and may be gone on with."""
-        del path
+        with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
+            return self._is_own(path)
+        return False
+
+    def _is_own(self, path: Path) -> bool:
         return False
 
     def strangers(self, path: Path) -> list[str]:
         """Files of somebody else's, beside which nothing shall be written."""
-        del path
         return []
 
 
@@ -57,7 +60,8 @@ class RunFolder(Output):
     """Marks an option that names the folder of a run, which is continued where it is the same.
 
     Attributes:
-        record: the file that says which run it is. key: what stands in it.
+        record: the file that says which run it is.
+        key: what stands in it.
     """
 
     is_added_to: ClassVar[bool] = True
@@ -65,11 +69,8 @@ class RunFolder(Output):
     record: str
     key: str
 
-    def is_own(self, path: Path) -> bool:
-        """Whether the folder is one of a run; which one, the run itself will ask."""
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            return self.key in json.loads((path / self.record).read_bytes())
-        return False
+    def _is_own(self, path: Path) -> bool:
+        return self.key in json.loads((path / self.record).read_bytes())
 
     def strangers(self, path: Path) -> list[str]:
         """Files that are there already and of no run."""
@@ -86,12 +87,10 @@ class RowsFile(Output):
 
     key: str
 
-    def is_own(self, path: Path) -> bool:
-        """Whether the file begins with such a row, or holds nothing."""
-        with contextlib.suppress(OSError, ValueError, TypeError), path.open("rb") as file:
+    def _is_own(self, path: Path) -> bool:
+        with path.open("rb") as file:
             first = file.readline()
-            return not first or self.key in json.loads(first)
-        return False
+        return not first or self.key in json.loads(first)
 
 
 RESULTS = RunFolder(
@@ -104,10 +103,7 @@ RESULTS = RunFolder(
 class WritingOptions:
     """What every command takes that writes a file at its end."""
 
-    force: Annotated[
-        bool,
-        panels.output("--force", help="Replace files that are there"),
-    ] = False
+    force: Annotated[bool, panels.output("--force", help="Replace files that are there")] = False
 
 
 def results_folder(given: str | None, kind: str, model: str, fingerprint: str) -> Path:
@@ -119,16 +115,7 @@ def results_folder(given: str | None, kind: str, model: str, fingerprint: str) -
 
 
 def require_outputs(marked: Mapping[str, Output], given: Mapping[str, Any]) -> None:
-    """Refuse a command that would overwrite what is not its own.
-
-    Args:
-        marked: its options that name outputs.
-        given: the values of all its options; paths among them are what it reads.
-
-    Raises:
-        InvalidArgumentError: an output that is there, that the command reads or writes twice, or
-            that cannot be written.
-    """
+    """Refuse a command that would overwrite what is not its own."""
     inputs = [text for name in given.keys() - marked.keys() for text in _texts(given[name])]
     taken: dict[str, str] = {}
     for name, output in marked.items():
@@ -155,9 +142,6 @@ def require_output(
         output: what is written there.
         inputs: paths that are read, among other texts.
         force: whether files that are there may be replaced; never those that are read.
-
-    Raises:
-        InvalidArgumentError: such an output.
     """
     if not text.strip():
         raise InvalidArgumentError(f"{name}: expected a name, got an empty one; pass a name")
@@ -166,48 +150,12 @@ def require_output(
     if targets:
         _require_place(name, path, output)
     for target in targets:
-        if not _is_there(name, target):
-            continue
-        if target.is_dir():
-            raise InvalidArgumentError(
-                f"{name}: expected the name of a file, got the folder {str(target)!r}; name a file"
-            )
-        if not output.is_own(path):
+        if _is_there(name, target) and not output.is_own(path):
             _require_replaceable(name, target, output, inputs, force)
     if found := output.strangers(path):
         raise InvalidArgumentError(
             f"{name}: expected a new or empty folder, or that of the same run, got {text!r} with "
             f"{found[0]!r} in it; choose another folder"
-        )
-
-
-def _is_there(name: str, target: Path) -> bool:
-    """Whether anything has that name, were it a link that leads nowhere."""
-    try:
-        target.lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError as error:
-        raise InvalidArgumentError(
-            f"{name}: expected a name that a file can have, got {str(target)!r}: "
-            f"{error.strerror or error}; choose another name"
-        ) from error
-    return True
-
-
-def _require_replaceable(
-    name: str, target: Path, output: Output, inputs: Iterable[str], force: bool
-) -> None:
-    if _is_read(target, inputs):
-        raise InvalidArgumentError(
-            f"{name}: expected a file that is not read, got {str(target)!r}, which is one of the "
-            "inputs; choose another name"
-        )
-    if output.is_added_to or not force:
-        forced = "" if output.is_added_to else ", or pass --force to replace it"
-        raise InvalidArgumentError(
-            f"{name}: expected a new name, got {str(target)!r}, which is there already; choose "
-            f"another name{forced}"
         )
 
 
@@ -231,6 +179,40 @@ def _require_place(name: str, path: Path, output: Output) -> None:
         ) from error
 
 
+def _is_there(name: str, target: Path) -> bool:
+    """Whether any file has that name, were it a link that leads nowhere."""
+    try:
+        target.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"{name}: expected a name that a file can have, got {str(target)!r}: "
+            f"{error.strerror or error}; choose another name"
+        ) from error
+    if target.is_dir():
+        raise InvalidArgumentError(
+            f"{name}: expected the name of a file, got the folder {str(target)!r}; name a file"
+        )
+    return True
+
+
+def _require_replaceable(
+    name: str, target: Path, output: Output, inputs: Iterable[str], force: bool
+) -> None:
+    if _is_read(target, inputs):
+        raise InvalidArgumentError(
+            f"{name}: expected a file that is not read, got {str(target)!r}, which is one of the "
+            "inputs; choose another name"
+        )
+    if output.is_added_to or not force:
+        forced = "" if output.is_added_to else ", or pass --force to replace it"
+        raise InvalidArgumentError(
+            f"{name}: expected a new name, got {str(target)!r}, which is there already; choose "
+            f"another name{forced}"
+        )
+
+
 def _texts(value: Any) -> Iterator[str]:
     """The texts among the value of an option, which may be repeated or have commas in it."""
     for each in value if isinstance(value, list | tuple) else [value]:
@@ -247,16 +229,9 @@ def _is_read(target: Path, inputs: Iterable[str]) -> bool:
         status = target.stat()
         for text in inputs:
             with contextlib.suppress(OSError, ValueError, RuntimeError):  # no path
-                files = filter(os.path.exists, _files(Path(text).expanduser()))
-                if any(os.path.samestat(status, file.stat()) for file in files):
+                path = Path(text).expanduser()
+                files = filter(os.path.exists, [path, *path.rglob("*")])
+                if any(os.path.samestat(status, os.stat(file)) for file in files):
                     return True
         return os.path.samestat(status, os.fstat(0))
     return False
-
-
-def _files(path: Path) -> Iterator[Path]:
-    if path.is_dir():
-        for folder, _, names in os.walk(path):
-            yield from (Path(folder, name) for name in names)
-    elif path.is_file():
-        yield path

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from snapkv.errors import InvalidArgumentError
+
 model = partial(typer.Option, rich_help_panel="Model")
 material = partial(typer.Option, rich_help_panel="What to read")
 library = partial(typer.Option, rich_help_panel="Library")
@@ -37,3 +39,9 @@ SomeDocuments = Annotated[
     ),
 ]
 Question = Annotated[str, typer.Option("--question", "-q", help="What to answer")]
+
+
+def require_question(question: str) -> None:
+    """Raise where nothing is asked."""
+    if not question.strip():
+        raise InvalidArgumentError("question: expected a question, got an empty text; ask one")

@@ -1,16 +1,28 @@
 """`snapkv plan`: whether a model and its prompts fit, and what compression would change."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from snapkv.cli import panels
-from snapkv.cli.amounts import byte_count, count
-from snapkv.cli.options import with_options
-from snapkv.cli.whole_numbers import POSITIVE
+from snapkv.cli.amounts import POSITIVE, byte_count, count
+from snapkv.cli.fields import with_options
+from snapkv.cli.grid import Grid, give
 from snapkv.errors import InvalidArgumentError
-from snapkv.validation import require_int
+from snapkv.validation import format_bytes, require_int
+
+if TYPE_CHECKING:
+    from snapkv.plan import CacheNeeds, Footprint, Plan
+
+
+EXAMPLES = {
+    "plan": (
+        "snapkv plan --model llama-3.1-8b --context 128k --gpu-memory 80GB",
+        "snapkv plan --shapes",
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +81,10 @@ class PlanOptions:
 def plan(*, options: PlanOptions) -> None:
     """Say what a long prompt takes and whether compression helps, from the configuration alone."""
     if options.shapes:
-        _list_shapes(as_json=options.json)
+        from snapkv.plan.shapes import SHAPES, described
+
+        shapes = {name: described(name) for name in SHAPES}
+        give(shapes, lambda: shapes_table(shapes), as_json=options.json)
         return
     if options.context is None or "," in options.context:
         got = "none" if options.context is None else repr(options.context)
@@ -85,9 +100,7 @@ def plan(*, options: PlanOptions) -> None:
     )
 
     from snapkv.app.models import DEMO, load_outline  # imports torch; bad input is named before
-    from snapkv.cli.grid import give
     from snapkv.cli.loading import begin
-    from snapkv.cli.tables import plan_table
     from snapkv.plan import Plan, Request, footprint_of, verdict
 
     request = Request(
@@ -116,10 +129,88 @@ def plan(*, options: PlanOptions) -> None:
         typer.echo(sentence)
 
 
-def _list_shapes(*, as_json: bool) -> None:
-    from snapkv.cli.grid import give
-    from snapkv.cli.tables import shapes_table
-    from snapkv.plan.shapes import SHAPES, described
+def plan_table(plan: "Plan") -> Grid:
+    """What a request comes to with a full and with a compressed cache."""
+    columns = [_plan_cells(plan, needs) for needs in (plan.full, plan.compressed)]
+    rows = [
+        ("weights", *[format_bytes(plan.footprint.weights_bytes)] * 2),
+        *((name, *(column[name] for column in columns)) for name in columns[0]),
+        ("decoding, at most", "1.0x", f"{plan.decode_speedup:.1f}x"),
+    ]
+    if plan.request.memory_bytes is not None:
+        gains = [needs.throughput for needs in (plan.full, plan.compressed)]
+        texts = ("-" if gain is None else f"{gain:.1f}x" for gain in gains)
+        rows.append(("tokens per second, read together", *texts))
+    return Grid(
+        title=_plan_title(plan), headings=("", "full cache", "compressed"), rows=tuple(rows)
+    )
 
-    found = {name: described(name) for name in SHAPES}
-    give(found, lambda: shapes_table(found), as_json=as_json)
+
+def shapes_table(shapes: Mapping[str, dict[str, Any]]) -> Grid:
+    """A row per published shape, see `snapkv.plan.shapes.described`."""
+    rows = [
+        (
+            name,
+            f"{shape['parameters'] / 1e9:.1f}B",
+            shape["weights"],
+            str(shape["layers"]) + (f" ({slide})" if (slide := shape["sliding_layers"]) else ""),
+            f"{shape['kv_heads']}x{shape['head_dim']}",
+            f"{shape['kv_bytes_per_token'] / 1024:,.0f}",
+            f"{shape['positions']:,}",
+        )
+        for name, shape in shapes.items()
+    ]
+    return Grid(
+        headings=("shape", "size", "weights", "layers", "KV", "KiB", "positions"),
+        rows=tuple(rows),
+        caption="layers: in brackets those that slide over a window. KV: heads and their width, or "
+        "one latent. KiB: of cache for one more token of a long prompt, in 16 bits.",
+    )
+
+
+def _plan_title(plan: "Plan") -> str:
+    asked = plan.request
+    prompts = f"{asked.batch:,} prompts" if asked.batch > 1 else "a prompt"
+    return (
+        f"{plan.model}, {_stored_as(plan.footprint)}: {prompts} of {asked.context_tokens:,} "
+        f"tokens, {plan.kept_tokens:,} kept, answers of {asked.new_tokens:,}"
+    )
+
+
+def _stored_as(model: "Footprint") -> str:
+    """The dtype, and how weights are stored where that is counted."""
+    from snapkv.plan.footprint import is_counted
+
+    if model.quantization is None or not is_counted(model.quantization):
+        return model.dtype
+    return f"{model.dtype}, weights in {model.quantization}"
+
+
+def _plan_cells(plan: "Plan", needs: "CacheNeeds") -> dict[str, str]:
+    """A column of the plan's table."""
+    cells = {
+        "cache behind the prompt": format_bytes(needs.cache_bytes),
+        "beside the weights while reading, about": format_bytes(needs.prefill_peak_bytes),
+        "all together": format_bytes(needs.total_bytes),
+    }
+    if plan.request.memory_bytes is not None:
+        positions = plan.footprint.max_positions
+        limit = None if positions is None else positions - plan.request.new_tokens
+        in_pieces = needs.longest_prompt_in_pieces_tokens
+        cells |= {
+            "longest prompt, read in one pass": _longest(needs.longest_prompt_tokens, limit),
+            "longest prompt, read in pieces": _longest(in_pieces, limit),
+            "largest batch, reading together": f"{needs.largest_batch:,}",
+            "largest batch, decoding": f"{needs.largest_decoding_batch:,}",
+        }
+    cells["read for every token"] = format_bytes(needs.step_bytes)
+    if needs.step_ms is not None:
+        cells["per token, at least"] = f"{needs.step_ms:.1f} ms"
+    return cells
+
+
+def _longest(tokens: int | None, limit: int | None) -> str:
+    """Tokens that fit; where the model's positions end first, that is said."""
+    if not tokens:
+        return "none"
+    return f"{tokens:,} (all positions)" if tokens == limit else f"{tokens:,}"

@@ -1,16 +1,17 @@
 """`snapkv policies`: the methods, what they do, and their parameters."""
 
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import typer
 
+from snapkv.cli import panels
 from snapkv.cli.standard_output import write_json
 from snapkv.validation import AUTO, DEFAULT
 
+EXAMPLES = {"policies": ("snapkv policies", "snapkv policies --json")}
 
-def policies(
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False,
-) -> None:
+
+def policies(json: panels.AsJson = False) -> None:
     """List the methods with their parameters and defaults."""
     from snapkv.policies import POLICIES, default_policy  # imports torch, --help must not wait
 

@@ -1,37 +1,23 @@
-"""From options to a policy, for any policy in the table."""
+"""From options, or a text such as ``snapkv:kernel_size=13``, to a policy in the table."""
 
 import contextlib
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from snapkv.cli.amounts import count, kernel, token_budget
-from snapkv.cli.options import PolicyOptions
+from snapkv.cli.options import OWN_FLAGS, PolicyOptions
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import POLICIES, Policy, SnapKV
 from snapkv.policies.default import default_parameters
 from snapkv.validation import AUTO, DEFAULT, nearest
-
-OWN_FLAGS = (
-    "budget",
-    "keep_ratio",
-    "window_size",
-    "kernel_size",
-    "pooling",
-    "decay",
-    "group_reduce",
-)
-"""Parameters of methods that have an option of their own; others are given with ``--set``."""
 
 
 def build_policy(options: PolicyOptions) -> Policy:
     """The policy that the options ask for; what they leave out keeps the policy's own default.
 
     Where they name none, the votes choose the budget, too.
-
-    Raises:
-        InvalidArgumentError: an unknown policy, an option it does not have, or a bad value.
-        InvalidTypeError: a value of the wrong type.
     """
     given = {name: value for name in OWN_FLAGS if (value := getattr(options, name)) is not None}
     if "kernel_size" in given:
@@ -42,20 +28,6 @@ def build_policy(options: PolicyOptions) -> Policy:
     if options.seed is not None and "seed" in accepted(options.policy, given):
         given.setdefault("seed", options.seed)
     return make_policy(options.policy, given)
-
-
-def typed_assignments(name: str, assignments: Iterable[str]) -> dict[str, Any]:
-    """Parameters of a policy out of ``NAME=VALUE`` texts, each in the type that it has.
-
-    Raises:
-        InvalidArgumentError: an unknown policy, or a text without an equals sign.
-    """
-    known = _known_parameters(name)
-    given = {}
-    for assignment in assignments:
-        parameter, text = _split(assignment)
-        given[parameter] = _typed(text, known.get(parameter.rpartition(".")[2]))
-    return given
 
 
 def make_policy(name: str, given: dict[str, Any]) -> Policy:
@@ -112,6 +84,12 @@ def accepted(name: str, given: dict[str, Any]) -> list[str]:
     return [*parameters(_named(name)), *(key for part in parts for key in accepted(part, {}))]
 
 
+def parameters(policy: type[Policy]) -> dict[str, Any]:
+    """A policy's parameters and their types."""
+    hints = get_type_hints(policy)
+    return {field.name: hints[field.name] for field in fields(policy) if field.init}
+
+
 def _named(name: str) -> type[Policy]:
     kinds: dict[str, type[Policy]] = {DEFAULT: SnapKV, **POLICIES}
     if name not in kinds:
@@ -121,28 +99,22 @@ def _named(name: str) -> type[Policy]:
     return kinds[name]
 
 
-def _known_parameters(name: str) -> dict[str, Any]:
-    """Parameters of a policy and of any it may wrap, with their types."""
+def typed_assignments(name: str, assignments: Iterable[str]) -> dict[str, Any]:
+    """Parameters of a policy out of ``NAME=VALUE`` texts, each in the type that it has."""
     hints = parameters(_named(name))
-    if not wrapped(name, {}):
-        return hints
-    others = [parameters(policy) for policy in POLICIES.values() if policy is not _named(name)]
-    return {key: hint for inner in others for key, hint in inner.items()} | hints
-
-
-def parameters(policy: type[Policy]) -> dict[str, Any]:
-    """A policy's parameters and their types."""
-    hints = get_type_hints(policy)
-    return {field.name: hints[field.name] for field in fields(policy) if field.init}
-
-
-def _split(assignment: str) -> tuple[str, str]:
-    name, equals, text = assignment.partition("=")
-    if not (name and equals):
-        raise InvalidArgumentError(
-            f"set: expected NAME=VALUE, got {assignment!r}; write for instance --set seed=1"
-        )
-    return name.strip().replace("-", "_"), text.strip()
+    if wrapped(name, {}):  # of any that it may wrap, too
+        others = [parameters(policy) for policy in POLICIES.values() if policy is not _named(name)]
+        hints = {key: hint for inner in others for key, hint in inner.items()} | hints
+    given = {}
+    for assignment in assignments:
+        parameter, equals, text = (part.strip() for part in assignment.partition("="))
+        if not (parameter and equals):
+            raise InvalidArgumentError(
+                f"set: expected NAME=VALUE, got {assignment!r}; write for instance --set seed=1"
+            )
+        parameter = parameter.replace("-", "_")
+        given[parameter] = _typed(text, hints.get(parameter.rpartition(".")[2]))
+    return given
 
 
 def _typed(text: str, hint: Any) -> Any:
@@ -156,8 +128,56 @@ def _typed(text: str, hint: Any) -> Any:
         if kind in kinds:
             with contextlib.suppress(ValueError):  # an InvalidArgumentError is one
                 return count("set", text) if kind is int else kind(text)
-    if str in kinds:
-        return text
-    if any(get_origin(kind) is tuple for kind in kinds):
+    if str not in kinds and any(get_origin(kind) is tuple for kind in kinds):
         return kernel(text)
     return text
+
+
+def named_policies(
+    baselines: Iterable[str], policies: Iterable[str], budgets: Sequence[int | str | dict[str, Any]]
+) -> list[tuple[str, Policy]]:
+    """The baselines at their own budgets, then every policy at every budget, each with its label.
+
+    A policy without a budget, or with one among its parameters, comes once.
+    """
+    made = [(spec, make_policy(*parsed(spec))) for spec in specs(baselines)]
+    for spec in specs(policies):
+        name, given = parsed(spec)
+        if not takes_budget(name, given):
+            made.append((spec, make_policy(name, given)))
+            continue
+        for budget in budgets:
+            policy = make_policy(name, {"budget": budget, **given})
+            made.append((f"{spec}@{_shown(budget)}", policy))
+    return made
+
+
+def takes_budget(name: str, given: Iterable[str]) -> bool:
+    """Whether a policy has a budget that these parameters of it do not set."""
+    own = {parameter.rpartition(".")[2] for parameter in given}
+    return "budget" in accepted(name, {}) and not own & {"budget", "keep_ratio"}
+
+
+def _shown(budget: int | str | dict[str, Any]) -> str:
+    """A budget as it is written on the command line."""
+    if not isinstance(budget, dict):
+        return str(budget)
+    return f"{AUTO}:" + ",".join(f"{name}={value}" for name, value in budget[AUTO].items())
+
+
+def specs(texts: Iterable[str]) -> list[str]:
+    """The policies in texts as ``snapkv:kernel_size=13,pooling=avg,h2o``; "none" names none."""
+    parts = [part for text in texts for part in re.split(r",(?!\s*[\w.-]+=)", text)]
+    return [part.strip() for part in parts if part.strip() not in ("", "none")]
+
+
+def parsed(spec: str) -> tuple[str, dict[str, Any]]:
+    """The name of a policy, and the parameters that it is written with."""
+    name, _, rest = spec.partition(":")
+    given = [part for part in rest.split(",") if part.strip()]
+    if not all("=" in part for part in given):
+        raise InvalidArgumentError(
+            f"policy: expected NAME or NAME:PARAMETER=VALUE,PARAMETER=VALUE, got {spec!r}; "
+            "write for instance snapkv:kernel_size=13"
+        )
+    return name, typed_assignments(name, given)

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import transformers
@@ -12,175 +12,230 @@ from rich.console import Console
 from rich.text import Text
 
 from snapkv import __version__
+from snapkv.app import draft_methods
 from snapkv.app.answering import Answer, TextSink, answer
 from snapkv.app.draft_methods import DraftMethod
+from snapkv.app.library_answers import look_up
 from snapkv.app.models import LoadedModel
-from snapkv.app.prefills import Exact, Prefill
+from snapkv.app.prefills import Exact
 from snapkv.app.prompts import Prompt
 from snapkv.app.protection import Protection
-from snapkv.app.remedies import first_that_keeps
+from snapkv.app.remedies import Tried, first_that_keeps
 from snapkv.app.settings import GenerationSettings
-from snapkv.cli.drafts import draft_method, require_drafts_that_fit
-from snapkv.cli.grid import say, show
-from snapkv.cli.loading import load_model
-from snapkv.cli.notes import notes_on
-from snapkv.cli.options import RunOptions
-from snapkv.cli.progress import reading_progress
-from snapkv.cli.remedies import Try
+from snapkv.cli.ask import AskOptions
+from snapkv.cli.grid import Grid, say, show
+from snapkv.cli.library import like
+from snapkv.cli.loading import load_model, load_other, reading_progress
+from snapkv.cli.notes import LostVotes, Try, notes_on
+from snapkv.cli.options import DRAFTS, RunOptions
+from snapkv.cli.policy import build_policy
 from snapkv.cli.standard_output import write, write_json
-from snapkv.cli.tables import answers_table
+from snapkv.errors import InvalidArgumentError
+from snapkv.kvzip import require_one_reading
+from snapkv.library.blending import DEFAULT_RECOMPUTE
+from snapkv.library.embeddings import embeddings_folder
+from snapkv.library.library import Library
+from snapkv.library.searching import Hit
 from snapkv.policies import FullCache, Policy
 from snapkv.policies.default import method_name
+from snapkv.validation import DEFAULT, format_bytes
+from snapkv.word_index import require_word_index
+
+_DOCUMENTS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What was asked, and how to answer it.
+
+    Attributes:
+        loaded: the model that answers.
+        settings: how it generates.
+        answered: gives the answer of the method, whose text goes where it is told meanwhile.
+        full: gives the full cache's answer, or the first so many tokens of it.
+        trying: what tries policies where an answer differs from the full cache's.
+        sources: gives lines between an answer and what it took, once there is an answer.
+    """
+
+    loaded: LoadedModel
+    settings: GenerationSettings
+    answered: Callable[[TextSink | None], Answer]
+    full: Callable[[int | None], Answer]
+    trying: Callable[[Answer], Try]
+    sources: Callable[[], Sequence[Text]] = tuple
 
 
 def answer_and_show(
     options: RunOptions,
-    settings: GenerationSettings,
     policy: Policy,
     make_prompt: Callable[[Any], Prompt],
     request: dict[str, Any],
     typed: Sequence[str],
     *,
-    protection: Protection,
+    system: bool | None,
 ) -> None:
     """Load the model, answer once or, to compare, twice; then show what was asked for.
 
     Standard output carries the answer, the comparison or one JSON object; progress, and what stands
     below an answer, go to standard error.
-
-    Args:
-        options: what to load, how to draft and what to show.
-        settings: how to generate.
-        policy: the method.
-        make_prompt: what the model continues, with its tokenizer.
-        request: what the JSON object says about where the prompt came from.
-        typed: the command line, for the one to type next.
-        protection: what of the prompt must stay.
-
-    Raises:
-        SnapKVError: the options name no model that works, or drafts that do not fit the policy.
-        typer.Exit: a check found that the answer is not the full cache's.
     """
-    require_drafts_that_fit(options, policy)
+    settings, protection = options.settings(), protection_of(options, system=system)
+    _require_drafts_that_fit(options, policy)
     loaded = load_model(options)
-    drafts = draft_method(options, loaded)
+    drafts = _draft_method(options, loaded)
     prompt = make_prompt(loaded.tokenizer)
 
-    asked = _AskedPrompt(loaded, prompt, settings, protection, options.reading)
-    show_answers(asked, options, policy, drafts, request, typed)
+    def read(who: Policy, how: GenerationSettings, on_text: TextSink | None, **ways: Any) -> Answer:
+        with reading_progress(method_name(who.describe()), on_text) as progress:
+            return answer(loaded, prompt, who, how, protection=protection, **ways, **progress)
+
+    def full(tokens: int | None) -> Answer:
+        limit = settings.max_new_tokens if tokens is None else tokens
+        return read(FullCache(), replace(settings, max_new_tokens=limit), None, prefill=Exact())
+
+    asked = Asked(
+        loaded=loaded,
+        settings=settings,
+        answered=lambda on_text: read(
+            policy, settings, on_text, drafts=drafts, prefill=options.reading
+        ),
+        full=full,
+        trying=lambda ours: functools.partial(
+            first_that_keeps, loaded, prompt, settings, protect=ours.protected
+        ),
+    )
+    _show_answers(asked, options, request, typed)
 
 
-class Asked(Protocol):
-    """What was asked, of whichever method answers."""
-
-    @property
-    def loaded(self) -> LoadedModel:
-        """The model that answers."""
-
-    @property
-    def settings(self) -> GenerationSettings:
-        """How to generate."""
-
-    def answered(
-        self, policy: Policy, drafts: DraftMethod | None, on_text: TextSink | None = None
-    ) -> Answer:
-        """The answer of a method, with its progress shown."""
-
-    def full(self, tokens: int | None = None) -> Answer:
-        """The full cache's answer, or the first so many tokens of it."""
-
-    def trying(self, answer: Answer) -> Try:
-        """What tries policies on the prompt, where an answer differs from the full cache's."""
+def protection_of(options: RunOptions, *, system: bool | None) -> Protection:
+    """What the options protect; `system` is whether a system message stays by default."""
+    return Protection(
+        texts=tuple(options.protect or ()),
+        first_tokens=options.protect_first,
+        system=system if options.protect_system is None else options.protect_system,
+    )
 
 
-def show_answers(
-    asked: Asked,
-    options: RunOptions,
-    policy: Policy,
-    drafts: DraftMethod | None,
-    request: dict[str, Any],
-    typed: Sequence[str],
-    *,
-    sources: Callable[[], Sequence[Text]] = tuple,
+def _require_drafts_that_fit(options: RunOptions, policy: Policy) -> None:
+    """Refuse several ways at once, and any behind documents that are not read at once."""
+    flags = {name: f"--{name.replace('_', '-')}" for name in DRAFTS}
+    given = [flag for name, flag in flags.items() if getattr(options, name) not in (None, False)]
+    if len(given) > 1:
+        raise InvalidArgumentError(
+            f"drafts: expected one of {', '.join(flags.values())}, got {' and '.join(given)}; "
+            "leave one out"
+        )
+    if given and policy.reads_twice:
+        raise InvalidArgumentError(
+            f"drafts: expected none with {policy.name}, which has the documents read twice, got "
+            f"{given[0]}; leave it out"
+        )
+    if given and options.prefill != "exact":
+        raise InvalidArgumentError(
+            f"drafts: expected none with --prefill {options.prefill}, since they are verified in "
+            f"one pass with the prompt, got {given[0]}; leave one of them out"
+        )
+
+
+def _draft_method(options: RunOptions, loaded: LoadedModel) -> DraftMethod | None:
+    """Where the options say that drafts come from; None for plain decoding."""
+    if options.medusa is not None:
+        return draft_methods.medusa(loaded, options.medusa)
+    if options.assistant is not None:
+        return draft_methods.assistant(loaded, load_other(options.assistant, options))
+    if options.prompt_lookup is not None:
+        return draft_methods.prompt_lookup(options.prompt_lookup)
+    return draft_methods.self_speculation() if options.self_speculate else None
+
+
+def answer_from_library(options: AskOptions, question: str, typed: Sequence[str]) -> None:
+    """Find documents in the library that the options name, answer from their caches, name them."""
+    settings, policy = options.settings(), build_policy(options)
+    require_one_reading(policy, "have documents compressed by it where they are added")
+    warnings: list[str] = []
+    library = Library(str(options.library), on_notice=warnings.append)
+    is_compressed = library.required().policy["name"] != FullCache.name
+    if is_compressed and options.policy == DEFAULT and not options.has_parameters:
+        options, policy = replace(options, policy=FullCache.name), FullCache()  # stays as it is
+    require_word_index()
+    if options.rerank:
+        embeddings_folder()
+    loaded = load_model(like(library, options))
+    found = look_up(
+        loaded,
+        library,
+        question,
+        _DOCUMENTS if options.documents is None else options.documents,
+        settings,
+        recompute=DEFAULT_RECOMPUTE if options.recompute is None else options.recompute,
+        answer_start=options.answer_start,
+        by_meaning=options.rerank,
+    )
+    warnings += [
+        f"{hit.name}: left out, since the model has no positions for its {hit.tokens:,} tokens"
+        for hit in found.left_out
+    ]
+    request = {
+        "library": str(library.path),
+        "recompute": found.recompute,
+        "sources": [_without(asdict(hit), "key") for hit in found.hits],
+        "warnings": warnings,
+        "question": question,
+    }
+
+    def answered(on_text: TextSink | None) -> Answer:
+        with reading_progress(method_name(policy.describe()), on_text) as progress:
+            return found.answer(policy, progress["on_text"])
+
+    def full(tokens: int | None) -> Answer:
+        with reading_progress(FullCache.name):
+            return found.answer_in_full(tokens)
+
+    asked = Asked(
+        loaded=loaded,
+        settings=settings,
+        answered=answered,
+        full=full,
+        trying=lambda _: _not_tried,
+        sources=lambda: _source_lines(found.hits, warnings),
+    )
+    _show_answers(asked, options, request, typed)
+
+
+def _not_tried(answer_ids: Sequence[int], candidates: Sequence[Policy]) -> Tried:
+    del answer_ids, candidates
+    return Tried(untold="raise --recompute, where 1 reads the documents in full, or --budget")
+
+
+def _source_lines(hits: Sequence[Hit], warnings: Sequence[str]) -> list[Text]:
+    """A line per document, with the lines of its best passage."""
+    found = [Text(f"source: {hit.name}, lines {hit.lines[0]:,}-{hit.lines[1]:,}") for hit in hits]
+    return [*found, *(Text(f"warning: {line}") for line in warnings)]
+
+
+def _show_answers(
+    asked: Asked, options: RunOptions, request: dict[str, Any], typed: Sequence[str]
 ) -> None:
-    """Answer once or, to compare, twice; then show what was asked for.
-
-    Args:
-        asked: the question, and the model.
-        options: what to show.
-        policy: the method.
-        drafts: where drafts come from; None for none.
-        request: what the JSON object says about where the prompt came from.
-        typed: the command line, for the one to type next.
-        sources: gives lines between an answer and what it took, once there is an answer.
-
-    Raises:
-        typer.Exit: a check found that the answer is not the full cache's.
-    """
+    """Answer once or, to compare, twice; then show what was asked for."""
     if options.compare:
         _warm_up(asked.loaded.model)
-        answers = [asked.answered(policy, drafts), asked.full()]
+        answers = [asked.answered(None), asked.full(None)]
     else:
-        answers = [asked.answered(policy, drafts, None if options.json else write)]
+        answers = [asked.answered(None if options.json else write)]
     if not options.json:
-        _show(answers, sources())
+        _show(answers, asked.sources())
     tried = asked.trying(answers[0])
     notes = notes_on(answers, options, typed, tried=tried, full_start=asked.full)
     if options.json:
         about = {"model": asked.loaded.description(), **request}
         about["settings"] = asdict(asked.settings)
         runs = [answer_record(each, with_layers=options.verbose) for each in answers]
-        told = {note.key: note.record() for note in notes}
+        told = {note.key: note.record for note in notes}
         write_json({"answer": runs[0]["text"]} | about | {"runs": runs} | told | versions())
     else:
-        say([line for note in notes for line in note.lines()], to_errors=not options.compare)
+        say([line for note in notes for line in note.lines], to_errors=not options.compare)
     if status := max(note.status for note in notes):
         raise typer.Exit(status)
-
-
-@dataclass(frozen=True)
-class _AskedPrompt:
-    """A prompt that every method reads."""
-
-    loaded: LoadedModel
-    prompt: Prompt
-    settings: GenerationSettings
-    protection: Protection
-    prefill: Prefill
-
-    def answered(
-        self, policy: Policy, drafts: DraftMethod | None, on_text: TextSink | None = None
-    ) -> Answer:
-        """The answer of a method, with its progress shown."""
-        with reading_progress(policy, on_text) as progress:
-            return answer(
-                self.loaded,
-                self.prompt,
-                policy,
-                self.settings,
-                drafts=drafts,
-                protection=self.protection,
-                prefill=self.prefill,
-                **progress,
-            )
-
-    def full(self, tokens: int | None = None) -> Answer:
-        limit = self.settings.max_new_tokens if tokens is None else tokens
-        settings = replace(self.settings, max_new_tokens=limit)
-        start = replace(self, settings=settings, prefill=Exact())
-        return start.answered(FullCache(), None)
-
-    def trying(self, answer: Answer) -> Try:
-        asked = self.loaded, self.prompt, self.settings
-        return functools.partial(first_that_keeps, *asked, protect=answer.protected)
-
-
-def answer_record(answer: Answer, *, with_layers: bool) -> dict[str, Any]:
-    """An answer ready for JSON; layer by layer is long, so only where that is asked for."""
-    record = {"method": method_name(answer.policy), **asdict(answer)}
-    if not with_layers:
-        record["cache"] = {key: told for key, told in record["cache"].items() if key != "layers"}
-    return record
 
 
 def _show(answers: Sequence[Answer], sources: Sequence[Text]) -> None:
@@ -198,6 +253,49 @@ def _warm_up(model: Any) -> None:
     """Touch the weights once, or the first of two runs would pay for reading them."""
     with torch.inference_mode():
         model(torch.zeros(1, 1, dtype=torch.int64, device=model.device))
+
+
+def answers_table(answers: Sequence[Answer], *, with_text: bool) -> Grid:
+    """A column per answer: its text where that was not shown yet, and what it cost."""
+    columns = [_costs(answer) for answer in answers]
+    rows = [(name, *(column.get(name, "-") for column in columns)) for name in columns[0]]
+    if with_text:
+        rows.insert(0, ("answer", *(answer.text.strip() for answer in answers)))
+    names = (method_name(answer.policy) for answer in answers)
+    return Grid(headings=("", *names), rows=tuple(rows), left=1 + len(answers), ruled=with_text)
+
+
+def _costs(answer: Answer) -> dict[str, str]:
+    cache = answer.cache
+    costs = {
+        "prompt tokens": f"{answer.prompt_tokens:,}",
+        "kept tokens": f"{answer.kept_tokens:,.0f} of {answer.prompt_tokens:,}",
+        "generated": f"{answer.new_tokens:,}",
+        "lost votes": str(LostVotes.of(cache)),
+        "cache": f"{format_bytes(cache.held_bytes)} ({cache.held_bytes / cache.full_bytes:.0%})",
+        "full cache": format_bytes(cache.full_bytes),
+        "first token": f"{answer.first_token_ms / 1000:.1f} s",
+        "per token": "-" if answer.token_ms is None else f"{answer.token_ms:.0f} ms",
+        "whole answer": f"{answer.total_ms / 1000:.1f} s",
+    }
+    if drafts := answer.drafts:
+        length, passes = drafts["acceptance_length"], drafts["passes"]
+        costs["tokens per pass"] = f"{length:.2f}, {passes:,} passes ({drafts['method']})"
+        if "full_cache_bytes" in drafts:
+            costs["verified by"] = f"a full cache of {format_bytes(drafts['full_cache_bytes'])}"
+    return costs
+
+
+def answer_record(answer: Answer, *, with_layers: bool) -> dict[str, Any]:
+    """An answer ready for JSON; layer by layer is long, so only where that is asked for."""
+    record = {"method": method_name(answer.policy), **asdict(answer)}
+    if not with_layers:
+        record["cache"] = _without(record["cache"], "layers")
+    return record
+
+
+def _without(record: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key != name}
 
 
 def versions() -> dict[str, str]:

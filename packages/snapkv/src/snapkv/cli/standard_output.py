@@ -11,12 +11,7 @@ from snapkv.errors import OutputError
 
 @contextlib.contextmanager
 def named_output() -> Iterator[None]:
-    """Within this block, what standard output refuses is an OutputError; all of it is flushed.
-
-    Raises:
-        OutputError: standard output is closed, full or broken.
-        BrokenPipeError: who read it has left.
-    """
+    """Within this block, what standard output refuses is an OutputError; all of it is flushed."""
     stream = sys.stdout
     if stream is None:
         raise OutputError("output: expected an open standard output, got a closed one; open it")
@@ -38,25 +33,21 @@ class _Named:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> Any:
-        with _naming():
-            return self._stream.write(text)
+        return self._naming(self._stream.write, text)
 
     def flush(self) -> None:
-        with _naming():
-            self._stream.flush()
+        self._naming(self._stream.flush)
 
-
-@contextlib.contextmanager
-def _naming() -> Iterator[None]:
-    try:
-        yield
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise OutputError(
-            f"output: expected to write to standard output, got: {error.strerror or error}; make "
-            "room, or send it elsewhere"
-        ) from error
+    def _naming(self, call: Any, *arguments: str) -> Any:
+        try:
+            return call(*arguments)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OutputError(
+                f"output: expected to write to standard output, got: {error.strerror or error}; "
+                "make room, or send it elsewhere"
+            ) from error
 
 
 def write(text: str) -> None:

@@ -4,7 +4,7 @@ import copy
 import heapq
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,6 +52,19 @@ class LeaveOut:
     spans: tuple[Span, ...]
 
 
+def needed_spans(spans: Sequence[Span]) -> list[Span]:
+    """Those that change the answer, neighbours as one, the most missed first."""
+    found: list[Span] = []
+    for span in spans:
+        if not span.changed:
+            continue
+        if found and found[-1].stop == span.start:
+            before = found.pop()
+            span = replace(span, start=before.start, loss=max(before.loss, span.loss))
+        found.append(span)
+    return sorted(found, key=lambda span: -span.loss)
+
+
 @torch.inference_mode()
 def leave_out(
     model: Any,
@@ -71,7 +84,7 @@ def leave_out(
 
     Args:
         model: the model.
-        cache: what `last_logits` came from: a full cache of the prompt; stays as it is.
+        cache: a full cache of the prompt; stays as it is.
         last_logits: (V,), behind the prompt.
         checks: how many spans to hide; 0 for none.
         answer_tokens: of the answer that are looked at.

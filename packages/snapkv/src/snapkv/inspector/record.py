@@ -1,15 +1,15 @@
 """Recording what methods keep of one prompt: a reading shown to all of them, and their answers."""
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from snapkv.app.answering import Answer, costs, end_token_ids, prompt_ids
 from snapkv.app.comparison import Comparison
+from snapkv.app.likelihood import References
 from snapkv.app.models import LoadedModel
 from snapkv.app.observing import observed
 from snapkv.app.prefills import Exact
@@ -19,15 +19,10 @@ from snapkv.app.prompts import Prompt
 from snapkv.app.protection import Protection
 from snapkv.app.settings import GenerationSettings
 from snapkv.app.text_files import TextFile
-from snapkv.inspector.changes import word_changes
-from snapkv.inspector.curve import BudgetPoint, likelihood
-from snapkv.inspector.finding import needed_spans, sentence
-from snapkv.inspector.heat import Heat, heat
-from snapkv.inspector.leave_out import LeaveOut, Span, leave_out
-from snapkv.inspector.packing import is_logarithmic, levels, packed_bits, packed_scores
-from snapkv.inspector.pieces import token_texts
-from snapkv.inspector.places import Places
-from snapkv.inspector.seen import KeptOf, SeenLayer, telling_head
+from snapkv.inspector.leave_out import LeaveOut, Span, leave_out, needed_spans
+from snapkv.inspector.packing import Heat, heat, is_logarithmic, levels, packed_bits, packed_scores
+from snapkv.inspector.scores import KeptOf, SeenLayer, telling_head
+from snapkv.inspector.words import Places, sentence, word_changes
 from snapkv.policies import FullCache, Policy
 
 MOST_SCORE_BYTES = 4 * 2**20
@@ -37,36 +32,13 @@ _CHECKED_ANSWER_TOKENS = 24
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerRecord:
-    """What one method kept of one layer, packed for the page.
-
-    Attributes:
-        layer: its index in the model.
-        kept_tokens: of each head.
-        bits: which positions each head keeps; see `packing.packed_bits`.
-        votes: before pooling; None where the method does not pool.
-        scores: what the best are chosen by; None where the method does not show them.
-        cuts: the level, 0 to 255, of each head's lowest kept score; None where none was kept.
-        logarithmic: whether levels are powers of ten; see `packing.levels`.
-    """
-
-    layer: int
-    kept_tokens: list[int]
-    bits: str
-    votes: str | None = None
-    scores: str | None = None
-    cuts: list[float | None] | None = None
-    logarithmic: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class MethodRecord:
     """A method, what it kept, and what it answered.
 
     Attributes:
         label: its name on the page.
         answer: from the compressed cache.
-        layers: of the layers that are compressed.
+        layers: of the layers that are compressed, packed for the page, see `_packed`.
         bin_tokens: neighbours that share a byte of votes and scores.
         kept: how much of what the answer needs was kept; None where that is not known.
         heat: the vote of the head that tells most of what the answer needs; None where none does.
@@ -74,10 +46,26 @@ class MethodRecord:
 
     label: str
     answer: Answer
-    layers: list[LayerRecord]
+    layers: list[dict[str, Any]]
     bin_tokens: int
     kept: KeptOf | None
     heat: Heat | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetPoint:
+    """What a method answers at a budget.
+
+    Attributes:
+        budget: tokens per head and layer.
+        answer: from that cache.
+        likelihood: the probability that it gives to a token of the full cache's answer, the
+            geometric mean over its tokens, in [0, 1]; None where positions run out.
+    """
+
+    budget: int
+    answer: Answer
+    likelihood: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +82,7 @@ class Inspection:
         answer_start: the greedy answer that those were found with, as text.
         other_layers: layers that no method compresses.
         curve: the first method at several budgets, the smallest first.
-        full_likelihood: of the full cache's answer to itself; see `curve.likelihood`.
+        full_likelihood: of the full cache's answer to itself; see `BudgetPoint.likelihood`.
     """
 
     pieces: list[str]
@@ -125,7 +113,7 @@ class Inspection:
                     "policy": method.answer.policy,
                     "sentence": self.sentence(method),
                     "answer": self._answered(method.answer),
-                    "layers": [asdict(layer) for layer in method.layers],
+                    "layers": method.layers,
                     "bin_tokens": method.bin_tokens,
                     "kept": None if method.kept is None else asdict(method.kept),
                     "heat": None if method.heat is None else asdict(method.heat),
@@ -184,62 +172,75 @@ def inspect_prompt(
         UnsupportedModelError: the model cannot be compressed correctly.
         OutOfMemoryError: the device is full.
     """
-    answers = [label for label, _ in policies] + [f"budget {budget:,}" for budget, _ in budgets]
-    steps = _Steps(["reading", "hiding parts", "full", *answers], on_step)
+    names = ["reading", "hiding parts", "full", *(label for label, _ in policies)]
+    names += [f"budget {budget:,}" for budget, _ in budgets]
+    steps = iter(enumerate(names))
+
+    def begin_next() -> None:
+        done, name = next(steps)
+        if on_step:
+            on_step(name, done, len(names))
+
     known = [loaded.completed(policy) for _, policy in policies]
-    shown, left_out, other_layers = _looked_at(loaded, prompt, known, settings, checks, steps)
+    shown, left_out, other_layers = _looked_at(loaded, prompt, known, settings, checks, begin_next)
     reader = PromptReader(loaded, prompt, settings, [Exact()] * (1 + len(policies) + len(budgets)))
 
     def ask(policy: Policy, ends: list[PromptEnd] | None = None) -> Answer:
-        steps.next()
+        begin_next()
         return reader.answer(policy, Exact(), Protection(), ends)
 
-    full_end: list[PromptEnd] | None = [] if budgets else None
-    full = ask(FullCache(), full_end)
-    full_likelihood = None if full_end is None else likelihood(loaded, full, full_end)
+    def likelihood(ends: list[PromptEnd]) -> float | None:
+        loss = References(token_ids=[full.token_ids]).loss(loaded, ends.pop())
+        return None if loss is None else math.exp(-loss)
+
+    def point(budget: int, policy: Policy) -> BudgetPoint:
+        ends: list[PromptEnd] = []
+        given = ask(policy, ends)
+        return BudgetPoint(budget=budget, answer=given, likelihood=likelihood(ends))
+
+    full_end: list[PromptEnd] = []
+    full = ask(FullCache(), full_end if budgets else None)
+    full_likelihood = likelihood(full_end) if budgets else None
     pieces = token_texts(loaded.tokenizer, prompt)
     places = Places(pieces, documents)
     return Inspection(
         pieces=pieces,
         full=full,
         methods=[
-            with_answer(label=label, answer=ask(policy))
-            for (label, policy), with_answer in zip(policies, shown, strict=True)
+            MethodRecord(label=label, answer=ask(policy), **seen)
+            for (label, policy), seen in zip(policies, shown, strict=True)
         ],
         leave_out=left_out,
         places=[places.of(span.start, span.stop) for span in left_out.spans],
         needed=[places.of(span.start, span.stop) for span in needed_spans(left_out.spans)],
         answer_start=loaded.tokenizer.decode(left_out.answer_ids, skip_special_tokens=True),
         other_layers=other_layers,
-        curve=[_point(loaded, budget, policy, ask, full) for budget, policy in budgets],
+        curve=[point(budget, policy) for budget, policy in budgets],
         full_likelihood=full_likelihood,
     )
 
 
-class _Steps:
-    """Tells what comes next, and how much of all has been done."""
+def token_texts(tokenizer: Any, prompt: Prompt) -> list[str]:
+    """One text per token; together they are the prompt's text, character by character.
 
-    def __init__(
-        self, names: Sequence[str], on_step: Callable[[str, int, int], None] | None
-    ) -> None:
-        self._names, self._on_step, self._done = names, on_step, 0
-
-    def next(self) -> None:
-        if self._on_step:
-            self._on_step(self._names[self._done], self._done, len(self._names))
-        self._done += 1
-
-
-def _point(
-    loaded: LoadedModel,
-    budget: int,
-    policy: Policy,
-    ask: Callable[[Policy, list[PromptEnd]], Answer],
-    full: Answer,
-) -> BudgetPoint:
-    ends: list[PromptEnd] = []
-    given = ask(policy, ends)
-    return BudgetPoint(budget=budget, answer=given, likelihood=likelihood(loaded, full, ends))
+    Where several tokens make one character, the first of them has it and the others are empty, as
+    are tokens that the tokenizer adds. A tokenizer that does not know where its tokens come from
+    has each token decoded alone.
+    """
+    encoded = tokenizer(
+        prompt.text,
+        add_special_tokens=not prompt.has_special_tokens,
+        return_offsets_mapping=tokenizer.is_fast,
+        verbose=False,
+    )
+    if not tokenizer.is_fast:
+        return [tokenizer.decode([index]) for index in encoded["input_ids"]]
+    starts, reached = [], 0
+    for start, _ in encoded["offset_mapping"]:
+        reached = max(reached, start)
+        starts.append(reached)
+    stops = [*starts[1:], len(prompt.text)]
+    return [prompt.text[start:stop] for start, stop in zip(starts, stops, strict=True)]
 
 
 def _looked_at(
@@ -248,14 +249,14 @@ def _looked_at(
     policies: Sequence[Policy],
     settings: GenerationSettings,
     checks: int,
-    steps: _Steps,
-) -> tuple[list[Callable[..., MethodRecord]], LeaveOut, int]:
+    begin_next: Callable[[], None],
+) -> tuple[list[dict[str, Any]], LeaveOut, int]:
     """What every method kept of a prompt, what its answer needs, and layers that none compresses.
 
     The full cache of the reading is gone when others are filled.
     """
     ids = prompt_ids(loaded, prompt, settings)
-    steps.next()
+    begin_next()
     reading = observed(
         loaded,
         ids,
@@ -263,7 +264,7 @@ def _looked_at(
         lambda layer: [SeenLayer.of(policy, layer) for policy in policies],
         frozenset().union(*(policy.needs for policy in policies)),
     )
-    steps.next()
+    begin_next()
     left_out = leave_out(
         loaded.model,
         reading.cache,
@@ -279,41 +280,38 @@ def _looked_at(
     return shown, left_out, len(reading.cache.layers) - len(reading.seen)
 
 
-def _shown(
-    seen: Sequence[SeenLayer], needed: Sequence[Span], tokens: int
-) -> Callable[..., MethodRecord]:
-    """A method's record, which its label and its answer make whole; no tensor is held.
-
-    Where its scores would be too many, neighbours share a byte.
-    """
+def _shown(seen: Sequence[SeenLayer], needed: Sequence[Span], tokens: int) -> dict[str, Any]:
+    """Of a method's record what holds no tensor; where scores are too many, some share a byte."""
     bin_tokens = -(-sum(layer.kept.numel() for layer in seen) // MOST_SCORE_BYTES)
-    layers = [_packed(layer, bin_tokens) for layer in seen]
-    kept = KeptOf.parts(seen, needed)
-    picture = heat(seen, telling_head(seen, _positions(needed, tokens)))
-    return partial(MethodRecord, layers=layers, bin_tokens=bin_tokens, kept=kept, heat=picture)
+    is_needed = torch.zeros(tokens, dtype=torch.bool)
+    for span in needed:
+        is_needed[span.start : span.stop] = True
+    return {
+        "layers": [_packed(layer, bin_tokens) for layer in seen],
+        "bin_tokens": bin_tokens,
+        "kept": KeptOf.parts(seen, needed),
+        "heat": heat(seen, telling_head(seen, is_needed)),
+    }
 
 
-def _positions(spans: Sequence[Span], tokens: int) -> Tensor:
-    """(T,) bool, which positions lie in the spans."""
-    found = torch.zeros(tokens, dtype=torch.bool)
-    for span in spans:
-        found[span.start : span.stop] = True
-    return found
+def _packed(seen: SeenLayer, bin_tokens: int) -> dict[str, Any]:
+    """What one method kept of one layer.
 
-
-def _packed(seen: SeenLayer, bin_tokens: int) -> LayerRecord:
-    record = LayerRecord(
-        layer=seen.states.layer_idx,
-        kept_tokens=seen.kept.sum(dim=-1).tolist(),
-        bits=packed_bits(seen.kept),
-    )
-    if seen.scores is None or seen.cuts is None:
-        return record
-    at = levels(seen.cuts[:, None], seen.scores)[:, 0].tolist()
-    return replace(
-        record,
-        votes=None if seen.votes is None else packed_scores(seen.votes, bin_tokens),
-        scores=packed_scores(seen.scores, bin_tokens),
-        cuts=[None if level != level else round(level, 2) for level in at],
-        logarithmic=is_logarithmic(seen.scores),
-    )
+    `cuts` are the levels, 0 to 255, of each head's lowest kept score, None where none was kept.
+    Where the method shows no scores, `votes`, `scores` and `cuts` are None.
+    """
+    record = {
+        "layer": seen.states.layer_idx,
+        "kept_tokens": seen.kept.sum(dim=-1).tolist(),
+        "bits": packed_bits(seen.kept),
+        "votes": None if seen.votes is None else packed_scores(seen.votes, bin_tokens),
+        "scores": None,
+        "cuts": None,
+        "logarithmic": False,
+    }
+    if seen.scores is not None and seen.cuts is not None:
+        at = levels(seen.cuts[:, None], seen.scores)[:, 0].tolist()
+        record["scores"] = packed_scores(seen.scores, bin_tokens)
+        record["cuts"] = [None if level != level else round(level, 2) for level in at]
+        record["logarithmic"] = is_logarithmic(seen.scores)
+    return record

@@ -1,11 +1,13 @@
-"""How a method rated the prompt: its votes, what pooling made of them, and the lowest kept."""
+"""What a method did to every layer of a prompt: its votes, its scores, and what it kept."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from snapkv.cache.layer import last_tokens
+from snapkv.inspector.leave_out import Span
 from snapkv.policies import Policy, PromptLayer, Selection, SnapKV
 from snapkv.policies.base import PrefixPolicy
 
@@ -77,3 +79,95 @@ def scorer_of(policy: Policy) -> PrefixPolicy | None:
         if isinstance(inner, Policy):
             return scorer_of(inner)
     return policy if isinstance(policy, PrefixPolicy) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeenLayer:
+    """What a method did to a layer.
+
+    Attributes:
+        policy: the method.
+        states: what it saw, on the model's device.
+        kept: (H, T) bool in main memory, as are the others.
+        votes: see `Rating`, as the others.
+    """
+
+    policy: Policy
+    states: PromptLayer
+    kept: Tensor
+    votes: Tensor | None
+    scores: Tensor | None
+    cuts: Tensor | None
+
+    @classmethod
+    def of(cls, policy: Policy, states: PromptLayer) -> "SeenLayer":
+        """Ask a policy about a layer, as `snapkv.hf.attention` would."""
+        queries = last_tokens(states.queries, policy.query_tokens).clone()  # the others are let go
+        layer = replace(states, queries=queries)
+        selection = policy.select(layer)
+        kept = kept_mask(selection, layer)
+        rated = rating(policy, layer, selection, kept)
+        return cls(
+            policy=policy,
+            states=replace(layer),  # without what `PromptLayer.once` has computed
+            kept=kept.cpu(),
+            votes=None if rated is None or rated.votes is None else rated.votes.cpu(),
+            scores=None if rated is None else rated.scores.cpu(),
+            cuts=None if rated is None else rated.cuts.cpu(),
+        )
+
+    def shares_on(self, source: Tensor) -> Tensor | None:
+        """(H,) float32: the part of each head's votes that falls on the (T,) bool positions.
+
+        Of its scores where the method does not pool; None where some are negative or none is shown.
+        """
+        rated = self.scores if self.votes is None else self.votes
+        if rated is None or bool((rated < 0).any()):
+            return None
+        total = rated.sum(dim=-1)
+        return (rated * source[: rated.shape[-1]]).sum(dim=-1) / total.where(total > 0, 1.0)
+
+
+def telling_head(layers: Sequence[SeenLayer], source: Tensor) -> tuple[int, int, float] | None:
+    """The head that gives the (T,) bool positions the largest part of its votes.
+
+    Returns:
+        Its place in `layers`, its number, and that part; None where no head gives any.
+    """
+    best = None
+    for place, layer in enumerate(layers):
+        shares = layer.shares_on(source)
+        if shares is None:
+            continue
+        share, head = shares.max(dim=-1)
+        if share > (0.0 if best is None else best[2]):
+            best = place, int(head), float(share)
+    return best
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptOf:
+    """How much of some parts of a prompt a method kept.
+
+    Attributes:
+        share: of their tokens, in the head that keeps most of a part, one for each part.
+        heads: that keep one of their tokens, on average.
+        of_heads: heads of all layers.
+    """
+
+    share: float
+    heads: float
+    of_heads: int
+
+    @classmethod
+    def parts(cls, layers: Sequence[SeenLayer], spans: Sequence[Span]) -> "KeptOf | None":
+        """Of the spans, of which no two overlap; None without any."""
+        tokens = sum(span.stop - span.start for span in spans)
+        if not tokens:
+            return None
+        most, total = 0, 0
+        for span in spans:
+            by_head = torch.cat([layer.kept[:, span.start : span.stop].sum(-1) for layer in layers])
+            most, total = most + int(by_head.max()), total + int(by_head.sum())
+        of_heads = sum(len(layer.kept) for layer in layers)
+        return cls(share=most / tokens, heads=total / tokens, of_heads=of_heads)

@@ -6,6 +6,7 @@ from snapkv.policies.budget import AutoBudget, ByteBudget
 from snapkv.policies.compactor import Compactor
 from snapkv.policies.criticalkv import CriticalKV
 from snapkv.policies.default import default_policy
+from snapkv.policies.draft_votes import DraftVotes
 from snapkv.policies.duo_attention import DuoAttention
 from snapkv.policies.expected_attention import ExpectedAttention
 from snapkv.policies.fastgen import FastGen
@@ -43,6 +44,7 @@ POLICIES: dict[str, type[Policy]] = {
         FastGen,
         DuoAttention,
         PromptThenDecode,
+        DraftVotes,
         KeyDiff,
         LagKV,
         Compactor,
@@ -59,6 +61,7 @@ __all__ = [
     "Compactor",
     "CriticalKV",
     "DecodeStep",
+    "DraftVotes",
     "DuoAttention",
     "EvictingPolicy",
     "Eviction",

@@ -83,6 +83,8 @@ class PromptLayer(LayerStates):
         token_cost: what a token costs in bytes, by the tokens of the batch's shortest row; for a
             `ByteBudget`.
         votes_impl: the implementation of `snapkv.ops.window_votes` that counts the window's votes.
+        draft: (B, Hq, N, D) queries, (B, Hkv, N, D) keys and values of N tokens that were generated
+            behind the prompt to vote on it; None where none were.
     """
 
     values: Tensor
@@ -93,6 +95,7 @@ class PromptLayer(LayerStates):
     fair: Segments | None = None
     token_cost: Callable[[int], TokenCost] | None = None
     votes_impl: Implementation = "auto"
+    draft: tuple[Tensor, Tensor, Tensor] | None = None
 
     def once(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
         """What `compute` gives, computed the first time somebody asks for it by that key."""

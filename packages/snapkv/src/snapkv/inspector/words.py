@@ -1,13 +1,26 @@
-"""Where in its document a part of a prompt stands, in words: a section, or else a line."""
+"""An inspection in words: where parts stand, what was kept of them, how answers differ."""
 
 import bisect
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from difflib import SequenceMatcher
+from itertools import accumulate, zip_longest
 from pathlib import PurePath
+from typing import Literal
 
 from snapkv.app.text_files import TextFile
+from snapkv.inspector.leave_out import Span
+from snapkv.inspector.scores import KeptOf
+
+Change = tuple[Literal["same", "gone", "new"], str]
+"""A run of words that both answers have, that only the first has, or that only the second has."""
+
+MOST_WORDS = 500
+"""Of each text, behind the words that both begin with, that are compared word by word: the time for
+that can grow with their cube."""
+
+_NAMED_PLACES = 2
 
 _PROSE = {"", ".md", ".markdown", ".txt", ".rst", ".html", ".htm", ".xhtml", ".pdf"}
 """Files in which a line such as "# Scope" is a heading and no comment."""
@@ -47,13 +60,7 @@ class _Placed:
 
 
 class Places:
-    """The places of a prompt.
-
-    Args:
-        pieces: the text of every token.
-        documents: what the prompt holds, in its order; a document that a chat template has
-            rewritten is not found, and what stands in it gets a share of the prompt.
-    """
+    """The places of a prompt; what stands in a document that is not found gets a share of it."""
 
     def __init__(self, pieces: Sequence[str], documents: Sequence[TextFile]) -> None:
         text = "".join(pieces)
@@ -152,3 +159,67 @@ def _placed(document: TextFile, start: int) -> _Placed:
         line_starts=list(accumulate(lengths, initial=start)),
         headings=[(start + at, title) for at, title in headings(document.name, text)],
     )
+
+
+def sentence(spans: Sequence[Span], places: Sequence[str], kept: KeptOf | None, held: float) -> str:
+    """What the answer needs, and how much of it was kept, in `held` of the full cache's bytes."""
+    share = _percent(held)
+    if not spans:
+        return f"What the answer needs was not looked at; it was given from {share} of the cache."
+    if kept is None:
+        return (
+            "No part of the prompt changes the answer where it alone is hidden; "
+            f"it was given from {share} of the cache."
+        )
+    return (
+        f"The answer needs {_listed(places)}; {_amount(kept.share)} kept, in {share} of the cache."
+    )
+
+
+def _listed(places: Sequence[str]) -> str:
+    names = list(dict.fromkeys(places))
+    more = len(names) - _NAMED_PLACES
+    if more > 0:
+        names = [*names[:_NAMED_PLACES], f"{more:,} more {'places' if more > 1 else 'place'}"]
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def _amount(share: float) -> str:
+    if share >= 1:
+        return "all of it was"
+    return f"{_percent(share)} of it was" if share > 0 else "none of it was"
+
+
+def _percent(share: float) -> str:
+    """A share that is not all or nothing never reads as if it were."""
+    if 0 < share < 0.1:
+        return f"{max(share, 0.001):.1%}"
+    return f"{share:.0%}" if share in (0, 1) else f"{min(max(share, 0.1), 0.99):.0%}"
+
+
+def word_changes(before: str, after: str) -> list[Change]:
+    """How one text becomes the other; what is not "new" makes the first, not "gone" the second.
+
+    Where both differ early in many words, all behind that place is one change.
+    """
+    ours, theirs = (re.findall(r"\s*\S+|\s+\Z", text) for text in (before, after))
+    pairs = enumerate(zip_longest(ours, theirs))
+    alike = next((place for place, (one, other) in pairs if one != other), len(ours))
+    left = ours[alike:], theirs[alike:]
+    if max(map(len, left)) <= MOST_WORDS:
+        changes = list(_changed_runs(*left))
+    else:
+        changes = [("gone", "".join(left[0])), ("new", "".join(left[1]))]
+    return [run for run in [("same", "".join(ours[:alike])), *changes] if run[1]]
+
+
+def _changed_runs(ours: list[str], theirs: list[str]) -> Iterator[Change]:
+    matcher = SequenceMatcher(None, ours, theirs, autojunk=False)
+    for what, first, last, new_first, new_last in matcher.get_opcodes():
+        if what == "equal":
+            yield "same", "".join(ours[first:last])
+            continue
+        if gone := "".join(ours[first:last]):
+            yield "gone", gone
+        if new := "".join(theirs[new_first:new_last]):
+            yield "new", new

@@ -1,0 +1,345 @@
+"""`snapkv ask` and `snapkv generate`: what is answered, shown, compared, drafted and read."""
+
+import io
+import json
+import os
+import re
+import shlex
+import sys
+
+import pytest
+
+from snapkv import default_policy
+from snapkv.app.prefills import Chunked, Exact, GemFilter, LayerByLayer, Selective
+from snapkv.cli.options import read_prefill, read_prefills
+from snapkv.decoding import MedusaHeads, save_heads
+from snapkv.errors import InvalidArgumentError
+from snapkv.hf.saved import policy_of
+
+WHERE = ("-q", "Where is the key?")
+ASK = (*WHERE, "--answer-start", "The key is under the")
+SMALL = ("--budget", 48, "--window-size", 16, "--kernel-size", 13, "--max-new-tokens", 6)
+AUTO = {"auto": {"lost_vote": 0.0015, "least": 32, "most": None}}
+
+
+@pytest.fixture
+def asked(snapkv, document):
+    """The JSON of a question about the document."""
+
+    def ask(*options):
+        done = snapkv("ask", document, *ASK, *options, "--json")
+        assert (done.status, done.err) == (0, ""), done.err
+        return json.loads(done.out)
+
+    return ask
+
+
+def test_the_answer_alone_is_on_standard_output(snapkv, demo_only, document):
+    done = snapkv("ask", document, *ASK, *SMALL)
+    assert (done.status, done.out) == (0, "The key is under the blue stone.\n")
+    costs = dict(re.findall(r"│ ([a-z ]+?) +│ (\S.*?) +│", done.err))
+    assert costs["kept tokens"] == f"48 of {costs['prompt tokens']}"  # the budget
+    assert costs["generated"] == "4"
+    assert costs.keys() == {
+        "prompt tokens", "kept tokens", "generated", "lost votes", "cache", "full cache",
+        "first token", "per token", "whole answer",
+    }  # fmt: skip
+
+
+def test_json_is_one_object_and_nothing_else(asked, demo_only, document):
+    record = asked(*SMALL)
+    assert list(record) == [
+        "answer", "model", "documents", "warnings", "question", "settings", "runs", "prefill",
+        "lost_votes", "snapkv", "torch", "transformers",
+    ]  # fmt: skip
+    assert record["model"]["name"] == "demo"
+    assert record["documents"] == [str(document)]
+    assert record["question"] == "Where is the key?"
+    assert record["warnings"] == []
+    assert record["settings"] == {
+        "max_new_tokens": 6, "temperature": 0.0, "seed": 0, "min_new_tokens": 0,
+        "stop_token_ids": [], "stop_strings": [],
+    }  # fmt: skip
+    (answer,) = record["runs"]
+    assert record["answer"] == answer["text"] == "The key is under the blue stone."
+    assert answer["policy"]["kernel_size"] == 13
+    assert answer["kept_tokens"] == 48
+    assert answer["cache"]["held_bytes"] < answer["cache"]["full_bytes"]
+    assert "layers" not in answer["cache"]
+    assert len(asked(*SMALL, "--verbose")["runs"][0]["cache"]["layers"]) == 30
+
+
+def test_a_method_that_reads_twice_chooses_before_the_question(asked, refused, tiny_only, document):
+    options = ("--policy", "kvzip", "--budget", 128, "--window-size", 16, "--max-new-tokens", 6)
+    (answer,) = asked(*options)["runs"]
+    behind = answer["cache"]["seen_tokens"] - answer["prompt_tokens"]
+    question = answer["cache"]["kept_tokens"] - 128  # it and what follows are read after it
+    assert 10 < question - behind < 40
+    said = refused("ask", document, *ASK, *options, "--self-speculate")
+    assert "drafts: expected none with kvzip" in said
+    said = refused("generate", document, "--policy", "kvzip")
+    assert "policy: expected one that chooses when a prompt has been read once" in said
+    assert "snapkv ask does" in said
+
+
+@pytest.mark.parametrize(
+    ("encoding", "output"), [("utf-8", ()), ("ascii", ()), ("ascii", ("--json",))], ids=str
+)
+def test_names_and_answers_that_the_terminal_cannot_show(
+    snapkv, tiny_only, tmp_path, monkeypatch, encoding, output
+):
+    for name in (b"caf\xe9.txt", b"notes.txt"):
+        (tmp_path / os.fsdecode(name)).write_text("Nothing to see here.")
+    written = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", written)
+    start = ("--answer-start", "Ω is", "--max-new-tokens", 1)
+    assert snapkv("ask", tmp_path, "-q", "Why?", *start, *output).status == 0
+    text = written.buffer.getvalue().decode(encoding)
+    if output:
+        record = json.loads(text)
+        assert record["documents"][0] == f"{tmp_path}/caf\\xe9.txt"
+        assert record["runs"][0]["text"].startswith("Ω is")
+    else:
+        assert text.startswith("Ω is" if encoding == "utf-8" else "\\u03a9 is")
+
+
+def test_compare_shows_both_caches_side_by_side(snapkv, asked, demo_only, document, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    done = snapkv("ask", document, *ASK, *SMALL, "--compare")
+    assert (done.status, done.err) == (0, "")
+    _, header, *_ = done.out.splitlines()
+    assert "snapkv" in header
+    assert "full" in header
+    assert done.out.count("The key is under the blue stone.") == 2
+    assert done.out.splitlines()[-1] == "same answer"
+    record = asked(*SMALL, "--compare")
+    compressed, full = record["runs"]
+    assert [compressed["policy"]["name"], full["policy"]["name"]] == ["snapkv", "full"]
+    assert full["cache"]["held_bytes"] == full["cache"]["full_bytes"]
+    assert compressed["token_ids"] == full["token_ids"]
+    assert record["comparison"]["same"]
+
+
+def test_the_default_is_not_called_by_the_papers_name(snapkv, asked, tiny_only, document):
+    shown = snapkv("ask", document, *ASK, "--budget", 48, "--max-new-tokens", 2, "--compare").out
+    assert "default" in shown.splitlines()[1]
+    assert "snapkv" not in shown.splitlines()[1]
+    (run,) = asked("--budget", 48, "--max-new-tokens", 2)["runs"]
+    assert run["method"] == "default"
+    assert policy_of(run["policy"]) == default_policy(48)
+
+
+@pytest.fixture
+def gate(tmp_path):
+    """A document whose number a small budget loses, and the command that asks for it."""
+    things = [(place, thing) for place in ("door", "bridge") for thing in ("rain", "crowd", "fog")]
+    scenes = [
+        f"The {who} waited by the {place} until the {thing} had gone."
+        for who in ("baker", "sailor")
+        for place, thing in things
+    ]
+    document = tmp_path / "the gate.txt"
+    document.write_text(" ".join([*scenes[:6], "The number of the gate is 4815162.", *scenes[6:]]))
+    small = ("--policy", "snapkv", "--budget", 32, "--window-size", 8, "--max-new-tokens", 8)
+    start = ("-q", "What is the number of the gate?", "--answer-start", "The number of the gate is")
+    return "ask", document, *start, *small
+
+
+def test_the_command_that_is_next_to_try_keeps_the_answer(snapkv, demo_only, gate, monkeypatch):
+    found = json.loads(snapkv(*gate, "--compare", "--json").out)["comparison"]
+    assert not found["same"]
+    program, *words = shlex.split(found["command"])
+    assert (program, *words[:2]) == ("snapkv", "ask", str(gate[1]))
+    again = json.loads(snapkv(*words).out)
+    assert again["comparison"]["same"]
+    assert again["runs"][0]["policy"]["name"] == ("snapkv" if found["remedy"] else "full")
+    monkeypatch.setenv("COLUMNS", "60")
+    differ, untold = snapkv(*gate, "--compare", "--temperature", 0.01).out.splitlines()[-2:]
+    assert differ.startswith("different: The number of the gate is")
+    assert untold == "what to try next is not computed: the answers are drawn, at temperature 0.01"
+
+
+def test_a_check_compares_the_first_tokens_and_says_so_by_its_status(snapkv, demo_only, gate):
+    differs = snapkv(*gate, "--check", 8, "--json")
+    assert differs.status == 3
+    check = json.loads(differs.out)["check"]
+    first = check["first_difference"]
+    assert check == {"tokens": 8, "same": False, "first_difference": first}
+    assert 0 < first < 8
+    same = snapkv(*gate, "--check", first)
+    assert same.status == 0
+    assert same.err.splitlines()[-1].endswith("the full cache's")
+
+
+def test_a_check_that_could_not_tell_is_refused(refused):
+    asked = ("generate", "-p", "Why?", "--check", 4)
+    assert "check: expected temperature 0" in refused(*asked, "--temperature", 0.5)
+    assert "expected at most max_new_tokens=3, got 4" in refused(*asked, "--max-new-tokens", 3)
+
+
+def test_a_method_that_looks_at_tokens_gets_them_from_the_models_tokenizer(asked, tiny_only):
+    fastgen = ("--policy", "fastgen", "--set", "recovery=0.9", "--max-new-tokens", 6)
+    (own,) = asked(*fastgen)["runs"]
+    assert own["policy"] == {
+        "name": "fastgen", "recovery": 0.9, "local_ratio": 0.3, "frequent_ratio": 0.3,
+        "special_ids": 17, "punctuation_ids": 825,
+    }  # fmt: skip
+
+
+def test_generate_continues_files_and_prompt_as_they_are(snapkv, demo_only, document, monkeypatch):
+    options = ("--answer-start", " the", *SMALL, "--json")
+    done = snapkv("generate", document, "--prompt", "The key is under", *options)
+    assert json.loads(done.out)["answer"].startswith(" the blue stone")
+    hello = ("generate", "-p", "Say hello.", "--max-new-tokens", 1, "--json")
+    plain, chat = (json.loads(snapkv(*hello, *way).out)["runs"][0] for way in ((), ("--chat",)))
+    assert chat["prompt_tokens"] > plain["prompt_tokens"] + 10
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"The moon is green.")))
+    done = snapkv("ask", "-", document, "-q", "What is green?", "--max-new-tokens", 1, "--json")
+    assert json.loads(done.out)["documents"] == ["standard input", str(document)]
+
+
+def test_only_options_that_were_given_reach_the_loader(snapkv, tiny_only):
+    snapkv("generate", "-p", "Hi", "--max-new-tokens", 1)
+    snapkv("generate", "-p", "Hi", "--max-new-tokens", 1, "--model", "x", "--dtype", "float32")
+    assert tiny_only == [{}, {"name": "x", "dtype": "float32"}]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_drawn_on_terminals_only(snapkv, tiny_only, monkeypatch, terminal):
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    done = snapkv("generate", "-p", "Hi", "--max-new-tokens", 1, "--json")
+    json.loads(done.out)
+    assert ("reading the prompt" in done.err) == terminal
+
+
+def test_a_budget_that_the_votes_choose_says_its_rule_and_what_it_kept(
+    snapkv, asked, tiny_only, document
+):
+    record = asked("--max-new-tokens", 2, "--verbose")
+    (run,) = record["runs"]
+    assert run["policy"]["budget"] == AUTO
+    behind = run["cache"]["seen_tokens"] - run["prompt_tokens"]
+    kept = [layer["kept_tokens"] - behind for layer in run["cache"]["layers"]]
+    shown = {"kept_tokens": pytest.approx(sum(kept) / len(kept))}
+    assert record["budget"] == AUTO | shown | {"least": min(kept), "most": max(kept)}
+
+    def said(*options):
+        done = snapkv("ask", document, *ASK, "--max-new-tokens", 1, *options)
+        return " ".join(done.err.split()).partition("budget auto: ")[2]
+
+    assert "gave a pooled vote of more than 1 %" in said("--budget", "auto:lost_vote=0.01")
+    limited = said("--budget", "auto:least=8,most=60")
+    assert " prompt tokens kept in each layer (" in limited
+    assert "than 0.15 %, but no more than 60" in limited
+    assert said("--budget", "auto:least=9999") == "nothing was dropped"
+    assert said("--budget", 64) == ""
+
+
+WAYS = {
+    "medusa": ("--medusa", "heads"),
+    "assistant": ("--assistant", "demo"),
+    "prompt-lookup": ("--prompt-lookup", 3),
+    "self-speculate": ("--self-speculate",),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_drafts_change_what_it_takes_and_not_the_answer(asked, demo_only, demo, here, way):
+    if way == "medusa":
+        save_heads(MedusaHeads.untrained(demo.model, 2), here / "heads", base_model="demo")
+    (answer,) = asked(*SMALL, *WAYS[way])["runs"]
+    assert answer["text"] == "The key is under the blue stone."
+    drafts = answer["drafts"]
+    assert drafts["method"] == way
+    assert 1 <= drafts["passes"] <= 5
+    assert drafts["acceptance_length"] >= 1 + (way != "medusa") / 100
+    if way == "self-speculate":
+        assert drafts["full_cache_bytes"] == answer["cache"]["full_bytes"]
+
+
+def test_the_table_says_tokens_per_pass(snapkv, tiny_only, document, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    done = snapkv("ask", document, *ASK, *SMALL, "--self-speculate")
+    assert "tokens per pass" in done.err
+    assert "a full cache of" in done.err
+    done = snapkv("ask", document, *ASK, *SMALL, "--prompt-lookup", 3, "--compare")
+    (line,) = [line for line in done.out.splitlines() if "tokens per pass" in line]
+    assert "(prompt-lookup)" in line
+    assert line.split("│")[-2].strip() == "-"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--self-speculate", "--prompt-lookup", 3), "drafts: expected one of"),
+        (("--prompt-lookup", 0), "prompt_lookup: expected"),
+        (("--medusa", "nowhere"), "medusa: expected 'demo', a folder"),
+        (("--self-speculate", "--policy", "tova"), "only compresses the prompt"),
+        (("--self-speculate", "--prefill", "selective"), "expected none with --prefill selective"),
+    ],
+    ids=["two ways", "no tokens", "no heads", "evicting", "selective"],
+)
+def test_drafts_that_cannot_work_are_refused(snapkv, tiny_only, document, options, message):
+    done = snapkv("ask", document, *WHERE, "--budget", 48, "--max-new-tokens", 4, *options)
+    assert (done.status, done.out.strip()) == (2, "")
+    assert message in done.err
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("exact", Exact()),
+        ("selective:layer=15,keep_ratio=0.2", Selective(layer=15, keep_ratio=0.2)),
+        ("gemfilter:least-tokens=1k", GemFilter(least_tokens=1024)),
+        ("layer-by-layer:chunk_tokens=2k", LayerByLayer(chunk_tokens=2048)),
+        ("chunked:cap_tokens=512, chunk_tokens=64", Chunked(cap_tokens=512, chunk_tokens=64)),
+    ],
+)
+def test_a_way_of_reading_with_its_parameters(text, expected):
+    assert read_prefill(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("selektiv", "did you mean selective"),
+        ("", "prefill: expected one of exact"),
+        ("exact:layer=3", "expected exact with no parameters"),
+        ("selective:lyer=3", "did you mean layer"),
+        ("selective:layer", "as NAME=VALUE"),
+        ("selective:layer=0", "layer: expected"),
+        ("selective:least_tokens=few", "write for instance --prefill selective:least_tokens=4k"),
+        ("selective:keep_ratio=some", "keep_ratio: expected a number"),
+        ("selective:layer=1,layer=2", "expected every parameter once"),
+    ],
+)
+def test_what_is_no_way_of_reading_is_refused_in_one_line(text, message):
+    with pytest.raises(InvalidArgumentError, match=message) as caught:
+        read_prefill(text)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(InvalidArgumentError, match="once"):
+        read_prefills(["selective", "selective"])
+
+
+@pytest.mark.parametrize("way", ["selective", "gemfilter"])
+def test_ask_reads_so_and_says_that_it_is_not_exact(snapkv, asked, demo_only, document, way):
+    few = (*SMALL, "--prefill", f"{way}:least_tokens=8")
+    done = snapkv("ask", document, *ASK, *few)
+    assert f"prefill {way}: not exact" in " ".join(done.err.split())
+    record = asked(*few, "--compare", "--verbose")
+    ours, full = record["runs"]
+    assert record["prefill"] == {
+        "name": way, "layer": None, "keep_ratio": 0.15, "least_tokens": 8,
+    }  # fmt: skip
+    assert ours["text"] == done.out.strip()
+    kept = [each["kept_tokens"] for each in ours["cache"]["layers"]]
+    assert kept[-1] < 48 + 6  # fewer went on than the budget holds
+    assert (kept[0] > kept[-1]) == (way == "selective")
+    assert full["cache"]["kept_tokens"] == full["cache"]["seen_tokens"]
+
+
+@pytest.mark.parametrize("way", ["layer-by-layer:chunk_tokens=64", "chunked:cap_tokens=4k"])
+def test_exact_ways_give_the_exact_answer(asked, tiny_only, way):
+    assert asked(*SMALL, "--prefill", way)["answer"] == asked(*SMALL)["answer"]

@@ -1,0 +1,230 @@
+"""`snapkv demo`, `inspect`, `plan` and `serve` as a user types them."""
+
+import json
+import re
+
+import pytest
+
+from snapkv import default_policy
+from snapkv.app import answering
+from snapkv.cli.ask import AskOptions
+from snapkv.cli.demo import DemoOptions
+from snapkv.cli.policy import build_policy
+from snapkv.plan.shapes import SHAPES
+from snapkv_vllm import server
+from snapkv_vllm.documents.sharing import Sharing
+from tests.families import tiny_config
+
+INSPECT = ("-q", "Where is the key?", "--max-new-tokens", 2, "--checks", 0)
+
+
+def test_without_options_the_demo_keeps_what_ask_keeps():
+    assert default_policy(DemoOptions().budget) == build_policy(AskOptions())
+
+
+@pytest.mark.slow
+def test_ten_lines_from_both_caches_and_a_library_and_nothing_else(snapkv, demo_only, monkeypatch):
+    answer, asked = answering.answer, []
+
+    def watched(loaded, prompt, policy, *args, **options):
+        asked.append((policy.name, len(prompt.text)))
+        return answer(loaded, prompt, policy, *args, **options)
+
+    monkeypatch.setattr(answering, "answer", watched)
+    done = snapkv("demo", "--characters", 2400, "--budget", 96)
+    assert (done.status, done.err) == (0, "")
+    names, lengths = zip(*asked, strict=True)
+    assert names == ("snapkv", "full") * 2
+    assert len(set(lengths[:2])) == len(set(lengths[2:])) == 1
+    assert lengths[0] < lengths[2]  # the first two warm up
+    lines = done.out.splitlines()
+    assert [line[:12].strip() for line in lines] == [
+        "document", "question", re.match(r"\d+% of cache", lines[2])[0], "", "full cache", "",
+        "library", "question", "library", "full cache",
+    ]  # fmt: skip
+    assert int(lines[2].partition("%")[0]) < 25
+    costs = r" {12} ([\d.]+) MiB of cache; [\d.]+ s to the first token, \d+ ms for each one after"
+    ours, full = (float(re.match(costs, lines[place])[1]) for place in (3, 5))
+    assert ours < full / 4
+    read = r"library +the document, read once in [\d.]+ s, [\d.]+ MiB on disk"
+    assert re.fullmatch(read, lines[6])
+    again = [re.search(r"It is based on Andrew .* \(([\d.]+) s", line)[1] for line in lines[8:]]
+    assert float(again[0]) < float(again[1])
+
+
+@pytest.fixture
+def inspected(snapkv, tmp_path, document, tiny_only):
+    def call(*options):
+        page = tmp_path / "page.html"
+        done = snapkv("inspect", document, *INSPECT, "-o", page, *options)
+        assert done.status == 0, done.err
+        text = page.read_text("utf-8")
+        return json.loads(re.search(r'id="data">(.*?)</script>', text, re.S)[1])
+
+    return call
+
+
+def test_methods_and_budgets_stand_on_one_page(inspected):
+    data = inspected(
+        *("--policy", "adakv", "--budget", 64, "--beside", "@48,streaming-llm@40"),
+        *("--beside", "h2o", "--beside", "snapkv:window_size=16@56"),
+        *("--budgets", "96,0.046875k,48"),
+    )
+    shown = {method["label"]: method["policy"] for method in data["methods"]}
+    assert list(shown) == [
+        *("adakv", "adakv@48", "streaming-llm@40", "h2o@64", "snapkv:window_size=16@56"),
+    ]
+    inner = shown["adakv"]["policy"]
+    assert inner["budget"] == 64
+    assert shown["adakv@48"] == shown["adakv"] | {"policy": inner | {"budget": 48}}
+    assert shown["streaming-llm@40"]["budget"] == 40
+    assert shown["snapkv:window_size=16@56"]["budget"] == 56
+    assert [point["budget"] for point in data["curve"]] == data["request"]["budgets"] == [48, 96]
+    assert all(0 < point["likelihood"] <= 1 for point in data["curve"])
+    assert data["curve"][0]["held_bytes"] < data["curve"][1]["held_bytes"]
+
+
+def test_beside_a_budget_that_the_votes_choose_another_method_has_the_usual_one(inspected):
+    data = inspected("--beside", "streaming-llm")
+    assert [method["label"] for method in data["methods"]] == ["default", "streaming-llm@1024"]
+    assert data["curve"] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--budgets", "many"), "budgets: expected a whole number such as 4096"),
+        (("--budgets", ","), "budgets: expected whole numbers with commas between them, got ','"),
+        (("--budgets", ",".join(map(str, range(64, 77)))), "budgets: expected at most 12, since"),
+        (("--budgets", "8"), "budget: expected"),
+        (("--policy", "fastgen", "--budgets", "64"), "budget: expected a parameter of fastgen"),
+        (("--beside", "@many"), "budget: expected a whole number such as 4096"),
+        (("--beside", "full@64"), "beside: expected a budget for a method that takes one"),
+        (("--beside", "snapkv:budget=64@128"), "beside: expected a budget for a method that"),
+        (("--set", "budget=100", "--beside", "@64"), "set: expected none of a budget beside"),
+        (("--beside", "nothing@64"), "policy: expected one of"),
+    ],
+    ids=str,
+)
+def test_what_no_page_shows_is_refused_before_a_model_is_read(
+    refused, nothing_is_loaded, document, tmp_path, options, message
+):
+    page = tmp_path / "page.html"
+    assert message in refused("inspect", document, *INSPECT, "-o", page, *options)
+
+
+def test_a_plan_answers_from_a_shape(snapkv, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    asked = ("--model", "lwm-7b", "--context", "128k", "--gpu-memory", "80GB", "--bandwidth", "2TB")
+    done = snapkv("plan", *asked)
+    assert done.status == 0
+    for said in (
+        *("64.0 GiB", "what makes this fit", "largest batch, reading together"),
+        *("largest batch, decoding", "per token, at least", " ms"),
+    ):
+        assert said in done.out
+
+
+def test_a_folder_with_a_configuration_and_no_weights_is_enough(snapkv, tmp_path):
+    tiny_config("gemma2").save_pretrained(tmp_path)
+    asked = ("--context", "0.25k", "--budget", "64", "--reserve", "128kb")
+    done = snapkv("plan", "--model", tmp_path, *asked, "--json")
+    assert done.status == 0, done.err
+    plan = json.loads(done.out)
+    assert plan["request"]["context_tokens"] == 256
+    assert plan["request"]["reserve_bytes"] == 128_000
+    assert plan["full"]["cache_bytes"] > plan["compressed"]["cache_bytes"]
+    assert plan["full"]["largest_batch"] is None
+    assert any("slide over a window" in sentence for sentence in plan["verdict"])
+
+
+def test_the_shapes_are_listed(snapkv):
+    done = snapkv("plan", "--shapes")
+    assert all(shape in done.out for shape in SHAPES)
+    listed = json.loads(snapkv("plan", "--shapes", "--json").out)
+    assert list(listed) == list(SHAPES)
+    assert listed["gpt-oss-20b"]["weights"] == "mxfp4"
+    assert listed["llama-3.1-8b"]["positions"] == 131072
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--context", "1k,2k"], "context: expected one number"),
+        (["--context", "128kb"], "write for instance --context 4k"),
+        (["--context", "8k", "--budget", "auto"], "budget: expected a whole number such as 4096"),
+        (["--context", "1k", "--model", "qwen3-9b"], "did you mean qwen3-8b"),
+        (["--context", "1k", "--gpu-memory", "80"], "gpu_memory: expected bytes with a unit"),
+        (["--context", "1k", "--model", "./none"], "model: expected an existing file"),
+        (["--context", "1k", "--model", "lwm-7b", "--dtype", "int8"], "dtype: expected one of"),
+        (["--context", "1k", "--budget", "9", "--keep-ratio", "0.5"], "expected one of them"),
+        ([], "context"),
+    ],
+)
+def test_what_no_plan_can_be_made_of_is_one_line(refused, arguments, said):
+    assert said in refused("plan", *arguments)
+
+
+@pytest.fixture
+def settings_of(snapkv, monkeypatch):
+    """The settings that a server would have been started with."""
+    found = []
+    monkeypatch.setattr(server, "serve", lambda model, settings, *_, **__: found.append(settings))
+
+    def started(*options):
+        assert snapkv("serve", "demo", *options).status == 0
+        return found.pop()
+
+    return started
+
+
+@pytest.mark.parametrize(
+    ("options", "sharing"),
+    [
+        ([], None),
+        (["--share"], Sharing()),
+        (["--share", "--share-bytes", "2GiB"], Sharing(most_bytes=2**31)),
+        (["--share", "--share-across-keys"], Sharing(across_keys=True)),
+    ],
+    ids=str,
+)
+def test_sharing_is_what_the_options_say(settings_of, options, sharing):
+    assert settings_of(*options).sharing == sharing
+
+
+def test_a_server_has_what_the_options_say(settings_of, here):
+    found = settings_of(
+        *("--policy", "snapkv", "--budget", "0.5k", "--max-window-size", 64),
+        *("--cap", "2k", "--chunk-tokens", 256, "--decode-budget", 600, "--evict-every", 64),
+    )
+    assert (found.policy, found.budget, found.max_window_size) == ("snapkv", 512, 64)
+    limits = found.limits
+    assert (limits.cap, limits.chunk_tokens) == (2048, 256)
+    assert (limits.decode_budget, limits.evict_every) == (600, 64)
+    found = settings_of("--set", "kernel_size=13", "--protect-first", 8)
+    assert (found.parameters["kernel_size"], found.protect_first) == (13, 8)
+    shared = settings_of("--share", "--share-folder", "a/b").sharing
+    assert shared == Sharing(folder=str(here / "a" / "b"))
+    assert (here / "a" / "b").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--share-bytes", "2GiB"], "share-bytes: expected it with --share"),
+        (["--share-folder", "here"], "share-folder: expected it with --share"),
+        (["--share-across-keys"], "share-across-keys: expected it with --share"),
+        (["--share", "--share-folder", "/dev/null/x"], "share_folder: expected a folder"),
+        (["--share", "--share-bytes", "2"], "share_bytes: expected bytes with a unit"),
+        (["--share", "--share-bytes", "0GiB"], "share_bytes: expected at least 1"),
+        (["--share", "--cap", "2048"], "cap: expected none where documents are shared"),
+        (["--share", "--decode-budget", "2048"], "decode_budget: expected none where documents"),
+    ],
+    ids=str,
+)
+def test_what_sharing_cannot_be_together_with_is_refused_by_name(refused, options, words):
+    assert words in refused("serve", "demo", *options)
+
+
+def test_the_model_stands_before_all_options(refused):
+    assert "model: expected the model before all options" in refused("serve", "--max-model-len")

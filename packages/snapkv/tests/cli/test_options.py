@@ -1,0 +1,298 @@
+"""The options of every command: their help, their examples, and what is refused before torch."""
+
+import dis
+import importlib
+import inspect
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections import defaultdict
+from types import CodeType, FunctionType
+
+import pytest
+from typer.main import get_command
+from typer.models import OptionInfo
+
+from snapkv.cli.app import program
+from snapkv.cli.options import RunOptions
+from snapkv.cli.outputs import require_outputs
+from snapkv.cli.policy import build_policy
+from tests.app.test_text_files import write_pdf
+from tests.cli.commands import commands, options_of
+
+COMMANDS = {str(command): command for command in commands()}
+EXAMPLES = [(name, line) for name, command in COMMANDS.items() for line in command.examples]
+
+SAME = {
+    "batch": "together",
+    "baseline": "beside",
+    "budget": "[Tt]okens (that are )?kept",
+    "chunk_tokens": "^Tokens of a chunk",
+    "cloze": "begin ",
+    "data": "file|folder",
+    "depths": "places",
+    "digits": "of the .*number",
+    "document_tokens": "^length that ((documents|texts) are|every fourth text is) cut to",
+    "documents": "^[Hh]ow many",
+    "generation_windows": "(parts|windows) of the answer",
+    "group_reduce": "heads that share keys",
+    "items": "^how many",
+    "json": "^Print one JSON object",
+    "keep_ratio": "kept|keep",
+    "kernel_size": "[Ww]idth of the pooling",
+    "kinds": "which|what",
+    "length": "^[Tt]okens of (a|the) prompt",
+    "lengths": "[Tt]okens",
+    "limit": "^Samples of every",
+    "max_new_tokens": "^[Ww]here an answer is cut off",
+    "model": "^Hub id, folder",
+    "output": "^(File|The page)",
+    "permutations": "^runs of every",
+    "policy": "^Method",
+    "prefill": "^How (the prompt is|prompts are) read",
+    "protect_first": "^First tokens of (the|every) prompt that stay",
+    "question": "^What to (answer|ask)",
+    "results": "^Folder of",
+    "samples": "documents|texts|prompts",
+    "samples_each": "samples|lists|texts|questions",
+    "seed": "^[Oo]f ",
+    "set": "arameter of the method",
+    "tasks": "[Tt]asks|which of",
+    "temperature": "0 takes the likeliest token",
+    "template": "tokenizer",
+    "threshold": "^attention",
+    "to": "^Folder of the",
+    "trust_remote_code": "^Run code",
+    "verbose": "^Show what transformers",
+    "window_size": "[Tt]okens .*(vote|kept)",
+}
+"""What the helps of an option have in common that several commands explain in their own words."""
+
+
+def test_every_help_has_examples_of_that_command(snapkv):
+    groups = dict.fromkeys(name.rpartition(" ")[0] for name in COMMANDS)
+    for words in (*groups, *COMMANDS):
+        shown = snapkv(*words.split(), "--help")
+        assert (shown.status, shown.err) == (0, ""), words
+        assert "<bool>" not in shown.out
+        assert f" snapkv {words}".rstrip() in re.split("Examples?:", shown.out)[1], words
+    for name, line in EXAMPLES:
+        assert line.startswith(f"snapkv {name}")
+        assert f" {line} " in snapkv(*name.split(), "-h").out  # on one line, to be copied
+
+
+@pytest.mark.parametrize("line", [line for _, line in EXAMPLES])
+def test_every_example_begins_or_is_at_least_what_the_parser_takes(
+    snapkv, here, nothing_is_loaded, line
+):
+    write_pdf(here / "contract.pdf", ["Either party may end it."])
+    (here / "notes.txt").write_text("The gate opens at nine. " * 40)
+    words = shlex.split(line)[1:]
+    if "snapkv-library" in line or words[0] == "serve" or "lm-eval" in words:
+        command = get_command(program())
+        context = command.make_context("snapkv", list(words))
+        while hasattr(command, "commands"):
+            name, command, words = command.resolve_command(context, words)
+            context = command.make_context(name, list(words), parent=context)
+        return
+    done = snapkv(*words)
+    assert "the command has begun" in done.err or done.status == 0, done.err
+
+
+def test_an_option_has_one_type_and_one_meaning_in_all_commands():
+    said = defaultdict(list)
+    for command, option in options_of(lambda option: isinstance(option.marks[0], OptionInfo)):
+        name = option.flag.partition("/")[0].removeprefix("--").replace("-", "_")
+        said[name].append((str(command), option.shown_kind, option.marks[0].help))
+    several = set()
+    for name, each in said.items():
+        assert len({kind for _, kind, _ in each}) == 1, each
+        if len({text for _, _, text in each}) > 1:
+            several.add(name)
+            assert name in SAME, "say what these have in common, or choose another name"
+            for command, _, text in each:
+                assert re.search(SAME[name], text), (command, text)
+    assert set(SAME) == several
+
+
+def test_what_is_missing_is_shown_by_an_example(refused):
+    needy = [each for each in COMMANDS.values() if any(option.required for option in each.options)]
+    for command in needy:
+        assert refused(*command.words).endswith(f"; write for instance {command.examples[0]}\n")
+    for words in (("ask", "-q", "Why?"), ("generate",)):
+        assert f"for instance {COMMANDS[words[0]].examples[0]}" in refused(*words)
+
+
+def test_the_budget_says_what_it_is_where_none_is_given(snapkv):
+    for command, _ in options_of(lambda option: option.name == "budget"):
+        shown = " ".join(snapkv(*command.words, "--help").out.replace("│", " ").split())
+        text = shown[shown.index("--budget") :]
+        assert re.match(r"--budget\b[^[]*\[default: \(?(auto|\d+)", text), (str(command), text[:99])
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"), [("snapkv lib", "library"), ("snapkv ask --quest", "--question")]
+)
+def test_a_shell_completes_commands_and_options(typed, offered):
+    asked = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
+    done = subprocess.run(
+        [sys.executable, "-m", "snapkv"],
+        env={**os.environ, **asked, "_SNAPKV_COMPLETE": "complete_bash"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split() == [offered]
+
+
+def test_help_comes_without_torch_and_of_a_command_without_the_laboratory():
+    code = """
+import sys
+from snapkv.cli.app import run
+for name in ("demo", "ask", "generate", "chat", "plan", "policies", "serve", "library"):
+    run([name, "-h"])
+assert not [each for each in sys.modules if each.startswith(("snapkv_lab", "torch"))]
+assert run(["ask", "nope", "-q", "x"]) == 2
+run(["--help"])
+assert not {"torch", "transformers"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+
+
+PROBE = """
+import contextlib, io, json, sys
+from snapkv.cli.app import run
+sys.modules["torch"] = sys.modules["transformers"] = None  # importing them fails
+found = []
+for arguments in json.loads(sys.stdin.read()):
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors):
+        status = run(arguments)
+    found.append((status, errors.getvalue()))
+print(json.dumps(found))
+"""
+
+BAD_METHODS = [
+    ("--budget", "0"),
+    ("--budget", "16"),
+    ("--budget", "19"),
+    ("--budget", "35", "--policy", "snapkv", "--pooling", "fading"),
+    ("--window-size", "2000", "--policy", "snapkv"),
+    ("--budget", "auto:more=4"),
+    ("--budget", "auto:most=4.5"),
+    ("--decay", "0.9", "--pooling", "max"),
+    ("--decay", "0.9", "--kernel-size", "7"),
+    ("--pooling", "fading", "--kernel-size", "7"),
+    ("--budget", "64", "--keep-ratio", "0.5"),
+    ("--keep-ratio", "nan"),
+    ("--kernel-size", "4"),
+    ("--pooling", "median"),
+    ("--group-reduce", "min"),
+    ("--temperature", "-1"),
+    ("--policy", "h2o", "--budget", "0"),
+]
+
+
+def test_what_is_wrong_is_refused_before_torch(document):
+    """Every whole number of every command, and what no method takes."""
+    calls = [
+        command.call(option.flag, number, document=document)
+        for command, option in options_of(lambda option: option.kind is int)
+        for number in ("-1", "9" * 30)
+    ]
+    assert len(calls) > 100
+    calls += [["ask", str(document), "-q", "Why?", *options] for options in BAD_METHODS]
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE],
+        input=json.dumps(calls),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    for arguments, (status, errors) in zip(calls, json.loads(done.stdout), strict=True):
+        assert status == 2, (arguments, errors)
+        assert errors.startswith("snapkv: error: "), arguments
+        assert errors.count("\n") == 1, arguments
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"window_size": 1500, "set_": ["budget=2048"]},
+        {"budget": 16, "window_size": 8},
+        {"budget": 20},
+        {"budget": 17, "pooling": "max"},
+        {"budget": 17, "kernel_size": "5"},
+        {"budget": 33, "policy": "snapkv"},
+        {"window_size": 2000, "budget": "auto", "policy": "snapkv"},
+        {"budget": {"auto": {"most": 100, "least": 1}}},
+        {"decay": 0.5},
+        {"budget": 16, "policy": "tova"},
+        {"keep_ratio": 1.0, "window_size": 2000},
+        {"kernel_size": "1", "budget": 10**15},
+    ],
+    ids=str,
+)
+def test_a_check_before_torch_refuses_nothing_that_a_method_takes(given):
+    build_policy(RunOptions(**given))
+
+
+OURS = ("snapkv.cli.", "snapkv_lab.cli.")
+CALLBACKS = {name: inspect.unwrap(command.callback) for name, command in COMMANDS.items()}
+
+
+def words(said):
+    """The names and texts in a function, or in a constant."""
+    if isinstance(said, FunctionType | CodeType):
+        for each in dis.get_instructions(said):
+            yield from words(each.argval)
+    elif isinstance(said, str):
+        yield said
+    elif isinstance(said, tuple | list | dict | frozenset):
+        for each in said:
+            yield from words(each)
+
+
+def written(kind):
+    """What a class has, but for what Python calls by itself: a check does not heed an option."""
+    return {name: part for name, part in vars(kind).items() if not name.startswith("__")}
+
+
+def parts(found):
+    """What a name of the command line stands for: functions, those of a class, or a constant."""
+    found = inspect.unwrap(found) if inspect.isroutine(found) else getattr(found, "fget", found)
+    if inspect.isclass(found) and found.__module__.startswith(OURS):
+        return [part for each in written(found).values() for part in parts(each)]
+    is_ours = getattr(found, "__module__", "snapkv.cli.").startswith(OURS)
+    return [found] if is_ours and found not in CALLBACKS.values() else []
+
+
+def read_by(command, kind):
+    """The words of a command that takes options of a kind, and of all that it calls."""
+    own = {name: part for each in reversed(kind.__mro__) for name, part in written(each).items()}
+    todo, seen, said = [command, require_outputs], [], set()
+    while todo:
+        part = todo.pop()
+        if any(part is each for each in seen):
+            continue
+        seen.append(part)
+        found = set(words(part))
+        said |= found
+        if isinstance(part, FunctionType):
+            homes = [vars(importlib.import_module(word)) for word in found if word.startswith(OURS)]
+            for home in (part.__globals__, own, *homes):
+                todo += [each for name in found & home.keys() for each in parts(home[name])]
+    return said
+
+
+def test_no_command_takes_an_option_that_it_then_ignores():
+    for name, command in CALLBACKS.items():
+        taken = inspect.get_annotations(command, eval_str=True)
+        kind = taken.get("options", object)
+        names = {*taken, *getattr(kind, "__dataclass_fields__", {})} - {"return"}
+        assert names - read_by(command, kind) == set(), name
