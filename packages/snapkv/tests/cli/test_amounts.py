@@ -80,7 +80,7 @@ def test_budgets_are_read(text, budget):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("Auto", "got 'Auto'; write for instance --budget 4k or --budget auto"),
+        ("Auto", "got 'Auto'; write for instance --budget 4k, --budget auto, 12% or 64MiB"),
         ("-4", "expected at least 1, got -4"),
         ("auto:all", "expected auto with lost_vote, least or most, got 'all'"),
         ("auto:lost_vote=1e-3", "got 'lost_vote=1e-3'; write for instance --budget auto:lost"),

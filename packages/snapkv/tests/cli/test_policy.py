@@ -193,7 +193,7 @@ def test_the_list_names_every_policy_and_parameter(snapkv):
     assert "\n    budget=1024  (int or auto or None)\n" in others
     listed = json.loads(snapkv("policies", "--json").out)
     assert list(listed) == ["default", *POLICIES]
-    budget = {"type": "int or auto or None", "default": 1024}
+    budget = {"type": "int or auto or bytes or None", "default": 1024}
     assert listed["snapkv"]["parameters"]["budget"] == budget
     own = {name: each["default"] for name, each in listed["default"]["parameters"].items()}
     assert own == {

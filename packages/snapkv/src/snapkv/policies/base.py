@@ -306,13 +306,13 @@ class PrefixPolicy(Policy):
 
     def require_room(self, layer: PromptLayer) -> None:
         """Raise unless what must stay fits into the last layer, which keeps least."""
-        has_bytes = isinstance(self.budget, ByteBudget) and layer.token_cost is not None
-        needed = self.prefix(layer).needed if not layer.depth else []
-        if layer.depth or not (has_bytes or needed):
+        if layer.depth:
             return
-        last = replace(layer, depth=layer.num_layers - 1)
-        for tokens, room in zip(needed, self.kept_prefix_tokens(last, "all"), strict=False):
-            self._require_fits(tokens, room)
+        needed = self.prefix(layer).needed
+        if needed or isinstance(self.budget, ByteBudget):  # which may be too few by itself
+            last = replace(layer, depth=layer.num_layers - 1)
+            for tokens, room in zip(needed, self.kept_prefix_tokens(last, "all"), strict=False):
+                self._require_fits(tokens, room)
 
     def _require_fits(self, tokens: int, room: int) -> None:
         sinks = f", its {self.sink_tokens} sinks included" if self.sink_tokens else ""
