@@ -189,8 +189,8 @@ def test_the_list_names_every_policy_and_parameter(snapkv):
     assert "    pooling=max  (max, avg, fading)" in done.out
     default, _, others = done.out.partition("\nsnapkv: ")
     assert default.startswith("default: SnapKV with fading pooling and a small window")
-    assert "\n    budget=auto  (int or auto or None)\n" in default
-    assert "\n    budget=1024  (int or auto or None)\n" in others
+    assert "\n    budget=auto  (int or auto or bytes or None)\n" in default
+    assert "\n    budget=1024  (int or auto or bytes or None)\n" in others
     listed = json.loads(snapkv("policies", "--json").out)
     assert list(listed) == ["default", *POLICIES]
     budget = {"type": "int or auto or bytes or None", "default": 1024}

@@ -168,6 +168,15 @@ def test_whatever_the_method(make, quantize):
         assert_just_fits(cache, model, make, given, 400, quantize=quantize)
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "gemma2", "gpt_oss"])
+def test_layers_of_full_attention_share_the_bytes(family):
+    """A latent has one head; sliding layers hold what they hold."""
+    cache = read(tiny_model(family, "eager"), SnapKV("30%", **WINDOW), 200)
+    rows = [row for row in cache.report()["layers"] if row["kind"] == "compressed"]
+    full, own = (sum(row[name] for row in rows) for name in ("full_bytes", "held_bytes"))
+    assert own == int(0.3 * full)
+
+
 def test_of_long_prompts_no_more_than_a_fiftieth_is_left():
     model = tiny_model("llama")
     for quantize in STORAGES:

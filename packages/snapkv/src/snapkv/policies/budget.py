@@ -107,9 +107,9 @@ class ByteBudget:
     Every compressed layer gets the same bytes; what would be left over goes to the first ones.
 
     Args:
-        share: of the bytes that the row's own prompt takes in the full cache, in the model's dtype,
-            in (0, 1]; "12%" stands for 0.12.
-        bytes: of one row in all compressed layers together; "64MiB" stands for 2**26.
+        share: of the bytes that the row's own prompt takes in these layers of the full cache, in
+            the model's dtype, in (0, 1]; "12%" stands for 0.12.
+        bytes: of one row in all of them together; "64MiB" stands for 2**26.
 
     Raises:
         InvalidArgumentError: not one of them, or out of range; at the end of a prompt, too few for
