@@ -147,7 +147,7 @@ def test_without_a_chat_template_special_tokens_stand_once_in_front(tmp_path, de
         (None, "int4"),
         (SnapKV(40), None),
         (AdaKV(KVzip(keep_ratio=0.5)), "int8"),
-        (SnapKV("95%", window_size=8), None),
+        (SnapKV("60%", window_size=8), None),
     ],
     ids=str,
 )
