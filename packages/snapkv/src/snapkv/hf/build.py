@@ -101,9 +101,11 @@ def storage_for(
                 f"quantize: expected a policy that only compresses prompts, and storage='dynamic', "
                 f"got {policy.name} with storage={storage!r}; leave quantize out"
             )
-        own = getattr(policy, "policy", policy)  # whose budget it is
-        uneven = policy.parts_heads or isinstance(own, PyramidKV)
-        if uneven and isinstance(getattr(own, "budget", None), ByteBudget):
+        inner: Any = policy
+        while hasattr(inner, "policy"):
+            inner = inner.policy
+        uneven = policy.parts_heads or isinstance(inner, PyramidKV)
+        if uneven and isinstance(getattr(inner, "budget", None), ByteBudget):
             raise InvalidArgumentError(
                 f"quantize: expected none beside a budget of bytes where heads or layers keep "
                 f"different numbers of tokens, whose blocks are not all full, got {policy!r}; pass "
