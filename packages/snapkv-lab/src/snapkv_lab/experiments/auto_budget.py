@@ -103,7 +103,7 @@ _FAMILIES = {"all": "", "fading, fixed": "fading", "auto": "auto", "the paper's"
 """Of policies, by how their names begin."""
 
 
-def _last_run(rows: Sequence[Row]) -> str:
+def last_run(rows: Sequence[Row]) -> str:
     return environment_line([row for row in rows if "environment" in row][-1:])
 
 
@@ -122,8 +122,8 @@ def _tables(rows: list[Row]) -> list[str]:
             "policy": lambda own: own[0]["name"],
             "tokens kept": lambda own: f"{_mean(own, 'kept'):.0f}",
             "bytes": lambda own: f"{100 * _mean(own, 'bytes'):.0f} %",
-            "right": lambda own: str(_right(own)),
-            "loss per token above the full cache's": lambda own: f"{_loss(own):+.3f}",
+            "right": lambda own: str(right_of(own)),
+            "loss per token above the full cache's": lambda own: f"{loss_above(own):+.3f}",
         },
         made=lambda _: by_name.values(),
     )
@@ -149,7 +149,7 @@ def _families(
         [
             value,
             *(
-                str(_right(row for row in found.get(value, ()) if row["name"].startswith(begin)))
+                str(right_of(row for row in found.get(value, ()) if row["name"].startswith(begin)))
                 for begin in _FAMILIES.values()
             ),
         ]
@@ -163,7 +163,7 @@ def _bins(key: str, borders: Sequence[float]) -> tuple[Callable[[Row], str], lis
     return lambda row: names[sum(row[key] >= border for border in borders)], names
 
 
-def _right(answers: Iterable[Row]) -> Count:
+def right_of(answers: Iterable[Row]) -> Count:
     """Parts of answers that are right, of those that the full cache has right."""
     return counted(
         own
@@ -177,7 +177,7 @@ def _mean(answers: Iterable[Row], number: str) -> float:
     return fmean(row[number] for row in answers)
 
 
-def _loss(answers: Iterable[Row]) -> float:
+def loss_above(answers: Iterable[Row]) -> float:
     pairs = ((row["nll"], row["of"]["full"]["nll"]) for row in answers)
     return fmean(own - full for own, full in pairs if full is not None)
 
@@ -189,7 +189,7 @@ AUTO_BUDGET = Experiment(
     measure=_measure,
     cases=_texts,
     options={"tokens": Sized(1024, 512), "rounds": Sized(12, 1)},
-    measured=_last_run,
+    measured=last_run,
     tables=_tables,
 )
 
@@ -377,6 +377,6 @@ HELD_OUT = Experiment(
     measure=_measure_held_out,
     cases=lambda given, _: held_out(given.loaded.tokenizer, range(given.first, given.rounds)),
     options={"first": Sized(0, 0), "rounds": Sized(8, 1)},
-    measured=_last_run,
+    measured=last_run,
     tables=_held_out_tables,
 )

@@ -6,6 +6,7 @@ asked as it would be while reading. The copies equal real compressed prefills bi
 """
 
 import copy
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, Self, TypeVar
@@ -139,8 +140,16 @@ class RecordedPrompt:
                 queries=self._last_queries(states, policy),
                 protected=layer.protected_slots(self.prompt_tokens, states.pad_tokens),
                 fair=layer.spans.fair,
+                token_cost=functools.partial(
+                    layer.storage.token_cost, layer.store, layer.keys.shape[1]
+                ),
             )
-            layer.end_prompt(policy.select(shown), shown)
+            selection = policy.select(shown)
+            if policy.draft_tokens and selection is not None:
+                cache.reading.hold_for_draft(layer, shown)
+            layer.end_prompt(selection, shown)
+        if cache.reading.undecided:
+            cache.vote_by_draft(self.last_logits)
         return cache
 
     def _last_queries(self, states: PromptLayer, policy: Policy) -> Tensor:
