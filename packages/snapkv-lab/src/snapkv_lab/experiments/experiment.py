@@ -49,17 +49,19 @@ class Given(SimpleNamespace):
         parts: names of those that are wanted.
         small: whether little is measured, for a look.
         model: what `snapkv ask --model` takes.
+        dtype: of its weights and its cache.
         started: when, by `time.monotonic`.
     """
 
     parts: Sequence[str] = ()
     small: bool = False
     model: str = "demo"
+    dtype: str = "auto"
     started: float = 0.0
 
     @functools.cached_property
     def loaded(self) -> LoadedModel:
-        return load(self.model)
+        return load(self.model, dtype=self.dtype)
 
     def documents(self, tokens: int, count: int = 1) -> list[Document]:
         """Prompts of so many tokens with a magic number in each."""
