@@ -48,12 +48,22 @@ def layers_for(
     full = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
     if isinstance(policy, DuoAttention):
         policy.require_heads(len(full), _kv_heads(config))
-    made = [storage() for _ in full]
+    made = _storages(storage, len(full))
     is_static = any(each.is_compileable for each in made)
     _require_kinds(type(model).__name__, layers, is_static=is_static)
     for identity, own in zip(_identities(model, policy, full), made, strict=True):
         layers[identity.layer_idx] = CompressedLayer(policy, identity, own)
     return layers
+
+
+def _storages(make: StorageMaker, layers: int) -> list[Storage]:
+    """That of each compressed layer; the first and last ones may hold no codes."""
+    made = [make() for _ in range(layers)]
+    for depth, own in enumerate(made):
+        codes = own.codes if isinstance(own, Dynamic) else None
+        if codes is not None and min(depth, layers - 1 - depth) < codes.exact_layers:
+            made[depth] = Dynamic()
+    return made
 
 
 def _kv_heads(config: Any) -> int | None:

@@ -109,6 +109,8 @@ class RaggedStates:
     def _padded(self, states: Tensor) -> Tensor:
         slots = torch.arange(self.longest_tokens, device=states.device)
         places = self._places(slots).clamp(min=0)
+        if not len(states):  # no head holds a token
+            return states.new_zeros(*places.shape, states.shape[-1])
         return states.index_select(0, places.flatten()).view(*places.shape, states.shape[-1])
 
     def _places(self, slots: Tensor) -> Tensor:
