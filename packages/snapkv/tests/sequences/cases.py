@@ -161,6 +161,12 @@ CASES = {
         (do.Turn(40, pads=(37, 0)), do.Turn(10)),
         {"quantize": "int8"},
     ),
+    # The slots of a longer row that is gone were not counted any more.
+    "codes of a row behind a longer one that is gone": llama(
+        kv.SnapKV(8, window_size=4),
+        (do.Turn(10, pads=(0, 4)), do.Rows("reorder_cache", (1,)), do.Turn(17)),
+        {"quantize": KVCodes(8, 8, recent_tokens=3, sink_tokens=1)},
+    ),
     # The row that had codes was gone, and its slots were read out of nothing.
     "codes of no token": llama(
         kv.KeyDiff(10, window_size=8),

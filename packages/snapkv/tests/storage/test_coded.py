@@ -221,6 +221,21 @@ def test_drafts_behind_a_prompt_that_fits_are_no_codes(recall):
     assert states.head_tokens == ((40 - 3,) * 2,)
 
 
+def test_drafts_behind_a_prompt_do_not_see_each_other_as_codes():
+    model, ids = tiny_model("llama"), random_ids(1, PROMPT)
+    caches = [
+        CompressedCache(model, POLICY, quantize=KVCodes(8, 8, recent_tokens=0)) for _ in range(2)
+    ]
+    drafts = random_ids(1, 40, 1)
+    call(model, caches[0], ids)
+    wanted = torch.cat([call(model, caches[0], one) for one in drafts.split(1, dim=1)[:30]], dim=1)
+    caches[1].activate_past_recording()
+    caches[1].expect_prompt(PROMPT)
+    got = call(model, caches[1], torch.cat([ids, drafts], dim=1))[:, PROMPT:][:, :30]
+    assert (got - wanted).abs().max() <= 1e-3 * wanted.abs().max()
+    assert caches[1].layers[0].store.tail_tokens == 40
+
+
 def test_the_first_and_the_last_layers_may_hold_no_codes():
     cache = read(tiny_model("llama"), quantize=KVCodes(8, 8, exact_layers=1))
     assert [layer.store.is_exact for layer in cache.layers] == [True, False, False, True]

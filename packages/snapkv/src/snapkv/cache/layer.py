@@ -460,7 +460,6 @@ class CompressedLayer(DynamicLayer):
         """Hold the first tokens as codes again, where the end of a turn has dropped nothing."""
         if not self.storage.holds_as_it_came:
             self._finalize(tokens)
-        self.store.finalize_step()
 
     # What was dropped and comes back.
 

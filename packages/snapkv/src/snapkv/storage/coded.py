@@ -286,7 +286,8 @@ class CodedStore(RaggedStore):
 
     @classmethod
     def of(cls, store: RaggedStore, how: KVCodes) -> "CodedStore":
-        """Encode what heads keep, and what behind it is not recent."""
+        """Encode what heads keep; what stands behind it may be drafts, and waits for a step."""
+        assert isinstance(store.ragged, RaggedStates)
         made = cls(
             states=store.ragged,
             keys=store.keys,
@@ -294,19 +295,19 @@ class CodedStore(RaggedStore):
             num_kv_heads=store.num_kv_heads,
             how=how,
         )
-        made.finalize_step()
+        made._encode(store.ragged)
         return made
 
     def __init__(self, *, how: KVCodes, **held: Any) -> None:
         super().__init__(**held)
         self.how = how
 
-    def finalize_step(self) -> None:
-        """Encode whole blocks of tokens that are no longer recent."""
+    def finalize_step(self, drafts: int = 0) -> None:
+        """Encode whole blocks of tokens that are no longer recent, nor drafts."""
         if isinstance(self.ragged, RaggedStates):
             self._encode(self.ragged)
         G = self.how.group_size
-        old = max(0, self.tail_tokens - self.how.recent_tokens) // G * G
+        old = max(0, self.tail_tokens - max(self.how.recent_tokens, drafts)) // G * G
         if old:
             assert isinstance(self.ragged, CodedStates)
             self.ragged = self.ragged.grown(self.keys[:, :, :old], self.values[:, :, :old])
