@@ -147,9 +147,11 @@ FAULTS = (
     Fault(
         name="a crop leaves the values of the tokens behind",
         file="snapkv/storage/base.py",
-        old="        for plane in self.planes:\n            plane.crop(tokens)\n",
-        new="        self.planes[0].crop(tokens)\n"
-        "        self.planes[1].states = self.planes[1].states[..., tokens:, :]\n",
+        old="        for plane in self.planes:\n"
+        "            plane.states = plane.states[..., :-tokens, :]\n",
+        new="        keys, values = self.planes\n"
+        "        keys.states = keys.states[..., :-tokens, :]\n"
+        "        values.states = values.states[..., tokens:, :]\n",
         tests=("packages/snapkv/tests/hf/test_cache.py", "packages/snapkv/tests/cache"),
     ),
     Fault(
@@ -168,17 +170,38 @@ FAULTS = (
     ),
     Fault(
         name="codes are a step too fine",
-        file="snapkv/storage/codes.py",
-        old="/ _LEVELS[bits])",
-        new="/ (_LEVELS[bits] + 1))",
-        tests=("packages/snapkv/tests/storage/test_quantized.py",),
+        file="snapkv/ops/codes/coding.py",
+        old="least.float()) / levels)",
+        new="least.float()) / (levels + 1))",
+        tests=("packages/snapkv/tests/ops/test_codes.py",),
     ),
     Fault(
         name="the two codes of a byte change places",
-        file="snapkv/storage/codes.py",
-        old="[codes & 15, codes >> 4]",
-        new="[codes >> 4, codes & 15]",
-        tests=("packages/snapkv/tests/storage/test_quantized.py",),
+        file="snapkv/ops/codes/coding.py",
+        old="self.packed >> self.bits * place",
+        new="self.packed >> self.bits * (8 // self.bits - 1 - place)",
+        tests=("packages/snapkv/tests/ops/test_codes.py",),
+    ),
+    Fault(
+        name="tokens of an unfilled block of codes are attended to",
+        file="snapkv/ops/codes/layout.py",
+        old="return places >= tokens.view(-1, 1, 1)",
+        new="return places > tokens.view(-1, 1, 1)",
+        tests=("packages/snapkv/tests/ops/test_codes.py",),
+    ),
+    Fault(
+        name="tokens that are encoded behind a prompt stand before it",
+        file="snapkv/storage/coded.py",
+        old="sections=(*self.sections, ((N,) * H,) * B)",
+        new="sections=(((N,) * H,) * B, *self.sections)",
+        tests=("packages/snapkv/tests/storage/test_coded.py",),
+    ),
+    Fault(
+        name="a draft votes with the queries of the window",
+        file="snapkv/policies/draft_votes.py",
+        old="            queries=queries,\n",
+        new="            queries=layer.queries[:, :, -queries.shape[2] :],\n",
+        tests=("packages/snapkv/tests/policies/test_draft_votes.py",),
     ),
     Fault(
         name="offloaded tokens come back that were taken back",
@@ -302,7 +325,8 @@ FAULTS = (
     Fault(
         name="vLLM's rows: a resumed request goes on with what it held before",
         file="snapkv_vllm/runners.py",
-        old="        *scheduler_output.scheduled_cached_reqs.resumed_req_ids,\n",
+        old="        *(scheduler_output.preempted_req_ids or ()),\n"
+        "        *scheduler_output.scheduled_cached_reqs.resumed_req_ids,\n",
         new="",
         tests=(
             "packages/snapkv-vllm/tests/serving/vllm/test_scheduling.py",

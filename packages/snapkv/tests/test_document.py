@@ -75,7 +75,11 @@ def test_questions_of_different_lengths_share_the_document(lengths, chunk_tokens
     assert_as_if_read_together(model, inputs, read_together(model, questions))
 
 
-@pytest.mark.parametrize("policy", [AdaKV(POLICY), SnapKV(keep_ratio=0.3, window_size=WINDOW)])
+@pytest.mark.parametrize(
+    "policy",
+    [AdaKV(POLICY), SnapKV(keep_ratio=0.3, window_size=WINDOW), SnapKV("30%", window_size=WINDOW)],
+    ids=["adakv", "ratio", "bytes"],
+)
 def test_other_methods_choose_for_each_question_too(policy):
     model, questions = tiny_model("llama"), asked(20, 11)
     inputs = Document(model, text(), policy).inputs(questions)

@@ -4,8 +4,10 @@ Importable without torch, so that options fail at once.
 """
 
 import difflib
+import re
 import sys
 from collections.abc import Collection, Iterable
+from decimal import Decimal
 from typing import Any
 
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
@@ -87,6 +89,28 @@ def require_one_limit(budget: object, keep_ratio: object) -> None:
             f"budget and keep_ratio: expected one of them, got budget={budget} and "
             f"keep_ratio={keep_ratio}; leave one out"
         )
+
+
+def byte_budget(text: str) -> dict[str, float | int] | None:
+    """The share, or the bytes, of a budget such as "12%" or "64MiB"; None for another text.
+
+    Raises:
+        InvalidArgumentError: a share outside of (0, 100 %], or no bytes.
+    """
+    form = r"\s*([+-]?\d+(?:\.\d+)?)\s*(?:(%)|([kmgt]?)(i?)b)\s*"
+    if (found := re.fullmatch(form, text, re.IGNORECASE)) is None:
+        return None
+    number, percent, prefix, binary = found.groups()
+    amount = Decimal(number)
+    if amount <= 0 or (percent and amount > 100):
+        raise InvalidArgumentError(
+            f"budget: expected a share in (0, 100 %] or a number of bytes, got {text!r}; pass for "
+            "instance '12%' or '64MiB'"
+        )
+    if percent:
+        return {"share": float(amount / 100)}
+    base = 1024 if binary else 1000
+    return {"bytes": int(amount * base ** " kmgt".index(prefix.lower() or " "))}
 
 
 def require_pooling(pooling: Any, kernel_size: Any, decay: Any) -> None:

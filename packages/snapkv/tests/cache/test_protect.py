@@ -21,7 +21,8 @@ MOVED = "streaming-llm moved"
 
 
 def test_every_method_is_here():
-    assert {policy.name for policy in METHODS.values()} == set(methods.POLICIES)
+    waits = {"draft-votes"}  # for a draft, behind plain calls
+    assert {policy.name for policy in METHODS.values()} == set(methods.POLICIES) - waits
 
 
 def _positions(cache):

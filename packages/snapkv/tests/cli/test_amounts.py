@@ -67,6 +67,8 @@ def test_what_is_no_kernel_is_refused_with_an_example(text):
         ("4k", 4096),
         (" 1 ", 1),
         (" auto ", "auto"),
+        (" 12% ", "12%"),
+        ("1.5GB", "1.5GB"),
         ("auto:", "auto"),
         ("auto:most=4k", {"auto": {"most": 4096}}),
         ("auto: lost_vote = .5, least=8", {"auto": {"lost_vote": 0.5, "least": 8}}),
@@ -80,8 +82,9 @@ def test_budgets_are_read(text, budget):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("Auto", "got 'Auto'; write for instance --budget 4k or --budget auto"),
+        ("Auto", "got 'Auto'; write for instance --budget 4k, --budget auto, 12% or 64MiB"),
         ("-4", "expected at least 1, got -4"),
+        ("120%", "expected a share in (0, 100 %] or a number of bytes, got '120%'; pass"),
         ("auto:all", "expected auto with lost_vote, least or most, got 'all'"),
         ("auto:lost_vote=1e-3", "got 'lost_vote=1e-3'; write for instance --budget auto:lost"),
         ("auto:most=4.5", "least or most, got 'most=4.5'"),

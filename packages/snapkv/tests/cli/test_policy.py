@@ -11,6 +11,7 @@ from snapkv import (
     TOVA,
     AdaKV,
     AutoBudget,
+    ByteBudget,
     Compactor,
     CriticalKV,
     FullCache,
@@ -88,6 +89,8 @@ FADES = {"budget": 64, "pooling": "fading", "decay": 0.8}
         ("adakv", "policy=kvzip;sink_tokens=2;plus=true", {"budget": 64},
          AdaKV(KVzip(64, sink_tokens=2, plus=True))),
         ("adakv", "budget=auto:least=8", {"seed": 3}, AdaKV(SnapKV(AutoBudget(least=8)))),
+        ("adakv", "", {"budget": "12%"}, AdaKV(SnapKV("12%"))),
+        ("criticalkv", "budget=64MiB", {}, CriticalKV(SnapKV(ByteBudget(bytes=2**26)))),
         ("prompt-then-decode", "", FADES, PromptThenDecode(prompt=FADING, decode=TOVA(64))),
         ("prompt-then-decode", "prompt=keydiff;decode=h2o;window_size=8;heavy=9", {"budget": 64},
          PromptThenDecode(prompt=KeyDiff(64, window_size=8), decode=H2O(64, heavy=9))),
@@ -168,17 +171,17 @@ def test_what_a_policy_cannot_take_is_refused(name, set_, options, message):
 
 def test_several_policies_come_at_every_budget_that_they_have_not_set():
     several = ["snapkv:kernel_size=13,pooling=avg, adakv", "snapkv:budget=64", "fastgen"]
-    found = named_policies(["full", "none"], several, [128, {"auto": {"most": 256}}])
+    found = named_policies(["full", "none"], several, ["12%", {"auto": {"most": 256}}])
     assert [label for label, _ in found] == [
         "full",
-        "snapkv:kernel_size=13,pooling=avg@128",
+        "snapkv:kernel_size=13,pooling=avg@12%",
         "snapkv:kernel_size=13,pooling=avg@auto:most=256",
-        "adakv@128",
+        "adakv@12%",
         "adakv@auto:most=256",
         "snapkv:budget=64",
         "fastgen",
     ]
-    assert found[1][1] == SnapKV(128, kernel_size=13, pooling="avg")
+    assert found[1][1] == SnapKV("12%", kernel_size=13, pooling="avg")
 
 
 def test_the_list_names_every_policy_and_parameter(snapkv):
@@ -189,11 +192,11 @@ def test_the_list_names_every_policy_and_parameter(snapkv):
     assert "    pooling=max  (max, avg, fading)" in done.out
     default, _, others = done.out.partition("\nsnapkv: ")
     assert default.startswith("default: SnapKV with fading pooling and a small window")
-    assert "\n    budget=auto  (int or auto or None)\n" in default
-    assert "\n    budget=1024  (int or auto or None)\n" in others
+    assert "\n    budget=auto  (int or auto or bytes or None)\n" in default
+    assert "\n    budget=1024  (int or auto or bytes or None)\n" in others
     listed = json.loads(snapkv("policies", "--json").out)
     assert list(listed) == ["default", *POLICIES]
-    budget = {"type": "int or auto or None", "default": 1024}
+    budget = {"type": "int or auto or bytes or None", "default": 1024}
     assert listed["snapkv"]["parameters"]["budget"] == budget
     own = {name: each["default"] for name, each in listed["default"]["parameters"].items()}
     assert own == {

@@ -143,7 +143,12 @@ def test_without_a_chat_template_special_tokens_stand_once_in_front(tmp_path, de
 
 @pytest.mark.parametrize(
     ("policy", "bits"),
-    [(None, "int4"), (SnapKV(40), None), (AdaKV(KVzip(keep_ratio=0.5)), "int8")],
+    [
+        (None, "int4"),
+        (SnapKV(40), None),
+        (AdaKV(KVzip(keep_ratio=0.5)), "int8"),
+        (SnapKV("60%", window_size=8), None),
+    ],
     ids=str,
 )
 def test_documents_lie_as_the_policy_and_the_bits_say(tmp_path, tiny, policy, bits):

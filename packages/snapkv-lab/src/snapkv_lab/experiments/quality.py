@@ -185,7 +185,7 @@ FEW_BITS = Experiment(
     options={
         "tokens": Sized(2048, 128),
         "count": Sized(8, 1),
-        "budget": Sized(512, 48),
+        "budget": Sized(512, 96),
         "new_tokens": Sized(48, 2),
     },
     fields={"seed": SEED},

@@ -10,7 +10,7 @@ import torch
 
 from snapkv.app.prompts import Prompt
 from snapkv.errors import InvalidArgumentError
-from snapkv.ops import ScoreOptions
+from snapkv.ops import ScoreOptions, TokenCost
 from snapkv.policies import FullCache, Policy, PromptLayer
 from snapkv.policies.spans import Span, Spans
 from snapkv.validation import require_int
@@ -107,6 +107,7 @@ def _require_room(policy: Policy, spans: Spans, tokens: int) -> None:
     """Raise unless the policy can keep these spans of a prompt of that many tokens."""
     policy.require_protection(spans)
     nothing = torch.empty(1, 1, tokens, 0)
+    cost = TokenCost(full_bytes=1, token_bytes=1, block_bytes=1)  # right for a share
     policy.require_room(
         PromptLayer(
             queries=nothing,
@@ -116,5 +117,6 @@ def _require_room(policy: Policy, spans: Spans, tokens: int) -> None:
             layer_idx=0,
             num_layers=2,
             protected=spans.cover(torch.arange(tokens)[None, None]),
+            token_cost=lambda _: cost,
         )
     )

@@ -1,8 +1,9 @@
 """What a cache is told of what it reads: where a prompt ends, how it comes, what its masks hide."""
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
@@ -132,6 +133,23 @@ def _whole(visible: Tensor, total: int) -> Tensor:
     return visible.new_ones(len(visible), total)
 
 
+@dataclass(kw_only=True, eq=False)
+class Undecided:
+    """A layer whose prompt is chosen from again when a draft of the answer has voted.
+
+    Attributes:
+        layer: which has kept what the window voted for.
+        whole: a copy from before that, with the whole prompt.
+        prompt: what the policy chose from.
+        draft: queries, keys and values of the draft's tokens, one after the other.
+    """
+
+    layer: CompressedLayer
+    whole: CompressedLayer
+    prompt: PromptLayer
+    draft: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+
+
 @dataclass(kw_only=True)
 class Reading:
     """What a cache has been told of the prompt or turn that it reads.
@@ -150,6 +168,8 @@ class Reading:
         coming_ids: after how many tokens the tokens of which ids come; None while not announced.
         narrowing: which tokens of the prompt do not reach all layers; None where all do.
         is_broken: whether a layer's attention has begun and not come to its end.
+        undecided: layers that a draft of the answer votes on, by their index in the model.
+        is_drafting: whether that draft is being generated.
     """
 
     layers: Sequence[CompressedLayer]
@@ -163,6 +183,8 @@ class Reading:
     coming_ids: tuple[int, Tensor] | None = None
     narrowing: Narrowing | None = None
     is_broken: bool = False
+    undecided: dict[int, Undecided] = field(default_factory=dict)
+    is_drafting: bool = False
 
     @property
     def policy(self) -> Policy:
@@ -183,12 +205,14 @@ class Reading:
         return not self.layers[0].store.is_static and (self.prompt_end is None or self.is_announced)
 
     def of(self, layers: Sequence[CompressedLayer]) -> Self:
+        self.require_decided()
         return replace(self, layers=layers)
 
     def forget(self) -> None:
         """Begin anew: nothing has been read, nothing is announced."""
         self.prompt_end = self.coming_ids = self.narrowing = None
         self.turn_start, self.verifies_drafts, self.is_broken = 0, False, False
+        self.undecided, self.is_drafting = {}, False
 
     def crop(self, count: int) -> None:
         """Take the last tokens back from all layers; where one refuses, none has changed."""
@@ -212,6 +236,32 @@ class Reading:
         if self.prompt_end is not None and self.seen_tokens < self.prompt_end <= seen_tokens:
             self.prompt_end = None
         self._recall_for_a_turn()
+
+    # Whether a draft of the answer votes.
+
+    def hold_for_draft(self, layer: CompressedLayer, prompt: PromptLayer) -> None:
+        """The prompt ends in a layer, and tokens that are generated behind it are to vote, too."""
+        held = Undecided(layer=layer, whole=copy.copy(layer), prompt=prompt)
+        self.undecided[layer.identity.layer_idx] = held
+
+    def note_draft(
+        self, layer: CompressedLayer, queries: Tensor, keys: Tensor, values: Tensor
+    ) -> None:
+        """Hold a step's queries and its own keys and values, all there are behind the prompt."""
+        held = self.undecided.get(layer.identity.layer_idx)
+        if self.is_drafting and held is not None:
+            N, repeats = queries.shape[2], keys.shape[1] // held.prompt.keys.shape[1]
+            keys, values = (states[:, ::repeats, -N:].clone() for states in (keys, values))
+            held.draft.append((queries, keys, values))
+
+    def require_decided(self) -> None:
+        """Refuse to go on where the draft that is to vote has not been generated."""
+        if self.undecided and not self.is_drafting:
+            raise CacheMismatchError(
+                f"past_key_values: expected a draft of {self.policy.draft_tokens} tokens to vote "
+                "on the prompt before anything comes behind it, got none; call "
+                "cache.vote_by_draft(logits) when the prompt has been read, or model.generate"
+            )
 
     # Where the prompt ends.
 
@@ -350,7 +400,16 @@ class Reading:
             vars(self).update(before)
 
     def narrowed(self, narrowing: Narrowing | None) -> contextlib.AbstractContextManager[None]:
-        """Within this block some tokens of the prompt do not reach all layers."""
+        """Within this block some tokens of the prompt do not reach all layers.
+
+        Raises:
+            InvalidArgumentError: a draft is to vote on all of them.
+        """
+        if narrowing is not None and self.policy.draft_tokens:
+            raise InvalidArgumentError(
+                f"policy: expected one whose window alone votes where a prompt is read "
+                f"selectively, got {self.policy.name}; use SnapKV, or read it exactly"
+            )
         return self._while(narrowing=narrowing)
 
     def read_by(self, layer: CompressedLayer, new_tokens: int) -> int:

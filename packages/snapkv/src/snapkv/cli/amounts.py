@@ -10,7 +10,7 @@ from decimal import Decimal
 from typing import Any
 
 from snapkv.errors import InvalidArgumentError
-from snapkv.validation import AUTO, require_at_least, require_int
+from snapkv.validation import AUTO, byte_budget, require_at_least, require_int
 
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
@@ -62,15 +62,17 @@ def kernel(text: str) -> int | tuple[int, int]:
 
 
 def token_budget(text: str) -> int | str | dict[str, Any]:
-    """A budget: a whole number of at least 1, auto, or auto with parameters: auto:most=4k."""
+    """A budget: a whole number of at least 1, auto or auto:most=4k, or bytes: 12% or 64MiB."""
     word, _, rest = text.strip().partition(":")
     if word == AUTO:
         given = dict(_auto_parameter(part) for part in rest.split(",") if part.strip())
         return {AUTO: given} if given else AUTO
+    if byte_budget(text) is not None:
+        return text.strip()
     try:
         number = count("budget", text)
     except InvalidArgumentError as error:
-        raise InvalidArgumentError(f"{error} or --budget {AUTO}") from None
+        raise InvalidArgumentError(f"{error}, --budget {AUTO}, 12% or 64MiB") from None
     require_int("budget", number, 1)
     return number
 
@@ -93,8 +95,8 @@ def token_budgets(text: str) -> tuple[int | str | dict[str, Any], ...]:
     if parts := [part for part in re.split(r",(?!\s*\w+=)", text) if part.strip()]:
         return tuple(token_budget(part) for part in parts)
     raise InvalidArgumentError(
-        f"budget: expected numbers of tokens with commas between them, got {text!r}; write for "
-        "instance --budget 1024,4k or --budget auto"
+        f"budget: expected budgets with commas between them, got {text!r}; write for instance "
+        "--budget 1024,4k, --budget auto or --budget 12%,64MiB"
     )
 
 

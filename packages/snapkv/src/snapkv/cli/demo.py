@@ -36,7 +36,9 @@ class DemoOptions(ModelOptions):
 
     budget: Annotated[
         Any,
-        panels.policy(metavar="INTEGER|auto", help="Tokens kept per head and layer"),
+        panels.policy(
+            metavar="INTEGER|auto|12%|64MiB", help="Tokens kept per head and layer, or bytes"
+        ),
         TokenBudget(),
     ] = AUTO
 

@@ -148,9 +148,9 @@ def notes_on(
 
 
 def _budget_note(answer: Answer) -> Iterator[Note]:
-    """How much of the prompt a budget that the votes chose has kept; none where it is a number."""
+    """How much of the prompt a budget that the votes chose has kept; none of another kind."""
     budget = _parameter_of(answer.policy, "budget")
-    if not isinstance(budget, dict):
+    if not isinstance(budget, dict) or AUTO not in budget:
         return
     auto, tokens = budget[AUTO], answer.prompt_tokens
     behind = answer.cache.seen_tokens - tokens

@@ -76,8 +76,8 @@ class PolicyOptions(ModelOptions):
     budget: Annotated[
         Any,
         panels.policy(
-            metavar="INTEGER|auto",
-            help="Tokens kept per head and layer, window included",
+            metavar="INTEGER|auto|12%|64MiB",
+            help="Tokens kept per head and layer, window included; or bytes of the cache",
             show_default="auto, chosen by the votes; 1024 with --policy",
         ),
         TokenBudget(),
@@ -263,7 +263,8 @@ class ComparedOptions(ModelOptions):
     budget: Annotated[
         str,
         panels.sweep(
-            metavar="INTEGER|auto,...", help="Tokens kept per head and layer, with commas for more"
+            metavar="INTEGER|auto|12%|64MiB,...",
+            help="Tokens kept per head and layer, or bytes, with commas for more",
         ),
     ] = "1024"
 

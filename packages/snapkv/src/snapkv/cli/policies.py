@@ -54,5 +54,7 @@ def _type_name(hint: Any) -> str:
         return f"{'tuple' if rest is ... else 'pair'} of {_type_name(kind)}"
     if members := get_args(hint):
         names = ["None" if kind is type(None) else _type_name(kind) for kind in members]
-        return " or ".join(name for name in names if name != "AutoBudget")  # which auto stands for
+        if "AutoBudget" in names:  # one that a text may stand for
+            return "int or auto or bytes or None"
+        return " or ".join(names)
     return str(hint.__name__)

@@ -153,6 +153,8 @@ def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
     at_once = not drafts or (selection is None and layer.storage.holds_as_it_came)
     attended = _attend_prompt(call, layer) if at_once else call.before_masked(drafts, pads).attend()
     _check_votes(call, context, prompt, attended[0][:, own - 1])
+    if layer.policy.draft_tokens and selection is not None:
+        context.reading.hold_for_draft(layer, prompt)
     _end(layer, selection, prompt)
     return attended if at_once else _verify(call, layer, selection, drafts, attended[0])
 
@@ -190,6 +192,7 @@ def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
 def _decode(call: AttentionCall, context: ForwardContext) -> Attended:
     """Tokens behind the prompt attend to what is stored, and may make a method evict."""
     layer = context.layer
+    context.reading.note_draft(layer, call.query, call.key, call.value)
     attended = attend_stored(call, layer)
     _evict(call, layer, call.query.shape[2])
     _follow(call, layer)
@@ -245,7 +248,7 @@ def _follow(call: AttentionCall, layer: CompressedLayer) -> None:
         call, query=call.query[:, :, :0], key=layer.store.keys, value=layer.store.values
     )
     prompt = _prompt_layer(whole, layer, layer.slots.pads)
-    _end(layer, _select(layer, prompt), prompt)
+    choose(layer, prompt)
 
 
 # What the policy is shown and asked.
@@ -255,6 +258,11 @@ def _select(layer: CompressedLayer, prompt: PromptLayer) -> Selection | None:
     """What the policy keeps of a prompt; None for all."""
     with torch.no_grad():
         return layer.policy.select(prompt)
+
+
+def choose(layer: CompressedLayer, prompt: PromptLayer) -> None:
+    """Let the policy choose of a prompt that the layer holds, and the layer keep that."""
+    _end(layer, _select(layer, prompt), prompt)
 
 
 def _end(layer: CompressedLayer, selection: Selection | None, prompt: PromptLayer) -> None:
@@ -363,6 +371,7 @@ def _prompt_layer(call: AttentionCall, layer: CompressedLayer, pads: Tensor | No
             f"model: expected causal attention, got {type(call.module).__name__}, whose tokens see "
             "each other in both directions; only a causal decoder has a prompt to compress"
         )
+    heads = (call.query if layer.policy.parts_groups else layer.store.keys).shape[1]
     return PromptLayer(
         queries=layer.with_remembered(call.query).detach(),
         keys=call.key,
@@ -373,6 +382,7 @@ def _prompt_layer(call: AttentionCall, layer: CompressedLayer, pads: Tensor | No
         output_weight=output_weight(layer.identity.output_projection),
         protected=layer.protected_slots(slots, pads),
         fair=layer.spans.fair,
+        token_cost=functools.partial(layer.storage.token_cost, layer.store, heads),
         **_of_layer(call, layer),
     )
 

@@ -10,7 +10,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 from snapkv.cache.layer import CompressedLayer, LayerIdentity
 from snapkv.errors import InvalidArgumentError, InvalidTypeError, UnsupportedModelError
 from snapkv.hf.model_parts import output_projections, rotations_of
-from snapkv.policies import DuoAttention, EvictingPolicy, Policy
+from snapkv.policies import ByteBudget, DuoAttention, EvictingPolicy, Policy, PyramidKV
 from snapkv.storage.base import Storage
 from snapkv.storage.coded import Bits, KVCodes
 from snapkv.storage.dynamic import Dynamic
@@ -98,7 +98,7 @@ def storage_for(
     require_int("room_tokens", room_tokens, minimum=1)
     evicts = isinstance(policy, EvictingPolicy)
     alike = policy.most_tokens is not None and policy.most_tokens == getattr(policy, "budget", None)
-    if storage == "static" and (not alike or evicts or policy.parts_groups):
+    if storage == "static" and (not alike or evicts or policy.parts_groups or policy.draft_tokens):
         raise InvalidArgumentError(
             f"storage: expected a policy that keeps a budget of tokens, the same in all layers, "
             f"one set per KV head, and all behind it for storage='static', whose layers share one "
@@ -110,6 +110,16 @@ def storage_for(
             raise InvalidArgumentError(
                 f"quantize: expected a policy that only compresses prompts, and storage='dynamic', "
                 f"got {policy.name} with storage={storage!r}; leave quantize out"
+            )
+        inner: Any = policy
+        while hasattr(inner, "policy"):
+            inner = inner.policy
+        uneven = policy.parts_heads or isinstance(inner, PyramidKV)
+        if uneven and isinstance(getattr(inner, "budget", None), ByteBudget):
+            raise InvalidArgumentError(
+                f"quantize: expected none beside a budget of bytes where heads or layers keep "
+                f"different numbers of tokens, whose blocks are not all full, got {policy!r}; pass "
+                "a number of tokens, or SnapKV"
             )
         return functools.partial(Dynamic, codes=codes)
     if storage == "static":

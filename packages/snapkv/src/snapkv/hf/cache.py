@@ -28,6 +28,7 @@ from snapkv.cache.slots import require_removable
 from snapkv.errors import CacheMismatchError, InvalidArgumentError, InvalidTypeError
 from snapkv.hf import forward_context, saved
 from snapkv.hf.build import layers_for, storage_for
+from snapkv.hf.drafting import vote_by_draft
 from snapkv.hf.fidelity import VoteCheck
 from snapkv.hf.install import use
 from snapkv.hf.known_heads import with_known_heads
@@ -139,6 +140,7 @@ class CompressedCache(Cache):
         """Append the new tokens of one layer; returns all its stored keys and values."""
         layer, new_tokens = self.layers[layer_idx], key_states.shape[-2]
         if layer_idx <= self._first:
+            self.reading.require_decided()
             self._require_coming(layer_idx, *key_states.shape[::2])
         if not isinstance(layer, CompressedLayer):
             keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -201,6 +203,7 @@ class CompressedCache(Cache):
                 none has changed.
         """
         count = require_removable(tokens_to_remove)
+        self.reading.require_decided()
         others = [
             (index, layer)
             for index, layer in enumerate(self.layers)
@@ -234,6 +237,7 @@ class CompressedCache(Cache):
     def _take_rows(self, rows: Tensor) -> None:
         if not self._rows:
             return
+        self.reading.require_decided()
         try:
             chosen = torch.arange(self._rows, device=rows.device)[rows]
         except (AttributeError, IndexError):  # no tensor; a row that is not there, or no integers
@@ -267,11 +271,31 @@ class CompressedCache(Cache):
         super().activate_past_recording()
         self.reading.verifies_drafts = True
 
+    def vote_by_draft(self, logits: Tensor, attention_mask: Tensor | None = None) -> None:
+        """Let a draft of the answer vote on the prompt that has just been read; see `DraftVotes`.
+
+        `generate` does so by itself. Behind plain ``model(...)`` calls nothing else can be read
+        before.
+
+        Args:
+            logits: (B, any, vocabulary), what the model gave for the end of the prompt.
+            attention_mask: (B, T) zeros and ones, or None where no row has padding.
+
+        Raises:
+            CacheMismatchError: no prompt waits for it.
+        """
+        vote_by_draft(self.model, self, logits, attention_mask)
+
     def require_drafts(self) -> None:
         """Refuse to verify drafts where the policy evicts while generating, or chooses again.
 
         Drafts verified together would see tokens that plain decoding has dropped by then.
         """
+        if self.policy.draft_tokens:
+            raise InvalidArgumentError(
+                f"policy: expected one whose votes are complete with the prompt where drafts are "
+                f"verified, got {self.policy.name}; generate without drafts, or use SnapKV"
+            )
         if self.options["refresh_every"]:
             raise InvalidArgumentError(
                 f"refresh_every: expected none where drafts are verified (assistant model, prompt "
@@ -382,6 +406,7 @@ class CompressedCache(Cache):
         """
         if self.reading.is_broken:
             raise _interrupted()
+        self.reading.require_decided()
         saved.write(self, self.options, Path(path), beside or {})
 
     @classmethod

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from snapkv.cache.reading import Reading
 from snapkv.errors import InvalidArgumentError
+from snapkv.hf.drafting import vote_by_draft
 
 
 def _generate(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -57,7 +58,7 @@ def _prefill(
     model_kwargs: Any,
     **options: Any,
 ) -> Any:
-    """Announce the prompt where `generate` had no chance to."""
+    """Announce the prompt where `generate` had no chance to; behind it a draft may vote."""
     reading = _reading_of(model_kwargs)
     announcement: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if reading is not None and not reading.is_announced:
@@ -65,7 +66,11 @@ def _prefill(
         masked = getattr(generation_config, "_mask_length", 0)  # of a mask that hides nothing
         announcement = reading.announced(max(masked, _prompt_tokens((input_ids,), model_kwargs)))
     with announcement:
-        return own(model, input_ids, generation_config, model_kwargs, **options)
+        output = own(model, input_ids, generation_config, model_kwargs, **options)
+    if reading is not None and reading.undecided:
+        cache, mask = model_kwargs["past_key_values"], model_kwargs.get("attention_mask")
+        vote_by_draft(model, cache, output.logits, mask)
+    return output
 
 
 def _modes(

@@ -8,6 +8,7 @@ from snapkv.ops.ragged.api import ragged_attention
 from snapkv.ops.ragged.layout import RaggedLayout
 from snapkv.ops.redundancy import redundancy
 from snapkv.ops.scores import ScoreOptions
+from snapkv.ops.token_cost import TokenCost
 from snapkv.ops.votes.api import Implementation, fade_votes, gather_tokens, pool_votes, window_votes
 from snapkv.ops.votes.reference import (
     attention_of_groups,
@@ -28,6 +29,7 @@ __all__ = [
     "Implementation",
     "RaggedLayout",
     "ScoreOptions",
+    "TokenCost",
     "attention_of_groups",
     "attention_received",
     "attention_received_by_distance",

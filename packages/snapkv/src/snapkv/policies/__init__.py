@@ -2,10 +2,11 @@
 
 from snapkv.policies.adakv import AdaKV
 from snapkv.policies.base import EvictingPolicy, Policy, PrefixPolicy
-from snapkv.policies.budget import AutoBudget
+from snapkv.policies.budget import AutoBudget, ByteBudget
 from snapkv.policies.compactor import Compactor
 from snapkv.policies.criticalkv import CriticalKV
 from snapkv.policies.default import default_policy
+from snapkv.policies.draft_votes import DraftVotes
 from snapkv.policies.duo_attention import DuoAttention
 from snapkv.policies.expected_attention import ExpectedAttention
 from snapkv.policies.fastgen import FastGen
@@ -43,6 +44,7 @@ POLICIES: dict[str, type[Policy]] = {
         FastGen,
         DuoAttention,
         PromptThenDecode,
+        DraftVotes,
         KeyDiff,
         LagKV,
         Compactor,
@@ -55,9 +57,11 @@ POLICIES: dict[str, type[Policy]] = {
 __all__ = [
     "AdaKV",
     "AutoBudget",
+    "ByteBudget",
     "Compactor",
     "CriticalKV",
     "DecodeStep",
+    "DraftVotes",
     "DuoAttention",
     "EvictingPolicy",
     "Eviction",

@@ -8,11 +8,11 @@ from typing import Any, ClassVar, Literal, Self
 from torch import Tensor
 
 from snapkv.errors import InvalidArgumentError
-from snapkv.policies.budget import AutoBudget, Budget
+from snapkv.policies.budget import AutoBudget, Budget, ByteBudget
 from snapkv.policies.prefix import Prefix
 from snapkv.policies.spans import Spans, require_room
 from snapkv.policies.states import DecodeStep, Eviction, LostVotes, PromptLayer, Selection
-from snapkv.validation import DEFAULT_BUDGET, DEFAULT_WINDOW, require_one_limit
+from snapkv.validation import DEFAULT_BUDGET, DEFAULT_WINDOW, require_int, require_one_limit
 
 Need = Literal["rotation", "output_weight", "token_ids", "tokenizer", "second_reading", "queries"]
 """Parts of the model's layers, the ids of all tokens, what `Policy.with_tokenizer` gives, that
@@ -64,6 +64,11 @@ class Policy(ABC):
         Also None where heads of a row keep different numbers of tokens.
         """
         return None
+
+    @property
+    def draft_tokens(self) -> int:
+        """How many generated tokens vote on the prompt before it is chosen from for good."""
+        return 0
 
     @property
     def parts_groups(self) -> bool:
@@ -172,7 +177,8 @@ class PrefixPolicy(Policy):
 
     Args:
         budget: tokens kept per KV head and layer, window included; 1024 if neither is given.
-            "auto", or an `AutoBudget`, lets the votes choose, for methods that have some.
+            "auto", or an `AutoBudget`, lets the votes choose, for methods that have some; "12%",
+            "64MiB", or a `ByteBudget`, keeps what fits into so many bytes.
         keep_ratio: instead of `budget`, the fraction of the prefix to keep beside the window:
             k = floor(keep_ratio * prefix), in (0, 1] (Sec. 4, "voting").
         window_size: the last tokens of the prompt, always kept.
@@ -188,7 +194,7 @@ class PrefixPolicy(Policy):
     scores_are_votes: ClassVar[bool] = False
     """Whether a budget may be chosen by the scores, as shares of the window's attention."""
 
-    budget: int | Literal["auto"] | AutoBudget | None = None
+    budget: int | str | AutoBudget | ByteBudget | None = None
     _: KW_ONLY
     keep_ratio: float | None = None
     window_size: int = DEFAULT_WINDOW
@@ -197,7 +203,9 @@ class PrefixPolicy(Policy):
         if self.budget is None and self.keep_ratio is None:
             object.__setattr__(self, "budget", DEFAULT_BUDGET)
         require_one_limit(self.budget, self.keep_ratio)
-        object.__setattr__(self, "budget", AutoBudget.read(self.budget))
+        object.__setattr__(self, "budget", AutoBudget.read(ByteBudget.read(self.budget)))
+        if isinstance(self.budget, str):
+            require_int("budget", self.budget, minimum=1)
         if isinstance(self.budget, AutoBudget) and not self.scores_are_votes:
             raise InvalidArgumentError(
                 f"budget: expected a number of tokens with {self.name}, since 'auto' goes by the "
@@ -216,7 +224,7 @@ class PrefixPolicy(Policy):
     @property
     def limit(self) -> Budget:
         """What it keeps beside the window."""
-        assert self.budget != "auto", "read when it was made"
+        assert not isinstance(self.budget, str), "read when it was made"
         return Budget(self.budget, self.keep_ratio, self.window_size)
 
     @property
@@ -246,12 +254,14 @@ class PrefixPolicy(Policy):
 
     def kept_prefix_tokens(self, layer: PromptLayer, of_heads: OfHeads = "max") -> list[int]:
         """B numbers: positions each row keeps of its own prefix."""
-        prefixes = voted = self.prefix(layer).lengths
-        if isinstance(self.budget, AutoBudget) and of_heads != "all":
+        prefixes = wanted = self.prefix(layer).lengths
+        if isinstance(self.budget, ByteBudget):
+            wanted = self.budget.rows(layer, self.window_size + self.sink_tokens)
+        elif isinstance(self.budget, AutoBudget) and of_heads != "all":
             by_head = self.budget.voted(self.rated(layer))
             by_row = by_head.amax(-1) if of_heads == "max" else by_head.float().mean(-1).ceil()
-            voted = by_row.int().tolist()
-        return [self.limit.row(*row) for row in zip(prefixes, voted, strict=True)]
+            wanted = by_row.int().tolist()
+        return [self.limit.row(*row) for row in zip(prefixes, wanted, strict=True)]
 
     def select(self, layer: PromptLayer) -> Selection | None:
         """Keep the sinks, the best of the prefix and the window, or everything where it fits."""
@@ -296,9 +306,12 @@ class PrefixPolicy(Policy):
 
     def require_room(self, layer: PromptLayer) -> None:
         """Raise unless what must stay fits into the last layer, which keeps least."""
-        if not layer.depth and (needed := self.prefix(layer).needed):
+        if layer.depth:
+            return
+        needed = self.prefix(layer).needed
+        if needed or isinstance(self.budget, ByteBudget):  # which may be too few by itself
             last = replace(layer, depth=layer.num_layers - 1)
-            for tokens, room in zip(needed, self.kept_prefix_tokens(last, "all"), strict=True):
+            for tokens, room in zip(needed, self.kept_prefix_tokens(last, "all"), strict=False):
                 self._require_fits(tokens, room)
 
     def _require_fits(self, tokens: int, room: int) -> None:

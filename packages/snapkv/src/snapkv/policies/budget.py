@@ -1,14 +1,29 @@
-"""How much of a prompt a layer keeps: tokens, a fraction of them, or what its votes ask for."""
+"""How much of a prompt a layer keeps: tokens, bytes, a fraction, or what its votes ask for."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
 from snapkv.errors import InvalidArgumentError
-from snapkv.validation import AUTO, require_budget, require_fraction, require_int
+from snapkv.ops import TokenCost
+from snapkv.validation import (
+    AUTO,
+    byte_budget,
+    require_budget,
+    require_fraction,
+    require_int,
+    require_ratio,
+)
+
+if TYPE_CHECKING:
+    from snapkv.policies.states import PromptLayer
+
+BYTES = "bytes"
+"""Under which a file has a budget of bytes."""
 
 UNDILUTED_TOKENS = 1024
 """Up to here a vote weighs the same; of a longer prompt each position gets a smaller share of the
@@ -83,24 +98,122 @@ class AutoBudget:
         return min(max(voted, self.least), most, prefix_tokens)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ByteBudget:
+    """As many tokens as the bytes hold that keys and values take at the end of a prompt.
+
+    All of them count: codes with their scales, and what stays as it came. So with `quantize` the
+    same bytes hold more tokens. Tokens behind the prompt come on top, as with a budget of tokens.
+    Every compressed layer gets the same bytes; what would be left over goes to the first ones.
+
+    Args:
+        share: of the bytes that the row's own prompt takes in these layers of the full cache, in
+            the model's dtype, in (0, 1]; "12%" stands for 0.12.
+        bytes: of one row in all of them together; "64MiB" stands for 2**26.
+
+    Raises:
+        InvalidArgumentError: not one of them, or out of range; at the end of a prompt, too few for
+            the window, the sinks, and the tokens that `quantize` leaves as they came.
+    """
+
+    share: float | None = None
+    bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.share is None) is (self.bytes is None):
+            raise InvalidArgumentError(
+                f"budget: expected either a share or bytes, got {self!r}; pass one of them"
+            )
+        if self.share is None:
+            require_int("budget, bytes", self.bytes, minimum=1)
+        else:
+            require_ratio("budget, share", self.share)
+
+    @classmethod
+    def read(cls, budget: object) -> object:
+        """The budget that "12%", "64MiB", or what `describe` gives, stands for; or as it is."""
+        if isinstance(budget, str):
+            found = byte_budget(budget)
+            return budget if found is None else cls(**found)  # type: ignore[arg-type] # by name
+        if not isinstance(budget, dict) or budget.keys() != {BYTES}:
+            return budget
+        own = budget[BYTES]
+        if not isinstance(own, dict) or not own.keys() <= {"share", "bytes"}:
+            raise InvalidArgumentError(
+                f"budget: expected {{'bytes': {{...}}}} with share or bytes, got {budget!r}; pass "
+                "for instance '12%' or '64MiB'"
+            )
+        return cls(**own)
+
+    def describe(self) -> dict[str, Any]:
+        """Its parameters, ready for JSON."""
+        return {BYTES: asdict(self)}
+
+    def rows(self, layer: "PromptLayer", least_tokens: int) -> list[int]:
+        """B numbers: tokens of each row that fit; at least so many, or all it has."""
+        if layer.token_cost is None:
+            raise InvalidArgumentError(
+                f"budget: expected a number of tokens where it is not known what they cost, got "
+                f"{self!r}; pass a number"
+            )
+        cost = layer.token_cost(min(layer.row_lengths))
+        least = max(least_tokens, cost.exact_tokens)
+        return [
+            self._tokens(cost, tokens, min(least, tokens), layer.depth, layer.num_layers)
+            for tokens in layer.row_lengths
+        ]
+
+    def _tokens(self, cost: TokenCost, own: int, least: int, depth: int, layers: int) -> int:
+        full = cost.full_bytes * own * layers
+        given = self.bytes if self.share is None else int(Fraction(str(self.share)) * full)
+        assert given is not None
+        blocks = (given - layers * cost.held_bytes(cost.exact_tokens)) // cost.block_bytes
+        if cost.exact_tokens + blocks // layers * cost.block_tokens < least:
+            self._refuse(own, least, layers * cost.held_bytes(least), full)
+        more = -blocks * depth // layers - -blocks * (depth + 1) // layers
+        return cost.exact_tokens + more * cost.block_tokens
+
+    def _refuse(self, own: int, least: int, needed: int, full: int) -> NoReturn:
+        if self.share is None:
+            enough, got = f"{needed:,} bytes", f"{self.bytes:,} bytes"
+        else:
+            enough, got = f"{math.ceil(1000 * needed / full) / 10:g}%", f"{100 * self.share:g}%"
+        raise InvalidArgumentError(
+            f"budget: expected at least {enough} for {least} of {own:,} prompt tokens, which are "
+            f"the window, the sinks and what stays as it came, got {got}; raise it, lower those, "
+            "or pass a number of tokens"
+        )
+
+
+def require_tokens(policy: Any) -> None:
+    """Raise where a policy that evicts while generating is given bytes."""
+    if isinstance(ByteBudget.read(policy.budget), ByteBudget):
+        raise InvalidArgumentError(
+            f"budget: expected a number of tokens with {policy.name}, which evicts while "
+            f"generating, got {policy.budget!r}; pass a number, or use SnapKV"
+        )
+
+
 @dataclass(frozen=True)
 class Budget:
     """What a layer keeps beside the window: `row` is where any budget becomes tokens.
 
     Attributes:
-        limit: tokens, window included, or a budget that the votes choose; None where there is a
-            `keep_ratio`.
+        limit: tokens, window included, or bytes, or a budget that the votes choose; None where
+            there is a `keep_ratio`.
         keep_ratio: the fraction of the prefix to keep.
         window_size: the last tokens of the prompt, always kept.
     """
 
-    limit: int | AutoBudget | None
+    limit: int | AutoBudget | ByteBudget | None
     keep_ratio: float | None
     window_size: int
 
     def require_valid(self, sink_tokens: int) -> None:
         """Raise unless it has room for the window, the sinks and what every layer keeps."""
         auto = self.limit
+        if isinstance(auto, ByteBudget):  # the prompt's end will tell
+            auto = self.window_size + sink_tokens + 1
         if not isinstance(auto, AutoBudget):
             require_budget(auto, self.keep_ratio, self.window_size, sink_tokens)
             return
@@ -116,19 +229,23 @@ class Budget:
     @property
     def most_tokens(self) -> int | None:
         """Tokens that no layer keeps more of, window included; None where there is no limit."""
+        if isinstance(self.limit, ByteBudget):
+            return None
         return self.limit.most if isinstance(self.limit, AutoBudget) else self.limit
 
-    def row(self, prefix_tokens: int, voted: int) -> int:
+    def row(self, prefix_tokens: int, wanted: int) -> int:
         """Positions that a row keeps of so many before the window.
 
-        Where the votes choose, `voted` of them may not be lost.
+        `wanted` are those that may not be lost where the votes choose, and the tokens that fit
+        where bytes do.
         """
         if self.keep_ratio is not None:
             return math.floor(self.keep_ratio * prefix_tokens)
         if isinstance(self.limit, AutoBudget):
-            return self.limit.within(voted, prefix_tokens, self.window_size)
-        assert self.limit is not None
-        return min(prefix_tokens, self.limit - self.window_size)
+            return self.limit.within(wanted, prefix_tokens, self.window_size)
+        tokens = wanted if isinstance(self.limit, ByteBudget) else self.limit
+        assert tokens is not None
+        return max(0, min(prefix_tokens, tokens - self.window_size))
 
 
 def largest_remainder(shares: Sequence[float], total: int) -> list[int]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from snapkv.policies.budget import AutoBudget
+from snapkv.policies.budget import AutoBudget, ByteBudget
 from snapkv.policies.snapkv import SnapKV
 from snapkv.validation import DEFAULT, SMALL_WINDOW
 
@@ -17,14 +17,17 @@ def default_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
     return {"window_size": SMALL_WINDOW, **pooling, **given}
 
 
-def default_policy(budget: int | str | AutoBudget | None = None, **given: Any) -> SnapKV:
+def default_policy(
+    budget: int | str | AutoBudget | ByteBudget | None = None, **given: Any
+) -> SnapKV:
     """SnapKV with fading pooling and a small window, for those who choose no method.
 
     Args:
-        budget: tokens kept per KV head and layer, window included, or "auto"; 1024 by default.
+        budget: tokens kept per KV head and layer, window included, "auto", or bytes as "12%" or
+            "64MiB"; 1024 by default.
         given: any other parameters of `SnapKV`.
     """
-    return SnapKV(budget, **default_parameters(given))  # type: ignore[arg-type] # it checks
+    return SnapKV(budget, **default_parameters(given))
 
 
 def method_name(described: Mapping[str, Any]) -> str:

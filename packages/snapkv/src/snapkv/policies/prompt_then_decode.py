@@ -43,6 +43,11 @@ class PromptThenDecode(EvictingPolicy):
                 f"SnapKV(budget=1024), got {_named(self.prompt)}; pass a method that evicts while "
                 "generating as decode"
             )
+        if self.prompt.draft_tokens:
+            raise InvalidArgumentError(
+                f"prompt: expected a method whose votes are complete with the prompt, got "
+                f"{_named(self.prompt)}; use it by itself, or pass SnapKV"
+            )
         if not isinstance(self.decode, EvictingPolicy) or isinstance(self.decode, PromptThenDecode):
             raise InvalidTypeError(
                 f"decode: expected a method that evicts while generating, such as "

@@ -1,10 +1,11 @@
 """PyramidKV (Cai et al., 2024): more budget for the lower layers, less for the upper ones."""
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import ClassVar
 
+from snapkv.errors import InvalidArgumentError
 from snapkv.policies.base import OfHeads
-from snapkv.policies.budget import largest_remainder
+from snapkv.policies.budget import ByteBudget, largest_remainder
 from snapkv.policies.snapkv import SnapKV
 from snapkv.policies.states import PromptLayer
 from snapkv.validation import require_int
@@ -38,6 +39,11 @@ class PyramidKV(SnapKV):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_int("beta", self.beta, minimum=1)
+        if self.published and isinstance(self.budget, ByteBudget):
+            raise InvalidArgumentError(
+                f"budget: expected tokens with published=True, whose rounding goes beyond any "
+                f"budget, got {self.budget!r}; pass a number, or leave published out"
+            )
 
     @property
     def most_tokens(self) -> int | None:
@@ -47,7 +53,8 @@ class PyramidKV(SnapKV):
 
     def kept_prefix_tokens(self, layer: PromptLayer, of_heads: OfHeads = "max") -> list[int]:
         """B numbers: positions each row keeps of its own prefix in this layer."""
-        means, prefixes = super().kept_prefix_tokens(layer, of_heads), self.prefix(layer).lengths
+        last = replace(layer, depth=layer.num_layers - 1)  # where bytes are rounded down
+        means, prefixes = super().kept_prefix_tokens(last, of_heads), self.prefix(layer).lengths
         return [
             min(tokens, self._layer_budgets(mean, tokens, layer.num_layers)[layer.depth])
             for mean, tokens in zip(means, prefixes, strict=True)

@@ -10,6 +10,7 @@ from torch import Tensor
 from snapkv import ops
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies.base import EvictingPolicy
+from snapkv.policies.budget import require_tokens
 from snapkv.policies.states import DecodeStep, Eviction, LayerStates, PromptLayer, Selection
 from snapkv.validation import DEFAULT_BUDGET, require_int
 
@@ -75,6 +76,7 @@ def split_budget(
         second: name of the recent part, at least 1.
         default_second: the recent part of a budget where only the budget is given.
     """
+    require_tokens(policy)
     budget, head, tail = policy.budget, getattr(policy, first), getattr(policy, second)
     for name, value, minimum in (("budget", budget, 1), (first, head, 0), (second, tail, 1)):
         if value is not None:

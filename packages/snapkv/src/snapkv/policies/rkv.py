@@ -6,6 +6,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from snapkv import ops
+from snapkv.policies.budget import require_tokens
 from snapkv.policies.recent import BestAndRecent
 from snapkv.policies.spans import Spans
 from snapkv.policies.states import LayerStates, PromptLayer, Selection
@@ -60,6 +61,7 @@ class RKV(BestAndRecent):
     exempt: int = 1
 
     def __post_init__(self) -> None:
+        require_tokens(self)
         require_budget(self.budget, None, self.window_size)
         require_int("evict_every", self.evict_every, minimum=1)
         require_int("kernel_size", self.kernel_size, minimum=1)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from snapkv import ops
 from snapkv.errors import InvalidArgumentError
-from snapkv.policies.budget import largest_remainder
+from snapkv.policies.budget import largest_remainder, require_tokens
 from snapkv.policies.recent import BestAndRecent
 from snapkv.policies.spans import Spans
 from snapkv.policies.states import DecodeStep, LayerStates, PromptLayer, Selection
@@ -61,6 +61,7 @@ class Scissorhands(BestAndRecent):
     gamma: float = 0.0
 
     def __post_init__(self) -> None:
+        require_tokens(self)
         for name in ("budget", "history", "recent"):
             require_int(name, getattr(self, name), minimum=1)
         if self.drop is not None:

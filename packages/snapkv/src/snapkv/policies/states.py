@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from snapkv import ops
-from snapkv.ops import Implementation, ScoreOptions
+from snapkv.ops import Implementation, ScoreOptions, TokenCost
 from snapkv.policies.fair import Segments
 
 
@@ -80,7 +80,11 @@ class PromptLayer(LayerStates):
             while the text was read again; None where it was read once.
         fair: segments that share the budget by their lengths, or None; only of a prompt of which
             nothing was dropped.
+        token_cost: what a token costs in bytes, by the tokens of the batch's shortest row; for a
+            `ByteBudget`.
         votes_impl: the implementation of `snapkv.ops.window_votes` that counts the window's votes.
+        draft: (B, Hq, N, D) queries, (B, Hkv, N, D) keys and values of N tokens that were generated
+            behind the prompt to vote on it; None where none were.
     """
 
     values: Tensor
@@ -89,7 +93,9 @@ class PromptLayer(LayerStates):
     token_ids: Tensor | None = None
     received: Tensor | None = None
     fair: Segments | None = None
+    token_cost: Callable[[int], TokenCost] | None = None
     votes_impl: Implementation = "auto"
+    draft: tuple[Tensor, Tensor, Tensor] | None = None
 
     def once(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
         """What `compute` gives, computed the first time somebody asks for it by that key."""

@@ -6,6 +6,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from snapkv import ops
+from snapkv.policies.budget import require_tokens
 from snapkv.policies.recent import BestAndRecent
 from snapkv.policies.spans import Spans
 from snapkv.policies.states import LayerStates
@@ -32,6 +33,7 @@ class TOVA(BestAndRecent):
     budget: int = DEFAULT_BUDGET
 
     def __post_init__(self) -> None:
+        require_tokens(self)
         require_int("budget", self.budget, minimum=1)
 
     @property

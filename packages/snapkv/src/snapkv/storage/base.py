@@ -233,6 +233,9 @@ class Storage(Protocol):
         `empty` is (B,): how many leading slots of each row hold no token; or None.
         """
 
+    def token_cost(self, store: TokenStore, heads: int, shortest_tokens: int) -> ops.TokenCost:
+        """What tokens of a store cost that so many heads keep; its shortest row has so many."""
+
     def restored(self, kind: str, state: dict[str, Any]) -> TokenStore:
         """The store of that kind whose `state` this is."""
 

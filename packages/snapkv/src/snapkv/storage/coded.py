@@ -71,6 +71,20 @@ class KVCodes:
         for name in ("recent_tokens", "sink_tokens", "exact_layers"):
             require_int(name, getattr(self, name), minimum=0)
 
+    def exact_tokens(self, shortest_tokens: int) -> tuple[int, int]:
+        """First and last tokens that stay as they came, where the shortest head has so many."""
+        last = min(self.recent_tokens, shortest_tokens)
+        first = self.sink_tokens if shortest_tokens >= self.sink_tokens + last else 0
+        return first, last
+
+    def block_bytes(self, states: Pair) -> int:
+        """Bytes of one head's block of such keys and values: of one with the largest number."""
+        blocks = both(
+            lambda part: part.abs().amax().expand(1, self.group_size, part.shape[-1]), states
+        )
+        keys, values = _encoded(blocks, self)
+        return keys.nbytes + values.nbytes
+
     @classmethod
     def of(cls, given: "KVCodes | Bits | Mapping[str, Any]") -> "KVCodes":
         """What a name stands for: "int8", "int4" or "fp8"; or parameters by name, as a file has.
@@ -316,8 +330,7 @@ class CodedStore(RaggedStore):
     def _encode(self, states: RaggedStates) -> None:
         """Their last tokens go before the tail; where heads are as short as those, so are they."""
         shortest = min(min(row) for row in states.head_tokens)
-        last = min(self.how.recent_tokens, shortest)
-        first = self.how.sink_tokens if shortest >= self.how.sink_tokens + last else 0
+        first, last = self.how.exact_tokens(shortest)
         longest = states.longest_tokens
         padded = states.padded_keys(), states.padded_values()
         recent = both(lambda part: part[:, :, longest - last :], padded)

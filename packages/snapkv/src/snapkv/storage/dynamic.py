@@ -1,10 +1,11 @@
 """Storage that grows with every token: dense, by heads of different length, or in few bits."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
+from snapkv.ops import TokenCost
 from snapkv.storage.base import TokenStore
 from snapkv.storage.coded import CodedStore, KVCodes
 from snapkv.storage.codes import QUANTIZED, spread
@@ -45,6 +46,24 @@ class Dynamic:
             store = store.ragged_from(empty, kept_tokens)
         assert isinstance(store, RaggedStore)
         return CodedStore.of(store, self.codes)
+
+    def token_cost(self, store: TokenStore, heads: int, shortest_tokens: int) -> TokenCost:
+        """As the keys and values came, or in codes."""
+        keys, values = store.keys, store.values
+        per_head = keys.element_size() * (keys.shape[-1] + values.shape[-1])
+        one = TokenCost(
+            full_bytes=store.num_kv_heads * per_head,
+            token_bytes=heads * per_head,
+            block_bytes=heads * per_head,
+        )
+        if self.codes is None:
+            return one
+        return replace(
+            one,
+            block_bytes=heads * self.codes.block_bytes(store.padded()),
+            block_tokens=self.codes.group_size,
+            exact_tokens=sum(self.codes.exact_tokens(shortest_tokens)),
+        )
 
     def restored(self, kind: str, state: dict[str, Any]) -> TokenStore:
         """The store of that kind; that in few bits of 0.1.0 by what it stands for."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
+from snapkv.ops import TokenCost
 from snapkv.storage.base import Plane, TokenStore
 from snapkv.storage.dense import DenseStore
 
@@ -124,6 +125,10 @@ class Static:
             )
         self.require_room(store.slots)
         return StaticStore(self, store)
+
+    def token_cost(self, store: TokenStore, heads: int, shortest_tokens: int) -> TokenCost:
+        """Refused when the storage is chosen: its buffers need a number of tokens."""
+        raise NotImplementedError("static storage has a budget of tokens")
 
     def restored(self, kind: str, state: dict[str, Any]) -> TokenStore:
         if kind not in (StaticStore.kind, DenseStore.kind):

@@ -110,10 +110,12 @@ def encode(states: Tensor, bits: int, *, along: Along) -> Codes:
     M, G, D = states.shape
     largest = _largest(states, bits)
     per_byte = 8 // bits
-    padded = _padded(states.float(), -D % (G if along == "channels" else per_byte))
-    grouped, axis = padded, 1
+    whole = G if along == "channels" and G < D else per_byte  # fewer than G are one group
+    padded, axis = _padded(states.float(), -D % whole), 1
+    grouped = padded
     if along == "channels":
-        grouped, axis = padded.view(M, G, padded.shape[-1] // G, G), -1
+        width = min(G, padded.shape[-1])
+        grouped, axis = padded.view(M, G, padded.shape[-1] // width, width), -1
     lowest, highest = grouped.amin(dim=axis, keepdim=True), grouped.amax(dim=axis, keepdim=True)
     narrow = torch.float16 if largest <= torch.finfo(torch.float16).max else torch.float32
     least = _rounded_down(lowest, narrow)

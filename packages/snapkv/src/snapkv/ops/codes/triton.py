@@ -154,7 +154,7 @@ def _attend_codes(
         keys = _integers(key_codes_at, tokens, there, across, D, KEY_BITS, KEY_BYTES)
         keys = (keys * key_scale[None, :] + key_least[None, :]).to(queries.dtype)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scaling
-        weights, faded, most, total = _weigh(scores, seen, most, total, softcap, CAPPED)
+        weights, faded, most = _weigh(scores, seen, most, softcap, CAPPED)
         groups = tokens[:, None] * GROUPS + (across_v // G)[None, :]
         in_value = there[:, None] & (across_v < DV)[None, :]
         value_scale = tl.load(value_scale_at + groups, mask=in_value, other=0).to(tl.float32)
@@ -163,6 +163,7 @@ def _attend_codes(
         values = (values * value_scale + value_least).to(queries.dtype)
         sums = sums * faded[:, None]
         sums += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        total = total * faded + tl.sum(weights, axis=1)
     for first in range(tl.maximum(begin - kept, 0), end - kept, KEYS):
         place = first + tl.arange(0, KEYS)
         seen = (place[None, :] <= own[:, None]) & (place < end - kept)[None, :]

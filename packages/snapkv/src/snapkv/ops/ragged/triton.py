@@ -80,8 +80,8 @@ def split_tokens(tokens: int) -> int:
 
 
 @triton.jit
-def _weigh(scores, seen, most, total, softcap, CAPPED: tl.constexpr):
-    """Unnormalised weights of some scores, how earlier sums fade beside them, and new marks."""
+def _weigh(scores, seen, most, softcap, CAPPED: tl.constexpr):
+    """Unnormalised weights of some scores, how earlier sums fade beside them, the new highest."""
     if CAPPED:
         scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)  # tanh
     scores = tl.where(seen, scores, float("-inf"))
@@ -89,7 +89,7 @@ def _weigh(scores, seen, most, total, softcap, CAPPED: tl.constexpr):
     shift = tl.where(higher == float("-inf"), 0.0, higher)  # rows that have seen nothing yet
     weights = tl.exp(scores - shift[:, None])
     faded = tl.exp(most - shift)
-    return weights, faded, higher, total * faded + tl.sum(weights, axis=1)
+    return weights, faded, higher
 
 
 @triton.jit
@@ -104,12 +104,12 @@ def _step(
     inside = there[:, None] & (across[None, :] < D)
     keys = tl.load(key_rows[:, None] + across[None, :], mask=inside, other=0.0)
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scaling
-    weights, faded, most, total = _weigh(scores, seen, most, total, softcap, CAPPED)
+    weights, faded, most = _weigh(scores, seen, most, softcap, CAPPED)
     inside_v = there[:, None] & (across_v[None, :] < DV)
     values = tl.load(value_rows[:, None] + across_v[None, :], mask=inside_v, other=0.0)
     sums = sums * faded[:, None]
     sums += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-    return most, total, sums
+    return most, total * faded + tl.sum(weights, axis=1), sums
 
 
 @triton.jit(do_not_specialize=["rows", "Q", "S", "split", "splits"])

@@ -1,0 +1,77 @@
+"""A draft of the answer votes on the prompt: generated from what was kept, then thrown away."""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from snapkv.cache.layer import CompressedLayer
+from snapkv.cache.reading import Undecided
+from snapkv.errors import CacheMismatchError
+from snapkv.hf.attention import choose
+
+
+@torch.no_grad()
+def vote_by_draft(
+    model: PreTrainedModel, cache: Any, logits: Tensor, attention_mask: Tensor | None
+) -> None:
+    """Generate the draft greedily, and let every layer choose again with its queries, too.
+
+    Args:
+        model: whose prompt the cache has just read.
+        cache: a `CompressedCache`.
+        logits: (B, any, vocabulary), of which the last ones are those behind the prompt.
+        attention_mask: (B, T) zeros and ones, or None where no row has padding.
+
+    Raises:
+        CacheMismatchError: no prompt has just been read whose layers wait for a draft.
+    """
+    reading = cache.reading
+    if not reading.undecided:
+        raise CacheMismatchError(
+            "logits: expected a prompt that has just been read with a policy such as "
+            "DraftVotes(SnapKV(1024)) and was compressed, got none; leave the call out"
+        )
+    # Layers that hold something else than tokens cannot all take them back.
+    others = {
+        index: copy.deepcopy(layer)
+        for index, layer in enumerate(cache.layers)
+        if not isinstance(layer, CompressedLayer)
+    }
+    end = reading.prompt_end
+    reading.is_drafting = True
+    try:
+        _generate(model, cache, logits[:, -1], attention_mask, reading.policy.draft_tokens)
+    finally:
+        reading.is_drafting = False
+        held, reading.undecided = reading.undecided, {}
+        for each in held.values():
+            vars(each.layer).update(vars(each.whole))
+        for index, layer in others.items():
+            cache.layers[index] = layer
+        reading.prompt_end = end
+    for each in held.values():
+        _choose_again(each)
+
+
+def _generate(
+    model: Any, cache: Any, logits: Tensor, attention_mask: Tensor | None, tokens: int
+) -> None:
+    for _ in range(tokens):
+        ids = logits.argmax(dim=-1, keepdim=True)
+        told: dict[str, Any] = {}
+        if attention_mask is not None:
+            seen = torch.ones_like(attention_mask[:, :1])
+            attention_mask = torch.cat([attention_mask, seen], dim=1)
+            told["attention_mask"] = attention_mask
+            told["position_ids"] = (attention_mask.cumsum(-1) - 1)[:, -1:]
+        output = model(ids.to(model.device), past_key_values=cache, use_cache=True, **told)
+        logits = output.logits[:, -1]
+
+
+def _choose_again(held: Undecided) -> None:
+    queries, keys, values = (torch.cat(states, dim=2) for states in zip(*held.draft, strict=True))
+    choose(held.layer, replace(held.prompt, draft=(queries, keys, values)))

@@ -1,0 +1,27 @@
+"""What the tokens that a layer keeps of a prompt cost in bytes."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenCost:
+    """Bytes of one layer and row, all heads together, each of which keeps as many tokens.
+
+    Attributes:
+        full_bytes: of a token in the full cache.
+        token_bytes: of a kept token as it came.
+        block_bytes: of a block of codes, filled or not; without codes that is one token.
+        block_tokens: how many tokens a block holds.
+        exact_tokens: how many of those kept stay as they came.
+    """
+
+    full_bytes: int
+    token_bytes: int
+    block_bytes: int
+    block_tokens: int = 1
+    exact_tokens: int = 0
+
+    def held_bytes(self, tokens: int) -> int:
+        """Of so many kept tokens, at least `exact_tokens`."""
+        blocks = -(-(tokens - self.exact_tokens) // self.block_tokens)
+        return self.exact_tokens * self.token_bytes + blocks * self.block_bytes

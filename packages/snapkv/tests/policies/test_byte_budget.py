@@ -1,0 +1,344 @@
+"""A budget of bytes: what is held at the end of a prompt is what was given, or just below it."""
+
+import functools
+from fractions import Fraction
+
+import pytest
+import torch
+
+from snapkv import (
+    H2O,
+    TOVA,
+    AdaKV,
+    ByteBudget,
+    CompressedCache,
+    CriticalKV,
+    DraftVotes,
+    InvalidArgumentError,
+    KeyDiff,
+    KVzip,
+    PyramidKV,
+    ScoreThreshold,
+    SnapKV,
+    default_policy,
+)
+from snapkv.kvzip import read_context
+from snapkv.ops import ScoreOptions, TokenCost
+from snapkv.policies import RKV, PromptLayer, PromptThenDecode, Scissorhands, StreamingLLM
+from snapkv.prefill import chunked
+from snapkv.storage.coded import KVCodes
+from snapkv.storage.dynamic import Dynamic
+from tests.families import call, random_ids, tiny_model
+
+CODES = TokenCost(full_bytes=8, token_bytes=8, block_bytes=12, block_tokens=4, exact_tokens=3)
+BARE = TokenCost(full_bytes=8, token_bytes=8, block_bytes=8)
+
+
+def worked(cost, tokens, depth=0, pads=(0,)):
+    """One of two layers, whose tokens cost what is said."""
+    states = torch.zeros(len(pads), 1, tokens, 2, dtype=torch.float16)
+    return PromptLayer(
+        queries=states,
+        keys=states,
+        values=states,
+        score_options=ScoreOptions(scaling=1.0),
+        layer_idx=depth,
+        depth=depth,
+        num_layers=2,
+        pad_tokens=torch.tensor(pads) if any(pads) else None,
+        token_cost=lambda shortest: cost,
+    )
+
+
+@pytest.mark.parametrize(
+    ("budget", "cost", "of_each"),
+    [
+        ("160B", BARE, [10, 10]),
+        ("170B", BARE, [11, 10]),  # 10 left over: one token more, in the first layer
+        ("10%", BARE, [5, 5]),  # 50 tokens take 400 bytes in a layer
+        ("100B", CODES, [11, 11]),  # 2 * 3 * 8 as they came, 52 left, four blocks of 12
+        ("90B", CODES, [11, 7]),  # 42 left, three blocks
+        ("12%", CODES, [11, 11]),  # of 800 bytes 96, nothing left over
+    ],
+)
+def test_on_paper(budget, cost, of_each):
+    budget = ByteBudget.read(budget)
+    assert [budget.rows(worked(cost, 50, depth), 3)[0] for depth in (0, 1)] == of_each
+
+
+def test_a_share_is_of_each_rows_own_prompt_and_bytes_are_not():
+    layer = worked(BARE, 50, pads=(0, 30))
+    assert ByteBudget(share=0.2).rows(layer, 2) == [10, 4]
+    assert ByteBudget(bytes=160).rows(layer, 2) == [10, 10]
+
+
+def test_what_tokens_cost_on_paper():
+    """Two heads of 32 numbers, float32: 512 bytes a token. Scales and least numbers take two."""
+    states = torch.ones(1, 2, 50, 32)
+    store = Dynamic().empty().fill(states, states, 2)
+    assert Dynamic().token_cost(store, 2, 50) == TokenCost(
+        full_bytes=512, token_bytes=512, block_bytes=512
+    )
+    keys, values = 32 * 32 + 32 * 4, 32 * 16 + 32 * 4
+    found = Dynamic(codes=KVCodes(8, 4)).token_cost(store, 4, 50)  # each query head its own
+    assert found == TokenCost(
+        full_bytes=512,
+        token_bytes=1024,
+        block_bytes=4 * (keys + values),
+        block_tokens=32,
+        exact_tokens=36,
+    )
+    assert Dynamic(codes=KVCodes()).token_cost(store, 2, 33).exact_tokens == 32
+    assert Dynamic(codes=KVCodes()).token_cost(store, 2, 20).exact_tokens == 20
+
+
+def test_numbers_beyond_float16_cost_wider_scales():
+    states = torch.full((1, 2, 50, 32), 1e5)
+    store = Dynamic().empty().fill(states, states, 2)
+    assert Dynamic(codes=KVCodes(8, 8)).token_cost(store, 2, 50).block_bytes == 4 * (1024 + 256)
+
+
+WINDOW = {"window_size": 8}
+STORAGES = [
+    None,
+    "int8",
+    "int4",
+    "fp8",
+    KVCodes(4, 2, group_size=64, recent_tokens=8, sink_tokens=0),
+    KVCodes(8, 4, recent_tokens=0, sink_tokens=40),
+]
+EVEN = [
+    SnapKV,
+    default_policy,
+    functools.partial(SnapKV, group_reduce="none"),
+    KeyDiff,
+    lambda budget, **own: CriticalKV(SnapKV(budget, **own)),
+]
+UNEVEN = [
+    PyramidKV,
+    lambda budget, **own: AdaKV(SnapKV(budget, **own)),
+    lambda budget, **own: CriticalKV(PyramidKV(budget, **own)),
+    lambda budget, **own: AdaKV(CriticalKV(PyramidKV(budget, **own))),
+]
+
+
+def read(model, policy, tokens, pads=(0,), **options):
+    ids, mask = random_ids(len(pads), tokens), torch.ones(len(pads), tokens, dtype=torch.int64)
+    for row, count in enumerate(pads):
+        mask[row, :count] = 0
+    cache = CompressedCache(model, policy, **options)
+    call(model, cache, ids, attention_mask=mask)
+    return cache
+
+
+def held(cache):
+    return [row["held_bytes"] for row in cache.report()["layers"]]
+
+
+def assert_just_fits(cache, model, make, given, tokens, **options):
+    """Against the tensors of a cache with a number of tokens: one more in a layer is too many."""
+    kept = [row["kept_tokens"] for row in cache.report()["layers"]]
+    assert sum(held(cache)) <= given
+    for own, count in zip(held(cache), kept, strict=True):
+        if count < tokens:
+            larger = held(read(model, make(count + 1, **WINDOW), tokens, **options))[-1]
+            assert sum(held(cache)) - own + larger > given
+
+
+@pytest.mark.parametrize("quantize", STORAGES, ids=str)
+@pytest.mark.parametrize(("budget", "tokens"), [("45%", 230), ("23%", 500), ("60000B", 301)])
+def test_held_bytes_are_what_was_given_or_just_below(quantize, budget, tokens):
+    model = tiny_model("llama")
+    cache = read(model, SnapKV(budget, **WINDOW), tokens, quantize=quantize)
+    found = ByteBudget.read(budget)
+    given = found.bytes or Fraction(str(found.share)) * cache.report().full_bytes
+    assert_just_fits(cache, model, SnapKV, given, tokens, quantize=quantize)
+
+
+@pytest.mark.parametrize("make", [*EVEN, *UNEVEN])
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_whatever_the_method(make, quantize):
+    model, policy = tiny_model("llama"), make("40%", **WINDOW)
+    if quantize and make in UNEVEN:
+        with pytest.raises(InvalidArgumentError, match=r"^quantize: expected none beside"):
+            CompressedCache(model, policy, quantize=quantize)
+        return
+    cache = read(model, policy, 400, quantize=quantize)
+    given = Fraction(4, 10) * cache.report().full_bytes
+    assert 0.96 * given < sum(held(cache)) <= given
+    if make not in UNEVEN:
+        assert_just_fits(cache, model, make, given, 400, quantize=quantize)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gemma2", "gpt_oss"])
+def test_layers_of_full_attention_share_the_bytes(family):
+    """A latent has one head; sliding layers hold what they hold."""
+    cache = read(tiny_model(family, "eager"), SnapKV("30%", **WINDOW), 200)
+    rows = [row for row in cache.report()["layers"] if row["kind"] == "compressed"]
+    full, own = (sum(row[name] for row in rows) for name in ("full_bytes", "held_bytes"))
+    assert own == int(0.3 * full)
+
+
+def test_of_long_prompts_no_more_than_a_fiftieth_is_left():
+    model = tiny_model("llama")
+    for quantize in STORAGES:
+        for budget in ("8%", "12%"):
+            report = read(model, SnapKV(budget, **WINDOW), 2500, quantize=quantize).report()
+            share = report.held_bytes / report.full_bytes
+            assert 0.98 * float(budget[:-1]) / 100 < share <= float(budget[:-1]) / 100 + 1e-9
+
+
+@pytest.mark.parametrize("quantize", [None, "int8", KVCodes(8, 4, recent_tokens=16)], ids=str)
+@pytest.mark.parametrize("budget", ["40%", "40000B"])
+def test_rows_with_pads_keep_what_they_keep_alone(quantize, budget):
+    model, pads, tokens = tiny_model("llama"), (0, 100, 17), 300
+    policy = SnapKV(budget, **WINDOW)
+    together = read(model, policy, tokens, pads, quantize=quantize)
+    given = 0
+    for row, count in enumerate(pads):
+        alone = CompressedCache(model, policy, quantize=quantize)
+        call(model, alone, random_ids(3, tokens)[row : row + 1, count:])
+        for layer in range(4):
+            own = together.kept_positions(layer)[row]
+            assert int((own >= 0).sum()) == int((alone.kept_positions(layer) >= 0).sum())
+        given += ByteBudget.read(budget).bytes or 0.4 * alone.report().full_bytes
+    if quantize is not None or ByteBudget.read(budget).bytes:
+        assert together.report().held_bytes <= given
+    assert together.report().held_bytes <= max(given, 0.4 * together.report().full_bytes)
+
+
+@pytest.mark.parametrize("short", [12, 33])
+def test_a_row_that_is_shorter_than_what_stays_as_it_came(short):
+    model = tiny_model("llama")
+    cache = read(model, SnapKV("50000B", **WINDOW), 300, (0, 300 - short), quantize="int8")
+    assert int((cache.kept_positions(0)[1, 0] >= 0).sum()) <= short
+    assert cache.report().held_bytes <= 2 * 50000
+    assert cache.report().held_bytes > 50000
+
+
+def test_a_threshold_keeps_no_more_than_the_bytes():
+    model = tiny_model("llama")
+    cache = read(model, ScoreThreshold(SnapKV("30%", **WINDOW), at_least=0.0), 300)
+    assert cache.report().held_bytes == int(0.3 * cache.report().full_bytes)
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_a_draft_votes_on_what_fits(quantize):
+    model, policy = tiny_model("llama"), DraftVotes(SnapKV("30%", **WINDOW))
+    cache = CompressedCache(model, policy, quantize=quantize)
+    model.generate(random_ids(1, 300), past_key_values=cache, max_new_tokens=1, do_sample=False)
+    report = cache.report()
+    assert report.seen_tokens == 300
+    assert 0.27 * report.full_bytes < report.held_bytes <= 0.3 * report.full_bytes
+    with pytest.raises(InvalidArgumentError, match="quantize"):
+        CompressedCache(model, CriticalKV(DraftVotes(PyramidKV("30%"))), quantize="int8")
+
+
+def test_what_reads_twice():
+    model = tiny_model("llama")
+    for policy in (KVzip("30%"), AdaKV(KVzip("30%"))):
+        cache = read_context(model, random_ids(1, 200), policy)
+        assert cache.report().held_bytes == int(0.3 * cache.report().full_bytes)
+
+
+def test_what_is_generated_comes_on_top_and_turns_choose_anew():
+    model, policy = tiny_model("llama"), SnapKV("30%", **WINDOW)
+    cache = read(model, policy, 200, recall="host", quantize="int8")
+    call(model, cache, random_ids(1, 1, 1))
+    assert cache.report().kept_tokens > 60
+    cache.expect_prompt(300)
+    call(model, cache, random_ids(1, 99, 2))
+    assert cache.get_seq_length() == 300
+    report = cache.report()
+    assert 0.28 * report.full_bytes < report.held_bytes <= 0.3 * report.full_bytes
+    first = read(model, SnapKV("50%", **WINDOW), 40)
+    call(model, first, random_ids(1, 30, 1))
+    assert first.report().kept_tokens == 50
+
+
+def test_protected_tokens_stay_within_the_bytes():
+    model = tiny_model("llama")
+    cache = read(model, SnapKV("20%", **WINDOW), 300, protect=[(10, 50)])
+    assert set(range(10, 50)) <= set(cache.kept_positions(0)[0, 0].tolist())
+    with pytest.raises(InvalidArgumentError, match="protect"):
+        read(model, SnapKV("20%", **WINDOW), 300, protect=[(10, 100)])
+
+
+@pytest.mark.parametrize(
+    ("text", "made"),
+    [
+        ("12%", {"share": 0.12}),
+        (" 12.5 % ", {"share": 0.125}),
+        ("100%", {"share": 1.0}),
+        ("64MiB", {"bytes": 64 * 2**20}),
+        ("1.5kb", {"bytes": 1500}),
+        ("7B", {"bytes": 7}),
+    ],
+)
+def test_texts_and_files_make_the_same(text, made):
+    policy = SnapKV(text)
+    assert policy.budget == ByteBudget(**made)
+    assert policy.describe()["budget"] == {"bytes": {"share": None, "bytes": None} | made}
+    assert SnapKV(policy.describe()["budget"]) == policy
+
+
+@pytest.mark.parametrize("quantize", [None, "int4"])
+def test_files_hold_the_budget(tmp_path, quantize):
+    model, policy = tiny_model("llama"), AdaKV(SnapKV("30%")) if not quantize else SnapKV("30%")
+    cache = read(model, policy, 300, quantize=quantize)
+    cache.save(tmp_path / "cache")
+    loaded = CompressedCache.load(tmp_path / "cache", model)
+    assert loaded.policy == policy
+    assert loaded.report().held_bytes == cache.report().held_bytes
+
+
+@pytest.mark.parametrize(
+    "budget", ["0%", "101%", "-5%", "0B", "-4MiB", {"bytes": {}}, {"bytes": {"part": 1}}]
+)
+def test_what_is_no_budget(budget):
+    with pytest.raises(
+        InvalidArgumentError, match=r"^budget[^\n]*expected [^\n]*, got [^\n]*; [^\n]*$"
+    ):
+        SnapKV(budget)
+
+
+def test_too_few_for_the_window_and_the_sinks():
+    model = tiny_model("llama")
+    for budget, quantize, least in (
+        ("5%", None, "12%"),
+        ("3000B", None, "6,144 bytes"),
+        ("20%", "int8", "36%"),
+        ("3000B", "int8", "18,432 bytes"),
+    ):
+        policy = SnapKV(budget, sink_tokens=4, **WINDOW)
+        with pytest.raises(InvalidArgumentError, match=f"budget: expected at least {least} ") as e:
+            read(model, policy, 100, quantize=quantize)
+        assert "\n" not in str(e.value)
+        enough = SnapKV(least.replace(" bytes", "B").replace(",", ""), sink_tokens=4, **WINDOW)
+        read(model, enough, 100, quantize=quantize)
+    with pytest.raises(InvalidArgumentError, match="budget: expected at least 100"):
+        read(model, SnapKV("50%"), 20)
+
+
+@pytest.mark.parametrize("policy", [H2O, TOVA, RKV, Scissorhands, StreamingLLM])
+def test_methods_that_evict_while_generating_take_tokens(policy):
+    with pytest.raises(InvalidArgumentError, match=f"budget: expected a number .*{policy.name}"):
+        policy("12%")
+
+
+def test_where_tokens_are_needed():
+    model, policy = tiny_model("llama"), SnapKV("12%")
+    for options in ({"storage": "static"}, {"turns": "compress"}):
+        with pytest.raises(InvalidArgumentError, match=r"expected .*share=0\.12"):
+            CompressedCache(model, policy, **options)
+    with (
+        pytest.raises(InvalidArgumentError, match=r"policy: expected .*share=0\.12"),
+        chunked(model, chunk_tokens=32, cap_tokens=80),
+    ):
+        call(model, CompressedCache(model, policy), random_ids(1, 100))
+    with pytest.raises(InvalidArgumentError, match="prompt: expected a method with a budget"):
+        PromptThenDecode(prompt=policy, decode=TOVA(64))
+    with pytest.raises(InvalidArgumentError, match="published"):
+        PyramidKV("12%", published=True)
+    with pytest.raises(InvalidArgumentError, match="page_tokens"):
+        AdaKV(policy, page_tokens=16)
