@@ -114,12 +114,12 @@ def storage_for(
         inner: Any = policy
         while hasattr(inner, "policy"):
             inner = inner.policy
-        uneven = policy.parts_heads or isinstance(inner, PyramidKV)
+        uneven = policy.parts_heads or isinstance(inner, PyramidKV) or codes.exact_layers
         if uneven and isinstance(getattr(inner, "budget", None), ByteBudget):
             raise InvalidArgumentError(
-                f"quantize: expected none beside a budget of bytes where heads or layers keep "
-                f"different numbers of tokens, whose blocks are not all full, got {policy!r}; pass "
-                "a number of tokens, or SnapKV"
+                f"quantize: expected heads and layers that all hold as many tokens in as many bits "
+                f"beside a budget of bytes, got {policy!r} and {codes}; pass a number of tokens, or "
+                "SnapKV and no exact_layers"
             )
         return functools.partial(Dynamic, codes=codes)
     if storage == "static":
