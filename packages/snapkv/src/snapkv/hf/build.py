@@ -118,8 +118,8 @@ def storage_for(
         if uneven and isinstance(getattr(inner, "budget", None), ByteBudget):
             raise InvalidArgumentError(
                 f"quantize: expected heads and layers that all hold as many tokens in as many bits "
-                f"beside a budget of bytes, got {policy!r} and {codes}; pass a number of tokens, or "
-                "SnapKV and no exact_layers"
+                f"beside a budget of bytes, got {policy!r} and {codes}; pass a number of tokens, "
+                "or SnapKV and no exact_layers"
             )
         return functools.partial(Dynamic, codes=codes)
     if storage == "static":
