@@ -11,6 +11,7 @@ from snapkv import (
     FullCache,
     InvalidArgumentError,
     InvalidTypeError,
+    KVCodes,
     PyramidKV,
     SnapKV,
     UnsupportedModelError,
@@ -31,6 +32,7 @@ STORAGES = {
     "ragged": (AdaKV(POLICY), {}),
     "per query head": (SnapKV(36, window_size=8, group_reduce="none"), {}),
     "full": (FullCache(), {}),
+    "few bits": (POLICY, {"quantize": KVCodes(8, 8, recent_tokens=0)}),
 }
 OPTIONS = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
 BUSHY = CandidateTree.likeliest([(0.3, 0.3, 0.3)] * 3, 39)

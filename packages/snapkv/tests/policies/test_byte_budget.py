@@ -160,7 +160,7 @@ def test_held_bytes_are_what_was_given_or_just_below(quantize, budget, tokens):
 def test_whatever_the_method(make, quantize):
     model, policy = tiny_model("llama"), make("40%", **WINDOW)
     if quantize and make in UNEVEN:
-        with pytest.raises(InvalidArgumentError, match=r"^quantize: expected none beside"):
+        with pytest.raises(InvalidArgumentError, match=r"^quantize: expected heads and layers"):
             CompressedCache(model, policy, quantize=quantize)
         return
     cache = read(model, policy, 400, quantize=quantize)

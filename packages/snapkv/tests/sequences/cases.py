@@ -1,11 +1,13 @@
 """Sequences that failed once, made short; what was wrong with each stands above it."""
 
 import snapkv as kv
+from snapkv.storage.coded import KVCodes
 from tests.sequences import operations as do
 
 HOST, PAGES = {"recall": "host"}, {"recall": kv.PageRecall(1000, page_tokens=2)}
 STATIC = {"storage": "static", "room_tokens": 24}
 FITS = kv.SnapKV(18, window_size=6)
+FEW_EXACT = KVCodes(8, 8, recent_tokens=0, sink_tokens=0)
 
 
 def llama(policy, operations, options=None):
@@ -148,6 +150,28 @@ CASES = {
     ),
     "crop into codes of all that was seen, with pages": llama(
         kv.LagKV(12, window_size=4), (do.Turn(2), do.Crop(1)), {**PAGES, "quantize": "fp8"}
+    ),
+    # Of tokens that had become codes behind a prompt, recall brought back none.
+    "codes of what was generated, under recall": llama(
+        FITS, (do.Turn(30), do.Step(40, together=True), do.Turn(3)), {**HOST, "quantize": FEW_EXACT}
+    ),
+    # Slots of pads counted as held, when heads held none any more.
+    "codes of a row shorter than the window beside a longer one": llama(
+        kv.SnapKV(keep_ratio=0.4, window_size=6),
+        (do.Turn(40, pads=(37, 0)), do.Turn(10)),
+        {"quantize": "int8"},
+    ),
+    # The slots of a longer row that is gone were not counted any more.
+    "codes of a row behind a longer one that is gone": llama(
+        kv.SnapKV(8, window_size=4),
+        (do.Turn(10, pads=(0, 4)), do.Rows("reorder_cache", (1,)), do.Turn(17)),
+        {"quantize": KVCodes(8, 8, recent_tokens=3, sink_tokens=1)},
+    ),
+    # The row that had codes was gone, and its slots were read out of nothing.
+    "codes of no token": llama(
+        kv.KeyDiff(10, window_size=8),
+        (do.Turn(5, pads=(4, 0)), do.Rows("batch_select_indices", (0,)), do.Turn(4)),
+        {"quantize": "int8"},
     ),
     # Refused at the first token without a slot, when others of its turn had been read.
     "static, a turn by layers that has no room": llama(

@@ -138,6 +138,7 @@ def _options(draw: Draw, policy: Policy) -> dict[str, Any]:
     stored = draw.random()
     if stored < 0.15:
         few = {"recent_tokens": draw.choice([0, 3, 8]), "sink_tokens": draw.choice([0, 1, 4])}
+        few["exact_layers"] = draw.choice([0, 0, 0, 1])
         options["quantize"] = draw.choice(
             ["int8", "fp8", KVCodes(8, 8, **few), KVCodes(8, 8, **few), KVCodes(4, 8, **few)]
         )

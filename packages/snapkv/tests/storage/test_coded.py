@@ -208,6 +208,50 @@ def test_drafts_are_verified_over_the_codes():
     assert torch.equal(*answers)
 
 
+@pytest.mark.parametrize("recall", [None, "host"])
+def test_drafts_behind_a_prompt_that_fits_are_no_codes(recall):
+    model, ids = tiny_model("llama"), random_ids(1, 40)
+    ids[:, 20:] = ids[:, :20].clone()
+    cache = CompressedCache(model, POLICY, quantize=FINE, recall=recall)
+    model.generate(
+        ids, past_key_values=cache, max_new_tokens=8, do_sample=False, prompt_lookup_num_tokens=6
+    )
+    states = cache.layers[0].store.ragged
+    assert isinstance(states, CodedStates)
+    assert states.head_tokens == ((40 - 3,) * 2,)
+
+
+def test_drafts_behind_a_prompt_do_not_see_each_other_as_codes():
+    model, ids = tiny_model("llama"), random_ids(1, PROMPT)
+    caches = [
+        CompressedCache(model, POLICY, quantize=KVCodes(8, 8, recent_tokens=0)) for _ in range(2)
+    ]
+    drafts = random_ids(1, 40, 1)
+    call(model, caches[0], ids)
+    wanted = torch.cat([call(model, caches[0], one) for one in drafts.split(1, dim=1)[:30]], dim=1)
+    caches[1].activate_past_recording()
+    caches[1].expect_prompt(PROMPT)
+    got = call(model, caches[1], torch.cat([ids, drafts], dim=1))[:, PROMPT:][:, :30]
+    assert (got - wanted).abs().max() <= 1e-3 * wanted.abs().max()
+    assert caches[1].layers[0].store.tail_tokens == 40
+
+
+def test_the_first_and_the_last_layers_may_hold_no_codes():
+    cache = read(tiny_model("llama"), quantize=KVCodes(8, 8, exact_layers=1))
+    assert [layer.store.is_exact for layer in cache.layers] == [True, False, False, True]
+    token = random_ids(2, 1, 1)
+    wanted = call(tiny_model("llama"), read(tiny_model("llama")), token)
+    got = call(tiny_model("llama"), cache, token)
+    assert (got - wanted).abs().max() <= 0.1 * wanted.abs().max()
+
+
+def test_keys_alone_may_be_floats():
+    keys, values = (
+        read(tiny_model("llama"), quantize=KVCodes("fp8", 4)).layers[0].store.ragged.codes
+    )
+    assert (keys.is_float, values.is_float, values.bits) == (True, False, 4)
+
+
 @pytest.mark.parametrize(
     ("policy", "options", "layer"),
     [(KeyDiff(BUDGET, window_size=8), {}, 0), (FullCache(), {"recall": "host"}, 3)],
@@ -235,9 +279,17 @@ def test_what_cannot_be_packed_is_refused():
         ({"quantize": "int3"}, "quantize: expected one of int8, int4, fp8"),
         ({"quantize": "int8", "storage": "static"}, "quantize: expected a policy that only"),
         ({"quantize": "int8", "policy": H2O(40)}, "quantize: expected a policy that only"),
+        (
+            {"quantize": KVCodes(exact_layers=1), "policy": SnapKV("50%")},
+            "quantize: expected heads and layers that all hold as many tokens in as many bits",
+        ),
     ):
         with pytest.raises(InvalidArgumentError, match=said):
             CompressedCache(model, **{"policy": POLICY, **options})
-    for wrong, said in (({"keys": 3}, "keys: expected one of 2, 4, 8"), ({"group_size": 16}, "32")):
+    for wrong, said in (
+        ({"keys": 3}, "keys: expected one of 2, 4, 8, fp8"),
+        ({"values": 4.0}, "values"),
+        ({"group_size": 16}, "32"),
+    ):
         with pytest.raises(InvalidArgumentError, match=said):
             KVCodes(**wrong)

@@ -366,7 +366,8 @@ class CompressedLayer(DynamicLayer):
         self.slots = replace(self.slots, pads=prompt.pad_tokens, is_partial=False, chosen_at=at)
         if selection is not None:
             self._keep(selection, at)
-        self._finalize(self.store.slots if self.slots.kept is None else self.slots.chosen_slots)
+        is_whole = self.slots.kept is None
+        self._finalize(prompt.keys.shape[2] if is_whole else self.slots.chosen_slots)
 
     def _finalize(self, kept_tokens: int) -> None:
         """Store the first slots as it is done behind a prompt; what that would change is offloaded.
@@ -375,8 +376,8 @@ class CompressedLayer(DynamicLayer):
         """
         whole, empty = self.store, self.slots.empty
         self.store = self.storage.finalize(whole, kept_tokens, self.policy.name, empty)
-        if self.store.ragged is not None and self.slots.fillers is not None:
-            self.slots = replace(self.slots, fillers=None)  # heads hold none
+        if self.store.ragged is not None:
+            self.slots = self.slots.without_fillers()
         if self.slots.kept is None and not self.store.is_exact:
             self._offload(whole, kept_tokens)
 
@@ -459,7 +460,6 @@ class CompressedLayer(DynamicLayer):
         """Hold the first tokens as codes again, where the end of a turn has dropped nothing."""
         if not self.storage.holds_as_it_came:
             self._finalize(tokens)
-        self.store.finalize_step()
 
     # What was dropped and comes back.
 

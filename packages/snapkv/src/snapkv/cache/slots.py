@@ -182,6 +182,14 @@ class SlotMap(RowRecord):
     def whole(self) -> Self:
         return replace(self, kept=None, start=0, fillers=None)
 
+    def without_fillers(self) -> Self:
+        """For heads of different length, which hold none."""
+        if self.fillers is None or self.kept is None:
+            return replace(self, fillers=None)
+        slots = torch.arange(self.chosen_slots, device=self.kept.device)
+        is_filler = slots < self.fillers[:, None, None]
+        return replace(self, kept=self.kept.masked_fill(is_filler, -1), fillers=None)
+
     def cropped(self, tokens: int, slots: int) -> Self:
         """Without the last tokens; so many slots are left."""
         seen = self.seen(slots)

@@ -170,7 +170,7 @@ def _read_turn(call: AttentionCall, context: ForwardContext) -> Attended:
     elif isinstance(layer.policy, EvictingPolicy):  # evicts at the end, as if it came at once
         layer.remember_queries(call.query, context.turn_tokens)
     _follow(call, layer)
-    layer.store.finalize_step()
+    layer.store.finalize_step(max(0, drafts))
     return attended
 
 
@@ -196,7 +196,7 @@ def _decode(call: AttentionCall, context: ForwardContext) -> Attended:
     attended = attend_stored(call, layer)
     _evict(call, layer, call.query.shape[2])
     _follow(call, layer)
-    layer.store.finalize_step()
+    layer.store.finalize_step(call.query.shape[2] if context.reading.verifies_drafts else 0)
     return attended
 
 

@@ -48,12 +48,22 @@ def layers_for(
     full = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
     if isinstance(policy, DuoAttention):
         policy.require_heads(len(full), _kv_heads(config))
-    made = [storage() for _ in full]
+    made = _storages(storage, len(full))
     is_static = any(each.is_compileable for each in made)
     _require_kinds(type(model).__name__, layers, is_static=is_static)
     for identity, own in zip(_identities(model, policy, full), made, strict=True):
         layers[identity.layer_idx] = CompressedLayer(policy, identity, own)
     return layers
+
+
+def _storages(make: StorageMaker, layers: int) -> list[Storage]:
+    """That of each compressed layer; the first and last ones may hold no codes."""
+    made = [make() for _ in range(layers)]
+    for depth, own in enumerate(made):
+        codes = own.codes if isinstance(own, Dynamic) else None
+        if codes is not None and min(depth, layers - 1 - depth) < codes.exact_layers:
+            made[depth] = Dynamic()
+    return made
 
 
 def _kv_heads(config: Any) -> int | None:
@@ -104,12 +114,12 @@ def storage_for(
         inner: Any = policy
         while hasattr(inner, "policy"):
             inner = inner.policy
-        uneven = policy.parts_heads or isinstance(inner, PyramidKV)
+        uneven = policy.parts_heads or isinstance(inner, PyramidKV) or codes.exact_layers
         if uneven and isinstance(getattr(inner, "budget", None), ByteBudget):
             raise InvalidArgumentError(
-                f"quantize: expected none beside a budget of bytes where heads or layers keep "
-                f"different numbers of tokens, whose blocks are not all full, got {policy!r}; pass "
-                "a number of tokens, or SnapKV"
+                f"quantize: expected heads and layers that all hold as many tokens in as many bits "
+                f"beside a budget of bytes, got {policy!r} and {codes}; pass a number of tokens, "
+                "or SnapKV and no exact_layers"
             )
         return functools.partial(Dynamic, codes=codes)
     if storage == "static":

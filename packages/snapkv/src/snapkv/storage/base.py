@@ -142,9 +142,12 @@ class TokenStore(ABC):
             plane.states = plane.states.index_select(0, rows.to(plane.states.device))
         return self
 
-    def finalize_step(self) -> None:
-        """Called behind every step: go back to what is held between steps."""
-        return
+    def finalize_step(self, drafts: int = 0) -> None:
+        """Called behind every step: go back to what is held between steps.
+
+        The last tokens, as many as drafts, may be taken back, or change places.
+        """
+        del drafts
 
     def move_sinks(
         self,

@@ -17,6 +17,7 @@ from snapkv.ops import (
     encode,
     encode_float,
 )
+from snapkv.ops.codes.coding import Along
 from snapkv.storage.base import TokenStore
 from snapkv.storage.dense import DenseStore
 from snapkv.storage.ragged import Counts, Pair, RaggedStates, RaggedStore
@@ -26,7 +27,9 @@ Bits = Literal["int8", "int4", "fp8"]
 
 Made = TypeVar("Made")
 
-_INTEGER_BITS = (2, 4, 8)
+Number = Literal[2, 4, 8, "fp8"]
+
+_NUMBERS = (2, 4, 8, "fp8")
 _GROUP_SIZES = (32, 64)
 
 
@@ -35,8 +38,8 @@ class KVCodes:
     """How many bits hold what is kept of a prompt, and what stays as it came.
 
     Args:
-        keys: bits of a key's number: 8, 4 or 2. Two bits lose most answers.
-        values: bits of a value's number.
+        keys: bits of a key's integer, 8, 4 or 2, or "fp8". Two bits lose most answers.
+        values: of a value's number.
         group_size: numbers that share a scale and a least number of 16 bits each, 32 or 64.
         recent_tokens: the last tokens that stay in the model's dtype; those behind a prompt are
             encoded in blocks of `group_size` when so many stand behind them.
@@ -48,22 +51,22 @@ class KVCodes:
         InvalidTypeError: a value that is no integer.
     """
 
-    keys: int = 4
-    values: int = 4
+    keys: Number = 4
+    values: Number = 4
     group_size: int = 32
     recent_tokens: int = 32
     sink_tokens: int = 4
     exact_layers: int = 0
-    is_float: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in (
-            ("keys", _INTEGER_BITS), ("values", _INTEGER_BITS), ("group_size", _GROUP_SIZES)
+            ("keys", _NUMBERS), ("values", _NUMBERS), ("group_size", _GROUP_SIZES)
         ):  # fmt: skip
-            if getattr(self, name) not in allowed:
+            given = getattr(self, name)
+            if given not in allowed or isinstance(given, float):
                 raise InvalidArgumentError(
                     f"{name}: expected one of {', '.join(map(str, allowed))}, got "
-                    f"{getattr(self, name)!r}; pass for instance KVCodes(keys=4, values=4)"
+                    f"{given!r}; pass for instance KVCodes(keys=4, values=4)"
                 )
         for name in ("recent_tokens", "sink_tokens", "exact_layers"):
             require_int(name, getattr(self, name), minimum=0)
@@ -93,11 +96,7 @@ class KVCodes:
             return given
         if isinstance(given, Mapping):
             return cls(**given)
-        known = {
-            "int8": cls(8, 8),
-            "int4": cls(4, 4),
-            "fp8": cls(8, 8, is_float=True),
-        }
+        known = {"int8": cls(8, 8), "int4": cls(4, 4), "fp8": cls("fp8", "fp8")}
         if given not in known:
             raise InvalidArgumentError(
                 f"quantize: expected one of {', '.join(known)}, or a KVCodes, got {given!r}; pass "
@@ -282,9 +281,11 @@ def _behind(before: Tensor, states: Tensor) -> Tensor:
 
 def _encoded(blocks: Pair, how: KVCodes) -> tuple[Codes, Codes]:
     keys, values = blocks
-    if how.is_float:
-        return encode_float(keys), encode_float(values)
-    return encode(keys, how.keys, along="tokens"), encode(values, how.values, along="channels")
+    return _codes(keys, how.keys, "tokens"), _codes(values, how.values, "channels")
+
+
+def _codes(blocks: Tensor, number: Number, along: Along) -> Codes:
+    return encode_float(blocks) if number == "fp8" else encode(blocks, number, along=along)
 
 
 class CodedStore(RaggedStore):
@@ -299,7 +300,8 @@ class CodedStore(RaggedStore):
 
     @classmethod
     def of(cls, store: RaggedStore, how: KVCodes) -> "CodedStore":
-        """Encode what heads keep, and what behind it is not recent."""
+        """Encode what heads keep; what stands behind it may be drafts, and waits for a step."""
+        assert isinstance(store.ragged, RaggedStates)
         made = cls(
             states=store.ragged,
             keys=store.keys,
@@ -307,19 +309,19 @@ class CodedStore(RaggedStore):
             num_kv_heads=store.num_kv_heads,
             how=how,
         )
-        made.finalize_step()
+        made._encode(store.ragged)
         return made
 
     def __init__(self, *, how: KVCodes, **held: Any) -> None:
         super().__init__(**held)
         self.how = how
 
-    def finalize_step(self) -> None:
-        """Encode whole blocks of tokens that are no longer recent."""
+    def finalize_step(self, drafts: int = 0) -> None:
+        """Encode whole blocks of tokens that are no longer recent, nor drafts."""
         if isinstance(self.ragged, RaggedStates):
             self._encode(self.ragged)
         G = self.how.group_size
-        old = max(0, self.tail_tokens - self.how.recent_tokens) // G * G
+        old = max(0, self.tail_tokens - max(self.how.recent_tokens, drafts)) // G * G
         if old:
             assert isinstance(self.ragged, CodedStates)
             self.ragged = self.ragged.grown(self.keys[:, :, :old], self.values[:, :, :old])
@@ -356,6 +358,12 @@ class CodedStore(RaggedStore):
             self.ragged, (keys, values) = self.ragged.without_last_section()
             self._hold(torch.cat([keys, self.keys], dim=2), torch.cat([values, self.values], dim=2))
         return super().crop(tokens)
+
+    def tail(self, tokens: int) -> Pair:
+        """As `TokenStore.tail`; codes among them by what they stand for."""
+        if tokens > self.tail_tokens:
+            return DenseStore().fill(*self.padded(), self.num_kv_heads).tail(tokens)
+        return super().tail(tokens)
 
     def dense(self) -> tuple[DenseStore, Tensor]:
         """What all of it stands for with as many slots in every head, and each row's empty ones."""

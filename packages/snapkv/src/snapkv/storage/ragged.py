@@ -6,7 +6,7 @@ has as many slots as the longest one, and its tokens are the last of them.
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,12 +55,14 @@ class RaggedStates:
 
     def keep(self, keep_indices: Tensor) -> "RaggedStates":
         """Copy the tokens of (B, H, K) slots of the padded layout; -1, ahead of them, is none."""
-        kept = keep_indices >= 0
-        places = self._places(keep_indices)[kept]
+        places = self._places(keep_indices)
+        kept = (keep_indices >= 0) & (places >= 0)
+        places = places[kept]
         return RaggedStates(
             keys=self.keys.index_select(0, places),
             values=self.values.index_select(0, places),
             head_tokens=_counts(kept),
+            least_slots=keep_indices.shape[-1],
         )
 
     def slots(self) -> Tensor:
@@ -109,6 +111,8 @@ class RaggedStates:
     def _padded(self, states: Tensor) -> Tensor:
         slots = torch.arange(self.longest_tokens, device=states.device)
         places = self._places(slots).clamp(min=0)
+        if not len(states):  # no head holds a token
+            return states.new_zeros(*places.shape, states.shape[-1])
         return states.index_select(0, places.flatten()).view(*places.shape, states.shape[-1])
 
     def _places(self, slots: Tensor) -> Tensor:
@@ -215,7 +219,7 @@ class RaggedStore(TokenStore):
         B, H, N, _ = self.keys.shape
         keys, values = (states.flatten(0, 2) for states in (self.keys, self.values))
         tail = RaggedStates(keys=keys, values=values, head_tokens=((N,) * H,) * B)
-        self.ragged = self.ragged.joined(tail)
+        self.ragged = replace(self.ragged.joined(tail), least_slots=self.slots)
         for plane in self.planes:
             plane.states = plane.states[..., :0, :].clone()
 

@@ -60,17 +60,19 @@ def coded_attention(
         _IN_TORCH,
         fitting="blocked",
         kernels="snapkv.ops.codes.triton",
-        obstacle=lambda: _obstacle(queries, values, own_visible),
+        obstacle=lambda: _obstacle(queries, keys, values, own_visible),
     )
     tail = tail_keys, tail_values
     return attend(queries, keys, values, layout, *tail, score_options, own_visible=own_visible)
 
 
-def _obstacle(queries: Tensor, values: Codes, own_visible: Tensor | None) -> str | None:
+def _obstacle(
+    queries: Tensor, keys: Codes, values: Codes, own_visible: Tensor | None
+) -> str | None:
     """Why the kernel cannot run, or None."""
     if own_visible is not None:
         return "for a tree of candidates, whose branches it cannot hide from each other"
-    if values.is_float:
+    if keys.is_float or values.is_float:
         return "with float8, which it does not decode"
     if queries.dtype == torch.float32 and max(queries.shape[-1], values.channels) > 64:
         return "with float32 heads of more than 64 channels, which fill its registers"
