@@ -38,7 +38,8 @@ def coded_attention(
     rows, G = Hq // H * Q, layout.block_tokens
     tail_keys, tail_values = tail_keys.contiguous(), tail_values.contiguous()
     tile, key_tokens = tiles(queries, max(D, Dv), rows)
-    tile, key_tokens = min(tile, 32), min(key_tokens, 32 if max(D, Dv) <= 128 else 16)
+    most = 32 if max(D, Dv) <= 128 else 16  # the registers also hold codes and scales
+    tile, key_tokens = min(tile, most), min(key_tokens, most)
     table, begins, tokens = layout.table
     longest = -(-max(max(row) for row in layout.head_tokens) // G) * G
     longest += G * (len(layout.sections) - 1) + S  # a section may end within a block
