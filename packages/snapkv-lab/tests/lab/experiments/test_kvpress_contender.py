@@ -52,8 +52,8 @@ def test_what_it_does_not_take_is_said_and_it_goes_on():
             theirs.read(torch.full((1, 64), 10**6))
         theirs.read(random_ids(1, 64))
         assert theirs.last["kept_tokens"] == 20
-        theirs.behind(model, 3, 12)  # less than the budget
-        assert theirs(2) > 0
+        decoder = theirs.behind(model, 3, 12)  # less than the budget
+        assert decoder(2) > 0
         assert theirs.last["kept_tokens"] == 14
 
 
