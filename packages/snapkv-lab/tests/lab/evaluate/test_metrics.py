@@ -58,12 +58,10 @@ def test_a_text_without_a_sentence_has_no_rouge(text):
     assert rouge_l(text, "a b") == rouge_l("a b", text) == 0.0
 
 
-def test_rouge_l_of_long_sentences_has_a_score_where_the_package_fails():
-    """500 words, all found among 1,000: precision 1/2, recall 1."""
+def test_rouge_l_of_long_sentences_has_a_score():
+    """500 words, all found among 1,000: precision 1/2, recall 1. The package recurses by words."""
     words = [f"w{number}" for number in range(500)]
     reference, prediction = " ".join(words), " ".join([*words, *(f"x{word}" for word in words)])
-    with pytest.raises(RecursionError):
-        package_rouge_l(prediction, reference)
     assert rouge_l(prediction, reference) == pytest.approx(2 / 3, abs=1e-6)
 
 
