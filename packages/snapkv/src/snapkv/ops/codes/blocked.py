@@ -13,7 +13,7 @@ from torch import Tensor
 
 from snapkv.ops.codes.coding import Codes
 from snapkv.ops.codes.layout import BlockLayout
-from snapkv.ops.ragged.blocked import QUERY_BLOCK_TOKENS, attend_pieces
+from snapkv.ops.ragged.blocked import attend_pieces
 from snapkv.ops.scores import ScoreOptions
 
 SPREAD_ELEMENTS = 2**20
@@ -33,14 +33,7 @@ def coded_attention(
 ) -> Tensor:
     """As `snapkv.ops.coded_attention`; products and softmax in float32."""
     pieces = _CodedPieces(keys, values, layout)
-    Q, S = queries.shape[2], tail_keys.shape[2]
-    outputs = []
-    for start in range(0, Q, QUERY_BLOCK_TOKENS):
-        stop = min(start + QUERY_BLOCK_TOKENS, Q)
-        tail = tail_keys[:, :, : S - Q + stop], tail_values[:, :, : S - Q + stop]
-        seen = None if own_visible is None else own_visible[start:stop, :stop]
-        outputs.append(attend_pieces(queries[:, :, start:stop], pieces, *tail, score_options, seen))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+    return attend_pieces(queries, pieces, tail_keys, tail_values, score_options, own_visible)
 
 
 class _CodedPieces:

@@ -49,14 +49,7 @@ def ragged_attention(
 ) -> Tensor:
     """As `snapkv.ops.ragged_attention`; products in the dtype of the states, softmax in float32."""
     pieces = _FlatPieces(layout.pieces, keys, values)
-    Q, S = queries.shape[2], tail_keys.shape[2]
-    outputs = []
-    for start in range(0, Q, QUERY_BLOCK_TOKENS):
-        stop = min(start + QUERY_BLOCK_TOKENS, Q)
-        tail = tail_keys[:, :, : S - Q + stop], tail_values[:, :, : S - Q + stop]
-        seen = None if own_visible is None else own_visible[start:stop, :stop]
-        outputs.append(attend_pieces(queries[:, :, start:stop], pieces, *tail, score_options, seen))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+    return attend_pieces(queries, pieces, tail_keys, tail_values, score_options, own_visible)
 
 
 class _FlatPieces:
@@ -78,6 +71,25 @@ class _FlatPieces:
 
 
 def attend_pieces(
+    queries: Tensor,
+    pieces: KeptPieces,
+    tail_keys: Tensor,
+    tail_values: Tensor,
+    score_options: ScoreOptions,
+    own_visible: Tensor | None,
+) -> Tensor:
+    """(B, Hq, Q, Dv): attention to pieces and to a tail, so many queries at a time."""
+    Q, S = queries.shape[2], tail_keys.shape[2]
+    outputs = []
+    for start in range(0, Q, QUERY_BLOCK_TOKENS):
+        stop = min(start + QUERY_BLOCK_TOKENS, Q)
+        tail = tail_keys[:, :, : S - Q + stop], tail_values[:, :, : S - Q + stop]
+        seen = None if own_visible is None else own_visible[start:stop, :stop]
+        outputs.append(_attend_block(queries[:, :, start:stop], pieces, *tail, score_options, seen))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+
+def _attend_block(
     queries: Tensor,
     pieces: KeptPieces,
     tail_keys: Tensor,
