@@ -46,13 +46,13 @@ def _policies() -> dict[str, Policy]:
     return {**fixed, **papers, **auto, **shared}
 
 
-def _texts(given: Given, part: str) -> Iterator[Text]:
+def texts_from(given: Given, first: int) -> Iterator[Text]:
     """Round after round, so that a run that is stopped has some of every kind.
 
-    Others than those that the pooling was chosen by.
+    Others than those that the pooling was chosen by, and than those from another first index.
     """
     make, size = Maker(given.loaded.tokenizer), given.tokens
-    for index in range(80, 80 + given.rounds):
+    for index in range(first, first + given.rounds):
         yield make.needles(size, index, turns=False)
         yield make.lines(size, index, questions=2)
         yield make.quotes(size, index, questions=2)
@@ -187,7 +187,7 @@ AUTO_BUDGET = Experiment(
     title="The budget that the votes choose, and how often its words were right",
     takes="hours",
     measure=_measure,
-    cases=_texts,
+    cases=lambda given, part: texts_from(given, 80),
     options={"tokens": Sized(1024, 512), "rounds": Sized(12, 1)},
     measured=last_run,
     tables=_tables,

@@ -9,11 +9,11 @@ from statistics import fmean
 from typing import Any
 
 from snapkv import AdaKV, DraftVotes, KVCodes, SnapKV, default_policy
-from snapkv_lab.experiments.auto_budget import last_run, loss_above, right_of
+from snapkv_lab.experiments.auto_budget import last_run, loss_above, right_of, texts_from
 from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.pages import Pivot, Table
 from snapkv_lab.experiments.records import Row, grouped
-from snapkv_lab.experiments.texts import Maker, ReadText, Text, scored, scored_full
+from snapkv_lab.experiments.texts import ReadText, Text, scored, scored_full
 
 SHARES = {"1/16": 1 / 16, "1/8": 1 / 8, "1/4": 1 / 4}
 CODES: dict[str, KVCodes | None] = {
@@ -37,18 +37,6 @@ MEASURED = (
 
 
 SIZES = ("kept", "bytes")
-
-
-def _texts(given: Given, part: str) -> Iterator[Text]:
-    """Round after round, so that a run that is stopped has some of every kind."""
-    make, size = Maker(given.loaded.tokenizer), given.tokens
-    for index in range(200, 200 + given.rounds):
-        yield make.needles(size, index, turns=False)
-        yield make.lines(size, index, questions=2)
-        yield make.quotes(size, index, questions=2)
-        yield make.rag(6, index, questions=2)
-        yield make.prose(size, 32, index)
-        yield make.code(size, 32, index)
 
 
 def _measure(given: Given, text: Text) -> Iterator[Row]:
@@ -100,7 +88,7 @@ PER_BYTE = Experiment(
     title="Right answers from the same bytes",
     takes="an hour",
     measure=_measure,
-    cases=_texts,
+    cases=lambda given, part: texts_from(given, 200),
     options={"tokens": Sized(1024, 768), "rounds": Sized(6, 1), "dtype": "bfloat16"},
     measured=last_run,
     tables=[
