@@ -21,7 +21,7 @@ SECOND_RUNNER := $(CURDIR)/$(PLUGIN)/vllm/interpreter
 export OMP_WAIT_POLICY ?= PASSIVE
 export GOMP_SPINCOUNT ?= 0
 
-.PHONY: help demo test test-slow test-oldest test-devices test-kernels test-kvpress test-serving \
+.PHONY: help demo test test-slow test-oldest test-families families test-devices test-kernels test-kvpress test-serving \
     test-serving-first test-serving-second test-serving-oldest test-serving-slow soak test-ray \
     test-browser test-sweeps release-check docs check format results kvpress clean
 
@@ -40,7 +40,13 @@ test-slow: $(INSTALLED) ## The tests that take minutes each
 
 test-oldest: $(INSTALLED) $(OLDEST) ## The model and cache tests on the oldest supported transformers
 	PYTHONPATH=$(OLDEST):$(PYTHONPATH) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal \
-	    $(addprefix $(CORE)/,models policies hf app/test_models.py decoding) $(LAB)/test_training.py
+	    $(addprefix $(CORE)/,models matrix policies hf app/test_models.py decoding) $(LAB)/test_training.py
+
+test-families: $(INSTALLED) ## Every causal language model of the installed transformers, tiny
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m families $(CORE)/matrix
+
+families: $(INSTALLED) ## Judge every causal language model again, and write docs/families.md
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.matrix
 
 test-devices: $(INSTALLED) ## Everything on a device that is not there, so that no tensor is left on another
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m devices $(CORE)/test_devices.py

@@ -1,0 +1,59 @@
+"""No model answers wrong: the most used ones here, every other one under the marker `families`."""
+
+import json
+
+import pytest
+import transformers
+
+from tests.matrix.__main__ import DOCS, ROWS, page
+from tests.matrix.cells import row
+from tests.matrix.shrinking import MODELS
+
+MOST_USED = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "falcon_h1",
+    "gemma3_text",
+    "gemma4_text",
+    "glm4",
+    "glm4_moe",
+    "gpt_oss",
+    "granitemoehybrid",
+    "kimi_linear",
+    "llama",
+    "llama4_text",
+    "minimax_m2",
+    "ministral3",
+    "mistral",
+    "phi3",
+    "qwen3",
+    "qwen3_5_text",
+    "qwen3_next",
+    "smollm3",
+)
+KNOWN = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
+REST = [
+    pytest.param(model, marks=pytest.mark.families) for model in MODELS if model not in MOST_USED
+]
+
+
+@pytest.mark.filterwarnings("ignore")  # those of transformers about tiny configs
+@pytest.mark.parametrize("model", [*filter(MODELS.__contains__, MOST_USED), *REST])
+def test_a_model_is_right_or_refused(model):
+    found = row(model)
+    wrong = {name: cell for name, cell in found.get("cells", {}).items() if "wrong" in cell}
+    assert not wrong
+    if transformers.__version__ == KNOWN[0]["transformers"]:
+        known = next(each for each in KNOWN if each["model"] == model)
+        assert found == {name: known[name] for name in known if name != "transformers"}
+
+
+def test_the_page_is_that_of_the_rows():
+    if transformers.__version__ == KNOWN[0]["transformers"]:
+        assert (DOCS / "families.md").read_text(encoding="utf-8") == page(KNOWN)
+
+
+def test_the_most_used_models_are_compressed():
+    """And all that is refused of them stands in the page."""
+    rows = {each["model"]: each for each in KNOWN}
+    assert [model for model in MOST_USED if "cells" not in rows[model]] == []
