@@ -27,6 +27,7 @@ it has, when the cache is made.
   the tiny one, where those are of no model that people run). Only they are compressed; layers with
   a sliding window or a recurrent state keep transformers' own.
 - **compressed**: one prompt, then single tokens. **pads**: left-padded rows, and each row alone.
+  **pieces**: the prompt in several passes.
   **turns**: further prompts, stored whole or compressed. **files**: saved, loaded, gone on with.
   **rows**: in another order, as in beam search. **int8**: codes of 8 bits. **AdaKV**: heads of
   different budgets. **selective**: some tokens go on behind the first layers. **drafts**: prompt

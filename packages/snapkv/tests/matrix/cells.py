@@ -159,6 +159,14 @@ def turns(model: PreTrainedModel) -> None:
             pair.read(stop)
 
 
+def in_pieces(model: PreTrainedModel) -> None:
+    """The prompt comes in three pieces, the last one shorter than the window."""
+    pair = Pair(model, CompressedCache(model, POLICY), Text.drawn(PROMPT + NEW, 30 + NEW))
+    pair.cache.expect_prompt(PROMPT)
+    for stop in (23, PROMPT - 5, *_STEPS):
+        pair.read(stop)
+
+
 def saved(model: PreTrainedModel) -> None:
     """A cache out of a file goes on as the one that was saved, two rows of it."""
     text = Text.drawn(PROMPT + NEW, 30 + NEW)
@@ -239,6 +247,7 @@ def drafted(model: PreTrainedModel) -> None:
 CELLS: dict[str, Callable[[PreTrainedModel], None]] = {
     "compressed": compressed,
     "pads": padded,
+    "pieces": in_pieces,
     "turns": turns,
     "files": saved,
     "rows": rows,

@@ -5,9 +5,10 @@ import json
 import pytest
 import transformers
 
+from snapkv import CompressedCache, DraftVotes
 from tests.matrix.__main__ import DOCS, ROWS, page
-from tests.matrix.cells import row
-from tests.matrix.shrinking import MODELS
+from tests.matrix.cells import POLICY, Pair, Text, row
+from tests.matrix.shrinking import MODELS, tiny
 
 MOST_USED = (
     "deepseek_v2",
@@ -57,3 +58,13 @@ def test_the_most_used_models_are_compressed():
     """And all that is refused of them stands in the page."""
     rows = {each["model"]: each for each in KNOWN}
     assert [model for model in MOST_USED if "cells" not in rows[model]] == []
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif("zamba2" not in MODELS, reason="not in this transformers")
+def test_a_draft_that_votes_leaves_no_trace_in_a_state():
+    """A Zamba layer attends before its state goes on, so a layer held there would go back too far."""
+    pair = Pair(tiny("zamba2"), CompressedCache(tiny("zamba2"), DraftVotes(POLICY)), Text.drawn(48))
+    pair.cache.vote_by_draft(pair.read(44))
+    for stop in range(45, 49):
+        pair.read(stop)

@@ -209,7 +209,7 @@ class CompressedLayer(DynamicLayer):
 
     def __copy__(self) -> "CompressedLayer":
         """A layer that goes on by itself; no tensor is copied but those that are written over."""
-        copied = type(self)(self.policy, self.identity, self.storage)
+        copied = type(self).__new__(type(self))
         copied.__dict__.update(self.__dict__)
         copied.offloaded, copied.store = copy.copy(self.offloaded), copy.copy(self.store)
         if self.storage.is_compileable:
@@ -232,6 +232,11 @@ class CompressedLayer(DynamicLayer):
         """Bytes of what is held beside the keys and values, measured on the tensors."""
         noted = self.slots.nbytes + self.notes.nbytes - self._sink_bytes
         return noted + self.store.index_bytes
+
+    @property
+    def beside(self) -> dict[str, Any]:
+        """What the layer carries besides tokens, by the names of transformers' attributes."""
+        return {}
 
     @property
     def _sink_bytes(self) -> int:
