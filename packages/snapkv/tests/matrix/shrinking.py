@@ -136,6 +136,10 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "dots1": {"n_shared_experts": 1},
     "xmod": {"default_language": "en_XX"},
+    "gemma4_text": {
+        "layer_types": [*_SLIDING, "sliding_attention", "full_attention"],
+        "num_kv_shared_layers": 2,
+    },
     "mamba2": {"num_heads": 8},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_hidden_layers": 4},
 }

@@ -63,7 +63,7 @@ def test_the_most_used_models_are_compressed():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif("zamba2" not in MODELS, reason="not in this transformers")
 def test_a_draft_that_votes_leaves_no_trace_in_a_state():
-    """A Zamba layer attends before its state goes on, so a layer held there would go back too far."""
+    """A Zamba layer attends before its state goes on; what is held there has that to come."""
     pair = Pair(tiny("zamba2"), CompressedCache(tiny("zamba2"), DraftVotes(POLICY)), Text.drawn(48))
     pair.cache.vote_by_draft(pair.read(44))
     for stop in range(45, 49):

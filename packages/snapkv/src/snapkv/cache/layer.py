@@ -31,7 +31,8 @@ class LayerIdentity:
     """Which layer of the model it is, its place among the compressed ones, and its parts.
 
     `rotation`, which turns keys on, and `output_projection`, the module behind attention, are None
-    where the policy does not need them.
+    where the policy does not need them. So many later layers, its `readers`, store nothing and
+    attend to what it stores.
     """
 
     layer_idx: int
@@ -39,6 +40,7 @@ class LayerIdentity:
     num_layers: int = 1
     rotation: Rotation | None = None
     output_projection: Any = None
+    readers: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

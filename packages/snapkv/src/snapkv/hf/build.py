@@ -97,6 +97,7 @@ def _kv_heads(config: Any) -> int | None:
 
 def _identities(model: PreTrainedModel, policy: Policy, full: Sequence[int]) -> list[LayerIdentity]:
     """Which layers these are, with the parts of the model that the policy needs."""
+    readers = _readers(model.config.get_text_config(decoder=True))
     rotations = rotations_of(model, full) if "rotation" in policy.needs else {}
     projections = output_projections(model, full) if "output_weight" in policy.needs else {}
     return [
@@ -106,9 +107,18 @@ def _identities(model: PreTrainedModel, policy: Policy, full: Sequence[int]) -> 
             num_layers=len(full),
             rotation=rotations.get(index),
             output_projection=projections.get(index),
+            readers=readers.get(index, 0),
         )
         for depth, index in enumerate(full)
     ]
+
+
+def _readers(config: Any) -> dict[int, int]:
+    """How many later layers attend to what a layer stores, by its index, where any do."""
+    modes = getattr(config, "kv_sharing_modes", None) or []
+    kinds = config.layer_types if modes else []
+    read = [kind for kind, mode in zip(kinds, modes, strict=True) if mode == "reuse"]
+    return {index: read.count(kinds[index]) for index, mode in enumerate(modes) if mode == "store"}
 
 
 def storage_for(
@@ -163,7 +173,7 @@ def _require_decoder(model: PreTrainedModel, config: Any) -> None:
             f"model: expected one that works with transformers' DynamicCache, got {name}, which "
             "needs a cache of its own; use that one"
         )
-    if getattr(config, "num_kv_shared_layers", None):
+    if getattr(config, "num_kv_shared_layers", None) and not _readers(config):
         raise UnsupportedModelError(
             f"model: expected every layer to own its keys and values, got {name} with "
             f"{config.num_kv_shared_layers} layers that share them; use transformers' own cache"
