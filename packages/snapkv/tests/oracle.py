@@ -51,7 +51,8 @@ def _watching(full):
 def _masked_eager(module, query, key, value, attention_mask, **options):
     """Eager attention that hides this layer's dropped columns from all tokens behind them."""
     eager = sys.modules[type(module).__module__].eager_attention_forward
-    hidden = _hidden.get(_layer_of(key) if _updated else module.layer_idx)
+    layer_idx = _layer_of(key) if _updated else getattr(module, "layer_idx", None)
+    hidden = _hidden.get(layer_idx)
     if hidden is not None and hidden.shape[-1] < key.shape[2]:
         hidden = hidden.repeat_interleave(query.shape[0] // hidden.shape[0], dim=0)
         heads = query.shape[1] // hidden.shape[1]

@@ -9,12 +9,21 @@ import functools
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
-MODELS = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-"""By their `model_type`."""
+_SEEING = {*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES} - {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+MODELS = tuple(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *_SEEING}))
+"""By their `model_type`; those that see images, too, are read text."""
 
 VOCABULARY = 64
 HEADS = 4
@@ -92,12 +101,15 @@ _SIZES: dict[str, Any] = {
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "num_query_groups")
 _KV_HEADS += ("num_global_key_value_heads",)
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
-_LAYERS += ("num_decoder_layers", "encoder_layers", "num_encoder_layers", "num_blocks")
+_LAYERS += ("num_decoder_layers", "layers", "encoder_layers", "num_encoder_layers", "num_blocks")
 _NEEDED = ("head_dim", "n_routed_experts", "num_experts_per_tok")  # None by default in some
 _OF_HEADS = ("head_dim", "qk_head_dim")
 _GROWING = ("full_attention", "indexed_attention", "hybrid", "global", "attention")
 
 _ATTENDING = {"sliding_window": None}
+_TURNED_THREE_WAYS = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+}
 _SLIDING = ["sliding_attention", "full_attention", "full_attention"]
 _STATES = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
 OWN: dict[str, dict[str, Any]] = {
@@ -140,6 +152,12 @@ OWN: dict[str, dict[str, Any]] = {
         "layer_types": [*_SLIDING, "sliding_attention", "full_attention"],
         "num_kv_shared_layers": 2,
     },
+    **dict.fromkeys(
+        ("qwen2_vl_text", "qwen2_5_vl_text", "glm4v_text", "glm_ocr_text", "paddleocr_vl_text"),
+        _TURNED_THREE_WAYS,
+    ),
+    "qwen2_5_vl_vision": {"window_size": 32, "fullatt_block_indexes": [1]},
+    "mistral4": {"qk_nope_head_dim": 8},
     "mamba2": {"num_heads": 8},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_hidden_layers": 4},
 }
@@ -196,7 +214,7 @@ def shrunk(config: Any, *, groups: bool = True) -> Any:
             changes[name] = value if value == 1 else _SIZES[name]
         elif name == "rope_parameters" and value:
             changes[name] = _plain_rope(value)
-        elif name.endswith("token_id") and isinstance(value, int):
+        elif name.endswith(("token_id", "token_index")) and isinstance(value, int):
             changes[name] = None if name == "eos_token_id" else min(value, VOCABULARY - 1)
         elif hasattr(value, "to_dict"):
             changes[name] = shrunk(value, groups=groups).to_dict()
@@ -258,7 +276,8 @@ def tiny(model_type: str) -> PreTrainedModel:
         try:
             config = shrunk(CONFIG_MAPPING[model_type](), groups=groups)
             torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(config).float().eval()
+            kind = AutoModelForImageTextToText if model_type in _SEEING else AutoModelForCausalLM
+            model = kind.from_config(config).float().eval()
             _answer(model)
         except Exception as error:  # the next way to make it may work
             failed.append(error)
