@@ -3,9 +3,11 @@
 import json
 
 import pytest
+import torch
 import transformers
 
-from snapkv import CompressedCache, DraftVotes
+from snapkv import CompressedCache, DraftVotes, FullCache
+from snapkv.plan.footprint import footprint_of_loaded
 from tests.matrix.__main__ import DOCS, ROWS, page
 from tests.matrix.cells import POLICY, Pair, Text, row
 from tests.matrix.shrinking import MODELS, tiny
@@ -47,6 +49,22 @@ def test_a_model_is_right_or_refused(model):
     if transformers.__version__ == KNOWN[0]["transformers"]:
         known = next(each for each in KNOWN if each["model"] == model)
         assert found == {name: known[name] for name in known if name != "transformers"}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model", [name for name in MOST_USED if name in MODELS])
+@torch.no_grad()
+def test_plan_and_report_count_what_grows(model):
+    """On the meta device and on tensors, and the share of the whole that grows."""
+    footprint, cache = footprint_of_loaded(tiny(model)), CompressedCache(tiny(model), FullCache())
+    tiny(model)(Text.drawn(40).ids, past_key_values=cache)
+    report = cache.report()
+    assert report.held_bytes == report.full_bytes == footprint.cache_bytes(40, 40)
+    assert len(report["layers"]) == footprint.layers
+    assert report["growing_layers"] == len(footprint.full_layers)
+    grows = 40 * footprint.token_bytes
+    assert report["growing_share"] == pytest.approx(grows / footprint.cache_bytes(40, 40))
+    assert ("layers grow" in str(report)) == (grows < footprint.cache_bytes(40, 40))
 
 
 def test_the_page_is_that_of_the_rows():

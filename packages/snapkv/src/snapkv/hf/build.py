@@ -31,6 +31,12 @@ _KEPT_AS_THEY_ARE = {
     "DummyLayer",
 }
 
+
+def grows(layer: Any) -> bool:
+    """Whether one of transformers' own layers holds every token, so that it is compressed."""
+    return type(layer) in _COMPRESSED
+
+
 StorageMaker = Callable[[], Storage]
 """Makes the storage of one layer."""
 
@@ -57,7 +63,7 @@ def layers_for(
             f"got {policy!r} without; pass policy.with_tokenizer(tokenizer)"
         )
     layers: list[CacheLayerMixin] = DynamicCache(config=config).layers
-    full = [index for index, layer in enumerate(layers) if type(layer) in _COMPRESSED]
+    full = [index for index, layer in enumerate(layers) if grows(layer)]
     if isinstance(policy, DuoAttention):
         policy.require_heads(len(full), _kv_heads(config))
     made = _storages(storage, len(full))
@@ -189,7 +195,7 @@ def _require_kinds(name: str, layers: Sequence[Any], *, is_static: bool) -> None
             f"{', '.join(unknown)}, which cannot be compressed correctly; use transformers' own "
             "cache for it"
         )
-    if not any(type(layer) in _COMPRESSED for layer in layers):
+    if not any(map(grows, layers)):
         raise UnsupportedModelError(
             f"model: expected at least one layer of full attention, got {name} with "
             f"{', '.join(sorted(others)) or 'no cache layers'} only, whose cache does not grow "
