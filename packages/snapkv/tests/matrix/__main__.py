@@ -1,6 +1,7 @@
 """Write docs/results/families.jsonl and docs/families.md: `make families`."""
 
 import json
+import re
 import sys
 import warnings
 from collections import defaultdict
@@ -72,7 +73,8 @@ def _mark(cell: str, reasons: dict[str, int]) -> str:
 
 def _general(reason: str) -> str:
     """What was expected, without names and numbers."""
-    return reason.partition(", got ")[0].replace("|", "\\|")
+    said = re.sub(r"one list of \d+ layers", "one list of layers", reason)
+    return re.split(r", got |, such as ", said)[0].replace("|", "\\|")
 
 
 def main() -> None:

@@ -13,7 +13,8 @@ from transformers.cache_utils import DynamicCache
 
 from snapkv.cache.report import tensor_bytes, token_bytes
 from snapkv.errors import UnsupportedModelError
-from snapkv.hf.build import grows
+from snapkv.hf.build import grows, layers_for
+from snapkv.policies import FullCache
 from snapkv.validation import first_line
 
 _PER_BLOCK, _BLOCK_BYTES = 32, 17
@@ -100,7 +101,11 @@ def footprint_of(outline: PreTrainedModel) -> Footprint:
 
     That token makes a cache of real shapes without data, so grouped heads, latent attention,
     sliding windows and values of another width than the keys count as they are stored.
+
+    Raises:
+        UnsupportedModelError: the model cannot be compressed, or does not run without weights.
     """
+    layers_for(outline, FullCache())
     config = outline.config.get_text_config(decoder=True)
     layers = _cache_of_one_token(outline)
     full = [layer for layer in layers if grows(layer)]
