@@ -1,7 +1,7 @@
 """A compressed layer that carries a state beside its keys and values."""
 
 import copy
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
@@ -23,7 +23,7 @@ class HybridLayer(CompressedLayer, LinearAttentionAndFullAttentionLayer):
     ) -> None:
         super().__init__(policy, identity, storage)
         own = {name: value for name, value in vars(made).items() if name not in _OF_TOKENS}
-        vars(self).update(own)
+        self.__dict__.update(own)
         self._names = tuple(own)
 
     @property
@@ -54,9 +54,9 @@ class HybridLayer(CompressedLayer, LinearAttentionAndFullAttentionLayer):
         if self.record_past:
             LinearAttentionLayer.crop(self, -count)
 
-    def __copy__(self) -> "HybridLayer":
-        copied: HybridLayer = super().__copy__()  # type: ignore[assignment]
-        vars(copied).update(copy.deepcopy(self.beside))  # states are written over in place
+    def __copy__(self) -> Self:
+        copied = super().__copy__()
+        copied.__dict__.update(copy.deepcopy(self.beside))  # states are written over in place
         return copied
 
 

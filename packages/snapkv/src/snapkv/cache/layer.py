@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -209,7 +209,7 @@ class CompressedLayer(DynamicLayer):
         if self.offloaded is not None:
             self.offloaded.crop(self.seen_tokens)
 
-    def __copy__(self) -> "CompressedLayer":
+    def __copy__(self) -> Self:
         """A layer that goes on by itself; no tensor is copied but those that are written over."""
         copied = type(self).__new__(type(self))
         copied.__dict__.update(self.__dict__)
