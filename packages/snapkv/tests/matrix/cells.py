@@ -172,6 +172,9 @@ def saved(model: PreTrainedModel) -> None:
         cache.save(Path(folder) / "cache.safetensors")
         loaded = CompressedCache.load(Path(folder) / "cache.safetensors", model)
     cache, loaded = copy.deepcopy(cache), copy.copy(loaded)
+    for each in (cache, loaded):
+        each.reorder_cache(torch.tensor([1, 0]))
+    text = Text(text.ids.flip(0), text.mask.flip(0))
     for stop in _STEPS[2:]:
         ids, positions = text.ids[:, stop - 1 : stop], text.positions[:, stop - 1 : stop]
         both = [_pass(model, each, ids, text.mask[:, :stop], positions) for each in (cache, loaded)]
@@ -219,23 +222,19 @@ def selected(model: PreTrainedModel) -> None:
 
 def drafted(model: PreTrainedModel) -> None:
     """Prompt lookup gives the tokens of greedy decoding on the same cache."""
+    options = {"prompt_lookup_num_tokens": 3}
+    plain = _generated(model, CompressedCache(model, POLICY))
+    drafts = _generated(model, CompressedCache(model, POLICY), **options)
+    if not torch.equal(plain, drafts):
+        raise WrongError(f"drafts give {drafts[0, PROMPT:]} for {plain[0, PROMPT:]}")
+
+
+def _generated(model: PreTrainedModel, cache, **options) -> Tensor:
+    """Behind a prompt that repeats itself at its end."""
     ids = Text.drawn(PROMPT).ids
     ids[:, -12:] = ids[:, 12:24]
-    made = []
-    for options in ({}, {"prompt_lookup_num_tokens": 3}):
-        cache = CompressedCache(model, POLICY)
-        made.append(
-            model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                past_key_values=cache,
-                max_new_tokens=8,
-                do_sample=False,
-                **options,
-            )
-        )
-    if not torch.equal(*made):
-        raise WrongError(f"drafts give {made[1][0, PROMPT:]} for {made[0][0, PROMPT:]}")
+    options |= {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False}
+    return model.generate(ids, past_key_values=cache, **options)
 
 
 CELLS: dict[str, Callable[[PreTrainedModel], None]] = {
@@ -273,8 +272,7 @@ def _fails_anyway(model: PreTrainedModel, cell: str) -> bool:
     text, cache = Text.drawn(PROMPT, 30), DynamicCache(config=model.config)
     try:
         if cell == "drafts":
-            options = {"past_key_values": cache, "prompt_lookup_num_tokens": 3}
-            model.generate(text.ids[:1], max_new_tokens=8, **options)
+            _generated(model, cache, prompt_lookup_num_tokens=3)
         else:
             _answered(model, text, cache, PROMPT - 1, PROMPT)
     except Exception:

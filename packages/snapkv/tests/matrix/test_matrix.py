@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from snapkv import CompressedCache, DraftVotes, FullCache
+from snapkv import CompressedCache, DraftVotes, FullCache, UnsupportedModelError
 from snapkv.plan.footprint import footprint_of_loaded
 from tests.matrix.__main__ import DOCS, ROWS, page
 from tests.matrix.cells import POLICY, Pair, Text, row
@@ -56,7 +56,11 @@ def test_a_model_is_right_or_refused(model):
 @torch.no_grad()
 def test_plan_and_report_count_what_grows(model):
     """On the meta device and on tensors, and the share of the whole that grows."""
-    footprint, cache = footprint_of_loaded(tiny(model)), CompressedCache(tiny(model), FullCache())
+    try:
+        cache = CompressedCache(tiny(model), FullCache())
+    except UnsupportedModelError:
+        pytest.skip("refused by name in this transformers")
+    footprint = footprint_of_loaded(tiny(model))
     tiny(model)(Text.drawn(40).ids, past_key_values=cache)
     report = cache.report()
     assert report.held_bytes == report.full_bytes == footprint.cache_bytes(40, 40)

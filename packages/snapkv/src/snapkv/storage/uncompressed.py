@@ -48,6 +48,9 @@ def crop(layer: Any, count: int) -> None:
 def reset(layer: Any) -> None:
     """Empty a layer for any number of rows; transformers fills states with zeros, for as many."""
     layer.reset()
+    if isinstance(layer, DynamicSlidingWindowLayer):  # older releases hold on to zeros
+        layer.keys = layer.values = None
+        layer.is_initialized = False
     forget_states(layer)
 
 

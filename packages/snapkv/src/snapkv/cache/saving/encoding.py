@@ -134,8 +134,10 @@ def _fill_other(layer: Any, state: dict[str, Any], device: torch.device) -> None
             f"{', '.join(sorted(unknown))}; load it with the release of transformers that saved it"
         )
     vars(layer).update(state)
-    if isinstance(vars(layer).get("keys"), Tensor):
-        layer.dtype, layer.device = layer.keys.dtype, device
+    for held in state.values():
+        for part in held.values() if isinstance(held, dict) else (held,):
+            if isinstance(part, Tensor) and part.is_floating_point():
+                layer.dtype, layer.device = part.dtype, device
 
 
 def _saveable(attributes: dict[str, Any]) -> dict[str, Any]:
