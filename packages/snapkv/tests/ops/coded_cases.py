@@ -23,11 +23,13 @@ def coded_states(lengths, queries, bits, *, block_tokens=32, grown=False, dtype=
     if grown:
         more = states(MORE, queries, dtype=dtype)
         section = BlockLayout((MORE,), block_tokens, torch.device("cpu"))
+        layout, order = layout.joined(MORE)
         keys, values = (
-            codes.joined(encode(blocks_of(more[name], section), codes.bits, along=codes.along))
+            codes.joined(
+                encode(blocks_of(more[name], section), codes.bits, along=codes.along)
+            ).blocks(order)
             for name, codes in (("keys", keys), ("values", values))
         )
-        layout = layout.joined(MORE)
     return given | {"keys": keys, "values": values, "layout": layout}
 
 
