@@ -153,7 +153,7 @@ class CodedStates:
         first = self.first[0].shape[2]
         return tuple(tuple(first + count for count in row) for row in self.layout.head_tokens)
 
-    @property
+    @functools.cached_property
     def longest_tokens(self) -> int:
         """Slots of the padded layout."""
         grown = sum(section[0][0] for section in self.sections[1:])
