@@ -38,13 +38,16 @@ def coded_attention(
 
 
 class _CodedPieces:
-    """Codes as attention goes over them: P pieces of n blocks each; R rows of queries per head."""
+    """Codes as attention goes over them: P pieces of n blocks each; R rows of queries per head.
+
+    Where all heads have as many blocks, each is one piece.
+    """
 
     def __init__(self, keys: Codes, values: Codes, layout: BlockLayout) -> None:
         self._keys, self._values = keys, values
         self._n, self._G = layout.piece_blocks, layout.block_tokens
-        pieces = len(keys) // self._n
-        self.heads = layout.heads[:: self._n] if pieces != len(layout.head_blocks) else None
+        alike = set(layout.head_blocks) == {self._n}
+        self.heads = None if alike else layout.heads[:: self._n]
         self._hidden = layout.hidden
 
     def products(self, asked: Tensor) -> Tensor:
