@@ -67,7 +67,7 @@ class _CodedPieces:
         """(P, R, Dv) float32: every piece's values by weights, (P, R, n * G)."""
         rows, weights = weights.shape[1], _in_fours(weights)
         mix = _mixed_integers if rows < self._G else _mixed_states
-        return mix(weights.unflatten(2, (self._n, self._G)), self._values)[:, :rows]
+        return mix(torch.unflatten(weights, 2, (self._n, self._G)), self._values)[:, :rows]
 
 
 def _in_fours(rows: Tensor) -> Tensor:
@@ -81,13 +81,13 @@ def _products_with_integers(asked: Tensor, keys: Codes, n: int) -> Tensor:
     scaled = (asked[:, None] * keys.scale.view(P, n, 1, D)).view(P * n, R, D)
     products = _in_parts(scaled, keys, lambda part: part.integers()[:, :D])
     least = torch.bmm(asked, keys.least.view(P, n, D).float().mT)
-    return products.unflatten(0, (P, n)).transpose(1, 2) + least[..., None]
+    return torch.unflatten(products, 0, (P, n)).transpose(1, 2) + least[..., None]
 
 
 def _products_with_states(asked: Tensor, keys: Codes, n: int) -> Tensor:
     of_blocks = asked.repeat_interleave(n, dim=0)
     products = _in_parts(of_blocks, keys, lambda part: part.decoded().float().mT)
-    return products.unflatten(0, (len(asked), n)).transpose(1, 2)
+    return torch.unflatten(products, 0, (len(asked), n)).transpose(1, 2)
 
 
 def _mixed_integers(weights: Tensor, values: Codes) -> Tensor:
@@ -97,7 +97,7 @@ def _mixed_integers(weights: Tensor, values: Codes) -> Tensor:
     scale, least = (part.view(P, n, groups, G) for part in (values.scale, values.least))
     scaled = (weights.transpose(1, 2)[:, :, None] * scale[:, :, :, None]).flatten(0, 2)
     mixed = _in_parts(scaled, values, lambda part: part.integers().flatten(0, 1))
-    mixed = mixed.unflatten(0, (P, n, groups)).sum(dim=1)
+    mixed = torch.unflatten(mixed, 0, (P, n, groups)).sum(dim=1)
     of_least = torch.bmm(least.transpose(1, 2).flatten(2).float(), weights.flatten(2).mT)
     return (mixed + of_least[..., None]).transpose(1, 2).flatten(2)[..., : values.channels]
 
@@ -106,7 +106,7 @@ def _mixed_states(weights: Tensor, values: Codes) -> Tensor:
     P, R, n, G = weights.shape
     of_blocks = weights.transpose(1, 2).reshape(P * n, R, G)
     mixed = _in_parts(of_blocks, values, lambda part: part.decoded().float())
-    return mixed.unflatten(0, (P, n)).sum(dim=1)
+    return torch.unflatten(mixed, 0, (P, n)).sum(dim=1)
 
 
 def _in_parts(rows: Tensor, codes: Codes, spread: Callable[[Codes], Tensor]) -> Tensor:

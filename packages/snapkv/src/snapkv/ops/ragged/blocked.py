@@ -19,13 +19,11 @@ QUERY_BLOCK_TOKENS = 32
 
 
 class KeptPieces(Protocol):
-    """What heads keep, in P pieces of T tokens of one head each.
+    """What heads keep, in P pieces of T tokens of one head each."""
 
-    Attributes:
-        heads: (P,) int64, the head of every piece, counted over all rows; None for one a head.
-    """
-
-    heads: Tensor | None
+    @property
+    def heads(self) -> Tensor | None:
+        """(P,) int64, the head of every piece, counted over all rows; None for one a head."""
 
     def products(self, asked: Tensor) -> Tensor:
         """(P, R, T) products of every piece's queries, (P, R, D), and its keys."""
