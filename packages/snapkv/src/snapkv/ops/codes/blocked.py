@@ -92,7 +92,7 @@ def _products_with_states(asked: Tensor, keys: Codes, n: int) -> Tensor:
 
 def _mixed_integers(weights: Tensor, values: Codes) -> Tensor:
     """(P, R, Dv) of (P, R, n, G) weights: the sum of the n blocks of every piece."""
-    P, R, n, G = weights.shape
+    P, _, n, G = weights.shape
     groups = values.packed.shape[1]
     scale, least = (part.view(P, n, groups, G) for part in (values.scale, values.least))
     scaled = (weights.transpose(1, 2)[:, :, None] * scale[:, :, :, None]).flatten(0, 2)
