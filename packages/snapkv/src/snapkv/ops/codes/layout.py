@@ -63,7 +63,7 @@ class BlockLayout:
     def hidden(self) -> tuple[Tensor, Tensor]:
         """(K,) int64 each: in which pieces there are slots of no token, and where in them."""
         with torch.inference_mode(False):
-            slots = self._is_empty().nonzero()[:, 0]
+            slots = self._is_empty().nonzero()[:, 0].to(self.device)
             tokens = self.piece_blocks * self.block_tokens
             return slots // tokens, slots % tokens
 
@@ -81,12 +81,12 @@ class BlockLayout:
     @property
     def flat(self) -> Tensor:
         """(N,) int64: where each token stands in M * G slots, in the order of flat states."""
-        return (~self._is_empty()).nonzero()[:, 0]
+        return (~self._is_empty()).nonzero()[:, 0].to(self.device)
 
     def _is_empty(self) -> Tensor:
-        """(M * G,) bool: which slots have no token."""
-        tokens = torch.tensor([count for *_, count in self._blocks], device=self.device)
-        slots = torch.arange(self.block_tokens, device=self.device)
+        """(M * G,) bool: which slots have no token; not on the device, which is not waited for."""
+        tokens = torch.tensor([count for *_, count in self._blocks])
+        slots = torch.arange(self.block_tokens)
         return (slots >= tokens.view(-1, 1)).flatten()
 
     @property
