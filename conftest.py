@@ -47,6 +47,14 @@ def head_scores(tmp_path_factory, monkeypatch):
     return folder
 
 
+@pytest.fixture(autouse=True)
+def gates(tmp_path_factory, monkeypatch):
+    """No model has a gate but the demo model, and what a test remembers; returns the folder."""
+    folder = tmp_path_factory.getbasetemp() / f"gates-{uuid.uuid4().hex}"
+    monkeypatch.setattr("snapkv.hf.known_gates.gates_folder", lambda: folder)
+    return folder
+
+
 def pytest_report_header() -> str:
     """Name the transformers release under test: the suite runs on the oldest and the newest."""
     import torch

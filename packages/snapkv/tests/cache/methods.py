@@ -13,6 +13,7 @@ from snapkv.policies import (
     FastGen,
     FullCache,
     KeyDiff,
+    KVzap,
     KVzip,
     LagKV,
     PromptThenDecode,
@@ -23,6 +24,7 @@ from snapkv.policies import (
     SnapKV,
     StreamingLLM,
 )
+from tests.gates import drawn_gate
 
 BOTH = {"budget": 40, "window_size": 8}
 SNAPKV = SnapKV(**BOTH, kernel_size=5)
@@ -62,4 +64,5 @@ METHODS = {
     "compactor": Compactor(**BOTH, chunk_tokens=16),
     "random": Random(**BOTH),
     "kvzip": KVzip(**BOTH),
+    "kvzap": KVzap(**BOTH, gate=drawn_gate()),
 }

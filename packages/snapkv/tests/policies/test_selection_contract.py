@@ -19,6 +19,7 @@ from snapkv.policies import (
     CriticalKV,
     ExpectedAttention,
     KeyDiff,
+    KVzap,
     KVzip,
     LagKV,
     PrefixPolicy,
@@ -27,6 +28,7 @@ from snapkv.policies import (
     Random,
     SnapKV,
 )
+from tests.gates import drawn_gate
 from tests.ops import oracle
 from tests.ops.states import pad_left, random_layer
 
@@ -55,6 +57,7 @@ METHODS = {
     "lagkv": lambda **limits: LagKV(lag_size=3, **limits),
     "compactor": lambda **limits: Compactor(chunk_tokens=5, sketch_dimension=3, **limits),
     "kvzip": KVzip,
+    "kvzap": lambda **limits: KVzap(gate=drawn_gate(layers=1), **limits),
     "expected-attention": ExpectedAttention,
     "criticalkv": lambda **limits: CriticalKV(Stated(**limits)),
     "criticalkv of pyramidkv": lambda **limits: CriticalKV(PyramidKV(kernel_size=3, **limits)),

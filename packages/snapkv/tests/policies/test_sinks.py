@@ -16,6 +16,7 @@ from snapkv.policies import (
     CriticalKV,
     ExpectedAttention,
     KeyDiff,
+    KVzap,
     KVzip,
     PrefixPolicy,
     PromptLayer,
@@ -23,6 +24,7 @@ from snapkv.policies import (
 from snapkv.policies.pyramidkv import exact_budgets
 from snapkv.prefill import chunked
 from tests.families import random_ids, tiny_model
+from tests.gates import drawn_gate
 from tests.ops.states import pad_left, random_layer
 
 WITH_SINKS = [
@@ -44,7 +46,10 @@ class Falling(KVzip):
         ]
 
 
-MAKERS = {policy.name: policy for policy in WITH_SINKS} | {"falling budgets": Falling}
+MAKERS = {policy.name: policy for policy in WITH_SINKS} | {
+    "kvzap": lambda **own: KVzap(gate=drawn_gate(), **own),
+    "falling budgets": Falling,
+}
 WRAPPERS = {
     "itself": lambda policy: policy,
     "adakv": lambda policy: AdaKV(policy, safeguard=0.01),

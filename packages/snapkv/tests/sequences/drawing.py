@@ -8,6 +8,7 @@ import snapkv as kv
 from snapkv.policies import EvictingPolicy, Policy, PrefixPolicy
 from snapkv.storage.coded import KVCodes
 from tests.families import KINDS
+from tests.gates import drawn_gate
 from tests.sequences import operations as do
 
 Draw = random.Random
@@ -64,9 +65,14 @@ def _scoring(draw: Draw) -> PrefixPolicy:
     )()
 
 
-def _duo(draw: Draw, model: str) -> kv.DuoAttention:
+def _sizes(model: str) -> tuple[int, int]:
+    """Layers that are compressed, and KV heads of each."""
     layers = 2 if model == "latent" or "layer_types" in KINDS[model][2] else 3
-    heads = 1 if model == "latent" else 2
+    return layers, 1 if model == "latent" else 2
+
+
+def _duo(draw: Draw, model: str) -> kv.DuoAttention:
+    layers, heads = _sizes(model)
     pattern = tuple(tuple(draw.choice([0, 1]) for _ in range(heads)) for _ in range(layers))
     return kv.DuoAttention(
         pattern, sink_tokens=draw.choice([0, 2]), recent_tokens=draw.choice([4, 12])
@@ -112,6 +118,8 @@ def _policy(draw: Draw, model: str) -> Policy:
     chance = draw.random()
     if chance < 0.04:
         return _duo(draw, model)
+    if chance < 0.06:
+        return kv.KVzap(**_limits(draw, 4), gate=drawn_gate(*_sizes(model)))
     return draw.choice(_EVICTING if chance < 0.25 else _PREFIX)(draw)
 
 

@@ -5,9 +5,11 @@ wonderwords, read without importing it.
 """
 
 import functools
+import importlib.metadata
 import json
 import pydoc_data.topics
 import random
+import sysconfig
 import uuid
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -96,6 +98,26 @@ def python_topics() -> Haystack:
     topics = pydoc_data.topics.topics
     pieces = tuple(topics[name] for name in sorted(topics))
     return Haystack(name="Python help topics", pieces=pieces)
+
+
+@functools.cache
+def python_sources(least_bytes: int) -> list[str]:
+    """Modules of Python's standard library that are longer than that, tests aside."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    files += sorted(Path(sysconfig.get_path("stdlib")).glob("[a-s]*/*.py"))
+    texts = [
+        file.read_text("utf-8", errors="replace")
+        for file in files
+        if file.stat().st_size > least_bytes and "test" not in str(file)
+    ]
+    return [text for text in texts if text.isascii()]
+
+
+@functools.cache
+def readmes() -> list[str]:
+    """What installed packages say of themselves."""
+    texts = [each.metadata.get_payload() for each in importlib.metadata.distributions()]  # type: ignore[attr-defined] # a Message
+    return sorted(text for text in set(texts) if isinstance(text, str) and len(text) > 4000)
 
 
 def _sections(text: str) -> tuple[str, ...]:

@@ -5,17 +5,20 @@ in source code. Every question is asked as `snapkv ask` asks it, with the model'
 chat template; some answers are begun for the model, as `--answer-start` does.
 """
 
-import functools
-import importlib.metadata
 import random
 import re
-import sysconfig
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from snapkv.app.prompts import question_prompt
-from snapkv_lab.evaluate.haystack import distinct, number, word_key, words
+from snapkv_lab.evaluate.haystack import (
+    distinct,
+    number,
+    python_sources,
+    readmes,
+    word_key,
+    words,
+)
 from snapkv_lab.experiments.prompts import encode
 from snapkv_lab.experiments.texts import Text
 
@@ -62,7 +65,7 @@ def _text(tokenizer: Any, name: str, document: str, pairs: Sequence[Pair]) -> Te
 def _comments(tokenizer: Any, tokens: int, draw: random.Random) -> tuple[str, list[Pair]]:
     """A module's source, and how lines of its comments and docstrings go on."""
     while True:
-        text = _cut(tokenizer, draw.choice(_sources()), tokens, draw)
+        text = _cut(tokenizer, draw.choice(python_sources(4 * max(LENGTHS))), tokens, draw)
         lines = re.findall(r"^ *(?:# )?([A-Z][a-z]+(?: [\w',()-]+){9,})[.:]?$", text, re.MULTILINE)
         if pairs := _going_on(text, lines, "line", draw):
             return text, pairs
@@ -71,8 +74,8 @@ def _comments(tokenizer: Any, tokens: int, draw: random.Random) -> tuple[str, li
 def _sentences(tokenizer: Any, tokens: int, draw: random.Random) -> tuple[str, list[Pair]]:
     """Readmes of installed packages, and how sentences of them go on."""
     while True:
-        readmes = "\n\n".join(draw.sample(_readmes(), 6))
-        text = " ".join(_cut(tokenizer, readmes, tokens, draw).split())
+        joined = "\n\n".join(draw.sample(readmes(), 6))
+        text = " ".join(_cut(tokenizer, joined, tokens, draw).split())
         found = re.findall(r"(?<=[.?!] )[A-Z][A-Za-z ,'()-]{60,200}[.?!] ", text)
         if pairs := _going_on(text, found, "sentence", draw):
             return text, pairs
@@ -122,7 +125,9 @@ def _phrases(tokenizer: Any, tokens: int, draw: random.Random) -> tuple[str, lis
         person: " ".join(draw.choice(words("adjective", "noun")) for _ in range(4))
         for person in people
     }
-    lines = _cut(tokenizer, draw.choice(_sources()), tokens - 150, draw).splitlines()
+    lines = _cut(
+        tokenizer, draw.choice(python_sources(4 * max(LENGTHS))), tokens - 150, draw
+    ).splitlines()
     for person, phrase in told.items():
         lines.insert(draw.randrange(len(lines)), f"# The pass phrase of {person} is {phrase}.")
     question = "What is the pass phrase of {}?"
@@ -155,22 +160,3 @@ def _cut(tokenizer: Any, text: str, tokens: int, draw: random.Random) -> str:
     text = text[text.rfind("\n", 0, begin) + 1 :]
     ids = encode(tokenizer, text[: 8 * tokens])[:tokens]
     return str(tokenizer.decode(ids)).rpartition("\n")[0]
-
-
-@functools.cache
-def _sources() -> list[str]:
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    files += sorted(Path(sysconfig.get_path("stdlib")).glob("[a-s]*/*.py"))
-    texts = [
-        file.read_text("utf-8", errors="replace")
-        for file in files
-        if file.stat().st_size > 4 * max(LENGTHS) and "test" not in str(file)
-    ]
-    return [text for text in texts if text.isascii()]
-
-
-@functools.cache
-def _readmes() -> list[str]:
-    """What installed packages say of themselves."""
-    texts = [each.metadata.get_payload() for each in importlib.metadata.distributions()]  # type: ignore[attr-defined] # a Message
-    return sorted(text for text in set(texts) if isinstance(text, str) and len(text) > 4000)

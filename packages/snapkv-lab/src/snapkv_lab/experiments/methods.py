@@ -25,6 +25,7 @@ from snapkv.policies import (
     ExpectedAttention,
     FastGen,
     KeyDiff,
+    KVzap,
     KVzip,
     LagKV,
     Policy,
@@ -106,6 +107,18 @@ def read_twice_at(budget: int) -> dict[str, Policy]:
     return {"KVzip": kvzip, "AdaKV(KVzip)": AdaKV(kvzip)}
 
 
+def weighed_at(budget: int) -> dict[str, Policy]:
+    """KVzip+, which weighs attention by what it adds, and is what a gate foretells."""
+    plus = KVzip(budget, window_size=WINDOW_SIZE, plus=True)
+    return {"KVzip+": plus, "AdaKV(KVzip+)": AdaKV(plus)}
+
+
+def gate_at(budget: int) -> dict[str, Policy]:
+    """By the gate that comes with the package, which was fitted to other kinds of texts."""
+    kvzap = KVzap(budget, window_size=WINDOW_SIZE)
+    return {"KVzap": kvzap, "AdaKV(KVzap)": AdaKV(kvzap)}
+
+
 def rkv_at(budget: int) -> dict[str, Policy]:
     """R-KV, which also evicts one token at a time here, where its authors' evicts 128."""
     return {"R-KV": RKV(budget, window_size=WINDOW_SIZE, evict_every=1)}
@@ -175,12 +188,12 @@ def _later(made: Made, given: Given) -> Iterator[Row]:
             yield from _answers(given, tokens, made, hidden)
 
 
-def _second_reading(given: Given) -> Iterator[Row]:
+def _second_reading(made: Made, given: Given) -> Iterator[Row]:
     loaded = given.loaded
     for tokens, (budget, *_) in given.budgets.items():
-        policy = read_twice_at(budget)["KVzip"]
+        policy, *_ = made(budget).values()
         read = partial(read_prompt_twice, loaded.model, loaded.tokenizer, policy=policy)
-        yield from _answers(given, tokens, read_twice_at, True, read=read)
+        yield from _answers(given, tokens, made, True, read=read)
 
 
 def _first_tokens(given: Given) -> Iterator[Row]:
@@ -251,7 +264,7 @@ def _timing(given: Given) -> Iterator[Row]:
         }
 
 
-_ANSWERED = ("quality", "second reading", "r-kv", "no question")
+_ANSWERED = ("quality", "second reading", "r-kv", "no question", "weighed", "gate")
 """Parts whose rows stand in the same tables."""
 
 
@@ -354,7 +367,9 @@ METHODS = Experiment(
     takes="hours",
     measure={
         "quality": _quality,
-        "second reading": _second_reading,
+        "second reading": partial(_second_reading, read_twice_at),
+        "weighed": partial(_second_reading, weighed_at),
+        "gate": partial(_later, gate_at),
         "r-kv": partial(_later, rkv_at),
         "no question": partial(_later, questionless_at),
         "first tokens": _first_tokens,

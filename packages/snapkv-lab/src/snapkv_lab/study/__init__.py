@@ -4,6 +4,7 @@ from snapkv_lab.study.attention import HitRate, Instructions, Overlap, Position
 from snapkv_lab.study.base import Study
 from snapkv_lab.study.copies import Heads, Induction
 from snapkv_lab.study.early_layer import EarlyLayer
+from snapkv_lab.study.gate import FitGate
 from snapkv_lab.study.sensitivity import Sensitivity
 
 STUDIES: dict[str, type[Study]] = {
@@ -17,12 +18,14 @@ STUDIES: dict[str, type[Study]] = {
         Induction,
         EarlyLayer,
         Heads,
+        FitGate,
     )
 }
 """Every study by the name it has on the command line."""
 
 __all__ = [
     "EarlyLayer",
+    "FitGate",
     "Heads",
     "HitRate",
     "Induction",

@@ -31,7 +31,7 @@ from snapkv.errors import (
 )
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.checkpoint import load_complete
-from snapkv.hf.known_heads import with_known_heads
+from snapkv.hf.known_gates import with_known
 from snapkv.packages import find_package_file
 from snapkv.plan import (
     free_bytes,
@@ -77,7 +77,7 @@ class LoadedModel:
 
     def completed(self, policy: Policy) -> Policy:
         """The policy with what it needs to know of the tokenizer, and of the model's heads."""
-        return with_known_heads(self.model, policy.with_tokenizer(self.tokenizer))
+        return with_known(self.model, policy.with_tokenizer(self.tokenizer))
 
     def description(self) -> dict[str, Any]:
         """What a result must say about the model it was made with."""

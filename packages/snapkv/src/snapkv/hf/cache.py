@@ -31,7 +31,7 @@ from snapkv.hf.build import layers_for, storage_for
 from snapkv.hf.drafting import vote_by_draft
 from snapkv.hf.fidelity import VoteCheck
 from snapkv.hf.install import use
-from snapkv.hf.known_heads import with_known_heads
+from snapkv.hf.known_gates import with_known
 from snapkv.policies import EvictingPolicy, Policy, default_policy
 from snapkv.storage import uncompressed
 from snapkv.storage.coded import Bits, KVCodes
@@ -112,7 +112,7 @@ class CompressedCache(Cache):
                 f"policy: expected a policy such as SnapKV(budget=1024), got {policy!r} of type "
                 f"{type(policy).__name__}; see snapkv.policies.POLICIES"
             )
-        policy = with_known_heads(model, policy)
+        policy = with_known(model, policy)
         later = TurnOptions(
             turns=turns, recall=recall, recall_bytes=recall_bytes, refresh_every=refresh_every
         )

@@ -51,6 +51,16 @@ def identity_of(model: PreTrainedModel, *, in_any_dtype: bool = False) -> dict[s
     }
 
 
+def digest_of(model: PreTrainedModel) -> str:
+    """A short name that tells a model from others, in whatever dtype it was loaded."""
+    return _short(identity_of(model, in_any_dtype=True))
+
+
+def _short(identity: Mapping[str, Any]) -> str:
+    told = json.dumps(identity, sort_keys=True)
+    return hashlib.sha256(told.encode()).hexdigest()[:32]
+
+
 def require_identity(own: Mapping[str, Any], saved: Any) -> None:
     """Refuse a model other than the one that filled a cache; both as `identity_of` gives them."""
     for part, value in own.items():
@@ -131,8 +141,7 @@ class Remembered(Generic[Found]):
         return path
 
     def _path(self, identity: Mapping[str, Any]) -> Path:
-        digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-        return self.folder() / f"{digest[:32]}.json"
+        return self.folder() / f"{_short(identity)}.json"
 
 
 @functools.cache

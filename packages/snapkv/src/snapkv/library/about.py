@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from snapkv.errors import InvalidArgumentError, LibraryError
 from snapkv.hf.identity import identity_of
 from snapkv.hf.saved import policy_of
-from snapkv.policies import FullCache, Policy
+from snapkv.policies import POLICIES, FullCache, Policy
 from snapkv.storage.codes import Bits
 
 FORMAT = "snapkv library 1"
@@ -27,7 +27,7 @@ class About:
     model_name: str  # what users call it
     tokenizer: str  # what tells the tokenizer and its chat template from others
     prefix_ids: tuple[int, ...]  # the tokens before every document
-    policy: dict[str, Any]  # what was kept of them, as the policy describes itself
+    policy: dict[str, Any]  # what was kept of them, all that makes the policy again
     bits: Bits | None  # in how many bits; None for the model's own dtype
 
     @classmethod
@@ -108,12 +108,14 @@ class About:
 
 
 def _as_read(policy: Policy) -> dict[str, Any]:
-    return cast(dict[str, Any], json.loads(json.dumps(policy.describe())))
+    return cast(dict[str, Any], json.loads(json.dumps(policy.as_saved())))
 
 
 def _said(value: Any) -> str:
     if not isinstance(value, dict):
         return str(value)
+    if value.get("name") in POLICIES:
+        value = policy_of(value).describe()
     given = {key: _said(part) for key, part in value.items() if key != "name" and part is not None}
     parameters = ", ".join(f"{key}={part}" for key, part in given.items())
     return f"{value.get('name', '')}({parameters})"

@@ -21,7 +21,7 @@ from snapkv.errors import (
     OutOfMemoryError,
     OutputError,
 )
-from snapkv.hf.known_heads import with_known_heads
+from snapkv.hf.known_gates import with_known
 from snapkv.library.about import About, question_ids
 from snapkv.library.blending import DEFAULT_RECOMPUTE, blend
 from snapkv.library.folder import Fault, Folder
@@ -311,7 +311,7 @@ class Library:
         model_name: str | None,
     ) -> Reader:
         """What reads the way this library wants; a new one says how from now on."""
-        policy = None if policy is None else with_known_heads(model, policy)
+        policy = None if policy is None else with_known(model, policy)
         about = self._folder.about()
         if about is not None:
             about.require_same_keeping(policy, bits)

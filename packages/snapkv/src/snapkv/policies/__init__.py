@@ -13,6 +13,7 @@ from snapkv.policies.fastgen import FastGen
 from snapkv.policies.full import FullCache
 from snapkv.policies.h2o import H2O
 from snapkv.policies.keydiff import KeyDiff
+from snapkv.policies.kvzap import KVzap
 from snapkv.policies.kvzip import KVzip
 from snapkv.policies.lagkv import LagKV
 from snapkv.policies.prompt_then_decode import PromptThenDecode
@@ -49,6 +50,7 @@ POLICIES: dict[str, type[Policy]] = {
         LagKV,
         Compactor,
         KVzip,
+        KVzap,
         Random,
     )
 }
@@ -69,6 +71,7 @@ __all__ = [
     "FastGen",
     "FullCache",
     "H2O",
+    "KVzap",
     "KVzip",
     "KeyDiff",
     "LagKV",

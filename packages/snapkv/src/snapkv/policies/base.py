@@ -122,14 +122,20 @@ class Policy(ABC):
 
     def describe(self) -> dict[str, Any]:
         """The method's name and parameters, ready for JSON; a wrapped method's inside its own."""
-        return self.as_saved()
+        return self._told("describe")
 
     def as_saved(self) -> dict[str, Any]:
         """As `describe`, with all that a file needs to make the method again."""
+        return self._told("as_saved")
+
+    def _told(self, how: str) -> dict[str, Any]:
         values = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
-        return {"name": self.name} | {
-            name: value.describe() if hasattr(value, "describe") else value
+        told = {
+            name: getattr(value, how, None) or getattr(value, "describe", None)
             for name, value in values.items()
+        }
+        return {"name": self.name} | {
+            name: values[name] if tell is None else tell() for name, tell in told.items()
         }
 
 

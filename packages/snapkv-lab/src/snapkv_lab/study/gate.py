@@ -1,0 +1,290 @@
+"""A gate for `KVzap`: what a token's own key and value tell of what a second reading would say."""
+
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from snapkv.validation import require_at_least, require_each_at_least
+from snapkv_lab.evaluate.haystack import (
+    distinct,
+    number,
+    python_sources,
+    python_topics,
+    readmes,
+    word_key,
+)
+from snapkv_lab.evaluate.store import Progress, Record, Store
+from snapkv_lab.report.tables import Table
+from snapkv_lab.study.base import Findings, Study, mean_rows, named
+from snapkv_lab.study.material import LEAST_TOKENS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from snapkv.app.models import LoadedModel
+    from snapkv.policies import PromptLayer
+    from snapkv.policies.gate import Gate
+
+FILE = "gate.safetensors"
+SINKS, LAST = 4, 16
+"""First and last tokens of a text that are not looked at: methods keep them whatever they score."""
+
+RIDGE = 1e-3
+"""Added to the variance of every number that is looked at, as a part of it."""
+
+_LEAST_SCORE = 1e-12
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitGate(Study):
+    """Fit the gate of `kvzap` to a model: what KVzip+ would keep, from keys and values.
+
+    The model reads texts of six kinds twice: source code, a language reference, readmes, records,
+    logs and made up sentences. For every KV head, ridge regression fits the logarithm of the score
+    of KVzip+ (KVzap, arXiv 2601.07891) to the token's key and value. The last text of each kind is
+    left out, and says how well the ranks agree. The gate is kept for this model, and `kvzap` goes
+    by it from then on; the folder has it as `gate.safetensors`.
+
+    Args:
+        texts: how many are read.
+        tokens: their lengths, in turn; a gate is best at lengths like these.
+        seed: of the texts.
+        to: file to write the gate to, instead of keeping it for this model.
+    """
+
+    name: ClassVar[str] = "fit-gate"
+
+    texts: int = 36
+    tokens: tuple[int, ...] = (300, 700, 1200, 2000)
+    seed: int = 0
+    to: str | None = None
+
+    def __post_init__(self) -> None:
+        require_at_least("texts", self.texts, 2 * len(KINDS))
+        require_each_at_least("tokens", self.tokens, LEAST_TOKENS)
+
+    def into(
+        self, loaded: "LoadedModel", folder: Path, on_progress: Progress | None = None
+    ) -> Findings:
+        """Read, fit, judge and keep the gate."""
+        from snapkv.cache.saving.writing import replace_file
+        from snapkv.hf.known_gates import remember_gate
+
+        tell = on_progress or (lambda *_: None)
+        fitted, left_out = Regression(), []
+        for place, (kind, ids) in enumerate(self._read(loaded)):
+            tell(kind, place, self.texts)
+            layers = read_twice(loaded, ids)
+            if place < self.texts - len(KINDS):
+                fitted.add(layers)
+            else:
+                left_out.append((kind, layers))
+        gate = fitted.gate(loaded)
+        rows = [row for kind, layers in left_out for row in _agreement(gate, kind, layers)]
+        tell("done", self.texts, self.texts)
+        with Store(folder, block := self.settings(loaded)) as store:
+            unwritten = store.summarise(rows)
+        path = Path(self.to) if self.to else folder / FILE
+        replace_file(path, gate.as_file())
+        closing = f"--policy kvzap --set gate={path} goes by it"
+        if self.to is None:
+            closing = f"--policy kvzap goes by it from now on: stored in {remember_gate(gate)}"
+        return Findings(folder=folder, run=block, rows=rows, closing=closing, unwritten=unwritten)
+
+    def _read(self, loaded: "LoadedModel") -> Iterator[tuple[str, list[int]]]:
+        """Kinds and the tokens of texts, the kinds in turn, each of all lengths."""
+        kinds, most = list(KINDS.items()), (loaded.max_tokens or 10**9) // 2 - 64
+        for place in range(self.texts):
+            kind, make = kinds[place % len(kinds)]
+            draw = random.Random(f"{self.seed}/{kind}/{place}")
+            wanted = min(most, self.tokens[(place + place // len(kinds)) % len(self.tokens)])
+            ids: list[int] = []
+            while len(ids) < wanted:
+                text = make(draw) + "\n\n"
+                ids += loaded.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            yield kind, ids[:wanted]
+
+    def table(self, rows: Sequence[Record]) -> Table:
+        numbers = ("correlation", "best_quarter")
+        return Table(
+            title="agreement with KVzip+ on texts that were left out, mean over layers and heads",
+            headings=("kind", "rank correlation", "of its best quarter"),
+            rows=[
+                (row["kind"], f"{row['correlation']:.2f}", f"{row['best_quarter']:.0%}")
+                for row in mean_rows(rows, ("kind",), numbers)
+            ],
+        )
+
+    def figure(self, rows: Sequence[Record]) -> Any:
+        from snapkv_lab.study.figures import Panel, curves
+
+        panels = [
+            Panel(title, "layer", key, named(rows, "kind"))
+            for key, title in (
+                ("correlation", "Rank correlation with KVzip+"),
+                ("best_quarter", "Of KVzip+'s best quarter"),
+            )
+        ]
+        return curves(*panels)
+
+    def settings(self, loaded: "LoadedModel") -> Record:
+        """As for every study, without where the gate is written to."""
+        known = super().settings(loaded)
+        del known["study"]["to"]
+        return known
+
+
+class Regression:
+    """Sums of products over all tokens, of which ridge regression needs no more."""
+
+    def __init__(self) -> None:
+        self._products: list[Tensor] = []
+        self._targets: list[Tensor] = []
+
+    def add(self, layers: "Sequence[PromptLayer]") -> None:
+        """Take in a text of every layer."""
+        for depth, layer in enumerate(layers):
+            looked_at, scores = _examples(layer)
+            products, targets = looked_at.mT @ looked_at, looked_at.mT @ scores[..., None]
+            if depth == len(self._products):
+                self._products.append(products)
+                self._targets.append(targets)
+            else:
+                self._products[depth] += products
+                self._targets[depth] += targets
+            self._sizes = layer.keys.shape[-1], layer.values.shape[-1]
+
+    def weights(self) -> "Tensor":
+        """(layers, heads, features), the constant last, of which nothing is taken off."""
+        import torch
+
+        products, targets = torch.stack(self._products), torch.stack(self._targets)
+        tokens = products[..., -1:, -1:]
+        means = products[..., -1, :] / tokens[..., 0]
+        variances = products.diagonal(dim1=-2, dim2=-1) / tokens[..., 0] - means.square()
+        added = RIDGE * tokens[..., 0] * variances.clamp(min=1e-9)
+        added[..., -1] = 0.0
+        return torch.linalg.solve(products + torch.diag_embed(added), targets)[..., 0]
+
+    def gate(self, loaded: "LoadedModel") -> "Gate":
+        """The gate of the model that has read the texts."""
+        from snapkv.hf.identity import digest_of
+        from snapkv.policies.gate import Gate
+
+        return Gate.of(self.weights(), *self._sizes, model=digest_of(loaded.model))
+
+
+def read_twice(loaded: "LoadedModel", ids: Sequence[int]) -> "list[PromptLayer]":
+    """Every layer of a text that was read twice, with the scores of KVzip+ as `received`."""
+    import torch
+
+    from snapkv import CompressedCache, KVzip
+    from snapkv.kvzip import instruction_of, repeat_context
+
+    class Teacher(KVzip):
+        """KVzip+, which also gets to know how keys turn."""
+
+        needs = KVzip(plus=True).needs | {"rotation"}
+
+    cache = CompressedCache(loaded.model, Teacher(SINKS + LAST + 1, window_size=LAST, plus=True))
+    given = torch.tensor([list(ids)], device=loaded.model.device)
+    instruction = instruction_of(loaded.tokenizer)
+    return repeat_context(loaded.model, given, cache, instruction_ids=instruction)
+
+
+def _examples(layer: "PromptLayer") -> tuple["Tensor", "Tensor"]:
+    """(H, N, features) and (H, N) float64: what is looked at, and what should come of it."""
+    from snapkv.policies.gate import features
+
+    assert layer.received is not None
+    own = slice(SINKS, layer.keys.shape[2] - LAST)
+    scores = layer.received[0, :, own].double().clamp(min=_LEAST_SCORE).log()
+    return features(layer, own)[0].double(), scores
+
+
+def _agreement(gate: "Gate", kind: str, layers: "Sequence[PromptLayer]") -> list[Record]:
+    """A row for every layer of a text."""
+    import torch
+
+    rows = []
+    for depth, layer in enumerate(layers):
+        _, scores = _examples(layer)
+        given = gate.log_scores(layer)[0, :, SINKS : layer.keys.shape[2] - LAST].double()
+        best = max(1, scores.shape[1] // 4)
+        ranks = [each.argsort(dim=-1).argsort(dim=-1).double() for each in (given, scores)]
+        pairs = [torch.stack(pair) for pair in zip(*ranks, strict=True)]
+        both = [int((pair >= scores.shape[1] - best).all(dim=0).sum()) for pair in pairs]
+        rows.append(
+            {
+                "layer": depth,
+                "kind": kind,
+                "tokens": layer.keys.shape[2],
+                "correlation": fmean(float(torch.corrcoef(pair)[0, 1]) for pair in pairs),
+                "best_quarter": fmean(both) / best,
+            }
+        )
+    return rows
+
+
+# What is read.
+
+
+def _part(text: str, draw: random.Random, characters: int = 6000) -> str:
+    start = draw.randrange(max(1, len(text) - characters))
+    return text[start : start + characters]
+
+
+def _code(draw: random.Random) -> str:
+    return _part(draw.choice(python_sources(20_000)), draw)
+
+
+def _reference(draw: random.Random) -> str:
+    return "\n\n".join(draw.sample(python_topics().pieces, 2))
+
+
+def _readme(draw: random.Random) -> str:
+    return _part(draw.choice(readmes()), draw)
+
+
+def _records(draw: random.Random) -> str:
+    rows = [
+        {"id": number(draw, 6), "name": word_key(draw), "price": draw.randrange(10**5) / 100}
+        for _ in range(40)
+    ]
+    return json.dumps(rows, indent=draw.choice([None, 1]))
+
+
+def _logs(draw: random.Random) -> str:
+    parts = distinct(lambda: word_key(draw), 6)
+    return "\n".join(
+        f"2024-0{draw.randrange(1, 9)}-{number(draw, 2)} {draw.choice(('INFO', 'WARN', 'ERROR'))} "
+        f"{draw.choice(parts)}: {draw.choice(('started', 'closed', 'waited', 'failed'))} after "
+        f"{number(draw, draw.randrange(1, 5))} ms"
+        for _ in range(60)
+    )
+
+
+def _sentences(draw: random.Random) -> str:
+    return " ".join(
+        f"{draw.choice(_PEOPLE)} {draw.choice(_DID)} the {word_key(draw).replace('-', ' ')} "
+        f"{draw.choice(('on Monday', 'last May', 'with care'))} in {draw.randrange(1950, 2030)}."
+        for _ in range(60)
+    )
+
+
+_PEOPLE = ("Anna", "Bjorn", "Carla", "Dmitri", "Elena", "Farid", "Grete", "Hugo", "Ines", "Jonas")
+_DID = ("bought", "sold", "found", "lost", "repaired", "painted", "praised", "moved", "described")
+
+KINDS: dict[str, Callable[[random.Random], str]] = {
+    "code": _code,
+    "reference": _reference,
+    "readmes": _readme,
+    "records": _records,
+    "logs": _logs,
+    "sentences": _sentences,
+}
+"""Kinds of texts; experiments judge gates on others, essays and paragraphs of Wikipedia."""

@@ -1,0 +1,160 @@
+"""KVzap by hand and by loops over what its gate looks at, its files, and what it refuses."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from snapkv import (
+    AdaKV,
+    CompressedCache,
+    InvalidArgumentError,
+    InvalidTypeError,
+    KVzap,
+    ScoreThreshold,
+    UnsupportedModelError,
+)
+from snapkv.hf.identity import digest_of
+from snapkv.hf.known_gates import known_gate, remember_gate
+from snapkv.ops import ScoreOptions
+from snapkv.policies import PromptLayer
+from snapkv.policies.gate import Gate, read_gate
+from tests.families import random_ids, tiny_model
+from tests.gates import drawn_gate
+from tests.ops.states import pad_left, random_layer, rotate
+
+
+def test_scores_by_hand():
+    """Two tokens before a window of one, keys of two numbers that do not turn, values of one."""
+    weights = [1, 10, 100, 0, 1000, 0, 2, 3, 4, 5, 6]  # keys, squares, value, norms, places, 1
+    layer = PromptLayer(
+        queries=torch.zeros(1, 1, 0, 2),
+        keys=torch.tensor([[[[3.0, 4.0], [0.0, 2.0], [9.0, 9.0]]]]),
+        values=torch.tensor([[[[1.0], [-0.5], [9.0]]]]),
+        score_options=ScoreOptions(scaling=1.0),
+        rotation=lambda states, _: states.float(),
+        layer_idx=0,
+    )
+    gate = Gate.of(torch.tensor(weights)[None, None], 2, 1)
+    first = 3 + 40 + 900 + 1000 + 0 * math.log(5) + 2 * math.log(1)
+    first += 3 * math.log(1) + 4 * 0 / 3 + 5 * math.log(3) + 6
+    second = 0 + 20 + 0 - 500 + 0 * math.log(2) + 2 * math.log(0.5)
+    second += 3 * math.log(2) + 4 * 1 / 3 + 5 * math.log(2) + 6
+    policy = KVzap(2, window_size=1, sink_tokens=0, gate=gate)
+    assert policy.score(layer)[0, 0].tolist() == pytest.approx([first, second])
+    assert policy.select(layer).keep_indices.tolist() == [[[0, 2]]]
+
+
+def plain_scores(gate, layer):
+    """Of a row without pads, token by token and number by number, (heads, T)."""
+    T = layer.keys.shape[2]
+    keys = rotate(layer.keys, -torch.arange(T)[None])[0].tolist()
+    values, weights = layer.values[0].tolist(), gate.weights[layer.depth].tolist()
+    scores = []
+    for own_keys, own_values, own in zip(keys, values, weights, strict=True):
+        scores.append([])
+        for i, (key, value) in enumerate(zip(own_keys, own_values, strict=True)):
+            seen = [*key, *(x * x for x in key), *value]
+            seen += [math.log(math.hypot(*key)), math.log(math.hypot(*value))]
+            seen += [math.log(i + 1), i / T, math.log(T - i), 1.0]
+            scores[-1].append(sum(w * x for w, x in zip(own, seen, strict=True)))
+    return scores
+
+
+def test_scores_are_those_of_loops_also_in_pieces_and_of_padded_rows(monkeypatch):
+    monkeypatch.setattr("snapkv.policies.gate._AT_ONCE", 7)
+    gate = drawn_gate(layers=1)
+    rows = [random_layer(seed, prompt_tokens=n, query_tokens=0) for seed, n in ((3, 20), (4, 9))]
+    together = gate.log_scores(pad_left(rows, query_tokens=0, extra=2))
+    for row, layer in enumerate(rows):
+        expected = torch.tensor(plain_scores(gate, layer))
+        found = together[row, :, -layer.keys.shape[2] :]
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_file_gives_the_gate_back_and_any_changed_byte_is_refused(tmp_path):
+    gate, path = drawn_gate(layers=2, heads=1, size=2, model="ab"), tmp_path / "gate"
+    content = gate.as_file()
+    path.write_bytes(content)
+    assert KVzap(gate=path).gate == gate == KVzap(gate=str(path)).gate
+    draw = random.Random(0)
+    for at in range(len(content)):
+        changed = bytearray(content)
+        changed[at] ^= 1 << draw.randrange(8)
+        path.write_bytes(changed)
+        with pytest.raises(InvalidArgumentError, match="gate: "):
+            read_gate(path)
+    for cut in (0, 7, 100, len(content) - 1):
+        path.write_bytes(content[:cut])
+        with pytest.raises(InvalidArgumentError, match="gate: expected what"):
+            read_gate(path)
+
+
+def test_what_is_no_gate_is_refused(tmp_path, monkeypatch):
+    for given, error, said in (
+        (tmp_path / "none", InvalidArgumentError, "cannot be read"),
+        (tmp_path, InvalidArgumentError, "cannot be read"),
+        (7, InvalidTypeError, "of type int"),
+        ({"layers": 1}, InvalidArgumentError, "something else in what was saved"),
+    ):
+        with pytest.raises(error, match=f"^gate: .*{said}"):
+            KVzap(gate=given)
+    with pytest.raises(InvalidArgumentError, match="bytes of weights"):
+        Gate(layers=1, heads=1, key_size=2, value_size=2, data=b"12")
+    with pytest.raises(InvalidArgumentError, match="finite"):
+        Gate.of(torch.full((1, 1, 12), 1e9), 2, 2)
+    (tmp_path / "large").write_bytes(drawn_gate().as_file())
+    monkeypatch.setattr("snapkv.policies.gate.MOST_BYTES", 100)
+    with pytest.raises(InvalidArgumentError, match="more than 100 bytes"):
+        read_gate(tmp_path / "large")
+
+
+def test_a_gate_of_other_sizes_or_none_is_refused_where_it_is_asked():
+    layer = random_layer(0, prompt_tokens=20, query_tokens=0)
+    for gate in (drawn_gate(1, 3), drawn_gate(1, 2, 4), drawn_gate(2)):
+        with pytest.raises(InvalidArgumentError, match="gate: expected one of"):
+            KVzap(8, window_size=2, gate=gate).select(layer)
+    with pytest.raises(InvalidArgumentError, match="gate: expected one of this model, got none"):
+        KVzap(8, window_size=2).select(layer)
+    with pytest.raises(UnsupportedModelError, match="latent"):
+        CompressedCache(tiny_model("deepseek_v3"), KVzap(16, window_size=4, gate=drawn_gate(4, 8)))
+
+
+def test_a_model_goes_by_its_own_gate_and_by_no_others(gates, tmp_path):
+    model, other = tiny_model("llama"), tiny_model("qwen2")
+    with pytest.raises(InvalidArgumentError, match="run snapkv study fit-gate"):
+        CompressedCache(model, AdaKV(KVzap(24, window_size=4)))
+    gate = drawn_gate(model=digest_of(model))
+    assert remember_gate(gate).parent == gates
+    assert known_gate(model) == gate
+    assert known_gate(other) is None
+    with pytest.raises(InvalidArgumentError, match="got one of another"):
+        CompressedCache(other, KVzap(24, gate=gate, window_size=4))
+
+
+@pytest.mark.parametrize(
+    "around", [lambda p: p, AdaKV, lambda p: ScoreThreshold(p, at_least=0.0)], ids=str
+)
+def test_a_saved_cache_brings_its_gate(gates, tmp_path, around):
+    model, ids = tiny_model("llama"), random_ids(1, 60)
+    stored = remember_gate(drawn_gate(model=digest_of(model)))
+    cache = CompressedCache(model, around(KVzap(24, window_size=4)))
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    cache.save(tmp_path / "cache")
+    stored.unlink()
+    loaded = CompressedCache.load(tmp_path / "cache", model)
+    assert loaded.policy == cache.policy
+    assert len(str(loaded.policy.describe())) < 400
+    assert [loaded.kept_positions(i).tolist() for i in range(4)] == [
+        cache.kept_positions(i).tolist() for i in range(4)
+    ]
+
+
+def test_the_demo_has_a_gate(demo):
+    cache = CompressedCache(demo.model, KVzap(40, window_size=8))
+    assert cache.policy.gate == known_gate(demo.model)
+    with torch.no_grad():
+        demo.model(random_ids(1, 90), past_key_values=cache)
+    assert cache.report().kept_tokens == 40
