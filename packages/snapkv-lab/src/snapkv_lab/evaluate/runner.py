@@ -10,7 +10,7 @@ from pathlib import Path
 from snapkv.app.models import LoadedModel
 from snapkv.errors import InvalidArgumentError, OutputError
 from snapkv.hf.cache import CompressedCache
-from snapkv.hf.known_heads import with_known_heads
+from snapkv.hf.known_gates import with_known
 from snapkv.kvzip import require_one_reading
 from snapkv.validation import require_at_least
 from snapkv_lab.evaluate.asking import Answerer, Asked, Method
@@ -198,7 +198,7 @@ def fitting_methods(loaded: LoadedModel, methods: Sequence[Method]) -> tuple[Met
     return tuple(
         replace(
             method,
-            policy=with_known_heads(loaded.model, method.policy),
+            policy=with_known(loaded.model, method.policy),
             prefill=method.prefill.completed(loaded.model),
         )
         for method in methods

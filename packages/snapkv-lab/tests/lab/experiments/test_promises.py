@@ -118,7 +118,10 @@ def names_inside(policy):
 def test_every_method_whose_size_a_budget_sets_takes_part(tiny):
     given = methods.METHODS.given(loaded=tiny)
     contenders = [methods.FullCache(), *methods.all_at(given, 768, 64).values()]
-    for made in (methods.read_twice_at, methods.rkv_at, methods.questionless_at):
+    for made in (
+        *(methods.read_twice_at, methods.weighed_at, methods.gate_at),
+        *(methods.rkv_at, methods.questionless_at),
+    ):
         contenders += made(64).values()
     without_size = {"duo-attention", "score-threshold"}
     elsewhere = {"draft-votes"}  # in `per_byte`

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from snapkv.cache.saving.writing import naming, replace_file
 from snapkv.cache_folder import cache_folder
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.hf.build import require_model
 from snapkv.hf.identity import digest_of
 from snapkv.hf.known_heads import with_known_heads
@@ -25,7 +25,8 @@ def with_known(model: PreTrainedModel, policy: Policy) -> Policy:
     """The policy with what was found of the model, wherever it goes by that and was given nothing.
 
     Raises:
-        InvalidArgumentError: nothing was found of it, or a gate is another model's.
+        InvalidArgumentError: no heads' scores are known of it, or a gate is another model's.
+        UnsupportedModelError: no gate has been fitted to it.
     """
     policy = with_known_heads(model, policy)
     if isinstance(policy, KVzap):
@@ -44,9 +45,9 @@ def _with_gate(model: PreTrainedModel, policy: KVzap) -> KVzap:
     named = getattr(model.config, "_name_or_path", "") or "MODEL"
     gate = known_gate(model) if policy.gate is None else policy.gate
     if gate is None:
-        raise InvalidArgumentError(
-            f"gate: expected one of the model, got none, and none has been fitted to it so far; "
-            f"run snapkv study fit-gate --model {named}, or pass a file of one"
+        raise UnsupportedModelError(
+            f"model: expected one that a gate has been fitted to, or gate, got none of both; run "
+            f"snapkv study fit-gate --model {named}, or pass a file of a gate"
         )
     assert isinstance(gate, Gate), "read when the policy was made"
     if gate.model not in ("", digest_of(model)):

@@ -1,0 +1,81 @@
+"""The study of the gate: its regression against one written out, and what becomes of it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from snapkv import CompressedCache, InvalidArgumentError, KVzap
+from snapkv.hf.known_gates import known_gate
+from snapkv.policies.gate import Gate, features, read_gate
+from snapkv_lab.study.gate import KINDS, LAST, RIDGE, SINKS, FitGate, Regression
+from tests.gates import drawn_gate
+from tests.lab.evaluate.tiny import tiny_loaded
+from tests.ops.states import random_layer
+
+SMALL = FitGate(texts=2 * len(KINDS), tokens=(128, 140))
+
+
+@pytest.fixture(scope="module")
+def tiny(demo):
+    return tiny_loaded(demo.tokenizer)
+
+
+def layers_of(gate, seed, tokens, noise=0.0):
+    """Layers that a second reading has scored as the gate does, or nearly so."""
+    made = []
+    for depth in range(gate.layers):
+        layer = random_layer(seed + depth, prompt_tokens=tokens, query_tokens=0)
+        layer = replace(layer, depth=depth, num_layers=gate.layers)
+        scores = 0.1 * gate.log_scores(layer)
+        drawn = torch.randn(scores.shape, generator=torch.Generator().manual_seed(seed))
+        made.append(replace(layer, received=(scores + noise * drawn).exp()))
+    return made
+
+
+def test_the_regression_is_that_of_standardised_numbers_written_out():
+    gate, fitted = drawn_gate(layers=2), Regression()
+    texts = [layers_of(gate, 10 * n, tokens, noise=0.5) for n, tokens in enumerate((60, 90, 200))]
+    for layers in texts:
+        fitted.add(layers)
+    own = [slice(SINKS, layers[0].keys.shape[2] - LAST) for layers in texts]
+    for depth in range(2):
+        both = [layers[depth] for layers in texts]
+        looked_at = torch.cat([features(x, s)[0] for x, s in zip(both, own, strict=True)], dim=1)
+        scores = torch.cat([x.received[0, :, s] for x, s in zip(both, own, strict=True)], dim=1)
+        for head in range(2):
+            X, y = looked_at[head, :, :-1].double(), scores[head].double().log()
+            mean, spread = X.mean(dim=0), X.std(dim=0, correction=0)
+            Z = (X - mean) / spread
+            inner = Z.T @ Z + RIDGE * len(Z) * torch.eye(Z.shape[1]).double()
+            slope = torch.linalg.solve(inner, Z.T @ (y - y.mean())) / spread
+            expected = torch.cat([slope, (y.mean() - mean @ slope)[None]])
+            torch.testing.assert_close(fitted.weights()[depth, head], expected)
+
+
+def test_what_is_linear_is_found():
+    gate, fitted = drawn_gate(layers=1), Regression()
+    for seed in range(4):
+        fitted.add(layers_of(gate, seed, 300))
+    found = Gate.of(fitted.weights(), 8, 8)
+    (layer,) = layers_of(gate, 99, 80)
+    right, wanted = found.log_scores(layer), layer.received.log()
+    assert float(torch.corrcoef(torch.stack([right[0, 0], wanted[0, 0]]))[0, 1]) > 0.99
+
+
+def test_a_gate_that_was_fitted_is_kept_or_written_and_the_policy_goes_by_it(tiny, gates, tmp_path):
+    found = SMALL.into(tiny, tmp_path / "out")
+    assert {row["kind"] for row in found.rows} == set(KINDS)
+    assert len(SMALL.table(found.rows).rows) == len(KINDS)
+    (stored,) = gates.iterdir()
+    assert str(stored) in found.closing
+    gate = known_gate(tiny.model)
+    assert gate == read_gate(tmp_path / "out" / "gate.safetensors")
+    assert CompressedCache(tiny.model, KVzap(40)).policy.gate == gate
+    stored.unlink()
+    written = replace(SMALL, to=str(tmp_path / "own"))
+    assert "gate=" in written.into(tiny, tmp_path / "out").closing
+    assert read_gate(tmp_path / "own") == gate
+    assert known_gate(tiny.model) is None
+    with pytest.raises(InvalidArgumentError, match="texts"):
+        FitGate(texts=3)
