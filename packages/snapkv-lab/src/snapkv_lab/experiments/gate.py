@@ -105,7 +105,7 @@ GATE = Experiment(
     measure=_measure,
     options={
         "questions": Sized(60, 3),
-        "right": Sized(20, 1),
+        "right": Sized(12, 1),
         "shares": Sized((2, 4, 8), (4,)),
     },
     tables=(

@@ -168,7 +168,8 @@ class Regression:
         variances = products.diagonal(dim1=-2, dim2=-1) / tokens[..., 0] - means.square()
         added = RIDGE * tokens[..., 0] * variances.clamp(min=1e-9)
         added[..., -1] = 0.0
-        return torch.linalg.solve(products + torch.diag_embed(added), targets)[..., 0]
+        found: Tensor = torch.linalg.solve(products + torch.diag_embed(added), targets)[..., 0]
+        return found
 
     def gate(self, loaded: "LoadedModel") -> "Gate":
         """The gate of the model that has read the texts."""

@@ -119,7 +119,7 @@ def test_every_method_whose_size_a_budget_sets_takes_part(tiny):
     given = methods.METHODS.given(loaded=tiny)
     contenders = [methods.FullCache(), *methods.all_at(given, 768, 64).values()]
     for made in (
-        *(methods.read_twice_at, methods.weighed_at, methods.gate_at),
+        *(methods.read_twice_at, methods.gate_at),
         *(methods.rkv_at, methods.questionless_at),
     ):
         contenders += made(64).values()
