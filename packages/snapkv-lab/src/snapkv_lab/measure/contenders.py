@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +20,7 @@ from snapkv.hf.model_parts import output_weight
 from snapkv.ops import ScoreOptions
 from snapkv.plan import out_of_memory_explained
 from snapkv.policies import Policy, PromptLayer
+from snapkv.storage.coded import KVCodes
 from snapkv.validation import nearest
 from snapkv_lab.measure.held_bytes import cache_bytes, peak_growth_bytes
 from snapkv_lab.measure.timing import spent_on
@@ -134,11 +136,14 @@ class _Decoder:
             return spent_on(generate).wall_ms / tokens
 
 
-def compressed(label: str, policy: Policy, *, storage: str = "dynamic") -> Contender:
+def compressed(
+    label: str, policy: Policy, *, storage: str = "dynamic", quantize: KVCodes | None = None
+) -> Contender:
 
     def make(model: PreTrainedModel, prompt_tokens: int) -> Cache:
         del prompt_tokens
-        return CompressedCache(model, policy, storage=storage, room_tokens=ROOM_TOKENS)  # type: ignore[arg-type] # checked there
+        options: dict[str, Any] = {"storage": storage, "quantize": quantize}
+        return CompressedCache(model, policy, room_tokens=ROOM_TOKENS, **options)
 
     return Contender(label=label, make=make, policy=policy)
 
@@ -194,6 +199,7 @@ def _end_prompt(layer: CompressedLayer, model: PreTrainedModel, tokens: int) -> 
         num_layers=layer.identity.num_layers,
         rotation=layer.identity.rotation,
         output_weight=output_weight(layer.identity.output_projection),
+        token_cost=partial(layer.storage.token_cost, layer.store, layer.keys.shape[1]),
     )
     layer.end_prompt(layer.policy.select(prompt), prompt)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import BudgetTooSmallError, InvalidArgumentError
 from snapkv.ops import TokenCost
 from snapkv.validation import (
     AUTO,
@@ -112,8 +112,9 @@ class ByteBudget:
         bytes: of one row in all of them together; "64MiB" stands for 2**26.
 
     Raises:
-        InvalidArgumentError: not one of them, or out of range; at the end of a prompt, too few for
-            the window, the sinks, and the tokens that `quantize` leaves as they came.
+        InvalidArgumentError: not one of them, or out of range.
+        BudgetTooSmallError: at the end of a prompt, too few for the window, the sinks, and the
+            tokens that `quantize` leaves as they came.
     """
 
     share: float | None = None
@@ -178,7 +179,7 @@ class ByteBudget:
             enough, got = f"{needed:,} bytes", f"{self.bytes:,} bytes"
         else:
             enough, got = f"{math.ceil(1000 * needed / full) / 10:g}%", f"{100 * self.share:g}%"
-        raise InvalidArgumentError(
+        raise BudgetTooSmallError(
             f"budget: expected at least {enough} for {least} of {own:,} prompt tokens, which are "
             f"the window, the sinks and what stays as it came, got {got}; raise it, lower those, "
             "or pass a number of tokens"
