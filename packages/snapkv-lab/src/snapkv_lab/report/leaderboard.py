@@ -236,7 +236,7 @@ def draw_times(found: Record) -> "Figure":
 
     lines = [line for line in board_lines(found) if line.scores.token_ms and line.scores.scores]
     shares = sorted({line.share for line in lines if line.share is not None}, reverse=True)
-    kinds = sorted(set(map(_kind, lines)), key=str)
+    kinds = sorted(set(map(_kind, lines)), key=lambda kind: (kind[0], kind[1] or ""))
     across = max(1, min(_ACROSS, len(shares)))
     down = max(1, -(-len(shares) // across))
     with rc_context(drawing.STYLE):
@@ -256,14 +256,14 @@ def draw_times(found: Record) -> "Figure":
 def _times(
     panel: "Axes", lines: Sequence[BoardLine], kinds: Sequence[tuple[str, str | None]]
 ) -> None:
-    points = {_point(line): line for line in lines}
+    points = [(_point(line), line) for line in lines]
     for index, (question, bits) in enumerate(kinds):
-        kind = [point for point, line in points.items() if _kind(line) == (question, bits)]
+        kind = [point for point, line in points if _kind(line) == (question, bits)]
         label = f"question {question}" + ("" if bits is None else f", {bits}")
         style = line_style(index) | {"linestyle": "none", "label": label}
         panel.plot([x for x, _ in kind], [y for _, y in kind], **style)
-    for (x, y), line in points.items():
-        beaten = any(fast <= x and good >= y and (fast, good) != (x, y) for fast, good in points)
+    for (x, y), line in points:
+        beaten = any(a <= x and b >= y and (a, b) != (x, y) for (a, b), _ in points)
         if line.share is None or not beaten:
             panel.annotate(line.name, (x, y), fontsize=7, xytext=(3, 3), textcoords="offset points")
     panel.set_ylim(0, 105)

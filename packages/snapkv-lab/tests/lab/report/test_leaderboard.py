@@ -143,8 +143,7 @@ def test_bits_are_a_curve_and_a_mark_of_their_own():
     found = board(answered("full", "needle", GOOD), coded, exact, slow)
     (panel, _) = (panel for panel in draw(found).axes if panel.get_title())
     assert panel.get_title() == "snapkv"
-    exactly, in_four, whole = panel.lines
-    assert [list(line.get_ydata()) for line in (exactly, in_four)] == [[50], [100]]
+    assert [list(line.get_ydata()) for line in panel.lines] == [[50], [100], [100, 100]]
     (panel,) = draw_times(found).axes
     marks = {line.get_label(): list(zip(*line.get_data(), strict=True)) for line in panel.lines}
     assert marks["question visible, int4"] == [(12.5, 100)]
