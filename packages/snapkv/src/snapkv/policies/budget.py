@@ -160,11 +160,16 @@ class ByteBudget:
         cost = layer.token_cost(min(layer.row_lengths))
         least = max(least_tokens, cost.exact_tokens)
         return [
-            self._tokens(cost, tokens, min(least, tokens), layer.depth, layer.num_layers)
+            self.tokens(cost, tokens, min(least, tokens), layer.depth, layer.num_layers)
             for tokens in layer.row_lengths
         ]
 
-    def _tokens(self, cost: TokenCost, own: int, least: int, depth: int, layers: int) -> int:
+    def tokens(self, cost: TokenCost, own: int, least: int, depth: int, layers: int) -> int:
+        """Tokens of a row of `own` that fit into one of so many layers alike, or more than it has.
+
+        Raises:
+            BudgetTooSmallError: fewer than `least`.
+        """
         full = cost.full_bytes * own * layers
         given = self.bytes if self.share is None else int(Fraction(str(self.share)) * full)
         assert given is not None

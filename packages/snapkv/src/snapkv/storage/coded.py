@@ -13,6 +13,7 @@ from snapkv.ops import (
     BlockLayout,
     Codes,
     ScoreOptions,
+    TokenCost,
     coded_attention,
     encode,
     encode_float,
@@ -77,6 +78,20 @@ class KVCodes:
         first = self.sink_tokens if shortest_tokens >= self.sink_tokens + last else 0
         return first, last
 
+    def costing(
+        self, exact: TokenCost, states: Pair, heads: int, shortest_tokens: int
+    ) -> TokenCost:
+        """What tokens cost in codes, where those of so many heads cost `exact` as they came.
+
+        `states` are some keys and values: with the largest number, of which scales depend.
+        """
+        return replace(
+            exact,
+            block_bytes=heads * self.block_bytes(states),
+            block_tokens=self.group_size,
+            exact_tokens=sum(self.exact_tokens(shortest_tokens)),
+        )
+
     def block_bytes(self, states: Pair) -> int:
         """Bytes of one head's block of such keys and values: of one with the largest number."""
         blocks = both(
@@ -87,7 +102,7 @@ class KVCodes:
 
     @classmethod
     def of(cls, given: "KVCodes | Bits | Mapping[str, Any]") -> "KVCodes":
-        """What a word stands for, as "int4" or "k8v4"; or parameters by name, as a file has.
+        """What a word stands for, as "int4" or "K8V4"; or parameters by name, as a file has.
 
         Raises:
             InvalidArgumentError: another word.
@@ -99,16 +114,16 @@ class KVCodes:
         bits = code_bits(given) if isinstance(given, str) else None
         if bits is None:
             raise InvalidArgumentError(
-                f"quantize: expected int8, int4 or fp8, bits of keys and values apart as in k8v4, "
+                f"quantize: expected int8, int4 or fp8, bits of keys and values apart as in K8V4, "
                 f"or a KVCodes, got {given!r}; pass one of them"
             )
         return cls(*bits)  # type: ignore[arg-type] # they are some of these numbers
 
     @property
     def word(self) -> str:
-        """Its bits in a word that `of` takes: "int4", "fp8", or apart as in "k8v4"."""
+        """Its bits in a word that `of` takes: "int4", "fp8", or apart as in "K8V4"."""
         if self.keys != self.values:
-            return f"k{self.keys}v{self.values}"
+            return f"K{self.keys}V{self.values}"
         return "fp8" if self.keys == "fp8" else f"int{self.keys}"
 
 
