@@ -347,8 +347,9 @@ def _facts_line(found: Record) -> str:
 
 
 def write_board(found: Record, folder: Path) -> Path:
-    pictures = (drawing.encoded(made, ".svg") for made in (draw(found), draw_times(found)))
-    made = (json.dumps(found, indent=1) + "\n", *pictures)
-    contents = (*made, as_markdown(found), as_page(found))
+    pictures = [drawing.encoded(made, ".svg") for made in (draw(found), draw_times(found))]
+    pages = [as_markdown(found), as_page(found)]
+    record = json.dumps(found, indent=1) + "\n"
+    contents: list[str | bytes] = [record, *pictures, *pages]
     write_files(folder, dict(zip(FILES, contents, strict=True)))
     return folder / FILES[-1]

@@ -115,6 +115,17 @@ def storage_bits(text: str) -> tuple[str, ...]:
     return tuple(words)
 
 
+def one_storage(text: str) -> str | None:
+    """The same of one word; None for exact."""
+    word, *more = storage_bits(text)
+    if more:
+        raise InvalidArgumentError(
+            f"bits: expected one word, such as {EXACT} or int4, got {text!r}; take one after the "
+            "other"
+        )
+    return None if word == EXACT else word
+
+
 def _is_storage(word: str) -> bool:
     return word == EXACT or code_bits(word) is not None
 

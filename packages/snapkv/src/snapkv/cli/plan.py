@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from snapkv.cli import panels
-from snapkv.cli.amounts import EXACT, POSITIVE, TokenBudget, byte_count, count, storage_bits
+from snapkv.cli.amounts import EXACT, POSITIVE, TokenBudget, byte_count, count, one_storage
 from snapkv.cli.fields import with_options
 from snapkv.cli.grid import Grid, give
 from snapkv.errors import InvalidArgumentError
@@ -105,12 +105,7 @@ def plan(*, options: PlanOptions) -> None:
         )
     tokens = count("context", options.context)
     require_int("context", tokens, minimum=1)
-    bits, *more = storage_bits(options.bits)
-    if more:
-        raise InvalidArgumentError(
-            f"bits: expected one word, such as {EXACT} or int4, got {options.bits!r}; plan one "
-            "after the other"
-        )
+    bits = one_storage(options.bits)
     memory, reserve, bandwidth = (
         byte_count(name, text) if (text := getattr(options, name)) is not None else None
         for name in ("gpu_memory", "reserve", "bandwidth")
@@ -126,7 +121,7 @@ def plan(*, options: PlanOptions) -> None:
         budget=options.budget,
         keep_ratio=options.keep_ratio,
         window_size=options.window_size,
-        bits=None if bits == EXACT else bits,
+        bits=bits,
         new_tokens=options.max_new_tokens,
         memory_bytes=memory,
         reserve_bytes=reserve or 0,

@@ -70,7 +70,7 @@ class Footprint:
     @property
     def layer_token_bytes(self) -> int:
         """Bytes of one token in the layer where it takes most."""
-        layers = (*self.full_layers, *self.sliding_layers)
+        layers: list[FullLayer | SlidingLayer] = [*self.full_layers, *self.sliding_layers]
         return max((layer.token_bytes for layer in layers), default=0)
 
     def cache_bytes(self, stored_tokens: int, seen_tokens: int) -> int:
