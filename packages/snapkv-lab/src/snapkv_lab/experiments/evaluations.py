@@ -260,7 +260,7 @@ class _Leaderboard(Experiment):
 def _leaderboard(given: Given) -> list[Row]:
     folder = str(BOARD) if given.stored else tempfile.mkdtemp()
     options = ["--setting", "visible", "--ratios", "4:1,8:1,16:1", "--bits", "exact,int4"]
-    options += ["--dtype", "bfloat16", "--length", "1024", "--limit", "1"]
+    options += ["--dtype", "bfloat16"]
     if status := run_command(
         ["leaderboard", "--results", folder, "--model", given.model, *options]
     ):
