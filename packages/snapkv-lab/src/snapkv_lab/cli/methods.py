@@ -42,7 +42,7 @@ def compared_caches(options: Any) -> list[Contender]:
         )
     for each, storage in itertools.product(_read_in_every_way(options), storages):
         label = f"{each.label} {storage}"
-        made = compressed(label, each.policy, storage=storage, quantize=each.bits)
+        made = compressed(label, each.policy, storage=storage, codes=each.bits)
         found.append(replace(made, prefill=each.prefill))
     return found
 

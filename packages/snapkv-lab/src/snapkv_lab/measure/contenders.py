@@ -137,13 +137,13 @@ class _Decoder:
 
 
 def compressed(
-    label: str, policy: Policy, *, storage: str = "dynamic", quantize: KVCodes | None = None
+    label: str, policy: Policy, *, storage: str = "dynamic", codes: KVCodes | None = None
 ) -> Contender:
+    held: Any = {"storage": storage, "room_tokens": ROOM_TOKENS, "quantize": codes}
 
     def make(model: PreTrainedModel, prompt_tokens: int) -> Cache:
         del prompt_tokens
-        options: dict[str, Any] = {"storage": storage, "quantize": quantize}
-        return CompressedCache(model, policy, room_tokens=ROOM_TOKENS, **options)
+        return CompressedCache(model, policy, **held)
 
     return Contender(label=label, make=make, policy=policy)
 
