@@ -13,7 +13,6 @@ from snapkv.plan.footprint import Footprint, FullLayer
 from snapkv.policies.budget import ByteBudget
 from snapkv.storage.append_buffer import ROOM_TOKENS, slots_behind
 from snapkv.storage.coded import KVCodes
-from snapkv.storage.ragged import Pair
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,16 +113,15 @@ class Keeping:
         exact = TokenCost(full_bytes=size, token_bytes=size, block_bytes=size)
         if codes is None:
             return exact
-        return codes.costing(exact, self._states[layer], layer.heads, tokens)
+        return codes.costing(exact, self._block_bytes[layer], tokens)
 
     @cached_property
-    def _states(self) -> dict[FullLayer, Pair]:
-        """Keys and values of a token, of each kind of layer."""
-        dtype = getattr(torch, self.footprint.dtype)
-        return {
-            layer: (
-                torch.ones(1, layer.key_width, dtype=dtype),
-                torch.ones(1, layer.value_width, dtype=dtype),
-            )
-            for layer in self.footprint.full_layers
-        }
+    def _block_bytes(self) -> dict[FullLayer, int]:
+        """Of a block of codes of all heads, for each kind of layer."""
+        assert self.bits is not None
+        dtype, found = getattr(torch, self.footprint.dtype), {}
+        for layer in set(self.footprint.full_layers):
+            widths = layer.key_width, layer.value_width
+            keys, values = (torch.ones(1, width, dtype=dtype) for width in widths)
+            found[layer] = layer.heads * self.bits.block_bytes((keys, values))
+        return found

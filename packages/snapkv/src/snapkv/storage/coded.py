@@ -78,16 +78,14 @@ class KVCodes:
         first = self.sink_tokens if shortest_tokens >= self.sink_tokens + last else 0
         return first, last
 
-    def costing(
-        self, exact: TokenCost, states: Pair, heads: int, shortest_tokens: int
-    ) -> TokenCost:
-        """What tokens cost in codes, where those of so many heads cost `exact` as they came.
+    def costing(self, exact: TokenCost, block_bytes: int, shortest_tokens: int) -> TokenCost:
+        """What tokens cost whose blocks take so many bytes in all heads, and `exact` as they came.
 
-        `states` are some keys and values: with the largest number, of which scales depend.
+        The shortest row or head has so many tokens.
         """
         return replace(
             exact,
-            block_bytes=heads * self.block_bytes(states),
+            block_bytes=block_bytes,
             block_tokens=self.group_size,
             exact_tokens=sum(self.exact_tokens(shortest_tokens)),
         )

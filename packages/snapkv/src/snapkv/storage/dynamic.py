@@ -58,7 +58,8 @@ class Dynamic:
         )
         if self.codes is None:
             return one
-        return self.codes.costing(one, store.padded(), heads, shortest_tokens)
+        blocks = heads * self.codes.block_bytes(store.padded())
+        return self.codes.costing(one, blocks, shortest_tokens)
 
     def restored(self, kind: str, state: dict[str, Any]) -> TokenStore:
         """The store of that kind; that in few bits of 0.1.0 by what it stands for."""
