@@ -87,12 +87,12 @@ def test_contenders_get_the_budgets_of_their_shares(tiny):
         "tova@0.5": (200, None),  # evicts while generating, so it gets tokens
         "tova@0.0625": (25, None),
         "snapkv@0.5": ({"bytes": {"share": 0.5, "bytes": None}}, None),
-        "snapkv k8v4@0.5": ({"bytes": {"share": 0.5, "bytes": None}}, KVCodes(8, 4)),
+        "snapkv K8V4@0.5": ({"bytes": {"share": 0.5, "bytes": None}}, KVCodes(8, 4)),
         "adakv@0.5": (None, None),
     }
     assert found.methods[-1].policy.policy.budget == ByteBudget(share=0.5)
     assert [line.partition(":")[0] for line in found.left_out] == [
-        *("tova k8v4", "snapkv@0.0625", "snapkv k8v4@0.0625", "adakv@0.0625", "adakv k8v4")
+        *("tova K8V4", "snapkv@0.0625", "snapkv K8V4@0.0625", "adakv@0.0625", "adakv K8V4")
     ]
 
 
