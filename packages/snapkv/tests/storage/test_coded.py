@@ -38,18 +38,11 @@ def stored(cache, layer=3):
     return cache.layers[layer].store.padded()[0]
 
 
-LATENT = ("deepseek_v3",)
-
-
 @pytest.mark.parametrize(("family", "implementation"), ONCE)
 @pytest.mark.parametrize("policy", [POLICY, AdaKV(POLICY)], ids=["even", "uneven"])
 def test_every_family_attends_to_what_the_codes_stand_for(family, implementation, policy):
     """A cache in the model's dtype that is given those numbers goes on with the same logits."""
     model, later = tiny_model(family, implementation), random_ids(2, 4, 1)
-    if family in LATENT:
-        with pytest.raises(UnsupportedModelError, match="quantize: expected attention to the keys"):
-            read(model, quantize="int8")
-        return
     exact, packed = read(model, policy), read(model, policy, quantize=FINE)
     for layer in exact.compressed_layers:
         assert torch.equal(packed.kept_positions(layer), exact.kept_positions(layer))
@@ -234,6 +227,20 @@ def test_drafts_behind_a_prompt_do_not_see_each_other_as_codes():
     got = call(model, caches[1], torch.cat([ids, drafts], dim=1))[:, PROMPT:][:, :30]
     assert (got - wanted).abs().max() <= 1e-3 * wanted.abs().max()
     assert caches[1].layers[0].store.tail_tokens == 40
+
+
+def test_drafts_in_the_pass_that_ends_a_prompt_of_latents_are_refused_before_anything_is_dropped():
+    """They would see what codes are made of; the first layer, which holds none, refuses it, too."""
+    model, ids = tiny_model("deepseek_v3"), random_ids(1, PROMPT)
+    cache = CompressedCache(model, POLICY, quantize=KVCodes(8, 8, exact_layers=1))
+    cache.activate_past_recording()
+    cache.expect_prompt(PROMPT - 3)
+    with pytest.raises(UnsupportedModelError, match=r"quantize: .*generate without drafts"):
+        call(model, cache, ids)
+    assert cache.get_seq_length() == 0
+    cache.expect_prompt(PROMPT)
+    call(model, cache, ids)
+    assert cache.report().kept_tokens == BUDGET
 
 
 def test_the_first_and_the_last_layers_may_hold_no_codes():

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -48,7 +49,7 @@ def layers_for(
     full = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
     if isinstance(policy, DuoAttention):
         policy.require_heads(len(full), _kv_heads(config))
-    made = _storages(storage, len(full))
+    made = _storages(storage, len(full), expands=_has_latents(config))
     is_static = any(each.is_compileable for each in made)
     _require_kinds(type(model).__name__, layers, is_static=is_static)
     for identity, own in zip(_identities(model, policy, full), made, strict=True):
@@ -56,19 +57,24 @@ def layers_for(
     return layers
 
 
-def _storages(make: StorageMaker, layers: int) -> list[Storage]:
+def _storages(make: StorageMaker, layers: int, *, expands: bool) -> list[Storage]:
     """That of each compressed layer; the first and last ones may hold no codes."""
     made = [make() for _ in range(layers)]
     for depth, own in enumerate(made):
-        codes = own.codes if isinstance(own, Dynamic) else None
-        if codes is not None and min(depth, layers - 1 - depth) < codes.exact_layers:
-            made[depth] = Dynamic()
+        if isinstance(own, Dynamic) and own.codes is not None:
+            is_exact = min(depth, layers - 1 - depth) < own.codes.exact_layers
+            made[depth] = Dynamic() if is_exact else replace(own, expands=expands)
     return made
+
+
+def _has_latents(config: Any) -> bool:
+    """Whether the model expands what a layer holds to heads, one latent for all of them."""
+    return bool(getattr(config, "kv_lora_rank", None))
 
 
 def _kv_heads(config: Any) -> int | None:
     """Heads that the cache of a layer stores; None where only its tensors will say."""
-    if getattr(config, "kv_lora_rank", None):  # one latent for all heads, however it is expanded
+    if _has_latents(config):
         return None
     heads = getattr(config, "num_key_value_heads", None)
     return heads if isinstance(heads, int) else None

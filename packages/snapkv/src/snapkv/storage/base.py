@@ -102,6 +102,11 @@ class TokenStore(ABC):
         return self.tail_tokens
 
     @property
+    def handed_tokens(self) -> int:
+        """Of how many slots the last `append` has returned the keys."""
+        return int(self.keys.shape[2])
+
+    @property
     def mean_tokens(self) -> float:
         """Tokens per row and head, on average where they differ."""
         return self.tail_tokens + (0 if self.ragged is None else self.ragged.mean_tokens)
@@ -217,6 +222,10 @@ class Storage(Protocol):
     @property
     def is_compileable(self) -> bool:
         """Whether the decoding step can be compiled."""
+
+    @property
+    def expands(self) -> bool:
+        """Whether the model expands what codes stand for, so that a step is handed all of it."""
 
     @property
     def holds_as_it_came(self) -> bool:

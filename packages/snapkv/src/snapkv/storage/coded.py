@@ -1,5 +1,6 @@
 """Keys and values in few bits: how many, and what heads keep as codes."""
 
+import copy
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -374,3 +375,71 @@ class CodedStore(RaggedStore):
     def state(self) -> dict[str, Any]:
         """The heads' codes and the tail."""
         return {"how": self.how, **super().state()}
+
+
+class CodedLatents(TokenStore):
+    """Latents in few bits, which the model expands to heads: a step is handed what they stand for.
+
+    Outside of it they lie in as many slots in every row, as the model's mask has them.
+    """
+
+    kind = "coded latents"
+    is_exact = False
+
+    def __init__(self, coded: CodedStore) -> None:
+        super().__init__(coded.num_kv_heads, *coded.planes)
+        self._coded = coded
+
+    @property
+    def slots(self) -> int:
+        return self._coded.slots
+
+    @property
+    def handed_tokens(self) -> int:
+        return self.slots
+
+    @property
+    def croppable_tokens(self) -> int:
+        return self._coded.croppable_tokens
+
+    def append(self, keys: Tensor, values: Tensor) -> Pair:
+        self._coded.append(keys, values)
+        return self.padded()
+
+    def keep(self, indices: Tensor, tokens: int, *, ragged: bool = False) -> TokenStore:
+        return self.dense()[0].keep(indices, tokens, ragged=ragged)
+
+    def crop(self, tokens: int) -> TokenStore:
+        left = self._coded.crop(tokens)
+        return self if left is self._coded else left
+
+    def select_rows(self, rows: Tensor) -> TokenStore:
+        self._coded.select_rows(rows)
+        return self
+
+    def finalize_step(self, drafts: int = 0) -> None:
+        self._coded.finalize_step(drafts)
+
+    def tail(self, tokens: int) -> Pair:
+        return self._coded.tail(tokens)
+
+    def padded(self) -> Pair:
+        return self._coded.padded()
+
+    def dense(self) -> tuple[DenseStore, Tensor]:
+        """As `CodedStore.dense`."""
+        return self._coded.dense()
+
+    @property
+    def held_bytes(self) -> int:
+        return self._coded.held_bytes
+
+    @property
+    def index_bytes(self) -> int:
+        return self._coded.index_bytes
+
+    def state(self) -> dict[str, Any]:
+        return self._coded.state()
+
+    def __copy__(self) -> "CodedLatents":
+        return CodedLatents(copy.copy(self._coded))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from snapkv.ops import TokenCost
 from snapkv.storage.base import TokenStore
-from snapkv.storage.coded import CodedStore, KVCodes
+from snapkv.storage.coded import CodedLatents, CodedStore, KVCodes
 from snapkv.storage.codes import QUANTIZED, spread
 from snapkv.storage.dense import DenseStore
 from snapkv.storage.ragged import RaggedStore
@@ -20,10 +20,12 @@ class Dynamic:
     Attributes:
         in_place: as in `DenseStore`.
         codes: how what is kept of a prompt is held in few bits; None for as it came.
+        expands: whether the model expands what it is handed to heads, as latent attention does.
     """
 
     in_place: bool = True
     codes: KVCodes | None = None
+    expands: bool = False
     is_compileable = False
 
     @property
@@ -45,7 +47,8 @@ class Dynamic:
         if isinstance(store, DenseStore):
             store = store.ragged_from(empty, kept_tokens)
         assert isinstance(store, RaggedStore)
-        return CodedStore.of(store, self.codes)
+        coded = CodedStore.of(store, self.codes)
+        return CodedLatents(coded) if self.expands else coded
 
     def token_cost(self, store: TokenStore, heads: int, shortest_tokens: int) -> TokenCost:
         """As the keys and values came, or in codes."""
@@ -71,6 +74,8 @@ class Dynamic:
             return RaggedStore(**state)
         if kind == CodedStore.kind:
             return CodedStore(**state)
+        if kind == CodedLatents.kind:
+            return CodedLatents(CodedStore(**state))
         if kind == QUANTIZED:
             state = spread(state)
         elif kind != DenseStore.kind:

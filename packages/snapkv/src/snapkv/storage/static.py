@@ -98,6 +98,7 @@ class Static:
     """
 
     is_compileable = True
+    expands = False
     holds_as_it_came = True
 
     def __init__(self, slots: int, room_tokens: int) -> None:
