@@ -62,8 +62,8 @@ def _storages(make: StorageMaker, layers: int, *, expands: bool) -> list[Storage
     made = [make() for _ in range(layers)]
     for depth, own in enumerate(made):
         if isinstance(own, Dynamic) and own.codes is not None:
-            is_exact = min(depth, layers - 1 - depth) < own.codes.exact_layers
-            made[depth] = Dynamic() if is_exact else replace(own, expands=expands)
+            in_codes = own.codes.has_layer(depth, layers)
+            made[depth] = replace(own, expands=expands) if in_codes else Dynamic()
     return made
 
 

@@ -389,7 +389,13 @@ class CompressedCache(Cache):
         """Tokens seen and kept, bytes held and bytes a full cache would hold."""
         return CacheReport.of(self.policy.name, self.layers)
 
-    def save(self, path: str | Path, *, beside: Mapping[str, Tensor] | None = None) -> None:
+    def save(
+        self,
+        path: str | Path,
+        *,
+        beside: Mapping[str, Tensor] | None = None,
+        bits: Bits | KVCodes | None = None,
+    ) -> None:
         """Write the cache to a file: safetensors, with its policy, its model and all it has seen.
 
         The file appears under its name when it is complete; a crash leaves what was there before.
@@ -398,8 +404,11 @@ class CompressedCache(Cache):
         Args:
             path: the file; a cache that was saved there is replaced, any other file is refused.
             beside: tensors to keep with it, such as the token ids; `load_with` gives them back.
+            bits: the file holds keys and values in so few, as for `quantize`, but for the first
+                `KVCodes.sink_tokens` of every head; what is loaded is what those stand for.
 
         Raises:
+            InvalidArgumentError: `bits` is none of those, or a number is not finite.
             CacheFileError: the file cannot be written, or holds something else than a cache.
             CacheMismatchError: the model is gone, so that the file could not say whose it is, or a
                 forward pass has ended in an error; call `reset`.
@@ -407,7 +416,8 @@ class CompressedCache(Cache):
         if self.reading.is_broken:
             raise _interrupted()
         self.reading.require_decided()
-        saved.write(self, self.options, Path(path), beside or {})
+        codes = None if bits is None else KVCodes.of(bits, "bits")
+        saved.write(self, self.options, Path(path), beside or {}, codes)
 
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel, **options: Any) -> Self:

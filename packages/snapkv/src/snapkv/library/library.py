@@ -30,7 +30,7 @@ from snapkv.library.reader import Reader
 from snapkv.library.records import Record, Text, each_once, keys_of
 from snapkv.library.searching import Hit, Passages
 from snapkv.policies import FullCache, Policy
-from snapkv.storage.codes import Bits
+from snapkv.storage.coded import Bits, KVCodes
 from snapkv.validation import require_int
 
 ProgressSink = Callable[[str, int, int], None]
@@ -132,7 +132,7 @@ class Library:
         documents: Iterable[Text | tuple[str, str]],
         policy: Policy | None = None,
         *,
-        bits: Bits | None = None,
+        bits: Bits | KVCodes | None = None,
         model_name: str | None = None,
         on_progress: ProgressSink | None = None,
     ) -> list[Outcome]:
@@ -307,7 +307,7 @@ class Library:
         model: PreTrainedModel,
         tokenizer: Any,
         policy: Policy | None,
-        bits: Bits | None,
+        bits: Bits | KVCodes | None,
         model_name: str | None,
     ) -> Reader:
         """What reads the way this library wants; a new one says how from now on."""

@@ -24,13 +24,19 @@ from snapkv.storage.dense import DenseStore
 from snapkv.storage.ragged import Counts, Pair, RaggedStates, RaggedStore
 from snapkv.validation import require_int
 
-Bits = Literal["int8", "int4", "fp8"]
+Bits = Literal["int8", "int4", "K8V4", "fp8"]
 
 Made = TypeVar("Made")
 
 Number = Literal[2, 4, 8, "fp8"]
 
 _NUMBERS = (2, 4, 8, "fp8")
+_NAMED: dict[str, tuple[Number, Number]] = {
+    "int8": (8, 8),
+    "int4": (4, 4),
+    "K8V4": (8, 4),
+    "fp8": ("fp8", "fp8"),
+}
 _GROUP_SIZES = (32, 64)
 
 
@@ -72,6 +78,10 @@ class KVCodes:
         for name in ("recent_tokens", "sink_tokens", "exact_layers"):
             require_int(name, getattr(self, name), minimum=0)
 
+    def has_layer(self, depth: int, num_layers: int) -> bool:
+        """Whether that one of the compressed layers holds codes."""
+        return min(depth, num_layers - 1 - depth) >= self.exact_layers
+
     def exact_tokens(self, shortest_tokens: int) -> tuple[int, int]:
         """First and last tokens that stay as they came, where the shortest head has so many."""
         last = min(self.recent_tokens, shortest_tokens)
@@ -87,8 +97,10 @@ class KVCodes:
         return keys.nbytes + values.nbytes
 
     @classmethod
-    def of(cls, given: "KVCodes | Bits | Mapping[str, Any]") -> "KVCodes":
-        """What a name stands for: "int8", "int4" or "fp8"; or parameters by name, as a file has.
+    def of(
+        cls, given: "KVCodes | Bits | Mapping[str, Any]", argument: str = "quantize"
+    ) -> "KVCodes":
+        """What a name stands for: "int8", "int4", "K8V4" or "fp8"; or parameters, as a file has.
 
         Raises:
             InvalidArgumentError: another name.
@@ -97,13 +109,18 @@ class KVCodes:
             return given
         if isinstance(given, Mapping):
             return cls(**given)
-        known = {"int8": cls(8, 8), "int4": cls(4, 4), "fp8": cls("fp8", "fp8")}
-        if given not in known:
+        numbers = _NAMED.get(given)
+        if numbers is None:
             raise InvalidArgumentError(
-                f"quantize: expected one of {', '.join(known)}, or a KVCodes, got {given!r}; pass "
-                "one of them"
+                f"{argument}: expected one of {', '.join(_NAMED)}, or a KVCodes, got {given!r}; "
+                "pass one of them"
             )
-        return known[given]
+        return cls(*numbers)
+
+    def __str__(self) -> str:
+        """By its name, where it has one."""
+        names = (name for name, numbers in _NAMED.items() if self == KVCodes(*numbers))
+        return next(names, repr(self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +227,27 @@ class CodedStates:
         return replace(self, codes=codes, sections=(*self.sections, ((N,) * H,) * B))
 
     @property
+    def spread_bytes(self) -> int:
+        """Bytes of the keys and values that they stand for.
+
+        Raises:
+            ValueError: parts of a file that do not fit together.
+        """
+        G = self.how.group_size
+        tokens = sum(sum(map(sum, section)) for section in self.sections)
+        blocks = sum(-(-n // G) for section in self.sections for row in section for n in row)
+        rows = {(len(section), *map(len, section)) for section in self.sections}
+        least = min(n for section in self.sections for row in section for n in row)
+        if (
+            least < 0
+            or len(rows) != 1
+            or any(codes.packed.shape[:2] != (blocks, G) for codes in self.codes)
+        ):
+            raise ValueError(f"{blocks} blocks of codes in {rows}")
+        widths = (codes.channels * getattr(torch, codes.dtype).itemsize for codes in self.codes)
+        return tokens * sum(widths) + self.first[0].nbytes + self.first[1].nbytes
+
+    @property
     def grown_tokens(self) -> int:
         """Tokens of every head that came behind the prompt and are codes by now."""
         return sum(section[0][0] for section in self.sections[1:])
@@ -269,6 +307,43 @@ class CodedStates:
     def padded_values(self) -> Tensor:
         """(B, H, S, Dv), see `RaggedStates`."""
         return self.decoded().padded_values()
+
+
+def state_in_codes(state: dict[str, Any], how: KVCodes) -> dict[str, Any]:
+    """The state of a store for a file in few bits; that of one in codes as it is.
+
+    Heads keep their first `KVCodes.sink_tokens` as they are; what has a tail keeps that.
+    """
+    if "how" in state or state.get("keys") is None:
+        return state
+    if "states" in state:
+        states, others = state["states"], state
+    else:
+        keys, values = state["keys"], state["values"]
+        B, H, N, _ = keys.shape
+        flat, counts = (keys.flatten(0, 2), values.flatten(0, 2)), ((N,) * H,) * B
+        states = RaggedStates(keys=flat[0], values=flat[1], head_tokens=counts)
+        others = {name: part for name, part in state.items() if name not in ("keys", "values")}
+    if not len(states.keys):
+        return state
+    shortest = min(min(row) for row in states.head_tokens)
+    first, _ = replace(how, recent_tokens=0).exact_tokens(shortest)
+    return others | {"states": CodedStates.of(states, first, how)}
+
+
+def state_spread(state: dict[str, Any]) -> dict[str, Any]:
+    """The state that `state_in_codes` was given, as near as the bits tell."""
+    states = state.get("states")
+    if not isinstance(states, CodedStates):
+        return state
+    _ = states.spread_bytes  # whether its parts fit together
+    if "how" in state:
+        return state
+    whole = states.decoded()
+    if "keys" in state:
+        return state | {"states": whole}
+    others = {name: part for name, part in state.items() if name != "states"}
+    return others | {"keys": whole.padded_keys(), "values": whole.padded_values()}
 
 
 def both(make: Callable[..., Made], *pairs: tuple[Any, Any]) -> tuple[Made, Made]:
