@@ -148,7 +148,7 @@ class Library:
             policy: what to keep of them, without any question being known; the library's own by
                 default, in a new library everything. `KVzip`, and `AdaKV` around it, have the model
                 read a document twice, and keep what rebuilding it takes.
-            bits: in how many keys and values are stored, "int8", "int4" or "fp8"; as the library
+            bits: in how many keys and values are stored, see `CompressedCache.save`; as the library
                 does by default, in a new one in all of them.
             model_name: what to call the model where another one is refused.
             on_progress: called before every document.

@@ -245,7 +245,7 @@ class CodedStates:
         ):
             raise ValueError(f"{blocks} blocks of codes in {rows}")
         widths = (codes.channels * getattr(torch, codes.dtype).itemsize for codes in self.codes)
-        return tokens * sum(widths) + self.first[0].nbytes + self.first[1].nbytes
+        return int(tokens * sum(widths) + self.first[0].nbytes + self.first[1].nbytes)
 
     @property
     def grown_tokens(self) -> int:
