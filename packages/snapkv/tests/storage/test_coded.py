@@ -286,7 +286,6 @@ def test_what_cannot_be_packed_is_refused():
     model = tiny_model("llama")
     for options, said in (
         ({"quantize": "int3"}, "quantize: expected one of int8, int4, K8V4, fp8"),
-        ({"quantize": "int8", "storage": "static"}, "quantize: expected a policy that only"),
         ({"quantize": "int8", "policy": H2O(40)}, "quantize: expected a policy that only"),
         (
             {"quantize": KVCodes(exact_layers=1), "policy": SnapKV("50%")},

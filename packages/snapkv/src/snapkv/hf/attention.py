@@ -226,6 +226,9 @@ def _verify(
     behind = replace(call, query=call.query[:, :, -drafts:])
     if layer.store.ragged is not None:  # the tail alone; the rest is with the heads
         behind = replace(behind, key=layer.store.keys, value=layer.store.values)
+    elif not layer.store.is_exact:
+        key, value = layer.store.padded()
+        behind = replace(behind, key=key, value=value)
     elif selection is not None:
         indices, tokens = selection.keep_indices, selection.prompt_tokens
         key, value = (keep_tokens(states, indices, tokens) for states in (call.key, call.value))
@@ -435,7 +438,7 @@ def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
             ("group_reduce", context.layer.policy.parts_groups, "leave it at 'mean'"),
             ("refresh_every", turns is not None and turns.refresh_every, "leave it out"),
             ("recall", pages, "pass recall='host'"),
-            ("quantize", any(not own.expands for own in in_codes), "leave it out"),
+            ("quantize", any(not own.decodes for own in in_codes), "leave it out"),
             ("quantize", in_codes and ends and context.drafts > 0, "generate without drafts"),
         ):
             if is_asked:

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -49,22 +48,13 @@ def layers_for(
     full = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
     if isinstance(policy, DuoAttention):
         policy.require_heads(len(full), _kv_heads(config))
-    made = _storages(storage, len(full), expands=_has_latents(config))
+    latents = _has_latents(config)
+    made = [storage().at(depth, len(full), latents=latents) for depth in range(len(full))]
     is_static = any(each.is_compileable for each in made)
     _require_kinds(type(model).__name__, layers, is_static=is_static)
     for identity, own in zip(_identities(model, policy, full), made, strict=True):
         layers[identity.layer_idx] = CompressedLayer(policy, identity, own)
     return layers
-
-
-def _storages(make: StorageMaker, layers: int, *, expands: bool) -> list[Storage]:
-    """That of each compressed layer; the first and last ones may hold no codes."""
-    made = [make() for _ in range(layers)]
-    for depth, own in enumerate(made):
-        if isinstance(own, Dynamic) and own.codes is not None:
-            in_codes = own.codes.has_layer(depth, layers)
-            made[depth] = replace(own, expands=expands) if in_codes else Dynamic()
-    return made
 
 
 def _has_latents(config: Any) -> bool:
@@ -110,12 +100,12 @@ def storage_for(
             f"one set per KV head, and all behind it for storage='static', whose layers share one "
             f"mask, got {policy!r}; use SnapKV(budget=...) with a number, or storage='dynamic'"
         )
-    if quantize is not None:
-        codes = KVCodes.of(quantize)
-        if evicts or storage != "dynamic":
+    codes = None if quantize is None else KVCodes.of(quantize)
+    if codes is not None:
+        if evicts:
             raise InvalidArgumentError(
-                f"quantize: expected a policy that only compresses prompts, and storage='dynamic', "
-                f"got {policy.name} with storage={storage!r}; leave quantize out"
+                f"quantize: expected a policy that only compresses prompts, got {policy.name}; "
+                "leave quantize out"
             )
         inner: Any = policy
         while hasattr(inner, "policy"):
@@ -127,12 +117,11 @@ def storage_for(
                 f"beside a budget of bytes, got {policy!r} and {codes}; pass a number of tokens, "
                 "or SnapKV and no exact_layers"
             )
-        return functools.partial(Dynamic, codes=codes)
     if storage == "static":
         assert policy.most_tokens is not None
         slots = policy.most_tokens + room_tokens
-        return functools.partial(Static, slots=slots, room_tokens=room_tokens)
-    return functools.partial(Dynamic, in_place=not evicts)  # those that evict move it all
+        return functools.partial(Static, slots=slots, room_tokens=room_tokens, codes=codes)
+    return functools.partial(Dynamic, in_place=not evicts, codes=codes)  # evicting moves it all
 
 
 def _require_decoder(model: PreTrainedModel, config: Any) -> None:

@@ -148,7 +148,7 @@ class CompressedCache(Cache):
             return keys, values
         if layer.store.is_static and not layer.recall_due:
             if layer_idx == self._first and not torch.compiler.is_compiling():
-                layer.store.room_for(new_tokens)
+                self.reading.tightest.store.room_for(new_tokens)
             return layer.update(key_states, value_states)
         reading, new_tokens = self.reading, self.reading.read_by(layer, new_tokens)
         self._require_finished_forward(layer, new_tokens)

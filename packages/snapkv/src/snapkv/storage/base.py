@@ -224,12 +224,15 @@ class Storage(Protocol):
         """Whether the decoding step can be compiled."""
 
     @property
-    def expands(self) -> bool:
-        """Whether the model expands what codes stand for, so that a step is handed all of it."""
+    def decodes(self) -> bool:
+        """Whether a step is handed what codes stand for, and need not attend to codes."""
 
     @property
     def holds_as_it_came(self) -> bool:
         """Whether keys and values stay as they were appended."""
+
+    def at(self, depth: int, num_layers: int, *, latents: bool) -> "Storage":
+        """That of one of the compressed layers; of `latents` if the model expands what it holds."""
 
     def empty(self) -> "DenseStore":
         """A store without tokens."""

@@ -93,7 +93,7 @@ class KVCodes:
         blocks = both(
             lambda part: part.abs().amax().expand(1, self.group_size, part.shape[-1]), states
         )
-        keys, values = _encoded(blocks, self)
+        keys, values = encoded(blocks, self)
         return keys.nbytes + values.nbytes
 
     @classmethod
@@ -154,7 +154,7 @@ class CodedStates:
         flat = states.keys, states.values
         return cls(
             first=both(lambda part: part[lead].view(B, H, first_tokens, part.shape[1]), flat),
-            codes=_encoded(both(lambda part: part[rows], flat), how),
+            codes=encoded(both(lambda part: part[rows], flat), how),
             sections=(own,),
             how=how,
             least_slots=states.longest_tokens,
@@ -220,7 +220,7 @@ class CodedStates:
         """With (B, H, N, D) tokens behind them, N a number of whole blocks."""
         B, H, N, _ = keys.shape
         G = self.how.group_size
-        more = _encoded(
+        more = encoded(
             both(lambda part: part.reshape(B * H * N // G, G, -1), (keys, values)), self.how
         )
         codes = both(Codes.joined, self.codes, more)
@@ -355,7 +355,8 @@ def _behind(before: Tensor, states: Tensor) -> Tensor:
     return torch.cat([before, states], dim=2)
 
 
-def _encoded(blocks: Pair, how: KVCodes) -> tuple[Codes, Codes]:
+def encoded(blocks: Pair, how: KVCodes) -> tuple[Codes, Codes]:
+    """(M, G, D) blocks of keys and values in codes."""
     keys, values = blocks
     return _codes(keys, how.keys, "tokens"), _codes(values, how.values, "channels")
 

@@ -20,18 +20,25 @@ class Dynamic:
     Attributes:
         in_place: as in `DenseStore`.
         codes: how what is kept of a prompt is held in few bits; None for as it came.
-        expands: whether the model expands what it is handed to heads, as latent attention does.
+        decodes: whether every step is handed what the codes stand for.
     """
 
     in_place: bool = True
     codes: KVCodes | None = None
-    expands: bool = False
+    decodes: bool = False
     is_compileable = False
 
     @property
     def holds_as_it_came(self) -> bool:
         """Whether there are no codes."""
         return self.codes is None
+
+    def at(self, depth: int, num_layers: int, *, latents: bool) -> "Dynamic":
+        """The outer layers may hold no codes; latents are expanded out of what those stand for."""
+        if self.codes is None:
+            return self
+        in_codes = self.codes.has_layer(depth, num_layers)
+        return replace(self, decodes=latents) if in_codes else replace(self, codes=None)
 
     def empty(self) -> DenseStore:
         """A store without tokens."""
@@ -48,7 +55,7 @@ class Dynamic:
             store = store.ragged_from(empty, kept_tokens)
         assert isinstance(store, RaggedStore)
         coded = CodedStore.of(store, self.codes)
-        return CodedLatents(coded) if self.expands else coded
+        return CodedLatents(coded) if self.decodes else coded
 
     def token_cost(self, store: TokenStore, heads: int, shortest_tokens: int) -> TokenCost:
         """As the keys and values came, or in codes."""
