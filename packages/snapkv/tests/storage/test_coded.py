@@ -14,6 +14,7 @@ from snapkv import (
     FullCache,
     InvalidArgumentError,
     KeyDiff,
+    PyramidKV,
     SnapKV,
     UnsupportedModelError,
 )
@@ -288,8 +289,8 @@ def test_what_cannot_be_packed_is_refused():
         ({"quantize": "int3"}, "quantize: expected one of int8, int4, K8V4, fp8"),
         ({"quantize": "int8", "policy": H2O(40)}, "quantize: expected a policy that only"),
         (
-            {"quantize": KVCodes(exact_layers=1), "policy": SnapKV("50%")},
-            "quantize: expected heads and layers that all hold as many tokens in as many bits",
+            {"quantize": KVCodes(exact_layers=1), "policy": AdaKV(PyramidKV("50%"))},
+            "quantize: expected layers that all hold tokens in as many bits",
         ),
     ):
         with pytest.raises(InvalidArgumentError, match=said):

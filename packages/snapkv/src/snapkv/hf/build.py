@@ -110,12 +110,12 @@ def storage_for(
         inner: Any = policy
         while hasattr(inner, "policy"):
             inner = inner.policy
-        uneven = policy.parts_heads or isinstance(inner, PyramidKV) or codes.exact_layers
-        if uneven and isinstance(getattr(inner, "budget", None), ByteBudget):
+        in_bytes = isinstance(getattr(inner, "budget", None), ByteBudget)
+        if codes.exact_layers and in_bytes and isinstance(inner, PyramidKV):
             raise InvalidArgumentError(
-                f"quantize: expected heads and layers that all hold as many tokens in as many bits "
-                f"beside a budget of bytes, got {policy!r} and {codes}; pass a number of tokens, "
-                "or SnapKV and no exact_layers"
+                f"quantize: expected layers that all hold tokens in as many bits where PyramidKV "
+                f"shares bytes out among them, got {codes!r}; pass a number of tokens, or no "
+                "exact_layers"
             )
     if storage == "static":
         assert policy.most_tokens is not None

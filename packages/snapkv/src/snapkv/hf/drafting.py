@@ -41,6 +41,11 @@ def vote_by_draft(
         for index, layer in enumerate(cache.layers)
         if not isinstance(layer, CompressedLayer)
     }
+    kept = [
+        (layer, copy.copy(layer))  # those that dropped nothing do not wait, but read the draft, too
+        for layer in reading.layers
+        if layer.identity.layer_idx not in reading.undecided
+    ]
     end = reading.prompt_end
     reading.is_drafting = True
     try:
@@ -48,8 +53,8 @@ def vote_by_draft(
     finally:
         reading.is_drafting = False
         held, reading.undecided = reading.undecided, {}
-        for each in held.values():
-            vars(each.layer).update(vars(each.whole))
+        for layer, before in [*kept, *((each.layer, each.whole) for each in held.values())]:
+            vars(layer).update(vars(before))
         for index, layer in others.items():
             cache.layers[index] = layer
         reading.prompt_end = end

@@ -21,11 +21,13 @@ class Dynamic:
         in_place: as in `DenseStore`.
         codes: how what is kept of a prompt is held in few bits; None for as it came.
         decodes: whether every step is handed what the codes stand for.
+        alike: whether all layers hold what they keep in as many bits.
     """
 
     in_place: bool = True
     codes: KVCodes | None = None
     decodes: bool = False
+    alike: bool = True
     is_compileable = False
 
     @property
@@ -38,7 +40,12 @@ class Dynamic:
         if self.codes is None:
             return self
         in_codes = self.codes.has_layer(depth, num_layers)
-        return replace(self, decodes=latents) if in_codes else replace(self, codes=None)
+        return replace(
+            self,
+            codes=self.codes if in_codes else None,
+            decodes=latents and in_codes,
+            alike=not self.codes.exact_layers,
+        )
 
     def empty(self) -> DenseStore:
         """A store without tokens."""
@@ -65,6 +72,7 @@ class Dynamic:
             full_bytes=store.num_kv_heads * per_head,
             token_bytes=heads * per_head,
             block_bytes=heads * per_head,
+            alike=self.alike,
         )
         if self.codes is None:
             return one

@@ -165,7 +165,7 @@ class StaticCodedStore(StaticStore):
         heads, tokens = self._heads.numel(), ends[0].shape[2]
         require_room(tokens, self.storage.end_slots)
         blocks = [
-            part.unflatten(0, (heads, len(part) // heads))
+            torch.unflatten(part, 0, (heads, len(part) // heads))
             for each in codes
             for part in (each.packed, each.scale, each.least)
         ]
@@ -183,14 +183,7 @@ class StaticCodedStore(StaticStore):
             plane.states[:, :, :tokens] = part
         for buffer, part in zip(buffers, blocks, strict=True):
             buffer[:, : part.shape[1]] = part
-        self._codes = tuple(
-            replace(each, packed=parts[0], scale=parts[1], least=parts[2])
-            for each, parts in zip(
-                codes,
-                ([part.flatten(0, 1) for part in some] for some in (buffers[:3], buffers[3:])),
-                strict=True,
-            )
-        )
+        self._codes = both(_with_parts, codes, (buffers[:3], buffers[3:]))
         self._note(tokens + coded_tokens, coded_tokens)
 
     def _note(self, slots: int, coded_tokens: int) -> None:
@@ -267,6 +260,12 @@ class StaticCodedStore(StaticStore):
             "coded_tokens": coded,
             "num_kv_heads": self.num_kv_heads,
         }
+
+
+def _with_parts(codes: Codes, parts: list[Tensor]) -> Codes:
+    """Codes that are views of buffers, (B * H, blocks of a head, ...)."""
+    packed, scale, least = (part.flatten(0, 1) for part in parts)
+    return replace(codes, packed=packed, scale=scale, least=least)
 
 
 class Static:
