@@ -239,11 +239,7 @@ class CodedStates:
         blocks = sum(-(-n // G) for section in self.sections for row in section for n in row)
         rows = {(len(section), *map(len, section)) for section in self.sections}
         least = min(n for section in self.sections for row in section for n in row)
-        if (
-            least < 0
-            or len(rows) != 1
-            or any(codes.packed.shape[:2] != (blocks, G) for codes in self.codes)
-        ):
+        if least < 0 or len(rows) != 1 or any(len(codes) != blocks for codes in self.codes):
             raise ValueError(f"{blocks} blocks of codes in {rows}")
         widths = (codes.channels * getattr(torch, codes.dtype).itemsize for codes in self.codes)
         return int(tokens * sum(widths) + self.first[0].nbytes + self.first[1].nbytes)

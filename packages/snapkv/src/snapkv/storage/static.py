@@ -202,7 +202,7 @@ class StaticCodedStore(StaticStore):
         """(B, H, slots, D) what all slots stand for."""
         codes = tuple(each.decoded() for each in self._codes)
         keys, values = (
-            torch.cat([inner.view(*self._heads, -1, ends.shape[3]), ends], dim=2)
+            torch.cat([inner.reshape(*self._heads, -1, ends.shape[3]), ends], dim=2)
             for inner, ends in zip(codes, (self.keys, self.values), strict=True)
         )
         return keys.index_select(2, self._order), values.index_select(2, self._order)
