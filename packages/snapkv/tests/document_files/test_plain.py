@@ -253,7 +253,7 @@ def test_no_scale_makes_packed_numbers_more(tmp_path):
     packed(tmp_path / "one")
     tensors, notes, *_ = read_sealed(tmp_path / "one")
     name = "layers.0.store.states.codes.0.scale"
-    tensors[name] = functional.pad(tensors[name][None], (0, 0) * 3 + (0, 99))
+    tensors[name] = functional.pad(tensors[name][None], (0, 0) * 2 + (0, 99))
     write_sealed(tmp_path / "forged", tensors, notes)
     refused(tmp_path / "forged", "whose parts do not fit together.*shape", kind=CacheFileError)
 
