@@ -136,14 +136,15 @@ def _options(draw: Draw, policy: Policy) -> dict[str, Any]:
     if "recall" in options and draw.random() < 0.3:
         options["refresh_every"] = draw.choice([1, 2, 5])
     stored = draw.random()
-    if stored < 0.15:
+    is_static = 0.15 <= stored < 0.3 and has_budget and "refresh_every" not in options
+    if is_static:
+        options |= {"storage": "static", "room_tokens": draw.choice([24, 64])}
+    if stored < 0.15 or (is_static and draw.random() < 0.4):
         few = {"recent_tokens": draw.choice([0, 3, 8]), "sink_tokens": draw.choice([0, 1, 4])}
         few["exact_layers"] = draw.choice([0, 0, 0, 1])
         options["quantize"] = draw.choice(
             ["int8", "fp8", KVCodes(8, 8, **few), KVCodes(8, 8, **few), KVCodes(4, 8, **few)]
         )
-    elif stored < 0.3 and has_budget and "refresh_every" not in options:
-        options |= {"storage": "static", "room_tokens": draw.choice([24, 64])}
     return options
 
 

@@ -18,7 +18,7 @@ from snapkv.policies.fair import Segments
 from snapkv.policies.spans import Spans
 from snapkv.policies.states import fillers_left
 from snapkv.storage.base import Storage, TokenStore
-from snapkv.storage.coded import CodedStore
+from snapkv.storage.coded import CodedLatents, CodedStore
 from snapkv.storage.codes import QUANTIZED
 from snapkv.storage.offload import OffloadedTokens
 
@@ -404,14 +404,13 @@ class CompressedLayer(DynamicLayer):
 
     def keep_of_rows(self, selection: Selection) -> None:
         """Behind a later turn keep what was selected of rows that fitted the budget until then."""
-        kept_tokens = self.slots.chosen_slots
         eviction = Eviction(
             keep_indices=selection.keep_indices,
             filler_tokens=selection.filler_tokens,
             parts_heads=selection.head_tokens is not None,
         )
         self.apply_eviction(eviction)
-        self._finalize(kept_tokens)
+        self._finalize(self.slots.chosen_slots)
         self.slots = replace(self.slots, chosen_at=self.seen_tokens)
         self.notes = self.notes.of_choice(self.notes.last_queries, None)  # votes of one choice
 
@@ -458,7 +457,7 @@ class CompressedLayer(DynamicLayer):
 
     def decode(self) -> None:
         """Hold what codes stand for: a prompt is to be read whose end chooses from all of it."""
-        if isinstance(self.store, CodedStore):
+        if isinstance(self.store, CodedStore | CodedLatents):
             self.store, empty = self.store.dense()
             if self.slots.kept is not None and bool(empty.any()):
                 self.slots = replace(self.slots, fillers=empty)

@@ -247,6 +247,9 @@ def _verify(
     behind = replace(call, query=call.query[:, :, -drafts:])
     if layer.store.ragged is not None:  # the tail alone; the rest is with the heads
         behind = replace(behind, key=layer.store.keys, value=layer.store.values)
+    elif not layer.store.is_exact:
+        key, value = layer.store.padded()
+        behind = replace(behind, key=key, value=value)
     elif selection is not None:
         indices, tokens = selection.keep_indices, selection.prompt_tokens
         key, value = (keep_tokens(states, indices, tokens) for states in (call.key, call.value))
@@ -424,7 +427,7 @@ def _take_context(call: AttentionCall) -> ForwardContext | None:
     """The layer whose update preceded this call, or None for a cache that is not ours."""
     context = forward_context.take()
     store = None if context is None else context.layer.store
-    if context is None or store is None or call.key.shape[2] != store.keys.shape[2]:
+    if context is None or store is None or call.key.shape[2] != store.handed_tokens:
         return None
     refusal = _refusal(call, context)
     if refusal is not None:
@@ -449,11 +452,15 @@ def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
                 "which rearranges them after the cache; heads that keep different tokens would be "
                 "mixed, so it cannot be compressed"
             )
+        layers = context.reading.layers
+        in_codes = [each.storage for each in layers if not each.storage.holds_as_it_came]
+        ends = context.phase in (Phase.END_PROMPT, Phase.END_TURN)
         for option, is_asked, remedy in (
             ("group_reduce", context.layer.policy.parts_groups, "leave it at 'mean'"),
             ("refresh_every", turns is not None and turns.refresh_every, "leave it out"),
             ("recall", pages, "pass recall='host'"),
-            ("quantize", not context.layer.storage.holds_as_it_came, "leave it out"),
+            ("quantize", any(not own.decodes for own in in_codes), "leave it out"),
+            ("quantize", in_codes and ends and context.drafts > 0, "generate without drafts"),
         ):
             if is_asked:
                 return UnsupportedModelError(

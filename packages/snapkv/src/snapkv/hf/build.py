@@ -66,7 +66,8 @@ def layers_for(
     full = [index for index, layer in enumerate(layers) if grows(layer)]
     if isinstance(policy, DuoAttention):
         policy.require_heads(len(full), _kv_heads(config))
-    made = _storages(storage, len(full))
+    latents = _has_latents(config)
+    made = [storage().at(depth, len(full), latents=latents) for depth in range(len(full))]
     is_static = any(each.is_compileable for each in made)
     _require_kinds(type(model).__name__, layers, is_static=is_static)
     for identity, own in zip(_identities(model, policy, full), made, strict=True):
@@ -83,19 +84,14 @@ def _compressed(
     return HybridLayer(policy, identity, storage, made)
 
 
-def _storages(make: StorageMaker, layers: int) -> list[Storage]:
-    """That of each compressed layer; the first and last ones may hold no codes."""
-    made = [make() for _ in range(layers)]
-    for depth, own in enumerate(made):
-        codes = own.codes if isinstance(own, Dynamic) else None
-        if codes is not None and min(depth, layers - 1 - depth) < codes.exact_layers:
-            made[depth] = Dynamic()
-    return made
+def _has_latents(config: Any) -> bool:
+    """Whether the model expands what a layer holds to heads, one latent for all of them."""
+    return bool(getattr(config, "kv_lora_rank", None))
 
 
 def _kv_heads(config: Any) -> int | None:
     """Heads that the cache of a layer stores; None where only its tensors will say."""
-    if getattr(config, "kv_lora_rank", None):  # one latent for all heads, however it is expanded
+    if _has_latents(config):
         return None
     heads = getattr(config, "num_key_value_heads", None)
     return heads if isinstance(heads, int) else None
@@ -141,29 +137,28 @@ def storage_for(
             f"one set per KV head, and all behind it for storage='static', whose layers share one "
             f"mask, got {policy!r}; use SnapKV(budget=...) with a number, or storage='dynamic'"
         )
-    if quantize is not None:
-        codes = KVCodes.of(quantize)
-        if evicts or storage != "dynamic":
+    codes = None if quantize is None else KVCodes.of(quantize)
+    if codes is not None:
+        if evicts:
             raise InvalidArgumentError(
-                f"quantize: expected a policy that only compresses prompts, and storage='dynamic', "
-                f"got {policy.name} with storage={storage!r}; leave quantize out"
+                f"quantize: expected a policy that only compresses prompts, got {policy.name}; "
+                "leave quantize out"
             )
         inner: Any = policy
         while hasattr(inner, "policy"):
             inner = inner.policy
-        uneven = policy.parts_heads or isinstance(inner, PyramidKV) or codes.exact_layers
-        if uneven and isinstance(getattr(inner, "budget", None), ByteBudget):
+        in_bytes = isinstance(getattr(inner, "budget", None), ByteBudget)
+        if codes.exact_layers and in_bytes and isinstance(inner, PyramidKV):
             raise InvalidArgumentError(
-                f"quantize: expected heads and layers that all hold as many tokens in as many bits "
-                f"beside a budget of bytes, got {policy!r} and {codes}; pass a number of tokens, "
-                "or SnapKV and no exact_layers"
+                f"quantize: expected layers that all hold tokens in as many bits where PyramidKV "
+                f"shares bytes out among them, got {codes!r}; pass a number of tokens, or no "
+                "exact_layers"
             )
-        return functools.partial(Dynamic, codes=codes)
     if storage == "static":
         assert policy.most_tokens is not None
         slots = policy.most_tokens + room_tokens
-        return functools.partial(Static, slots=slots, room_tokens=room_tokens)
-    return functools.partial(Dynamic, in_place=not evicts)  # those that evict move it all
+        return functools.partial(Static, slots=slots, room_tokens=room_tokens, codes=codes)
+    return functools.partial(Dynamic, in_place=not evicts, codes=codes)  # evicting moves it all
 
 
 def _require_decoder(model: PreTrainedModel, config: Any) -> None:

@@ -148,7 +148,7 @@ class CompressedCache(Cache):
             return keys, values
         if layer.store.is_static and not layer.recall_due:
             if layer_idx == self._first and not torch.compiler.is_compiling():
-                layer.store.room_for(new_tokens)
+                self.reading.tightest.store.room_for(new_tokens)
             return layer.update(key_states, value_states)
         reading, new_tokens = self.reading, self.reading.read_by(layer, new_tokens)
         self._require_finished_forward(layer, new_tokens)
@@ -394,7 +394,13 @@ class CompressedCache(Cache):
         """Tokens seen and kept, bytes held and bytes a full cache would hold."""
         return CacheReport.of(self.policy.name, self.layers, self.reading.draft_cost)
 
-    def save(self, path: str | Path, *, beside: Mapping[str, Tensor] | None = None) -> None:
+    def save(
+        self,
+        path: str | Path,
+        *,
+        beside: Mapping[str, Tensor] | None = None,
+        bits: Bits | KVCodes | None = None,
+    ) -> None:
         """Write the cache to a file: safetensors, with its policy, its model and all it has seen.
 
         The file appears under its name when it is complete; a crash leaves what was there before.
@@ -403,8 +409,11 @@ class CompressedCache(Cache):
         Args:
             path: the file; a cache that was saved there is replaced, any other file is refused.
             beside: tensors to keep with it, such as the token ids; `load_with` gives them back.
+            bits: the file holds keys and values in so few, as for `quantize`, but for the first
+                `KVCodes.sink_tokens` of every head; what is loaded is what those stand for.
 
         Raises:
+            InvalidArgumentError: `bits` is none of those, or a number is not finite.
             CacheFileError: the file cannot be written, or holds something else than a cache.
             CacheMismatchError: the model is gone, so that the file could not say whose it is, or a
                 forward pass has ended in an error; call `reset`.
@@ -412,7 +421,8 @@ class CompressedCache(Cache):
         if self.reading.is_broken:
             raise _interrupted()
         self.reading.require_decided()
-        saved.write(self, self.options, Path(path), beside or {})
+        codes = None if bits is None else KVCodes.of(bits, "bits")
+        saved.write(self, self.options, Path(path), beside or {}, codes)
 
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel, **options: Any) -> Self:

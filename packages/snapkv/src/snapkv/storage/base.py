@@ -102,6 +102,11 @@ class TokenStore(ABC):
         return self.tail_tokens
 
     @property
+    def handed_tokens(self) -> int:
+        """Of how many slots the last `append` has returned the keys."""
+        return int(self.keys.shape[2])
+
+    @property
     def mean_tokens(self) -> float:
         """Tokens per row and head, on average where they differ."""
         return self.tail_tokens + (0 if self.ragged is None else self.ragged.mean_tokens)
@@ -219,8 +224,15 @@ class Storage(Protocol):
         """Whether the decoding step can be compiled."""
 
     @property
+    def decodes(self) -> bool:
+        """Whether a step is handed what codes stand for, and need not attend to codes."""
+
+    @property
     def holds_as_it_came(self) -> bool:
         """Whether keys and values stay as they were appended."""
+
+    def at(self, depth: int, num_layers: int, *, latents: bool) -> "Storage":
+        """That of one of the compressed layers; of `latents` if the model expands what it holds."""
 
     def empty(self) -> "DenseStore":
         """A store without tokens."""

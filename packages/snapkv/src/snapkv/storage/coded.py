@@ -1,5 +1,6 @@
 """Keys and values in few bits: how many, and what heads keep as codes."""
 
+import copy
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from snapkv.storage.dense import DenseStore
 from snapkv.storage.ragged import Counts, Pair, RaggedStates, RaggedStore
 from snapkv.validation import code_bits, require_int
 
-Bits = Literal["int8", "int4", "fp8"]
+Bits = Literal["int8", "int4", "K8V4", "fp8"]
 
 Made = TypeVar("Made")
 
@@ -72,6 +73,10 @@ class KVCodes:
         for name in ("recent_tokens", "sink_tokens", "exact_layers"):
             require_int(name, getattr(self, name), minimum=0)
 
+    def has_layer(self, depth: int, num_layers: int) -> bool:
+        """Whether that one of the compressed layers holds codes."""
+        return min(depth, num_layers - 1 - depth) >= self.exact_layers
+
     def exact_tokens(self, shortest_tokens: int) -> tuple[int, int]:
         """First and last tokens that stay as they came, where the shortest head has so many."""
         last = min(self.recent_tokens, shortest_tokens)
@@ -95,11 +100,13 @@ class KVCodes:
         blocks = both(
             lambda part: part.abs().amax().expand(1, self.group_size, part.shape[-1]), states
         )
-        keys, values = _encoded(blocks, self)
+        keys, values = encoded(blocks, self)
         return keys.nbytes + values.nbytes
 
     @classmethod
-    def of(cls, given: "KVCodes | Bits | Mapping[str, Any]") -> "KVCodes":
+    def of(
+        cls, given: "KVCodes | Bits | Mapping[str, Any]", argument: str = "quantize"
+    ) -> "KVCodes":
         """What a word stands for, as "int4" or "K8V4"; or parameters by name, as a file has.
 
         Raises:
@@ -112,13 +119,12 @@ class KVCodes:
         bits = code_bits(given) if isinstance(given, str) else None
         if bits is None:
             raise InvalidArgumentError(
-                f"quantize: expected int8, int4 or fp8, bits of keys and values apart as in K8V4, "
-                f"or a KVCodes, got {given!r}; pass one of them"
+                f"{argument}: expected int8, int4 or fp8, keys and values apart as in K8V4, or a "
+                f"KVCodes, got {given!r}; pass one of them"
             )
         return cls(*bits)  # type: ignore[arg-type] # they are some of these numbers
 
-    @property
-    def word(self) -> str:
+    def __str__(self) -> str:
         """Its bits in a word that `of` takes: "int4", "fp8", or apart as in "K8V4"."""
         if self.keys != self.values:
             return f"K{self.keys}V{self.values}"
@@ -156,7 +162,7 @@ class CodedStates:
         flat = states.keys, states.values
         return cls(
             first=both(lambda part: part[lead].view(B, H, first_tokens, part.shape[1]), flat),
-            codes=_encoded(both(lambda part: part[rows], flat), how),
+            codes=encoded(both(lambda part: part[rows], flat), how),
             sections=(own,),
             how=how,
             least_slots=states.longest_tokens,
@@ -222,12 +228,29 @@ class CodedStates:
         """With (B, H, N, D) tokens behind them, N a number of whole blocks."""
         B, H, N, _ = keys.shape
         G = self.how.group_size
-        more = _encoded(
+        more = encoded(
             both(lambda part: part.reshape(B * H * N // G, G, -1), (keys, values)), self.how
         )
         layout, order = self.layout.joined(((N,) * H,) * B)
         codes = both(lambda own, other: own.joined(other).blocks(order), self.codes, more)
         return replace(self, codes=codes, sections=layout.sections)
+
+    @property
+    def spread_bytes(self) -> int:
+        """Bytes of the keys and values that they stand for.
+
+        Raises:
+            ValueError: parts of a file that do not fit together.
+        """
+        G = self.how.group_size
+        tokens = sum(sum(map(sum, section)) for section in self.sections)
+        blocks = sum(-(-n // G) for section in self.sections for row in section for n in row)
+        rows = {(len(section), *map(len, section)) for section in self.sections}
+        least = min(n for section in self.sections for row in section for n in row)
+        if least < 0 or len(rows) != 1 or any(len(codes) != blocks for codes in self.codes):
+            raise ValueError(f"{blocks} blocks of codes in {rows}")
+        widths = (codes.channels * getattr(torch, codes.dtype).itemsize for codes in self.codes)
+        return int(tokens * sum(widths) + self.first[0].nbytes + self.first[1].nbytes)
 
     @property
     def grown_tokens(self) -> int:
@@ -294,6 +317,43 @@ class CodedStates:
         return self.decoded().padded_values()
 
 
+def state_in_codes(state: dict[str, Any], how: KVCodes) -> dict[str, Any]:
+    """The state of a store for a file in few bits; that of one in codes as it is.
+
+    Heads keep their first `KVCodes.sink_tokens` as they are; what has a tail keeps that.
+    """
+    if "how" in state or state.get("keys") is None:
+        return state
+    if "states" in state:
+        states, others = state["states"], state
+    else:
+        keys, values = state["keys"], state["values"]
+        B, H, N, _ = keys.shape
+        flat, counts = (keys.flatten(0, 2), values.flatten(0, 2)), ((N,) * H,) * B
+        states = RaggedStates(keys=flat[0], values=flat[1], head_tokens=counts)
+        others = {name: part for name, part in state.items() if name not in ("keys", "values")}
+    if not len(states.keys):
+        return state
+    shortest = min(min(row) for row in states.head_tokens)
+    first, _ = replace(how, recent_tokens=0).exact_tokens(shortest)
+    return others | {"states": CodedStates.of(states, first, how)}
+
+
+def state_spread(state: dict[str, Any]) -> dict[str, Any]:
+    """The state that `state_in_codes` was given, as near as the bits tell."""
+    states = state.get("states")
+    if not isinstance(states, CodedStates):
+        return state
+    _ = states.spread_bytes  # whether its parts fit together
+    if "how" in state:
+        return state
+    whole = states.decoded()
+    if "keys" in state:
+        return state | {"states": whole}
+    others = {name: part for name, part in state.items() if name != "states"}
+    return others | {"keys": whole.padded_keys(), "values": whole.padded_values()}
+
+
 def both(make: Callable[..., Made], *pairs: tuple[Any, Any]) -> tuple[Made, Made]:
     """What is made of the keys of pairs, and of their values."""
     return make(*(pair[0] for pair in pairs)), make(*(pair[1] for pair in pairs))
@@ -303,7 +363,8 @@ def _behind(before: Tensor, states: Tensor) -> Tensor:
     return torch.cat([before, states], dim=2)
 
 
-def _encoded(blocks: Pair, how: KVCodes) -> tuple[Codes, Codes]:
+def encoded(blocks: Pair, how: KVCodes) -> tuple[Codes, Codes]:
+    """(M, G, D) blocks of keys and values in codes."""
     keys, values = blocks
     return _codes(keys, how.keys, "tokens"), _codes(values, how.values, "channels")
 
@@ -398,3 +459,71 @@ class CodedStore(RaggedStore):
     def state(self) -> dict[str, Any]:
         """The heads' codes and the tail."""
         return {"how": self.how, **super().state()}
+
+
+class CodedLatents(TokenStore):
+    """Latents in few bits, which the model expands to heads: a step is handed what they stand for.
+
+    Outside of it they lie in as many slots in every row, as the model's mask has them.
+    """
+
+    kind = "coded latents"
+    is_exact = False
+
+    def __init__(self, coded: CodedStore) -> None:
+        super().__init__(coded.num_kv_heads, *coded.planes)
+        self._coded = coded
+
+    @property
+    def slots(self) -> int:
+        return self._coded.slots
+
+    @property
+    def handed_tokens(self) -> int:
+        return self.slots
+
+    @property
+    def croppable_tokens(self) -> int:
+        return self._coded.croppable_tokens
+
+    def append(self, keys: Tensor, values: Tensor) -> Pair:
+        self._coded.append(keys, values)
+        return self.padded()
+
+    def keep(self, indices: Tensor, tokens: int, *, ragged: bool = False) -> TokenStore:
+        return self.dense()[0].keep(indices, tokens, ragged=ragged)
+
+    def crop(self, tokens: int) -> TokenStore:
+        left = self._coded.crop(tokens)
+        return self if left is self._coded else left
+
+    def select_rows(self, rows: Tensor) -> TokenStore:
+        self._coded.select_rows(rows)
+        return self
+
+    def finalize_step(self, drafts: int = 0) -> None:
+        self._coded.finalize_step(drafts)
+
+    def tail(self, tokens: int) -> Pair:
+        return self._coded.tail(tokens)
+
+    def padded(self) -> Pair:
+        return self._coded.padded()
+
+    def dense(self) -> tuple[DenseStore, Tensor]:
+        """As `CodedStore.dense`."""
+        return self._coded.dense()
+
+    @property
+    def held_bytes(self) -> int:
+        return self._coded.held_bytes
+
+    @property
+    def index_bytes(self) -> int:
+        return self._coded.index_bytes
+
+    def state(self) -> dict[str, Any]:
+        return self._coded.state()
+
+    def __copy__(self) -> "CodedLatents":
+        return CodedLatents(copy.copy(self._coded))

@@ -89,6 +89,10 @@ class Codes:
             return packed.view(torch.float8_e4m3fn).float()
         if bits == 8:
             return packed.float()
+        if torch.compiler.is_compiling():  # what is written into views of one tensor is not traced
+            places = range(0, 8, bits)
+            numbers = torch.stack([packed >> place & 2**bits - 1 for place in places], dim=-3)
+            return numbers.flatten(-3, -2).float()
         *blocks, rows, width = packed.shape
         numbers = packed.new_empty(*blocks, 8 // bits, rows, width)
         first, *others = numbers.unbind(dim=-3)
