@@ -25,6 +25,13 @@ from snapkv.cache.paging import Recall
 from snapkv.cache.reading import PaddingWatch, Reading
 from snapkv.cache.report import CacheReport
 from snapkv.cache.slots import require_removable
+from snapkv.cache.spans import (
+    RowSpans,
+    require_between_turns,
+    require_choosable,
+    require_droppable,
+    spans_of_rows,
+)
 from snapkv.errors import CacheMismatchError, InvalidArgumentError, InvalidTypeError
 from snapkv.hf import forward_context, saved
 from snapkv.hf.build import layers_for, storage_for
@@ -33,6 +40,7 @@ from snapkv.hf.fidelity import VoteCheck
 from snapkv.hf.install import use
 from snapkv.hf.known_heads import with_known_heads
 from snapkv.policies import EvictingPolicy, Policy, default_policy
+from snapkv.policies.spans import Spans
 from snapkv.storage import uncompressed
 from snapkv.storage.coded import Bits, KVCodes
 from snapkv.validation import require_int
@@ -355,6 +363,41 @@ class CompressedCache(Cache):
             InvalidTypeError: not a tensor of that kind.
         """
         self.reading.expect_tokens(token_ids)
+
+    def drop(self, spans: RowSpans) -> None:
+        """Forget spans of the text, behind a prompt's end: their memory is free for good.
+
+        The layers that grow with the text, and the pool of `recall`, no longer hold them. What is
+        left keeps its positions, and what stands behind a span has read it. From then on the cache
+        chooses as if the text had never had them.
+
+        Args:
+            spans: half-open spans of positions, such as ``[(300, 500)]``, counted from each row's
+                first token, over the whole conversation; or one list for each row of a batch. What
+                was dropped before is passed over.
+
+        Raises:
+            InvalidArgumentError: a span that is reversed, protected or reaches beyond what was
+                seen, nothing that would be left, a prompt that is still coming in, or options that
+                cannot follow (methods that evict while generating or ask where tokens stand, static
+                storage, `fair`). Nothing has changed then.
+            InvalidTypeError: something else than spans.
+        """
+        rows, layers = self._rows_of(spans, "drop"), self.reading.layers
+        require_droppable(layers, rows)
+        if any(own.parts for own in rows):
+            with self.reading.attending():
+                for layer in layers:
+                    layer.drop(rows)
+
+    def _rows_of(self, spans: RowSpans, action: str) -> list[Spans]:
+        """The spans of every row, of a cache that can obey."""
+        if self.reading.is_broken:
+            raise _interrupted()
+        require_choosable(self.reading.layers, action)
+        require_between_turns(self.reading, action)
+        layer = self.reading.layers[0]
+        return spans_of_rows(spans, layer.slots.row_tokens(layer.store))
 
     @property
     def model(self) -> PreTrainedModel:

@@ -1,6 +1,7 @@
 """Keys and values in few bits: how many, and what heads keep as codes."""
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
@@ -8,6 +9,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from snapkv import ops
 from snapkv.errors import InvalidArgumentError
 from snapkv.ops import (
     BlockLayout,
@@ -115,6 +117,8 @@ class CodedStates:
         sections: tokens of each head in codes, by when they were encoded.
         how: with how many bits.
         least_slots: slots of the padded layout, at least.
+        own_sections: how many of the sections are of heads that differ; those behind are of tokens
+            that all heads have got behind the prompt.
     """
 
     first: Pair
@@ -122,6 +126,7 @@ class CodedStates:
     sections: tuple[Counts, ...]
     how: KVCodes
     least_slots: int = 0
+    own_sections: int = 1
 
     @classmethod
     def of(cls, states: RaggedStates, first_tokens: int, how: KVCodes) -> "CodedStates":
@@ -156,8 +161,7 @@ class CodedStates:
     @property
     def longest_tokens(self) -> int:
         """Slots of the padded layout."""
-        grown = sum(section[0][0] for section in self.sections[1:])
-        return max(self.least_slots + grown, *(max(row) for row in self.head_tokens))
+        return max(self.least_slots + self.grown_tokens, *(max(row) for row in self.head_tokens))
 
     @property
     def mean_tokens(self) -> float:
@@ -211,7 +215,7 @@ class CodedStates:
     @property
     def grown_tokens(self) -> int:
         """Tokens of every head that came behind the prompt and are codes by now."""
-        return sum(section[0][0] for section in self.sections[1:])
+        return sum(section[0][0] for section in self.sections[self.own_sections :])
 
     def decoded(self) -> RaggedStates:
         """What they stand for."""
@@ -234,12 +238,94 @@ class CodedStates:
         chosen = self.layout.blocks_of_rows(order)
         sections = tuple(tuple(section[row] for row in order) for section in self.sections)
         keys, values = self.first
-        return CodedStates(
+        return replace(
+            self,
             first=(keys[rows.to(keys.device)], values[rows.to(keys.device)]),
             codes=both(lambda part: part.blocks(chosen), self.codes),
             sections=sections,
-            how=self.how,
-            least_slots=self.least_slots,
+        )
+
+    def only(self, stays: Tensor) -> "CodedStates":
+        """The tokens of some slots of the padded layout, (B, H, S) bool, by the codes they have.
+
+        Of the first tokens every head holds as many as it came; where heads differ in them, those
+        that some have more are encoded.
+        """
+        N, slots = self.first[0].shape[2], stays.shape[-1]
+        counts = torch.tensor(self.head_tokens, device=stays.device)[..., None]
+        begins, order = slots - counts, torch.arange(slots, device=stays.device)
+        coded = self._blocks_with(stays[order >= begins + N])
+        there = stays.gather(2, begins + order[:N])
+        places = (~there).to(torch.uint8).argsort(dim=-1, stable=True)
+        kept = there.sum(dim=-1, keepdim=True)
+        places = places.masked_fill(order[:N] >= kept, -1)
+        fewest = int(kept.min())
+        first = both(lambda part: ops.gather_tokens(part, places[..., :fewest]), self.first)
+        more = RaggedStates.gather(*self.first, places[..., fewest:])
+        if not len(more.keys):
+            return replace(coded, first=first)
+        before = CodedStates.of(more, 0, self.how)
+        return replace(
+            coded,
+            first=first,
+            codes=both(Codes.joined, before.codes, coded.codes),
+            sections=(*before.sections, *coded.sections),
+            own_sections=coded.own_sections + 1,
+        )
+
+    def _blocks_with(self, stays: Tensor) -> "CodedStates":
+        """With some of the tokens in codes, (N,) bool, head by head: blocks keep their scales.
+
+        Behind a block that is no longer whole its head goes on in a section of its own.
+        """
+        G, (B, H) = self.how.group_size, self.first[0].shape[:2]
+        kept = torch.zeros(len(self.codes[0]) * G, dtype=torch.bool, device=stays.device)
+        kept = kept.index_copy(0, self.layout.flat, stays).view(-1, G)
+        counts = kept.sum(dim=1).tolist()
+        own, later = self._blocks_that_change(counts)
+        runs: list[list[list[int]]] = [[[]] for _ in range(B * H)]
+        for block, head in enumerate(self.layout.heads[:own].tolist()):
+            if counts[block]:
+                runs[head][-1].append(block)
+                if counts[block] < G:
+                    runs[head].append([])
+        parts = list(itertools.zip_longest(*runs, fillvalue=[]))
+        tokens = [[sum(counts[block] for block in blocks) for blocks in part] for part in parts]
+        sections = (tuple(tuple(part[row * H :][:H]) for row in range(B)) for part in tokens)
+        chosen = [block for part in parts for blocks in part for block in blocks]
+        order = (~kept).to(torch.uint8).argsort(dim=1, stable=True)
+        index = torch.tensor([*chosen, *range(own, len(counts))], device=stays.device).long()
+        return replace(
+            self,
+            codes=both(lambda part: part.arranged(order).blocks(index), self.codes),
+            sections=(*sections, *later),
+            least_slots=0,
+            own_sections=len(parts),
+        )
+
+    def _blocks_that_change(self, counts: list[int]) -> tuple[int, tuple[Counts, ...]]:
+        """How many of the first blocks, with so many tokens left, and the whole sections behind.
+
+        Those are of tokens that all heads have got behind the prompt.
+        """
+        (B, H), first = self.first[0].shape[:2], len(counts)
+        later: tuple[Counts, ...] = ()
+        for section in reversed(self.sections[self.own_sections :]):
+            blocks = B * H * section[0][0] // self.how.group_size
+            if min(counts[first - blocks : first], default=0) < self.how.group_size:
+                break
+            first, later = first - blocks, (section, *later)
+        return first, later
+
+    def grown_by(self, states: RaggedStates) -> "CodedStates":
+        """As `RaggedStates.grown_by`, the others in codes, too."""
+        more = CodedStates.of(states, 0, self.how)
+        return replace(
+            self,
+            codes=both(Codes.joined, self.codes, more.codes),
+            sections=(*self.sections, *more.sections),
+            least_slots=0,
+            own_sections=len(self.sections) + 1,
         )
 
     def without_last_section(self) -> tuple["CodedStates", Pair]:
@@ -358,12 +444,6 @@ class CodedStore(RaggedStore):
             self.ragged, (keys, values) = self.ragged.without_last_section()
             self._hold(torch.cat([keys, self.keys], dim=2), torch.cat([values, self.values], dim=2))
         return super().crop(tokens)
-
-    def tail(self, tokens: int) -> Pair:
-        """As `TokenStore.tail`; codes among them by what they stand for."""
-        if tokens > self.tail_tokens:
-            return DenseStore().fill(*self.padded(), self.num_kv_heads).tail(tokens)
-        return super().tail(tokens)
 
     def dense(self) -> tuple[DenseStore, Tensor]:
         """What all of it stands for with as many slots in every head, and each row's empty ones."""

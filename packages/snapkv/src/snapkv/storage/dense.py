@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from snapkv import ops
 from snapkv.storage.base import Plane, TokenStore, keep_tokens
 from snapkv.storage.ragged import RaggedStore
 
@@ -49,6 +50,12 @@ class DenseStore(TokenStore):
         for plane in self.planes:
             plane.states = keep_tokens(plane.states, indices, tokens)
         return self
+
+    def only(self, stays: Tensor) -> TokenStore:
+        """Hold some slots; ragged where heads of a row differ in how many."""
+        counts = stays.sum(dim=-1)
+        differ = bool((counts != counts[:, :1]).any())
+        return self.keep(ops.kept_indices(stays), self.slots, ragged=differ)
 
     def ragged_from(self, empty: Tensor | None, tokens: int) -> RaggedStore:
         """The first tokens by heads, without (B,) leading slots that hold none; others behind."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from snapkv import ops
 from snapkv.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError
 from snapkv.storage.ragged import RaggedStates
 from snapkv.validation import format_bytes, require_int
@@ -82,6 +83,15 @@ class OffloadPool:
     def give_back(self, freed_bytes: int) -> None:
         with self._lock:
             self.taken_bytes -= freed_bytes
+
+    @contextlib.contextmanager
+    def without(self, held_bytes: int) -> Iterator[None]:
+        """Within this block so many bytes do not count, whose place what is stored now takes."""
+        self.give_back(held_bytes)
+        try:
+            yield
+        finally:
+            self.give_back(-held_bytes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "OffloadPool":
         """Itself: copies of a cache share the limit."""
@@ -201,6 +211,19 @@ class OffloadedTokens:
         rows, none = torch.arange(batch), torch.zeros(batch, dtype=torch.int64)
         start = self.tokens
         self.pieces.append(Piece(room=room, start=start, end=start + tokens, rows=rows, shift=none))
+
+    def only(self, stays: Tensor) -> None:
+        """Hold some of the columns, (B, tokens) bool, behind one another: each row's are the last.
+
+        To be recalled to where `stays` is. What is not among them is free as soon as no copy of the
+        cache holds it.
+        """
+        slots = ops.kept_indices(stays.cpu()[:, None])
+        keys, values = (ops.gather_tokens(states, slots) for states in self.on_host())
+        left = OffloadedTokens(self.pool)
+        with self.pool.without(self.held_bytes):
+            left.append(keys, values, on=stays.device)
+        self.pieces = left.pieces
 
     def with_tail(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """All offloaded tokens and behind them (B, Hkv, N, D) ones, on the device of those."""
