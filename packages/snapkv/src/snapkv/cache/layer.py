@@ -505,6 +505,19 @@ class CompressedLayer(DynamicLayer):
         self._hold_only(stays)
         self._cut_pages_again()
 
+    def keep_only(self, stays: Tensor) -> None:
+        """Hold only some slots, (B, H, S) bool; the other tokens are evicted."""
+        if bool((stays == (self.stored_positions() >= 0)).all()):
+            return
+        if self.offloaded is not None:
+            self._offload_tail()
+        slots, end = ops.kept_indices(stays), self.columns
+        columns = self.slots.columns(self.store).gather(2, slots.clamp(min=0))
+        self.slots = self.slots.chosen(columns.masked_fill(slots < 0, -1), end)
+        self._hold_only(stays)
+        self._note(lost_mass=None, lost_peak=None)
+        self._cut_pages_again()
+
     def slots_without(self, spans: Sequence[Spans]) -> Tensor:
         """(B, H, S) bool: the slots that hold a token of none of its row's spans."""
         positions = self.stored_positions()
@@ -528,11 +541,10 @@ class CompressedLayer(DynamicLayer):
             self.offloaded.append(*self.store.tail(tokens))
 
     def _cut_pages_again(self) -> None:
-        if self.notes.pages is not None:
-            assert self.offloaded is not None
-            columns = self.slots.columns(self.store)
-            self._note(pages=None)
-            self.cut_pages(columns, self.offloaded.on_host()[0], self.offloaded.tokens)
+        has_pages = self.turns is not None and self.turns.pages is not None
+        if has_pages and self.offloaded is not None and self.offloaded.tokens:
+            columns, keys = self.slots.columns(self.store), self.offloaded.on_host()[0]
+            self.cut_pages(columns, keys, self.offloaded.tokens)
 
     # What was dropped and comes back.
 

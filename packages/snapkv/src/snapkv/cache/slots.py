@@ -246,6 +246,13 @@ class SlotMap(RowRecord):
             own = own + (lengths - self.gone).cpu()
         return [int(tokens) for tokens in own]
 
+    @property
+    def mean_erased(self) -> float:
+        """Tokens that a row was told to drop, on average."""
+        if self.erased is None:
+            return 0
+        return float((self.erased[..., 1] - self.erased[..., 0]).sum(dim=-1).float().mean())
+
     def erased_spans(self, rows: int) -> list[Spans]:
         """What each of the rows was told to drop."""
         if self.erased is None:

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -27,10 +27,15 @@ from snapkv.cache.report import CacheReport
 from snapkv.cache.slots import require_removable
 from snapkv.cache.spans import (
     RowSpans,
+    best_of_spans,
     require_between_turns,
     require_choosable,
+    require_compressible,
     require_droppable,
+    require_protectable,
+    require_turns_can_follow,
     spans_of_rows,
+    tokens_to_keep,
 )
 from snapkv.errors import CacheMismatchError, InvalidArgumentError, InvalidTypeError
 from snapkv.hf import forward_context, saved
@@ -39,6 +44,7 @@ from snapkv.hf.drafting import vote_by_draft
 from snapkv.hf.fidelity import VoteCheck
 from snapkv.hf.install import use
 from snapkv.hf.known_heads import with_known_heads
+from snapkv.hf.slot_scores import score_options, slot_scores
 from snapkv.policies import EvictingPolicy, Policy, default_policy
 from snapkv.policies.spans import Spans
 from snapkv.storage import uncompressed
@@ -130,6 +136,7 @@ class CompressedCache(Cache):
         compressed = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
         later.apply(compressed, policy)
         apply_spans(spans, compressed, policy)
+        self._spans = spans
         self._use = use(model)
         self.policy = policy
         bits = asdict(quantize) if isinstance(quantize, KVCodes) else quantize
@@ -263,6 +270,9 @@ class CompressedCache(Cache):
         """Empty the cache for another prompt, of any length and batch size."""
         for layer in self.layers:
             uncompressed.reset(layer)
+        for compressed in self.reading.layers:
+            compressed.spans = self._spans
+        self.options = self.options | described(self._spans)
         forward_context.leave(self.reading)
         self._check.doubts.clear()
         self.reading.forget()
@@ -385,10 +395,68 @@ class CompressedCache(Cache):
         """
         rows, layers = self._rows_of(spans, "drop"), self.reading.layers
         require_droppable(layers, rows)
+        require_turns_can_follow(layers, lambda layer: layer.slots_without(rows))
         if any(own.parts for own in rows):
             with self.reading.attending():
                 for layer in layers:
                     layer.drop(rows)
+
+    def compress(self, spans: RowSpans, budget: int | str) -> None:
+        """Keep the best tokens of some spans, and all that lies outside, behind a prompt's end.
+
+        Every head keeps its own best, by the scores of the policy: votes of the last queries, or
+        keys alone. The last tokens, whose queries vote, stay. The others are evicted as at a
+        prompt's end: with `recall` the next turn chooses from all of them again.
+
+        Args:
+            spans: as of `drop`.
+            budget: how many tokens of the spans together each head of a layer may keep, or "12%" of
+                them.
+
+        Raises:
+            InvalidArgumentError: as `drop`; or the policy scores no tokens, or by queries that the
+                cache does not hold.
+            InvalidTypeError: something else than spans, or than a budget.
+            UnsupportedModelError: latent attention.
+        """
+        rows, layers = self._rows_of(spans, "compress"), list(self.reading.layers)
+        kept, scorer = tokens_to_keep(budget, rows), require_compressible(layers, rows)
+        options = score_options(self.model, layers)
+
+        def stays(layer: CompressedLayer) -> Tensor:
+            scored = options[layer.identity.layer_idx]
+            held = layer.stored_positions() >= 0
+            return best_of_spans(layer, rows, kept, slot_scores(layer, scorer, scored, held))
+
+        require_turns_can_follow(layers, stays)
+        with self.reading.attending():
+            for layer in layers:
+                layer.keep_only(stays(layer))
+
+    def protect(self, spans: Protect) -> None:
+        """Keep spans through every choice from now on, until `reset`.
+
+        What was evicted of them comes back with the next turn under `recall`.
+
+        Args:
+            spans: as `protect` of the cache, to which they are added: one list for all rows. They
+                may lie ahead.
+
+        Raises:
+            InvalidArgumentError: the policy cannot keep them, or has no room for them; some of them
+                are dropped, or evicted without `recall`. Nothing has changed then.
+            InvalidTypeError: something else than spans.
+        """
+        layers, rule = self.reading.layers, self.reading.layers[0].spans
+        more = Spans.of("spans", spans)
+        if not more.parts:
+            return
+        both = more if rule.protect is None else rule.protect.union(more)
+        self.policy.require_protection(both)
+        require_protectable(layers, more)
+        for layer in layers:
+            layer.spans = replace(rule, protect=both)
+        self.options = self.options | described(layers[0].spans)
 
     def _rows_of(self, spans: RowSpans, action: str) -> list[Spans]:
         """The spans of every row, of a cache that can obey."""

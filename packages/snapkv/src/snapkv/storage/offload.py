@@ -51,19 +51,22 @@ class OffloadPool:
         """As a user names it."""
         return "host" if self.folder is None else str(self.folder)
 
-    def room_for(self, *states: Tensor, device: torch.device) -> "Room":
+    def room_for(self, *states: Tensor, device: torch.device, is_limited: bool = True) -> "Room":
         """Room for a copy of each of these (B, H, N, D) states, to be recalled to that device.
+
+        What takes the place of more is not held to the limit.
 
         Raises:
             OutOfMemoryError: the limit is reached, or the system has no room.
         """
         wanted = sum(part.nbytes for part in states)
         with self._lock:
-            if self.limit_bytes is not None and self.taken_bytes + wanted > self.limit_bytes:
+            limit = self.limit_bytes if is_limited else None
+            if limit is not None and self.taken_bytes + wanted > limit:
                 raise OutOfMemoryError(
                     f"recall_bytes: expected room for {format_bytes(wanted)} more beside the "
                     f"{format_bytes(self.taken_bytes)} that are off the device already, got a "
-                    f"limit of {format_bytes(self.limit_bytes)}; raise recall_bytes, or shorten "
+                    f"limit of {format_bytes(limit)}; raise recall_bytes, or shorten "
                     "the text"
                 )
             self.taken_bytes += wanted
@@ -83,15 +86,6 @@ class OffloadPool:
     def give_back(self, freed_bytes: int) -> None:
         with self._lock:
             self.taken_bytes -= freed_bytes
-
-    @contextlib.contextmanager
-    def without(self, held_bytes: int) -> Iterator[None]:
-        """Within this block so many bytes do not count, whose place what is stored now takes."""
-        self.give_back(held_bytes)
-        try:
-            yield
-        finally:
-            self.give_back(-held_bytes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "OffloadPool":
         """Itself: copies of a cache share the limit."""
@@ -192,7 +186,14 @@ class OffloadedTokens:
     def held_bytes(self) -> int:
         return sum(states.nbytes for piece in self.pieces for states in piece.room.tensors)
 
-    def append(self, keys: Tensor, values: Tensor, *, on: torch.device | None = None) -> None:
+    def append(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        on: torch.device | None = None,
+        is_limited: bool = True,
+    ) -> None:
         """Copy the (B, Hkv, N, D) tokens that come next, to be recalled to where they are or `on`.
 
         Raises:
@@ -202,7 +203,8 @@ class OffloadedTokens:
         if not tokens:
             return
         states = (keys.detach(), values.detach())
-        room = self.pool.room_for(*states, device=on or keys.device)
+        device = on or keys.device
+        room = self.pool.room_for(*states, device=device, is_limited=is_limited)
         with _copying(keys.device):
             for target, source in zip(room.tensors, states, strict=True):
                 if source.is_cuda:
@@ -221,8 +223,7 @@ class OffloadedTokens:
         slots = ops.kept_indices(stays.cpu()[:, None])
         keys, values = (ops.gather_tokens(states, slots) for states in self.on_host())
         left = OffloadedTokens(self.pool)
-        with self.pool.without(self.held_bytes):
-            left.append(keys, values, on=stays.device)
+        left.append(keys, values, on=stays.device, is_limited=False)
         self.pieces = left.pieces
 
     def with_tail(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
