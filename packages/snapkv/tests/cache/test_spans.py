@@ -256,7 +256,9 @@ def test_compress_says_what_it_lacks():
     with pytest.raises(InvalidArgumentError, match="expected the last queries for compress"):
         cache.compress([(3, 60)], 5)
     _, cache = read(FullCache(), random_ids(1, 90))
-    with pytest.raises(InvalidArgumentError, match="expected one that scores tokens"):
+    with pytest.raises(
+        InvalidArgumentError, match="expected one that scores the tokens of a KV head"
+    ):
         cache.compress([(3, 60)], 5)
     _, cache = read(KeyDiff(40, window_size=8), random_ids(1, 90))
     for budget in (0, "64MiB", 2.5):

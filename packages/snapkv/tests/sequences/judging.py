@@ -367,7 +367,8 @@ class Judge:
     def whole_layers(self, state: State) -> set[int]:
         """Those in which no head or row has dropped anything."""
         cache = state.cache
-        tokens = (self._tokens(state) - state.dropped.sum(dim=-1))[:, None]
+        dropped = state.dropped[:, : cache.get_seq_length()].sum(dim=-1)
+        tokens = (self._tokens(state) - dropped)[:, None]
         return {
             layer
             for layer in cache.compressed_layers
@@ -377,7 +378,8 @@ class Judge:
 
     def _tokens(self, state: State) -> Tensor:
         """(R,) tokens that each row has read; pads count until the first prompt has ended."""
-        in_first = not state.done and (state.turn is not None or state.prompt_end is None)
+        has_read = any(part.kind not in CHANGES for part in state.done)
+        in_first = not has_read and (state.turn is not None or state.prompt_end is None)
         return state.cache.get_seq_length() - (0 * state.pads if in_first else state.pads)
 
 

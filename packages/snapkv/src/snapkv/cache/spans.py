@@ -109,12 +109,14 @@ def require_compressible(layers: Sequence[CompressedLayer], rows: Sequence[Spans
     """The method that scores what the spans hold; refuse one that cannot."""
     policy = layers[0].policy
     scorer = policy.policy if isinstance(policy, AroundScores) else policy
-    if not isinstance(scorer, PrefixPolicy) or scorer.needs or policy.draft_tokens:
+    is_scored = isinstance(scorer, PrefixPolicy) and not (scorer.needs or policy.draft_tokens)
+    if not is_scored or policy.parts_groups:
         raise InvalidArgumentError(
-            f"policy: expected one that scores tokens by queries or keys alone for compress, got "
-            f"{policy.name}; use SnapKV, AdaKV or KeyDiff, or drop the spans"
+            f"policy: expected one that scores the tokens of a KV head by queries or keys alone "
+            f"for compress, got {policy!r}; use SnapKV, AdaKV or KeyDiff, or drop the spans"
         )
-    if scorer.query_tokens and any(layer.notes.last_queries is None for layer in layers):
+    assert isinstance(scorer, PrefixPolicy)
+    if scorer.query_tokens and not all(map(_has_queries, layers)):
         raise InvalidArgumentError(
             f"policy: expected the last queries for compress, by which {scorer.name} scores and "
             "which a cache holds with recall or turns='compress', got none; pass recall='host', "
@@ -122,6 +124,12 @@ def require_compressible(layers: Sequence[CompressedLayer], rows: Sequence[Spans
         )
     _require_unprotected(layers[0].spans.protect, rows, "compress")
     return scorer
+
+
+def _has_queries(layer: CompressedLayer) -> bool:
+    """Whether it holds some: not where the last turn's tokens were dropped."""
+    held = layer.notes.last_queries
+    return held is not None and held.shape[2] > 0
 
 
 def tokens_to_keep(budget: int | str, rows: Sequence[Spans]) -> list[int]:
