@@ -14,6 +14,7 @@ from snapkv import (
     InvalidArgumentError,
     KeyDiff,
     KVCodes,
+    OutOfMemoryError,
     PageRecall,
     SnapKV,
     SnapKVError,
@@ -131,8 +132,14 @@ def test_under_a_limit_a_drop_needs_no_more_room():
     ids = random_ids(1, 90)
     _, free = read(SNAPKV, ids, recall="host")
     limit = free.report().host_bytes
-    _, cache = read(SNAPKV, ids, recall="host", recall_bytes=limit)
+    model, cache = read(SNAPKV, ids, recall="host", recall_bytes=limit)
     shared = copy.copy(cache)
+    with torch.no_grad():
+        model(random_ids(1, 3, 5), past_key_values=cache)
+    held = stored(cache)
+    with pytest.raises(OutOfMemoryError, match=r"^recall_bytes: expected room for .*; "):
+        cache.compress([(0, 60)], 5)
+    assert [list(one) for one in stored(cache)] == [list(one) for one in held]
     cache.drop(SPANS)
     assert shared.report().host_bytes == limit > cache.report().host_bytes
     del shared
@@ -256,9 +263,7 @@ def test_compress_says_what_it_lacks():
     with pytest.raises(InvalidArgumentError, match="expected the last queries for compress"):
         cache.compress([(3, 60)], 5)
     _, cache = read(FullCache(), random_ids(1, 90))
-    with pytest.raises(
-        InvalidArgumentError, match="expected one that scores the tokens of a KV head"
-    ):
+    with pytest.raises(InvalidArgumentError, match="that scores the tokens of a KV head"):
         cache.compress([(3, 60)], 5)
     _, cache = read(KeyDiff(40, window_size=8), random_ids(1, 90))
     for budget in (0, "64MiB", 2.5):

@@ -74,6 +74,11 @@ class Conversation:
         transcript: Transcript | None = None,
         clear_tool_results: int | None = None,
     ) -> None:
+        if transcript is not None and document:
+            raise InvalidArgumentError(
+                f"transcript: expected no document beside it, got one of {len(document):,} "
+                "characters; put its text into a message of the transcript"
+            )
         if clear_tool_results is not None:
             require_int("clear_tool_results", clear_tool_results, minimum=0)
         require_one_reading(policy, "choose snapkv, whose turns vote on all that was said")

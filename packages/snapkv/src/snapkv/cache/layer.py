@@ -497,7 +497,7 @@ class CompressedLayer(DynamicLayer):
         positions = slots.positions_of(every)
         left = ~_cover(spans, positions)[:, 0]
         if self.offloaded is not None and self.offloaded.tokens:
-            self._offload_tail()
+            self._offload_tail(is_limited=False)  # what takes its place is less
             self.offloaded.only(left & (positions[:, 0] >= 0))
         if (held := self.notes.last_queries) is not None:
             self._note(last_queries=_queries_left(held, left, positions[:, 0]))
@@ -534,11 +534,18 @@ class CompressedLayer(DynamicLayer):
             fillers = self.store.slots - stays[:, 0].sum(dim=-1)
         self.slots = self.slots.chosen(self.slots.kept, self.slots.start, fillers=fillers)
 
-    def _offload_tail(self) -> None:
+    @property
+    def bytes_to_offload(self) -> int:
+        """Bytes of what was seen and is not off the device, where evicted tokens go there."""
+        if self.offloaded is None:
+            return 0
+        return sum(s.nbytes for s in self.store.tail(self.columns - self.offloaded.tokens))
+
+    def _offload_tail(self, *, is_limited: bool = True) -> None:
         """Put all that was seen off the device."""
         assert self.offloaded is not None
         if tokens := self.columns - self.offloaded.tokens:
-            self.offloaded.append(*self.store.tail(tokens))
+            self.offloaded.append(*self.store.tail(tokens), is_limited=is_limited)
 
     def _cut_pages_again(self) -> None:
         has_pages = self.turns is not None and self.turns.pages is not None

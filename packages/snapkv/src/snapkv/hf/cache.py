@@ -417,6 +417,7 @@ class CompressedCache(Cache):
             InvalidArgumentError: as `drop`; or the policy scores no tokens, or by queries that the
                 cache does not hold.
             InvalidTypeError: something else than spans, or than a budget.
+            OutOfMemoryError: `recall_bytes` leaves no room for what is evicted.
             UnsupportedModelError: latent attention.
         """
         rows, layers = self._rows_of(spans, "compress"), list(self.reading.layers)
@@ -429,6 +430,8 @@ class CompressedCache(Cache):
             return best_of_spans(layer, rows, kept, slot_scores(layer, scorer, scored, held))
 
         require_turns_can_follow(layers, stays)
+        if (first := layers[0].offloaded) is not None:
+            first.pool.require_room(sum(layer.bytes_to_offload for layer in layers))
         with self.reading.attending():
             for layer in layers:
                 layer.keep_only(stays(layer))

@@ -290,6 +290,7 @@ class CodedStates:
                 if counts[block] < G:
                     runs[head].append([])
         parts = list(itertools.zip_longest(*runs, fillvalue=[]))
+        parts = list(filter(any, parts)) or parts[:1]
         tokens = [[sum(counts[block] for block in blocks) for blocks in part] for part in parts]
         sections = (tuple(tuple(part[row * H :][:H]) for row in range(B)) for part in tokens)
         chosen = [block for part in parts for blocks in part for block in blocks]

@@ -61,14 +61,8 @@ class OffloadPool:
         """
         wanted = sum(part.nbytes for part in states)
         with self._lock:
-            limit = self.limit_bytes if is_limited else None
-            if limit is not None and self.taken_bytes + wanted > limit:
-                raise OutOfMemoryError(
-                    f"recall_bytes: expected room for {format_bytes(wanted)} more beside the "
-                    f"{format_bytes(self.taken_bytes)} that are off the device already, got a "
-                    f"limit of {format_bytes(limit)}; raise recall_bytes, or shorten "
-                    "the text"
-                )
+            if is_limited:
+                self.require_room(wanted)
             self.taken_bytes += wanted
         pinned = device.type == "cuda"  # so that copies need not wait
         try:
@@ -82,6 +76,16 @@ class OffloadPool:
         except BaseException:
             self.give_back(wanted)
             raise
+
+    def require_room(self, wanted: int) -> None:
+        """Refuse so many bytes more than are taken where that is beyond the limit."""
+        if self.limit_bytes is not None and self.taken_bytes + wanted > self.limit_bytes:
+            raise OutOfMemoryError(
+                f"recall_bytes: expected room for {format_bytes(wanted)} more beside the "
+                f"{format_bytes(self.taken_bytes)} that are off the device already, got a "
+                f"limit of {format_bytes(self.limit_bytes)}; raise recall_bytes, or shorten the "
+                "text"
+            )
 
     def give_back(self, freed_bytes: int) -> None:
         with self._lock:
