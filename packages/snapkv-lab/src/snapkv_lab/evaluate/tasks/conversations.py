@@ -144,7 +144,7 @@ class ToolResults(Turns):
     of names and numbers. The questions ask for names of different results.
 
     Args:
-        cloze: as of `turns`.
+        cloze: begin every answer with the name, as it stands in a result; small models need it.
         lines: of a result.
     """
 
