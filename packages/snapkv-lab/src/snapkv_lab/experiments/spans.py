@@ -141,10 +141,10 @@ SPANS = Experiment(
     measure=_measure,
     options={
         "count": Sized(20, 1),
-        "results": Sized(6, 4),
-        "lines": Sized(5, 4),
+        "results": Sized(4, 2),
+        "lines": Sized(5, 3),
         "dropped_share": Sized(0.5, 0.5),
-        "budgets": Sized((0, 256), (0, 64)),
+        "budgets": Sized((0, 128), (0, 64)),
     },
     tables=[
         Table(

@@ -420,8 +420,10 @@ class CompressedCache(Cache):
             OutOfMemoryError: `recall_bytes` leaves no room for what is evicted.
             UnsupportedModelError: latent attention.
         """
-        rows, layers = self._rows_of(spans, "compress"), list(self.reading.layers)
+        rows, layers = self._rows_of(spans, "compress"), self.reading.layers
         kept, scorer = tokens_to_keep(budget, rows), require_compressible(layers, rows)
+        if not any(own.parts for own in rows):
+            return
         options = score_options(self.model, layers)
 
         def stays(layer: CompressedLayer) -> Tensor:

@@ -1,5 +1,6 @@
 """What a policy makes of the slots that a layer stores, between two turns."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,17 +19,19 @@ class _Calls(forward_context.Hook):
     """Notes what attention does to its scores in every layer, and to how many heads of keys."""
 
     def __init__(self) -> None:
-        self.options: dict[int, ScoreOptions] = {}
-        self.heads: dict[int, int] = {}
+        self.options: dict[int | None, ScoreOptions] = {}
+        self.heads: dict[int | None, int] = {}
 
     def on_attention(self, call: Any, attended: Any) -> None:
         del attended
-        index = call.module.layer_idx
+        index = getattr(call.module, "layer_idx", None)
         self.options[index], self.heads[index] = call.score_options, call.key.shape[1]
 
 
 @torch.no_grad()
-def score_options(model: PreTrainedModel, layers: list[CompressedLayer]) -> dict[int, ScoreOptions]:
+def score_options(
+    model: PreTrainedModel, layers: Sequence[CompressedLayer]
+) -> dict[int | None, ScoreOptions]:
     """What the model's attention does to the scores of each layer: it reads one token, and no more.
 
     Raises:
