@@ -128,6 +128,14 @@ def test_a_dropped_span_leaves_the_pool_and_the_next_turn_chooses_as_without_it(
         assert not bool(gone.cover(kept).any())
 
 
+def test_queries_of_dropped_tokens_do_not_vote():
+    _, cache = read(SNAPKV, random_ids(1, 90), recall="host")
+    before = cache.reading.layers[0].notes.last_queries
+    cache.drop([(20, 30), (84, 87)])
+    after = cache.reading.layers[0].notes.last_queries
+    assert torch.equal(after, before[:, :, [0, 1, 5, 6, 7]])
+
+
 def test_under_a_limit_a_drop_needs_no_more_room():
     ids = random_ids(1, 90)
     _, free = read(SNAPKV, ids, recall="host")
