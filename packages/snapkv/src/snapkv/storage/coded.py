@@ -266,13 +266,8 @@ class CodedStates:
         if not len(more.keys):
             return replace(coded, first=first)
         before = CodedStates.of(more, 0, self.how)
-        return replace(
-            coded,
-            first=first,
-            codes=both(Codes.joined, before.codes, coded.codes),
-            sections=(*before.sections, *coded.sections),
-            own_sections=coded.own_sections + 1,
-        )
+        own = coded.own_sections + 1
+        return replace(before._and(coded), first=first, own_sections=own)
 
     def _blocks_with(self, stays: Tensor) -> "CodedStates":
         """With some of the tokens in codes, (N,) bool, head by head: blocks keep their scales.
@@ -282,21 +277,15 @@ class CodedStates:
         G, (B, H) = self.how.group_size, self.first[0].shape[:2]
         kept = torch.zeros(len(self.codes[0]) * G, dtype=torch.bool, device=stays.device)
         kept = kept.index_copy(0, self.layout.flat, stays).view(-1, G)
-        counts = kept.sum(dim=1).tolist()
-        own, later = self._blocks_that_change(counts)
-        runs: list[list[list[int]]] = [[[]] for _ in range(B * H)]
-        for block, head in enumerate(self.layout.heads[:own].tolist()):
-            if counts[block]:
-                runs[head][-1].append(block)
-                if counts[block] < G:
-                    runs[head].append([])
-        parts = list(itertools.zip_longest(*runs, fillvalue=[]))
-        parts = list(filter(any, parts)) or parts[:1]
-        tokens = [[sum(counts[block] for block in blocks) for blocks in part] for part in parts]
-        sections = (tuple(tuple(part[row * H :][:H]) for row in range(B)) for part in tokens)
-        chosen = [block for part in parts for blocks in part for block in blocks]
+        counts = iter(kept.sum(dim=1).tolist())
+        heads = [[next(counts) for _ in range(blocks)] for blocks in self.layout.head_blocks]
+        later, last = self._whole_sections(heads)
+        runs = [_runs(own[: len(own) - last], G) for own in heads]
+        parts = list(itertools.zip_longest(*runs, fillvalue=0))
+        sections = (tuple(part[row * H :][:H] for row in range(B)) for part in parts)
+        chosen = [place for place, count in enumerate(itertools.chain(*heads)) if count]
         order = (~kept).to(torch.uint8).argsort(dim=1, stable=True)
-        index = torch.tensor([*chosen, *range(own, len(counts))], device=stays.device).long()
+        index = torch.tensor(chosen, dtype=torch.int64, device=stays.device)
         return replace(
             self,
             codes=both(lambda part: part.arranged(order).blocks(index), self.codes),
@@ -305,30 +294,38 @@ class CodedStates:
             own_sections=len(parts),
         )
 
-    def _blocks_that_change(self, counts: list[int]) -> tuple[int, tuple[Counts, ...]]:
-        """How many of the first blocks, with so many tokens left, and the whole sections behind.
+    def _whole_sections(self, heads: list[list[int]]) -> tuple[tuple[Counts, ...], int]:
+        """The last sections that lose nothing, of tokens behind the prompt; blocks of each head.
 
-        Those are of tokens that all heads have got behind the prompt.
+        So many tokens of every block of each head are left.
         """
-        (B, H), first = self.first[0].shape[:2], len(counts)
+        G, blocks = self.how.group_size, 0
         later: tuple[Counts, ...] = ()
         for section in reversed(self.sections[self.own_sections :]):
-            blocks = B * H * section[0][0] // self.how.group_size
-            if min(counts[first - blocks : first], default=0) < self.how.group_size:
+            more = blocks + section[0][0] // G
+            if any(min(own[len(own) - more :]) < G for own in heads):
                 break
-            first, later = first - blocks, (section, *later)
-        return first, later
+            later, blocks = (section, *later), more
+        return later, blocks
+
+    def _and(self, other: "CodedStates") -> "CodedStates":
+        """Of every head these blocks, and behind them those of another."""
+        one, two = self.layout.head_blocks, other.layout.head_blocks
+        first, second = iter(range(sum(one))), iter(range(sum(one), sum(one) + sum(two)))
+        order = [
+            next(blocks)
+            for own, more in zip(one, two, strict=True)
+            for blocks, count in ((first, own), (second, more))
+            for _ in range(count)
+        ]
+        index = torch.tensor(order, dtype=torch.int64, device=self.first[0].device)
+        codes = both(lambda a, b: a.joined(b).blocks(index), self.codes, other.codes)
+        return replace(self, codes=codes, sections=(*self.sections, *other.sections), least_slots=0)
 
     def grown_by(self, states: RaggedStates) -> "CodedStates":
         """As `RaggedStates.grown_by`, the others in codes, too."""
         more = CodedStates.of(states, 0, self.how)
-        return replace(
-            self,
-            codes=both(Codes.joined, self.codes, more.codes),
-            sections=(*self.sections, *more.sections),
-            least_slots=0,
-            own_sections=len(self.sections) + 1,
-        )
+        return replace(self._and(more), own_sections=len(self.sections) + 1)
 
     def without_last_section(self) -> tuple["CodedStates", Pair]:
         """Without the last tokens that were encoded behind the prompt, and what they stand for."""
@@ -364,6 +361,18 @@ class CodedStates:
 def both(make: Callable[..., Made], *pairs: tuple[Any, Any]) -> tuple[Made, Made]:
     """What is made of the keys of pairs, and of their values."""
     return make(*(pair[0] for pair in pairs)), make(*(pair[1] for pair in pairs))
+
+
+def _runs(counts: list[int], block_tokens: int) -> list[int]:
+    """Tokens of the sections of a head whose blocks hold so many; one that is not whole ends it."""
+    runs = [0]
+    is_open = True
+    for count in filter(None, counts):
+        if not is_open:
+            runs.append(0)
+        runs[-1] += count
+        is_open = count == block_tokens
+    return runs
 
 
 def _behind(before: Tensor, states: Tensor) -> Tensor:
