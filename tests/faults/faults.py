@@ -312,6 +312,28 @@ FAULTS = (
         vllm=True,
     ),
     Fault(
+        name="what stands behind a dropped span has a position too low",
+        file="snapkv/cache/slots.py",
+        old="reached = torch.searchsorted(begins.contiguous(), places.flatten(1).contiguous(), "
+        "right=True)",
+        new="reached = torch.searchsorted(begins.contiguous(), places.flatten(1).contiguous())",
+        tests=("packages/snapkv/tests/cache/test_spans.py",),
+    ),
+    Fault(
+        name="a block of codes that has lost tokens keeps the wrong ones",
+        file="snapkv/storage/coded.py",
+        old="order = (~kept).to(torch.uint8).argsort(dim=1, stable=True)",
+        new="order = kept.to(torch.uint8).argsort(dim=1, stable=True)",
+        tests=("packages/snapkv/tests/cache/test_spans.py",),
+    ),
+    Fault(
+        name="queries of dropped tokens vote on the next turn",
+        file="snapkv/cache/layer.py",
+        old="self._note(last_queries=_queries_left(held, left, positions[:, 0]))",
+        new="pass",
+        tests=("packages/snapkv/tests/cache/test_spans.py",),
+    ),
+    Fault(
         name="vLLM's blocks: kept tokens are written into blocks that others share",
         file="snapkv_vllm/blocks.py",
         old="plan is None or not self.enable_caching or dropped > 0",

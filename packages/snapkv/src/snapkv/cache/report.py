@@ -17,6 +17,8 @@ class CacheReport(dict[str, Any]):
 
     Keys:
         seen_tokens: tokens per row the cache has seen.
+        dropped_tokens: tokens per row that `drop` has taken out of the compressed layers, the mean;
+            other layers keep what they have of them.
         chosen_at: tokens per row seen when the layers last chose what to keep; 0 before a prompt
             has ended.
         kept_tokens: tokens per row, head and layer that the compressed layers store, the mean.
@@ -57,6 +59,7 @@ class CacheReport(dict[str, Any]):
         return cls(
             policy=policy,
             seen_tokens=compressed[0].seen_tokens,
+            dropped_tokens=_whole_number(compressed[0].slots.mean_erased),
             chosen_at=compressed[0].slots.chosen_at,
             kept_tokens=_whole_number(mean),
             held_bytes=sum(row["held_bytes"] for row in rows),

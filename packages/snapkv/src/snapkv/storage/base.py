@@ -137,6 +137,13 @@ class TokenStore(ABC):
             ragged: whether -1 is none, and heads hold different numbers of tokens from now on.
         """
 
+    @abstractmethod
+    def only(self, stays: Tensor) -> "TokenStore":
+        """Hold only some slots, (B, H, S) bool, bit for bit: of each head its last ones.
+
+        As many as the head has that keeps most.
+        """
+
     def crop(self, tokens: int) -> "TokenStore":
         for plane in self.planes:
             plane.states = plane.states[..., :-tokens, :]

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
@@ -9,6 +10,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from snapkv import ops
 from snapkv.errors import InvalidArgumentError
 from snapkv.ops import (
     BlockLayout,
@@ -141,6 +143,8 @@ class CodedStates:
         sections: tokens of each head in codes, by when they were encoded.
         how: with how many bits.
         least_slots: slots of the padded layout, at least.
+        own_sections: how many of the sections are of heads that differ; those behind are of tokens
+            that all heads have got behind the prompt.
     """
 
     first: Pair
@@ -148,6 +152,7 @@ class CodedStates:
     sections: tuple[Counts, ...]
     how: KVCodes
     least_slots: int = 0
+    own_sections: int = 1
 
     @classmethod
     def of(cls, states: RaggedStates, first_tokens: int, how: KVCodes) -> "CodedStates":
@@ -182,8 +187,7 @@ class CodedStates:
     @functools.cached_property
     def longest_tokens(self) -> int:
         """Slots of the padded layout."""
-        grown = sum(section[0][0] for section in self.sections[1:])
-        return max(self.least_slots + grown, *(max(row) for row in self.head_tokens))
+        return max(self.least_slots + self.grown_tokens, *(max(row) for row in self.head_tokens))
 
     @property
     def mean_tokens(self) -> float:
@@ -255,7 +259,7 @@ class CodedStates:
     @property
     def grown_tokens(self) -> int:
         """Tokens of every head that came behind the prompt and are codes by now."""
-        return sum(section[0][0] for section in self.sections[1:])
+        return sum(section[0][0] for section in self.sections[self.own_sections :])
 
     def decoded(self) -> RaggedStates:
         """What they stand for."""
@@ -278,13 +282,93 @@ class CodedStates:
         chosen = self.layout.blocks_of_rows(order)
         sections = tuple(tuple(section[row] for row in order) for section in self.sections)
         keys, values = self.first
-        return CodedStates(
+        return replace(
+            self,
             first=(keys[rows.to(keys.device)], values[rows.to(keys.device)]),
             codes=both(lambda part: part.blocks(chosen), self.codes),
             sections=sections,
-            how=self.how,
-            least_slots=self.least_slots,
         )
+
+    def only(self, stays: Tensor) -> "CodedStates":
+        """The tokens of some slots of the padded layout, (B, H, S) bool, by the codes they have.
+
+        Of the first tokens every head holds as many as it came; where heads differ in them, those
+        that some have more are encoded.
+        """
+        N, slots = self.first[0].shape[2], stays.shape[-1]
+        counts = torch.tensor(self.head_tokens, device=stays.device)[..., None]
+        begins, order = slots - counts, torch.arange(slots, device=stays.device)
+        coded = self._blocks_with(stays[order >= begins + N])
+        there = stays.gather(2, begins + order[:N])
+        places = (~there).to(torch.uint8).argsort(dim=-1, stable=True)
+        kept = there.sum(dim=-1, keepdim=True)
+        places = places.masked_fill(order[:N] >= kept, -1)
+        fewest = int(kept.min())
+        first = both(lambda part: ops.gather_tokens(part, places[..., :fewest]), self.first)
+        more = RaggedStates.gather(*self.first, places[..., fewest:])
+        if not len(more.keys):
+            return replace(coded, first=first)
+        before = CodedStates.of(more, 0, self.how)
+        own = coded.own_sections + 1
+        return replace(before._and(coded), first=first, own_sections=own)
+
+    def _blocks_with(self, stays: Tensor) -> "CodedStates":
+        """With some of the tokens in codes, (N,) bool, head by head: blocks keep their scales.
+
+        Behind a block that is no longer whole its head goes on in a section of its own.
+        """
+        G, (B, H) = self.how.group_size, self.first[0].shape[:2]
+        kept = torch.zeros(len(self.codes[0]) * G, dtype=torch.bool, device=stays.device)
+        kept = kept.index_copy(0, self.layout.flat, stays).view(-1, G)
+        counts = iter(kept.sum(dim=1).tolist())
+        heads = [[next(counts) for _ in range(blocks)] for blocks in self.layout.head_blocks]
+        later, last = self._whole_sections(heads)
+        runs = [_runs(own[: len(own) - last], G) for own in heads]
+        parts = list(itertools.zip_longest(*runs, fillvalue=0))
+        sections = (tuple(part[row * H :][:H] for row in range(B)) for part in parts)
+        chosen = [place for place, count in enumerate(itertools.chain(*heads)) if count]
+        order = (~kept).to(torch.uint8).argsort(dim=1, stable=True)
+        index = torch.tensor(chosen, dtype=torch.int64, device=stays.device)
+        return replace(
+            self,
+            codes=both(lambda part: part.arranged(order).blocks(index), self.codes),
+            sections=(*sections, *later),
+            least_slots=0,
+            own_sections=len(parts),
+        )
+
+    def _whole_sections(self, heads: list[list[int]]) -> tuple[tuple[Counts, ...], int]:
+        """The last sections that lose nothing, of tokens behind the prompt; blocks of each head.
+
+        So many tokens of every block of each head are left.
+        """
+        G, blocks = self.how.group_size, 0
+        later: tuple[Counts, ...] = ()
+        for section in reversed(self.sections[self.own_sections :]):
+            more = blocks + section[0][0] // G
+            if any(min(own[len(own) - more :]) < G for own in heads):
+                break
+            later, blocks = (section, *later), more
+        return later, blocks
+
+    def _and(self, other: "CodedStates") -> "CodedStates":
+        """Of every head these blocks, and behind them those of another."""
+        one, two = self.layout.head_blocks, other.layout.head_blocks
+        first, second = iter(range(sum(one))), iter(range(sum(one), sum(one) + sum(two)))
+        order = [
+            next(blocks)
+            for own, more in zip(one, two, strict=True)
+            for blocks, count in ((first, own), (second, more))
+            for _ in range(count)
+        ]
+        index = torch.tensor(order, dtype=torch.int64, device=self.first[0].device)
+        codes = both(lambda a, b: a.joined(b).blocks(index), self.codes, other.codes)
+        return replace(self, codes=codes, sections=(*self.sections, *other.sections), least_slots=0)
+
+    def grown_by(self, states: RaggedStates) -> "CodedStates":
+        """As `RaggedStates.grown_by`, the others in codes, too."""
+        more = CodedStates.of(states, 0, self.how)
+        return replace(self._and(more), own_sections=len(self.sections) + 1)
 
     def without_last_section(self) -> tuple["CodedStates", Pair]:
         """Without the last tokens that were encoded behind the prompt, and what they stand for."""
@@ -357,6 +441,18 @@ def state_spread(state: dict[str, Any]) -> dict[str, Any]:
 def both(make: Callable[..., Made], *pairs: tuple[Any, Any]) -> tuple[Made, Made]:
     """What is made of the keys of pairs, and of their values."""
     return make(*(pair[0] for pair in pairs)), make(*(pair[1] for pair in pairs))
+
+
+def _runs(counts: list[int], block_tokens: int) -> list[int]:
+    """Tokens of the sections of a head whose blocks hold so many; one that is not whole ends it."""
+    runs = [0]
+    is_open = True
+    for count in filter(None, counts):
+        if not is_open:
+            runs.append(0)
+        runs[-1] += count
+        is_open = count == block_tokens
+    return runs
 
 
 def _behind(before: Tensor, states: Tensor) -> Tensor:
@@ -443,12 +539,6 @@ class CodedStore(RaggedStore):
             self.ragged, (keys, values) = self.ragged.without_last_section()
             self._hold(torch.cat([keys, self.keys], dim=2), torch.cat([values, self.values], dim=2))
         return super().crop(tokens)
-
-    def tail(self, tokens: int) -> Pair:
-        """As `TokenStore.tail`; codes among them by what they stand for."""
-        if tokens > self.tail_tokens:
-            return DenseStore().fill(*self.padded(), self.num_kv_heads).tail(tokens)
-        return super().tail(tokens)
 
     def dense(self) -> tuple[DenseStore, Tensor]:
         """What all of it stands for with as many slots in every head, and each row's empty ones."""

@@ -60,6 +60,10 @@ class StaticStore(TokenStore):
         """Refused: what is chosen again is recalled first, into a store that grows."""
         raise NotImplementedError("a static store keeps all it holds")
 
+    def only(self, stays: Tensor) -> TokenStore:
+        """Refused, as `keep`."""
+        raise NotImplementedError("a static store keeps all it holds")
+
     def crop(self, tokens: int) -> TokenStore:
         self.filled.sub_(tokens)
         return self

@@ -107,7 +107,7 @@ def _require_fitting(layer: CompressedLayer) -> None:
     """Refuse parts that are no tensors of one batch, or do not say what is in the slots."""
     store, slots = layer.store, layer.slots
     keys, values, kept = store.keys, store.values, slots.kept
-    numbers = (slots.start, slots.chosen_at, store.num_kv_heads)
+    numbers = (slots.start, slots.chosen_at, slots.gone, store.num_kv_heads)
     tensors = [*slots.tensors.values(), *layer.notes.tensors.values()]
     fits = type(slots.is_partial) is bool
     fits &= all(type(number) is int and number >= 0 for number in numbers)
@@ -122,6 +122,7 @@ def _require_fitting(layer: CompressedLayer) -> None:
             and keys.shape[1] % store.num_kv_heads == 0
             and all(len(tensor) == len(keys) for tensor in tensors)
             and (kept is not None or not slots.start)
+            and (slots.erased is None or slots.erased.shape[2:] == (2,))
         )
         if kept is not None:
             fits = fits and kept.shape[:2] == keys.shape[:2] and kept.shape[2] <= store.slots
