@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from snapkv_vllm.versions import require_overridden, require_supported_version
+from snapkv_vllm.versions import part_of_vllm, require_supported_version
 
 require_supported_version()
 
@@ -40,14 +40,6 @@ _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPE
 BEGINNINGS = "snapkv_beginnings"
 """Attribute of the same that carries a `Beginning` for every request that has a document."""
 
-_OVERRIDDEN = (
-    "_free_request",
-    "_get_local_prefix_cache_hit",
-    "_preempt_request",
-    "_reserve_prefill_lookahead",
-    "_update_after_schedule",
-)
-
 
 class _CompressingScheduler(Scheduler):
     """Orders the compression of a request in the very step that computes its last token.
@@ -59,7 +51,6 @@ class _CompressingScheduler(Scheduler):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        require_overridden(Scheduler, _OVERRIDDEN)
         super().__init__(*args, **kwargs)
         require_supported(self.vllm_config)
         self._settings = ServingSettings.from_config(self.vllm_config.additional_config)
@@ -84,8 +75,17 @@ class _CompressingScheduler(Scheduler):
             self._require_blocks(request)
         except SnapKVError as error:  # front ends answer 400; one of another make did not ask
             logger.error("Request %s is refused: %s", request.request_id, error)
-            self.grammar_compile_error_reqs.add(request.request_id)  # ends with vLLM's next step
+            self._end_with(request.request_id, error)
         super().add_request(request)
+
+    def _end_with(self, request_id: str, error: SnapKVError) -> None:
+        """Have vLLM end a request in its next step."""
+        refused = self.grammar_compile_error_reqs
+        if isinstance(refused, dict):  # from 0.33 on, with what the client is told
+            said = part_of_vllm("outputs.RequestError")
+            refused[request_id] = said(code="validation_error", message=str(error))
+        else:
+            refused.add(request_id)
 
     def _plan_of(self, request: Any) -> RequestPlan:
         """The request's plan; none for sessions, whose prompts go on after their end."""
@@ -162,13 +162,16 @@ class _CompressingScheduler(Scheduler):
         self._plans.pop(request.request_id, None)
         return registered or to_connector, of_encoder
 
-    def _get_local_prefix_cache_hit(self, request: Any) -> tuple[Any, int, int, bool]:
+    def _get_local_prefix_cache_hit(
+        self, request: Any, *args: Any, **kwargs: Any
+    ) -> tuple[Any, int, int, bool]:
         lent = self._documents and self._documents.lent(request.request_id)
         if lent:
             begun, found = lent
             blocks = self.kv_cache_manager.create_kv_cache_blocks(found)
             return blocks, begun.document_tokens, 0, False
-        blocks, cached, boundary, diverged = super()._get_local_prefix_cache_hit(request)
+        found_by_vllm = super()._get_local_prefix_cache_hit(request, *args, **kwargs)
+        blocks, cached, boundary, diverged = found_by_vllm
         plan = self._plans.get(request.request_id)
         usable = None if plan is None else plan.reusable_tokens
         if usable is not None and self.num_spec_tokens:  # vLLM pads a single token with drafts
