@@ -232,9 +232,9 @@ def _of_instances(kind: ast.AST) -> frozenset[str]:
     """What a class has: its methods and fields, and what they assign to ``self``."""
     names = {name for node in _statements(getattr(kind, "body", [])) for name in _named(node)}
     for node in ast.walk(kind):
-        stored = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-        if stored and isinstance(node.value, ast.Name) and node.value.id == "self":
-            names.add(node.attr)
+        match node:
+            case ast.Attribute(value=ast.Name(id="self"), ctx=ast.Store()):
+                names.add(node.attr)
     return frozenset(names)
 
 
