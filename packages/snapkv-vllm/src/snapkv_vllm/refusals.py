@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies import TOVA, AdaKV
 from snapkv_vllm.documents.words import Errand
-from snapkv_vllm.layouts import LAYOUTS
+from snapkv_vllm.layouts import FP8, LAYOUTS
 from snapkv_vllm.limits import Limits
 from snapkv_vllm.names import RefusedError, wrong
 from snapkv_vllm.plans import Plan
@@ -18,7 +18,8 @@ ONE_SERVER = "each would have documents of its own; leave --api-server-count or 
 
 _STOCK = "serve the model with stock vLLM"
 _WEIGHTS = "their files say which weights have read them, by those in the model's folder; leave"
-_UNQUANTISED = ("auto", "float16", "bfloat16", "float32")
+_PLAIN = ("auto", "float16", "bfloat16", "float32")
+_MOVABLE = (*_PLAIN, *FP8)
 
 
 def _settings(vllm_config: Any) -> ServingSettings:
@@ -53,8 +54,13 @@ def _in_contexts(vllm_config: Any) -> bool:
     return bool(prefill > 1)
 
 
+def _other_than(names: Sequence[str], given: str) -> str:
+    return "" if given in names else str(given)
+
+
 _Rules = tuple[tuple[str, Callable[[Any], Any], str], ...]
-"""What is set, whether it is in vLLM's configuration, and why that is refused and what to do."""
+"""What is set, whether it is in vLLM's configuration (by its name, if it may be one of several),
+and why that is refused and what to do."""
 
 _ALWAYS: _Rules = (
     (
@@ -109,9 +115,15 @@ _ALWAYS: _Rules = (
         f"this was never tested; {_STOCK}",
     ),
     (
-        "a quantised KV cache",
-        lambda c: c.cache_config.cache_dtype not in _UNQUANTISED,
-        "its rows cannot be moved bit for bit with their scales; leave --kv-cache-dtype out",
+        "a KV cache in the format",
+        lambda c: _other_than(_MOVABLE, c.cache_config.cache_dtype),
+        f"only {', '.join(FP8)} have one scale for a layer; pass one of them to --kv-cache-dtype, "
+        "or leave it out",
+    ),
+    (
+        "latent attention (MLA) and a KV cache in the format",
+        lambda c: c.model_config.use_mla and _other_than(_PLAIN, c.cache_config.cache_dtype),
+        "this was never tested; leave --kv-cache-dtype out",
     ),
     (
         "CUDA graphs of whole prompt steps",
@@ -184,6 +196,11 @@ _IN_A_FOLDER: _Rules = (
         "serve with --policy snapkv, or leave --share-folder out",
     ),
     (
+        "documents in a folder and a KV cache in the format",
+        lambda c: _other_than(_PLAIN, c.cache_config.cache_dtype),
+        "files hold numbers as the model has them; leave --kv-cache-dtype or --share-folder out",
+    ),
+    (
         "documents in a folder and tensor or pipeline parallelism",
         lambda c: c.parallel_config.world_size > 1,
         "each process has a part of every document; leave --share-folder out",
@@ -252,9 +269,10 @@ def require_supported(vllm_config: Any) -> None:
     settings = _settings(vllm_config)
     for rules in (rules for concerns, rules in _TABLE if concerns(settings)):
         for what, applies, remedy in rules:
-            if applies(vllm_config):
+            if found := applies(vllm_config):
+                got = f" {found}" if isinstance(found, str) else ""
                 raise UnsupportedModelError(
-                    f"snapkv: cannot compress prompts with {what}: {remedy}"
+                    f"snapkv: cannot compress prompts with {what}{got}: {remedy}"
                 )
     processes = vllm_config.parallel_config.tensor_parallel_size
     if processes > (kv_heads := vllm_config.model_config.get_total_num_kv_heads()):
@@ -349,6 +367,10 @@ def _require_movable(name: str, layer: Any, spec: Any) -> None:
     backend = layer.get_attn_backend().get_name()
     if backend not in LAYOUTS:
         _refuse(name, f"runs on {backend}", f"one of {', '.join(LAYOUTS)}")
+    if (form := getattr(layer, "kv_cache_dtype", "auto")) not in _MOVABLE:
+        _refuse(name, f"has a cache in the format {form}", f"one of {', '.join(_MOVABLE)}")
+    if form in FP8 and layer._k_scale.numel() > 1:
+        _refuse(name, "has a scale for every head", "one scale for a layer")
     if getattr(layer, "use_sparse", False):
         _refuse(name, "chooses the tokens it attends to", "attention to all of them")
 
