@@ -67,7 +67,11 @@ LATENT = {"model_config": {"use_mla": True}}
         ({"model_config": {"is_encoder_decoder": True}}, "encoder-decoder"),
         ({"model_config": {"runner_type": "pooling"}}, "pooling model"),
         ({"model_config": {"uses_mrope": True}}, "M-RoPE"),
-        ({"cache_config": {"cache_dtype": "fp8"}}, "quantised KV cache"),
+        (
+            {"cache_config": {"cache_dtype": "nvfp4"}},
+            "in the format nvfp4: only fp8, fp8_e4m3, fp8_",
+        ),
+        (LATENT | {"cache_config": {"cache_dtype": "fp8"}}, "latent .* the format fp8: .* out"),
     ],
     ids=str,
 )
@@ -120,6 +124,12 @@ KEPT_APART = ServingSettings(policy="adakv", budget=64, sharing=Sharing(folder="
         (KEPT, "parallel_config", {"world_size": 2}, "tensor or pipeline parallelism"),
         (KEPT, "parallel_config", {"distributed_executor_backend": "ray"}, "workers on Ray"),
         (KEPT, "model_config", {"quantization": "gptq"}, "quantised weights"),
+        (
+            KEPT,
+            "cache_config",
+            {"cache_dtype": "fp8"},
+            "in a folder and a KV cache in the format fp8",
+        ),
         (KEPT, "model_config", {"hf_overrides": {"rope_theta": 1.0}}, "hf-overrides"),
         (KEPT, "model_config", {"model": "someone/model"}, "pass the folder that the model"),
         (KEPT, "load_config", {"load_format": "dummy"}, "made-up weights"),
@@ -182,7 +192,9 @@ def test_sessions_are_refused_where_requests_are_promised_to_be_held_to_limits()
         require_no_promise(Limits(cap=100))
 
 
-def layer_and_spec(*, backend="FLASH_ATTN", alibi=None, sparse=False, kind=None, **spec):
+def layer_and_spec(
+    *, backend="FLASH_ATTN", alibi=None, sparse=False, kind=None, form="auto", scales=1, **spec
+):
     import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -191,6 +203,8 @@ def layer_and_spec(*, backend="FLASH_ATTN", alibi=None, sparse=False, kind=None,
         impl=SimpleNamespace(alibi_slopes=alibi),
         get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend),
         use_sparse=sparse,
+        kv_cache_dtype=form,
+        _k_scale=torch.ones(scales),
     )
     return {"model.layer": layer}, {"model.layer": (kind or FullAttentionSpec)(**sizes, **spec)}
 
@@ -199,13 +213,15 @@ def test_layers_of_another_kind_are_refused():
     from vllm.v1.kv_cache_interface import MLAAttentionSpec, RSWASpec, SlidingWindowSpec
 
     latent = {"kind": MLAAttentionSpec, "backend": "CPU_MLA"}
-    for accepted in (layer_and_spec(), layer_and_spec(**latent)):
+    for accepted in (layer_and_spec(), layer_and_spec(**latent), layer_and_spec(form="fp8")):
         assert compressible_layers(*accepted) == {"model.layer"}
     refused = {
         "window in one group": layer_and_spec(sliding_window=64),
         "keeps SlidingWindowSpec": layer_and_spec(kind=SlidingWindowSpec, sliding_window=64),
         "keeps a RSWASpec": layer_and_spec(kind=RSWASpec, rswa_window=64),
         "chooses the tokens it attends to": layer_and_spec(**latent, sparse=True),
+        "in the format int4_per_token_head, exp": layer_and_spec(form="int4_per_token_head"),
+        "has a scale for every head, expected one": layer_and_spec(form="fp8", scales=4),
         "ALiBi": layer_and_spec(alibi=[0.5]),
         "FLASHINFER, expected one of CPU_ATTN": layer_and_spec(backend="FLASHINFER"),
         "AMX_MLA, expected one of": layer_and_spec(**latent | {"backend": "AMX_MLA"}),

@@ -176,9 +176,9 @@ def test_the_cpu_layout_reads_what_the_kernel_wrote(isa, block_tokens, head_size
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("head_size", [64, 96, 128])
 def test_the_cpu_layout_knows_packings_by_their_strides(head_size, dtype):
-    from snapkv_vllm.layouts import _packings
+    from snapkv_vllm.layouts import NumberFormat, _packings
 
-    assert all(packing.tokens for packing in _packings("vec", 128, head_size, dtype))
+    assert all(packing.tokens for packing in _packings("vec", 128, head_size, NumberFormat(dtype)))
 
 
 def test_a_packing_without_strides_is_read_place_by_place(monkeypatch):
