@@ -2,12 +2,9 @@
 
 One table. `versions` looks an unknown release up in it before the plugin starts, the tests look the
 installed one up and look in the plugin's own files for what is missing here, and
-``make test-coupling`` looks through the files of any release:
-``python -m snapkv_vllm.coupling WHEEL_OR_FOLDER`` prints what is otherwise there.
+``make test-coupling`` looks through the files of any release.
 """
 
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from snapkv_vllm.sources import Difference, Part, Release
@@ -42,11 +39,14 @@ SCHEDULING = (
             "add_request": "request",
             "_free_request": "request ...",
             "_get_local_prefix_cache_hit": "request ...",
+            "_build_kv_connector_meta": "connector scheduler_output",
+            "_connector_finished": "request",
             "_preempt_request": "request ...",
             "_reserve_prefill_lookahead": "request num_computed_tokens num_new_tokens",
             "_update_after_schedule": "scheduler_output",
         },
-        attributes="vllm_config kv_cache_manager kv_cache_config requests running num_spec_tokens "
+        attributes="vllm_config connector kv_cache_manager kv_cache_config requests running "
+        "num_spec_tokens "
         "grammar_compile_error_reqs",
         steps={
             # It asks where a step ends, looks prefixes up, preempts, and moves on at the end.
@@ -71,13 +71,24 @@ SCHEDULING = (
         "v1.core.sched.output.SchedulerOutput",
         "extended",
         attributes="finished_req_ids preempted_req_ids scheduled_new_reqs scheduled_cached_reqs "
-        "num_scheduled_tokens total_num_scheduled_tokens",
+        "num_scheduled_tokens total_num_scheduled_tokens scheduled_spec_decode_tokens "
+        "scheduled_encoder_inputs",
     ),
     Part("v1.core.sched.output.NewRequestData", "read", attributes="req_id"),
     Part(
         "v1.core.sched.output.CachedRequestData",
-        "read",
-        attributes="req_ids resumed_req_ids new_block_ids",
+        "read, copied",
+        attributes="req_ids resumed_req_ids new_token_ids all_token_ids new_block_ids "
+        "num_computed_tokens num_output_tokens",
+    ),
+    Part(
+        "distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1",
+        "patched",
+        signatures={
+            "get_num_new_matched_tokens": "request ...",
+            "update_state_after_alloc": "request ...",
+            "on_new_request": "request",
+        },
     ),
     Part(
         "v1.request.Request",
@@ -584,19 +595,3 @@ TABLE: tuple[Part, ...] = (
 def differences(place: Path) -> list[Difference]:
     """What the vLLM in a wheel, or in the folder that holds ``vllm``, has otherwise."""
     return Release(place).differences(TABLE)
-
-
-def main(places: Sequence[str]) -> int:
-    """Print what is otherwise in these releases; 1 where the plugin would miss something."""
-    missing = 0
-    for place in places:
-        found = differences(Path(place))
-        missing += sum(one.missing for one in found)
-        lines = [f"{Path(place).name}: {len(TABLE)} parts, {len(found)} otherwise"]
-        lines += [f"  {'missing' if one.missing else 'changed'}: {one}" for one in found]
-        sys.stdout.write("\n".join(lines) + "\n")
-    return int(missing > 0)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))

@@ -9,12 +9,15 @@ from snapkv.policies import TOVA, AdaKV
 from snapkv_vllm.documents.words import Errand
 from snapkv_vllm.layouts import FP8, LAYOUTS
 from snapkv_vllm.limits import Limits
-from snapkv_vllm.names import RefusedError, wrong
+from snapkv_vllm.names import PREFIX, RefusedError, wrong
 from snapkv_vllm.plans import Plan
 from snapkv_vllm.settings import ServingSettings
 
 ONE_SERVER = "each would have documents of its own; leave --api-server-count or --share out"
 """What is said where several processes would answer requests, and documents are shared."""
+
+TRANSFER = "kv_transfer_params"
+"""With which a request asks a KV connector for something."""
 
 _STOCK = "serve the model with stock vLLM"
 _WEIGHTS = "their files say which weights have read them, by those in the model's folder; leave"
@@ -83,11 +86,6 @@ _ALWAYS: _Rules = (
         "two micro-batches in one step",
         lambda c: c.parallel_config.use_ubatching,
         "queries that vote are looked up in the whole batch; leave --enable-dbo out",
-    ),
-    (
-        "a KV connector",
-        lambda c: c.kv_transfer_config is not None,
-        "it would send blocks that no longer hold what their hash says; leave it out",
     ),
     (
         "latent attention (MLA) in several tensor parallel processes",
@@ -166,6 +164,11 @@ _SHARED: _Rules = (
         "shared documents and adapters (LoRA)",
         lambda c: c.lora_config is not None,
         "a document would have to be read with each of them; leave --share or --enable-lora out",
+    ),
+    (
+        "shared documents and a KV connector",
+        lambda c: c.kv_transfer_config is not None,
+        "the blocks of documents are on this server; leave --share or --kv-transfer-config out",
     ),
     (
         "shared documents and latent attention (MLA)",
@@ -314,6 +317,14 @@ def require_no_prompt_logprobs(plan: Plan, sampling_params: Any) -> None:
     """Refuse probabilities of a capped prompt, of which some would be of tokens read ahead."""
     if plan.cap is not None and sampling_params.prompt_logprobs is not None:
         raise _capped("prompt_logprobs", "none", str(sampling_params.prompt_logprobs))
+
+
+def require_no_transfer(plan: Plan, sampling_params: Any) -> None:
+    """Refuse a transfer that is asked for of a request that would be hidden from the connector."""
+    asked = (sampling_params.extra_args or {}).get(TRANSFER)
+    if asked is not None and (plan.policy is not None or plan.growth is not None):
+        none = "none with a request that is compressed, which no connector is offered"
+        raise wrong(TRANSFER, none, "some", f"send it with {PREFIX}budget 0, or without {TRANSFER}")
 
 
 def _capped(name: str, expected: str, got: str) -> RefusedError:
