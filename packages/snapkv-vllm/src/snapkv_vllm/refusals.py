@@ -108,11 +108,6 @@ _ALWAYS: _Rules = (
         f"it generates nothing from its cache; {_STOCK}",
     ),
     (
-        "positions in several dimensions (M-RoPE)",
-        lambda c: c.model_config.uses_mrope,
-        f"this was never tested; {_STOCK}",
-    ),
-    (
         "a KV cache in the format",
         lambda c: _other_than(_MOVABLE, c.cache_config.cache_dtype),
         f"only {', '.join(FP8)} have one scale for a layer; pass one of them to --kv-cache-dtype, "
@@ -130,6 +125,11 @@ _ALWAYS: _Rules = (
     ),
 )
 _CAPPED: _Rules = (
+    (
+        "positions in several dimensions (M-RoPE) where prompts are held to a cap",
+        lambda c: c.model_config.uses_mrope,
+        "the window is read ahead by positions of one dimension; leave --cap out",
+    ),
     (
         "steps of fewer tokens than the window and one",
         lambda c: _shortest_step(c) <= _settings(c).window_tokens,
@@ -174,6 +174,16 @@ _SHARED: _Rules = (
         "shared documents and latent attention (MLA)",
         lambda c: c.model_config.use_mla,
         "reading a text again was not tested with latents; leave --share out",
+    ),
+    (
+        "shared documents and positions in several dimensions (M-RoPE)",
+        lambda c: c.model_config.uses_mrope,
+        "a text is read again by positions of one dimension; leave --share out",
+    ),
+    (
+        "shared documents, adakv and tensor parallelism",
+        lambda c: serves_heads_apart(c) and _in_parallel(c),
+        "this was never tested; use --policy snapkv, or leave --share out",
     ),
     (
         "shared documents and sleep mode",
@@ -241,11 +251,6 @@ _ADAKV: _Rules = (
         lambda c: c.model_config.use_mla,
         "all heads of a layer keep one set, so there is nothing to share out; use --policy snapkv",
     ),
-    (
-        "adakv and tensor parallelism",
-        _in_parallel,
-        "it shares a layer's budget out among heads of other processes too; use --policy snapkv",
-    ),
 )
 _TOVA: _Rules = (
     (
@@ -296,6 +301,14 @@ def require_no_promise(limits: Limits) -> None:
             remedy = f"send whole requests, or start the server without --{name.replace('_', '-')}"
             none = "none for a session, whose prompt goes on after its end"
             raise wrong(name, none, promised, remedy)
+
+
+def require_one_position(plan: Plan, request: Any, vllm_config: Any) -> None:
+    """Refuse to compress images where they have positions in several dimensions (M-RoPE)."""
+    is_compressed = plan.shared_tokens is not None
+    if is_compressed and request.mm_features and vllm_config.model_config.uses_mrope:
+        text = "text alone where positions have several dimensions (M-RoPE)"
+        raise wrong("prompt", text, "images", f"send it with {PREFIX}budget 0")
 
 
 def require_capped_prompt(plan: Plan, request: Any, vllm_config: Any) -> None:

@@ -27,6 +27,7 @@ from snapkv_vllm.refusals import (
     require_no_promise,
     require_no_prompt_logprobs,
     require_no_transfer,
+    require_one_position,
     require_sharing,
     require_supported,
 )
@@ -106,6 +107,7 @@ class _CompressingScheduler(Scheduler):
         plan = self._settings.plan_for(
             params.extra_args, request.num_prompt_tokens, looks_ahead=self._looks_ahead
         )
+        require_one_position(plan, request, self.vllm_config)
         require_capped_prompt(plan, request, self.vllm_config)
         require_no_prompt_logprobs(plan, params)
         require_no_transfer(plan, params)

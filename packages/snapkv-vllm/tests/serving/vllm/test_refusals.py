@@ -15,6 +15,7 @@ from snapkv_vllm.refusals import (
     require_capped_prompt,
     require_heads_apart,
     require_no_promise,
+    require_one_position,
     require_supported,
 )
 from snapkv_vllm.server import serve
@@ -65,7 +66,6 @@ LATENT = {"model_config": {"use_mla": True}}
         ({"model_config": {"is_attention_free": True}}, "without attention"),
         ({"model_config": {"is_encoder_decoder": True}}, "encoder-decoder"),
         ({"model_config": {"runner_type": "pooling"}}, "pooling model"),
-        ({"model_config": {"uses_mrope": True}}, "M-RoPE"),
         (
             {"cache_config": {"cache_dtype": "nvfp4"}},
             "in the format nvfp4: only fp8, fp8_e4m3, fp8_",
@@ -102,6 +102,7 @@ BOUNDED = ServingSettings(budget=64, limits=Limits(cap=128, decode_budget=256))
 BY_TOVA = ServingSettings(budget=64, limits=Limits(decode_budget=256, decode_policy="tova"))
 TOVA, ADAKV = (ServingSettings(policy=policy, budget=64) for policy in ("tova", "adakv"))
 SHARED = ServingSettings(budget=64, sharing=Sharing())
+SHARED_APART = ServingSettings(policy="adakv", budget=64, sharing=Sharing())
 KEPT = ServingSettings(budget=64, sharing=Sharing(folder="/kept"))
 KEPT_APART = ServingSettings(policy="adakv", budget=64, sharing=Sharing(folder="/kept"))
 
@@ -111,15 +112,22 @@ KEPT_APART = ServingSettings(policy="adakv", budget=64, sharing=Sharing(folder="
     [
         (BOUNDED, "speculative_config", {"method": "ngram"}, "drafts where answers are held"),
         (BOUNDED, "scheduler_config", {"max_num_batched_tokens": 128}, "steps of fewer tokens"),
+        (BOUNDED, "model_config", {"uses_mrope": True}, "M-RoPE.* held to a cap: .* --cap out"),
         (BOUNDED, "scheduler_config", {"long_prefill_token_threshold": 100}, "--long-prefill-"),
         (BOUNDED, "model_config", {"use_mla": True}, "--decode-policy tova"),
         (BY_TOVA, "parallel_config", {"tensor_parallel_size": 3}, "--decode-policy r-kv"),
         (TOVA, "parallel_config", {"tensor_parallel_size": 3}, "tova and tensor parallelism"),
-        (ADAKV, "parallel_config", {"tensor_parallel_size": 3}, "adakv and tensor parallelism"),
         (ADAKV, "model_config", {"use_mla": True}, "nothing to share out"),
         (SHARED, "parallel_config", {"_api_process_count": 2}, "API servers: .*--api-server-coun"),
         (SHARED, "parallel_config", {"data_parallel_size": 2}, "data parallelism: .* --share out"),
         (SHARED, "model_config", {"enable_sleep_mode": True}, "sleep mode: .* --share "),
+        (SHARED, "model_config", {"uses_mrope": True}, "documents and .*M-RoPE.* --share out"),
+        (
+            SHARED_APART,
+            "parallel_config",
+            {"tensor_parallel_size": 3},
+            "documents, adakv and tensor",
+        ),
         (SHARED, "kv_transfer_config", {"kv_role": "kv_both"}, "KV connector: .* --share or"),
         (KEPT, "parallel_config", {"world_size": 2}, "tensor or pipeline parallelism"),
         (KEPT, "parallel_config", {"distributed_executor_backend": "ray"}, "workers on Ray"),
@@ -184,6 +192,21 @@ def test_a_request_that_cannot_be_held_to_a_cap_is_refused(config, parts, reques
     require_capped_prompt(plan, asked(), config)
     with pytest.raises(InvalidArgumentError, match=words):
         require_capped_prompt(plan, asked(**request_parts), changed(config, **parts))
+
+
+def test_images_are_compressed_only_where_positions_are_numbers(config):
+    plan = TOVA.plan_for({}, prompt_tokens=100)
+    whole = TOVA.plan_for({"snapkv_budget": 0}, prompt_tokens=100)
+    turned, images = (
+        changed(config, model_config={"uses_mrope": True}),
+        asked(mm_features=[object()]),
+    )
+    for accepted in ((plan, images, config), (plan, asked(), turned), (whole, images, turned)):
+        require_one_position(*accepted)
+    with pytest.raises(
+        InvalidArgumentError, match=r"prompt: expected text alone .* snapkv_budget 0"
+    ):
+        require_one_position(plan, images, turned)
 
 
 def test_sessions_are_refused_where_requests_are_promised_to_be_held_to_limits():
