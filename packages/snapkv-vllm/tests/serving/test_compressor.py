@@ -248,7 +248,7 @@ def test_bytes_with_a_scale_per_layer_vote_as_attention_sees_them_and_move_as_th
 def test_a_text_that_is_read_again_is_noted_by_the_keys_as_attention_sees_them(prompt):
     """A cache of bytes notes what one of the same numbers would."""
     _, _, states = prompt
-    queries, keys, values = states[0]
+    queries, keys, _ = states[0]
     coded = (keys / 0.3).to(torch.float8_e4m3fn)
     plain = engine_layer(queries.shape[0], keys.shape[0], keys.shape[-1])
     bytes_of = engine_layer(queries.shape[0], keys.shape[0], keys.shape[-1], dtype=torch.uint8)
