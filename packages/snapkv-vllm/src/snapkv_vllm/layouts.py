@@ -181,8 +181,8 @@ class CpuLayout:
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         for cache, *states in zip(self._caches, keys, values, strict=True):
-            by_token = [_by_token(self.form.decoded(one)) for one in states]
-            _write_by_kernel(*by_token, self._halves(cache), slots, self._isa, self.form)
+            of_keys, of_values = (_by_token(self.form.decoded(one)) for one in states)
+            _write_by_kernel(of_keys, of_values, self._halves(cache), slots, self._isa, self.form)
 
 
 def _write_by_kernel(

@@ -211,7 +211,7 @@ def requests_that_begin_anew(scheduler_output: Any) -> set[str]:
 
 
 class CompressingFirstRunner(CompressingRunner):
-    """vLLM's first runner, which serves where there is no Triton; deprecated, and to go with vLLM's.
+    """vLLM's first runner, which serves where there is no Triton; deprecated, it goes with vLLM's.
 
     Its private parts: rows and block tables in `input_batch`, block lists in `requests`.
     """
