@@ -583,6 +583,10 @@ class CodedLatents(TokenStore):
     def keep(self, indices: Tensor, tokens: int, *, ragged: bool = False) -> TokenStore:
         return self.dense()[0].keep(indices, tokens, ragged=ragged)
 
+    def only(self, stays: Tensor) -> TokenStore:
+        self._coded.only(stays)
+        return self
+
     def crop(self, tokens: int) -> TokenStore:
         left = self._coded.crop(tokens)
         return self if left is self._coded else left
