@@ -195,7 +195,7 @@ def _end_prompt(layer: CompressedLayer, model: PreTrainedModel, tokens: int) -> 
         rotation=layer.identity.rotation,
         output_weight=output_weight(layer.identity.output_projection),
     )
-    layer.end_prompt(layer.policy.select(prompt), prompt)
+    layer.end_prompt(layer.choose(prompt), prompt)
 
 
 def _random(model: PreTrainedModel, batch: int, tokens: int, kind: str) -> Any:

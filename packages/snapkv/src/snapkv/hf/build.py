@@ -10,9 +10,11 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 from snapkv.cache.layer import CompressedLayer, LayerIdentity
 from snapkv.errors import InvalidArgumentError, InvalidTypeError, UnsupportedModelError
 from snapkv.hf.model_parts import output_projections, rotations_of
-from snapkv.policies import ByteBudget, DuoAttention, EvictingPolicy, Policy, PyramidKV
+from snapkv.policies import DuoAttention, EvictingPolicy, Policy, PyramidKV
+from snapkv.policies.budget import in_bytes
+from snapkv.storage.auto import AutoStorage, Quantize, read_codes
 from snapkv.storage.base import Storage
-from snapkv.storage.coded import Bits, KVCodes
+from snapkv.storage.coded import KVCodes
 from snapkv.storage.dynamic import Dynamic
 from snapkv.storage.static import Static
 from snapkv.validation import require_choice, require_int
@@ -91,7 +93,7 @@ def _identities(model: PreTrainedModel, policy: Policy, full: Sequence[int]) -> 
 
 
 def storage_for(
-    policy: Policy, storage: str, room_tokens: int, quantize: Bits | KVCodes | None
+    policy: Policy, storage: str, room_tokens: int, quantize: Quantize | None
 ) -> StorageMaker:
     """How the storage of each layer is made."""
     require_choice("storage", storage, ("dynamic", "static"))
@@ -105,7 +107,7 @@ def storage_for(
             f"mask, got {policy!r}; use SnapKV(budget=...) with a number, or storage='dynamic'"
         )
     if quantize is not None:
-        codes = KVCodes.of(quantize)
+        codes = read_codes(quantize)
         if evicts or storage != "dynamic":
             raise InvalidArgumentError(
                 f"quantize: expected a policy that only compresses prompts, and storage='dynamic', "
@@ -115,13 +117,21 @@ def storage_for(
         while hasattr(inner, "policy"):
             inner = inner.policy
         uneven = policy.parts_heads or isinstance(inner, PyramidKV) or codes.exact_layers
-        if uneven and isinstance(getattr(inner, "budget", None), ByteBudget):
+        if uneven and in_bytes(policy):
             raise InvalidArgumentError(
                 f"quantize: expected heads and layers that all hold as many tokens in as many bits "
                 f"beside a budget of bytes, got {policy!r} and {codes}; pass a number of tokens, "
                 "or SnapKV and no exact_layers"
             )
-        return functools.partial(Dynamic, codes=codes)
+        if isinstance(codes, KVCodes):
+            return functools.partial(Dynamic, codes=codes)
+        if not policy.query_tokens:
+            raise InvalidArgumentError(
+                f"quantize: expected a method that looks at the prompt's last queries, which tell "
+                f"how much bits lose, for quantize='auto', got {policy.name}; use SnapKV, or pass "
+                "'int4'"
+            )
+        return functools.partial(AutoStorage, codes=codes)
     if storage == "static":
         assert policy.most_tokens is not None
         slots = policy.most_tokens + room_tokens

@@ -194,6 +194,13 @@ def require_tokens(policy: Any) -> None:
         )
 
 
+def in_bytes(policy: Any) -> bool:
+    """Whether the budget of a policy, or of one that it wraps, is a number of bytes."""
+    while hasattr(policy, "policy"):
+        policy = policy.policy
+    return isinstance(getattr(policy, "budget", None), ByteBudget)
+
+
 @dataclass(frozen=True)
 class Budget:
     """What a layer keeps beside the window: `row` is where any budget becomes tokens.

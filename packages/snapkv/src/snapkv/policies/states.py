@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -102,6 +102,12 @@ class PromptLayer(LayerStates):
         if key not in self._found:
             self._found[key] = compute()
         return self._found[key]
+
+    def costing(self, token_cost: Callable[[int], TokenCost]) -> "PromptLayer":
+        """The same where tokens cost something else; what was computed once stays so."""
+        other = replace(self, token_cost=token_cost)
+        other.__dict__["_found"] = self._found
+        return other
 
     @functools.cached_property
     def _found(self) -> dict[Hashable, Tensor]:

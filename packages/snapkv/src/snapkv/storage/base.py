@@ -222,6 +222,9 @@ class Storage(Protocol):
     def holds_as_it_came(self) -> bool:
         """Whether keys and values stay as they were appended."""
 
+    def like(self, store: TokenStore) -> "Storage":
+        """The storage that made a store, where one chooses among several; else itself."""
+
     def empty(self) -> "DenseStore":
         """A store without tokens."""
 

@@ -31,6 +31,11 @@ class Dynamic:
         """Whether there are no codes."""
         return self.codes is None
 
+    def like(self, store: TokenStore) -> "Dynamic":
+        """Itself."""
+        del store
+        return self
+
     def empty(self) -> DenseStore:
         """A store without tokens."""
         return DenseStore(in_place=self.in_place)

@@ -104,6 +104,10 @@ class Static:
         self.slots, self.room_tokens = slots, room_tokens
         self._buffers: tuple[Tensor, Tensor, Tensor] | None = None
 
+    def like(self, store: TokenStore) -> "Static":
+        del store
+        return self
+
     def empty(self) -> DenseStore:
         return DenseStore()
 
