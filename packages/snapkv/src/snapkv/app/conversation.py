@@ -19,6 +19,7 @@ from snapkv.errors import CacheFileError, CacheMismatchError, InvalidArgumentErr
 from snapkv.hf.cache import CompressedCache
 from snapkv.kvzip import require_one_reading
 from snapkv.policies import EvictingPolicy, Policy
+from snapkv.storage.auto import Quantize
 
 NO_RECALL = "none"
 
@@ -36,6 +37,7 @@ class Conversation:
             generating.
         protection: what of the first prompt must stay, through all turns; None for nothing.
         prefill: how every turn is read; None for exactly, at once.
+        quantize: as for `CompressedCache`.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Conversation:
         recall: Recall | None = None,
         protection: Protection | None = None,
         prefill: Prefill | None = None,
+        quantize: Quantize | None = None,
     ) -> None:
         require_one_reading(policy, "choose snapkv, whose turns vote on all that was said")
         policy = loaded.completed(policy)
@@ -60,7 +63,8 @@ class Conversation:
         self._protection = protection
         turns: Turns = "append" if evicts else "compress"
         drops = recall == NO_RECALL
-        self._options: dict[str, Any] = {"turns": turns} if drops else {"recall": recall}
+        kept: dict[str, Any] = {"turns": turns} if drops else {"recall": recall}
+        self._options = kept | {"quantize": quantize}
         self.cache = CompressedCache(loaded.model, policy, **self._options)
 
     @property

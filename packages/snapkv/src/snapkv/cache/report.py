@@ -1,6 +1,7 @@
 """What a cache holds, in tokens and bytes, measured on its tensors."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -31,6 +32,8 @@ class CacheReport(dict[str, Any]):
         lost_vote_peak: the highest vote that a dropped position had, or was lifted to by one before
             it, as a share of the window's attention, mean over rows, heads and layers; 0 and None
             as above.
+        bits: of a number that is kept of a prompt, such as "16" or "keys 8, values 4", each with
+            how many layers it holds, most first; none before the first token.
         layers: one dictionary per layer with `layer`, `kind`, `seen_tokens`, `kept_tokens`,
             `held_bytes` and `full_bytes`; compressed ones with `lost_votes`, too. `kind` is
             "compressed", or the name of transformers' own layer where the layer is not full
@@ -53,6 +56,7 @@ class CacheReport(dict[str, Any]):
             host_bytes=sum(layer.offloaded.held_bytes for layer in compressed if layer.offloaded),
             full_bytes=sum(row["full_bytes"] for row in rows),
             lost_votes=_mean([row["lost_votes"] for row in rows if "lost_votes" in row]),
+            bits=_bits(compressed),
             lost_vote_peak=_mean([_lost(layer, "lost_peak") for layer in compressed]),
             layers=rows,
         )
@@ -97,7 +101,17 @@ class CacheReport(dict[str, Any]):
             f"{self.seen_tokens:,} tokens seen, {self.kept_tokens:,.0f} kept: "
             f"{format_bytes(self.held_bytes)} of {format_bytes(self.full_bytes)} ({share:.1%})"
         )
+        if self["bits"]:
+            title += f", {bits_text(self['bits'])}"
         return "\n".join([title, *table])
+
+
+def bits_text(layers: Mapping[str, int]) -> str:
+    """What `CacheReport` says of bits, in words: in 4 bits (28 layers), 8 bits (2 layers)."""
+    if len(layers) == 1:
+        return f"in {next(iter(layers))} bits"
+    of_layers = (f"{bits} bits ({count} layers)" for bits, count in layers.items())
+    return f"in {', '.join(of_layers)}"
 
 
 def _layer_report(layer_idx: int, layer: Any) -> dict[str, Any]:
@@ -122,6 +136,11 @@ def _layer_report(layer_idx: int, layer: Any) -> dict[str, Any]:
         "held_bytes": held,
         "full_bytes": held,
     }
+
+
+def _bits(layers: Sequence[CompressedLayer]) -> dict[str, int]:
+    held = Counter(layer.store.bits for layer in layers if layer.is_initialized)
+    return dict(held.most_common())
 
 
 def _lost(layer: CompressedLayer, note: str) -> float | None:

@@ -69,6 +69,11 @@ class AskOptions(RunOptions):
                     f"{name}: expected {expected}, got {value}; leave it out"
                 )
 
+    @property
+    def chooses_bits(self) -> bool:
+        """Not from a library, whose documents are stored already."""
+        return super().chooses_bits and self.library is None
+
 
 @with_options(AskOptions)
 def ask(

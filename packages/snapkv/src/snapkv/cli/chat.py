@@ -61,7 +61,7 @@ def chat(
     settings = options.settings()
     read, warnings = text_files.read_noting(files) if files else ([], [])
 
-    from snapkv.cli.policy import build_policy  # imports torch; what is wrong above is said before
+    from snapkv.cli.policy import build_policy, usual_bits  # torch; what is wrong above comes first
 
     policy = build_policy(_with_number(options, recall))
 
@@ -75,10 +75,19 @@ def chat(
         "prefill": options.reading,
     }
     loaded = load_model(options)
+    quantize, as_it_came = usual_bits(options, loaded.model)
+    if as_it_came:
+        sys.stderr.write(f"{as_it_came}\n")
     document, protection = text_files.join(read), protection_of(options, system=None)
     Chat(
         conversation=Conversation(
-            loaded, policy, settings, document=document, protection=protection, **ways
+            loaded,
+            policy,
+            settings,
+            document=document,
+            protection=protection,
+            quantize=quantize,
+            **ways,
         ),
         load=lambda path: Conversation.load(path, loaded, settings, policy, **ways),
         inputs=[*(files or []), *([options.model] if options.model else [])],

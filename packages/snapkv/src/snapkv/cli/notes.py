@@ -13,6 +13,7 @@ from rich.text import Text
 from snapkv.app.answering import Answer
 from snapkv.app.comparison import Comparison
 from snapkv.app.remedies import Tried
+from snapkv.cache.report import bits_text
 from snapkv.cli.options import OWN_FLAGS, RunOptions
 from snapkv.cli.policy import accepted, build_policy
 from snapkv.policies import Policy
@@ -136,7 +137,7 @@ def notes_on(
     way = options.reading
     notes = [
         Note(key="prefill", record=way.describe(), lines=[Text(way.note)] if way.note else []),
-        *_budget_note(ours),
+        *_budget_note(ours, options),
         votes_note(ours, options, typed),
     ]
     if options.compare:
@@ -147,26 +148,30 @@ def notes_on(
     return notes
 
 
-def _budget_note(answer: Answer) -> Iterator[Note]:
-    """How much of the prompt a budget that the votes chose has kept; none of another kind."""
+def _budget_note(answer: Answer, options: RunOptions) -> Iterator[Note]:
+    """How much of the prompt was kept, in how many bits, where that was chosen; else none."""
     budget = _parameter_of(answer.policy, "budget")
-    if not isinstance(budget, dict) or AUTO not in budget:
+    auto = budget.get(AUTO) if isinstance(budget, dict) else None
+    if auto is None and not options.chooses_bits:
         return
-    auto, tokens = budget[AUTO], answer.prompt_tokens
+    tokens, bits = answer.prompt_tokens, answer.cache["bits"]
     behind = answer.cache.seen_tokens - tokens
     rows = [row for row in answer.cache["layers"] if row["kind"] == "compressed"]
     kept = [row["kept_tokens"] - behind for row in rows]
     mean, least, most = fmean(kept), min(kept), max(kept)
-    line = "budget auto: nothing was dropped"
+    line = f"budget{' auto' if auto else ''}: nothing was dropped"
     if least < tokens:
-        limit = auto["most"]
-        cut = "" if limit is None or most < limit else f", but no more than {limit:,}"
         line = (
-            f"budget auto: {mean:,.0f} of {tokens:,} prompt tokens kept in each layer "
-            f"({least:,.0f} to {most:,.0f}): the window, and what it gave a pooled vote of more "
-            f"than {100 * auto['lost_vote'] / dilution(tokens):.2g} %{cut}"
+            f"budget{' auto' if auto else ''}: {mean:,.0f} of {tokens:,} prompt tokens kept in "
+            f"each layer ({least:,.0f} to {most:,.0f}) {bits_text(bits)}"
         )
-    record = {AUTO: auto, "kept_tokens": mean, "least": least, "most": most}
+        if auto:
+            limit = auto["most"]
+            cut = "" if limit is None or most < limit else f", but no more than {limit:,}"
+            bound = 100 * auto["lost_vote"] / dilution(tokens)
+            line += f": the window, and what it gave a pooled vote of more than {bound:.2g} %{cut}"
+    record = {AUTO: auto, "kept_tokens": mean, "least": least, "most": most, "bits": bits}
+    record |= {"held_bytes": answer.cache.held_bytes}
     yield Note(key="budget", record=record, lines=[Text(line)])
 
 

@@ -7,27 +7,49 @@ from dataclasses import fields
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from snapkv.cli.amounts import count, kernel, token_budget
-from snapkv.cli.options import OWN_FLAGS, PolicyOptions
+from snapkv.cli.options import OWN_FLAGS, PolicyOptions, RunOptions
 from snapkv.errors import InvalidArgumentError
-from snapkv.policies import POLICIES, Policy, SnapKV
+from snapkv.hf.model_parts import shares_latent
+from snapkv.policies import POLICIES, AutoBudget, Policy, SnapKV
 from snapkv.policies.default import default_parameters
+from snapkv.storage.auto import AutoCodes
 from snapkv.validation import AUTO, DEFAULT, nearest
+
+LOST_VOTE_IN_FEW_BITS = 0.0005
+"""`AutoBudget.lost_vote` where bits are chosen: more tokens than else in fewer bytes, see
+`docs/results.md`."""
 
 
 def build_policy(options: PolicyOptions) -> Policy:
     """The policy that the options ask for; what they leave out keeps the policy's own default.
 
-    Where they name none, the votes choose the budget, too.
+    Where they name none, the votes choose the budget, too: a larger one where bits are chosen, in
+    which tokens cost less.
     """
     given = {name: value for name in OWN_FLAGS if (value := getattr(options, name)) is not None}
     if "kernel_size" in given:
         given["kernel_size"] = kernel(given["kernel_size"])
     given |= typed_assignments(options.policy, options.set_ or [])
-    if options.policy == DEFAULT and not given.keys() & {"budget", "keep_ratio"}:
-        given["budget"] = AUTO
+    takes_auto = given.get("budget", AUTO) == AUTO and "keep_ratio" not in given
+    if options.policy == DEFAULT and takes_auto:
+        given["budget"] = auto_budget(chooses_bits=options.chooses_bits)
     if options.seed is not None and "seed" in accepted(options.policy, given):
         given.setdefault("seed", options.seed)
     return make_policy(options.policy, given)
+
+
+def auto_budget(*, chooses_bits: bool) -> AutoBudget:
+    """The budget of somebody who gives none."""
+    return AutoBudget(lost_vote=LOST_VOTE_IN_FEW_BITS) if chooses_bits else AutoBudget()
+
+
+def usual_bits(options: RunOptions, model: Any) -> tuple[AutoCodes | None, str]:
+    """How what is kept is held, as `CompressedCache` takes it; and why as it came, if by need."""
+    if not options.chooses_bits:
+        return None, ""
+    if shares_latent(model):
+        return None, "bits: the model's own, since its heads share what is stored"
+    return AutoCodes(), ""
 
 
 def make_policy(name: str, given: dict[str, Any]) -> Policy:

@@ -28,7 +28,7 @@ from snapkv.cli.library import like
 from snapkv.cli.loading import load_model, load_other, reading_progress
 from snapkv.cli.notes import LostVotes, Try, notes_on
 from snapkv.cli.options import DRAFTS, RunOptions
-from snapkv.cli.policy import build_policy
+from snapkv.cli.policy import build_policy, usual_bits
 from snapkv.cli.standard_output import write, write_json
 from snapkv.errors import InvalidArgumentError
 from snapkv.kvzip import require_one_reading
@@ -84,6 +84,9 @@ def answer_and_show(
     loaded = load_model(options)
     drafts = _draft_method(options, loaded)
     prompt = make_prompt(loaded.tokenizer)
+    quantize, as_it_came = usual_bits(options, loaded.model)
+    if as_it_came:
+        say([Text(as_it_came)], to_errors=True)
 
     def read(who: Policy, how: GenerationSettings, on_text: TextSink | None, **ways: Any) -> Answer:
         with reading_progress(method_name(who.describe()), on_text) as progress:
@@ -97,11 +100,16 @@ def answer_and_show(
         loaded=loaded,
         settings=settings,
         answered=lambda on_text: read(
-            policy, settings, on_text, drafts=drafts, prefill=options.reading
+            policy, settings, on_text, drafts=drafts, prefill=options.reading, quantize=quantize
         ),
         full=full,
         trying=lambda ours: functools.partial(
-            first_that_keeps, loaded, prompt, settings, protect=ours.protected
+            first_that_keeps,
+            loaded,
+            prompt,
+            settings,
+            protect=ours.protected,
+            quantize=quantize,
         ),
     )
     _show_answers(asked, options, request, typed)

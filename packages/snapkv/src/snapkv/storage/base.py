@@ -195,6 +195,11 @@ class TokenStore(ABC):
         return sum(plane.states.nbytes for plane in self.planes)
 
     @property
+    def bits(self) -> str:
+        """Bits of a number that is kept of a prompt, such as "16" or "keys 8, values 4"."""
+        return str(8 * self.keys.element_size()) if self.planes else "0"
+
+    @property
     def index_bytes(self) -> int:
         """Bytes of what says where they lie."""
         return 0

@@ -77,6 +77,12 @@ class KVCodes:
         first = self.sink_tokens if shortest_tokens >= self.sink_tokens + last else 0
         return first, last
 
+    @property
+    def label(self) -> str:
+        """What people call it, such as "4" or "keys 8, values 4"."""
+        alike = self.keys == self.values
+        return str(self.keys) if alike else f"keys {self.keys}, values {self.values}"
+
     def block_bytes(self, states: Pair) -> int:
         """Bytes of one head's block of such keys and values: of one with the largest number."""
         blocks = both(
@@ -370,6 +376,11 @@ class CodedStore(RaggedStore):
         store = DenseStore(in_place=False).fill(*self.padded(), self.num_kv_heads)
         counts = torch.tensor([row[0] for row in self.ragged.head_tokens], device=self.keys.device)
         return store, self.ragged.longest_tokens - counts
+
+    @property
+    def bits(self) -> str:
+        """Those of the codes."""
+        return self.how.label
 
     def state(self) -> dict[str, Any]:
         """The heads' codes and the tail."""
