@@ -1,7 +1,7 @@
 """A newcomer's first day: ten files and questions, asked with no flag at all.
 
 Every pair is one run of `snapkv ask FILE... -q QUESTION --compare --json`, so it follows whatever
-that command does by default.
+that command does by default, in the dtype that models are served in.
 """
 
 import contextlib
@@ -116,7 +116,8 @@ def _measure(given: Given) -> Iterator[Row]:
             text = "\n".join(path.read_text(encoding="utf-8") for path in files)
             if expected not in text:
                 raise ValueError(f"expected {expected!r} in {[path.name for path in files]}")
-            found = _ask([*map(str, files), "--question", question, "--model", given.model])
+            said = ("--question", question, "--model", given.model, "--dtype", given.dtype)
+            found = _ask([*map(str, files), *said])
             about = {"kind": kind, "files": [path.name for path in files], "question": question}
             yield about | {"expected": expected} | _judged(found, expected)
 
@@ -130,7 +131,7 @@ def _judged(record: Row, expected: str) -> Row:
         "full_answer": full["text"],
         "right": expected in ours["text"],
         "full_right": expected in full["text"],
-        **{key: ours["cache"][key] for key in ("kept_tokens", "held_bytes", "full_bytes")},
+        **{key: ours["cache"][key] for key in ("kept_tokens", "held_bytes", "full_bytes", "bits")},
         "lost_votes": record["lost_votes"],
         "comparison": record["comparison"],
         "model": record["model"],
@@ -170,7 +171,7 @@ FIRST_DAY = Experiment(
     name="first_day",
     title="First day: ten files and questions, without any option",
     measure=_measure,
-    options={"pairs": Sized(10, 1)},
+    options={"pairs": Sized(10, 1), "dtype": "bfloat16"},
     tables=[
         Table(
             {

@@ -10,7 +10,7 @@ from torch import Tensor
 from snapkv.errors import InvalidArgumentError
 from snapkv.ops import window_output
 from snapkv.policies import Policy, PromptLayer, Selection
-from snapkv.policies.budget import in_bytes
+from snapkv.policies.budget import AutoBudget, ByteBudget, budget_of
 from snapkv.storage.auto import AutoStorage
 from snapkv.storage.base import Storage, TokenStore
 from snapkv.storage.dense import DenseStore
@@ -46,7 +46,7 @@ def choose(policy: Policy, prompt: PromptLayer, storage: Storage, store: TokenSt
     """
     if not isinstance(storage, AutoStorage):
         return Choice(policy.select(costed(policy, prompt, storage, store)), storage)
-    if in_bytes(policy):
+    if isinstance(budget_of(policy), ByteBudget):
         return _of_least_error(policy, prompt, storage, store)
     return _of_fewest_bytes(policy, prompt, storage, store)
 
@@ -83,7 +83,7 @@ def _of_fewest_bytes(
 ) -> Choice:
     """The same tokens in any case, in the fewest bytes that lose little more."""
     selection = policy.select(prompt)
-    if selection is None:
+    if selection is None and not isinstance(budget_of(policy), AutoBudget):
         return Choice(None, storage.candidates[0])
 
     def token_bytes(candidate: Dynamic) -> float:

@@ -13,7 +13,7 @@ from snapkv.cli.amounts import WholeNumber
 from snapkv.cli.fields import with_options
 from snapkv.cli.options import DRAFTS, RunOptions
 from snapkv.errors import InvalidArgumentError
-from snapkv.validation import require_share
+from snapkv.validation import DEFAULT, require_share
 
 EXAMPLES = {
     "ask": (
@@ -72,7 +72,7 @@ class AskOptions(RunOptions):
     @property
     def chooses_bits(self) -> bool:
         """Not from a library, whose documents are stored already."""
-        return super().chooses_bits and self.library is None
+        return self.policy == DEFAULT and not self.exact_bits and self.library is None
 
 
 @with_options(AskOptions)

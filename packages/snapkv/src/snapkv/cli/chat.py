@@ -75,9 +75,9 @@ def chat(
         "prefill": options.reading,
     }
     loaded = load_model(options)
-    quantize, as_it_came = usual_bits(options, loaded.model)
-    if as_it_came:
-        sys.stderr.write(f"{as_it_came}\n")
+    quantize, own_bits = usual_bits(options, loaded.model)
+    if own_bits:
+        sys.stderr.write(f"bits: {own_bits}\n")
     document, protection = text_files.join(read), protection_of(options, system=None)
     Chat(
         conversation=Conversation(

@@ -60,12 +60,12 @@ def demo(
     """
     from snapkv.cli.grid import say
     from snapkv.cli.loading import load_model
-    from snapkv.cli.policy import auto_budget
+    from snapkv.cli.policy import usual_budget
     from snapkv.policies import default_policy
     from snapkv.word_index import require_word_index
 
     require_word_index()
-    budget = auto_budget(chooses_bits=True) if options.budget == AUTO else options.budget
+    budget = usual_budget(options.budget, chooses_bits=True)
     loaded, policy = load_model(options), default_policy(budget)
     text = Path(gzip.__file__).read_text(encoding="utf-8")[:characters]
     for lines in (_both(loaded, text, policy), _again(loaded, text, policy)):

@@ -24,11 +24,13 @@ DIFFERS = 3
 """Exit status of `--check` where the answer is not the full cache's."""
 
 SAFE_BELOW = 0.00125
-"""Where no more than this share of the window's attention is lost at one place, on average over
-heads and layers, answers are those of the full cache but for few of a hundred: see
-`docs/results.md`, which says how often each word was right. The share is that of a
-prompt of 1,024 tokens; a longer one dilutes votes. The sum of what is lost says less: many small
-votes may mean nothing, and one that is lost may be the answer."""
+"""Where less than this share of the window's attention is lost at one place, on average over heads
+and layers, and in sum less than `SAFE_SUM_BELOW`, answers are those of the full cache but for few
+of a hundred: see `docs/results.md`, which says how often each word was right. Both are shares of a
+prompt of 1,024 tokens; a longer one dilutes votes, and more that was not looked at is dropped."""
+
+SAFE_SUM_BELOW = 0.15
+"""Of all votes, so that an answer whose votes lie scattered counts, too."""
 
 DOUBTFUL_BELOW = 0.008
 """From here on an answer is to be mistrusted; below it, and not safe, most are right."""
@@ -48,13 +50,13 @@ Try = Callable[[Sequence[int], list[Policy]], Tried]
 Word = Literal["safe", "doubtful", "lost"]
 
 
-def word_for(peak: float, tokens: float) -> Word:
-    """What the highest lost vote, 0 to 1, of so many tokens means for the answer.
+def word_for(peak: float, share: float, tokens: float) -> Word:
+    """What the highest lost vote and the sum of them, 0 to 1, mean for an answer.
 
-    What is no number is lost.
+    They are those of a prompt of so many tokens. What is no number is lost.
     """
-    undiluted = peak * dilution(tokens)
-    if undiluted < SAFE_BELOW:
+    undiluted, total = peak * dilution(tokens), share * dilution(tokens)
+    if undiluted < SAFE_BELOW and total < SAFE_SUM_BELOW:
         return "safe"
     return "doubtful" if undiluted < DOUBTFUL_BELOW else "lost"
 
@@ -84,9 +86,10 @@ class LostVotes:
         layers = [row.get("lost_votes") for row in report.get("layers", ())]
         peak, tokens = report.get("lost_vote_peak"), report.get("chosen_at", report["seen_tokens"])
         drops_nothing = report["kept_tokens"] >= report["seen_tokens"]
-        known: Word | None = None if peak is None else word_for(peak, tokens)
+        share = report.get("lost_votes")
+        known = None if peak is None or share is None else word_for(peak, share, tokens)
         return cls(
-            share=report.get("lost_votes"),
+            share=share,
             highest=max((lost for lost in layers if lost is not None), default=None),
             peak=peak,
             word="safe" if drops_nothing else known,
@@ -159,11 +162,12 @@ def _budget_note(answer: Answer, options: RunOptions) -> Iterator[Note]:
     rows = [row for row in answer.cache["layers"] if row["kind"] == "compressed"]
     kept = [row["kept_tokens"] - behind for row in rows]
     mean, least, most = fmean(kept), min(kept), max(kept)
-    line = f"budget{' auto' if auto else ''}: nothing was dropped"
+    name = "budget auto" if auto else "budget"
+    line = f"{name}: nothing was dropped, {bits_text(bits)}"
     if least < tokens:
         line = (
-            f"budget{' auto' if auto else ''}: {mean:,.0f} of {tokens:,} prompt tokens kept in "
-            f"each layer ({least:,.0f} to {most:,.0f}) {bits_text(bits)}"
+            f"{name}: {mean:,.0f} of {tokens:,} prompt tokens kept in each layer "
+            f"({least:,.0f} to {most:,.0f}) {bits_text(bits)}"
         )
         if auto:
             limit = auto["most"]

@@ -10,7 +10,7 @@ from snapkv.cli.amounts import count, kernel, token_budget
 from snapkv.cli.options import OWN_FLAGS, PolicyOptions, RunOptions
 from snapkv.errors import InvalidArgumentError
 from snapkv.hf.model_parts import shares_latent
-from snapkv.policies import POLICIES, AutoBudget, Policy, SnapKV
+from snapkv.policies import POLICIES, Policy, SnapKV
 from snapkv.policies.default import default_parameters
 from snapkv.storage.auto import AutoCodes
 from snapkv.validation import AUTO, DEFAULT, nearest
@@ -30,17 +30,19 @@ def build_policy(options: PolicyOptions) -> Policy:
     if "kernel_size" in given:
         given["kernel_size"] = kernel(given["kernel_size"])
     given |= typed_assignments(options.policy, options.set_ or [])
-    takes_auto = given.get("budget", AUTO) == AUTO and "keep_ratio" not in given
-    if options.policy == DEFAULT and takes_auto:
-        given["budget"] = auto_budget(chooses_bits=options.chooses_bits)
+    if options.policy == DEFAULT and "keep_ratio" not in given:
+        given["budget"] = usual_budget(given.get("budget"), chooses_bits=options.chooses_bits)
     if options.seed is not None and "seed" in accepted(options.policy, given):
         given.setdefault("seed", options.seed)
     return make_policy(options.policy, given)
 
 
-def auto_budget(*, chooses_bits: bool) -> AutoBudget:
-    """The budget of somebody who gives none."""
-    return AutoBudget(lost_vote=LOST_VOTE_IN_FEW_BITS) if chooses_bits else AutoBudget()
+def usual_budget(given: Any, *, chooses_bits: bool) -> Any:
+    """A budget that is given, or auto; with the bound that goes with bits, if it has no other."""
+    budget = {AUTO: {}} if given in (None, AUTO) else given
+    if chooses_bits and isinstance(budget, dict):
+        budget = {AUTO: {"lost_vote": LOST_VOTE_IN_FEW_BITS, **budget[AUTO]}}
+    return budget
 
 
 def usual_bits(options: RunOptions, model: Any) -> tuple[AutoCodes | None, str]:
@@ -48,7 +50,7 @@ def usual_bits(options: RunOptions, model: Any) -> tuple[AutoCodes | None, str]:
     if not options.chooses_bits:
         return None, ""
     if shares_latent(model):
-        return None, "bits: the model's own, since its heads share what is stored"
+        return None, "the model's own, since its heads share what is stored"
     return AutoCodes(), ""
 
 

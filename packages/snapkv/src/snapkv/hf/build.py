@@ -10,8 +10,8 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 from snapkv.cache.layer import CompressedLayer, LayerIdentity
 from snapkv.errors import InvalidArgumentError, InvalidTypeError, UnsupportedModelError
 from snapkv.hf.model_parts import output_projections, rotations_of
-from snapkv.policies import DuoAttention, EvictingPolicy, Policy, PyramidKV
-from snapkv.policies.budget import in_bytes
+from snapkv.policies import ByteBudget, DuoAttention, EvictingPolicy, Policy, PyramidKV
+from snapkv.policies.budget import budget_of
 from snapkv.storage.auto import AutoStorage, Quantize, read_codes
 from snapkv.storage.base import Storage
 from snapkv.storage.coded import KVCodes
@@ -117,7 +117,7 @@ def storage_for(
         while hasattr(inner, "policy"):
             inner = inner.policy
         uneven = policy.parts_heads or isinstance(inner, PyramidKV) or codes.exact_layers
-        if uneven and in_bytes(policy):
+        if uneven and isinstance(budget_of(policy), ByteBudget):
             raise InvalidArgumentError(
                 f"quantize: expected heads and layers that all hold as many tokens in as many bits "
                 f"beside a budget of bytes, got {policy!r} and {codes}; pass a number of tokens, "

@@ -194,11 +194,11 @@ def require_tokens(policy: Any) -> None:
         )
 
 
-def in_bytes(policy: Any) -> bool:
-    """Whether the budget of a policy, or of one that it wraps, is a number of bytes."""
+def budget_of(policy: Any) -> int | AutoBudget | ByteBudget | None:
+    """The budget of a policy, or of one that it wraps; None where there is none."""
     while hasattr(policy, "policy"):
         policy = policy.policy
-    return isinstance(getattr(policy, "budget", None), ByteBudget)
+    return getattr(policy, "budget", None)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class AutoCodes:
     rows, which share the bits. Within a budget of bytes the candidate of the least error is taken.
     Beside any other budget all candidates keep the same tokens: the error is then against those as
     they came, and of all candidates with at most `most_error` the one of fewest bytes is taken, or
-    that of the least error; the first one where nothing is dropped.
+    that of the least error; the first one where a number of tokens is no less than the prompt.
 
     Args:
         candidates: what to choose from, at least one; None is as it came. Of equal ones the first.
