@@ -32,8 +32,8 @@ class CacheReport(dict[str, Any]):
         lost_vote_peak: the highest vote that a dropped position had, or was lifted to by one before
             it, as a share of the window's attention, mean over rows, heads and layers; 0 and None
             as above.
-        bits: of a number that is kept of a prompt, such as "16" or "keys 8, values 4", each with
-            how many layers it holds, most first; none before the first token.
+        bits: of a number that is kept of a prompt, such as "16", or "8/4" of keys and values, each
+            with how many layers it holds, most first; none before the first token.
         layers: one dictionary per layer with `layer`, `kind`, `seen_tokens`, `kept_tokens`,
             `held_bytes` and `full_bytes`; compressed ones with `lost_votes`, too. `kind` is
             "compressed", or the name of transformers' own layer where the layer is not full
@@ -107,11 +107,12 @@ class CacheReport(dict[str, Any]):
 
 
 def bits_text(layers: Mapping[str, int]) -> str:
-    """What `CacheReport` says of bits, in words: in 4 bits (28 layers), 8 bits (2 layers)."""
-    if len(layers) == 1:
-        return f"in {next(iter(layers))} bits"
-    of_layers = (f"{bits} bits ({count} layers)" for bits, count in layers.items())
-    return f"in {', '.join(of_layers)}"
+    """What `CacheReport` says of bits, in words: in 4 bits (28 of 30 layers, else 8/4 or 8)."""
+    most, *others = layers
+    if not others:
+        return f"in {most} bits"
+    where = f"{layers[most]} of {sum(layers.values())} layers"
+    return f"in {most} bits ({where}, else {' or '.join(others)})"
 
 
 def _layer_report(layer_idx: int, layer: Any) -> dict[str, Any]:

@@ -196,7 +196,7 @@ class TokenStore(ABC):
 
     @property
     def bits(self) -> str:
-        """Bits of a number that is kept of a prompt, such as "16" or "keys 8, values 4"."""
+        """Bits of a number that is kept of a prompt, such as "16"; of keys and values, "8/4"."""
         return str(8 * self.keys.element_size()) if self.planes else "0"
 
     @property

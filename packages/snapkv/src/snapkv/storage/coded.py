@@ -79,9 +79,8 @@ class KVCodes:
 
     @property
     def label(self) -> str:
-        """What people call it, such as "4" or "keys 8, values 4"."""
-        alike = self.keys == self.values
-        return str(self.keys) if alike else f"keys {self.keys}, values {self.values}"
+        """Bits, such as "4"; of keys and of values where they differ, such as "8/4"."""
+        return str(self.keys) if self.keys == self.values else f"{self.keys}/{self.values}"
 
     def block_bytes(self, states: Pair) -> int:
         """Bytes of one head's block of such keys and values: of one with the largest number."""
