@@ -178,8 +178,8 @@ FAULTS = (
     Fault(
         name="the fewest bits are taken that lose too much",
         file="snapkv/cache/choosing.py",
-        old="tried[-1].error <= storage.codes.most_error",
-        new="tried[-1].error >= storage.codes.most_error",
+        old="each.error <= storage.codes.most_error",
+        new="each.error >= storage.codes.most_error",
         tests=("packages/snapkv/tests/cache/test_auto_codes.py",),
     ),
     Fault(

@@ -185,6 +185,24 @@ def test_keys_that_break_in_four_bits_get_more(far, keys):
     assert layer.choose(seen).storage.codes.keys == keys
 
 
+@pytest.mark.parametrize("budget", [100, "50%"])
+def test_numbers_that_no_codes_hold_stay_as_they_came(budget):
+    model, shown = tiny_model("llama"), Shown()
+    call(model, CompressedCache(model, shown), random_ids(1, 200))
+    keys = shown.layers[0].keys.clone()
+    keys[0, 0, 3] = math.inf
+    for quantize, holds in (("auto", True), (AutoCodes((KVCodes(), KVCodes(8, 8))), False)):
+        cache = CompressedCache(model, SnapKV(budget, window_size=8), quantize=quantize)
+        layer = cache.reading.layers[0]
+        layer.update(keys, shown.layers[0].values)
+        seen = replace(shown.layers[0], keys=keys, queries=shown.layers[0].queries[:, :, -8:])
+        if holds:
+            assert layer.choose(seen).storage.codes is None
+        else:
+            with pytest.raises(InvalidArgumentError, match="keys and values of at most"):
+                layer.choose(seen)
+
+
 def test_a_budget_that_holds_all_changes_nothing():
     model, ids = tiny_model("llama"), random_ids(1, 90)
     for budget in ("100%", "2GiB", 90):

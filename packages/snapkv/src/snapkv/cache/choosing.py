@@ -1,6 +1,8 @@
 """The choice at a prompt's end: which tokens a layer keeps, and how many bits hold them."""
 
 import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -48,7 +50,7 @@ def choose(policy: Policy, prompt: PromptLayer, storage: Storage, store: TokenSt
         return Choice(policy.select(costed(policy, prompt, storage, store)), storage)
     if isinstance(budget_of(policy), ByteBudget):
         return _of_least_error(policy, prompt, storage, store)
-    return _of_fewest_bytes(policy, prompt, storage, store)
+    return _of_fewest_bits(policy, prompt, storage)
 
 
 def costed(policy: Policy, prompt: PromptLayer, storage: Storage, store: TokenStore) -> PromptLayer:
@@ -62,41 +64,59 @@ def _of_least_error(
 ) -> Choice:
     """As many tokens as the bytes hold in so many bits; the bits that lose least."""
     trial, tried = _Trial(prompt), list[_Tried]()
-    refused: InvalidArgumentError | None = None
-    for candidate in storage.candidates:
-        try:
-            selection = policy.select(costed(policy, prompt, candidate, store))
-        except InvalidArgumentError as error:  # too few bytes for what it leaves as it came
-            refused = refused or error
-            continue
-        tried.append(trial.of(Choice(selection, candidate), trial.whole))
-        if not tried[-1].error:
+
+    def attempt(candidate: Dynamic) -> _Tried:
+        selection = policy.select(costed(policy, prompt, candidate, store))
+        return trial.of(Choice(selection, candidate), trial.whole)
+
+    for each in _possible(storage.candidates, attempt):
+        tried.append(each)
+        if not each.error:
             break
-    if not tried:
-        assert refused is not None
-        raise refused
     return min(tried, key=lambda each: each.error).choice
 
 
-def _of_fewest_bytes(
-    policy: Policy, prompt: PromptLayer, storage: AutoStorage, store: TokenStore
-) -> Choice:
-    """The same tokens in any case, in the fewest bytes that lose little more."""
+def _of_fewest_bits(policy: Policy, prompt: PromptLayer, storage: AutoStorage) -> Choice:
+    """The same tokens in any case, in the fewest bits that lose little more."""
     selection = policy.select(prompt)
     if selection is None and not isinstance(budget_of(policy), AutoBudget):
         return Choice(None, storage.candidates[0])
-
-    def token_bytes(candidate: Dynamic) -> float:
-        cost = candidate.token_cost(store, prompt.num_kv_heads, min(prompt.row_lengths))
-        return cost.block_bytes / cost.block_tokens
-
     trial, tried = _Trial(prompt), list[_Tried]()
     as_it_came = trial.output(Choice(selection, Dynamic()))
-    for candidate in sorted(storage.candidates, key=token_bytes):
-        tried.append(trial.of(Choice(selection, candidate), as_it_came))
-        if tried[-1].error <= storage.codes.most_error:
-            return tried[-1].choice
+
+    def attempt(candidate: Dynamic) -> _Tried:
+        return trial.of(Choice(selection, candidate), as_it_came)
+
+    for each in _possible(sorted(storage.candidates, key=_bits), attempt):
+        tried.append(each)
+        if each.error <= storage.codes.most_error:
+            return each.choice
     return min(tried, key=lambda each: each.error).choice
+
+
+def _bits(candidate: Dynamic) -> float:
+    """Of a key's number and a value's together."""
+    if candidate.codes is None:
+        return math.inf
+    pair = candidate.codes.keys, candidate.codes.values
+    return sum(8 if each == "fp8" else each for each in pair)
+
+
+def _possible(
+    candidates: Sequence[Dynamic], attempt: Callable[[Dynamic], _Tried]
+) -> Iterator[_Tried]:
+    """One after the other, but for those that have too few bytes, or cannot hold such numbers."""
+    refused, any_possible = None, False
+    for candidate in candidates:
+        try:
+            tried = attempt(candidate)
+        except InvalidArgumentError as error:
+            refused = refused or error
+            continue
+        any_possible = True
+        yield tried
+    if refused is not None and not any_possible:
+        raise refused
 
 
 class _Trial:

@@ -31,7 +31,7 @@ class AutoCodes:
     whole prompt as it came: the sum of squares, relative to the output's own, mean over heads and
     rows, which share the bits. Within a budget of bytes the candidate of the least error is taken.
     Beside any other budget all candidates keep the same tokens: the error is then against those as
-    they came, and of all candidates with at most `most_error` the one of fewest bytes is taken, or
+    they came, and of all candidates with at most `most_error` the one of fewest bits is taken, or
     that of the least error; the first one where a number of tokens is no less than the prompt.
 
     Args:
