@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from snapkv import AdaKV, DraftVotes, KVCodes, SnapKV, default_policy
-from snapkv_lab.experiments.auto_budget import last_run, loss_above, right_of, texts_from
+from snapkv_lab.experiments.auto_budget import loss_above, right_of, texts_from
 from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.pages import Pivot, Table
 from snapkv_lab.experiments.records import Row, grouped
@@ -91,7 +91,6 @@ PER_BYTE = Experiment(
     measure=_measure,
     cases=lambda given, part: texts_from(given, 200),
     options={"tokens": Sized(1024, 768), "rounds": Sized(6, 1), "dtype": "bfloat16"},
-    measured=last_run,
     tables=[
         Table(
             Pivot("method, what is held", "{name}", "{share}", "{right}"),
