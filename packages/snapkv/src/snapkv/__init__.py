@@ -59,6 +59,7 @@ __all__ = [
     "AdaKV",
     "AutoBudget",
     "AutoCodes",
+    "BudgetTooSmallError",
     "ByteBudget",
     "CacheFileError",
     "CacheMismatchError",

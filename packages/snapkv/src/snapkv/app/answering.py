@@ -337,7 +337,11 @@ def costs(given: Answer) -> dict[str, Any]:
 
 
 def answers_together(
-    loaded: LoadedModel, prompts: Sequence[Prompt], policy: Policy, settings: GenerationSettings
+    loaded: LoadedModel,
+    prompts: Sequence[Prompt],
+    policy: Policy,
+    settings: GenerationSettings,
+    quantize: Quantize | None = None,
 ) -> list[str]:
     """The text of every answer; each is that of its prompt alone, up to rounding.
 
@@ -354,7 +358,7 @@ def answers_together(
     rows = [prompt_ids(loaded, prompt, settings)[0] for prompt in prompts]
     options, ends = generate_options(model, settings), end_token_ids(model, settings)
     ids = _left_padded(rows, next(iter(ends), 0))
-    cache = CompressedCache(model, loaded.completed(policy))
+    cache = CompressedCache(model, loaded.completed(policy), quantize=quantize)
     advice = (
         f"prompts: expected a batch that the device has memory for, got {len(rows)} of up to "
         f"{ids.shape[1]:,} tokens; answer fewer at once"

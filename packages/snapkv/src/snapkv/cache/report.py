@@ -1,13 +1,15 @@
 """What a cache holds, in tokens and bytes, measured on its tensors."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
 from torch import Tensor
 
 from snapkv.cache.layer import CompressedLayer
+from snapkv.cache.reading import DraftCost
 from snapkv.validation import format_bytes
 
 
@@ -26,6 +28,9 @@ class CacheReport(dict[str, Any]):
             the columns and bounds of a `PageRecall`'s pages.
         host_bytes: bytes of the keys and values that `recall` has put off the device.
         full_bytes: bytes transformers' own cache would hold after the same tokens.
+        growing_layers: how many layers grow with the context; these are compressed.
+        growing_share: what their keys and values are of `full_bytes`, from 0 to 1; the rest is
+            windows and states, which stay as they are. 1 while the cache is empty.
         lost_votes: the part of the window's votes on the prefix that fell on what was dropped, mean
             over rows, heads and layers; 0 where nothing was dropped, None where it is not known:
             methods without votes, and what was dropped in more than one step.
@@ -34,6 +39,9 @@ class CacheReport(dict[str, Any]):
             as above.
         bits: of a number that is kept of a prompt, such as "16", or "8/4" of keys and values, each
             with how many layers it holds, most first; none before the first token.
+        draft: what a drafted answer that voted has taken (`DraftVotes`): `tokens`, `ms` and
+            `held_bytes` of the whole prompt, which was held until then; None where none has voted.
+            Its tokens are not the answer's, whose layers keep something else.
         layers: one dictionary per layer with `layer`, `kind`, `seen_tokens`, `kept_tokens`,
             `held_bytes` and `full_bytes`; compressed ones with `lost_votes`, too. `kind` is
             "compressed", or the name of transformers' own layer where the layer is not full
@@ -41,11 +49,14 @@ class CacheReport(dict[str, Any]):
     """
 
     @classmethod
-    def of(cls, policy: str, layers: Sequence[Any]) -> "CacheReport":
-        """Measure the layers of a cache whose method has that name."""
+    def of(
+        cls, policy: str, layers: Sequence[Any], draft: DraftCost | None = None
+    ) -> "CacheReport":
+        """Measure the layers of a cache whose method has that name, and what its draft took."""
         rows = [_layer_report(i, layer) for i, layer in enumerate(layers)]
         compressed = [layer for layer in layers if isinstance(layer, CompressedLayer)]
         mean = sum(layer.store.mean_tokens for layer in compressed) / len(compressed)
+        full_bytes = sum(row["full_bytes"] for row in rows)
         return cls(
             policy=policy,
             seen_tokens=compressed[0].seen_tokens,
@@ -54,10 +65,13 @@ class CacheReport(dict[str, Any]):
             held_bytes=sum(row["held_bytes"] for row in rows),
             index_bytes=sum(layer.index_bytes for layer in compressed),
             host_bytes=sum(layer.offloaded.held_bytes for layer in compressed if layer.offloaded),
-            full_bytes=sum(row["full_bytes"] for row in rows),
+            full_bytes=full_bytes,
+            growing_layers=len(compressed),
+            growing_share=sum(map(_full_bytes, compressed)) / full_bytes if full_bytes else 1.0,
             lost_votes=_mean([row["lost_votes"] for row in rows if "lost_votes" in row]),
             bits=_bits(compressed),
             lost_vote_peak=_mean([_lost(layer, "lost_peak") for layer in compressed]),
+            draft=None if draft is None else asdict(draft),
             layers=rows,
         )
 
@@ -103,7 +117,16 @@ class CacheReport(dict[str, Any]):
         )
         if self["bits"]:
             title += f", {bits_text(self['bits'])}"
-        return "\n".join([title, *table])
+        if (grow := self["growing_share"]) < 1:
+            all_of_them = f"{self['growing_layers']} of {len(self['layers'])} layers"
+            title += f"; {all_of_them} grow with the context, {grow:.1%} of the full cache"
+        return "\n".join([title, *table, *_draft_lines(self.get("draft"))])
+
+
+def _draft_lines(draft: dict[str, Any] | None) -> Iterator[str]:
+    if draft is not None:
+        tokens, held = draft["tokens"], format_bytes(draft["held_bytes"])
+        yield f"votes of a draft: {tokens:,} tokens, {draft['ms']:.0f} ms, {held} held until then"
 
 
 def bits_text(layers: Mapping[str, int]) -> str:
@@ -123,8 +146,8 @@ def _layer_report(layer_idx: int, layer: Any) -> dict[str, Any]:
             "kind": "compressed",
             "seen_tokens": layer.seen_tokens,
             "kept_tokens": _whole_number(layer.store.mean_tokens),
-            "held_bytes": layer.held_bytes,
-            "full_bytes": _full_bytes(layer),
+            "held_bytes": layer.held_bytes + _bytes(layer.beside),
+            "full_bytes": _full_bytes(layer) + _bytes(layer.beside),
             "lost_votes": _lost(layer, "lost_mass"),
         }
     held = tensor_bytes(layer)
@@ -171,10 +194,15 @@ def _whole_number(tokens: float) -> float:
     return int(tokens) if tokens == int(tokens) else tokens
 
 
+def token_bytes(layer: Any) -> int:
+    """Bytes of the keys and values that one of transformers' own cache layers holds."""
+    return sum(_bytes(getattr(layer, name, None)) for name in ("keys", "values"))
+
+
 def tensor_bytes(layer: Any) -> int:
     """Bytes of what one of transformers' own cache layers holds."""
-    names = ("keys", "values", "conv_states", "recurrent_states")
-    return sum(_bytes(getattr(layer, name, None)) for name in names)
+    states = ("conv_states", "recurrent_states")
+    return token_bytes(layer) + sum(_bytes(getattr(layer, name, None)) for name in states)
 
 
 def _bytes(held: Any) -> int:

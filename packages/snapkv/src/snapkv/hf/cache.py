@@ -367,6 +367,11 @@ class CompressedCache(Cache):
         """Indices of the layers that are compressed; the others stay transformers' own."""
         return [layer.identity.layer_idx for layer in self.reading.layers]
 
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether some layer slides over a window, or carries a state: it does not go back."""
+        return any(not isinstance(each, CompressedLayer) or each.beside for each in self.layers)
+
     def kept_positions(self, layer_idx: int) -> Tensor:
         """True positions of all tokens that a layer stores, generated ones included.
 
@@ -388,7 +393,7 @@ class CompressedCache(Cache):
 
     def report(self) -> CacheReport:
         """Tokens seen and kept, bytes held and bytes a full cache would hold."""
-        return CacheReport.of(self.policy.name, self.layers)
+        return CacheReport.of(self.policy.name, self.layers, self.reading.draft_cost)
 
     def save(self, path: str | Path, *, beside: Mapping[str, Tensor] | None = None) -> None:
         """Write the cache to a file: safetensors, with its policy, its model and all it has seen.
