@@ -169,6 +169,20 @@ FAULTS = (
         tests=("packages/snapkv/tests/models/test_static.py",),
     ),
     Fault(
+        name="where bits are chosen, a query of the window does not see itself",
+        file="snapkv/ops/votes/reference.py",
+        old="(slots[:, :, None] <= own[:, None])",
+        new="(slots[:, :, None] < own[:, None])",
+        tests=("packages/snapkv/tests/cache/test_auto_codes.py",),
+    ),
+    Fault(
+        name="the fewest bits are taken that lose too much",
+        file="snapkv/cache/choosing.py",
+        old="each.error <= storage.codes.most_error",
+        new="each.error >= storage.codes.most_error",
+        tests=("packages/snapkv/tests/cache/test_auto_codes.py",),
+    ),
+    Fault(
         name="codes are a step too fine",
         file="snapkv/ops/codes/coding.py",
         old="least.float()) / levels)",

@@ -145,6 +145,10 @@ def _options(draw: Draw, policy: Policy) -> dict[str, Any]:
         options["quantize"] = draw.choice(
             ["int8", "fp8", KVCodes(8, 8, **few), KVCodes(8, 8, **few), KVCodes(4, 8, **few)]
         )
+        if policy.query_tokens and draw.random() < 0.3:  # layers of either kind beside each other
+            codes = KVCodes(8, 8, **few | {"exact_layers": 0})
+            error = draw.choice([1e-9, 1e-6, 1e-5])
+            options["quantize"] = kv.AutoCodes((None, codes), most_error=error)
     return options
 
 

@@ -27,6 +27,7 @@ from snapkv import (
 from snapkv.policies import EvictingPolicy
 from snapkv.policies.base import ALL_QUERIES
 from snapkv.prefill import chunked, layer_by_layer
+from snapkv.storage.auto import AutoCodes
 from snapkv.storage.coded import KVCodes
 from tests.families import small_model
 from tests.oracle import hidden_columns, masked_pass, unwrapped
@@ -222,7 +223,7 @@ class Judge:
         apart = float((found - expected).abs().max() / expected.abs().max())
         close = CLOSE
         if (bits := self._bits) is not None:
-            other_groups = state.rows_differ or judge == "oracle"
+            other_groups = state.rows_differ or judge == "oracle" or self._rows_share_bits
             close = (CLOSE_IN_BITS if other_groups else CLOSE_IN_GROUPS)[bits]
             if self.sequence.model == "latent":  # which the model expands, and their rounding too
                 close *= 5
@@ -232,7 +233,8 @@ class Judge:
     def _compare_kept(self, state: State, row: int, alone: CompressedCache) -> None:
         if state.fewer_votes and any(part.kind == "spans" for part in state.done):
             return  # spans hold more or less of what was kept
-        if self.options.get("quantize") and state.rows_differ and len(state.done) > 1:
+        others = state.rows_differ or self._rows_share_bits
+        if self.options.get("quantize") and others and len(state.done) > 1:
             return  # other neighbours share a scale, so votes differ by rounding
         for layer in alone.compressed_layers:
             found = _sets(state.cache.kept_positions(layer)[row])
@@ -351,7 +353,12 @@ class Judge:
         given = self.options.get("quantize")
         if isinstance(given, KVCodes):
             return "int8" if given.keys == given.values == 8 else "int4"
-        return given
+        return "int8" if isinstance(given, AutoCodes) else given
+
+    @property
+    def _rows_share_bits(self) -> bool:
+        """Whether a row may be held in other bits than it is alone."""
+        return isinstance(self.options.get("quantize"), AutoCodes)
 
     def _has_oracle(self, state: State) -> bool:
         """Whether attention is that of a full cache that hides what is not kept."""

@@ -38,6 +38,7 @@ from snapkv.hf.cache import CompressedCache
 from snapkv.kvzip import require_one_reading
 from snapkv.policies import EvictingPolicy, Policy
 from snapkv.policies.spans import Span
+from snapkv.storage.auto import Quantize
 from snapkv.validation import require_int
 
 NO_RECALL = "none"
@@ -59,6 +60,7 @@ class Conversation:
         transcript: what was said before, in place of a document.
         clear_tool_results: how many of the transcript's tool results stay, the last ones; the
             others are dropped when it has been read, before anything is answered. None for all.
+        quantize: as for `CompressedCache`.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Conversation:
         prefill: Prefill | None = None,
         transcript: Transcript | None = None,
         clear_tool_results: int | None = None,
+        quantize: Quantize | None = None,
     ) -> None:
         if transcript is not None and document:
             raise InvalidArgumentError(
@@ -94,7 +97,8 @@ class Conversation:
         self._protection = protection
         turns: Turns = "append" if evicts else "compress"
         drops = recall == NO_RECALL
-        self._options: dict[str, Any] = {"turns": turns} if drops else {"recall": recall}
+        kept: dict[str, Any] = {"turns": turns} if drops else {"recall": recall}
+        self._options = kept | {"quantize": quantize}
         self.cache = CompressedCache(loaded.model, policy, **self._options)
 
     @property

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from snapkv import ops
+from snapkv.cache.choosing import Choice, choose
 from snapkv.cache.paging import PageRecall
 from snapkv.cache.slots import DecodeNotes, SlotMap, require_removable
 from snapkv.errors import CacheMismatchError, InvalidArgumentError
@@ -352,7 +353,7 @@ class CompressedLayer(DynamicLayer):
         self.store, self.slots = self.storage.restored(kind, state), slots
         self.notes = self.notes if notes is None else notes
         if kind == QUANTIZED:
-            self._finalize(self.slots.chosen_slots or self.store.slots)
+            self._finalize(self.slots.chosen_slots or self.store.slots, self.storage)
 
     def note_columns(
         self, columns: Tensor, tokens: int, pads: Tensor | None, fillers: Tensor | None
@@ -380,14 +381,18 @@ class CompressedLayer(DynamicLayer):
         self.store = self.store.keep(kept, tokens, ragged=ragged)
         self.slots = self.slots.chosen(columns, at, **changes)
 
-    def end_prompt(self, selection: Selection | None, prompt: PromptLayer) -> None:
-        """Note that the prompt has been read, and keep of it what was selected; None for all.
+    def choose(self, prompt: PromptLayer) -> Choice:
+        """What of a prompt that has been read the policy keeps, and how it is stored."""
+        return choose(self.policy, prompt, self.storage, self.store)
+
+    def end_prompt(self, choice: Choice, prompt: PromptLayer) -> None:
+        """Note that the prompt has been read, and keep of it what was chosen.
 
         Tokens behind the prompt (drafts of the same forward pass) stay behind what is kept. Where
         turns follow, the prompt is all that was seen so far or, without recall, all that is stored.
         """
         at = self.columns - (self.store.slots - prompt.keys.shape[2])
-        queries = lost = None
+        queries, lost, selection = None, None, choice.selection
         if self.history_tokens:
             queries = prompt.queries[:, :, -self.history_tokens :].clone()
         if selection is not None and self.slots.is_whole:
@@ -400,15 +405,16 @@ class CompressedLayer(DynamicLayer):
         if selection is not None:
             self._keep(selection, at)
         is_whole = self.slots.kept is None
-        self._finalize(prompt.keys.shape[2] if is_whole else self.slots.chosen_slots)
+        kept = prompt.keys.shape[2] if is_whole else self.slots.chosen_slots
+        self._finalize(kept, choice.storage)
 
-    def _finalize(self, kept_tokens: int) -> None:
+    def _finalize(self, kept_tokens: int, storage: Storage) -> None:
         """Store the first slots as it is done behind a prompt; what that would change is offloaded.
 
         Where tokens were dropped, all of them have been.
         """
         whole, empty = self.store, self.slots.empty
-        self.store = self.storage.finalize(whole, kept_tokens, self.policy.name, empty)
+        self.store = storage.finalize(whole, kept_tokens, self.policy.name, empty)
         if self.store.ragged is not None:
             self.slots = self.slots.without_fillers()
         if self.slots.kept is None and not self.store.is_exact:
@@ -430,13 +436,14 @@ class CompressedLayer(DynamicLayer):
 
     def keep_of_rows(self, selection: Selection) -> None:
         """Behind a later turn keep what was selected of rows that fitted the budget until then."""
+        storage = self.storage.like(self.store)
         eviction = Eviction(
             keep_indices=selection.keep_indices,
             filler_tokens=selection.filler_tokens,
             parts_heads=selection.head_tokens is not None,
         )
         self.apply_eviction(eviction)
-        self._finalize(self.slots.chosen_slots)
+        self._finalize(self.slots.chosen_slots, storage)
         self.slots = replace(self.slots, chosen_at=self.seen_tokens)
         self.notes = self.notes.of_choice(self.notes.last_queries, None)  # votes of one choice
 
@@ -488,10 +495,10 @@ class CompressedLayer(DynamicLayer):
             if self.slots.kept is not None and bool(empty.any()):
                 self.slots = replace(self.slots, fillers=empty)
 
-    def encode(self, tokens: int) -> None:
+    def encode(self, tokens: int, storage: Storage) -> None:
         """Hold the first tokens as codes again, where the end of a turn has dropped nothing."""
-        if not self.storage.holds_as_it_came:
-            self._finalize(tokens)
+        if not storage.holds_as_it_came:
+            self._finalize(tokens, storage)
 
     # What a user says of spans.
 

@@ -80,7 +80,7 @@ def chat(
     settings = options.settings()
     read, warnings = text_files.read_noting(files) if files else ([], [])
 
-    from snapkv.cli.policy import build_policy  # imports torch; what is wrong above is said before
+    from snapkv.cli.policy import build_policy, usual_bits  # torch; what is wrong above comes first
 
     policy = build_policy(_with_number(options, recall))
 
@@ -96,6 +96,9 @@ def chat(
         "prefill": options.reading,
     }
     loaded = load_model(options)
+    quantize, own_bits = usual_bits(options, loaded.model)
+    if own_bits:
+        sys.stderr.write(f"bits: {own_bits}\n")
     document, protection = text_files.join(read), protection_of(options, system=None)
     Chat(
         conversation=Conversation(
@@ -106,6 +109,7 @@ def chat(
             protection=protection,
             transcript=begun,
             clear_tool_results=clear_tool_results,
+            quantize=quantize,
             **ways,
         ),
         load=lambda path: Conversation.load(path, loaded, settings, policy, **ways),

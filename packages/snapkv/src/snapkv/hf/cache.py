@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -48,6 +48,7 @@ from snapkv.hf.slot_scores import score_options, slot_scores
 from snapkv.policies import EvictingPolicy, Policy, default_policy
 from snapkv.policies.spans import Spans
 from snapkv.storage import uncompressed
+from snapkv.storage.auto import Quantize
 from snapkv.storage.coded import Bits, KVCodes
 from snapkv.validation import require_int
 
@@ -88,7 +89,8 @@ class CompressedCache(Cache):
         refresh_every: with `recall`, let the last queries vote again after as many generated
             tokens.
         quantize: hold what is kept of a prompt, and all but the last of what is generated, in few
-            bits: "int8", "int4", "fp8", or a `KVCodes`. The model's own dtype by default.
+            bits: "int8", "int4", "fp8", or a `KVCodes`; "auto" or an `AutoCodes` chooses by layer.
+            The model's own dtype by default.
         protect: half-open spans of positions, such as ``[(0, 200)]``, that every layer and head
             keeps whatever the scores. Positions are those of `kept_positions`: of each row's own
             tokens, over the whole conversation; where a span reaches past the end of a prompt, what
@@ -116,7 +118,7 @@ class CompressedCache(Cache):
         recall: Recall | None = None,
         recall_bytes: int | None = None,
         refresh_every: int | None = None,
-        quantize: Bits | KVCodes | None = None,
+        quantize: Quantize | None = None,
         protect: Protect | None = None,
         fair: Fair | None = None,
     ) -> None:
@@ -139,7 +141,7 @@ class CompressedCache(Cache):
         self._spans = spans
         self._use = use(model)
         self.policy = policy
-        bits = asdict(quantize) if isinstance(quantize, KVCodes) else quantize
+        bits = asdict(quantize) if is_dataclass(quantize) else quantize
         made = {"storage": storage, "room_tokens": room_tokens, "quantize": bits}
         self.options: dict[str, Any] = made | vars(later) | described(spans)
         room = room_tokens if storage == "static" else None

@@ -204,6 +204,13 @@ def require_tokens(policy: Any) -> None:
         )
 
 
+def budget_of(policy: Any) -> int | AutoBudget | ByteBudget | None:
+    """The budget of a policy, or of one that it wraps; None where there is none."""
+    while hasattr(policy, "policy"):
+        policy = policy.policy
+    return getattr(policy, "budget", None)
+
+
 @dataclass(frozen=True)
 class Budget:
     """What a layer keeps beside the window: `row` is where any budget becomes tokens.

@@ -207,6 +207,11 @@ class TokenStore(ABC):
         return sum(plane.states.nbytes for plane in self.planes)
 
     @property
+    def bits(self) -> str:
+        """Bits of a number that is kept of a prompt, such as "16"; of keys and values, "8/4"."""
+        return str(8 * self.keys.element_size()) if self.planes else "0"
+
+    @property
     def index_bytes(self) -> int:
         """Bytes of what says where they lie."""
         return 0
@@ -240,6 +245,9 @@ class Storage(Protocol):
 
     def at(self, depth: int, num_layers: int, *, latents: bool) -> "Storage":
         """That of one of the compressed layers; of `latents` if the model expands what it holds."""
+
+    def like(self, store: TokenStore) -> "Storage":
+        """The storage that made a store, where one chooses among several; else itself."""
 
     def empty(self) -> "DenseStore":
         """A store without tokens."""

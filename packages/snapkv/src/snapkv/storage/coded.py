@@ -85,6 +85,11 @@ class KVCodes:
         first = self.sink_tokens if shortest_tokens >= self.sink_tokens + last else 0
         return first, last
 
+    @property
+    def label(self) -> str:
+        """Bits, such as "4"; of keys and of values where they differ, such as "8/4"."""
+        return str(self.keys) if self.keys == self.values else f"{self.keys}/{self.values}"
+
     def costing(self, exact: TokenCost, block_bytes: int, shortest_tokens: int) -> TokenCost:
         """What tokens cost whose blocks take so many bytes in all heads, and `exact` as they came.
 
@@ -545,6 +550,11 @@ class CodedStore(RaggedStore):
         store = DenseStore(in_place=False).fill(*self.padded(), self.num_kv_heads)
         counts = torch.tensor([row[0] for row in self.ragged.head_tokens], device=self.keys.device)
         return store, self.ragged.longest_tokens - counts
+
+    @property
+    def bits(self) -> str:
+        """Those of the codes."""
+        return self.how.label
 
     def state(self) -> dict[str, Any]:
         """The heads' codes and the tail."""

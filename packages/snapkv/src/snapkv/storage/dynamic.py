@@ -47,6 +47,11 @@ class Dynamic:
             alike=not self.codes.exact_layers,
         )
 
+    def like(self, store: TokenStore) -> "Dynamic":
+        """Itself."""
+        del store
+        return self
+
     def empty(self) -> DenseStore:
         """A store without tokens."""
         return DenseStore(in_place=self.in_place)

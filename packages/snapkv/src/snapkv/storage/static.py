@@ -317,6 +317,10 @@ class Static:
         ends = self.codes.recent_tokens + self.codes.sink_tokens
         return min(self.slots - self.room_tokens, ends) + self.room_tokens
 
+    def like(self, store: TokenStore) -> "Static":
+        del store
+        return self
+
     def empty(self) -> DenseStore:
         return DenseStore()
 
