@@ -286,7 +286,7 @@ def test_where_a_layer_refuses_the_cache_says_to_reset_it(policy, options, layer
 def test_what_cannot_be_packed_is_refused():
     model = tiny_model("llama")
     for options, said in (
-        ({"quantize": "int3"}, "quantize: expected one of int8, int4, K8V4, fp8"),
+        ({"quantize": "int3"}, "quantize: expected int8, int4 or fp8, keys and"),
         ({"quantize": "int8", "policy": H2O(40)}, "quantize: expected a policy that only"),
         (
             {"quantize": KVCodes(exact_layers=1), "policy": AdaKV(PyramidKV("50%"))},
