@@ -24,6 +24,9 @@ PROTECT_FIRST = "protect_first"
 
 LIMITS = ("cap", "decode_budget")
 
+SPANS = "spans"
+"""Names what a request says of spans of its prompt."""
+
 DOCUMENT = "document"
 """Names what a request's prompt begins with, on servers that share documents."""
 
@@ -86,7 +89,7 @@ def meant(name: object) -> str | None:
         return name if isinstance(name, str) else None
     begun = name[: len(PREFIX) - 1].lower() == PREFIX[:-1]
     bare = name[len(PREFIX) - 1 :].lower().replace("-", "_").strip("_. ") if begun else name
-    if bare in (*OF_A_REQUEST, DOCUMENT):
+    if bare in (*OF_A_REQUEST, DOCUMENT, SPANS):
         return PREFIX + bare
     return f"{PREFIX}budget" if begun else None
 

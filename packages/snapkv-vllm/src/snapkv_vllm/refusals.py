@@ -12,6 +12,7 @@ from snapkv_vllm.limits import Limits
 from snapkv_vllm.names import RefusedError, wrong
 from snapkv_vllm.plans import Plan
 from snapkv_vllm.settings import ServingSettings
+from snapkv_vllm.spans import NAME
 
 ONE_SERVER = "each would have documents of its own; leave --api-server-count or --share out"
 """What is said where several processes would answer requests, and documents are shared."""
@@ -275,6 +276,13 @@ def require_no_promise(limits: Limits) -> None:
             remedy = f"send whole requests, or start the server without --{name.replace('_', '-')}"
             none = "none for a session, whose prompt goes on after its end"
             raise wrong(name, none, promised, remedy)
+
+
+def require_no_spans(sampling_params: Any) -> None:
+    """Refuse spans of a session, whose prompt is not all there."""
+    if sampling_params is not None and NAME in (sampling_params.extra_args or {}):
+        whole, got = "a prompt that is all there", "a session, whose prompt grows"
+        raise wrong(NAME, whole, got, "send it as a request of its own")
 
 
 def require_capped_prompt(plan: Plan, request: Any, vllm_config: Any) -> None:

@@ -17,6 +17,7 @@ from snapkv_vllm.blocks import CompressedBlocks, share_exact_blocks
 from snapkv_vllm.documents.plans import FromDocument, ReadTwice
 from snapkv_vllm.documents.registry import registry
 from snapkv_vllm.documents.words import errand
+from snapkv_vllm.methods import require_spans_within
 from snapkv_vllm.metrics import PromptMetrics
 from snapkv_vllm.plans import Beginning, Order, Plan, RequestPlan
 from snapkv_vllm.plugin import end_with_parent
@@ -25,6 +26,7 @@ from snapkv_vllm.refusals import (
     require_capped_prompt,
     require_no_promise,
     require_no_prompt_logprobs,
+    require_no_spans,
     require_sharing,
     require_supported,
 )
@@ -97,10 +99,12 @@ class _CompressingScheduler(Scheduler):
             return self._documents.plan_of(asked, request)
         if params is None or request.resumable:
             require_no_promise(self._settings.limits)
+            require_no_spans(params)
             return Plan(prompt_tokens=request.num_prompt_tokens)
         plan = self._settings.plan_for(
             params.extra_args, request.num_prompt_tokens, looks_ahead=self._looks_ahead
         )
+        require_spans_within(plan.policy, request.num_prompt_tokens)
         require_capped_prompt(plan, request, self.vllm_config)
         require_no_prompt_logprobs(plan, params)
         return plan

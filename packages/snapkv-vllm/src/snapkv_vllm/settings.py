@@ -1,7 +1,7 @@
 """What a server keeps of a prompt, by default and for one request; no vLLM is needed here."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
@@ -16,7 +16,14 @@ from snapkv.validation import (
 )
 from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.limits import Limits
-from snapkv_vllm.methods import METHODS, ProtectingFirst, parameters_of, scoring
+from snapkv_vllm.methods import (
+    METHODS,
+    ProtectingFirst,
+    WithSpans,
+    first_tokens,
+    parameters_of,
+    scoring,
+)
 from snapkv_vllm.names import (
     DOCUMENT,
     ENDPOINTS,
@@ -24,6 +31,7 @@ from snapkv_vllm.names import (
     OF_A_REQUEST,
     PREFIX,
     PROTECT_FIRST,
+    SPANS,
     XARGS,
     meant,
     own_settings,
@@ -33,6 +41,7 @@ from snapkv_vllm.names import (
     wrong,
 )
 from snapkv_vllm.plans import Plan
+from snapkv_vllm.spans import RequestSpans, entries_of
 
 KEY = "snapkv"
 """The server's settings in vLLM's `additional_config`."""
@@ -48,6 +57,8 @@ _NOT_SERVED = {
     "h2o": ", which needs the queries of the whole prompt",
     "full": ", which is a budget of 0",
 }
+
+_NO_SPANS = RequestSpans()
 
 _UNSERVABLE = {
     ("group_reduce", "none"): "mean, max or sum, since keys are stored once per KV head",
@@ -160,11 +171,12 @@ class ServingSettings:
         if DOCUMENT in given:
             self._require_document(given)
             return Plan(prompt_tokens=prompt_tokens)
+        spans = RequestSpans.of(entries_of(given.pop(SPANS))) if SPANS in given else _NO_SPANS
         for name, value in given.items():
             self._require_known(name)
             require_readable(PREFIX + name, value)
         try:
-            return self._planned(given, prompt_tokens, looks_ahead=looks_ahead)
+            return self._planned(given, prompt_tokens, looks_ahead=looks_ahead, spans=spans)
         except (InvalidArgumentError, InvalidTypeError) as error:
             raise type(error)(f"{PREFIX}{error}") from error
 
@@ -188,7 +200,14 @@ class ServingSettings:
     def window_tokens(self) -> int:
         return self.costliest(1).query_tokens
 
-    def _planned(self, given: Mapping[str, Any], prompt_tokens: int, *, looks_ahead: bool) -> Plan:
+    def _planned(
+        self,
+        given: Mapping[str, Any],
+        prompt_tokens: int,
+        *,
+        looks_ahead: bool,
+        spans: RequestSpans = _NO_SPANS,
+    ) -> Plan:
         """What a request's settings, by their names without the prefix, make of the server's."""
         own = dict(given)
         budget = own.pop("budget", self.budget)
@@ -204,12 +223,46 @@ class ServingSettings:
             policy = None
         elif first and policy is not None:
             policy = ProtectingFirst(policy, first)
+        if spans:
+            self.limits.require_none(cap, decode_budget)
+            protecting = spans.protecting(min(first, prompt_tokens))
+            policy = self._with_spans(protecting, budget, parameters | own, prompt_tokens)
         return Plan(
             prompt_tokens=prompt_tokens,
             policy=policy,
             cap=self.limits.cap_of(cap, policy, looks_ahead=looks_ahead),
             growth=self.limits.growth_of(decode_budget, policy, protect_first=first),
         )
+
+    def _with_spans(
+        self, spans: RequestSpans, budget: int, parameters: Mapping[str, Any], prompt_tokens: int
+    ) -> WithSpans:
+        """The method with room for the spans, of what they leave the budget; 0 keeps all of that.
+
+        `prompt_tokens` may be too few where a request is only checked.
+        """
+        scores = scoring(self._made(None, parameters))
+        window, first = scores.query_tokens, first_tokens(scores)
+        of_spans = []
+        for (start, end), kept in spans.compress:
+            if start < first:
+                least = f"a start of at least {first} to compress, since the first {first} stay"
+                raise wrong(SPANS, least, f"{start} to {end}", "begin behind them")
+            outside = max(prompt_tokens, end + window) - (end - start)
+            of_spans.append(scoring(self._made(outside + kept, parameters)))
+        inner = self._made(budget + spans.lost_tokens, parameters) if budget else None
+        try:
+            made = WithSpans(inner, spans, tuple(of_spans))
+        except InvalidArgumentError as error:
+            kept = sum(kept for _, kept in spans.compress) + spans.protect.tokens
+            raise wrong(
+                SPANS,
+                f"at most what the budget of {budget:,} has room for, to protect or compress to",
+                f"{kept:,} tokens",
+                f"raise the budget, or protect fewer ({error})",
+            ) from None
+        fits = budget >= prompt_tokens - spans.lost_tokens
+        return replace(made, policy=None) if fits else made
 
     def _require_document(self, given: Mapping[str, Any]) -> None:
         """Refuse a document where none is shared, and anything else beside its name."""
