@@ -24,14 +24,20 @@ PROTECT_FIRST = "protect_first"
 
 LIMITS = ("cap", "decode_budget")
 
-SPANS = "spans"
-"""Names what a request says of spans of its prompt."""
+SPANS, EDITS = "spans", "edits"
+"""Name what a request says of spans of its prompt, and the edits that make spans of a chat."""
+
+MESSAGES = "/v1/messages"
+"""Anthropic's endpoint, of whose requests vLLM makes chats."""
 
 DOCUMENT = "document"
 """Names what a request's prompt begins with, on servers that share documents."""
 
 ENDPOINTS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 """Where requests may name a document, and the field that it is the beginning of."""
+
+CHATS = ("/v1/chat/completions", MESSAGES)
+"""Where a prompt is made of messages."""
 
 _OF_METHODS = ("budget", "window_size", "kernel_size", "pooling", "decay", "safeguard")
 
@@ -89,7 +95,7 @@ def meant(name: object) -> str | None:
         return name if isinstance(name, str) else None
     begun = name[: len(PREFIX) - 1].lower() == PREFIX[:-1]
     bare = name[len(PREFIX) - 1 :].lower().replace("-", "_").strip("_. ") if begun else name
-    if bare in (*OF_A_REQUEST, DOCUMENT, SPANS):
+    if bare in (*OF_A_REQUEST, DOCUMENT, SPANS, EDITS):
         return PREFIX + bare
     return f"{PREFIX}budget" if begun else None
 

@@ -14,6 +14,7 @@ from snapkv.validation import (
     require_at_least,
     require_int,
 )
+from snapkv_vllm.agents.edits import edits_of
 from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.limits import Limits
 from snapkv_vllm.methods import (
@@ -25,9 +26,12 @@ from snapkv_vllm.methods import (
     scoring,
 )
 from snapkv_vllm.names import (
+    CHATS,
     DOCUMENT,
+    EDITS,
     ENDPOINTS,
     LIMITS,
+    MESSAGES,
     OF_A_REQUEST,
     PREFIX,
     PROTECT_FIRST,
@@ -338,7 +342,7 @@ def require_settings(body: object, settings: ServingSettings, path: str = "") ->
             raise wrong(shown(name), f"inside {XARGS}", "it outside, where nobody reads it", remedy)
     beside, found = _mapping(sampling.get("extra_args")), path in ENDPOINTS
     for given, is_read in ((_mapping(body.get(XARGS)), found), (beside, False)):
-        settings.for_request(given)
+        settings.for_request(_of_a_prompt(given, path))
         if PREFIX + DOCUMENT in given and not is_read:
             expected = f"inside {XARGS} at {' or '.join(ENDPOINTS)}"
             got, remedy = f"it in a request to {shown(path)}", "send the request there"
@@ -346,6 +350,23 @@ def require_settings(body: object, settings: ServingSettings, path: str = "") ->
         for name in filter(meant, given if body.get("use_beam_search") else ()):
             none = "none with use_beam_search, whose requests carry no settings inside vLLM"
             raise wrong(shown(name), none, "one", "leave one of them out")
+
+
+def _of_a_prompt(given: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+    """Settings as they are when the prompt is known, once what it takes to know it is checked."""
+    own = dict(given)
+    spans, edits = PREFIX + SPANS, PREFIX + EDITS
+    for name in (spans, edits):
+        chats = path in CHATS
+        if name in own and not (chats or (path in ENDPOINTS and name == spans)):
+            got, remedy = f"it in a request to {shown(path)}", "send the request there"
+            where = " or ".join(CHATS if name == edits else (*ENDPOINTS, MESSAGES))
+            raise wrong(name, f"it at {where}", got, f"{remedy}, or leave it out")
+    if edits in own:
+        edits_of(own.pop(edits))
+    if spans in own and path in CHATS:
+        own[spans] = [one.as_json for one in entries_of(own[spans]) if one.span is not None]
+    return own
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

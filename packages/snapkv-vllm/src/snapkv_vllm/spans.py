@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from snapkv.errors import InvalidTypeError
 from snapkv.policies.spans import Span, Spans
-from snapkv.validation import require_int
+from snapkv.validation import MOST_COUNTED, require_int
 from snapkv_vllm.names import PREFIX, SPANS, require_readable, shown, wrong
 
 NAME = PREFIX + SPANS
@@ -67,7 +67,12 @@ def entries_of(given: object) -> tuple[Entry, ...]:
             raise wrong(NAME, "a list of spans", "what is no JSON", "pass one") from None
     if not isinstance(given, list | tuple):
         example = '[{"start": 10, "end": 500, "do": "drop"}]'
-        raise wrong(NAME, f"a list such as {example}", f"a {type(given).__name__}", "pass one")
+        raise wrong(
+            NAME,
+            f"a list such as {example}",
+            f"something of type {type(given).__name__}",
+            "pass one",
+        )
     if len(given) > _MOST:
         raise wrong(NAME, f"at most {_MOST:,} spans", f"{len(given):,}", "join neighbours")
     entries = tuple(_entry(one) for one in given)
@@ -79,14 +84,18 @@ def entries_of(given: object) -> tuple[Entry, ...]:
 
 def _entry(given: object) -> Entry:
     if not isinstance(given, Mapping):
-        raise wrong(NAME, "objects in the list", f"a {type(given).__name__}", "pass objects")
+        raise wrong(
+            NAME, "objects in the list", f"something of type {type(given).__name__}", "pass objects"
+        )
     for name in given:
         if name not in _FIELDS:
-            got = shown(name) if isinstance(name, str) else f"a {type(name).__name__}"
+            got = (
+                shown(name) if isinstance(name, str) else f"something of type {type(name).__name__}"
+            )
             raise wrong(NAME, f"fields among {', '.join(_FIELDS)}", got, "leave it out")
     do = given.get("do")
     if not isinstance(do, str) or do not in (DROP, PROTECT, COMPRESS):
-        got = f"'{shown(do)}'" if isinstance(do, str) else f"a {type(do).__name__}"
+        got = f"'{shown(do)}'" if isinstance(do, str) else f"something of type {type(do).__name__}"
         raise wrong(f"{NAME}: do", f"{DROP}, {PROTECT} or {COMPRESS}", got, "pass one of them")
     budget = 0
     if do == COMPRESS:
@@ -116,7 +125,7 @@ def _of_message(name: str, given: Mapping[str, Any]) -> str | int:
     value = given[name]
     if name == "index":
         require_readable(f"{NAME}: index", value)
-        require_int(f"{NAME}: index", value)
+        require_int(f"{NAME}: index", value, minimum=-MOST_COUNTED)
         return int(value)
     if not isinstance(value, str):
         raise InvalidTypeError(
