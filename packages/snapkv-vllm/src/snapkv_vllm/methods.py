@@ -124,14 +124,19 @@ class WithSpans(Policy):
         return chosen - self.spans.lost_tokens
 
     def select(self, layer: PromptLayer) -> Selection:
+        """Of a prompt of which nothing was dropped before."""
         slots = torch.arange(layer.keys.shape[2], device=layer.keys.device)
-        lost = self.spans.drop.cover(slots).expand(layer.keys.shape[0], 1, -1)
+        return self.select_at(layer, slots.expand(layer.keys.shape[0], 1, -1))
+
+    def select_at(self, layer: PromptLayer, positions: Tensor) -> Selection:
+        """Where (rows, 1 or H, S) positions say which tokens the slots of a head hold."""
+        lost = self.spans.drop.cover(positions)
         for (span, _), policy in zip(self.spans.compress, self.of_spans, strict=True):
-            outside = ~Spans((span,)).cover(slots).expand(layer.keys.shape[0], 1, -1)
+            outside = ~Spans((span,)).cover(positions)
             lost = lost | ~_kept(policy, replace(layer, protected=outside))
         kept = torch.ones_like(lost)
         if self.policy is not None:
-            named = self.spans.named.cover(slots).expand_as(lost)
+            named = self.spans.named.cover(positions)
             kept = _kept(self.policy, replace(layer, protected=named))
         return Selection.of_mask(kept & ~lost, parts_heads=self.parts_heads)
 

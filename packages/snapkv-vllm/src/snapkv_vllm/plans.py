@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from snapkv.policies import DecodeStep, EvictingPolicy, Policy, PromptLayer
-from snapkv_vllm.methods import kept_tokens, parts_heads, protected_first
+from snapkv_vllm.methods import WithSpans, kept_tokens, parts_heads, protected_first
 
 
 def queries_of(policy: EvictingPolicy) -> int:
@@ -55,6 +55,17 @@ class EndOfPrompt(Choice):
     """What the method keeps of a prompt that has been read."""
 
     stage = "prompt"
+
+
+class EndOfTurn(EndOfPrompt):
+    """What stays at the end of a prompt whose beginning may have been compressed before."""
+
+    def keep_at(self, layer: PromptLayer, positions: Tensor | None) -> Tensor | None:
+        """As `keep`, where slots hold the tokens at (layers, 1 or H, S) positions."""
+        policy = self.policy
+        if positions is None or not isinstance(policy, WithSpans):
+            return self.keep(layer, 0)
+        return policy.select_at(layer, positions).keep_indices
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from snapkv.errors import InvalidArgumentError, SnapKVError
+from snapkv_vllm.agents.sessions import held_sessions
 from snapkv_vllm.blocks import CompressedBlocks, share_exact_blocks
 from snapkv_vllm.documents.plans import FromDocument, ReadTwice
 from snapkv_vllm.documents.registry import registry
@@ -40,7 +41,10 @@ ORDERS = "snapkv_orders"
 _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 BEGINNINGS = "snapkv_beginnings"
-"""Attribute of the same that carries a `Beginning` for every request that has a document."""
+"""Attribute of the same that carries a `Beginning` for every request that is lent blocks."""
+
+FORGOTTEN = "snapkv_forgotten"
+"""Attribute of the same that says which histories are gone, by their first blocks."""
 
 _OVERRIDDEN = (
     "_free_request",
@@ -48,6 +52,7 @@ _OVERRIDDEN = (
     "_preempt_request",
     "_reserve_prefill_lookahead",
     "_update_after_schedule",
+    "reset_prefix_cache",
 )
 
 
@@ -78,6 +83,7 @@ class _CompressingScheduler(Scheduler):
         self._lacks_room, self._waiting_for_room = False, set[str]()
         self._metrics = PromptMetrics(self.vllm_config)
         self._documents = registry(self.vllm_config, self.kv_cache_config, compressed)
+        self._sessions = held_sessions(self.vllm_config, self.kv_cache_config, compressed)
 
     def add_request(self, request: Any) -> None:
         """Accept a request with the method it asks for; one with wrong settings ends at once."""
@@ -107,7 +113,7 @@ class _CompressingScheduler(Scheduler):
         require_spans_within(plan.policy, request.num_prompt_tokens)
         require_capped_prompt(plan, request, self.vllm_config)
         require_no_prompt_logprobs(plan, params)
-        return plan
+        return plan if self._sessions is None else self._sessions.plan_of(request, plan)
 
     def _require_blocks(self, request: Any) -> None:
         manager, tokens = self.kv_cache_manager, request.num_prompt_tokens
@@ -162,16 +168,18 @@ class _CompressingScheduler(Scheduler):
             read = request.num_computed_tokens >= request.num_prompt_tokens
             complete = read and request.status in _COMPLETE
             registered = self._documents.request_ends(request.request_id, is_complete=complete)
+        if self._sessions is not None:
+            self._sessions.request_ends(request)
         to_connector, of_encoder = super()._free_request(request, *args, **kwargs)
         self._plans.pop(request.request_id, None)
         return registered or to_connector, of_encoder
 
     def _get_local_prefix_cache_hit(self, request: Any) -> tuple[Any, int, int, bool]:
-        lent = self._documents and self._documents.lent(request.request_id)
-        if lent:
-            begun, found = lent
-            blocks = self.kv_cache_manager.create_kv_cache_blocks(found)
-            return blocks, begun.document_tokens, 0, False
+        for lender in self._lenders:
+            if (lent := lender.lent(request.request_id)) is not None:
+                begun, found = lent
+                blocks = self.kv_cache_manager.create_kv_cache_blocks(found)
+                return blocks, begun.lent_tokens, 0, False
         blocks, cached, boundary, diverged = super()._get_local_prefix_cache_hit(request)
         plan = self._plans.get(request.request_id)
         usable = None if plan is None else plan.reusable_tokens
@@ -205,13 +213,24 @@ class _CompressingScheduler(Scheduler):
                 orders[request_id] = order
         setattr(scheduler_output, ORDERS, orders)
         setattr(scheduler_output, BEGINNINGS, self._begun(scheduler_output))
+        forgotten = () if self._sessions is None else self._sessions.forgotten()
+        setattr(scheduler_output, FORGOTTEN, forgotten)
+
+    @property
+    def _lenders(self) -> list[Any]:
+        """What lends blocks to requests that begin with them."""
+        return [one for one in (self._documents, self._sessions) if one is not None]
 
     def _begun(self, scheduler_output: Any) -> dict[str, Beginning]:
-        """What the workers are told of those requests of a step that begin with a document."""
-        if self._documents is None:
-            return {}
-        names, beginning = scheduler_output.num_scheduled_tokens, self._documents.beginning
-        return {name: begun for name in names if (begun := beginning(name)) is not None}
+        """What the workers are told of those requests that begin with blocks they are lent."""
+        names = [one.req_id for one in scheduler_output.scheduled_new_reqs]
+        names += scheduler_output.scheduled_cached_reqs.resumed_req_ids
+        return {
+            name: begun
+            for name in names
+            for lender in self._lenders
+            if (begun := lender.beginning(name)) is not None
+        }
 
     def _order(self, request: Any, step_tokens: int) -> Order | None:
         request_id, prompt_tokens = request.request_id, request.num_prompt_tokens
@@ -238,7 +257,16 @@ class _CompressingScheduler(Scheduler):
         if order.ends:
             freed = sum(len(move.sources) - len(move.targets) for move in moves)
             self._metrics.compressed(order, freed)
-        return replace(order, moves=moves)
+        order = replace(order, moves=moves)
+        if self._sessions is not None:
+            self._sessions.compressed(request.request_id, order)
+        return order
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        """Forget histories as well, which other weights may have read."""
+        if self._sessions is not None:
+            self._sessions.drop_idle()
+        return bool(super().reset_prefix_cache(*args, **kwargs))
 
 
 class _CompressingAsyncScheduler(_CompressingScheduler, AsyncScheduler):

@@ -1,6 +1,6 @@
 """What a server keeps of a prompt, by default and for one request; no vLLM is needed here."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
@@ -15,6 +15,7 @@ from snapkv.validation import (
     require_int,
 )
 from snapkv_vllm.agents.edits import edits_of
+from snapkv_vllm.agents.held import Sessions
 from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.limits import Limits
 from snapkv_vllm.methods import (
@@ -35,12 +36,14 @@ from snapkv_vllm.names import (
     OF_A_REQUEST,
     PREFIX,
     PROTECT_FIRST,
+    SESSION,
     SPANS,
     XARGS,
     meant,
     own_settings,
     require_document_name,
     require_readable,
+    require_session_name,
     shown,
     wrong,
 )
@@ -85,6 +88,7 @@ class ServingSettings:
         max_kernel_size: the widest kernel; a pair (before, behind) is before + 1 + behind wide.
         limits: how many tokens a request may hold while it is read and while its answer grows.
         sharing: of documents among requests; None where there is none.
+        sessions: whose histories are held; None where none are.
 
     Raises:
         InvalidArgumentError: a method that cannot be served, or a value out of range.
@@ -99,6 +103,7 @@ class ServingSettings:
     max_kernel_size: int = MAX_KERNEL_SIZE
     limits: Limits = field(default_factory=Limits)
     sharing: Sharing | None = None
+    sessions: Sessions | None = None
 
     def __post_init__(self) -> None:
         policy = self.policy
@@ -111,6 +116,8 @@ class ServingSettings:
         self._planned({}, prompt_tokens=1, looks_ahead=True)
         if self.sharing is not None:
             self.sharing.require_possible(self.limits)
+        if self.sessions is not None:
+            self.sessions.require_possible(self.limits, self.policy)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
@@ -121,7 +128,9 @@ class ServingSettings:
         limits = Limits.from_config(given.pop("limits", {}))
         entry = given.pop("sharing", None)
         sharing = None if entry is None else Sharing.from_config(entry)
-        return cls(**own, parameters=given, limits=limits, sharing=sharing)
+        held = given.pop("sessions", None)
+        sessions = None if held is None else Sessions.from_config(held)
+        return cls(**own, parameters=given, limits=limits, sharing=sharing, sessions=sessions)
 
     def to_config(self) -> dict[str, Any]:
         """The entry in vLLM's `additional_config`, ready for JSON."""
@@ -130,6 +139,7 @@ class ServingSettings:
         own |= {cap: getattr(self, cap) for cap in _CAPS if getattr(self, cap) != _CAPS[cap]}
         own |= {"limits": limits} if (limits := self.limits.to_config()) else {}
         own |= {} if self.sharing is None else {"sharing": self.sharing.to_config()}
+        own |= {} if self.sessions is None else {"sessions": self.sessions.to_config()}
         return {KEY: own | dict(self.parameters)}
 
     @property
@@ -145,7 +155,8 @@ class ServingSettings:
         said = {"policy": self.policy, **own, "budget": self.budget}
         said |= {name: getattr(self, name) for name in (PROTECT_FIRST, *_CAPS)}
         share = "no" if self.sharing is None else self.sharing.summary
-        said |= {**asdict(self.limits), "share": share}
+        sessions = "no" if self.sessions is None else self.sessions.summary
+        said |= {**asdict(self.limits), "share": share, "sessions": sessions}
         return ", ".join(f"{name} {value}" for name, value in said.items())
 
     def for_request(self, extra_args: Mapping[str, Any] | None) -> Policy | None:
@@ -175,7 +186,8 @@ class ServingSettings:
         if DOCUMENT in given:
             self._require_document(given)
             return Plan(prompt_tokens=prompt_tokens)
-        spans = RequestSpans.of(entries_of(given.pop(SPANS))) if SPANS in given else _NO_SPANS
+        self._require_session(given.pop(SESSION, None))
+        spans = _spans_of(given)
         for name, value in given.items():
             self._require_known(name)
             require_readable(PREFIX + name, value)
@@ -183,6 +195,30 @@ class ServingSettings:
             return self._planned(given, prompt_tokens, looks_ahead=looks_ahead, spans=spans)
         except (InvalidArgumentError, InvalidTypeError) as error:
             raise type(error)(f"{PREFIX}{error}") from error
+
+    def spans_of(self, extra_args: Mapping[str, Any]) -> RequestSpans:
+        """What a request says of spans of its prompt."""
+        return _spans_of(own_settings(extra_args))
+
+    def plan_of_turn(
+        self,
+        extra_args: Mapping[str, Any],
+        held_tokens: int,
+        spans: RequestSpans,
+        *,
+        block_tokens: int,
+        votes: bool = True,
+    ) -> Plan:
+        """As `plan_for`, of a session's request at whose end so many tokens are held.
+
+        What it keeps by votes fills blocks; without votes only what `spans` drop goes.
+        """
+        given = own_settings(extra_args)
+        for name in (SPANS, SESSION):
+            given.pop(name, None)
+        budget = given.get("budget", self.budget) if votes else 0
+        given["budget"] = -(-budget // block_tokens) * block_tokens
+        return self._planned(given, held_tokens, looks_ahead=True, spans=spans)
 
     def costliest(self, prompt_tokens: int) -> Policy:
         """Of what requests may ask for, the method that takes the most memory.
@@ -267,6 +303,15 @@ class ServingSettings:
             ) from None
         fits = budget >= prompt_tokens - spans.lost_tokens
         return replace(made, policy=None) if fits else made
+
+    def _require_session(self, name: object) -> None:
+        """Refuse a session where none is held, and what is no name of one."""
+        own = PREFIX + SESSION
+        if name is not None and self.sessions is None:
+            none = "none on this server, which holds no sessions"
+            raise wrong(own, none, "one", "leave it out, or start the server with --sessions")
+        if name is not None:
+            require_session_name(own, name)
 
     def _require_document(self, given: Mapping[str, Any]) -> None:
         """Refuse a document where none is shared, and anything else beside its name."""
@@ -367,6 +412,10 @@ def _of_a_prompt(given: Mapping[str, Any], path: str) -> Mapping[str, Any]:
     if spans in own and path in CHATS:
         own[spans] = [one.as_json for one in entries_of(own[spans]) if one.span is not None]
     return own
+
+
+def _spans_of(given: MutableMapping[str, Any]) -> RequestSpans:
+    return RequestSpans.of(entries_of(given.pop(SPANS))) if SPANS in given else _NO_SPANS
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

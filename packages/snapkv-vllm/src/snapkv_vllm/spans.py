@@ -134,6 +134,19 @@ def _of_message(name: str, given: Mapping[str, Any]) -> str | int:
     return value
 
 
+def without(spans: Spans, gone: Spans) -> Spans:
+    """What is left of spans where others are taken out."""
+    parts = []
+    for start, end in spans.parts:
+        at = start
+        for first, behind in gone.parts:
+            if first < end and behind > at:
+                parts.append((at, first))
+                at = behind
+        parts.append((at, end))
+    return Spans(tuple(part for part in parts if part[0] < part[1]))
+
+
 @dataclass(frozen=True)
 class RequestSpans:
     """What becomes of spans of a prompt, which do not overlap where that differs.

@@ -1,0 +1,351 @@
+"""Histories of sessions that an engine holds compressed, and the requests that go on from them.
+
+What a session's last request had read and answered stays in its blocks. The next one sends all of
+it again, token by token; as far as it is the same, those blocks are what it begins with. Blocks are
+lent whole: tokens in the last one, if it is not full, are read again. So any number of requests may
+begin with a history, and one that is preempted begins with it again.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from snapkv.errors import UnsupportedModelError
+from snapkv.policies.spans import Spans
+from snapkv_vllm.blocks import CompressedManager
+from snapkv_vllm.documents.registry import room_of
+from snapkv_vllm.methods import WithSpans
+from snapkv_vllm.metrics import SessionMetrics
+from snapkv_vllm.names import PREFIX, SESSION
+from snapkv_vllm.plans import Beginning, Compression, EndOfTurn, Order, Plan, RequestPlan
+from snapkv_vllm.settings import ServingSettings
+from snapkv_vllm.spans import RequestSpans, without
+
+_NAME = PREFIX + SESSION
+
+Owner = tuple[str, str, str]
+"""Whose a history is: the session, the adapter that has read it, and the salt of its cache."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compressed:
+    """What is known of a history up to where it was compressed last.
+
+    Attributes:
+        tokens: how many were seen then; 0 where it never was. What came behind them is whole.
+        kept_tokens: of those, per KV head, in whole blocks.
+        spans: what its request said of them.
+    """
+
+    tokens: int = 0
+    kept_tokens: int = 0
+    spans: RequestSpans = field(default_factory=RequestSpans)
+
+    @property
+    def dropped_tokens(self) -> int:
+        return self.tokens - self.kept_tokens
+
+    def left(self, asked: RequestSpans) -> RequestSpans | None:
+        """Of what a request says of spans what is still to be done; None where that is too late.
+
+        What was dropped must be dropped, and what is to go or to stay now must be there whole.
+        """
+        if self.spans.drop.parts and without(self.spans.drop, asked.drop).parts:
+            return None
+        left, late = without(asked.drop, self.spans.drop), Spans(((0, self.tokens),))
+        if asked.compress:
+            return None
+        for named in (left, asked.protect):
+            behind = without(named, late)
+            if self.tokens and without(without(named, behind), self.spans.protect).parts:
+                return None
+        return RequestSpans(drop=left, protect=asked.protect)
+
+
+@dataclass(kw_only=True, eq=False)
+class History:
+    """Tokens that were seen, and the whole blocks that hold what is kept of them."""
+
+    owner: Owner
+    token_ids: NDArray[np.int64]
+    compressed: Compressed
+    blocks: Sequence[list[Any]]  # of every KV cache group
+    held_tokens: int
+    requests: set[str] = field(default_factory=set)  # that begin with it and have not ended
+
+    def beginning(self, prompt: NDArray[np.int64], most_tokens: int, block_tokens: int) -> int:
+        """How many of a prompt's first tokens its blocks stand for; 0 where they are others."""
+        most = min(len(self.token_ids), most_tokens)
+        differ = np.flatnonzero(self.token_ids[:most] != prompt[:most])
+        same, at = int(differ[0]) if len(differ) else most, self.compressed
+        if same < at.tokens:
+            return 0
+        return at.tokens + (same - at.tokens) // block_tokens * block_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnPlan(Plan):
+    """The plan of a session's request, whose prompt may begin with a history that is held."""
+
+    lent_tokens: int = 0  # that the blocks stand for which it is lent
+    dropped_tokens: int = 0  # of those
+
+    def _at_the_end(self, held_then: int) -> Compression | None:
+        compression = super()._at_the_end(held_then)
+        if compression is None or self.policy is None:
+            return None
+        return replace(compression, choice=EndOfTurn(self.policy))
+
+    @property
+    def shared_tokens(self) -> int | None:
+        return 0 if self.dropped_tokens else super().shared_tokens
+
+    @property
+    def reusable_tokens(self) -> int | None:
+        """See `RequestPlan`; what a request with a history reuses is that alone."""
+        return 0 if self.lent_tokens else super().reusable_tokens
+
+    def most_held(self, tokens: int) -> int:
+        return tokens - self.dropped_tokens if self.lent_tokens else super().most_held(tokens)
+
+
+@dataclass(kw_only=True)
+class _Turn:
+    """A request of a session: what it begins with, and how it was compressed."""
+
+    owner: Owner
+    spans: RequestSpans
+    compressed: Compressed  # of what it begins with, then its own
+    plan: TurnPlan
+    history: History | None = None
+    first_block: int | None = None  # of those that hold what was compressed
+
+
+class HeldSessions:
+    """Histories within a number of tokens; the least recently used go first."""
+
+    def __init__(
+        self,
+        managers: Sequence[CompressedManager],
+        settings: ServingSettings,
+        *,
+        most_tokens: int,
+        bytes_per_token: int,
+        metrics: SessionMetrics,
+    ) -> None:
+        self._managers, self._settings, self._metrics = managers, settings, metrics
+        self._most_tokens, self._bytes_per_token = most_tokens, bytes_per_token
+        self._block_tokens = max(manager.block_size for manager in managers)
+        self._held: list[History] = []  # least recently used first
+        self._turns: dict[str, _Turn] = {}
+        self._forgotten: list[int] = []
+
+    # Of requests that come.
+
+    def plan_of(self, request: Any, plan: RequestPlan) -> RequestPlan:
+        """The plan of a request, which goes on from a history where one is held of its session."""
+        params = request.sampling_params
+        given = dict((params and params.extra_args) or {})
+        if _NAME not in given or not isinstance(plan, Plan) or not _is_text(request):
+            return plan
+        lora = request.lora_request
+        owner = (given[_NAME], "" if lora is None else lora.lora_name, request.cache_salt or "")
+        spans = self._settings.spans_of(given)
+        tokens = plan.prompt_tokens
+        policy = self._in_blocks(given, tokens, spans).policy
+        own = TurnPlan(prompt_tokens=tokens, policy=policy)
+        turn = _Turn(owner=owner, spans=spans, compressed=Compressed(), plan=own)
+        if params.prompt_logprobs is None and not request.skip_reading_prefix_cache:
+            self._go_on(turn, given, np.array(request.prompt_token_ids, dtype=np.int64))
+        if turn.history is not None:
+            turn.history.requests.add(request.request_id)
+            self._held.remove(turn.history)
+            self._held.append(turn.history)
+        self._turns[request.request_id] = turn
+        return turn.plan
+
+    def _in_blocks(
+        self, given: dict[str, Any], tokens: int, spans: RequestSpans, *, votes: bool = True
+    ) -> Plan:
+        """A plan for so many held tokens, which keeps whole blocks."""
+        return self._settings.plan_of_turn(
+            given, tokens, spans, block_tokens=self._block_tokens, votes=votes
+        )
+
+    def _go_on(self, turn: _Turn, given: dict[str, Any], prompt: NDArray[np.int64]) -> None:
+        """Begin with the history that stands for most of the prompt."""
+        tokens, longest = len(prompt), 0
+        for history in self._held:
+            at = history.compressed
+            left = at.left(turn.spans) if history.owner == turn.owner else None
+            if left is None:
+                continue
+            plan = self._in_blocks(given, tokens - at.dropped_tokens, left)
+            voters = 0 if plan.policy is None else max(1, plan.policy.query_tokens)
+            if tokens - voters < at.tokens:  # too few have come to vote: next time
+                plan = self._in_blocks(given, tokens - at.dropped_tokens, left, votes=False)
+                voters = 1
+            begins = history.beginning(prompt, tokens - max(1, voters), self._block_tokens)
+            if begins > longest:
+                longest, turn.history, turn.compressed = begins, history, at
+                turn.plan = TurnPlan(
+                    prompt_tokens=tokens,
+                    policy=plan.policy,
+                    lent_tokens=begins,
+                    dropped_tokens=at.dropped_tokens,
+                )
+
+    def lent(self, request_id: str) -> tuple[TurnPlan, tuple[list[Any], ...]] | None:
+        """What a request begins with: its plan, and the blocks of every group."""
+        turn = self._turns.get(request_id)
+        if turn is None or turn.history is None:
+            return None
+        held = turn.plan.lent_tokens - turn.plan.dropped_tokens
+        for manager in self._managers:
+            manager.begin_with(request_id, turn.plan.dropped_tokens)
+        sizes = [manager.block_size for manager in self._managers]
+        of_groups = zip(turn.history.blocks, sizes, strict=True)
+        return turn.plan, tuple(blocks[: held // size] for blocks, size in of_groups)
+
+    def beginning(self, request_id: str) -> Beginning | None:
+        """What workers are told of a request that begins with a history."""
+        turn = self._turns.get(request_id)
+        if turn is None or turn.history is None:
+            return None
+        return Beginning(turn.plan.dropped_tokens, None)
+
+    def forgotten(self) -> tuple[int, ...]:
+        """First blocks of histories that are gone since this was asked last."""
+        gone, self._forgotten = tuple(self._forgotten), []
+        return gone
+
+    def compressed(self, request_id: str, order: Order) -> None:
+        """A request has been compressed, or will be in the step under way."""
+        turn = self._turns.get(request_id)
+        if turn is None or not order.ends:
+            return
+        whole = self._whole_tail(order, turn)
+        rest = order.kept_tokens % self._block_tokens
+        at, kept = order.seen_tokens - rest, order.kept_tokens - rest
+        # Where not so many of the last tokens stay whole, no block ends behind what was chosen.
+        known = Compressed(tokens=at, kept_tokens=kept, spans=turn.spans)
+        turn.compressed = known if rest <= whole else _TOO_LATE
+        turn.first_block = order.moves[0].targets[0]
+
+    def _whole_tail(self, order: Order, turn: _Turn) -> int:
+        """How many of the last tokens stay in every head, in their order."""
+        policy = turn.plan.policy
+        if isinstance(policy, WithSpans) and policy.policy is None:
+            return order.seen_tokens - max((end for _, end in policy.spans.drop.parts), default=0)
+        return 0
+
+    # Of requests that end.
+
+    def request_ends(self, request: Any) -> None:
+        """Hold what a request has seen, to be called before its blocks are freed."""
+        turn = self._turns.pop(request.request_id, None)
+        if turn is None:
+            return
+        if turn.history is not None:
+            turn.history.requests.discard(request.request_id)
+            if request.num_computed_tokens >= request.num_prompt_tokens:
+                self._metrics.went_on(turn.plan.lent_tokens)
+        made = self._made(turn, request)
+        if made is not None and self._make_room(made):
+            for manager in self._managers:
+                tokens = made.held_tokens
+                made.blocks = [*made.blocks, manager.keep_for_others(request.request_id, tokens)]
+            self._held.append(made)
+            if turn.history is not None and not turn.history.requests:
+                self._forget(turn.history)
+        elif turn.first_block is not None:
+            self._forgotten.append(turn.first_block)
+        self._count()
+
+    def _made(self, turn: _Turn, request: Any) -> History | None:
+        """The history that a request leaves, still without blocks; None where it leaves none."""
+        seen = min(request.num_computed_tokens, len(request.all_token_ids))
+        if seen < request.num_prompt_tokens or turn.compressed is _TOO_LATE:
+            return None
+        dropped = turn.compressed.dropped_tokens
+        held = (seen - dropped) // self._block_tokens * self._block_tokens
+        if not all(one.holds(request.request_id, held, dropped) for one in self._managers):
+            return None
+        if held < max(1, turn.compressed.kept_tokens):
+            return None
+        ids = np.array(request.all_token_ids[: held + dropped], dtype=np.int64)
+        return History(
+            owner=turn.owner,
+            token_ids=ids,
+            compressed=turn.compressed,
+            blocks=[],
+            held_tokens=held,
+        )
+
+    def _make_room(self, made: History) -> bool:
+        """Whether there is room for a history, once others that nobody uses have gone for it.
+
+        Of the tenant that holds most, the least recently used first.
+        """
+        taken = Counter({made.owner[0].partition("/")[0]: made.held_tokens})
+        for one in self._held:
+            taken[one.owner[0].partition("/")[0]] += one.held_tokens
+        idle = [one for one in self._held if not one.requests]
+        while taken.total() > self._most_tokens and idle:
+            gone = max(idle, key=lambda one: taken[one.owner[0].partition("/")[0]])
+            idle.remove(gone)
+            taken[gone.owner[0].partition("/")[0]] -= gone.held_tokens
+            self._forget(gone)
+            self._metrics.dropped()
+        return taken.total() <= self._most_tokens
+
+    def drop_idle(self) -> None:
+        """Forget all histories that no request begins with."""
+        for one in [one for one in self._held if not one.requests]:
+            self._forget(one)
+        self._count()
+
+    def _forget(self, history: History) -> None:
+        if history in self._held:
+            self._held.remove(history)
+            self._forgotten.append(history.blocks[0][0].block_id)
+            for manager, blocks in zip(self._managers, history.blocks, strict=True):
+                manager.give_up(blocks)
+
+    def _count(self) -> None:
+        tokens = sum(one.held_tokens for one in self._held)
+        self._metrics.standing(len(self._held), tokens * self._bytes_per_token)
+
+
+_TOO_LATE = Compressed()
+"""Of a request whose blocks cannot be lent, since none ends behind what was chosen."""
+
+
+def held_sessions(
+    vllm_config: Any, kv_cache_config: Any, managers: Mapping[int, CompressedManager]
+) -> HeldSessions | None:
+    """The sessions of an engine with these blocks and groups; None if it holds none."""
+    settings = ServingSettings.from_config(vllm_config.additional_config)
+    if settings.sessions is None:
+        return None
+    if len(managers) < len(kv_cache_config.kv_cache_groups):
+        raise UnsupportedModelError(
+            "snapkv: cannot hold sessions: expected full attention in every layer, got layers of "
+            "another kind, whose states are not held; leave --sessions out"
+        )
+    room = room_of(vllm_config, kv_cache_config, settings.sessions.most_bytes, "--session-bytes")
+    return HeldSessions(
+        list(managers.values()),
+        settings,
+        most_tokens=room.most_tokens,
+        bytes_per_token=room.bytes_per_token,
+        metrics=SessionMetrics(vllm_config),
+    )
+
+
+def _is_text(request: Any) -> bool:
+    return request.prompt_token_ids is not None and not request.mm_features
