@@ -156,7 +156,7 @@ class CompressedManager(FullAttentionManager):
     def keep_for_others(self, request_id: str, tokens: int) -> list[KVCacheBlock]:
         """The blocks of the first tokens a request holds, which stay when it gives them up."""
         of_request: list[KVCacheBlock] = self.req_to_blocks[request_id]
-        blocks = of_request[: tokens // self.block_size]
+        blocks = of_request[: cdiv(tokens, self.block_size)]
         self.block_pool.touch(blocks)
         self._lendable.update(_ids(blocks))
         return blocks

@@ -152,6 +152,8 @@ class _CompressingScheduler(Scheduler):
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         self._count_wait(request)
+        if self._sessions is not None:
+            self._sessions.preempted(request.request_id)
         super()._preempt_request(request, *args, **kwargs)
 
     def _count_wait(self, request: Any) -> None:

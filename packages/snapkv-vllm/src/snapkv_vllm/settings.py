@@ -206,18 +206,17 @@ class ServingSettings:
         held_tokens: int,
         spans: RequestSpans,
         *,
-        block_tokens: int,
         votes: bool = True,
     ) -> Plan:
         """As `plan_for`, of a session's request at whose end so many tokens are held.
 
-        What it keeps by votes fills blocks; without votes only what `spans` drop goes.
+        Without votes only what `spans` drop goes.
         """
         given = own_settings(extra_args)
         for name in (SPANS, SESSION):
             given.pop(name, None)
-        budget = given.get("budget", self.budget) if votes else 0
-        given["budget"] = -(-budget // block_tokens) * block_tokens
+        if not votes:
+            given["budget"] = 0
         return self._planned(given, held_tokens, looks_ahead=True, spans=spans)
 
     def costliest(self, prompt_tokens: int) -> Policy:

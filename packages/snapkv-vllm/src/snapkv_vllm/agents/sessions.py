@@ -1,9 +1,10 @@
 """Histories of sessions that an engine holds compressed, and the requests that go on from them.
 
 What a session's last request had read and answered stays in its blocks. The next one sends all of
-it again, token by token; as far as it is the same, those blocks are what it begins with. Blocks are
-lent whole: tokens in the last one, if it is not full, are read again. So any number of requests may
-begin with a history, and one that is preempted begins with it again.
+it again, token by token; as far as it is the same, those blocks are what it begins with. Full ones
+are lent to any number of requests, and what follows them is read again. Where no block ends behind
+what was compressed, a single request goes on in the last one. One that is preempted begins with the
+same blocks again.
 """
 
 from collections import Counter
@@ -13,12 +14,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from vllm.utils.math_utils import cdiv
 
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies.spans import Spans
 from snapkv_vllm.blocks import CompressedManager
 from snapkv_vllm.documents.registry import room_of
-from snapkv_vllm.methods import WithSpans
 from snapkv_vllm.metrics import SessionMetrics
 from snapkv_vllm.names import PREFIX, SESSION
 from snapkv_vllm.plans import Beginning, Compression, EndOfTurn, Order, Plan, RequestPlan
@@ -37,7 +38,7 @@ class Compressed:
 
     Attributes:
         tokens: how many were seen then; 0 where it never was. What came behind them is whole.
-        kept_tokens: of those, per KV head, in whole blocks.
+        kept_tokens: of those, per KV head.
         spans: what its request said of them.
     """
 
@@ -68,23 +69,44 @@ class Compressed:
 
 @dataclass(kw_only=True, eq=False)
 class History:
-    """Tokens that were seen, and the whole blocks that hold what is kept of them."""
+    """Tokens that were seen, and the blocks that hold what is kept of them."""
 
     owner: Owner
     token_ids: NDArray[np.int64]
     compressed: Compressed
     blocks: Sequence[list[Any]]  # of every KV cache group
-    held_tokens: int
     requests: set[str] = field(default_factory=set)  # that begin with it and have not ended
 
+    @property
+    def tenant(self) -> str:
+        """Whose the session is; of a server that keeps keys apart its key, hashed."""
+        return self.owner[0].rpartition("/")[0]
+
+    @property
+    def first_block(self) -> int:
+        block: int = self.blocks[0][0].block_id
+        return block
+
+    @property
+    def held_tokens(self) -> int:
+        return len(self.token_ids) - self.compressed.dropped_tokens
+
     def beginning(self, prompt: NDArray[np.int64], most_tokens: int, block_tokens: int) -> int:
-        """How many of a prompt's first tokens its blocks stand for; 0 where they are others."""
+        """How many of a prompt's first tokens its blocks stand for; 0 where they are others.
+
+        In full blocks if there are some behind what was compressed. Else no other request may begin
+        with it, and what it held behind those tokens is written over.
+        """
         most = min(len(self.token_ids), most_tokens)
         differ = np.flatnonzero(self.token_ids[:most] != prompt[:most])
         same, at = int(differ[0]) if len(differ) else most, self.compressed
-        if same < at.tokens:
+        if same < max(1, at.tokens):
             return 0
-        return at.tokens + (same - at.tokens) // block_tokens * block_tokens
+        dropped = at.dropped_tokens
+        full = (same - dropped) // block_tokens * block_tokens + dropped
+        if full >= at.tokens:
+            return full if full > dropped else 0
+        return 0 if self.requests else same
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,25 +178,15 @@ class HeldSessions:
         owner = (given[_NAME], "" if lora is None else lora.lora_name, request.cache_salt or "")
         spans = self._settings.spans_of(given)
         tokens = plan.prompt_tokens
-        policy = self._in_blocks(given, tokens, spans).policy
+        policy = self._settings.plan_of_turn(given, tokens, spans).policy
         own = TurnPlan(prompt_tokens=tokens, policy=policy)
         turn = _Turn(owner=owner, spans=spans, compressed=Compressed(), plan=own)
         if params.prompt_logprobs is None and not request.skip_reading_prefix_cache:
             self._go_on(turn, given, np.array(request.prompt_token_ids, dtype=np.int64))
         if turn.history is not None:
-            turn.history.requests.add(request.request_id)
-            self._held.remove(turn.history)
-            self._held.append(turn.history)
+            self._begin(turn.history, request.request_id, turn.plan)
         self._turns[request.request_id] = turn
         return turn.plan
-
-    def _in_blocks(
-        self, given: dict[str, Any], tokens: int, spans: RequestSpans, *, votes: bool = True
-    ) -> Plan:
-        """A plan for so many held tokens, which keeps whole blocks."""
-        return self._settings.plan_of_turn(
-            given, tokens, spans, block_tokens=self._block_tokens, votes=votes
-        )
 
     def _go_on(self, turn: _Turn, given: dict[str, Any], prompt: NDArray[np.int64]) -> None:
         """Begin with the history that stands for most of the prompt."""
@@ -184,10 +196,12 @@ class HeldSessions:
             left = at.left(turn.spans) if history.owner == turn.owner else None
             if left is None:
                 continue
-            plan = self._in_blocks(given, tokens - at.dropped_tokens, left)
+            plan = self._settings.plan_of_turn(given, tokens - at.dropped_tokens, left)
             voters = 0 if plan.policy is None else max(1, plan.policy.query_tokens)
             if tokens - voters < at.tokens:  # too few have come to vote: next time
-                plan = self._in_blocks(given, tokens - at.dropped_tokens, left, votes=False)
+                plan = self._settings.plan_of_turn(
+                    given, tokens - at.dropped_tokens, left, votes=False
+                )
                 voters = 1
             begins = history.beginning(prompt, tokens - max(1, voters), self._block_tokens)
             if begins > longest:
@@ -199,6 +213,14 @@ class HeldSessions:
                     dropped_tokens=at.dropped_tokens,
                 )
 
+    def _begin(self, history: History, request_id: str, plan: TurnPlan) -> None:
+        """Lend a history, which makes it the most recently used."""
+        history.requests.add(request_id)
+        self._held.remove(history)
+        self._held.append(history)
+        if (plan.lent_tokens - plan.dropped_tokens) % self._block_tokens:
+            history.token_ids = history.token_ids[: plan.lent_tokens]
+
     def lent(self, request_id: str) -> tuple[TurnPlan, tuple[list[Any], ...]] | None:
         """What a request begins with: its plan, and the blocks of every group."""
         turn = self._turns.get(request_id)
@@ -209,7 +231,7 @@ class HeldSessions:
             manager.begin_with(request_id, turn.plan.dropped_tokens)
         sizes = [manager.block_size for manager in self._managers]
         of_groups = zip(turn.history.blocks, sizes, strict=True)
-        return turn.plan, tuple(blocks[: held // size] for blocks, size in of_groups)
+        return turn.plan, tuple(blocks[: cdiv(held, size)] for blocks, size in of_groups)
 
     def beginning(self, request_id: str) -> Beginning | None:
         """What workers are told of a request that begins with a history."""
@@ -228,20 +250,16 @@ class HeldSessions:
         turn = self._turns.get(request_id)
         if turn is None or not order.ends:
             return
-        whole = self._whole_tail(order, turn)
-        rest = order.kept_tokens % self._block_tokens
-        at, kept = order.seen_tokens - rest, order.kept_tokens - rest
-        # Where not so many of the last tokens stay whole, no block ends behind what was chosen.
-        known = Compressed(tokens=at, kept_tokens=kept, spans=turn.spans)
-        turn.compressed = known if rest <= whole else _TOO_LATE
+        seen, kept = order.seen_tokens, order.kept_tokens
+        turn.compressed = Compressed(tokens=seen, kept_tokens=kept, spans=turn.spans)
         turn.first_block = order.moves[0].targets[0]
 
-    def _whole_tail(self, order: Order, turn: _Turn) -> int:
-        """How many of the last tokens stay in every head, in their order."""
-        policy = turn.plan.policy
-        if isinstance(policy, WithSpans) and policy.policy is None:
-            return order.seen_tokens - max((end for _, end in policy.spans.drop.parts), default=0)
-        return 0
+    def preempted(self, request_id: str) -> None:
+        """A request gives its blocks up, and begins anew."""
+        turn = self._turns.get(request_id)
+        if turn is not None and turn.first_block is not None:
+            self._forgotten.append(turn.first_block)
+            turn.first_block = None
 
     # Of requests that end.
 
@@ -254,14 +272,15 @@ class HeldSessions:
             turn.history.requests.discard(request.request_id)
             if request.num_computed_tokens >= request.num_prompt_tokens:
                 self._metrics.went_on(turn.plan.lent_tokens)
-        made = self._made(turn, request)
-        if made is not None and self._make_room(made):
+        made, before = self._made(turn, request), turn.history
+        replaced = [before] if before in self._held and not before.requests else []
+        if made is not None and self._make_room(made, replaced):
             for manager in self._managers:
                 tokens = made.held_tokens
                 made.blocks = [*made.blocks, manager.keep_for_others(request.request_id, tokens)]
             self._held.append(made)
-            if turn.history is not None and not turn.history.requests:
-                self._forget(turn.history)
+            for one in replaced:
+                self._forget(one)
         elif turn.first_block is not None:
             self._forgotten.append(turn.first_block)
         self._count()
@@ -269,36 +288,27 @@ class HeldSessions:
     def _made(self, turn: _Turn, request: Any) -> History | None:
         """The history that a request leaves, still without blocks; None where it leaves none."""
         seen = min(request.num_computed_tokens, len(request.all_token_ids))
-        if seen < request.num_prompt_tokens or turn.compressed is _TOO_LATE:
-            return None
         dropped = turn.compressed.dropped_tokens
-        held = (seen - dropped) // self._block_tokens * self._block_tokens
-        if not all(one.holds(request.request_id, held, dropped) for one in self._managers):
+        holds = (one.holds(request.request_id, seen - dropped, dropped) for one in self._managers)
+        if seen < request.num_prompt_tokens or not all(holds):
             return None
-        if held < max(1, turn.compressed.kept_tokens):
-            return None
-        ids = np.array(request.all_token_ids[: held + dropped], dtype=np.int64)
-        return History(
-            owner=turn.owner,
-            token_ids=ids,
-            compressed=turn.compressed,
-            blocks=[],
-            held_tokens=held,
-        )
+        ids = np.array(request.all_token_ids[:seen], dtype=np.int64)
+        return History(owner=turn.owner, token_ids=ids, compressed=turn.compressed, blocks=[])
 
-    def _make_room(self, made: History) -> bool:
+    def _make_room(self, made: History, replaced: Sequence[History]) -> bool:
         """Whether there is room for a history, once others that nobody uses have gone for it.
 
         Of the tenant that holds most, the least recently used first.
         """
-        taken = Counter({made.owner[0].partition("/")[0]: made.held_tokens})
-        for one in self._held:
-            taken[one.owner[0].partition("/")[0]] += one.held_tokens
-        idle = [one for one in self._held if not one.requests]
+        others = [one for one in self._held if one not in replaced]
+        taken: Counter[str] = Counter()
+        for one in (made, *others):
+            taken[one.tenant] += one.held_tokens
+        idle = [one for one in others if not one.requests]
         while taken.total() > self._most_tokens and idle:
-            gone = max(idle, key=lambda one: taken[one.owner[0].partition("/")[0]])
+            gone = max(idle, key=lambda one: taken[one.tenant])
             idle.remove(gone)
-            taken[gone.owner[0].partition("/")[0]] -= gone.held_tokens
+            taken[gone.tenant] -= gone.held_tokens
             self._forget(gone)
             self._metrics.dropped()
         return taken.total() <= self._most_tokens
@@ -310,19 +320,15 @@ class HeldSessions:
         self._count()
 
     def _forget(self, history: History) -> None:
-        if history in self._held:
-            self._held.remove(history)
-            self._forgotten.append(history.blocks[0][0].block_id)
-            for manager, blocks in zip(self._managers, history.blocks, strict=True):
-                manager.give_up(blocks)
+        self._held.remove(history)
+        if all(one.first_block != history.first_block for one in self._held):
+            self._forgotten.append(history.first_block)
+        for manager, blocks in zip(self._managers, history.blocks, strict=True):
+            manager.give_up(blocks)
 
     def _count(self) -> None:
         tokens = sum(one.held_tokens for one in self._held)
         self._metrics.standing(len(self._held), tokens * self._bytes_per_token)
-
-
-_TOO_LATE = Compressed()
-"""Of a request whose blocks cannot be lent, since none ends behind what was chosen."""
 
 
 def held_sessions(
