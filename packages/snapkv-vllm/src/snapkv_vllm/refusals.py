@@ -177,6 +177,28 @@ _SHARED: _Rules = (
         "a request may reach an engine that has not read its document; leave --share out",
     ),
 )
+_SESSIONS: _Rules = (
+    (
+        "sessions and speculative decoding",
+        lambda c: c.speculative_config is not None,
+        "drafts behind a history were not tested; leave --sessions or --speculative-config out",
+    ),
+    (
+        "sessions and latent attention (MLA)",
+        lambda c: c.model_config.use_mla,
+        "going on from a history was not tested with latents; leave --sessions out",
+    ),
+    (
+        "sessions and sleep mode",
+        lambda c: c.model_config.enable_sleep_mode,
+        "an engine that sleeps forgets its cache; leave --sessions or --enable-sleep-mode out",
+    ),
+    (
+        "sessions and pipeline parallelism",
+        lambda c: c.parallel_config.pipeline_parallel_size > 1,
+        "steps of one request in several places were not tested; leave --sessions out",
+    ),
+)
 _IN_A_FOLDER: _Rules = (
     (
         "documents in a folder and adakv",
@@ -241,6 +263,7 @@ _TABLE: tuple[tuple[Callable[[ServingSettings], Any], _Rules], ...] = (
     (lambda s: s.limits.cap, _CAPPED),
     (lambda s: s.limits.decode_budget, _HELD_ANSWERS),
     (lambda s: s.sharing is not None, _SHARED),
+    (lambda s: s.sessions is not None, _SESSIONS),
     (lambda s: s.sharing is not None and s.sharing.folder, _IN_A_FOLDER),
     (lambda s: s.policy == AdaKV.name, _ADAKV),
     (lambda s: s.policy == TOVA.name, _TOVA),

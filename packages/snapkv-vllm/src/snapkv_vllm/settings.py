@@ -400,9 +400,9 @@ def _of_a_prompt(given: Mapping[str, Any], path: str) -> Mapping[str, Any]:
     """Settings as they are when the prompt is known, once what it takes to know it is checked."""
     own = dict(given)
     spans, edits = PREFIX + SPANS, PREFIX + EDITS
-    for name in (spans, edits):
+    for name in (spans, edits, PREFIX + SESSION):
         chats = path in CHATS
-        if name in own and not (chats or (path in ENDPOINTS and name == spans)):
+        if name in own and not (chats or (path in ENDPOINTS and name != edits)):
             got, remedy = f"it in a request to {shown(path)}", "send the request there"
             where = " or ".join(CHATS if name == edits else (*ENDPOINTS, MESSAGES))
             raise wrong(name, f"it at {where}", got, f"{remedy}, or leave it out")

@@ -4,6 +4,7 @@ Bodies hold them beside their other fields, as clients of OpenAI and Anthropic s
 (``extra_body``); inside vLLM they travel as JSON among the request's own settings.
 """
 
+import hashlib
 import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -16,30 +17,37 @@ from snapkv.errors import SnapKVError
 from snapkv_vllm.agents.edits import CONTEXT, Chat, applied, edits_of
 from snapkv_vllm.agents.messages import Tokens, located, marked, spans_of
 from snapkv_vllm.methods import require_spans_within
-from snapkv_vllm.names import CHATS, EDITS, ENDPOINTS, PREFIX, XARGS, status_of, wrong
+from snapkv_vllm.names import CHATS, EDITS, ENDPOINTS, PREFIX, SESSION, XARGS, status_of, wrong
 from snapkv_vllm.settings import ServingSettings
 from snapkv_vllm.spans import DROP, NAME, Entry, entries_of
 
-_EDITS = PREFIX + EDITS
+_EDITS, _SESSION = PREFIX + EDITS, PREFIX + SESSION
+
+_HINT = "agent_hint"
+"""A field that says whose session a request belongs to, as ``{"session_id": ...}``."""
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 Render = Callable[..., Awaitable[Any]]
 
 
-def moved_inside(body: object, path: str) -> dict[str, Any] | None:
-    """A body with its spans and edits where vLLM hands them on; None where there are none."""
+def moved_inside(body: object, path: str, *, has_sessions: bool) -> dict[str, Any] | None:
+    """A body with its spans, edits and session where vLLM hands them on; None without any."""
     if not isinstance(body, dict) or path not in (*ENDPOINTS, *CHATS):
         return None
-    found = {NAME: body[NAME]} if NAME in body else {}
+    found: dict[str, Any] = {}
+    if NAME in body:
+        found[NAME] = json.dumps(body[NAME])
     if path in CHATS and isinstance(body.get(CONTEXT), dict):  # OpenAI's own is a list
-        found[_EDITS] = body[CONTEXT]
+        found[_EDITS] = json.dumps(body[CONTEXT])
+    hint = body.get(_HINT)
+    if has_sessions and isinstance(hint, dict) and hint.get("session_id") is not None:
+        found[_SESSION] = hint["session_id"]  # a hint: elsewhere it says nothing
     inside = body.get(XARGS) or {}
     if not found or not isinstance(inside, dict):
         return None
     others = {name: value for name, value in body.items() if name not in (NAME, CONTEXT)}
-    as_text = {name: json.dumps(value) for name, value in found.items()}
-    return {**others, XARGS: {**inside, **as_text}}
+    return {**others, XARGS: {**inside, **found}}
 
 
 # Of requests.
@@ -57,6 +65,11 @@ def resolve_spans(state: Any, settings: ServingSettings) -> None:
     def resolving(render: Render, resolve: Callable[..., Awaitable[Any]]) -> Render:
         async def render_and_resolve(request: Any, **options: Any) -> Any:
             given = getattr(request, XARGS, None) or {}
+            visit = _visit.get()
+            if _SESSION in given and visit is not None:
+                own = _owner(visit.tenant, given[_SESSION])
+                given = {**given, _SESSION: own}
+                setattr(request, XARGS, given)
             if not {NAME, _EDITS} & given.keys():
                 return await render(request, **options)
             before = request.model_copy()  # rendering may change it
@@ -97,6 +110,11 @@ def resolve_spans(state: Any, settings: ServingSettings) -> None:
 
     renderer.render_completion = resolving(renderer.render_completion, of_completion)
     renderer.render_chat = resolving(render_chat, of_chat)
+
+
+def _owner(tenant: str, session: str) -> str:
+    """A session's name inside the engine, which no other tenant can write."""
+    return f"{tenant[:32]}/{hashlib.sha256(session.encode()).hexdigest()}"
 
 
 async def _looked_up(request: Any, made: Any, render: Render, renderer: Any) -> Chat:
@@ -157,6 +175,7 @@ def _require_fitting(
 class _Visit:
     """One HTTP request, and what its response says of the edits that were applied."""
 
+    tenant: str
     said: dict[str, Any] | None = field(default=None, init=False)
 
 
@@ -165,9 +184,9 @@ _visit: ContextVar[_Visit | None] = ContextVar("snapkv_edits", default=None)
 
 
 @contextmanager
-def saying_what_was_applied(send: Send) -> Iterator[Send]:
+def saying_what_was_applied(tenant: str, send: Send) -> Iterator[Send]:
     """Answer one HTTP request; yields what sends its response, with `context_management`."""
-    visit = _Visit()
+    visit = _Visit(tenant)
     token = _visit.set(visit)
     try:
         yield _Saying(visit, send)

@@ -29,6 +29,7 @@ class Site:
         keys=("mine", "theirs"),
         most_bytes=100_000,
         shares=True,
+        sessions=None,
         **own,
     ):
         from fastapi import FastAPI
@@ -44,7 +45,8 @@ class Site:
         monkeypatch.setattr(front, "ServerEngine", lambda client, settings: self.engine)
         self.app = FastAPI()
         asyncio.run(init_render_app_state(vllm_config, self.app.state, args))
-        settings = ServingSettings(budget=64, sharing=Sharing(**own) if shares else None)
+        sharing = Sharing(**own) if shares else None
+        settings = ServingSettings(budget=64, sharing=sharing, sessions=sessions)
         own = {"api_key": list(keys), "middleware": [SETTINGS_CHECK]}
         own["additional_config"] = settings.to_config()
         self.app.state.args = type(args)(**{**vars(args), **own})

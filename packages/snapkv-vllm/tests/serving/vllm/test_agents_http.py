@@ -5,6 +5,7 @@ import json
 import pytest
 
 from snapkv_vllm.agents.edits import ClearThinking, ClearToolUses
+from snapkv_vllm.agents.held import Sessions
 from snapkv_vllm.spans import NAME
 from tests.serving.vllm.sites import Site, configured
 
@@ -168,6 +169,43 @@ def test_a_stream_says_it_in_an_event(client):
     first, second = (json.loads(one.removeprefix("data: ")) for one in events[:2])
     assert first["context_management"]["applied_edits"][0]["cleared_tool_uses"] == 1
     assert second == {}
+
+
+def test_a_session_belongs_to_its_key_and_nobody_can_name_it_inside(config, monkeypatch):
+    from starlette.testclient import TestClient
+
+    site = Answering(config, monkeypatch, shares=False, sessions=Sessions())
+    hint = {"agent_hint": {"session_id": "run"}}
+    bodies = [
+        (hint, "mine"),
+        (hint, "theirs"),
+        ({"vllm_xargs": {"snapkv_session": "run"}}, "mine"),
+        ({"agent_hint": {"session_id": "other"}}, "mine"),
+    ]
+    with TestClient(site.app) as client:
+        for path in (CHAT, TEXT):
+            for body, key in bodies:
+                own = {"model": "demo", "messages": MESSAGES, "prompt": "One two"}
+                headers = {"Authorization": f"Bearer {key}"}
+                assert client.post(path, json=own | body, headers=headers).status_code == 200
+            mine, theirs, again, other = [xargs["snapkv_session"] for xargs, _ in site.seen[-4:]]
+            assert mine == again
+            assert len({mine, theirs, other}) == 3
+            assert mine.partition("/")[0] == other.partition("/")[0] != theirs.partition("/")[0]
+        for wrong in (7, "", "x" * 300):
+            body = {"model": "demo", "messages": [], "agent_hint": {"session_id": wrong}}
+            answer = client.post(CHAT, json=body, headers={"Authorization": "Bearer mine"})
+            assert answer.status_code == 400
+            assert "1 to 256 characters" in answer.json()["error"]["message"]
+
+
+def test_a_server_without_sessions_ignores_the_hint_and_refuses_the_setting(client):
+    body = {"model": "demo", "messages": MESSAGES}
+    hint = {"agent_hint": {"session_id": "run"}}
+    assert client.post(CHAT, json=body | hint).status_code == 200
+    answer = client.post(CHAT, json=body | {"vllm_xargs": {"snapkv_session": "run"}})
+    assert answer.status_code == 400
+    assert "--sessions" in answer.json()["error"]["message"]
 
 
 def test_requests_without_either_are_as_before(client, site):
