@@ -62,7 +62,8 @@ class SettingsCheck:
         if self._settings is None:
             config = scope["app"].state.args.additional_config
             self._settings = ServingSettings.from_config(config or {})
-            self._has_keys = has_keys(scope["app"].state.args)
+            holds = self._settings.sessions is not None
+            self._has_keys = holds and has_keys(scope["app"].state.args)
             resolve_spans(scope["app"].state, self._settings)
             if self._settings.sharing is not None:
                 self._documents = FrontEnd(scope["app"], self._settings)

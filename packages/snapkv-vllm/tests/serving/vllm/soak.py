@@ -178,18 +178,6 @@ def alone(engine: Engine, one: Conversation) -> list[list[int]]:
     return again.answers
 
 
-def sessions_soak(engine: Engine, draw: random.Random, requests: int, clients: int) -> Round:
-    before = engine.waits
-    begun = conversations(engine, draw, requests, clients)
-    found = Round("sessions", [], sum(len(one.answers) for one in begun), engine.preempted)
-    found.waits = engine.waits - before
-    found.wrong += [one for one in begun if one.answers != alone(engine, one)]
-    engine.llm.reset_prefix_cache()
-    engine.require_empty()
-    assert not engine.runner._compressor.positions._noted
-    return found
-
-
 def document_ids(name: str) -> list[int]:
     return ids_of(DOCUMENT_TOKENS, seed=7000 + DOCUMENTS.index(name))
 
@@ -209,6 +197,18 @@ class Round:
             f"{self.server}: {self.answered} answers, {len(self.wrong)} unlike those of the "
             f"requests alone; {self.preempted} preempted, {self.waits} waited for room"
         )
+
+
+def sessions_soak(engine: Engine, draw: random.Random, requests: int, clients: int) -> Round:
+    before = engine.waits
+    begun = conversations(engine, draw, requests, clients)
+    found = Round("sessions", [], sum(len(one.answers) for one in begun), engine.preempted)
+    found.waits = engine.waits - before
+    found.wrong += [one for one in begun if one.answers != alone(engine, one)]
+    engine.llm.reset_prefix_cache()
+    engine.require_empty()
+    assert not engine.runner._compressor.positions._noted
+    return found
 
 
 def resident_bytes() -> int:
