@@ -30,6 +30,8 @@ SPANS, EDITS = "spans", "edits"
 SESSION = "session"
 """Names whose history a request goes on from, on servers that hold some."""
 
+_OF_AGENTS = (SPANS, EDITS, SESSION)
+
 MESSAGES = "/v1/messages"
 """Anthropic's endpoint, of whose requests vLLM makes chats."""
 
@@ -100,7 +102,7 @@ def meant(name: object) -> str | None:
         return name if isinstance(name, str) else None
     begun = name[: len(PREFIX) - 1].lower() == PREFIX[:-1]
     bare = name[len(PREFIX) - 1 :].lower().replace("-", "_").strip("_. ") if begun else name
-    if bare in (*OF_A_REQUEST, DOCUMENT, SPANS, EDITS, SESSION):
+    if bare in (*OF_A_REQUEST, DOCUMENT) or (begun and bare in _OF_AGENTS):
         return PREFIX + bare
     return f"{PREFIX}budget" if begun else None
 

@@ -172,10 +172,8 @@ class RequestSpans:
             size = entry.span[1] - entry.span[0]
             whole = entry.do == COMPRESS and entry.budget >= size
             parts[PROTECT if whole else entry.do].append((entry.span, entry.budget))
-        found = cls(
-            *(Spans.of(NAME, [span for span, _ in parts[do]]) for do in (DROP, PROTECT)),
-            tuple(sorted(parts[COMPRESS])),
-        )
+        drop, protect = (Spans.of(NAME, [span for span, _ in parts[do]]) for do in (DROP, PROTECT))
+        found = cls(drop, protect, tuple(sorted(parts[COMPRESS])))
         found._require_apart()
         return found
 

@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from snapkv.policies.spans import Span
+from snapkv.policies.spans import Span, Spans
 from snapkv.validation import require_int
 from snapkv_vllm.agents.messages import Chat
 from snapkv_vllm.names import require_readable, shown, wrong
+from snapkv_vllm.spans import without
 
 CONTEXT = "context_management"
 """The field of a body that holds edits, and of a response that says which were applied."""
@@ -27,6 +28,16 @@ def _tool_of(chat: Chat, message: int) -> str:
     calls = [call for one in chat.messages for call in _calls(one)]
     by_id = {call.get("id"): _mapping(call.get("function")).get("name") for call in calls}
     return str(own.get("name") or by_id.get(own.get("tool_call_id")) or "")
+
+
+def _results(chat: Chat) -> list[int]:
+    return [number for number, one in enumerate(chat.messages) if one.get("role") == "tool"]
+
+
+def _thoughts(chat: Chat) -> list[list[Span]]:
+    """By turns that have some."""
+    turns = [chat.texts(number, thoughts=True) for number in range(len(chat.messages))]
+    return [spans for spans in turns if spans]
 
 
 def _calls(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -67,9 +78,18 @@ class ClearToolUses:
             exclude=tuple(exclude),
         )
 
+    def ever(self, chat: Chat) -> list[Span]:
+        """Spans of tokens that it may clear, now or when the chat has gone on."""
+        return [
+            span
+            for number in _results(chat)
+            if _tool_of(chat, number) not in self.exclude
+            for span in chat.texts(number, thoughts=False)
+        ]
+
     def clears(self, chat: Chat) -> tuple[list[Span], dict[str, int]]:
         """Spans of tokens, and what is said of them; none where nothing is cleared."""
-        results = [n for n, one in enumerate(chat.messages) if one.get("role") == "tool"]
+        results = _results(chat)
         amounts = {"input_tokens": len(chat.tokens.starts), "tool_uses": len(results)}
         kind, most = self.trigger
         if amounts[kind] <= most:
@@ -106,10 +126,13 @@ class ClearThinking:
             raise wrong(f"{CONTEXT}: keep", "at least 1 of thinking_turns", kept, "raise it")
         return cls(keep=kept)
 
+    def ever(self, chat: Chat) -> list[Span]:
+        """As that of `ClearToolUses`."""
+        return [] if self.keep is None else [one for turn in _thoughts(chat) for one in turn]
+
     def clears(self, chat: Chat) -> tuple[list[Span], dict[str, int]]:
         """As that of `ClearToolUses`."""
-        turns = [chat.texts(number, thoughts=True) for number in range(len(chat.messages))]
-        turns = [spans for spans in turns if spans]
+        turns = _thoughts(chat)
         older = [] if self.keep is None else turns[: max(0, len(turns) - self.keep)]
         spans = [span for of_turn in older for span in of_turn]
         if not spans:
@@ -169,19 +192,36 @@ def _amount(
         raise wrong(f"{CONTEXT}: {name}", expected, "another value", "pass it so")
     require_readable(f"{CONTEXT}: {name}", value)
     require_int(f"{CONTEXT}: {name}", value, minimum=0)
-    return str(kind), int(value)
+    return str(kind), int(str(value))
 
 
-def applied(edits: Sequence[Edit], chat: Chat) -> tuple[list[Span], dict[str, Any]]:
-    """Spans of tokens that the edits clear, and what a response says of that."""
-    spans: list[Span] = []
+@dataclass(frozen=True)
+class Applied:
+    """What edits do to a chat.
+
+    Attributes:
+        cleared: spans of tokens that go.
+        whole: those that may go later.
+        said: in the response.
+    """
+
+    cleared: Spans
+    whole: Spans
+    said: dict[str, Any]
+
+
+def applied(edits: Sequence[Edit], chat: Chat) -> Applied:
+    """What edits clear of a chat as it is now."""
+    spans, ever = list[Span](), list[Span]()
     said: list[dict[str, Any]] = []
     for edit in edits:
         cleared, amounts = edit.clears(chat)
+        ever += edit.ever(chat)
         if cleared:
             spans += cleared
             said.append({"type": edit.type, **amounts})
-    return spans, {"applied_edits": said}
+    gone = Spans.of(CONTEXT, spans)
+    return Applied(gone, without(Spans.of(CONTEXT, ever), gone), {"applied_edits": said})
 
 
 def _tokens(spans: Sequence[Span]) -> int:

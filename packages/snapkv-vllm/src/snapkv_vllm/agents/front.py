@@ -14,14 +14,16 @@ from http import HTTPStatus
 from typing import Any
 
 from snapkv.errors import SnapKVError
-from snapkv_vllm.agents.edits import CONTEXT, Chat, applied, edits_of
-from snapkv_vllm.agents.messages import Tokens, located, marked, spans_of
+from snapkv_vllm.agents.edits import CONTEXT, applied, edits_of
+from snapkv_vllm.agents.messages import Chat, Tokens, located, marked, spans_of
 from snapkv_vllm.methods import require_spans_within
 from snapkv_vllm.names import CHATS, EDITS, ENDPOINTS, PREFIX, SESSION, XARGS, status_of, wrong
 from snapkv_vllm.settings import ServingSettings
-from snapkv_vllm.spans import DROP, NAME, Entry, entries_of
+from snapkv_vllm.spans import DROP, NAME, PROTECT, Entry, entries_of
 
 _EDITS, _SESSION = PREFIX + EDITS, PREFIX + SESSION
+
+_BUDGET = PREFIX + "budget"
 
 _HINT = "agent_hint"
 """A field that says whose session a request belongs to, as ``{"session_id": ...}``."""
@@ -96,16 +98,20 @@ def resolve_spans(state: Any, settings: ServingSettings) -> None:
     async def of_chat(request: Any, made: Any, given: dict[str, Any]) -> Any:
         if not isinstance(made, tuple):  # an error of vLLM's
             return None
-        entries = entries_of(given.pop(NAME, []))
+        entries = list(entries_of(given.pop(NAME, [])))
         edits = given.pop(_EDITS, None)
         if edits is not None or any(entry.span is None for entry in entries):
             chat = await _looked_up(request, made, render_chat, renderer)
             entries = spans_of(entries, chat)
             if edits is not None:
-                spans, said = applied(edits_of(edits), chat)
-                entries += [Entry(do=DROP, span=span) for span in spans]
+                found = applied(edits_of(edits), chat)
+                entries += [Entry(do=DROP, span=span) for span in found.cleared.parts]
+                if _SESSION in given:  # what may go later must be there whole until then
+                    entries += [Entry(do=PROTECT, span=span) for span in found.whole.parts]
+                    budget = given.get(_BUDGET, settings.budget)
+                    given[_BUDGET] = budget + found.whole.tokens if budget else 0
                 if (visit := _visit.get()) is not None:
-                    visit.said = said
+                    visit.said = found.said
         return {**given, NAME: json.dumps([entry.as_json for entry in entries])}
 
     renderer.render_completion = resolving(renderer.render_completion, of_completion)

@@ -162,6 +162,22 @@ def test_thoughts_are_cleared_but_for_the_last_turn(asked):
     assert answer["context_management"] == {"applied_edits": []}
 
 
+def test_in_a_session_what_may_be_cleared_later_stays_whole_beside_the_budget(config, monkeypatch):
+    from starlette.testclient import TestClient
+
+    site = Answering(config, monkeypatch, keys=(), shares=False, sessions=Sessions())
+    context = edit(ClearToolUses, trigger=uses(0), keep=uses(1), exclude_tools=["look_1"])
+    body = {"model": "demo", "messages": MESSAGES, "context_management": context}
+    with TestClient(site.app) as client:
+        client.post(CHAT, json=body | {"agent_hint": {"session_id": "run"}})
+    own, (ids,) = site.seen[-1]
+    decode = site.app.state.online_renderer.renderer.get_tokenizer().decode
+    dropped, protected = json.loads(own[NAME])
+    assert (dropped["do"], protected["do"]) == ("drop", "protect")
+    assert decode(ids[protected["start"] : protected["end"]]).strip() in RESULTS[2]
+    assert own["snapkv_budget"] == 64 + protected["end"] - protected["start"]
+
+
 def test_a_stream_says_it_in_an_event(client):
     context = edit(ClearToolUses, trigger=uses(0), keep=uses(2))
     body = {"model": "demo", "messages": MESSAGES, "stream": True, "context_management": context}
