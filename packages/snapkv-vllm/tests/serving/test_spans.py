@@ -143,6 +143,8 @@ def test_texts_are_found_between_marks_as_templates_show_them():
     marks = "<user>mark0x</user><user>mark1x</user><a>mark3x</a>"
     found = located(rendered, marks, pieces)
     assert found == {pieces[0]: (6, 10), pieces[1]: (23, 27), pieces[3]: (37, 39)}
+    quoted = piece(4, 'a "b"\n')
+    assert located('<"a \\"b\\"\\n">', '<"mark4x">', [quoted]) == {quoted: (2, 11)}
     with pytest.raises(InvalidArgumentError, match="shows the texts of messages as they are"):
         located("<user>USER</user>", "<user>mark1x</user>", pieces)
     with pytest.raises(InvalidArgumentError, match="for message 1"):

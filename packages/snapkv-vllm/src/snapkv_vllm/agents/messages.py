@@ -6,6 +6,7 @@ character, else it is not known where they lie, and the request is refused. No v
 """
 
 import copy
+import json
 import secrets
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
@@ -115,9 +116,13 @@ def _behind(text: str, at: int, before: str, piece: Piece) -> int:
 
 
 def _as_shown(text: str) -> list[str]:
-    """How templates show a text: as it is, or without white space around it; the longest first."""
+    """How templates show a text: as it is, without white space around it, or as JSON.
+
+    The longest first.
+    """
     ways = {text, text.strip(), text.lstrip(), text.rstrip()}
     ways |= {text.strip("\n"), text.lstrip("\n"), text.rstrip("\n")}
+    ways |= {json.dumps(text, ensure_ascii=pure)[1:-1] for pure in (False, True)}
     return sorted(ways, key=len, reverse=True)
 
 

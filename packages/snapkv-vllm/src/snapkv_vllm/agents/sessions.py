@@ -28,6 +28,9 @@ from snapkv_vllm.spans import RequestSpans, without
 
 _NAME = PREFIX + SESSION
 
+_MOST_HISTORIES = 512
+"""However few blocks they take: the ids of all their tokens are held, too."""
+
 Owner = tuple[str, str, str]
 """Whose a history is: the session, the adapter that has read it, and the salt of its cache."""
 
@@ -72,7 +75,7 @@ class History:
     """Tokens that were seen, and the blocks that hold what is kept of them."""
 
     owner: Owner
-    token_ids: NDArray[np.int64]
+    token_ids: NDArray[np.int32]
     compressed: Compressed
     blocks: Sequence[list[Any]]  # of every KV cache group
     requests: set[str] = field(default_factory=set)  # that begin with it and have not ended
@@ -91,7 +94,7 @@ class History:
     def held_tokens(self) -> int:
         return len(self.token_ids) - self.compressed.dropped_tokens
 
-    def beginning(self, prompt: NDArray[np.int64], most_tokens: int, block_tokens: int) -> int:
+    def beginning(self, prompt: NDArray[np.int32], most_tokens: int, block_tokens: int) -> int:
         """How many of a prompt's first tokens its blocks stand for; 0 where they are others.
 
         In full blocks if there are some behind what was compressed. Else no other request may begin
@@ -182,13 +185,13 @@ class HeldSessions:
         own = TurnPlan(prompt_tokens=tokens, policy=policy)
         turn = _Turn(owner=owner, spans=spans, compressed=Compressed(), plan=own)
         if params.prompt_logprobs is None and not request.skip_reading_prefix_cache:
-            self._go_on(turn, given, np.array(request.prompt_token_ids, dtype=np.int64))
+            self._go_on(turn, given, np.array(request.prompt_token_ids, dtype=np.int32))
         if turn.history is not None:
             self._begin(turn.history, request.request_id, turn.plan)
         self._turns[request.request_id] = turn
         return turn.plan
 
-    def _go_on(self, turn: _Turn, given: dict[str, Any], prompt: NDArray[np.int64]) -> None:
+    def _go_on(self, turn: _Turn, given: dict[str, Any], prompt: NDArray[np.int32]) -> None:
         """Begin with the history that stands for most of the prompt."""
         tokens, longest = len(prompt), 0
         for history in self._held:
@@ -292,7 +295,7 @@ class HeldSessions:
         holds = (one.holds(request.request_id, seen - dropped, dropped) for one in self._managers)
         if seen < request.num_prompt_tokens or not all(holds):
             return None
-        ids = np.array(request.all_token_ids[:seen], dtype=np.int64)
+        ids = np.array(request.all_token_ids[:seen], dtype=np.int32)
         return History(owner=turn.owner, token_ids=ids, compressed=turn.compressed, blocks=[])
 
     def _make_room(self, made: History, replaced: Sequence[History]) -> bool:
@@ -305,13 +308,17 @@ class HeldSessions:
         for one in (made, *others):
             taken[one.tenant] += one.held_tokens
         idle = [one for one in others if not one.requests]
-        while taken.total() > self._most_tokens and idle:
+        while idle and not self._fits(taken, others):
             gone = max(idle, key=lambda one: taken[one.tenant])
             idle.remove(gone)
+            others.remove(gone)
             taken[gone.tenant] -= gone.held_tokens
             self._forget(gone)
             self._metrics.dropped()
-        return taken.total() <= self._most_tokens
+        return self._fits(taken, others)
+
+    def _fits(self, taken: Counter[str], others: Sequence[History]) -> bool:
+        return taken.total() <= self._most_tokens and len(others) < _MOST_HISTORIES
 
     def drop_idle(self) -> None:
         """Forget all histories that no request begins with."""

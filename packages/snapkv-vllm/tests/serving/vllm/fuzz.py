@@ -38,7 +38,7 @@ def random_request(draw: random.Random) -> tuple[str, dict[str, Any]]:
     path = draw.choice(PATHS)
     body: dict[str, Any] = {"max_tokens": draw.choice([1, 2, 4])}
     if path == PATHS[0]:
-        body["prompt"] = draw.choice(["One two three", ids_of(draw.randrange(1, 300))])
+        body["prompt"] = draw.choice(["One two three" * 40, ids_of(draw.randrange(1, 300))])
     else:
         body["messages"] = [random_message(draw) for _ in range(draw.randrange(1, 6))]
     own = {
@@ -50,9 +50,9 @@ def random_request(draw: random.Random) -> tuple[str, dict[str, Any]]:
         "temperature": lambda: draw.choice([0, 1]),
     }
     for name, make in own.items():
-        if draw.random() < 0.4:
+        if draw.random() < 0.25:
             body[name] = make()
-    if draw.random() < 0.3:
+    if draw.random() < 0.15:
         body[draw.choice([*body, *own])] = any_value(draw, in_json=True)
     return path, body
 
@@ -66,13 +66,13 @@ def random_message(draw: random.Random) -> dict[str, Any]:
 
 
 def random_span(draw: random.Random) -> Any:
-    start = draw.randrange(-1, 200)
-    span: dict[str, Any] = {"start": start, "end": start + draw.randrange(-1, 60)}
+    start = draw.choice([-1, 300, *[draw.randrange(60)] * 20])
+    span: dict[str, Any] = {"start": start, "end": start + draw.choice([0, *range(1, 30)])}
     if draw.random() < 0.3:
         name = draw.choice(["role", "index", "tool_call_id", "name"])
         span = {name: draw.choice(["tool", "user", 0, -1, 7, "a", None])}
-    span["do"] = draw.choice(["drop", "drop", "protect", "compress", "erase"])
-    if draw.random() < 0.3:
+    span["do"] = draw.choice(["drop"] * 6 + ["protect", "protect", "compress", "erase"])
+    if span["do"] == "compress" or draw.random() < 0.05:
         span["budget"] = draw.choice([0, 1, 20, 10**9, "1"])
     if draw.random() < 0.1:
         span[draw.choice([*span, "x"])] = any_value(draw, in_json=True)
