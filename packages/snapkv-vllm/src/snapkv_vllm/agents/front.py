@@ -149,7 +149,7 @@ _BY_TOKENS = "pass spans of tokens"
 
 def _tokens_of(tokenizer: Any, text: str, ids: Sequence[int]) -> Tokens | None:
     """Where tokens lie in their text; None where that cannot be told."""
-    if not getattr(tokenizer, "is_fast", False):
+    if not (ids and getattr(tokenizer, "is_fast", False)):
         return None
     for special in (False, True):
         found = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)

@@ -29,6 +29,7 @@ OF_NO_RUNNER = {
     "test_middleware.py",
     "test_seams.py",
     "test_server.py",
+    "test_sessions_accounting.py",
 }
 SLOW_ON_SECOND = [pytest.mark.slow] if SECOND_RUNNER else []
 

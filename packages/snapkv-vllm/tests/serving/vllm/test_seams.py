@@ -44,6 +44,8 @@ PARAMETERS = {
     f"{SCHEDULER}:_update_after_schedule": "scheduler_output",
     f"{SCHEDULER}:_preempt_request": "request",
     f"{SCHEDULER}:_free_request": "request",
+    f"{SCHEDULER}:reset_prefix_cache": "reset_running_requests reset_connector",
+    "renderers.base.BaseRenderer:get_tokenizer": "",
     f"{CACHE}:allocate_slots": "request num_new_tokens num_new_computed_tokens",
     f"{CACHE}:create_kv_cache_blocks": "blocks",
     "v1.core.kv_cache_coordinator.KVCacheCoordinator:find_longest_cache_hit": (
