@@ -68,21 +68,21 @@ def test_every_request_finds_its_historys_tokens_and_every_block_comes_back(
     held, pool = scheduler._sessions, scheduler.kv_cache_manager.block_pool
     free, sessions, went_on = pool.get_num_free_blocks(), [], 0
     for number in range(150):
-        sessions = [one for one in sessions if len(one.ids) < 40]
-        while len(sessions) < 4:
+        sessions = [one for one in sessions if len(one.ids) < 30]
+        while len(sessions) < 8:
             budget = draw.choice([0, 11, 12, 13])
             sessions.append(Session(f"{draw.choice('ab')}/{number}{len(sessions)}", budget))
         one = draw.choice(sessions)
         one.asks = [name for name in one.asks if name in scheduler.requests]
         if not one.asks or draw.random() < 0.1:
-            own, name, tokens = one.turn(draw), f"r{number}", draw.randrange(1, 8)
+            own, name, tokens = one.turn(draw), f"r{number}", draw.randrange(1, 14)
             scheduler.add_request(request(name, list(one.ids), tokens, own))
             assert name in held._turns
             went_on += held._turns[name].history is not None
             one.asks.append(name)
             expected[name] = answer(one.ids, tokens)
             one.ids = list(expected[name])
-        for _ in range(draw.randrange(7)):
+        for _ in range(draw.randrange(4)):
             running.step()
         if draw.random() < 0.1 and scheduler.requests:
             abort(scheduler, draw.choice(sorted(scheduler.requests)), aborted)
