@@ -8,6 +8,10 @@ from snapkv.ops import BlockLayout, coded_attention, encode
 from tests.ops.ragged_cases import LENGTHS, OPTIONS, states, with_options
 
 BITS = ((4, 4), (8, 4), (4, 2))
+CASES = LENGTHS | {
+    "as many blocks": ((70, 90), (65, 96)),
+    "as many blocks as heads": ((20, 90), (0, 0)),
+}
 MORE = ((32, 32), (32, 32))
 """A section that every head has grown by."""
 
@@ -23,11 +27,13 @@ def coded_states(lengths, queries, bits, *, block_tokens=32, grown=False, dtype=
     if grown:
         more = states(MORE, queries, dtype=dtype)
         section = BlockLayout((MORE,), block_tokens, torch.device("cpu"))
+        layout, order = layout.joined(MORE)
         keys, values = (
-            codes.joined(encode(blocks_of(more[name], section), codes.bits, along=codes.along))
+            codes.joined(
+                encode(blocks_of(more[name], section), codes.bits, along=codes.along)
+            ).blocks(order)
             for name, codes in (("keys", keys), ("values", values))
         )
-        layout = layout.joined(MORE)
     return given | {"keys": keys, "values": values, "layout": layout}
 
 
@@ -37,12 +43,12 @@ def blocks_of(flat, layout):
     return flat[counts.cumsum(0)[layout.heads][:, None] + layout.places]
 
 
-def require_reference(impl, *, cases=tuple(LENGTHS), query_counts=(1, 3, 40)):
+def require_reference(impl, *, cases=tuple(CASES), query_counts=(1, 3, 40)):
     """The cases of an implementation against the reference."""
-    for turn, lengths in enumerate(map(LENGTHS.get, cases)):
-        for queries in query_counts:
+    for turn, lengths in enumerate(map(CASES.get, cases)):
+        for place, queries in enumerate(query_counts):
             bits = BITS[(turn + queries) % len(BITS)]
-            given = coded_states(lengths, queries, bits, grown=turn % 2 == 1)
+            given = coded_states(lengths, queries, bits, grown=(turn + place) % 2 == 1)
             for options in OPTIONS.values():
                 given = with_options(given, options)
                 got = coded_attention(**given, impl=impl)
@@ -52,4 +58,4 @@ def require_reference(impl, *, cases=tuple(LENGTHS), query_counts=(1, 3, 40)):
 
 if __name__ == "__main__":
     require_reference(sys.argv[1], cases=("one past a block",), query_counts=(3,))
-    require_reference(sys.argv[1], cases=("nothing kept", "tiny"), query_counts=(1,))
+    require_reference(sys.argv[1], cases=("as many blocks", "tiny"), query_counts=(1,))

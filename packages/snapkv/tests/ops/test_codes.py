@@ -17,13 +17,14 @@ def test_a_block_by_hand():
     """Two tokens of four channels in two bits: a step of 1 along tokens, of 2 along channels."""
     states = torch.tensor([[[0.0, 1, 2, 3], [3, 4, 5, 6]]])
     keys = encode(states, 2, along="tokens")
-    assert keys.packed.tolist() == [[[0], [0b11111111]]]
+    assert keys.packed.tolist() == [[[0, 0b11111111]]]
     torch.testing.assert_close(keys.scale.flatten(), torch.ones(4).half(), atol=2e-3, rtol=0)
     assert keys.least.flatten().tolist() == [0, 1, 2, 3]
-    values = encode(torch.tensor([[[0.0, 6, 2, 4]] * 4]), 2, along="channels")
-    assert values.packed[0, 0].tolist() == [0b10_01_11_00]
-    got = values.decoded()[0, 0]
-    torch.testing.assert_close(got, torch.tensor([0.0, 6, 2, 4]), rtol=0, atol=9e-3)
+    states = torch.tensor([[[0.0, 6, 2, 4], [6, 0, 2, 4], [0, 6, 4, 2], [6, 0, 2, 4]]])
+    values = encode(states, 2, along="channels")  # a byte for every channel, of all four tokens
+    expected = [0b11_00_11_00, 0b00_11_00_11, 0b01_10_01_01, 0b10_01_10_10]
+    assert values.packed.tolist() == [[[expected]]]
+    torch.testing.assert_close(values.decoded(), states, rtol=0, atol=9e-3)
 
 
 @settings(deadline=None, max_examples=60)
@@ -41,8 +42,10 @@ def test_numbers_come_back_within_half_a_step(bits, along, size, dtype, scale, s
     states = (torch.randn(size) * scale + scale).clamp(min=-most, max=most).to(dtype)
     codes = encode(states, bits, along=along)
     step = codes.scale.float()
-    if along == "channels":
-        step = step.repeat_interleave(size[1], dim=-1)[..., : size[2]]
+    if along == "tokens":
+        step = step[:, None]
+    else:
+        step = step.mT.repeat_interleave(size[1], dim=-1)[..., : size[2]]
     ends = torch.finfo(dtype)
     back = codes.decoded().float()
     rounding = (states.float().abs() + back.abs()) * ends.eps + ends.smallest_normal
@@ -69,12 +72,13 @@ def test_blocks_come_back_in_the_order_of_flat_states(lengths):
 
 
 def test_a_head_grows_by_sections():
-    """One head has 2 tokens, then 1 more; the other 1, then 2."""
-    layout = BlockLayout((((2, 1),),), 32, torch.device("cpu")).joined(((1, 2),))
+    """One head has 2 tokens, then 1 more; the other 1, then 2. Blocks stand head by head."""
+    layout, order = BlockLayout((((2, 1),),), 32, torch.device("cpu")).joined(((1, 2),))
     numbers = torch.zeros(4, 32, 1)
     numbers[0, :2, 0], numbers[1, :1, 0] = torch.tensor([1.0, 2]), torch.tensor([4.0])
     numbers[2, :1, 0], numbers[3, :2, 0] = torch.tensor([3.0]), torch.tensor([5.0, 6])
-    codes = encode(numbers, 8, along="channels")
+    assert order.tolist() == [0, 2, 1, 3]
+    codes = encode(numbers, 8, along="channels").blocks(order)
     assert layout.head_tokens == ((3, 3),)
     torch.testing.assert_close(
         flat_states(codes, layout).flatten(), torch.arange(1.0, 7), atol=1e-2, rtol=0

@@ -19,12 +19,10 @@ from snapkv.policies import Policy, PrefixPolicy, PromptLayer
 from snapkv.prefill import chunked, layer_by_layer
 from snapkv_lab.evaluate.haystack import load_haystack
 from snapkv_lab.experiments.experiment import Experiment, Given, Sized
-from snapkv_lab.experiments.measuring import Turns
 from snapkv_lab.experiments.pages import Pivot, Table, cell
 from snapkv_lab.experiments.prompts import (
     SEED,
     Document,
-    decoder,
     read_prompt,
     retrieved,
     score_answer,
@@ -140,7 +138,7 @@ BITS = (None, "int8", "fp8", "int4")
 
 @torch.inference_mode()
 def _bits(given: Given) -> Iterator[Row]:
-    """A row per policy and kind of bits; times are of the last document."""
+    """A row per policy and kind of bits."""
     wide = SnapKV(given.budget, window_size=16, kernel_size=13)
     cells = [
         (name, policy, bits)
@@ -154,11 +152,6 @@ def _bits(given: Given) -> Iterator[Row]:
             cache = prompt.compressed(key[1], quantize=key[2])
             held = cache.report().held_bytes
             scores[key].append((score_answer(prompt, cache, document.answer_ids), held))
-    turns = Turns(
-        {key: decoder(prompt, prompt.compressed(key[1], quantize=key[2])) for key in cells},
-        rounds=given.new_tokens,
-        warmup_rounds=4,
-    )
     for key, own in scores.items():
         name, policy, bits = key
         yield {
@@ -171,9 +164,6 @@ def _bits(given: Given) -> Iterator[Row]:
             "right_answers": sum(score.right for score, _ in own),
             "nll": round(fmean(score.nll for score, _ in own), 4),
             "held_bytes": round(fmean(held for _, held in own)),
-            "tokens": given.new_tokens,
-            "ms_per_token": turns.ms(key, 2),
-            "against_whole": turns.ratio(key, (name, policy, None)),
         }
 
 
@@ -186,7 +176,6 @@ FEW_BITS = Experiment(
         "tokens": Sized(2048, 128),
         "count": Sized(8, 1),
         "budget": Sized(512, 96),
-        "new_tokens": Sized(48, 2),
     },
     fields={"seed": SEED},
     tables=[
@@ -195,8 +184,6 @@ FEW_BITS = Experiment(
                 "cache": lambda row: f"{row['cache']}, {row['bits'] or row['model']['dtype']}",
                 "held": "{held_bytes:bytes}",
                 "right answers": "{right_answers} of {documents} ({nll:.2f})",
-                "ms per token": "{ms_per_token[p50]:.1f}",
-                "against its own dtype": "{against_whole[p50]:.2f}",
             }
         )
     ],

@@ -3,7 +3,8 @@
 `speed`: decoding behind a short and a long prompt; its rows also have reading and its peak, which
 `flat` measures today. `flat`: what is promised of a machine with two cores, to be run with nothing
 else on it. `appending`: as many stored tokens, appended in place or copied for every token,
-as transformers' own cache does, which concatenates what is stored and what is new.
+as transformers' own cache does, which concatenates what is stored and what is new. `codes`: steps
+that read few bits beside steps that read as many tokens, or as many bytes, of 16 bits.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from snapkv import FullCache, SnapKV
+from snapkv import FullCache, KVCodes, SnapKV
+from snapkv.app.models import load
 from snapkv.policies import Policy, PromptLayer
 from snapkv.storage.base import keep_tokens
 from snapkv_lab.experiments.experiment import Experiment, Given, Sized
@@ -336,6 +338,101 @@ APPENDING = Experiment(
                 "in place, ms": "{ms[p50]:.1f}",
                 "copying, ms": "{copying_ms[p50]:.1f}",
                 "ratio": "{ratio[p50]:.3f}",
+            }
+        )
+    ],
+)
+
+
+CODES = {"int8": (8, 8), "K8V4": (8, 4), "int4": (4, 4)}
+LARGE = "a layer of Llama-3.1-8B"
+
+
+def _of_shapes(given: Given, shapes: str, dtype: str) -> PreTrainedModel:
+    """The model, or a layer with random weights and hardly any vocabulary."""
+    if shapes != LARGE:
+        return load(given.model, dtype=dtype).model
+    config = LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=1,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=256,
+    )
+    return LlamaForCausalLM(config).to(getattr(torch, dtype)).eval()
+
+
+def _tokens_of_bytes(keys: int, values: int, tokens: int) -> int:
+    """How many tokens take as many bytes as so many in 16 bits, whatever the model's dtype."""
+    exact = KVCodes.recent_tokens + KVCodes.sink_tokens
+    return exact + int((tokens - exact) * 32 / (keys + values + 2 * 32 / KVCodes.group_size))
+
+
+@torch.inference_mode()
+def _coded(given: Given) -> Iterator[Row]:
+    """A row per model, number of tokens and kind of codes; all of a model's caches take turns."""
+    for shapes, dtype, tokens in given.cells:
+        model = _of_shapes(given, shapes, dtype)
+        asked: dict[Any, tuple[Any, int]] = {"16 bits": (None, tokens)}
+        for name, (keys, values) in CODES.items():
+            codes = KVCodes(keys, values)  # type: ignore[arg-type] # of those it takes
+            asked[name, "tokens"] = codes, tokens
+            asked[name, "bytes"] = codes, _tokens_of_bytes(keys, values, tokens)
+        work = {
+            key: _step(model, compressed("", SnapKV(kept), codes=codes), 1, kept + 64)
+            for key, (codes, kept) in asked.items()
+        }
+        turns = Turns(work, rounds=given.new_tokens, warmup_rounds=3)
+        for name in CODES:
+            yield {
+                "benchmark": "codes",
+                "shapes": shapes,
+                "dtype": dtype,
+                "kept_tokens": tokens,
+                "codes": name,
+                "tokens_of_bytes": asked[name, "bytes"][1],
+                "tokens": given.new_tokens,
+                "ms_per_token": turns.ms("16 bits", 2),
+                "cpu_ms_per_token": turns.ms("16 bits", 2, "cpu_ms"),
+                **{
+                    f"equal_{equal}{suffix}": turns.ratio((name, equal), "16 bits", clock=clock)
+                    for equal in ("tokens", "bytes")
+                    for suffix, clock in (("", "wall_ms"), ("_cpu", "cpu_ms"))
+                },
+            }
+
+
+CODED = Experiment(
+    name="codes",
+    title="A step that reads few bits",
+    takes="ten minutes",
+    measure=_coded,
+    threads=1,
+    options={
+        "cells": Sized(
+            (
+                ("demo", "float32", 512),
+                ("demo", "float32", 2048),
+                ("demo", "bfloat16", 512),
+                (LARGE, "bfloat16", 2048),
+            ),
+            (("demo", "float32", 96),),
+        ),
+        "new_tokens": Sized(12, 2),
+    },
+    fields={"seed": SEED},
+    tables=[
+        Table(
+            {
+                "model": "{shapes}, {dtype}",
+                "tokens": "{kept_tokens:,}",
+                "codes": "{codes}",
+                "ms per token in 16 bits": "{cpu_ms_per_token[p50]:.1f}",
+                "as many tokens": "{equal_tokens_cpu:spread|.2f}",
+                "as many bytes": "{equal_bytes_cpu:spread|.2f}",
+                "which are tokens": "{tokens_of_bytes:,}",
             }
         )
     ],

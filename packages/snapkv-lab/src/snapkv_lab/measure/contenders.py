@@ -19,6 +19,7 @@ from snapkv.hf.model_parts import output_weight
 from snapkv.ops import ScoreOptions
 from snapkv.plan import out_of_memory_explained
 from snapkv.policies import Policy, PromptLayer
+from snapkv.storage.coded import KVCodes
 from snapkv.validation import nearest
 from snapkv_lab.measure.held_bytes import cache_bytes, peak_growth_bytes
 from snapkv_lab.measure.timing import spent_on
@@ -134,11 +135,14 @@ class _Decoder:
             return spent_on(generate).wall_ms / tokens
 
 
-def compressed(label: str, policy: Policy, *, storage: str = "dynamic") -> Contender:
+def compressed(
+    label: str, policy: Policy, *, storage: str = "dynamic", codes: KVCodes | None = None
+) -> Contender:
+    held: Any = {"storage": storage, "room_tokens": ROOM_TOKENS, "quantize": codes}
 
     def make(model: PreTrainedModel, prompt_tokens: int) -> Cache:
         del prompt_tokens
-        return CompressedCache(model, policy, storage=storage, room_tokens=ROOM_TOKENS)  # type: ignore[arg-type] # checked there
+        return CompressedCache(model, policy, **held)
 
     return Contender(label=label, make=make, policy=policy)
 

@@ -124,7 +124,7 @@ def test_every_experiment_says_what_it_takes(name, capsys):
 
 
 CHEAP = [
-    "appending", "auto_budget", "bits", "chunked", "quality", "ragged",
+    "appending", "auto_budget", "bits", "chunked", "codes", "quality", "ragged",
     "recall", "speed", "streaming",
 ]  # fmt: skip
 SLOW = [

@@ -43,7 +43,6 @@ def test_fewer_bits_hold_fewer_bytes(tiny):
     rows = list(quality.FEW_BITS.complete(quality.FEW_BITS.given(small=True, loaded=tiny)))
     for whole, *few in (rows[:4], rows[4:]):
         assert all(row["held_bytes"] < 0.75 * whole["held_bytes"] for row in few)
-        assert whole["against_whole"]["p50"] == 1
         assert few[0]["nll"] == pytest.approx(whole["nll"], abs=0.05)
 
 

@@ -153,7 +153,7 @@ class CodedStates:
         first = self.first[0].shape[2]
         return tuple(tuple(first + count for count in row) for row in self.layout.head_tokens)
 
-    @property
+    @functools.cached_property
     def longest_tokens(self) -> int:
         """Slots of the padded layout."""
         grown = sum(section[0][0] for section in self.sections[1:])
@@ -205,8 +205,9 @@ class CodedStates:
         more = _encoded(
             both(lambda part: part.reshape(B * H * N // G, G, -1), (keys, values)), self.how
         )
-        codes = both(Codes.joined, self.codes, more)
-        return replace(self, codes=codes, sections=(*self.sections, ((N,) * H,) * B))
+        layout, order = self.layout.joined(((N,) * H,) * B)
+        codes = both(lambda own, other: own.joined(other).blocks(order), self.codes, more)
+        return replace(self, codes=codes, sections=layout.sections)
 
     @property
     def grown_tokens(self) -> int:
@@ -245,11 +246,14 @@ class CodedStates:
     def without_last_section(self) -> tuple["CodedStates", Pair]:
         """Without the last tokens that were encoded behind the prompt, and what they stand for."""
         (B, H), tokens = self.first[0].shape[:2], self.sections[-1][0][0]
-        left = len(self.codes[0]) - B * H * tokens // self.how.group_size
-        codes = both(lambda part: part.blocks(slice(left)), self.codes)
-        last = both(lambda part: part.blocks(slice(left, None)).decoded(), self.codes)
+        before = replace(self, sections=self.sections[:-1])
+        _, order = before.layout.joined(self.sections[-1])
+        places = order.argsort()
+        left = len(order) - B * H * tokens // self.how.group_size
+        codes = both(lambda part: part.blocks(places[:left]), self.codes)
+        last = both(lambda part: part.blocks(places[left:]).decoded(), self.codes)
         states = both(lambda part: part.reshape(B, H, tokens, -1), last)
-        return replace(self, codes=codes, sections=self.sections[:-1]), states
+        return replace(before, codes=codes), states
 
     # What needs all of them, as they are no longer held.
 

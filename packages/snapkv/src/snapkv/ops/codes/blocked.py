@@ -10,13 +10,14 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from snapkv.ops.codes.coding import Codes
 from snapkv.ops.codes.layout import BlockLayout
 from snapkv.ops.ragged.blocked import attend_pieces
 from snapkv.ops.scores import ScoreOptions
 
-SPREAD_ELEMENTS = 2**20
+SPREAD_ELEMENTS = 2**19
 """Of keys or values that are spread out at a time."""
 
 
@@ -37,56 +38,87 @@ def coded_attention(
 
 
 class _CodedPieces:
-    """Blocks of codes as attention goes over them; R rows of queries per head."""
+    """Codes as attention goes over them: P pieces of n blocks each; R rows of queries per head.
+
+    Where all heads have as many blocks, each is one piece.
+    """
 
     def __init__(self, keys: Codes, values: Codes, layout: BlockLayout) -> None:
         self._keys, self._values = keys, values
-        self.heads, self.hidden = layout.heads, layout.hidden
-        self._G = layout.block_tokens
+        self._n, self._G = layout.piece_blocks, layout.block_tokens
+        alike = set(layout.head_blocks) == {self._n}
+        self.heads = None if alike else layout.heads[:: self._n]
+        self._hidden = layout.hidden
 
     def products(self, asked: Tensor) -> Tensor:
-        """(M, R, G) float32 products of every block's queries, (M, R, D), and its keys."""
-        few = asked.shape[1] < self._G and self._keys.along == "tokens"
-        score = _products_with_integers if few else _products_with_states
-        return self._in_parts(score, asked.float(), self._keys)
+        """(P, R, n * G) float32 products of every piece's queries, (P, R, D), and its keys."""
+        rows, asked = asked.shape[1], _in_fours(asked.float())
+        few = rows < self._G and self._keys.along == "tokens"
+        multiply = _products_with_integers if few else _products_with_states
+        return multiply(asked, self._keys, self._n)[:, :rows].flatten(2)
+
+    def hide(self, scores: Tensor) -> Tensor:
+        pieces, tokens = self._hidden
+        if len(pieces):
+            scores[pieces, :, tokens] = float("-inf")
+        return scores
 
     def mixed(self, weights: Tensor) -> Tensor:
-        """(M, R, Dv) float32: every block's values by weights, (M, R, G)."""
-        few = weights.shape[1] < self._G
-        mix = _mixed_integers if few else _mixed_states
-        return self._in_parts(mix, weights, self._values)
-
-    def _in_parts(
-        self, multiply: Callable[[Tensor, Codes], Tensor], rows: Tensor, codes: Codes
-    ) -> Tensor:
-        """A product of every block, of so many at a time as may be spread out."""
-        step = max(1, SPREAD_ELEMENTS // (self._G * codes.channels))
-        if len(codes) <= step:
-            return multiply(rows, codes)
-        parts = [slice(start, start + step) for start in range(0, len(codes), step)]
-        return torch.cat([multiply(rows[part], codes.blocks(part)) for part in parts])
+        """(P, R, Dv) float32: every piece's values by weights, (P, R, n * G)."""
+        rows, weights = weights.shape[1], _in_fours(weights)
+        mix = _mixed_integers if rows < self._G else _mixed_states
+        return mix(torch.unflatten(weights, 2, (self._n, self._G)), self._values)[:, :rows]
 
 
-def _products_with_integers(asked: Tensor, keys: Codes) -> Tensor:
-    scaled = asked * keys.scale.float()
-    products = torch.bmm(scaled, keys.integers()[..., : keys.channels].mT)
-    return products.add_(torch.bmm(asked, keys.least.float().mT))
+def _in_fours(rows: Tensor) -> Tensor:
+    """Three rows of a product and one of zeros, as four take less time; all others as they are."""
+    return pad(rows, (0, 0, 0, 1)) if rows.shape[1] % 4 == 3 else rows
 
 
-def _products_with_states(asked: Tensor, keys: Codes) -> Tensor:
-    return asked @ keys.decoded().float().mT
+def _products_with_integers(asked: Tensor, keys: Codes, n: int) -> Tensor:
+    """(P, R, n, G) of (P, R, D) queries, of the n blocks of every piece."""
+    P, R, D = asked.shape
+    scaled = (asked[:, None] * keys.scale.view(P, n, 1, D)).view(P * n, R, D)
+    products = _in_parts(scaled, keys, lambda part: part.integers()[:, :D])
+    least = torch.bmm(asked, keys.least.view(P, n, D).float().mT)
+    return torch.unflatten(products, 0, (P, n)).transpose(1, 2) + least[..., None]
+
+
+def _products_with_states(asked: Tensor, keys: Codes, n: int) -> Tensor:
+    of_blocks = asked.repeat_interleave(n, dim=0)
+    products = _in_parts(of_blocks, keys, lambda part: part.decoded().float().mT)
+    return torch.unflatten(products, 0, (len(asked), n)).transpose(1, 2)
 
 
 def _mixed_integers(weights: Tensor, values: Codes) -> Tensor:
-    M, R, G = weights.shape
-    groups, numbers = values.scale.shape[-1], values.integers()
-    scaled = weights[:, :, None] * values.scale.float().mT.contiguous()[:, None]
-    products = torch.bmm(scaled.view(M, R * groups, G), numbers)
-    own = products.view(M, R, groups, groups, numbers.shape[-1] // groups)
-    own = own.diagonal(dim1=2, dim2=3)  # (M, R, channels of a group, groups)
-    mixed = own + torch.bmm(weights, values.least.float())[:, :, None]
-    return mixed.transpose(2, 3).flatten(2)[..., : values.channels]
+    """(P, R, Dv) of (P, R, n, G) weights: the sum of the n blocks of every piece."""
+    P, _, n, G = weights.shape
+    groups = values.packed.shape[1]
+    scale, least = (part.view(P, n, groups, G) for part in (values.scale, values.least))
+    scaled = (weights.transpose(1, 2)[:, :, None] * scale[:, :, :, None]).flatten(0, 2)
+    mixed = _in_parts(scaled, values, lambda part: part.integers().flatten(0, 1))
+    mixed = torch.unflatten(mixed, 0, (P, n, groups)).sum(dim=1)
+    of_least = torch.bmm(least.transpose(1, 2).flatten(2).float(), weights.flatten(2).mT)
+    return (mixed + of_least[..., None]).transpose(1, 2).flatten(2)[..., : values.channels]
 
 
 def _mixed_states(weights: Tensor, values: Codes) -> Tensor:
-    return weights @ values.decoded().float()
+    P, R, n, G = weights.shape
+    of_blocks = weights.transpose(1, 2).reshape(P * n, R, G)
+    mixed = _in_parts(of_blocks, values, lambda part: part.decoded().float())
+    return torch.unflatten(mixed, 0, (P, n)).sum(dim=1)
+
+
+def _in_parts(rows: Tensor, codes: Codes, spread: Callable[[Codes], Tensor]) -> Tensor:
+    """The products of rows and what codes are spread out to, so many blocks at a time as may be.
+
+    Every block has as many matrices of rows as it is spread out to.
+    """
+    step = max(1, SPREAD_ELEMENTS * codes.bits // (8 * max(1, codes.packed[:1].numel())))
+    if len(codes) <= step:
+        return torch.bmm(rows, spread(codes))
+    parts = [codes.blocks(slice(start, start + step)) for start in range(0, len(codes), step)]
+    matrices = torch.split(rows, len(rows) // len(codes) * step)
+    return torch.cat(
+        [torch.bmm(own, spread(part)) for own, part in zip(matrices, parts, strict=True)]
+    )

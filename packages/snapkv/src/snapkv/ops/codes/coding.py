@@ -31,10 +31,15 @@ _SMALLEST_STEP = 2.0**-24
 class Codes:
     """What stands for (M, G, D) states: M blocks of G tokens.
 
+    Keys, whose groups lie along the tokens, are held channel by channel; values, with groups of
+    channels, group by group. So products find all numbers that share a scale side by side.
+
     Attributes:
-        packed: (M, G, bytes) uint8; byte j holds the channels j, j + bytes, and so on, the first
-            in the lowest bits. Channels are padded to whole groups where those lie along them.
-        scale: what a step is worth, (M, 1, D) along tokens, (M, G, groups) along channels; float16,
+        packed: (M, rows, G) uint8 along tokens, a row for every channel; (M, groups, rows, width)
+            along channels, a row for every token. With two or four codes a byte there are as many
+            times fewer rows: row j of n holds those of j, j + n and so on, the first in the lowest
+            bits. Channels are padded to whole bytes along tokens, to whole groups along channels.
+        scale: what a step is worth, (M, D) along tokens, (M, groups, G) along channels; float16,
             or float32 where the states leave its range.
         least: what zero stands for, as `scale`.
         bits: 2, 4 or 8.
@@ -78,27 +83,30 @@ class Codes:
         )
 
     def integers(self) -> Tensor:
-        """(M, G, D) float32: the integers alone; more channels where they fill groups or bytes."""
-        mask, width = 2**self.bits - 1, self.packed.shape[-1]
+        """The integers alone, in float32: as `packed`, with all rows."""
+        packed, bits = self.packed, self.bits
         if self.is_float:
-            return self.packed.view(torch.float8_e4m3fn).float()
-        if self.bits == 8:
-            return self.packed.float()
-        numbers = self.packed.new_empty(*self.packed.shape[:2], width * 8 // self.bits).float()
-        for place, part in enumerate(torch.split(numbers, width, dim=-1)):
-            part.copy_((self.packed >> self.bits * place) & mask)
-        return numbers
+            return packed.view(torch.float8_e4m3fn).float()
+        if bits == 8:
+            return packed.float()
+        *blocks, rows, width = packed.shape
+        numbers = packed.new_empty(*blocks, 8 // bits, rows, width)
+        first, *others = numbers.unbind(dim=-3)
+        torch.bitwise_and(packed, 2**bits - 1, out=first)
+        for place, other in enumerate(others, start=1):
+            torch.bitwise_right_shift(packed, bits * place, out=other)
+        for other in others[:-1]:
+            other &= 2**bits - 1
+        return numbers.flatten(-3, -2).float()
 
     def decoded(self) -> Tensor:
         """(M, G, D) what the codes stand for, in the dtype of the states."""
-        numbers = self.integers()
+        numbers, dtype = self.integers(), getattr(torch, self.dtype)
         if self.along == "tokens":
-            states = numbers[..., : self.channels].mul_(self.scale).add_(self.least)
-        else:
-            groups = self.scale.shape[-1]
-            grouped = torch.unflatten(numbers, -1, (groups, numbers.shape[-1] // groups))
-            states = grouped.mul_(self.scale[..., None]).add_(self.least[..., None]).flatten(-2)
-        return states[..., : self.channels].to(getattr(torch, self.dtype))
+            numbers = numbers[:, : self.channels].mul_(self.scale[..., None])
+            return numbers.add_(self.least[..., None]).mT.to(dtype)
+        states = numbers.mul_(self.scale[..., None]).add_(self.least[..., None])
+        return states.transpose(1, 2).flatten(2)[..., : self.channels].to(dtype)
 
 
 def encode(states: Tensor, bits: int, *, along: Along) -> Codes:
@@ -108,15 +116,14 @@ def encode(states: Tensor, bits: int, *, along: Along) -> Codes:
         InvalidArgumentError: a number that is not finite, or beyond half of float32's range.
     """
     M, G, D = states.shape
-    largest = _largest(states, bits)
-    per_byte = 8 // bits
-    whole = G if along == "channels" and G < D else per_byte  # fewer than G are one group
-    padded, axis = _padded(states.float(), -D % whole), 1
-    grouped = padded
-    if along == "channels":
-        width = min(G, padded.shape[-1])
-        grouped, axis = padded.view(M, G, padded.shape[-1] // width, width), -1
-    lowest, highest = grouped.amin(dim=axis, keepdim=True), grouped.amax(dim=axis, keepdim=True)
+    largest, per_byte = _largest(states, bits), 8 // bits
+    if along == "tokens":
+        grouped = _padded(states.float(), -D % per_byte).mT  # a group is a row
+    else:
+        width = min(G, D)
+        padded = _padded(states.float(), -D % width)
+        grouped = padded.view(M, G, padded.shape[-1] // width, width).transpose(1, 2)
+    lowest, highest = grouped.amin(dim=-1, keepdim=True), grouped.amax(dim=-1, keepdim=True)
     narrow = torch.float16 if largest <= torch.finfo(torch.float16).max else torch.float32
     least = _rounded_down(lowest, narrow)
     levels = 2**bits - 1
@@ -124,18 +131,15 @@ def encode(states: Tensor, bits: int, *, along: Along) -> Codes:
     scale = -_rounded_down(-step, narrow)
     room = (torch.finfo(states.dtype).max - least.float()) / scale.float()
     steps = ((grouped - least.float()) / scale.float()).round()
-    numbers = steps.minimum(room.floor().clamp(max=levels)).to(torch.uint8).flatten(2)
-    packed, *others = numbers.chunk(per_byte, dim=-1)
+    numbers = steps.minimum(room.floor().clamp(max=levels)).to(torch.uint8)
+    packed, *others = numbers.chunk(per_byte, dim=-2)
     for place, other in enumerate(others, start=1):
         packed = packed | other << bits * place
-    if along == "tokens":
-        scale, least = scale[..., :D], least[..., :D]
-    else:
-        scale, least = scale[..., 0], least[..., 0]
+    own = slice(D) if along == "tokens" else slice(None)
     return Codes(
         packed=packed.contiguous(),
-        scale=scale.contiguous(),
-        least=least.contiguous(),
+        scale=scale[:, own, ..., 0].contiguous(),
+        least=least[:, own, ..., 0].contiguous(),
         bits=bits,
         along=along,
         channels=D,
@@ -151,10 +155,11 @@ def encode_float(states: Tensor) -> Codes:
     _largest(states, 8)
     wide = states.float()
     scale = wide.abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / _LARGEST_FLOAT8
+    per_token = scale.mT.contiguous()
     return Codes(
-        packed=(wide / scale).to(torch.float8_e4m3fn).view(torch.uint8),
-        scale=scale,
-        least=torch.zeros_like(scale),
+        packed=(wide / scale).to(torch.float8_e4m3fn).view(torch.uint8)[:, None],
+        scale=per_token,
+        least=torch.zeros_like(per_token),
         bits=8,
         along="channels",
         channels=states.shape[-1],

@@ -1,6 +1,8 @@
 """Which block of codes belongs to which head, and how many tokens it holds."""
 
 import functools
+import itertools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -12,13 +14,13 @@ HeadTokens = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, eq=False)
 class BlockLayout:
-    """Heads in whole blocks, in the sections in which they were encoded.
+    """Heads in whole blocks, one head behind the other, rows first.
 
-    A section has the blocks of all heads, one head behind the other, rows first; the last block of
-    a head may hold fewer tokens than the others. In a head, later sections hold later tokens.
+    A head grows by sections, the tokens that were encoded together; the last block of each section
+    may hold fewer tokens than the others.
 
     Attributes:
-        sections: tokens of each head in every section.
+        sections: tokens of each head in every section, the earlier tokens first.
         block_tokens: G, tokens of a whole block.
         device: where its tensors are made, when they are first asked for.
     """
@@ -34,6 +36,23 @@ class BlockLayout:
         return tuple(tuple(map(sum, zip(*row, strict=True))) for row in rows)
 
     @functools.cached_property
+    def head_blocks(self) -> list[int]:
+        """Blocks of each head, counted over all rows."""
+        of_sections = (
+            [-(-count // self.block_tokens) for row in section for count in row]
+            for section in self.sections
+        )
+        return list(map(sum, zip(*of_sections, strict=True)))
+
+    @functools.cached_property
+    def piece_blocks(self) -> int:
+        """How many blocks every head's blocks can be cut into pieces of: all where they are alike.
+
+        Attention takes a piece as a whole, so that few are long and none holds two heads.
+        """
+        return max(1, math.gcd(*self.head_blocks))
+
+    @functools.cached_property
     def heads(self) -> Tensor:
         """(M,) int64: the head of every block, counted over all rows."""
         with torch.inference_mode(False):  # for callers that want gradients, too
@@ -41,30 +60,34 @@ class BlockLayout:
             return torch.tensor(heads, dtype=torch.int64, device=self.device)
 
     @functools.cached_property
-    def hidden(self) -> Tensor:
-        """(M, 1, G) bool: the tokens of a block that are none."""
+    def hidden(self) -> tuple[Tensor, Tensor]:
+        """(K,) int64 each: in which pieces there are slots of no token, and where in them."""
         with torch.inference_mode(False):
-            tokens = torch.tensor([count for *_, count in self._blocks], device=self.device)
-            places = torch.arange(self.block_tokens, device=self.device)
-            return places >= tokens.view(-1, 1, 1)
+            slots = self._is_empty().nonzero()[:, 0].to(self.device)
+            tokens = self.piece_blocks * self.block_tokens
+            return slots // tokens, slots % tokens
 
     @functools.cached_property
-    def table(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(M,) blocks head by head, (B * H + 1,) where heads begin, (M,) tokens of each block."""
+    def table(self) -> tuple[Tensor, Tensor]:
+        """(B * H + 1,) at which block heads begin, and (M,) tokens of each block."""
         with torch.inference_mode(False):
-            heads = sum(map(len, self.sections[0]))
-            counts = torch.bincount(self.heads, minlength=heads)
-            begins = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-            return self.heads.argsort(stable=True), begins, (~self.hidden).sum(dim=(1, 2))
+            begins = [0, *itertools.accumulate(self.head_blocks)]
+            tokens = [count for *_, count in self._blocks]
+            return (
+                torch.tensor(begins, device=self.device),
+                torch.tensor(tokens, dtype=torch.int64, device=self.device),
+            )
 
     @property
     def flat(self) -> Tensor:
         """(N,) int64: where each token stands in M * G slots, in the order of flat states."""
-        with torch.inference_mode(False):
-            by_head = self.table[0]
-            slots = torch.arange(len(self._blocks) * self.block_tokens, device=self.device)
-            slots, hidden = slots.view(-1, self.block_tokens), self.hidden[:, 0]
-            return slots[by_head][~hidden[by_head]]
+        return (~self._is_empty()).nonzero()[:, 0].to(self.device)
+
+    def _is_empty(self) -> Tensor:
+        """(M * G,) bool: which slots have no token; not on the device, which is not waited for."""
+        tokens = torch.tensor([count for *_, count in self._blocks])
+        slots = torch.arange(self.block_tokens)
+        return (slots >= tokens.view(-1, 1)).flatten()
 
     @property
     def places(self) -> Tensor:
@@ -76,35 +99,33 @@ class BlockLayout:
         return last[:, 0] + within.minimum(last[:, 1])
 
     def blocks_of_rows(self, rows: list[int]) -> Tensor:
-        """The blocks of these rows, each as often as it is named, section by section."""
-        of_row: dict[tuple[int, int], list[int]] = {}
-        block = 0
-        for part, section in enumerate(self.sections):
-            for row, counts in enumerate(section):
-                blocks = sum(-(-count // self.block_tokens) for count in counts)
-                of_row[part, row] = list(range(block, block + blocks))
-                block += blocks
-        chosen = [
-            one for part in range(len(self.sections)) for row in rows for one in of_row[part, row]
-        ]
+        """The blocks of these rows, each as often as it is named."""
+        H, begins = len(self.sections[0][0]), [0, *itertools.accumulate(self.head_blocks)]
+        chosen = [block for row in rows for block in range(begins[row * H], begins[(row + 1) * H])]
         return torch.tensor(chosen, dtype=torch.int64, device=self.device)
 
-    def joined(self, section: HeadTokens) -> "BlockLayout":
-        """The same, and a section behind it."""
-        return BlockLayout((*self.sections, section), self.block_tokens, self.device)
+    def joined(self, section: HeadTokens) -> tuple["BlockLayout", Tensor]:
+        """The same and a section behind it, and the order of all blocks in which that is so.
+
+        The order is of blocks of this layout and, behind them, those of the section alone.
+        """
+        more = BlockLayout((section,), self.block_tokens, self.device)
+        order = torch.cat([self.heads, more.heads]).argsort(stable=True)
+        return BlockLayout((*self.sections, section), self.block_tokens, self.device), order
 
     @functools.cached_property
     def _blocks(self) -> list[tuple[int, int, int]]:
         """Head, first token in its section and number of tokens of every block."""
+        sections = ([count for row in section for count in row] for section in self.sections)
         return [
             (head, start, min(self.block_tokens, count - start))
-            for section in self.sections
-            for head, count in enumerate(count for row in section for count in row)
+            for head, counts in enumerate(zip(*sections, strict=True))
+            for count in counts
             for start in range(0, count, self.block_tokens)
         ]
 
     @property
     def nbytes(self) -> int:
         """Of what attention needs, and of the table where a kernel has asked for it."""
-        tensors = [self.heads, self.hidden, *(self.table if "table" in vars(self) else ())]
+        tensors = [self.heads, *self.hidden, *(self.table if "table" in vars(self) else ())]
         return sum(tensor.nbytes for tensor in tensors)

@@ -2,7 +2,7 @@
 
 As `snapkv.ops.ragged.triton`, whose second kernel puts the splits together: a program takes one
 head, a tile of its rows of queries and one split of what the head sees. A step of keys never leaves
-a block, so one row of scales does for its keys.
+a block, so one scale for every channel does for its keys.
 
 Importing this module imports triton; `snapkv.ops` does so only where the kernel is to run.
 """
@@ -40,7 +40,7 @@ def coded_attention(
     tile, key_tokens = tiles(queries, max(D, Dv), rows)
     most = 32 if max(D, Dv) <= 128 else 16  # the registers also hold codes and scales
     tile, key_tokens = min(tile, most), min(key_tokens, most)
-    table, begins, tokens = layout.table
+    begins, tokens = layout.table
     longest = -(-max(max(row) for row in layout.head_tokens) // G) * G
     longest += G * (len(layout.sections) - 1) + S  # a section may end within a block
     split = split_tokens(len(keys) * G + B * H * S)
@@ -54,7 +54,8 @@ def coded_attention(
             queries.contiguous(),
             *(keys.packed, keys.scale, keys.least),
             *(values.packed, values.scale, values.least),
-            *(table, begins, tokens),
+            begins,
+            tokens,
             tail_keys,
             tail_values,
             sums,
@@ -73,10 +74,11 @@ def coded_attention(
             KEYS=key_tokens,
             G=G,
             KEY_BITS=keys.bits,
-            KEY_BYTES=keys.packed.shape[-1],
+            KEY_ROWS=keys.packed.shape[1],
             VALUE_BITS=values.bits,
-            VALUE_BYTES=values.packed.shape[-1],
-            GROUPS=values.scale.shape[-1],
+            VALUE_ROWS=values.packed.shape[2],
+            GROUPS=values.packed.shape[1],
+            WIDTH=values.packed.shape[3],
             num_stages=2 if max(D, Dv) <= 128 else 1,
             **widths,
         )
@@ -99,28 +101,23 @@ def coded_attention(
 
 
 @triton.jit
-def _integers(packed_at, tokens, there, across, CHANNELS: tl.constexpr, BITS: tl.constexpr,
-              BYTES: tl.constexpr):  # fmt: skip
-    """(KEYS, block of channels) float32; `tokens` says where in all blocks they stand."""
-    bytes_ = tl.load(
-        packed_at + tokens[:, None] * BYTES + (across % BYTES)[None, :],
-        mask=there[:, None] & (across < CHANNELS)[None, :],
-        other=0,
-    )
-    shifts = (across // BYTES * BITS).to(tl.uint8)
-    return ((bytes_ >> shifts[None, :]) & (2**BITS - 1)).to(tl.float32)
+def _integers(packed_at, row, column, there, BITS: tl.constexpr, ROWS: tl.constexpr,
+              WIDTH: tl.constexpr):  # fmt: skip
+    """What stands in such rows of what (ROWS, WIDTH) bytes hold, in float32."""
+    bytes_ = tl.load(packed_at + row % ROWS * WIDTH + column, mask=there, other=0)
+    return ((bytes_ >> (row // ROWS * BITS).to(tl.uint8)) & (2**BITS - 1)).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["rows", "Q", "S", "split", "splits"])
 def _attend_codes(
     queries_at, key_codes_at, key_scale_at, key_least_at, value_codes_at, value_scale_at,
-    value_least_at, table_at, begins_at, tokens_at, tail_keys_at, tail_values_at, sums_at, marks_at,
+    value_least_at, begins_at, tokens_at, tail_keys_at, tail_values_at, sums_at, marks_at,
     rows, Q, S, split, splits, scaling, softcap,
     CAPPED: tl.constexpr,
     D: tl.constexpr, D_BLOCK: tl.constexpr, DV: tl.constexpr, DV_BLOCK: tl.constexpr,
     TILE: tl.constexpr, KEYS: tl.constexpr, G: tl.constexpr,
-    KEY_BITS: tl.constexpr, KEY_BYTES: tl.constexpr,
-    VALUE_BITS: tl.constexpr, VALUE_BYTES: tl.constexpr, GROUPS: tl.constexpr,
+    KEY_BITS: tl.constexpr, KEY_ROWS: tl.constexpr,
+    VALUE_BITS: tl.constexpr, VALUE_ROWS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One tile of one head's rows over one split: unnormalised sums, highest score, their total."""
     per_head = tl.cdiv(rows, TILE)
@@ -144,23 +141,29 @@ def _attend_codes(
     total = tl.zeros((TILE,), tl.float32)
     sums = tl.zeros((TILE, DV_BLOCK), tl.float32)
     for first in range(begin, tl.minimum(end, kept), KEYS):
-        block = tl.load(table_at + first_block + first // G)
+        block = first_block + first // G
         place = first % G + tl.arange(0, KEYS)
         there = place < tl.load(tokens_at + block)
         seen = there[None, :] & (row < rows)[:, None]
-        tokens = block * G + place
         in_key = across < D
         key_scale = tl.load(key_scale_at + block * D + across, mask=in_key, other=0).to(tl.float32)
         key_least = tl.load(key_least_at + block * D + across, mask=in_key, other=0).to(tl.float32)
-        keys = _integers(key_codes_at, tokens, there, across, D, KEY_BITS, KEY_BYTES)
-        keys = (keys * key_scale[None, :] + key_least[None, :]).to(queries.dtype)
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scaling
+        keys = _integers(
+            key_codes_at + block * KEY_ROWS * G, across[:, None], place[None, :],
+            in_key[:, None] & there[None, :], KEY_BITS, KEY_ROWS, G,
+        )  # fmt: skip
+        keys = (keys * key_scale[:, None] + key_least[:, None]).to(queries.dtype)
+        scores = tl.dot(queries, keys, input_precision="ieee") * scaling
         weights, faded, most = _weigh(scores, seen, most, softcap, CAPPED)
-        groups = tokens[:, None] * GROUPS + (across_v // G)[None, :]
+        group = block * GROUPS + across_v // WIDTH
         in_value = there[:, None] & (across_v < DV)[None, :]
-        value_scale = tl.load(value_scale_at + groups, mask=in_value, other=0).to(tl.float32)
-        value_least = tl.load(value_least_at + groups, mask=in_value, other=0).to(tl.float32)
-        values = _integers(value_codes_at, tokens, there, across_v, DV, VALUE_BITS, VALUE_BYTES)
+        of_group = group[None, :] * G + place[:, None]
+        value_scale = tl.load(value_scale_at + of_group, mask=in_value, other=0).to(tl.float32)
+        value_least = tl.load(value_least_at + of_group, mask=in_value, other=0).to(tl.float32)
+        values = _integers(
+            value_codes_at + group[None, :] * VALUE_ROWS * WIDTH, place[:, None],
+            across_v[None, :] % WIDTH, in_value, VALUE_BITS, VALUE_ROWS, WIDTH,
+        )  # fmt: skip
         values = (values * value_scale + value_least).to(queries.dtype)
         sums = sums * faded[:, None]
         sums += tl.dot(weights.to(values.dtype), values, input_precision="ieee")

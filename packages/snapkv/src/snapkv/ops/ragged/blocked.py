@@ -19,18 +19,17 @@ QUERY_BLOCK_TOKENS = 32
 
 
 class KeptPieces(Protocol):
-    """What heads keep, in P pieces of T tokens of one head each.
+    """What heads keep, in P pieces of T tokens of one head each."""
 
-    Attributes:
-        heads: (P,) int64, the head of every piece, counted over all rows.
-        hidden: (P, 1, T) bool, the tokens of a piece that do not count.
-    """
-
-    heads: Tensor
-    hidden: Tensor
+    @property
+    def heads(self) -> Tensor | None:
+        """(P,) int64, the head of every piece, counted over all rows; None for one a head."""
 
     def products(self, asked: Tensor) -> Tensor:
         """(P, R, T) products of every piece's queries, (P, R, D), and its keys."""
+
+    def hide(self, scores: Tensor) -> Tensor:
+        """The scores, (P, R, T or more), which may be changed, -inf for what does not count."""
 
     def mixed(self, weights: Tensor) -> Tensor:
         """(P, R, Dv): every piece's values by float32 weights, (P, R, T)."""
@@ -56,13 +55,16 @@ class _FlatPieces:
     """Views of flat keys and values, and copies where a piece holds several heads."""
 
     def __init__(self, pieces: Pieces, keys: Tensor, values: Tensor) -> None:
-        self.heads, self.hidden = pieces.heads, pieces.hidden
+        self.heads, self._hidden = pieces.heads, pieces.hidden
         self._keys, self._values = pieces.cut(keys), pieces.cut(values)
 
     def products(self, asked: Tensor) -> Tensor:
         blocks, edges = self._keys
         whole = len(blocks)
         return torch.cat([torch.bmm(asked[:whole], blocks.mT), torch.bmm(asked[whole:], edges.mT)])
+
+    def hide(self, scores: Tensor) -> Tensor:
+        return scores.masked_fill(self._hidden, float("-inf"))
 
     def mixed(self, weights: Tensor) -> Tensor:
         blocks, edges = self._values
@@ -103,15 +105,24 @@ def _attend_block(
     """
     B, Hq, Q, D = queries.shape
     H, S = tail_keys.shape[1], tail_keys.shape[2]
-    heads = pieces.heads
+    heads, dtype = pieces.heads, tail_values.dtype
     rows = queries.reshape(B * H, Hq // H * Q, D)
-    of_tail = score_options.scores(torch.bmm(rows, tail_keys.flatten(0, 1).mT).float())
-    if Q > 1:
-        hidden = hidden_ahead(Q, S, own_visible, rows.device)
-        of_tail = of_tail.masked_fill(hidden.repeat(Hq // H, 1), float("-inf"))
-    of_kept = score_options.scores(pieces.products(rows.index_select(0, heads)).float())
-    of_kept = of_kept.masked_fill(pieces.hidden, float("-inf"))
     logits = sinks_of_rows(score_options, rows, Q)
+    of_tail = torch.bmm(rows, tail_keys.flatten(0, 1).mT).float()
+    hidden = None
+    if Q > 1:
+        hidden = hidden_ahead(Q, S, own_visible, rows.device).repeat(Hq // H, 1)
+    if heads is None:
+        of_kept = pieces.products(rows).float()
+        weights = _weights_of_heads(of_kept, of_tail, pieces, score_options, hidden, logits)
+        output = torch.bmm(weights[..., -S:].to(dtype), tail_values.flatten(0, 1)).float()
+        output = output + pieces.mixed(weights[..., :-S]).float()
+        return output.to(dtype).view(B, Hq, Q, -1)
+    of_tail = score_options.scores(of_tail)
+    if hidden is not None:
+        of_tail = of_tail.masked_fill(hidden, float("-inf"))
+    of_kept = score_options.scores(pieces.products(rows.index_select(0, heads)).float())
+    of_kept = pieces.hide(of_kept)
     most = _most(of_kept, of_tail, logits, heads)
     of_kept = (of_kept - most.index_select(0, heads)).exp_()
     of_tail = (of_tail - most).exp_()
@@ -119,10 +130,27 @@ def _attend_block(
     total = total.index_add(0, heads, of_kept.sum(dim=-1, keepdim=True))
     if logits is not None:
         total = total + (logits - most).exp()
-    dtype = tail_values.dtype
     output = torch.bmm(of_tail.to(dtype), tail_values.flatten(0, 1)).float()
     output = output.index_add(0, heads, pieces.mixed(of_kept).float()) / total
     return output.to(dtype).view(B, Hq, Q, -1)
+
+
+def _weights_of_heads(
+    of_kept: Tensor,
+    of_tail: Tensor,
+    pieces: KeptPieces,
+    score_options: ScoreOptions,
+    hidden: Tensor | None,
+    logits: Tensor | None,
+) -> Tensor:
+    """(B * H, R, T + S) float32 weights of what heads of one piece each keep, and of the tail."""
+    T, S = of_kept.shape[2], of_tail.shape[2]
+    scores = pieces.hide(score_options.scores(torch.cat([of_kept, of_tail], dim=-1)))
+    if hidden is not None:
+        scores[..., T:].masked_fill_(hidden, float("-inf"))
+    if logits is None:
+        return scores.softmax(dim=-1)
+    return torch.cat([scores, logits], dim=-1).softmax(dim=-1)[..., : T + S]
 
 
 def hidden_ahead(
