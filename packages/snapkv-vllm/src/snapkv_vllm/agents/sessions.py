@@ -245,8 +245,9 @@ class HeldSessions:
 
     def forgotten(self) -> tuple[int, ...]:
         """First blocks of histories that are gone since this was asked last."""
-        gone, self._forgotten = tuple(self._forgotten), []
-        return gone
+        held = {one.first_block for one in self._held}  # some branches share their first blocks
+        gone, self._forgotten = set(self._forgotten) - held, []
+        return tuple(gone)
 
     def compressed(self, request_id: str, order: Order) -> None:
         """A request has been compressed, or will be in the step under way."""
@@ -328,8 +329,7 @@ class HeldSessions:
 
     def _forget(self, history: History) -> None:
         self._held.remove(history)
-        if all(one.first_block != history.first_block for one in self._held):
-            self._forgotten.append(history.first_block)
+        self._forgotten.append(history.first_block)
         for manager, blocks in zip(self._managers, history.blocks, strict=True):
             manager.give_up(blocks)
 
@@ -350,7 +350,17 @@ def held_sessions(
             "snapkv: cannot hold sessions: expected full attention in every layer, got layers of "
             "another kind, whose states are not held; leave --sessions out"
         )
-    room = room_of(vllm_config, kv_cache_config, settings.sessions.most_bytes, "--session-bytes")
+    of_documents = 0
+    if settings.sharing is not None:
+        asked = settings.sharing.most_bytes
+        of_documents = room_of(vllm_config, kv_cache_config, asked, "--share-bytes").most_bytes
+    room = room_of(
+        vllm_config,
+        kv_cache_config,
+        settings.sessions.most_bytes,
+        "--session-bytes",
+        beside_bytes=of_documents,
+    )
     return HeldSessions(
         list(managers.values()),
         settings,

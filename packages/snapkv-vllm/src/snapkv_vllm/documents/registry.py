@@ -252,10 +252,17 @@ def registry(
     )
 
 
-def room_of(vllm_config: Any, kv_cache_config: Any, asked_bytes: int, option: str) -> Room:
+def room_of(
+    vllm_config: Any,
+    kv_cache_config: Any,
+    asked_bytes: int,
+    option: str,
+    *,
+    beside_bytes: int = 0,
+) -> Room:
     """What may be held behind the largest request, which must find room beside it.
 
-    `asked_bytes` is what `option` says, 0 for a quarter.
+    `asked_bytes` is what `option` says, 0 for a quarter; `beside_bytes` are held by others.
     """
     settings = ServingSettings.from_config(vllm_config.additional_config)
     groups, blocks = kv_cache_config.kv_cache_groups, kv_cache_config.num_blocks
@@ -264,6 +271,7 @@ def room_of(vllm_config: Any, kv_cache_config: Any, asked_bytes: int, option: st
     per_token = sum(taken // size for taken, size in zip(of_block, sizes, strict=True))
     longest = sum(cdiv(vllm_config.model_config.max_model_len, size) for size in sizes)
     free_bytes = (blocks - 1 - longest) * max(of_block)  # one block is never used
+    free_bytes -= beside_bytes
     most_bytes = asked_bytes or min(blocks * max(of_block) // 4, free_bytes)
     if most_bytes > free_bytes or most_bytes < per_token * max(sizes):
         raise UnsupportedModelError(

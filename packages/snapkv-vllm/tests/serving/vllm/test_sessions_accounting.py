@@ -87,6 +87,7 @@ def test_every_request_finds_its_historys_tokens_and_every_block_comes_back(
         if draw.random() < 0.1 and scheduler.requests:
             abort(scheduler, draw.choice(sorted(scheduler.requests)), aborted)
         assert sum(history.held_tokens for history in held._held) <= MOST_TOKENS
+        assert not set(held.forgotten()) & {history.first_block for history in held._held}
     while scheduler.requests:
         running.step()
     running.drain()
