@@ -8,6 +8,7 @@ EDITABLE := -e 'packages/snapkv[documents,gguf,rag]' -e 'packages/snapkv-lab[lm-
 export PYTHONPATH := $(CURDIR)/packages/snapkv:$(CURDIR)/packages/snapkv-lab:$(CURDIR)/packages/snapkv-vllm
 INSTALLED := .venv/.installed
 OLDEST := .transformers-oldest
+NEWEST := .transformers-newest
 TRITON := .triton
 KVPRESS := .venv-kvpress
 SERVING := .venv-vllm/.installed
@@ -21,7 +22,7 @@ SECOND_RUNNER := $(CURDIR)/$(PLUGIN)/vllm/interpreter
 export OMP_WAIT_POLICY ?= PASSIVE
 export GOMP_SPINCOUNT ?= 0
 
-.PHONY: help demo test test-slow test-oldest test-devices test-kernels test-kvpress test-serving \
+.PHONY: help demo test test-slow test-oldest test-newest test-families families test-devices test-kernels test-kvpress test-serving \
     test-serving-first test-serving-second test-serving-oldest test-serving-slow soak fuzz test-ray \
     test-browser test-sweeps release-check docs check format results kvpress clean
 
@@ -40,7 +41,19 @@ test-slow: $(INSTALLED) ## The tests that take minutes each
 
 test-oldest: $(INSTALLED) $(OLDEST) ## The model and cache tests on the oldest supported transformers
 	PYTHONPATH=$(OLDEST):$(PYTHONPATH) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal \
-	    $(addprefix $(CORE)/,models policies hf app/test_models.py decoding) $(LAB)/test_training.py
+	    $(addprefix $(CORE)/,models matrix policies hf app/test_models.py decoding) $(LAB)/test_training.py
+
+test-newest: $(INSTALLED) ## What the library stands on, and its models, on the newest transformers there is
+	rm -rf $(NEWEST)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(NEWEST) transformers
+	PYTHONPATH=$(NEWEST):$(PYTHONPATH) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal \
+	    -m 'families or not slow' $(addprefix $(CORE)/,hf/test_seams.py matrix models)
+
+test-families: $(INSTALLED) ## Every causal language model of the installed transformers, tiny
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m families $(CORE)/matrix
+
+families: $(INSTALLED) ## Judge every causal language model again, and write docs/families.md
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.matrix
 
 test-devices: $(INSTALLED) ## Everything on a device that is not there, so that no tensor is left on another
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m devices $(CORE)/test_devices.py
@@ -121,7 +134,7 @@ EXPERIMENTS := quality speed methods streaming studies evaluation ragged medusa 
 kvpress: $(KVPRESS)/.installed ## kvpress in an environment of its own, to be measured beside this
 
 clean: ## Remove the virtual environment and everything made
-	rm -rf .venv .venv-vllm .venv-vllm-oldest .venv-ray $(OLDEST) $(TRITON) $(KVPRESS) dist build .pytest_cache .hypothesis .mypy_cache \
+	rm -rf .venv .venv-vllm .venv-vllm-oldest .venv-ray $(OLDEST) $(NEWEST) $(TRITON) $(KVPRESS) dist build .pytest_cache .hypothesis .mypy_cache \
 	    .ruff_cache
 
 $(INSTALLED): $(PROJECTS) constraints.txt requirements-dev.txt requirements-data.txt

@@ -334,4 +334,11 @@ FAULTS = (
         ),
         vllm=True,
     ),
+    Fault(
+        name="a state stays in its row where rows change places",
+        file="snapkv/cache/hybrid.py",
+        old="        LinearAttentionLayer.reorder_cache(self, beam_idx)\n",
+        new="",
+        tests=("packages/snapkv/tests/matrix/test_matrix.py",),
+    ),
 )

@@ -132,6 +132,23 @@ _LINEAR = {
     "linear_value_head_dim": 8,
     "layer_types": ["linear_attention", "full_attention", "full_attention"],
 }
+_SHARED = {
+    "num_hidden_layers": 4,
+    "global_head_dim": 8,
+    "hidden_size_per_layer_input": 4,
+    "vocab_size_per_layer_input": 64,
+    "num_kv_shared_layers": 1,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", *["full_attention"] * 3],
+}
+_HYBRID = {
+    "mamba_d_ssm": 32,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 16,
+}
 KINDS = {
     "llama": ("llama", "sdpa", {}),
     "eager": ("llama", "eager", {}),
@@ -143,6 +160,8 @@ KINDS = {
     "latent": ("deepseek_v3", "sdpa", _LATENT),
     "sinks": ("gpt_oss", "eager", {"num_local_experts": 2, **_SLIDING}),
     "linear": ("qwen3_next", "sdpa", _LINEAR),
+    "shared": ("gemma4_text", "sdpa", _SHARED),
+    "hybrid": ("falcon_h1", "sdpa", _HYBRID),
 }
 """Family, attention implementation and settings, by what makes the kind special."""
 

@@ -5,6 +5,7 @@ every token, and each layer's eager attention gets a bias that hides what the co
 dropped. Decoding on it must give the logits of decoding on the compressed cache.
 """
 
+import contextlib
 import copy
 import sys
 
@@ -16,12 +17,42 @@ from transformers.modeling_utils import AttentionInterface
 from snapkv import uninstall
 
 _hidden: dict[int, torch.Tensor] = {}
+_handed_out: dict[int, tuple[int, torch.Tensor]] = {}
+_updated: list[int] = []
+
+
+def _layer_of(key: torch.Tensor) -> int | None:
+    """Whose keys these are: those that it has handed out, or what was made of the last ones."""
+    if key.data_ptr() in _handed_out:  # perhaps by another layer, where layers share them
+        return _handed_out[key.data_ptr()][0]
+    return _updated[-1] if _updated else None
+
+
+@contextlib.contextmanager
+def _watching(full):
+    """Within this block it is known which layer of a full cache was updated last."""
+    update = full.update
+
+    def updating(key_states, value_states, layer_idx, *args, **options):
+        keys, values = update(key_states, value_states, layer_idx, *args, **options)
+        _handed_out[keys.data_ptr()] = (layer_idx, keys)  # which lives on, so its place is its own
+        _updated.append(layer_idx)
+        return keys, values
+
+    full.update = updating
+    try:
+        yield
+    finally:
+        del full.update
+        _handed_out.clear()
+        _updated.clear()
 
 
 def _masked_eager(module, query, key, value, attention_mask, **options):
     """Eager attention that hides this layer's dropped columns from all tokens behind them."""
     eager = sys.modules[type(module).__module__].eager_attention_forward
-    hidden = _hidden.get(module.layer_idx)
+    layer_idx = _layer_of(key) if _updated else getattr(module, "layer_idx", None)
+    hidden = _hidden.get(layer_idx)
     if hidden is not None and hidden.shape[-1] < key.shape[2]:
         hidden = hidden.repeat_interleave(query.shape[0] // hidden.shape[0], dim=0)
         heads = query.shape[1] // hidden.shape[1]
@@ -104,9 +135,10 @@ def masked_pass(reference: PreTrainedModel, full, hidden: dict, ids, mask, posit
     """
     _hidden.update(hidden)
     try:
-        return reference(
-            ids, past_key_values=full, attention_mask=mask, position_ids=positions
-        ).logits
+        with _watching(full):
+            return reference(
+                ids, past_key_values=full, attention_mask=mask, position_ids=positions
+            ).logits
     finally:
         _hidden.clear()
 

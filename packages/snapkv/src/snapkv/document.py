@@ -119,7 +119,7 @@ class Document:
         """
         cache = copy.deepcopy(self._cache)
         cache.reading.prompt_end = None
-        hybrid = len(cache.compressed_layers) < len(cache.layers)
+        hybrid = cache.is_hybrid
         if hybrid and bool(pads.any()):
             raise InvalidArgumentError(
                 f"questions: expected questions of one length for {type(self.model).__name__}, "

@@ -136,7 +136,7 @@ def _require_empty(model: PreTrainedModel, cache: CompressedCache) -> None:
             f"cache: expected an empty one where a text is read twice, got one that has seen "
             f"{cache.get_seq_length():,} tokens; call cache.reset()"
         )
-    if len(cache.compressed_layers) < len(cache.layers):
+    if cache.is_hybrid:
         raise UnsupportedModelError(
             f"model: expected full attention in every layer where a text is read twice, got "
             f"{type(model).__name__}, some of whose layers keep the last tokens only; use "

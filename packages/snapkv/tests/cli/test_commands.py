@@ -135,7 +135,7 @@ def test_a_folder_with_a_configuration_and_no_weights_is_enough(snapkv, tmp_path
     assert plan["request"]["reserve_bytes"] == 128_000
     assert plan["full"]["cache_bytes"] > plan["compressed"]["cache_bytes"]
     assert plan["full"]["largest_batch"] is None
-    assert any("slide over a window" in sentence for sentence in plan["verdict"])
+    assert any("layers grow with the prompt" in sentence for sentence in plan["verdict"])
 
 
 def test_the_shapes_are_listed(snapkv):

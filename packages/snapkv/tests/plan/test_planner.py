@@ -226,7 +226,7 @@ def test_speed_is_that_of_the_bytes_that_are_read():
         ("lwm-7b", {"context_tokens": 9000, "memory_bytes": 10**10}, "does not fit the memory"),
         ("lwm-7b", {"context_tokens": 2**21}, "it will be refused"),
         ("mixtral-8x7b", {"context_tokens": 65536}, "2 of 8 experts"),
-        ("gemma-3-12b", {"context_tokens": 65536}, "40 of 48 layers slide"),
+        ("gemma-3-12b", {"context_tokens": 65536}, "8 of 48 layers grow"),
     ],
 )
 def test_the_verdict_says_it_plainly(shape, request_, said):

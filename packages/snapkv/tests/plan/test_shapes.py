@@ -64,7 +64,8 @@ FAMILIES = {shape.family: name for name, shape in reversed(SHAPES.items())}
 def test_what_is_said_of_a_shape_is_what_a_cache_of_it_holds(name):
     footprint, said = footprint_of(outline(name, dtype=torch.bfloat16)), described(name)
     assert footprint.token_bytes == said["kv_bytes_per_token"]
-    assert len(footprint.full_layers) + len(footprint.sliding_layers) == said["layers"]
+    assert footprint.layers == said["layers"]
+    assert len(footprint.full_layers) == said["growing_layers"]
     assert len(footprint.sliding_layers) == said["sliding_layers"]
     assert {layer.most_tokens + 1 for layer in footprint.sliding_layers} <= {said["sliding_window"]}
     assert footprint.weights_bytes == CHECKPOINT_BYTES.get(name, footprint.weights_bytes)

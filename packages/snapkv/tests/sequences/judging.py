@@ -374,9 +374,11 @@ def _require_bytes(kept: Tensor, layer: Any, row: dict[str, Any], options: dict[
     keys, values = layer.keys, layer.values
     size = keys.element_size() * (keys.shape[-1] + values.shape[-1])
     slots = kept.numel() if layer.store.kind == "dense" else int((kept >= 0).sum())
-    sinks = 0 if layer.notes.sink_keys is None else layer.notes.sink_keys.nbytes
-    if row["held_bytes"] != slots * size + sinks:
+    beside = 0 if layer.notes.sink_keys is None else layer.notes.sink_keys.nbytes
+    states = [layer.beside.get(name, {}) for name in ("conv_states", "recurrent_states")]
+    beside += sum(state.nbytes for each in states for state in each.values() if state is not None)
+    if row["held_bytes"] != slots * size + beside:
         raise WrongError(
-            f"layer {row['layer']}: expected {slots * size + sinks} bytes of {slots} tokens, "
+            f"layer {row['layer']}: expected {slots * size + beside} bytes of {slots} tokens, "
             f"got {row['held_bytes']}"
         )

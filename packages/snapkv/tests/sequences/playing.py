@@ -255,7 +255,9 @@ class Game:
 
     def _at_least(self, tokens: int) -> int:
         """Two of a row's pads at once in linear layers: transformers masks no single one there."""
-        has_states = self.sequence.model == "linear" and self.state.seen < self.state.pads.max()
+        has_states = (
+            self.sequence.model in ("linear", "hybrid") and self.state.seen < self.state.pads.max()
+        )
         return max(tokens, 2) if has_states else tokens
 
     def _draw(self, tokens: int) -> Tensor:

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -31,7 +31,8 @@ class LayerIdentity:
     """Which layer of the model it is, its place among the compressed ones, and its parts.
 
     `rotation`, which turns keys on, and `output_projection`, the module behind attention, are None
-    where the policy does not need them.
+    where the policy does not need them. So many later layers, its `readers`, store nothing and
+    attend to what it stores.
     """
 
     layer_idx: int
@@ -39,6 +40,7 @@ class LayerIdentity:
     num_layers: int = 1
     rotation: Rotation | None = None
     output_projection: Any = None
+    readers: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,9 +209,9 @@ class CompressedLayer(DynamicLayer):
         if self.offloaded is not None:
             self.offloaded.crop(self.seen_tokens)
 
-    def __copy__(self) -> "CompressedLayer":
+    def __copy__(self) -> Self:
         """A layer that goes on by itself; no tensor is copied but those that are written over."""
-        copied = type(self)(self.policy, self.identity, self.storage)
+        copied = type(self).__new__(type(self))
         copied.__dict__.update(self.__dict__)
         copied.offloaded, copied.store = copy.copy(self.offloaded), copy.copy(self.store)
         if self.storage.is_compileable:
@@ -232,6 +234,11 @@ class CompressedLayer(DynamicLayer):
         """Bytes of what is held beside the keys and values, measured on the tensors."""
         noted = self.slots.nbytes + self.notes.nbytes - self._sink_bytes
         return noted + self.store.index_bytes
+
+    @property
+    def beside(self) -> dict[str, Any]:
+        """What the layer carries besides tokens, by the names of transformers' attributes."""
+        return {}
 
     @property
     def _sink_bytes(self) -> int:

@@ -25,6 +25,9 @@ class CacheReport(dict[str, Any]):
             the columns and bounds of a `PageRecall`'s pages.
         host_bytes: bytes of the keys and values that `recall` has put off the device.
         full_bytes: bytes transformers' own cache would hold after the same tokens.
+        growing_layers: how many layers grow with the context; these are compressed.
+        growing_share: what their keys and values are of `full_bytes`, from 0 to 1; the rest is
+            windows and states, which stay as they are. 1 while the cache is empty.
         lost_votes: the part of the window's votes on the prefix that fell on what was dropped, mean
             over rows, heads and layers; 0 where nothing was dropped, None where it is not known:
             methods without votes, and what was dropped in more than one step.
@@ -43,6 +46,7 @@ class CacheReport(dict[str, Any]):
         rows = [_layer_report(i, layer) for i, layer in enumerate(layers)]
         compressed = [layer for layer in layers if isinstance(layer, CompressedLayer)]
         mean = sum(layer.store.mean_tokens for layer in compressed) / len(compressed)
+        full_bytes = sum(row["full_bytes"] for row in rows)
         return cls(
             policy=policy,
             seen_tokens=compressed[0].seen_tokens,
@@ -51,7 +55,9 @@ class CacheReport(dict[str, Any]):
             held_bytes=sum(row["held_bytes"] for row in rows),
             index_bytes=sum(layer.index_bytes for layer in compressed),
             host_bytes=sum(layer.offloaded.held_bytes for layer in compressed if layer.offloaded),
-            full_bytes=sum(row["full_bytes"] for row in rows),
+            full_bytes=full_bytes,
+            growing_layers=len(compressed),
+            growing_share=sum(map(_full_bytes, compressed)) / full_bytes if full_bytes else 1.0,
             lost_votes=_mean([row["lost_votes"] for row in rows if "lost_votes" in row]),
             lost_vote_peak=_mean([_lost(layer, "lost_peak") for layer in compressed]),
             layers=rows,
@@ -97,6 +103,9 @@ class CacheReport(dict[str, Any]):
             f"{self.seen_tokens:,} tokens seen, {self.kept_tokens:,.0f} kept: "
             f"{format_bytes(self.held_bytes)} of {format_bytes(self.full_bytes)} ({share:.1%})"
         )
+        if (grow := self["growing_share"]) < 1:
+            all_of_them = f"{self['growing_layers']} of {len(self['layers'])} layers"
+            title += f"; {all_of_them} grow with the context, {grow:.1%} of the full cache"
         return "\n".join([title, *table])
 
 
@@ -108,8 +117,8 @@ def _layer_report(layer_idx: int, layer: Any) -> dict[str, Any]:
             "kind": "compressed",
             "seen_tokens": layer.seen_tokens,
             "kept_tokens": _whole_number(layer.store.mean_tokens),
-            "held_bytes": layer.held_bytes,
-            "full_bytes": _full_bytes(layer),
+            "held_bytes": layer.held_bytes + _bytes(layer.beside),
+            "full_bytes": _full_bytes(layer) + _bytes(layer.beside),
             "lost_votes": _lost(layer, "lost_mass"),
         }
     held = tensor_bytes(layer)
@@ -151,10 +160,15 @@ def _whole_number(tokens: float) -> float:
     return int(tokens) if tokens == int(tokens) else tokens
 
 
+def token_bytes(layer: Any) -> int:
+    """Bytes of the keys and values that one of transformers' own cache layers holds."""
+    return sum(_bytes(getattr(layer, name, None)) for name in ("keys", "values"))
+
+
 def tensor_bytes(layer: Any) -> int:
     """Bytes of what one of transformers' own cache layers holds."""
-    names = ("keys", "values", "conv_states", "recurrent_states")
-    return sum(_bytes(getattr(layer, name, None)) for name in names)
+    states = ("conv_states", "recurrent_states")
+    return token_bytes(layer) + sum(_bytes(getattr(layer, name, None)) for name in states)
 
 
 def _bytes(held: Any) -> int:

@@ -153,7 +153,7 @@ def shapes_table(shapes: Mapping[str, dict[str, Any]]) -> Grid:
             name,
             f"{shape['parameters'] / 1e9:.1f}B",
             shape["weights"],
-            str(shape["layers"]) + (f" ({slide})" if (slide := shape["sliding_layers"]) else ""),
+            f"{shape['growing_layers']} of {shape['layers']}",
             f"{shape['kv_heads']}x{shape['head_dim']}",
             f"{shape['kv_bytes_per_token'] / 1024:,.0f}",
             f"{shape['positions']:,}",
@@ -163,7 +163,7 @@ def shapes_table(shapes: Mapping[str, dict[str, Any]]) -> Grid:
     return Grid(
         headings=("shape", "size", "weights", "layers", "KV", "KiB", "positions"),
         rows=tuple(rows),
-        caption="layers: in brackets those that slide over a window. KV: heads and their width, or "
+        caption="layers: those that grow with the prompt, of all. KV: heads and their width, or "
         "one latent. KiB: of cache for one more token of a long prompt, in 16 bits.",
     )
 

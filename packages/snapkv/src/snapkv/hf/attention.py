@@ -21,7 +21,7 @@ from snapkv.cache.layer import CompressedLayer
 from snapkv.errors import CacheMismatchError, UnsupportedModelError
 from snapkv.hf import forward_context
 from snapkv.hf.attend import Attended, AttentionCall, attend_stored, fitting
-from snapkv.hf.forward_context import ForwardContext, Phase
+from snapkv.hf.forward_context import ForwardContext, Phase, Shared
 from snapkv.hf.masks import leading_pads, mask_function
 from snapkv.hf.model_parts import output_weight
 from snapkv.policies import DecodeStep, EvictingPolicy, PromptLayer, Selection
@@ -115,8 +115,10 @@ def attend(call: AttentionCall) -> Attended:
     """What the call returns, once the layer that was left for it has stored and kept its part."""
     context = _take_context(call)
     if context is None:
-        return call.attend()
+        shared = forward_context.take_shared(call.key)
+        return call.attend() if shared is None else _attend_shared(call, shared)
     with context.reading.attending():
+        forward_context.share(context, call.key)
         return _PHASES[context.phase](call, context)
 
 
@@ -207,6 +209,25 @@ _PHASES: dict[Phase, Callable[[AttentionCall, ForwardContext], Attended]] = {
     Phase.END_TURN: _end_turn,
     Phase.DECODE: _decode,
 }
+
+
+def _attend_shared(call: AttentionCall, shared: Shared) -> Attended:
+    """Attend to what an earlier layer has stored, as it did before it chose what to keep."""
+    context, layer = shared.context, shared.context.layer
+    phase, drafts = context.phase, context.drafts
+    if phase in (Phase.READ_PROMPT, Phase.END_PROMPT):
+        call = fitting(call, layer)
+        if drafts <= 0 or shared.layer.holds_all:
+            return _attend_prompt(call, layer)
+        attended = call.before_masked(drafts, shared.layer.slots.pads).attend()
+    elif phase is Phase.END_TURN and drafts:
+        attended = attend_stored(call.before(drafts), layer, rebuild_mask=True, drafts=drafts)
+    else:
+        return attend_stored(call, layer)
+    store = shared.layer.store
+    behind = replace(call, query=call.query[:, :, -drafts:], key=store.keys, value=store.values)
+    verified, _ = attend_stored(behind, shared.layer, rebuild_mask=True)
+    return torch.cat([attended[0], verified], dim=1), None
 
 
 def _attend_prompt(call: AttentionCall, layer: CompressedLayer) -> Attended:

@@ -5,8 +5,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from transformers import PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+)
 
+from snapkv.cache.hybrid import HybridLayer
 from snapkv.cache.layer import CompressedLayer, LayerIdentity
 from snapkv.errors import InvalidArgumentError, InvalidTypeError, UnsupportedModelError
 from snapkv.hf.model_parts import output_projections, rotations_of
@@ -17,7 +23,19 @@ from snapkv.storage.dynamic import Dynamic
 from snapkv.storage.static import Static
 from snapkv.validation import require_choice, require_int
 
-_KEPT_AS_THEY_ARE = {"DynamicSlidingWindowLayer", "LinearAttentionLayer", "DummyLayer"}
+_COMPRESSED = {DynamicLayer, LinearAttentionAndFullAttentionLayer}
+_KEPT_AS_THEY_ARE = {
+    "DynamicSlidingWindowLayer",
+    "LinearAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+    "DummyLayer",
+}
+
+
+def grows(layer: Any) -> bool:
+    """Whether one of transformers' own layers holds every token, so that it is compressed."""
+    return type(layer) in _COMPRESSED
+
 
 StorageMaker = Callable[[], Storage]
 """Makes the storage of one layer."""
@@ -45,15 +63,24 @@ def layers_for(
             f"got {policy!r} without; pass policy.with_tokenizer(tokenizer)"
         )
     layers: list[CacheLayerMixin] = DynamicCache(config=config).layers
-    full = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
+    full = [index for index, layer in enumerate(layers) if grows(layer)]
     if isinstance(policy, DuoAttention):
         policy.require_heads(len(full), _kv_heads(config))
     made = _storages(storage, len(full))
     is_static = any(each.is_compileable for each in made)
     _require_kinds(type(model).__name__, layers, is_static=is_static)
     for identity, own in zip(_identities(model, policy, full), made, strict=True):
-        layers[identity.layer_idx] = CompressedLayer(policy, identity, own)
+        layers[identity.layer_idx] = _compressed(layers[identity.layer_idx], policy, identity, own)
     return layers
+
+
+def _compressed(
+    made: CacheLayerMixin, policy: Policy, identity: LayerIdentity, storage: Storage
+) -> CompressedLayer:
+    """The compressed layer in the place of one of transformers'."""
+    if type(made) is DynamicLayer:
+        return CompressedLayer(policy, identity, storage)
+    return HybridLayer(policy, identity, storage, made)
 
 
 def _storages(make: StorageMaker, layers: int) -> list[Storage]:
@@ -76,6 +103,7 @@ def _kv_heads(config: Any) -> int | None:
 
 def _identities(model: PreTrainedModel, policy: Policy, full: Sequence[int]) -> list[LayerIdentity]:
     """Which layers these are, with the parts of the model that the policy needs."""
+    readers = _readers(model.config.get_text_config(decoder=True))
     rotations = rotations_of(model, full) if "rotation" in policy.needs else {}
     projections = output_projections(model, full) if "output_weight" in policy.needs else {}
     return [
@@ -85,9 +113,18 @@ def _identities(model: PreTrainedModel, policy: Policy, full: Sequence[int]) -> 
             num_layers=len(full),
             rotation=rotations.get(index),
             output_projection=projections.get(index),
+            readers=readers.get(index, 0),
         )
         for depth, index in enumerate(full)
     ]
+
+
+def _readers(config: Any) -> dict[int, int]:
+    """How many later layers attend to what a layer stores, by its index, where any do."""
+    modes = getattr(config, "kv_sharing_modes", None) or []
+    kinds = config.layer_types if modes else []
+    read = [kind for kind, mode in zip(kinds, modes, strict=True) if mode == "reuse"]
+    return {index: read.count(kinds[index]) for index, mode in enumerate(modes) if mode == "store"}
 
 
 def storage_for(
@@ -142,7 +179,7 @@ def _require_decoder(model: PreTrainedModel, config: Any) -> None:
             f"model: expected one that works with transformers' DynamicCache, got {name}, which "
             "needs a cache of its own; use that one"
         )
-    if getattr(config, "num_kv_shared_layers", None):
+    if getattr(config, "num_kv_shared_layers", None) and not _readers(config):
         raise UnsupportedModelError(
             f"model: expected every layer to own its keys and values, got {name} with "
             f"{config.num_kv_shared_layers} layers that share them; use transformers' own cache"
@@ -152,13 +189,13 @@ def _require_decoder(model: PreTrainedModel, config: Any) -> None:
 def _require_kinds(name: str, layers: Sequence[Any], *, is_static: bool) -> None:
     """Refuse layers that cannot be compressed, or left as they are, correctly."""
     others = {type(layer).__name__ for layer in layers} - {"DynamicLayer"}
-    if unknown := sorted(others - _KEPT_AS_THEY_ARE):
+    if unknown := sorted(others - _KEPT_AS_THEY_ARE - {kind.__name__ for kind in _COMPRESSED}):
         raise UnsupportedModelError(
             f"model: expected layers of full, sliding or linear attention, got {name} with "
             f"{', '.join(unknown)}, which cannot be compressed correctly; use transformers' own "
             "cache for it"
         )
-    if not any(type(layer) is DynamicLayer for layer in layers):
+    if not any(map(grows, layers)):
         raise UnsupportedModelError(
             f"model: expected at least one layer of full attention, got {name} with "
             f"{', '.join(sorted(others)) or 'no cache layers'} only, whose cache does not grow "

@@ -366,6 +366,11 @@ class CompressedCache(Cache):
         """Indices of the layers that are compressed; the others stay transformers' own."""
         return [layer.identity.layer_idx for layer in self.reading.layers]
 
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether some layer slides over a window, or carries a state: it does not go back."""
+        return any(not isinstance(each, CompressedLayer) or each.beside for each in self.layers)
+
     def kept_positions(self, layer_idx: int) -> Tensor:
         """True positions of all tokens that a layer stores, generated ones included.
 

@@ -41,6 +41,7 @@ def vote_by_draft(
         for index, layer in enumerate(cache.layers)
         if not isinstance(layer, CompressedLayer)
     }
+    beside = {index: copy.deepcopy(each.layer.beside) for index, each in reading.undecided.items()}
     end = reading.prompt_end
     reading.is_drafting = True
     try:
@@ -48,8 +49,8 @@ def vote_by_draft(
     finally:
         reading.is_drafting = False
         held, reading.undecided = reading.undecided, {}
-        for each in held.values():
-            vars(each.layer).update(vars(each.whole))
+        for index, each in held.items():
+            vars(each.layer).update(vars(each.whole) | beside[index])
         for index, layer in others.items():
             cache.layers[index] = layer
         reading.prompt_end = end

@@ -7,10 +7,11 @@ forward pass over a tree of candidates says which token sees which.
 """
 
 import contextlib
+import copy
 import threading
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any
 
@@ -98,6 +99,20 @@ class ForwardContext:
         self.reading.forget_end_within(seen)
 
 
+@dataclass(kw_only=True, eq=False)
+class Shared:
+    """Keys and values that a layer has handed out, for later layers which attend to the same.
+
+    `context` is that of the layer as it was when it attended itself, before it chose what to keep;
+    `layer` is the one that goes on. `left` counts the layers that are still to come.
+    """
+
+    context: ForwardContext
+    layer: CompressedLayer
+    keys: Tensor  # held, so that nothing else comes to lie at its place
+    left: int
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Candidates:
     """The tree of Q candidate tokens that a forward pass reads: (Q, Q) bool, which sees which."""
@@ -124,6 +139,9 @@ class _Current(threading.local):
     candidates: Candidates | None = None
     hook = Hook()
 
+    def __init__(self) -> None:
+        self.shared: dict[int, Shared] = {}  # by the place of the keys
+
 
 _current = _Current()
 
@@ -145,6 +163,32 @@ def leave(reading: Reading) -> bool:
     if left:
         _current.context = None
     return left
+
+
+def share(context: ForwardContext, keys: Tensor) -> None:
+    """Before a layer attends and chooses: let its readers, if any, attend to the same."""
+    layer = context.layer
+    _current.shared = {
+        place: each
+        for place, each in _current.shared.items()
+        if each.layer.identity.layer_idx < layer.identity.layer_idx  # else of an earlier pass
+    }
+    if layer.identity.readers:
+        before = replace(context, layer=copy.copy(layer))
+        _current.shared[keys.data_ptr()] = Shared(
+            context=before, layer=layer, keys=keys, left=layer.identity.readers
+        )
+
+
+def take_shared(keys: Tensor) -> Shared | None:
+    """Whose keys a layer attends to that has stored none; None for another cache's."""
+    shared = _current.shared.get(keys.data_ptr())
+    if shared is None or shared.keys.shape != keys.shape:
+        return None
+    shared.left -= 1
+    if not shared.left:
+        del _current.shared[keys.data_ptr()]
+    return shared
 
 
 def enter_padding(watch: PaddingWatch) -> None:

@@ -136,7 +136,7 @@ def require_joinable(model: PreTrainedModel, parts: Sequence[Part]) -> None:
                 "'none'"
             )
     cache = parts[0].cache
-    if len(cache.compressed_layers) < len(cache.layers):
+    if cache.is_hybrid:
         raise UnsupportedModelError(
             f"model: expected full attention in every layer where documents are joined, got "
             f"{type(model).__name__}, some of whose layers keep the last tokens only, or none; "

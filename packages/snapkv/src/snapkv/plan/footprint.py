@@ -11,8 +11,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from snapkv.cache.report import tensor_bytes
+from snapkv.cache.report import tensor_bytes, token_bytes
 from snapkv.errors import UnsupportedModelError
+from snapkv.hf.build import grows, layers_for
+from snapkv.policies import FullCache
 from snapkv.validation import first_line
 
 _PER_BLOCK, _BLOCK_BYTES = 32, 17
@@ -42,7 +44,8 @@ class Footprint:
     experts_per_token: int
     full_layers: tuple[int, ...]  # bytes of one token in every layer that is compressed
     sliding_layers: tuple[SlidingLayer, ...]
-    state_bytes: int  # what other layers hold, whatever the length of the prompt
+    other_layers: int  # which carry a state, or share what another layer stores
+    state_bytes: int  # states of these and of the compressed ones, whatever the prompt's length
     mlp_token_bytes: int  # activations of one prompt token at the widest point of an MLP
     attention_token_bytes: int  # and around attention
     hidden_token_bytes: int  # one token between two layers
@@ -67,6 +70,11 @@ class Footprint:
         """Bytes of one request's cache, so many tokens stored in layers of full attention."""
         sliding = self.sliding_bytes(seen_tokens)
         return self.token_bytes * stored_tokens + sliding + self.state_bytes
+
+    @property
+    def layers(self) -> int:
+        """Layers that may hold something, or share it."""
+        return len(self.full_layers) + len(self.sliding_layers) + self.other_layers
 
     def sliding_bytes(self, seen_tokens: int, behind: int = 0) -> int:
         """Bytes that layers of sliding attention hold, and of so many tokens behind the window."""
@@ -93,10 +101,14 @@ def footprint_of(outline: PreTrainedModel) -> Footprint:
 
     That token makes a cache of real shapes without data, so grouped heads, latent attention,
     sliding windows and values of another width than the keys count as they are stored.
+
+    Raises:
+        UnsupportedModelError: the model cannot be compressed, or does not run without weights.
     """
+    layers_for(outline, FullCache())
     config = outline.config.get_text_config(decoder=True)
     layers = _cache_of_one_token(outline)
-    full = [layer for layer in layers if type(layer).__name__ == "DynamicLayer"]
+    full = [layer for layer in layers if grows(layer)]
     sliding = [layer for layer in layers if type(layer).__name__ == "DynamicSlidingWindowLayer"]
     others = [layer for layer in layers if layer not in full and layer not in sliding]
     size = outline.dtype.itemsize
@@ -118,12 +130,14 @@ def footprint_of(outline: PreTrainedModel) -> Footprint:
         expert_bytes=expert_bytes,
         experts=experts if expert_bytes else 0,
         experts_per_token=chosen,
-        full_layers=tuple(tensor_bytes(layer) for layer in full),
+        full_layers=tuple(map(token_bytes, full)),
         sliding_layers=tuple(
             SlidingLayer(token_bytes=tensor_bytes(layer), most_tokens=layer.sliding_window - 1)
             for layer in sliding
         ),
-        state_bytes=sum(tensor_bytes(layer) for layer in others),
+        other_layers=len(others),
+        state_bytes=sum(tensor_bytes(layer) for layer in others)
+        + sum(tensor_bytes(layer) - token_bytes(layer) for layer in full),
         mlp_token_bytes=(4 * hidden + 3 * _mlp_width(config, experts, chosen)) * size,
         attention_token_bytes=(4 * hidden + states * (2 if _is_latent(config) else 1)) * size,
         hidden_token_bytes=hidden * size,
@@ -178,11 +192,19 @@ def _cache_of_one_token(outline: PreTrainedModel) -> list[Any]:
 
 def _mlp_width(config: Any, experts: int, chosen: int) -> int:
     """How wide a token is inside an MLP, or inside the experts that it visits."""
-    width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    of_expert = getattr(config, "moe_intermediate_size", None)
+    width = _widest(config, "intermediate_size") or 4 * int(config.hidden_size)
+    of_expert = _widest(config, "moe_intermediate_size")
     if not experts:
-        return int(width)
-    return max(int(of_expert or width) * chosen, int(width) if of_expert else 0)
+        return width
+    return max((of_expert or width) * chosen, width if of_expert else 0)
+
+
+def _widest(config: Any, name: str) -> int:
+    """The largest value of a setting that may differ by layer; 0 where there is none."""
+    layers = getattr(config, "per_layer_config", None) or [config]
+    found = [getattr(layer, name, None) for layer in layers]
+    numbers = [value for each in found for value in (each if isinstance(each, list) else [each])]
+    return max((int(number) for number in numbers if number), default=0)
 
 
 def _is_latent(config: Any) -> bool:
@@ -192,10 +214,10 @@ def _is_latent(config: Any) -> bool:
 
 def _state_width(config: Any) -> int:
     """Numbers of one token's queries and attention's output, or its keys and values, all heads."""
-    heads = int(config.num_attention_heads)
+    heads = _widest(config, "num_attention_heads")
     if _is_latent(config):
         return heads * int(config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
-    return 2 * heads * int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return 2 * heads * (_widest(config, "head_dim") or int(config.hidden_size) // heads)
 
 
 def _first(config: Any, *names: str) -> int | None:

@@ -306,12 +306,13 @@ def _remedy(positions: int, answer: int) -> str:
 
 
 def _notes(plan: Plan) -> Iterator[str]:
-    model = plan.footprint
-    if model.sliding_layers:
+    model, tokens = plan.footprint, plan.request.context_tokens
+    full = len(model.full_layers)
+    if full < model.layers or model.state_bytes:
+        share = model.token_bytes * tokens / model.cache_bytes(tokens, tokens)
         yield (
-            f"{len(model.sliding_layers)} of "
-            f"{len(model.sliding_layers) + len(model.full_layers)} layers slide over a window and "
-            "stay as they are."
+            f"{full} of {model.layers} layers grow with the prompt and are compressed, "
+            f"{share:.1%} of the full cache here; windows and states stay as they are."
         )
     if not is_counted(model.quantization):
         yield (

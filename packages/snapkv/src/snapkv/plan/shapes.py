@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
 from snapkv.errors import InvalidArgumentError
+from snapkv.hf.build import grows
 from snapkv.plan.footprint import positions_of, quantization_of
 from snapkv.validation import nearest
 
@@ -33,6 +34,7 @@ def _published() -> Iterator[tuple[str, Shape]]:
     text = resources.files("snapkv.plan").joinpath("shapes.toml").read_text(encoding="utf-8")
     for name, said in tomllib.loads(text).items():
         repository, family, parameters = map(said.pop, ("repository", "model_type", "parameters"))
+        said.pop("source", None)
         config = {key: None if value == "null" else value for key, value in said.items()}
         yield name, Shape(repository, family, parameters, config)
 
@@ -55,7 +57,8 @@ def described(shape: str) -> dict[str, Any]:
     """
     published, config = SHAPES[shape], config_of(shape)
     layers = DynamicCache(config=config).layers
-    sliding = sum(isinstance(layer, DynamicSlidingWindowLayer) for layer in layers)
+    growing = sum(map(grows, layers))
+    sliding = [layer for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)]
     heads = config.num_key_value_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     stored = 2 * heads * width
@@ -67,11 +70,12 @@ def described(shape: str) -> dict[str, Any]:
         "parameters": published.parameters,
         "weights": quantization_of(config) or "bfloat16",
         "layers": len(layers),
-        "sliding_layers": sliding,
-        "sliding_window": config.sliding_window if sliding else None,
+        "growing_layers": growing,
+        "sliding_layers": len(sliding),
+        "sliding_window": sliding[0].sliding_window if sliding else None,
         "kv_heads": heads,
         "head_dim": width,
-        "kv_bytes_per_token": 2 * stored * (len(layers) - sliding),
+        "kv_bytes_per_token": 2 * stored * growing,
         "positions": positions_of(config),
     }
 

@@ -110,7 +110,7 @@ def _ends(prompt_tokens: int, chunk_tokens: int, query_tokens: int) -> range:
 def _voting_tokens(cache: CompressedCache) -> int:
     """How many of the prompt's last tokens vote on every piece; 0 where they cannot."""
     wanted = cache.policy.query_tokens
-    hybrid = len(cache.compressed_layers) < len(cache.layers)
+    hybrid = cache.is_hybrid
     return 0 if hybrid or wanted == ALL_QUERIES else wanted
 
 

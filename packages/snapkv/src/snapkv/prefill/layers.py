@@ -77,9 +77,9 @@ def _read_layer(
     if not isinstance(cache, CompressedCache) or tokens <= chunk_tokens or torch.is_grad_enabled():
         return forward(hidden_states, *args, **kwargs)
     cache.reading.require_pieces()
+    require_by_token(args, kwargs, tokens)
     if layer_idx not in cache.compressed_layers:
         return forward(hidden_states, *args, **kwargs)
-    require_by_token(args, kwargs, tokens)
     watch.note(cache, tokens)
     layer = cache.layers[layer_idx]
     grows = not layer.store.is_static or layer.recall_due  # or every slot of a buffer has a column

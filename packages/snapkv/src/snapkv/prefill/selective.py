@@ -128,12 +128,11 @@ class _Rule:
 
 def _require_suitable(cache: CompressedCache) -> None:
     """Refuse caches whose layers would miss the tokens that do not reach them."""
-    if len(cache.compressed_layers) < len(cache.layers):
+    if cache.is_hybrid:
         raise UnsupportedModelError(
             f"model: expected one whose layers all attend to the whole prompt where only some "
-            f"tokens go on, got {type(cache.model).__name__}, of which "
-            f"{len(cache.layers) - len(cache.compressed_layers)} layers keep a sliding window or a "
-            "state of their own; read the prompt with snapkv.prefill.layer_by_layer"
+            f"tokens go on, got {type(cache.model).__name__}, some of whose layers keep a sliding "
+            "window or a state of their own; read the prompt with snapkv.prefill.layer_by_layer"
         )
     for name, given in {
         "recall": cache.options["recall"],

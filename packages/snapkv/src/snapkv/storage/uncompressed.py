@@ -48,10 +48,20 @@ def crop(layer: Any, count: int) -> None:
 def reset(layer: Any) -> None:
     """Empty a layer for any number of rows; transformers fills states with zeros, for as many."""
     layer.reset()
+    if isinstance(layer, DynamicSlidingWindowLayer):  # older releases hold on to zeros
+        layer.keys = layer.values = None
+        layer.is_initialized = False
+    forget_states(layer)
+
+
+def forget_states(layer: Any) -> None:
+    """Have no states, of no batch size."""
     for name in ("conv_states", "recurrent_states"):
         if hasattr(layer, name):
             setattr(layer, name, dict.fromkeys(getattr(layer, name)))
             setattr(layer, f"is_{name}_initialized", dict.fromkeys(getattr(layer, name), False))
+    if hasattr(layer, "has_previous_state"):
+        layer.has_previous_state = dict.fromkeys(layer.has_previous_state, False)
 
 
 def _recorded(layer: Any) -> int:

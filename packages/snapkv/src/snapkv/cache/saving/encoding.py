@@ -41,7 +41,7 @@ _RECORDS: dict[str, Callable[..., Any]] = {
 def encode_layer(layer: Any, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """A layer's kind and parts as JSON; its tensors are added to `tensors`."""
     if not isinstance(layer, CompressedLayer):
-        state = {key: value for key, value in vars(layer).items() if _is_saveable(value)}
+        state = _saveable(vars(layer))
         return {"kind": type(layer).__name__, **_encode({"state": state}, name, tensors)}
     parts = {name: getattr(layer, name).state() for name in ("store", "slots", "notes")}
     if layer.offloaded is not None and layer.offloaded.held_bytes:
@@ -51,6 +51,7 @@ def encode_layer(layer: Any, name: str, tensors: dict[str, Tensor]) -> dict[str,
         "store_kind": layer.store.kind,
         "recall_due": layer.recall_due,
         **_encode(parts, name, tensors),
+        **({"beside": _encode(_saveable(layer.beside), name, tensors)} if layer.beside else {}),
     }
 
 
@@ -76,6 +77,7 @@ def decode_layer(
     if not isinstance(layer, CompressedLayer):
         _fill_other(layer, on_device(saved["state"]), device)
         return
+    _fill_other(layer, on_device(saved.get("beside", {})), device)
     offloaded = decode(saved.get("offloaded"), tensors.__getitem__)
     if layer.offloaded is not None:
         if offloaded is not None:
@@ -132,8 +134,14 @@ def _fill_other(layer: Any, state: dict[str, Any], device: torch.device) -> None
             f"{', '.join(sorted(unknown))}; load it with the release of transformers that saved it"
         )
     vars(layer).update(state)
-    if isinstance(vars(layer).get("keys"), Tensor):
-        layer.dtype, layer.device = layer.keys.dtype, device
+    for held in state.values():
+        for part in held.values() if isinstance(held, dict) else (held,):
+            if isinstance(part, Tensor) and part.is_floating_point():
+                layer.dtype, layer.device = part.dtype, device
+
+
+def _saveable(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in attributes.items() if _is_saveable(value)}
 
 
 def _is_saveable(value: Any) -> bool:

@@ -1,0 +1,64 @@
+"""A compressed layer that carries a state beside its keys and values."""
+
+import copy
+from typing import Any, Self
+
+from torch import Tensor
+from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
+
+from snapkv.cache.layer import CompressedLayer, LayerIdentity
+from snapkv.policies import Policy
+from snapkv.storage import uncompressed
+from snapkv.storage.base import Storage
+
+
+class HybridLayer(CompressedLayer, LinearAttentionAndFullAttentionLayer):
+    """Attention and linear attention in one layer, such as Falcon H1's: only the tokens shrink.
+
+    What is beside them is transformers' own, taken over from the layer that it has made.
+    """
+
+    def __init__(
+        self, policy: Policy, identity: LayerIdentity, storage: Storage, made: Any
+    ) -> None:
+        super().__init__(policy, identity, storage)
+        own = {name: value for name, value in vars(made).items() if name not in _OF_TOKENS}
+        self.__dict__.update(own)
+        self._names = tuple(own)
+
+    @property
+    def beside(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._names}
+
+    @property
+    def is_croppable(self) -> bool:
+        return super().is_croppable and LinearAttentionLayer.is_croppable.fget(self)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        LinearAttentionLayer.lazy_initialization(self, *args, **kwargs)
+
+    def reset(self) -> None:
+        super().reset()
+        uncompressed.forget_states(self)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        LinearAttentionLayer.reorder_cache(self, beam_idx)
+
+    def require_croppable(self, count: int) -> None:
+        super().require_croppable(count)
+        uncompressed.require_croppable(self, count, self.identity.layer_idx)
+
+    def take_back(self, count: int) -> None:
+        super().take_back(count)
+        if self.record_past:
+            LinearAttentionLayer.crop(self, -count)
+
+    def __copy__(self) -> Self:
+        copied = super().__copy__()
+        copied.__dict__.update(copy.deepcopy(self.beside))  # states are written over in place
+        return copied
+
+
+_OF_TOKENS = ("keys", "values", "is_initialized")
+"""What a layer of transformers has that a compressed one holds in its own way."""

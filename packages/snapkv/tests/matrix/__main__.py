@@ -1,0 +1,95 @@
+"""Write docs/results/families.jsonl and docs/families.md: `make families`."""
+
+import json
+import re
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from tests.matrix.cells import CELLS, row
+from tests.matrix.shrinking import MODELS, has_own_layers
+
+DOCS = Path(__file__).parents[4] / "docs"
+ROWS = DOCS / "results" / "families.jsonl"
+
+_INTRODUCTION = """# Which models work
+
+After reading this page you can tell what works with your model, and why something is refused.
+
+Made by `make families` with transformers {version}. Every causal language model of that release is
+built tiny, with random weights, and judged: a cache that has dropped tokens must answer as a full
+one whose attention hides them. A model that is not here is decided in the same way: by the layers
+it has, when the cache is made.
+
+- **grow**: layers whose cache grows with the context, of all, by transformers' defaults (\\*: of
+  the tiny one, where those are of no model that people run). Only they are compressed; layers with
+  a sliding window or a recurrent state keep transformers' own.
+- **compressed**: one prompt, then single tokens. **pads**: left-padded rows, and each row alone.
+  **pieces**: the prompt in several passes.
+  **turns**: further prompts, stored whole or compressed. **files**: saved, loaded, gone on with.
+  **rows**: in another order, as in beam search. **int8**: codes of 8 bits. **AdaKV**: heads of
+  different budgets. **selective**: some tokens go on behind the first layers. **drafts**: prompt
+  lookup gives the tokens of plain decoding.
+- A number says why something is refused; nothing here gives a wrong answer.
+"""
+
+
+def page(rows: Iterable[dict[str, Any]]) -> str:
+    """The page of these rows."""
+    reasons: dict[str, int] = {}
+    refused, not_built, lines = defaultdict(list), [], []
+    for each in rows:
+        if "not_built" in each:
+            not_built.append(each["model"])
+        elif "refused" in each:
+            refused[_general(each["refused"])].append(each["model"])
+        else:
+            marks = [_mark(cell, reasons) for cell in each["cells"].values()]
+            own = "\\*" if has_own_layers(each["model"]) else ""
+            cells = [each["model"], f"{each['growing']} of {each['layers']}{own}", *marks]
+            lines.append("| " + " | ".join(cells) + " |")
+    head = ["model", "grow", *CELLS]
+    parts = [_INTRODUCTION.format(version=transformers.__version__), "## Compressed\n"]
+    parts.append("| " + " | ".join(head) + " |")
+    parts.append("|" + "---|" * len(head))
+    parts += [*lines, ""]
+    parts += [f"{number}. {reason}" for reason, number in reasons.items()]
+    parts += ["\n## Refused when the cache is made, or at the first prompt\n"]
+    parts += [f"- {reason}: {', '.join(models)}" for reason, models in sorted(refused.items())]
+    if not_built:
+        parts.append(f"\nNot tried, since no tiny one can be built here: {', '.join(not_built)}.")
+    return "\n".join(parts) + "\n"
+
+
+def _mark(cell: str, reasons: dict[str, int]) -> str:
+    kind, _, reason = cell.partition(": ")
+    if kind != "refused":
+        return {"right": "yes"}.get(kind, kind.upper())
+    return str(reasons.setdefault(_general(reason), len(reasons) + 1))
+
+
+def _general(reason: str) -> str:
+    """What was expected, without names and numbers."""
+    said = re.sub(r"one list of \d+ layers", "one list of layers", reason)
+    return re.split(r", got |, such as ", said)[0].replace("|", "\\|")
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    rows = []
+    for model_type in MODELS:
+        rows.append(row(model_type))
+        sys.stderr.write(json.dumps(rows[-1]) + "\n")
+    about = {"transformers": transformers.__version__}
+    ROWS.write_text("".join(json.dumps(about | each) + "\n" for each in rows), encoding="utf-8")
+    (DOCS / "families.md").write_text(page(rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

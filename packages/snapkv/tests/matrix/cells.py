@@ -1,0 +1,294 @@
+"""What is tried with every model, and how each is judged: right, refused by name, or wrong.
+
+The judge is `tests.oracle`: transformers' own cache, whose attention hides what was dropped.
+"""
+
+import copy
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from snapkv import AdaKV, CompressedCache, SnapKV, SnapKVError
+from snapkv.prefill import selective
+from tests.matrix.shrinking import VOCABULARY, growing_layers, tiny
+from tests.oracle import hidden_columns, masked_judge, masked_pass
+
+POLICY = SnapKV(24, window_size=8, kernel_size=5)
+PROMPT, NEW = 44, 4
+CLOSE = 2e-3
+"""How far logits may be apart, as a part of the highest of them; float32 sums make it 1e-4."""
+CLOSE_IN_CODES = 0.15
+MATTERS = 1e-3
+"""How far what is dropped moves them at least, of the same: less, and nothing is judged."""
+
+
+class WrongError(Exception):
+    """An answer is not what it must be."""
+
+
+@dataclass
+class Text:
+    """Rows of token ids with pads in front.
+
+    Attributes:
+        ids: (B, T) int64.
+        mask: (B, T) int64, zero for pads.
+    """
+
+    ids: Tensor
+    mask: Tensor
+
+    @classmethod
+    def drawn(cls, *lengths: int, seed: int = 0) -> "Text":
+        """Rows of these lengths, the longest first."""
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(3, VOCABULARY - 4, (len(lengths), max(lengths)), generator=generator)
+        mask = torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]
+        return cls(ids * mask, mask.long())
+
+    @property
+    def positions(self) -> Tensor:
+        return (self.mask.cumsum(-1) - 1).clamp(min=0)
+
+    def row(self, row: int) -> "Text":
+        own = self.mask[row].bool()
+        return Text(self.ids[row : row + 1, own], self.mask[row : row + 1, own])
+
+
+@dataclass
+class Pair:
+    """A compressed cache and the full one of its judge, which read the same text."""
+
+    model: PreTrainedModel
+    cache: CompressedCache
+    text: Text
+    close: float = CLOSE
+    full: DynamicCache = field(init=False)
+    seen: int = 0
+
+    def __post_init__(self) -> None:
+        self.judge = masked_judge(self.model)
+        self.config = self.judge.config.get_text_config(decoder=True)
+        self.full = DynamicCache(config=self.config)
+
+    def read(self, stop: int) -> Tensor:
+        """(B, N, V): the logits of the next columns up to there, as both caches give them."""
+        start, pads = self.seen, (self.text.mask == 0).sum(-1)
+        hidden = hidden_columns(self.cache, start, pads) if start else {}
+        ids, mask = self.text.ids[:, start:stop], self.text.mask[:, :stop]
+        positions = self.text.positions[:, start:stop]
+        found = _pass(self.model, self.cache, ids, mask, positions)
+        expected = masked_pass(self.judge, self.full, hidden, ids, mask, positions)
+        require_close(found[:, -1], expected[:, -1], f"columns {start} to {stop}", self.close)
+        self.seen = stop
+        return found
+
+
+def require_close(found: Tensor, expected: Tensor, what: str, close: float = CLOSE) -> None:
+    """Raise WrongError where logits are apart, or none."""
+    apart = float((found - expected).abs().max() / expected.abs().max())
+    if not apart <= close:
+        raise WrongError(f"{what}: logits are off by {apart:.2g} of the highest")
+
+
+@torch.no_grad()
+def _pass(model, cache, ids, mask=None, positions=None) -> Tensor:
+    return model(ids, past_key_values=cache, attention_mask=mask, position_ids=positions).logits
+
+
+def _answered(model: PreTrainedModel, text: Text, cache, *stops: int) -> Tensor:
+    """(B, len(stops), V): the logits behind each of these columns."""
+    logits, start = [], 0
+    for stop in stops:
+        ids, positions = text.ids[:, start:stop], text.positions[:, start:stop]
+        logits.append(_pass(model, cache, ids, text.mask[:, :stop], positions)[:, -1])
+        start = stop
+    return torch.stack(logits, dim=1)
+
+
+_STEPS = (PROMPT, *range(PROMPT + 1, PROMPT + NEW + 1))
+
+
+def compressed(model: PreTrainedModel, policy=POLICY, close: float = CLOSE, **options) -> None:
+    """One row, read and gone on from by one token at a time."""
+    text = Text.drawn(PROMPT + NEW)
+    pair = Pair(model, CompressedCache(model, policy, **options), text, close)
+    found = [pair.read(stop)[:, -1] for stop in _STEPS]
+    whole = _answered(pair.judge, text, DynamicCache(config=pair.config), *_STEPS)
+    moved = float((torch.stack(found, 1) - whole).abs().max() / whole.abs().max())
+    if moved < MATTERS:
+        raise WrongError(f"what was dropped moves the logits by {moved:.1g} only")
+    if pair.cache.report().kept_tokens > 24 + NEW:
+        raise WrongError(f"kept {pair.cache.report().kept_tokens} tokens of a budget of 24")
+
+
+def padded(model: PreTrainedModel) -> None:
+    """Rows with pads in front, then every row alone."""
+    text = Text.drawn(PROMPT + NEW, 30 + NEW, 9 + NEW)
+    pair = Pair(model, CompressedCache(model, POLICY), text)
+    together = torch.stack([pair.read(stop)[:, -1] for stop in _STEPS], dim=1)
+    for row, length in enumerate((PROMPT, 30, 9)):
+        own, steps = text.row(row), range(length, length + NEW + 1)
+        plain = DynamicCache(config=pair.config)
+        alone = _answered(pair.judge, own, plain, length)
+        padded = _answered(pair.judge, text, DynamicCache(config=pair.config), PROMPT)[row]
+        if (alone[0] - padded).abs().max() > CLOSE * alone.abs().max():
+            continue  # the model itself answers a padded row in another way
+        logits = _answered(model, own, CompressedCache(model, POLICY), *steps)
+        require_close(together[row], logits[0], f"row {row} alone")
+
+
+def turns(model: PreTrainedModel) -> None:
+    """A second prompt behind some tokens, stored whole, then one that is compressed."""
+    stops = (*_STEPS, PROMPT + NEW + 11, PROMPT + NEW + 12)
+    for how in ("append", "compress"):
+        pair = Pair(model, CompressedCache(model, POLICY, turns=how), Text.drawn(stops[-1]))
+        for stop in stops:
+            if stop - pair.seen > 1:
+                pair.cache.expect_prompt(stop)
+            pair.read(stop)
+
+
+def in_pieces(model: PreTrainedModel) -> None:
+    """The prompt comes in three pieces, the last one shorter than the window."""
+    pair = Pair(model, CompressedCache(model, POLICY), Text.drawn(PROMPT + NEW, 30 + NEW))
+    pair.cache.expect_prompt(PROMPT)
+    for stop in (23, PROMPT - 5, *_STEPS):
+        pair.read(stop)
+
+
+def saved(model: PreTrainedModel) -> None:
+    """A cache out of a file goes on as the one that was saved, two rows of it."""
+    text = Text.drawn(PROMPT + NEW, 30 + NEW)
+    cache = CompressedCache(model, POLICY)
+    _answered(model, text, cache, *_STEPS[:2])
+    with tempfile.TemporaryDirectory() as folder:
+        cache.save(Path(folder) / "cache.safetensors")
+        loaded = CompressedCache.load(Path(folder) / "cache.safetensors", model)
+    cache, loaded = copy.deepcopy(cache), copy.copy(loaded)
+    for each in (cache, loaded):
+        each.reorder_cache(torch.tensor([1, 0]))
+    text = Text(text.ids.flip(0), text.mask.flip(0))
+    for stop in _STEPS[2:]:
+        ids, positions = text.ids[:, stop - 1 : stop], text.positions[:, stop - 1 : stop]
+        both = [_pass(model, each, ids, text.mask[:, :stop], positions) for each in (cache, loaded)]
+        if not torch.equal(*both):
+            raise WrongError("a loaded cache gives other logits than the saved one")
+
+
+def rows(model: PreTrainedModel) -> None:
+    """Rows change places and some go, as in beam search; a reset cache reads anew."""
+    text = Text.drawn(PROMPT + NEW, 30 + NEW)
+    cache = CompressedCache(model, POLICY)
+    whole = _answered(model, text, cache, *_STEPS)
+    cache.reset()
+    _answered(model, text, cache, *_STEPS[:2])
+    cache.reorder_cache(torch.tensor([1, 1, 0]))
+    turned = Text(text.ids[[1, 1, 0]], text.mask[[1, 1, 0]])
+    ids, positions = turned.ids[:, PROMPT + 1 : PROMPT + 2], turned.positions[:, [PROMPT + 1]]
+    found = _pass(model, cache, ids, turned.mask[:, : PROMPT + 2], positions)[:, -1]
+    require_close(found, whole[[1, 1, 0], 2], "rows in another order")
+
+
+def coded(model: PreTrainedModel) -> None:
+    """Keys and values in eight bits."""
+    compressed(model, close=CLOSE_IN_CODES, quantize="int8")
+
+
+def uneven(model: PreTrainedModel) -> None:
+    """Heads of different budgets."""
+    compressed(model, AdaKV(POLICY))
+
+
+def selected(model: PreTrainedModel) -> None:
+    """Only some tokens go on behind the first layer; where all do, it is plain reading."""
+    text = Text.drawn(PROMPT + NEW)
+    with selective(model, layer=1, keep_ratio=0.5, least_tokens=4):
+        cache = CompressedCache(model, POLICY)
+        some = _answered(model, text, cache, *_STEPS)
+    if not bool(torch.isfinite(some).all()):
+        raise WrongError("selective reading gives no numbers")
+    plain = _answered(model, text, CompressedCache(model, POLICY), *_STEPS)
+    with selective(model, layer=1, keep_ratio=1.0):
+        every = _answered(model, text, CompressedCache(model, POLICY), *_STEPS)
+    require_close(every, plain, "selective reading of all tokens")
+
+
+def drafted(model: PreTrainedModel) -> None:
+    """Prompt lookup gives the tokens of greedy decoding on the same cache."""
+    options = {"prompt_lookup_num_tokens": 3}
+    plain = _generated(model, CompressedCache(model, POLICY))
+    drafts = _generated(model, CompressedCache(model, POLICY), **options)
+    if not torch.equal(plain, drafts):
+        raise WrongError(f"drafts give {drafts[0, PROMPT:]} for {plain[0, PROMPT:]}")
+
+
+def _generated(model: PreTrainedModel, cache, **options) -> Tensor:
+    """Behind a prompt that repeats itself at its end."""
+    ids = Text.drawn(PROMPT).ids
+    ids[:, -12:] = ids[:, 12:24]
+    options |= {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False}
+    return model.generate(ids, past_key_values=cache, **options)
+
+
+CELLS: dict[str, Callable[[PreTrainedModel], None]] = {
+    "compressed": compressed,
+    "pads": padded,
+    "pieces": in_pieces,
+    "turns": turns,
+    "files": saved,
+    "rows": rows,
+    "int8": coded,
+    "AdaKV": uneven,
+    "selective": selected,
+    "drafts": drafted,
+}
+"""What is tried, by its name in the table."""
+
+
+def judged(model_type: str, cell: str) -> str:
+    """ "right", "refused: " and why, or "wrong: " and how."""
+    model = tiny(model_type)
+    try:
+        CELLS[cell](model)
+    except SnapKVError as error:
+        return f"refused: {error}"
+    except WrongError as error:
+        return f"wrong: {error}"
+    except Exception as error:
+        kind = "refused: transformers" if _fails_anyway(model, cell) else "wrong"
+        return f"{kind}: {type(error).__name__}: {error}"
+    return "right"
+
+
+def _fails_anyway(model: PreTrainedModel, cell: str) -> bool:
+    """Whether transformers' own cache cannot do it either."""
+    text, cache = Text.drawn(PROMPT, 30), DynamicCache(config=model.config)
+    try:
+        if cell == "drafts":
+            _generated(model, cache, prompt_lookup_num_tokens=3)
+        else:
+            _answered(model, text, cache, PROMPT - 1, PROMPT)
+    except Exception:
+        return True
+    return False
+
+
+def row(model_type: str) -> dict[str, Any]:
+    """What is known of a model: its layers that grow with the context, and every cell."""
+    found: dict[str, Any] = {"model": model_type}
+    try:
+        tiny(model_type)
+    except Exception as error:
+        return found | {"not_built": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+    found |= dict(zip(("growing", "layers"), growing_layers(model_type), strict=True))
+    cells = {name: judged(model_type, name) for name in list(CELLS)[:1]}
+    if cells["compressed"].startswith("refused"):
+        return found | {"refused": cells["compressed"].removeprefix("refused: ")}
+    return found | {"cells": cells | {name: judged(model_type, name) for name in list(CELLS)[1:]}}

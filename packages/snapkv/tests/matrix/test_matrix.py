@@ -1,0 +1,92 @@
+"""No model answers wrong: the most used ones here, every other one under the marker `families`."""
+
+import json
+
+import pytest
+import torch
+import transformers
+
+from snapkv import CompressedCache, DraftVotes, FullCache, UnsupportedModelError
+from snapkv.plan.footprint import footprint_of_loaded
+from tests.matrix.__main__ import DOCS, ROWS, page
+from tests.matrix.cells import POLICY, Pair, Text, row
+from tests.matrix.shrinking import MODELS, tiny
+
+MOST_USED = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "falcon_h1",
+    "gemma3_text",
+    "gemma4_text",
+    "glm4",
+    "glm4_moe",
+    "gpt_oss",
+    "granitemoehybrid",
+    "kimi_linear",
+    "llama",
+    "llama4_text",
+    "minimax_m2",
+    "ministral3",
+    "mistral",
+    "phi3",
+    "qwen3",
+    "qwen3_5_text",
+    "qwen3_next",
+    "smollm3",
+)
+KNOWN = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
+REST = [
+    pytest.param(model, marks=pytest.mark.families) for model in MODELS if model not in MOST_USED
+]
+
+
+@pytest.mark.filterwarnings("ignore")  # those of transformers about tiny configs
+@pytest.mark.parametrize("model", [*filter(MODELS.__contains__, MOST_USED), *REST])
+def test_a_model_is_right_or_refused(model):
+    found = row(model)
+    wrong = {name: cell for name, cell in found.get("cells", {}).items() if "wrong" in cell}
+    assert not wrong
+    if transformers.__version__ == KNOWN[0]["transformers"]:
+        known = next(each for each in KNOWN if each["model"] == model)
+        assert found == {name: known[name] for name in known if name != "transformers"}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model", [name for name in MOST_USED if name in MODELS])
+@torch.no_grad()
+def test_plan_and_report_count_what_grows(model):
+    """On the meta device and on tensors, and the share of the whole that grows."""
+    try:
+        cache = CompressedCache(tiny(model), FullCache())
+    except UnsupportedModelError:
+        pytest.skip("refused by name in this transformers")
+    footprint = footprint_of_loaded(tiny(model))
+    tiny(model)(Text.drawn(40).ids, past_key_values=cache)
+    report = cache.report()
+    assert report.held_bytes == report.full_bytes == footprint.cache_bytes(40, 40)
+    assert len(report["layers"]) == footprint.layers
+    assert report["growing_layers"] == len(footprint.full_layers)
+    grows = 40 * footprint.token_bytes
+    assert report["growing_share"] == pytest.approx(grows / footprint.cache_bytes(40, 40))
+    assert ("layers grow" in str(report)) == (grows < footprint.cache_bytes(40, 40))
+
+
+def test_the_page_is_that_of_the_rows():
+    if transformers.__version__ == KNOWN[0]["transformers"]:
+        assert (DOCS / "families.md").read_text(encoding="utf-8") == page(KNOWN)
+
+
+def test_the_most_used_models_are_compressed():
+    """And all that is refused of them stands in the page."""
+    rows = {each["model"]: each for each in KNOWN}
+    assert [model for model in MOST_USED if "cells" not in rows[model]] == []
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif("zamba2" not in MODELS, reason="not in this transformers")
+def test_a_draft_that_votes_leaves_no_trace_in_a_state():
+    """A Zamba layer attends before its state goes on; what is held there has that to come."""
+    pair = Pair(tiny("zamba2"), CompressedCache(tiny("zamba2"), DraftVotes(POLICY)), Text.drawn(48))
+    pair.cache.vote_by_draft(pair.read(44))
+    for stop in range(45, 49):
+        pair.read(stop)
