@@ -129,7 +129,8 @@ results: $(INSTALLED) ## Measure again everything in docs/results (half a day on
 
 # Those that need neither vLLM nor kvpress nor files of other commands; the last one makes the pages.
 EXPERIMENTS := quality speed methods streaming studies evaluation ragged medusa recall chunked bits \
-    codes appending flat first_day pooling auto_budget per_byte sharing workers leaderboard results
+    codes appending flat first_day pooling auto_budget per_byte tried sharing workers leaderboard \
+    results
 
 kvpress: $(KVPRESS)/.installed ## kvpress in an environment of its own, to be measured beside this
 

@@ -10,6 +10,7 @@ from snapkv.validation import (
     DEFAULT_BUDGET,
     MAX_KERNEL_SIZE,
     MAX_WINDOW_SIZE,
+    byte_budget,
     nearest,
     require_at_least,
     require_int,
@@ -250,6 +251,7 @@ class ServingSettings:
         """What a request's settings, by their names without the prefix, make of the server's."""
         own = dict(given)
         budget = own.pop("budget", self.budget)
+        _require_tokens(budget)
         require_int("budget", budget, minimum=0)
         first = own.pop(PROTECT_FIRST, self.protect_first)
         require_int(PROTECT_FIRST, first, minimum=0)
@@ -354,6 +356,16 @@ class ServingSettings:
         _require_at_most("window_size", made.query_tokens, self.max_window_size)
         _require_at_most("kernel_size", width, self.max_kernel_size)
         return made if budget is None else kind(**given, budget=budget)
+
+
+def _require_tokens(budget: object) -> None:
+    """Refuse bytes: caps, answers that grow and shared blocks are promised in tokens."""
+    given = byte_budget(budget) if isinstance(budget, str) else None
+    if given is None:
+        return
+    tokens = f", {int(8192 * given['share'])} for 8k" if "share" in given else ""
+    remedy = f"pass what snapkv plan --context N --budget {budget} keeps of N tokens{tokens}"
+    raise wrong("budget", "a number of tokens on a server", repr(budget), remedy)
 
 
 def _require_at_most(name: str, size: int, cap: int) -> None:

@@ -232,3 +232,15 @@ def test_a_document_is_named_alone_and_where_documents_are_shared(sharing, given
         settings.for_request(given)
     if sharing is not None:
         assert settings.for_request({"snapkv_document": "contract", "other": 1}) is None
+
+
+@pytest.mark.parametrize(("budget", "tokens"), [("12%", ", 983 for 8k"), ("64MiB", "")])
+def test_bytes_are_refused_with_what_says_the_tokens_to_type(budget, tokens):
+    said = f"snapkv plan --context N --budget {budget} keeps of N tokens{tokens}"
+    with pytest.raises(InvalidArgumentError) as error:
+        ServingSettings(budget=budget)
+    assert str(error.value) == (
+        f"budget: expected a number of tokens on a server, got '{budget}'; pass what {said}"
+    )
+    with pytest.raises(InvalidArgumentError, match=r"^snapkv_budget: expected a number of tokens"):
+        ServingSettings().for_request({"snapkv_budget": budget})

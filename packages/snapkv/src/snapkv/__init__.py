@@ -57,6 +57,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AdaKV",
     "AutoBudget",
+    "BudgetTooSmallError",
     "ByteBudget",
     "CacheFileError",
     "CacheMismatchError",

@@ -26,6 +26,7 @@ from snapkv.hf.cache import CompressedCache
 from snapkv.kvzip import read_as_wanted, require_one_reading
 from snapkv.plan import out_of_memory_explained, prompt_memory_explained
 from snapkv.policies import Policy
+from snapkv.storage.coded import KVCodes
 
 TextSink = Callable[[str], None]
 """Takes the next piece of an answer."""
@@ -66,6 +67,7 @@ def answer(
     drafts: DraftMethod | None = None,
     protection: Protection | None = None,
     prefill: Prefill | None = None,
+    quantize: KVCodes | None = None,
     on_text: TextSink | None = None,
     on_layer: LayerSink | None = None,
     on_prompt_end: PromptEndSink | None = None,
@@ -78,7 +80,7 @@ def answer(
     """
     policy = loaded.completed(policy)
     spans = [] if protection is None else protection.spans(prompt, policy, loaded.tokenizer)
-    cache = _WatchedCache(loaded.model, policy, on_layer, protect=spans)
+    cache = _WatchedCache(loaded.model, policy, on_layer, protect=spans, quantize=quantize)
     found, _ = answer_ids(
         loaded,
         prompt_ids(loaded, prompt, settings),
@@ -335,7 +337,11 @@ def costs(given: Answer) -> dict[str, Any]:
 
 
 def answers_together(
-    loaded: LoadedModel, prompts: Sequence[Prompt], policy: Policy, settings: GenerationSettings
+    loaded: LoadedModel,
+    prompts: Sequence[Prompt],
+    policy: Policy,
+    settings: GenerationSettings,
+    quantize: KVCodes | None = None,
 ) -> list[str]:
     """The text of every answer; each is that of its prompt alone, up to rounding.
 
@@ -352,7 +358,7 @@ def answers_together(
     rows = [prompt_ids(loaded, prompt, settings)[0] for prompt in prompts]
     options, ends = generate_options(model, settings), end_token_ids(model, settings)
     ids = _left_padded(rows, next(iter(ends), 0))
-    cache = CompressedCache(model, loaded.completed(policy))
+    cache = CompressedCache(model, loaded.completed(policy), quantize=quantize)
     advice = (
         f"prompts: expected a batch that the device has memory for, got {len(rows)} of up to "
         f"{ids.shape[1]:,} tokens; answer fewer at once"

@@ -1,12 +1,14 @@
 """What a cache holds, in tokens and bytes, measured on its tensors."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
 from torch import Tensor
 
 from snapkv.cache.layer import CompressedLayer
+from snapkv.cache.reading import DraftCost
 from snapkv.validation import format_bytes
 
 
@@ -34,6 +36,9 @@ class CacheReport(dict[str, Any]):
         lost_vote_peak: the highest vote that a dropped position had, or was lifted to by one before
             it, as a share of the window's attention, mean over rows, heads and layers; 0 and None
             as above.
+        draft: what a drafted answer that voted has taken (`DraftVotes`): `tokens`, `ms` and
+            `held_bytes` of the whole prompt, which was held until then; None where none has voted.
+            Its tokens are not the answer's, whose layers keep something else.
         layers: one dictionary per layer with `layer`, `kind`, `seen_tokens`, `kept_tokens`,
             `held_bytes` and `full_bytes`; compressed ones with `lost_votes`, too. `kind` is
             "compressed", or the name of transformers' own layer where the layer is not full
@@ -41,8 +46,10 @@ class CacheReport(dict[str, Any]):
     """
 
     @classmethod
-    def of(cls, policy: str, layers: Sequence[Any]) -> "CacheReport":
-        """Measure the layers of a cache whose method has that name."""
+    def of(
+        cls, policy: str, layers: Sequence[Any], draft: DraftCost | None = None
+    ) -> "CacheReport":
+        """Measure the layers of a cache whose method has that name, and what its draft took."""
         rows = [_layer_report(i, layer) for i, layer in enumerate(layers)]
         compressed = [layer for layer in layers if isinstance(layer, CompressedLayer)]
         mean = sum(layer.store.mean_tokens for layer in compressed) / len(compressed)
@@ -60,6 +67,7 @@ class CacheReport(dict[str, Any]):
             growing_share=sum(map(_full_bytes, compressed)) / full_bytes if full_bytes else 1.0,
             lost_votes=_mean([row["lost_votes"] for row in rows if "lost_votes" in row]),
             lost_vote_peak=_mean([_lost(layer, "lost_peak") for layer in compressed]),
+            draft=None if draft is None else asdict(draft),
             layers=rows,
         )
 
@@ -106,7 +114,13 @@ class CacheReport(dict[str, Any]):
         if (grow := self["growing_share"]) < 1:
             all_of_them = f"{self['growing_layers']} of {len(self['layers'])} layers"
             title += f"; {all_of_them} grow with the context, {grow:.1%} of the full cache"
-        return "\n".join([title, *table])
+        return "\n".join([title, *table, *_draft_lines(self.get("draft"))])
+
+
+def _draft_lines(draft: dict[str, Any] | None) -> Iterator[str]:
+    if draft is not None:
+        tokens, held = draft["tokens"], format_bytes(draft["held_bytes"])
+        yield f"votes of a draft: {tokens:,} tokens, {draft['ms']:.0f} ms, {held} held until then"
 
 
 def _layer_report(layer_idx: int, layer: Any) -> dict[str, Any]:

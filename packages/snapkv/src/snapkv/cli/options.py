@@ -7,7 +7,16 @@ from typing import Annotated, Any, get_args, get_type_hints
 from snapkv.app.prefills import PREFILLS, Prefill
 from snapkv.app.settings import GenerationSettings
 from snapkv.cli import panels
-from snapkv.cli.amounts import POSITIVE, TokenBudget, WholeNumber, count, kernel, token_budgets
+from snapkv.cli.amounts import (
+    EXACT,
+    POSITIVE,
+    TokenBudget,
+    WholeNumber,
+    count,
+    kernel,
+    storage_bits,
+    token_budgets,
+)
 from snapkv.errors import InvalidArgumentError
 from snapkv.validation import (
     DEFAULT,
@@ -249,6 +258,16 @@ DRAFTS = ("medusa", "assistant", "prompt_lookup", "self_speculate")
 """The options that name where drafts come from."""
 
 
+StorageBits = Annotated[
+    str,
+    panels.sweep(
+        metavar="exact|int8|int4|fp8|k8v4,...",
+        help="How every method stores what it keeps: as it came, or in few bits; with commas for "
+        "more",
+    ),
+]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ComparedOptions(ModelOptions):
     """The methods that are compared."""
@@ -267,10 +286,12 @@ class ComparedOptions(ModelOptions):
             help="Tokens kept per head and layer, or bytes, with commas for more",
         ),
     ] = "1024"
+    bits: StorageBits = EXACT
 
     def __post_init__(self) -> None:
-        """Check the budgets; the methods check the rest."""
+        """Check the budgets and bits; the methods check the rest."""
         token_budgets(self.budget)
+        storage_bits(self.bits)
 
     @property
     def prefills(self) -> list[tuple[str, Prefill]]:

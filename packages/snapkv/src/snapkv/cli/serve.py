@@ -16,6 +16,7 @@ from snapkv.validation import (
     DEFAULT_EVERY,
     MAX_KERNEL_SIZE,
     MAX_WINDOW_SIZE,
+    byte_budget,
     require_int,
 )
 
@@ -27,6 +28,13 @@ EXAMPLES = {"serve": ("snapkv serve demo --budget 512 --max-model-len 8192",)}
 _FROM_0, _FROM_1 = WholeNumber(0, is_counted=False), WholeNumber(1, is_counted=False)
 _LIMITS = ("cap", "chunk_tokens", "decode_budget", "decode_policy", "evict_every")
 _SIZES = ("budget", "protect_first", "max_window_size", "max_kernel_size")
+
+
+class _ServedBudget(WholeNumber):
+    """Leaves bytes to the settings, which say how many tokens to type."""
+
+    def read(self, name: str, text: str) -> Any:
+        return text.strip() if byte_budget(text) else super().read(name, text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +49,11 @@ class ServeOptions:
         ),
     ] = DEFAULT
     budget: Annotated[
-        int,
-        typer.Option(help="Tokens kept per head and layer; 0: only where a request asks"),
-        _FROM_0,
+        Any,
+        typer.Option(
+            metavar="INTEGER", help="Tokens kept per head and layer; 0: only where a request asks"
+        ),
+        _ServedBudget(0, is_counted=False),
     ] = 1024
     set_: Annotated[
         list[str] | None,

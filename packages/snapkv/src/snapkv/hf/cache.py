@@ -392,7 +392,7 @@ class CompressedCache(Cache):
 
     def report(self) -> CacheReport:
         """Tokens seen and kept, bytes held and bytes a full cache would hold."""
-        return CacheReport.of(self.policy.name, self.layers)
+        return CacheReport.of(self.policy.name, self.layers, self.reading.draft_cost)
 
     def save(self, path: str | Path, *, beside: Mapping[str, Tensor] | None = None) -> None:
         """Write the cache to a file: safetensors, with its policy, its model and all it has seen.

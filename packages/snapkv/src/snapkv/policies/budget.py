@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import BudgetTooSmallError, InvalidArgumentError
 from snapkv.ops import TokenCost
 from snapkv.validation import (
     AUTO,
@@ -112,8 +112,9 @@ class ByteBudget:
         bytes: of one row in all of them together; "64MiB" stands for 2**26.
 
     Raises:
-        InvalidArgumentError: not one of them, or out of range; at the end of a prompt, too few for
-            the window, the sinks, and the tokens that `quantize` leaves as they came.
+        InvalidArgumentError: not one of them, or out of range.
+        BudgetTooSmallError: at the end of a prompt, too few for the window, the sinks, and the
+            tokens that `quantize` leaves as they came.
     """
 
     share: float | None = None
@@ -159,11 +160,16 @@ class ByteBudget:
         cost = layer.token_cost(min(layer.row_lengths))
         least = max(least_tokens, cost.exact_tokens)
         return [
-            self._tokens(cost, tokens, min(least, tokens), layer.depth, layer.num_layers)
+            self.tokens(cost, tokens, min(least, tokens), layer.depth, layer.num_layers)
             for tokens in layer.row_lengths
         ]
 
-    def _tokens(self, cost: TokenCost, own: int, least: int, depth: int, layers: int) -> int:
+    def tokens(self, cost: TokenCost, own: int, least: int, depth: int, layers: int) -> int:
+        """Tokens of a row of `own` that fit into one of so many layers alike, or more than it has.
+
+        Raises:
+            BudgetTooSmallError: fewer than `least`.
+        """
         full = cost.full_bytes * own * layers
         given = self.bytes if self.share is None else int(Fraction(str(self.share)) * full)
         assert given is not None
@@ -178,7 +184,7 @@ class ByteBudget:
             enough, got = f"{needed:,} bytes", f"{self.bytes:,} bytes"
         else:
             enough, got = f"{math.ceil(1000 * needed / full) / 10:g}%", f"{100 * self.share:g}%"
-        raise InvalidArgumentError(
+        raise BudgetTooSmallError(
             f"budget: expected at least {enough} for {least} of {own:,} prompt tokens, which are "
             f"the window, the sinks and what stays as it came, got {got}; raise it, lower those, "
             "or pass a number of tokens"

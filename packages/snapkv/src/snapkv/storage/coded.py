@@ -13,6 +13,7 @@ from snapkv.ops import (
     BlockLayout,
     Codes,
     ScoreOptions,
+    TokenCost,
     coded_attention,
     encode,
     encode_float,
@@ -21,7 +22,7 @@ from snapkv.ops.codes.coding import Along
 from snapkv.storage.base import TokenStore
 from snapkv.storage.dense import DenseStore
 from snapkv.storage.ragged import Counts, Pair, RaggedStates, RaggedStore
-from snapkv.validation import require_int
+from snapkv.validation import code_bits, require_int
 
 Bits = Literal["int8", "int4", "fp8"]
 
@@ -77,6 +78,18 @@ class KVCodes:
         first = self.sink_tokens if shortest_tokens >= self.sink_tokens + last else 0
         return first, last
 
+    def costing(self, exact: TokenCost, block_bytes: int, shortest_tokens: int) -> TokenCost:
+        """What tokens cost whose blocks take so many bytes in all heads, and `exact` as they came.
+
+        The shortest row or head has so many tokens.
+        """
+        return replace(
+            exact,
+            block_bytes=block_bytes,
+            block_tokens=self.group_size,
+            exact_tokens=sum(self.exact_tokens(shortest_tokens)),
+        )
+
     def block_bytes(self, states: Pair) -> int:
         """Bytes of one head's block of such keys and values: of one with the largest number."""
         blocks = both(
@@ -87,22 +100,29 @@ class KVCodes:
 
     @classmethod
     def of(cls, given: "KVCodes | Bits | Mapping[str, Any]") -> "KVCodes":
-        """What a name stands for: "int8", "int4" or "fp8"; or parameters by name, as a file has.
+        """What a word stands for, as "int4" or "K8V4"; or parameters by name, as a file has.
 
         Raises:
-            InvalidArgumentError: another name.
+            InvalidArgumentError: another word.
         """
         if isinstance(given, KVCodes):
             return given
         if isinstance(given, Mapping):
             return cls(**given)
-        known = {"int8": cls(8, 8), "int4": cls(4, 4), "fp8": cls("fp8", "fp8")}
-        if given not in known:
+        bits = code_bits(given) if isinstance(given, str) else None
+        if bits is None:
             raise InvalidArgumentError(
-                f"quantize: expected one of {', '.join(known)}, or a KVCodes, got {given!r}; pass "
-                "one of them"
+                f"quantize: expected int8, int4 or fp8, bits of keys and values apart as in K8V4, "
+                f"or a KVCodes, got {given!r}; pass one of them"
             )
-        return known[given]
+        return cls(*bits)  # type: ignore[arg-type] # they are some of these numbers
+
+    @property
+    def word(self) -> str:
+        """Its bits in a word that `of` takes: "int4", "fp8", or apart as in "K8V4"."""
+        if self.keys != self.values:
+            return f"K{self.keys}V{self.values}"
+        return "fp8" if self.keys == "fp8" else f"int{self.keys}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Storage that grows with every token: dense, by heads of different length, or in few bits."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -58,12 +58,8 @@ class Dynamic:
         )
         if self.codes is None:
             return one
-        return replace(
-            one,
-            block_bytes=heads * self.codes.block_bytes(store.padded()),
-            block_tokens=self.codes.group_size,
-            exact_tokens=sum(self.codes.exact_tokens(shortest_tokens)),
-        )
+        blocks = heads * self.codes.block_bytes(store.padded())
+        return self.codes.costing(one, blocks, shortest_tokens)
 
     def restored(self, kind: str, state: dict[str, Any]) -> TokenStore:
         """The store of that kind; that in few bits of 0.1.0 by what it stands for."""
