@@ -109,7 +109,7 @@ class Compressor:
         for run in self._runs_of(move, order.held_tokens, 0):
             sources = run.blocks_of(move.sources, self._block_tokens[move.group])
             keys = run.layout.read_keys(sources, order.held_tokens)
-            layer = self._layer_of(run, request, order.query_tokens, keys)
+            layer = self._layer_of(run, request, order.query_tokens, run.keys_of(keys))
             most = most_attention(layer, order.noted_tokens)
             for name, of_layer in zip(run.layers, most, strict=True):
                 before = received.get(name)
@@ -136,7 +136,7 @@ class Compressor:
         sources = run.blocks_of(move.sources, block_tokens)
         targets = torch.tensor(move.targets, device=self._device)
         keys = run.layout.read_keys(sources, order.held_tokens)
-        keep = self._keep_indices(run, request, order, keys)
+        keep = self._keep_indices(run, request, order, run.keys_of(keys))
         self.documents.note(run, order, move, keep)
         whole = len(targets) * block_tokens
         laid_out = partial(_padded, tokens=whole)

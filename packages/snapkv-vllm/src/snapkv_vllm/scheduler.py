@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from snapkv_vllm.versions import require_overridden, require_supported_version
+from snapkv_vllm.versions import part_of_vllm, require_supported_version
 
 require_supported_version()
 
@@ -15,6 +15,7 @@ from vllm.v1.request import RequestStatus
 from snapkv.errors import InvalidArgumentError, SnapKVError
 from snapkv_vllm.agents.sessions import held_sessions
 from snapkv_vllm.blocks import CompressedBlocks, share_exact_blocks
+from snapkv_vllm.connector import Offers
 from snapkv_vllm.documents.plans import FromDocument, ReadTwice
 from snapkv_vllm.documents.registry import registry
 from snapkv_vllm.documents.words import errand
@@ -28,6 +29,8 @@ from snapkv_vllm.refusals import (
     require_no_promise,
     require_no_prompt_logprobs,
     require_no_spans,
+    require_no_transfer,
+    require_one_position,
     require_sharing,
     require_supported,
 )
@@ -46,15 +49,6 @@ BEGINNINGS = "snapkv_beginnings"
 FORGOTTEN = "snapkv_forgotten"
 """Attribute of the same that says which histories are gone, by their first blocks."""
 
-_OVERRIDDEN = (
-    "_free_request",
-    "_get_local_prefix_cache_hit",
-    "_preempt_request",
-    "_reserve_prefill_lookahead",
-    "_update_after_schedule",
-    "reset_prefix_cache",
-)
-
 
 class _CompressingScheduler(Scheduler):
     """Orders the compression of a request in the very step that computes its last token.
@@ -66,7 +60,6 @@ class _CompressingScheduler(Scheduler):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        require_overridden(Scheduler, _OVERRIDDEN)
         super().__init__(*args, **kwargs)
         require_supported(self.vllm_config)
         self._settings = ServingSettings.from_config(self.vllm_config.additional_config)
@@ -84,16 +77,28 @@ class _CompressingScheduler(Scheduler):
         self._metrics = PromptMetrics(self.vllm_config)
         self._documents = registry(self.vllm_config, self.kv_cache_config, compressed)
         self._sessions = held_sessions(self.vllm_config, self.kv_cache_config, compressed)
+        self._offers = None if self.connector is None else Offers(self.connector)
 
     def add_request(self, request: Any) -> None:
         """Accept a request with the method it asks for; one with wrong settings ends at once."""
         try:
-            self._plans[request.request_id] = self._plan_of(request)
+            plan = self._plans[request.request_id] = self._plan_of(request)
             self._require_blocks(request)
+            if self._offers is not None and plan.shared_tokens is not None:
+                self._offers.hide(request.request_id)
         except SnapKVError as error:  # front ends answer 400; one of another make did not ask
             logger.error("Request %s is refused: %s", request.request_id, error)
-            self.grammar_compile_error_reqs.add(request.request_id)  # ends with vLLM's next step
+            self._end_with(request.request_id, error)
         super().add_request(request)
+
+    def _end_with(self, request_id: str, error: SnapKVError) -> None:
+        """Have vLLM end a request in its next step."""
+        refused = self.grammar_compile_error_reqs
+        if isinstance(refused, dict):  # from 0.33 on, with what the client is told
+            said = part_of_vllm("outputs.RequestError")
+            refused[request_id] = said(code="validation_error", message=str(error))
+        else:
+            refused.add(request_id)
 
     def _plan_of(self, request: Any) -> RequestPlan:
         """The request's plan; none for sessions, whose prompts go on after their end."""
@@ -111,8 +116,10 @@ class _CompressingScheduler(Scheduler):
             params.extra_args, request.num_prompt_tokens, looks_ahead=self._looks_ahead
         )
         require_spans_within(plan.policy, request.num_prompt_tokens)
+        require_one_position(plan, request, self.vllm_config)
         require_capped_prompt(plan, request, self.vllm_config)
         require_no_prompt_logprobs(plan, params)
+        require_no_transfer(plan, params)
         return plan if self._sessions is None else self._sessions.plan_of(request, plan)
 
     def _require_blocks(self, request: Any) -> None:
@@ -176,13 +183,27 @@ class _CompressingScheduler(Scheduler):
         self._plans.pop(request.request_id, None)
         return registered or to_connector, of_encoder
 
-    def _get_local_prefix_cache_hit(self, request: Any) -> tuple[Any, int, int, bool]:
+    def _connector_finished(self, request: Any) -> tuple[bool, Any]:
+        if self._offers is not None and self._offers.hides(request.request_id):
+            return False, None
+        finished: tuple[bool, Any] = super()._connector_finished(request)
+        return finished
+
+    def _build_kv_connector_meta(self, connector: Any, scheduler_output: Any) -> Any:
+        assert self._offers is not None
+        seen = self._offers.without_hidden(scheduler_output)
+        return super()._build_kv_connector_meta(connector, seen)
+
+    def _get_local_prefix_cache_hit(
+        self, request: Any, *args: Any, **kwargs: Any
+    ) -> tuple[Any, int, int, bool]:
         for lender in self._lenders:
             if (lent := lender.lent(request.request_id)) is not None:
                 begun, found = lent
                 blocks = self.kv_cache_manager.create_kv_cache_blocks(found)
                 return blocks, begun.lent_tokens, 0, False
-        blocks, cached, boundary, diverged = super()._get_local_prefix_cache_hit(request)
+        found_by_vllm = super()._get_local_prefix_cache_hit(request, *args, **kwargs)
+        blocks, cached, boundary, diverged = found_by_vllm
         plan = self._plans.get(request.request_id)
         usable = None if plan is None else plan.reusable_tokens
         if usable is not None and self.num_spec_tokens:  # vLLM pads a single token with drafts

@@ -50,7 +50,7 @@ class Method:
 
     def stored_in(self, bits: KVCodes | None) -> Self:
         """The same in so many bits, which its label names; None for as it came."""
-        label = self.label if bits is None else f"{self.label} {bits.word}"
+        label = self.label if bits is None else f"{self.label} {bits}"
         return replace(self, label=label, bits=bits)
 
     def describe(self) -> Record:

@@ -127,5 +127,5 @@ def board_row(row: Record) -> Record:
     return row | {
         "cell": {"task": row["task"], **row["cell"]},
         "share": float(share) if name else None,
-        "bits": None if bits is None else KVCodes.of(bits).word,
+        "bits": None if bits is None else str(KVCodes.of(bits)),
     }

@@ -201,7 +201,7 @@ def _end_prompt(layer: CompressedLayer, model: PreTrainedModel, tokens: int) -> 
         output_weight=output_weight(layer.identity.output_projection),
         token_cost=partial(layer.storage.token_cost, layer.store, layer.keys.shape[1]),
     )
-    layer.end_prompt(layer.policy.select(prompt), prompt)
+    layer.end_prompt(layer.choose(prompt), prompt)
 
 
 def _random(model: PreTrainedModel, batch: int, tokens: int, kind: str) -> Any:

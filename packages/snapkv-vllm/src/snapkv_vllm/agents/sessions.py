@@ -9,7 +9,7 @@ same blocks again.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from snapkv_vllm.blocks import CompressedManager
 from snapkv_vllm.documents.registry import room_of
 from snapkv_vllm.metrics import SessionMetrics
 from snapkv_vllm.names import PREFIX, SESSION
-from snapkv_vllm.plans import Beginning, Compression, EndOfTurn, Order, Plan, RequestPlan
+from snapkv_vllm.plans import Beginning, Order, Plan, RequestPlan, TurnPlan
 from snapkv_vllm.settings import ServingSettings
 from snapkv_vllm.spans import RequestSpans, without
 
@@ -110,32 +110,6 @@ class History:
         if full >= at.tokens:
             return full if full > dropped else 0
         return 0 if self.requests else same
-
-
-@dataclass(frozen=True, kw_only=True)
-class TurnPlan(Plan):
-    """The plan of a session's request, whose prompt may begin with a history that is held."""
-
-    lent_tokens: int = 0  # that the blocks stand for which it is lent
-    dropped_tokens: int = 0  # of those
-
-    def _at_the_end(self, held_then: int) -> Compression | None:
-        compression = super()._at_the_end(held_then)
-        if compression is None or self.policy is None:
-            return None
-        return replace(compression, choice=EndOfTurn(self.policy))
-
-    @property
-    def shared_tokens(self) -> int | None:
-        return 0 if self.dropped_tokens else super().shared_tokens
-
-    @property
-    def reusable_tokens(self) -> int | None:
-        """See `RequestPlan`; what a request with a history reuses is that alone."""
-        return 0 if self.lent_tokens else super().reusable_tokens
-
-    def most_held(self, tokens: int) -> int:
-        return tokens - self.dropped_tokens if self.lent_tokens else super().most_held(tokens)
 
 
 @dataclass(kw_only=True)

@@ -354,6 +354,11 @@ class Reading:
                 self._recall_for_a_turn()
             raise
 
+    @property
+    def tightest(self) -> CompressedLayer:
+        """The layer that has no more room than any other: in the middle, where codes are if any."""
+        return self.layers[len(self.layers) // 2]
+
     def require_room(self, prompt_tokens: int, new_tokens: int = 0) -> None:
         """Refuse a prompt that ends there, and new tokens, without room in static storage."""
         if self.room_tokens is not None and new_tokens > self.room_tokens:
@@ -362,7 +367,7 @@ class Reading:
                 f"this cache behind the prompt, got {new_tokens:,}; make the CompressedCache with "
                 "a larger room_tokens"
             )
-        layer = self.layers[0]
+        layer = self.tightest
         if layer.offloaded is None:  # or the turn is read into a store that grows
             layer.store.room_for(prompt_tokens - self.seen_tokens + max(0, new_tokens - 1))
 

@@ -141,6 +141,11 @@ class PolicyOptions(ModelOptions):
                 require_budget(tokens, None, window, sinks)
 
     @property
+    def chooses_bits(self) -> bool:
+        """Whether every layer's bits are chosen; not where nobody is told how many."""
+        return False
+
+    @property
     def has_parameters(self) -> bool:
         """Whether any parameter of a method is given."""
         return bool(self.set_) or any(getattr(self, name) is not None for name in OWN_FLAGS)
@@ -173,6 +178,14 @@ class MethodOptions(PolicyOptions):
 class RunOptions(MethodOptions):
     """Everything but the prompt of `ask` and `generate`."""
 
+    exact_bits: Annotated[
+        bool,
+        panels.policy(
+            "--exact-bits",
+            help="Keep tokens in the model's own bits, as with --policy, not in as few as lose "
+            "little",
+        ),
+    ] = False
     protect: Annotated[
         list[str] | None,
         panels.policy(metavar="TEXT", help="Text of the prompt that stays whatever its votes"),
@@ -252,6 +265,11 @@ class RunOptions(MethodOptions):
     def reading(self) -> Prefill:
         """How the prompt is read."""
         return read_prefill(self.prefill)
+
+    @property
+    def chooses_bits(self) -> bool:
+        """Whether every layer's bits are chosen: by default of the default method."""
+        return self.policy == DEFAULT and not self.exact_bits
 
 
 DRAFTS = ("medusa", "assistant", "prompt_lookup", "self_speculate")

@@ -191,7 +191,7 @@ def _plan_title(plan: "Plan") -> str:
 
 
 def _in_bits(asked: "Request") -> str:
-    return "" if asked.codes is None else f" in {asked.codes.word}"
+    return "" if asked.codes is None else f" in {asked.codes}"
 
 
 def _stored_as(model: "Footprint") -> str:

@@ -160,7 +160,7 @@ def serve(
     *,
     options: ServeOptions,
 ) -> None:
-    """Serve a model over HTTP with vLLM, from a compressed cache.
+    """Serve a model over HTTP with vLLM, from a compressed cache in the model's own bits.
 
     Behind MODEL goes any option of `vllm serve`, such as --max-model-len 32768.
     """

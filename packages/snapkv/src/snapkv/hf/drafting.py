@@ -43,6 +43,11 @@ def vote_by_draft(
         if not isinstance(layer, CompressedLayer)
     }
     beside = {index: copy.deepcopy(each.layer.beside) for index, each in reading.undecided.items()}
+    kept = [
+        (layer, copy.copy(layer))  # those that dropped nothing do not wait, but read the draft, too
+        for layer in reading.layers
+        if layer.identity.layer_idx not in reading.undecided
+    ]
     end, tokens, started = reading.prompt_end, reading.policy.draft_tokens, time.perf_counter()
     reading.is_drafting = True
     try:
@@ -50,6 +55,8 @@ def vote_by_draft(
     finally:
         reading.is_drafting = False
         held, reading.undecided = reading.undecided, {}
+        for layer, before in kept:
+            vars(layer).update(vars(before))
         for index, each in held.items():
             vars(each.layer).update(vars(each.whole) | beside[index])
         for index, layer in others.items():

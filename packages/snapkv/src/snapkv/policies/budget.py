@@ -173,11 +173,15 @@ class ByteBudget:
         full = cost.full_bytes * own * layers
         given = self.bytes if self.share is None else int(Fraction(str(self.share)) * full)
         assert given is not None
-        blocks = (given - layers * cost.held_bytes(cost.exact_tokens)) // cost.block_bytes
-        if cost.exact_tokens + blocks // layers * cost.block_tokens < least:
-            self._refuse(own, least, layers * cost.held_bytes(least), full)
+        needed = layers * cost.held_bytes(least)
+        if not cost.alike:  # as many bytes of its own for each layer
+            given, depth, layers = given * (depth + 1) // layers - given * depth // layers, 0, 1
+        blocks = (given - layers * cost.exact_tokens * cost.token_bytes) // cost.block_bytes
+        fewest = cost.exact_tokens - cost.spare_tokens
+        if fewest + blocks // layers * cost.block_tokens < least:
+            self._refuse(own, least, needed, full)
         more = -blocks * depth // layers - -blocks * (depth + 1) // layers
-        return cost.exact_tokens + more * cost.block_tokens
+        return fewest + more * cost.block_tokens
 
     def _refuse(self, own: int, least: int, needed: int, full: int) -> NoReturn:
         if self.share is None:
@@ -198,6 +202,13 @@ def require_tokens(policy: Any) -> None:
             f"budget: expected a number of tokens with {policy.name}, which evicts while "
             f"generating, got {policy.budget!r}; pass a number, or use SnapKV"
         )
+
+
+def budget_of(policy: Any) -> int | AutoBudget | ByteBudget | None:
+    """The budget of a policy, or of one that it wraps; None where there is none."""
+    while hasattr(policy, "policy"):
+        policy = policy.policy
+    return getattr(policy, "budget", None)
 
 
 @dataclass(frozen=True)

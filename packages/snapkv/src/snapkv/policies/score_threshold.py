@@ -87,7 +87,7 @@ class ScoreThreshold(AroundScores):
         if not any(prefix.lengths):
             return None
         rated = self.policy.rated(layer)
-        limits = torch.tensor(self.policy.kept_prefix_tokens(layer), device=rated.device)
+        limits = torch.tensor(self.policy.kept_prefix_tokens(layer.uneven()), device=rated.device)
         counts = torch.minimum((rated >= self.threshold).sum(dim=-1), limits[:, None])
         if all(set(row) == {own} for row, own in zip(counts.tolist(), prefix.lengths, strict=True)):
             return None
