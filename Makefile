@@ -23,7 +23,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export GOMP_SPINCOUNT ?= 0
 
 .PHONY: help demo test test-slow test-oldest test-newest test-families families test-devices test-kernels test-kvpress \
-    test-serving test-coupling test-serving-first test-serving-second test-serving-oldest test-serving-slow soak test-ray \
+    test-serving test-coupling test-serving-first test-serving-second test-serving-oldest test-serving-slow soak fuzz test-ray \
     test-browser test-sweeps release-check docs check format results kvpress clean
 
 help: ## Show this list
@@ -99,6 +99,10 @@ MINUTES ?= 5
 soak: $(SERVING) ## Random clients on servers with too small a pool, MINUTES=5 on each of vLLM's runners
 	PYTHONPATH=$(SECOND_RUNNER):$(PYTHONPATH) OMP_NUM_THREADS=1 .venv-vllm/bin/python -m tests.serving.vllm.soak $(MINUTES)
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m tests.serving.vllm.soak $(MINUTES)
+
+REQUESTS ?= 10000
+fuzz: $(SERVING) ## REQUESTS=10000 careless and malicious requests to a server that answers others
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m tests.serving.vllm.fuzz $(REQUESTS)
 
 test-serving-oldest: $(SERVING_OLDEST) ## What the plugin stands on, and its answers, on the oldest supported vLLM
 	PYTHONPATH=$(SECOND_RUNNER):$(PYTHONPATH) OMP_NUM_THREADS=1 .venv-vllm-oldest/bin/python -m pytest \

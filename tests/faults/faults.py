@@ -350,8 +350,8 @@ FAULTS = (
     Fault(
         name="vLLM's blocks: kept tokens are written into blocks that others share",
         file="snapkv_vllm/blocks.py",
-        old="plan is None or not self.enable_caching or dropped > 0",
-        new="plan is None or self.enable_caching or dropped > 0",
+        old="return bool(self.enable_caching) and",
+        new="return not self.enable_caching and",
         tests=(
             "packages/snapkv-vllm/tests/serving/vllm/test_accounting.py",
             "packages/snapkv-vllm/tests/serving/vllm/test_engine.py",

@@ -38,6 +38,7 @@ SCHEDULING = (
         signatures={
             "add_request": "request",
             "_free_request": "request ...",
+            "reset_prefix_cache": "reset_running_requests reset_connector",
             "_get_local_prefix_cache_hit": "request ...",
             "_build_kv_connector_meta": "connector scheduler_output",
             "_connector_finished": "request",
@@ -432,6 +433,7 @@ CONFIGURATION = (
         "read",
         attributes="_api_process_count data_parallel_index data_parallel_size "
         "decode_context_parallel_size distributed_executor_backend tensor_parallel_size "
+        "pipeline_parallel_size "
         "use_ubatching world_size",
     ),
     Part(

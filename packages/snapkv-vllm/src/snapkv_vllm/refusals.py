@@ -12,6 +12,7 @@ from snapkv_vllm.limits import Limits
 from snapkv_vllm.names import PREFIX, RefusedError, wrong
 from snapkv_vllm.plans import Plan
 from snapkv_vllm.settings import ServingSettings
+from snapkv_vllm.spans import NAME
 
 ONE_SERVER = "each would have documents of its own; leave --api-server-count or --share out"
 """What is said where several processes would answer requests, and documents are shared."""
@@ -201,6 +202,38 @@ _SHARED: _Rules = (
         "a request may reach an engine that has not read its document; leave --share out",
     ),
 )
+_SESSIONS: _Rules = (
+    (
+        "sessions and positions in several dimensions (M-RoPE)",
+        lambda c: c.model_config.uses_mrope,
+        "going on from a history was not tested with them; leave --sessions out",
+    ),
+    (
+        "sessions and a KV connector",
+        lambda c: c.kv_transfer_config is not None,
+        "what it adds to a history is not known; leave --sessions or --kv-transfer-config out",
+    ),
+    (
+        "sessions and speculative decoding",
+        lambda c: c.speculative_config is not None,
+        "drafts behind a history were not tested; leave --sessions or --speculative-config out",
+    ),
+    (
+        "sessions and latent attention (MLA)",
+        lambda c: c.model_config.use_mla,
+        "going on from a history was not tested with latents; leave --sessions out",
+    ),
+    (
+        "sessions and sleep mode",
+        lambda c: c.model_config.enable_sleep_mode,
+        "an engine that sleeps forgets its cache; leave --sessions or --enable-sleep-mode out",
+    ),
+    (
+        "sessions and pipeline parallelism",
+        lambda c: c.parallel_config.pipeline_parallel_size > 1,
+        "steps of one request in several places were not tested; leave --sessions out",
+    ),
+)
 _IN_A_FOLDER: _Rules = (
     (
         "documents in a folder and adakv",
@@ -265,6 +298,7 @@ _TABLE: tuple[tuple[Callable[[ServingSettings], Any], _Rules], ...] = (
     (lambda s: s.limits.cap, _CAPPED),
     (lambda s: s.limits.decode_budget, _HELD_ANSWERS),
     (lambda s: s.sharing is not None, _SHARED),
+    (lambda s: s.sessions is not None, _SESSIONS),
     (lambda s: s.sharing is not None and s.sharing.folder, _IN_A_FOLDER),
     (lambda s: s.policy == AdaKV.name, _ADAKV),
     (lambda s: s.policy == TOVA.name, _TOVA),
@@ -301,6 +335,13 @@ def require_no_promise(limits: Limits) -> None:
             remedy = f"send whole requests, or start the server without --{name.replace('_', '-')}"
             none = "none for a session, whose prompt goes on after its end"
             raise wrong(name, none, promised, remedy)
+
+
+def require_no_spans(sampling_params: Any) -> None:
+    """Refuse spans of a session, whose prompt is not all there."""
+    if sampling_params is not None and NAME in (sampling_params.extra_args or {}):
+        whole, got = "a prompt that is all there", "a session, whose prompt grows"
+        raise wrong(NAME, whole, got, "send it as a request of its own")
 
 
 def require_one_position(plan: Plan, request: Any, vllm_config: Any) -> None:

@@ -20,7 +20,7 @@ from snapkv_vllm.refusals import (
     serves_heads_apart,
 )
 from snapkv_vllm.rehearsal import Largest, rehearsed
-from snapkv_vllm.scheduler import BEGINNINGS, ORDERS
+from snapkv_vllm.scheduler import BEGINNINGS, FORGOTTEN, ORDERS
 
 
 class CompressingRunner:
@@ -119,6 +119,8 @@ class CompressingRunner:
         """Run a step, and carry out the orders that came with it behind the model."""
         self._forget(requests_that_begin_anew(scheduler_output))
         self._begin(getattr(scheduler_output, BEGINNINGS, {}))
+        if forgotten := getattr(scheduler_output, FORGOTTEN, ()):
+            self._compressor.positions.forget(forgotten)
         for request_id, order in self._compressed.items():
             if order.steps_back:
                 self._step_back(request_id, order.steps_back)

@@ -10,6 +10,7 @@ from typing import Any
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import SnapKV
 from snapkv.validation import DEFAULT_BUDGET, MAX_KERNEL_SIZE, MAX_WINDOW_SIZE, format_bytes
+from snapkv_vllm.agents.held import Sessions
 from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.limits import Limits
 from snapkv_vllm.names import wrong
@@ -40,6 +41,7 @@ def engine_args(
     max_kernel_size: int = MAX_KERNEL_SIZE,
     limits: Limits | None = None,
     sharing: Sharing | None = None,
+    sessions: Sessions | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Arguments for ``vllm.LLM(model, **engine_args(budget=1024))`` or `AsyncEngineArgs`.
@@ -56,6 +58,7 @@ def engine_args(
         limits: how many tokens a request may hold while its prompt is read and while its answer
             grows; by default all of them.
         sharing: of documents among requests; None shares none.
+        sessions: whose histories are held for their next requests; None holds none.
         options: any other option of vLLM; its own of the same kind are kept.
 
     Raises:
@@ -71,6 +74,7 @@ def engine_args(
         max_kernel_size=max_kernel_size,
         limits=limits or Limits(),
         sharing=sharing,
+        sessions=sessions,
     )
     return {**options, **_arguments(settings, options)}
 

@@ -20,6 +20,7 @@ SECOND_RUNNER = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 OF_THE_DEMO = {"folder"}
 OF_NO_RUNNER = {
     "test_accounting.py",
+    "test_agents_http.py",
     "test_documents_accounting.py",
     "test_documents_engine.py",
     "test_documents_http.py",
@@ -28,6 +29,7 @@ OF_NO_RUNNER = {
     "test_middleware.py",
     "test_seams.py",
     "test_server.py",
+    "test_sessions_accounting.py",
 }
 SLOW_ON_SECOND = [pytest.mark.slow] if SECOND_RUNNER else []
 

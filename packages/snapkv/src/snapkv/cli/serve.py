@@ -104,6 +104,14 @@ class ServeOptions:
     share_folder: Annotated[
         str | None, typer.Option(help="Keep documents there as files, also for the next start")
     ] = None
+    sessions: Annotated[
+        bool,
+        typer.Option("--sessions", help="Hold histories of sessions, for their next requests"),
+    ] = False
+    session_bytes: Annotated[
+        str | None,
+        typer.Option(help="Of the cache for histories, such as 2GiB; default: a quarter of it"),
+    ] = None
     print_command: Annotated[
         bool, typer.Option("--print-command", help="Print vLLM's own command instead of serving")
     ] = False
@@ -119,12 +127,28 @@ class ServeOptions:
                         f"--{option} out"
                     )
             return None
-        most_bytes = 0
-        if self.share_bytes is not None:
-            most_bytes = byte_count("share_bytes", self.share_bytes)
-            require_int("share_bytes", most_bytes, minimum=1)
+        most_bytes = self._bytes("share_bytes")
         folder = "" if self.share_folder is None else _folder(self.share_folder)
         return {"most_bytes": most_bytes, "across_keys": self.share_across_keys, "folder": folder}
+
+    def held_sessions(self) -> dict[str, Any] | None:
+        """What is said of sessions; None where none are held."""
+        if not self.sessions:
+            if self.session_bytes is not None:
+                raise InvalidArgumentError(
+                    "session-bytes: expected it with --sessions, got it alone; add --sessions, or "
+                    "leave --session-bytes out"
+                )
+            return None
+        return {"most_bytes": self._bytes("session_bytes")}
+
+    def _bytes(self, name: str) -> int:
+        """A number of bytes, 0 where the server is to choose."""
+        if (given := getattr(self, name)) is None:
+            return 0
+        most_bytes = byte_count(name, given)
+        require_int(name, most_bytes, minimum=1)
+        return most_bytes
 
 
 @with_options(ServeOptions)
@@ -145,7 +169,7 @@ def serve(
             f"model: expected the model before all options, got {model}; write for instance "
             "snapkv serve demo --budget 1024"
         )
-    settings = _settings(options, options.sharing())
+    settings = _settings(options, options.sharing(), options.held_sessions())
 
     from snapkv.app.models import place_of
     from snapkv_vllm import server
@@ -170,11 +194,14 @@ def _folder(share_folder: str) -> str:
     return str(path)
 
 
-def _settings(options: ServeOptions, sharing: dict[str, Any] | None) -> "ServingSettings":
+def _settings(
+    options: ServeOptions, sharing: dict[str, Any] | None, sessions: dict[str, Any] | None
+) -> "ServingSettings":
     from snapkv.cli.policy import typed_assignments  # imports torch
     from snapkv.policies import SnapKV
     from snapkv.policies.default import default_parameters
     from snapkv_vllm import Limits, ServingSettings
+    from snapkv_vllm.agents.held import Sessions
     from snapkv_vllm.documents.sharing import Sharing
 
     policy, parameters = options.policy, typed_assignments(options.policy, options.set_ or [])
@@ -185,5 +212,6 @@ def _settings(options: ServeOptions, sharing: dict[str, Any] | None) -> "Serving
         parameters=parameters,
         limits=Limits.from_config({name: getattr(options, name) for name in _LIMITS}),
         sharing=None if sharing is None else Sharing.from_config(sharing),
+        sessions=None if sessions is None else Sessions.from_config(sessions),
         **{name: getattr(options, name) for name in _SIZES},
     )
