@@ -22,8 +22,8 @@ SECOND_RUNNER := $(CURDIR)/$(PLUGIN)/vllm/interpreter
 export OMP_WAIT_POLICY ?= PASSIVE
 export GOMP_SPINCOUNT ?= 0
 
-.PHONY: help demo test test-slow test-oldest test-newest test-families families test-devices test-kernels test-kvpress test-serving \
-    test-serving-first test-serving-second test-serving-oldest test-serving-slow soak test-ray \
+.PHONY: help demo test test-slow test-oldest test-newest test-families families test-devices test-kernels test-kvpress \
+    test-serving test-coupling test-serving-first test-serving-second test-serving-oldest test-serving-slow soak fuzz test-ray \
     test-browser test-sweeps release-check docs check format results kvpress clean
 
 help: ## Show this list
@@ -75,30 +75,39 @@ docs: $(INSTALLED) ## The documentation, into build/docs, with every link checke
 test-kvpress: $(INSTALLED) $(KVPRESS)/.installed ## Its SnapKV beside ours, in `python -m snapkv_lab.experiments kvpress`
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m kvpress $(LAB)/experiments
 
+# vLLM's second runner is its default and the one to stay; the first is about to go.
 test-serving: $(SERVING) ## The tests of the vLLM plugin on both of its runners, in an environment of their own
-	$(MAKE) --no-print-directory -j 2 -O test-serving-first test-serving-second
-
-test-serving-first: $(SERVING)
-	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -m 'vllm and not slow' $(PLUGIN)/vllm
+	$(MAKE) --no-print-directory -j 2 -O test-serving-second test-serving-first
 
 test-serving-second: $(SERVING)
 	PYTHONPATH=$(SECOND_RUNNER):$(PYTHONPATH) OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest \
 	    -m 'vllm and not slow' $(PLUGIN)/vllm
 
+test-serving-first: $(SERVING)
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -m 'vllm and not slow' $(PLUGIN)/vllm
+
+RELEASES ?= 0.31.0 0.32.0 0.33.0
+test-coupling: $(INSTALLED) ## What the plugin stands on in vLLM, in the files of its releases: RELEASES="0.34.0"
+	$(BIN)/python -m tests.serving.releases $(RELEASES)
+
 test-serving-slow: $(SERVING) ## The tests of the vLLM plugin that take minutes each
-	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -m 'vllm and slow' $(PLUGIN)/vllm
 	PYTHONPATH=$(SECOND_RUNNER):$(PYTHONPATH) OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest \
 	    -m 'vllm and slow' $(addprefix $(PLUGIN)/vllm/test_,bounded.py parallel.py documents_generated.py)
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -m 'vllm and slow' $(PLUGIN)/vllm
 
 MINUTES ?= 5
 soak: $(SERVING) ## Random clients on servers with too small a pool, MINUTES=5 on each of vLLM's runners
-	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m tests.serving.vllm.soak $(MINUTES)
 	PYTHONPATH=$(SECOND_RUNNER):$(PYTHONPATH) OMP_NUM_THREADS=1 .venv-vllm/bin/python -m tests.serving.vllm.soak $(MINUTES)
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m tests.serving.vllm.soak $(MINUTES)
+
+REQUESTS ?= 10000
+fuzz: $(SERVING) ## REQUESTS=10000 careless and malicious requests to a server that answers others
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m tests.serving.vllm.fuzz $(REQUESTS)
 
 test-serving-oldest: $(SERVING_OLDEST) ## What the plugin stands on, and its answers, on the oldest supported vLLM
-	OMP_NUM_THREADS=1 .venv-vllm-oldest/bin/python -m pytest -m 'vllm and not slow' $(ANSWERS)
 	PYTHONPATH=$(SECOND_RUNNER):$(PYTHONPATH) OMP_NUM_THREADS=1 .venv-vllm-oldest/bin/python -m pytest \
 	    -m 'vllm and not slow' $(ANSWERS)
+	OMP_NUM_THREADS=1 .venv-vllm-oldest/bin/python -m pytest -m 'vllm and not slow' $(ANSWERS)
 
 ANSWERS := $(addprefix $(PLUGIN)/vllm/test_,seams.py engine.py graphs.py generated.py)
 
@@ -125,7 +134,8 @@ results: $(INSTALLED) ## Measure again everything in docs/results (half a day on
 
 # Those that need neither vLLM nor kvpress nor files of other commands; the last one makes the pages.
 EXPERIMENTS := quality speed methods streaming studies evaluation ragged medusa recall chunked bits \
-    codes appending flat first_day pooling auto_budget per_byte sharing workers leaderboard results
+    codes appending flat first_day pooling auto_budget per_byte tried sharing workers leaderboard \
+    results
 
 kvpress: $(KVPRESS)/.installed ## kvpress in an environment of its own, to be measured beside this
 

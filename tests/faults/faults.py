@@ -169,6 +169,20 @@ FAULTS = (
         tests=("packages/snapkv/tests/models/test_static.py",),
     ),
     Fault(
+        name="where bits are chosen, a query of the window does not see itself",
+        file="snapkv/ops/votes/reference.py",
+        old="(slots[:, :, None] <= own[:, None])",
+        new="(slots[:, :, None] < own[:, None])",
+        tests=("packages/snapkv/tests/cache/test_auto_codes.py",),
+    ),
+    Fault(
+        name="the fewest bits are taken that lose too much",
+        file="snapkv/cache/choosing.py",
+        old="each.error <= storage.codes.most_error",
+        new="each.error >= storage.codes.most_error",
+        tests=("packages/snapkv/tests/cache/test_auto_codes.py",),
+    ),
+    Fault(
         name="codes are a step too fine",
         file="snapkv/ops/codes/coding.py",
         old="least.float()) / levels)",
@@ -312,10 +326,32 @@ FAULTS = (
         vllm=True,
     ),
     Fault(
+        name="what stands behind a dropped span has a position too low",
+        file="snapkv/cache/slots.py",
+        old="reached = torch.searchsorted(begins.contiguous(), places.flatten(1).contiguous(), "
+        "right=True)",
+        new="reached = torch.searchsorted(begins.contiguous(), places.flatten(1).contiguous())",
+        tests=("packages/snapkv/tests/cache/test_spans.py",),
+    ),
+    Fault(
+        name="a block of codes that has lost tokens keeps the wrong ones",
+        file="snapkv/storage/coded.py",
+        old="order = (~kept).to(torch.uint8).argsort(dim=1, stable=True)",
+        new="order = kept.to(torch.uint8).argsort(dim=1, stable=True)",
+        tests=("packages/snapkv/tests/cache/test_spans.py",),
+    ),
+    Fault(
+        name="queries of dropped tokens vote on the next turn",
+        file="snapkv/cache/layer.py",
+        old="self._note(last_queries=_queries_left(held, left, positions[:, 0]))",
+        new="pass",
+        tests=("packages/snapkv/tests/cache/test_spans.py",),
+    ),
+    Fault(
         name="vLLM's blocks: kept tokens are written into blocks that others share",
         file="snapkv_vllm/blocks.py",
-        old="plan is None or not self.enable_caching or dropped > 0",
-        new="plan is None or self.enable_caching or dropped > 0",
+        old="return bool(self.enable_caching) and",
+        new="return not self.enable_caching and",
         tests=(
             "packages/snapkv-vllm/tests/serving/vllm/test_accounting.py",
             "packages/snapkv-vllm/tests/serving/vllm/test_engine.py",

@@ -1,5 +1,6 @@
 """Frees blocks of compressed requests: vLLM's manager for full attention, with fewer tokens."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -84,7 +85,8 @@ class CompressedManager(FullAttentionManager):
         self.dropped_tokens: dict[str, int] = {}
         self.plans: Mapping[str, RequestPlan] = {}
         self.lacking_blocks = 0
-        self._of_documents: set[int] = set()
+        self._lendable: Counter[int] = Counter()
+        self._borrows: set[str] = set()
         self._rooms: dict[str, tuple[list[KVCacheBlock], list[KVCacheBlock]]] = {}
 
     def unshared_blocks(self, request_id: str) -> list[KVCacheBlock]:
@@ -99,16 +101,22 @@ class CompressedManager(FullAttentionManager):
     def room_blocks(self, request_id: str, seen_tokens: int, step_tokens: int) -> int:
         """Blocks that the tokens move to which a request keeps within so many computed tokens.
 
-        None without prefix caching: they then move to the front of the request's own. With it those
-        may be shared and can be found by their content, so they are released as they are, the first
-        time, and the kept tokens go to others.
+        None where its blocks are its own: they then move to the front of these. With prefix caching
+        those may be shared and can be found by their content, and what a history lends is its own,
+        so they are released as they are, the first time, and the kept tokens go to others.
         """
         plan, dropped = self.plans.get(request_id), self.dropped_tokens.get(request_id, 0)
-        if plan is None or not self.enable_caching or dropped > 0:
+        if plan is None or not self._shares(request_id):
             return 0
         held, size = seen_tokens - dropped, self.block_size
         blocks: int = cdiv(plan.room(seen_tokens, held, step_tokens, size), size)
         return blocks
+
+    def _shares(self, request_id: str) -> bool:
+        """Whether others may read the blocks of a request."""
+        if request_id in self._borrows:
+            return True
+        return bool(self.enable_caching) and self.dropped_tokens.get(request_id, 0) <= 0
 
     def take_room(self, request_id: str, blocks: int, fresh_blocks: int) -> None:
         """Set blocks aside for what a step keeps: some fresh ones, and of its own for the rest.
@@ -124,8 +132,8 @@ class CompressedManager(FullAttentionManager):
         room = order.room_tokens(self.block_size)
         sources = _ids(blocks[: cdiv(order.held_tokens, self.block_size)])
         in_place: list[KVCacheBlock] = blocks[: cdiv(room, self.block_size)]
-        shares = self.enable_caching and self.dropped_tokens.get(request_id, 0) <= 0
-        assert request_id in self._rooms or not shares, "others may read what it would overwrite"
+        assert request_id in self._rooms or not self._shares(request_id), "others may read these"
+        self._borrows.discard(request_id)
         fresh, own = self._rooms.pop(request_id, ([], in_place))
         stay = set(_ids(own))
         self.block_pool.free_blocks(one for one in reversed(blocks) if one.block_id not in stay)
@@ -148,24 +156,25 @@ class CompressedManager(FullAttentionManager):
     def keep_for_others(self, request_id: str, tokens: int) -> list[KVCacheBlock]:
         """The blocks of the first tokens a request holds, which stay when it gives them up."""
         of_request: list[KVCacheBlock] = self.req_to_blocks[request_id]
-        blocks = of_request[: tokens // self.block_size]
+        blocks = of_request[: cdiv(tokens, self.block_size)]
         self.block_pool.touch(blocks)
-        self._of_documents.update(_ids(blocks))
+        self._lendable.update(_ids(blocks))
         return blocks
 
     def take_for_others(self, tokens: int) -> list[KVCacheBlock]:
         """Free blocks for so many tokens, for workers to fill; there must be as many."""
         blocks: list[KVCacheBlock] = self.block_pool.get_new_blocks(tokens // self.block_size)
-        self._of_documents.update(_ids(blocks))
+        self._lendable.update(_ids(blocks))
         return blocks
 
     def give_up(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Free what `keep_for_others` has kept, or `take_for_others` taken."""
-        self._of_documents.difference_update(_ids(blocks))
+        self._lendable -= Counter(_ids(blocks))
         self.block_pool.free_blocks(reversed(blocks))
 
     def begin_with(self, request_id: str, dropped_tokens: int) -> None:
         """Count that the blocks which a request is lent hold fewer tokens than they stand for."""
+        self._borrows.add(request_id)
         if dropped_tokens:
             self.dropped_tokens[request_id] = dropped_tokens
 
@@ -174,8 +183,8 @@ class CompressedManager(FullAttentionManager):
     def _has_partial_local_hit(
         self, new_computed_blocks: Sequence[KVCacheBlock], *args: Any
     ) -> bool:
-        """The blocks of a document are full, however many tokens they stand for."""
-        if self._of_documents.issuperset(_ids(new_computed_blocks)):
+        """What is lent are full blocks, however many tokens they stand for."""
+        if self._lendable.keys() >= set(_ids(new_computed_blocks)):
             return False
         partial: bool = super()._has_partial_local_hit(new_computed_blocks, *args)
         return partial
@@ -250,6 +259,7 @@ class CompressedManager(FullAttentionManager):
     def pop_blocks_for_free(self, request_id: str) -> Sequence[KVCacheBlock]:
         """Forget a request that has finished, was aborted or is preempted."""
         self.dropped_tokens.pop(request_id, None)
+        self._borrows.discard(request_id)
         fresh, _ = self._rooms.pop(request_id, ([], []))
         return [*super().pop_blocks_for_free(request_id), *fresh]
 

@@ -12,11 +12,12 @@ from torch.nn import functional
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies import PromptLayer
 from snapkv.policies.kvzip import most_attention
+from snapkv_vllm.agents.positions import HeldPositions
 from snapkv_vllm.documents.states import DocumentStates
 from snapkv_vllm.heads import HeadPlaces, HeadsAttention
 from snapkv_vllm.layers import LayerRun, VotingLayer, layer_runs, voting_layer
 from snapkv_vllm.layouts import slots
-from snapkv_vllm.plans import Move, Order
+from snapkv_vllm.plans import EndOfTurn, Move, Order
 
 
 @dataclass
@@ -73,6 +74,7 @@ class Compressor:
         self._runs: list[LayerRun] = []
         self._block_tokens: dict[int, int] = {}
         self._received: dict[str, dict[str, Tensor]] = {}
+        self.positions = HeldPositions()
         for name, layer in self._layers.items():
             recorder.listen(name, layer)
 
@@ -107,7 +109,7 @@ class Compressor:
         for run in self._runs_of(move, order.held_tokens, 0):
             sources = run.blocks_of(move.sources, self._block_tokens[move.group])
             keys = run.layout.read_keys(sources, order.held_tokens)
-            layer = self._layer_of(run, request, order.query_tokens, keys)
+            layer = self._layer_of(run, request, order.query_tokens, run.keys_of(keys))
             most = most_attention(layer, order.noted_tokens)
             for name, of_layer in zip(run.layers, most, strict=True):
                 before = received.get(name)
@@ -134,7 +136,7 @@ class Compressor:
         sources = run.blocks_of(move.sources, block_tokens)
         targets = torch.tensor(move.targets, device=self._device)
         keys = run.layout.read_keys(sources, order.held_tokens)
-        keep = self._keep_indices(run, request, order, keys)
+        keep = self._keep_indices(run, request, order, run.keys_of(keys))
         self.documents.note(run, order, move, keep)
         whole = len(targets) * block_tokens
         laid_out = partial(_padded, tokens=whole)
@@ -160,7 +162,10 @@ class Compressor:
         if order.noted_tokens:
             received = self._received[request]
             layer = replace(layer, received=torch.stack([received[name] for name in run.layers]))
-        keep = order.choice.keep(layer, order.kept_tokens)
+        if isinstance(order.choice, EndOfTurn):
+            keep = self.positions.kept(run, order, order.choice, layer)
+        else:
+            keep = order.choice.keep(layer, order.kept_tokens)
         if keep is None or not _keeps_as_ordered(keep, order):
             kept = None if keep is None else (keep >= 0).sum(dim=-1)
             raise RuntimeError(f"{request}: {kept} tokens kept, {order.kept_tokens} expected")

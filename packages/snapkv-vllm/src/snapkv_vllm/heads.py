@@ -416,6 +416,6 @@ def _attend(alone: Any, step: _LayerStep, layer: Any, query: Tensor, output: Ten
         out = answers[: len(queries)]
         alone.forward(layer, queries, None, None, cache, step.metadata, output=out)
         return
-    out = torch.empty_like(queries)
+    out = torch.empty_like(queries, dtype=output.dtype)
     alone.forward(layer, queries, None, None, cache, step.metadata, output=out)
     answers[found.states] = out

@@ -60,7 +60,10 @@ class VotingLayer:
 
     def over_stored(self, queries: Tensor) -> Tensor:
         """Queries as listeners get them, (1, Hq, W, D), as they meet the keys that are stored."""
-        return queries
+        if queries.dtype.itemsize > 1:
+            return queries
+        scaled: Tensor = queries.float() * self.wrapped._q_scale  # kernels of some GPUs take bytes
+        return scaled.to(self.wrapped.dtype)
 
 
 class LatentLayer(VotingLayer):
@@ -127,6 +130,15 @@ class LayerRun:
     def votes_impl(self) -> ops.Implementation:
         return "by_head" if self._half_on_cpu else "auto"
 
+    def keys_of(self, stored: Tensor) -> Tensor:
+        """Stored keys, (layers, Hkv, T, D), as attention sees them."""
+        form = self.layout.form
+        if form.coded is None:
+            return stored
+        scales = torch.stack([layer.wrapped._k_scale for layer in self.layers.values()])
+        scaled: Tensor = form.decoded(stored).float() * scales.view(-1, 1, 1, 1)
+        return scaled.to(form.dtype)
+
     def blocks_of(self, blocks: Sequence[int], block_tokens: int) -> Tensor:
         """Blocks of so many tokens as the caches number them, which may be parts of vLLM's."""
         cache = self.first.cache
@@ -140,7 +152,7 @@ class LayerRun:
         In float32 on a CPU that is one, which votes bit for bit as in the library.
         """
         cache = self.first.cache
-        of_keys = cache.element_size() * cache.shape[1] * cache.shape[3] // 2
+        of_keys = self.layout.form.bytes * cache.shape[1] * cache.shape[3] // 2
         at_once = 1
         if self._half_on_cpu or cache.device.type != "cpu":
             at_once = max(1, MOST_BYTES // (of_keys * (prompt_tokens + 2 * kept_tokens)))
@@ -151,8 +163,8 @@ class LayerRun:
 
     @property
     def _half_on_cpu(self) -> bool:
-        cache = self.first.cache
-        return cache.device.type == "cpu" and cache.dtype in (torch.bfloat16, torch.float16)
+        half = self.layout.form.dtype in (torch.bfloat16, torch.float16)
+        return half and self.first.cache.device.type == "cpu"
 
 
 def layer_runs(groups: Mapping[int, Mapping[str, VotingLayer]]) -> Iterator[LayerRun]:
@@ -171,6 +183,7 @@ def _kind(name: str, layer: VotingLayer) -> tuple[Any, ...]:
     options, cache = layer.score_options, layer.cache
     return (
         layer.wrapped.get_attn_backend().get_name(),
+        getattr(layer.wrapped, "kv_cache_dtype", "auto"),
         (layer.heads, cache.shape, cache.stride(), cache.dtype),
         (options.scaling, options.softcap),
         None if options.sink_logits is None else name,

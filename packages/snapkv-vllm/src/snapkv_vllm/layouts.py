@@ -17,6 +17,36 @@ from snapkv.errors import UnsupportedModelError
 from snapkv.ops import gather_tokens
 
 
+@dataclass(frozen=True)
+class NumberFormat:
+    """How a cache stores numbers: as the model has them, or each in a byte, with layers' scales."""
+
+    dtype: torch.dtype  # the model's
+    coded: torch.dtype | None = None  # what the bytes are, before they are scaled
+    name: str = "auto"  # what vLLM's kernels call it
+
+    @classmethod
+    def of(cls, layer: Any) -> Self:
+        name = getattr(layer, "kv_cache_dtype", "auto")
+        if name not in FP8:
+            return cls(layer.kv_cache.dtype)
+        e4m3 = getattr(layer.impl, "fp8_dtype", torch.float8_e4m3fn)  # differs on some AMD GPUs
+        return cls(layer.dtype, torch.float8_e5m2 if name == "fp8_e5m2" else e4m3, name)
+
+    def decoded(self, stored: Tensor) -> Tensor:
+        """Stored numbers as the model's, not yet scaled; every number of a byte is one of those."""
+        return stored if self.coded is None else stored.view(self.coded).to(self.dtype)
+
+    @property
+    def bytes(self) -> int:
+        """What a number takes as it is stored, and decoded where that is another tensor."""
+        return self.dtype.itemsize + (0 if self.coded is None else self.coded.itemsize)
+
+
+FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
+"""vLLM's names of formats of a byte with one scale for a layer."""
+
+
 def layout_of(layers: Sequence[Any]) -> "Layout":
     """The layout of some of vLLM's attention layers that are alike, once their caches are there."""
     return LAYOUTS[layers[0].get_attn_backend().get_name()](layers)
@@ -32,15 +62,19 @@ class PlainLayout:
     """FlashAttention's and Triton's: token by token, keys and values side by side.
 
     Reads and writes the caches of a few layers that are alike, each of
-    (blocks, Hkv, block_tokens, 2 * D), however it lies in memory.
+    (blocks, Hkv, block_tokens, 2 * D), however it lies in memory. Numbers are moved as they are
+    stored; `form` says what they are.
     """
 
-    def __init__(self, caches: Sequence[Tensor], head_size: int) -> None:
+    def __init__(
+        self, caches: Sequence[Tensor], head_size: int, form: NumberFormat | None = None
+    ) -> None:
         self._caches = caches
         self._head_size = head_size
+        self.form = form or NumberFormat(caches[0].dtype)
 
     def part(self, layers: slice) -> Self:
-        return type(self)(self._caches[layers], self._head_size)
+        return type(self)(self._caches[layers], self._head_size, self.form)
 
     def read_keys(self, blocks: Tensor, tokens: int) -> Tensor:
         """The keys of the first tokens in these blocks: a copy, (layers, Hkv, T, D)."""
@@ -72,7 +106,11 @@ class PlainLayout:
 
 
 def _plain(layers: Sequence[Any]) -> PlainLayout:
-    return PlainLayout([layer.kv_cache for layer in layers], layers[0].head_size)
+    form = NumberFormat.of(layers[0])
+    caches = [layer.kv_cache for layer in layers]
+    if form.coded is not None:
+        caches = [cache.view(torch.uint8) for cache in caches]  # as bytes they can be gathered
+    return PlainLayout(caches, layers[0].head_size, form)
 
 
 def _latent(layers: Sequence[Any]) -> PlainLayout:
@@ -84,7 +122,7 @@ def _latent(layers: Sequence[Any]) -> PlainLayout:
     return PlainLayout([layer.kv_cache.unsqueeze(1) for layer in layers], layers[0].head_size)
 
 
-_DIGIT = 16  # every float format holds the whole numbers below it, and its square, exactly
+_DIGIT = 8  # every float format holds the whole numbers below it exactly, also those of a byte
 
 
 class CpuLayout:
@@ -95,14 +133,17 @@ class CpuLayout:
     through the measured packing, writes through the kernel. Methods are those of `PlainLayout`.
     """
 
-    def __init__(self, caches: Sequence[Tensor], isa: str) -> None:
+    def __init__(
+        self, caches: Sequence[Tensor], isa: str, form: NumberFormat | None = None
+    ) -> None:
         self._caches = caches
         self._isa = isa
+        self.form = form or NumberFormat(caches[0].dtype)
         _, self._heads, self._block_tokens, twice = caches[0].shape
         self._head_size = twice // 2
 
     def part(self, layers: slice) -> Self:
-        return type(self)(self._caches[layers], self._isa)
+        return type(self)(self._caches[layers], self._isa, self.form)
 
     def read_keys(self, blocks: Tensor, tokens: int) -> Tensor:
         return self._read(0, blocks)[:, :, :tokens]
@@ -126,8 +167,7 @@ class CpuLayout:
         return picked
 
     def _packings(self) -> "tuple[_Packing, _Packing]":
-        dtype = self._caches[0].dtype
-        return _packings(self._isa, self._block_tokens, self._head_size, dtype)
+        return _packings(self._isa, self._block_tokens, self._head_size, self.form)
 
     def _halves(self, cache: Tensor) -> Sequence[Tensor]:
         """Where the keys of a layer lie and where its values, (blocks, Hkv, block_tokens, D)."""
@@ -140,15 +180,30 @@ class CpuLayout:
         return packing.read([self._halves(cache)[half] for cache in self._caches], blocks)
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        from vllm import _custom_ops as ops
-
         for cache, *states in zip(self._caches, keys, values, strict=True):
-            by_token = map(_by_token, states)
-            ops.cpu_attn_reshape_and_cache(*by_token, *self._halves(cache), slots, self._isa)
+            of_keys, of_values = (_by_token(self.form.decoded(one)) for one in states)
+            _write_by_kernel(of_keys, of_values, self._halves(cache), slots, self._isa, self.form)
+
+
+def _write_by_kernel(
+    keys: Tensor,
+    values: Tensor,
+    halves: Sequence[Tensor],
+    slots: Tensor,
+    isa: str,
+    form: NumberFormat,
+) -> None:
+    """Have vLLM's kernel put (K, Hkv, D) keys and values, not scaled, into slots of a cache."""
+    from vllm import _custom_ops as ops
+
+    ops.cpu_attn_reshape_and_cache(
+        keys, values, *halves, slots, isa, kv_cache_dtype=form.name
+    )  # by a scale of one, so that every number of a byte becomes that byte again
 
 
 def _cpu(layers: Sequence[Any]) -> CpuLayout:
-    return CpuLayout([layer.kv_cache for layer in layers], layers[0].isa)
+    form = NumberFormat.of(layers[0])
+    return CpuLayout([layer.kv_cache for layer in layers], layers[0].isa, form)
 
 
 Layout = PlainLayout | CpuLayout
@@ -246,33 +301,32 @@ def _factors(number: int) -> list[int]:
 
 @functools.cache
 def _packings(
-    isa: str, block_tokens: int, head_size: int, dtype: torch.dtype
+    isa: str, block_tokens: int, head_size: int, form: NumberFormat
 ) -> tuple[_Packing, _Packing]:
     numbers = torch.arange(block_tokens * head_size)
     found = [torch.zeros_like(numbers), torch.zeros_like(numbers)]
     power = 1
     while power < numbers.numel():
-        digits = (numbers // power % _DIGIT).to(dtype).view(block_tokens, 1, head_size)
-        for half, packed in zip(found, _packed(digits, isa), strict=True):
+        digits = (numbers // power % _DIGIT).to(form.dtype).view(block_tokens, 1, head_size)
+        for half, packed in zip(found, _packed(digits, isa, form), strict=True):
             half += packed.flatten().long() * power
         power *= _DIGIT
     for half in found:
         if not torch.equal(half.sort().values, numbers):
             raise UnsupportedModelError(
                 f"snapkv: expected the CPU backend to lay out a block by moving its numbers, got "
-                f"something else for {isa} and {dtype}; serve the model in float32"
+                f"something else for {isa} and {form}; serve the model in float32"
             )
     keys, values = (_Packing.of(half.argsort(), block_tokens, head_size) for half in found)
     return keys, values
 
 
-def _packed(states: Tensor, isa: str) -> tuple[Tensor, Tensor]:
+def _packed(states: Tensor, isa: str, form: NumberFormat) -> tuple[Tensor, Tensor]:
     """A block that holds (block_tokens, 1, D) both as keys and as values, as it lies in memory."""
-    from vllm import _custom_ops as ops
-
     block_tokens, _, head_size = states.shape
-    cache = torch.zeros(1, 1, 2 * block_tokens, head_size, dtype=states.dtype)
+    stored = torch.uint8 if form.coded else form.dtype
+    cache = torch.zeros(1, 1, 2 * block_tokens, head_size, dtype=stored)
     keys, values = cache.chunk(2, dim=2)
     slots = torch.arange(block_tokens)
-    ops.cpu_attn_reshape_and_cache(states, states.clone(), keys, values, slots, isa)
-    return keys, values
+    _write_by_kernel(states, states.clone(), (keys, values), slots, isa, form)
+    return form.decoded(keys), form.decoded(values)

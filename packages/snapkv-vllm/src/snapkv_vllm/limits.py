@@ -15,7 +15,7 @@ from snapkv.validation import (
     require_int,
 )
 from snapkv_vllm.methods import kept_tokens, parts_heads, require_first_protected
-from snapkv_vllm.names import wrong
+from snapkv_vllm.names import SPANS, wrong
 from snapkv_vllm.plans import Cap, Growth, queries_of
 
 SERVED_WHILE_GENERATING = ("r-kv", "tova", "streaming-llm")
@@ -76,6 +76,14 @@ class Limits(Entry):
         if every < (wanted := self.queries_of_answers):
             least = f"at least {wanted}, as many queries as {self.decode_policy} looks at"
             raise wrong("evict_every", least, every, "raise it, or choose another decode_policy")
+
+    def require_none(self, cap: int | None, decode_budget: int | None) -> None:
+        """Refuse spans where a request is held to limits, by which positions are dropped before."""
+        asked = {"cap": cap, "decode_budget": decode_budget}
+        for name, own in asked.items():
+            if tokens := getattr(self, name) if own is None else own:
+                none = f"none beside {name} {tokens}, under which tokens of them may be gone before"
+                raise wrong(SPANS, none, "some", f"send them to a server without {name}")
 
     def cap_of(self, asked: int | None, policy: Policy | None, *, looks_ahead: bool) -> Cap | None:
         """What a prompt is held to while it is read, by what its request asks for, or nothing.

@@ -20,7 +20,9 @@ from snapkv.policies import (
 )
 from snapkv.policies.spans import Spans
 from snapkv.policies.states import LayerStates
+from snapkv.validation import MOST
 from snapkv_vllm.names import PROTECT_FIRST
+from snapkv_vllm.spans import RequestSpans
 
 
 def _adakv(*, safeguard: float = AdaKV.safeguard, **of_scores: Any) -> AdaKV:
@@ -77,6 +79,85 @@ class ProtectingFirst(Policy):
         return self.policy.describe() | {"protect_first": self.first_tokens}
 
 
+@dataclass(frozen=True)
+class WithSpans(Policy):
+    """What a method keeps of a prompt, of some spans of which the request says what stays.
+
+    The library does the same with ``protect`` over all spans that the request names, a budget with
+    room for what they lose, and `CompressedCache.drop` of that behind the prompt.
+
+    Attributes:
+        policy: has room for all that the spans name; None keeps all that these do not drop.
+        spans: lie in the prompt, see `RequestSpans.require_within`.
+        of_spans: for every span that is compressed a method with room for all that is outside it,
+            and for what stays of it.
+    """
+
+    name: ClassVar[str] = "with-spans"
+
+    policy: Policy | None
+    spans: RequestSpans
+    of_spans: tuple[Policy, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.policy is None:
+            return
+        self.policy.require_protection(self.spans.named)
+        scores = scoring(self.policy)
+        named, room = self.spans.named.tokens, kept_tokens(scores, MOST) - scores.query_tokens
+        if named + first_tokens(scores) > room:
+            raise InvalidArgumentError(f"protect: expected at most {room:,} tokens, got {named:,}")
+
+    @property
+    def query_tokens(self) -> int:
+        methods = (self.policy, *self.of_spans)
+        return max((one.query_tokens for one in methods if one is not None), default=0)
+
+    @property
+    def parts_heads(self) -> bool:  # type: ignore[override] # of the method around which it is
+        """Whether the method's heads keep different numbers of tokens."""
+        return self.policy is not None and self.policy.parts_heads
+
+    def kept_tokens(self, prompt_tokens: int) -> int:
+        """Tokens that every layer keeps of a prompt, per KV head; the mean where heads differ."""
+        chosen = prompt_tokens if self.policy is None else kept_tokens(self.policy, prompt_tokens)
+        return chosen - self.spans.lost_tokens
+
+    def select(self, layer: PromptLayer) -> Selection:
+        """Of a prompt of which nothing was dropped before."""
+        slots = torch.arange(layer.keys.shape[2], device=layer.keys.device)
+        return self.select_at(layer, slots.expand(layer.keys.shape[0], 1, -1))
+
+    def select_at(self, layer: PromptLayer, positions: Tensor) -> Selection:
+        """Where (rows, 1 or H, S) positions say which tokens the slots of a head hold."""
+        lost = self.spans.drop.cover(positions)
+        for (span, _), policy in zip(self.spans.compress, self.of_spans, strict=True):
+            outside = ~Spans((span,)).cover(positions)
+            lost = lost | ~_kept(policy, replace(layer, protected=outside))
+        kept = torch.ones_like(lost)
+        if self.policy is not None:
+            named = self.spans.named.cover(positions)
+            kept = _kept(self.policy, replace(layer, protected=named))
+        return Selection.of_mask(kept & ~lost, parts_heads=self.parts_heads)
+
+
+def _kept(policy: Policy, layer: PromptLayer) -> Tensor:
+    """What a method keeps of a layer, as a mask: (rows, H or 1, S) bool."""
+    selection, slots = policy.select(layer), layer.keys.shape[2]
+    if selection is None:
+        shape = layer.keys.shape[0], 1, slots
+        return torch.ones(shape, dtype=torch.bool, device=layer.keys.device)
+    keep = selection.keep_indices
+    mask = torch.zeros(*keep.shape[:2], slots + 1, dtype=torch.bool, device=keep.device)
+    return mask.scatter(2, keep.where(keep >= 0, slots), True)[..., :slots]
+
+
+def first_tokens(policy: Policy) -> int:
+    """How many first tokens a method keeps whatever their votes: attention sinks."""
+    tokens: int = getattr(policy, "sink_tokens", getattr(policy, "start", 0))
+    return tokens
+
+
 def scoring(policy: Policy) -> Policy:
     """The method that scores, inside those around it."""
     while isinstance(policy, ProtectingFirst | AdaKV):
@@ -91,8 +172,16 @@ def parts_heads(policy: Policy) -> bool:
 
 def kept_tokens(policy: Policy, prompt_tokens: int) -> int:
     """Tokens that every layer keeps of a prompt, per KV head; the mean where heads differ."""
+    if isinstance(policy, WithSpans):
+        return policy.kept_tokens(prompt_tokens)
     budget: int = getattr(scoring(policy), "budget", prompt_tokens)
     return min(budget, prompt_tokens)
+
+
+def require_spans_within(policy: Policy | None, prompt_tokens: int) -> None:
+    """Raise InvalidArgumentError where a request names spans that its prompt does not have."""
+    if isinstance(policy, WithSpans):
+        policy.spans.require_within(prompt_tokens, policy.query_tokens)
 
 
 def require_first_protected(policy: Policy, tokens: int) -> None:

@@ -127,6 +127,42 @@ class PromptMetrics:
 
 
 @functools.cache
+def _session_series() -> dict[str, Any]:
+    from prometheus_client import Counter, Gauge
+
+    now = {"labelnames": _LABELS, "multiprocess_mode": "livesum"}
+    went_on = "Requests that began with the held history of their session."
+    not_read = "Tokens of histories that requests did not read again."
+    dropped = "Histories that went, least used, when room was needed."
+    return {
+        "histories": Gauge("snapkv:session_histories", "Held histories of sessions.", **now),
+        "bytes": Gauge("snapkv:session_bytes", "Bytes of the cache that they take.", **now),
+        "requests": Counter("snapkv:session_requests", went_on, _LABELS),
+        "not_read": Counter("snapkv:session_tokens_not_read", not_read, _LABELS),
+        "dropped": Counter("snapkv:session_histories_dropped", dropped, _LABELS),
+    }
+
+
+class SessionMetrics:
+    """Counts histories of sessions, in the process of their engine."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        labels = _labels(vllm_config)
+        self._series = {name: one.labels(*labels) for name, one in _session_series().items()}
+
+    def standing(self, histories: int, held_bytes: int) -> None:
+        self._series["histories"].set(histories)
+        self._series["bytes"].set(held_bytes)
+
+    def went_on(self, tokens_not_read: int) -> None:
+        self._series["requests"].inc()
+        self._series["not_read"].inc(tokens_not_read)
+
+    def dropped(self) -> None:
+        self._series["dropped"].inc()
+
+
+@functools.cache
 def _document_series() -> dict[str, Any]:
     from prometheus_client import Counter, Gauge
 

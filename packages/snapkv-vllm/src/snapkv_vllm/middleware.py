@@ -11,8 +11,9 @@ from collections.abc import Awaitable, Callable, Iterable
 from fastapi import HTTPException
 
 from snapkv.errors import SnapKVError
-from snapkv_vllm.documents.catalogue import PATH
-from snapkv_vllm.documents.front import FrontEnd, Message, Send
+from snapkv_vllm.agents.front import moved_inside, resolve_spans, saying_what_was_applied
+from snapkv_vllm.documents.catalogue import EVERYBODY, PATH, tenant_of
+from snapkv_vllm.documents.front import FrontEnd, Message, Send, has_keys
 from snapkv_vllm.plugin import end_with_parent
 from snapkv_vllm.settings import ServingSettings, require_settings
 
@@ -39,6 +40,7 @@ class SettingsCheck:
         self._app = app
         self._settings: ServingSettings | None = None
         self._documents: FrontEnd | None = None
+        self._has_keys = False
 
     async def __call__(self, scope: Message, receive: _Receive, send: Send) -> None:
         """Answer one request, or the server's start, which is the first to come."""
@@ -48,16 +50,21 @@ class SettingsCheck:
             return
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         checking = _checking(receive, settings, path)
-        if self._documents is None:
-            await self._app(scope, checking, send)
-            return
-        async with self._documents.visit(scope, send) as send_and_count:
-            await self._app(scope, checking, send_and_count)
+        tenant = tenant_of(scope["headers"]) if self._has_keys else EVERYBODY
+        with saying_what_was_applied(tenant, send) as send_and_say:
+            if self._documents is None:
+                await self._app(scope, checking, send_and_say)
+                return
+            async with self._documents.visit(scope, send_and_say) as send_and_count:
+                await self._app(scope, checking, send_and_count)
 
     def _settings_of(self, scope: Message) -> ServingSettings:
         if self._settings is None:
             config = scope["app"].state.args.additional_config
             self._settings = ServingSettings.from_config(config or {})
+            holds = self._settings.sessions is not None
+            self._has_keys = holds and has_keys(scope["app"].state.args)
+            resolve_spans(scope["app"].state, self._settings)
             if self._settings.sharing is not None:
                 self._documents = FrontEnd(scope["app"], self._settings)
         return self._settings
@@ -77,6 +84,8 @@ def _checking(receive: _Receive, settings: ServingSettings, path: str) -> _Recei
             text.extend(message.get("body", b""))
             more = message.get("more_body", False)
         body = _body_of(bytes(text))
+        if moved := moved_inside(body, path, has_sessions=settings.sessions is not None):
+            body, text = moved, bytearray(json.dumps(moved).encode())
         if settings.sharing is None or not about_documents:
             _require_settings(body, settings, path)
         return {"type": "http.request", "body": bytes(text), "more_body": False}

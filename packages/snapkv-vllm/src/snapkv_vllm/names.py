@@ -24,11 +24,25 @@ PROTECT_FIRST = "protect_first"
 
 LIMITS = ("cap", "decode_budget")
 
+SPANS, EDITS = "spans", "edits"
+"""Name what a request says of spans of its prompt, and the edits that make spans of a chat."""
+
+SESSION = "session"
+"""Names whose history a request goes on from, on servers that hold some."""
+
+_OF_AGENTS = (SPANS, EDITS, SESSION)
+
+MESSAGES = "/v1/messages"
+"""Anthropic's endpoint, of whose requests vLLM makes chats."""
+
 DOCUMENT = "document"
 """Names what a request's prompt begins with, on servers that share documents."""
 
 ENDPOINTS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 """Where requests may name a document, and the field that it is the beginning of."""
+
+CHATS = ("/v1/chat/completions", MESSAGES)
+"""Where a prompt is made of messages."""
 
 _OF_METHODS = ("budget", "window_size", "kernel_size", "pooling", "decay", "safeguard")
 
@@ -37,6 +51,8 @@ OF_A_REQUEST = (*_OF_METHODS, PROTECT_FIRST, *LIMITS)
 
 _LONGEST_NAME = 100
 """Characters of a document's name."""
+
+_LONGEST_SESSION = 256
 
 _LONGEST = 60
 """Characters of what a client sent that are said again, or looked at, in one piece."""
@@ -86,7 +102,7 @@ def meant(name: object) -> str | None:
         return name if isinstance(name, str) else None
     begun = name[: len(PREFIX) - 1].lower() == PREFIX[:-1]
     bare = name[len(PREFIX) - 1 :].lower().replace("-", "_").strip("_. ") if begun else name
-    if bare in (*OF_A_REQUEST, DOCUMENT):
+    if bare in (*OF_A_REQUEST, DOCUMENT) or (begun and bare in _OF_AGENTS):
         return PREFIX + bare
     return f"{PREFIX}budget" if begun else None
 
@@ -103,6 +119,14 @@ def require_document_name(argument: str, value: object) -> None:
         characters = f"1 to {_LONGEST_NAME} printable characters"
         expected = f"{characters}, none of them a slash and not dots alone"
         raise wrong(argument, expected, f"'{shown(value)}'", "pass a name such as contract")
+
+
+def require_session_name(argument: str, value: object) -> None:
+    """Refuse what is no name of a session."""
+    if not isinstance(value, str) or not 1 <= len(value) <= _LONGEST_SESSION:
+        got = "a longer text" if isinstance(value, str) and value else "another value"
+        expected = f"a text of 1 to {_LONGEST_SESSION} characters"
+        raise wrong(argument, expected, got, "pass one, such as a random one")
 
 
 def shown(name: str) -> str:

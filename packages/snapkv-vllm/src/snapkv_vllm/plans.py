@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from snapkv.policies import DecodeStep, EvictingPolicy, Policy, PromptLayer
-from snapkv_vllm.methods import kept_tokens, parts_heads, protected_first
+from snapkv_vllm.methods import WithSpans, kept_tokens, parts_heads, protected_first
 
 
 def queries_of(policy: EvictingPolicy) -> int:
@@ -55,6 +55,17 @@ class EndOfPrompt(Choice):
     """What the method keeps of a prompt that has been read."""
 
     stage = "prompt"
+
+
+class EndOfTurn(EndOfPrompt):
+    """What stays at the end of a prompt whose beginning may have been compressed before."""
+
+    def keep_at(self, layer: PromptLayer, positions: Tensor | None) -> Tensor | None:
+        """As `keep`, where slots hold the tokens at (layers, 1 or H, S) positions."""
+        policy = self.policy
+        if positions is None or not isinstance(policy, WithSpans):
+            return self.keep(layer, 0)
+        return policy.select_at(layer, positions).keep_indices
 
 
 @dataclass(frozen=True)
@@ -403,3 +414,29 @@ class Plan(RequestPlan):
     def spare_tokens(self, block_tokens: int) -> int:
         apart = self.policy is not None and parts_heads(self.policy)
         return block_tokens - 1 if apart else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnPlan(Plan):
+    """The plan of a session's request, whose prompt may begin with a history that is held."""
+
+    lent_tokens: int = 0  # that the blocks stand for which it is lent
+    dropped_tokens: int = 0  # of those
+
+    def _at_the_end(self, held_then: int) -> Compression | None:
+        compression = super()._at_the_end(held_then)
+        if compression is None or self.policy is None:
+            return None
+        return replace(compression, choice=EndOfTurn(self.policy))
+
+    @property
+    def shared_tokens(self) -> int | None:
+        return 0 if self.dropped_tokens else super().shared_tokens
+
+    @property
+    def reusable_tokens(self) -> int | None:
+        """See `RequestPlan`; what a request with a history reuses is that alone."""
+        return 0 if self.lent_tokens else super().reusable_tokens
+
+    def most_held(self, tokens: int) -> int:
+        return tokens - self.dropped_tokens if self.lent_tokens else super().most_held(tokens)

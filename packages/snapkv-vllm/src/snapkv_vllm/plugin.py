@@ -34,9 +34,10 @@ def register() -> None:
     if own_folder():
         end_with_parent()
     if supported_version():
-        from snapkv_vllm.blocks import register_spec
+        with contextlib.suppress(ImportError, AttributeError):  # an engine that asks for us is told
+            from snapkv_vllm.blocks import register_spec
 
-        register_spec()
+            register_spec()
 
 
 @contextlib.contextmanager

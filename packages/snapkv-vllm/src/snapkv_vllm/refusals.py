@@ -7,18 +7,23 @@ from typing import Any, NoReturn
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies import TOVA, AdaKV
 from snapkv_vllm.documents.words import Errand
-from snapkv_vllm.layouts import LAYOUTS
+from snapkv_vllm.layouts import FP8, LAYOUTS
 from snapkv_vllm.limits import Limits
-from snapkv_vllm.names import RefusedError, wrong
+from snapkv_vllm.names import PREFIX, RefusedError, wrong
 from snapkv_vllm.plans import Plan
 from snapkv_vllm.settings import ServingSettings
+from snapkv_vllm.spans import NAME
 
 ONE_SERVER = "each would have documents of its own; leave --api-server-count or --share out"
 """What is said where several processes would answer requests, and documents are shared."""
 
+TRANSFER = "kv_transfer_params"
+"""With which a request asks a KV connector for something."""
+
 _STOCK = "serve the model with stock vLLM"
 _WEIGHTS = "their files say which weights have read them, by those in the model's folder; leave"
-_UNQUANTISED = ("auto", "float16", "bfloat16", "float32")
+_PLAIN = ("auto", "float16", "bfloat16", "float32")
+_MOVABLE = (*_PLAIN, *FP8)
 
 
 def _settings(vllm_config: Any) -> ServingSettings:
@@ -53,8 +58,13 @@ def _in_contexts(vllm_config: Any) -> bool:
     return bool(prefill > 1)
 
 
+def _other_than(names: Sequence[str], given: str) -> str:
+    return "" if given in names else str(given)
+
+
 _Rules = tuple[tuple[str, Callable[[Any], Any], str], ...]
-"""What is set, whether it is in vLLM's configuration, and why that is refused and what to do."""
+"""What is set, whether it is in vLLM's configuration (by its name, if it may be one of several),
+and why that is refused and what to do."""
 
 _ALWAYS: _Rules = (
     (
@@ -79,11 +89,6 @@ _ALWAYS: _Rules = (
         "queries that vote are looked up in the whole batch; leave --enable-dbo out",
     ),
     (
-        "a KV connector",
-        lambda c: c.kv_transfer_config is not None,
-        "it would send blocks that no longer hold what their hash says; leave it out",
-    ),
-    (
         "latent attention (MLA) in several tensor parallel processes",
         lambda c: c.model_config.use_mla and _in_parallel(c),
         "all heads vote on one latent, and each process has some of them; use data parallelism",
@@ -104,14 +109,15 @@ _ALWAYS: _Rules = (
         f"it generates nothing from its cache; {_STOCK}",
     ),
     (
-        "positions in several dimensions (M-RoPE)",
-        lambda c: c.model_config.uses_mrope,
-        f"this was never tested; {_STOCK}",
+        "a KV cache in the format",
+        lambda c: _other_than(_MOVABLE, c.cache_config.cache_dtype),
+        f"only {', '.join(FP8)} have one scale for a layer; pass one of them to --kv-cache-dtype, "
+        "or leave it out",
     ),
     (
-        "a quantised KV cache",
-        lambda c: c.cache_config.cache_dtype not in _UNQUANTISED,
-        "its rows cannot be moved bit for bit with their scales; leave --kv-cache-dtype out",
+        "latent attention (MLA) and a KV cache in the format",
+        lambda c: c.model_config.use_mla and _other_than(_PLAIN, c.cache_config.cache_dtype),
+        "this was never tested; leave --kv-cache-dtype out",
     ),
     (
         "CUDA graphs of whole prompt steps",
@@ -120,6 +126,11 @@ _ALWAYS: _Rules = (
     ),
 )
 _CAPPED: _Rules = (
+    (
+        "positions in several dimensions (M-RoPE) where prompts are held to a cap",
+        lambda c: c.model_config.uses_mrope,
+        "the window is read ahead by positions of one dimension; leave --cap out",
+    ),
     (
         "steps of fewer tokens than the window and one",
         lambda c: _shortest_step(c) <= _settings(c).window_tokens,
@@ -156,9 +167,24 @@ _SHARED: _Rules = (
         "a document would have to be read with each of them; leave --share or --enable-lora out",
     ),
     (
+        "shared documents and a KV connector",
+        lambda c: c.kv_transfer_config is not None,
+        "the blocks of documents are on this server; leave --share or --kv-transfer-config out",
+    ),
+    (
         "shared documents and latent attention (MLA)",
         lambda c: c.model_config.use_mla,
         "reading a text again was not tested with latents; leave --share out",
+    ),
+    (
+        "shared documents and positions in several dimensions (M-RoPE)",
+        lambda c: c.model_config.uses_mrope,
+        "a text is read again by positions of one dimension; leave --share out",
+    ),
+    (
+        "shared documents, adakv and tensor parallelism",
+        lambda c: serves_heads_apart(c) and _in_parallel(c),
+        "this was never tested; use --policy snapkv, or leave --share out",
     ),
     (
         "shared documents and sleep mode",
@@ -176,12 +202,49 @@ _SHARED: _Rules = (
         "a request may reach an engine that has not read its document; leave --share out",
     ),
 )
+_SESSIONS: _Rules = (
+    (
+        "sessions and positions in several dimensions (M-RoPE)",
+        lambda c: c.model_config.uses_mrope,
+        "going on from a history was not tested with them; leave --sessions out",
+    ),
+    (
+        "sessions and a KV connector",
+        lambda c: c.kv_transfer_config is not None,
+        "what it adds to a history is not known; leave --sessions or --kv-transfer-config out",
+    ),
+    (
+        "sessions and speculative decoding",
+        lambda c: c.speculative_config is not None,
+        "drafts behind a history were not tested; leave --sessions or --speculative-config out",
+    ),
+    (
+        "sessions and latent attention (MLA)",
+        lambda c: c.model_config.use_mla,
+        "going on from a history was not tested with latents; leave --sessions out",
+    ),
+    (
+        "sessions and sleep mode",
+        lambda c: c.model_config.enable_sleep_mode,
+        "an engine that sleeps forgets its cache; leave --sessions or --enable-sleep-mode out",
+    ),
+    (
+        "sessions and pipeline parallelism",
+        lambda c: c.parallel_config.pipeline_parallel_size > 1,
+        "steps of one request in several places were not tested; leave --sessions out",
+    ),
+)
 _IN_A_FOLDER: _Rules = (
     (
         "documents in a folder and adakv",
         serves_heads_apart,
         "heads of a layer hold different numbers of tokens, which no engine takes from a file; "
         "serve with --policy snapkv, or leave --share-folder out",
+    ),
+    (
+        "documents in a folder and a KV cache in the format",
+        lambda c: _other_than(_PLAIN, c.cache_config.cache_dtype),
+        "files hold numbers as the model has them; leave --kv-cache-dtype or --share-folder out",
     ),
     (
         "documents in a folder and tensor or pipeline parallelism",
@@ -221,11 +284,6 @@ _ADAKV: _Rules = (
         lambda c: c.model_config.use_mla,
         "all heads of a layer keep one set, so there is nothing to share out; use --policy snapkv",
     ),
-    (
-        "adakv and tensor parallelism",
-        _in_parallel,
-        "it shares a layer's budget out among heads of other processes too; use --policy snapkv",
-    ),
 )
 _TOVA: _Rules = (
     (
@@ -240,6 +298,7 @@ _TABLE: tuple[tuple[Callable[[ServingSettings], Any], _Rules], ...] = (
     (lambda s: s.limits.cap, _CAPPED),
     (lambda s: s.limits.decode_budget, _HELD_ANSWERS),
     (lambda s: s.sharing is not None, _SHARED),
+    (lambda s: s.sessions is not None, _SESSIONS),
     (lambda s: s.sharing is not None and s.sharing.folder, _IN_A_FOLDER),
     (lambda s: s.policy == AdaKV.name, _ADAKV),
     (lambda s: s.policy == TOVA.name, _TOVA),
@@ -252,9 +311,10 @@ def require_supported(vllm_config: Any) -> None:
     settings = _settings(vllm_config)
     for rules in (rules for concerns, rules in _TABLE if concerns(settings)):
         for what, applies, remedy in rules:
-            if applies(vllm_config):
+            if found := applies(vllm_config):
+                got = f" {found}" if isinstance(found, str) else ""
                 raise UnsupportedModelError(
-                    f"snapkv: cannot compress prompts with {what}: {remedy}"
+                    f"snapkv: cannot compress prompts with {what}{got}: {remedy}"
                 )
     processes = vllm_config.parallel_config.tensor_parallel_size
     if processes > (kv_heads := vllm_config.model_config.get_total_num_kv_heads()):
@@ -277,6 +337,21 @@ def require_no_promise(limits: Limits) -> None:
             raise wrong(name, none, promised, remedy)
 
 
+def require_no_spans(sampling_params: Any) -> None:
+    """Refuse spans of a session, whose prompt is not all there."""
+    if sampling_params is not None and NAME in (sampling_params.extra_args or {}):
+        whole, got = "a prompt that is all there", "a session, whose prompt grows"
+        raise wrong(NAME, whole, got, "send it as a request of its own")
+
+
+def require_one_position(plan: Plan, request: Any, vllm_config: Any) -> None:
+    """Refuse to compress images where they have positions in several dimensions (M-RoPE)."""
+    is_compressed = plan.shared_tokens is not None
+    if is_compressed and request.mm_features and vllm_config.model_config.uses_mrope:
+        text = "text alone where positions have several dimensions (M-RoPE)"
+        raise wrong("prompt", text, "images", f"send it with {PREFIX}budget 0")
+
+
 def require_capped_prompt(plan: Plan, request: Any, vllm_config: Any) -> None:
     """Refuse a request of vLLM whose prompt cannot be held to its plan's cap while it is read."""
     cap, policy = plan.cap, plan.policy
@@ -296,6 +371,14 @@ def require_no_prompt_logprobs(plan: Plan, sampling_params: Any) -> None:
     """Refuse probabilities of a capped prompt, of which some would be of tokens read ahead."""
     if plan.cap is not None and sampling_params.prompt_logprobs is not None:
         raise _capped("prompt_logprobs", "none", str(sampling_params.prompt_logprobs))
+
+
+def require_no_transfer(plan: Plan, sampling_params: Any) -> None:
+    """Refuse a transfer that is asked for of a request that would be hidden from the connector."""
+    asked = (sampling_params.extra_args or {}).get(TRANSFER)
+    if asked is not None and (plan.policy is not None or plan.growth is not None):
+        none = "none with a request that is compressed, which no connector is offered"
+        raise wrong(TRANSFER, none, "some", f"send it with {PREFIX}budget 0, or without {TRANSFER}")
 
 
 def _capped(name: str, expected: str, got: str) -> RefusedError:
@@ -349,6 +432,10 @@ def _require_movable(name: str, layer: Any, spec: Any) -> None:
     backend = layer.get_attn_backend().get_name()
     if backend not in LAYOUTS:
         _refuse(name, f"runs on {backend}", f"one of {', '.join(LAYOUTS)}")
+    if (form := getattr(layer, "kv_cache_dtype", "auto")) not in _MOVABLE:
+        _refuse(name, f"has a cache in the format {form}", f"one of {', '.join(_MOVABLE)}")
+    if form in FP8 and layer._k_scale.numel() > 1:
+        _refuse(name, "has a scale for every head", "one scale for a layer")
     if getattr(layer, "use_sparse", False):
         _refuse(name, "chooses the tokens it attends to", "attention to all of them")
 

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 
@@ -20,8 +20,7 @@ from snapkv_vllm.refusals import (
     serves_heads_apart,
 )
 from snapkv_vllm.rehearsal import Largest, rehearsed
-from snapkv_vllm.scheduler import BEGINNINGS, ORDERS
-from snapkv_vllm.versions import require_overridden
+from snapkv_vllm.scheduler import BEGINNINGS, FORGOTTEN, ORDERS
 
 
 class CompressingRunner:
@@ -30,8 +29,6 @@ class CompressingRunner:
     The runner's own lengths and positions stay true. Attention in the compressed KV cache groups is
     told the tokens that a request holds, and new tokens go to the slots behind those.
     """
-
-    overridden: ClassVar[tuple[str, ...]] = ()
 
     _orders: dict[str, Order]
     _dropped: dict[str, int]
@@ -49,7 +46,6 @@ class CompressingRunner:
         """Give a runner these abilities; only this one, others of its class stay as they are."""
         require_supported(runner.vllm_config)
         kind = type(runner)
-        require_overridden(kind, cls.overridden)
         runner.__class__ = type(f"Compressing{kind.__name__}", (cls, kind), {})
         runner._orders, runner._dropped, runner._compressed = {}, {}, {}
         runner._recorder = QueryRecorder()
@@ -123,6 +119,8 @@ class CompressingRunner:
         """Run a step, and carry out the orders that came with it behind the model."""
         self._forget(requests_that_begin_anew(scheduler_output))
         self._begin(getattr(scheduler_output, BEGINNINGS, {}))
+        if forgotten := getattr(scheduler_output, FORGOTTEN, ()):
+            self._compressor.positions.forget(forgotten)
         for request_id, order in self._compressed.items():
             if order.steps_back:
                 self._step_back(request_id, order.steps_back)
@@ -215,12 +213,10 @@ def requests_that_begin_anew(scheduler_output: Any) -> set[str]:
 
 
 class CompressingFirstRunner(CompressingRunner):
-    """vLLM's first runner, which serves where there is no Triton and what the second refuses.
+    """vLLM's first runner, which serves where there is no Triton; deprecated, it goes with vLLM's.
 
     Its private parts: rows and block tables in `input_batch`, block lists in `requests`.
     """
-
-    overridden = ("_prepare_inputs", "sample_tokens", "_is_uniform_decode")
 
     def _enter_blocks(self: Any, request_id: str, moves: Sequence[Move]) -> None:
         state = self.requests.get(request_id)
@@ -279,8 +275,6 @@ class CompressingSecondRunner(CompressingRunner):
 
     Its private parts: block tables and requests' rows that live on the device.
     """
-
-    overridden = ("gather_batch_req_state", "prepare_attn")
 
     def _enter_blocks(self: Any, request_id: str, moves: Sequence[Move]) -> None:
         row = self.req_states.req_id_to_index.get(request_id)

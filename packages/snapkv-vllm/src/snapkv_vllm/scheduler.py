@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from snapkv_vllm.versions import require_overridden, require_supported_version
+from snapkv_vllm.versions import part_of_vllm, require_supported_version
 
 require_supported_version()
 
@@ -13,10 +13,13 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from snapkv.errors import InvalidArgumentError, SnapKVError
+from snapkv_vllm.agents.sessions import held_sessions
 from snapkv_vllm.blocks import CompressedBlocks, share_exact_blocks
+from snapkv_vllm.connector import Offers
 from snapkv_vllm.documents.plans import FromDocument, ReadTwice
 from snapkv_vllm.documents.registry import registry
 from snapkv_vllm.documents.words import errand
+from snapkv_vllm.methods import require_spans_within
 from snapkv_vllm.metrics import PromptMetrics
 from snapkv_vllm.plans import Beginning, Order, Plan, RequestPlan
 from snapkv_vllm.plugin import end_with_parent
@@ -25,6 +28,9 @@ from snapkv_vllm.refusals import (
     require_capped_prompt,
     require_no_promise,
     require_no_prompt_logprobs,
+    require_no_spans,
+    require_no_transfer,
+    require_one_position,
     require_sharing,
     require_supported,
 )
@@ -38,15 +44,10 @@ ORDERS = "snapkv_orders"
 _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 BEGINNINGS = "snapkv_beginnings"
-"""Attribute of the same that carries a `Beginning` for every request that has a document."""
+"""Attribute of the same that carries a `Beginning` for every request that is lent blocks."""
 
-_OVERRIDDEN = (
-    "_free_request",
-    "_get_local_prefix_cache_hit",
-    "_preempt_request",
-    "_reserve_prefill_lookahead",
-    "_update_after_schedule",
-)
+FORGOTTEN = "snapkv_forgotten"
+"""Attribute of the same that says which histories are gone, by their first blocks."""
 
 
 class _CompressingScheduler(Scheduler):
@@ -59,7 +60,6 @@ class _CompressingScheduler(Scheduler):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        require_overridden(Scheduler, _OVERRIDDEN)
         super().__init__(*args, **kwargs)
         require_supported(self.vllm_config)
         self._settings = ServingSettings.from_config(self.vllm_config.additional_config)
@@ -76,16 +76,29 @@ class _CompressingScheduler(Scheduler):
         self._lacks_room, self._waiting_for_room = False, set[str]()
         self._metrics = PromptMetrics(self.vllm_config)
         self._documents = registry(self.vllm_config, self.kv_cache_config, compressed)
+        self._sessions = held_sessions(self.vllm_config, self.kv_cache_config, compressed)
+        self._offers = None if self.connector is None else Offers(self.connector)
 
     def add_request(self, request: Any) -> None:
         """Accept a request with the method it asks for; one with wrong settings ends at once."""
         try:
-            self._plans[request.request_id] = self._plan_of(request)
+            plan = self._plans[request.request_id] = self._plan_of(request)
             self._require_blocks(request)
+            if self._offers is not None and plan.shared_tokens is not None:
+                self._offers.hide(request.request_id)
         except SnapKVError as error:  # front ends answer 400; one of another make did not ask
             logger.error("Request %s is refused: %s", request.request_id, error)
-            self.grammar_compile_error_reqs.add(request.request_id)  # ends with vLLM's next step
+            self._end_with(request.request_id, error)
         super().add_request(request)
+
+    def _end_with(self, request_id: str, error: SnapKVError) -> None:
+        """Have vLLM end a request in its next step."""
+        refused = self.grammar_compile_error_reqs
+        if isinstance(refused, dict):  # from 0.33 on, with what the client is told
+            said = part_of_vllm("outputs.RequestError")
+            refused[request_id] = said(code="validation_error", message=str(error))
+        else:
+            refused.add(request_id)
 
     def _plan_of(self, request: Any) -> RequestPlan:
         """The request's plan; none for sessions, whose prompts go on after their end."""
@@ -97,13 +110,17 @@ class _CompressingScheduler(Scheduler):
             return self._documents.plan_of(asked, request)
         if params is None or request.resumable:
             require_no_promise(self._settings.limits)
+            require_no_spans(params)
             return Plan(prompt_tokens=request.num_prompt_tokens)
         plan = self._settings.plan_for(
             params.extra_args, request.num_prompt_tokens, looks_ahead=self._looks_ahead
         )
+        require_spans_within(plan.policy, request.num_prompt_tokens)
+        require_one_position(plan, request, self.vllm_config)
         require_capped_prompt(plan, request, self.vllm_config)
         require_no_prompt_logprobs(plan, params)
-        return plan
+        require_no_transfer(plan, params)
+        return plan if self._sessions is None else self._sessions.plan_of(request, plan)
 
     def _require_blocks(self, request: Any) -> None:
         manager, tokens = self.kv_cache_manager, request.num_prompt_tokens
@@ -142,6 +159,8 @@ class _CompressingScheduler(Scheduler):
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         self._count_wait(request)
+        if self._sessions is not None:
+            self._sessions.preempted(request.request_id)
         super()._preempt_request(request, *args, **kwargs)
 
     def _count_wait(self, request: Any) -> None:
@@ -158,17 +177,33 @@ class _CompressingScheduler(Scheduler):
             read = request.num_computed_tokens >= request.num_prompt_tokens
             complete = read and request.status in _COMPLETE
             registered = self._documents.request_ends(request.request_id, is_complete=complete)
+        if self._sessions is not None:
+            self._sessions.request_ends(request)
         to_connector, of_encoder = super()._free_request(request, *args, **kwargs)
         self._plans.pop(request.request_id, None)
         return registered or to_connector, of_encoder
 
-    def _get_local_prefix_cache_hit(self, request: Any) -> tuple[Any, int, int, bool]:
-        lent = self._documents and self._documents.lent(request.request_id)
-        if lent:
-            begun, found = lent
-            blocks = self.kv_cache_manager.create_kv_cache_blocks(found)
-            return blocks, begun.document_tokens, 0, False
-        blocks, cached, boundary, diverged = super()._get_local_prefix_cache_hit(request)
+    def _connector_finished(self, request: Any) -> tuple[bool, Any]:
+        if self._offers is not None and self._offers.hides(request.request_id):
+            return False, None
+        finished: tuple[bool, Any] = super()._connector_finished(request)
+        return finished
+
+    def _build_kv_connector_meta(self, connector: Any, scheduler_output: Any) -> Any:
+        assert self._offers is not None
+        seen = self._offers.without_hidden(scheduler_output)
+        return super()._build_kv_connector_meta(connector, seen)
+
+    def _get_local_prefix_cache_hit(
+        self, request: Any, *args: Any, **kwargs: Any
+    ) -> tuple[Any, int, int, bool]:
+        for lender in self._lenders:
+            if (lent := lender.lent(request.request_id)) is not None:
+                begun, found = lent
+                blocks = self.kv_cache_manager.create_kv_cache_blocks(found)
+                return blocks, begun.lent_tokens, 0, False
+        found_by_vllm = super()._get_local_prefix_cache_hit(request, *args, **kwargs)
+        blocks, cached, boundary, diverged = found_by_vllm
         plan = self._plans.get(request.request_id)
         usable = None if plan is None else plan.reusable_tokens
         if usable is not None and self.num_spec_tokens:  # vLLM pads a single token with drafts
@@ -201,13 +236,24 @@ class _CompressingScheduler(Scheduler):
                 orders[request_id] = order
         setattr(scheduler_output, ORDERS, orders)
         setattr(scheduler_output, BEGINNINGS, self._begun(scheduler_output))
+        forgotten = () if self._sessions is None else self._sessions.forgotten()
+        setattr(scheduler_output, FORGOTTEN, forgotten)
+
+    @property
+    def _lenders(self) -> list[Any]:
+        """What lends blocks to requests that begin with them."""
+        return [one for one in (self._documents, self._sessions) if one is not None]
 
     def _begun(self, scheduler_output: Any) -> dict[str, Beginning]:
-        """What the workers are told of those requests of a step that begin with a document."""
-        if self._documents is None:
-            return {}
-        names, beginning = scheduler_output.num_scheduled_tokens, self._documents.beginning
-        return {name: begun for name in names if (begun := beginning(name)) is not None}
+        """What the workers are told of those requests that begin with blocks they are lent."""
+        names = [one.req_id for one in scheduler_output.scheduled_new_reqs]
+        names += scheduler_output.scheduled_cached_reqs.resumed_req_ids
+        return {
+            name: begun
+            for name in names
+            for lender in self._lenders
+            if (begun := lender.beginning(name)) is not None
+        }
 
     def _order(self, request: Any, step_tokens: int) -> Order | None:
         request_id, prompt_tokens = request.request_id, request.num_prompt_tokens
@@ -234,7 +280,16 @@ class _CompressingScheduler(Scheduler):
         if order.ends:
             freed = sum(len(move.sources) - len(move.targets) for move in moves)
             self._metrics.compressed(order, freed)
-        return replace(order, moves=moves)
+        order = replace(order, moves=moves)
+        if self._sessions is not None:
+            self._sessions.compressed(request.request_id, order)
+        return order
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        """Forget histories as well, which other weights may have read."""
+        if self._sessions is not None:
+            self._sessions.drop_idle()
+        return bool(super().reset_prefix_cache(*args, **kwargs))
 
 
 class _CompressingAsyncScheduler(_CompressingScheduler, AsyncScheduler):

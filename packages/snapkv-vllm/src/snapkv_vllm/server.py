@@ -10,12 +10,13 @@ from typing import Any
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import SnapKV
 from snapkv.validation import DEFAULT_BUDGET, MAX_KERNEL_SIZE, MAX_WINDOW_SIZE, format_bytes
+from snapkv_vllm.agents.held import Sessions
 from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.limits import Limits
 from snapkv_vllm.names import wrong
 from snapkv_vllm.plugin import METRICS, metrics_folder
 from snapkv_vllm.settings import ServingSettings
-from snapkv_vllm.versions import require_supported_version
+from snapkv_vllm.versions import part_of_vllm, require_supported_version
 
 OWN = ("worker_cls", "scheduler_cls", "additional_config", "logits_processors")
 """The arguments of vLLM through which the plugin works."""
@@ -40,6 +41,7 @@ def engine_args(
     max_kernel_size: int = MAX_KERNEL_SIZE,
     limits: Limits | None = None,
     sharing: Sharing | None = None,
+    sessions: Sessions | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Arguments for ``vllm.LLM(model, **engine_args(budget=1024))`` or `AsyncEngineArgs`.
@@ -56,6 +58,7 @@ def engine_args(
         limits: how many tokens a request may hold while its prompt is read and while its answer
             grows; by default all of them.
         sharing: of documents among requests; None shares none.
+        sessions: whose histories are held for their next requests; None holds none.
         options: any other option of vLLM; its own of the same kind are kept.
 
     Raises:
@@ -71,6 +74,7 @@ def engine_args(
         max_kernel_size=max_kernel_size,
         limits=limits or Limits(),
         sharing=sharing,
+        sessions=sessions,
     )
     return {**options, **_arguments(settings, options)}
 
@@ -153,12 +157,14 @@ def serve(
 def _run(model: str, settings: ServingSettings, options: Sequence[str], name: str) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.cli.serve import ServeSubcommand
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from snapkv_vllm.refusals import ONE_SERVER, require_supported
 
-    cli_env_setup()
+    part_of_vllm(
+        "entrypoints.common.startup.cli_env_setup or "
+        "entrypoints.serve.utils.api_utils.cli_env_setup"
+    )()
     parser = FlexibleArgumentParser(prog="snapkv")
     command = ServeSubcommand()
     command.subparser_init(parser.add_subparsers(dest="subparser"))

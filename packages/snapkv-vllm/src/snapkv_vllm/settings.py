@@ -1,7 +1,7 @@
 """What a server keeps of a prompt, by default and for one request; no vLLM is needed here."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, MutableMapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
@@ -10,29 +10,46 @@ from snapkv.validation import (
     DEFAULT_BUDGET,
     MAX_KERNEL_SIZE,
     MAX_WINDOW_SIZE,
+    byte_budget,
     nearest,
     require_at_least,
     require_int,
 )
+from snapkv_vllm.agents.edits import edits_of
+from snapkv_vllm.agents.held import Sessions
 from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.limits import Limits
-from snapkv_vllm.methods import METHODS, ProtectingFirst, parameters_of, scoring
+from snapkv_vllm.methods import (
+    METHODS,
+    ProtectingFirst,
+    WithSpans,
+    first_tokens,
+    parameters_of,
+    scoring,
+)
 from snapkv_vllm.names import (
+    CHATS,
     DOCUMENT,
+    EDITS,
     ENDPOINTS,
     LIMITS,
+    MESSAGES,
     OF_A_REQUEST,
     PREFIX,
     PROTECT_FIRST,
+    SESSION,
+    SPANS,
     XARGS,
     meant,
     own_settings,
     require_document_name,
     require_readable,
+    require_session_name,
     shown,
     wrong,
 )
 from snapkv_vllm.plans import Plan
+from snapkv_vllm.spans import RequestSpans, entries_of
 
 KEY = "snapkv"
 """The server's settings in vLLM's `additional_config`."""
@@ -48,6 +65,8 @@ _NOT_SERVED = {
     "h2o": ", which needs the queries of the whole prompt",
     "full": ", which is a budget of 0",
 }
+
+_NO_SPANS = RequestSpans()
 
 _UNSERVABLE = {
     ("group_reduce", "none"): "mean, max or sum, since keys are stored once per KV head",
@@ -70,6 +89,7 @@ class ServingSettings:
         max_kernel_size: the widest kernel; a pair (before, behind) is before + 1 + behind wide.
         limits: how many tokens a request may hold while it is read and while its answer grows.
         sharing: of documents among requests; None where there is none.
+        sessions: whose histories are held; None where none are.
 
     Raises:
         InvalidArgumentError: a method that cannot be served, or a value out of range.
@@ -84,6 +104,7 @@ class ServingSettings:
     max_kernel_size: int = MAX_KERNEL_SIZE
     limits: Limits = field(default_factory=Limits)
     sharing: Sharing | None = None
+    sessions: Sessions | None = None
 
     def __post_init__(self) -> None:
         policy = self.policy
@@ -96,6 +117,8 @@ class ServingSettings:
         self._planned({}, prompt_tokens=1, looks_ahead=True)
         if self.sharing is not None:
             self.sharing.require_possible(self.limits)
+        if self.sessions is not None:
+            self.sessions.require_possible(self.limits, self.policy)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
@@ -106,7 +129,9 @@ class ServingSettings:
         limits = Limits.from_config(given.pop("limits", {}))
         entry = given.pop("sharing", None)
         sharing = None if entry is None else Sharing.from_config(entry)
-        return cls(**own, parameters=given, limits=limits, sharing=sharing)
+        held = given.pop("sessions", None)
+        sessions = None if held is None else Sessions.from_config(held)
+        return cls(**own, parameters=given, limits=limits, sharing=sharing, sessions=sessions)
 
     def to_config(self) -> dict[str, Any]:
         """The entry in vLLM's `additional_config`, ready for JSON."""
@@ -115,6 +140,7 @@ class ServingSettings:
         own |= {cap: getattr(self, cap) for cap in _CAPS if getattr(self, cap) != _CAPS[cap]}
         own |= {"limits": limits} if (limits := self.limits.to_config()) else {}
         own |= {} if self.sharing is None else {"sharing": self.sharing.to_config()}
+        own |= {} if self.sessions is None else {"sessions": self.sessions.to_config()}
         return {KEY: own | dict(self.parameters)}
 
     @property
@@ -130,7 +156,8 @@ class ServingSettings:
         said = {"policy": self.policy, **own, "budget": self.budget}
         said |= {name: getattr(self, name) for name in (PROTECT_FIRST, *_CAPS)}
         share = "no" if self.sharing is None else self.sharing.summary
-        said |= {**asdict(self.limits), "share": share}
+        sessions = "no" if self.sessions is None else self.sessions.summary
+        said |= {**asdict(self.limits), "share": share, "sessions": sessions}
         return ", ".join(f"{name} {value}" for name, value in said.items())
 
     def for_request(self, extra_args: Mapping[str, Any] | None) -> Policy | None:
@@ -160,13 +187,38 @@ class ServingSettings:
         if DOCUMENT in given:
             self._require_document(given)
             return Plan(prompt_tokens=prompt_tokens)
+        self._require_session(given.pop(SESSION, None))
+        spans = _spans_of(given)
         for name, value in given.items():
             self._require_known(name)
             require_readable(PREFIX + name, value)
         try:
-            return self._planned(given, prompt_tokens, looks_ahead=looks_ahead)
+            return self._planned(given, prompt_tokens, looks_ahead=looks_ahead, spans=spans)
         except (InvalidArgumentError, InvalidTypeError) as error:
             raise type(error)(f"{PREFIX}{error}") from error
+
+    def spans_of(self, extra_args: Mapping[str, Any]) -> RequestSpans:
+        """What a request says of spans of its prompt."""
+        return _spans_of(own_settings(extra_args))
+
+    def plan_of_turn(
+        self,
+        extra_args: Mapping[str, Any],
+        held_tokens: int,
+        spans: RequestSpans,
+        *,
+        votes: bool = True,
+    ) -> Plan:
+        """As `plan_for`, of a session's request at whose end so many tokens are held.
+
+        Without votes only what `spans` drop goes.
+        """
+        given = own_settings(extra_args)
+        for name in (SPANS, SESSION):
+            given.pop(name, None)
+        if not votes:
+            given["budget"] = 0
+        return self._planned(given, held_tokens, looks_ahead=True, spans=spans)
 
     def costliest(self, prompt_tokens: int) -> Policy:
         """Of what requests may ask for, the method that takes the most memory.
@@ -188,10 +240,18 @@ class ServingSettings:
     def window_tokens(self) -> int:
         return self.costliest(1).query_tokens
 
-    def _planned(self, given: Mapping[str, Any], prompt_tokens: int, *, looks_ahead: bool) -> Plan:
+    def _planned(
+        self,
+        given: Mapping[str, Any],
+        prompt_tokens: int,
+        *,
+        looks_ahead: bool,
+        spans: RequestSpans = _NO_SPANS,
+    ) -> Plan:
         """What a request's settings, by their names without the prefix, make of the server's."""
         own = dict(given)
         budget = own.pop("budget", self.budget)
+        _require_tokens(budget)
         require_int("budget", budget, minimum=0)
         first = own.pop(PROTECT_FIRST, self.protect_first)
         require_int(PROTECT_FIRST, first, minimum=0)
@@ -204,12 +264,55 @@ class ServingSettings:
             policy = None
         elif first and policy is not None:
             policy = ProtectingFirst(policy, first)
+        if spans:
+            self.limits.require_none(cap, decode_budget)
+            protecting = spans.protecting(min(first, prompt_tokens))
+            policy = self._with_spans(protecting, budget, parameters | own, prompt_tokens)
         return Plan(
             prompt_tokens=prompt_tokens,
             policy=policy,
             cap=self.limits.cap_of(cap, policy, looks_ahead=looks_ahead),
             growth=self.limits.growth_of(decode_budget, policy, protect_first=first),
         )
+
+    def _with_spans(
+        self, spans: RequestSpans, budget: int, parameters: Mapping[str, Any], prompt_tokens: int
+    ) -> WithSpans:
+        """The method with room for the spans, of what they leave the budget; 0 keeps all of that.
+
+        `prompt_tokens` may be too few where a request is only checked.
+        """
+        scores = scoring(self._made(None, parameters))
+        window, first = scores.query_tokens, first_tokens(scores)
+        of_spans = []
+        for (start, end), kept in spans.compress:
+            if start < first:
+                least = f"a start of at least {first} to compress, since the first {first} stay"
+                raise wrong(SPANS, least, f"{start} to {end}", "begin behind them")
+            outside = max(prompt_tokens, end + window) - (end - start)
+            of_spans.append(scoring(self._made(outside + kept, parameters)))
+        inner = self._made(budget + spans.lost_tokens, parameters) if budget else None
+        try:
+            made = WithSpans(inner, spans, tuple(of_spans))
+        except InvalidArgumentError as error:
+            kept = sum(kept for _, kept in spans.compress) + spans.protect.tokens
+            raise wrong(
+                SPANS,
+                f"at most what the budget of {budget:,} has room for, to protect or compress to",
+                f"{kept:,} tokens",
+                f"raise the budget, or protect fewer ({error})",
+            ) from None
+        fits = budget >= prompt_tokens - spans.lost_tokens
+        return replace(made, policy=None) if fits else made
+
+    def _require_session(self, name: object) -> None:
+        """Refuse a session where none is held, and what is no name of one."""
+        own = PREFIX + SESSION
+        if name is not None and self.sessions is None:
+            none = "none on this server, which holds no sessions"
+            raise wrong(own, none, "one", "leave it out, or start the server with --sessions")
+        if name is not None:
+            require_session_name(own, name)
 
     def _require_document(self, given: Mapping[str, Any]) -> None:
         """Refuse a document where none is shared, and anything else beside its name."""
@@ -255,6 +358,16 @@ class ServingSettings:
         return made if budget is None else kind(**given, budget=budget)
 
 
+def _require_tokens(budget: object) -> None:
+    """Refuse bytes: caps, answers that grow and shared blocks are promised in tokens."""
+    given = byte_budget(budget) if isinstance(budget, str) else None
+    if given is None:
+        return
+    tokens = f", {int(8192 * given['share'])} for 8k" if "share" in given else ""
+    remedy = f"pass what snapkv plan --context N --budget {budget} keeps of N tokens{tokens}"
+    raise wrong("budget", "a number of tokens on a server", repr(budget), remedy)
+
+
 def _require_at_most(name: str, size: int, cap: int) -> None:
     if size > cap:
         option = f"--max-{name.replace('_', '-')} {size}"
@@ -285,7 +398,7 @@ def require_settings(body: object, settings: ServingSettings, path: str = "") ->
             raise wrong(shown(name), f"inside {XARGS}", "it outside, where nobody reads it", remedy)
     beside, found = _mapping(sampling.get("extra_args")), path in ENDPOINTS
     for given, is_read in ((_mapping(body.get(XARGS)), found), (beside, False)):
-        settings.for_request(given)
+        settings.for_request(_of_a_prompt(given, path))
         if PREFIX + DOCUMENT in given and not is_read:
             expected = f"inside {XARGS} at {' or '.join(ENDPOINTS)}"
             got, remedy = f"it in a request to {shown(path)}", "send the request there"
@@ -293,6 +406,27 @@ def require_settings(body: object, settings: ServingSettings, path: str = "") ->
         for name in filter(meant, given if body.get("use_beam_search") else ()):
             none = "none with use_beam_search, whose requests carry no settings inside vLLM"
             raise wrong(shown(name), none, "one", "leave one of them out")
+
+
+def _of_a_prompt(given: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+    """Settings as they are when the prompt is known, once what it takes to know it is checked."""
+    own = dict(given)
+    spans, edits = PREFIX + SPANS, PREFIX + EDITS
+    for name in (spans, edits, PREFIX + SESSION):
+        chats = path in CHATS
+        if name in own and not (chats or (path in ENDPOINTS and name != edits)):
+            got, remedy = f"it in a request to {shown(path)}", "send the request there"
+            where = " or ".join(CHATS if name == edits else (*ENDPOINTS, MESSAGES))
+            raise wrong(name, f"it at {where}", got, f"{remedy}, or leave it out")
+    if edits in own:
+        edits_of(own.pop(edits))
+    if spans in own and path in CHATS:
+        own[spans] = [one.as_json for one in entries_of(own[spans]) if one.span is not None]
+    return own
+
+
+def _spans_of(given: MutableMapping[str, Any]) -> RequestSpans:
+    return RequestSpans.of(entries_of(given.pop(SPANS))) if SPANS in given else _NO_SPANS
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

@@ -17,6 +17,7 @@ from snapkv_vllm.plans import Move, Plan
 from tests.families import random_ids, tiny_model
 
 BLOCK = 16
+NOTHING = {True: float("nan"), False: 255}
 
 
 class Backend:
@@ -35,7 +36,9 @@ def engine_layer(
         num_heads=heads,
         head_size=head_size,
         kv_cache=torch.full(
-            (blocks, kv_heads, block_tokens, 2 * head_size), float("nan"), dtype=dtype
+            (blocks, kv_heads, block_tokens, 2 * head_size),
+            NOTHING[dtype.is_floating_point],
+            dtype=dtype,
         ),
         get_attn_backend=lambda: Backend,
     )
@@ -85,10 +88,10 @@ def move(sources, targets):
     return (Move(group=0, sources=tuple(sources), targets=tuple(targets)),)
 
 
-def run(states, policy, chunks, blocks, target_blocks=None, dtype=torch.float32):
+def run(states, policy, chunks, blocks, target_blocks=None, dtype=torch.float32, layers=None):
     """All of a prompt in chunks through a compressor; returns its layers."""
     q, k, _ = states[0]
-    layers = {
+    layers = layers or {
         f"layer.{i}": engine_layer(q.shape[0], k.shape[0], q.shape[-1], dtype=dtype)
         for i in range(len(states))
     }
@@ -201,6 +204,67 @@ def test_layers_in_half_precision_keep_what_each_would_alone(prompt, monkeypatch
         assert torch.equal(layout.read_keys(kept, policy.budget)[0], keys.gather(1, rows))
         every = torch.arange(policy.budget)[None, None]
         assert torch.equal(layout.read_values(kept, every)[0], values.gather(1, rows))
+
+
+@pytest.mark.parametrize("of_queries", [None, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(
+    ("name", "coded"), [("fp8", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bytes_with_a_scale_per_layer_vote_as_attention_sees_them_and_move_as_they_are(
+    prompt, name, coded, of_queries, dtype
+):
+    """As GPUs have them: their kernels may take queries in bytes too."""
+    _, _, states = prompt
+    policy, blocks, targets = SnapKV(48), tuple(range(10)), [31, 4, 17]
+    stored, layers = [], {}
+    for index, (queries, keys, values) in enumerate(states):
+        scales = {"_k_scale": 0.3 * (index + 1), "_v_scale": 1.7, "_q_scale": 0.6}
+        halves = (keys / scales["_k_scale"]).to(coded), (values / scales["_v_scale"]).to(coded)
+        asked = queries.to(dtype) if of_queries is None else (queries / 0.6).to(of_queries)
+        stored.append((asked, *(half.view(torch.uint8) for half in halves)))
+        layer = engine_layer(queries.shape[0], keys.shape[0], keys.shape[-1], dtype=torch.uint8)
+        vars(layer).update(kv_cache_dtype=name, dtype=dtype)
+        vars(layer).update((scale, torch.tensor(number)) for scale, number in scales.items())
+        layers[str(index)] = layer
+    layers = run(stored, policy, [140, 1, 9], blocks, tuple(targets), layers=layers)
+    for layer, (asked, keys, values) in zip(layers, stored, strict=True):
+        seen = (keys.view(coded).float() * layer._k_scale).to(dtype)[None]
+        asked = asked if of_queries is None else (asked.float() * layer._q_scale).to(dtype)
+        alone = PromptLayer(
+            queries=asked[None, :, -policy.query_tokens :],
+            keys=seen,
+            values=seen,
+            score_options=ScoreOptions(scaling=keys.shape[-1] ** -0.5),
+            layer_idx=0,
+        )
+        rows = policy.select(alone).keep_indices[0].unsqueeze(-1).expand(-1, -1, keys.shape[-1])
+        layout, kept = layout_of([layer]), torch.tensor(targets)
+        every = torch.arange(policy.budget)[None, None]
+        assert torch.equal(layout.read_keys(kept, policy.budget)[0], keys.gather(1, rows))
+        assert torch.equal(layout.read_values(kept, every)[0], values.gather(1, rows))
+
+
+def test_a_text_that_is_read_again_is_noted_by_the_keys_as_attention_sees_them(prompt):
+    """A cache of bytes notes what one of the same numbers would."""
+    _, _, states = prompt
+    queries, keys, _ = states[0]
+    coded = (keys / 0.3).to(torch.float8_e4m3fn)
+    plain = engine_layer(queries.shape[0], keys.shape[0], keys.shape[-1])
+    bytes_of = engine_layer(queries.shape[0], keys.shape[0], keys.shape[-1], dtype=torch.uint8)
+    vars(bytes_of).update(kv_cache_dtype="fp8", dtype=torch.float32, _k_scale=torch.tensor(0.3))
+    noted = []
+    for layer, stored in ((plain, coded.float() * 0.3), (bytes_of, coded.view(torch.uint8))):
+        fill(layer, tuple(range(10)), stored, stored)
+        compressor = compressor_of({"l": layer})
+        compressor._recorder.wanted = {"a": slice(100, 150)}
+        layer.impl.forward(layer, queries.transpose(0, 1))
+        plan = Plan(prompt_tokens=150, policy=SnapKV(48)).order(0, 0, 150, range(150))
+        order = replace(plan, query_tokens=50, noted_tokens=100, moves=move(range(10), ()))
+        compressor.note({"a": order})
+        noted.append(compressor._received["a"]["l"])
+    assert torch.equal(*noted)
+    assert noted[0].any()
 
 
 def voting(groups):

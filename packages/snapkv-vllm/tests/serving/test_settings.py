@@ -54,14 +54,15 @@ def test_the_log_is_told_all_that_decides_what_is_kept():
     assert ServingSettings().summary == (
         "policy snapkv, budget 1024, window_size 32, kernel_size 7, pooling max, sink_tokens 0, "
         "group_reduce mean, protect_first 0, max_window_size 128, max_kernel_size 129, cap 0, "
-        "chunk_tokens 1024, decode_budget 0, decode_policy r-kv, evict_every 128, share no"
+        "chunk_tokens 1024, decode_budget 0, decode_policy r-kv, evict_every 128, share no, "
+        "sessions no"
     )
     own = {"safeguard": 0.5, "pooling": "fading", "decay": 0.9}
     sharing = Sharing(most_bytes=2 << 30, across_keys=True, folder="/documents")
     said = ServingSettings(policy="adakv", budget=0, parameters=own, sharing=sharing).summary
     words = ("policy adakv", "budget 0", "decay 0.9", "safeguard 0.5")
     assert all(word in said.split(", ") for word in words)
-    assert said.endswith("share 2.0 GiB across keys in /documents")
+    assert said.endswith("share 2.0 GiB across keys in /documents, sessions no")
     limits = Limits(cap=2048, decode_budget=4096)
     assert (
         "cap 2048, chunk_tokens 1024, decode_budget 4096" in ServingSettings(limits=limits).summary
@@ -231,3 +232,15 @@ def test_a_document_is_named_alone_and_where_documents_are_shared(sharing, given
         settings.for_request(given)
     if sharing is not None:
         assert settings.for_request({"snapkv_document": "contract", "other": 1}) is None
+
+
+@pytest.mark.parametrize(("budget", "tokens"), [("12%", ", 983 for 8k"), ("64MiB", "")])
+def test_bytes_are_refused_with_what_says_the_tokens_to_type(budget, tokens):
+    said = f"snapkv plan --context N --budget {budget} keeps of N tokens{tokens}"
+    with pytest.raises(InvalidArgumentError) as error:
+        ServingSettings(budget=budget)
+    assert str(error.value) == (
+        f"budget: expected a number of tokens on a server, got '{budget}'; pass what {said}"
+    )
+    with pytest.raises(InvalidArgumentError, match=r"^snapkv_budget: expected a number of tokens"):
+        ServingSettings().for_request({"snapkv_budget": budget})

@@ -52,12 +52,15 @@ if TYPE_CHECKING:
         StreamingLLM,
         default_policy,
     )
+    from snapkv.storage.auto import AutoCodes
     from snapkv.storage.coded import KVCodes
 __version__ = "0.1.0"
 
 __all__ = [
     "AdaKV",
     "AutoBudget",
+    "AutoCodes",
+    "BudgetTooSmallError",
     "ByteBudget",
     "CacheFileError",
     "CacheMismatchError",
@@ -108,6 +111,7 @@ _HOMES = {
     "CacheReport": "snapkv.cache.report",
     "CompressedCache": "snapkv.hf.cache",
     "Document": "snapkv.document",
+    "AutoCodes": "snapkv.storage.auto",
     "KVCodes": "snapkv.storage.coded",
     "Library": "snapkv.library.library",
     "PageRecall": "snapkv.cache.paging",

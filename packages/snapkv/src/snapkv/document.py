@@ -16,6 +16,7 @@ from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.hf.cache import CompressedCache
 from snapkv.policies import Policy
 from snapkv.policies.base import ALL_QUERIES
+from snapkv.storage.coded import Bits, KVCodes
 from snapkv.validation import require_int
 
 
@@ -138,9 +139,9 @@ class Document:
                 layer.begin_at(seen, pads, forget_queries=not hybrid)
         return cache
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, *, bits: Bits | KVCodes | None = None) -> None:
         """Write the document and its keys and values to a file; see `CompressedCache.save`."""
-        self._cache.save(path, beside={"input_ids": self.input_ids})
+        self._cache.save(path, beside={"input_ids": self.input_ids}, bits=bits)
 
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel, **options: Any) -> Self:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from snapkv.cache.layer import CompressedLayer, LayerIdentity
 from snapkv.cache.reading import Reading
-from snapkv.cache.saving.encoding import COMPRESSED, decode_layer, spread_bytes
-from snapkv.cache.saving.files import read_sealed, seal_of, write_sealed
+from snapkv.cache.saving.encoding import COMPRESSED, coded_bytes, decode_layer
+from snapkv.cache.saving.files import SealedFile, read_sealed, seal_of, write_sealed
 from snapkv.cache.saving.writing import naming, replace_file, replacing
 from snapkv.cache.slots import SlotMap
 from snapkv.errors import (
@@ -38,6 +38,7 @@ from snapkv.hf.identity import identity_of, require_identity
 from snapkv.hf.model_parts import length_dependent_rope
 from snapkv.hf.saved import contents, encoded, fitting_together, policy_of, tensors_beside
 from snapkv.policies import EvictingPolicy, FullCache, Policy
+from snapkv.storage.codes import packed_bytes
 from snapkv.storage.dense import DenseStore
 from snapkv.storage.dynamic import Dynamic
 from snapkv.storage.static import StaticStore
@@ -234,7 +235,7 @@ def read_document(
     path = Path(path)
     file = read_sealed(path, most_bytes=most_bytes)
     with fitting_together(path):
-        size = spread_bytes(file.notes.get("packed", {}))
+        size = _spread_bytes(file)
         if most_bytes is not None and size > most_bytes:
             raise CacheFileError(
                 f"path: expected a saved cache of at most {format_bytes(most_bytes)} in the "
@@ -259,6 +260,14 @@ def read_document(
         if (fault := document.fault(model["dtype"])) is not None:
             raise ValueError(fault)
     return document
+
+
+def _spread_bytes(file: SealedFile) -> int:
+    """Bytes that what is in few bits takes in the model's dtype."""
+    layers = (saved for saved in file.notes["layers"] if saved["kind"] == COMPRESSED)
+    return packed_bytes(file.notes.get("packed", {})) + sum(
+        coded_bytes(saved, file.tensors) for saved in layers
+    )
 
 
 def _layers(

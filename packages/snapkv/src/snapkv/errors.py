@@ -3,6 +3,7 @@
     SnapKVError
     ├── InvalidArgumentError (ValueError)   a value is out of range or contradicts another
     │   ├── PromptTooLongError              more tokens than the model has positions
+    │   ├── BudgetTooSmallError             fewer bytes than a prompt's window and sinks take
     │   ├── ModelNotFoundError              no model under that name, folder or file
     │   ├── DocumentError                   a document is missing, empty or not text
     │   ├── CacheFileError                  a saved cache is missing, damaged or cannot be written
@@ -33,6 +34,10 @@ class InvalidArgumentError(SnapKVError, ValueError):
 
 class PromptTooLongError(InvalidArgumentError):
     """The prompt has more tokens than the model has positions."""
+
+
+class BudgetTooSmallError(InvalidArgumentError):
+    """A budget of bytes has no room for what must stay of a prompt."""
 
 
 class ModelNotFoundError(InvalidArgumentError):

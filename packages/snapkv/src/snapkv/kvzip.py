@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from snapkv.cache.choosing import Choice
 from snapkv.errors import (
     CacheMismatchError,
     InvalidArgumentError,
@@ -73,8 +74,9 @@ def read_twice(
     prompts = repeat_context(model, input_ids, cache, instruction_ids=instruction_ids)
     with cache.reading.attending():
         for layer, prompt in zip(cache.layers, prompts, strict=True):
-            chosen = cache.policy.select(prompt)  # once: what follows is not read twice
-            layer.end_prompt(Selection.whole(prompt) if chosen is None else chosen, prompt)
+            chosen, storage = layer.choose(prompt)  # once: what follows is not read twice
+            kept = Selection.whole(prompt) if chosen is None else chosen
+            layer.end_prompt(Choice(kept, storage), prompt)
 
 
 @torch.no_grad()

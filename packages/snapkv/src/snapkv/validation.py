@@ -113,6 +113,16 @@ def byte_budget(text: str) -> dict[str, float | int] | None:
     return {"bytes": int(amount * base ** " kmgt".index(prefix.lower() or " "))}
 
 
+def code_bits(word: str) -> tuple[int | str, int | str] | None:
+    """Bits of keys and of values: "int4", "fp8", or apart as in "K8V4"; None for another word."""
+    number = r"2|4|8|fp8"
+    if found := re.fullmatch(rf"int([248])|(fp8)|k({number})v({number})", word.lower()):
+        both, float8, keys, values = found.groups()
+        pair = (keys, values) if keys else (both or float8,) * 2
+        return tuple(each if each == "fp8" else int(each) for each in pair)  # type: ignore[return-value] # two
+    return None
+
+
 def require_pooling(pooling: Any, kernel_size: Any, decay: Any) -> None:
     """Raise unless they say how votes are pooled."""
     require_choice("pooling", pooling, POOLINGS)

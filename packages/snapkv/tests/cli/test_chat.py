@@ -44,7 +44,7 @@ def test_json_is_one_object_a_line_and_no_budget_is_needed(chat, recall):
     )
     assert first["question"] == FIRST
     assert second["prompt_tokens"] > first["prompt_tokens"]
-    budget = 1024 if recall else {"auto": {"lost_vote": 0.0015, "least": 32, "most": None}}
+    budget = 1024 if recall else {"auto": {"lost_vote": 0.0005, "least": 32, "most": None}}
     assert first["policy"]["budget"] == second["policy"]["budget"] == budget
     assert stats["stats"]["seen_tokens"] > second["prompt_tokens"]
     small = chat(FIRST, "/stats", options=(*SMALL, *recall, "--json")).out.splitlines()
@@ -61,6 +61,32 @@ def test_pages_for_everything_answer_as_a_budget_for_everything(chat, tmp_path):
         assert chat(f"/load {talk}", LATER, options=paged).out.splitlines() == expected[1:]
     refused = chat(f"/load {talk}", options=(*SMALL, "--recall", "none"))
     assert "recall: expected 'host', a folder or nothing" in refused.err
+
+
+def test_what_was_said_is_dropped(chat, snapkv, tiny_only, tmp_path, monkeypatch):
+    said = chat(FIRST, "/drop document", "/drop document", "/drop tools", LATER, "/stats")
+    assert said.status == 0
+    assert said.out.splitlines()[1].split(", ")[0].endswith("tokens dropped")
+    assert said.err.count("drop: expected something that was said and is not dropped yet") == 2
+    messages = tmp_path / "messages.json"
+    messages.write_text(
+        json.dumps(
+            [
+                {"role": "user", "content": "Look."},
+                {"role": "tool", "content": "The gate opens at nine."},
+                {"role": "tool", "content": "The key is under the stone."},
+            ]
+        )
+    )
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{FIRST}\n/drop tools\n/stats\n"))
+    options = ("--transcript", messages, "--clear-tool-results", 1, *SMALL, "--json")
+    answer, freed, stats = map(json.loads, snapkv("chat", *options).out.splitlines())
+    assert 0 < freed["tokens"] < stats["stats"]["dropped_tokens"]
+    assert answer["cache"]["dropped_tokens"] + freed["tokens"] == stats["stats"]["dropped_tokens"]
+    for wrong in (("--transcript", messages, messages), ("--clear-tool-results", 1)):
+        refused = snapkv("chat", *wrong, *SMALL)
+        assert refused.status == 2
+        assert "expected" in refused.err
 
 
 def test_what_goes_wrong_ends_a_turn_and_not_the_conversation(chat, tmp_path):

@@ -12,6 +12,7 @@ from snapkv.cli.notes import (
     FADING,
     FULL,
     SAFE_BELOW,
+    SAFE_SUM_BELOW,
     WIDE,
     LostVotes,
     changed_command,
@@ -216,7 +217,7 @@ def test_a_check_is_a_line_and_a_status():
 
 @pytest.mark.parametrize(
     ("lost", "peak", "ending"),
-    [(None, None, None), (0.5, 0.0012, None), (0.12, 0.0013, "--budget 128")],
+    [(None, None, None), (0.1, 0.0012, None), (0.12, 0.0013, "--budget 128")],
 )
 def test_lost_votes_call_for_a_larger_budget(lost, peak, ending):
     note = votes_note(answered(lost_votes=lost, lost_vote_peak=peak), SNAPKV, TYPED[:-1])
@@ -245,24 +246,27 @@ def test_a_larger_budget_that_holds_everything_is_the_full_cache():
 
 
 @pytest.mark.parametrize(
-    ("peak", "word"),
+    ("peak", "share", "word"),
     [
-        (0.0, "safe"),
-        (SAFE_BELOW - 0.0001, "safe"),
-        (SAFE_BELOW, "doubtful"),
-        (DOUBTFUL_BELOW - 0.0001, "doubtful"),
-        (DOUBTFUL_BELOW, "lost"),
-        (float("nan"), "lost"),
+        (0.0, 0.0, "safe"),
+        (SAFE_BELOW - 0.0001, SAFE_SUM_BELOW - 0.01, "safe"),
+        (SAFE_BELOW, 0.0, "doubtful"),
+        (0.0, SAFE_SUM_BELOW, "doubtful"),
+        (DOUBTFUL_BELOW - 0.0001, 0.5, "doubtful"),
+        (DOUBTFUL_BELOW, 0.0, "lost"),
+        (float("nan"), 0.0, "lost"),
+        (0.0, float("nan"), "doubtful"),
     ],
 )
-def test_every_peak_has_a_word_and_the_borders_belong_to_the_worse_one(peak, word):
-    assert word_for(peak, 1024) == word
+def test_what_is_lost_has_a_word_and_the_borders_belong_to_the_worse_one(peak, share, word):
+    assert word_for(peak, share, 1024) == word
 
 
 def test_votes_on_a_longer_prompt_weigh_more():
-    assert word_for(SAFE_BELOW / 2, 1000) == word_for(SAFE_BELOW / 8, 7 * 1024) == "safe"
-    assert word_for(SAFE_BELOW / 2, 2 * 1024) == word_for(SAFE_BELOW / 8, 8 * 1024) == "doubtful"
-    assert word_for(DOUBTFUL_BELOW / 8, 8 * 1024) == "lost"
+    peak, share = SAFE_BELOW / 8, SAFE_SUM_BELOW / 8
+    assert word_for(4 * peak, 4 * share, 1000) == word_for(peak, share, 7 * 1024) == "safe"
+    assert word_for(4 * peak, 0.0, 2 * 1024) == word_for(0.0, share, 8 * 1024) == "doubtful"
+    assert word_for(DOUBTFUL_BELOW / 8, 0.0, 8 * 1024) == "lost"
 
 
 def test_a_report_says_the_share_and_the_word_or_nothing():
@@ -287,7 +291,8 @@ def test_the_word_is_that_of_the_prompt_however_much_follows():
     cache = CompressedCache(model, SnapKV(24, window_size=8))
     model(random_ids(1, 60), past_key_values=cache)
     behind_the_prompt = LostVotes.of(cache.report())
-    assert behind_the_prompt.word == word_for(behind_the_prompt.peak, 60)
+    lost = behind_the_prompt.peak, behind_the_prompt.share
+    assert behind_the_prompt.word == word_for(*lost, 60)
     for tokens in (1, 140):
         model(random_ids(1, tokens), past_key_values=cache)
         assert LostVotes.of(cache.report()) == behind_the_prompt

@@ -29,6 +29,7 @@ EXAMPLES = [(name, line) for name, command in COMMANDS.items() for line in comma
 SAME = {
     "batch": "together",
     "baseline": "beside",
+    "bits": "[Ss]tore",
     "budget": "[Tt]okens (that are )?kept",
     "chunk_tokens": "^Tokens of a chunk",
     "cloze": "begin ",

@@ -23,7 +23,6 @@ from snapkv.app.models import place_of
 from snapkv.cache.saving.files import read_sealed, seal_of
 from snapkv.document_files import StoredDocument, model_identity, read_document
 from snapkv.errors import UnsupportedModelError
-from snapkv.hf import saved
 from snapkv.hf.identity import identity_of
 from snapkv.kvzip import read_context
 from snapkv.policies import H2O
@@ -129,11 +128,11 @@ def test_ragged_heads_of_one_length_are_a_document(tmp_path):
     assert torch.equal(document.kept, every.expand(4, -1, -1))
 
 
-@pytest.mark.parametrize("bits", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("bits", ["int8", "int4", "K8V4", "fp8"])
 def test_a_file_in_few_bits_gives_what_the_library_loads_of_it(bits, tmp_path):
     model, ids = tiny_model("llama"), random_ids(1, TOKENS)
     cache = read_context(model, ids, POLICY)
-    saved.write(cache, cache.options, tmp_path / "one", {"input_ids": ids}, bits)
+    cache.save(tmp_path / "one", beside={"input_ids": ids}, bits=bits)
     assert_read(tmp_path / "one", cache, ids)
     document = read_document(tmp_path / "one", model=identity_of(model))
     assert not torch.equal(document.keys[0], cache.layers[0].keys[0])

@@ -23,7 +23,6 @@ from snapkv import (
 )
 from snapkv.cache.saving.files import read_sealed, write_sealed
 from snapkv.document_files import read_document
-from snapkv.hf import saved
 from snapkv.hf.identity import identity_of
 from snapkv.kvzip import read_context
 from tests.families import random_ids, tiny_model
@@ -238,7 +237,7 @@ def packed(path):
     """A file of int4 whose keys and values take more than it does."""
     ids = random_ids(1, 400)
     cache = read(CompressedCache(LLAMA, FullCache()), ids)
-    saved.write(cache, cache.options, path, {"input_ids": ids}, "int4")
+    cache.save(path, beside={"input_ids": ids}, bits="int4")
     return 4 * 2 * 2 * 400 * 8 * 4
 
 
@@ -253,7 +252,16 @@ def test_a_packed_file_is_refused_by_what_it_spreads_out_to(tmp_path):
 def test_no_scale_makes_packed_numbers_more(tmp_path):
     packed(tmp_path / "one")
     tensors, notes, *_ = read_sealed(tmp_path / "one")
-    name = "layers.0.store.keys.scale"
-    tensors[name] = functional.pad(tensors[name][None], (0, 0) * 5 + (0, 99))
+    name = "layers.0.store.states.codes.0.scale"
+    tensors[name] = functional.pad(tensors[name][None], (0, 0) * 2 + (0, 99))
     write_sealed(tmp_path / "forged", tensors, notes)
     refused(tmp_path / "forged", "whose parts do not fit together.*shape", kind=CacheFileError)
+
+
+@pytest.mark.parametrize("counts", [[10**15, 396], [-(10**9), 10**9 + 792], [396], [396.0, 396]])
+def test_no_count_makes_packed_numbers_more(tmp_path, counts):
+    packed(tmp_path / "one")
+    tensors, notes, *_ = read_sealed(tmp_path / "one")
+    notes["layers"][0]["store"]["states"]["parts"]["sections"] = [[counts]]
+    write_sealed(tmp_path / "forged", tensors, notes)
+    refused(tmp_path / "forged", "whose parts do not fit together", kind=CacheFileError)

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from snapkv import AdaKV, FullCache, KVzip, Library, LibraryError, SnapKV
+from snapkv import H2O, AdaKV, FullCache, KVCodes, KVzip, Library, LibraryError, SnapKV
 from snapkv.app.models import LoadedModel
 from snapkv.hf import identity
 from snapkv.library import folder
@@ -145,7 +145,9 @@ def test_without_a_chat_template_special_tokens_stand_once_in_front(tmp_path, de
     ("policy", "bits"),
     [
         (None, "int4"),
+        (None, KVCodes(8, 4, sink_tokens=0)),
         (SnapKV(40), None),
+        (H2O(40), "K8V4"),
         (AdaKV(KVzip(keep_ratio=0.5)), "int8"),
         (SnapKV("60%", window_size=8), None),
     ],
@@ -161,6 +163,10 @@ def test_documents_lie_as_the_policy_and_the_bits_say(tmp_path, tiny, policy, bi
     parts = library.parts(tiny.model, tiny.tokenizer, library.search("lease", 1))
     report = parts[0].cache.report()
     assert (report.kept_tokens < report.seen_tokens) == (policy is not None)
+    assert library.verify() == []
+    for record in library.documents:
+        damage(library.path / "caches" / record.cache, 5000)
+    assert len(library.verify()) == 3
     # the next adder need not say it again
     assert whats(library.add(tiny.model, tiny.tokenizer, [("x", "new")])) == ["read"]
 

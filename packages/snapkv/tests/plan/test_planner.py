@@ -1,13 +1,14 @@
 """The planner's arithmetic against what models really hold, and against the published numbers."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
-from snapkv import CompressedCache, FullCache, SnapKV
+from snapkv import BudgetTooSmallError, CompressedCache, FullCache, KVCodes, SnapKV
 from snapkv.app.models import load_outline
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.plan import Plan, Request, footprint_of, shapes, verdict
@@ -64,6 +65,51 @@ def test_every_family_holds_what_was_planned(family):
     plan = planned(outline, context_tokens=100, batch=2, keep_ratio=0.4, window_size=16)
     policy = SnapKV(keep_ratio=0.4, window_size=16)
     assert plan.compressed.cache_bytes == held_bytes(model, ids, policy)
+
+
+CODES = ("int8", "int4", "fp8", "k8v4", KVCodes(4, 2, group_size=64, recent_tokens=5))
+
+
+@pytest.mark.parametrize("bits", CODES, ids=str)
+@pytest.mark.parametrize("budget", [40, 33, 90, "45%", "70%", "14kB"])
+def test_codes_hold_what_was_planned_also_behind_an_answer(budget, bits):
+    """Scales, window, sinks and the recent tokens of the answer are the tensors' bytes."""
+    model = tiny_model("qwen3")
+    with torch.device("meta"):
+        outline = type(model)(tiny_config("qwen3")).float()
+    asked = {"context_tokens": 100, "budget": budget, "window_size": 8, "bits": bits}
+    cache = CompressedCache(model, SnapKV(budget, window_size=8), quantize=KVCodes.of(bits))
+    ids = random_ids(1, 200)
+    with torch.inference_mode():
+        try:
+            model(ids[:, :100], past_key_values=cache, logits_to_keep=1)
+        except BudgetTooSmallError as error:
+            with pytest.raises(BudgetTooSmallError, match=re.escape(str(error)[:50])):
+                planned(outline, **asked)
+            return
+        plan = planned(outline, **asked)
+        assert plan.compressed.cache_bytes == cache.report().held_bytes
+        assert plan.kept_tokens == cache.report().kept_tokens
+        for place in range(100, 200):
+            model(ids[:, place : place + 1], past_key_values=cache)
+            new = place + 1 - 100
+            assert plan._cache(100, new, compressed=True) == cache.report().held_bytes, new
+            if new % 33 == 0:
+                held = plan._keeping.memory_bytes(plan._keeping.tokens(100), new)
+                assert held >= in_memory(cache)
+
+
+def test_a_share_of_bytes_is_planned_as_it_is_kept():
+    """By hand: a quarter of 1,000 tokens; and in int4 32 and 4 tokens stay as they came."""
+    plan = shaped("llama-3.1-8b", context_tokens=1000, budget="25%")
+    assert plan.kept_tokens == 250
+    assert plan.compressed.cache_bytes * 4 == plan.full.cache_bytes
+    plan = shaped("llama-3.1-8b", context_tokens=1000, budget="25%", bits="int4")
+    block = 8 * 2 * (32 * 128 // 2 + 4 * 128)  # heads, keys and values, codes, scales
+    per_layer, layers = 250 * 4096, 32
+    blocks = (layers * (per_layer - 36 * 4096)) // block
+    assert plan.kept_tokens == 36 + 32 * blocks / layers
+    assert plan.compressed.cache_bytes == layers * 36 * 4096 + blocks * block
 
 
 def in_memory(cache):
@@ -244,6 +290,8 @@ def test_the_verdict_says_it_plainly(shape, request_, said):
         ({"context_tokens": 9, "budget": 32}, InvalidArgumentError, "budget"),
         ({"context_tokens": 9, "budget": 64, "keep_ratio": 0.5}, InvalidArgumentError, "one of"),
         ({"context_tokens": 9, "memory_bytes": 10**9}, InvalidArgumentError, "gpu_memory"),
+        ({"context_tokens": 9, "budget": "auto"}, InvalidArgumentError, "budget: expected tokens"),
+        ({"context_tokens": 9, "bits": "int5"}, InvalidArgumentError, "quantize"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(request_, error, message):

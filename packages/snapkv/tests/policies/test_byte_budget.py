@@ -1,6 +1,7 @@
 """A budget of bytes: what is held at the end of a prompt is what was given, or just below it."""
 
 import functools
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -53,6 +54,11 @@ def worked(cost, tokens, depth=0, pads=(0,)):
 @pytest.mark.parametrize(
     ("budget", "cost", "of_each"),
     [
+        # The fifth block is what heads of four may fill in part, 3 tokens of each.
+        ("100B", replace(CODES, uneven=True), [8, 8]),
+        ("90B", replace(CODES, uneven=True), [8, 4]),
+        # Bytes of its own, 59 and 60: 24 as they came, two blocks and three
+        ("119B", replace(CODES, alike=False), [11, 15]),
         ("160B", BARE, [10, 10]),
         ("170B", BARE, [11, 10]),  # 10 left over: one token more, in the first layer
         ("10%", BARE, [5, 5]),  # 50 tokens take 400 bytes in a layer
@@ -159,13 +165,9 @@ def test_held_bytes_are_what_was_given_or_just_below(quantize, budget, tokens):
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_whatever_the_method(make, quantize):
     model, policy = tiny_model("llama"), make("40%", **WINDOW)
-    if quantize and make in UNEVEN:
-        with pytest.raises(InvalidArgumentError, match=r"^quantize: expected heads and layers"):
-            CompressedCache(model, policy, quantize=quantize)
-        return
     cache = read(model, policy, 400, quantize=quantize)
     given = Fraction(4, 10) * cache.report().full_bytes
-    assert 0.96 * given < sum(held(cache)) <= given
+    assert (0.8 if quantize and make in UNEVEN else 0.96) * given < sum(held(cache)) <= given
     if make not in UNEVEN:
         assert_just_fits(cache, model, make, given, 400, quantize=quantize)
 
@@ -224,14 +226,13 @@ def test_a_threshold_keeps_no_more_than_the_bytes():
 
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_a_draft_votes_on_what_fits(quantize):
-    model, policy = tiny_model("llama"), DraftVotes(SnapKV("30%", **WINDOW))
-    cache = CompressedCache(model, policy, quantize=quantize)
-    model.generate(random_ids(1, 300), past_key_values=cache, max_new_tokens=1, do_sample=False)
-    report = cache.report()
-    assert report.seen_tokens == 300
-    assert 0.27 * report.full_bytes < report.held_bytes <= 0.3 * report.full_bytes
-    with pytest.raises(InvalidArgumentError, match="quantize"):
-        CompressedCache(model, CriticalKV(DraftVotes(PyramidKV("30%"))), quantize="int8")
+    model, ids = tiny_model("llama"), random_ids(1, 300)
+    for inner in (SnapKV("30%", **WINDOW), PyramidKV("30%", **WINDOW)):
+        cache = CompressedCache(model, DraftVotes(inner), quantize=quantize)
+        model.generate(ids, past_key_values=cache, max_new_tokens=1, do_sample=False)
+        report = cache.report()
+        assert report.seen_tokens == 300
+        assert 0.22 * report.full_bytes < report.held_bytes <= 0.3 * report.full_bytes
 
 
 def test_what_reads_twice():
@@ -342,3 +343,33 @@ def test_where_tokens_are_needed():
         PyramidKV("12%", published=True)
     with pytest.raises(InvalidArgumentError, match="page_tokens"):
         AdaKV(policy, page_tokens=16)
+
+
+CODED = [
+    KVCodes(8, 8, exact_layers=1),
+    KVCodes(4, 4, recent_tokens=3, sink_tokens=0),
+    KVCodes(8, 4, group_size=64, recent_tokens=16, exact_layers=1),
+]
+SHARING = [
+    SnapKV,
+    PyramidKV,
+    lambda budget, **own: AdaKV(SnapKV(budget, **own)),
+    lambda budget, **own: AdaKV(PyramidKV(budget, **own), safeguard=0.05),
+    lambda budget, **own: ScoreThreshold(SnapKV(budget, **own), at_least=0.0),
+]
+
+
+@pytest.mark.parametrize("how", CODED, ids=range(3))
+@pytest.mark.parametrize("make", SHARING)
+@pytest.mark.parametrize("pads", [(0,), (0, 60, 17)], ids=str)
+def test_codes_of_uneven_heads_and_layers_hold_no_more_than_was_given(make, how, pads):
+    model = tiny_model("llama")
+    for budget, tokens in (("31%", 260), ("55%", 333), ("30000B", 301)):
+        policy = make(budget, **WINDOW)
+        if how.exact_layers and (any(pads) or "pyramidkv" in str(policy.describe())):
+            continue  # layers without codes hold fillers; PyramidKV is refused
+        cache = read(model, policy, tokens, pads, quantize=how)
+        found, report = ByteBudget.read(budget), cache.report()
+        real = sum(tokens - each for each in pads) / (len(pads) * tokens)
+        given = len(pads) * (found.bytes or 0) or found.share * report.full_bytes * real
+        assert 0.4 * given < report.held_bytes <= given + 1e-6

@@ -187,3 +187,21 @@ def test_what_has_no_votes_or_no_place_for_a_draft_is_refused():
     ):
         with pytest.raises(InvalidArgumentError, match=said):
             make()
+
+
+def test_the_report_says_what_the_draft_took():
+    """Of each layer the whole prompt, and queries, keys and values of what voted; float32."""
+    model, ids = tiny_model("llama"), random_ids(2, PROMPT)
+    cache = CompressedCache(model, POLICY)
+    logits = call(model, cache, ids)
+    assert cache.report()["draft"] is None
+    cache.vote_by_draft(logits)
+    report, config = cache.report(), model.config
+    heads = config.num_attention_heads + 2 * config.num_key_value_heads
+    voted = 4 * 2 * N * heads * config.head_dim * config.num_hidden_layers
+    assert report["draft"].pop("ms") > 0
+    assert report["draft"] == {"tokens": N, "held_bytes": report.full_bytes + voted}
+    assert str(cache.report()).splitlines()[-1].startswith(f"votes of a draft: {N} tokens, ")
+    assert copy.copy(cache).report()["draft"] is not None
+    cache.reset()
+    assert cache.report()["draft"] is None

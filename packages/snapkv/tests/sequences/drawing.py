@@ -144,14 +144,19 @@ def _options(draw: Draw, policy: Policy) -> dict[str, Any]:
     if "recall" in options and draw.random() < 0.3:
         options["refresh_every"] = draw.choice([1, 2, 5])
     stored = draw.random()
-    if stored < 0.15:
+    is_static = 0.15 <= stored < 0.3 and has_budget and "refresh_every" not in options
+    if is_static:
+        options |= {"storage": "static", "room_tokens": draw.choice([24, 64])}
+    if stored < 0.15 or (is_static and draw.random() < 0.4):
         few = {"recent_tokens": draw.choice([0, 3, 8]), "sink_tokens": draw.choice([0, 1, 4])}
         few["exact_layers"] = draw.choice([0, 0, 0, 1])
         options["quantize"] = draw.choice(
             ["int8", "fp8", KVCodes(8, 8, **few), KVCodes(8, 8, **few), KVCodes(4, 8, **few)]
         )
-    elif stored < 0.3 and has_budget and "refresh_every" not in options:
-        options |= {"storage": "static", "room_tokens": draw.choice([24, 64])}
+        if policy.query_tokens and draw.random() < 0.3:  # layers of either kind beside each other
+            codes = KVCodes(8, 8, **few | {"exact_layers": 0})
+            error = draw.choice([1e-9, 1e-6, 1e-5])
+            options["quantize"] = kv.AutoCodes((None, codes), most_error=error)
     return options
 
 
@@ -215,11 +220,33 @@ def _crop(draw: Draw) -> do.Crop:
     return do.Crop(draw.choice([draw.randint(1, 3), draw.randint(1, 8), draw.randint(1, 30)]))
 
 
+def _drop(draw: Draw) -> do.Drop:
+    spans = []
+    for _ in range(draw.choice([1, 1, 2])):
+        start = draw.randint(0, draw.choice([10, 60]))
+        spans.append((start, start + draw.choice([draw.randint(1, 4), draw.randint(1, 30)])))
+    budget = draw.choice([None, None, draw.randint(1, 12), "30%"])
+    return do.Drop(tuple(spans), draw.choice([0, 0, 1, 5]), budget)
+
+
+def _has_room(policy: Policy) -> bool:
+    """Whether a span that does not fit is refused by `protect` itself."""
+    alike = type(policy) in (kv.SnapKV, kv.KeyDiff) and isinstance(policy.budget, int)
+    return alike and not policy.sink_tokens
+
+
+def _protect(draw: Draw) -> do.Protect:
+    start = draw.randint(0, draw.choice([4, 40]))
+    return do.Protect(start, start + draw.randint(1, 4))
+
+
 def _next(draw: Draw, policy: Policy) -> do.Operation:
     choices: list[tuple[float, Callable[[Draw], do.Operation]]] = [
         (5, _later),
         (4, lambda draw: do.Step(draw.randint(1, 5), draw.random() < 0.4)),
         (0.5 if isinstance(policy, EvictingPolicy) else 3, _crop),
+        (0.5 if isinstance(policy, EvictingPolicy) else 3, _drop),
+        (0.7 if _has_room(policy) else 0.0, _protect),
         (2.5, _rows),
         (1, lambda draw: do.Copy(draw.random() < 0.5, draw.choice(["copy", "original"]))),
         (0.7, lambda draw: do.Swap()),

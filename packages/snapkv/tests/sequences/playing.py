@@ -14,8 +14,10 @@ from torch import Tensor
 from transformers import DynamicCache, StoppingCriteria
 
 from snapkv import CompressedCache, PageRecall, SnapKVError
+from snapkv.policies.spans import Spans
 from tests.sequences import operations as do
 from tests.sequences.judging import (
+    CHANGES,
     Judge,
     Part,
     State,
@@ -139,6 +141,7 @@ class Game:
             pads = torch.tensor([min(pads, most) for pads in reading.pads])
             self.state.ids, self.state.pads = torch.zeros(len(pads), 0, dtype=torch.int64), pads
             self.state.alone = [None] * len(pads)
+            self.state.dropped = torch.zeros(len(pads), 0, dtype=torch.bool)
             if self.state.turn is not None:  # announced, and refused
                 self.state.turn.ids = self.state.ids
 
@@ -291,7 +294,8 @@ class Game:
         reads_again = into_turn and (
             self.judge.recalls or (open_turn is not None and nothing_dropped)
         )
-        stays = any(part.kind == "crop" and part.stop > left for part in state.done)
+        stays = any(part.kind in CHANGES and part.stop > left for part in state.done)
+        state.dropped = state.dropped_by_now[:, :left]
         if not stays and (reads_again or not (into_turn or self.options.get("refresh_every"))):
             self._cut(left, is_open=into_turn, count=count)
         else:
@@ -303,6 +307,35 @@ class Game:
             if into_turn:
                 state.turn = Part("turn", left, left, nothing, end=state.prompt_end)
 
+    def _drop(self, drop: do.Drop) -> None:
+        state, own = self.state, self.state.seen - self.state.pads
+        tokens = own if drop.shift else own.amin().expand(state.rows)
+        spans = [
+            [[min(place + row * drop.shift, most) for place in span] for span in drop.spans]
+            for row, most in enumerate(tokens.tolist())
+        ]
+        real = [[span for span in row if span[0] < span[1]] for row in spans]
+        given = real if drop.shift else real[0]
+        done = Part("spans", state.seen, state.seen, torch.tensor(spans))
+        if drop.budget is None:
+            self._unless_refused(lambda: state.cache.drop(given))
+            places = torch.arange(state.seen) - state.pads[:, None]
+            covered = [
+                Spans.of("spans", own).cover(row) for own, row in zip(real, places, strict=True)
+            ]
+            state.dropped = state.dropped_by_now | torch.stack(covered)
+        else:
+            self._unless_refused(lambda: state.cache.compress(given, drop.budget))
+            done.passes = [("compress", state.seen, drop.budget)]
+        state.done.append(done)
+        state.logits = None
+
+    def _protect(self, protect: do.Protect) -> None:
+        state, span = self.state, (protect.start, protect.stop)
+        self._unless_refused(lambda: state.cache.protect([span]))
+        told = torch.tensor([[span]]).expand(state.rows, -1, -1)
+        state.done.append(Part("protect", state.seen, state.seen, told))
+
     def _cut(self, left: int, *, is_open: bool, count: int) -> None:
         """Nothing behind that column was ever read; an open turn goes on with the next pass."""
         state = self.state
@@ -311,10 +344,10 @@ class Game:
             held_again = left + count - state.resumed_at
             state.short_by = max(0, state.short_by - held_again) + count
             state.resumed_at = left
-        while parts and parts[-1].start >= left and parts[-1].kind != "crop":
+        while parts and parts[-1].start >= left and parts[-1].kind not in CHANGES:
             parts.pop()
         state.turn = None
-        if parts and parts[-1].stop > left and parts[-1].kind != "crop":
+        if parts and parts[-1].stop > left and parts[-1].kind not in CHANGES:
             last = parts[-1]
             passes = [each for each in last.passes if each[1] < left]
             passes += [("call", left)] if last.kind == "turn" else []
@@ -338,6 +371,7 @@ class Game:
         elif taken.how == "reorder_cache":
             given = order = torch.tensor((taken.numbers * state.rows)[: state.rows]) % state.rows
         self._unless_refused(lambda: getattr(state.cache, taken.how)(given))
+        state.dropped = state.dropped_by_now[order]
         state.ids, state.pads, state.logits = state.ids[order], state.pads[order], None
         state.done = [replace(part, ids=part.ids[order]) for part in state.done]
         if state.turn is not None:

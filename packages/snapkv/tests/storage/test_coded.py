@@ -10,12 +10,15 @@ from snapkv import (
     AdaKV,
     CacheMismatchError,
     CompressedCache,
+    Document,
     FullCache,
     InvalidArgumentError,
     KeyDiff,
+    PyramidKV,
     SnapKV,
     UnsupportedModelError,
 )
+from snapkv.ops import encode
 from snapkv.storage.coded import CodedStates, KVCodes
 from snapkv.storage.ragged import RaggedStates
 from tests.families import ONCE, call, random_ids, tiny_model
@@ -38,18 +41,11 @@ def stored(cache, layer=3):
     return cache.layers[layer].store.padded()[0]
 
 
-LATENT = ("deepseek_v3",)
-
-
 @pytest.mark.parametrize(("family", "implementation"), ONCE)
 @pytest.mark.parametrize("policy", [POLICY, AdaKV(POLICY)], ids=["even", "uneven"])
 def test_every_family_attends_to_what_the_codes_stand_for(family, implementation, policy):
     """A cache in the model's dtype that is given those numbers goes on with the same logits."""
     model, later = tiny_model(family, implementation), random_ids(2, 4, 1)
-    if family in LATENT:
-        with pytest.raises(UnsupportedModelError, match="quantize: expected attention to the keys"):
-            read(model, quantize="int8")
-        return
     exact, packed = read(model, policy), read(model, policy, quantize=FINE)
     for layer in exact.compressed_layers:
         assert torch.equal(packed.kept_positions(layer), exact.kept_positions(layer))
@@ -236,6 +232,20 @@ def test_drafts_behind_a_prompt_do_not_see_each_other_as_codes():
     assert caches[1].layers[0].store.tail_tokens == 40
 
 
+def test_drafts_in_the_pass_that_ends_a_prompt_of_latents_are_refused_before_anything_is_dropped():
+    """They would see what codes are made of; the first layer, which holds none, refuses it, too."""
+    model, ids = tiny_model("deepseek_v3"), random_ids(1, PROMPT)
+    cache = CompressedCache(model, POLICY, quantize=KVCodes(8, 8, exact_layers=1))
+    cache.activate_past_recording()
+    cache.expect_prompt(PROMPT - 3)
+    with pytest.raises(UnsupportedModelError, match=r"quantize: .*generate without drafts"):
+        call(model, cache, ids)
+    assert cache.get_seq_length() == 0
+    cache.expect_prompt(PROMPT)
+    call(model, cache, ids)
+    assert cache.report().kept_tokens == BUDGET
+
+
 def test_the_first_and_the_last_layers_may_hold_no_codes():
     cache = read(tiny_model("llama"), quantize=KVCodes(8, 8, exact_layers=1))
     assert [layer.store.is_exact for layer in cache.layers] == [True, False, False, True]
@@ -276,12 +286,11 @@ def test_where_a_layer_refuses_the_cache_says_to_reset_it(policy, options, layer
 def test_what_cannot_be_packed_is_refused():
     model = tiny_model("llama")
     for options, said in (
-        ({"quantize": "int3"}, "quantize: expected one of int8, int4, fp8"),
-        ({"quantize": "int8", "storage": "static"}, "quantize: expected a policy that only"),
+        ({"quantize": "int3"}, "quantize: expected int8, int4 or fp8, keys and"),
         ({"quantize": "int8", "policy": H2O(40)}, "quantize: expected a policy that only"),
         (
-            {"quantize": KVCodes(exact_layers=1), "policy": SnapKV("50%")},
-            "quantize: expected heads and layers that all hold as many tokens in as many bits",
+            {"quantize": KVCodes(exact_layers=1), "policy": AdaKV(PyramidKV("50%"))},
+            "quantize: expected layers that all hold tokens in as many bits",
         ),
     ):
         with pytest.raises(InvalidArgumentError, match=said):
@@ -293,3 +302,78 @@ def test_what_cannot_be_packed_is_refused():
     ):
         with pytest.raises(InvalidArgumentError, match=said):
             KVCodes(**wrong)
+
+
+# Files.
+
+
+def by_hand(states, how, number, along):
+    """(1, H, N, D) what codes stand for: blocks of a head's tokens, the last one filled up."""
+    G, first, heads = how.group_size, how.sink_tokens, []
+    for head in states[0]:
+        blocks = []
+        for block in head[first:].split(G):
+            filled = torch.cat([block, block[-1:].expand(G - len(block), -1)])
+            blocks.append(encode(filled[None], number, along=along).decoded()[0, : len(block)])
+        heads.append(torch.cat([head[:first], *blocks]))
+    return torch.stack(heads)[None]
+
+
+KEEPING = {
+    "even": ("llama", POLICY, {}),
+    "whole": ("llama", FullCache(), {}),
+    "static": ("llama", POLICY, {"storage": "static"}),
+    "latents": ("deepseek_v3", POLICY, {}),
+}
+
+
+@pytest.mark.parametrize("kept", KEEPING)
+def test_a_file_in_few_bits_holds_blocks_of_codes_behind_the_sinks(kept, tmp_path):
+    family, policy, options = KEEPING[kept]
+    model, how = tiny_model(family), KVCodes(8, 4, sink_tokens=3, exact_layers=1)
+    cache = read(model, policy, batch=1, **options)
+    cache.save(tmp_path / "one", bits=how)
+    loaded = CompressedCache.load(tmp_path / "one", model)
+    last = len(cache.layers) - 1
+    for depth, (own, other) in enumerate(zip(cache.layers, loaded.layers, strict=True)):
+        states, found = own.store.padded(), other.store.padded()
+        if 0 < depth < last:
+            made = zip(states, ((8, "tokens"), (4, "channels")), strict=True)
+            states = tuple(by_hand(part, how, *numbers) for part, numbers in made)
+        assert all(map(torch.equal, found, states))
+        assert torch.equal(other.stored_positions(), own.stored_positions())
+    assert loaded.options["quantize"] is None
+
+
+@pytest.mark.parametrize("recall", [None, "host"])
+def test_ragged_heads_batches_and_what_lies_off_the_device_go_into_few_bits(recall, tmp_path):
+    model, later = tiny_model("llama"), random_ids(2, 20, 1)
+    cache = read(model, AdaKV(POLICY), recall=recall)
+    for name, bits in (("whole", None), ("few", "int8")):
+        cache.save(tmp_path / name, bits=bits)
+    assert (tmp_path / "few").stat().st_size < 0.6 * (tmp_path / "whole").stat().st_size
+    loaded = CompressedCache.load(tmp_path / "few", model)
+    for each in (cache, loaded):
+        each.expect_prompt(PROMPT + 20)
+    wanted, got = (call(model, each, later) for each in (cache, loaded))
+    assert not torch.equal(got, wanted)
+    assert (got - wanted).abs().max() <= 0.02 * wanted.abs().max()
+
+
+def test_a_document_in_few_bits_answers_from_what_they_stand_for(tmp_path):
+    model, question = tiny_model("llama"), [random_ids(1, 9, 1)[0]]
+    document = Document(model, random_ids(1, PROMPT), POLICY)
+    sizes = []
+    for bits in (None, "int8", "K8V4", "int4"):
+        document.save(tmp_path / str(bits), bits=bits)
+        sizes.append((tmp_path / str(bits)).stat().st_size)
+    assert sizes == sorted(sizes, reverse=True)
+    inputs = [each.inputs(question) for each in (document, Document.load(tmp_path / "int8", model))]
+    wanted, got = (
+        model(own["input_ids"][:, -9:], past_key_values=own["past_key_values"]).logits
+        for own in inputs
+    )
+    assert (got - wanted).abs().max() <= 0.02 * wanted.abs().max()
+    with pytest.raises(InvalidArgumentError, match="bits: expected int8, int4 or fp8"):
+        document.save(tmp_path / "none", bits="int3")
+    assert not (tmp_path / "none").exists()

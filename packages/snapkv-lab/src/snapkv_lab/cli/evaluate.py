@@ -30,6 +30,7 @@ EXAMPLES = {
     "eval turns": (
         "snapkv eval turns --turns append,recall,recall-pages:8 --cloze --template none",
     ),
+    "eval tool-results": ("snapkv eval tool-results --turns append,recall --cloze",),
     "eval functions": ("snapkv eval functions --turns append,recall --budget 1k --reference-loss",),
     "eval longbench": ("snapkv eval longbench --datasets qasper --limit 5 --budget 1k",),
     "eval ruler": ("snapkv eval ruler --tasks niah_single_2,vt --lengths 4k --limit 5",),

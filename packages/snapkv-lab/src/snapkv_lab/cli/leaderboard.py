@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from snapkv.cli import panels
-from snapkv.cli.amounts import WholeNumber, shares
+from snapkv.cli.amounts import EXACT, WholeNumber, shares, storage_bits
 from snapkv.cli.fields import with_options
+from snapkv.cli.options import StorageBits
 from snapkv.cli.outputs import RunFolder, results_folder
 from snapkv_lab.cli.workers import SettingWord, WorkerOptions, answering
 from snapkv_lab.evaluate.sample import SETTINGS, Setting, Template
@@ -41,11 +42,15 @@ class LeaderboardOptions(WorkerOptions):
     ] = None
     ratios: Annotated[
         str,
-        panels.sweep(help="Shares kept where the question is visible: 0.25 or 4:1, with commas"),
+        panels.sweep(
+            help="Shares of the full cache's bytes where the question is visible: 0.25 or 4:1, "
+            "with commas"
+        ),
     ] = "0.5,0.25,0.125"
     hidden_ratios: Annotated[
-        str, panels.sweep(help="Shares kept where the question is hidden, with commas")
+        str, panels.sweep(help="The same where the question is hidden, with commas")
     ] = "8:1,16:1,32:1"
+    bits: StorageBits = EXACT
     setting: SettingWord = "both"
     length: Annotated[int, panels.sweep(help="Tokens of a prompt, about"), WholeNumber(1)] = 2048
     limit: Annotated[int, panels.sweep(help="Samples of every cell"), WholeNumber(1)] = 2
@@ -60,7 +65,10 @@ class LeaderboardOptions(WorkerOptions):
             show_default="snapkv-results/leaderboard-MODEL-HASH",
         ),
         RunFolder(
-            files=(_RECORD, "leaderboard.md", "leaderboard.html", "leaderboard.svg"),
+            files=(
+                *(_RECORD, "leaderboard.md", "leaderboard.html"),
+                *("leaderboard.svg", "leaderboard-time.svg"),
+            ),
             record=_RECORD,
             key="leaderboard",
         ),
@@ -69,6 +77,7 @@ class LeaderboardOptions(WorkerOptions):
 
     def __post_init__(self) -> None:
         _ = self.shares
+        storage_bits(self.bits)
 
     @property
     def shares(self) -> dict[Setting, tuple[float, ...]]:
@@ -122,7 +131,7 @@ def _runs(
     loaded: "LoadedModel", tasks: list["Task"], named: list[str], options: LeaderboardOptions
 ) -> tuple[dict["Place", "Run"], dict["Place", list[str]]]:
     """A run per task and setting, and which methods each leaves out."""
-    from snapkv_lab.cli.methods import contenders
+    from snapkv_lab.cli.methods import contenders, storages
     from snapkv_lab.evaluate.leaderboard import prompt_tokens
     from snapkv_lab.evaluate.runner import Run
 
@@ -131,7 +140,7 @@ def _runs(
     for task in tasks:
         tokens = prompt_tokens(loaded, task, options.template)
         for setting, kept in options.shares.items():
-            found = contenders(loaded, named, kept, tokens, setting)
+            found = contenders(loaded, named, kept, tokens, setting, storages(options.bits))
             place = (task.name, setting)
             runs[place] = Run(
                 loaded=loaded,

@@ -8,11 +8,12 @@ from typing import Any, cast
 from snapkv.app.models import LoadedModel
 from snapkv.app.prefills import Prefill
 from snapkv.cache.paging import PageRecall
-from snapkv.cli.amounts import count, token_budgets
+from snapkv.cli.amounts import EXACT, count, storage_bits, token_budgets
 from snapkv.cli.options import SweepOptions
 from snapkv.cli.policy import make_policy, named_policies, parsed, specs, takes_budget, wrapped
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
-from snapkv.policies import POLICIES, FullCache
+from snapkv.policies import POLICIES, EvictingPolicy, FullCache
+from snapkv.storage.coded import KVCodes
 from snapkv.validation import DEFAULT, require_choice
 from snapkv_lab.evaluate.asking import LATER, Later, LaterWord, Method
 from snapkv_lab.evaluate.runner import fitting_methods
@@ -40,20 +41,27 @@ def compared_caches(options: Any) -> list[Contender]:
             f"storage: expected dynamic, static or both, got {options.storage!r}"
         )
     for each, storage in itertools.product(_read_in_every_way(options), storages):
-        made = compressed(f"{each.label} {storage}", each.policy, storage=storage)
+        label = f"{each.label} {storage}"
+        made = compressed(label, each.policy, storage=storage, codes=each.bits)
         found.append(replace(made, prefill=each.prefill))
     return found
 
 
 def _read_in_every_way(options: Any) -> list[Method]:
-    """Every policy with every way of reading, which its label names where it is not exact."""
+    """Every policy in every storage with every way of reading; labels name what is not exact."""
     ways: Sequence[tuple[str, Prefill]] = options.prefills
     compared = methods([], options.policy or [DEFAULT], token_budgets(options.budget))
     return [
-        replace(method, label=method.label + ("" if text == "exact" else f" {text}"), prefill=way)
+        replace(stored, label=stored.label + ("" if text == "exact" else f" {text}"), prefill=way)
         for method in compared
+        for stored in map(method.stored_in, storages(options.bits))
         for text, way in ways
     ]
+
+
+def storages(text: str) -> list[KVCodes | None]:
+    """What words of `storage_bits` stand for; None for as it came."""
+    return [None if word == EXACT else KVCodes.of(word) for word in storage_bits(text)]  # type: ignore[arg-type] # read before
 
 
 def methods(
@@ -134,21 +142,27 @@ def contenders(
     shares: Sequence[float],
     prompt_tokens: float,
     question: Setting,
+    bits: Sequence[KVCodes | None] = (None,),
 ) -> Contenders:
-    """The full cache, and every method with the budget that is each share of the prompt.
+    """The full cache, and every method in every storage with each share of the full cache's bytes.
 
-    Left out are methods that keep more than such a budget for sure, that do not work with the
-    model, or that never choose in sight of a question.
+    Methods that evict while generating get as many tokens instead. Left out are methods that keep
+    more than such a budget for sure, that do not work with the model or the storage, or that never
+    choose in sight of a question.
     """
     found, left_out = [Method(label=FullCache.name, policy=FullCache())], []
-    for spec in named:
-        if why := _unfit(loaded, spec, question):
-            left_out.append(f"{spec}: {why}")
+    for spec, codes in itertools.product(named, bits):
+        in_tokens = isinstance(_method(spec, spec, _AMPLE_TOKENS).policy, EvictingPolicy)
+        plain = _method(spec, spec, _AMPLE_TOKENS if in_tokens else "100%").stored_in(codes)
+        if why := _unfit(loaded, plain, question):
+            left_out.append(f"{plain.label}: {why}")
             continue
         for share in shares:
-            label = f"{spec}@{share:.4g}"
+            label = f"{plain.label}@{share:.4g}"
             try:
-                found.append(_method(spec, label, max(1, round(share * prompt_tokens))))
+                method = _method(spec, label, max(1, round(share * prompt_tokens)))
+                method = method if in_tokens else _method(spec, label, f"{100 * share:.4g}%")
+                found.append(replace(method, bits=codes))
             except InvalidArgumentError as error:
                 left_out.append(f"{label}: {error}")
     if len(found) == 1:
@@ -160,18 +174,17 @@ def contenders(
     return Contenders(methods=found, left_out=left_out)
 
 
-def _unfit(loaded: LoadedModel, spec: str, question: Setting) -> str:
+def _unfit(loaded: LoadedModel, method: Method, question: Setting) -> str:
     """Why a method cannot take part at any share; empty where it can."""
-    method = _method(spec, spec, _AMPLE_TOKENS)
     try:
         fitting_methods(loaded, [method])
-    except UnsupportedModelError as error:
+    except (UnsupportedModelError, InvalidArgumentError) as error:
         return str(error)
     if method.policy.reads_twice and question == "visible":
         return "it chooses before a question is known, so only where the question is hidden"
     return ""
 
 
-def _method(spec: str, label: str, budget: int) -> Method:
+def _method(spec: str, label: str, budget: int | str) -> Method:
     name, given = parsed(spec)
     return Method(label=label, policy=make_policy(name, {"budget": budget, **given}))

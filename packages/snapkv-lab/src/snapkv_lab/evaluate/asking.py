@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Self
 
 import torch
@@ -16,9 +16,10 @@ from snapkv.app.prompt_end import PromptEnd
 from snapkv.app.prompt_reader import PromptReader
 from snapkv.app.prompts import Prompt
 from snapkv.cache.paging import PageRecall
-from snapkv.errors import OutOfMemoryError, PromptTooLongError
+from snapkv.errors import BudgetTooSmallError, OutOfMemoryError, PromptTooLongError
 from snapkv.hf.cache import CompressedCache
 from snapkv.policies import Policy
+from snapkv.storage.coded import KVCodes
 from snapkv_lab.evaluate.sample import Conversation, Sample, Setting, Template
 from snapkv_lab.evaluate.store import LOST, Key, Record, Store
 from snapkv_lab.evaluate.task import Task
@@ -39,17 +40,24 @@ LATER: dict[LaterWord, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A policy, a way to read and what later questions do, under the name that tables give it."""
+    """How a prompt is read, kept and stored, and what later questions do, under a table's name."""
 
     label: str
     policy: Policy
     prefill: Prefill = field(default_factory=Exact)
     later: Later = "append"
+    bits: KVCodes | None = None
+
+    def stored_in(self, bits: KVCodes | None) -> Self:
+        """The same in so many bits, which its label names; None for as it came."""
+        label = self.label if bits is None else f"{self.label} {bits}"
+        return replace(self, label=label, bits=bits)
 
     def describe(self) -> Record:
         reading = {} if self.prefill == Exact() else {"prefill": self.prefill.describe()}
         later = {} if self.later == "append" else {"turns": self.described_later}
-        return self.policy.describe() | reading | later
+        bits = {} if self.bits is None else {"bits": asdict(self.bits)}
+        return self.policy.describe() | reading | later | bits
 
     @property
     def described_later(self) -> str | dict[str, int]:
@@ -57,8 +65,9 @@ class Method:
 
     @property
     def cache_options(self) -> dict[str, Any]:
-        """Options of `CompressedCache` for what later questions do."""
-        return {"recall": self.later} if isinstance(self.later, PageRecall) else LATER[self.later]
+        """Options of `CompressedCache` for storage and for what later questions do."""
+        later = {"recall": self.later} if isinstance(self.later, PageRecall) else LATER[self.later]
+        return {**later, **({} if self.bits is None else {"quantize": self.bits})}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +144,8 @@ class Answerer:
                     yield asked.record(turn, method) | found | costs(given)
             except PromptTooLongError:
                 status = "too long"
+            except BudgetTooSmallError:
+                status = "budget too small"
             except OutOfMemoryError:
                 status = LOST
             torch.cuda.empty_cache()  # does nothing where CUDA was not used
@@ -155,7 +166,8 @@ class Answerer:
                 self.loaded, sample, method, asked.template, asked.question, ends=ends
             )
         else:
-            yield reader.answer(method.policy, method.prefill, sample.protection, ends)
+            way = method.policy, method.prefill, sample.protection
+            yield reader.answer(*way, ends, method.bits)
 
     def _references(self, asked: Asked, prompt: Prompt) -> dict[str, References]:
         found = {}

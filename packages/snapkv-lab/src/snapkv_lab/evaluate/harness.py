@@ -201,8 +201,9 @@ class CompressedLM(LM):
         def give(places: Sequence[int]) -> Iterator[tuple[float, bool]]:
             context = pairs[places[0]][0]
             together = [pairs[place][1] for place in places]
-            policy = self._method.policy
-            return log_likelihoods(self._loaded, context, together, policy, self._batch_size)
+            policy, bits = self._method.policy, self._method.bits
+            size = self._batch_size
+            return log_likelihoods(self._loaded, context, together, policy, size, bits)
 
         keys = [self._key(request, list(request.args)) for request in requests]
         return [(score, greedy) for score, greedy in self._responses(keys, "scoring", alike, give)]
@@ -264,7 +265,7 @@ class CompressedLM(LM):
             tell(f"{what}, {self._method.label}", done, len(keys))
             for place, response in zip(together, give(together), strict=True):
                 named = dict(zip(("sample", "method", "question"), keys[place], strict=True))
-                own = {"policy": self._method.policy.describe(), "response": response}
+                own = {"policy": self._method.describe(), "response": response}
                 self._store.add(named | own)
                 done += 1
                 tell(f"{what}, {self._method.label}", done, len(keys))
@@ -272,9 +273,12 @@ class CompressedLM(LM):
 
     def _generated(self, prompts: Sequence[Prompt], settings: GenerationSettings) -> list[str]:
         if len(prompts) > 1:
-            return answers_together(self._loaded, prompts, self._method.policy, settings)
+            return answers_together(
+                self._loaded, prompts, self._method.policy, settings, self._method.bits
+            )
         (alone,) = prompts
-        return [answer(self._loaded, alone, self._method.policy, settings).text]
+        policy, bits = self._method.policy, self._method.bits
+        return [answer(self._loaded, alone, policy, settings, quantize=bits).text]
 
     def _prompt(self, text: str) -> Prompt:
         return Prompt(text=text, has_special_tokens=self._chat)
@@ -346,7 +350,7 @@ def _rows(results: dict[str, Any], method: Method) -> list[Record]:
                     "task": task,
                     "version": results["versions"].get(task),
                     "method": method.label,
-                    "policy": method.policy.describe(),
+                    "policy": method.describe(),
                     "metric": metric,
                     "filter": filtered,
                     "score": score,

@@ -10,6 +10,7 @@ from snapkv.app.answering import answer
 from snapkv.app.models import LoadedModel
 from snapkv.errors import InvalidArgumentError, OutputError
 from snapkv.policies import FullCache
+from snapkv.storage.coded import KVCodes
 from snapkv.validation import nearest
 from snapkv_lab.evaluate.runner import Results, Run
 from snapkv_lab.evaluate.sample import Template
@@ -99,8 +100,9 @@ def board(
     Returns:
         The record, and why one of the runs has no summary in its folder, or None where all have.
         The record holds leaderboard (versions), model, runs (what each was, by ``TASK/SETTING``),
-        left_out (the same) and rows: those of `summarise` with "task" in their cell, and with
-        "share", what was to be kept; None for the full cache.
+        left_out (the same) and rows: those of `summarise` with "task" in their cell, with "share",
+        what was to be held of the full cache's bytes, None for the full cache, and with "bits" in a
+        word, None for as it came.
     """
     found: dict[str, Results] = {
         "/".join(place): run.into(folder.joinpath(*place), on_progress, executor)
@@ -121,7 +123,9 @@ def board(
 def board_row(row: Record) -> Record:
     """A row of `summarise` as a leaderboard has it, see `board`."""
     name, _, share = row["method"].rpartition("@")
+    bits = row["policy"].get("bits")
     return row | {
         "cell": {"task": row["task"], **row["cell"]},
         "share": float(share) if name else None,
+        "bits": None if bits is None else str(KVCodes.of(bits)),
     }

@@ -132,7 +132,7 @@ def _tables(rows: list[Row]) -> list[str]:
         f"## Prompts of about {tokens:,} tokens",
         *table.parts(rows),
         f"## {WORDS_TITLE}",
-        _families("word", answers, lambda found: word_for(found["peak"], 0), WORDS),
+        _families("word", answers, lambda found: word_for(found["peak"], found["lost"], 0), WORDS),
         "## The highest lost vote, and whether the answer was right",
         _families("peak", answers, *_bins("peak", peaks)),
         "## The sum of the lost votes, and whether the answer was right",
@@ -345,7 +345,9 @@ def _words(rows: Sequence[Row]) -> str:
 
     def told(word: str, own: Sequence[str]) -> str:
         answers = ((row["answers"][name], row["tokens"]) for row in rows for name in own)
-        rights = (each["right"] for each, n in answers if word_for(each["peak"], n) == word)
+        rights = (
+            each["right"] for each, n in answers if word_for(each["peak"], each["lost"], n) == word
+        )
         return str(counted(rights))
 
     lines = [[word, *(told(word, own) for own in families.values())] for word in WORDS]

@@ -253,13 +253,17 @@ class _Leaderboard(Experiment):
     """The command's own page and figure."""
 
     def render(self, rows: Any) -> str:
-        page = as_markdown(rows, f"../{BOARD.name}/{FILES[1]}")
+        page = as_markdown(rows, *(f"../{BOARD.name}/{name}" for name in FILES[1:3]))
         return f"{page}\nMade by `python -m snapkv_lab.experiments leaderboard`.\n"
 
 
 def _leaderboard(given: Given) -> list[Row]:
     folder = str(BOARD) if given.stored else tempfile.mkdtemp()
-    if status := run_command(["leaderboard", "--results", folder, "--model", given.model]):
+    options = ["--setting", "visible", "--ratios", "4:1,8:1,16:1", "--bits", "exact,int4"]
+    options += ["--dtype", "bfloat16"]
+    if status := run_command(
+        ["leaderboard", "--results", folder, "--model", given.model, *options]
+    ):
         raise SystemExit(status)
     return []
 

@@ -1,7 +1,7 @@
 """A newcomer's first day: ten files and questions, asked with no flag at all.
 
-Every pair is one run of `snapkv ask FILE... -q QUESTION --compare --json`, so it follows whatever
-that command does by default.
+Every pair is one run of `snapkv ask FILE... -q QUESTION --json`, so it follows whatever that
+command does by default, in the dtype that models are served in; and one with `--policy full`.
 """
 
 import contextlib
@@ -116,13 +116,16 @@ def _measure(given: Given) -> Iterator[Row]:
             text = "\n".join(path.read_text(encoding="utf-8") for path in files)
             if expected not in text:
                 raise ValueError(f"expected {expected!r} in {[path.name for path in files]}")
-            found = _ask([*map(str, files), "--question", question, "--model", given.model])
+            said = ("--question", question, "--model", given.model, "--dtype", given.dtype)
+            ours, full = (
+                _ask([*map(str, files), *said, *more]) for more in ((), ("--policy", "full"))
+            )
             about = {"kind": kind, "files": [path.name for path in files], "question": question}
-            yield about | {"expected": expected} | _judged(found, expected)
+            yield about | {"expected": expected} | _judged(ours, full, expected)
 
 
-def _judged(record: Row, expected: str) -> Row:
-    ours, full = record["runs"]
+def _judged(record: Row, compared: Row, expected: str) -> Row:
+    (ours,), (full,) = record["runs"], compared["runs"]
     return {
         "prompt_tokens": ours["prompt_tokens"],
         "policy": ours["policy"],
@@ -130,9 +133,8 @@ def _judged(record: Row, expected: str) -> Row:
         "full_answer": full["text"],
         "right": expected in ours["text"],
         "full_right": expected in full["text"],
-        **{key: ours["cache"][key] for key in ("kept_tokens", "held_bytes", "full_bytes")},
+        **{key: ours["cache"][key] for key in ("kept_tokens", "held_bytes", "full_bytes", "bits")},
         "lost_votes": record["lost_votes"],
-        "comparison": record["comparison"],
         "model": record["model"],
     }
 
@@ -140,7 +142,7 @@ def _judged(record: Row, expected: str) -> Row:
 def _ask(arguments: list[str]) -> dict[str, Any]:
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
-        status = run(["ask", *arguments, "--compare", "--json"])
+        status = run(["ask", *arguments, "--json"])
     if status:
         raise RuntimeError(f"expected status 0 of {arguments}, got {status}")
     record: dict[str, Any] = json.loads(output.getvalue())
@@ -170,7 +172,7 @@ FIRST_DAY = Experiment(
     name="first_day",
     title="First day: ten files and questions, without any option",
     measure=_measure,
-    options={"pairs": Sized(10, 1)},
+    options={"pairs": Sized(10, 1), "dtype": "bfloat16"},
     tables=[
         Table(
             {

@@ -14,7 +14,7 @@ import random
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -97,7 +97,7 @@ class Way(NamedTuple):
 
     name: str
     policy: Policy
-    quantize: Any = None
+    bits: Any = None
 
 
 class Method(NamedTuple):
@@ -129,6 +129,18 @@ METHODS = [
 ]
 
 
+IN_BITS = [
+    _FULL,
+    *FEW[1:4:2],
+    *(
+        Method(f"whole, {bits}, {part:g}", Way(f"whole, {bits}", FullCache(), bits), part)
+        for bits, parts in (("int8", [0]), ("K8V4", [0]), ("int4", [0, 0.15]))
+        for part in parts
+    ),
+]
+"""Where nothing is read again, all that is answered from is codes."""
+
+
 class Shelf:
     """Documents of one model in a folder, each read once for every way of keeping it."""
 
@@ -146,7 +158,7 @@ class Shelf:
         if key not in self._files:
             path = self.folder / f"{len(self._files)}"
             ids = torch.cat([self.prefix, self.ids(text)], dim=1)
-            self._read(ids, way).save(path, beside={"input_ids": ids})
+            self._read(ids, way).save(path, beside={"input_ids": ids}, bits=way.bits)
             self._files[key] = path
         return self._files[key]
 
@@ -154,7 +166,7 @@ class Shelf:
         """Behind the prefix, which all heads keep, so that they hold as many tokens each."""
         model, whole = self.loaded.model, isinstance(way.policy, FullCache)
         protect = None if whole else [(0, self.prefix.shape[1])]
-        cache = CompressedCache(model, way.policy, quantize=way.quantize, protect=protect)
+        cache = CompressedCache(model, way.policy, protect=protect)
         if way.policy.reads_twice:
             instruction = encode(self.loaded.tokenizer, INSTRUCTION)
             read_twice(model, ids, cache, instruction_ids=instruction)
@@ -199,8 +211,16 @@ def answered(shelf: Shelf, asked: Asked, method: Method) -> Row:
     }
 
 
-def _measure(given: Given) -> Iterator[Row]:
+def _python(given: Given) -> Iterator[Row]:
     yield from _group(given.loaded, python_questions(given.questions), METHODS)
+
+
+def _bits(given: Given) -> Iterator[Row]:
+    asked = python_questions(given.questions)
+    yield from _group(given.loaded, [replace(each, group="bits") for each in asked], IN_BITS)
+
+
+def _squad(given: Given) -> Iterator[Row]:
     yield from _group(given.loaded, squad_questions(given.questions), FEW)
 
 
@@ -236,7 +256,11 @@ def _group(
             }
 
 
-_TITLES = {"python": "Documents of Python", "squad": "Paragraphs of SQuAD"}
+_TITLES = {
+    "python": "Documents of Python",
+    "bits": "Documents of Python in few bits",
+    "squad": "Paragraphs of SQuAD",
+}
 _ANSWERS = {
     "kept, and read again": "{name}",
     "to the first token": "{seconds:.2f} s",
@@ -284,8 +308,9 @@ def _answers(asked: Sequence[Row]) -> Iterable[Row]:
 LIBRARY = Experiment(
     name="library",
     title="Documents that were read once",
-    takes="an hour",
-    measure=_measure,
+    takes="two hours",
+    measure={"python": _python, "bits": _bits, "squad": _squad},
+    part_key="group",
     options={"questions": Sized(30, 1)},
     tables=_tables,
 )

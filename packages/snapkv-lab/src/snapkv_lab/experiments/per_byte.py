@@ -9,19 +9,20 @@ from statistics import fmean
 from typing import Any
 
 from snapkv import AdaKV, DraftVotes, KVCodes, SnapKV, default_policy
-from snapkv_lab.experiments.auto_budget import last_run, loss_above, right_of, texts_from
+from snapkv_lab.experiments.auto_budget import loss_above, right_of, texts_from
 from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.pages import Pivot, Table
 from snapkv_lab.experiments.records import Row, grouped
 from snapkv_lab.experiments.texts import ReadText, Text, scored, scored_full
 
 SHARES = {"1/16": 1 / 16, "1/8": 1 / 8, "1/4": 1 / 4}
-CODES: dict[str, KVCodes | None] = {
+CODES: dict[str, Any] = {
     "as it came": None,
     "int8": KVCodes(8, 8, recent_tokens=16),
     "int4": KVCodes(4, 4, recent_tokens=16),
     "keys 8, values 4": KVCodes(8, 4, recent_tokens=16),
     "keys 4, values 2": KVCodes(4, 2, recent_tokens=16),
+    "auto": "auto",
 }
 METHODS: dict[str, Any] = {
     "paper's": SnapKV,
@@ -32,7 +33,7 @@ METHODS: dict[str, Any] = {
 MEASURED = (
     *((method, "as it came") for method in METHODS),
     *((method, "int4") for method in METHODS if "by head" not in method),
-    *(("default", codes) for codes in ("int8", "keys 8, values 4", "keys 4, values 2")),
+    *(("default", codes) for codes in ("int8", "keys 8, values 4", "keys 4, values 2", "auto")),
 )
 
 
@@ -90,7 +91,6 @@ PER_BYTE = Experiment(
     measure=_measure,
     cases=lambda given, part: texts_from(given, 200),
     options={"tokens": Sized(1024, 768), "rounds": Sized(6, 1), "dtype": "bfloat16"},
-    measured=last_run,
     tables=[
         Table(
             Pivot("method, what is held", "{name}", "{share}", "{right}"),

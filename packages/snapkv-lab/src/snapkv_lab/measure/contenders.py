@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -198,8 +199,9 @@ def _end_prompt(layer: CompressedLayer, model: PreTrainedModel, tokens: int) -> 
         num_layers=layer.identity.num_layers,
         rotation=layer.identity.rotation,
         output_weight=output_weight(layer.identity.output_projection),
+        token_cost=partial(layer.storage.token_cost, layer.store, layer.keys.shape[1]),
     )
-    layer.end_prompt(layer.policy.select(prompt), prompt)
+    layer.end_prompt(layer.choose(prompt), prompt)
 
 
 def _random(model: PreTrainedModel, batch: int, tokens: int, kind: str) -> Any:

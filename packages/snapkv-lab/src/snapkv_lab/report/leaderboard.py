@@ -1,7 +1,8 @@
 """The page of a leaderboard: a table per setting, who is like the full cache, and one figure."""
 
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -26,13 +27,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-FILES = ("leaderboard.json", "leaderboard.svg", "leaderboard.md", "leaderboard.html")
+FILES = (
+    *("leaderboard.json", "leaderboard.svg", "leaderboard-time.svg"),
+    *("leaderboard.md", "leaderboard.html"),
+)
 """What `write_board` writes: the rows, then what is made of them."""
 
 ABOUT = (
-    "Scores are times 100, the mean is over tasks. Kept is the share of a prompt's tokens that a "
-    "method gets as its budget; held is what its keys and values take of the full cache's bytes "
-    "when an answer is complete, question and answer included.",
+    "Scores are times 100, the mean is over tasks. Budget is the share of the bytes that a prompt "
+    "takes in the full cache; in few bits (int4) they hold more tokens. Held is what keys and "
+    "values take of the full cache's bytes when an answer is complete, question and answer "
+    "included; time is that of a token behind the first.",
     f"Intervals, in brackets behind the scores of tasks: 95 %, {METHOD}. The difference is from "
     f"the full cache, sample by sample. {NONE_SEEN.capitalize()} means that its interval holds "
     "zero, and not that there is none: its width says how large one may be. Where there is none, "
@@ -46,15 +51,22 @@ _ACROSS = 4
 class BoardLine:
     """A method at a share in one setting.
 
-    `share` was to be kept, None for the full cache; `held` is bytes over the full cache's, the mean
-    over cells; `scores` are by task; `difference` is from the full cache.
+    `name` ends with `bits`, None for as it came; `share` of the full cache's bytes was the budget,
+    None for the full cache; `held` is bytes over the full cache's, the mean over cells; `scores`
+    are by task; `difference` is from the full cache.
     """
 
     name: str
+    bits: str | None
     share: float | None
     held: float | None
     scores: ScoreLine
     difference: Record | None
+
+    @property
+    def method(self) -> str:
+        """Its name without the bits."""
+        return self.name if self.bits is None else self.name.removesuffix(f" {self.bits}")
 
     @property
     def kept(self) -> str:
@@ -80,6 +92,7 @@ def board_lines(found: Record) -> list[BoardLine]:
         lines.append(
             BoardLine(
                 name=line.method if share is None else line.method.rpartition("@")[0],
+                bits=own[0].get("bits"),
                 share=share,
                 held=fmean(held) if held else None,
                 scores=line,
@@ -117,6 +130,7 @@ def board_table(found: Record, lines: Sequence[BoardLine], *, by_task: bool = Tr
             IN_PERCENT.text(scores.mean),
             IN_PERCENT.interval(scores.interval) if scores.intervals else "-",
             shown_difference(line.difference),
+            "-" if scores.token_ms is None else f"{scores.token_ms:.1f}",
         )
 
     first = ("method",) if by_task else ("question", "method")
@@ -125,7 +139,7 @@ def board_table(found: Record, lines: Sequence[BoardLine], *, by_task: bool = Tr
         caption="From the largest share to the smallest, the best mean first"
         if by_task
         else f"95 %: interval of the mean over tasks, {METHOD}",
-        headings=(*first, "kept", "held", *tasks, "mean", "95 %", "difference"),
+        headings=(*first, "budget", "held", *tasks, "mean", "95 %", "difference", "ms per token"),
         rows=[texts(line) for line in lines],
         left=len(first),
     )
@@ -148,7 +162,7 @@ def seen_table(lines: Sequence[BoardLine]) -> Table:
         on = (", ".join(name for where, name in own if where == side) or "-" for side in sides)
         rows.append((_percent(share), *on))
     caption = "By the interval of the difference from the full cache"
-    return Table(headings=("kept", *sides), rows=rows, caption=caption, left=5)
+    return Table(headings=("budget", *sides), rows=rows, caption=caption, left=5)
 
 
 def _side(difference: Record) -> str:
@@ -160,14 +174,14 @@ def _side(difference: Record) -> str:
 
 
 def draw(found: Record) -> "Figure":
-    """A panel per method: its mean over tasks against the share that it holds, by setting.
+    """A panel per method: its mean over tasks against the bytes that it holds, by setting and bits.
 
     Bands are intervals; the full cache's mean is a dashed line across every panel.
     """
     from matplotlib import rc_context
 
     lines = board_lines(found)
-    names = list(dict.fromkeys(line.name for line in lines if line.share is not None))
+    names = list(dict.fromkeys(line.method for line in lines if line.share is not None))
     across = min(_ACROSS, len(names))
     down = -(-len(names) // across)
     with rc_context(drawing.STYLE):
@@ -178,7 +192,7 @@ def draw(found: Record) -> "Figure":
             _curves(panel, name, lines, _settings_of(found))
             handles, labels = panel.get_legend_handles_labels()
             drawn = dict(zip(labels, handles, strict=True)) | drawn
-        figure.supxlabel("held share of the cache (percent)")
+        figure.supxlabel("bytes held (percent of the full cache's)")
         figure.supylabel("mean score over tasks")
         where: dict[str, Any] = {"loc": "outside upper center", "frameon": False}
         figure.legend([*drawn.values()], [*drawn], ncols=min(2, len(drawn)), **where)
@@ -186,16 +200,23 @@ def draw(found: Record) -> "Figure":
 
 
 def _curves(panel: "Axes", name: str, lines: Sequence[BoardLine], settings: Sequence[str]) -> None:
-    """One method in every setting, and the full cache's means."""
-    for index, setting in enumerate(settings):
-        inside = [line for line in lines if line.scores.question == setting]
-        own = [(100 * line.held, line.scores) for line in inside if line.held and line.name == name]
+    """One method in every setting and number of bits, and the full cache's means."""
+    kinds = sorted({line.bits for line in lines if line.share is not None}, key=str)
+    for index, (bits, setting) in enumerate(itertools.product(kinds, settings)):
+        own = [
+            (100 * line.held, line.scores)
+            for line in lines
+            if line.held and (line.method, line.bits, line.scores.question) == (name, bits, setting)
+        ]
         if own:  # a curve without points leaves the layout no room
             held, scores = zip(*sorted(own, key=lambda point: point[0]), strict=True)
             means, ends = [each.mean or 0.0 for each in scores], [each.interval for each in scores]
-            curve(panel, held, means, ends, index, f"question {setting}")
-        for line in inside:
-            if line.share is None and line.scores.scores:
+            label = f"question {setting}" + ("" if bits is None else f", {bits}")
+            curve(panel, held, means, ends, index, label)
+    for index, setting in enumerate(settings):
+        for line in lines:
+            whole = line.share is None and line.scores.question == setting
+            if whole and line.scores.scores:
                 height, colour = 100 * (line.scores.mean or 0.0), line_style(index)["color"]
                 label = f"full cache, {setting}"
                 panel.axhline(height, color=colour, linestyle="--", label=label)
@@ -206,10 +227,66 @@ def _curves(panel: "Axes", name: str, lines: Sequence[BoardLine], settings: Sequ
     drawing.grid(panel, "y")
 
 
-def as_markdown(found: Record, figure: str = FILES[1]) -> str:
+def draw_times(found: Record) -> "Figure":
+    """A panel per budget: means over tasks against time per token, a mark per method and bits.
+
+    Named are the full cache, and what no other line beats in both.
+    """
+    from matplotlib import rc_context
+
+    lines = [line for line in board_lines(found) if line.scores.token_ms and line.scores.scores]
+    shares = sorted({line.share for line in lines if line.share is not None}, reverse=True)
+    kinds = sorted(set(map(_kind, lines)), key=lambda kind: (kind[0], kind[1] or ""))
+    across = max(1, min(_ACROSS, len(shares)))
+    down = max(1, -(-len(shares) // across))
+    with rc_context(drawing.STYLE):
+        figure = drawing.figure(1.0 + 3.4 * across, 1.2 + 2.6 * down)
+        panels = drawing.panels(figure, down, across, len(shares), sharex=True, sharey=True)
+        for panel, share in zip(panels, shares, strict=True):
+            _times(panel, [line for line in lines if line.share in (share, None)], kinds)
+            panel.set_title(f"budget {_percent(share)}")
+        figure.supxlabel("time per token (ms, median)")
+        figure.supylabel("mean score over tasks")
+        drawn = {label: mark for panel in panels for mark, label in _legend(panel)}
+        where: dict[str, Any] = {"loc": "outside upper center", "frameon": False}
+        figure.legend([*drawn.values()], [*drawn], ncols=max(1, len(drawn)), **where)
+    return figure
+
+
+def _times(
+    panel: "Axes", lines: Sequence[BoardLine], kinds: Sequence[tuple[str, str | None]]
+) -> None:
+    points = [(_point(line), line) for line in lines]
+    for index, (question, bits) in enumerate(kinds):
+        kind = [point for point, line in points if _kind(line) == (question, bits)]
+        label = f"question {question}" + ("" if bits is None else f", {bits}")
+        style = line_style(index) | {"linestyle": "none", "label": label}
+        panel.plot([x for x, _ in kind], [y for _, y in kind], **style)
+    for (x, y), line in points:
+        beaten = any(a <= x and b >= y and (a, b) != (x, y) for (a, b), _ in points)
+        if line.share is None or not beaten:
+            panel.annotate(line.name, (x, y), fontsize=7, xytext=(3, 3), textcoords="offset points")
+    panel.set_ylim(0, 105)
+    drawing.grid(panel, "both")
+
+
+def _point(line: BoardLine) -> tuple[float, float]:
+    return line.scores.token_ms or 0.0, 100 * (line.scores.mean or 0.0)
+
+
+def _kind(line: BoardLine) -> tuple[str, str | None]:
+    return line.scores.question, line.bits
+
+
+def _legend(panel: "Axes") -> Iterator[tuple[Any, str]]:
+    yield from zip(*panel.get_legend_handles_labels(), strict=True)
+
+
+def as_markdown(found: Record, figure: str = FILES[1], times: str = FILES[2]) -> str:
     parts = [f"# Leaderboard of {escaped(found['model']['name'])}", *ABOUT]
     parts.append(escaped(_facts_line(found)))
-    parts.append(f"![Score against held share, by method]({figure})")
+    parts.append(f"![Score against bytes held, by method]({figure})")
+    parts.append(f"![Score against time per token, by budget]({times})")
     for section in _sections(found):
         parts.append(f"{'#' * section.level} {section.title}")
         if section.table:
@@ -222,13 +299,20 @@ def as_page(found: Record) -> str:
         f"{line.name} at {line.kept} ({line.scores.question}) {IN_PERCENT.text(line.scores.mean)}"
         for line in board_lines(found)
     )
-    title = "Mean score over tasks against the held share of the cache; bands are 95 % intervals"
+    title = "Mean score over tasks against the bytes held; bands are 95 % intervals"
     drawn = picture(draw(found), title, f"{title}. Means: {means}.")
+    beside = "Mean score over tasks against time per token"
+    spent = "; ".join(
+        f"{line.name} at {line.kept} ({line.scores.question}) {line.scores.token_ms:.1f} ms"
+        for line in board_lines(found)
+        if line.scores.token_ms is not None
+    )
+    timed = picture(draw_times(found), beside, f"{beside}. Times: {spent}.")
     return as_html(
         f"Leaderboard of {found['model']['name']}",
         [*ABOUT, _facts_line(found)],
         [
-            Section(title="Figure", figures=[drawn]),
+            Section(title="Figures", figures=[drawn, timed]),
             *_sections(found),
             facts_section({name: found[name] for name in ("leaderboard", "model", "runs")}),
         ],
@@ -263,7 +347,9 @@ def _facts_line(found: Record) -> str:
 
 
 def write_board(found: Record, folder: Path) -> Path:
-    made = (json.dumps(found, indent=1) + "\n", drawing.encoded(draw(found), ".svg"))
-    contents = (*made, as_markdown(found), as_page(found))
+    pictures = [drawing.encoded(made, ".svg") for made in (draw(found), draw_times(found))]
+    pages = [as_markdown(found), as_page(found)]
+    record = json.dumps(found, indent=1) + "\n"
+    contents: list[str | bytes] = [record, *pictures, *pages]
     write_files(folder, dict(zip(FILES, contents, strict=True)))
     return folder / FILES[-1]

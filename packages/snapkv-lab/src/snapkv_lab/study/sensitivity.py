@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from snapkv.cli.amounts import EXACT, one_storage
 from snapkv.validation import require_at_least
 from snapkv_lab.evaluate.sample import Template
 from snapkv_lab.evaluate.store import Progress, Record
@@ -31,7 +32,8 @@ class Sensitivity(Study):
         windows: sizes of the window that votes.
         kernels: widths of the pooling, odd.
         poolings: max, avg, or both with a comma.
-        budget: tokens kept per head and layer, window included.
+        budget: tokens kept per head and layer, window included, or bytes of the cache.
+        bits: how what is kept is stored: exact, as it came, or int8, int4, fp8, k8v4.
         length: tokens of the prompt.
         depths: places of the needle.
         permutations: runs of every depth, each with the documents in another order.
@@ -47,7 +49,8 @@ class Sensitivity(Study):
     windows: tuple[int, ...] = (16, 32, 64)
     kernels: tuple[int, ...] = (1, 5, 7, 9)
     poolings: tuple[str, ...] = ("max", "avg")
-    budget: int = 128
+    budget: int | str = 128
+    bits: str = EXACT
     length: int = 1024
     depths: int = 5
     permutations: int = 1
@@ -96,16 +99,19 @@ class Sensitivity(Study):
 
     def _methods(self) -> list["Method"]:
         """The full cache, and SnapKV with every setting."""
-        from snapkv.policies import FullCache, SnapKV
+        from snapkv import FullCache, KVCodes, SnapKV
         from snapkv_lab.evaluate.asking import Method
 
+        word = one_storage(self.bits)
+        codes = None if word is None else KVCodes.of(word)  # type: ignore[arg-type] # any word
         methods = [Method(label="full cache", policy=FullCache())]
         for window, kernel in itertools.product(self.windows, self.kernels):
             for pooling in self.poolings[:1] if kernel == 1 else self.poolings:
                 kind = "no pooling" if kernel == 1 else f"{pooling} {kernel}"
                 settings: Record = {"kernel_size": kernel, "pooling": pooling}
                 policy = SnapKV(self.budget, window_size=window, **settings)
-                methods.append(Method(label=f"window {window}, {kind}", policy=policy))
+                made = Method(label=f"window {window}, {kind}", policy=policy)
+                methods.append(made.stored_in(codes))
         return methods
 
     def table(self, rows: Sequence[Record]) -> Table:

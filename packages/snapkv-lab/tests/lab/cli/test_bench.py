@@ -145,3 +145,16 @@ def test_a_cache_that_does_not_fit_keeps_its_cell(snapkv, tiny, full_at_100, com
     drawn = figure.read_text()
     assert drawn.count("<!-- OOM -->") == 1
     assert "<!-- default@48 dynamic -->" in drawn
+
+
+def test_decode_compares_at_equal_bytes(snapkv, tiny):
+    rows = rows_of(
+        snapkv(
+            *("bench", "decode", "--lengths", 256, "--budget", "50%", "--rounds", 2, "--json"),
+            *("--bits", "exact,int8", "--tokens", 2),
+        )
+    )
+    full, exact, coded = (row["held_bytes"] for row in rows)
+    names = [row["cache"] for row in rows]
+    assert names == ["transformers", "default@50% dynamic", "default@50% int8 dynamic"]
+    assert coded < 1.4 * exact < 1.4 * full

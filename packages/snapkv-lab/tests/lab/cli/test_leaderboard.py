@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import pytest
 
+from snapkv import ByteBudget, KVCodes
 from snapkv.policies import POLICIES, SnapKV
 from snapkv_lab.cli.methods import contenders, contending
 from snapkv_lab.report.leaderboard import FILES, as_markdown, as_page
@@ -79,9 +80,33 @@ def test_without_names_every_method_that_has_a_budget_takes_part_also_a_new_one(
 
 
 def test_contenders_get_the_budgets_of_their_shares(tiny):
-    found = contenders(tiny, ["tova", "snapkv", "adakv"], (0.5, 1 / 16), 400.4, "hidden")
-    budgets = {m.label: m.policy.describe().get("budget") for m in found.methods}
-    assert budgets == {"full": None, "tova@0.5": 200, "tova@0.0625": 25, "snapkv@0.5": 200,
-                       "adakv@0.5": None}  # fmt: skip
-    assert found.methods[-1].policy.policy.budget == 200
-    assert [line.partition(":")[0] for line in found.left_out] == ["snapkv@0.0625", "adakv@0.0625"]
+    bits = None, KVCodes(8, 4)
+    found = contenders(tiny, ["tova", "snapkv", "adakv"], (0.5, 1 / 16), 400.4, "hidden", bits)
+    assert {m.label: (m.policy.describe().get("budget"), m.bits) for m in found.methods} == {
+        "full": (None, None),
+        "tova@0.5": (200, None),  # evicts while generating, so it gets tokens
+        "tova@0.0625": (25, None),
+        "snapkv@0.5": ({"bytes": {"share": 0.5, "bytes": None}}, None),
+        "snapkv K8V4@0.5": ({"bytes": {"share": 0.5, "bytes": None}}, KVCodes(8, 4)),
+        "adakv@0.5": (None, None),
+        "adakv K8V4@0.5": (None, KVCodes(8, 4)),
+    }
+    assert found.methods[-1].policy.policy.budget == ByteBudget(share=0.5)
+    assert [line.partition(":")[0] for line in found.left_out] == [
+        "tova K8V4",
+        *(f"{name}@0.0625" for name in ("snapkv", "snapkv K8V4", "adakv", "adakv K8V4")),
+    ]
+
+
+def test_what_is_held_says_the_bits_of_every_method(snapkv, tiny_only, here):
+    options = (*SMALL, "--tasks", "needle", "--setting", "visible", "--ratios", "0.6")
+    done = snapkv(*options, "--methods", "snapkv:window_size=8", "--bits", "exact,int8", "--json",
+                  "--results", "board")  # fmt: skip
+    rows = json.loads(done.out)["rows"]
+    exact, coded = (
+        [row for row in rows if row["share"] and row["bits"] == bits] for bits in (None, "int8")
+    )
+    for one, other in zip(exact, coded, strict=True):
+        assert other["kept_tokens"] > 1.3 * one["kept_tokens"]
+        assert other["held_bytes"] <= one["held_bytes"]
+    assert "snapkv:window_size=8 int8" in (here / "board" / "leaderboard.md").read_text()

@@ -125,7 +125,7 @@ def test_every_experiment_says_what_it_takes(name, capsys):
 
 CHEAP = [
     "appending", "auto_budget", "bits", "chunked", "codes", "quality", "ragged",
-    "recall", "speed", "streaming",
+    "recall", "spans", "speed", "streaming",
 ]  # fmt: skip
 SLOW = [
     "auto_budget_held_out", "flat", "library", "methods", "pooling", "selective", "sharing",

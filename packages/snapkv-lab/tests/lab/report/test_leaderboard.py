@@ -12,6 +12,7 @@ from snapkv_lab.report.leaderboard import (
     board_lines,
     board_table,
     draw,
+    draw_times,
     seen_table,
     write_board,
 )
@@ -89,20 +90,20 @@ def visible(found):
 
 def test_tables_of_scores_differences_and_who_is_like_the_full_cache(found):
     table = board_table(found, visible(found))
-    assert table.headings[:5] == ("method", "kept", "held", "needle", "lines")
-    assert table.headings[5:] == ("mean", "95 %", "difference")
+    assert table.headings[:5] == ("method", "budget", "held", "needle", "lines")
+    assert table.headings[5:] == ("mean", "95 %", "difference", "ms per token")
     full, tova, snapkv, *_, part = table.rows
     assert full[:3] == ("full", "all", "100.0 %")
     assert full[3].startswith("50.0 (")
-    assert full[-1] == "-"
+    assert full[-2:] == ("-", "12.5")
     assert tova[3:7] == ("100.0 (no spread)", "100.0 (no spread)", "100.0", "no spread")
-    assert tova[-1].startswith("+50.0 (")
-    assert snapkv[-1] == "+0.0 (no spread), no difference seen"
+    assert tova[-2].startswith("+50.0 (")
+    assert snapkv[-2] == "+0.0 (no spread), no difference seen"
     assert part[4] == "too long"
     brief = board_table(found, board_lines(found), by_task=False)
     assert brief.rows[1] == ("visible", *tova[:3], *tova[5:])
     seen = seen_table(visible(found))
-    assert seen.headings == ("kept", "no difference seen", "worse", "better", "one sample")
+    assert seen.headings == ("budget", "no difference seen", "worse", "better", "one sample")
     assert seen.rows == [("50 %", "snapkv", "h2o", "tova", "-"), ("12.5 %", "-", "h2o", "-", "-")]
 
 
@@ -128,10 +129,26 @@ def test_the_page_holds_the_tables_and_the_figure(found):
     assert [line[0] for line in hidden[1:]] == ["full", "h2o"]
     assert left_out[1] == ["lines/visible", "kvzip: it reads twice"]
     assert dict(facts[1:])["runs: needle/visible: task: haystack"] == "essays"
-    (image,) = page.all("img")
-    assert image["src"].startswith("data:image/svg+xml;base64,")
-    assert "h2o at 12.5 % (hidden) 0.0" in image["alt"]
+    means, times = page.all("img")
+    assert means["src"].startswith("data:image/svg+xml;base64,")
+    assert "h2o at 12.5 % (hidden) 0.0" in means["alt"]
+    assert "h2o at 12.5 % (hidden) 12.5 ms" in times["alt"]
     assert "percentile bootstrap over samples, 2,000 resamples" in "".join(page.texts)
+
+
+def test_bits_are_a_curve_and_a_mark_of_their_own():
+    coded = answered("snapkv int4@0.5", "needle", GOOD, held=0.5) | {"bits": "int4"}
+    exact = answered("snapkv@0.5", "needle", HALF, held=0.5)
+    slow = answered("h2o@0.5", "needle", HALF, held=0.5) | {"token_ms": 50.0}
+    found = board(answered("full", "needle", GOOD), coded, exact, slow)
+    (panel, _) = (panel for panel in draw(found).axes if panel.get_title())
+    assert panel.get_title() == "snapkv"
+    assert [list(line.get_ydata()) for line in panel.lines] == [[50], [100], [100, 100]]
+    (panel,) = draw_times(found).axes
+    marks = {line.get_label(): list(zip(*line.get_data(), strict=True)) for line in panel.lines}
+    assert marks["question visible, int4"] == [(12.5, 100)]
+    assert set(marks["question visible"]) == {(12.5, 50), (50, 50), (12.5, 100)}
+    assert {text.get_text() for text in panel.texts} == {"full", "snapkv int4"}
 
 
 def test_names_stay_text():

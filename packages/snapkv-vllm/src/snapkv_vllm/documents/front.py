@@ -58,7 +58,7 @@ class FrontEnd:
             self._counts,
             DocumentFolder(Path(sharing.folder)) if sharing.folder else None,
         )
-        self._apart = _has_keys(app.state.args) and not sharing.across_keys
+        self._apart = has_keys(app.state.args) and not sharing.across_keys
         self._join_in(app.state.online_renderer)
         app.include_router(_router(self._documents, self._tenant_of))
 
@@ -158,7 +158,7 @@ def _router(documents: SharedDocuments, tenant_of: Callable[[Message], str]) -> 
     return router
 
 
-def _has_keys(args: Any) -> bool:
+def has_keys(args: Any) -> bool:
     """Whether vLLM lets only those in who have an API key."""
     from vllm import envs
 

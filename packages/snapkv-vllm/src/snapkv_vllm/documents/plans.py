@@ -34,6 +34,11 @@ class FromDocument(RequestPlan):
         return self.document_tokens - self.kept_tokens
 
     @property
+    def lent_tokens(self) -> int:
+        """That the blocks stand for which it is lent."""
+        return self.document_tokens
+
+    @property
     def shared_tokens(self) -> int | None:
         return 0 if self.dropped_tokens or self.is_adopted else None
 

@@ -52,7 +52,7 @@ class Prompts:
 
         request = TokenizeCompletionRequest(prompt="", add_special_tokens=special_tokens)
         with _as_refused():
-            if isinstance(prompt, list):
+            if isinstance(prompt, list) and hasattr(self._renderer.renderer, "validate_token_ids"):
                 self._renderer.renderer.validate_token_ids(prompt, parameter="prompt")
             (made,) = await self._renderer.preprocess_completion(
                 request, prompt_input=prompt, prompt_embeds=None, skip_mm_cache=True

@@ -245,28 +245,40 @@ def registry(
         )
     return Registry(
         list(managers.values()),
-        room=_room(vllm_config, kv_cache_config, settings),
+        room=room_of(vllm_config, kv_cache_config, settings.sharing.most_bytes, "--share-bytes"),
         chunk_tokens=settings.sharing.chunk_tokens,
         max_model_len=vllm_config.model_config.max_model_len,
         safeguard=settings.safeguard,
     )
 
 
-def _room(vllm_config: Any, kv_cache_config: Any, settings: ServingSettings) -> Room:
-    """What documents may take behind the largest request, which must find room beside them."""
+def room_of(
+    vllm_config: Any,
+    kv_cache_config: Any,
+    asked_bytes: int,
+    option: str,
+    *,
+    beside_bytes: int = 0,
+) -> Room:
+    """What may be held behind the largest request, which must find room beside it.
+
+    `asked_bytes` is what `option` says, 0 for a quarter; `beside_bytes` are held by others.
+    """
+    settings = ServingSettings.from_config(vllm_config.additional_config)
     groups, blocks = kv_cache_config.kv_cache_groups, kv_cache_config.num_blocks
     sizes = [group.kv_cache_spec.block_size for group in groups]
     of_block = [_block_bytes(group) for group in groups]
     per_token = sum(taken // size for taken, size in zip(of_block, sizes, strict=True))
     longest = sum(cdiv(vllm_config.model_config.max_model_len, size) for size in sizes)
     free_bytes = (blocks - 1 - longest) * max(of_block)  # one block is never used
-    asked = settings.sharing.most_bytes if settings.sharing else 0
-    most_bytes = asked or min(blocks * max(of_block) // 4, free_bytes)
+    free_bytes -= beside_bytes
+    most_bytes = asked_bytes or min(blocks * max(of_block) // 4, free_bytes)
     if most_bytes > free_bytes or most_bytes < per_token * max(sizes):
         raise UnsupportedModelError(
-            f"snapkv: cannot share documents: expected {format_bytes(max(most_bytes, 1))} of the "
-            f"cache for them beside the longest request, got {format_bytes(max(0, free_bytes))}; "
-            "lower --share-bytes or --max-model-len, or raise --kv-cache-memory-bytes"
+            f"snapkv: cannot share documents, or hold sessions: expected "
+            f"{format_bytes(max(most_bytes, 1))} of the cache for them beside the longest request, "
+            f"got {format_bytes(max(0, free_bytes))}; lower {option} or --max-model-len, or raise "
+            "--kv-cache-memory-bytes"
         )
     return Room(
         block_tokens=max(sizes),

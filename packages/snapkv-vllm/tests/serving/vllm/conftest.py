@@ -1,9 +1,9 @@
 """Models and documents for the tests that run vLLM.
 
-`make test-serving` runs them twice, once on each of vLLM's model runners, since a process has one;
-the folder `interpreter` brings the second to machines without a GPU. The tests of the demo model
-run on the first alone: Triton's interpreter is too slow for it. So do those that ask of servers
-what no runner has a part in.
+`make test-serving` runs them twice, once on each of vLLM's model runners, since a process has one:
+on the second, vLLM's default, which the folder `interpreter` brings to machines without a GPU, and
+on the first while there is one. The tests of the demo model run on the first alone: Triton's
+interpreter is too slow for it. So do those that ask of servers what no runner has a part in.
 """
 
 import os
@@ -20,6 +20,7 @@ SECOND_RUNNER = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 OF_THE_DEMO = {"folder"}
 OF_NO_RUNNER = {
     "test_accounting.py",
+    "test_agents_http.py",
     "test_documents_accounting.py",
     "test_documents_engine.py",
     "test_documents_http.py",
@@ -28,6 +29,7 @@ OF_NO_RUNNER = {
     "test_middleware.py",
     "test_seams.py",
     "test_server.py",
+    "test_sessions_accounting.py",
 }
 SLOW_ON_SECOND = [pytest.mark.slow] if SECOND_RUNNER else []
 

@@ -8,6 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+OWN = ("budget", "policy", "parameters", "limits", "max_window_size", "sharing", "sessions")
+"""Options of `engine_args` that are not vLLM's."""
+
 
 def greedy(tokens, **options):
     """Sampling parameters of exactly that many likeliest tokens."""
@@ -48,7 +51,15 @@ class Engine:
 
         own = {
             name: options.pop(name)
-            for name in ("budget", "policy", "parameters", "limits", "max_window_size", "sharing")
+            for name in (
+                "budget",
+                "policy",
+                "parameters",
+                "limits",
+                "max_window_size",
+                "sharing",
+                "sessions",
+            )
             if name in options
         }
         common: dict[str, Any] = {

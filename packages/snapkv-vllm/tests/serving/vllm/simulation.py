@@ -95,9 +95,12 @@ class SimulatedWorker:
             self.held[name] = [list(range(begin[name])) for _ in self.windows]
             begun = beginnings.get(name)
             if begun is not None and begun.dropped_tokens:
-                self.held[name] = [list(self.documents[first]) for first, *_ in self.blocks[name]]
-                kept = begin[name] - begun.dropped_tokens
-                assert all(kept == len(one) for one in self.held[name])
+                kept = [list(self.documents[first]) for first, *_ in self.blocks[name]]
+                held = begin[name] - begun.dropped_tokens
+                assert all(len(one) <= held for one in kept)
+                self.held[name] = [  # behind what was kept a history goes on
+                    [*one, *range(begin[name] - held + len(one), begin[name])] for one in kept
+                ]
 
     def _ahead(self, name: str, order: Order | None) -> list[Token]:
         """What a step reads that is no next token: the prompt's last ones, or a text again."""
@@ -172,8 +175,7 @@ class SimulatedWorker:
                 assert read[token] == self._state(name, token)
                 self.memory[place] = read[token]
             self.held[name][move.group] = list(kept)
-            if order.noted_tokens:
-                self.documents[move.targets[0]] = kept
+            self.documents[move.targets[0]] = kept
         self.moved[name] = order.moves
         self.compressed[order.choice.stage] += 1
 

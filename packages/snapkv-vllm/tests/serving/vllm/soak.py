@@ -8,23 +8,28 @@ seeds, until the time is up. What differs is printed and ends it.
 """
 
 import itertools
+import json
 import random
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from snapkv_vllm import Limits
+from snapkv_vllm.agents.held import Sessions
 from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.documents.words import BUDGET, DOCUMENT, DROP, INSTRUCTION, REGISTER
+from snapkv_vllm.spans import NAME
 from tests.serving.vllm import conftest  # noqa: F401  sets the environment before vLLM is there
 from tests.serving.vllm.engines import Engine, greedy, small_engine
 from tests.serving.vllm.models import SmallModel, ids_of
 
 PAGE = 32
+TALK = 384  # tokens of a session, at most
+SESSION = "snapkv_session"
 CLIENTS = 24
 BLOCKS = 100
 OPENINGS = (0, 200, 384, 640)
@@ -39,6 +44,7 @@ SERVERS: Mapping[str, Mapping[str, Any]] = {
     },
     "adakv": {"policy": "adakv"},
     "documents": {"sharing": Sharing(chunk_tokens=60)},
+    "sessions": {},  # with room for as many histories as there are clients, see `soak`
 }
 
 
@@ -64,10 +70,13 @@ class Asked:
             own["snapkv_cap"] = draw.choice([288, 300])
         if document is not None:
             own = {DOCUMENT: document}
+        opening, ending = 0 if document else draw.choice(OPENINGS), draw.randrange(1, 120)
+        if server in ("snapkv", "adakv") and draw.random() < 0.3:
+            own[NAME] = random_spans(draw, opening + ending)
         return cls(
-            opening=0 if document else draw.choice(OPENINGS),
+            opening=opening,
             document=document,
-            ending=draw.randrange(1, 120),
+            ending=ending,
             seed=draw.randrange(1000),
             tokens=draw.choice([1, 20, 60, 150]),
             settings=tuple(own.items()),
@@ -87,6 +96,88 @@ class Asked:
         return greedy(self.tokens, extra_args=dict(self.settings))
 
 
+def random_spans(draw: random.Random, tokens: int) -> str:
+    """A few spans that lie in a prompt, and not behind each other, as JSON."""
+    cuts = sorted(draw.sample(range(tokens), min(tokens, 4)))
+    pieces = zip(cuts[::2], cuts[1::2], strict=False)
+    said = []
+    for start, end in pieces:
+        do = draw.choice(["drop", "protect"])
+        said.append({"start": start, "end": end if do == "drop" else start + 1, "do": do})
+    return json.dumps(said)
+
+
+@dataclass
+class Conversation:
+    """A session of some turns, of which each brings a result that is dropped two turns later."""
+
+    name: str
+    turns: list[tuple[list[int], list[dict[str, Any]], int]]  # texts, spans, tokens of the answer
+    budget: int
+    answers: list[list[int]] = field(default_factory=list)
+
+    @classmethod
+    def random(cls, draw: random.Random, name: str) -> "Conversation":
+        turns, at, results = [], 0, []
+        for turn in range(draw.randrange(1, 4)):
+            sizes = [draw.choice(one) for one in ((10, 50), (20, 40), (9, 15))]
+            answer = draw.choice([1, 10, 20])
+            results.append((at + sizes[0], at + sizes[0] + sizes[1]))
+            said = [{"start": a, "end": b, "do": "drop"} for a, b in results[:-1]]
+            said += [{"start": a, "end": b, "do": "protect"} for a, b in results[-1:]]
+            opening = ids_of(sizes[0]) if not turn else ids_of(sizes[0], seed=draw.randrange(999))
+            texts = opening + ids_of(sum(sizes[1:]), seed=draw.randrange(999))
+            turns.append((texts, said, answer))
+            at += sum(sizes) + answer
+        return cls(name, turns, draw.choice([0, 64, 128]))
+
+    def start(self, engine: Engine, name: str) -> str:
+        """Ask its next turn in a session of this name."""
+        pairs = zip(self.turns, [*self.answers, []], strict=False)
+        ids = [one for (texts, _, _), answer in pairs for one in (*texts, *answer)]
+        _, said, tokens = self.turns[len(self.answers)]
+        own = {SESSION: name, "snapkv_budget": self.budget, NAME: said}
+        (request,) = engine.start([ids], greedy(tokens, extra_args=own))
+        return request
+
+
+def conversations(
+    engine: Engine, draw: random.Random, requests: int, clients: int
+) -> list[Conversation]:
+    """Some sessions, as many as clients under way; some are left in the middle of an answer."""
+    waiting = [Conversation.random(draw, f"own/{number}") for number in range(requests // 2)]
+    begun, under_way = [], dict[str, Conversation]()
+    while waiting or under_way:
+        while waiting and len(under_way) < clients and draw.random() < 0.7:
+            begun.append(one := waiting.pop())
+            under_way[one.start(engine, one.name)] = one
+        if under_way and draw.random() < 0.02:
+            gone = draw.choice(sorted(under_way))
+            engine.abort(gone)
+            one = under_way.pop(gone)
+            del one.turns[len(one.answers) :]
+        for output in engine.step():
+            if output.finished:
+                one = under_way.pop(output.request_id)
+                one.answers.append(list(output.outputs[0].token_ids))
+                if len(one.answers) < len(one.turns):
+                    under_way[one.start(engine, one.name)] = one
+    return begun
+
+
+def alone(engine: Engine, one: Conversation) -> list[list[int]]:
+    """What a session is answered when there is no other."""
+    engine.llm.reset_prefix_cache()
+    again = replace(one, answers=[])
+    while len(again.answers) < len(one.answers):
+        again.start(engine, "alone/1")
+        while engine.scheduler.requests:
+            for output in engine.step():
+                if output.finished:
+                    again.answers.append(list(output.outputs[0].token_ids))
+    return again.answers
+
+
 def document_ids(name: str) -> list[int]:
     return ids_of(DOCUMENT_TOKENS, seed=7000 + DOCUMENTS.index(name))
 
@@ -96,7 +187,7 @@ class Round:
     """What one kind of server has answered."""
 
     server: str
-    wrong: list[Asked]
+    wrong: list[Any]
     answered: int = 0
     preempted: int = 0
     waits: int = 0
@@ -106,6 +197,18 @@ class Round:
             f"{self.server}: {self.answered} answers, {len(self.wrong)} unlike those of the "
             f"requests alone; {self.preempted} preempted, {self.waits} waited for room"
         )
+
+
+def sessions_soak(engine: Engine, draw: random.Random, requests: int, clients: int) -> Round:
+    before = engine.waits
+    begun = conversations(engine, draw, requests, clients)
+    found = Round("sessions", [], sum(len(one.answers) for one in begun), engine.preempted)
+    found.waits = engine.waits - before
+    found.wrong += [one for one in begun if one.answers != alone(engine, one)]
+    engine.llm.reset_prefix_cache()
+    engine.require_empty()
+    assert not engine.runner._compressor.positions._noted
+    return found
 
 
 def resident_bytes() -> int:
@@ -129,28 +232,34 @@ def soak(
 ) -> Round:
     """Answer so many requests together, then each of them alone, and compare."""
     draw = random.Random(f"{server} {seed}")
+    own = dict(SERVERS[server])
+    if server == "sessions":  # whose histories have room for all that are under way
+        clients, blocks = 4, 2 * blocks
+        room = small.blocks_bytes(clients * TALK // PAGE + clients, PAGE)
+        own |= {"sessions": Sessions(most_bytes=room), "max_model_len": TALK}
     with small_engine(
         small,
         budget=256,
         parameters={"window_size": 8},
-        max_model_len=LONGEST,
         max_num_seqs=clients,
         max_num_batched_tokens=400,
         kv_cache_memory_bytes=small.blocks_bytes(blocks + 1, PAGE),
         enable_prefix_caching=True,
-        **SERVERS[server],
+        **{"max_model_len": LONGEST, **own},
     ) as engine:
+        if server == "sessions":
+            return sessions_soak(engine, draw, requests, clients)
         if server == "documents":
             register(engine)
         before = engine.waits
         together = list(answered_together(engine, draw, server, requests, clients))
         found = Round(server, [], len(together), engine.preempted, engine.waits - before)
-        alone: dict[Asked, list[int]] = {}
+        by_itself: dict[Asked, list[int]] = {}
         for one, answer in together:
-            if one not in alone:
+            if one not in by_itself:
                 engine.llm.reset_prefix_cache()
-                (alone[one],) = engine.answers([one.ids], one.sampling)
-            if answer != alone[one]:
+                (by_itself[one],) = engine.answers([one.ids], one.sampling)
+            if answer != by_itself[one]:
                 found.wrong.append(one)
         if server == "documents":
             for name in DOCUMENTS:

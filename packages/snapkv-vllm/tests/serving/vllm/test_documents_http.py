@@ -8,9 +8,8 @@ import uuid
 
 import pytest
 
-from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.settings import ServingSettings
-from tests.serving.documents.fakes import FakeEngine
+from tests.serving.vllm.sites import Site, configured
 
 PATH = "/v1/snapkv/documents"
 MINE, THEIRS = {"Authorization": "Bearer mine"}, {"Authorization": "Bearer theirs"}
@@ -21,88 +20,7 @@ QUESTION = {"role": "user", "content": "When does it end?"}
 
 @pytest.fixture(scope="module")
 def config(folder):
-    """vLLM's arguments and its configuration for the demo model."""
-    from vllm import AsyncEngineArgs
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    own = ["--model", folder, "--served-model-name", "demo", "--dtype", "float32"]
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args(own)
-    return args, AsyncEngineArgs.from_cli_args(args).create_engine_config()
-
-
-class Site:
-    """An application as vLLM makes it, whose endpoints answer with what the engine would get."""
-
-    def __init__(self, config, monkeypatch, *, keys=("mine", "theirs"), most_bytes=100_000, **own):
-        from fastapi import FastAPI
-        from vllm.entrypoints.launchers.render.app_state import init_render_app_state
-        from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
-        from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
-
-        from snapkv_vllm.documents import front
-        from snapkv_vllm.server import SETTINGS_CHECK
-
-        args, vllm_config = config
-        self.engine = FakeEngine(most_bytes)
-        monkeypatch.setattr(front, "ServerEngine", lambda client, settings: self.engine)
-        self.app = FastAPI()
-        asyncio.run(init_render_app_state(vllm_config, self.app.state, args))
-        settings = ServingSettings(budget=64, sharing=Sharing(**own))
-        own = {"api_key": list(keys), "middleware": [SETTINGS_CHECK]}
-        own["additional_config"] = settings.to_config()
-        self.app.state.args = type(args)(**{**vars(args), **own})
-        self.app.state.engine_client = None
-        self.seen = []
-        self._add_endpoints()
-        init_exception_handler(self.app)
-        init_entrypoints_middleware(self.app.state.args, self.app, ("generate",))
-
-    def _add_endpoints(self):
-        from fastapi.responses import JSONResponse, StreamingResponse
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-        from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-        from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-
-        renderer = self.app.state.online_renderer
-        self.going_on = asyncio.Event()
-        self.going_on.set()
-
-        async def streamed():
-            for _ in range(3):
-                yield b"data: {}\n\n"
-                await self.going_on.wait()
-
-        def answered(request, made):
-            if isinstance(made, ErrorResponse):
-                return JSONResponse(made.model_dump(), status_code=made.error.code)
-            ids = [one["prompt_token_ids"] for one in made]
-            self.seen.append((request.vllm_xargs, ids))
-            return StreamingResponse(streamed()) if request.stream else JSONResponse(ids)
-
-        async def complete(request: CompletionRequest):
-            return answered(request, await renderer.render_completion(request))
-
-        async def chat(request: ChatCompletionRequest):
-            made = await renderer.render_chat(request)
-            return answered(request, made[1] if isinstance(made, tuple) else made)
-
-        async def other(body: dict):
-            return body
-
-        for path, answer in (("completions", complete), ("chat/completions", chat), ("x", other)):
-            self.app.add_api_route(f"/v1/{path}", answer, methods=["POST"], response_model=None)
-
-    def render(self, messages):
-        """What vLLM makes of a chat by itself."""
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
-        request = ChatCompletionRequest(messages=messages)
-        _, (made,) = asyncio.run(self.app.state.online_renderer.render_chat(request))
-        return made["prompt_token_ids"]
-
-    def tokens(self, text):
-        return self.app.state.online_renderer.renderer.get_tokenizer().encode(text)
+    return configured(folder)
 
 
 @pytest.fixture

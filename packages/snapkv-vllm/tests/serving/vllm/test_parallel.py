@@ -1,11 +1,15 @@
 """Two processes: heads or layers shared out among them, or engines of their own."""
 
 import json
+from dataclasses import dataclass, replace
 
 import pytest
+import torch
+from torch.nn import functional
 from transformers import AutoTokenizer
 
-from snapkv import SnapKV
+from snapkv import AdaKV, SnapKV
+from snapkv.policies import Selection
 from snapkv.policies.kvzip import INSTRUCTION
 from tests.serving.vllm.conftest import SECOND_RUNNER
 from tests.serving.vllm.models import ids_of, with_tokenizer
@@ -34,6 +38,44 @@ def answer(server, ids, **settings):
     status, said = server.post("/v1/completions", body | own)
     assert status == 200, said
     return json.loads(said)["choices"][0]["token_ids"]
+
+
+@dataclass(frozen=True)
+class SharesOfHalves(AdaKV):
+    """Each half of the heads shares its own budget out, as each of two processes does."""
+
+    def select(self, layer):
+        """Both halves as if the other were not there."""
+        halves = [
+            replace(layer, queries=queries, keys=keys, values=values)
+            for queries, keys, values in zip(
+                *(states.chunk(2, dim=1) for states in (layer.queries, layer.keys, layer.values)),
+                strict=True,
+            )
+        ]
+        chosen = [super(SharesOfHalves, self).select(half) for half in halves]
+        if None in chosen:
+            return None
+        keep = [selection.keep_indices for selection in chosen]
+        longest = max(one.shape[-1] for one in keep)
+        filled = [functional.pad(one, (longest - one.shape[-1], 0), value=-1) for one in keep]
+        counts = torch.cat([(one >= 0).sum(dim=-1) for one in keep], dim=1)
+        return Selection(
+            keep_indices=torch.cat(filled, dim=1),
+            prompt_tokens=layer.keys.shape[2],
+            head_tokens=counts,
+        )
+
+
+@pytest.mark.slow
+def test_each_of_two_processes_shares_its_own_budget_out_among_its_heads(tmp_path):
+    model = with_tokenizer(tmp_path)
+    own = ["--policy", "adakv", "--budget", str(BUDGET), "--tensor-parallel-size", "2"]
+    with Server(tmp_path, *own, model=model.folder, longest=LONGEST) as server:
+        answers = [answer(server, ids) for ids in PROMPTS]
+    policy = SharesOfHalves(SnapKV(BUDGET))
+    assert answers == [model.answer(ids, policy, TOKENS) for ids in PROMPTS]
+    assert answers != [model.answer(ids, AdaKV(SnapKV(BUDGET)), TOKENS) for ids in PROMPTS]
 
 
 @pytest.mark.parametrize("options", [TENSOR, DATA] if SECOND_RUNNER else [TENSOR, DATA, PIPELINE])

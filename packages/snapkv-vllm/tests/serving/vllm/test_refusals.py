@@ -15,6 +15,7 @@ from snapkv_vllm.refusals import (
     require_capped_prompt,
     require_heads_apart,
     require_no_promise,
+    require_one_position,
     require_supported,
 )
 from snapkv_vllm.server import serve
@@ -61,13 +62,15 @@ LATENT = {"model_config": {"use_mla": True}}
         ({"parallel_config": {"prefill_context_parallel_size": 2}}, "prefill context parallel"),
         ({"parallel_config": {"use_ubatching": True}}, "--enable-dbo"),
         ({"parallel_config": {"tensor_parallel_size": 6}}, "--tensor-parallel-size 3"),
-        ({"kv_transfer_config": object()}, "KV connector"),
         (LATENT | TENSOR, "all heads vote on one latent"),
         ({"model_config": {"is_attention_free": True}}, "without attention"),
         ({"model_config": {"is_encoder_decoder": True}}, "encoder-decoder"),
         ({"model_config": {"runner_type": "pooling"}}, "pooling model"),
-        ({"model_config": {"uses_mrope": True}}, "M-RoPE"),
-        ({"cache_config": {"cache_dtype": "fp8"}}, "quantised KV cache"),
+        (
+            {"cache_config": {"cache_dtype": "nvfp4"}},
+            "in the format nvfp4: only fp8, fp8_e4m3, fp8_",
+        ),
+        (LATENT | {"cache_config": {"cache_dtype": "fp8"}}, "latent .* the format fp8: .* out"),
     ],
     ids=str,
 )
@@ -99,6 +102,7 @@ BOUNDED = ServingSettings(budget=64, limits=Limits(cap=128, decode_budget=256))
 BY_TOVA = ServingSettings(budget=64, limits=Limits(decode_budget=256, decode_policy="tova"))
 TOVA, ADAKV = (ServingSettings(policy=policy, budget=64) for policy in ("tova", "adakv"))
 SHARED = ServingSettings(budget=64, sharing=Sharing())
+SHARED_APART = ServingSettings(policy="adakv", budget=64, sharing=Sharing())
 KEPT = ServingSettings(budget=64, sharing=Sharing(folder="/kept"))
 KEPT_APART = ServingSettings(policy="adakv", budget=64, sharing=Sharing(folder="/kept"))
 
@@ -108,18 +112,32 @@ KEPT_APART = ServingSettings(policy="adakv", budget=64, sharing=Sharing(folder="
     [
         (BOUNDED, "speculative_config", {"method": "ngram"}, "drafts where answers are held"),
         (BOUNDED, "scheduler_config", {"max_num_batched_tokens": 128}, "steps of fewer tokens"),
+        (BOUNDED, "model_config", {"uses_mrope": True}, "M-RoPE.* held to a cap: .* --cap out"),
         (BOUNDED, "scheduler_config", {"long_prefill_token_threshold": 100}, "--long-prefill-"),
         (BOUNDED, "model_config", {"use_mla": True}, "--decode-policy tova"),
         (BY_TOVA, "parallel_config", {"tensor_parallel_size": 3}, "--decode-policy r-kv"),
         (TOVA, "parallel_config", {"tensor_parallel_size": 3}, "tova and tensor parallelism"),
-        (ADAKV, "parallel_config", {"tensor_parallel_size": 3}, "adakv and tensor parallelism"),
         (ADAKV, "model_config", {"use_mla": True}, "nothing to share out"),
         (SHARED, "parallel_config", {"_api_process_count": 2}, "API servers: .*--api-server-coun"),
         (SHARED, "parallel_config", {"data_parallel_size": 2}, "data parallelism: .* --share out"),
         (SHARED, "model_config", {"enable_sleep_mode": True}, "sleep mode: .* --share "),
+        (SHARED, "model_config", {"uses_mrope": True}, "documents and .*M-RoPE.* --share out"),
+        (
+            SHARED_APART,
+            "parallel_config",
+            {"tensor_parallel_size": 3},
+            "documents, adakv and tensor",
+        ),
+        (SHARED, "kv_transfer_config", {"kv_role": "kv_both"}, "KV connector: .* --share or"),
         (KEPT, "parallel_config", {"world_size": 2}, "tensor or pipeline parallelism"),
         (KEPT, "parallel_config", {"distributed_executor_backend": "ray"}, "workers on Ray"),
         (KEPT, "model_config", {"quantization": "gptq"}, "quantised weights"),
+        (
+            KEPT,
+            "cache_config",
+            {"cache_dtype": "fp8"},
+            "in a folder and a KV cache in the format fp8",
+        ),
         (KEPT, "model_config", {"hf_overrides": {"rope_theta": 1.0}}, "hf-overrides"),
         (KEPT, "model_config", {"model": "someone/model"}, "pass the folder that the model"),
         (KEPT, "load_config", {"load_format": "dummy"}, "made-up weights"),
@@ -176,13 +194,30 @@ def test_a_request_that_cannot_be_held_to_a_cap_is_refused(config, parts, reques
         require_capped_prompt(plan, asked(**request_parts), changed(config, **parts))
 
 
+def test_images_are_compressed_only_where_positions_are_numbers(config):
+    plan = TOVA.plan_for({}, prompt_tokens=100)
+    whole = TOVA.plan_for({"snapkv_budget": 0}, prompt_tokens=100)
+    turned, images = (
+        changed(config, model_config={"uses_mrope": True}),
+        asked(mm_features=[object()]),
+    )
+    for accepted in ((plan, images, config), (plan, asked(), turned), (whole, images, turned)):
+        require_one_position(*accepted)
+    with pytest.raises(
+        InvalidArgumentError, match=r"prompt: expected text alone .* snapkv_budget 0"
+    ):
+        require_one_position(plan, images, turned)
+
+
 def test_sessions_are_refused_where_requests_are_promised_to_be_held_to_limits():
     require_no_promise(Limits())
     with pytest.raises(InvalidArgumentError, match="cap: expected none for a session"):
         require_no_promise(Limits(cap=100))
 
 
-def layer_and_spec(*, backend="FLASH_ATTN", alibi=None, sparse=False, kind=None, **spec):
+def layer_and_spec(
+    *, backend="FLASH_ATTN", alibi=None, sparse=False, kind=None, form="auto", scales=1, **spec
+):
     import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -191,6 +226,8 @@ def layer_and_spec(*, backend="FLASH_ATTN", alibi=None, sparse=False, kind=None,
         impl=SimpleNamespace(alibi_slopes=alibi),
         get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend),
         use_sparse=sparse,
+        kv_cache_dtype=form,
+        _k_scale=torch.ones(scales),
     )
     return {"model.layer": layer}, {"model.layer": (kind or FullAttentionSpec)(**sizes, **spec)}
 
@@ -199,13 +236,15 @@ def test_layers_of_another_kind_are_refused():
     from vllm.v1.kv_cache_interface import MLAAttentionSpec, RSWASpec, SlidingWindowSpec
 
     latent = {"kind": MLAAttentionSpec, "backend": "CPU_MLA"}
-    for accepted in (layer_and_spec(), layer_and_spec(**latent)):
+    for accepted in (layer_and_spec(), layer_and_spec(**latent), layer_and_spec(form="fp8")):
         assert compressible_layers(*accepted) == {"model.layer"}
     refused = {
         "window in one group": layer_and_spec(sliding_window=64),
         "keeps SlidingWindowSpec": layer_and_spec(kind=SlidingWindowSpec, sliding_window=64),
         "keeps a RSWASpec": layer_and_spec(kind=RSWASpec, rswa_window=64),
         "chooses the tokens it attends to": layer_and_spec(**latent, sparse=True),
+        "in the format int4_per_token_head, exp": layer_and_spec(form="int4_per_token_head"),
+        "has a scale for every head, expected one": layer_and_spec(form="fp8", scales=4),
         "ALiBi": layer_and_spec(alibi=[0.5]),
         "FLASHINFER, expected one of CPU_ATTN": layer_and_spec(backend="FLASHINFER"),
         "AMX_MLA, expected one of": layer_and_spec(**latent | {"backend": "AMX_MLA"}),

@@ -1,13 +1,16 @@
 """The inner parts of vLLM that the plugin stands on; these fail first when vLLM changes one."""
 
 import dataclasses
+import importlib.util
 import inspect
 import pkgutil
-from operator import attrgetter
+from pathlib import Path
 
 import pytest
 import torch
 
+from snapkv_vllm.coupling import TABLE, differences
+from snapkv_vllm.layouts import LAYOUTS
 from snapkv_vllm.plugin import PROCESSES
 from snapkv_vllm.server import OWN
 
@@ -17,242 +20,47 @@ def parameters(function):
 
 
 def part(name):
-    """A part of vLLM, such as "v1.core.sched.scheduler.Scheduler:schedule"."""
-    owner, _, inner = name.partition(":")
-    found = pkgutil.resolve_name(f"vllm.{owner}")
-    return attrgetter(inner)(found) if inner else found
+    return pkgutil.resolve_name(f"vllm.{name}")
 
 
-SCHEDULER = "v1.core.sched.scheduler.Scheduler"
-FIRST = "v1.worker.gpu_model_runner.GPUModelRunner"
-SECOND = "v1.worker.gpu.model_runner.GPUModelRunner"
-MANAGER = "v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager"
-BUILDER = "v1.attention.backend.AttentionMetadataBuilder"
-TRITON_BUILDER = "v1.attention.backends.triton_attn.TritonAttentionMetadataBuilder"
-FLASH_BUILDER = "v1.attention.backends.flash_attn.FlashAttentionMetadataBuilder"
-CPU_BUILDER = "v1.attention.backends.cpu_attn.CPUAttentionMetadataBuilder"
-SEQUENCES = (
-    "num_actual_tokens max_query_len query_start_loc max_seq_len seq_lens block_table slot_mapping"
-)
-CACHE = "v1.core.kv_cache_manager.KVCacheManager"
-RENDERER = "renderers.online_renderer.OnlineRenderer"
-LATENT = "model_executor.layers.attention.MLAAttention"
-
-PARAMETERS = {
-    f"{SCHEDULER}:_reserve_prefill_lookahead": "request num_computed_tokens num_new_tokens",
-    f"{SCHEDULER}:_get_local_prefix_cache_hit": "request",
-    f"{SCHEDULER}:_update_after_schedule": "scheduler_output",
-    f"{SCHEDULER}:_preempt_request": "request",
-    f"{SCHEDULER}:_free_request": "request",
-    f"{CACHE}:allocate_slots": "request num_new_tokens num_new_computed_tokens",
-    f"{CACHE}:create_kv_cache_blocks": "blocks",
-    "v1.core.kv_cache_coordinator.KVCacheCoordinator:find_longest_cache_hit": (
-        "block_hashes max_cache_hit_length"
-    ),
-    "v1.core.block_pool.BlockPool:evict_blocks": "block_ids",
-    f"{MANAGER}:get_num_blocks_to_allocate": (
-        "request_id num_tokens new_computed_blocks total_computed_tokens num_local_computed_tokens "
-        "num_tokens_main_model apply_admission_cap"
-    ),
-    f"{MANAGER}:allocate_new_blocks": "request_id num_tokens num_tokens_main_model",
-    f"{MANAGER}:pop_blocks_for_free": "request_id",
-    "v1.core.single_type_kv_cache_manager.FullAttentionManager:cache_blocks": "request num_tokens",
-    f"{BUILDER}:build": "common_prefix_len common_attn_metadata fast_build",
-    f"{CPU_BUILDER}:build": "common_prefix_len common_attn_metadata fast_build",
-    **{
-        f"{runner}:{name}": given
-        for runner in (FIRST, SECOND)
-        for name, given in {
-            "get_kv_cache_spec": "",
-            "initialize_kv_cache": "kv_cache_config",
-            "execute_model": "scheduler_output",
-            "profile_run": "randomize_inputs",
-        }.items()
-    },
-    f"{SECOND}:prepare_attn": "input_batch",
-    f"{SECOND}:gather_batch_req_state": "scheduler_output dummy_run",
-    "v1.worker.block_table.BlockTable:compute_slot_mapping": "num_reqs query_start_loc positions",
-    "v1.worker.block_table.MultiGroupBlockTable:add_row": "block_ids row_idx",
-    "v1.worker.block_table.MultiGroupBlockTable:clear_row": "row_idx",
-    "v1.worker.gpu.block_table.BlockTables:compute_slot_mappings": (
-        "idx_mapping query_start_loc positions num_tokens_padded out"
-    ),
-    f"{LATENT}:forward_impl": "q",
-    "entrypoints.launchers.cli_args.make_arg_parser": "parser",
-    "entrypoints.launchers.api_server.entry.build_async_engine_client": "args",
-    "entrypoints.launchers.app.build_app": "args supported_tasks model_config",
-    "entrypoints.launchers.api_server.app_state.init_app_state": (
-        "engine_client state args supported_tasks"
-    ),
-    # Where requests meet the document that they name.
-    f"{RENDERER}:render_completion": "request",
-    f"{RENDERER}:render_chat": "request",
-    f"{RENDERER}:create_error_response": "message err_type status_code",
-}
+def test_the_installed_release_has_all_that_the_table_lists():
+    place = Path(importlib.util.find_spec("vllm").origin).parents[1]
+    assert differences(place) == []
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_what_is_called_or_overridden_takes_these_arguments(name):
-    expected = [*(["self"] if ":" in name else []), *PARAMETERS[name].split()]
-    assert parameters(part(name))[: len(expected)] == expected
+@pytest.mark.parametrize("module", ["blocks", "requests", "scheduler", "worker"])
+def test_every_method_of_vllms_that_a_subclass_replaces_is_in_the_table(module):
+    """Also those that do not go on with it."""
+    listed = {name for part in TABLE for name in (*part.signatures, *part.attributes.split())}
+    for kind in vars(importlib.import_module(f"snapkv_vllm.{module}")).values():
+        if inspect.isclass(kind) and kind.__module__.startswith("snapkv_vllm"):
+            theirs = [one for one in kind.__mro__ if one.__module__.startswith("vllm.")]
+            replaced = {name for name in vars(kind) for one in theirs if name in vars(one)}
+            assert {name for name in replaced if not name.startswith(("__", "_abc_"))} <= listed
 
 
-OPENAI = "entrypoints.openai"
-ENGINE, WORKER, WEB = PROCESSES
-
-IN_ORDER = [
-    # The scheduler asks where a step ends, looks prefixes up, preempts, and moves on at the end.
-    (
-        f"{SCHEDULER}:schedule",
-        "self._reserve_prefill_lookahead(",
-        "kv_cache_manager.allocate_slots(",
-        "self._preempt_request(",
-        "self._get_local_prefix_cache_hit(request)",
-        "self._reserve_prefill_lookahead(",
-        "kv_cache_manager.allocate_slots(",
-        "self._update_after_schedule(scheduler_output)",
-        "return scheduler_output",
-    ),
-    (
-        f"{CACHE}:allocate_slots",
-        "self.coordinator.get_num_blocks_to_allocate(",
-        "required_blocks > available_blocks",
-        "self.coordinator.allocate_new_blocks(",
-    ),
-    # Less may be computed than a step had tokens, and requests may end with an error.
-    (f"{SCHEDULER}:_update_after_schedule", "request.num_computed_tokens += num_scheduled_token"),
-    (f"{SCHEDULER}:_make_cached_request_data", "num_computed_tokens"),
-    (
-        f"{SCHEDULER}:update_from_output",
-        "error_req_ids = set(self.grammar_compile_error_reqs)",
-        "self.grammar_compile_error_reqs.clear()",
-    ),
-    (f"{MANAGER}:free", "pop_blocks_for_free"),
-    (f"{BUILDER}:build_for_cudagraph_capture", "self.build("),
-    (f"{TRITON_BUILDER}:build_for_cudagraph_capture", "self.build("),
-    (f"{TRITON_BUILDER}:build", "seq_lens = common_attn_metadata.seq_lens\n"),
-    (f"{FLASH_BUILDER}:build", "seq_lens = common_attn_metadata.seq_lens\n"),
-    (f"{BUILDER}:build_for_drafting", "self.build("),
-    # The first runner prepares slots before it runs the model, by rows and lists of blocks.
-    (f"{FIRST}:_prepare_inputs", "self.query_start_loc.np", "compute_slot_mapping("),
-    (f"{FIRST}:_prepare_inputs", "self.positions["),
-    (f"{FIRST}:_preprocess", "self.input_ids.gpu[:"),
-    (
-        f"{FIRST}:execute_model",
-        "self._update_states(",
-        "self._prepare_inputs(",
-        "self._determine_batch_execution_and_padding(",
-        "self._build_attention_metadata(",
-        "self._model_forward(",
-    ),
-    (f"{FIRST}:_build_attention_metadata", "self.seq_lens[:num_reqs_padded]"),
-    (f"{FIRST}:_update_states", "self.requests"),
-    (f"{FIRST}:_update_states", "req_state.block_ids"),
-    (f"{FIRST}:_update_states", "self.input_batch.req_id_to_index"),
-    (f"{FIRST}:_determine_batch_execution_and_padding", "self._is_uniform_decode("),
-    # It takes back what a prompt drew from its seed.
-    (f"{FIRST}:sample_tokens", "self._sample(", "self._bookkeeping_sync("),
-    (f"{FIRST}:_bookkeeping_sync", "self.discard_request_mask.np[:num_reqs]"),
-    (f"{FIRST}:_bookkeeping_sync", "self.input_batch.generators.get(int(i))"),
-    (
-        "v1.worker.gpu_input_batch.InputBatch:_make_sampling_metadata",
-        "generators=self.generators",
-    ),
-    # The second does so on the device, where it counts what is computed.
-    (
-        f"{SECOND}:execute_model",
-        "self.update_requests(",
-        "self.block_tables.apply_staged_writes(",
-        "batch_req_state, uniform_tok_count = self.gather_batch_req_state(",
-        "self.prepare_inputs(",
-        "self.prepare_attn(input_batch)",
-        "self.model_state.prepare_attn(",
-    ),
-    (f"{SECOND}:execute_model", "self.prepare_attn(input_batch)", "input_batch.input_ids"),
-    (f"{SECOND}:postprocess_num_computed_tokens", "self.req_states.num_computed_tokens.gpu,"),
-    (f"{SECOND}:prepare_inputs", "self.input_buffers.input_ids"),
-    (f"{SECOND}:prepare_inputs", "self.input_buffers.positions"),
-    ("v1.worker.gpu.block_table.BlockTables:__init__", "self.slot_mappings = "),
-    (
-        "v1.worker.gpu.block_table.BlockTables:append_block_ids",
-        "self.block_tables[i].stage_write(req_index, start, block_ids)",
-    ),
-    (
-        "v1.worker.gpu.block_table.BlockTables:append_block_ids",
-        "self.num_blocks.np[i, req_index] = end",
-    ),
-    ("v1.worker.gpu.states.RequestState:__init__", "self.req_id_to_index"),
-    # Layers call what they are made with; workers measure memory by the runner's profile run.
-    ("model_executor.layers.attention.attention.Attention:forward", "self.impl"),
-    (
-        f"{LATENT}:process_weights_after_loading",
-        'replace_parameter(self, "W_UK_T", W_UK.permute(1, 2, 0)',
-    ),
-    *((f"{LATENT}:__init__", f"self.{one} =") for one in ("kv_cache", "scale", "kv_lora_rank")),
-    (f"{LATENT}:__init__", "self.qk_nope_head_dim ="),
-    (f"{OPENAI}.completion.serving.OpenAIServingCompletion", "self.online_renderer.render_comp"),
-    (f"{OPENAI}.chat_completion.serving.OpenAIServingChat", "self.online_renderer.render_chat("),
-    # One tensor of slots for a group goes to the metadata and to the layers.
-    (f"{FIRST}:_get_slot_mappings", "slot_mappings_by_layer[layer_name] = slot_mapping"),
-    (f"{FIRST}:_build_attention_metadata", "cm.slot_mapping = slot_mappings[kv_cache_gid]"),
-    ("v1.worker.gpu.attn_utils.build_attn_metadata", "slot_mapping=slot_mapping"),
-    (f"{BUILDER}:__init__", "self.layer_names = layer_names"),
-    # Processes have the names by which they are known.
-    (
-        "v1.engine.utils.CoreEngineProcManager",
-        f'name=f"{ENGINE}_DP{{global_index}}" if is_dp else "{ENGINE}"',
-    ),
-    ("v1.executor.multiproc_executor.WorkerProc", f'name=f"{WORKER}{{rank}}"'),
-    ("v1.utils.APIServerProcessManager", f'name=f"{WEB}{{i}}"'),
-    (
-        "v1.worker.gpu_worker.Worker:determine_available_memory",
-        "self.model_runner.profile_run(",
-        "memory_profiling(",
-        "self.model_runner.profile_run(",
-    ),
-]
+def test_what_a_step_has_computed_counts_once():
+    counting = inspect.getsource(part("v1.core.sched.scheduler.Scheduler").update_from_output)
+    assert "num_computed_tokens +=" not in counting
 
 
-@pytest.mark.parametrize(("name", "parts"), [(name, parts) for name, *parts in IN_ORDER])
-def test_vllm_does_this_in_this_order(name, parts):
-    source, at = inspect.getsource(part(name)), 0
-    for one in parts:
-        at = source.index(one, at) + len(one)
+def test_options_that_the_plugin_sets_exist():
+    fields = {one.name for one in dataclasses.fields(part("engine.arg_utils.EngineArgs"))}
+    assert set(OWN) <= fields
 
 
-FIELDS = {
-    "v1.core.sched.output.SchedulerOutput": (
-        "finished_req_ids preempted_req_ids scheduled_new_reqs scheduled_cached_reqs"
-    ),
-    "v1.core.sched.output.CachedRequestData": "req_ids resumed_req_ids new_block_ids",
-    "v1.worker.gpu_input_batch.CachedRequestState": "block_ids",
-    "engine.arg_utils.EngineArgs": " ".join(OWN),
-    "v1.attention.backends.cpu_attn.CPUAttentionMetadata": f"{SEQUENCES} scheduler_metadata",
-    "v1.attention.backends.flash_attn.FlashAttentionMetadata": f"{SEQUENCES} scheduler_metadata",
-    "v1.attention.backends.triton_attn.TritonAttentionMetadata": f"{SEQUENCES} seq_threshold_3D",
-}
-
-
-@pytest.mark.parametrize("kind", FIELDS)
-def test_records_have_these_fields(kind):
-    assert set(FIELDS[kind].split()) <= fields_of(part(kind))
-
-
-def fields_of(kind):
-    return {one.name for one in dataclasses.fields(kind)}
-
-
-@pytest.mark.parametrize("runner", [FIRST, SECOND])
-def test_runners_and_workers_have_these_parts(runner):
-    source = inspect.getsource(inspect.getmodule(part(runner)))
-    for one in ("self.attn_groups", "self.kv_cache_config = ", "self.max_num_reqs = "):
-        assert one in source
-    assert "scheduler_output.finished_req_ids" in source
-    counting = inspect.getsource(part(f"{SCHEDULER}:update_from_output"))
-    assert "num_computed_tokens +=" not in counting  # what a step has computed counts once
-    for worker in ("v1.worker.cpu_worker.CPUWorker", "v1.worker.gpu_worker.Worker"):
-        assert "init_device" in vars(part(worker))
-        assert "self.model_runner" in inspect.getsource(inspect.getmodule(part(worker)))
+def test_processes_have_the_names_by_which_they_are_known():
+    steps = {one.name: one.steps.get("", ()) for one in TABLE}
+    for name, owner in zip(
+        PROCESSES,
+        (
+            "engine.utils.CoreEngineProcManager",
+            "executor.multiproc_executor.WorkerProc",
+            "utils.APIServerProcessManager",
+        ),
+        strict=True,
+    ):
+        assert any(name in text for text in steps[f"v1.{owner}"])
 
 
 def test_scheduler_output_carries_further_attributes_between_processes():
@@ -302,22 +110,8 @@ def test_lengths_stand_in_four_fields_of_the_metadata():
 @pytest.mark.parametrize(
     "name", ["cpu_attn.CPU", "flash_attn.Flash", "triton_attn.Triton"], ids=lambda one: one[:5]
 )
-def test_backends_attend_and_store_for_any_number_of_heads(name):
-    """By what an implementation says of itself, and what the votes need of it."""
-    from snapkv_vllm.layouts import LAYOUTS
-
-    backend = part(f"v1.attention.backends.{name}AttentionBackend")
-    assert backend.get_name() in LAYOUTS
-    kind = backend.get_impl_cls()
-    stored_by = ["self", "layer", "key", "value", "kv_cache", "slot_mapping"]
-    assert parameters(kind.do_kv_cache_update) == stored_by
-    given = parameters(kind.forward)[1:8]
-    assert given == ["layer", "query", *stored_by[2:5], "attn_metadata", "output"]
-    made = inspect.getsource(kind.__init__)
-    assert "self.num_heads = num_heads" in made
-    assert "self.num_kv_heads = num_kv_heads" in made
-    for one in ("self.scale", "self.logits_soft_cap", "self.sinks", "self.alibi_slopes"):
-        assert f"{one} =" in made or f"{one}:" in made
+def test_backends_have_a_layout_under_their_name(name):
+    assert part(f"v1.attention.backends.{name}AttentionBackend").get_name() in LAYOUTS
 
 
 def test_layers_store_by_the_slots_that_builders_see():
@@ -382,9 +176,9 @@ def test_the_cpu_layout_reads_what_the_kernel_wrote(isa, block_tokens, head_size
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("head_size", [64, 96, 128])
 def test_the_cpu_layout_knows_packings_by_their_strides(head_size, dtype):
-    from snapkv_vllm.layouts import _packings
+    from snapkv_vllm.layouts import NumberFormat, _packings
 
-    assert all(packing.tokens for packing in _packings("vec", 128, head_size, dtype))
+    assert all(packing.tokens for packing in _packings("vec", 128, head_size, NumberFormat(dtype)))
 
 
 def test_a_packing_without_strides_is_read_place_by_place(monkeypatch):

@@ -30,7 +30,16 @@ BUDGET, PROMPT = 128, 300
 SETTINGS = ServingSettings(budget=BUDGET, parameters={"kernel_size": 13})
 NOISE = 0.5  # seconds that a busy machine adds now and then
 GREEDY = {"model": "demo", "temperature": 0, "max_tokens": 12}
-OWN = ["--policy", "snapkv", "--budget", str(BUDGET), "--set", "kernel_size=13", "--share"]
+OWN = [
+    "--policy",
+    "snapkv",
+    "--budget",
+    str(BUDGET),
+    "--set",
+    "kernel_size=13",
+    "--share",
+    "--sessions",
+]
 VLLMS = ["--max-num-batched-tokens", "512", "--enable-prompt-tokens-details"]
 
 
@@ -427,3 +436,39 @@ def test_the_panels_of_the_dashboard_lie_side_by_side():
     variables = {variable["name"] for variable in made["templating"]["list"]}
     used = set(re.findall(r"\$\{?(\w+)", json.dumps(made["panels"]))) - {"__rate_interval"}
     assert used == variables
+
+
+def test_an_agents_loop_goes_on_from_its_history_and_is_told_what_was_cleared(server, client):
+    """The last one: its history stays in the cache."""
+    more = {
+        "agent_hint": {"session_id": "run"},
+        "context_management": {
+            "edits": [
+                {
+                    "type": "clear_tool_uses_20250919",
+                    "trigger": {"type": "tool_uses", "value": 1},
+                    "keep": {"type": "tool_uses", "value": 1},
+                }
+            ]
+        },
+    }
+    messages = [{"role": "user", "content": "Look for the word. " * 20}]
+    before, cleared = server.metric("snapkv:session_requests_total"), []
+    for turn in range(4):
+        answer = client.chat.completions.create(messages=messages, extra_body=more, **GREEDY)
+        edits = answer.context_management["applied_edits"]
+        cleared.append(sum(one["cleared_tool_uses"] for one in edits))
+        said, name = answer.choices[0].message.content, f"call{turn}"
+        function = {"name": "look", "arguments": "{}"}
+        calls = [{"id": name, "type": "function", "function": function}]
+        messages.append({"role": "assistant", "content": said, "tool_calls": calls})
+        result = f"Line {turn} has it. " * 20
+        messages.append({"role": "tool", "tool_call_id": name, "content": result})
+    assert cleared == [0, 0, 1, 2]
+    assert server.metric("snapkv:session_requests_total") - before == 3
+    assert server.metric("snapkv:session_histories") == 1
+    own = [{"index": -1, "do": "drop"}, {"role": "assistant", "do": "protect"}]
+    answer = client.chat.completions.create(
+        messages=messages[:3], extra_body={"snapkv_spans": own}, **GREEDY
+    )
+    assert answer.usage.completion_tokens == 12

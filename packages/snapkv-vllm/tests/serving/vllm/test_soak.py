@@ -9,7 +9,7 @@ GROWTH_BYTES = 200 << 20  # the allocator's and vLLM's own; a leaked prompt's st
 FEW = {"requests": 24, "clients": 10, "blocks": 44}
 if SECOND_RUNNER:  # in Triton's interpreter
     FEW = {"requests": 12, "clients": 8, "blocks": 30}
-DOCUMENTS = () if SECOND_RUNNER else ("documents",)
+DOCUMENTS = () if SECOND_RUNNER else ("documents", "sessions")
 SERVERS = [
     pytest.param(server, marks=[] if server in ("limits", *DOCUMENTS) else pytest.mark.slow)
     for server in soak.SERVERS
@@ -21,7 +21,7 @@ def test_answers_do_not_depend_on_load(tmp_path, server):
     """A minute of what `make soak` does for longer."""
     found = soak.soak(soak.model(tmp_path), server, seed=0, **FEW)
     assert not found.wrong
-    assert found.waits, "the pool was large enough"
+    assert found.waits or server == "sessions", "the pool was large enough"
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from snapkv.hf.cache import CompressedCache
 from snapkv.kvzip import read_as_wanted, require_one_reading
 from snapkv.plan import out_of_memory_explained, prompt_memory_explained
 from snapkv.policies import Policy
+from snapkv.storage.auto import Quantize
 
 TextSink = Callable[[str], None]
 """Takes the next piece of an answer."""
@@ -66,6 +67,7 @@ def answer(
     drafts: DraftMethod | None = None,
     protection: Protection | None = None,
     prefill: Prefill | None = None,
+    quantize: Quantize | None = None,
     on_text: TextSink | None = None,
     on_layer: LayerSink | None = None,
     on_prompt_end: PromptEndSink | None = None,
@@ -74,11 +76,11 @@ def answer(
 
     `on_text` is called with every finished piece of it, `answer_start` first, `on_layer` each time
     a layer has begun to read the prompt, and `on_prompt_end` when it has been read; that not with
-    `drafts`.
+    `drafts`. `quantize` is as for `CompressedCache`.
     """
     policy = loaded.completed(policy)
     spans = [] if protection is None else protection.spans(prompt, policy, loaded.tokenizer)
-    cache = _WatchedCache(loaded.model, policy, on_layer, protect=spans)
+    cache = _WatchedCache(loaded.model, policy, on_layer, protect=spans, quantize=quantize)
     found, _ = answer_ids(
         loaded,
         prompt_ids(loaded, prompt, settings),
@@ -204,6 +206,18 @@ def continue_ids(
                 **({} if drafts is None else drafts.options),
             )
     return output
+
+
+@torch.no_grad()
+def read_prompt(loaded: LoadedModel, ids: Tensor, cache: CompressedCache, prefill: Prefill) -> None:
+    """Read (1, T) ids into an empty cache as a prompt of their own, and generate nothing."""
+    model = loaded.model
+    with prompt_memory_explained(model, ids.shape[1]), prefill.within(model):
+        cache.expect_prompt(ids.shape[1])
+        cache.expect_tokens(ids)
+        output = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    if cache.policy.draft_tokens:
+        cache.vote_by_draft(output.logits)
 
 
 def generate_options(model: Any, settings: GenerationSettings) -> dict[str, Any]:
@@ -335,7 +349,11 @@ def costs(given: Answer) -> dict[str, Any]:
 
 
 def answers_together(
-    loaded: LoadedModel, prompts: Sequence[Prompt], policy: Policy, settings: GenerationSettings
+    loaded: LoadedModel,
+    prompts: Sequence[Prompt],
+    policy: Policy,
+    settings: GenerationSettings,
+    quantize: Quantize | None = None,
 ) -> list[str]:
     """The text of every answer; each is that of its prompt alone, up to rounding.
 
@@ -352,7 +370,7 @@ def answers_together(
     rows = [prompt_ids(loaded, prompt, settings)[0] for prompt in prompts]
     options, ends = generate_options(model, settings), end_token_ids(model, settings)
     ids = _left_padded(rows, next(iter(ends), 0))
-    cache = CompressedCache(model, loaded.completed(policy))
+    cache = CompressedCache(model, loaded.completed(policy), quantize=quantize)
     advice = (
         f"prompts: expected a batch that the device has memory for, got {len(rows)} of up to "
         f"{ids.shape[1]:,} tokens; answer fewer at once"

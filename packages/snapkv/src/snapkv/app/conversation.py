@@ -1,17 +1,35 @@
 """Turns about documents in one cache that stays within its budget."""
 
+import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from snapkv.app.answering import Answer, TextSink, answer_ids, end_token_ids, require_positions
+from snapkv.app.answering import (
+    Answer,
+    TextSink,
+    answer_ids,
+    end_token_ids,
+    read_prompt,
+    require_positions,
+)
 from snapkv.app.models import LoadedModel
 from snapkv.app.prefills import Exact, Prefill
 from snapkv.app.prompts import Prompt, next_turn, question_prompt
 from snapkv.app.protection import Protection
 from snapkv.app.settings import GenerationSettings
+from snapkv.app.transcripts import (
+    ROLES,
+    Part,
+    Transcript,
+    generation_tokens,
+    question_parts,
+    thinking,
+    turn,
+)
 from snapkv.cache.options import Turns
 from snapkv.cache.paging import Recall
 from snapkv.cache.report import CacheReport
@@ -19,6 +37,9 @@ from snapkv.errors import CacheFileError, CacheMismatchError, InvalidArgumentErr
 from snapkv.hf.cache import CompressedCache
 from snapkv.kvzip import require_one_reading
 from snapkv.policies import EvictingPolicy, Policy
+from snapkv.policies.spans import Span
+from snapkv.storage.auto import Quantize
+from snapkv.validation import require_int
 
 NO_RECALL = "none"
 
@@ -36,6 +57,10 @@ class Conversation:
             generating.
         protection: what of the first prompt must stay, through all turns; None for nothing.
         prefill: how every turn is read; None for exactly, at once.
+        transcript: what was said before, in place of a document.
+        clear_tool_results: how many of the transcript's tool results stay, the last ones; the
+            others are dropped when it has been read, before anything is answered. None for all.
+        quantize: as for `CompressedCache`.
     """
 
     def __init__(
@@ -48,7 +73,17 @@ class Conversation:
         recall: Recall | None = None,
         protection: Protection | None = None,
         prefill: Prefill | None = None,
+        transcript: Transcript | None = None,
+        clear_tool_results: int | None = None,
+        quantize: Quantize | None = None,
     ) -> None:
+        if transcript is not None and document:
+            raise InvalidArgumentError(
+                f"transcript: expected no document beside it, got one of {len(document):,} "
+                "characters; put its text into a message of the transcript"
+            )
+        if clear_tool_results is not None:
+            require_int("clear_tool_results", clear_tool_results, minimum=0)
         require_one_reading(policy, "choose snapkv, whose turns vote on all that was said")
         policy = loaded.completed(policy)
         evicts = isinstance(policy, EvictingPolicy)
@@ -57,10 +92,13 @@ class Conversation:
             recall = NO_RECALL if evicts or not self._prefill.holds_all else "host"
         self._loaded, self._settings, self._document = loaded, settings, document
         self._ids: Tensor | None = None
+        self._parts: list[Part] = []
+        self._transcript, self._kept_results = transcript, clear_tool_results
         self._protection = protection
         turns: Turns = "append" if evicts else "compress"
         drops = recall == NO_RECALL
-        self._options: dict[str, Any] = {"turns": turns} if drops else {"recall": recall}
+        kept: dict[str, Any] = {"turns": turns} if drops else {"recall": recall}
+        self._options = kept | {"quantize": quantize}
         self.cache = CompressedCache(loaded.model, policy, **self._options)
 
     @property
@@ -70,9 +108,12 @@ class Conversation:
     def ask(self, question: str, *, on_text: TextSink | None = None) -> Answer:
         if not question.strip():
             raise InvalidArgumentError("question: expected a question, got an empty text; ask one")
-        ids = self._with(question)
+        ids, parts = self._with(question)
         require_positions(self._loaded, ids.shape[1], self._settings)
+        before = copy.copy(self.cache)
         try:
+            if self._ids is None and self._kept_results is not None:
+                self._clear(ids, parts)
             found, self._ids = answer_ids(
                 self._loaded,
                 ids,
@@ -82,20 +123,91 @@ class Conversation:
                 prefill=self._prefill,
             )
         except BaseException:
-            self.cache.reset()  # layers may have read different parts; the next turn reads all anew
+            self.cache = before  # layers may have read different parts of the turn
             raise
+        answer = Part(role="assistant", span=(ids.shape[1], int(self._ids.shape[1])))
+        self._parts = [*parts, answer]
         return found
 
-    def _with(self, question: str) -> Tensor:
-        """(1, T) int64: all that was said, and the question."""
+    def _with(self, question: str) -> tuple[Tensor, list[Part]]:
+        """(1, T) int64: all that was said, and the question; and the parts of it."""
         tokenizer, device = self._loaded.tokenizer, self._loaded.model.device
-        if self._ids is None:
+        if self._ids is not None:
+            text, is_chat = next_turn(tokenizer, question), bool(tokenizer.chat_template)
+            ids = behind(self._loaded, self._ids, text, self._settings, is_chat=is_chat)
+            new = len(tokenizer(text, add_special_tokens=False)["input_ids"])
+            asked = Part(role="user", span=(ids.shape[1] - new, ids.shape[1]))
+            return ids, [*self._parts, asked]
+        if self._transcript is None:
             prompt = question_prompt(tokenizer, self._document, question)
-            self._protect(prompt)
-            begun: Tensor = prompt.token_ids(tokenizer)
-            return begun.to(device)
-        text, is_chat = next_turn(tokenizer, question), bool(tokenizer.chat_template)
-        return behind(self._loaded, self._ids, text, self._settings, is_chat=is_chat)
+            parts = question_parts(tokenizer, prompt, self._document)
+        else:
+            prompt, parts = self._transcript.asking(question).prompt(tokenizer)
+        self._protect(prompt)
+        begun: Tensor = prompt.token_ids(tokenizer)
+        return begun.to(device), parts
+
+    def _clear(self, ids: Tensor, parts: Sequence[Part]) -> None:
+        """Read what was said before the question, and drop all but the last tool results of it."""
+        results = [part.span for part in parts if part.role == "tool"]
+        cleared = results[: len(results) - (self._kept_results or 0)]
+        if not cleared:
+            return
+        said = parts[-1].span[0]
+        read_prompt(self._loaded, ids[:, :said], self.cache, self._prefill)
+        self.cache.drop(cleared)
+
+    def drop(self, what: str) -> dict[str, Any]:
+        """Drop parts of what was said from the cache; see `CompressedCache.drop`.
+
+        Args:
+            what: "tools" for the results of tools, "thinking" for that of the answers, "document",
+                or the number of a turn: a question, what was called for it, and its answer.
+
+        Returns:
+            How many tokens and bytes are free: `tokens`, `device_bytes`, `host_bytes`.
+
+        Raises:
+            InvalidArgumentError: there is nothing of that kind that was not dropped before, or the
+                cache cannot drop it.
+        """
+        seen, before = self.cache.get_seq_length(), self.report()
+        spans = [(start, min(stop, seen)) for start, stop in self._spans_of(what) if start < seen]
+        if spans:
+            self.cache.drop(spans)
+        after = self.report()
+        tokens = after["dropped_tokens"] - before["dropped_tokens"]
+        if not tokens:
+            raise InvalidArgumentError(
+                f"drop: expected something that was said and is not dropped yet, got {what!r}, of "
+                "which there is nothing; say tools, thinking, document or the number of a turn"
+            )
+        freed = {name: before[name] - after[name] for name in ("held_bytes", "host_bytes")}
+        return {
+            "tokens": tokens,
+            "device_bytes": freed["held_bytes"],
+            "host_bytes": freed["host_bytes"],
+        }
+
+    def _spans_of(self, what: str) -> list[Span]:
+        if what in ("tools", "document"):
+            role = {"tools": "tool", "document": "document"}[what]
+            return [part.span for part in self._parts if part.role == role]
+        if what == "thinking":
+            answers = [part.span for part in self._parts if part.role == "assistant"]
+            return [span for answer in answers for span in self._thinking(*answer)]
+        if not what.isdecimal() or not what.isascii():
+            raise InvalidArgumentError(
+                f"drop: expected tools, thinking, document or the number of a turn, got {what!r}; "
+                "say for instance /drop 1"
+            )
+        return [part.span for part in turn(self._parts, int(what))]
+
+    def _thinking(self, start: int, stop: int) -> list[Span]:
+        """Of an answer, or of what the template writes before it."""
+        assert self._ids is not None
+        start = max(0, start - generation_tokens(self._loaded.tokenizer))
+        return thinking(self._loaded.tokenizer, self._ids[0, start:stop].tolist(), start)
 
     def _protect(self, prompt: Prompt) -> None:
         """Begin with a cache that keeps what must stay of the first prompt."""
@@ -113,7 +225,9 @@ class Conversation:
             raise InvalidArgumentError(
                 "save: expected a conversation that has begun, got none yet; ask something first"
             )
-        self.cache.save(path, beside={"conversation": self._ids})
+        parts = [(ROLES.index(part.role), *part.span) for part in self._parts]
+        told = torch.tensor(parts, dtype=torch.int64).view(-1, 3)
+        self.cache.save(path, beside={"conversation": self._ids, "parts": told})
 
     @classmethod
     def load(
@@ -150,6 +264,11 @@ class Conversation:
         conversation._loaded, conversation._settings = loaded, settings
         conversation.cache, conversation._prefill = cache, prefill or Exact()
         conversation._ids = beside["conversation"].to(loaded.model.device)
+        conversation._transcript = conversation._kept_results = None
+        conversation._parts = [
+            Part(role=ROLES[role], span=(start, stop))
+            for role, start, stop in beside.get("parts", torch.empty(0, 3)).tolist()
+        ]
         return conversation
 
 

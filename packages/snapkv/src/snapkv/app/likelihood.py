@@ -20,6 +20,7 @@ from snapkv.app.prompts import Prompt
 from snapkv.hf.cache import CompressedCache
 from snapkv.plan import out_of_memory_explained, prompt_memory_explained
 from snapkv.policies import EvictingPolicy, Policy
+from snapkv.storage.coded import KVCodes
 
 _PIECE_TOKENS = 256
 """Tokens of a continuation that are read at once; the logits of all of them are held."""
@@ -39,6 +40,7 @@ def log_likelihoods(
     continuations: Sequence[Tensor],
     policy: Policy,
     batch_size: int = 1,
+    quantize: KVCodes | None = None,
 ) -> Iterator[tuple[float, bool]]:
     """Log-probability of every continuation behind a context that is read and compressed once.
 
@@ -52,12 +54,13 @@ def log_likelihoods(
         policy: what the cache keeps of the context.
         batch_size: how many are read in one pass, each behind a copy of what was kept; where the
             policy evicts while generating, each is read by itself, token by token.
+        quantize: in how many bits it is held; None for as it came.
 
     Returns:
         For each the sum of the tokens' log-probabilities, and whether all are the likeliest.
     """
     model, policy = loaded.model, loaded.completed(policy)
-    cache = CompressedCache(model, policy)
+    cache = CompressedCache(model, policy, quantize=quantize)
     with prompt_memory_explained(model, context.shape[1]), torch.inference_mode():
         cache.expect_tokens(context)
         logits = model(context, past_key_values=cache, logits_to_keep=1).logits

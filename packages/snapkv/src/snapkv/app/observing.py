@@ -6,7 +6,6 @@ asked as it would be while reading. The copies equal real compressed prefills bi
 """
 
 import copy
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, Self, TypeVar
@@ -140,14 +139,11 @@ class RecordedPrompt:
                 queries=self._last_queries(states, policy),
                 protected=layer.protected_slots(self.prompt_tokens, states.pad_tokens),
                 fair=layer.spans.fair,
-                token_cost=functools.partial(
-                    layer.storage.token_cost, layer.store, layer.keys.shape[1]
-                ),
             )
-            selection = policy.select(shown)
-            if policy.draft_tokens and selection is not None:
+            choice = layer.choose(shown)
+            if policy.draft_tokens and choice.selection is not None:
                 cache.reading.hold_for_draft(layer, shown)
-            layer.end_prompt(selection, shown)
+            layer.end_prompt(choice, shown)
         if cache.reading.undecided:
             cache.vote_by_draft(self.last_logits)
         return cache

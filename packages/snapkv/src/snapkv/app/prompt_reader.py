@@ -19,6 +19,7 @@ from snapkv.plan import free_bytes, out_of_memory_explained
 from snapkv.policies import Policy
 from snapkv.prefill import SharedReading
 from snapkv.prefill.shared import shared_bytes
+from snapkv.storage.coded import KVCodes
 
 _MOST_OF_FREE = 0.4
 """The share of the free memory that a reading may hold; caches and answers need the rest."""
@@ -61,14 +62,16 @@ class PromptReader:
         way: Prefill,
         protection: Protection,
         ends: list[PromptEnd] | None = None,
+        quantize: KVCodes | None = None,
     ) -> Answer:
         """The answer of a method; `ends` gets the end of the prompt that it was generated behind.
 
         The time of a shared reading counts in every answer, which would have taken it too.
         """
+        how = protection, ends, quantize
         if way == Exact() and (shared := self._reading()) is not None:
             try:
-                given = self._answer(policy, _ReadBefore(reading=shared), protection, ends)
+                given = self._answer(policy, _ReadBefore(reading=shared), *how)
                 return given.later(shared.read_ms)
             except OutOfMemoryError:
                 pass  # the error holds what filled the memory until this block is left
@@ -77,10 +80,15 @@ class PromptReader:
             if ends:
                 ends.clear()
             torch.cuda.empty_cache()  # does nothing where CUDA was not used
-        return self._answer(policy, way, protection, ends)
+        return self._answer(policy, way, *how)
 
     def _answer(
-        self, policy: Policy, way: Prefill, protection: Protection, ends: list[PromptEnd] | None
+        self,
+        policy: Policy,
+        way: Prefill,
+        protection: Protection,
+        ends: list[PromptEnd] | None,
+        quantize: KVCodes | None,
     ) -> Answer:
         return answer(
             self._loaded,
@@ -89,6 +97,7 @@ class PromptReader:
             self._settings,
             protection=protection,
             prefill=way,
+            quantize=quantize,
             on_prompt_end=None if ends is None else ends.append,
         )
 

@@ -62,6 +62,16 @@ class Prompt:
             )
         return replace(self, context_characters=place)
 
+    def offsets(self, tokenizer: Any, argument: str, remedy: str) -> list[tuple[int, int]]:
+        """Where every token begins and ends in the text; refused for a tokenizer without them."""
+        if not getattr(tokenizer, "is_fast", False):
+            raise InvalidArgumentError(
+                f"{argument}: expected a tokenizer that says where its tokens stand in the text, "
+                f"got {type(tokenizer).__name__}, which does not; {remedy}"
+            )
+        encoded = self.encoded(tokenizer, self.text, return_offsets_mapping=True)
+        return [(begin, end) for begin, end in encoded["offset_mapping"]]
+
     def encoded(self, tokenizer: Any, text: str, **options: Any) -> Any:
         """What the tokenizer makes of a beginning of the text, special tokens as in all of it."""
         return tokenizer(
@@ -104,7 +114,7 @@ def chat_prompt(tokenizer: Any, text: str, *, answer_start: str = "") -> Prompt:
         text=turn + answer_start,
         answer_start=answer_start,
         has_special_tokens=True,
-        system_characters=len(_system_message(tokenizer)),
+        system_characters=len(system_message(tokenizer)),
     )
 
 
@@ -127,7 +137,7 @@ def next_turn(tokenizer: Any, question: str) -> str:
     return str(behind)
 
 
-def _system_message(tokenizer: Any) -> str:
+def system_message(tokenizer: Any) -> str:
     """What a chat template writes before the first message only; empty for special tokens alone."""
     turns = [{"role": role, "content": _ANSWER} for role in ("user", "assistant", "user")]
     parts = tokenizer.apply_chat_template(turns, tokenize=False).split(_ANSWER)

@@ -56,7 +56,7 @@ class Protection:
             return []
         try:
             offsets = _offsets(prompt, tokenizer)
-            system = _tokens_of(offsets, 0, prompt.system_characters)
+            system = tokens_of(offsets, 0, prompt.system_characters)
             _require_room(policy, Spans.of("protect", [*asked, *system]), len(offsets))
         except InvalidArgumentError as error:
             if self.system:
@@ -72,7 +72,7 @@ def _occurrences(prompt: Prompt, text: str, tokenizer: Any) -> list[Span]:
     found = [
         span
         for match in re.finditer(re.escape(text), prompt.text)
-        for span in _tokens_of(offsets, *match.span())
+        for span in tokens_of(offsets, *match.span())
     ]
     if not found:
         raise InvalidArgumentError(
@@ -82,8 +82,8 @@ def _occurrences(prompt: Prompt, text: str, tokenizer: Any) -> list[Span]:
     return found
 
 
-def _tokens_of(offsets: Sequence[Span], start: int, stop: int) -> list[Span]:
-    """The tokens that hold any of these characters: one span, or none."""
+def tokens_of(offsets: Sequence[Span], start: int, stop: int) -> list[Span]:
+    """The tokens, at these places of a text, that hold any of its characters: one span, or none."""
     within = [
         position
         for position, (begin, end) in enumerate(offsets)
@@ -93,14 +93,7 @@ def _tokens_of(offsets: Sequence[Span], start: int, stop: int) -> list[Span]:
 
 
 def _offsets(prompt: Prompt, tokenizer: Any) -> list[Span]:
-    """Where every token of the prompt begins and ends in its text."""
-    if not getattr(tokenizer, "is_fast", False):
-        raise InvalidArgumentError(
-            f"protect: expected a tokenizer that says where its tokens stand in the text, got "
-            f"{type(tokenizer).__name__}, which does not; pass --protect-first"
-        )
-    encoded = prompt.encoded(tokenizer, prompt.text, return_offsets_mapping=True)
-    return [(begin, end) for begin, end in encoded["offset_mapping"]]
+    return prompt.offsets(tokenizer, "protect", "pass --protect-first")
 
 
 def _require_room(policy: Policy, spans: Spans, tokens: int) -> None:

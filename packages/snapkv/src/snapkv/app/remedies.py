@@ -4,7 +4,7 @@ The prompt is read once more. Each candidate compresses a copy of it, and the fu
 fed to that copy: the candidate keeps the answer if it would have chosen each of its tokens itself.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from snapkv.hf.cache import CompressedCache
 from snapkv.kvzip import instruction_of
 from snapkv.plan import prompt_memory_explained
 from snapkv.policies import EvictingPolicy, FullCache, Policy
+from snapkv.storage.auto import Quantize
 
 _TOKENS_AT_ONCE = 64
 """Of the answer, so that their logits take little memory and a wrong candidate ends early."""
@@ -43,11 +44,12 @@ def first_that_keeps(
     candidates: Sequence[Policy],
     *,
     protect: Sequence[Sequence[int]] = (),
+    quantize: Quantize | None = None,
 ) -> Tried:
     """The first candidate whose answer would be the full cache's, `answer_ids`.
 
     The most welcome stands first; all or none of them read a context twice. `protect` are half-open
-    spans of positions that stay.
+    spans of positions that stay; `quantize` is how all of them hold what they keep.
     """
     if settings.temperature:
         return Tried(untold=f"the answers are drawn, at temperature {settings.temperature}")
@@ -62,9 +64,9 @@ def first_that_keeps(
                 ids=ids,
                 answer_ids=torch.tensor(answer_ids, device=ids.device),
                 processors=_processors(loaded.model, ids, settings),
-                protect=protect,
+                options={"protect": protect, "quantize": quantize},
             )
-            if not trial.keeps(FullCache()):
+            if not trial.keeps_in_full():
                 return Tried(untold="two of its tokens are too nearly as likely as others to tell")
             keepers = (place for place, policy in enumerate(candidates) if trial.keeps(policy))
             return Tried(keeper=next(keepers, None))
@@ -88,13 +90,19 @@ class _Trial:
     ids: Tensor  # (1, T) int64, all of the prompt
     answer_ids: Tensor  # (N,) int64, the answer that is to be kept
     processors: LogitsProcessorList  # change the logits of a token as `generate` does
-    protect: Sequence[Sequence[int]]
+    options: Mapping[str, Any]  # of every candidate's cache
 
     def keeps(self, policy: Policy) -> bool:
         """Whether the policy would choose every token of the answer itself."""
+        return self._chooses(self.recorded.compressed(policy, **self.options))
+
+    def keeps_in_full(self) -> bool:
+        """Whether the full cache would, read like this."""
+        return self._chooses(self.recorded.compressed(FullCache()))
+
+    def _chooses(self, cache: CompressedCache) -> bool:
         text = torch.cat([self.ids[0], self.answer_ids])
         start = self.ids.shape[1]
-        cache = self.recorded.compressed(policy, protect=self.protect)
         for number, logits in enumerate(self._logits(cache)):
             processed = self.processors(text[None, : start + number], logits[None].float())
             if int(processed.argmax()) != int(self.answer_ids[number]):

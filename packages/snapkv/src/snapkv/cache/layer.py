@@ -1,7 +1,7 @@
 """One layer of a compressed cache: stores fewer tokens than it has seen."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
+from snapkv import ops
+from snapkv.cache.choosing import Choice, choose
 from snapkv.cache.paging import PageRecall
 from snapkv.cache.slots import DecodeNotes, SlotMap, require_removable
 from snapkv.errors import CacheMismatchError, InvalidArgumentError
@@ -18,7 +20,7 @@ from snapkv.policies.fair import Segments
 from snapkv.policies.spans import Spans
 from snapkv.policies.states import fillers_left
 from snapkv.storage.base import Storage, TokenStore
-from snapkv.storage.coded import CodedStore
+from snapkv.storage.coded import CodedLatents, CodedStore
 from snapkv.storage.codes import QUANTIZED
 from snapkv.storage.offload import OffloadedTokens
 
@@ -142,9 +144,9 @@ class CompressedLayer(DynamicLayer):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(columns, offset): the stored slots stand for the last columns of the full mask."""
         if self.recall_due or (self.slots.kept is None and not self.store.is_static):
-            return self.seen_tokens + query_length, 0
+            return self.columns + query_length, self.slots.gone
         columns = self.store.mask_columns(query_length)
-        return columns, self.slots.dropped + self.store.unmasked_slots
+        return columns, self.slots.gone + self.slots.dropped + self.store.unmasked_slots
 
     def reset(self) -> None:
         self.store, self.slots, self.notes = self.storage.empty(), SlotMap(), type(self.notes)()
@@ -177,6 +179,14 @@ class CompressedLayer(DynamicLayer):
         """Refuse to take back tokens that some head does not hold, and that cannot be recalled."""
         is_compressed = self.slots.kept is not None
         can_recall = self.offloaded is not None and count <= self.seen_tokens
+        erased = self._erased_among_last(min(count, self.seen_tokens))
+        if len(set(erased)) > 1:
+            raise InvalidArgumentError(
+                f"tokens_to_remove: expected tokens of which each row has dropped as many, got "
+                f"{count}, of which the rows have dropped {', '.join(map(str, erased))}; take back "
+                "fewer, or give each conversation a cache of its own"
+            )
+        count -= erased[0]
         if not count or (is_compressed and can_recall):
             return
         if is_compressed and not self.is_croppable:
@@ -193,21 +203,30 @@ class CompressedLayer(DynamicLayer):
 
         Where nothing was dropped, what would be left must be as it came: codes are not.
         """
+        count -= self._erased_among_last(count)[0]
         if not count or self.offloaded is None:
             return False
         if self.slots.kept is None:
-            return not self.store.is_exact and self.seen_tokens - count < self.offloaded.tokens
+            return not self.store.is_exact and self.columns - count < self.offloaded.tokens
         return count > self.slots.whole_tail(self.store)
 
     def take_back(self, count: int) -> None:
         """Forget the last tokens, which are whole: rejected ones, or those of a refused pass."""
         if not count:
             return
+        slots = self.slots.forgetting(count, self.store)
+        count -= self._erased_among_last(count)[0]
         left = self.store.slots - count
-        self.store = self.store.crop(count)
-        self.slots, self.notes = self.slots.cropped(count, left), self.notes.cropped(count, left)
+        self.store = self.store.crop(count) if count else self.store
+        self.slots, self.notes = slots.cropped(count, left), self.notes.cropped(count, left)
         if self.offloaded is not None:
-            self.offloaded.crop(self.seen_tokens)
+            self.offloaded.crop(self.columns)
+
+    def _erased_among_last(self, count: int) -> list[int]:
+        """How many of the last tokens seen each row was told to drop."""
+        if self.slots.erased is None:
+            return [0]
+        return self.slots.erased_among_last(count, self.store)
 
     def __copy__(self) -> Self:
         """A layer that goes on by itself; no tensor is copied but those that are written over."""
@@ -223,6 +242,11 @@ class CompressedLayer(DynamicLayer):
     @property
     def seen_tokens(self) -> int:
         return self.slots.seen(self.store.slots)
+
+    @property
+    def columns(self) -> int:
+        """Tokens seen but those that every row was told to drop, pads counted."""
+        return self.slots.columns_by(self.store.slots)
 
     @property
     def held_bytes(self) -> int:
@@ -317,8 +341,8 @@ class CompressedLayer(DynamicLayer):
             return None
         if self.slots.kept is not None:
             return spans.cover(self.slots.positions(self.store)[..., :slots])
-        positions = torch.arange(slots, device=self.keys.device).expand(len(self.keys), 1, -1)
-        return spans.cover(positions if pads is None else positions - pads[:, None, None])
+        columns = torch.arange(slots, device=self.keys.device).expand(len(self.keys), 1, -1)
+        return spans.cover(replace(self.slots, pads=pads).positions_of(columns))
 
     # What becomes of its tokens.
 
@@ -329,7 +353,7 @@ class CompressedLayer(DynamicLayer):
         self.store, self.slots = self.storage.restored(kind, state), slots
         self.notes = self.notes if notes is None else notes
         if kind == QUANTIZED:
-            self._finalize(self.slots.chosen_slots or self.store.slots)
+            self._finalize(self.slots.chosen_slots or self.store.slots, self.storage)
 
     def note_columns(
         self, columns: Tensor, tokens: int, pads: Tensor | None, fillers: Tensor | None
@@ -353,36 +377,44 @@ class CompressedLayer(DynamicLayer):
     ) -> None:
         """Keep some of the first slots, all that was seen by `at` or by now having been chosen."""
         columns = self.slots.columns_of(kept, self.store)
-        at = self.seen_tokens if at is None else at
+        at = self.columns if at is None else at
         self.store = self.store.keep(kept, tokens, ragged=ragged)
         self.slots = self.slots.chosen(columns, at, **changes)
 
-    def end_prompt(self, selection: Selection | None, prompt: PromptLayer) -> None:
-        """Note that the prompt has been read, and keep of it what was selected; None for all.
+    def choose(self, prompt: PromptLayer) -> Choice:
+        """What of a prompt that has been read the policy keeps, and how it is stored."""
+        return choose(self.policy, prompt, self.storage, self.store)
+
+    def end_prompt(self, choice: Choice, prompt: PromptLayer) -> None:
+        """Note that the prompt has been read, and keep of it what was chosen.
 
         Tokens behind the prompt (drafts of the same forward pass) stay behind what is kept. Where
         turns follow, the prompt is all that was seen so far or, without recall, all that is stored.
         """
-        at = self.seen_tokens - (self.store.slots - prompt.keys.shape[2])
-        queries = lost = None
+        at = self.columns - (self.store.slots - prompt.keys.shape[2])
+        queries, lost, selection = None, None, choice.selection
         if self.history_tokens:
             queries = prompt.queries[:, :, -self.history_tokens :].clone()
         if selection is not None and self.slots.is_whole:
             lost = self.policy.lost_votes(prompt, selection)
         self.notes = self.notes.of_choice(queries, lost)
-        self.slots = replace(self.slots, pads=prompt.pad_tokens, is_partial=False, chosen_at=at)
+        chosen_at = self.slots.gone + at
+        self.slots = replace(
+            self.slots, pads=prompt.pad_tokens, is_partial=False, chosen_at=chosen_at
+        )
         if selection is not None:
             self._keep(selection, at)
         is_whole = self.slots.kept is None
-        self._finalize(prompt.keys.shape[2] if is_whole else self.slots.chosen_slots)
+        kept = prompt.keys.shape[2] if is_whole else self.slots.chosen_slots
+        self._finalize(kept, choice.storage)
 
-    def _finalize(self, kept_tokens: int) -> None:
+    def _finalize(self, kept_tokens: int, storage: Storage) -> None:
         """Store the first slots as it is done behind a prompt; what that would change is offloaded.
 
         Where tokens were dropped, all of them have been.
         """
         whole, empty = self.store, self.slots.empty
-        self.store = self.storage.finalize(whole, kept_tokens, self.policy.name, empty)
+        self.store = storage.finalize(whole, kept_tokens, self.policy.name, empty)
         if self.store.ragged is not None:
             self.slots = self.slots.without_fillers()
         if self.slots.kept is None and not self.store.is_exact:
@@ -404,14 +436,14 @@ class CompressedLayer(DynamicLayer):
 
     def keep_of_rows(self, selection: Selection) -> None:
         """Behind a later turn keep what was selected of rows that fitted the budget until then."""
-        kept_tokens = self.slots.chosen_slots
+        storage = self.storage.like(self.store)
         eviction = Eviction(
             keep_indices=selection.keep_indices,
             filler_tokens=selection.filler_tokens,
             parts_heads=selection.head_tokens is not None,
         )
         self.apply_eviction(eviction)
-        self._finalize(kept_tokens)
+        self._finalize(self.slots.chosen_slots, storage)
         self.slots = replace(self.slots, chosen_at=self.seen_tokens)
         self.notes = self.notes.of_choice(self.notes.last_queries, None)  # votes of one choice
 
@@ -436,10 +468,10 @@ class CompressedLayer(DynamicLayer):
         tail = self.store.tail_tokens
         if self.store.ragged is None or not tail:
             return
-        columns, seen = self.slots.columns(self.store), self.seen_tokens
+        columns, end = self.slots.columns(self.store), self.columns
         self._note(slot_scores=self.notes.scores_with(tail))
         self.store.absorb_tail()
-        self.slots = self.slots.chosen(columns, seen)
+        self.slots = self.slots.chosen(columns, end)
 
     def _move_sinks(self, sink_tokens: int) -> None:
         """Number the first tokens by their place in the cache."""
@@ -458,15 +490,81 @@ class CompressedLayer(DynamicLayer):
 
     def decode(self) -> None:
         """Hold what codes stand for: a prompt is to be read whose end chooses from all of it."""
-        if isinstance(self.store, CodedStore):
+        if isinstance(self.store, CodedStore | CodedLatents):
             self.store, empty = self.store.dense()
             if self.slots.kept is not None and bool(empty.any()):
                 self.slots = replace(self.slots, fillers=empty)
 
-    def encode(self, tokens: int) -> None:
+    def encode(self, tokens: int, storage: Storage) -> None:
         """Hold the first tokens as codes again, where the end of a turn has dropped nothing."""
-        if not self.storage.holds_as_it_came:
-            self._finalize(tokens)
+        if not storage.holds_as_it_came:
+            self._finalize(tokens, storage)
+
+    # What a user says of spans.
+
+    def drop(self, spans: Sequence[Spans]) -> None:
+        """Hold none of each row's spans any more, nor off the device."""
+        store, slots = self.store, self.slots
+        stays = self.slots_without(spans)
+        every = torch.arange(self.columns, device=stays.device).expand(len(spans), 1, -1)
+        positions = slots.positions_of(every)
+        left = ~_cover(spans, positions)[:, 0]
+        if self.offloaded is not None and self.offloaded.tokens:
+            self._offload_tail(is_limited=False)  # what takes its place is less
+            self.offloaded.only(left & (positions[:, 0] >= 0))
+        if (held := self.notes.last_queries) is not None:
+            self._note(last_queries=_queries_left(held, left, positions[:, 0]))
+        self.slots = slots.without(spans, store, stays)
+        self._hold_only(stays)
+        self._cut_pages_again()
+
+    def keep_only(self, stays: Tensor) -> None:
+        """Hold only some slots, (B, H, S) bool; the other tokens are evicted."""
+        if bool((stays == (self.stored_positions() >= 0)).all()):
+            return
+        if self.offloaded is not None:
+            self._offload_tail()
+        slots, end = ops.kept_indices(stays), self.columns
+        columns = self.slots.columns(self.store).gather(2, slots.clamp(min=0))
+        self.slots = self.slots.chosen(columns.masked_fill(slots < 0, -1), end)
+        self._hold_only(stays)
+        self._note(lost_mass=None, lost_peak=None)
+        self._cut_pages_again()
+
+    def slots_without(self, spans: Sequence[Spans]) -> Tensor:
+        """(B, H, S) bool: the slots that hold a token of none of its row's spans."""
+        positions = self.stored_positions()
+        return (positions >= 0) & ~_cover(spans, positions)
+
+    def _hold_only(self, stays: Tensor) -> None:
+        """Store only these slots; their columns are known already."""
+        self.store = self.store.only(stays)
+        self.store.finalize_step()
+        if self.slots.kept is None:
+            return
+        fillers = None  # of which ragged heads hold none
+        if self.store.ragged is None:
+            fillers = self.store.slots - stays[:, 0].sum(dim=-1)
+        self.slots = self.slots.chosen(self.slots.kept, self.slots.start, fillers=fillers)
+
+    @property
+    def bytes_to_offload(self) -> int:
+        """Bytes of what was seen and is not off the device, where evicted tokens go there."""
+        if self.offloaded is None:
+            return 0
+        return sum(s.nbytes for s in self.store.tail(self.columns - self.offloaded.tokens))
+
+    def _offload_tail(self, *, is_limited: bool = True) -> None:
+        """Put all that was seen off the device."""
+        assert self.offloaded is not None
+        if tokens := self.columns - self.offloaded.tokens:
+            self.offloaded.append(*self.store.tail(tokens), is_limited=is_limited)
+
+    def _cut_pages_again(self) -> None:
+        has_pages = self.turns is not None and self.turns.pages is not None
+        if has_pages and self.offloaded is not None and self.offloaded.tokens:
+            columns, keys = self.slots.columns(self.store), self.offloaded.on_host()[0]
+            self.cut_pages(columns, keys, self.offloaded.tokens)
 
     # What was dropped and comes back.
 
@@ -495,7 +593,7 @@ class CompressedLayer(DynamicLayer):
         """Between two pieces of a prompt, hold nothing on the device."""
         if self.offloaded is None:
             return
-        self._offload(self.store, self.seen_tokens)
+        self._offload(self.store, self.columns)
         none = torch.empty(*self.keys.shape[:2], 0, dtype=torch.int64, device=self.keys.device)
         self._keep_slots(none, self.store.slots)
         self.offloaded.is_due = True
@@ -515,13 +613,31 @@ class CompressedLayer(DynamicLayer):
         self.offloaded.is_due = False
         if self.holds_all:
             return
-        tail = self.store.tail(self.seen_tokens - self.offloaded.tokens)
+        tail = self.store.tail(self.columns - self.offloaded.tokens)
         # Of static storage the last queries did not pass by.
         queries = None if self.store.is_static else self.notes.last_queries
         self._note(pages=None, last_queries=queries)
         keys, values = self.offloaded.with_tail(*tail)
         self.store = self.storage.empty().fill(keys, values, self.store.num_kv_heads)
         self.slots = self.slots.whole()
+
+
+def _cover(spans: Sequence[Spans], positions: Tensor) -> Tensor:
+    """(B, H, S) bool: which positions lie in a span of their row."""
+    return torch.stack([own.cover(row) for own, row in zip(spans, positions, strict=True)])
+
+
+def _queries_left(queries: Tensor, left: Tensor, positions: Tensor) -> Tensor:
+    """The last of (B, Hq, N, D) queries whose tokens are left, as many of each row.
+
+    Columns are (B, columns): which are left, at what position. A row without more tokens has pads.
+    """
+    held = left[:, left.shape[1] - queries.shape[2] :]
+    places = ops.kept_indices(held[:, None])
+    counts = held.sum(dim=-1)
+    is_all = counts >= (left & (positions >= 0)).sum(dim=-1)
+    fewest = int(counts.masked_fill(is_all, places.shape[-1]).min())
+    return ops.gather_tokens(queries, places[..., places.shape[-1] - fewest :])
 
 
 def _of_slots(scores: Tensor, kept: Tensor, heads: int) -> Tensor:

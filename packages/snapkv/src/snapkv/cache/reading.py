@@ -149,6 +149,27 @@ class Undecided:
     prompt: PromptLayer
     draft: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
+    @property
+    def nbytes(self) -> int:
+        """Of the whole prompt, and of what votes."""
+        prompt: int = self.prompt.keys.nbytes + self.prompt.values.nbytes
+        return prompt + sum(part.nbytes for step in self.draft for part in step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftCost:
+    """What a draft that voted on a prompt has taken.
+
+    Attributes:
+        tokens: that were generated, and thrown away.
+        ms: until every layer had chosen again.
+        held_bytes: of the whole prompt, which was held until then, and of what voted.
+    """
+
+    tokens: int
+    ms: float
+    held_bytes: int
+
 
 @dataclass(kw_only=True)
 class Reading:
@@ -170,6 +191,7 @@ class Reading:
         is_broken: whether a layer's attention has begun and not come to its end.
         undecided: layers that a draft of the answer votes on, by their index in the model.
         is_drafting: whether that draft is being generated.
+        draft_cost: of the last one; None where none has voted.
     """
 
     layers: Sequence[CompressedLayer]
@@ -185,6 +207,7 @@ class Reading:
     is_broken: bool = False
     undecided: dict[int, Undecided] = field(default_factory=dict)
     is_drafting: bool = False
+    draft_cost: DraftCost | None = None
 
     @property
     def policy(self) -> Policy:
@@ -212,7 +235,7 @@ class Reading:
         """Begin anew: nothing has been read, nothing is announced."""
         self.prompt_end = self.coming_ids = self.narrowing = None
         self.turn_start, self.verifies_drafts, self.is_broken = 0, False, False
-        self.undecided, self.is_drafting = {}, False
+        self.undecided, self.is_drafting, self.draft_cost = {}, False, None
 
     def crop(self, count: int) -> None:
         """Take the last tokens back from all layers; where one refuses, none has changed."""
@@ -331,6 +354,11 @@ class Reading:
                 self._recall_for_a_turn()
             raise
 
+    @property
+    def tightest(self) -> CompressedLayer:
+        """The layer that has no more room than any other: in the middle, where codes are if any."""
+        return self.layers[len(self.layers) // 2]
+
     def require_room(self, prompt_tokens: int, new_tokens: int = 0) -> None:
         """Refuse a prompt that ends there, and new tokens, without room in static storage."""
         if self.room_tokens is not None and new_tokens > self.room_tokens:
@@ -339,7 +367,7 @@ class Reading:
                 f"this cache behind the prompt, got {new_tokens:,}; make the CompressedCache with "
                 "a larger room_tokens"
             )
-        layer = self.layers[0]
+        layer = self.tightest
         if layer.offloaded is None:  # or the turn is read into a store that grows
             layer.store.room_for(prompt_tokens - self.seen_tokens + max(0, new_tokens - 1))
 

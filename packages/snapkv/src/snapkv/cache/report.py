@@ -1,12 +1,15 @@
 """What a cache holds, in tokens and bytes, measured on its tensors."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
 from torch import Tensor
 
 from snapkv.cache.layer import CompressedLayer
+from snapkv.cache.reading import DraftCost
 from snapkv.validation import format_bytes
 
 
@@ -15,6 +18,8 @@ class CacheReport(dict[str, Any]):
 
     Keys:
         seen_tokens: tokens per row the cache has seen.
+        dropped_tokens: tokens per row that `drop` has taken out of the compressed layers, the mean;
+            other layers keep what they have of them.
         chosen_at: tokens per row seen when the layers last chose what to keep; 0 before a prompt
             has ended.
         kept_tokens: tokens per row, head and layer that the compressed layers store, the mean.
@@ -34,6 +39,11 @@ class CacheReport(dict[str, Any]):
         lost_vote_peak: the highest vote that a dropped position had, or was lifted to by one before
             it, as a share of the window's attention, mean over rows, heads and layers; 0 and None
             as above.
+        bits: of a number that is kept of a prompt, such as "16", or "8/4" of keys and values, each
+            with how many layers it holds, most first; none before the first token.
+        draft: what a drafted answer that voted has taken (`DraftVotes`): `tokens`, `ms` and
+            `held_bytes` of the whole prompt, which was held until then; None where none has voted.
+            Its tokens are not the answer's, whose layers keep something else.
         layers: one dictionary per layer with `layer`, `kind`, `seen_tokens`, `kept_tokens`,
             `held_bytes` and `full_bytes`; compressed ones with `lost_votes`, too. `kind` is
             "compressed", or the name of transformers' own layer where the layer is not full
@@ -41,8 +51,10 @@ class CacheReport(dict[str, Any]):
     """
 
     @classmethod
-    def of(cls, policy: str, layers: Sequence[Any]) -> "CacheReport":
-        """Measure the layers of a cache whose method has that name."""
+    def of(
+        cls, policy: str, layers: Sequence[Any], draft: DraftCost | None = None
+    ) -> "CacheReport":
+        """Measure the layers of a cache whose method has that name, and what its draft took."""
         rows = [_layer_report(i, layer) for i, layer in enumerate(layers)]
         compressed = [layer for layer in layers if isinstance(layer, CompressedLayer)]
         mean = sum(layer.store.mean_tokens for layer in compressed) / len(compressed)
@@ -50,6 +62,7 @@ class CacheReport(dict[str, Any]):
         return cls(
             policy=policy,
             seen_tokens=compressed[0].seen_tokens,
+            dropped_tokens=_whole_number(compressed[0].slots.mean_erased),
             chosen_at=compressed[0].slots.chosen_at,
             kept_tokens=_whole_number(mean),
             held_bytes=sum(row["held_bytes"] for row in rows),
@@ -59,7 +72,9 @@ class CacheReport(dict[str, Any]):
             growing_layers=len(compressed),
             growing_share=sum(map(_full_bytes, compressed)) / full_bytes if full_bytes else 1.0,
             lost_votes=_mean([row["lost_votes"] for row in rows if "lost_votes" in row]),
+            bits=_bits(compressed),
             lost_vote_peak=_mean([_lost(layer, "lost_peak") for layer in compressed]),
+            draft=None if draft is None else asdict(draft),
             layers=rows,
         )
 
@@ -103,10 +118,27 @@ class CacheReport(dict[str, Any]):
             f"{self.seen_tokens:,} tokens seen, {self.kept_tokens:,.0f} kept: "
             f"{format_bytes(self.held_bytes)} of {format_bytes(self.full_bytes)} ({share:.1%})"
         )
+        if self["bits"]:
+            title += f", {bits_text(self['bits'])}"
         if (grow := self["growing_share"]) < 1:
             all_of_them = f"{self['growing_layers']} of {len(self['layers'])} layers"
             title += f"; {all_of_them} grow with the context, {grow:.1%} of the full cache"
-        return "\n".join([title, *table])
+        return "\n".join([title, *table, *_draft_lines(self.get("draft"))])
+
+
+def _draft_lines(draft: dict[str, Any] | None) -> Iterator[str]:
+    if draft is not None:
+        tokens, held = draft["tokens"], format_bytes(draft["held_bytes"])
+        yield f"votes of a draft: {tokens:,} tokens, {draft['ms']:.0f} ms, {held} held until then"
+
+
+def bits_text(layers: Mapping[str, int]) -> str:
+    """What `CacheReport` says of bits, in words: in 4 bits (28 of 30 layers, else 8/4 or 8)."""
+    most, *others = layers
+    if not others:
+        return f"in {most} bits"
+    where = f"{layers[most]} of {sum(layers.values())} layers"
+    return f"in {most} bits ({where}, else {' or '.join(others)})"
 
 
 def _layer_report(layer_idx: int, layer: Any) -> dict[str, Any]:
@@ -131,6 +163,11 @@ def _layer_report(layer_idx: int, layer: Any) -> dict[str, Any]:
         "held_bytes": held,
         "full_bytes": held,
     }
+
+
+def _bits(layers: Sequence[CompressedLayer]) -> dict[str, int]:
+    held = Counter(layer.store.bits for layer in layers if layer.is_initialized)
+    return dict(held.most_common())
 
 
 def _lost(layer: CompressedLayer, note: str) -> float | None:

@@ -1,21 +1,25 @@
 """Which token stands in which KV cache slot, and what else is noted of a layer's tokens.
 
-A column is the place of a token in all that a layer has seen, pads counted; its position leaves the
-pads of its row out. Positions are computed here, and nowhere else.
+A column is the place of a token in all that a layer has seen and was not told to drop, with pads;
+its position leaves the pads of its row out, and counts what was dropped. Positions are computed
+here, and nowhere else.
 """
 
 import functools
 import itertools
 import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self, SupportsIndex
 
 import torch
 from torch import Tensor
 
+from snapkv import ops
 from snapkv.cache.paging import PageTable
 from snapkv.cache.rows import RowRecord, per_row
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
+from snapkv.policies.spans import Spans
 from snapkv.policies.states import LostVotes
 from snapkv.storage.base import TokenStore
 
@@ -35,6 +39,10 @@ class SlotMap(RowRecord):
         fillers: (B,) int64, leading slots that hold no token, or None.
         chosen_at: tokens seen when the layer last chose; 0 before the first prompt has ended.
         is_partial: whether the prompt is still coming in and a part of it has been dropped already.
+        erased: (B, N, 2) int64, half-open spans of positions that each row was told to drop, and
+            that are no columns any more, ascending, empty ones first; None where there are none.
+        gone: tokens that were seen and are no columns: the fewest that a row is without. A row that
+            is without more has pads for them.
     """
 
     start: int = 0
@@ -43,6 +51,13 @@ class SlotMap(RowRecord):
     fillers: Tensor | None = per_row()
     chosen_at: int = 0
     is_partial: bool = False
+    erased: Tensor | None = per_row()
+    gone: int = 0
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any]) -> Self:
+        """As a record is; files of earlier releases have dropped nothing."""
+        return super().restored({"erased": None, "gone": 0, **state})
 
     @property
     def chosen_slots(self) -> int:
@@ -62,8 +77,13 @@ class SlotMap(RowRecord):
     def is_whole(self) -> bool:
         return self.kept is None and not self.is_partial
 
-    def seen(self, slots: int) -> int:
+    def columns_by(self, slots: int) -> int:
+        """Columns that a store of so many slots stands for."""
         return self.start + slots - self.chosen_slots
+
+    def seen(self, slots: int) -> int:
+        """Tokens seen, whatever became of them."""
+        return self.gone + self.columns_by(slots)
 
     @functools.cached_property
     def needs_own_mask(self) -> bool:
@@ -93,7 +113,7 @@ class SlotMap(RowRecord):
     def columns(self, store: TokenStore) -> Tensor:
         """(B, H, S) int64: the column of every slot; negative where it holds none."""
         B, H = store.keys.shape[:2]
-        end = self.seen(store.slots)
+        end = self.columns_by(store.slots)
         behind = torch.arange(self.start, end, device=store.keys.device).expand(B, H, -1)
         return behind.clone() if self.kept is None else torch.cat([self.kept.long(), behind], -1)
 
@@ -112,10 +132,18 @@ class SlotMap(RowRecord):
 
     def positions(self, store: TokenStore) -> Tensor:
         """(B, H, S) int64: the position of every slot's token, ascending; -1 for a pad."""
-        columns = self.columns(store)
-        if self.pads is None:
-            return columns
-        return (columns - self.pads[:, None, None]).clamp(min=-1)
+        return self.positions_of(self.columns(store))
+
+    def positions_of(self, columns: Tensor) -> Tensor:
+        """The positions of (B, H, S) columns; -1 for a pad."""
+        ranks = columns if self.pads is None else columns - self.pads[:, None, None]
+        ranks = ranks.clamp(min=-1)
+        if self.erased is None:
+            return ranks
+        lengths = self.erased[..., 1] - self.erased[..., 0]
+        sums = lengths.cumsum(-1)
+        behind = self.erased[..., 0] - (sums - lengths)  # the rank of the token behind each span
+        return ranks + _sum_up_to(ranks, behind, sums)
 
     def visible(self, store: TokenStore, slots: int) -> Tensor:
         """(B, slots) bool: which of the first slots hold a token and no filler."""
@@ -123,7 +151,10 @@ class SlotMap(RowRecord):
 
     def visible_columns(self, store: TokenStore, columns: int) -> Tensor:
         """(B, columns) bool: which of the first columns, seen or to come, are no pads."""
-        return _from(self.pads, columns, store)
+        if not self.gone:
+            return _from(self.pads, columns, store)
+        none = torch.zeros(store.keys.shape[0], dtype=torch.int64, device=store.keys.device)
+        return _from(self.gone + (none if self.pads is None else self.pads), columns, store)
 
     def whole_rows(self, store: TokenStore) -> list[bool]:
         """For each row of a compressed layer whether it fitted its budget and was not compressed.
@@ -134,20 +165,21 @@ class SlotMap(RowRecord):
             return [False] * store.keys.shape[0]
         held = (self.positions(store) >= 0).sum(dim=-1).amin(dim=-1)
         pads = 0 if self.pads is None else self.pads
-        rows: list[bool] = (held == self.seen(store.slots) - pads).tolist()
+        rows: list[bool] = (held == self.columns_by(store.slots) - pads).tolist()
         return rows
 
     def choosing_tokens(self, store: TokenStore, prompt_tokens: int) -> int:
         """Tokens of a prompt up to there that the longest row that has not chosen chooses of."""
+        columns = prompt_tokens - self.gone
         if self.kept is None:
-            return prompt_tokens
+            return columns
         whole = self.whole_rows(store)
         pads = [0] * len(whole) if self.pads is None else self.pads.tolist()
-        return max((prompt_tokens - own for own in itertools.compress(pads, whole)), default=0)
+        return max((columns - own for own in itertools.compress(pads, whole)), default=0)
 
     def whole_tail(self, store: TokenStore) -> int:
         """How many of the last tokens every head and row still stores, and another before them."""
-        columns, end = self.columns(store), self.seen(store.slots)
+        columns, end = self.columns(store), self.columns_by(store.slots)
         last = torch.arange(end - columns.shape[-1], end, device=columns.device)
         whole = (columns == last).flip(-1).cumprod(dim=-1).sum(dim=-1)
         pads = 0 if self.pads is None else self.pads[:, None, None]
@@ -173,9 +205,9 @@ class SlotMap(RowRecord):
 
     # What becomes of it.
 
-    def chosen(self, kept: Tensor, seen_tokens: int, **changes: Any) -> Self:
-        """Of all tokens seen by then the slots hold what was kept, and those that come behind."""
-        made = replace(self, kept=kept.to(torch.int32), start=seen_tokens, **changes)
+    def chosen(self, kept: Tensor, columns: int, **changes: Any) -> Self:
+        """Of the first columns the slots hold what was kept, and all that stand behind them."""
+        made = replace(self, kept=kept.to(torch.int32), start=columns, **changes)
         _ = made.needs_own_mask  # asked of the device now, not by the next token
         return made
 
@@ -192,15 +224,89 @@ class SlotMap(RowRecord):
 
     def cropped(self, tokens: int, slots: int) -> Self:
         """Without the last tokens; so many slots are left."""
-        seen = self.seen(slots)
-        if seen and slots >= self.chosen_slots and self.chosen_at <= seen:
+        seen, columns = self.seen(slots), self.columns_by(slots)
+        if columns and slots >= self.chosen_slots and self.chosen_at <= seen:
             return self
         return replace(
             super().cropped(tokens, slots),
-            start=min(self.start, seen),
-            pads=None if self.pads is None or not seen else self.pads.clamp(max=seen),
+            start=min(self.start, columns),
+            pads=None if self.pads is None or not columns else self.pads.clamp(max=columns),
             chosen_at=min(self.chosen_at, seen),
         )
+
+    # What a user drops.
+
+    def row_tokens(self, store: TokenStore) -> list[int]:
+        """B numbers: tokens of each row that were seen, dropped ones included."""
+        own = torch.full((store.keys.shape[0],), self.seen(store.slots))
+        if self.pads is not None:
+            own = own - self.pads.cpu()
+        if self.erased is not None:
+            lengths = (self.erased[..., 1] - self.erased[..., 0]).sum(dim=-1)
+            own = own + (lengths - self.gone).cpu()
+        return [int(tokens) for tokens in own]
+
+    @property
+    def mean_erased(self) -> float:
+        """Tokens that a row was told to drop, on average."""
+        if self.erased is None:
+            return 0
+        return float((self.erased[..., 1] - self.erased[..., 0]).sum(dim=-1).float().mean())
+
+    def erased_spans(self, rows: int) -> list[Spans]:
+        """What each of the rows was told to drop."""
+        if self.erased is None:
+            return [Spans(())] * rows
+        return [
+            Spans(tuple((start, stop) for start, stop in row if start < stop))
+            for row in self.erased.tolist()
+        ]
+
+    def without(self, spans: Sequence[Spans], store: TokenStore, stays: Tensor) -> Self:
+        """The map when each row's spans are no columns any more: (B, H, S) bool slots stay."""
+        rows, device = len(spans), store.keys.device
+        erased = [
+            before.union(more) for before, more in zip(self.erased_spans(rows), spans, strict=True)
+        ]
+        tokens = self.row_tokens(store)
+        left = torch.tensor([own - each.tokens for own, each in zip(tokens, erased, strict=True)])
+        columns = int(left.max())
+        pads = (columns - left).to(device)
+        moved = replace(
+            self,
+            erased=_padded(erased).to(device),
+            gone=self.seen(store.slots) - columns,
+            pads=pads if bool(pads.any()) else None,
+        )
+        if self.kept is None:
+            return moved
+        positions, slots = self.positions(store), ops.kept_indices(stays)
+        starts, stops = moved.erased.unbind(dim=-1)  # type: ignore[union-attr] # just made
+        ranks = positions - _sum_up_to(positions, starts, (stops - starts).cumsum(-1))
+        places = (ranks + pads[:, None, None]).gather(2, slots.clamp(min=0))
+        return moved.chosen(places.masked_fill(slots < 0, -1), columns)
+
+    def erased_among_last(self, tokens: int, store: TokenStore) -> list[int]:
+        """B numbers: how many of a row's last tokens it was told to drop."""
+        own = self.row_tokens(store)
+        erased = self.erased_spans(len(own))
+        return [
+            each.tokens - each.among_first(max(0, seen - tokens))
+            for seen, each in zip(own, erased, strict=True)
+        ]
+
+    def forgetting(self, tokens: int, store: TokenStore) -> Self:
+        """Without what was dropped of the last tokens, as many in every row."""
+        if self.erased is None:
+            return self
+        own, count = self.row_tokens(store), self.erased_among_last(tokens, store)[0]
+        last = torch.tensor(own, device=self.erased.device)[:, None, None] - tokens
+        erased = self.erased.minimum(last.clamp(min=0))
+        is_empty = erased[..., 0] >= erased[..., 1]
+        erased = erased.masked_fill(is_empty[..., None], 0)
+        order = erased[..., 0].argsort(dim=-1, stable=True)  # empty ones are first again
+        erased = erased.gather(1, order[..., None].expand_as(erased))
+        return replace(self, erased=erased, gone=self.gone - count)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,3 +374,16 @@ def _from(first: Tensor | None, count: int, store: TokenStore) -> Tensor:
     if first is None:
         return torch.ones(store.keys.shape[0], count, dtype=torch.bool, device=order.device)
     return order >= first[:, None]
+
+
+def _sum_up_to(places: Tensor, begins: Tensor, sums: Tensor) -> Tensor:
+    """Of each (B, H, S) place the last of (B, N) sums whose ascending begin it reaches, or 0."""
+    reached = torch.searchsorted(begins.contiguous(), places.flatten(1).contiguous(), right=True)
+    return torch.nn.functional.pad(sums, (1, 0)).gather(1, reached).view_as(places)
+
+
+def _padded(spans: Sequence[Spans]) -> Tensor:
+    """(B, N, 2) int64: the spans of every row, empty ones in front of them."""
+    most = max(len(each.parts) for each in spans)
+    rows = [((0, 0),) * (most - len(each.parts)) + each.parts for each in spans]
+    return torch.tensor(rows, dtype=torch.int64).view(len(spans), most, 2)

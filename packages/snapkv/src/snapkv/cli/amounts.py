@@ -10,7 +10,7 @@ from decimal import Decimal
 from typing import Any
 
 from snapkv.errors import InvalidArgumentError
-from snapkv.validation import AUTO, byte_budget, require_at_least, require_int
+from snapkv.validation import AUTO, byte_budget, code_bits, require_at_least, require_int
 
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
@@ -98,6 +98,36 @@ def token_budgets(text: str) -> tuple[int | str | dict[str, Any], ...]:
         f"budget: expected budgets with commas between them, got {text!r}; write for instance "
         "--budget 1024,4k, --budget auto or --budget 12%,64MiB"
     )
+
+
+EXACT = "exact"
+"""Of storage: keys and values as they came."""
+
+
+def storage_bits(text: str) -> tuple[str, ...]:
+    """Words for storage with commas between them: exact, or bits as `code_bits` reads them."""
+    words = [part.strip() for part in text.split(",") if part.strip()]
+    if not words or len(set(words)) < len(words) or not all(map(_is_storage, words)):
+        raise InvalidArgumentError(
+            f"bits: expected some of {EXACT}, int8, int4, fp8 and bits of keys and values apart as "
+            f"in k8v4, each once, got {text!r}; write for instance --bits {EXACT},int4"
+        )
+    return tuple(words)
+
+
+def one_storage(text: str) -> str | None:
+    """The same of one word; None for exact."""
+    word, *more = storage_bits(text)
+    if more:
+        raise InvalidArgumentError(
+            f"bits: expected one word, such as {EXACT} or int4, got {text!r}; take one after the "
+            "other"
+        )
+    return None if word == EXACT else word
+
+
+def _is_storage(word: str) -> bool:
+    return word == EXACT or code_bits(word) is not None
 
 
 def shares(name: str, text: str) -> tuple[float, ...]:

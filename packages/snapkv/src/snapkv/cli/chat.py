@@ -48,37 +48,69 @@ def chat(
         ),
         WholeNumber(1),
     ] = None,
+    transcript: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="JSON file of OpenAI messages, tool calls included, that the conversation begins "
+            "with",
+        ),
+    ] = None,
+    clear_tool_results: Annotated[
+        int | None,
+        typer.Option(
+            metavar="KEEP",
+            help="Drop the transcript's tool results but for the last KEEP before answering",
+            show_default="keep all",
+        ),
+        WholeNumber(0),
+    ] = None,
     *,
     options: RunOptions,
 ) -> None:
     """Answer questions about documents, one after another, in one small cache.
 
-    Questions are read from standard input, a line each. /stats shows what the cache holds, /save
-    FILE writes the conversation, /save --force FILE also where a file is there, /load FILE goes on
-    with a saved one, /quit ends.
+    Questions are read from standard input, a line each. /stats shows what the cache holds, /drop
+    tools, /drop thinking, /drop document or /drop 3 (a turn) frees what it holds of that for good,
+    /save FILE writes the conversation, /save --force FILE also where a file is there, /load FILE
+    goes on with a saved one, /quit ends.
     """
     _require_sense(options, files or [], recall, recall_pages)
+    _require_transcript(files or [], transcript, clear_tool_results)
     settings = options.settings()
     read, warnings = text_files.read_noting(files) if files else ([], [])
 
-    from snapkv.cli.policy import build_policy  # imports torch; what is wrong above is said before
+    from snapkv.cli.policy import build_policy, usual_bits  # torch; what is wrong above comes first
 
     policy = build_policy(_with_number(options, recall))
 
     from snapkv.app.conversation import Conversation
+    from snapkv.app.transcripts import Transcript
     from snapkv.cache.paging import PageRecall
     from snapkv.cli.loading import load_model
     from snapkv.cli.session import protection_of
 
+    begun = None if transcript is None else Transcript.read(transcript)
     ways: dict[str, Any] = {
         "recall": PageRecall(recall_pages, where=recall or "host") if recall_pages else recall,
         "prefill": options.reading,
     }
     loaded = load_model(options)
+    quantize, own_bits = usual_bits(options, loaded.model)
+    if own_bits:
+        sys.stderr.write(f"bits: {own_bits}\n")
     document, protection = text_files.join(read), protection_of(options, system=None)
     Chat(
         conversation=Conversation(
-            loaded, policy, settings, document=document, protection=protection, **ways
+            loaded,
+            policy,
+            settings,
+            document=document,
+            protection=protection,
+            transcript=begun,
+            clear_tool_results=clear_tool_results,
+            quantize=quantize,
+            **ways,
         ),
         load=lambda path: Conversation.load(path, loaded, settings, policy, **ways),
         inputs=[*(files or []), *([options.model] if options.model else [])],
@@ -105,6 +137,21 @@ def _require_sense(
         raise InvalidArgumentError(
             "files: expected files or folders, since the questions come from standard input, got "
             "-; pass a file"
+        )
+
+
+def _require_transcript(
+    files: Sequence[str], transcript: str | None, clear_tool_results: int | None
+) -> None:
+    if transcript is not None and files:
+        raise InvalidArgumentError(
+            f"transcript: expected no files beside it, got {files[0]!r}; put its text into a "
+            "message of the transcript"
+        )
+    if transcript is None and clear_tool_results is not None:
+        raise InvalidArgumentError(
+            f"clear_tool_results: expected --transcript beside it, got {clear_tool_results} "
+            "alone; say /drop tools in a conversation"
         )
 
 
@@ -152,6 +199,7 @@ class Chat:
     def _obey(self, line: str) -> None:
         commands = {
             "/stats": self._stats,
+            "/drop": self._drop,
             "/save": self._save,
             "/load": self._replace,
             "/help": self._help,
@@ -186,6 +234,16 @@ class Chat:
             f"host: {format_bytes(cache.host_bytes)}\n"
         )
 
+    def _drop(self, what: str) -> None:
+        freed = self.conversation.drop(what)
+        if self.as_json:
+            write_json({"dropped": what, **freed}, indent=None)
+            return
+        write(
+            f"{freed['tokens']:,} tokens dropped, {format_bytes(freed['device_bytes'])} free on "
+            f"the device, {format_bytes(freed['host_bytes'])} on the host\n"
+        )
+
     def _save(self, argument: str) -> None:
         first, _, rest = argument.partition(" ")
         forced = first == "--force"
@@ -206,7 +264,10 @@ class Chat:
         self._note(f"loaded {path}: {self.conversation.tokens:,} tokens")
 
     def _help(self, _: str) -> None:
-        self._note("/stats  /save [--force] FILE  /load FILE  /quit; anything else is a question")
+        self._note(
+            "/stats  /drop tools|thinking|document|TURN  /save [--force] FILE  /load FILE  /quit; "
+            "anything else is a question"
+        )
 
     def _note(self, text: str) -> None:
         """A line to standard error, which carries no answers."""

@@ -37,7 +37,7 @@ EXAMPLES = {
 FAILED = 1
 """Exit status where a document was not read, or is damaged."""
 
-_BITS = ("int8", "int4", "fp8")
+_BITS = ("int8", "int4", "K8V4", "fp8")
 _AS_IT_IS = ""
 
 Place = Annotated[str, typer.Argument(metavar="LIBRARY", help="Its folder")]
@@ -75,7 +75,8 @@ class AddOptions(PolicyOptions):
         panels.policy(help="Instead of --budget, the fraction of a document to keep"),
     ] = None
     bits: Annotated[
-        str | None, panels.policy(help="Store it in int8, int4 or fp8", show_default="all bits")
+        str | None,
+        panels.policy(help="Store it in int8, int4, K8V4 or fp8", show_default="all bits"),
     ] = None
     json: panels.AsJson = False
 
@@ -248,7 +249,7 @@ def _documents_table(about: "About", records: "Sequence[Record]") -> Grid:
         )
         for record in records
     ]
-    bits = "" if about.bits is None else f", in {about.bits}"
+    bits = "" if about.codes is None else f", in {about.codes}"
     return Grid(
         headings=("document", "tokens", "on disk", "passages", "from"),
         rows=tuple(rows),

@@ -13,6 +13,7 @@ from rich.text import Text
 from snapkv.app.answering import Answer
 from snapkv.app.comparison import Comparison
 from snapkv.app.remedies import Tried
+from snapkv.cache.report import bits_text
 from snapkv.cli.options import OWN_FLAGS, RunOptions
 from snapkv.cli.policy import accepted, build_policy
 from snapkv.policies import Policy
@@ -23,11 +24,13 @@ DIFFERS = 3
 """Exit status of `--check` where the answer is not the full cache's."""
 
 SAFE_BELOW = 0.00125
-"""Where no more than this share of the window's attention is lost at one place, on average over
-heads and layers, answers are those of the full cache but for few of a hundred: see
-`docs/results.md`, which says how often each word was right. The share is that of a
-prompt of 1,024 tokens; a longer one dilutes votes. The sum of what is lost says less: many small
-votes may mean nothing, and one that is lost may be the answer."""
+"""Where less than this share of the window's attention is lost at one place, on average over heads
+and layers, and in sum less than `SAFE_SUM_BELOW`, answers are those of the full cache but for few
+of a hundred: see `docs/results.md`, which says how often each word was right. Both are shares of a
+prompt of 1,024 tokens; a longer one dilutes votes, and more that was not looked at is dropped."""
+
+SAFE_SUM_BELOW = 0.15
+"""Of all votes, so that an answer whose votes lie scattered counts, too."""
 
 DOUBTFUL_BELOW = 0.008
 """From here on an answer is to be mistrusted; below it, and not safe, most are right."""
@@ -47,13 +50,13 @@ Try = Callable[[Sequence[int], list[Policy]], Tried]
 Word = Literal["safe", "doubtful", "lost"]
 
 
-def word_for(peak: float, tokens: float) -> Word:
-    """What the highest lost vote, 0 to 1, of so many tokens means for the answer.
+def word_for(peak: float, share: float, tokens: float) -> Word:
+    """What the highest lost vote and the sum of them, 0 to 1, mean for an answer.
 
-    What is no number is lost.
+    They are those of a prompt of so many tokens. What is no number is lost.
     """
-    undiluted = peak * dilution(tokens)
-    if undiluted < SAFE_BELOW:
+    undiluted, total = peak * dilution(tokens), share * dilution(tokens)
+    if undiluted < SAFE_BELOW and total < SAFE_SUM_BELOW:
         return "safe"
     return "doubtful" if undiluted < DOUBTFUL_BELOW else "lost"
 
@@ -83,9 +86,10 @@ class LostVotes:
         layers = [row.get("lost_votes") for row in report.get("layers", ())]
         peak, tokens = report.get("lost_vote_peak"), report.get("chosen_at", report["seen_tokens"])
         drops_nothing = report["kept_tokens"] >= report["seen_tokens"]
-        known: Word | None = None if peak is None else word_for(peak, tokens)
+        share = report.get("lost_votes")
+        known = None if peak is None or share is None else word_for(peak, share, tokens)
         return cls(
-            share=report.get("lost_votes"),
+            share=share,
             highest=max((lost for lost in layers if lost is not None), default=None),
             peak=peak,
             word="safe" if drops_nothing else known,
@@ -136,7 +140,7 @@ def notes_on(
     way = options.reading
     notes = [
         Note(key="prefill", record=way.describe(), lines=[Text(way.note)] if way.note else []),
-        *_budget_note(ours),
+        *_budget_note(ours, options),
         votes_note(ours, options, typed),
     ]
     if options.compare:
@@ -147,26 +151,31 @@ def notes_on(
     return notes
 
 
-def _budget_note(answer: Answer) -> Iterator[Note]:
-    """How much of the prompt a budget that the votes chose has kept; none of another kind."""
+def _budget_note(answer: Answer, options: RunOptions) -> Iterator[Note]:
+    """How much of the prompt was kept, in how many bits, where that was chosen; else none."""
     budget = _parameter_of(answer.policy, "budget")
-    if not isinstance(budget, dict) or AUTO not in budget:
+    auto = budget.get(AUTO) if isinstance(budget, dict) else None
+    if auto is None and not options.chooses_bits:
         return
-    auto, tokens = budget[AUTO], answer.prompt_tokens
+    tokens, bits = answer.prompt_tokens, answer.cache["bits"]
     behind = answer.cache.seen_tokens - tokens
     rows = [row for row in answer.cache["layers"] if row["kind"] == "compressed"]
     kept = [row["kept_tokens"] - behind for row in rows]
     mean, least, most = fmean(kept), min(kept), max(kept)
-    line = "budget auto: nothing was dropped"
+    name = "budget auto" if auto else "budget"
+    line = f"{name}: nothing was dropped, {bits_text(bits)}"
     if least < tokens:
-        limit = auto["most"]
-        cut = "" if limit is None or most < limit else f", but no more than {limit:,}"
         line = (
-            f"budget auto: {mean:,.0f} of {tokens:,} prompt tokens kept in each layer "
-            f"({least:,.0f} to {most:,.0f}): the window, and what it gave a pooled vote of more "
-            f"than {100 * auto['lost_vote'] / dilution(tokens):.2g} %{cut}"
+            f"{name}: {mean:,.0f} of {tokens:,} prompt tokens kept in each layer "
+            f"({least:,.0f} to {most:,.0f}) {bits_text(bits)}"
         )
-    record = {AUTO: auto, "kept_tokens": mean, "least": least, "most": most}
+        if auto:
+            limit = auto["most"]
+            cut = "" if limit is None or most < limit else f", but no more than {limit:,}"
+            bound = 100 * auto["lost_vote"] / dilution(tokens)
+            line += f": the window, and what it gave a pooled vote of more than {bound:.2g} %{cut}"
+    record = {AUTO: auto, "kept_tokens": mean, "least": least, "most": most, "bits": bits}
+    record |= {"held_bytes": answer.cache.held_bytes}
     yield Note(key="budget", record=record, lines=[Text(line)])
 
 

@@ -7,7 +7,16 @@ from typing import Annotated, Any, get_args, get_type_hints
 from snapkv.app.prefills import PREFILLS, Prefill
 from snapkv.app.settings import GenerationSettings
 from snapkv.cli import panels
-from snapkv.cli.amounts import POSITIVE, TokenBudget, WholeNumber, count, kernel, token_budgets
+from snapkv.cli.amounts import (
+    EXACT,
+    POSITIVE,
+    TokenBudget,
+    WholeNumber,
+    count,
+    kernel,
+    storage_bits,
+    token_budgets,
+)
 from snapkv.errors import InvalidArgumentError
 from snapkv.validation import (
     DEFAULT,
@@ -132,6 +141,11 @@ class PolicyOptions(ModelOptions):
                 require_budget(tokens, None, window, sinks)
 
     @property
+    def chooses_bits(self) -> bool:
+        """Whether every layer's bits are chosen; not where nobody is told how many."""
+        return False
+
+    @property
     def has_parameters(self) -> bool:
         """Whether any parameter of a method is given."""
         return bool(self.set_) or any(getattr(self, name) is not None for name in OWN_FLAGS)
@@ -164,6 +178,14 @@ class MethodOptions(PolicyOptions):
 class RunOptions(MethodOptions):
     """Everything but the prompt of `ask` and `generate`."""
 
+    exact_bits: Annotated[
+        bool,
+        panels.policy(
+            "--exact-bits",
+            help="Keep tokens in the model's own bits, as with --policy, not in as few as lose "
+            "little",
+        ),
+    ] = False
     protect: Annotated[
         list[str] | None,
         panels.policy(metavar="TEXT", help="Text of the prompt that stays whatever its votes"),
@@ -244,9 +266,24 @@ class RunOptions(MethodOptions):
         """How the prompt is read."""
         return read_prefill(self.prefill)
 
+    @property
+    def chooses_bits(self) -> bool:
+        """Whether every layer's bits are chosen: by default of the default method."""
+        return self.policy == DEFAULT and not self.exact_bits
+
 
 DRAFTS = ("medusa", "assistant", "prompt_lookup", "self_speculate")
 """The options that name where drafts come from."""
+
+
+StorageBits = Annotated[
+    str,
+    panels.sweep(
+        metavar="exact|int8|int4|fp8|k8v4,...",
+        help="How every method stores what it keeps: as it came, or in few bits; with commas for "
+        "more",
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,10 +304,12 @@ class ComparedOptions(ModelOptions):
             help="Tokens kept per head and layer, or bytes, with commas for more",
         ),
     ] = "1024"
+    bits: StorageBits = EXACT
 
     def __post_init__(self) -> None:
-        """Check the budgets; the methods check the rest."""
+        """Check the budgets and bits; the methods check the rest."""
         token_budgets(self.budget)
+        storage_bits(self.bits)
 
     @property
     def prefills(self) -> list[tuple[str, Prefill]]:

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from snapkv.cli import panels
-from snapkv.cli.amounts import POSITIVE, byte_count, count
+from snapkv.cli.amounts import EXACT, POSITIVE, TokenBudget, byte_count, count, one_storage
 from snapkv.cli.fields import with_options
 from snapkv.cli.grid import Grid, give
 from snapkv.errors import InvalidArgumentError
 from snapkv.validation import format_bytes, require_int
 
 if TYPE_CHECKING:
-    from snapkv.plan import CacheNeeds, Footprint, Plan
+    from snapkv.plan import CacheNeeds, Footprint, Plan, Request
 
 
 EXAMPLES = {
@@ -54,10 +54,21 @@ class PlanOptions:
     batch: Annotated[int, panels.work(help="Prompts together"), POSITIVE] = 1
     max_new_tokens: Annotated[int, panels.work(help="Where an answer is cut off"), POSITIVE] = 128
     budget: Annotated[
-        int | None,
-        panels.policy(help="Tokens kept per head and layer, window included", show_default="1024"),
-        POSITIVE,
+        Any,
+        panels.policy(
+            metavar="INTEGER|12%|64MiB",
+            help="Tokens kept per head and layer, window included; or bytes of the cache",
+            show_default="1024",
+        ),
+        TokenBudget(),
     ] = None
+    bits: Annotated[
+        str,
+        panels.policy(
+            metavar="exact|int8|int4|fp8|k8v4",
+            help="How what is kept is stored: as it came, or in few bits",
+        ),
+    ] = EXACT
     keep_ratio: panels.KeepRatio = None
     window_size: Annotated[
         int, panels.policy(help="Last tokens of the prompt, always kept"), POSITIVE
@@ -94,6 +105,7 @@ def plan(*, options: PlanOptions) -> None:
         )
     tokens = count("context", options.context)
     require_int("context", tokens, minimum=1)
+    bits = one_storage(options.bits)
     memory, reserve, bandwidth = (
         byte_count(name, text) if (text := getattr(options, name)) is not None else None
         for name in ("gpu_memory", "reserve", "bandwidth")
@@ -109,6 +121,7 @@ def plan(*, options: PlanOptions) -> None:
         budget=options.budget,
         keep_ratio=options.keep_ratio,
         window_size=options.window_size,
+        bits=bits,
         new_tokens=options.max_new_tokens,
         memory_bytes=memory,
         reserve_bytes=reserve or 0,
@@ -173,8 +186,12 @@ def _plan_title(plan: "Plan") -> str:
     prompts = f"{asked.batch:,} prompts" if asked.batch > 1 else "a prompt"
     return (
         f"{plan.model}, {_stored_as(plan.footprint)}: {prompts} of {asked.context_tokens:,} "
-        f"tokens, {plan.kept_tokens:,} kept, answers of {asked.new_tokens:,}"
+        f"tokens, {plan.kept_tokens:,.0f} kept{_in_bits(asked)}, answers of {asked.new_tokens:,}"
     )
+
+
+def _in_bits(asked: "Request") -> str:
+    return "" if asked.codes is None else f" in {asked.codes}"
 
 
 def _stored_as(model: "Footprint") -> str:

@@ -16,6 +16,7 @@ from snapkv.validation import (
     DEFAULT_EVERY,
     MAX_KERNEL_SIZE,
     MAX_WINDOW_SIZE,
+    byte_budget,
     require_int,
 )
 
@@ -27,6 +28,13 @@ EXAMPLES = {"serve": ("snapkv serve demo --budget 512 --max-model-len 8192",)}
 _FROM_0, _FROM_1 = WholeNumber(0, is_counted=False), WholeNumber(1, is_counted=False)
 _LIMITS = ("cap", "chunk_tokens", "decode_budget", "decode_policy", "evict_every")
 _SIZES = ("budget", "protect_first", "max_window_size", "max_kernel_size")
+
+
+class _ServedBudget(WholeNumber):
+    """Leaves bytes to the settings, which say how many tokens to type."""
+
+    def read(self, name: str, text: str) -> Any:
+        return text.strip() if byte_budget(text) else super().read(name, text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +49,11 @@ class ServeOptions:
         ),
     ] = DEFAULT
     budget: Annotated[
-        int,
-        typer.Option(help="Tokens kept per head and layer; 0: only where a request asks"),
-        _FROM_0,
+        Any,
+        typer.Option(
+            metavar="INTEGER", help="Tokens kept per head and layer; 0: only where a request asks"
+        ),
+        _ServedBudget(0, is_counted=False),
     ] = 1024
     set_: Annotated[
         list[str] | None,
@@ -94,6 +104,14 @@ class ServeOptions:
     share_folder: Annotated[
         str | None, typer.Option(help="Keep documents there as files, also for the next start")
     ] = None
+    sessions: Annotated[
+        bool,
+        typer.Option("--sessions", help="Hold histories of sessions, for their next requests"),
+    ] = False
+    session_bytes: Annotated[
+        str | None,
+        typer.Option(help="Of the cache for histories, such as 2GiB; default: a quarter of it"),
+    ] = None
     print_command: Annotated[
         bool, typer.Option("--print-command", help="Print vLLM's own command instead of serving")
     ] = False
@@ -109,12 +127,28 @@ class ServeOptions:
                         f"--{option} out"
                     )
             return None
-        most_bytes = 0
-        if self.share_bytes is not None:
-            most_bytes = byte_count("share_bytes", self.share_bytes)
-            require_int("share_bytes", most_bytes, minimum=1)
+        most_bytes = self._bytes("share_bytes")
         folder = "" if self.share_folder is None else _folder(self.share_folder)
         return {"most_bytes": most_bytes, "across_keys": self.share_across_keys, "folder": folder}
+
+    def held_sessions(self) -> dict[str, Any] | None:
+        """What is said of sessions; None where none are held."""
+        if not self.sessions:
+            if self.session_bytes is not None:
+                raise InvalidArgumentError(
+                    "session-bytes: expected it with --sessions, got it alone; add --sessions, or "
+                    "leave --session-bytes out"
+                )
+            return None
+        return {"most_bytes": self._bytes("session_bytes")}
+
+    def _bytes(self, name: str) -> int:
+        """A number of bytes, 0 where the server is to choose."""
+        if (given := getattr(self, name)) is None:
+            return 0
+        most_bytes = byte_count(name, given)
+        require_int(name, most_bytes, minimum=1)
+        return most_bytes
 
 
 @with_options(ServeOptions)
@@ -126,7 +160,7 @@ def serve(
     *,
     options: ServeOptions,
 ) -> None:
-    """Serve a model over HTTP with vLLM, from a compressed cache.
+    """Serve a model over HTTP with vLLM, from a compressed cache in the model's own bits.
 
     Behind MODEL goes any option of `vllm serve`, such as --max-model-len 32768.
     """
@@ -135,7 +169,7 @@ def serve(
             f"model: expected the model before all options, got {model}; write for instance "
             "snapkv serve demo --budget 1024"
         )
-    settings = _settings(options, options.sharing())
+    settings = _settings(options, options.sharing(), options.held_sessions())
 
     from snapkv.app.models import place_of
     from snapkv_vllm import server
@@ -160,11 +194,14 @@ def _folder(share_folder: str) -> str:
     return str(path)
 
 
-def _settings(options: ServeOptions, sharing: dict[str, Any] | None) -> "ServingSettings":
+def _settings(
+    options: ServeOptions, sharing: dict[str, Any] | None, sessions: dict[str, Any] | None
+) -> "ServingSettings":
     from snapkv.cli.policy import typed_assignments  # imports torch
     from snapkv.policies import SnapKV
     from snapkv.policies.default import default_parameters
     from snapkv_vllm import Limits, ServingSettings
+    from snapkv_vllm.agents.held import Sessions
     from snapkv_vllm.documents.sharing import Sharing
 
     policy, parameters = options.policy, typed_assignments(options.policy, options.set_ or [])
@@ -175,5 +212,6 @@ def _settings(options: ServeOptions, sharing: dict[str, Any] | None) -> "Serving
         parameters=parameters,
         limits=Limits.from_config({name: getattr(options, name) for name in _LIMITS}),
         sharing=None if sharing is None else Sharing.from_config(sharing),
+        sessions=None if sessions is None else Sessions.from_config(sessions),
         **{name: getattr(options, name) for name in _SIZES},
     )

@@ -26,9 +26,9 @@ from snapkv.cli.ask import AskOptions
 from snapkv.cli.grid import Grid, say, show
 from snapkv.cli.library import like
 from snapkv.cli.loading import load_model, load_other, reading_progress
-from snapkv.cli.notes import LostVotes, Try, notes_on
+from snapkv.cli.notes import LostVotes, Note, Try, notes_on
 from snapkv.cli.options import DRAFTS, RunOptions
-from snapkv.cli.policy import build_policy
+from snapkv.cli.policy import build_policy, usual_bits
 from snapkv.cli.standard_output import write, write_json
 from snapkv.errors import InvalidArgumentError
 from snapkv.kvzip import require_one_reading
@@ -54,6 +54,7 @@ class Asked:
         answered: gives the answer of the method, whose text goes where it is told meanwhile.
         full: gives the full cache's answer, or the first so many tokens of it.
         trying: what tries policies where an answer differs from the full cache's.
+        own_bits: why bits that would be chosen are the model's own; empty where they are not.
         sources: gives lines between an answer and what it took, once there is an answer.
     """
 
@@ -62,6 +63,7 @@ class Asked:
     answered: Callable[[TextSink | None], Answer]
     full: Callable[[int | None], Answer]
     trying: Callable[[Answer], Try]
+    own_bits: str = ""
     sources: Callable[[], Sequence[Text]] = tuple
 
 
@@ -84,6 +86,7 @@ def answer_and_show(
     loaded = load_model(options)
     drafts = _draft_method(options, loaded)
     prompt = make_prompt(loaded.tokenizer)
+    quantize, own_bits = usual_bits(options, loaded.model)
 
     def read(who: Policy, how: GenerationSettings, on_text: TextSink | None, **ways: Any) -> Answer:
         with reading_progress(method_name(who.describe()), on_text) as progress:
@@ -97,12 +100,18 @@ def answer_and_show(
         loaded=loaded,
         settings=settings,
         answered=lambda on_text: read(
-            policy, settings, on_text, drafts=drafts, prefill=options.reading
+            policy, settings, on_text, drafts=drafts, prefill=options.reading, quantize=quantize
         ),
         full=full,
         trying=lambda ours: functools.partial(
-            first_that_keeps, loaded, prompt, settings, protect=ours.protected
+            first_that_keeps,
+            loaded,
+            prompt,
+            settings,
+            protect=ours.protected,
+            quantize=quantize,
         ),
+        own_bits=own_bits,
     )
     _show_answers(asked, options, request, typed)
 
@@ -226,6 +235,9 @@ def _show_answers(
         _show(answers, asked.sources())
     tried = asked.trying(answers[0])
     notes = notes_on(answers, options, typed, tried=tried, full_start=asked.full)
+    if asked.own_bits:
+        line = Text(f"bits: {asked.own_bits}")
+        notes.append(Note(key="bits", record={"note": asked.own_bits}, lines=[line]))
     if options.json:
         about = {"model": asked.loaded.description(), **request}
         about["settings"] = asdict(asked.settings)
@@ -278,6 +290,11 @@ def _costs(answer: Answer) -> dict[str, str]:
         "per token": "-" if answer.token_ms is None else f"{answer.token_ms:.0f} ms",
         "whole answer": f"{answer.total_ms / 1000:.1f} s",
     }
+    if voted := cache.get("draft"):
+        costs["votes of a draft"] = (
+            f"{voted['tokens']:,} tokens, {voted['ms'] / 1000:.1f} s, "
+            f"{format_bytes(voted['held_bytes'])} held until then"
+        )
     if drafts := answer.drafts:
         length, passes = drafts["acceptance_length"], drafts["passes"]
         costs["tokens per pass"] = f"{length:.2f}, {passes:,} passes ({drafts['method']})"

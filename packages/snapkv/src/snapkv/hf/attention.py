@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from snapkv.cache.choosing import Choice, costed
 from snapkv.cache.layer import CompressedLayer
 from snapkv.errors import CacheMismatchError, UnsupportedModelError
 from snapkv.hf import forward_context
@@ -151,13 +152,14 @@ def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
     prompt = _prompt_layer(read, layer, pads)
     if context.reading.narrowing is not None:
         context.reading.narrowing.on_prompt(replace(prompt, queries=call.query))
-    selection = _select(layer, prompt)
-    at_once = not drafts or (selection is None and layer.storage.holds_as_it_came)
+    choice = layer.choose(prompt)
+    selection = choice.selection
+    at_once = not drafts or (selection is None and choice.storage.holds_as_it_came)
     attended = _attend_prompt(call, layer) if at_once else call.before_masked(drafts, pads).attend()
     _check_votes(call, context, prompt, attended[0][:, own - 1])
     if layer.policy.draft_tokens and selection is not None:
         context.reading.hold_for_draft(layer, prompt)
-    _end(layer, selection, prompt)
+    _end(layer, choice, prompt)
     return attended if at_once else _verify(call, layer, selection, drafts, attended[0])
 
 
@@ -182,13 +184,13 @@ def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
     read = call.before(drafts)
     attended = attend_stored(read, layer, rebuild_mask=drafts > 0, drafts=drafts)
     prompt = _prompt_layer(read, layer, layer.slots.fillers)
-    selection = _select(layer, prompt)
-    if selection is not None:
-        _end(layer, selection, prompt)
+    choice = layer.choose(prompt)
+    if choice.selection is not None:
+        _end(layer, choice, prompt)
     else:
         layer.look_back(read.query)
-        layer.encode(prompt.keys.shape[2])
-    return _verify(call, layer, selection, drafts, attended[0]) if drafts else attended
+        layer.encode(prompt.keys.shape[2], choice.storage)
+    return _verify(call, layer, choice.selection, drafts, attended[0]) if drafts else attended
 
 
 def _decode(call: AttentionCall, context: ForwardContext) -> Attended:
@@ -247,6 +249,9 @@ def _verify(
     behind = replace(call, query=call.query[:, :, -drafts:])
     if layer.store.ragged is not None:  # the tail alone; the rest is with the heads
         behind = replace(behind, key=layer.store.keys, value=layer.store.values)
+    elif not layer.store.is_exact:
+        key, value = layer.store.padded()
+        behind = replace(behind, key=key, value=value)
     elif selection is not None:
         indices, tokens = selection.keep_indices, selection.prompt_tokens
         key, value = (keep_tokens(states, indices, tokens) for states in (call.key, call.value))
@@ -275,21 +280,15 @@ def _follow(call: AttentionCall, layer: CompressedLayer) -> None:
 # What the policy is shown and asked.
 
 
-def _select(layer: CompressedLayer, prompt: PromptLayer) -> Selection | None:
-    """What the policy keeps of a prompt; None for all."""
-    with torch.no_grad():
-        return layer.policy.select(prompt)
-
-
 def choose(layer: CompressedLayer, prompt: PromptLayer) -> None:
     """Let the policy choose of a prompt that the layer holds, and the layer keep that."""
-    _end(layer, _select(layer, prompt), prompt)
+    _end(layer, layer.choose(prompt), prompt)
 
 
-def _end(layer: CompressedLayer, selection: Selection | None, prompt: PromptLayer) -> None:
-    """Let the layer keep what was selected; the pads of a text that it has parts of it knows."""
+def _end(layer: CompressedLayer, choice: Choice, prompt: PromptLayer) -> None:
+    """Let the layer keep what was chosen; the pads of a text that it has parts of it knows."""
     pads = prompt.pad_tokens if layer.slots.is_whole else layer.slots.pads
-    layer.end_prompt(selection, replace(prompt, pad_tokens=pads))
+    layer.end_prompt(choice, replace(prompt, pad_tokens=pads))
 
 
 def _keep_to_cap(call: AttentionCall, layer: CompressedLayer, cap_tokens: int | None) -> None:
@@ -330,6 +329,7 @@ def _choose_for_whole_rows(call: AttentionCall, layer: CompressedLayer, *, is_en
         held = layer.slots.visible(store, call.key.shape[2])[:, None]
     layer.forget_queries()
     with torch.no_grad():
+        prompt = costed(layer.policy, prompt, layer.storage, store)
         selection = select_by_rows(layer.policy, prompt, whole, held)
     if selection is not None:
         layer.keep_of_rows(selection)
@@ -392,7 +392,6 @@ def _prompt_layer(call: AttentionCall, layer: CompressedLayer, pads: Tensor | No
             f"model: expected causal attention, got {type(call.module).__name__}, whose tokens see "
             "each other in both directions; only a causal decoder has a prompt to compress"
         )
-    heads = (call.query if layer.policy.parts_groups else layer.store.keys).shape[1]
     return PromptLayer(
         queries=layer.with_remembered(call.query).detach(),
         keys=call.key,
@@ -403,7 +402,6 @@ def _prompt_layer(call: AttentionCall, layer: CompressedLayer, pads: Tensor | No
         output_weight=output_weight(layer.identity.output_projection),
         protected=layer.protected_slots(slots, pads),
         fair=layer.spans.fair,
-        token_cost=functools.partial(layer.storage.token_cost, layer.store, heads),
         **_of_layer(call, layer),
     )
 
@@ -424,7 +422,7 @@ def _take_context(call: AttentionCall) -> ForwardContext | None:
     """The layer whose update preceded this call, or None for a cache that is not ours."""
     context = forward_context.take()
     store = None if context is None else context.layer.store
-    if context is None or store is None or call.key.shape[2] != store.keys.shape[2]:
+    if context is None or store is None or call.key.shape[2] != store.handed_tokens:
         return None
     refusal = _refusal(call, context)
     if refusal is not None:
@@ -449,11 +447,15 @@ def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
                 "which rearranges them after the cache; heads that keep different tokens would be "
                 "mixed, so it cannot be compressed"
             )
+        layers = context.reading.layers
+        in_codes = [each.storage for each in layers if not each.storage.holds_as_it_came]
+        ends = context.phase in (Phase.END_PROMPT, Phase.END_TURN)
         for option, is_asked, remedy in (
             ("group_reduce", context.layer.policy.parts_groups, "leave it at 'mean'"),
             ("refresh_every", turns is not None and turns.refresh_every, "leave it out"),
             ("recall", pages, "pass recall='host'"),
-            ("quantize", not context.layer.storage.holds_as_it_came, "leave it out"),
+            ("quantize", any(not own.decodes for own in in_codes), "leave it out"),
+            ("quantize", in_codes and ends and context.drafts > 0, "generate without drafts"),
         ):
             if is_asked:
                 return UnsupportedModelError(

@@ -15,10 +15,12 @@ from transformers.cache_utils import (
 from snapkv.cache.hybrid import HybridLayer
 from snapkv.cache.layer import CompressedLayer, LayerIdentity
 from snapkv.errors import InvalidArgumentError, InvalidTypeError, UnsupportedModelError
-from snapkv.hf.model_parts import output_projections, rotations_of
+from snapkv.hf.model_parts import output_projections, rotations_of, shares_latent
 from snapkv.policies import ByteBudget, DuoAttention, EvictingPolicy, Policy, PyramidKV
+from snapkv.policies.budget import budget_of
+from snapkv.storage.auto import AutoCodes, AutoStorage, Quantize, read_codes
 from snapkv.storage.base import Storage
-from snapkv.storage.coded import Bits, KVCodes
+from snapkv.storage.coded import KVCodes
 from snapkv.storage.dynamic import Dynamic
 from snapkv.storage.static import Static
 from snapkv.validation import require_choice, require_int
@@ -64,9 +66,10 @@ def layers_for(
         )
     layers: list[CacheLayerMixin] = DynamicCache(config=config).layers
     full = [index for index, layer in enumerate(layers) if grows(layer)]
-    if isinstance(policy, DuoAttention):
-        policy.require_heads(len(full), _kv_heads(config))
-    made = _storages(storage, len(full))
+    latents = shares_latent(model)
+    if isinstance(policy, DuoAttention):  # of latents only the tensors will say
+        policy.require_heads(len(full), None if latents else _kv_heads(config))
+    made = [storage().at(depth, len(full), latents=latents) for depth in range(len(full))]
     is_static = any(each.is_compileable for each in made)
     _require_kinds(type(model).__name__, layers, is_static=is_static)
     for identity, own in zip(_identities(model, policy, full), made, strict=True):
@@ -83,20 +86,8 @@ def _compressed(
     return HybridLayer(policy, identity, storage, made)
 
 
-def _storages(make: StorageMaker, layers: int) -> list[Storage]:
-    """That of each compressed layer; the first and last ones may hold no codes."""
-    made = [make() for _ in range(layers)]
-    for depth, own in enumerate(made):
-        codes = own.codes if isinstance(own, Dynamic) else None
-        if codes is not None and min(depth, layers - 1 - depth) < codes.exact_layers:
-            made[depth] = Dynamic()
-    return made
-
-
 def _kv_heads(config: Any) -> int | None:
     """Heads that the cache of a layer stores; None where only its tensors will say."""
-    if getattr(config, "kv_lora_rank", None):  # one latent for all heads, however it is expanded
-        return None
     heads = getattr(config, "num_key_value_heads", None)
     return heads if isinstance(heads, int) else None
 
@@ -128,7 +119,7 @@ def _readers(config: Any) -> dict[int, int]:
 
 
 def storage_for(
-    policy: Policy, storage: str, room_tokens: int, quantize: Bits | KVCodes | None
+    policy: Policy, storage: str, room_tokens: int, quantize: Quantize | None
 ) -> StorageMaker:
     """How the storage of each layer is made."""
     require_choice("storage", storage, ("dynamic", "static"))
@@ -141,29 +132,46 @@ def storage_for(
             f"one set per KV head, and all behind it for storage='static', whose layers share one "
             f"mask, got {policy!r}; use SnapKV(budget=...) with a number, or storage='dynamic'"
         )
-    if quantize is not None:
-        codes = KVCodes.of(quantize)
-        if evicts or storage != "dynamic":
+    codes = None if quantize is None else read_codes(quantize)
+    if codes is not None:
+        _require_codes(policy, codes)
+    if isinstance(codes, AutoCodes):
+        if storage == "static":
             raise InvalidArgumentError(
-                f"quantize: expected a policy that only compresses prompts, and storage='dynamic', "
-                f"got {policy.name} with storage={storage!r}; leave quantize out"
+                "quantize: expected bits that are known before the prompt for storage='static', "
+                f"got {quantize!r}; pass for instance 'int4', or storage='dynamic'"
             )
-        inner: Any = policy
-        while hasattr(inner, "policy"):
-            inner = inner.policy
-        uneven = policy.parts_heads or isinstance(inner, PyramidKV) or codes.exact_layers
-        if uneven and isinstance(getattr(inner, "budget", None), ByteBudget):
-            raise InvalidArgumentError(
-                f"quantize: expected heads and layers that all hold as many tokens in as many bits "
-                f"beside a budget of bytes, got {policy!r} and {codes}; pass a number of tokens, "
-                "or SnapKV and no exact_layers"
-            )
-        return functools.partial(Dynamic, codes=codes)
+        return functools.partial(AutoStorage, codes=codes)
     if storage == "static":
         assert policy.most_tokens is not None
         slots = policy.most_tokens + room_tokens
-        return functools.partial(Static, slots=slots, room_tokens=room_tokens)
-    return functools.partial(Dynamic, in_place=not evicts)  # those that evict move it all
+        return functools.partial(Static, slots=slots, room_tokens=room_tokens, codes=codes)
+    return functools.partial(Dynamic, in_place=not evicts, codes=codes)  # evicting moves it all
+
+
+def _require_codes(policy: Policy, codes: KVCodes | AutoCodes) -> None:
+    """Refuse bits for what a policy holds otherwise, or cannot share out."""
+    if isinstance(policy, EvictingPolicy):
+        raise InvalidArgumentError(
+            f"quantize: expected a policy that only compresses prompts, got {policy.name}; "
+            "leave quantize out"
+        )
+    is_auto, inner = isinstance(codes, AutoCodes), policy
+    while hasattr(inner, "policy"):
+        inner = inner.policy
+    in_bytes = isinstance(budget_of(policy), ByteBudget)
+    if in_bytes and isinstance(inner, PyramidKV) and (is_auto or codes.exact_layers):
+        raise InvalidArgumentError(
+            f"quantize: expected layers that all hold tokens in as many bits where PyramidKV "
+            f"shares bytes out among them, got {codes!r}; pass a number of tokens, 'int4', or no "
+            "exact_layers"
+        )
+    if is_auto and not policy.query_tokens:
+        raise InvalidArgumentError(
+            f"quantize: expected a method that looks at the prompt's last queries, which tell "
+            f"how much bits lose, for quantize='auto', got {policy.name}; use SnapKV, or pass "
+            "'int4'"
+        )
 
 
 def _require_decoder(model: PreTrainedModel, config: Any) -> None:

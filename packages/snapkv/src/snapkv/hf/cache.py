@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -25,6 +25,18 @@ from snapkv.cache.paging import Recall
 from snapkv.cache.reading import PaddingWatch, Reading
 from snapkv.cache.report import CacheReport
 from snapkv.cache.slots import require_removable
+from snapkv.cache.spans import (
+    RowSpans,
+    best_of_spans,
+    require_between_turns,
+    require_choosable,
+    require_compressible,
+    require_droppable,
+    require_protectable,
+    require_turns_can_follow,
+    spans_of_rows,
+    tokens_to_keep,
+)
 from snapkv.errors import CacheMismatchError, InvalidArgumentError, InvalidTypeError
 from snapkv.hf import forward_context, saved
 from snapkv.hf.build import layers_for, storage_for
@@ -32,8 +44,11 @@ from snapkv.hf.drafting import vote_by_draft
 from snapkv.hf.fidelity import VoteCheck
 from snapkv.hf.install import use
 from snapkv.hf.known_gates import with_known
+from snapkv.hf.slot_scores import score_options, slot_scores
 from snapkv.policies import EvictingPolicy, Policy, default_policy
+from snapkv.policies.spans import Spans
 from snapkv.storage import uncompressed
+from snapkv.storage.auto import Quantize
 from snapkv.storage.coded import Bits, KVCodes
 from snapkv.validation import require_int
 
@@ -74,7 +89,8 @@ class CompressedCache(Cache):
         refresh_every: with `recall`, let the last queries vote again after as many generated
             tokens.
         quantize: hold what is kept of a prompt, and all but the last of what is generated, in few
-            bits: "int8", "int4", "fp8", or a `KVCodes`. The model's own dtype by default.
+            bits: "int8", "int4", "fp8", or a `KVCodes`; "auto" or an `AutoCodes` chooses by layer.
+            The model's own dtype by default.
         protect: half-open spans of positions, such as ``[(0, 200)]``, that every layer and head
             keeps whatever the scores. Positions are those of `kept_positions`: of each row's own
             tokens, over the whole conversation; where a span reaches past the end of a prompt, what
@@ -102,7 +118,7 @@ class CompressedCache(Cache):
         recall: Recall | None = None,
         recall_bytes: int | None = None,
         refresh_every: int | None = None,
-        quantize: Bits | KVCodes | None = None,
+        quantize: Quantize | None = None,
         protect: Protect | None = None,
         fair: Fair | None = None,
     ) -> None:
@@ -122,9 +138,10 @@ class CompressedCache(Cache):
         compressed = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
         later.apply(compressed, policy)
         apply_spans(spans, compressed, policy)
+        self._spans = spans
         self._use = use(model)
         self.policy = policy
-        bits = asdict(quantize) if isinstance(quantize, KVCodes) else quantize
+        bits = asdict(quantize) if is_dataclass(quantize) else quantize
         made = {"storage": storage, "room_tokens": room_tokens, "quantize": bits}
         self.options: dict[str, Any] = made | vars(later) | described(spans)
         room = room_tokens if storage == "static" else None
@@ -148,7 +165,7 @@ class CompressedCache(Cache):
             return keys, values
         if layer.store.is_static and not layer.recall_due:
             if layer_idx == self._first and not torch.compiler.is_compiling():
-                layer.store.room_for(new_tokens)
+                self.reading.tightest.store.room_for(new_tokens)
             return layer.update(key_states, value_states)
         reading, new_tokens = self.reading, self.reading.read_by(layer, new_tokens)
         self._require_finished_forward(layer, new_tokens)
@@ -255,6 +272,9 @@ class CompressedCache(Cache):
         """Empty the cache for another prompt, of any length and batch size."""
         for layer in self.layers:
             uncompressed.reset(layer)
+        for compressed in self.reading.layers:
+            compressed.spans = self._spans
+        self.options = self.options | described(self._spans)
         forward_context.leave(self.reading)
         self._check.doubts.clear()
         self.reading.forget()
@@ -356,6 +376,104 @@ class CompressedCache(Cache):
         """
         self.reading.expect_tokens(token_ids)
 
+    def drop(self, spans: RowSpans) -> None:
+        """Forget spans of the text, behind a prompt's end: their memory is free for good.
+
+        The layers that grow with the text, and the pool of `recall`, no longer hold them. What is
+        left keeps its positions, and what stands behind a span has read it. From then on the cache
+        chooses as if the text had never had them.
+
+        Args:
+            spans: half-open spans of positions, such as ``[(300, 500)]``, counted from each row's
+                first token, over the whole conversation; or one list for each row of a batch. What
+                was dropped before is passed over.
+
+        Raises:
+            InvalidArgumentError: a span that is reversed, protected or reaches beyond what was
+                seen, nothing that would be left, a prompt that is still coming in, or options that
+                cannot follow (methods that evict while generating or ask where tokens stand, static
+                storage, `fair`). Nothing has changed then.
+            InvalidTypeError: something else than spans.
+        """
+        rows, layers = self._rows_of(spans, "drop"), self.reading.layers
+        require_droppable(layers, rows)
+        require_turns_can_follow(layers, lambda layer: layer.slots_without(rows))
+        if any(own.parts for own in rows):
+            with self.reading.attending():
+                for layer in layers:
+                    layer.drop(rows)
+
+    def compress(self, spans: RowSpans, budget: int | str) -> None:
+        """Keep the best tokens of some spans, and all that lies outside, behind a prompt's end.
+
+        Every head keeps its own best, by the scores of the policy: votes of the last queries, or
+        keys alone. The last tokens, whose queries vote, stay. The others are evicted as at a
+        prompt's end: with `recall` the next turn chooses from all of them again.
+
+        Args:
+            spans: as of `drop`.
+            budget: how many tokens of the spans together each head of a layer may keep, or "12%" of
+                them.
+
+        Raises:
+            InvalidArgumentError: as `drop`; or the policy scores no tokens, or by queries that the
+                cache does not hold.
+            InvalidTypeError: something else than spans, or than a budget.
+            OutOfMemoryError: `recall_bytes` leaves no room for what is evicted.
+            UnsupportedModelError: latent attention.
+        """
+        rows, layers = self._rows_of(spans, "compress"), self.reading.layers
+        kept, scorer = tokens_to_keep(budget, rows), require_compressible(layers, rows)
+        if not any(own.parts for own in rows):
+            return
+        options = score_options(self.model, layers)
+
+        def stays(layer: CompressedLayer) -> Tensor:
+            scored = options[layer.identity.layer_idx]
+            held = layer.stored_positions() >= 0
+            return best_of_spans(layer, rows, kept, slot_scores(layer, scorer, scored, held))
+
+        require_turns_can_follow(layers, stays)
+        if (first := layers[0].offloaded) is not None:
+            first.pool.require_room(sum(layer.bytes_to_offload for layer in layers))
+        with self.reading.attending():
+            for layer in layers:
+                layer.keep_only(stays(layer))
+
+    def protect(self, spans: Protect) -> None:
+        """Keep spans through every choice from now on, until `reset`.
+
+        What was evicted of them comes back with the next turn under `recall`.
+
+        Args:
+            spans: as `protect` of the cache, to which they are added: one list for all rows. They
+                may lie ahead.
+
+        Raises:
+            InvalidArgumentError: the policy cannot keep them, or has no room for them; some of them
+                are dropped, or evicted without `recall`. Nothing has changed then.
+            InvalidTypeError: something else than spans.
+        """
+        layers, rule = self.reading.layers, self.reading.layers[0].spans
+        more = Spans.of("spans", spans)
+        if not more.parts:
+            return
+        both = more if rule.protect is None else rule.protect.union(more)
+        self.policy.require_protection(both)
+        require_protectable(layers, more)
+        for layer in layers:
+            layer.spans = replace(rule, protect=both)
+        self.options = self.options | described(layers[0].spans)
+
+    def _rows_of(self, spans: RowSpans, action: str) -> list[Spans]:
+        """The spans of every row, of a cache that can obey."""
+        if self.reading.is_broken:
+            raise _interrupted()
+        require_choosable(self.reading.layers, action)
+        require_between_turns(self.reading, action)
+        layer = self.reading.layers[0]
+        return spans_of_rows(spans, layer.slots.row_tokens(layer.store))
+
     @property
     def model(self) -> PreTrainedModel:
         """The model the cache was made for; CacheMismatchError where nobody holds it any more."""
@@ -392,9 +510,15 @@ class CompressedCache(Cache):
 
     def report(self) -> CacheReport:
         """Tokens seen and kept, bytes held and bytes a full cache would hold."""
-        return CacheReport.of(self.policy.name, self.layers)
+        return CacheReport.of(self.policy.name, self.layers, self.reading.draft_cost)
 
-    def save(self, path: str | Path, *, beside: Mapping[str, Tensor] | None = None) -> None:
+    def save(
+        self,
+        path: str | Path,
+        *,
+        beside: Mapping[str, Tensor] | None = None,
+        bits: Bits | KVCodes | None = None,
+    ) -> None:
         """Write the cache to a file: safetensors, with its policy, its model and all it has seen.
 
         The file appears under its name when it is complete; a crash leaves what was there before.
@@ -403,8 +527,11 @@ class CompressedCache(Cache):
         Args:
             path: the file; a cache that was saved there is replaced, any other file is refused.
             beside: tensors to keep with it, such as the token ids; `load_with` gives them back.
+            bits: the file holds keys and values in so few, as for `quantize`, but for the first
+                `KVCodes.sink_tokens` of every head; what is loaded is what those stand for.
 
         Raises:
+            InvalidArgumentError: `bits` is none of those, or a number is not finite.
             CacheFileError: the file cannot be written, or holds something else than a cache.
             CacheMismatchError: the model is gone, so that the file could not say whose it is, or a
                 forward pass has ended in an error; call `reset`.
@@ -412,7 +539,8 @@ class CompressedCache(Cache):
         if self.reading.is_broken:
             raise _interrupted()
         self.reading.require_decided()
-        saved.write(self, self.options, Path(path), beside or {})
+        codes = None if bits is None else KVCodes.of(bits, "bits")
+        saved.write(self, self.options, Path(path), beside or {}, codes)
 
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel, **options: Any) -> Self:

@@ -1,6 +1,7 @@
 """A draft of the answer votes on the prompt: generated from what was kept, then thrown away."""
 
 import copy
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from snapkv.cache.layer import CompressedLayer
-from snapkv.cache.reading import Undecided
+from snapkv.cache.reading import DraftCost, Undecided
 from snapkv.errors import CacheMismatchError
 from snapkv.hf.attention import choose
 
@@ -42,13 +43,20 @@ def vote_by_draft(
         if not isinstance(layer, CompressedLayer)
     }
     beside = {index: copy.deepcopy(each.layer.beside) for index, each in reading.undecided.items()}
-    end = reading.prompt_end
+    kept = [
+        (layer, copy.copy(layer))  # those that dropped nothing do not wait, but read the draft, too
+        for layer in reading.layers
+        if layer.identity.layer_idx not in reading.undecided
+    ]
+    end, tokens, started = reading.prompt_end, reading.policy.draft_tokens, time.perf_counter()
     reading.is_drafting = True
     try:
-        _generate(model, cache, logits[:, -1], attention_mask, reading.policy.draft_tokens)
+        _generate(model, cache, logits[:, -1], attention_mask, tokens)
     finally:
         reading.is_drafting = False
         held, reading.undecided = reading.undecided, {}
+        for layer, before in kept:
+            vars(layer).update(vars(before))
         for index, each in held.items():
             vars(each.layer).update(vars(each.whole) | beside[index])
         for index, layer in others.items():
@@ -56,6 +64,13 @@ def vote_by_draft(
         reading.prompt_end = end
     for each in held.values():
         _choose_again(each)
+    if logits.device.type == "cuda":  # whoever generates waits for it now, too
+        torch.cuda.synchronize(logits.device)
+    reading.draft_cost = DraftCost(
+        tokens=tokens,
+        ms=1000 * (time.perf_counter() - started),
+        held_bytes=sum(each.nbytes for each in held.values()),
+    )
 
 
 def _generate(

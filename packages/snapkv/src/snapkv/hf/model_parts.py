@@ -75,6 +75,12 @@ def rotations_of(model: PreTrainedModel, layers: Sequence[int]) -> dict[int, Rot
     return _known[model]
 
 
+def shares_latent(model: PreTrainedModel) -> bool:
+    """Whether its attention stores one latent for all heads, as DeepSeek's does."""
+    config = model.config.get_text_config(decoder=True)
+    return bool(getattr(config, "kv_lora_rank", None))
+
+
 def _find_rotations(model: PreTrainedModel, layers: Sequence[int]) -> dict[int, Rotation]:
     config = model.config.get_text_config(decoder=True)
     name = type(model).__name__
@@ -84,7 +90,7 @@ def _find_rotations(model: PreTrainedModel, layers: Sequence[int]) -> dict[int, 
             f"got {name} with rope_type {kind!r}, whose stored keys cannot be moved to another "
             f"position; {_NO_ROTATION}"
         )
-    if getattr(config, "kv_lora_rank", None):
+    if shares_latent(model):
         raise UnsupportedModelError(
             f"model: expected keys that are rotated as they are stored, got {name} with latent "
             f"attention, which stores a latent; {_NO_ROTATION}"

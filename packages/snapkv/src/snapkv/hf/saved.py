@@ -12,12 +12,13 @@ from transformers import PreTrainedModel
 
 from snapkv.cache.paging import PageRecall, Recall
 from snapkv.cache.reading import Reading
-from snapkv.cache.saving.encoding import decode_layer, encode_layer, pack, unpack
+from snapkv.cache.saving.encoding import decode_layer, encode_layer
 from snapkv.cache.saving.files import SealedFile, read_sealed, write_sealed
 from snapkv.errors import CacheFileError, CacheMismatchError, SnapKVError, UnsupportedModelError
 from snapkv.hf.identity import identity_of, require_identity
 from snapkv.policies import POLICIES, Policy
-from snapkv.storage.codes import Bits
+from snapkv.storage.coded import KVCodes
+from snapkv.storage.codes import unpacked
 
 Kind = TypeVar("Kind")
 
@@ -30,17 +31,16 @@ def write(
     options: Mapping[str, Any],
     path: Path,
     beside: Mapping[str, Tensor],
-    bits: Bits | None = None,
+    codes: KVCodes | None = None,
     identity: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a `CompressedCache` that was made with these options, and tensors beside it.
 
-    The model's `identity`, where it is known, need not be found again.
+    Keys and values go into these codes, where they are none yet. The model's `identity`, where it
+    is known, need not be found again.
     """
     model = identity or identity_of(cache.model)
-    tensors, notes = encoded(cache.layers, cache.reading, options, model, beside)
-    if bits is not None:
-        tensors, notes["packed"] = pack(tensors, bits)
+    tensors, notes = encoded(cache.layers, cache.reading, options, model, beside, codes)
     write_sealed(path, tensors, notes)
 
 
@@ -50,6 +50,7 @@ def encoded(
     options: Mapping[str, Any],
     model: Mapping[str, Any],
     beside: Mapping[str, Tensor],
+    codes: KVCodes | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the notes of the file of a cache."""
     tensors = {f"{_BESIDE}{name}": value for name, value in beside.items()}
@@ -64,7 +65,8 @@ def encoded(
         "prompt_end": reading.prompt_end,
         "turn_start": reading.turn_start,
         "layers": [
-            encode_layer(layer, f"layers.{index}", tensors) for index, layer in enumerate(layers)
+            encode_layer(layer, f"layers.{index}", tensors, codes)
+            for index, layer in enumerate(layers)
         ],
     }
     return tensors, notes
@@ -96,7 +98,7 @@ def read(
 
 def contents(file: SealedFile) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the notes of a cache's file, as `encoded` gives them today."""
-    return unpack(file.tensors, file.notes.get("packed", {})), file.notes
+    return unpacked(file.tensors, file.notes.get("packed", {})), file.notes
 
 
 def tensors_beside(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

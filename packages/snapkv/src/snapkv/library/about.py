@@ -11,7 +11,7 @@ from snapkv.errors import InvalidArgumentError, LibraryError
 from snapkv.hf.identity import identity_of
 from snapkv.hf.saved import policy_of
 from snapkv.policies import POLICIES, FullCache, Policy
-from snapkv.storage.codes import Bits
+from snapkv.storage.coded import Bits, KVCodes
 
 FORMAT = "snapkv library 1"
 
@@ -28,7 +28,7 @@ class About:
     tokenizer: str  # what tells the tokenizer and its chat template from others
     prefix_ids: tuple[int, ...]  # the tokens before every document
     policy: dict[str, Any]  # what was kept of them, all that makes the policy again
-    bits: Bits | None  # in how many bits; None for the model's own dtype
+    bits: Bits | dict[str, Any] | None  # in how many, as given; None for the model's own dtype
 
     @classmethod
     def of(
@@ -36,7 +36,7 @@ class About:
         model: PreTrainedModel,
         tokenizer: Any,
         policy: Policy | None,
-        bits: Bits | None,
+        bits: Bits | KVCodes | None,
         model_name: str | None,
     ) -> Self:
         """What a new library would say."""
@@ -47,7 +47,7 @@ class About:
             tokenizer=_fingerprint(tokenizer),
             prefix_ids=tuple(_prefix_ids(tokenizer)),
             policy=_as_read(policy or FullCache()),
-            bits=bits,
+            bits=_as_given(bits),
         )
 
     def as_json(self) -> str:
@@ -96,10 +96,16 @@ class About:
                 "the documents to another library"
             )
 
-    def require_same_keeping(self, policy: Policy | None, bits: Bits | None) -> None:
+    @property
+    def codes(self) -> KVCodes | None:
+        """How keys and values are held in few bits; None for the model's own dtype."""
+        return None if self.bits is None else KVCodes.of(self.bits, "bits")
+
+    def require_same_keeping(self, policy: Policy | None, bits: Bits | KVCodes | None) -> None:
         """Refuse another policy than the library's, or other bits; None asks for the library's."""
         asked = None if policy is None else _as_read(policy)
-        for name, own, other in (("policy", self.policy, asked), ("bits", self.bits, bits)):
+        codes = None if bits is None else KVCodes.of(bits, "bits")
+        for name, own, other in (("policy", self.policy, asked), ("bits", self.codes, codes)):
             if other is not None and other != own:
                 raise LibraryError(
                     f"{name}: expected what this library's documents were read with, {_said(own)}, "
@@ -109,6 +115,14 @@ class About:
 
 def _as_read(policy: Policy) -> dict[str, Any]:
     return cast(dict[str, Any], json.loads(json.dumps(policy.as_saved())))
+
+
+def _as_given(bits: Bits | KVCodes | None) -> Bits | dict[str, Any] | None:
+    if isinstance(bits, KVCodes):
+        return asdict(bits)
+    if bits is not None:
+        KVCodes.of(bits, "bits")  # refuses what is none
+    return bits
 
 
 def _said(value: Any) -> str:

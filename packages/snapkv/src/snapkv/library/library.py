@@ -30,7 +30,7 @@ from snapkv.library.reader import Reader
 from snapkv.library.records import Record, Text, each_once, keys_of
 from snapkv.library.searching import Hit, Passages
 from snapkv.policies import FullCache, Policy
-from snapkv.storage.codes import Bits
+from snapkv.storage.coded import Bits, KVCodes
 from snapkv.validation import require_int
 
 ProgressSink = Callable[[str, int, int], None]
@@ -132,7 +132,7 @@ class Library:
         documents: Iterable[Text | tuple[str, str]],
         policy: Policy | None = None,
         *,
-        bits: Bits | None = None,
+        bits: Bits | KVCodes | None = None,
         model_name: str | None = None,
         on_progress: ProgressSink | None = None,
     ) -> list[Outcome]:
@@ -148,7 +148,7 @@ class Library:
             policy: what to keep of them, without any question being known; the library's own by
                 default, in a new library everything. `KVzip`, and `AdaKV` around it, have the model
                 read a document twice, and keep what rebuilding it takes.
-            bits: in how many keys and values are stored, "int8", "int4" or "fp8"; as the library
+            bits: in how many keys and values are stored, see `CompressedCache.save`; as the library
                 does by default, in a new one in all of them.
             model_name: what to call the model where another one is refused.
             on_progress: called before every document.
@@ -307,7 +307,7 @@ class Library:
         model: PreTrainedModel,
         tokenizer: Any,
         policy: Policy | None,
-        bits: Bits | None,
+        bits: Bits | KVCodes | None,
         model_name: str | None,
     ) -> Reader:
         """What reads the way this library wants; a new one says how from now on."""

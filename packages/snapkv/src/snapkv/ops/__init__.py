@@ -19,6 +19,7 @@ from snapkv.ops.votes.reference import (
     attention_weights,
     reduce_group,
     times_above,
+    window_output,
     window_visibility,
 )
 from snapkv.ops.votes.top_k import keep_best, kept_indices
@@ -50,6 +51,7 @@ __all__ = [
     "reduce_group",
     "redundancy",
     "times_above",
+    "window_output",
     "window_visibility",
     "window_votes",
 ]

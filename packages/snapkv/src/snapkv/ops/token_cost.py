@@ -13,6 +13,9 @@ class TokenCost:
         block_bytes: of a block of codes, filled or not; without codes that is one token.
         block_tokens: how many tokens a block holds.
         exact_tokens: how many of those kept stay as they came.
+        alike: whether tokens cost as much in all layers.
+        uneven: whether heads, or layers, keep other numbers of tokens and as many on average; then
+            each may fill its last block in part.
     """
 
     full_bytes: int
@@ -20,8 +23,15 @@ class TokenCost:
     block_bytes: int
     block_tokens: int = 1
     exact_tokens: int = 0
+    alike: bool = True
+    uneven: bool = False
+
+    @property
+    def spare_tokens(self) -> int:
+        """Of each head, by how many more than its own its blocks may have room for, at most."""
+        return self.block_tokens - 1 if self.uneven else 0
 
     def held_bytes(self, tokens: int) -> int:
         """Of so many kept tokens, at least `exact_tokens`."""
-        blocks = -(-(tokens - self.exact_tokens) // self.block_tokens)
+        blocks = -(-(tokens - self.exact_tokens + self.spare_tokens) // self.block_tokens)
         return self.exact_tokens * self.token_bytes + blocks * self.block_bytes

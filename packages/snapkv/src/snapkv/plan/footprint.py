@@ -34,6 +34,16 @@ class SlidingLayer:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FullLayer:
+    """A layer of full attention, which is compressed; numbers of one stored token."""
+
+    token_bytes: int
+    heads: int
+    key_width: int  # of one head
+    value_width: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Footprint:
     """Bytes and floating point operations of a model, for any prompt."""
 
@@ -42,7 +52,7 @@ class Footprint:
     expert_bytes: int
     experts: int  # per layer; 0 where there is no mixture
     experts_per_token: int
-    full_layers: tuple[int, ...]  # bytes of one token in every layer that is compressed
+    full_layers: tuple[FullLayer, ...]
     sliding_layers: tuple[SlidingLayer, ...]
     other_layers: int  # which carry a state, or share what another layer stores
     state_bytes: int  # states of these and of the compressed ones, whatever the prompt's length
@@ -58,18 +68,21 @@ class Footprint:
     @property
     def token_bytes(self) -> int:
         """Bytes that every stored token takes in the layers of full attention together."""
-        return sum(self.full_layers)
+        return sum(layer.token_bytes for layer in self.full_layers)
 
     @property
     def layer_token_bytes(self) -> int:
         """Bytes of one token in the layer where it takes most."""
-        layers = (*self.full_layers, *(layer.token_bytes for layer in self.sliding_layers))
-        return max(layers, default=0)
+        layers: list[FullLayer | SlidingLayer] = [*self.full_layers, *self.sliding_layers]
+        return max((layer.token_bytes for layer in layers), default=0)
 
     def cache_bytes(self, stored_tokens: int, seen_tokens: int) -> int:
         """Bytes of one request's cache, so many tokens stored in layers of full attention."""
-        sliding = self.sliding_bytes(seen_tokens)
-        return self.token_bytes * stored_tokens + sliding + self.state_bytes
+        return self.token_bytes * stored_tokens + self.other_bytes(seen_tokens)
+
+    def other_bytes(self, seen_tokens: int, behind: int = 0) -> int:
+        """Bytes of one request's cache in layers that are not compressed; as `sliding_bytes`."""
+        return self.sliding_bytes(seen_tokens, behind) + self.state_bytes
 
     @property
     def layers(self) -> int:
@@ -130,7 +143,15 @@ def footprint_of(outline: PreTrainedModel) -> Footprint:
         expert_bytes=expert_bytes,
         experts=experts if expert_bytes else 0,
         experts_per_token=chosen,
-        full_layers=tuple(map(token_bytes, full)),
+        full_layers=tuple(
+            FullLayer(
+                token_bytes=token_bytes(layer),
+                heads=layer.keys.shape[1],
+                key_width=layer.keys.shape[-1],
+                value_width=layer.values.shape[-1],
+            )
+            for layer in full
+        ),
         sliding_layers=tuple(
             SlidingLayer(token_bytes=tensor_bytes(layer), most_tokens=layer.sliding_window - 1)
             for layer in sliding

@@ -1,7 +1,6 @@
 """What a request would take with a full and with a compressed cache, and what would fit."""
 
 import bisect
-import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -9,8 +8,11 @@ from typing import Any
 
 from snapkv.errors import InvalidArgumentError
 from snapkv.plan.footprint import Footprint, is_counted
-from snapkv.storage.append_buffer import slots_behind
+from snapkv.plan.kept import Keeping
+from snapkv.policies.budget import ByteBudget
+from snapkv.storage.coded import KVCodes
 from snapkv.validation import (
+    AUTO,
     DEFAULT_BUDGET,
     format_bytes,
     require_int,
@@ -33,13 +35,20 @@ _WORTH_SAYING = 1.1
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is to be planned: prompts of one length, and answers to all of them together."""
+    """What is to be planned: prompts of one length, and answers to all of them together.
+
+    Attributes:
+        budget: tokens kept per layer and head, or bytes of the cache, as policies take them; 1024
+            unless there is a `keep_ratio` of what is before the window.
+        bits: of what is kept, a `KVCodes` or a word for one; None for as it came.
+    """
 
     context_tokens: int
     batch: int = 1
-    budget: int | None = None  # 1024, unless there is a `keep_ratio` of what is before the window
+    budget: int | str | ByteBudget | None = None
     keep_ratio: float | None = None
     window_size: int = 32
+    bits: KVCodes | str | None = None
     new_tokens: int = 128
     memory_bytes: int | None = None  # of the device; None to leave out what would fit
     reserve_bytes: int = 10**9  # of them, what weights, caches and activations cannot have
@@ -53,20 +62,33 @@ class Request:
             require_ratio("keep_ratio", self.keep_ratio)
         elif self.budget is None:
             object.__setattr__(self, "budget", DEFAULT_BUDGET)
-        if self.budget is not None:
+        object.__setattr__(self, "budget", ByteBudget.read(self.budget))
+        if self.budget == AUTO:
+            raise InvalidArgumentError(
+                "budget: expected tokens or bytes, since votes are known when a prompt is read, "
+                "got 'auto'; pass for instance 1024 or 12%"
+            )
+        if self.budget is not None and not isinstance(self.budget, ByteBudget):
             require_int("budget", self.budget, minimum=self.window_size + 1)
+        if self.bits is not None:
+            codes = KVCodes.of(self.bits)  # type: ignore[arg-type] # which refuses other words
+            object.__setattr__(self, "bits", codes)
+            if isinstance(self.budget, ByteBudget) and codes.exact_layers:
+                raise InvalidArgumentError(
+                    f"bits: expected no exact_layers beside a budget of bytes, got {codes}; pass a "
+                    "number of tokens, or leave them out"
+                )
         if self.memory_bytes is not None and self.memory_bytes <= self.reserve_bytes:
             raise InvalidArgumentError(
                 f"gpu_memory: expected more than the reserve of {self.reserve_bytes:,} bytes, got "
                 f"{self.memory_bytes:,}; pass more, or a smaller reserve"
             )
 
-    def kept_tokens(self, prompt_tokens: int) -> int:
-        if self.budget is not None:
-            return min(self.budget, prompt_tokens)
-        assert self.keep_ratio is not None
-        window = min(self.window_size, prompt_tokens)
-        return window + math.floor(self.keep_ratio * (prompt_tokens - window))
+    @property
+    def codes(self) -> KVCodes | None:
+        """The bits, as they were read when this was made."""
+        assert not isinstance(self.bits, str)
+        return self.bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +121,22 @@ class Plan:
     footprint: Footprint
     request: Request
 
+    def __post_init__(self) -> None:
+        """Raise where a budget of bytes is too small for this prompt."""
+        self._keeping.tokens(self.request.context_tokens, at_least=False)
+
+    @cached_property
+    def _keeping(self) -> Keeping:
+        asked = self.request
+        assert not isinstance(asked.budget, str), "read when it was made"
+        return Keeping(
+            footprint=self.footprint,
+            budget=asked.budget,
+            keep_ratio=asked.keep_ratio,
+            window_size=asked.window_size,
+            bits=asked.codes,
+        )
+
     @cached_property
     def full(self) -> CacheNeeds:
         return self._needs(compressed=False)
@@ -108,8 +146,11 @@ class Plan:
         return self._needs(compressed=True)
 
     @property
-    def kept_tokens(self) -> int:
-        return self.request.kept_tokens(self.request.context_tokens)
+    def kept_tokens(self) -> float:
+        """Of a prompt, the mean over the compressed layers; 0 where there are none."""
+        kept = self._keeping.tokens(self.request.context_tokens)
+        mean = sum(kept) / max(1, len(kept))
+        return int(mean) if mean == int(mean) else mean
 
     @property
     def decode_speedup(self) -> float:
@@ -175,8 +216,11 @@ class Plan:
 
     def _cache(self, tokens: int, new_tokens: int, compressed: bool) -> int:
         """Bytes of one request's cache behind its prompt and some tokens of the answer."""
-        kept = self.request.kept_tokens(tokens) if compressed else tokens
-        return self.footprint.cache_bytes(kept + new_tokens, tokens + new_tokens)
+        model, seen = self.footprint, tokens + new_tokens
+        if not compressed:
+            return model.cache_bytes(seen, seen)
+        kept = self._keeping.tokens(tokens)
+        return self._keeping.held_bytes(kept, new_tokens) + model.other_bytes(seen)
 
     def _answering(self, tokens: int, compressed: bool) -> int:
         """Bytes of memory of one request's cache when its answer is complete.
@@ -185,10 +229,10 @@ class Plan:
         that slides still holds the token that has just left its window.
         """
         model, new = self.footprint, self.request.new_tokens
-        kept = self.request.kept_tokens(tokens) if compressed else tokens
-        slots = slots_behind(kept, new) if compressed else kept + new
-        sliding = model.sliding_bytes(tokens + new, behind=1)
-        return model.token_bytes * slots + sliding + model.state_bytes
+        others = model.other_bytes(tokens + new, behind=1)
+        if not compressed:
+            return model.token_bytes * (tokens + new) + others
+        return self._keeping.memory_bytes(self._keeping.tokens(tokens), new) + others
 
     def _prefill_peak(self, tokens: int, compressed: bool, *, in_pieces: bool) -> int:
         """Bytes of one request beside the weights at the worst moment of reading its prompt.
@@ -253,7 +297,7 @@ def verdict(plan: Plan) -> list[str]:
 
 def _headline(plan: Plan) -> Iterator[str]:
     tokens, kept = plan.request.context_tokens, plan.kept_tokens
-    if kept >= tokens:
+    if kept >= tokens and plan.request.bits is None:
         yield (
             f"Compression will not help: a prompt of {tokens:,} tokens is within the budget, and "
             "nothing is dropped."

@@ -65,7 +65,7 @@ class AdaKV(AroundScores):
         prefix = self.policy.prefix(layer)
         if not any(prefix.lengths):
             return None
-        kept = self.policy.kept_prefix_tokens(layer, "mean")
+        kept = self.policy.kept_prefix_tokens(layer.uneven(), "mean")
         if kept == prefix.lengths:
             return None
         scores = self.policy.score(layer)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import BudgetTooSmallError, InvalidArgumentError
 from snapkv.ops import TokenCost
 from snapkv.validation import (
     AUTO,
@@ -112,8 +112,9 @@ class ByteBudget:
         bytes: of one row in all of them together; "64MiB" stands for 2**26.
 
     Raises:
-        InvalidArgumentError: not one of them, or out of range; at the end of a prompt, too few for
-            the window, the sinks, and the tokens that `quantize` leaves as they came.
+        InvalidArgumentError: not one of them, or out of range.
+        BudgetTooSmallError: at the end of a prompt, too few for the window, the sinks, and the
+            tokens that `quantize` leaves as they came.
     """
 
     share: float | None = None
@@ -159,26 +160,35 @@ class ByteBudget:
         cost = layer.token_cost(min(layer.row_lengths))
         least = max(least_tokens, cost.exact_tokens)
         return [
-            self._tokens(cost, tokens, min(least, tokens), layer.depth, layer.num_layers)
+            self.tokens(cost, tokens, min(least, tokens), layer.depth, layer.num_layers)
             for tokens in layer.row_lengths
         ]
 
-    def _tokens(self, cost: TokenCost, own: int, least: int, depth: int, layers: int) -> int:
+    def tokens(self, cost: TokenCost, own: int, least: int, depth: int, layers: int) -> int:
+        """Tokens of a row of `own` that fit into one of so many layers alike, or more than it has.
+
+        Raises:
+            BudgetTooSmallError: fewer than `least`.
+        """
         full = cost.full_bytes * own * layers
         given = self.bytes if self.share is None else int(Fraction(str(self.share)) * full)
         assert given is not None
-        blocks = (given - layers * cost.held_bytes(cost.exact_tokens)) // cost.block_bytes
-        if cost.exact_tokens + blocks // layers * cost.block_tokens < least:
-            self._refuse(own, least, layers * cost.held_bytes(least), full)
+        needed = layers * cost.held_bytes(least)
+        if not cost.alike:  # as many bytes of its own for each layer
+            given, depth, layers = given * (depth + 1) // layers - given * depth // layers, 0, 1
+        blocks = (given - layers * cost.exact_tokens * cost.token_bytes) // cost.block_bytes
+        fewest = cost.exact_tokens - cost.spare_tokens
+        if fewest + blocks // layers * cost.block_tokens < least:
+            self._refuse(own, least, needed, full)
         more = -blocks * depth // layers - -blocks * (depth + 1) // layers
-        return cost.exact_tokens + more * cost.block_tokens
+        return fewest + more * cost.block_tokens
 
     def _refuse(self, own: int, least: int, needed: int, full: int) -> NoReturn:
         if self.share is None:
             enough, got = f"{needed:,} bytes", f"{self.bytes:,} bytes"
         else:
             enough, got = f"{math.ceil(1000 * needed / full) / 10:g}%", f"{100 * self.share:g}%"
-        raise InvalidArgumentError(
+        raise BudgetTooSmallError(
             f"budget: expected at least {enough} for {least} of {own:,} prompt tokens, which are "
             f"the window, the sinks and what stays as it came, got {got}; raise it, lower those, "
             "or pass a number of tokens"
@@ -192,6 +202,13 @@ def require_tokens(policy: Any) -> None:
             f"budget: expected a number of tokens with {policy.name}, which evicts while "
             f"generating, got {policy.budget!r}; pass a number, or use SnapKV"
         )
+
+
+def budget_of(policy: Any) -> int | AutoBudget | ByteBudget | None:
+    """The budget of a policy, or of one that it wraps; None where there is none."""
+    while hasattr(policy, "policy"):
+        policy = policy.policy
+    return getattr(policy, "budget", None)
 
 
 @dataclass(frozen=True)

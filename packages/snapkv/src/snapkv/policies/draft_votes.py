@@ -21,8 +21,10 @@ class DraftVotes(AroundScores, PrefixPolicy):
     The prompt is compressed by the window's votes, a few tokens are generated from what was kept,
     and their queries vote on the whole prompt, too; a position counts by the higher of both shares
     of attention (as lookahead queries in Wang et al. 2025, arXiv 2505.20334). The draft is thrown
-    away, the answer begins behind the prompt. Until then the device holds the whole prompt. It
-    costs as many steps of decoding as the draft has tokens, before the first token.
+    away: its tokens attended to what the window alone chose, and taking over those that stay the
+    likeliest would need a pass of verification inside `generate`'s own loop. Until the draft has
+    voted the device holds the whole prompt. It costs as many steps of decoding as it has tokens,
+    before the first token; `CompressedCache.report` says how long they took, and the bytes.
 
     Args:
         policy: the method whose votes these are, with its budget: SnapKV or PyramidKV.

@@ -53,7 +53,7 @@ class PyramidKV(SnapKV):
 
     def kept_prefix_tokens(self, layer: PromptLayer, of_heads: OfHeads = "max") -> list[int]:
         """B numbers: positions each row keeps of its own prefix in this layer."""
-        last = replace(layer, depth=layer.num_layers - 1)  # where bytes are rounded down
+        last = replace(layer.uneven(), depth=layer.num_layers - 1)  # where bytes are rounded down
         means, prefixes = super().kept_prefix_tokens(last, of_heads), self.prefix(layer).lengths
         return [
             min(tokens, self._layer_budgets(mean, tokens, layer.num_layers)[layer.depth])

@@ -39,6 +39,7 @@ class ScoreThreshold(AroundScores):
               out.
             - KVzip: the highest attention of any query, in [0, 1]; with `plus` times the ratio of
               the two norms.
+            - KVzap: the logarithm of that, as its gate foretells it.
             - ExpectedAttention: expected attention times the norm of the value.
             - KeyDiff: minus a cosine, in [-1, 1].
             - Compactor: standard deviations from the mean of the layer, of two kinds, blended.
@@ -87,7 +88,7 @@ class ScoreThreshold(AroundScores):
         if not any(prefix.lengths):
             return None
         rated = self.policy.rated(layer)
-        limits = torch.tensor(self.policy.kept_prefix_tokens(layer), device=rated.device)
+        limits = torch.tensor(self.policy.kept_prefix_tokens(layer.uneven()), device=rated.device)
         counts = torch.minimum((rated >= self.threshold).sum(dim=-1), limits[:, None])
         if all(set(row) == {own} for row, own in zip(counts.tolist(), prefix.lengths, strict=True)):
             return None

@@ -39,6 +39,19 @@ class Spans:
             merged.append((start, stop))
         return cls(tuple(merged))
 
+    def union(self, other: "Spans") -> "Spans":
+        """What either of them covers."""
+        return Spans.of("spans", self.parts + other.parts)
+
+    def overlap(self, other: "Spans") -> "Spans":
+        """What both of them cover."""
+        both = (
+            (max(start, begin), min(stop, end))
+            for start, stop in self.parts
+            for begin, end in other.parts
+        )
+        return Spans(tuple(sorted((start, stop) for start, stop in both if start < stop)))
+
     @property
     def tokens(self) -> int:
         """How many positions they cover."""

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -102,6 +102,19 @@ class PromptLayer(LayerStates):
         if key not in self._found:
             self._found[key] = compute()
         return self._found[key]
+
+    def costing(self, token_cost: Callable[[int], TokenCost]) -> "PromptLayer":
+        """The same where tokens cost something else; what was computed once stays so."""
+        other = replace(self, token_cost=token_cost)
+        other.__dict__["_found"] = self._found
+        return other
+
+    def uneven(self) -> "PromptLayer":
+        """The same where heads or layers keep numbers of tokens of their own."""
+        cost = self.token_cost
+        if cost is None:
+            return self
+        return self.costing(lambda shortest: replace(cost(shortest), uneven=True))
 
     @functools.cached_property
     def _found(self) -> dict[Hashable, Tensor]:

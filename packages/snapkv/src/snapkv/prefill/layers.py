@@ -83,8 +83,8 @@ def _read_layer(
     watch.note(cache, tokens)
     layer = cache.layers[layer_idx]
     grows = not layer.store.is_static or layer.recall_due  # or every slot of a buffer has a column
-    if not grows:
-        layer.store.room_for(tokens)
+    if not grows and layer is cache.reading.layers[0]:
+        cache.reading.tightest.store.room_for(tokens)
     with cache.reading.in_pieces(layer, tokens):
         for start in range(0, tokens, chunk_tokens):
             stop = min(start + chunk_tokens, tokens)

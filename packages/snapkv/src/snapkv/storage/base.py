@@ -102,6 +102,11 @@ class TokenStore(ABC):
         return self.tail_tokens
 
     @property
+    def handed_tokens(self) -> int:
+        """Of how many slots the last `append` has returned the keys."""
+        return int(self.keys.shape[2])
+
+    @property
     def mean_tokens(self) -> float:
         """Tokens per row and head, on average where they differ."""
         return self.tail_tokens + (0 if self.ragged is None else self.ragged.mean_tokens)
@@ -130,6 +135,13 @@ class TokenStore(ABC):
                 the groups keeps a set of its own.
             tokens: how many slots `indices` points into.
             ragged: whether -1 is none, and heads hold different numbers of tokens from now on.
+        """
+
+    @abstractmethod
+    def only(self, stays: Tensor) -> "TokenStore":
+        """Hold only some slots, (B, H, S) bool, bit for bit: of each head its last ones.
+
+        As many as the head has that keeps most.
         """
 
     def crop(self, tokens: int) -> "TokenStore":
@@ -195,6 +207,11 @@ class TokenStore(ABC):
         return sum(plane.states.nbytes for plane in self.planes)
 
     @property
+    def bits(self) -> str:
+        """Bits of a number that is kept of a prompt, such as "16"; of keys and values, "8/4"."""
+        return str(8 * self.keys.element_size()) if self.planes else "0"
+
+    @property
     def index_bytes(self) -> int:
         """Bytes of what says where they lie."""
         return 0
@@ -219,8 +236,18 @@ class Storage(Protocol):
         """Whether the decoding step can be compiled."""
 
     @property
+    def decodes(self) -> bool:
+        """Whether a step is handed what codes stand for, and need not attend to codes."""
+
+    @property
     def holds_as_it_came(self) -> bool:
         """Whether keys and values stay as they were appended."""
+
+    def at(self, depth: int, num_layers: int, *, latents: bool) -> "Storage":
+        """That of one of the compressed layers; of `latents` if the model expands what it holds."""
+
+    def like(self, store: TokenStore) -> "Storage":
+        """The storage that made a store, where one chooses among several; else itself."""
 
     def empty(self) -> "DenseStore":
         """A store without tokens."""

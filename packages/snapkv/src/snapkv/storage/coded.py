@@ -1,6 +1,8 @@
 """Keys and values in few bits: how many, and what heads keep as codes."""
 
+import copy
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
@@ -8,11 +10,13 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from snapkv import ops
 from snapkv.errors import InvalidArgumentError
 from snapkv.ops import (
     BlockLayout,
     Codes,
     ScoreOptions,
+    TokenCost,
     coded_attention,
     encode,
     encode_float,
@@ -21,9 +25,9 @@ from snapkv.ops.codes.coding import Along
 from snapkv.storage.base import TokenStore
 from snapkv.storage.dense import DenseStore
 from snapkv.storage.ragged import Counts, Pair, RaggedStates, RaggedStore
-from snapkv.validation import require_int
+from snapkv.validation import code_bits, require_int
 
-Bits = Literal["int8", "int4", "fp8"]
+Bits = Literal["int8", "int4", "K8V4", "fp8"]
 
 Made = TypeVar("Made")
 
@@ -71,38 +75,67 @@ class KVCodes:
         for name in ("recent_tokens", "sink_tokens", "exact_layers"):
             require_int(name, getattr(self, name), minimum=0)
 
+    def has_layer(self, depth: int, num_layers: int) -> bool:
+        """Whether that one of the compressed layers holds codes."""
+        return min(depth, num_layers - 1 - depth) >= self.exact_layers
+
     def exact_tokens(self, shortest_tokens: int) -> tuple[int, int]:
         """First and last tokens that stay as they came, where the shortest head has so many."""
         last = min(self.recent_tokens, shortest_tokens)
         first = self.sink_tokens if shortest_tokens >= self.sink_tokens + last else 0
         return first, last
 
+    @property
+    def label(self) -> str:
+        """Bits, such as "4"; of keys and of values where they differ, such as "8/4"."""
+        return str(self.keys) if self.keys == self.values else f"{self.keys}/{self.values}"
+
+    def costing(self, exact: TokenCost, block_bytes: int, shortest_tokens: int) -> TokenCost:
+        """What tokens cost whose blocks take so many bytes in all heads, and `exact` as they came.
+
+        The shortest row or head has so many tokens.
+        """
+        return replace(
+            exact,
+            block_bytes=block_bytes,
+            block_tokens=self.group_size,
+            exact_tokens=sum(self.exact_tokens(shortest_tokens)),
+        )
+
     def block_bytes(self, states: Pair) -> int:
         """Bytes of one head's block of such keys and values: of one with the largest number."""
         blocks = both(
             lambda part: part.abs().amax().expand(1, self.group_size, part.shape[-1]), states
         )
-        keys, values = _encoded(blocks, self)
+        keys, values = encoded(blocks, self)
         return keys.nbytes + values.nbytes
 
     @classmethod
-    def of(cls, given: "KVCodes | Bits | Mapping[str, Any]") -> "KVCodes":
-        """What a name stands for: "int8", "int4" or "fp8"; or parameters by name, as a file has.
+    def of(
+        cls, given: "KVCodes | Bits | Mapping[str, Any]", argument: str = "quantize"
+    ) -> "KVCodes":
+        """What a word stands for, as "int4" or "K8V4"; or parameters by name, as a file has.
 
         Raises:
-            InvalidArgumentError: another name.
+            InvalidArgumentError: another word.
         """
         if isinstance(given, KVCodes):
             return given
         if isinstance(given, Mapping):
             return cls(**given)
-        known = {"int8": cls(8, 8), "int4": cls(4, 4), "fp8": cls("fp8", "fp8")}
-        if given not in known:
+        bits = code_bits(given) if isinstance(given, str) else None
+        if bits is None:
             raise InvalidArgumentError(
-                f"quantize: expected one of {', '.join(known)}, or a KVCodes, got {given!r}; pass "
-                "one of them"
+                f"{argument}: expected int8, int4 or fp8, keys and values apart as in K8V4, or a "
+                f"KVCodes, got {given!r}; pass one of them"
             )
-        return known[given]
+        return cls(*bits)  # type: ignore[arg-type] # they are some of these numbers
+
+    def __str__(self) -> str:
+        """Its bits in a word that `of` takes: "int4", "fp8", or apart as in "K8V4"."""
+        if self.keys != self.values:
+            return f"K{self.keys}V{self.values}"
+        return "fp8" if self.keys == "fp8" else f"int{self.keys}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +148,8 @@ class CodedStates:
         sections: tokens of each head in codes, by when they were encoded.
         how: with how many bits.
         least_slots: slots of the padded layout, at least.
+        own_sections: how many of the sections are of heads that differ; those behind are of tokens
+            that all heads have got behind the prompt.
     """
 
     first: Pair
@@ -122,6 +157,7 @@ class CodedStates:
     sections: tuple[Counts, ...]
     how: KVCodes
     least_slots: int = 0
+    own_sections: int = 1
 
     @classmethod
     def of(cls, states: RaggedStates, first_tokens: int, how: KVCodes) -> "CodedStates":
@@ -136,7 +172,7 @@ class CodedStates:
         flat = states.keys, states.values
         return cls(
             first=both(lambda part: part[lead].view(B, H, first_tokens, part.shape[1]), flat),
-            codes=_encoded(both(lambda part: part[rows], flat), how),
+            codes=encoded(both(lambda part: part[rows], flat), how),
             sections=(own,),
             how=how,
             least_slots=states.longest_tokens,
@@ -156,8 +192,7 @@ class CodedStates:
     @functools.cached_property
     def longest_tokens(self) -> int:
         """Slots of the padded layout."""
-        grown = sum(section[0][0] for section in self.sections[1:])
-        return max(self.least_slots + grown, *(max(row) for row in self.head_tokens))
+        return max(self.least_slots + self.grown_tokens, *(max(row) for row in self.head_tokens))
 
     @property
     def mean_tokens(self) -> float:
@@ -202,7 +237,7 @@ class CodedStates:
         """With (B, H, N, D) tokens behind them, N a number of whole blocks."""
         B, H, N, _ = keys.shape
         G = self.how.group_size
-        more = _encoded(
+        more = encoded(
             both(lambda part: part.reshape(B * H * N // G, G, -1), (keys, values)), self.how
         )
         layout, order = self.layout.joined(((N,) * H,) * B)
@@ -210,9 +245,26 @@ class CodedStates:
         return replace(self, codes=codes, sections=layout.sections)
 
     @property
+    def spread_bytes(self) -> int:
+        """Bytes of the keys and values that they stand for.
+
+        Raises:
+            ValueError: parts of a file that do not fit together.
+        """
+        G = self.how.group_size
+        tokens = sum(sum(map(sum, section)) for section in self.sections)
+        blocks = sum(-(-n // G) for section in self.sections for row in section for n in row)
+        rows = {(len(section), *map(len, section)) for section in self.sections}
+        least = min(n for section in self.sections for row in section for n in row)
+        if least < 0 or len(rows) != 1 or any(len(codes) != blocks for codes in self.codes):
+            raise ValueError(f"{blocks} blocks of codes in {rows}")
+        widths = (codes.channels * getattr(torch, codes.dtype).itemsize for codes in self.codes)
+        return int(tokens * sum(widths) + self.first[0].nbytes + self.first[1].nbytes)
+
+    @property
     def grown_tokens(self) -> int:
         """Tokens of every head that came behind the prompt and are codes by now."""
-        return sum(section[0][0] for section in self.sections[1:])
+        return sum(section[0][0] for section in self.sections[self.own_sections :])
 
     def decoded(self) -> RaggedStates:
         """What they stand for."""
@@ -235,13 +287,93 @@ class CodedStates:
         chosen = self.layout.blocks_of_rows(order)
         sections = tuple(tuple(section[row] for row in order) for section in self.sections)
         keys, values = self.first
-        return CodedStates(
+        return replace(
+            self,
             first=(keys[rows.to(keys.device)], values[rows.to(keys.device)]),
             codes=both(lambda part: part.blocks(chosen), self.codes),
             sections=sections,
-            how=self.how,
-            least_slots=self.least_slots,
         )
+
+    def only(self, stays: Tensor) -> "CodedStates":
+        """The tokens of some slots of the padded layout, (B, H, S) bool, by the codes they have.
+
+        Of the first tokens every head holds as many as it came; where heads differ in them, those
+        that some have more are encoded.
+        """
+        N, slots = self.first[0].shape[2], stays.shape[-1]
+        counts = torch.tensor(self.head_tokens, device=stays.device)[..., None]
+        begins, order = slots - counts, torch.arange(slots, device=stays.device)
+        coded = self._blocks_with(stays[order >= begins + N])
+        there = stays.gather(2, begins + order[:N])
+        places = (~there).to(torch.uint8).argsort(dim=-1, stable=True)
+        kept = there.sum(dim=-1, keepdim=True)
+        places = places.masked_fill(order[:N] >= kept, -1)
+        fewest = int(kept.min())
+        first = both(lambda part: ops.gather_tokens(part, places[..., :fewest]), self.first)
+        more = RaggedStates.gather(*self.first, places[..., fewest:])
+        if not len(more.keys):
+            return replace(coded, first=first)
+        before = CodedStates.of(more, 0, self.how)
+        own = coded.own_sections + 1
+        return replace(before._and(coded), first=first, own_sections=own)
+
+    def _blocks_with(self, stays: Tensor) -> "CodedStates":
+        """With some of the tokens in codes, (N,) bool, head by head: blocks keep their scales.
+
+        Behind a block that is no longer whole its head goes on in a section of its own.
+        """
+        G, (B, H) = self.how.group_size, self.first[0].shape[:2]
+        kept = torch.zeros(len(self.codes[0]) * G, dtype=torch.bool, device=stays.device)
+        kept = kept.index_copy(0, self.layout.flat, stays).view(-1, G)
+        counts = iter(kept.sum(dim=1).tolist())
+        heads = [[next(counts) for _ in range(blocks)] for blocks in self.layout.head_blocks]
+        later, last = self._whole_sections(heads)
+        runs = [_runs(own[: len(own) - last], G) for own in heads]
+        parts = list(itertools.zip_longest(*runs, fillvalue=0))
+        sections = (tuple(part[row * H :][:H] for row in range(B)) for part in parts)
+        chosen = [place for place, count in enumerate(itertools.chain(*heads)) if count]
+        order = (~kept).to(torch.uint8).argsort(dim=1, stable=True)
+        index = torch.tensor(chosen, dtype=torch.int64, device=stays.device)
+        return replace(
+            self,
+            codes=both(lambda part: part.arranged(order).blocks(index), self.codes),
+            sections=(*sections, *later),
+            least_slots=0,
+            own_sections=len(parts),
+        )
+
+    def _whole_sections(self, heads: list[list[int]]) -> tuple[tuple[Counts, ...], int]:
+        """The last sections that lose nothing, of tokens behind the prompt; blocks of each head.
+
+        So many tokens of every block of each head are left.
+        """
+        G, blocks = self.how.group_size, 0
+        later: tuple[Counts, ...] = ()
+        for section in reversed(self.sections[self.own_sections :]):
+            more = blocks + section[0][0] // G
+            if any(min(own[len(own) - more :]) < G for own in heads):
+                break
+            later, blocks = (section, *later), more
+        return later, blocks
+
+    def _and(self, other: "CodedStates") -> "CodedStates":
+        """Of every head these blocks, and behind them those of another."""
+        one, two = self.layout.head_blocks, other.layout.head_blocks
+        first, second = iter(range(sum(one))), iter(range(sum(one), sum(one) + sum(two)))
+        order = [
+            next(blocks)
+            for own, more in zip(one, two, strict=True)
+            for blocks, count in ((first, own), (second, more))
+            for _ in range(count)
+        ]
+        index = torch.tensor(order, dtype=torch.int64, device=self.first[0].device)
+        codes = both(lambda a, b: a.joined(b).blocks(index), self.codes, other.codes)
+        return replace(self, codes=codes, sections=(*self.sections, *other.sections), least_slots=0)
+
+    def grown_by(self, states: RaggedStates) -> "CodedStates":
+        """As `RaggedStates.grown_by`, the others in codes, too."""
+        more = CodedStates.of(states, 0, self.how)
+        return replace(self._and(more), own_sections=len(self.sections) + 1)
 
     def without_last_section(self) -> tuple["CodedStates", Pair]:
         """Without the last tokens that were encoded behind the prompt, and what they stand for."""
@@ -274,16 +406,66 @@ class CodedStates:
         return self.decoded().padded_values()
 
 
+def state_in_codes(state: dict[str, Any], how: KVCodes) -> dict[str, Any]:
+    """The state of a store for a file in few bits; that of one in codes as it is.
+
+    Heads keep their first `KVCodes.sink_tokens` as they are; what has a tail keeps that.
+    """
+    if "how" in state or state.get("keys") is None:
+        return state
+    if "states" in state:
+        states, others = state["states"], state
+    else:
+        keys, values = state["keys"], state["values"]
+        B, H, N, _ = keys.shape
+        flat, counts = (keys.flatten(0, 2), values.flatten(0, 2)), ((N,) * H,) * B
+        states = RaggedStates(keys=flat[0], values=flat[1], head_tokens=counts)
+        others = {name: part for name, part in state.items() if name not in ("keys", "values")}
+    if not len(states.keys):
+        return state
+    shortest = min(min(row) for row in states.head_tokens)
+    first, _ = replace(how, recent_tokens=0).exact_tokens(shortest)
+    return others | {"states": CodedStates.of(states, first, how)}
+
+
+def state_spread(state: dict[str, Any]) -> dict[str, Any]:
+    """The state that `state_in_codes` was given, as near as the bits tell."""
+    states = state.get("states")
+    if not isinstance(states, CodedStates):
+        return state
+    _ = states.spread_bytes  # whether its parts fit together
+    if "how" in state:
+        return state
+    whole = states.decoded()
+    if "keys" in state:
+        return state | {"states": whole}
+    others = {name: part for name, part in state.items() if name != "states"}
+    return others | {"keys": whole.padded_keys(), "values": whole.padded_values()}
+
+
 def both(make: Callable[..., Made], *pairs: tuple[Any, Any]) -> tuple[Made, Made]:
     """What is made of the keys of pairs, and of their values."""
     return make(*(pair[0] for pair in pairs)), make(*(pair[1] for pair in pairs))
+
+
+def _runs(counts: list[int], block_tokens: int) -> list[int]:
+    """Tokens of the sections of a head whose blocks hold so many; one that is not whole ends it."""
+    runs = [0]
+    is_open = True
+    for count in filter(None, counts):
+        if not is_open:
+            runs.append(0)
+        runs[-1] += count
+        is_open = count == block_tokens
+    return runs
 
 
 def _behind(before: Tensor, states: Tensor) -> Tensor:
     return torch.cat([before, states], dim=2)
 
 
-def _encoded(blocks: Pair, how: KVCodes) -> tuple[Codes, Codes]:
+def encoded(blocks: Pair, how: KVCodes) -> tuple[Codes, Codes]:
+    """(M, G, D) blocks of keys and values in codes."""
     keys, values = blocks
     return _codes(keys, how.keys, "tokens"), _codes(values, how.values, "channels")
 
@@ -363,18 +545,89 @@ class CodedStore(RaggedStore):
             self._hold(torch.cat([keys, self.keys], dim=2), torch.cat([values, self.values], dim=2))
         return super().crop(tokens)
 
-    def tail(self, tokens: int) -> Pair:
-        """As `TokenStore.tail`; codes among them by what they stand for."""
-        if tokens > self.tail_tokens:
-            return DenseStore().fill(*self.padded(), self.num_kv_heads).tail(tokens)
-        return super().tail(tokens)
-
     def dense(self) -> tuple[DenseStore, Tensor]:
         """What all of it stands for with as many slots in every head, and each row's empty ones."""
         store = DenseStore(in_place=False).fill(*self.padded(), self.num_kv_heads)
         counts = torch.tensor([row[0] for row in self.ragged.head_tokens], device=self.keys.device)
         return store, self.ragged.longest_tokens - counts
 
+    @property
+    def bits(self) -> str:
+        """Those of the codes."""
+        return self.how.label
+
     def state(self) -> dict[str, Any]:
         """The heads' codes and the tail."""
         return {"how": self.how, **super().state()}
+
+
+class CodedLatents(TokenStore):
+    """Latents in few bits, which the model expands to heads: a step is handed what they stand for.
+
+    Outside of it they lie in as many slots in every row, as the model's mask has them.
+    """
+
+    kind = "coded latents"
+    is_exact = False
+
+    def __init__(self, coded: CodedStore) -> None:
+        super().__init__(coded.num_kv_heads, *coded.planes)
+        self._coded = coded
+
+    @property
+    def slots(self) -> int:
+        return self._coded.slots
+
+    @property
+    def handed_tokens(self) -> int:
+        return self.slots
+
+    @property
+    def croppable_tokens(self) -> int:
+        return self._coded.croppable_tokens
+
+    def append(self, keys: Tensor, values: Tensor) -> Pair:
+        self._coded.append(keys, values)
+        return self.padded()
+
+    def keep(self, indices: Tensor, tokens: int, *, ragged: bool = False) -> TokenStore:
+        return self.dense()[0].keep(indices, tokens, ragged=ragged)
+
+    def only(self, stays: Tensor) -> TokenStore:
+        self._coded.only(stays)
+        return self
+
+    def crop(self, tokens: int) -> TokenStore:
+        left = self._coded.crop(tokens)
+        return self if left is self._coded else left
+
+    def select_rows(self, rows: Tensor) -> TokenStore:
+        self._coded.select_rows(rows)
+        return self
+
+    def finalize_step(self, drafts: int = 0) -> None:
+        self._coded.finalize_step(drafts)
+
+    def tail(self, tokens: int) -> Pair:
+        return self._coded.tail(tokens)
+
+    def padded(self) -> Pair:
+        return self._coded.padded()
+
+    def dense(self) -> tuple[DenseStore, Tensor]:
+        """As `CodedStore.dense`."""
+        return self._coded.dense()
+
+    @property
+    def held_bytes(self) -> int:
+        return self._coded.held_bytes
+
+    @property
+    def index_bytes(self) -> int:
+        return self._coded.index_bytes
+
+    def state(self) -> dict[str, Any]:
+        return self._coded.state()
+
+    def __copy__(self) -> "CodedLatents":
+        return CodedLatents(copy.copy(self._coded))

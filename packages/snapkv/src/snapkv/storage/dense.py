@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from snapkv import ops
 from snapkv.storage.base import Plane, TokenStore, keep_tokens
 from snapkv.storage.ragged import RaggedStore
 
@@ -49,6 +50,21 @@ class DenseStore(TokenStore):
         for plane in self.planes:
             plane.states = keep_tokens(plane.states, indices, tokens)
         return self
+
+    def only(self, stays: Tensor) -> TokenStore:
+        """Hold some slots; ragged where heads of a row differ in how many.
+
+        The tail is then what follows the last slot that not all of them keep, or drop.
+        """
+        counts = stays.sum(dim=-1)
+        if bool((counts == counts[:, :1]).all()):
+            return self.keep(ops.kept_indices(stays), self.slots)
+        alike = (stays == stays[:1, :1]).flatten(0, 1).all(dim=0)
+        first = self.slots - int(alike.flip(0).cumprod(0).sum())
+        store = RaggedStore.gather(self, ops.kept_indices(stays[..., :first]), first)
+        for plane in store.planes:
+            plane.states = plane.states[:, :, stays[0, 0, first:]]
+        return store
 
     def ragged_from(self, empty: Tensor | None, tokens: int) -> RaggedStore:
         """The first tokens by heads, without (B,) leading slots that hold none; others behind."""

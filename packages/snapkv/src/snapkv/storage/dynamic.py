@@ -7,7 +7,7 @@ from torch import Tensor
 
 from snapkv.ops import TokenCost
 from snapkv.storage.base import TokenStore
-from snapkv.storage.coded import CodedStore, KVCodes
+from snapkv.storage.coded import CodedLatents, CodedStore, KVCodes
 from snapkv.storage.codes import QUANTIZED, spread
 from snapkv.storage.dense import DenseStore
 from snapkv.storage.ragged import RaggedStore
@@ -20,16 +20,37 @@ class Dynamic:
     Attributes:
         in_place: as in `DenseStore`.
         codes: how what is kept of a prompt is held in few bits; None for as it came.
+        decodes: whether every step is handed what the codes stand for.
+        alike: whether all layers hold what they keep in as many bits.
     """
 
     in_place: bool = True
     codes: KVCodes | None = None
+    decodes: bool = False
+    alike: bool = True
     is_compileable = False
 
     @property
     def holds_as_it_came(self) -> bool:
         """Whether there are no codes."""
         return self.codes is None
+
+    def at(self, depth: int, num_layers: int, *, latents: bool) -> "Dynamic":
+        """The outer layers may hold no codes; latents are expanded out of what those stand for."""
+        if self.codes is None:
+            return self
+        in_codes = self.codes.has_layer(depth, num_layers)
+        return replace(
+            self,
+            codes=self.codes if in_codes else None,
+            decodes=latents and in_codes,
+            alike=not self.codes.exact_layers,
+        )
+
+    def like(self, store: TokenStore) -> "Dynamic":
+        """Itself."""
+        del store
+        return self
 
     def empty(self) -> DenseStore:
         """A store without tokens."""
@@ -45,7 +66,8 @@ class Dynamic:
         if isinstance(store, DenseStore):
             store = store.ragged_from(empty, kept_tokens)
         assert isinstance(store, RaggedStore)
-        return CodedStore.of(store, self.codes)
+        coded = CodedStore.of(store, self.codes)
+        return CodedLatents(coded) if self.decodes else coded
 
     def token_cost(self, store: TokenStore, heads: int, shortest_tokens: int) -> TokenCost:
         """As the keys and values came, or in codes."""
@@ -55,15 +77,12 @@ class Dynamic:
             full_bytes=store.num_kv_heads * per_head,
             token_bytes=heads * per_head,
             block_bytes=heads * per_head,
+            alike=self.alike,
         )
         if self.codes is None:
             return one
-        return replace(
-            one,
-            block_bytes=heads * self.codes.block_bytes(store.padded()),
-            block_tokens=self.codes.group_size,
-            exact_tokens=sum(self.codes.exact_tokens(shortest_tokens)),
-        )
+        blocks = heads * self.codes.block_bytes(store.padded())
+        return self.codes.costing(one, blocks, shortest_tokens)
 
     def restored(self, kind: str, state: dict[str, Any]) -> TokenStore:
         """The store of that kind; that in few bits of 0.1.0 by what it stands for."""
@@ -71,6 +90,8 @@ class Dynamic:
             return RaggedStore(**state)
         if kind == CodedStore.kind:
             return CodedStore(**state)
+        if kind == CodedLatents.kind:
+            return CodedLatents(CodedStore(**state))
         if kind == QUANTIZED:
             state = spread(state)
         elif kind != DenseStore.kind:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from snapkv import ops
 from snapkv.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError
 from snapkv.storage.ragged import RaggedStates
 from snapkv.validation import format_bytes, require_int
@@ -50,21 +51,18 @@ class OffloadPool:
         """As a user names it."""
         return "host" if self.folder is None else str(self.folder)
 
-    def room_for(self, *states: Tensor, device: torch.device) -> "Room":
+    def room_for(self, *states: Tensor, device: torch.device, is_limited: bool = True) -> "Room":
         """Room for a copy of each of these (B, H, N, D) states, to be recalled to that device.
+
+        What takes the place of more is not held to the limit.
 
         Raises:
             OutOfMemoryError: the limit is reached, or the system has no room.
         """
         wanted = sum(part.nbytes for part in states)
         with self._lock:
-            if self.limit_bytes is not None and self.taken_bytes + wanted > self.limit_bytes:
-                raise OutOfMemoryError(
-                    f"recall_bytes: expected room for {format_bytes(wanted)} more beside the "
-                    f"{format_bytes(self.taken_bytes)} that are off the device already, got a "
-                    f"limit of {format_bytes(self.limit_bytes)}; raise recall_bytes, or shorten "
-                    "the text"
-                )
+            if is_limited:
+                self.require_room(wanted)
             self.taken_bytes += wanted
         pinned = device.type == "cuda"  # so that copies need not wait
         try:
@@ -78,6 +76,16 @@ class OffloadPool:
         except BaseException:
             self.give_back(wanted)
             raise
+
+    def require_room(self, wanted: int) -> None:
+        """Refuse so many bytes more than are taken where that is beyond the limit."""
+        if self.limit_bytes is not None and self.taken_bytes + wanted > self.limit_bytes:
+            raise OutOfMemoryError(
+                f"recall_bytes: expected room for {format_bytes(wanted)} more beside the "
+                f"{format_bytes(self.taken_bytes)} that are off the device already, got a "
+                f"limit of {format_bytes(self.limit_bytes)}; raise recall_bytes, or shorten the "
+                "text"
+            )
 
     def give_back(self, freed_bytes: int) -> None:
         with self._lock:
@@ -182,7 +190,14 @@ class OffloadedTokens:
     def held_bytes(self) -> int:
         return sum(states.nbytes for piece in self.pieces for states in piece.room.tensors)
 
-    def append(self, keys: Tensor, values: Tensor, *, on: torch.device | None = None) -> None:
+    def append(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        on: torch.device | None = None,
+        is_limited: bool = True,
+    ) -> None:
         """Copy the (B, Hkv, N, D) tokens that come next, to be recalled to where they are or `on`.
 
         Raises:
@@ -192,7 +207,8 @@ class OffloadedTokens:
         if not tokens:
             return
         states = (keys.detach(), values.detach())
-        room = self.pool.room_for(*states, device=on or keys.device)
+        device = on or keys.device
+        room = self.pool.room_for(*states, device=device, is_limited=is_limited)
         with _copying(keys.device):
             for target, source in zip(room.tensors, states, strict=True):
                 if source.is_cuda:
@@ -201,6 +217,18 @@ class OffloadedTokens:
         rows, none = torch.arange(batch), torch.zeros(batch, dtype=torch.int64)
         start = self.tokens
         self.pieces.append(Piece(room=room, start=start, end=start + tokens, rows=rows, shift=none))
+
+    def only(self, stays: Tensor) -> None:
+        """Hold some of the columns, (B, tokens) bool, behind one another: each row's are the last.
+
+        To be recalled to where `stays` is. What is not among them is free as soon as no copy of the
+        cache holds it.
+        """
+        slots = ops.kept_indices(stays.cpu()[:, None])
+        keys, values = (ops.gather_tokens(states, slots) for states in self.on_host())
+        left = OffloadedTokens(self.pool)
+        left.append(keys, values, on=stays.device, is_limited=False)
+        self.pieces = left.pieces
 
     def with_tail(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """All offloaded tokens and behind them (B, Hkv, N, D) ones, on the device of those."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from snapkv import ops
 from snapkv.ops import RaggedLayout, ScoreOptions, ragged_attention
 from snapkv.storage.base import Plane, TokenStore
 
@@ -64,6 +65,14 @@ class RaggedStates:
             head_tokens=_counts(kept),
             least_slots=keep_indices.shape[-1],
         )
+
+    def only(self, stays: Tensor) -> "RaggedStates":
+        """Copy the tokens of some slots of the padded layout, (B, H, S) bool."""
+        return self.keep(ops.kept_indices(stays))
+
+    def grown_by(self, states: "RaggedStates") -> "RaggedStates":
+        """Every head's tokens, and behind them others of the same head."""
+        return self.joined(states)
 
     def slots(self) -> Tensor:
         """(B, H, S) int64: the slots of the padded layout; -1, ahead of them, for no token."""
@@ -228,6 +237,27 @@ class RaggedStore(TokenStore):
         assert tokens == self.ragged.longest_tokens
         self.ragged = self.ragged.keep(indices)
         return self
+
+    def only(self, stays: Tensor) -> TokenStore:
+        """Hold some slots; the tail keeps as many tokens of all heads, the others go to theirs."""
+        longest = self.ragged.longest_tokens
+        tail = ops.kept_indices(stays[..., longest:])
+        last = int(stays[..., longest:].sum(dim=-1).min())
+        self.ragged = self.ragged.only(stays[..., :longest])
+        if more := tail.shape[-1] - last:
+            older = RaggedStates.gather(self.keys, self.values, tail[..., :more])
+            self.ragged = self.ragged.grown_by(older)
+        for plane in self.planes:
+            plane.states = ops.gather_tokens(plane.states, tail[..., more:])
+        return self
+
+    def tail(self, tokens: int) -> Pair:
+        """As `TokenStore.tail`; what is with the heads by what that stands for."""
+        if tokens <= self.tail_tokens:
+            return super().tail(tokens)
+        repeats = self.keys.shape[1] // self.num_kv_heads
+        keys, values = (states[:, ::repeats, -tokens:] for states in self.padded())
+        return keys, values
 
     def padded(self) -> tuple[Tensor, Tensor]:
         keys, values = self.ragged.padded_keys(), self.ragged.padded_values()

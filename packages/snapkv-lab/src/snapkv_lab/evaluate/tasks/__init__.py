@@ -1,7 +1,7 @@
 """The experiments by name; one file per task. Importing them loads neither torch nor data."""
 
 from snapkv_lab.evaluate.task import Task
-from snapkv_lab.evaluate.tasks.conversations import Functions, Turns
+from snapkv_lab.evaluate.tasks.conversations import Functions, ToolResults, Turns
 from snapkv_lab.evaluate.tasks.instructions import Instructions
 from snapkv_lab.evaluate.tasks.lines import Lines
 from snapkv_lab.evaluate.tasks.longbench import LongBench
@@ -18,6 +18,7 @@ TASKS: dict[str, type[Task]] = {
         Instructions,
         Tracking,
         Turns,
+        ToolResults,
         Functions,
         LongBench,
         Ruler,
@@ -39,6 +40,7 @@ __all__ = [
     "RagPosition",
     "Ruler",
     "TASKS",
+    "ToolResults",
     "Tracking",
     "Turns",
 ]

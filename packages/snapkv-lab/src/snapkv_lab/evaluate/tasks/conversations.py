@@ -24,7 +24,7 @@ from snapkv.errors import InvalidArgumentError
 from snapkv.packages import find_package_file
 from snapkv_lab.evaluate.haystack import distinct, number, word_key
 from snapkv_lab.evaluate.metrics import bleu
-from snapkv_lab.evaluate.sample import Cell, Conversation, Sample
+from snapkv_lab.evaluate.sample import Cell, Conversation, Sample, TranscriptConversation
 from snapkv_lab.evaluate.task import Task, all_fitted
 
 
@@ -134,6 +134,65 @@ class Turns(ConversationTask):
                 max_new_tokens=self.digits + 3 if self.cloze else 32, stop_strings=("\n",)
             ),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolResults(Turns):
+    """Numbers that tools have found, asked for behind a transcript of all calls and results.
+
+    A user asks for one team after the other, the assistant calls a tool, and its result is a list
+    of names and numbers. The questions ask for names of different results.
+
+    Args:
+        cloze: begin every answer with the name, as it stands in a result; small models need it.
+        lines: of a result.
+    """
+
+    name: ClassVar[str] = "tool-results"
+    parts: ClassVar[str] = "tool results"
+    most_parts: ClassVar[int] = 2_000
+
+    lines: int = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(lines=1)
+
+    def _conversation(self, tokenizer: Any, name: str, length: int, count: int) -> Conversation:
+        messages, asked = self.session(name, count)
+        first, *later = (
+            self._turn(tokenizer, f"{name}/{turn}", {"turn": turn, "length": length}, one)
+            for turn, one in enumerate(asked[: self.questions], 1)
+        )
+        told = vars(first) | {"details": {"messages": messages}}
+        return TranscriptConversation(**told, later=tuple(later))
+
+    def session(
+        self, name: str, count: int
+    ) -> tuple[tuple[dict[str, Any], ...], list[tuple[str, str]]]:
+        """The messages of `count` calls, and of every result a name and its number, shuffled."""
+        draw = random.Random(f"{self.seed}/{name}")
+        keys = distinct(lambda: word_key(draw), count * self.lines)
+        messages: list[dict[str, Any]] = []
+        asked = []
+        for team in range(1, count + 1):
+            own = {key: number(draw, self.digits) for key in keys[: self.lines]}
+            keys = keys[self.lines :]
+            call = {"name": "look_up", "arguments": {"team": team}}
+            result = "\n".join(f"{key}: {value}" for key, value in own.items())
+            messages += [
+                {"role": "user", "content": f"Look up the numbers of team {team}."},
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [{"id": f"{team}", "type": "function", "function": call}],
+                },
+                {"role": "tool", "tool_call_id": f"{team}", "content": result},
+                {"role": "assistant", "content": f"I have looked up team {team}."},
+            ]
+            asked.append(draw.choice(list(own.items())))
+        draw.shuffle(asked)
+        return tuple(messages), asked
 
 
 STANDARD_LIBRARY = "stdlib"

@@ -4,8 +4,6 @@ A compressed layer is saved as its parts, each by the names of its fields, which
 Nothing in a file is run: it names kinds of stores and a few kinds of records.
 """
 
-import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
@@ -17,17 +15,14 @@ from snapkv import ops
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.slots import SlotMap
 from snapkv.errors import CacheFileError, CacheMismatchError
-from snapkv.storage.coded import CodedStates, KVCodes
-from snapkv.storage.codes import Bits, Codes, quantise
+from snapkv.storage.coded import CodedStates, KVCodes, state_in_codes, state_spread
+from snapkv.storage.codes import Codes
 from snapkv.storage.ragged import RaggedStates
 
 COMPRESSED = "compressed"
 """Kind of a compressed layer; other layers have the name of transformers' class."""
 
-_STATES = re.compile(r"layers\.\d+\.store\.(?:.+\.)?(keys|values)")
-
-_PARTS = ("codes", "scale", "least")
-"""The tensors of `Codes`; the rest is told in JSON."""
+_BOTH = ("keys", "values")
 
 _RECORDS: dict[str, Callable[..., Any]] = {
     "Codes": Codes,
@@ -38,14 +33,22 @@ _RECORDS: dict[str, Callable[..., Any]] = {
 }
 
 
-def encode_layer(layer: Any, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """A layer's kind and parts as JSON; its tensors are added to `tensors`."""
+def encode_layer(
+    layer: Any, name: str, tensors: dict[str, Tensor], codes: KVCodes | None = None
+) -> dict[str, Any]:
+    """A layer's kind and parts as JSON; its tensors are added to `tensors`, in codes if asked."""
     if not isinstance(layer, CompressedLayer):
         state = _saveable(vars(layer))
         return {"kind": type(layer).__name__, **_encode({"state": state}, name, tensors)}
     parts = {name: getattr(layer, name).state() for name in ("store", "slots", "notes")}
     if layer.offloaded is not None and layer.offloaded.held_bytes:
         parts["offloaded"] = layer.offloaded.on_host()
+    identity = layer.identity
+    if codes is not None and codes.has_layer(identity.depth, identity.num_layers):
+        parts["store"] = state_in_codes(parts["store"], codes)
+        if "offloaded" in parts:
+            both = dict(zip(_BOTH, parts["offloaded"], strict=True))
+            parts["offloaded"] = state_in_codes(both, codes)
     return {
         "kind": COMPRESSED,
         "store_kind": layer.store.kind,
@@ -79,6 +82,8 @@ def decode_layer(
         return
     _fill_other(layer, on_device(saved.get("beside", {})), device)
     offloaded = decode(saved.get("offloaded"), tensors.__getitem__)
+    if isinstance(offloaded, dict):
+        offloaded = tuple(state_spread(offloaded)[name] for name in _BOTH)
     if layer.offloaded is not None:
         if offloaded is not None:
             layer.offloaded.append(*offloaded, on=device)
@@ -90,7 +95,7 @@ def decode_layer(
             "earlier version with some; read each conversation into a cache of its own"
         )
     notes = layer.notes.restored(on_device(saved["notes"]))
-    store = on_device(saved["store"])
+    store = state_spread(on_device(saved["store"]))
     layer.restore(saved["store_kind"], store, SlotMap.restored(slots), notes)
     _require_fitting(layer)
     if offloaded is not None and layer.slots.kept is not None and not layer.recall_due:
@@ -102,7 +107,7 @@ def _require_fitting(layer: CompressedLayer) -> None:
     """Refuse parts that are no tensors of one batch, or do not say what is in the slots."""
     store, slots = layer.store, layer.slots
     keys, values, kept = store.keys, store.values, slots.kept
-    numbers = (slots.start, slots.chosen_at, store.num_kv_heads)
+    numbers = (slots.start, slots.chosen_at, slots.gone, store.num_kv_heads)
     tensors = [*slots.tensors.values(), *layer.notes.tensors.values()]
     fits = type(slots.is_partial) is bool
     fits &= all(type(number) is int and number >= 0 for number in numbers)
@@ -117,6 +122,7 @@ def _require_fitting(layer: CompressedLayer) -> None:
             and keys.shape[1] % store.num_kv_heads == 0
             and all(len(tensor) == len(keys) for tensor in tensors)
             and (kept is not None or not slots.start)
+            and (slots.erased is None or slots.erased.shape[2:] == (2,))
         )
         if kept is not None:
             fits = fits and kept.shape[:2] == keys.shape[:2] and kept.shape[2] <= store.slots
@@ -186,44 +192,7 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
     return {key: decode(part, tensor) for key, part in value.items()}
 
 
-def pack(tensors: Mapping[str, Tensor], bits: Bits) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of a file with the keys and values of stores in few bits.
-
-    Args:
-        tensors: as `encode_layer` names them; (B, H, N, D), or (N, D) of heads of
-            different length. What is no states of tokens stays as it is.
-        bits: "int8", "int4" or "fp8".
-
-    Returns:
-        The tensors to write, and JSON that `unpack` needs.
-    """
-    packed: dict[str, Tensor] = {}
-    notes: dict[str, Any] = {}
-    for name, tensor in tensors.items():
-        found = _STATES.fullmatch(name)
-        if found is None or not tensor.is_floating_point() or not tensor.numel():
-            packed[name] = tensor
-            continue
-        states = tensor if tensor.ndim == 4 else tensor[None, None]
-        codes = quantise(states, bits, along=-2 if found[1] == "keys" else -1)
-        told = {part: value for part, value in vars(codes).items() if part not in _PARTS}
-        notes[name] = told | {"axes": tensor.ndim}
-        packed |= {f"{name}.{part}": value for part, value in codes.tensors.items()}
-    return packed, notes
-
-
-def spread_bytes(notes: Mapping[str, Any]) -> int:
-    """Bytes of the keys and values that `unpack` will spread out, by the notes of `pack`."""
-    dtypes = {told["dtype"]: getattr(torch, told["dtype"]) for told in notes.values()}
-    return sum(math.prod(told["shape"]) * dtypes[told["dtype"]].itemsize for told in notes.values())
-
-
-def unpack(tensors: Mapping[str, Tensor], notes: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors that `pack` was given, as near as their bits tell."""
-    spread = dict(tensors)
-    for name, told in notes.items():
-        parts: dict[str, Any] = {part: spread.pop(f"{name}.{part}", None) for part in _PARTS}
-        others = {key: value for key, value in told.items() if key != "axes"}
-        states = Codes(**parts, **others | {"shape": tuple(told["shape"])}).states()
-        spread[name] = states if told["axes"] == 4 else states[0, 0]
-    return spread
+def coded_bytes(saved: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
+    """Bytes of the keys and values that the codes of a compressed layer stand for."""
+    states = decode(saved["store"], tensors.__getitem__).get("states")
+    return states.spread_bytes if isinstance(states, CodedStates) else 0

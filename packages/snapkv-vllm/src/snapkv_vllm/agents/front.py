@@ -1,0 +1,250 @@
+"""Spans and edits on vLLM's own server: looked up where it renders a request, told in the response.
+
+Bodies hold them beside their other fields, as clients of OpenAI and Anthropic send them
+(``extra_body``); inside vLLM they travel as JSON among the request's own settings.
+"""
+
+import hashlib
+import json
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+from snapkv.errors import SnapKVError
+from snapkv_vllm.agents.edits import CONTEXT, applied, edits_of
+from snapkv_vllm.agents.messages import Chat, Tokens, located, marked, spans_of
+from snapkv_vllm.methods import require_spans_within
+from snapkv_vllm.names import CHATS, EDITS, ENDPOINTS, PREFIX, SESSION, XARGS, status_of, wrong
+from snapkv_vllm.settings import ServingSettings
+from snapkv_vllm.spans import DROP, NAME, PROTECT, Entry, entries_of
+
+_EDITS, _SESSION = PREFIX + EDITS, PREFIX + SESSION
+
+_BUDGET = PREFIX + "budget"
+
+_HINT = "agent_hint"
+"""A field that says whose session a request belongs to, as ``{"session_id": ...}``."""
+
+Message = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
+Render = Callable[..., Awaitable[Any]]
+
+
+def moved_inside(body: object, path: str, *, has_sessions: bool) -> dict[str, Any] | None:
+    """A body with its spans, edits and session where vLLM hands them on; None without any."""
+    if not isinstance(body, dict) or path not in (*ENDPOINTS, *CHATS):
+        return None
+    found: dict[str, Any] = {}
+    if NAME in body:
+        found[NAME] = json.dumps(body[NAME])
+    if path in CHATS and isinstance(body.get(CONTEXT), dict):  # OpenAI's own is a list
+        found[_EDITS] = json.dumps(body[CONTEXT])
+    hint = body.get(_HINT)
+    if has_sessions and isinstance(hint, dict) and hint.get("session_id") is not None:
+        found[_SESSION] = hint["session_id"]  # a hint: elsewhere it says nothing
+    inside = body.get(XARGS) or {}
+    if not found or not isinstance(inside, dict):
+        return None
+    others = {name: value for name, value in body.items() if name not in (NAME, CONTEXT)}
+    return {**others, XARGS: {**inside, **found}}
+
+
+# Of requests.
+
+
+def resolve_spans(state: Any, settings: ServingSettings) -> None:
+    """Have a server's renderer look up what requests say of messages, and check it.
+
+    `state` is that of vLLM's FastAPI application.
+    """
+    renderer = getattr(state, "online_renderer", None)
+    if renderer is None:  # an application without models
+        return
+
+    def resolving(render: Render, resolve: Callable[..., Awaitable[Any]]) -> Render:
+        async def render_and_resolve(request: Any, **options: Any) -> Any:
+            given = getattr(request, XARGS, None) or {}
+            visit = _visit.get()
+            if _SESSION in given and visit is not None:
+                own = _owner(visit.tenant, given[_SESSION])
+                given = {**given, _SESSION: own}
+                setattr(request, XARGS, given)
+            if not {NAME, _EDITS} & given.keys():
+                return await render(request, **options)
+            before = request.model_copy()  # rendering may change it
+            made = await render(request, **options)
+            try:
+                spans = await resolve(before, made, dict(given))
+                if spans is not None:
+                    _require_fitting(settings, spans, _inputs_of(made))
+                    setattr(request, XARGS, spans)
+            except SnapKVError as error:
+                status = HTTPStatus(status_of(error))
+                return renderer.create_error_response(str(error), status.phrase, status)
+            return made
+
+        return render_and_resolve
+
+    async def of_completion(request: Any, made: Any, given: dict[str, Any]) -> Any:
+        if isinstance(made, list) and len(made) != 1:
+            raise wrong(NAME, "one prompt", f"{len(made)}", "send a request for each")
+        return given if isinstance(made, list) else None
+
+    render_chat = renderer.render_chat
+
+    async def of_chat(request: Any, made: Any, given: dict[str, Any]) -> Any:
+        if not isinstance(made, tuple):  # an error of vLLM's
+            return None
+        entries = list(entries_of(given.pop(NAME, [])))
+        edits = given.pop(_EDITS, None)
+        if edits is not None or any(entry.span is None for entry in entries):
+            chat = await _looked_up(request, made, render_chat, renderer)
+            entries = spans_of(entries, chat)
+            if edits is not None:
+                found = applied(edits_of(edits), chat)
+                entries += [Entry(do=DROP, span=span) for span in found.cleared.parts]
+                if _SESSION in given:  # what may go later must be there whole until then
+                    entries += [Entry(do=PROTECT, span=span) for span in found.whole.parts]
+                    budget = given.get(_BUDGET, settings.budget)
+                    given[_BUDGET] = budget + found.whole.tokens if budget else 0
+                if (visit := _visit.get()) is not None:
+                    visit.said = found.said
+        return {**given, NAME: json.dumps([entry.as_json for entry in entries])}
+
+    renderer.render_completion = resolving(renderer.render_completion, of_completion)
+    renderer.render_chat = resolving(render_chat, of_chat)
+
+
+def _owner(tenant: str, session: str) -> str:
+    """A session's name inside the engine, which no other tenant can write."""
+    return f"{tenant[:32]}/{hashlib.sha256(session.encode()).hexdigest()}"
+
+
+async def _looked_up(request: Any, made: Any, render: Render, renderer: Any) -> Chat:
+    """Where the texts of a chat lie among the tokens that vLLM has made of it."""
+    messages = [dict(one) for one in request.messages]
+    marks = marked(messages)
+    again = await render(
+        request.model_copy(update={"messages": marks.messages}), skip_mm_cache=True
+    )
+    if not isinstance(again, tuple):
+        raise wrong(NAME, "a chat that can be rendered with other texts", "another", _BY_TOKENS)
+    (of_texts,), (of_marks,) = _inputs_of(made), _inputs_of(again)
+    texts = (of_texts.get("prompt"), of_marks.get("prompt"))
+    tokens, ids = None, list(of_texts.get("prompt_token_ids", ()))
+    if all(isinstance(text, str) for text in texts):
+        tokens = _tokens_of(renderer.renderer.get_tokenizer(), str(texts[0]), ids)
+    if tokens is None:
+        says = "a model whose tokenizer says where the tokens of a chat's text lie"
+        raise wrong(NAME, says, "another", _BY_TOKENS)
+    found = located(str(texts[0]), str(texts[1]), marks.pieces)
+    return Chat(messages, found, tokens)
+
+
+_BY_TOKENS = "pass spans of tokens"
+
+
+def _tokens_of(tokenizer: Any, text: str, ids: Sequence[int]) -> Tokens | None:
+    """Where tokens lie in their text; None where that cannot be told."""
+    if not (ids and getattr(tokenizer, "is_fast", False)):
+        return None
+    for special in (False, True):
+        found = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
+        if list(found["input_ids"]) == ids:
+            starts, ends = zip(*found["offset_mapping"], strict=True)
+            return Tokens(starts, ends)
+    return None
+
+
+def _inputs_of(made: Any) -> Sequence[Mapping[str, Any]]:
+    """What goes to the engine, of what vLLM renders."""
+    inputs: Sequence[Mapping[str, Any]] = made[1] if isinstance(made, tuple) else made
+    return inputs
+
+
+def _require_fitting(
+    settings: ServingSettings, given: Mapping[str, Any], inputs: Sequence[Mapping[str, Any]]
+) -> None:
+    for one in inputs:
+        if (ids := one.get("prompt_token_ids")) is not None:
+            plan = settings.plan_for(given, len(ids))
+            require_spans_within(plan.policy, len(ids))
+
+
+# Of responses.
+
+
+@dataclass
+class _Visit:
+    """One HTTP request, and what its response says of the edits that were applied."""
+
+    tenant: str
+    said: dict[str, Any] | None = field(default=None, init=False)
+
+
+_visit: ContextVar[_Visit | None] = ContextVar("snapkv_edits", default=None)
+"""The one that is being answered; vLLM's renderer is told nothing of it."""
+
+
+@contextmanager
+def saying_what_was_applied(tenant: str, send: Send) -> Iterator[Send]:
+    """Answer one HTTP request; yields what sends its response, with `context_management`."""
+    visit = _Visit(tenant)
+    token = _visit.set(visit)
+    try:
+        yield _Saying(visit, send)
+    finally:
+        _visit.reset(token)
+
+
+class _Saying:
+    """Puts what was applied into a response: into its JSON, or one of the events of a stream."""
+
+    def __init__(self, visit: _Visit, send: Send) -> None:
+        self._visit, self._send = visit, send
+        self._start: Message | None = None  # of a JSON response, which waits for its length
+        self._body = b""
+        self._is_said = False
+
+    async def __call__(self, message: Message) -> None:
+        if self._visit.said is None:
+            await self._send(message)
+        elif message["type"] == "http.response.start":
+            kind = dict(message["headers"]).get(b"content-type", b"")
+            waits = message["status"] == 200 and kind.startswith(b"application/json")
+            self._start = message if waits else None
+            self._is_said = message["status"] != 200
+            if not waits:
+                await self._send(message)
+        elif self._start is None:
+            own = {} if self._is_said else {"body": self._in_events(message.get("body", b""))}
+            await self._send({**message, **own})
+        else:
+            await self._in_json(message)
+
+    async def _in_json(self, message: Message) -> None:
+        self._body += message.get("body", b"")
+        if message.get("more_body") or self._start is None:
+            return
+        answer = json.loads(self._body)
+        body = json.dumps({**answer, CONTEXT: self._visit.said}).encode()
+        others = [one for one in self._start["headers"] if one[0].lower() != b"content-length"]
+        headers = [*others, (b"content-length", str(len(body)).encode())]
+        await self._send({**self._start, "headers": headers})
+        await self._send({**message, "body": body})
+
+    def _in_events(self, body: bytes) -> bytes:
+        """The first event of a chat, or of Anthropic's the one that says how an answer ends."""
+        lines = body.split(b"\n")
+        for number, line in enumerate(lines):
+            if self._is_said or not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line.removeprefix(b"data: "))
+            if event.get("type", "message_delta") == "message_delta":
+                event[CONTEXT] = self._visit.said
+                lines[number] = b"data: " + json.dumps(event).encode()
+                self._is_said = True
+        return b"\n".join(lines)

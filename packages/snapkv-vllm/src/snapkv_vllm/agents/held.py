@@ -1,0 +1,41 @@
+"""How a server holds the histories of sessions; no vLLM is needed here."""
+
+from dataclasses import dataclass
+
+from snapkv.policies import AdaKV
+from snapkv.validation import format_bytes, require_int
+from snapkv_vllm.limits import Entry, Limits
+from snapkv_vllm.names import wrong
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sessions(Entry):
+    """How much of a server's cache the histories of sessions may take.
+
+    Args:
+        most_bytes: of all together; 0 for a quarter of the engine's cache.
+
+    Raises:
+        InvalidArgumentError: a value out of range.
+        InvalidTypeError: a value of the wrong type.
+    """
+
+    most_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        require_int("most_bytes", self.most_bytes, minimum=0)
+
+    @property
+    def summary(self) -> str:
+        return format_bytes(self.most_bytes) if self.most_bytes else "a quarter of the cache"
+
+    def require_possible(self, limits: Limits, policy: str) -> None:
+        """Refuse what a later request cannot go on from."""
+        for name in ("cap", "decode_budget"):
+            if tokens := getattr(limits, name):
+                none = "none where sessions are held, whose histories say at which token they begin"
+                option = f"--{name.replace('_', '-')}"
+                raise wrong(name, none, tokens, f"leave {option} or --sessions out")
+        if policy == AdaKV.name:
+            same = "a method whose heads keep the same number of tokens where sessions are held"
+            raise wrong("policy", same, policy, "serve with --policy snapkv, or without --sessions")

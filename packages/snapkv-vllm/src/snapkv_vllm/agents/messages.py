@@ -1,0 +1,213 @@
+"""Where the texts of a chat's messages lie among the tokens of its prompt.
+
+A chat template may do anything. So the chat is rendered a second time with a mark in the place of
+every text; what stands around the marks must be what stands around the texts, to the last
+character, else it is not known where they lie, and the request is refused. No vLLM is needed here.
+"""
+
+import copy
+import json
+import secrets
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from snapkv.policies.spans import Span
+from snapkv_vllm.names import wrong
+from snapkv_vllm.spans import NAME, PROTECT, Entry
+
+_THINKS, _HAS_THOUGHT = "<think>", "</think>"
+
+_THOUGHTS = ("reasoning", "reasoning_content")
+"""Fields of an assistant's message that hold what it thought."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """One text of a message."""
+
+    message: int  # its place in the chat
+    text: str
+    mark: str  # stands in its place the second time
+    is_thought: bool = False
+
+
+@dataclass(frozen=True)
+class Marked:
+    """A chat's texts, and the chat with marks in their places."""
+
+    pieces: tuple[Piece, ...]
+    messages: list[Any]
+
+
+def marked(messages: Sequence[Mapping[str, Any]]) -> Marked:
+    """Mark all texts of a chat, but for tool calls and what is empty."""
+    pieces: list[Piece] = []
+    marks = secrets.token_hex(8)
+
+    def mark(message: int, text: str, *, is_thought: bool = False) -> str:
+        if not text.strip():
+            return text
+        found = f"{marks}x{len(pieces)}x"
+        pieces.append(Piece(message=message, text=text, mark=found, is_thought=is_thought))
+        return found
+
+    copies = []
+    for number, message in enumerate(messages):
+        own = dict(message)
+        for name in _THOUGHTS:
+            if isinstance(own.get(name), str):
+                own[name] = mark(number, own[name], is_thought=True)
+        content = own.get("content")
+        if isinstance(content, str):
+            own["content"] = _with_thoughts(number, content, own.get("role"), mark)
+        elif isinstance(content, list):
+            own["content"] = [_part(number, part, mark) for part in content]
+        copies.append(own)
+    return Marked(tuple(pieces), copies)
+
+
+def _with_thoughts(number: int, content: str, role: object, mark: Any) -> str:
+    thought, end, rest = content.partition(_HAS_THOUGHT)
+    if role != "assistant" or not end:
+        return str(mark(number, content))
+    before, begin, thought = thought.rpartition(_THINKS)
+    inner = mark(number, thought, is_thought=True)
+    return f"{before}{begin}{inner}{end}{mark(number, rest)}"
+
+
+def _part(number: int, part: Any, mark: Any) -> Any:
+    if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+        return {**part, "text": mark(number, part["text"])}
+    return copy.copy(part)
+
+
+def located(text: str, marked_text: str, pieces: Sequence[Piece]) -> dict[Piece, Span]:
+    """Where the texts lie in a rendered chat, by characters; not those that it leaves out.
+
+    Raises InvalidArgumentError where a template shows a text otherwise than as it is.
+    """
+    places = {one: marked_text.find(one.mark) for one in pieces if one.mark in marked_text}
+    shown = sorted(places, key=places.__getitem__)
+    found: dict[Piece, Span] = {}
+    at, since = 0, 0
+    for number, piece in enumerate(shown):
+        at = _behind(text, at, marked_text[since : places[piece]], piece)
+        since = places[piece] + len(piece.mark)
+        until = places[shown[number + 1]] if number + 1 < len(shown) else len(marked_text)
+        follows = marked_text[since:until]
+        for own in _as_shown(piece.text):
+            if text.startswith(own, at) and text.startswith(follows, at + len(own)):
+                break
+        else:
+            raise _unclear(piece)
+        found[piece] = at, at + len(own)
+        at += len(own)
+    if shown and text[at:] != marked_text[since:]:
+        raise _unclear(shown[-1])
+    return found
+
+
+def _behind(text: str, at: int, before: str, piece: Piece) -> int:
+    if not text.startswith(before, at):
+        raise _unclear(piece)
+    return at + len(before)
+
+
+def _as_shown(text: str) -> list[str]:
+    """How templates show a text: as it is, without white space around it, or as JSON.
+
+    The longest first.
+    """
+    ways = {text, text.strip(), text.lstrip(), text.rstrip()}
+    ways |= {text.strip("\n"), text.lstrip("\n"), text.rstrip("\n")}
+    ways |= {json.dumps(text, ensure_ascii=pure)[1:-1] for pure in (False, True)}
+    return sorted(ways, key=len, reverse=True)
+
+
+def _unclear(piece: Piece) -> Exception:
+    shows = "a chat template that shows the texts of messages as they are"
+    got = f"another one for message {piece.message}"
+    return wrong(NAME, shows, got, "pass spans of tokens")
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of a text: where each begins and ends, by characters."""
+
+    starts: Sequence[int]
+    ends: Sequence[int]
+
+    def inside(self, span: Span) -> Span:
+        """Those that lie in a span of characters as a whole; none where the two are the same."""
+        first = bisect_left(self.starts, span[0])
+        return first, max(first, bisect_right(self.ends, span[1]))
+
+    def around(self, span: Span) -> Span:
+        """Those that have a character of it."""
+        first = bisect_right(self.ends, span[0])
+        return first, max(first, bisect_left(self.starts, span[1]))
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A chat whose texts are known by their tokens.
+
+    Attributes:
+        messages: of it, as they were sent.
+        found: where the texts lie that the prompt shows, by characters.
+        tokens: of the prompt.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    found: Mapping[Piece, Span]
+    tokens: Tokens
+
+    def texts(
+        self, message: int, *, thoughts: bool | None = None, whole: bool = False
+    ) -> list[Span]:
+        """The spans of tokens of a message's texts, ascending: all, or thoughts, or all others.
+
+        `whole` adds tokens that the texts share with what stands around them.
+        """
+        reach = self.tokens.around if whole else self.tokens.inside
+        return [
+            reach(span)
+            for piece, span in self.found.items()
+            if piece.message == message
+            and thoughts in (None, piece.is_thought)
+            and reach(span)[0] < reach(span)[1]
+        ]
+
+
+def spans_of(entries: Sequence[Entry], chat: Chat) -> list[Entry]:
+    """The entries by spans of tokens, those that name messages over each of their texts.
+
+    Raises InvalidArgumentError where no message is like an entry says.
+    """
+    resolved = []
+    for entry in entries:
+        if entry.span is not None:
+            resolved.append(entry)
+            continue
+        chosen = [
+            number for number in range(len(chat.messages)) if _is_like(chat.messages, number, entry)
+        ]
+        if not chosen:
+            like = ", ".join(f"{name} {value!r:.60}" for name, value in entry.messages)
+            raise wrong(NAME, f"a message with {like}", "none", "leave it out, or name another")
+        whole = entry.do == PROTECT
+        spans = [span for number in chosen for span in chat.texts(number, whole=whole)]
+        resolved += [entry.over(span) for span in spans]
+    return resolved
+
+
+def _is_like(messages: Sequence[Mapping[str, Any]], number: int, entry: Entry) -> bool:
+    for name, value in entry.messages:
+        if name == "index":
+            if number not in (value, len(messages) + int(value)):
+                return False
+        elif messages[number].get(name) != value:
+            return False
+    return True

@@ -1,0 +1,348 @@
+"""Histories of sessions that an engine holds compressed, and the requests that go on from them.
+
+What a session's last request had read and answered stays in its blocks. The next one sends all of
+it again, token by token; as far as it is the same, those blocks are what it begins with. Full ones
+are lent to any number of requests, and what follows them is read again. Where no block ends behind
+what was compressed, a single request goes on in the last one. One that is preempted begins with the
+same blocks again.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm.utils.math_utils import cdiv
+
+from snapkv.errors import UnsupportedModelError
+from snapkv.policies.spans import Spans
+from snapkv_vllm.blocks import CompressedManager
+from snapkv_vllm.documents.registry import room_of
+from snapkv_vllm.metrics import SessionMetrics
+from snapkv_vllm.names import PREFIX, SESSION
+from snapkv_vllm.plans import Beginning, Order, Plan, RequestPlan, TurnPlan
+from snapkv_vllm.settings import ServingSettings
+from snapkv_vllm.spans import RequestSpans, without
+
+_NAME = PREFIX + SESSION
+
+_MOST_HISTORIES = 512
+"""However few blocks they take: the ids of all their tokens are held, too."""
+
+Owner = tuple[str, str, str]
+"""Whose a history is: the session, the adapter that has read it, and the salt of its cache."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compressed:
+    """What is known of a history up to where it was compressed last.
+
+    Attributes:
+        tokens: how many were seen then; 0 where it never was. What came behind them is whole.
+        kept_tokens: of those, per KV head.
+        spans: what its request said of them.
+    """
+
+    tokens: int = 0
+    kept_tokens: int = 0
+    spans: RequestSpans = field(default_factory=RequestSpans)
+
+    @property
+    def dropped_tokens(self) -> int:
+        return self.tokens - self.kept_tokens
+
+    def left(self, asked: RequestSpans) -> RequestSpans | None:
+        """Of what a request says of spans what is still to be done; None where that is too late.
+
+        What was dropped must be dropped, and what is to go or to stay now must be there whole.
+        """
+        if self.spans.drop.parts and without(self.spans.drop, asked.drop).parts:
+            return None
+        left, late = without(asked.drop, self.spans.drop), Spans(((0, self.tokens),))
+        if asked.compress:
+            return None
+        for named in (left, asked.protect):
+            behind = without(named, late)
+            if self.tokens and without(without(named, behind), self.spans.protect).parts:
+                return None
+        return RequestSpans(drop=left, protect=asked.protect)
+
+
+@dataclass(kw_only=True, eq=False)
+class History:
+    """Tokens that were seen, and the blocks that hold what is kept of them."""
+
+    owner: Owner
+    token_ids: NDArray[np.int32]
+    compressed: Compressed
+    blocks: Sequence[list[Any]]  # of every KV cache group
+    requests: set[str] = field(default_factory=set)  # that begin with it and have not ended
+
+    @property
+    def tenant(self) -> str:
+        """Whose the session is; of a server that keeps keys apart its key, hashed."""
+        return self.owner[0].rpartition("/")[0]
+
+    @property
+    def first_block(self) -> int:
+        block: int = self.blocks[0][0].block_id
+        return block
+
+    @property
+    def held_tokens(self) -> int:
+        return len(self.token_ids) - self.compressed.dropped_tokens
+
+    def beginning(self, prompt: NDArray[np.int32], most_tokens: int, block_tokens: int) -> int:
+        """How many of a prompt's first tokens its blocks stand for; 0 where they are others.
+
+        In full blocks if there are some behind what was compressed. Else no other request may begin
+        with it, and what it held behind those tokens is written over.
+        """
+        most = min(len(self.token_ids), most_tokens)
+        differ = np.flatnonzero(self.token_ids[:most] != prompt[:most])
+        same, at = int(differ[0]) if len(differ) else most, self.compressed
+        if same < max(1, at.tokens):
+            return 0
+        dropped = at.dropped_tokens
+        full = (same - dropped) // block_tokens * block_tokens + dropped
+        if full >= at.tokens:
+            return full if full > dropped else 0
+        return 0 if self.requests else same
+
+
+@dataclass(kw_only=True)
+class _Turn:
+    """A request of a session: what it begins with, and how it was compressed."""
+
+    owner: Owner
+    spans: RequestSpans
+    compressed: Compressed  # of what it begins with, then its own
+    plan: TurnPlan
+    history: History | None = None
+    first_block: int | None = None  # of those that hold what was compressed
+
+
+class HeldSessions:
+    """Histories within a number of tokens; the least recently used go first."""
+
+    def __init__(
+        self,
+        managers: Sequence[CompressedManager],
+        settings: ServingSettings,
+        *,
+        most_tokens: int,
+        bytes_per_token: int,
+        metrics: SessionMetrics,
+    ) -> None:
+        self._managers, self._settings, self._metrics = managers, settings, metrics
+        self._most_tokens, self._bytes_per_token = most_tokens, bytes_per_token
+        self._block_tokens = max(manager.block_size for manager in managers)
+        self._held: list[History] = []  # least recently used first
+        self._turns: dict[str, _Turn] = {}
+        self._forgotten: list[int] = []
+
+    # Of requests that come.
+
+    def plan_of(self, request: Any, plan: RequestPlan) -> RequestPlan:
+        """The plan of a request, which goes on from a history where one is held of its session."""
+        params = request.sampling_params
+        given = dict((params and params.extra_args) or {})
+        if _NAME not in given or not isinstance(plan, Plan) or not _is_text(request):
+            return plan
+        lora = request.lora_request
+        owner = (given[_NAME], "" if lora is None else lora.lora_name, request.cache_salt or "")
+        spans = self._settings.spans_of(given)
+        tokens = plan.prompt_tokens
+        policy = self._settings.plan_of_turn(given, tokens, spans).policy
+        own = TurnPlan(prompt_tokens=tokens, policy=policy)
+        turn = _Turn(owner=owner, spans=spans, compressed=Compressed(), plan=own)
+        if params.prompt_logprobs is None and not request.skip_reading_prefix_cache:
+            self._go_on(turn, given, np.array(request.prompt_token_ids, dtype=np.int32))
+        if turn.history is not None:
+            self._begin(turn.history, request.request_id, turn.plan)
+        self._turns[request.request_id] = turn
+        return turn.plan
+
+    def _go_on(self, turn: _Turn, given: dict[str, Any], prompt: NDArray[np.int32]) -> None:
+        """Begin with the history that stands for most of the prompt."""
+        tokens, longest = len(prompt), 0
+        for history in self._held:
+            at = history.compressed
+            left = at.left(turn.spans) if history.owner == turn.owner else None
+            if left is None:
+                continue
+            plan = self._settings.plan_of_turn(given, tokens - at.dropped_tokens, left)
+            voters = 0 if plan.policy is None else max(1, plan.policy.query_tokens)
+            if tokens - voters < at.tokens:  # too few have come to vote: next time
+                plan = self._settings.plan_of_turn(
+                    given, tokens - at.dropped_tokens, left, votes=False
+                )
+                voters = 1
+            begins = history.beginning(prompt, tokens - max(1, voters), self._block_tokens)
+            if begins > longest:
+                longest, turn.history, turn.compressed = begins, history, at
+                turn.plan = TurnPlan(
+                    prompt_tokens=tokens,
+                    policy=plan.policy,
+                    lent_tokens=begins,
+                    dropped_tokens=at.dropped_tokens,
+                )
+
+    def _begin(self, history: History, request_id: str, plan: TurnPlan) -> None:
+        """Lend a history, which makes it the most recently used."""
+        history.requests.add(request_id)
+        self._held.remove(history)
+        self._held.append(history)
+        if (plan.lent_tokens - plan.dropped_tokens) % self._block_tokens:
+            history.token_ids = history.token_ids[: plan.lent_tokens]
+
+    def lent(self, request_id: str) -> tuple[TurnPlan, tuple[list[Any], ...]] | None:
+        """What a request begins with: its plan, and the blocks of every group."""
+        turn = self._turns.get(request_id)
+        if turn is None or turn.history is None:
+            return None
+        held = turn.plan.lent_tokens - turn.plan.dropped_tokens
+        for manager in self._managers:
+            manager.begin_with(request_id, turn.plan.dropped_tokens)
+        sizes = [manager.block_size for manager in self._managers]
+        of_groups = zip(turn.history.blocks, sizes, strict=True)
+        return turn.plan, tuple(blocks[: cdiv(held, size)] for blocks, size in of_groups)
+
+    def beginning(self, request_id: str) -> Beginning | None:
+        """What workers are told of a request that begins with a history."""
+        turn = self._turns.get(request_id)
+        if turn is None or turn.history is None:
+            return None
+        return Beginning(turn.plan.dropped_tokens, None)
+
+    def forgotten(self) -> tuple[int, ...]:
+        """First blocks of histories that are gone since this was asked last."""
+        held = {one.first_block for one in self._held}  # some branches share their first blocks
+        gone, self._forgotten = set(self._forgotten) - held, []
+        return tuple(gone)
+
+    def compressed(self, request_id: str, order: Order) -> None:
+        """A request has been compressed, or will be in the step under way."""
+        turn = self._turns.get(request_id)
+        if turn is None or not order.ends:
+            return
+        seen, kept = order.seen_tokens, order.kept_tokens
+        turn.compressed = Compressed(tokens=seen, kept_tokens=kept, spans=turn.spans)
+        turn.first_block = order.moves[0].targets[0]
+
+    def preempted(self, request_id: str) -> None:
+        """A request gives its blocks up, and begins anew."""
+        turn = self._turns.get(request_id)
+        if turn is not None and turn.first_block is not None:
+            self._forgotten.append(turn.first_block)
+            turn.first_block = None
+
+    # Of requests that end.
+
+    def request_ends(self, request: Any) -> None:
+        """Hold what a request has seen, to be called before its blocks are freed."""
+        turn = self._turns.pop(request.request_id, None)
+        if turn is None:
+            return
+        if turn.history is not None:
+            turn.history.requests.discard(request.request_id)
+            if request.num_computed_tokens >= request.num_prompt_tokens:
+                self._metrics.went_on(turn.plan.lent_tokens)
+        made, before = self._made(turn, request), turn.history
+        replaced = [before] if before in self._held and not before.requests else []
+        if made is not None and self._make_room(made, replaced):
+            for manager in self._managers:
+                tokens = made.held_tokens
+                made.blocks = [*made.blocks, manager.keep_for_others(request.request_id, tokens)]
+            self._held.append(made)
+            for one in replaced:
+                self._forget(one)
+        elif turn.first_block is not None:
+            self._forgotten.append(turn.first_block)
+        self._count()
+
+    def _made(self, turn: _Turn, request: Any) -> History | None:
+        """The history that a request leaves, still without blocks; None where it leaves none."""
+        seen = min(request.num_computed_tokens, len(request.all_token_ids))
+        dropped = turn.compressed.dropped_tokens
+        holds = (one.holds(request.request_id, seen - dropped, dropped) for one in self._managers)
+        if seen < request.num_prompt_tokens or not all(holds):
+            return None
+        ids = np.array(request.all_token_ids[:seen], dtype=np.int32)
+        return History(owner=turn.owner, token_ids=ids, compressed=turn.compressed, blocks=[])
+
+    def _make_room(self, made: History, replaced: Sequence[History]) -> bool:
+        """Whether there is room for a history, once others that nobody uses have gone for it.
+
+        Of the tenant that holds most, the least recently used first.
+        """
+        others = [one for one in self._held if one not in replaced]
+        taken: Counter[str] = Counter()
+        for one in (made, *others):
+            taken[one.tenant] += one.held_tokens
+        idle = [one for one in others if not one.requests]
+        while idle and not self._fits(taken, others):
+            gone = max(idle, key=lambda one: taken[one.tenant])
+            idle.remove(gone)
+            others.remove(gone)
+            taken[gone.tenant] -= gone.held_tokens
+            self._forget(gone)
+            self._metrics.dropped()
+        return self._fits(taken, others)
+
+    def _fits(self, taken: Counter[str], others: Sequence[History]) -> bool:
+        return taken.total() <= self._most_tokens and len(others) < _MOST_HISTORIES
+
+    def drop_idle(self) -> None:
+        """Forget all histories that no request begins with."""
+        for one in [one for one in self._held if not one.requests]:
+            self._forget(one)
+        self._count()
+
+    def _forget(self, history: History) -> None:
+        self._held.remove(history)
+        self._forgotten.append(history.first_block)
+        for manager, blocks in zip(self._managers, history.blocks, strict=True):
+            manager.give_up(blocks)
+
+    def _count(self) -> None:
+        tokens = sum(one.held_tokens for one in self._held)
+        self._metrics.standing(len(self._held), tokens * self._bytes_per_token)
+
+
+def held_sessions(
+    vllm_config: Any, kv_cache_config: Any, managers: Mapping[int, CompressedManager]
+) -> HeldSessions | None:
+    """The sessions of an engine with these blocks and groups; None if it holds none."""
+    settings = ServingSettings.from_config(vllm_config.additional_config)
+    if settings.sessions is None:
+        return None
+    if len(managers) < len(kv_cache_config.kv_cache_groups):
+        raise UnsupportedModelError(
+            "snapkv: cannot hold sessions: expected full attention in every layer, got layers of "
+            "another kind, whose states are not held; leave --sessions out"
+        )
+    of_documents = 0
+    if settings.sharing is not None:
+        asked = settings.sharing.most_bytes
+        of_documents = room_of(vllm_config, kv_cache_config, asked, "--share-bytes").most_bytes
+    room = room_of(
+        vllm_config,
+        kv_cache_config,
+        settings.sessions.most_bytes,
+        "--session-bytes",
+        beside_bytes=of_documents,
+    )
+    return HeldSessions(
+        list(managers.values()),
+        settings,
+        most_tokens=room.most_tokens,
+        bytes_per_token=room.bytes_per_token,
+        metrics=SessionMetrics(vllm_config),
+    )
+
+
+def _is_text(request: Any) -> bool:
+    return request.prompt_token_ids is not None and not request.mm_features

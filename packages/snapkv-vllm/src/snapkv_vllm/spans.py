@@ -1,0 +1,234 @@
+"""What a request says of spans of its prompt: which go, which stay, which keep a few tokens.
+
+Neither torch nor vLLM is needed here.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from snapkv.errors import InvalidTypeError
+from snapkv.policies.spans import Span, Spans
+from snapkv.validation import MOST_COUNTED, require_int
+from snapkv_vllm.names import PREFIX, SPANS, require_readable, shown, wrong
+
+NAME = PREFIX + SPANS
+
+DROP, PROTECT, COMPRESS = "drop", "protect", "compress"
+
+OF_MESSAGES = ("role", "name", "tool_call_id", "index")
+"""What messages are chosen by, all of them where an entry has several."""
+
+_FIELDS = ("start", "end", "do", "budget", *OF_MESSAGES)
+
+_MOST, _MOST_COMPRESSED = 1024, 8
+"""Entries of a request, and how many of them choose for themselves, each at the price of one."""
+
+_LONGEST = 200 * _MOST
+"""Characters of the entries as JSON."""
+
+
+_NONE = Spans(())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What becomes of one span of tokens, or of the messages that are like this."""
+
+    do: str
+    span: Span | None = None  # None until its messages are looked up
+    budget: int = 0  # tokens that stay of each span that is compressed
+    messages: tuple[tuple[str, str | int], ...] = ()  # fields and what they are
+
+    def over(self, span: Span) -> Self:
+        """The same of a span of tokens."""
+        return replace(self, span=span, messages=())
+
+    @property
+    def as_json(self) -> dict[str, Any]:
+        place = dict(self.messages)
+        if self.span is not None:
+            place = dict(zip(("start", "end"), self.span, strict=True))
+        return {**place, "do": self.do} | ({"budget": self.budget} if self.budget else {})
+
+
+def entries_of(given: object) -> tuple[Entry, ...]:
+    """The entries of a request: a list of objects, or such a list as JSON.
+
+    Raises:
+        InvalidArgumentError: what is no such list, a wrong value, or too many of them.
+        InvalidTypeError: a value of the wrong type.
+    """
+    if isinstance(given, str) and len(given) <= _LONGEST:
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError):
+            raise wrong(NAME, "a list of spans", "what is no JSON", "pass one") from None
+    if not isinstance(given, list | tuple):
+        example = '[{"start": 10, "end": 500, "do": "drop"}]'
+        raise wrong(
+            NAME,
+            f"a list such as {example}",
+            f"something of type {type(given).__name__}",
+            "pass one",
+        )
+    if len(given) > _MOST:
+        raise wrong(NAME, f"at most {_MOST:,} spans", f"{len(given):,}", "join neighbours")
+    entries = tuple(_entry(one) for one in given)
+    chosen = sum(entry.do == COMPRESS for entry in entries)
+    if chosen > _MOST_COMPRESSED:
+        raise wrong(NAME, f"at most {_MOST_COMPRESSED} to compress", chosen, "join neighbours")
+    return entries
+
+
+def _entry(given: object) -> Entry:
+    if not isinstance(given, Mapping):
+        raise wrong(
+            NAME, "objects in the list", f"something of type {type(given).__name__}", "pass objects"
+        )
+    for name in given:
+        if name not in _FIELDS:
+            got = (
+                shown(name) if isinstance(name, str) else f"something of type {type(name).__name__}"
+            )
+            raise wrong(NAME, f"fields among {', '.join(_FIELDS)}", got, "leave it out")
+    do = given.get("do")
+    if not isinstance(do, str) or do not in (DROP, PROTECT, COMPRESS):
+        got = f"'{shown(do)}'" if isinstance(do, str) else f"something of type {type(do).__name__}"
+        raise wrong(f"{NAME}: do", f"{DROP}, {PROTECT} or {COMPRESS}", got, "pass one of them")
+    budget = 0
+    if do == COMPRESS:
+        budget = _number(given, "budget", minimum=1)
+    elif "budget" in given:
+        raise wrong(f"{NAME}: budget", f"none with {do}", "one", "leave it out")
+    messages = tuple((name, _of_message(name, given)) for name in OF_MESSAGES if name in given)
+    if bool(messages) == ("start" in given or "end" in given):
+        places = f"start and end, or some of {', '.join(OF_MESSAGES)}"
+        got = "both" if messages else "neither"
+        raise wrong(NAME, places, got, "say where the span lies in one way")
+    if messages:
+        return Entry(do=do, budget=budget, messages=messages)
+    start, end = _number(given, "start"), _number(given, "end")
+    if start >= end:
+        raise wrong(NAME, "a start below its end", f"{start} and {end}", "end is behind the last")
+    return Entry(do=do, budget=budget, span=(start, end))
+
+
+def _number(given: Mapping[str, Any], name: str, minimum: int = 0) -> int:
+    require_readable(f"{NAME}: {name}", given.get(name))
+    require_int(f"{NAME}: {name}", value := given[name], minimum=minimum)
+    return int(value)
+
+
+def _of_message(name: str, given: Mapping[str, Any]) -> str | int:
+    value = given[name]
+    if name == "index":
+        require_readable(f"{NAME}: index", value)
+        require_int(f"{NAME}: index", value, minimum=-MOST_COUNTED)
+        return int(value)
+    if not isinstance(value, str):
+        raise InvalidTypeError(
+            f"{NAME}: {name}: expected a text, got a {type(value).__name__}; pass one"
+        )
+    return value
+
+
+def without(spans: Spans, gone: Spans) -> Spans:
+    """What is left of spans where others are taken out."""
+    parts = []
+    for start, end in spans.parts:
+        at = start
+        for first, behind in gone.parts:
+            if first < end and behind > at:
+                parts.append((at, first))
+                at = behind
+        parts.append((at, end))
+    return Spans(tuple(part for part in parts if part[0] < part[1]))
+
+
+@dataclass(frozen=True)
+class RequestSpans:
+    """What becomes of spans of a prompt, which do not overlap where that differs.
+
+    Attributes:
+        drop: of which no keys and values stay.
+        protect: that stay whole.
+        compress: with how many of its tokens stay.
+    """
+
+    drop: Spans = _NONE
+    protect: Spans = _NONE
+    compress: tuple[tuple[Span, int], ...] = ()
+
+    @classmethod
+    def of(cls, entries: Sequence[Entry]) -> Self:
+        """Of entries whose messages have been looked up; one that names messages is refused."""
+        parts: dict[str, list[tuple[Span, int]]] = {DROP: [], PROTECT: [], COMPRESS: []}
+        for entry in entries:
+            if entry.span is None:
+                places = "start and end, which messages have at /v1/chat/completions alone"
+                raise wrong(NAME, places, entry.messages[0][0], "send the request there")
+            size = entry.span[1] - entry.span[0]
+            whole = entry.do == COMPRESS and entry.budget >= size
+            parts[PROTECT if whole else entry.do].append((entry.span, entry.budget))
+        drop, protect = (Spans.of(NAME, [span for span, _ in parts[do]]) for do in (DROP, PROTECT))
+        found = cls(drop, protect, tuple(sorted(parts[COMPRESS])))
+        found._require_apart()
+        return found
+
+    def _require_apart(self) -> None:
+        parts = [(span, DROP) for span in self.drop.parts]
+        parts += [(span, PROTECT) for span in self.protect.parts]
+        parts += [(span, COMPRESS) for span, _ in self.compress]
+        before, what = (0, 0), ""
+        for span, do in sorted(parts):
+            if what and span[0] < before[1]:
+                got = f"{before[0]} to {before[1]} ({what}) and {span[0]} to {span[1]} ({do})"
+                raise wrong(NAME, "spans that do not overlap", got, "cut one of them")
+            before, what = span, do
+
+    def __bool__(self) -> bool:
+        return bool(self.drop.parts or self.protect.parts or self.compress)
+
+    @property
+    def lost_tokens(self) -> int:
+        """Tokens that every head drops for them."""
+        lost = sum(end - start - budget for (start, end), budget in self.compress)
+        return self.drop.tokens + lost
+
+    @property
+    def named(self) -> Spans:
+        """All that is not left to the method."""
+        compressed = [span for span, _ in self.compress]
+        return Spans.of(NAME, [*self.drop.parts, *self.protect.parts, *compressed])
+
+    def protecting(self, first_tokens: int) -> Self:
+        """The same with the first tokens protected, too."""
+        if not first_tokens:
+            return self
+        protect = Spans.of(NAME, [*self.protect.parts, (0, first_tokens)])
+        found = replace(self, protect=protect)
+        found._require_apart()
+        return found
+
+    def require_within(self, prompt_tokens: int, window_tokens: int) -> None:
+        """Refuse spans beyond a prompt, of its last token, or of voters that are to be chosen from.
+
+        `window_tokens` is how many of the last ones vote.
+        """
+        ends = {
+            DROP: (prompt_tokens - 1, self.drop.parts, "its last token stays"),
+            PROTECT: (prompt_tokens, self.protect.parts, "it ends there"),
+            COMPRESS: (
+                prompt_tokens - window_tokens,
+                [span for span, _ in self.compress],
+                f"its last {window_tokens} vote",
+            ),
+        }
+        for do, (most, spans, why) in ends.items():
+            for start, end in spans:
+                if end > most:
+                    within = f"an end of at most {most:,} to {do} in a prompt of {prompt_tokens:,}"
+                    got = f"{start:,} to {end:,}"
+                    raise wrong(NAME, f"{within} tokens, since {why}", got, "pass another span")

@@ -1,0 +1,151 @@
+"""What requests say of spans, by numbers alone."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from snapkv import AdaKV, SnapKV, StreamingLLM
+from snapkv.errors import InvalidArgumentError, SnapKVError
+from snapkv.policies.spans import Spans
+from snapkv_vllm.agents.held import Sessions
+from snapkv_vllm.agents.messages import Piece, located
+from snapkv_vllm.limits import Limits
+from snapkv_vllm.methods import WithSpans, kept_tokens
+from snapkv_vllm.settings import ServingSettings
+from snapkv_vllm.spans import NAME, RequestSpans, entries_of, without
+from tests.ops.states import random_layer
+from tests.serving.fuzzing import any_value
+
+SETTINGS = ServingSettings(budget=64, parameters={"window_size": 8})
+SPAN = st.tuples(st.integers(0, 30), st.integers(1, 12)).map(lambda one: (one[0], sum(one)))
+
+
+def said(*spans, **more):
+    return [{"start": start, "end": end, "do": do, **more} for start, end, do in spans]
+
+
+def chosen(policy, tokens):
+    layer = random_layer(0, prompt_tokens=tokens, query_tokens=policy.query_tokens)
+    return policy.select(layer).keep_indices
+
+
+@given(st.lists(SPAN, max_size=4), st.lists(SPAN, max_size=4))
+def test_what_is_left_of_spans_is_a_difference_of_sets(some, gone):
+    first, second = Spans.of("x", some), Spans.of("x", gone)
+    left = without(first, second)
+    covers = [one.cover(torch.arange(60)) for one in (first, second, left)]
+    assert (covers[0] & ~covers[1] == covers[2]).all()
+
+
+def test_a_worked_example():
+    """Of ten tokens three go; of the budget of four, two are protected, and the last one votes."""
+    settings = ServingSettings(budget=4, parameters={"window_size": 1, "kernel_size": 1})
+    given = {NAME: said((2, 5, "drop"), (0, 2, "protect"))}
+    policy = settings.plan_for(given, 10).policy
+    assert policy.spans == RequestSpans(Spans(((2, 5),)), Spans(((0, 2),)))
+    assert policy.policy == SnapKV(7, window_size=1, kernel_size=1)
+    assert kept_tokens(policy, 10) == 4
+    votes = torch.zeros(1, 1, 10, 2)
+    votes[..., [3, 6, 8], 0] = torch.tensor([9.0, 2.0, 1.0])  # keys that the last query meets
+    query = torch.tensor([1.0, 0.0]).view(1, 1, 1, 2)
+    layer = random_layer(0, prompt_tokens=10, query_tokens=1)
+    layer = replace(layer, queries=query, keys=votes, values=votes)
+    assert policy.select(layer).keep_indices.tolist() == [[[0, 1, 6, 9]]]
+
+
+def test_only_what_is_dropped_goes_where_the_rest_fits():
+    policy = SETTINGS.plan_for({NAME: said((10, 40, "drop"))}, 94).policy
+    assert policy.policy is None
+    assert policy.query_tokens == 0
+    assert kept_tokens(policy, 94) == 64
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (said((0, 60, "protect")), "what the budget of 64 has room for"),
+        (said((5, 9, "compress")), "budget: expected a value"),
+        (said((5, 9, "drop"), budget=3), "none with drop"),
+        (said((0, 10, "drop"), (5, 20, "protect")), "spans that do not overlap"),
+        ([{"start": 1, "end": 4, "role": "tool", "do": "drop"}], "got both"),
+        ([{"role": "tool", "do": "drop"}], "which messages have at"),
+        (said(*((n, n + 2, "compress") for n in range(0, 40, 4)), budget=1), "at most 8 to"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(given, words):
+    with pytest.raises(SnapKVError, match=words) as error:
+        SETTINGS.plan_for({NAME: given}, 100)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("limit", [{"cap": 128}, {"decode_budget": 256}])
+def test_no_spans_beside_limits(limit):
+    settings = ServingSettings(budget=64, limits=Limits(**limit))
+    with pytest.raises(InvalidArgumentError, match=f"^{NAME}: expected none beside"):
+        settings.plan_for({NAME: said((0, 9, "drop"))}, 100)
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "adakv", "tova", "streaming-llm"])
+def test_every_method_keeps_its_budget_of_what_is_left(policy):
+    settings = ServingSettings(budget=40, policy=policy)
+    given = said((50, 90, "drop"), (100, 104, "protect"))
+    policy = settings.plan_for({NAME: given}, 200).policy
+    keep = chosen(policy, 200)
+    assert isinstance(policy, WithSpans)
+    assert int((keep >= 0).sum()) == 40 * keep.shape[0] * keep.shape[1]
+    for head in keep.flatten(0, 1).tolist():
+        assert not set(range(50, 90)) & set(head)
+        assert set(range(100, 104)) <= set(head)
+
+
+def test_sinks_cannot_be_compressed():
+    settings = ServingSettings(policy="streaming-llm", budget=64)
+    assert StreamingLLM(64).start == 4
+    with pytest.raises(InvalidArgumentError, match="a start of at least 4"):
+        settings.plan_for({NAME: said((2, 30, "compress"), budget=3)}, 100)
+
+
+def test_any_json_is_read_or_refused():
+    draw, refused = random.Random(0), []
+    for _ in range(2000):
+        entry = said((draw.randrange(9), draw.randrange(9), "drop"))[0]
+        entry[draw.choice([*entry, "role", "index", "budget"])] = any_value(draw, in_json=True)
+        given = draw.choice([[entry], [entry] * 3, any_value(draw, in_json=True)])
+        try:
+            entries_of(given)
+        except SnapKVError as error:
+            refused.append(str(error))
+    assert 500 < len(refused) < 2000
+    assert not [one for one in refused if "\n" in one or len(one) > 400]
+
+
+def test_sessions_are_served_by_methods_with_equal_heads_and_no_limits():
+    with pytest.raises(InvalidArgumentError, match="policy: expected a method whose heads"):
+        ServingSettings(policy=AdaKV.name, sessions=Sessions())
+    with pytest.raises(InvalidArgumentError, match="cap: expected none where sessions"):
+        ServingSettings(limits=Limits(cap=2048), sessions=Sessions())
+    settings = ServingSettings(sessions=Sessions(most_bytes=1 << 20))
+    assert ServingSettings.from_config(settings.to_config()) == settings
+
+
+def piece(number, text):
+    return Piece(message=number, text=text, mark=f"mark{number}x")
+
+
+def test_texts_are_found_between_marks_as_templates_show_them():
+    """Stripped, repeated in the template's own words, or left out."""
+    pieces = [piece(0, " user "), piece(1, "user"), piece(2, "gone"), piece(3, "a\n")]
+    rendered = "<user>user</user><user>user</user><a>a\n</a>"
+    marks = "<user>mark0x</user><user>mark1x</user><a>mark3x</a>"
+    found = located(rendered, marks, pieces)
+    assert found == {pieces[0]: (6, 10), pieces[1]: (23, 27), pieces[3]: (37, 39)}
+    quoted = piece(4, 'a "b"\n')
+    assert located('<"a \\"b\\"\\n">', '<"mark4x">', [quoted]) == {quoted: (2, 11)}
+    with pytest.raises(InvalidArgumentError, match="shows the texts of messages as they are"):
+        located("<user>USER</user>", "<user>mark1x</user>", pieces)
+    with pytest.raises(InvalidArgumentError, match="for message 1"):
+        located("<user>user</user>!", "<user>mark1x</user>", pieces)

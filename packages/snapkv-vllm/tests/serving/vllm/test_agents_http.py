@@ -1,0 +1,274 @@
+"""Spans and edits over HTTP: vLLM's own renderer, what reaches the engine, what is answered."""
+
+import json
+
+import pytest
+
+from snapkv_vllm.agents.edits import ClearThinking, ClearToolUses
+from snapkv_vllm.agents.held import Sessions
+from snapkv_vllm.spans import NAME
+from tests.serving.vllm.sites import Site, configured
+
+CHAT, TEXT, ANTHROPIC = "/v1/chat/completions", "/v1/completions", "/v1/messages"
+SYSTEM = "You answer by the tools' results. 🙂"
+RESULTS = ("The sea is blue.\n" * 20, "The hill is green.", "  The road is long.  ")
+
+
+def call(number):
+    function = {"name": f"look_{number}", "arguments": "{}"}
+    return {"id": f"call{number}", "type": "function", "function": function}
+
+
+MESSAGES = [
+    {"role": "system", "content": SYSTEM},
+    {"role": "user", "content": [{"type": "text", "text": "What is blue?"}]},
+    {"role": "assistant", "content": "<think>\nThe sea?\n</think>I look.", "tool_calls": [call(0)]},
+    {"role": "tool", "tool_call_id": "call0", "content": RESULTS[0]},
+    {"role": "assistant", "content": "Again.", "tool_calls": [call(1)]},
+    {"role": "tool", "tool_call_id": "call1", "content": RESULTS[1]},
+    {"role": "assistant", "content": "<think>Or the road?</think>Again.", "tool_calls": [call(2)]},
+    {"role": "tool", "tool_call_id": "call2", "name": "look_2", "content": RESULTS[2]},
+]
+
+
+class Answering(Site):
+    def answer(self, ids):
+        return {"ids": ids, "usage": {}}
+
+
+@pytest.fixture(scope="module")
+def config(folder):
+    return configured(folder)
+
+
+@pytest.fixture
+def site(config, monkeypatch):
+    return Answering(config, monkeypatch, keys=(), shares=False)
+
+
+@pytest.fixture
+def client(site):
+    from starlette.testclient import TestClient
+
+    with TestClient(site.app) as running:
+        yield running
+
+
+@pytest.fixture
+def asked(site, client):
+    """What the engine is told of a request: the texts of its spans by what becomes of them."""
+
+    def ask(path=CHAT, **body):
+        body = {"model": "demo", "messages": MESSAGES, "max_tokens": 5} | body
+        answer = client.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        own, (ids,) = site.seen[-1]
+        assert set(own) <= {NAME, "snapkv_budget", "other"}
+        decode = site.app.state.online_renderer.renderer.get_tokenizer().decode
+        spans = json.loads(own[NAME])
+        return [(one["do"], decode(ids[one["start"] : one["end"]])) for one in spans], answer.json()
+
+    return ask
+
+
+def test_messages_are_found_by_role_name_id_and_index_and_nothing_of_others(asked):
+    entries = [
+        {"role": "system", "do": "protect"},
+        {"tool_call_id": "call0", "do": "compress", "budget": 3},
+        {"role": "tool", "name": "look_2", "do": "drop"},
+        {"role": "assistant", "index": -4, "do": "drop"},
+        {"start": 0, "end": 1, "do": "protect"},
+    ]
+    spans, _ = asked(snapkv_spans=entries, vllm_xargs={"snapkv_budget": 300, "other": 1})
+    assert [do for do, _ in spans] == ["protect", "compress", "drop", "drop", "protect"]
+    assert SYSTEM in spans[0][1]
+    dropped = spans[1][1].strip()
+    assert dropped in RESULTS[0]
+    assert len(dropped) > len(RESULTS[0]) - 12
+    assert spans[2][1].strip() in RESULTS[2]
+    assert spans[3][1] in "Again."
+
+
+def test_a_message_that_is_repeated_elsewhere_is_found_where_it_is(asked, site):
+    chat = [{"role": one, "content": "user"} for one in ("user", "assistant", "user")]
+    spans, _ = asked(messages=chat, snapkv_spans=[{"index": 1, "do": "protect"}])
+    (ids,) = site.seen[-1][1]
+    (one,) = json.loads(site.seen[-1][0][NAME])
+    tokenizer = site.app.state.online_renderer.renderer.get_tokenizer()
+    assert tokenizer.decode(ids[: one["start"]]).endswith("assistant\n")
+    assert spans == [("protect", "user")]
+
+
+def edit(kind, **fields):
+    return {"edits": [{"type": kind.type, **fields}]}
+
+
+def uses(number, kind="tool_uses"):
+    return {"type": kind, "value": number}
+
+
+@pytest.mark.parametrize("path", [CHAT, ANTHROPIC])
+def test_tool_uses_are_cleared_but_for_the_last_ones(asked, path):
+    context = edit(ClearToolUses, trigger=uses(2), keep=uses(1))
+    body = {} if path == CHAT else {"messages": as_anthropic(MESSAGES), "system": SYSTEM}
+    spans, answer = asked(path, context_management=context, **body)
+    assert [text.strip() in RESULTS[n] for n, (_, text) in enumerate(spans)] == [True, True]
+    (said,) = answer["context_management"]["applied_edits"]
+    assert said["type"] == ClearToolUses.type
+    assert said["cleared_tool_uses"] == 2
+    assert 80 < said["cleared_input_tokens"] < 150
+    assert answer["usage"] == {}
+
+
+def as_anthropic(messages):
+    def blocks(message):
+        if message["role"] == "tool":
+            own = {"type": "tool_result", "tool_use_id": message["tool_call_id"]}
+            return "user", [{**own, "content": message["content"]}]
+        calls = [
+            {"type": "tool_use", "id": one["id"], "name": one["function"]["name"], "input": {}}
+            for one in message.get("tool_calls", ())
+        ]
+        return message["role"], [{"type": "text", "text": str(message["content"])}, *calls]
+
+    pairs = [blocks(one) for one in messages[1:]]
+    return [{"role": role, "content": content} for role, content in pairs]
+
+
+@pytest.mark.parametrize(
+    ("fields", "cleared"),
+    [
+        ({}, 0),  # the prompt has fewer than 100,000 tokens
+        ({"trigger": uses(10, "input_tokens"), "keep": uses(3)}, 0),
+        ({"trigger": uses(10, "input_tokens"), "keep": uses(0)}, 3),
+        ({"trigger": uses(10, "input_tokens"), "keep": uses(2)}, 1),
+        ({"trigger": uses(0), "keep": uses(0), "exclude_tools": ["look_0", "look_2"]}, 1),
+        ({"trigger": uses(0), "clear_at_least": uses(5000, "input_tokens")}, 0),
+    ],
+)
+def test_what_a_clearing_of_tool_uses_goes_by(asked, fields, cleared):
+    spans, answer = asked(context_management=edit(ClearToolUses, **fields))
+    assert len(spans) == cleared
+    said = answer["context_management"]["applied_edits"]
+    assert sum(one["cleared_tool_uses"] for one in said) == cleared
+
+
+def test_thoughts_are_cleared_but_for_the_last_turn(asked):
+    spans, answer = asked(context_management=edit(ClearThinking))
+    assert [text.strip() for _, text in spans] == ["The sea?"]
+    (said,) = answer["context_management"]["applied_edits"]
+    assert (said["cleared_thinking_turns"], said["cleared_input_tokens"]) == (1, 5)
+    spans, answer = asked(context_management=edit(ClearThinking, keep="all"))
+    assert answer["context_management"] == {"applied_edits": []}
+
+
+def test_in_a_session_what_may_be_cleared_later_stays_whole_beside_the_budget(config, monkeypatch):
+    from starlette.testclient import TestClient
+
+    site = Answering(config, monkeypatch, keys=(), shares=False, sessions=Sessions())
+    context = edit(ClearToolUses, trigger=uses(0), keep=uses(1), exclude_tools=["look_1"])
+    body = {"model": "demo", "messages": MESSAGES, "context_management": context}
+    with TestClient(site.app) as client:
+        client.post(CHAT, json=body | {"agent_hint": {"session_id": "run"}})
+    own, (ids,) = site.seen[-1]
+    decode = site.app.state.online_renderer.renderer.get_tokenizer().decode
+    dropped, protected = json.loads(own[NAME])
+    assert (dropped["do"], protected["do"]) == ("drop", "protect")
+    assert decode(ids[protected["start"] : protected["end"]]).strip() in RESULTS[2]
+    assert own["snapkv_budget"] == 64 + protected["end"] - protected["start"]
+
+
+def test_a_stream_says_it_in_an_event(client):
+    context = edit(ClearToolUses, trigger=uses(0), keep=uses(2))
+    body = {"model": "demo", "messages": MESSAGES, "stream": True, "context_management": context}
+    events = client.post(CHAT, json=body).text.split("\n\n")
+    first, second = (json.loads(one.removeprefix("data: ")) for one in events[:2])
+    assert first["context_management"]["applied_edits"][0]["cleared_tool_uses"] == 1
+    assert second == {}
+
+
+def test_a_session_belongs_to_its_key_and_nobody_can_name_it_inside(config, monkeypatch):
+    from starlette.testclient import TestClient
+
+    site = Answering(config, monkeypatch, shares=False, sessions=Sessions())
+    hint = {"agent_hint": {"session_id": "run"}}
+    bodies = [
+        (hint, "mine"),
+        (hint, "theirs"),
+        ({"vllm_xargs": {"snapkv_session": "run"}}, "mine"),
+        ({"agent_hint": {"session_id": "other"}}, "mine"),
+    ]
+    with TestClient(site.app) as client:
+        for path in (CHAT, TEXT):
+            for body, key in bodies:
+                own = {"model": "demo", "messages": MESSAGES, "prompt": "One two"}
+                headers = {"Authorization": f"Bearer {key}"}
+                assert client.post(path, json=own | body, headers=headers).status_code == 200
+            mine, theirs, again, other = [xargs["snapkv_session"] for xargs, _ in site.seen[-4:]]
+            assert mine == again
+            assert len({mine, theirs, other}) == 3
+            assert mine.partition("/")[0] == other.partition("/")[0] != theirs.partition("/")[0]
+        for wrong in (7, "", "x" * 300):
+            body = {"model": "demo", "messages": [], "agent_hint": {"session_id": wrong}}
+            answer = client.post(CHAT, json=body, headers={"Authorization": "Bearer mine"})
+            assert answer.status_code == 400
+            assert "1 to 256 characters" in answer.json()["error"]["message"]
+
+
+def test_a_server_without_sessions_ignores_the_hint_and_refuses_the_setting(client):
+    body = {"model": "demo", "messages": MESSAGES}
+    hint = {"agent_hint": {"session_id": "run"}}
+    assert client.post(CHAT, json=body | hint).status_code == 200
+    answer = client.post(CHAT, json=body | {"vllm_xargs": {"snapkv_session": "run"}})
+    assert answer.status_code == 400
+    assert "--sessions" in answer.json()["error"]["message"]
+
+
+def test_requests_without_either_are_as_before(client, site):
+    answer = client.post(CHAT, json={"model": "demo", "messages": MESSAGES})
+    assert "context_management" not in answer.json()
+    assert site.seen[-1][0] is None
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        (TEXT, {"snapkv_spans": [{"start": 0, "end": 9, "do": "drop"}]}, "an end of at most 3"),
+        (TEXT, {"snapkv_spans": [{"role": "tool", "do": "drop"}]}, "start and end, which messages"),
+        (TEXT, {"snapkv_spans": "["}, "a list such as"),
+        (TEXT, {"snapkv_spans": [{"start": 3, "end": 3, "do": "drop"}]}, "a start below its end"),
+        (TEXT, {"snapkv_spans": [{"start": 0, "end": 1, "do": "erase"}]}, "drop, protect or"),
+        (TEXT, {"snapkv_spans": [{"start": 0, "end": 2**70, "do": "drop"}]}, "end"),
+        (TEXT, {"snapkv_spans": [1]}, "objects in the list"),
+        (TEXT, {"snapkv_spans": [{"start": 0, "end": 1, "do": "drop"}] * 1025}, "at most 1,024"),
+        (TEXT, {"vllm_xargs": {"snapkv_edits": "{}"}}, "it at /v1/chat/completions or"),
+        (CHAT, {"snapkv_spans": [{"role": "pope", "do": "drop"}]}, "a message with role 'pope'"),
+        (
+            CHAT,
+            {
+                "snapkv_spans": [
+                    {"role": "tool", "do": "drop"},
+                    {"index": 3, "do": "protect"},
+                ]
+            },
+            "spans that do not overlap",
+        ),
+        (CHAT, {"context_management": {"edits": [{"type": "compact"}]}}, "one of clear_tool_uses"),
+        (CHAT, {"context_management": {"edits": 3}}, "an object such as"),
+        (
+            CHAT,
+            {"context_management": edit(ClearToolUses, keep={"type": "tool_uses", "value": -1})},
+            "context_management: keep",
+        ),
+        ("/v1/x", {"vllm_xargs": {NAME: "[]"}}, "it at /v1/completions or"),
+    ],
+)
+def test_what_is_wrong_gets_a_400_of_one_line(client, site, path, body, words):
+    own = {"model": "demo", "prompt": "One two three four"}
+    own = own if path == TEXT else {"model": "demo", "messages": MESSAGES}
+    answer = client.post(path, json=own | body)
+    assert answer.status_code == 400, answer.text
+    said = answer.json()["error"]["message"]
+    assert words in said
+    assert "\n" not in said
+    assert not site.seen

@@ -1,0 +1,199 @@
+"""Sessions whose next request finds its history compressed: answers are those of one cache."""
+
+import random
+
+import pytest
+import torch
+
+from snapkv import CompressedCache, SnapKV
+from snapkv_vllm.agents.held import Sessions
+from snapkv_vllm.names import PREFIX, SESSION
+from snapkv_vllm.spans import NAME
+from tests.serving.vllm.conftest import SECOND_RUNNER
+from tests.serving.vllm.engines import greedy, small_engine
+from tests.serving.vllm.models import generated, ids_of
+
+PAGE, WINDOW, BUDGET = 32, 8, 96
+TURNS = 4 if SECOND_RUNNER else 8
+
+
+def options(small, blocks=100, **more):
+    sizes = {"kv_cache_memory_bytes": small.blocks_bytes(blocks, PAGE), "max_model_len": 1600}
+    sessions = Sessions(most_bytes=small.blocks_bytes(40, PAGE))
+    own = {"budget": BUDGET, "parameters": {"window_size": WINDOW}, "sessions": sessions}
+    return {**sizes, **own, "max_num_batched_tokens": 120, **more}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    from tests.serving.vllm.models import SmallModel
+
+    return SmallModel(tmp_path_factory.mktemp("sessions"), max_position_embeddings=2048)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "prefix-caching"])
+def engine(small, request):
+    with small_engine(small, **options(small), enable_prefix_caching=request.param) as running:
+        yield running
+
+
+def own(name, **more):
+    return {PREFIX + SESSION: name, **more}
+
+
+def lent(engine):
+    """How many tokens of histories have not been read again."""
+    return int(engine.scheduler._sessions._metrics._series["not_read"]._value.get())
+
+
+def forget(engine):
+    """Nothing is left of sessions once they are dropped, on the scheduler's side or a worker's."""
+    engine.scheduler._sessions.drop_idle()
+    engine.require_empty()
+    assert not engine.scheduler._sessions._turns
+    assert not engine.runner._compressor.positions._noted
+
+
+def test_every_turn_answers_as_one_cache_of_the_library(engine, small):
+    """Turns short and long, answers too; some turns bring fewer tokens than a window."""
+    draw = random.Random(1)
+    policy = SnapKV(BUDGET, window_size=WINDOW)
+    cache = CompressedCache(small.model, policy, turns="compress")
+    ids, read, before = [], 0, lent(engine)
+    for turn in range(TURNS):
+        ids += ids_of(draw.choice([40, 90, 150]), seed=turn)
+        tokens = draw.choice([5, 40, 70])
+        expected = generated(small.model, ids, cache, tokens)
+        (found,) = engine.answers([ids], greedy(tokens, extra_args=own("one")))
+        assert found == expected, turn
+        read += len(ids)
+        ids += found
+    assert lent(engine) - before > read / 2
+    forget(engine)
+
+
+class Plain:
+    """One sequence by the model itself, in which spans of the prompts are cut out of the cache."""
+
+    def __init__(self, model):
+        from transformers import DynamicCache
+
+        self.model, self.cache, self.seen = model, DynamicCache(config=model.config), 0
+        self.positions = []
+
+    def read(self, ids):
+        new = torch.tensor([ids[self.seen :]])
+        places = torch.arange(self.seen, len(ids))
+        held = len(self.positions)
+        mask = torch.ones(1, 1, len(places), held + len(places), dtype=torch.bool).tril(held)
+        with torch.no_grad():
+            logits = self.model(
+                new,
+                past_key_values=self.cache,
+                position_ids=places[None],
+                attention_mask=mask,
+            ).logits
+        self.positions += places.tolist()
+        self.seen = len(ids)
+        return int(logits[0, -1].argmax())
+
+    def drop(self, spans):
+        stays = [
+            slot
+            for slot, position in enumerate(self.positions)
+            if not any(start <= position < end for start, end in spans)
+        ]
+        self.positions = [self.positions[slot] for slot in stays]
+        for layer in self.cache.layers:
+            layer.keys, layer.values = layer.keys[:, :, stays], layer.values[:, :, stays]
+
+    def answer(self, ids, spans, tokens):
+        answer = [self.read(ids)]
+        self.drop(spans)
+        while len(answer) < tokens:
+            answer.append(self.read(ids + answer))
+        return answer
+
+
+def agents_turns(seed, turns=TURNS):
+    """What an agent reads each time, where its result stands, and how much it answers."""
+    draw = random.Random(seed)
+    for turn in range(turns):
+        before, result, behind = (draw.choice(sizes) for sizes in ((8, 30), (20, 90), (5, 20)))
+        texts = ids_of(before + result + behind, seed=100 * seed + turn)
+        yield texts, (before, before + result), draw.choice([2, 12, 40])
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_results_that_stood_whole_are_dropped_later_without_reading_again(engine, small, seed):
+    """All but the last two results go, each at the end of the turn that no longer asks for it."""
+    ids, results, plain, turns = [], [], Plain(small.model), 0
+    before, requests = lent(engine), went_on(engine)
+    for texts, (start, end), tokens in agents_turns(seed):
+        results.append((len(ids) + start, len(ids) + end))
+        ids += texts
+        gone = results[:-2]
+        said = [{"start": a, "end": b, "do": "drop"} for a, b in gone]
+        said += [{"start": a, "end": b, "do": "protect"} for a, b in results[-2:]]
+        args = own("two", snapkv_budget=0, **{NAME: said})
+        (found,) = engine.answers([ids], greedy(tokens, extra_args=args))
+        assert found == plain.answer(ids, gone, tokens), turns
+        ids += found
+        turns += 1
+    assert lent(engine) - before > len(ids)
+    assert went_on(engine) - requests == turns - 1
+    forget(engine)
+
+
+def went_on(engine):
+    return int(engine.scheduler._sessions._metrics._series["requests"]._value.get())
+
+
+def test_votes_choose_among_the_rest_while_results_stay_whole_and_go_whole(engine):
+    ids, results = [], []
+    requests = went_on(engine)
+    for turn, (texts, (start, end), _) in enumerate(agents_turns(5)):
+        results.append((len(ids) + start, len(ids) + end))
+        ids += texts
+        said = [{"start": a, "end": b, "do": "drop"} for a, b in results[:-1]]
+        said += [{"start": a, "end": b, "do": "protect"} for a, b in results[-1:]]
+        args = own("three", snapkv_budget=128, **{NAME: said})
+        (found,) = engine.answers([ids], greedy(12, extra_args=args))
+        assert_spans(engine, results, ids, turn)
+        ids += found
+    assert went_on(engine) - requests == TURNS - 1
+    forget(engine)
+
+
+def assert_spans(engine, results, ids, turn):
+    """What the worker has noted: true positions, of results all or nothing, all the last ones."""
+    held = engine.scheduler._sessions._held[-1]
+    for positions in engine.runner._compressor.positions._noted[held.first_block].values():
+        for head in positions.tolist():
+            assert head == sorted(set(head))
+            assert len(head) <= 128
+            for start, end in results[:-1]:
+                assert not [one for one in head if start <= one < end], turn
+            start, end = results[-1]
+            assert [one for one in head if start <= one < end] == list(range(start, end))
+            assert set(range(len(ids) - WINDOW, len(ids))) <= set(head)
+
+
+def test_another_history_other_spans_and_other_sessions_are_read_as_usual(engine):
+    first, requests = ids_of(300, seed=1), went_on(engine)
+    engine.answers([first], greedy(4, extra_args=own("four")))
+    changed = [*first[:50], first[50] + 1, *first[51:], *ids_of(20, seed=2)]
+    named = {NAME: [{"start": 10, "end": 60, "do": "drop"}]}
+    longer = [*first, *ids_of(20, seed=3)]
+    for ids, args in (
+        (changed, own("four")),
+        (longer, own("five")),
+        (longer, own("four", **named)),
+        (first[:200], own("four")),
+    ):
+        alone = engine.answers([ids], greedy(6, extra_args=args | own("alone")))
+        assert engine.answers([ids], greedy(6, extra_args=args)) == alone
+        engine.scheduler._sessions.drop_idle()
+        engine.answers([first], greedy(4, extra_args=own("four")))
+    assert went_on(engine) == requests
+    forget(engine)

@@ -1,0 +1,252 @@
+"""Messages of a conversation: read from a file, written by a chat template, found in its tokens."""
+
+import itertools
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from snapkv.app.prompts import Prompt, system_message
+from snapkv.app.protection import tokens_of
+from snapkv.errors import InvalidArgumentError
+from snapkv.policies.spans import Span
+from snapkv.validation import require_choice
+
+ROLES = ("system", "user", "assistant", "tool", "document")
+"""What a part of a conversation is; a document is what the first message of the user is about."""
+
+MOST_BYTES = 64 * 2**20
+"""Of a file with a transcript."""
+
+_THINKING = re.compile(r"<think>.*?(?:</think>|\Z)|\[THINK\].*?(?:\[/THINK\]|\Z)", re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One message, and its tokens, what the template writes around it included."""
+
+    role: str
+    span: Span
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transcript:
+    """Messages as OpenAI's chat completions have them, and the tools that they call."""
+
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...] = ()
+
+    @classmethod
+    def read(cls, path: str | Path) -> Self:
+        """Of a JSON file: a list of messages, or an object with `messages` and `tools`.
+
+        Raises:
+            InvalidArgumentError: the file cannot be read, or holds something else.
+        """
+        try:
+            if Path(path).stat().st_size > MOST_BYTES:
+                raise ValueError(f"more than {MOST_BYTES:,} bytes")
+            found = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            raise InvalidArgumentError(
+                f"transcript: expected a JSON file of messages, got {str(path)!r}: {reason}; pass "
+                'for instance [{"role": "user", "content": "Hello"}]'
+            ) from error
+        if isinstance(found, dict):
+            return cls.of(found.get("messages"), found.get("tools") or ())
+        return cls.of(found)
+
+    @classmethod
+    def of(cls, messages: Any, tools: Any = ()) -> Self:
+        """Of such lists, checked."""
+        if not isinstance(messages, list) or not messages or not isinstance(tools, list | tuple):
+            raise InvalidArgumentError(
+                "transcript: expected a list of messages, got none; pass for instance "
+                '[{"role": "user", "content": "Hello"}]'
+            )
+        return cls(messages=tuple(map(_message, messages)), tools=tuple(tools))
+
+    def asking(self, question: str) -> Self:
+        """With a question of the user behind it."""
+        asked = {"role": "user", "content": question}
+        return replace(self, messages=(*self.messages, asked))
+
+    def prompt(self, tokenizer: Any) -> tuple[Prompt, list[Part]]:
+        """The text that the model continues, and where each message stands in its tokens.
+
+        Tool calls that the template does not write stand in the message's text.
+        """
+        if not tokenizer.chat_template:
+            raise InvalidArgumentError(
+                "transcript: expected a model with a chat template, got one without; leave it out"
+            )
+        said = self._written(tokenizer, self.messages)
+        messages = [_with_calls(message, said) for message in self.messages]
+        text = self._written(tokenizer, messages, add_generation_prompt=True)
+        prompt = Prompt(
+            text=text,
+            has_special_tokens=True,
+            system_characters=self._system_characters(tokenizer, messages),
+        )
+        return prompt, list(self._parts(tokenizer, messages, prompt))
+
+    def _system_characters(self, tokenizer: Any, messages: Sequence[dict[str, Any]]) -> int:
+        if messages[0]["role"] != "system":
+            return len(system_message(tokenizer))
+        return self._end(tokenizer, messages[:1]) or 0
+
+    def _parts(
+        self, tokenizer: Any, messages: Sequence[dict[str, Any]], prompt: Prompt
+    ) -> Iterator[Part]:
+        offsets = prompt.offsets(tokenizer, "transcript", "choose a model with a fast one")
+        start = 0
+        if messages[0]["role"] != "system" and prompt.system_characters:
+            start = prompt.system_characters
+            yield Part(role="system", span=tokens_between(offsets, 0, start))
+        for number, message in enumerate(messages, 1):
+            stop = self._end(tokenizer, messages[:number])
+            if stop is None or not prompt.text.startswith(
+                self._written(tokenizer, messages[:number])
+            ):
+                start, stop = _found(prompt.text, str(message["content"]), start)
+            yield Part(role=message["role"], span=tokens_between(offsets, start, stop))
+            start = stop
+
+    def _end(self, tokenizer: Any, messages: Sequence[dict[str, Any]]) -> int | None:
+        """Where the text of the first messages ends; None where they are no text by themselves."""
+        try:
+            return len(self._written(tokenizer, messages))
+        except InvalidArgumentError:
+            return None
+
+    def _written(self, tokenizer: Any, messages: Sequence[dict[str, Any]], **options: Any) -> str:
+        tools: Any = list(self.tools) or None
+        try:
+            text = tokenizer.apply_chat_template(
+                list(messages), tools=tools, tokenize=False, **options
+            )
+        except Exception as error:  # a template is a program of the model's maker
+            raise InvalidArgumentError(
+                f"transcript: expected messages that the model's chat template takes, got: "
+                f"{error}; change their roles or their order"
+            ) from error
+        return str(text)
+
+
+def _message(given: Any) -> dict[str, Any]:
+    """A message as templates take it: its content a text, the arguments of its calls no text."""
+    if not isinstance(given, dict):
+        raise InvalidArgumentError(
+            f"transcript: expected messages with a role and a content, got {given!r:.60}; pass "
+            'for instance {"role": "user", "content": "Hello"}'
+        )
+    role = "system" if given.get("role") == "developer" else given.get("role")
+    require_choice("transcript, role", role, ROLES[:4])
+    content = given.get("content") or ""
+    if isinstance(content, list):
+        content = "".join(part.get("text", "") for part in content if isinstance(part, dict))
+    if not isinstance(content, str):
+        raise InvalidArgumentError(
+            f"transcript: expected a text as content, got {content!r:.60}; leave pictures out"
+        )
+    calls = given.get("tool_calls") or []
+    if not isinstance(calls, list) or not all(
+        isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
+    ):
+        raise InvalidArgumentError(
+            f"transcript: expected tool calls with a function each, got {calls!r:.60}; pass them "
+            "as chat completions have them"
+        )
+    made = {**given, "role": role, "content": content}
+    if calls:
+        made["tool_calls"] = [_call(call) for call in calls]
+    return made
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    """A call whose arguments are no text any more."""
+    function, arguments = call["function"], call["function"].get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _with_calls(message: dict[str, Any], written: str) -> dict[str, Any]:
+    """The message with the calls that a template has not written in its text."""
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    if all(str(call.get("name")) in written for call in calls):
+        return message
+    told = [f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls]
+    return {**message, "content": "\n".join([message["content"], *told]).strip()}
+
+
+def _found(text: str, content: str, start: int) -> tuple[int, int]:
+    """Where a message stands that a template writes otherwise when others follow."""
+    place = text.find(content.strip(), start)
+    if not content.strip() or place < 0:
+        return start, start
+    return place, place + len(content.strip())
+
+
+def tokens_between(offsets: Sequence[Span], start: int, stop: int) -> Span:
+    """The tokens that end between two characters."""
+    within = [place for place, (_, end) in enumerate(offsets) if start < end <= stop]
+    return (within[0], within[-1] + 1) if within else (0, 0)
+
+
+def thinking(tokenizer: Any, ids: Sequence[int], start: int) -> list[Span]:
+    """The spans of thinking in the tokens of an answer, the first of which stands at `start`."""
+    texts = [tokenizer.decode([token]) for token in ids]
+    begins = [0]
+    for text in texts:
+        begins.append(begins[-1] + len(text))
+    offsets = list(itertools.pairwise(begins))
+    return [
+        (start + begin, start + end)
+        for match in _THINKING.finditer("".join(texts))
+        for begin, end in tokens_of(offsets, *match.span())
+    ]
+
+
+def generation_tokens(tokenizer: Any) -> int:
+    """How many tokens a chat template writes before an answer."""
+    if not tokenizer.chat_template:
+        return 0
+    turns = [{"role": "user", "content": "What?"}]
+    plain = tokenizer.apply_chat_template(turns, tokenize=False)
+    begun = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    return len(tokenizer(begun.removeprefix(plain), add_special_tokens=False)["input_ids"])
+
+
+def question_parts(tokenizer: Any, prompt: Prompt, document: str) -> list[Part]:
+    """The parts of a prompt with one question about a document, where the tokenizer tells."""
+    if not getattr(tokenizer, "is_fast", False):
+        return []
+    offsets, own = prompt.offsets(tokenizer, "document", ""), prompt.system_characters
+    bounds = [("system", 0, own), ("user", own, len(prompt.text))]
+    place = prompt.text.find(document, own) if document else -1
+    if place >= 0:
+        stop = place + len(document)
+        bounds[1:] = [("document", place, stop), ("user", stop, len(prompt.text))]
+    parts = (
+        Part(role=role, span=tokens_between(offsets, start, stop)) for role, start, stop in bounds
+    )
+    return [part for part in parts if part.span[0] < part.span[1]]
+
+
+def turn(parts: Sequence[Part], number: int) -> list[Part]:
+    """The question of that number, counted from one, and what stands before the next one."""
+    asked = [place for place, part in enumerate(parts) if part.role == "user"]
+    if not 1 <= number <= len(asked):
+        raise InvalidArgumentError(
+            f"drop: expected the number of one of the {len(asked)} turns so far, got {number}; "
+            "the first one is 1"
+        )
+    begin, stop = asked[number - 1], [*asked, len(parts)][number]
+    return list(parts[begin:stop])

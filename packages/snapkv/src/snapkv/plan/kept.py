@@ -1,0 +1,127 @@
+"""What of a prompt the compressed layers keep, in tokens and in bytes, exactly."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from snapkv.errors import BudgetTooSmallError
+from snapkv.ops import TokenCost
+from snapkv.plan.footprint import Footprint, FullLayer
+from snapkv.policies.budget import ByteBudget
+from snapkv.storage.append_buffer import ROOM_TOKENS, slots_behind
+from snapkv.storage.coded import KVCodes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keeping:
+    """How much of a prompt is kept in so many bits, in the layers of a model.
+
+    Attributes:
+        footprint: of the model.
+        budget: tokens of every layer, or bytes; None where there is a ratio.
+        keep_ratio: of what is before the window.
+        window_size: the last tokens of the prompt, which are always kept.
+        bits: of what is kept; None for as it came.
+    """
+
+    footprint: Footprint
+    budget: int | ByteBudget | None
+    keep_ratio: float | None
+    window_size: int
+    bits: KVCodes | None
+
+    def tokens(self, prompt_tokens: int, *, at_least: bool = True) -> list[int]:
+        """Of every compressed layer.
+
+        Raises:
+            BudgetTooSmallError: of fewer bytes than must stay, unless `at_least` keeps those.
+        """
+        layers = self.footprint.full_layers
+        if not isinstance(self.budget, ByteBudget):
+            return [self._alike(prompt_tokens)] * len(layers)
+        found = []
+        for depth, layer in enumerate(layers):
+            cost = self._cost(layer, self._codes(depth), prompt_tokens)
+            least = min(max(self.window_size, cost.exact_tokens), prompt_tokens)
+            try:
+                fit = self.budget.tokens(cost, prompt_tokens, least, depth, len(layers))
+            except BudgetTooSmallError:
+                if not at_least:
+                    raise
+                fit = least
+            found.append(min(fit, prompt_tokens))
+        return found
+
+    def held_bytes(self, kept: Sequence[int], new_tokens: int) -> int:
+        """Of the compressed layers when so many tokens were generated behind what they keep."""
+        return sum(
+            first + codes + last * layer.token_bytes
+            for layer, first, codes, last in self._parts(kept, new_tokens)
+        )
+
+    def memory_bytes(self, kept: Sequence[int], new_tokens: int) -> int:
+        """The same with the room of the append buffer; beside codes at most."""
+        total = 0
+        for layer, first, codes, last in self._parts(kept, new_tokens):
+            if codes:
+                last += (ROOM_TOKENS + 1) * (new_tokens > 0)
+            else:
+                last = slots_behind(last - new_tokens, new_tokens)
+            total += first + codes + last * layer.token_bytes
+        return total
+
+    def _parts(
+        self, kept: Sequence[int], new_tokens: int
+    ) -> Iterator[tuple[FullLayer, int, int, int]]:
+        """Each layer, the bytes of its first tokens and of its codes, and tokens behind them.
+
+        Generated tokens become codes in whole blocks, but for the last `KVCodes.recent_tokens`.
+        """
+        for depth, (layer, tokens) in enumerate(zip(self.footprint.full_layers, kept, strict=True)):
+            codes = self._codes(depth)
+            if codes is None:
+                yield layer, 0, 0, tokens + new_tokens
+                continue
+            cost = self._cost(layer, codes, tokens)
+            first, last = codes.exact_tokens(tokens)
+            last += new_tokens
+            grown = max(0, last - codes.recent_tokens) // codes.group_size
+            blocks = -(-(tokens - cost.exact_tokens) // codes.group_size) + grown
+            left = last - grown * codes.group_size
+            yield layer, first * layer.token_bytes, blocks * cost.block_bytes, left
+
+    def _alike(self, prompt_tokens: int) -> int:
+        if self.budget is not None:
+            assert isinstance(self.budget, int)
+            return min(self.budget, prompt_tokens)
+        assert self.keep_ratio is not None
+        window = min(self.window_size, prompt_tokens)
+        return window + math.floor(self.keep_ratio * (prompt_tokens - window))
+
+    def _codes(self, depth: int) -> KVCodes | None:
+        if self.bits is None:
+            return None
+        to_end = min(depth, len(self.footprint.full_layers) - 1 - depth)
+        return None if to_end < self.bits.exact_layers else self.bits
+
+    def _cost(self, layer: FullLayer, codes: KVCodes | None, tokens: int) -> TokenCost:
+        """What tokens cost; in codes where the states are in the range of 16-bit scales."""
+        size = layer.token_bytes
+        exact = TokenCost(full_bytes=size, token_bytes=size, block_bytes=size)
+        if codes is None:
+            return exact
+        return codes.costing(exact, self._block_bytes[layer], tokens)
+
+    @cached_property
+    def _block_bytes(self) -> dict[FullLayer, int]:
+        """Of a block of codes of all heads, for each kind of layer."""
+        assert self.bits is not None
+        dtype, found = getattr(torch, self.footprint.dtype), {}
+        for layer in set(self.footprint.full_layers):
+            widths = layer.key_width, layer.value_width
+            keys, values = (torch.ones(1, width, dtype=dtype) for width in widths)
+            found[layer] = layer.heads * self.bits.block_bytes((keys, values))
+        return found
