@@ -319,13 +319,17 @@ _FASTGEN = Table(
 
 
 def _order(rows: list[Row]) -> str:
-    """The methods from best to worst in both settings: the mean over lengths and budgets."""
+    """The methods from best to worst in both settings: the mean over lengths and budgets.
+
+    Those that were measured at all of them.
+    """
     orders = []
     for question in ("visible", "hidden"):
         own = [row for row in of(rows, question=question) if row["method"] != FULL]
         means = {
             method: fmean(row["nll"] for row in of_method)
             for method, of_method in grouped(own, "method").items()
+            if len(of_method) == len(of(own, method="KeyDiff"))
         }
         orders.append(sorted(means.items(), key=lambda item: item[1]))
     lines = [

@@ -1,4 +1,4 @@
-"""KVzap (Jeblick and Jegou, 2026, arXiv 2601.07891): KVzip's scores, foretold while reading once."""
+"""KVzap (Jeblick and Jegou, 2026, arXiv 2601.07891): KVzip foretold while reading once."""
 
 import os
 from dataclasses import KW_ONLY, dataclass, field, replace
