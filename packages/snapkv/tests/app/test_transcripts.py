@@ -36,6 +36,28 @@ def test_every_part_is_found_in_the_tokens(tiny):
     assert prompt.system_characters == len(text[0])
 
 
+def test_a_call_is_written_whatever_else_names_its_tool(tiny):
+    """That the name stood somewhere in the text counted as if the template had written the call."""
+    said = [{"role": "user", "content": "Please look at the gate."}, *MESSAGES[2:4]]
+    prompt, parts = Transcript.of(said).prompt(tiny.tokenizer)
+    assert '"arguments": {"at": "gate"}' in prompt.text
+    ids = prompt.token_ids(tiny.tokenizer)[0]
+    assert tiny.tokenizer.decode(ids[slice(*parts[2].span)]).count("<tool_call>") == 1
+
+
+def test_a_template_that_writes_calls_has_them_once(tiny, monkeypatch):
+    monkeypatch.setattr(
+        tiny.tokenizer,
+        "chat_template",
+        "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}"
+        "{% for call in message['tool_calls'] %}<call>{{ call['function']['name'] }}{% endfor %}\n"
+        "{% endfor %}",
+    )
+    prompt, _ = Transcript.of(MESSAGES).prompt(tiny.tokenizer)
+    assert prompt.text.count("<call>look") == 2
+    assert "<tool_call>" not in prompt.text
+
+
 def test_a_template_that_rewrites_what_was_said_has_its_contents_found(tiny, monkeypatch):
     monkeypatch.setattr(
         tiny.tokenizer,
@@ -139,6 +161,12 @@ WRONG = [
     '["hello"]',
     '[{"role": "friend", "content": "x"}]',
     '[{"role": "user", "content": {"a": 1}}]',
+    '[{"role": "user", "content": 0}]',
+    '[{"role": "user", "content": "a\\ud800"}]',
+    '[{"role": "user", "content": [{"type": "text", "text": null}]}]',
+    '[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]',
+    '{"messages": [{"role": "user", "content": "x"}], "tools": {"type": "function"}}',
+    json.dumps([{"role": "user", "content": "x"}] * 2001),
     '[{"role": "assistant", "tool_calls": [3]}]',
     "[" * 100_000,
 ]

@@ -8,7 +8,9 @@ import torch
 from snapkv import (
     H2O,
     AdaKV,
+    CacheMismatchError,
     CompressedCache,
+    DraftVotes,
     ExpectedAttention,
     FullCache,
     InvalidArgumentError,
@@ -219,6 +221,30 @@ def test_what_is_gone_is_not_protected():
     cache.drop([(5, 9)])
     with pytest.raises(InvalidArgumentError, match=r"expected none that was dropped .* \(5, 7\)"):
         cache.protect([(0, 7)])
+
+
+@pytest.mark.parametrize("policy", [SNAPKV, AdaKV(SNAPKV)])
+def test_more_than_a_turn_has_room_for_is_not_protected(policy):
+    """It was, and every later turn was refused; a refresh broke the cache within an answer."""
+    ids, turn = random_ids(1, 60), random_ids(1, 60, 5)
+    model, cache = read(policy, ids, recall="host", refresh_every=1)
+    cache.protect([(0, 20)])
+    with pytest.raises(InvalidArgumentError, match=r"expected at most 32 tokens.* got 33; raise"):
+        cache.protect([(20, 33)])
+    assert cache.options["protect"] == [[0, 20]]
+    cache.protect([(20, 32), (55, 70)])  # of which the window of the next turn keeps the others
+    with torch.no_grad():
+        model(turn[:, :1], past_key_values=cache)
+    for index in cache.compressed_layers:
+        for head in cache.kept_positions(index)[0].tolist():
+            assert {*range(32)} <= set(head)
+
+
+def test_nothing_is_protected_between_a_prompt_and_its_draft():
+    """It was ignored by the choice that the draft's votes make."""
+    _, cache = read(DraftVotes(SNAPKV, draft_tokens=1), random_ids(1, 90))
+    with pytest.raises(CacheMismatchError, match="expected a draft of 1 tokens"):
+        cache.protect([(84, 90)])
 
 
 WRONG = [

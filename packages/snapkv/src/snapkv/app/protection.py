@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from snapkv.app.prompts import Prompt
+from snapkv.cache.spans import layer_of_sizes
 from snapkv.errors import InvalidArgumentError
-from snapkv.ops import ScoreOptions, TokenCost
-from snapkv.policies import FullCache, Policy, PromptLayer
+from snapkv.ops import TokenCost
+from snapkv.policies import FullCache, Policy
 from snapkv.policies.spans import Span, Spans
 from snapkv.validation import require_int
 
@@ -99,17 +100,5 @@ def _offsets(prompt: Prompt, tokenizer: Any) -> list[Span]:
 def _require_room(policy: Policy, spans: Spans, tokens: int) -> None:
     """Raise unless the policy can keep these spans of a prompt of that many tokens."""
     policy.require_protection(spans)
-    nothing = torch.empty(1, 1, tokens, 0)
     cost = TokenCost(full_bytes=1, token_bytes=1, block_bytes=1)  # right for a share
-    policy.require_room(
-        PromptLayer(
-            queries=nothing,
-            keys=nothing,
-            values=nothing,
-            score_options=ScoreOptions(scaling=1.0),
-            layer_idx=0,
-            num_layers=2,
-            protected=spans.cover(torch.arange(tokens)[None, None]),
-            token_cost=lambda _: cost,
-        )
-    )
+    policy.require_room(layer_of_sizes(torch.arange(tokens), spans, 2, token_cost=lambda _: cost))

@@ -20,6 +20,9 @@ ROLES = ("system", "user", "assistant", "tool", "document")
 MOST_BYTES = 64 * 2**20
 """Of a file with a transcript."""
 
+MOST_MESSAGES = 2000
+"""Of a transcript, which the template writes once up to each of them."""
+
 _THINKING = re.compile(r"<think>.*?(?:</think>|\Z)|\[THINK\].*?(?:\[/THINK\]|\Z)", re.DOTALL)
 
 
@@ -48,7 +51,8 @@ class Transcript:
         try:
             if Path(path).stat().st_size > MOST_BYTES:
                 raise ValueError(f"more than {MOST_BYTES:,} bytes")
-            found = json.loads(Path(path).read_text(encoding="utf-8"))
+            found = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+            json.dumps(found, ensure_ascii=False).encode()  # no half of a surrogate pair
         except (OSError, ValueError, RecursionError) as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise InvalidArgumentError(
@@ -56,16 +60,26 @@ class Transcript:
                 'for instance [{"role": "user", "content": "Hello"}]'
             ) from error
         if isinstance(found, dict):
-            return cls.of(found.get("messages"), found.get("tools") or ())
+            return cls.of(found.get("messages"), found.get("tools") or [])
         return cls.of(found)
 
     @classmethod
     def of(cls, messages: Any, tools: Any = ()) -> Self:
         """Of such lists, checked."""
-        if not isinstance(messages, list) or not messages or not isinstance(tools, list | tuple):
+        if not isinstance(messages, list) or not messages:
             raise InvalidArgumentError(
-                "transcript: expected a list of messages, got none; pass for instance "
+                f"transcript: expected a list of messages, got {messages!r:.60}; pass for instance "
                 '[{"role": "user", "content": "Hello"}]'
+            )
+        if len(messages) > MOST_MESSAGES:
+            raise InvalidArgumentError(
+                f"transcript: expected at most {MOST_MESSAGES:,} messages, got {len(messages):,}; "
+                "leave the oldest out"
+            )
+        if not isinstance(tools, list | tuple):
+            raise InvalidArgumentError(
+                f"transcript, tools: expected a list, got {tools!r:.60}; pass them as chat "
+                "completions have them"
             )
         return cls(messages=tuple(map(_message, messages)), tools=tuple(tools))
 
@@ -83,8 +97,9 @@ class Transcript:
             raise InvalidArgumentError(
                 "transcript: expected a model with a chat template, got one without; leave it out"
             )
-        said = self._written(tokenizer, self.messages)
-        messages = [_with_calls(message, said) for message in self.messages]
+        messages: Sequence[dict[str, Any]] = self.messages
+        if not self._writes_calls(tokenizer):
+            messages = [_with_calls(message) for message in messages]
         text = self._written(tokenizer, messages, add_generation_prompt=True)
         prompt = Prompt(
             text=text,
@@ -96,7 +111,7 @@ class Transcript:
     def _system_characters(self, tokenizer: Any, messages: Sequence[dict[str, Any]]) -> int:
         if messages[0]["role"] != "system":
             return len(system_message(tokenizer))
-        return self._end(tokenizer, messages[:1]) or 0
+        return len(self._begun(tokenizer, messages[:1]) or "")
 
     def _parts(
         self, tokenizer: Any, messages: Sequence[dict[str, Any]], prompt: Prompt
@@ -107,20 +122,25 @@ class Transcript:
             start = prompt.system_characters
             yield Part(role="system", span=tokens_between(offsets, 0, start))
         for number, message in enumerate(messages, 1):
-            stop = self._end(tokenizer, messages[:number])
-            if stop is None or not prompt.text.startswith(
-                self._written(tokenizer, messages[:number])
-            ):
+            begun = self._begun(tokenizer, messages[:number])
+            if begun is None or not prompt.text.startswith(begun):
                 start, stop = _found(prompt.text, str(message["content"]), start)
+            else:
+                stop = len(begun)
             yield Part(role=message["role"], span=tokens_between(offsets, start, stop))
             start = stop
 
-    def _end(self, tokenizer: Any, messages: Sequence[dict[str, Any]]) -> int | None:
-        """Where the text of the first messages ends; None where they are no text by themselves."""
+    def _begun(self, tokenizer: Any, messages: Sequence[dict[str, Any]]) -> str | None:
+        """The text of the first messages; None where they are no text by themselves."""
         try:
-            return len(self._written(tokenizer, messages))
+            return self._written(tokenizer, messages)
         except InvalidArgumentError:
             return None
+
+    def _writes_calls(self, tokenizer: Any) -> bool:
+        """Whether the template's text says which tools were called."""
+        bare = [{**message, "tool_calls": []} for message in self.messages]
+        return self._written(tokenizer, self.messages) != self._begun(tokenizer, bare)
 
     def _written(self, tokenizer: Any, messages: Sequence[dict[str, Any]], **options: Any) -> str:
         tools: Any = list(self.tools) or None
@@ -145,9 +165,11 @@ def _message(given: Any) -> dict[str, Any]:
         )
     role = "system" if given.get("role") == "developer" else given.get("role")
     require_choice("transcript, role", role, ROLES[:4])
-    content = given.get("content") or ""
+    content = given.get("content")
     if isinstance(content, list):
-        content = "".join(part.get("text", "") for part in content if isinstance(part, dict))
+        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        content = "".join(texts) if all(isinstance(text, str) for text in texts) else content
+    content = "" if content is None else content
     if not isinstance(content, str):
         raise InvalidArgumentError(
             f"transcript: expected a text as content, got {content!r:.60}; leave pictures out"
@@ -177,13 +199,13 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _with_calls(message: dict[str, Any], written: str) -> dict[str, Any]:
-    """The message with the calls that a template has not written in its text."""
+def _with_calls(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its calls in its text."""
     calls = [call["function"] for call in message.get("tool_calls", ())]
-    if all(str(call.get("name")) in written for call in calls):
-        return message
     told = [f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls]
-    return {**message, "content": "\n".join([message["content"], *told]).strip()}
+    return (
+        {**message, "content": "\n".join([message["content"], *told]).strip()} if told else message
+    )
 
 
 def _found(text: str, content: str, start: int) -> tuple[int, int]:

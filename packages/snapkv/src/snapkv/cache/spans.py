@@ -9,9 +9,10 @@ from torch import Tensor
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.reading import Reading
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
-from snapkv.policies import EvictingPolicy, PrefixPolicy
+from snapkv.ops import ScoreOptions
+from snapkv.policies import EvictingPolicy, PrefixPolicy, PromptLayer
 from snapkv.policies.around import AroundScores
-from snapkv.policies.budget import ByteBudget
+from snapkv.policies.budget import ByteBudget, budget_of
 from snapkv.policies.spans import Span, Spans
 from snapkv.validation import require_int
 
@@ -196,6 +197,35 @@ def require_protectable(layers: Sequence[CompressedLayer], spans: Spans) -> None
                 f"which a head of layer {layer.identity.layer_idx} has evicted {missing:,}; "
                 "protect them before the prompt, or pass recall='host'"
             )
+
+
+def require_room_in_turns(layers: Sequence[CompressedLayer], spans: Spans) -> None:
+    """Refuse to protect more than the shortest turn to come has room for; bytes it tells itself."""
+    first = layers[0]
+    policy, slots = first.policy, first.slots
+    is_chosen_again = first.turns is not None and first.store.is_filled
+    if not is_chosen_again or isinstance(budget_of(policy), ByteBudget):
+        return
+    tokens = slots.row_tokens(first.store)
+    for seen, erased in zip(tokens, slots.erased_spans(len(tokens)), strict=True):
+        positions = torch.arange(seen + 1)
+        left = positions[~erased.cover(positions)]
+        policy.require_room(layer_of_sizes(left, spans, len(layers)))
+
+
+def layer_of_sizes(positions: Tensor, spans: Spans, num_layers: int, **options: Any) -> PromptLayer:
+    """The first of some layers at the end of a prompt of such positions, with nothing in it."""
+    nothing = torch.empty(1, 1, len(positions), 0)
+    return PromptLayer(
+        queries=nothing,
+        keys=nothing,
+        values=nothing,
+        score_options=ScoreOptions(scaling=1.0),
+        layer_idx=0,
+        num_layers=num_layers,
+        protected=spans.cover(positions[None, None]),
+        **options,
+    )
 
 
 def _require_unprotected(protect: Spans | None, rows: Sequence[Spans], action: str) -> None:

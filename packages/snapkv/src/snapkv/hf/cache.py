@@ -33,6 +33,7 @@ from snapkv.cache.spans import (
     require_compressible,
     require_droppable,
     require_protectable,
+    require_room_in_turns,
     require_turns_can_follow,
     spans_of_rows,
     tokens_to_keep,
@@ -452,8 +453,10 @@ class CompressedCache(Cache):
         Raises:
             InvalidArgumentError: the policy cannot keep them, or has no room for them; some of them
                 are dropped, or evicted without `recall`. Nothing has changed then.
+            CacheMismatchError: the prompt waits for a draft that votes on it.
             InvalidTypeError: something else than spans.
         """
+        self.reading.require_decided()
         layers, rule = self.reading.layers, self.reading.layers[0].spans
         more = Spans.of("spans", spans)
         if not more.parts:
@@ -461,6 +464,7 @@ class CompressedCache(Cache):
         both = more if rule.protect is None else rule.protect.union(more)
         self.policy.require_protection(both)
         require_protectable(layers, more)
+        require_room_in_turns(layers, both)
         for layer in layers:
             layer.spans = replace(rule, protect=both)
         self.options = self.options | described(layers[0].spans)
