@@ -9,7 +9,7 @@ from snapkv import default_policy
 from snapkv.app import answering
 from snapkv.cli.ask import AskOptions
 from snapkv.cli.demo import DemoOptions
-from snapkv.cli.policy import build_policy
+from snapkv.cli.policy import build_policy, usual_budget
 from snapkv.plan.shapes import SHAPES
 from snapkv_vllm import server
 from snapkv_vllm.documents.sharing import Sharing
@@ -19,7 +19,8 @@ INSPECT = ("-q", "Where is the key?", "--max-new-tokens", 2, "--checks", 0)
 
 
 def test_without_options_the_demo_keeps_what_ask_keeps():
-    assert default_policy(DemoOptions().budget) == build_policy(AskOptions())
+    budget = usual_budget(DemoOptions().budget, chooses_bits=True)
+    assert default_policy(budget) == build_policy(AskOptions())
 
 
 @pytest.mark.slow
@@ -152,7 +153,7 @@ def test_the_shapes_are_listed(snapkv):
     [
         (["--context", "1k,2k"], "context: expected one number"),
         (["--context", "128kb"], "write for instance --context 4k"),
-        (["--context", "8k", "--budget", "auto"], "budget: expected a whole number such as 4096"),
+        (["--context", "8k", "--budget", "auto"], "budget: expected tokens or bytes"),
         (["--context", "1k", "--model", "qwen3-9b"], "did you mean qwen3-8b"),
         (["--context", "1k", "--gpu-memory", "80"], "gpu_memory: expected bytes with a unit"),
         (["--context", "1k", "--model", "./none"], "model: expected an existing file"),
