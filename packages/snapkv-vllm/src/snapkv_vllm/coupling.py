@@ -95,7 +95,8 @@ SCHEDULING = (
         "v1.request.Request",
         "read, changed",
         attributes="request_id status num_computed_tokens num_prompt_tokens num_tokens "
-        "block_hashes prompt_token_ids mm_features resumable sampling_params",
+        "block_hashes prompt_token_ids all_token_ids mm_features resumable sampling_params "
+        "lora_request cache_salt skip_reading_prefix_cache",
     ),
     Part(
         "v1.request.RequestStatus",

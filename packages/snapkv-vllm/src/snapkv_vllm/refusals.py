@@ -359,6 +359,8 @@ def require_capped_prompt(plan: Plan, request: Any, vllm_config: Any) -> None:
         return
     if request.prompt_token_ids is None or request.mm_features:
         raise _capped("prompt", "a prompt of tokens alone", "embeddings or images")
+    if vllm_config.model_config.uses_mrope:  # of a server without a cap of its own
+        raise _capped("cap", "positions of one dimension", "several (M-RoPE)")
     if cap.looks_ahead and (step := _shortest_step(vllm_config)) <= policy.query_tokens:
         got = f"a window of {policy.query_tokens} in steps of {step}"
         raise _capped("window_size", "steps with room for the window and a token more", got)

@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.policies import AdaKV, Policy, SnapKV, StreamingLLM
+from snapkv.policies.spans import Spans
 from snapkv.validation import (
     DEFAULT_BUDGET,
     MAX_KERNEL_SIZE,
@@ -49,7 +50,7 @@ from snapkv_vllm.names import (
     wrong,
 )
 from snapkv_vllm.plans import Plan
-from snapkv_vllm.spans import RequestSpans, entries_of
+from snapkv_vllm.spans import RequestSpans, entries_of, without
 
 KEY = "snapkv"
 """The server's settings in vLLM's `additional_config`."""
@@ -200,6 +201,16 @@ class ServingSettings:
     def spans_of(self, extra_args: Mapping[str, Any]) -> RequestSpans:
         """What a request says of spans of its prompt."""
         return _spans_of(own_settings(extra_args))
+
+    def whole_of(self, extra_args: Mapping[str, Any], prompt_tokens: int) -> Spans:
+        """What a request wants to stay of its prompt whatever the votes, all without a budget."""
+        given = own_settings(extra_args)
+        spans = _spans_of(given)
+        if given.get("budget", self.budget):
+            first = min(given.get(PROTECT_FIRST, self.protect_first), prompt_tokens)
+            return spans.protecting(first).protect
+        others = [*spans.drop.parts, *(span for span, _ in spans.compress)]
+        return without(Spans(((0, prompt_tokens),)), Spans.of(SPANS, others))
 
     def plan_of_turn(
         self,

@@ -28,6 +28,8 @@ from snapkv_vllm.spans import RequestSpans, without
 
 _NAME = PREFIX + SESSION
 
+_NONE = Spans(())
+
 _MOST_HISTORIES = 512
 """However few blocks they take: the ids of all their tokens are held, too."""
 
@@ -42,30 +44,30 @@ class Compressed:
     Attributes:
         tokens: how many were seen then; 0 where it never was. What came behind them is whole.
         kept_tokens: of those, per KV head.
-        spans: what its request said of them.
+        drop: what its request wanted gone.
+        whole: what it wanted to stay, see `ServingSettings.whole_of`.
     """
 
     tokens: int = 0
     kept_tokens: int = 0
-    spans: RequestSpans = field(default_factory=RequestSpans)
+    drop: Spans = _NONE
+    whole: Spans = _NONE
 
     @property
     def dropped_tokens(self) -> int:
         return self.tokens - self.kept_tokens
 
-    def left(self, asked: RequestSpans) -> RequestSpans | None:
+    def left(self, asked: RequestSpans, whole: Spans) -> RequestSpans | None:
         """Of what a request says of spans what is still to be done; None where that is too late.
 
         What was dropped must be dropped, and what is to go or to stay now must be there whole.
         """
-        if self.spans.drop.parts and without(self.spans.drop, asked.drop).parts:
+        if without(self.drop, asked.drop).parts or asked.compress:
             return None
-        left, late = without(asked.drop, self.spans.drop), Spans(((0, self.tokens),))
-        if asked.compress:
-            return None
-        for named in (left, asked.protect):
+        left, late = without(asked.drop, self.drop), Spans(((0, self.tokens),))
+        for named in (left, whole):
             behind = without(named, late)
-            if self.tokens and without(without(named, behind), self.spans.protect).parts:
+            if self.tokens and without(without(named, behind), self.whole).parts:
                 return None
         return RequestSpans(drop=left, protect=asked.protect)
 
@@ -118,6 +120,7 @@ class _Turn:
 
     owner: Owner
     spans: RequestSpans
+    whole: Spans  # what it wants to stay
     compressed: Compressed  # of what it begins with, then its own
     plan: TurnPlan
     history: History | None = None
@@ -157,7 +160,8 @@ class HeldSessions:
         tokens = plan.prompt_tokens
         policy = self._settings.plan_of_turn(given, tokens, spans).policy
         own = TurnPlan(prompt_tokens=tokens, policy=policy)
-        turn = _Turn(owner=owner, spans=spans, compressed=Compressed(), plan=own)
+        whole = self._settings.whole_of(given, tokens)
+        turn = _Turn(owner=owner, spans=spans, whole=whole, compressed=Compressed(), plan=own)
         if params.prompt_logprobs is None and not request.skip_reading_prefix_cache:
             self._go_on(turn, given, np.array(request.prompt_token_ids, dtype=np.int32))
         if turn.history is not None:
@@ -170,7 +174,8 @@ class HeldSessions:
         tokens, longest = len(prompt), 0
         for history in self._held:
             at = history.compressed
-            left = at.left(turn.spans) if history.owner == turn.owner else None
+            is_own = history.owner == turn.owner
+            left = at.left(turn.spans, turn.whole) if is_own else None
             if left is None:
                 continue
             plan = self._settings.plan_of_turn(given, tokens - at.dropped_tokens, left)
@@ -229,7 +234,9 @@ class HeldSessions:
         if turn is None or not order.ends:
             return
         seen, kept = order.seen_tokens, order.kept_tokens
-        turn.compressed = Compressed(tokens=seen, kept_tokens=kept, spans=turn.spans)
+        turn.compressed = Compressed(
+            tokens=seen, kept_tokens=kept, drop=turn.spans.drop, whole=turn.whole
+        )
         turn.first_block = order.moves[0].targets[0]
 
     def preempted(self, request_id: str) -> None:

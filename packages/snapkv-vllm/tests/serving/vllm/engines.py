@@ -49,19 +49,7 @@ class Engine:
 
         from snapkv_vllm import engine_args
 
-        own = {
-            name: options.pop(name)
-            for name in (
-                "budget",
-                "policy",
-                "parameters",
-                "limits",
-                "max_window_size",
-                "sharing",
-                "sessions",
-            )
-            if name in options
-        }
+        own = {name: options.pop(name) for name in OWN if name in options}
         common: dict[str, Any] = {
             "dtype": "float32",
             "max_model_len": 4096,

@@ -14,9 +14,12 @@ from snapkv import AdaKV, SnapKV
 from snapkv.errors import UnsupportedModelError
 from snapkv.ops import ScoreOptions
 from snapkv.policies import PromptLayer
+from snapkv_vllm.agents.held import Sessions
 from snapkv_vllm.layers import attention_layers
 from snapkv_vllm.layouts import CpuLayout, NumberFormat
 from snapkv_vllm.limits import Limits
+from snapkv_vllm.names import PREFIX, SESSION
+from snapkv_vllm.spans import NAME
 from tests.serving.vllm.engines import greedy, small_engine
 from tests.serving.vllm.models import ids_of
 from tests.serving.vllm.test_heads import of_prompt
@@ -175,6 +178,55 @@ def test_what_a_request_holds_are_the_bytes_that_were_stored(small, name):
                 theirs = layers[layer].bytes_of(CODED[name])
                 for mine, every_byte in zip((keys, values), theirs, strict=True):
                     assert torch.equal(mine, every_byte.gather(1, rows_of(held[layer], mine)))
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_a_history_holds_the_bytes_that_were_stored(small, name):
+    """Also what a second turn goes on from, and a span that it drops."""
+    sessions = Sessions(most_bytes=small.blocks_bytes(4, 32))
+    options = {"sessions": sessions, "parameters": {"window_size": 8}}
+    with recording_engine(small, name, **options) as (engine, layers):
+        ids, last = [], dict[int, int]()  # by position where it was computed last
+        computed, not_read = 0, engine.scheduler._sessions._metrics._series["not_read"]._value
+        for turn in range(3):
+            ids += ids_of(160 if not turn else 70, seed=turn)
+            said = {"start": 150, "end": 158, "do": "protect"}
+            gone = {"start": 152, "end": 158, "do": "drop"}
+            entries = [said] if not turn else [said | {"end": 152}, gone]
+            own = {PREFIX + SESSION: "one", NAME: entries}
+            before = not_read.get()
+            ids += engine.answers([ids], greedy(12, extra_args=own))[0]
+            (history,) = engine.scheduler._sessions._held
+            lent = int(not_read.get() - before)
+            assert bool(turn) == bool(lent)
+            for position in range(lent, len(history.token_ids)):
+                last[position] = computed
+                computed += 1
+            stays = range(150, 152 if turn else 158)
+            require_bytes(engine, layers, history, last, stays, CODED[name])
+            assert computed == sum(len(one) for one in layers[0].keys)
+
+
+def require_bytes(engine, layers, history, last, stays, coded):
+    """Every layer holds of its positions the bytes that were computed last."""
+    compressor, seen = engine.runner._compressor, len(history.token_ids)
+    noted = compressor.positions._noted[history.first_block]
+    numbers = [block.block_id for block in history.blocks[0]]
+    for run in compressor._runs:
+        at = run.blocks_of(numbers, engine.block_tokens)
+        for layer, kept in enumerate((noted[one] for one in run.layers), start=run.depth):
+            behind = torch.arange(history.compressed.tokens, seen)
+            positions = torch.cat([kept.long(), behind.expand(len(kept), -1)], dim=1)
+            assert positions.shape[1] == history.held_tokens
+            of_span = [one for one in positions.unique().tolist() if 150 <= one < 158]
+            assert of_span == list(stays)
+            order = positions.apply_(last.__getitem__)
+            one = run.layout.part(slice(layer - run.depth, layer - run.depth + 1))
+            every = torch.arange(history.held_tokens).expand(1, 1, -1)
+            found = one.read_keys(at, history.held_tokens), one.read_values(at, every)
+            for mine, theirs in zip(found, layers[layer].bytes_of(coded), strict=True):
+                states = mine[0].where(mine[0] != MINUS_ZERO, 0)  # of single tokens
+                assert torch.equal(states, theirs.gather(1, rows_of(order, states)))
 
 
 def rows_of(positions, states):

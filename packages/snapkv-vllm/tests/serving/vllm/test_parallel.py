@@ -8,11 +8,11 @@ import torch
 from torch.nn import functional
 from transformers import AutoTokenizer
 
-from snapkv import AdaKV, SnapKV
+from snapkv import AdaKV, CompressedCache, SnapKV
 from snapkv.policies import Selection
 from snapkv.policies.kvzip import INSTRUCTION
 from tests.serving.vllm.conftest import SECOND_RUNNER
-from tests.serving.vllm.models import ids_of, with_tokenizer
+from tests.serving.vllm.models import generated, ids_of, with_tokenizer
 from tests.serving.vllm.servers import Server
 from tests.serving.vllm.test_documents import Library
 
@@ -67,6 +67,17 @@ class SharesOfHalves(AdaKV):
         )
 
 
+def require_one_cache_for_a_session(server, model):
+    """Each process notes which tokens its own heads hold."""
+    cache, ids = CompressedCache(model.model, SnapKV(BUDGET), turns="compress"), []
+    for turn in range(3):
+        ids += ids_of(90, seed=turn)
+        expected = generated(model.model, ids, cache, TOKENS)
+        assert answer(server, ids, snapkv_session="one") == expected, turn
+        ids += expected
+    assert server.metric("snapkv:session_requests_total") == 2
+
+
 @pytest.mark.slow
 def test_each_of_two_processes_shares_its_own_budget_out_among_its_heads(tmp_path):
     model = with_tokenizer(tmp_path)
@@ -85,10 +96,13 @@ def test_two_processes_answer_as_the_library_does(options, tmp_path):
     shares = not SECOND_RUNNER and "--data-parallel-size" not in options
     own = ["--policy", "snapkv", "--budget", str(BUDGET), "--max-num-batched-tokens", "256"]
     own += ["--share"] if shares else []
+    own += ["--sessions"] if "--tensor-parallel-size" in options else []
     with Server(tmp_path, *own, *options, model=model.folder, longest=LONGEST) as server:
         answers = [answer(server, ids) for ids in PROMPTS]
         assert answers == [model.answer(ids, SnapKV(BUDGET), TOKENS) for ids in PROMPTS]
         assert server.metric("snapkv:requests_total", outcome="compressed") == len(PROMPTS)
+        if "--tensor-parallel-size" in options:
+            require_one_cache_for_a_session(server, model)
         if shares:
             body = {"name": "text", "prompt": TEXT}
             status, said = server.post("/v1/snapkv/documents", body)

@@ -8,6 +8,7 @@ import pytest
 
 from snapkv.errors import InvalidArgumentError, MissingDependencyError, UnsupportedModelError
 from snapkv_vllm import Limits, ServingSettings, engine_args, versions
+from snapkv_vllm.agents.held import Sessions
 from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.refusals import (
     compressed_managers,
@@ -103,6 +104,7 @@ BY_TOVA = ServingSettings(budget=64, limits=Limits(decode_budget=256, decode_pol
 TOVA, ADAKV = (ServingSettings(policy=policy, budget=64) for policy in ("tova", "adakv"))
 SHARED = ServingSettings(budget=64, sharing=Sharing())
 SHARED_APART = ServingSettings(policy="adakv", budget=64, sharing=Sharing())
+SESSIONS = ServingSettings(budget=64, sessions=Sessions())
 KEPT = ServingSettings(budget=64, sharing=Sharing(folder="/kept"))
 KEPT_APART = ServingSettings(policy="adakv", budget=64, sharing=Sharing(folder="/kept"))
 
@@ -129,6 +131,12 @@ KEPT_APART = ServingSettings(policy="adakv", budget=64, sharing=Sharing(folder="
             "documents, adakv and tensor",
         ),
         (SHARED, "kv_transfer_config", {"kv_role": "kv_both"}, "KV connector: .* --share or"),
+        (SESSIONS, "model_config", {"uses_mrope": True}, "sessions and .*M-RoPE"),
+        (SESSIONS, "model_config", {"use_mla": True}, "sessions and latent attention"),
+        (SESSIONS, "model_config", {"enable_sleep_mode": True}, "sleep mode: .* --sessions or"),
+        (SESSIONS, "kv_transfer_config", {"kv_role": "kv_both"}, "KV connector: .* --sessions or"),
+        (SESSIONS, "speculative_config", {"method": "ngram"}, "sessions and speculative"),
+        (SESSIONS, "parallel_config", {"pipeline_parallel_size": 2}, "sessions and pipeline"),
         (KEPT, "parallel_config", {"world_size": 2}, "tensor or pipeline parallelism"),
         (KEPT, "parallel_config", {"distributed_executor_backend": "ray"}, "workers on Ray"),
         (KEPT, "model_config", {"quantization": "gptq"}, "quantised weights"),
@@ -185,6 +193,7 @@ def asked(**more):
         ({}, {"mm_features": [object()]}, "prompt: expected a prompt of tokens alone"),
         ({"scheduler_config": {"max_num_batched_tokens": 32}}, {}, "window_size: expected steps"),
         ({"cache_config": {"mamba_cache_mode": "align"}}, {}, "cap: expected recurrent states"),
+        ({"model_config": {"uses_mrope": True}}, {}, r"cap: expected positions of one .*M-RoPE"),
     ],
 )
 def test_a_request_that_cannot_be_held_to_a_cap_is_refused(config, parts, request_parts, words):

@@ -179,6 +179,23 @@ def assert_spans(engine, results, ids, turn):
             assert set(range(len(ids) - WINDOW, len(ids))) <= set(head)
 
 
+def test_what_a_request_wants_whole_is_read_again_where_votes_have_chosen(engine):
+    """All of its prompt, or its first tokens; then the history that was left so serves others."""
+    first = ids_of(300, seed=11)
+    longer = [*first, *ids_of(60, seed=12)]
+    for more in ({"snapkv_budget": 0}, {"snapkv_protect_first": 40}):
+        requests = went_on(engine)
+        expected = engine.answers([longer], greedy(12, extra_args=more))
+        engine.answers([first], greedy(4, extra_args=own("six")))
+        (found,) = engine.answers([longer], greedy(12, extra_args=own("six", **more)))
+        assert [found] == expected
+        assert went_on(engine) == requests
+        longest = [*longer, *found, *ids_of(60, seed=13)]
+        engine.answers([longest], greedy(4, extra_args=own("six", **more)))
+        assert went_on(engine) == requests + 1
+        forget(engine)
+
+
 def test_another_history_other_spans_and_other_sessions_are_read_as_usual(engine):
     first, requests = ids_of(300, seed=1), went_on(engine)
     engine.answers([first], greedy(4, extra_args=own("four")))
