@@ -104,7 +104,7 @@ def test_tool_results_thinking_and_turns_are_dropped_and_stay_so_in_a_file(tiny,
         assert dropped(each).parts[-1] == (parts[5].span[0], parts[8].span[1])
         each.drop("3")
     assert conversation.ask("Who?").token_ids == loaded.ask("Who?").token_ids
-    for wrong in ("", "everything", "9", "-1", "²"):
+    for wrong in ("", "everything", "9", "-1", "²", "9" * 5000):
         with pytest.raises(InvalidArgumentError, match=r"^drop: expected "):
             conversation.drop(wrong)
 

@@ -196,9 +196,10 @@ class Conversation:
         if what == "thinking":
             answers = [part.span for part in self._parts if part.role == "assistant"]
             return [span for answer in answers for span in self._thinking(*answer)]
-        if not what.isdecimal() or not what.isascii():
+        if not what.isdecimal() or not what.isascii() or len(what) > 9:
             raise InvalidArgumentError(
-                f"drop: expected tools, thinking, document or the number of a turn, got {what!r}; "
+                f"drop: expected tools, thinking, document or the number of a turn, got "
+                f"{what!r:.60}; "
                 "say for instance /drop 1"
             )
         return [part.span for part in turn(self._parts, int(what))]

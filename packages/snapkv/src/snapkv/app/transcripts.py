@@ -167,8 +167,9 @@ def _message(given: Any) -> dict[str, Any]:
     require_choice("transcript, role", role, ROLES[:4])
     content = given.get("content")
     if isinstance(content, list):
-        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
-        content = "".join(texts) if all(isinstance(text, str) for text in texts) else content
+        texts = [part.get("text") for part in content if isinstance(part, dict)]
+        is_text = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
+        content = "".join(map(str, texts)) if is_text else content
     content = "" if content is None else content
     if not isinstance(content, str):
         raise InvalidArgumentError(
