@@ -31,7 +31,7 @@ EXAMPLES = {
     "study induction": ("snapkv study induction --kinds digits,words",),
     "study early-layer": ("snapkv study early-layer --layers 10,15,20",),
     "study heads": ("snapkv study heads --samples 4",),
-    "study fit-gate": ("snapkv study fit-gate --to gate.safetensors",),
+    "study fit-gate": ("snapkv study fit-gate --texts 24",),
 }
 
 

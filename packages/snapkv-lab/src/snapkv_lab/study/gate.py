@@ -51,21 +51,21 @@ class FitGate(Study):
 
     Args:
         texts: how many are read.
-        tokens: their lengths, in turn; a gate is best at lengths like these.
+        lengths: tokens of the texts, in turn; a gate is best at lengths like these.
         seed: of the texts.
-        to: file to write the gate to, instead of keeping it for this model.
+        remember: keep what was found for later runs.
     """
 
     name: ClassVar[str] = "fit-gate"
 
     texts: int = 36
-    tokens: tuple[int, ...] = (300, 700, 1200, 2000)
+    lengths: tuple[int, ...] = (300, 700, 1200, 2000)
     seed: int = 0
-    to: str | None = None
+    remember: bool = True
 
     def __post_init__(self) -> None:
         require_at_least("texts", self.texts, 2 * len(KINDS))
-        require_each_at_least("tokens", self.tokens, LEAST_TOKENS)
+        require_each_at_least("lengths", self.lengths, LEAST_TOKENS)
 
     def into(
         self, loaded: "LoadedModel", folder: Path, on_progress: Progress | None = None
@@ -88,10 +88,9 @@ class FitGate(Study):
         tell("done", self.texts, self.texts)
         with Store(folder, block := self.settings(loaded)) as store:
             unwritten = store.summarise(rows)
-        path = Path(self.to) if self.to else folder / FILE
-        replace_file(path, gate.as_file())
-        closing = f"--policy kvzap --set gate={path} goes by it"
-        if self.to is None:
+        replace_file(folder / FILE, gate.as_file())
+        closing = f"--policy kvzap --set gate={folder / FILE} goes by it"
+        if self.remember:
             closing = f"--policy kvzap goes by it from now on: stored in {remember_gate(gate)}"
         return Findings(folder=folder, run=block, rows=rows, closing=closing, unwritten=unwritten)
 
@@ -101,7 +100,7 @@ class FitGate(Study):
         for place in range(self.texts):
             kind, make = kinds[place % len(kinds)]
             draw = random.Random(f"{self.seed}/{kind}/{place}")
-            wanted = min(most, self.tokens[(place + place // len(kinds)) % len(self.tokens)])
+            wanted = min(most, self.lengths[(place + place // len(kinds)) % len(self.lengths)])
             ids: list[int] = []
             while len(ids) < wanted:
                 text = make(draw) + "\n\n"
@@ -130,12 +129,6 @@ class FitGate(Study):
             )
         ]
         return curves(*panels)
-
-    def settings(self, loaded: "LoadedModel") -> Record:
-        """As for every study, without where the gate is written to."""
-        known = super().settings(loaded)
-        del known["study"]["to"]
-        return known
 
 
 class Regression:

@@ -13,7 +13,7 @@ from tests.gates import drawn_gate
 from tests.lab.evaluate.tiny import tiny_loaded
 from tests.ops.states import random_layer
 
-SMALL = FitGate(texts=2 * len(KINDS), tokens=(128, 140))
+SMALL = FitGate(texts=2 * len(KINDS), lengths=(128, 140))
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_what_is_linear_is_found():
     assert float(torch.corrcoef(torch.stack([right[0, 0], wanted[0, 0]]))[0, 1]) > 0.99
 
 
-def test_a_gate_that_was_fitted_is_kept_or_written_and_the_policy_goes_by_it(tiny, gates, tmp_path):
+def test_a_fitted_gate_is_remembered_or_not_and_the_policy_goes_by_it(tiny, gates, tmp_path):
     found = SMALL.into(tiny, tmp_path / "out")
     assert {row["kind"] for row in found.rows} == set(KINDS)
     assert len(SMALL.table(found.rows).rows) == len(KINDS)
@@ -73,9 +73,8 @@ def test_a_gate_that_was_fitted_is_kept_or_written_and_the_policy_goes_by_it(tin
     assert gate == read_gate(tmp_path / "out" / "gate.safetensors")
     assert CompressedCache(tiny.model, KVzap(40)).policy.gate == gate
     stored.unlink()
-    written = replace(SMALL, to=str(tmp_path / "own"))
-    assert "gate=" in written.into(tiny, tmp_path / "out").closing
-    assert read_gate(tmp_path / "own") == gate
+    assert "gate=" in replace(SMALL, remember=False).into(tiny, tmp_path / "own").closing
+    assert read_gate(tmp_path / "own" / "gate.safetensors") == gate
     assert known_gate(tiny.model) is None
     with pytest.raises(InvalidArgumentError, match="texts"):
         FitGate(texts=3)
