@@ -62,9 +62,7 @@ def demo(
     from snapkv.cli.loading import load_model
     from snapkv.cli.policy import usual_budget
     from snapkv.policies import default_policy
-    from snapkv.word_index import require_word_index
 
-    require_word_index()
     budget = usual_budget(options.budget, chooses_bits=True)
     loaded, policy = load_model(options), default_policy(budget)
     text = Path(gzip.__file__).read_text(encoding="utf-8")[:characters]

@@ -39,7 +39,6 @@ from snapkv.library.searching import Hit
 from snapkv.policies import FullCache, Policy
 from snapkv.policies.default import method_name
 from snapkv.validation import DEFAULT, format_bytes
-from snapkv.word_index import require_word_index
 
 _DOCUMENTS = 3
 
@@ -166,7 +165,6 @@ def answer_from_library(options: AskOptions, question: str, typed: Sequence[str]
     is_compressed = library.required().policy["name"] != FullCache.name
     if is_compressed and options.policy == DEFAULT and not options.has_parameters:
         options, policy = replace(options, policy=FullCache.name), FullCache()  # stays as it is
-    require_word_index()
     if options.rerank:
         embeddings_folder()
     loaded = load_model(like(library, options))

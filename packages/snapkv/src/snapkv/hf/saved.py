@@ -33,6 +33,8 @@ def write(
     beside: Mapping[str, Tensor],
     codes: KVCodes | None = None,
     identity: Mapping[str, Any] | None = None,
+    *,
+    sweep: bool = True,
 ) -> None:
     """Write a `CompressedCache` that was made with these options, and tensors beside it.
 
@@ -41,7 +43,7 @@ def write(
     """
     model = identity or identity_of(cache.model)
     tensors, notes = encoded(cache.layers, cache.reading, options, model, beside, codes)
-    write_sealed(path, tensors, notes)
+    write_sealed(path, tensors, notes, sweep=sweep)
 
 
 def encoded(

@@ -21,7 +21,8 @@ from snapkv.errors import CacheFileError, LibraryError, OutputError
 from snapkv.library.about import About
 from snapkv.library.records import Record, Text, passages
 
-_ABOUT, _LOCK, _DOCUMENTS, _CACHES = "library.json", "library.lock", "documents", "caches"
+_ABOUT, _LOCK, _INDEX = "library.json", "library.lock", "words.sqlite"
+_DOCUMENTS, _CACHES = "documents", "caches"
 _NAMES = {
     "": r"library\.json",
     _DOCUMENTS: r"[0-9a-f]{24}\.json",
@@ -42,6 +43,10 @@ class Fault:
     name: str  # of the document, or where its record is damaged, of that file
     path: Path
     reason: str
+
+    def as_notice(self) -> str:
+        """A line for a damaged record."""
+        return f"library: {str(self.path)!r} cannot be used, {self.reason}; add its document again"
 
 
 class Folder:
@@ -106,8 +111,28 @@ class Folder:
 
     def record(self, key: str) -> Record | None:
         """The document of that key as it is now; None where it is gone, or damaged."""
-        entry = self._entry(self._record_file(key))
+        entry = self.entry(key)
         return entry if isinstance(entry, Record) else None
+
+    def entry(self, key: str) -> Record | Fault | None:
+        """The document of that key, or what is wrong with its record; None where it is gone."""
+        return self._entry(self._record_file(key))
+
+    def stamps(self) -> dict[str, str]:
+        """Of every record, by the document's key, what changes when it is written again."""
+        found = {}
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            for file in os.scandir(self.path / _DOCUMENTS):
+                if re.fullmatch(_NAMES[_DOCUMENTS], file.name):
+                    with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile
+                        key = file.name.removesuffix(".json")
+                        found[key] = " ".join(map(str, _stamp(Path(file.path))))
+        return found
+
+    @property
+    def index_file(self) -> Path:
+        """Where the words of all passages are found, see `searching.Passages`."""
+        return self.path / _INDEX
 
     def _entry(self, file: Path) -> Record | Fault | None:
         """What a record says, read again where its file has changed; None where that is gone."""
@@ -188,7 +213,7 @@ class Folder:
             cache=file.name,
             seal=seal_of(file, checked=False),
         )
-        replace_file(place, record.as_json())
+        replace_file(place, record.as_json(), sweep=False)
         if before is not None:
             _unlink(self.cache_file(before))
         elif is_damaged:

@@ -93,7 +93,7 @@ class Library:
         self._folder = Folder(self.path)
         self._folder.about()
         self._on_notice = on_notice
-        self._searched: tuple[Any, Passages] | None = None
+        self._passages = Passages(self._folder, on_notice)
 
     @property
     def about(self) -> About | None:
@@ -105,10 +105,7 @@ class Library:
         """All documents, in the order of their names."""
         records, faults = self._folder.records()
         for fault in faults:
-            self._on_notice(
-                f"library: {str(fault.path)!r} cannot be used, {fault.reason}; add its document "
-                "again"
-            )
+            self._on_notice(fault.as_notice())
         return list(records.values())
 
     def required(self) -> About:
@@ -199,7 +196,8 @@ class Library:
         self.required()
         records, faults = self._folder.records()
         checked = (self._folder.fault_of(record, checked=True) for record in records.values())
-        return [*faults, *(fault for fault in checked if fault is not None)]
+        found = [*checked, self._passages.fault()]
+        return [*faults, *(fault for fault in found if fault is not None)]
 
     def search(self, question: str, documents: int = 3, *, by_meaning: bool = False) -> list[Hit]:
         """The documents whose passages fit a question best, by their words (BM25).
@@ -214,16 +212,12 @@ class Library:
             The best first, each with its best passage; none where no word of it is in any.
 
         Raises:
-            LibraryError: there is no library.
-            MissingDependencyError: a package that retrieval needs is not installed.
+            LibraryError: there is no library, or this Python's SQLite has no full-text search.
+            MissingDependencyError: the package for `by_meaning` is not installed.
         """
         require_int("documents", documents, minimum=1)
         self.required()
-        records = {record.key: record for record in self.documents}
-        version = tuple((key, record.sha256) for key, record in records.items())
-        if self._searched is None or self._searched[0] != version:
-            self._searched = version, Passages(records.values())
-        return self._searched[1].best(question, documents, by_meaning=by_meaning)
+        return self._passages.best(question, documents, by_meaning=by_meaning)
 
     def inputs(
         self,

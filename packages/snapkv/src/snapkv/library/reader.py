@@ -45,7 +45,8 @@ class Reader:
     def save(self, part: Part, path: Path) -> None:
         """Write a document to a file, in the library's bits."""
         cache, beside = part.cache, {"input_ids": part.input_ids}
-        saved.write(cache, cache.options, path, beside, self.about.codes, self.about.model)
+        codes, identity = self.about.codes, self.about.model
+        saved.write(cache, cache.options, path, beside, codes, identity, sweep=False)
 
     def load(self, path: Path) -> Part:
         """A document out of its file; refused unless that is as it was written."""

@@ -36,11 +36,13 @@ class SealedFile(NamedTuple):
     seal: str
 
 
-def write_sealed(path: Path, tensors: Mapping[str, Tensor], notes: dict[str, Any]) -> None:
+def write_sealed(
+    path: Path, tensors: Mapping[str, Tensor], notes: dict[str, Any], *, sweep: bool = True
+) -> None:
     """Write tensors and JSON to a file, which appears under its name when it is complete.
 
     A saved cache that is there is replaced at the end, any other file is not. What earlier saves of
-    this file have left because they were killed is removed.
+    this file have left because they were killed is removed, unless `sweep` is off.
 
     Raises:
         CacheFileError: the file cannot be written, or is there and no saved cache; what stood under
@@ -54,7 +56,7 @@ def write_sealed(path: Path, tensors: Mapping[str, Tensor], notes: dict[str, Any
     metadata = {"format": f"{_FORMAT}{_VERSION}", "notes": json.dumps(notes), "sha256": _UNSEALED}
     whole = {name: _alone(tensor) for name, tensor in tensors.items()}
     try:
-        with replacing(path) as partial:
+        with replacing(path, sweep=sweep) as partial:
             save_file(whole, partial, metadata)
             _seal(partial)
     except (OutputError, SafetensorError) as error:

@@ -16,7 +16,7 @@ _ABANDONED_SECONDS = 3600  # nothing is written for so long without a pause
 _MOST_NAME_BYTES = 200  # of the 255 that file systems take
 
 
-def replace_file(path: Path, content: str | bytes) -> None:
+def replace_file(path: Path, content: str | bytes, *, sweep: bool = True) -> None:
     """Write a file whole: whatever goes wrong, the old one or none is there, and nothing beside it.
 
     A link stays one, and what it leads to is replaced. A device or a pipe is written into.
@@ -26,16 +26,17 @@ def replace_file(path: Path, content: str | bytes) -> None:
         with naming(path), path.open("wb", buffering=0) as file:
             _write_all(file, data)
         return
-    with replacing(path) as partial:
+    with replacing(path, sweep=sweep) as partial:
         partial.write_bytes(data)
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, *, sweep: bool = True) -> Iterator[Path]:
     """The name of a file beside `path`, which takes its place when the block ends well.
 
-    What earlier writers of this file have left because they were killed is removed. Any OSError
-    within the block is an OutputError.
+    What earlier writers of this file have left because they were killed is removed, which looks at
+    the whole folder; `sweep=False` leaves that to its owner. Any OSError within the block is an
+    OutputError.
     """
     target = Path(os.path.realpath(path))
     name = target.name if len(os.fsencode(target.name)) <= _MOST_NAME_BYTES else ""
@@ -44,7 +45,8 @@ def replacing(path: Path) -> Iterator[Path]:
         if target.is_dir() or is_stream(target):
             raise OSError("it is no regular file")
         try:
-            _remove_abandoned(target)
+            if sweep:
+                _remove_abandoned(target)
             yield partial
             _flush(partial, os.O_RDWR)
             os.replace(partial, target)
