@@ -1,0 +1,144 @@
+"""The index of a library's words: BM25, always of the documents that are there, or refused."""
+
+import functools
+import math
+import random
+import sqlite3
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from snapkv import Library
+from snapkv.cache.saving.files import write_sealed
+from snapkv.library.about import About
+from snapkv.library.folder import Folder
+from snapkv.library.records import Text
+
+WORDS = [f"{letter}{letter}x" for letter in "bcdfghklmn"]  # none has a stem
+QUESTION = "bbx ccx dx the ddx"
+
+
+def put(folder, name, text):
+    given = Text(name=name, text=text)
+    save = functools.partial(write_sealed, tensors={}, notes={}, sweep=False)
+    return folder.write(given, 1, save, folder.record(given.key))
+
+
+def made(path, texts, **options):
+    """A library of texts that no model has read."""
+    folder = Folder(path)
+    with folder.changing():
+        folder.begin(ABOUT)
+        for name, text in texts.items():
+            put(folder, name, text)
+    return Library(path, **options)
+
+
+ABOUT = About(
+    model={}, model_name="none", tokenizer="", prefix_ids=(), policy={"name": "full"}, bits=None
+)
+
+
+def drawn_texts(seed, count=12):
+    draw = random.Random(seed)
+    texts = (" ".join(draw.choices(WORDS, k=draw.randrange(1, 30))) for _ in range(count))
+    return {f"n{place}": text for place, text in enumerate(texts)}
+
+
+def bm25(texts, question):
+    """By its definition, with Lucene's weight of a word, k1 = 1.2 and b = 0.75."""
+    bags = {name: Counter([name, *text.split()]) for name, text in texts.items()}
+    mean = sum(map(Counter.total, bags.values())) / len(bags)
+    scores = Counter()
+    for word in set(question.split()) - {"the"}:
+        found = sum(word in bag for bag in bags.values())
+        weight = math.log(1 + (len(bags) - found + 0.5) / (found + 0.5))
+        for name, bag in bags.items():
+            length = 1.2 * (0.25 + 0.75 * bag.total() / mean)
+            scores[name] += weight * bag[word] * 2.2 / (bag[word] + length)
+    return {name: score for name, score in scores.items() if score}
+
+
+def found(library, question=QUESTION):
+    return {hit.name: hit.score for hit in library.search(question, 100)}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_scores_are_bm25_of_what_is_there_whatever_is_changed_and_removed(tmp_path, seed):
+    texts, draw = drawn_texts(seed), random.Random(seed)
+    library = made(tmp_path / "l", texts, on_notice=pytest.fail)
+    folder = Folder(library.path)
+    for step in range(4):
+        wanted = bm25(texts, QUESTION)
+        for asked in (library, Library(library.path)):
+            scores = found(asked)
+            assert scores == pytest.approx(wanted, rel=1e-6)
+            assert list(scores.values()) == sorted(scores.values(), reverse=True)
+        gone = draw.choice(sorted(texts))
+        del texts[gone]
+        library.remove([gone])
+        for name in draw.sample(sorted(texts), 2):
+            texts[name] = f"{texts[name]} ddx"
+            put(folder, name, texts[name])
+        texts[f"new{step}"] = "bbx ffx"
+        put(folder, f"new{step}", "bbx ffx")
+    assert library.verify() == []
+
+
+def test_where_the_index_cannot_be_written_or_is_no_index_one_in_memory_does(tmp_path):
+    notices, texts = [], drawn_texts(0)
+    library = made(tmp_path / "l", texts, on_notice=notices.append)
+    library._folder.index_file.mkdir()  # as in a folder that is read only, it cannot be opened
+    assert found(library) == pytest.approx(bm25(texts, QUESTION))
+    assert not notices
+    library._folder.index_file.rmdir()
+    library._folder.index_file.write_bytes(b"no index" * 200)
+    for _ in range(2):
+        assert found(Library(library.path, on_notice=notices.append))
+    assert len(notices) == 2
+    assert "words.sqlite' cannot be used, file is not a database; delete it" in notices[0]
+    assert [fault.name for fault in library.verify()] == ["words.sqlite"]
+    library._folder.index_file.unlink()
+    assert found(Library(library.path, on_notice=pytest.fail))
+    assert library.verify() == []
+
+
+def test_a_flipped_byte_of_the_index_is_named_or_changes_nothing(tmp_path):
+    library = made(tmp_path / "l", drawn_texts(1, count=30))
+    wanted = library.search(QUESTION, 100)
+    file = library._folder.index_file
+    whole, draw, named = file.read_bytes(), random.Random(0), 0
+    used = [place for place, byte in enumerate(whole) if byte]
+    for place in draw.sample(used, 150):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        faults = library.verify()
+        named += bool(faults)
+        if not faults:
+            assert Library(library.path).search(QUESTION, 100) == wanted, place
+    assert named > 50
+
+
+def test_many_search_at_once_while_documents_come(tmp_path):
+    library = made(tmp_path / "l", drawn_texts(2))
+    folder = Folder(library.path)
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(found, Library(library.path)) for _ in range(8)]
+        for number in range(8):
+            put(folder, f"late{number}", "bbx")
+        seen = [each.result() for each in asked]
+    assert all(len(each) >= len(bm25(drawn_texts(2), QUESTION)) for each in seen)
+    assert {f"late{number}" for number in range(8)} <= found(library).keys()
+    with sqlite3.connect(folder.index_file) as index:
+        (documents,) = index.execute("select count(*) from documents").fetchone()
+    assert documents == len(library.documents)
+    assert library.verify() == []
+
+
+def test_adding_looks_at_no_whole_folder_for_every_document(tmp_path, monkeypatch):
+    looks, folder = [], Folder(tmp_path)
+    put(folder, "first", "bbx")
+    real = type(tmp_path).iterdir
+    monkeypatch.setattr(type(tmp_path), "iterdir", lambda self: looks.append(self) or real(self))
+    put(folder, "second", "ccx")
+    assert not looks
