@@ -2,6 +2,7 @@
 
 import functools
 import math
+import os
 import random
 import sqlite3
 from collections import Counter
@@ -64,12 +65,15 @@ def found(library, question=QUESTION):
     return {hit.name: hit.score for hit in library.search(question, 100)}
 
 
+@pytest.mark.parametrize("settled", [True, False])
 @pytest.mark.parametrize("seed", range(3))
-def test_scores_are_bm25_of_what_is_there_whatever_is_changed_and_removed(tmp_path, seed):
+def test_scores_are_bm25_of_what_is_there_whatever_is_changed_and_removed(tmp_path, seed, settled):
     texts, draw = drawn_texts(seed), random.Random(seed)
     library = made(tmp_path / "l", texts, on_notice=pytest.fail)
     folder = Folder(library.path)
     for step in range(4):
+        if settled:  # its last change was long ago
+            os.utime(library.path / "documents", ns=(step, step))
         wanted = bm25(texts, QUESTION)
         for asked in (library, Library(library.path)):
             scores = found(asked)
@@ -133,6 +137,20 @@ def test_many_search_at_once_while_documents_come(tmp_path):
         (documents,) = index.execute("select count(*) from documents").fetchone()
     assert documents == len(library.documents)
     assert library.verify() == []
+
+
+def test_a_record_that_was_damaged_in_its_place_is_named_and_its_document_not_found(tmp_path):
+    notices, texts = [], drawn_texts(3)
+    library = made(tmp_path / "l", texts, on_notice=notices.append)
+    os.utime(library.path / "documents", ns=(1, 1))  # long settled
+    before = library.search(QUESTION, 100)
+    file = library.path / "documents" / f"{before[0].key}.json"
+    file.write_bytes(file.read_bytes()[:-9] + b"x")
+    os.utime(file.parent, ns=(1, 1))
+    del texts[before[0].name]
+    assert found(library) == pytest.approx(bm25(texts, QUESTION))
+    assert len(notices) == 1
+    assert str(file) in notices[0]
 
 
 def test_adding_looks_at_no_whole_folder_for_every_document(tmp_path, monkeypatch):

@@ -30,6 +30,7 @@ from snapkv.policies import Policy
 from snapkv.policies.kvzip import INSTRUCTION
 from snapkv_lab.evaluate.corpora import load_corpus
 from snapkv_lab.experiments.experiment import Experiment, Given, Sized
+from snapkv_lab.experiments.library_size import rows_by_size
 from snapkv_lab.experiments.pages import Table
 from snapkv_lab.experiments.prompts import encode
 from snapkv_lab.experiments.records import Row, grouped, read_rows
@@ -260,6 +261,17 @@ _TITLES = {
     "python": "Documents of Python",
     "bits": "Documents of Python in few bits",
     "squad": "Paragraphs of SQuAD",
+    "many": "The folder by the number of documents",
+}
+_SIZES = {
+    "documents": "{documents:,}",
+    "adding each": "{add_ms:.1f} ms",
+    "first search behind that": "{first_search_seconds:.2f} s",
+    "opening, with a search": "{opening_seconds:.3f} s",
+    "search": "{search_ms:.1f} ms",
+    "slowest of 100": "{slowest_search_ms:.1f} ms",
+    "record": "{record_bytes:,} bytes",
+    "index, a document": "{index_bytes:,} bytes",
 }
 _ANSWERS = {
     "kept, and read again": "{name}",
@@ -274,6 +286,9 @@ _ANSWERS = {
 
 def _tables(rows: list[Row]) -> Iterator[str]:
     for group, own in grouped(rows, "group").items():
+        if group == "many":
+            yield from Table(_SIZES, _TITLES[group]).parts(own)
+            continue
         ways = [row for row in own if "way" in row]
         asked = [row for row in own if "answers" in row]
         yield from Table(_ANSWERS, _TITLES[group], made=_answers).parts(asked)
@@ -309,8 +324,11 @@ LIBRARY = Experiment(
     name="library",
     title="Documents that were read once",
     takes="two hours",
-    measure={"python": _python, "bits": _bits, "squad": _squad},
+    measure={"python": _python, "bits": _bits, "squad": _squad, "many": rows_by_size},
     part_key="group",
-    options={"questions": Sized(30, 1)},
+    options={
+        "questions": Sized(30, 1),
+        "documents_added": Sized((100, 1000, 10_000), (10, 100)),
+    },
     tables=_tables,
 )

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import re
+import time
 import uuid
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -32,6 +33,11 @@ _NAMES = {
 
 _PARTIAL = r"\.%s\.[0-9a-f]{32}\.partial"
 """What `snapkv.cache.saving.writing` writes before a file has its name."""
+
+_RECORD = re.compile(_NAMES[_DOCUMENTS])
+
+_SETTLED_NS = 2_000_000_000
+"""No file system's clock is coarser."""
 
 Stamp = tuple[int, int, int]
 
@@ -123,11 +129,25 @@ class Folder:
         found = {}
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             for file in os.scandir(self.path / _DOCUMENTS):
-                if re.fullmatch(_NAMES[_DOCUMENTS], file.name):
+                if _RECORD.fullmatch(file.name):
                     with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile
-                        key = file.name.removesuffix(".json")
-                        found[key] = " ".join(map(str, _stamp(Path(file.path))))
+                        found[file.name.removesuffix(".json")] = _said(file.stat())
         return found
+
+    def stamp_of(self, key: str) -> str | None:
+        """That of one record; None where it is gone."""
+        try:
+            return _said(self._record_file(key).stat())
+        except FileNotFoundError:
+            return None
+
+    def settled(self) -> int | None:
+        """When a record came or went last; None where the next may come under the same time."""
+        try:
+            changed = (self.path / _DOCUMENTS).stat().st_mtime_ns
+        except FileNotFoundError:
+            return None
+        return changed if changed < time.time_ns() - _SETTLED_NS else None
 
     @property
     def index_file(self) -> Path:
@@ -264,8 +284,15 @@ def _unlink(file: Path) -> None:
 
 
 def _stamp(file: Path) -> Stamp:
-    status = file.stat()
+    return _numbers(file.stat())
+
+
+def _numbers(status: os.stat_result) -> Stamp:
     return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _said(status: os.stat_result) -> str:
+    return " ".join(map(str, _numbers(status)))
 
 
 def _read_record(file: Path) -> Record | Fault:

@@ -26,9 +26,13 @@ create table if not exists documents(key text primary key, stamp, name, tokens) 
 create table if not exists spans(
     id integer primary key, key, start, stop, first_line, last_line);
 create index if not exists spans_of on spans(key);
+create table if not exists settled(at integer);
 create virtual table if not exists passages using fts5(words, tokenize='porter unicode61');
 """
-"""A row of `passages` has the id of its span; its words begin with the document's name."""
+"""A row of `passages` has the id of its span; its words begin with the document's name.
+
+`settled` has the time at which the folder of records changed last, where the index knows them all.
+"""
 
 _COMMON = (
     "a an and are as at be but by for if in into is it no not of on or such that the their then "
@@ -54,9 +58,9 @@ class Hit:
 class Passages:
     """An index of all passages of a library's documents: SQLite's full-text search, in a file.
 
-    The records are what holds. Every search compares their stamps with those in the index, and
-    brings it up to date where somebody has added, changed or removed documents, was killed doing
-    so, or has copied the folder. Where it cannot be written or is damaged, an index in memory does.
+    The records are what holds. Where their folder has changed, a search compares their stamps with
+    those in the index and brings it up to date, whoever has added, changed or removed documents, or
+    was killed doing so. Where it cannot be written or is damaged, an index in memory does.
     """
 
     def __init__(self, folder: Folder, on_notice: Callable[[str], None]) -> None:
@@ -74,8 +78,7 @@ class Passages:
         if self._memory is None:
             try:
                 with closing(_opened(str(file))) as index:
-                    self._update(index)
-                    return _best(index, *asked)
+                    return self._best(index, *asked)
             except sqlite3.OperationalError:
                 pass  # the folder cannot be written, or others write all the time
             except sqlite3.Error as error:
@@ -85,8 +88,21 @@ class Passages:
                 )
         with self._lock, _explained():
             self._memory = self._memory or _opened(":memory:")
-            self._update(self._memory)
-            return _best(self._memory, *asked)
+            return self._best(self._memory, *asked)
+
+    def _best(
+        self, index: sqlite3.Connection, question: str, documents: int, by_meaning: bool
+    ) -> list[Hit]:
+        settled = self._folder.settled()
+        if settled is None or index.execute(_SETTLED).fetchall() != [(settled,)]:
+            self._update(index)
+        hits = _best(index, question, documents, by_meaning)
+        for hit in hits:
+            known = index.execute(_STAMP, (hit.key,)).fetchone()
+            if known != (self._folder.stamp_of(hit.key),):  # changed in its place, or meanwhile
+                self._update(index)
+                return _best(index, question, documents, by_meaning)
+        return hits
 
     def fault(self) -> Fault | None:
         """What is wrong with the file of the index; None where there is none, or nothing."""
@@ -127,8 +143,9 @@ class Passages:
 
     def _update(self, index: sqlite3.Connection) -> None:
         """Read the records that are new or have changed, and forget those that are gone."""
+        settled = self._folder.settled()  # before they are looked at
         stamps = self._folder.stamps()
-        if stamps == dict(index.execute(_KNOWN)):
+        if settled is None and stamps == dict(index.execute(_KNOWN)):
             return
         index.execute("begin immediate")
         try:
@@ -143,12 +160,17 @@ class Passages:
                     _insert(index, stamps[key], entry)
                 elif isinstance(entry, Fault):
                     self._on_notice(entry.as_notice())
+            index.execute("delete from settled")
+            if settled is not None:
+                index.execute("insert into settled values (?)", (settled,))
             index.execute("commit")
         except BaseException:
             index.rollback()
             raise
 
 
+_SETTLED = "select at from settled"
+_STAMP = "select stamp from documents where key = ?"
 _KNOWN = "select key, stamp from documents"
 _FORGET_WORDS = "delete from passages where rowid in (select id from spans where key = ?)"
 _ROWS = (
