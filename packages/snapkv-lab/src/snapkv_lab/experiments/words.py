@@ -13,6 +13,7 @@ import torch
 
 from snapkv import AutoBudget, CompressedCache, default_policy
 from snapkv.cli.notes import LostVotes
+from snapkv.cli.policy import LOST_VOTE_IN_FEW_BITS
 from snapkv.policies import FullCache, Policy
 from snapkv_lab.evaluate.haystack import (
     distinct,
@@ -36,7 +37,7 @@ ASKED = 6
 SEED = 77
 
 WAYS: dict[str, tuple[Callable[[], Policy], Any]] = {
-    "default": (lambda: default_policy(AutoBudget()), "auto"),
+    "default": (lambda: default_policy(AutoBudget(lost_vote=LOST_VOTE_IN_FEW_BITS)), "auto"),
     "default, 16 bits": (lambda: default_policy(AutoBudget()), None),
     "1/4 of the bytes": (lambda: default_policy("25%"), "auto"),
     "1/8 of the bytes": (lambda: default_policy("12.5%"), "auto"),
