@@ -21,6 +21,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.pytorch_utils import Conv1D
 
 from snapkv.errors import UnsupportedModelError
+from snapkv.hf.cache_argument import passed
 
 _APPLY = "apply_rotary_pos_emb"
 _PROJECTIONS = ("o_proj", "dense", "c_proj", "out_proj")
@@ -116,7 +117,7 @@ def _lone_keys(model: PreTrainedModel, config: Any, position: int) -> list[Any]:
     cache = DynamicCache(config=config)
     ids = torch.tensor([[config.vocab_size // 2]], device=model.device)
     positions = torch.full_like(ids, position)
-    model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+    model(input_ids=ids, position_ids=positions, **passed(cache), use_cache=True)
     return [getattr(layer, "keys", None) for layer in cache.layers]
 
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from snapkv.cache.slots import SlotMap
 from snapkv.errors import InvalidArgumentError
 from snapkv.hf.cache import CompressedCache
+from snapkv.hf.cache_argument import passed
 from snapkv.kvzip import require_one_reading
 from snapkv.library.joining import JoinedLayer, Part, join, joined_ids, require_joinable
 from snapkv.library.recomputing import recompute as read_again
@@ -101,7 +102,7 @@ def _read(model: PreTrainedModel, ids: Tensor, cache: CompressedCache) -> None:
     _require_choice_behind(cache.policy)
     cache.expect_prompt(ids.shape[1] + 1)
     cache.expect_tokens(ids)
-    model(ids, past_key_values=cache, logits_to_keep=1)
+    model(ids, **passed(cache), logits_to_keep=1)
     cache.reading.prompt_end = None
 
 

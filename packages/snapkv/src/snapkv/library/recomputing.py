@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache
 
 from snapkv.errors import UnsupportedModelError
 from snapkv.hf.attention import plain_name
+from snapkv.hf.cache_argument import passed
 from snapkv.library.joining import JoinedLayer
 from snapkv.prefill.decoder import (
     ReadEnough,
@@ -64,7 +65,7 @@ def recompute(
         if index
     }
     with standing_in(forwards), suppress(ReadEnough):
-        model.get_decoder()(input_ids=input_ids, past_key_values=again, use_cache=True)
+        model.get_decoder()(input_ids=input_ids, **passed(again), use_cache=True)
     return again.joined
 
 
