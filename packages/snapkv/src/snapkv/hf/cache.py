@@ -539,10 +539,13 @@ class CompressedCache(Cache):
             CacheFileError: the file cannot be written, or holds something else than a cache.
             CacheMismatchError: the model is gone, so that the file could not say whose it is, or a
                 forward pass has ended in an error; call `reset`.
+            UnsupportedModelError: an image has moved the positions behind it (M-RoPE); how far is
+                known to the model alone.
         """
         if self.reading.is_broken:
             raise _interrupted()
         self.reading.require_decided()
+        saved.require_plain_positions(self.model)
         codes = None if bits is None else KVCodes.of(bits, "bits")
         saved.write(self, self.options, Path(path), beside or {}, codes)
 
