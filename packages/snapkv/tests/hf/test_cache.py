@@ -244,7 +244,7 @@ REFUSED = {
     "all layers slide": ("mistral", _GROUPS | {"sliding_window": 16}, "at least one layer of full"),
     "no attention": ("mamba", {"hidden_size": 16, "state_size": 4}, "full attention"),
     "own attention": ("bloom", {"hidden_size": 16, "n_layer": 1, "n_head": 2}, "by itself"),
-    "sparse index": ("deepseek_v32", _HEADS | _LATENT, "DynamicIndexedLayer"),
+    "sparse index": ("qwen4_exp_text", {}, "DynamicIndexedLayer"),
     "rearranged heads": ("diffllama", _GROUPS, "rearranges them after the cache"),
     "both directions": ("bert", _HEADS, "causal attention"),
 }
