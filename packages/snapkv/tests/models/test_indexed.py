@@ -6,10 +6,11 @@ import math
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
 
 from snapkv import CompressedCache, InvalidArgumentError, SnapKV, UnsupportedModelError
 from snapkv.ops import ScoreOptions
+from snapkv.plan.footprint import footprint_of_loaded
 from snapkv.policies import (
     IndexerEviction,
     IndexerScores,
@@ -18,6 +19,7 @@ from snapkv.policies import (
     PromptThenDecode,
     PyramidKV,
 )
+from tests.matrix.shrinking import tiny
 
 pytest.importorskip("transformers.models.deepseek_v32")
 
@@ -51,15 +53,29 @@ FAMILIES = {
     "glm_moe_dsa": {},
     "glm_moe_dsa that shares": {"indexer_types": ["full", "shared", "full"]},
     "axk2": {},
+    "hy_v4": {"indexer_types": ["full", "full", "shared"]},
+    "mistral_large4": {},
 }
 
 
 @functools.cache
 def made(family="deepseek_v32", topk=8, attention="sdpa"):
     torch.manual_seed(0)
+    if family == "mistral_large4":
+        return _with_pictures(family, topk, attention)
     options = SIZES | FAMILIES[family] | {"index_topk": topk}
     config = AutoConfig.for_model(family.split()[0], **options)
+    attention = "eager" if family == "hy_v4" else attention  # it has no other
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+
+
+def _with_pictures(family, topk, attention):
+    config = copy.deepcopy(tiny(family).config)
+    text = config.get_text_config()
+    text.index_topk, text.index_n_heads = topk, SIZES["index_n_heads"]
+    config.initializer_range = text.initializer_range = SIZES["initializer_range"]
+    of = AutoModelForImageTextToText
+    return of.from_config(config, attn_implementation=attention).eval()
 
 
 def ids(rows, tokens, seed=0):
@@ -92,7 +108,7 @@ class Oracle:
             {},
         )
         self.model.set_attn_implementation("eager")
-        for index, layer in enumerate(self.model.model.layers):
+        for index, layer in enumerate(self.model.get_decoder().layers):
             layer.self_attn.forward = self._masked(index, layer.self_attn.forward)
 
     def _masked(self, index, forward):
@@ -144,7 +160,7 @@ def test_a_top_k_as_long_as_the_text_is_full_attention(family):
     tokens, model = ids(1, PROMPT), made(family, topk=PROMPT)
     cache = CompressedCache(model, IndexerScores(PROMPT, window_size=WINDOW))
     reference = copy.deepcopy(made(family, topk=10**6))
-    for layer in reference.model.layers:
+    for layer in reference.get_decoder().layers:
         own = layer.self_attn.indexer
         if own is not None:
             own.forward = lambda hidden, *_, **__: torch.arange(PROMPT, dtype=torch.int32).expand(
@@ -347,3 +363,11 @@ def test_what_cannot_be_right_is_refused_by_name():
     read(made(topk=PROMPT), uneven, ids(1, PROMPT))
     with pytest.raises(UnsupportedModelError, match="as many tokens of every layer"):
         read(made(topk=PROMPT), uneven, ids(1, 1))
+
+
+def test_a_plan_counts_latents_and_indexer_keys():
+    per_token = (16 + 8 + 16) * 4
+    assert footprint_of_loaded(made()).token_bytes == 3 * per_token
+    assert (
+        footprint_of_loaded(made("glm_moe_dsa that shares")).token_bytes == 3 * per_token - 16 * 4
+    )

@@ -22,7 +22,7 @@ from snapkv.hf.model_parts import (
     rotations_of,
     shares_latent,
 )
-from snapkv.policies import ByteBudget, DuoAttention, EvictingPolicy, Policy, PyramidKV
+from snapkv.policies import ByteBudget, DuoAttention, EvictingPolicy, FullCache, Policy, PyramidKV
 from snapkv.policies.budget import budget_of
 from snapkv.storage.auto import AutoCodes, AutoStorage, Quantize, read_codes
 from snapkv.storage.base import Storage
@@ -115,11 +115,12 @@ def _require_scores(name: str, policy: Policy, indexers: dict[int, Any]) -> None
             f"policy: expected a model of indexed attention, such as DeepSeek-V3.2, for "
             f"{policy.name}, got {name}; use SnapKV"
         )
-    if not by_scores and any(index != each["leader"] for index, each in indexers.items()):
+    drops = not isinstance(policy, FullCache)
+    if drops and not by_scores and any(index != each["leader"] for index, each in indexers.items()):
         raise UnsupportedModelError(
-            f"policy: expected a method that goes by the indexer's scores, since layers of {name} "
-            f"share what an earlier layer's indexer has chosen and must hold the same tokens, got "
-            f"{policy.name}; use IndexerScores"
+            f"policy: expected a method that goes by the indexer's scores where layers share what "
+            f"one indexer has chosen, and must hold the same tokens, got {policy.name} for {name}; "
+            "use IndexerScores"
         )
 
 
