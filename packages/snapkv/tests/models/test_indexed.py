@@ -74,6 +74,7 @@ def _with_pictures(family, topk, attention):
     text = config.get_text_config()
     text.index_topk, text.index_n_heads = topk, SIZES["index_n_heads"]
     config.initializer_range = text.initializer_range = SIZES["initializer_range"]
+    torch.manual_seed(0)
     of = AutoModelForImageTextToText
     return of.from_config(config, attn_implementation=attention).eval()
 
@@ -339,6 +340,8 @@ def test_what_cannot_be_right_is_refused_by_name():
     model, shares = made(), made("glm_moe_dsa that shares")
     with pytest.raises(UnsupportedModelError, match="use IndexerScores"):
         CompressedCache(shares, SnapKV(BUDGET, window_size=WINDOW))
+    with pytest.raises(UnsupportedModelError, match="DynamicIndexedLayer"):
+        CompressedCache(tiny("qwen4_exp_text"), POLICY)  # whose indexer chooses blocks
     with pytest.raises(UnsupportedModelError, match="quantize: expected none"):
         CompressedCache(model, POLICY, quantize="int8")
     with pytest.raises(UnsupportedModelError, match="storage='static'"):

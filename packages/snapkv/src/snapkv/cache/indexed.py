@@ -64,7 +64,7 @@ class IndexedLayer(CompressedLayer):
                 f"{self.identity.layer_idx}, as its config says, got "
                 f"{indexer_key_states.shape[-1]}; use transformers' own cache for it"
             )
-        keys = self.store.values[:, 0, :, -self.index_dim :]
+        keys: Tensor = self.store.values[:, 0, :, -self.index_dim :]
         with torch.no_grad():
             keys[:, -indexer_key_states.shape[1] :] = indexer_key_states
         if "index_scores" not in self.policy.needs:
