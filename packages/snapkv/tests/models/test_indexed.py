@@ -19,6 +19,7 @@ from snapkv.policies import (
     PromptThenDecode,
     PyramidKV,
 )
+from snapkv.prefill import layer_by_layer
 from tests.matrix.shrinking import tiny
 
 pytest.importorskip("transformers.models.deepseek_v32")
@@ -353,6 +354,9 @@ def test_what_cannot_be_right_is_refused_by_name():
             prompt_lookup_num_tokens=2,
             max_new_tokens=3,
         )
+    of_all = made(topk=PROMPT)
+    with pytest.raises(UnsupportedModelError), layer_by_layer(of_all, chunk_tokens=16):
+        read(of_all, CompressedCache(of_all, POLICY), ids(1, PROMPT))
     cache = CompressedCache(model, POLICY)
     cache.expect_prompt(PROMPT - 2)
     with pytest.raises(UnsupportedModelError, match="no tokens behind the prompt's end"):

@@ -222,7 +222,14 @@ class CompressedCache(Cache):
 
     def _require_one_mask(self, layer: CompressedLayer) -> None:
         """Refuse layers of indexed attention that no longer share one mask, which it goes by."""
-        if not isinstance(layer, IndexedLayer) or not layer.is_initialized:
+        if not isinstance(layer, IndexedLayer):
+            return
+        if self.reading.is_piecewise:
+            raise UnsupportedModelError(
+                "prefill: expected attention whose mask does not go by an indexer where a prompt is read "
+                "layer by layer, got indexed attention; read it in one pass"
+            )
+        if not layer.is_initialized:
             return
         layers = self.reading.layers
         alike = len({(each.store.slots, each.recall_due) for each in layers}) == 1
