@@ -226,8 +226,8 @@ class CompressedCache(Cache):
             return
         if self.reading.is_piecewise:
             raise UnsupportedModelError(
-                "prefill: expected attention whose mask does not go by an indexer where a prompt is read "
-                "layer by layer, got indexed attention; read it in one pass"
+                "prefill: expected attention whose mask does not go by an indexer where a prompt "
+                "is read layer by layer, got indexed attention; read it in one pass"
             )
         if not layer.is_initialized:
             return
