@@ -113,7 +113,7 @@ class Footprint:
 def footprint_of(outline: PreTrainedModel) -> Footprint:
     """What a model takes, from one token sent through its outline on the meta device.
 
-    That token makes a cache of real shapes without data, so grouped heads, latent attention,
+    That token makes a cache of real shapes without data, so grouped heads, latents, indexer keys,
     sliding windows and values of another width than the keys count as they are stored.
 
     Raises:
