@@ -6,7 +6,6 @@ arXiv 2405.16444). What comes out goes on like any cache: a question is read ove
 and the policy chooses.
 """
 
-import math
 import sys
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -20,8 +19,8 @@ from snapkv.errors import InvalidArgumentError
 from snapkv.hf.cache import CompressedCache
 from snapkv.kvzip import require_one_reading
 from snapkv.library.joining import JoinedLayer, Part, join, joined_ids, require_joinable
+from snapkv.library.recomputing import falling, require_recomputable
 from snapkv.library.recomputing import recompute as read_again
-from snapkv.library.recomputing import require_recomputable
 from snapkv.policies import EvictingPolicy, FullCache, Policy
 from snapkv.policies.base import ALL_QUERIES
 from snapkv.storage.dense import DenseStore
@@ -81,14 +80,14 @@ def blend(
     if recompute == 1:
         _read(model, ids, cache)
         return cache
-    count = math.floor(recompute * ids.shape[1]) if len(parts) > 1 else 0
-    if count:
+    counts = falling(recompute, ids.shape[1], len(cache.layers)) if len(parts) > 1 else []
+    if any(counts):
         require_recomputable(model)
     joined = join(model, parts)
     held = _held(joined)
     _require_going_on(cache, held)
-    if count:
-        joined = read_again(model, ids, joined, count)
+    if any(counts):
+        joined = read_again(model, ids, joined, counts)
     _fill(cache, joined, held)
     if cache.reading.looks_at_tokens:
         for layer in cache.reading.layers:
