@@ -2,7 +2,7 @@
 
 Every document is read once, by itself. Joined, their keys stand where their tokens do, and a
 fraction of the tokens, those that the documents before them change most, is read anew (CacheBlend,
-arXiv 2405.16444). What comes out goes on like any cache: a question is read over it, its end votes,
+arXiv 2405.16444); fewer go on in every later layer. What comes out goes on like any cache: a question is read over it, its end votes,
 and the policy chooses.
 """
 
@@ -27,7 +27,7 @@ from snapkv.storage.dense import DenseStore
 from snapkv.storage.ragged import RaggedStore
 from snapkv.validation import require_share
 
-DEFAULT_RECOMPUTE = 0.15
+DEFAULT_RECOMPUTE = 0.2
 _WHOLE = "keep the documents whole (FullCache)"
 
 Held = Literal["whole", "even", "uneven"]
@@ -60,8 +60,10 @@ def blend(
         model: the model that has read the parts; all of its layers must be of full attention.
         parts: the documents, in the order in which they stand.
         policy: what is kept of them for the question; `snapkv.default_policy()` by default.
-        recompute: the fraction of all N tokens that is read anew. 0 for none: no forward pass at
-            all. 1 reads the tokens in full, as if nothing had been read before: exact.
+        recompute: the fraction of all N tokens that the second layer reads anew; it falls by
+            the same factor from layer to layer, to a tenth of it in the last. 0 for none: no
+            forward pass at all. 1 reads the tokens in full, as if nothing had been read before:
+            exact.
         options: as for `CompressedCache`.
 
     Raises:
