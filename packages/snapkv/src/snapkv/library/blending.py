@@ -2,8 +2,8 @@
 
 Every document is read once, by itself. Joined, their keys stand where their tokens do, and a
 fraction of the tokens, those that the documents before them change most, is read anew (CacheBlend,
-arXiv 2405.16444); fewer go on in every later layer. What comes out goes on like any cache: a question is read over it, its end votes,
-and the policy chooses.
+arXiv 2405.16444), in every layer fewer of them. What comes out goes on like any cache: a question
+is read over it, its end votes, and the policy chooses.
 """
 
 import sys

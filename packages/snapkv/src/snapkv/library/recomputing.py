@@ -3,8 +3,10 @@
 Of documents that were read apart, no token has seen those of the documents before its own. The
 first layer does not care: its keys and values depend on a token and its place alone. The second
 layer's keys and values, once the first has read all tokens together, show how much each token
-would change (arXiv 2405.16444, Sec. 4.3). Those that change most go on through all layers, at their
-places and over what is held of all others, and what they become takes the place of what was held.
+would change (arXiv 2405.16444, Sec. 4.3). Those that change most go on, at their places and over
+what is held of all others, and what they become takes the place of what was held. Every layer shows
+anew which of them it changes most: only those reach the next one, and of the others that one and
+all behind it keep what was held.
 
 The first two layers come out exact: their keys and values are those of all tokens read together.
 """
