@@ -221,7 +221,7 @@ def _measure_held_out(given: Given, text: Text) -> Iterator[Row]:
     read = ReadText(given.loaded.model, text.ids)
     for asked in text.cases:
         prompt = read.asked(asked.ids)
-        answering = _Answering(tokenizer, prompt, asked.expected)
+        answering = Answering(tokenizer, prompt, asked.expected)
         ids = answering.generated(prompt.compressed(FullCache()))
         answer = tokenizer.decode(ids)
         row: Row = {
@@ -261,7 +261,7 @@ def _go_on(layer: PromptLayer, places: list[int], share: float) -> bool:
 
 
 @dataclass(frozen=True)
-class _Answering:
+class Answering:
     """What is generated greedily behind a prompt, and whether it has the expected words."""
 
     tokenizer: Any
@@ -273,17 +273,19 @@ class _Answering:
         cache = self.prompt.compressed(policy)
         report = cache.report()
         peaks = torch.stack([layer.notes.lost_peak[0] for layer in cache.reading.layers])
-        answer = self.tokenizer.decode(self.as_generated(cache, ids))
-        right = self.expected in answer
-        return {
-            "right": right,
-            "answer": None if right else answer,
+        return self.answered(cache, ids) | {
             "kept": round(report.kept_tokens, 1),
             "lost": round(report["lost_votes"], 5),
             "peak": round(report["lost_vote_peak"], 7),
             "peak_of_layer": round(float(peaks.mean(dim=1).max()), 7),
             "peak_of_head": round(float(peaks.max()), 7),
         }
+
+    def answered(self, cache: CompressedCache, ids: list[int]) -> Row:
+        """What is generated on a cache, beside what is on the full one, and whether it is right."""
+        answer = self.tokenizer.decode(self.as_generated(cache, ids))
+        right = self.expected in answer
+        return {"right": right, "answer": None if right else answer}
 
     def generated(self, cache: CompressedCache, most: int = 28) -> list[int]:
         """Tokens until the words are there, at most so many."""

@@ -49,10 +49,11 @@ def held_out(tokenizer: Any, rounds: range) -> Iterator[Text]:
             tokens = LENGTHS[(index + place) % len(LENGTHS)]
             draw = random.Random(f"{SEED}/{kind}/{index}")
             document, pairs = make(tokenizer, tokens, draw)
-            yield _text(tokenizer, f"{kind}/{tokens}/{index}", document, pairs)
+            yield text_of(tokenizer, f"{kind}/{tokens}/{index}", document, pairs)
 
 
-def _text(tokenizer: Any, name: str, document: str, pairs: Sequence[Pair]) -> Text:
+def text_of(tokenizer: Any, name: str, document: str, pairs: Sequence[Pair]) -> Text:
+    """A document with questions about it, as `snapkv ask` asks them."""
     begun, asked = "", []
     for question, expected, start in pairs:
         text = question_prompt(tokenizer, document, question, answer_start=start).text

@@ -129,7 +129,7 @@ CHEAP = [
 ]  # fmt: skip
 SLOW = [
     "auto_budget_held_out", "flat", "library", "methods", "pooling", "selective", "sharing",
-    "workers",
+    "words", "workers",
 ]  # fmt: skip
 
 
