@@ -175,6 +175,13 @@ def test_of_equal_deviations_the_first_tokens_go_on():
     assert most_changed(deviation, 5).tolist() == [0, 1, 2, 3, 4]
 
 
+def test_fewer_tokens_from_layer_to_layer():
+    """By the square root of a tenth over two steps."""
+    assert falling(0.2, 1000, 4) == [200, 63, 20]
+    assert falling(0.2, 1000, 2) == [200]
+    assert falling(0.2, 1000, 1) == []
+
+
 @pytest.fixture(autouse=True)
 def _pieces(monkeypatch):
     """Of more tokens than this the chosen ones are read one piece behind the other."""

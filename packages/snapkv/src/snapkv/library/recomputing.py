@@ -90,6 +90,7 @@ class _SecondReading(Cache):
         self._second: States | None = None
         self._start = self._stop = 0  # of the chosen tokens, those that a layer reads now
         self._unheld: list[States] = []
+        self._changes: list[Tensor] = []  # of the tokens that the last layer has read
 
     # What a layer attends to.
 
