@@ -256,7 +256,7 @@ def _needed(layers: Sequence[PromptLayer], places: list[int]) -> list[float | No
 
 
 def _go_on(layer: PromptLayer, places: list[int], share: float) -> bool:
-    chosen = tokens_that_go_on(layer, keep_ratio=share, least_tokens=0)
+    chosen = tokens_that_go_on(layer, keep_ratio=share)
     return chosen is None or set(places) <= set(chosen.keep_indices[0, 0].tolist())
 
 

@@ -61,7 +61,7 @@ class Document:
 
 
 def make_documents(
-    tokenizer: Any, haystack: Haystack, *, prompt_tokens: int, count: int, seed: int = SEED
+    tokenizer: Any, haystack: Haystack, *, prompt_tokens: int, count: int
 ) -> list[Document]:
     """Hide one number in each of `count` stretches of the haystack, at depths in turn."""
     return [
@@ -70,7 +70,7 @@ def make_documents(
             haystack.text,
             prompt_tokens,
             depth=DEPTHS[index % len(DEPTHS)],
-            draw=random.Random(f"{seed}/{prompt_tokens}/{index}"),
+            draw=random.Random(f"{SEED}/{prompt_tokens}/{index}"),
         )
         for index in range(count)
     ]

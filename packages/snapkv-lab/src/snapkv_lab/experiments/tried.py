@@ -30,9 +30,6 @@ WINDOW, SINKS = 16, 4
 PARAMETER_BYTES = 4
 """A scale and a least number of 16 bits."""
 
-Rounding = Callable[[Tensor], Tensor]
-"""(N, D) float32 states of one head, N any number: what their codes stand for."""
-
 
 def in_groups(states: Tensor, bits: int, axis: int) -> Tensor:
     """Asymmetric integers, in groups of 32 along an axis; the last group may be smaller."""
@@ -139,7 +136,6 @@ class Way:
         return (tiers / (4 * size) + WINDOW + SINKS) / prompt_tokens
 
 
-FOUR = (Tier(4, 4),)
 WAYS: dict[str, Way] = {
     "int4, as shipped": Way(),
     "keys 3, values 4": Way(tiers=(Tier(3, 4),)),

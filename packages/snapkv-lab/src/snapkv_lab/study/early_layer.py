@@ -161,7 +161,7 @@ class EarlyLayer(DocumentStudy):
         """Which part of a hidden number the votes of one layer let go on, at half the share."""
         from snapkv.prefill.selective import tokens_that_go_on
 
-        chosen = tokens_that_go_on(layer, keep_ratio=self.keep_ratio / 2, least_tokens=0)
+        chosen = tokens_that_go_on(layer, keep_ratio=self.keep_ratio / 2)
         if chosen is None:
             return 1.0
         places = set(chosen.keep_indices[0, 0].tolist())

@@ -19,20 +19,23 @@ def limits(request):
 
 @pytest.fixture(scope="module")
 def config(folder, limits):
-    from vllm.engine.arg_utils import EngineArgs
-
-    from snapkv_vllm import Limits, engine_args
+    from snapkv_vllm import Limits
 
     held_to = Limits(cap=20, chunk_tokens=8, decode_budget=23, decode_policy="tova", evict_every=5)
+    return engine_config(folder, 96, limits=held_to if limits else None)
+
+
+def engine_config(folder, max_model_len, **own):
+    """A budget of 12 with a window of 6, steps of 24 tokens."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from snapkv_vllm import engine_args
+
     options = engine_args(
-        budget=12,
-        parameters={"window_size": 6},
-        limits=held_to if limits else None,
-        max_window_size=6,
-        dtype="float32",
+        budget=12, parameters={"window_size": 6}, max_window_size=6, dtype="float32", **own
     )
-    options |= {"max_model_len": 96, "max_num_batched_tokens": 24, "enforce_eager": True}
-    options |= {"max_num_seqs": 8, "block_size": 32}
+    options |= {"max_model_len": max_model_len, "max_num_batched_tokens": 24}
+    options |= {"enforce_eager": True, "max_num_seqs": 8, "block_size": 32}
     return EngineArgs(folder, **options).create_engine_config()
 
 

@@ -11,6 +11,7 @@ from tests.serving.vllm.test_accounting import (
     TOKEN_BYTES,
     abort,
     answer,
+    engine_config,
     request,
     require_promise,
     simulation,
@@ -21,20 +22,8 @@ MOST_TOKENS = 28
 
 @pytest.fixture(scope="module")
 def config(folder):
-    from vllm.engine.arg_utils import EngineArgs
-
-    from snapkv_vllm import engine_args
-
-    options = engine_args(
-        budget=12,
-        parameters={"window_size": 6},
-        max_window_size=6,
-        sharing=Sharing(most_bytes=MOST_TOKENS * TOKEN_BYTES, chunk_tokens=9),
-        dtype="float32",
-    )
-    options |= {"max_model_len": 72, "max_num_batched_tokens": 24, "enforce_eager": True}
-    options |= {"max_num_seqs": 8, "block_size": 32}
-    return EngineArgs(folder, **options).create_engine_config()
+    sharing = Sharing(most_bytes=MOST_TOKENS * TOKEN_BYTES, chunk_tokens=9)
+    return engine_config(folder, 72, sharing=sharing)
 
 
 class Server:

@@ -8,27 +8,22 @@ import pytest
 from snapkv_vllm.agents.held import Sessions
 from snapkv_vllm.names import PREFIX, SESSION
 from snapkv_vllm.spans import NAME
-from tests.serving.vllm.test_accounting import TOKEN_BYTES, abort, answer, request, simulation
+from tests.serving.vllm.test_accounting import (
+    TOKEN_BYTES,
+    abort,
+    answer,
+    engine_config,
+    request,
+    simulation,
+)
 
 MOST_TOKENS = 40
 
 
 @pytest.fixture(scope="module")
 def config(folder):
-    from vllm.engine.arg_utils import EngineArgs
-
-    from snapkv_vllm import engine_args
-
-    options = engine_args(
-        budget=12,
-        parameters={"window_size": 6},
-        max_window_size=6,
-        sessions=Sessions(most_bytes=MOST_TOKENS * TOKEN_BYTES),
-        dtype="float32",
-    )
-    options |= {"max_model_len": 60, "max_num_batched_tokens": 24, "enforce_eager": True}
-    options |= {"max_num_seqs": 8, "block_size": 32}
-    return EngineArgs(folder, **options).create_engine_config()
+    sessions = Sessions(most_bytes=MOST_TOKENS * TOKEN_BYTES)
+    return engine_config(folder, 60, sessions=sessions)
 
 
 @dataclass

@@ -7,13 +7,13 @@ from torch import Tensor
 
 from snapkv import ops
 from snapkv.policies.base import ALL_QUERIES
-from snapkv.policies.recent import BestAndRecent, split_budget
+from snapkv.policies.recent import SplitBudget, split_budget
 from snapkv.policies.spans import Spans
 from snapkv.policies.states import DecodeStep, Eviction, LayerStates, PromptLayer, Selection
 
 
 @dataclass(frozen=True)
-class H2O(BestAndRecent):
+class H2O(SplitBudget):
     """Keeps the tokens that received most attention so far, and the most recent ones.
 
     A token's score is the attention it has received from every query since the start of the
@@ -43,17 +43,7 @@ class H2O(BestAndRecent):
     recent: int | None = None
 
     def __post_init__(self) -> None:
-        split_budget(self, "heavy", "recent", default_second=lambda budget: (budget + 1) // 2)
-
-    @property
-    def max_decode_tokens(self) -> int:
-        assert self.budget is not None
-        return self.budget
-
-    @property
-    def recent_tokens(self) -> int:
-        assert self.recent is not None
-        return self.recent
+        split_budget(self, "heavy", default_recent=lambda budget: (budget + 1) // 2)
 
     def rate(self, states: LayerStates) -> Tensor:
         """The attention that every slot receives from the queries: (B, Hkv, S) float32."""

@@ -65,32 +65,46 @@ class BestAndRecent(EvictingPolicy):
         return torch.cat([best, last.expand(*best.shape[:2], -1)], dim=-1)
 
 
-def split_budget(
-    policy: Any, first: str, second: str, *, default_second: Callable[[int], int]
-) -> None:
-    """Complete a frozen policy's `budget`, `first` and `second`, of which two determine the third.
+class SplitBudget(BestAndRecent):
+    """Keeps a budget of two parts, see `split_budget`."""
+
+    budget: int | None
+    recent: int | None
+
+    @property
+    def max_decode_tokens(self) -> int:
+        assert self.budget is not None
+        return self.budget
+
+    @property
+    def recent_tokens(self) -> int:
+        assert self.recent is not None
+        return self.recent
+
+
+def split_budget(policy: Any, first: str, *, default_recent: Callable[[int], int]) -> None:
+    """Complete a frozen policy's `budget`, `first` and `recent`, of which two determine the third.
 
     Args:
         policy: the policy being made; its three fields are set.
-        first: name of the older part, which may be 0.
-        second: name of the recent part, at least 1.
-        default_second: the recent part of a budget where only the budget is given.
+        first: name of the older part, which may be 0; the recent one is at least 1.
+        default_recent: the recent part of a budget where only the budget is given.
     """
     require_tokens(policy)
-    budget, head, tail = policy.budget, getattr(policy, first), getattr(policy, second)
-    for name, value, minimum in (("budget", budget, 1), (first, head, 0), (second, tail, 1)):
+    budget, head, tail = policy.budget, getattr(policy, first), policy.recent
+    for name, value, minimum in (("budget", budget, 1), (first, head, 0), ("recent", tail, 1)):
         if value is not None:
             require_int(name, value, minimum=minimum)
     if budget is None:
         budget = DEFAULT_BUDGET if head is None or tail is None else head + tail
     if tail is None:
-        tail = budget - head if head is not None else default_second(budget)
+        tail = budget - head if head is not None else default_recent(budget)
     if head is None:
         head = budget - tail
     if head < 0 or tail < 1 or head + tail != budget:
         raise InvalidArgumentError(
-            f"budget: expected {first} + {second}, with {second} at least 1, got budget={budget}, "
-            f"{first}={head} and {second}={tail}; a budget of at least {max(head, 0) + 1} would do"
+            f"budget: expected {first} + recent, with recent at least 1, got budget={budget}, "
+            f"{first}={head} and recent={tail}; a budget of at least {max(head, 0) + 1} would do"
         )
-    for name, value in (("budget", budget), (first, head), (second, tail)):
+    for name, value in (("budget", budget), (first, head), ("recent", tail)):
         object.__setattr__(policy, name, value)

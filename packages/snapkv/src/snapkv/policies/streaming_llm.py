@@ -9,14 +9,14 @@ from torch import Tensor
 from snapkv import ops
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies.base import Need
-from snapkv.policies.recent import BestAndRecent, split_budget
+from snapkv.policies.recent import SplitBudget, split_budget
 from snapkv.policies.spans import Spans
 from snapkv.policies.states import DecodeStep, Eviction, LayerStates, PromptLayer, Selection
 from snapkv.validation import require_choice
 
 
 @dataclass(frozen=True)
-class StreamingLLM(BestAndRecent):
+class StreamingLLM(SplitBudget):
     """Keeps the first tokens and the most recent ones, at the prompt's end and ever after.
 
     No scores: the same slots in all heads and layers. A prompt is read with full attention and
@@ -49,7 +49,7 @@ class StreamingLLM(BestAndRecent):
 
     def __post_init__(self) -> None:
         require_choice("positions", self.positions, ("cache", "original"))
-        split_budget(self, "start", "recent", default_second=lambda budget: budget - self.start)
+        split_budget(self, "start", default_recent=lambda budget: budget - self.start)
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -59,16 +59,6 @@ class StreamingLLM(BestAndRecent):
     @property
     def _moved_tokens(self) -> int:
         return self.start if self.positions == "cache" else 0
-
-    @property
-    def max_decode_tokens(self) -> int:
-        assert self.budget is not None
-        return self.budget
-
-    @property
-    def recent_tokens(self) -> int:
-        assert self.recent is not None
-        return self.recent
 
     def rate(self, states: LayerStates) -> Tensor:
         """The oldest first: (B, 1, S) float32."""

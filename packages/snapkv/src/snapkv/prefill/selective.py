@@ -76,11 +76,9 @@ def _voting(keep_ratio: float, least_tokens: int) -> _TokensThatGoOn:
     )
 
 
-def tokens_that_go_on(
-    layer: PromptLayer, *, keep_ratio: float, least_tokens: int
-) -> Selection | None:
+def tokens_that_go_on(layer: PromptLayer, *, keep_ratio: float) -> Selection | None:
     """Which tokens of a prompt the votes of a layer would let go on behind it; None for all."""
-    return _voting(keep_ratio, least_tokens).choose(layer)
+    return _voting(keep_ratio, least_tokens=0).choose(layer)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -154,7 +154,6 @@ def attention_received_by_distance(
     *,
     near_tokens: Tensor,
     pad_tokens: Tensor | None = None,
-    block_tokens: int = 256,
 ) -> tuple[Tensor, Tensor]:
     """`attention_received`, and the part of it that comes from queries further away.
 
@@ -163,7 +162,7 @@ def attention_received_by_distance(
     received = torch.zeros(*queries.shape[:2], keys.shape[2], device=keys.device)
     from_afar = torch.zeros_like(received)
     positions = torch.arange(keys.shape[2], device=keys.device)
-    for weights in attention_weight_blocks(queries, keys, score_options, pad_tokens, block_tokens):
+    for weights in attention_weight_blocks(queries, keys, score_options, pad_tokens, 256):
         rows, seen = weights.shape[-2:]
         distance = positions[seen - rows : seen, None] - positions[:seen]
         received[..., :seen] += weights.sum(dim=-2)
@@ -196,7 +195,6 @@ def attention_to_stored(
     columns: Tensor,
     seen_tokens: int,
     pad_tokens: Tensor | None = None,
-    block_tokens: int = 64,
 ) -> Tensor:
     """As `attention_received` where tokens have been dropped; arguments as in `times_above`.
 
@@ -204,7 +202,7 @@ def attention_to_stored(
     """
     received = torch.zeros(*queries.shape[:2], keys.shape[2], device=keys.device)
     blocks = _stored_weight_blocks(
-        queries, keys, score_options, columns, seen_tokens, pad_tokens, block_tokens
+        queries, keys, score_options, columns, seen_tokens, pad_tokens, 64
     )
     for weights in blocks:
         received += weights.nan_to_num(0.0).sum(dim=-2)  # a pad sees nothing at all
