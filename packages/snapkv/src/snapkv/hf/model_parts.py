@@ -50,7 +50,7 @@ class Rotation:
             return states
         cos, sin = (table / self.factor for table in self.tables(positions))
         part = states[..., : self.dims]
-        _, turned = self.apply(part, part, cos, sin)
+        _, turned = self.apply(part[:, :1], part, cos, sin)  # queries are not wanted
         return torch.cat([turned, states[..., part.shape[-1] :]], dim=-1)
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
