@@ -14,6 +14,7 @@ from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.paging import Recall
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.hf.cache import CompressedCache
+from snapkv.hf.cache_argument import passed
 from snapkv.policies import Policy
 from snapkv.policies.base import ALL_QUERIES
 from snapkv.storage.coded import Bits, KVCodes
@@ -67,7 +68,7 @@ class Document:
         self._cache.expect_prompt(tokens + 1)  # questions are to come: nothing is dropped
         with torch.no_grad():
             for piece in torch.split(self.input_ids, chunk_tokens or tokens, dim=1):
-                model(piece, past_key_values=self._cache, logits_to_keep=1)
+                model(piece, **passed(self._cache), logits_to_keep=1)
 
     @property
     def tokens(self) -> int:

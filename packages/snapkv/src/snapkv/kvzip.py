@@ -22,6 +22,7 @@ from snapkv.errors import (
     UnsupportedModelError,
 )
 from snapkv.hf.cache import CompressedCache
+from snapkv.hf.cache_argument import passed
 from snapkv.hf.forward_context import Hook, hooked
 from snapkv.hf.model_parts import attention_modules, noting_inputs
 from snapkv.plan import max_positions
@@ -88,7 +89,7 @@ def read_as_wanted(
         read_twice(model, input_ids, cache, instruction_ids=instruction_of(tokenizer))
         return
     cache.expect_tokens(input_ids)
-    model(input_ids, past_key_values=cache, logits_to_keep=1)
+    model(input_ids, **passed(cache), logits_to_keep=1)
 
 
 def instruction_of(tokenizer: Any) -> list[int]:
@@ -114,7 +115,7 @@ def repeat_context(
     tokens = input_ids.shape[1]
     chunk = min(scorer.chunk_tokens, tokens, _room_tokens(model, tokens + len(instruction_ids)))
     cache.expect_prompt(tokens + len(instruction_ids) + chunk + 1)
-    model(input_ids, past_key_values=cache, logits_to_keep=1)
+    model(input_ids, **passed(cache), logits_to_keep=1)
     observers = [_Observer(tokens, plus=scorer.plus) for _ in cache.layers]
     before = torch.tensor([list(instruction_ids)], dtype=torch.int64, device=input_ids.device)
     before = before.expand(input_ids.shape[0], -1)
@@ -125,7 +126,7 @@ def repeat_context(
             hooks.enter_context(noting_inputs(module, observer.enter))
         for piece in torch.split(input_ids, chunk, dim=1):
             repeated = torch.cat([before, piece], dim=1)
-            model(repeated, past_key_values=cache, logits_to_keep=1)
+            model(repeated, **passed(cache), logits_to_keep=1)
             for layer in cache.layers:
                 layer.crop(-repeated.shape[1])
     cache.reading.prompt_end = tokens

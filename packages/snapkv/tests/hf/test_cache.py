@@ -239,12 +239,10 @@ def test_a_policy_must_be_one(model, policy):
 
 _HEADS = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4}
 _GROUPS = _HEADS | {"num_key_value_heads": 2}
-_LATENT = {"num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "n_routed_experts": 4}
 REFUSED = {
     "all layers slide": ("mistral", _GROUPS | {"sliding_window": 16}, "at least one layer of full"),
     "no attention": ("mamba", {"hidden_size": 16, "state_size": 4}, "full attention"),
     "own attention": ("bloom", {"hidden_size": 16, "n_layer": 1, "n_head": 2}, "by itself"),
-    "sparse index": ("deepseek_v32", _HEADS | _LATENT, "DynamicIndexedLayer"),
     "rearranged heads": ("diffllama", _GROUPS, "rearranges them after the cache"),
     "both directions": ("bert", _HEADS, "causal attention"),
 }

@@ -3,6 +3,7 @@
 `make test-newest` runs it, and the models, against the newest one.
 """
 
+import copy
 import inspect
 import pkgutil
 from operator import attrgetter
@@ -14,6 +15,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from snapkv import CompressedCache, SnapKV
+from snapkv.hf.cache_argument import cache_among, passed, with_cache
 from snapkv.hf.generate import _AROUND
 from tests.families import tiny_config, tiny_model
 
@@ -43,10 +45,12 @@ PARAMETERS = {  # by name, that code passes or overrides; others may stand among
     f"{STATES}:crop": "tokens_to_remove",
     "modeling_utils.AttentionInterface:register": "key value",
     "masking_utils.AttentionMaskInterface:register": "key value",
+    "masking_utils.create_causal_mask": "config inputs_embeds attention_mask position_ids",
+    "generation.GenerationMixin:_prefill": "input_ids generation_config model_kwargs",
     "modeling_utils.PreTrainedModel:_can_set_attn_implementation": "",
     "modeling_utils.PreTrainedModel:get_decoder": "",
     "configuration_utils.PreTrainedConfig:get_text_config": "decoder",
-    **{f"generation.GenerationMixin:{name}": "" for name in _AROUND},
+    **{f"generation.GenerationMixin:{name}": "" for name in _AROUND if name != "_prefill"},
 }
 """Methods that are called or overridden, and their parameters."""
 
@@ -64,7 +68,7 @@ KNOWN_KINDS = {
     "LinearAttentionLayer": "kept as it is",
     "LinearAttentionAndSlidingWindowAttentionLayer": "kept as it is",
     "DummyLayer": "kept as it is",
-    "DynamicIndexedLayer": "refused",
+    "DynamicIndexedLayer": "compressed",
 }
 """Of the cache's own layers; those that a model's file adds are refused."""
 
@@ -115,5 +119,34 @@ def test_attention_is_called_with_what_the_layer_handed_out(monkeypatch):
         return own(module, query, key, value, attention_mask, **options)
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name, watched)
-    model(torch.arange(3, 43)[None], past_key_values=cache)
+    model(torch.arange(3, 43)[None], **passed(cache))
     assert calls == [(index, (1, 8, 40, 8), (1, 2, 40, 8), True) for index in range(4)]
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma3_text", "deepseek_v3"])
+@torch.no_grad()
+def test_a_cache_has_a_known_name_wherever_it_is_passed(model):
+    """To the model, its decoder, every layer, and among what `generate` hands on and gives."""
+    model, found = copy.deepcopy(tiny_model(model)), []
+    cache = CompressedCache(model, SnapKV(24, window_size=8))
+    for part in (model, model.get_decoder(), *model.get_decoder().layers):
+        part.register_forward_pre_hook(
+            lambda _, args, named: found.append(cache_among(named)), with_kwargs=True
+        )
+    options = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
+    output = model.generate(
+        torch.arange(3, 43)[None], **passed(cache), **options, return_dict_in_generate=True
+    )
+    assert found == [cache] * 12
+    assert cache_among(vars(output)) is cache
+    assert cache.reading.prompt_end == 40
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_cache_is_found_and_replaced_by_either_name(name):
+    """Users may go on with the old one, and a model then hands on the new one."""
+    assert cache_among({name: "cache", "use_cache": True}) == "cache"
+    assert with_cache({name: "other", "use_cache": True}, "new") == {
+        "use_cache": True,
+        **passed("new"),
+    }

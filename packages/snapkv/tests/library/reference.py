@@ -57,8 +57,13 @@ def held_by_heads(parts, layer_idx):
     return held
 
 
-def choose(reused, fresh, held, count):
-    """The tokens whose keys and values of the second layer change most; of equal ones the first."""
+def narrowed(chosen, changes, count):
+    """The `count` of these tokens that change most; of equal ones the first."""
+    return sorted(sorted(chosen, key=lambda token: (-changes[token], token))[:count])
+
+
+def changes_of(reused, fresh, held):
+    """Per token, how far its keys and values lie apart in the heads that hold it."""
     changes = []
     for token in range(held.shape[1]):
         change = 0.0
@@ -67,16 +72,19 @@ def choose(reused, fresh, held, count):
                 for old, new in zip(reused, fresh, strict=True):
                     change += float((old[head, token] - new[head, token]).double().square().sum())
         changes.append(change)
-    best = sorted(range(len(changes)), key=lambda token: (-changes[token], token))[:count]
-    return sorted(best), changes
+    return changes
 
 
 class Mixed(DynamicCache):
-    """A cache of a pass over all tokens that hands out what was reused, but for chosen tokens."""
+    """A cache of a pass over all tokens that hands out what was reused, but for chosen tokens.
 
-    def __init__(self, reused, chosen):
+    Those that a layer changes most are chosen for the next one, `counts` of them.
+    """
+
+    def __init__(self, reused, held, counts):
         super().__init__()
-        self.reused, self.chosen, self.mixed = reused, chosen, []
+        self.reused, self.held, self.counts, self.mixed = reused, held, counts, []
+        self.chosen = {}  # by layer, from the second on
 
     def update(self, keys, values, layer_idx, *args, **kwargs):
         fresh, own = (keys, values), list(self.reused[layer_idx])
@@ -85,44 +93,44 @@ class Mixed(DynamicCache):
         else:
             mixed = tuple(old[None].clone() for old in own)
             for state, new in zip(mixed, fresh, strict=True):
-                state[:, :, self.chosen] = new[:, :, self.chosen]
+                state[:, :, self.chosen[layer_idx]] = new[:, :, self.chosen[layer_idx]]
+        if layer_idx:
+            changes = changes_of(own, [new[0] for new in fresh], self.held[layer_idx])
+            if layer_idx == 1:
+                self.chosen[1] = narrowed(range(len(changes)), changes, self.counts[0])
+            for count in self.counts[layer_idx : layer_idx + 1]:
+                self.chosen[layer_idx + 1] = narrowed(self.chosen[layer_idx], changes, count)
         self.mixed.append(tuple(state[0] for state in mixed))
         return mixed
 
 
-def masks_of(model, parts, chosen, tokens):
-    """Per layer (1, Hq, N, N) bool: a token sees what stands before it and is held or chosen."""
+def mask_of(model, cache, layer_idx):
+    """(1, Hq, N, N) bool: a token sees what stands before it and is held or chosen."""
+    seen = cache.held[layer_idx].clone()
+    tokens = seen.shape[1]
     causal = torch.ones(tokens, tokens, dtype=torch.bool).tril()
-    masks = []
-    for layer_idx in range(model.config.num_hidden_layers):
-        seen = held_by_heads(parts, layer_idx)
-        seen[:, chosen] = True
-        if layer_idx < 2:
-            seen[:] = True
-        visible = causal & (seen[:, None] | torch.eye(tokens, dtype=torch.bool))
-        groups = model.config.num_attention_heads // len(visible)
-        masks.append(visible.repeat_interleave(groups, dim=0)[None])
-    return masks
+    if layer_idx < 2:
+        seen[:] = True
+    else:
+        seen[:, cache.chosen[layer_idx]] = True
+    visible = causal & (seen[:, None] | torch.eye(tokens, dtype=torch.bool))
+    groups = model.config.num_attention_heads // len(visible)
+    return visible.repeat_interleave(groups, dim=0)[None]
 
 
-def blended(model, parts, ids, count):
-    """(chosen, per layer (keys, values)): what a blend has to hold in heads that hold a token."""
-    reused, tokens = states_read_in_place(model, parts), ids.shape[1]
-    fresh = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(ids, past_key_values=fresh)
-    second = [states[0] for states in (fresh.layers[1].keys, fresh.layers[1].values)]
-    chosen, _ = choose(reused[1], second, held_by_heads(parts, 1), count)
-    mixed, handles = Mixed(reused, chosen), []
+def blended(model, parts, ids, counts):
+    """Per layer (keys, values): what a blend has to hold in heads that hold a token."""
+    layers = range(model.config.num_hidden_layers)
+    held = [held_by_heads(parts, layer_idx) for layer_idx in layers]
+    mixed, handles = Mixed(states_read_in_place(model, parts), held, counts), []
     eager = model.config._attn_implementation.endswith("eager")
-    for layer, mask in zip(
-        model.get_decoder().layers, masks_of(model, parts, chosen, tokens), strict=True
-    ):
-        if eager:
-            lowest = torch.finfo(torch.float32).min
-            mask = torch.zeros(mask.shape).masked_fill(~mask, lowest)
+    for layer_idx, layer in enumerate(model.get_decoder().layers):
 
-        def give(_, args, kwargs, mask=mask):
+        def give(_, args, kwargs, layer_idx=layer_idx):
+            mask = mask_of(model, mixed, layer_idx)
+            if eager:
+                lowest = torch.finfo(torch.float32).min
+                mask = torch.zeros(mask.shape).masked_fill(~mask, lowest)
             return args, {**kwargs, "attention_mask": mask}
 
         handles.append(layer.register_forward_pre_hook(give, with_kwargs=True))
@@ -130,7 +138,7 @@ def blended(model, parts, ids, count):
         model(ids, past_key_values=mixed)
     for handle in handles:
         handle.remove()
-    return chosen, mixed.mixed
+    return mixed.mixed
 
 
 def states_held(cache, layer_idx, tokens):

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from snapkv import AdaKV, CompressedCache, FullCache, SnapKV
 from snapkv.library import blend, joined_ids, recomputing
 from snapkv.library.joining import join
-from snapkv.library.recomputing import most_changed, recompute
+from snapkv.library.recomputing import falling, most_changed, recompute
 from snapkv.storage.dense import DenseStore
 from tests.families import random_ids, tiny_config, tiny_model
 from tests.library import reference
@@ -39,6 +39,14 @@ def documents(model, lengths, prefix_tokens=3, policies=None, **options):
     ]
 
 
+def blended(model, parts, share):
+    ids = joined_ids(parts)
+    counts = falling(share, ids.shape[1], model.config.num_hidden_layers)
+    if any(counts):
+        return reference.blended(model, parts, ids, counts)
+    return reference.states_read_in_place(model, parts)
+
+
 def assert_holds(cache, model, parts, expected, tolerance=2e-5):
     tokens = joined_ids(parts).shape[1]
     assert cache.get_seq_length() == tokens
@@ -56,7 +64,7 @@ def test_keys_stand_where_they_are_read_and_chosen_tokens_are_read_over_all(fami
     parts, policy = documents(model, (9, 14, 6)), SnapKV(20, window_size=4)
     cache = blend(model, parts, policy, recompute=0)
     assert_holds(cache, model, parts, reference.states_read_in_place(model, parts))
-    _, expected = reference.blended(model, parts, joined_ids(parts), 9)
+    expected = blended(model, parts, 0.3)
     assert_holds(blend(model, parts, policy, recompute=0.3), model, parts, expected)
 
 
@@ -85,13 +93,11 @@ HELD = {
 def test_heads_hold_what_their_parts_held(family, kind, prefix_tokens, implementation):
     model = tiny_model(family, implementation)
     parts = documents(model, (12, 16, 9), prefix_tokens, HELD[kind])
-    ids = joined_ids(parts)
     reused = reference.states_read_in_place(model, parts)
     cache = blend(model, parts, recompute=0)
     assert_holds(cache, model, parts, reused)
-    _, expected = reference.blended(model, parts, ids, int(0.4 * ids.shape[1]))
     cache = blend(model, parts, recompute=0.4)
-    assert_holds(cache, model, parts, expected)
+    assert_holds(cache, model, parts, blended(model, parts, 0.4))
 
 
 def test_a_fraction_of_one_is_a_full_reading():
@@ -115,7 +121,7 @@ def test_other_shapes_of_models():
         torch.manual_seed(1)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
         parts = documents(model, (9, 14, 6), 3, [None, uneven(8), few(6)])
-        _, expected = reference.blended(model, parts, joined_ids(parts), int(0.3 * 32))
+        expected = blended(model, parts, 0.3)
         assert_holds(blend(model, parts, recompute=0.3), model, parts, expected)
 
 
@@ -134,7 +140,8 @@ def test_all_tokens_chosen_are_a_full_reading_up_to_rounding():
     model = tiny_model("qwen3", "sdpa")
     parts = documents(model, (9, 14, 6))
     ids = joined_ids(parts)
-    joined = recompute(model, ids, join(model, parts), ids.shape[1])
+    counts = [ids.shape[1]] * (model.config.num_hidden_layers - 1)
+    joined = recompute(model, ids, join(model, parts), counts)
     read = DynamicCache(config=model.config)
     with torch.no_grad():
         model(ids, past_key_values=read)
@@ -168,6 +175,13 @@ def test_of_equal_deviations_the_first_tokens_go_on():
     assert most_changed(deviation, 5).tolist() == [0, 1, 2, 3, 4]
 
 
+def test_fewer_tokens_from_layer_to_layer():
+    """By the square root of a tenth over two steps."""
+    assert falling(0.2, 1000, 4) == [200, 63, 20]
+    assert falling(0.2, 1000, 2) == [200]
+    assert falling(0.2, 1000, 1) == []
+
+
 @pytest.fixture(autouse=True)
 def _pieces(monkeypatch):
     """Of more tokens than this the chosen ones are read one piece behind the other."""
@@ -190,12 +204,6 @@ def test_any_documents_are_joined_as_the_reference_joins_them(data):
     policy = st.sampled_from([None, few(3), few(6), uneven(6)])
     policies = data.draw(st.lists(policy, min_size=count, max_size=count))
     parts = documents(model, lengths, prefix_tokens, policies)
-    ids = joined_ids(parts)
     share = data.draw(st.sampled_from([0.0, 0.1, 0.5, 0.999]))
-    chosen = int(share * ids.shape[1])
-    if chosen:
-        _, expected = reference.blended(model, parts, ids, chosen)
-    else:
-        expected = reference.states_read_in_place(model, parts)
     cache = blend(model, parts, FullCache(), recompute=share)
-    assert_holds(cache, model, parts, expected, tolerance=1e-4)
+    assert_holds(cache, model, parts, blended(model, parts, share), tolerance=1e-4)

@@ -1,11 +1,14 @@
-"""Write docs/results/families.jsonl and docs/families.md: `make families`."""
+"""Write docs/results/families.jsonl and docs/families.md: `make families`.
+
+With `--changes`, print instead what the installed transformers changes in them: `make test-newest`.
+"""
 
 import json
 import re
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +82,40 @@ def _general(reason: str) -> str:
     return re.split(r", got |, such as ", said)[0].replace("|", "\\|")
 
 
+def changes(known: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """A line for each model that is new, gone or judged otherwise than in these rows, or wrong."""
+    yield from (f"{model}: gone" for model in sorted(known.keys() - {*MODELS}))
+    for model in MODELS:
+        now, before = _said(row(model)), _said(known.get(model, {}))
+        other = (name for name in now if now[name] != before.get(name) or "wrong" in str(now[name]))
+        if said := "; ".join(f"{name} {now[name]}" for name in other):
+            yield f"{model}: {said if before else f'new: {said}'}"
+
+
+def _said(row: dict[str, Any]) -> dict[str, Any]:
+    """What a row says of the model: its fields, then its cells, in one word where all are right."""
+    parts = {name: each for name, each in row.items() if name not in ("cells", "model")}
+    cells = row.get("cells", {})
+    parts |= {"cells": "all right"} if {*cells.values()} == {"right"} else cells
+    return {name: each for name, each in parts.items() if name != "transformers"}
+
+
+def _list_changes() -> None:
+    known = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
+    sys.stdout.write(f"transformers {transformers.__version__}, and {known[0]['transformers']}:\n")
+    wrong = 0
+    for line in changes({each["model"]: each for each in known}):
+        wrong += "wrong" in line
+        sys.stdout.write(f"  {line}\n")
+        sys.stdout.flush()
+    sys.exit(f"{wrong} wrong" if wrong else 0)
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
+    if "--changes" in sys.argv:
+        _list_changes()
     rows = []
     for model_type in MODELS:
         rows.append(row(model_type))

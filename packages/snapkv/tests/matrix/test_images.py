@@ -4,14 +4,30 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from snapkv import CompressedCache
-from tests.matrix.cells import NEW, POLICY, PROMPT, Text, require_close
+from snapkv import AdaKV, CompressedCache, UnsupportedModelError
+from tests.matrix.cells import (
+    CLOSE,
+    CLOSE_IN_CODES,
+    NEW,
+    POLICY,
+    PROMPT,
+    Text,
+    require_close,
+)
 from tests.matrix.shrinking import MODELS, tiny
 from tests.oracle import hidden_columns, masked_judge, masked_pass
 
 IMAGE_TOKENS = 4
+STOPS = (*range(PROMPT + 1, PROMPT + NEW + 1), PROMPT + NEW + 11, PROMPT + NEW + 12)
 PATCHES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 PIXELS = ("gemma3", "llava")
+WAYS = {
+    "snapkv": (POLICY, {}, CLOSE),
+    "AdaKV": (AdaKV(POLICY), {}, CLOSE),
+    "int8": (POLICY, {"quantize": "int8"}, CLOSE_IN_CODES),
+    "turns": (POLICY, {"turns": "compress"}, CLOSE),
+}
+"""A policy, options of the cache, and how close its logits are."""
 
 
 def image_options(model):
@@ -33,11 +49,12 @@ def image_options(model):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [*PATCHES, *PIXELS])
+@pytest.mark.parametrize("way", WAYS)
 @torch.no_grad()
-def test_an_image_in_the_prompt(name):
+def test_an_image_in_the_prompt(name, way, tmp_path):
     if name not in MODELS:
         pytest.skip("not in this transformers")
-    model, text = tiny(name), Text.drawn(PROMPT + NEW)
+    model, text = tiny(name), Text.drawn(STOPS[-1])
     options, image_id = image_options(model)
     tokens = IMAGE_TOKENS
     if name == "llava":
@@ -48,14 +65,22 @@ def test_an_image_in_the_prompt(name):
     options["mm_token_type_ids"] = (text.ids[:, :PROMPT] == image_id).int()
     if name == "gemma3":
         options["token_type_ids"] = options.pop("mm_token_type_ids")
-    judge, cache = masked_judge(model), CompressedCache(model, POLICY)
+    policy, given, close = WAYS[way]
+    judge, cache = masked_judge(model), CompressedCache(model, policy, **given)
     full = DynamicCache(config=judge.config.get_text_config(decoder=True))
     prompt = text.ids[:, :PROMPT]
     found = model(prompt, past_key_values=cache, **options).logits[:, -1]
     require_close(found, judge(prompt, past_key_values=full, **options).logits[:, -1], "prompt")
-    for stop in range(PROMPT + 1, PROMPT + NEW + 1):
-        token, hidden = text.ids[:, stop - 1 : stop], hidden_columns(cache, stop - 1)
+    start = PROMPT
+    for stop in STOPS if way == "turns" else STOPS[:-2]:
+        if stop - start > 1:
+            cache.expect_prompt(stop)
+        token, hidden = text.ids[:, start:stop], hidden_columns(cache, start)
+        start = stop
         expected = masked_pass(judge, full, hidden, token, None, None)
         found = model(token, past_key_values=cache).logits
-        require_close(found[:, -1], expected[:, -1], f"column {stop}")
-    assert cache.report().kept_tokens == POLICY.budget + NEW
+        require_close(found[:, -1], expected[:, -1], f"column {stop}", close)
+    assert cache.report().kept_tokens == POLICY.budget + (1 if way == "turns" else NEW)
+    if name in PATCHES:
+        with pytest.raises(UnsupportedModelError, match="rope_deltas"):
+            cache.save(tmp_path / "cache")

@@ -23,6 +23,13 @@ POSITIONS = {
     "gpt-oss-20b": 128 * K,
     "deepseek-v3": 163840,
     "command-r-35b": 128 * K,
+    "qwen3-next-80b-a3b": 256 * K,
+    "qwen3.5-35b-a3b": 256 * K,
+    "llama-4-scout": 256 * K,
+    "kimi-linear-48b-a3b": 1024 * K,
+    "minimax-m2": 192 * K,
+    "ministral-3-8b": 256 * K,
+    "smollm3-3b": 64 * K,
 }
 
 BYTES_PER_TOKEN = {  # layers that see everything, keys and values, KV heads, head_dim, 16 bits
@@ -32,6 +39,12 @@ BYTES_PER_TOKEN = {  # layers that see everything, keys and values, KV heads, he
     "gemma-3-12b": 8 * 2 * 8 * 256 * 2,
     "gpt-oss-20b": 12 * 2 * 8 * 64 * 2,
     "phi-4": 40 * 2 * 10 * 128 * 2,
+    "qwen3-next-80b-a3b": 12 * 2 * 2 * 256 * 2,
+    "qwen3.5-35b-a3b": 10 * 2 * 2 * 256 * 2,
+    "llama-4-scout": 12 * 2 * 8 * 128 * 2,
+    "kimi-linear-48b-a3b": 6 * (512 + 64) * 2,
+    "minimax-m2": 62 * 2 * 8 * 128 * 2,
+    "smollm3-3b": 36 * 2 * 4 * 128 * 2,
 }
 
 CHECKPOINT_BYTES = {  # `total_size` in the index of the weights

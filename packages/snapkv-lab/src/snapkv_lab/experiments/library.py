@@ -107,7 +107,7 @@ class Method(NamedTuple):
     Attributes:
         name: unique among the methods.
         way: how they were kept; None reads them in full.
-        recompute: the fraction that is read anew.
+        recompute: the fraction that is read anew, see `blend`.
         policy: what is kept of them for the question.
     """
 
@@ -120,13 +120,13 @@ class Method(NamedTuple):
 _WHOLE = Way("whole", FullCache())
 _KVZIP = KVzip(keep_ratio=0.3)
 _FULL = Method("read in full", None)
-FEW = [_FULL, *(Method(f"whole, {part:g}", _WHOLE, part) for part in (0, 0.05, 0.15, 0.3))]
+FEW = [_FULL, *(Method(f"whole, {part:g}", _WHOLE, part) for part in (0, 0.1, 0.2, 0.4))]
 METHODS = [
     *FEW,
-    Method("whole, int8, 0.15", Way("whole, int8", FullCache(), "int8"), 0.15),
-    Method("KVzip 0.3, 0.15", Way("KVzip 0.3", _KVZIP), 0.15),
-    Method("KVzip 0.3 by head, 0.15", Way("KVzip 0.3 by head", AdaKV(_KVZIP)), 0.15),
-    Method("whole, 0.15, then snapkv 512", _WHOLE, 0.15, SnapKV(512, window_size=16)),
+    Method("whole, int8, 0.2", Way("whole, int8", FullCache(), "int8"), 0.2),
+    Method("KVzip 0.3, 0.2", Way("KVzip 0.3", _KVZIP), 0.2),
+    Method("KVzip 0.3 by head, 0.2", Way("KVzip 0.3 by head", AdaKV(_KVZIP)), 0.2),
+    Method("whole, 0.2, then snapkv 512", _WHOLE, 0.2, SnapKV(512, window_size=16)),
 ]
 
 
@@ -135,7 +135,7 @@ IN_BITS = [
     *FEW[1:4:2],
     *(
         Method(f"whole, {bits}, {part:g}", Way(f"whole, {bits}", FullCache(), bits), part)
-        for bits, parts in (("int8", [0]), ("K8V4", [0]), ("int4", [0, 0.15]))
+        for bits, parts in (("int8", [0]), ("K8V4", [0]), ("int4", [0, 0.2]))
         for part in parts
     ),
 ]

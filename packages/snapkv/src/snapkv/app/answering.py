@@ -23,6 +23,7 @@ from snapkv.app.settings import GenerationSettings
 from snapkv.cache.report import CacheReport
 from snapkv.errors import InvalidArgumentError, PromptTooLongError
 from snapkv.hf.cache import CompressedCache
+from snapkv.hf.cache_argument import passed
 from snapkv.kvzip import read_as_wanted, require_one_reading
 from snapkv.plan import out_of_memory_explained, prompt_memory_explained
 from snapkv.policies import Policy
@@ -199,7 +200,7 @@ def continue_ids(
             output: Tensor = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                past_key_values=cache,
+                **passed(cache),
                 streamer=streamer,
                 stopping_criteria=_stopping(loaded, settings),
                 **generate_options(model, settings),
@@ -215,7 +216,7 @@ def read_prompt(loaded: LoadedModel, ids: Tensor, cache: CompressedCache, prefil
     with prompt_memory_explained(model, ids.shape[1]), prefill.within(model):
         cache.expect_prompt(ids.shape[1])
         cache.expect_tokens(ids)
-        output = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        output = model(ids, **passed(cache), use_cache=True, logits_to_keep=1)
     if cache.policy.draft_tokens:
         cache.vote_by_draft(output.logits)
 
@@ -379,7 +380,7 @@ def answers_together(
         output: Tensor = model.generate(
             ids,
             attention_mask=_left_padded([torch.ones_like(row) for row in rows], 0),
-            past_key_values=cache,
+            **passed(cache),
             stopping_criteria=_stopping(loaded, settings),
             **options,
         )

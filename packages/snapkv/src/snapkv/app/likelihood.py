@@ -18,6 +18,7 @@ from snapkv.app.models import LoadedModel
 from snapkv.app.prompt_end import PromptEnd
 from snapkv.app.prompts import Prompt
 from snapkv.hf.cache import CompressedCache
+from snapkv.hf.cache_argument import passed
 from snapkv.plan import out_of_memory_explained, prompt_memory_explained
 from snapkv.policies import EvictingPolicy, Policy
 from snapkv.storage.coded import KVCodes
@@ -63,7 +64,7 @@ def log_likelihoods(
     cache = CompressedCache(model, policy, quantize=quantize)
     with prompt_memory_explained(model, context.shape[1]), torch.inference_mode():
         cache.expect_tokens(context)
-        logits = model(context, past_key_values=cache, logits_to_keep=1).logits
+        logits = model(context, **passed(cache), logits_to_keep=1).logits
     end = PromptEnd(cache=cache, logits=logits)
     size = 1 if isinstance(policy, EvictingPolicy) else batch_size
     for start in range(0, len(continuations), size):
@@ -102,7 +103,7 @@ def log_probabilities(model: Any, end: PromptEnd, continuation: Tensor) -> tuple
         stop = min(start + size, following)
         part = continuation[:, start:stop]
         cache.expect_tokens(part)
-        logits = model(part, past_key_values=cache).logits
+        logits = model(part, **passed(cache)).logits
         found.append(_chosen(logits, continuation[:, start + 1 : stop + 1]))
     chosen, leading = zip(*found, strict=True)
     return torch.cat(chosen, dim=1), torch.cat(leading, dim=1)

@@ -17,6 +17,7 @@ from snapkv.app.models import LoadedModel
 from snapkv.cache.layer import CompressedLayer
 from snapkv.errors import InvalidArgumentError
 from snapkv.hf.cache import CompressedCache
+from snapkv.hf.cache_argument import passed
 from snapkv.kvzip import repeat_context
 from snapkv.policies import Policy, PromptLayer, Selection
 from snapkv.policies.base import Need
@@ -106,7 +107,7 @@ def _read(model: Any, ids: Tensor, recorder: Recorder) -> tuple[CompressedCache,
     """The full cache of a prompt, and the (1, 1, V) logits behind it."""
     cache = CompressedCache(model, recorder)
     cache.expect_tokens(ids)
-    return cache, model(ids, past_key_values=cache, logits_to_keep=1).logits
+    return cache, model(ids, **passed(cache), logits_to_keep=1).logits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,5 +177,5 @@ def record_prompt_twice(
     layers = repeat_context(model, ids, cache, instruction_ids=instruction_ids)
     cache.crop(-1)  # the last token is read again, for its logits
     cache.expect_prompt(ids.shape[1] + 1)  # and nothing is to be dropped behind it
-    logits = model(ids[:, -1:], past_key_values=cache).logits
+    logits = model(ids[:, -1:], **passed(cache)).logits
     return RecordedPrompt(model=model, layers=layers, last_logits=logits)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from snapkv.hf.cache import CompressedCache
+from snapkv.hf.cache_argument import cache_among
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,7 @@ def telling_of_prompt_end(
     def look(module: Any, given: Any, named: dict[str, Any], output: Any) -> None:
         nonlocal told
         del module, given
-        own = named.get("past_key_values") is cache  # another thread may use the model, too
+        own = cache_among(named) is cache  # another thread may use the model, too
         if own and not told and cache.get_seq_length() == prompt_tokens:
             told = True
             logits = output.logits[:, -1:].clone()

@@ -19,6 +19,7 @@ from snapkv.app.prompts import Prompt
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import OutOfMemoryError
 from snapkv.hf.cache import CompressedCache
+from snapkv.hf.cache_argument import passed
 from snapkv.kvzip import instruction_of
 from snapkv.plan import prompt_memory_explained
 from snapkv.policies import EvictingPolicy, FullCache, Policy
@@ -124,7 +125,7 @@ class _Trial:
     def _read(self, cache: CompressedCache, ids: Tensor) -> Tensor:
         """Logits (1, N, V) behind each of the tokens, which are read in one pass."""
         cache.expect_tokens(ids)
-        logits: Tensor = self.recorded.model(ids, past_key_values=cache).logits
+        logits: Tensor = self.recorded.model(ids, **passed(cache)).logits
         return logits
 
 

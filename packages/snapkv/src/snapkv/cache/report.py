@@ -198,8 +198,9 @@ def _whole_number(tokens: float) -> float:
 
 
 def token_bytes(layer: Any) -> int:
-    """Bytes of the keys and values that one of transformers' own cache layers holds."""
-    return sum(_bytes(getattr(layer, name, None)) for name in ("keys", "values"))
+    """Bytes that one of transformers' own cache layers holds of its tokens, for an indexer too."""
+    states = ("keys", "values", "indexer_keys")
+    return sum(_bytes(getattr(layer, name, None)) for name in states)
 
 
 def tensor_bytes(layer: Any) -> int:

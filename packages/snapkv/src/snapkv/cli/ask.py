@@ -44,7 +44,7 @@ class AskOptions(RunOptions):
     recompute: Annotated[
         float | None,
         panels.library(
-            help="The fraction of their tokens to compute anew: 0 none, 1 all", show_default="0.15"
+            help="The fraction of their tokens to compute anew: 0 none, 1 all", show_default="0.2"
         ),
     ] = None
 
@@ -52,7 +52,7 @@ class AskOptions(RunOptions):
         """Refuse what does not go with a library, or needs one."""
         super().__post_init__()
         if self.recompute is not None:
-            require_share("recompute", self.recompute, "0.15")
+            require_share("recompute", self.recompute, "0.2")
         given: dict[str, Any]
         if self.library is None:
             expected = "--library beside it"

@@ -24,6 +24,7 @@ from snapkv.decoding.tree import (
     accept_typically,
 )
 from snapkv.errors import InvalidTypeError
+from snapkv.hf.cache_argument import passed
 from snapkv.hf.forward_context import reading_candidates
 
 FLOAT32_NODES_ON_CPU, NODES_ON_CPU, NODES_ON_GPU = 3, 6, 63
@@ -150,7 +151,7 @@ class _Candidates(Drafting):
             output = self.request.model(
                 tokens[None],
                 position_ids=(seen_tokens + tree.depths.to(device))[None],
-                past_key_values=self.request.cache,
+                **passed(self.request.cache),
                 use_cache=True,
             )
         logits: Tensor = output.logits[0]

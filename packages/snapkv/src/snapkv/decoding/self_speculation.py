@@ -18,6 +18,7 @@ from snapkv.decoding.speculation import Drafting, Request, Speculation, begin_ve
 from snapkv.decoding.tree import accept_sampled
 from snapkv.errors import CacheMismatchError, InvalidArgumentError
 from snapkv.hf.cache import CompressedCache
+from snapkv.hf.cache_argument import passed
 from snapkv.validation import require_int
 
 
@@ -112,7 +113,7 @@ class _Drafts(Drafting):
         self._drafted = len(drafts)
         both = torch.cat([text, drafts])
         unseen = both[len(text) - 1 :][None]
-        raw = self.request.model(unseen, past_key_values=self._full, use_cache=True).logits[0]
+        raw = self.request.model(unseen, **passed(self._full), use_cache=True).logits[0]
         logits = torch.stack(
             [self.request.processed(both[: len(text) + n], row) for n, row in enumerate(raw)]
         )
@@ -136,7 +137,7 @@ class _Drafts(Drafting):
         }
         for _ in range(count):
             output = self.request.model(
-                text[-1:][None], past_key_values=self.request.cache, use_cache=True
+                text[-1:][None], **passed(self.request.cache), use_cache=True
             )
             logits.append(self.request.processed(text, output.logits[0, -1]))
             token = torch.tensor([self.request.choose(logits[-1])], device=text.device)

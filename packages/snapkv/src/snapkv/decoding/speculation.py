@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache
 
 from snapkv.errors import CacheMismatchError, InvalidArgumentError, UnsupportedModelError
 from snapkv.hf.cache import CompressedCache
+from snapkv.hf.cache_argument import cache_among, passed
 
 MOST_ROWS = 5
 """Beyond so many rows torch's own float32 product is the faster one."""
@@ -84,7 +85,7 @@ class Request:
             )
         unread = self.ids[:, seen:]
         for piece in torch.split(unread, self.chunk_tokens or unread.shape[1], dim=1):
-            output = self.model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            output = self.model(piece, **passed(cache), use_cache=True, logits_to_keep=1)
         logits: Tensor = output.logits[0, -1]
         return logits
 
@@ -147,7 +148,7 @@ class Speculation(ABC):
             CacheMismatchError: no `CompressedCache`.
         """
         _require_one_sequence(input_ids, model_inputs.get("attention_mask"), generation_config)
-        cache = model_inputs.get("past_key_values")
+        cache = cache_among(model_inputs)
         if not isinstance(cache, CompressedCache):
             raise CacheMismatchError(
                 f"past_key_values: expected a CompressedCache where drafts are verified, got "

@@ -18,14 +18,22 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from snapkv.cache.choosing import Choice, costed
+from snapkv.cache.indexed import IndexedLayer
 from snapkv.cache.layer import CompressedLayer
-from snapkv.errors import CacheMismatchError, UnsupportedModelError
+from snapkv.errors import CacheMismatchError, InvalidArgumentError, UnsupportedModelError
 from snapkv.hf import forward_context
 from snapkv.hf.attend import Attended, AttentionCall, attend_stored, fitting
 from snapkv.hf.forward_context import ForwardContext, Phase, Shared
 from snapkv.hf.masks import leading_pads, mask_function
 from snapkv.hf.model_parts import output_weight
-from snapkv.policies import DecodeStep, EvictingPolicy, PromptLayer, Selection
+from snapkv.policies import (
+    DecodeStep,
+    EvictingPolicy,
+    Policy,
+    PromptLayer,
+    PromptThenDecode,
+    Selection,
+)
 from snapkv.policies.by_rows import select_by_rows
 from snapkv.storage.base import keep_tokens
 
@@ -104,6 +112,7 @@ def _attention(
         key=key,
         value=value,
         mask=attention_mask,
+        indices=options.pop("indices", None),
         options=options,
         candidates=forward_context.candidates(),
     )
@@ -148,6 +157,7 @@ def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
     call = fitting(call, layer)
     read = call.before(drafts)
     own, slots = read.query.shape[2], read.key.shape[2]
+    _require_window(layer, context)
     pads = leading_pads(call.mask, own - 1, slots, layer.policy.query_tokens)
     prompt = _prompt_layer(read, layer, pads)
     if context.reading.narrowing is not None:
@@ -167,6 +177,8 @@ def _read_turn(call: AttentionCall, context: ForwardContext) -> Attended:
     """A later prompt is read over what was kept; rows that fitted until now choose at its end."""
     layer, drafts = context.layer, context.drafts
     attended = attend_stored(call, layer)
+    if drafts == 0:
+        _require_window(layer, context)
     if drafts <= 0:
         _choose_for_whole_rows(call, layer, is_end=drafts == 0)
     if drafts >= 0:
@@ -183,6 +195,7 @@ def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
     layer, drafts = context.layer, context.drafts
     read = call.before(drafts)
     attended = attend_stored(read, layer, rebuild_mask=drafts > 0, drafts=drafts)
+    _require_window(layer, context)
     prompt = _prompt_layer(read, layer, layer.slots.fillers)
     choice = layer.choose(prompt)
     if choice.selection is not None:
@@ -375,7 +388,28 @@ def _of_layer(call: AttentionCall, layer: CompressedLayer) -> dict[str, Any]:
         "layer_idx": layer.identity.layer_idx,
         "depth": layer.identity.depth,
         "num_layers": layer.identity.num_layers,
+        "index_scores": _index_scores(layer, call.key.shape[2]),
     }
+
+
+def _index_scores(layer: CompressedLayer, slots: int) -> Tensor | None:
+    """(B, N, slots) float32, as the indexer that the layer goes by has made them in this pass."""
+    if not isinstance(layer, IndexedLayer):
+        return None
+    return forward_context.index_scores(layer.leader, slots)
+
+
+def _require_window(layer: CompressedLayer, context: ForwardContext) -> None:
+    """Refuse the end of a prompt whose window an indexer has scored in pieces."""
+    if "index_scores" not in layer.policy.needs:
+        return
+    wanted = min(layer.policy.query_tokens, context.turn_tokens)
+    if context.new_tokens < wanted:
+        raise InvalidArgumentError(
+            f"policy: expected the last {wanted} tokens of a prompt in one forward pass for "
+            f"{layer.policy.name}, whose scores are of one, got {context.new_tokens}; read them "
+            "together"
+        )
 
 
 def _prompt_layer(call: AttentionCall, layer: CompressedLayer, pads: Tensor | None) -> PromptLayer:
@@ -413,9 +447,16 @@ def _check_votes(
     call: AttentionCall, context: ForwardContext, prompt: PromptLayer, last_output: Tensor
 ) -> None:
     """Where a policy scores by attention, it must be the model's."""
-    if context.layer.policy.query_tokens:
+    if _votes(context.layer.policy):
         eager = call.implementation == "eager"
         context.check.judge(prompt, last_output, call.module, rounds_scores=eager)
+
+
+def _votes(policy: Policy) -> bool:
+    """Whether it scores by attention; a method of two parts does where one of them does."""
+    if isinstance(policy, PromptThenDecode):
+        return _votes(policy.prompt) or _votes(policy.decode)
+    return bool(policy.query_tokens) and "index_scores" not in policy.needs
 
 
 def _take_context(call: AttentionCall) -> ForwardContext | None:
@@ -462,6 +503,8 @@ def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
                     f"{option}: expected attention to the keys as they are stored, got the latent "
                     f"attention of {name}, whose heads share one; {remedy}"
                 )
+    if isinstance(context.layer, IndexedLayer):
+        return _indexed_refusal(call, context, context.layer)
     own_4d = context.has_own_mask and getattr(call.mask, "ndim", 0) == 4
     if pages is not None and own_4d and context.drafts > 0:
         return UnsupportedModelError(
@@ -469,6 +512,46 @@ def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
             "whose pages have no columns in a 4-D one, got a 4-D one; pass (batch, tokens) zeros "
             "and ones"
         )
+    return None
+
+
+def _indexed_refusal(
+    call: AttentionCall, context: ForwardContext, layer: IndexedLayer
+) -> Exception | None:
+    """Why this call of indexed attention cannot be compressed correctly; None where it can."""
+    name, slots = type(call.module).__name__, call.key.shape[2]
+    for what, is_so, expected, remedy in (
+        (
+            "policy",
+            _votes(layer.policy) and slots > layer.most_attended,
+            f"a method that goes by the indexer's scores for more than {layer.most_attended:,} "
+            "tokens, of which a query does not attend to all",
+            "use IndexerScores",
+        ),
+        (
+            "prefill",
+            context.reading.narrowing is not None or context.reading.cap_tokens is not None,
+            "a prompt that every layer reads whole",
+            "read it as it is",
+        ),
+        (
+            "input_ids",
+            context.drafts > 0 and context.phase in (Phase.END_PROMPT, Phase.END_TURN),
+            "no tokens behind the prompt's end in its pass",
+            "read them after it",
+        ),
+        (
+            "model",
+            "index_scores" in layer.policy.needs and _index_scores(layer, slots) is None,
+            "an indexer that takes the top of its scores of all stored keys",
+            "use transformers' own cache for it",
+        ),
+    ):
+        if is_so:
+            return UnsupportedModelError(
+                f"{what}: expected {expected}, got indexed attention of {name} that does "
+                f"otherwise; {remedy}"
+            )
     return None
 
 

@@ -9,14 +9,20 @@ from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicCache,
     DynamicLayer,
-    LinearAttentionAndFullAttentionLayer,
 )
 
 from snapkv.cache.hybrid import HybridLayer
+from snapkv.cache.indexed import IndexedLayer
 from snapkv.cache.layer import CompressedLayer, LayerIdentity
 from snapkv.errors import InvalidArgumentError, InvalidTypeError, UnsupportedModelError
-from snapkv.hf.model_parts import output_projections, rotations_of, shares_latent
-from snapkv.policies import ByteBudget, DuoAttention, EvictingPolicy, Policy, PyramidKV
+from snapkv.hf import forward_context
+from snapkv.hf.model_parts import (
+    indexers_of,
+    output_projections,
+    rotations_of,
+    shares_latent,
+)
+from snapkv.policies import ByteBudget, DuoAttention, EvictingPolicy, FullCache, Policy, PyramidKV
 from snapkv.policies.budget import budget_of
 from snapkv.storage.auto import AutoCodes, AutoStorage, Quantize, read_codes
 from snapkv.storage.base import Storage
@@ -25,7 +31,8 @@ from snapkv.storage.dynamic import Dynamic
 from snapkv.storage.static import Static
 from snapkv.validation import require_choice, require_int
 
-_COMPRESSED = {DynamicLayer, LinearAttentionAndFullAttentionLayer}
+_INDEXED = "DynamicIndexedLayer"  # which the oldest release has not
+_COMPRESSED = {"DynamicLayer", _INDEXED, "LinearAttentionAndFullAttentionLayer"}
 _KEPT_AS_THEY_ARE = {
     "DynamicSlidingWindowLayer",
     "LinearAttentionLayer",
@@ -36,7 +43,7 @@ _KEPT_AS_THEY_ARE = {
 
 def grows(layer: Any) -> bool:
     """Whether one of transformers' own layers holds every token, so that it is compressed."""
-    return type(layer) in _COMPRESSED
+    return type(layer).__name__ in _COMPRESSED
 
 
 StorageMaker = Callable[[], Storage]
@@ -71,9 +78,23 @@ def layers_for(
         policy.require_heads(len(full), None if latents else _kv_heads(config))
     made = [storage().at(depth, len(full), latents=latents) for depth in range(len(full))]
     is_static = any(each.is_compileable for each in made)
-    _require_kinds(type(model).__name__, layers, is_static=is_static)
+    indexed = [index for index in full if type(layers[index]).__name__ == _INDEXED]
+    indexers = indexers_of(model) if indexed else {}
+    _require_kinds(type(model).__name__, layers, is_static=is_static, indexers=indexers)
+    _require_scores(type(model).__name__, policy, indexers)
+    if indexers and not all(own.holds_as_it_came for own in made):
+        raise UnsupportedModelError(
+            f"quantize: expected none where an indexer chooses by keys of its own, got it for "
+            f"{type(model).__name__}; leave it out"
+        )
     for identity, own in zip(_identities(model, policy, full), made, strict=True):
-        layers[identity.layer_idx] = _compressed(layers[identity.layer_idx], policy, identity, own)
+        index = identity.layer_idx
+        if index in indexers:
+            layers[index] = IndexedLayer(
+                policy, identity, own, **indexers[index], note=forward_context.note_index
+            )
+        else:
+            layers[index] = _compressed(layers[index], policy, identity, own)
     return layers
 
 
@@ -84,6 +105,23 @@ def _compressed(
     if type(made) is DynamicLayer:
         return CompressedLayer(policy, identity, storage)
     return HybridLayer(policy, identity, storage, made)
+
+
+def _require_scores(name: str, policy: Policy, indexers: dict[int, Any]) -> None:
+    """Refuse a method that an indexer's scores do not go with."""
+    by_scores = "index_scores" in policy.needs
+    if by_scores and not indexers:
+        raise UnsupportedModelError(
+            f"policy: expected a model of indexed attention, such as DeepSeek-V3.2, for "
+            f"{policy.name}, got {name}; use SnapKV"
+        )
+    drops = not isinstance(policy, FullCache)
+    if drops and not by_scores and any(index != each["leader"] for index, each in indexers.items()):
+        raise UnsupportedModelError(
+            f"policy: expected a method that goes by the indexer's scores where layers share what "
+            f"one indexer has chosen, and must hold the same tokens, got {policy.name} for {name}; "
+            "use IndexerScores"
+        )
 
 
 def _kv_heads(config: Any) -> int | None:
@@ -194,10 +232,13 @@ def _require_decoder(model: PreTrainedModel, config: Any) -> None:
         )
 
 
-def _require_kinds(name: str, layers: Sequence[Any], *, is_static: bool) -> None:
+def _require_kinds(
+    name: str, layers: Sequence[Any], *, is_static: bool, indexers: dict[int, Any]
+) -> None:
     """Refuse layers that cannot be compressed, or left as they are, correctly."""
     others = {type(layer).__name__ for layer in layers} - {"DynamicLayer"}
-    if unknown := sorted(others - _KEPT_AS_THEY_ARE - {kind.__name__ for kind in _COMPRESSED}):
+    known = _KEPT_AS_THEY_ARE | (_COMPRESSED if indexers else _COMPRESSED - {_INDEXED})
+    if unknown := sorted(others - known):
         raise UnsupportedModelError(
             f"model: expected layers of full, sliding or linear attention, got {name} with "
             f"{', '.join(unknown)}, which cannot be compressed correctly; use transformers' own "

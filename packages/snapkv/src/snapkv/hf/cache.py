@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from snapkv.cache.indexed import IndexedLayer
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.options import (
     Fair,
@@ -38,7 +39,12 @@ from snapkv.cache.spans import (
     spans_of_rows,
     tokens_to_keep,
 )
-from snapkv.errors import CacheMismatchError, InvalidArgumentError, InvalidTypeError
+from snapkv.errors import (
+    CacheMismatchError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    UnsupportedModelError,
+)
 from snapkv.hf import forward_context, saved
 from snapkv.hf.build import layers_for, storage_for
 from snapkv.hf.drafting import vote_by_draft
@@ -160,6 +166,7 @@ class CompressedCache(Cache):
         if layer_idx <= self._first:
             self.reading.require_decided()
             self._require_coming(layer_idx, *key_states.shape[::2])
+            self._require_one_mask(layer)
         if not isinstance(layer, CompressedLayer):
             keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             uncompressed.let_go_of_the_past(layer, new_tokens)
@@ -212,6 +219,27 @@ class CompressedCache(Cache):
         )
         if forward_context.leave(self.reading) or uneven:
             raise _interrupted()
+
+    def _require_one_mask(self, layer: CompressedLayer) -> None:
+        """Refuse layers of indexed attention that no longer share one mask, which it goes by."""
+        if not isinstance(layer, IndexedLayer):
+            return
+        if self.reading.is_piecewise:
+            raise UnsupportedModelError(
+                "prefill: expected attention whose mask does not go by an indexer where a prompt "
+                "is read layer by layer, got indexed attention; read it in one pass"
+            )
+        if not layer.is_initialized:
+            return
+        layers = self.reading.layers
+        alike = len({(each.store.slots, each.recall_due) for each in layers}) == 1
+        ragged = any(each.store.ragged is not None for each in layers)
+        if not alike or ragged or any(each.slots.needs_own_mask for each in layers):
+            raise UnsupportedModelError(
+                "policy: expected as many tokens of every layer and row where an indexer chooses "
+                f"among them, since all layers share one mask, got {self.policy!r} that kept other "
+                "numbers; use a budget that is a number of tokens, and one conversation a cache"
+            )
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens, such as rejected drafts.
@@ -321,6 +349,12 @@ class CompressedCache(Cache):
             raise InvalidArgumentError(
                 f"refresh_every: expected none where drafts are verified (assistant model, prompt "
                 f"lookup), got {self.options['refresh_every']}; generate without drafts"
+            )
+        if any(isinstance(layer, IndexedLayer) for layer in self.layers):
+            raise UnsupportedModelError(
+                "model: expected attention to all that is stored where drafts are verified, got "
+                "indexed attention, whose indexer chooses before the prompt's end is known; "
+                "generate without drafts"
             )
         if isinstance(self.policy, EvictingPolicy):
             raise InvalidArgumentError(
@@ -539,10 +573,13 @@ class CompressedCache(Cache):
             CacheFileError: the file cannot be written, or holds something else than a cache.
             CacheMismatchError: the model is gone, so that the file could not say whose it is, or a
                 forward pass has ended in an error; call `reset`.
+            UnsupportedModelError: an image has moved the positions behind it (M-RoPE); how far is
+                known to the model alone.
         """
         if self.reading.is_broken:
             raise _interrupted()
         self.reading.require_decided()
+        saved.require_plain_positions(self.model)
         codes = None if bits is None else KVCodes.of(bits, "bits")
         saved.write(self, self.options, Path(path), beside or {}, codes)
 

@@ -137,6 +137,7 @@ class _Current(threading.local):
     context: ForwardContext | None = None
     padding: "weakref.ref[PaddingWatch] | None" = None
     candidates: Candidates | None = None
+    index: tuple[int, Tensor] | None = None  # the layer whose indexer has made these scores
     hook = Hook()
 
     def __init__(self) -> None:
@@ -189,6 +190,17 @@ def take_shared(keys: Tensor) -> Shared | None:
     if not shared.left:
         del _current.shared[keys.data_ptr()]
     return shared
+
+
+def note_index(layer_idx: int, scores: Tensor) -> None:
+    """Leave an indexer's scores, (B, N, S), for the layers that go by them."""
+    _current.index = layer_idx, scores
+
+
+def index_scores(layer_idx: int, slots: int) -> Tensor | None:
+    """What the indexer of that layer has left of so many slots in this pass."""
+    found = _current.index
+    return found[1] if found and found[0] == layer_idx and found[1].shape[-1] == slots else None
 
 
 def enter_padding(watch: PaddingWatch) -> None:

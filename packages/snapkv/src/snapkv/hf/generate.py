@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from snapkv.cache.reading import Reading
 from snapkv.errors import InvalidArgumentError
+from snapkv.hf.cache_argument import cache_among
 from snapkv.hf.drafting import vote_by_draft
 
 
@@ -68,7 +69,7 @@ def _prefill(
     with announcement:
         output = own(model, input_ids, generation_config, model_kwargs, **options)
     if reading is not None and reading.undecided:
-        cache, mask = model_kwargs["past_key_values"], model_kwargs.get("attention_mask")
+        cache, mask = cache_among(model_kwargs), model_kwargs.get("attention_mask")
         vote_by_draft(model, cache, output.logits, mask)
     return output
 
@@ -149,7 +150,7 @@ def stop_announcing(model: PreTrainedModel) -> None:
 
 def _reading_of(kwargs: dict[str, Any]) -> Reading | None:
     """What a compressed cache among the arguments is told of its reading; None for other caches."""
-    reading = getattr(kwargs.get("past_key_values"), "reading", None)
+    reading = getattr(cache_among(kwargs), "reading", None)
     return reading if isinstance(reading, Reading) else None
 
 

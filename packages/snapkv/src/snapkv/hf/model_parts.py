@@ -21,6 +21,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.pytorch_utils import Conv1D
 
 from snapkv.errors import UnsupportedModelError
+from snapkv.hf.cache_argument import passed
 
 _APPLY = "apply_rotary_pos_emb"
 _PROJECTIONS = ("o_proj", "dense", "c_proj", "out_proj")
@@ -49,7 +50,7 @@ class Rotation:
             return states
         cos, sin = (table / self.factor for table in self.tables(positions))
         part = states[..., : self.dims]
-        _, turned = self.apply(part, part, cos, sin)
+        _, turned = self.apply(part[:, :1], part, cos, sin)  # queries are not wanted
         return torch.cat([turned, states[..., part.shape[-1] :]], dim=-1)
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,6 +80,28 @@ def shares_latent(model: PreTrainedModel) -> bool:
     """Whether its attention stores one latent for all heads, as DeepSeek's does."""
     config = model.config.get_text_config(decoder=True)
     return bool(getattr(config, "kv_lora_rank", None))
+
+
+def indexers_of(model: PreTrainedModel) -> dict[int, dict[str, int]]:
+    """For each layer of indexed attention to latents of its own what `IndexedLayer` is told of it.
+
+    Empty where the model's indexers are of another kind.
+    """
+    config = model.config.get_text_config(decoder=True)
+    dim, most = getattr(config, "index_head_dim", None), getattr(config, "index_topk", None)
+    shares = getattr(config, "kv_sharing_modes", None)
+    kinds = config.layer_types
+    if not (shares_latent(model) and dim and most) or any(shares or ()):
+        return {}
+    if set(kinds) != {"indexed_attention"}:
+        return {}
+    found: dict[int, dict[str, int]] = {}
+    modes, leader = getattr(config, "indexer_types", None) or ["full"] * len(kinds), 0
+    for index, mode in enumerate(modes):
+        leader = leader if mode == "shared" else index
+        own = 0 if mode == "shared" else dim
+        found[index] = {"index_dim": own, "leader": leader, "most_attended": most}
+    return found
 
 
 def _find_rotations(model: PreTrainedModel, layers: Sequence[int]) -> dict[int, Rotation]:
@@ -116,7 +139,7 @@ def _lone_keys(model: PreTrainedModel, config: Any, position: int) -> list[Any]:
     cache = DynamicCache(config=config)
     ids = torch.tensor([[config.vocab_size // 2]], device=model.device)
     positions = torch.full_like(ids, position)
-    model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+    model(input_ids=ids, position_ids=positions, **passed(cache), use_cache=True)
     return [getattr(layer, "keys", None) for layer in cache.layers]
 
 

@@ -26,6 +26,20 @@ _BESIDE = "beside."
 _OPTIONS = ("storage", "room_tokens", "turns", "refresh_every", "quantize", "protect", "fair")
 
 
+def require_plain_positions(model: PreTrainedModel) -> None:
+    """Refuse a file without what the model noted of its last image; after a text that is nothing.
+
+    Models with rotations of three axes number tokens behind an image by it (Qwen2-VL, section 2.1).
+    """
+    moved = (getattr(module, "rope_deltas", None) for module in model.modules())
+    if any(isinstance(deltas, Tensor) and bool(deltas.any()) for deltas in moved):
+        raise UnsupportedModelError(
+            f"model: expected positions that count tokens for a cache that is saved, got "
+            f"{type(model).__name__} behind an image, whose `rope_deltas` a loaded one would miss; "
+            "keep the cache in memory, or set them to None if it has read no image"
+        )
+
+
 def write(
     cache: Any,
     options: Mapping[str, Any],

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from snapkv.hf.cache import CompressedCache
+from snapkv.hf.cache_argument import passed
 from snapkv.policies import Eviction
 
 SINK_TOKENS = 4
@@ -143,7 +144,7 @@ def _greedy(
     while len(answer) < most_tokens and answer[-1] not in end_ids:
         ids = torch.tensor([answer[-1:]], device=model.device)
         cache.expect_tokens(ids)
-        answer.append(int(model(ids, past_key_values=cache).logits[0, -1].argmax()))
+        answer.append(int(model(ids, **passed(cache)).logits[0, -1].argmax()))
     return answer
 
 
@@ -160,7 +161,7 @@ def _without(cache: CompressedCache, start: int, stop: int) -> CompressedCache:
 def _read_again(model: Any, cache: CompressedCache, answer: Tensor) -> tuple[float, bool]:
     """Mean log-likelihood of the answer behind its first token, and whether a choice changed."""
     cache.expect_tokens(answer[:, :-1])
-    logits = model(answer[:, :-1], past_key_values=cache).logits[0]
+    logits = model(answer[:, :-1], **passed(cache)).logits[0]
     likely = logits.float().log_softmax(dim=-1)
     wanted = answer[0, 1:]
     chosen = likely.gather(1, wanted[:, None]).mean()

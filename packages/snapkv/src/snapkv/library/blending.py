@@ -2,11 +2,10 @@
 
 Every document is read once, by itself. Joined, their keys stand where their tokens do, and a
 fraction of the tokens, those that the documents before them change most, is read anew (CacheBlend,
-arXiv 2405.16444). What comes out goes on like any cache: a question is read over it, its end votes,
-and the policy chooses.
+arXiv 2405.16444), in every layer fewer of them. What comes out goes on like any cache: a question
+is read over it, its end votes, and the policy chooses.
 """
 
-import math
 import sys
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -18,17 +17,18 @@ from transformers import PreTrainedModel
 from snapkv.cache.slots import SlotMap
 from snapkv.errors import InvalidArgumentError
 from snapkv.hf.cache import CompressedCache
+from snapkv.hf.cache_argument import passed
 from snapkv.kvzip import require_one_reading
 from snapkv.library.joining import JoinedLayer, Part, join, joined_ids, require_joinable
+from snapkv.library.recomputing import falling, require_recomputable
 from snapkv.library.recomputing import recompute as read_again
-from snapkv.library.recomputing import require_recomputable
 from snapkv.policies import EvictingPolicy, FullCache, Policy
 from snapkv.policies.base import ALL_QUERIES
 from snapkv.storage.dense import DenseStore
 from snapkv.storage.ragged import RaggedStore
 from snapkv.validation import require_share
 
-DEFAULT_RECOMPUTE = 0.15
+DEFAULT_RECOMPUTE = 0.2
 _WHOLE = "keep the documents whole (FullCache)"
 
 Held = Literal["whole", "even", "uneven"]
@@ -61,8 +61,10 @@ def blend(
         model: the model that has read the parts; all of its layers must be of full attention.
         parts: the documents, in the order in which they stand.
         policy: what is kept of them for the question; `snapkv.default_policy()` by default.
-        recompute: the fraction of all N tokens that is read anew. 0 for none: no forward pass at
-            all. 1 reads the tokens in full, as if nothing had been read before: exact.
+        recompute: the fraction of all N tokens that the second layer reads anew; it falls by
+            the same factor from layer to layer, to a tenth of it in the last. 0 for none: no
+            forward pass at all. 1 reads the tokens in full, as if nothing had been read before:
+            exact.
         options: as for `CompressedCache`.
 
     Raises:
@@ -81,14 +83,14 @@ def blend(
     if recompute == 1:
         _read(model, ids, cache)
         return cache
-    count = math.floor(recompute * ids.shape[1]) if len(parts) > 1 else 0
-    if count:
+    counts = falling(recompute, ids.shape[1], len(cache.layers)) if len(parts) > 1 else []
+    if any(counts):
         require_recomputable(model)
     joined = join(model, parts)
     held = _held(joined)
     _require_going_on(cache, held)
-    if count:
-        joined = read_again(model, ids, joined, count)
+    if any(counts):
+        joined = read_again(model, ids, joined, counts)
     _fill(cache, joined, held)
     if cache.reading.looks_at_tokens:
         for layer in cache.reading.layers:
@@ -101,7 +103,7 @@ def _read(model: PreTrainedModel, ids: Tensor, cache: CompressedCache) -> None:
     _require_choice_behind(cache.policy)
     cache.expect_prompt(ids.shape[1] + 1)
     cache.expect_tokens(ids)
-    model(ids, past_key_values=cache, logits_to_keep=1)
+    model(ids, **passed(cache), logits_to_keep=1)
     cache.reading.prompt_end = None
 
 

@@ -209,27 +209,23 @@ class JoinedLayer:
         found[:, -1] = -1
         return found[:, chosen]
 
-    def put(self, chosen: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Hold other states of (n,) tokens, (1, H, n, D), in heads that hold them; in place."""
+    def put(self, chosen: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Hold other states of (n,) tokens, (1, H, n, D), in heads that hold them; in place.
+
+        Returns:
+            (n,) float32: how far apart the old and the new states of a token lie. Squared
+            distances, summed over keys, values and the heads that hold it.
+        """
         slots = self.slots_of(chosen)
         heads, tokens = (slots >= 0).nonzero(as_tuple=True)
         where = (torch.zeros_like(heads), heads, slots[heads, tokens])
-        self.key_states.index_put_(where, keys[0, heads, tokens])
-        self.value_states.index_put_(where, values[0, heads, tokens])
-
-    def deviation(self, keys: Tensor, values: Tensor) -> Tensor:
-        """(N,) float32: how far what is held lies from the states of all tokens, (1, H, N, D).
-
-        Squared distances, summed over keys, values and the heads that hold the token.
-        """
-        index = self.places.clamp(min=0)[..., None]
-        apart = torch.zeros(self.places.shape, dtype=torch.float32, device=keys.device)
+        apart = torch.zeros(len(chosen), dtype=torch.float32, device=keys.device)
         for held, new in ((self.key_states, keys), (self.value_states, values)):
-            own = new.gather(2, index.expand(-1, -1, -1, new.shape[-1]))
-            apart += (held.float() - own.float()).square().sum(dim=-1)
-        summed = apart.new_zeros(self.tokens + 1)
-        summed.index_add_(0, (self.places % (self.tokens + 1)).flatten(), apart.flatten())
-        return summed[:-1]
+            own = new[0, heads, tokens]
+            distances = (held[where].float() - own.float()).square().sum(dim=-1)
+            apart.index_add_(0, tokens, distances)
+            held.index_put_(where, own)
+        return apart
 
 
 def join(model: PreTrainedModel, parts: Sequence[Part]) -> list[JoinedLayer]:

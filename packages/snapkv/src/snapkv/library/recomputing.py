@@ -3,8 +3,10 @@
 Of documents that were read apart, no token has seen those of the documents before its own. The
 first layer does not care: its keys and values depend on a token and its place alone. The second
 layer's keys and values, once the first has read all tokens together, show how much each token
-would change (arXiv 2405.16444, Sec. 4.3). Those that change most go on through all layers, at their
-places and over what is held of all others, and what they become takes the place of what was held.
+would change (arXiv 2405.16444, Sec. 4.3). Those that change most go on, at their places and over
+what is held of all others, and what they become takes the place of what was held. Every layer shows
+anew which of them it changes most: only those reach the next one, and of the others that one and
+all behind it keep what was held.
 
 The first two layers come out exact: their keys and values are those of all tokens read together.
 """
@@ -22,6 +24,7 @@ from transformers.cache_utils import Cache
 
 from snapkv.errors import UnsupportedModelError
 from snapkv.hf.attention import plain_name
+from snapkv.hf.cache_argument import passed
 from snapkv.library.joining import JoinedLayer
 from snapkv.prefill.decoder import (
     ReadEnough,
@@ -35,6 +38,9 @@ IMPLEMENTATIONS = ("sdpa", "eager")
 
 _PIECE_TOKENS = 256
 """Of more tokens the chosen ones are read in pieces, none of which looks at what is behind it."""
+
+_LAST = 0.1
+"""Of the tokens that the second layer reads anew, so many are left in the last one."""
 
 States = tuple[Tensor, Tensor]
 """Keys and values, (1, H, N, D) and (1, H, N, Dv)."""
@@ -54,32 +60,38 @@ def require_recomputable(model: PreTrainedModel) -> str:
 
 @torch.no_grad()
 def recompute(
-    model: PreTrainedModel, input_ids: Tensor, layers: Sequence[JoinedLayer], count: int
+    model: PreTrainedModel, input_ids: Tensor, layers: Sequence[JoinedLayer], counts: Sequence[int]
 ) -> list[JoinedLayer]:
-    """Read anew the keys and values of the tokens that change most, and hold them in place."""
-    again = _SecondReading(layers, count, model)
+    """Read anew the keys and values of the tokens that change most, and hold them in place.
+
+    Of how many, `counts` says for every layer from the second on; it may fall, and never rises.
+    """
+    again = _SecondReading(layers, counts, model)
     forwards: dict[Any, Callable[..., Any]] = {
         layer: functools.partial(again.read_layer, index, layer.forward)
         for index, layer in enumerate(decoder_layers(model))
         if index
     }
     with standing_in(forwards), suppress(ReadEnough):
-        model.get_decoder()(input_ids=input_ids, past_key_values=again, use_cache=True)
+        model.get_decoder()(input_ids=input_ids, **passed(again), use_cache=True)
     return again.joined
 
 
 class _SecondReading(Cache):
     """What the layers hold, as the cache of a pass over all tokens of which few go on."""
 
-    def __init__(self, layers: Sequence[JoinedLayer], count: int, model: PreTrainedModel) -> None:
+    def __init__(
+        self, layers: Sequence[JoinedLayer], counts: Sequence[int], model: PreTrainedModel
+    ) -> None:
         super().__init__(layers=[])
         self.joined = list(layers)
         self.chosen: Tensor | None = None
-        self._count, self._implementation = count, require_recomputable(model)
+        self._counts, self._implementation = counts, require_recomputable(model)
         self._query_heads = model.config.get_text_config(decoder=True).num_attention_heads
         self._second: States | None = None
         self._start = self._stop = 0  # of the chosen tokens, those that a layer reads now
         self._unheld: list[States] = []
+        self._changes: list[Tensor] = []  # of the tokens that the last layer has read
 
     # What a layer attends to.
 
@@ -93,20 +105,21 @@ class _SecondReading(Cache):
             return states
         if layer_idx == 1:
             return self._read_second(states)
-        self._hold(layer_idx, self._reading, states)
+        self._changes.append(self._hold(layer_idx, self._reading, states))
         return self._seen(layer_idx, states)
 
-    def _hold(self, layer_idx: int, tokens: Tensor, states: States) -> None:
-        self.joined[layer_idx].put(tokens, *states)
+    def _hold(self, layer_idx: int, tokens: Tensor, states: States) -> Tensor:
+        """(n,) float32: how much that changes what is held of the tokens."""
+        change = self.joined[layer_idx].put(tokens, *states)
         if layer_idx == len(self.joined) - 1:
             raise ReadEnough
+        return change
 
     def _read_second(self, states: States) -> States:
         """Choose when the layer is read by all tokens; the chosen ones then see all that were."""
         if self._second is None:
-            self._second = states
-            self.chosen = most_changed(self.joined[1].deviation(*states), self._count)
-            self._hold(1, self._every_token, states)
+            self._second, self.chosen = states, self._every_token
+            self._changes = [self._hold(1, self.chosen, states)]
             raise ReadEnough
         keys, values = self._second
         return keys[:, :, : self._end(1)], values[:, :, : self._end(1)]
@@ -165,10 +178,21 @@ class _SecondReading(Cache):
                 forward(hidden_states, **kwargs)
         if self.chosen is None or len(self.joined) == 2:
             raise ReadEnough
-        if hidden_states.shape[1] == tokens:
-            hidden_states = at_places(hidden_states, self.chosen[None])
+        hidden_states = self._narrowed(hidden_states, self._counts[layer_idx - 1])
         kwargs.pop("attention_mask", None)
         return self._read_pieces(layer_idx, forward, hidden_states, kwargs)
+
+    def _narrowed(self, hidden_states: Tensor, count: int) -> Tensor:
+        """Of the tokens that have reached a layer, the `count` that the last one changed most."""
+        assert self.chosen is not None
+        if not count:
+            raise ReadEnough
+        if count < len(self.chosen):
+            changes = torch.cat(self._changes)
+            most = most_changed(changes, count)
+            self.chosen, self._changes = self.chosen[most], [changes[most]]
+            hidden_states = at_places(hidden_states, most[None])
+        return hidden_states
 
     def _read_pieces(
         self,
@@ -181,6 +205,8 @@ class _SecondReading(Cache):
         outputs, count = [], hidden_states.shape[1]
         size = math.ceil(count / math.ceil(count / _PIECE_TOKENS))
         self._unheld = []
+        if layer_idx > 1:
+            self._changes = []
         for self._start in range(0, count, size):
             self._stop = min(self._start + size, count)
             part = hidden_states[:, self._start : self._stop]
@@ -212,6 +238,15 @@ class _SecondReading(Cache):
             return visible
         lowest = torch.finfo(dtype).min
         return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, lowest)
+
+
+def falling(share: float, tokens: int, layers: int) -> list[int]:
+    """How many of N tokens every layer from the second on reads anew: a share, falling to a tenth.
+
+    By the same factor from layer to layer.
+    """
+    steps = max(layers - 2, 1)
+    return [math.floor(share * _LAST ** (step / steps) * tokens) for step in range(layers - 1)]
 
 
 def most_changed(deviation: Tensor, count: int) -> Tensor:

@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicCache
 from snapkv.cache.report import tensor_bytes, token_bytes
 from snapkv.errors import UnsupportedModelError
 from snapkv.hf.build import grows, layers_for
+from snapkv.hf.cache_argument import passed
 from snapkv.policies import FullCache
 from snapkv.validation import first_line
 
@@ -112,7 +113,7 @@ class Footprint:
 def footprint_of(outline: PreTrainedModel) -> Footprint:
     """What a model takes, from one token sent through its outline on the meta device.
 
-    That token makes a cache of real shapes without data, so grouped heads, latent attention,
+    That token makes a cache of real shapes without data, so grouped heads, latents, indexer keys,
     sliding windows and values of another width than the keys count as they are stored.
 
     Raises:
@@ -202,7 +203,7 @@ def _cache_of_one_token(outline: PreTrainedModel) -> list[Any]:
         outline.set_experts_implementation("batched_mm")  # the others look at data, or at dtypes
     try:
         with torch.no_grad():
-            outline(ids, past_key_values=cache, logits_to_keep=1)
+            outline(ids, **passed(cache), logits_to_keep=1)
     except (NotImplementedError, RuntimeError) as error:
         raise UnsupportedModelError(
             f"model: expected one whose layers run without weights, got {type(outline).__name__}: "

@@ -14,9 +14,17 @@ from snapkv.policies.spans import Spans, require_room
 from snapkv.policies.states import DecodeStep, Eviction, LostVotes, PromptLayer, Selection
 from snapkv.validation import DEFAULT_BUDGET, DEFAULT_WINDOW, require_int, require_one_limit
 
-Need = Literal["rotation", "output_weight", "token_ids", "tokenizer", "second_reading", "queries"]
+Need = Literal[
+    "rotation",
+    "output_weight",
+    "token_ids",
+    "tokenizer",
+    "second_reading",
+    "queries",
+    "index_scores",
+]
 """Parts of the model's layers, the ids of all tokens, what `Policy.with_tokenizer` gives, that
-`snapkv.kvzip` reads the prompt, or the queries of all that is chosen from."""
+`snapkv.kvzip` reads the prompt, the queries of all that is chosen from, or an indexer's scores."""
 
 OfHeads = Literal["max", "mean", "all"]
 """Where votes choose how much a layer keeps: what the head needs that needs most, or heads on

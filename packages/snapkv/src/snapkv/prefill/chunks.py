@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from snapkv.errors import InvalidArgumentError
 from snapkv.hf.cache import CompressedCache
+from snapkv.hf.cache_argument import cache_among
 from snapkv.plan import chunked_advice
 from snapkv.policies.base import ALL_QUERIES
 from snapkv.prefill.decoder import MemoryWatch, standing_in
@@ -58,7 +59,7 @@ def chunked(model: PreTrainedModel, *, cap_tokens: int, chunk_tokens: int = 4096
 
     @functools.wraps(forward)  # generate looks at its parameters
     def read(*args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get("past_key_values")
+        cache = cache_among(kwargs)
         if not isinstance(cache, CompressedCache) or not cache.reading.is_open:
             return forward(*args, **kwargs)
         kwargs = _named(args, kwargs)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from snapkv.hf.cache import CompressedCache
+from snapkv.hf.cache_argument import cache_among
 from snapkv.plan import layerwise_advice
 from snapkv.prefill.decoder import (
     MemoryWatch,
@@ -72,7 +73,7 @@ def _read_layer(
     **kwargs: Any,
 ) -> Any:
     """A layer's forward, in pieces where the input is long and goes into a compressed cache."""
-    cache = kwargs.get("past_key_values")
+    cache = cache_among(kwargs)
     tokens = hidden_states.shape[1]
     if not isinstance(cache, CompressedCache) or tokens <= chunk_tokens or torch.is_grad_enabled():
         return forward(hidden_states, *args, **kwargs)

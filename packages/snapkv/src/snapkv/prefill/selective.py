@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from snapkv.cache.reading import Narrowing, only_tokens
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.hf.cache import CompressedCache
+from snapkv.hf.cache_argument import cache_among, with_cache
 from snapkv.policies import FullCache, PromptLayer, Selection, SnapKV
 from snapkv.policies.base import OfHeads
 from snapkv.prefill.decoder import (
@@ -195,7 +196,7 @@ def selective(
 
 def _read(rule: _Rule, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The decoder's forward, some tokens of a first prompt going on."""
-    cache = kwargs.get("past_key_values")
+    cache = cache_among(kwargs)
     if not isinstance(cache, CompressedCache):
         return forward(*args, **kwargs)
     tokens = _tokens(args, kwargs)
@@ -212,7 +213,7 @@ def _read_layer(
     forward: Callable[..., Any], layer_idx: int, hidden_states: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     """A layer's forward, of the tokens that reach it."""
-    cache = kwargs.get("past_key_values")
+    cache = cache_among(kwargs)
     narrowing = cache.reading.narrowing if isinstance(cache, CompressedCache) else None
     places = None if narrowing is None else narrowing.places(layer_idx)
     if narrowing is None or places is None:
@@ -255,7 +256,7 @@ def _read_if_more(
     forward: Callable[..., Any], hidden_states: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     """The first layer's forward that only chosen tokens reach, where they are not yet chosen."""
-    cache = kwargs.get("past_key_values")
+    cache = cache_among(kwargs)
     narrowing = cache.reading.narrowing if isinstance(cache, CompressedCache) else None
     if narrowing is not None and narrowing.choose is not None:
         raise ReadEnough
@@ -264,7 +265,7 @@ def _read_if_more(
 
 def _read_chosen(rule: _Rule, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The decoder's forward, of a first prompt's chosen tokens only."""
-    cache = kwargs.get("past_key_values")
+    cache = cache_among(kwargs)
     if not isinstance(cache, CompressedCache):
         return forward(*args, **kwargs)
     tokens = _tokens(args, kwargs)
@@ -274,7 +275,7 @@ def _read_chosen(rule: _Rule, forward: Callable[..., Any], *args: Any, **kwargs:
     _require_no_pads(kwargs.get("attention_mask"))
     once = CompressedCache(rule.model, FullCache(), protect=cache.options["protect"])
     with once.reading.narrowed(narrowing), contextlib.suppress(ReadEnough):
-        forward(*args, **kwargs | {"past_key_values": once})
+        forward(*args, **with_cache(kwargs, once))
     del once
     if narrowing.chosen is None:
         return forward(*args, **kwargs)

@@ -22,6 +22,7 @@ from snapkv.errors import UnsupportedModelError
 from snapkv.hf.attend import Attended, AttentionCall
 from snapkv.hf.attention import attend
 from snapkv.hf.cache import CompressedCache
+from snapkv.hf.cache_argument import cache_among, passed
 from snapkv.hf.forward_context import Hook, hooked
 from snapkv.policies import FullCache
 from snapkv.prefill.decoder import standing_in
@@ -81,12 +82,12 @@ class SharedReading:
         begin = time.perf_counter()
         unwrapped = standing_in({model: model.forward})  # refuses now what `given` would refuse
         with torch.inference_mode(), hooked(leader), unwrapped:
-            output = model(input_ids, past_key_values=leader, logits_to_keep=1)
+            output = model(input_ids, **passed(leader), logits_to_keep=1)
         if input_ids.device.type == "cuda":
             torch.cuda.synchronize(input_ids.device)
         self.read_ms = (time.perf_counter() - begin) * 1000
         self._steps = leader.steps
-        self._output = dataclasses.replace(output, past_key_values=None)
+        self._output = dataclasses.replace(output, **passed(None))
         told = [step.layer_idx for step in self._steps if step.call is not None]
         if told != list(range(len(leader.layers))):
             raise UnsupportedModelError(
@@ -108,14 +109,14 @@ class SharedReading:
 
         @functools.wraps(own)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            cache: Any = kwargs.get("past_key_values")
+            cache: Any = cache_among(kwargs)
             ids = args[0] if args else kwargs.get("input_ids")
             is_empty = isinstance(cache, CompressedCache) and not cache.get_seq_length()
             if not is_empty or not isinstance(ids, Tensor) or not torch.equal(ids, self._ids):
                 return own(*args, **kwargs)
             for step in self._steps:
                 step.into(cache)
-            return dataclasses.replace(self._output, past_key_values=cache)
+            return dataclasses.replace(self._output, **passed(cache))
 
         with standing_in({self._model: forward}):
             yield
