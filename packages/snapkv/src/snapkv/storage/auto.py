@@ -43,10 +43,10 @@ class AutoCodes:
     """
 
     candidates: tuple[KVCodes | None, ...] = CANDIDATES
-    most_error: float = 0.01
+    most_error: float = 0.003
 
     def __post_init__(self) -> None:
-        require_fraction("most_error", self.most_error, "0.01")
+        require_fraction("most_error", self.most_error, "0.003")
         if not self.candidates or any(each and each.exact_layers for each in self.candidates):
             raise InvalidArgumentError(
                 f"candidates: expected at least one, None or KVCodes of the same bits in all "
