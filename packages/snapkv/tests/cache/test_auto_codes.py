@@ -182,7 +182,8 @@ def test_keys_that_break_in_four_bits_get_more(far, keys):
     call(model, CompressedCache(model, shown), random_ids(1, 200))
     states = [each.clone() for each in (shown.layers[0].keys, shown.layers[0].queries)]
     states[0][:, :, ::16, 0], states[1][..., 0] = far, 1.0
-    layer = CompressedCache(model, SnapKV(100, window_size=8), quantize="auto").reading.layers[0]
+    cache = CompressedCache(model, SnapKV(100, window_size=8), quantize=AutoCodes(most_error=0.01))
+    layer = cache.reading.layers[0]
     layer.update(states[0], shown.layers[0].values)
     seen = replace(shown.layers[0], keys=states[0], queries=states[1][:, :, -8:])
     assert layer.choose(seen).storage.codes.keys == keys

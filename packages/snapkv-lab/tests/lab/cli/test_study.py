@@ -52,10 +52,11 @@ def test_the_study_of_heads_says_what_it_has_stored_and_ask_goes_by_it(
     assert answers[0] == answers[1]
 
 
-def test_a_gate_is_written_where_one_asks_for_it(snapkv, tiny_only, tmp_path):
-    small = ("--texts", "12", "--tokens", "128", "--to", tmp_path / "gate")
+def test_a_gate_is_in_the_folder_of_the_run(snapkv, tiny_only, tmp_path):
+    small = ("--texts", "12", "--lengths", "128", "--no-remember")
     done = snapkv("study", "fit-gate", *small, "--results", tmp_path / "out")
     assert done.status == 0, done.err
     assert "rank correlation" in done.out
-    assert done.err.splitlines()[-1] == f"--policy kvzap --set gate={tmp_path / 'gate'} goes by it"
-    assert (tmp_path / "gate").stat().st_size
+    gate = tmp_path / "out" / "gate.safetensors"
+    assert done.err.splitlines()[-1] == f"--policy kvzap --set gate={gate} goes by it"
+    assert gate.stat().st_size
