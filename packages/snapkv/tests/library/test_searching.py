@@ -5,13 +5,16 @@ import math
 import os
 import random
 import sqlite3
+import unicodedata
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 
 from snapkv import Library
 from snapkv.cache.saving.files import write_sealed
+from snapkv.library import searching
 from snapkv.library.about import About
 from snapkv.library.folder import Folder
 from snapkv.library.records import Text
@@ -160,3 +163,40 @@ def test_adding_looks_at_no_whole_folder_for_every_document(tmp_path, monkeypatc
     monkeypatch.setattr(type(tmp_path), "iterdir", lambda self: looks.append(self) or real(self))
     put(folder, "second", "ccx")
     assert not looks
+
+
+SCRIPTS = {
+    "hi": "हिन्दी भाषा",
+    "th": "ภาษาไทย ง่าย",
+    "de": "Müller kündigt",
+    "tr": "İstanbul",
+    "ar": "اللُّغَة",
+    "el": "ΣΊΣΥΦΟΣ",
+    "code": "max_new_tokens",
+}
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_word_is_found_in_every_script_and_form(tmp_path, name, form):
+    library = made(tmp_path / "l", SCRIPTS)
+    for word in SCRIPTS[name].split():
+        question = unicodedata.normalize(form, f'"{word}"*')
+        assert [hit.name for hit in library.search(question)] == [name]
+
+
+def test_nobody_changes_the_index_while_what_was_found_is_looked_up(tmp_path, monkeypatch):
+    """A row that is free may get the passage of another document."""
+    library, ranked = made(tmp_path / "l", drawn_texts(4)), searching._ranked
+    wanted = library.search(QUESTION)
+
+    def meanwhile(index, question):
+        found = ranked(index, question)
+        with closing(sqlite3.connect(library._folder.index_file, timeout=0)) as other:
+            other.execute("delete from spans")
+            with pytest.raises(sqlite3.OperationalError, match="locked"):
+                other.commit()
+        return found
+
+    monkeypatch.setattr(searching, "_ranked", meanwhile)
+    assert library.search(QUESTION) == wanted

@@ -296,6 +296,14 @@ def test_two_turns_a_file_and_a_crop_go_on_as_the_cache_itself(options, tmp_path
     assert torch.equal(read(model, branch, ids(1, 1, seed=4)), expected)
 
 
+def test_a_file_in_few_bits_is_refused_and_nothing_written(tmp_path):
+    cache = CompressedCache(made(), POLICY)
+    read(made(), cache, ids(1, PROMPT))
+    with pytest.raises(UnsupportedModelError, match="bits: expected none where"):
+        cache.save(tmp_path / "cache.safetensors", bits="int8")
+    assert not list(tmp_path.iterdir())
+
+
 def test_recall_keeps_what_one_prompt_would():
     """The second turn votes on all that was seen, its indexer keys included."""
     model, whole = made(), ids(1, PROMPT + 10)

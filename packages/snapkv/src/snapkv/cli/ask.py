@@ -44,7 +44,9 @@ class AskOptions(RunOptions):
     recompute: Annotated[
         float | None,
         panels.library(
-            help="The fraction of their tokens to compute anew: 0 none, 1 all", show_default="0.2"
+            help="The fraction of their tokens that the second layer computes anew, a tenth of it "
+            "in the last: 0 none, 1 all in all layers",
+            show_default="0.2",
         ),
     ] = None
 

@@ -574,7 +574,7 @@ class CompressedCache(Cache):
             CacheMismatchError: the model is gone, so that the file could not say whose it is, or a
                 forward pass has ended in an error; call `reset`.
             UnsupportedModelError: an image has moved the positions behind it (M-RoPE); how far is
-                known to the model alone.
+                known to the model alone. Or `bits` for indexed attention.
         """
         if self.reading.is_broken:
             raise _interrupted()

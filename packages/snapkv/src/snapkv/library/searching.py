@@ -2,9 +2,9 @@
 
 import contextlib
 import math
-import re
 import sqlite3
 import threading
+import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -229,17 +229,28 @@ def _insert(index: sqlite3.Connection, stamp: str, record: Record) -> None:
 
 
 def _best(index: sqlite3.Connection, question: str, documents: int, by_meaning: bool) -> list[Hit]:
-    found = _ranked(index, question)
-    if by_meaning:
-        found = _by_meaning(index, question, found[:_REORDERED])
-    hits: dict[str, Hit] = {}
-    for place, score in found:
-        if len(hits) == documents:
-            break
-        row = index.execute(_HIT, (place,)).fetchone()
-        if row is not None and row[0] not in hits:
-            hits[row[0]] = _hit(row, score)
-    return list(hits.values())
+    with _unchanging(index):
+        found = _ranked(index, question)
+        if by_meaning:
+            found = _by_meaning(index, question, found[:_REORDERED])
+        hits: dict[str, Hit] = {}
+        for place, score in found:
+            if len(hits) == documents:
+                break
+            row = index.execute(_HIT, (place,)).fetchone()
+            if row is not None and row[0] not in hits:
+                hits[row[0]] = _hit(row, score)
+        return list(hits.values())
+
+
+@contextlib.contextmanager
+def _unchanging(index: sqlite3.Connection) -> Iterator[None]:
+    """Within this block other searches do not write; a row may get another passage by that."""
+    index.execute("begin")
+    try:
+        yield
+    finally:
+        index.rollback()
 
 
 def _ranked(index: sqlite3.Connection, question: str) -> list[tuple[int, float]]:
@@ -251,9 +262,7 @@ def _ranked(index: sqlite3.Connection, question: str) -> list[tuple[int, float]]
     """
     (total,) = index.execute("select count(*) from spans").fetchone()
     scores: dict[int, float] = defaultdict(float)
-    for word in dict.fromkeys(re.findall(r"\w\w+", question.lower())):
-        if word in _STOPWORDS:
-            continue
+    for word in _words(question):
         rows = index.execute(
             "select rowid, bm25(passages) from passages where passages match ?", (f'"{word}"',)
         ).fetchall()
@@ -262,6 +271,14 @@ def _ranked(index: sqlite3.Connection, question: str) -> list[tuple[int, float]]
         for place, score in rows:
             scores[place] -= weight * score
     return sorted(scores.items(), key=lambda each: (-each[1], each[0]))
+
+
+def _words(question: str) -> list[str]:
+    """Runs of two or more letters, digits, `_` and marks on them, such as the vowels of Hindi."""
+    text = unicodedata.normalize("NFC", question).lower()
+    kept = (each if each == "_" or unicodedata.category(each)[0] in "LNM" else " " for each in text)
+    words = dict.fromkeys("".join(kept).split())
+    return [word for word in words if len(word) > 1 and word not in _STOPWORDS]
 
 
 def _by_meaning(
