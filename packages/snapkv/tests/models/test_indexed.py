@@ -12,6 +12,7 @@ from snapkv import CompressedCache, InvalidArgumentError, SnapKV, UnsupportedMod
 from snapkv.ops import ScoreOptions
 from snapkv.plan.footprint import footprint_of_loaded
 from snapkv.policies import (
+    ByteBudget,
     IndexerEviction,
     IndexerScores,
     KeyDiff,
@@ -294,6 +295,28 @@ def test_two_turns_a_file_and_a_crop_go_on_as_the_cache_itself(options, tmp_path
     expected = read(model, cache, ids(1, 1, seed=4))
     assert torch.equal(read(model, loaded, ids(1, 1, seed=4)), expected)
     assert torch.equal(read(model, branch, ids(1, 1, seed=4)), expected)
+
+
+SHARES = ["33%", "62%", "99%", "100%"]
+
+
+@pytest.mark.parametrize(
+    ("family", "budget"),
+    [
+        *(("deepseek_v32", budget) for budget in [*SHARES, "4001", "8000", "11111"]),
+        *(("glm_moe_dsa that shares", budget) for budget in SHARES),
+    ],
+)
+def test_layers_keep_as_many_of_a_share_or_of_bytes_and_go_on(family, budget):
+    model, is_share = made(family), budget.endswith("%")
+    bytes_or_share = budget if is_share else ByteBudget(bytes=int(budget))
+    cache = CompressedCache(model, IndexerScores(bytes_or_share, window_size=WINDOW))
+    read(model, cache, ids(1, PROMPT))
+    report = cache.report()
+    most = report.full_bytes * int(budget[:-1]) // 100 if is_share else int(budget)
+    assert report.held_bytes <= most
+    assert len({layer.store.slots for layer in cache.layers}) == 1
+    assert read(model, cache, ids(1, 1, seed=1)).isfinite().all()
 
 
 def test_a_file_in_few_bits_is_refused_and_nothing_written(tmp_path):

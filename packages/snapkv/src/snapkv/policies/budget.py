@@ -104,7 +104,8 @@ class ByteBudget:
 
     All of them count: codes with their scales, and what stays as it came. So with `quantize` the
     same bytes hold more tokens. Tokens behind the prompt come on top, as with a budget of tokens.
-    Every compressed layer gets the same bytes; what would be left over goes to the first ones.
+    Every compressed layer gets the same bytes; what would be left over goes to the first ones, or,
+    where an indexer's scores choose, to none: its layers share one mask.
 
     Args:
         share: of the bytes that the row's own prompt takes in these layers of the full cache, in
@@ -158,9 +159,10 @@ class ByteBudget:
                 f"{self!r}; pass a number"
             )
         cost = layer.token_cost(min(layer.row_lengths))
-        least = max(least_tokens, cost.exact_tokens)
+        least, layers = max(least_tokens, cost.exact_tokens), layer.num_layers
+        depth = layer.depth if layer.index_scores is None else layers - 1  # all as the last
         return [
-            self.tokens(cost, tokens, min(least, tokens), layer.depth, layer.num_layers)
+            self.tokens(cost, tokens, min(least, tokens), depth, layers)
             for tokens in layer.row_lengths
         ]
 
