@@ -4,6 +4,7 @@ import functools
 import math
 import os
 import random
+import shutil
 import sqlite3
 import unicodedata
 from collections import Counter
@@ -200,3 +201,13 @@ def test_nobody_changes_the_index_while_what_was_found_is_looked_up(tmp_path, mo
 
     monkeypatch.setattr(searching, "_ranked", meanwhile)
     assert library.search(QUESTION) == wanted
+
+
+def test_the_index_of_another_folder_is_brought_up_to_date(tmp_path):
+    own, other = (made(tmp_path / name, {name: name}) for name in ("bbx", "ccx"))
+    for library in (own, other):
+        os.utime(library.path / "documents", ns=(1, 1))  # as archives set it
+        library.search(QUESTION)
+    shutil.copy2(other._folder.index_file, own._folder.index_file)
+    assert found(own, "bbx").keys() == {"bbx"}
+    assert own.verify() == []

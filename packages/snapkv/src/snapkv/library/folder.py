@@ -141,13 +141,17 @@ class Folder:
         except FileNotFoundError:
             return None
 
-    def settled(self) -> int | None:
-        """When a record came or went last; None where the next may come under the same time."""
+    def settled(self) -> str | None:
+        """The folder of records and when one came or went last; None where the next may come then.
+
+        Of another folder, at the same time, it is another.
+        """
         try:
-            changed = (self.path / _DOCUMENTS).stat().st_mtime_ns
+            status = (self.path / _DOCUMENTS).stat()
         except FileNotFoundError:
             return None
-        return changed if changed < time.time_ns() - _SETTLED_NS else None
+        changed = status.st_mtime_ns
+        return f"{status.st_ino} {changed}" if changed < time.time_ns() - _SETTLED_NS else None
 
     @property
     def index_file(self) -> Path:

@@ -26,12 +26,12 @@ create table if not exists documents(key text primary key, stamp, name, tokens) 
 create table if not exists spans(
     id integer primary key, key, start, stop, first_line, last_line);
 create index if not exists spans_of on spans(key);
-create table if not exists settled(at integer);
+create table if not exists settled(at);
 create virtual table if not exists passages using fts5(words, tokenize='porter unicode61');
 """
 """A row of `passages` has the id of its span; its words begin with the document's name.
 
-`settled` has the time at which the folder of records changed last, where the index knows them all.
+`settled` has what `Folder.settled` says of the records, where the index knows them all.
 """
 
 _COMMON = (
