@@ -274,6 +274,7 @@ def test_what_killed_adders_left_goes_and_what_is_not_ours_stays(library, tiny):
         library.path / f".library.json.{'a' * 32}.partial",
         library.path / "documents" / f".{key}.json.{'b' * 32}.partial",
         library.path / "caches" / f".{record.cache}.{'c' * 32}.partial",
+        library.path / "caches" / ".tmpBYxAp0",
         library.path / "caches" / f"{key}-{'0' * 16}-{'1' * 8}.safetensors",
     ]
     foreign = [

@@ -23,7 +23,10 @@ from snapkv.policies import (
 from snapkv.prefill import layer_by_layer
 from tests.matrix.shrinking import tiny
 
-pytest.importorskip("transformers.models.deepseek_v32")
+pytest.importorskip(
+    "transformers.models.mistral_large4",
+    reason="in older releases indexed attention is of another shape, and refused by name",
+)
 
 VOCABULARY, PROMPT, BUDGET, WINDOW = 64, 40, 16, 4
 SIZES = {

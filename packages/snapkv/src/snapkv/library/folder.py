@@ -34,6 +34,9 @@ _NAMES = {
 _PARTIAL = r"\.%s\.[0-9a-f]{32}\.partial"
 """What `snapkv.cache.saving.writing` writes before a file has its name."""
 
+_UNNAMED = r"\.tmp[0-9A-Za-z]{6}"
+"""What safetensors writes before that."""
+
 _RECORD = re.compile(_NAMES[_DOCUMENTS])
 
 _SETTLED_NS = 2_000_000_000
@@ -256,7 +259,7 @@ class Folder:
         records, damaged = self.records()
         unsure = {fault.path.stem for fault in damaged}
         used = {record.cache for record in records.values()}
-        for file in _files(self.path / _CACHES, _NAMES[_CACHES]):
+        for file in _files(self.path / _CACHES, f"{_NAMES[_CACHES]}|{_UNNAMED}"):
             if file.name not in used and file.name.partition("-")[0] not in unsure:
                 _unlink(file)
         for folder, name in _NAMES.items():
