@@ -108,6 +108,11 @@ def test_where_the_index_cannot_be_written_or_is_no_index_one_in_memory_does(tmp
     assert "words.sqlite' cannot be used, file is not a database; delete it" in notices[0]
     assert [fault.name for fault in library.verify()] == ["words.sqlite"]
     library._folder.index_file.unlink()
+    with closing(sqlite3.connect(library._folder.index_file)) as other:
+        other.execute("create table spans(other)")
+    assert found(Library(library.path, on_notice=notices.append))
+    assert "words.sqlite' cannot be used, no such column" in notices.pop()
+    library._folder.index_file.unlink()
     assert found(Library(library.path, on_notice=pytest.fail))
     assert library.verify() == []
 

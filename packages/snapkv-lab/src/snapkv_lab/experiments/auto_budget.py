@@ -218,24 +218,12 @@ def _held_out_policies() -> dict[str, Policy]:
 def _measure_held_out(given: Given, text: Text) -> Iterator[Row]:
     """The answers of every policy to each question that the full cache answers right."""
     tokenizer = given.loaded.tokenizer
-    read = ReadText(given.loaded.model, text.ids)
-    for asked in text.cases:
-        prompt = read.asked(asked.ids)
-        answering = Answering(tokenizer, prompt, asked.expected)
-        ids = answering.generated(prompt.compressed(FullCache()))
-        answer = tokenizer.decode(ids)
-        row: Row = {
-            "text": text.name,
-            "kind": text.name.partition("/")[0],
-            "tokens": prompt.prompt_tokens,
-            "expected": asked.expected,
-            "full": asked.expected in answer,
-            "answer": answer,
-        }
+    for row, answering, ids in answered_in_full(given, text):
+        row["answer"] = tokenizer.decode(ids)
         if row["full"]:
             row["answers"] = {n: answering.by(p, ids) for n, p in _held_out_policies().items()}
-            places = _places(text.ids, tokenizer, asked.expected)
-            row["needed"] = _needed(prompt.layers, places) if places else None
+            places = _places(text.ids, tokenizer, answering.expected)
+            row["needed"] = _needed(answering.prompt.layers, places) if places else None
         yield row
 
 
@@ -307,6 +295,23 @@ class Answering:
                 return answer
             cache.crop(-fed.shape[1])
         return self.generated(cache, len(answer) + 6)
+
+
+def answered_in_full(given: Given, text: Text) -> Iterator[tuple[Row, Answering, list[int]]]:
+    """Of every question a row, what answers it on other caches, and the full cache's answer."""
+    tokenizer, read = given.loaded.tokenizer, ReadText(given.loaded.model, text.ids)
+    for asked in text.cases:
+        prompt = read.asked(asked.ids)
+        answering = Answering(tokenizer, prompt, asked.expected)
+        ids = answering.generated(prompt.compressed(FullCache()))
+        row: Row = {
+            "text": text.name,
+            "kind": text.name.partition("/")[0],
+            "tokens": prompt.prompt_tokens,
+            "expected": asked.expected,
+            "full": asked.expected in tokenizer.decode(ids),
+        }
+        yield row, answering, ids
 
 
 DEFAULT = f"auto {AutoBudget.lost_vote}"

@@ -16,7 +16,7 @@ import torch
 from snapkv import AutoBudget, CompressedCache, default_policy
 from snapkv.cli.notes import LostVotes
 from snapkv.cli.policy import LOST_VOTE_IN_FEW_BITS
-from snapkv.policies import FullCache, Policy
+from snapkv.policies import Policy
 from snapkv_lab.evaluate.haystack import (
     distinct,
     number,
@@ -26,13 +26,13 @@ from snapkv_lab.evaluate.haystack import (
     word_key,
     words,
 )
-from snapkv_lab.experiments.auto_budget import WORDS, Answering, last_run
+from snapkv_lab.experiments.auto_budget import WORDS, Answering, answered_in_full, last_run
 from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.held_out import Pair, text_of
 from snapkv_lab.experiments.pages import markdown_table
 from snapkv_lab.experiments.prompts import encode
 from snapkv_lab.experiments.records import Row
-from snapkv_lab.experiments.texts import ReadText, Text, counted
+from snapkv_lab.experiments.texts import Text, counted
 
 LENGTHS = (1024, 2048, 3072)
 ASKED = 6
@@ -149,23 +149,10 @@ _KINDS: dict[str, Callable[[random.Random, int], tuple[list[str], list[Pair]]]] 
 @torch.inference_mode()
 def _measure(given: Given, text: Text) -> Iterator[Row]:
     """How every way answers each question that the full cache answers right."""
-    tokenizer = given.loaded.tokenizer
-    read = ReadText(given.loaded.model, text.ids)
-    for asked in text.cases:
-        prompt = read.asked(asked.ids)
-        answering = Answering(tokenizer, prompt, asked.expected)
-        ids = answering.generated(prompt.compressed(FullCache()))
-        full = asked.expected in tokenizer.decode(ids)
-        row: Row = {
-            "text": text.name,
-            "kind": text.name.partition("/")[0],
-            "tokens": prompt.prompt_tokens,
-            "expected": asked.expected,
-            "full": full,
-        }
-        if full:
+    for row, answering, ids in answered_in_full(given, text):
+        if row["full"]:
             row["answers"] = {
-                name: _answer(answering, ids, prompt.compressed(policy(), quantize=bits))
+                name: _answer(answering, ids, answering.prompt.compressed(policy(), quantize=bits))
                 for name, (policy, bits) in WAYS.items()
             }
         yield row

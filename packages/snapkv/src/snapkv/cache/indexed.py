@@ -28,7 +28,8 @@ class IndexedLayer(CompressedLayer):
         index_dim: numbers of an indexer key; 0 for a layer that goes by the indexer of `leader`.
         leader: index of the layer whose indexer it goes by, its own or an earlier one's.
         most_attended: how many tokens a query attends to at most.
-        note: told of the scores of the last queries, (B, N, S) float32, as the indexer makes them.
+        note: told of the scores of the last queries, (B, N, S) float32, as the indexer makes them;
+            of None when it begins.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class IndexedLayer(CompressedLayer):
         index_dim: int,
         leader: int,
         most_attended: int,
-        note: Callable[[int, Tensor], None],
+        note: Callable[[int, Tensor | None], None],
     ) -> None:
         super().__init__(policy, identity, storage)
         self.index_dim, self.leader, self.most_attended = index_dim, leader, most_attended
@@ -70,6 +71,7 @@ class IndexedLayer(CompressedLayer):
         if "index_scores" not in self.policy.needs:
             return keys
         leader, note = self.leader, self._note_scores
+        note(leader, None)
         return _IndexerKeys.of(keys, lambda found: note(leader, found), self.policy.query_tokens)
 
 

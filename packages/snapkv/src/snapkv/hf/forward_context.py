@@ -192,9 +192,9 @@ def take_shared(keys: Tensor) -> Shared | None:
     return shared
 
 
-def note_index(layer_idx: int, scores: Tensor) -> None:
-    """Leave an indexer's scores, (B, N, S), for the layers that go by them."""
-    _current.index = layer_idx, scores
+def note_index(layer_idx: int, scores: Tensor | None) -> None:
+    """Leave an indexer's scores, (B, N, S), for the layers that go by them; None for no longer."""
+    _current.index = None if scores is None else (layer_idx, scores)
 
 
 def index_scores(layer_idx: int, slots: int) -> Tensor | None:

@@ -79,13 +79,12 @@ class Passages:
             try:
                 with closing(_opened(str(file))) as index:
                     return self._best(index, *asked)
-            except sqlite3.OperationalError:
-                pass  # the folder cannot be written, or others write all the time
             except sqlite3.Error as error:
-                self._on_notice(
-                    f"library: {str(file)!r} cannot be used, {error}; delete it, and the next "
-                    "search makes it again"
-                )
+                if not _cannot_be_written(error):
+                    self._on_notice(
+                        f"library: {str(file)!r} cannot be used, {error}; delete it, and the next "
+                        "search makes it again"
+                    )
         with self._lock, _explained():
             self._memory = self._memory or _opened(":memory:")
             return self._best(self._memory, *asked)
@@ -185,6 +184,15 @@ _HIT = (
     "select key, name, start, stop, first_line, last_line, words, tokens from spans "
     "join documents using (key) join passages on passages.rowid = spans.id where id = ?"
 )
+
+
+def _cannot_be_written(error: sqlite3.Error) -> bool:
+    """Whether nothing is wrong with the file itself: others own it or write to it, or no room."""
+    kind = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    return kind in (
+        *(sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_FULL),
+        *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED),
+    )
 
 
 def _opened(name: str) -> sqlite3.Connection:
