@@ -269,11 +269,20 @@ def turns(model: PreTrainedModel, image: Image) -> None:
 def padded(model: PreTrainedModel, image: Image) -> None:
     """Rows of two lengths with an image each, then each row alone."""
     text = _prompt(image, PROMPT, PROMPT - 3)
-    together = _Conversation(model).turn(text, image)
+    together, whole = _Conversation(model).turn(text, image), _whole(model, text, image)
     for row, logits in enumerate(together):
-        alone = _Conversation(model).turn(text.row(row), image)[0]
-        if (alone[0] - logits[0]).abs().max() < CLOSE * alone.abs().max():
+        own, conversation = text.row(row), _Conversation(model)
+        alone, plain = conversation.turn(own, image)[0], _whole(model, own, image)[0]
+        if (plain - whole[row]).abs().max() < CLOSE * plain.abs().max():
             require_close(logits, alone, f"row {row} alone")  # else it is the model's own way
+
+
+def _whole(model: PreTrainedModel, text: Text, image: Image) -> Tensor:
+    """(B, NEW + 1, V): the logits of what is generated on transformers' own cache."""
+    judge = masked_judge(model)
+    full = DynamicCache(config=judge.config.get_text_config(decoder=True))
+    inputs = {"attention_mask": text.mask} | image.arguments(text.ids)
+    return torch.stack(_generate(judge, full, text.ids, lambda: None, inputs).logits, dim=1)
 
 
 def in_pieces(model: PreTrainedModel, image: Image) -> None:
