@@ -2,7 +2,9 @@
 
 import copy
 import json
+import os
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,17 +62,23 @@ def test_a_second_add_reads_what_is_new_and_what_has_changed(library, tiny):
     assert {record.name: record.text for record in library.documents} == texts
 
 
-def test_an_add_looks_once_at_what_is_there_however_many_documents_come(library, tiny, monkeypatch):
+def test_an_add_looks_at_no_document_but_those_that_come(library, tiny, monkeypatch):
     looks = Counter()
-    stamp, files = folder._stamp, folder._files
+    stamp, scan = folder._stamp, os.scandir
     monkeypatch.setattr(folder, "_stamp", lambda file: looks.update([file.name]) or stamp(file))
-    monkeypatch.setattr(folder, "_files", lambda *asked: looks.update("/") or files(*asked))
+    for looker in ("iterdir", "glob"):
+        monkeypatch.setattr(Path, looker, lambda *asked: pytest.fail("looked at a folder"))
+    monkeypatch.setattr(os, "scandir", lambda *asked: looks.update("/") or scan(*asked))
     texts = [(f"new {number}", f"Text {number}.") for number in range(5)]
     texts += [(name, f"{text} No more.") for name, text in TEXTS.items()]
     assert whats(library.add(tiny.model, tiny.tokenizer, texts)) == ["read"] * 5 + ["changed"] * 3
-    assert looks.pop("/") == 5
-    assert list(looks.values()) == [1] * len(TEXTS)
-    assert len(caches(library)) == len(library.documents) == 8
+    library.remove(["new 4"])
+    assert {hit.name for hit in library.search("text", 9)} == {f"new {place}" for place in range(4)}
+    assert "/" not in looks
+    assert len(looks) == 8
+    monkeypatch.undo()
+    assert library.verify() == []
+    assert len(caches(library)) == len(library.documents) == 7
 
 
 def test_a_model_is_known_by_its_weights_once_a_call_and_only_what_was_found_is_looked_at(
@@ -286,6 +294,9 @@ def test_what_killed_adders_left_goes_and_what_is_not_ours_stays(library, tiny):
     for file in own + foreign:
         file.write_bytes(b"mine")
     library.add(tiny.model, tiny.tokenizer, [("x", "new")])
+    assert all(file.exists() for file in own)  # nobody was killed
+    (library.path / "library.lock").write_text("17\n")
+    library.add(tiny.model, tiny.tokenizer, [("y", "new")])
     assert not any(file.exists() for file in own)
     assert all(file.read_bytes() == b"mine" for file in foreign)
 

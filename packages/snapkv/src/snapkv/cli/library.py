@@ -109,7 +109,7 @@ def add(sources: panels.Documents, *, options: AddOptions) -> None:
     from snapkv.library.library import Outcome
 
     library = opened(options.to)
-    found = library_files.find(sources, library.documents, library.path)
+    found = library_files.find(sources, library)
     _tell(found.notices)
     policy = None if options.policy == _AS_IT_IS else build_policy(options)
     outcomes = [

@@ -6,7 +6,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -144,21 +144,34 @@ class Folder:
         except FileNotFoundError:
             return None
 
-    def settled(self) -> str | None:
-        """The folder of records and when one came or went last; None where the next may come then.
-
-        Of another folder, at the same time, it is another.
-        """
+    def mark(self) -> str | None:
+        """The folder of records and when one came or went last; of another folder it is another."""
         try:
             status = (self.path / _DOCUMENTS).stat()
         except FileNotFoundError:
             return None
-        changed = status.st_mtime_ns
-        return f"{status.st_ino} {changed}" if changed < time.time_ns() - _SETTLED_NS else None
+        return f"{status.st_ino} {status.st_mtime_ns}"
+
+    def settled(self) -> str | None:
+        """The mark, if no other change can get the same one; else None."""
+        mark = self.mark()
+        is_old = mark and int(mark.split()[1]) < time.time_ns() - _SETTLED_NS
+        return mark if is_old else None
+
+    def new_mark(self) -> str | None:
+        """A mark that no change gets: a time that no clock of a file system has shown.
+
+        By whoever is alone in changing it; None where times are too coarse for that.
+        """
+        now = time.time_ns()
+        with contextlib.suppress(OSError):
+            os.utime(self.path / _DOCUMENTS, ns=(now, now))
+        mark = self.mark()
+        return mark if mark and int(mark.split()[1]) == now else None
 
     @property
     def index_file(self) -> Path:
-        """Where the words of all passages are found, see `searching.Passages`."""
+        """What all records say, and where words are found, see `index`."""
         return self.path / _INDEX
 
     def _entry(self, file: Path) -> Record | Fault | None:
@@ -184,7 +197,10 @@ class Folder:
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Within this block nobody else changes the library; the folder is made."""
+        """Within this block nobody else changes the library; the folder is made.
+
+        The lock says who changes it until all is done: so what a killed one has left is known.
+        """
         path = self.path / _LOCK
         with naming(path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -192,9 +208,15 @@ class Folder:
         with lock:
             self._take(lock.fileno(), path)
             with naming(path):
+                lock.seek(0)
+                is_left = bool(lock.read(1))
                 lock.truncate(0)
                 lock.write(b"%d\n" % os.getpid())
+            if is_left:
+                self._clean()
             yield
+            with naming(path):
+                lock.truncate(0)
 
     def _take(self, descriptor: int, path: Path) -> None:
         try:
@@ -244,18 +266,19 @@ class Folder:
         if before is not None:
             _unlink(self.cache_file(before))
         elif is_damaged:
-            self._remove_caches([text.key], kept=file.name)
+            self._remove_caches(text.key, kept=file.name)
         return record
 
-    def remove(self, keys: Collection[str]) -> None:
+    def remove(self, records: Iterable[Record]) -> None:
         """Forget documents; records go first, so that nobody looks for a cache that is gone."""
-        for place in map(self._record_file, keys):
+        for record in records:
+            place = self._record_file(record.key)
             with naming(place):
                 place.unlink(missing_ok=True)
-        self._remove_caches(keys)
+            _unlink(self.cache_file(record))
 
-    def clean(self) -> dict[str, Record]:
-        """Remove what killed adders have left, under names of ours only; returns all documents."""
+    def _clean(self) -> None:
+        """Remove what killed adders have left, under names of ours only."""
         records, damaged = self.records()
         unsure = {fault.path.stem for fault in damaged}
         used = {record.cache for record in records.values()}
@@ -265,14 +288,13 @@ class Folder:
         for folder, name in _NAMES.items():
             for file in _files(self.path / folder, _PARTIAL % name):
                 _unlink(file)
-        return records
 
     def _record_file(self, key: str) -> Path:
         return self.path / _DOCUMENTS / f"{key}.json"
 
-    def _remove_caches(self, keys: Collection[str], kept: str = "") -> None:
+    def _remove_caches(self, key: str, kept: str) -> None:
         for file in _files(self.path / _CACHES, _NAMES[_CACHES]):
-            if file.name.partition("-")[0] in keys and file.name != kept:
+            if file.name.partition("-")[0] == key and file.name != kept:
                 _unlink(file)
 
 
@@ -285,7 +307,7 @@ def _files(folder: Path, name: str) -> list[Path]:
 
 
 def _unlink(file: Path) -> None:
-    """Remove a file that nobody needs; the next adder tries again where that fails."""
+    """Remove a file that nobody needs."""
     with contextlib.suppress(OSError):
         file.unlink()
 

@@ -1,10 +1,11 @@
 """Documents that a model reads once, for questions at any later time."""
 
+import contextlib
 import functools
+import os
 import time
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,13 +26,14 @@ from snapkv.hf.known_gates import with_known
 from snapkv.library.about import About, question_ids
 from snapkv.library.blending import DEFAULT_RECOMPUTE, blend
 from snapkv.library.folder import Fault, Folder
+from snapkv.library.index import Entry, Index
 from snapkv.library.joining import Part, joined_ids
 from snapkv.library.reader import Reader
-from snapkv.library.records import Record, Text, each_once, keys_of
+from snapkv.library.records import Record, Text, each_once
 from snapkv.library.searching import Hit, Passages
 from snapkv.policies import FullCache, Policy
 from snapkv.storage.coded import Bits, KVCodes
-from snapkv.validation import require_int
+from snapkv.validation import nearest, require_int
 
 ProgressSink = Callable[[str, int, int], None]
 """Takes the name of the document that comes next, how many are done, and of how many."""
@@ -163,13 +165,13 @@ class Library:
         texts = each_once(documents)
         with self._folder.changing():
             reader = self._begun(model, tokenizer, policy, bits, model_name)
-            known = self._folder.clean()  # nobody else changes it, so it is looked at once
-            names = Counter(record.name for record in known.values())
+            names = self._passages.asked(lambda index: _names(index, texts))
             outcomes = []
-            for done, text in enumerate(texts):
-                if on_progress:
-                    on_progress(text.name, done, len(texts))
-                outcomes.append(self._add(reader, text, known.get(text.key), names))
+            with self._followed() as changed:
+                for done, text in enumerate(texts):
+                    if on_progress:
+                        on_progress(text.name, done, len(texts))
+                    outcomes.append(self._add(reader, text, names, changed))
         return outcomes
 
     def remove(self, names: Iterable[str]) -> list[Record]:
@@ -182,10 +184,46 @@ class Library:
         """
         self.required()
         with self._folder.changing():
-            records, _ = self._folder.records()
-            found = {key: records[key] for name in names for key in keys_of(name, records)}
-            self._folder.remove(found)
-        return list(found.values())
+            asked = [entry for name in names for entry in self._entries_of(name)]
+            keys = dict.fromkeys(entry.key for entry in asked)
+            records = [each for each in map(self._folder.record, keys) if each is not None]
+            with self._followed() as changed:
+                changed.update(keys)
+                self._folder.remove(records)
+        return records
+
+    def below(self, place: str) -> list[Entry]:
+        """The documents that were read from that file, or from below that folder."""
+        if self._folder.about() is None:
+            return []
+        return self._passages.asked(lambda index: index.below(place))
+
+    def _entries_of(self, name: str) -> list[Entry]:
+        """The documents of that name, or that file; refused where there is none."""
+
+        def found(index: Index) -> list[Entry]:
+            own = [*index.of_name(name), *index.of_source(name, os.path.abspath(name))]
+            if own:
+                return own
+            raise LibraryError(
+                f"name: expected a document of the library, got {name!r}, which is none"
+                f"{nearest(name, [entry.name for entry in index.entries()])}"
+            )
+
+        return self._passages.asked(found)
+
+    @contextlib.contextmanager
+    def _followed(self) -> Iterator[set[str]]:
+        """Takes the keys of documents that this block changes; the index then knows them.
+
+        It must have been asked within the same `changing`.
+        """
+        changed: set[str] = set()
+        try:
+            yield changed
+        finally:
+            if changed:
+                self._passages.follow(changed)
 
     def verify(self) -> list[Fault]:
         """What is damaged: every byte of all files is read.
@@ -281,11 +319,7 @@ class Library:
         """
         _require_some(hits)
         reader = self._reader(model, tokenizer)
-        records, _ = self._folder.records()
-        for hit in hits:
-            if hit.key not in records:
-                raise _gone(hit)
-        read = [reader.own_ids(records[hit.key]) for hit in hits]
+        read = [reader.own_ids(self._record(hit)) for hit in hits]
         asked = question_ids(tokenizer, question, answer_start)
         ids = [reader.about.prefix_ids, *read, asked]
         return torch.tensor([[token for part in ids for token in part]], device=model.device)
@@ -324,10 +358,17 @@ class Library:
         about.require_same(About.of(model, tokenizer, None, None, model_name))
         return Reader(model, tokenizer, about)
 
+    def _record(self, hit: Hit) -> Record:
+        record = self._folder.record(hit.key)
+        if record is None:
+            raise _gone(hit)
+        return record
+
     def _add(
-        self, reader: Reader, text: Text, known: Record | None, names: Counter[str]
+        self, reader: Reader, text: Text, names: dict[str, set[str]], changed: set[str]
     ) -> Outcome:
-        """Read a text, unless it is what is known of it, among documents of these names."""
+        """Read a text, unless it is what is known of it; `names` have these documents."""
+        known = self._folder.record(text.key)
         what: What = "read"
         if known is not None and known.sha256 != digest_of(text.text):
             what = "changed"
@@ -336,14 +377,16 @@ class Library:
                 return _outcome("skipped", known)
             what = "mended"
         start = time.perf_counter()
-        taken = names[text.name] - (known is not None and known.name == text.name)
+        taken = names.get(text.name, set()) - {text.key}
         named = replace(text, name=text.source if taken and text.source else text.name)
+        changed.add(text.key)
         try:
             record = self._written(reader, named, reader.read(named), known)
         except (InvalidArgumentError, OutOfMemoryError) as error:
             return Outcome(name=text.name, what="failed", reason=str(error))
-        names.subtract([known.name] if known else [])
-        names.update([record.name])
+        if known is not None:
+            names.get(known.name, set()).discard(text.key)
+        names.setdefault(record.name, set()).add(text.key)
         return _outcome(what, record, time.perf_counter() - start)
 
     def _written(self, reader: Reader, text: Text, part: Part, before: Record | None) -> Record:
@@ -382,6 +425,11 @@ class Library:
         except (LibraryError, OutputError) as error:
             self._on_notice(f"library: {record.name!r} is not mended: {error}")
         return part
+
+
+def _names(index: Index, texts: Iterable[Text]) -> dict[str, set[str]]:
+    """Which documents have the names of texts that are to come."""
+    return {text.name: {entry.key for entry in index.of_name(text.name)} for text in texts}
 
 
 def _outcome(what: What, record: Record, seconds: float = 0.0) -> Outcome:
