@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 
 from snapkv.cli import panels
+from snapkv.cli.amounts import byte_count
 from snapkv.cli.fields import with_options
 from snapkv.cli.grid import Grid, give
 from snapkv.cli.options import PolicyOptions
@@ -31,6 +32,7 @@ EXAMPLES = {
     ),
     "library list": ("snapkv library list snapkv-library",),
     "library check": ("snapkv library check snapkv-library",),
+    "library limit": ("snapkv library limit snapkv-library 20GiB",),
     "library remove": ("snapkv library remove snapkv-library contract.pdf",),
 }
 
@@ -152,9 +154,9 @@ def list_(library: Place, json: panels.AsJson = False) -> None:
         {name: value for name, value in asdict(record).items() if name != "text"}
         for record in records
     ]
-    shared = {"model": about.who, "policy": about.policy, "bits": about.bits}
+    shared = {name: getattr(about, name) for name in ("policy", "bits", "max_bytes")}
     give(
-        {"library": library} | shared | {"documents": rows},
+        {"library": library, "model": about.who} | shared | {"documents": rows},
         lambda: _documents_table(about, records),
         as_json=json,
     )
@@ -175,6 +177,21 @@ def check(library: Place, json: panels.AsJson = False) -> None:
         write(f"damaged: {fault.name} ({fault.path}): {fault.reason}\n")
     if faults:
         raise typer.Exit(FAILED)
+
+
+@app.command()
+def limit(
+    library: Place,
+    size: Annotated[str, typer.Argument(metavar="BYTES", help="Such as 20GiB; none lifts it")],
+    json: panels.AsJson = False,
+) -> None:
+    """Bound the bytes of keys and values; documents asked for longest ago make room."""
+    most_bytes = None if size.lower() == "none" else byte_count("size", size)
+    gone = [entry.name for entry in opened(library).limit(most_bytes)]
+    if json:
+        write_json({"library": library, "max_bytes": most_bytes, "evicted": gone})
+    else:
+        write("".join(f"evicted: {name}\n" for name in gone))
 
 
 @app.command()
@@ -224,7 +241,7 @@ def _outcomes_table(outcomes: "Sequence[Outcome]") -> Grid:
     """A row per document that was added, or dropped."""
     rows = []
     for each in outcomes:
-        is_there = each.what not in ("failed", "dropped")
+        is_there = each.what not in ("failed", "dropped", "evicted")
         rows.append(
             (
                 each.name,
@@ -250,8 +267,9 @@ def _documents_table(about: "About", records: "Sequence[Record]") -> Grid:
         for record in records
     ]
     bits = "" if about.codes is None else f", in {about.codes}"
+    bound = "" if about.max_bytes is None else f"; at most {format_bytes(about.max_bytes)}"
     return Grid(
         headings=("document", "tokens", "on disk", "passages", "from"),
         rows=tuple(rows),
-        caption=f"read by {about.who}, kept by {about.policy_in_words}{bits}",
+        caption=f"read by {about.who}, kept by {about.policy_in_words}{bits}{bound}",
     )

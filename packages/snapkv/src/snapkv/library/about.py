@@ -29,6 +29,7 @@ class About:
     prefix_ids: tuple[int, ...]  # the tokens before every document
     policy: dict[str, Any]  # what was kept of them, all that makes the policy again
     bits: Bits | dict[str, Any] | None  # in how many, as given; None for the model's own dtype
+    max_bytes: int | None = None  # that all files of keys and values may take; None for no bound
 
     @classmethod
     def of(
@@ -51,15 +52,20 @@ class About:
         )
 
     def as_json(self) -> str:
-        return json.dumps({"format": FORMAT} | asdict(self), indent=1) + "\n"
+        told = asdict(self)
+        if self.max_bytes is None:  # as versions wrote it that knew no bound
+            del told["max_bytes"]
+        return json.dumps({"format": FORMAT} | told, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, content: bytes, place: str) -> Self:
         """What `as_json` has written; anything else, or of a later version, is refused."""
         try:
-            found = json.loads(content)
+            found = {"max_bytes": None} | json.loads(content)
             version = found.pop("format")
-            if version == FORMAT and set(found) == {field.name for field in fields(cls)}:
+            is_bound = found["max_bytes"] is None or isinstance(found["max_bytes"], int)
+            names = {field.name for field in fields(cls)}
+            if version == FORMAT and set(found) == names and is_bound:
                 return cls(**{**found, "prefix_ids": tuple(found["prefix_ids"])})
         except (ValueError, LookupError, TypeError, AttributeError):
             version = None

@@ -18,16 +18,17 @@ from snapkv.document_files import (
     seal_fault,
     seal_of,
 )
-from snapkv.errors import CacheFileError, LibraryError, OutputError
+from snapkv.errors import CacheFileError, InvalidArgumentError, LibraryError, OutputError
 from snapkv.library.about import About
 from snapkv.library.records import Record, Text, passages
 
 _ABOUT, _LOCK, _INDEX = "library.json", "library.lock", "words.sqlite"
-_DOCUMENTS, _CACHES = "documents", "caches"
+_DOCUMENTS, _CACHES, _ASKED = "documents", "caches", "asked"
 _NAMES = {
     "": r"library\.json",
     _DOCUMENTS: r"[0-9a-f]{24}\.json",
     _CACHES: r"[0-9a-f]{24}-[0-9a-f]{16}-[0-9a-f]{8}\.safetensors",
+    _ASKED: r"[0-9a-f]{24}",
 }
 """Of our files, by the folder they lie in."""
 
@@ -193,6 +194,23 @@ class Folder:
         reason = seal_fault(path, record.seal, checked=checked)
         return None if reason is None else Fault(name=record.name, path=path, reason=reason)
 
+    # When a document was asked for last: the time of an empty file.
+
+    def note_asked(self, key: str) -> None:
+        """Somebody asks for a document; where the folder cannot be written, nobody learns of it."""
+        place, now = self.path / _ASKED / key, time.time_ns()
+        with contextlib.suppress(OSError):
+            place.parent.mkdir(exist_ok=True)
+            place.touch()
+            os.utime(place, ns=(now, now))
+
+    def asked_at(self, key: str) -> int | None:
+        """When, in nanoseconds; None where nobody has."""
+        return _time_of(self.path / _ASKED / key)
+
+    def written_at(self, key: str) -> int:
+        return _time_of(self._record_file(key)) or 0
+
     # Who changes it is alone.
 
     @contextlib.contextmanager
@@ -236,7 +254,7 @@ class Folder:
     ) -> Record:
         """Add a document, whose cache `save` writes to a file, or replace the one from `before`.
 
-        Where that fails, what was there still is.
+        Where that fails, what was there still is, and what was written of the file goes.
         """
         sha256 = digest_of(text.text)
         file = self.path / _CACHES / f"{text.key}-{sha256[:16]}-{uuid.uuid4().hex[:8]}.safetensors"
@@ -250,6 +268,9 @@ class Folder:
             save(file)
         except CacheFileError as error:
             raise OutputError(f"output: {str(error).removeprefix('path: ')}") from error
+        except InvalidArgumentError:
+            _unlink(file)
+            raise
         record = Record(
             name=text.name,
             source=text.source,
@@ -276,6 +297,7 @@ class Folder:
             with naming(place):
                 place.unlink(missing_ok=True)
             _unlink(self.cache_file(record))
+            _unlink(self.path / _ASKED / record.key)
 
     def _clean(self) -> None:
         """Remove what killed adders have left, under names of ours only."""
@@ -287,6 +309,9 @@ class Folder:
                 _unlink(file)
         for folder, name in _NAMES.items():
             for file in _files(self.path / folder, _PARTIAL % name):
+                _unlink(file)
+        for file in _files(self.path / _ASKED, _NAMES[_ASKED]):
+            if file.name not in records and file.name not in unsure:
                 _unlink(file)
 
     def _record_file(self, key: str) -> Path:
@@ -310,6 +335,13 @@ def _unlink(file: Path) -> None:
     """Remove a file that nobody needs."""
     with contextlib.suppress(OSError):
         file.unlink()
+
+
+def _time_of(file: Path) -> int | None:
+    try:
+        return file.stat().st_mtime_ns
+    except OSError:
+        return None
 
 
 def _stamp(file: Path) -> Stamp:

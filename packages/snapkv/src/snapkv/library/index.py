@@ -86,7 +86,7 @@ class Index:
 
     def is_of_now(self, key: str) -> bool:
         """Whether a document's record is the one that the index knows."""
-        known = self.connection.execute(_STAMP, (key,)).fetchone()
+        known: tuple[str] | None = self.connection.execute(_STAMP, (key,)).fetchone()
         return known == (self._folder.stamp_of(key),)
 
     # Bringing it up to date.

@@ -1,7 +1,7 @@
 """Documents that a model reads once, for questions at any later time."""
 
 import contextlib
-import functools
+import math
 import os
 import time
 import warnings
@@ -25,6 +25,7 @@ from snapkv.errors import (
 from snapkv.hf.known_gates import with_known
 from snapkv.library.about import About, question_ids
 from snapkv.library.blending import DEFAULT_RECOMPUTE, blend
+from snapkv.library.bound import Room
 from snapkv.library.folder import Fault, Folder
 from snapkv.library.index import Entry, Index
 from snapkv.library.joining import Part, joined_ids
@@ -42,7 +43,7 @@ NoticeSink = Callable[[str], None]
 """Takes a line about what was not as it should be."""
 
 
-What = Literal["read", "changed", "mended", "skipped", "failed", "dropped"]
+What = Literal["read", "changed", "mended", "skipped", "failed", "dropped", "evicted"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,8 @@ class Outcome:
     """What became of a document that was added.
 
     It is new and "read", has another text and is "changed", had a damaged file and is "mended", is
-    "skipped" since all is as it was, or has "failed"; "dropped" where its file is gone.
+    "skipped" since all is as it was, or has "failed"; "dropped" where its file is gone, "evicted"
+    where a bound left no room for it beside those that were added.
     """
 
     name: str
@@ -153,7 +155,8 @@ class Library:
             on_progress: called before every document.
 
         Returns:
-            What became of each, in their order.
+            What became of each, in their order, and behind them those that had to go for them
+            where there is a bound, see `limit`.
 
         Raises:
             LibraryError: another model, tokenizer, policy or other bits than this library's; or
@@ -166,13 +169,40 @@ class Library:
         with self._folder.changing():
             reader = self._begun(model, tokenizer, policy, bits, model_name)
             names = self._passages.asked(lambda index: _names(index, texts))
-            outcomes = []
+            room, outcomes = self._room({text.key for text in texts}), []
             with self._followed() as changed:
                 for done, text in enumerate(texts):
                     if on_progress:
                         on_progress(text.name, done, len(texts))
-                    outcomes.append(self._add(reader, text, names, changed))
-        return outcomes
+                    outcomes.append(self._add(reader, text, names, room, changed))
+        return [*outcomes, *(Outcome(name=entry.name, what="evicted") for entry in room.evicted)]
+
+    def limit(self, max_bytes: int | None) -> list[Entry]:
+        """Bound what all files of keys and values take together, or lift the bound with None.
+
+        Where a document comes that is too much for it, or now, those go that were asked for longest
+        ago, or where nobody has, were written first. The one that was asked for last stays, and
+        what is added together: a document that does not fit beside them fails by name.
+
+        Returns:
+            The documents that went now.
+
+        Raises:
+            InvalidArgumentError: less than the document takes that was asked for last.
+            LibraryError: there is no library, or another process is adding.
+        """
+        if max_bytes is not None:
+            require_int("max_bytes", max_bytes, minimum=0, maximum=None)
+        self.required()
+        with self._folder.changing():
+            going = list[Entry]()
+            if max_bytes is not None:
+                entries = self._passages.asked(lambda index: index.entries())
+                going = Room(self._folder, entries, max_bytes).too_many()
+            self._folder.begin(replace(self.required(), max_bytes=max_bytes))
+            with self._followed() as changed:
+                self._evict(going, changed)
+        return going
 
     def remove(self, names: Iterable[str]) -> list[Record]:
         """Forget documents, by their names or their files.
@@ -191,6 +221,19 @@ class Library:
                 changed.update(keys)
                 self._folder.remove(records)
         return records
+
+    def _room(self, stay: set[str]) -> Room:
+        """What the library's bound leaves beside documents that stay."""
+        most_bytes = self.required().max_bytes
+        if most_bytes is None:
+            return Room(self._folder, (), math.inf)
+        entries = self._passages.asked(lambda index: index.entries())
+        return Room(self._folder, entries, most_bytes, stay)
+
+    def _evict(self, entries: Sequence[Entry], changed: set[str]) -> None:
+        changed.update(entry.key for entry in entries)
+        records = (self._folder.record(entry.key) for entry in entries)
+        self._folder.remove([record for record in records if record is not None])
 
     def below(self, place: str) -> list[Entry]:
         """The documents that were read from that file, or from below that folder."""
@@ -365,7 +408,12 @@ class Library:
         return record
 
     def _add(
-        self, reader: Reader, text: Text, names: dict[str, set[str]], changed: set[str]
+        self,
+        reader: Reader,
+        text: Text,
+        names: dict[str, set[str]],
+        room: Room,
+        changed: set[str],
     ) -> Outcome:
         """Read a text, unless it is what is known of it; `names` have these documents."""
         known = self._folder.record(text.key)
@@ -381,22 +429,38 @@ class Library:
         named = replace(text, name=text.source if taken and text.source else text.name)
         changed.add(text.key)
         try:
-            record = self._written(reader, named, reader.read(named), known)
+            record = self._written(reader, named, reader.read(named), known, room)
         except (InvalidArgumentError, OutOfMemoryError) as error:
             return Outcome(name=text.name, what="failed", reason=str(error))
+        self._evict(room.admit(Entry(record.key, record.name, None, record.bytes)), changed)
         if known is not None:
             names.get(known.name, set()).discard(text.key)
         names.setdefault(record.name, set()).add(text.key)
         return _outcome(what, record, time.perf_counter() - start)
 
-    def _written(self, reader: Reader, text: Text, part: Part, before: Record | None) -> Record:
-        save = functools.partial(reader.save, part)
+    def _written(
+        self,
+        reader: Reader,
+        text: Text,
+        part: Part,
+        before: Record | None,
+        room: Room | None = None,
+    ) -> Record:
+        """Write what was read of a text, which is refused where there is no room for it."""
+
+        def save(file: Path) -> None:
+            reader.save(part, file)
+            if room is not None:
+                room.too_many(file.stat().st_size, text.key)
+
         tokens = part.input_ids.shape[1] - part.prefix_tokens
         return self._folder.write(text, tokens, save, before)
 
     def _part(self, reader: Reader, hit: Hit) -> Part:
         """A document with its cache; where an adder has replaced it, the new one."""
         record = self._folder.record(hit.key)
+        if record is not None:
+            self._folder.note_asked(hit.key)
         while record is not None:
             fault = self._folder.fault_of(record, checked=False)
             if fault is None:

@@ -86,10 +86,6 @@ class Record:
         """What its files are named by."""
         return Text(name=self.name, text=self.text, source=self.source).key
 
-    @property
-    def where(self) -> str:
-        return self.source or self.name
-
     def as_json(self) -> str:
         """The file's content, with a digest of itself."""
         return record_of(asdict(self))
