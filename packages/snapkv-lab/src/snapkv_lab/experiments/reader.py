@@ -27,6 +27,7 @@ from snapkv import (
     ExpectedAttention,
     FullCache,
     KeyDiff,
+    KVCodes,
     KVzap,
     KVzip,
 )
@@ -50,7 +51,8 @@ from snapkv_lab.experiments.records import Row, grouped, read_rows
 QUESTIONS = (library.QUESTIONS, Path(__file__).with_name("reader_questions.jsonl"))
 SEED = 5
 QUARTER = "25%"
-BITS = {"16 bits": None, "int8": "int8", "K8V4": "K8V4", "int4": "int4"}
+BITS: dict[str, Any] = {"16 bits": None, "int8": "int8", "K8V4": "K8V4", "int4": "int4"}
+FEWER: dict[str, Any] = {"int4, groups of 64": KVCodes(group_size=64), "K4V2": "K4V2"}
 
 _ONE_READING = {
     "KVzap": KVzap(QUARTER),
@@ -115,19 +117,21 @@ def _ids(given: Given, documents: Sequence[str]) -> Tensor:
     return library.encoded(given.loaded.tokenizer, PREFIX, *documents)
 
 
-def _compressed(given: Given, pair: Pair) -> Iterator[Row]:
+def _compressed(bits: dict[str, Any], given: Given, pair: Pair) -> Iterator[Row]:
     """Text and questions as one prompt would have them, the text compressed before."""
     known = _known(given, pair)
-    yield from _rows(given, pair, known, _caches(given, _ids(given, pair.documents)))
+    yield from _rows(given, pair, known, _caches(given, _ids(given, pair.documents), bits))
 
 
-def _caches(given: Given, ids: Tensor) -> Iterator[tuple[str, CompressedCache, float]]:
+def _caches(
+    given: Given, ids: Tensor, codes: dict[str, Any]
+) -> Iterator[tuple[str, CompressedCache, float]]:
     """Of every way its name, a cache that has read the text, and its share of the full bytes."""
     model = given.loaded.model
     once = record_prompt(model, ids, Recorder.for_policies(_ONE_READING.values()))
     asks = instruction_of(given.loaded.tokenizer)
     twice = record_prompt_twice(model, ids, _TWO_READINGS["KVzip"], instruction_ids=asks)
-    for name, bits in BITS.items():
+    for name, bits in codes.items():
         whole = {"whole": FullCache()} | _ONE_READING
         for prompt, policies in ((once, whole), (twice, _TWO_READINGS)):
             for method, policy in policies.items():
@@ -180,14 +184,20 @@ def _joined(shelf: Shelf, asked: Asked) -> Iterator[tuple[str, CompressedCache, 
 
 
 def _tables(rows: list[Row]) -> Iterator[str]:
-    for part, own in grouped([row for row in rows if "text" in row], "part").items():
-        known = [row for row in own if row["answers"]]
+    asked = grouped([row for row in rows if "text" in row], "part")
+    full = {row["question"]: row["answers"] for row in asked["compressed"] if row["answers"]}
+    for part, own in asked.items():
+        known = [row | {"full": full[row["question"]][FULL]} for row in own if row["answers"]]
         title = f"{_TITLES[part]}, {len(known)} of {len(own)} questions"
-        made = functools.partial(_lines, "whole, 16 bits" if part == "compressed" else "16 bits, 0")
-        yield from Table(_COLUMNS, title, made=made).parts(known)
+        yield from Table(_COLUMNS, title, made=_lines).parts(known)
 
 
-_TITLES = {"compressed": "The text first", "library": "A library's documents"}
+FULL = "whole, 16 bits"
+_TITLES = {
+    "compressed": "The text first",
+    "fewer": "The text first, fewer bits",
+    "library": "A library's documents",
+}
 _COLUMNS: dict[str, Any] = {
     "kept": "{name}",
     "bytes": "{bytes:.1%}",
@@ -198,9 +208,9 @@ _COLUMNS: dict[str, Any] = {
 }
 
 
-def _lines(full: str, known: Sequence[Row]) -> Iterator[Row]:
-    """Of every way: right answers, those lost that `full` has right, and the loss above its own."""
-    of_full = [row["answers"][full] for row in known]
+def _lines(known: Sequence[Row]) -> Iterator[Row]:
+    """Of every way: right answers, those lost that the full cache has right, loss above its own."""
+    of_full = [row["full"] for row in known]
     for name in known[0]["answers"]:
         found = [row["answers"][name] for row in known]
         both = list(zip(found, of_full, strict=True))
@@ -220,7 +230,11 @@ READER = Experiment(
     name="reader",
     title="Questions that nobody knew when the text was read",
     takes="an hour",
-    measure={"compressed": _compressed, "library": _library},
+    measure={
+        "compressed": functools.partial(_compressed, BITS),
+        "fewer": functools.partial(_compressed, FEWER),
+        "library": _library,
+    },
     cases=lambda given, part: pairs(given.pairs),
     options={"pairs": Sized(15, 1), "dtype": "bfloat16"},
     measured=last_run,

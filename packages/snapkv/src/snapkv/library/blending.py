@@ -62,9 +62,9 @@ def blend(
         parts: the documents, in the order in which they stand.
         policy: what is kept of them for the question; `snapkv.default_policy()` by default.
         recompute: the fraction of all N tokens that the second layer reads anew; it falls by
-            the same factor from layer to layer, to a tenth of it in the last. 0 for none: no
-            forward pass at all. 1 reads the tokens in full, as if nothing had been read before:
-            exact.
+            the same factor from layer to layer, to a tenth of it in the last, and the less the
+            nearer it is to 1, from 0.5 on. 0 for none: no forward pass at all. 1 reads the tokens
+            in full, as if nothing had been read before: exact.
         options: as for `CompressedCache`.
 
     Raises:
