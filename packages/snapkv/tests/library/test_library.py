@@ -165,7 +165,7 @@ def test_documents_lie_as_the_policy_and_the_bits_say(tmp_path, tiny, policy, bi
     library = Library(tmp_path / "l")
     library.add(tiny.model, tiny.tokenizer, TEXTS.items(), policy, bits=bits)
     whole = Library(tmp_path / "whole")
-    whole.add(tiny.model, tiny.tokenizer, TEXTS.items())
+    whole.add(tiny.model, tiny.tokenizer, TEXTS.items(), bits="none")
     sizes = [sum(record.bytes for record in each.documents) for each in (library, whole)]
     assert sizes[0] < sizes[1]
     parts = library.parts(tiny.model, tiny.tokenizer, library.search("lease", 1))
@@ -182,8 +182,29 @@ def test_documents_lie_as_the_policy_and_the_bits_say(tmp_path, tiny, policy, bi
 def test_another_policy_or_other_bits_are_refused_with_both(library, tiny):
     with pytest.raises(LibraryError, match=r"policy: .*full\(\).*snapkv\(budget=40"):
         library.add(tiny.model, tiny.tokenizer, TEXTS.items(), SnapKV(40))
-    with pytest.raises(LibraryError, match=r"bits: .*None, got int8"):
+    with pytest.raises(LibraryError, match=r"bits: .*none, got int8"):
         library.add(tiny.model, tiny.tokenizer, TEXTS.items(), bits="int8")
+
+
+def test_a_new_library_has_four_bits_and_one_that_is_there_its_own(library, tiny, tmp_path):
+    new = Library(tmp_path / "new")
+    new.add(tiny.model, tiny.tokenizer, TEXTS.items())
+    sizes = [sum(record.bytes for record in each.documents) for each in (new, library)]
+    assert sizes[0] < 0.75 * sizes[1]  # of so short documents
+    for own, bits, other in ((new, "int4", "none"), (library, None, "int4")):
+        assert own.about.bits == bits
+        given = [("more", f"Of its own. {TEXTS['loan']}")]
+        assert whats(own.add(tiny.model, tiny.tokenizer, given)) == ["read"]
+        own.add(tiny.model, tiny.tokenizer, given, bits=bits or "none")
+        with pytest.raises(LibraryError, match=f"bits: .*{bits or 'none'}.*got .*{other}"):
+            own.add(tiny.model, tiny.tokenizer, given, bits=other)
+    parts = [
+        each.parts(tiny.model, tiny.tokenizer, each.search("roses", 1)) for each in (new, library)
+    ]
+    for few, whole in zip(*parts, strict=True):
+        for near, exact in zip(few.cache.layers, whole.cache.layers, strict=True):
+            difference = (near.store.keys - exact.store.keys).abs().max()
+            assert 0 < difference < exact.store.keys.abs().max() / 8
 
 
 def test_another_model_or_tokenizer_is_refused_with_both(library, tiny):

@@ -39,7 +39,7 @@ EXAMPLES = {
 FAILED = 1
 """Exit status where a document was not read, or is damaged."""
 
-_BITS = ("int8", "int4", "K8V4", "fp8")
+_BITS = ("int4", "K8V4", "int8", "fp8", "none")
 _AS_IT_IS = ""
 
 Place = Annotated[str, typer.Argument(metavar="LIBRARY", help="Its folder")]
@@ -78,7 +78,10 @@ class AddOptions(PolicyOptions):
     ] = None
     bits: Annotated[
         str | None,
-        panels.policy(help="Store it in int8, int4, K8V4 or fp8", show_default="all bits"),
+        panels.policy(
+            help="Store it in int4, K8V4, int8 or fp8; none for the model's own dtype",
+            show_default="the library's own; int4 for a new one",
+        ),
     ] = None
     json: panels.AsJson = False
 

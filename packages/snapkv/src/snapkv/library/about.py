@@ -3,7 +3,7 @@
 import hashlib
 import json
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, cast
 
 from transformers import PreTrainedModel
 
@@ -14,6 +14,12 @@ from snapkv.policies import POLICIES, FullCache, Policy
 from snapkv.storage.coded import Bits, KVCodes
 
 FORMAT = "snapkv library 1"
+
+DEFAULT_BITS: Bits = "int4"
+"""Of a new library: `docs/results.md` shows what is lost by it."""
+
+LibraryBits = Bits | KVCodes | Literal["none"]
+"""In how many bits keys and values are stored; "none" for the model's own dtype."""
 
 _DOCUMENTS = "the-documents-so-far"
 _SAMPLE = "Question: 2 tokenizers, one text?\n\tÄ 你好 \U0001f600"
@@ -37,7 +43,7 @@ class About:
         model: PreTrainedModel,
         tokenizer: Any,
         policy: Policy | None,
-        bits: Bits | KVCodes | None,
+        bits: LibraryBits | None,
         model_name: str | None,
     ) -> Self:
         """What a new library would say."""
@@ -48,7 +54,7 @@ class About:
             tokenizer=_fingerprint(tokenizer),
             prefix_ids=tuple(_prefix_ids(tokenizer)),
             policy=_as_read(policy or FullCache()),
-            bits=_as_given(bits),
+            bits=_as_given(DEFAULT_BITS if bits is None else bits),
         )
 
     def as_json(self) -> str:
@@ -107,11 +113,12 @@ class About:
         """How keys and values are held in few bits; None for the model's own dtype."""
         return None if self.bits is None else KVCodes.of(self.bits, "bits")
 
-    def require_same_keeping(self, policy: Policy | None, bits: Bits | KVCodes | None) -> None:
+    def require_same_keeping(self, policy: Policy | None, bits: LibraryBits | None) -> None:
         """Refuse another policy than the library's, or other bits; None asks for the library's."""
         asked = None if policy is None else _as_read(policy)
-        codes = None if bits is None else KVCodes.of(bits, "bits")
-        for name, own, other in (("policy", self.policy, asked), ("bits", self.codes, codes)):
+        codes = None if bits is None else "none" if bits == "none" else KVCodes.of(bits, "bits")
+        own_codes = self.codes or "none"
+        for name, own, other in (("policy", self.policy, asked), ("bits", own_codes, codes)):
             if other is not None and other != own:
                 raise LibraryError(
                     f"{name}: expected what this library's documents were read with, {_said(own)}, "
@@ -123,11 +130,12 @@ def _as_read(policy: Policy) -> dict[str, Any]:
     return cast(dict[str, Any], json.loads(json.dumps(policy.as_saved())))
 
 
-def _as_given(bits: Bits | KVCodes | None) -> Bits | dict[str, Any] | None:
+def _as_given(bits: LibraryBits) -> Bits | dict[str, Any] | None:
     if isinstance(bits, KVCodes):
         return asdict(bits)
-    if bits is not None:
-        KVCodes.of(bits, "bits")  # refuses what is none
+    if bits == "none":
+        return None
+    KVCodes.of(bits, "bits")  # refuses what is none
     return bits
 
 

@@ -23,7 +23,7 @@ from snapkv.errors import (
     OutputError,
 )
 from snapkv.hf.known_gates import with_known
-from snapkv.library.about import About, question_ids
+from snapkv.library.about import About, LibraryBits, question_ids
 from snapkv.library.blending import DEFAULT_RECOMPUTE, blend
 from snapkv.library.bound import Room
 from snapkv.library.folder import Fault, Folder
@@ -33,7 +33,6 @@ from snapkv.library.reader import Reader
 from snapkv.library.records import Record, Text, each_once
 from snapkv.library.searching import Hit, Passages
 from snapkv.policies import FullCache, Policy
-from snapkv.storage.coded import Bits, KVCodes
 from snapkv.validation import nearest, require_int
 
 ProgressSink = Callable[[str, int, int], None]
@@ -133,7 +132,7 @@ class Library:
         documents: Iterable[Text | tuple[str, str]],
         policy: Policy | None = None,
         *,
-        bits: Bits | KVCodes | None = None,
+        bits: LibraryBits | None = None,
         model_name: str | None = None,
         on_progress: ProgressSink | None = None,
     ) -> list[Outcome]:
@@ -149,8 +148,8 @@ class Library:
             policy: what to keep of them, without any question being known; the library's own by
                 default, in a new library everything. `KVzip`, and `AdaKV` around it, have the model
                 read a document twice, and keep what rebuilding it takes.
-            bits: in how many keys and values are stored, see `CompressedCache.save`; as the library
-                does by default, in a new one in all of them.
+            bits: in how many keys and values are stored, see `CompressedCache.save`, or "none" for
+                all of them; as the library does by default, in a new one "int4".
             model_name: what to call the model where another one is refused.
             on_progress: called before every document.
 
@@ -378,7 +377,7 @@ class Library:
         model: PreTrainedModel,
         tokenizer: Any,
         policy: Policy | None,
-        bits: Bits | KVCodes | None,
+        bits: LibraryBits | None,
         model_name: str | None,
     ) -> Reader:
         """What reads the way this library wants; a new one says how from now on."""
