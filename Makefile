@@ -169,7 +169,7 @@ $(KVPRESS)/.installed: constraints-kvpress.txt
 	rm -rf $(KVPRESS)
 	$(PYTHON) -m venv $(KVPRESS)
 	$(KVPRESS)/bin/python -m pip install --quiet --disable-pip-version-check \
-	    -c constraints-kvpress.txt kvpress
+	    -c constraints-kvpress.txt kvpress optimum-quanto
 	touch $@
 
 # vLLM's own requirements would bring packages for sound and pictures, so they are listed here.
