@@ -190,7 +190,17 @@ def _tables(rows: list[Row]) -> Iterator[str]:
         known = [row | {"full": full[row["question"]][FULL]} for row in own if row["answers"]]
         title = f"{_TITLES[part]}, {len(known)} of {len(own)} questions"
         yield from Table(_COLUMNS, title, made=_lines).parts(known)
+        if part == "compressed":
+            apart = [row for row in known if not FITTED & set(row["text"].split(", "))]
+            title = f"Without modules that the gate may have read, {len(apart)} questions"
+            yield from Table(_COLUMNS, title, made=_lines).parts(apart)
 
+
+FITTED = {
+    *("argparse", "http.client", "plistlib", "site", "socket", "socketserver", "subprocess"),
+    *("turtle", "uuid"),
+}
+"""Modules among those whose source the demo model's gate was fitted from parts of."""
 
 FULL = "whole, 16 bits"
 _TITLES = {
