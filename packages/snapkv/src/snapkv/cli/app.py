@@ -67,7 +67,7 @@ def _program(names: Iterable[str]) -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     found.callback()(_common)
-    examples = dict(_EXAMPLES)
+    examples: dict[str, tuple[str, ...]] = dict(_EXAMPLES)
     for name in names:
         command, shown = _imported(name)
         examples |= shown
@@ -257,7 +257,8 @@ def _parser() -> Any:
 
 @functools.cache
 def _command(name: str) -> Any:
-    return get_command(_program((name,))).commands[name]
+    group: Any = get_command(_program((name,)))
+    return group.commands[name]
 
 
 def _in_words(error: Exception) -> str:
