@@ -118,12 +118,13 @@ ANSWERS := $(addprefix $(PLUGIN)/vllm/test_,seams.py engine.py graphs.py generat
 test-ray: $(RAY) ## Replicas of vLLM under a local Ray Serve, in an environment of their own
 	OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest -m ray $(PLUGIN)/ray
 
-check: $(INSTALLED) ## Lint, formatting, types, who imports whom, and what each part weighs
+check: $(INSTALLED) ## Lint, formatting, types, who imports whom, what each part weighs, which rows are old
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.weight
+	$(BIN)/python -m snapkv_lab.experiments ages
 
 release-check: $(INSTALLED) ## Wheel and sdist in empty environments, e.g. PYTHONS="python3.12 python3.13" EXTRAS="eval rag"
 	$(BIN)/python -m tests.release $(addprefix --python ,$(PYTHONS)) $(addprefix --extra ,$(EXTRAS)) \
