@@ -292,7 +292,7 @@ def declared() -> dict[str, Experiment]:
 
 def _write_all(known: object) -> None:
     for each in declared().values():
-        if each.tables is not None:
+        if each.tables is not None and each.known():
             each.write()
     for page in PAGES:
         page.write_text(filled(page.read_text("utf-8"), RESULTS / "tables"), encoding="utf-8")
