@@ -8,6 +8,7 @@ dropped. Decoding on it must give the logits of decoding on the compressed cache
 import contextlib
 import copy
 import sys
+from collections.abc import Callable, Iterator
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -51,6 +52,8 @@ def _watching(full):
 def _masked_eager(module, query, key, value, attention_mask, **options):
     """Eager attention that hides this layer's dropped columns from all tokens behind them."""
     eager = sys.modules[type(module).__module__].eager_attention_forward
+    if options.get("scaling") is None:  # as sdpa takes it (the picture tower of Llama 4)
+        options["scaling"] = query.shape[-1] ** -0.5
     layer_idx = _layer_of(key) if _updated else getattr(module, "layer_idx", None)
     hidden = _hidden.get(layer_idx)
     if hidden is not None and hidden.shape[-1] < key.shape[2]:
@@ -139,6 +142,26 @@ def masked_pass(reference: PreTrainedModel, full, hidden: dict, ids, mask, posit
             return reference(
                 ids, past_key_values=full, attention_mask=mask, position_ids=positions
             ).logits
+    finally:
+        _hidden.clear()
+
+
+@contextlib.contextmanager
+def hiding_by_step(full, hidden: list[dict]) -> Iterator[Callable[[], None]]:
+    """Within this block a judge's passes over a full cache hide what `hidden` says, pass by pass.
+
+    What is given is to be called after each of them.
+    """
+    steps = iter(hidden)
+
+    def step() -> None:
+        _hidden.clear()
+        _hidden.update(next(steps, {}))
+
+    step()
+    try:
+        with _watching(full):
+            yield step
     finally:
         _hidden.clear()
 

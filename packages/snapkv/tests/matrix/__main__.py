@@ -8,14 +8,15 @@ import re
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import transformers
 
-from tests.matrix.cells import CELLS, row
-from tests.matrix.shrinking import MODELS, has_own_layers
+from tests.matrix.cells import CELLS, judged
+from tests.matrix.images import IMAGE_CELLS, image_row
+from tests.matrix.shrinking import MODELS, SEEING, growing_layers, has_own_layers, tiny
 
 DOCS = Path(__file__).parents[4] / "docs"
 ROWS = DOCS / "results" / "families.jsonl"
@@ -42,31 +43,79 @@ it has, when the cache is made.
 """
 
 
-def page(rows: Iterable[dict[str, Any]]) -> str:
+_IMAGES = """
+## With an image
+
+Models that see, through `generate`, each with an image of the shape that it takes.
+
+- **text**: none. **image**: one in the prompt. **pads**: left-padded rows with an image each.
+  **pieces**: read with `prefill_chunk_size`, the image in several pieces. **turns**: an image, then
+  text, then another image. **files**, **int8**, **AdaKV**: as above, behind an image.
+"""
+
+
+def row(model_type: str) -> dict[str, Any]:
+    """What is known of a model: its layers that grow with the context, and every cell."""
+    found: dict[str, Any] = {"model": model_type}
+    try:
+        tiny(model_type)
+    except Exception as error:
+        return found | {"not_built": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+    found |= dict(zip(("growing", "layers"), growing_layers(model_type), strict=True))
+    first, *others = CELLS
+    cells = {first: judged(model_type, first)}
+    if cells[first].startswith("refused"):
+        return found | {"refused": cells[first].removeprefix("refused: ")}
+    found["cells"] = cells | {name: judged(model_type, name) for name in others}
+    return found | (image_row(model_type) if model_type in SEEING else {})
+
+
+def page(rows: Sequence[dict[str, Any]]) -> str:
     """The page of these rows."""
     reasons: dict[str, int] = {}
-    refused, not_built, lines = defaultdict(list), [], []
+    refused, not_built, no_image = defaultdict(list), [], []
+    lines, seeing = [], []
     for each in rows:
+        name = each["model"]
         if "not_built" in each:
-            not_built.append(each["model"])
+            not_built.append(name)
         elif "refused" in each:
-            refused[_general(each["refused"])].append(each["model"])
+            refused[_general(each["refused"])].append(name)
         else:
-            marks = [_mark(cell, reasons) for cell in each["cells"].values()]
-            own = "\\*" if has_own_layers(each["model"]) else ""
-            cells = [each["model"], f"{each['growing']} of {each['layers']}{own}", *marks]
-            lines.append("| " + " | ".join(cells) + " |")
-    head = ["model", "grow", *CELLS]
+            own = "\\*" if has_own_layers(name) else ""
+            grow = f"{each['growing']} of {each['layers']}{own}"
+            lines.append(_line(name, grow, *_marks(each["cells"], reasons)))
+        if "images" in each:
+            seeing.append(_line(name, *_marks(each["images"], reasons)))
+        elif "no_image" in each:
+            no_image.append(name)
     parts = [_INTRODUCTION.format(version=transformers.__version__), "## Compressed\n"]
-    parts.append("| " + " | ".join(head) + " |")
-    parts.append("|" + "---|" * len(head))
-    parts += [*lines, ""]
+    parts += [
+        _head("model", "grow", *CELLS),
+        *lines,
+        _IMAGES,
+        _head("model", *IMAGE_CELLS),
+        *seeing,
+    ]
+    parts += [f"\nNo image was tried with {', '.join(no_image)}.", "\n## Why not\n"]
     parts += [f"{number}. {reason}" for reason, number in reasons.items()]
     parts += ["\n## Refused when the cache is made, or at the first prompt\n"]
     parts += [f"- {reason}: {', '.join(models)}" for reason, models in sorted(refused.items())]
     if not_built:
         parts.append(f"\nNot tried, since no tiny one can be built here: {', '.join(not_built)}.")
     return "\n".join(parts) + "\n"
+
+
+def _line(*cells: str) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _head(*names: str) -> str:
+    return _line(*names) + "\n|" + "---|" * len(names)
+
+
+def _marks(cells: dict[str, str], reasons: dict[str, int]) -> Iterator[str]:
+    return (_mark(cell, reasons) for cell in cells.values())
 
 
 def _mark(cell: str, reasons: dict[str, int]) -> str:
@@ -94,9 +143,11 @@ def changes(known: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 def _said(row: dict[str, Any]) -> dict[str, Any]:
     """What a row says of the model: its fields, then its cells, in one word where all are right."""
-    parts = {name: each for name, each in row.items() if name not in ("cells", "model")}
-    cells = row.get("cells", {})
-    parts |= {"cells": "all right"} if {*cells.values()} == {"right"} else cells
+    parts = {name: row[name] for name in row if name not in ("cells", "images", "model")}
+    for name in ("cells", "images"):
+        cells = row.get(name, {})
+        found = {f"{name}, {cell}": said for cell, said in cells.items()}
+        parts |= {name: "all right"} if {*cells.values()} == {"right"} else found
     return {name: each for name, each in parts.items() if name != "transformers"}
 
 

@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from snapkv import AdaKV, CompressedCache, SnapKV, SnapKVError
 from snapkv.prefill import selective
-from tests.matrix.shrinking import VOCABULARY, growing_layers, tiny
+from tests.matrix.shrinking import VOCABULARY, tiny
 from tests.oracle import hidden_columns, masked_judge, masked_pass
 
 POLICY = SnapKV(24, window_size=8, kernel_size=5)
@@ -30,6 +29,10 @@ MATTERS = 1e-3
 
 class WrongError(Exception):
     """An answer is not what it must be."""
+
+
+class TransformersError(Exception):
+    """Nor can transformers' own cache do it."""
 
 
 @dataclass
@@ -252,19 +255,36 @@ CELLS: dict[str, Callable[[PreTrainedModel], None]] = {
 """What is tried, by its name in the table."""
 
 
-def judged(model_type: str, cell: str) -> str:
+def verdict(cell: Callable[[], None]) -> str:
     """ "right", "refused: " and why, or "wrong: " and how."""
-    model = tiny(model_type)
     try:
-        CELLS[cell](model)
+        cell()
     except SnapKVError as error:
         return f"refused: {error}"
+    except TransformersError as error:
+        return f"refused: transformers: {error}"
     except WrongError as error:
         return f"wrong: {error}"
     except Exception as error:
-        kind = "refused: transformers" if _fails_anyway(model, cell) else "wrong"
-        return f"{kind}: {type(error).__name__}: {error}"
+        return f"wrong: {type(error).__name__}: {error}"
     return "right"
+
+
+def judged(model_type: str, cell: str) -> str:
+    """The verdict of a cell by its name."""
+    model = tiny(model_type)
+
+    def tried() -> None:
+        try:
+            CELLS[cell](model)
+        except (SnapKVError, WrongError):
+            raise
+        except Exception as error:
+            if _fails_anyway(model, cell):
+                raise TransformersError(f"{type(error).__name__}: {error}") from error
+            raise
+
+    return verdict(tried)
 
 
 def _fails_anyway(model: PreTrainedModel, cell: str) -> bool:
@@ -278,17 +298,3 @@ def _fails_anyway(model: PreTrainedModel, cell: str) -> bool:
     except Exception:
         return True
     return False
-
-
-def row(model_type: str) -> dict[str, Any]:
-    """What is known of a model: its layers that grow with the context, and every cell."""
-    found: dict[str, Any] = {"model": model_type}
-    try:
-        tiny(model_type)
-    except Exception as error:
-        return found | {"not_built": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
-    found |= dict(zip(("growing", "layers"), growing_layers(model_type), strict=True))
-    cells = {name: judged(model_type, name) for name in list(CELLS)[:1]}
-    if cells["compressed"].startswith("refused"):
-        return found | {"refused": cells["compressed"].removeprefix("refused: ")}
-    return found | {"cells": cells | {name: judged(model_type, name) for name in list(CELLS)[1:]}}

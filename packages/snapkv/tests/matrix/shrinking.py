@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 _SEEING = {*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES} - {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+SEEING = tuple(sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES))
 MODELS = tuple(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *_SEEING}))
 """By their `model_type`; those that see images, too, are read text."""
 
@@ -30,6 +31,8 @@ HEADS = 4
 HEAD_DIM = 16
 WIDTH = HEADS * HEAD_DIM
 WINDOW = 12
+IMAGE_ID = VOCABULARY - 1
+IMAGE_SIZE = 32
 
 _SIZES: dict[str, Any] = {
     name: size
@@ -38,7 +41,8 @@ _SIZES: dict[str, Any] = {
             WIDTH,
             "hidden_size d_model n_embd emb_dim dim_model word_embed_proj_dim embedding_size "
             "input_embedding_size embedding_dim lru_width attention_hidden_size out_hidden_size "
-            "hidden_size_per_layer_input",
+            "hidden_size_per_layer_input projection_dim embed_dim mm_embed_dim output_proj_dims "
+            "projection_hidden_size projector_hidden_size",
         ),
         (
             HEADS,
@@ -63,6 +67,8 @@ _SIZES: dict[str, Any] = {
             "shared_experts_intermediate_size shared_intermediate_size router_hidden_size "
             "ple_embed_dim dim_model_base mamba_chunk_size chunk_size",
         ),
+        (4, "resampler_n_latents"),
+        (0.02, "initializer_range"),  # next to nothing in one, where an image would not matter
         (4, "num_experts n_routed_experts num_local_experts moe_num_experts gated_norm_rank"),
         (2, "num_experts_per_tok num_experts_per_token moe_topk moe_k"),
         (1, "n_group topk_group num_expert_group n_groups mamba_ngroups mamba_n_groups"),
@@ -89,7 +95,7 @@ _SIZES: dict[str, Any] = {
             "vocab_size unpadded_vocab_size vocab_size_per_layer_input shape_vocab_size "
             "pronunciation_vocab_size encoder_hash_byte_group_vocab num_position_embeddings",
         ),
-        (32, "rel_extent image_size"),
+        (IMAGE_SIZE, "rel_extent image_size"),
         (2, "depth num_layers_per_stack n_layers_per_attn_res_block"),
         (1, "decoder_start_token_id bos_token_id o_groups"),
         (0, "pad_token_id"),
@@ -104,14 +110,23 @@ _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_la
 _LAYERS += ("num_decoder_layers", "layers", "encoder_layers", "num_encoder_layers", "num_blocks")
 _NEEDED = ("head_dim", "n_routed_experts", "num_experts_per_tok")  # None by default in some
 _OF_HEADS = ("head_dim", "qk_head_dim")
+_OF_IMAGES = ("image_token_id", "image_token_index")
 _GROWING = ("full_attention", "indexed_attention", "hybrid", "global", "attention")
 
 _ATTENDING = {"sliding_window": None}
-_TURNED_THREE_WAYS = {
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-}
+
+
+def _turned_three_ways(*numbers: int, **options: float) -> dict[str, Any]:
+    """By positions of three axes, so many of a head's numbers by each."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(numbers)}
+    return {"rope_parameters": rope | options}
+
+
 _SLIDING = ["sliding_attention", "full_attention", "full_attention"]
 _STATES = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
+_UNNAMED = {"vision_start_token_id": 1}  # which published configs have and the class has not
+_IN_WINDOWS = {"window_size": 32, "fullatt_block_indexes": [1]}
+_ONE_TILE = {"image_grid_pinpoints": [[IMAGE_SIZE, IMAGE_SIZE]]}
 OWN: dict[str, dict[str, Any]] = {
     "mistral": _ATTENDING,  # the window of the first release, that of none since
     "ministral": {"layer_types": _SLIDING},
@@ -153,11 +168,45 @@ OWN: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 2,
     },
     **dict.fromkeys(
-        ("qwen2_vl_text", "qwen2_5_vl_text", "glm4v_text", "glm_ocr_text", "paddleocr_vl_text"),
-        _TURNED_THREE_WAYS,
+        (
+            "qwen2_vl_text",
+            "qwen2_5_vl_text",
+            "qwen2_5_omni_text",
+            "glm4v_text",
+            "glm_ocr_text",
+            "paddleocr_vl_text",
+        ),
+        _turned_three_ways(2, 3, 3),
     ),
-    "qwen2_5_vl_vision": {"window_size": 32, "fullatt_block_indexes": [1]},
-    "mistral4": {"qk_nope_head_dim": 8},
+    "glm4v_moe_text": _turned_three_ways(2, 1, 1, partial_rotary_factor=0.5),
+    "ernie4_5_vl_moe_text": _turned_three_ways(3, 3, 2) | {"moe_intermediate_size": [16, 16]},
+    "hunyuan_vl_text": _turned_three_ways(2, 2, 2, 2),
+    **dict.fromkeys(("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"), _UNNAMED),
+    **dict.fromkeys(
+        ("qwen2_5_vl_vision", "qwen2_5_omni_vision_encoder", "exaone4_5_vision"), _IN_WINDOWS
+    ),
+    "step3p5": {"sliding_window": WINDOW},
+    "mistral4": {
+        "qk_nope_head_dim": 8,
+        "rope_parameters": {  # only yarn turns a part of a head
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "llama_4_scaling_beta": 0.1,
+            "partial_rotary_factor": 0.5,
+        },
+    },
+    "llama4_vision_model": {
+        "intermediate_size": 4 * WIDTH,
+        "projector_input_dim": WIDTH,
+        "projector_output_dim": WIDTH,
+        "vision_output_dim": WIDTH,
+    },
+    "janus_vqgan": {"base_channels": 32},
+    "aria": {"projector_patch_to_query_dict": {16: 4}},
+    "vipllava": {"vision_feature_layers": [-2, -1]},
+    **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision"), _ONE_TILE),
     "mamba2": {"num_heads": 8},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_hidden_layers": 4},
 }
@@ -214,8 +263,10 @@ def shrunk(config: Any, *, groups: bool = True) -> Any:
             changes[name] = value if value == 1 else _SIZES[name]
         elif name == "rope_parameters" and value:
             changes[name] = _plain_rope(value)
+        elif name in _OF_IMAGES:
+            changes[name] = IMAGE_ID
         elif name.endswith(("token_id", "token_index")) and isinstance(value, int):
-            changes[name] = None if name == "eos_token_id" else min(value, VOCABULARY - 1)
+            changes[name] = _token(name, value)
         elif hasattr(value, "to_dict"):
             changes[name] = shrunk(value, groups=groups).to_dict()
     if getattr(config, "kv_lora_rank", None):  # heads of a size by themselves, none shared
@@ -225,6 +276,11 @@ def shrunk(config: Any, *, groups: bool = True) -> Any:
     if "layer_types" in own:
         changes["num_hidden_layers"] = len(changes["layer_types"])
     return type(config)(**changes)
+
+
+def _token(name: str, token: int) -> int | None:
+    """None of them is that of images, and that of videos is its own."""
+    return None if name == "eos_token_id" else min(token, IMAGE_ID - ("video" not in name) - 1)
 
 
 def _plain_rope(rope: dict[str, Any]) -> dict[str, Any]:
@@ -268,15 +324,35 @@ def _grows(layer: Any) -> bool:
     return isinstance(layer, DynamicLayer) and not isinstance(layer, DynamicSlidingWindowLayer)
 
 
+def _config(model_type: str) -> Any:
+    """That of the class, with an encoder of images where the default has none."""
+    made = CONFIG_MAPPING[model_type]()
+    lacking = [name for name in made.sub_configs if "vision" in name and not getattr(made, name)]
+    return type(made)(**{name: {} for name in lacking}) if lacking else made
+
+
 @functools.cache
 def tiny(model_type: str) -> PreTrainedModel:
     """The model, as small as it can be, whose attention is as peaked as it can stand."""
+    sees = model_type in _SEEING
+    return _tiny(model_type, AutoModelForImageTextToText if sees else AutoModelForCausalLM)
+
+
+@functools.cache
+def seeing(model_type: str) -> PreTrainedModel:
+    """The tiny model that sees images: often the one that is read text."""
+    names = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    if names[0].get(model_type) in (None, names[1][model_type]):
+        return tiny(model_type)
+    return _tiny(model_type, AutoModelForImageTextToText)
+
+
+def _tiny(model_type: str, kind: Any) -> PreTrainedModel:
     failed: list[Exception] = []
     for groups in (True, False):
         try:
-            config = shrunk(CONFIG_MAPPING[model_type](), groups=groups)
+            config = shrunk(_config(model_type), groups=groups)
             torch.manual_seed(0)
-            kind = AutoModelForImageTextToText if model_type in _SEEING else AutoModelForCausalLM
             model = kind.from_config(config).float().eval()
             _answer(model)
         except Exception as error:  # the next way to make it may work
@@ -294,6 +370,8 @@ def _peaked(model: PreTrainedModel) -> PreTrainedModel:
             for name, weight in greater.named_parameters():
                 if weight.ndim >= 2 and "embed" not in name and weight.is_floating_point():
                     weight.mul_(factor)
+                    if not bool(weight.any()):  # to be learned, such as what goes from an image
+                        weight.normal_(std=0.1)
                 if name.endswith("sinks"):
                     weight.normal_()
         if bool(torch.isfinite(_answer(greater)).all()):

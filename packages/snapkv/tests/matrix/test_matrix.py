@@ -8,8 +8,8 @@ import transformers
 
 from snapkv import CompressedCache, DraftVotes, FullCache, UnsupportedModelError
 from snapkv.plan.footprint import footprint_of_loaded
-from tests.matrix.__main__ import DOCS, ROWS, page
-from tests.matrix.cells import POLICY, Pair, Text, row
+from tests.matrix.__main__ import DOCS, ROWS, page, row
+from tests.matrix.cells import POLICY, Pair, Text
 from tests.matrix.shrinking import MODELS, tiny
 
 MOST_USED = (
@@ -35,17 +35,17 @@ MOST_USED = (
     "smollm3",
 )
 KNOWN = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
-REST = [
-    pytest.param(model, marks=pytest.mark.families) for model in MODELS if model not in MOST_USED
-]
+SEEING = ("gemma3", "gemma4", "llava", "qwen2_5_vl", "qwen3_5", "qwen3_vl")
+OFTEN = [model for model in MODELS if model in (*MOST_USED, *SEEING)]
+REST = [pytest.param(model, marks=pytest.mark.families) for model in MODELS if model not in OFTEN]
 
 
 @pytest.mark.filterwarnings("ignore")  # those of transformers about tiny configs
-@pytest.mark.parametrize("model", [*filter(MODELS.__contains__, MOST_USED), *REST])
+@pytest.mark.parametrize("model", [*OFTEN, *REST])
 def test_a_model_is_right_or_refused(model):
     found = row(model)
-    wrong = {name: cell for name, cell in found.get("cells", {}).items() if "wrong" in cell}
-    assert not wrong
+    cells = [*found.get("cells", {}).items(), *found.get("images", {}).items()]
+    assert [(name, cell) for name, cell in cells if "wrong" in cell] == []
     if transformers.__version__ == KNOWN[0]["transformers"]:
         known = next(each for each in KNOWN if each["model"] == model)
         assert found == {name: known[name] for name in known if name != "transformers"}
@@ -80,6 +80,7 @@ def test_the_most_used_models_are_compressed():
     """And all that is refused of them stands in the page."""
     rows = {each["model"]: each for each in KNOWN}
     assert [model for model in MOST_USED if "cells" not in rows[model]] == []
+    assert [model for model in SEEING if "images" not in rows[model]] == []
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -79,7 +79,7 @@ class Installation:
             self._configs = _text_configs(model)
             for config in self._configs:
                 name = config._attn_implementation
-                if not (is_seam(name) or model._can_set_attn_implementation()):
+                if not (is_seam(name) or _decodes_through_interface(model)):
                     raise UnsupportedModelError(
                         f"model: expected one whose attention goes through transformers' "
                         f"AttentionInterface, got {type(model).__name__}, which computes it by "
@@ -152,6 +152,13 @@ def _set(config: PreTrainedConfig, name: str | None) -> None:
 def _unset(config: PreTrainedConfig) -> None:
     if is_seam(config._attn_implementation):
         _set(config, plain_name(config._attn_implementation))
+
+
+def _decodes_through_interface(model: PreTrainedModel) -> bool:
+    """Whether the text decoder's attention can be set, whatever a picture tower does."""
+    text = type(model.config.get_text_config(decoder=True))
+    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
+    return any(part._can_set_attn_implementation() for part in parts if type(part.config) is text)
 
 
 def _text_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
