@@ -267,18 +267,26 @@ def read_document(
         layers = _layers(path, notes, tensors)
         _require_within(path, sum(map(_padded_bytes, layers)), most_bytes)
         _refuse(path, _faults_of_all(layers, is_settled=is_settled))
-        keys, values = zip(*(layer.store.padded() for layer in layers), strict=True)
+        kept, keys, values = zip(*map(_of_heads, layers), strict=True)
         document = StoredDocument(
             token_ids=ids.flatten(),
-            kept=[layer.stored_positions()[0] for layer in layers],
-            keys=[states[0] for states in keys],
-            values=[states[0] for states in values],
+            kept=kept,
+            keys=keys,
+            values=values,
             policy=layers[0].policy,
             seal=file.seal,
         )
         if (fault := document.fault(model["dtype"])) is not None:
             raise ValueError(fault)
     return document
+
+
+def _of_heads(layer: CompressedLayer) -> tuple[Tensor, ...]:
+    """(Hkv, K) positions, and (Hkv, K, D) keys and values, K of the longest head."""
+    positions = layer.stored_positions()[0]
+    longest = int((positions >= 0).sum(dim=-1).max())
+    first = positions.shape[-1] - longest
+    return positions[:, first:], *(states[0, :, first:] for states in layer.store.padded())
 
 
 def _require_within(path: Path, size: int, most_bytes: int | None) -> None:

@@ -211,7 +211,7 @@ class SharedDocuments:
         room = await self._engine.room()
         return _Source(
             token_ids=saved.token_ids,
-            bytes=saved.kept_tokens * room.bytes_per_token,
+            bytes=room.bytes_of(saved.places.held_tokens),
             hold=lambda document_id: self._engine.adopt(document_id, saved),
             write=lambda _, copy: asyncio.to_thread(copy_file, path, copy),
         )
