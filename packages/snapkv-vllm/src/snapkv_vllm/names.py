@@ -4,7 +4,7 @@ Neither torch nor vLLM is needed here.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from snapkv.errors import (
     InvalidArgumentError,
@@ -51,6 +51,8 @@ OF_A_REQUEST = (*_OF_METHODS, PROTECT_FIRST, *LIMITS)
 
 _LONGEST_NAME = 100
 """Characters of a document's name."""
+
+_LONGEST_PATH = 4096
 
 _LONGEST_SESSION = 256
 
@@ -107,13 +109,28 @@ def meant(name: object) -> str | None:
     return f"{PREFIX}budget" if begun else None
 
 
+def _require_text(argument: str, value: object) -> TypeGuard[str]:
+    if isinstance(value, str):
+        return True
+    raise InvalidTypeError(
+        f"{argument}: expected a document's name, got something of type {type(value).__name__}; "
+        "pass a text such as contract"
+    )
+
+
+def require_named(argument: str, value: object) -> None:
+    """Refuse what no document is called, be it of this server or a file's of a library."""
+    if _require_text(argument, value) and not (
+        1 <= len(value) <= _LONGEST_PATH and value.isprintable()
+    ):
+        characters = f"1 to {_LONGEST_PATH} printable characters"
+        raise wrong(argument, characters, f"'{shown(value)}'", "pass a name such as contract")
+
+
 def require_document_name(argument: str, value: object) -> None:
-    """Refuse what is no name of a document; it also stands in the path of a URL."""
-    if not isinstance(value, str):
-        raise InvalidTypeError(
-            f"{argument}: expected a document's name, got something of type "
-            f"{type(value).__name__}; pass a text such as contract"
-        )
+    """Refuse what is no name to register a document by; it also stands in the path of a URL."""
+    if not _require_text(argument, value):
+        return
     fits = 1 <= len(value) <= _LONGEST_NAME and value.isprintable() and "/" not in value
     if not fits or not value.strip("."):
         characters = f"1 to {_LONGEST_NAME} printable characters"

@@ -111,12 +111,14 @@ class ServerEngine:
             raise wrong("document", "an answer", "none from the engine", remedy, status=NO_ROOM)
         return output.outputs[0]
 
-    async def look_at(self, path: Path) -> Saved:
-        """Read and check the file of a document; with the first, the model is asked who it is."""
-        model, room = await self._identity(), await self.room()
-        found = await asyncio.to_thread(
-            read_document, path, model=model, most_bytes=room.most_file_bytes
-        )
+    async def look_at(self, path: Path, *, is_settled: bool = False) -> Saved:
+        """Read and check the file of a document, `is_settled` as `read_document` asks.
+
+        With the first, the model is asked who it is.
+        """
+        model, room = await self.identity(), await self.room()
+        told = {"model": model, "most_bytes": room.most_file_bytes, "is_settled": is_settled}
+        found = await asyncio.to_thread(read_document, path, **told)
         tokens, head_tokens = len(found.token_ids), found.head_tokens
         if tokens >= (longest := self._client.model_config.max_model_len):
             raise wrong("file", f"fewer than {longest:,} tokens", tokens, "raise --max-model-len")
@@ -130,7 +132,7 @@ class ServerEngine:
 
     async def adopt(self, document_id: str, saved: Saved) -> Kept:
         """Hold a document that is in a file until it is dropped, without reading its text."""
-        model, room = await self._identity(), await self.room()
+        model, room = await self.identity(), await self.room()
         own = {
             words.ADOPT: document_id,
             words.TOKENS: list(saved.token_ids),
@@ -154,10 +156,10 @@ class ServerEngine:
 
     async def save(self, kept: Kept, token_ids: Sequence[int], path: Path) -> None:
         """Write the document that was registered last to a file."""
-        given = str(path), kept.blocks, await self._identity(), list(token_ids)
+        given = str(path), kept.blocks, await self.identity(), list(token_ids)
         await self._have_workers("snapkv_save_document", given, status=NO_ROOM)
 
-    async def _identity(self) -> dict[str, Any]:
+    async def identity(self) -> dict[str, Any]:
         """Who the model is; the first to ask waits until it has been loaded once more."""
         if self._model is None:
             config = self._client.model_config

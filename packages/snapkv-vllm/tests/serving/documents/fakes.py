@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from snapkv.cache.saving.files import read_sealed, write_sealed
 from snapkv.errors import CacheFileError, InvalidArgumentError, OutputError
 from snapkv_vllm.documents.engine import Kept, Saved
+from snapkv_vllm.documents.plans import Places
 from snapkv_vllm.documents.prompts import Prompts
 from snapkv_vllm.documents.shared import SharedDocuments
 from snapkv_vllm.documents.words import Room
@@ -87,7 +88,7 @@ class FakeEngine:
         )
 
     async def adopt(self, document_id, saved):
-        return await self._hold(document_id, saved.kept_tokens)
+        return await self._hold(document_id, saved.places.held_tokens)
 
     async def answer(self, prompt, document_id, most_tokens):
         """Says the prompt's last tokens backwards; a document forgets how the third one was."""
@@ -105,7 +106,8 @@ class FakeEngine:
         if not path.is_file():
             raise CacheFileError("path: expected a cache that was saved before")
         _, notes, seal = read_sealed(path)
-        return Saved(path=path, seal=seal, token_ids=tuple(notes["ids"]), kept_tokens=notes["kept"])
+        places = Places.of([[notes["kept"]]], 1)
+        return Saved(path=path, seal=seal, token_ids=tuple(notes["ids"]), places=places)
 
     async def save(self, kept, token_ids, path):
         if self.full_disk:
