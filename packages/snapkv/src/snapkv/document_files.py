@@ -80,7 +80,7 @@ def from_record(content: str) -> dict[str, Any]:
     try:
         whole = json.loads(content)
         document, found, sealed = whole["document"], whole["format"], whole["sha256"]
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise LibraryError(f"it is no record of a document ({error!r})") from error
     if found != _FORMAT:
         raise LibraryError(f"its format is {found!r}, not {_FORMAT!r}")
