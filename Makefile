@@ -58,8 +58,8 @@ test-families: $(INSTALLED) ## Every causal language model of the installed tran
 families: $(INSTALLED) ## Judge every causal language model again, and write docs/families.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.matrix
 
-test-devices: $(INSTALLED) ## Everything on a device that is not there, so that no tensor is left on another
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m devices $(CORE)/test_devices.py
+test-devices: $(INSTALLED) ## Everything on devices that are not there, so that no tensor is left on another
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m devices $(addprefix $(CORE)/test_,devices.py sharded.py)
 
 test-kernels: $(INSTALLED) $(TRITON) ## The kernels without a GPU: interpreted, and compiled for devices
 	PYTHONPATH=$(TRITON):$(PYTHONPATH) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'triton and not slow' $(CORE)/ops
@@ -117,12 +117,13 @@ ANSWERS := $(addprefix $(PLUGIN)/vllm/test_,seams.py engine.py graphs.py generat
 test-ray: $(RAY) ## Replicas of vLLM under a local Ray Serve, in an environment of their own
 	OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest -m ray $(PLUGIN)/ray
 
-check: $(INSTALLED) ## Lint, formatting, types, who imports whom, and what each part weighs
+check: $(INSTALLED) ## Lint, formatting, types, who imports whom, what each part weighs, which rows are old
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.weight
+	$(BIN)/python -m snapkv_lab.experiments ages
 
 release-check: $(INSTALLED) ## Wheel and sdist in empty environments, e.g. PYTHONS="python3.12 python3.13" EXTRAS="eval rag"
 	$(BIN)/python -m tests.release $(addprefix --python ,$(PYTHONS)) $(addprefix --extra ,$(EXTRAS)) \
@@ -168,7 +169,7 @@ $(KVPRESS)/.installed: constraints-kvpress.txt
 	rm -rf $(KVPRESS)
 	$(PYTHON) -m venv $(KVPRESS)
 	$(KVPRESS)/bin/python -m pip install --quiet --disable-pip-version-check \
-	    -c constraints-kvpress.txt kvpress
+	    -c constraints-kvpress.txt kvpress optimum-quanto
 	touch $@
 
 # vLLM's own requirements would bring packages for sound and pictures, so they are listed here.

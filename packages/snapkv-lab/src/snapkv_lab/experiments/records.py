@@ -48,13 +48,13 @@ def grouped(rows: Iterable[Any], by: Any) -> dict[Any, list[Any]]:
 
 def describe_environment(device: torch.device | None = None) -> Row:
     return {
-        "commit": _git("rev-parse", "--short=10", "HEAD"),
-        "changed_files": len(_git("status", "--porcelain", "--", "packages").splitlines()),
+        "commit": git("rev-parse", "--short=10", "HEAD"),
+        "changed_files": len(git("status", "--porcelain", "--", "packages").splitlines()),
         **describe(device or torch.device("cpu")),
     }
 
 
-def _git(*arguments: str) -> str:
+def git(*arguments: str) -> str:
     """Output of a git command; empty outside a checkout."""
     done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
     return done.stdout.rstrip()
