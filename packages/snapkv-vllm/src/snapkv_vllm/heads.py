@@ -60,7 +60,7 @@ class HeadPlaces:
         index = index.flatten(-2).unsqueeze(-1)
         index = index.expand(*index.shape[:-1], laid.shape[-1])
         found = laid.flatten(-3, -2).gather(-2, index)
-        return found.unflatten(-2, (-1, longest))
+        return found.view(*laid.shape[:-2], longest, laid.shape[-1])
 
     def _targets(self, longest: int, slots: int) -> Tensor:
         """Where heads' (..., H, K) tokens lie among (H * slots); H * slots where there is none."""

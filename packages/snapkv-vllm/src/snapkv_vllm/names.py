@@ -4,7 +4,7 @@ Neither torch nor vLLM is needed here.
 """
 
 from collections.abc import Mapping
-from typing import Any, TypeGuard
+from typing import Any
 
 from snapkv.errors import (
     InvalidArgumentError,
@@ -109,9 +109,9 @@ def meant(name: object) -> str | None:
     return f"{PREFIX}budget" if begun else None
 
 
-def _require_text(argument: str, value: object) -> TypeGuard[str]:
+def _text(argument: str, value: object) -> str:
     if isinstance(value, str):
-        return True
+        return value
     raise InvalidTypeError(
         f"{argument}: expected a document's name, got something of type {type(value).__name__}; "
         "pass a text such as contract"
@@ -120,22 +120,20 @@ def _require_text(argument: str, value: object) -> TypeGuard[str]:
 
 def require_named(argument: str, value: object) -> None:
     """Refuse what no document is called, be it of this server or a file's of a library."""
-    if _require_text(argument, value) and not (
-        1 <= len(value) <= _LONGEST_PATH and value.isprintable()
-    ):
+    name = _text(argument, value)
+    if not (1 <= len(name) <= _LONGEST_PATH and name.isprintable()):
         characters = f"1 to {_LONGEST_PATH} printable characters"
-        raise wrong(argument, characters, f"'{shown(value)}'", "pass a name such as contract")
+        raise wrong(argument, characters, f"'{shown(name)}'", "pass a name such as contract")
 
 
 def require_document_name(argument: str, value: object) -> None:
     """Refuse what is no name to register a document by; it also stands in the path of a URL."""
-    if not _require_text(argument, value):
-        return
-    fits = 1 <= len(value) <= _LONGEST_NAME and value.isprintable() and "/" not in value
-    if not fits or not value.strip("."):
+    name = _text(argument, value)
+    fits = 1 <= len(name) <= _LONGEST_NAME and name.isprintable() and "/" not in name
+    if not fits or not name.strip("."):
         characters = f"1 to {_LONGEST_NAME} printable characters"
         expected = f"{characters}, none of them a slash and not dots alone"
-        raise wrong(argument, expected, f"'{shown(value)}'", "pass a name such as contract")
+        raise wrong(argument, expected, f"'{shown(name)}'", "pass a name such as contract")
 
 
 def require_session_name(argument: str, value: object) -> None:

@@ -302,7 +302,7 @@ def _padded_bytes(layer: CompressedLayer) -> int:
     """Bytes of a layer's keys and values where every head is as long as the longest."""
     store = layer.store
     widths = store.keys.shape[-1] + store.values.shape[-1]
-    return store.num_kv_heads * store.slots * widths * store.keys.element_size()
+    return int(store.num_kv_heads * store.slots * widths * store.keys.element_size())
 
 
 def _spread_bytes(file: SealedFile) -> int:

@@ -117,7 +117,8 @@ class ServerEngine:
         With the first, the model is asked who it is.
         """
         model, room = await self.identity(), await self.room()
-        told = {"model": model, "most_bytes": room.most_file_bytes, "is_settled": is_settled}
+        told: dict[str, Any] = {"model": model, "most_bytes": room.most_file_bytes}
+        told["is_settled"] = is_settled
         found = await asyncio.to_thread(read_document, path, **told)
         tokens, head_tokens = len(found.token_ids), found.head_tokens
         if tokens >= (longest := self._client.model_config.max_model_len):

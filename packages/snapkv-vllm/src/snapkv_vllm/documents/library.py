@@ -41,8 +41,8 @@ class ServedLibrary:
     def require_read_by(self, model: Mapping[str, Any], tokenizer: Any) -> None:
         """Refuse another model than has read the documents, or another tokenizer."""
         own = self._about
-        told = {"model": dict(model), "tokenizer": fingerprint_of(tokenizer)}
-        own.require_same(replace(own, **told))
+        found = replace(own, model=dict(model), tokenizer=fingerprint_of(tokenizer))
+        own.require_same(found)
 
     def find(self, name: str) -> OfLibrary | None:
         """The document of that name as it is now; None where there is none."""

@@ -131,7 +131,7 @@ class SharedDocuments:
         """What a tenant calls so, or else the library, of which it is loaded where it is not."""
         if self._library is None or (tenant, name) in self.catalogue:
             return self.catalogue.find(tenant, name)
-        source = await asyncio.to_thread(self._library.find, name)
+        source = await self._in_library(name)
         if (held := self.catalogue.get(LIBRARY, name)) is not None and held.source == source:
             return held
         async with self._one_at_a_time:
@@ -142,6 +142,9 @@ class SharedDocuments:
             if source is None:
                 return self.catalogue.find(tenant, name)
             return await self._loaded(self._library, name, source)
+
+    async def _in_library(self, name: str) -> OfLibrary | None:
+        return None if self._library is None else await asyncio.to_thread(self._library.find, name)
 
     async def _loaded(self, library: ServedLibrary, name: str, source: OfLibrary) -> SharedDocument:
         model = await self._engine.identity()
@@ -214,7 +217,7 @@ class SharedDocuments:
         name, messages = body["name"], body.get("messages")
         async with self._own_turn[tenant], self._one_at_a_time:  # each tenant waits with one alone
             self.catalogue.require_free(tenant, name)
-            if self._library is not None and await asyncio.to_thread(self._library.find, name):
+            if await self._in_library(name) is not None:
                 got, remedy = f"'{shown(name)}', which the library has", "choose another one"
                 raise wrong("name", "one that is free", got, remedy, status=TAKEN)
             if body.get("file") is None:

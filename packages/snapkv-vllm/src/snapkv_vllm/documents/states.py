@@ -148,7 +148,7 @@ class DocumentStates:
         states = zip(document.keys, document.values, strict=True)
         of_layer = dict(zip(names, states, strict=True))
         kept = dict(zip(names, document.head_tokens.to(self._device), strict=True))
-        parts_heads = len(document.head_tokens.unique()) > 1
+        parts_heads = bool((document.head_tokens != document.head_tokens[0, 0]).any())
         runs = self._each(blocks)
         for run, of_group in runs:
             tokens = len(of_group) * self._block_tokens[run.group]
