@@ -89,7 +89,7 @@ class DocumentStates:
             states = run.layout.read_keys(found, held), run.layout.read_values(found, every)
             for name, *both in zip(run.layers, *states, strict=True):
                 chosen[name] = self._chosen_of(name, of_group, held, len(token_ids))
-                keys[name], values[name] = self._of_heads(run, chosen[name].positions, both)
+                keys[name], values[name] = self._of_heads(run, chosen[name], both)
         names = self._in_order()
         document = StoredDocument(
             token_ids=torch.tensor(token_ids),
@@ -101,11 +101,11 @@ class DocumentStates:
         write_document(path, model, document)
 
     @staticmethod
-    def _of_heads(run: LayerRun, positions: Tensor, states: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _of_heads(run: LayerRun, chosen: _Chosen, states: Sequence[Tensor]) -> Sequence[Tensor]:
         """What heads hold of a layer's (Hkv, slots, D) states: (Hkv, K, D), on the host."""
-        kept = (positions >= 0).sum(dim=-1)
-        if bool((kept == positions.shape[-1]).all()):
+        if not chosen.policy.parts_heads:
             return [one.cpu() for one in states]
+        kept = (chosen.positions >= 0).sum(dim=-1)
         places = HeadPlaces(kept, run.first.cache.shape[2])
         return [places.gathered(one).cpu() for one in states]
 
