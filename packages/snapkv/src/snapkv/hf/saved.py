@@ -220,6 +220,11 @@ def _named_policy(saved: dict[str, Any]) -> Policy:
             f"policy: expected the method {name!r} that the cache was saved with, which is none of "
             f"{', '.join(POLICIES)}; pass it to load"
         )
+    if isinstance(parameters.get("gate"), str):  # a file may name no other file
+        raise CacheMismatchError(
+            f"policy: expected the gate itself in a saved {name}, got the name of a file; save the "
+            "cache again"
+        )
     inner = {
         key: _named_policy(value) if isinstance(value, dict) and "name" in value else _frozen(value)
         for key, value in parameters.items()

@@ -51,7 +51,7 @@ class About:
         return cls(
             model=identity_of(model),
             model_name=model_name or usual,
-            tokenizer=_fingerprint(tokenizer),
+            tokenizer=fingerprint_of(tokenizer),
             prefix_ids=tuple(_prefix_ids(tokenizer)),
             policy=_as_read(policy or FullCache()),
             bits=_as_given(DEFAULT_BITS if bits is None else bits),
@@ -176,7 +176,7 @@ def question_ids(tokenizer: Any, question: str, answer_start: str = "") -> list[
     return _plain_ids(tokenizer, f"Question: {question}\nAnswer:{start}")
 
 
-def _fingerprint(tokenizer: Any) -> str:
+def fingerprint_of(tokenizer: Any) -> str:
     """What tells a tokenizer and its template from others: SHA-256, in hexadecimal."""
     ids = _plain_ids(tokenizer, _SAMPLE)
     told = json.dumps([tokenizer.chat_template, len(tokenizer), ids], sort_keys=True)

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import re
+import stat
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -21,6 +22,7 @@ from snapkv.document_files import (
 from snapkv.errors import CacheFileError, InvalidArgumentError, LibraryError, OutputError
 from snapkv.library.about import About
 from snapkv.library.records import Record, Text, passages
+from snapkv.validation import format_bytes
 
 _ABOUT, _LOCK, _INDEX = "library.json", "library.lock", "words.sqlite"
 _DOCUMENTS, _CACHES, _ASKED = "documents", "caches", "asked"
@@ -39,6 +41,9 @@ _UNNAMED = r"\.tmp[0-9A-Za-z]{6}"
 """What safetensors writes before that."""
 
 _RECORD = re.compile(_NAMES[_DOCUMENTS])
+
+_MOST_RECORD_BYTES = 1 << 28
+"""Of a text and what is known of it; any model's positions are fewer."""
 
 _SETTLED_NS = 2_000_000_000
 """No file system's clock is coarser."""
@@ -358,8 +363,12 @@ def _said(status: os.stat_result) -> str:
 
 def _read_record(file: Path) -> Record | Fault:
     try:
+        status = file.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_RECORD_BYTES:
+            most = format_bytes(_MOST_RECORD_BYTES)
+            raise LibraryError(f"it is no file of at most {most}")
         record = Record.from_json(file.read_text("utf-8", "replace"))
-        if record.key == file.stem:
+        if record.key == file.stem and re.fullmatch(_NAMES[_CACHES], record.cache):
             return record
         reason = "it is the record of another document"
     except FileNotFoundError:

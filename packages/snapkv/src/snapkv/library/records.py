@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Self
+from typing import Self, get_type_hints
 
 from snapkv.document_files import digest_of, from_record, record_of
 from snapkv.errors import InvalidArgumentError, InvalidTypeError, LibraryError
@@ -94,9 +94,15 @@ class Record:
     def from_json(cls, content: str) -> Self:
         """The record that `as_json` has written; refused where it has changed since."""
         body = from_record(content)
-        if set(body) != {field.name for field in fields(cls)}:
+        kinds = get_type_hints(cls) | {"chunks": list}
+        if set(body) != {field.name for field in fields(cls)} or not all(
+            isinstance(value, kinds[name]) for name, value in body.items()
+        ):
             raise LibraryError("it is not what was written")
-        return cls(**{**body, "chunks": tuple((start, stop) for start, stop in body["chunks"])})
+        pairs = [tuple(chunk) for chunk in body["chunks"] if isinstance(chunk, list)]
+        if [list(map(type, pair)) for pair in pairs] != [[int, int]] * len(body["chunks"]):
+            raise LibraryError("its passages are no spans of characters")
+        return cls(**{**body, "chunks": tuple(pairs)})
 
 
 def each_once(documents: Iterable[Text | tuple[str, str]]) -> list[Text]:
