@@ -58,8 +58,9 @@ test-families: $(INSTALLED) ## Every causal language model of the installed tran
 families: $(INSTALLED) ## Judge every causal language model again, and write docs/families.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.matrix
 
-test-devices: $(INSTALLED) ## Everything on a device that is not there, so that no tensor is left on another
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m devices $(CORE)/test_devices.py
+test-devices: $(INSTALLED) ## Everything on devices that are not there, so that no tensor is left on another
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m devices $(addprefix $(CORE)/test_,devices.py sharded.py) \
+	    $(LAB)/experiments/test_gpu.py
 
 test-kernels: $(INSTALLED) $(TRITON) ## The kernels without a GPU: interpreted, and compiled for devices
 	PYTHONPATH=$(TRITON):$(PYTHONPATH) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'triton and not slow' $(CORE)/ops
@@ -169,7 +170,7 @@ $(KVPRESS)/.installed: constraints-kvpress.txt
 	rm -rf $(KVPRESS)
 	$(PYTHON) -m venv $(KVPRESS)
 	$(KVPRESS)/bin/python -m pip install --quiet --disable-pip-version-check \
-	    -c constraints-kvpress.txt kvpress
+	    -c constraints-kvpress.txt kvpress optimum-quanto
 	touch $@
 
 # vLLM's own requirements would bring packages for sound and pictures, so they are listed here.

@@ -54,6 +54,7 @@ def check(here: Environment, built: Built, extras: Sequence[str]) -> None:
     here.install("snapkv[lab]")
     checks.require_command_line(here)
     checks.require_commands(here, checks.LAB_COMMANDS)
+    checks.require_experiments(here)
     print("  the laboratory and its commands", flush=True)
     here.install("--no-deps", str(plugin))  # vLLM itself stays out: its tests install it
     here.run("python", "-c", "import snapkv_vllm; snapkv_vllm.ServingSettings")

@@ -106,6 +106,13 @@ def require_commands(here: Environment, smokes: Sequence[Smoke]) -> None:
             raise NotReleasableError(f"snapkv {command}: expected {wanted!r}, got {said.strip()!r}")
 
 
+def require_experiments(here: Environment) -> None:
+    """The day with a GPU needs no checkout and no git: a part of it in its small form."""
+    small = ("-m", "snapkv_lab.experiments", "gpu", "--small", "--part", "kernels")
+    if "coded_attention" not in (said := here.run("python", *small)):
+        raise NotReleasableError(f"experiments gpu: expected coded_attention, got {said.strip()!r}")
+
+
 def require_types(here: Environment) -> None:
     """A project that uses the package is checked by mypy, strictly, against what is installed."""
     mypy = [sys.executable, "-m", "mypy", "--config-file", str(EXAMPLE / "mypy.ini")]

@@ -1,6 +1,6 @@
-"""A device that is not there: tensors that say they are on it, and whose values are at hand.
+"""Two devices that are not there: tensors that say they are on one, and whose values are at hand.
 
-Every operation runs on the CPU, and an operation on tensors of both devices is refused, as a GPU
+Every operation runs on the CPU, and an operation on tensors of two devices is refused, as a GPU
 would. What needs CUDA itself (streams, kernels, its memory) is not pretended.
 """
 
@@ -11,7 +11,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils.backend_registration import (
+    _DummyBackendModule,
+    _setup_privateuseone_for_python_backend,
+)
 
 NAME = "pretended"
 MOVES = {"_to_copy", "copy_", "lift_fresh"}
@@ -19,18 +22,24 @@ INDEXES = {"index", "index_put_", "_index_put_impl_"}  # those of a device take 
 JOINS = {"stack", "cat"}  # others take a single number of the host
 
 
+class _Backend(_DummyBackendModule):
+    def device_count(self):
+        return 2
+
+
 @functools.cache
-def device():
-    """The device; from the first call on this process takes it for its accelerator."""
-    _setup_privateuseone_for_python_backend(NAME)
-    return torch.device(NAME, 0)
+def device(index=0):
+    """The device of that number; from the first call on 0 is this process's accelerator."""
+    if not index:
+        _setup_privateuseone_for_python_backend(NAME, _Backend())
+    return torch.device(NAME, index)
 
 
 class Pretended(torch.Tensor):
-    """A tensor on the device whose values are in `held`, on the CPU."""
+    """A tensor on a device whose values are in `held`, on the CPU."""
 
     @staticmethod
-    def __new__(cls, held):
+    def __new__(cls, held, on):
         pretended = torch.Tensor._make_wrapper_subclass(
             cls,
             held.size(),
@@ -38,7 +47,7 @@ class Pretended(torch.Tensor):
             storage_offset=held.storage_offset(),
             dtype=held.dtype,
             layout=held.layout,
-            device=device(),
+            device=on,
         )
         pretended.held = held
         return pretended
@@ -56,27 +65,31 @@ def run(function, arguments, options):
     there = [t for t in _tensors(arguments, options) if isinstance(t, Pretended)]
     must_match = arguments
     if name in INDEXES and isinstance(arguments[0], Pretended):
-        must_match = (arguments[0], *arguments[2:])
+        on_host = [t for t in _tensors(arguments[1]) if not isinstance(t, Pretended)]
+        must_match = [t for t in _tensors(arguments) if not any(t is each for each in on_host)]
+    known = [t for t in _tensors(must_match, options) if isinstance(t, Pretended)]
     here = [t for t in _tensors(must_match, options) if not isinstance(t, Pretended)]
     here = [t for t in here if t.dim() or name in JOINS]
-    if there and here and name not in MOVES:
-        raise RuntimeError(f"{function}: expected all tensors on one device, got two")
+    if len({t.device for t in known} | {t.device for t in here}) > 1 and name not in MOVES:
+        raise RuntimeError(f"{function}: expected all tensors on one device, got several")
+    on = there[0].device if there else None
     asked = options.get("device")
     if asked is not None:
         options = options | {"device": torch.device("cpu")}
-    wraps = torch.device(asked).type == NAME if asked is not None else bool(there)
+        asked = torch.device(asked)
+        on = device(asked.index or 0) if asked.type == NAME else None
     if name == "copy_":
-        wraps = isinstance(arguments[0], Pretended)
+        on = arguments[0].device if isinstance(arguments[0], Pretended) else None
     held, options = tree_map(_held, arguments), tree_map(_held, options)
     if name == "histc":  # of integers a GPU only; mixtures of experts count with it there
         held = (held[0].float(), *held[1:])
     result = function(*held, **options)
 
     def wrap(value):
-        if not isinstance(value, torch.Tensor) or not wraps:
+        if not isinstance(value, torch.Tensor) or on is None:
             return value
         same = [t for t in there if t.held is value]
-        return same[0] if same else Pretended(value)
+        return same[0] if same else Pretended(value, on)
 
     return tree_map(wrap, result)
 
@@ -99,8 +112,8 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, function, types, arguments=(), options=None):
         options = dict(options or {})
-        if function is torch.Tensor.tolist:
-            return _held(arguments[0]).tolist()
+        if function in (torch.Tensor.tolist, torch.Tensor.data_ptr):
+            return function(_held(arguments[0]))
         if function in (torch.tensor, torch.as_tensor) and options.get("device") is not None:
             device = options.pop("device")
             return function(*arguments, **options).to(device)
@@ -112,6 +125,6 @@ class _Functions(TorchFunctionMode):
 @contextlib.contextmanager
 def pretending():
     """Inside, tensors can be made on the device and moved there and back."""
-    there = device()
+    there = device(0)
     with _Operations(), _Functions():
         yield there

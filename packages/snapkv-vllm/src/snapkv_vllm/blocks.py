@@ -163,7 +163,7 @@ class CompressedManager(FullAttentionManager):
 
     def take_for_others(self, tokens: int) -> list[KVCacheBlock]:
         """Free blocks for so many tokens, for workers to fill; there must be as many."""
-        blocks: list[KVCacheBlock] = self.block_pool.get_new_blocks(tokens // self.block_size)
+        blocks: list[KVCacheBlock] = self.block_pool.get_new_blocks(cdiv(tokens, self.block_size))
         self._lendable.update(_ids(blocks))
         return blocks
 
@@ -171,6 +171,12 @@ class CompressedManager(FullAttentionManager):
         """Free what `keep_for_others` has kept, or `take_for_others` taken."""
         self._lendable -= Counter(_ids(blocks))
         self.block_pool.free_blocks(reversed(blocks))
+
+    def copies(self, request_id: str, blocks: Sequence[KVCacheBlock], lent_tokens: int) -> Move:
+        """Where a request that is lent the first of these blocks has copies of the others."""
+        own, lent = self.req_to_blocks[request_id], lent_tokens // self.block_size
+        targets = _ids(own[lent : len(blocks)])
+        return Move(group=self.kv_cache_group_id, sources=_ids(blocks[lent:]), targets=targets)
 
     def begin_with(self, request_id: str, dropped_tokens: int) -> None:
         """Count that the blocks which a request is lent hold fewer tokens than they stand for."""
@@ -226,7 +232,8 @@ class CompressedManager(FullAttentionManager):
         """
         plan = self.plans.get(request_id)
         if apply_admission_cap and plan is not None:
-            held = min(num_tokens, plan.most_held(num_tokens) + plan.spare_tokens(self.block_size))
+            most = plan.most_held(num_tokens)
+            held = min(max(num_tokens, most), most + plan.spare_tokens(self.block_size))
         else:
             held = num_tokens - self.dropped_tokens.get(request_id, 0)
         cached = new_computed_blocks, total_computed_tokens, num_local_computed_tokens

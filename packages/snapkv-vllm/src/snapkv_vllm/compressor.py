@@ -1,13 +1,12 @@
 """Carries out the scheduler's orders on one worker's tensors."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies import PromptLayer
@@ -16,7 +15,7 @@ from snapkv_vllm.agents.positions import HeldPositions
 from snapkv_vllm.documents.states import DocumentStates
 from snapkv_vllm.heads import HeadPlaces, HeadsAttention
 from snapkv_vllm.layers import LayerRun, VotingLayer, layer_runs, voting_layer
-from snapkv_vllm.layouts import slots
+from snapkv_vllm.layouts import padded, slots
 from snapkv_vllm.plans import EndOfTurn, Move, Order
 
 
@@ -90,7 +89,21 @@ class Compressor:
                         f"cut into, got {found} in {name}; pass --block-size {found}"
                     )
         self._runs = list(layer_runs(self._groups))
-        self.documents = DocumentStates(self._runs, self._block_tokens, device=self._device)
+        self.documents = DocumentStates(
+            self._runs, self._block_tokens, device=self._device, heads=self._heads
+        )
+
+    def copy(self, moves: Iterable[Move]) -> None:
+        """Copy blocks as they are, in every layer of their group."""
+        for move in moves:
+            for run in self._runs:
+                if run.group == move.group:
+                    size = self._block_tokens[move.group]
+                    sources, targets = (
+                        run.blocks_of(blocks, size) for blocks in (move.sources, move.targets)
+                    )
+                    for layer in run.layers.values():
+                        layer.cache[targets] = layer.cache[sources]
 
     def forget(self, request: str) -> None:
         self._recorder.forget(request)
@@ -139,7 +152,7 @@ class Compressor:
         keep = self._keep_indices(run, request, order, run.keys_of(keys))
         self.documents.note(run, order, move, keep)
         whole = len(targets) * block_tokens
-        laid_out = partial(_padded, tokens=whole)
+        laid_out = partial(padded, tokens=whole)
         if order.parts_heads:
             laid_out = partial(self._parted(run, request, order, keep).spread, slots=whole)
             keep = keep.clamp(min=0)
@@ -197,13 +210,3 @@ def _keeps_as_ordered(keep: Tensor, order: Order) -> bool:
     if not order.parts_heads:
         return keep.shape[-1] == order.kept_tokens
     return bool(((keep >= 0).sum(dim=(1, 2)) == order.kept_tokens * keep.shape[1]).all())
-
-
-def _padded(states: Tensor, tokens: int) -> Tensor:
-    """Kept (layers, H, K, D) states with zeros behind them, up to so many tokens.
-
-    The last block may come from a recurrent state, whose bytes read as keys and values may be NaN;
-    attention masks what lies behind a request's tokens by products with zero.
-    """
-    missing = tokens - states.shape[2]
-    return functional.pad(states, (0, 0, 0, missing)) if missing else states

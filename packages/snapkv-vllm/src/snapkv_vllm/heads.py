@@ -9,7 +9,7 @@ own with one KV head, and the scheduler counts blocks as ever.
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -23,6 +23,9 @@ class HeadPlaces:
 
     kept: Tensor  # (..., H) int64, tokens that every head of a layer kept at the prompt's end
     page_tokens: int
+    # (..., H or 1) bool, whether others read the full pages of these; pages that are not full lie
+    # behind them then, side by side, to be copied
+    are_lent: Tensor | bool = False
 
     def of_pages(self, pages: Tensor) -> Tensor:
         """The places of some pages of every head.
@@ -44,23 +47,39 @@ class HeadPlaces:
         That is (..., H, slots, D), what lies in the place of every head, zero where nothing does.
         """
         heads, longest, size = states.shape[-3:]
-        position = torch.arange(longest, device=states.device)
-        position = position - (longest - self.kept.unsqueeze(-1))  # (..., H, K), below 0 is none
-        place = self.of_pages(position.clamp(min=0) // self.page_tokens)
-        slot = place // heads * self.page_tokens + position % self.page_tokens
-        target = (place % heads * slots + slot).where(position >= 0, heads * slots)
+        target = self._targets(longest, slots)
         found = states.new_zeros(*states.shape[:-3], heads * slots + 1, size)
         index = target.flatten(-2).unsqueeze(-1).expand(*target.shape[:-2], -1, size)
         found.scatter_(-2, index, states.flatten(-3, -2))
         return found[..., :-1, :].reshape(*states.shape[:-3], heads, slots, size)
 
+    def gathered(self, laid: Tensor) -> Tensor:
+        """What `spread` was given, (..., H, K, D), K that of the longest head; any before it."""
+        slots, longest = laid.shape[-2], int(self.kept.max())
+        index = self._targets(longest, slots).clamp(max=laid.shape[-3] * slots - 1)
+        index = index.flatten(-2).unsqueeze(-1)
+        index = index.expand(*index.shape[:-1], laid.shape[-1])
+        found = laid.flatten(-3, -2).gather(-2, index)
+        return found.view(*laid.shape[:-2], longest, laid.shape[-1])
+
+    def _targets(self, longest: int, slots: int) -> Tensor:
+        """Where heads' (..., H, K) tokens lie among (H * slots); H * slots where there is none."""
+        heads = self.kept.shape[-1]
+        position = torch.arange(longest, device=self.kept.device)
+        position = position - (longest - self.kept.unsqueeze(-1))  # (..., H, K), below 0 is none
+        place = self.of_pages(position.clamp(min=0) // self.page_tokens)
+        slot = place // heads * self.page_tokens + position % self.page_tokens
+        return (place % heads * slots + slot).where(position >= 0, heads * slots)
+
     @functools.cached_property
     def _at_the_end(self) -> tuple[Tensor, Tensor, Tensor]:
         """(..., H) pages at the prompt's end, pages of the heads before, and each head's turn.
 
-        Heads with the least room take a place first.
+        Heads with the least room take a place first. Where pages are lent, the full ones count.
         """
-        pages = -(-self.kept // self.page_tokens)
+        full = self.kept // self.page_tokens
+        lent = torch.as_tensor(self.are_lent, device=full.device)
+        pages = torch.where(lent, full, -(-self.kept // self.page_tokens))
         turn = (pages * self.page_tokens - self.kept).argsort(dim=-1, stable=True).argsort(dim=-1)
         return pages, pages.cumsum(dim=-1) - pages, turn
 
@@ -221,6 +240,7 @@ class _KeptHeads:
     """What the heads of a request kept of its prompt, layer by layer."""
 
     prompt_tokens: int
+    are_lent: bool = False  # whether it begins with a document, whose pages others read
     most_tokens: int = 0
     of_layers: dict[str, Tensor] = field(default_factory=dict)
 
@@ -272,9 +292,17 @@ class HeadsAttention:
         mine.of_layers[layer] = kept
         mine.most_tokens = max(mine.most_tokens, int(kept.max()))
 
-    def keep_document(self, request: str, first_block: int) -> None:
-        """What a request has kept is a document from now on, whose blocks begin with this one."""
-        self._documents[first_block] = self._kept[request]
+    def keep_document(self, first_block: int, kept: Mapping[str, Tensor], tokens: int) -> None:
+        """A document of so many tokens lies in blocks from this one on.
+
+        Its heads hold (Hkv,) `kept` tokens in every layer, by name.
+        """
+        most = max(int(one.max()) for one in kept.values())
+        self._documents[first_block] = _KeptHeads(tokens, True, most, dict(kept))
+
+    def kept_of(self, request: str) -> Mapping[str, Tensor]:
+        """(Hkv,) tokens that the heads of a request hold of its prompt, by layer."""
+        return self._kept[request].of_layers
 
     def begin_with(self, request: str, first_block: int) -> None:
         """A request begins with such a document, whose heads hold what they kept of it."""
@@ -380,7 +408,8 @@ class HeadsAttention:
         requests, places = self._places.get(names[0], ((), None))
         if places is None or requests != self._batch.requests:
             layers = [torch.stack([one.of_layers[name] for one in kept]) for name in names]
-            places = HeadPlaces(torch.stack(layers), pages.cache.shape[2])
+            lent = torch.tensor([[one.are_lent] for one in kept], device=layers[0].device)
+            places = HeadPlaces(torch.stack(layers), pages.cache.shape[2], lent)
             self._places[names[0]] = self._batch.requests, places
         return places
 

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from snapkv.errors import UnsupportedModelError
 from snapkv.ops import gather_tokens
@@ -56,6 +57,16 @@ def slots(blocks: Tensor, tokens: int, block_tokens: int) -> Tensor:
     """The KV cache slots of the first tokens that lie in these blocks."""
     within = torch.arange(block_tokens, device=blocks.device)
     return (blocks[:, None] * block_tokens + within).flatten()[:tokens]
+
+
+def padded(states: Tensor, tokens: int) -> Tensor:
+    """Kept (..., K, D) states with zeros behind them, up to so many tokens.
+
+    The last block may come from a recurrent state, whose bytes read as keys and values may be NaN;
+    attention masks what lies behind a request's tokens by products with zero.
+    """
+    missing = tokens - states.shape[-2]
+    return functional.pad(states, (0, 0, 0, missing)) if missing else states
 
 
 class PlainLayout:

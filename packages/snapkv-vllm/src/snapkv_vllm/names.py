@@ -52,6 +52,8 @@ OF_A_REQUEST = (*_OF_METHODS, PROTECT_FIRST, *LIMITS)
 _LONGEST_NAME = 100
 """Characters of a document's name."""
 
+_LONGEST_PATH = 4096
+
 _LONGEST_SESSION = 256
 
 _LONGEST = 60
@@ -107,18 +109,31 @@ def meant(name: object) -> str | None:
     return f"{PREFIX}budget" if begun else None
 
 
+def _text(argument: str, value: object) -> str:
+    if isinstance(value, str):
+        return value
+    raise InvalidTypeError(
+        f"{argument}: expected a document's name, got something of type {type(value).__name__}; "
+        "pass a text such as contract"
+    )
+
+
+def require_named(argument: str, value: object) -> None:
+    """Refuse what no document is called, be it of this server or a file's of a library."""
+    name = _text(argument, value)
+    if not (1 <= len(name) <= _LONGEST_PATH and name.isprintable()):
+        characters = f"1 to {_LONGEST_PATH} printable characters"
+        raise wrong(argument, characters, f"'{shown(name)}'", "pass a name such as contract")
+
+
 def require_document_name(argument: str, value: object) -> None:
-    """Refuse what is no name of a document; it also stands in the path of a URL."""
-    if not isinstance(value, str):
-        raise InvalidTypeError(
-            f"{argument}: expected a document's name, got something of type "
-            f"{type(value).__name__}; pass a text such as contract"
-        )
-    fits = 1 <= len(value) <= _LONGEST_NAME and value.isprintable() and "/" not in value
-    if not fits or not value.strip("."):
+    """Refuse what is no name to register a document by; it also stands in the path of a URL."""
+    name = _text(argument, value)
+    fits = 1 <= len(name) <= _LONGEST_NAME and name.isprintable() and "/" not in name
+    if not fits or not name.strip("."):
         characters = f"1 to {_LONGEST_NAME} printable characters"
         expected = f"{characters}, none of them a slash and not dots alone"
-        raise wrong(argument, expected, f"'{shown(value)}'", "pass a name such as contract")
+        raise wrong(argument, expected, f"'{shown(name)}'", "pass a name such as contract")
 
 
 def require_session_name(argument: str, value: object) -> None:

@@ -203,11 +203,12 @@ class Beginning:
     """What workers are told of a request that begins with a document.
 
     `first_block` tells documents apart whose heads hold different numbers of tokens; None for
-    others.
+    others. `copies` are of the blocks that are not full, which the request fills.
     """
 
     dropped_tokens: int
     first_block: int | None
+    copies: tuple[Move, ...] = ()
 
 
 # Plans.

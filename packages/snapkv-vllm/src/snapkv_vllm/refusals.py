@@ -21,6 +21,7 @@ TRANSFER = "kv_transfer_params"
 """With which a request asks a KV connector for something."""
 
 _STOCK = "serve the model with stock vLLM"
+_FILES = "--share-folder and --share-library"
 _WEIGHTS = "their files say which weights have read them, by those in the model's folder; leave"
 _PLAIN = ("auto", "float16", "bfloat16", "float32")
 _MOVABLE = (*_PLAIN, *FP8)
@@ -236,46 +237,40 @@ _SESSIONS: _Rules = (
 )
 _IN_A_FOLDER: _Rules = (
     (
-        "documents in a folder and adakv",
-        serves_heads_apart,
-        "heads of a layer hold different numbers of tokens, which no engine takes from a file; "
-        "serve with --policy snapkv, or leave --share-folder out",
-    ),
-    (
         "documents in a folder and a KV cache in the format",
         lambda c: _other_than(_PLAIN, c.cache_config.cache_dtype),
-        "files hold numbers as the model has them; leave --kv-cache-dtype or --share-folder out",
+        f"files hold numbers as the model has them; leave --kv-cache-dtype or {_FILES} out",
     ),
     (
         "documents in a folder and tensor or pipeline parallelism",
         lambda c: c.parallel_config.world_size > 1,
-        "each process has a part of every document; leave --share-folder out",
+        f"each process has a part of every document; leave {_FILES} out",
     ),
     (
         "documents in a folder and workers on Ray",
         lambda c: c.parallel_config.distributed_executor_backend == "ray",
-        "they may run where the folder is not; leave --share-folder out",
+        f"they may run where the folder is not; leave {_FILES} out",
     ),
     (
         "documents in a folder and quantised weights",
         lambda c: c.model_config.quantization is not None,
-        f"{_WEIGHTS} --quantization or --share-folder out",
+        f"{_WEIGHTS} --quantization or {_FILES} out",
     ),
     (
         "documents in a folder and a model that is changed (--hf-overrides)",
         lambda c: c.model_config.hf_overrides,
-        f"{_WEIGHTS} --hf-overrides or --share-folder out",
+        f"{_WEIGHTS} --hf-overrides or {_FILES} out",
     ),
     (
         "documents in a folder and made-up weights (--load-format dummy)",
         lambda c: c.load_config.load_format == "dummy",
-        f"{_WEIGHTS} --load-format or --share-folder out",
+        f"{_WEIGHTS} --load-format or {_FILES} out",
     ),
     (
         "documents in a folder and a model that is not in one",
         lambda c: not Path(c.model_config.model).is_dir(),
         "their files say which weights have read them; pass the folder that the model was "
-        "downloaded to, or leave --share-folder out",
+        f"downloaded to, or leave {_FILES} out",
     ),
 )
 _ADAKV: _Rules = (
@@ -299,7 +294,7 @@ _TABLE: tuple[tuple[Callable[[ServingSettings], Any], _Rules], ...] = (
     (lambda s: s.limits.decode_budget, _HELD_ANSWERS),
     (lambda s: s.sharing is not None, _SHARED),
     (lambda s: s.sessions is not None, _SESSIONS),
-    (lambda s: s.sharing is not None and s.sharing.folder, _IN_A_FOLDER),
+    (lambda s: s.sharing is not None and (s.sharing.folder or s.sharing.library), _IN_A_FOLDER),
     (lambda s: s.policy == AdaKV.name, _ADAKV),
     (lambda s: s.policy == TOVA.name, _TOVA),
 )

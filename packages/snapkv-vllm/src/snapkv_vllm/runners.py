@@ -147,6 +147,7 @@ class CompressingRunner:
 
     def _begin(self, beginnings: Mapping[str, Beginning]) -> None:
         for request_id, begun in beginnings.items():
+            self._compressor.copy(begun.copies)
             if begun.first_block is not None:
                 self._heads.begin_with(request_id, begun.first_block)
             elif begun.dropped_tokens:
@@ -189,7 +190,8 @@ class CompressingRunner:
         for request_id, order in orders.items():
             if order.ends and order.parts_heads:  # what those hold, the heads know
                 if order.choice.fills_pages:
-                    self._heads.keep_document(request_id, order.moves[0].targets[0])
+                    first, kept = order.moves[0].targets[0], self._heads.kept_of(request_id)
+                    self._heads.keep_document(first, kept, order.seen_tokens)
                 self._dropped.pop(request_id, None)
             elif order.moves:
                 self._dropped[request_id] = order.dropped_tokens

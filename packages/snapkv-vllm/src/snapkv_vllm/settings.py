@@ -43,7 +43,7 @@ from snapkv_vllm.names import (
     XARGS,
     meant,
     own_settings,
-    require_document_name,
+    require_named,
     require_readable,
     require_session_name,
     shown,
@@ -331,7 +331,7 @@ class ServingSettings:
         if self.sharing is None:
             none = "none on this server, which shares no documents"
             raise wrong(own, none, "one", "leave it out, or start the server with --share")
-        require_document_name(own, given[DOCUMENT])
+        require_named(own, given[DOCUMENT])
         for name in given:
             if name != DOCUMENT:
                 compressed = "which was compressed when it was registered"

@@ -15,6 +15,7 @@ from snapkv.cache.paging import Recall
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import passed
+from snapkv.hf.placement import device_of
 from snapkv.policies import Policy
 from snapkv.policies.base import ALL_QUERIES
 from snapkv.storage.coded import Bits, KVCodes
@@ -60,7 +61,7 @@ class Document:
         chunk_tokens: int | None = None,
     ) -> None:
         self.model = model
-        self.input_ids = _one_row(input_ids).to(model.device)
+        self.input_ids = _one_row(input_ids).to(device_of(model))
         self._cache = CompressedCache(model, policy, recall=recall, recall_bytes=recall_bytes)
         tokens = self.input_ids.shape[1]
         if chunk_tokens is not None:
@@ -96,7 +97,7 @@ class Document:
             InvalidArgumentError: no question, an empty one, or questions of different lengths for a
                 model with layers that keep only the last tokens.
         """
-        asked = [torch.as_tensor(question, device=self.model.device) for question in questions]
+        asked = [torch.as_tensor(question, device=self.input_ids.device) for question in questions]
         if not asked or not all(question.ndim == 1 and len(question) for question in asked):
             raise InvalidArgumentError(
                 "questions: expected at least one, each a list of token ids that is not empty, got "
@@ -159,7 +160,7 @@ class Document:
                 f"path: expected a document that Document.save has written, got a cache at "
                 f"{str(path)!r}; load it with CompressedCache.load"
             )
-        document.input_ids = beside["input_ids"].to(model.device)
+        document.input_ids = beside["input_ids"].to(device_of(model))
         return document
 
 

@@ -22,7 +22,6 @@ from snapkv.cache.reading import Reading
 from snapkv.cache.saving.encoding import COMPRESSED, coded_bytes, decode_layer
 from snapkv.cache.saving.files import SealedFile, read_sealed, seal_of, write_sealed
 from snapkv.cache.saving.writing import naming, replace_file, replacing
-from snapkv.cache.slots import SlotMap
 from snapkv.errors import (
     CacheFileError,
     CacheMismatchError,
@@ -81,7 +80,7 @@ def from_record(content: str) -> dict[str, Any]:
     try:
         whole = json.loads(content)
         document, found, sealed = whole["document"], whole["format"], whole["sha256"]
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise LibraryError(f"it is no record of a document ({error!r})") from error
     if found != _FORMAT:
         raise LibraryError(f"its format is {found!r}, not {_FORMAT!r}")
@@ -106,40 +105,58 @@ def seal_fault(path: Path, seal: str, *, checked: bool) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StoredDocument:
-    """A document whose layers and heads all keep as many tokens, K; as an engine holds it."""
+    """A document as an engine holds it: what every KV head of every layer has kept."""
 
     token_ids: Tensor  # (T,) int64, what the model has read
-    kept: Tensor  # (layers, Hkv, K) int64, positions of the kept tokens, ascending
-    keys: Sequence[Tensor]  # of every layer (Hkv, K, D), in the model's dtype
+    # of every layer (Hkv, K) int64, positions of the kept tokens, ascending; K is that of the head
+    # that keeps most, and -1 stands in front where another keeps fewer
+    kept: Sequence[Tensor]
+    keys: Sequence[Tensor]  # of every layer (Hkv, K, D), in the model's dtype; any for -1
     values: Sequence[Tensor]  # of every layer (Hkv, K, Dv)
     policy: Policy  # what has chosen them
     seal: str = ""  # SHA-256 of the file; "" before it is written
 
+    @property
+    def head_tokens(self) -> Tensor:
+        """(layers, Hkv) int64, how many tokens every head keeps."""
+        return torch.stack([(kept >= 0).sum(dim=-1) for kept in self.kept])
+
     def fault(self, dtype: str) -> str | None:
         """What is wrong with its tensors for a model of this dtype; None for nothing."""
-        ids, kept = self.token_ids, self.kept
-        if not _are_indices(ids, 1):
+        ids, layers = self.token_ids, len(self.kept)
+        if not _are_indices(ids, 1, least=0):
             return f"token ids of {_said(ids)}"
-        if not _are_indices(kept, 3):
-            return f"kept positions of {_said(kept)}"
-        if int(kept.max()) >= len(ids) or bool((kept.diff(dim=-1) <= 0).any()):
-            return f"kept positions that are not ascending below {len(ids)}"
-        if not len(kept) == len(self.keys) == len(self.values):
-            return f"{len(self.keys)} keys and {len(self.values)} values for {len(kept)} layers"
-        for states in (*self.keys, *self.values):
-            if states.ndim != 3 or states.shape[:2] != kept.shape[1:] or not states.shape[2]:
-                return f"keys or values of {_said(states)} for positions of {_said(kept)}"
-            if str(states.dtype) != f"torch.{dtype}":
-                return f"keys or values of {_said(states)} for a model in {dtype}"
-            if not bool(torch.isfinite(states).all()):
-                return "keys or values that are infinite or no numbers"
-        return None
+        if not layers == len(self.keys) == len(self.values):
+            return f"{len(self.keys)} keys and {len(self.values)} values for {layers} layers"
+        if not layers or len({len(kept) for kept in self.kept}) > 1:
+            return "no layers, or some with other heads"
+        parts = zip(self.kept, self.keys, self.values, strict=True)
+        faults = (_fault_of_layer(*layer, tokens=len(ids), dtype=dtype) for layer in parts)
+        return next(filter(None, faults), None)
 
 
-def _are_indices(tensor: Tensor, axes: int) -> bool:
-    """Whether it has so many axes, and numbers from zero on."""
+def _fault_of_layer(
+    kept: Tensor, keys: Tensor, values: Tensor, *, tokens: int, dtype: str
+) -> str | None:
+    if not _are_indices(kept, 2, least=-1):
+        return f"kept positions of {_said(kept)}"
+    falls = (kept[:, 1:] <= kept[:, :-1]) & (kept[:, :-1] >= 0)
+    if int(kept.max()) >= tokens or bool(falls.any()):
+        return f"kept positions that are not ascending below {tokens}"
+    for states in (keys, values):
+        if states.ndim != 3 or states.shape[:2] != kept.shape or not states.shape[2]:
+            return f"keys or values of {_said(states)} for positions of {_said(kept)}"
+        if str(states.dtype) != f"torch.{dtype}":
+            return f"keys or values of {_said(states)} for a model in {dtype}"
+        if not bool(torch.isfinite(states).all()):
+            return "keys or values that are infinite or no numbers"
+    return None
+
+
+def _are_indices(tensor: Tensor, axes: int, *, least: int) -> bool:
+    """Whether it has so many axes, and whole numbers from `least` on."""
     is_whole = tensor.dtype in (torch.int32, torch.int64)
-    return is_whole and tensor.ndim == axes and tensor.numel() > 0 and int(tensor.min()) >= 0
+    return is_whole and tensor.ndim == axes and tensor.numel() > 0 and int(tensor.min()) >= least
 
 
 def _said(tensor: Tensor) -> str:
@@ -195,15 +212,15 @@ def write_document(path: str | Path, model: Mapping[str, Any], document: StoredD
     if fault is not None:
         raise InvalidArgumentError(
             f"document: expected token ids, and as many kept positions, keys and values in every "
-            f"layer and head, got {fault}; pass what a method such as KVzip has left"
+            f"layer, got {fault}; pass what a method such as KVzip has left"
         )
     tokens, layers = len(document.token_ids), []
-    for index, positions in enumerate(document.kept):
+    parts_heads = any(bool((kept < 0).any()) for kept in document.kept)
+    parts = zip(document.kept, document.keys, document.values, strict=True)
+    for index, of_layer in enumerate(parts):
         layer = CompressedLayer(policy, LayerIdentity(layer_idx=index), Dynamic())
-        states = document.keys[index][None], document.values[index][None]
-        state = dict(zip(("keys", "values"), states, strict=True), num_kv_heads=len(positions))
-        slots = SlotMap().chosen(positions[None], tokens, chosen_at=tokens)
-        layer.restore(DenseStore.kind, state, slots)
+        positions, keys, values = (part[None] for part in of_layer)
+        layer.restore_chosen(keys, values, positions, tokens, parts_heads=parts_heads)
         layers.append(layer)
     parameters = inspect.signature(CompressedCache).parameters.values()
     options = {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
@@ -213,19 +230,25 @@ def write_document(path: str | Path, model: Mapping[str, Any], document: StoredD
 
 
 def read_document(
-    path: str | Path, *, model: Mapping[str, Any], most_bytes: int | None = None
+    path: str | Path,
+    *,
+    model: Mapping[str, Any],
+    most_bytes: int | None = None,
+    is_settled: bool = False,
 ) -> StoredDocument:
     """The document in a file that `write_document` has written, or `CompressedCache.save`.
 
     A cache is a document where an engine can go on from it just as the library does: it has read
-    one prompt, whose token ids were saved beside it, it keeps as many tokens in every layer and
-    head, and nothing chooses from them again. Whether the shapes are those of an engine's layers
-    is the engine's to check. Nothing in the file is run.
+    one prompt, whose token ids were saved beside it, and nothing chooses again from what it keeps.
+    Whether the shapes are those of an engine's layers, and whether that holds heads of different
+    length, is the engine's to check. Nothing in the file is run.
 
     Args:
         path: the file.
         model: the `model_identity` of the model that is to go on from it.
         most_bytes: refuse a larger file before it is read, or one that unpacks to more.
+        is_settled: whether whoever saved it keeps it as it is, as a library does, also where its
+            policy has dropped nothing yet.
 
     Raises:
         CacheFileError: no such file, a larger one, or not one that was saved, whole and unchanged.
@@ -235,31 +258,51 @@ def read_document(
     path = Path(path)
     file = read_sealed(path, most_bytes=most_bytes)
     with fitting_together(path):
-        size = _spread_bytes(file)
-        if most_bytes is not None and size > most_bytes:
-            raise CacheFileError(
-                f"path: expected a saved cache of at most {format_bytes(most_bytes)} in the "
-                f"model's dtype, got {format_bytes(size)} at {str(path)!r}; save one that keeps "
-                "fewer tokens, or raise the limit"
-            )
+        _require_within(path, _spread_bytes(file), most_bytes)
         tensors, notes = contents(file)
         require_identity(model, notes["model"])
         ids = tensors_beside(tensors).get("input_ids")
         _refuse(path, _faults_of_notes(notes, ids))
         assert ids is not None  # it would have been refused
         layers = _layers(path, notes, tensors)
-        keys, values = zip(*(layer.store.padded() for layer in layers), strict=True)
+        _require_within(path, sum(map(_padded_bytes, layers)), most_bytes)
+        _refuse(path, _faults_of_all(layers, is_settled=is_settled))
+        kept, keys, values = zip(*map(_of_heads, layers), strict=True)
         document = StoredDocument(
             token_ids=ids.flatten(),
-            kept=torch.cat([layer.stored_positions() for layer in layers]),
-            keys=[states[0] for states in keys],
-            values=[states[0] for states in values],
+            kept=kept,
+            keys=keys,
+            values=values,
             policy=layers[0].policy,
             seal=file.seal,
         )
         if (fault := document.fault(model["dtype"])) is not None:
             raise ValueError(fault)
     return document
+
+
+def _of_heads(layer: CompressedLayer) -> tuple[Tensor, ...]:
+    """(Hkv, K) positions, and (Hkv, K, D) keys and values, K of the longest head."""
+    positions = layer.stored_positions()[0]
+    longest = int((positions >= 0).sum(dim=-1).max())
+    first = positions.shape[-1] - longest
+    return positions[:, first:], *(states[0, :, first:] for states in layer.store.padded())
+
+
+def _require_within(path: Path, size: int, most_bytes: int | None) -> None:
+    if most_bytes is not None and size > most_bytes:
+        raise CacheFileError(
+            f"path: expected a saved cache of at most {format_bytes(most_bytes)} in the model's "
+            f"dtype, got {format_bytes(size)} at {str(path)!r}; save one that keeps fewer tokens, "
+            "or raise the limit"
+        )
+
+
+def _padded_bytes(layer: CompressedLayer) -> int:
+    """Bytes of a layer's keys and values where every head is as long as the longest."""
+    store = layer.store
+    widths = store.keys.shape[-1] + store.values.shape[-1]
+    return int(store.num_kv_heads * store.slots * widths * store.keys.element_size())
 
 
 def _spread_bytes(file: SealedFile) -> int:
@@ -273,7 +316,7 @@ def _spread_bytes(file: SealedFile) -> int:
 def _layers(
     path: Path, notes: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> list[CompressedLayer]:
-    """The layers of a cache: one row without pads, every head with as many tokens."""
+    """The layers of a cache: one row without pads."""
     try:
         policy = policy_of(notes["policy"])
     except CacheMismatchError as error:
@@ -288,10 +331,9 @@ def _layers(
             saved = saved | {"store_kind": DenseStore.kind}
         decode_layer(layer, saved, dict(tensors), torch.device("cpu"))
         _refuse(path, _faults_of_layer(layer))
-        if layer.seen_tokens != notes["seen_tokens"]:
+        if not layer.store.slots <= layer.seen_tokens == notes["seen_tokens"]:
             raise ValueError(f"layer {index} has seen {layer.seen_tokens} tokens")
         layers.append(layer)
-    _refuse(path, _faults_of_all(policy, layers))
     return layers
 
 
@@ -338,7 +380,7 @@ def _faults_of_notes(notes: Mapping[str, Any], input_ids: Tensor | None) -> _Fau
 
 
 def _faults_of_layer(layer: CompressedLayer) -> _Faults:
-    store, slots, index = layer.store, layer.slots, layer.identity.layer_idx
+    store, slots = layer.store, layer.slots
     if len(store.keys) != 1:
         yield f"of {len(store.keys)} rows", "save a cache of one row for every document"
     pads = (slots.pads, slots.fillers)
@@ -349,18 +391,13 @@ def _faults_of_layer(layer: CompressedLayer) -> _Faults:
         yield got, "use a method that keeps one for every KV head"
     if layer.notes.sink_keys is not None:
         yield "whose sinks were moved to other positions", _READ_AGAIN
-    if bool((layer.stored_positions() < 0).any()):
-        got = f"whose heads keep different numbers of tokens in layer {index}"
-        yield got, "use a method that keeps as many in each, such as KVzip without AdaKV"
 
 
-def _faults_of_all(policy: Policy, layers: Sequence[CompressedLayer]) -> _Faults:
-    lengths = sorted({layer.store.slots for layer in layers})
-    if len(lengths) > 1:
-        got = f"whose layers keep different numbers of tokens, from {lengths[0]} to {lengths[-1]}"
-        yield got, "use a method that keeps as many in each, such as KVzip"
+def _faults_of_all(layers: Sequence[CompressedLayer], *, is_settled: bool) -> _Faults:
+    policy = layers[0].policy
+    is_settled |= all(layer.slots.is_compressed for layer in layers)
     # A method that has dropped nothing yet takes what is read next for the end of its prompt.
-    if not all(layer.slots.is_compressed for layer in layers) and not isinstance(policy, FullCache):
+    if not is_settled and not isinstance(policy, FullCache):
         got = f"of which {policy.name} has dropped nothing, and would choose with the next prompt"
         yield got, "save one that keeps fewer tokens than it has read, or one of FullCache"
     if isinstance(policy, EvictingPolicy):

@@ -20,7 +20,6 @@ package is missing, the command that brings it, as the installed package itself 
 """
 
 import contextlib
-import importlib.metadata
 import re
 
 
@@ -93,10 +92,15 @@ def install_command(*packages: str) -> str:
 
     It names the packages and not an extra of this one, which pip finds in no index.
     """
+    from importlib.metadata import (  # 40 ms, that no other error needs
+        PackageNotFoundError,
+        requires,
+    )
+
     lines: list[str] = []
     for part in ("snapkv", "snapkv-lab", "snapkv-vllm"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            lines += importlib.metadata.requires(part) or []
+        with contextlib.suppress(PackageNotFoundError):
+            lines += requires(part) or []
     asked = [line.partition(";")[0].strip() for line in reversed(lines)]  # the first one counts
     wanted = {_normal(re.split(r"[^\w.-]", each)[0]): each for each in asked}
     return "pip install " + " ".join(f"'{wanted.get(_normal(each), each)}'" for each in packages)

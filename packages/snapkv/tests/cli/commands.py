@@ -14,6 +14,7 @@ GIVEN = {
     "sources": ("{document}",),
     "library": ("no-library",),
     "names": ("notes",),
+    "size": ("1GiB",),
     "question": ("--question", "Why?"),
     "document": ("--document", "{document}"),
     "context": ("--context", "8k"),

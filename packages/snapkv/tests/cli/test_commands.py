@@ -214,6 +214,7 @@ def test_a_server_has_what_the_options_say(settings_of, here):
     [
         (["--share-bytes", "2GiB"], "share-bytes: expected it with --share"),
         (["--share-folder", "here"], "share-folder: expected it with --share"),
+        (["--share", "--share-library", "none"], "library: expected a library, got none at"),
         (["--share-across-keys"], "share-across-keys: expected it with --share"),
         (["--share", "--share-folder", "/dev/null/x"], "share_folder: expected a folder"),
         (["--share", "--share-bytes", "2"], "share_bytes: expected bytes with a unit"),

@@ -291,3 +291,20 @@ def test_a_full_disk_is_one_line_and_the_documents_before_it_are_there(
     again = snapkv("library", "add", "papers", "--to", "lib")
     assert (again.out.count("skipped"), again.out.count("read")) == (2, 1)
     assert not [path for path in (here / "lib").rglob("*.partial")]
+
+
+def test_a_bound_is_said_and_what_goes_for_it(snapkv, added):
+    listed = json.loads(snapkv("library", "list", "lib", "--json").out)
+    sizes = {row["name"]: row["bytes"] for row in listed["documents"]}
+    snapkv("ask", "--library", "lib", "-q", "roses", "--documents", 1, "--max-new-tokens", 1)
+    done = snapkv("library", "limit", "lib", f"{max(sizes.values())}B")
+    assert done.out == "evicted: papers/lease.txt\nevicted: papers/loan.txt\n"
+    assert "; at most " in snapkv("library", "list", "lib").out
+    (added / "papers/new.txt").write_text("Something new.")
+    done = snapkv("library", "add", "papers/new.txt", "--to", "lib")
+    assert done.status == 1
+    assert "max_bytes: expected room for" in done.err
+    assert snapkv("library", "limit", "lib", "none").status == 0
+    assert snapkv("library", "add", "papers", "--to", "lib").out.count("read") >= 3
+    wrong = snapkv("library", "limit", "lib", "12")
+    assert (wrong.status, "expected bytes with a unit" in wrong.err) == (2, True)

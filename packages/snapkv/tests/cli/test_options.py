@@ -16,6 +16,7 @@ import pytest
 from typer.main import get_command
 from typer.models import OptionInfo
 
+from snapkv.cli import app as app_module
 from snapkv.cli.app import program
 from snapkv.cli.options import RunOptions
 from snapkv.cli.outputs import require_outputs
@@ -150,18 +151,70 @@ def test_a_shell_completes_commands_and_options(typed, offered):
     assert done.stdout.split() == [offered]
 
 
-def test_help_comes_without_torch_and_of_a_command_without_the_laboratory():
+def test_a_list_of_the_commands_imports_none_of_them():
     code = """
 import sys
 from snapkv.cli.app import run
+for words in (["--help"], ["--hepl"], ["aks"], ["-h"]):
+    run(words)
+listed = set(sys.modules)
 for name in ("demo", "ask", "generate", "chat", "plan", "policies", "serve", "library"):
     run([name, "-h"])
-assert not [each for each in sys.modules if each.startswith(("snapkv_lab", "torch"))]
 assert run(["ask", "nope", "-q", "x"]) == 2
-run(["--help"])
-assert not {"torch", "transformers"} & set(sys.modules)
+print("modules:", *listed, ";", *sys.modules)
 """
-    subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, check=True, encoding="utf-8"
+    )
+    assert all(f" {name.partition(' ')[0]} " in done.stdout for name in COMMANDS)
+    listed, called = done.stdout.rpartition("modules:")[2].split(";")
+    listed, called = set(listed.split()), set(called.split())
+    ours = {name for name in listed if name.startswith("snapkv")}
+    assert ours == {
+        *("snapkv", "snapkv.errors", "snapkv.cli", "snapkv.cli.app", "snapkv.cli.entry"),
+        *("snapkv.cli.standard_output", "snapkv_lab", "snapkv_lab.cli"),
+    }
+    assert not {"torch", "transformers", "numpy", "huggingface_hub"} & (listed | called)
+    assert not [name for name in called - listed if name.startswith("snapkv_lab")]
+
+
+def test_a_line_of_the_list_is_the_first_of_that_command():
+    shown = get_command(program()).commands
+    assert len(shown) == len({*app_module._places()}) > 10
+    for name, command in shown.items():
+        assert app_module._summary(name) == command.help.partition("\n")[0], name
+        home = importlib.import_module(app_module._place(name).partition(":")[0])
+        assert name in importlib.import_module(home.__package__).SUMMARIES, name
+
+
+BROUGHT = {
+    "plain": ("import typer\napp = typer.Typer(name='plain', help='Brought.')\n", "Brought."),
+    "told": ("raise AssertionError('imported to be listed')", "Told without it."),
+    "broken": ("import a_package\n\nthat = is_gone", "ModuleNotFoundError: No module named"),
+    "other": ("", "AttributeError: module"),
+}
+
+
+def test_a_command_that_another_package_brings_is_listed_and_told_where_it_is_broken(
+    snapkv, refused, here, monkeypatch
+):
+    (here / "brought").mkdir()
+    (here / "brought" / "__init__.py").write_text("SUMMARIES = {'told': 'Told without it.'}")
+    for name, (source, _) in BROUGHT.items():
+        (here / "brought" / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(here)
+    places = app_module._places() | {name: f"brought.{name}:app" for name in BROUGHT}
+    places |= {"gone": "no_such_package.cli:app"}
+    monkeypatch.setattr(app_module, "_places", lambda: places)
+    monkeypatch.setenv("COLUMNS", "200")
+    done = snapkv("--help")
+    assert (done.status, done.err) == (0, "")
+    for name, (_, line) in (BROUGHT | {"gone": ("", "No module named")}).items():
+        assert re.search(rf"│ {name} +.*{line}", done.out), done.out
+    for name in ("broken", "other", "gone"):
+        said = f"{name}: expected a command that can be imported from {places[name]}, got "
+        assert said in refused(name, "--whatever")
+    assert "No such option: --no" in refused("ask", "--no")
 
 
 PROBE = """

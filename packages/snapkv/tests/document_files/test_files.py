@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from snapkv import (
+    AdaKV,
     CompressedCache,
     ExpectedAttention,
     FullCache,
@@ -16,6 +17,7 @@ from snapkv import (
     KeyDiff,
     KVzip,
     ModelNotFoundError,
+    PyramidKV,
     SnapKV,
     document_files,
 )
@@ -43,9 +45,9 @@ def write_document(path, *, model, **parts):
 def parts_of(cache):
     """What an engine would hand over of a cache of one row."""
     return {
-        "kept": torch.cat([layer.stored_positions() for layer in cache.layers]),
-        "keys": [layer.keys[0] for layer in cache.layers],
-        "values": [layer.values[0] for layer in cache.layers],
+        "kept": [layer.stored_positions()[0] for layer in cache.layers],
+        "keys": [layer.store.padded()[0][0] for layer in cache.layers],
+        "values": [layer.store.padded()[1][0] for layer in cache.layers],
         "policy": cache.policy,
     }
 
@@ -62,10 +64,14 @@ def answered(model, cache, ids):
     return model.generate(longer, past_key_values=cache, max_new_tokens=8, do_sample=False)
 
 
-@pytest.mark.parametrize("family", WHOLE)
-def test_an_engines_document_is_the_librarys(family, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "policy"),
+    [*((family, POLICY) for family in WHOLE), ("llama", AdaKV(POLICY))],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_an_engines_document_is_the_librarys(family, policy, tmp_path):
     model, ids = tiny_model(family), random_ids(1, TOKENS)
-    cache = read_context(model, ids, POLICY)
+    cache = read_context(model, ids, policy)
     cache.save(tmp_path / "library", beside={"input_ids": ids})
     identity = identity_of(model)
     write_document(tmp_path / "engine", model=identity, token_ids=ids[0], **parts_of(cache))
@@ -85,15 +91,16 @@ def assert_read(path, cache, ids):
     """An engine reads of a file what the library loads of it."""
     document = read_document(path, model=identity_of(cache.model))
     assert torch.equal(document.token_ids, ids[0])
-    assert document.token_ids.dtype == document.kept.dtype == torch.int64
+    assert {document.token_ids.dtype, *(kept.dtype for kept in document.kept)} == {torch.int64}
     assert document.policy == cache.policy
     assert document.seal == seal_of(path)
     loaded = CompressedCache.load(path, cache.model)
     for index, layer in enumerate(loaded.layers):
-        K = layer.store.slots
+        held = document.kept[index] >= 0
         assert torch.equal(document.kept[index], cache.kept_positions(index)[0])
-        assert torch.equal(document.keys[index], layer.keys[0, :, :K])
-        assert torch.equal(document.values[index], layer.values[0, :, :K])
+        keys, values = layer.store.padded()
+        assert torch.equal(document.keys[index][held], keys[0][held])
+        assert torch.equal(document.values[index][held], values[0][held])
 
 
 @pytest.mark.parametrize(
@@ -104,8 +111,10 @@ def assert_read(path, cache, ids):
         (KeyDiff(BUDGET, window_size=4), {}),
         (ExpectedAttention(BUDGET, window_size=4), {}),
         (FullCache(), {}),
+        (AdaKV(SnapKV(BUDGET, window_size=4)), {}),
+        (PyramidKV(BUDGET, window_size=4), {}),
     ],
-    ids=["static", "protected", "keydiff", "expected", "full"],
+    ids=["static", "protected", "keydiff", "expected", "full", "adakv", "pyramidkv"],
 )
 def test_any_plain_set_is_a_document(policy, options, tmp_path):
     model, ids = tiny_model("llama"), random_ids(1, TOKENS)
@@ -125,7 +134,7 @@ def test_ragged_heads_of_one_length_are_a_document(tmp_path):
     cache.save(tmp_path / "one", beside={"input_ids": ids})
     document = read_document(tmp_path / "one", model=identity_of(model))
     assert all(map(torch.equal, document.keys, keys))
-    assert torch.equal(document.kept, every.expand(4, -1, -1))
+    assert all(torch.equal(kept, every[0]) for kept in document.kept)
 
 
 @pytest.mark.parametrize("bits", ["int8", "int4", "K8V4", "fp8"])
@@ -167,7 +176,7 @@ def test_a_file_worked_by_hand(tmp_path):
     assert layer["slots"]["start"] == layer["slots"]["chosen_at"] == 3
     document = read_document(tmp_path / "one", model=TINY)
     assert document.token_ids.tolist() == [11, 12, 13]
-    assert document.kept.tolist() == [[[0, 2]]]
+    assert [kept.tolist() for kept in document.kept] == [[[0, 2]]]
     assert torch.equal(document.keys[0], keys)
     assert torch.equal(document.values[0], values)
 
@@ -185,6 +194,9 @@ def documents(draw):
     whole = torch.randn(layers, heads, tokens, key_dim + value_dim, generator=generator)
     kept = scores.topk(count).indices.sort().values
     states = whole.gather(2, kept[..., None].expand(-1, -1, -1, key_dim + value_dim))
+    fewer = torch.randint(0, count, (layers, heads, 1), generator=generator) * draw(st.booleans())
+    fewer[:, 0] = 0
+    kept = kept.masked_fill(torch.arange(count) < fewer, -1)
     states = states.to(getattr(torch, dtype))
     return {
         "model": TINY | {"dtype": dtype},
@@ -201,11 +213,10 @@ def test_what_is_written_is_read_bit_for_bit(given, tmp_path):
     write_document(tmp_path / "one", **given, policy=POLICY)
     document = read_document(tmp_path / "one", model=given["model"])
     assert torch.equal(document.token_ids, given["token_ids"].long())
-    assert torch.equal(document.kept, given["kept"])
-    for name in ("keys", "values"):
-        read = getattr(document, name)
-        assert len(read) == len(given[name])
-        assert all(map(torch.equal, read, given[name]))
+    held = given["kept"] >= 0
+    assert torch.equal(document.head_tokens, held.sum(dim=-1))
+    for name in ("kept", "keys", "values"):
+        assert torch.equal(torch.stack(list(getattr(document, name)))[held], given[name][held])
 
 
 TWO = torch.tensor([[[0, 2]]])
@@ -218,8 +229,8 @@ STATES = [torch.ones(1, 2, 4)]
         ({"token_ids": torch.tensor([[1, 2, 3]])}, r"got token ids of shape \(1, 3\) in int64"),
         ({"token_ids": torch.tensor([1, -2, 3])}, "got token ids of"),
         ({"token_ids": torch.tensor([1, 2])}, "kept positions that are not ascending below 2"),
-        ({"kept": torch.tensor([[0, 2]])}, r"got kept positions of shape \(1, 2\)"),
-        ({"kept": TWO - 1}, "got kept positions of"),
+        ({"kept": torch.tensor([[0, 2]])}, r"got kept positions of shape \(2,\)"),
+        ({"kept": TWO - 2}, "got kept positions of"),
         ({"kept": TWO * 0}, "kept positions that are not ascending below 3"),
         ({"keys": STATES * 2}, "got 2 keys and 1 values for 1 layers"),
         ({"values": [torch.ones(1, 3, 4)]}, r"got keys or values of shape \(1, 3, 4\) in float32"),

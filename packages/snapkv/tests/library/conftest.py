@@ -26,5 +26,5 @@ def notices():
 def library(tmp_path, tiny, notices):
     """Three documents, kept whole."""
     made = Library(tmp_path / "library", on_notice=notices.append)
-    made.add(tiny.model, tiny.tokenizer, TEXTS.items())
+    made.add(tiny.model, tiny.tokenizer, TEXTS.items(), bits="none")
     return made

@@ -1,5 +1,7 @@
 """Documents that were read apart, in one cache: against a slow reading of the same promise."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -180,6 +182,29 @@ def test_fewer_tokens_from_layer_to_layer():
     assert falling(0.2, 1000, 4) == [200, 63, 20]
     assert falling(0.2, 1000, 2) == [200]
     assert falling(0.2, 1000, 1) == []
+
+
+@pytest.mark.parametrize("layers", [2, 3, 30])
+def test_what_is_read_again_grows_to_all_without_a_jump(layers):
+    counts = [falling(step / 1000, 10_000, layers) for step in range(1001)]
+    assert counts[0] == [0] * (layers - 1)
+    assert counts[-1] == [10_000] * (layers - 1)
+    assert counts[500][-1] == (500 if layers > 2 else 5000)
+    for fewer, more in itertools.pairwise(counts):
+        assert all(0 <= b - a < 70 for a, b in zip(fewer, more, strict=True))
+
+
+def test_where_all_go_on_what_is_held_is_what_reading_them_together_holds():
+    model = tiny_model("llama")
+    parts = documents(model, (9, 5, 12))
+    ids = joined_ids(parts)
+    whole = CompressedCache(model, FullCache())
+    model(ids, past_key_values=whole)
+    counts = [ids.shape[1]] * (model.config.num_hidden_layers - 1)
+    again = recompute(model, ids, join(model, parts), counts)
+    for layer, own in zip(whole.layers, again, strict=True):
+        torch.testing.assert_close(own.key_states, layer.keys)
+        torch.testing.assert_close(own.value_states, layer.values)
 
 
 @pytest.fixture(autouse=True)

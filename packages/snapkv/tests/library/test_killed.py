@@ -97,6 +97,7 @@ def require_clean(library, number):
     files = {path.name for path in library.path.rglob("*") if path.is_file()}
     own = {record.cache for record in library.documents}
     own |= {f"{record.key}.json" for record in library.documents}
+    own |= {file.name for file in (library.path / "asked").glob("*")}
     assert files - {"words.sqlite"} == own | {"library.json", "library.lock"}
 
 

@@ -2,7 +2,9 @@
 
 import copy
 import json
+import os
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,17 +62,23 @@ def test_a_second_add_reads_what_is_new_and_what_has_changed(library, tiny):
     assert {record.name: record.text for record in library.documents} == texts
 
 
-def test_an_add_looks_once_at_what_is_there_however_many_documents_come(library, tiny, monkeypatch):
+def test_an_add_looks_at_no_document_but_those_that_come(library, tiny, monkeypatch):
     looks = Counter()
-    stamp, files = folder._stamp, folder._files
+    stamp, scan = folder._stamp, os.scandir
     monkeypatch.setattr(folder, "_stamp", lambda file: looks.update([file.name]) or stamp(file))
-    monkeypatch.setattr(folder, "_files", lambda *asked: looks.update("/") or files(*asked))
+    for looker in ("iterdir", "glob"):
+        monkeypatch.setattr(Path, looker, lambda *asked: pytest.fail("looked at a folder"))
+    monkeypatch.setattr(os, "scandir", lambda *asked: looks.update("/") or scan(*asked))
     texts = [(f"new {number}", f"Text {number}.") for number in range(5)]
     texts += [(name, f"{text} No more.") for name, text in TEXTS.items()]
     assert whats(library.add(tiny.model, tiny.tokenizer, texts)) == ["read"] * 5 + ["changed"] * 3
-    assert looks.pop("/") == 5
-    assert list(looks.values()) == [1] * len(TEXTS)
-    assert len(caches(library)) == len(library.documents) == 8
+    library.remove(["new 4"])
+    assert {hit.name for hit in library.search("text", 9)} == {f"new {place}" for place in range(4)}
+    assert "/" not in looks
+    assert len(looks) == 8
+    monkeypatch.undo()
+    assert library.verify() == []
+    assert len(caches(library)) == len(library.documents) == 7
 
 
 def test_a_model_is_known_by_its_weights_once_a_call_and_only_what_was_found_is_looked_at(
@@ -157,7 +165,7 @@ def test_documents_lie_as_the_policy_and_the_bits_say(tmp_path, tiny, policy, bi
     library = Library(tmp_path / "l")
     library.add(tiny.model, tiny.tokenizer, TEXTS.items(), policy, bits=bits)
     whole = Library(tmp_path / "whole")
-    whole.add(tiny.model, tiny.tokenizer, TEXTS.items())
+    whole.add(tiny.model, tiny.tokenizer, TEXTS.items(), bits="none")
     sizes = [sum(record.bytes for record in each.documents) for each in (library, whole)]
     assert sizes[0] < sizes[1]
     parts = library.parts(tiny.model, tiny.tokenizer, library.search("lease", 1))
@@ -174,8 +182,29 @@ def test_documents_lie_as_the_policy_and_the_bits_say(tmp_path, tiny, policy, bi
 def test_another_policy_or_other_bits_are_refused_with_both(library, tiny):
     with pytest.raises(LibraryError, match=r"policy: .*full\(\).*snapkv\(budget=40"):
         library.add(tiny.model, tiny.tokenizer, TEXTS.items(), SnapKV(40))
-    with pytest.raises(LibraryError, match=r"bits: .*None, got int8"):
+    with pytest.raises(LibraryError, match=r"bits: .*none, got int8"):
         library.add(tiny.model, tiny.tokenizer, TEXTS.items(), bits="int8")
+
+
+def test_a_new_library_has_four_bits_and_one_that_is_there_its_own(library, tiny, tmp_path):
+    new = Library(tmp_path / "new")
+    new.add(tiny.model, tiny.tokenizer, TEXTS.items())
+    sizes = [sum(record.bytes for record in each.documents) for each in (new, library)]
+    assert sizes[0] < 0.75 * sizes[1]  # of so short documents
+    for own, bits, other in ((new, "int4", "none"), (library, None, "int4")):
+        assert own.about.bits == bits
+        given = [("more", f"Of its own. {TEXTS['loan']}")]
+        assert whats(own.add(tiny.model, tiny.tokenizer, given)) == ["read"]
+        own.add(tiny.model, tiny.tokenizer, given, bits=bits or "none")
+        with pytest.raises(LibraryError, match=f"bits: .*{bits or 'none'}.*got .*{other}"):
+            own.add(tiny.model, tiny.tokenizer, given, bits=other)
+    parts = [
+        each.parts(tiny.model, tiny.tokenizer, each.search("roses", 1)) for each in (new, library)
+    ]
+    for few, whole in zip(*parts, strict=True):
+        for near, exact in zip(few.cache.layers, whole.cache.layers, strict=True):
+            difference = (near.store.keys - exact.store.keys).abs().max()
+            assert 0 < difference < exact.store.keys.abs().max() / 8
 
 
 def test_another_model_or_tokenizer_is_refused_with_both(library, tiny):
@@ -286,6 +315,9 @@ def test_what_killed_adders_left_goes_and_what_is_not_ours_stays(library, tiny):
     for file in own + foreign:
         file.write_bytes(b"mine")
     library.add(tiny.model, tiny.tokenizer, [("x", "new")])
+    assert all(file.exists() for file in own)  # nobody was killed
+    (library.path / "library.lock").write_text("17\n")
+    library.add(tiny.model, tiny.tokenizer, [("y", "new")])
     assert not any(file.exists() for file in own)
     assert all(file.read_bytes() == b"mine" for file in foreign)
 

@@ -15,7 +15,7 @@ import pytest
 
 from snapkv import Library
 from snapkv.cache.saving.files import write_sealed
-from snapkv.library import searching
+from snapkv.library import index, searching
 from snapkv.library.about import About
 from snapkv.library.folder import Folder
 from snapkv.library.records import Text
@@ -110,9 +110,11 @@ def test_where_the_index_cannot_be_written_or_is_no_index_one_in_memory_does(tmp
     library._folder.index_file.unlink()
     with closing(sqlite3.connect(library._folder.index_file)) as other:
         other.execute("create table spans(other)")
+        other.execute(f"pragma user_version = {index._VERSION}")
     assert found(Library(library.path, on_notice=notices.append))
-    assert "words.sqlite' cannot be used, no such column" in notices.pop()
-    library._folder.index_file.unlink()
+    assert "words.sqlite' cannot be used, no such table" in notices.pop()
+    with closing(sqlite3.connect(library._folder.index_file)) as other:
+        other.execute("pragma user_version = 0")  # as an earlier version has left it
     assert found(Library(library.path, on_notice=pytest.fail))
     assert library.verify() == []
 
@@ -179,7 +181,42 @@ SCRIPTS = {
     "ar": "اللُّغَة",
     "el": "ΣΊΣΥΦΟΣ",
     "code": "max_new_tokens",
+    "zh": "合同 终止",
+    "ja": "バラを三月に 切る",
+    "ko": "임대차 계약을",
 }
+
+
+CHINESE = {
+    "lease": "租赁合同规定。租户可以提前三个月通知终止租约。租金在五月到期。",
+    "loan": "银行贷款四万克朗。年利率为百分之四。合同在五年后终止。",
+    "garden": "玫瑰在三月修剪。番茄需要阳光。早上浇水。",
+}
+
+
+def test_words_between_which_no_space_stands_are_found_by_neighbours(tmp_path):
+    library = made(tmp_path / "l", CHINESE | {"long": "春天到了。" * 300 + "番茄红了。" * 20})
+    for question, names in {
+        "租户什么时候可以终止租约?": ["lease", "loan"],
+        "番茄需要什么?": ["garden", "long"],
+        "利率 4%": ["loan"],
+        "知通": [],  # in the other order
+        "银": ["loan"],
+    }.items():
+        assert [hit.name for hit in library.search(question)] == names
+    best = library.search("番茄红了")[0]
+    assert best.name == "long"
+    assert len(best.passage) <= 250
+    assert "番茄红了" in best.passage
+    assert best.passage in "春天到了。" * 300 + "番茄红了。" * 20
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_indexed_gives_back_the_text(seed):
+    draw = random.Random(seed)
+    for _ in range(200):
+        text = "".join(draw.choices("a \x1f漢字カ゛가、", k=12))
+        assert index.as_it_was(index.as_indexed(text)) == text
 
 
 @pytest.mark.parametrize("form", ["NFC", "NFD"])

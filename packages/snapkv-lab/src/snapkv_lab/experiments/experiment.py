@@ -102,7 +102,7 @@ class Experiment:
             stored.
         fields: what every row has.
         described: what rows say of what they were measured on.
-        appends: rows are added one by one to the file that the option "output" names.
+        before: what is done before anything is measured; it may end the run.
         takes: how long it takes on two cores.
         threads: of torch, and of processes that it starts.
         tables: the page behind its title; None where there is no page.
@@ -119,7 +119,7 @@ class Experiment:
     options: Mapping[str, Any] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
     described: Callable[[Given], Row] = described
-    appends: bool = False
+    before: Callable[["Experiment", Given], object] | None = None
     takes: str = "minutes"
     threads: int | None = None
     tables: Sequence[Table] | Callable[[Any], Iterable[str]] | None = None
@@ -186,29 +186,28 @@ class Experiment:
         self, given: Given, part: str, measure: Callable[..., Iterable[Row]]
     ) -> Iterator[Row]:
         """The rows of every case that has none yet, stored as they come."""
-        assert self.cases is not None
         named = {self.part_key: part} if part else {}
         run = ({"run": part} if part else {}) | self.described(given)
         if given.stored and run not in self.known():
             append_rows(self.rows, [run])
-        for case in self.cases(given, part):
-            if given.stored and self._is_known(named | {"text": case.name}):
-                continue  # perhaps by another process meanwhile
+        for case in self.remaining(given, part):
             rows = [named | row for row in measure(given, case)]
             if given.stored:
                 append_rows(self.rows, rows)
             yield from rows
 
-    def _is_known(self, named: Row) -> bool:
-        return any(named.items() <= row.items() for row in self.known())
+    def remaining(self, given: Given, part: str) -> Iterator[Any]:
+        """The cases of a part without rows; each is looked up when its turn comes."""
+        assert self.cases is not None
+        for case in self.cases(given, part):
+            named = ({self.part_key: part} if part else {}) | {"text": case.name}
+            if not (given.stored and any(named.items() <= row.items() for row in self.known())):
+                yield case  # by no other process meanwhile
 
     def store(self, given: Given) -> None:
         """Measure, and put rows into the file, a part as soon as it is whole."""
         rows = self.complete(given)
-        if self.appends:
-            for row in rows:
-                append_rows(Path(given.output), [row])
-        elif self.cases is not None:
+        if self.cases is not None:
             for _ in rows:
                 pass
         else:
@@ -225,7 +224,7 @@ class Experiment:
         return self.parts.index(part) if part in self.parts else len(self.parts)
 
     def write(self) -> None:
-        self.page.parent.mkdir(exist_ok=True)
+        self.page.parent.mkdir(parents=True, exist_ok=True)
         self.page.write_text(self.render(self.known()), encoding="utf-8")
 
     def main(self, arguments: Sequence[str] | None = None) -> None:
@@ -238,7 +237,9 @@ class Experiment:
             torch.set_num_threads(self.threads)
             os.environ["OMP_NUM_THREADS"] = str(self.threads)
         if self.measure is not None and not render:
-            if not given.stored and not self.appends:
+            if self.before is not None:
+                self.before(self, given)
+            if not given.stored:
                 print("\n".join(map(json.dumps, self.complete(given))))
                 return
             self.store(given)
@@ -274,10 +275,16 @@ class Experiment:
 
 
 def declared() -> dict[str, Experiment]:
+    """Every experiment by its name; without the plugin for vLLM only those that need none."""
     found: dict[str, Experiment] = {}
     for path in sorted(Path(__file__).parent.glob("[a-z]*.py")):
         if " = Experiment(" in path.read_text("utf-8"):
-            module = importlib.import_module(f"{__package__}.{path.stem}")
+            try:
+                module = importlib.import_module(f"{__package__}.{path.stem}")
+            except ModuleNotFoundError as error:
+                if error.name != "snapkv_vllm":
+                    raise
+                continue  # the plugin is not installed
             own = (each for each in vars(module).values() if isinstance(each, Experiment))
             found |= {each.name: each for each in own}
     return dict(sorted(found.items()))
@@ -285,7 +292,7 @@ def declared() -> dict[str, Experiment]:
 
 def _write_all(known: object) -> None:
     for each in declared().values():
-        if each.tables is not None:
+        if each.tables is not None and each.known():
             each.write()
     for page in PAGES:
         page.write_text(filled(page.read_text("utf-8"), RESULTS / "tables"), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Time beside kvpress's SnapKV: the same model, prompt and budget, each run in turn.
+"""kvpress in an environment of its own; and its SnapKV's time beside ours, run in turn.
 
 kvpress takes an older transformers than snapkv does, so it cannot be imported here. It runs in a
 process of its own environment, which has a model of the same configuration and waits while others
@@ -45,6 +45,7 @@ class Kvpress:
         model: the model whose configuration is measured.
         policy: budget (or ratio), window and kernel; None keeps every token.
         weights: measure the model's own weights; else random ones, which take as long.
+        tokenizer: for presses that want one.
 
     Raises:
         InvalidArgumentError: no such interpreter; later, what kvpress does not take.
@@ -66,6 +67,7 @@ class Kvpress:
         policy: SnapKV | None,
         *,
         weights: bool = False,
+        tokenizer: Any = None,
     ) -> None:
         if not Path(python).is_file():
             raise InvalidArgumentError(
@@ -74,7 +76,7 @@ class Kvpress:
                 "and pass there/bin/python"
             )
         self.label, self._python, self._policy = label, str(python), policy
-        self._model, self._weights = model, weights
+        self._model, self._weights, self._tokenizer = model, weights, tokenizer
         self._peer: Peer | None = None
         self.versions: Row = {}
         self.last: Row = {}
@@ -86,12 +88,13 @@ class Kvpress:
         if self._peer is not None:
             self._peer.end()
             self._said.close()
+            self._folder.cleanup()
         self._peer = None
 
     def read(self, ids: Tensor) -> float:
         """Read a prompt, (B, N) int64, into a new cache; ms to the logits behind it."""
         kept = self._kept_tokens(ids.shape[1])
-        return float(self._ask(do="read", ids=ids.tolist(), kept_tokens=kept)["ms"])
+        return float(self.ask(do="read", ids=ids.tolist(), kept_tokens=kept)["ms"])
 
     def reader(self, model: PreTrainedModel, ids: Tensor, pieces: Pieces) -> "_Holding":
         """Reads a prompt as `read` does: with its own model, all at once."""
@@ -113,17 +116,17 @@ class Kvpress:
         del model
         self.forget()
         kept = self._kept_tokens(length)
-        self._ask(do="fill", batch=batch, length=length, kept_tokens=kept)
+        self.ask(do="fill", batch=batch, length=length, kept_tokens=kept)
         return _Holding(self)
 
     def __call__(self, tokens: int = 1) -> float:
         """Generate greedily behind the last prompt; ms per token."""
-        return float(self._ask(do="decode", tokens=tokens)["ms"]) / tokens
+        return float(self.ask(do="decode", tokens=tokens)["ms"]) / tokens
 
     def forget(self) -> None:
         """Hold no cache, so that others find its memory."""
         if self._peer is not None and not self._peer.waits:
-            self._ask(do="forget")
+            self.ask(do="forget")
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()  # and the other way round
 
@@ -142,16 +145,19 @@ class Kvpress:
             self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 # closed at the end
             command = [self._python, "-I", str(_WORKER)]  # nothing of this environment on its path
             self._peer = Peer(command, stderr=self._said)
+            self._folder = tempfile.TemporaryDirectory()  # some presses look into it later
             try:
-                with tempfile.TemporaryDirectory() as folder:
-                    (self._model if self._weights else self._model.config).save_pretrained(folder)
-                    self.versions = self._ask(**_settings(self._model, folder, self._policy))
+                for own in (self._model if self._weights else self._model.config, self._tokenizer):
+                    if own is not None:
+                        own.save_pretrained(self._folder.name)
+                self.versions = self.ask(**_settings(self._model, self._folder.name, self._policy))
             except BaseException:
                 self.__exit__()
                 raise
         return self._peer
 
-    def _ask(self, **question: Any) -> Row:
+    def ask(self, **question: Any) -> Row:
+        """What a method of its worker says: its name under "do", beside its arguments."""
         peer = self._started()
         answer = peer.ask(question)
         if answer is None:  # the next question starts another

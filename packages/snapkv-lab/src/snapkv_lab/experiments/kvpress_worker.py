@@ -1,4 +1,4 @@
-"""kvpress's SnapKV, driven by `snapkv_lab.experiments.kvpress` from another environment.
+"""kvpress's presses, driven by `snapkv_lab.experiments.kvpress` from another environment.
 
 Runs with that environment's Python and imports nothing of snapkv. Reads one JSON object a line from
 standard input and answers each with one: first the keyword arguments of `Worker`, then a method's
@@ -6,6 +6,7 @@ name under "do" and its arguments.
 """
 
 import contextlib
+import copy
 import json
 import os
 import sys
@@ -19,11 +20,12 @@ from typing import Any
 _ANSWERS = os.fdopen(os.dup(sys.stdout.fileno()), "w")
 os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
+import kvpress
 import torch
 import transformers
 from kvpress import SnapKVPress
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, QuantizedCache
 
 Answer = dict[str, Any]
 
@@ -56,7 +58,8 @@ class Worker:
                 options["dtype"] = getattr(torch, dtype)
                 self._model = AutoModelForCausalLM.from_config(config, **options)
         self._model.to(self._device).eval()
-        self._cache, self._seen = self._empty(), 0
+        self._cache: Any = self._empty()
+        self._seen = 0
         self._token = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
 
     def versions(self) -> Answer:
@@ -123,6 +126,40 @@ class Worker:
         spent = self._spent_on(work)
         return spent | {"tokens": torch.cat(generated, dim=1).tolist()}
 
+    def compress(
+        self, ids: list[list[int]], press: str | None, ratio: float, bits: int | None
+    ) -> Answer:
+        """Read a prompt under a press with its defaults, `ratio` of it dropped; or in few bits."""
+        cache: Any = self._empty()
+        if bits is not None:
+            cache = QuantizedCache("quanto", self._model.config, nbits=bits)
+        hooks = contextlib.nullcontext()
+        if press is not None:
+            hooks = getattr(kvpress, press)(compression_ratio=ratio)(self._model)
+        prompt = torch.tensor(ids, device=self._device)
+        with hooks:
+            self._last_logits = self._model(prompt, past_key_values=cache, logits_to_keep=1).logits
+        self._cache, self._seen = cache, prompt.shape[1]
+        kinds = ("keys", "values", "_quantized_keys", "_quantized_values")
+        held = [
+            vars(layer)[kind] for layer in cache.layers for kind in kinds if kind in vars(layer)
+        ]
+        return {"held_bytes": sum(map(_bytes, held))}
+
+    def answer(self, between: list[int], answer: list[int]) -> Answer:
+        """The right answer fed to a copy of the cache; of each token its rank and its loss."""
+        fed = torch.tensor([between + answer[:-1]], device=self._device)
+        positions = torch.arange(self._seen, self._seen + fed.shape[1], device=self._device)[None]
+        cache = copy.copy(self._cache)
+        cache.layers = [
+            copy.copy(layer) for layer in cache.layers
+        ]  # tensors are replaced, not written
+        behind = self._model(fed, past_key_values=cache, position_ids=positions).logits
+        logits = torch.cat([self._last_logits, behind], dim=1)[0, len(between) :].float()
+        wanted = torch.tensor(answer, device=self._device)
+        losses = torch.nn.functional.cross_entropy(logits, wanted, reduction="none")
+        return {"likeliest": (logits.argmax(-1) == wanted).tolist(), "losses": losses.tolist()}
+
     def _pressing(self, length: int, kept_tokens: int) -> SnapKVPress | None:
         """kvpress takes the share to remove: a little less, so that rounding down keeps enough."""
         if self._press is None or kept_tokens >= length:
@@ -158,6 +195,13 @@ class Worker:
             "held_bytes": sum(layer.keys.nbytes + layer.values.nbytes for layer in layers),
             "kept_tokens": layers[0].keys.shape[-2],
         }
+
+
+def _bytes(tensor: Any) -> int:
+    """Of a tensor, or of all that a tensor of codes is made of."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        return sum(_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    return int(tensor.nbytes)
 
 
 def _refusal(error: Exception) -> Answer:

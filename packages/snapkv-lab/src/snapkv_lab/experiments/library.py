@@ -58,15 +58,13 @@ class Asked:
 def python_questions(count: int | None = None) -> list[Asked]:
     """The questions by hand, each over the document that answers it and others, in drawn order."""
     rows, drawn = read_rows(QUESTIONS), random.Random(SEED)
-    names = dict.fromkeys(row["document"] for row in rows)
-    docs = {name: inspect.getdoc(importlib.import_module(name)) or "" for name in names}
-    texts = {name: _document(f"the module {name}", text) for name, text in docs.items()}
+    texts = {name: module_text(name) for name in dict.fromkeys(row["document"] for row in rows)}
     asked = []
     for row in rows[:count]:
         free = [name for name in texts if name != row["document"]]
         own = [row["document"], *drawn.sample(free, DOCUMENTS_EACH - 1)]
         documents = [texts[name] for name in drawn.sample(own, DOCUMENTS_EACH)]
-        asked.append(_asked("python", documents, row))
+        asked.append(asked_of("python", documents, row))
     return asked
 
 
@@ -78,19 +76,29 @@ def squad_questions(count: int) -> list[Asked]:
         passages = [question.gold[0], *question.near[: DOCUMENTS_EACH - 1]]
         texts = [_document(each.title, each.text) for each in drawn.sample(passages, len(passages))]
         row = {"question": question.text, "lead": "", "answer": question.answers[0]}
-        asked.append(_asked("squad", texts, row))
+        asked.append(asked_of("squad", texts, row))
     return asked
 
 
-def _asked(group: str, documents: Sequence[str], row: Row) -> Asked:
+def asked_of(group: str, documents: Sequence[str], row: Row) -> Asked:
     lead = f" {row['lead']}" if row["lead"] else ""
     question = f"{_EXAMPLES}Question: {row['question']}\nAnswer:{lead}"
     answer = f" {row['answer']}"
     return Asked(group=group, documents=documents, question=question, answer=answer)
 
 
+def module_text(name: str) -> str:
+    """What a module of Python's standard library says of itself, as a document."""
+    return _document(f"the module {name}", inspect.getdoc(importlib.import_module(name)) or "")
+
+
 def _document(title: str, text: str) -> str:
     return f"Document: {title}\n{text.strip()}\n\n"
+
+
+def encoded(tokenizer: Any, *texts: str) -> Tensor:
+    """(1, T) int64, the tokens of every text."""
+    return torch.tensor([[token for text in texts for token in encode(tokenizer, text)]])
 
 
 class Way(NamedTuple):
@@ -151,7 +159,7 @@ class Shelf:
         self._files: dict[tuple[str, str], Path] = {}
 
     def ids(self, *texts: str) -> Tensor:
-        return torch.tensor([[t for text in texts for t in encode(self.loaded.tokenizer, text)]])
+        return encoded(self.loaded.tokenizer, *texts)
 
     def file(self, text: str, way: Way) -> Path:
         """Of a document; it is read where it was not yet."""
@@ -179,6 +187,17 @@ class Shelf:
         cache, beside = CompressedCache.load_with(self.file(text, way), self.loaded.model)
         return Part(input_ids=beside["input_ids"], cache=cache, prefix_tokens=self.prefix.shape[1])
 
+    def documents(self, asked: Asked, method: Method) -> CompressedCache:
+        """A cache that has seen the documents, joined from their files."""
+        assert method.way is not None
+        parts = [self._part(text, method.way) for text in asked.documents]
+        return blend(self.loaded.model, parts, method.policy, recompute=method.recompute)
+
+    def bytes(self, asked: Asked, method: Method) -> int:
+        """Of the documents' files."""
+        assert method.way is not None
+        return sum(self.file(text, method.way).stat().st_size for text in asked.documents)
+
     def read(self, asked: Asked, method: Method) -> tuple[CompressedCache, Tensor]:
         """A cache that has seen documents and question, and the logits of the next token."""
         model, question = self.loaded.model, self.ids(asked.question)
@@ -186,8 +205,7 @@ class Shelf:
             cache = CompressedCache(model, method.policy)
             question = self.ids(PREFIX, *asked.documents, asked.question)
         else:
-            parts = [self._part(text, method.way) for text in asked.documents]
-            cache = blend(model, parts, method.policy, recompute=method.recompute)
+            cache = self.documents(asked, method)
         logits: Tensor = model(question, past_key_values=cache, logits_to_keep=1).logits
         return cache, logits
 

@@ -1,6 +1,7 @@
 """JSON rows on disk, and where and with what they were measured."""
 
 import json
+import shutil
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,7 +12,9 @@ import torch
 from snapkv_lab.measure.environment import describe
 
 ROOT = Path(__file__).parents[5]
-RESULTS = ROOT / "docs" / "results"
+CHECKOUT = (ROOT / "packages" / "snapkv-lab").is_dir()
+RESULTS = ROOT / "docs" / "results" if CHECKOUT else Path("snapkv-results")
+"""Where rows and pages go; of an installed package, a folder below the current one."""
 
 Row = dict[str, Any]
 
@@ -56,6 +59,8 @@ def describe_environment(device: torch.device | None = None) -> Row:
 
 def git(*arguments: str) -> str:
     """Output of a git command; empty outside a checkout."""
+    if not CHECKOUT or shutil.which("git") is None:
+        return ""
     done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
     return done.stdout.rstrip()
 

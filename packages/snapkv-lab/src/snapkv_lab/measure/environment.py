@@ -23,7 +23,13 @@ def versions() -> dict[str, Any]:
 def describe(device: torch.device) -> dict[str, Any]:
     cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if cuda else processor()
-    return versions() | {"processor": name, "threads": torch.get_num_threads()}
+    described = versions() | {"processor": name, "threads": torch.get_num_threads()}
+    if cuda:
+        properties = torch.cuda.get_device_properties(device)
+        capability = f"{properties.major}.{properties.minor}"
+        memory = {"memory_bytes": properties.total_memory, "capability": capability}
+        described |= memory | {"cuda": torch.version.cuda}
+    return described
 
 
 def processor() -> str:

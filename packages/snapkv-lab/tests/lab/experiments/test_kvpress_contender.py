@@ -3,9 +3,12 @@
 import pytest
 import torch
 
-from snapkv import CompressedCache, SnapKV
+from snapkv import CompressedCache, FullCache, SnapKV
+from snapkv.app.models import LoadedModel
 from snapkv.errors import InvalidArgumentError
 from snapkv_lab.experiments.kvpress import KVPRESS, PYTHON, Kvpress
+from snapkv_lab.experiments.peers import Answers, Asked, Ours, Theirs
+from snapkv_lab.experiments.texts import Case, ReadText
 from tests.families import random_ids, tiny_model
 
 pytestmark = [
@@ -55,6 +58,29 @@ def test_what_it_does_not_take_is_said_and_it_goes_on():
         decoder = theirs.behind(model, 3, 12)  # less than the budget
         assert decoder(2) > 0
         assert theirs.last["kept_tokens"] == 14
+
+
+@pytest.mark.parametrize("between", [[], [5, 6]])
+def test_an_answer_is_judged_as_here(between):
+    """As the same choice of ours answers, from as many bytes; asked again, the same comes out."""
+    model, ids = tiny_model("llama"), random_ids(1, 200)
+    case = Case(group="g", answer_ids=[3, 7, 9], parts=[[0], [1, 2]], between_ids=between)
+    prompt = ReadText(model, ids[0].tolist()).prompt
+    asked = Asked("t", 0, prompt, ids, [case, case])
+    same = Ours("ours", lambda _: SnapKV(100, window_size=64, kernel_size=5, pooling="avg"))
+    whole = Ours("ours", lambda _: FullCache())
+    with Kvpress("theirs", PYTHON, model, None, weights=True) as theirs:
+        answers = Answers(
+            LoadedModel(model=model, tokenizer=None, name="tiny", revision=None), theirs
+        )
+        for share, press, ours in ((0.5, "SnapKVPress", same), (1.0, None, whole)):
+            here, again = answers.of(ours, share, asked)
+            for there in answers.of(Theirs("ours", press), share, asked):
+                assert there == here | {"nll": pytest.approx(here["nll"], abs=2e-4)}
+            assert here == again
+            assert here["held"] == share
+        (few, _) = answers.of(Theirs("few", "SnapKVPress", 4), 1 / 8, asked)
+        assert few["held"] == pytest.approx(1 / 8, abs=0.02)
 
 
 def test_its_rows_have_the_columns_of_the_stored_ones(saved):

@@ -9,7 +9,9 @@ from snapkv_lab.experiments.experiment import declared
 from snapkv_lab.experiments.pages import PAGES, filled
 from snapkv_lab.experiments.records import RESULTS, read_rows
 
-EXPERIMENTS = {name: each for name, each in declared().items() if each.tables is not None}
+EXPERIMENTS = {  # but for those that were never run
+    name: each for name, each in declared().items() if each.tables is not None and each.known()
+}
 TABLES = RESULTS / "tables"
 PAGE, README = PAGES
 SECTIONS = re.split(r"^(?=##+ )", PAGE.read_text("utf-8"), flags=re.MULTILINE)[1:]

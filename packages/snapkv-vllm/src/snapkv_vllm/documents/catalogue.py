@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from snapkv.validation import format_bytes
+from snapkv_vllm.documents.library import OfLibrary
 from snapkv_vllm.names import DOCUMENT, NO_ROOM, PREFIX, TAKEN, UNKNOWN, shown, wrong
 
 PATH = "/v1/snapkv/documents"
@@ -19,6 +20,9 @@ PATH = "/v1/snapkv/documents"
 
 EVERYBODY = ""
 """The one tenant of a server without API keys, or on which keys share their documents."""
+
+LIBRARY = "library"
+"""The tenant whose documents are those of a library, which everybody may name."""
 
 
 def tenant_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
@@ -30,7 +34,8 @@ def tenant_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
 
 def shown_tenant(tenant: str) -> str:
     """A tenant in the log: the first digits of its hash, since a key itself is a secret."""
-    return f"key {tenant[:8]}" if tenant else "everybody"
+    names = {EVERYBODY: "everybody", LIBRARY: "the library"}
+    return names.get(tenant, f"key {tenant[:8]}")
 
 
 @dataclass(kw_only=True)
@@ -45,6 +50,7 @@ class SharedDocument:
     messages: list[dict[str, Any]] | None
     kept_tokens: int  # per KV head and layer
     bytes: int  # what it takes of the engine's cache
+    source: OfLibrary | None = None  # where it is a library's
     created: float = field(default_factory=time.time)  # seconds since the epoch
     last_used: float = 0.0  # when a request named it last, or `created`
     requests: int = 0  # under way
@@ -63,7 +69,7 @@ class SharedDocument:
         """What its tenant is told of it, ready for JSON."""
         return {
             "name": self.name,
-            "kind": self.kind,
+            "kind": self.kind if self.source is None else LIBRARY,
             "tokens": len(self.token_ids),
             "kept_tokens": self.kept_tokens,
             "bytes": self.bytes,
@@ -91,7 +97,12 @@ class Catalogue:
         return len(self._standing)
 
     def __contains__(self, whose: tuple[str, str]) -> bool:
-        return any((one.tenant, one.name) == whose for one in self._standing)
+        return self.get(*whose) is not None
+
+    def get(self, tenant: str, name: str) -> SharedDocument | None:
+        """A tenant's document; None where there is none of that name."""
+        found = (one for one in self._standing if (one.tenant, one.name) == (tenant, name))
+        return next(found, None)
 
     def of(self, tenant: str) -> list[SharedDocument]:
         own = [one for one in self._standing if one.tenant == tenant]
@@ -99,9 +110,8 @@ class Catalogue:
 
     def find(self, tenant: str, name: str) -> SharedDocument:
         """A tenant's document; a RefusedError where there is none of that name."""
-        for one in self._standing:
-            if (one.tenant, one.name) == (tenant, name):
-                return one
+        if (found := self.get(tenant, name)) is not None:
+            return found
         asked, remedy = f"'{shown(name)}'", f"register it with POST {PATH}"
         raise wrong(PREFIX + DOCUMENT, "one of this key's documents", asked, remedy, status=UNKNOWN)
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from snapkv.document_files import model_identity, read_document
+from snapkv.policies import AdaKV
 from snapkv_vllm.documents import words
-from snapkv_vllm.documents.plans import piece_tokens
+from snapkv_vllm.documents.plans import Places, piece_tokens
 from snapkv_vllm.documents.words import Room
 from snapkv_vllm.names import NO_ROOM, RefusedError, wrong
 from snapkv_vllm.settings import ServingSettings
@@ -36,7 +37,7 @@ class Saved:
     path: Path
     seal: str
     token_ids: tuple[int, ...]
-    kept_tokens: int
+    places: Places
 
 
 class ServerEngine:
@@ -46,7 +47,7 @@ class ServerEngine:
     """
 
     def __init__(self, engine_client: Any, settings: ServingSettings) -> None:
-        self._client = engine_client
+        self._client, self._method = engine_client, settings.policy
         self._chunk_tokens = settings.sharing.chunk_tokens if settings.sharing else 0
         self._room: Room | None = None
         self._model: dict[str, Any] | None = None
@@ -110,33 +111,40 @@ class ServerEngine:
             raise wrong("document", "an answer", "none from the engine", remedy, status=NO_ROOM)
         return output.outputs[0]
 
-    async def look_at(self, path: Path) -> Saved:
-        """Read and check the file of a document; with the first, the model is asked who it is."""
-        model, room = await self._identity(), await self.room()
-        found = await asyncio.to_thread(
-            read_document, path, model=model, most_bytes=room.most_file_bytes
-        )
-        tokens, kept_tokens = len(found.token_ids), found.kept.shape[-1]
-        if kept_tokens % room.block_tokens:
-            multiple = f"a multiple of {room.block_tokens} kept tokens, the server's block size"
-            raise wrong("file", multiple, f"{kept_tokens:,}", "save the cache with such a budget")
+    async def look_at(self, path: Path, *, is_settled: bool = False) -> Saved:
+        """Read and check the file of a document, `is_settled` as `read_document` asks.
+
+        With the first, the model is asked who it is.
+        """
+        model, room = await self.identity(), await self.room()
+        told: dict[str, Any] = {"model": model, "most_bytes": room.most_file_bytes}
+        told["is_settled"] = is_settled
+        found = await asyncio.to_thread(read_document, path, **told)
+        tokens, head_tokens = len(found.token_ids), found.head_tokens
         if tokens >= (longest := self._client.model_config.max_model_len):
             raise wrong("file", f"fewer than {longest:,} tokens", tokens, "raise --max-model-len")
+        places = Places.of(head_tokens.tolist(), room.block_tokens)
+        if places.parts_heads and self._method != AdaKV.name:
+            alike = "as many kept tokens in every layer and head"
+            got = f"from {int(head_tokens.min()):,} to {int(head_tokens.max()):,}"
+            raise wrong("file", alike, got, "start the server with --policy adakv")
         ids = tuple(found.token_ids.tolist())
-        return Saved(path=path, seal=found.seal, token_ids=ids, kept_tokens=kept_tokens)
+        return Saved(path=path, seal=found.seal, token_ids=ids, places=places)
 
     async def adopt(self, document_id: str, saved: Saved) -> Kept:
         """Hold a document that is in a file until it is dropped, without reading its text."""
-        model, room = await self._identity(), await self.room()
+        model, room = await self.identity(), await self.room()
         own = {
             words.ADOPT: document_id,
             words.TOKENS: list(saved.token_ids),
-            words.KEPT: saved.kept_tokens,
+            words.KEPT: saved.places.held_tokens,
+            words.LENT: saved.places.lent_tokens,
+            words.PARTS: saved.places.parts_heads,
         }
         try:
             said = await self._send([0], own)
             if said is None:
-                blocks = f"free blocks for {saved.kept_tokens:,} tokens"
+                blocks = f"free blocks for {saved.places.held_tokens:,} tokens"
                 remedy = "try again when there are fewer requests"
                 raise wrong("document", blocks, "fewer", remedy, status=NO_ROOM)
             kept = _kept(said)
@@ -149,10 +157,10 @@ class ServerEngine:
 
     async def save(self, kept: Kept, token_ids: Sequence[int], path: Path) -> None:
         """Write the document that was registered last to a file."""
-        given = str(path), kept.blocks, await self._identity(), list(token_ids)
+        given = str(path), kept.blocks, await self.identity(), list(token_ids)
         await self._have_workers("snapkv_save_document", given, status=NO_ROOM)
 
-    async def _identity(self) -> dict[str, Any]:
+    async def identity(self) -> dict[str, Any]:
         """Who the model is; the first to ask waits until it has been loaded once more."""
         if self._model is None:
             config = self._client.model_config

@@ -20,6 +20,7 @@ from snapkv.errors import SnapKVError
 from snapkv_vllm.documents.catalogue import EVERYBODY, PATH, tenant_of
 from snapkv_vllm.documents.engine import ServerEngine
 from snapkv_vllm.documents.folder import DocumentFolder
+from snapkv_vllm.documents.library import ServedLibrary
 from snapkv_vllm.documents.prompts import Prompts, Render
 from snapkv_vllm.documents.shared import SharedDocuments
 from snapkv_vllm.documents.words import DOCUMENT
@@ -57,6 +58,7 @@ class FrontEnd:
             self._prompts,
             self._counts,
             DocumentFolder(Path(sharing.folder)) if sharing.folder else None,
+            ServedLibrary(Path(sharing.library)) if sharing.library else None,
         )
         self._apart = has_keys(app.state.args) and not sharing.across_keys
         self._join_in(app.state.online_renderer)
@@ -130,12 +132,12 @@ def _router(documents: SharedDocuments, tenant_of: Callable[[Message], str]) -> 
         return (await documents.register(tenant_of(request.scope), body)).described
 
     async def every(request: Request) -> list[dict[str, Any]]:
-        await documents.restored()
-        return [one.described for one in documents.catalogue.of(tenant_of(request.scope))]
+        return await documents.listed(tenant_of(request.scope))
 
     async def one(name: str, request: Request) -> dict[str, Any]:
-        await documents.restored()
-        return documents.catalogue.find(tenant_of(request.scope), name).described
+        tenant = tenant_of(request.scope)
+        listed = (each for each in await documents.listed(tenant) if each["name"] == name)
+        return next(listed, None) or documents.catalogue.find(tenant, name).described
 
     async def file(name: str, request: Request) -> Response:
         path = documents.file(tenant_of(request.scope), name)

@@ -9,12 +9,52 @@ place, and its keys and values behind the text's.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 from snapkv.errors import InvalidArgumentError
 from snapkv_vllm.plans import Ahead, Order, RequestPlan, SecondReading
 
 STEP_TOKENS = 256
 """Tokens of a piece that one step reads: their queries of all layers wait until it is done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """How a document lies in blocks, of which requests read the full ones and copy the others.
+
+    Attributes:
+        held_tokens: that are counted as held, per KV head and layer.
+        lent_tokens: of those, in blocks that are full in every layer.
+        parts_heads: whether heads or layers hold different numbers of tokens.
+    """
+
+    held_tokens: int
+    lent_tokens: int
+    parts_heads: bool
+
+    @classmethod
+    def of(cls, head_tokens: Sequence[Sequence[int]], block_tokens: int) -> Self:
+        """Where the heads of every layer hold so many tokens.
+
+        Heads of different length fill pages, of which a block is as many as there are heads: first
+        their full ones, and behind those the others, see `snapkv_vllm.heads.HeadPlaces`.
+        """
+        numbers = {tokens for of_layer in head_tokens for tokens in of_layer}
+        if len(numbers) == 1:
+            (tokens,) = numbers
+            return cls(
+                held_tokens=tokens,
+                lent_tokens=tokens // block_tokens * block_tokens,
+                parts_heads=False,
+            )
+        heads = len(head_tokens[0])
+        full = [sum(tokens // block_tokens for tokens in of_layer) for of_layer in head_tokens]
+        rest = max(tokens % block_tokens for tokens in numbers)
+        return cls(
+            held_tokens=-(-max(full) // heads) * block_tokens + rest,
+            lent_tokens=min(full) // heads * block_tokens,
+            parts_heads=True,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +66,7 @@ class FromDocument(RequestPlan):
     """
 
     document_tokens: int
-    kept_tokens: int
+    kept_tokens: int  # as they are counted, see `Places`
     is_adopted: bool = False
 
     @property

@@ -40,6 +40,10 @@ class Prompts:
         self._models = state.openai_serving_models
         self._render_chat: Render = state.online_renderer.render_chat
 
+    @property
+    def tokenizer(self) -> Any:
+        return self._renderer.renderer.get_tokenizer()
+
     # As the server makes them.
 
     def is_base_model(self, name: str) -> bool:
@@ -116,7 +120,7 @@ class Prompts:
         self, document: SharedDocument, request: Any, kind: str, render: Render
     ) -> Any:
         """What vLLM renders of a request, which names a document, with its tokens in front."""
-        if document.kind != kind:
+        if document.kind != kind and document.source is None:
             right = next(path for path, field in ENDPOINTS.items() if field == document.kind)
             remedy = f"send the request to {right}, or register the document as {kind}"
             raise wrong(DOCUMENT, f"a document of {kind}", f"one of {document.kind}", remedy)
@@ -125,6 +129,8 @@ class Prompts:
         if kind == "prompt":
             request.prompt = await self._prompts_behind(document, request.prompt)
             return await render(request)
+        if document.source is not None:
+            return await self._chat_about(document, document.source.prefix_ids, request, render)
         return await self._chat_behind(document, request, render)
 
     async def _prompts_behind(self, document: SharedDocument, prompt: object) -> list[list[int]]:
@@ -152,6 +158,24 @@ class Prompts:
         made = await render(request)
         if isinstance(made, tuple):  # and no error of vLLM's
             _require_begins(_ids_of_chat(made), document)
+        return made
+
+    async def _chat_about(
+        self, document: SharedDocument, prefix_ids: Sequence[int], request: Any, render: Render
+    ) -> Any:
+        """A chat in which a library's document stands before what the user says first."""
+        made = await render(request)
+        if isinstance(made, tuple):  # and no error of vLLM's
+            ids, begins = _ids_of_chat(made), len(prefix_ids)
+            if tuple(ids[:begins]) != tuple(prefix_ids):
+                raise wrong(
+                    "messages",
+                    "a chat that begins with the user's message, as the library's documents do",
+                    "one in which the chat template puts other tokens first",
+                    "leave out system messages, tools and chat_template_kwargs",
+                )
+            _, (engine_input,) = made
+            engine_input["prompt_token_ids"] = [*document.token_ids, *ids[begins:]]
         return made
 
 

@@ -11,7 +11,7 @@ from snapkv.policies import AdaKV, KVzip, Policy
 from snapkv.validation import DEFAULT_BUDGET, DEFAULT_WINDOW, format_bytes
 from snapkv_vllm.blocks import CompressedManager
 from snapkv_vllm.documents.plans import FromDocument, ReadTwice, piece_tokens
-from snapkv_vllm.documents.words import ADOPT, DOCUMENT, DROP, KEPT, REGISTER, ROOM, Errand, Room
+from snapkv_vllm.documents.words import ADOPT, DOCUMENT, DROP, REGISTER, ROOM, Errand, Room
 from snapkv_vllm.names import wrong
 from snapkv_vllm.plans import Beginning, Plan, RequestPlan, SecondReading
 from snapkv_vllm.settings import ServingSettings
@@ -24,6 +24,7 @@ class Held:
     token_ids: tuple[int, ...]
     plan: FromDocument
     parts_heads: bool = False  # whether heads hold different numbers of tokens
+    lent_tokens: int  # of those held, in blocks that requests read; they copy the others
     blocks: Sequence[list[Any]] | None = None  # of every group; None while it is being read
     requests: set[str] = field(default_factory=set)  # that begin with it and have not ended
     is_dropped: bool = False  # whether no other request may name it
@@ -32,7 +33,7 @@ class Held:
     def of(cls, token_ids: tuple[int, ...], kept_tokens: int, **more: Any) -> Self:
         """A document of which so many tokens are held, that was read here."""
         plan = FromDocument(document_tokens=len(token_ids), kept_tokens=kept_tokens)
-        return cls(token_ids=token_ids, plan=plan, **more)
+        return cls(token_ids=token_ids, plan=plan, lent_tokens=kept_tokens, **more)
 
     @property
     def described(self) -> dict[str, Any]:
@@ -134,19 +135,30 @@ class Registry:
     def _adopt(self, errand: Errand, request: Any) -> RequestPlan:
         """Take blocks for a document that workers are given; nobody may name it before they are."""
         self._require_new(errand)
-        tokens, kept, size = len(errand.token_ids), errand.kept_tokens, self._room.block_tokens
-        if kept % size or not kept <= tokens < self._max_model_len:
-            expected = f"a multiple of {size}, of fewer than {self._max_model_len:,} tokens"
-            raise wrong(KEPT, expected, f"{kept:,} of {tokens:,}", "adopt another document")
+        tokens, kept, lent = len(errand.token_ids), errand.kept_tokens, errand.lent_tokens
+        size = self._room.block_tokens
+        if tokens >= self._max_model_len or lent % size or lent > kept:
+            expected = f"fewer than {self._max_model_len:,} tokens, lent in blocks of {size}"
+            got = f"{tokens:,}, of {kept:,} {lent:,} lent"
+            raise wrong(ADOPT, expected, got, "adopt another document")
+        if errand.parts_heads and self._safeguard is None:
+            alike, remedy = "as many tokens in every layer and head", "serve with --policy adakv"
+            raise wrong(ADOPT, alike, "different numbers", remedy)
         self._require_free(kept)
         free = self._managers[0].block_pool.get_num_free_blocks()
-        needed = sum(kept // manager.block_size for manager in self._managers)
+        needed = sum(cdiv(kept, manager.block_size) for manager in self._managers)
         if needed > free:
             remedy = "adopt it when fewer requests are under way"
             raise wrong(ADOPT, f"{needed} free blocks", free, remedy)
         blocks = [manager.take_for_others(kept) for manager in self._managers]
         plan = FromDocument(document_tokens=tokens, kept_tokens=kept, is_adopted=True)
-        held = Held(token_ids=errand.token_ids, plan=plan, blocks=blocks)
+        held = Held(
+            token_ids=errand.token_ids,
+            plan=plan,
+            lent_tokens=lent,
+            parts_heads=errand.parts_heads,
+            blocks=blocks,
+        )
         self._held[errand.document_id] = held
         self._answers[request.request_id] = held.described
         return Plan(prompt_tokens=request.num_prompt_tokens)
@@ -158,7 +170,9 @@ class Registry:
     def _require_free(self, kept_tokens: int) -> None:
         """Refuse more than documents may hold, those that were dropped in use among them."""
         held = {id(one): one for one in (*self._held.values(), *self._used_by.values())}
-        taken = sum(one.plan.kept_tokens for one in held.values())
+        size = self._room.block_tokens
+        taken = sum(cdiv(one.plan.kept_tokens, size) * size for one in held.values())
+        kept_tokens = cdiv(kept_tokens, size) * size
         if taken + kept_tokens > self._room.most_tokens:
             raise InvalidArgumentError(
                 f"document: expected room for {kept_tokens:,} tokens beside the {taken:,} of other "
@@ -185,7 +199,9 @@ class Registry:
             return None
         for manager in self._managers:
             manager.begin_with(request_id, held.plan.dropped_tokens)
-        return held.plan, tuple(list(blocks) for blocks in held.blocks)
+        lent = (held.lent_tokens // manager.block_size for manager in self._managers)
+        blocks = zip(held.blocks, lent, strict=True)
+        return held.plan, tuple(of_group[:count] for of_group, count in blocks)
 
     def beginning(self, request_id: str) -> Beginning | None:
         """What workers are told of a request that begins with a document; None for all others."""
@@ -193,7 +209,12 @@ class Registry:
         if held is None or held.blocks is None:
             return None
         first_block = held.blocks[0][0].block_id if held.parts_heads else None
-        return Beginning(held.plan.dropped_tokens, first_block)
+        of_groups = zip(self._managers, held.blocks, strict=True)
+        moves = (
+            manager.copies(request_id, blocks, held.lent_tokens) for manager, blocks in of_groups
+        )
+        copies = tuple(move for move in moves if move.sources)
+        return Beginning(held.plan.dropped_tokens, first_block, copies)
 
     def request_ends(self, request_id: str, *, is_complete: bool) -> dict[str, Any] | None:
         """Take over what a request has registered, or give back what it was lent.

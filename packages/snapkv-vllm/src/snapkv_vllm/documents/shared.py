@@ -14,11 +14,17 @@ from typing import Any
 from snapkv.errors import CacheFileError, SnapKVError, UnsupportedModelError
 from snapkv.policies.kvzip import INSTRUCTION
 from snapkv.validation import format_bytes, require_int
-from snapkv_vllm.documents.catalogue import Catalogue, SharedDocument, shown_tenant
+from snapkv_vllm.documents.catalogue import (
+    LIBRARY,
+    Catalogue,
+    SharedDocument,
+    shown_tenant,
+)
 from snapkv_vllm.documents.engine import Kept, ServerEngine
 from snapkv_vllm.documents.folder import DocumentFolder, copy_file
+from snapkv_vllm.documents.library import OfLibrary, ServedLibrary
 from snapkv_vllm.documents.prompts import Prompts
-from snapkv_vllm.names import BUSY, UNKNOWN, require_document_name, shown, wrong
+from snapkv_vllm.names import BUSY, TAKEN, UNKNOWN, require_document_name, shown, wrong
 
 _FIELDS = ("name", "prompt", "messages", "budget", "file", "model")
 
@@ -49,6 +55,7 @@ class SharedDocuments:
         prompts: makes their tokens.
         counts: what happens, a `snapkv_vllm.metrics.DocumentMetrics`.
         folder: where documents are kept beyond the server's end; None keeps none.
+        library: whose documents everybody may name; None has none.
     """
 
     def __init__(
@@ -57,10 +64,11 @@ class SharedDocuments:
         prompts: Prompts,
         counts: Any,
         folder: DocumentFolder | None = None,
+        library: ServedLibrary | None = None,
     ) -> None:
         self.catalogue = Catalogue()
         self._engine, self._prompts, self._counts = engine, prompts, counts
-        self._folder = folder
+        self._folder, self._library = folder, library
         self._restoring: asyncio.Task[None] | None = None
         self._one_at_a_time = asyncio.Lock()
         self._own_turn: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -104,22 +112,65 @@ class SharedDocuments:
         if not in_folder or (tenant, name) in self.catalogue:  # it may have had no room
             document = self.catalogue.find(tenant, name)
             self._counts.dropped("deleted")
-            if self.catalogue.delete(document):
-                await self._drop(document)
-            self._count()
+            await self._forget(document)
         _logger.info("Document %r of %s is deleted", name, shown_tenant(tenant))
 
     @asynccontextmanager
     async def named(self, tenant: str, name: str) -> AsyncIterator[SharedDocument]:
         """A document for as long as a request stands on it: it is not dropped meanwhile."""
         await self.restored()
-        document = self.catalogue.find(tenant, name)
+        document = await self._found(tenant, name)
         self.catalogue.begin(document)
         try:
             yield document
         finally:
             if self.catalogue.end(document):
                 await asyncio.shield(self._drop(document))
+
+    async def _found(self, tenant: str, name: str) -> SharedDocument:
+        """What a tenant calls so, or else the library, of which it is loaded where it is not."""
+        if self._library is None or (tenant, name) in self.catalogue:
+            return self.catalogue.find(tenant, name)
+        source = await self._in_library(name)
+        if (held := self.catalogue.get(LIBRARY, name)) is not None and held.source == source:
+            return held
+        async with self._one_at_a_time:
+            if (held := self.catalogue.get(LIBRARY, name)) is not None and held.source == source:
+                return held  # another request has loaded it
+            if held is not None:  # it is gone, or was replaced
+                await self._forget(held)
+            if source is None:
+                return self.catalogue.find(tenant, name)
+            return await self._loaded(self._library, name, source)
+
+    async def _in_library(self, name: str) -> OfLibrary | None:
+        return None if self._library is None else await asyncio.to_thread(self._library.find, name)
+
+    async def _loaded(self, library: ServedLibrary, name: str, source: OfLibrary) -> SharedDocument:
+        model = await self._engine.identity()
+        await asyncio.to_thread(library.require_read_by, model, self._prompts.tokenizer)
+        found = await self._file(source.path, None, source.seal, is_settled=True)
+        document, _ = await self._held(LIBRARY, name, None, found, source)
+        return self._stand(document)
+
+    async def listed(self, tenant: str) -> list[dict[str, Any]]:
+        """What a tenant may name, ready for JSON, the library's documents behind its own.
+
+        One of these that is not loaded has no `kept_tokens`, and takes no `bytes`.
+        """
+        await self.restored()
+        own = [one.described for one in self.catalogue.of(tenant)]
+        if self._library is None:
+            return own
+        held = {one.name: one.described for one in self.catalogue.of(LIBRARY)}
+        records = await asyncio.to_thread(self._library.records)
+        of_library = [
+            {"name": one.name, "kind": "library", "tokens": one.tokens, "kept_tokens": 0}
+            | {"bytes": 0, "requests": 0}
+            | held.get(one.name, {})
+            for one in records
+        ]
+        return own + of_library
 
     async def report(self, tenant: str, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Ask a document and its whole text the same `questions`, one after the other.
@@ -166,6 +217,9 @@ class SharedDocuments:
         name, messages = body["name"], body.get("messages")
         async with self._own_turn[tenant], self._one_at_a_time:  # each tenant waits with one alone
             self.catalogue.require_free(tenant, name)
+            if await self._in_library(name) is not None:
+                got, remedy = f"'{shown(name)}', which the library has", "choose another one"
+                raise wrong("name", "one that is free", got, remedy, status=TAKEN)
             if body.get("file") is None:
                 source = await self._text(body.get("prompt"), messages, body.get("budget"))
             elif self._folder is None:
@@ -194,9 +248,11 @@ class SharedDocuments:
             write=lambda kept, path: self._engine.save(kept, ids, path),
         )
 
-    async def _file(self, path: Path, messages: object, seal: str | None = None) -> _Source:
+    async def _file(
+        self, path: Path, messages: object, seal: str | None = None, *, is_settled: bool = False
+    ) -> _Source:
         """A document in a file, which has this seal if any, of tokens such as this server makes."""
-        saved = await self._engine.look_at(path)
+        saved = await self._engine.look_at(path, is_settled=is_settled)
         if seal not in (None, saved.seal):
             raise CacheFileError(
                 f"document: expected the file that was recorded, got another one at "
@@ -211,7 +267,7 @@ class SharedDocuments:
         room = await self._engine.room()
         return _Source(
             token_ids=saved.token_ids,
-            bytes=saved.kept_tokens * room.bytes_per_token,
+            bytes=room.bytes_of(saved.places.held_tokens),
             hold=lambda document_id: self._engine.adopt(document_id, saved),
             write=lambda _, copy: asyncio.to_thread(copy_file, path, copy),
         )
@@ -222,7 +278,12 @@ class SharedDocuments:
         return await self._prompts.ids_of_messages(messages)
 
     async def _held(
-        self, tenant: str, name: str, messages: Any, source: _Source
+        self,
+        tenant: str,
+        name: str,
+        messages: Any,
+        source: _Source,
+        of_library: OfLibrary | None = None,
     ) -> tuple[SharedDocument, Kept]:
         """A document that the engine holds from now on."""
         await self._make_room(tenant, source.bytes)
@@ -236,6 +297,7 @@ class SharedDocuments:
             messages=messages,
             kept_tokens=kept.kept_tokens,
             bytes=source.bytes,
+            source=of_library,
         )
         return document, kept
 
@@ -302,6 +364,12 @@ class SharedDocuments:
             _logger.info("Document %r of %s is dropped: %s needs room", one.name, whose, needs)
             self._counts.dropped("least_used")
             await self._drop(one)
+
+    async def _forget(self, document: SharedDocument) -> None:
+        """Take its name away, and its blocks once its requests have ended."""
+        if self.catalogue.delete(document):
+            await self._drop(document)
+        self._count()
 
     async def _drop(self, document: SharedDocument) -> None:
         await self._engine.drop(document.document_id)

@@ -17,6 +17,8 @@ class Sharing(Entry):
         chunk_tokens: of a document, read again at a time.
         across_keys: whether every API key sees the documents of all others.
         folder: where documents are kept as files, and found again at the next start; "" for none.
+        library: the folder of a library (`snapkv library add`), whose documents everybody may name;
+            it is never changed, "" for none.
 
     Raises:
         InvalidArgumentError: a value out of range.
@@ -27,11 +29,13 @@ class Sharing(Entry):
     chunk_tokens: int = 2048
     across_keys: bool = False
     folder: str = ""
+    library: str = ""
 
     def __post_init__(self) -> None:
         require_int("most_bytes", self.most_bytes, minimum=0)
         require_at_least("chunk_tokens", self.chunk_tokens, 1)
         kinds = {"across_keys": (bool, "true or false"), "folder": (str, "a path")}
+        kinds["library"] = kinds["folder"]
         for name, (kind, expected) in kinds.items():
             value = getattr(self, name)
             if not isinstance(value, kind):
@@ -44,7 +48,8 @@ class Sharing(Entry):
     def summary(self) -> str:
         most = format_bytes(self.most_bytes) if self.most_bytes else "a quarter of the cache"
         across = " across keys" if self.across_keys else ""
-        return f"{most}{across}{f' in {self.folder}' if self.folder else ''}"
+        places = f" in {self.folder}" if self.folder else ""
+        return most + across + places + (f" of {self.library}" if self.library else "")
 
     def require_possible(self, limits: Limits) -> None:
         """Refuse what leaves no room for documents: requests that name one stay whole."""

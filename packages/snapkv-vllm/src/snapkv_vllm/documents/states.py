@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ from snapkv.document_files import StoredDocument, read_document, write_document
 from snapkv.errors import CacheFileError, InvalidArgumentError, SnapKVError
 from snapkv.policies import KVzip, Policy
 from snapkv.validation import DEFAULT_WINDOW
+from snapkv_vllm.documents.plans import Places
+from snapkv_vllm.heads import HeadPlaces, HeadsAttention
 from snapkv_vllm.layers import LayerRun
-from snapkv_vllm.layouts import slots
+from snapkv_vllm.layouts import padded, slots
 from snapkv_vllm.plans import Move, Order, SecondReading
 
 
@@ -31,7 +34,10 @@ def refusal_of(act: Callable[[], None]) -> str:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """What stayed of a document in one layer: positions (Hkv, K), from a block on."""
+    """What stayed of a document in one layer, from a block on.
+
+    Positions are (Hkv, K), behind a leading run of -1 in heads that hold fewer than K.
+    """
 
     first_block: int
     positions: Tensor
@@ -45,18 +51,23 @@ class DocumentStates:
     """
 
     def __init__(
-        self, runs: Sequence[LayerRun], block_tokens: Mapping[int, int], *, device: torch.device
+        self,
+        runs: Sequence[LayerRun],
+        block_tokens: Mapping[int, int],
+        *,
+        device: torch.device,
+        heads: HeadsAttention | None = None,
     ) -> None:
         self._runs, self._block_tokens, self._device = runs, block_tokens, device
+        self._heads = heads
         self._chosen: dict[str, _Chosen] = {}
 
     def note(self, run: LayerRun, order: Order, move: Move, keep: Tensor) -> None:
         """Remember what stays of a document in a run of layers: (layers, Hkv, K).
 
-        Nothing of other requests, nor of one whose heads hold different numbers of tokens, which
-        no file can hold.
+        Nothing of other requests.
         """
-        if isinstance(order.choice, SecondReading) and not order.parts_heads:
+        if isinstance(order.choice, SecondReading):
             for name, positions in zip(run.layers, keep, strict=True):
                 self._chosen[name] = _Chosen(move.targets[0], positions, order.choice.policy)
 
@@ -75,21 +86,28 @@ class DocumentStates:
             found = run.blocks_of(of_group, self._block_tokens[run.group])
             held = len(of_group) * self._block_tokens[run.group]
             every = torch.arange(held, device=self._device).expand(len(run.layers), 1, held)
-            keys |= zip(run.layers, run.layout.read_keys(found, held).cpu(), strict=True)
-            values |= zip(run.layers, run.layout.read_values(found, every).cpu(), strict=True)
-            for name in run.layers:
+            states = run.layout.read_keys(found, held), run.layout.read_values(found, every)
+            for name, *both in zip(run.layers, *states, strict=True):
                 chosen[name] = self._chosen_of(name, of_group, held, len(token_ids))
+                keys[name], values[name] = self._of_heads(run, chosen[name], both)
         names = self._in_order()
-        heads, tokens = keys[names[0]].shape[:2]
-        kept = [chosen[name].positions.cpu().expand(heads, tokens) for name in names]
         document = StoredDocument(
             token_ids=torch.tensor(token_ids),
-            kept=torch.stack(kept),
+            kept=[chosen[name].positions.cpu().expand(keys[name].shape[:2]) for name in names],
             keys=[keys[name] for name in names],
             values=[values[name] for name in names],
             policy=chosen[names[0]].policy,
         )
         write_document(path, model, document)
+
+    @staticmethod
+    def _of_heads(run: LayerRun, chosen: _Chosen, states: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What heads hold of a layer's (Hkv, slots, D) states: (Hkv, K, D), on the host."""
+        if not chosen.policy.parts_heads:
+            return [one.cpu() for one in states]
+        kept = (chosen.positions >= 0).sum(dim=-1)
+        places = HeadPlaces(kept, run.first.cache.shape[2])
+        return [places.gathered(one).cpu() for one in states]
 
     def fill(
         self,
@@ -105,7 +123,7 @@ class DocumentStates:
 
         `vocabulary` is how many tokens the model knows; see `read_document` for the rest.
         """
-        document = read_document(path, model=model, most_bytes=most_bytes)
+        document = read_document(path, model=model, most_bytes=most_bytes, is_settled=True)
         if document.seal != seal:
             raise CacheFileError(
                 f"path: expected the file that was looked at, got another one at {path!r} by now; "
@@ -117,31 +135,38 @@ class DocumentStates:
                 f"document: expected token ids below {vocabulary:,}, the model's vocabulary, got "
                 f"{highest:,}; save it with the model that is served"
             )
-        self.write(blocks, document.keys, document.values)
+        self.write(blocks, document)
 
-    def write(
-        self, blocks: Sequence[Sequence[int]], keys: Sequence[Tensor], values: Sequence[Tensor]
-    ) -> None:
-        """Put (Hkv, K, D) keys and values of every layer into the blocks of every group."""
+    def write(self, blocks: Sequence[Sequence[int]], document: StoredDocument) -> None:
+        """Put a document into the blocks of every group."""
         names = self._in_order()
-        if len(keys) != len(names):
+        if len(document.keys) != len(names):
             raise InvalidArgumentError(
-                f"document: expected the {len(names)} layers of the model, got {len(keys)}; save "
-                "it with the model that is served"
+                f"document: expected the {len(names)} layers of the model, got "
+                f"{len(document.keys)}; save it with the model that is served"
             )
-        of_layer = dict(zip(names, zip(keys, values, strict=True), strict=True))
+        states = zip(document.keys, document.values, strict=True)
+        of_layer = dict(zip(names, states, strict=True))
+        kept = dict(zip(names, document.head_tokens.to(self._device), strict=True))
+        parts_heads = bool((document.head_tokens != document.head_tokens[0, 0]).any())
         runs = self._each(blocks)
         for run, of_group in runs:
+            tokens = len(of_group) * self._block_tokens[run.group]
             for name in run.layers:
-                self._require_fitting(run, of_group, of_layer[name])
+                self._require_fitting(run, of_layer[name], kept[name], tokens, parts_heads)
         for run, of_group in runs:
             size = self._block_tokens[run.group]
-            targets = torch.tensor(of_group, device=self._device)
-            states = [
-                torch.stack([of_layer[name][half] for name in run.layers]).to(self._device)
-                for half in (0, 1)
-            ]
-            run.layout.write(slots(targets, len(of_group) * size, size), *states)
+            targets, whole = torch.tensor(of_group, device=self._device), len(of_group) * size
+            for part, name in enumerate(run.layers):
+                laid = partial(padded, tokens=whole)
+                if parts_heads:
+                    laid = partial(HeadPlaces(kept[name], size, True).spread, slots=whole)
+                laid_out = (laid(one.to(self._device))[None] for one in of_layer[name])
+                layer = run.layout.part(slice(part, part + 1))
+                layer.write(slots(targets, whole, size), *laid_out)
+        if parts_heads:
+            assert self._heads is not None
+            self._heads.keep_document(blocks[0][0], kept, len(document.token_ids))
 
     def _each(self, blocks: Sequence[Sequence[int]]) -> list[tuple[LayerRun, Sequence[int]]]:
         """All layers, as many at a time as may be copied, with the blocks of their group."""
@@ -168,11 +193,17 @@ class DocumentStates:
         return chosen
 
     def _require_fitting(
-        self, run: LayerRun, blocks: Sequence[int], states: tuple[Tensor, Tensor]
+        self,
+        run: LayerRun,
+        states: tuple[Tensor, Tensor],
+        kept: Tensor,
+        tokens: int,
+        parts_heads: bool,
     ) -> None:
+        """Refuse what is no layer's, or takes other blocks than those of so many tokens."""
         cache, head_size = run.first.cache, run.first.wrapped.head_size
-        tokens = len(blocks) * self._block_tokens[run.group]
-        shape = cache.shape[1], tokens, head_size
+        size = self._block_tokens[run.group]
+        shape = cache.shape[1], int(kept.max()), head_size
         is_whole = cache.shape[3] == 2 * head_size
         for one in states:
             if tuple(one.shape) != shape or one.dtype != cache.dtype or not is_whole:
@@ -181,6 +212,17 @@ class DocumentStates:
                     f"layer, got {tuple(one.shape)} in {one.dtype}; save it with the model that is "
                     "served, in its dtype"
                 )
+        if parts_heads and cache.shape[2] != size:
+            raise InvalidArgumentError(
+                f"document: expected blocks of {cache.shape[2]} tokens where heads keep different "
+                f"numbers of them, got {size}; start the server with --block-size {cache.shape[2]}"
+            )
+        held = Places.of([kept.tolist()], size).held_tokens
+        if held > tokens:
+            raise InvalidArgumentError(
+                f"document: expected at most the {tokens:,} tokens that blocks were taken for, got "
+                f"{held:,}; register it again"
+            )
 
     def _in_order(self) -> list[str]:
         """Names of all layers, as the model has them one after the other."""

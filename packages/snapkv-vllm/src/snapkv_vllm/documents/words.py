@@ -23,9 +23,17 @@ ROOM = PREFIX + "room"  # it is told how much room there is, see `Room`
 INSTRUCTION = PREFIX + "instruction"  # ids of the tokens before every piece that is read again
 BUDGET = PREFIX + "budget"  # tokens that are kept, rounded up to whole blocks
 TOKENS = PREFIX + "tokens"  # ids of all tokens of a document that is adopted
-KEPT = PREFIX + "kept"  # how many of them it holds, in whole blocks
+KEPT = PREFIX + "kept"  # how many of them are counted as held
+LENT = PREFIX + "lent"  # how many of those lie in blocks that requests only read
+PARTS = PREFIX + "parts_heads"  # whether its heads hold different numbers of tokens
 
-_BESIDE = {DOCUMENT: (), REGISTER: (BUDGET, INSTRUCTION), ADOPT: (TOKENS, KEPT), DROP: (), ROOM: ()}
+_BESIDE = {
+    DOCUMENT: (),
+    REGISTER: (BUDGET, INSTRUCTION),
+    ADOPT: (TOKENS, KEPT, LENT, PARTS),
+    DROP: (),
+    ROOM: (),
+}
 
 _FILE_EXTRA_BYTES = 16 << 20
 
@@ -40,6 +48,8 @@ class Errand:
     instruction_ids: tuple[int, ...] = ()
     token_ids: tuple[int, ...] = ()
     kept_tokens: int = 0
+    lent_tokens: int = 0
+    parts_heads: bool = False
 
 
 def errand(extra_args: Mapping[str, Any] | None) -> Errand | None:
@@ -66,6 +76,7 @@ def errand(extra_args: Mapping[str, Any] | None) -> Errand | None:
         require_int(BUDGET, budget, minimum=1)
     if verb == ADOPT:
         require_int(KEPT, given.get(KEPT), minimum=1)
+        require_int(LENT, given.get(LENT), minimum=0)
     ids = {field: tuple(given.get(field, ())) for field in (INSTRUCTION, TOKENS)}
     for name, of_name in ids.items():
         for token_id in of_name:
@@ -77,6 +88,8 @@ def errand(extra_args: Mapping[str, Any] | None) -> Errand | None:
         instruction_ids=ids[INSTRUCTION],
         token_ids=ids[TOKENS],
         kept_tokens=given.get(KEPT, 0),
+        lent_tokens=given.get(LENT, 0),
+        parts_heads=bool(given.get(PARTS)),
     )
 
 
@@ -97,6 +110,10 @@ class Room:
     def most_file_bytes(self) -> int:
         """Of one document as a file, with the positions and the token ids that stand beside it."""
         return 2 * self.most_bytes + _FILE_EXTRA_BYTES
+
+    def bytes_of(self, held_tokens: int) -> int:
+        """What so many tokens take, in whole blocks."""
+        return -(-held_tokens // self.block_tokens) * self.block_tokens * self.bytes_per_token
 
     def kept_tokens(self, tokens: int, budget: int | None) -> int:
         """How many tokens are held of a document of so many, at least a block."""

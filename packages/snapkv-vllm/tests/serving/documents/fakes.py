@@ -3,9 +3,11 @@
 import asyncio
 from types import SimpleNamespace
 
-from snapkv.cache.saving.files import read_sealed, write_sealed
-from snapkv.errors import CacheFileError, InvalidArgumentError, OutputError
+from snapkv.cache.saving.files import read_sealed, seal_of, write_sealed
+from snapkv.errors import CacheFileError, InvalidArgumentError, LibraryError, OutputError
 from snapkv_vllm.documents.engine import Kept, Saved
+from snapkv_vllm.documents.library import OfLibrary
+from snapkv_vllm.documents.plans import Places
 from snapkv_vllm.documents.prompts import Prompts
 from snapkv_vllm.documents.shared import SharedDocuments
 from snapkv_vllm.documents.words import Room
@@ -24,6 +26,10 @@ class CharacterPrompts(Prompts):
 
     def __init__(self, *, ends=False):
         self.ends = ends
+
+    @property
+    def tokenizer(self):
+        return None
 
     def is_base_model(self, name):
         return name != "law"
@@ -49,6 +55,31 @@ def characters(text):
     for piece in pieces[1:]:
         ids += [DOUBLE, *map(ord, piece)]
     return ids
+
+
+class FakeLibrary:
+    """Documents of which an engine keeps so many tokens each, in files of `FakeEngine`."""
+
+    def __init__(self, folder):
+        self.folder, self.kept = folder, {}
+        self.is_others = False
+
+    def write(self, name, ids, kept):
+        self.kept[name] = kept
+        write_sealed(self.folder / name, {}, {"ids": ids, "kept": kept})
+
+    def find(self, name):
+        if name not in self.kept:
+            return None
+        path = self.folder / name
+        return OfLibrary(path=path, seal=seal_of(path), prefix_ids=(BEGIN,))
+
+    def records(self):
+        return [SimpleNamespace(name=name, tokens=kept) for name, kept in self.kept.items()]
+
+    def require_read_by(self, model, tokenizer):
+        if self.is_others:
+            raise LibraryError("model: expected another one")
 
 
 class FakeEngine:
@@ -87,7 +118,7 @@ class FakeEngine:
         )
 
     async def adopt(self, document_id, saved):
-        return await self._hold(document_id, saved.kept_tokens)
+        return await self._hold(document_id, saved.places.held_tokens)
 
     async def answer(self, prompt, document_id, most_tokens):
         """Says the prompt's last tokens backwards; a document forgets how the third one was."""
@@ -101,11 +132,15 @@ class FakeEngine:
     async def drop(self, document_id):
         self.held.pop(document_id, None)  # as the engine, which knows nothing of others
 
-    async def look_at(self, path):
+    async def identity(self):
+        return {"class": "Small", "dtype": "float32"}
+
+    async def look_at(self, path, *, is_settled=False):
         if not path.is_file():
             raise CacheFileError("path: expected a cache that was saved before")
         _, notes, seal = read_sealed(path)
-        return Saved(path=path, seal=seal, token_ids=tuple(notes["ids"]), kept_tokens=notes["kept"])
+        places = Places.of([[notes["kept"]]], 1)
+        return Saved(path=path, seal=seal, token_ids=tuple(notes["ids"]), places=places)
 
     async def save(self, kept, token_ids, path):
         if self.full_disk:
@@ -116,10 +151,10 @@ class FakeEngine:
 class World:
     """A server's documents with everything that they stand on, and what was counted."""
 
-    def __init__(self, most_bytes=1000, folder=None):
+    def __init__(self, most_bytes=1000, folder=None, library=None):
         self.engine = FakeEngine(most_bytes)
         self.now, self.not_read, self.reasons = (0, 0), [], []
-        self.documents = SharedDocuments(self.engine, CharacterPrompts(), self, folder)
+        self.documents = SharedDocuments(self.engine, CharacterPrompts(), self, folder, library)
 
     def standing(self, documents, document_bytes):
         self.now = (documents, document_bytes)

@@ -1,10 +1,12 @@
 """Places of pages, against heads that ask for them one by one; no vLLM is needed."""
 
+import itertools
 import random
 
 import pytest
 import torch
 
+from snapkv_vllm.documents.plans import Places
 from snapkv_vllm.heads import HeadPlaces
 from tests.serving.heads import held_tokens
 
@@ -114,3 +116,52 @@ def test_what_is_spread_is_found_again_in_every_layer(page_tokens):
                 there = laid[layer, place, block * page_tokens + token % page_tokens]
                 assert torch.equal(there, states[layer, head, longest - count + token])
     assert int((laid != 0).any(dim=-1).sum()) == int(kept.sum())
+
+
+# Documents, whose full pages others read.
+
+
+def test_pages_of_a_document_by_hand():
+    """Pages of four; five, one and eight tokens fill one page, none and two."""
+    kept = torch.tensor([5, 1, 8])
+    laid = HeadPlaces(kept, 4, True)
+    assert laid.of_pages(torch.arange(4)[None]).tolist() == [
+        [0, 3, 6, 9],  # its second page is copied: the first behind the full ones
+        [4, 7, 10, 13],
+        [1, 2, 5, 8],  # its third is empty
+    ]
+    places = Places.of([kept.tolist()], 4)
+    assert places == Places(held_tokens=5, lent_tokens=4, parts_heads=True)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_full_pages_are_lent_and_what_is_counted_has_blocks_enough(seed):
+    """Of several layers, while requests grow behind it; and what was spread is gathered again."""
+    draw = random.Random(seed)
+    heads, page_tokens, longest = draw.randint(1, 6), draw.choice([1, 2, 4, 7]), 60
+    kept = torch.tensor([[draw.randint(0, 30) for _ in range(heads)] for _ in range(3)])
+    kept[0, 0] = 30
+    counted = Places.of(kept.tolist(), page_tokens)
+    places = HeadPlaces(kept, page_tokens, True).of_pages(torch.arange(longest)[None])
+    lent = counted.lent_tokens // page_tokens * heads
+    for grown in range(25):
+        used = -(-(kept + grown) // page_tokens)
+        blocks = -(-(counted.held_tokens + grown) // page_tokens)
+        for layer, head in itertools.product(range(3), range(heads)):
+            mine = places[layer, head]
+            full, pages = int(kept[layer, head]) // page_tokens, int(used[layer, head])
+            assert (mine[:pages] < blocks * heads).all()
+            assert (mine[full:] >= lent).all()
+    assert all(len(set(layer.flatten().tolist())) == layer.numel() for layer in places)
+    slots = -(-counted.held_tokens // page_tokens) * page_tokens
+    states = torch.randn(3, heads, 30, 2)
+    laid = HeadPlaces(kept, page_tokens, True)
+    found = laid.gathered(laid.spread(states, slots))
+    held = torch.arange(30) >= 30 - kept[..., None]
+    assert torch.equal(found[held], states[held])
+
+
+def test_equal_heads_are_no_parted_ones():
+    assert Places.of([[70, 70], [70, 70]], 32) == Places(
+        held_tokens=70, lent_tokens=64, parts_heads=False
+    )

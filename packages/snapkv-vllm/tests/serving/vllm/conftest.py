@@ -24,6 +24,7 @@ OF_NO_RUNNER = {
     "test_documents_accounting.py",
     "test_documents_engine.py",
     "test_documents_http.py",
+    "test_documents_library.py",
     "test_documents_kept.py",
     "test_documents_restart.py",
     "test_middleware.py",

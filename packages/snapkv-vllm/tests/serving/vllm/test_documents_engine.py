@@ -9,13 +9,15 @@ import pytest
 from snapkv.errors import SnapKVError
 from snapkv_vllm import ServingSettings
 from snapkv_vllm.documents.engine import Kept, Saved, ServerEngine
+from snapkv_vllm.documents.plans import Places
 from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.documents.words import ADOPT, DROP, ROOM
 from snapkv_vllm.names import status_of
 
 ROOM_SAID = {"block_tokens": 4, "bytes_per_token": 10, "most_tokens": 1000, "budget": 8}
 KEPT = {"tokens": 20, "kept_tokens": 16, "blocks": [[7]]}
-SAVED = Saved(path=Path("/kept/one"), seal="5", token_ids=tuple(range(20)), kept_tokens=16)
+PLACES = Places.of([[16]], 4)
+SAVED = Saved(path=Path("/kept/one"), seal="5", token_ids=tuple(range(20)), places=PLACES)
 
 
 class Client:

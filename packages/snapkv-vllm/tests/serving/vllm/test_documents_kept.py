@@ -7,7 +7,7 @@ from snapkv import CompressedCache, FullCache, SnapKV
 from snapkv.cache.saving.files import seal_of
 from snapkv.document_files import model_identity
 from snapkv.hf.identity import identity_of
-from snapkv_vllm.documents.words import ADOPT, KEPT, ROOM, TOKENS
+from snapkv_vllm.documents.words import ADOPT, KEPT, LENT, PARTS, ROOM, TOKENS
 from tests.serving.vllm.engines import greedy, small_engine
 from tests.serving.vllm.models import SmallModel, generated, ids_of
 from tests.serving.vllm.test_documents import SHARING, SIZES, Library, ask, drop, register
@@ -39,7 +39,7 @@ def engine(small):
 
 
 def adopt(engine, name, ids, kept):
-    own = {ADOPT: name, TOKENS: ids, KEPT: kept}
+    own = {ADOPT: name, TOKENS: ids, KEPT: kept, LENT: kept // 32 * 32}
     (output,) = engine.outputs([[0]], greedy(1, extra_args=own))
     return output.kv_transfer_params
 
@@ -169,7 +169,7 @@ def test_what_does_not_fit_is_refused_in_a_line_and_the_engine_goes_on(engine, s
         assert words in fill(engine, small, path, held["blocks"], **changed)
     missing = {"seal": "0" * 64}
     fewer = [held["blocks"][0][:1]]
-    assert "expected keys and values of (4, 32," in fill(engine, small, path, fewer)
+    assert "at most the 32 tokens that blocks were taken for" in fill(engine, small, path, fewer)
     assert "no file at" in fill(engine, small, tmp_path / "no", fewer, **missing)
     nowhere = tmp_path / "no" / "document"
     assert "choose another place" in save(engine, small, nowhere, fewer, ids[:32])
@@ -178,10 +178,17 @@ def test_what_does_not_fit_is_refused_in_a_line_and_the_engine_goes_on(engine, s
     assert engine.answers([ids], greedy(2))
 
 
-@pytest.mark.parametrize(("tokens", "kept"), [(300, 65), (300, 320), (2048, 64)], ids=str)
-def test_what_cannot_be_adopted_takes_no_block(engine, tokens, kept):
+@pytest.mark.parametrize(
+    ("tokens", "told"),
+    [(2048, {}), (300, {LENT: 65}), (300, {LENT: 96}), (300, {PARTS: True})],
+    ids=str,
+)
+def test_what_cannot_be_adopted_takes_no_block(engine, tokens, told):
+    """It is too long, or lent in parts of blocks, or more than is held; or parts its heads."""
     before = engine.free_blocks
-    assert adopt(engine, "one", ids_of(tokens), kept) is None
+    own = {ADOPT: "one", TOKENS: ids_of(tokens), KEPT: 64, LENT: 64, **told}
+    (output,) = engine.outputs([[0]], greedy(1, extra_args=own))
+    assert output.kv_transfer_params is None
     assert engine.free_blocks == before
     assert not engine.leftovers()
 

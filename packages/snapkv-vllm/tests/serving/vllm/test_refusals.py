@@ -106,7 +106,6 @@ SHARED = ServingSettings(budget=64, sharing=Sharing())
 SHARED_APART = ServingSettings(policy="adakv", budget=64, sharing=Sharing())
 SESSIONS = ServingSettings(budget=64, sessions=Sessions())
 KEPT = ServingSettings(budget=64, sharing=Sharing(folder="/kept"))
-KEPT_APART = ServingSettings(policy="adakv", budget=64, sharing=Sharing(folder="/kept"))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +148,6 @@ KEPT_APART = ServingSettings(policy="adakv", budget=64, sharing=Sharing(folder="
         (KEPT, "model_config", {"hf_overrides": {"rope_theta": 1.0}}, "hf-overrides"),
         (KEPT, "model_config", {"model": "someone/model"}, "pass the folder that the model"),
         (KEPT, "load_config", {"load_format": "dummy"}, "made-up weights"),
-        (KEPT, "additional_config", KEPT_APART.to_config(), "documents in a folder and adakv"),
     ],
     ids=lambda one: one if isinstance(one, str) else "",
 )

@@ -3,11 +3,12 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from snapkv.app import text_files
 from snapkv.errors import DocumentError
-from snapkv.library.records import Record, Text
+from snapkv.library.index import Entry
+from snapkv.library.library import Library
+from snapkv.library.records import Text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,21 +17,21 @@ class Found:
 
     texts: list[Text] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)  # what cannot be read, and why
-    gone: list[Record] = field(default_factory=list)  # of the library, whose files are no more
+    gone: list[Entry] = field(default_factory=list)  # of the library, whose files are no more
     notices: list[str] = field(default_factory=list)  # a line about every file that was left out
 
 
-def find(sources: Sequence[str], known: Sequence[Record], library: Path) -> Found:
+def find(sources: Sequence[str], library: Library) -> Found:
     """Read files, folders and "-" as `text_files.read` does, each by itself, but not the library.
 
-    `known` are the documents that the library has.
+    What the library has of them is compared.
     """
     found = Found()
     for source in sources:
         place = os.path.abspath(source)
-        before = [each for each in known if each.source and Path(each.source).is_relative_to(place)]
+        before = library.below(place)
         try:
-            read = text_files.read([source], on_notice=found.notices.append, without=library)
+            read = text_files.read([source], on_notice=found.notices.append, without=library.path)
         except DocumentError as error:
             gone = [record for record in before if not os.path.lexists(record.where)]
             found.gone.extend(gone)

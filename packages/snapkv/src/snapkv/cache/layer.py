@@ -22,7 +22,9 @@ from snapkv.policies.states import fillers_left
 from snapkv.storage.base import Storage, TokenStore
 from snapkv.storage.coded import CodedLatents, CodedStore
 from snapkv.storage.codes import QUANTIZED
+from snapkv.storage.dense import DenseStore
 from snapkv.storage.offload import OffloadedTokens
+from snapkv.storage.ragged import RaggedStore
 
 Rotation = Callable[[Tensor, Tensor], Tensor]
 """Turns (B, H, N, D) states on by (B, N) positions, float32."""
@@ -354,6 +356,22 @@ class CompressedLayer(DynamicLayer):
         self.notes = self.notes if notes is None else notes
         if kind == QUANTIZED:
             self._finalize(self.slots.chosen_slots or self.store.slots, self.storage)
+
+    def restore_chosen(
+        self, keys: Tensor, values: Tensor, places: Tensor, tokens: int, *, parts_heads: bool
+    ) -> None:
+        """Hold (B, H, K, D) keys and values of what was chosen of a prompt of so many tokens.
+
+        Places are (B, H, K), ascending; where `parts_heads`, behind a leading run of -1 in heads
+        that hold fewer.
+        """
+        state: dict[str, Any] = dict(keys=keys, values=values, num_kv_heads=keys.shape[1])
+        kind, K = DenseStore.kind, keys.shape[2]
+        if parts_heads:
+            order = torch.arange(K, device=keys.device).where(places >= 0, -1)
+            store = RaggedStore.gather(DenseStore().fill(**state), order, K)
+            kind, state = RaggedStore.kind, store.state()
+        self.restore(kind, state, SlotMap().chosen(places, tokens, chosen_at=tokens))
 
     def note_columns(
         self, columns: Tensor, tokens: int, pads: Tensor | None, fillers: Tensor | None

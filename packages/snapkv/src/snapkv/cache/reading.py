@@ -60,8 +60,9 @@ class Narrowing:
         """Tell a layer, which has just stored the tokens that reached it, which ones they are."""
         chosen = self.chosen
         if chosen is not None and layer.identity.layer_idx >= self.first_layer:
-            columns, fillers = chosen.keep_indices, chosen.filler_tokens
-            layer.note_columns(columns, self.prompt_tokens, self.pads, fillers)
+            on, told = layer.keys.device, (self.pads, chosen.filler_tokens)
+            pads, fillers = (None if each is None else each.to(on) for each in told)
+            layer.note_columns(chosen.keep_indices.to(on), self.prompt_tokens, pads, fillers)
 
 
 def only_tokens(tokens: int, places: Tensor) -> Narrowing:

@@ -3,3 +3,18 @@
 from snapkv.cli.entry import main
 
 __all__ = ["main"]
+
+SUMMARIES = {
+    "demo": "Ask about the source of Python's gzip module: what a small cache holds, takes and "
+    "answers.",
+    "ask": "Answer a question about documents, from a cache smaller than they are.",
+    "generate": "Continue a text, from a cache smaller than it is.",
+    "chat": "Answer questions about documents, one after another, in one small cache.",
+    "inspect": "Show on one page which tokens of documents were kept for a question, and why.",
+    "plan": "Say what a long prompt takes and whether compression helps, from the configuration "
+    "alone.",
+    "policies": "List the methods with their parameters and defaults.",
+    "serve": "Serve a model over HTTP with vLLM, from a compressed cache in the model's own bits.",
+    "library": "Documents that a model reads once; ask them with `snapkv ask --library`.",
+}
+"""The first line of each command's help, so that they are listed without what they import."""

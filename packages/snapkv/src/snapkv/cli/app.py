@@ -6,8 +6,7 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Mapping
-from importlib.metadata import entry_points
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Annotated, Any
 
@@ -18,7 +17,13 @@ from typer.main import get_command
 from snapkv import __version__
 from snapkv.cli.entry import say_interrupted
 from snapkv.cli.standard_output import named_output
-from snapkv.errors import InvalidArgumentError, OutOfMemoryError, OutputError, SnapKVError
+from snapkv.errors import (
+    InvalidArgumentError,
+    MissingDependencyError,
+    OutOfMemoryError,
+    OutputError,
+    SnapKVError,
+)
 
 _FAILURE, _BAD_INPUT = 1, 2
 
@@ -33,7 +38,9 @@ _COMMANDS = {name: f"snapkv.cli.{name}:{name}" for name in _OWN}
 _COMMANDS |= {"generate": "snapkv.cli.ask:generate", "library": "snapkv.cli.library:app"}
 """Functions and groups of commands, as entry points name them; other packages bring further ones.
 
-The module of a command may have `EXAMPLES`: a line or two by the words of each of its commands.
+The module of a command may have `EXAMPLES`: a line or two by the words of each of its commands. The
+package around that module may have `SUMMARIES`, a line by the name of each command: those are
+listed without their modules.
 """
 
 _EXAMPLES = {"": ("snapkv demo", 'snapkv ask contract.pdf -q "Who may end it?"')}
@@ -47,11 +54,11 @@ _PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 
 def program(*names: str) -> typer.Typer:
-    """The program with these commands alone, or with all of them.
+    """The program with these commands, or with all of them, each imported."""
+    return _program(names or _places())
 
-    A command line imports what its command needs: the options of `eval` and `study` are those of
-    experiments, whose modules no other command has a use for.
-    """
+
+def _program(names: Iterable[str]) -> typer.Typer:
     found = typer.Typer(
         name="snapkv",
         help="Answer over very long prompts with a small key-value cache.",
@@ -60,12 +67,10 @@ def program(*names: str) -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     found.callback()(_common)
-    places, examples = _places(), dict(_EXAMPLES)
-    for name in names or places:
-        home, _, attribute = places[name].partition(":")
-        module = importlib.import_module(home)
-        command = getattr(module, attribute)
-        examples |= getattr(module, "EXAMPLES", {})
+    examples: dict[str, tuple[str, ...]] = dict(_EXAMPLES)
+    for name in names:
+        command, shown = _imported(name)
+        examples |= shown
         if isinstance(command, typer.Typer):
             found.add_typer(command)
         else:
@@ -74,10 +79,58 @@ def program(*names: str) -> typer.Typer:
     return found
 
 
+def _imported(name: str) -> tuple[Any, dict[str, tuple[str, ...]]]:
+    """A command and its examples; one that another package brings may be broken."""
+    place = _place(name)
+    home, _, attribute = place.partition(":")
+    try:
+        module = importlib.import_module(home)
+        return getattr(module, attribute), getattr(module, "EXAMPLES", {})
+    except SnapKVError:
+        raise
+    except Exception as error:
+        raise MissingDependencyError(
+            f"{name}: expected a command that can be imported from {place}, got "
+            f"{type(error).__name__}: {error}; install the package that brings it again, or "
+            "uninstall it"
+        ) from error
+
+
+def _place(name: str) -> str:
+    return _COMMANDS.get(name) or _places()[name]
+
+
+@functools.cache
 def _places() -> dict[str, str]:
     """Where every command is; ours stay ours."""
+    from importlib.metadata import entry_points  # takes as long as all else that a command needs
+
     brought = {point.name: point.value for point in entry_points(group="snapkv.commands")}
     return _COMMANDS | {name: place for name, place in brought.items() if name not in _COMMANDS}
+
+
+def _summary(name: str) -> str:
+    """The line of a command in the list of all; of one that is broken, why."""
+    package = _place(name).partition(":")[0].rpartition(".")[0]
+    try:
+        told = getattr(importlib.import_module(package), "SUMMARIES", {}) if package else {}
+        return str(told[name] if name in told else _command(name).help)
+    except Exception as error:
+        return str(error)
+
+
+class _Listed(Mapping[str, TyperCommand]):
+    """Every command by its name, as much of it as a list shows."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_places())
+
+    def __len__(self) -> int:
+        return len(_places())
+
+    def __getitem__(self, name: str) -> TyperCommand:
+        _place(name)
+        return TyperCommand(name=name, help=_summary(name))
 
 
 class _Shown:
@@ -98,6 +151,23 @@ class _ShownCommand(_Shown, TyperCommand):
 
 class _ShownGroup(_Shown, TyperGroup):
     pass
+
+
+class _LazyGroup(_ShownGroup):
+    """All commands, of which the one that is called is imported.
+
+    The options of `eval` and `study` are those of experiments, whose modules no other command has a
+    use for.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.commands = _Listed()  # type: ignore[assignment] # nothing adds to it
+
+    def resolve_command(self, context: Any, arguments: list[str]) -> Any:
+        """As ever, and all of the command."""
+        name, found, rest = super().resolve_command(context, arguments)
+        return name, found and _command(str(name)), rest
 
 
 def _show_help(
@@ -170,7 +240,7 @@ def _run(arguments: list[str]) -> int:
             f"{name}: expected the package {package}, which brings this command, got an "
             f"environment without it; pip install {package}"
         )
-    command = _parser(name) if name in _places() else _parser()
+    command = _parser()
     try:
         with command.make_context("snapkv", list(arguments), obj=tuple(arguments)) as context:
             return command.invoke(context) or 0
@@ -179,8 +249,16 @@ def _run(arguments: list[str]) -> int:
 
 
 @functools.cache
-def _parser(*names: str) -> Any:
-    return get_command(program(*names))
+def _parser() -> Any:
+    found = _program(())
+    found.info.cls = _LazyGroup
+    return get_command(found)
+
+
+@functools.cache
+def _command(name: str) -> Any:
+    group: Any = get_command(_program((name,)))
+    return group.commands[name]
 
 
 def _in_words(error: Exception) -> str:

@@ -44,8 +44,8 @@ class AskOptions(RunOptions):
     recompute: Annotated[
         float | None,
         panels.library(
-            help="The fraction of their tokens that the second layer computes anew, a tenth of it "
-            "in the last: 0 none, 1 all in all layers",
+            help="The fraction of their tokens that the second layer computes anew, up to 0.5 a "
+            "tenth of it in the last: 0 none, 1 all in all layers",
             show_default="0.2",
         ),
     ] = None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 
 from snapkv.cli import panels
+from snapkv.cli.amounts import byte_count
 from snapkv.cli.fields import with_options
 from snapkv.cli.grid import Grid, give
 from snapkv.cli.options import PolicyOptions
@@ -31,13 +32,14 @@ EXAMPLES = {
     ),
     "library list": ("snapkv library list snapkv-library",),
     "library check": ("snapkv library check snapkv-library",),
+    "library limit": ("snapkv library limit snapkv-library 20GiB",),
     "library remove": ("snapkv library remove snapkv-library contract.pdf",),
 }
 
 FAILED = 1
 """Exit status where a document was not read, or is damaged."""
 
-_BITS = ("int8", "int4", "K8V4", "fp8")
+_BITS = ("int4", "K8V4", "int8", "fp8", "none")
 _AS_IT_IS = ""
 
 Place = Annotated[str, typer.Argument(metavar="LIBRARY", help="Its folder")]
@@ -76,7 +78,10 @@ class AddOptions(PolicyOptions):
     ] = None
     bits: Annotated[
         str | None,
-        panels.policy(help="Store it in int8, int4, K8V4 or fp8", show_default="all bits"),
+        panels.policy(
+            help="Store it in int4, K8V4, int8 or fp8; none for the model's own dtype",
+            show_default="the library's own; int4 for a new one",
+        ),
     ] = None
     json: panels.AsJson = False
 
@@ -109,7 +114,7 @@ def add(sources: panels.Documents, *, options: AddOptions) -> None:
     from snapkv.library.library import Outcome
 
     library = opened(options.to)
-    found = library_files.find(sources, library.documents, library.path)
+    found = library_files.find(sources, library)
     _tell(found.notices)
     policy = None if options.policy == _AS_IT_IS else build_policy(options)
     outcomes = [
@@ -152,9 +157,9 @@ def list_(library: Place, json: panels.AsJson = False) -> None:
         {name: value for name, value in asdict(record).items() if name != "text"}
         for record in records
     ]
-    shared = {"model": about.who, "policy": about.policy, "bits": about.bits}
+    shared = {name: getattr(about, name) for name in ("policy", "bits", "max_bytes")}
     give(
-        {"library": library} | shared | {"documents": rows},
+        {"library": library, "model": about.who} | shared | {"documents": rows},
         lambda: _documents_table(about, records),
         as_json=json,
     )
@@ -175,6 +180,21 @@ def check(library: Place, json: panels.AsJson = False) -> None:
         write(f"damaged: {fault.name} ({fault.path}): {fault.reason}\n")
     if faults:
         raise typer.Exit(FAILED)
+
+
+@app.command()
+def limit(
+    library: Place,
+    size: Annotated[str, typer.Argument(metavar="BYTES", help="Such as 20GiB; none lifts it")],
+    json: panels.AsJson = False,
+) -> None:
+    """Bound the bytes of keys and values; documents asked for longest ago make room."""
+    most_bytes = None if size.lower() == "none" else byte_count("size", size)
+    gone = [entry.name for entry in opened(library).limit(most_bytes)]
+    if json:
+        write_json({"library": library, "max_bytes": most_bytes, "evicted": gone})
+    else:
+        write("".join(f"evicted: {name}\n" for name in gone))
 
 
 @app.command()
@@ -224,7 +244,7 @@ def _outcomes_table(outcomes: "Sequence[Outcome]") -> Grid:
     """A row per document that was added, or dropped."""
     rows = []
     for each in outcomes:
-        is_there = each.what not in ("failed", "dropped")
+        is_there = each.what not in ("failed", "dropped", "evicted")
         rows.append(
             (
                 each.name,
@@ -250,8 +270,9 @@ def _documents_table(about: "About", records: "Sequence[Record]") -> Grid:
         for record in records
     ]
     bits = "" if about.codes is None else f", in {about.codes}"
+    bound = "" if about.max_bytes is None else f"; at most {format_bytes(about.max_bytes)}"
     return Grid(
         headings=("document", "tokens", "on disk", "passages", "from"),
         rows=tuple(rows),
-        caption=f"read by {about.who}, kept by {about.policy_in_words}{bits}",
+        caption=f"read by {about.who}, kept by {about.policy_in_words}{bits}{bound}",
     )

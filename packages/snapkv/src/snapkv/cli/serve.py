@@ -104,6 +104,9 @@ class ServeOptions:
     share_folder: Annotated[
         str | None, typer.Option(help="Keep documents there as files, also for the next start")
     ] = None
+    share_library: Annotated[
+        str | None, typer.Option(help="Share the documents of a library, see snapkv library")
+    ] = None
     sessions: Annotated[
         bool,
         typer.Option("--sessions", help="Hold histories of sessions, for their next requests"),
@@ -119,7 +122,7 @@ class ServeOptions:
     def sharing(self) -> dict[str, Any] | None:
         """What is said of shared documents; None where there are none."""
         if not self.share:
-            for name in ("share_bytes", "share_across_keys", "share_folder"):
+            for name in ("share_bytes", "share_across_keys", "share_folder", "share_library"):
                 if getattr(self, name) not in (None, False):
                     option = name.replace("_", "-")
                     raise InvalidArgumentError(
@@ -129,7 +132,13 @@ class ServeOptions:
             return None
         most_bytes = self._bytes("share_bytes")
         folder = "" if self.share_folder is None else _folder(self.share_folder)
-        return {"most_bytes": most_bytes, "across_keys": self.share_across_keys, "folder": folder}
+        library = "" if self.share_library is None else _library(self.share_library)
+        return {
+            "most_bytes": most_bytes,
+            "across_keys": self.share_across_keys,
+            "folder": folder,
+            "library": library,
+        }
 
     def held_sessions(self) -> dict[str, Any] | None:
         """What is said of sessions; None where none are held."""
@@ -191,6 +200,15 @@ def _folder(share_folder: str) -> str:
             f"share_folder: expected a folder, got {share_folder!r}: {error.strerror}; choose "
             "another one"
         ) from error
+    return str(path)
+
+
+def _library(share_library: str) -> str:
+    """The folder of a library; refused where there is none."""
+    from snapkv.library.library import Library  # imports torch
+
+    path = Path(share_library).expanduser().absolute()
+    Library(path).required()
     return str(path)
 
 

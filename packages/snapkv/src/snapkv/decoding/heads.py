@@ -28,6 +28,7 @@ from snapkv.cache.saving.writing import replace_file, replacing
 from snapkv.decoding.tree import HEAD_RANKS
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.hf.model_parts import noting_inputs
+from snapkv.hf.placement import device_of
 from snapkv.validation import first_line
 
 FILE = "medusa_lm_head.safetensors"
@@ -79,10 +80,10 @@ class MedusaHeads(nn.Module):
     @classmethod
     def untrained(cls, model: Any, num_heads: int) -> "MedusaHeads":
         """Heads with the model's output projection that guess as the model does: all zeros."""
-        shared = output_projection(model).weight
-        d = shared.shape[1]
-        weights = torch.zeros(num_heads, 1, d, d, device=shared.device)
-        return cls(weights, torch.zeros(num_heads, 1, d, device=shared.device), None, model)
+        shared = output_projection(model)
+        d, device = shared.weight.shape[1], device_of(shared)
+        weights = torch.zeros(num_heads, 1, d, d, device=device)
+        return cls(weights, torch.zeros(num_heads, 1, d, device=device), None, model)
 
     @property
     def num_heads(self) -> int:
@@ -91,7 +92,7 @@ class MedusaHeads(nn.Module):
 
     def states(self, hidden: Tensor) -> Tensor:
         """(..., heads, d): what each head hands to its projection, of states (..., d)."""
-        states = hidden.to(self.weights.dtype)[..., None, :].expand(
+        states = hidden.to(self.weights)[..., None, :].expand(
             *hidden.shape[:-1], self.num_heads, -1
         )
         for layer in range(self.weights.shape[1]):
@@ -171,9 +172,9 @@ def load_heads(source: str, model: Any) -> MedusaHeads:
     if own:
         projections = torch.stack([tensors[f"{head}.{layers}.weight"] for head in range(heads)])
     accuracies = tuple(map(tuple, config.get(_ACCURACIES) or ())) or None
-    shared = output_projection(model).weight
+    shared = output_projection(model)
     made = MedusaHeads(weights, biases, projections, model, accuracies)
-    return made.to(device=shared.device, dtype=shared.dtype)
+    return made.to(device=device_of(shared), dtype=shared.weight.dtype)
 
 
 def save_heads(heads: MedusaHeads, folder: Path, *, base_model: str, **notes: Any) -> None:

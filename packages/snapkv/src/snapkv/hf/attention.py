@@ -396,7 +396,8 @@ def _index_scores(layer: CompressedLayer, slots: int) -> Tensor | None:
     """(B, N, slots) float32, as the indexer that the layer goes by has made them in this pass."""
     if not isinstance(layer, IndexedLayer):
         return None
-    return forward_context.index_scores(layer.leader, slots)
+    found = forward_context.index_scores(layer.leader, slots)
+    return None if found is None else found.to(layer.keys.device)
 
 
 def _require_window(layer: CompressedLayer, context: ForwardContext) -> None:

@@ -22,6 +22,7 @@ from snapkv.hf.model_parts import (
     rotations_of,
     shares_latent,
 )
+from snapkv.hf.placement import layer_devices
 from snapkv.policies import ByteBudget, DuoAttention, EvictingPolicy, FullCache, Policy, PyramidKV
 from snapkv.policies.budget import budget_of
 from snapkv.storage.auto import AutoCodes, AutoStorage, Quantize, read_codes
@@ -80,6 +81,8 @@ def layers_for(
     is_static = any(each.is_compileable for each in made)
     indexed = [index for index in full if type(layers[index]).__name__ == _INDEXED]
     indexers = indexers_of(model) if indexed else {}
+    readers = {index: _readers(config).get(index, []) for index in full}
+    _require_together(model, readers)
     _require_kinds(type(model).__name__, layers, is_static=is_static, indexers=indexers)
     _require_scores(type(model).__name__, policy, indexers)
     if indexers and not all(own.holds_as_it_came for own in made):
@@ -87,7 +90,7 @@ def layers_for(
             f"quantize: expected none where an indexer chooses by keys of its own, got it for "
             f"{type(model).__name__}; leave it out"
         )
-    for identity, own in zip(_identities(model, policy, full), made, strict=True):
+    for identity, own in zip(_identities(model, policy, readers), made, strict=True):
         index = identity.layer_idx
         if index in indexers:
             layers[index] = IndexedLayer(
@@ -130,9 +133,11 @@ def _kv_heads(config: Any) -> int | None:
     return heads if isinstance(heads, int) else None
 
 
-def _identities(model: PreTrainedModel, policy: Policy, full: Sequence[int]) -> list[LayerIdentity]:
+def _identities(
+    model: PreTrainedModel, policy: Policy, readers: dict[int, list[int]]
+) -> list[LayerIdentity]:
     """Which layers these are, with the parts of the model that the policy needs."""
-    readers = _readers(model.config.get_text_config(decoder=True))
+    full = list(readers)
     rotations = rotations_of(model, full) if "rotation" in policy.needs else {}
     projections = output_projections(model, full) if "output_weight" in policy.needs else {}
     return [
@@ -142,18 +147,36 @@ def _identities(model: PreTrainedModel, policy: Policy, full: Sequence[int]) -> 
             num_layers=len(full),
             rotation=rotations.get(index),
             output_projection=projections.get(index),
-            readers=readers.get(index, 0),
+            readers=len(readers[index]),
         )
         for depth, index in enumerate(full)
     ]
 
 
-def _readers(config: Any) -> dict[int, int]:
-    """How many later layers attend to what a layer stores, by its index, where any do."""
+def _readers(config: Any) -> dict[int, list[int]]:
+    """Which later layers attend to what a layer stores, by its index, where any do."""
     modes = getattr(config, "kv_sharing_modes", None) or []
     kinds = config.layer_types if modes else []
-    read = [kind for kind, mode in zip(kinds, modes, strict=True) if mode == "reuse"]
-    return {index: read.count(kinds[index]) for index, mode in enumerate(modes) if mode == "store"}
+    read = [index for index, mode in enumerate(modes) if mode == "reuse"]
+    return {
+        index: [other for other in read if kinds[other] == kinds[index]]
+        for index, mode in enumerate(modes)
+        if mode == "store"
+    }
+
+
+def _require_together(model: PreTrainedModel, readers: dict[int, list[int]]) -> None:
+    """Refuse layers that attend to a copy of another's keys, which does not tell whose they are."""
+    devices = layer_devices(model)
+    for index, others in readers.items():
+        places = {str(devices[each]) for each in (index, *others) if each in devices}
+        if len(places) > 1:
+            raise UnsupportedModelError(
+                f"model: expected layers that share keys and values on one device, got layer "
+                f"{index} of {type(model).__name__} and those that attend to its keys on "
+                f"{', '.join(sorted(places))}; put layers {index} to {max(others)} on one with "
+                "device_map"
+            )
 
 
 def storage_for(

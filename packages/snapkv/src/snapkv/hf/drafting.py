@@ -14,6 +14,7 @@ from snapkv.cache.reading import DraftCost, Undecided
 from snapkv.errors import CacheMismatchError
 from snapkv.hf.attention import choose
 from snapkv.hf.cache_argument import passed
+from snapkv.hf.placement import device_of
 
 
 @torch.no_grad()
@@ -85,7 +86,7 @@ def _generate(
             attention_mask = torch.cat([attention_mask, seen], dim=1)
             told["attention_mask"] = attention_mask
             told["position_ids"] = (attention_mask.cumsum(-1) - 1)[:, -1:]
-        output = model(ids.to(model.device), **passed(cache), use_cache=True, **told)
+        output = model(ids.to(device_of(model)), **passed(cache), use_cache=True, **told)
         logits = output.logits[:, -1]
 
 

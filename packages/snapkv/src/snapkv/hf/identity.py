@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from snapkv.cache.saving.writing import naming, replace_file
 from snapkv.errors import CacheMismatchError
+from snapkv.hf.placement import weight_of
 
 Found = TypeVar("Found")
 
@@ -81,8 +82,10 @@ def _weights(model: PreTrainedModel, dtype: torch.dtype | None) -> str:
     """SHA-256 over all parameters' names and shapes and some of their values' bytes."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters(remove_duplicate=False)):
+        owner, _, own = name.rpartition(".")
+        values = weight_of(model.get_submodule(owner), own)
         digest.update(f"{name} {tuple(parameter.shape)}".encode())
-        digest.update(_sample(parameter.detach(), dtype).numpy().tobytes())
+        digest.update(_sample(values, dtype).numpy().tobytes())
     return digest.hexdigest()
 
 

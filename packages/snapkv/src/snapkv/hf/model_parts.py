@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from snapkv.errors import UnsupportedModelError
 from snapkv.hf.cache_argument import passed
+from snapkv.hf.placement import device_of, weight_of
 
 _APPLY = "apply_rotary_pos_emb"
 _PROJECTIONS = ("o_proj", "dense", "c_proj", "out_proj")
@@ -58,7 +59,7 @@ class Rotation:
         options = {} if self.layer_type is None else {"layer_type": self.layer_type}
         like = torch.empty(0, dtype=torch.float32, device=positions.device)
         cos, sin = self.embedding(like, positions, **options)
-        return cos, sin
+        return cos.to(positions.device), sin.to(positions.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Rotation":
         """Itself: the module belongs to the model."""
@@ -137,7 +138,7 @@ def length_dependent_rope(config: Any) -> str | None:
 def _lone_keys(model: PreTrainedModel, config: Any, position: int) -> list[Any]:
     """The key each layer stores for a token that stands alone at a position; None where none."""
     cache = DynamicCache(config=config)
-    ids = torch.tensor([[config.vocab_size // 2]], device=model.device)
+    ids = torch.tensor([[config.vocab_size // 2]], device=device_of(model))
     positions = torch.full_like(ids, position)
     model(input_ids=ids, position_ids=positions, **passed(cache), use_cache=True)
     return [getattr(layer, "keys", None) for layer in cache.layers]
@@ -227,7 +228,7 @@ def output_weight(projection: Any) -> Tensor | None:
     """(hidden, Hq * Dv) without gradient, or None where there is no projection."""
     if projection is None:
         return None
-    weight: Tensor = projection.weight.detach()
+    weight = weight_of(projection).to(device_of(projection))
     return weight.T if isinstance(projection, Conv1D) else weight
 
 

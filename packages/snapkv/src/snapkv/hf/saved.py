@@ -17,6 +17,7 @@ from snapkv.cache.saving.encoding import decode_layer, encode_layer
 from snapkv.cache.saving.files import SealedFile, read_sealed, write_sealed
 from snapkv.errors import CacheFileError, CacheMismatchError, SnapKVError, UnsupportedModelError
 from snapkv.hf.identity import identity_of, require_identity
+from snapkv.hf.placement import device_of, layer_devices
 from snapkv.policies import POLICIES, Policy
 from snapkv.storage.coded import KVCodes
 from snapkv.storage.codes import unpacked
@@ -104,12 +105,6 @@ def read(
     identity: Mapping[str, Any] | None = None,
 ) -> tuple[Kind, dict[str, Tensor]]:
     """A cache of that class out of a file, and the tensors that were saved beside it."""
-    devices = {str(parameter.device) for parameter in model.parameters()}
-    if len(devices) > 1:
-        raise UnsupportedModelError(
-            f"model: expected one whose layers are all on one device to load a cache for, got one "
-            f"on {', '.join(sorted(devices))}; load it with device_map=None"
-        )
     file = read_sealed(path)
     with fitting_together(path):
         tensors, notes = contents(file)
@@ -165,8 +160,9 @@ def _rebuilt(
         )
     options = {**notes["options"], "recall": recall, "recall_bytes": recall_bytes}
     cache = kind(model, policy_of(notes["policy"], policy), **options)
-    for layer, saved in zip(cache.layers, notes["layers"], strict=True):
-        decode_layer(layer, saved, tensors, model.device)
+    places, elsewhere = layer_devices(model), device_of(model)
+    for index, (layer, saved) in enumerate(zip(cache.layers, notes["layers"], strict=True)):
+        decode_layer(layer, saved, tensors, places.get(index, elsewhere))
     cache.reading.prompt_end = notes["prompt_end"]
     cache.reading.turn_start = notes["turn_start"]
     return cache
@@ -223,6 +219,11 @@ def _named_policy(saved: dict[str, Any]) -> Policy:
         raise CacheMismatchError(
             f"policy: expected the method {name!r} that the cache was saved with, which is none of "
             f"{', '.join(POLICIES)}; pass it to load"
+        )
+    if isinstance(parameters.get("gate"), str):  # a file may name no other file
+        raise CacheMismatchError(
+            f"policy: expected the gate itself in a saved {name}, got the name of a file; save the "
+            "cache again"
         )
     inner = {
         key: _named_policy(value) if isinstance(value, dict) and "name" in value else _frozen(value)

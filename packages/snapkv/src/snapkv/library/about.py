@@ -3,7 +3,7 @@
 import hashlib
 import json
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, cast
 
 from transformers import PreTrainedModel
 
@@ -14,6 +14,12 @@ from snapkv.policies import POLICIES, FullCache, Policy
 from snapkv.storage.coded import Bits, KVCodes
 
 FORMAT = "snapkv library 1"
+
+DEFAULT_BITS: Bits = "int4"
+"""Of a new library: `docs/results.md` shows what is lost by it."""
+
+LibraryBits = Bits | KVCodes | Literal["none"]
+"""In how many bits keys and values are stored; "none" for the model's own dtype."""
 
 _DOCUMENTS = "the-documents-so-far"
 _SAMPLE = "Question: 2 tokenizers, one text?\n\tÄ 你好 \U0001f600"
@@ -29,6 +35,7 @@ class About:
     prefix_ids: tuple[int, ...]  # the tokens before every document
     policy: dict[str, Any]  # what was kept of them, all that makes the policy again
     bits: Bits | dict[str, Any] | None  # in how many, as given; None for the model's own dtype
+    max_bytes: int | None = None  # that all files of keys and values may take; None for no bound
 
     @classmethod
     def of(
@@ -36,7 +43,7 @@ class About:
         model: PreTrainedModel,
         tokenizer: Any,
         policy: Policy | None,
-        bits: Bits | KVCodes | None,
+        bits: LibraryBits | None,
         model_name: str | None,
     ) -> Self:
         """What a new library would say."""
@@ -44,22 +51,27 @@ class About:
         return cls(
             model=identity_of(model),
             model_name=model_name or usual,
-            tokenizer=_fingerprint(tokenizer),
+            tokenizer=fingerprint_of(tokenizer),
             prefix_ids=tuple(_prefix_ids(tokenizer)),
             policy=_as_read(policy or FullCache()),
-            bits=_as_given(bits),
+            bits=_as_given(DEFAULT_BITS if bits is None else bits),
         )
 
     def as_json(self) -> str:
-        return json.dumps({"format": FORMAT} | asdict(self), indent=1) + "\n"
+        told = asdict(self)
+        if self.max_bytes is None:  # as versions wrote it that knew no bound
+            del told["max_bytes"]
+        return json.dumps({"format": FORMAT} | told, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, content: bytes, place: str) -> Self:
         """What `as_json` has written; anything else, or of a later version, is refused."""
         try:
-            found = json.loads(content)
+            found = {"max_bytes": None} | json.loads(content)
             version = found.pop("format")
-            if version == FORMAT and set(found) == {field.name for field in fields(cls)}:
+            is_bound = found["max_bytes"] is None or isinstance(found["max_bytes"], int)
+            names = {field.name for field in fields(cls)}
+            if version == FORMAT and set(found) == names and is_bound:
                 return cls(**{**found, "prefix_ids": tuple(found["prefix_ids"])})
         except (ValueError, LookupError, TypeError, AttributeError):
             version = None
@@ -101,11 +113,12 @@ class About:
         """How keys and values are held in few bits; None for the model's own dtype."""
         return None if self.bits is None else KVCodes.of(self.bits, "bits")
 
-    def require_same_keeping(self, policy: Policy | None, bits: Bits | KVCodes | None) -> None:
+    def require_same_keeping(self, policy: Policy | None, bits: LibraryBits | None) -> None:
         """Refuse another policy than the library's, or other bits; None asks for the library's."""
         asked = None if policy is None else _as_read(policy)
-        codes = None if bits is None else KVCodes.of(bits, "bits")
-        for name, own, other in (("policy", self.policy, asked), ("bits", self.codes, codes)):
+        codes = None if bits is None else "none" if bits == "none" else KVCodes.of(bits, "bits")
+        own_codes = self.codes or "none"
+        for name, own, other in (("policy", self.policy, asked), ("bits", own_codes, codes)):
             if other is not None and other != own:
                 raise LibraryError(
                     f"{name}: expected what this library's documents were read with, {_said(own)}, "
@@ -117,11 +130,12 @@ def _as_read(policy: Policy) -> dict[str, Any]:
     return cast(dict[str, Any], json.loads(json.dumps(policy.as_saved())))
 
 
-def _as_given(bits: Bits | KVCodes | None) -> Bits | dict[str, Any] | None:
+def _as_given(bits: LibraryBits) -> Bits | dict[str, Any] | None:
     if isinstance(bits, KVCodes):
         return asdict(bits)
-    if bits is not None:
-        KVCodes.of(bits, "bits")  # refuses what is none
+    if bits == "none":
+        return None
+    KVCodes.of(bits, "bits")  # refuses what is none
     return bits
 
 
@@ -162,7 +176,7 @@ def question_ids(tokenizer: Any, question: str, answer_start: str = "") -> list[
     return _plain_ids(tokenizer, f"Question: {question}\nAnswer:{start}")
 
 
-def _fingerprint(tokenizer: Any) -> str:
+def fingerprint_of(tokenizer: Any) -> str:
     """What tells a tokenizer and its template from others: SHA-256, in hexadecimal."""
     ids = _plain_ids(tokenizer, _SAMPLE)
     told = json.dumps([tokenizer.chat_template, len(tokenizer), ids], sort_keys=True)

@@ -25,7 +25,6 @@ from snapkv.library.recomputing import recompute as read_again
 from snapkv.policies import EvictingPolicy, FullCache, Policy
 from snapkv.policies.base import ALL_QUERIES
 from snapkv.storage.dense import DenseStore
-from snapkv.storage.ragged import RaggedStore
 from snapkv.validation import require_share
 
 DEFAULT_RECOMPUTE = 0.2
@@ -62,9 +61,9 @@ def blend(
         parts: the documents, in the order in which they stand.
         policy: what is kept of them for the question; `snapkv.default_policy()` by default.
         recompute: the fraction of all N tokens that the second layer reads anew; it falls by
-            the same factor from layer to layer, to a tenth of it in the last. 0 for none: no
-            forward pass at all. 1 reads the tokens in full, as if nothing had been read before:
-            exact.
+            the same factor from layer to layer, to a tenth of it in the last, and the less the
+            nearer it is to 1, from 0.5 on. 0 for none: no forward pass at all. 1 reads the tokens
+            in full, as if nothing had been read before: exact.
         options: as for `CompressedCache`.
 
     Raises:
@@ -129,11 +128,7 @@ def _fill(cache: CompressedCache, joined: Sequence[JoinedLayer], held: Held) -> 
             slots = SlotMap().chosen(one.places, one.tokens, is_partial=True)
             layer.restore(DenseStore.kind, state, slots)
         else:
-            order = torch.arange(one.slots, device=keys.device).expand_as(one.places)
-            order = order.masked_fill(one.places < 0, -1)
-            store = RaggedStore.gather(DenseStore().fill(**state), order, one.slots)
-            slots = SlotMap().chosen(one.places, one.tokens, chosen_at=one.tokens)
-            layer.restore(RaggedStore.kind, store.state(), slots)
+            layer.restore_chosen(keys, values, one.places, one.tokens, parts_heads=True)
     if held == "uneven":
         cache.reading.prompt_end = joined[0].tokens
 

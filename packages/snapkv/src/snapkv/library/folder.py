@@ -4,9 +4,10 @@ import contextlib
 import fcntl
 import os
 import re
+import stat
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,16 +19,18 @@ from snapkv.document_files import (
     seal_fault,
     seal_of,
 )
-from snapkv.errors import CacheFileError, LibraryError, OutputError
+from snapkv.errors import CacheFileError, InvalidArgumentError, LibraryError, OutputError
 from snapkv.library.about import About
 from snapkv.library.records import Record, Text, passages
+from snapkv.validation import format_bytes
 
 _ABOUT, _LOCK, _INDEX = "library.json", "library.lock", "words.sqlite"
-_DOCUMENTS, _CACHES = "documents", "caches"
+_DOCUMENTS, _CACHES, _ASKED = "documents", "caches", "asked"
 _NAMES = {
     "": r"library\.json",
     _DOCUMENTS: r"[0-9a-f]{24}\.json",
     _CACHES: r"[0-9a-f]{24}-[0-9a-f]{16}-[0-9a-f]{8}\.safetensors",
+    _ASKED: r"[0-9a-f]{24}",
 }
 """Of our files, by the folder they lie in."""
 
@@ -38,6 +41,9 @@ _UNNAMED = r"\.tmp[0-9A-Za-z]{6}"
 """What safetensors writes before that."""
 
 _RECORD = re.compile(_NAMES[_DOCUMENTS])
+
+_MOST_RECORD_BYTES = 1 << 28
+"""Of a text and what is known of it; any model's positions are fewer."""
 
 _SETTLED_NS = 2_000_000_000
 """No file system's clock is coarser."""
@@ -144,21 +150,34 @@ class Folder:
         except FileNotFoundError:
             return None
 
-    def settled(self) -> str | None:
-        """The folder of records and when one came or went last; None where the next may come then.
-
-        Of another folder, at the same time, it is another.
-        """
+    def mark(self) -> str | None:
+        """The folder of records and when one came or went last; of another folder it is another."""
         try:
             status = (self.path / _DOCUMENTS).stat()
         except FileNotFoundError:
             return None
-        changed = status.st_mtime_ns
-        return f"{status.st_ino} {changed}" if changed < time.time_ns() - _SETTLED_NS else None
+        return f"{status.st_ino} {status.st_mtime_ns}"
+
+    def settled(self) -> str | None:
+        """The mark, if no other change can get the same one; else None."""
+        mark = self.mark()
+        is_old = mark and int(mark.split()[1]) < time.time_ns() - _SETTLED_NS
+        return mark if is_old else None
+
+    def new_mark(self) -> str | None:
+        """A mark that no change gets: a time that no clock of a file system has shown.
+
+        By whoever is alone in changing it; None where times are too coarse for that.
+        """
+        now = time.time_ns()
+        with contextlib.suppress(OSError):
+            os.utime(self.path / _DOCUMENTS, ns=(now, now))
+        mark = self.mark()
+        return mark if mark and int(mark.split()[1]) == now else None
 
     @property
     def index_file(self) -> Path:
-        """Where the words of all passages are found, see `searching.Passages`."""
+        """What all records say, and where words are found, see `index`."""
         return self.path / _INDEX
 
     def _entry(self, file: Path) -> Record | Fault | None:
@@ -180,11 +199,31 @@ class Folder:
         reason = seal_fault(path, record.seal, checked=checked)
         return None if reason is None else Fault(name=record.name, path=path, reason=reason)
 
+    # When a document was asked for last: the time of an empty file.
+
+    def note_asked(self, key: str) -> None:
+        """Somebody asks for a document; where the folder cannot be written, nobody learns of it."""
+        place, now = self.path / _ASKED / key, time.time_ns()
+        with contextlib.suppress(OSError):
+            place.parent.mkdir(exist_ok=True)
+            place.touch()
+            os.utime(place, ns=(now, now))
+
+    def asked_at(self, key: str) -> int | None:
+        """When, in nanoseconds; None where nobody has."""
+        return _time_of(self.path / _ASKED / key)
+
+    def written_at(self, key: str) -> int:
+        return _time_of(self._record_file(key)) or 0
+
     # Who changes it is alone.
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Within this block nobody else changes the library; the folder is made."""
+        """Within this block nobody else changes the library; the folder is made.
+
+        The lock says who changes it until all is done: so what a killed one has left is known.
+        """
         path = self.path / _LOCK
         with naming(path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -192,9 +231,15 @@ class Folder:
         with lock:
             self._take(lock.fileno(), path)
             with naming(path):
+                lock.seek(0)
+                is_left = bool(lock.read(1))
                 lock.truncate(0)
                 lock.write(b"%d\n" % os.getpid())
+            if is_left:
+                self._clean()
             yield
+            with naming(path):
+                lock.truncate(0)
 
     def _take(self, descriptor: int, path: Path) -> None:
         try:
@@ -214,7 +259,7 @@ class Folder:
     ) -> Record:
         """Add a document, whose cache `save` writes to a file, or replace the one from `before`.
 
-        Where that fails, what was there still is.
+        Where that fails, what was there still is, and what was written of the file goes.
         """
         sha256 = digest_of(text.text)
         file = self.path / _CACHES / f"{text.key}-{sha256[:16]}-{uuid.uuid4().hex[:8]}.safetensors"
@@ -228,6 +273,9 @@ class Folder:
             save(file)
         except CacheFileError as error:
             raise OutputError(f"output: {str(error).removeprefix('path: ')}") from error
+        except InvalidArgumentError:
+            _unlink(file)
+            raise
         record = Record(
             name=text.name,
             source=text.source,
@@ -244,18 +292,20 @@ class Folder:
         if before is not None:
             _unlink(self.cache_file(before))
         elif is_damaged:
-            self._remove_caches([text.key], kept=file.name)
+            self._remove_caches(text.key, kept=file.name)
         return record
 
-    def remove(self, keys: Collection[str]) -> None:
+    def remove(self, records: Iterable[Record]) -> None:
         """Forget documents; records go first, so that nobody looks for a cache that is gone."""
-        for place in map(self._record_file, keys):
+        for record in records:
+            place = self._record_file(record.key)
             with naming(place):
                 place.unlink(missing_ok=True)
-        self._remove_caches(keys)
+            _unlink(self.cache_file(record))
+            _unlink(self.path / _ASKED / record.key)
 
-    def clean(self) -> dict[str, Record]:
-        """Remove what killed adders have left, under names of ours only; returns all documents."""
+    def _clean(self) -> None:
+        """Remove what killed adders have left, under names of ours only."""
         records, damaged = self.records()
         unsure = {fault.path.stem for fault in damaged}
         used = {record.cache for record in records.values()}
@@ -265,14 +315,16 @@ class Folder:
         for folder, name in _NAMES.items():
             for file in _files(self.path / folder, _PARTIAL % name):
                 _unlink(file)
-        return records
+        for file in _files(self.path / _ASKED, _NAMES[_ASKED]):
+            if file.name not in records and file.name not in unsure:
+                _unlink(file)
 
     def _record_file(self, key: str) -> Path:
         return self.path / _DOCUMENTS / f"{key}.json"
 
-    def _remove_caches(self, keys: Collection[str], kept: str = "") -> None:
+    def _remove_caches(self, key: str, kept: str) -> None:
         for file in _files(self.path / _CACHES, _NAMES[_CACHES]):
-            if file.name.partition("-")[0] in keys and file.name != kept:
+            if file.name.partition("-")[0] == key and file.name != kept:
                 _unlink(file)
 
 
@@ -285,9 +337,16 @@ def _files(folder: Path, name: str) -> list[Path]:
 
 
 def _unlink(file: Path) -> None:
-    """Remove a file that nobody needs; the next adder tries again where that fails."""
+    """Remove a file that nobody needs."""
     with contextlib.suppress(OSError):
         file.unlink()
+
+
+def _time_of(file: Path) -> int | None:
+    try:
+        return file.stat().st_mtime_ns
+    except OSError:
+        return None
 
 
 def _stamp(file: Path) -> Stamp:
@@ -304,8 +363,12 @@ def _said(status: os.stat_result) -> str:
 
 def _read_record(file: Path) -> Record | Fault:
     try:
+        status = file.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_RECORD_BYTES:
+            most = format_bytes(_MOST_RECORD_BYTES)
+            raise LibraryError(f"it is no file of at most {most}")
         record = Record.from_json(file.read_text("utf-8", "replace"))
-        if record.key == file.stem:
+        if record.key == file.stem and re.fullmatch(_NAMES[_CACHES], record.cache):
             return record
         reason = "it is the record of another document"
     except FileNotFoundError:

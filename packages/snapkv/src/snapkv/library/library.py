@@ -1,10 +1,11 @@
 """Documents that a model reads once, for questions at any later time."""
 
-import functools
+import contextlib
+import math
+import os
 import time
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -22,16 +23,17 @@ from snapkv.errors import (
     OutputError,
 )
 from snapkv.hf.known_gates import with_known
-from snapkv.library.about import About, question_ids
+from snapkv.library.about import About, LibraryBits, question_ids
 from snapkv.library.blending import DEFAULT_RECOMPUTE, blend
+from snapkv.library.bound import Room
 from snapkv.library.folder import Fault, Folder
+from snapkv.library.index import Entry, Index
 from snapkv.library.joining import Part, joined_ids
 from snapkv.library.reader import Reader
-from snapkv.library.records import Record, Text, each_once, keys_of
+from snapkv.library.records import Record, Text, each_once
 from snapkv.library.searching import Hit, Passages
 from snapkv.policies import FullCache, Policy
-from snapkv.storage.coded import Bits, KVCodes
-from snapkv.validation import require_int
+from snapkv.validation import nearest, require_int
 
 ProgressSink = Callable[[str, int, int], None]
 """Takes the name of the document that comes next, how many are done, and of how many."""
@@ -40,7 +42,7 @@ NoticeSink = Callable[[str], None]
 """Takes a line about what was not as it should be."""
 
 
-What = Literal["read", "changed", "mended", "skipped", "failed", "dropped"]
+What = Literal["read", "changed", "mended", "skipped", "failed", "dropped", "evicted"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +50,8 @@ class Outcome:
     """What became of a document that was added.
 
     It is new and "read", has another text and is "changed", had a damaged file and is "mended", is
-    "skipped" since all is as it was, or has "failed"; "dropped" where its file is gone.
+    "skipped" since all is as it was, or has "failed"; "dropped" where its file is gone, "evicted"
+    where a bound left no room for it beside those that were added.
     """
 
     name: str
@@ -129,7 +132,7 @@ class Library:
         documents: Iterable[Text | tuple[str, str]],
         policy: Policy | None = None,
         *,
-        bits: Bits | KVCodes | None = None,
+        bits: LibraryBits | None = None,
         model_name: str | None = None,
         on_progress: ProgressSink | None = None,
     ) -> list[Outcome]:
@@ -145,13 +148,14 @@ class Library:
             policy: what to keep of them, without any question being known; the library's own by
                 default, in a new library everything. `KVzip`, and `AdaKV` around it, have the model
                 read a document twice, and keep what rebuilding it takes.
-            bits: in how many keys and values are stored, see `CompressedCache.save`; as the library
-                does by default, in a new one in all of them.
+            bits: in how many keys and values are stored, see `CompressedCache.save`, or "none" for
+                all of them; as the library does by default, in a new one "int4".
             model_name: what to call the model where another one is refused.
             on_progress: called before every document.
 
         Returns:
-            What became of each, in their order.
+            What became of each, in their order, and behind them those that had to go for them
+            where there is a bound, see `limit`.
 
         Raises:
             LibraryError: another model, tokenizer, policy or other bits than this library's; or
@@ -163,14 +167,41 @@ class Library:
         texts = each_once(documents)
         with self._folder.changing():
             reader = self._begun(model, tokenizer, policy, bits, model_name)
-            known = self._folder.clean()  # nobody else changes it, so it is looked at once
-            names = Counter(record.name for record in known.values())
-            outcomes = []
-            for done, text in enumerate(texts):
-                if on_progress:
-                    on_progress(text.name, done, len(texts))
-                outcomes.append(self._add(reader, text, known.get(text.key), names))
-        return outcomes
+            names = self._passages.asked(lambda index: _names(index, texts))
+            room, outcomes = self._room({text.key for text in texts}), []
+            with self._followed() as changed:
+                for done, text in enumerate(texts):
+                    if on_progress:
+                        on_progress(text.name, done, len(texts))
+                    outcomes.append(self._add(reader, text, names, room, changed))
+        return [*outcomes, *(Outcome(name=entry.name, what="evicted") for entry in room.evicted)]
+
+    def limit(self, max_bytes: int | None) -> list[Entry]:
+        """Bound what all files of keys and values take together, or lift the bound with None.
+
+        Where a document comes that is too much for it, or now, those go that were asked for longest
+        ago, or where nobody has, were written first. The one that was asked for last stays, and
+        what is added together: a document that does not fit beside them fails by name.
+
+        Returns:
+            The documents that went now.
+
+        Raises:
+            InvalidArgumentError: less than the document takes that was asked for last.
+            LibraryError: there is no library, or another process is adding.
+        """
+        if max_bytes is not None:
+            require_int("max_bytes", max_bytes, minimum=0, maximum=None)
+        self.required()
+        with self._folder.changing():
+            going = list[Entry]()
+            if max_bytes is not None:
+                entries = self._passages.asked(lambda index: index.entries())
+                going = Room(self._folder, entries, max_bytes).too_many()
+            self._folder.begin(replace(self.required(), max_bytes=max_bytes))
+            with self._followed() as changed:
+                self._evict(going, changed)
+        return going
 
     def remove(self, names: Iterable[str]) -> list[Record]:
         """Forget documents, by their names or their files.
@@ -182,10 +213,59 @@ class Library:
         """
         self.required()
         with self._folder.changing():
-            records, _ = self._folder.records()
-            found = {key: records[key] for name in names for key in keys_of(name, records)}
-            self._folder.remove(found)
-        return list(found.values())
+            asked = [entry for name in names for entry in self._entries_of(name)]
+            keys = dict.fromkeys(entry.key for entry in asked)
+            records = [each for each in map(self._folder.record, keys) if each is not None]
+            with self._followed() as changed:
+                changed.update(keys)
+                self._folder.remove(records)
+        return records
+
+    def _room(self, stay: set[str]) -> Room:
+        """What the library's bound leaves beside documents that stay."""
+        most_bytes = self.required().max_bytes
+        if most_bytes is None:
+            return Room(self._folder, (), math.inf)
+        entries = self._passages.asked(lambda index: index.entries())
+        return Room(self._folder, entries, most_bytes, stay)
+
+    def _evict(self, entries: Sequence[Entry], changed: set[str]) -> None:
+        changed.update(entry.key for entry in entries)
+        records = (self._folder.record(entry.key) for entry in entries)
+        self._folder.remove([record for record in records if record is not None])
+
+    def below(self, place: str) -> list[Entry]:
+        """The documents that were read from that file, or from below that folder."""
+        if self._folder.about() is None:
+            return []
+        return self._passages.asked(lambda index: index.below(place))
+
+    def _entries_of(self, name: str) -> list[Entry]:
+        """The documents of that name, or that file; refused where there is none."""
+
+        def found(index: Index) -> list[Entry]:
+            own = [*index.of_name(name), *index.of_source(name, os.path.abspath(name))]
+            if own:
+                return own
+            raise LibraryError(
+                f"name: expected a document of the library, got {name!r}, which is none"
+                f"{nearest(name, [entry.name for entry in index.entries()])}"
+            )
+
+        return self._passages.asked(found)
+
+    @contextlib.contextmanager
+    def _followed(self) -> Iterator[set[str]]:
+        """Takes the keys of documents that this block changes; the index then knows them.
+
+        It must have been asked within the same `changing`.
+        """
+        changed: set[str] = set()
+        try:
+            yield changed
+        finally:
+            if changed:
+                self._passages.follow(changed)
 
     def verify(self) -> list[Fault]:
         """What is damaged: every byte of all files is read.
@@ -281,11 +361,7 @@ class Library:
         """
         _require_some(hits)
         reader = self._reader(model, tokenizer)
-        records, _ = self._folder.records()
-        for hit in hits:
-            if hit.key not in records:
-                raise _gone(hit)
-        read = [reader.own_ids(records[hit.key]) for hit in hits]
+        read = [reader.own_ids(self._record(hit)) for hit in hits]
         asked = question_ids(tokenizer, question, answer_start)
         ids = [reader.about.prefix_ids, *read, asked]
         return torch.tensor([[token for part in ids for token in part]], device=model.device)
@@ -301,7 +377,7 @@ class Library:
         model: PreTrainedModel,
         tokenizer: Any,
         policy: Policy | None,
-        bits: Bits | KVCodes | None,
+        bits: LibraryBits | None,
         model_name: str | None,
     ) -> Reader:
         """What reads the way this library wants; a new one says how from now on."""
@@ -324,10 +400,22 @@ class Library:
         about.require_same(About.of(model, tokenizer, None, None, model_name))
         return Reader(model, tokenizer, about)
 
+    def _record(self, hit: Hit) -> Record:
+        record = self._folder.record(hit.key)
+        if record is None:
+            raise _gone(hit)
+        return record
+
     def _add(
-        self, reader: Reader, text: Text, known: Record | None, names: Counter[str]
+        self,
+        reader: Reader,
+        text: Text,
+        names: dict[str, set[str]],
+        room: Room,
+        changed: set[str],
     ) -> Outcome:
-        """Read a text, unless it is what is known of it, among documents of these names."""
+        """Read a text, unless it is what is known of it; `names` have these documents."""
+        known = self._folder.record(text.key)
         what: What = "read"
         if known is not None and known.sha256 != digest_of(text.text):
             what = "changed"
@@ -336,24 +424,42 @@ class Library:
                 return _outcome("skipped", known)
             what = "mended"
         start = time.perf_counter()
-        taken = names[text.name] - (known is not None and known.name == text.name)
+        taken = names.get(text.name, set()) - {text.key}
         named = replace(text, name=text.source if taken and text.source else text.name)
+        changed.add(text.key)
         try:
-            record = self._written(reader, named, reader.read(named), known)
+            record = self._written(reader, named, reader.read(named), known, room)
         except (InvalidArgumentError, OutOfMemoryError) as error:
             return Outcome(name=text.name, what="failed", reason=str(error))
-        names.subtract([known.name] if known else [])
-        names.update([record.name])
+        self._evict(room.admit(Entry(record.key, record.name, None, record.bytes)), changed)
+        if known is not None:
+            names.get(known.name, set()).discard(text.key)
+        names.setdefault(record.name, set()).add(text.key)
         return _outcome(what, record, time.perf_counter() - start)
 
-    def _written(self, reader: Reader, text: Text, part: Part, before: Record | None) -> Record:
-        save = functools.partial(reader.save, part)
+    def _written(
+        self,
+        reader: Reader,
+        text: Text,
+        part: Part,
+        before: Record | None,
+        room: Room | None = None,
+    ) -> Record:
+        """Write what was read of a text, which is refused where there is no room for it."""
+
+        def save(file: Path) -> None:
+            reader.save(part, file)
+            if room is not None:
+                room.too_many(file.stat().st_size, text.key)
+
         tokens = part.input_ids.shape[1] - part.prefix_tokens
         return self._folder.write(text, tokens, save, before)
 
     def _part(self, reader: Reader, hit: Hit) -> Part:
         """A document with its cache; where an adder has replaced it, the new one."""
         record = self._folder.record(hit.key)
+        if record is not None:
+            self._folder.note_asked(hit.key)
         while record is not None:
             fault = self._folder.fault_of(record, checked=False)
             if fault is None:
@@ -382,6 +488,11 @@ class Library:
         except (LibraryError, OutputError) as error:
             self._on_notice(f"library: {record.name!r} is not mended: {error}")
         return part
+
+
+def _names(index: Index, texts: Iterable[Text]) -> dict[str, set[str]]:
+    """Which documents have the names of texts that are to come."""
+    return {text.name: {entry.key for entry in index.of_name(text.name)} for text in texts}
 
 
 def _outcome(what: What, record: Record, seconds: float = 0.0) -> Outcome:

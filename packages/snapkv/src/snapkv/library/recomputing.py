@@ -243,10 +243,12 @@ class _SecondReading(Cache):
 def falling(share: float, tokens: int, layers: int) -> list[int]:
     """How many of N tokens every layer from the second on reads anew: a share, falling to a tenth.
 
-    By the same factor from layer to layer.
+    By the same factor from layer to layer. From half of the tokens on it falls less, so that of all
+    tokens none is left out: what is read grows with the share without a jump, in every layer.
     """
     steps = max(layers - 2, 1)
-    return [math.floor(share * _LAST ** (step / steps) * tokens) for step in range(layers - 1)]
+    last = _LAST ** min(1.0, 2 * (1 - share))
+    return [math.floor(share * last ** (step / steps) * tokens) for step in range(layers - 1)]
 
 
 def most_changed(deviation: Tensor, count: int) -> Tensor:

@@ -1,18 +1,24 @@
 """What a library knows of a document: its text, its passages, and which file holds its cache."""
 
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Self
+from typing import Self, get_type_hints
 
 from snapkv.document_files import digest_of, from_record, record_of
 from snapkv.errors import InvalidArgumentError, InvalidTypeError, LibraryError
-from snapkv.validation import nearest
 
 PASSAGE_WORDS = 200
 OVERLAP_WORDS = 50
 _KEY_DIGITS = 24
+
+WITHOUT_SPACES = (
+    "\u2e80-\u2fdf\u3005-\u3007\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af"
+    "\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff"
+)
+"""Characters of Chinese, Japanese and Korean, each of which counts as a word, for a pattern."""
+
+_WORD = re.compile(f"[{WITHOUT_SPACES}]|[^\\s{WITHOUT_SPACES}]+")
 
 Span = tuple[int, int]
 """Half-open, in characters."""
@@ -80,10 +86,6 @@ class Record:
         """What its files are named by."""
         return Text(name=self.name, text=self.text, source=self.source).key
 
-    @property
-    def where(self) -> str:
-        return self.source or self.name
-
     def as_json(self) -> str:
         """The file's content, with a digest of itself."""
         return record_of(asdict(self))
@@ -92,9 +94,15 @@ class Record:
     def from_json(cls, content: str) -> Self:
         """The record that `as_json` has written; refused where it has changed since."""
         body = from_record(content)
-        if set(body) != {field.name for field in fields(cls)}:
+        kinds = get_type_hints(cls) | {"chunks": list}
+        if set(body) != {field.name for field in fields(cls)} or not all(
+            isinstance(value, kinds[name]) for name, value in body.items()
+        ):
             raise LibraryError("it is not what was written")
-        return cls(**{**body, "chunks": tuple((start, stop) for start, stop in body["chunks"])})
+        pairs = [tuple(chunk) for chunk in body["chunks"] if isinstance(chunk, list)]
+        if [list(map(type, pair)) for pair in pairs] != [[int, int]] * len(body["chunks"]):
+            raise LibraryError("its passages are no spans of characters")
+        return cls(**{**body, "chunks": tuple(pairs)})
 
 
 def each_once(documents: Iterable[Text | tuple[str, str]]) -> list[Text]:
@@ -112,27 +120,12 @@ def each_once(documents: Iterable[Text | tuple[str, str]]) -> list[Text]:
     return list(found.values())
 
 
-def keys_of(name: str, records: dict[str, Record]) -> list[str]:
-    """The keys of the documents of that name, or that file; refused where there is none."""
-    asked = (name, os.path.abspath(name))
-    found = [
-        key for key, record in records.items() if record.name == name or record.source in asked
-    ]
-    if not found:
-        names = [record.name for record in records.values()]
-        raise LibraryError(
-            f"name: expected a document of the library, got {name!r}, which is none"
-            f"{nearest(name, names)}"
-        )
-    return found
-
-
 def passages(text: str) -> list[Span]:
     """Where passages of 200 words stand; each begins with the last 50 words of the one before.
 
     Together they hold every word. The last one is shorter; a text without words has none.
     """
-    words = [found.span() for found in re.finditer(r"\S+", text)]
+    words = [found.span() for found in _WORD.finditer(text)]
     spans = []
     for first in range(0, len(words), PASSAGE_WORDS - OVERLAP_WORDS):
         last = min(first + PASSAGE_WORDS, len(words)) - 1

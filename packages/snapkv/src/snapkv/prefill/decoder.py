@@ -33,11 +33,12 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 @contextlib.contextmanager
 def standing_in(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     """Within this block these functions are the modules' forward."""
-    if any("forward" in vars(module) for module in forwards):
+    before = {module: vars(module)["forward"] for module in forwards if "forward" in vars(module)}
+    if not all(map(_brings_to_device, before)):
         raise UnsupportedModelError(
             "model: expected layers with their own forward, got some that are wrapped already (an "
-            "outer block of snapkv.prefill, or a library that offloads layers); leave one of them "
-            "out"
+            "outer block of snapkv.prefill, or a library that is not accelerate); leave one of "
+            "them out"
         )
     for module, forward in forwards.items():
         vars(module)["forward"] = forward
@@ -46,6 +47,14 @@ def standing_in(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[No
     finally:
         for module in forwards:
             vars(module).pop("forward", None)
+            if module in before:
+                vars(module)["forward"] = before[module]
+
+
+def _brings_to_device(module: nn.Module) -> bool:
+    """Whether what stands for its forward is accelerate's hook, around its own."""
+    hooked = getattr(module.forward, "func", None)
+    return getattr(hooked, "__module__", "") == "accelerate.hooks"
 
 
 class ReadEnough(Exception):  # noqa: N818 - no error
@@ -97,7 +106,7 @@ def at_places(value: Any, places: Tensor) -> Any:
         return tuple(at_places(item, places) for item in value)
     if not isinstance(value, Tensor):
         return value
-    value = value.expand(len(places), *value.shape[1:])
+    value, places = value.expand(len(places), *value.shape[1:]), places.to(value.device)
     rows = torch.arange(len(places), device=value.device)[:, None]
     if value.ndim != 4:
         return value[rows, places]

@@ -23,6 +23,7 @@ from snapkv.cache.reading import Narrowing, only_tokens
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import cache_among, with_cache
+from snapkv.hf.placement import device_of
 from snapkv.policies import FullCache, PromptLayer, Selection, SnapKV
 from snapkv.policies.base import OfHeads
 from snapkv.prefill.decoder import (
@@ -281,7 +282,7 @@ def _read_chosen(rule: _Rule, forward: Callable[..., Any], *args: Any, **kwargs:
         return forward(*args, **kwargs)
     places = narrowing.chosen.keep_indices[:, 0]
     with cache.reading.narrowed(only_tokens(tokens, places)):
-        return forward(**_chosen_inputs(args, kwargs, places))
+        return forward(**_chosen_inputs(rule, args, kwargs, places))
 
 
 def _require_no_pads(mask: Any) -> None:
@@ -293,10 +294,13 @@ def _require_no_pads(mask: Any) -> None:
         )
 
 
-def _chosen_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], places: Tensor) -> dict[str, Any]:
+def _chosen_inputs(
+    rule: _Rule, args: tuple[Any, ...], kwargs: dict[str, Any], places: Tensor
+) -> dict[str, Any]:
     """The decoder's arguments for the tokens at those places, at their true positions."""
     inputs = kwargs | ({"input_ids": args[0]} if args else {})
     inputs.pop("attention_mask", None)
+    places = places.to(device_of(rule.model))
     for name in ("input_ids", "inputs_embeds"):
         if inputs.get(name) is not None:
             inputs[name] = at_places(inputs[name], places)

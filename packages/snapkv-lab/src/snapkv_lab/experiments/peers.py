@@ -1,0 +1,243 @@
+"""Right answers beside kvpress and transformers' quantized cache, from the same shares of bytes.
+
+The same texts and questions as in `per_byte`, of other numbers: every question once behind the
+text, where all may look at it, and once hidden, asked of what was kept of the text alone. kvpress's
+presses have their own defaults, and run in the environment that `make kvpress` makes. What is held
+is counted in both: some presses only mask what they drop.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from snapkv import AdaKV, CompressedCache, FullCache, KVzap, KVzip, default_policy
+from snapkv.app.models import LoadedModel
+from snapkv.kvzip import read_as_wanted
+from snapkv_lab.experiments.auto_budget import last_run, loss_above, right_of
+from snapkv_lab.experiments.experiment import Experiment, Given, Sized
+from snapkv_lab.experiments.kvpress import PYTHON, Kvpress
+from snapkv_lab.experiments.pages import Table
+from snapkv_lab.experiments.records import Row, grouped
+from snapkv_lab.experiments.texts import Case, Maker, ReadText, Text, scored, scored_full
+
+FIRST = 400
+QUANTO_GROUP = 64
+"""Of so many numbers in few bits two more are kept in the model's dtype."""
+
+
+class Ours(NamedTuple):
+    """A policy for what share of the tokens or of the bytes is kept, and in which bits."""
+
+    name: str
+    policy: Any
+    bits: Any = None
+
+
+class Theirs(NamedTuple):
+    """A press, what share of the tokens it keeps for a share of the bytes, and in how many bits."""
+
+    name: str
+    press: str | None = None
+    bits: int | None = None
+
+
+class Setting(NamedTuple):
+    """How questions are asked: the shares, and who answers from each or from one of its own."""
+
+    shares: Sequence[float]
+    methods: Sequence[Ours | Theirs]
+    whole: Sequence[Ours | Theirs]
+
+    def compared(self, asked: "Asked") -> Iterator[tuple[Ours | Theirs, float, "Asked"]]:
+        yield from ((each, share, asked) for share in self.shares for each in self.methods)
+        yield from ((each, 1.0, asked) for each in self.whole)
+
+
+_WHOLE = [Theirs("QuantizedCache, 4 bits", bits=4), Theirs("QuantizedCache, 2 bits", bits=2)]
+SETTINGS = {
+    "visible": Setting(
+        [1 / 8, 1 / 4],
+        [
+            Ours("default, auto", default_policy, "auto"),
+            Ours("default", default_policy),
+            Theirs("SnapKVPress", "SnapKVPress"),
+            Theirs("SnapKVPress in QuantizedCache, 4 bits", "SnapKVPress", 4),
+        ],
+        _WHOLE,
+    ),
+    "hidden": Setting(
+        [1 / 4, 1 / 2],
+        [
+            Ours("AdaKV(KVzap)", lambda budget: AdaKV(KVzap(budget))),
+            Ours("AdaKV(KVzip)", lambda budget: AdaKV(KVzip(budget))),
+            *(
+                Theirs(name, name)
+                for name in ("ExpectedAttentionPress", "CompactorPress", "KeyDiffPress")
+            ),
+            Theirs("KVzipPress", "KVzipPress"),
+        ],
+        [Ours("every token, int4", lambda _: FullCache(), "int4"), *_WHOLE],
+    ),
+}
+
+
+class Asked(NamedTuple):
+    """What is read and compressed, and the cases whose answers follow."""
+
+    text: str
+    first: int
+    prompt: Any
+    ids: Tensor
+    cases: Sequence[Case]
+
+
+def _texts(given: Given, part: str) -> Iterator[Text]:
+    del part
+    make, size = Maker(given.loaded.tokenizer), given.tokens
+    for index in range(FIRST, FIRST + given.rounds):
+        yield make.needles(size, index, turns=False)
+        yield make.lines(size, index, questions=2)
+        yield make.quotes(size, index, questions=2)
+        yield make.rag(6, index, questions=2)
+
+
+def _asked(read: ReadText, text: Text, setting: str) -> Iterator[Asked]:
+    if setting == "hidden":
+        hidden = [
+            replace(each, between_ids=each.question_ids, parts=[range(len(each.answer_ids))])
+            for each in text.cases
+        ]
+        yield Asked(text.name, 0, read.prompt, torch.tensor([list(text.ids)]), hidden)
+        return
+    for number, case in enumerate(text.cases):
+        ids = torch.tensor([[*text.ids, *case.question_ids]])
+        yield Asked(text.name, number, read.asked(case.question_ids), ids, [case])
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Of both sides; theirs come from a process of their own."""
+
+    loaded: LoadedModel
+    theirs: Kvpress
+
+    def of(self, method: Ours | Theirs, share: float, asked: Asked) -> list[Row]:
+        """For every case which parts are right, the loss, and the share of the bytes held."""
+        made = self._ours if isinstance(method, Ours) else self._theirs
+        held, answers = made(method, share, asked)  # type: ignore[arg-type]
+        about = {"method": method.name, "share": share, "held": round(held, 4)}
+        return [about | answer for answer in answers]
+
+    def _ours(self, method: Ours, share: float, asked: Asked) -> tuple[float, Iterator[Row]]:
+        model, tokenizer = self.loaded.model, self.loaded.tokenizer
+        policy = self.loaded.completed(method.policy(f"{100 * share:g}%"))
+        if policy.reads_twice:
+            cache = CompressedCache(model, policy, quantize=method.bits)
+            with torch.inference_mode():
+                read_as_wanted(model, tokenizer, asked.ids, cache)
+        else:
+            cache = asked.prompt.compressed(policy, quantize=method.bits)
+        report = cache.report()
+        rows = (scored(asked.prompt, copy.copy(cache), case) for case in asked.cases)
+        return report.held_bytes / report.full_bytes, rows
+
+    def _theirs(self, method: Theirs, share: float, asked: Asked) -> tuple[float, Iterator[Row]]:
+        kept = share
+        if method.bits and method.press:
+            kept /= method.bits / (8 * self.loaded.model.dtype.itemsize) + 2 / QUANTO_GROUP
+        how = {"press": method.press, "ratio": 1 - kept, "bits": method.bits}
+        held = self.theirs.ask(do="compress", ids=asked.ids.tolist(), **how)["held_bytes"]
+        full = asked.prompt.compressed(FullCache()).report().full_bytes
+        return held / full, map(self._answer, asked.cases)
+
+    def _answer(self, case: Case) -> Row:
+        fed = {"between": list(case.between_ids), "answer": list(case.answer_ids)}
+        said = self.theirs.ask(do="answer", **fed)
+        losses = said["losses"][1:]
+        return {
+            "right": [int(all(said["likeliest"][at] for at in part)) for part in case.parts],
+            "nll": round(fmean(losses), 4) if losses else None,
+        }
+
+
+def _measure(given: Given, text: Text) -> Iterator[Row]:
+    loaded = given.loaded
+    read = ReadText(loaded.model, text.ids)
+    with Kvpress(
+        "kvpress", given.python, loaded.model, None, weights=True, tokenizer=loaded.tokenizer
+    ) as theirs:
+        answers = Answers(loaded, theirs)
+        for name, setting in SETTINGS.items():
+            for asked in _asked(read, text, name):
+                found = [answers.of(each, *rest) for each, *rest in setting.compared(asked)]
+                for place, case in enumerate(asked.cases):
+                    yield {
+                        "setting": name,
+                        "text": text.name,
+                        "question": asked.first + place,
+                        "group": case.group,
+                        "full": scored_full(asked.prompt, case),
+                        "answers": [rows[place] for rows in found],
+                    }
+
+
+def _cells(rows: list[Row]) -> Iterator[Row]:
+    """Beside the first method with as many bytes: what only one of the two has right."""
+    answers = [{**found, "of": row} for row in rows for found in row["answers"]]
+    by_method = grouped(answers, lambda row: (row["share"], row["method"]))
+    for (share, name), own in by_method.items():
+        nearest = min(
+            SETTINGS[rows[0]["setting"]].shares, key=lambda each: abs(each - own[0]["held"])
+        )
+        first = by_method[nearest, answers[0]["method"]]
+        yield {
+            "name": name,
+            "asked": f"{share:g}" if share < 1 else "all tokens",
+            "held": fmean(row["held"] for row in own),
+            "right": str(right_of(own)),
+            "loss": f"{loss_above(own):+.2f}",
+            "only": "{} and {}".format(*map(sum, zip(*map(_alone, own, first), strict=True))),
+        }
+
+
+def _alone(own: Row, other: Row) -> tuple[int, int]:
+    """Parts that only one of two answers has right, of those that the full cache has right."""
+    parts = zip(own["right"], other["right"], own["of"]["full"]["right"], strict=True)
+    known = [(mine, theirs) for mine, theirs, full in parts if full]
+    return sum(a > b for a, b in known), sum(a < b for a, b in known)
+
+
+def _tables(rows: list[Row]) -> Iterator[str]:
+    columns = {
+        "method": "{name}",
+        "of the tokens, or bytes": "{asked}",
+        "bytes held": "{held:.3f}",
+        "right": "{right}",
+        "loss": "{loss}",
+        "only it, only the first": "{only}",
+    }
+    asked = [row for row in rows if row.get("answers")]
+    for name, own in grouped(asked, "setting").items():
+        yield from Table(columns, f"The question is {name}", made=_cells).parts(own)
+
+
+PEERS = Experiment(
+    name="peers",
+    title="Beside kvpress and quantized caches",
+    takes="an hour",
+    measure=_measure,
+    cases=_texts,
+    options={
+        "python": str(PYTHON),
+        "tokens": Sized(1024, 512),
+        "rounds": Sized(6, 1),
+        "dtype": "bfloat16",
+    },
+    measured=last_run,
+    tables=_tables,
+)

@@ -1,0 +1,71 @@
+"""The documents of a library in a folder, which a server reads and never changes."""
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from snapkv.library.about import About, fingerprint_of
+from snapkv.library.folder import Folder
+from snapkv.library.library import Library
+from snapkv.library.records import Record
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfLibrary:
+    """A document as a library has it: the file with its cache, that file's seal, what is before.
+
+    Chats about it begin with the `prefix_ids`, which the template writes before what a user says.
+    """
+
+    path: Path
+    seal: str
+    prefix_ids: tuple[int, ...]
+
+
+class ServedLibrary:
+    """Documents by name; what is added, changed or removed meanwhile is seen.
+
+    Raises:
+        LibraryError: there is no library, or one of a later version.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._about: About = Library(path).required()
+        self._folder = Folder(path)
+        self._settled: str | None = None
+        self._keys: dict[str, str] = {}  # of the documents by name
+        self._one_thread = threading.Lock()
+
+    def require_read_by(self, model: Mapping[str, Any], tokenizer: Any) -> None:
+        """Refuse another model than has read the documents, or another tokenizer."""
+        own = self._about
+        found = replace(own, model=dict(model), tokenizer=fingerprint_of(tokenizer))
+        own.require_same(found)
+
+    def find(self, name: str) -> OfLibrary | None:
+        """The document of that name as it is now; None where there is none."""
+        with self._one_thread:
+            key = self._all_keys().get(name)
+            record = None if key is None else self._folder.record(key)
+        if record is None or record.name != name:
+            return None
+        path, prefix = self._folder.cache_file(record), self._about.prefix_ids
+        return OfLibrary(path=path, seal=record.seal, prefix_ids=prefix)
+
+    def records(self) -> list[Record]:
+        """All documents that are whole, in the order of their names."""
+        with self._one_thread:
+            return self._all_records()
+
+    def _all_records(self) -> list[Record]:
+        return list(self._folder.records()[0].values())
+
+    def _all_keys(self) -> dict[str, str]:
+        """Looked up again where a document may have come or gone since the last time."""
+        settled = self._folder.settled()
+        if settled is None or settled != self._settled:
+            self._keys = {record.name: record.key for record in self._all_records()}
+            self._settled = settled
+        return self._keys

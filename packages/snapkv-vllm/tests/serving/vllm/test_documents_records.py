@@ -1,0 +1,145 @@
+"""What any method has kept of a document, in any bits, answers in an engine as in the library."""
+
+import random
+
+import pytest
+import torch
+
+from snapkv import (
+    AdaKV,
+    Compactor,
+    CompressedCache,
+    FullCache,
+    KeyDiff,
+    KVzap,
+    KVzip,
+    PyramidKV,
+    ScoreThreshold,
+    SnapKV,
+)
+from snapkv.cache.saving.files import seal_of
+from snapkv.document_files import read_document
+from snapkv.hf.identity import identity_of
+from snapkv.kvzip import read_context
+from snapkv.library.blending import blend
+from snapkv.library.joining import Part
+from snapkv_vllm.documents.plans import Places
+from snapkv_vllm.documents.words import ADOPT, BUDGET, KEPT, LENT, PARTS, TOKENS
+from tests.gates import drawn_gate
+from tests.serving.vllm.conftest import SECOND_RUNNER
+from tests.serving.vllm.engines import greedy, small_engine
+from tests.serving.vllm.models import SmallModel, generated, ids_of
+from tests.serving.vllm.test_documents import SHARING, ask, drop, register
+from tests.serving.vllm.test_documents import Library as Kept
+
+PAGE = 32
+TOKENS_ASKED = 40
+BITS = (None, None, "int8", "int4", "K8V4")
+SIZES = {"max_model_len": 2048, "max_num_batched_tokens": 96, "kv_cache_memory_bytes": 100 << 20}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    return SmallModel(tmp_path_factory.mktemp("records"), max_position_embeddings=4096)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "prefix-caching"])
+def engine(small, request):
+    """In steps so short that a question takes several."""
+    options = SIZES | {"enable_prefix_caching": request.param}
+    with small_engine(small, budget=64, policy="adakv", sharing=SHARING, **options) as running:
+        yield running
+        running.require_empty()
+
+
+def drawn_method(small, draw, tokens):
+    """Of any kind: equal heads, heads of different length, and layers."""
+    budget, config = draw.randrange(20, tokens * 3 // 4), small.model.config
+    sizes = {"budget": budget, "window_size": draw.choice([1, 4, 8])}
+    gate = drawn_gate(config.num_hidden_layers, small.kv_heads, config.head_dim)
+    scores = [KVzip(**sizes), KVzap(**sizes, gate=gate), Compactor(**sizes), KeyDiff(**sizes)]
+    one = draw.choice(scores)
+    threshold = ScoreThreshold(SnapKV(**sizes), at_least=0.001)
+    kinds = [FullCache(), one, one, AdaKV(one), AdaKV(one), threshold, PyramidKV(**sizes)]
+    return draw.choice(kinds)
+
+
+def read(small, ids, policy):
+    row = torch.tensor([ids])
+    if policy.reads_twice:
+        return read_context(small.model, row, policy, instruction_ids=(5, 9, 2))
+    cache = CompressedCache(small.model, policy)
+    with torch.no_grad():
+        small.model(row, past_key_values=cache)
+    return cache
+
+
+def held(engine, small, name, path):
+    """Have an engine hold the document of a file; how it lies there."""
+    model = identity_of(small.model)
+    document = read_document(path, model=model, is_settled=True)
+    places = Places.of(document.head_tokens.tolist(), PAGE)
+    own = {ADOPT: name, TOKENS: document.token_ids.tolist()}
+    own |= {KEPT: places.held_tokens, LENT: places.lent_tokens, PARTS: places.parts_heads}
+    (output,) = engine.outputs([[0]], greedy(1, extra_args=own))
+    said = output.kv_transfer_params
+    given = (str(path), said["blocks"], model, seal_of(path), 1 << 28)
+    assert engine.llm.collective_rpc("snapkv_fill_document", args=given) == [""]
+    return places
+
+
+def librarys(small, path, prompts):
+    """What a library answers whose document the file is, with nothing read again."""
+    answers = []
+    for prompt in prompts:
+        cache, beside = CompressedCache.load_with(path, small.model)
+        part = Part(input_ids=beside["input_ids"], cache=cache)
+        joined = blend(small.model, [part], FullCache(), recompute=0)
+        answers.append(generated(small.model, prompt, joined, TOKENS_ASKED))
+    return answers
+
+
+@pytest.mark.parametrize("seed", range(1 if SECOND_RUNNER else 4))
+def test_every_record_answers_as_in_the_library(engine, small, tmp_path, seed):
+    draw, before = random.Random(seed), engine.free_blocks
+    expected, prompts = {}, {}
+    for number in range(3):
+        ids = ids_of(draw.randrange(30, 400), seed=10 * seed + number)
+        name, path = str(number), tmp_path / str(number)
+        policy = drawn_method(small, draw, len(ids))
+        beside = {"input_ids": torch.tensor([ids])}
+        read(small, ids, policy).save(path, beside=beside, bits=draw.choice(BITS))
+        held(engine, small, name, path)
+        prompts[name] = [ids + ids_of(draw.randrange(1, 150), seed=one) for one in range(2)]
+        expected[name] = librarys(small, path, prompts[name])
+    taken = engine.free_blocks
+    for name, asked in prompts.items():
+        assert ask(engine, name, asked, TOKENS_ASKED) == expected[name], name
+        assert [ask(engine, name, [one], TOKENS_ASKED)[0] for one in asked] == expected[name]
+    assert engine.free_blocks == taken
+    for name in prompts:
+        drop(engine, name)
+    assert engine.free_blocks == before
+    assert not engine.leftovers()
+
+
+@pytest.mark.parametrize(("tokens", "budget"), [(300, 64), (1200, 160)])
+def test_what_an_engine_has_parted_comes_back_from_its_own_file(
+    engine, small, tmp_path, tokens, budget
+):
+    """Here and in the library; of the first, all heads happen to keep as many."""
+    ids, path = ids_of(tokens, seed=tokens), tmp_path / "one"
+    prompts = [ids + ids_of(length, seed=length) for length in (1, 40)]
+    said = register(engine, "one", ids, **{BUDGET: budget})
+    expected = ask(engine, "one", prompts, TOKENS_ASKED)
+    given = (str(path), said["blocks"], identity_of(small.model), ids)
+    assert engine.llm.collective_rpc("snapkv_save_document", args=given) == [""]
+    drop(engine, "one")
+    assert held(engine, small, "two", path).parts_heads == (budget == 160)
+    assert ask(engine, "two", prompts, TOKENS_ASKED) == expected
+    drop(engine, "two")
+    assert librarys(small, path, prompts) == expected
+    cache = CompressedCache.load(path, small.model)
+    whole = Kept(small.model, budget, method="adakv").cache(ids)
+    for layer in small.compressed_layers:
+        assert torch.equal(cache.kept_positions(layer), whole.kept_positions(layer))

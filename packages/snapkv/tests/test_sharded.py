@@ -1,0 +1,203 @@
+"""Models that accelerate spreads over two devices that are not there, or offloads: all as on one.
+
+Every layer's tokens, and all that is noted of them, stay on the layer's device.
+"""
+
+import copy
+
+import pytest
+import torch
+from accelerate import cpu_offload, dispatch_model
+from torch.utils._pytree import tree_leaves
+
+from snapkv import (
+    AdaKV,
+    CompressedCache,
+    DraftVotes,
+    KeyDiff,
+    KVzip,
+    PageRecall,
+    SnapKV,
+    UnsupportedModelError,
+    prefill,
+)
+from snapkv.decoding import CandidateTree, Medusa
+from snapkv.hf import fidelity
+from snapkv.hf.placement import layer_devices
+from snapkv.kvzip import read_context
+from tests.decoding.heads import random_heads
+from tests.families import KINDS, random_ids, small_model, tiny_model
+from tests.pretended import Pretended, device, pretending
+from tests.test_devices import CACHES, OPTIONS, SNAPKV, generated, new_cache
+
+pytestmark = pytest.mark.devices
+IDS = random_ids(2, 64) % 64
+MASK = torch.ones_like(IDS)
+MASK[1, :9] = 0
+MORE = {
+    "draft votes": (DraftVotes(SNAPKV), {}),
+    "bits by layer": (SNAPKV, {"quantize": "auto"}),
+    "bytes": (AdaKV(SnapKV("6KiB", window_size=4)), {}),
+}
+
+
+def spread(model, first, second, split):
+    """Its layers from `split` on, and the last norm, on the second device; the rest on the first.
+
+    The output projection, which may be the embedding, stays with it.
+    """
+    base, decoder = model.base_model_prefix, model.get_decoder()
+    places = {name: first for name, _ in model.named_children() if name != base}
+    for name, part in decoder.named_children():
+        if name == "layers":
+            places |= {f"{base}.layers.{i}": (first, second)[i >= split] for i in range(len(part))}
+        else:
+            places[f"{base}.{name}"] = second if name == "norm" else first
+    skip = model._skip_keys_device_placement
+    return dispatch_model(model, places, main_device=first, skip_keys=skip)
+
+
+def require_in_place(cache):
+    """All that each layer holds is on the layer's device."""
+    devices = layer_devices(cache.model)
+    assert len(set(devices.values())) == 2
+    for index, layer in enumerate(cache.layers):
+        held = [vars(layer)]
+        if index in cache.compressed_layers:
+            parts = (getattr(layer, name).state() for name in ("store", "slots", "notes"))
+            held = [vars(part) if hasattr(part, "__dict__") else part for part in parts]
+            held += [layer.keys, layer.values, layer.beside]
+        found = {each.device for each in tree_leaves(held) if isinstance(each, torch.Tensor)}
+        assert found == {devices[index]}
+
+
+@pytest.fixture
+def require_same(monkeypatch):
+    """Run something with a model on the CPU, and spread over both devices: the same comes out."""
+    monkeypatch.setattr(fidelity, "_is_behind", lambda states: isinstance(states, Pretended))
+
+    def require(run, model=None, split=None):
+        here = tiny_model("llama") if model is None else model
+        expected = run(here, lambda tensor: tensor)
+        split = len(here.get_decoder().layers) // 2 if split is None else split
+        with pretending() as first:
+            there = spread(copy.deepcopy(here), first, device(1), split)
+            got = run(there, lambda tensor: tensor.to(first))
+            assert got.device == first
+        torch.testing.assert_close(got.cpu(), expected)
+
+    return require
+
+
+@pytest.mark.parametrize("name", [*CACHES, *MORE])
+def test_every_method_and_storage(name, require_same):
+    def run(model, put):
+        policy, options = (CACHES | MORE)[name]
+        cache = CompressedCache(model, policy, **options)
+        text = model.generate(put(IDS), attention_mask=put(MASK), past_key_values=cache, **OPTIONS)
+        if put(IDS).device != IDS.device:
+            require_in_place(cache)
+        return text
+
+    require_same(run)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "adakv"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_layer(kind, name, require_same):
+    split = 2 if kind == "shared" else None  # the layers that share keys lie behind
+    require_same(lambda model, put: generated(model, put, name, IDS), small_model(kind), split)
+
+
+def test_layers_that_share_keys_are_not_parted():
+    with pretending() as first:
+        model = spread(copy.deepcopy(small_model("shared")), first, device(1), 3)
+        with pytest.raises(UnsupportedModelError, match="put layers 2 to 3 on one with device_map"):
+            CompressedCache(model, SNAPKV)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "static", "adakv", "int4", "h2o", "recall", "pages"])
+def test_turns_rows_crop_and_file(name, require_same, tmp_path):
+    def run(model, put):
+        cache, path = new_cache(model, name), tmp_path / model.device.type
+        text = model.generate(put(IDS), past_key_values=cache, **OPTIONS)
+        cache.reorder_cache(put(torch.tensor([1, 0])))
+        text = torch.cat([text.flip(0), put(IDS[:, :7])], dim=1)
+        if name != "h2o":
+            cache.crop(-2)
+        cache.save(path)
+        recall = {"recall": PageRecall(2, page_tokens=5)} if name == "pages" else {}
+        loaded = CompressedCache.load(path, model, **recall)
+        text = model.generate(text, past_key_values=loaded, **OPTIONS)
+        if put(IDS).device != IDS.device:
+            require_in_place(loaded)
+        return text
+
+    require_same(run)
+
+
+def test_spans(require_same):
+    def run(model, put):
+        cache = CompressedCache(model, KeyDiff(24, window_size=4), protect=[(50, 60)])
+        text = model.generate(put(IDS), past_key_values=cache, **OPTIONS)
+        cache.drop([(3, 9)])
+        cache.protect([(66, 80)])
+        cache.compress([(0, 48)], "50%")
+        asked = torch.cat([text, put(IDS[:, :7])], dim=1)
+        return model.generate(asked, past_key_values=cache, **OPTIONS)
+
+    require_same(run)
+
+
+READINGS = {
+    "layer by layer": lambda model: prefill.layer_by_layer(model, chunk_tokens=16),
+    "chunked": lambda model: prefill.chunked(model, cap_tokens=32, chunk_tokens=16),
+    "selective": lambda model: prefill.selective(model, layer=1, least_tokens=4),
+    "gemfilter": lambda model: prefill.gemfilter(model, layer=3, least_tokens=4),
+}
+
+
+@pytest.mark.parametrize("reading", READINGS.values(), ids=READINGS)
+def test_long_prompts(reading, require_same):
+    def run(model, put):
+        before = [vars(module).get("forward") for module in model.modules()]
+        with reading(model):
+            text = generated(model, put)
+        assert [vars(module).get("forward") for module in model.modules()] == before
+        return text
+
+    require_same(run)
+
+
+def test_drafts(require_same):
+    def run(model, put):
+        tree = CandidateTree.likeliest([(0.3, 0.3)] * 3, 12)
+        heads = Medusa(random_heads(model), tree)
+        return generated(model, put, "snapkv", IDS[:1], custom_generate=heads)
+
+    require_same(run)
+
+
+def test_a_second_reading(require_same):
+    def run(model, put):
+        policy = AdaKV(KVzip(24, window_size=4))
+        cache = read_context(model, put(IDS), policy, instruction_ids=(7, 8))
+        asked = torch.cat([put(IDS), put(IDS[:, :5])], dim=1)
+        return model.generate(asked, past_key_values=cache, **OPTIONS)
+
+    require_same(run)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "criticalkv", "compactor", "streaming-llm", "adakv"])
+def test_offloaded_weights(name, tmp_path):
+    def run(model):
+        cache = new_cache(model, name)
+        text = model.generate(IDS, past_key_values=cache, **OPTIONS)
+        cache.save(tmp_path / "cache")
+        loaded = CompressedCache.load(tmp_path / "cache", model)
+        return model.generate(text, past_key_values=loaded, **OPTIONS)
+
+    here = tiny_model("llama")
+    offloaded = cpu_offload(copy.deepcopy(here), torch.device("cpu"))
+    assert offloaded.device.type == "meta"
+    assert torch.equal(run(offloaded), run(here))
