@@ -18,12 +18,12 @@ from torch import Tensor
 from snapkv import AdaKV, CompressedCache, FullCache, KVzap, KVzip, default_policy
 from snapkv.app.models import LoadedModel
 from snapkv.kvzip import read_as_wanted
-from snapkv_lab.experiments.auto_budget import last_run, loss_above, right_of
+from snapkv_lab.experiments.auto_budget import last_run, loss_above, right_of, texts_from
 from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.kvpress import PYTHON, Kvpress
 from snapkv_lab.experiments.pages import Table
 from snapkv_lab.experiments.records import Row, grouped
-from snapkv_lab.experiments.texts import Case, Maker, ReadText, Text, scored, scored_full
+from snapkv_lab.experiments.texts import Case, ReadText, Text, scored, scored_full
 
 FIRST = 400
 QUANTO_GROUP = 64
@@ -97,13 +97,9 @@ class Asked(NamedTuple):
 
 
 def _texts(given: Given, part: str) -> Iterator[Text]:
+    """Those with answers that can be right; of prose and code there is only a loss."""
     del part
-    make, size = Maker(given.loaded.tokenizer), given.tokens
-    for index in range(FIRST, FIRST + given.rounds):
-        yield make.needles(size, index, turns=False)
-        yield make.lines(size, index, questions=2)
-        yield make.quotes(size, index, questions=2)
-        yield make.rag(6, index, questions=2)
+    return (text for text in texts_from(given, FIRST) if any(case.parts for case in text.cases))
 
 
 def _asked(read: ReadText, text: Text, setting: str) -> Iterator[Asked]:

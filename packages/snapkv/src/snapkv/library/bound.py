@@ -33,6 +33,7 @@ class Room:
     ) -> None:
         self._folder, self._most_bytes, self._stay = folder, most_bytes, stay
         self._held = {entry.key: entry for entry in entries}
+        self._held_bytes = sum(entry.bytes for entry in self._held.values())
         self.evicted: list[Entry] = []
 
     def too_many(self, size: int = 0, key: str = "") -> list[Entry]:
@@ -41,14 +42,15 @@ class Room:
         Raises:
             InvalidArgumentError: they may not.
         """
-        others = {other: entry for other, entry in self._held.items() if other != key}
-        excess = size + sum(entry.bytes for entry in others.values()) - self._most_bytes
+        excess = self._held_bytes - self._bytes_of(key) + size - self._most_bytes
+        if excess <= 0:
+            return []  # no file is looked at
         going = []
-        for other in self._by_last_use(others):
+        for other in self._by_last_use(self._held.keys() - {key}):
             if excess <= 0:
                 break
-            going.append(others[other])
-            excess -= others[other].bytes
+            going.append(self._held[other])
+            excess -= self._held[other].bytes
         if excess > 0:
             raise InvalidArgumentError(
                 f"max_bytes: expected room for {format_bytes(size)} beside the documents that are "
@@ -61,11 +63,15 @@ class Room:
     def admit(self, entry: Entry) -> list[Entry]:
         """Count a document that was written, and say which have to go for it."""
         going = self.too_many(entry.bytes, entry.key)
-        self._held = {**self._held, entry.key: entry}
+        self._held_bytes += entry.bytes - self._bytes_of(entry.key)
+        self._held[entry.key] = entry
         for other in going:
-            del self._held[other.key]
+            self._held_bytes -= self._held.pop(other.key).bytes
         self.evicted += going
         return going
+
+    def _bytes_of(self, key: str) -> int:
+        return self._held[key].bytes if key in self._held else 0
 
     def _by_last_use(self, keys: Collection[str]) -> list[str]:
         """Those that may go, the one asked for longest ago first."""
