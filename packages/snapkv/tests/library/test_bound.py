@@ -9,6 +9,8 @@ import torch
 
 from snapkv import Library, LibraryError
 from snapkv.errors import InvalidArgumentError
+from snapkv.library.bound import Room
+from snapkv.library.index import Entry
 from tests.library.conftest import TEXTS
 
 TICK = 0.012
@@ -157,3 +159,14 @@ def test_a_library_of_an_earlier_version_has_no_bound_and_takes_one(library, tin
     file.write_text(file.read_text().replace(str(10**9), '"much"'))
     with pytest.raises(LibraryError, match=r"expected .* to say 'snapkv library 1'"):
         Library(library.path)
+
+
+def test_no_file_is_looked_at_while_there_is_room():
+    """Each add would otherwise cost what the library has; what is written anew counts once."""
+    no_folder = object()
+    room = Room(no_folder, [Entry("a", "a", None, 60)], 100)
+    assert room.admit(Entry("b", "b", None, 40)) == []
+    assert room.admit(Entry("a", "a", None, 50)) == []
+    assert room.too_many(10, "c") == []
+    with pytest.raises(AttributeError, match="asked_at"):
+        room.too_many(11, "c")
