@@ -149,6 +149,47 @@ _HYBRID = {
     "mamba_d_state": 8,
     "mamba_chunk_size": 16,
 }
+_MAMBA = {
+    "shared_intermediate_size": 16,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 16,
+    "attention_multiplier": 0.5,
+    "layer_types": ["linear_attention", "full_attention", "full_attention"],
+}
+_JAMBA = {
+    "num_hidden_layers": 4,
+    "head_dim": None,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "mamba_d_state": 4,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+}
+_KIMI = {
+    **_LATENT,
+    "num_hidden_layers": 4,
+    "q_lora_rank": None,
+    "n_routed_experts": None,
+    "num_local_experts": 2,
+    "num_experts_per_token": 1,
+    "n_group": 1,
+    "linear_num_heads": 2,
+    "linear_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
+_CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "full_attention"]}
+_INDEXED = {
+    **_LATENT,
+    "num_experts_per_tok": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "index_head_dim": 8,
+    "index_n_heads": 12,  # so that hardly a score is zero of all heads, and tied
+    "index_topk": 8,
+}
 KINDS = {
     "llama": ("llama", "sdpa", {}),
     "eager": ("llama", "eager", {}),
@@ -162,6 +203,18 @@ KINDS = {
     "linear": ("qwen3_next", "sdpa", _LINEAR),
     "shared": ("gemma4_text", "sdpa", _SHARED),
     "hybrid": ("falcon_h1", "sdpa", _HYBRID),
+    "gated delta": ("qwen3_5_text", "sdpa", _LINEAR),
+    "mamba": ("granitemoehybrid", "sdpa", _MAMBA),
+    "mamba beside": ("jamba", "eager", _JAMBA),
+    "linear latent": ("kimi_linear", "sdpa", _KIMI),
+    "convolutions": ("lfm2", "sdpa", _CONVOLUTIONS),
+    "indexed": ("deepseek_v32", "sdpa", _INDEXED),
+    "indexed, all": ("deepseek_v32", "eager", {**_INDEXED, "index_topk": 1000}),
+    "indexed, shared": (
+        "glm_moe_dsa",
+        "sdpa",
+        {**_INDEXED, "num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]},
+    ),
 }
 """Family, attention implementation and settings, by what makes the kind special."""
 
@@ -196,7 +249,7 @@ def peaked_model(config, implementation: str) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.ndim >= 2 and "embed" not in name:
+            if weight.ndim >= 2 and "embed" not in name and not name.endswith("A_log"):
                 weight.mul_(4.0)
             if name.endswith("sinks"):
                 weight.normal_()

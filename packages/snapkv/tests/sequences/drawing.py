@@ -1,13 +1,17 @@
 """Sequences are drawn here: the same one for the same seed and number."""
 
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
 
+from transformers import DynamicCache
+
 import snapkv as kv
+from snapkv.hf.build import grows
 from snapkv.policies import EvictingPolicy, Policy, PrefixPolicy
 from snapkv.storage.coded import KVCodes
-from tests.families import KINDS
+from tests.families import KINDS, small_config
 from tests.gates import drawn_gate
 from tests.sequences import operations as do
 
@@ -65,10 +69,12 @@ def _scoring(draw: Draw) -> PrefixPolicy:
     )()
 
 
+@functools.cache
 def _sizes(model: str) -> tuple[int, int]:
     """Layers that are compressed, and KV heads of each."""
-    layers = 2 if model == "latent" or "layer_types" in KINDS[model][2] else 3
-    return layers, 1 if model == "latent" else 2
+    config = small_config(model)
+    heads = 1 if getattr(config, "kv_lora_rank", None) else config.num_key_value_heads
+    return sum(map(grows, DynamicCache(config=config).layers)), heads
 
 
 def _duo(draw: Draw, model: str) -> kv.DuoAttention:
@@ -79,6 +85,19 @@ def _duo(draw: Draw, model: str) -> kv.DuoAttention:
     )
 
 
+_INDEXED: list[Callable[[Draw], Policy]] = [
+    *[lambda draw: kv.IndexerScores(**_limits(draw))] * 4,
+    lambda draw: kv.IndexerEviction(
+        draw.choice([8, 16, 24]), recent_tokens=draw.choice([1, 2, 4, 6])
+    ),
+    lambda draw: kv.PromptThenDecode(
+        prompt=kv.IndexerScores(16, window_size=4),
+        decode=kv.IndexerEviction(20, recent_tokens=draw.choice([2, 4])),
+    ),
+    lambda draw: kv.ScoreThreshold(kv.IndexerScores(**_limits(draw)), at_least=0.1),
+    lambda draw: kv.AdaKV(kv.IndexerScores(**_limits(draw))),
+    lambda draw: kv.CriticalKV(kv.IndexerScores(**_limits(draw))),
+]
 _PREFIX: list[Callable[[Draw], Policy]] = [
     *[_voting] * 6,
     lambda draw: kv.SnapKV(group_reduce="none", **_limits(draw)),
@@ -116,6 +135,8 @@ def _limited(draw: Draw) -> kv.SnapKV:
 
 def _policy(draw: Draw, model: str) -> Policy:
     chance = draw.random()
+    if chance < 0.6 and "indexed" in model:
+        return draw.choice(_INDEXED)(draw)
     if chance < 0.04:
         return _duo(draw, model)
     if chance < 0.06:

@@ -30,7 +30,7 @@ from snapkv.prefill import chunked, layer_by_layer
 from snapkv.storage.auto import AutoCodes
 from snapkv.storage.coded import KVCodes
 from tests.families import small_model
-from tests.oracle import hidden_columns, masked_pass, unwrapped
+from tests.oracle import hidden_columns, masked_judge, masked_pass
 from tests.sequences.operations import Sequence
 
 CHANGES = ("crop", "spans", "protect")
@@ -46,9 +46,7 @@ CLOSE_IN_GROUPS = {"int8": CLOSE, "fp8": 1e-2, "int4": 1e-2}
 @functools.cache
 def judge_of(kind: str) -> PreTrainedModel:
     """A copy of that model that has nothing to do with the library, and hides what it is told."""
-    reference = unwrapped(small_model(kind), "eager")
-    reference.set_attn_implementation("masked_oracle")
-    return reference
+    return masked_judge(small_model(kind))
 
 
 class WrongError(Exception):

@@ -258,9 +258,9 @@ class Game:
 
     def _at_least(self, tokens: int) -> int:
         """Two of a row's pads at once in linear layers: transformers masks no single one there."""
-        has_states = (
-            self.sequence.model in ("linear", "hybrid") and self.state.seen < self.state.pads.max()
-        )
+        layers, pads = self.state.cache.layers, self.state.pads
+        has_states = any(hasattr(each, "conv_states") for each in layers)
+        has_states = has_states and bool(self.state.seen < pads.max())
         return max(tokens, 2) if has_states else tokens
 
     def _draw(self, tokens: int) -> Tensor:
@@ -462,7 +462,7 @@ def _same(one: list[tuple[int, Tensor]], other: list[tuple[int, Tensor]]) -> boo
 
 def _take_rows(layer: Any, order: Tensor) -> None:
     """The rows of one of transformers' own layers in another order."""
-    for name in ("keys", "values", "conv_states", "recurrent_states"):
+    for name in ("keys", "values", "indexer_keys", "conv_states", "recurrent_states"):
         held = getattr(layer, name, None)
         if isinstance(held, Tensor) and held.ndim > 1:
             setattr(layer, name, held[order])
