@@ -3,6 +3,8 @@
 import copy
 import functools
 import math
+from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 import torch
@@ -13,12 +15,14 @@ from snapkv.ops import ScoreOptions
 from snapkv.plan.footprint import footprint_of_loaded
 from snapkv.policies import (
     ByteBudget,
+    CriticalKV,
     IndexerEviction,
     IndexerScores,
     KeyDiff,
     PromptLayer,
     PromptThenDecode,
     PyramidKV,
+    ScoreThreshold,
 )
 from snapkv.prefill import layer_by_layer
 from tests.matrix.shrinking import tiny
@@ -271,14 +275,18 @@ def test_memory_is_freed_of_latents_and_indexer_keys_alike():
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_eviction_while_generating_equals_the_oracle_step_by_step(family, policy):
-    model, tokens = made(family), ids(2, PROMPT)
+    """The last row evicts only when it has as many tokens as the others."""
+    model, pads = made(family), (0, 7, 30)
+    tokens, mask = padded(3, PROMPT, pads)
     cache, oracle = CompressedCache(model, policy), Oracle(model)
-    read(model, cache, tokens)
-    read(oracle.model, oracle.cache, tokens)
+    read(model, cache, tokens, mask)
+    read(oracle.model, oracle.cache, tokens, mask)
     for step in range(8):
-        oracle.hide_all_but(cache, PROMPT + step)
-        new = ids(2, 1, seed=step + 1)
-        ours, theirs = read(model, cache, new), read(oracle.model, oracle.cache, new)
+        oracle.hide_all_but(cache, PROMPT + step, pads)
+        new, mask = ids(3, 1, seed=step + 1), torch.nn.functional.pad(mask, (0, 1), value=1)
+        ours, theirs = (
+            read(of, its, new, mask) for of, its in ((model, cache), (oracle.model, oracle.cache))
+        )
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     assert {layer.store.slots for layer in cache.layers} == {policy.max_decode_tokens}
 
@@ -300,26 +308,38 @@ def test_two_turns_a_file_and_a_crop_go_on_as_the_cache_itself(options, tmp_path
     assert torch.equal(read(model, branch, ids(1, 1, seed=4)), expected)
 
 
-SHARES = ["33%", "62%", "99%", "100%"]
+@pytest.mark.parametrize("pads", [(0, 0), (0, 7), (0, 20)], ids=str)
+@pytest.mark.parametrize("budget", ["33%", "62%", "99%", "100%", "4001B", "8000B", "11111B"])
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa that shares"])
+def test_bytes_are_those_of_all_layers_and_rows_go_on_as_the_oracle(family, budget, pads):
+    """Layers keep as many tokens each, rows other numbers of them; one more would be too many."""
+    model, budget = made(family), ByteBudget.read(budget)
+    cache, oracle = CompressedCache(model, replace(POLICY, budget=budget)), Oracle(made(family))
+    tokens, mask = padded(2, PROMPT, pads)
+    read(model, cache, tokens, mask)
+    read(oracle.model, oracle.cache, tokens, mask)
+    (slots,) = {layer.store.slots for layer in cache.layers}
+    one = sum(layer.held_bytes for layer in cache.layers) // (2 * slots)
+    for row, own in enumerate(PROMPT - count for count in pads):
+        given = budget.bytes or int(Fraction(str(budget.share)) * own * one)
+        kept = {int((cache.kept_positions(index)[row, 0] >= 0).sum()) for index in range(3)}
+        assert kept == {min(own, given // one)}
+    for step in range(2):
+        oracle.hide_all_but(cache, PROMPT + step, pads)
+        new, mask = ids(2, 1, seed=step + 1), torch.nn.functional.pad(mask, (0, 1), value=1)
+        ours, theirs = (
+            read(of, its, new, mask) for of, its in ((model, cache), (oracle.model, oracle.cache))
+        )
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("family", "budget"),
-    [
-        *(("deepseek_v32", budget) for budget in [*SHARES, "4001", "8000", "11111"]),
-        *(("glm_moe_dsa that shares", budget) for budget in SHARES),
-    ],
-)
-def test_layers_keep_as_many_of_a_share_or_of_bytes_and_go_on(family, budget):
-    model, is_share = made(family), budget.endswith("%")
-    bytes_or_share = budget if is_share else ByteBudget(bytes=int(budget))
-    cache = CompressedCache(model, IndexerScores(bytes_or_share, window_size=WINDOW))
+@pytest.mark.parametrize("make", [KeyDiff, SnapKV])
+def test_bytes_with_methods_that_ask_no_indexer(make):
+    model = made(topk=PROMPT + 5)
+    cache = CompressedCache(model, make("4001B", window_size=WINDOW))
     read(model, cache, ids(1, PROMPT))
-    report = cache.report()
-    most = report.full_bytes * int(budget[:-1]) // 100 if is_share else int(budget)
-    assert report.held_bytes <= most
-    assert len({layer.store.slots for layer in cache.layers}) == 1
-    assert read(model, cache, ids(1, 1, seed=1)).isfinite().all()
+    assert {layer.store.slots for layer in cache.layers} == {4001 // (3 * (16 + 8 + 16) * 4)}
+    read(model, cache, ids(1, 1, seed=1))
 
 
 def test_a_file_in_few_bits_is_refused_and_nothing_written(tmp_path):
@@ -400,10 +420,18 @@ def test_what_cannot_be_right_is_refused_by_name():
     read(model, pieces, ids(1, PROMPT - 2))
     with pytest.raises(InvalidArgumentError, match="in one forward pass"):
         read(model, pieces, ids(1, 2))
-    uneven = CompressedCache(made(topk=PROMPT), PyramidKV(BUDGET, window_size=WINDOW))
-    read(made(topk=PROMPT), uneven, ids(1, PROMPT))
-    with pytest.raises(UnsupportedModelError, match="as many tokens of every layer"):
-        read(made(topk=PROMPT), uneven, ids(1, 1))
+    for uneven in (
+        PyramidKV("50%", window_size=WINDOW),
+        SnapKV("auto"),
+        ScoreThreshold(SnapKV(BUDGET, window_size=WINDOW)),
+        CriticalKV(PyramidKV(BUDGET, window_size=WINDOW)),
+    ):
+        with pytest.raises(UnsupportedModelError, match="as many tokens in all layers"):
+            CompressedCache(of_all, uneven)
+    read(model, cache := CompressedCache(model, POLICY), ids(1, PROMPT))
+    with pytest.raises(InvalidArgumentError, match="all layers hold as many"):
+        cache.drop([(3, 8)])
+    read(model, cache, ids(1, 1))
 
 
 def test_a_plan_counts_latents_and_indexer_keys():

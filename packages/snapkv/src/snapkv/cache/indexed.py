@@ -57,6 +57,13 @@ class IndexedLayer(CompressedLayer):
         keys, values = super().update(key_states, beside, *args, **kwargs)
         return keys, values[..., :width]
 
+    def shown(self, real: Tensor) -> Tensor:
+        """Without what the first slots hold in place of tokens: the indexer goes by this mask."""
+        if self.slots.kept is None or self.slots.fillers is None or self.recall_due:
+            return real
+        first = self.slots.gone + self.slots.dropped + self.slots.fillers[:, None]
+        return real & (torch.arange(real.shape[1], device=real.device) >= first)
+
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Store the (B, N, D) keys of the tokens that came last; returns all, (B, S, D)."""
         if indexer_key_states.shape[-1] != self.index_dim:

@@ -94,14 +94,15 @@ class PaddingWatch:
             return visible
         total = layer.seen_tokens + new_tokens
         known = layer.slots.visible_columns(layer.store, total)
+        shown = layer.shown(known)
         if visible is None:
-            return known
+            return shown
         if len(visible) != len(known):
             return visible
         visible = _whole(visible, total)[:, :total]
         _, offset = layer.get_mask_sizes(new_tokens)
         rows = (known & ~visible).any(dim=-1).sum()
-        hidden_rows, hides_nothing = torch.stack([rows, known[:, offset:].all()]).tolist()
+        hidden_rows, hides_nothing = torch.stack([rows, shown[:, offset:].all()]).tolist()
         if hidden_rows:
             raise UnsupportedModelError(
                 f"attention_mask: expected no padding after a row's first token, since a row is "
@@ -109,7 +110,7 @@ class PaddingWatch:
                 "an answer shorter than others of the batch); give each conversation a cache of "
                 "its own"
             )
-        return None if hides_nothing else known  # a pad stays one
+        return None if hides_nothing else shown  # a pad stays one
 
     def has_own_mask(self, layer: CompressedLayer) -> bool:
         """Whether a mask that comes with the pass the layer has just read is the user's own."""

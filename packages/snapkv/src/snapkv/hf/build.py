@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -93,6 +94,10 @@ def layers_for(
     for identity, own in zip(_identities(model, policy, readers), made, strict=True):
         index = identity.layer_idx
         if index in indexers:
+            assert isinstance(own, Dynamic)
+            dims = [each["index_dim"] for each in indexers.values()]
+            more = tuple(dim - indexers[index]["index_dim"] for dim in dims)
+            own = replace(own, together=more)
             layers[index] = IndexedLayer(
                 policy, identity, own, **indexers[index], note=forward_context.note_index
             )
@@ -117,6 +122,12 @@ def _require_scores(name: str, policy: Policy, indexers: dict[int, Any]) -> None
         raise UnsupportedModelError(
             f"policy: expected a model of indexed attention, such as DeepSeek-V3.2, for "
             f"{policy.name}, got {name}; use SnapKV"
+        )
+    if indexers and not policy.layers_alike:
+        raise UnsupportedModelError(
+            f"policy: expected one that keeps as many tokens in all layers where an indexer "
+            f"chooses among them, since all layers share one mask, got {policy!r} for {name}; use "
+            "IndexerScores with a number of tokens or bytes"
         )
     drops = not isinstance(policy, FullCache)
     if drops and not by_scores and any(index != each["leader"] for index, each in indexers.items()):

@@ -33,6 +33,7 @@ from snapkv.cache.spans import (
     require_choosable,
     require_compressible,
     require_droppable,
+    require_one_mask,
     require_protectable,
     require_room_in_turns,
     require_turns_can_follow,
@@ -233,12 +234,11 @@ class CompressedCache(Cache):
             return
         layers = self.reading.layers
         alike = len({(each.store.slots, each.recall_due) for each in layers}) == 1
-        ragged = any(each.store.ragged is not None for each in layers)
-        if not alike or ragged or any(each.slots.needs_own_mask for each in layers):
+        if not alike or any(each.store.ragged is not None for each in layers):
             raise UnsupportedModelError(
-                "policy: expected as many tokens of every layer and row where an indexer chooses "
-                f"among them, since all layers share one mask, got {self.policy!r} that kept other "
-                "numbers; use a budget that is a number of tokens, and one conversation a cache"
+                "policy: expected as many tokens of every layer where an indexer chooses among "
+                f"them, since all layers share one mask, got {self.policy!r} that kept other "
+                "numbers; use IndexerScores"
             )
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -427,12 +427,14 @@ class CompressedCache(Cache):
             InvalidArgumentError: a span that is reversed, protected or reaches beyond what was
                 seen, nothing that would be left, a prompt that is still coming in, or options that
                 cannot follow (methods that evict while generating or ask where tokens stand, static
-                storage, `fair`). Nothing has changed then.
+                storage, `fair`), or layers of indexed attention that would hold other numbers of
+                tokens. Nothing has changed then.
             InvalidTypeError: something else than spans.
         """
         rows, layers = self._rows_of(spans, "drop"), self.reading.layers
         require_droppable(layers, rows)
-        require_turns_can_follow(layers, lambda layer: layer.slots_without(rows))
+        for require in (require_turns_can_follow, require_one_mask):
+            require(layers, lambda layer: layer.slots_without(rows))
         if any(own.parts for own in rows):
             with self.reading.attending():
                 for layer in layers:

@@ -74,6 +74,14 @@ class Policy(ABC):
         return None
 
     @property
+    def layers_alike(self) -> bool:
+        """Whether all layers whose heads share one set keep as many tokens of a row.
+
+        Its length alone tells then how many.
+        """
+        return False
+
+    @property
     def draft_tokens(self) -> int:
         """How many generated tokens vote on the prompt before it is chosen from for good."""
         return 0
@@ -245,6 +253,11 @@ class PrefixPolicy(Policy):
     def most_tokens(self) -> int | None:
         """The budget."""
         return self.limit.most_tokens
+
+    @property
+    def layers_alike(self) -> bool:
+        """Unless the votes choose how many."""
+        return not isinstance(self.budget, AutoBudget)
 
     @abstractmethod
     def score(self, layer: PromptLayer) -> Tensor:

@@ -104,8 +104,8 @@ class ByteBudget:
 
     All of them count: codes with their scales, and what stays as it came. So with `quantize` the
     same bytes hold more tokens. Tokens behind the prompt come on top, as with a budget of tokens.
-    Every compressed layer gets the same bytes; what would be left over goes to the first ones, or,
-    where an indexer's scores choose, to none: its layers share one mask.
+    Every compressed layer gets the same bytes; what would be left over goes to the first ones.
+    Where an indexer chooses, all layers keep as many tokens, since they share one mask.
 
     Args:
         share: of the bytes that the row's own prompt takes in these layers of the full cache, in
@@ -159,19 +159,20 @@ class ByteBudget:
                 f"{self!r}; pass a number"
             )
         cost = layer.token_cost(min(layer.row_lengths))
-        least, layers = max(least_tokens, cost.exact_tokens), layer.num_layers
-        depth = layer.depth if layer.index_scores is None else layers - 1  # all as the last
+        least = max(least_tokens, cost.exact_tokens)
         return [
-            self.tokens(cost, tokens, min(least, tokens), depth, layers)
+            self.tokens(cost, tokens, min(least, tokens), layer.depth, layer.num_layers)
             for tokens in layer.row_lengths
         ]
 
     def tokens(self, cost: TokenCost, own: int, least: int, depth: int, layers: int) -> int:
-        """Tokens of a row of `own` that fit into one of so many layers alike, or more than it has.
+        """Tokens of a row of `own` that fit into one of so many layers, or more than it has.
 
         Raises:
             BudgetTooSmallError: fewer than `least`.
         """
+        if cost.together:
+            depth, layers = 0, 1
         full = cost.full_bytes * own * layers
         given = self.bytes if self.share is None else int(Fraction(str(self.share)) * full)
         assert given is not None

@@ -81,6 +81,11 @@ class ScoreThreshold(AroundScores):
         """The lowest score that is kept: `at_least`, or what goes for votes."""
         return AutoBudget.lost_vote if self.at_least is None else float(self.at_least)
 
+    @property
+    def layers_alike(self) -> bool:
+        """Never: the scores choose how many."""
+        return False
+
     def select(self, layer: PromptLayer) -> Selection | None:
         """Keep the window in every head, and of the prefix what scores highly enough."""
         self.require_room(layer)
