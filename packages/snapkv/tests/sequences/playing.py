@@ -172,7 +172,7 @@ class Game:
             tokens = min(tokens, state.turn.end - state.seen)
         elif not state.seen:
             tokens = max(tokens, int(state.pads.max()) + 1)
-        ids, start = self._draw(self._at_least(tokens)), state.seen
+        ids, start = self._draw(tokens), state.seen
         stop = start + ids.shape[1]
         hidden = self.judge.hidden(state)
 
@@ -221,7 +221,7 @@ class Game:
         ids = torch.cat([state.ids, self._draw(end - start)], dim=1)
         watched = _Watch(lambda: self.judge.hidden(state, after=end))
         hidden = self.judge.hidden(state, in_turn=True)
-        piece = self._at_least(turn.piece) if turn.piece else 0
+        piece = turn.piece
         options = {"prefill_chunk_size": piece} if piece else {}
         output = self._unless_refused(
             lambda: self.model.generate(
@@ -255,13 +255,6 @@ class Game:
             state.done.append(Part("step", end + number, state.seen, state.ids[:, end + number :]))
             state.logits = logits[:, None]
             self.judge.judge(state, keeps=number + 1 == last)
-
-    def _at_least(self, tokens: int) -> int:
-        """Two of a row's pads at once in linear layers: transformers masks no single one there."""
-        layers, pads = self.state.cache.layers, self.state.pads
-        has_states = any(hasattr(each, "conv_states") for each in layers)
-        has_states = has_states and bool(self.state.seen < pads.max())
-        return max(tokens, 2) if has_states else tokens
 
     def _draw(self, tokens: int) -> Tensor:
         self.drawn += 1

@@ -79,8 +79,14 @@ class PaddingWatch:
     The last mask was made for a pass by whose end `masked_to` tokens have been seen.
     """
 
-    def __init__(self, layers: Sequence[CompressedLayer], masked_to: int | None = None) -> None:
-        self.layers, self.masked_to = layers, masked_to
+    def __init__(
+        self,
+        layers: Sequence[CompressedLayer],
+        masked_to: int | None = None,
+        *,
+        has_states: bool = False,
+    ) -> None:
+        self.layers, self.masked_to, self.has_states = layers, masked_to, has_states
 
     def expect(self, visible: Tensor | None, new_tokens: int) -> Tensor | None:
         """(B, tokens seen + new) bool, which are no pads, to make masks of; None for all.
@@ -90,6 +96,8 @@ class PaddingWatch:
         layer = self.layers[0]
         if not layer.storage.is_compileable:
             self.masked_to = layer.seen_tokens + new_tokens
+        if new_tokens == 1 and visible is not None:
+            self.require_token(visible[:, : layer.seen_tokens + 1][:, -1])
         if not layer.slots.chosen_at or (visible is None and layer.slots.pads is None):
             return visible
         total = layer.seen_tokens + new_tokens
@@ -112,12 +120,22 @@ class PaddingWatch:
             )
         return None if hides_nothing else shown  # a pad stays one
 
+    def require_token(self, visible: Tensor | None) -> None:
+        """Refuse a pad that is read alone into a state, which transformers does not hide there."""
+        in_first = self.has_states and not self.layers[0].slots.chosen_at
+        if in_first and visible is not None and not bool(visible.all()):
+            raise UnsupportedModelError(
+                "attention_mask: expected several tokens at once where a row has padding and "
+                "layers carry a state, which hides none of a single one, got one; read the "
+                "prompt in larger pieces"
+            )
+
     def has_own_mask(self, layer: CompressedLayer) -> bool:
         """Whether a mask that comes with the pass the layer has just read is the user's own."""
         return self.masked_to != layer.seen_tokens
 
     def of(self, layers: Sequence[CompressedLayer]) -> "PaddingWatch":
-        return PaddingWatch(layers, self.masked_to)
+        return PaddingWatch(layers, self.masked_to, has_states=self.has_states)
 
 
 def _whole(visible: Tensor, total: int) -> Tensor:
@@ -293,15 +311,35 @@ class Reading:
     def end_by(self, seen_tokens: int) -> int:
         """Where the prompt ends; without an announcement, with the pass that has seen so many."""
         if self.prompt_end is None:
-            if self.verifies_drafts:
-                raise CacheMismatchError(
-                    "past_key_values: expected to know where the prompt ends before drafts are "
-                    "verified, got a first forward pass that may hold drafts; make the cache "
-                    "before the line that calls model.generate, or call "
-                    "cache.expect_prompt(prompt_tokens)"
-                )
+            self.require_end()
             self.turn_start, self.prompt_end = self.seen_tokens, seen_tokens
         return self.prompt_end
+
+    def require_end(self) -> None:
+        """Refuse to verify drafts before it is known where the prompt ends."""
+        if self.prompt_end is None and self.verifies_drafts:
+            raise CacheMismatchError(
+                "past_key_values: expected to know where the prompt ends before drafts are "
+                "verified, got a first forward pass that may hold drafts; make the cache "
+                "before the line that calls model.generate, or call "
+                "cache.expect_prompt(prompt_tokens)"
+            )
+
+    def require_window(self, new_tokens: int, end: int | None, of: int | None = None) -> None:
+        """Refuse the end of a prompt whose window an indexer would have scored in pieces.
+
+        The pass of so many tokens is the next one, or the last one `of` so many to come.
+        """
+        if "index_scores" not in self.policy.needs or end is None:
+            return
+        start = self.turn_start if self.is_announced or of is None else self.seen_tokens
+        wanted = min(self.policy.query_tokens, end - start)
+        ends = self.seen_tokens < end <= self.seen_tokens + (of or new_tokens)
+        if ends and new_tokens < wanted:
+            raise InvalidArgumentError(
+                f"policy: expected the last {wanted} tokens of a prompt in one forward pass for "
+                f"{self.policy.name}, whose scores are of one, got {new_tokens}; read them together"
+            )
 
     def expect_prompt(self, prompt_tokens: int) -> None:
         """Announce that the prompt ends after that many tokens; see `CompressedCache`."""
@@ -394,19 +432,22 @@ class Reading:
         if self.looks_at_tokens:
             self.coming_ids = (self.seen_tokens, token_ids)
 
-    def require_ids(self, rows: int, tokens: int) -> None:
-        """Refuse tokens whose ids were not announced, where the policy looks at them."""
+    def require_ids(self, tokens: int, rows: int | None) -> None:
+        """Refuse tokens whose ids were not announced, where the policy looks at them.
+
+        `rows` is None where it is not known yet how many there are.
+        """
         if not self.looks_at_tokens:
             return
         begin, ids = self.coming_ids or (None, None)
         if ids is None or begin != self.seen_tokens:
             told = "none"
-        elif ids.shape != (rows, tokens):
+        elif ids.shape != (len(ids) if rows is None else rows, tokens):
             told = f"those of {tuple(ids.shape)}"
         else:
             return
         raise CacheMismatchError(
-            f"token_ids: expected the ids of the next {rows} x {tokens} tokens, since "
+            f"token_ids: expected the ids of the next {rows or 'rows'} x {tokens} tokens, since "
             f"{self.policy.name} looks at tokens, got {told}; call cache.expect_tokens(input_ids) "
             "before model(input_ids, ...), or use model.generate"
         )

@@ -8,7 +8,7 @@ embedding, query norm and scaling: exactly what attention saw.
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -157,7 +157,6 @@ def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
     call = fitting(call, layer)
     read = call.before(drafts)
     own, slots = read.query.shape[2], read.key.shape[2]
-    _require_window(layer, context)
     pads = leading_pads(call.mask, own - 1, slots, layer.policy.query_tokens)
     prompt = _prompt_layer(read, layer, pads)
     if context.reading.narrowing is not None:
@@ -177,8 +176,6 @@ def _read_turn(call: AttentionCall, context: ForwardContext) -> Attended:
     """A later prompt is read over what was kept; rows that fitted until now choose at its end."""
     layer, drafts = context.layer, context.drafts
     attended = attend_stored(call, layer)
-    if drafts == 0:
-        _require_window(layer, context)
     if drafts <= 0:
         _choose_for_whole_rows(call, layer, is_end=drafts == 0)
     if drafts >= 0:
@@ -195,7 +192,6 @@ def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
     layer, drafts = context.layer, context.drafts
     read = call.before(drafts)
     attended = attend_stored(read, layer, rebuild_mask=drafts > 0, drafts=drafts)
-    _require_window(layer, context)
     prompt = _prompt_layer(read, layer, layer.slots.fillers)
     choice = layer.choose(prompt)
     if choice.selection is not None:
@@ -400,19 +396,6 @@ def _index_scores(layer: CompressedLayer, slots: int) -> Tensor | None:
     return None if found is None else found.to(layer.keys.device)
 
 
-def _require_window(layer: CompressedLayer, context: ForwardContext) -> None:
-    """Refuse the end of a prompt whose window an indexer has scored in pieces."""
-    if "index_scores" not in layer.policy.needs:
-        return
-    wanted = min(layer.policy.query_tokens, context.turn_tokens)
-    if context.new_tokens < wanted:
-        raise InvalidArgumentError(
-            f"policy: expected the last {wanted} tokens of a prompt in one forward pass for "
-            f"{layer.policy.name}, whose scores are of one, got {context.new_tokens}; read them "
-            "together"
-        )
-
-
 def _prompt_layer(call: AttentionCall, layer: CompressedLayer, pads: Tensor | None) -> PromptLayer:
     """The states of a layer at the end of the prompt, or of a part of it, for the policy."""
     options, ids, slots = call.options, layer.notes.token_ids, call.key.shape[2]
@@ -489,21 +472,9 @@ def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
                 "which rearranges them after the cache; heads that keep different tokens would be "
                 "mixed, so it cannot be compressed"
             )
-        layers = context.reading.layers
-        in_codes = [each.storage for each in layers if not each.storage.holds_as_it_came]
         ends = context.phase in (Phase.END_PROMPT, Phase.END_TURN)
-        for option, is_asked, remedy in (
-            ("group_reduce", context.layer.policy.parts_groups, "leave it at 'mean'"),
-            ("refresh_every", turns is not None and turns.refresh_every, "leave it out"),
-            ("recall", pages, "pass recall='host'"),
-            ("quantize", any(not own.decodes for own in in_codes), "leave it out"),
-            ("quantize", in_codes and ends and context.drafts > 0, "generate without drafts"),
-        ):
-            if is_asked:
-                return UnsupportedModelError(
-                    f"{option}: expected attention to the keys as they are stored, got the latent "
-                    f"attention of {name}, whose heads share one; {remedy}"
-                )
+        if refusal := latent_refusal(context.reading.layers, name, ends and context.drafts > 0):
+            return refusal
     if isinstance(context.layer, IndexedLayer):
         return _indexed_refusal(call, context, context.layer)
     own_4d = context.has_own_mask and getattr(call.mask, "ndim", 0) == 4
@@ -513,6 +484,27 @@ def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
             "whose pages have no columns in a 4-D one, got a 4-D one; pass (batch, tokens) zeros "
             "and ones"
         )
+    return None
+
+
+def latent_refusal(
+    layers: Sequence[CompressedLayer], name: str, drafts: bool = False
+) -> UnsupportedModelError | None:
+    """Why latent attention cannot do what its layers are to do; None where it can."""
+    turns = layers[0].turns
+    in_codes = [each.storage for each in layers if not each.storage.holds_as_it_came]
+    for option, is_asked, remedy in (
+        ("group_reduce", layers[0].policy.parts_groups, "leave it at 'mean'"),
+        ("refresh_every", turns is not None and turns.refresh_every, "leave it out"),
+        ("recall", turns is not None and turns.pages, "pass recall='host'"),
+        ("quantize", any(not own.decodes for own in in_codes), "leave it out"),
+        ("quantize", in_codes and drafts, "generate without drafts"),
+    ):
+        if is_asked:
+            return UnsupportedModelError(
+                f"{option}: expected attention to the keys as they are stored, got the latent "
+                f"attention of {name}, whose heads share one; {remedy}"
+            )
     return None
 
 

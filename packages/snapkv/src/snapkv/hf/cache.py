@@ -47,11 +47,13 @@ from snapkv.errors import (
     UnsupportedModelError,
 )
 from snapkv.hf import forward_context, saved
+from snapkv.hf.attention import latent_refusal
 from snapkv.hf.build import layers_for, storage_for
 from snapkv.hf.drafting import vote_by_draft
 from snapkv.hf.fidelity import VoteCheck
 from snapkv.hf.install import use
 from snapkv.hf.known_gates import with_known
+from snapkv.hf.model_parts import forgets_states, shares_latent
 from snapkv.hf.slot_scores import score_options, slot_scores
 from snapkv.policies import EvictingPolicy, Policy, default_policy
 from snapkv.policies.spans import Spans
@@ -146,6 +148,9 @@ class CompressedCache(Cache):
         compressed = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
         later.apply(compressed, policy)
         apply_spans(spans, compressed, policy)
+        has_states = any(hasattr(layer, "conv_states") for layer in self.layers)
+        if has_states and shares_latent(model):  # before a state has gone on
+            _require(latent_refusal(compressed, type(model).__name__))
         self._spans = spans
         self._use = use(model)
         self.policy = policy
@@ -154,7 +159,8 @@ class CompressedCache(Cache):
         self.options: dict[str, Any] = made | vars(later) | described(spans)
         room = room_tokens if storage == "static" else None
         self.reading = Reading(layers=compressed, room_tokens=room)
-        self._padding = PaddingWatch(compressed)
+        self._forgets_states = has_states and forgets_states(model)
+        self._padding = PaddingWatch(compressed, has_states=has_states)
         self._check = VoteCheck()
 
     # What transformers asks of a cache.
@@ -165,9 +171,8 @@ class CompressedCache(Cache):
         """Append the new tokens of one layer; returns all its stored keys and values."""
         layer, new_tokens = self.layers[layer_idx], key_states.shape[-2]
         if layer_idx <= self._first:
-            self.reading.require_decided()
-            self._require_coming(layer_idx, *key_states.shape[::2])
-            self._require_one_mask(layer)
+            self._require_coming(new_tokens, rows=len(key_states))
+            self._require_whole_layers(layer)
         if not isinstance(layer, CompressedLayer):
             keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             uncompressed.let_go_of_the_past(layer, new_tokens)
@@ -201,16 +206,44 @@ class CompressedCache(Cache):
         """Index of the first compressed layer."""
         return self.reading.layers[0].identity.layer_idx
 
-    def _require_coming(self, layer_idx: int, rows: int, new_tokens: int) -> None:
-        """Refuse tokens that cannot be read, before any layer has stored them."""
-        self.reading.require_ids(rows, new_tokens)
+    def _require_coming(self, new_tokens: int, rows: int | None = None) -> None:
+        """Refuse tokens that cannot be read, before any layer has changed.
+
+        So it is asked when their mask is made; what made one itself is asked by its first layer.
+        """
+        reading = self.reading
+        reading.require_decided()
+        reading.require_ids(new_tokens, rows)
         if torch.compiler.is_compiling():
             return
-        if self.reading.prompt_end is None:
-            self.reading.require_queries(self.reading.seen_tokens + new_tokens)
-        broken = self._check.doubts or self.reading.is_broken or not self._use.is_in_place
-        if layer_idx == self._first and broken:
+        reading.require_end()
+        reading.require_window(new_tokens, reading.prompt_end)
+        if reading.prompt_end is None:
+            reading.require_queries(reading.seen_tokens + new_tokens)
+        if self._check.doubts or reading.is_broken or not self._use.is_in_place:
             raise _interrupted()
+        if reading.seen_tokens:
+            self._require_states(new_tokens)
+        self._require_one_mask()
+
+    def require_pieces(self, prompt_end: int, piece_tokens: int, visible: Tensor | None) -> None:
+        """Refuse a prompt in such pieces before the first one is read; `visible` as its mask."""
+        left = prompt_end - self.reading.seen_tokens
+        if left <= piece_tokens:
+            return
+        self._require_states(min(piece_tokens, left - piece_tokens))
+        self.reading.require_window(left % piece_tokens or piece_tokens, prompt_end, of=left)
+        if piece_tokens == 1:
+            self._padding.require_token(visible)
+
+    def _require_states(self, new_tokens: int) -> None:
+        """Refuse several tokens behind others where the model's states would begin anew."""
+        if new_tokens > 1 and self._forgets_states:
+            raise UnsupportedModelError(
+                f"model: expected layers whose state goes on when several tokens come at once, "
+                f"got {type(self.model).__name__}, whose own code forgets it; read the whole text "
+                "in one forward pass, or go on by one token at a time"
+            )
 
     def _require_finished_forward(self, layer: CompressedLayer, new_tokens: int) -> None:
         """Refuse to go on after a forward pass that did not reach every layer's attention."""
@@ -221,18 +254,19 @@ class CompressedCache(Cache):
         if forward_context.leave(self.reading) or uneven:
             raise _interrupted()
 
-    def _require_one_mask(self, layer: CompressedLayer) -> None:
-        """Refuse layers of indexed attention that no longer share one mask, which it goes by."""
-        if not isinstance(layer, IndexedLayer):
-            return
-        if self.reading.is_piecewise:
+    def _require_whole_layers(self, layer: Any) -> None:
+        """Refuse to read layers of indexed attention in pieces: their indexer goes by the mask."""
+        if isinstance(layer, IndexedLayer) and self.reading.is_piecewise:
             raise UnsupportedModelError(
                 "prefill: expected attention whose mask does not go by an indexer where a prompt "
                 "is read layer by layer, got indexed attention; read it in one pass"
             )
-        if not layer.is_initialized:
-            return
+
+    def _require_one_mask(self) -> None:
+        """Refuse layers of indexed attention that no longer share one mask, which it goes by."""
         layers = self.reading.layers
+        if not (isinstance(layers[0], IndexedLayer) and layers[0].is_initialized):
+            return
         alike = len({(each.store.slots, each.recall_due) for each in layers}) == 1
         if not alike or any(each.store.ragged is not None for each in layers):
             raise UnsupportedModelError(
@@ -368,6 +402,7 @@ class CompressedCache(Cache):
         """(columns, offset) of a mask, which this thread will make next."""
         compressed = isinstance(self.layers[layer_idx], CompressedLayer)
         if compressed and not torch.compiler.is_compiling():
+            self._require_coming(query_length)
             forward_context.enter_padding(self._padding)
         sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
         return sizes
@@ -640,6 +675,11 @@ def _branch(layer: Any) -> Any:
     """A layer that goes on by itself; states that are written over in place are copied."""
     written_over = hasattr(layer, "recurrent_states")
     return copy.deepcopy(layer) if written_over else copy.copy(layer)
+
+
+def _require(refusal: Exception | None) -> None:
+    if refusal is not None:
+        raise refusal
 
 
 def _interrupted() -> CacheMismatchError:

@@ -93,10 +93,11 @@ class ForwardContext:
         return self.layer.seen_tokens - self.prompt_end
 
     def take_back(self) -> None:
-        """Undo the update, whose attention is refused."""
-        seen = self.layer.seen_tokens
-        self.layer.take_back(self.new_tokens)
+        """Undo the update, whose attention is refused; what layers before it did stays done."""
+        layer, seen = self.layer, self.layer.seen_tokens
+        layer.take_back(self.new_tokens)
         self.reading.forget_end_within(seen)
+        self.reading.is_broken = layer.identity.layer_idx > 0 or bool(layer.beside)
 
 
 @dataclass(kw_only=True, eq=False)

@@ -38,6 +38,8 @@ def _generate(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
         )
     end = _prompt_tokens(args, kwargs)
     reading.require_room(end, _new_tokens(model, kwargs, end))
+    if piece := _asked(model, kwargs, "prefill_chunk_size"):
+        cache_among(kwargs).require_pieces(end, piece, kwargs.get("attention_mask"))
     with reading.announced(end) if end else contextlib.nullcontext():
         return own(model, *args, **kwargs)
 
@@ -166,12 +168,16 @@ def _prompt_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 def _new_tokens(model: PreTrainedModel, kwargs: dict[str, Any], prompt_tokens: int) -> int:
     """How many tokens `generate` was told to generate at most; 0 if it was not told."""
-    config = kwargs.get("generation_config") or model.generation_config
-    new_tokens = kwargs.get("max_new_tokens") or getattr(config, "max_new_tokens", None)
-    longest = kwargs.get("max_length") or getattr(config, "max_length", None)
+    new_tokens, longest = (_asked(model, kwargs, f"max_{of}") for of in ("new_tokens", "length"))
     if new_tokens is None and longest is not None:
         new_tokens = max(0, longest - prompt_tokens)
     return new_tokens or 0
+
+
+def _asked(model: PreTrainedModel, kwargs: dict[str, Any], name: str) -> Any:
+    """What `generate` was told by that name, itself or in its configuration; None for nothing."""
+    config = kwargs.get("generation_config") or model.generation_config
+    return kwargs.get(name) or getattr(config, name, None)
 
 
 def _require_plain_prompt(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:

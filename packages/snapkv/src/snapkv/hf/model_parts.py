@@ -7,6 +7,7 @@ attends to itself only, so its keys differ by the rotation and by nothing else.
 
 import contextlib
 import inspect
+import math
 import sys
 import threading
 import weakref
@@ -103,6 +104,39 @@ def indexers_of(model: PreTrainedModel) -> dict[int, dict[str, int]]:
         own = 0 if mode == "shared" else dim
         found[index] = {"index_dim": own, "leader": leader, "most_attended": most}
     return found
+
+
+_forgetting: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+def forgets_states(model: PreTrainedModel) -> bool:
+    """Whether its states begin anew where several tokens come behind others, as Jamba's do.
+
+    Tried out, as rotations are: whether such tokens see a state that is no number.
+    """
+    if model not in _forgetting:
+        on_meta = device_of(model).type == "meta"
+        _forgetting[model] = not on_meta and _begins_anew(model)
+    return _forgetting[model]
+
+
+@torch.no_grad()
+def _begins_anew(model: PreTrainedModel) -> bool:
+    config = model.config.get_text_config(decoder=True)
+    cache = DynamicCache(config=config)
+    ids = torch.full((1, 2), config.vocab_size // 2, device=device_of(model))
+    model(input_ids=ids, **passed(cache), use_cache=True)
+    if (state := _first_state(cache)) is None:
+        return False
+    state.fill_(math.nan)
+    output = model(input_ids=ids, **passed(cache), use_cache=True)
+    return bool(output.logits.isfinite().all())
+
+
+def _first_state(cache: DynamicCache) -> Tensor | None:
+    """The recurrent state of the first layer that has one."""
+    held = (getattr(layer, "recurrent_states", None) or {} for layer in cache.layers)
+    return next((state for each in held for state in each.values() if state is not None), None)
 
 
 def _find_rotations(model: PreTrainedModel, layers: Sequence[int]) -> dict[int, Rotation]:
