@@ -222,7 +222,7 @@ class CompressedCache(Cache):
             reading.require_queries(reading.seen_tokens + new_tokens)
         if self._check.doubts or reading.is_broken or not self._use.is_in_place:
             raise _interrupted()
-        if reading.seen_tokens:
+        if reading.seen_tokens and not reading.is_piecewise:
             self._require_states(new_tokens)
         self._require_one_mask()
 

@@ -88,6 +88,7 @@ def _read(
         earlier["logits_to_keep"] = 1  # nobody sees them
     seen, window = cache.get_seq_length(), _voting_tokens(cache)
     prompt_end = cache.reading.end_by(seen + tokens) - seen  # drafts may stand behind it
+    cache.require_pieces(seen + prompt_end, chunk_tokens, kwargs.get("attention_mask"))
     every = torch.arange(tokens, device=_prompt(kwargs).device)
     last = every[:prompt_end][-window:]
     ends = _ends(min(tokens, prompt_end), chunk_tokens, cache.policy.query_tokens)
