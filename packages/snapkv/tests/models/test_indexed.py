@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
 
-from snapkv import CompressedCache, InvalidArgumentError, SnapKV, UnsupportedModelError
+from snapkv import CompressedCache, InvalidArgumentError, SnapKV, SnapKVError, UnsupportedModelError
 from snapkv.ops import ScoreOptions
 from snapkv.plan.footprint import footprint_of_loaded
 from snapkv.policies import (
@@ -25,6 +25,7 @@ from snapkv.policies import (
     ScoreThreshold,
 )
 from snapkv.prefill import layer_by_layer
+from tests.cache.methods import METHODS
 from tests.matrix.shrinking import tiny
 
 pytest.importorskip(
@@ -389,6 +390,24 @@ def test_votes_work_where_a_query_sees_all_and_are_refused_beyond():
     with pytest.raises(UnsupportedModelError, match="use IndexerScores"):
         read(long, CompressedCache(long, votes), ids(1, PROMPT))
     read(long, CompressedCache(long, KeyDiff(BUDGET, window_size=WINDOW)), ids(1, PROMPT))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_any_method_is_refused_before_it_drops_anything_or_goes_on_as_the_oracle(name):
+    tokens, mask = padded(2, 90, pads := (0, 9))
+    model, oracle = made(topk=200), Oracle(made(topk=200))
+    try:
+        read(model, cache := CompressedCache(model, METHODS[name]), tokens, mask)
+    except SnapKVError:
+        return
+    read(oracle.model, oracle.cache, tokens, mask)
+    for step in range(4):
+        oracle.hide_all_but(cache, 90 + step, pads)
+        new, mask = ids(2, 1, seed=step + 1), torch.nn.functional.pad(mask, (0, 1), value=1)
+        ours, theirs = (
+            read(of, its, new, mask) for of, its in ((model, cache), (oracle.model, oracle.cache))
+        )
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_what_cannot_be_right_is_refused_by_name():

@@ -12,7 +12,16 @@ from torch._dynamo.utils import counters
 from torch.testing import assert_close
 from transformers import CompileConfig
 
-from snapkv import H2O, AdaKV, CompressedCache, FullCache, InvalidArgumentError, PyramidKV, SnapKV
+from snapkv import (
+    H2O,
+    AdaKV,
+    CompressedCache,
+    FullCache,
+    InvalidArgumentError,
+    PyramidKV,
+    SnapKV,
+    UnsupportedModelError,
+)
 from snapkv.prefill import layer_by_layer
 from tests.families import random_ids, tiny_model
 
@@ -176,3 +185,16 @@ def test_what_is_taken_back_with_recall_is_as_with_dynamic_storage(tokens):
             logits.append(model(more[:, :4], past_key_values=cache).logits)
         assert cache.get_seq_length() == 90 + 9 - tokens + 4
     assert_close(*logits)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns about itself
+def test_a_compiled_model_and_a_cache_that_grows_are_refused():
+    """Before anything is stored."""
+    model = tiny_model("llama")
+    cache = CompressedCache(model, POLICY)
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad(), pytest.raises(UnsupportedModelError, match="torch.compile has not"):
+        compiled(random_ids(1, 60), past_key_values=cache)
+    assert cache.get_seq_length() == 0
+    torch.compiler.reset()

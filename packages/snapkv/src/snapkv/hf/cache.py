@@ -4,7 +4,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -181,6 +181,8 @@ class CompressedCache(Cache):
             if layer_idx == self._first and not torch.compiler.is_compiling():
                 self.reading.tightest.store.room_for(new_tokens)
             return layer.update(key_states, value_states)
+        if torch.compiler.is_compiling():
+            _refuse_compiled()
         reading, new_tokens = self.reading, self.reading.read_by(layer, new_tokens)
         self._require_finished_forward(layer, new_tokens)
         is_open = layer.seen_tokens < reading.end_by(layer.seen_tokens + new_tokens)
@@ -680,6 +682,15 @@ def _branch(layer: Any) -> Any:
 def _require(refusal: Exception | None) -> None:
     if refusal is not None:
         raise refusal
+
+
+@torch.compiler.disable
+def _refuse_compiled() -> NoReturn:
+    raise UnsupportedModelError(
+        "model: expected one that torch.compile has not compiled for a cache that grows, whose "
+        "choices it does not follow, got one that it has; use storage='static', for which generate "
+        "compiles by itself, or pass the model as it was"
+    )
 
 
 def _interrupted() -> CacheMismatchError:

@@ -135,13 +135,13 @@ class Hook:
 class _Current(threading.local):
     """What is left for this thread's next call of a mask function or an attention function."""
 
-    context: ForwardContext | None = None
-    padding: "weakref.ref[PaddingWatch] | None" = None
-    candidates: Candidates | None = None
-    index: tuple[int, Tensor] | None = None  # the layer whose indexer has made these scores
-    hook = Hook()
-
     def __init__(self) -> None:
+        """Each in the instance, where torch.compile looks at it."""
+        self.context: ForwardContext | None = None
+        self.padding: weakref.ref[PaddingWatch] | None = None
+        self.candidates: Candidates | None = None
+        self.index: tuple[int, Tensor] | None = None  # the layer whose indexer made these scores
+        self.hook = Hook()
         self.shared: dict[int, Shared] = {}  # by the place of the keys
 
 

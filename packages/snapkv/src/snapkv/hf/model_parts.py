@@ -67,14 +67,16 @@ class Rotation:
         return self
 
 
-def rotations_of(model: PreTrainedModel, layers: Sequence[int]) -> dict[int, Rotation]:
-    """The rotation of each of these layers.
+def rotations_of(
+    model: PreTrainedModel, layers: Sequence[int], remedy: str = _NO_ROTATION
+) -> dict[int, Rotation]:
+    """The rotation of each of these layers; `remedy` says what else to do where there is none.
 
     A layer without rotary embedding (some layers of Cohere 2 or SmolLM3) gets one that changes
     nothing: its keys know no position, so they are right wherever they stand.
     """
     if model not in _known:
-        _known[model] = _find_rotations(model, layers)
+        _known[model] = _find_rotations(model, layers, remedy)
     return _known[model]
 
 
@@ -139,23 +141,25 @@ def _first_state(cache: DynamicCache) -> Tensor | None:
     return next((state for each in held for state in each.values() if state is not None), None)
 
 
-def _find_rotations(model: PreTrainedModel, layers: Sequence[int]) -> dict[int, Rotation]:
+def _find_rotations(
+    model: PreTrainedModel, layers: Sequence[int], remedy: str
+) -> dict[int, Rotation]:
     config = model.config.get_text_config(decoder=True)
     name = type(model).__name__
     if (kind := length_dependent_rope(config)) is not None:
         raise UnsupportedModelError(
             f"model: expected a rotary embedding that does not depend on the text's length, "
             f"got {name} with rope_type {kind!r}, whose stored keys cannot be moved to another "
-            f"position; {_NO_ROTATION}"
+            f"position; {remedy}"
         )
     if shares_latent(model):
         raise UnsupportedModelError(
             f"model: expected keys that are rotated as they are stored, got {name} with latent "
-            f"attention, which stores a latent; {_NO_ROTATION}"
+            f"attention, which stores a latent; {remedy}"
         )
     first, further = (_lone_keys(model, config, position) for position in (0, _FURTHER))
     return {
-        index: _rotation_between(model, config, index, first[index], further[index])
+        index: _rotation_between(model, config, index, first[index], further[index], remedy)
         for index in layers
     }
 
@@ -179,7 +183,7 @@ def _lone_keys(model: PreTrainedModel, config: Any, position: int) -> list[Any]:
 
 
 def _rotation_between(
-    model: PreTrainedModel, config: Any, index: int, first: Tensor, further: Tensor
+    model: PreTrainedModel, config: Any, index: int, first: Tensor, further: Tensor, remedy: str
 ) -> Rotation:
     for rotation in (Rotation(), *_candidates(model, config, index, first)):
         steps = torch.tensor([[_FURTHER]], device=first.device)
@@ -189,7 +193,7 @@ def _rotation_between(
     raise UnsupportedModelError(
         f"model: expected keys that its rotary embedding turns as a whole, got "
         f"{type(model).__name__}, whose keys in layer {index} change with the position in another "
-        f"way; {_NO_ROTATION}"
+        f"way; {remedy}"
     )
 
 

@@ -231,7 +231,8 @@ class JoinedLayer:
 def join(model: PreTrainedModel, parts: Sequence[Part]) -> list[JoinedLayer]:
     """What every layer holds of the parts, the prefix once; refused where keys cannot be turned."""
     layers = range(len(parts[0].cache.layers))
-    rotations, steps, end = rotations_of(model, layers), [], parts[0].prefix_tokens
+    rotations = rotations_of(model, layers, "read the documents in full with recompute=1")
+    steps, end = [], parts[0].prefix_tokens
     for part in parts:
         steps.append(end - part.prefix_tokens)
         end += part.tokens - part.prefix_tokens
