@@ -253,6 +253,9 @@ def peaked_model(config, implementation: str) -> PreTrainedModel:
                 weight.mul_(4.0)
             if name.endswith("sinks"):
                 weight.normal_()
+        embedded = model.get_input_embeddings().weight
+        if config.pad_token_id is not None:  # else all scores of an indexer's query are zero, tied
+            embedded[config.pad_token_id].normal_(std=0.02)
     return model.float().eval()
 
 

@@ -23,7 +23,7 @@ def drawn(seed: int, number: int) -> do.Sequence:
     draw = Draw(f"{seed}/{number}")
     model = draw.choice(list(KINDS))
     policy = _policy(draw, model)
-    return do.Sequence(model, policy, _operations(draw, policy), _options(draw, policy))
+    return do.Sequence(model, policy, _operations(draw, policy), _options(draw, policy, model))
 
 
 # Policies.
@@ -147,11 +147,13 @@ def _policy(draw: Draw, model: str) -> Policy:
 # Options.
 
 
-def _options(draw: Draw, policy: Policy) -> dict[str, Any]:
-    """Mostly such as go with the policy; a few that are refused."""
+def _options(draw: Draw, policy: Policy, model: str) -> dict[str, Any]:
+    """Mostly such as go with the policy and the model; a few that are refused."""
     options: dict[str, Any] = {}
     if isinstance(policy, EvictingPolicy) and draw.random() < 0.95:
         return options
+    if _sizes(model)[1] == 1 and draw.random() < 0.9:  # latents
+        return draw.choice([options, {"turns": "compress"}, {"recall": "host"}])
     later = draw.choice(["append", "append", "compress", "recall", "recall", "pages", "all pages"])
     has_budget = isinstance(getattr(policy, "budget", None), int) and policy.most_tokens is not None
     if later == "compress" and (has_budget or draw.random() < 0.1):

@@ -302,7 +302,8 @@ class Judge:
         wanted = self.policy.query_tokens
         if not (state.short_by and wanted):
             return False
-        if wanted != ALL_QUERIES and self.options.get("storage") != "static":
+        held = wanted != ALL_QUERIES and "index_scores" not in self.policy.needs
+        if held and self.options.get("storage") != "static":
             wanted = state.short_by  # as many stand before the crop
         return state.seen - state.resumed_at < wanted
 

@@ -197,7 +197,9 @@ def require_one_mask(
 
 def require_protectable(layers: Sequence[CompressedLayer], spans: Spans) -> None:
     """Refuse spans of which something is gone that cannot be recalled."""
-    for layer in layers if layers[0].store.is_filled else ():
+    for layer in layers:
+        if not layer.seen_tokens:
+            continue
         slots, store = layer.slots, layer.store
         tokens = slots.row_tokens(store)
         for own in slots.erased_spans(len(tokens)):

@@ -431,15 +431,15 @@ def _check_votes(
     call: AttentionCall, context: ForwardContext, prompt: PromptLayer, last_output: Tensor
 ) -> None:
     """Where a policy scores by attention, it must be the model's."""
-    if _votes(context.layer.policy):
+    if votes(context.layer.policy):
         eager = call.implementation == "eager"
         context.check.judge(prompt, last_output, call.module, rounds_scores=eager)
 
 
-def _votes(policy: Policy) -> bool:
+def votes(policy: Policy) -> bool:
     """Whether it scores by attention; a method of two parts does where one of them does."""
     if isinstance(policy, PromptThenDecode):
-        return _votes(policy.prompt) or _votes(policy.decode)
+        return votes(policy.prompt) or votes(policy.decode)
     return bool(policy.query_tokens) and "index_scores" not in policy.needs
 
 
@@ -514,13 +514,6 @@ def _indexed_refusal(
     """Why this call of indexed attention cannot be compressed correctly; None where it can."""
     name, slots = type(call.module).__name__, call.key.shape[2]
     for what, is_so, expected, remedy in (
-        (
-            "policy",
-            _votes(layer.policy) and slots > layer.most_attended,
-            f"a method that goes by the indexer's scores for more than {layer.most_attended:,} "
-            "tokens, of which a query does not attend to all",
-            "use IndexerScores",
-        ),
         (
             "prefill",
             context.reading.narrowing is not None or context.reading.cap_tokens is not None,

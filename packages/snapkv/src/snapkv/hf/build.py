@@ -24,7 +24,15 @@ from snapkv.hf.model_parts import (
     shares_latent,
 )
 from snapkv.hf.placement import layer_devices
-from snapkv.policies import ByteBudget, DuoAttention, EvictingPolicy, FullCache, Policy, PyramidKV
+from snapkv.policies import (
+    ByteBudget,
+    DuoAttention,
+    EvictingPolicy,
+    FullCache,
+    Policy,
+    PromptThenDecode,
+    PyramidKV,
+)
 from snapkv.policies.budget import budget_of
 from snapkv.storage.auto import AutoCodes, AutoStorage, Quantize, read_codes
 from snapkv.storage.base import Storage
@@ -130,12 +138,23 @@ def _require_scores(name: str, policy: Policy, indexers: dict[int, Any]) -> None
             "IndexerScores with a number of tokens or bytes"
         )
     drops = not isinstance(policy, FullCache)
-    if drops and not by_scores and any(index != each["leader"] for index, each in indexers.items()):
+    if (
+        drops
+        and not _goes_by_scores(policy)
+        and any(index != each["leader"] for index, each in indexers.items())
+    ):
         raise UnsupportedModelError(
-            f"policy: expected a method that goes by the indexer's scores where layers share what "
-            f"one indexer has chosen, and must hold the same tokens, got {policy.name} for {name}; "
+            f"policy: expected a method that goes by the indexer's scores alone where layers share "
+            f"what one indexer has chosen, and must hold the same tokens, got {policy!r} for {name}; "
             "use IndexerScores"
         )
+
+
+def _goes_by_scores(policy: Policy) -> bool:
+    """Whether nothing but an indexer's scores chooses: layers that share it keep the same."""
+    if isinstance(policy, PromptThenDecode):
+        return _goes_by_scores(policy.prompt) and _goes_by_scores(policy.decode)
+    return policy.needs == {"index_scores"}
 
 
 def _kv_heads(config: Any) -> int | None:

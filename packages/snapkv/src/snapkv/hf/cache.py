@@ -47,7 +47,7 @@ from snapkv.errors import (
     UnsupportedModelError,
 )
 from snapkv.hf import forward_context, saved
-from snapkv.hf.attention import latent_refusal
+from snapkv.hf.attention import latent_refusal, votes
 from snapkv.hf.build import layers_for, storage_for
 from snapkv.hf.drafting import vote_by_draft
 from snapkv.hf.fidelity import VoteCheck
@@ -226,7 +226,9 @@ class CompressedCache(Cache):
             raise _interrupted()
         if reading.seen_tokens and not reading.is_piecewise:
             self._require_states(new_tokens)
-        self._require_one_mask()
+        if isinstance(reading.layers[0], IndexedLayer):
+            self._require_attended(reading.layers[0], new_tokens)
+            self._require_one_mask()
 
     def require_pieces(self, prompt_end: int, piece_tokens: int, visible: Tensor | None) -> None:
         """Refuse a prompt in such pieces before the first one is read; `visible` as its mask."""
@@ -264,10 +266,23 @@ class CompressedCache(Cache):
                 "is read layer by layer, got indexed attention; read it in one pass"
             )
 
+    def _require_attended(self, layer: IndexedLayer, new_tokens: int) -> None:
+        """Refuse votes of queries that do not attend to all that the layer will hold."""
+        if not votes(self.policy):
+            return
+        slots, _ = layer.get_mask_sizes(new_tokens)
+        slots += max(0, (self.reading.prompt_end or 0) - layer.seen_tokens - new_tokens)
+        if slots > layer.most_attended:
+            raise UnsupportedModelError(
+                f"policy: expected a method that goes by the indexer's scores for more than "
+                f"{layer.most_attended:,} tokens, of which a query does not attend to all, got "
+                f"{self.policy.name} for {slots:,}; use IndexerScores"
+            )
+
     def _require_one_mask(self) -> None:
         """Refuse layers of indexed attention that no longer share one mask, which it goes by."""
         layers = self.reading.layers
-        if not (isinstance(layers[0], IndexedLayer) and layers[0].is_initialized):
+        if not layers[0].is_initialized:
             return
         alike = len({(each.store.slots, each.recall_due) for each in layers}) == 1
         if not alike or any(each.store.ragged is not None for each in layers):
