@@ -19,6 +19,7 @@ from snapkv import (
     AutoBudget,
     CompressedCache,
     DuoAttention,
+    IndexerScores,
     PageRecall,
     ScoreThreshold,
     SnapKVError,
@@ -30,13 +31,15 @@ from snapkv.prefill import chunked, layer_by_layer
 from snapkv.storage.auto import AutoCodes
 from snapkv.storage.coded import KVCodes
 from tests.families import small_model
-from tests.oracle import hidden_columns, masked_judge, masked_pass
+from tests.oracle import hidden_columns, index_scores, masked_judge, masked_pass
 from tests.sequences.operations import Sequence
 
 CHANGES = ("crop", "spans", "protect")
 """Parts that are no reading."""
 CLOSE = 2e-3
 """How far logits may be apart, as a part of the highest of them; float32 sums make it 1e-4."""
+LOWEST = -1e30
+"""No score is as low, but of what is hidden."""
 CLOSE_IN_BITS = {"int8": 0.15, "fp8": 0.7, "int4": 0.7}
 """Where a row and the same one alone are grouped with other neighbours."""
 CLOSE_IN_GROUPS = {"int8": CLOSE, "fp8": 1e-2, "int4": 1e-2}
@@ -106,6 +109,7 @@ class State:
         short_by: queries that crops took of the last ones, which vote at the end of a short turn.
         resumed_at: tokens seen after the last of those crops.
         dropped: (R, columns) bool, which of the first columns were dropped by span.
+        scored: by layer (R, N, columns), how a full cache's indexer rates them for the last pass.
         fewer_votes: whether a crop has taken queries that have voted alone; then only the numbers
             of kept tokens are alike.
     """
@@ -122,6 +126,7 @@ class State:
     short_by: int = 0
     resumed_at: int = 0
     dropped: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.bool))
+    scored: dict[int, Tensor] = field(default_factory=dict)
     fewer_votes: bool = False
 
     @property
@@ -223,7 +228,7 @@ class Judge:
         if (bits := self._bits) is not None:
             other_groups = state.rows_differ or judge == "oracle" or self._rows_share_bits
             close = (CLOSE_IN_BITS if other_groups else CLOSE_IN_GROUPS)[bits]
-            if self.sequence.model == "latent":  # which the model expands, and their rounding too
+            if "latent" in self.sequence.model:  # which the model expands, and their rounding too
                 close *= 5
         if not apart <= close:
             raise WrongError(f"{judge}: logits are off by {apart:.2g} of the highest")
@@ -297,6 +302,18 @@ class Judge:
             return part.passes
         return [("call", part.stop)]
 
+    def require_best(self, state: State, *, is_first: bool) -> None:
+        """A prompt that has ended keeps what a plain choice by the indexer's scores keeps."""
+        chooses = is_first or self.recalls or self.options.get("turns") == "compress"
+        if type(self.policy) is not IndexerScores or not chooses or state.fewer_votes:
+            return
+        for layer, scores in state.scored.items():
+            kept = state.cache.kept_positions(layer)[:, 0] + state.pads[:, None]
+            for row, pads in enumerate(state.pads.tolist()):
+                own = scores[row, -self.policy.window_size :]
+                real = torch.arange(state.seen - len(own), state.seen) >= pads
+                _require_best(kept[row][kept[row] >= pads], own[real], self.policy, layer)
+
     def lost_votes(self, state: State) -> bool:
         """Whether queries that a crop took would have voted at the end that has been read."""
         wanted = self.policy.query_tokens
@@ -330,10 +347,12 @@ class Judge:
         self, state: State, hidden: dict[int, Tensor], start: int, logits: Tensor, *, exact: bool
     ) -> None:
         """Read the same tokens into transformers' own cache."""
+        state.scored = {}
         if not exact or not self._has_oracle(state):
             state.full = None
         if state.full is None:
             return
+        index_scores.clear()
         expected = masked_pass(
             judge_of(self.sequence.model),
             state.full,
@@ -342,6 +361,7 @@ class Judge:
             state.mask(state.seen),
             state.positions(start, state.seen),
         )[:, -logits.shape[1] :]
+        state.scored = dict(index_scores)
         real = state.mask(state.seen)[:, -logits.shape[1] :].bool()
         if bool(real.any()):
             self._compare(state, "oracle", logits[real], expected[real])
@@ -403,6 +423,20 @@ def _require_positions(kept: Tensor, tokens: Tensor, layer: int) -> None:
     wrong = bool(((steps <= 0) & real).any()) or bool((kept >= tokens[:, None, None]).any())
     if kept.shape[-1] and (wrong or bool((kept < -1).any())):
         raise WrongError(f"layer {layer}: expected ascending positions, got {kept.tolist()}")
+
+
+def _require_best(kept: Tensor, scores: Tensor, policy: IndexerScores, layer: int) -> None:
+    """Of the columns that (N, columns) scores see: the last ones, and the best by their mean."""
+    held = (scores[-1] > LOWEST).nonzero()[:, 0]
+    prefix, window = held[: -policy.window_size], held[-policy.window_size :]
+    most = policy.budget and policy.budget - policy.window_size
+    most = int(policy.keep_ratio * len(prefix)) if most is None else min(most, len(prefix))
+    rated = scores[:, prefix].mean(dim=0)
+    is_kept = torch.isin(prefix, kept)
+    lowest, highest = rated[is_kept].sort().values[:1], rated[~is_kept].sort().values[-1:]
+    in_order = not (len(lowest) and len(highest)) or bool(lowest >= highest - CLOSE)
+    if int(is_kept.sum()) != most or not bool(torch.isin(window, kept).all()) or not in_order:
+        raise WrongError(f"layer {layer}: {kept.tolist()} for the best {most} of {rated.tolist()}")
 
 
 def _require_bytes(kept: Tensor, layer: Any, row: dict[str, Any], options: dict[str, Any]) -> None:

@@ -211,6 +211,9 @@ class Game:
         state.logits = torch.cat([state.logits, logits], dim=1) if whole else logits
         if state.seen == state.turn.end:
             state.fewer_votes |= self.judge.lost_votes(state)
+            if keeps:
+                is_first = all(part.kind in CHANGES for part in state.done)
+                self.judge.require_best(state, is_first=is_first)
             state.done.append(state.turn)
             state.turn = None
             self.judge.judge(state, keeps=keeps)

@@ -137,16 +137,12 @@ def _require_scores(name: str, policy: Policy, indexers: dict[int, Any]) -> None
             f"chooses among them, since all layers share one mask, got {policy!r} for {name}; use "
             "IndexerScores with a number of tokens or bytes"
         )
-    drops = not isinstance(policy, FullCache)
-    if (
-        drops
-        and not _goes_by_scores(policy)
-        and any(index != each["leader"] for index, each in indexers.items())
-    ):
+    chooses = not (isinstance(policy, FullCache) or _goes_by_scores(policy))
+    if chooses and any(index != each["leader"] for index, each in indexers.items()):
         raise UnsupportedModelError(
             f"policy: expected a method that goes by the indexer's scores alone where layers share "
-            f"what one indexer has chosen, and must hold the same tokens, got {policy!r} for {name}; "
-            "use IndexerScores"
+            f"what one indexer has chosen, and must hold the same tokens, got {policy.name} for "
+            f"{name}; use IndexerScores"
         )
 
 
