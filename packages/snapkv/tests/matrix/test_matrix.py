@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from snapkv import CompressedCache, DraftVotes, FullCache, UnsupportedModelError
+from snapkv import CompressedCache, DraftVotes, FullCache, SnapKV, UnsupportedModelError
 from snapkv.plan.footprint import footprint_of_loaded
 from tests.matrix.__main__ import DOCS, ROWS, page, row
 from tests.matrix.cells import POLICY, Pair, Text
@@ -69,6 +69,12 @@ def test_plan_and_report_count_what_grows(model):
     grows = 40 * footprint.token_bytes
     assert report["growing_share"] == pytest.approx(grows / footprint.cache_bytes(40, 40))
     assert ("layers grow" in str(report)) == (grows < footprint.cache_bytes(40, 40))
+    half = CompressedCache(tiny(model), SnapKV("50%", window_size=4))  # of what grows
+    tiny(model)(Text.drawn(40).ids, past_key_values=half)
+    report = half.report()
+    kept = footprint.cache_bytes(int(report.kept_tokens), 40)
+    assert report["growing_held_share"] == 0.5
+    assert report.held_bytes == kept
 
 
 def test_the_page_is_that_of_the_rows():

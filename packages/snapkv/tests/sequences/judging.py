@@ -25,6 +25,7 @@ from snapkv import (
     SnapKVError,
     StreamingLLM,
 )
+from snapkv.hf.model_parts import States, states_of
 from snapkv.policies import EvictingPolicy
 from snapkv.policies.base import ALL_QUERIES
 from snapkv.prefill import chunked, layer_by_layer
@@ -175,6 +176,7 @@ class Judge:
         self.model = small_model(sequence.model)
         self.evicts = isinstance(self.policy, EvictingPolicy)  # drops tokens after every pass
         self.recalls = self.options.get("recall") is not None  # turns see all that was seen
+        self.forgets_states = states_of(self.model) is States.BEGIN_ANEW
         votes = self.recalls or self.options.get("turns") == "compress"
         # Whether the end of a short turn votes with queries of what stands before it.
         self.looks_back = votes and self.options.get("storage") != "static"
@@ -296,7 +298,7 @@ class Judge:
 
     def _passes_alone(self, part: Part) -> list[tuple[Any, ...]]:
         """At once, but where it matters to what is kept how a turn is read."""
-        matters = self.evicts and part.start > 0
+        matters = (self.evicts or self.forgets_states) and part.start > 0
         matters |= part.end != part.stop or any(how == "chunked" for how, *_ in part.passes)
         if part.kind == "turn" and matters:
             return part.passes

@@ -243,7 +243,7 @@ class Game:
         )
         self._open(end)
         state.ids = ids
-        if turn.piece and self.judge.evicts:
+        if turn.piece and (self.judge.evicts or self.judge.forgets_states):
             state.full = None
         self.judge.ask_oracle(state, hidden, start, output.logits[0][:, None], exact=True)
         stops = list(range(start + piece, end, piece)) if piece else []

@@ -33,6 +33,8 @@ class CacheReport(dict[str, Any]):
         growing_layers: how many layers grow with the context; these are compressed.
         growing_share: what their keys and values are of `full_bytes`, from 0 to 1; the rest is
             windows and states, which stay as they are. 1 while the cache is empty.
+        growing_held_share: how much of their bytes in the full cache they hold, which is what a
+            budget of "12%" is a share of. 1 while the cache is empty.
         lost_votes: the part of the window's votes on the prefix that fell on what was dropped, mean
             over rows, heads and layers; 0 where nothing was dropped, None where it is not known:
             methods without votes, and what was dropped in more than one step.
@@ -59,6 +61,7 @@ class CacheReport(dict[str, Any]):
         compressed = [layer for layer in layers if isinstance(layer, CompressedLayer)]
         mean = sum(layer.store.mean_tokens for layer in compressed) / len(compressed)
         full_bytes = sum(row["full_bytes"] for row in rows)
+        grown, held = (sum(map(each, compressed)) for each in (_full_bytes, _held_bytes))
         return cls(
             policy=policy,
             seen_tokens=compressed[0].seen_tokens,
@@ -70,7 +73,8 @@ class CacheReport(dict[str, Any]):
             host_bytes=sum(layer.offloaded.held_bytes for layer in compressed if layer.offloaded),
             full_bytes=full_bytes,
             growing_layers=len(compressed),
-            growing_share=sum(map(_full_bytes, compressed)) / full_bytes if full_bytes else 1.0,
+            growing_share=grown / full_bytes if full_bytes else 1.0,
+            growing_held_share=held / grown if grown else 1.0,
             lost_votes=_mean([row["lost_votes"] for row in rows if "lost_votes" in row]),
             bits=_bits(compressed),
             lost_vote_peak=_mean([_lost(layer, "lost_peak") for layer in compressed]),
@@ -122,7 +126,10 @@ class CacheReport(dict[str, Any]):
             title += f", {bits_text(self['bits'])}"
         if (grow := self["growing_share"]) < 1:
             all_of_them = f"{self['growing_layers']} of {len(self['layers'])} layers"
-            title += f"; {all_of_them} grow with the context, {grow:.1%} of the full cache"
+            title += (
+                f"; {all_of_them} grow with the context and hold {self['growing_held_share']:.1%} "
+                f"of theirs, which is {grow:.1%} of the full cache"
+            )
         return "\n".join([title, *table, *_draft_lines(self.get("draft"))])
 
 
@@ -191,6 +198,10 @@ def _full_bytes(layer: CompressedLayer) -> int:
         return 0
     per_token = keys.element_size() * (keys.shape[-1] + values.shape[-1])
     return int(keys.shape[0] * layer.store.num_kv_heads * layer.seen_tokens * per_token)
+
+
+def _held_bytes(layer: CompressedLayer) -> int:
+    return layer.held_bytes
 
 
 def _whole_number(tokens: float) -> float:

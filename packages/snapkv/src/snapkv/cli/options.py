@@ -86,7 +86,7 @@ class PolicyOptions(ModelOptions):
         Any,
         panels.policy(
             metavar="INTEGER|auto|12%|64MiB",
-            help="Tokens kept per head and layer, window included; or bytes of the cache",
+            help="Tokens kept per head and layer, window included; or bytes of growing layers",
             show_default="auto, chosen by the votes; 1024 with --policy",
         ),
         TokenBudget(),

@@ -57,7 +57,7 @@ class PlanOptions:
         Any,
         panels.policy(
             metavar="INTEGER|12%|64MiB",
-            help="Tokens kept per head and layer, window included; or bytes of the cache",
+            help="Tokens kept per head and layer, window included; or bytes of growing layers",
             show_default="1024",
         ),
         TokenBudget(),

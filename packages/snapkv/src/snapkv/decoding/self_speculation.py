@@ -16,7 +16,7 @@ from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.report import tensor_bytes
 from snapkv.decoding.speculation import Drafting, Request, Speculation, begin_verifying
 from snapkv.decoding.tree import accept_sampled
-from snapkv.errors import CacheMismatchError, InvalidArgumentError
+from snapkv.errors import CacheMismatchError, InvalidArgumentError, UnsupportedModelError
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import passed
 from snapkv.validation import require_int
@@ -92,6 +92,12 @@ class _Drafts(Drafting):
                 f"past_key_values: expected an empty cache, since the full one beside it must see "
                 f"the whole prompt, got one that has seen {cache.get_seq_length():,} tokens; call "
                 "cache.reset()"
+            )
+        if any(hasattr(layer, "conv_states") for layer in cache.layers):
+            raise UnsupportedModelError(
+                f"model: expected layers that hold tokens where the full cache verifies beside the "
+                f"compressed one, got states in {type(cache.model).__name__}; use Medusa or prompt "
+                "lookup"
             )
         self._require_small_steps()
         logits = self.request.read_prompt(_Beside(cache, self._full), self._owner.draft_tokens)

@@ -53,7 +53,7 @@ from snapkv.hf.drafting import vote_by_draft
 from snapkv.hf.fidelity import VoteCheck
 from snapkv.hf.install import use
 from snapkv.hf.known_gates import with_known
-from snapkv.hf.model_parts import forgets_states, shares_latent
+from snapkv.hf.model_parts import States, shares_latent, states_of
 from snapkv.hf.slot_scores import score_options, slot_scores
 from snapkv.policies import EvictingPolicy, Policy, default_policy
 from snapkv.policies.spans import Spans
@@ -159,7 +159,7 @@ class CompressedCache(Cache):
         self.options: dict[str, Any] = made | vars(later) | described(spans)
         room = room_tokens if storage == "static" else None
         self.reading = Reading(layers=compressed, room_tokens=room)
-        self._forgets_states = has_states and forgets_states(model)
+        self._states = states_of(model) if has_states else States.NONE
         self._padding = PaddingWatch(compressed, has_states=has_states)
         self._check = VoteCheck()
 
@@ -226,9 +226,8 @@ class CompressedCache(Cache):
             raise _interrupted()
         if reading.seen_tokens and not reading.is_piecewise:
             self._require_states(new_tokens)
-        if isinstance(reading.layers[0], IndexedLayer):
-            self._require_attended(reading.layers[0], new_tokens)
-            self._require_one_mask()
+        self._require_attended(new_tokens)
+        self._require_one_mask()
 
     def require_pieces(self, prompt_end: int, piece_tokens: int, visible: Tensor | None) -> None:
         """Refuse a prompt in such pieces before the first one is read; `visible` as its mask."""
@@ -239,10 +238,11 @@ class CompressedCache(Cache):
         self.reading.require_window(left % piece_tokens or piece_tokens, prompt_end, of=left)
         if piece_tokens == 1:
             self._padding.require_token(visible)
+        self._require_attended(left)
 
     def _require_states(self, new_tokens: int) -> None:
         """Refuse several tokens behind others where the model's states would begin anew."""
-        if new_tokens > 1 and self._forgets_states:
+        if new_tokens > 1 and self._states is States.BEGIN_ANEW:
             raise UnsupportedModelError(
                 f"model: expected layers whose state goes on when several tokens come at once, "
                 f"got {type(self.model).__name__}, whose own code forgets it; read the whole text "
@@ -266,9 +266,10 @@ class CompressedCache(Cache):
                 "is read layer by layer, got indexed attention; read it in one pass"
             )
 
-    def _require_attended(self, layer: IndexedLayer, new_tokens: int) -> None:
-        """Refuse votes of queries that do not attend to all that the layer will hold."""
-        if not votes(self.policy):
+    def _require_attended(self, new_tokens: int) -> None:
+        """Refuse votes of queries that do not attend to all that their layer will hold."""
+        layer = self.reading.layers[0]
+        if not (isinstance(layer, IndexedLayer) and votes(self.policy)):
             return
         slots, _ = layer.get_mask_sizes(new_tokens)
         slots += max(0, (self.reading.prompt_end or 0) - layer.seen_tokens - new_tokens)
@@ -282,7 +283,7 @@ class CompressedCache(Cache):
     def _require_one_mask(self) -> None:
         """Refuse layers of indexed attention that no longer share one mask, which it goes by."""
         layers = self.reading.layers
-        if not layers[0].is_initialized:
+        if not (isinstance(layers[0], IndexedLayer) and layers[0].is_initialized):
             return
         alike = len({(each.store.slots, each.recall_due) for each in layers}) == 1
         if not alike or any(each.store.ragged is not None for each in layers):
@@ -400,6 +401,11 @@ class CompressedCache(Cache):
             raise InvalidArgumentError(
                 f"refresh_every: expected none where drafts are verified (assistant model, prompt "
                 f"lookup), got {self.options['refresh_every']}; generate without drafts"
+            )
+        if self._states is not States.NONE:
+            raise UnsupportedModelError(
+                f"model: expected layers that can forget rejected drafts, got recurrent states in "
+                f"{type(self.model).__name__}; generate without drafts"
             )
         if any(isinstance(layer, IndexedLayer) for layer in self.layers):
             raise UnsupportedModelError(

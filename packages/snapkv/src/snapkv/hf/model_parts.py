@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -108,31 +109,36 @@ def indexers_of(model: PreTrainedModel) -> dict[int, dict[str, int]]:
     return found
 
 
-_forgetting: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+class States(Enum):
+    """What becomes of recurrent states where several tokens come behind others."""
+
+    NONE = auto()  # there are none
+    GO_ON = auto()
+    BEGIN_ANEW = auto()  # as Jamba's do: what they stood for is forgotten
 
 
-def forgets_states(model: PreTrainedModel) -> bool:
-    """Whether its states begin anew where several tokens come behind others, as Jamba's do.
+_states: weakref.WeakKeyDictionary[Any, States] = weakref.WeakKeyDictionary()
 
-    Tried out, as rotations are: whether such tokens see a state that is no number.
-    """
-    if model not in _forgetting:
+
+def states_of(model: PreTrainedModel) -> States:
+    """Tried out, as rotations are: whether such tokens see a state that is no number."""
+    if model not in _states:
         on_meta = device_of(model).type == "meta"
-        _forgetting[model] = not on_meta and _begins_anew(model)
-    return _forgetting[model]
+        _states[model] = States.GO_ON if on_meta else _find_states(model)
+    return _states[model]
 
 
 @torch.no_grad()
-def _begins_anew(model: PreTrainedModel) -> bool:
+def _find_states(model: PreTrainedModel) -> States:
     config = model.config.get_text_config(decoder=True)
     cache = DynamicCache(config=config)
     ids = torch.full((1, 2), config.vocab_size // 2, device=device_of(model))
     model(input_ids=ids, **passed(cache), use_cache=True)
     if (state := _first_state(cache)) is None:
-        return False
+        return States.NONE
     state.fill_(math.nan)
     output = model(input_ids=ids, **passed(cache), use_cache=True)
-    return bool(output.logits.isfinite().all())
+    return States.BEGIN_ANEW if bool(output.logits.isfinite().all()) else States.GO_ON
 
 
 def _first_state(cache: DynamicCache) -> Tensor | None:
