@@ -17,6 +17,7 @@ from snapkv.cache.indexed import IndexedLayer
 from snapkv.cache.layer import CompressedLayer, LayerIdentity
 from snapkv.errors import InvalidArgumentError, InvalidTypeError, UnsupportedModelError
 from snapkv.hf import forward_context
+from snapkv.hf.attention import votes
 from snapkv.hf.model_parts import (
     indexers_of,
     output_projections,
@@ -136,6 +137,14 @@ def _require_scores(name: str, policy: Policy, indexers: dict[int, Any]) -> None
             f"policy: expected one that keeps as many tokens in all layers where an indexer "
             f"chooses among them, since all layers share one mask, got {policy!r} for {name}; use "
             "IndexerScores with a number of tokens or bytes"
+        )
+    fewest = min((each["most_attended"] for each in indexers.values()), default=0)
+    evicts = isinstance(policy, EvictingPolicy) and votes(policy)
+    if indexers and evicts and (policy.max_decode_tokens or 0) >= fewest:
+        raise UnsupportedModelError(
+            f"policy: expected one that goes by the indexer's scores, or holds fewer than the "
+            f"{fewest:,} tokens that a query attends to, while generating, got {policy!r} for "
+            f"{name}; use IndexerEviction"
         )
     chooses = not (isinstance(policy, FullCache) or _goes_by_scores(policy))
     if chooses and any(index != each["leader"] for index, each in indexers.items()):

@@ -224,7 +224,7 @@ class CompressedCache(Cache):
             reading.require_queries(reading.seen_tokens + new_tokens)
         if self._check.doubts or reading.is_broken or not self._use.is_in_place:
             raise _interrupted()
-        if reading.seen_tokens and not reading.is_piecewise:
+        if self._states is States.BEGIN_ANEW and not reading.is_piecewise and reading.seen_tokens:
             self._require_states(new_tokens)
         self._require_attended(new_tokens)
         self._require_one_mask()
@@ -268,11 +268,14 @@ class CompressedCache(Cache):
 
     def _require_attended(self, new_tokens: int) -> None:
         """Refuse votes of queries that do not attend to all that their layer will hold."""
-        layer = self.reading.layers[0]
+        layer, reading = self.reading.layers[0], self.reading
         if not (isinstance(layer, IndexedLayer) and votes(self.policy)):
             return
+        decodes = reading.prompt_end is not None and not reading.is_announced
+        if decodes and not isinstance(self.policy, EvictingPolicy):
+            return
         slots, _ = layer.get_mask_sizes(new_tokens)
-        slots += max(0, (self.reading.prompt_end or 0) - layer.seen_tokens - new_tokens)
+        slots += max(0, (reading.prompt_end or 0) - layer.seen_tokens - new_tokens)
         if slots > layer.most_attended:
             raise UnsupportedModelError(
                 f"policy: expected a method that goes by the indexer's scores for more than "
