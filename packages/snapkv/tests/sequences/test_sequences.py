@@ -9,7 +9,7 @@ from tests.sequences.cases import CASES
 from tests.sequences.drawing import drawn
 from tests.sequences.playing import EQUAL, REFUSED, play
 
-SEED, COUNT = int(os.environ.get("SEED", "0")), int(os.environ.get("SEQUENCES", "200"))
+SEED, COUNT = int(os.environ.get("SEED", "0")), int(os.environ.get("SEQUENCES", "260"))
 AT_ONCE = 20
 FINE = (EQUAL, REFUSED)
 
