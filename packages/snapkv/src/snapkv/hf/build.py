@@ -139,8 +139,8 @@ def _require_scores(name: str, policy: Policy, indexers: dict[int, Any]) -> None
             "IndexerScores with a number of tokens or bytes"
         )
     fewest = min((each["most_attended"] for each in indexers.values()), default=0)
-    evicts = isinstance(policy, EvictingPolicy) and votes(policy)
-    if indexers and evicts and (policy.max_decode_tokens or 0) >= fewest:
+    most = policy.max_decode_tokens if isinstance(policy, EvictingPolicy) else None
+    if indexers and most is not None and most >= fewest and votes(policy):
         raise UnsupportedModelError(
             f"policy: expected one that goes by the indexer's scores, or holds fewer than the "
             f"{fewest:,} tokens that a query attends to, while generating, got {policy!r} for "
