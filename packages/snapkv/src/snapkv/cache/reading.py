@@ -76,11 +76,13 @@ class PaddingWatch:
 
     Pads stand in front of a row, and nowhere else. Those in front of a prompt are read where it
     ends. A batch whose turns or answers differ in length is refused before anything is read.
-    The last mask was made for a pass by whose end `masked_to` tokens have been seen.
+    The last mask was made for a pass by whose end `masked_to` tokens have been seen, and
+    `may_see_ahead` where a model has laid something over it, such as images.
     """
 
     def __init__(self, layers: Sequence[CompressedLayer], masked_to: int | None = None) -> None:
         self.layers, self.masked_to = layers, masked_to
+        self.may_see_ahead = False
 
     def expect(self, visible: Tensor | None, new_tokens: int) -> Tensor | None:
         """(B, tokens seen + new) bool, which are no pads, to make masks of; None for all.
@@ -111,6 +113,11 @@ class PaddingWatch:
                 "its own"
             )
         return None if hides_nothing else shown  # a pad stays one
+
+    @property
+    def needs_causal_turn(self) -> bool:
+        """Whether some layer attends to a turn by heads, in which a token sees none behind it."""
+        return any(each.attends_by_heads for each in self.layers)
 
     def has_own_mask(self, layer: CompressedLayer) -> bool:
         """Whether a mask that comes with the pass the layer has just read is the user's own."""

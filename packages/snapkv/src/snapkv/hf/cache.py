@@ -194,6 +194,7 @@ class CompressedCache(Cache):
                 modules=self._use.modules,
                 check=self._check,
                 has_own_mask=self._padding.has_own_mask(layer),
+                may_see_ahead=self._padding.may_see_ahead,
             )
         )
         return keys, values
@@ -644,7 +645,7 @@ def _branch(layer: Any) -> Any:
     return copy.deepcopy(layer) if written_over else copy.copy(layer)
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator] # torch's
 def _refuse_compiled() -> NoReturn:
     raise UnsupportedModelError(
         "model: expected one that torch.compile has not compiled for a cache that grows, whose "
