@@ -116,5 +116,6 @@ def record(tokens, *, layers=2, heads=3, labels=("snapkv",), pieces=None, questi
         "full_likelihood": 0.9,
         "checked_answer": FULL,
         "other_layers": 0,
+        "growing_share": 1.0,
         "request": {"documents": ["notes.txt"], "question": question, "model": {"name": "demo"}},
     }

@@ -48,6 +48,7 @@ def test_the_only_script_that_may_run_is_the_pages_own():
 
 def test_the_page_asks_the_network_for_nothing():
     page = re.sub(r'id="data">.*?</script>', "", filled_page(record(64)), flags=re.S)
+    page = re.sub(r"'sha256-[^']*'", "", page)  # a digest may have any letters
     assert not re.search(r"https?://|//\w|@import|url\(|fetch\(|XMLHttp|import\(", page)
     assert "innerHTML" not in page
 

@@ -169,6 +169,7 @@ def test_without_checks_and_budgets_nothing_is_claimed(demo, prompt):
     assert data["spans"] == data["curve"] == []
     assert data["full_likelihood"] is data["methods"][0]["heat"] is None
     assert data["methods"][0]["kept"] is None
+    assert data["growing_share"] == 1
 
 
 def test_the_pieces_are_the_text(demo):

@@ -258,12 +258,13 @@ def seen(model: PreTrainedModel, image: Image, *way: Any, **options: Any) -> Non
 
 
 def turns(model: PreTrainedModel, image: Image) -> None:
-    """An image, then text, then another image, stored whole or compressed."""
+    """An image, then text, then another image before the window, stored whole or compressed."""
     for how in ("append", "compress"):
         conversation = _Conversation(model, turns=how)
         conversation.turn(_prompt(image, PROMPT), image)
         conversation.turn(Text.drawn(11, seed=1))
-        conversation.turn(_prompt(image, 2 * _BEFORE + image.tokens, seed=2), image)
+        tokens = _BEFORE + image.tokens + POLICY.window_size
+        conversation.turn(_prompt(image, tokens, seed=2), image)
 
 
 def padded(model: PreTrainedModel, image: Image) -> None:

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from snapkv import CompressedCache, InvalidArgumentError, SnapKV, SnapKVError, UnsupportedModelError
 from snapkv.ops import ScoreOptions
 from snapkv.plan.footprint import footprint_of_loaded
+from snapkv.plan.kept import Keeping
 from snapkv.policies import (
     ByteBudget,
     CriticalKV,
@@ -459,3 +460,19 @@ def test_a_plan_counts_latents_and_indexer_keys():
     assert (
         footprint_of_loaded(made("glm_moe_dsa that shares")).token_bytes == 3 * per_token - 16 * 4
     )
+
+
+@pytest.mark.parametrize("budget", ["33%", "99%", "4001B"])
+def test_a_plan_keeps_what_a_cache_keeps(budget):
+    for family in ("deepseek_v32", "glm_moe_dsa that shares"):
+        model, budgeted = made(family), ByteBudget.read(budget)
+        cache = CompressedCache(model, replace(POLICY, budget=budgeted))
+        read(model, cache, ids(1, PROMPT))
+        keeping = Keeping(
+            footprint=footprint_of_loaded(model),
+            budget=budgeted,
+            keep_ratio=None,
+            window_size=WINDOW,
+            bits=None,
+        )
+        assert keeping.tokens(PROMPT) == [layer.store.slots for layer in cache.layers]

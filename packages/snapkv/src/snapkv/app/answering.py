@@ -24,6 +24,7 @@ from snapkv.cache.report import CacheReport
 from snapkv.errors import InvalidArgumentError, PromptTooLongError
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import passed
+from snapkv.hf.placement import device_of
 from snapkv.kvzip import read_as_wanted, require_one_reading
 from snapkv.plan import out_of_memory_explained, prompt_memory_explained
 from snapkv.policies import Policy
@@ -145,7 +146,7 @@ def _stored_of(cache: CompressedCache, tokens: int) -> float:
 
 def prompt_ids(loaded: LoadedModel, prompt: Prompt, settings: GenerationSettings) -> Tensor:
     """A prompt's tokens on the model's device, (1, T) int64; refused where positions lack."""
-    ids: Tensor = prompt.token_ids(loaded.tokenizer).to(loaded.model.device)
+    ids: Tensor = prompt.token_ids(loaded.tokenizer).to(device_of(loaded.model))
     require_positions(loaded, ids.shape[1], settings)
     return ids
 
@@ -193,7 +194,7 @@ def continue_ids(
     reading = (prefill or Exact()).within(model)
     telling = telling_of_prompt_end(model, cache, ids.shape[1], on_prompt_end)
     explained = prompt_memory_explained(model, ids.shape[1])
-    with explained, _seeded(settings.seed, model.device), reading:
+    with explained, _seeded(settings.seed, device_of(model)), reading:
         if context_tokens is not None:
             read_as_wanted(model, loaded.tokenizer, ids[:, :context_tokens], cache)
         with telling:

@@ -35,6 +35,7 @@ from snapkv.cache.paging import Recall
 from snapkv.cache.report import CacheReport
 from snapkv.errors import CacheFileError, CacheMismatchError, InvalidArgumentError
 from snapkv.hf.cache import CompressedCache
+from snapkv.hf.placement import device_of
 from snapkv.kvzip import require_one_reading
 from snapkv.policies import EvictingPolicy, Policy
 from snapkv.policies.spans import Span
@@ -131,7 +132,7 @@ class Conversation:
 
     def _with(self, question: str) -> tuple[Tensor, list[Part]]:
         """(1, T) int64: all that was said, and the question; and the parts of it."""
-        tokenizer, device = self._loaded.tokenizer, self._loaded.model.device
+        tokenizer, device = self._loaded.tokenizer, device_of(self._loaded.model)
         if self._ids is not None:
             text, is_chat = next_turn(tokenizer, question), bool(tokenizer.chat_template)
             ids = behind(self._loaded, self._ids, text, self._settings, is_chat=is_chat)
@@ -264,7 +265,7 @@ class Conversation:
         conversation = cls.__new__(cls)
         conversation._loaded, conversation._settings = loaded, settings
         conversation.cache, conversation._prefill = cache, prefill or Exact()
-        conversation._ids = beside["conversation"].to(loaded.model.device)
+        conversation._ids = beside["conversation"].to(device_of(loaded.model))
         conversation._transcript = conversation._kept_results = None
         conversation._parts = [
             Part(role=ROLES[role], span=(start, stop))

@@ -19,6 +19,7 @@ from snapkv.app.prompt_end import PromptEnd
 from snapkv.app.prompts import Prompt
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import passed
+from snapkv.hf.placement import device_of
 from snapkv.plan import out_of_memory_explained, prompt_memory_explained
 from snapkv.policies import EvictingPolicy, Policy
 from snapkv.storage.coded import KVCodes
@@ -159,6 +160,6 @@ class References:
 
 
 def _loss(loaded: LoadedModel, end: PromptEnd, token_ids: Sequence[int]) -> float:
-    ids = torch.tensor([token_ids], device=loaded.model.device)
+    ids = torch.tensor([token_ids], device=device_of(loaded.model))
     chosen, _ = log_probabilities(loaded.model, end, ids)
     return -float(chosen.mean())

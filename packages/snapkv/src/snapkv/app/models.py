@@ -32,6 +32,7 @@ from snapkv.errors import (
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.checkpoint import load_complete
 from snapkv.hf.known_gates import with_known
+from snapkv.hf.placement import device_of
 from snapkv.packages import find_package_file
 from snapkv.plan import (
     free_bytes,
@@ -86,7 +87,7 @@ class LoadedModel:
             "name": self.name,
             "revision": self.revision,
             "dtype": str(self.model.dtype).removeprefix("torch."),
-            "device": self.answers_on or str(self.model.device),
+            "device": self.answers_on or str(device_of(self.model)),
             "attn_implementation": attention.rpartition("|")[2],
             "max_tokens": self.max_tokens,
         }

@@ -18,6 +18,7 @@ from snapkv.cache.layer import CompressedLayer
 from snapkv.errors import InvalidArgumentError
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import passed
+from snapkv.hf.placement import device_of
 from snapkv.kvzip import repeat_context
 from snapkv.policies import Policy, PromptLayer, Selection
 from snapkv.policies.base import Need
@@ -98,7 +99,7 @@ def observed(
         seen[layer.layer_idx] = look(layer)
 
     observer = _Observer(look=note, recorded_queries=query_tokens, recorded_parts=needs)
-    cache, logits = _read(loaded.model, ids.to(loaded.model.device), observer)
+    cache, logits = _read(loaded.model, ids.to(device_of(loaded.model)), observer)
     return Observed(seen=seen, cache=cache, last_logits=logits[0, -1])
 
 

@@ -15,6 +15,7 @@ from snapkv.app.prompts import Prompt
 from snapkv.app.protection import Protection
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import OutOfMemoryError, PromptTooLongError, UnsupportedModelError
+from snapkv.hf.placement import device_of
 from snapkv.plan import free_bytes, out_of_memory_explained
 from snapkv.policies import Policy
 from snapkv.prefill import SharedReading
@@ -113,7 +114,7 @@ class PromptReader:
         with contextlib.suppress(PromptTooLongError, OutOfMemoryError, UnsupportedModelError):
             ids = prompt_ids(self._loaded, prompt, self._settings)
             context = ids[:, : prompt.context_tokens(self._loaded.tokenizer)]
-            free = free_bytes(model.device)
+            free = free_bytes(device_of(model))
             if free is not None and shared_bytes(model, context.shape[1]) > _MOST_OF_FREE * free:
                 return None
             with out_of_memory_explained(lambda: ""):

@@ -270,6 +270,15 @@ class CompressedLayer(DynamicLayer):
     def _sink_bytes(self) -> int:
         return 0 if self.notes.sink_keys is None else self.notes.sink_keys.nbytes
 
+    @property
+    def attends_by_heads(self) -> bool:
+        """Whether it will read a turn over heads of different length, codes or pages."""
+        if self.recall_due:
+            return False
+        chooses = self.slots.kept is None or self.turns is not None
+        by_heads = self.store.ragged is not None and (self.store.is_exact or not chooses)
+        return by_heads or self.notes.pages is not None
+
     def stored_positions(self) -> Tensor:
         """(B, H, S) int64: true position of every stored token, ascending; -1 for a pad."""
         if not self.store.is_filled:

@@ -76,7 +76,8 @@ class PaddingWatch:
 
     Pads stand in front of a row, and nowhere else. Those in front of a prompt are read where it
     ends. A batch whose turns or answers differ in length is refused before anything is read.
-    The last mask was made for a pass by whose end `masked_to` tokens have been seen.
+    The last mask was made for a pass by whose end `masked_to` tokens have been seen, and
+    `may_see_ahead` where a model has laid something over it, such as images.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class PaddingWatch:
         has_states: bool = False,
     ) -> None:
         self.layers, self.masked_to, self.has_states = layers, masked_to, has_states
+        self.may_see_ahead = False
 
     def expect(self, visible: Tensor | None, new_tokens: int) -> Tensor | None:
         """(B, tokens seen + new) bool, which are no pads, to make masks of; None for all.
@@ -129,6 +131,11 @@ class PaddingWatch:
                 "layers carry a state, which hides none of a single one, got one; read the "
                 "prompt in larger pieces"
             )
+
+    @property
+    def needs_causal_turn(self) -> bool:
+        """Whether some layer attends to a turn by heads, in which a token sees none behind it."""
+        return any(each.attends_by_heads for each in self.layers)
 
     def has_own_mask(self, layer: CompressedLayer) -> bool:
         """Whether a mask that comes with the pass the layer has just read is the user's own."""

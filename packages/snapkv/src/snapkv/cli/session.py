@@ -31,6 +31,7 @@ from snapkv.cli.options import DRAFTS, RunOptions
 from snapkv.cli.policy import build_policy, usual_bits
 from snapkv.cli.standard_output import write, write_json
 from snapkv.errors import InvalidArgumentError
+from snapkv.hf.placement import device_of
 from snapkv.kvzip import require_one_reading
 from snapkv.library.blending import DEFAULT_RECOMPUTE
 from snapkv.library.embeddings import embeddings_folder
@@ -262,7 +263,7 @@ def _show(answers: Sequence[Answer], sources: Sequence[Text]) -> None:
 def _warm_up(model: Any) -> None:
     """Touch the weights once, or the first of two runs would pay for reading them."""
     with torch.inference_mode():
-        model(torch.zeros(1, 1, dtype=torch.int64, device=model.device))
+        model(torch.zeros(1, 1, dtype=torch.int64, device=device_of(model)))
 
 
 def answers_table(answers: Sequence[Answer], *, with_text: bool) -> Grid:

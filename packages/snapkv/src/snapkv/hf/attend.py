@@ -13,7 +13,7 @@ from snapkv import ops
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.paging import PageTable
 from snapkv.hf.forward_context import Candidates
-from snapkv.hf.masks import prompt_mask, stored_mask, tree_mask
+from snapkv.hf.masks import own_part, prompt_mask, stored_mask, tree_mask
 from snapkv.storage.coded import CodedStates
 from snapkv.storage.ragged import RaggedStates
 
@@ -163,8 +163,8 @@ def fitting(call: AttentionCall, layer: CompressedLayer) -> AttentionCall:
 
 def _with_own_mask(call: AttentionCall, layer: CompressedLayer, drafts: int = 0) -> AttentionCall:
     store, slots, new = layer.store, layer.slots, call.query.shape[2]
-    past = slots.visible(store, store.slots - drafts - new)
-    return replace(call, mask=stored_mask(call.implementation, past, call.query))
+    past, own = slots.visible(store, store.slots - drafts - new), own_part(call.mask, new, drafts)
+    return replace(call, mask=stored_mask(call.implementation, past, call.query, own))
 
 
 def _attend_ragged(call: AttentionCall, ragged: RaggedStates | CodedStates) -> Tensor:

@@ -24,7 +24,7 @@ from snapkv.errors import CacheMismatchError, UnsupportedModelError
 from snapkv.hf import forward_context
 from snapkv.hf.attend import Attended, AttentionCall, attend_stored, fitting
 from snapkv.hf.forward_context import ForwardContext, Phase, Shared
-from snapkv.hf.masks import leading_pads, mask_function
+from snapkv.hf.masks import leading_pads, mask_function, not_causal_window, own_part, sees_ahead
 from snapkv.hf.model_parts import output_weight
 from snapkv.policies import (
     DecodeStep,
@@ -84,11 +84,26 @@ def _make_mask(
 ) -> Any:
     """The registered mask function: tells the cache of the padding that it makes the mask of."""
     watch = forward_context.take_padding()
+    if watch is not None:  # where more was laid over the mask, it says that it must be made
+        watch.may_see_ahead = not options.get("allow_is_causal_skip", True)
     padding = attention_mask if watch is None else watch.expect(attention_mask, q_length)
     is_known_to_hide = padding is not None and padding is not attention_mask
     if is_known_to_hide and "allow_is_causal_skip" in options:
         options["allow_is_causal_skip"] = False
-    return make(q_length=q_length, attention_mask=padding, **options)
+    made = make(q_length=q_length, attention_mask=padding, **options)
+    if watch is not None and watch.may_see_ahead and watch.needs_causal_turn and q_length > 1:
+        _require_causal(own_part(made, q_length))
+    return made
+
+
+def _require_causal(own: Tensor | None) -> None:
+    """Refuse a turn whose tokens see what is behind them, before any layer has stored it."""
+    if any(sees_ahead(own)):
+        raise UnsupportedModelError(
+            "attention_mask: expected a causal mask in a turn behind heads of different length, "
+            "codes or pages, got tokens that see each other in both directions, as those of an "
+            "image do; pass recall='host', or use SnapKV without quantize"
+        )
 
 
 def _attention(
@@ -484,7 +499,21 @@ def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
             "whose pages have no columns in a 4-D one, got a 4-D one; pass (batch, tokens) zeros "
             "and ones"
         )
-    return None
+    return _refusal_of_ahead(call, context)
+
+
+def _refusal_of_ahead(call: AttentionCall, context: ForwardContext) -> Exception | None:
+    """Why queries of a later turn cannot vote, since they have seen what is behind them."""
+    layer, Q = context.layer, call.query.shape[2]
+    votes = context.phase is Phase.END_TURN or (
+        isinstance(layer.policy, EvictingPolicy)
+        and context.phase in (Phase.READ_TURN, Phase.DECODE)
+    )
+    if not votes or Q == 1 or not context.may_see_ahead or call.candidates is not None:
+        return None
+    ahead, end = sees_ahead(own_part(call.mask, Q)), Q - max(context.drafts, 0)
+    voting = ahead[max(0, end - layer.policy.query_tokens) : end]
+    return not_causal_window() if any(voting) else None
 
 
 def latent_refusal(

@@ -199,6 +199,7 @@ class CompressedCache(Cache):
                 modules=self._use.modules,
                 check=self._check,
                 has_own_mask=self._padding.has_own_mask(layer),
+                may_see_ahead=self._padding.may_see_ahead,
             )
         )
         return keys, values
@@ -708,7 +709,7 @@ def _require(refusal: Exception | None) -> None:
         raise refusal
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator] # torch's
 def _refuse_compiled() -> NoReturn:
     raise UnsupportedModelError(
         "model: expected one that torch.compile has not compiled for a cache that grows, whose "

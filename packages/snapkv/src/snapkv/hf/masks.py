@@ -73,12 +73,16 @@ def leading_pads(
             "or in the middle of the prompt; tokenize with padding_side='left'"
         )
     if found[1]:
-        raise UnsupportedModelError(
-            "attention_mask: expected a causal mask over the observation window, got one that is "
-            "not (packed sequences, or tokens that see each other in both directions); such a "
-            "prompt cannot be voted on"
-        )
+        raise not_causal_window()
     return pads if found[2] else None
+
+
+def not_causal_window() -> UnsupportedModelError:
+    return UnsupportedModelError(
+        "attention_mask: expected a causal mask over the observation window, got one that is "
+        "not (packed sequences, or tokens that see each other in both directions); such a "
+        "prompt cannot be voted on"
+    )
 
 
 def _visible(mask: Any, first_row: int, rows: int, columns: int) -> Tensor:
@@ -106,32 +110,62 @@ def _sees_otherwise(visible: Tensor, pads: Tensor) -> Tensor:
     return ((visible != expected) & real).any()
 
 
-def stored_mask(implementation: str, visible: Tensor, query: Tensor) -> Any:
+def own_part(mask: Any, new_tokens: int, behind: int = 0) -> Tensor | None:
+    """(B, 1 or H, Q, Q) bool: which of the queries' own tokens each sees; None where it is causal.
+
+    Behind them stand so many tokens, the mask's last ones. Those of an image may see each other in
+    both directions.
+    """
+    if mask is None or mask.shape[-1] < new_tokens + behind or len(mask.shape) != 4:
+        return None
+    rows, columns = mask.shape[-2:]
+    visible = _visible(mask, max(rows - behind - new_tokens, 0), new_tokens, columns)
+    own = visible[..., columns - behind - new_tokens : columns - behind]
+    return own if own.shape[-2] == new_tokens else None
+
+
+def sees_ahead(own: Tensor | None) -> list[bool]:
+    """Of `own_part`, for each of the Q tokens whether it sees a later one, or not all before it."""
+    if own is None:
+        return []
+    found: list[bool] = (own != torch.ones_like(own).tril()).any(dim=-1).any(dim=1).any(0).tolist()
+    return found
+
+
+def stored_mask(
+    implementation: str, visible: Tensor, query: Tensor, own: Tensor | None = None
+) -> Any:
     """The mask for queries (B, Hq, Q, D) at the end of a cache whose slots are all in the past.
 
-    `visible` is (B, S) bool, which stored slots hold a token, those of the queries excluded. The
-    mask has the form the implementation expects, over S + Q columns.
+    `visible` is (B, S) bool, which stored slots hold a token, those of the queries excluded, whose
+    `own_part` is causal if it is left out. The mask has the form the implementation expects, over
+    S + Q columns.
     """
-    Q = query.shape[2]
+    Q, S = query.shape[2], visible.shape[-1]
     columns = pad(visible, (0, Q), value=True)
     if "flash" in implementation:
         return None if bool(columns.all()) else columns
+    if own is None:
+        own = torch.ones(1, 1, Q, Q, dtype=torch.bool, device=query.device).tril()
+    own = own.expand(len(visible), -1, -1, -1)
     if "flex" in implementation:
-        return _block_mask(columns, Q)
-    causal = torch.ones(Q, columns.shape[-1], dtype=torch.bool, device=query.device)
-    allowed = columns[:, None, None, :] & causal.tril(visible.shape[-1])
+        return _block_mask(columns, Q, own[:, 0])
+    past = visible[:, None, None].expand(-1, own.shape[1], Q, S)
+    allowed = torch.cat([past, own], dim=-1)
     if implementation != "eager":
         return allowed
     lowest = torch.finfo(query.dtype).min
     return torch.zeros_like(allowed, dtype=query.dtype).masked_fill(~allowed, lowest)
 
 
-def _block_mask(columns: Tensor, query_tokens: int) -> BlockMask:
-    """`stored_mask` for flex attention: (B, S + Q) bool, which columns are visible."""
+def _block_mask(columns: Tensor, query_tokens: int, own: Tensor) -> BlockMask:
+    """`stored_mask` for flex attention: (B, S + Q) bool, which columns are visible; (B, Q, Q)."""
     slots = torch.tensor(columns.shape[-1] - query_tokens, device=columns.device)
 
     def sees(batch: Tensor, _: Tensor, query_idx: Tensor, slot: Tensor) -> Tensor:
-        return columns[batch, slot] & (slot <= query_idx + slots)
+        is_past = slot < slots
+        of_own = own[batch, query_idx, (slot - slots).clamp(min=0)]
+        return columns[batch, slot] & (is_past | of_own)
 
     return create_block_mask(
         sees, columns.shape[0], None, query_tokens, columns.shape[-1], device=columns.device

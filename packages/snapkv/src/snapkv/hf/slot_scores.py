@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from snapkv.cache.layer import CompressedLayer
 from snapkv.errors import UnsupportedModelError
 from snapkv.hf import forward_context
+from snapkv.hf.placement import device_of
 from snapkv.ops import ScoreOptions
 from snapkv.policies import PrefixPolicy, PromptLayer
 
@@ -39,7 +40,8 @@ def score_options(
     """
     calls = _Calls()
     with forward_context.hooked(calls):
-        model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=False)
+        token = torch.zeros(1, 1, dtype=torch.int64, device=device_of(model))
+        model(input_ids=token, use_cache=False)
     for layer in layers:
         if calls.heads.get(layer.identity.layer_idx) != layer.store.num_kv_heads:
             raise UnsupportedModelError(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import passed
+from snapkv.hf.placement import device_of
 from snapkv.policies import Eviction
 
 SINK_TOKENS = 4
@@ -97,7 +98,7 @@ def leave_out(
     first, last = SINK_TOKENS, prompt_tokens - keep_last_tokens
     if checks < 1 or len(answer) < 2 or last - first < _SMALLEST_SPAN:
         return LeaveOut(answer_ids=tuple(answer), spans=())
-    ids = torch.tensor([answer], device=model.device)
+    ids = torch.tensor([answer], device=device_of(model))
     baseline, _ = _read_again(model, copy.copy(cache), ids)
 
     def hide(start: int, stop: int) -> Span:
@@ -142,7 +143,7 @@ def _greedy(
     """The likeliest tokens, one by one; an end token is the last."""
     answer = [int(last_logits.argmax())]
     while len(answer) < most_tokens and answer[-1] not in end_ids:
-        ids = torch.tensor([answer[-1:]], device=model.device)
+        ids = torch.tensor([answer[-1:]], device=device_of(model))
         cache.expect_tokens(ids)
         answer.append(int(model(ids, **passed(cache)).logits[0, -1].argmax()))
     return answer

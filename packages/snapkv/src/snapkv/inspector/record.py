@@ -126,6 +126,7 @@ class Inspection:
             ],
             "checked_answer": self.answer_start,
             "other_layers": self.other_layers,
+            "growing_share": self.methods[0].answer.cache["growing_share"],
             "curve": [
                 self._answered(point.answer)
                 | {"budget": point.budget, "likelihood": point.likelihood}

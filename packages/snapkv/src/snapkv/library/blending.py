@@ -18,6 +18,7 @@ from snapkv.cache.slots import SlotMap
 from snapkv.errors import InvalidArgumentError
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import passed
+from snapkv.hf.placement import device_of
 from snapkv.kvzip import require_one_reading
 from snapkv.library.joining import JoinedLayer, Part, join, joined_ids, require_joinable
 from snapkv.library.recomputing import falling, require_recomputable
@@ -78,7 +79,7 @@ def blend(
     require_share("recompute", recompute, str(DEFAULT_RECOMPUTE))
     require_joinable(model, parts)
     cache = CompressedCache(model, policy, **options)
-    ids = joined_ids(parts).to(model.device)
+    ids = joined_ids(parts).to(device_of(model))
     if recompute == 1:
         _read(model, ids, cache)
         return cache

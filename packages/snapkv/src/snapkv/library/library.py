@@ -23,6 +23,7 @@ from snapkv.errors import (
     OutputError,
 )
 from snapkv.hf.known_gates import with_known
+from snapkv.hf.placement import device_of
 from snapkv.library.about import About, LibraryBits, question_ids
 from snapkv.library.blending import DEFAULT_RECOMPUTE, blend
 from snapkv.library.bound import Room
@@ -342,7 +343,7 @@ class Library:
                 "keep documents whole"
             )
         asked = torch.tensor([question_ids(tokenizer, question, answer_start)])
-        ids = torch.cat([joined_ids(parts), asked.to(model.device)], dim=1)
+        ids = torch.cat([joined_ids(parts), asked.to(device_of(model))], dim=1)
         mask = torch.ones_like(ids)
         return {"input_ids": ids, "attention_mask": mask, "past_key_values": cache}
 
@@ -364,7 +365,7 @@ class Library:
         read = [reader.own_ids(self._record(hit)) for hit in hits]
         asked = question_ids(tokenizer, question, answer_start)
         ids = [reader.about.prefix_ids, *read, asked]
-        return torch.tensor([[token for part in ids for token in part]], device=model.device)
+        return torch.tensor([[token for part in ids for token in part]], device=device_of(model))
 
     def parts(self, model: PreTrainedModel, tokenizer: Any, hits: Sequence[Hit]) -> list[Part]:
         """The documents with their caches, for `blending.blend`; errors as in `inputs`."""

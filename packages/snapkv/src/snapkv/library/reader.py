@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from snapkv.errors import InvalidArgumentError, PromptTooLongError
 from snapkv.hf import saved
 from snapkv.hf.cache import CompressedCache
+from snapkv.hf.placement import device_of
 from snapkv.kvzip import read_as_wanted
 from snapkv.library.about import About, document_ids
 from snapkv.library.joining import Part
@@ -54,7 +55,7 @@ class Reader:
         cache, beside = saved.read(
             CompressedCache, path, self._model, own, identity=self.about.model
         )
-        ids = beside["input_ids"].to(self._model.device)
+        ids = beside["input_ids"].to(device_of(self._model))
         return Part(input_ids=ids, cache=cache, prefix_tokens=len(self.about.prefix_ids))
 
     def own_ids(self, text: Text | Record) -> list[int]:
@@ -69,7 +70,7 @@ class Reader:
                 f"document: expected fewer tokens than the model's {positions:,} positions, got "
                 f"{tokens:,} in {text.name!r}; split it, or choose a model with more positions"
             )
-        return torch.tensor([[*self.about.prefix_ids, *own]], device=self._model.device)
+        return torch.tensor([[*self.about.prefix_ids, *own]], device=device_of(self._model))
 
     def _filled(self, ids: Tensor) -> CompressedCache:
         """What has read the document; where the budget has room for the prefix, that stays."""

@@ -101,7 +101,7 @@ class _SecondReading(Cache):
         """Hold the new keys and values of a layer; returns those that it attends to."""
         states = key_states, value_states
         if layer_idx == 0:
-            self._hold(layer_idx, self._every_token, states)
+            self._hold(layer_idx, self._every_token(0), states)
             return states
         if layer_idx == 1:
             return self._read_second(states)
@@ -118,7 +118,7 @@ class _SecondReading(Cache):
     def _read_second(self, states: States) -> States:
         """Choose when the layer is read by all tokens; the chosen ones then see all that were."""
         if self._second is None:
-            self._second, self.chosen = states, self._every_token
+            self._second, self.chosen = states, self._every_token(1)
             self._changes = [self._hold(1, self.chosen, states)]
             raise ReadEnough
         keys, values = self._second
@@ -156,9 +156,9 @@ class _SecondReading(Cache):
         assert self.chosen is not None
         return self.chosen[self._start : self._stop]
 
-    @property
-    def _every_token(self) -> Tensor:
-        return torch.arange(self.joined[0].tokens, device=self.joined[0].places.device)
+    def _every_token(self, layer_idx: int) -> Tensor:
+        places = self.joined[layer_idx].places
+        return torch.arange(self.joined[0].tokens, device=places.device)
 
     # Which tokens reach a layer.
 
@@ -178,6 +178,7 @@ class _SecondReading(Cache):
                 forward(hidden_states, **kwargs)
         if self.chosen is None or len(self.joined) == 2:
             raise ReadEnough
+        self.chosen = self.chosen.to(self.joined[layer_idx].places.device)
         hidden_states = self._narrowed(hidden_states, self._counts[layer_idx - 1])
         kwargs.pop("attention_mask", None)
         return self._read_pieces(layer_idx, forward, hidden_states, kwargs)
@@ -188,7 +189,7 @@ class _SecondReading(Cache):
         if not count:
             raise ReadEnough
         if count < len(self.chosen):
-            changes = torch.cat(self._changes)
+            changes = torch.cat(self._changes).to(self.chosen.device)
             most = most_changed(changes, count)
             self.chosen, self._changes = self.chosen[most], [changes[most]]
             hidden_states = at_places(hidden_states, most[None])
@@ -224,7 +225,7 @@ class _SecondReading(Cache):
         """(1, 1 or Hq, m, S) bool: what stands at a token's own place or before it."""
         held, end = self.joined[layer_idx], self._end(layer_idx)
         if layer_idx == 1 or held.is_whole:
-            return (self._every_token[:end] <= self._reading[:, None])[None, None]
+            return (self._every_token(layer_idx)[:end] <= self._reading[:, None])[None, None]
         places, missing = held.places[:, :, None, :end], self._missing(held)
         visible = (places >= 0) & (places <= self._reading[:, None])
         if missing is not None:

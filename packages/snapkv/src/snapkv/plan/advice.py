@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from snapkv.errors import OutOfMemoryError, UnsupportedModelError
+from snapkv.hf.placement import device_of
 from snapkv.plan import device_memory
 from snapkv.plan.footprint import (
     Footprint,
@@ -86,7 +87,7 @@ def prompt_memory_explained(
     model: Any, prompt_tokens: int
 ) -> contextlib.AbstractContextManager[None]:
     """A block in which running out of memory is explained for a prompt of that length."""
-    free = device_memory.free_bytes(model.device)
+    free = device_memory.free_bytes(device_of(model))
     advice = functools.partial(prompt_advice, model, prompt_tokens, free)
     return device_memory.out_of_memory_explained(advice)
 
@@ -105,8 +106,8 @@ def prompt_advice(model: Any, prompt_tokens: int, available_bytes: int | None) -
         )
 
     return (
-        f"prompt: expected {prompt_tokens:,} tokens to fit in the memory of {model.device}, got "
-        f"out of memory{_estimated(model, estimate)}; "
+        f"prompt: expected {prompt_tokens:,} tokens to fit in the memory of {device_of(model)}, "
+        f"got out of memory{_estimated(model, estimate)}; "
         f"{'choose sdpa attention, ' if _is_eager(model) else ''}shorten the prompt, or choose "
         f"{'dtype bfloat16 or ' if model.dtype.itemsize > 2 else ''}a smaller model"
     )
@@ -126,8 +127,9 @@ def layerwise_advice(
         )
 
     return (
-        f"prompt: expected {prompt_tokens:,} tokens to fit in the memory of {model.device} layer "
-        f"by layer, in pieces of {chunk_tokens:,}, got out of memory{_estimated(model, estimate)}; "
+        f"prompt: expected {prompt_tokens:,} tokens to fit in the memory of {device_of(model)} "
+        f"layer by layer, in pieces of {chunk_tokens:,}, got out of memory"
+        f"{_estimated(model, estimate)}; "
         "lower chunk_tokens, or use snapkv.prefill.chunked, which takes the same for every length"
     )
 
@@ -145,7 +147,7 @@ def chunked_advice(
 
     return (
         f"prompt: expected pieces of {chunk_tokens:,} tokens and a cap of {cap_tokens:,} to fit in "
-        f"the memory of {model.device}, got out of memory{_estimated(model, estimate)}; lower "
+        f"the memory of {device_of(model)}, got out of memory{_estimated(model, estimate)}; lower "
         "cap_tokens or chunk_tokens"
     )
 

@@ -54,6 +54,7 @@ class Footprint:
     experts: int  # per layer; 0 where there is no mixture
     experts_per_token: int
     full_layers: tuple[FullLayer, ...]
+    together: bool  # whether all of these keep as many tokens, since an indexer chooses
     sliding_layers: tuple[SlidingLayer, ...]
     other_layers: int  # which carry a state, or share what another layer stores
     state_bytes: int  # states of these and of the compressed ones, whatever the prompt's length
@@ -153,6 +154,7 @@ def footprint_of(outline: PreTrainedModel) -> Footprint:
             )
             for layer in full
         ),
+        together=any(hasattr(layer, "indexer_keys") for layer in full),
         sliding_layers=tuple(
             SlidingLayer(token_bytes=tensor_bytes(layer), most_tokens=layer.sliding_window - 1)
             for layer in sliding

@@ -42,18 +42,28 @@ class Keeping:
         layers = self.footprint.full_layers
         if not isinstance(self.budget, ByteBudget):
             return [self._alike(prompt_tokens)] * len(layers)
+        if self.footprint.together:
+            size = self.footprint.token_bytes
+            cost = TokenCost(full_bytes=size, token_bytes=size, block_bytes=size, together=True)
+            return [self._fit(cost, prompt_tokens, 0, at_least=at_least)] * len(layers)
         found = []
         for depth, layer in enumerate(layers):
             cost = self._cost(layer, self._codes(depth), prompt_tokens)
-            least = min(max(self.window_size, cost.exact_tokens), prompt_tokens)
-            try:
-                fit = self.budget.tokens(cost, prompt_tokens, least, depth, len(layers))
-            except BudgetTooSmallError:
-                if not at_least:
-                    raise
-                fit = least
-            found.append(min(fit, prompt_tokens))
+            found.append(self._fit(cost, prompt_tokens, depth, at_least=at_least))
         return found
+
+    def _fit(self, cost: TokenCost, prompt_tokens: int, depth: int, *, at_least: bool) -> int:
+        """Tokens of one layer of which the bytes hold so many."""
+        assert isinstance(self.budget, ByteBudget)
+        least = min(max(self.window_size, cost.exact_tokens), prompt_tokens)
+        layers = len(self.footprint.full_layers)
+        try:
+            fit = self.budget.tokens(cost, prompt_tokens, least, depth, layers)
+        except BudgetTooSmallError:
+            if not at_least:
+                raise
+            fit = least
+        return min(fit, prompt_tokens)
 
     def held_bytes(self, kept: Sequence[int], new_tokens: int) -> int:
         """Of the compressed layers when so many tokens were generated behind what they keep."""

@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache
 
 from snapkv.errors import OutOfMemoryError, UnsupportedModelError
 from snapkv.hf.cache import CompressedCache
+from snapkv.hf.placement import device_of
 from snapkv.plan import free_bytes, out_of_memory_explained
 
 
@@ -118,7 +119,7 @@ class MemoryWatch:
     """The prompt that is being read, where it goes, and what was free before it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._device = model.device
+        self._device = device_of(model)
         self.cache: CompressedCache | None = None
         self.tokens = 0
         self.available_bytes: int | None = None  # None where that is not known

@@ -106,6 +106,7 @@ function facts(data) {
   const rows = Object.entries(data.request).filter(([, value]) => value !== null);
   for (const method of data.methods) rows.push([`method ${method.label}`, method.policy]);
   rows.push(["layers that no method compresses", data.other_layers]);
+  rows.push(["the others' share of the full cache", percentText(data.growing_share)]);
   return rows.map(([name, value]) => [name, typeof value === "string" ? value : JSON.stringify(value)]);
 }
 
