@@ -123,7 +123,9 @@ def require_server(here: Environment) -> None:
         status, said = server.post("/v1/completions", body)
         counted = server.get("/metrics").splitlines()
     kept = sum(
-        float(line.split()[-1]) for line in counted if line.startswith("snapkv:prompt_tokens_kept_")
+        float(line.split()[-1])
+        for line in counted
+        if line.startswith("snapkv:prompt_tokens_kept_total")
     )
     if status != 200 or "red door" not in said:
         raise NotReleasableError(f"snapkv serve: expected 'red door', got {status} {said}")
