@@ -130,7 +130,9 @@ def test_documents_for_which_there_are_no_positions_are_left_out_by_name(snapkv,
     assert "within the model's 1,024 positions" in none.err
 
 
-def test_a_question_without_a_word_of_any_document_says_what_to_do(snapkv, added):
+def test_a_question_without_a_word_of_any_document_says_what_to_do(
+    snapkv, added, nothing_is_loaded
+):
     done = snapkv("ask", "--library", "lib", "-q", "zebra?")
     assert done.status == 2
     assert "snapkv library list lib" in done.err
