@@ -119,9 +119,12 @@ def require_server(here: Environment) -> None:
     command = [str(here.folder / "bin" / "snapkv"), "serve", "demo", "--budget", "96"]
     own = {"PYTHONPATH": "", "SNAPKV_CACHE_DIR": str(here.folder / "cache")}
     body = {"prompt": f"{TEXT}\n{QUESTION[1]} {QUESTION[3]}", "max_tokens": 4}
-    with Server(here.folder, command=command, **own) as server:
-        status, said = server.post("/v1/completions", body)
-        counted = server.get("/metrics").splitlines()
+    try:
+        with Server(here.folder, command=command, **own) as server:
+            status, said = server.post("/v1/completions", body)
+            counted = server.get("/metrics").splitlines()
+    except RuntimeError as error:  # what a server says that does not start
+        raise NotReleasableError(str(error)) from None
     kept = sum(
         float(line.split()[-1])
         for line in counted
