@@ -126,9 +126,9 @@ check: $(INSTALLED) ## Lint, formatting, types, who imports whom, what each part
 	$(BIN)/python -m tests.weight
 	$(BIN)/python -m snapkv_lab.experiments ages
 
-release-check: $(INSTALLED) ## Wheel and sdist in empty environments, e.g. PYTHONS="python3.12 python3.13" EXTRAS="eval rag"
+release-check: $(INSTALLED) ## Wheel and sdist in empty environments, e.g. PYTHONS="python3.12 python3.13" EXTRAS="rag ray" VLLM=0.32.0
 	$(BIN)/python -m tests.release $(addprefix --python ,$(PYTHONS)) $(addprefix --extra ,$(EXTRAS)) \
-	    $(addprefix --transformers ,$(TRANSFORMERS)) $(NOTE)
+	    $(addprefix --transformers ,$(TRANSFORMERS)) $(addprefix --vllm ,$(VLLM)) $(NOTE)
 
 format: $(INSTALLED) ## Put every file into its format
 	$(BIN)/ruff check --fix

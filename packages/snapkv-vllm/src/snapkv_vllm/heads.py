@@ -366,11 +366,15 @@ class HeadsAttention:
         pages = [HeadPages.of(layer.kv_cache) for layer in layers]
         group_size = layers[0].impl.num_heads // pages[0].heads
 
-        def build_beside(prefix: int, common: Any, *args: Any, **kwargs: Any) -> Any:
+        # vLLM's names: 0.31 passes these by keyword, later releases by position.
+        def build_beside(
+            common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any
+        ) -> Any:
             if not self._batch.rows:
-                return build(prefix, common, *args, **kwargs)
-            found = self._sequences(builder.layer_names, common, pages[0])
-            plain = build(prefix, self._without_ours(common), *args, **kwargs)
+                return build(common_prefix_len, common_attn_metadata, *args, **kwargs)
+            found = self._sequences(builder.layer_names, common_attn_metadata, pages[0])
+            ours_left_out = self._without_ours(common_attn_metadata)
+            plain = build(common_prefix_len, ours_left_out, *args, **kwargs)
             for layer, name in enumerate(builder.layer_names):
                 told = sequence_metadata(
                     plain, found, layer, builder=builder, group_size=group_size

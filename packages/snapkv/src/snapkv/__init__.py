@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     )
     from snapkv.storage.auto import AutoCodes
     from snapkv.storage.coded import KVCodes
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AdaKV",

@@ -66,7 +66,8 @@ def test_without_a_command_the_help_comes_first(snapkv):
     done = snapkv()
     assert done.status == 2
     assert "Usage: snapkv" in done.out
-    assert "a command is missing" in done.err
+    assert "a command is missing; see snapkv --help" in done.err
+    assert "a command is missing; see snapkv library --help" in snapkv("library").err
 
 
 @pytest.mark.parametrize("output", [(), ("--json",), ("--compare",)])

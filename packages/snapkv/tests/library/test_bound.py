@@ -117,7 +117,7 @@ def test_a_document_that_does_not_fit_fails_by_name_and_nothing_goes_for_it(libr
     library.limit(sum(sizes.values()))
     (outcome,) = library.add(tiny.model, tiny.tokenizer, [("long", text_of("long", 300))])
     assert outcome.what == "failed"
-    assert outcome.reason.startswith("max_bytes: expected room for ")
+    assert outcome.reason.startswith("max_bytes: expected at least ")
     assert there(library) == sizes
     assert len(list((library.path / "caches").iterdir())) == 3
     with pytest.raises(InvalidArgumentError, match="raise it with snapkv library limit"):

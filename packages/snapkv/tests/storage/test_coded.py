@@ -66,6 +66,17 @@ def give_what_codes_stand_for(store, coded):
         store.ragged = RaggedStates.gather(keys, values, store.ragged.slots())
 
 
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("llama", {}), ("llama", {"storage": "static", "room_tokens": 8}), ("deepseek_v3", {})],
+    ids=["dynamic", "static", "latents"],
+)
+def test_a_report_says_the_bits_of_what_is_held(family, options):
+    model = tiny_model(family)
+    assert set(read(model, quantize=KVCodes(8, 4), **options).report()["bits"]) == {"8/4"}
+    assert set(read(model, **options).report()["bits"]) == {"32"}
+
+
 def test_first_and_last_tokens_stay_as_they_came():
     model = tiny_model("llama")
     how = KVCodes(2, 2, recent_tokens=8, sink_tokens=4)

@@ -1,6 +1,6 @@
 """With which releases the package was checked: a row for every check, and the page of them.
 
-    make release-check NOTE=--note                  note a row for every environment
+    make release-check VLLM=0.32.0 NOTE=--note      note a row for every environment
     export PYTEST_ADDOPTS="-p snapkv_lab.experiments.compatibility --note-as test-oldest"
     make test-oldest                                note a row for a run of tests
 
@@ -14,6 +14,7 @@ from typing import Any
 from snapkv_lab.experiments.experiment import Experiment
 from snapkv_lab.experiments.pages import Table
 from snapkv_lab.experiments.records import Row, describe_environment, write_rows
+from snapkv_lab.measure.environment import versions
 
 RELEASES = {"python": "Python", "torch": "torch", "transformers": "transformers", "vllm": "vLLM"}
 """What a row tells apart, and how the page calls it."""
@@ -69,9 +70,14 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: Any)
             "outcome": "failed" if exitstatus else "passed",
             "what": ", ".join(f"{count:,} {kind}" for kind, count in counts.items() if count),
             "tests": config.args,
-            "environment": describe_environment() | {"vllm": _vllm()},
+            "environment": describe_environment() | releases(),
         }
     )
+
+
+def releases() -> dict[str, Any]:
+    """Those installed here."""
+    return versions() | {"vllm": _vllm()}
 
 
 def _vllm() -> str | None:

@@ -68,18 +68,10 @@ class LibraryQuestion:
         return answer_ids(self.loaded, ids, cache, settings, answer_start=start, on_text=on_text)[0]
 
 
-def look_up(
-    loaded: LoadedModel,
-    library: Library,
-    question: str,
-    documents: int,
-    settings: GenerationSettings,
-    *,
-    recompute: float = DEFAULT_RECOMPUTE,
-    answer_start: str = "",
-    by_meaning: bool = False,
-) -> LibraryQuestion:
-    """Find the documents for a question, as many as the model has positions for."""
+def search(
+    library: Library, question: str, documents: int, *, by_meaning: bool = False
+) -> tuple[Sequence[Hit], float]:
+    """The documents for a question, and the milliseconds that it took; refused where none fits."""
     start = time.perf_counter()
     hits = library.search(question, documents, by_meaning=by_meaning)
     if not hits:
@@ -88,6 +80,21 @@ def look_up(
             f"{question!r}, which has none; ask with other words (snapkv library list "
             f"{library.path} names the documents), or name files instead of --library"
         )
+    return hits, 1000 * (time.perf_counter() - start)
+
+
+def take(
+    loaded: LoadedModel,
+    library: Library,
+    question: str,
+    found: tuple[Sequence[Hit], float],
+    settings: GenerationSettings,
+    *,
+    recompute: float = DEFAULT_RECOMPUTE,
+    answer_start: str = "",
+) -> LibraryQuestion:
+    """Ask of what `search` has found as many as the model has positions for."""
+    hits, search_ms = found
     taken = len(library.required().prefix_ids)
     taken += len(question_ids(loaded.tokenizer, question, answer_start))
     kept: list[Hit] = []
@@ -106,6 +113,6 @@ def look_up(
         settings=settings,
         recompute=recompute,
         answer_start=answer_start,
-        search_ms=1000 * (time.perf_counter() - start),
+        search_ms=search_ms,
         left_out=[hit for hit in hits if hit not in kept],
     )

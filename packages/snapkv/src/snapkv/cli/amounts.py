@@ -154,15 +154,15 @@ def _share(name: str, text: str) -> float:
     )
 
 
-def byte_count(name: str, text: str) -> int:
-    """Bytes with a unit: GB and G are 10^9 of them, GiB 2^30."""
+def byte_count(name: str, text: str, before: str | None = None) -> int:
+    """Bytes with a unit: GB and G are 10^9 of them, GiB 2^30; `before` as in `count`."""
     form = r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(ib|b?)|b)\s*"
     if found := re.fullmatch(form, text, re.IGNORECASE):
         base = 1024 if (found[3] or "").lower() == "ib" else 1000
         return int(Decimal(found[1]) * base ** _POWERS[(found[2] or "").lower()])
     raise InvalidArgumentError(
         f"{name}: expected bytes with a unit, such as 80GB or 24GiB, got {text!r}; write for "
-        f"instance {_option(name)} 80GB"
+        f"instance {before or f'{_option(name)} '}80GB"
     )
 
 

@@ -268,7 +268,8 @@ def _in_words(error: Exception) -> str:
     if message.startswith("Missing") and context is not None and context.command.epilog:
         example = context.command.epilog.splitlines()[1]
         return f"{message.rstrip('.')}; write for instance {example}"
-    return message or "a command is missing; see snapkv --help"
+    path = "snapkv" if context is None else context.command_path
+    return message or f"a command is missing; see {path} --help"
 
 
 def _explain(error: BaseException, arguments: list[str]) -> int:

@@ -106,7 +106,7 @@ def _both(loaded: Any, text: str, policy: Any) -> Iterator[tuple[str, str]]:
 
 def _again(loaded: Any, text: str, policy: Any) -> Iterator[tuple[str, str]]:
     """A second question, answered from a library and by reading everything again."""
-    from snapkv.app.library_answers import look_up
+    from snapkv.app.library_answers import search, take
     from snapkv.cli.loading import reading_progress
     from snapkv.library.library import Library
 
@@ -120,7 +120,8 @@ def _again(loaded: Any, text: str, policy: Any) -> Iterator[tuple[str, str]]:
         yield "library", f"the document, read once in {seconds:.1f} s, {held} on disk"
         yield "question", SECOND
         settings = GenerationSettings(max_new_tokens=8)
-        found = look_up(loaded, library, SECOND, 1, settings, answer_start=SECOND_START)
+        hits = search(library, SECOND, 1)
+        found = take(loaded, library, SECOND, hits, settings, answer_start=SECOND_START)
         with reading_progress("library"):
             ours = found.answer(policy)
         yield "library", f"{_on_one_line(ours)} ({ours.total_ms / 1000:.1f} s)"

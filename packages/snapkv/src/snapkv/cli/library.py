@@ -189,7 +189,8 @@ def limit(
     json: panels.AsJson = False,
 ) -> None:
     """Bound the bytes of keys and values; documents asked for longest ago make room."""
-    most_bytes = None if size.lower() == "none" else byte_count("size", size)
+    before = f"snapkv library limit {library} "
+    most_bytes = None if size.lower() == "none" else byte_count("size", size, before)
     gone = [entry.name for entry in opened(library).limit(most_bytes)]
     if json:
         write_json({"library": library, "max_bytes": most_bytes, "evicted": gone})

@@ -15,7 +15,7 @@ from snapkv import __version__
 from snapkv.app import draft_methods
 from snapkv.app.answering import Answer, TextSink, answer
 from snapkv.app.draft_methods import DraftMethod
-from snapkv.app.library_answers import look_up
+from snapkv.app.library_answers import search, take
 from snapkv.app.models import LoadedModel
 from snapkv.app.prefills import Exact
 from snapkv.app.prompts import Prompt
@@ -168,16 +168,17 @@ def answer_from_library(options: AskOptions, question: str, typed: Sequence[str]
         options, policy = replace(options, policy=FullCache.name), FullCache()  # stays as it is
     if options.rerank:
         embeddings_folder()
+    documents = _DOCUMENTS if options.documents is None else options.documents
+    hits = search(library, question, documents, by_meaning=options.rerank)
     loaded = load_model(like(library, options))
-    found = look_up(
+    found = take(
         loaded,
         library,
         question,
-        _DOCUMENTS if options.documents is None else options.documents,
+        hits,
         settings,
         recompute=DEFAULT_RECOMPUTE if options.recompute is None else options.recompute,
         answer_start=options.answer_start,
-        by_meaning=options.rerank,
     )
     warnings += [
         f"{hit.name}: left out, since the model has no positions for its {hit.tokens:,} tokens"

@@ -52,10 +52,12 @@ class Room:
             going.append(self._held[other])
             excess -= self._held[other].bytes
         if excess > 0:
+            least, got = (
+                format_bytes(int(n)) for n in (self._most_bytes + excess, self._most_bytes)
+            )
             raise InvalidArgumentError(
-                f"max_bytes: expected room for {format_bytes(size)} beside the documents that are "
-                f"added with it and the one that was asked for last, got a bound that is "
-                f"{format_bytes(int(excess))} too little; raise it with snapkv library limit, or "
+                f"max_bytes: expected at least {least}, what the document that was asked for last "
+                f"and all that is added take, got {got}; raise it with snapkv library limit, or "
                 "remove documents"
             )
         return going

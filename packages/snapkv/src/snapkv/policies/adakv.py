@@ -68,7 +68,7 @@ class AdaKV(AroundScores):
         kept = self.policy.kept_prefix_tokens(layer.uneven(), "mean")
         if kept == prefix.lengths:
             return None
-        scores = self.policy.score(layer)
+        scores = self.policy.scored(layer)
         if scores.shape[1] == 1:
             return self.policy.select(layer)  # no heads to share among
         must_stay = [None] * len(kept) if prefix.must_stay is None else prefix.must_stay

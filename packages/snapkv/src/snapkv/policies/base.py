@@ -263,6 +263,10 @@ class PrefixPolicy(Policy):
     def score(self, layer: PromptLayer) -> Tensor:
         """Rate the prefix: (B, num_kv_heads or Hq, T - window_size) float32, higher first."""
 
+    def scored(self, layer: PromptLayer) -> Tensor:
+        """`score`, whose shape and dtype are right."""
+        return self.prefix(layer).checked(self.score(layer), self.name)
+
     def summed_weights(self, layer: PromptLayer) -> int:
         """How many attention weights a score is the sum of; 1 where it is none, or their mean."""
         del layer
@@ -277,7 +281,7 @@ class PrefixPolicy(Policy):
 
         What must stay is inf, pads are -inf.
         """
-        return self.prefix(layer).ranked(self.score(layer) / self.summed_weights(layer))
+        return self.prefix(layer).ranked(self.scored(layer) / self.summed_weights(layer))
 
     def kept_prefix_tokens(self, layer: PromptLayer, of_heads: OfHeads = "max") -> list[int]:
         """B numbers: positions each row keeps of its own prefix."""
@@ -297,7 +301,7 @@ class PrefixPolicy(Policy):
         if not prefix.slots:
             return None
         kept = self.kept_prefix_tokens(layer)
-        return None if prefix.fits(kept) else prefix.select(self.score(layer), kept)
+        return None if prefix.fits(kept) else prefix.select(self.scored(layer), kept)
 
     @property
     def keeps_the_best(self) -> bool:
@@ -320,7 +324,7 @@ class PrefixPolicy(Policy):
         if not layer.depth:
             for tokens, room in zip(prefix.needed, kept, strict=False):
                 self._require_fits(tokens, room)
-        return prefix.select(self.score(layer), kept)
+        return prefix.select(self.scored(layer), kept)
 
     def require_protection(self, spans: Spans) -> None:
         """Raise where no prompt that is compressed leaves them room, or a subclass chooses."""

@@ -75,7 +75,7 @@ class CriticalKV(AroundScores, PrefixPolicy):
 
     def score(self, layer: PromptLayer) -> Tensor:
         """The policy's best first, then by value: (B, Hkv, P) float32, Hq as in the policy."""
-        scores = self.policy.score(layer)
+        scores = self.policy.scored(layer)
         norms = projected_norms(layer, scores.shape[-1])
         norms = _to_12_bits(ops.reduce_group(norms, scores.shape[1], "mean"))
         means = _raised(scores, layer.pads) / self.policy.summed_weights(layer)

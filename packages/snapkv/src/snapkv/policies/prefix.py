@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
+from snapkv.errors import InvalidArgumentError
 from snapkv.policies.fair import keep_fair
 from snapkv.policies.states import PromptLayer, Selection
 
@@ -58,6 +59,20 @@ class Prefix:
         """B numbers: what the head needs for what must stay that needs most; empty for none."""
         must_stay = self.must_stay
         return [] if must_stay is None else must_stay.sum(dim=-1).amax(dim=-1).tolist()
+
+    def checked(self, scores: Tensor, name: str) -> Tensor:
+        """The scores, refused where a method of somebody's own gives others than it has to."""
+        batch, heads, tokens = self.layer.keys.shape[0], self.layer.keys.shape[1], self.slots
+        got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+        fits = isinstance(got, tuple) and len(got) == 3 and (got[0], got[2]) == (batch, tokens)
+        if not fits or (got[1] != 1 and got[1] % heads) or not scores.is_floating_point():
+            kind = f" of {scores.dtype}" if isinstance(scores, Tensor) else ""
+            raise InvalidArgumentError(
+                f"score: expected ({batch}, {heads}, {tokens}) floating-point numbers from {name}, "
+                f"one for each KV head and each position before the window, got {got}{kind}; "
+                "score layer.keys[:, :, : -self.window_size], not the window"
+            )
+        return scores
 
     def ranked(self, scores: Tensor) -> Tensor:
         """Scores, (B, H, P), infinite for what must stay, and below all others for pads."""

@@ -619,6 +619,10 @@ class CodedLatents(TokenStore):
         return self._coded.dense()
 
     @property
+    def bits(self) -> str:
+        return self._coded.bits
+
+    @property
     def held_bytes(self) -> int:
         return self._coded.held_bytes
 

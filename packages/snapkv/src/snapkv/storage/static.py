@@ -242,6 +242,11 @@ class StaticCodedStore(StaticStore):
         return both(lambda part: part[:, :, end - tokens : end], self._whole)
 
     @property
+    def bits(self) -> str:
+        assert self.storage.codes is not None
+        return self.storage.codes.label
+
+    @property
     def held_bytes(self) -> int:
         return super().held_bytes + sum(codes.nbytes for codes in self._codes)
 
