@@ -90,7 +90,7 @@ PER_BYTE = Experiment(
     takes="an hour",
     measure=_measure,
     cases=lambda given, part: texts_from(given, 200),
-    options={"tokens": Sized(1024, 768), "rounds": Sized(6, 1), "dtype": "bfloat16"},
+    options={"tokens": Sized(1024, 768), "rounds": Sized(8, 1), "dtype": "bfloat16"},
     tables=[
         Table(
             Pivot("method, what is held", "{name}", "{share}", "{right}"),
