@@ -35,7 +35,6 @@ from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.measuring import Turns
 from snapkv_lab.experiments.pages import Table, cell, markdown_table
 from snapkv_lab.experiments.prompts import Document, encode, generate
-from snapkv_lab.experiments.quality import CAPPED, CAPS
 from snapkv_lab.experiments.records import Row, describe_environment, grouped, of
 from snapkv_lab.measure.timing import spent_on, spread
 from snapkv_vllm import Limits, engine_args
@@ -457,6 +456,10 @@ SERVING = Experiment(
         ["## The same answers", _same(rows)], *(each.parts(rows) for each in _SERVING)
     ),
 )
+
+
+CAPPED = SnapKV(128, window_size=16, kernel_size=13)
+CAPS = (None, 768, 512, 256, 128)
 
 
 def _caps(given: Given) -> Iterator[Row]:
