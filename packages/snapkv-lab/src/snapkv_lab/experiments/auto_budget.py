@@ -3,7 +3,6 @@
 `auto_budget`: texts of about a thousand tokens, of the kinds that the pooling was chosen by, the
 right answer fed. `auto_budget_held_out`: texts of 1k to 7k tokens of kinds that chose neither;
 every policy generates an answer, which is right if it has the expected words. A row is a question.
-The rows of the first also have budgets by the sum of the lost votes, "mass", which lost.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,13 +25,16 @@ from snapkv_lab.experiments.pages import Table, markdown_table
 from snapkv_lab.experiments.prompts import encode
 from snapkv_lab.experiments.records import Row, environment_line, grouped
 from snapkv_lab.experiments.texts import (
-    Count,
+    Case,
     Maker,
     ReadText,
     Text,
+    answers_of,
     counted,
+    loss_above,
+    questions,
+    right_of,
     scored,
-    scored_full,
 )
 
 
@@ -62,26 +64,14 @@ def texts_from(given: Given, first: int) -> Iterator[Text]:
 
 
 def _measure(given: Given, text: Text) -> Iterator[Row]:
-    read = ReadText(given.loaded.model, text.ids)
-    for number, case in enumerate(text.cases):
-        prompt = read.asked(case.question_ids)
-        full = scored_full(prompt, case)
-        says_something = any(full["right"]) or not full["right"]
-        yield {
-            "text": text.name,
-            "question": number,
-            "group": case.group,
-            "prompt_tokens": prompt.prompt_tokens,
-            "full": full,
-            "answers": {
-                name: _answer(prompt, policy, case)
-                for name, policy in _policies().items()
-                if says_something
-            },
-        }
+    def answers(prompt: RecordedPrompt, case: Case) -> Iterator[Row]:
+        for name, policy in _policies().items():
+            yield {"name": name} | _answer(prompt, policy, case)
+
+    return questions(given.loaded.model, text, answers)
 
 
-def _answer(prompt: RecordedPrompt, policy: Policy, case: Any) -> Row:
+def _answer(prompt: RecordedPrompt, policy: Policy, case: Case) -> Row:
     """What one policy answers, and what its cache reports behind the prompt."""
     cache = prompt.compressed(policy)
     report = cache.report()
@@ -110,12 +100,7 @@ def last_run(rows: Sequence[Row]) -> str:
 def _tables(rows: list[Row]) -> list[str]:
     asked = [row for row in rows if row.get("answers")]
     tokens = round(fmean(row["prompt_tokens"] for row in asked))
-    answers = [
-        {"name": name, "of": row, "group": row["group"], **found}
-        for name in asked[0]["answers"]
-        for row in asked
-        for found in (row["answers"][name],)
-    ]
+    answers = answers_of(asked)
     by_name = grouped(answers, "name")
     table = Table(
         {
@@ -163,23 +148,8 @@ def _bins(key: str, borders: Sequence[float]) -> tuple[Callable[[Row], str], lis
     return lambda row: names[sum(row[key] >= border for border in borders)], names
 
 
-def right_of(answers: Iterable[Row]) -> Count:
-    """Parts of answers that are right, of those that the full cache has right."""
-    return counted(
-        own
-        for row in answers
-        for own, full in zip(row["right"], row["of"]["full"]["right"], strict=True)
-        if full
-    )
-
-
 def _mean(answers: Iterable[Row], number: str) -> float:
     return fmean(row[number] for row in answers)
-
-
-def loss_above(answers: Iterable[Row]) -> float:
-    pairs = ((row["nll"], row["of"]["full"]["nll"]) for row in answers)
-    return fmean(own - full for own, full in pairs if full is not None)
 
 
 AUTO_BUDGET = Experiment(

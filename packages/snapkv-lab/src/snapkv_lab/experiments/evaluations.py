@@ -3,16 +3,13 @@
 `evaluation`: tasks in a setting that two cores can run; answers and rows lie in
 `docs/results/evaluation/NAME/`. `leaderboard`: every method, as `snapkv leaderboard` compares them.
 `studies`: the paper's observations; what was measured is also in `snapkv-results/studies`, where a
-run that was stopped goes on. `instructions`: which instructions at the start of a prompt survive.
-`sharing`: ten methods beside one. `workers`: two processes beside one.
+run that was stopped goes on. `sharing`: ten methods beside one.
 """
 
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,12 +49,10 @@ from snapkv_lab.evaluate.tasks import (
     Tracking,
 )
 from snapkv_lab.evaluate.tasks import Turns as SeveralTurns
-from snapkv_lab.evaluate.workers.base import Equipment
-from snapkv_lab.evaluate.workers.processes import Processes
 from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.measuring import Turns
 from snapkv_lab.experiments.pages import Table, markdown_table
-from snapkv_lab.experiments.records import RESULTS, Row, grouped, of, read_rows, write_rows
+from snapkv_lab.experiments.records import RESULTS, Row, of, read_rows, write_rows
 from snapkv_lab.report.figures import draw
 from snapkv_lab.report.leaderboard import FILES, as_markdown, write_board
 from snapkv_lab.report.page import method_table
@@ -338,40 +333,6 @@ OBSERVATIONS = Experiment(
 )
 
 
-def _instructions_tables(rows: list[Row]) -> list[str]:
-    names = list(grouped(rows, lambda row: row["cell"]["instruction"]))
-    budget = next(row["policy"]["budget"] for row in rows if "budget" in row["policy"])
-
-    def told(row: Row) -> tuple[str, str, str]:
-        protected = "protected" if row["task"]["protect"] else "as it is"
-        return row["method"], row["question"], protected
-
-    def right(own: list[Row], name: str) -> str:
-        scores = [row["score"] for row in own if row["cell"]["instruction"] == name]
-        return f"{sum(scores):.0f} of {len(scores)}"
-
-    lines = [[*key, *(right(own, n) for n in names)] for key, own in grouped(rows, told).items()]
-    return [
-        f"## Right answers, {budget} of {rows[0]['prompt_tokens']} tokens kept",
-        markdown_table(["method", "question", "instructions", *names], lines),
-    ]
-
-
-INSTRUCTIONS = Experiment(
-    name="instructions",
-    title="Instructions that must stay",
-    # The rows are the lines of `samples.jsonl` of `snapkv eval instructions --lengths 768
-    # --samples-each 2 --cloze --budget 96`: with the question visible and `--policy
-    # snapkv:window_size=16`; with `--setting hidden --baseline none` and `--policy
-    # snapkv:window_size=16,h2o,streaming-llm:positions=original`; and the same with `--protect`.
-    measured=lambda rows: (
-        "Measured on {model[name]} ({model[dtype]}, {model[attn_implementation]}, "
-        "{model[device]}), torch {torch}, transformers {transformers}"
-    ).format_map(rows[0]),
-    tables=_instructions_tables,
-)
-
-
 def _ten_methods(budget: int) -> list[Method]:
     """Methods that score by the last queries, by all of them, by keys alone, and by nothing."""
     voted, found = SnapKV(budget), [SnapKV(budget), FullCache()]
@@ -421,78 +382,6 @@ SHARING = Experiment(
                 "one method, s": "{one_ms[p50]:seconds|.1f}",
                 "ten methods, s": "{ten_ms[p50]:seconds|.1f}",
                 "ratio": "{ratio[p50]:.2f}",
-            }
-        )
-    ],
-)
-
-_TIMES = ("first_token_ms", "token_ms")
-
-
-def _workers(given: Given) -> Iterator[Row]:
-    """One row: a needle grid by one worker and by two, each with the model in memory before.
-
-    Raises:
-        ValueError: two workers answer something else than one.
-    """
-    methods = _labelled(full=FullCache(), **{f"snapkv@{given.budget}": SnapKV(given.budget)})
-    equipment = Equipment(load={"name": given.model}, threads=1)
-    answers: list[list[Row]] = []
-
-    def answered(
-        executor: Any, lengths: Sequence[int], depths: int, few: int | None = None
-    ) -> None:
-        task = Needle(lengths=tuple(lengths), depths=depths, cloze=True)
-        run = Run(loaded=given.loaded, task=task, methods=methods[:few], template="none")
-        with tempfile.TemporaryDirectory() as folder:
-            run.into(Path(folder), executor=executor)
-            if few is None:
-                records = sorted(read_rows(Path(folder, "samples.jsonl")), key=key)
-                answers.append([{k: v for k, v in r.items() if k not in _TIMES} for r in records])
-
-    with ExitStack() as pools:
-        work = {}
-        for name, count in (("one", 1), ("two", 2)):
-            pool = pools.enter_context(Processes(["cpu"] * count, equipment))
-            answered(pool, [min(given.lengths)], count, 1)  # every worker loads the model
-            work[name] = partial(answered, pool, given.lengths, given.depths)
-        turns = Turns(work, rounds=given.rounds, warmup_rounds=0)
-    if any(each != answers[0] for each in answers):
-        raise ValueError("expected the same answers of one worker and of two, got others")
-    yield {
-        "benchmark": "workers",
-        "lengths": list(given.lengths),
-        "depths": given.depths,
-        "methods": [method.describe() for method in methods],
-        "prompts": len(given.lengths) * given.depths,
-        "answers": len(answers[0]),
-        "rounds": given.rounds,
-        "processors": os.cpu_count(),
-        "threads_each": equipment.threads,
-        "one_ms": turns.ms("one", 0),
-        "two_ms": turns.ms("two", 0),
-        "speedup": turns.ratio("one", "two", 3),
-    }
-
-
-WORKERS = Experiment(
-    name="workers",
-    title="Two workers beside one",
-    measure=_workers,
-    options={
-        "lengths": Sized((1024, 2048), (300, 320)),
-        "depths": Sized(6, 2),
-        "budget": Sized(256, 64),
-        "rounds": Sized(3, 2),
-    },
-    tables=[
-        Table(
-            {
-                "prompt tokens": lambda row: ", ".join(f"{each:,}" for each in row["lengths"]),
-                "answers": "{answers:,}",
-                "one worker, s": "{one_ms[p50]:seconds|.1f}",
-                "two workers, s": "{two_ms[p50]:seconds|.1f}",
-                "times as fast": "{speedup[p50]:.2f}",
             }
         )
     ],

@@ -18,12 +18,20 @@ from torch import Tensor
 from snapkv import AdaKV, CompressedCache, FullCache, KVzap, KVzip, default_policy
 from snapkv.app.models import LoadedModel
 from snapkv.kvzip import read_as_wanted
-from snapkv_lab.experiments.auto_budget import last_run, loss_above, right_of, texts_from
+from snapkv_lab.experiments.auto_budget import last_run, texts_from
 from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.kvpress import PYTHON, Kvpress
 from snapkv_lab.experiments.pages import Table
 from snapkv_lab.experiments.records import Row, grouped
-from snapkv_lab.experiments.texts import Case, ReadText, Text, scored, scored_full
+from snapkv_lab.experiments.texts import (
+    Case,
+    ReadText,
+    Text,
+    loss_above,
+    right_of,
+    scored,
+    scored_full,
+)
 
 FIRST = 400
 QUANTO_GROUP = 64

@@ -9,11 +9,12 @@ from statistics import fmean
 from typing import Any
 
 from snapkv import AdaKV, DraftVotes, KVCodes, SnapKV, default_policy
-from snapkv_lab.experiments.auto_budget import loss_above, right_of, texts_from
+from snapkv.app.observing import RecordedPrompt
+from snapkv_lab.experiments.auto_budget import texts_from
 from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.pages import Pivot, Table
 from snapkv_lab.experiments.records import Row, grouped
-from snapkv_lab.experiments.texts import ReadText, Text, scored, scored_full
+from snapkv_lab.experiments.texts import Case, Text, answers_of, questions, right_and_loss, scored
 
 SHARES = {"1/16": 1 / 16, "1/8": 1 / 8, "1/4": 1 / 4}
 CODES: dict[str, Any] = {
@@ -41,45 +42,26 @@ SIZES = ("kept", "bytes")
 
 
 def _measure(given: Given, text: Text) -> Iterator[Row]:
-    read = ReadText(given.loaded.model, text.ids)
-    for number, case in enumerate(text.cases):
-        prompt = read.asked(case.question_ids)
-        full = scored_full(prompt, case)
-        asked = {
-            "text": text.name,
-            "question": number,
-            "group": case.group,
-            "prompt_tokens": prompt.prompt_tokens,
-            "full": full,
-        }
-        if full["right"] and not any(full["right"]):
-            yield asked | {"answers": []}
-            continue
-        answers = []
+    def answers(prompt: RecordedPrompt, case: Case) -> Iterator[Row]:
         for share in SHARES:
             for method, codes in MEASURED:
                 policy = METHODS[method](f"{100 * SHARES[share]:g}%")
                 cache = prompt.compressed(policy, quantize=CODES[codes])
                 report = cache.report()
-                answers.append(
-                    {"share": share, "method": method, "codes": codes}
-                    | {"kept": report.kept_tokens, "bytes": report.held_bytes / report.full_bytes}
-                    | scored(prompt, cache, case)
-                )
-        yield asked | {"answers": answers}
+                held = {"kept": report.kept_tokens, "bytes": report.held_bytes / report.full_bytes}
+                way = {"share": share, "method": method, "codes": codes}
+                yield way | held | scored(prompt, cache, case)
+
+    return questions(given.loaded.model, text, answers)
 
 
 def _cells(rows: list[Row]) -> Iterator[Row]:
-    answers = [
-        {**found, "of": row, "name": f"{found['method']}, {found['codes']}"}
-        for row in rows
-        for found in row.get("answers", ())
-    ]
-    for (name, share), own in grouped(answers, lambda row: (row["name"], row["share"])).items():
+    cells = grouped(answers_of(rows), lambda row: (row["method"], row["codes"], row["share"]))
+    for (method, codes, share), own in cells.items():
         yield {
-            "name": name,
+            "name": f"{method}, {codes}",
             "share": share,
-            "right": f"{right_of(own)}, {loss_above(own):+.2f}",
+            "right": right_and_loss(own),
             "kept": "{:.0f} ({:.3f})".format(*(fmean(row[key] for row in own) for key in SIZES)),
         }
 
@@ -90,7 +72,7 @@ PER_BYTE = Experiment(
     takes="an hour",
     measure=_measure,
     cases=lambda given, part: texts_from(given, 200),
-    options={"tokens": Sized(1024, 768), "rounds": Sized(6, 1), "dtype": "bfloat16"},
+    options={"tokens": Sized(1024, 768), "rounds": Sized(8, 1), "dtype": "bfloat16"},
     tables=[
         Table(
             Pivot("method, what is held", "{name}", "{share}", "{right}"),

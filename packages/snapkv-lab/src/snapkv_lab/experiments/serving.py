@@ -35,7 +35,6 @@ from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.measuring import Turns
 from snapkv_lab.experiments.pages import Table, cell, markdown_table
 from snapkv_lab.experiments.prompts import Document, encode, generate
-from snapkv_lab.experiments.quality import CAPPED, CAPS
 from snapkv_lab.experiments.records import Row, describe_environment, grouped, of
 from snapkv_lab.measure.timing import spent_on, spread
 from snapkv_vllm import Limits, engine_args
@@ -87,6 +86,7 @@ class StepEngine(Engine):
         blocks: int,
         most_tokens: int,
         policy: str = SnapKV.name,
+        cache_dtype: str = "auto",
     ) -> None:
         text = given.loaded.model.config
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -94,6 +94,7 @@ class StepEngine(Engine):
         token_bytes = 2 * layers_heads * head_dim * torch.finfo(getattr(torch, dtype)).bits // 8
         options: dict[str, Any] = {
             "dtype": dtype,
+            "kv_cache_dtype": cache_dtype,
             "max_model_len": most_tokens,
             "block_size": BLOCK_TOKENS,
             "kv_cache_memory_bytes": blocks * BLOCK_TOKENS * token_bytes,
@@ -220,11 +221,17 @@ def _on(given: Given, dtype: str) -> Row:
     return {"model": model, "environment": describe_environment() | {"vllm": installed()}}
 
 
+def _both(given: Given) -> dict[str, dict[str, Any]]:
+    """Stock vLLM and the plugin."""
+    return {"stock": {"budget": None}, "snapkv": {"budget": given.budget}}
+
+
 @contextlib.contextmanager
-def _both(given: Given, prompt: list[int], blocks: int) -> Iterator[dict[str, StepEngine]]:
-    """Stock vLLM and the plugin side by side, warm and ready all the time."""
+def _warm(
+    given: Given, prompt: list[int], blocks: int, made: dict[str, dict[str, Any]]
+) -> Iterator[dict[str, StepEngine]]:
+    """Engines side by side, ready all the time."""
     most = given.prompt_tokens + given.new_tokens
-    made = {"stock": {"budget": None}, "snapkv": {"budget": given.budget}}
     with _engines(given, made, dtype="bfloat16", blocks=blocks, most_tokens=most) as engines:
         for engine in engines.values():
             engine.answers([prompt], 2)
@@ -241,7 +248,7 @@ def _reading(at_once: str, given: Given) -> Iterator[Row]:
     """Prompts up to their first tokens by either engine in turns, so many at once."""
     prompts, count = _ids(given, given.requests, given.prompt_tokens), getattr(given, at_once)
     blocks = _ample_blocks(given)
-    with _both(given, prompts[0], blocks) as engines:
+    with _warm(given, prompts[0], blocks, _both(given)) as engines:
         work = {name: _read(engine, prompts, count) for name, engine in engines.items()}
         turns = Turns(work, rounds=given.pairs)
     yield {
@@ -271,30 +278,31 @@ def _clocks(turns: Turns, ours: str, other: str) -> Row:
 
 
 def _speed(given: Given) -> Iterator[Row]:
-    """The same requests by either engine in turns, in a tight pool and in an ample one."""
+    """The same requests by every engine in turns, each in a pool of as many bytes."""
     documents = given.documents(given.prompt_tokens, given.requests)
     prompts = [document.prompt_ids for document in documents]
-    for blocks in (given.blocks, _ample_blocks(given)):
-        with _both(given, prompts[0], blocks) as engines:
-            for number in range(given.rounds):
-                for name in list(engines)[:: -1 if number % 2 else 1]:
-                    start, processor = time.perf_counter(), time.process_time()
-                    answers, steps = engines[name].answers(prompts, given.new_tokens)
-                    seconds = time.perf_counter() - start
-                    print(f"round {number}, {name}: {seconds:.1f} s", file=sys.stderr)
-                    yield {
-                        "engine": name,
-                        "round": number,
-                        "requests": given.requests,
-                        "prompt_tokens": given.prompt_tokens,
-                        "new_tokens": given.new_tokens,
-                        "blocks": blocks,
-                        "budget": given.budget if name == "snapkv" else None,
-                        "seconds": round(seconds, 2),
-                        "processor_seconds": round(time.process_time() - processor, 2),
-                        **steps,
-                        "needles": _right(documents, answers),
-                    }
+    made = _both(given)
+    made |= {f"{name}, fp8": own | {"cache_dtype": "fp8"} for name, own in made.items()}
+    with _warm(given, prompts[0], given.blocks, made) as engines:
+        for number in range(given.rounds):
+            for name in list(engines)[:: -1 if number % 2 else 1]:
+                start, processor = time.perf_counter(), time.process_time()
+                answers, steps = engines[name].answers(prompts, given.new_tokens)
+                seconds = time.perf_counter() - start
+                print(f"round {number}, {name}: {seconds:.1f} s", file=sys.stderr)
+                yield {
+                    "engine": name,
+                    "round": number,
+                    "requests": given.requests,
+                    "prompt_tokens": given.prompt_tokens,
+                    "new_tokens": given.new_tokens,
+                    "blocks": given.blocks,
+                    "budget": made[name]["budget"],
+                    "seconds": round(seconds, 2),
+                    "processor_seconds": round(time.process_time() - processor, 2),
+                    **steps,
+                    "needles": _right(documents, answers),
+                }
 
 
 def _right(documents: Sequence[Document], answers: Sequence[list[int]]) -> int:
@@ -378,8 +386,7 @@ _MEDIANS = ("seconds", "prefill_seconds", "decode_seconds", "decode_steps", "mos
 
 def _medians(rows: list[Row]) -> Iterable[Row]:
     """Of some rounds the first, with the medians of what was measured in all."""
-    cells = grouped(rows, lambda row: (row["blocks"], row["engine"] != "stock"))
-    for _, own in sorted(cells.items()):
+    for own in grouped(rows, "engine").values():
         yield own[0] | {key: median(row[key] for row in own) for key in (*_MEDIANS, "needles")}
 
 
@@ -449,6 +456,10 @@ SERVING = Experiment(
         ["## The same answers", _same(rows)], *(each.parts(rows) for each in _SERVING)
     ),
 )
+
+
+CAPPED = SnapKV(128, window_size=16, kernel_size=13)
+CAPS = (None, 768, 512, 256, 128)
 
 
 def _caps(given: Given) -> Iterator[Row]:

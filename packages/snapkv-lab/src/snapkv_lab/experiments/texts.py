@@ -9,9 +9,10 @@ import copy
 import functools
 import random
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -346,6 +347,33 @@ def scored_full(prompt: RecordedPrompt, case: Case) -> Row:
     return scored(prompt, prompt.compressed(FullCache()), case)
 
 
+def questions(
+    model: Any, text: Text, answers: Callable[[RecordedPrompt, Case], Iterable[Row]]
+) -> Iterator[Row]:
+    """The row of every question about a text: what the full cache answers, and what others do.
+
+    Questions of which the full cache has no part right tell nothing apart: others are not asked.
+    """
+    read = ReadText(model, text.ids)
+    for place, case in enumerate(text.cases):
+        prompt = read.asked(case.question_ids)
+        full = scored_full(prompt, case)
+        known = any(full["right"]) or not full["right"]
+        yield {
+            "text": text.name,
+            "question": place,
+            "group": case.group,
+            "prompt_tokens": prompt.prompt_tokens,
+            "full": full,
+            "answers": list(answers(prompt, case)) if known else [],
+        }
+
+
+def answers_of(rows: Iterable[Row]) -> list[Row]:
+    """Every answer of the rows of `questions`, with its row, "of"."""
+    return [{**found, "of": row} for row in rows for found in row.get("answers", ())]
+
+
 class Count(NamedTuple):
     """How many of how many."""
 
@@ -376,3 +404,22 @@ class Count(NamedTuple):
 def counted(rights: Iterable[int]) -> Count:
     known = list(rights)
     return Count(sum(known), len(known))
+
+
+def right_of(answers: Iterable[Row]) -> Count:
+    """Parts of answers that are right, of those that the full cache has right."""
+    return counted(
+        own
+        for row in answers
+        for own, full in zip(row["right"], row["of"]["full"]["right"], strict=True)
+        if full
+    )
+
+
+def loss_above(answers: Iterable[Row]) -> float:
+    pairs = ((row["nll"], row["of"]["full"]["nll"]) for row in answers)
+    return fmean(own - full for own, full in pairs if full is not None)
+
+
+def right_and_loss(answers: Sequence[Row]) -> str:
+    return f"{right_of(answers)}, {loss_above(answers):+.2f}"

@@ -6,6 +6,7 @@ are those of `per_byte`, the ranking is the default's, window and sinks stay as 
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,12 +19,21 @@ from torch import Tensor
 from snapkv import AdaKV, CriticalKV, default_policy
 from snapkv.app.observing import RecordedPrompt
 from snapkv.policies import Policy, PromptLayer, Selection
-from snapkv_lab.experiments.auto_budget import last_run, loss_above, right_of, texts_from
+from snapkv_lab.experiments.auto_budget import last_run, texts_from
 from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.pages import Pivot, Table
 from snapkv_lab.experiments.per_byte import SHARES
 from snapkv_lab.experiments.records import Row, grouped
-from snapkv_lab.experiments.texts import ReadText, Text, scored, scored_full
+from snapkv_lab.experiments.texts import (
+    Case,
+    ReadText,
+    Text,
+    answers_of,
+    loss_above,
+    questions,
+    right_and_loss,
+    scored,
+)
 
 GROUP = 32
 WINDOW, SINKS = 16, 4
@@ -261,28 +271,24 @@ def layer_shares(given: Given) -> list[float]:
 def _measure(given: Given, text: Text) -> Iterator[Row]:
     if not hasattr(given, "shares"):
         given.shares = layer_shares(given)
-    read = ReadText(given.loaded.model, text.ids)
-    for number, case in enumerate(text.cases):
-        prompt = read.asked(case.question_ids)
-        full = scored_full(prompt, case)
-        row = {"text": text.name, "question": number, "group": case.group, "full": full}
-        answers = []
-        if not full["right"] or any(full["right"]):
-            for share, (name, way) in ((s, w) for s in SHARES for w in WAYS.items()):
-                cache, tokens, held = compressed(way, prompt, SHARES[share], given.shares)
-                found = {"share": share, "way": name, "kept": tokens, "bytes": round(held, 5)}
-                answers.append(found | scored(prompt, cache, case))
-        yield row | {"answers": answers}
+
+    def answers(prompt: RecordedPrompt, case: Case) -> Iterator[Row]:
+        for share, (name, way) in itertools.product(SHARES, WAYS.items()):
+            cache, tokens, held = compressed(way, prompt, SHARES[share], given.shares)
+            found = {"share": share, "way": name, "kept": tokens, "bytes": round(held, 5)}
+            yield found | scored(prompt, cache, case)
+
+    return questions(given.loaded.model, text, answers)
 
 
 def _cells(rows: list[Row]) -> Iterator[Row]:
-    answers = [{**found, "of": row} for row in rows for found in row.get("answers", ())]
-    for (way, share), own in grouped(answers, lambda row: (row["way"], row["share"])).items():
+    cells = grouped(answers_of(rows), lambda row: (row["way"], row["share"]))
+    for (way, share), own in cells.items():
         needles = [row for row in own if row["of"]["text"].startswith("needles")]
         yield {
             "way": way,
             "share": share,
-            "right": f"{right_of(own)}, {loss_above(own):+.2f}",
+            "right": right_and_loss(own),
             "needles": f"{loss_above(needles):+.3f}" if needles else "",
             "kept": f"{fmean(row['kept'] for row in own):.0f}",
         }

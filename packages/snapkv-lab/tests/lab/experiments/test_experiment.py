@@ -124,12 +124,11 @@ def test_every_experiment_says_what_it_takes(name, capsys):
 
 
 CHEAP = [
-    "appending", "auto_budget", "bits", "chunked", "codes", "quality", "ragged",
-    "recall", "spans", "speed", "streaming",
+    "appending", "auto_budget", "codes", "pooling", "ragged", "recall", "spans", "speed",
+    "streaming",
 ]  # fmt: skip
 SLOW = [
-    "auto_budget_held_out", "flat", "library", "methods", "pooling", "selective", "sharing",
-    "words", "workers",
+    "auto_budget_held_out", "flat", "library", "methods", "selective", "sharing", "words",
 ]  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from snapkv import H2O, TOVA, CompressedCache, FastGen, FullCache, Random, SnapKV
+from snapkv import H2O, TOVA, CompressedCache, FastGen, FullCache, Random, SnapKV, StreamingLLM
 from snapkv_lab.experiments.methods import contenders_at
 from snapkv_lab.experiments.prompts import (
     make_documents,
@@ -12,17 +12,23 @@ from snapkv_lab.experiments.prompts import (
     retrieved,
     score_answer,
 )
-from snapkv_lab.experiments.quality import SinksAndRecent, policies_at
 
 POLICIES = [
     FullCache(),
     SnapKV(128, window_size=32, kernel_size=1),
     SnapKV(96, window_size=16, kernel_size=5, pooling="avg", group_reduce="none"),
-    SinksAndRecent(128, window_size=16),
     *contenders_at(96).values(),
     FastGen(0.1),
 ]
-TOKENS = 256
+TOKENS, KERNELS = 256, (1, 5, 7, 13)
+
+
+def sinks_and_recent(budget):
+    return StreamingLLM(budget, positions="original")
+
+
+def pooled(budget, window, kernel, **more):
+    return SnapKV(budget, window_size=window, kernel_size=kernel, **more)
 
 
 @pytest.fixture(scope="module")
@@ -89,13 +95,6 @@ def test_a_document_has_its_length_the_needle_and_digits_of_one_token_each(demo,
     assert digits == [" ", *str(document.number)]
 
 
-def test_sinks_and_recent_keeps_the_first_four_and_the_last(prompt):
-    cache = prompt.compressed(SinksAndRecent(64, window_size=16))
-    expected = torch.tensor([*range(4), *range(TOKENS - 60, TOKENS)])
-    kept = cache.kept_positions(0)
-    assert torch.equal(kept, expected.expand_as(kept))
-
-
 def test_questions_quote_the_document_at_ten_depths(demo, haystack):
     document = quoted_document(demo.tokenizer, haystack.text, tokens=1024)
     text = demo.tokenizer.decode(document.ids)
@@ -116,7 +115,7 @@ def test_at_a_third_of_the_cache_attention_and_wide_pooling_find_the_number(demo
     policies = {
         "full": FullCache(),
         **{n: SnapKV(256, window_size=16, kernel_size=n) for n in (13, 7, 1)},
-        "recent": SinksAndRecent(256, window_size=16),
+        "recent": sinks_and_recent(256),
         "random": Random(256, window_size=16),
     }
     outcomes = dict(
@@ -143,12 +142,16 @@ def test_the_order_of_the_methods_at_every_budget(tokens, demo, haystack):
     budgets = (96, 128, 256, 512)
     count = {2048: 12, 4096: 8}[tokens]
     made = make_documents(demo.tokenizer, haystack, prompt_tokens=tokens, count=count)
-    policies = [FullCache(), *(policy for budget in budgets for policy in policies_at(budget))]
+    policies: list = [FullCache()]
+    for budget in budgets:
+        policies += [sinks_and_recent(budget), Random(budget, window_size=16)]
+        policies += [pooled(budget, w, kernel) for w in (16, 32) for kernel in KERNELS]
+        policies += [pooled(budget, 16, kernel, pooling="avg") for kernel in KERNELS[1:]]
     found = dict(zip(policies, retrieved(demo.model, made, policies), strict=True))
     full = found[FullCache()]
     assert full["accuracy"] >= 0.75
     for budget in budgets:
-        recent = found[SinksAndRecent(budget, window_size=16)]
+        recent = found[sinks_and_recent(budget)]
         chance = found[Random(budget, window_size=16)]
         assert recent["accuracy"] <= 0.25
         assert chance["accuracy"] <= 0.25
@@ -156,8 +159,7 @@ def test_the_order_of_the_methods_at_every_budget(tokens, demo, haystack):
             assert recent["nll"] + 2 < chance["nll"]
         for window in (16, 32):
             none, five, seven, thirteen = (
-                found[SnapKV(budget, window_size=window, kernel_size=kernel)]
-                for kernel in (1, 5, 7, 13)
+                found[pooled(budget, window, kernel)] for kernel in KERNELS
             )
             assert thirteen["nll"] + 0.1 < seven["nll"]
             assert seven["nll"] + 0.5 < five["nll"]
@@ -167,7 +169,6 @@ def test_the_order_of_the_methods_at_every_budget(tokens, demo, haystack):
             if budget in (256, 512):
                 assert thirteen["accuracy"] >= 0.85
                 assert thirteen["nll"] < full["nll"] + 0.5
-        none = found[SnapKV(budget, window_size=16, kernel_size=1)]
-        for kernel in (5, 7, 13):
-            average = SnapKV(budget, window_size=16, kernel_size=kernel, pooling="avg")
-            assert found[average]["nll"] + 1 < none["nll"]
+        none = found[pooled(budget, 16, 1)]
+        for kernel in KERNELS[1:]:
+            assert found[pooled(budget, 16, kernel, pooling="avg")]["nll"] + 1 < none["nll"]

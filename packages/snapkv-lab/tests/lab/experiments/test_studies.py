@@ -7,7 +7,7 @@ from snapkv import FullCache, SnapKV, StreamingLLM
 from snapkv.app.models import LoadedModel
 from snapkv.app.prefills import Exact, Selective
 from snapkv.decoding import MedusaHeads, save_heads
-from snapkv_lab.experiments import evaluations, medusa, quality, selective
+from snapkv_lab.experiments import medusa, selective
 from snapkv_lab.experiments.measuring import Turns
 from snapkv_lab.experiments.streaming import stream
 from snapkv_lab.measure.timing import Spent
@@ -22,28 +22,6 @@ def test_turns_take_a_time_at_its_word_and_time_all_else():
     assert turns.ms("own", 1) == {"p20": 4, "p50": 4, "p80": 4}
     assert turns.ratio("spent", "own")["p50"] == 2
     assert 0 < turns.ms("else", 6)["p50"] < 4
-
-
-def test_shared_positions_by_hand():
-    """Two heads of one layer, the last position left out: one of two and two of two shared."""
-    one = [torch.tensor([[[1, 4, 9], [2, 3, 9]]])]
-    other = [torch.tensor([[[1, 5, 9], [2, 3, 9]]])]
-    assert quality.shared_positions(one, other, 1) == 0.75
-
-
-def test_a_cap_that_never_drops_loses_nothing(tiny):
-    exact, wide, tight = quality.CHUNKED.complete(quality.CHUNKED.given(small=True, loaded=tiny))
-    assert exact["kept_as_exact"] == wide["kept_as_exact"] == 1
-    assert wide["answer_nll"] == pytest.approx(exact["answer_nll"], abs=1e-3)
-    assert tight["kept_as_exact"] < 1
-    assert tight["answer_nll"] != exact["answer_nll"]
-
-
-def test_fewer_bits_hold_fewer_bytes(tiny):
-    rows = list(quality.FEW_BITS.complete(quality.FEW_BITS.given(small=True, loaded=tiny)))
-    for whole, *few in (rows[:4], rows[4:]):
-        assert all(row["held_bytes"] < 0.75 * whole["held_bytes"] for row in few)
-        assert few[0]["nll"] == pytest.approx(whole["nll"], abs=0.05)
 
 
 def test_all_tokens_going_on_is_exact_reading_and_fewer_are_not(random_document):
@@ -119,28 +97,3 @@ def test_the_form_for_a_gpu_says_that_acceptance_is_set():
     assert all(row["acceptance"] == "set, not measured" for row in rows)
     assert rows[0]["acceptance_length"] == 1.0
     assert rows[1]["acceptance_length"] > 1.2
-
-
-def test_other_answers_of_two_workers_are_no_result(monkeypatch, tiny):
-    class Other:
-        def __init__(self, places, equipment):
-            self.places = places
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *error):
-            pass
-
-    class Run:
-        def __init__(self, **options):
-            pass
-
-        def into(self, folder, executor):
-            (folder / "samples.jsonl").write_text(f'{{"prediction": {len(executor.places)}}}\n')
-
-    monkeypatch.setattr(evaluations, "Processes", Other)
-    monkeypatch.setattr(evaluations, "Run", Run)
-    monkeypatch.setattr(evaluations, "key", lambda record: "")
-    with pytest.raises(ValueError, match="the same answers of one worker and of two"):
-        list(evaluations.WORKERS.complete(evaluations.WORKERS.given(small=True, loaded=tiny)))

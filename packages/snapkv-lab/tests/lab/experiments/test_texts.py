@@ -3,20 +3,20 @@
 import pytest
 import torch
 
-from snapkv import FullCache
+from snapkv import FullCache, default_policy
 from snapkv_lab.experiments.auto_budget import HELD_OUT
-from snapkv_lab.experiments.pooling import (
-    CHOSEN,
-    POOLING,
-    POOLINGS,
-    SETTINGS,
-    SinksStill,
-    answers_of,
-    count,
-    policy_of,
-)
+from snapkv_lab.experiments.pooling import POOLING, SETTINGS
 from snapkv_lab.experiments.prompts import read_prompt, score_answer
-from snapkv_lab.experiments.texts import Count, Maker, ReadText, scored, scored_full
+from snapkv_lab.experiments.texts import (
+    Count,
+    Maker,
+    ReadText,
+    answers_of,
+    loss_above,
+    right_of,
+    scored,
+    scored_full,
+)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_an_answer_is_scored_as_by_itself(text, read):
     assert read.asked(hidden.question_ids).prompt_tokens == len(text.ids)
     for case in (visible, hidden, second):
         prompt = read.asked(case.question_ids)
-        for policy in (FullCache(), policy_of(CHOSEN, 64)):
+        for policy in (FullCache(), default_policy(64)):
             alone = score_answer(
                 prompt,
                 prompt.compressed(policy),
@@ -61,15 +61,6 @@ def test_an_answer_is_scored_as_by_itself(text, read):
             assert found["right"] == [int(alone.right)]
             assert found["nll"] == pytest.approx(alone.nll / (len(case.answer_ids) - 1), abs=1e-3)
         assert scored_full(prompt, case)["nll"] is not None
-
-
-def test_sinks_stand_still_and_others_fade():
-    votes = torch.zeros(1, 1, 12)
-    votes[..., 0], votes[..., 6] = 8.0, 1.0
-    pooled = SinksStill(64, pooling="fading", decay=0.5)._pooled(votes)
-    assert pooled[0, 0].tolist() == [8, 0, 0, 0, 0, 0, 1, 0.5, 0.25, 0.125, 0.0625, 0.03125]
-    for settings in SETTINGS.values():
-        assert {name for _, name in settings} <= POOLINGS.keys()
 
 
 def test_texts_hold_the_answers_to_their_questions(demo, make):
@@ -97,35 +88,31 @@ def test_of_several_values_each_is_a_part_behind_its_first_token(demo, make):
 
 def _made_rows():
     """Two questions of one group and one text of which only the loss is measured."""
-    settings = [(16, "centred 7"), CHOSEN]
-    for text, full, of_shares in (
-        ("a", [1], {4: [[0], [1]], 2: [[1], [1]]}),
-        ("b", [1], {4: [[1], [1]], 2: [[1], [0]]}),
-        ("c", [], {4: [[], []], 2: [[], []]}),
+    settings = list(SETTINGS)[:2]
+    for text, full, of_settings in (
+        ("a", [1], [[0], [1]]),
+        ("b", [1], [[1], [1]]),
+        ("c", [], [[], []]),
     ):
         yield {
-            "part": "main",
             "text": text,
-            "question": 0,
             "group": "numbers" if full else "prose",
             "full": {"right": full, "nll": 0.5},
             "answers": [
-                [share, 1000 // share, *setting, right, 0.75]
-                for share, of_settings in of_shares.items()
+                {"share": "1/4", "setting": setting, "right": right, "nll": 0.75}
                 for setting, right in zip(settings, of_settings, strict=True)
             ],
         }
 
 
 def test_counts_are_of_what_the_full_cache_has_right():
-    answers = [each for each in answers_of(_made_rows()) if each["share"] == 4]
-    counts = [count(a for a in answers if a["setting"] == s) for s in ((16, "centred 7"), CHOSEN)]
-    assert counts == [Count(1, 2), Count(2, 2)]
-    assert {answer["above"] for answer in answers} == {0.25}
+    first, second = list(SETTINGS)[:2]
+    answers = answers_of(_made_rows())
+    of_first, of_second = ([a for a in answers if a["setting"] == s] for s in (first, second))
+    assert (right_of(of_first), right_of(of_second)) == (Count(1, 2), Count(2, 2))
+    assert loss_above(of_first) == 0.25
     page = "\n".join(POOLING.tables(list(_made_rows())))
-    assert "| window 16, centred 7 | 0.50 of 2 (0.09 to 0.91), +0.25 |" in page
-    assert "## Group numbers: 2 questions, full cache, 2 of 2 right, loss 0.50" in page
-    assert "## Group prose: 1 questions, full cache, loss 0.50" in page
+    assert f"| {first} | 0.50 of 2 (0.09 to 0.91), +0.25 |" in page
 
 
 def test_an_interval_is_wilsons():
