@@ -155,20 +155,25 @@ def _waits(turns: Sequence[Turn]) -> Row:
     return {"first_p50": cuts[9], "first_p95": cuts[18]}
 
 
-def roofline(given: Given, model: Footprint, work: Work) -> float:
+def roofline(given: Given, model: Footprint) -> Callable[[Work], float]:
     """Seconds of a step: operations or bytes, whatever takes longer."""
-    flops = model.token_flops * work.tokens + model.pair_flops * (work.pairs + work.held)
-    read = model.read_bytes(work.requests) + model.token_bytes * work.held
-    computing = flops / (given.gpus * given.teraflops * 1e12 * given.flops_share)
-    reading = read / (given.gpus * given.terabytes * 1e12 * given.bandwidth_share)
-    return float(given.step_ms) / 1000 + max(computing, reading)
+    operations = given.gpus * given.teraflops * 1e12 * given.flops_share
+    bandwidth = given.gpus * given.terabytes * 1e12 * given.bandwidth_share
+    token_bytes, least = model.token_bytes, given.step_ms / 1000
+
+    def seconds(work: Work) -> float:
+        flops = model.token_flops * work.tokens + model.pair_flops * (work.pairs + work.held)
+        read = model.read_bytes(work.requests) + token_bytes * work.held
+        return float(least + max(flops / operations, read / bandwidth))
+
+    return seconds
 
 
 def _engine(given: Given, model: Footprint, way: str) -> Engine:
     memory = int(given.gpus * given.gigabytes * 1e9 * given.memory_share)
     ours = {"kept": given.kept_tokens, "history_share": 0.25}  # as the server does by default
     return Engine(
-        seconds=partial(roofline, given, model),
+        seconds=roofline(given, model),
         blocks=(memory - model.weights_bytes) // (given.block_tokens * model.token_bytes),
         block_tokens=given.block_tokens,
         step_tokens=given.step_tokens,
@@ -191,7 +196,7 @@ def _plan(given: Given) -> Iterator[Row]:
             "prompt_tokens": tokens,
             "cache_bytes": needs.cache_bytes,
             "blocks": {"read": read, "held": held, "pool": engine.blocks},
-            "alone_seconds": roofline(given, model, Work(tokens, 1, tokens**2 // 2)),
+            "alone_seconds": roofline(given, model)(Work(tokens, 1, tokens**2 // 2)),
             "assumed": {name: getattr(given, name) for name in ASSUMED},
         }
 
@@ -260,7 +265,7 @@ def _at(given: Given, model: Footprint, way: str, route: str, rate: float) -> Ro
 def _borne(given: Given, model: Footprint, way: str, route: str) -> Row:
     """The highest of some rates whose waits are within the limit, and what the next is like."""
     at = cache(partial(_at, given, model, way, route))
-    rates = [0.05 * 1.05**step for step in range(given.rates)]
+    rates = [0.05 * 1.1**step for step in range(given.rates)]
     place = bisect.bisect(rates, 0, key=lambda rate: at(rate)["first_p95"] > given.limit_seconds)
     borne = 60 * rates[place - 1] * given.turns if place else 0.0
     return {"turns_per_minute": borne, **at(rates[min(place, given.rates - 1)])}
@@ -280,7 +285,7 @@ def _fleet(given: Given) -> Iterator[Row]:
 
 
 ASSUMED = {
-    "replicas": Sized(8, 2),
+    "replicas": Sized(4, 2),
     "gpus": 8,
     "gigabytes": 80.0,
     "memory_share": 0.9,
@@ -293,12 +298,12 @@ ASSUMED = {
     "block_tokens": 16,
     "kept_tokens": 2048,
     "context": 131_072,
-    "sessions": Sized(800, 20),
+    "sessions": Sized(500, 20),
     "turns": 6,
     "least_tokens": 16_384,
     "turn_tokens": 1024,
     "answer_tokens": Sized(256, 16),
-    "think_seconds": 30.0,
+    "think_seconds": 20.0,
     "limit_seconds": 20.0,
 }
 """Of a GPU: memory, operations in 16 bits and bytes from memory in a second, as its data sheet says
@@ -378,7 +383,7 @@ SCALE = Experiment(
         "beside_tokens": Sized(500, 100),
         "rounds": Sized(3, 1),
         "shape": "llama-3.1-70b",
-        "rates": Sized(100, 8),
+        "rates": Sized(40, 8),
         "seed": 0,
         **ASSUMED,
     },
