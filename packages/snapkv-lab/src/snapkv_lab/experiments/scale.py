@@ -203,12 +203,11 @@ def _plan(given: Given) -> Iterator[Row]:
 
 def sessions(given: Given, rate: float) -> list[Turn]:
     """The first turns of sessions, so many in a second, each with those behind it."""
-    draw, now, found = random.Random(given.seed), 0.0, []
+    draw, now, found = random.Random(given.seed), 0.0, list[Turn]()
     later = (given.turns - 1) * (given.turn_tokens + given.answer_tokens)
     most = given.context - later - given.answer_tokens
-    for number in range(given.sessions):
-        now += draw.expovariate(1.0) / rate
-        sizes: dict[str, Any] = {"session": number, "answer": given.answer_tokens}
+    while (now := now + draw.expovariate(1.0) / rate) < given.arriving_seconds:
+        sizes: dict[str, Any] = {"session": len(found), "answer": given.answer_tokens}
         found.append(Turn(arrived=now, new=draw.randint(given.least_tokens, most), **sizes))
         turn = found[-1]
         for _ in range(given.turns - 1):
@@ -224,10 +223,12 @@ STAYS = "where least is to read, then there"
 def _routes(given: Given) -> dict[str, Router]:
     """A turn goes to any engine, to that of its session's hash, or where its session began."""
     draw, homes = random.Random(given.seed), dict[int, int]()
-    hashes = [draw.randrange(given.replicas) for _ in range(given.sessions)]
 
     def unread(engine: Engine) -> int:
         return sum(turn.prompt - turn.read for turn in (*engine.waiting, *engine.running))
+
+    def by_hash(turn: Turn, engines: Sequence[Engine]) -> int:
+        return random.Random(turn.session).randrange(len(engines))
 
     def stay(turn: Turn, engines: Sequence[Engine]) -> int:
         if turn.session not in homes:
@@ -236,13 +237,13 @@ def _routes(given: Given) -> dict[str, Router]:
 
     return {
         "each turn at random": lambda turn, engines: draw.randrange(len(engines)),
-        "by the session's hash": lambda turn, engines: hashes[turn.session],
+        "by the session's hash": by_hash,
         STAYS: stay,
     }
 
 
 def _at(given: Given, model: Footprint, way: str, route: str, rate: float) -> Row:
-    """How long turns wait at a rate of sessions, but for the first third of the arrivals."""
+    """How long turns wait at a rate of sessions, but for the first third of the time."""
     engines, first = (
         [_engine(given, model, way) for _ in range(given.replicas)],
         sessions(given, rate),
@@ -250,11 +251,12 @@ def _at(given: Given, model: Footprint, way: str, route: str, rate: float) -> Ro
     ended, turns = simulate(engines, first, _routes(given)[route]), list(first)
     for turn in turns:  # which grows
         turns += [turn.then] if turn.then else []
-    begun, last = first[len(first) // 3].arrived, first[-1].arrived
     steps = [step for engine in engines for step in engine.steps]
     busy = [sum(step.seconds for step in engine.steps) / ended for engine in engines]
     asked = sum(turn.new + turn.answer - 1 for turn in turns)
-    return _waits([turn for turn in turns if begun <= turn.arrived <= last]) | {
+    return _waits(
+        [turn for turn in turns if 1 / 3 <= turn.arrived / given.arriving_seconds <= 1]
+    ) | {
         "busy": fmean(busy),
         "busiest": max(busy),
         "lacking": sum(step.seconds for step in steps if step.lacking) / ended / len(engines),
@@ -298,7 +300,7 @@ ASSUMED = {
     "block_tokens": 16,
     "kept_tokens": 2048,
     "context": 131_072,
-    "sessions": Sized(500, 20),
+    "arriving_seconds": Sized(1500, 300),
     "turns": 6,
     "least_tokens": 16_384,
     "turn_tokens": 1024,
