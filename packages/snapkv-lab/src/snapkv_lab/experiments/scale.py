@@ -244,19 +244,16 @@ def _routes(given: Given) -> dict[str, Router]:
 
 def _at(given: Given, model: Footprint, way: str, route: str, rate: float) -> Row:
     """How long turns wait at a rate of sessions, but for the first third of the time."""
-    engines, first = (
-        [_engine(given, model, way) for _ in range(given.replicas)],
-        sessions(given, rate),
-    )
+    first = sessions(given, rate)
+    engines = [_engine(given, model, way) for _ in range(given.replicas)]
     ended, turns = simulate(engines, first, _routes(given)[route]), list(first)
     for turn in turns:  # which grows
         turns += [turn.then] if turn.then else []
     steps = [step for engine in engines for step in engine.steps]
     busy = [sum(step.seconds for step in engine.steps) / ended for engine in engines]
     asked = sum(turn.new + turn.answer - 1 for turn in turns)
-    return _waits(
-        [turn for turn in turns if 1 / 3 <= turn.arrived / given.arriving_seconds <= 1]
-    ) | {
+    counted = [turn for turn in turns if 1 / 3 <= turn.arrived / given.arriving_seconds <= 1]
+    return _waits(counted) | {
         "busy": fmean(busy),
         "busiest": max(busy),
         "lacking": sum(step.seconds for step in steps if step.lacking) / ended / len(engines),
@@ -360,10 +357,10 @@ _TABLES = [
         {"part": "fleet", "route": STAYS},
     ),
     Table(
-        {"assumed": "{0}", "value": "{1:,}"},
+        {"assumed": "{name}", "value": "{value:,g}"},
         "Assumed",
         {"part": "plan"},
-        lambda rows: rows[0]["assumed"].items(),
+        lambda rows: [{"name": n, "value": v} for n, v in rows[0]["assumed"].items()],
     ),
 ]
 
