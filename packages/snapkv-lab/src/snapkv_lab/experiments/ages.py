@@ -19,7 +19,7 @@ JUDGED = [
     for name in ("cache", "decoding", "hf", "library", "ops", "policies", "prefill", "storage")
 ]
 """Answers, memory and times come of these; commands and pages do not change them."""
-SERVED = {"serving", "serving_caps", "sessions", "shared_documents"}
+SERVED = {"scale", "serving", "serving_caps", "sessions", "shared_documents"}
 _COMMIT = re.compile(r'"commit": ?"([0-9a-f]{7,40})"')
 
 

@@ -1,7 +1,7 @@
 """Markdown made of nothing but rows: cells, tables, and the small tables that other pages show.
 
-A page of tables is `docs/results/tables/NAME.md`. docs/results.md and README.md are written by hand
-around tables between `<!-- shown: NAME | SECTION | KEYS -->` and `<!-- end -->`. Such a table says
+A page of tables is `docs/results/tables/NAME.md`. The pages of `PAGES` are written by hand around
+tables between `<!-- shown: NAME | SECTION | KEYS -->` and `<!-- end -->`. Such a table says
 itself what it shows: its columns by its headings, its lines by their first cells, as many as KEYS;
 without KEYS it shows every line. All other cells are copied from the table below that section of
 that page.
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from snapkv.validation import format_bytes
 from snapkv_lab.experiments.records import ROOT, Row, of
 
-PAGES = (ROOT / "docs/results.md", ROOT / "README.md")
+PAGES = (ROOT / "docs/results.md", ROOT / "docs/scale.md", ROOT / "README.md")
 
 Cell = str | Callable[[Any], str]
 """A pattern that a row fills, such as "{ms[p50]:.1f}", or a function of the row."""
