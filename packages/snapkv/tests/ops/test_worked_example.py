@@ -195,6 +195,26 @@ def test_of_equal_scores_the_lower_position_wins(keep, expected):
     assert ops.keep_best(scores, torch.tensor([keep]))[0, 0].tolist() == expected
 
 
+@pytest.mark.parametrize("counts", [[1, 1], [5, 5], [17, 17], [3, 12], [30, 1]])
+def test_every_way_to_the_best_of_tied_scores_is_the_plain_one(counts):
+    scores = torch.randint(4, (2, 3, 17), generator=torch.Generator().manual_seed(0)).float()
+    plain = [
+        [sorted(sorted(range(17), key=lambda slot: -head[slot])[:count]) for head in row]
+        for row, count in zip(scores, counts, strict=True)
+    ]
+    mask = ops.best_of(scores, counts)
+    assert [[head.nonzero()[:, 0].tolist() for head in row] for row in mask] == plain
+    kept = [min(count, 17) for count in counts]
+    filled = [[[-1] * (max(kept) - len(head)) + head for head in row] for row in plain]
+    assert ops.kept_indices(mask).tolist() == filled
+    assert ops.keep_best(scores, kept).tolist() == filled
+
+
+def test_a_score_that_is_no_number_is_kept():
+    scores = torch.tensor([[[3.0, 1.0, float("nan"), 2.0]]])
+    assert ops.keep_best(scores, [2]).tolist() == [[[0, 2]]]
+
+
 def test_rows_and_heads_that_keep_fewer_begin_with_minus_one():
     scores = torch.tensor([[[9.0, 1.0, 5.0, 7.0, 3.0]], [[99.0, 98.0, 97.0, 2.0, 1.0]]])
     kept = ops.keep_best(scores, torch.tensor([3, 1]), torch.tensor([0, 3]))

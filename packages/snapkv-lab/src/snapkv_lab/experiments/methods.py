@@ -242,6 +242,7 @@ def _timing(given: Given) -> Iterator[Row]:
     ids = given.prompt(tokens)
     prompt = read_prompt(given.loaded.model, ids, recorded_queries=tokens)
     policies = {FULL: FullCache()} | all_at(given, tokens, budget)
+    policies["Scissorhands, half at once"] = Scissorhands(budget)
     caches = {name: prompt.compressed(policy) for name, policy in policies.items()}
     reports = {name: cache.report() for name, cache in caches.items()}
     steps = {name: decoder(prompt, cache) for name, cache in caches.items()}

@@ -22,7 +22,7 @@ from snapkv.ops.votes.reference import (
     window_output,
     window_visibility,
 )
-from snapkv.ops.votes.top_k import keep_best, kept_indices
+from snapkv.ops.votes.top_k import best_of, keep_best, kept_indices
 
 __all__ = [
     "BlockLayout",
@@ -37,6 +37,7 @@ __all__ = [
     "attention_to_stored",
     "attention_weight_blocks",
     "attention_weights",
+    "best_of",
     "coded_attention",
     "encode",
     "encode_float",

@@ -1,5 +1,7 @@
 """Expected Attention (Devoto et al., 2025): what queries yet to come will look at."""
 
+import functools
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
@@ -74,7 +76,7 @@ class ExpectedAttention(PrefixPolicy):
         assert layer.rotation is not None
         mean, covariance = self._raw_queries(layer)
         size = mean.shape[-1]
-        average = self._average_rotation(layer, size)
+        average = _average_rotation(layer.rotation, self.future_tokens, size, mean.device)
         mean, covariance = mean @ average, average.T @ covariance @ average
         ahead = layer.row_tokens[:, None]
         mean = layer.rotation(mean[:, :, None], ahead)[:, :, 0]
@@ -95,13 +97,20 @@ class ExpectedAttention(PrefixPolicy):
         centred = (queries - mean[:, :, None]).masked_fill(~counted, 0.0)
         return mean, centred.transpose(-1, -2) @ centred / total[..., None]
 
-    def _average_rotation(self, layer: PromptLayer, size: int) -> Tensor:
-        """(D, D) float32: row i is the i-th unit vector, turned by 0, 1, ... and averaged."""
-        assert layer.rotation is not None
-        steps = torch.arange(self.future_tokens, device=layer.keys.device)
-        basis = torch.eye(size, device=layer.keys.device)
-        total = torch.zeros_like(basis)
-        for block in torch.split(steps, _POSITIONS_AT_ONCE):
-            states = basis.expand(len(block), 1, -1, -1)
-            total += layer.rotation(states, block[:, None].expand(-1, size)).sum(dim=(0, 1))
-        return total / self.future_tokens
+
+@functools.lru_cache(maxsize=8)
+@torch.inference_mode(False)
+@torch.no_grad()
+def _average_rotation(
+    rotation: Callable[[Tensor, Tensor], Tensor], tokens: int, size: int, device: torch.device
+) -> Tensor:
+    """(D, D) float32: row i is the i-th unit vector, turned by 0, 1, ... and averaged.
+
+    The layers of a model share it.
+    """
+    basis = torch.eye(size, device=device)
+    total = torch.zeros_like(basis)
+    for block in torch.split(torch.arange(tokens, device=device), _POSITIONS_AT_ONCE):
+        states = basis.expand(len(block), 1, -1, -1)
+        total += rotation(states, block[:, None].expand(-1, size)).sum(dim=(0, 1))
+    return total / tokens

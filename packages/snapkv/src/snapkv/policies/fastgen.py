@@ -1,6 +1,7 @@
 """FastGen (Ge et al., ICLR 2024): every head keeps what its attention shows that it needs."""
 
 import functools
+import math
 import unicodedata
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, ClassVar, Self
@@ -184,11 +185,8 @@ class FastGen(EvictingPolicy):
 
     def _frequent(self, received: Tensor, candidates: Tensor, tokens: Tensor) -> Tensor:
         """Which candidates received most attention, as many as `frequent_ratio` says."""
-        wanted = _part_of(tokens, self.frequent_ratio)[:, None].minimum(candidates.sum(dim=-1))
-        ranked = received.masked_fill(~candidates, float("-inf"))
-        order = ranked.sort(dim=-1, descending=True, stable=True).indices  # of equals the first
-        ranks = torch.arange(order.shape[-1], device=order.device).expand_as(order)
-        return torch.zeros_like(candidates).scatter(-1, order, ranks < wanted[..., None])
+        wanted = _part_of(tokens, self.frequent_ratio).expand(len(received)).tolist()
+        return candidates & ops.best_of(received.masked_fill(~candidates, -math.inf), wanted)
 
     def _kept(
         self, scores: Tensor, columns: Tensor, seen_tokens: int, tokens: Tensor, notes: Tensor
@@ -274,7 +272,7 @@ def require_token_ids(argument: str, ids: object) -> None:
 def found(token_ids: Tensor, wanted: TokenIds) -> Tensor:
     """Which tokens, (B, N) int64, are wanted; a marker is where its tokens follow each other."""
     singles, markers = _split(wanted, token_ids.device)
-    matches = torch.isin(token_ids, singles)
+    matches = singles[torch.searchsorted(singles, token_ids.contiguous())] == token_ids
     for marker in markers:
         starts = token_ids.shape[1] - len(marker) + 1
         if starts < 1:
@@ -287,7 +285,11 @@ def found(token_ids: Tensor, wanted: TokenIds) -> Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _split(wanted: TokenIds, device: torch.device) -> tuple[Tensor, list[tuple[int, ...]]]:
-    """The wanted tokens that are no markers of several, (N,) int64, and the markers."""
+    """The wanted tokens that are no markers of several, (N,) int64, and the markers.
+
+    The tokens ascend; the last number is above all of them.
+    """
     singles = [entry for entry in wanted if isinstance(entry, int)]
     markers = [entry for entry in wanted if isinstance(entry, tuple)]
-    return torch.tensor(singles, dtype=torch.int64, device=device), markers
+    above = torch.iinfo(torch.int64).max
+    return torch.tensor([*sorted(singles), above], device=device), markers

@@ -51,7 +51,9 @@ def attention_weights(
         (B, Hq, W, T) float32; the row of a pad is zero.
     """
     W, T = queries.shape[2], keys.shape[2]
-    visible = window_visibility(W, T, pad_tokens, device=keys.device)
+    visible = None  # the last query sees everything
+    if W > 1 or pad_tokens is not None:
+        visible = window_visibility(W, T, pad_tokens, device=keys.device)
     weights = _weights(queries, keys, visible, score_options)
     return weights if pad_tokens is None else weights.nan_to_num(0.0)  # a pad sees nothing at all
 
@@ -81,23 +83,27 @@ def window_output(
     B, Hq, W, _ = queries.shape
     own = torch.arange(prompt_tokens - W, prompt_tokens, device=keys.device)
     visible = (slots[:, :, None] >= 0) & (slots[:, :, None] <= own[:, None])
-    visible = visible.repeat_interleave(Hq // slots.shape[1], dim=1)
     weights = _weights(queries, keys, visible, score_options).nan_to_num(0.0)
     H, K, Dv = values.shape[1:]
     grouped = weights.view(B, H, (Hq // H) * W, K) @ values.float()
     return grouped.view(B, Hq, W, Dv)
 
 
-def _weights(queries: Tensor, keys: Tensor, visible: Tensor, score_options: ScoreOptions) -> Tensor:
+def _weights(
+    queries: Tensor, keys: Tensor, visible: Tensor | None, score_options: ScoreOptions
+) -> Tensor:
     """(B, Hq, W, T) float32; NaN in the rows of queries that see nothing, unless there are sinks.
 
-    `visible` is bool and broadcasts to the result.
+    `visible` is (B or 1, heads, W, T) bool, the heads 1 or a divisor of Hq; None for all.
     """
     B, Hq, W, D = queries.shape
     Hkv, T = keys.shape[1], keys.shape[2]
     grouped = queries.float().reshape(B, Hkv, (Hq // Hkv) * W, D)
     products = (grouped @ keys.float().transpose(-1, -2)).view(B, Hq, W, T)
-    scores = score_options.scores(products).masked_fill_(~visible, float("-inf"))
+    scores = score_options.scores(products)
+    if visible is not None:
+        of_heads = scores.view(B, visible.shape[1], -1, W, T)
+        of_heads.masked_fill_(~visible.unsqueeze(2), float("-inf"))
     if score_options.sink_logits is not None:
         column = score_options.sink_logits.float().view(1, Hq, 1, 1).expand(B, Hq, W, 1)
         scores = torch.cat([scores, column], dim=-1)
@@ -218,7 +224,7 @@ def times_above(
     columns: Tensor,
     seen_tokens: int,
     pad_tokens: Tensor | None = None,
-    block_tokens: int = 64,
+    block_tokens: int = 32,
 ) -> Tensor:
     """How many of the last queries pay a stored token more attention than a threshold.
 
@@ -261,15 +267,13 @@ def _stored_weight_blocks(
 
     NaN in the rows of queries that see nothing.
     """
-    Hq, N = queries.shape[1], queries.shape[2]
+    N = queries.shape[2]
     first = 0 if pad_tokens is None else pad_tokens[:, None, None]
     columns = columns.masked_fill(columns < first, seen_tokens)  # in nobody's past
-    shared = Hq // columns.shape[1] if columns.shape[1] > 1 else 1
     for start in range(0, N, block_tokens):
         block = queries[:, :, start : start + block_tokens]
         own = torch.arange(block.shape[2], device=keys.device) + (seen_tokens - N + start)
-        visible = columns[:, :, None, :] <= own[:, None]
-        yield _weights(block, keys, visible.repeat_interleave(shared, dim=1), score_options)
+        yield _weights(block, keys, columns[:, :, None] <= own[:, None], score_options)
 
 
 def window_visibility(

@@ -50,8 +50,9 @@ def keep_best(
         least, most = min(keep_tokens), max(keep_tokens)
     if 0 < least == most and _is_at_hand(scores):
         highest = torch.topk(scores, most, dim=-1, sorted=False).values
-        if not highest.isnan().any():
-            return _places(scores, highest)
+        lowest = highest.amin(dim=-1, keepdim=True)  # NaN where one of them is
+        if not lowest.isnan().any():
+            return _places(scores, highest, lowest)
     order = torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :most]
     if least < most:
         wanted = torch.as_tensor(keep_tokens, device=scores.device).view(scores.shape[0], -1, 1)
@@ -64,13 +65,28 @@ def _is_at_hand(states: Tensor) -> bool:
     return states.is_cpu
 
 
-def _places(scores: Tensor, highest: Tensor) -> Tensor:
+def _places(scores: Tensor, highest: Tensor, least: Tensor) -> Tensor:
     """Where the K highest scores, (B, H, K), stand, without putting all the others in order."""
-    least = highest.amin(dim=-1, keepdim=True)
-    tied = scores == least
-    room = (highest == least).sum(dim=-1, keepdim=True)
-    kept = (scores > least) | (tied & (tied.cumsum(dim=-1) <= room))
-    return kept.nonzero()[:, -1].view(highest.shape)
+    places = (scores >= least).nonzero()
+    if len(places) > highest.numel():  # of those that tie with the least, the first
+        tied = scores == least
+        room = (highest == least).sum(dim=-1, keepdim=True)
+        places = ((scores > least) | (tied & (tied.cumsum(dim=-1) <= room))).nonzero()
+    return places[:, -1].view(highest.shape)
+
+
+def best_of(scores: Tensor, counts: Sequence[int]) -> Tensor:
+    """(B, H, S) bool: the highest scores of each head, of equal ones the first.
+
+    B counts say how many of a row's heads, at least one; where one has fewer slots, all.
+    """
+    lowest = [max(1, scores.shape[-1] - count + 1) for count in counts]
+    least = torch.stack(
+        [row.kthvalue(k, keepdim=True).values for row, k in zip(scores, lowest, strict=True)]
+    )
+    above, tied = scores > least, scores == least
+    room = torch.as_tensor(counts, device=scores.device).view(-1, 1, 1) - above.sum(-1, True)
+    return above | (tied & (tied.cumsum(dim=-1) <= room))
 
 
 def kept_indices(kept: Tensor) -> Tensor:
@@ -79,5 +95,9 @@ def kept_indices(kept: Tensor) -> Tensor:
     K is the most that any head keeps.
     """
     slots = torch.arange(kept.shape[-1], device=kept.device)
-    most = int(kept.sum(dim=-1).max())
-    return torch.where(kept, slots, -1).sort(dim=-1).values[..., kept.shape[-1] - most :]
+    ranks = kept.cumsum(dim=-1)
+    counts = ranks[..., -1:]
+    most = int(counts.max()) if counts.numel() else 0
+    places = (ranks + (most - 1 - counts)).masked_fill(~kept, most)
+    found = torch.full((*kept.shape[:-1], most + 1), -1, device=kept.device)
+    return found.scatter_(-1, places, slots.expand_as(places))[..., :most]
