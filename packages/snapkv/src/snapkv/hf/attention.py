@@ -318,7 +318,8 @@ def _choose_for_whole_rows(call: AttentionCall, layer: CompressedLayer, *, is_en
 
     Alone such a row would have been read as one prompt. The others keep all that they hold.
     """
-    if isinstance(layer.policy, EvictingPolicy) or layer.turns is not None:
+    policy = layer.policy
+    if isinstance(policy, EvictingPolicy) or policy.reads_context or layer.turns is not None:
         return
     whole = layer.slots.whole_rows(layer.store)
     if not any(whole):
