@@ -72,13 +72,25 @@ def read_twice(
     *,
     instruction_ids: Sequence[int] = (),
 ) -> None:
-    """Fill an empty cache with a context; arguments and errors as in `read_context`."""
-    prompts = read_layers(model, input_ids, cache, instruction_ids=instruction_ids)
-    with cache.reading.attending():
-        for layer, prompt in cache.reading.shared_out(prompts):
-            chosen, storage = layer.choose(prompt)  # once: what follows is not read twice
-            kept = Selection.whole(prompt) if chosen is None else chosen
-            layer.end_prompt(Choice(kept, storage), prompt)
+    """Fill an empty cache with a context; arguments and errors as in `read_context`.
+
+    Behind an error it is empty again.
+    """
+    if seen := cache.get_seq_length():
+        raise CacheMismatchError(
+            f"cache: expected an empty one where a text is read by itself, got one that has seen "
+            f"{seen:,} tokens; call cache.reset()"
+        )
+    try:
+        prompts = read_layers(model, input_ids, cache, instruction_ids=instruction_ids)
+        with cache.reading.attending():
+            for layer, prompt in cache.reading.shared_out(prompts):
+                chosen, storage = layer.choose(prompt)  # once: what follows is not read twice
+                kept = Selection.whole(prompt) if chosen is None else chosen
+                layer.end_prompt(Choice(kept, storage), prompt)
+    except BaseException:
+        cache.reset()
+        raise
 
 
 @torch.no_grad()
@@ -111,15 +123,18 @@ def read_layers(
 
     Arguments and errors as in `read_context`. Returns every layer as its policy is to see it.
     """
-    if cache.policy.reads_context and "second_reading" not in cache.policy.needs:
-        return _read_once(model, input_ids, cache)
-    return repeat_context(model, input_ids, cache, instruction_ids=instruction_ids)
+    if cache.is_hybrid:
+        raise UnsupportedModelError(
+            f"model: expected full attention in every layer with {cache.policy.name}, got "
+            f"{type(model).__name__}, some of whose layers keep the last tokens only; use "
+            "ExpectedAttention or SnapKV"
+        )
+    if "second_reading" not in cache.policy.needs and cache.policy.reads_context:
+        return _read(model, input_ids, cache)
+    return _repeat(model, input_ids, cache, instruction_ids)
 
 
-def _read_once(
-    model: PreTrainedModel, input_ids: Tensor, cache: CompressedCache
-) -> list[PromptLayer]:
-    _require_empty(model, cache)
+def _read(model: PreTrainedModel, input_ids: Tensor, cache: CompressedCache) -> list[PromptLayer]:
     tokens, seen = input_ids.shape[1], _Seen()
     cache.expect_prompt(tokens + 1)  # nothing is dropped behind it
     cache.expect_tokens(input_ids)
@@ -129,17 +144,13 @@ def _read_once(
     return list(seen.layers.values())
 
 
-@torch.no_grad()
-def repeat_context(
+def _repeat(
     model: PreTrainedModel,
     input_ids: Tensor,
     cache: CompressedCache,
-    *,
-    instruction_ids: Sequence[int] = (),
+    instruction_ids: Sequence[int],
 ) -> list[PromptLayer]:
-    """Read a context as `read_layers` does, and repeat it."""
     scorer = _require_scorer(cache.policy)
-    _require_empty(model, cache)
     tokens = input_ids.shape[1]
     chunk = min(scorer.chunk_tokens, tokens, _room_tokens(model, tokens + len(instruction_ids)))
     cache.expect_prompt(tokens + len(instruction_ids) + chunk + 1)
@@ -159,20 +170,6 @@ def repeat_context(
                 layer.crop(-repeated.shape[1])
     cache.reading.prompt_end = tokens
     return [observer.prompt() for observer in observers]
-
-
-def _require_empty(model: PreTrainedModel, cache: CompressedCache) -> None:
-    if cache.get_seq_length():
-        raise CacheMismatchError(
-            f"cache: expected an empty one where a text is read by itself, got one that has seen "
-            f"{cache.get_seq_length():,} tokens; call cache.reset()"
-        )
-    if cache.is_hybrid:
-        raise UnsupportedModelError(
-            f"model: expected full attention in every layer with {cache.policy.name}, got "
-            f"{type(model).__name__}, some of whose layers keep the last tokens only; use "
-            "ExpectedAttention or SnapKV"
-        )
 
 
 def _room_tokens(model: PreTrainedModel, read_tokens: int) -> int:

@@ -208,8 +208,12 @@ def test_what_cannot_be_is_refused_by_name():
         with pytest.raises(InvalidArgumentError, match=r"policy: .* the same in every layer, got"):
             AcrossLayers(policy)
     policy = METHODS["kvzap"]
-    with pytest.raises(InvalidArgumentError, match="policy: expected one that chooses in one lay"):
-        call(model, CompressedCache(model, policy), ids)
+    cache = CompressedCache(model, policy)
+    with pytest.raises(InvalidArgumentError, match="policy: expected one that chooses when a lay"):
+        call(model, cache, ids)
+    read_twice(model, ids, cache)  # nothing was changed by it
+    with pytest.raises(InvalidArgumentError, match="policy: expected layers that know their sha"):
+        policy.select(random_layer(0, prompt_tokens=TOKENS, query_tokens=0))
     for options in (
         {"storage": "static"},
         {"recall": "host"},

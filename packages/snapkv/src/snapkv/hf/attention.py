@@ -476,6 +476,13 @@ def _take_context(call: AttentionCall) -> ForwardContext | None:
 
 def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
     """Why this call cannot be compressed correctly; None where it can."""
+    policy = context.layer.policy
+    if context.phase is Phase.END_PROMPT and policy.reads_context:
+        return InvalidArgumentError(
+            f"policy: expected one that chooses when a layer has read a prompt, got {policy.name}, "
+            "which chooses when all of them have read a text, before any question is known; fill "
+            "the cache with snapkv.kvzip.read_context(model, input_ids, policy)"
+        )
     name, store, turns = type(call.module).__name__, context.layer.store, context.layer.turns
     if call.module not in context.modules:
         return CacheMismatchError(

@@ -81,9 +81,8 @@ class AcrossLayers(AroundScores):
             return None
         if (shares := layer.shares) is None:
             raise InvalidArgumentError(
-                f"policy: expected one that chooses in one layer after the other, got {self.name}, "
-                "which chooses when all layers have read the prompt; fill the cache with "
-                "snapkv.kvzip.read_context(model, input_ids, policy)"
+                f"policy: expected layers that know their shares, which {self.name} gives all of "
+                "them together, got one without; fill the cache with snapkv.kvzip.read_context"
             )
         scores = self.policy.score(layer)
         if bool((shares == shares[:, :1]).all()):
