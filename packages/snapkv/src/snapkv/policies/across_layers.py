@@ -19,14 +19,13 @@ from snapkv.policies.states import PromptLayer, Selection
 class AcrossLayers(AroundScores):
     """Shares one budget out among the heads of all layers: the best scores of a row win.
 
-    As `KVzipPress` of kvpress chooses, where what is not kept stays in memory and is masked. Here
-    layers and heads hold different numbers of tokens, as in AdaKV, and the bytes are those of the
-    tokens kept. The counts add up to the budget, times the heads of all layers, exactly. No head is
-    sure of more than its window and its sinks: a fifth of an even share, as in AdaKV, costs many
-    answers (`docs/results/tables/peers.md`).
+    So choose KVzip and `KVzipPress` of kvpress, which masks what is not kept and holds all of it.
+    Here layers and heads hold different numbers of tokens, as in AdaKV, and the bytes are those of
+    the tokens kept. The counts add up exactly: the budget times the heads of all layers. A head is
+    sure of its window and its sinks only.
 
-    It chooses when every layer has read the text, so all of the text is in memory until then;
-    `snapkv.kvzip.read_context` reads it so, with KVzap once, with KVzip twice.
+    It chooses when all layers have read the text, all of which is in memory until then;
+    `snapkv.kvzip.read_context` reads it so, once for KVzap, twice for KVzip.
 
     Args:
         policy: the method that scores, `KVzip` or `KVzap`, with its budget: tokens per head on
