@@ -123,13 +123,15 @@ def read_layers(
 
     Arguments and errors as in `read_context`. Returns every layer as its policy is to see it.
     """
+    once = "second_reading" not in cache.policy.needs and cache.policy.reads_context
     if cache.is_hybrid:
+        where = "all layers share a budget" if once else "a text is read twice"
         raise UnsupportedModelError(
-            f"model: expected full attention in every layer with {cache.policy.name}, got "
+            f"model: expected full attention in every layer where {where}, got "
             f"{type(model).__name__}, some of whose layers keep the last tokens only; use "
             "ExpectedAttention or SnapKV"
         )
-    if "second_reading" not in cache.policy.needs and cache.policy.reads_context:
+    if once:
         return _read(model, input_ids, cache)
     return _repeat(model, input_ids, cache, instruction_ids)
 

@@ -166,7 +166,7 @@ def test_a_text_that_is_read_twice_is_read_so_once_and_questions_appended(tiny, 
     seen = [row["prompt_tokens"] for row in results.rows]
     for turn in (1, 2):
         assert kept[turn] - kept[turn - 1] == pytest.approx(seen[turn] - seen[turn - 1], abs=8)
-    with pytest.raises(InvalidArgumentError, match="has read a prompt for recall"):
+    with pytest.raises(InvalidArgumentError, match="read once for recall"):
         run_of(tiny, [Method(label="r", policy=policy, later="recall")], questions=("hidden",))
 
 

@@ -104,8 +104,8 @@ class TurnOptions:
             )
         if policy.reads_context:
             raise InvalidArgumentError(
-                f"policy: expected one that chooses when a layer has read a prompt for {asked}, "
-                f"since later turns are read so, got {policy.name}; use SnapKV, or leave the "
+                f"policy: expected one that chooses when a prompt has been read once for {asked}, "
+                f"since later turns are read once, got {policy.name}; use SnapKV, or leave the "
                 "option out"
             )
         if self.refresh_every and policy.query_tokens == ALL_QUERIES:

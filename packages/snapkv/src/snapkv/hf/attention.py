@@ -477,7 +477,7 @@ def _take_context(call: AttentionCall) -> ForwardContext | None:
 def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
     """Why this call cannot be compressed correctly; None where it can."""
     policy = context.layer.policy
-    if context.phase is Phase.END_PROMPT and policy.reads_context:
+    if context.phase is Phase.END_PROMPT and "all_layers" in policy.needs:
         return InvalidArgumentError(
             f"policy: expected one that chooses when a layer has read a prompt, got {policy.name}, "
             "which chooses when all of them have read a text, before any question is known; fill "

@@ -67,7 +67,7 @@ class AcrossLayers(AroundScores):
         even = torch.tensor(kept).repeat_interleave(heads, dim=0).T.to(device)
         shares = _shares_of_best(torch.cat(ranked, dim=1), even.sum(dim=-1).tolist())
         has_choice = even.amin(dim=-1, keepdim=True) > self.policy.sink_tokens
-        parts = torch.where(has_choice, shares, even).split(heads.tolist(), dim=1)
+        parts = torch.split(torch.where(has_choice, shares, even), heads.tolist(), dim=1)
         return [
             replace(layer, shares=own.to(layer.keys.device))
             for layer, own in zip(layers, parts, strict=True)
