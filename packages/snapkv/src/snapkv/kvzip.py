@@ -124,6 +124,7 @@ def read_layers(
     Arguments and errors as in `read_context`. Returns every layer as its policy is to see it.
     """
     once = "second_reading" not in cache.policy.needs and cache.policy.reads_context
+    scorer = None if once else _require_scorer(cache.policy)
     if cache.is_hybrid:
         where = "all layers share a budget" if once else "a text is read twice"
         raise UnsupportedModelError(
@@ -131,9 +132,9 @@ def read_layers(
             f"{type(model).__name__}, some of whose layers keep the last tokens only; use "
             "ExpectedAttention or SnapKV"
         )
-    if once:
+    if scorer is None:
         return _read(model, input_ids, cache)
-    return _repeat(model, input_ids, cache, instruction_ids)
+    return _repeat(model, input_ids, cache, scorer, instruction_ids)
 
 
 def _read(model: PreTrainedModel, input_ids: Tensor, cache: CompressedCache) -> list[PromptLayer]:
@@ -150,9 +151,9 @@ def _repeat(
     model: PreTrainedModel,
     input_ids: Tensor,
     cache: CompressedCache,
+    scorer: KVzip,
     instruction_ids: Sequence[int],
 ) -> list[PromptLayer]:
-    scorer = _require_scorer(cache.policy)
     tokens = input_ids.shape[1]
     chunk = min(scorer.chunk_tokens, tokens, _room_tokens(model, tokens + len(instruction_ids)))
     cache.expect_prompt(tokens + len(instruction_ids) + chunk + 1)

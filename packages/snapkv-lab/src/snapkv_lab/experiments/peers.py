@@ -18,7 +18,7 @@ from torch import Tensor
 from snapkv import AcrossLayers, AdaKV, CompressedCache, FullCache, KVzap, KVzip, default_policy
 from snapkv.app.models import LoadedModel
 from snapkv.kvzip import read_as_wanted
-from snapkv_lab.experiments.auto_budget import last_run, loss_above, right_of, texts_from
+from snapkv_lab.experiments.auto_budget import loss_above, right_of, texts_from
 from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.kvpress import PYTHON, Kvpress
 from snapkv_lab.experiments.pages import Table
@@ -248,6 +248,5 @@ PEERS = Experiment(
         "rounds": Sized(6, 1),
         "dtype": "bfloat16",
     },
-    measured=last_run,
     tables=_tables,
 )
