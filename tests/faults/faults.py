@@ -308,6 +308,13 @@ FAULTS = (
         tests=("packages/snapkv/tests/policies",),
     ),
     Fault(
+        name="Layers share out a token too few",
+        file="snapkv/policies/across_layers.py",
+        old="even.sum(dim=-1).tolist()",
+        new="(even.sum(dim=-1) - 1).tolist()",
+        tests=("packages/snapkv/tests/policies/test_across_layers.py",),
+    ),
+    Fault(
         name="vLLM is told the slots of tokens that were dropped",
         file="snapkv_vllm/held.py",
         old="right=True",

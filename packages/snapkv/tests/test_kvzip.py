@@ -18,7 +18,7 @@ from snapkv import (
     SnapKV,
     UnsupportedModelError,
 )
-from snapkv.kvzip import read_context, read_twice, repeat_context
+from snapkv.kvzip import read_context, read_layers, read_twice
 from snapkv.ops import ScoreOptions
 from snapkv.policies import PromptLayer
 from snapkv.policies.kvzip import most_attention
@@ -101,7 +101,7 @@ def test_plus_weighs_attention_by_what_it_adds_to_the_output(family, rows):
     model, ids = tiny_model(family, "eager"), random_ids(rows, TOKENS)
     policy, kept = replace(POLICY, plus=True), []
     cache = CompressedCache(model, policy)
-    prompts = repeat_context(model, ids, cache, instruction_ids=INSTRUCTION)
+    prompts = read_layers(model, ids, cache, instruction_ids=INSTRUCTION)
     for index, scores in plain_plus_scores(model, ids).items():
         heads = prompts[index].keys.shape[1]
         expected = scores.view(rows, heads, -1, TOKENS).amax(dim=2)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         H2O,
         RKV,
         TOVA,
+        AcrossLayers,
         AdaKV,
         AutoBudget,
         ByteBudget,
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 __all__ = [
+    "AcrossLayers",
     "AdaKV",
     "AutoBudget",
     "AutoCodes",

@@ -1,8 +1,9 @@
-"""Reading a context twice: what saying it again takes is what questions will need.
+"""Reading a context before its questions: what saying it again takes is what these will need.
 
 The first reading fills the cache. In the second the model reads the text again, piece by piece,
 each behind the whole of it, as if it repeated it; its queries show which keys that takes. Then the
-policy chooses, and the cache is as after any compressed prompt.
+policy chooses, and the cache is as after any compressed prompt. A policy that only wants all layers
+before it chooses in one gets no second reading.
 """
 
 import contextlib
@@ -47,14 +48,14 @@ def read_context(
     Args:
         model: a decoder-only transformers model, of full attention in every layer.
         input_ids: (B, T) int64, without padding.
-        policy: `KVzip`, or one around it.
+        policy: `KVzip`, or one around it, or `AcrossLayers`.
         instruction_ids: what stands before every piece, such as the tokens of "Repeat the text:".
 
     Returns:
         A cache that has seen the context and keeps its budget of it.
 
     Raises:
-        InvalidArgumentError: a policy that needs no second reading.
+        InvalidArgumentError: a policy that chooses as soon as a layer has read the text.
         PromptTooLongError: the model has no positions left to repeat the text at.
         UnsupportedModelError: the model has layers of another kind, or cannot be compressed.
     """
@@ -71,21 +72,33 @@ def read_twice(
     *,
     instruction_ids: Sequence[int] = (),
 ) -> None:
-    """Fill an empty cache with a context; arguments and errors as in `read_context`."""
-    prompts = repeat_context(model, input_ids, cache, instruction_ids=instruction_ids)
-    with cache.reading.attending():
-        for layer, prompt in zip(cache.layers, prompts, strict=True):
-            chosen, storage = layer.choose(prompt)  # once: what follows is not read twice
-            kept = Selection.whole(prompt) if chosen is None else chosen
-            layer.end_prompt(Choice(kept, storage), prompt)
+    """Fill an empty cache with a context; arguments and errors as in `read_context`.
+
+    Behind an error it is empty again.
+    """
+    if seen := cache.get_seq_length():
+        raise CacheMismatchError(
+            f"cache: expected an empty one where a text is read by itself, got one that has seen "
+            f"{seen:,} tokens; call cache.reset()"
+        )
+    try:
+        prompts = read_layers(model, input_ids, cache, instruction_ids=instruction_ids)
+        with cache.reading.attending():
+            for layer, prompt in cache.reading.shared_out(prompts):
+                chosen, storage = layer.choose(prompt)  # once: what follows is not read twice
+                kept = Selection.whole(prompt) if chosen is None else chosen
+                layer.end_prompt(Choice(kept, storage), prompt)
+    except BaseException:
+        cache.reset()
+        raise
 
 
 @torch.no_grad()
 def read_as_wanted(
     model: PreTrainedModel, tokenizer: Any, input_ids: Tensor, cache: CompressedCache
 ) -> None:
-    """Read and compress what stands before a question, as often as the cache's policy wants."""
-    if cache.policy.reads_twice:
+    """Read and compress what stands before a question, as the cache's policy wants it read."""
+    if cache.policy.reads_context:
         read_twice(model, input_ids, cache, instruction_ids=instruction_of(tokenizer))
         return
     cache.expect_tokens(input_ids)
@@ -99,19 +112,48 @@ def instruction_of(tokenizer: Any) -> list[int]:
 
 
 @torch.no_grad()
-def repeat_context(
+def read_layers(
     model: PreTrainedModel,
     input_ids: Tensor,
     cache: CompressedCache,
     *,
     instruction_ids: Sequence[int] = (),
 ) -> list[PromptLayer]:
-    """Read a context into an empty cache, which holds all of it then, and repeat it.
+    """Read a context into an empty cache, which holds all of it then, once or twice.
 
     Arguments and errors as in `read_context`. Returns every layer as its policy is to see it.
     """
-    scorer = _require_scorer(cache.policy)
-    _require_empty(model, cache)
+    once = "second_reading" not in cache.policy.needs and cache.policy.reads_context
+    scorer = None if once else _require_scorer(cache.policy)
+    if cache.is_hybrid:
+        where = "all layers share a budget" if once else "a text is read twice"
+        raise UnsupportedModelError(
+            f"model: expected full attention in every layer where {where}, got "
+            f"{type(model).__name__}, some of whose layers keep the last tokens only; use "
+            "ExpectedAttention or SnapKV"
+        )
+    if scorer is None:
+        return _read(model, input_ids, cache)
+    return _repeat(model, input_ids, cache, scorer, instruction_ids)
+
+
+def _read(model: PreTrainedModel, input_ids: Tensor, cache: CompressedCache) -> list[PromptLayer]:
+    tokens, seen = input_ids.shape[1], _Seen()
+    cache.expect_prompt(tokens + 1)  # nothing is dropped behind it
+    cache.expect_tokens(input_ids)
+    with hooked(seen):
+        model(input_ids, **passed(cache), logits_to_keep=1)
+    cache.reading.prompt_end = tokens
+    return list(seen.layers.values())
+
+
+def _repeat(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    cache: CompressedCache,
+    scorer: KVzip,
+    instruction_ids: Sequence[int],
+) -> list[PromptLayer]:
     tokens = input_ids.shape[1]
     chunk = min(scorer.chunk_tokens, tokens, _room_tokens(model, tokens + len(instruction_ids)))
     cache.expect_prompt(tokens + len(instruction_ids) + chunk + 1)
@@ -133,20 +175,6 @@ def repeat_context(
     return [observer.prompt() for observer in observers]
 
 
-def _require_empty(model: PreTrainedModel, cache: CompressedCache) -> None:
-    if cache.get_seq_length():
-        raise CacheMismatchError(
-            f"cache: expected an empty one where a text is read twice, got one that has seen "
-            f"{cache.get_seq_length():,} tokens; call cache.reset()"
-        )
-    if cache.is_hybrid:
-        raise UnsupportedModelError(
-            f"model: expected full attention in every layer where a text is read twice, got "
-            f"{type(model).__name__}, some of whose layers keep the last tokens only; use "
-            "ExpectedAttention or SnapKV"
-        )
-
-
 def _room_tokens(model: PreTrainedModel, read_tokens: int) -> int:
     """How many positions the model has behind those that are read; refuses none."""
     positions = max_positions(model)
@@ -162,11 +190,11 @@ def _room_tokens(model: PreTrainedModel, read_tokens: int) -> int:
 
 
 def require_one_reading(policy: Policy, remedy: str) -> None:
-    """Raise where a policy needs a second reading and will not get it; `remedy` says what to do."""
-    if policy.reads_twice:
+    """Raise where `read_context` has to read and will not; `remedy` says what to do."""
+    if policy.reads_context:
         raise InvalidArgumentError(
-            f"policy: expected one that chooses when a prompt has been read once, got "
-            f"{policy.name}, which has the model read a text twice, before any question is known; "
+            f"policy: expected one that chooses when a layer has read a prompt, got {policy.name}, "
+            "which chooses when all of them have read a text, before any question is known; "
             f"{remedy}"
         )
 
@@ -189,6 +217,16 @@ def _attention_of_layer(model: PreTrainedModel, index: int) -> Any:
             f"{len(modules)} in layer {index} of {type(model).__name__}; leave plus out"
         )
     return modules[0]
+
+
+class _Seen(Hook):
+    """Notes every layer as it is when the text has been read."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, PromptLayer] = {}
+
+    def on_prompt(self, prompt: PromptLayer) -> None:
+        self.layers[prompt.layer_idx] = replace(prompt, queries=prompt.queries[:, :, :0])
 
 
 class _Repetition(Hook):

@@ -4,6 +4,7 @@ from snapkv.policies import (
     H2O,
     RKV,
     TOVA,
+    AcrossLayers,
     AdaKV,
     AutoBudget,
     Compactor,
@@ -65,4 +66,5 @@ METHODS = {
     "random": Random(**BOTH),
     "kvzip": KVzip(**BOTH),
     "kvzap": KVzap(**BOTH, gate=drawn_gate()),
+    "across-layers": AcrossLayers(KVzip(**BOTH)),
 }

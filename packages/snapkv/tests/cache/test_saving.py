@@ -291,7 +291,7 @@ def test_a_file_from_before_there_were_sinks_or_decay_is_read_as_it_was_meant(
     """KVzip kept none then; and a budget could have room for fewer than it was told."""
     model, ids = tiny_model("llama"), random_ids(1, PROMPT)
     cache = CompressedCache(model, wrap(policy))
-    if policy.reads_twice:
+    if policy.reads_context:
         read_twice(model, ids, cache)
     else:
         generated(model, cache, ids)

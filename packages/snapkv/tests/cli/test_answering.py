@@ -80,7 +80,7 @@ def test_a_method_that_reads_twice_chooses_before_the_question(asked, refused, t
     said = refused("ask", document, *ASK, *options, "--self-speculate")
     assert "drafts: expected none with kvzip" in said
     said = refused("generate", document, "--policy", "kvzip")
-    assert "policy: expected one that chooses when a prompt has been read once" in said
+    assert "policy: expected one that chooses when a layer has read a prompt" in said
     assert "snapkv ask does" in said
 
 

@@ -101,7 +101,7 @@ def test_attention_that_takes_no_masks(monkeypatch):
     ("kind", "policy", "match"),
     [
         ("whole", H2O(16), "policy: expected one whose last queries vote"),
-        ("whole", KVzip(16, window_size=4), "policy: expected one that chooses when a prompt"),
+        ("whole", KVzip(16, window_size=4), "policy: expected one that chooses when a layer"),
         ("even", SnapKV(keep_ratio=0.5), "policy: expected a method with a budget"),
         ("uneven", TOVA(16), "policy: expected one that only compresses prompts"),
     ],

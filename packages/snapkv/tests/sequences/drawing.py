@@ -129,6 +129,22 @@ _EVICTING: list[Callable[[Draw], Policy]] = [
 ]
 
 
+_FULL = ("llama", "eager", "qk-norm", "part-rope", "latent")
+"""Kinds of full attention in every layer; contexts of others are refused."""
+
+
+def _of_context(draw: Draw, model: str) -> Policy:
+    """A method that chooses before any question is known, by head or layer or not."""
+    limits = _limits(draw, 4)
+    if "budget" in limits and draw.random() < 0.2:
+        limits["budget"] = draw.choice(["40%", "70%"])
+    kvzip = kv.KVzip(**limits, chunk_tokens=draw.choice([8, 2048]))
+    kvzap = kv.KVzap(**limits, gate=drawn_gate(*_sizes(model)))
+    return draw.choice(
+        [kvzip, kv.AdaKV(kvzip), *[kv.AcrossLayers(kvzip)] * 3, *[kv.AcrossLayers(kvzap)] * 2]
+    )
+
+
 def _limited(draw: Draw) -> kv.SnapKV:
     return kv.SnapKV(**_limits(draw), kernel_size=draw.choice([1, 5]))
 
@@ -141,6 +157,8 @@ def _policy(draw: Draw, model: str) -> Policy:
         return _duo(draw, model)
     if chance < 0.06:
         return kv.KVzap(**_limits(draw, 4), gate=drawn_gate(*_sizes(model)))
+    if chance < 0.11 and (model in _FULL or chance < 0.065):
+        return _of_context(draw, model)
     return draw.choice(_EVICTING if chance < 0.25 else _PREFIX)(draw)
 
 
@@ -155,6 +173,8 @@ def _options(draw: Draw, policy: Policy, model: str) -> dict[str, Any]:
     if _sizes(model)[1] == 1 and draw.random() < 0.9:  # latents
         return draw.choice([options, {"turns": "compress"}, {"recall": "host"}])
     later = draw.choice(["append", "append", "compress", "recall", "recall", "pages", "all pages"])
+    if policy.reads_context and draw.random() < 0.9:
+        later = "append"
     has_budget = isinstance(getattr(policy, "budget", None), int) and policy.most_tokens is not None
     if later == "compress" and (has_budget or draw.random() < 0.1):
         options["turns"] = "compress"
@@ -187,18 +207,20 @@ def _options(draw: Draw, policy: Policy, model: str) -> dict[str, Any]:
 
 
 def _operations(draw: Draw, policy: Policy) -> tuple[do.Operation, ...]:
-    drawing = [_first(draw)]
+    drawing = [_first(draw, policy)]
     for _ in range(draw.randint(2, 7)):
         drawing.append(_next(draw, policy))
         if isinstance(drawing[-1], do.Reset):
-            drawing.append(_first(draw))
+            drawing.append(_first(draw, policy))
     return tuple(drawing)
 
 
-def _first(draw: Draw) -> do.Operation:
+def _first(draw: Draw, policy: Policy) -> do.Operation:
     tokens = draw.choice([draw.randint(4, 20), draw.randint(20, 50), draw.randint(40, 80)])
     rows = draw.choice([1, 1, 2, 2, 3])
     pads = (0,) * rows
+    if policy.reads_context:
+        return do.Turn(tokens, "context", pads=pads)
     if rows > 1 and draw.random() < 0.6:
         pads = (0, *(draw.randint(0, tokens - 1) for _ in range(rows - 1)))
         pads = tuple(draw.sample(pads, rows))

@@ -26,6 +26,7 @@ from snapkv import (
     StreamingLLM,
 )
 from snapkv.hf.model_parts import States, states_of
+from snapkv.kvzip import read_twice
 from snapkv.policies import EvictingPolicy
 from snapkv.policies.base import ALL_QUERIES
 from snapkv.prefill import chunked, layer_by_layer
@@ -71,6 +72,14 @@ def reading(
     if how == "chunked":
         return chunked(model, chunk_tokens=numbers[0], cap_tokens=numbers[1])
     return contextlib.nullcontext()
+
+
+def last_logits_of(model: PreTrainedModel, ids: Tensor, cache: CompressedCache) -> Tensor:
+    """(R, 1, V) behind a context that is read before any question."""
+    found: list[Tensor] = []
+    with model.register_forward_hook(lambda *call: found.append(call[-1].logits)):
+        read_twice(model, ids, cache, instruction_ids=(5, 6))
+    return found[0]
 
 
 @dataclass
@@ -290,6 +299,8 @@ class Judge:
             if stop <= start:
                 continue
             piece = part.ids[row : row + 1, start - part.start : stop - part.start]
+            if how == "context":
+                return last_logits_of(self.model, piece, cache)
             cache.expect_tokens(piece)
             with reading(self.model, how if how == "chunked" else "call", *numbers):
                 logits.append(self.model(piece, past_key_values=cache).logits)
@@ -299,7 +310,8 @@ class Judge:
     def _passes_alone(self, part: Part) -> list[tuple[Any, ...]]:
         """At once, but where it matters to what is kept how a turn is read."""
         matters = (self.evicts or self.forgets_states) and part.start > 0
-        matters |= part.end != part.stop or any(how == "chunked" for how, *_ in part.passes)
+        matters |= part.end != part.stop
+        matters |= any(how in ("chunked", "context") for how, *_ in part.passes)
         if part.kind == "turn" and matters:
             return part.passes
         return [("call", part.stop)]

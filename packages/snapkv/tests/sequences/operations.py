@@ -17,7 +17,8 @@ class Turn(Operation):
     Attributes:
         tokens: of the longest row; where a prompt is open already, what is left of it is read.
         how: "call" unannounced, which after a prompt has ended is a step of many tokens; "told" by
-            `expect_prompt`; then in "pieces", by "layers" or "chunked" under a cap; "generate".
+            `expect_prompt`; then in "pieces", by "layers" or "chunked" under a cap; "generate";
+            "context", the first one by `read_context`.
         piece: tokens of a piece; for "generate", 0 for none.
         cap: tokens, where it is chunked.
         answer: tokens to generate.

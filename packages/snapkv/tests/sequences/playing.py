@@ -24,6 +24,7 @@ from tests.sequences.judging import (
     WrongError,
     judge_of,
     kind_of,
+    last_logits_of,
     reading,
 )
 
@@ -98,8 +99,15 @@ class Game:
 
     def apply(self, operation: do.Operation) -> None:
         """Do one operation; what makes no sense now is left out."""
+        if self._wants_context and getattr(operation, "how", "") != "context":
+            return
         if self.state.rows or isinstance(operation, do.Turn | do.Begin | do.Reset | do.Save):
             getattr(self, f"_{type(operation).__name__.lower()}")(operation)
+
+    @property
+    def _wants_context(self) -> bool:
+        """Whether nothing can be read before a context, which may have been refused."""
+        return self.sequence.policy.reads_context and not self.state.seen
 
     # Reading.
 
@@ -117,6 +125,8 @@ class Game:
             self._feed(left, "layers", turn.piece)
         elif turn.how == "chunked":
             self._feed(left, "chunked", turn.piece, turn.cap)
+        elif turn.how == "context":
+            self._feed(left, "context")
         elif turn.how == "generate":
             self._generate(end, turn)
         else:
@@ -177,6 +187,8 @@ class Game:
         hidden = self.judge.hidden(state)
 
         def read() -> Tensor:
+            if how == "context":
+                return last_logits_of(self.model, ids, state.cache)
             state.cache.expect_tokens(ids)
             mask = state.mask(stop) if bool(state.pads.any()) else None
             with reading(self.model, how, *numbers):
@@ -422,7 +434,7 @@ class Game:
         """Let every cache go on with what it has."""
         for state in [self.state, *self.others]:
             self.state = state
-            if state.rows:
+            if state.rows and not self._wants_context:
                 with _noting(refused):
                     self._feed(1)
                 self.judge.check(self.state)

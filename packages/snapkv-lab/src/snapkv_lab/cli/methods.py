@@ -180,7 +180,7 @@ def _unfit(loaded: LoadedModel, method: Method, question: Setting) -> str:
         fitting_methods(loaded, [method])
     except (UnsupportedModelError, InvalidArgumentError) as error:
         return str(error)
-    if method.policy.reads_twice and question == "visible":
+    if method.policy.reads_context and question == "visible":
         return "it chooses before a question is known, so only where the question is hidden"
     return ""
 

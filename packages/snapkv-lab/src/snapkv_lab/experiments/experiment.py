@@ -96,6 +96,8 @@ class Experiment:
         cases: of a part, what is measured one by one, each with a unique `name`, which its rows
             have as "text": they are added to the file after every case, and a later run goes on
             behind them. `measure` then takes a case beside what is given.
+        lacks: says of a case's rows whether some are missing, as of a method that is new; `measure`
+            then yields those. None: a case with rows is done.
         part_key: a row's key with its part.
         options: parameters with their defaults; numbers, texts and tuples of them are options of
             the command. Where some have two sizes there is a small form, which is printed and not
@@ -115,6 +117,7 @@ class Experiment:
     title: str
     measure: Callable[..., Iterable[Row]] | Mapping[str, Callable[..., Iterable[Row]]] | None = None
     cases: Callable[[Given, str], Iterable[Any]] | None = None
+    lacks: Callable[[Sequence[Row]], bool] | None = None
     part_key: str = "part"
     options: Mapping[str, Any] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -197,12 +200,17 @@ class Experiment:
             yield from rows
 
     def remaining(self, given: Given, part: str) -> Iterator[Any]:
-        """The cases of a part without rows; each is looked up when its turn comes."""
+        """The cases of a part that lack rows; each is looked up when its turn comes."""
         assert self.cases is not None
         for case in self.cases(given, part):
-            named = ({self.part_key: part} if part else {}) | {"text": case.name}
-            if not (given.stored and any(named.items() <= row.items() for row in self.known())):
-                yield case  # by no other process meanwhile
+            rows = self.rows_of(given, case, part)  # of another process meanwhile, too
+            if not rows or (self.lacks is not None and self.lacks(rows)):
+                yield case
+
+    def rows_of(self, given: Given, case: Any, part: str = "") -> list[Row]:
+        """What is stored of a case, where this is."""
+        named = ({self.part_key: part} if part else {}) | {"text": case.name}
+        return [row for row in self.known() if given.stored and named.items() <= row.items()]
 
     def store(self, given: Given) -> None:
         """Measure, and put rows into the file, a part as soon as it is whole."""

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from snapkv import AdaKV, CompressedCache, FullCache, KVzap, KVzip, default_policy
+from snapkv import AcrossLayers, AdaKV, CompressedCache, FullCache, KVzap, KVzip, default_policy
 from snapkv.app.models import LoadedModel
 from snapkv.kvzip import read_as_wanted
-from snapkv_lab.experiments.auto_budget import last_run, texts_from
+from snapkv_lab.experiments.auto_budget import texts_from
 from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.kvpress import PYTHON, Kvpress
 from snapkv_lab.experiments.pages import Table
-from snapkv_lab.experiments.records import Row, grouped
+from snapkv_lab.experiments.records import Row, grouped, of
 from snapkv_lab.experiments.texts import (
     Case,
     ReadText,
@@ -61,9 +61,12 @@ class Setting(NamedTuple):
     methods: Sequence[Ours | Theirs]
     whole: Sequence[Ours | Theirs]
 
-    def compared(self, asked: "Asked") -> Iterator[tuple[Ours | Theirs, float, "Asked"]]:
-        yield from ((each, share, asked) for share in self.shares for each in self.methods)
-        yield from ((each, 1.0, asked) for each in self.whole)
+    def compared(self, rows: Sequence[Row] = ()) -> list[tuple[Ours | Theirs, float]]:
+        """Who answers from which share, without those whose answers these rows have."""
+        asked = [(each, share) for share in self.shares for each in self.methods]
+        asked += [(each, 1.0) for each in self.whole]
+        known = {(found["method"], found["share"]) for row in rows for found in row["answers"]}
+        return [(each, share) for each, share in asked if (each.name, share) not in known]
 
 
 _WHOLE = [Theirs("QuantizedCache, 4 bits", bits=4), Theirs("QuantizedCache, 2 bits", bits=2)]
@@ -83,6 +86,8 @@ SETTINGS = {
         [
             Ours("AdaKV(KVzap)", lambda budget: AdaKV(KVzap(budget))),
             Ours("AdaKV(KVzip)", lambda budget: AdaKV(KVzip(budget))),
+            Ours("AcrossLayers(KVzap)", lambda budget: AcrossLayers(KVzap(budget))),
+            Ours("AcrossLayers(KVzip)", lambda budget: AcrossLayers(KVzip(budget))),
             *(
                 Theirs(name, name)
                 for name in ("ExpectedAttentionPress", "CompactorPress", "KeyDiffPress")
@@ -140,7 +145,7 @@ class Answers:
     def _ours(self, method: Ours, share: float, asked: Asked) -> tuple[float, Iterator[Row]]:
         model, tokenizer = self.loaded.model, self.loaded.tokenizer
         policy = self.loaded.completed(method.policy(f"{100 * share:g}%"))
-        if policy.reads_twice:
+        if policy.reads_context:
             cache = CompressedCache(model, policy, quantize=method.bits)
             with torch.inference_mode():
                 read_as_wanted(model, tokenizer, asked.ids, cache)
@@ -169,16 +174,21 @@ class Answers:
         }
 
 
+def _missing(rows: Sequence[Row]) -> dict[str, list[tuple[Ours | Theirs, float]]]:
+    """Of every setting who has not answered in these rows of a text."""
+    return {name: each.compared(of(rows, setting=name)) for name, each in SETTINGS.items()}
+
+
 def _measure(given: Given, text: Text) -> Iterator[Row]:
-    loaded = given.loaded
+    loaded, missing = given.loaded, _missing(PEERS.rows_of(given, text))
     read = ReadText(loaded.model, text.ids)
     with Kvpress(
         "kvpress", given.python, loaded.model, None, weights=True, tokenizer=loaded.tokenizer
     ) as theirs:
         answers = Answers(loaded, theirs)
-        for name, setting in SETTINGS.items():
-            for asked in _asked(read, text, name):
-                found = [answers.of(each, *rest) for each, *rest in setting.compared(asked)]
+        for name, compared in missing.items():
+            for asked in _asked(read, text, name) if compared else ():
+                found = [answers.of(each, share, asked) for each, share in compared]
                 for place, case in enumerate(asked.cases):
                     yield {
                         "setting": name,
@@ -194,18 +204,21 @@ def _cells(rows: list[Row]) -> Iterator[Row]:
     """Beside the first method with as many bytes: what only one of the two has right."""
     answers = [{**found, "of": row} for row in rows for found in row["answers"]]
     by_method = grouped(answers, lambda row: (row["share"], row["method"]))
-    for (share, name), own in by_method.items():
-        nearest = min(
-            SETTINGS[rows[0]["setting"]].shares, key=lambda each: abs(each - own[0]["held"])
-        )
-        first = by_method[nearest, answers[0]["method"]]
+    setting = SETTINGS[rows[0]["setting"]]
+    for method, share in setting.compared():
+        if not (own := by_method.get((share, method.name))):
+            continue  # not measured yet
+        nearest = min(setting.shares, key=lambda each: abs(each - own[0]["held"]))
+        others = by_method[nearest, setting.methods[0].name]
+        first = {(row["of"]["text"], row["of"]["question"]): row for row in others}
+        alone = [_alone(row, first[row["of"]["text"], row["of"]["question"]]) for row in own]
         yield {
-            "name": name,
+            "name": method.name,
             "asked": f"{share:g}" if share < 1 else "all tokens",
             "held": fmean(row["held"] for row in own),
             "right": str(right_of(own)),
             "loss": f"{loss_above(own):+.2f}",
-            "only": "{} and {}".format(*map(sum, zip(*map(_alone, own, first), strict=True))),
+            "only": "{} and {}".format(*map(sum, zip(*alone, strict=True))),
         }
 
 
@@ -236,12 +249,12 @@ PEERS = Experiment(
     takes="an hour",
     measure=_measure,
     cases=_texts,
+    lacks=lambda rows: any(_missing(rows).values()),
     options={
         "python": str(PYTHON),
         "tokens": Sized(1024, 512),
         "rounds": Sized(6, 1),
         "dtype": "bfloat16",
     },
-    measured=last_run,
     tables=_tables,
 )

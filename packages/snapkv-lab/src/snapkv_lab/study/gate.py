@@ -177,7 +177,7 @@ def read_twice(loaded: "LoadedModel", ids: Sequence[int]) -> "list[PromptLayer]"
     import torch
 
     from snapkv import CompressedCache, KVzip
-    from snapkv.kvzip import instruction_of, repeat_context
+    from snapkv.kvzip import instruction_of, read_layers
 
     class Teacher(KVzip):
         """KVzip+, which also gets to know how keys turn."""
@@ -187,7 +187,7 @@ def read_twice(loaded: "LoadedModel", ids: Sequence[int]) -> "list[PromptLayer]"
     cache = CompressedCache(loaded.model, Teacher(SINKS + LAST + 1, window_size=LAST, plus=True))
     given = torch.tensor([list(ids)], device=loaded.model.device)
     instruction = instruction_of(loaded.tokenizer)
-    return repeat_context(loaded.model, given, cache, instruction_ids=instruction)
+    return read_layers(loaded.model, given, cache, instruction_ids=instruction)
 
 
 def _examples(layer: "PromptLayer") -> tuple["Tensor", "Tensor"]:

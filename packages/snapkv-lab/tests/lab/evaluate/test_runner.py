@@ -228,7 +228,7 @@ def test_other_failures_end_the_run_and_keep_its_answers(tiny, tmp_path, monkeyp
             {"methods": (METHODS[0], METHODS[0])},
             "policy: expected at least one .*once, got full, full",
         ),
-        ({"methods": (TWICE,)}, "read a text twice, .* pass --setting hidden"),
+        ({"methods": (TWICE,)}, "have read a text, .* pass --setting hidden"),
         ({"task": Keys(sentences=())}, "samples: expected at least one, got none"),
         ({"task": Keys(sentences=(8, 8))}, "samples: expected every sample once, got 8/0 2 times"),
     ],

@@ -124,7 +124,8 @@ def test_every_method_whose_size_a_budget_sets_takes_part(tiny):
     ):
         contenders += made(64).values()
     without_size = {"duo-attention", "score-threshold"}
-    elsewhere = {"draft-votes", "indexer", "indexer-eviction"}  # in `per_byte`; of other models
+    elsewhere = {"draft-votes", "across-layers"}  # in `per_byte`, `peers`
+    elsewhere |= {"indexer", "indexer-eviction"}  # of other models
     assert set().union(*map(names_inside, contenders)) == set(POLICIES) - without_size - elsewhere
     quality = of(methods.METHODS.known(), part="quality")
     assert {row["method"] for row in quality} == {methods.FULL, *methods.all_at(given, 768, 64)}

@@ -6,7 +6,7 @@ asked as it would be while reading. The copies equal real compressed prefills bi
 """
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
@@ -19,7 +19,7 @@ from snapkv.errors import InvalidArgumentError
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import passed
 from snapkv.hf.placement import device_of
-from snapkv.kvzip import repeat_context
+from snapkv.kvzip import read_layers
 from snapkv.policies import Policy, PromptLayer, Selection
 from snapkv.policies.base import Need
 
@@ -132,16 +132,7 @@ class RecordedPrompt:
         cache.expect_prompt(self.prompt_tokens)
         for index, other in self.others.items():
             cache.layers[index] = copy.deepcopy(other)
-        for layer, states in zip(cache.reading.layers, self.layers, strict=True):
-            layer.update(states.keys, states.values)
-            if "token_ids" in policy.needs and states.token_ids is not None:
-                layer.remember_ids(states.token_ids)
-            shown = replace(
-                states,
-                queries=self._last_queries(states, policy),
-                protected=layer.protected_slots(self.prompt_tokens, states.pad_tokens),
-                fair=layer.spans.fair,
-            )
+        for layer, shown in cache.reading.shared_out(self._filling(cache)):
             choice = layer.choose(shown)
             if policy.draft_tokens and choice.selection is not None:
                 cache.reading.hold_for_draft(layer, shown)
@@ -149,6 +140,20 @@ class RecordedPrompt:
         if cache.reading.undecided:
             cache.vote_by_draft(self.last_logits)
         return cache
+
+    def _filling(self, cache: CompressedCache) -> Iterator[PromptLayer]:
+        """Fill one layer after the other, and show it as the cache's policy is to see it."""
+        policy = cache.policy
+        for layer, states in zip(cache.reading.layers, self.layers, strict=True):
+            layer.update(states.keys, states.values)
+            if "token_ids" in policy.needs and states.token_ids is not None:
+                layer.remember_ids(states.token_ids)
+            yield replace(
+                states,
+                queries=self._last_queries(states, policy),
+                protected=layer.protected_slots(self.prompt_tokens, states.pad_tokens),
+                fair=layer.spans.fair,
+            )
 
     def _last_queries(self, states: PromptLayer, policy: Policy) -> Tensor:
         wanted = min(policy.query_tokens, self.prompt_tokens)
@@ -173,9 +178,9 @@ def record_prompt(model: Any, ids: Tensor, recorder: Recorder) -> RecordedPrompt
 def record_prompt_twice(
     model: Any, ids: Tensor, policy: Policy, *, instruction_ids: Sequence[int]
 ) -> RecordedPrompt:
-    """Read a prompt and have the model repeat it, for policies like this one; see `kvzip`."""
+    """Read a prompt before any question is known, for policies like this one; see `kvzip`."""
     cache = CompressedCache(model, policy)
-    layers = repeat_context(model, ids, cache, instruction_ids=instruction_ids)
+    layers = read_layers(model, ids, cache, instruction_ids=instruction_ids)
     cache.crop(-1)  # the last token is read again, for its logits
     cache.expect_prompt(ids.shape[1] + 1)  # and nothing is to be dropped behind it
     logits = model(ids[:, -1:], **passed(cache)).logits

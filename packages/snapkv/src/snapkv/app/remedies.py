@@ -77,7 +77,7 @@ def first_that_keeps(
 
 def _read(loaded: LoadedModel, ids: Tensor, candidates: Sequence[Policy]) -> RecordedPrompt:
     """Read what stands before an answer, or a hidden question, for all candidates."""
-    if candidates[0].reads_twice:
+    if candidates[0].reads_context:
         repeat = instruction_of(loaded.tokenizer)
         return record_prompt_twice(loaded.model, ids, candidates[0], instruction_ids=repeat)
     return record_prompt(loaded.model, ids, Recorder.for_policies(candidates))

@@ -102,7 +102,7 @@ class TurnOptions:
                 f"policy: expected one whose window alone votes for {asked}, got {policy.name}; "
                 "use SnapKV, or recall='host'"
             )
-        if policy.reads_twice:
+        if policy.reads_context:
             raise InvalidArgumentError(
                 f"policy: expected one that chooses when a prompt has been read once for {asked}, "
                 f"since later turns are read once, got {policy.name}; use SnapKV, or leave the "

@@ -2,13 +2,14 @@
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from snapkv.cache.choosing import costed
 from snapkv.cache.layer import CompressedLayer
 from snapkv.errors import (
     CacheMismatchError,
@@ -286,6 +287,16 @@ class Reading:
         if self.prompt_end is not None and self.seen_tokens < self.prompt_end <= seen_tokens:
             self.prompt_end = None
         self._recall_for_a_turn()
+
+    def shared_out(
+        self, prompts: Iterable[PromptLayer]
+    ) -> Iterator[tuple[CompressedLayer, PromptLayer]]:
+        """Every layer and its prompt, which knows its part of what all of them share."""
+        with_costs = (
+            costed(self.policy, prompt, layer.storage, layer.store)
+            for layer, prompt in zip(self.layers, prompts, strict=True)
+        )
+        return zip(self.layers, self.policy.share_out(with_costs), strict=True)
 
     # Whether a draft of the answer votes.
 

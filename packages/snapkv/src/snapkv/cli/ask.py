@@ -102,7 +102,7 @@ def ask(
 
     def prompt(tokenizer: Any) -> Prompt:
         made = question_prompt(tokenizer, read, question, answer_start=options.answer_start)
-        return made.hiding(question) if policy.reads_twice else made
+        return made.hiding(question) if policy.reads_context else made
 
     from snapkv.cli.session import answer_and_show
 

@@ -134,10 +134,10 @@ def _require_drafts_that_fit(options: RunOptions, policy: Policy) -> None:
             f"drafts: expected one of {', '.join(flags.values())}, got {' and '.join(given)}; "
             "leave one out"
         )
-    if given and policy.reads_twice:
+    if given and policy.reads_context:
         raise InvalidArgumentError(
-            f"drafts: expected none with {policy.name}, which has the documents read twice, got "
-            f"{given[0]}; leave it out"
+            f"drafts: expected none with {policy.name}, which has the documents read before the "
+            f"question, got {given[0]}; leave it out"
         )
     if given and options.prefill != "exact":
         raise InvalidArgumentError(

@@ -329,7 +329,8 @@ def _choose_for_whole_rows(call: AttentionCall, layer: CompressedLayer, *, is_en
 
     Alone such a row would have been read as one prompt. The others keep all that they hold.
     """
-    if isinstance(layer.policy, EvictingPolicy) or layer.turns is not None:
+    policy = layer.policy
+    if isinstance(policy, EvictingPolicy) or policy.reads_context or layer.turns is not None:
         return
     whole = layer.slots.whole_rows(layer.store)
     if not any(whole):
@@ -473,6 +474,13 @@ def _take_context(call: AttentionCall) -> ForwardContext | None:
 
 def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
     """Why this call cannot be compressed correctly; None where it can."""
+    policy = context.layer.policy
+    if context.phase is Phase.END_PROMPT and "all_layers" in policy.needs:
+        return InvalidArgumentError(
+            f"policy: expected one that chooses when a layer has read a prompt, got {policy.name}, "
+            "which chooses when all of them have read a text, before any question is known; fill "
+            "the cache with snapkv.kvzip.read_context(model, input_ids, policy)"
+        )
     name, store, turns = type(call.module).__name__, context.layer.store, context.layer.turns
     if call.module not in context.modules:
         return CacheMismatchError(

@@ -256,9 +256,10 @@ def _require_codes(policy: Policy, codes: KVCodes | AutoCodes) -> None:
     while hasattr(inner, "policy"):
         inner = inner.policy
     in_bytes = isinstance(budget_of(policy), ByteBudget)
-    if in_bytes and isinstance(inner, PyramidKV) and (is_auto or codes.exact_layers):
+    shared = isinstance(inner, PyramidKV) or "all_layers" in policy.needs
+    if in_bytes and shared and (is_auto or codes.exact_layers):
         raise InvalidArgumentError(
-            f"quantize: expected layers that all hold tokens in as many bits where PyramidKV "
+            f"quantize: expected layers that all hold tokens in as many bits where {policy.name} "
             f"shares bytes out among them, got {codes!r}; pass a number of tokens, 'int4', or no "
             "exact_layers"
         )

@@ -1,5 +1,6 @@
 """What to keep: one file per method; a new policy is a file here and a name in this list."""
 
+from snapkv.policies.across_layers import AcrossLayers
 from snapkv.policies.adakv import AdaKV
 from snapkv.policies.base import EvictingPolicy, Policy, PrefixPolicy
 from snapkv.policies.budget import AutoBudget, ByteBudget
@@ -34,6 +35,7 @@ POLICIES: dict[str, type[Policy]] = {
         SnapKV,
         PyramidKV,
         AdaKV,
+        AcrossLayers,
         CriticalKV,
         ScoreThreshold,
         ExpectedAttention,
@@ -60,6 +62,7 @@ POLICIES: dict[str, type[Policy]] = {
 """Every method by the name it has on the command line."""
 
 __all__ = [
+    "AcrossLayers",
     "AdaKV",
     "AutoBudget",
     "ByteBudget",

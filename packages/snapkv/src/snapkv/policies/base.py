@@ -2,6 +2,7 @@
 
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any, ClassVar, Literal, Self
 
@@ -20,11 +21,13 @@ Need = Literal[
     "token_ids",
     "tokenizer",
     "second_reading",
+    "all_layers",
     "queries",
     "index_scores",
 ]
 """Parts of the model's layers, the ids of all tokens, what `Policy.with_tokenizer` gives, that
-`snapkv.kvzip` reads the prompt, the queries of all that is chosen from, or an indexer's scores."""
+`snapkv.kvzip` has the model repeat the prompt, that all layers have read it before one chooses, the
+queries of all that is chosen from, or an indexer's scores."""
 
 OfHeads = Literal["max", "mean", "all"]
 """Where votes choose how much a layer keeps: what the head needs that needs most, or heads on
@@ -56,9 +59,9 @@ class Policy(ABC):
         return frozenset()
 
     @property
-    def reads_twice(self) -> bool:
-        """Whether `snapkv.kvzip` has to read the prompt."""
-        return "second_reading" in self.needs
+    def reads_context(self) -> bool:
+        """Whether `snapkv.kvzip.read_context` has to read the prompt, before any question."""
+        return not self.needs.isdisjoint({"second_reading", "all_layers"})
 
     def with_tokenizer(self, tokenizer: Any) -> Self:
         """The same method, for the tokens of this tokenizer; itself where it looks at none."""
@@ -90,6 +93,10 @@ class Policy(ABC):
     def parts_groups(self) -> bool:
         """Whether query heads of one KV head may keep sets of their own."""
         return False
+
+    def share_out(self, layers: Iterable[PromptLayer]) -> Iterable[PromptLayer]:
+        """The layers of a prompt, in order, each with its part of what they share; here nothing."""
+        return layers
 
     @abstractmethod
     def select(self, layer: PromptLayer) -> Selection | None:
@@ -215,6 +222,9 @@ class PrefixPolicy(Policy):
 
     scores_are_votes: ClassVar[bool] = False
     """Whether a budget may be chosen by the scores, as shares of the window's attention."""
+
+    compares_layers: ClassVar[bool] = False
+    """Whether a score means the same in every layer, so that these can share a budget by it."""
 
     budget: int | str | AutoBudget | ByteBudget | None = None
     _: KW_ONLY

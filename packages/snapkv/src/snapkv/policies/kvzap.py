@@ -37,6 +37,7 @@ class KVzap(PrefixPolicy):
     """
 
     name: ClassVar[str] = "kvzap"
+    compares_layers: ClassVar[bool] = True
     query_tokens: ClassVar[int] = 0
     needs: ClassVar[frozenset[Need]] = frozenset({"rotation"})
 

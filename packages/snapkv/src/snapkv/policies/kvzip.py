@@ -45,6 +45,7 @@ class KVzip(PrefixPolicy):
     """
 
     name: ClassVar[str] = "kvzip"
+    compares_layers: ClassVar[bool] = True
     query_tokens: ClassVar[int] = 0
 
     _: KW_ONLY

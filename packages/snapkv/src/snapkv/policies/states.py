@@ -81,6 +81,8 @@ class PromptLayer(LayerStates):
         token_ids: (B, T) int64, pads included; for `Policy.needs`.
         received: (B, heads of the cache, T) float32, the most attention every position received
             while the text was read again; None where it was read once.
+        shares: (B, heads of the cache) int64, how many positions before the window each head keeps
+            of a budget that all layers share; None where each has its own.
         fair: segments that share the budget by their lengths, or None; only of a prompt of which
             nothing was dropped.
         token_cost: what a token costs in bytes, by the tokens of the batch's shortest row; for a
@@ -95,6 +97,7 @@ class PromptLayer(LayerStates):
     output_weight: Tensor | None = None
     token_ids: Tensor | None = None
     received: Tensor | None = None
+    shares: Tensor | None = None
     fair: Segments | None = None
     token_cost: Callable[[int], TokenCost] | None = None
     votes_impl: Implementation = "auto"
