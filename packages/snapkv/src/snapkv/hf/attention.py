@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from snapkv.cache.choosing import Choice, costed
 from snapkv.cache.indexed import IndexedLayer
 from snapkv.cache.layer import CompressedLayer
-from snapkv.errors import CacheMismatchError, UnsupportedModelError
+from snapkv.errors import CacheMismatchError, InvalidArgumentError, UnsupportedModelError
 from snapkv.hf import forward_context
 from snapkv.hf.attend import Attended, AttentionCall, attend_stored, fitting
 from snapkv.hf.forward_context import ForwardContext, Phase, Shared
