@@ -3,7 +3,8 @@
 `here`: requests arrive at vLLM in this process and, with what its steps took, in the simulation; by
 the processor's clock, so that other programs disturb little, and nobody waits for an arrival.
 `plan`: blocks and bytes of one long request. `fleet`: sessions of a large model at devices that are
-known by their data sheets alone, of which assumed shares are reached. Import this before vLLM.
+known by their data sheets alone, of which assumed shares are reached. `here` needs vLLM's
+environment, as `serving` does; import this before vLLM.
 """
 
 import bisect
@@ -107,7 +108,7 @@ def fitted(steps: Sequence[Step]) -> list[float]:
         error = float((part @ found - 1).square().sum())
         if error < least and bool((found > -1e-12).all()):
             best, least = found, error
-    return [float(each) for each in best / scale]
+    return [float(each) for each in best.clamp(min=0) / scale]
 
 
 def linear(costs: Sequence[float], work: Work) -> float:
@@ -130,16 +131,17 @@ def _here(given: Given) -> Iterator[Row]:
             pairs = zip(copies, real, strict=True)
             ratios = [(a.finished - a.arrived) / (b.finished - b.arrived) for a, b in pairs]
             sizes = {name: getattr(given, name) for name in ("blocks", "requests", "rate")}
-            yield (
-                {"way": way, "seed": seed, "budget": kept, "costs": costs}
-                | sizes
-                | {
-                    "measured": _outcome(real, served),
-                    "simulated": _outcome(copies, simulated),
-                    "finished_ratio": spread(ratios, 3),
-                }
-                | _on(given, "bfloat16")
-            )
+            yield {
+                "way": way,
+                "seed": seed,
+                "budget": kept,
+                "costs": costs,
+                **sizes,
+                "measured": _outcome(real, served),
+                "simulated": _outcome(copies, simulated),
+                "finished_ratio": spread(ratios, 3),
+                **_on(given, "bfloat16"),
+            }
         engine.close()
 
 
