@@ -42,7 +42,7 @@ def read_context(
 ) -> CompressedCache:
     """Read a context whose questions are not known, and keep what rebuilding it takes.
 
-        cache = read_context(model, ids, AdaKV(KVzip(1024)))
+        cache = read_context(model, ids, AcrossLayers(KVzip(1024)))
         model.generate(torch.cat([ids, question], dim=1), past_key_values=cache, ...)
 
     Args:
@@ -123,8 +123,9 @@ def read_layers(
 
     Arguments and errors as in `read_context`. Returns every layer as its policy is to see it.
     """
-    once = "second_reading" not in cache.policy.needs and cache.policy.reads_context
-    scorer = None if once else _require_scorer(cache.policy)
+    policy = cache.policy
+    once = policy.reads_context and "second_reading" not in policy.needs
+    scorer = None if once else _require_scorer(policy)
     if cache.is_hybrid:
         where = "all layers share a budget" if once else "a text is read twice"
         raise UnsupportedModelError(
