@@ -95,6 +95,13 @@ def test_latent_attention_counts_what_transformers_stores():
     assert described("deepseek-v3")["kv_bytes_per_token"] == 61 * 576 * 2
 
 
+def test_of_an_indexers_layers_a_step_reads_the_indexers_keys_and_what_they_choose():
+    footprint = footprint_of(outline("deepseek-v3.2", dtype=torch.bfloat16, layers=4))
+    assert (footprint.index_topk, footprint.index_token_bytes) == (2048, 4 * 128 * 2)
+    assert footprint.unread_bytes(2048) == 0
+    assert footprint.unread_bytes(10_000) == (10_000 - 2048) * 4 * (512 + 64) * 2
+
+
 def test_fp8_has_a_scale_for_every_block_and_leaves_the_rest():
     model = outline("deepseek-v3", dtype=torch.bfloat16, layers=4)
     sizes, prefix = stored_bytes(model), "model.layers.3"

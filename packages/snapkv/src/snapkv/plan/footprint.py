@@ -54,7 +54,8 @@ class Footprint:
     experts: int  # per layer; 0 where there is no mixture
     experts_per_token: int
     full_layers: tuple[FullLayer, ...]
-    together: bool  # whether all of these keep as many tokens, since an indexer chooses
+    index_topk: int | None  # tokens that an indexer has a step attend to; None for all
+    index_token_bytes: int  # of a token's, those of its indexers' keys, all of which a step reads
     sliding_layers: tuple[SlidingLayer, ...]
     other_layers: int  # which carry a state, or share what another layer stores
     state_bytes: int  # states of these and of the compressed ones, whatever the prompt's length
@@ -81,6 +82,13 @@ class Footprint:
     def cache_bytes(self, stored_tokens: int, seen_tokens: int) -> int:
         """Bytes of one request's cache, so many tokens stored in layers of full attention."""
         return self.token_bytes * stored_tokens + self.other_bytes(seen_tokens)
+
+    def unread_bytes(self, stored_tokens: int) -> int:
+        """Bytes of so many stored tokens that a step does not read, since an indexer chooses."""
+        if self.index_topk is None:
+            return 0
+        unread = max(0, stored_tokens - self.index_topk)
+        return unread * (self.token_bytes - self.index_token_bytes)
 
     def other_bytes(self, seen_tokens: int, behind: int = 0) -> int:
         """Bytes of one request's cache in layers that are not compressed; as `sliding_bytes`."""
@@ -139,6 +147,9 @@ def footprint_of(outline: PreTrainedModel) -> Footprint:
     idle = sum(numbers[name] for name in of_experts) * (experts - chosen) // (experts or 1)
     used = sum(numbers.values()) - (0 if shared else embedding.weight.numel()) - idle
     hidden, states = config.hidden_size, _state_width(config)
+    index_keys = [
+        keys for layer in full if (keys := getattr(layer, "indexer_keys", None)) is not None
+    ]
     return Footprint(
         weights_bytes=sum(stored.values()),
         embedding_bytes=embedding_bytes,
@@ -154,7 +165,8 @@ def footprint_of(outline: PreTrainedModel) -> Footprint:
             )
             for layer in full
         ),
-        together=any(hasattr(layer, "indexer_keys") for layer in full),
+        index_topk=config.index_topk if index_keys else None,
+        index_token_bytes=sum(keys.nbytes for keys in index_keys),
         sliding_layers=tuple(
             SlidingLayer(token_bytes=tensor_bytes(layer), most_tokens=layer.sliding_window - 1)
             for layer in sliding

@@ -262,8 +262,10 @@ class Plan:
         return self.footprint.weights_bytes + batch * max(reading, answering)
 
     def _step_bytes(self, tokens: int, batch: int, compressed: bool) -> int:
-        held = self._cache(tokens, self.request.new_tokens, compressed)
-        return self.footprint.read_bytes(batch) + batch * held
+        model, new = self.footprint, self.request.new_tokens
+        stored = max(self._keeping.tokens(tokens), default=0) if compressed else tokens
+        read = self._cache(tokens, new, compressed) - model.unread_bytes(stored + new)
+        return model.read_bytes(batch) + batch * read
 
     def _longest(self, room: int, compressed: bool, *, in_pieces: bool) -> int:
         """Tokens of the longest prompt that fits and for which the model has positions."""
@@ -304,7 +306,7 @@ def _headline(plan: Plan) -> Iterator[str]:
         )
         return
     saved = plan.full.cache_bytes - plan.compressed.cache_bytes
-    share = plan.full.cache_bytes / plan.full.step_bytes
+    share = 1 - plan.footprint.read_bytes(plan.request.batch) / plan.full.step_bytes
     if plan.compressed.fits is False:
         yield "This does not fit the memory, whatever is kept and however it is read."
     elif plan.full.fits is False:
