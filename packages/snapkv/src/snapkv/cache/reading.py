@@ -465,7 +465,7 @@ class Reading:
         else:
             return
         raise CacheMismatchError(
-            f"token_ids: expected the ids of the next {rows or 'rows'} x {tokens} tokens, since "
+            f"token_ids: expected the ids of the next {tokens} tokens of every row, since "
             f"{self.policy.name} looks at tokens, got {told}; call cache.expect_tokens(input_ids) "
             "before model(input_ids, ...), or use model.generate"
         )

@@ -68,10 +68,8 @@ def _is_at_hand(states: Tensor) -> bool:
 def _places(scores: Tensor, highest: Tensor, least: Tensor) -> Tensor:
     """Where the K highest scores, (B, H, K), stand, without putting all the others in order."""
     places = (scores >= least).nonzero()
-    if len(places) > highest.numel():  # of those that tie with the least, the first
-        tied = scores == least
-        room = (highest == least).sum(dim=-1, keepdim=True)
-        places = ((scores > least) | (tied & (tied.cumsum(dim=-1) <= room))).nonzero()
+    if len(places) > highest.numel():
+        places = _first_of_equals(scores, least, highest.shape[-1]).nonzero()
     return places[:, -1].view(highest.shape)
 
 
@@ -84,8 +82,14 @@ def best_of(scores: Tensor, counts: Sequence[int]) -> Tensor:
     least = torch.stack(
         [row.kthvalue(k, keepdim=True).values for row, k in zip(scores, lowest, strict=True)]
     )
+    wanted = torch.as_tensor(counts, device=scores.device).view(-1, 1, 1)
+    return _first_of_equals(scores, least, wanted)
+
+
+def _first_of_equals(scores: Tensor, least: Tensor, counts: Tensor | int) -> Tensor:
+    """(B, H, S) bool: so many of each head, of those that tie with the least of them the first."""
     above, tied = scores > least, scores == least
-    room = torch.as_tensor(counts, device=scores.device).view(-1, 1, 1) - above.sum(-1, True)
+    room = counts - above.sum(dim=-1, keepdim=True)
     return above | (tied & (tied.cumsum(dim=-1) <= room))
 
 
