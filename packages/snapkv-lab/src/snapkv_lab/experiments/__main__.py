@@ -14,7 +14,7 @@ def main() -> None:
     known, name = declared(), sys.argv[1] if len(sys.argv) > 1 else ""
     if name in known:
         known[name].main(sys.argv[2:])
-    elif name in ("", "--list"):
+    elif name in ("", "--list", "--help", "-h"):
         for each in known.values():
             print(f"{each.name:<24}{each.title}")
     else:
