@@ -21,7 +21,7 @@ class _Moved(MetaPathFinder, Loader):
         """Of the new name, after a warning at the place that asks for the old one."""
         new = self._new + name.removeprefix(self._old)
         warnings.warn(
-            f"{name} is {new} since 0.2.0; the old name goes in 0.3.0",
+            f"{name} is {new} since 0.2.0; the old name goes in 0.4.0",
             DeprecationWarning,
             stacklevel=3,
         )

@@ -1,4 +1,4 @@
-"""Where the laboratory was in 0.1.0: now `snapkv_lab` and `snapkv.inspector`. Gone in 0.3.0."""
+"""Where the laboratory was in 0.1.0: now `snapkv_lab` and `snapkv.inspector`. Gone in 0.4.0."""
 
 from snapkv.moved import moved
 

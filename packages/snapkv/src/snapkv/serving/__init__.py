@@ -1,4 +1,4 @@
-"""Where the plugin for vLLM was in 0.1.0: now `snapkv_vllm`. Gone in 0.3.0."""
+"""Where the plugin for vLLM was in 0.1.0: now `snapkv_vllm`. Gone in 0.4.0."""
 
 from typing import Any
 
