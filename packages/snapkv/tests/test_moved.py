@@ -25,7 +25,7 @@ def _imported_anew(monkeypatch):
     ],
 )
 def test_a_moved_module_is_the_same_under_both_names_and_says_so(old, new, name):
-    with pytest.warns(DeprecationWarning, match=r"since 0\.2\.0; the old name goes in 0\.3\.0"):
+    with pytest.warns(DeprecationWarning, match=r"since 0\.2\.0; the old name goes in 0\.4\.0"):
         found = getattr(import_module(old), name)
     assert found is getattr(import_module(new), name)
     assert import_module(new).__name__ == new
