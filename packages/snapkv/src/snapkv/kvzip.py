@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from snapkv.cache.choosing import Choice
+from snapkv.cache.reading import one_reading_refusal
 from snapkv.errors import (
     CacheMismatchError,
     InvalidArgumentError,
@@ -27,7 +28,7 @@ from snapkv.hf.cache_argument import passed
 from snapkv.hf.forward_context import Hook, hooked
 from snapkv.hf.model_parts import attention_modules, noting_inputs
 from snapkv.plan import max_positions
-from snapkv.policies import EvictingPolicy, KVzip, Policy, PromptLayer, Selection
+from snapkv.policies import KVzip, Policy, PromptLayer, Selection
 from snapkv.policies.criticalkv import projected_norms
 from snapkv.policies.kvzip import INSTRUCTION, most_attention
 
@@ -157,6 +158,7 @@ def _repeat(
 ) -> list[PromptLayer]:
     tokens = input_ids.shape[1]
     chunk = min(scorer.chunk_tokens, tokens, _room_tokens(model, tokens + len(instruction_ids)))
+    cache.require_attended(tokens + len(instruction_ids) + chunk)
     cache.expect_prompt(tokens + len(instruction_ids) + chunk + 1)
     model(input_ids, **passed(cache), logits_to_keep=1)
     observers = [_Observer(tokens, plus=scorer.plus) for _ in cache.layers]
@@ -193,16 +195,14 @@ def _room_tokens(model: PreTrainedModel, read_tokens: int) -> int:
 def require_one_reading(policy: Policy, remedy: str) -> None:
     """Raise where `read_context` has to read and will not; `remedy` says what to do."""
     if policy.reads_context:
-        raise InvalidArgumentError(
-            f"policy: expected one that chooses when a layer has read a prompt, got {policy.name}, "
-            "which chooses when all of them have read a text, before any question is known; "
-            f"{remedy}"
-        )
+        raise one_reading_refusal(policy, remedy)
 
 
 def _require_scorer(policy: Policy) -> KVzip:
-    scorer = getattr(policy, "policy", policy)
-    if not isinstance(scorer, KVzip) or isinstance(policy, EvictingPolicy):
+    scorer: Any = policy
+    while hasattr(scorer, "policy"):
+        scorer = scorer.policy
+    if not isinstance(scorer, KVzip):
         raise InvalidArgumentError(
             f"policy: expected KVzip, or AdaKV(KVzip(...)), for a second reading, got {policy!r}; "
             "read the prompt once, with model.generate"

@@ -54,10 +54,15 @@ class AcrossLayers(AroundScores):
     def needs(self) -> frozenset[Need]:
         return super().needs | {"all_layers"}
 
+    @property
+    def layers_alike(self) -> bool:
+        """Never: the scores choose how many."""
+        return False
+
     def share_out(self, layers: Iterable[PromptLayer]) -> list[PromptLayer]:
         """All layers, each told how many positions its heads keep."""
         layers = list(layers)
-        self.require_room(layers[0])
+        self.require_room(layers[0].uneven())
         if not any(self.policy.prefix(layers[0]).lengths):
             return layers
         device = layers[0].keys.device
@@ -83,13 +88,13 @@ class AcrossLayers(AroundScores):
                 f"policy: expected layers that know their shares, which {self.name} gives all of "
                 "them together, got one without; fill the cache with snapkv.kvzip.read_context"
             )
-        scores = self.policy.score(layer)
+        scores = self.policy.scored(layer)
         if bool((shares == shares[:, :1]).all()):
             return prefix.select(scores, shares[:, 0].tolist())
         return prefix.select_by_head(prefix.best(scores, shares), shares)
 
     def _ranked(self, layer: PromptLayer) -> Tensor:
-        return self.policy.prefix(layer).ranked(self.policy.score(layer))
+        return self.policy.prefix(layer).ranked(self.policy.scored(layer))
 
 
 def _shares_of_best(ranked: Tensor, totals: list[int]) -> Tensor:
