@@ -354,9 +354,10 @@ class Reading:
 
     def require_choice(self, new_tokens: int) -> None:
         """Refuse the end of a prompt that a policy wants read by itself, unless all of it stays."""
+        if not self.policy.reads_context or self.layers[0].slots.is_compressed:
+            return
         end, seen, most = self.prompt_end, self.seen_tokens, self.policy.most_tokens
-        is_over = end is not None and not seen < end <= seen + new_tokens
-        if is_over or not self.policy.reads_context or self.layers[0].slots.is_compressed:
+        if end is not None and not seen < end <= seen + new_tokens:
             return
         if most is None or (end or seen + new_tokens) > most:
             remedy = "fill the cache with snapkv.kvzip.read_context(model, input_ids, policy)"

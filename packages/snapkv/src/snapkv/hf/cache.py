@@ -272,7 +272,7 @@ class CompressedCache(Cache):
     def _require_attended(self, new_tokens: int) -> None:
         """Refuse votes of queries that do not attend to all that their layer will hold."""
         layer, reading = self.reading.layers[0], self.reading
-        if not votes(self.policy):
+        if not (isinstance(layer, IndexedLayer) and votes(self.policy)):
             return
         decodes = reading.prompt_end is not None and not reading.is_announced
         if decodes and not isinstance(self.policy, EvictingPolicy):
