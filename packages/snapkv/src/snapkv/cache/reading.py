@@ -353,13 +353,11 @@ class Reading:
             )
 
     def require_choice(self, new_tokens: int) -> None:
-        """Refuse the end of a prompt that a policy wants read by itself, unless all of it stays."""
-        if not self.policy.reads_context or self.layers[0].slots.is_compressed:
+        """Refuse a prompt's end where all layers choose together, before one has changed."""
+        if "all_layers" not in self.policy.needs or self.layers[0].slots.is_compressed:
             return
-        end, seen, most = self.prompt_end, self.seen_tokens, self.policy.most_tokens
-        if end is not None and not seen < end <= seen + new_tokens:
-            return
-        if most is None or (end or seen + new_tokens) > most:
+        end, seen = self.prompt_end, self.seen_tokens
+        if end is None or seen < end <= seen + new_tokens:
             remedy = "fill the cache with snapkv.kvzip.read_context(model, input_ids, policy)"
             raise one_reading_refusal(self.policy, remedy)
 
