@@ -227,7 +227,7 @@ class _Seen(Hook):
         self.layers: dict[int, PromptLayer] = {}
 
     def on_prompt(self, prompt: PromptLayer) -> None:
-        self.layers[prompt.layer_idx] = replace(prompt, queries=prompt.queries[:, :, :0])
+        self.layers[prompt.layer_idx] = _without_queries(prompt)
 
 
 class _Repetition(Hook):
@@ -255,7 +255,7 @@ class _Observer:
         self._query_norms = torch.linalg.vector_norm(states.float(), dim=-1)
 
     def see(self, seen: PromptLayer) -> None:
-        self._seen = seen
+        self._seen = _without_queries(seen)
         norms: dict[str, Any] = {}
         if self._plus:
             if self._value_norms is None:
@@ -270,12 +270,16 @@ class _Observer:
         protected = self._seen.protected
         return replace(
             self._seen,
-            queries=self._seen.queries[:, :, :0],
             keys=self._seen.keys[:, :, : self._tokens],
             values=self._seen.values[:, :, : self._tokens],
             received=self._received,
             protected=None if protected is None else protected[..., : self._tokens],
         )
+
+
+def _without_queries(layer: PromptLayer) -> PromptLayer:
+    """The layer without its queries, whose memory is free: a view would hold all of them."""
+    return replace(layer, queries=layer.queries[:, :, :0].clone())
 
 
 def _length(states: Tensor) -> Tensor:

@@ -22,7 +22,8 @@ class AcrossLayers(AroundScores):
     So choose KVzip and `KVzipPress` of kvpress, which masks what is not kept and holds all of it.
     Here layers and heads hold different numbers of tokens, as in AdaKV, and the bytes are those of
     the tokens kept. The counts add up exactly: the budget times the heads of all layers. A head is
-    sure of its window and its sinks only.
+    sure of its window and its sinks only. Where all heads share one latent, rows of a batch take as
+    many bytes in a layer as the one that keeps most of it.
 
     It chooses when all layers have read the text, all of which is in memory until then;
     `snapkv.kvzip.read_context` reads it so, once for KVzap, twice for KVzip.
