@@ -14,6 +14,7 @@ from snapkv import (
     CompressedCache,
     CriticalKV,
     InvalidArgumentError,
+    InvalidTypeError,
     KVzip,
     PromptTooLongError,
     PyramidKV,
@@ -193,6 +194,11 @@ def test_what_needs_no_second_reading_or_cannot_have_one_is_refused():
         read_context(model, ids, AdaKV(SnapKV(BUDGET, window_size=4)))
     with pytest.raises(InvalidArgumentError, match="policy: expected one that chooses when"):
         model(ids, past_key_values=CompressedCache(model, POLICY))
+    for none in (ids[0], ids.tolist(), ids.float()):
+        with pytest.raises(InvalidTypeError, match="token_ids: expected a"):
+            read_context(model, none, POLICY)
+    with pytest.raises(InvalidArgumentError, match="input_ids, tokens: expected at least 1"):
+        read_context(model, ids[:, :0], POLICY)
     with pytest.raises(InvalidArgumentError, match="chunk_tokens: expected at least 1"):
         KVzip(chunk_tokens=0)
 

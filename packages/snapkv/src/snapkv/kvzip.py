@@ -31,6 +31,7 @@ from snapkv.plan import max_positions
 from snapkv.policies import KVzip, Policy, PromptLayer, Selection
 from snapkv.policies.criticalkv import projected_norms
 from snapkv.policies.kvzip import INSTRUCTION, most_attention
+from snapkv.validation import require_int
 
 
 @torch.no_grad()
@@ -56,7 +57,9 @@ def read_context(
         A cache that has seen the context and keeps its budget of it.
 
     Raises:
-        InvalidArgumentError: a policy that chooses as soon as a layer has read the text.
+        InvalidArgumentError: a policy that chooses as soon as a layer has read the text, or no
+            text.
+        InvalidTypeError: `input_ids` are none.
         PromptTooLongError: the model has no positions left to repeat the text at.
         UnsupportedModelError: the model has layers of another kind, or cannot be compressed.
     """
@@ -124,6 +127,8 @@ def read_layers(
 
     Arguments and errors as in `read_context`. Returns every layer as its policy is to see it.
     """
+    cache.expect_tokens(input_ids)
+    require_int("input_ids, tokens", input_ids.shape[1], minimum=1)
     policy = cache.policy
     once = policy.reads_context and "second_reading" not in policy.needs
     scorer = None if once else _require_scorer(policy)
@@ -142,7 +147,6 @@ def read_layers(
 def _read(model: PreTrainedModel, input_ids: Tensor, cache: CompressedCache) -> list[PromptLayer]:
     tokens, seen = input_ids.shape[1], _Seen()
     cache.expect_prompt(tokens + 1)  # nothing is dropped behind it
-    cache.expect_tokens(input_ids)
     with hooked(seen):
         model(input_ids, **passed(cache), logits_to_keep=1)
     cache.reading.prompt_end = tokens
