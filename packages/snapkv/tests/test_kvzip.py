@@ -8,10 +8,13 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from snapkv import (
+    AcrossLayers,
     AdaKV,
     CacheMismatchError,
     CompressedCache,
+    CriticalKV,
     InvalidArgumentError,
+    InvalidTypeError,
     KVzip,
     PromptTooLongError,
     PyramidKV,
@@ -165,10 +168,11 @@ def test_pieces_are_as_short_as_the_positions_left():
 
 def test_heads_may_keep_different_numbers_and_all_may_keep_everything():
     model, ids = tiny_model("llama"), random_ids(1, TOKENS)
-    cache = read_context(model, ids, AdaKV(POLICY))
-    assert cache.report().kept_tokens == BUDGET
-    counts = [(cache.kept_positions(i) >= 0).sum(-1).tolist() for i in range(4)]
-    assert any(len(set(row[0])) > 1 for row in counts)
+    for policy in (AdaKV(POLICY), AdaKV(CriticalKV(POLICY))):
+        cache = read_context(model, ids, policy)
+        assert cache.report().kept_tokens == BUDGET
+        counts = [(cache.kept_positions(i) >= 0).sum(-1).tolist() for i in range(4)]
+        assert any(len(set(row[0])) > 1 for row in counts)
     report = read_context(model, ids, KVzip(100, window_size=4)).report()
     assert report.held_bytes == report.full_bytes
 
@@ -186,7 +190,31 @@ def test_what_needs_no_second_reading_or_cannot_have_one_is_refused():
         read_context(short_model(TOKENS + 3), ids, POLICY, instruction_ids=INSTRUCTION)
     with pytest.raises(UnsupportedModelError, match="model: expected full attention in every"):
         read_context(tiny_model("gemma3_text"), ids, POLICY)
+    with pytest.raises(InvalidArgumentError, match="policy: expected KVzip, or AdaKV"):
+        read_context(model, ids, AdaKV(SnapKV(BUDGET, window_size=4)))
     with pytest.raises(InvalidArgumentError, match="policy: expected one that chooses when"):
         model(ids, past_key_values=CompressedCache(model, POLICY))
+    for none in (ids[0], ids.tolist(), ids.float()):
+        with pytest.raises(InvalidTypeError, match="token_ids: expected a"):
+            read_context(model, none, POLICY)
+    with pytest.raises(InvalidArgumentError, match="input_ids, tokens: expected at least 1"):
+        read_context(model, ids[:, :0], POLICY)
     with pytest.raises(InvalidArgumentError, match="chunk_tokens: expected at least 1"):
         KVzip(chunk_tokens=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("pieces", [None, 20])
+def test_a_prompt_that_is_read_once_is_refused_before_any_layer_has_changed(family, pieces):
+    model, ids = tiny_model(family), random_ids(1, TOKENS)
+    cache = CompressedCache(model, AcrossLayers(POLICY))
+    with pytest.raises(InvalidArgumentError, match="policy: expected one that chooses when a lay"):
+        model.generate(
+            ids, past_key_values=cache, max_new_tokens=2, prefill_chunk_size=pieces, do_sample=False
+        )
+    assert not any(layer.is_initialized for layer in cache.layers)
+    assert not cache.reading.is_broken
+    with pytest.raises(InvalidArgumentError, match="policy: expected one that chooses when a lay"):
+        model(ids, past_key_values=cache)
+    assert not any(layer.is_initialized for layer in cache.layers)
+    assert not cache.reading.is_broken

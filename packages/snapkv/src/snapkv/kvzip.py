@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from snapkv.cache.choosing import Choice
+from snapkv.cache.reading import one_reading_refusal
 from snapkv.errors import (
     CacheMismatchError,
     InvalidArgumentError,
@@ -27,9 +28,10 @@ from snapkv.hf.cache_argument import passed
 from snapkv.hf.forward_context import Hook, hooked
 from snapkv.hf.model_parts import attention_modules, noting_inputs
 from snapkv.plan import max_positions
-from snapkv.policies import EvictingPolicy, KVzip, Policy, PromptLayer, Selection
+from snapkv.policies import KVzip, Policy, PromptLayer, Selection
 from snapkv.policies.criticalkv import projected_norms
 from snapkv.policies.kvzip import INSTRUCTION, most_attention
+from snapkv.validation import require_int
 
 
 @torch.no_grad()
@@ -55,7 +57,9 @@ def read_context(
         A cache that has seen the context and keeps its budget of it.
 
     Raises:
-        InvalidArgumentError: a policy that chooses as soon as a layer has read the text.
+        InvalidArgumentError: a policy that chooses as soon as a layer has read the text, or no
+            text.
+        InvalidTypeError: `input_ids` are none.
         PromptTooLongError: the model has no positions left to repeat the text at.
         UnsupportedModelError: the model has layers of another kind, or cannot be compressed.
     """
@@ -123,6 +127,8 @@ def read_layers(
 
     Arguments and errors as in `read_context`. Returns every layer as its policy is to see it.
     """
+    cache.expect_tokens(input_ids)
+    require_int("input_ids, tokens", input_ids.shape[1], minimum=1)
     policy = cache.policy
     once = policy.reads_context and "second_reading" not in policy.needs
     scorer = None if once else _require_scorer(policy)
@@ -141,7 +147,6 @@ def read_layers(
 def _read(model: PreTrainedModel, input_ids: Tensor, cache: CompressedCache) -> list[PromptLayer]:
     tokens, seen = input_ids.shape[1], _Seen()
     cache.expect_prompt(tokens + 1)  # nothing is dropped behind it
-    cache.expect_tokens(input_ids)
     with hooked(seen):
         model(input_ids, **passed(cache), logits_to_keep=1)
     cache.reading.prompt_end = tokens
@@ -157,6 +162,7 @@ def _repeat(
 ) -> list[PromptLayer]:
     tokens = input_ids.shape[1]
     chunk = min(scorer.chunk_tokens, tokens, _room_tokens(model, tokens + len(instruction_ids)))
+    cache.require_attended(tokens + len(instruction_ids) + chunk)
     cache.expect_prompt(tokens + len(instruction_ids) + chunk + 1)
     model(input_ids, **passed(cache), logits_to_keep=1)
     observers = [_Observer(tokens, plus=scorer.plus) for _ in cache.layers]
@@ -193,16 +199,14 @@ def _room_tokens(model: PreTrainedModel, read_tokens: int) -> int:
 def require_one_reading(policy: Policy, remedy: str) -> None:
     """Raise where `read_context` has to read and will not; `remedy` says what to do."""
     if policy.reads_context:
-        raise InvalidArgumentError(
-            f"policy: expected one that chooses when a layer has read a prompt, got {policy.name}, "
-            "which chooses when all of them have read a text, before any question is known; "
-            f"{remedy}"
-        )
+        raise one_reading_refusal(policy, remedy)
 
 
 def _require_scorer(policy: Policy) -> KVzip:
-    scorer = getattr(policy, "policy", policy)
-    if not isinstance(scorer, KVzip) or isinstance(policy, EvictingPolicy):
+    scorer: Any = policy
+    while hasattr(scorer, "policy"):
+        scorer = scorer.policy
+    if not isinstance(scorer, KVzip):
         raise InvalidArgumentError(
             f"policy: expected KVzip, or AdaKV(KVzip(...)), for a second reading, got {policy!r}; "
             "read the prompt once, with model.generate"
@@ -227,7 +231,7 @@ class _Seen(Hook):
         self.layers: dict[int, PromptLayer] = {}
 
     def on_prompt(self, prompt: PromptLayer) -> None:
-        self.layers[prompt.layer_idx] = replace(prompt, queries=prompt.queries[:, :, :0])
+        self.layers[prompt.layer_idx] = _without_queries(prompt)
 
 
 class _Repetition(Hook):
@@ -255,7 +259,7 @@ class _Observer:
         self._query_norms = torch.linalg.vector_norm(states.float(), dim=-1)
 
     def see(self, seen: PromptLayer) -> None:
-        self._seen = seen
+        self._seen = _without_queries(seen)
         norms: dict[str, Any] = {}
         if self._plus:
             if self._value_norms is None:
@@ -270,12 +274,16 @@ class _Observer:
         protected = self._seen.protected
         return replace(
             self._seen,
-            queries=self._seen.queries[:, :, :0],
             keys=self._seen.keys[:, :, : self._tokens],
             values=self._seen.values[:, :, : self._tokens],
             received=self._received,
             protected=None if protected is None else protected[..., : self._tokens],
         )
+
+
+def _without_queries(layer: PromptLayer) -> PromptLayer:
+    """The layer without its queries, whose memory is free: a view would hold all of them."""
+    return replace(layer, queries=layer.queries[:, :, :0].clone())
 
 
 def _length(states: Tensor) -> Tensor:

@@ -11,15 +11,18 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
 
 from snapkv import CompressedCache, InvalidArgumentError, SnapKV, SnapKVError, UnsupportedModelError
+from snapkv.kvzip import read_context
 from snapkv.ops import ScoreOptions
 from snapkv.plan.footprint import footprint_of_loaded
 from snapkv.plan.kept import Keeping
 from snapkv.policies import (
+    AcrossLayers,
     ByteBudget,
     CriticalKV,
     IndexerEviction,
     IndexerScores,
     KeyDiff,
+    KVzip,
     PromptLayer,
     PromptThenDecode,
     PyramidKV,
@@ -391,6 +394,10 @@ def test_votes_work_where_a_query_sees_all_and_are_refused_beyond():
     with pytest.raises(UnsupportedModelError, match="use IndexerScores"):
         read(long, CompressedCache(long, votes), ids(1, PROMPT))
     read(long, CompressedCache(long, KeyDiff(BUDGET, window_size=WINDOW)), ids(1, PROMPT))
+    twice = KVzip(BUDGET, window_size=WINDOW)
+    assert read_context(made(topk=2 * PROMPT), ids(1, PROMPT), twice).report().kept_tokens == BUDGET
+    with pytest.raises(UnsupportedModelError, match="got kvzip for"):
+        read_context(made(topk=2 * PROMPT - 1), ids(1, PROMPT), twice)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -445,6 +452,7 @@ def test_what_cannot_be_right_is_refused_by_name():
         SnapKV("auto"),
         ScoreThreshold(SnapKV(BUDGET, window_size=WINDOW)),
         CriticalKV(PyramidKV(BUDGET, window_size=WINDOW)),
+        AcrossLayers(KVzip(BUDGET, window_size=WINDOW)),
     ):
         with pytest.raises(UnsupportedModelError, match="as many tokens in all layers"):
             CompressedCache(of_all, uneven)

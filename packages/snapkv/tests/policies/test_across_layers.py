@@ -167,6 +167,13 @@ def test_a_model_goes_on_with_what_is_kept(policy, options, tmp_path):
     assert cache.report().kept_tokens == 24 + 3
 
 
+@methods
+def test_layers_that_wait_for_the_others_hold_no_queries(policy):
+    model, ids = tiny_model("llama"), random_ids(1, TOKENS)
+    for prompt in read_layers(model, ids, CompressedCache(model, policy)):
+        assert not prompt.queries.untyped_storage().nbytes()
+
+
 def test_a_row_of_which_a_layer_keeps_all_goes_on_beside_others():
     """It has not fitted the budget by itself, so a later turn does not compress it."""
     model, ids = tiny_model("llama"), random_ids(2, TOKENS)

@@ -10,6 +10,7 @@ import torch
 from snapkv import (
     H2O,
     TOVA,
+    AcrossLayers,
     AdaKV,
     ByteBudget,
     CompressedCache,
@@ -23,7 +24,7 @@ from snapkv import (
     SnapKV,
     default_policy,
 )
-from snapkv.kvzip import read_context
+from snapkv.kvzip import read_context, read_twice
 from snapkv.ops import ScoreOptions, TokenCost
 from snapkv.policies import RKV, PromptLayer, PromptThenDecode, Scissorhands, StreamingLLM
 from snapkv.prefill import chunked
@@ -263,6 +264,24 @@ def test_protected_tokens_stay_within_the_bytes():
     assert set(range(10, 50)) <= set(cache.kept_positions(0)[0, 0].tolist())
     with pytest.raises(InvalidArgumentError, match="protect"):
         read(model, SnapKV("20%", **WINDOW), 300, protect=[(10, 100)])
+
+
+@pytest.mark.parametrize("around", [AdaKV, AcrossLayers, ScoreThreshold])
+def test_what_heads_protect_in_codes_fits_the_bytes_or_is_refused(around):
+    """Heads of different length may fill a block in part, which leaves room for fewer."""
+    model, ids = tiny_model("llama"), random_ids(1, 300)
+    few = {"budget": "30%", "window_size": 4}
+    policy = around(SnapKV(**few) if around is ScoreThreshold else KVzip(**few, sink_tokens=0))
+    fill = read_twice if policy.reads_context else lambda model, ids, cache: call(model, cache, ids)
+    cache = CompressedCache(model, policy, quantize="int8", protect=[(10, 175)])
+    with pytest.raises(InvalidArgumentError, match="protect: expected at most"):
+        fill(model, ids, cache)
+    cache = CompressedCache(model, policy, quantize="int8", protect=[(10, 70)])
+    fill(model, ids, cache)
+    for index in range(4):
+        for head in cache.kept_positions(index)[0]:
+            assert set(range(10, 70)) <= set(head.tolist())
+    assert cache.report().held_bytes <= 0.3 * cache.report().full_bytes
 
 
 @pytest.mark.parametrize(

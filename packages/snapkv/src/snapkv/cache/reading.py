@@ -21,6 +21,15 @@ from snapkv.policies import Policy, PromptLayer, Selection
 from snapkv.validation import require_int
 
 
+def one_reading_refusal(policy: Policy, remedy: str) -> InvalidArgumentError:
+    """Of a method that chooses in all layers at once, where each is to choose by itself."""
+    return InvalidArgumentError(
+        f"policy: expected one that chooses when a layer has read a prompt, got {policy.name}, "
+        "which chooses when all of them have read a text, before any question is known; "
+        f"{remedy}"
+    )
+
+
 @dataclass(kw_only=True)
 class Narrowing:
     """Which tokens of a prompt, all of them read in one forward pass, go on from some layer.
@@ -342,6 +351,15 @@ class Reading:
                 "before the line that calls model.generate, or call "
                 "cache.expect_prompt(prompt_tokens)"
             )
+
+    def require_choice(self, new_tokens: int) -> None:
+        """Refuse a prompt's end where all layers choose together, before one has changed."""
+        if "all_layers" not in self.policy.needs or self.layers[0].slots.is_compressed:
+            return
+        end, seen = self.prompt_end, self.seen_tokens
+        if end is None or seen < end <= seen + new_tokens:
+            remedy = "fill the cache with snapkv.kvzip.read_context(model, input_ids, policy)"
+            raise one_reading_refusal(self.policy, remedy)
 
     def require_window(self, new_tokens: int, end: int | None, of: int | None = None) -> None:
         """Refuse the end of a prompt whose window an indexer would have scored in pieces.

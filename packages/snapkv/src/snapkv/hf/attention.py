@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from snapkv.cache.choosing import Choice, costed
 from snapkv.cache.indexed import IndexedLayer
 from snapkv.cache.layer import CompressedLayer
-from snapkv.errors import CacheMismatchError, InvalidArgumentError, UnsupportedModelError
+from snapkv.errors import CacheMismatchError, UnsupportedModelError
 from snapkv.hf import forward_context
 from snapkv.hf.attend import Attended, AttentionCall, attend_stored, fitting
 from snapkv.hf.forward_context import ForwardContext, Phase, Shared
@@ -474,13 +474,6 @@ def _take_context(call: AttentionCall) -> ForwardContext | None:
 
 def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
     """Why this call cannot be compressed correctly; None where it can."""
-    policy = context.layer.policy
-    if context.phase is Phase.END_PROMPT and "all_layers" in policy.needs:
-        return InvalidArgumentError(
-            f"policy: expected one that chooses when a layer has read a prompt, got {policy.name}, "
-            "which chooses when all of them have read a text, before any question is known; fill "
-            "the cache with snapkv.kvzip.read_context(model, input_ids, policy)"
-        )
     name, store, turns = type(call.module).__name__, context.layer.store, context.layer.turns
     if call.module not in context.modules:
         return CacheMismatchError(

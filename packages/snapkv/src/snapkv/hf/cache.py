@@ -220,6 +220,7 @@ class CompressedCache(Cache):
         if torch.compiler.is_compiling():
             return
         reading.require_end()
+        reading.require_choice(new_tokens)
         reading.require_window(new_tokens, reading.prompt_end)
         if reading.prompt_end is None:
             reading.require_queries(reading.seen_tokens + new_tokens)
@@ -235,6 +236,7 @@ class CompressedCache(Cache):
         left = prompt_end - self.reading.seen_tokens
         if left <= piece_tokens:
             return
+        self.reading.require_choice(left)
         self._require_states(min(piece_tokens, left - piece_tokens))
         self.reading.require_window(left % piece_tokens or piece_tokens, prompt_end, of=left)
         if piece_tokens == 1:
@@ -276,8 +278,14 @@ class CompressedCache(Cache):
         if decodes and not isinstance(self.policy, EvictingPolicy):
             return
         slots, _ = layer.get_mask_sizes(new_tokens)
-        slots += max(0, (reading.prompt_end or 0) - layer.seen_tokens - new_tokens)
-        if slots > layer.most_attended:
+        self.require_attended(
+            slots + max(0, (reading.prompt_end or 0) - layer.seen_tokens - new_tokens)
+        )
+
+    def require_attended(self, slots: int) -> None:
+        """Refuse scores by the attention of queries that do not attend to all of so many slots."""
+        layer = self.reading.layers[0]
+        if isinstance(layer, IndexedLayer) and slots > layer.most_attended:
             raise UnsupportedModelError(
                 f"policy: expected a method that goes by the indexer's scores for more than "
                 f"{layer.most_attended:,} tokens, of which a query does not attend to all, got "

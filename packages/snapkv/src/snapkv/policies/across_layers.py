@@ -22,7 +22,8 @@ class AcrossLayers(AroundScores):
     So choose KVzip and `KVzipPress` of kvpress, which masks what is not kept and holds all of it.
     Here layers and heads hold different numbers of tokens, as in AdaKV, and the bytes are those of
     the tokens kept. The counts add up exactly: the budget times the heads of all layers. A head is
-    sure of its window and its sinks only.
+    sure of its window and its sinks only. Where all heads share one latent, rows of a batch take as
+    many bytes in a layer as the one that keeps most of it.
 
     It chooses when all layers have read the text, all of which is in memory until then;
     `snapkv.kvzip.read_context` reads it so, once for KVzap, twice for KVzip.
@@ -54,10 +55,15 @@ class AcrossLayers(AroundScores):
     def needs(self) -> frozenset[Need]:
         return super().needs | {"all_layers"}
 
+    @property
+    def layers_alike(self) -> bool:
+        """Never: the scores choose how many."""
+        return False
+
     def share_out(self, layers: Iterable[PromptLayer]) -> list[PromptLayer]:
         """All layers, each told how many positions its heads keep."""
         layers = list(layers)
-        self.require_room(layers[0])
+        self.require_room(layers[0].uneven())
         if not any(self.policy.prefix(layers[0]).lengths):
             return layers
         device = layers[0].keys.device
@@ -83,13 +89,13 @@ class AcrossLayers(AroundScores):
                 f"policy: expected layers that know their shares, which {self.name} gives all of "
                 "them together, got one without; fill the cache with snapkv.kvzip.read_context"
             )
-        scores = self.policy.score(layer)
+        scores = self.policy.scored(layer)
         if bool((shares == shares[:, :1]).all()):
             return prefix.select(scores, shares[:, 0].tolist())
         return prefix.select_by_head(prefix.best(scores, shares), shares)
 
     def _ranked(self, layer: PromptLayer) -> Tensor:
-        return self.policy.prefix(layer).ranked(self.policy.score(layer))
+        return self.policy.prefix(layer).ranked(self.policy.scored(layer))
 
 
 def _shares_of_best(ranked: Tensor, totals: list[int]) -> Tensor:

@@ -61,7 +61,7 @@ class AdaKV(AroundScores):
 
     def select(self, layer: PromptLayer) -> Selection | None:
         """Keep the window in every head, and of the prefix what its share allows."""
-        self.require_room(layer)
+        self.require_room(layer.uneven())
         prefix = self.policy.prefix(layer)
         if not any(prefix.lengths):
             return None

@@ -88,7 +88,7 @@ class ScoreThreshold(AroundScores):
 
     def select(self, layer: PromptLayer) -> Selection | None:
         """Keep the window in every head, and of the prefix what scores highly enough."""
-        self.require_room(layer)
+        self.require_room(layer.uneven())
         prefix = self.policy.prefix(layer)
         if not any(prefix.lengths):
             return None
