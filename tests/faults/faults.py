@@ -29,8 +29,8 @@ FAULTS = (
     Fault(
         name="of equal votes the higher position wins",
         file="snapkv/ops/votes/top_k.py",
-        old="(tied & (tied.cumsum(dim=-1) <= room))).nonzero()",
-        new="(tied & (tied.flip(-1).cumsum(dim=-1).flip(-1) <= room))).nonzero()",
+        old="(tied.cumsum(dim=-1) <= room)",
+        new="(tied.flip(-1).cumsum(dim=-1).flip(-1) <= room)",
         tests=(
             "packages/snapkv/tests/policies/test_selection_contract.py",
             "packages/snapkv/tests/ops",

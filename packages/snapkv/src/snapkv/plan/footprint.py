@@ -4,7 +4,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -39,9 +39,22 @@ class FullLayer:
     """A layer of full attention, which is compressed; numbers of one stored token."""
 
     token_bytes: int
+    index_bytes: int  # of which the indexer's key, which a step reads of every token
     heads: int
     key_width: int  # of one head
     value_width: int
+
+    @classmethod
+    def of(cls, layer: Any) -> Self:
+        """From a cache's layer that holds one token."""
+        indexed = getattr(layer, "indexer_keys", None)
+        return cls(
+            token_bytes=token_bytes(layer),
+            index_bytes=0 if indexed is None else indexed.nbytes,
+            heads=layer.keys.shape[1],
+            key_width=layer.keys.shape[-1],
+            value_width=layer.values.shape[-1],
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +68,6 @@ class Footprint:
     experts_per_token: int
     full_layers: tuple[FullLayer, ...]
     index_topk: int | None  # tokens that an indexer has a step attend to; None for all
-    index_token_bytes: int  # of a token's, those of its indexers' keys, all of which a step reads
     sliding_layers: tuple[SlidingLayer, ...]
     other_layers: int  # which carry a state, or share what another layer stores
     state_bytes: int  # states of these and of the compressed ones, whatever the prompt's length
@@ -88,7 +100,7 @@ class Footprint:
         if self.index_topk is None:
             return 0
         unread = max(0, stored_tokens - self.index_topk)
-        return unread * (self.token_bytes - self.index_token_bytes)
+        return unread * sum(layer.token_bytes - layer.index_bytes for layer in self.full_layers)
 
     def other_bytes(self, seen_tokens: int, behind: int = 0) -> int:
         """Bytes of one request's cache in layers that are not compressed; as `sliding_bytes`."""
@@ -147,26 +159,15 @@ def footprint_of(outline: PreTrainedModel) -> Footprint:
     idle = sum(numbers[name] for name in of_experts) * (experts - chosen) // (experts or 1)
     used = sum(numbers.values()) - (0 if shared else embedding.weight.numel()) - idle
     hidden, states = config.hidden_size, _state_width(config)
-    index_keys = [
-        keys for layer in full if (keys := getattr(layer, "indexer_keys", None)) is not None
-    ]
+    compressed = tuple(map(FullLayer.of, full))
     return Footprint(
         weights_bytes=sum(stored.values()),
         embedding_bytes=embedding_bytes,
         expert_bytes=expert_bytes,
         experts=experts if expert_bytes else 0,
         experts_per_token=chosen,
-        full_layers=tuple(
-            FullLayer(
-                token_bytes=token_bytes(layer),
-                heads=layer.keys.shape[1],
-                key_width=layer.keys.shape[-1],
-                value_width=layer.values.shape[-1],
-            )
-            for layer in full
-        ),
-        index_topk=config.index_topk if index_keys else None,
-        index_token_bytes=sum(keys.nbytes for keys in index_keys),
+        full_layers=compressed,
+        index_topk=config.index_topk if any(each.index_bytes for each in compressed) else None,
         sliding_layers=tuple(
             SlidingLayer(token_bytes=tensor_bytes(layer), most_tokens=layer.sliding_window - 1)
             for layer in sliding
