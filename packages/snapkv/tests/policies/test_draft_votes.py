@@ -179,7 +179,7 @@ def test_what_has_no_votes_or_no_place_for_a_draft_is_refused():
         (lambda: DraftVotes(VOTES, draft_tokens=40), "budget: expected more than window_size=40"),
         (
             lambda: PromptThenDecode(prompt=POLICY, decode=TOVA(60)),
-            "prompt: expected a method whose votes",
+            "prompt: expected a method whose scores",
         ),
         (lambda: CompressedCache(model, POLICY, storage="static"), "storage: expected a policy"),
         (lambda: CompressedCache(model, POLICY, turns="compress"), "policy: expected one whose"),
