@@ -148,6 +148,18 @@ class Oracle:
             self.hidden[index] = hidden
 
 
+def go_on_as(oracle, model, cache, mask, pads, *, steps):
+    """Token by token as the oracle, which hides what the cache has dropped before each."""
+    rows, tokens = mask.shape
+    for step in range(steps):
+        oracle.hide_all_but(cache, tokens + step, pads)
+        new, mask = ids(rows, 1, seed=step + 1), torch.nn.functional.pad(mask, (0, 1), value=1)
+        ours, theirs = (
+            read(of, its, new, mask) for of, its in ((model, cache), (oracle.model, oracle.cache))
+        )
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_decoding_is_that_of_a_full_cache_that_masks_what_was_dropped(family, attention):
@@ -159,13 +171,7 @@ def test_decoding_is_that_of_a_full_cache_that_masks_what_was_dropped(family, at
     ours = read(model, cache, tokens, mask)
     theirs = read(oracle.model, oracle.cache, tokens, mask)
     torch.testing.assert_close(ours[:, -1], theirs[:, -1], rtol=1e-4, atol=1e-4)
-    oracle.hide_all_but(cache, PROMPT, pads)
-    for step in range(5):
-        new, mask = ids(2, 1, seed=step + 1), torch.nn.functional.pad(mask, (0, 1), value=1)
-        ours, theirs = (
-            read(of, its, new, mask) for of, its in ((model, cache), (oracle.model, oracle.cache))
-        )
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    go_on_as(oracle, model, cache, mask, pads, steps=5)
     assert all(layer.store.slots == BUDGET + 5 for layer in cache.layers)
 
 
@@ -286,13 +292,7 @@ def test_eviction_while_generating_equals_the_oracle_step_by_step(family, policy
     cache, oracle = CompressedCache(model, policy), Oracle(model)
     read(model, cache, tokens, mask)
     read(oracle.model, oracle.cache, tokens, mask)
-    for step in range(8):
-        oracle.hide_all_but(cache, PROMPT + step, pads)
-        new, mask = ids(3, 1, seed=step + 1), torch.nn.functional.pad(mask, (0, 1), value=1)
-        ours, theirs = (
-            read(of, its, new, mask) for of, its in ((model, cache), (oracle.model, oracle.cache))
-        )
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    go_on_as(oracle, model, cache, mask, pads, steps=8)
     assert {layer.store.slots for layer in cache.layers} == {policy.max_decode_tokens}
 
 
@@ -329,13 +329,7 @@ def test_bytes_are_those_of_all_layers_and_rows_go_on_as_the_oracle(family, budg
         given = budget.bytes or int(Fraction(str(budget.share)) * own * one)
         kept = {int((cache.kept_positions(index)[row, 0] >= 0).sum()) for index in range(3)}
         assert kept == {min(own, given // one)}
-    for step in range(2):
-        oracle.hide_all_but(cache, PROMPT + step, pads)
-        new, mask = ids(2, 1, seed=step + 1), torch.nn.functional.pad(mask, (0, 1), value=1)
-        ours, theirs = (
-            read(of, its, new, mask) for of, its in ((model, cache), (oracle.model, oracle.cache))
-        )
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    go_on_as(oracle, model, cache, mask, pads, steps=2)
 
 
 @pytest.mark.parametrize("make", [KeyDiff, SnapKV])
@@ -409,13 +403,7 @@ def test_any_method_is_refused_before_it_drops_anything_or_goes_on_as_the_oracle
     except SnapKVError:
         return
     read(oracle.model, oracle.cache, tokens, mask)
-    for step in range(4):
-        oracle.hide_all_but(cache, 90 + step, pads)
-        new, mask = ids(2, 1, seed=step + 1), torch.nn.functional.pad(mask, (0, 1), value=1)
-        ours, theirs = (
-            read(of, its, new, mask) for of, its in ((model, cache), (oracle.model, oracle.cache))
-        )
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    go_on_as(oracle, model, cache, mask, pads, steps=4)
 
 
 def test_what_cannot_be_right_is_refused_by_name():

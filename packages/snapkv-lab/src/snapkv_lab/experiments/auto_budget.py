@@ -23,10 +23,9 @@ from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.held_out import held_out
 from snapkv_lab.experiments.pages import Table, markdown_table
 from snapkv_lab.experiments.prompts import encode
-from snapkv_lab.experiments.records import Row, environment_line, grouped
+from snapkv_lab.experiments.records import Row, grouped, last_run
 from snapkv_lab.experiments.texts import (
     Case,
-    Maker,
     ReadText,
     Text,
     answers_of,
@@ -35,6 +34,7 @@ from snapkv_lab.experiments.texts import (
     questions,
     right_of,
     scored,
+    texts_from,
 )
 
 
@@ -46,21 +46,6 @@ def _policies() -> dict[str, Policy]:
     auto = {f"auto {bound}": policy for bound, policy in bounds.items()}
     shared = {f"auto {bound}, by head": AdaKV(bounds[bound]) for bound in (0.005, 0.0025)}
     return {**fixed, **papers, **auto, **shared}
-
-
-def texts_from(given: Given, first: int) -> Iterator[Text]:
-    """Round after round, so that a run that is stopped has some of every kind.
-
-    Others than those that the pooling was chosen by, and than those from another first index.
-    """
-    make, size = Maker(given.loaded.tokenizer), given.tokens
-    for index in range(first, first + given.rounds):
-        yield make.needles(size, index, turns=False)
-        yield make.lines(size, index, questions=2)
-        yield make.quotes(size, index, questions=2)
-        yield make.rag(6, index, questions=2)
-        yield make.prose(size, 32, index)
-        yield make.code(size, 32, index)
 
 
 def _measure(given: Given, text: Text) -> Iterator[Row]:
@@ -91,10 +76,6 @@ WORDS_TITLE = "The word for the lost votes, and whether the answer was right"
 
 _FAMILIES = {"all": "", "fading, fixed": "fading", "auto": "auto", "the paper's": "paper"}
 """Of policies, by how their names begin."""
-
-
-def last_run(rows: Sequence[Row]) -> str:
-    return environment_line([row for row in rows if "environment" in row][-1:])
 
 
 def _tables(rows: list[Row]) -> list[str]:

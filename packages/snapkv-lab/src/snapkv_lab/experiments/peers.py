@@ -18,7 +18,6 @@ from torch import Tensor
 from snapkv import AcrossLayers, AdaKV, CompressedCache, FullCache, KVzap, KVzip, default_policy
 from snapkv.app.models import LoadedModel
 from snapkv.kvzip import read_as_wanted
-from snapkv_lab.experiments.auto_budget import texts_from
 from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.kvpress import PYTHON, Kvpress
 from snapkv_lab.experiments.pages import Table
@@ -27,10 +26,12 @@ from snapkv_lab.experiments.texts import (
     Case,
     ReadText,
     Text,
+    answers_of,
     loss_above,
     right_of,
     scored,
     scored_full,
+    texts_from,
 )
 
 FIRST = 400
@@ -202,8 +203,7 @@ def _measure(given: Given, text: Text) -> Iterator[Row]:
 
 def _cells(rows: list[Row]) -> Iterator[Row]:
     """Beside the first method with as many bytes: what only one of the two has right."""
-    answers = [{**found, "of": row} for row in rows for found in row["answers"]]
-    by_method = grouped(answers, lambda row: (row["share"], row["method"]))
+    by_method = grouped(answers_of(rows), lambda row: (row["share"], row["method"]))
     setting = SETTINGS[rows[0]["setting"]]
     for method, share in setting.compared():
         if not (own := by_method.get((share, method.name))):

@@ -10,11 +10,18 @@ from typing import Any
 
 from snapkv import AdaKV, DraftVotes, KVCodes, SnapKV, default_policy
 from snapkv.app.observing import RecordedPrompt
-from snapkv_lab.experiments.auto_budget import texts_from
 from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.pages import Pivot, Table
 from snapkv_lab.experiments.records import Row, grouped
-from snapkv_lab.experiments.texts import Case, Text, answers_of, questions, right_and_loss, scored
+from snapkv_lab.experiments.texts import (
+    Case,
+    Text,
+    answers_of,
+    questions,
+    right_and_loss,
+    scored,
+    texts_from,
+)
 
 SHARES = {"1/16": 1 / 16, "1/8": 1 / 8, "1/4": 1 / 4}
 CODES: dict[str, Any] = {

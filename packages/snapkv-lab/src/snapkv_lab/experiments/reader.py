@@ -34,7 +34,6 @@ from snapkv import (
 from snapkv.app.observing import Recorder, record_prompt, record_prompt_twice
 from snapkv.kvzip import instruction_of
 from snapkv_lab.experiments import library
-from snapkv_lab.experiments.auto_budget import last_run
 from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.library import (
     PREFIX,
@@ -46,7 +45,7 @@ from snapkv_lab.experiments.library import (
     module_text,
 )
 from snapkv_lab.experiments.pages import Table
-from snapkv_lab.experiments.records import Row, grouped, read_rows
+from snapkv_lab.experiments.records import Row, grouped, last_run, read_rows
 
 QUESTIONS = (library.QUESTIONS, Path(__file__).with_name("reader_questions.jsonl"))
 SEED = 5

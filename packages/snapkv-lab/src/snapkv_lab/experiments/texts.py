@@ -262,6 +262,22 @@ class Maker:
         return Case(group=group, question_ids=asked, answer_ids=ids, parts=[range(1, len(ids))])
 
 
+def texts_from(given: Any, first: int) -> Iterator[Text]:
+    """Round after round, so that a run that is stopped has some of every kind.
+
+    Others than those that the pooling was chosen by, and than those from another first index;
+    `given` is what the run asks for: its model, `tokens` and `rounds`.
+    """
+    make, size = Maker(given.loaded.tokenizer), given.tokens
+    for index in range(first, first + given.rounds):
+        yield make.needles(size, index, turns=False)
+        yield make.lines(size, index, questions=2)
+        yield make.quotes(size, index, questions=2)
+        yield make.rag(6, index, questions=2)
+        yield make.prose(size, 32, index)
+        yield make.code(size, 32, index)
+
+
 def _phrase(draw: random.Random) -> str:
     adjectives, nouns = words("adjective"), words("noun")
     return " ".join(draw.choice(kind) for kind in (adjectives, nouns, adjectives, nouns))

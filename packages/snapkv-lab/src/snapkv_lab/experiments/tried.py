@@ -19,11 +19,10 @@ from torch import Tensor
 from snapkv import AdaKV, CriticalKV, default_policy
 from snapkv.app.observing import RecordedPrompt
 from snapkv.policies import Policy, PromptLayer, Selection
-from snapkv_lab.experiments.auto_budget import last_run, texts_from
 from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.pages import Pivot, Table
 from snapkv_lab.experiments.per_byte import SHARES
-from snapkv_lab.experiments.records import Row, grouped
+from snapkv_lab.experiments.records import Row, grouped, last_run
 from snapkv_lab.experiments.texts import (
     Case,
     ReadText,
@@ -33,6 +32,7 @@ from snapkv_lab.experiments.texts import (
     questions,
     right_and_loss,
     scored,
+    texts_from,
 )
 
 GROUP = 32

@@ -26,12 +26,12 @@ from snapkv_lab.evaluate.haystack import (
     word_key,
     words,
 )
-from snapkv_lab.experiments.auto_budget import WORDS, Answering, answered_in_full, last_run
+from snapkv_lab.experiments.auto_budget import WORDS, Answering, answered_in_full
 from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.held_out import Pair, text_of
 from snapkv_lab.experiments.pages import markdown_table
 from snapkv_lab.experiments.prompts import encode
-from snapkv_lab.experiments.records import Row
+from snapkv_lab.experiments.records import Row, last_run
 from snapkv_lab.experiments.texts import Text, counted
 
 LENGTHS = (1024, 2048, 3072)

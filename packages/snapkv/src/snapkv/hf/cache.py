@@ -149,8 +149,9 @@ class CompressedCache(Cache):
         later.apply(compressed, policy)
         apply_spans(spans, compressed, policy)
         has_states = any(hasattr(layer, "conv_states") for layer in self.layers)
-        if has_states and shares_latent(model):  # before a state has gone on
-            _require(latent_refusal(compressed, type(model).__name__))
+        latent = has_states and shares_latent(model)
+        if latent and (refusal := latent_refusal(compressed, type(model).__name__)):
+            raise refusal  # before a state has gone on
         self._spans = spans
         self._use = use(model)
         self.policy = policy
@@ -710,11 +711,6 @@ def _branch(layer: Any) -> Any:
     """A layer that goes on by itself; states that are written over in place are copied."""
     written_over = hasattr(layer, "recurrent_states")
     return copy.deepcopy(layer) if written_over else copy.copy(layer)
-
-
-def _require(refusal: Exception | None) -> None:
-    if refusal is not None:
-        raise refusal
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator] # torch's
