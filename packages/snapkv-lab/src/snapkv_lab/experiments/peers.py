@@ -8,12 +8,11 @@ is counted in both: some presses only mask what they drop.
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from snapkv import AcrossLayers, AdaKV, CompressedCache, FullCache, KVzap, KVzip, default_policy
 from snapkv.app.models import LoadedModel
@@ -23,15 +22,18 @@ from snapkv_lab.experiments.kvpress import PYTHON, Kvpress
 from snapkv_lab.experiments.pages import Table
 from snapkv_lab.experiments.records import Row, grouped, of
 from snapkv_lab.experiments.texts import (
+    Asked,
     Case,
     ReadText,
     Text,
     answers_of,
+    asked_of,
     loss_above,
     right_of,
     scored,
     scored_full,
     texts_from,
+    with_answers,
 )
 
 FIRST = 400
@@ -100,35 +102,6 @@ SETTINGS = {
 }
 
 
-class Asked(NamedTuple):
-    """What is read and compressed, and the cases whose answers follow."""
-
-    text: str
-    first: int
-    prompt: Any
-    ids: Tensor
-    cases: Sequence[Case]
-
-
-def _texts(given: Given, part: str) -> Iterator[Text]:
-    """Those with answers that can be right; of prose and code there is only a loss."""
-    del part
-    return (text for text in texts_from(given, FIRST) if any(case.parts for case in text.cases))
-
-
-def _asked(read: ReadText, text: Text, setting: str) -> Iterator[Asked]:
-    if setting == "hidden":
-        hidden = [
-            replace(each, between_ids=each.question_ids, parts=[range(len(each.answer_ids))])
-            for each in text.cases
-        ]
-        yield Asked(text.name, 0, read.prompt, torch.tensor([list(text.ids)]), hidden)
-        return
-    for number, case in enumerate(text.cases):
-        ids = torch.tensor([[*text.ids, *case.question_ids]])
-        yield Asked(text.name, number, read.asked(case.question_ids), ids, [case])
-
-
 @dataclass(frozen=True)
 class Answers:
     """Of both sides; theirs come from a process of their own."""
@@ -188,7 +161,7 @@ def _measure(given: Given, text: Text) -> Iterator[Row]:
     ) as theirs:
         answers = Answers(loaded, theirs)
         for name, compared in missing.items():
-            for asked in _asked(read, text, name) if compared else ():
+            for asked in asked_of(read, text, name) if compared else ():
                 found = [answers.of(each, share, asked) for each, share in compared]
                 for place, case in enumerate(asked.cases):
                     yield {
@@ -248,7 +221,7 @@ PEERS = Experiment(
     title="Beside kvpress and quantized caches",
     takes="an hour",
     measure=_measure,
-    cases=_texts,
+    cases=lambda given, part: with_answers(texts_from(given, FIRST)),
     lacks=lambda rows: any(_missing(rows).values()),
     options={
         "python": str(PYTHON),

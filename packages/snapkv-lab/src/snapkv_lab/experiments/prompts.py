@@ -1,4 +1,4 @@
-"""What models are asked, and how answers are scored: prompts that are read once.
+"""What models are asked: prompts that are read once.
 
 The magic number: a number hidden in a long text and asked for at its end. The prompt ends with the
 start of the answer, so that a small model only has to copy the digits. Each digit is one token in
@@ -10,9 +10,8 @@ Quotations: sentences from evenly spaced places of any text, each begun and to b
 
 import random
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -20,10 +19,9 @@ from torch import Tensor
 
 from snapkv import CompressedCache
 from snapkv.app.observing import RecordedPrompt, Recorder, record_prompt, record_prompt_twice
-from snapkv.policies import EvictingPolicy, Policy
+from snapkv.policies import Policy
 from snapkv.policies.kvzip import INSTRUCTION
 from snapkv_lab.evaluate.haystack import Haystack
-from snapkv_lab.experiments.records import Row
 
 CITIES = (
     *("Athens", "Berlin", "Boston", "Cairo", "Chicago", "Dublin", "Lisbon", "London", "Madrid"),
@@ -221,97 +219,3 @@ def generate(model: Any, ids: Sequence[int], cache: Any, tokens: int) -> list[in
     )
     said: list[int] = output[0, len(ids) :].tolist()
     return said
-
-
-@dataclass(frozen=True, kw_only=True)
-class Score:
-    """One answer.
-
-    Attributes:
-        right: every token of the answer was the most likely one.
-        nll: negative log-likelihood (nats) of the whole answer after its first token. Where the
-            prompt ends in the question, the first token is predicted while the prompt is read,
-            before anything is dropped.
-    """
-
-    right: bool
-    nll: float
-
-
-@torch.inference_mode()
-def score_answer(
-    prompt: RecordedPrompt,
-    cache: CompressedCache,
-    answer_ids: Sequence[int],
-    *,
-    question_ids: Sequence[int] = (),
-) -> Score:
-    """Score the answer behind a prompt whose cache this is; the answer is appended to it.
-
-    A question that is not part of the prompt is read from the cache before the answer, in one
-    pass, as `generate` reads it.
-    """
-    before = prompt.last_logits
-    answer = torch.tensor(list(answer_ids), device=before.device)
-    if question_ids:
-        question = torch.tensor([list(question_ids)], device=answer.device)
-        before = _read(prompt.model, cache, question)[:, -1:]
-    one_by_one = isinstance(cache.policy, EvictingPolicy)
-    parts = answer[None, :-1].split(1 if one_by_one else len(answer), dim=1)
-    behind = torch.cat([_read(prompt.model, cache, part) for part in parts], dim=1)
-    logits = torch.cat([before, behind], dim=1)[0]
-    of_answer = logits.float().log_softmax(dim=-1).gather(1, answer[:, None])[:, 0]
-    return Score(right=torch.equal(logits.argmax(dim=-1), answer), nll=-float(of_answer[1:].sum()))
-
-
-def _read(model: Any, cache: CompressedCache, ids: Tensor) -> Tensor:
-    """Logits (1, N, V) behind each of the tokens, which are read in one pass."""
-    cache.expect_tokens(ids)
-    logits: Tensor = model(ids, past_key_values=cache).logits
-    return logits
-
-
-def retrieved(
-    model: Any,
-    documents: Iterable[Document],
-    policies: Sequence[Policy],
-    *,
-    hidden: bool = False,
-    read: Callable[[Sequence[int]], RecordedPrompt] | None = None,
-) -> list[Row]:
-    """Answer every document from the cache of every policy; a row for each policy, in order.
-
-    Bytes are those of keys and values, the mean over documents: "held_bytes" after what was
-    compressed, "full_bytes" of the full cache then, "end_bytes" behind the answer.
-
-    Args:
-        model: the model.
-        documents: what to read, all of one length.
-        policies: the methods.
-        hidden: compress the text before the question, which is then read from the compressed
-            cache; else the whole prompt, which ends in the question.
-        read: how; by default once, with the full cache.
-    """
-    recorded = max(MOST_WINDOW_TOKENS, *(policy.query_tokens for policy in policies))
-    answers: list[list[tuple[Score, Any, Any]]] = [[] for _ in policies]
-    for document in documents:
-        question = document.question_ids if hidden else []
-        ids = document.prompt_ids[: len(document.prompt_ids) - len(question)]
-        prompt = read(ids) if read else read_prompt(model, ids, recorded_queries=recorded)
-        for policy, of_policy in zip(policies, answers, strict=True):
-            cache = prompt.compressed(policy)
-            before = cache.report()
-            score = score_answer(prompt, cache, document.answer_ids, question_ids=question)
-            of_policy.append((score, before, cache.report()))
-    return [
-        {
-            "documents": len(own),
-            "accuracy": round(fmean(score.right for score, *_ in own), 4),
-            "nll": round(fmean(score.nll for score, *_ in own), 4),
-            "read_tokens": fmean(before.seen_tokens for _, before, _ in own),
-            "held_bytes": round(fmean(before.held_bytes for _, before, _ in own)),
-            "full_bytes": round(fmean(before.full_bytes for _, before, _ in own)),
-            "end_bytes": round(fmean(after.held_bytes for *_, after in own)),
-        }
-        for own in answers
-    ]

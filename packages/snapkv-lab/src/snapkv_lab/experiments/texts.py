@@ -20,6 +20,7 @@ from torch import Tensor
 
 from snapkv import CompressedCache, FullCache
 from snapkv.app.observing import RecordedPrompt, Recorder
+from snapkv.policies import EvictingPolicy
 from snapkv_lab.evaluate.corpora import Question, load_corpus
 from snapkv_lab.evaluate.haystack import identifier, load_haystack, number, python_topics, words
 from snapkv_lab.evaluate.sample import Sample
@@ -278,6 +279,11 @@ def texts_from(given: Any, first: int) -> Iterator[Text]:
         yield make.code(size, 32, index)
 
 
+def with_answers(texts: Iterable[Text]) -> Iterator[Text]:
+    """Those with answers that can be right; of prose and code there is only a loss."""
+    return (text for text in texts if any(case.parts for case in text.cases))
+
+
 def _phrase(draw: random.Random) -> str:
     adjectives, nouns = words("adjective"), words("noun")
     return " ".join(draw.choice(kind) for kind in (adjectives, nouns, adjectives, nouns))
@@ -303,10 +309,17 @@ class ReadText:
     """A text that a model has read with the full cache; questions are read behind branches of it.
 
     The model must have full attention in every layer, as the demo model has.
+
+    Args:
+        model: the model.
+        context_ids: the text.
+        recorded_queries: how many of the last queries a policy may look at.
     """
 
-    def __init__(self, model: Any, context_ids: Sequence[int]) -> None:
-        self._model, self._recorder = model, Recorder(recorded_queries=MOST_WINDOW_TOKENS)
+    def __init__(
+        self, model: Any, context_ids: Sequence[int], recorded_queries: int = MOST_WINDOW_TOKENS
+    ) -> None:
+        self._model, self._recorder = model, Recorder(recorded_queries=recorded_queries)
         self._cache = CompressedCache(model, self._recorder)
         self.prompt = self._read(self._cache, context_ids)
 
@@ -315,8 +328,9 @@ class ReadText:
         if not question_ids:
             return self.prompt
         read = self._read(copy.copy(self._cache), question_ids)
+        most = self._recorder.recorded_queries
         layers = [
-            replace(new, queries=_last(old.queries, new.queries))
+            replace(new, queries=torch.cat([old.queries, new.queries], dim=2)[:, :, -most:])
             for old, new in zip(self.prompt.layers, read.layers, strict=True)
         ]
         return replace(read, layers=layers)
@@ -332,8 +346,34 @@ class ReadText:
         return RecordedPrompt(model=self._model, layers=layers, last_logits=logits)
 
 
-def _last(*queries: Tensor) -> Tensor:
-    return torch.cat(queries, dim=2)[:, :, -MOST_WINDOW_TOKENS:]
+class Asked(NamedTuple):
+    """What is read and compressed, and the cases whose answers follow.
+
+    Attributes:
+        first: the place of the first case in its text.
+        prompt: what was read.
+        ids: its tokens, (1, T) int64.
+        cases: the questions.
+    """
+
+    first: int
+    prompt: RecordedPrompt
+    ids: Tensor
+    cases: Sequence[Case]
+
+
+def asked_of(read: ReadText, text: Text, setting: str) -> Iterator[Asked]:
+    """Each question behind its text, or all of them hidden until the text is compressed."""
+    if setting == "hidden":
+        hidden = [
+            replace(each, between_ids=each.question_ids, parts=[range(len(each.answer_ids))])
+            for each in text.cases
+        ]
+        yield Asked(0, read.prompt, torch.tensor([list(text.ids)]), hidden)
+        return
+    for place, case in enumerate(text.cases):
+        ids = torch.tensor([[*text.ids, *case.question_ids]])
+        yield Asked(place, read.asked(case.question_ids), ids, [case])
 
 
 @torch.inference_mode()
@@ -342,13 +382,17 @@ def scored(prompt: RecordedPrompt, cache: CompressedCache, case: Case) -> Row:
 
     "right": for every part of the answer whether each of its tokens was the most likely one, 0 or
     1. "nll": negative log-likelihood (nats) per answer token after the first; None where there is
-    one token only. What stands between prompt and answer is read in the same pass.
+    one token only. What stands between prompt and answer is read in the same pass, but for methods
+    that evict at every step: they read the answer token by token.
     """
     answer, between = list(case.answer_ids), list(case.between_ids)
     fed = torch.tensor([between + answer[:-1]], device=prompt.last_logits.device)
     logits = prompt.last_logits
     if fed.shape[1]:
-        behind = prompt.model(fed, past_key_values=cache).logits
+        parts: Sequence[Tensor] = [fed]
+        if isinstance(cache.policy, EvictingPolicy):
+            parts = [fed[:, : len(between)], *fed[:, len(between) :].split(1, dim=1)]
+        behind = torch.cat([_read(prompt.model, cache, each) for each in parts if each.numel()], 1)
         logits = behind[:, len(between) - 1 :] if between else torch.cat([logits, behind], dim=1)
     wanted = torch.tensor(answer, device=logits.device)
     is_right = logits[0].argmax(dim=-1) == wanted
@@ -357,6 +401,13 @@ def scored(prompt: RecordedPrompt, cache: CompressedCache, case: Case) -> Row:
         "right": [int(is_right[list(part)].all()) for part in case.parts],
         "nll": round(float(losses[1:].mean()), 4) if len(answer) > 1 else None,
     }
+
+
+def _read(model: Any, cache: CompressedCache, ids: Tensor) -> Tensor:
+    """Logits (1, N, V) behind each of the tokens, which are read in one pass."""
+    cache.expect_tokens(ids)
+    logits: Tensor = model(ids, past_key_values=cache).logits
+    return logits
 
 
 def scored_full(prompt: RecordedPrompt, case: Case) -> Row:
