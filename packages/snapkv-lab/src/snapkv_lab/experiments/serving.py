@@ -282,7 +282,8 @@ def _speed(given: Given) -> Iterator[Row]:
     documents = given.documents(given.prompt_tokens, given.requests)
     prompts = [document.prompt_ids for document in documents]
     made = _both(given)
-    made |= {f"{name}, fp8": own | {"cache_dtype": "fp8"} for name, own in made.items()}
+    if torch.backends.cpu.get_cpu_capability() == "AVX512":  # vLLM has it on no other
+        made |= {f"{name}, fp8": own | {"cache_dtype": "fp8"} for name, own in made.items()}
     with _warm(given, prompts[0], given.blocks, made) as engines:
         for number in range(given.rounds):
             for name in list(engines)[:: -1 if number % 2 else 1]:
