@@ -138,8 +138,8 @@ results: $(INSTALLED) ## Measure again everything in docs/results (half a day on
 	for name in $(EXPERIMENTS); do $(BIN)/python -m snapkv_lab.experiments $$name || exit 1; done
 
 # Those that need neither vLLM nor kvpress nor files of other commands; the last one makes the pages.
-EXPERIMENTS := per_byte first_day pooling auto_budget reader methods recall streaming studies evaluation \
-    leaderboard library spans words tried speed flat ragged codes appending medusa selective sharing \
+EXPERIMENTS := per_byte first_day pooling auto_budget reader methods method_times recall streaming studies evaluation \
+    library spans tried speed flat ragged codes appending medusa selective sharing \
     results
 
 kvpress: $(KVPRESS)/.installed ## kvpress in an environment of its own, to be measured beside this

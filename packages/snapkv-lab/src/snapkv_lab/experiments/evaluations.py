@@ -1,9 +1,8 @@
 """What the laboratory's own commands find on the demo model, and what answering costs them.
 
 `evaluation`: tasks in a setting that two cores can run; answers and rows lie in
-`docs/results/evaluation/NAME/`. `leaderboard`: every method, as `snapkv leaderboard` compares them.
-`studies`: the paper's observations; what was measured is also in `snapkv-results/studies`, where a
-run that was stopped goes on. `sharing`: ten methods beside one.
+`docs/results/evaluation/NAME/`. `studies`: the paper's observations; what was measured is also in
+`snapkv-results/studies`, where a run that was stopped goes on. `sharing`: ten methods beside one.
 """
 
 import json
@@ -30,7 +29,6 @@ from snapkv import (
     StreamingLLM,
 )
 from snapkv.cache.paging import PageRecall
-from snapkv.cli.app import run as run_command
 from snapkv_lab.drawing import encoded
 from snapkv_lab.evaluate.asking import Method
 from snapkv_lab.evaluate.intervals import METHOD
@@ -54,7 +52,6 @@ from snapkv_lab.experiments.measuring import Turns
 from snapkv_lab.experiments.pages import Table, markdown_table
 from snapkv_lab.experiments.records import RESULTS, Row, of, read_rows, write_rows
 from snapkv_lab.report.figures import draw
-from snapkv_lab.report.leaderboard import FILES, as_markdown, write_board
 from snapkv_lab.report.page import method_table
 from snapkv_lab.study import HitRate, Induction, Instructions, Overlap, Position, Sensitivity, Study
 from snapkv_lab.study.figures import save
@@ -239,43 +236,6 @@ EVALUATION = Experiment(
     measured=lambda found: f"Scores are times 100; intervals: 95 %, {METHOD}",
     tables=_evaluation_tables,
     drawn=_evaluation_drawn,
-)
-
-BOARD = RESULTS / "leaderboard"
-
-
-class _Leaderboard(Experiment):
-    """The command's own page and figure."""
-
-    def render(self, rows: Any) -> str:
-        page = as_markdown(rows, *(f"../{BOARD.name}/{name}" for name in FILES[1:3]))
-        return f"{page}\nMade by `python -m snapkv_lab.experiments leaderboard`.\n"
-
-
-def _leaderboard(given: Given) -> list[Row]:
-    folder = str(BOARD) if given.stored else tempfile.mkdtemp()
-    options = ["--setting", "visible", "--ratios", "4:1,8:1,16:1", "--bits", "exact,int4"]
-    options += ["--dtype", "bfloat16"]
-    if status := run_command(
-        ["leaderboard", "--results", folder, "--model", given.model, *options]
-    ):
-        raise SystemExit(status)
-    return []
-
-
-def _leaderboard_drawn(found: Row) -> None:
-    write_board(found, BOARD)
-    (BOARD / "leaderboard.md").unlink()  # that is the page of tables
-
-
-LEADERBOARD = _Leaderboard(
-    name="leaderboard",
-    title="Every method on the demo model",
-    takes="hours",
-    measure=_leaderboard,
-    read=lambda: json.loads((BOARD / FILES[0]).read_text("utf-8")),
-    drawn=_leaderboard_drawn,
-    tables=(),
 )
 
 FIGURES = RESULTS / "studies"

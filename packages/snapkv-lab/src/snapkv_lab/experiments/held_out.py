@@ -1,8 +1,9 @@
 """Texts and questions of other kinds than those by which pooling, bounds and words were chosen.
 
-Comments of Python's sources, sentences of installed readmes, logs, and phrases hidden
-in source code. Every question is asked as `snapkv ask` asks it, with the model's
-chat template; some answers are begun for the model, as `--answer-start` does.
+Comments of Python's sources, sentences of installed readmes, logs, phrases hidden in source code;
+and facts between lines: settings, invoices in readmes, purchases in a language reference, constants
+in source code. Every question is asked as `snapkv ask` asks it, with the model's chat template;
+some answers are begun for the model, as `--answer-start` does.
 """
 
 import random
@@ -15,6 +16,7 @@ from snapkv_lab.evaluate.haystack import (
     distinct,
     number,
     python_sources,
+    python_topics,
     readmes,
     word_key,
     words,
@@ -22,7 +24,7 @@ from snapkv_lab.evaluate.haystack import (
 from snapkv_lab.experiments.prompts import encode
 from snapkv_lab.experiments.texts import Text
 
-LENGTHS = (1024, 2048, 4096, 7168)
+LENGTHS = (1024, 2048, 4096)
 """Tokens of a text, in turn."""
 
 QUESTIONS = range(3, 9)
@@ -49,10 +51,10 @@ def held_out(tokenizer: Any, rounds: range) -> Iterator[Text]:
             tokens = LENGTHS[(index + place) % len(LENGTHS)]
             draw = random.Random(f"{SEED}/{kind}/{index}")
             document, pairs = make(tokenizer, tokens, draw)
-            yield text_of(tokenizer, f"{kind}/{tokens}/{index}", document, pairs)
+            yield _text_of(tokenizer, f"{kind}/{tokens}/{index}", document, pairs)
 
 
-def text_of(tokenizer: Any, name: str, document: str, pairs: Sequence[Pair]) -> Text:
+def _text_of(tokenizer: Any, name: str, document: str, pairs: Sequence[Pair]) -> Text:
     """A document with questions about it, as `snapkv ask` asks them."""
     begun, asked = "", []
     for question, expected, start in pairs:
@@ -143,11 +145,101 @@ _PEOPLE = (
     "Katya", "Lorenzo", "Mei", "Nadia", "Oskar", "Priya",
 )  # fmt: skip
 
+
+def _settings(tokenizer: Any, tokens: int, draw: random.Random) -> tuple[str, list[Pair]]:
+    names = ("retries", "timeout", "workers", "batch", "depth", "queue", "limit", "delay")
+    lines = [
+        f"{draw.choice(names)}_{draw.choice(words('noun'))} = {draw.randrange(2, 900)}"
+        for _ in range(tokens // 10)
+    ]
+    return _between(
+        tokenizer,
+        tokens,
+        draw,
+        lines,
+        {key: number(draw, 4) for key in distinct(lambda: word_key(draw), 8)},
+        "port of {} = {}",
+        "Which port has {}?",
+        "The port of {} =",
+    )
+
+
+def _invoices(tokenizer: Any, tokens: int, draw: random.Random) -> tuple[str, list[Pair]]:
+    return _between(
+        tokenizer,
+        tokens,
+        draw,
+        _lines(draw, readmes(), tokens),
+        {key: number(draw, 4) for key in distinct(lambda: word_key(draw), 8)},
+        "The invoice {} amounts to {} crowns.",
+        "How many crowns does the invoice {} amount to?",
+        "The invoice {} amounts to",
+    )
+
+
+def _purchases(tokenizer: Any, tokens: int, draw: random.Random) -> tuple[str, list[Pair]]:
+    return _between(
+        tokenizer,
+        tokens,
+        draw,
+        _lines(draw, python_topics().pieces, tokens),
+        {name: f"{number(draw, 3)} {draw.choice(words('noun'))}" for name in _NAMES},
+        "On Monday {} bought {}.",
+        "What did {} buy?",
+        "On Monday {} bought",
+    )
+
+
+def _lines(draw: random.Random, texts: Sequence[str], tokens: int) -> list[str]:
+    """Lines with words in them, of texts in an order that is drawn."""
+    joined = "\n".join(draw.sample(texts, len(texts)))[: 4 * tokens]
+    return [line for line in joined.splitlines() if line.strip()]
+
+
+def _constants(tokenizer: Any, tokens: int, draw: random.Random) -> tuple[str, list[Pair]]:
+    keys = distinct(lambda: word_key(draw).replace("-", "_").upper(), 8)
+    source = _lines(draw, python_sources(4 * tokens), tokens)
+    return _between(
+        tokenizer,
+        tokens,
+        draw,
+        source,
+        {key: number(draw, 4) for key in keys},
+        "{} = {}",
+        "What is the value of {}?",
+        "The value of {} is",
+    )
+
+
+def _between(
+    tokenizer: Any,
+    tokens: int,
+    draw: random.Random,
+    lines: list[str],
+    facts: dict[str, str],
+    told: str,
+    question: str,
+    start: str,
+) -> tuple[str, list[Pair]]:
+    """Lines with facts at places drawn among them, and questions about those that fit."""
+    for key, value in facts.items():
+        lines.insert(draw.randrange(1, len(lines)), told.format(key, value))
+    text = _begun(tokenizer, "\n".join(lines), tokens)
+    pairs = [(question.format(key), value, start.format(key)) for key, value in facts.items()]
+    return text, _some([pair for pair in pairs if pair[1] in text], draw)
+
+
+_NAMES = ("Agnes", "Bruno", "Carmen", "Dario", "Edith", "Felix", "Gwen", "Hassan")
+
 _KINDS: dict[str, Callable[[Any, int, random.Random], tuple[str, list[Pair]]]] = {
     "comments": _comments,
     "sentences": _sentences,
     "logs": _logs,
     "phrases": _phrases,
+    "settings": _settings,
+    "invoices": _invoices,
+    "purchases": _purchases,
+    "constants": _constants,
 }
 
 
@@ -159,5 +251,10 @@ def _cut(tokenizer: Any, text: str, tokens: int, draw: random.Random) -> str:
     """So many tokens from the beginning of a line on, or what there is."""
     begin = draw.randrange(max(1, len(text) - 4 * tokens))
     text = text[text.rfind("\n", 0, begin) + 1 :]
+    return _begun(tokenizer, text, tokens)
+
+
+def _begun(tokenizer: Any, text: str, tokens: int) -> str:
+    """The lines of a text that begin with its first tokens."""
     ids = encode(tokenizer, text[: 8 * tokens])[:tokens]
     return str(tokenizer.decode(ids)).rpartition("\n")[0]

@@ -1,12 +1,14 @@
 """The studies of pooling and of budgets: what is read, what is asked, and how it is counted."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from snapkv import FullCache, default_policy
-from snapkv_lab.experiments.auto_budget import HELD_OUT
+from snapkv import TOVA, FullCache, default_policy
+from snapkv_lab.experiments.auto_budget import AUTO_BUDGET
 from snapkv_lab.experiments.pooling import POOLING, SETTINGS
-from snapkv_lab.experiments.prompts import read_prompt, score_answer
+from snapkv_lab.experiments.prompts import read_prompt
 from snapkv_lab.experiments.texts import (
     Count,
     Maker,
@@ -15,7 +17,6 @@ from snapkv_lab.experiments.texts import (
     loss_above,
     right_of,
     scored,
-    scored_full,
 )
 
 
@@ -44,23 +45,31 @@ def test_a_question_behind_a_branch_is_read_as_if_it_were_one_prompt(tiny, text,
         torch.testing.assert_close(one.keys, other.keys, **close)
 
 
-def test_an_answer_is_scored_as_by_itself(text, read):
+def by_hand(prompt, cache, case):
+    """Whether the whole answer is the likeliest, and its loss behind its first token."""
+    tokens, logits = [*case.between_ids, *case.answer_ids], [prompt.last_logits[0, -1]]
+    for token in tokens[:-1]:
+        logits.append(prompt.model(torch.tensor([[token]]), past_key_values=cache).logits[0, -1])
+    pairs = list(zip(logits[len(case.between_ids) :], case.answer_ids, strict=True))
+    losses = [-float(each.log_softmax(-1)[t]) for each, t in pairs]
+    right = all(int(each.argmax()) == t for each, t in pairs)
+    return right, sum(losses[1:]) / (len(losses) - 1)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("policy", [FullCache(), default_policy(64), TOVA(64)], ids=repr)
+def test_an_answer_is_scored_as_by_hand(policy, text, read):
     visible, *_, hidden, second = text.cases
     assert (hidden.setting, second.setting) == ("hidden", "second")
     assert read.asked(hidden.question_ids).prompt_tokens == len(text.ids)
     for case in (visible, hidden, second):
         prompt = read.asked(case.question_ids)
-        for policy in (FullCache(), default_policy(64)):
-            alone = score_answer(
-                prompt,
-                prompt.compressed(policy),
-                case.answer_ids,
-                question_ids=case.between_ids,
-            )
-            found = scored(prompt, prompt.compressed(policy), case)
-            assert found["right"] == [int(alone.right)]
-            assert found["nll"] == pytest.approx(alone.nll / (len(case.answer_ids) - 1), abs=1e-3)
-        assert scored_full(prompt, case)["nll"] is not None
+        whole = replace(case, parts=[range(len(case.answer_ids))])
+        found = scored(prompt, prompt.compressed(policy), whole)
+        if not (case.between_ids and isinstance(policy, TOVA)):  # which evicts behind a pass
+            right, loss = by_hand(prompt, prompt.compressed(policy), case)
+            assert found["right"] == [int(right)]
+            assert found["nll"] == pytest.approx(loss, abs=1e-3)
 
 
 def test_texts_hold_the_answers_to_their_questions(demo, make):
@@ -123,9 +132,12 @@ def test_an_interval_is_wilsons():
 
 
 def test_held_out_texts_end_where_the_answer_goes_on(demo, tiny):
-    texts = list(HELD_OUT.cases(HELD_OUT.given(small=True, loaded=tiny), ""))
+    texts = list(AUTO_BUDGET.cases(AUTO_BUDGET.given(small=True, loaded=tiny), ""))
     kinds = [text.name.partition("/")[0] for text in texts]
-    assert kinds == ["comments", "sentences", "logs", "phrases"]
+    assert kinds == [
+        *("comments", "sentences", "logs", "phrases"),
+        *("settings", "invoices", "purchases", "constants"),
+    ]
     for text in texts:
         read = " ".join(demo.tokenizer.decode(text.ids).split())
         assert len(text.cases) >= 3
