@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from snapkv import AutoBudget, CompressedCache, SnapKV, default_policy
 from snapkv.app.observing import RecordedPrompt
@@ -23,16 +24,25 @@ from snapkv_lab.experiments.pages import Pivot, Table
 from snapkv_lab.experiments.records import Row, grouped
 from snapkv_lab.experiments.texts import ReadText, Text, counted
 
+
+class _UndilutedBudget(AutoBudget):
+    """The same bound however long the prompt is."""
+
+    def voted(self, shares: Tensor) -> Tensor:
+        return (shares > self.lost_vote).sum(dim=-1)
+
+
 WAYS: dict[str, tuple[Callable[[], Policy], Any]] = {
     "default": (lambda: default_policy(AutoBudget(lost_vote=LOST_VOTE_IN_FEW_BITS)), "auto"),
     "default, as it came": (lambda: default_policy(AutoBudget()), None),
+    "the same, undiluted": (lambda: default_policy(_UndilutedBudget()), None),
     "1/4 of the tokens": (lambda: default_policy(keep_ratio=1 / 4), None),
     "1/4, the paper's": (lambda: SnapKV(keep_ratio=1 / 4), None),
     "1/4 of the bytes": (lambda: default_policy("25%"), "auto"),
     "1/8 of the bytes": (lambda: default_policy("12.5%"), "auto"),
     "1/16 of the bytes": (lambda: default_policy("6.25%"), "auto"),
 }
-"""As it came: not in fewer bits."""
+"""As it came: not in fewer bits. Undiluted: one bound for prompts of every length."""
 
 
 @dataclass(frozen=True)
