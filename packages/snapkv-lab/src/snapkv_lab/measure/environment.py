@@ -33,8 +33,11 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The processor's name where Linux tells it, else its architecture."""
+    """The processor's name where Linux tells it, else its architecture; and torch's instructions.
+
+    Names such as "AMD EPYC" are of machines with and without AVX-512.
+    """
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
+    return f"{next(names, platform.machine())} ({torch.backends.cpu.get_cpu_capability()})"
