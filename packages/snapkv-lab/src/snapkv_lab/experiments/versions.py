@@ -12,7 +12,8 @@ from pathlib import Path
 
 from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.measuring import Peer, Turns
-from snapkv_lab.experiments.records import ROOT, Row
+from snapkv_lab.experiments.pages import Table
+from snapkv_lab.experiments.records import ROOT, Row, git
 
 THREADS = 2
 CELLS = (
@@ -40,17 +41,18 @@ def _measure(given: Given) -> Iterator[Row]:
     before = Path(given.against).resolve()
     if not (_source(before) / "snapkv").is_dir():
         sys.exit(f"--against: expected a checkout of this project, got {before}")
+    commit = git("-C", str(before), "rev-parse", "--short=10", "HEAD")
     sides = {"before": _checkout(before, given.tokens), "now": _checkout(ROOT, given.tokens)}
     for cell in CELLS:
         work = {name: partial(_asked, side, cell) for name, side in sides.items()}
         turns = Turns(work, rounds=given.rounds)
-        print(
-            f"{cell:28} before {turns.ms('before', 1)['p50']:9.1f} ms   "
-            f"now {turns.ms('now', 1)['p50']:9.1f} ms   "
-            "ratio {p50:.3f} ({p20:.3f} to {p80:.3f})".format_map(turns.ratio("now", "before")),
-            flush=True,
-        )
-    yield from ()
+        yield {
+            "work": cell,
+            "against": commit,
+            "before_ms": turns.ms("before", 1),
+            "now_ms": turns.ms("now", 1),
+            "ratio": turns.ratio("now", "before"),
+        }
 
 
 def _asked(side: Peer, cell: str) -> float:
@@ -69,4 +71,15 @@ VERSIONS = Experiment(
         "tokens": Sized(4096, 640),
         "rounds": Sized(9, 2),
     },
+    tables=[
+        Table(
+            {
+                "work": "{work}",
+                "before, ms": "{before_ms[p50]:.1f}",
+                "now, ms": "{now_ms[p50]:.1f}",
+                "now against before": "{ratio:spread|.3f}",
+            },
+            "Beside commit {against}",
+        )
+    ],
 )
