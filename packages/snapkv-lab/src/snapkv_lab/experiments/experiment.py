@@ -214,15 +214,12 @@ class Experiment:
 
     def store(self, given: Given) -> None:
         """Measure, and put rows into the file, a part as soon as it is whole."""
-        rows = self.complete(given)
-        if self.cases is not None:
-            for _ in rows:
-                pass
-        else:
-            for part, own in itertools.groupby(rows, self._part):
-                new = list(own)  # of the part, beside what another process has stored meanwhile
+        for part in given.parts or ("",):
+            asked = Given(**{**vars(given), "parts": (part,) if part else ()})
+            rows = list(self.complete(asked))
+            if self.cases is None:  # else they are stored, case by case
                 others = [row for row in self.known() if self._part(row) != part]
-                write_rows(self.rows, sorted([*others, *new], key=self._place))
+                write_rows(self.rows, sorted([*others, *rows], key=self._place))
 
     def _part(self, row: Row) -> str:
         return str(row[self.part_key]) if self.parts else ""
