@@ -9,7 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from snapkv import H2O, AdaKV, FullCache, KVCodes, KVzip, Library, LibraryError, SnapKV
+from snapkv import (
+    H2O,
+    AcrossLayers,
+    AdaKV,
+    FullCache,
+    KVCodes,
+    KVzip,
+    Library,
+    LibraryError,
+    SnapKV,
+)
 from snapkv.app.models import LoadedModel
 from snapkv.hf import identity
 from snapkv.library import folder
@@ -157,6 +167,7 @@ def test_without_a_chat_template_special_tokens_stand_once_in_front(tmp_path, de
         (SnapKV(40), None),
         (H2O(40), "K8V4"),
         (AdaKV(KVzip(keep_ratio=0.5)), "int8"),
+        (AcrossLayers(KVzip(keep_ratio=0.5)), "int4"),
         (SnapKV("60%", window_size=8), None),
     ],
     ids=str,
@@ -237,9 +248,10 @@ def test_documents_that_are_none_or_gone_are_refused_in_both_ways_of_reading(lib
             call(tiny.model, tiny.tokenizer, "Rent?", hits)
 
 
-def test_a_policy_that_drops_nothing_of_parted_heads_is_said(tmp_path, tiny, notices):
+@pytest.mark.parametrize("around", [AdaKV, AcrossLayers])
+def test_a_policy_that_drops_nothing_of_parted_heads_is_said(tmp_path, tiny, notices, around):
     library = Library(tmp_path / "l", on_notice=notices.append)
-    library.add(tiny.model, tiny.tokenizer, TEXTS.items(), AdaKV(KVzip(keep_ratio=0.5)))
+    library.add(tiny.model, tiny.tokenizer, TEXTS.items(), around(KVzip(keep_ratio=0.5)))
     hits, few = library.search("rent roses bank"), SnapKV(30, window_size=4)
     for policy, recompute in ((None, 0), (FullCache(), 0), (few, 1), (few, 0)):
         assert not notices

@@ -7,7 +7,7 @@ import urllib.request
 import pytest
 from transformers import AutoTokenizer
 
-from snapkv import AdaKV, FullCache, KVzap, Library
+from snapkv import AcrossLayers, FullCache, KVzap, Library
 from snapkv.library.about import question_ids
 from snapkv.library.searching import Hit
 from tests.gates import drawn_gate
@@ -32,7 +32,7 @@ def tokenizer(served):
 def library(served, tokenizer, tmp_path_factory):
     config = served.model.config
     gate = drawn_gate(config.num_hidden_layers, served.kv_heads, config.head_dim)
-    policy = AdaKV(KVzap(keep_ratio=0.3, window_size=4, gate=gate))
+    policy = AcrossLayers(KVzap(keep_ratio=0.3, window_size=4, gate=gate))
     library = Library(tmp_path_factory.mktemp("library"))
     library.add(served.model, tokenizer, TEXTS.items(), policy, bits="int8")
     return library

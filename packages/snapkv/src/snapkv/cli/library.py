@@ -28,7 +28,7 @@ EXAMPLES = {
     "library": ("snapkv library add contract.pdf notes.txt", "snapkv library list snapkv-library"),
     "library add": (
         "snapkv library add contract.pdf notes.txt",
-        "snapkv library add contract.pdf --to legal --policy adakv --set policy=kvzip",
+        "snapkv library add contract.pdf --to legal --policy across-layers --set policy=kvzip",
     ),
     "library list": ("snapkv library list snapkv-library",),
     "library check": ("snapkv library check snapkv-library",),
@@ -93,7 +93,7 @@ class AddOptions(PolicyOptions):
         if self.policy == _AS_IT_IS and (self.has_parameters or self.seed is not None):
             raise InvalidArgumentError(
                 "policy: expected a method for its parameters, got parameters alone; pass for "
-                "instance --policy adakv --set policy=kvzip"
+                "instance --policy across-layers --set policy=kvzip"
             )
 
 
