@@ -135,16 +135,14 @@ def _right(rows: Sequence[Row]) -> str:
     return str(counted(row["right"] for row in rows))
 
 
-def _by_way(rows: list[Row]) -> Iterator[Row]:
+def _by_length(rows: list[Row]) -> Iterator[Row]:
+    """Of every way the means of its sizes, and what is right, of all and by the texts' length."""
     for way, own in grouped(_answers(rows), "way").items():
         sizes = (fmean(row[key] for row in own) for key in ("share", "bytes"))
-        lengths = grouped(own, "length")
-        yield {
-            "way": way,
-            "kept": "{:.0%}, {:.0%}".format(*sizes),
-            "all": _right(own),
-            **{str(length): _right(lengths[length]) for length in sorted(lengths)},
-        }
+        yield {"way": way, "of": "tokens, bytes", "cell": "{:.0%}, {:.0%}".format(*sizes)}
+        yield {"way": way, "of": "right", "cell": _right(own)}
+        for length, some in sorted(grouped(own, "length").items()):
+            yield {"way": way, "of": f"{length:,} tokens", "cell": _right(some)}
 
 
 def _by_kind(rows: list[Row]) -> Iterator[Row]:
@@ -183,16 +181,9 @@ AUTO_BUDGET = Experiment(
     options={"first": Sized(4, 0), "rounds": Sized(8, 1)},
     tables=[
         Table(
-            {
-                "way": "{way}",
-                "tokens, bytes": "{kept}",
-                "right": "{all}",
-                "1,024 tokens": "{1024}",
-                "2,048 tokens": "{2048}",
-                "4,096 tokens": "{4096}",
-            },
+            Pivot("way", "{way}", "{of}", "{cell}"),
             "Right answers, of those that the full cache has right",
-            made=_by_way,
+            made=_by_length,
         ),
         Table(Pivot("way", "{way}", "{kind}", "{right}"), "Right answers by kind", made=_by_kind),
         Table(Pivot("word", "{word}", "{family}", "{right}"), WORDS_TITLE, made=_by_word),
