@@ -176,7 +176,7 @@ METHODS = Experiment(
     takes="an hour",
     measure=_answers,
     cases=lambda given, part: with_answers(texts_from(given, 600)),
-    options={"tokens": Sized(1024, 512), "rounds": Sized(7, 1)},
+    options={"tokens": Sized(1024, 512), "rounds": Sized(10, 1)},
     tables=[
         Table(
             Pivot("method", "{method}", "{place}", "{right}"),
