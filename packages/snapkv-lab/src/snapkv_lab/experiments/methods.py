@@ -137,7 +137,11 @@ def _found(given: Given, setting: str, asked: Asked) -> Iterator[list[Row]]:
 
 @torch.inference_mode()
 def _timing(given: Given) -> Iterator[Row]:
-    """Times per token of every method; all caches decode in turn, one token each."""
+    """Times per token of every method; all caches decode in turn, one token each.
+
+    By one thread, as in `ragged`: where steps are this small, two threads mostly wait for one
+    another, which is the machine's, not the method's.
+    """
     tokens, budget, new_tokens = given.timed
     prompt = read_prompt(given.loaded.model, given.prompt(tokens), recorded_queries=tokens)
     policies = {FULL: FullCache()} | {
@@ -190,6 +194,7 @@ TIMES = Experiment(
     name="method_times",
     title="Bytes and time per token, by method",
     measure=_timing,
+    threads=1,
     options={"timed": Sized((2048, 512, 48), (192, 64, 2)), "recovery": 0.08},
     tables=[
         Table(

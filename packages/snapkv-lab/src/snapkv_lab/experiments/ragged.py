@@ -152,6 +152,7 @@ RAGGED = Experiment(
     name="ragged",
     title="Heads that keep different numbers of tokens",
     measure=_measure,
+    threads=1,
     options={
         "tokens": Sized(4096, 160),
         "budgets": Sized((512, 2048), (64,)),
