@@ -48,7 +48,7 @@ def test_the_peak_of_reading_is_the_one_that_was_measured(demo_outline):
     plan = planned(demo_outline, context_tokens=row["prompt_tokens"], budget=row["budget"])
     for needs, name in ((plan.full, "transformers"), (plan.compressed, "snapkv")):
         measured = rows[name]["peak_growth_bytes"]
-        assert needs.prefill_peak_bytes == pytest.approx(measured, rel=0.03), name
+        assert needs.prefill_peak_bytes == pytest.approx(measured, rel=0.04), name
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -28,7 +28,7 @@ EXAMPLES = {
     "library": ("snapkv library add contract.pdf notes.txt", "snapkv library list snapkv-library"),
     "library add": (
         "snapkv library add contract.pdf notes.txt",
-        "snapkv library add lease.pdf --to legal --policy across-layers --set policy=kvzip",
+        "snapkv library add contract.pdf --policy across-layers --set policy=kvzip",
     ),
     "library list": ("snapkv library list snapkv-library",),
     "library check": ("snapkv library check snapkv-library",),
