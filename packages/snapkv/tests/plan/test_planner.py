@@ -39,8 +39,8 @@ def held_bytes(model, ids, policy):
 
 
 def test_the_peak_of_reading_is_the_one_that_was_measured(demo_outline):
-    """Rows of `python -m snapkv_lab.experiments flat`, measured on the process."""
-    lines = (ROOT / "docs/results/flat.jsonl").read_text().splitlines()
+    """Rows of `python -m snapkv_lab.experiments speed`, measured on the process."""
+    lines = (ROOT / "docs/results/speed.jsonl").read_text().splitlines()
     rows = {
         row["cache"]: row for row in map(json.loads, lines) if row["benchmark"] == "peak memory"
     }
@@ -48,7 +48,7 @@ def test_the_peak_of_reading_is_the_one_that_was_measured(demo_outline):
     plan = planned(demo_outline, context_tokens=row["prompt_tokens"], budget=row["budget"])
     for needs, name in ((plan.full, "transformers"), (plan.compressed, "snapkv")):
         measured = rows[name]["peak_growth_bytes"]
-        assert needs.prefill_peak_bytes == pytest.approx(measured, rel=0.04), name
+        assert needs.prefill_peak_bytes == pytest.approx(measured, rel=0.03), name
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -151,7 +151,6 @@ def _by_kind(rows: list[Row]) -> Iterator[Row]:
 
 
 WORDS = ("safe", "doubtful", "lost")
-WORDS_TITLE = "The word for the lost votes, and whether the answer was right"
 _FAMILIES = {"all": "", "default": "default", "given bytes": "bytes", "the paper's": "paper"}
 """Of ways, by what their names have in them."""
 
@@ -186,7 +185,11 @@ AUTO_BUDGET = Experiment(
             made=_by_length,
         ),
         Table(Pivot("way", "{way}", "{kind}", "{right}"), "Right answers by kind", made=_by_kind),
-        Table(Pivot("word", "{word}", "{family}", "{right}"), WORDS_TITLE, made=_by_word),
+        Table(
+            Pivot("word", "{word}", "{family}", "{right}"),
+            "The word for the lost votes, and whether the answer was right",
+            made=_by_word,
+        ),
         Table(
             {
                 "text": "{text}",

@@ -1,12 +1,13 @@
 """What reading a prompt and decoding behind it take, in time and memory.
 
-`speed`: decoding behind a short and a long prompt; its rows also have reading and its peak, which
-`flat` measures today. `flat`: what is promised of a machine with two cores, to be run with nothing
+`speed`: decoding behind a short and a long prompt, and the peak of reading, which the planner is
+judged by. `flat`: what is promised of a machine with two cores, to be run with nothing
 else on it. `appending`: as many stored tokens, appended in place or copied for every token,
 as transformers' own cache does, which concatenates what is stored and what is new. `codes`: steps
 that read few bits beside steps that read as many tokens, or as many bytes, of 16 bits.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -146,8 +147,9 @@ def _against_short(rows: list[Row]) -> Iterable[Row]:
 SPEED = Experiment(
     name="speed",
     title="Speed and memory",
-    measure=_decoding,
+    measure=lambda given: itertools.chain(_decoding(given), _peaks(given, given.peak_length)),
     options={
+        "peak_length": Sized(4096, 160),
         "decode_behind": Sized((1024, 6144), (96, 160)),
         "budget": Sized(512, 64),
         "new_tokens": Sized(64, 2),

@@ -27,8 +27,8 @@ POLICIES = {"snapkv": SnapKV, "adakv": lambda budget: AdaKV(SnapKV(budget))}
 
 _SECOND_ENGINE = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() != "AVX512",
-    reason="without AVX-512 its answers differ behind another engine in one process; alone they "
-    "do not: not understood yet",
+    reason="without AVX-512 its answers differ where an engine with drafts and equal heads came "
+    "before it in the process: not understood yet",
 )
 
 
