@@ -7,8 +7,8 @@ from snapkv import CompressedCache, FullCache, SnapKV
 from snapkv.app.models import LoadedModel
 from snapkv.errors import InvalidArgumentError
 from snapkv_lab.experiments.kvpress import KVPRESS, PYTHON, Kvpress
-from snapkv_lab.experiments.peers import Answers, Asked, Ours, Theirs
-from snapkv_lab.experiments.texts import Case, ReadText
+from snapkv_lab.experiments.peers import Answers, Ours, Theirs
+from snapkv_lab.experiments.texts import Asked, Case, ReadText
 from tests.families import random_ids, tiny_model
 
 pytestmark = [
@@ -66,7 +66,7 @@ def test_an_answer_is_judged_as_here(between):
     model, ids = tiny_model("llama"), random_ids(1, 200)
     case = Case(group="g", answer_ids=[3, 7, 9], parts=[[0], [1, 2]], between_ids=between)
     prompt = ReadText(model, ids[0].tolist()).prompt
-    asked = Asked("t", 0, prompt, ids, [case, case])
+    asked = Asked(0, prompt, ids, [case, case])
     same = Ours("ours", lambda _: SnapKV(100, window_size=64, kernel_size=5, pooling="avg"))
     whole = Ours("ours", lambda _: FullCache())
     with Kvpress("theirs", PYTHON, model, None, weights=True) as theirs:
