@@ -15,6 +15,9 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+# Of numba, which proposes n-grams: its OpenMP layer would raise the number of threads for all of
+# the process, and without AVX-512 the next engine of stock vLLM then answers wrongly.
+os.environ.setdefault("NUMBA_THREADING_LAYER", "workqueue")
 
 SECOND_RUNNER = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 OF_THE_DEMO = {"folder"}
