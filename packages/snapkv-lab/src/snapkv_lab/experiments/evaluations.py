@@ -15,38 +15,25 @@ from typing import Any, NamedTuple
 
 from snapkv import (
     H2O,
-    RKV,
     TOVA,
     AdaKV,
-    Compactor,
     CriticalKV,
     ExpectedAttention,
     FullCache,
     KeyDiff,
-    KVzip,
     PyramidKV,
     SnapKV,
     StreamingLLM,
 )
-from snapkv.cache.paging import PageRecall
+from snapkv.policies import default_policy
 from snapkv_lab.drawing import encoded
 from snapkv_lab.evaluate.asking import Method
 from snapkv_lab.evaluate.intervals import METHOD
 from snapkv_lab.evaluate.runner import Results, Run
-from snapkv_lab.evaluate.sample import Setting
 from snapkv_lab.evaluate.store import key
 from snapkv_lab.evaluate.summary import summarise
 from snapkv_lab.evaluate.task import Task
-from snapkv_lab.evaluate.tasks import (
-    Lines,
-    Needle,
-    RagCitation,
-    RagPipeline,
-    RagPosition,
-    Ruler,
-    Tracking,
-)
-from snapkv_lab.evaluate.tasks import Turns as SeveralTurns
+from snapkv_lab.evaluate.tasks import Lines, Needle, Ruler
 from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.measuring import Turns
 from snapkv_lab.experiments.pages import Table, markdown_table
@@ -60,16 +47,25 @@ FOLDER = RESULTS / "evaluation"
 
 
 class Comparison(NamedTuple):
-    """A task with the methods that answer it, always on the demo model without a chat template.
+    """A task with the tokens that its methods keep, always on the demo model, no chat template.
 
-    The title is the heading of its section; the others are what `Run` takes.
+    The title is the heading of its section.
     """
 
     title: str
     task: Callable[[], Task]
-    methods: Sequence[Method]
-    questions: Sequence[Setting] = ("visible",)
-    reference_loss: bool = False
+    budget: int
+
+    @property
+    def methods(self) -> list[Method]:
+        """The full cache, the default, the paper's votes, and the two oldest rivals."""
+        return _labelled(
+            full=FullCache(),
+            default=default_policy(self.budget),
+            SnapKV=SnapKV(self.budget),
+            StreamingLLM=StreamingLLM(self.budget),
+            H2O=H2O(self.budget),
+        )
 
 
 def _say(description: str, done: int, total: int) -> None:
@@ -80,107 +76,35 @@ def _labelled(**policies: Any) -> list[Method]:
     return [Method(label=label, policy=policy) for label, policy in policies.items()]
 
 
-def _rivals(budget: int, *kernels: int) -> list[Method]:
-    """The full cache, SnapKV with some kernels, and the two oldest rivals."""
-    voted = {
-        f"SnapKV, kernel {kernel}" if kernel > 1 else "SnapKV without pooling": SnapKV(
-            budget, window_size=16, kernel_size=kernel
-        )
-        for kernel in kernels
-    }
-    oldest = {"StreamingLLM": StreamingLLM(budget), "H2O": H2O(budget)}
-    return _labelled(full=FullCache(), **voted, **oldest)
-
-
-def _over_turns(budget: int) -> list[Method]:
-    """The full cache, what stays with the first turn's choice, what votes anew and what recalls."""
-    wide = SnapKV(budget, kernel_size=13, window_size=16)
-    recalled = "SnapKV, recalled, 4 pages of 16 tokens every step"
-    return [
-        *_labelled(full=FullCache(), SnapKV=wide),
-        Method(label="SnapKV, compressed every turn", policy=wide, later="compress"),
-        Method(label="SnapKV, recalled from the host", policy=wide, later="recall"),
-        Method(label=recalled, policy=wide, later=PageRecall(4)),
-        *_labelled(StreamingLLM=StreamingLLM(budget)),
-    ]
-
-
-def _evicting(budget: int) -> list[Method]:
-    kinds = (StreamingLLM, H2O, TOVA, RKV)
-    return _labelled(full=FullCache(), **{kind.__name__: kind(budget) for kind in kinds})
-
-
-def _without_a_question(tokens: int, ratios: Sequence[int]) -> list[Method]:
-    """The full cache, and at every ratio what chooses before it knows the question."""
-    found = {
-        f"{kind.__name__} {ratio}:1": kind(tokens // ratio)
-        for ratio in ratios
-        for kind in (KVzip, Compactor, KeyDiff, SnapKV)
-    }
-    return _labelled(full=FullCache(), **found)
-
-
 COMPARISONS = {
     "needle": Comparison(
         "Needle in a haystack",
-        partial(Needle, lengths=(1024, 2048, 3072, 4096), digits=5, cloze=True, buffer_tokens=100),
-        _rivals(256, 13, 5, 1),
+        partial(
+            Needle,
+            lengths=(1024, 2048, 3072, 4096),
+            depths=8,
+            permutations=2,
+            digits=5,
+            cloze=True,
+            buffer_tokens=100,
+        ),
+        256,
     ),
     "lines": Comparison(
         "LongEval-Lines",
         partial(
-            Lines, lengths=(512, 1024, 1536), positions=3, samples_each=3, examples=3, cloze=True
+            Lines, lengths=(512, 1024, 1536), positions=5, samples_each=4, examples=3, cloze=True
         ),
-        _rivals(192, 13, 5, 1),
+        192,
     ),
-    "ruler": Comparison(
-        "RULER at 2k", partial(Ruler, lengths=(2048,), samples_each=2), _rivals(512, 13)[:3]
-    ),
-    "rag-citation": Comparison(
-        "Citations", partial(RagCitation, documents=(10, 20), samples_each=12), _rivals(512, 13)
-    ),
-    "rag-position": Comparison(
-        "Lost in the middle",
-        partial(RagPosition, documents=(5, 10), samples_each=8, corpus="squad"),
-        _rivals(256, 13),
-    ),
-    "rag-pipeline": Comparison(
-        "Retrieve, rerank, answer",
-        partial(RagPipeline, documents=(5, 10), samples_each=12, corpus="squad"),
-        _rivals(256, 13),
-    ),
-    "turns": Comparison(
-        "Several turns",
-        partial(SeveralTurns, lengths=(1024, 2048), samples_each=5, cloze=True),
-        _over_turns(256),
-    ),
-    "tracking": Comparison(
-        "Long answers",
-        partial(
-            Tracking, answer_tokens=(1024,), kinds=("copy", "cycle"), samples_each=2, cloze=True
-        ),
-        _evicting(512),
-    ),
-    "hidden": Comparison(
-        "A question that comes later",
-        partial(
-            Ruler,
-            tasks=("niah_single_1", "niah_single_2", "niah_multikey_1"),
-            lengths=(4096,),
-            samples_each=2,
-        ),
-        _without_a_question(4096, (8, 16, 32)),
-        questions=("hidden",),
-        reference_loss=True,
-    ),
+    "ruler": Comparison("RULER at 2k", partial(Ruler, lengths=(2048,), samples_each=5), 512),
 }
 
 
 def _compare(name: str, given: Given) -> Iterator[Row]:
     folder = FOLDER if given.stored else Path(tempfile.mkdtemp())
-    own = COMPARISONS[name]._asdict()
-    del own["title"]
-    run = Run(loaded=given.loaded, template="none", **own | {"task": own["task"]()})
+    own = COMPARISONS[name]
+    run = Run(loaded=given.loaded, template="none", task=own.task(), methods=own.methods)
     run.into(folder / name, _say)
     yield from ()
 
@@ -230,7 +154,7 @@ def _evaluation_drawn(found: dict[str, Results]) -> None:
 EVALUATION = Experiment(
     name="evaluation",
     title="Tasks, answered by the demo model",
-    takes="hours",
+    takes="an hour and a half",
     measure={name: partial(_compare, name) for name in COMPARISONS},
     read=measured,
     measured=lambda found: f"Scores are times 100; intervals: 95 %, {METHOD}",

@@ -230,11 +230,11 @@ MANY_QUESTIONS = Experiment(
     title="Many questions, many turns",
     measure=_measure,
     options={
-        "count": Sized(4, 1),
+        "count": Sized(6, 1),
         "tokens": Sized(2048, 512),
         "questions": Sized(10, 2),
         "turns": Sized(50, 2),
-        "budgets": Sized((128, 256), (96,)),
+        "budgets": Sized((128,), (96,)),
         "turned": Sized((128, 8, 512), (64, 2, 256)),
     },
     tables=lambda rows: [*_QUESTIONS.parts(rows), *_turns_table(of(rows, task="turns"))],

@@ -211,10 +211,10 @@ SELECTIVE = Experiment(
         "rounds": Sized(4, 2),
         "shape_tokens": Sized(16384, 128),
         "shape_rounds": 2,
-        "count": Sized(10, 2),
+        "count": Sized(20, 2),
         "length": Sized(1024, 512),
         "depths": Sized(5, 1),
-        "each": Sized(2, 1),
+        "each": Sized(4, 1),
     },
     tables=[
         Table(_TIMED, "Time on the demo model", {"part": "time"}),
