@@ -194,7 +194,7 @@ def test_a_refresh_chooses_as_the_last_queries_vote_on_everything():
     keys = [layer.offloaded.with_tail(layer.keys[:, :, :0], layer.values[:, :, :0])[0]]
     queries, update, look_back = [layer.notes.last_queries.clone()], layer.update, layer.look_back
     layer.update = lambda own, *rest, **kw: keys.append(own) or update(own, *rest, **kw)
-    layer.look_back = lambda own: queries.append(own) or look_back(own)
+    layer.look_back = lambda own, ahead: queries.append(own) or look_back(own, ahead)
     for step, token in enumerate(tokens.split(1, dim=1), 1):
         call(model, cache, token)
         assert cache.report().kept_tokens == BUDGET + step % 4
@@ -257,6 +257,8 @@ def test_the_limit_is_kept_and_given_back():
         ({"refresh_every": 4, "storage": "static"}, "storage: expected 'dyn"),
         ({"refresh_every": 4, "policy": ExpectedAttention(64)}, "refresh_every: expected a policy"),
         ({"policy": Compactor(64)}, "policy: expected one that chooses by the"),
+        ({"policy": ExpectedAttention(64)}, "policy: expected one that chooses by the"),
+        ({"policy": AdaKV(ExpectedAttention(64))}, "policy: expected one that chooses by the"),
     ],
 )
 def test_what_cannot_be_done_is_said_when_the_cache_is_made(options, said):
@@ -274,8 +276,11 @@ def test_drafts_say_what_plain_decoding_says_and_need_an_empty_cache_without_ref
         said.append(generated(model, cache, document(), **options))
         assert cache.report().host_bytes
     assert torch.equal(*said)
-    with pytest.raises(InvalidArgumentError, match="past_key_values: expected an empty cache"):
-        generated(model, cache, torch.cat([said[0], question()], 1), **lookup)
+    static = CompressedCache(model, POLICY, storage="static", room_tokens=64)
+    assert torch.equal(generated(model, static, document()), said[0])
+    for used in (cache, static):
+        with pytest.raises(InvalidArgumentError, match="past_key_values: expected an empty cache"):
+            generated(model, used, torch.cat([said[0], question()], 1), **lookup)
     cache = CompressedCache(model, POLICY, recall="host", refresh_every=4)
     with pytest.raises(InvalidArgumentError, match="refresh_every: expected none where drafts"):
         generated(model, cache, document(), **lookup)

@@ -9,8 +9,9 @@ from tests.families import random_ids, tiny_model
 
 CLOSE = {"atol": 2e-4, "rtol": 1e-4}
 PICK = {"window_size": 8, "kernel_size": 5}
-# Read before a question is known, or rows of one batch draw differently.
+# Read before a question is known, by all queries, or rows of one batch draw differently.
 NEEDS_ALL = ("kvzip", "across-layers", "compactor", "random")
+NEEDS_ALL += ("expected-attention", "adakv of expected-attention")
 STATIC = {"storage": "static", "room_tokens": 96}
 CASES = {
     **{name: (policy, {}) for name, policy in METHODS.items() if name not in NEEDS_ALL},

@@ -19,6 +19,7 @@ from snapkv import (
 from snapkv.decoding import CandidateTree, Medusa
 from snapkv.hf import forward_context
 from snapkv.hf.masks import tree_mask
+from snapkv.prefill import SharedReading, layer_by_layer
 from tests.decoding.heads import KnowingHeads, random_heads
 from tests.families import ONCE, SLIDING_LAYERS_CRASH_AFTER_DRAFTS, random_ids, tiny_model
 from tests.hf.test_generate import Recorder
@@ -33,6 +34,10 @@ STORAGES = {
     "per query head": (SnapKV(36, window_size=8, group_reduce="none"), {}),
     "full": (FullCache(), {}),
     "few bits": (POLICY, {"quantize": KVCodes(8, 8, recent_tokens=0)}),
+    "few bits, static": (
+        POLICY,
+        {"quantize": KVCodes(8, 8, recent_tokens=4), "storage": "static", "room_tokens": 60},
+    ),
 }
 OPTIONS = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
 BUSHY = CandidateTree.likeliest([(0.3, 0.3, 0.3)] * 3, 39)
@@ -69,7 +74,7 @@ def generate(model, ids, cache, **options):
 def stored(cache):
     """What every layer holds behind the prompt's part, keys and values."""
     for layer in cache.layers:
-        filled = layer.store.slots if hasattr(layer, "store") else layer.keys.shape[-2]
+        filled = layer.store.written_tokens if hasattr(layer, "store") else layer.keys.shape[-2]
         yield layer.keys[..., :filled, :], layer.values[..., :filled, :]
 
 
@@ -130,6 +135,43 @@ def test_a_second_turn_goes_on_from_the_same_cache(family):
     second = generate(model, turn, plain)
     heads = KnowingHeads.of(model, cache, second, seed=2)
     assert torch.equal(generate(model, turn, cache, custom_generate=Medusa(heads, BUSHY)), second)
+
+
+@pytest.mark.parametrize("options", [{"recall": "host"}, {"turns": "compress"}], ids=str)
+@pytest.mark.parametrize("question_tokens", [1, 3, 12])
+@pytest.mark.parametrize("tree", [BUSHY, CandidateTree.chain(3)], ids=["tree", "chain"])
+def test_the_window_of_a_short_turn_reaches_back_to_what_was_accepted(
+    options, question_tokens, tree
+):
+    """The votes of the next turn are those of the text, not of candidates that were rejected."""
+    model, ids = tiny_model("llama"), random_ids(1, PROMPT)
+    policy, kept = SnapKV(16, window_size=8, kernel_size=1), []
+    plain = CompressedCache(model, policy, **options)
+    text = generate(model, ids, plain)
+    for heads in (None, KnowingHeads.of(model, plain, text), random_heads(model)):
+        cache = CompressedCache(model, policy, **options)
+        drafted = {} if heads is None else {"custom_generate": Medusa(heads, tree)}
+        said = generate(model, ids, cache, **drafted)
+        turn = torch.cat([said, random_ids(1, question_tokens, seed=5)], 1)
+        generate(model, turn, cache, max_new_tokens=1)
+        kept.append([cache.kept_positions(layer).tolist() for layer in cache.compressed_layers])
+    assert kept[0] == kept[1] == kept[2]
+
+
+def test_candidates_are_read_at_once_where_prompts_are_read_in_small_pieces():
+    model, ids = tiny_model("llama"), random_ids(1, PROMPT)
+    text = generate(model, ids, new_cache(model, "dynamic"))
+    cache = new_cache(model, "dynamic")
+    medusa = Medusa(KnowingHeads.of(model, cache, text), BUSHY)
+    with layer_by_layer(model, chunk_tokens=3):
+        assert torch.equal(generate(model, ids, cache, custom_generate=medusa), text)
+
+
+def test_heads_need_a_model_that_reads_the_prompt():
+    model, ids = tiny_model("llama"), random_ids(1, PROMPT)
+    medusa, refused = Medusa(random_heads(model)), "expected a model that reads the prompt"
+    with SharedReading(model, ids).given(), pytest.raises(InvalidArgumentError, match=refused):
+        generate(model, ids, new_cache(model, "dynamic"), custom_generate=medusa)
 
 
 PROCESSED = {"repetition_penalty": 1.6, "no_repeat_ngram_size": 2, "min_new_tokens": 4}

@@ -110,6 +110,26 @@ def test_states_of_a_recurrence_are_not_shared():
         SharedReading(small_model("linear"), random_ids(1, 40) % 64)
 
 
+@pytest.mark.parametrize("kind", ["indexed", "indexed, shared"])
+def test_keys_of_an_indexer_are_not_shared(kind):
+    with pytest.raises(UnsupportedModelError, match="; read it for each of them"):
+        SharedReading(small_model(kind), random_ids(1, 40) % 64)
+
+
+def test_a_call_that_asks_for_more_or_hides_tokens_is_read_by_the_model():
+    model, ids = tiny_model("llama"), random_ids(1, 40)
+    hidden, mask = torch.ones_like(ids), torch.ones_like(ids)
+    mask[0, :5] = 0
+    with torch.no_grad(), SharedReading(model, ids).given():
+        cache = CompressedCache(model, SNAPKV)
+        assert model(ids, past_key_values=cache, output_hidden_states=True).hidden_states
+        found, expected = (
+            (read(ids, attention_mask=shown, past_key_values=CompressedCache(model, SNAPKV)).logits)
+            for read, shown in ((model, mask), (model, hidden))
+        )
+        assert not torch.equal(found[:, -1], expected[:, -1])
+
+
 def test_what_it_holds_is_known_before():
     """By hand: 64 tokens, 4 layers, 8 query heads and 2 times 2 of 8 numbers each, 4 bytes."""
     model = tiny_model("llama")

@@ -33,7 +33,7 @@ from snapkv_lab.evaluate.runner import Results, Run
 from snapkv_lab.evaluate.store import key
 from snapkv_lab.evaluate.summary import summarise
 from snapkv_lab.evaluate.task import Task
-from snapkv_lab.evaluate.tasks import Lines, Needle, Ruler
+from snapkv_lab.evaluate.tasks import Lines, Needle
 from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.measuring import Turns
 from snapkv_lab.experiments.pages import Table, markdown_table
@@ -97,7 +97,6 @@ COMPARISONS = {
         ),
         192,
     ),
-    "ruler": Comparison("RULER at 2k", partial(Ruler, lengths=(2048,), samples_each=5), 512),
 }
 
 
@@ -154,7 +153,7 @@ def _evaluation_drawn(found: dict[str, Results]) -> None:
 EVALUATION = Experiment(
     name="evaluation",
     title="Tasks, answered by the demo model",
-    takes="an hour and a half",
+    takes="an hour",
     measure={name: partial(_compare, name) for name in COMPARISONS},
     read=measured,
     measured=lambda found: f"Scores are times 100; intervals: 95 %, {METHOD}",

@@ -314,10 +314,11 @@ class CompressedLayer(DynamicLayer):
         if not self.history_tokens and self.notes.last_queries is not None:
             self._note(last_queries=None)
 
-    def look_back(self, queries: Tensor) -> Tensor:
+    def look_back(self, queries: Tensor, ahead_tokens: int = 0) -> Tensor:
         """(B, Hq, N, D): a step's queries, or as many of the last ones as the policy wants to see.
 
-        Holds on to those for the steps to come. Of a turn in parts the step has the queries of all.
+        Holds on to those for the steps to come, and to as many more as `crop` may take away. Of a
+        turn in parts the step has the queries of all.
         """
         history = self.history_tokens
         if not history:
@@ -325,10 +326,21 @@ class CompressedLayer(DynamicLayer):
             self.forget_queries()
             return queries
         if (held := self.notes.last_queries) is not None:  # no more of it than stays
-            self._note(last_queries=last_tokens(held, history - queries.shape[-2]))
-        queries = last_tokens(self._behind_remembered(queries), history)
+            self._note(last_queries=last_tokens(held, history + ahead_tokens - queries.shape[-2]))
+        queries = last_tokens(self._behind_remembered(queries), history + ahead_tokens)
         self._note(last_queries=queries)
-        return queries
+        return last_tokens(queries, history)
+
+    @property
+    def last_queries(self) -> Tensor | None:
+        """(B, Hq, N, D): those that vote with the next turn, where any are held."""
+        held = self.notes.last_queries
+        return held if held is None else last_tokens(held, self.history_tokens)
+
+    def move_queries(self, move: Callable[[Tensor], Tensor]) -> None:
+        """Put the last ones into another order; those of static storage did not pass by."""
+        if self.notes.last_queries is not None and not self.store.is_static:
+            self._note(last_queries=move(self.notes.last_queries))
 
     def _behind_remembered(self, queries: Tensor) -> Tensor:
         held = self.notes.last_queries

@@ -262,7 +262,12 @@ class Reading:
     @property
     def is_open(self) -> bool:
         """Whether the end of the prompt has yet to be read."""
-        return not self.layers[0].store.is_static and (self.prompt_end is None or self.is_announced)
+        return not self.layers[0].store.is_static and self.is_coming
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether what is read next may be a prompt, in whatever storage."""
+        return self.prompt_end is None or self.is_announced
 
     def of(self, layers: Sequence[CompressedLayer]) -> Self:
         self.require_decided()
@@ -412,10 +417,10 @@ class Reading:
 
     def _recall_for_a_turn(self) -> None:
         """Read the tokens of a turn over all that was seen, in layers that can recall it."""
-        is_open = self.prompt_end is None or self.is_announced
         for layer in self.layers:
             if layer.offloaded is not None:
-                layer.offloaded.is_due = not layer.holds_all and (is_open or layer.store.slots == 0)
+                is_needed = self.is_coming or layer.store.slots == 0
+                layer.offloaded.is_due = is_needed and not layer.holds_all
 
     @contextlib.contextmanager
     def announced(self, prompt_tokens: int) -> Iterator[None]:

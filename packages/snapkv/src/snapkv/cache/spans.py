@@ -130,7 +130,7 @@ def require_compressible(layers: Sequence[CompressedLayer], rows: Sequence[Spans
 
 def _has_queries(layer: CompressedLayer) -> bool:
     """Whether it holds some: not where the last turn's tokens were dropped."""
-    held = layer.notes.last_queries
+    held = layer.last_queries
     return held is not None and held.shape[2] > 0
 
 
@@ -258,7 +258,7 @@ def _require_unprotected(protect: Spans | None, rows: Sequence[Spans], action: s
 
 def _require_alike_in_window(layer: CompressedLayer, rows: Sequence[Spans]) -> None:
     """Refuse rows that lose different numbers of the queries that vote with the next turn."""
-    held = layer.notes.last_queries
+    held = layer.last_queries
     if held is None or len(rows) == 1:
         return
     tokens, count = layer.slots.row_tokens(layer.store), held.shape[2]

@@ -23,7 +23,7 @@ from snapkv.decoding.tree import (
     accept_greedily,
     accept_typically,
 )
-from snapkv.errors import InvalidTypeError
+from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.hf.cache_argument import passed
 from snapkv.hf.forward_context import reading_candidates
 
@@ -112,6 +112,11 @@ class _Candidates(Drafting):
 
     def start(self) -> Tensor:
         logits = self.request.read_prompt(self.request.cache, len(self._medusa.tree.choices))
+        if self._states.value is None:
+            raise InvalidArgumentError(
+                "custom_generate: expected a model that reads the prompt where Medusa's heads look "
+                "at its last state, got one that a SharedReading stands in for; generate outside it"
+            )
         self._hidden = self._states.value[0, -1]
         begin_verifying(self.request.cache)
         return logits
@@ -184,11 +189,18 @@ def keep_path(cache: Cache, path: Tensor, read_tokens: int) -> None:
 
 
 def _gather(layer: Any, path: Tensor, read_tokens: int) -> None:
-    """Move the path's keys and values to the front of the tokens read."""
+    """Move the path's keys, values and queries to the front of the tokens read."""
     end = layer.keys.shape[-2]
     if isinstance(layer, CompressedLayer):  # static storage has empty slots behind them
-        end = min(end, layer.store.slots)
-    start = end - read_tokens
+        end = layer.store.written_tokens
+        layer.move_queries(lambda held: _moved(held.clone(), path, read_tokens, held.shape[-2]))
     for states in (layer.keys, layer.values):
-        kept = states[..., start:end, :].index_select(-2, path.to(states.device))
-        states[..., start : start + len(path), :] = kept
+        _moved(states, path, read_tokens, end)
+
+
+def _moved(states: Tensor, path: Tensor, read_tokens: int, end: int) -> Tensor:
+    """The states, changed: of the tokens read, which stand before `end`, the path's come first."""
+    start = end - read_tokens
+    kept = states[..., start:end, :].index_select(-2, path.to(states.device))
+    states[..., start : start + len(path), :] = kept
+    return states

@@ -197,7 +197,7 @@ def _read_turn(call: AttentionCall, context: ForwardContext) -> Attended:
         _evict(call, layer, context.turn_tokens + drafts)
     elif isinstance(layer.policy, EvictingPolicy):  # evicts at the end, as if it came at once
         layer.remember_queries(call.query, context.turn_tokens)
-    _follow(call, layer)
+    _follow(call, layer, max(0, drafts))
     layer.store.finalize_step(max(0, drafts))
     return attended
 
@@ -222,9 +222,10 @@ def _decode(call: AttentionCall, context: ForwardContext) -> Attended:
     layer = context.layer
     context.reading.note_draft(layer, call.query, call.key, call.value)
     attended = attend_stored(call, layer)
+    drafts = call.query.shape[2] if context.reading.verifies_drafts else 0
     _evict(call, layer, call.query.shape[2])
-    _follow(call, layer)
-    layer.store.finalize_step(call.query.shape[2] if context.reading.verifies_drafts else 0)
+    _follow(call, layer, drafts)
+    layer.store.finalize_step(drafts)
     return attended
 
 
@@ -285,11 +286,11 @@ def _verify(
     return torch.cat([output, verified], dim=1), None
 
 
-def _follow(call: AttentionCall, layer: CompressedLayer) -> None:
+def _follow(call: AttentionCall, layer: CompressedLayer, drafts: int) -> None:
     """Hold the last queries for the next turn, or let them choose again where it is time."""
     if layer.turns is None:
         return
-    layer.look_back(call.query)
+    layer.look_back(call.query, drafts)
     every = layer.turns.refresh_every
     if every is None or layer.seen_tokens - layer.slots.chosen_at < every:
         return

@@ -376,7 +376,7 @@ class CompressedCache(Cache):
     def activate_past_recording(self) -> None:
         """Called before drafts are verified: from now on a forward pass may hold drafts."""
         self.require_drafts()
-        if self.get_seq_length() and self.reading.is_open:
+        if self.get_seq_length() and self.reading.is_coming:
             raise InvalidArgumentError(
                 f"past_key_values: expected an empty cache where drafts are verified (assistant "
                 f"model, prompt lookup), since transformers reads the text from its start into it, "

@@ -60,7 +60,7 @@ def slot_scores(
     Every head is scored by itself, as they may hold different numbers of tokens: (B, H, S) bool
     `held` says which slots hold one.
     """
-    store, queries = layer.store, layer.notes.last_queries
+    store, queries = layer.store, layer.last_queries
     keys, values = store.padded() if store.ragged is not None else (store.keys, store.values)
     (B, H, S), scores = held.shape, held.new_full(held.shape, float("inf"), dtype=torch.float32)
     if queries is None:

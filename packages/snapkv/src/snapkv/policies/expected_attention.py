@@ -38,7 +38,7 @@ class ExpectedAttention(PrefixPolicy):
 
     name: ClassVar[str] = "expected-attention"
     query_tokens: ClassVar[int] = ALL_QUERIES
-    needs: ClassVar[frozenset[Need]] = frozenset({"rotation"})
+    needs: ClassVar[frozenset[Need]] = frozenset({"rotation", "queries"})
 
     _: KW_ONLY
     future_tokens: int = 512

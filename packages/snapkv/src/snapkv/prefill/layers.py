@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from snapkv.hf import forward_context
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import cache_among
 from snapkv.plan import layerwise_advice
@@ -76,6 +77,8 @@ def _read_layer(
     cache = cache_among(kwargs)
     tokens = hidden_states.shape[1]
     if not isinstance(cache, CompressedCache) or tokens <= chunk_tokens or torch.is_grad_enabled():
+        return forward(hidden_states, *args, **kwargs)
+    if forward_context.candidates() is not None:  # a tree, in which each token sees its branch
         return forward(hidden_states, *args, **kwargs)
     cache.reading.require_pieces()
     require_by_token(args, kwargs, tokens)

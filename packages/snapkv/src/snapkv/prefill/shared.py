@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from snapkv.cache.indexed import IndexedLayer
 from snapkv.errors import UnsupportedModelError
 from snapkv.hf.attend import Attended, AttentionCall
 from snapkv.hf.attention import attend
@@ -73,7 +74,8 @@ class SharedReading:
 
     Raises:
         UnsupportedModelError: layers that hold something else than keys and values of their own
-            (states of a recurrence, keys of another layer), or whose forward is wrapped already.
+            (states of a recurrence, keys of another layer or of an indexer), or whose forward is
+            wrapped already.
     """
 
     def __init__(self, model: PreTrainedModel, input_ids: Tensor) -> None:
@@ -88,7 +90,11 @@ class SharedReading:
         self.read_ms = (time.perf_counter() - begin) * 1000
         self._steps = leader.steps
         self._output = dataclasses.replace(output, **passed(None))
-        told = [step.layer_idx for step in self._steps if step.call is not None]
+        told = [
+            step.layer_idx
+            for step in self._steps
+            if step.call is not None and not isinstance(leader.layers[step.layer_idx], IndexedLayer)
+        ]
         if told != list(range(len(leader.layers))):
             raise UnsupportedModelError(
                 f"model: expected layers that each hold keys and values of their own where a "
@@ -112,7 +118,8 @@ class SharedReading:
             cache: Any = cache_among(kwargs)
             ids = args[0] if args else kwargs.get("input_ids")
             is_empty = isinstance(cache, CompressedCache) and not cache.get_seq_length()
-            if not is_empty or not isinstance(ids, Tensor) or not torch.equal(ids, self._ids):
+            is_read = isinstance(ids, Tensor) and torch.equal(ids, self._ids)
+            if not (is_empty and is_read and _is_plain(kwargs)):
                 return own(*args, **kwargs)
             for step in self._steps:
                 step.into(cache)
@@ -120,6 +127,13 @@ class SharedReading:
 
         with standing_in({self._model: forward}):
             yield
+
+
+def _is_plain(kwargs: dict[str, Any]) -> bool:
+    """Whether a call asks for no more than was read, and hides nothing of it."""
+    mask = kwargs.get("attention_mask")
+    shows_all = mask is None or bool(mask.all())
+    return shows_all and not any(kwargs.get(f"output_{n}") for n in ("hidden_states", "attentions"))
 
 
 class _NotingCache(CompressedCache, Hook):

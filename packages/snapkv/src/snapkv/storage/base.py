@@ -82,6 +82,11 @@ class TokenStore(ABC):
         return int(self.keys.shape[2]) if self.planes else 0
 
     @property
+    def written_tokens(self) -> int:
+        """How many of `keys` are written; static storage has empty places behind them."""
+        return min(int(self.keys.shape[2]), self.slots)
+
+    @property
     def slot_count(self) -> int | Tensor:
         """`slots`, on the device where a step counts them there."""
         return self.slots

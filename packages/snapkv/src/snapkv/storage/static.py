@@ -211,6 +211,10 @@ class StaticCodedStore(StaticStore):
         )
         return keys.index_select(2, self._order), values.index_select(2, self._order)
 
+    @property
+    def written_tokens(self) -> int:
+        return self.slots - int(self._coded)
+
     def append(self, keys: Tensor, values: Tensor) -> Pair:
         new_tokens = keys.shape[-2]
         places = torch.arange(new_tokens, device=keys.device) + (self.filled - self._coded)
