@@ -217,7 +217,7 @@ class Experiment:
         for part in given.parts or ("",):
             asked = Given(**{**vars(given), "parts": (part,) if part else ()})
             rows = list(self.complete(asked))
-            if self.cases is None:  # else they are stored, case by case
+            if self.cases is None and self.read is None:  # else they are stored as they come
                 others = [row for row in self.known() if self._part(row) != part]
                 write_rows(self.rows, sorted([*others, *rows], key=self._place))
 
