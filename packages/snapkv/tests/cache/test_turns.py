@@ -9,10 +9,12 @@ from snapkv import (
     CompressedCache,
     ExpectedAttention,
     InvalidArgumentError,
+    KVzap,
     PyramidKV,
     SnapKV,
 )
 from tests.families import CLOSE, ONCE, call, random_ids, tiny_model
+from tests.gates import drawn_gate
 from tests.oracle import hidden_columns, masked_decode_logits, stepwise_logits
 
 DOCUMENT, QUESTION, BUDGET, WINDOW = 90, 20, 40, 8
@@ -99,8 +101,9 @@ def test_tokens_behind_an_announced_turn_neither_vote_nor_see_what_was_dropped()
         (AdaKV(POLICY), {}, "a budget that is the same for all heads"),
         (SnapKV(keep_ratio=0.5), {}, "a budget that is the same for all heads"),
         (PyramidKV(64), {}, "the same for all heads and layers"),
-        (ExpectedAttention(64), {}, "does not ask where tokens stand"),
-        (Compactor(64), {}, "does not ask where tokens stand"),
+        (ExpectedAttention(64), {}, "chooses by the last queries or none"),
+        (Compactor(64), {}, "chooses by the last queries or none"),
+        (KVzap(64, gate=drawn_gate()), {}, "does not ask where tokens stand"),
         (POLICY, {"storage": "static"}, "storage: expected 'dynamic'"),
     ],
 )

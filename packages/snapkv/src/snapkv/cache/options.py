@@ -113,11 +113,11 @@ class TurnOptions:
                 f"refresh_every: expected a policy whose last queries vote, got {policy.name}, "
                 "which asks all of a prompt's; use SnapKV, or leave refresh_every out"
             )
-        if self.recall is not None and "queries" in policy.needs:
+        if "queries" in policy.needs:
             raise InvalidArgumentError(
-                f"policy: expected one that chooses by the last queries or none for recall, since "
+                f"policy: expected one that chooses by the last queries or none for {asked}, since "
                 f"earlier turns' queries are not held, got {policy.name}; use SnapKV, or leave "
-                "recall out"
+                f"{asked} out"
             )
         alike = policy.most_tokens is not None and policy.most_tokens == getattr(
             policy, "budget", None

@@ -28,7 +28,8 @@ class ExpectedAttention(PrefixPolicy):
 
     As in kvpress, but: the queries are taken from attention and turned back, so that query norms
     and scalings are the model's own; the window is kept as in SnapKV, where kvpress has none.
-    Soft-caps and learned sinks are left out of the expectation, as there.
+    Soft-caps and learned sinks are left out of the expectation, as there. A conversation is read
+    into a new cache: queries of earlier turns are not held, so recall and documents refuse it.
 
     Args:
         budget, keep_ratio, window_size: as in `PrefixPolicy`.
