@@ -119,7 +119,7 @@ class MedusaHeads(nn.Module):
 class LastStates:
     """The last input of a model's output projection, (B, N, d) for the N tokens with logits."""
 
-    value: Any = None
+    value: Tensor
 
 
 @contextlib.contextmanager

@@ -112,7 +112,7 @@ class _Candidates(Drafting):
 
     def start(self) -> Tensor:
         logits = self.request.read_prompt(self.request.cache, len(self._medusa.tree.choices))
-        if self._states.value is None:
+        if not hasattr(self._states, "value"):
             raise InvalidArgumentError(
                 "custom_generate: expected a model that reads the prompt where Medusa's heads look "
                 "at its last state, got one that a SharedReading stands in for; generate outside it"
