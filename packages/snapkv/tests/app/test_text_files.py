@@ -329,3 +329,12 @@ def test_every_notice_is_given_once_and_by_file(tmp_path, capsys, monkeypatch):
         "partly read: standard input",
     ]
     assert capsys.readouterr().err.splitlines() == lines
+
+
+def test_cells_of_a_minified_table_stay_apart(tmp_path):
+    path = tmp_path / "page.html"
+    path.write_text(
+        "<table><tr><th>Day</th><td>Closes</td></tr><tr><td>Saturday</td><td>15:45</td></tr></table>"
+    )
+    (read,) = text_files.read([str(path)])
+    assert read.text.split() == ["Day", "Closes", "Saturday", "15:45"]
