@@ -9,12 +9,15 @@ from tests.families import random_ids, tiny_model
 
 CLOSE = {"atol": 2e-4, "rtol": 1e-4}
 PICK = {"window_size": 8, "kernel_size": 5}
-# Read before a question is known, by all queries, or rows of one batch draw differently.
-NEEDS_ALL = ("kvzip", "across-layers", "compactor", "random")
-NEEDS_ALL += ("expected-attention", "adakv of expected-attention")
+READ_ONCE = {
+    name
+    for name, policy in METHODS.items()
+    if policy.reads_context or "queries" in policy.needs or name == "random"
+}
+"""They take no later turns; and rows of one batch draw differently."""
 STATIC = {"storage": "static", "room_tokens": 96}
 CASES = {
-    **{name: (policy, {}) for name, policy in METHODS.items() if name not in NEEDS_ALL},
+    **{name: (policy, {}) for name, policy in METHODS.items() if name not in READ_ONCE},
     **{
         f"{name}, {'-'.join(map(str, options.values()))}": (METHODS[name], options)
         for options, names in (

@@ -118,16 +118,18 @@ def test_keys_of_an_indexer_are_not_shared(kind):
 
 def test_a_call_that_asks_for_more_or_hides_tokens_is_read_by_the_model():
     model, ids = tiny_model("llama"), random_ids(1, 40)
-    hidden, mask = torch.ones_like(ids), torch.ones_like(ids)
+    mask = torch.ones_like(ids)
     mask[0, :5] = 0
-    with torch.no_grad(), SharedReading(model, ids).given():
-        cache = CompressedCache(model, SNAPKV)
-        assert model(ids, past_key_values=cache, output_hidden_states=True).hidden_states
-        found, expected = (
-            (read(ids, attention_mask=shown, past_key_values=CompressedCache(model, SNAPKV)).logits)
-            for read, shown in ((model, mask), (model, hidden))
-        )
-        assert not torch.equal(found[:, -1], expected[:, -1])
+
+    def read(**asked):
+        return model(ids, past_key_values=CompressedCache(model, SNAPKV), **asked)
+
+    with torch.no_grad():
+        expected = read(attention_mask=mask).logits[:, -1]
+        with SharedReading(model, ids).given():
+            assert read(output_hidden_states=True).hidden_states
+            assert torch.equal(read(attention_mask=mask).logits[:, -1], expected)
+            assert not torch.equal(read().logits[:, -1], expected)
 
 
 def test_what_it_holds_is_known_before():

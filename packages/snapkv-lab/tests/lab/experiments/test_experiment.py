@@ -1,5 +1,7 @@
 """The one way to run an experiment, and every experiment in its small form."""
 
+from dataclasses import replace
+
 import pytest
 
 from snapkv_lab.experiments import experiment
@@ -55,6 +57,15 @@ def test_rows_of_one_part_take_the_place_of_its_old_ones(toy):
     own.main(["--part", "one", "--tokens", "7", "--budgets", "3", "4"])
     assert asked[2] == ("one", False, 7, [3, 4])
     assert [(row["part"], row["value"]) for row in read_rows(own.rows)] == [("one", 3), ("two", 2)]
+
+
+def test_what_is_read_from_elsewhere_is_not_stored_again(toy):
+    """As of `evaluation`, whose answers lie in folders of their own."""
+    asked, own = toy
+    elsewhere = replace(own, read=lambda: {"a": "summary"}, tables=None)
+    elsewhere.main([])
+    assert len(asked) == 2
+    assert not elsewhere.rows.exists()
 
 
 def test_nothing_is_stored_of_a_look_and_nothing_measured_to_render(toy, capsys):

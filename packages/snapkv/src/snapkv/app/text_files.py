@@ -288,7 +288,7 @@ def _html_text(name: str, data: bytes) -> tuple[str, list[str]]:
     for tag in page.find_all(lambda tag: _BLOCK_TAGS.fullmatch(tag.name)):
         tag.insert_before("\n")
         tag.insert_after("\n")
-    for cell in page.select("td + td, td + th, th + td, th + th"):
+    for cell in page.select(":is(td, th) + :is(td, th)"):
         cell.insert_before("\t")
     text = re.sub(r"[ \t]*\n\s*\n", "\n\n", page.get_text()).strip()
     if _OPENED.search(markup) and not _CLOSED.search(markup):

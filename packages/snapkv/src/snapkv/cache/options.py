@@ -116,8 +116,8 @@ class TurnOptions:
         if "queries" in policy.needs:
             raise InvalidArgumentError(
                 f"policy: expected one that chooses by the last queries or none for {asked}, since "
-                f"earlier turns' queries are not held, got {policy.name}; use SnapKV, or leave "
-                f"{asked} out"
+                f"earlier turns' queries are not held, got {policy.name}; use SnapKV, KeyDiff or "
+                "LagKV"
             )
         alike = policy.most_tokens is not None and policy.most_tokens == getattr(
             policy, "budget", None

@@ -132,8 +132,8 @@ class SharedReading:
 def _is_plain(kwargs: dict[str, Any]) -> bool:
     """Whether a call asks for no more than was read, and hides nothing of it."""
     mask = kwargs.get("attention_mask")
-    shows_all = mask is None or bool(mask.all())
-    return shows_all and not any(kwargs.get(f"output_{n}") for n in ("hidden_states", "attentions"))
+    wants_more = kwargs.get("output_hidden_states") or kwargs.get("output_attentions")
+    return not wants_more and (mask is None or bool(mask.all()))
 
 
 class _NotingCache(CompressedCache, Hook):
