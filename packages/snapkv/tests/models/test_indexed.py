@@ -28,7 +28,7 @@ from snapkv.policies import (
     PyramidKV,
     ScoreThreshold,
 )
-from snapkv.prefill import layer_by_layer
+from snapkv.prefill import SharedReading, layer_by_layer
 from tests.cache.methods import METHODS
 from tests.matrix.shrinking import tiny
 
@@ -423,6 +423,9 @@ def test_what_cannot_be_right_is_refused_by_name():
             prompt_lookup_num_tokens=2,
             max_new_tokens=3,
         )
+    for indexed in (model, shares):
+        with pytest.raises(UnsupportedModelError, match="; read it for each of them"):
+            SharedReading(indexed, ids(1, PROMPT))
     of_all = made(topk=PROMPT)
     with pytest.raises(UnsupportedModelError), layer_by_layer(of_all, chunk_tokens=16):
         read(of_all, CompressedCache(of_all, POLICY), ids(1, PROMPT))

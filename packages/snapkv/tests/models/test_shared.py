@@ -110,12 +110,6 @@ def test_states_of_a_recurrence_are_not_shared():
         SharedReading(small_model("linear"), random_ids(1, 40) % 64)
 
 
-@pytest.mark.parametrize("kind", ["indexed", "indexed, shared"])
-def test_keys_of_an_indexer_are_not_shared(kind):
-    with pytest.raises(UnsupportedModelError, match="; read it for each of them"):
-        SharedReading(small_model(kind), random_ids(1, 40) % 64)
-
-
 def test_a_call_that_asks_for_more_or_hides_tokens_is_read_by_the_model():
     model, ids = tiny_model("llama"), random_ids(1, 40)
     mask = torch.ones_like(ids)
