@@ -188,6 +188,7 @@ def test_what_no_library_can_be_made_of_is_refused(refused, tiny_only, here, opt
 def test_documents_are_compressed_as_the_options_say_and_asked(snapkv, tiny_only, here, options):
     done = snapkv("library", "add", "papers", "--to", "lib", *options)
     assert done.status == 0, done.err
+    assert ("warning: policy: snapkv keeps what the end of" in done.err) == ("snapkv" in options)
     assert snapkv("library", "add", "papers", "--to", "lib", *options).out.count("skipped") == 3
     assert snapkv("library", "add", "papers", "--to", "lib").out.count("skipped") == 3
     for recompute in (0, 1):
@@ -249,6 +250,9 @@ def test_names_are_removed_and_others_refused(snapkv, added):
     assert (added / "papers/loan.txt").exists()
     garden = added / "papers" / ".." / "papers" / "garden.txt"
     assert snapkv("library", "remove", "lib", garden).out == "removed: papers/garden.txt\n"
+    asked = snapkv("ask", "--library", "lib", "-q", "roses")
+    assert asked.status == 2
+    assert "library: expected documents, got none in 'lib'; add some with" in asked.err
 
 
 def test_another_model_is_refused_with_both_names(snapkv, added, demo, monkeypatch):
@@ -299,7 +303,10 @@ def test_a_bound_is_said_and_what_goes_for_it(snapkv, added):
     listed = json.loads(snapkv("library", "list", "lib", "--json").out)
     sizes = {row["name"]: row["bytes"] for row in listed["documents"]}
     snapkv("ask", "--library", "lib", "-q", "roses", "--documents", 1, "--max-new-tokens", 1)
-    done = snapkv("library", "limit", "lib", f"{max(sizes.values())}B")
+    bound = f"{max(sizes.values())}B"
+    done = snapkv("library", "limit", "lib", bound)
+    assert (done.status, "for which 2 of 3 documents have to go; pass" in done.err) == (2, True)
+    done = snapkv("library", "limit", "lib", bound, "--evict")
     assert done.out == "evicted: papers/lease.txt\nevicted: papers/loan.txt\n"
     assert "; at most " in snapkv("library", "list", "lib").out
     (added / "papers/new.txt").write_text("Something new.")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
-from snapkv.errors import UnsupportedModelError
+from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.hf.masks import _flex_mask, leading_pads, prompt_mask, stored_mask
 from tests.pairs import pairs
 
@@ -92,6 +92,12 @@ def test_padding_that_is_not_on_the_left_is_refused(form, row):
     visible = torch.tensor([row, [1] * 7], dtype=torch.bool)
     with pytest.raises(UnsupportedModelError, match=r"attention_mask.*padding_side='left'"):
         read(in_form(form, visible))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_row_of_padding_alone_is_refused(form):
+    with pytest.raises(InvalidArgumentError, match="got rows of padding alone; leave them out"):
+        read(in_form(form, columns_visible([0, T])))
 
 
 @pytest.mark.parametrize("form", FORMS[:2])

@@ -100,7 +100,7 @@ def test_any_sequence_leaves_what_was_asked_for_last(tmp_path, tiny, seed):
             bound = draw.choice([least, least + 3 * size, 5 * size])
             gone = wanted.fit(bound)
             if gone is not None:
-                assert [entry.name for entry in library.limit(bound)] == gone
+                assert [entry.name for entry in library.limit(bound, evict=True)] == gone
         assert there(Library(library.path)) == wanted.sizes
         assert sum(wanted.sizes.values()) <= bound
         time.sleep(TICK)
@@ -122,8 +122,11 @@ def test_a_document_that_does_not_fit_fails_by_name_and_nothing_goes_for_it(libr
     assert len(list((library.path / "caches").iterdir())) == 3
     with pytest.raises(InvalidArgumentError, match="raise it with snapkv library limit"):
         library.limit(sizes["lease"] - 1)
+    with pytest.raises(InvalidArgumentError, match="for which 2 of 3 documents have to go; pass"):
+        library.limit(sizes["lease"])
     assert library.about.max_bytes == sum(sizes.values())
-    assert [entry.name for entry in library.limit(sizes["lease"])] == ["loan", "garden"]
+    gone = library.limit(sizes["lease"], evict=True)
+    assert [entry.name for entry in gone] == ["loan", "garden"]
     with pytest.raises(LibraryError, match="expected a library, got none"):
         Library(library.path / "none").limit(1)
 

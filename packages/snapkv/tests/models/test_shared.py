@@ -110,7 +110,7 @@ def test_states_of_a_recurrence_are_not_shared():
         SharedReading(small_model("linear"), random_ids(1, 40) % 64)
 
 
-def test_a_call_that_asks_for_more_or_hides_tokens_is_read_by_the_model():
+def test_a_call_that_asks_for_more_hides_tokens_or_places_them_is_read_by_the_model():
     model, ids = tiny_model("llama"), random_ids(1, 40)
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
@@ -120,9 +120,12 @@ def test_a_call_that_asks_for_more_or_hides_tokens_is_read_by_the_model():
 
     with torch.no_grad():
         expected = read(attention_mask=mask).logits[:, -1]
+        spread = 2 * torch.arange(ids.shape[1])[None]
+        apart = read(position_ids=spread).logits[:, -1]
         with SharedReading(model, ids).given():
             assert read(output_hidden_states=True).hidden_states
             assert torch.equal(read(attention_mask=mask).logits[:, -1], expected)
+            assert torch.equal(read(position_ids=spread).logits[:, -1], apart)
             assert not torch.equal(read().logits[:, -1], expected)
 
 

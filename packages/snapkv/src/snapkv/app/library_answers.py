@@ -74,6 +74,11 @@ def search(
     """The documents for a question, and the milliseconds that it took; refused where none fits."""
     start = time.perf_counter()
     hits = library.search(question, documents, by_meaning=by_meaning)
+    if not hits and not library.documents:
+        raise DocumentError(
+            f"library: expected documents, got none in {str(library.path)!r}; add some with snapkv "
+            f"library add FILES --to {library.path}"
+        )
     if not hits:
         raise DocumentError(
             f"question: expected words that stand in the documents of {str(library.path)!r}, got "

@@ -41,6 +41,11 @@ FAILED = 1
 
 _BITS = ("int4", "K8V4", "int8", "fp8", "none")
 _AS_IT_IS = ""
+_VOTES = (
+    "policy: {} keeps what the end of each document attends to, which knows no question, and what "
+    "it drops cannot be asked for; leave --policy out, or pass --policy across-layers --set "
+    "policy=kvzip"
+)
 
 Place = Annotated[str, typer.Argument(metavar="LIBRARY", help="Its folder")]
 
@@ -112,11 +117,14 @@ def add(sources: panels.Documents, *, options: AddOptions) -> None:
     from snapkv.cli.loading import answers_progress, load_model
     from snapkv.cli.policy import build_policy
     from snapkv.library.library import Outcome
+    from snapkv.policies.base import ALL_QUERIES
 
     library = opened(options.to)
     found = library_files.find(sources, library)
     _tell(found.notices)
     policy = None if options.policy == _AS_IT_IS else build_policy(options)
+    if policy and not policy.reads_context and 0 < policy.query_tokens < ALL_QUERIES:
+        _tell([f"snapkv: warning: {_VOTES.format(policy.name)}"])
     outcomes = [
         Outcome(name=name, what="failed", reason=reason) for name, reason in found.failed.items()
     ]
@@ -186,12 +194,15 @@ def check(library: Place, json: panels.AsJson = False) -> None:
 def limit(
     library: Place,
     size: Annotated[str, typer.Argument(metavar="BYTES", help="Such as 20GiB; none lifts it")],
+    evict: Annotated[
+        bool, typer.Option("--evict", help="Let documents go now, where more is stored than that")
+    ] = False,
     json: panels.AsJson = False,
 ) -> None:
     """Bound the bytes of keys and values; documents asked for longest ago make room."""
     before = f"snapkv library limit {library} "
     most_bytes = None if size.lower() == "none" else byte_count("size", size, before)
-    gone = [entry.name for entry in opened(library).limit(most_bytes)]
+    gone = [entry.name for entry in opened(library).limit(most_bytes, evict=evict)]
     if json:
         write_json({"library": library, "max_bytes": most_bytes, "evicted": gone})
     else:

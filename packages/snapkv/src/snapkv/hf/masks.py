@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from snapkv import ops
-from snapkv.errors import UnsupportedModelError
+from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 
 
 def mask_function(implementation: str) -> Callable[..., Any]:
@@ -66,11 +66,18 @@ def leading_pads(
     not_causal = torch.zeros_like(elsewhere)
     if not (isinstance(mask, Tensor) and mask.ndim == 2):
         not_causal = _sees_otherwise(visible, pads)
-    found = torch.stack([elsewhere, not_causal, pads.any()]).tolist()  # a GPU is waited for once
+    empty = (pads == prompt_tokens).any()
+    # A GPU is waited for once.
+    found = torch.stack([elsewhere, not_causal, pads.any(), empty]).tolist()
     if found[0]:
         raise UnsupportedModelError(
             "attention_mask: expected padding on the left only, got masked positions at the end "
             "or in the middle of the prompt; tokenize with padding_side='left'"
+        )
+    if found[3]:
+        raise InvalidArgumentError(
+            "attention_mask: expected a token in every row, got rows of padding alone; leave them "
+            "out of the batch"
         )
     if found[1]:
         raise not_causal_window()

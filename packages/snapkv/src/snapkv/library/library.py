@@ -34,7 +34,7 @@ from snapkv.library.reader import Reader
 from snapkv.library.records import Record, Text, each_once
 from snapkv.library.searching import Hit, Passages
 from snapkv.policies import FullCache, Policy
-from snapkv.validation import nearest, require_int
+from snapkv.validation import format_bytes, nearest, require_int
 
 ProgressSink = Callable[[str, int, int], None]
 """Takes the name of the document that comes next, how many are done, and of how many."""
@@ -177,28 +177,39 @@ class Library:
                     outcomes.append(self._add(reader, text, names, room, changed))
         return [*outcomes, *(Outcome(name=entry.name, what="evicted") for entry in room.evicted)]
 
-    def limit(self, max_bytes: int | None) -> list[Entry]:
+    def limit(self, max_bytes: int | None, *, evict: bool = False) -> list[Entry]:
         """Bound what all files of keys and values take together, or lift the bound with None.
 
-        Where a document comes that is too much for it, or now, those go that were asked for longest
-        ago, or where nobody has, were written first. The one that was asked for last stays, and
-        what is added together: a document that does not fit beside them fails by name.
+        Where a document comes that is too much for it, those go that were asked for longest ago,
+        or where nobody has, were written first. The one that was asked for last stays, and what is
+        added together: a document that does not fit beside them fails by name.
+
+        Args:
+            max_bytes: the bound.
+            evict: whether documents may go now, where more is stored than that.
 
         Returns:
             The documents that went now.
 
         Raises:
-            InvalidArgumentError: less than the document takes that was asked for last.
+            InvalidArgumentError: less than is stored, without `evict`; or less than the document
+                takes that was asked for last.
             LibraryError: there is no library, or another process is adding.
         """
         if max_bytes is not None:
             require_int("max_bytes", max_bytes, minimum=0, maximum=None)
         self.required()
         with self._folder.changing():
-            going = list[Entry]()
-            if max_bytes is not None:
-                entries = self._passages.asked(lambda index: index.entries())
-                going = Room(self._folder, entries, max_bytes).too_many()
+            entries = self._passages.asked(lambda index: index.entries())
+            most_bytes = math.inf if max_bytes is None else max_bytes
+            going = Room(self._folder, entries, most_bytes).too_many()
+            if going and not evict:
+                stored = format_bytes(sum(entry.bytes for entry in entries))
+                raise InvalidArgumentError(
+                    f"max_bytes: expected at least {stored}, what is stored, got "
+                    f"{format_bytes(most_bytes)}, for which {len(going)} of {len(entries)} "
+                    "documents have to go; pass evict=True (--evict) to let them"
+                )
             self._folder.begin(replace(self.required(), max_bytes=max_bytes))
             with self._followed() as changed:
                 self._evict(going, changed)

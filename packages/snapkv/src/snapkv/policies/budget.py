@@ -27,7 +27,7 @@ BYTES = "bytes"
 
 UNDILUTED_TOKENS = 1024
 """Up to here a vote weighs the same; of a longer prompt each position gets a smaller share of the
-window's attention, and so does the one that is the answer: see `docs/results/auto_budget.md`."""
+window's attention, and so does the one that is the answer: `docs/results/tables/auto_budget.md`."""
 
 
 def dilution(tokens: float) -> float:

@@ -131,9 +131,13 @@ class SharedReading:
 
 def _is_plain(kwargs: dict[str, Any]) -> bool:
     """Whether a call asks for no more than was read, and hides nothing of it."""
-    mask = kwargs.get("attention_mask")
+    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     wants_more = kwargs.get("output_hidden_states") or kwargs.get("output_attentions")
-    return not wants_more and (mask is None or bool(mask.all()))
+    return not (
+        wants_more
+        or (mask is not None and not bool(mask.all()))
+        or (positions is not None and bool((positions.diff() != 1).any() or positions.min()))
+    )
 
 
 class _NotingCache(CompressedCache, Hook):
