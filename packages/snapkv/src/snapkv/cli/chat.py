@@ -272,8 +272,8 @@ class Chat:
         self.conversation, self.warnings = self.load(_named(path)), []
         self.saved.clear()
         self._note(
-            f"loaded {path}: {self.conversation.tokens:,} tokens; it goes on with its own documents "
-            "and budget, not with those of the command line"
+            f"loaded {path}: {self.conversation.tokens:,} tokens; it goes on with its own "
+            "documents and budget, not with those of the command line"
         )
 
     def _help(self, _: str) -> None:
