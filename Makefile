@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PROJECTS := $(wildcard packages/*/pyproject.toml)
 # Each package from its folder; vLLM has an environment of its own.
-EDITABLE := -e 'packages/snapkv[documents,gguf,rag]' -e 'packages/snapkv-lab[lm-eval]'
+EDITABLE := -e 'packages/snapkv[documents,gguf]' -e 'packages/snapkv-lab[lm-eval]'
 # Every package has a part of `tests`.
 export PYTHONPATH := $(CURDIR)/packages/snapkv:$(CURDIR)/packages/snapkv-lab:$(CURDIR)/packages/snapkv-vllm
 INSTALLED := .venv/.installed
@@ -126,7 +126,7 @@ check: $(INSTALLED) ## Lint, formatting, types, who imports whom, what each part
 	$(BIN)/python -m tests.weight
 	$(BIN)/python -m snapkv_lab.experiments ages
 
-release-check: $(INSTALLED) ## Wheel and sdist in empty environments, e.g. PYTHONS="python3.12 python3.13" EXTRAS="rag ray" VLLM=0.32.0
+release-check: $(INSTALLED) ## Wheel and sdist in empty environments, e.g. PYTHONS="python3.12 python3.13" EXTRAS="documents ray" VLLM=0.32.0
 	$(BIN)/python -m tests.release $(addprefix --python ,$(PYTHONS)) $(addprefix --extra ,$(EXTRAS)) \
 	    $(addprefix --transformers ,$(TRANSFORMERS)) $(addprefix --vllm ,$(VLLM)) $(NOTE)
 

@@ -50,7 +50,7 @@ def check(here: Environment, built: Built, extras: Sequence[str]) -> None:
     checks.require_types(here)
     checks.require_library(here)
     print("  a project's types checked by mypy, other packages' commands named", flush=True)
-    for extra in dict.fromkeys([*extras, "gguf", "rag"]):  # the demo model comes as GGUF
+    for extra in dict.fromkeys([*extras, "gguf"]):  # the demo model comes as GGUF
         here.install(*EXTRAS[extra])
         here.run("python", "-m", "pip", "check")
         print(f"  extra {extra}", flush=True)

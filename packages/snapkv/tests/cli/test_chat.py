@@ -33,6 +33,7 @@ def test_questions_are_answered_line_by_line(chat, tmp_path):
     assert done.err == f"saved {talk}\n"
     again = chat(f"/load {talk}", LATER, "/stats")
     assert again.err.startswith(f"loaded {talk}: ")
+    assert "its own documents and budget, not with those of the command line" in again.err
     assert int(again.out.splitlines()[1].split()[0]) > int(seen.split()[0])
 
 
@@ -65,7 +66,7 @@ def test_pages_for_everything_answer_as_a_budget_for_everything(chat, tmp_path):
 
 def test_what_was_said_is_dropped(chat, snapkv, tiny_only, tmp_path, monkeypatch):
     said = chat(FIRST, "/drop document", "/drop document", "/drop tools", LATER, "/stats")
-    assert said.status == 0
+    assert said.status == 1
     assert said.out.splitlines()[1].split(", ")[0].endswith("tokens dropped")
     assert said.err.count("drop: expected something that was said and is not dropped yet") == 2
     messages = tmp_path / "messages.json"
@@ -91,7 +92,7 @@ def test_what_was_said_is_dropped(chat, snapkv, tiny_only, tmp_path, monkeypatch
 
 def test_what_goes_wrong_ends_a_turn_and_not_the_conversation(chat, tmp_path):
     done = chat("/sav x", "/save", f"/load {tmp_path / 'nothing'}", "/help", FIRST)
-    assert done.status == 0
+    assert done.status == 1
     assert len(done.out.splitlines()) == 1
     unknown, unnamed, missing, known = done.err.splitlines()
     assert "command: expected one of /stats" in unknown

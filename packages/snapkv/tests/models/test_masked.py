@@ -16,9 +16,11 @@ from snapkv import (
     KeyDiff,
     PyramidKV,
     SnapKV,
+    SnapKVError,
     UnsupportedModelError,
 )
 from snapkv.prefill import layer_by_layer
+from tests.cache.methods import METHODS
 from tests.families import HYBRID, ONCE, random_ids, tiny_model
 from tests.oracle import masked_decode_logits, unwrapped
 from tests.pairs import pairs
@@ -174,6 +176,33 @@ def test_left_padded_rows_decode_as_they_do_alone(family, implementation):
             padded = cache.kept_positions(layer_idx)[row]
             for head, kept in enumerate(alone.kept_positions(layer_idx)[0]):
                 assert padded[head][padded[head] >= 0].tolist() == kept.tolist()
+
+
+@pytest.mark.parametrize("options", [{}, {"quantize": "int8"}, {"turns": "compress"}], ids=str)
+@pytest.mark.parametrize("name", METHODS)
+@torch.no_grad()
+def test_a_4d_mask_behind_the_prompt_hides_what_it_says_or_is_refused(name, options):
+    model, (ids, mask) = tiny_model("llama"), left_padded((PROMPT, 61))
+    shown = torch.cat([mask, torch.ones(2, 3).long()], dim=1).bool()[:, None, None]
+    shown = shown & torch.ones(3, PROMPT + 3).bool().tril(PROMPT)
+    hidden = shown.clone()
+    hidden[..., PROMPT - 6 : PROMPT - 2] = False  # which most methods keep in every head
+    found = []
+    for given in (None, shown, hidden):
+        try:
+            cache = CompressedCache(model, METHODS[name], **options)
+            model(ids, past_key_values=cache, attention_mask=mask)
+            places = shown.sum(-1)[:, 0] - 1
+            logits = model(
+                random_ids(2, 3), attention_mask=given, past_key_values=cache, position_ids=places
+            ).logits
+            found.append(logits)
+        except SnapKVError:
+            found.append(None)
+    without, plain, less = found
+    if plain is not None:
+        torch.testing.assert_close(plain, without)
+    assert less is None or (less - without).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("family", ["llama", "cohere2", "deepseek_v3"])

@@ -101,7 +101,8 @@ def test_a_prompt_read_in_inference_mode_can_be_continued_outside_of_it():
         assert_close(logits, model(ids[:, 59:], past_key_values=expected).logits)
 
 
-def test_one_graph_decodes_every_prompt_of_every_cache():
+@pytest.mark.parametrize("piece", [None, 50])
+def test_one_graph_decodes_every_prompt_of_every_cache(piece):
     """Also of the next cache, when the last one and what the model carried for it are gone."""
     model, policy = tiny_model.__wrapped__("mistral"), SnapKV(36, window_size=8)
     compile_config = CompileConfig(fullgraph=True, backend="eager", dynamic=False)
@@ -113,7 +114,8 @@ def test_one_graph_decodes_every_prompt_of_every_cache():
         for tokens in lengths:
             ids = random_ids(2, tokens, seed=tokens)
             cache.reset()
-            compiled = generated(model, cache, ids, compile_config=compile_config)
+            options = {"compile_config": compile_config, "prefill_chunk_size": piece}
+            compiled = generated(model, cache, ids, **options)
             assert torch.equal(compiled, generated(model, CompressedCache(model, policy), ids))
         del cache
         gc.collect()

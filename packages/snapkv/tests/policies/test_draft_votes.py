@@ -86,15 +86,17 @@ def shares_of(queries, keys):
     return weights.view(B, H, Hq // H, Q, -1).mean(dim=(2, 3))
 
 
+@pytest.mark.parametrize("first", [0, 150])  # rotary attention knows differences alone
 @pytest.mark.parametrize("plain_calls", [False, True])
-def test_kept_sets_are_those_of_attention_computed_apart(plain_calls):
+def test_kept_sets_are_those_of_attention_computed_apart(plain_calls, first):
     model, ids = tiny_model("llama"), random_ids(2, PROMPT)
-    cache = CompressedCache(model, POLICY)
+    cache, places = CompressedCache(model, POLICY), first + torch.arange(PROMPT)[None]
     if plain_calls:
-        cache.vote_by_draft(call(model, cache, ids))
+        cache.vote_by_draft(call(model, cache, ids, position_ids=places), position_ids=places)
     else:
         model.generate(
             ids,
+            position_ids=places.expand(2, -1),
             attention_mask=torch.ones_like(ids),
             past_key_values=cache,
             max_new_tokens=1,

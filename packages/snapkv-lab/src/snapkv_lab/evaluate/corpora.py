@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 from snapkv.errors import DocumentError, InvalidArgumentError
 from snapkv.packages import package_file
-from snapkv.word_index import WordIndex
 from snapkv_lab.evaluate.store import Record
 
 CorpusName = Literal["hotpotqa", "squad"]
@@ -108,14 +107,24 @@ def _squad(content: dict[str, Any]) -> Corpus:
 
 
 class Index:
-    """An index of titles and texts by their words."""
+    """An index of titles and texts: BM25 over stemmed words."""
 
     def __init__(self, passages: Sequence[Passage]) -> None:
-        self._passages = passages
-        self._words = WordIndex([f"{passage.title} {passage.text}" for passage in passages])
+        import bm25s  # which loads numba
+        import Stemmer
+
+        self._tokenize = functools.partial(
+            bm25s.tokenize, stopwords="en", stemmer=Stemmer.Stemmer("english"), show_progress=False
+        )
+        self._passages, self._bm25 = passages, bm25s.BM25()
+        texts = [f"{passage.title} {passage.text}" for passage in passages]
+        self._bm25.index(self._tokenize(texts), show_progress=False)
 
     def ranked(self, query: str) -> Iterator[Passage]:
-        return (self._passages[place] for place, _ in self._words.ranked(query))
+        """All of them, the likeliest first; of equals the earlier first."""
+        words: Any = self._tokenize([query], return_ids=False)[0]
+        scores = self._bm25.get_scores_from_ids(self._bm25.get_tokens_ids(words))
+        return (self._passages[place] for place in (-scores).argsort(kind="stable"))
 
 
 @functools.cache

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from snapkv.app.conversation import Conversation
 
 
+FAILED = 1
+"""Exit status where a line of a script could not be answered or obeyed."""
+
 EXAMPLES = {"chat": ("snapkv chat contract.pdf", "snapkv chat notes.txt --budget 2k --recall none")}
 
 
@@ -174,17 +177,24 @@ class Chat:
     as_json: bool
     with_layers: bool
     warnings: list[str]
+    has_failed: bool = False
     saved: set[str] = field(default_factory=set)  # real paths of this conversation's own files
 
     def run(self) -> None:
-        """Go on until the input ends or says /quit; what goes wrong ends a turn only."""
+        """Go on until the input ends or says /quit; what goes wrong ends a turn only.
+
+        A script is told at its end.
+        """
         while (line := self._next()) not in ("", "/quit"):
             try:
                 self._obey(line) if line.startswith("/") else self._answer(line)
             except OutOfMemoryError:
                 raise
             except SnapKVError as error:
+                self.has_failed = True
                 self._note(f"snapkv: error: {error}")
+        if self.has_failed and not sys.stdin.isatty():
+            raise typer.Exit(FAILED)
 
     def _next(self) -> str:
         """The next line with something in it; empty where there is none."""
@@ -261,7 +271,10 @@ class Chat:
     def _replace(self, path: str) -> None:
         self.conversation, self.warnings = self.load(_named(path)), []
         self.saved.clear()
-        self._note(f"loaded {path}: {self.conversation.tokens:,} tokens")
+        self._note(
+            f"loaded {path}: {self.conversation.tokens:,} tokens; it goes on with its own "
+            "documents and budget, not with those of the command line"
+        )
 
     def _help(self, _: str) -> None:
         self._note(

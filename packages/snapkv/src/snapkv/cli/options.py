@@ -87,7 +87,7 @@ class PolicyOptions(ModelOptions):
         panels.policy(
             metavar="INTEGER|auto|12%|64MiB",
             help="Tokens kept per head and layer, window included; or bytes of growing layers",
-            show_default="auto, chosen by the votes; 1024 with --policy",
+            show_default="auto, chosen by the votes; 1024 with another --policy",
         ),
         TokenBudget(),
     ] = None
@@ -182,8 +182,8 @@ class RunOptions(MethodOptions):
         bool,
         panels.policy(
             "--exact-bits",
-            help="Keep tokens in the model's own bits, as with --policy, not in as few as lose "
-            "little",
+            help="Keep tokens in the model's own bits, as every other --policy does, not in as "
+            "few as lose little",
         ),
     ] = False
     protect: Annotated[

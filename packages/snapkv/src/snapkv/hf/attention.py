@@ -24,7 +24,14 @@ from snapkv.errors import CacheMismatchError, UnsupportedModelError
 from snapkv.hf import forward_context
 from snapkv.hf.attend import Attended, AttentionCall, attend_stored, fitting
 from snapkv.hf.forward_context import ForwardContext, Phase, Shared
-from snapkv.hf.masks import leading_pads, mask_function, not_causal_window, own_part, sees_ahead
+from snapkv.hf.masks import (
+    hides_past,
+    leading_pads,
+    mask_function,
+    not_causal_window,
+    own_part,
+    sees_ahead,
+)
 from snapkv.hf.model_parts import output_weight
 from snapkv.policies import (
     DecodeStep,
@@ -501,7 +508,25 @@ def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
             "whose pages have no columns in a 4-D one, got a 4-D one; pass (batch, tokens) zeros "
             "and ones"
         )
+    if own_4d and _hides_what_is_seen(call, context.layer):
+        return UnsupportedModelError(
+            "attention_mask: expected one that hides no earlier token behind a compressed prompt, "
+            "whose heads keep tokens of their own, got a 4-D one that hides some; drop them from "
+            "the cache with cache.drop(spans)"
+        )
     return _refusal_of_ahead(call, context)
+
+
+def _hides_what_is_seen(call: AttentionCall, layer: CompressedLayer) -> bool:
+    """Whether a 4-D mask of the user's own hides tokens that the layer attends to all the same.
+
+    One as wide as what is stored is heeded, where all heads keep the same number.
+    """
+    is_ragged, slots = layer.store.ragged is not None, layer.slots
+    if layer.storage.is_compileable or not (is_ragged or slots.is_compressed):
+        return False  # masks of static storage are made by the model
+    has_own = is_ragged or slots.needs_own_mask or call.mask.shape[-1] != call.key.shape[2]
+    return has_own and hides_past(call.mask, call.query.shape[2], slots.pads)
 
 
 def _refusal_of_ahead(call: AttentionCall, context: ForwardContext) -> Exception | None:

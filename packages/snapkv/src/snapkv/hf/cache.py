@@ -385,7 +385,12 @@ class CompressedCache(Cache):
         super().activate_past_recording()
         self.reading.verifies_drafts = True
 
-    def vote_by_draft(self, logits: Tensor, attention_mask: Tensor | None = None) -> None:
+    def vote_by_draft(
+        self,
+        logits: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> None:
         """Let a draft of the answer vote on the prompt that has just been read; see `DraftVotes`.
 
         `generate` does so by itself. Behind plain ``model(...)`` calls nothing else can be read
@@ -394,11 +399,12 @@ class CompressedCache(Cache):
         Args:
             logits: (B, any, vocabulary), what the model gave for the end of the prompt.
             attention_mask: (B, T) zeros and ones, or None where no row has padding.
+            position_ids: (..., T) where the model was given some; the draft's follow them.
 
         Raises:
             CacheMismatchError: no prompt waits for it.
         """
-        vote_by_draft(self.model, self, logits, attention_mask)
+        vote_by_draft(self.model, self, logits, attention_mask, position_ids)
 
     def require_drafts(self) -> None:
         """Refuse to verify drafts where the policy evicts while generating, or chooses again.

@@ -19,7 +19,11 @@ from snapkv.hf.placement import device_of
 
 @torch.no_grad()
 def vote_by_draft(
-    model: PreTrainedModel, cache: Any, logits: Tensor, attention_mask: Tensor | None
+    model: PreTrainedModel,
+    cache: Any,
+    logits: Tensor,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
 ) -> None:
     """Generate the draft greedily, and let every layer choose again with its queries, too.
 
@@ -28,6 +32,7 @@ def vote_by_draft(
         cache: a `CompressedCache`.
         logits: (B, any, vocabulary), of which the last ones are those behind the prompt.
         attention_mask: (B, T) zeros and ones, or None where no row has padding.
+        position_ids: (..., T) of the prompt, the draft's follow; None for those the mask says.
 
     Raises:
         CacheMismatchError: no prompt has just been read whose layers wait for a draft.
@@ -53,7 +58,7 @@ def vote_by_draft(
     end, tokens, started = reading.prompt_end, reading.policy.draft_tokens, time.perf_counter()
     reading.is_drafting = True
     try:
-        _generate(model, cache, logits[:, -1], attention_mask, tokens)
+        _generate(model, cache, logits[:, -1], attention_mask, position_ids, tokens)
     finally:
         reading.is_drafting = False
         held, reading.undecided = reading.undecided, {}
@@ -76,8 +81,15 @@ def vote_by_draft(
 
 
 def _generate(
-    model: Any, cache: Any, logits: Tensor, attention_mask: Tensor | None, tokens: int
+    model: Any,
+    cache: Any,
+    logits: Tensor,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    tokens: int,
 ) -> None:
+    if position_ids is None and attention_mask is not None:
+        position_ids = attention_mask.cumsum(-1) - 1
     for _ in range(tokens):
         ids = logits.argmax(dim=-1, keepdim=True)
         told: dict[str, Any] = {}
@@ -85,7 +97,8 @@ def _generate(
             seen = torch.ones_like(attention_mask[:, :1])
             attention_mask = torch.cat([attention_mask, seen], dim=1)
             told["attention_mask"] = attention_mask
-            told["position_ids"] = (attention_mask.cumsum(-1) - 1)[:, -1:]
+        if position_ids is not None:
+            told["position_ids"] = position_ids = position_ids[..., -1:] + 1
         output = model(ids.to(device_of(model)), **passed(cache), use_cache=True, **told)
         logits = output.logits[:, -1]
 

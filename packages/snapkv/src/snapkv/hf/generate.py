@@ -11,6 +11,7 @@ before there was a cache, and the model's own runs. For that `_prefill` announce
 """
 
 import contextlib
+import copy
 import inspect
 import weakref
 from collections.abc import Callable
@@ -61,8 +62,14 @@ def _prefill(
     model_kwargs: Any,
     **options: Any,
 ) -> Any:
-    """Announce the prompt where `generate` had no chance to; behind it a draft may vote."""
+    """Announce the prompt where `generate` had no chance to; behind it a draft may vote.
+
+    Its pieces are read as they are: only steps behind it are compiled.
+    """
     reading = _reading_of(model_kwargs)
+    if reading is not None:
+        generation_config = copy.copy(generation_config)
+        generation_config.disable_compile = True
     announcement: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if reading is not None and not reading.is_announced:
         _require_use_cache(generation_config.use_cache)
@@ -71,8 +78,8 @@ def _prefill(
     with announcement:
         output = own(model, input_ids, generation_config, model_kwargs, **options)
     if reading is not None and reading.undecided:
-        cache, mask = cache_among(model_kwargs), model_kwargs.get("attention_mask")
-        vote_by_draft(model, cache, output.logits, mask)
+        mask, positions = (model_kwargs.get(of) for of in ("attention_mask", "position_ids"))
+        vote_by_draft(model, cache_among(model_kwargs), output.logits, mask, positions)
     return output
 
 

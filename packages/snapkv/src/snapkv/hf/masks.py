@@ -131,6 +131,15 @@ def own_part(mask: Any, new_tokens: int, behind: int = 0) -> Tensor | None:
     return own if own.shape[-2] == new_tokens else None
 
 
+def hides_past(mask: Tensor, new_tokens: int, pads: Tensor | None) -> bool:
+    """Whether a 4-D mask hides something before its last, new tokens, leading pads left out."""
+    columns = mask.shape[-1] - new_tokens
+    past = _visible(mask, 0, new_tokens, columns)
+    places = torch.arange(max(columns, 0), device=mask.device)
+    first = 0 if pads is None else pads.to(mask.device)[:, None]
+    return bool((~past & (places >= first).view(-1, 1, 1, len(places))).any())
+
+
 def sees_ahead(own: Tensor | None) -> list[bool]:
     """Of `own_part`, for each of the Q tokens whether it sees a later one, or not all before it."""
     if own is None:

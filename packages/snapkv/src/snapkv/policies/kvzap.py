@@ -22,7 +22,8 @@ class KVzap(PrefixPolicy):
     `snapkv.policies.gate.features`: its key before rotary embedding, its value, and where it
     stands. `AdaKV(KVzap(...))` and `ScoreThreshold(KVzap(...), at_least=-7)` let heads keep
     different numbers, as published; the authors also evict while generating, here all of that
-    stays.
+    stays. A token stands where its row's count says, from 0: with `position_ids` of one's own the
+    gate looks at keys that it does not know.
 
     Without a gate `CompressedCache` takes what the study has found of the model.
 
