@@ -133,11 +133,12 @@ def own_part(mask: Any, new_tokens: int, behind: int = 0) -> Tensor | None:
 
 def hides_past(mask: Tensor, new_tokens: int, pads: Tensor | None) -> bool:
     """Whether a 4-D mask hides something before its last, new tokens, leading pads left out."""
-    columns = mask.shape[-1] - new_tokens
+    columns = max(mask.shape[-1] - new_tokens, 0)
     past = _visible(mask, 0, new_tokens, columns)
-    places = torch.arange(max(columns, 0), device=mask.device)
-    first = 0 if pads is None else pads.to(mask.device)[:, None]
-    return bool((~past & (places >= first).view(-1, 1, 1, len(places))).any())
+    if pads is not None:
+        places = torch.arange(columns, device=mask.device)
+        past = past | (places < pads.to(mask.device)[:, None, None, None])
+    return not bool(past.all())
 
 
 def sees_ahead(own: Tensor | None) -> list[bool]:
