@@ -179,7 +179,9 @@ def test_left_padded_rows_decode_as_they_do_alone(family, implementation):
 
 
 @pytest.mark.parametrize("options", [{}, {"quantize": "int8"}, {"turns": "compress"}], ids=str)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "name", [name for name, policy in METHODS.items() if not policy.reads_context]
+)
 @torch.no_grad()
 def test_a_4d_mask_behind_the_prompt_hides_what_it_says_or_is_refused(name, options):
     model, (ids, mask) = tiny_model("llama"), left_padded((PROMPT, 61))
@@ -200,7 +202,7 @@ def test_a_4d_mask_behind_the_prompt_hides_what_it_says_or_is_refused(name, opti
         except SnapKVError:
             found.append(None)
     without, plain, less = found
-    if plain is not None:
+    if without is not None:  # methods and options that do not go together
         torch.testing.assert_close(plain, without)
     assert less is None or (less - without).abs().max() > 0.01
 

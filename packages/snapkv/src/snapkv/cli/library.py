@@ -42,9 +42,9 @@ FAILED = 1
 _BITS = ("int4", "K8V4", "int8", "fp8", "none")
 _AS_IT_IS = ""
 _VOTES = (
-    "policy: {} keeps what the end of each document attends to, which knows no question, and what "
-    "it drops cannot be asked for; leave --policy out, or pass --policy across-layers --set "
-    "policy=kvzip"
+    "warning: policy: {} keeps what the end of each document attends to, which knows no question, "
+    "and what it drops cannot be asked for; leave --policy out, or pass --policy across-layers "
+    "--set policy=kvzip"
 )
 
 Place = Annotated[str, typer.Argument(metavar="LIBRARY", help="Its folder")]
@@ -121,10 +121,10 @@ def add(sources: panels.Documents, *, options: AddOptions) -> None:
 
     library = opened(options.to)
     found = library_files.find(sources, library)
-    _tell(found.notices)
-    policy = None if options.policy == _AS_IT_IS else build_policy(options)
+    policy, notices = None if options.policy == _AS_IT_IS else build_policy(options), found.notices
     if policy and not policy.reads_context and 0 < policy.query_tokens < ALL_QUERIES:
-        _tell([f"snapkv: warning: {_VOTES.format(policy.name)}"])
+        notices = [*notices, _VOTES.format(policy.name)]
+    _tell(notices)
     outcomes = [
         Outcome(name=name, what="failed", reason=reason) for name, reason in found.failed.items()
     ]
@@ -145,7 +145,7 @@ def add(sources: panels.Documents, *, options: AddOptions) -> None:
         outcomes += [Outcome(name=record.name, what="dropped") for record in gone]
     record = {"library": str(library.path), "documents": [asdict(each) for each in outcomes]}
     give(
-        record | {"warnings": found.notices},
+        record | {"warnings": notices},
         lambda: _outcomes_table(outcomes),
         as_json=options.json,
         place=f"library: {library.path}",

@@ -524,7 +524,7 @@ def _hides_what_is_seen(call: AttentionCall, layer: CompressedLayer) -> bool:
     """
     is_ragged, slots = layer.store.ragged is not None, layer.slots
     if layer.storage.is_compileable or not (is_ragged or slots.is_compressed):
-        return False  # masks of static storage are made by the model
+        return False  # static storage notes no masks, so that a step waits for no GPU
     has_own = is_ragged or slots.needs_own_mask or call.mask.shape[-1] != call.key.shape[2]
     return has_own and hides_past(call.mask, call.query.shape[2], slots.pads)
 

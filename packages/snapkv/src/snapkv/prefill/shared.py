@@ -130,7 +130,7 @@ class SharedReading:
 
 
 def _is_plain(kwargs: dict[str, Any]) -> bool:
-    """Whether a call asks for no more than was read, and hides nothing of it."""
+    """Whether a call asks for no more than was read, and neither hides nor moves any of it."""
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     wants_more = kwargs.get("output_hidden_states") or kwargs.get("output_attentions")
     return not (
