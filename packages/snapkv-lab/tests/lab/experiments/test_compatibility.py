@@ -66,3 +66,16 @@ def test_a_run_of_tests_notes_how_it_ended(pytester, monkeypatch):
     assert found["outcome"] == "failed"
     assert found["what"] == "1 passed, 1 failed"
     assert found["environment"]["torch"]
+
+
+def test_vllms_runners_have_a_row_each(pytester, monkeypatch):
+    noted = []
+    monkeypatch.setattr(compatibility, "write", noted.append)
+    pytester.makepyfile("def test_a(): pass")
+    for second in ("0", "1", "1"):
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", second)
+        pytester.inline_run("--note-as", "a-target", plugins=[compatibility])
+    rows = []
+    for each in noted:
+        rows = compatibility.note(rows, each)
+    assert [each["what"] for each in rows] == ["1 passed", "1 passed, on vLLM's second runner"]

@@ -15,16 +15,13 @@ from snapkv.cli.amounts import WholeNumber
 from snapkv.cli.fields import with_options
 from snapkv.cli.options import DRAFTS, RunOptions
 from snapkv.cli.outputs import Output, require_output
-from snapkv.cli.standard_output import write, write_json
+from snapkv.cli.standard_output import FAILED, write, write_json
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, SnapKVError
 from snapkv.validation import DEFAULT, DEFAULT_BUDGET, format_bytes, nearest
 
 if TYPE_CHECKING:
     from snapkv.app.conversation import Conversation
 
-
-FAILED = 1
-"""Exit status where a line of a script could not be answered or obeyed."""
 
 EXAMPLES = {"chat": ("snapkv chat contract.pdf", "snapkv chat notes.txt --budget 2k --recall none")}
 

@@ -15,7 +15,7 @@ from snapkv.cli.fields import with_options
 from snapkv.cli.grid import Grid, give
 from snapkv.cli.options import PolicyOptions
 from snapkv.cli.outputs import Output
-from snapkv.cli.standard_output import write, write_json
+from snapkv.cli.standard_output import FAILED, write, write_json
 from snapkv.errors import InvalidArgumentError
 from snapkv.validation import format_bytes, require_choice
 
@@ -35,9 +35,6 @@ EXAMPLES = {
     "library limit": ("snapkv library limit snapkv-library 20GiB",),
     "library remove": ("snapkv library remove snapkv-library contract.pdf",),
 }
-
-FAILED = 1
-"""Exit status where a document was not read, or is damaged."""
 
 _BITS = ("int4", "K8V4", "int8", "fp8", "none")
 _AS_IT_IS = ""

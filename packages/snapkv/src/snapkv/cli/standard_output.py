@@ -8,6 +8,9 @@ from typing import Any, cast
 
 from snapkv.errors import OutputError
 
+FAILED = 1
+"""Exit status where a command did its work, and something in it could not be done."""
+
 
 @contextlib.contextmanager
 def named_output() -> Iterator[None]:
