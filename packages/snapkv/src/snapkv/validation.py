@@ -4,6 +4,7 @@ Importable without torch, so that options fail at once.
 """
 
 import difflib
+import os
 import re
 import sys
 from collections.abc import Collection, Iterable
@@ -226,6 +227,11 @@ def require_choice(argument: str, value: object, choices: tuple[str, ...]) -> No
         )
 
 
+def printable(name: str) -> str:
+    """The name of a file in UTF-8, with other bytes, which no tokenizer takes, escaped."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
 def nearest(name: str, candidates: Iterable[str]) -> str:
     """The candidates most like `name`, as the end of an error message; empty where none is."""
     others = (candidate for candidate in candidates if candidate != name)
@@ -233,7 +239,11 @@ def nearest(name: str, candidates: Iterable[str]) -> str:
     close = difflib.get_close_matches(name.lower(), by_lower_case, n=3)
     if not close:
         return ""
-    return f"; did you mean {' or '.join(by_lower_case[match] for match in close)}?"
+    return f"; did you mean {' or '.join(_on_a_line(by_lower_case[match]) for match in close)}?"
+
+
+def _on_a_line(name: str) -> str:
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in name)
 
 
 def first_line(error: Exception) -> str:

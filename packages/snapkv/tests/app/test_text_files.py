@@ -170,11 +170,18 @@ def empty_folder(folder):
     return folder / "empty"
 
 
+def two_lined(folder):
+    (folder / "li\nes.txt").write_text("text")
+    return folder
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda folder: folder / "report.txt", "did you mean reports.txt?"),
         (lambda folder: folder / "nowhere" / "report.txt", "there is no folder"),
+        (lambda folder: "https://example.com/a.txt", "address 'https://example.com/a.txt', which"),
+        (lambda folder: two_lined(folder) / "lines.tx", r"did you mean li\nes.txt?"),
         (lambda folder: "", "got an empty name"),
         (lambda folder: "/dev/null", "got the device /dev/null"),
         (bad_file("empty.txt", b""), "got nothing"),

@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from snapkv.cache.saving import writing
 from snapkv.cache.saving.writing import append_line, open_for_lines, replace_file, replacing
@@ -103,3 +105,10 @@ def test_a_line_that_does_not_fit_leaves_nothing_of_itself(tmp_path, limited):
             append_line(file, "x" * 2000, path)
         append_line(file, "second", path)
     assert path.read_text() == "first\nsecond\n"
+
+
+def test_others_may_read_a_file_as_any_other_that_is_made_here(tmp_path):
+    (tmp_path / "plain").write_text("")
+    with replacing(tmp_path / "cache") as partial:
+        save_file({"x": torch.zeros(1)}, partial)
+    assert (tmp_path / "cache").stat().st_mode == (tmp_path / "plain").stat().st_mode

@@ -241,6 +241,19 @@ def test_a_damaged_file_is_named_mended_and_not_used(snapkv, added):
     assert snapkv("library", "check", "lib").status == 0
 
 
+def test_a_name_that_is_no_utf8_is_known_again_kept_and_removed(snapkv, tiny_only, here):
+    odd = os.fsdecode(b"notes/\xff.txt")
+    (here / "notes").mkdir()
+    for name in (odd, "notes/plain.txt"):
+        (here / name).write_text("The vault opens with 4471.", "utf-8")
+    assert snapkv("library", "add", "notes", "--to", "lib").status == 0
+    assert "skipped" in snapkv("library", "add", odd, "--to", "lib").out
+    (here / odd).write_bytes(b"gr\xfc\xdfe")
+    done = snapkv("library", "add", "notes", "--to", "lib")
+    assert "kept: notes/\\xff.txt: its file is there, but was not read" in done.err
+    assert snapkv("library", "remove", "lib", odd).out == "removed: notes/\\xff.txt\n"
+
+
 def test_names_are_removed_and_others_refused(snapkv, added):
     done = snapkv("library", "remove", "lib", "papers/loan.txt", added / "papers/lease.txt")
     assert done.out == "removed: papers/loan.txt\nremoved: papers/lease.txt\n"

@@ -13,6 +13,7 @@ import pytest
 
 from snapkv import FullCache, Library, LibraryError
 from snapkv.app.models import load
+from snapkv.library import folder
 from tests.lab.evaluate.tiny import save_tiny
 from tests.library.conftest import TEXTS
 
@@ -23,6 +24,7 @@ import os, sys, torch
 torch.set_num_threads(1)
 from snapkv import Library
 from snapkv.app.models import load
+from snapkv.library import folder
 from tests.library.test_killed import texts
 loaded = load(sys.argv[1], device="cpu")
 print("ready", flush=True)
@@ -148,6 +150,13 @@ def test_a_second_adder_is_refused_and_told_of_the_first(library, tiny):
     ):
         Library(library.path).add(tiny.model, tiny.tokenizer, TEXTS.items())
     assert Library(library.path).add(tiny.model, tiny.tokenizer, TEXTS.items())
+
+
+def test_a_lock_holds_on_a_full_disk_too():
+    with open("/dev/full", "ab", buffering=0) as lock:
+        folder._write_if_room(lock, b"1")
+        with pytest.raises(OSError, match="No space left"):
+            lock.write(b"1")
 
 
 def test_a_damaged_file_is_not_mended_while_another_process_adds(library, tiny, notices):

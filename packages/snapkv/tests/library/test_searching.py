@@ -253,3 +253,39 @@ def test_the_index_of_another_folder_is_brought_up_to_date(tmp_path):
     shutil.copy2(other._folder.index_file, own._folder.index_file)
     assert found(own, "bbx").keys() == {"bbx"}
     assert own.verify() == []
+
+
+def test_a_word_of_one_character_is_found_but_not_the_end_of_a_contraction(tmp_path):
+    texts = {
+        f"n{place}": f"chapter {place}: the hero is {name}" for place, name in enumerate("xyz")
+    }
+    library = made(tmp_path / "l", texts | {"apart": "what it s worth"})
+    assert library.search("Who is the hero of chapter 2?")[0].name == "n2"
+    assert [*found(library, "z")] == ["n2"]
+    assert not found(library, "How's that?")
+    assert not found(library, "How\u2019s that?")
+
+
+def test_equal_documents_keep_their_order_when_one_was_added_again(tmp_path):
+    texts = {f"n{place}": "bbx ccx" for place in range(4)}
+    library = made(tmp_path / "l", texts)
+    before = library.search("bbx")
+    with library._folder.changing():
+        put(library._folder, "n1", "bbx ccx")
+    assert library.search("bbx") == before
+
+
+def test_an_index_whose_last_change_was_cut_off_is_not_damaged(tmp_path):
+    library = made(tmp_path / "l", drawn_texts(1))
+    library.search(QUESTION)
+    file, journal = library._folder.index_file, tmp_path / "l" / "words.sqlite-journal"
+    with closing(sqlite3.connect(file)) as own:
+        own.execute("pragma cache_size = 1")
+        own.execute("begin")
+        own.executemany("insert into mark values (?)", [("x" * 4000,)] * 200)
+        cut_off = file.read_bytes(), journal.read_bytes()
+    file.write_bytes(cut_off[0])
+    journal.write_bytes(cut_off[1])
+    assert library.verify() == []
+    assert library.search(QUESTION)
+    assert not journal.exists()

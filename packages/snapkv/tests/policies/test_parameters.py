@@ -55,6 +55,8 @@ REFUSED = [
     (SnapKV, {"budget": True}, TYPE, "budget", "got True of type bool"),
     (SnapKV, {"window_size": 0}, VALUE, "window_size", "got 0"),
     (SnapKV, {"window_size": None}, TYPE, "window_size", "got None of type NoneType"),
+    (SnapKV, {"budget": "auto", "window_size": "x"}, TYPE, "window_size", "got 'x' of type str"),
+    (SnapKV, {"budget": "12%", "sink_tokens": "x"}, TYPE, "sink_tokens", "got 'x' of type str"),
     (SnapKV, {"keep_ratio": 0}, VALUE, "keep_ratio", "got 0"),
     (SnapKV, {"keep_ratio": 1.01}, VALUE, "keep_ratio", "got 1.01"),
     (SnapKV, {"keep_ratio": NAN}, VALUE, "keep_ratio", "got nan"),

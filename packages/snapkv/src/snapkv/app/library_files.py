@@ -1,6 +1,7 @@
 """From files and folders to the documents of a library."""
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ from snapkv.errors import DocumentError
 from snapkv.library.index import Entry
 from snapkv.library.library import Library
 from snapkv.library.records import Text
+from snapkv.validation import printable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,16 +35,16 @@ def find(sources: Sequence[str], library: Library) -> Found:
         try:
             read = text_files.read([source], on_notice=found.notices.append, without=library.path)
         except DocumentError as error:
-            gone = [record for record in before if not os.path.lexists(record.where)]
+            gone = [record for record in before if not os.path.lexists(_path(record))]
             found.gone.extend(gone)
             if not gone or os.path.isfile(source) or len(gone) < len(before):
-                found.failed[source] = str(error)
+                found.failed[printable(source)] = str(error)
             continue
         texts = [_text(document, source) for document in read]
         found.texts.extend(texts)
         there = {text.source for text in texts}
         for record in (each for each in before if each.source not in there):
-            if _has_text(record.where):
+            if _has_text(_path(record)):
                 found.notices.append(f"kept: {record.name}: its file is there, but was not read")
             else:
                 found.gone.append(record)
@@ -52,6 +54,20 @@ def find(sources: Sequence[str], library: Library) -> Found:
 def _text(document: text_files.TextFile, source: str) -> Text:
     file = None if source == text_files.STDIN else os.path.abspath(document.name)
     return Text(name=document.name, text=document.text, source=file)
+
+
+def _path(record: Entry) -> str:
+    """The file of a document, in whose name bytes that are no UTF-8 are escaped."""
+    if os.path.lexists(record.where):
+        return record.where
+    return os.fsdecode(_ESCAPED.sub(_byte, os.fsencode(record.where)))
+
+
+_ESCAPED = re.compile(rb"\\x([89a-f][0-9a-f])")
+
+
+def _byte(escaped: re.Match[bytes]) -> bytes:
+    return bytes.fromhex(escaped[1].decode())
 
 
 def _has_text(file: str) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from snapkv.errors import DocumentError, missing_package
-from snapkv.validation import nearest
+from snapkv.validation import nearest, printable
 
 STDIN = "-"
 
@@ -113,6 +113,11 @@ class _Files:
             raise DocumentError(
                 "file: expected a file or folder, got an empty name; pass a path or -"
             )
+        if "://" in source and not os.path.lexists(source):
+            raise DocumentError(
+                f"file: expected a file or folder, got the address {source!r}, which is not "
+                "fetched; download it and pass the file"
+            )
         path = Path(source)
         try:
             if path.is_dir():
@@ -130,7 +135,7 @@ class _Files:
             try:
                 found += self._if_text(path)
             except DocumentError as error:
-                reasons[_printable(str(path))] = " ".join(str(error).removeprefix("file: ").split())
+                reasons[printable(str(path))] = " ".join(str(error).removeprefix("file: ").split())
         if not found:
             unread = ""
             if reasons:
@@ -159,7 +164,7 @@ class _Files:
 
     def _parsed(self, name: str, data: bytes, *, suffix: str) -> TextFile:
         """The text of a file's content, by suffix or, without a telling one, by its first bytes."""
-        lost: list[str] = []
+        name, lost = printable(name), list[str]()
         if suffix == ".pdf" or data.startswith(b"%PDF-"):
             text, lost = _pdf_text(name, data)
         elif suffix in (".html", ".htm", ".xhtml") or _looks_like_html(data):
@@ -171,13 +176,14 @@ class _Files:
                 f"file: expected text, got nothing in {name}; pass a file with text"
             )
         if lost:
-            self.notices[f"partly read: {_printable(name)}"] = "; ".join(lost)
-        return TextFile(name=_printable(name), text=text.strip("\n"))
+            self.notices[f"partly read: {name}"] = "; ".join(lost)
+        return TextFile(name=name, text=text.strip("\n"))
 
 
 def _unreadable(error: OSError, name: str) -> DocumentError:
     return DocumentError(
-        f"file: expected a readable file, got {error.filename or name}: {error.strerror}; pass "
+        f"file: expected a readable file, got {printable(str(error.filename or name))}: "
+        f"{error.strerror}; pass "
         "one that can be read"
     )
 
@@ -191,7 +197,8 @@ def _require_file(path: Path) -> None:
     if path.parent.is_dir():
         near = nearest(path.name, os.listdir(path.parent))
     raise DocumentError(
-        f"file: expected an existing file or folder, got {path}{link_fault(path)}{near}"
+        f"file: expected an existing file or folder, got {printable(str(path))}{link_fault(path)}"
+        f"{near}"
     )
 
 
@@ -227,11 +234,6 @@ def _is_library(folder: str) -> bool:
             return b'"snapkv library ' in file.read(64)
     except OSError:
         return False
-
-
-def _printable(name: str) -> str:
-    """The name of a file in UTF-8, with other bytes, which no tokenizer takes, escaped."""
-    return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 def _looks_like_html(data: bytes) -> bool:

@@ -1,6 +1,7 @@
 """A library's files: what is there is whole, whoever was killed while writing."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -10,6 +11,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from snapkv.document_files import (
     BEGINNING,
@@ -61,7 +63,10 @@ class Fault:
 
     def as_notice(self) -> str:
         """A line for a damaged record."""
-        return f"library: {str(self.path)!r} cannot be used, {self.reason}; add its document again"
+        return (
+            f"library: {str(self.path)!r} cannot be used, {self.reason}; move it away and add its "
+            "document again"
+        )
 
 
 class Folder:
@@ -234,7 +239,7 @@ class Folder:
                 lock.seek(0)
                 is_left = bool(lock.read(1))
                 lock.truncate(0)
-                lock.write(b"%d\n" % os.getpid())
+                _write_if_room(lock, b"%d\n" % os.getpid())
             if is_left:
                 self._clean()
             yield
@@ -340,6 +345,15 @@ def _unlink(file: Path) -> None:
     """Remove a file that nobody needs."""
     with contextlib.suppress(OSError):
         file.unlink()
+
+
+def _write_if_room(file: IO[bytes], data: bytes) -> None:
+    """Write what can be missed: on a full disk, documents can still be removed."""
+    try:
+        file.write(data)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
 
 
 def _time_of(file: Path) -> int | None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from snapkv.errors import LibraryError
 from snapkv.library.folder import Fault, Folder
 from snapkv.library.records import WITHOUT_SPACES, Record, lines_of
+from snapkv.validation import printable
 
 _BUSY_SECONDS = 20
 """So long at most somebody waits for another one who brings the index up to date."""
@@ -67,10 +68,10 @@ class Index:
 
     # What it knows.
 
-    def entries(self, where: str = "", given: Iterable[object] = ()) -> list[Entry]:
+    def entries(self, where: str = "", given: Iterable[str] = ()) -> list[Entry]:
         """Documents in the order of their names, of which a condition holds."""
         asked = f"{_ENTRIES} {where and 'where ' + where} order by name"
-        return [Entry(*row) for row in self.connection.execute(asked, tuple(given))]
+        return [Entry(*row) for row in self.connection.execute(asked, tuple(map(printable, given)))]
 
     def of_name(self, name: str) -> list[Entry]:
         return self.entries("name = ?", [name])
@@ -83,6 +84,10 @@ class Index:
         inside = place.rstrip("/") + "/"
         until = inside[:-1] + chr(ord("/") + 1)
         return self.entries("source = ? or source >= ? and source < ?", [place, inside, until])
+
+    def place_of(self, passage: int) -> tuple[str, int]:
+        """Its document's key, and where it starts in that."""
+        return self.connection.execute(_PLACE, (passage,)).fetchone() or ("", 0)
 
     def is_of_now(self, key: str) -> bool:
         """Whether a document's record is the one that the index knows."""
@@ -183,6 +188,7 @@ class Index:
 
 
 _MARK = "select at from mark"
+_PLACE = "select key, start from spans where id = ?"
 _STAMP = "select stamp from documents where key = ?"
 _KNOWN = "select key, stamp from documents"
 _ABOUT = "select name, source, tokens, bytes from documents where key = ?"
@@ -215,7 +221,7 @@ def fault_of(folder: Folder) -> Fault | None:
             if said != "ok" or not index.holds_what_is_there():
                 reason = "it is not what was written"
     except sqlite3.Error as error:
-        reason = str(error)
+        reason = None if cannot_be_written(error) else str(error)
     if reason is None:
         return None
     remedy = f"{reason}; delete it, and the next search makes it again"

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TypeVar
 
 from snapkv.library.embeddings import TextEmbeddings
@@ -131,6 +132,8 @@ def _best(index: Index, question: str, documents: int, by_meaning: bool) -> list
 def _ranked(index: Index, question: str) -> list[tuple[int, float]]:
     """The passages that have a word of the question, and their BM25, the best first.
 
+    Equal ones are in the order of their documents' keys, whenever those were added.
+
     SQLite weighs a word that is in half of the passages or more with nothing, which in a few
     documents is most of them; Lucene's weight, log(1 + (N - n + 0.5) / (n + 0.5)), is always above
     zero. So every word is asked for by itself, and its share weighed again.
@@ -146,28 +149,35 @@ def _ranked(index: Index, question: str) -> list[tuple[int, float]]:
         weight = math.log1p(odds) / max(math.log(odds), 1e-6)
         for place, score in rows:
             scores[place] -= weight * score
-    return sorted(scores.items(), key=lambda each: (-each[1], each[0]))
+    ranked = sorted(scores.items(), key=lambda each: -each[1])
+    found: list[tuple[int, float]] = []
+    for _, equal in groupby(ranked, key=lambda each: each[1]):
+        tied = list(equal)
+        found += tied if len(tied) == 1 else sorted(tied, key=lambda each: index.place_of(each[0]))
+    return found
 
 
 def _words(question: str) -> list[str]:
-    """Runs of two or more letters, digits, `_` and marks on them, such as the vowels of Hindi.
+    """Runs of letters, digits, `_` and marks on them, such as the vowels of Hindi.
 
-    Of Chinese, Japanese and Korean, whose words are not told by spaces, every two neighbours.
+    Of Chinese, Japanese and Korean, whose words are not told by spaces, every two neighbours; the
+    letter behind an apostrophe, as in "what's", is no word.
     """
-    text = unicodedata.normalize("NFC", question).lower()
+    text = _CONTRACTED.sub(" ", unicodedata.normalize("NFC", question).lower())
     kept = (each if each == "_" or unicodedata.category(each)[0] in "LNM" else " " for each in text)
     runs = _RUN.findall("".join(kept))
     words = dict.fromkeys(word for run in runs for word in _words_of(run))
     return [word for word in words if word not in _STOPWORDS]
 
 
+_CONTRACTED = re.compile(r"(?<=\w)['\u2019]\w\b")
 _RUN = re.compile(f"[{WITHOUT_SPACES}]+|[^\\s{WITHOUT_SPACES}]+")
 
 
 def _words_of(run: str) -> Iterator[str]:
     """The run, or every two neighbours of it where its script has no spaces."""
     if not SINGLE.match(run):
-        yield from [run] if len(run) > 1 else []
+        yield run
         return
     for start in range(max(len(run) - 1, 1)):
         yield run[start : start + 2]

@@ -231,6 +231,8 @@ class Budget:
 
     def require_valid(self, sink_tokens: int) -> None:
         """Raise unless it has room for the window, the sinks and what every layer keeps."""
+        require_int("window_size", self.window_size, minimum=1)
+        require_int("sink_tokens", sink_tokens, minimum=0)
         auto = self.limit
         if isinstance(auto, ByteBudget):  # the prompt's end will tell
             auto = self.window_size + sink_tokens + 1

@@ -47,7 +47,10 @@ def replacing(path: Path, *, sweep: bool = True) -> Iterator[Path]:
         try:
             if sweep:
                 _remove_abandoned(target)
+            partial.touch()
+            mode = stat.S_IMODE(partial.stat().st_mode)
             yield partial
+            partial.chmod(mode)  # safetensors writes for its owner alone
             _flush(partial, os.O_RDWR)
             os.replace(partial, target)
         finally:
