@@ -15,6 +15,7 @@ from snapkv import (
     InvalidTypeError,
     SnapKV,
     UnsupportedModelError,
+    ops,
 )
 from snapkv.prefill import selective
 from snapkv.storage.append_buffer import ROOM_TOKENS
@@ -37,6 +38,20 @@ def filled(model):
     call(model, cache, random_ids(2, PROMPT))
     call(model, cache, random_ids(2, 4, seed=1))
     return cache
+
+
+def test_a_layers_votes_are_counted_once(model, monkeypatch):
+    counted, real = [], ops.window_votes
+
+    def counting(*given, **named):
+        counted.append(given)
+        return real(*given, **named)
+
+    monkeypatch.setattr(ops, "window_votes", counting)
+    cache = CompressedCache(model, POLICY)
+    call(model, cache, random_ids(2, PROMPT))
+    assert cache.report()["lost_votes"] > 0
+    assert len(counted) == model.config.num_hidden_layers
 
 
 # Plain calls.

@@ -319,8 +319,9 @@ def choose(layer: CompressedLayer, prompt: PromptLayer) -> None:
 
 def _end(layer: CompressedLayer, choice: Choice, prompt: PromptLayer) -> None:
     """Let the layer keep what was chosen; the pads of a text that it has parts of it knows."""
-    pads = prompt.pad_tokens if layer.slots.is_whole else layer.slots.pads
-    layer.end_prompt(choice, replace(prompt, pad_tokens=pads))
+    if not layer.slots.is_whole:
+        prompt = replace(prompt, pad_tokens=layer.slots.pads)
+    layer.end_prompt(choice, prompt)
 
 
 def _keep_to_cap(call: AttentionCall, layer: CompressedLayer, cap_tokens: int | None) -> None:
