@@ -166,16 +166,15 @@ class CpuLayout:
         return keys.mT.gather(3, columns).mT
 
     def read_values(self, blocks: Tensor, keep: Tensor) -> Tensor:
-        if not self._packings()[1].in_rows:
-            return gather_tokens(self._read(1, blocks), keep)
+        places = self._packings()[1].places.view(self._block_tokens, self._head_size)
         head = torch.arange(self._heads)[:, None]
         halves = 2 * (blocks[keep // self._block_tokens] * self._heads + head) + 1
-        rows = halves * self._block_tokens + keep % self._block_tokens
-        picked = self._caches[0].new_empty(*rows.shape, self._head_size)
-        for cache, of_layer, out in zip(self._caches, rows, picked, strict=True):
-            every_row = cache.view(-1, self._head_size)
-            torch.index_select(every_row, 0, of_layer.flatten(), out=out.view(-1, self._head_size))
-        return picked
+        own = places[keep % self._block_tokens] + halves[..., None] * places.numel()
+        own = own.expand(len(self._caches), *own.shape[1:])
+        found = [
+            cache.view(-1)[of_layer] for cache, of_layer in zip(self._caches, own, strict=True)
+        ]
+        return torch.stack(found)
 
     def _packings(self) -> "tuple[_Packing, _Packing]":
         return _packings(self._isa, self._block_tokens, self._head_size, self.form)
@@ -267,11 +266,6 @@ class _Packing:
             return cls(places)
         axes = tuple(zip(sizes, strides, strict=True))
         return cls(places, axes[: len(of_tokens)], axes[len(of_tokens) :])
-
-    @functools.cached_property
-    def in_rows(self) -> bool:
-        """Whether they lie token by token indeed."""
-        return torch.equal(self.places, torch.arange(len(self.places)))
 
     def read(self, caches: Sequence[Tensor], blocks: Tensor) -> Tensor:
         """Some blocks of each cache of (blocks, Hkv, block_tokens, D), token by token.

@@ -91,14 +91,17 @@ def test_what_was_said_is_dropped(chat, snapkv, tiny_only, tmp_path, monkeypatch
 
 
 def test_what_goes_wrong_ends_a_turn_and_not_the_conversation(chat, tmp_path):
-    done = chat("/sav x", "/save", f"/load {tmp_path / 'nothing'}", "/help", FIRST)
+    loads = [f"/load {place}" for place in (tmp_path / "nothing", tmp_path)]
+    done = chat("/sav x", "/save", *loads, "\udcff?", "/help", FIRST)
     assert done.status == 1
     assert len(done.out.splitlines()) == 1
-    unknown, unnamed, missing, known = done.err.splitlines()
+    unknown, unnamed, missing, folder, undecoded, known = done.err.splitlines()
     assert "command: expected one of /stats" in unknown
     assert "did you mean /save" in unknown
     assert "path: expected the name of a file" in unnamed
-    assert "got no file at" in missing
+    assert "expected a conversation that /save FILE has written, got no such file" in missing
+    assert "got a folder" in folder
+    assert r"question: expected text in UTF-8, got '\udcff?'" in undecoded
     assert known.startswith("/stats")
 
 
@@ -112,6 +115,11 @@ def test_what_goes_wrong_ends_a_turn_and_not_the_conversation(chat, tmp_path):
         (("--self-speculate",), "self_speculate: expected it with ask"),
         (("--policy", "h2o", "--recall", "host"), "policy: expected one that only compresses"),
         (("--recall-pages", 8, "--recall", "none"), "recall_pages: expected --recall host or a"),
+        (("--recall", ""), "recall: expected host, none or a folder"),
+        (
+            ("--recall", "none", "--budget", "30%"),
+            "got snapkv without; use snapkv with budget=1024",
+        ),
         (("--recall-pages", 0), "pages: expected at least 1"),
         (("--prefill", "selective", "--recall", "host"), "expected none where only some tokens go"),
         (("-",), "files: expected files or folders"),

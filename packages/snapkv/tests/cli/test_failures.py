@@ -32,6 +32,12 @@ SMALL = ("--budget", 48, "--window-size", 16, "--max-new-tokens", 2)
         (("ask", "{document}", *QUESTION, "--bugdet", "64"), "No such option"),
         (("ask", "{document}", *QUESTION, "--budget", "many"), "--budget"),
         (("ask", "{document}", "-q", "  "), "question: expected a question"),
+        (
+            ("ask", "{document}", "-q", "\udcff?"),
+            r"question: expected text in UTF-8, got '\udcff?'",
+        ),
+        (("generate", "-p", "\udcff"), "prompt: expected text in UTF-8"),
+        (("ask", "{document}", *QUESTION, "--budget", "1B"), "error: budget: expected at least"),
         (("ask", "{folder}/note.txt", *QUESTION), "did you mean notes.txt?"),
         (("ask", "{folder}/loop/a", *QUESTION), "a, whose symbolic links lead in a loop"),
         (("ask", "{folder}/lost", *QUESTION), "lost, a symbolic link to gone, which is not there"),

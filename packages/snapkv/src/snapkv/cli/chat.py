@@ -129,6 +129,10 @@ def _require_sense(
             raise InvalidArgumentError(
                 f"{name}: expected it with ask, got it with chat; leave it out"
             )
+    if recall == "":
+        raise InvalidArgumentError(
+            "recall: expected host, none or a folder, got an empty text; leave it out for host"
+        )
     if recall_pages is not None and recall == "none":
         raise InvalidArgumentError(
             "recall_pages: expected --recall host or a folder beside it, got none; leave one out"
@@ -266,7 +270,13 @@ class Chat:
         self._note(f"saved {path}")
 
     def _replace(self, path: str) -> None:
-        self.conversation, self.warnings = self.load(_named(path)), []
+        if not os.path.isfile(_named(path)):
+            got = "a folder" if os.path.isdir(path) else "no such file"
+            raise InvalidArgumentError(
+                f"path: expected a conversation that /save FILE has written, got {got}: {path!r}; "
+                "look for it with ls"
+            )
+        self.conversation, self.warnings = self.load(path), []
         self.saved.clear()
         self._note(
             f"loaded {path}: {self.conversation.tokens:,} tokens; it goes on with its own "

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from snapkv.errors import InvalidArgumentError
+from snapkv.validation import require_unicode
 
 model = partial(typer.Option, rich_help_panel="Model")
 material = partial(typer.Option, rich_help_panel="What to read")
@@ -45,3 +46,4 @@ def require_question(question: str) -> None:
     """Raise where nothing is asked."""
     if not question.strip():
         raise InvalidArgumentError("question: expected a question, got an empty text; ask one")
+    require_unicode("question", question)
