@@ -66,7 +66,7 @@ def test_vllm_gives_its_own_tokens_and_keeps_what_the_library_keeps():
 
 
 def test_reading_alone_in_vllm_takes_little_longer():
-    """Most where a processor has matrix units: votes are sums in float32, which those do not add."""
+    """Most with matrix units, which read fast and do not add votes, sums in float32."""
     (row,) = of(SERVING.known(), part="reading")
     assert (row["prompts_at_once"], row["pairs"]) == (1, 16)
     for clock in ("against_stock", "processor_against_stock"):
