@@ -32,6 +32,12 @@ SMALL = ("--budget", 48, "--window-size", 16, "--max-new-tokens", 2)
         (("ask", "{document}", *QUESTION, "--bugdet", "64"), "No such option"),
         (("ask", "{document}", *QUESTION, "--budget", "many"), "--budget"),
         (("ask", "{document}", "-q", "  "), "question: expected a question"),
+        (("ask", "{document}", "-q", "a \udcff"), "question: expected Unicode text, got '\\udcff'"),
+        (("generate", "-p", "\udcff"), "prompt: expected Unicode text"),
+        (
+            ("generate", "-p", "x", "--answer-start", "\udcff"),
+            "answer_start: expected Unicode",
+        ),
         (("ask", "{folder}/note.txt", *QUESTION), "did you mean notes.txt?"),
         (("ask", "{folder}/loop/a", *QUESTION), "a, whose symbolic links lead in a loop"),
         (("ask", "{folder}/lost", *QUESTION), "lost, a symbolic link to gone, which is not there"),

@@ -18,7 +18,7 @@ from snapkv.app.answering import (
 )
 from snapkv.app.models import LoadedModel
 from snapkv.app.prefills import Exact, Prefill
-from snapkv.app.prompts import Prompt, next_turn, question_prompt
+from snapkv.app.prompts import Prompt, next_turn, question_prompt, require_unicode
 from snapkv.app.protection import Protection
 from snapkv.app.settings import GenerationSettings
 from snapkv.app.transcripts import (
@@ -109,6 +109,7 @@ class Conversation:
     def ask(self, question: str, *, on_text: TextSink | None = None) -> Answer:
         if not question.strip():
             raise InvalidArgumentError("question: expected a question, got an empty text; ask one")
+        require_unicode("question", question)
         ids, parts = self._with(question)
         require_positions(self._loaded, ids.shape[1], self._settings)
         before = copy.copy(self.cache)

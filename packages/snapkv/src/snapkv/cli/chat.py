@@ -1,5 +1,6 @@
 """`snapkv chat`: a conversation about documents."""
 
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -83,6 +84,7 @@ def chat(
     from snapkv.cli.policy import build_policy, usual_bits  # torch; what is wrong above comes first
 
     policy = build_policy(_with_number(options, recall))
+    _require_tokens(policy, options, recall)
 
     from snapkv.app.conversation import Conversation
     from snapkv.app.transcripts import Transcript
@@ -133,6 +135,15 @@ def _require_sense(
         raise InvalidArgumentError(
             "recall_pages: expected --recall host or a folder beside it, got none; leave one out"
         )
+    if recall is not None and not recall.strip():
+        raise InvalidArgumentError(
+            "recall: expected host, a folder or none, got an empty text; leave it out for host"
+        )
+    if recall not in (None, "host", "none") and not Path(recall).absolute().parent.is_dir():
+        raise InvalidArgumentError(
+            f"recall: expected host, none or a folder in one that is there, got {recall!r}; make "
+            f"{str(Path(recall).parent)!r} first"
+        )
     if text_files.STDIN in files:
         raise InvalidArgumentError(
             "files: expected files or folders, since the questions come from standard input, got "
@@ -158,10 +169,30 @@ def _require_transcript(
 def _with_number(options: RunOptions, recall: str | None) -> RunOptions:
     """The options with a budget in tokens where what a turn does not need is gone for good."""
     is_auto = options.policy == DEFAULT and options.budget is None and options.keep_ratio is None
-    forgets = recall == "none" or (recall is None and not options.reading.holds_all)
-    if is_auto and forgets and not options.set_:
+    if is_auto and _forgets(options, recall) and not options.set_:
         return replace(options, budget=DEFAULT_BUDGET)
     return options
+
+
+def _forgets(options: RunOptions, recall: str | None) -> str:
+    """What has a turn drop for good what it does not need; empty where nothing does."""
+    if recall is None and not options.reading.holds_all:
+        return f"--prefill {options.prefill}"
+    return "--recall none" if recall == "none" else ""
+
+
+def _require_tokens(policy: Any, options: RunOptions, recall: str | None) -> None:
+    """Refuse a budget of other than tokens where what a turn does not need is gone for good."""
+    from snapkv.policies import PrefixPolicy  # torch, which the policy has imported
+
+    forgets = _forgets(options, recall)
+    if forgets and isinstance(policy, PrefixPolicy) and not isinstance(policy.budget, int):
+        kind = "keep_ratio" if policy.budget is None else next(iter(policy.describe()["budget"]))
+        got = options.budget if isinstance(options.budget, str) else kind
+        raise InvalidArgumentError(
+            f"budget: expected a number of tokens with {forgets}, got {got}; pass --budget "
+            f"{DEFAULT_BUDGET}, or leave {forgets} out"
+        )
 
 
 @dataclass(kw_only=True)
@@ -182,6 +213,8 @@ class Chat:
 
         A script is told at its end.
         """
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="surrogateescape")  # a byte that is no UTF-8
         while (line := self._next()) not in ("", "/quit"):
             try:
                 self._obey(line) if line.startswith("/") else self._answer(line)
@@ -266,7 +299,13 @@ class Chat:
         self._note(f"saved {path}")
 
     def _replace(self, path: str) -> None:
-        self.conversation, self.warnings = self.load(_named(path)), []
+        if not os.path.isfile(_named(path)):
+            got = "a folder" if os.path.isdir(path) else "no file"
+            raise InvalidArgumentError(
+                f"path: expected a conversation that was saved, got {got} at {path!r}; save one "
+                "with /save FILE"
+            )
+        self.conversation, self.warnings = self.load(path), []
         self.saved.clear()
         self._note(
             f"loaded {path}: {self.conversation.tokens:,} tokens; it goes on with its own "

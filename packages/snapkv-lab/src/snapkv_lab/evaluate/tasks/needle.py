@@ -32,6 +32,7 @@ _CITIES = (
 _CHARACTERS_PER_TOKEN = 8  # more than most long stretches of English need
 _SENTENCE_ENDS = (".", "?", "!", "。", "？", "！")  # noqa: RUF001 - Chinese has its own marks
 _MOST_DEPTHS = 101
+_MOST_DIGITS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +80,10 @@ class Needle(HaystackTask):
             raise InvalidArgumentError(
                 f"depths: expected at most {_MOST_DEPTHS}, one for every whole percent, got "
                 f"{self.depths}; pass a smaller number"
+            )
+        if self.digits > _MOST_DIGITS:
+            raise InvalidArgumentError(
+                f"digits: expected at most {_MOST_DIGITS}, got {self.digits}; pass a smaller number"
             )
         self.require(lengths=self.buffer_tokens + 100)
         require_choice("variant", self.variant, ("magic-number", "sandwich"))
