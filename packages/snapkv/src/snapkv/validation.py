@@ -232,15 +232,6 @@ def printable(name: str) -> str:
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
-def require_unicode(argument: str, text: str) -> None:
-    """Raise for what no tokenizer takes: bytes that are no text, as a terminal may pass them on."""
-    if not text.isascii() and any("\ud800" <= each <= "\udfff" for each in text):
-        raise InvalidArgumentError(
-            f"{argument}: expected text in UTF-8, got {text[-60:]!r}, where other bytes stand; "
-            "write it in UTF-8"
-        )
-
-
 def nearest(name: str, candidates: Iterable[str]) -> str:
     """The candidates most like `name`, as the end of an error message; empty where none is."""
     others = (candidate for candidate in candidates if candidate != name)

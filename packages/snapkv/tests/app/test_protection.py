@@ -85,6 +85,23 @@ def test_what_does_not_fit_by_default_is_left_with_one_line_and_refused_by_name(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize(
+    ("asked", "policy", "message"),
+    [
+        ({}, SnapKV("1B"), r"expected at least [\d,]{5,} bytes"),
+        ({"first_tokens": 40}, SnapKV(budget=24, window_size=8), "at most 16 tokens.* got 40"),
+        ({"first_tokens": 40}, StreamingLLM(100), "method that leaves tokens at their"),
+    ],
+)
+def test_what_was_asked_for_and_has_no_room_is_all_that_is_said(
+    tiny, capsys, asked, policy, message
+):
+    prompt = question_prompt(tiny.tokenizer, DOCUMENT, "Which word?")
+    with pytest.raises(InvalidArgumentError, match=message):
+        answer(tiny, prompt, policy, FEW, protection=Protection(system=None, **asked))
+    assert capsys.readouterr().err == ""
+
+
 def test_texts_that_cannot_be_found_are_refused(demo):
     prompt = Prompt(text=DOCUMENT)
     with pytest.raises(InvalidArgumentError, match="'gulls', which stands nowhere"):

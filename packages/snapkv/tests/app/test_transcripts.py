@@ -156,6 +156,7 @@ def test_thinking_is_found_where_the_template_begins_it(tiny):
 
 WRONG = [
     "[]",
+    '{"a": 1}',
     "{",
     '{"messages": 3}',
     '["hello"]',
@@ -179,6 +180,7 @@ def test_what_is_no_transcript_is_refused_in_a_line(tmp_path, text):
     with pytest.raises(InvalidArgumentError, match=r"^transcript.*: expected .*; ") as refused:
         Transcript.read(path)
     assert "\n" not in str(refused.value)
+    assert "got None" not in str(refused.value)
     with pytest.raises(InvalidArgumentError, match=r"^transcript: expected a JSON file"):
         Transcript.read(tmp_path / "nothing")
 

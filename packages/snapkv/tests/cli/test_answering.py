@@ -237,6 +237,10 @@ def test_a_budget_that_the_votes_choose_says_its_rule_and_what_it_kept(
     assert " prompt tokens kept in each layer (" in limited
     assert "than 0.05 %, but no more than 60" in limited
     assert said("--budget", "auto:least=9999") == "nothing was dropped, in 4 bits"
+    covered = said("--protect-first", "5000")
+    assert "since --protect-first covers all" in covered
+    assert f"prompt tokens; without: snapkv ask {document}" in covered
+    assert "5000" not in covered
     assert said("--budget", 64) == ""
 
 
@@ -317,10 +321,11 @@ def test_the_table_says_tokens_per_pass(snapkv, tiny_only, document, monkeypatch
         (("--self-speculate", "--prompt-lookup", 3), "drafts: expected one of"),
         (("--prompt-lookup", 0), "prompt_lookup: expected"),
         (("--medusa", "nowhere"), "medusa: expected 'demo', a folder"),
+        (("--medusa", ""), "or a hub id of one, got ''"),
         (("--self-speculate", "--policy", "tova"), "only compresses the prompt"),
         (("--self-speculate", "--prefill", "selective"), "expected none with --prefill selective"),
     ],
-    ids=["two ways", "no tokens", "no heads", "evicting", "selective"],
+    ids=["two ways", "no tokens", "no heads", "no name", "evicting", "selective"],
 )
 def test_drafts_that_cannot_work_are_refused(snapkv, tiny_only, document, options, message):
     done = snapkv("ask", document, *WHERE, "--budget", 48, "--max-new-tokens", 4, *options)

@@ -91,20 +91,32 @@ def test_what_was_said_is_dropped(chat, snapkv, tiny_only, tmp_path, monkeypatch
 
 
 def test_what_goes_wrong_ends_a_turn_and_not_the_conversation(chat, tmp_path):
-    loads = [f"/load {place}" for place in (tmp_path / "nothing", tmp_path)]
-    done = chat("/sav x", "/save", *loads, "\udcff?", "/help", FIRST)
+    loads = (f"/load {tmp_path / 'nothing'}", f"/load {tmp_path}")
+    done = chat("/sav x", "/save", *loads, "/help", FIRST)
     assert done.status == 1
     assert len(done.out.splitlines()) == 1
-    unknown, unnamed, missing, folder, undecoded, known = done.err.splitlines()
+    unknown, unnamed, missing, folder, known = done.err.splitlines()
     assert "command: expected one of /stats" in unknown
     assert "did you mean /save" in unknown
     assert "path: expected the name of a file" in unnamed
-    assert "expected a conversation that /save FILE has written, got no such file" in missing
-    assert "got a folder" in folder
-    assert r"question: expected text in UTF-8, got '\udcff?'" in undecoded
+    assert "got no file at" in missing
+    assert missing.endswith("save one with /save FILE")
+    assert f"got a folder at {str(tmp_path)!r}; save one" in folder
     assert known.startswith("/stats")
 
 
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_a_line_that_is_no_text_ends_a_turn_only(snapkv, tiny_only, document, monkeypatch, errors):
+    lines = io.BytesIO(b"What \xff?\n" + FIRST.encode() + b"\n")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(lines, encoding="utf-8", errors=errors))
+    done = snapkv("chat", document, *SMALL)
+    assert done.status == 1
+    assert done.out.strip()
+    assert done.err.startswith("snapkv: error: question: expected Unicode text, got '\\udcff?'")
+    assert done.err.count("\n") == 1
+
+
+@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -115,12 +127,12 @@ def test_what_goes_wrong_ends_a_turn_and_not_the_conversation(chat, tmp_path):
         (("--self-speculate",), "self_speculate: expected it with ask"),
         (("--policy", "h2o", "--recall", "host"), "policy: expected one that only compresses"),
         (("--recall-pages", 8, "--recall", "none"), "recall_pages: expected --recall host or a"),
-        (("--recall", ""), "recall: expected host, none or a folder"),
-        (
-            ("--recall", "none", "--budget", "30%"),
-            "budget: expected a number of tokens with --reca",
-        ),
-        (("--recall", "none", "--keep-ratio", 0.5), "got 0.5; pass --budget 1024, or leave"),
+        (("--recall", ""), "recall: expected host, a folder or none, got an empty text; leave it"),
+        (("--recall", "no/such/folder"), "got 'no/such/folder'; make 'no/such' first"),
+        (("--recall", "none", "--budget", "auto"), "with --recall none, got auto; pass --budget"),
+        (("--recall", "none", "--budget", "30%"), "budget: expected a number of tokens with --rec"),
+        (("--recall", "none", "--keep-ratio", 0.5), "got keep_ratio; pass --budget 1024, or leave"),
+        (("--prefill", "selective", "--budget", "30%"), "with --prefill selective, got 30%; pass"),
         (("--recall-pages", 0), "pages: expected at least 1"),
         (("--prefill", "selective", "--recall", "host"), "expected none where only some tokens go"),
         (("-",), "files: expected files or folders"),

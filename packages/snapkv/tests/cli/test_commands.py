@@ -96,6 +96,7 @@ def test_beside_a_budget_that_the_votes_choose_another_method_has_the_usual_one(
     [
         (("--budgets", "many"), "budgets: expected a whole number such as 4096"),
         (("--budgets", ","), "budgets: expected whole numbers with commas between them, got ','"),
+        (("--budgets", "64,,128"), "budgets: expected whole numbers with commas between them, got"),
         (("--budgets", ",".join(map(str, range(64, 77)))), "budgets: expected at most 12, since"),
         (("--budgets", "8"), "budget: expected"),
         (("--policy", "fastgen", "--budgets", "64"), "budget: expected a parameter of fastgen"),
@@ -158,6 +159,7 @@ def test_the_shapes_are_listed(snapkv):
         (["--context", "1k", "--gpu-memory", "80"], "gpu_memory: expected bytes with a unit"),
         (["--context", "1k", "--model", "./none"], "model: expected an existing file"),
         (["--context", "1k", "--model", "lwm-7b", "--dtype", "int8"], "dtype: expected one of"),
+        (["--context", "8k", "--window-size", "4k"], "budget: expected more than window_size=4096"),
         (["--context", "1k", "--budget", "9", "--keep-ratio", "0.5"], "expected one of them"),
         ([], "context"),
     ],

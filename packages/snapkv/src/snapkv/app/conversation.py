@@ -18,7 +18,7 @@ from snapkv.app.answering import (
 )
 from snapkv.app.models import LoadedModel
 from snapkv.app.prefills import Exact, Prefill
-from snapkv.app.prompts import Prompt, next_turn, question_prompt
+from snapkv.app.prompts import Prompt, next_turn, question_prompt, require_unicode
 from snapkv.app.protection import Protection
 from snapkv.app.settings import GenerationSettings
 from snapkv.app.transcripts import (
@@ -40,7 +40,7 @@ from snapkv.kvzip import require_one_reading
 from snapkv.policies import EvictingPolicy, Policy
 from snapkv.policies.spans import Span
 from snapkv.storage.auto import Quantize
-from snapkv.validation import require_int, require_unicode
+from snapkv.validation import require_int
 
 NO_RECALL = "none"
 
@@ -109,6 +109,7 @@ class Conversation:
     def ask(self, question: str, *, on_text: TextSink | None = None) -> Answer:
         if not question.strip():
             raise InvalidArgumentError("question: expected a question, got an empty text; ask one")
+        require_unicode("question", question)
         ids, parts = self._with(question)
         require_positions(self._loaded, ids.shape[1], self._settings)
         before = copy.copy(self.cache)
@@ -132,7 +133,6 @@ class Conversation:
 
     def _with(self, question: str) -> tuple[Tensor, list[Part]]:
         """(1, T) int64: all that was said, and the question; and the parts of it."""
-        require_unicode("question", question)
         tokenizer, device = self._loaded.tokenizer, device_of(self._loaded.model)
         if self._ids is not None:
             text, is_chat = next_turn(tokenizer, question), bool(tokenizer.chat_template)

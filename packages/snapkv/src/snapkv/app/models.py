@@ -132,8 +132,9 @@ def load(
 
     Raises:
         ModelNotFoundError: no such file, folder or hub id.
-        InvalidArgumentError: an unknown `device` or `dtype`, a damaged or foreign file, or
-            weights that are missing or of another shape than the configuration says.
+        InvalidArgumentError: an unknown `device`, `dtype` or `attn_implementation`, a damaged or
+            foreign file, or weights that are missing or of another shape than the configuration
+            says.
         UnsupportedModelError: the model's cache cannot be compressed.
         MissingDependencyError: a package that the model needs is not installed.
         OutOfMemoryError: the weights are larger than the device's memory; none has been read.
@@ -228,6 +229,13 @@ def chosen_dtype(name: str) -> torch.dtype:
     return dtype
 
 
+def _require_attention(name: str) -> None:
+    """Refuse what transformers has not registered; a kernel of the hub has an owner."""
+    if "/" not in name and "|" not in name:
+        known = ("eager", *(each for each in ALL_ATTENTION_FUNCTIONS if "|" not in each))
+        require_choice("attn_implementation", name, tuple(sorted(known)))
+
+
 def _not_found(got: str, expected: str = _ANY) -> ModelNotFoundError:
     return ModelNotFoundError(f"model: expected {expected}, got {got}")
 
@@ -262,13 +270,6 @@ def _locate(name: str, also: Iterable[str] = ()) -> _Source:
         hint = f"; the weights of that shape are in {SHAPES[shape].repository}"
     got = f"{name!r}, which is none of them{hint}"
     raise _not_found(got, f"{_ANY} such as Qwen/Qwen3-4B")
-
-
-def _require_attention(name: str) -> None:
-    """Raise for one that transformers does not have; those of the hub have a slash."""
-    own = (each for each in ALL_ATTENTION_FUNCTIONS.valid_keys() if "|" not in each)
-    if "/" not in name:
-        require_choice("attn_implementation", name, tuple(sorted({"eager", *own})))
 
 
 def _hub_options(source: _Source, revision: str | None, also: Iterable[str] = ()) -> dict[str, Any]:

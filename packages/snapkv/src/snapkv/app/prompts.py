@@ -1,12 +1,12 @@
 """From documents and a question to the text the model continues."""
 
 import itertools
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from snapkv.errors import InvalidArgumentError
-from snapkv.validation import require_unicode
 
 _ANSWER = "the-answer-so-far"
 
@@ -24,9 +24,6 @@ class Prompt:
     has_special_tokens: bool = False  # written by a chat template
     context_characters: int | None = None
     system_characters: int = 0  # of the system message that a chat begins with
-
-    def __post_init__(self) -> None:
-        require_unicode("prompt", self.text)
 
     def token_ids(self, tokenizer: Any) -> Any:
         """(1, T) int64."""
@@ -83,6 +80,15 @@ class Prompt:
             add_special_tokens=not self.has_special_tokens,
             verbose=False,  # the length is checked against the model, with a better message
             **options,
+        )
+
+
+def require_unicode(argument: str, text: str) -> None:
+    """Raise where a text holds what no tokenizer takes: bytes that came in and are no UTF-8."""
+    if wrong := re.search(r"[\ud800-\udfff]", text):
+        raise InvalidArgumentError(
+            f"{argument}: expected Unicode text, got {text[wrong.start() :][:40]!r}, which begins "
+            "with a byte that is no UTF-8; write it in UTF-8"
         )
 
 

@@ -12,7 +12,7 @@ from snapkv.app.prompts import Prompt
 from snapkv.cache.spans import layer_of_sizes
 from snapkv.errors import InvalidArgumentError
 from snapkv.ops import TokenCost
-from snapkv.policies import FullCache, Policy, PromptLayer
+from snapkv.policies import FullCache, Policy
 from snapkv.policies.spans import Span, Spans
 from snapkv.validation import require_int
 
@@ -58,9 +58,9 @@ class Protection:
         try:
             offsets = _offsets(prompt, tokenizer)
             system = tokens_of(offsets, 0, prompt.system_characters)
-            if not _has_room(policy, Spans.of("protect", asked), len(offsets)):
-                return []  # it is not the system message that is too much: the cache will say what
-            _require_room(policy, Spans.of("protect", [*asked, *system]), len(offsets))
+            if not _has_room(policy, asked, len(offsets)):
+                return []
+            _require_room(policy, [*asked, *system], len(offsets))
         except InvalidArgumentError as error:
             if self.system:
                 raise
@@ -99,21 +99,19 @@ def _offsets(prompt: Prompt, tokenizer: Any) -> list[Span]:
     return prompt.offsets(tokenizer, "protect", "pass --protect-first")
 
 
-def _has_room(policy: Policy, spans: Spans, tokens: int) -> bool:
-    """Whether the policy's budget holds what stays of a prompt of that many tokens."""
+def _has_room(policy: Policy, asked: list[Span], tokens: int) -> bool:
+    """Whether it can keep what was asked for; if not, reading the prompt says why, in its bytes."""
     try:
-        policy.require_room(_outline(spans, tokens))
+        _require_room(policy, asked, tokens)
     except InvalidArgumentError:
         return False
     return True
 
 
-def _require_room(policy: Policy, spans: Spans, tokens: int) -> None:
+def _require_room(policy: Policy, asked: list[Span], tokens: int) -> None:
     """Raise unless the policy can keep these spans of a prompt of that many tokens."""
-    policy.require_protection(spans)
-    policy.require_room(_outline(spans, tokens))
-
-
-def _outline(spans: Spans, tokens: int) -> PromptLayer:
+    spans = Spans.of("protect", asked)
+    if spans.parts:
+        policy.require_protection(spans)
     cost = TokenCost(full_bytes=1, token_bytes=1, block_bytes=1)  # right for a share
-    return layer_of_sizes(torch.arange(tokens), spans, 2, token_cost=lambda _: cost)
+    policy.require_room(layer_of_sizes(torch.arange(tokens), spans, 2, token_cost=lambda _: cost))

@@ -60,7 +60,7 @@ class Transcript:
                 'for instance [{"role": "user", "content": "Hello"}]'
             ) from error
         if isinstance(found, dict):
-            return cls.of(found.get("messages"), found.get("tools") or [])
+            return cls.of(found.get("messages", found), found.get("tools") or [])
         return cls.of(found)
 
     @classmethod

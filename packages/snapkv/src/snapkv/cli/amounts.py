@@ -41,9 +41,9 @@ def counts(name: str, text: str) -> tuple[int, ...]:
 
 
 def integers(name: str, text: str) -> tuple[int, ...]:
-    """Whole numbers with commas between them, see `count`; at least one."""
-    if numbers := counts(name, text):
-        return numbers
+    """Whole numbers with commas between them, see `count`; at least one, and none left out."""
+    if all(part.strip() for part in text.split(",")):
+        return counts(name, text)
     raise InvalidArgumentError(
         f"{name}: expected whole numbers with commas between them, got {text!r}; write for "
         f"instance {_option(name)} 1024,4k"

@@ -7,7 +7,13 @@ import typer
 
 from snapkv.app import text_files
 from snapkv.app.prefills import Exact
-from snapkv.app.prompts import Prompt, chat_prompt, question_prompt, text_prompt
+from snapkv.app.prompts import (
+    Prompt,
+    chat_prompt,
+    question_prompt,
+    require_unicode,
+    text_prompt,
+)
 from snapkv.cli import panels
 from snapkv.cli.amounts import WholeNumber
 from snapkv.cli.fields import with_options
@@ -130,6 +136,7 @@ def generate(
             "prompt: expected --prompt or a file, got neither; pass one, for instance "
             f"{EXAMPLES['generate'][0]}"
         )
+    require_unicode("prompt", prompt)
     read, policy, request = _begun(files or [], options)
 
     def made(tokenizer: Any) -> Prompt:

@@ -1,5 +1,6 @@
 """`snapkv chat`: a conversation about documents."""
 
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -83,6 +84,7 @@ def chat(
     from snapkv.cli.policy import build_policy, usual_bits  # torch; what is wrong above comes first
 
     policy = build_policy(_with_number(options, recall))
+    _require_tokens(policy, options, recall)
 
     from snapkv.app.conversation import Conversation
     from snapkv.app.transcripts import Transcript
@@ -129,19 +131,18 @@ def _require_sense(
             raise InvalidArgumentError(
                 f"{name}: expected it with ask, got it with chat; leave it out"
             )
-    if recall == "":
-        raise InvalidArgumentError(
-            "recall: expected host, none or a folder, got an empty text; leave it out for host"
-        )
-    share = options.budget if options.keep_ratio is None else options.keep_ratio
-    if recall == "none" and share is not None and not isinstance(share, int):
-        raise InvalidArgumentError(
-            f"budget: expected a number of tokens with --recall none, got {share}; pass --budget "
-            f"{DEFAULT_BUDGET}, or leave --recall none out"
-        )
     if recall_pages is not None and recall == "none":
         raise InvalidArgumentError(
             "recall_pages: expected --recall host or a folder beside it, got none; leave one out"
+        )
+    if recall is not None and not recall.strip():
+        raise InvalidArgumentError(
+            "recall: expected host, a folder or none, got an empty text; leave it out for host"
+        )
+    if recall not in (None, "host", "none") and not Path(recall).absolute().parent.is_dir():
+        raise InvalidArgumentError(
+            f"recall: expected host, none or a folder in one that is there, got {recall!r}; make "
+            f"{str(Path(recall).parent)!r} first"
         )
     if text_files.STDIN in files:
         raise InvalidArgumentError(
@@ -168,10 +169,30 @@ def _require_transcript(
 def _with_number(options: RunOptions, recall: str | None) -> RunOptions:
     """The options with a budget in tokens where what a turn does not need is gone for good."""
     is_auto = options.policy == DEFAULT and options.budget is None and options.keep_ratio is None
-    forgets = recall == "none" or (recall is None and not options.reading.holds_all)
-    if is_auto and forgets and not options.set_:
+    if is_auto and _forgets(options, recall) and not options.set_:
         return replace(options, budget=DEFAULT_BUDGET)
     return options
+
+
+def _forgets(options: RunOptions, recall: str | None) -> str:
+    """What has a turn drop for good what it does not need; empty where nothing does."""
+    if recall is None and not options.reading.holds_all:
+        return f"--prefill {options.prefill}"
+    return "--recall none" if recall == "none" else ""
+
+
+def _require_tokens(policy: Any, options: RunOptions, recall: str | None) -> None:
+    """Refuse a budget of other than tokens where what a turn does not need is gone for good."""
+    from snapkv.policies import PrefixPolicy  # torch, which the policy has imported
+
+    forgets = _forgets(options, recall)
+    if forgets and isinstance(policy, PrefixPolicy) and not isinstance(policy.budget, int):
+        kind = "keep_ratio" if policy.budget is None else next(iter(policy.describe()["budget"]))
+        got = options.budget if isinstance(options.budget, str) else kind
+        raise InvalidArgumentError(
+            f"budget: expected a number of tokens with {forgets}, got {got}; pass --budget "
+            f"{DEFAULT_BUDGET}, or leave {forgets} out"
+        )
 
 
 @dataclass(kw_only=True)
@@ -192,6 +213,8 @@ class Chat:
 
         A script is told at its end.
         """
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="surrogateescape")  # a byte that is no UTF-8
         while (line := self._next()) not in ("", "/quit"):
             try:
                 self._obey(line) if line.startswith("/") else self._answer(line)
@@ -277,10 +300,10 @@ class Chat:
 
     def _replace(self, path: str) -> None:
         if not os.path.isfile(_named(path)):
-            got = "a folder" if os.path.isdir(path) else "no such file"
+            got = "a folder" if os.path.isdir(path) else "no file"
             raise InvalidArgumentError(
-                f"path: expected a conversation that /save FILE has written, got {got}: {path!r}; "
-                "look for it with ls"
+                f"path: expected a conversation that was saved, got {got} at {path!r}; save one "
+                "with /save FILE"
             )
         self.conversation, self.warnings = self.load(path), []
         self.saved.clear()

@@ -140,7 +140,7 @@ def notes_on(
     way = options.reading
     notes = [
         Note(key="prefill", record=way.describe(), lines=[Text(way.note)] if way.note else []),
-        *_budget_note(ours, options),
+        *_budget_note(ours, options, typed),
         votes_note(ours, options, typed),
     ]
     if options.compare:
@@ -151,7 +151,7 @@ def notes_on(
     return notes
 
 
-def _budget_note(answer: Answer, options: RunOptions) -> Iterator[Note]:
+def _budget_note(answer: Answer, options: RunOptions, typed: Sequence[str]) -> Iterator[Note]:
     """How much of the prompt was kept, in how many bits, where that was chosen; else none."""
     budget = _parameter_of(answer.policy, "budget")
     auto = budget.get(AUTO) if isinstance(budget, dict) else None
@@ -164,6 +164,9 @@ def _budget_note(answer: Answer, options: RunOptions) -> Iterator[Note]:
     mean, least, most = fmean(kept), min(kept), max(kept)
     name = "budget auto" if auto else "budget"
     line = f"{name}: nothing was dropped, {bits_text(bits)}"
+    if options.protect_first >= tokens and least >= tokens:
+        command = changed_command(typed, {"protect_first": None})
+        line += f", since --protect-first covers all {tokens:,} prompt tokens; without: {command}"
     if least < tokens:
         line = (
             f"{name}: {mean:,.0f} of {tokens:,} prompt tokens kept in each layer "

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, get_args, get_type_hints
 
 from snapkv.app.prefills import PREFILLS, Prefill
+from snapkv.app.prompts import require_unicode
 from snapkv.app.settings import GenerationSettings
 from snapkv.cli import panels
 from snapkv.cli.amounts import (
@@ -165,6 +166,11 @@ class MethodOptions(PolicyOptions):
         GenerationSettings.temperature
     )
 
+    def __post_init__(self) -> None:
+        """Refuse a beginning that is no text, too."""
+        super().__post_init__()
+        require_unicode("answer_start", self.answer_start)
+
     def settings(self) -> GenerationSettings:
         """How to generate."""
         return GenerationSettings(
@@ -307,7 +313,12 @@ class ComparedOptions(ModelOptions):
     bits: StorageBits = EXACT
 
     def __post_init__(self) -> None:
-        """Check the budgets and bits; the methods check the rest."""
+        """Check the budgets and bits; the methods check the rest, where there are some."""
+        if self.policy is not None and not all(text.strip(" ,") for text in self.policy):
+            raise InvalidArgumentError(
+                "policy: expected the name of a method, got an empty one; leave it out for the "
+                "default"
+            )
         token_budgets(self.budget)
         storage_bits(self.bits)
 

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
+from snapkv.app.prompts import require_unicode
 from snapkv.errors import InvalidArgumentError
-from snapkv.validation import require_unicode
 
 model = partial(typer.Option, rich_help_panel="Model")
 material = partial(typer.Option, rich_help_panel="What to read")
@@ -43,7 +43,7 @@ Question = Annotated[str, typer.Option("--question", "-q", help="What to answer"
 
 
 def require_question(question: str) -> None:
-    """Raise where nothing is asked."""
+    """Raise where nothing is asked, or no text."""
     if not question.strip():
         raise InvalidArgumentError("question: expected a question, got an empty text; ask one")
     require_unicode("question", question)

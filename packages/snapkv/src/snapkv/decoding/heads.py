@@ -221,7 +221,7 @@ def _folder(source: str) -> Path:
     if source == DEMO:
         return Path(__file__).parent / "demo_heads"
     folder = Path(source).expanduser()
-    if folder.is_dir():
+    if source.strip() and folder.is_dir():
         return folder
     reason = "pass the folder that `snapkv medusa train` wrote"
     if not folder.exists() and source.count("/") == 1 and not source.startswith((".", "~")):

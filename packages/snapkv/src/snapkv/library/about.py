@@ -12,7 +12,6 @@ from snapkv.hf.identity import identity_of
 from snapkv.hf.saved import policy_of
 from snapkv.policies import POLICIES, FullCache, Policy
 from snapkv.storage.coded import Bits, KVCodes
-from snapkv.validation import require_unicode
 
 FORMAT = "snapkv library 1"
 
@@ -171,8 +170,6 @@ def document_ids(tokenizer: Any, name: str, text: str) -> list[int]:
 
 def question_ids(tokenizer: Any, question: str, answer_start: str = "") -> list[int]:
     """The tokens behind the last document, up to where the answer goes on."""
-    require_unicode("question", question)
-    require_unicode("answer_start", answer_start)
     if tokenizer.chat_template:
         return _plain_ids(tokenizer, _around(tokenizer, question)[1] + answer_start)
     start = f" {answer_start}" if answer_start else ""

@@ -15,6 +15,7 @@ from snapkv.validation import (
     AUTO,
     DEFAULT_BUDGET,
     format_bytes,
+    require_budget,
     require_int,
     require_one_limit,
     require_ratio,
@@ -69,7 +70,7 @@ class Request:
                 "got 'auto'; pass for instance 1024 or 12%"
             )
         if self.budget is not None and not isinstance(self.budget, ByteBudget):
-            require_int("budget", self.budget, minimum=self.window_size + 1)
+            require_budget(self.budget, None, self.window_size)
         if self.bits is not None:
             codes = KVCodes.of(self.bits)  # type: ignore[arg-type] # which refuses other words
             object.__setattr__(self, "bits", codes)
