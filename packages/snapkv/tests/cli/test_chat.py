@@ -118,8 +118,9 @@ def test_what_goes_wrong_ends_a_turn_and_not_the_conversation(chat, tmp_path):
         (("--recall", ""), "recall: expected host, none or a folder"),
         (
             ("--recall", "none", "--budget", "30%"),
-            "got snapkv without; use snapkv with budget=1024",
+            "budget: expected a number of tokens with --reca",
         ),
+        (("--recall", "none", "--keep-ratio", 0.5), "got 0.5; pass --budget 1024, or leave"),
         (("--recall-pages", 0), "pages: expected at least 1"),
         (("--prefill", "selective", "--recall", "host"), "expected none where only some tokens go"),
         (("-",), "files: expected files or folders"),

@@ -214,12 +214,18 @@ def test_right_padding_is_refused(model):
         call(model, CompressedCache(model, POLICY), ids, attention_mask=mask)
 
 
-def test_another_batch_size_is_refused_and_changes_nothing(model, filled):
-    before = filled.report()
-    with pytest.raises(CacheMismatchError, match=r"batch of 2.*got 3"):
-        call(model, filled, random_ids(3, 1))
-    assert filled.report() == before
-    call(model, filled, random_ids(2, 1))
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_another_batch_size_is_refused_and_changes_nothing(family):
+    model, message = tiny_model(family), r"expected a batch of 2.*got 3"
+    cache = CompressedCache(model, POLICY)
+    call(model, cache, random_ids(2, PROMPT))
+    before = cache.report()
+    with pytest.raises(CacheMismatchError, match=message):
+        call(model, cache, random_ids(3, 1))
+    with pytest.raises(CacheMismatchError, match=message):
+        model.generate(random_ids(3, PROMPT + 2), past_key_values=cache, max_new_tokens=1)
+    assert cache.report() == before
+    call(model, cache, random_ids(2, 1))
 
 
 def test_a_cache_is_refused_after_an_interrupted_forward_until_it_is_reset(model):

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from snapkv import CompressedCache, InvalidArgumentError
 from snapkv.ops import ScoreOptions, attention_weights, keep_best
@@ -239,6 +240,23 @@ def test_a_budget_that_is_never_reached_equals_plain_transformers(policy):
     cache = CompressedCache(model, policy)
     assert torch.equal(model.generate(ids, past_key_values=cache, **options), plain)
     assert cache.report().kept_tokens == cache.get_seq_length()
+
+
+@pytest.mark.parametrize(
+    "policy", [SnapKV(100), H2O(100), TOVA(100), StreamingLLM(100)], ids=lambda policy: policy.name
+)
+def test_gradients_flow_through_what_is_kept(policy):
+    """Where the budget holds all, they are those of transformers' own cache."""
+    model, gradients = tiny_model("llama").requires_grad_(False), []
+    embed, step = model.get_input_embeddings(), random_ids(1, 2, seed=1)
+    for cache in (DynamicCache(config=model.config), CompressedCache(model, policy)):
+        inputs = embed(random_ids(1, PROMPT)).requires_grad_()
+        model(inputs_embeds=inputs, past_key_values=cache)
+        logits = [model(step[:, [at]], past_key_values=cache).logits for at in (0, 1)]
+        torch.cat(logits).log_softmax(-1)[..., 5].sum().backward()
+        gradients.append(inputs.grad)
+    model.requires_grad_(True)
+    torch.testing.assert_close(*gradients)
 
 
 @methods

@@ -13,7 +13,7 @@ from snapkv import ops
 from snapkv.cache.choosing import Choice, choose
 from snapkv.cache.paging import PageRecall
 from snapkv.cache.slots import DecodeNotes, SlotMap, require_removable
-from snapkv.errors import CacheMismatchError, InvalidArgumentError
+from snapkv.errors import InvalidArgumentError
 from snapkv.policies import EvictingPolicy, Eviction, Policy, PromptLayer, Selection
 from snapkv.policies.base import ALL_QUERIES
 from snapkv.policies.fair import Segments
@@ -131,12 +131,6 @@ class CompressedLayer(DynamicLayer):
             self.recall()
         elif chooses and (self.slots.kept is None or self.turns is not None):
             self.decode()
-        if self.store.is_filled and len(self.keys) != len(key_states):
-            raise CacheMismatchError(
-                f"past_key_values: expected a batch of {len(self.keys)}, the size the cache was "
-                f"filled with, got {len(key_states)}; call cache.reset() or make a new "
-                "CompressedCache"
-            )
         return self.store.append(key_states, value_states)
 
     def get_seq_length(self) -> int:

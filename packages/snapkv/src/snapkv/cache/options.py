@@ -124,9 +124,9 @@ class TurnOptions:
         )
         if self.recall is None and (not alike or "rotation" in policy.needs):
             raise InvalidArgumentError(
-                "policy: expected one with a number of tokens as its budget, the same for all "
-                "heads and layers, that does not ask where tokens stand, for later turns without "
-                f"recall, got {policy.name} without; use snapkv with budget=1024, or recall='host'"
+                f"policy: expected one with a budget that is the same for all heads and layers, "
+                f"and that does not ask where tokens stand, for turns='compress' without recall, "
+                f"got {policy!r}; use SnapKV(budget=...), or recall='host'"
             )
 
 

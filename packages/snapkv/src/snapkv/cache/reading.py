@@ -98,14 +98,19 @@ class PaddingWatch:
         has_states: bool = False,
     ) -> None:
         self.layers, self.masked_to, self.has_states = layers, masked_to, has_states
-        self.may_see_ahead = False
+        self.may_see_ahead = self._is_made = False
+
+    def take_made(self) -> bool:
+        """Whether the mask of the pass that begins was made here, and is not the user's own."""
+        is_made, self._is_made = self._is_made, False
+        return is_made
 
     def expect(self, visible: Tensor | None, new_tokens: int) -> Tensor | None:
         """(B, tokens seen + new) bool, which are no pads, to make masks of; None for all.
 
         Of the same as the model was given it; pads behind a row's first token are refused.
         """
-        layer = self.layers[0]
+        layer, self._is_made = self.layers[0], True
         if not layer.storage.is_compileable:
             self.masked_to = layer.seen_tokens + new_tokens
         if new_tokens == 1 and visible is not None:

@@ -133,6 +133,12 @@ def _require_sense(
         raise InvalidArgumentError(
             "recall: expected host, none or a folder, got an empty text; leave it out for host"
         )
+    share = options.budget if options.keep_ratio is None else options.keep_ratio
+    if recall == "none" and share is not None and not isinstance(share, int):
+        raise InvalidArgumentError(
+            f"budget: expected a number of tokens with --recall none, got {share}; pass --budget "
+            f"{DEFAULT_BUDGET}, or leave --recall none out"
+        )
     if recall_pages is not None and recall == "none":
         raise InvalidArgumentError(
             "recall_pages: expected --recall host or a folder beside it, got none; leave one out"

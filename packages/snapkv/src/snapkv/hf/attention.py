@@ -397,7 +397,8 @@ def _evict(call: AttentionCall, layer: CompressedLayer, new_tokens: int) -> None
         **_of_layer(call, layer),
     )
     with torch.no_grad():
-        layer.apply_eviction(policy.evict(step))
+        eviction = policy.evict(step)
+    layer.apply_eviction(eviction)
 
 
 def _of_layer(call: AttentionCall, layer: CompressedLayer) -> dict[str, Any]:
@@ -511,9 +512,9 @@ def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
         )
     if own_4d and _hides_what_is_seen(call, context.layer):
         return UnsupportedModelError(
-            "attention_mask: expected one that hides no earlier token behind a compressed prompt, "
-            "whose heads keep tokens of their own, got a 4-D one that hides some; drop them from "
-            "the cache with cache.drop(spans)"
+            "attention_mask: expected a causal one that hides no earlier token behind a compressed "
+            "prompt, whose heads keep tokens of their own, got a 4-D one that hides some; drop "
+            "tokens with cache.drop(spans), read branches each behind a copy of the cache"
         )
     return _refusal_of_ahead(call, context)
 
@@ -521,9 +522,13 @@ def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
 def _hides_what_is_seen(call: AttentionCall, layer: CompressedLayer) -> bool:
     """Whether a 4-D mask of the user's own hides tokens that the layer attends to all the same.
 
-    One as wide as what is stored is heeded, where all heads keep the same number.
+    One as wide as what is stored is heeded, where all heads keep the same number. By heads and by
+    pages a layer makes no mask: its new tokens see each other as they come.
     """
     is_ragged, slots = layer.store.ragged is not None, layer.slots
+    makes_none = (is_ragged or layer.notes.pages is not None) and call.candidates is None
+    if makes_none and any(sees_ahead(own_part(call.mask, call.query.shape[2]))):
+        return True
     if layer.storage.is_compileable or not (is_ragged or slots.is_compressed):
         return False  # static storage notes no masks, so that a step waits for no GPU
     has_own = is_ragged or slots.needs_own_mask or call.mask.shape[-1] != call.key.shape[2]

@@ -178,9 +178,10 @@ class CompressedCache(Cache):
             keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             uncompressed.let_go_of_the_past(layer, new_tokens)
             return keys, values
+        is_masked = layer_idx != self._first or self._padding.take_made()
         if layer.store.is_static and not layer.recall_due:
             if layer_idx == self._first and not torch.compiler.is_compiling():
-                self.reading.tightest.store.room_for(new_tokens)
+                self._require_slots(new_tokens, is_masked)
             return layer.update(key_states, value_states)
         if torch.compiler.is_compiling():
             _refuse_compiled()
@@ -205,6 +206,24 @@ class CompressedCache(Cache):
         )
         return keys, values
 
+    def _require_slots(self, new_tokens: int, is_masked: bool) -> None:
+        """Refuse what has no slots in static storage, and a mask that was not made for them."""
+        if not is_masked:
+            raise UnsupportedModelError(
+                "attention_mask: expected a 2-D mask behind a prompt with storage='static', whose "
+                "slots are no columns of the text, got a 4-D one; pass (batch, tokens) zeros and "
+                "ones"
+            )
+        self.reading.tightest.store.room_for(new_tokens)
+
+    def require_rows(self, rows: int) -> None:
+        """Refuse another batch than the one that was read."""
+        if self._rows not in (0, rows):
+            raise CacheMismatchError(
+                f"past_key_values: expected a batch of {self._rows}, the size the cache was filled "
+                f"with, got {rows}; call cache.reset() or make a new CompressedCache"
+            )
+
     @property
     def _first(self) -> int:
         """Index of the first compressed layer."""
@@ -220,6 +239,8 @@ class CompressedCache(Cache):
         reading.require_ids(new_tokens, rows)
         if torch.compiler.is_compiling():
             return
+        if rows is not None:
+            self.require_rows(rows)
         reading.require_end()
         reading.require_choice(new_tokens)
         reading.require_window(new_tokens, reading.prompt_end)
@@ -723,8 +744,8 @@ def _branch(layer: Any) -> Any:
 def _refuse_compiled() -> NoReturn:
     raise UnsupportedModelError(
         "model: expected one that torch.compile has not compiled for a cache that grows, whose "
-        "choices it does not follow, got one that it has; use storage='static', for which generate "
-        "compiles by itself, or pass the model as it was"
+        "choices it does not follow, got one that it has; pass the model as it was: with "
+        "storage='static', generate compiles the steps by itself"
     )
 
 

@@ -68,6 +68,7 @@ def _prefill(
     """
     reading = _reading_of(model_kwargs)
     if reading is not None:
+        cache_among(model_kwargs).require_rows(len(input_ids))
         generation_config = copy.copy(generation_config)
         generation_config.disable_compile = True
     announcement: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
