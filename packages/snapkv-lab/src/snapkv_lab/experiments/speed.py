@@ -9,6 +9,7 @@ that read few bits beside steps that read as many tokens, or as many bytes, of 1
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -127,7 +128,7 @@ def overhead(model: Any, ids: Tensor, policy: Policy, rounds: int) -> Row:
 
 def _compress(layers: Sequence[PromptLayer], policy: Policy) -> None:
     """What every layer of a compressed cache does where the prompt ends."""
-    for layer in layers:
+    for layer in map(replace, layers):  # a layer knows the votes that were counted once
         selection = policy.select(layer)
         if selection is not None:
             for states in (layer.keys, layer.values):
