@@ -178,13 +178,14 @@ class CompressedCache(Cache):
             keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             uncompressed.let_go_of_the_past(layer, new_tokens)
             return keys, values
-        is_masked = layer_idx != self._first or self._padding.take_made()
         if layer.store.is_static and not layer.recall_due:
-            if layer_idx == self._first and not torch.compiler.is_compiling():
-                self._require_slots(new_tokens, is_masked)
+            is_piece = self.reading.is_piecewise  # of what was asked for as a whole
+            if layer_idx == self._first and not (is_piece or torch.compiler.is_compiling()):
+                self.require_slots(new_tokens)
             return layer.update(key_states, value_states)
         if torch.compiler.is_compiling():
             _refuse_compiled()
+        self._padding.take_made()
         reading, new_tokens = self.reading, self.reading.read_by(layer, new_tokens)
         self._require_finished_forward(layer, new_tokens)
         is_open = layer.seen_tokens < reading.end_by(layer.seen_tokens + new_tokens)
@@ -206,9 +207,9 @@ class CompressedCache(Cache):
         )
         return keys, values
 
-    def _require_slots(self, new_tokens: int, is_masked: bool) -> None:
+    def require_slots(self, new_tokens: int) -> None:
         """Refuse what has no slots in static storage, and a mask that was not made for them."""
-        if not is_masked:
+        if not self._padding.take_made():
             raise UnsupportedModelError(
                 "attention_mask: expected a 2-D mask behind a prompt with storage='static', whose "
                 "slots are no columns of the text, got a 4-D one; pass (batch, tokens) zeros and "

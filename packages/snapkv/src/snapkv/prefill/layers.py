@@ -88,7 +88,7 @@ def _read_layer(
     layer = cache.layers[layer_idx]
     grows = not layer.store.is_static or layer.recall_due  # or every slot of a buffer has a column
     if not grows and layer is cache.reading.layers[0]:
-        cache.reading.tightest.store.room_for(tokens)
+        cache.require_slots(tokens)
     with cache.reading.in_pieces(layer, tokens):
         for start in range(0, tokens, chunk_tokens):
             stop = min(start + chunk_tokens, tokens)
