@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -52,6 +53,8 @@ class FamilyModel(SmallModel):
     """
 
     def __init__(self, folder: Path, family: str) -> None:
+        if family == "deepseek_v3" and torch.cpu._is_amx_tile_supported():
+            pytest.skip("vLLM's latent attention with AMX loads no weights in float32")
         torch.manual_seed(0)
         config = _config(family)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
