@@ -169,12 +169,13 @@ class CpuLayout:
         places = self._packings()[1].places.view(self._block_tokens, self._head_size)
         head = torch.arange(self._heads)[:, None]
         halves = 2 * (blocks[keep // self._block_tokens] * self._heads + head) + 1
-        own = places[keep % self._block_tokens] + halves[..., None] * places.numel()
-        own = own.expand(len(self._caches), *own.shape[1:])
-        found = [
-            cache.view(-1)[of_layer] for cache, of_layer in zip(self._caches, own, strict=True)
-        ]
-        return torch.stack(found)
+        halves = halves.expand(len(self._caches), -1, -1)
+        rows = (keep % self._block_tokens).expand_as(halves)
+        found = (  # the index of a number is larger than the number: those of a layer at a time
+            cache.view(-1)[places[row] + half[..., None] * places.numel()]
+            for cache, row, half in zip(self._caches, rows, halves, strict=True)
+        )
+        return torch.stack(list(found))
 
     def _packings(self) -> "tuple[_Packing, _Packing]":
         return _packings(self._isa, self._block_tokens, self._head_size, self.form)

@@ -58,8 +58,10 @@ def require_at_least(argument: str, value: int, least: int) -> None:
 
 def require_each_at_least(argument: str, values: Collection[int], least: int) -> None:
     """Raise unless there are numbers, each as `require_at_least` wants it."""
-    require_at_least(argument, min(values, default=0), least)
-    require_at_least(argument, max(values, default=0), least)
+    if not values:
+        raise InvalidArgumentError(f"{argument}: expected at least one number, got none; pass some")
+    require_at_least(argument, min(values), least)
+    require_at_least(argument, max(values), least)
 
 
 def require_budget(budget: Any, keep_ratio: object, window_size: Any, sink_tokens: Any = 0) -> None:

@@ -24,7 +24,6 @@ import os, sys, torch
 torch.set_num_threads(1)
 from snapkv import Library
 from snapkv.app.models import load
-from snapkv.library import folder
 from tests.library.test_killed import texts
 loaded = load(sys.argv[1], device="cpu")
 print("ready", flush=True)

@@ -64,10 +64,6 @@ class Task(ABC):
         """Raise unless each of these settings, a number or several, is at least that."""
         for name, minimum in least.items():
             value = getattr(self, name)
-            if value == ():
-                raise InvalidArgumentError(
-                    f"{name}: expected at least one number, got none; leave it out for the default"
-                )
             (require_each_at_least if isinstance(value, tuple) else require_at_least)(
                 name, value, minimum
             )

@@ -34,7 +34,7 @@ from snapkv_lab.evaluate.store import key
 from snapkv_lab.evaluate.summary import summarise
 from snapkv_lab.evaluate.task import Task
 from snapkv_lab.evaluate.tasks import Lines, Needle
-from snapkv_lab.experiments.experiment import Experiment, Given, Sized
+from snapkv_lab.experiments.experiment import Experiment, Given, Sized, described
 from snapkv_lab.experiments.measuring import Turns
 from snapkv_lab.experiments.pages import Table, markdown_table
 from snapkv_lab.experiments.records import RESULTS, Row, of, read_rows, write_rows
@@ -177,9 +177,9 @@ STUDIES: dict[str, Study] = {
 
 
 def _study(name: str, given: Given) -> Iterator[Row]:
-    """A line that says how it was run, then its rows."""
+    """A line that says how it was run, on what, then its rows."""
     findings = STUDIES[name].into(given.loaded, Path("snapkv-results") / "studies" / name, _say)
-    yield {"run": findings.run}
+    yield described(given) | {"run": findings.run}
     for row in findings.rows:
         yield {
             key: round(each, 4) if isinstance(each, float) else each for key, each in row.items()
@@ -211,6 +211,7 @@ OBSERVATIONS = Experiment(
     title="The paper's observations",
     measure={name: partial(_study, name) for name in STUDIES},
     part_key="study",
+    described=lambda _: {},  # the line of the run says it for all its rows
     tables=_studies_tables,
     drawn=_studies_drawn,
 )

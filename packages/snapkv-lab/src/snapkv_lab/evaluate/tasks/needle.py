@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError
-from snapkv.validation import require_choice
+from snapkv.validation import require_choice, require_int
 from snapkv_lab.evaluate.haystack import Haystack, HaystackTask, number
 from snapkv_lab.evaluate.sample import Sample
 from snapkv_lab.evaluate.task import percents
@@ -75,16 +75,13 @@ class Needle(HaystackTask):
     seed: int = 42
 
     def __post_init__(self) -> None:
-        self.require(depths=1, permutations=1, digits=1, buffer_tokens=0)
+        self.require(depths=1, permutations=1, buffer_tokens=0)
         if self.depths > _MOST_DEPTHS:
             raise InvalidArgumentError(
                 f"depths: expected at most {_MOST_DEPTHS}, one for every whole percent, got "
                 f"{self.depths}; pass a smaller number"
             )
-        if self.digits > _MOST_DIGITS:
-            raise InvalidArgumentError(
-                f"digits: expected at most {_MOST_DIGITS}, got {self.digits}; pass a smaller number"
-            )
+        require_int("digits", self.digits, minimum=1, maximum=_MOST_DIGITS)
         self.require(lengths=self.buffer_tokens + 100)
         require_choice("variant", self.variant, ("magic-number", "sandwich"))
         self.text  # noqa: B018 # read now: a folder without text is refused
