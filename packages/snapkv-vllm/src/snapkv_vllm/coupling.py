@@ -520,20 +520,15 @@ FRONT_END = (
     ),
     Part(
         f"{_OPENAI}.completion.protocol.CompletionRequest",
-        "changed",
+        "made, changed",
         attributes="prompt vllm_xargs echo prompt_logprobs prompt_embeds truncate_prompt_tokens "
-        "kv_transfer_params",
+        "kv_transfer_params max_tokens add_special_tokens",
     ),
     Part(
         f"{_OPENAI}.chat_completion.protocol.ChatCompletionRequest",
         "made, changed",
         attributes="messages vllm_xargs echo prompt_logprobs truncate_prompt_tokens "
         "kv_transfer_params",
-    ),
-    Part(
-        "entrypoints.serve.tokenize.protocol.TokenizeCompletionRequest",
-        "made",
-        attributes="prompt add_special_tokens",
     ),
     Part("entrypoints.serve.engine.protocol.ErrorResponse", "read", attributes="error"),
     Part("entrypoints.serve.create_error_response", "called", {"": "message ..."}),

@@ -50,7 +50,7 @@ from snapkv_vllm.names import (
     wrong,
 )
 from snapkv_vllm.plans import Plan
-from snapkv_vllm.spans import RequestSpans, entries_of, without
+from snapkv_vllm.spans import RequestSpans, entries_of
 
 KEY = "snapkv"
 """The server's settings in vLLM's `additional_config`."""
@@ -210,7 +210,7 @@ class ServingSettings:
             first = min(given.get(PROTECT_FIRST, self.protect_first), prompt_tokens)
             return spans.protecting(first).protect
         others = [*spans.drop.parts, *(span for span, _ in spans.compress)]
-        return without(Spans(((0, prompt_tokens),)), Spans.of(SPANS, others))
+        return Spans(((0, prompt_tokens),)).without(Spans.of(SPANS, others))
 
     def plan_of_turn(
         self,

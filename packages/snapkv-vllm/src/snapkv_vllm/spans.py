@@ -73,13 +73,18 @@ def entries_of(given: object) -> tuple[Entry, ...]:
             f"something of type {type(given).__name__}",
             "pass one",
         )
-    if len(given) > _MOST:
-        raise wrong(NAME, f"at most {_MOST:,} spans", f"{len(given):,}", "join neighbours")
+    require_few(given)
     entries = tuple(_entry(one) for one in given)
     chosen = sum(entry.do == COMPRESS for entry in entries)
     if chosen > _MOST_COMPRESSED:
         raise wrong(NAME, f"at most {_MOST_COMPRESSED} to compress", chosen, "join neighbours")
     return entries
+
+
+def require_few(entries: Sequence[object]) -> None:
+    """Refuse more than one request can have."""
+    if len(entries) > _MOST:
+        raise wrong(NAME, f"at most {_MOST:,} spans", f"{len(entries):,}", "join neighbours")
 
 
 def _entry(given: object) -> Entry:
@@ -132,19 +137,6 @@ def _of_message(name: str, given: Mapping[str, Any]) -> str | int:
             f"{NAME}: {name}: expected a text, got a {type(value).__name__}; pass one"
         )
     return value
-
-
-def without(spans: Spans, gone: Spans) -> Spans:
-    """What is left of spans where others are taken out."""
-    parts = []
-    for start, end in spans.parts:
-        at = start
-        for first, behind in gone.parts:
-            if first < end and behind > at:
-                parts.append((at, first))
-                at = behind
-        parts.append((at, end))
-    return Spans(tuple(part for part in parts if part[0] < part[1]))
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from snapkv import AdaKV, SnapKV, StreamingLLM
 from snapkv.errors import InvalidArgumentError, SnapKVError
 from snapkv.policies.spans import Spans
 from snapkv_vllm.agents.held import Sessions
-from snapkv_vllm.agents.messages import Piece, located
+from snapkv_vllm.agents.messages import Chat, Piece, Tokens, located, spans_of
 from snapkv_vllm.limits import Limits
 from snapkv_vllm.methods import WithSpans, kept_tokens
 from snapkv_vllm.settings import ServingSettings
-from snapkv_vllm.spans import NAME, RequestSpans, entries_of, without
+from snapkv_vllm.spans import NAME, RequestSpans, entries_of
 from tests.ops.states import random_layer
 from tests.serving.fuzzing import any_value
 
@@ -36,7 +36,7 @@ def chosen(policy, tokens):
 @given(st.lists(SPAN, max_size=4), st.lists(SPAN, max_size=4))
 def test_what_is_left_of_spans_is_a_difference_of_sets(some, gone):
     first, second = Spans.of("x", some), Spans.of("x", gone)
-    left = without(first, second)
+    left = first.without(second)
     covers = [one.cover(torch.arange(60)) for one in (first, second, left)]
     assert (covers[0] & ~covers[1] == covers[2]).all()
 
@@ -132,20 +132,45 @@ def test_sessions_are_served_by_methods_with_equal_heads_and_no_limits():
     assert ServingSettings.from_config(settings.to_config()) == settings
 
 
+MARK = "5eed" * 4
+
+
 def piece(number, text):
-    return Piece(message=number, text=text, mark=f"mark{number}x")
+    return Piece(message=number, text=text, mark=f"{MARK}x{number}x")
 
 
 def test_texts_are_found_between_marks_as_templates_show_them():
     """Stripped, repeated in the template's own words, or left out."""
     pieces = [piece(0, " user "), piece(1, "user"), piece(2, "gone"), piece(3, "a\n")]
     rendered = "<user>user</user><user>user</user><a>a\n</a>"
-    marks = "<user>mark0x</user><user>mark1x</user><a>mark3x</a>"
+    marks = f"<user>{MARK}x0x</user><user>{MARK}x1x</user><a>{MARK}x3x</a>"
     found = located(rendered, marks, pieces)
     assert found == {pieces[0]: (6, 10), pieces[1]: (23, 27), pieces[3]: (37, 39)}
     quoted = piece(4, 'a "b"\n')
-    assert located('<"a \\"b\\"\\n">', '<"mark4x">', [quoted]) == {quoted: (2, 11)}
+    assert located('<"a \\"b\\"\\n">', f'<"{MARK}x4x">', [quoted]) == {quoted: (2, 11)}
     with pytest.raises(InvalidArgumentError, match="shows the texts of messages as they are"):
-        located("<user>USER</user>", "<user>mark1x</user>", pieces)
+        located("<user>USER</user>", f"<user>{MARK}x1x</user>", pieces)
     with pytest.raises(InvalidArgumentError, match="for message 1"):
-        located("<user>user</user>!", "<user>mark1x</user>", pieces)
+        located("<user>user</user>!", f"<user>{MARK}x1x</user>", pieces)
+
+
+def test_messages_are_chosen_by_all_that_an_entry_says_and_not_too_many():
+    names = ["a", "b"] * 300
+    messages = [{"role": "user", "name": name, "content": "x"} for name in names]
+    found = {piece(number, "x"): (2 * number, 2 * number + 1) for number in range(600)}
+    chat = Chat(messages, found, Tokens(range(1200), range(1, 1201)))
+
+    def over(*asked):
+        return [one.span for one in spans_of(entries_of([*asked]), chat)]
+
+    last = {"index": -1, "do": "drop"}
+    assert over(last) == [(1198, 1199)]
+    assert over(last | {"name": "b"}, {"index": 0, "role": "user", "do": "drop"}) == [
+        (1198, 1199),
+        (0, 1),
+    ]
+    assert len(over({"name": "a", "do": "drop"})) == 300
+    with pytest.raises(InvalidArgumentError, match="a message with name 'a', index -1, got none"):
+        over(last | {"name": "a"})
+    with pytest.raises(InvalidArgumentError, match="at most 1,024 spans, got 1,200"):
+        over(*[{"role": "user", "do": "protect"}] * 900)

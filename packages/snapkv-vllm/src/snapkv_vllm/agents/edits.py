@@ -13,7 +13,6 @@ from snapkv.policies.spans import Span, Spans
 from snapkv.validation import require_int
 from snapkv_vllm.agents.messages import Chat
 from snapkv_vllm.names import require_readable, shown, wrong
-from snapkv_vllm.spans import without
 
 CONTEXT = "context_management"
 """The field of a body that holds edits, and of a response that says which were applied."""
@@ -22,16 +21,15 @@ _MOST = 8
 _LONGEST = 20_000
 
 
-def _tool_of(chat: Chat, message: int) -> str:
-    """Whose result a message holds; "" where it does not say."""
-    own = chat.messages[message]
+def _results(chat: Chat) -> dict[int, str]:
+    """Messages that hold results, and of which tool; "" where it is not said."""
     calls = [call for one in chat.messages for call in _calls(one)]
     by_id = {call.get("id"): _mapping(call.get("function")).get("name") for call in calls}
-    return str(own.get("name") or by_id.get(own.get("tool_call_id")) or "")
-
-
-def _results(chat: Chat) -> list[int]:
-    return [number for number, one in enumerate(chat.messages) if one.get("role") == "tool"]
+    return {
+        number: str(one.get("name") or by_id.get(one.get("tool_call_id")) or "")
+        for number, one in enumerate(chat.messages)
+        if one.get("role") == "tool"
+    }
 
 
 def _thoughts(chat: Chat) -> list[list[Span]]:
@@ -82,8 +80,8 @@ class ClearToolUses:
         """Spans of tokens that it may clear, now or when the chat has gone on."""
         return [
             span
-            for number in _results(chat)
-            if _tool_of(chat, number) not in self.exclude
+            for number, tool in _results(chat).items()
+            if tool not in self.exclude
             for span in chat.texts(number, thoughts=False)
         ]
 
@@ -94,12 +92,11 @@ class ClearToolUses:
         kind, most = self.trigger
         if amounts[kind] <= most:
             return [], {}
-        older = results[: max(0, len(results) - self.keep)]
+        older = list(results.items())[: max(0, len(results) - self.keep)]
         cleared = [
             spans
-            for number in older
-            if _tool_of(chat, number) not in self.exclude
-            and (spans := chat.texts(number, thoughts=False))
+            for number, tool in older
+            if tool not in self.exclude and (spans := chat.texts(number, thoughts=False))
         ]
         spans = [span for of_message in cleared for span in of_message]
         tokens = _tokens(spans)
@@ -221,7 +218,7 @@ def applied(edits: Sequence[Edit], chat: Chat) -> Applied:
             spans += cleared
             said.append({"type": edit.type, **amounts})
     gone = Spans.of(CONTEXT, spans)
-    return Applied(gone, without(Spans.of(CONTEXT, ever), gone), {"applied_edits": said})
+    return Applied(gone, Spans.of(CONTEXT, ever).without(gone), {"applied_edits": said})
 
 
 def _tokens(spans: Sequence[Span]) -> int:

@@ -7,17 +7,22 @@ character, else it is not known where they lie, and the request is refused. No v
 
 import copy
 import json
+import re
 import secrets
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from snapkv.policies.spans import Span
 from snapkv_vllm.names import wrong
-from snapkv_vllm.spans import NAME, PROTECT, Entry
+from snapkv_vllm.spans import NAME, OF_MESSAGES, PROTECT, Entry, require_few
 
 _THINKS, _HAS_THOUGHT = "<think>", "</think>"
+
+_MARK = "[0-9a-f]{16}x[0-9]+x"
 
 _THOUGHTS = ("reasoning", "reasoning_content")
 """Fields of an assistant's message that hold what it thought."""
@@ -88,7 +93,10 @@ def located(text: str, marked_text: str, pieces: Sequence[Piece]) -> dict[Piece,
 
     Raises InvalidArgumentError where a template shows a text otherwise than as it is.
     """
-    places = {one: marked_text.find(one.mark) for one in pieces if one.mark in marked_text}
+    firsts: dict[str, int] = {}
+    for each in re.finditer(_MARK, marked_text):
+        firsts.setdefault(each[0], each.start())
+    places = {one: firsts[one.mark] for one in pieces if one.mark in firsts}
     shown = sorted(places, key=places.__getitem__)
     found: dict[Piece, Span] = {}
     at, since = 0, 0
@@ -174,11 +182,34 @@ class Chat:
         reach = self.tokens.around if whole else self.tokens.inside
         return [
             reach(span)
-            for piece, span in self.found.items()
-            if piece.message == message
-            and thoughts in (None, piece.is_thought)
-            and reach(span)[0] < reach(span)[1]
+            for piece, span in self._of_messages[message]
+            if thoughts in (None, piece.is_thought) and reach(span)[0] < reach(span)[1]
         ]
+
+    @cached_property
+    def _of_messages(self) -> Mapping[int, Sequence[tuple[Piece, Span]]]:
+        """The texts of each message; a chat can have as many messages as it has tokens."""
+        found = defaultdict[int, list[tuple[Piece, Span]]](list)
+        for piece, span in self.found.items():
+            found[piece.message].append((piece, span))
+        return found
+
+    @cached_property
+    def _alike(self) -> Mapping[tuple[str, str | int], set[int]]:
+        """By a field and its value, the messages that have it; by an index from both ends."""
+        found = defaultdict[tuple[str, str | int], set[int]](set)
+        for number, message in enumerate(self.messages):
+            for name in OF_MESSAGES:
+                value = message.get(name)
+                if isinstance(value, str):
+                    found[name, value].add(number)
+            for index in (number, number - len(self.messages)):
+                found["index", index].add(number)
+        return found
+
+    def like(self, fields: Sequence[tuple[str, str | int]]) -> list[int]:
+        """The messages that have all these values, ascending."""
+        return sorted(set.intersection(*(self._alike.get(one, set()) for one in fields)))
 
 
 def spans_of(entries: Sequence[Entry], chat: Chat) -> list[Entry]:
@@ -191,23 +222,12 @@ def spans_of(entries: Sequence[Entry], chat: Chat) -> list[Entry]:
         if entry.span is not None:
             resolved.append(entry)
             continue
-        chosen = [
-            number for number in range(len(chat.messages)) if _is_like(chat.messages, number, entry)
-        ]
+        chosen = chat.like(entry.messages)
         if not chosen:
             like = ", ".join(f"{name} {value!r:.60}" for name, value in entry.messages)
             raise wrong(NAME, f"a message with {like}", "none", "leave it out, or name another")
         whole = entry.do == PROTECT
         spans = [span for number in chosen for span in chat.texts(number, whole=whole)]
         resolved += [entry.over(span) for span in spans]
+        require_few(resolved)
     return resolved
-
-
-def _is_like(messages: Sequence[Mapping[str, Any]], number: int, entry: Entry) -> bool:
-    for name, value in entry.messages:
-        if name == "index":
-            if number not in (value, len(messages) + int(value)):
-                return False
-        elif messages[number].get(name) != value:
-            return False
-    return True

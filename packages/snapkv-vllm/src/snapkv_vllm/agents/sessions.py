@@ -24,7 +24,7 @@ from snapkv_vllm.metrics import SessionMetrics
 from snapkv_vllm.names import PREFIX, SESSION
 from snapkv_vllm.plans import Beginning, Order, Plan, RequestPlan, TurnPlan
 from snapkv_vllm.settings import ServingSettings
-from snapkv_vllm.spans import RequestSpans, without
+from snapkv_vllm.spans import RequestSpans
 
 _NAME = PREFIX + SESSION
 
@@ -62,12 +62,11 @@ class Compressed:
 
         What was dropped must be dropped, and what is to go or to stay now must be there whole.
         """
-        if without(self.drop, asked.drop).parts or asked.compress:
+        if self.drop.without(asked.drop).parts or asked.compress:
             return None
-        left, late = without(asked.drop, self.drop), Spans(((0, self.tokens),))
+        left, late = asked.drop.without(self.drop), Spans(((0, self.tokens),))
         for named in (left, whole):
-            behind = without(named, late)
-            if self.tokens and without(without(named, behind), self.whole).parts:
+            if named.overlap(late).without(self.whole).parts:
                 return None
         return RequestSpans(drop=left, protect=asked.protect)
 

@@ -4,6 +4,7 @@ They lie in a folder of their tenant; next to those lie files that users have pu
 """
 
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from snapkv_vllm.names import shown, wrong
 _EVERYBODY = "everybody"
 _CACHE, _RECORD = ".safetensors", ".json"
 _MOST_NAME_BYTES = 150  # of the 255 that file systems take
+_UNREADABLE = (OSError, ValueError, TypeError, KeyError, RecursionError, LibraryError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +94,7 @@ class DocumentFolder:
         for path in self._folder.glob(f"*/*{_RECORD}"):
             try:
                 found.append(self._read(path))
-            except (OSError, ValueError, TypeError, KeyError, LibraryError) as error:
+            except _UNREADABLE as error:
                 yield CacheFileError(
                     f"record: expected one of a document, got {str(path)!r}: {error!r}; delete "
                     "it, and register the document again"
@@ -113,6 +115,8 @@ class DocumentFolder:
         )
         if self._named(record.tenant, record.name, _RECORD) != path:
             raise ValueError(f"it is that of {record.name!r}")
+        if not math.isfinite(record.created):
+            raise ValueError(f"it was created at {record.created}")
         return record
 
     def _named(self, tenant: str, name: str, kind: str) -> Path:

@@ -51,10 +51,10 @@ class Prompts:
         return bool(self._models.is_base_model(name))
 
     async def tokenize(self, prompt: str | list[int], *, special_tokens: bool) -> list[int]:
-        """The tokens of a text, or given ones once they are checked."""
-        from vllm.entrypoints.serve.tokenize.protocol import TokenizeCompletionRequest
+        """The tokens of a text, or given ones once they are checked: not more than are served."""
+        from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-        request = TokenizeCompletionRequest(prompt="", add_special_tokens=special_tokens)
+        request = CompletionRequest(prompt=prompt, max_tokens=1, add_special_tokens=special_tokens)
         with _as_refused():
             if isinstance(prompt, list) and hasattr(self._renderer.renderer, "validate_token_ids"):
                 self._renderer.renderer.validate_token_ids(prompt, parameter="prompt")

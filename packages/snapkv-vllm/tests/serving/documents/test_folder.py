@@ -100,17 +100,23 @@ async def test_a_bare_note_of_an_earlier_server_still_opens(tmp_path):
     assert await world_in(tmp_path).restored() == ["contract"]
 
 
+NEVER = '{"name": "contract", "messages": null, "seal": "", "created": 1e999}'
+"""A record as earlier servers wrote it, of a time that there is not."""
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
         (lambda folder: (folder / "contract.json").write_text("{"), "contract.json"),
         (lambda folder: (folder / "contract.json").write_text("[]"), "contract.json"),
+        (lambda folder: (folder / "contract.json").write_text("[" * 100_000), "contract.json"),
+        (lambda folder: (folder / "contract.json").write_text(NEVER), "created at inf"),
         (lambda folder: change(folder / "contract.json", "seal", "soul"), "contract.json"),
         (lambda folder: (folder / "contract.json").rename(folder / "b.json"), "'contract'"),
         (lambda folder: (folder / "contract.safetensors").unlink(), "saved before"),
         (lambda folder: put(folder, [1, 97], 2, "contract.safetensors"), "another one at"),
     ],
-    ids=["cut", "list", "changed", "renamed", "gone", "replaced"],
+    ids=["cut", "list", "deep", "never", "changed", "renamed", "gone", "replaced"],
 )
 def test_what_is_damaged_is_left_with_one_line_and_the_others_stand(
     tmp_path, caplog, monkeypatch, damage, said

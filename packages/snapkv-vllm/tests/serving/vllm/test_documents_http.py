@@ -101,6 +101,17 @@ def test_chats_reach_the_engine_as_vllm_renders_them(site, client, messages):
     assert ids[:begins] == site.render([*CHAT, QUESTION])[:begins]
 
 
+def test_texts_beyond_what_a_model_takes_are_refused_before_they_are_tokenized(site, client):
+    register(client)
+    endless = "a" * 10_000_000
+    refused = register(client, name="other", prompt=endless)
+    require_refused(refused, 400, "contains 10000000 characters")
+    body = naming("contract", prompt=endless)
+    refused = client.post("/v1/completions", json=body, headers=MINE)
+    require_refused(refused, 400, "contains 10000000 characters")
+    assert site.seen == []
+
+
 @pytest.mark.parametrize("path", [PATH, f"{PATH}/contract", "/v1/completions"])
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}])
 def test_without_a_key_nothing_is_read(site, client, path, headers):

@@ -1,5 +1,6 @@
 """Spans of positions that must stay, whatever the scores."""
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Self
@@ -45,12 +46,22 @@ class Spans:
 
     def overlap(self, other: "Spans") -> "Spans":
         """What both of them cover."""
-        both = (
-            (max(start, begin), min(stop, end))
-            for start, stop in self.parts
-            for begin, end in other.parts
-        )
-        return Spans(tuple(sorted((start, stop) for start, stop in both if start < stop)))
+        return self.without(self.without(other))
+
+    def without(self, other: "Spans") -> "Spans":
+        """What this one covers and the other does not, in time linear in their parts."""
+        left: list[Span] = []
+        gone = deque(other.parts)
+        for start, stop in self.parts:
+            while gone and gone[0][0] < stop:
+                begin, end = gone[0]
+                left.append((start, begin))
+                start = max(start, end)
+                if end > stop:  # it may reach into the next part
+                    break
+                gone.popleft()
+            left.append((start, stop))
+        return Spans(tuple(part for part in left if part[0] < part[1]))
 
     @property
     def tokens(self) -> int:
