@@ -17,7 +17,7 @@ from snapkv.policies import (
     ScoreThreshold,
     SnapKV,
 )
-from snapkv.policies.budget import largest_remainder
+from snapkv.policies.budget import largest_remainder, share_of
 from snapkv.policies.pyramidkv import exact_budgets, published_budgets
 from tests.families import call, random_ids, tiny_model
 from tests.ops.states import layer_with_scores, random_layer
@@ -196,6 +196,12 @@ def test_adakv_with_everything_safe_is_the_policy_itself():
 )
 def test_largest_remainder_by_hand(shares, total, expected):
     assert largest_remainder(shares, total) == expected
+
+
+@pytest.mark.parametrize("percent", [1, 7, 29, 35, 57, 58, 100])
+def test_a_share_is_rounded_down_as_it_is_written(percent):
+    for tokens in range(300):
+        assert share_of(tokens, percent / 100) == percent * tokens // 100
 
 
 @given(

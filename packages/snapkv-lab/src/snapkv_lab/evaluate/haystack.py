@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from snapkv.app import text_files
+from snapkv.errors import InvalidArgumentError
 from snapkv.packages import find_package_file, package_file
 from snapkv_lab.evaluate.task import Task
 
@@ -154,10 +155,24 @@ def identifier(draw: random.Random) -> str:
     return str(uuid.UUID(int=draw.getrandbits(128), version=4))
 
 
+_MOST_MISSES = 1000
+
+
 def distinct(make: Callable[[], str], count: int, besides: Collection[str] = ()) -> list[str]:
-    """That many different texts, none of them among `besides`."""
+    """That many different texts, none of them among `besides`.
+
+    Raises InvalidArgumentError where so many draws in turn give none that is new.
+    """
     made: dict[str, None] = {}
+    misses = 0
     while len(made) < count:
-        if (text := make()) not in besides:
+        text = make()
+        misses = misses + 1 if text in made or text in besides else 0
+        if misses > _MOST_MISSES:
+            raise InvalidArgumentError(
+                f"task: expected fewer different names in a prompt, got {count:,}, of which "
+                f"{len(made):,} were found; pass smaller numbers"
+            )
+        if not misses:
             made[text] = None
     return list(made)

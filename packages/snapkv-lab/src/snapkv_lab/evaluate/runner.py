@@ -151,14 +151,15 @@ class Run:
 
     def _require_lengths(self) -> None:
         """Raise where prompts would be made only to be found far too long; a few are shown so."""
-        longest = max(getattr(self.task, "lengths", ()), default=0)
         positions = self.loaded.max_tokens
-        if positions is not None and longest > _MOST_TIMES_POSITIONS * positions:
-            raise InvalidArgumentError(
-                f"lengths: expected at most {_MOST_TIMES_POSITIONS * positions:,} tokens, "
-                f"{_MOST_TIMES_POSITIONS} times the model's {positions:,} positions, got "
-                f"{longest:,}; pass a smaller number, or choose a model with more positions"
-            )
+        for name in ("lengths", "answer_tokens"):
+            longest = max(getattr(self.task, name, ()), default=0)
+            if positions is not None and longest > _MOST_TIMES_POSITIONS * positions:
+                raise InvalidArgumentError(
+                    f"{name}: expected at most {_MOST_TIMES_POSITIONS * positions:,} tokens, "
+                    f"{_MOST_TIMES_POSITIONS} times the model's {positions:,} positions, got "
+                    f"{longest:,}; pass a smaller number, or choose a model with more positions"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

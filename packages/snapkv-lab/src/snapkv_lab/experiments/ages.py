@@ -16,7 +16,10 @@ from snapkv_lab.experiments.records import RESULTS, git, grouped
 _CORE = Path("packages/snapkv/src/snapkv")
 JUDGED = [
     _CORE / name
-    for name in ("cache", "decoding", "hf", "library", "ops", "policies", "prefill", "storage")
+    for name in (
+        *("app", "cache", "decoding", "document.py", "hf", "kvzip.py", "library", "ops", "plan"),
+        *("policies", "prefill", "storage"),
+    )
 ]
 """Answers, memory and times come of these; commands and pages do not change them."""
 SERVED = {"scale", "serving", "serving_caps", "sessions", "shared_documents"}
@@ -76,6 +79,7 @@ def _say(_: object) -> None:
     print(f"{len(old)} kinds of rows are older than the code they judge:")
     print(*sorted(old, key=lambda each: -each.since), sep="\n")
     print("`python -m snapkv_lab.experiments NAME` measures again, `make results` all.")
+    print("What is measured case by case only adds what is missing: remove its rows before.")
 
 
 AGES = Experiment(name="ages", title="Rows that are older than the code they judge", drawn=_say)

@@ -27,6 +27,7 @@ from torch import Tensor
 from snapkv import AdaKV, CompressedCache, SnapKV, ops
 from snapkv.policies import Policy
 from snapkv.storage.coded import KVCodes
+from snapkv.validation import first_line
 from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.kvpress import Kvpress
 from snapkv_lab.experiments.measuring import Turns
@@ -415,7 +416,7 @@ def _measured(given: Given, cell: Cell) -> Iterator[Row]:
         rows.extend(cell.rows(given))
     except Exception as error:  # whatever it is, the other cells are worth their time
         traceback.print_exc()
-        rows = [{"status": f"failed: {type(error).__name__}: {str(error).splitlines()[0][:300]}"}]
+        rows = [{"status": f"failed: {type(error).__name__}: {first_line(error)[:300]}"}]
         given.over = _lost()
     torch.compiler.reset()  # a limit of compiled variants holds for all cells together
     seconds = round(time.monotonic() - started, 1)
@@ -431,7 +432,7 @@ def _lost() -> str:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
     except RuntimeError as error:
-        return f"the device is lost ({str(error).splitlines()[0]})"
+        return f"the device is lost ({first_line(error)})"
     return ""
 
 

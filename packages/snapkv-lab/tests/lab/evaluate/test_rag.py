@@ -92,6 +92,11 @@ def test_citations_are_scored_by_f1(small, prediction, score):
     assert task.score(sample, said) == pytest.approx(score)
 
 
+def test_more_documents_than_there_are_is_refused(small):
+    with pytest.raises(InvalidArgumentError, match=r"expected at most \d+, as many as there are"):
+        next(RagCitation(documents=(50_000,), samples_each=1).samples(None))
+
+
 def test_citation_numbers_are_those_of_the_gold_documents_among_near_ones(small, index):
     task = RagCitation(documents=(10, 30), samples_each=20)
     samples = list(task.samples(None))

@@ -1,5 +1,6 @@
 """What every task of drawn samples promises; and lines, instructions and tracking by hand."""
 
+import itertools
 import re
 from functools import partial
 
@@ -78,6 +79,9 @@ def test_percents_words_and_draws():
     assert list(both) == sorted({*nouns, *words("adjective")})
     texts = iter(["a", "b", "a", "x", "b", "c"])
     assert distinct(lambda: next(texts), 3, besides=["x"]) == ["a", "b", "c"]
+    few = itertools.cycle("ab")
+    with pytest.raises(InvalidArgumentError, match="got 3, of which 2 were found"):
+        distinct(lambda: next(few), 3)
 
 
 def test_without_the_package_the_command_is_named(monkeypatch):

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from snapkv.app.models import LoadedModel
+from snapkv.cache.hybrid import HybridLayer
 from snapkv.cache.layer import CompressedLayer
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import passed
 from snapkv.hf.placement import device_of
@@ -118,7 +119,7 @@ class RecordedPrompt:
     model: Any
     layers: Sequence[PromptLayer]  # as a policy is shown them, one for each that it compresses
     last_logits: Tensor  # (1, 1, V), behind the prompt; the same whatever is kept
-    others: Mapping[int, Any] = field(default_factory=dict)  # layers that no policy compresses
+    others: Mapping[int, Any] = field(default_factory=dict)  # layers of which others hold more
 
     @property
     def prompt_tokens(self) -> int:
@@ -131,7 +132,11 @@ class RecordedPrompt:
         policy = cache.policy  # which knows the model's heads
         cache.expect_prompt(self.prompt_tokens)
         for index, other in self.others.items():
-            cache.layers[index] = copy.deepcopy(other)
+            own = cache.layers[index]
+            if isinstance(own, HybridLayer):
+                own.take_beside(other)
+            else:
+                cache.layers[index] = copy.deepcopy(other)
         for layer, shown in cache.reading.shared_out(self._filling(cache)):
             choice = layer.choose(shown)
             if policy.draft_tokens and choice.selection is not None:
@@ -167,11 +172,27 @@ class RecordedPrompt:
 
 
 def record_prompt(model: Any, ids: Tensor, recorder: Recorder) -> RecordedPrompt:
-    """Read a prompt, (1, T) int64, with the full cache."""
+    """Read a prompt, (1, T) int64, with the full cache.
+
+    Raises UnsupportedModelError of latent attention, whose heads share what is stored.
+    """
     cache, logits = _read(model, ids, recorder)
-    layers = enumerate(cache.layers)
-    others = {index: layer for index, layer in layers if not isinstance(layer, CompressedLayer)}
+    others = _not_shown(cache, recorder.layers)
     return RecordedPrompt(model=model, layers=recorder.layers, last_logits=logits, others=others)
+
+
+def _not_shown(cache: CompressedCache, shown: Iterable[PromptLayer]) -> dict[int, Any]:
+    """The layers that hold what a policy is not shown: windows, and states beside tokens."""
+    if any(layer.stored_heads is not None for layer in shown):
+        raise UnsupportedModelError(
+            "model: expected keys and values that are stored as attention sees them where a prompt "
+            "is read once for several methods, got latent attention; read the prompt for each"
+        )
+    return {
+        index: layer
+        for index, layer in enumerate(cache.layers)
+        if isinstance(layer, HybridLayer) or not isinstance(layer, CompressedLayer)
+    }
 
 
 @torch.inference_mode()
@@ -184,4 +205,5 @@ def record_prompt_twice(
     cache.crop(-1)  # the last token is read again, for its logits
     cache.expect_prompt(ids.shape[1] + 1)  # and nothing is to be dropped behind it
     logits = model(ids[:, -1:], **passed(cache)).logits
-    return RecordedPrompt(model=model, layers=layers, last_logits=logits)
+    others = _not_shown(cache, layers)
+    return RecordedPrompt(model=model, layers=layers, last_logits=logits, others=others)

@@ -17,7 +17,7 @@ from snapkv.app.models import LoadedModel
 from snapkv.app.observing import RecordedPrompt, Recorder, record_prompt, record_prompt_twice
 from snapkv.app.prompts import Prompt
 from snapkv.app.settings import GenerationSettings
-from snapkv.errors import OutOfMemoryError
+from snapkv.errors import OutOfMemoryError, UnsupportedModelError
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import passed
 from snapkv.kvzip import instruction_of
@@ -73,6 +73,8 @@ def first_that_keeps(
             return Tried(keeper=next(keepers, None))
     except OutOfMemoryError:
         return Tried(untold="there is no memory for one more reading of the prompt")
+    except UnsupportedModelError:
+        return Tried(untold="this model's latent attention is not recorded for several methods")
 
 
 def _read(loaded: LoadedModel, ids: Tensor, candidates: Sequence[Policy]) -> RecordedPrompt:

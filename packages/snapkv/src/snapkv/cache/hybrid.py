@@ -30,6 +30,10 @@ class HybridLayer(CompressedLayer, LinearAttentionAndFullAttentionLayer):
     def beside(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._names}
 
+    def take_beside(self, other: "HybridLayer") -> None:
+        """Go on from the states of another layer, which keeps them."""
+        self.__dict__.update(copy.deepcopy(other.beside))  # they are written over in place
+
     @property
     def is_croppable(self) -> bool:
         return super().is_croppable and LinearAttentionLayer.is_croppable.fget(self)
@@ -56,7 +60,7 @@ class HybridLayer(CompressedLayer, LinearAttentionAndFullAttentionLayer):
 
     def __copy__(self) -> Self:
         copied = super().__copy__()
-        copied.__dict__.update(copy.deepcopy(self.beside))  # states are written over in place
+        copied.take_beside(self)
         return copied
 
 

@@ -13,7 +13,7 @@ from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.ops import ScoreOptions
 from snapkv.policies import EvictingPolicy, PrefixPolicy, PromptLayer
 from snapkv.policies.around import AroundScores
-from snapkv.policies.budget import ByteBudget, budget_of
+from snapkv.policies.budget import ByteBudget, budget_of, share_of
 from snapkv.policies.spans import Span, Spans
 from snapkv.validation import require_int
 
@@ -138,7 +138,7 @@ def tokens_to_keep(budget: int | str, rows: Sequence[Spans]) -> list[int]:
     """B numbers: how many tokens of its spans each head of a row may keep."""
     read = ByteBudget.read(budget)
     if isinstance(read, ByteBudget) and read.share is not None:
-        return [max(1, int(own.tokens * read.share)) for own in rows]
+        return [max(1, share_of(own.tokens, read.share)) for own in rows]
     if not isinstance(read, int):
         raise InvalidTypeError(
             f"budget: expected a number of tokens or a part of the spans', got {budget!r}; pass "

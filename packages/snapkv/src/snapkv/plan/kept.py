@@ -1,6 +1,5 @@
 """What of a prompt the compressed layers keep, in tokens and in bytes, exactly."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +9,7 @@ import torch
 from snapkv.errors import BudgetTooSmallError
 from snapkv.ops import TokenCost
 from snapkv.plan.footprint import Footprint, FullLayer
-from snapkv.policies.budget import ByteBudget
+from snapkv.policies.budget import ByteBudget, share_of
 from snapkv.storage.append_buffer import ROOM_TOKENS, slots_behind
 from snapkv.storage.coded import KVCodes
 
@@ -109,7 +108,7 @@ class Keeping:
             return min(self.budget, prompt_tokens)
         assert self.keep_ratio is not None
         window = min(self.window_size, prompt_tokens)
-        return window + math.floor(self.keep_ratio * (prompt_tokens - window))
+        return window + share_of(prompt_tokens - window, self.keep_ratio)
 
     def _codes(self, depth: int) -> KVCodes | None:
         if self.bits is None:

@@ -262,12 +262,17 @@ class Budget:
         where bytes do.
         """
         if self.keep_ratio is not None:
-            return math.floor(self.keep_ratio * prefix_tokens)
+            return share_of(prefix_tokens, self.keep_ratio)
         if isinstance(self.limit, AutoBudget):
             return self.limit.within(wanted, prefix_tokens, self.window_size)
         tokens = wanted if isinstance(self.limit, ByteBudget) else self.limit
         assert tokens is not None
         return max(0, min(prefix_tokens, tokens - self.window_size))
+
+
+def share_of(tokens: int, share: float) -> int:
+    """A share of tokens, rounded down as written: 0.29 of 100 are 29, which no float says."""
+    return math.floor(tokens * share + 1e-9)
 
 
 def largest_remainder(shares: Sequence[float], total: int) -> list[int]:

@@ -11,6 +11,7 @@ from snapkv import ops
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies.around import AroundScores
 from snapkv.policies.base import Need, OfHeads, PrefixPolicy
+from snapkv.policies.budget import share_of
 from snapkv.policies.snapkv import SnapKV
 from snapkv.policies.states import PromptLayer
 from snapkv.validation import require_ratio
@@ -80,7 +81,7 @@ class CriticalKV(AroundScores, PrefixPolicy):
         norms = _to_12_bits(ops.reduce_group(norms, scores.shape[1], "mean"))
         means = _raised(scores, layer.pads) / self.policy.summed_weights(layer)
         weighed = (means + _EPSILON) * norms
-        kept = [int(kept * self.first_share) for kept in self.kept_prefix_tokens(layer)]
+        kept = [share_of(kept, self.first_share) for kept in self.kept_prefix_tokens(layer)]
         first = self.prefix(layer).best(scores, kept)
         chosen = torch.zeros(*scores.shape[:2], scores.shape[-1] + 1, dtype=torch.bool)
         chosen = chosen.to(scores.device).scatter(2, first % chosen.shape[-1], True)  # -1 is last

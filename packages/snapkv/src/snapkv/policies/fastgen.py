@@ -216,7 +216,7 @@ def _of_kept_kinds(choice: Tensor, special: Tensor, punctuation: Tensor) -> Tens
 
 def _part_of(tokens: Tensor, ratio: float) -> Tensor:
     """(B,) int64: that fraction of the tokens, rounded down, at least one."""
-    return (tokens.double() * ratio).floor().long().clamp(min=1)
+    return (tokens.double() * ratio + 1e-9).floor().long().clamp(min=1)
 
 
 def _pads(states: LayerStates) -> Tensor:

@@ -10,7 +10,6 @@ another. Neither is exact: what does not go on is lost for the upper layers, wha
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar
@@ -26,6 +25,7 @@ from snapkv.hf.cache_argument import cache_among, with_cache
 from snapkv.hf.placement import device_of
 from snapkv.policies import FullCache, PromptLayer, Selection, SnapKV
 from snapkv.policies.base import OfHeads
+from snapkv.policies.budget import share_of
 from snapkv.prefill.decoder import (
     ReadEnough,
     at_places,
@@ -59,7 +59,7 @@ class _TokensThatGoOn(SnapKV):
         prefix = self.prefix(layer)
         protected = prefix.needed or [0] * len(prefix.lengths)
         return [
-            min(tokens, max(math.floor(self.keep_ratio * tokens), self.least_tokens, own))
+            min(tokens, max(share_of(tokens, self.keep_ratio), self.least_tokens, own))
             for tokens, own in zip(prefix.lengths, protected, strict=True)
         ]
 

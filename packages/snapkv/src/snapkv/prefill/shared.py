@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from snapkv.cache.hybrid import HybridLayer
 from snapkv.cache.indexed import IndexedLayer
 from snapkv.errors import UnsupportedModelError
 from snapkv.hf.attend import Attended, AttentionCall
@@ -93,7 +94,8 @@ class SharedReading:
         told = [
             step.layer_idx
             for step in self._steps
-            if step.call is not None and not isinstance(leader.layers[step.layer_idx], IndexedLayer)
+            if step.call is not None
+            and not isinstance(leader.layers[step.layer_idx], IndexedLayer | HybridLayer)
         ]
         if told != list(range(len(leader.layers))):
             raise UnsupportedModelError(

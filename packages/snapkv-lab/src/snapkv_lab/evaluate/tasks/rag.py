@@ -107,6 +107,7 @@ class RagCitation(RagTask):
         name = f"{documents}/{question.name}"
         others = itertools.islice(neighbours(index, question), documents - len(question.gold))
         passages = [*question.gold, *others]
+        _require_documents(documents, len(passages))
         random.Random(f"{self.seed}/{name}").shuffle(passages)
         numbers = [passages.index(passage) + 1 for passage in question.gold]
         return Sample(
@@ -238,6 +239,7 @@ class RagPipeline(PhraseTask):
             texts = [f"{passage.title}. {passage.text}" for passage in retrieved]
             passages = [retrieved[place] for place, _ in embeddings.nearest(question.text, texts)]
             for documents in self.documents:
+                _require_documents(documents, len(passages))
                 yield phrase_sample(
                     f"{documents}/{question.name}",
                     {"documents": documents},
@@ -245,6 +247,14 @@ class RagPipeline(PhraseTask):
                     question.text,
                     question.answers,
                 )
+
+
+def _require_documents(documents: int, found: int) -> None:
+    if found < documents:
+        raise InvalidArgumentError(
+            f"documents: expected at most {found}, as many as there are, got {documents}; pass "
+            f"--documents {found}"
+        )
 
 
 def drawn(rows: Sequence[Question], count: int, seed: int) -> list[Question]:

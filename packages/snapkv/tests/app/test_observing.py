@@ -1,0 +1,50 @@
+"""A prompt that was recorded once, and the caches that are made of it."""
+
+import pytest
+import torch
+
+from snapkv import CompressedCache, FullCache, SnapKV
+from snapkv.app.observing import Recorder, record_prompt
+from snapkv.errors import UnsupportedModelError
+from snapkv.hf.cache_argument import passed
+from snapkv.prefill.shared import SharedReading
+from tests.families import KINDS, small_model
+
+POLICIES = (FullCache(), SnapKV(24, window_size=8))
+LATENT = [kind for kind in KINDS if "latent" in kind or "indexed" in kind]
+
+
+def tokens(count):
+    return torch.randint(3, 60, (1, count), generator=torch.Generator().manual_seed(2))
+
+
+def logits_behind(model, cache, ids):
+    """(N, V) behind tokens that follow what a cache has read."""
+    cache.expect_tokens(ids)
+    with torch.no_grad():
+        return model(ids, **passed(cache)).logits[0]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in LATENT])
+def test_a_cache_of_a_recorded_prompt_goes_on_as_one_that_has_read_it(kind):
+    model, prompt, behind = small_model(kind), tokens(60), tokens(1)
+    recorded = record_prompt(model, prompt, Recorder.for_policies(POLICIES))
+    for policy in POLICIES:
+        cache = CompressedCache(model, policy)
+        torch.testing.assert_close(
+            logits_behind(model, cache, prompt)[-1:], recorded.last_logits[0]
+        )
+        expected = logits_behind(model, cache, behind)
+        found = logits_behind(model, recorded.compressed(policy), behind)
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("kind", LATENT)
+def test_latent_attention_is_not_recorded(kind):
+    with pytest.raises(UnsupportedModelError, match=r"latent attention|indexer chooses"):
+        record_prompt(small_model(kind), tokens(60), Recorder.for_policies(POLICIES))
+
+
+def test_a_layer_of_states_beside_tokens_is_not_read_for_several_caches():
+    with pytest.raises(UnsupportedModelError, match="with 0 of"):
+        SharedReading(small_model("hybrid"), tokens(60))
