@@ -6,6 +6,7 @@ pads were not there, so the oracle never sees any.
 """
 
 import math
+from decimal import Decimal
 from itertools import pairwise
 
 Row = list[float]
@@ -173,7 +174,7 @@ def kept_prefix_tokens(
     """How many positions before the window survive."""
     prefix_tokens = max(0, prompt_tokens - window_size)
     if keep_ratio is not None:
-        return math.floor(keep_ratio * prefix_tokens)
+        return math.floor(Decimal(str(keep_ratio)) * prefix_tokens)
     assert budget is not None
     return min(prefix_tokens, budget - window_size)
 

@@ -6,6 +6,7 @@ common part is tested with any scores there are: few distinct ones, hence many t
 
 import math
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from typing import ClassVar
 
 import pytest
@@ -309,5 +310,5 @@ def test_a_ratio_is_taken_of_each_rows_own_prefix(ratio, lengths):
         pad_tokens=pads,
     )
     assert policy.kept_prefix_tokens(layer) == [
-        math.floor(ratio * max(0, tokens - 32)) for tokens in lengths
+        math.floor(Decimal(str(ratio)) * max(0, tokens - 32)) for tokens in lengths
     ]

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import functools
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from typing import Any
 
 import torch
@@ -444,7 +445,11 @@ def _require_best(kept: Tensor, scores: Tensor, policy: IndexerScores, layer: in
     held = (scores[-1] > LOWEST).nonzero()[:, 0]
     prefix, window = held[: -policy.window_size], held[-policy.window_size :]
     most = policy.budget and policy.budget - policy.window_size
-    most = int(policy.keep_ratio * len(prefix)) if most is None else min(most, len(prefix))
+    most = (
+        int(Decimal(str(policy.keep_ratio)) * len(prefix))
+        if most is None
+        else min(most, len(prefix))
+    )
     rated = scores[:, prefix].mean(dim=0)
     is_kept = torch.isin(prefix, kept)
     lowest, highest = rated[is_kept].sort().values[:1], rated[~is_kept].sort().values[-1:]

@@ -174,7 +174,7 @@ class ByteBudget:
         if cost.together:
             depth, layers = 0, 1
         full = cost.full_bytes * own * layers
-        given = self.bytes if self.share is None else int(Fraction(str(self.share)) * full)
+        given = self.bytes if self.share is None else share_of(full, self.share)
         assert given is not None
         needed = layers * cost.held_bytes(least)
         if not cost.alike:  # as many bytes of its own for each layer
@@ -271,8 +271,8 @@ class Budget:
 
 
 def share_of(tokens: int, share: float) -> int:
-    """A share of tokens, rounded down as written: 0.29 of 100 are 29, which no float says."""
-    return math.floor(tokens * share + 1e-9)
+    """A share of tokens or bytes, rounded down as it is written: 0.29 of 100 are 29."""
+    return int(Fraction(str(share)) * tokens)
 
 
 def largest_remainder(shares: Sequence[float], total: int) -> list[int]:
