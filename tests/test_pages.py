@@ -106,27 +106,6 @@ def test_the_picture_of_the_first_page_shows_its_rows():
     assert {"270", "22.5", "full cache"} <= set(shown)
 
 
-OPENINGS = ("After reading this page you can ", "After reading this page you know ")
-
-
-@pytest.mark.parametrize(
-    "page",
-    [page for page in ROOT.glob("docs/*.md") if page.name != "index.md"],
-    ids=lambda page: page.name,
-)
-def test_a_page_opens_with_what_its_reader_can_do_then(page):
-    title, opening, *_ = page.read_text(encoding="utf-8").split("\n\n")
-    assert title.startswith("# ")
-    assert opening.startswith(OPENINGS)
-    assert len(opening) < 250
-
-
-def test_the_glossary_is_in_order():
-    page = (ROOT / "docs/glossary.md").read_text(encoding="utf-8")
-    words = re.findall(r"^## (.*)$", page, flags=re.MULTILINE)
-    assert words == sorted(words, key=str.lower)
-
-
 def migrations():
     """Every line of "Press by press" in docs/migrating.md: kvpress's code and ours."""
     page = (ROOT / "docs/migrating.md").read_text(encoding="utf-8")

@@ -49,7 +49,3 @@ def test_every_example_is_run_and_stands_on_both_pages():
     assert {*re.findall(r"\]\(([\w/.]+\.py)\)", listed)} == here
     shown = (ROOT / "docs/examples.md").read_text("utf-8")
     assert {*re.findall(r"literalinclude\} \.\./examples/(\S+)", shown)} == here
-
-
-def test_a_method_of_your_own_takes_forty_lines():
-    assert len((EXAMPLES / "own_policy.py").read_text("utf-8").splitlines()) <= 40

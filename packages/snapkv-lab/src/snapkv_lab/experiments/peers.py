@@ -226,7 +226,7 @@ PEERS = Experiment(
     options={
         "python": str(PYTHON),
         "tokens": Sized(1024, 512),
-        "rounds": Sized(6, 1),
+        "rounds": Sized(11, 1),
         "dtype": "bfloat16",
     },
     tables=_tables,

@@ -382,32 +382,9 @@ def test_a_chat_behind_a_document_is_the_whole_chat(server):
 
 # The dashboard.
 
-FUNCTIONS = {"histogram_quantile", "sum", "by", "rate"}
-LABELS = {"le", "outcome", "model_name", "engine"}
-WORD = re.compile(r'"[^"]*"|\[[^]]*\]|[a-zA-Z_:][\w:]*|\d+(?:\.\d+)?|[(){},/=~]|\s+')
-
 
 def dashboard():
     return json.loads((ROOT / "deploy/grafana.json").read_text(encoding="utf-8"))
-
-
-def metrics_in(query):
-    """The metrics of a query, all of whose words are known and whose brackets close."""
-    words, at = [], 0
-    while at < len(query):
-        found = WORD.match(query, at)
-        assert found, f"{query[at:]} is no PromQL that this test knows"
-        words.append(found[0])
-        at = found.end()
-    closing, waiting = {")": "(", "}": "{"}, []
-    for word in words:
-        if word in closing.values():
-            waiting.append(word)
-        elif word in closing:
-            assert waiting.pop() == closing[word]
-    assert not waiting
-    names = {word for word in words if re.match(r"[a-zA-Z_:]", word)}
-    return names - FUNCTIONS - LABELS
 
 
 def test_every_metric_of_the_dashboard_is_there(server, client, many_ids):
@@ -421,21 +398,9 @@ def test_every_metric_of_the_dashboard_is_there(server, client, many_ids):
     there |= {"vllm:num_preemptions_total"}
     for panel in dashboard()["panels"]:
         for target in panel["targets"]:
-            asked = metrics_in(target["expr"])
+            asked = set(re.findall(r"(?:vllm|snapkv):\w+", target["expr"]))
             assert asked
             assert asked <= there, target["expr"]
-
-
-def test_the_panels_of_the_dashboard_lie_side_by_side():
-    made = dashboard()
-    places = [panel["gridPos"] for panel in made["panels"]]
-    cells = [(p["x"] + x, p["y"] + y) for p in places for x in range(p["w"]) for y in range(p["h"])]
-    assert len(set(cells)) == len(cells)
-    assert all(place["x"] + place["w"] <= 24 for place in places)
-    assert [panel["id"] for panel in made["panels"]] == list(range(1, len(places) + 1))
-    variables = {variable["name"] for variable in made["templating"]["list"]}
-    used = set(re.findall(r"\$\{?(\w+)", json.dumps(made["panels"]))) - {"__rate_interval"}
-    assert used == variables
 
 
 def test_an_agents_loop_goes_on_from_its_history_and_is_told_what_was_cleared(server, client):
