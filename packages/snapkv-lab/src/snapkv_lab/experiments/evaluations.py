@@ -255,7 +255,7 @@ def _sharing(given: Given) -> Iterator[Row]:
 
 SHARING = Experiment(
     name="sharing",
-    title="Ten methods for little more than one",
+    title="Ten methods beside one",
     takes="ten minutes",
     measure=_sharing,
     options={"lengths": Sized((1024, 2048, 4096), (320,)), "rounds": Sized(3, 2)},
