@@ -23,6 +23,7 @@ from snapkv_vllm.spans import NAME, OF_MESSAGES, PROTECT, Entry, require_few
 _THINKS, _HAS_THOUGHT = "<think>", "</think>"
 
 _MARK = "[0-9a-f]{16}x[0-9]+x"
+"""As `marked` makes them."""
 
 _THOUGHTS = ("reasoning", "reasoning_content")
 """Fields of an assistant's message that hold what it thought."""

@@ -119,7 +119,7 @@ class RecordedPrompt:
     model: Any
     layers: Sequence[PromptLayer]  # as a policy is shown them, one for each that it compresses
     last_logits: Tensor  # (1, 1, V), behind the prompt; the same whatever is kept
-    others: Mapping[int, Any] = field(default_factory=dict)  # layers of which others hold more
+    others: Mapping[int, Any] = field(default_factory=dict)  # what no policy is shown
 
     @property
     def prompt_tokens(self) -> int:

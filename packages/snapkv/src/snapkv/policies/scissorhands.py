@@ -1,6 +1,7 @@
 """Scissorhands (Liu et al., NeurIPS 2023): what was pivotal lately will be pivotal again."""
 
 import functools
+import math
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Literal
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from snapkv import ops
 from snapkv.errors import InvalidArgumentError
-from snapkv.policies.budget import largest_remainder, require_tokens, share_of
+from snapkv.policies.budget import largest_remainder, require_tokens
 from snapkv.policies.recent import BestAndRecent
 from snapkv.policies.spans import Spans
 from snapkv.policies.states import DecodeStep, LayerStates, PromptLayer, Selection
@@ -97,7 +98,7 @@ class Scissorhands(BestAndRecent):
     @property
     def max_decode_tokens(self) -> int:
         """The budget of the lowest layer."""
-        return share_of(self.budget, 1 - self.gamma)
+        return math.floor(self.budget * (1 - self.gamma) + 1e-9)
 
     @property
     def layers_alike(self) -> bool:
