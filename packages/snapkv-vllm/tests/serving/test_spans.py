@@ -170,7 +170,8 @@ def test_messages_are_chosen_by_all_that_an_entry_says_and_not_too_many():
         (0, 1),
     ]
     assert len(over({"name": "a", "do": "drop"})) == 300
+    assert len(over(*[{"name": "a", "do": "drop"}] * 900)) == 300
     with pytest.raises(InvalidArgumentError, match="a message with name 'a', index -1, got none"):
         over(last | {"name": "a"})
     with pytest.raises(InvalidArgumentError, match="at most 1,024 spans, got 1,200"):
-        over(*[{"role": "user", "do": "protect"}] * 900)
+        over({"role": "user", "do": "protect"}, {"role": "user", "do": "drop"})

@@ -219,7 +219,7 @@ def spans_of(entries: Sequence[Entry], chat: Chat) -> list[Entry]:
     Raises InvalidArgumentError where no message is like an entry says.
     """
     resolved = []
-    for entry in entries:
+    for entry in dict.fromkeys(entries):  # the same one again says nothing more
         if entry.span is not None:
             resolved.append(entry)
             continue

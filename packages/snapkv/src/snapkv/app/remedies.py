@@ -74,7 +74,7 @@ def first_that_keeps(
     except OutOfMemoryError:
         return Tried(untold="there is no memory for one more reading of the prompt")
     except UnsupportedModelError:
-        return Tried(untold="this model's latent attention is not recorded for several methods")
+        return Tried(untold="a prompt of this model is not recorded for several methods")
 
 
 def _read(loaded: LoadedModel, ids: Tensor, candidates: Sequence[Policy]) -> RecordedPrompt:
