@@ -90,9 +90,10 @@ def test_prompt_lookup_equals_greedy(implementation, group_reduce):
     ids = (random_ids(1, PROMPT) % 9 + 3).cuda()
     options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
     greedy = model.generate(ids, past_key_values=CompressedCache(model, policy), **options)
+    cache = CompressedCache(model, policy)  # before the line that looks `generate` up
     looked = model.generate(
         ids,
-        past_key_values=CompressedCache(model, policy),
+        past_key_values=cache,
         prompt_lookup_num_tokens=6,
         max_matching_ngram_size=1,
         **options,

@@ -110,7 +110,6 @@ def _operations(given: Given) -> dict[str, Callable[[str], Tensor]]:
     scores = ops.ScoreOptions(scaling=scaling)
     heads, (tokens, head_dim) = keys.shape[1], keys.shape[2:]
     tail, votes = keys[:, :, :64], torch.rand(1, heads, tokens, device=keys.device)
-    kept = votes.topk(tokens // 2, dim=-1).indices.sort(dim=-1).values
     # Heads of which the first keeps least; blocks of 32 tokens.
     lengths = tuple((head + 1) * tokens // (2 * heads) for head in range(heads))
     ragged = keys[0, 0].repeat(heads, 1)[: sum(lengths)]
@@ -129,9 +128,7 @@ def _operations(given: Given) -> dict[str, Callable[[str], Tensor]]:
         "window_votes": lambda impl: ops.window_votes(
             queries, keys, scores, group_reduce="mean", impl=impl
         ),
-        "pool_votes": lambda impl: ops.pool_votes(votes, 7, "max", impl=impl),
         "fade_votes": lambda impl: ops.fade_votes(votes, 0.9, impl=impl),
-        "gather_tokens": lambda impl: ops.gather_tokens(keys, kept, impl=impl),
         "ragged_attention": lambda impl: attended(
             ops.ragged_attention, ragged, ragged, uneven, impl
         ),
@@ -397,10 +394,7 @@ DECLARED: dict[str, Callable[[Given], Iterator[tuple[Any, ...]]]] = {
 }
 """By part: name, seconds, and what measures it with its arguments, for each cell."""
 
-OPERATIONS = (
-    "window_votes", "pool_votes", "fade_votes", "gather_tokens", "ragged_attention",
-    "coded_attention",
-)  # fmt: skip
+OPERATIONS = ("window_votes", "fade_votes", "ragged_attention", "coded_attention")
 
 
 def _measured(given: Given, cell: Cell) -> Iterator[Row]:

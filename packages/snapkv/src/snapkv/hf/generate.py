@@ -7,7 +7,8 @@ wrapped on the instance: `generate` announces the prompt's length to a `Compress
 
 In ``model.generate(ids, past_key_values=CompressedCache(model))`` Python has looked `generate` up
 before there was a cache, and the model's own runs. For that `_prefill` announces what was not, and
-`_extract_generation_mode_kwargs` passes a streamer on.
+`_extract_generation_mode_kwargs` passes a streamer on. Where `_valid_auto_compile_criteria` lets
+`generate` compile the steps, they are one graph or an error.
 """
 
 import contextlib
@@ -18,7 +19,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import CompileConfig, PreTrainedModel
+from transformers.utils.generic import is_flash_attention_requested
 
 from snapkv.cache.reading import Reading
 from snapkv.errors import InvalidArgumentError
@@ -98,11 +100,29 @@ def _modes(
     return given
 
 
+def _compiles(
+    own: Callable[..., Any], model: Any, model_kwargs: Any, generation_config: Any
+) -> Any:
+    """Ask for one graph: where it breaks, torch would go on without one, in silence.
+
+    transformers' flash attention breaks it, and some models' own code; those compile as they do
+    without a cache of this kind.
+    """
+    compiles = own(model, model_kwargs, generation_config)
+    breaks = is_flash_attention_requested(model.config) or not model._can_compile_fullgraph
+    if compiles and not breaks and _reading_of(model_kwargs) is not None:
+        asked = generation_config.compile_config or CompileConfig()
+        generation_config.compile_config = copy.copy(asked)
+        generation_config.compile_config.fullgraph = True
+    return compiles
+
+
 _AROUND: dict[str, Callable[..., Any]] = {
     "generate": _generate,
     "prepare_inputs_for_generation": _prepare_inputs,
     "_prefill": _prefill,
     "_extract_generation_mode_kwargs": _modes,
+    "_valid_auto_compile_criteria": _compiles,
 }
 """What runs around which methods of a model: given the model's own method and the model."""
 
