@@ -46,6 +46,8 @@ class CacheReport(dict[str, Any]):
         draft: what a drafted answer that voted has taken (`DraftVotes`): `tokens`, `ms` and
             `held_bytes` of the whole prompt, which was held until then; None where none has voted.
             Its tokens are not the answer's, whose layers keep something else.
+        steps: how `generate` decoded where it was to replay a recorded step: "one graph", or
+            "eager: " and what cannot be recorded; None elsewhere.
         layers: one dictionary per layer with `layer`, `kind`, `seen_tokens`, `kept_tokens`,
             `held_bytes` and `full_bytes`; compressed ones with `lost_votes`, too. `kind` is
             "compressed", or the name of transformers' own layer where the layer is not full
@@ -54,7 +56,11 @@ class CacheReport(dict[str, Any]):
 
     @classmethod
     def of(
-        cls, policy: str, layers: Sequence[Any], draft: DraftCost | None = None
+        cls,
+        policy: str,
+        layers: Sequence[Any],
+        draft: DraftCost | None = None,
+        steps: str | None = None,
     ) -> "CacheReport":
         """Measure the layers of a cache whose method has that name, and what its draft took."""
         rows = [_layer_report(i, layer) for i, layer in enumerate(layers)]
@@ -79,6 +85,7 @@ class CacheReport(dict[str, Any]):
             bits=_bits(compressed),
             lost_vote_peak=_mean([_lost(layer, "lost_peak") for layer in compressed]),
             draft=None if draft is None else asdict(draft),
+            steps=steps,
             layers=rows,
         )
 
@@ -130,7 +137,8 @@ class CacheReport(dict[str, Any]):
                 f"; {all_of_them} grow with the context and hold {self['growing_held_share']:.1%} "
                 f"of theirs, which is {grow:.1%} of the full cache"
             )
-        return "\n".join([title, *table, *_draft_lines(self.get("draft"))])
+        steps = [f"decoding steps: {self['steps']}"] if self.get("steps") else []
+        return "\n".join([title, *table, *_draft_lines(self.get("draft")), *steps])
 
 
 def _draft_lines(draft: dict[str, Any] | None) -> Iterator[str]:

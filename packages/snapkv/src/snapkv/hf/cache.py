@@ -46,7 +46,7 @@ from snapkv.errors import (
     InvalidTypeError,
     UnsupportedModelError,
 )
-from snapkv.hf import forward_context, saved
+from snapkv.hf import forward_context, saved, step_graph
 from snapkv.hf.attention import latent_refusal, votes
 from snapkv.hf.build import layers_for, storage_for
 from snapkv.hf.drafting import vote_by_draft
@@ -180,7 +180,7 @@ class CompressedCache(Cache):
             return keys, values
         if layer.store.is_static and not layer.recall_due:
             is_piece = self.reading.is_piecewise  # of what was asked for as a whole
-            if layer_idx == self._first and not (is_piece or torch.compiler.is_compiling()):
+            if layer_idx == self._first and not (is_piece or forward_context.is_traced()):
                 self.require_slots(new_tokens)
             return layer.update(key_states, value_states)
         if torch.compiler.is_compiling():
@@ -238,7 +238,7 @@ class CompressedCache(Cache):
         reading = self.reading
         reading.require_decided()
         reading.require_ids(new_tokens, rows)
-        if torch.compiler.is_compiling():
+        if forward_context.is_traced():
             return
         if rows is not None:
             self.require_rows(rows)
@@ -465,7 +465,7 @@ class CompressedCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """(columns, offset) of a mask, which this thread will make next."""
         compressed = isinstance(self.layers[layer_idx], CompressedLayer)
-        if compressed and not torch.compiler.is_compiling():
+        if compressed and not forward_context.is_traced():
             self._require_coming(query_length)
             forward_context.enter_padding(self._padding)
         sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
@@ -649,7 +649,8 @@ class CompressedCache(Cache):
 
     def report(self) -> CacheReport:
         """Tokens seen and kept, bytes held and bytes a full cache would hold."""
-        return CacheReport.of(self.policy.name, self.layers, self.reading.draft_cost)
+        steps = step_graph.described(self)
+        return CacheReport.of(self.policy.name, self.layers, self.reading.draft_cost, steps)
 
     def save(
         self,

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from snapkv.cache.layer import CompressedLayer
@@ -143,10 +144,26 @@ class _Current(threading.local):
         self.candidates: Candidates | None = None
         self.index: tuple[int, Tensor] | None = None  # the layer whose indexer made these scores
         self.hook = Hook()
+        self.is_recording = False
         self.shared: list[Shared] = []
 
 
 _current = _Current()
+
+
+def is_traced() -> bool:
+    """Whether this pass will be run again without Python, so that it may ask for no number."""
+    return torch.compiler.is_compiling() or _current.is_recording
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """Within this block, passes of this thread are recorded."""
+    _current.is_recording = True
+    try:
+        yield
+    finally:
+        _current.is_recording = False
 
 
 def enter(context: ForwardContext) -> None:

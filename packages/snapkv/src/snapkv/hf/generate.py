@@ -8,7 +8,7 @@ wrapped on the instance: `generate` announces the prompt's length to a `Compress
 In ``model.generate(ids, past_key_values=CompressedCache(model))`` Python has looked `generate` up
 before there was a cache, and the model's own runs. For that `_prefill` announces what was not, and
 `_extract_generation_mode_kwargs` passes a streamer on. Where `_valid_auto_compile_criteria` lets
-`generate` compile the steps, they are one graph or an error.
+`generate` compile the steps, they are recorded, and `get_compiled_call` gives their replay.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import copy
 import inspect
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -24,6 +25,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from snapkv.cache.reading import Reading
 from snapkv.errors import InvalidArgumentError
+from snapkv.hf import step_graph
 from snapkv.hf.cache_argument import cache_among
 from snapkv.hf.drafting import vote_by_draft
 
@@ -100,21 +102,41 @@ def _modes(
     return given
 
 
+@dataclass
+class _Recorded(CompileConfig):
+    """Asks for the replay of a recorded step in the place of compiled code."""
+
+    forward: Any = None
+
+
 def _compiles(
     own: Callable[..., Any], model: Any, model_kwargs: Any, generation_config: Any
 ) -> Any:
-    """Ask for one graph: where it breaks, torch would go on without one, in silence.
+    """Record the steps; compile them where that was asked for, as one graph or not at all.
 
-    transformers' flash attention breaks it, and some models' own code; those compile as they do
-    without a cache of this kind.
+    Where a graph breaks, torch would go on without one, in silence. transformers' flash attention
+    breaks it, and some models' own code; those compile as they do without a cache of this kind.
     """
-    compiles = own(model, model_kwargs, generation_config)
-    breaks = is_flash_attention_requested(model.config) or not model._can_compile_fullgraph
-    if compiles and not breaks and _reading_of(model_kwargs) is not None:
-        asked = generation_config.compile_config or CompileConfig()
-        generation_config.compile_config = copy.copy(asked)
+    compiles, asked = own(model, model_kwargs, generation_config), generation_config.compile_config
+    if not compiles or _reading_of(model_kwargs) is None:
+        return compiles
+    if asked is None and model.device.type in step_graph.RECORDERS:
+        generation_config.compile_config = _Recorded(forward=_replayed(model, model_kwargs))
+    elif model._can_compile_fullgraph and not is_flash_attention_requested(model.config):
+        generation_config.compile_config = copy.copy(asked or CompileConfig())
         generation_config.compile_config.fullgraph = True
     return compiles
+
+
+def _replayed(model: Any, model_kwargs: Any) -> Callable[..., Any]:
+    """What is called in the place of the model, while `generate` runs."""
+    cache, weights = cache_among(model_kwargs), step_graph.fingerprint(model)
+    return lambda **given: step_graph.graph_of(cache).run(model, weights, cache, given)
+
+
+def _compiled(own: Callable[..., Any], model: Any, config: Any) -> Any:
+    """What `generate` calls for a step that `_compiles` has said yes to."""
+    return config.forward if isinstance(config, _Recorded) else own(model, config)
 
 
 _AROUND: dict[str, Callable[..., Any]] = {
@@ -123,6 +145,7 @@ _AROUND: dict[str, Callable[..., Any]] = {
     "_prefill": _prefill,
     "_extract_generation_mode_kwargs": _modes,
     "_valid_auto_compile_criteria": _compiles,
+    "get_compiled_call": _compiled,
 }
 """What runs around which methods of a model: given the model's own method and the model."""
 

@@ -1,0 +1,234 @@
+"""A decoding step that is recorded once and replayed for every token behind it.
+
+An eager step of a large model keeps a GPU waiting for Python, which launches some 1,500 kernels one
+by one. A CUDA graph launches them all at once. It knows addresses, not tensors: the buffers of
+static storage and the model's weights must stay where they were, and what a step is given is
+copied to where it was when the step was recorded. A step that asks the device for a number cannot
+be recorded; it runs eagerly, and the report of the cache says why.
+"""
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from snapkv.hf import forward_context
+from snapkv.storage.static import StaticStore
+from snapkv.validation import first_line
+
+_log = logging.getLogger("snapkv")
+
+
+class Recorder(Protocol):
+    """Records the work of a step on one kind of device."""
+
+    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+        """What does the same again, on the same tensors; recording may run the step or not."""
+
+
+class CudaRecorder:
+    """Records a CUDA graph; all graphs of a device share their memory."""
+
+    _pools: ClassVar[dict[int, Any]] = {}
+
+    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+        device = torch.cuda.current_device()
+        pool = self._pools.setdefault(device, torch.cuda.graph_pool_handle())
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # what libraries prepare at their first call is not recorded
+            step()
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph, pool=pool):
+            step()
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+
+RECORDERS: dict[str, Callable[[], Recorder]] = {"cuda": CudaRecorder}
+"""By the type of the device."""
+
+
+class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's
+    """Tells of every operation that brings a number, or a shape that depends on one, to Python."""
+
+    _ASKING = frozenset(
+        ("item", "_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select")
+    )
+
+    def on_read(self, name: str) -> None:
+        """An operation of that name is about to be run."""
+        raise _HostReadError(f"asks the device for a number ({name})")
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: Any = None
+    ) -> Any:
+        del types
+        name = function.overloadpacket.__name__
+        by_mask = name == "index" and any(
+            index is not None and index.dtype == torch.bool for index in arguments[1]
+        )
+        if name in self._ASKING or by_mask:
+            self.on_read(name)
+        return function(*arguments, **options or {})
+
+
+class _HostReadError(Exception):
+    """A step asked the device for a number."""
+
+
+class StepGraph:
+    """The recorded step of one cache.
+
+    Attributes:
+        recordings: how often a step was recorded.
+        obstacle: why steps run eagerly; empty where they are replayed.
+    """
+
+    def __init__(self) -> None:
+        self.recordings, self.obstacle = 0, ""
+        self._key: Any = None
+        self._held: list[Tensor] = []  # what a step is given, where the graph reads it
+        self._output: Any = None
+        self._replay: Callable[[], None] | None = None
+
+    def run(self, model: PreTrainedModel, weights: Any, cache: Cache, given: dict[str, Any]) -> Any:
+        """What ``model(**given)`` returns, with `weights` as `fingerprint` of the model."""
+        leaves, spec = tree_flatten(given)
+        followed = type(forward_context.hook()) is not forward_context.Hook
+        key = (spec, [_kind(leaf) for leaf in leaves], _addresses(cache), weights, followed)
+        if key != self._key:
+            self._key, self._replay, self._output = key, None, None  # their memory is free again
+            self.obstacle = _obstacle(model, cache) or self._record(model, cache, leaves, spec)
+            if self.obstacle:
+                _log.warning("decoding steps run eagerly: %s", self.obstacle)
+        if self._replay is None:
+            return model(**given)
+        tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
+        for held, tensor in zip(self._held, tensors, strict=True):
+            held.copy_(tensor)
+        self._replay()
+        made, spec = self._output
+        given_back = (cache if leaf is Cache else leaf for leaf in made)  # it is not held here
+        return tree_map_only(Tensor, torch.clone, tree_unflatten(given_back, spec))
+
+    def _record(self, model: PreTrainedModel, cache: Cache, leaves: list[Any], spec: Any) -> str:
+        """Record the step that was asked for; why it cannot be, or empty.
+
+        The cache holds what it held before.
+        """
+        own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._held = [leaf for leaf in own if isinstance(leaf, Tensor)]
+        given = tree_unflatten(own, spec)
+
+        def step() -> None:
+            made, made_spec = tree_flatten(model(**given))
+            made = [Cache if isinstance(leaf, Cache) else leaf for leaf in made]
+            self._output = made, made_spec
+
+        counts = [store.filled for store in _stores(cache)]
+        before = [count.clone() for count in counts]
+        try:
+            with forward_context.recording():
+                with HostReads():  # type: ignore[no-untyped-call] # torch's
+                    step()
+                self._replay = RECORDERS[model.device.type]().record(step)
+        except (_HostReadError, RuntimeError) as error:
+            return f"a step of {type(model).__name__} {first_line(error)}"
+        finally:
+            for count, number in zip(counts, before, strict=True):
+                count.copy_(number)
+        self.recordings += 1
+        return ""
+
+
+_COLLECTING = "transformers.utils.output_capturing"  # whose hooks a recorded step may have
+
+_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module())) - {"training"}
+
+_graphs: "weakref.WeakKeyDictionary[Cache, StepGraph]" = weakref.WeakKeyDictionary()
+
+
+def graph_of(cache: Cache) -> StepGraph:
+    """The recorded step of a cache, which goes with it; a copy of the cache has one of its own."""
+    return _graphs.setdefault(cache, StepGraph())
+
+
+def described(cache: Cache) -> str | None:
+    """How its steps ran, for a report; None where none was to be recorded."""
+    graph = _graphs.get(cache)
+    if graph is None or not (graph.obstacle or graph.recordings):
+        return None
+    return f"eager: {graph.obstacle}" if graph.obstacle else "one graph"
+
+
+def fingerprint(model: PreTrainedModel) -> list[Any]:
+    """What a recorded step takes for granted: addresses of weights, and settings of modules.
+
+    It differs where weights have moved, an adapter was switched or a setting was changed.
+    """
+    return [
+        (type(module), _settings(vars(module)), [each.data_ptr() for each in _own_tensors(module)])
+        for module in model.modules()
+    ] + [_settings(vars(model.config))]
+
+
+def _own_tensors(module: torch.nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
+
+
+def _settings(names: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Numbers, words and containers of such, by their names."""
+    return [
+        (name, repr(value))
+        for name, value in names.items()
+        if name not in _OF_EVERY_MODULE and _is_plain(value)
+    ]
+
+
+def _is_plain(value: Any) -> bool:
+    plain = (bool, int, float, str, type(None))
+    in_it = tree_leaves(value) if isinstance(value, (list, tuple, dict)) else [value]
+    return all(isinstance(leaf, plain) for leaf in in_it)
+
+
+def _stores(cache: Any) -> list[StaticStore]:
+    """What the layers store, where a prompt has ended."""
+    stores = (layer.store for layer in cache.reading.layers)
+    return [store for store in stores if isinstance(store, StaticStore)]
+
+
+def _kind(leaf: Any) -> Any:
+    """By which it is told whether a recorded step can be given this in the place of another."""
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype, leaf.device
+    return None if isinstance(leaf, Cache) else leaf
+
+
+def _addresses(cache: Cache) -> list[int]:
+    return [buffer.data_ptr() for store in _stores(cache) for buffer in store.storage.buffers]
+
+
+def _obstacle(model: PreTrainedModel, cache: Cache) -> str:
+    """Why no step of this model behind this cache can be recorded; empty where one can."""
+    if not _stores(cache):
+        return "no prompt has ended"
+    if model.training:
+        return "the model is in training mode"
+    if len({parameter.device for parameter in model.parameters()}) > 1:
+        return "the model is on several devices"
+    if type(forward_context.hook()) is not forward_context.Hook:
+        return "something follows every attention call"
+    for name, module in model.named_modules():
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        if any(hook.__module__ != _COLLECTING for hook in hooks) or "forward" in vars(module):
+            return f"{name or type(model).__name__} has hooks, or a forward of its own"
+    return ""
