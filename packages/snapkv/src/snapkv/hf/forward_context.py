@@ -156,6 +156,11 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or _current.is_recording
 
 
+def is_recording() -> bool:
+    """Whether this thread's pass is recorded, or tried before it is."""
+    return _current.is_recording
+
+
 @contextlib.contextmanager
 def recording() -> Iterator[None]:
     """Within this block, passes of this thread are recorded."""

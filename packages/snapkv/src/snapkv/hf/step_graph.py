@@ -7,6 +7,7 @@ copied to where it was when the step was recorded. A step that asks the device f
 be recorded; it runs eagerly, and the report of the cache says why.
 """
 
+import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterator
@@ -29,25 +30,41 @@ _log = logging.getLogger("snapkv")
 class Recorder(Protocol):
     """Records the work of a step on one kind of device."""
 
+    def aside(self) -> contextlib.AbstractContextManager[Any]:
+        """Within this block a step is tried, where what it prepares is of use to the recording."""
+
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """What does the same again, on the same tensors; recording may run the step or not."""
+        """What does the same again, on the same tensors; recording does not run the step."""
 
 
 class CudaRecorder:
-    """Records a CUDA graph; all graphs of a device share their memory."""
+    """Records a CUDA graph on a stream of its own; the graphs of a device share their memory."""
 
-    _pools: ClassVar[dict[int, Any]] = {}
+    _streams: ClassVar[dict[int, torch.cuda.Stream]] = {}
+    _graphs: ClassVar["weakref.WeakKeyDictionary[torch.cuda.CUDAGraph, int]"] = (
+        weakref.WeakKeyDictionary()
+    )
+
+    def __init__(self) -> None:
+        self._device = torch.cuda.current_device()
+        if self._device not in self._streams:
+            self._streams[self._device] = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._stream = self._streams[self._device]
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+        torch.cuda.current_stream().wait_stream(self._stream)
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        device = torch.cuda.current_device()
-        pool = self._pools.setdefault(device, torch.cuda.graph_pool_handle())
-        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # what libraries prepare at their first call is not recorded
+        graph = torch.cuda.CUDAGraph()
+        alike = (other for other, device in self._graphs.items() if device == self._device)
+        pool = next((other.pool() for other in alike), None)  # it goes with the last of them
+        with torch.cuda.graph(graph, pool=pool, stream=self._stream):
             step()
-        torch.cuda.current_stream().wait_stream(side)
-        with torch.cuda.graph(graph, pool=pool):
-            step()
+        self._graphs[graph] = self._device
         replay: Callable[[], None] = graph.replay
         return replay
 
@@ -64,7 +81,7 @@ class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's
     )
 
     def on_read(self, name: str) -> None:
-        """An operation of that name is about to be run."""
+        """An operation of that name was run."""
         raise _HostReadError(f"asks the device for a number ({name})")
 
     def __torch_dispatch__(
@@ -75,9 +92,18 @@ class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's
         by_mask = name == "index" and any(
             index is not None and index.dtype == torch.bool for index in arguments[1]
         )
-        if name in self._ASKING or by_mask:
+        made = function(*arguments, **options or {})
+        if name in self._ASKING or by_mask or _to_host(arguments, made):
             self.on_read(name)
-        return function(*arguments, **options or {})
+        return made
+
+
+def _to_host(arguments: tuple[Any, ...], made: Any) -> bool:
+    """Whether an operation has brought a tensor from a device to the host."""
+    devices = (part.device.type for part in tree_leaves(arguments) if isinstance(part, Tensor))
+    return (
+        isinstance(made, Tensor) and made.device.type == "cpu" and any(d != "cpu" for d in devices)
+    )
 
 
 class _HostReadError(Exception):
@@ -133,13 +159,14 @@ class StepGraph:
             made = [Cache if isinstance(leaf, Cache) else leaf for leaf in made]
             self._output = made, made_spec
 
+        recorder = RECORDERS[model.device.type]()
         counts = [store.filled for store in _stores(cache)]
         before = [count.clone() for count in counts]
         try:
             with forward_context.recording():
-                with HostReads():  # type: ignore[no-untyped-call] # torch's
+                with recorder.aside(), HostReads():  # type: ignore[no-untyped-call] # torch's
                     step()
-                self._replay = RECORDERS[model.device.type]().record(step)
+                self._replay = recorder.record(step)
         except (_HostReadError, RuntimeError) as error:
             return f"a step of {type(model).__name__} {first_line(error)}"
         finally:
