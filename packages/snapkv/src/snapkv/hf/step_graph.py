@@ -9,6 +9,7 @@ be recorded; it runs eagerly, and the report of the cache says why.
 
 import contextlib
 import logging
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Protocol
@@ -59,14 +60,26 @@ class CudaRecorder:
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        graph = torch.cuda.CUDAGraph()
-        alike = (other for other, device in self._graphs.items() if device == self._device)
-        pool = next((other.pool() for other in alike), None)  # it goes with the last of them
-        with torch.cuda.graph(graph, pool=pool, stream=self._stream):
-            step()
+        alike = (graph for graph, device in self._graphs.items() if device == self._device)
+        pool = next((graph.pool() for graph in alike), None)  # it goes with the last of them
+        try:
+            graph = self._captured(step, pool)
+        except RuntimeError:
+            self._captured(lambda: None, None)  # or random numbers would go on as if recorded
+            raise
         self._graphs[graph] = self._device
         replay: Callable[[], None] = graph.replay
         return replay
+
+    def _captured(self, step: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
+        """Other threads may use the device meanwhile."""
+        graph = torch.cuda.CUDAGraph()
+        options = {"pool": pool, "stream": self._stream, "capture_error_mode": "thread_local"}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+            with torch.cuda.graph(graph, **options):
+                step()
+        return graph
 
 
 RECORDERS: dict[str, Callable[[], Recorder]] = {"cuda": CudaRecorder}
