@@ -22,7 +22,7 @@ SECOND_RUNNER := $(CURDIR)/$(PLUGIN)/vllm/interpreter
 export OMP_WAIT_POLICY ?= PASSIVE
 export GOMP_SPINCOUNT ?= 0
 
-.PHONY: help demo test test-slow test-oldest test-newest test-families families test-devices test-kernels test-kvpress \
+.PHONY: help demo test test-slow test-oldest test-newest test-torch test-families families test-devices test-kernels test-kvpress \
     test-serving test-coupling test-serving-first test-serving-second test-serving-oldest test-serving-slow soak fuzz test-ray \
     test-browser test-sweeps release-check docs check format results kvpress clean
 
@@ -51,6 +51,11 @@ test-newest: $(INSTALLED) ## The newest transformers there is: what the library 
 	    -W 'ignore:`past_key_values` is deprecated:FutureWarning' \
 	    $(addprefix $(CORE)/,hf models decoding policies test_document.py test_kvzip.py)
 	PYTHONPATH=$(NEWEST):$(PYTHONPATH) OMP_NUM_THREADS=1 $(BIN)/python -m tests.matrix --changes
+
+TORCH ?= 2.8.0
+test-torch: $(INSTALLED) .torch-$(TORCH) ## The core on another torch, compiled steps among it: TORCH="2.8.0", the oldest
+	PYTHONPATH=.torch-$(TORCH):$(PYTHONPATH) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal \
+	    $(addprefix $(CORE)/,ops storage cache hf models)
 
 test-families: $(INSTALLED) ## Every causal language model of the installed transformers, tiny
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m families $(CORE)/matrix
@@ -145,7 +150,7 @@ EXPERIMENTS := per_byte first_day pooling auto_budget reader methods method_time
 kvpress: $(KVPRESS)/.installed ## kvpress in an environment of its own, to be measured beside this
 
 clean: ## Remove the virtual environment and everything made
-	rm -rf .venv .venv-vllm .venv-vllm-oldest .venv-ray $(OLDEST) $(NEWEST) $(TRITON) $(KVPRESS) dist build .pytest_cache .hypothesis .mypy_cache \
+	rm -rf .venv .torch-* .venv-vllm .venv-vllm-oldest .venv-ray $(OLDEST) $(NEWEST) $(TRITON) $(KVPRESS) dist build .pytest_cache .hypothesis .mypy_cache \
 	    .ruff_cache
 
 $(INSTALLED): $(PROJECTS) constraints.txt requirements-dev.txt requirements-data.txt
@@ -160,6 +165,11 @@ $(OLDEST): constraints-oldest.txt $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $@ \
 	    -r constraints-oldest.txt
 	touch $@
+
+# With the libraries of CUDA, without which it cannot be imported, some 4 GB.
+.torch-%: | $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $@.part torch==$*
+	mv $@.part $@
 
 $(TRITON): requirements-triton.txt $(INSTALLED)
 	rm -rf $@

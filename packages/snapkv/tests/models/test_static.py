@@ -118,7 +118,8 @@ def test_one_graph_decodes_every_prompt_of_every_cache(piece):
         del cache
         gc.collect()
         assert model.config._attn_implementation == "sdpa"
-    assert counters["stats"]["unique_graphs"] == 1
+    of_each_cache = 2 if torch.__version__ < "2.11" else 1  # older ones look at what a cache is
+    assert counters["stats"]["unique_graphs"] == of_each_cache
     assert not counters["graph_break"]
 
 
