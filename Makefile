@@ -118,29 +118,26 @@ ANSWERS := $(addprefix $(PLUGIN)/vllm/test_,seams.py engine.py graphs.py generat
 test-ray: $(RAY) ## Replicas of vLLM under a local Ray Serve, in an environment of their own
 	OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest -m ray $(PLUGIN)/ray
 
-check: $(INSTALLED) ## Lint, formatting, types, who imports whom, what each part weighs, which rows are old
+check: $(INSTALLED) ## Lint, formatting, types, who imports whom, what each part weighs
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.weight
-	$(BIN)/python -m snapkv_lab.experiments ages
 
 release-check: $(INSTALLED) ## Wheel and sdist in empty environments, e.g. PYTHONS="python3.12 python3.13" EXTRAS="documents ray" VLLM=0.32.0
 	$(BIN)/python -m tests.release $(addprefix --python ,$(PYTHONS)) $(addprefix --extra ,$(EXTRAS)) \
-	    $(addprefix --transformers ,$(TRANSFORMERS)) $(addprefix --vllm ,$(VLLM)) $(NOTE)
+	    $(addprefix --transformers ,$(TRANSFORMERS)) $(addprefix --vllm ,$(VLLM))
 
 format: $(INSTALLED) ## Put every file into its format
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-results: $(INSTALLED) ## Measure again everything in docs/results (half a day on two cores)
+results: $(INSTALLED) ## Measure again everything in docs/results (hours on two cores)
 	for name in $(EXPERIMENTS); do $(BIN)/python -m snapkv_lab.experiments $$name || exit 1; done
 
 # Those that need neither vLLM nor kvpress nor files of other commands; the last one makes the pages.
-EXPERIMENTS := per_byte first_day pooling auto_budget reader methods method_times recall streaming studies evaluation \
-    library spans tried speed flat ragged codes appending medusa selective sharing \
-    results
+EXPERIMENTS := per_byte methods method_times recall studies evaluation library speed flat codes appending medusa results
 
 kvpress: $(KVPRESS)/.installed ## kvpress in an environment of its own, to be measured beside this
 

@@ -139,7 +139,7 @@ def _found(given: Given, setting: str, asked: Asked) -> Iterator[list[Row]]:
 def _timing(given: Given) -> Iterator[Row]:
     """Times per token of every method; all caches decode in turn, one token each.
 
-    By one thread, as in `ragged`: where steps are this small, two threads mostly wait for one
+    By one thread: where steps are this small, two threads mostly wait for one
     another, which is the machine's, not the method's.
     """
     tokens, budget, new_tokens = given.timed

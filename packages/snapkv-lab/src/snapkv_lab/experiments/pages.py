@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from snapkv.validation import format_bytes
 from snapkv_lab.experiments.records import ROOT, Row, of
 
-PAGES = (ROOT / "docs/results.md", ROOT / "docs/scale.md", ROOT / "README.md")
+PAGES = (ROOT / "docs/results.md", ROOT / "README.md")
 
 Cell = str | Callable[[Any], str]
 """A pattern that a row fills, such as "{ms[p50]:.1f}", or a function of the row."""

@@ -76,11 +76,6 @@ def environment_line(rows: Iterable[Row]) -> str:
     )
 
 
-def last_run(rows: Iterable[Row]) -> str:
-    """As `environment_line`, of the last run that has one."""
-    return environment_line([row for row in rows if "environment" in row][-1:])
-
-
 def _machine(row: Row) -> str:
     model, environment = row["model"], row["environment"]
     vllm = f", vLLM {environment['vllm']}" if environment.get("vllm") else ""
