@@ -28,7 +28,7 @@ from snapkv_lab.experiments.pages import markdown_table
 from snapkv_lab.experiments.records import RESULTS, Row, of, read_rows, write_rows
 from snapkv_lab.report.figures import draw
 from snapkv_lab.report.page import method_table
-from snapkv_lab.study import HitRate, Induction, Instructions, Overlap, Position, Sensitivity, Study
+from snapkv_lab.study import HitRate, Instructions, Overlap, Position, Sensitivity, Study
 from snapkv_lab.study.figures import save
 
 FOLDER = RESULTS / "evaluation"
@@ -159,7 +159,6 @@ STUDIES: dict[str, Study] = {
         Instructions(samples=2),
         Position(samples=2),
         Sensitivity(kernels=(1, 5, 7, 13), length=2048, digits=5, depths=5, template="none"),
-        Induction(samples=2),
     )
 }
 

@@ -118,11 +118,6 @@ class DocumentStudy(Study):
     def summary(self, records: Sequence[Record]) -> list[Record]:
         """Rows of all records."""
 
-    def files(self, loaded: "LoadedModel", rows: Sequence[Record]) -> dict[str, Record]:
-        """What follows for the model: what to write into the folder, by the files' names."""
-        del loaded, rows
-        return {}
-
     def closing(self, loaded: "LoadedModel", folder: Path, rows: Sequence[Record]) -> str:
         """What is done with it, in a line; nothing here."""
         del loaded, folder, rows
@@ -154,7 +149,7 @@ class DocumentStudy(Study):
             warnings=warnings,
             notices=plan.notices,
             closing=self.closing(loaded, folder, rows),
-            unwritten=unwritten or _write(folder, loaded, self.files(loaded, rows)),
+            unwritten=unwritten,
         )
 
     def cut(
@@ -167,20 +162,6 @@ class DocumentStudy(Study):
         found = cut(loaded.tokenizer, texts, most)
         said = f"texts are cut to {found.tokens:,} tokens instead of {self.document_tokens:,}"
         return found, (said,) if found.tokens < self.document_tokens else ()
-
-
-def _write(folder: Path, loaded: "LoadedModel", files: dict[str, Record]) -> OutputError | None:
-    """What follows beside what tells the model from others; why not, where it cannot be."""
-    from snapkv.cache.saving.writing import replace_file
-    from snapkv.hf.identity import identity_of
-
-    try:
-        for name, found in files.items():
-            text = json.dumps({"model": identity_of(loaded.model)} | found, indent=1)
-            replace_file(folder / name, text + "\n")
-    except OutputError as error:
-        return error
-    return None
 
 
 def mean_rows(rows: Iterable[Record], by: Sequence[str], numbers: Sequence[str]) -> list[Record]:
