@@ -55,7 +55,7 @@ test-newest: $(INSTALLED) ## The newest transformers there is: what the library 
 test-families: $(INSTALLED) ## Every causal language model of the installed transformers, tiny
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m families $(CORE)/matrix
 
-families: $(INSTALLED) ## Judge every causal language model again, and write docs/families.md
+families: $(INSTALLED) ## Judge every causal language model again: docs/families.md, and the page that is built
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.matrix
 
 test-devices: $(INSTALLED) ## Everything on devices that are not there, so that no tensor is left on another
