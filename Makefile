@@ -118,12 +118,11 @@ ANSWERS := $(addprefix $(PLUGIN)/vllm/test_,seams.py engine.py graphs.py generat
 test-ray: $(RAY) ## Replicas of vLLM under a local Ray Serve, in an environment of their own
 	OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest -m ray $(PLUGIN)/ray
 
-check: $(INSTALLED) ## Lint, formatting, types, who imports whom, what each part weighs
+check: $(INSTALLED) ## Lint, formatting, types, who imports whom
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m tests.weight
 
 release-check: $(INSTALLED) ## Wheel and sdist in empty environments, e.g. PYTHONS="python3.12 python3.13" EXTRAS="documents ray" VLLM=0.32.0
 	$(BIN)/python -m tests.release $(addprefix --python ,$(PYTHONS)) $(addprefix --extra ,$(EXTRAS)) \
