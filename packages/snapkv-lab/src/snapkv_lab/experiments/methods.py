@@ -33,11 +33,12 @@ from snapkv.policies import (
     SnapKV,
     StreamingLLM,
 )
+from snapkv_lab.evaluate.summary import grouped
 from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.measuring import Turns
 from snapkv_lab.experiments.pages import Pivot, Table
 from snapkv_lab.experiments.prompts import decoder, read_prompt, read_prompt_twice
-from snapkv_lab.experiments.records import Row, grouped
+from snapkv_lab.experiments.records import Row
 from snapkv_lab.experiments.texts import (
     Asked,
     ReadText,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from snapkv.errors import OutputError
 from snapkv.validation import require_at_least
 from snapkv_lab.evaluate.store import Progress, Record, Store, short_hash
-from snapkv_lab.evaluate.summary import mean_of
+from snapkv_lab.evaluate.summary import grouped, mean_of
 from snapkv_lab.report.tables import Table
 from snapkv_lab.study.material import LEAST_TOKENS, Cut, cut, long_texts
 
@@ -168,21 +168,13 @@ def mean_rows(rows: Iterable[Record], by: Sequence[str], numbers: Sequence[str])
     """One row for all that agree in `by`, with the mean of each number where it is not None."""
     return [
         dict(zip(by, values, strict=True)) | {name: mean_of(group, name) for name in numbers}
-        for values, group in grouped(rows, *by).items()
+        for values, group in grouped(rows, lambda row: tuple(row[name] for name in by)).items()
     ]
-
-
-def grouped(rows: Iterable[Record], *by: str) -> dict[tuple[Any, ...], list[Record]]:
-    """Rows by their values of some keys, in order of first appearance."""
-    groups: dict[tuple[Any, ...], list[Record]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row[name] for name in by), []).append(row)
-    return groups
 
 
 def named(rows: Iterable[Record], by: str, label: str = "{}") -> dict[str, list[Record]]:
     """Rows by one key, under the labels of the curves of a figure."""
-    return {label.format(value): own for (value,), own in grouped(rows, by).items()}
+    return {label.format(value): own for value, own in grouped(rows, by).items()}
 
 
 def rows_of(rows: Iterable[Record], kind: str) -> list[Record]:
