@@ -60,7 +60,7 @@ test-torch: $(INSTALLED) .torch-$(TORCH) ## The core on another torch, compiled 
 test-families: $(INSTALLED) ## Every causal language model of the installed transformers, tiny
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m families $(CORE)/matrix
 
-families: $(INSTALLED) ## Judge every causal language model again, and write docs/families.md
+families: $(INSTALLED) ## Judge every causal language model again: docs/families.md, and the page that is built
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.matrix
 
 test-devices: $(INSTALLED) ## Everything on devices that are not there, so that no tensor is left on another
@@ -123,29 +123,25 @@ ANSWERS := $(addprefix $(PLUGIN)/vllm/test_,seams.py engine.py graphs.py generat
 test-ray: $(RAY) ## Replicas of vLLM under a local Ray Serve, in an environment of their own
 	OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest -m ray $(PLUGIN)/ray
 
-check: $(INSTALLED) ## Lint, formatting, types, who imports whom, what each part weighs, which rows are old
+check: $(INSTALLED) ## Lint, formatting, types, who imports whom
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m tests.weight
-	$(BIN)/python -m snapkv_lab.experiments ages
 
 release-check: $(INSTALLED) ## Wheel and sdist in empty environments, e.g. PYTHONS="python3.12 python3.13" EXTRAS="documents ray" VLLM=0.32.0
 	$(BIN)/python -m tests.release $(addprefix --python ,$(PYTHONS)) $(addprefix --extra ,$(EXTRAS)) \
-	    $(addprefix --transformers ,$(TRANSFORMERS)) $(addprefix --vllm ,$(VLLM)) $(NOTE)
+	    $(addprefix --transformers ,$(TRANSFORMERS)) $(addprefix --vllm ,$(VLLM))
 
 format: $(INSTALLED) ## Put every file into its format
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-results: $(INSTALLED) ## Measure again everything in docs/results (half a day on two cores)
+results: $(INSTALLED) ## Measure again everything in docs/results (hours on two cores)
 	for name in $(EXPERIMENTS); do $(BIN)/python -m snapkv_lab.experiments $$name || exit 1; done
 
 # Those that need neither vLLM nor kvpress nor files of other commands; the last one makes the pages.
-EXPERIMENTS := per_byte first_day pooling auto_budget reader methods method_times recall streaming studies evaluation \
-    library spans tried speed flat ragged codes appending medusa selective sharing \
-    results
+EXPERIMENTS := per_byte methods method_times recall studies evaluation library speed flat codes appending medusa results
 
 kvpress: $(KVPRESS)/.installed ## kvpress in an environment of its own, to be measured beside this
 

@@ -1,4 +1,4 @@
-"""Texts of many kinds with questions about them, for the studies of pooling and of budgets.
+"""Texts of many kinds with questions about them, for what compares methods.
 
 A text carries many questions, so that it is read once, with the full cache, and each question is
 read behind a branch of it. An answer is made of parts, each of which is right or wrong by itself.
@@ -70,7 +70,7 @@ class Text:
 
     name: str
     ids: Sequence[int]
-    cases: Sequence[Any]
+    cases: Sequence[Case]
 
 
 class Maker:
@@ -468,19 +468,15 @@ class Count(NamedTuple):
         return f"{self.share:.2f} of {self.of} ({low:.2f} to {high:.2f})"
 
 
-def counted(rights: Iterable[int]) -> Count:
-    known = list(rights)
-    return Count(sum(known), len(known))
-
-
 def right_of(answers: Iterable[Row]) -> Count:
     """Parts of answers that are right, of those that the full cache has right."""
-    return counted(
+    known = [
         own
         for row in answers
         for own, full in zip(row["right"], row["of"]["full"]["right"], strict=True)
         if full
-    )
+    ]
+    return Count(sum(known), len(known))
 
 
 def loss_above(answers: Iterable[Row]) -> float:

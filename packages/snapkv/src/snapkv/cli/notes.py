@@ -25,15 +25,14 @@ DIFFERS = 3
 
 SAFE_BELOW = 0.00125
 """Where less than this share of the window's attention is lost at one place, on average over heads
-and layers, and in sum less than `SAFE_SUM_BELOW`, answers are those of the full cache but for few
-of a hundred: see `docs/results.md`, which says how often each word was right. Both are shares of a
+and layers, and in sum less than `SAFE_SUM_BELOW`, an answer is called safe. Both are shares of a
 prompt of 1,024 tokens; a longer one dilutes votes, and more that was not looked at is dropped."""
 
 SAFE_SUM_BELOW = 0.15
 """Of all votes, so that an answer whose votes lie scattered counts, too."""
 
 DOUBTFUL_BELOW = 0.008
-"""From here on an answer is to be mistrusted; below it, and not safe, most are right."""
+"""From here on an answer is to be mistrusted; below it, and not safe, it is called doubtful."""
 
 Change = Mapping[str, Any]
 """New values of options by their names; None takes an option away."""

@@ -27,7 +27,7 @@ BYTES = "bytes"
 
 UNDILUTED_TOKENS = 1024
 """Up to here a vote weighs the same; of a longer prompt each position gets a smaller share of the
-window's attention, and so does the one that is the answer: `docs/results/tables/auto_budget.md`."""
+window's attention, and so does the one that is the answer."""
 
 
 def dilution(tokens: float) -> float:
@@ -42,8 +42,7 @@ class AutoBudget:
     A layer keeps the smallest number at which, in every head, all positions are kept whose pooled
     vote is more than `lost_vote` of the window's attention; of a prompt longer than 1,024 tokens,
     more than as much less as it is longer. So a layer with focused heads keeps few, one with
-    dispersed heads many. The bound is on the highest vote that is lost and not on the sum of them,
-    which tells less about whether an answer is right: `docs/results.md`.
+    dispersed heads many. The bound is on the highest vote that is lost, not on the sum of them.
 
     Args:
         lost_vote: the highest share of a query's attention, mean over the window, that a position
