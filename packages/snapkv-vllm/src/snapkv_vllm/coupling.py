@@ -40,8 +40,6 @@ SCHEDULING = (
             "_free_request": "request ...",
             "reset_prefix_cache": "reset_running_requests reset_connector",
             "_get_local_prefix_cache_hit": "request ...",
-            "_build_kv_connector_meta": "connector scheduler_output",
-            "_connector_finished": "request",
             "_preempt_request": "request ...",
             "_reserve_prefill_lookahead": "request num_computed_tokens num_new_tokens",
             "_update_after_schedule": "scheduler_output",
@@ -81,15 +79,6 @@ SCHEDULING = (
         "read, copied",
         attributes="req_ids resumed_req_ids new_token_ids all_token_ids new_block_ids "
         "num_computed_tokens num_output_tokens",
-    ),
-    Part(
-        "distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1",
-        "patched",
-        signatures={
-            "get_num_new_matched_tokens": "request ...",
-            "update_state_after_alloc": "request ...",
-            "on_new_request": "request",
-        },
     ),
     Part(
         "v1.request.Request",

@@ -17,9 +17,6 @@ from snapkv_vllm.spans import NAME
 ONE_SERVER = "each would have documents of its own; leave --api-server-count or --share out"
 """What is said where several processes would answer requests, and documents are shared."""
 
-TRANSFER = "kv_transfer_params"
-"""With which a request asks a KV connector for something."""
-
 _STOCK = "serve the model with stock vLLM"
 _FILES = "--share-folder and --share-library"
 _WEIGHTS = "their files say which weights have read them, by those in the model's folder; leave"
@@ -95,6 +92,12 @@ _ALWAYS: _Rules = (
         "all heads vote on one latent, and each process has some of them; use data parallelism",
     ),
     (
+        "a KV connector",
+        lambda c: c.kv_transfer_config is not None,
+        "what a compressed request holds is no prefix that another server could load; leave "
+        "--kv-transfer-config out",
+    ),
+    (
         "a model without attention",
         lambda c: c.model_config.is_attention_free,
         f"its state has no positions to drop; {_STOCK}",
@@ -168,11 +171,6 @@ _SHARED: _Rules = (
         "a document would have to be read with each of them; leave --share or --enable-lora out",
     ),
     (
-        "shared documents and a KV connector",
-        lambda c: c.kv_transfer_config is not None,
-        "the blocks of documents are on this server; leave --share or --kv-transfer-config out",
-    ),
-    (
         "shared documents and latent attention (MLA)",
         lambda c: c.model_config.use_mla,
         "reading a text again was not tested with latents; leave --share out",
@@ -208,11 +206,6 @@ _SESSIONS: _Rules = (
         "sessions and positions in several dimensions (M-RoPE)",
         lambda c: c.model_config.uses_mrope,
         "going on from a history was not tested with them; leave --sessions out",
-    ),
-    (
-        "sessions and a KV connector",
-        lambda c: c.kv_transfer_config is not None,
-        "what it adds to a history is not known; leave --sessions or --kv-transfer-config out",
     ),
     (
         "sessions and speculative decoding",
@@ -368,14 +361,6 @@ def require_no_prompt_logprobs(plan: Plan, sampling_params: Any) -> None:
     """Refuse probabilities of a capped prompt, of which some would be of tokens read ahead."""
     if plan.cap is not None and sampling_params.prompt_logprobs is not None:
         raise _capped("prompt_logprobs", "none", str(sampling_params.prompt_logprobs))
-
-
-def require_no_transfer(plan: Plan, sampling_params: Any) -> None:
-    """Refuse a transfer that is asked for of a request that would be hidden from the connector."""
-    asked = (sampling_params.extra_args or {}).get(TRANSFER)
-    if asked is not None and (plan.policy is not None or plan.growth is not None):
-        none = "none with a request that is compressed, which no connector is offered"
-        raise wrong(TRANSFER, none, "some", f"send it with {PREFIX}budget 0, or without {TRANSFER}")
 
 
 def _capped(name: str, expected: str, got: str) -> RefusedError:

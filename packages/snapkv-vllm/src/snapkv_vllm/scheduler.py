@@ -15,7 +15,6 @@ from vllm.v1.request import RequestStatus
 from snapkv.errors import InvalidArgumentError, SnapKVError
 from snapkv_vllm.agents.sessions import held_sessions
 from snapkv_vllm.blocks import CompressedBlocks, share_exact_blocks
-from snapkv_vllm.connector import Offers
 from snapkv_vllm.documents.plans import FromDocument, ReadTwice
 from snapkv_vllm.documents.registry import registry
 from snapkv_vllm.documents.words import errand
@@ -29,7 +28,6 @@ from snapkv_vllm.refusals import (
     require_no_promise,
     require_no_prompt_logprobs,
     require_no_spans,
-    require_no_transfer,
     require_one_position,
     require_sharing,
     require_supported,
@@ -77,15 +75,12 @@ class _CompressingScheduler(Scheduler):
         self._metrics = PromptMetrics(self.vllm_config)
         self._documents = registry(self.vllm_config, self.kv_cache_config, compressed)
         self._sessions = held_sessions(self.vllm_config, self.kv_cache_config, compressed)
-        self._offers = None if self.connector is None else Offers(self.connector)
 
     def add_request(self, request: Any) -> None:
         """Accept a request with the method it asks for; one with wrong settings ends at once."""
         try:
-            plan = self._plans[request.request_id] = self._plan_of(request)
+            self._plans[request.request_id] = self._plan_of(request)
             self._require_blocks(request)
-            if self._offers is not None and plan.shared_tokens is not None:
-                self._offers.hide(request.request_id)
         except SnapKVError as error:  # front ends answer 400; one of another make did not ask
             logger.error("Request %s is refused: %s", request.request_id, error)
             self._end_with(request.request_id, error)
@@ -119,7 +114,6 @@ class _CompressingScheduler(Scheduler):
         require_one_position(plan, request, self.vllm_config)
         require_capped_prompt(plan, request, self.vllm_config)
         require_no_prompt_logprobs(plan, params)
-        require_no_transfer(plan, params)
         return plan if self._sessions is None else self._sessions.plan_of(request, plan)
 
     def _require_blocks(self, request: Any) -> None:
@@ -179,20 +173,9 @@ class _CompressingScheduler(Scheduler):
             registered = self._documents.request_ends(request.request_id, is_complete=complete)
         if self._sessions is not None:
             self._sessions.request_ends(request)
-        to_connector, of_encoder = super()._free_request(request, *args, **kwargs)
+        _, of_encoder = super()._free_request(request, *args, **kwargs)
         self._plans.pop(request.request_id, None)
-        return registered or to_connector, of_encoder
-
-    def _connector_finished(self, request: Any) -> tuple[bool, Any]:
-        if self._offers is not None and self._offers.hides(request.request_id):
-            return False, None
-        finished: tuple[bool, Any] = super()._connector_finished(request)
-        return finished
-
-    def _build_kv_connector_meta(self, connector: Any, scheduler_output: Any) -> Any:
-        assert self._offers is not None
-        seen = self._offers.without_hidden(scheduler_output)
-        return super()._build_kv_connector_meta(connector, seen)
+        return registered, of_encoder
 
     def _get_local_prefix_cache_hit(
         self, request: Any, *args: Any, **kwargs: Any

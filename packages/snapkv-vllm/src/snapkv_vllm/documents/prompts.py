@@ -24,7 +24,6 @@ _WITHOUT = {
     "prompt_logprobs": "its probabilities were not computed with this request",
     "prompt_embeds": "its tokens come before the request's",
     "truncate_prompt_tokens": "its tokens must all be there",
-    "kv_transfer_params": "its keys and values are on this server",
 }
 """Fields that a document's request cannot have, and why."""
 
