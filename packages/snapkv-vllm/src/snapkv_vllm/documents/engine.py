@@ -100,17 +100,6 @@ class ServerEngine:
     async def drop(self, document_id: str) -> None:
         await self._send([0], {words.DROP: document_id})
 
-    async def answer(self, prompt: Sequence[int], document_id: str | None, most_tokens: int) -> Any:
-        """vLLM's greedy output: `token_ids`, `text`; behind a document or, with None, the text."""
-        own: dict[str, Any] = (
-            {words.BUDGET: 0} if document_id is None else {words.DOCUMENT: document_id}
-        )
-        output = await self._generated(prompt, own, max_tokens=most_tokens)
-        if output is None or output.outputs[0].finish_reason == "error":
-            remedy = "try again, or register it again"
-            raise wrong("document", "an answer", "none from the engine", remedy, status=NO_ROOM)
-        return output.outputs[0]
-
     async def look_at(self, path: Path, *, is_settled: bool = False) -> Saved:
         """Read and check the file of a document, `is_settled` as `read_document` asks.
 
@@ -189,19 +178,16 @@ class ServerEngine:
 
     async def _send(self, prompt: list[int], own: dict[str, Any]) -> dict[str, Any] | None:
         """What the engine says when a request of one new token has ended."""
-        output = await self._generated(prompt, own, max_tokens=1, ignore_eos=True, detokenize=False)
-        return None if output is None else output.kv_transfer_params
-
-    async def _generated(self, prompt: Sequence[int], own: dict[str, Any], **more: Any) -> Any:
         from vllm import SamplingParams
 
-        sampling = SamplingParams(temperature=0.0, extra_args=own, **more)
+        sampling = SamplingParams(
+            temperature=0.0, extra_args=own, max_tokens=1, ignore_eos=True, detokenize=False
+        )
         name = f"snapkv-document-{uuid.uuid4().hex}"
         last = None
-        asked = {"prompt_token_ids": list(prompt)}
-        async for output in self._client.generate(asked, sampling, name):
+        async for output in self._client.generate({"prompt_token_ids": prompt}, sampling, name):
             last = output
-        return last
+        return None if last is None else last.kv_transfer_params
 
 
 def _kept(said: Mapping[str, Any]) -> Kept:

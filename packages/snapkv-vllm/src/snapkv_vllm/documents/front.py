@@ -143,9 +143,6 @@ def _router(documents: SharedDocuments, tenant_of: Callable[[Message], str]) -> 
         path = documents.file(tenant_of(request.scope), name)
         return FileResponse(path, filename=path.name, media_type="application/octet-stream")
 
-    async def report(name: str, body: dict[str, Any], request: Request) -> dict[str, Any]:
-        return await documents.report(tenant_of(request.scope), name, body)
-
     async def delete(name: str, request: Request) -> Response:
         await documents.delete(tenant_of(request.scope), name)
         return Response(status_code=204)
@@ -155,7 +152,6 @@ def _router(documents: SharedDocuments, tenant_of: Callable[[Message], str]) -> 
     router.add_api_route("", every, methods=["GET"])
     router.add_api_route("/{name}", one, methods=["GET"])
     router.add_api_route("/{name}/file", file, methods=["GET"], response_class=FileResponse)
-    router.add_api_route("/{name}/report", report, methods=["POST"])
     router.add_api_route("/{name}", delete, methods=["DELETE"], status_code=204)
     return router
 

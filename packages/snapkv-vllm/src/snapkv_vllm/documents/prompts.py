@@ -105,14 +105,6 @@ class Prompts:
             raise _unfit("messages", "a chat template that puts them first", messages)
         return tuple(found)
 
-    async def ids_of_question(self, document: SharedDocument, question: str) -> list[int]:
-        if document.messages is None:
-            asked = await self.tokenize(question, special_tokens=False)
-            return [*document.token_ids, *asked]
-        ids = await self.render([*document.messages, {"role": "user", "content": question}])
-        _require_begins(ids, document)
-        return ids
-
     # Of requests.
 
     async def behind(

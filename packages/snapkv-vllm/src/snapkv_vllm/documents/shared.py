@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,6 @@ _FIELDS = ("name", "prompt", "messages", "budget", "file", "model")
 
 _MOST_UNDER_WAY = 64
 """Registrations of a tenant; bodies are held until their turn comes, also if clients go away."""
-
-_MOST_QUESTIONS, _MOST_TOKENS, _TOKENS = 32, 256, 32
-"""Of a report: questions, tokens of an answer, and how many those are by default."""
 
 _logger = logging.getLogger("vllm.snapkv")
 
@@ -72,7 +68,6 @@ class SharedDocuments:
         self._restoring: asyncio.Task[None] | None = None
         self._one_at_a_time = asyncio.Lock()
         self._own_turn: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._reporting = asyncio.Lock()
         self._registrations: dict[asyncio.Task[SharedDocument], str] = {}
         self._count()
 
@@ -171,37 +166,6 @@ class SharedDocuments:
             for one in records
         ]
         return own + of_library
-
-    async def report(self, tenant: str, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Ask a document and its whole text the same `questions`, one after the other.
-
-        The whole text is read by the engine as any prompt, once where it caches prefixes. The
-        result, ready for JSON, says how many answers are the same, of how many, and every one.
-        """
-        if self._reporting.locked():
-            got = "one while another is being made"
-            raise wrong("document", "one report at a time", got, "try again later", status=BUSY)
-        async with self._reporting, self.named(tenant, name) as document:
-            questions, most_tokens = _asked(body)
-            answers = [await self._compared(document, one, most_tokens) for one in questions]
-        same = sum(one.pop("is_same") for one in answers)
-        return {"same": same, "of": len(answers), "answers": answers}
-
-    async def _compared(
-        self, document: SharedDocument, question: str, most_tokens: int
-    ) -> dict[str, Any]:
-        ids = await self._prompts.ids_of_question(document, question)
-        whole = await self._engine.answer(ids, None, most_tokens)
-        kept = await self._engine.answer(ids, document.document_id, most_tokens)
-        pairs = zip(whole.token_ids, kept.token_ids, strict=False)
-        return {
-            "is_same": list(whole.token_ids) == list(kept.token_ids),
-            "question": question,
-            "whole": whole.text,
-            "document": kept.text,
-            "same_tokens": sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)),
-            "tokens": len(whole.token_ids),
-        }
 
     def file(self, tenant: str, name: str) -> Path:
         if self._folder is None or not self._folder.holds(tenant, name):
@@ -395,19 +359,6 @@ def _require_fields(body: Mapping[str, Any]) -> None:
         raise wrong("prompt and messages", "one of them", got, remedy)
     if "budget" in given:
         require_int("budget", body["budget"], minimum=1)
-
-
-def _asked(body: Mapping[str, Any]) -> tuple[list[str], int]:
-    _require_known(body, ("questions", "max_tokens", "model"))
-    questions = body.get("questions")
-    fits = isinstance(questions, list) and 1 <= len(questions) <= _MOST_QUESTIONS
-    if not fits or not all(isinstance(one, str) and one for one in questions or ()):
-        expected = f"a list of 1 to {_MOST_QUESTIONS} texts"
-        remedy = 'pass {"questions": ["...", "..."]}'
-        raise wrong("questions", expected, "something else", remedy)
-    most_tokens = body.get("max_tokens", _TOKENS)
-    require_int("max_tokens", most_tokens, minimum=1, maximum=_MOST_TOKENS)
-    return list(questions or ()), most_tokens
 
 
 def _require_known(body: Mapping[str, Any], fields: tuple[str, ...]) -> None:

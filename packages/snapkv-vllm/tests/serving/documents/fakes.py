@@ -120,15 +120,6 @@ class FakeEngine:
     async def adopt(self, document_id, saved):
         return await self._hold(document_id, saved.places.held_tokens)
 
-    async def answer(self, prompt, document_id, most_tokens):
-        """Says the prompt's last tokens backwards; a document forgets how the third one was."""
-        await self.reading.wait()
-        ids = list(reversed(prompt[-most_tokens:]))
-        if document_id is not None:
-            assert document_id in self.held
-            ids[2:3] = [0] * len(ids[2:3])
-        return SimpleNamespace(token_ids=ids, text=" ".join(map(str, ids)))
-
     async def drop(self, document_id):
         self.held.pop(document_id, None)  # as the engine, which knows nothing of others
 
