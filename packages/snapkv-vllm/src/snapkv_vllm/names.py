@@ -6,13 +6,7 @@ Neither torch nor vLLM is needed here.
 from collections.abc import Mapping
 from typing import Any
 
-from snapkv.errors import (
-    InvalidArgumentError,
-    InvalidTypeError,
-    OutOfMemoryError,
-    OutputError,
-    SnapKVError,
-)
+from snapkv.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError, SnapKVError
 
 PREFIX = "snapkv_"
 """What the names of a request's own settings begin with, in `extra_args` and `vllm_xargs`."""
@@ -79,7 +73,7 @@ def status_of(error: SnapKVError) -> int:
     """The status of the HTTP response to an error of this package."""
     if isinstance(error, RefusedError):
         return error.status
-    return NO_ROOM if isinstance(error, OutOfMemoryError | OutputError) else 400
+    return NO_ROOM if isinstance(error, OutOfMemoryError) else 400
 
 
 def own_settings(given: Mapping[Any, Any]) -> dict[str, Any]:

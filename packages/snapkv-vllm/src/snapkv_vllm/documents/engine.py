@@ -100,15 +100,13 @@ class ServerEngine:
     async def drop(self, document_id: str) -> None:
         await self._send([0], {words.DROP: document_id})
 
-    async def look_at(self, path: Path, *, is_settled: bool = False) -> Saved:
-        """Read and check the file of a document, `is_settled` as `read_document` asks.
-
-        With the first, the model is asked who it is.
-        """
+    async def look_at(self, path: Path) -> Saved:
+        """Read and check the file of a document; with the first, the model is asked who it is."""
         model, room = await self.identity(), await self.room()
-        told: dict[str, Any] = {"model": model, "most_bytes": room.most_file_bytes}
-        told["is_settled"] = is_settled
-        found = await asyncio.to_thread(read_document, path, **told)
+        most_bytes = room.most_file_bytes
+        found = await asyncio.to_thread(
+            read_document, path, model=model, most_bytes=most_bytes, is_settled=True
+        )
         tokens, head_tokens = len(found.token_ids), found.head_tokens
         if tokens >= (longest := self._client.model_config.max_model_len):
             raise wrong("file", f"fewer than {longest:,} tokens", tokens, "raise --max-model-len")
@@ -138,16 +136,11 @@ class ServerEngine:
                 raise wrong("document", blocks, "fewer", remedy, status=NO_ROOM)
             kept = _kept(said)
             given = str(saved.path), kept.blocks, model, saved.seal, room.most_file_bytes
-            await self._have_workers("snapkv_fill_document", given, status=400)
+            await self._fill(given)
         except BaseException:
             await asyncio.shield(self.drop(document_id))
             raise
         return kept
-
-    async def save(self, kept: Kept, token_ids: Sequence[int], path: Path) -> None:
-        """Write the document that was registered last to a file."""
-        given = str(path), kept.blocks, await self.identity(), list(token_ids)
-        await self._have_workers("snapkv_save_document", given, status=NO_ROOM)
 
     async def identity(self) -> dict[str, Any]:
         """Who the model is; the first to ask waits until it has been loaded once more."""
@@ -161,20 +154,20 @@ class ServerEngine:
             )
         return self._model
 
-    async def _have_workers(self, method: str, given: tuple[Any, ...], *, status: int) -> None:
-        """Call a method of all workers; what one refuses is refused with this status."""
+    async def _fill(self, given: tuple[Any, ...]) -> None:
+        """Have all workers fill blocks from a file."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
-            answers = await self._client.collective_rpc(method, args=given)
+            answers = await self._client.collective_rpc("snapkv_fill_document", args=given)
         except EngineDeadError:
             raise
         except Exception as error:  # of no narrower kind in vLLM
             line = next(iter(str(error).splitlines()), type(error).__name__)
-            move, log = "the engine to move it", "see the server's log"
-            raise wrong("document", move, line, log, status=500) from error
+            load, log = "the engine to load it", "see the server's log"
+            raise wrong("document", load, line, log, status=500) from error
         for refused in filter(None, answers):
-            raise RefusedError(refused, status)
+            raise RefusedError(refused)
 
     async def _send(self, prompt: list[int], own: dict[str, Any]) -> dict[str, Any] | None:
         """What the engine says when a request of one new token has ended."""

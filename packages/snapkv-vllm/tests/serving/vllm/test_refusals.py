@@ -106,7 +106,7 @@ TOVA, ADAKV = (ServingSettings(policy=policy, budget=64) for policy in ("tova", 
 SHARED = ServingSettings(budget=64, sharing=Sharing())
 SHARED_APART = ServingSettings(policy="adakv", budget=64, sharing=Sharing())
 SESSIONS = ServingSettings(budget=64, sessions=Sessions())
-KEPT = ServingSettings(budget=64, sharing=Sharing(folder="/kept"))
+KEPT = ServingSettings(budget=64, sharing=Sharing(library="/kept"))
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ KEPT = ServingSettings(budget=64, sharing=Sharing(folder="/kept"))
             KEPT,
             "cache_config",
             {"cache_dtype": "fp8"},
-            "in a folder and a KV cache in the format fp8",
+            "of a library and a KV cache in the format fp8",
         ),
         (KEPT, "model_config", {"hf_overrides": {"rope_theta": 1.0}}, "hf-overrides"),
         (KEPT, "model_config", {"model": "someone/model"}, "pass the folder that the model"),
