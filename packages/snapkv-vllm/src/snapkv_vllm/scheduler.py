@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from snapkv_vllm.versions import part_of_vllm, require_supported_version
+from snapkv_vllm.versions import require_supported_version
 
 require_supported_version()
 
@@ -83,17 +83,8 @@ class _CompressingScheduler(Scheduler):
             self._require_blocks(request)
         except SnapKVError as error:  # front ends answer 400; one of another make did not ask
             logger.error("Request %s is refused: %s", request.request_id, error)
-            self._end_with(request.request_id, error)
+            self.grammar_compile_error_reqs.add(request.request_id)  # ended in the next step
         super().add_request(request)
-
-    def _end_with(self, request_id: str, error: SnapKVError) -> None:
-        """Have vLLM end a request in its next step."""
-        refused = self.grammar_compile_error_reqs
-        if isinstance(refused, dict):  # from 0.33 on, with what the client is told
-            said = part_of_vllm("outputs.RequestError")
-            refused[request_id] = said(code="validation_error", message=str(error))
-        else:
-            refused.add(request_id)
 
     def _plan_of(self, request: Any) -> RequestPlan:
         """The request's plan; none for sessions, whose prompts go on after their end."""
