@@ -72,6 +72,7 @@ class _CompressingScheduler(Scheduler):
         blocks = self.kv_cache_manager
         self._allocate_slots, blocks.allocate_slots = blocks.allocate_slots, self._slots_and_room
         self._lacks_room, self._waiting_for_room = False, set[str]()
+        self._waits, self._stands_still = "", False  # for a block; a request, since when none can
         self._metrics = PromptMetrics(self.vllm_config)
         self._documents = registry(self.vllm_config, self.kv_cache_config, compressed)
         self._sessions = held_sessions(self.vllm_config, self.kv_cache_config, compressed)
@@ -130,7 +131,10 @@ class _CompressingScheduler(Scheduler):
         self, request: Any, num_new_tokens: int, num_new_computed_tokens: int = 0, **kwargs: Any
     ) -> Any:
         """vLLM's `allocate_slots`, with blocks for what is kept if the step ends with a choice."""
-        slots = self._allocate_slots(request, num_new_tokens, num_new_computed_tokens, **kwargs)
+        given: Any = (request, num_new_tokens, num_new_computed_tokens)
+        slots = self._allocate_slots(*given, **kwargs)
+        while slots is None and self._sessions is not None and self._sessions.give_back():
+            slots = self._allocate_slots(*given, **kwargs)
         runs, blocks = request.status == RequestStatus.RUNNING, self._blocks
         self._lacks_room = slots is None and (blocks.lack_room or (runs and blocks.hold_room))
         if slots is not None:
@@ -140,6 +144,7 @@ class _CompressingScheduler(Scheduler):
             blocks.take_room(request.request_id, seen, num_new_tokens, others_blocks=others)
         elif not runs:
             self._count_wait(request)
+            self._waits = request.request_id
         return slots
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
@@ -171,6 +176,8 @@ class _CompressingScheduler(Scheduler):
     def _get_local_prefix_cache_hit(
         self, request: Any, *args: Any, **kwargs: Any
     ) -> tuple[Any, int, int, bool]:
+        if self._sessions is not None and (plan := self._sessions.begin(request.request_id)):
+            self._plans[request.request_id] = plan
         for lender in self._lenders:
             if (lent := lender.lent(request.request_id)) is not None:
                 begun, found = lent
@@ -203,6 +210,7 @@ class _CompressingScheduler(Scheduler):
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         super()._update_after_schedule(scheduler_output)
         self._lacks_room = False
+        self._note_standstill()
         orders = {}
         for request_id, step_tokens in scheduler_output.num_scheduled_tokens.items():
             order = self._order(self.requests[request_id], step_tokens)
@@ -212,6 +220,19 @@ class _CompressingScheduler(Scheduler):
         setattr(scheduler_output, BEGINNINGS, self._begun(scheduler_output))
         forgotten = () if self._sessions is None else self._sessions.forgotten()
         setattr(scheduler_output, FORGOTTEN, forgotten)
+
+    def _note_standstill(self) -> None:
+        """Log and count when a request lacks blocks, and none is running that would free some."""
+        name, self._waits, before = self._waits, "", self._stands_still
+        self._stands_still = bool(name) and not self.running
+        if self._stands_still and not before:
+            self._metrics.stands_still()
+            logger.error(
+                "No request can go on: %s waits for blocks, %s of %s are free, and none is running",
+                name,
+                self.kv_cache_manager.block_pool.get_num_free_blocks(),
+                self.kv_cache_config.num_blocks,
+            )
 
     @property
     def _lenders(self) -> list[Any]:
