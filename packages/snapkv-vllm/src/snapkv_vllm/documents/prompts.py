@@ -24,6 +24,7 @@ _WITHOUT = {
     "prompt_logprobs": "its probabilities were not computed with this request",
     "prompt_embeds": "its tokens come before the request's",
     "truncate_prompt_tokens": "its tokens must all be there",
+    "kv_transfer_params": "vLLM may take the request's tokens from there",
 }
 """Fields that a document's request cannot have, and why."""
 

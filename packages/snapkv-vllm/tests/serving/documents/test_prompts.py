@@ -144,6 +144,7 @@ def test_a_chat_that_begins_otherwise_or_asks_nothing_is_refused():
         {"prompt_logprobs": 1},
         {"prompt_embeds": "x"},
         {"truncate_prompt_tokens": -1},
+        {"kv_transfer_params": {}},
         {"echo": True, "logprobs": 1},
         {"echo": True, "top_logprobs": 2},
     ],
