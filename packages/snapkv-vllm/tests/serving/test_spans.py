@@ -12,7 +12,8 @@ from snapkv import AdaKV, SnapKV, StreamingLLM
 from snapkv.errors import InvalidArgumentError, SnapKVError
 from snapkv.policies.spans import Spans
 from snapkv_vllm.agents.held import Sessions
-from snapkv_vllm.agents.messages import Chat, Piece, Tokens, located, spans_of
+from snapkv_vllm.agents.messages import Chat, Piece, located, spans_of
+from snapkv_vllm.agents.places import Tokens
 from snapkv_vllm.limits import Limits
 from snapkv_vllm.methods import WithSpans, kept_tokens
 from snapkv_vllm.settings import ServingSettings

@@ -4,6 +4,7 @@ Bodies hold them beside their other fields, as clients of OpenAI and Anthropic s
 (``extra_body``); inside vLLM they travel as JSON among the request's own settings.
 """
 
+import asyncio
 import hashlib
 import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -15,7 +16,8 @@ from typing import Any
 
 from snapkv.errors import SnapKVError
 from snapkv_vllm.agents.edits import CONTEXT, applied, edits_of
-from snapkv_vllm.agents.messages import Chat, Tokens, located, marked, spans_of
+from snapkv_vllm.agents.messages import Chat, Marked, located, marked, spans_of
+from snapkv_vllm.agents.places import tokens_of
 from snapkv_vllm.methods import require_spans_within
 from snapkv_vllm.names import CHATS, EDITS, ENDPOINTS, PREFIX, SESSION, XARGS, status_of, wrong
 from snapkv_vllm.settings import ServingSettings
@@ -133,30 +135,29 @@ async def _looked_up(request: Any, made: Any, render: Render, renderer: Any) -> 
     if not isinstance(again, tuple):
         raise wrong(NAME, "a chat that can be rendered with other texts", "another", _BY_TOKENS)
     (of_texts,), (of_marks,) = _inputs_of(made), _inputs_of(again)
-    texts = (of_texts.get("prompt"), of_marks.get("prompt"))
-    tokens, ids = None, list(of_texts.get("prompt_token_ids", ()))
-    if all(isinstance(text, str) for text in texts):
-        tokens = _tokens_of(renderer.renderer.get_tokenizer(), str(texts[0]), ids)
-    if tokens is None:
-        says = "a model whose tokenizer says where the tokens of a chat's text lie"
-        raise wrong(NAME, says, "another", _BY_TOKENS)
-    found = located(str(texts[0]), str(texts[1]), marks.pieces)
-    return Chat(messages, found, tokens)
+    tokenizer = renderer.renderer.get_tokenizer()
+    return await asyncio.to_thread(_chat_of, messages, marks, of_texts, of_marks, tokenizer)
 
 
 _BY_TOKENS = "pass spans of tokens"
 
 
-def _tokens_of(tokenizer: Any, text: str, ids: Sequence[int]) -> Tokens | None:
-    """Where tokens lie in their text; None where that cannot be told."""
-    if not (ids and getattr(tokenizer, "is_fast", False)):
-        return None
-    for special in (False, True):
-        found = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
-        if list(found["input_ids"]) == ids:
-            starts, ends = zip(*found["offset_mapping"], strict=True)
-            return Tokens(starts, ends)
-    return None
+def _chat_of(
+    messages: Sequence[Mapping[str, Any]],
+    marks: Marked,
+    of_texts: Mapping[str, Any],
+    of_marks: Mapping[str, Any],
+    tokenizer: Any,
+) -> Chat:
+    """What takes long where a chat is long, for a thread."""
+    text, marked_text = of_texts.get("prompt"), of_marks.get("prompt")
+    tokens = None
+    if isinstance(text, str) and isinstance(marked_text, str):
+        tokens = tokens_of(tokenizer, text, of_texts.get("prompt_token_ids", ()))
+    if tokens is None:
+        says = "a model whose tokenizer says where the tokens of a chat's text lie"
+        raise wrong(NAME, says, "another", _BY_TOKENS)
+    return Chat(messages, located(str(text), str(marked_text), marks.pieces), tokens)
 
 
 def _inputs_of(made: Any) -> Sequence[Mapping[str, Any]]:

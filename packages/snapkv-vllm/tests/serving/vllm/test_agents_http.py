@@ -1,9 +1,11 @@
 """Spans and edits over HTTP: vLLM's own renderer, what reaches the engine, what is answered."""
 
+import asyncio
 import json
 
 import pytest
 
+from snapkv_vllm.agents import front
 from snapkv_vllm.agents.edits import ClearThinking, ClearToolUses
 from snapkv_vllm.agents.held import Sessions
 from snapkv_vllm.spans import NAME
@@ -151,6 +153,19 @@ def test_what_a_clearing_of_tool_uses_goes_by(asked, fields, cleared):
     assert len(spans) == cleared
     said = answer["context_management"]["applied_edits"]
     assert sum(one["cleared_tool_uses"] for one in said) == cleared
+
+
+def test_a_chat_is_looked_up_beside_the_event_loop(asked, monkeypatch):
+    """Whose other requests go on meanwhile."""
+    looked_up, loops = front.tokens_of, []
+
+    def look_up(*given):
+        loops.append(asyncio._get_running_loop())
+        return looked_up(*given)
+
+    monkeypatch.setattr(front, "tokens_of", look_up)
+    asked(context_management=edit(ClearThinking))
+    assert loops == [None]
 
 
 def test_thoughts_are_cleared_but_for_the_last_turn(asked):
