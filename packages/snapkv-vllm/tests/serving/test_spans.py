@@ -83,6 +83,12 @@ def test_what_is_wrong_is_said_in_one_line(given, words):
     assert "\n" not in str(error.value)
 
 
+def test_spans_have_their_prefix_once_where_the_servers_own_settings_clash_with_them():
+    given = {NAME: said((0, 10, "drop")), "snapkv_protect_first": 5}
+    with pytest.raises(SnapKVError, match=f"^{NAME}: expected spans that do not overlap"):
+        SETTINGS.plan_for(given, 100)
+
+
 @pytest.mark.parametrize("limit", [{"cap": 128}, {"decode_budget": 256}])
 def test_no_spans_beside_limits(limit):
     settings = ServingSettings(budget=64, limits=Limits(**limit))

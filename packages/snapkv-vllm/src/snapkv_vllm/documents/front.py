@@ -4,7 +4,7 @@ The routes are put onto the server's application, behind its check of API keys. 
 document where vLLM renders them.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -25,9 +25,7 @@ from snapkv_vllm.documents.words import DOCUMENT
 from snapkv_vllm.metrics import DocumentMetrics
 from snapkv_vllm.names import XARGS, status_of
 from snapkv_vllm.settings import ServingSettings
-
-Message = MutableMapping[str, Any]
-Send = Callable[[Message], Awaitable[None]]
+from snapkv_vllm.streams import Message, Send
 
 
 @dataclass

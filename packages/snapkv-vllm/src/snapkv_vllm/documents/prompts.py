@@ -52,9 +52,14 @@ class Prompts:
 
     async def tokenize(self, prompt: str | list[int], *, special_tokens: bool) -> list[int]:
         """The tokens of a text, or given ones once they are checked: not more than are served."""
+        from pydantic import ValidationError
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-        request = CompletionRequest(prompt=prompt, max_tokens=1, add_special_tokens=special_tokens)
+        given: dict[str, Any] = {"max_tokens": 1, "add_special_tokens": special_tokens}
+        try:
+            request = CompletionRequest(prompt=prompt, **given)
+        except ValidationError:
+            raise _unfit("prompt", "a text, or token ids from 0 on", prompt) from None
         with _as_refused():
             if isinstance(prompt, list) and hasattr(self._renderer.renderer, "validate_token_ids"):
                 self._renderer.renderer.validate_token_ids(prompt, parameter="prompt")

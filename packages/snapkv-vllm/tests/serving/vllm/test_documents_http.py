@@ -242,6 +242,7 @@ def test_a_template_of_the_request_is_rendered_and_compared(config, monkeypatch)
     [
         ({"messages": [{"content": "a"}]}, "messages: expected messages as chats have them"),
         ({"prompt": [10**6]}, "out of vocabulary"),
+        ({"prompt": [-1]}, "prompt: expected a text, or token ids from 0 on"),
         ({"prompt": TEXT, "snapkv_budget": 5}, "snapkv_budget: expected name, prompt, messages"),
     ],
     ids=str,
