@@ -23,7 +23,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export GOMP_SPINCOUNT ?= 0
 
 .PHONY: help demo test test-slow test-oldest test-newest test-torch test-families families test-devices test-kernels test-kvpress \
-    test-serving test-coupling test-serving-first test-serving-second test-serving-oldest test-serving-slow soak fuzz test-ray \
+    test-serving test-serving-first test-serving-second test-serving-oldest test-serving-slow soak fuzz test-ray \
     test-browser test-sweeps release-check docs check format results kvpress clean
 
 help: ## Show this list
@@ -94,10 +94,6 @@ test-serving-second: $(SERVING)
 
 test-serving-first: $(SERVING)
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -m 'vllm and not slow' $(PLUGIN)/vllm
-
-RELEASES ?= 0.31.0 0.32.0 0.33.0
-test-coupling: $(INSTALLED) ## What the plugin stands on in vLLM, in the files of its releases: RELEASES="0.34.0"
-	$(BIN)/python -m tests.serving.releases $(RELEASES)
 
 test-serving-slow: $(SERVING) ## The tests of the vLLM plugin that take minutes each
 	PYTHONPATH=$(SECOND_RUNNER):$(PYTHONPATH) OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest \

@@ -24,7 +24,7 @@ _WITHOUT = {
     "prompt_logprobs": "its probabilities were not computed with this request",
     "prompt_embeds": "its tokens come before the request's",
     "truncate_prompt_tokens": "its tokens must all be there",
-    "kv_transfer_params": "its keys and values are on this server",
+    "kv_transfer_params": "vLLM may take the request's tokens from there",
 }
 """Fields that a document's request cannot have, and why."""
 
@@ -52,9 +52,14 @@ class Prompts:
 
     async def tokenize(self, prompt: str | list[int], *, special_tokens: bool) -> list[int]:
         """The tokens of a text, or given ones once they are checked: not more than are served."""
+        from pydantic import ValidationError
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-        request = CompletionRequest(prompt=prompt, max_tokens=1, add_special_tokens=special_tokens)
+        given: dict[str, Any] = {"max_tokens": 1, "add_special_tokens": special_tokens}
+        try:
+            request = CompletionRequest(prompt=prompt, **given)
+        except ValidationError:
+            raise _unfit("prompt", "a text, or token ids from 0 on", prompt) from None
         with _as_refused():
             if isinstance(prompt, list) and hasattr(self._renderer.renderer, "validate_token_ids"):
                 self._renderer.renderer.validate_token_ids(prompt, parameter="prompt")
@@ -105,14 +110,6 @@ class Prompts:
         if not found:
             raise _unfit("messages", "a chat template that puts them first", messages)
         return tuple(found)
-
-    async def ids_of_question(self, document: SharedDocument, question: str) -> list[int]:
-        if document.messages is None:
-            asked = await self.tokenize(question, special_tokens=False)
-            return [*document.token_ids, *asked]
-        ids = await self.render([*document.messages, {"role": "user", "content": question}])
-        _require_begins(ids, document)
-        return ids
 
     # Of requests.
 
