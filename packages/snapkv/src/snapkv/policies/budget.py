@@ -89,7 +89,7 @@ class AutoBudget:
         for what must stay, minus infinity for pads.
         """
         tokens = (shares > -math.inf).sum(dim=-1, keepdim=True)
-        bound = self.lost_vote / (tokens / UNDILUTED_TOKENS).clamp(min=1.0)
+        bound = self.lost_vote / (tokens.float() / UNDILUTED_TOKENS).clamp(min=1.0)
         return (shares > bound).sum(dim=-1)
 
     def within(self, voted: int, prefix_tokens: int, window_size: int) -> int:
