@@ -32,7 +32,7 @@ from snapkv.hf.masks import (
     own_part,
     sees_ahead,
 )
-from snapkv.hf.model_parts import output_weight
+from snapkv.hf.model_parts import has_images_positions, output_weight
 from snapkv.policies import (
     DecodeStep,
     EvictingPolicy,
@@ -503,6 +503,8 @@ def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
             return refusal
     if isinstance(context.layer, IndexedLayer):
         return _indexed_refusal(call, context, context.layer)
+    if refusal := _refusal_of_images(name, context):
+        return refusal
     own_4d = context.has_own_mask and getattr(call.mask, "ndim", 0) == 4
     if pages is not None and own_4d and context.drafts > 0:
         return UnsupportedModelError(
@@ -517,6 +519,20 @@ def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
             "tokens with cache.drop(spans), read branches each behind a copy of the cache"
         )
     return _refusal_of_ahead(call, context)
+
+
+def _refusal_of_images(name: str, context: ForwardContext) -> Exception | None:
+    """Why a method that turns states by how many tokens precede them cannot; asked once a pass."""
+    layer = context.layer
+    if layer.identity.depth or "rotation" not in layer.policy.needs:
+        return None
+    if context.phase is Phase.DECODE or not has_images_positions(context.modules):
+        return None
+    return UnsupportedModelError(
+        f"policy: expected one that does not ask where tokens stand behind an image, whose "
+        f"positions in {name} count no tokens, got {layer.policy.name}; use SnapKV, or set the "
+        "model's `rope_deltas` to None if it has read no image"
+    )
 
 
 def _hides_what_is_seen(call: AttentionCall, layer: CompressedLayer) -> bool:
