@@ -180,10 +180,11 @@ def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
     read = call.before(drafts)
     own, slots = read.query.shape[2], read.key.shape[2]
     pads = leading_pads(call.mask, own - 1, slots, layer.policy.query_tokens)
-    prompt = _prompt_layer(read, layer, pads)
+    prompt = context.check.later(_prompt_layer(read, layer, pads))
     if context.reading.narrowing is not None:
         context.reading.narrowing.on_prompt(replace(prompt, queries=call.query))
     choice = layer.choose(prompt)
+    context.check.require_numbers(prompt)
     selection = choice.selection
     at_once = not drafts or (selection is None and choice.storage.holds_as_it_came)
     attended = _attend_prompt(call, layer) if at_once else call.before_masked(drafts, pads).attend()
@@ -214,8 +215,9 @@ def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
     layer, drafts = context.layer, context.drafts
     read = call.before(drafts)
     attended = attend_stored(read, layer, rebuild_mask=drafts > 0, drafts=drafts)
-    prompt = _prompt_layer(read, layer, layer.slots.fillers)
+    prompt = context.check.later(_prompt_layer(read, layer, layer.slots.fillers))
     choice = layer.choose(prompt)
+    context.check.require_numbers(prompt)
     if choice.selection is not None:
         _end(layer, choice, prompt)
     else:

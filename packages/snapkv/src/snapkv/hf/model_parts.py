@@ -217,9 +217,9 @@ def _candidates(
 ) -> Iterator[Rotation]:
     """The ways in which the family's own code may rotate this layer's keys."""
     start = torch.zeros(1, 1, dtype=torch.int64, device=keys.device)
-    for module in model.get_decoder().modules():  # not those of what sees images
+    for module in _rotary_embeddings(model):
         apply = getattr(sys.modules[type(module).__module__], _APPLY, None)
-        if not type(module).__name__.endswith("RotaryEmbedding") or apply is None:
+        if apply is None:
             continue
         if list(inspect.signature(apply).parameters)[:4] != ["q", "k", "cos", "sin"]:
             continue
@@ -233,6 +233,18 @@ def _candidates(
             with contextlib.suppress(RuntimeError):  # the tables do not fit heads of this size
                 rotation(keys, start)
                 yield rotation
+
+
+def _rotary_embeddings(model: PreTrainedModel) -> list[Any]:
+    """Those of the text decoder, not of what sees images; of all where another part is called so.
+
+    As the head of ModernBERT's decoder is.
+    """
+    for part in (model.get_decoder(), model):
+        named = [each for each in part.modules() if type(each).__name__.endswith("RotaryEmbedding")]
+        if named:
+            return named
+    return []
 
 
 def attention_modules(model: PreTrainedModel, layers: Sequence[int]) -> dict[int, list[Any]]:

@@ -30,7 +30,7 @@ _OPTIONS = ("storage", "room_tokens", "turns", "refresh_every", "quantize", "pro
 
 
 def require_plain_positions(model: PreTrainedModel) -> None:
-    """Refuse a file without what the model noted of its last image; after a text that is nothing."""
+    """Refuse a file without what the model noted of its last image; of a text that is nothing."""
     if has_images_positions(model.modules()):
         raise UnsupportedModelError(
             f"model: expected positions that count tokens for a cache that is saved, got "
