@@ -16,7 +16,6 @@ from torch import Tensor
 from snapkv import AutoBudget, CompressedCache, SnapKV, default_policy
 from snapkv.app.observing import RecordedPrompt
 from snapkv.cli.notes import LostVotes
-from snapkv.cli.policy import LOST_VOTE_IN_FEW_BITS
 from snapkv.policies import FullCache, Policy
 from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.held_out import held_out
@@ -33,7 +32,6 @@ class _UndilutedBudget(AutoBudget):
 
 
 WAYS: dict[str, tuple[Callable[[], Policy], Any]] = {
-    "default": (lambda: default_policy(AutoBudget(lost_vote=LOST_VOTE_IN_FEW_BITS)), "auto"),
     "default, as it came": (lambda: default_policy(AutoBudget()), None),
     "the same, undiluted": (lambda: default_policy(_UndilutedBudget()), None),
     "1/4 of the tokens": (lambda: default_policy(keep_ratio=1 / 4), None),
