@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
-from snapkv import AutoBudget, AutoCodes, default_policy
+from snapkv import default_policy
 from snapkv.app.prefills import Chunked, Exact, GemFilter, LayerByLayer, Selective
 from snapkv.cli.options import RunOptions, read_prefill, read_prefills
-from snapkv.cli.policy import LOST_VOTE_IN_FEW_BITS, build_policy, usual_bits
+from snapkv.cli.policy import usual_bits
 from snapkv.decoding import MedusaHeads, save_heads
 from snapkv.errors import InvalidArgumentError
 from snapkv.hf.saved import policy_of
@@ -21,7 +21,7 @@ from tests.families import small_model
 WHERE = ("-q", "Where is the key?")
 ASK = (*WHERE, "--answer-start", "The key is under the")
 SMALL = ("--budget", 48, "--window-size", 16, "--kernel-size", 13, "--max-new-tokens", 6)
-AUTO = {"auto": {"lost_vote": LOST_VOTE_IN_FEW_BITS, "least": 32, "most": None}}
+AUTO = {"auto": {"lost_vote": 0.0015, "least": 32, "most": None}}
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_json_is_one_object_and_nothing_else(asked, demo_only, document):
     record = asked(*SMALL)
     assert list(record) == [
         "answer", "model", "documents", "warnings", "question", "settings", "runs", "prefill",
-        "budget", "lost_votes", "snapkv", "torch", "transformers",
+        "lost_votes", "snapkv", "torch", "transformers",
     ]  # fmt: skip
     assert record["model"]["name"] == "demo"
     assert record["documents"] == [str(document)]
@@ -235,8 +235,8 @@ def test_a_budget_that_the_votes_choose_says_its_rule_and_what_it_kept(
     assert "gave a pooled vote of more than 1 %" in said("--budget", "auto:lost_vote=0.01")
     limited = said("--budget", "auto:least=8,most=60")
     assert " prompt tokens kept in each layer (" in limited
-    assert "than 0.05 %, but no more than 60" in limited
-    assert said("--budget", "auto:least=9999") == "nothing was dropped, in 4 bits"
+    assert "than 0.15 %, but no more than 60" in limited
+    assert said("--budget", "auto:least=9999") == "nothing was dropped, in 32 bits"
     covered = said("--protect-first", "5000")
     assert "since --protect-first covers all" in covered
     assert f"prompt tokens; without: snapkv ask {document}" in covered
@@ -244,42 +244,41 @@ def test_a_budget_that_the_votes_choose_says_its_rule_and_what_it_kept(
     assert said("--budget", 64) == ""
 
 
-def test_bits_are_chosen_unless_a_method_is_named_or_they_are_to_stay(
-    snapkv, asked, tiny_only, document
-):
-    def bits(*options):
-        (run,) = asked("--max-new-tokens", 2, *options)["runs"]
-        return run["cache"]["bits"]
+@pytest.mark.parametrize(
+    ("options", "bits"),
+    [
+        ((), "32"),
+        (("--budget", 64), "32"),
+        (("--keep-ratio", 0.3), "32"),
+        (("--budget", "30%"), "8/4"),
+        (("--budget", "100kB"), "8/4"),
+        (("--budget", "30%", "--exact-bits"), "32"),
+        (("--budget", "30%", "--policy", "snapkv"), "32"),
+    ],
+)
+def test_few_bits_by_themselves_are_within_bytes_only(asked, tiny_only, options, bits):
+    (run,) = asked("--max-new-tokens", 2, *options)["runs"]
+    assert list(run["cache"]["bits"]) == [bits]
 
-    assert set(bits()) <= {"8", "8/4", "4"}
-    assert set(bits("--budget", "30%")) <= {"32", "8", "8/4", "4"}
-    for named in (("--exact-bits",), ("--policy", "snapkv", "--budget", 64), ("--policy", "full")):
-        assert list(bits(*named)) == ["32"]
-    done = snapkv("ask", document, *ASK, "--max-new-tokens", 1, "--budget", 64)
-    line = next(line for line in done.err.splitlines() if line.startswith("budget: 64 of"))
-    assert re.search(r"kept in each layer \(64 to 64\) in (8|8/4|4) bits", line)
 
-
-def test_a_larger_budget_is_asked_for_with_the_same_bits(snapkv, tiny_only, document):
-    done = snapkv("ask", document, *ASK, "--max-new-tokens", 1, "--budget", 48)
-    command = " ".join(done.err.split()).partition("for a larger budget: ")[2]
-    assert command.endswith("--budget 96")
-    again = snapkv(*shlex.split(command)[1:])
-    line = next(line for line in again.err.splitlines() if line.startswith("budget: 96 of"))
-    assert " bits" in line
+def test_within_bytes_it_is_said_what_was_kept(snapkv, tiny_only, document):
+    done = snapkv("ask", document, *ASK, "--max-new-tokens", 1, "--budget", "30%")
+    line = next(line for line in done.err.splitlines() if line.startswith("budget: "))
+    assert re.search(r"prompt tokens kept in each layer \(.* in 8/4 bits", line)
 
 
 def test_a_shared_latent_keeps_its_bits_and_it_is_said_why():
-    latent, other = small_model("latent"), small_model("llama")
-    assert usual_bits(RunOptions(), latent) == (
+    latent, other, within = small_model("latent"), small_model("llama"), default_policy("30%")
+    assert usual_bits(within, other) == ("K8V4", "")
+    assert usual_bits(within, latent) == (
         None,
         "the model's own, since its heads share what is stored",
     )
-    assert usual_bits(RunOptions(), other) == (AutoCodes(), "")
-    assert usual_bits(RunOptions(exact_bits=True), latent) == (None, "")
-    assert build_policy(RunOptions(exact_bits=True)).budget == AutoBudget()
-    for auto in (RunOptions(), RunOptions(budget="auto")):
-        assert build_policy(auto).budget == AutoBudget(lost_vote=LOST_VOTE_IN_FEW_BITS)
+    for policy, options in (
+        (default_policy(), RunOptions()),
+        (within, RunOptions(exact_bits=True)),
+    ):
+        assert usual_bits(policy, latent, options) == (None, "")
 
 
 WAYS = {

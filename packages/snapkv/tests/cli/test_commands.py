@@ -9,7 +9,7 @@ from snapkv import default_policy
 from snapkv.app import answering
 from snapkv.cli.ask import AskOptions
 from snapkv.cli.demo import DemoOptions
-from snapkv.cli.policy import build_policy, usual_budget
+from snapkv.cli.policy import build_policy
 from snapkv.plan.shapes import SHAPES
 from snapkv_vllm import server
 from snapkv_vllm.documents.sharing import Sharing
@@ -19,8 +19,7 @@ INSPECT = ("-q", "Where is the key?", "--max-new-tokens", 2, "--checks", 0)
 
 
 def test_without_options_the_demo_keeps_what_ask_keeps():
-    budget = usual_budget(DemoOptions().budget, chooses_bits=True)
-    assert default_policy(budget) == build_policy(AskOptions())
+    assert default_policy(DemoOptions().budget) == build_policy(AskOptions())
 
 
 @pytest.mark.slow

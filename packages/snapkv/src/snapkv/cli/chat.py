@@ -98,7 +98,7 @@ def chat(
         "prefill": options.reading,
     }
     loaded = load_model(options)
-    quantize, own_bits = usual_bits(options, loaded.model)
+    quantize, own_bits = usual_bits(policy, loaded.model, options)
     if own_bits:
         sys.stderr.write(f"bits: {own_bits}\n")
     document, protection = text_files.join(read), protection_of(options, system=None)

@@ -151,11 +151,11 @@ def notes_on(
 
 
 def _budget_note(answer: Answer, options: RunOptions, typed: Sequence[str]) -> Iterator[Note]:
-    """How much of the prompt was kept, in how many bits, where that was chosen; else none."""
+    """How much of the prompt was kept, in how many bits, where votes or bytes chose; else none."""
     budget = _parameter_of(answer.policy, "budget")
-    auto = budget.get(AUTO) if isinstance(budget, dict) else None
-    if auto is None and not options.chooses_bits:
+    if not isinstance(budget, dict):
         return
+    auto = budget.get(AUTO)
     tokens, bits = answer.prompt_tokens, answer.cache["bits"]
     behind = answer.cache.seen_tokens - tokens
     rows = [row for row in answer.cache["layers"] if row["kind"] == "compressed"]

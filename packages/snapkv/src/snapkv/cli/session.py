@@ -86,7 +86,7 @@ def answer_and_show(
     loaded = load_model(options)
     drafts = _draft_method(options, loaded)
     prompt = make_prompt(loaded.tokenizer)
-    quantize, own_bits = usual_bits(options, loaded.model)
+    quantize, own_bits = usual_bits(policy, loaded.model, options)
 
     def read(who: Policy, how: GenerationSettings, on_text: TextSink | None, **ways: Any) -> Answer:
         with reading_progress(method_name(who.describe()), on_text) as progress:

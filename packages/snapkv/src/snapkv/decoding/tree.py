@@ -216,7 +216,7 @@ def accept_sampled(
     """
     places = torch.arange(len(drafts), device=drafts.device)
     ratio = probabilities[places, drafts] / draft_probabilities[places, drafts]
-    stays = torch.rand(len(drafts), device=drafts.device) < ratio
+    stays = torch.rand(len(drafts), dtype=torch.float32, device=drafts.device) < ratio
     accepted = int(stays.long().cumprod(dim=0).sum())
     rest = probabilities[accepted]
     if accepted < len(drafts):

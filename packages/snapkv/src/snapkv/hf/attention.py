@@ -32,7 +32,7 @@ from snapkv.hf.masks import (
     own_part,
     sees_ahead,
 )
-from snapkv.hf.model_parts import output_weight
+from snapkv.hf.model_parts import has_images_positions, output_weight
 from snapkv.policies import (
     DecodeStep,
     EvictingPolicy,
@@ -180,10 +180,11 @@ def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
     read = call.before(drafts)
     own, slots = read.query.shape[2], read.key.shape[2]
     pads = leading_pads(call.mask, own - 1, slots, layer.policy.query_tokens)
-    prompt = _prompt_layer(read, layer, pads)
+    prompt = context.check.later(_prompt_layer(read, layer, pads))
     if context.reading.narrowing is not None:
         context.reading.narrowing.on_prompt(replace(prompt, queries=call.query))
     choice = layer.choose(prompt)
+    context.check.require_numbers(prompt)
     selection = choice.selection
     at_once = not drafts or (selection is None and choice.storage.holds_as_it_came)
     attended = _attend_prompt(call, layer) if at_once else call.before_masked(drafts, pads).attend()
@@ -214,8 +215,9 @@ def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
     layer, drafts = context.layer, context.drafts
     read = call.before(drafts)
     attended = attend_stored(read, layer, rebuild_mask=drafts > 0, drafts=drafts)
-    prompt = _prompt_layer(read, layer, layer.slots.fillers)
+    prompt = context.check.later(_prompt_layer(read, layer, layer.slots.fillers))
     choice = layer.choose(prompt)
+    context.check.require_numbers(prompt)
     if choice.selection is not None:
         _end(layer, choice, prompt)
     else:
@@ -503,6 +505,8 @@ def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
             return refusal
     if isinstance(context.layer, IndexedLayer):
         return _indexed_refusal(call, context, context.layer)
+    if refusal := _refusal_of_images(name, context):
+        return refusal
     own_4d = context.has_own_mask and getattr(call.mask, "ndim", 0) == 4
     if pages is not None and own_4d and context.drafts > 0:
         return UnsupportedModelError(
@@ -517,6 +521,20 @@ def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
             "tokens with cache.drop(spans), read branches each behind a copy of the cache"
         )
     return _refusal_of_ahead(call, context)
+
+
+def _refusal_of_images(name: str, context: ForwardContext) -> Exception | None:
+    """Why a method that turns states by how many tokens precede them cannot; asked once a pass."""
+    layer = context.layer
+    if layer.identity.depth or "rotation" not in layer.policy.needs:
+        return None
+    if context.phase is Phase.DECODE or not has_images_positions(context.modules):
+        return None
+    return UnsupportedModelError(
+        f"policy: expected one that does not ask where tokens stand behind an image, whose "
+        f"positions in {name} count no tokens, got {layer.policy.name}; use SnapKV, or set the "
+        "model's `rope_deltas` to None if it has read no image"
+    )
 
 
 def _hides_what_is_seen(call: AttentionCall, layer: CompressedLayer) -> bool:

@@ -17,6 +17,7 @@ from snapkv.cache.saving.encoding import decode_layer, encode_layer
 from snapkv.cache.saving.files import SealedFile, read_sealed, write_sealed
 from snapkv.errors import CacheFileError, CacheMismatchError, SnapKVError, UnsupportedModelError
 from snapkv.hf.identity import identity_of, require_identity
+from snapkv.hf.model_parts import has_images_positions
 from snapkv.hf.placement import device_of, layer_devices
 from snapkv.policies import POLICIES, Policy
 from snapkv.storage.coded import KVCodes
@@ -29,12 +30,8 @@ _OPTIONS = ("storage", "room_tokens", "turns", "refresh_every", "quantize", "pro
 
 
 def require_plain_positions(model: PreTrainedModel) -> None:
-    """Refuse a file without what the model noted of its last image; after a text that is nothing.
-
-    Models with rotations of three axes number tokens behind an image by it (Qwen2-VL, section 2.1).
-    """
-    moved = (getattr(module, "rope_deltas", None) for module in model.modules())
-    if any(isinstance(deltas, Tensor) and bool(deltas.any()) for deltas in moved):
+    """Refuse a file without what the model noted of its last image; of a text that is nothing."""
+    if has_images_positions(model.modules()):
         raise UnsupportedModelError(
             f"model: expected positions that count tokens for a cache that is saved, got "
             f"{type(model).__name__} behind an image, whose `rope_deltas` a loaded one would miss; "

@@ -209,7 +209,7 @@ class PrefixPolicy(Policy):
             "auto", or an `AutoBudget`, lets the votes choose, for methods that have some; "12%",
             "64MiB", or a `ByteBudget`, keeps what fits into so many bytes.
         keep_ratio: instead of `budget`, the fraction of the prefix to keep beside the window:
-            k = floor(keep_ratio * prefix), in (0, 1] (Sec. 4, "voting").
+            k = floor(keep_ratio * prefix), in (0, 1] (Sec. 4, "voting"); the sinks at least.
         window_size: the last tokens of the prompt, always kept.
 
     Raises:
@@ -302,7 +302,9 @@ class PrefixPolicy(Policy):
             by_head = self.budget.voted(self.rated(layer))
             by_row = by_head.amax(-1) if of_heads == "max" else by_head.float().mean(-1).ceil()
             wanted = by_row.int().tolist()
-        return [self.limit.row(*row) for row in zip(prefixes, wanted, strict=True)]
+        sinks = (min(self.sink_tokens, tokens) for tokens in prefixes)
+        kept = (self.limit.row(*row) for row in zip(prefixes, wanted, strict=True))
+        return list(map(max, kept, sinks))
 
     def select(self, layer: PromptLayer) -> Selection | None:
         """Keep the sinks, the best of the prefix and the window, or everything where it fits."""
