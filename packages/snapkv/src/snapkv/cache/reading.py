@@ -434,11 +434,21 @@ class Reading:
         self.expect_prompt(prompt_tokens)
         try:
             yield
+            self.require_arrived()
         except BaseException:
             if self.seen_tokens == seen:
                 self.prompt_end = before
                 self._recall_for_a_turn()
             raise
+
+    def require_arrived(self) -> None:
+        """Refuse a model whose forward pass has not read the announced prompt into the cache."""
+        if self.is_announced:
+            raise UnsupportedModelError(
+                f"model: expected one that reads a prompt into the cache it is given, got "
+                f"{self.seen_tokens:,} of {self.prompt_end:,} tokens in it; use transformers' own "
+                "cache for it"
+            )
 
     @property
     def tightest(self) -> CompressedLayer:

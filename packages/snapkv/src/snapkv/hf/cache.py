@@ -240,6 +240,7 @@ class CompressedCache(Cache):
         reading.require_ids(new_tokens, rows)
         if torch.compiler.is_compiling():
             return
+        _require_reached(self.model)
         if rows is not None:
             self.require_rows(rows)
         reading.require_end()
@@ -733,6 +734,18 @@ class CompressedCache(Cache):
         for name, value in self.__dict__.items():
             copied.__dict__[name] = copy.deepcopy(value, memo)
         return copied
+
+
+def _require_reached(model: PreTrainedModel) -> None:
+    """Refuse a forward pass in which transformers takes the cache away from the layers."""
+    if model.training and any(
+        part.training and getattr(part, "gradient_checkpointing", False) for part in model.modules()
+    ):
+        raise UnsupportedModelError(
+            f"model: expected one whose layers are given the cache, got {type(model).__name__} in "
+            "train mode with gradient checkpointing, where transformers takes it away; call "
+            "model.eval() or model.gradient_checkpointing_disable() first"
+        )
 
 
 def _branch(layer: Any) -> Any:

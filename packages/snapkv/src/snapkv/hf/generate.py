@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from snapkv.cache.reading import Reading
-from snapkv.errors import InvalidArgumentError
-from snapkv.hf.cache_argument import cache_among
+from snapkv.errors import InvalidArgumentError, UnsupportedModelError
+from snapkv.hf.cache_argument import cache_among, with_cache
 from snapkv.hf.drafting import vote_by_draft
 
 
@@ -48,10 +48,36 @@ def _generate(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
 def _prepare_inputs(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Tell a `CompressedCache` which tokens will be read."""
     inputs = own(model, *args, **kwargs)
-    reading, token_ids = _reading_of(inputs), inputs.get("input_ids")
-    if reading is not None and token_ids is not None:
+    reading, token_ids = _reading_of(kwargs), inputs.get("input_ids")
+    if reading is None:
+        return inputs
+    if cache_among(inputs) is not cache_among(kwargs):
+        inputs = _with_dropped(model, inputs, cache_among(kwargs))
+    if token_ids is not None:
         reading.expect_tokens(token_ids)
     return inputs
+
+
+def _with_dropped(model: PreTrainedModel, inputs: dict[str, Any], cache: Any) -> dict[str, Any]:
+    """The inputs of a pass with the cache that the model's own code has left out of them.
+
+    Where the model begins anew (Phi-3 behind the end of its short rotations), that is right while
+    the cache is empty, too.
+    """
+    if cache.get_seq_length() or cache_among(inputs) is not None:
+        limit = getattr(model.config, "original_max_position_embeddings", None)
+        remedy = "use transformers' own cache for it"
+        if limit is not None:
+            remedy = (
+                f"keep prompt and answer within original_max_position_embeddings={limit:,} tokens, "
+                "or read the longer text into an empty cache at once"
+            )
+        raise UnsupportedModelError(
+            f"model: expected one that goes on with the cache it is given, got "
+            f"{type(model).__name__}, which leaves the {cache.get_seq_length():,} tokens it has "
+            f"read and reads all anew; {remedy}"
+        )
+    return with_cache(inputs, cache)
 
 
 def _prefill(
@@ -78,6 +104,8 @@ def _prefill(
         announcement = reading.announced(max(masked, _prompt_tokens((input_ids,), model_kwargs)))
     with announcement:
         output = own(model, input_ids, generation_config, model_kwargs, **options)
+        if reading is not None:
+            reading.require_arrived()
     if reading is not None and reading.undecided:
         mask, positions = (model_kwargs.get(of) for of in ("attention_mask", "position_ids"))
         vote_by_draft(model, cache_among(model_kwargs), output.logits, mask, positions)
