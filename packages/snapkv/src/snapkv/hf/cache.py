@@ -219,9 +219,9 @@ class CompressedCache(Cache):
 
     def require_rows(self, rows: int) -> None:
         """Refuse another batch than the one that was read."""
-        if self._rows not in (0, rows):
+        if self.reading.rows not in (0, rows):
             raise CacheMismatchError(
-                f"past_key_values: expected a batch of {self._rows}, the size the cache was filled "
+                f"past_key_values: expected a batch of {self.reading.rows}, the size the cache was filled "
                 f"with, got {rows}; call cache.reset() or make a new CompressedCache"
             )
 
@@ -356,34 +356,29 @@ class CompressedCache(Cache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row of all layers `repeats` times, an integer of at least 1."""
         require_int("repeats", repeats, minimum=1)
-        self._take_rows(torch.arange(self._rows).repeat_interleave(repeats))
+        self._take_rows(torch.arange(self.reading.rows).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows in `indices` in all layers; errors as in `reorder_cache`."""
         self._take_rows(indices)
 
-    @property
-    def _rows(self) -> int:
-        """Rows of the batch; 0 while empty."""
-        layer = self.reading.layers[0]
-        return len(layer.keys) if layer.is_initialized else 0
-
     def _take_rows(self, rows: Tensor) -> None:
-        if not self._rows:
+        if not self.reading.rows:
             return
         self.reading.require_decided()
         try:
-            chosen = torch.arange(self._rows, device=rows.device)[rows]
+            chosen = torch.arange(self.reading.rows, device=rows.device)[rows]
         except (AttributeError, IndexError):  # no tensor; a row that is not there, or no integers
             chosen = torch.empty(0)
         if chosen.ndim != 1 or not len(chosen):
             got = rows.tolist() if isinstance(rows, Tensor) else repr(rows)
             raise InvalidArgumentError(
-                f"rows: expected some of the {self._rows} rows of the batch, got {got}; pass a 1-D "
+                f"rows: expected some of the {self.reading.rows} rows of the batch, got {got}; pass a 1-D "
                 "tensor of integers, 0 for the first one"
             )
         for layer in self.layers:
             layer.reorder_cache(chosen)
+        self.reading.read_ids = self.reading.read_ids.select_rows(chosen)
 
     def reset(self) -> None:
         """Empty the cache for another prompt, of any length and batch size."""

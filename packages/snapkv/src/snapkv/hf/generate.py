@@ -38,6 +38,8 @@ def _generate(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
             "at tokens, got embeddings; pass input_ids"
         )
     end = _prompt_tokens(args, kwargs)
+    if (ids := _prompt_ids(args, kwargs)) is not None:
+        reading.expect_text(ids, end, kwargs.get("attention_mask"))
     reading.require_room(end, _new_tokens(model, kwargs, end))
     if piece := _asked(model, kwargs, "prefill_chunk_size"):
         cache_among(kwargs).require_pieces(end, piece, kwargs.get("attention_mask"))
@@ -55,6 +57,7 @@ def _prepare_inputs(own: Callable[..., Any], model: Any, *args: Any, **kwargs: A
         inputs = _with_dropped(model, inputs, cache_among(kwargs))
     if token_ids is not None:
         reading.expect_tokens(token_ids)
+        reading.note_text(args[0] if args else kwargs["input_ids"])
     return inputs
 
 
@@ -93,22 +96,24 @@ def _prefill(
     Its pieces are read as they are: only steps behind it are compiled.
     """
     reading = _reading_of(model_kwargs)
-    if reading is not None:
-        cache_among(model_kwargs).require_rows(len(input_ids))
-        generation_config = copy.copy(generation_config)
-        generation_config.disable_compile = True
+    if reading is None:
+        return own(model, input_ids, generation_config, model_kwargs, **options)
+    cache, mask = cache_among(model_kwargs), model_kwargs.get("attention_mask")
+    cache.require_rows(len(input_ids))
+    generation_config = copy.copy(generation_config)
+    generation_config.disable_compile = True
+    masked = getattr(generation_config, "_mask_length", None) or 0  # of one that hides nothing
+    end = max(masked, _prompt_tokens((input_ids,), model_kwargs))
+    reading.expect_text(input_ids, end, mask)
     announcement: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if reading is not None and not reading.is_announced:
+    if not reading.is_announced:
         _require_use_cache(generation_config.use_cache)
-        masked = getattr(generation_config, "_mask_length", 0)  # of a mask that hides nothing
-        announcement = reading.announced(max(masked, _prompt_tokens((input_ids,), model_kwargs)))
-    with announcement:
+        announcement = reading.announced(end)
+    with announcement, reading.reading_text(input_ids):
         output = own(model, input_ids, generation_config, model_kwargs, **options)
-        if reading is not None:
-            reading.require_arrived()
-    if reading is not None and reading.undecided:
-        mask, positions = (model_kwargs.get(of) for of in ("attention_mask", "position_ids"))
-        vote_by_draft(model, cache_among(model_kwargs), output.logits, mask, positions)
+        reading.require_arrived()
+    if reading.undecided:
+        vote_by_draft(model, cache, output.logits, mask, model_kwargs.get("position_ids"))
     return output
 
 
@@ -197,9 +202,14 @@ def _prompt_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
     A mask longer than the ids means that only the new ids were passed, as in `generate` itself.
     """
-    ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
-    given = (ids, kwargs.get("inputs_embeds"), kwargs.get("attention_mask"))
+    given = (_prompt_ids(args, kwargs), kwargs.get("inputs_embeds"), kwargs.get("attention_mask"))
     return max((each.shape[1] for each in given if isinstance(each, Tensor)), default=0)
+
+
+def _prompt_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """What `generate` was given first, if it is a tensor."""
+    ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+    return ids if isinstance(ids, Tensor) else None
 
 
 def _new_tokens(model: PreTrainedModel, kwargs: dict[str, Any], prompt_tokens: int) -> int:
