@@ -14,7 +14,7 @@ import contextlib
 import copy
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -24,6 +24,9 @@ from snapkv.cache.reading import Reading
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.hf.cache_argument import cache_among, with_cache
 from snapkv.hf.drafting import vote_by_draft
+
+INSTALLATION = "_snapkv_installation"
+"""Where a model carries its `Installation`, so that it is copied and pickled with the model."""
 
 
 def _generate(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -131,11 +134,29 @@ def _modes(
     return given
 
 
+@contextlib.contextmanager
+def _batching(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+    """Continuous batching, which looks at the attention's name and has a cache of its own."""
+    installation = vars(model).get(INSTALLATION)
+    plainly = contextlib.nullcontext() if installation is None else installation.aside()
+    with plainly, own(model, *args, **kwargs) as manager:
+        yield manager
+
+
+def _init_batching(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """A manager that goes on after this call: the model is as it was until there is a new cache."""
+    if installation := vars(model).get(INSTALLATION):
+        installation.lay_aside()
+    return own(model, *args, **kwargs)
+
+
 _AROUND: dict[str, Callable[..., Any]] = {
     "generate": _generate,
     "prepare_inputs_for_generation": _prepare_inputs,
     "_prefill": _prefill,
     "_extract_generation_mode_kwargs": _modes,
+    "continuous_batching_context_manager": _batching,
+    "init_continuous_batching": _init_batching,
 }
 """What runs around which methods of a model: given the model's own method and the model."""
 
