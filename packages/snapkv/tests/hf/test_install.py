@@ -32,7 +32,7 @@ from snapkv import (
     UnsupportedModelError,
 )
 from snapkv.hf import install as module
-from tests.families import random_ids, tiny_config, tiny_model
+from tests.families import KINDS, random_ids, tiny_config, tiny_model
 from tests.hf.test_generate import Recorder
 
 POLICY = SnapKV(36, window_size=8, kernel_size=5)
@@ -587,3 +587,25 @@ def test_continuous_batching_answers_as_without(batching, implementation):
         del again
     assert model.config._attn_implementation == implementation
     assert not set(METHODS) & set(vars(model))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "implementation"),
+    [
+        ("gpt2", {"reorder_and_upcast_attn": True}, "eager"),
+        ("gemma4_text", KINDS["shared"][2] | {"head_dim": 8}, "flex_attention"),
+    ],
+)
+def test_a_model_that_looks_for_the_name_itself_is_refused(family, changes, implementation):
+    model = AutoModelForCausalLM.from_config(tiny_config(family, **changes))
+    if family == "gemma4_text" and not hasattr(model.config, "kv_sharing_modes"):
+        pytest.skip("transformers: names no layers that share keys, which are refused anyway")
+    model.set_attn_implementation(implementation)
+    before = dict(vars(model))
+    for use in (snapkv.install, CompressedCache):
+        with pytest.raises(UnsupportedModelError, match="attn_implementation='sdpa'"):
+            use(model)
+        assert model.config._attn_implementation == implementation
+        assert vars(model) == before
+    model.set_attn_implementation("sdpa")
+    CompressedCache(model, POLICY)

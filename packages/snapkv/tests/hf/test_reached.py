@@ -6,7 +6,14 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from snapkv import CompressedCache, FullCache, SnapKV, UnsupportedModelError
+from snapkv import (
+    CacheMismatchError,
+    CompressedCache,
+    FullCache,
+    SnapKV,
+    UnsupportedModelError,
+)
+from snapkv.hf.cache_argument import passed
 from tests.families import peaked_model, random_ids, tiny_config, tiny_model
 
 PROMPT, LIMIT = 80, 100
@@ -82,6 +89,16 @@ def test_phi_refuses_what_crosses_its_limit_behind_a_text(phi, first, turn):
         text = torch.cat([text, random_ids(1, turn)], dim=1)
     with pytest.raises(UnsupportedModelError, match="original_max_position_embeddings=100"):
         phi.generate(text, past_key_values=cache, **OPTIONS)
+
+
+def test_the_arguments_name_of_transformers_5_24_is_refused_where_it_would_be_ignored():
+    model, ids = tiny_model("llama"), random_ids(1, PROMPT)
+    cache = CompressedCache(model, POLICY)
+    if "past_key_values" in passed(cache):
+        with pytest.raises(CacheMismatchError, match="pass past_key_values=cache"):
+            model(ids, cache=cache)
+    model(ids, **passed(cache))
+    assert cache.report().kept_tokens == 36
 
 
 class ReplacesTheCache:

@@ -82,6 +82,7 @@ class Installation:
                         f"AttentionInterface, got {type(model).__name__}, which computes it by "
                         "itself; it cannot be compressed"
                     )
+                _require_unasked(config, plain_name(name) or "eager")
                 _set(config, register_attention(plain_name(name) or "eager"))
             announce_prompts(model)
             vars(model)[INSTALLATION] = self
@@ -158,6 +159,17 @@ def _copied(model: PreTrainedModel, configs: list[PreTrainedConfig]) -> Installa
                 register_attention(plain_name(config._attn_implementation) or "eager")
         _known.add(copied)
     return copied
+
+
+def _require_unasked(config: PreTrainedConfig, name: str) -> None:
+    """Refuse a model whose own code asks for this name, and would not find it behind ours."""
+    for asked, setting in (("eager", "reorder_and_upcast_attn"), ("flex", "num_kv_shared_layers")):
+        if name.startswith(asked) and getattr(config, setting, None):
+            raise UnsupportedModelError(
+                f"attn_implementation: expected another than {name!r} with {setting}, got "
+                f"{config.model_type}, whose code then looks for that name; load the model with "
+                "attn_implementation='sdpa'"
+            )
 
 
 def _set(config: PreTrainedConfig, name: str | None) -> None:
