@@ -219,9 +219,9 @@ class CompressedCache(Cache):
 
     def require_rows(self, rows: int) -> None:
         """Refuse another batch than the one that was read."""
-        if self.reading.rows not in (0, rows):
+        if (read := self.reading.rows) not in (0, rows):
             raise CacheMismatchError(
-                f"past_key_values: expected a batch of {self.reading.rows}, the size the cache was filled "
+                f"past_key_values: expected a batch of {read}, the size the cache was filled "
                 f"with, got {rows}; call cache.reset() or make a new CompressedCache"
             )
 
@@ -373,8 +373,8 @@ class CompressedCache(Cache):
         if chosen.ndim != 1 or not len(chosen):
             got = rows.tolist() if isinstance(rows, Tensor) else repr(rows)
             raise InvalidArgumentError(
-                f"rows: expected some of the {self.reading.rows} rows of the batch, got {got}; pass a 1-D "
-                "tensor of integers, 0 for the first one"
+                f"rows: expected some of the {self.reading.rows} rows of the batch, got {got}; "
+                "pass a 1-D tensor of integers, 0 for the first one"
             )
         for layer in self.layers:
             layer.reorder_cache(chosen)
@@ -710,7 +710,16 @@ class CompressedCache(Cache):
         """As `load`, with the tensors that were saved beside the cache."""
         return saved.read(cls, Path(path), model, policy, recall, recall_bytes)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.policy!r}: {self.report().summary})"
+
     # Copies.
+
+    def __reduce__(self) -> NoReturn:
+        raise InvalidTypeError(
+            f"cache: expected cache.save(path) to keep it or to bring it to another process, got "
+            f"a pickle of a {type(self).__name__}; read it with CompressedCache.load(path, model)"
+        )
 
     def __copy__(self) -> Self:
         """A branch: it goes on by itself, and shares what is stored so far."""
