@@ -27,7 +27,7 @@ def test_questions_are_answered_line_by_line(chat, tmp_path):
     assert done.status == 0
     answer, seen, device, host = done.out.splitlines()
     assert answer
-    assert seen.endswith("tokens seen, 53 kept")
+    assert seen.endswith("tokens seen, 48 kept")
     assert device.startswith("device: ")
     assert host.startswith("host: ")
     assert done.err == f"saved {talk}\n"

@@ -261,3 +261,14 @@ def test_what_a_threshold_and_a_wrapper_say_of_themselves():
     critical = CriticalKV(SnapKV(64))
     assert critical.describe() == {"name": "criticalkv", "policy": inner, "first_share": 0.5}
     assert (critical.budget, critical.window_size) == (64, 32)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_kvpress_idioms_point_to_the_page_about_it(name):
+    with pytest.raises(InvalidTypeError, match=r"expected keep_ratio=.*see docs/migrating\.md"):
+        POLICIES[name](compression_ratio=0.5)
+    with pytest.raises(InvalidTypeError, match=r"CompressedCache\(model, .*see docs/migrating\.md"):
+        SnapKV()(object())
+    press = f"{POLICIES[name].__name__}Press"
+    with pytest.raises(ImportError, match=rf"kvpress's {press}; see docs/migrating\.md"):
+        getattr(snapkv, press)

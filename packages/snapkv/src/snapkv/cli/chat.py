@@ -269,7 +269,7 @@ class Chat:
             write_json({"stats": cache}, indent=None)
             return
         write(
-            f"{cache.seen_tokens:,} tokens seen, {cache.kept_tokens:,.0f} kept\n"
+            f"{cache.seen_tokens:,} tokens seen, {cache.chosen_tokens:,.0f} kept\n"
             f"device: {format_bytes(cache.held_bytes)} of {format_bytes(cache.full_bytes)}\n"
             f"host: {format_bytes(cache.host_bytes)}\n"
         )

@@ -85,7 +85,8 @@ class CompressedCache(Cache):
         policy: what to keep; `snapkv.default_policy()` by default: SnapKV with fading pooling.
         storage: "dynamic" grows with every token. "static" moves what is kept into buffers of the
             budget and `room_tokens`, so that on a GPU `generate` records the decoding step as a
-            CUDA graph once for all prompts of a batch size: call `reset()` and use the cache again. It needs a policy with a budget, the same for all heads and layers.
+            CUDA graph once for all prompts of a batch size: call `reset()` and use the cache again.
+            It needs a policy with a budget, the same for all heads and layers.
         room_tokens: for "static", how many tokens behind the prompt there is room for.
         turns: what becomes of a later prompt. "append" stores it whole behind what was kept;
             "compress" reads it over what was kept, lets its end vote on all of that, and brings the
@@ -218,9 +219,9 @@ class CompressedCache(Cache):
 
     def require_rows(self, rows: int) -> None:
         """Refuse another batch than the one that was read."""
-        if self._rows not in (0, rows):
+        if (read := self.reading.rows) not in (0, rows):
             raise CacheMismatchError(
-                f"past_key_values: expected a batch of {self._rows}, the size the cache was filled "
+                f"past_key_values: expected a batch of {read}, the size the cache was filled "
                 f"with, got {rows}; call cache.reset() or make a new CompressedCache"
             )
 
@@ -239,6 +240,7 @@ class CompressedCache(Cache):
         reading.require_ids(new_tokens, rows)
         if forward_context.is_traced():
             return
+        _require_reached(self.model)
         if rows is not None:
             self.require_rows(rows)
         reading.require_end()
@@ -354,34 +356,29 @@ class CompressedCache(Cache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row of all layers `repeats` times, an integer of at least 1."""
         require_int("repeats", repeats, minimum=1)
-        self._take_rows(torch.arange(self._rows).repeat_interleave(repeats))
+        self._take_rows(torch.arange(self.reading.rows).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows in `indices` in all layers; errors as in `reorder_cache`."""
         self._take_rows(indices)
 
-    @property
-    def _rows(self) -> int:
-        """Rows of the batch; 0 while empty."""
-        layer = self.reading.layers[0]
-        return len(layer.keys) if layer.is_initialized else 0
-
     def _take_rows(self, rows: Tensor) -> None:
-        if not self._rows:
+        if not self.reading.rows:
             return
         self.reading.require_decided()
         try:
-            chosen = torch.arange(self._rows, device=rows.device)[rows]
+            chosen = torch.arange(self.reading.rows, device=rows.device)[rows]
         except (AttributeError, IndexError):  # no tensor; a row that is not there, or no integers
             chosen = torch.empty(0)
         if chosen.ndim != 1 or not len(chosen):
             got = rows.tolist() if isinstance(rows, Tensor) else repr(rows)
             raise InvalidArgumentError(
-                f"rows: expected some of the {self._rows} rows of the batch, got {got}; pass a 1-D "
-                "tensor of integers, 0 for the first one"
+                f"rows: expected some of the {self.reading.rows} rows of the batch, got {got}; "
+                "pass a 1-D tensor of integers, 0 for the first one"
             )
         for layer in self.layers:
             layer.reorder_cache(chosen)
+        self.reading.read_ids = self.reading.read_ids.select_rows(chosen)
 
     def reset(self) -> None:
         """Empty the cache for another prompt, of any length and batch size."""
@@ -714,7 +711,16 @@ class CompressedCache(Cache):
         """As `load`, with the tensors that were saved beside the cache."""
         return saved.read(cls, Path(path), model, policy, recall, recall_bytes)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.policy!r}: {self.report().summary})"
+
     # Copies.
+
+    def __reduce__(self) -> NoReturn:
+        raise InvalidTypeError(
+            f"cache: expected cache.save(path) to keep it or to bring it to another process, got "
+            f"a pickle of a {type(self).__name__}; read it with CompressedCache.load(path, model)"
+        )
 
     def __copy__(self) -> Self:
         """A branch: it goes on by itself, and shares what is stored so far."""
@@ -733,6 +739,18 @@ class CompressedCache(Cache):
         for name, value in self.__dict__.items():
             copied.__dict__[name] = copy.deepcopy(value, memo)
         return copied
+
+
+def _require_reached(model: PreTrainedModel) -> None:
+    """Refuse a forward pass in which transformers takes the cache away from the layers."""
+    if model.training and any(
+        part.training and getattr(part, "gradient_checkpointing", False) for part in model.modules()
+    ):
+        raise UnsupportedModelError(
+            f"model: expected one whose layers are given the cache, got {type(model).__name__} in "
+            "train mode with gradient checkpointing, where transformers takes it away; call "
+            "model.eval() or model.gradient_checkpointing_disable() first"
+        )
 
 
 def _branch(layer: Any) -> Any:

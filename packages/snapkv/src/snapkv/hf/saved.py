@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from snapkv.cache.indexed import IndexedLayer
 from snapkv.cache.paging import PageRecall, Recall
+from snapkv.cache.read_ids import ReadIds
 from snapkv.cache.reading import Reading
 from snapkv.cache.saving.encoding import decode_layer, encode_layer
 from snapkv.cache.saving.files import SealedFile, read_sealed, write_sealed
@@ -74,6 +75,7 @@ def encoded(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the notes of the file of a cache."""
     tensors = {f"{_BESIDE}{name}": value for name, value in beside.items()}
+    tensors |= reading.read_ids.up_to(reading.seen_tokens).state()
     recall = options["recall"]
     notes = {
         "model": dict(model),
@@ -162,6 +164,7 @@ def _rebuilt(
         decode_layer(layer, saved, tensors, places.get(index, elsewhere))
     cache.reading.prompt_end = notes["prompt_end"]
     cache.reading.turn_start = notes["turn_start"]
+    cache.reading.read_ids = ReadIds.restored(tensors, cache.reading.rows)
     return cache
 
 

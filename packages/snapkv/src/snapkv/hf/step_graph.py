@@ -8,24 +8,32 @@ be recorded; it runs eagerly, and the report of the cache says why.
 """
 
 import contextlib
+import copy
 import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
-from transformers import PreTrainedModel
+from transformers import CompileConfig, PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.utils.generic import is_flash_attention_requested
 
 from snapkv.hf import forward_context
+from snapkv.hf.cache_argument import cache_among
 from snapkv.storage.static import StaticStore
 from snapkv.validation import first_line
 
 _log = logging.getLogger("snapkv")
+
+_COLLECTING = "transformers.utils.output_capturing"  # whose hooks a recorded step may have
+
+_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module())) - {"training"}
 
 
 class Recorder(Protocol):
@@ -189,9 +197,39 @@ class StepGraph:
         return ""
 
 
-_COLLECTING = "transformers.utils.output_capturing"  # whose hooks a recorded step may have
+@dataclass
+class _Recorded(CompileConfig):
+    """Asks for the replay of a recorded step in the place of compiled code."""
 
-_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module())) - {"training"}
+    forward: Any = None
+
+
+def compiles(own: Callable[..., Any], model: Any, model_kwargs: Any, generation_config: Any) -> Any:
+    """Around `_valid_auto_compile_criteria`, by which `generate` decides to compile its steps.
+
+    They are recorded, or compiled where that was asked for, as one graph or not at all: where it
+    breaks, torch would go on without one, in silence. transformers' flash attention breaks it, and
+    some models' own code; those compile as they do without a cache of this kind.
+    """
+    compiles, asked = own(model, model_kwargs, generation_config), generation_config.compile_config
+    cache = cache_among(model_kwargs)
+    if not compiles or not hasattr(cache, "reading"):
+        return compiles
+    if asked is None and model.device.type in RECORDERS:
+        weights = fingerprint(model)
+        generation_config.compile_config = _Recorded(
+            forward=lambda **given: graph_of(cache).run(model, weights, cache, given)
+        )
+    elif model._can_compile_fullgraph and not is_flash_attention_requested(model.config):
+        generation_config.compile_config = copy.copy(asked or CompileConfig())
+        generation_config.compile_config.fullgraph = True
+    return compiles
+
+
+def compiled(own: Callable[..., Any], model: Any, config: Any) -> Any:
+    """Around `get_compiled_call`: what `generate` calls for a step that is to be compiled."""
+    return config.forward if isinstance(config, _Recorded) else own(model, config)
+
 
 _graphs: "weakref.WeakKeyDictionary[Cache, StepGraph]" = weakref.WeakKeyDictionary()
 

@@ -4,11 +4,11 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, fields, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, NoReturn, Self
 
 from torch import Tensor
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.policies.budget import AutoBudget, Budget, ByteBudget
 from snapkv.policies.prefix import Prefix
 from snapkv.policies.spans import Spans, require_room
@@ -47,6 +47,21 @@ class Policy(ABC):
 
     name: ClassVar[str]
     parts_heads: ClassVar[bool] = False
+
+    def __new__(cls, *_: Any, **parameters: Any) -> Self:
+        if "compression_ratio" in parameters:
+            raise InvalidTypeError(
+                "compression_ratio: expected keep_ratio=, the share that is kept, or a budget, got "
+                f"kvpress's argument of {cls.__name__}; see docs/migrating.md"
+            )
+        return super().__new__(cls)
+
+    def __call__(self, model: Any) -> NoReturn:
+        """Refuse kvpress's idiom, in which a press is entered around a model."""
+        raise InvalidTypeError(
+            f"policy: expected to be given to a cache, CompressedCache(model, {self!r}), got a "
+            f"call with a {type(model).__name__}, as of a press; see docs/migrating.md"
+        )
 
     @property
     @abstractmethod
