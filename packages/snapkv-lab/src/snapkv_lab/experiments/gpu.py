@@ -78,9 +78,13 @@ def _policies(budget: int) -> dict[str, Contender]:
         compressed(f"adakv@{budget}", AdaKV(snapkv)),
         compressed(f"snapkv@{budget} int8", snapkv, codes=KVCodes.of("int8")),
         compressed(f"snapkv@{budget} int4", snapkv, codes=KVCodes.of("int4")),
-        compressed(f"snapkv@{budget} static", snapkv, storage="static"),
+        compressed(f"snapkv@{budget}, graph", snapkv, storage="static"),
+        compressed(
+            f"snapkv@{budget} int4, graph", snapkv, storage="static", codes=KVCodes.of("int4")
+        ),
     )
-    return dict(zip(("snapkv", "adakv", "int8", "int4", "static"), made, strict=True))
+    names = ("snapkv", "adakv", "int8", "int4", "static", "static int4")
+    return dict(zip(names, made, strict=True))
 
 
 @contextlib.contextmanager
@@ -351,18 +355,22 @@ def _cells(given: Given, part: str) -> Iterator[Cell]:
 
 
 def _decode_cells(given: Given) -> Iterator[tuple[Any, ...]]:
-    dynamic, lengths = ("snapkv", "adakv", "int8", "int4"), given.lengths
-    for length in lengths:
-        yield f"1 x {length}", 40, _decode, length, 1, "transformers", dynamic
-    for batch in given.batches:
-        length = given.batch_length
-        yield f"{batch} x {length}", 40, _decode, length, batch, "transformers", dynamic
-    static = ((lengths[0], 1), (lengths[-1], 1), (given.batch_length, given.batches[0]))
-    for length, batch in static:
-        named = f"{batch} x {length}, static"
+    """Graphs beside the full cache's eager steps, then eager steps of methods, then compiled ones.
+
+    The length of batches comes first: one row and many, so that a short call has both.
+    """
+    graphs, eager = ("static", "static int4"), ("snapkv", "adakv", "int8", "int4")
+    length, lengths = given.batch_length, given.lengths
+    cells = [(1, length), (given.batches[0], length)]
+    cells += [(1, other) for other in lengths if other != length]
+    cells += [(batch, length) for batch in given.batches[1:]]
+    for batch, length in cells:
+        yield f"{batch} x {length}", 20, _decode, length, batch, "transformers", graphs
+    for batch, length in cells:
+        yield f"{batch} x {length}, eager", 40, _decode, length, batch, "transformers", eager
+    for batch, length in cells:
+        named = f"{batch} x {length}, compiled"
         yield named, 100, _decode, length, batch, "transformers-static", ("static",)
-    for length in given.flat_lengths:
-        yield f"1 x {length}, flat", 15, _decode, length, 1, "", ("snapkv",)
 
 
 DECLARED: dict[str, Callable[[Given], Iterator[tuple[Any, ...]]]] = {
@@ -587,9 +595,8 @@ GPU = Experiment(
         "kernel_tokens": Sized(32 * K, 300),
         "may_differ": 0.02,
         "same_tokens": Sized(4 * K, 300),
-        "lengths": Sized((4 * K, 16 * K, 64 * K, 128 * K), (256, 512)),
-        "flat_lengths": Sized((4 * K, 256 * K), (256, 1024)),
-        "batches": Sized((2, 8, 32), (2,)),
+        "lengths": Sized((1 * K, 16 * K, 128 * K), (256, 512)),
+        "batches": Sized((16, 64, 192), (2,)),
         "batch_length": Sized(16 * K, 256),
         "cells": Sized(((1, K), (8, K), (32, K)), ((1, 64), (2, 128))),
         "paper_length": Sized(16 * K, 256),
