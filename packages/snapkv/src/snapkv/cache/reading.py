@@ -249,7 +249,7 @@ class Reading:
     ahead_tokens: int = 0
     verifies_drafts: bool = False
     coming_ids: tuple[int, Tensor] | None = None
-    read_ids: ReadIds = ReadIds()
+    read_ids: ReadIds = field(default_factory=ReadIds)
     ids_start: int | None = 0
     narrowing: Narrowing | None = None
     is_broken: bool = False
