@@ -43,12 +43,11 @@ test-oldest: $(INSTALLED) $(OLDEST) ## The model and cache tests on the oldest s
 	PYTHONPATH=$(OLDEST):$(PYTHONPATH) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal \
 	    $(addprefix $(CORE)/,models matrix policies hf app/test_models.py decoding) $(LAB)/test_training.py
 
-# Some 15 minutes; that users may go on with an argument's old name is said by transformers itself.
+# Some 15 minutes.
 test-newest: $(INSTALLED) ## The newest transformers there is: what the library assumes, and how its models differ
 	rm -rf $(NEWEST)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(NEWEST) transformers
 	PYTHONPATH=$(NEWEST):$(PYTHONPATH) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal \
-	    -W 'ignore:`past_key_values` is deprecated:FutureWarning' \
 	    $(addprefix $(CORE)/,hf models decoding policies test_document.py test_kvzip.py)
 	PYTHONPATH=$(NEWEST):$(PYTHONPATH) OMP_NUM_THREADS=1 $(BIN)/python -m tests.matrix --changes
 

@@ -13,7 +13,7 @@ from snapkv import (
     SnapKV,
     UnsupportedModelError,
 )
-from snapkv.hf.cache_argument import passed
+from snapkv.hf.cache_argument import passed, with_cache
 from tests.families import peaked_model, random_ids, tiny_config, tiny_model
 
 PROMPT, LIMIT = 80, 100
@@ -104,9 +104,9 @@ def test_the_arguments_name_of_transformers_5_24_is_refused_where_it_would_be_ig
 class ReplacesTheCache:
     """As a model's own code may: it reads into a cache that it makes itself."""
 
-    def forward(self, *args, past_key_values=None, **kwargs):
-        own = DynamicCache(config=self.config)
-        return super().forward(*args, past_key_values=own, **kwargs)
+    def forward(self, *args, attention_mask=None, **kwargs):
+        kwargs = with_cache(kwargs, DynamicCache(config=self.config))
+        return super().forward(*args, attention_mask=attention_mask, **kwargs)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from transformers import pipeline
 
 from snapkv import CacheMismatchError, CompressedCache, FullCache, SnapKV
 from snapkv.decoding import SelfSpeculation
@@ -157,6 +158,14 @@ def test_a_question_alone_is_told_to_come_with_its_conversation():
         go_on(model, cache, question)
     cache.reset()
     go_on(model, cache, question)
+
+
+def test_a_pipeline_refuses_its_second_text(demo):
+    generator = pipeline("text-generation", model=demo.model, tokenizer=demo.tokenizer)
+    cache = CompressedCache(demo.model, SnapKV(48, window_size=16))
+    texts = ["The gate opens at nine. " * 9, "The key is under the blue stone. " * 15]
+    with pytest.raises(CacheMismatchError, match="at token 1 of row 0; pass the whole"):
+        generator(texts, past_key_values=cache, max_new_tokens=2, do_sample=False)
 
 
 def test_steps_hold_no_more_than_the_ids_that_generate_holds():

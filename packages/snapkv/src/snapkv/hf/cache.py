@@ -66,7 +66,8 @@ from snapkv.validation import require_int
 class CompressedCache(Cache):
     """A key-value cache that shrinks to its budget at the end of the prompt.
 
-    Pass it to ``model.generate(..., past_key_values=cache)`` or to plain ``model(...)`` calls. The
+    Pass it to ``model.generate(..., past_key_values=cache)`` or to plain ``model(...)`` calls (from
+    transformers 5.24 on as ``cache=cache``; the old name goes on). The
     prompt is read with full attention, so the first generated token is that of the full cache;
     what is stored shrinks layer by layer inside the same forward pass. Positions stay true.
 
