@@ -47,10 +47,11 @@ class SharedDocument:
     tenant: str  # whose it is
     name: str  # what its tenant calls it
     token_ids: tuple[int, ...]  # what prompts that name it begin with
-    # it as a chat, of which `token_ids` are the rendering; None for plain text
+    # it as a chat, of which `rendered_ids` are the rendering; None for plain text
     messages: list[dict[str, Any]] | None
     kept_tokens: int  # per KV head and layer
     bytes: int  # what it takes of the engine's cache
+    rendered_ids: tuple[int, ...] = ()  # for which `token_ids` stand
     source: OfLibrary | None = None  # where it is a library's
     created: float = field(default_factory=time.time)  # seconds since the epoch
     last_used: float = 0.0  # when a request named it last, or `created`

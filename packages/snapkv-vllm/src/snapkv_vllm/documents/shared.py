@@ -36,6 +36,7 @@ class _Source:
     """Where a document comes from: its tokens, what it takes, how the engine gets it."""
 
     token_ids: tuple[int, ...]
+    rendered_ids: tuple[int, ...]
     bytes: int
     hold: Callable[[str], Awaitable[Kept]]
 
@@ -166,15 +167,16 @@ class SharedDocuments:
 
     async def _text(self, prompt: object, messages: object, budget: int | None) -> _Source:
         if messages is None:
-            ids = await self._prompts.ids_of_text(prompt)
+            rendered = ids = await self._prompts.ids_of_text(prompt)
         else:
-            ids = await self._prompts.ids_of_messages(messages)
+            rendered, ids = await self._prompts.ids_of_messages(messages)
         instruction = await self._prompts.tokenize(INSTRUCTION, special_tokens=False)
         needed = await self._engine.bytes_of(
             len(ids), budget=budget, instruction_tokens=len(instruction)
         )
         return _Source(
             token_ids=ids,
+            rendered_ids=rendered,
             bytes=needed,
             hold=lambda document_id: self._engine.register(
                 document_id, ids, budget=budget, instruction_ids=instruction
@@ -193,6 +195,7 @@ class SharedDocuments:
         room = await self._engine.room()
         return _Source(
             token_ids=saved.token_ids,
+            rendered_ids=saved.token_ids,
             bytes=room.bytes_of(saved.places.held_tokens),
             hold=lambda document_id: self._engine.adopt(document_id, saved),
         )
@@ -214,6 +217,7 @@ class SharedDocuments:
             tenant=tenant,
             name=name,
             token_ids=source.token_ids,
+            rendered_ids=source.rendered_ids,
             messages=messages,
             kept_tokens=kept.kept_tokens,
             bytes=source.bytes,

@@ -46,7 +46,7 @@ class CharacterPrompts(Prompts):
             if message["role"] not in ROLES:
                 raise RefusedError("messages: expected messages as chats have them")
             ids += [ROLES[message["role"]], *characters("\n" + str(message["content"])), END]
-        return [*ids, ROLES["assistant"]]
+        return None, [*ids, ROLES["assistant"]]
 
 
 def characters(text):
