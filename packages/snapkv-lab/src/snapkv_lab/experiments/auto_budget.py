@@ -2,7 +2,7 @@
 
 Texts of 1k to 4k tokens of kinds that chose neither; every way generates an answer, which is right
 if it has the expected words. A row is a question. Rounds 0 to 3 of the texts set the bound on what
-bits may move the output (`AutoCodes.most_error`), so what is stored begins with the next.
+bits may move the output, so what is stored begins with the next.
 """
 
 from collections.abc import Callable, Iterator, Sequence

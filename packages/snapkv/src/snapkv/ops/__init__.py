@@ -1,7 +1,7 @@
 """Votes, redundancy, pooling, group reduce, top-k, gather, pages; attention to ragged heads."""
 
 from snapkv.ops.codes.api import coded_attention
-from snapkv.ops.codes.coding import Codes, encode, encode_float
+from snapkv.ops.codes.coding import Codes, encode
 from snapkv.ops.codes.layout import BlockLayout
 from snapkv.ops.pages import page_bounds, page_scores
 from snapkv.ops.ragged.api import ragged_attention
@@ -19,7 +19,6 @@ from snapkv.ops.votes.reference import (
     attention_weights,
     reduce_group,
     times_above,
-    window_output,
     window_visibility,
 )
 from snapkv.ops.votes.top_k import best_of, keep_best, kept_indices
@@ -40,7 +39,6 @@ __all__ = [
     "best_of",
     "coded_attention",
     "encode",
-    "encode_float",
     "fade_votes",
     "gather_tokens",
     "keep_best",
@@ -52,7 +50,6 @@ __all__ = [
     "reduce_group",
     "redundancy",
     "times_above",
-    "window_output",
     "window_visibility",
     "window_votes",
 ]
