@@ -135,9 +135,9 @@ class Conversation:
         """(1, T) int64: all that was said, and the question; and the parts of it."""
         tokenizer, device = self._loaded.tokenizer, device_of(self._loaded.model)
         if self._ids is not None:
-            text, is_chat = next_turn(tokenizer, question), bool(tokenizer.chat_template)
-            ids = behind(self._loaded, self._ids, text, self._settings, is_chat=is_chat)
-            new = len(tokenizer(text, add_special_tokens=False)["input_ids"])
+            turn, is_chat = next_turn(tokenizer, question), bool(tokenizer.chat_template)
+            ids = behind(self._loaded, self._ids, turn, self._settings, is_chat=is_chat)
+            new = turn.token_ids(tokenizer).shape[1]
             asked = Part(role="user", span=(ids.shape[1] - new, ids.shape[1]))
             return ids, [*self._parts, asked]
         if self._transcript is None:
@@ -276,17 +276,15 @@ class Conversation:
 
 
 def behind(
-    loaded: LoadedModel, said: Tensor, text: str, settings: GenerationSettings, *, is_chat: bool
+    loaded: LoadedModel, said: Tensor, turn: Prompt, settings: GenerationSettings, *, is_chat: bool
 ) -> Tensor:
-    """All that was said, (1, T) int64, and a text behind it, which a chat template has made or not.
+    """All that was said, (1, T) int64, and a turn behind it, which a chat template has made or not.
 
     A template's text follows the token that ends an answer, once; no cache has read that token yet.
     Another text goes on where the answer's own ends.
     """
     tokenizer, last = loaded.tokenizer, int(said[0, -1])
-    if last in end_token_ids(loaded.model, settings):
-        end = tokenizer.decode([last])
-        said = said[:, :-1]  # the template may write it itself
-        text = text if text.startswith(end) or not is_chat else end + text
-    new = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
-    return torch.cat([said, new.to(said.device)], dim=1)
+    is_written = not is_chat or turn.text.startswith(tokenizer.decode([last]))
+    if is_written and last in end_token_ids(loaded.model, settings):
+        said = said[:, :-1]
+    return torch.cat([said, turn.token_ids(tokenizer).to(said.device)], dim=1)

@@ -7,6 +7,13 @@ from typing import Any, Literal, Self, cast
 
 from transformers import PreTrainedModel
 
+from snapkv.control_words import (
+    content_ids,
+    quoted,
+    special_tokens_around,
+    tokenized,
+    unquoted,
+)
 from snapkv.errors import InvalidArgumentError, LibraryError
 from snapkv.hf.identity import identity_of
 from snapkv.hf.saved import policy_of
@@ -155,30 +162,27 @@ def _said(value: Any) -> str:
 def _prefix_ids(tokenizer: Any) -> list[int]:
     """The tokens before the first document: all of the template, or special ones, before a text."""
     if tokenizer.chat_template:
-        return _plain_ids(tokenizer, _around(tokenizer, "")[0])
-    whole = tokenizer(_DOCUMENTS)["input_ids"]
-    plain = _plain_ids(tokenizer, _DOCUMENTS)
-    places = range(len(whole) - len(plain) + 1)
-    first = next((place for place in places if whole[place : place + len(plain)] == plain), 0)
-    return list(whole[:first])
+        return _ids(tokenizer, _around(tokenizer, "")[0])
+    return special_tokens_around(tokenizer)[0]
 
 
 def document_ids(tokenizer: Any, name: str, text: str) -> list[int]:
     """The tokens of a document: a line with its name, its text, and an empty line."""
-    return _plain_ids(tokenizer, f"===== {name} =====\n{text}\n\n")
+    return content_ids(tokenizer, f"===== {name} =====\n{text}\n\n")
 
 
 def question_ids(tokenizer: Any, question: str, answer_start: str = "") -> list[int]:
     """The tokens behind the last document, up to where the answer goes on."""
     if tokenizer.chat_template:
-        return _plain_ids(tokenizer, _around(tokenizer, question)[1] + answer_start)
+        behind = _around(tokenizer, quoted(tokenizer, question))[1]
+        return _ids(tokenizer, behind + quoted(tokenizer, answer_start))
     start = f" {answer_start}" if answer_start else ""
-    return _plain_ids(tokenizer, f"Question: {question}\nAnswer:{start}")
+    return content_ids(tokenizer, f"Question: {question}\nAnswer:{start}")
 
 
 def fingerprint_of(tokenizer: Any) -> str:
     """What tells a tokenizer and its template from others: SHA-256, in hexadecimal."""
-    ids = _plain_ids(tokenizer, _SAMPLE)
+    ids = _ids(tokenizer, _SAMPLE)
     told = json.dumps([tokenizer.chat_template, len(tokenizer), ids], sort_keys=True)
     return hashlib.sha256(told.encode()).hexdigest()
 
@@ -196,6 +200,6 @@ def _around(tokenizer: Any, question: str) -> tuple[str, str]:
     return before, behind
 
 
-def _plain_ids(tokenizer: Any, text: str) -> list[int]:
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return ids
+def _ids(tokenizer: Any, written: str) -> list[int]:
+    """The tokens of what a template wrote, content in it `quoted`."""
+    return tokenized(tokenizer, *unquoted(written))[0]
