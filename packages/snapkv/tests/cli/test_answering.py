@@ -77,7 +77,7 @@ def test_a_method_that_reads_twice_chooses_before_the_question(asked, refused, t
     behind = answer["cache"]["seen_tokens"] - answer["prompt_tokens"]
     question = answer["cache"]["kept_tokens"] - 128  # it and what follows are read after it
     assert 10 < question - behind < 40
-    said = refused("ask", document, *ASK, *options, "--self-speculate")
+    said = refused("ask", document, *ASK, *options, "--prompt-lookup", 3)
     assert "drafts: expected none with kvzip" in said
     said = refused("generate", document, "--policy", "kvzip")
     assert "policy: expected one that chooses when a layer has read a prompt" in said
@@ -286,7 +286,6 @@ WAYS = {
     "medusa": ("--medusa", "heads"),
     "assistant": ("--assistant", "demo"),
     "prompt-lookup": ("--prompt-lookup", 3),
-    "self-speculate": ("--self-speculate",),
 }
 
 
@@ -300,15 +299,10 @@ def test_drafts_change_what_it_takes_and_not_the_answer(asked, demo_only, demo, 
     assert drafts["method"] == way
     assert 1 <= drafts["passes"] <= 5
     assert drafts["acceptance_length"] >= 1 + (way != "medusa") / 100
-    if way == "self-speculate":
-        assert drafts["full_cache_bytes"] == answer["cache"]["full_bytes"]
 
 
 def test_the_table_says_tokens_per_pass(snapkv, tiny_only, document, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
-    done = snapkv("ask", document, *ASK, *SMALL, "--self-speculate")
-    assert "tokens per pass" in done.err
-    assert "a full cache of" in done.err
     done = snapkv("ask", document, *ASK, *SMALL, "--prompt-lookup", 3, "--compare")
     (line,) = [line for line in done.out.splitlines() if "tokens per pass" in line]
     assert "(prompt-lookup)" in line
@@ -318,12 +312,12 @@ def test_the_table_says_tokens_per_pass(snapkv, tiny_only, document, monkeypatch
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--self-speculate", "--prompt-lookup", 3), "drafts: expected one of"),
+        (("--medusa", "demo", "--prompt-lookup", 3), "drafts: expected one of"),
         (("--prompt-lookup", 0), "prompt_lookup: expected"),
         (("--medusa", "nowhere"), "medusa: expected 'demo', a folder"),
         (("--medusa", ""), "or a hub id of one, got ''"),
-        (("--self-speculate", "--policy", "tova"), "only compresses the prompt"),
-        (("--self-speculate", "--prefill", "selective"), "expected none with --prefill selective"),
+        (("--prompt-lookup", 3, "--policy", "tova"), "only compresses the prompt"),
+        (("--prompt-lookup", 3, "--prefill", "selective"), "expected none with --prefill selective"),
     ],
     ids=["two ways", "no tokens", "no heads", "no name", "evicting", "selective"],
 )

@@ -124,7 +124,7 @@ def test_a_line_that_is_no_text_ends_a_turn_only(snapkv, tiny_only, document, mo
         (("--check", 4), "check: expected it with ask"),
         (("--answer-start", "x"), "answer_start: expected it with ask"),
         (("--medusa", "demo"), "medusa: expected it with ask"),
-        (("--self-speculate",), "self_speculate: expected it with ask"),
+        (("--prompt-lookup", "3"), "prompt_lookup: expected it with ask"),
         (("--policy", "h2o", "--recall", "host"), "policy: expected one that only compresses"),
         (("--recall-pages", 8, "--recall", "none"), "recall_pages: expected --recall host or a"),
         (("--recall", ""), "recall: expected host, a folder or none, got an empty text; leave it"),

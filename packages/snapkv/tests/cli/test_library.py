@@ -148,7 +148,7 @@ def test_a_question_without_a_word_of_any_document_says_what_to_do(
         (("papers", "--recompute", 0.5), "recompute: expected --library beside it"),
         (("--library", "lib", "--recompute", 1.5), r"recompute: expected a number in [0, 1]"),
         (("--library", "lib", "--medusa", "demo"), "medusa: expected none with --library"),
-        (("--library", "lib", "--self-speculate"), "self_speculate: expected none"),
+        (("--library", "lib", "--prompt-lookup", "3"), "prompt_lookup: expected none"),
         (("--library", "lib", "--protect", "x"), "protect: expected none with --library"),
         (("--library", "lib", "--policy", "kvzip"), "have documents compressed by it"),
         (("--library", "none"), "library: expected a library, got none at 'none'"),

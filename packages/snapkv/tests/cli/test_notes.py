@@ -231,9 +231,8 @@ def test_lost_votes_call_for_a_larger_budget(lost, peak, ending):
         assert line.endswith(ending)
 
 
-@pytest.mark.parametrize("given", [{"self_speculate": True}, {"compare": True}])
-def test_a_text_beside_the_full_caches_needs_no_such_hint(given):
-    options = RunOptions(policy="snapkv", budget=64, **given)
+def test_a_text_beside_the_full_caches_needs_no_such_hint():
+    options = RunOptions(policy="snapkv", budget=64, compare=True)
     note = votes_note(answered(lost_votes=0.5, lost_vote_peak=0.02), options, TYPED)
     assert plain(note) == []
     assert note.record["word"] == "lost"

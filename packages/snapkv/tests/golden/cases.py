@@ -95,7 +95,6 @@ THEN = (
     "turns",
     "answer",
     "lookup",
-    "speculation",
     "medusa",
     "beams",
     "rows",

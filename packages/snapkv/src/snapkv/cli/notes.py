@@ -185,11 +185,11 @@ def _budget_note(answer: Answer, options: RunOptions, typed: Sequence[str]) -> I
 def votes_note(answer: Answer, options: RunOptions, typed: Sequence[str]) -> Note:
     """How much of the vote was lost, and where that is much, the command for a larger budget.
 
-    What a full cache verifies, or stands by, needs none.
+    What a full cache stands by needs none.
     """
     lost = LostVotes.of(answer.cache)
     change = None
-    if lost.word in ("doubtful", "lost") and not (options.self_speculate or options.compare):
+    if lost.word in ("doubtful", "lost") and not options.compare:
         change = larger_budget(options, answer)
     command = None if change is None else changed_command(typed, change)
     return Note(

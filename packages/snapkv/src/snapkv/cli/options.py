@@ -225,12 +225,6 @@ class RunOptions(MethodOptions):
         panels.drafts(metavar="N", help="Draft N tokens out of the prompt"),
         POSITIVE,
     ] = None
-    self_speculate: Annotated[
-        bool,
-        panels.drafts(
-            "--self-speculate", help="The compressed cache drafts for a full one, whose text it is"
-        ),
-    ] = False
     compare: Annotated[
         bool,
         panels.output(
@@ -278,7 +272,7 @@ class RunOptions(MethodOptions):
         return self.policy == DEFAULT and not self.exact_bits
 
 
-DRAFTS = ("medusa", "assistant", "prompt_lookup", "self_speculate")
+DRAFTS = ("medusa", "assistant", "prompt_lookup")
 """The options that name where drafts come from."""
 
 

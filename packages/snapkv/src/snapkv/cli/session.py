@@ -128,7 +128,7 @@ def protection_of(options: RunOptions, *, system: bool | None) -> Protection:
 def _require_drafts_that_fit(options: RunOptions, policy: Policy) -> None:
     """Refuse several ways at once, and any behind documents that are not read at once."""
     flags = {name: f"--{name.replace('_', '-')}" for name in DRAFTS}
-    given = [flag for name, flag in flags.items() if getattr(options, name) not in (None, False)]
+    given = [flag for name, flag in flags.items() if getattr(options, name) is not None]
     if len(given) > 1:
         raise InvalidArgumentError(
             f"drafts: expected one of {', '.join(flags.values())}, got {' and '.join(given)}; "
@@ -154,7 +154,7 @@ def _draft_method(options: RunOptions, loaded: LoadedModel) -> DraftMethod | Non
         return draft_methods.assistant(loaded, load_other(options.assistant, options))
     if options.prompt_lookup is not None:
         return draft_methods.prompt_lookup(options.prompt_lookup)
-    return draft_methods.self_speculation() if options.self_speculate else None
+    return None
 
 
 def answer_from_library(options: AskOptions, question: str, typed: Sequence[str]) -> None:
@@ -298,8 +298,6 @@ def _costs(answer: Answer) -> dict[str, str]:
     if drafts := answer.drafts:
         length, passes = drafts["acceptance_length"], drafts["passes"]
         costs["tokens per pass"] = f"{length:.2f}, {passes:,} passes ({drafts['method']})"
-        if "full_cache_bytes" in drafts:
-            costs["verified by"] = f"a full cache of {format_bytes(drafts['full_cache_bytes'])}"
     return costs
 
 
