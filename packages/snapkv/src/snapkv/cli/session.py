@@ -34,7 +34,6 @@ from snapkv.errors import InvalidArgumentError
 from snapkv.hf.placement import device_of
 from snapkv.kvzip import require_one_reading
 from snapkv.library.blending import DEFAULT_RECOMPUTE
-from snapkv.library.embeddings import embeddings_folder
 from snapkv.library.library import Library
 from snapkv.library.searching import Hit
 from snapkv.policies import FullCache, Policy
@@ -166,10 +165,8 @@ def answer_from_library(options: AskOptions, question: str, typed: Sequence[str]
     is_compressed = library.required().policy["name"] != FullCache.name
     if is_compressed and options.policy == DEFAULT and not options.has_parameters:
         options, policy = replace(options, policy=FullCache.name), FullCache()  # stays as it is
-    if options.rerank:
-        embeddings_folder()
     documents = _DOCUMENTS if options.documents is None else options.documents
-    hits = search(library, question, documents, by_meaning=options.rerank)
+    hits = search(library, question, documents)
     loaded = load_model(like(library, options))
     found = take(
         loaded,

@@ -291,25 +291,22 @@ class Library:
         found = [*checked, self._passages.fault()]
         return [*faults, *(fault for fault in found if fault is not None)]
 
-    def search(self, question: str, documents: int = 3, *, by_meaning: bool = False) -> list[Hit]:
+    def search(self, question: str, documents: int = 3) -> list[Hit]:
         """The documents whose passages fit a question best, by their words (BM25).
 
         Args:
             question: what is asked.
             documents: how many to find at most.
-            by_meaning: put what was found by its words in the order of its meaning, by the
-                embeddings of all-MiniLM-L6-v2.
 
         Returns:
             The best first, each with its best passage; none where no word of it is in any.
 
         Raises:
             LibraryError: there is no library, or this Python's SQLite has no full-text search.
-            MissingDependencyError: the package for `by_meaning` is not installed.
         """
         require_int("documents", documents, minimum=1)
         self.required()
-        return self._passages.best(question, documents, by_meaning=by_meaning)
+        return self._passages.best(question, documents)
 
     def inputs(
         self,
