@@ -51,8 +51,8 @@ def test_the_answer_alone_is_on_standard_output(snapkv, demo_only, document):
 def test_json_is_one_object_and_nothing_else(asked, demo_only, document):
     record = asked(*SMALL)
     assert list(record) == [
-        "answer", "model", "documents", "warnings", "question", "settings", "runs", "prefill",
-        "budget", "lost_votes", "snapkv", "torch", "transformers",
+        "answer", "model", "documents", "warnings", "question", "prefill", "settings", "runs",
+        "lost_votes", "snapkv", "torch", "transformers",
     ]  # fmt: skip
     assert record["model"]["name"] == "demo"
     assert record["documents"] == [str(document)]
@@ -157,7 +157,7 @@ def test_the_command_that_is_next_to_try_keeps_the_answer(snapkv, demo_only, gat
     assert again["runs"][0]["policy"]["name"] == ("snapkv" if found["remedy"] else "full")
     monkeypatch.setenv("COLUMNS", "60")
     differ, untold = snapkv(*gate, "--compare", "--temperature", 0.01).out.splitlines()[-2:]
-    assert differ.startswith("different: The number of the gate is")
+    assert differ == "different"
     assert untold == "what to try next is not computed: the answers are drawn, at temperature 0.01"
 
 
@@ -216,34 +216,6 @@ def test_progress_is_drawn_on_terminals_only(snapkv, tiny_only, monkeypatch, ter
     assert ("reading the prompt" in done.err) == terminal
 
 
-def test_a_budget_that_the_votes_choose_says_its_rule_and_what_it_kept(
-    snapkv, asked, tiny_only, document
-):
-    record = asked("--max-new-tokens", 2, "--verbose")
-    (run,) = record["runs"]
-    assert run["policy"]["budget"] == AUTO
-    behind = run["cache"]["seen_tokens"] - run["prompt_tokens"]
-    kept = [layer["kept_tokens"] - behind for layer in run["cache"]["layers"]]
-    shown = {"kept_tokens": pytest.approx(sum(kept) / len(kept))}
-    shown |= {"bits": run["cache"]["bits"], "held_bytes": run["cache"]["held_bytes"]}
-    assert record["budget"] == AUTO | shown | {"least": min(kept), "most": max(kept)}
-
-    def said(*options):
-        done = snapkv("ask", document, *ASK, "--max-new-tokens", 1, *options)
-        return " ".join(done.err.split()).partition("budget auto: ")[2]
-
-    assert "gave a pooled vote of more than 1 %" in said("--budget", "auto:lost_vote=0.01")
-    limited = said("--budget", "auto:least=8,most=60")
-    assert " prompt tokens kept in each layer (" in limited
-    assert "than 0.05 %, but no more than 60" in limited
-    assert said("--budget", "auto:least=9999") == "nothing was dropped, in 4 bits"
-    covered = said("--protect-first", "5000")
-    assert "since --protect-first covers all" in covered
-    assert f"prompt tokens; without: snapkv ask {document}" in covered
-    assert "5000" not in covered
-    assert said("--budget", 64) == ""
-
-
 def test_bits_are_chosen_unless_a_method_is_named_or_they_are_to_stay(
     snapkv, asked, tiny_only, document
 ):
@@ -255,18 +227,13 @@ def test_bits_are_chosen_unless_a_method_is_named_or_they_are_to_stay(
     assert set(bits("--budget", "30%")) <= {"32", "8", "8/4", "4"}
     for named in (("--exact-bits",), ("--policy", "snapkv", "--budget", 64), ("--policy", "full")):
         assert list(bits(*named)) == ["32"]
-    done = snapkv("ask", document, *ASK, "--max-new-tokens", 1, "--budget", 64)
-    line = next(line for line in done.err.splitlines() if line.startswith("budget: 64 of"))
-    assert re.search(r"kept in each layer \(64 to 64\) in (8|8/4|4) bits", line)
 
 
-def test_a_larger_budget_is_asked_for_with_the_same_bits(snapkv, tiny_only, document):
+def test_a_larger_budget_is_asked_for(snapkv, tiny_only, document):
     done = snapkv("ask", document, *ASK, "--max-new-tokens", 1, "--budget", 48)
     command = " ".join(done.err.split()).partition("for a larger budget: ")[2]
     assert command.endswith("--budget 96")
-    again = snapkv(*shlex.split(command)[1:])
-    line = next(line for line in again.err.splitlines() if line.startswith("budget: 96 of"))
-    assert " bits" in line
+    assert "96 of" in snapkv(*shlex.split(command)[1:]).err
 
 
 def test_a_shared_latent_keeps_its_bits_and_it_is_said_why():
@@ -367,16 +334,16 @@ def test_what_is_no_way_of_reading_is_refused_in_one_line(text, message):
 
 
 @pytest.mark.parametrize("way", ["selective", "gemfilter"])
-def test_ask_reads_so_and_says_that_it_is_not_exact(snapkv, asked, demo_only, document, way):
+def test_ask_reads_so_and_calls_no_answer_safe(snapkv, asked, demo_only, document, way):
     few = (*SMALL, "--prefill", f"{way}:least_tokens=8")
     done = snapkv("ask", document, *ASK, *few)
-    assert f"prefill {way}: not exact" in " ".join(done.err.split())
     record = asked(*few, "--compare", "--verbose")
     ours, full = record["runs"]
     assert record["prefill"] == {
         "name": way, "layer": None, "keep_ratio": 0.15, "least_tokens": 8,
     }  # fmt: skip
     assert ours["text"] == done.out.strip()
+    assert record["lost_votes"]["safe"] is False
     kept = [each["kept_tokens"] for each in ours["cache"]["layers"]]
     assert kept[-1] < 48 + 6  # fewer went on than the budget holds
     assert (kept[0] > kept[-1]) == (way == "selective")

@@ -210,8 +210,8 @@ class RunOptions(MethodOptions):
     prefill: Annotated[
         str,
         panels.answer(
-            help="How the prompt is read: exact, selective, gemfilter, layer-by-layer, chunked; "
-            "with parameters as in selective:layer=15,keep_ratio=0.2"
+            help="How the prompt is read: exact, layer-by-layer, or not exactly: selective, "
+            "gemfilter, chunked; with parameters as in selective:layer=15,keep_ratio=0.2"
         ),
     ] = "exact"
     medusa: Annotated[

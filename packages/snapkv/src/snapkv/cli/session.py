@@ -1,6 +1,5 @@
 """What `ask` and `generate` do once it is known what to read: load, answer, show."""
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -20,13 +19,13 @@ from snapkv.app.models import LoadedModel
 from snapkv.app.prefills import Exact
 from snapkv.app.prompts import Prompt
 from snapkv.app.protection import Protection
-from snapkv.app.remedies import Tried, first_that_keeps
+from snapkv.app.remedies import Candidate, Tried, first_that_keeps
 from snapkv.app.settings import GenerationSettings
 from snapkv.cli.ask import AskOptions
 from snapkv.cli.grid import Grid, say, show
 from snapkv.cli.library import like
 from snapkv.cli.loading import load_model, load_other, reading_progress
-from snapkv.cli.notes import LostVotes, Note, Try, notes_on
+from snapkv.cli.notes import LostVotes, Note, Try, is_safe, notes_on
 from snapkv.cli.options import DRAFTS, RunOptions
 from snapkv.cli.policy import build_policy, usual_bits
 from snapkv.cli.standard_output import write, write_json
@@ -102,13 +101,18 @@ def answer_and_show(
             policy, settings, on_text, drafts=drafts, prefill=options.reading, quantize=quantize
         ),
         full=full,
-        trying=lambda ours: functools.partial(
-            first_that_keeps,
-            loaded,
-            prompt,
-            settings,
-            protect=ours.protected,
-            quantize=quantize,
+        trying=lambda ours: (
+            lambda answer_ids, changed: first_that_keeps(
+                loaded,
+                prompt,
+                settings,
+                answer_ids,
+                [
+                    Candidate(build_policy(each), usual_bits(each, loaded.model)[0])
+                    for each in changed
+                ],
+                protect=ours.protected,
+            )
         ),
         own_bits=own_bits,
     )
@@ -202,15 +206,16 @@ def answer_from_library(options: AskOptions, question: str, typed: Sequence[str]
         settings=settings,
         answered=answered,
         full=full,
-        trying=lambda _: _not_tried,
+        trying=lambda _: lambda *_: Tried(untold=_untried(found.recompute)),
         sources=lambda: _source_lines(found.hits, warnings),
     )
     _show_answers(asked, options, request, typed)
 
 
-def _not_tried(answer_ids: Sequence[int], candidates: Sequence[Policy]) -> Tried:
-    del answer_ids, candidates
-    return Tried(untold="raise --recompute, where 1 reads the documents in full, or --budget")
+def _untried(recompute: float) -> str:
+    if recompute == 1:
+        return "raise --budget"
+    return "raise --recompute, where 1 reads the documents in full, or --budget"
 
 
 def _source_lines(hits: Sequence[Hit], warnings: Sequence[str]) -> list[Text]:
@@ -229,7 +234,7 @@ def _show_answers(
     else:
         answers = [asked.answered(None if options.json else write)]
     if not options.json:
-        _show(answers, asked.sources())
+        _show(answers, asked.sources(), safe=is_safe(answers, options))
     tried = asked.trying(answers[0])
     notes = notes_on(answers, options, typed, tried=tried, full_start=asked.full)
     if asked.own_bits:
@@ -237,6 +242,7 @@ def _show_answers(
         notes.append(Note(key="bits", record={"note": asked.own_bits}, lines=[line]))
     if options.json:
         about = {"model": asked.loaded.description(), **request}
+        about["prefill"] = options.reading.describe()
         about["settings"] = asdict(asked.settings)
         runs = [answer_record(each, with_layers=options.verbose) for each in answers]
         told = {note.key: note.record for note in notes}
@@ -247,15 +253,15 @@ def _show_answers(
         raise typer.Exit(status)
 
 
-def _show(answers: Sequence[Answer], sources: Sequence[Text]) -> None:
+def _show(answers: Sequence[Answer], sources: Sequence[Text], *, safe: bool) -> None:
     """Two answers side by side on standard output, or below one that is there what it took."""
     if len(answers) > 1:
-        show(answers_table(answers, with_text=True))
+        show(answers_table(answers, with_text=True, safe=safe))
         say(sources)
     else:
         write("\n")
         say(sources, to_errors=True)
-        Console(stderr=True).print(answers_table(answers, with_text=False))
+        Console(stderr=True).print(answers_table(answers, with_text=False, safe=safe))
 
 
 def _warm_up(model: Any) -> None:
@@ -264,9 +270,9 @@ def _warm_up(model: Any) -> None:
         model(torch.zeros(1, 1, dtype=torch.int64, device=device_of(model)))
 
 
-def answers_table(answers: Sequence[Answer], *, with_text: bool) -> Grid:
+def answers_table(answers: Sequence[Answer], *, with_text: bool, safe: bool) -> Grid:
     """A column per answer: its text where that was not shown yet, and what it cost."""
-    columns = [_costs(answer) for answer in answers]
+    columns = [_costs(answer, safe=safe) for answer in answers]
     rows = [(name, *(column.get(name, "-") for column in columns)) for name in columns[0]]
     if with_text:
         rows.insert(0, ("answer", *(answer.text.strip() for answer in answers)))
@@ -274,13 +280,13 @@ def answers_table(answers: Sequence[Answer], *, with_text: bool) -> Grid:
     return Grid(headings=("", *names), rows=tuple(rows), left=1 + len(answers), ruled=with_text)
 
 
-def _costs(answer: Answer) -> dict[str, str]:
+def _costs(answer: Answer, *, safe: bool) -> dict[str, str]:
     cache = answer.cache
     costs = {
         "prompt tokens": f"{answer.prompt_tokens:,}",
         "kept tokens": f"{answer.kept_tokens:,.0f} of {answer.prompt_tokens:,}",
         "generated": f"{answer.new_tokens:,}",
-        "lost votes": str(LostVotes.of(cache)),
+        "lost votes": LostVotes.of(cache).said(safe=safe),
         "cache": f"{format_bytes(cache.held_bytes)} ({cache.held_bytes / cache.full_bytes:.0%})",
         "full cache": format_bytes(cache.full_bytes),
         "first token": f"{answer.first_token_ms / 1000:.1f} s",
