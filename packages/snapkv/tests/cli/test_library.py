@@ -5,8 +5,8 @@ import json
 import os
 
 import pytest
+import safetensors.torch
 
-from snapkv.cache.saving import files
 from tests.library.conftest import TEXTS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -104,11 +104,12 @@ def test_an_answer_names_its_sources(snapkv, added):
 
 @pytest.mark.parametrize("question", ["What does the bank lend?", "Roses, the bank, the lease?"])
 def test_everything_computed_anew_and_kept_is_what_reading_in_full_gives(snapkv, added, question):
-    ask = ("ask", "--library", "lib", "-q", question, "--max-new-tokens", 8, "--policy", "full")
-    done = snapkv(*ask, "--recompute", 1, "--check", 8)
+    ask = ("ask", "--library", "lib", "-q", question, "--max-new-tokens", 8)
+    whole = ("--policy", "full", "--recompute", 1)
+    done = snapkv(*ask, *whole, "--check", 8)
     assert done.status == 0, done.err
     assert "check: the first 8 tokens are the full cache's" in done.err
-    compared = snapkv(*ask, "--recompute", 1, "--compare")
+    compared = snapkv(*ask, *whole, "--compare")
     assert "same answer" in compared.out
     assert "source: " in compared.out
     small = ("--recompute", 0, "--policy", "snapkv", "--budget", 40, "--compare")
@@ -279,13 +280,13 @@ def no_room(*_):
 def test_a_full_disk_is_one_line_and_the_documents_before_it_are_there(
     snapkv, tiny, here, monkeypatch
 ):
-    real, calls = files.save_file, []
+    real, calls = safetensors.torch.save_file, []
 
     def save_file(*arguments):
         calls.append(arguments)
         return no_room() if len(calls) == 3 else real(*arguments)
 
-    monkeypatch.setattr(files, "save_file", save_file)
+    monkeypatch.setattr(safetensors.torch, "save_file", save_file)
     done = snapkv("library", "add", "papers", "--to", "lib")
     assert done.status == 1
     assert "snapkv: error: output: expected to write" in done.err

@@ -9,8 +9,9 @@ from snapkv.app.models import LoadedModel
 from snapkv.app.prefills import Prefill
 from snapkv.cache.paging import PageRecall
 from snapkv.cli.amounts import EXACT, count, storage_bits, token_budgets
+from snapkv.cli.methods import specs
 from snapkv.cli.options import SweepOptions
-from snapkv.cli.policy import make_policy, named_policies, parsed, specs, takes_budget, wrapped
+from snapkv.cli.policy import make_policy, named_policies, parsed, takes_budget, wrapped
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.policies import POLICIES, EvictingPolicy, FullCache
 from snapkv.storage.coded import KVCodes

@@ -13,10 +13,10 @@ from snapkv.app.settings import GenerationSettings
 from snapkv.errors import DocumentError
 from snapkv.hf.cache import CompressedCache
 from snapkv.library.about import question_ids
-from snapkv.library.blending import DEFAULT_RECOMPUTE
 from snapkv.library.library import Library
 from snapkv.library.searching import Hit
 from snapkv.policies import FullCache, Policy
+from snapkv.validation import DEFAULT_RECOMPUTE
 
 
 @dataclass(frozen=True, kw_only=True)

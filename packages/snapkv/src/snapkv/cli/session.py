@@ -32,12 +32,11 @@ from snapkv.cli.standard_output import write, write_json
 from snapkv.errors import InvalidArgumentError
 from snapkv.hf.placement import device_of
 from snapkv.kvzip import require_one_reading
-from snapkv.library.blending import DEFAULT_RECOMPUTE
 from snapkv.library.library import Library
 from snapkv.library.searching import Hit
 from snapkv.policies import FullCache, Policy
 from snapkv.policies.default import method_name
-from snapkv.validation import DEFAULT, format_bytes
+from snapkv.validation import DEFAULT, DEFAULT_RECOMPUTE, format_bytes
 
 _DOCUMENTS = 3
 

@@ -1,11 +1,10 @@
 """What all documents of a library share: model, tokenizer, the tokens around them, policy, bits."""
 
+import base64
 import hashlib
 import json
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, Self, cast
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from snapkv.control_words import (
     content_ids,
@@ -15,18 +14,20 @@ from snapkv.control_words import (
     unquoted,
 )
 from snapkv.errors import InvalidArgumentError, LibraryError
-from snapkv.hf.identity import identity_of
-from snapkv.hf.saved import policy_of
-from snapkv.policies import POLICIES, FullCache, Policy
-from snapkv.storage.coded import Bits, KVCodes
+
+if TYPE_CHECKING:  # torch, which whoever lists documents does without
+    from transformers import PreTrainedModel
+
+    from snapkv.policies import Policy
+    from snapkv.storage.coded import Bits, KVCodes
+
+    LibraryBits = Bits | KVCodes | Literal["none"]
+    """In how many bits keys and values are stored; "none" for the model's own dtype."""
 
 FORMAT = "snapkv library 1"
 
-DEFAULT_BITS: Bits = "int4"
+DEFAULT_BITS: "Bits" = "int4"
 """Of a new library: `docs/results.md` shows what is lost by it."""
-
-LibraryBits = Bits | KVCodes | Literal["none"]
-"""In how many bits keys and values are stored; "none" for the model's own dtype."""
 
 _DOCUMENTS = "the-documents-so-far"
 _SAMPLE = "Question: 2 tokenizers, one text?\n\tÄ 你好 \U0001f600"
@@ -41,19 +42,22 @@ class About:
     tokenizer: str  # what tells the tokenizer and its chat template from others
     prefix_ids: tuple[int, ...]  # the tokens before every document
     policy: dict[str, Any]  # what was kept of them, all that makes the policy again
-    bits: Bits | dict[str, Any] | None  # in how many, as given; None for the model's own dtype
+    bits: "Bits | dict[str, Any] | None"  # in how many, as given; None for the model's own dtype
     max_bytes: int | None = None  # that all files of keys and values may take; None for no bound
 
     @classmethod
     def of(
         cls,
-        model: PreTrainedModel,
+        model: "PreTrainedModel",
         tokenizer: Any,
-        policy: Policy | None,
-        bits: LibraryBits | None,
+        policy: "Policy | None",
+        bits: "LibraryBits | None",
         model_name: str | None,
     ) -> Self:
         """What a new library would say."""
+        from snapkv.hf.identity import identity_of
+        from snapkv.policies import FullCache
+
         usual = cast(str, getattr(model, "name_or_path", "")) or type(model).__name__
         return cls(
             model=identity_of(model),
@@ -87,7 +91,9 @@ class About:
             "choose another folder, or add the documents to a new one"
         )
 
-    def made_policy(self, tokenizer: Any) -> Policy:
+    def made_policy(self, tokenizer: Any) -> "Policy":
+        from snapkv.hf.saved import policy_of
+
         return policy_of(self.policy).with_tokenizer(tokenizer)
 
     @property
@@ -116,12 +122,22 @@ class About:
             )
 
     @property
-    def codes(self) -> KVCodes | None:
+    def bits_in_words(self) -> str:
+        """In how many bits, in a word: int4, or apart as in K8V4."""
+        given = self.bits
+        return f"K{given['keys']}V{given['values']}" if isinstance(given, dict) else str(given)
+
+    @property
+    def codes(self) -> "KVCodes | None":
         """How keys and values are held in few bits; None for the model's own dtype."""
+        from snapkv.storage.coded import KVCodes
+
         return None if self.bits is None else KVCodes.of(self.bits, "bits")
 
-    def require_same_keeping(self, policy: Policy | None, bits: LibraryBits | None) -> None:
+    def require_same_keeping(self, policy: "Policy | None", bits: "LibraryBits | None") -> None:
         """Refuse another policy than the library's, or other bits; None asks for the library's."""
+        from snapkv.storage.coded import KVCodes
+
         asked = None if policy is None else _as_read(policy)
         codes = None if bits is None else "none" if bits == "none" else KVCodes.of(bits, "bits")
         own_codes = self.codes or "none"
@@ -133,11 +149,13 @@ class About:
                 )
 
 
-def _as_read(policy: Policy) -> dict[str, Any]:
+def _as_read(policy: "Policy") -> dict[str, Any]:
     return cast(dict[str, Any], json.loads(json.dumps(policy.as_saved())))
 
 
-def _as_given(bits: LibraryBits) -> Bits | dict[str, Any] | None:
+def _as_given(bits: "LibraryBits") -> "Bits | dict[str, Any] | None":
+    from snapkv.storage.coded import KVCodes
+
     if isinstance(bits, KVCodes):
         return asdict(bits)
     if bits == "none":
@@ -149,8 +167,8 @@ def _as_given(bits: LibraryBits) -> Bits | dict[str, Any] | None:
 def _said(value: Any) -> str:
     if not isinstance(value, dict):
         return str(value)
-    if value.get("name") in POLICIES:
-        value = policy_of(value).describe()
+    if "data" in value:  # a gate, told from others by its weights
+        return hashlib.sha256(base64.b64decode(value["data"])).hexdigest()[:16]
     given = {key: _said(part) for key, part in value.items() if key != "name" and part is not None}
     parameters = ", ".join(f"{key}={part}" for key, part in given.items())
     return f"{value.get('name', '')}({parameters})"
