@@ -31,7 +31,7 @@ from snapkv import (
     StreamingLLM,
     prefill,
 )
-from snapkv.decoding import CandidateTree, Medusa, SelfSpeculation
+from snapkv.decoding import CandidateTree, Medusa
 from snapkv.hf import fidelity
 from snapkv.kvzip import read_context
 from tests.decoding.heads import random_heads
@@ -137,15 +137,13 @@ def test_beams(name, require_same):
     require_same(lambda model, put: generated(model, put, name, num_beams=3))
 
 
-@pairs(name=("snapkv", "static", "adakv", "full"), drafts=("medusa", "self", "prompt lookup"))
+@pairs(name=("snapkv", "static", "adakv", "full"), drafts=("medusa", "prompt lookup"))
 def test_drafts(name, drafts, require_same):
     def run(model, put):
         options = {"prompt_lookup_num_tokens": 3}
         if drafts == "medusa":
             tree = CandidateTree.likeliest([(0.3, 0.3)] * 3, 12)
             options = {"custom_generate": Medusa(random_heads(model), tree)}
-        elif drafts == "self":
-            options = {"custom_generate": SelfSpeculation()}
         return generated(model, put, name, IDS[:1], **options)
 
     require_same(run)

@@ -1,6 +1,7 @@
 """Training heads: they learn, a run that was stopped goes on, and another run is not mixed in."""
 
 import json
+from typing import ClassVar
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ WORDS = " ".join(f"w{number % 97}" for number in range(400))
 class _Words:
     """A tokenizer of whole words."""
 
-    chat_template = None
+    chat_template = unk_token_id = None
+    added_tokens_decoder: ClassVar = {}
 
     def __call__(self, text, return_tensors=None, **_):
         ids = [3 + sum(map(ord, word)) % 120 for word in text.split()]

@@ -25,6 +25,21 @@ SMALL_WINDOW = 16
 AUTO = "auto"
 """A budget that the votes choose."""
 
+LOST_VOTE = 0.0015
+LEAST_VOTED = 32
+"""Of `AutoBudget`."""
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+DEVICES = (  # noqa: SIM905 # a word each
+    "cpu cuda ipu xpu mkldnn opengl opencl ideep hip ve fpga maia xla lazy vulkan mps meta hpu "
+    "mtia privateuseone"
+).split()
+"""What torch may run on; packages may bring more."""
+
+DEFAULT_RECOMPUTE = 0.2
+"""The fraction of the tokens of joined documents that is computed anew."""
+
 DEFAULT_KERNEL = 7
 DEFAULT_DECAY = 0.935
 FADING_SINKS = 4
@@ -91,6 +106,40 @@ def require_one_limit(budget: object, keep_ratio: object) -> None:
         raise InvalidArgumentError(
             f"budget and keep_ratio: expected one of them, got budget={budget} and "
             f"keep_ratio={keep_ratio}; leave one out"
+        )
+
+
+def require_auto_budget(
+    lost_vote: Any = LOST_VOTE, least: Any = LEAST_VOTED, most: Any = None
+) -> None:
+    """Raise unless votes can choose by them how much of a prompt to keep."""
+    require_fraction("lost_vote", lost_vote, str(LOST_VOTE))
+    require_int("least", least, minimum=1)
+    if most is not None:
+        require_int("most", most, minimum=least + 1)
+
+
+def require_dtype(name: str) -> None:
+    """Raise unless it is "auto", or a dtype that models are run in."""
+    if name not in DTYPES:
+        raise InvalidArgumentError(
+            f"dtype: expected one of {', '.join(DTYPES)}, got {name!r}{nearest(name, DTYPES)}"
+        )
+
+
+def require_device(name: str) -> None:
+    """Raise unless it is "auto", or a kind of device that the installed torch may have."""
+    kind, colon, number = name.partition(":")
+    if name in (AUTO, "cpu"):
+        return
+    from importlib import metadata  # takes as long as all else that is asked before torch
+
+    known = kind in DEVICES or metadata.entry_points(group="torch.backends")
+    lacks = "+cpu" in metadata.version("torch") and kind == "cuda"
+    if not known or lacks or (colon and not number.isdecimal()):
+        raise InvalidArgumentError(
+            f"device: expected auto, cpu or a device that torch {metadata.version('torch')} has, "
+            f"such as cuda:0, got {name!r}; pass auto"
         )
 
 

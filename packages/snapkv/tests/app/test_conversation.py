@@ -1,6 +1,7 @@
 """Conversations: every turn is asked of all that was said, within one budget."""
 
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 
@@ -123,14 +124,15 @@ def test_what_cannot_be_asked_is_refused_and_changes_nothing(tiny):
 def test_turns_of_a_model_without_a_template_are_plain_text(demo):
     class Plain:
         chat_template = None
+        added_tokens_decoder: ClassVar = {}
 
-    class Forgetful:
+    class Forgetful(Plain):
         chat_template = "yes"
 
         def apply_chat_template(self, turns, **options):
             return turns[-1]["content"]
 
-    assert next_turn(Plain(), "Who?") == "\n\nQuestion: Who?\nAnswer:"
+    assert next_turn(Plain(), "Who?").text == "\n\nQuestion: Who?\nAnswer:"
     with pytest.raises(InvalidArgumentError, match="chat: expected a chat template that repeats"):
         next_turn(Forgetful(), "Who?")
-    assert next_turn(demo.tokenizer, "Who?").startswith("<|im_end|>\n<|im_start|>user\nWho?")
+    assert next_turn(demo.tokenizer, "Who?").text.startswith("<|im_end|>\n<|im_start|>user\nWho?")

@@ -2,11 +2,11 @@
 
 import pytest
 
-from snapkv import H2O, AdaKV, DuoAttention, FastGen, FullCache, KVzip, SnapKV
+from snapkv import H2O, AdaKV, DuoAttention, FastGen, FullCache, KVCodes, KVzip, SnapKV
 from snapkv.app.answering import answer
 from snapkv.app.models import LoadedModel
 from snapkv.app.prompts import Prompt
-from snapkv.app.remedies import first_that_keeps
+from snapkv.app.remedies import Candidate, first_that_keeps
 from snapkv.app.settings import GenerationSettings
 from tests.families import random_ids, tiny_model
 
@@ -18,12 +18,13 @@ def full(tiny, prompt):
     return answer(tiny, prompt, FullCache(), SETTINGS)
 
 
-def assert_told(loaded, prompt, policy):
-    """Whether it keeps the answer."""
+def assert_told(loaded, prompt, policy, quantize=None):
+    """Whether it keeps the answer, which trying it says as well."""
     policy = loaded.completed(policy)
     full = answer(loaded, prompt, FullCache(), SETTINGS)
-    given = answer(loaded, prompt, policy, SETTINGS)
-    found = first_that_keeps(loaded, prompt, SETTINGS, full.token_ids, [policy])
+    given = answer(loaded, prompt, policy, SETTINGS, quantize=quantize)
+    tried = [Candidate(policy, quantize)]
+    found = first_that_keeps(loaded, prompt, SETTINGS, full.token_ids, tried)
     assert not found.untold
     assert (found.keeper == 0) == (given.token_ids == full.token_ids)
     return found.keeper == 0
@@ -42,21 +43,27 @@ def test_trying_says_what_answering_gives(tiny, prompt):
     assert {assert_told(tiny, hidden, policy) for policy in read_twice} == {True, False}
 
 
+def test_few_bits_are_tried_as_they_answer(tiny, prompt):
+    """Token by token: what is generated becomes codes, too."""
+    codes = [KVCodes(keys=bits, values=bits, recent_tokens=0) for bits in (4, 8)]
+    assert {assert_told(tiny, prompt, FullCache(), each) for each in codes} == {True, False}
+
+
 def test_the_first_of_several_is_found_on_one_reading(tiny, prompt, full):
     candidates = [SnapKV(8, window_size=4), FullCache(), SnapKV(1000, window_size=16)]
     for number, keeper in ((3, 1), (1, None), (0, None)):
-        tried = candidates[:number]
+        tried = list(map(Candidate, candidates[:number]))
         found = first_that_keeps(tiny, prompt, SETTINGS, full.token_ids, tried)
         assert (found.keeper, found.untold) == (keeper, "")
 
 
 def test_what_cannot_be_tried_is_told(tiny, prompt, full):
     drawn = GenerationSettings(max_new_tokens=8, temperature=0.7)
-    found = first_that_keeps(tiny, prompt, drawn, [1, 2], [SnapKV(64, window_size=16)])
+    found = first_that_keeps(tiny, prompt, drawn, [1, 2], [Candidate(FullCache())])
     assert found.keeper is None
     assert found.untold == "the answers are drawn, at temperature 0.7"
     other = [*full.token_ids[:2], 11, *full.token_ids[3:]]  # the full cache does not repeat it
-    found = first_that_keeps(tiny, prompt, SETTINGS, other, [FullCache()])
+    found = first_that_keeps(tiny, prompt, SETTINGS, other, [Candidate(FullCache())])
     assert found.keeper is None
     assert "to tell" in found.untold
 

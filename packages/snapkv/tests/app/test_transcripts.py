@@ -4,10 +4,8 @@ import json
 
 import pytest
 
-from snapkv import InvalidArgumentError, SnapKV
-from snapkv.app.conversation import Conversation
-from snapkv.app.transcripts import Transcript, thinking
-from tests.app.test_conversation import DOCUMENT, POLICY, QUESTIONS, SHORT
+from snapkv import InvalidArgumentError
+from snapkv.app.transcripts import Transcript
 
 CALL = {"id": "a", "type": "function", "function": {"name": "look", "arguments": '{"at": "gate"}'}}
 MESSAGES = [
@@ -70,88 +68,6 @@ def test_a_template_that_rewrites_what_was_said_has_its_contents_found(tiny, mon
     assert (
         tiny.tokenizer.decode(ids[slice(*parts[3].span)]).strip() == MESSAGES[3]["content"].strip()
     )
-
-
-def talk(tiny, **options):
-    conversation = Conversation(
-        tiny, options.pop("policy", POLICY), SHORT, transcript=Transcript.of(MESSAGES), **options
-    )
-    conversation.ask("Which stone?")
-    return conversation
-
-
-def dropped(conversation):
-    return conversation.cache.reading.layers[0].slots.erased_spans(1)[0]
-
-
-def test_tool_results_thinking_and_turns_are_dropped_and_stay_so_in_a_file(tiny, tmp_path):
-    conversation = talk(tiny)
-    _, parts = Transcript.of(MESSAGES).asking("Which stone?").prompt(tiny.tokenizer)
-    tools = [part.span for part in parts if part.role == "tool"]
-    freed = conversation.drop("tools")
-    assert freed["tokens"] == sum(stop - start for start, stop in tools)
-    assert freed["device_bytes"] > 0 < freed["host_bytes"]
-    assert dropped(conversation).parts == tuple(tools)
-    with pytest.raises(InvalidArgumentError, match="expected something that was said and is not"):
-        conversation.drop("tools")
-    thought = conversation.drop("thinking")["tokens"]
-    assert 0 < thought < parts[4].span[1] - parts[4].span[0]
-    conversation.save(tmp_path / "talk")
-    loaded = Conversation.load(tmp_path / "talk", tiny, SHORT, SnapKV())
-    assert dropped(loaded) == dropped(conversation)
-    for each in (conversation, loaded):
-        each.drop("2")
-        assert dropped(each).parts[-1] == (parts[5].span[0], parts[8].span[1])
-        each.drop("3")
-    assert conversation.ask("Who?").token_ids == loaded.ask("Who?").token_ids
-    for wrong in ("", "everything", "9", "-1", "²", "9" * 5000):
-        with pytest.raises(InvalidArgumentError, match=r"^drop: expected "):
-            conversation.drop(wrong)
-
-
-@pytest.mark.parametrize("kept", [0, 1, 5])
-def test_old_tool_results_are_cleared_before_the_answer(tiny, kept):
-    conversation = talk(tiny, clear_tool_results=kept)
-    _, parts = Transcript.of(MESSAGES).asking("Which stone?").prompt(tiny.tokenizer)
-    tools = [part.span for part in parts if part.role == "tool"]
-    assert dropped(conversation).parts == tuple(tools[: max(0, len(tools) - kept)])
-
-
-def test_a_conversation_about_a_document_drops_it_and_an_interrupted_turn_drops_nothing(tiny):
-    conversation = Conversation(tiny, POLICY, SHORT, document=DOCUMENT)
-    conversation.ask(QUESTIONS[0])
-    tokens = conversation.drop("document")["tokens"]
-    assert abs(tokens - len(tiny.tokenizer(DOCUMENT).input_ids)) <= 2
-
-    def interrupt(_):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        conversation.ask(QUESTIONS[1], on_text=interrupt)
-    assert dropped(conversation).tokens == tokens
-    conversation.ask(QUESTIONS[1])
-    assert conversation.report()["dropped_tokens"] == tokens
-
-
-def test_without_recall_what_cannot_be_dropped_is_refused_and_the_conversation_goes_on(tiny):
-    conversation = talk(tiny, recall="none")
-    with pytest.raises(InvalidArgumentError, match="turns: expected spans of which every head"):
-        conversation.drop("tools")
-    conversation.ask("Who?")
-    whole = talk(tiny, recall="none", policy=SnapKV(400, window_size=16))
-    whole.drop("tools")
-
-
-def test_thinking_is_found_where_the_template_begins_it(tiny):
-    ids = tiny.tokenizer(
-        "<think>\nno\n</think>yes [THINK]again", add_special_tokens=False
-    ).input_ids
-    spans = thinking(tiny.tokenizer, ids, 10)
-    texts = [tiny.tokenizer.decode(ids[start - 10 : stop - 10]) for start, stop in spans]
-    assert len(texts) == 2
-    assert texts[0].startswith("<think>")
-    assert "</think>" in texts[0]
-    assert texts[1].endswith("again")
 
 
 WRONG = [

@@ -51,7 +51,7 @@ def test_the_answer_alone_is_on_standard_output(snapkv, demo_only, document):
 def test_json_is_one_object_and_nothing_else(asked, demo_only, document):
     record = asked(*SMALL)
     assert list(record) == [
-        "answer", "model", "documents", "warnings", "question", "settings", "runs", "prefill",
+        "answer", "model", "documents", "warnings", "question", "prefill", "settings", "runs",
         "lost_votes", "snapkv", "torch", "transformers",
     ]  # fmt: skip
     assert record["model"]["name"] == "demo"
@@ -77,7 +77,7 @@ def test_a_method_that_reads_twice_chooses_before_the_question(asked, refused, t
     behind = answer["cache"]["seen_tokens"] - answer["prompt_tokens"]
     question = answer["cache"]["kept_tokens"] - 128  # it and what follows are read after it
     assert 10 < question - behind < 40
-    said = refused("ask", document, *ASK, *options, "--self-speculate")
+    said = refused("ask", document, *ASK, *options, "--prompt-lookup", 3)
     assert "drafts: expected none with kvzip" in said
     said = refused("generate", document, "--policy", "kvzip")
     assert "policy: expected one that chooses when a layer has read a prompt" in said
@@ -157,7 +157,7 @@ def test_the_command_that_is_next_to_try_keeps_the_answer(snapkv, demo_only, gat
     assert again["runs"][0]["policy"]["name"] == ("snapkv" if found["remedy"] else "full")
     monkeypatch.setenv("COLUMNS", "60")
     differ, untold = snapkv(*gate, "--compare", "--temperature", 0.01).out.splitlines()[-2:]
-    assert differ.startswith("different: The number of the gate is")
+    assert differ == "different"
     assert untold == "what to try next is not computed: the answers are drawn, at temperature 0.01"
 
 
@@ -216,34 +216,6 @@ def test_progress_is_drawn_on_terminals_only(snapkv, tiny_only, monkeypatch, ter
     assert ("reading the prompt" in done.err) == terminal
 
 
-def test_a_budget_that_the_votes_choose_says_its_rule_and_what_it_kept(
-    snapkv, asked, tiny_only, document
-):
-    record = asked("--max-new-tokens", 2, "--verbose")
-    (run,) = record["runs"]
-    assert run["policy"]["budget"] == AUTO
-    behind = run["cache"]["seen_tokens"] - run["prompt_tokens"]
-    kept = [layer["kept_tokens"] - behind for layer in run["cache"]["layers"]]
-    shown = {"kept_tokens": pytest.approx(sum(kept) / len(kept))}
-    shown |= {"bits": run["cache"]["bits"], "held_bytes": run["cache"]["held_bytes"]}
-    assert record["budget"] == AUTO | shown | {"least": min(kept), "most": max(kept)}
-
-    def said(*options):
-        done = snapkv("ask", document, *ASK, "--max-new-tokens", 1, *options)
-        return " ".join(done.err.split()).partition("budget auto: ")[2]
-
-    assert "gave a pooled vote of more than 1 %" in said("--budget", "auto:lost_vote=0.01")
-    limited = said("--budget", "auto:least=8,most=60")
-    assert " prompt tokens kept in each layer (" in limited
-    assert "than 0.15 %, but no more than 60" in limited
-    assert said("--budget", "auto:least=9999") == "nothing was dropped, in 32 bits"
-    covered = said("--protect-first", "5000")
-    assert "since --protect-first covers all" in covered
-    assert f"prompt tokens; without: snapkv ask {document}" in covered
-    assert "5000" not in covered
-    assert said("--budget", 64) == ""
-
-
 @pytest.mark.parametrize(
     ("options", "bits"),
     [
@@ -261,10 +233,11 @@ def test_few_bits_by_themselves_are_within_bytes_only(asked, tiny_only, options,
     assert list(run["cache"]["bits"]) == [bits]
 
 
-def test_within_bytes_it_is_said_what_was_kept(snapkv, tiny_only, document):
-    done = snapkv("ask", document, *ASK, "--max-new-tokens", 1, "--budget", "30%")
-    line = next(line for line in done.err.splitlines() if line.startswith("budget: "))
-    assert re.search(r"prompt tokens kept in each layer \(.* in 8/4 bits", line)
+def test_a_larger_budget_is_asked_for(snapkv, tiny_only, document):
+    done = snapkv("ask", document, *ASK, "--max-new-tokens", 1, "--budget", 48)
+    command = " ".join(done.err.split()).partition("for a larger budget: ")[2]
+    assert command.endswith("--budget 96")
+    assert "96 of" in snapkv(*shlex.split(command)[1:]).err
 
 
 def test_a_shared_latent_keeps_its_bits_and_it_is_said_why():
@@ -285,7 +258,6 @@ WAYS = {
     "medusa": ("--medusa", "heads"),
     "assistant": ("--assistant", "demo"),
     "prompt-lookup": ("--prompt-lookup", 3),
-    "self-speculate": ("--self-speculate",),
 }
 
 
@@ -299,15 +271,10 @@ def test_drafts_change_what_it_takes_and_not_the_answer(asked, demo_only, demo, 
     assert drafts["method"] == way
     assert 1 <= drafts["passes"] <= 5
     assert drafts["acceptance_length"] >= 1 + (way != "medusa") / 100
-    if way == "self-speculate":
-        assert drafts["full_cache_bytes"] == answer["cache"]["full_bytes"]
 
 
 def test_the_table_says_tokens_per_pass(snapkv, tiny_only, document, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
-    done = snapkv("ask", document, *ASK, *SMALL, "--self-speculate")
-    assert "tokens per pass" in done.err
-    assert "a full cache of" in done.err
     done = snapkv("ask", document, *ASK, *SMALL, "--prompt-lookup", 3, "--compare")
     (line,) = [line for line in done.out.splitlines() if "tokens per pass" in line]
     assert "(prompt-lookup)" in line
@@ -317,12 +284,15 @@ def test_the_table_says_tokens_per_pass(snapkv, tiny_only, document, monkeypatch
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--self-speculate", "--prompt-lookup", 3), "drafts: expected one of"),
+        (("--medusa", "demo", "--prompt-lookup", 3), "drafts: expected one of"),
         (("--prompt-lookup", 0), "prompt_lookup: expected"),
         (("--medusa", "nowhere"), "medusa: expected 'demo', a folder"),
         (("--medusa", ""), "or a hub id of one, got ''"),
-        (("--self-speculate", "--policy", "tova"), "only compresses the prompt"),
-        (("--self-speculate", "--prefill", "selective"), "expected none with --prefill selective"),
+        (("--prompt-lookup", 3, "--policy", "tova"), "only compresses the prompt"),
+        (
+            ("--prompt-lookup", 3, "--prefill", "selective"),
+            "expected none with --prefill selective",
+        ),
     ],
     ids=["two ways", "no tokens", "no heads", "no name", "evicting", "selective"],
 )
@@ -369,16 +339,16 @@ def test_what_is_no_way_of_reading_is_refused_in_one_line(text, message):
 
 
 @pytest.mark.parametrize("way", ["selective", "gemfilter"])
-def test_ask_reads_so_and_says_that_it_is_not_exact(snapkv, asked, demo_only, document, way):
+def test_ask_reads_so_and_calls_no_answer_safe(snapkv, asked, demo_only, document, way):
     few = (*SMALL, "--prefill", f"{way}:least_tokens=8")
     done = snapkv("ask", document, *ASK, *few)
-    assert f"prefill {way}: not exact" in " ".join(done.err.split())
     record = asked(*few, "--compare", "--verbose")
     ours, full = record["runs"]
     assert record["prefill"] == {
         "name": way, "layer": None, "keep_ratio": 0.15, "least_tokens": 8,
     }  # fmt: skip
     assert ours["text"] == done.out.strip()
+    assert record["lost_votes"]["safe"] is False
     kept = [each["kept_tokens"] for each in ours["cache"]["layers"]]
     assert kept[-1] < 48 + 6  # fewer went on than the budget holds
     assert (kept[0] > kept[-1]) == (way == "selective")

@@ -99,11 +99,11 @@ def test_beside_a_budget_that_the_votes_choose_another_method_has_the_usual_one(
         (("--budgets", ",".join(map(str, range(64, 77)))), "budgets: expected at most 12, since"),
         (("--budgets", "8"), "budget: expected"),
         (("--policy", "fastgen", "--budgets", "64"), "budget: expected a parameter of fastgen"),
-        (("--beside", "@many"), "budget: expected a whole number such as 4096"),
+        (("--beside", "@many"), "beside: expected a method, or one with a budget as h2o@256"),
         (("--beside", "full@64"), "beside: expected a budget for a method that takes one"),
         (("--beside", "snapkv:budget=64@128"), "beside: expected a budget for a method that"),
         (("--set", "budget=100", "--beside", "@64"), "set: expected none of a budget beside"),
-        (("--beside", "nothing@64"), "policy: expected one of"),
+        (("--beside", "nothing@64"), "beside: expected one of"),
     ],
     ids=str,
 )

@@ -8,22 +8,22 @@ from snapkv.app.answering import Answer
 from snapkv.app.remedies import Tried
 from snapkv.cache.report import CacheReport
 from snapkv.cli.notes import (
-    DOUBTFUL_BELOW,
     FADING,
     FULL,
+    MORE_BITS,
     SAFE_BELOW,
     SAFE_SUM_BELOW,
     WIDE,
     LostVotes,
+    are_few,
     changed_command,
     changed_options,
     changes_by_price,
     checked_note,
     compared_note,
+    is_safe,
     larger_budget,
     votes_note,
-    word_diff,
-    word_for,
 )
 from snapkv.cli.options import RunOptions
 from snapkv.cli.policy import build_policy
@@ -64,25 +64,6 @@ def plain(note):
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "shown"),
-    [
-        ("the key is red", "the key is blue", "the key is [-red-] {+blue+}"),
-        ("a b", "a b c d", "a b {+c d+}"),
-        ("x a", "a", "[-x-] a"),
-        ("", "yes", "{+yes+}"),
-        ("same  words", "same words", "same words"),
-        ("[b]no[/b]", "[b]yes[/b]", "[-[b]no[/b]-] {+[b]yes[/b]+}"),
-    ],
-)
-def test_words_that_differ_are_marked_with_colour_and_without(ours, theirs, shown):
-    diff = word_diff(ours, theirs)
-    assert diff.plain == shown
-    for span in diff.spans:
-        marked = diff.plain[span.start : span.end]
-        assert str(span.style) == ({"[-": "red", "{+": "green"}.get(marked[:2], ""))
-
-
-@pytest.mark.parametrize(
     ("typed", "change", "command"),
     [
         (
@@ -106,6 +87,7 @@ def test_words_that_differ_are_marked_with_colour_and_without(ours, theirs, show
             FULL,
             "snapkv ask a --json --policy full",
         ),
+        (("ask", "a", "--json"), MORE_BITS, "snapkv ask a --json --exact-bits"),
     ],
 )
 def test_a_command_is_the_one_that_was_typed_with_what_changes(typed, change, command):
@@ -162,8 +144,8 @@ def test_only_what_a_method_has_is_changed(given, budgets, poolings):
 def compared(tried, ours="a b", theirs="a c"):
     seen = []
 
-    def tries(answer_ids, policies):
-        seen.append((answer_ids, [policy.name for policy in policies]))
+    def tries(answer_ids, changed):
+        seen.append((answer_ids, [options.policy for options in changed]))
         return tried
 
     return compared_note(answered(ours), answered(theirs), SNAPKV, TYPED, tries), seen
@@ -184,7 +166,7 @@ def test_what_keeps_the_answer_is_the_command_to_type():
         "snapkv ask 'my notes.txt' -q 'Who'\"'\"'s there?' --compare --budget 128 --pooling fading"
     )
     assert plain(note) == [
-        "different: a [-b-] {+c+}",
+        "different",
         f"next to try, which keeps the full cache's answer: {command}",
     ]
     assert note.record == {
@@ -220,23 +202,13 @@ def test_a_check_is_a_line_and_a_status():
     [(None, None, None), (0.1, 0.0012, None), (0.12, 0.0013, "--budget 128")],
 )
 def test_lost_votes_call_for_a_larger_budget(lost, peak, ending):
-    note = votes_note(answered(lost_votes=lost, lost_vote_peak=peak), SNAPKV, TYPED[:-1])
+    ours = answered(lost_votes=lost, lost_vote_peak=peak)
+    note = votes_note([ours], SNAPKV, TYPED[:-1])
     assert note.record["share"] == lost
-    if ending is None:
-        assert plain(note) == []
-        assert note.record["command"] is None
-    else:
-        (line,) = plain(note)
-        assert line.startswith(f"lost votes: {lost:.0%}".replace("%", " %"))
-        assert line.endswith(ending)
-
-
-@pytest.mark.parametrize("given", [{"self_speculate": True}, {"compare": True}])
-def test_a_text_beside_the_full_caches_needs_no_such_hint(given):
-    options = RunOptions(policy="snapkv", budget=64, **given)
-    note = votes_note(answered(lost_votes=0.5, lost_vote_peak=0.02), options, TYPED)
-    assert plain(note) == []
-    assert note.record["word"] == "lost"
+    assert (note.record["command"] or "").endswith(ending or "")
+    assert len(plain(note)) == (ending is not None)
+    beside = votes_note([ours, answered()], SNAPKV, TYPED)  # the full cache's answer
+    assert (plain(beside), beside.record["command"]) == ([], None)
 
 
 def test_a_larger_budget_that_holds_everything_is_the_full_cache():
@@ -246,43 +218,73 @@ def test_a_larger_budget_that_holds_everything_is_the_full_cache():
 
 
 @pytest.mark.parametrize(
-    ("peak", "share", "word"),
+    ("peak", "share", "few"),
     [
-        (0.0, 0.0, "safe"),
-        (SAFE_BELOW - 0.0001, SAFE_SUM_BELOW - 0.01, "safe"),
-        (SAFE_BELOW, 0.0, "doubtful"),
-        (0.0, SAFE_SUM_BELOW, "doubtful"),
-        (DOUBTFUL_BELOW - 0.0001, 0.5, "doubtful"),
-        (DOUBTFUL_BELOW, 0.0, "lost"),
-        (float("nan"), 0.0, "lost"),
-        (0.0, float("nan"), "doubtful"),
+        (0.0, 0.0, True),
+        (SAFE_BELOW - 0.0001, SAFE_SUM_BELOW - 0.01, True),
+        (SAFE_BELOW, 0.0, False),
+        (0.0, SAFE_SUM_BELOW, False),
+        (float("nan"), 0.0, False),
+        (0.0, float("nan"), False),
     ],
 )
-def test_what_is_lost_has_a_word_and_the_borders_belong_to_the_worse_one(peak, share, word):
-    assert word_for(peak, share, 1024) == word
+def test_what_is_lost_is_little_or_not_and_the_borders_are_not(peak, share, few):
+    assert are_few(peak, share, 1024) == few
 
 
 def test_votes_on_a_longer_prompt_weigh_more():
     peak, share = SAFE_BELOW / 8, SAFE_SUM_BELOW / 8
-    assert word_for(4 * peak, 4 * share, 1000) == word_for(peak, share, 7 * 1024) == "safe"
-    assert word_for(4 * peak, 0.0, 2 * 1024) == word_for(0.0, share, 8 * 1024) == "doubtful"
-    assert word_for(DOUBTFUL_BELOW / 8, 0.0, 8 * 1024) == "lost"
+    assert are_few(4 * peak, 4 * share, 1000)
+    assert are_few(peak, share, 7 * 1024)
+    assert not are_few(4 * peak, 0.0, 2 * 1024)
+    assert not are_few(0.0, share, 8 * 1024)
 
 
 def test_a_report_says_the_share_and_the_word_or_nothing():
-    def said(**values):
-        return LostVotes.of({"kept_tokens": 256, "seen_tokens": 1024, **values})
+    def said(safe=False, **values):
+        report = {"kept_tokens": 256, "seen_tokens": 1024, **values}
+        return LostVotes.of(report).said(safe=safe)
 
-    layers = [{"lost_votes": 0.01}, {"kind": "sliding"}, {"lost_votes": 0.4}]
-    votes = said(lost_votes=0.072, lost_vote_peak=0.0007, layers=layers)
-    assert (str(votes), votes.highest) == ("7 % (safe)", 0.4)
-    assert said(lost_votes=0.1, lost_vote_peak=0.004).word == "doubtful"
-    assert str(said(lost_votes=0.05, lost_vote_peak=0.02)) == "5 % (lost)"
-    for unknown in (said(), said(lost_votes=None)):
-        assert (str(unknown), unknown.word) == ("-", None)
-    for lost in (None, 0.5):
-        votes = said(kept_tokens=1024, lost_votes=lost)
-        assert (str(votes), votes.word) == ("nothing was dropped", "safe")
+    assert said(lost_votes=0.072, lost_vote_peak=0.0007) == "7 %"
+    assert said(lost_votes=0.072, lost_vote_peak=0.0007, safe=True) == "7 % (safe)"
+    assert said() == said(lost_votes=None) == "-"
+    assert said(kept_tokens=1024, lost_votes=0.5, safe=True) == "nothing was dropped"
+
+
+@pytest.mark.parametrize(
+    ("votes", "given", "full", "safe"),
+    [
+        ({}, {}, [], True),
+        ({"bits": {"16": 30}}, {}, [], True),
+        ({"bits": {"4": 30}}, {}, [], False),
+        ({"bits": {"32": 29, "8/4": 1}}, {}, [], False),
+        ({}, {"prefill": "selective"}, [], False),
+        ({}, {"prefill": "layer-by-layer"}, [], True),
+        ({}, {}, ["a b"], True),
+        ({}, {}, ["a c"], False),
+        ({"lost_vote_peak": 0.01}, {}, [], False),
+        ({"lost_votes": None}, {}, [], False),
+    ],
+)
+def test_safe_covers_tokens_bits_and_reading_and_what_was_seen(votes, given, full, safe):
+    ours = answered(**{"lost_votes": 0.05, "lost_vote_peak": 0.001, **votes})
+    options = RunOptions(policy="snapkv", budget=64, **given)
+    answers = [ours, *map(answered, full)]
+    assert is_safe(answers, options) == safe
+    assert votes_note(answers, options, TYPED).record["safe"] == safe
+
+
+def test_few_bits_are_tried_with_more():
+    few = answered(bits={"4": 30})
+    found = list(changes_by_price(SNAPKV, few))
+    exact = [change for change in found if change.get("exact_bits")]
+    assert exact == [
+        MORE_BITS,
+        *({"budget": n, "keep_ratio": None, **MORE_BITS} for n in (128, 256, 512)),
+    ]
+    assert [change for change in found if change not in exact] == list(
+        changes_by_price(SNAPKV, answered())
+    )
 
 
 @torch.no_grad()
@@ -292,7 +294,7 @@ def test_the_word_is_that_of_the_prompt_however_much_follows():
     model(random_ids(1, 60), past_key_values=cache)
     behind_the_prompt = LostVotes.of(cache.report())
     lost = behind_the_prompt.peak, behind_the_prompt.share
-    assert behind_the_prompt.word == word_for(*lost, 60)
+    assert behind_the_prompt.few == are_few(*lost, 60)
     for tokens in (1, 140):
         model(random_ids(1, tokens), past_key_values=cache)
         assert LostVotes.of(cache.report()) == behind_the_prompt

@@ -24,11 +24,13 @@ from snapkv import (
     ScoreThreshold,
     SnapKV,
 )
+from snapkv.cli.methods import known_method, methods
 from snapkv.cli.options import RunOptions
 from snapkv.cli.policy import build_policy, named_policies
 from snapkv.errors import SnapKVError
 from snapkv.policies import POLICIES
 from snapkv.policies.default import method_name
+from tests.cli.methods import described, told_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,7 @@ class Newcomer(FullCache):
 @pytest.fixture(autouse=True)
 def newcomer(monkeypatch):
     monkeypatch.setitem(POLICIES, "newcomer", Newcomer)
+    monkeypatch.setitem(methods(), "newcomer", told_of(Newcomer, Newcomer()))
 
 
 def built(policy, set_="", **options):
@@ -142,7 +145,7 @@ def test_who_names_no_method_gets_the_default(set_, options, policy, name):
         ("default", "kernelsize=5", {}, "did you mean kernel_size?"),
         ("default", "kernel_size", {}, "expected NAME=VALUE, got 'kernel_size'"),
         ("default", "=5", {}, "expected NAME=VALUE"),
-        ("default", "budget=many", {}, "budget: expected an integer, got 'many'"),
+        ("default", "budget=many", {}, "'auto', or bytes as '12%' or '64MiB', got 'many'"),
         ("default", "budget=auto:some=4", {}, "budget: expected auto with lost_vote, least or"),
         ("default", "seed=1", {}, "expected a parameter of default, which has budget, keep_ratio"),
         ("default", "", {"budget": 19}, "at least window_size=16 + sink_tokens=4"),
@@ -182,6 +185,18 @@ def test_several_policies_come_at_every_budget_that_they_have_not_set():
         "fastgen",
     ]
     assert found[1][1] == SnapKV("12%", kernel_size=13, pooling="avg")
+
+
+def test_what_is_recorded_of_the_methods_is_what_they_are():
+    """Else `cd packages/snapkv && python -m tests.cli.methods` records it."""
+    assert list(methods()) == list(described())
+    assert methods() == described()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_method_may_be_named_by_its_class(name):
+    assert known_method(POLICIES[name].__name__) == known_method(name) == name
+    assert RunOptions(policy=POLICIES[name].__name__).policy == name
 
 
 def test_the_list_names_every_policy_and_parameter(snapkv):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from snapkv.decoding import CandidateTree, accept_greedily, accept_sampled, accept_typically
+from snapkv.decoding import CandidateTree, accept_greedily, accept_typically
 
 TREE = CandidateTree(((0,), (0, 0), (1,)))  # nodes: root, [0], [1], [0, 0]
 
@@ -60,25 +60,3 @@ def test_of_equally_long_typical_paths_the_likeliest_is_taken():
     p = torch.tensor([[0.3, 0.5, 0.2]]).expand(3, 3)
     assert accept_typically(tree.paths, torch.tensor([2, 0, 1]), p) == [0, 2]
     assert accept_typically(tree.paths, torch.tensor([2, 1, 0]), p) == [0, 1]
-
-
-def test_rejection_sampling_draws_from_the_models_distribution():
-    torch.manual_seed(0)
-    q, p = torch.tensor([[0.7, 0.2, 0.1]]), torch.tensor([[0.2, 0.5, 0.3], [0.1, 0.1, 0.8]])
-    counts, second, both = torch.zeros(3), torch.zeros(3), 0
-    for _ in range(4000):
-        draft = torch.multinomial(q[0], 1)
-        accepted, token = accept_sampled(draft, q, p)
-        counts[int(draft) if accepted else token] += 1
-        if accepted:
-            both += 1
-            second[token] += 1
-    error = 4 * (p[0] * (1 - p[0]) / 4000).sqrt()
-    assert bool(((counts / 4000 - p[0]).abs() < error).all())
-    assert bool(((second / both - p[1]).abs() < 4 * (p[1] * (1 - p[1]) / both).sqrt()).all())
-
-
-def test_equal_distributions_accept_every_draft():
-    p = torch.tensor([[0.2, 0.8], [0.6, 0.4], [0.0, 1.0]])
-    for _ in range(50):
-        assert accept_sampled(torch.tensor([1, 0]), p[:2], p) == (2, 1)

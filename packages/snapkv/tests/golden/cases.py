@@ -94,7 +94,6 @@ THEN = (
     "turns",
     "answer",
     "lookup",
-    "speculation",
     "medusa",
     "beams",
     "rows",

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from snapkv import CompressedCache, Document
-from snapkv.decoding import Medusa, MedusaHeads, SelfSpeculation
+from snapkv.decoding import Medusa, MedusaHeads
 from snapkv.kvzip import read_context, read_twice
 from snapkv.prefill import chunked, layer_by_layer
 from tests.golden.cases import POLICIES, STORAGES, TURNS, Case
@@ -218,11 +218,6 @@ def _lookup(talk: Talk) -> Iterator[Stage]:
     yield talk.answer("second answer", 4)
 
 
-def _speculation(talk: Talk) -> Iterator[Stage]:
-    yield talk.draft("speculated answer", SelfSpeculation(3))
-    yield talk.feed("text", 2, 2)
-
-
 def _medusa(talk: Talk) -> Iterator[Stage]:
     yield talk.draft("answer of heads", Medusa(MedusaHeads.untrained(talk.model, 2)))
     talk.ask(9, 2)
@@ -348,7 +343,6 @@ _THEN: dict[str, Callable[[Talk], Iterator[Stage]]] = {
     "answer": _answer,
     "turns": _turns,
     "lookup": _lookup,
-    "speculation": _speculation,
     "medusa": _medusa,
     "beams": _beams,
     "rows": _rows,

@@ -2,6 +2,7 @@
 
 import base64
 import itertools
+from typing import ClassVar
 
 import pytest
 import torch
@@ -183,6 +184,8 @@ def test_the_pieces_are_the_text(demo):
 def test_a_tokenizer_that_knows_no_places_decodes_token_by_token():
     class Slow:
         is_fast = False
+        chat_template = unk_token_id = None
+        added_tokens_decoder: ClassVar = {}
 
         def __call__(self, text, **options):
             del text, options

@@ -120,22 +120,6 @@ def test_the_words_of_a_question_find_documents_with_their_best_passage(tmp_path
     assert library.search("the of", 1) == library.search("lion") == []
 
 
-def test_what_words_find_is_put_in_the_order_of_its_meaning(tmp_path, tiny):
-    library = Library(tmp_path / "library")
-    texts = {
-        "one": "The car car car car was sold for money in the spring. A price, a price!",
-        "two": "A physician examined the car accident's victim in the hospital and treated her.",
-        "none": "Nothing of that sort.",
-    }
-    library.add(tiny.model, tiny.tokenizer, texts.items())
-    question = "Which doctor helped after the car crash?"
-    assert [hit.name for hit in library.search(question)] == ["one", "two"]
-    near = library.search(question, by_meaning=True)
-    assert [hit.name for hit in near] == ["two", "one"]
-    assert 1 > near[0].score > near[1].score > -1
-    assert library.search("xylophone", by_meaning=True) == []
-
-
 def test_one_document_is_answered_as_if_it_had_been_read_with_the_question(library, tiny):
     hits = library.search("What does the bank lend?", 1)
     how = {"policy": FullCache(), "recompute": 0}

@@ -8,8 +8,9 @@ from typing import Any, cast
 from snapkv.app.prefills import Prefill
 from snapkv.cache.paging import PageRecall
 from snapkv.cli.amounts import EXACT, count, storage_bits, token_budgets
+from snapkv.cli.methods import specs
 from snapkv.cli.options import SweepOptions
-from snapkv.cli.policy import named_policies, specs
+from snapkv.cli.policy import named_policies
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import FullCache
 from snapkv.storage.coded import KVCodes

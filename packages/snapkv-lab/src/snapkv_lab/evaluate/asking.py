@@ -173,8 +173,7 @@ class Answerer:
         found = {}
         for turn in asked.sample.turns:
             if turn is not asked.sample:
-                text = turn.later_turn(self.loaded.tokenizer, asked.template)
-                prompt = Prompt(text=text, has_special_tokens=True)
+                prompt = turn.later_turn(self.loaded.tokenizer, asked.template)
             found[turn.name] = References.behind(prompt, turn.references, self.loaded)
         return found
 
@@ -203,8 +202,8 @@ def converse(
             ids = prompt_ids(loaded, prompt, turn.settings)
             context_tokens = prompt.context_tokens(tokenizer)
         else:
-            text, is_chat = turn.later_turn(tokenizer, template), turn.is_chat(tokenizer, template)
-            ids, context_tokens = behind(loaded, said, text, turn.settings, is_chat=is_chat), None
+            later, is_chat = turn.later_turn(tokenizer, template), turn.is_chat(tokenizer, template)
+            ids, context_tokens = behind(loaded, said, later, turn.settings, is_chat=is_chat), None
             require_positions(loaded, ids.shape[1], turn.settings)
         found, said = answer_ids(
             loaded,

@@ -25,6 +25,7 @@ from snapkv.app.likelihood import log_likelihoods
 from snapkv.app.models import LoadedModel
 from snapkv.app.prompts import Prompt
 from snapkv.app.settings import GenerationSettings
+from snapkv.control_words import quoted
 from snapkv.errors import DocumentError, InvalidArgumentError, OutputError, PromptTooLongError
 from snapkv.validation import nearest, require_at_least
 from snapkv_lab.evaluate.asking import Method
@@ -233,9 +234,10 @@ class CompressedLM(LM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """A conversation as a prompt, its special tokens in it."""
-        text: str = self._loaded.tokenizer.apply_chat_template(
-            chat_history,
+        """A conversation as a prompt, its special tokens in it, and its contents `quoted`."""
+        tokenizer = self._loaded.tokenizer
+        text: str = tokenizer.apply_chat_template(
+            [turn | {"content": quoted(tokenizer, turn["content"])} for turn in chat_history],
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
@@ -281,7 +283,7 @@ class CompressedLM(LM):
         return [answer(self._loaded, alone, policy, settings, quantize=bits).text]
 
     def _prompt(self, text: str) -> Prompt:
-        return Prompt(text=text, has_special_tokens=self._chat)
+        return Prompt.written(text) if self._chat else Prompt(text=text)
 
     def _ids(self, prompt: Prompt) -> Tensor:
         ids: Tensor = prompt.token_ids(self._loaded.tokenizer).to(self._loaded.model.device)
@@ -299,9 +301,10 @@ class CompressedLM(LM):
             first = (
                 tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
             )
-            ids = self._ids(Prompt(text=context + continuation, has_special_tokens=True))
+            nothing = Prompt(text="", has_special_tokens=True)
+            ids = self._ids(nothing.followed_by(tokenizer, context + continuation))
             return ids.new_tensor([[first]]), ids
-        whole = self._ids(self._prompt(context + continuation))
+        whole = self._ids(self._prompt(context).followed_by(self._loaded.tokenizer, continuation))
         place = self._ids(self._prompt(stripped)).shape[1]
         return whole[:, :place], whole[:, place:]
 

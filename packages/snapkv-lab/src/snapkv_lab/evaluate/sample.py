@@ -89,11 +89,12 @@ class Sample:
             prompt = Prompt(text=text, answer_start=self.answer_start)
         return prompt if setting == "visible" else prompt.hiding(question)
 
-    def later_turn(self, tokenizer: Any, template: Template) -> str:
+    def later_turn(self, tokenizer: Any, template: Template) -> Prompt:
         """What stands between an answer and the answer to this one, of the same conversation."""
         if self.is_chat(tokenizer, template):
-            return next_turn(tokenizer, self.question) + self.answer_start
-        return self._plain(self.plain_question or self.question, tokenizer, template)
+            return next_turn(tokenizer, self.question).followed_by(tokenizer, self.answer_start)
+        text = self._plain(self.plain_question or self.question, tokenizer, template)
+        return Prompt(text="", has_special_tokens=True).followed_by(tokenizer, text)
 
     def _plain(self, text: str, tokenizer: Any, template: Template) -> str:
         """A turn without a chat template, and the beginning of the answer behind it."""

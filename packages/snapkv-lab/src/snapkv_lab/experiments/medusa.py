@@ -37,7 +37,6 @@ from snapkv_lab.measure.timing import alternate, ratios, spread
 
 QUESTION = "Summarize the text above."
 PLAIN, MEDUSA = "plain, full cache", "Medusa, full cache"
-SELF_SPECULATION = "self-speculation, SnapKV drafts"
 
 
 class Decoded(NamedTuple):
@@ -83,15 +82,14 @@ def _wide(budget: int) -> SnapKV:
 
 
 def contenders(loaded: LoadedModel, budget: int, heads: str) -> list[Contender]:
-    """Figure 9's three, what SnapKV alone does, and self-speculation."""
+    """Figure 9's three, and what SnapKV alone does."""
     full, kept, compressed = FullCache(), _wide(budget), "plain, SnapKV"
-    medusa, own = draft_methods.medusa(loaded, heads), draft_methods.self_speculation()
+    medusa = draft_methods.medusa(loaded, heads)
     return [
         Contender(name=PLAIN, policy=full, like=PLAIN),
         Contender(name=MEDUSA, policy=full, like=PLAIN, drafts=medusa),
         Contender(name=compressed, policy=kept, like=compressed),
         Contender(name="Medusa, SnapKV", policy=kept, like=compressed, drafts=medusa),
-        Contender(name=SELF_SPECULATION, policy=kept, like=PLAIN, drafts=own),
     ]
 
 
@@ -102,9 +100,6 @@ def _measure(dtype: str, given: Given) -> Iterator[Row]:
     for row in _passes(loaded, given):
         yield row | {"model": loaded.description()}
     everyone = contenders(loaded, given.budget, given.heads)
-    exact = dtype == "float32"
-    if not exact:  # drafts of another rounding cannot give the full cache's text token for token
-        everyone = [one for one in everyone if one.name != SELF_SPECULATION]
     for length in given.lengths[dtype]:
         ids = _prompt(loaded, length)
         runs = alternate(
@@ -112,7 +107,7 @@ def _measure(dtype: str, given: Given) -> Iterator[Row]:
             rounds=given.rounds,
             warmup_rounds=0 if given.rounds > 2 else 1,
         )
-        if exact:
+        if dtype == "float32":
             require_same_texts(everyone, runs)
         for one in everyone:
             yield _row(one, runs, ids.shape[1], given) | {"model": loaded.description()}
@@ -172,7 +167,7 @@ def _decoded(loaded: LoadedModel, one: Contender, ids: Tensor, tokens: int) -> D
         tokens=tuple(text[0, ids.shape[1] :].tolist()),
         ms_per_token=clock.ms_per_token(),
         acceptance_length=tally.get("acceptance_length", 1.0),
-        held_bytes=cache.report().held_bytes + tally.get("full_cache_bytes", 0),
+        held_bytes=cache.report().held_bytes,
     )
 
 

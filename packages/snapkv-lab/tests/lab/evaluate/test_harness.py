@@ -104,9 +104,9 @@ def evaluate(tiny, folder, monkeypatch, capsys):
 
     monkeypatch.chdir(folder)
 
-    def call(tasks, *options, loaded=tiny):
+    def call(tasks, *options, loaded=tiny, include_path=folder):
         monkeypatch.setattr("snapkv.cli.loading.load", lambda **_: loaded)
-        command = ["eval", "lm-eval", "--tasks", tasks, "--include-path", str(folder)]
+        command = ["eval", "lm-eval", "--tasks", tasks, "--include-path", str(include_path)]
         status = run([*command, "--budget", "64", *options])
         return status, *capsys.readouterr()
 
@@ -299,13 +299,13 @@ def test_one_command_runs_local_tasks_by_every_method(evaluate):
 @pytest.mark.parametrize(
     ("tasks", "options", "message"),
     [
-        ("local_whole", (), "got local_whole, which scores whole texts"),
-        ("", (), "tasks: expected names of lm-eval's tasks"),
-        ("local_gate", ("--include-path", "nowhere"), "include_path: expected a folder"),
+        ("local_whole", {}, "got local_whole, which scores whole texts"),
+        ("", {}, "tasks: expected names of lm-eval's tasks"),
+        ("local_gate", {"include_path": "nowhere"}, "include_path: expected a folder"),
     ],
 )
 def test_bad_input_is_named_in_one_line(evaluate, tasks, options, message):
-    status, _, err = evaluate(tasks, *options)
+    status, _, err = evaluate(tasks, **options)
     assert status == 2
     assert message in err.splitlines()[-1]
 

@@ -216,8 +216,8 @@ def test_every_turn_has_the_loss_of_its_own_reference(tiny, tmp_path, policy, la
         for earlier in sample.turns[: number + 1]:  # the conversation anew, up to this turn
             ids = prompt.token_ids(tiny.tokenizer)
             if said is not None:
-                text = earlier.later_turn(tiny.tokenizer, "none")
-                ids = behind(tiny, said, text, earlier.settings, is_chat=False)
+                asked = earlier.later_turn(tiny.tokenizer, "none")
+                ids = behind(tiny, said, asked, earlier.settings, is_chat=False)
             if earlier is not turn:
                 _, said = answer_ids(tiny, ids, cache, earlier.settings)
         own = tiny.tokenizer(f" {turn.references[0]}")["input_ids"]

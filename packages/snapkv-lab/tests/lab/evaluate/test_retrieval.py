@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from snapkv.library.embeddings import TextEmbeddings
 from snapkv_lab.evaluate.corpora import Index, Passage, load_corpus
+from snapkv_lab.evaluate.embeddings import TextEmbeddings
 
 PASSAGES = (
     Passage(title="Rivers", text="The Elbe flows through Hamburg and Dresden."),

@@ -71,7 +71,7 @@ def test_a_full_cache_answers_as_if_the_whole_conversation_were_read_anew(tiny, 
                 ids = prompt.token_ids(tiny.tokenizer)[0].tolist()
             else:
                 ended = ids[-1] == end
-                text = turn.later_turn(tiny.tokenizer, template)
+                text = turn.later_turn(tiny.tokenizer, template).text
                 ids = ids[:-1] if ended else ids
                 own = tiny.tokenizer.decode([end])
                 text = own + text if ended and not text.startswith(own) else text

@@ -1,7 +1,6 @@
 """Turns about documents in one cache that stays within its budget."""
 
 import copy
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,23 +12,15 @@ from snapkv.app.answering import (
     TextSink,
     answer_ids,
     end_token_ids,
-    read_prompt,
     require_positions,
 )
 from snapkv.app.models import LoadedModel
+from snapkv.app.parts import ROLES, Part, generation_tokens, question_parts, turn
 from snapkv.app.prefills import Exact, Prefill
 from snapkv.app.prompts import Prompt, next_turn, question_prompt, require_unicode
 from snapkv.app.protection import Protection
 from snapkv.app.settings import GenerationSettings
-from snapkv.app.transcripts import (
-    ROLES,
-    Part,
-    Transcript,
-    generation_tokens,
-    question_parts,
-    thinking,
-    turn,
-)
+from snapkv.app.thinking import MARKS, thinking
 from snapkv.cache.options import Turns
 from snapkv.cache.paging import Recall
 from snapkv.cache.report import CacheReport
@@ -40,7 +31,6 @@ from snapkv.kvzip import require_one_reading
 from snapkv.policies import EvictingPolicy, Policy
 from snapkv.policies.spans import Span
 from snapkv.storage.coded import Quantize
-from snapkv.validation import require_int
 
 NO_RECALL = "none"
 
@@ -58,9 +48,6 @@ class Conversation:
             generating.
         protection: what of the first prompt must stay, through all turns; None for nothing.
         prefill: how every turn is read; None for exactly, at once.
-        transcript: what was said before, in place of a document.
-        clear_tool_results: how many of the transcript's tool results stay, the last ones; the
-            others are dropped when it has been read, before anything is answered. None for all.
         quantize: as for `CompressedCache`.
     """
 
@@ -74,17 +61,8 @@ class Conversation:
         recall: Recall | None = None,
         protection: Protection | None = None,
         prefill: Prefill | None = None,
-        transcript: Transcript | None = None,
-        clear_tool_results: int | None = None,
         quantize: Quantize | None = None,
     ) -> None:
-        if transcript is not None and document:
-            raise InvalidArgumentError(
-                f"transcript: expected no document beside it, got one of {len(document):,} "
-                "characters; put its text into a message of the transcript"
-            )
-        if clear_tool_results is not None:
-            require_int("clear_tool_results", clear_tool_results, minimum=0)
         require_one_reading(policy, "choose snapkv, whose turns vote on all that was said")
         policy = loaded.completed(policy)
         evicts = isinstance(policy, EvictingPolicy)
@@ -94,7 +72,6 @@ class Conversation:
         self._loaded, self._settings, self._document = loaded, settings, document
         self._ids: Tensor | None = None
         self._parts: list[Part] = []
-        self._transcript, self._kept_results = transcript, clear_tool_results
         self._protection = protection
         turns: Turns = "append" if evicts else "compress"
         drops = recall == NO_RECALL
@@ -114,8 +91,6 @@ class Conversation:
         require_positions(self._loaded, ids.shape[1], self._settings)
         before = copy.copy(self.cache)
         try:
-            if self._ids is None and self._kept_results is not None:
-                self._clear(ids, parts)
             found, self._ids = answer_ids(
                 self._loaded,
                 ids,
@@ -135,36 +110,22 @@ class Conversation:
         """(1, T) int64: all that was said, and the question; and the parts of it."""
         tokenizer, device = self._loaded.tokenizer, device_of(self._loaded.model)
         if self._ids is not None:
-            text, is_chat = next_turn(tokenizer, question), bool(tokenizer.chat_template)
-            ids = behind(self._loaded, self._ids, text, self._settings, is_chat=is_chat)
-            new = len(tokenizer(text, add_special_tokens=False)["input_ids"])
+            later, is_chat = next_turn(tokenizer, question), bool(tokenizer.chat_template)
+            ids = behind(self._loaded, self._ids, later, self._settings, is_chat=is_chat)
+            new = later.token_ids(tokenizer).shape[1]
             asked = Part(role="user", span=(ids.shape[1] - new, ids.shape[1]))
             return ids, [*self._parts, asked]
-        if self._transcript is None:
-            prompt = question_prompt(tokenizer, self._document, question)
-            parts = question_parts(tokenizer, prompt, self._document)
-        else:
-            prompt, parts = self._transcript.asking(question).prompt(tokenizer)
+        prompt = question_prompt(tokenizer, self._document, question)
         self._protect(prompt)
         begun: Tensor = prompt.token_ids(tokenizer)
-        return begun.to(device), parts
-
-    def _clear(self, ids: Tensor, parts: Sequence[Part]) -> None:
-        """Read what was said before the question, and drop all but the last tool results of it."""
-        results = [part.span for part in parts if part.role == "tool"]
-        cleared = results[: len(results) - (self._kept_results or 0)]
-        if not cleared:
-            return
-        said = parts[-1].span[0]
-        read_prompt(self._loaded, ids[:, :said], self.cache, self._prefill)
-        self.cache.drop(cleared)
+        return begun.to(device), question_parts(tokenizer, prompt, self._document)
 
     def drop(self, what: str) -> dict[str, Any]:
         """Drop parts of what was said from the cache; see `CompressedCache.drop`.
 
         Args:
-            what: "tools" for the results of tools, "thinking" for that of the answers, "document",
-                or the number of a turn: a question, what was called for it, and its answer.
+            what: "thinking" for that of the answers, "document", or the number of a turn: a
+                question and its answer.
 
         Returns:
             How many tokens and bytes are free: `tokens`, `device_bytes`, `host_bytes`.
@@ -180,9 +141,10 @@ class Conversation:
         after = self.report()
         tokens = after["dropped_tokens"] - before["dropped_tokens"]
         if not tokens:
+            marks = f" ({', '.join(MARKS)} were looked for)" if what == "thinking" else ""
             raise InvalidArgumentError(
                 f"drop: expected something that was said and is not dropped yet, got {what!r}, of "
-                "which there is nothing; say tools, thinking, document or the number of a turn"
+                f"which there is nothing{marks}; say thinking, document or the number of a turn"
             )
         freed = {name: before[name] - after[name] for name in ("held_bytes", "host_bytes")}
         return {
@@ -192,17 +154,15 @@ class Conversation:
         }
 
     def _spans_of(self, what: str) -> list[Span]:
-        if what in ("tools", "document"):
-            role = {"tools": "tool", "document": "document"}[what]
-            return [part.span for part in self._parts if part.role == role]
+        if what == "document":
+            return [part.span for part in self._parts if part.role == what]
         if what == "thinking":
             answers = [part.span for part in self._parts if part.role == "assistant"]
             return [span for answer in answers for span in self._thinking(*answer)]
         if not what.isdecimal() or not what.isascii() or len(what) > 9:
             raise InvalidArgumentError(
-                f"drop: expected tools, thinking, document or the number of a turn, got "
-                f"{what!r:.60}; "
-                "say for instance /drop 1"
+                f"drop: expected thinking, document or the number of a turn, got {what!r:.60}; say "
+                "for instance /drop 1"
             )
         return [part.span for part in turn(self._parts, int(what))]
 
@@ -267,7 +227,6 @@ class Conversation:
         conversation._loaded, conversation._settings = loaded, settings
         conversation.cache, conversation._prefill = cache, prefill or Exact()
         conversation._ids = beside["conversation"].to(device_of(loaded.model))
-        conversation._transcript = conversation._kept_results = None
         conversation._parts = [
             Part(role=ROLES[role], span=(start, stop))
             for role, start, stop in beside.get("parts", torch.empty(0, 3)).tolist()
@@ -276,17 +235,15 @@ class Conversation:
 
 
 def behind(
-    loaded: LoadedModel, said: Tensor, text: str, settings: GenerationSettings, *, is_chat: bool
+    loaded: LoadedModel, said: Tensor, turn: Prompt, settings: GenerationSettings, *, is_chat: bool
 ) -> Tensor:
-    """All that was said, (1, T) int64, and a text behind it, which a chat template has made or not.
+    """All that was said, (1, T) int64, and a turn behind it, which a chat template has made or not.
 
     A template's text follows the token that ends an answer, once; no cache has read that token yet.
     Another text goes on where the answer's own ends.
     """
     tokenizer, last = loaded.tokenizer, int(said[0, -1])
-    if last in end_token_ids(loaded.model, settings):
-        end = tokenizer.decode([last])
-        said = said[:, :-1]  # the template may write it itself
-        text = text if text.startswith(end) or not is_chat else end + text
-    new = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
-    return torch.cat([said, new.to(said.device)], dim=1)
+    is_written = not is_chat or turn.text.startswith(tokenizer.decode([last]))
+    if is_written and last in end_token_ids(loaded.model, settings):
+        said = said[:, :-1]
+    return torch.cat([said, turn.token_ids(tokenizer).to(said.device)], dim=1)

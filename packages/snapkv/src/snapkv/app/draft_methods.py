@@ -6,7 +6,6 @@ from typing import Any
 from snapkv.app.models import LoadedModel
 from snapkv.decoding.heads import load_heads
 from snapkv.decoding.medusa import Medusa
-from snapkv.decoding.self_speculation import SelfSpeculation
 from snapkv.decoding.speculation import Speculation
 from snapkv.errors import InvalidArgumentError
 
@@ -21,29 +20,19 @@ class DraftMethod:
     def tally(self, new_tokens: int, passes: int) -> dict[str, Any]:
         """What the last text took: `passes` that verified drafts, and tokens per such pass.
 
-        Of Medusa and self-speculation what `Tally` counts, and what the cache that verifies holds.
-        The forward passes that are given include the prompt's.
+        Of Medusa what `Tally` counts. The forward passes that are given include the prompt's.
         """
         decoding = self.options.get("custom_generate")
         if not isinstance(decoding, Speculation):  # transformers drafts behind the prompt at once
             share = new_tokens / passes
             return {"method": self.name, "passes": passes, "acceptance_length": share}
-        tally = decoding.tally
-        found = {"method": self.name, **asdict(tally)}
-        found["acceptance_length"] = tally.acceptance_length
-        if isinstance(decoding, SelfSpeculation):
-            found["full_cache_bytes"] = decoding.full_cache_bytes
-        return found
+        length = decoding.tally.acceptance_length
+        return {"method": self.name, **asdict(decoding.tally), "acceptance_length": length}
 
 
 def medusa(loaded: LoadedModel, heads: str) -> DraftMethod:
     options = {"custom_generate": Medusa(load_heads(heads, loaded.model))}
     return DraftMethod(name="medusa", options=options)
-
-
-def self_speculation() -> DraftMethod:
-    """Drafts of the compressed cache, verified by a full one."""
-    return DraftMethod(name="self-speculate", options={"custom_generate": SelfSpeculation()})
 
 
 def prompt_lookup(tokens: int) -> DraftMethod:

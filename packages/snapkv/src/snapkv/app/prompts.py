@@ -4,8 +4,9 @@ import itertools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
+from snapkv.control_words import quoted, tokenized, unquoted
 from snapkv.errors import InvalidArgumentError
 
 _ANSWER = "the-answer-so-far"
@@ -24,10 +25,26 @@ class Prompt:
     has_special_tokens: bool = False  # written by a chat template
     context_characters: int | None = None
     system_characters: int = 0  # of the system message that a chat begins with
+    cuts: tuple[int, ...] = ()  # within control words of what a template did not write, see below
+
+    @classmethod
+    def written(cls, text: str, **fields: Any) -> Self:
+        """Of what a chat template wrote, in which content is `quoted`."""
+        plain, cuts = unquoted(text)
+        return cls(text=plain, cuts=cuts, has_special_tokens=True, **fields)
+
+    def followed_by(self, tokenizer: Any, content: str) -> Self:
+        """With content behind it that no template writes."""
+        text, cuts = unquoted(quoted(tokenizer, content))
+        begin = len(self.text)
+        places = (*self.cuts, *(begin + cut for cut in cuts))
+        return replace(self, text=self.text + text, cuts=places)
 
     def token_ids(self, tokenizer: Any) -> Any:
         """(1, T) int64."""
-        return self.encoded(tokenizer, self.text, return_tensors="pt")["input_ids"]
+        import torch  # which commands that read no prompt do without
+
+        return torch.tensor([self.encoded(tokenizer)[0]])
 
     def context_tokens(self, tokenizer: Any) -> int | None:
         """How many of the prompt's tokens are context; None where `context_characters` is.
@@ -36,8 +53,8 @@ class Prompt:
         """
         if self.context_characters is None:
             return None
-        whole = self.encoded(tokenizer, self.text)["input_ids"]
-        context = self.encoded(tokenizer, self.text[: self.context_characters])["input_ids"]
+        whole, _ = self.encoded(tokenizer)
+        context, _ = self.encoded(tokenizer, end=self.context_characters)
         tokens = _alike(whole, context)
         if tokens == 0:
             raise InvalidArgumentError(
@@ -70,16 +87,24 @@ class Prompt:
                 f"{argument}: expected a tokenizer that says where its tokens stand in the text, "
                 f"got {type(tokenizer).__name__}, which does not; {remedy}"
             )
-        encoded = self.encoded(tokenizer, self.text, return_offsets_mapping=True)
-        return [(begin, end) for begin, end in encoded["offset_mapping"]]
+        return self.encoded(tokenizer, offsets=True)[1]
 
-    def encoded(self, tokenizer: Any, text: str, **options: Any) -> Any:
-        """What the tokenizer makes of a beginning of the text, special tokens as in all of it."""
-        return tokenizer(
-            text,
-            add_special_tokens=not self.has_special_tokens,
-            verbose=False,  # the length is checked against the model, with a better message
-            **options,
+    def encoded(
+        self, tokenizer: Any, *, end: int | None = None, offsets: bool = False
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Tokens of the text, or of its first `end` characters, and their places if asked for.
+
+        A text that no template wrote has no control tokens but those that stand around it.
+        """
+        cuts = self.cuts
+        if not self.has_special_tokens:
+            _, cuts = unquoted(quoted(tokenizer, self.text))
+        return tokenized(
+            tokenizer,
+            self.text[:end],
+            cuts,
+            special_tokens=not self.has_special_tokens,
+            offsets=offsets,
         )
 
 
@@ -118,24 +143,22 @@ def chat_prompt(tokenizer: Any, text: str, *, answer_start: str = "") -> Prompt:
         raise InvalidArgumentError(
             "chat: expected a model with a chat template, got one without; leave chat out"
         )
-    turns = [{"role": "user", "content": text}]
+    turns = [{"role": "user", "content": quoted(tokenizer, text)}]
     turn = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    return Prompt(
-        text=turn + answer_start,
-        answer_start=answer_start,
-        has_special_tokens=True,
-        system_characters=len(system_message(tokenizer)),
-    )
+    own = len(system_message(tokenizer))
+    prompt = Prompt.written(turn, answer_start=answer_start, system_characters=own)
+    return prompt.followed_by(tokenizer, answer_start)
 
 
-def next_turn(tokenizer: Any, question: str) -> str:
+def next_turn(tokenizer: Any, question: str) -> Prompt:
     """What stands between the end of an answer and the beginning of the next one."""
+    asked = quoted(tokenizer, question)
     if not tokenizer.chat_template:
-        return f"\n\nQuestion: {question}\nAnswer:"
+        return Prompt.written(f"\n\nQuestion: {asked}\nAnswer:")
     turns = [
         {"role": "user", "content": "What?"},
         {"role": "assistant", "content": _ANSWER},
-        {"role": "user", "content": question},
+        {"role": "user", "content": asked},
     ]
     text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     _, found, behind = text.partition(_ANSWER)
@@ -144,7 +167,7 @@ def next_turn(tokenizer: Any, question: str) -> str:
             "chat: expected a chat template that repeats earlier answers, got one that does not; "
             "ask every question by itself"
         )
-    return str(behind)
+    return Prompt.written(behind)
 
 
 def system_message(tokenizer: Any) -> str:

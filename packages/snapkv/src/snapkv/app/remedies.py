@@ -4,7 +4,7 @@ The prompt is read once more. Each candidate compresses a copy of it, and the fu
 fed to that copy: the candidate keeps the answer if it would have chosen each of its tokens itself.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,14 @@ _TOKENS_AT_ONCE = 64
 """Of the answer, so that their logits take little memory and a wrong candidate ends early."""
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """What a cache would keep, and in how few bits; None for as it came."""
+
+    policy: Policy
+    quantize: Quantize | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tried:
     """What trying the candidates found."""
@@ -42,15 +50,14 @@ def first_that_keeps(
     prompt: Prompt,
     settings: GenerationSettings,
     answer_ids: Sequence[int],
-    candidates: Sequence[Policy],
+    candidates: Sequence[Candidate],
     *,
     protect: Sequence[Sequence[int]] = (),
-    quantize: Quantize | None = None,
 ) -> Tried:
     """The first candidate whose answer would be the full cache's, `answer_ids`.
 
     The most welcome stands first; all or none of them read a context twice. `protect` are half-open
-    spans of positions that stay; `quantize` is how all of them hold what they keep.
+    spans of positions that stay.
     """
     if settings.temperature:
         return Tried(untold=f"the answers are drawn, at temperature {settings.temperature}")
@@ -61,15 +68,15 @@ def first_that_keeps(
         with prompt_memory_explained(loaded.model, ids.shape[1]), torch.inference_mode():
             context = ids[:, : prompt.context_tokens(loaded.tokenizer)]
             trial = _Trial(
-                recorded=_read(loaded, context, candidates),
+                recorded=_read(loaded, context, [each.policy for each in candidates]),
                 ids=ids,
                 answer_ids=torch.tensor(answer_ids, device=ids.device),
                 processors=_processors(loaded.model, ids, settings),
-                options={"protect": protect, "quantize": quantize},
+                protect=protect,
             )
             if not trial.keeps_in_full():
                 return Tried(untold="two of its tokens are too nearly as likely as others to tell")
-            keepers = (place for place, policy in enumerate(candidates) if trial.keeps(policy))
+            keepers = (place for place, each in enumerate(candidates) if trial.keeps(each))
             return Tried(keeper=next(keepers, None))
     except OutOfMemoryError:
         return Tried(untold="there is no memory for one more reading of the prompt")
@@ -77,12 +84,12 @@ def first_that_keeps(
         return Tried(untold="a prompt of this model is not recorded for several methods")
 
 
-def _read(loaded: LoadedModel, ids: Tensor, candidates: Sequence[Policy]) -> RecordedPrompt:
-    """Read what stands before an answer, or a hidden question, for all candidates."""
-    if candidates[0].reads_context:
+def _read(loaded: LoadedModel, ids: Tensor, policies: Sequence[Policy]) -> RecordedPrompt:
+    """Read what stands before an answer, or a hidden question, for all policies."""
+    if policies[0].reads_context:
         repeat = instruction_of(loaded.tokenizer)
-        return record_prompt_twice(loaded.model, ids, candidates[0], instruction_ids=repeat)
-    return record_prompt(loaded.model, ids, Recorder.for_policies(candidates))
+        return record_prompt_twice(loaded.model, ids, policies[0], instruction_ids=repeat)
+    return record_prompt(loaded.model, ids, Recorder.for_policies(policies))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +100,12 @@ class _Trial:
     ids: Tensor  # (1, T) int64, all of the prompt
     answer_ids: Tensor  # (N,) int64, the answer that is to be kept
     processors: LogitsProcessorList  # change the logits of a token as `generate` does
-    options: Mapping[str, Any]  # of every candidate's cache
+    protect: Sequence[Sequence[int]]  # spans that stay in every candidate's cache
 
-    def keeps(self, policy: Policy) -> bool:
-        """Whether the policy would choose every token of the answer itself."""
-        return self._chooses(self.recorded.compressed(policy, **self.options))
+    def keeps(self, candidate: Candidate) -> bool:
+        """Whether it would choose every token of the answer itself."""
+        ways = {"protect": self.protect, "quantize": candidate.quantize}
+        return self._chooses(self.recorded.compressed(candidate.policy, **ways))
 
     def keeps_in_full(self) -> bool:
         """Whether the full cache would, read like this."""
@@ -119,7 +127,7 @@ class _Trial:
         if hidden.shape[1]:
             before = self._read(cache, hidden)
         yield before[0, -1]
-        one_by_one = isinstance(cache.policy, EvictingPolicy)
+        one_by_one = isinstance(cache.policy, EvictingPolicy) or cache.options["quantize"]
         for piece in torch.split(self.answer_ids[:-1], 1 if one_by_one else _TOKENS_AT_ONCE):
             if len(piece):
                 yield from self._read(cache, piece[None])[0]

@@ -1,37 +1,21 @@
 """Messages of a conversation: read from a file, written by a chat template, found in its tokens."""
 
-import itertools
 import json
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+from snapkv.app.parts import ROLES, Part, tokens_between
 from snapkv.app.prompts import Prompt, system_message
-from snapkv.app.protection import tokens_of
 from snapkv.errors import InvalidArgumentError
-from snapkv.policies.spans import Span
 from snapkv.validation import require_choice
-
-ROLES = ("system", "user", "assistant", "tool", "document")
-"""What a part of a conversation is; a document is what the first message of the user is about."""
 
 MOST_BYTES = 64 * 2**20
 """Of a file with a transcript."""
 
 MOST_MESSAGES = 2000
 """Of a transcript, which the template writes once up to each of them."""
-
-_THINKING = re.compile(r"<think>.*?(?:</think>|\Z)|\[THINK\].*?(?:\[/THINK\]|\Z)", re.DOTALL)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """One message, and its tokens, what the template writes around it included."""
-
-    role: str
-    span: Span
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,61 +199,3 @@ def _found(text: str, content: str, start: int) -> tuple[int, int]:
     if not content.strip() or place < 0:
         return start, start
     return place, place + len(content.strip())
-
-
-def tokens_between(offsets: Sequence[Span], start: int, stop: int) -> Span:
-    """The tokens that end between two characters."""
-    within = [place for place, (_, end) in enumerate(offsets) if start < end <= stop]
-    return (within[0], within[-1] + 1) if within else (0, 0)
-
-
-def thinking(tokenizer: Any, ids: Sequence[int], start: int) -> list[Span]:
-    """The spans of thinking in the tokens of an answer, the first of which stands at `start`."""
-    texts = [tokenizer.decode([token]) for token in ids]
-    begins = [0]
-    for text in texts:
-        begins.append(begins[-1] + len(text))
-    offsets = list(itertools.pairwise(begins))
-    return [
-        (start + begin, start + end)
-        for match in _THINKING.finditer("".join(texts))
-        for begin, end in tokens_of(offsets, *match.span())
-    ]
-
-
-def generation_tokens(tokenizer: Any) -> int:
-    """How many tokens a chat template writes before an answer."""
-    if not tokenizer.chat_template:
-        return 0
-    turns = [{"role": "user", "content": "What?"}]
-    plain = tokenizer.apply_chat_template(turns, tokenize=False)
-    begun = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    return len(tokenizer(begun.removeprefix(plain), add_special_tokens=False)["input_ids"])
-
-
-def question_parts(tokenizer: Any, prompt: Prompt, document: str) -> list[Part]:
-    """The parts of a prompt with one question about a document, where the tokenizer tells."""
-    if not getattr(tokenizer, "is_fast", False):
-        return []
-    offsets, own = prompt.offsets(tokenizer, "document", ""), prompt.system_characters
-    bounds = [("system", 0, own), ("user", own, len(prompt.text))]
-    place = prompt.text.find(document, own) if document else -1
-    if place >= 0:
-        stop = place + len(document)
-        bounds[1:] = [("document", place, stop), ("user", stop, len(prompt.text))]
-    parts = (
-        Part(role=role, span=tokens_between(offsets, start, stop)) for role, start, stop in bounds
-    )
-    return [part for part in parts if part.span[0] < part.span[1]]
-
-
-def turn(parts: Sequence[Part], number: int) -> list[Part]:
-    """The question of that number, counted from one, and what stands before the next one."""
-    asked = [place for place, part in enumerate(parts) if part.role == "user"]
-    if not 1 <= number <= len(asked):
-        raise InvalidArgumentError(
-            f"drop: expected the number of one of the {len(asked)} turns so far, got {number}; "
-            "the first one is 1"
-        )
-    begin, stop = asked[number - 1], [*asked, len(parts)][number]
-    return list(parts[begin:stop])

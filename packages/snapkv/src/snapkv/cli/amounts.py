@@ -10,7 +10,14 @@ from decimal import Decimal
 from typing import Any
 
 from snapkv.errors import InvalidArgumentError
-from snapkv.validation import AUTO, byte_budget, code_bits, require_at_least, require_int
+from snapkv.validation import (
+    AUTO,
+    byte_budget,
+    code_bits,
+    require_at_least,
+    require_auto_budget,
+    require_int,
+)
 
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
@@ -66,6 +73,7 @@ def token_budget(text: str) -> int | str | dict[str, Any]:
     word, _, rest = text.strip().partition(":")
     if word == AUTO:
         given = dict(_auto_parameter(part) for part in rest.split(",") if part.strip())
+        require_auto_budget(**given)
         return {AUTO: given} if given else AUTO
     if byte_budget(text) is not None:
         return text.strip()

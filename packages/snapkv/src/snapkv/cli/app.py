@@ -146,7 +146,19 @@ class _Shown:
 
 
 class _ShownCommand(_Shown, TyperCommand):
-    pass
+    """One whose options have a value each; several of one that takes one are refused."""
+
+    def parse_args(self, context: Any, args: list[str]) -> list[str]:
+        """As ever, for what is given once."""
+        _, _, given = self.make_parser(context).parse_args(args=list(args))
+        for option in given:
+            takes_one = not (option.multiple or getattr(option, "is_flag", False))
+            if takes_one and (times := given.count(option)) > 1:
+                raise InvalidArgumentError(
+                    f"{option.name}: expected it once, got {option.opts[0]} {times} times; leave "
+                    "all but one out"
+                )
+        return super().parse_args(context, args)
 
 
 class _ShownGroup(_Shown, TyperGroup):

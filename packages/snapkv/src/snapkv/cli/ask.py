@@ -43,10 +43,6 @@ class AskOptions(RunOptions):
         panels.library(help="How many of its documents to answer from", show_default="3"),
         WholeNumber(1),
     ] = None
-    rerank: Annotated[
-        bool,
-        panels.library("--rerank", help="Order what is found by its meaning, by embeddings"),
-    ] = False
     recompute: Annotated[
         float | None,
         panels.library(
@@ -65,7 +61,6 @@ class AskOptions(RunOptions):
         if self.library is None:
             expected = "--library beside it"
             given = {"documents": self.documents, "recompute": self.recompute}
-            given["rerank"] = self.rerank or None
         else:
             expected = "none with --library"
             given = {name: getattr(self, name) or None for name in (*DRAFTS, "protect_first")}

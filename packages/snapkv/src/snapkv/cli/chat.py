@@ -49,35 +49,17 @@ def chat(
         ),
         WholeNumber(1),
     ] = None,
-    transcript: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="JSON file of OpenAI messages, tool calls included, that the conversation begins "
-            "with",
-        ),
-    ] = None,
-    clear_tool_results: Annotated[
-        int | None,
-        typer.Option(
-            metavar="KEEP",
-            help="Drop the transcript's tool results but for the last KEEP before answering",
-            show_default="keep all",
-        ),
-        WholeNumber(0),
-    ] = None,
     *,
     options: RunOptions,
 ) -> None:
     """Answer questions about documents, one after another, in one small cache.
 
     Questions are read from standard input, a line each. /stats shows what the cache holds, /drop
-    tools, /drop thinking, /drop document or /drop 3 (a turn) frees what it holds of that for good,
-    /save FILE writes the conversation, /save --force FILE also where a file is there, /load FILE
-    goes on with a saved one, /quit ends.
+    thinking, /drop document or /drop 3 (a turn) frees what it holds of that for good, /save FILE
+    writes the conversation, /save --force FILE also where a file is there, /load FILE goes on with
+    a saved one, /quit ends.
     """
     _require_sense(options, files or [], recall, recall_pages)
-    _require_transcript(files or [], transcript, clear_tool_results)
     settings = options.settings()
     read, warnings = text_files.read_noting(files) if files else ([], [])
 
@@ -87,12 +69,10 @@ def chat(
     _require_tokens(policy, options, recall)
 
     from snapkv.app.conversation import Conversation
-    from snapkv.app.transcripts import Transcript
     from snapkv.cache.paging import PageRecall
     from snapkv.cli.loading import load_model
     from snapkv.cli.session import protection_of
 
-    begun = None if transcript is None else Transcript.read(transcript)
     ways: dict[str, Any] = {
         "recall": PageRecall(recall_pages, where=recall or "host") if recall_pages else recall,
         "prefill": options.reading,
@@ -109,8 +89,6 @@ def chat(
             settings,
             document=document,
             protection=protection,
-            transcript=begun,
-            clear_tool_results=clear_tool_results,
             quantize=quantize,
             **ways,
         ),
@@ -148,21 +126,6 @@ def _require_sense(
         raise InvalidArgumentError(
             "files: expected files or folders, since the questions come from standard input, got "
             "-; pass a file"
-        )
-
-
-def _require_transcript(
-    files: Sequence[str], transcript: str | None, clear_tool_results: int | None
-) -> None:
-    if transcript is not None and files:
-        raise InvalidArgumentError(
-            f"transcript: expected no files beside it, got {files[0]!r}; put its text into a "
-            "message of the transcript"
-        )
-    if transcript is None and clear_tool_results is not None:
-        raise InvalidArgumentError(
-            f"clear_tool_results: expected --transcript beside it, got {clear_tool_results} "
-            "alone; say /drop tools in a conversation"
         )
 
 
@@ -314,7 +277,7 @@ class Chat:
 
     def _help(self, _: str) -> None:
         self._note(
-            "/stats  /drop tools|thinking|document|TURN  /save [--force] FILE  /load FILE  /quit; "
+            "/stats  /drop thinking|document|TURN  /save [--force] FILE  /load FILE  /quit; "
             "anything else is a question"
         )
 

@@ -12,6 +12,7 @@ from snapkv.cache.saving.writing import replace_file
 from snapkv.cli import panels
 from snapkv.cli.amounts import WholeNumber, integers, token_budget
 from snapkv.cli.fields import with_options
+from snapkv.cli.methods import known_method, specs
 from snapkv.cli.options import MethodOptions
 from snapkv.cli.outputs import Output, WritingOptions
 from snapkv.cli.standard_output import write
@@ -54,6 +55,21 @@ class InspectOptions(MethodOptions, WritingOptions):
     output: Annotated[str, panels.output("--output", "-o", help="The page to write"), Output()] = (
         "inspection.html"
     )
+
+    def __post_init__(self) -> None:
+        """Refuse what no method is beside the others, too."""
+        super().__post_init__()
+        for spec in specs(self.beside or []):
+            name, at, budget = spec.partition("@")
+            if name:
+                known_method(name.partition(":")[0], "beside")
+            try:
+                _ = token_budget(budget) if at else None
+            except InvalidArgumentError as error:
+                raise InvalidArgumentError(
+                    f"beside: expected a method, or one with a budget as h2o@256, got {spec!r}; "
+                    f"{error}"
+                ) from None
 
 
 @with_options(InspectOptions)
@@ -138,7 +154,7 @@ def _with_budget(options: InspectOptions, budget: Any) -> Any:
 
 def _beside(options: InspectOptions, policy: Any) -> list[tuple[str, Any]]:
     """What is shown beside the policy: a label and a policy each."""
-    from snapkv.cli.policy import named_policies, parsed, specs, takes_budget
+    from snapkv.cli.policy import named_policies, parsed, takes_budget
     from snapkv.inspector.scores import scorer_of
     from snapkv.policies.default import method_name
 

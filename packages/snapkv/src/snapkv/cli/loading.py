@@ -4,6 +4,7 @@ Bars are on standard error, and only on a terminal.
 """
 
 import logging
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ from snapkv.app.answering import TextSink
 from snapkv.app.models import LoadedModel, load
 from snapkv.cli.entry import started
 from snapkv.cli.options import ModelOptions
+from snapkv.errors import SnapKVError
 
 _LOAD_OPTIONS = ("device", "dtype", "revision", "attn_implementation", "trust_remote_code")
 
@@ -47,8 +49,11 @@ def load_arguments(options: ModelOptions) -> dict[str, Any]:
 
 
 def load_other(name: str, options: ModelOptions) -> LoadedModel:
-    """Load a second model, on the device and in the dtype of the first."""
-    return load_model(replace(options, model=name, revision=None, attn_implementation=None))
+    """Load a model that drafts, on the device and in the dtype of the first."""
+    try:
+        return load_model(replace(options, model=name, revision=None, attn_implementation=None))
+    except SnapKVError as error:  # which names the option of the first
+        raise type(error)(re.sub("^model: ", "assistant: ", str(error))) from error
 
 
 def begin(*, verbose: bool) -> None:

@@ -1,38 +1,31 @@
-"""What a user is told behind an answer: the same or not, what was lost, and what to type next."""
+"""What a user is told behind an answer: the same or not, and what to type next."""
 
 import dataclasses
-import difflib
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import fmean
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from rich.text import Text
 
 from snapkv.app.answering import Answer
 from snapkv.app.comparison import Comparison
 from snapkv.app.remedies import Tried
-from snapkv.cache.report import bits_text
 from snapkv.cli.options import OWN_FLAGS, RunOptions
-from snapkv.cli.policy import accepted, build_policy
-from snapkv.policies import Policy
+from snapkv.cli.policy import accepted
 from snapkv.policies.budget import dilution
-from snapkv.validation import AUTO
 
 DIFFERS = 3
 """Exit status of `--check` where the answer is not the full cache's."""
 
 SAFE_BELOW = 0.00125
 """Where less than this share of the window's attention is lost at one place, on average over heads
-and layers, and in sum less than `SAFE_SUM_BELOW`, an answer is called safe. Both are shares of a
-prompt of 1,024 tokens; a longer one dilutes votes, and more that was not looked at is dropped."""
+and layers, and in sum less than `SAFE_SUM_BELOW`, few answers are not the full cache's. Both are
+shares of a prompt of 1,024 tokens; a longer one dilutes votes, and more that was not looked at is
+dropped."""
 
 SAFE_SUM_BELOW = 0.15
 """Of all votes, so that an answer whose votes lie scattered counts, too."""
-
-DOUBTFUL_BELOW = 0.008
-"""From here on an answer is to be mistrusted; below it, and not safe, it is called doubtful."""
 
 Change = Mapping[str, Any]
 """New values of options by their names; None takes an option away."""
@@ -43,62 +36,70 @@ FULL: dict[str, Any] = {"policy": "full", **dict.fromkeys((*OWN_FLAGS, "set_"))}
 FADING: Change = {"pooling": "fading", "kernel_size": None, "decay": None}
 WIDE: Change = {"pooling": "max", "kernel_size": "13", "decay": None}
 
-Try = Callable[[Sequence[int], list[Policy]], Tried]
-"""Tries policies in order on an answer; see `snapkv.app.remedies.first_that_keeps`."""
+MORE_BITS: Change = {"exact_bits": True}
 
-Word = Literal["safe", "doubtful", "lost"]
+Try = Callable[[Sequence[int], Sequence[RunOptions]], Tried]
+"""Tries an answer with each of the options in order; see `snapkv.app.remedies.first_that_keeps`."""
 
 
-def word_for(peak: float, share: float, tokens: float) -> Word:
-    """What the highest lost vote and the sum of them, 0 to 1, mean for an answer.
+def are_few(peak: float, share: float, tokens: float) -> bool:
+    """Whether the highest lost vote and the sum of them, 0 to 1, mean little for an answer.
 
-    They are those of a prompt of so many tokens. What is no number is lost.
+    They are those of a prompt of so many tokens. What is no number is not few.
     """
-    undiluted, total = peak * dilution(tokens), share * dilution(tokens)
-    if undiluted < SAFE_BELOW and total < SAFE_SUM_BELOW:
-        return "safe"
-    return "doubtful" if undiluted < DOUBTFUL_BELOW else "lost"
+    return peak * dilution(tokens) < SAFE_BELOW and share * dilution(tokens) < SAFE_SUM_BELOW
 
 
 @dataclass(frozen=True, kw_only=True)
 class LostVotes:
-    """What a report of a cache says about the votes that were lost, in plain words.
+    """What a report of a cache says about the votes that were lost.
 
     Attributes:
         share: mean over layers and heads, 0 to 1; None where the method measures none.
-        highest: that of the worst layer; None where there is none.
         peak: the highest vote that is lost, as a share of the window's attention, mean over layers
             and heads, see `CacheReport`; None where the method measures none.
-        word: None where nothing is known; where nothing is dropped, it is "safe".
+        few: whether so little is lost that hardly an answer differs; None where nothing is known.
         drops_nothing: whether all tokens are held.
     """
 
     share: float | None
-    highest: float | None
     peak: float | None
-    word: Word | None
+    few: bool | None
     drops_nothing: bool
 
     @classmethod
     def of(cls, report: Mapping[str, Any]) -> Self:
         """Read a `CacheReport`, which need not know of votes."""
-        layers = [row.get("lost_votes") for row in report.get("layers", ())]
-        peak, tokens = report.get("lost_vote_peak"), report.get("chosen_at", report["seen_tokens"])
+        share, peak = report.get("lost_votes"), report.get("lost_vote_peak")
+        tokens = report.get("chosen_at", report["seen_tokens"])
         drops_nothing = report["kept_tokens"] >= report["seen_tokens"]
-        share = report.get("lost_votes")
-        known = None if peak is None or share is None else word_for(peak, share, tokens)
-        return cls(
-            share=share,
-            highest=max((lost for lost in layers if lost is not None), default=None),
-            peak=peak,
-            word="safe" if drops_nothing else known,
-            drops_nothing=drops_nothing,
-        )
+        known = None if peak is None or share is None else are_few(peak, share, tokens)
+        few = True if drops_nothing else known
+        return cls(share=share, peak=peak, few=few, drops_nothing=drops_nothing)
 
-    def __str__(self) -> str:
+    def said(self, *, safe: bool) -> str:
+        """In the table below an answer, which is called safe or not."""
         if self.drops_nothing:
             return "nothing was dropped"
-        return "-" if self.share is None else f"{100 * self.share:.0f} % ({self.word})"
+        share = "-" if self.share is None else f"{100 * self.share:.0f} %"
+        return f"{share} (safe)" if safe else share
+
+
+def has_few_bits(report: Mapping[str, Any]) -> bool:
+    """Whether a cache holds other numbers than the model's own."""
+    return any(not bits.isdecimal() or int(bits) < 16 for bits in report.get("bits", ()))
+
+
+def is_safe(answers: Sequence[Answer], options: RunOptions) -> bool:
+    """Whether the compressed answer is called safe.
+
+    Votes know nothing of few bits, nor of what layers have not read; and where the full cache's
+    answer is there and differs, it is known better.
+    """
+    ours, *full = answers
+    same = all(Comparison.of(ours, other).same for other in full)
+    exact = options.reading.holds_all and not has_few_bits(ours.cache)
+    return same and exact and bool(LostVotes.of(ours.cache).few)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,16 +133,11 @@ def notes_on(
         answers: the compressed one and, to compare it, the full cache's.
         options: those of the command.
         typed: the command line.
-        tried: tries policies on the prompt.
+        tried: tries other options on the prompt.
         full_start: the first so many tokens of the full cache's answer.
     """
     ours, *full = answers
-    way = options.reading
-    notes = [
-        Note(key="prefill", record=way.describe(), lines=[Text(way.note)] if way.note else []),
-        *_budget_note(ours, options, typed),
-        votes_note(ours, options, typed),
-    ]
+    notes = [votes_note(answers, options, typed)]
     if options.compare:
         notes.append(compared_note(ours, full[0], options, typed, tried))
     if options.check is not None:
@@ -150,55 +146,18 @@ def notes_on(
     return notes
 
 
-def _budget_note(answer: Answer, options: RunOptions, typed: Sequence[str]) -> Iterator[Note]:
-    """How much of the prompt was kept, in how many bits, where votes or bytes chose; else none."""
-    budget = _parameter_of(answer.policy, "budget")
-    if not isinstance(budget, dict):
-        return
-    auto = budget.get(AUTO)
-    tokens, bits = answer.prompt_tokens, answer.cache["bits"]
-    behind = answer.cache.seen_tokens - tokens
-    rows = [row for row in answer.cache["layers"] if row["kind"] == "compressed"]
-    kept = [row["kept_tokens"] - behind for row in rows]
-    mean, least, most = fmean(kept), min(kept), max(kept)
-    name = "budget auto" if auto else "budget"
-    line = f"{name}: nothing was dropped, {bits_text(bits)}"
-    if options.protect_first >= tokens and least >= tokens:
-        command = changed_command(typed, {"protect_first": None})
-        line += f", since --protect-first covers all {tokens:,} prompt tokens; without: {command}"
-    if least < tokens:
-        line = (
-            f"{name}: {mean:,.0f} of {tokens:,} prompt tokens kept in each layer "
-            f"({least:,.0f} to {most:,.0f}) {bits_text(bits)}"
-        )
-        if auto:
-            limit = auto["most"]
-            cut = "" if limit is None or most < limit else f", but no more than {limit:,}"
-            bound = 100 * auto["lost_vote"] / dilution(tokens)
-            line += f": the window, and what it gave a pooled vote of more than {bound:.2g} %{cut}"
-    record = {AUTO: auto, "kept_tokens": mean, "least": least, "most": most, "bits": bits}
-    record |= {"held_bytes": answer.cache.held_bytes}
-    yield Note(key="budget", record=record, lines=[Text(line)])
-
-
-def votes_note(answer: Answer, options: RunOptions, typed: Sequence[str]) -> Note:
+def votes_note(answers: Sequence[Answer], options: RunOptions, typed: Sequence[str]) -> Note:
     """How much of the vote was lost, and where that is much, the command for a larger budget.
 
-    What a full cache verifies, or stands by, needs none.
+    What a full cache stands by needs none.
     """
-    lost = LostVotes.of(answer.cache)
-    change = None
-    if lost.word in ("doubtful", "lost") and not (options.self_speculate or options.compare):
-        change = larger_budget(options, answer)
+    ours, *full = answers
+    lost = LostVotes.of(ours.cache)
+    change = larger_budget(options, ours) if lost.few is False and not full else None
     command = None if change is None else changed_command(typed, change)
-    return Note(
-        key="lost_votes",
-        record={
-            **{name: getattr(lost, name) for name in ("share", "highest", "peak", "word")},
-            "command": command,
-        },
-        lines=[Text(f"lost votes: {lost}; for a larger budget: {command}")] if command else [],
-    )
+    record = {"share": lost.share, "peak": lost.peak, "safe": is_safe(answers, options)}
+    lines = [Text(f"for a larger budget: {command}")] if command else []
+    return Note(key="lost_votes", record=record | {"command": command}, lines=lines)
 
 
 def checked_note(answer: Answer, full: Answer, tokens: int) -> Note:
@@ -231,9 +190,7 @@ def compared_note(
     remedy, note = None, ""
     if not found.same:
         changes = list(changes_by_price(options, ours))
-        outcome = tried(
-            full.token_ids, [build_policy(changed_options(options, each)) for each in changes]
-        )
+        outcome = tried(full.token_ids, [changed_options(options, each) for each in changes])
         if outcome.untold:
             note = f"not computed: {outcome.untold}"
         elif outcome.keeper is None:
@@ -245,8 +202,7 @@ def compared_note(
     if found.same:
         lines = [Text("same answer", "green")]
     else:
-        diff = word_diff(ours.text, full.text)
-        lines = [Text.assemble(("different", "bold red"), ": ", diff), _next_step(note, command)]
+        lines = [Text("different", "bold red"), _next_step(note, command)]
     record = {**asdict(found), "remedy": remedy, "command": command, "note": note}
     return Note(key="comparison", record=record, lines=lines)
 
@@ -259,37 +215,26 @@ def _next_step(note: str, command: str | None) -> Text:
     return Text(f"what to try next is {note}")
 
 
-def word_diff(ours: str, theirs: str) -> Text:
-    """What stands in one text only, word by word: [-of ours-] in red, {+of theirs+} in green."""
-    left, right = ours.split(), theirs.split()
-    parts: list[tuple[str, str]] = []
-    matcher = difflib.SequenceMatcher(None, left, right, autojunk=False)
-    for kind, begin, end, other_begin, other_end in matcher.get_opcodes():
-        if kind == "equal":
-            parts.append((" ".join(left[begin:end]), ""))
-            continue
-        if begin < end:
-            parts.append((f"[-{' '.join(left[begin:end])}-]", "red"))
-        if other_begin < other_end:
-            parts.append((f"{{+{' '.join(right[other_begin:other_end])}+}}", "green"))
-    return Text(" ").join(Text(text, style) for text, style in parts)
-
-
 def changes_by_price(options: RunOptions, answer: Answer) -> Iterator[Change]:
-    """Changes to try, those that hold fewer bytes first: other poolings, then twice the budget...
+    """Changes to try, those that hold fewer bytes first: poolings, more bits, twice the budget...
 
     All that is tried reads the prompt exactly. Recall is none of the changes: what it brings back,
     it brings back for a later question.
     """
+    more_bits = has_few_bits(answer.cache)
     exactly: Change = {} if options.reading.holds_all else {"prefill": None}
     if exactly:
         yield exactly
     known = accepted(options.policy, {})
     poolings = list(_other_poolings(answer.policy)) if "pooling" in known else []
     yield from ({**exactly, **pooling} for pooling in poolings)
+    if more_bits:
+        yield {**exactly, **MORE_BITS}
     for budget in _larger_budgets(answer) if "budget" in known else ():
         larger = {**exactly, "budget": budget, "keep_ratio": None}
         yield larger
+        if more_bits:
+            yield {**larger, **MORE_BITS}
         if FADING in poolings:
             yield {**larger, **FADING}
 
@@ -342,9 +287,13 @@ def changed_options(options: RunOptions, change: Change) -> RunOptions:
 def changed_command(typed: Sequence[str], change: Change) -> str:
     """The command line, all behind the program's name, with that change, quoted for a shell."""
     end = typed.index("--") if "--" in typed else len(typed)
-    new = [(_flag(name), str(value)) for name, value in change.items() if value is not None]
-    words = (*_without(typed[:end], change), *(word for pair in new for word in pair), *typed[end:])
-    return shlex.join(["snapkv", *words])
+    new = [
+        word
+        for name, value in change.items()
+        if value is not None
+        for word in ([_flag(name)] if value is True else [_flag(name), str(value)])
+    ]
+    return shlex.join(["snapkv", *_without(typed[:end], change), *new, *typed[end:]])
 
 
 def _without(words: Sequence[str], change: Change) -> Iterator[str]:

@@ -18,6 +18,7 @@ from snapkv.cli.amounts import (
     storage_bits,
     token_budgets,
 )
+from snapkv.cli.methods import known_method, require_known
 from snapkv.errors import InvalidArgumentError
 from snapkv.validation import (
     DEFAULT,
@@ -29,6 +30,8 @@ from snapkv.validation import (
     nearest,
     require_budget,
     require_choice,
+    require_device,
+    require_dtype,
     require_pooling,
 )
 
@@ -59,6 +62,13 @@ class ModelOptions:
     verbose: Annotated[
         bool, panels.output("--verbose", help="Show what transformers and torch have to say")
     ] = False
+
+    def __post_init__(self) -> None:
+        """Refuse what no machine and no model has, before torch is waited for."""
+        if self.device is not None:
+            require_device(self.device)
+        if self.dtype is not None:
+            require_dtype(self.dtype)
 
 
 OWN_FLAGS = (
@@ -125,6 +135,9 @@ class PolicyOptions(ModelOptions):
 
         The methods check all of it again, and what these options cannot know.
         """
+        super().__post_init__()
+        if self.policy:
+            object.__setattr__(self, "policy", known_method(self.policy))
         width = None if self.kernel_size is None else kernel(self.kernel_size)
         is_default = self.policy == DEFAULT
         pooling = self.pooling or ("fading" if is_default and width is None else "max")
@@ -205,8 +218,8 @@ class RunOptions(MethodOptions):
     prefill: Annotated[
         str,
         panels.answer(
-            help="How the prompt is read: exact, selective, gemfilter, layer-by-layer, chunked; "
-            "with parameters as in selective:layer=15,keep_ratio=0.2"
+            help="How the prompt is read: exact, layer-by-layer, or not exactly: selective, "
+            "gemfilter, chunked; with parameters as in selective:layer=15,keep_ratio=0.2"
         ),
     ] = "exact"
     medusa: Annotated[
@@ -220,12 +233,6 @@ class RunOptions(MethodOptions):
         panels.drafts(metavar="N", help="Draft N tokens out of the prompt"),
         POSITIVE,
     ] = None
-    self_speculate: Annotated[
-        bool,
-        panels.drafts(
-            "--self-speculate", help="The compressed cache drafts for a full one, whose text it is"
-        ),
-    ] = False
     compare: Annotated[
         bool,
         panels.output(
@@ -268,7 +275,7 @@ class RunOptions(MethodOptions):
         return read_prefill(self.prefill)
 
 
-DRAFTS = ("medusa", "assistant", "prompt_lookup", "self_speculate")
+DRAFTS = ("medusa", "assistant", "prompt_lookup")
 """The options that name where drafts come from."""
 
 
@@ -303,12 +310,14 @@ class ComparedOptions(ModelOptions):
     bits: StorageBits = EXACT
 
     def __post_init__(self) -> None:
-        """Check the budgets and bits; the methods check the rest, where there are some."""
+        """Check names, budgets and bits; the methods check the rest, where there are some."""
+        super().__post_init__()
         if self.policy is not None and not all(text.strip(" ,") for text in self.policy):
             raise InvalidArgumentError(
                 "policy: expected the name of a method, got an empty one; leave it out for the "
                 "default"
             )
+        require_known(self.policy or ())
         token_budgets(self.budget)
         storage_bits(self.bits)
 

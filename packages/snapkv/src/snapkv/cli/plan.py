@@ -11,7 +11,7 @@ from snapkv.cli.amounts import EXACT, POSITIVE, TokenBudget, byte_count, count, 
 from snapkv.cli.fields import with_options
 from snapkv.cli.grid import Grid, give
 from snapkv.errors import InvalidArgumentError
-from snapkv.validation import format_bytes, require_int
+from snapkv.validation import format_bytes, require_dtype, require_int
 
 if TYPE_CHECKING:
     from snapkv.plan import CacheNeeds, Footprint, Plan, Request
@@ -86,6 +86,11 @@ class PlanOptions:
     verbose: Annotated[
         bool, panels.output("--verbose", help="Show what transformers has to say")
     ] = False
+
+    def __post_init__(self) -> None:
+        """Refuse a dtype that no model has, before torch is waited for."""
+        if self.dtype is not None:
+            require_dtype(self.dtype)
 
 
 @with_options(PlanOptions)

@@ -1,12 +1,12 @@
 """From options, or a text such as ``snapkv:kernel_size=13``, to a policy in the table."""
 
 import contextlib
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from snapkv.cli.amounts import count, kernel, token_budget
+from snapkv.cli.methods import known_method, specs
 from snapkv.cli.options import OWN_FLAGS, PolicyOptions, RunOptions
 from snapkv.errors import InvalidArgumentError
 from snapkv.hf.model_parts import shares_latent
@@ -114,11 +114,7 @@ def parameters(policy: type[Policy]) -> dict[str, Any]:
 
 def _named(name: str) -> type[Policy]:
     kinds: dict[str, type[Policy]] = {DEFAULT: SnapKV, **POLICIES}
-    if name not in kinds:
-        raise InvalidArgumentError(
-            f"policy: expected one of {', '.join(kinds)}, got {name!r}{nearest(name, kinds)}"
-        )
-    return kinds[name]
+    return kinds[known_method(name)]
 
 
 def typed_assignments(name: str, assignments: Iterable[str]) -> dict[str, Any]:
@@ -185,12 +181,6 @@ def _shown(budget: int | str | dict[str, Any]) -> str:
     if not isinstance(budget, dict):
         return str(budget)
     return f"{AUTO}:" + ",".join(f"{name}={value}" for name, value in budget[AUTO].items())
-
-
-def specs(texts: Iterable[str]) -> list[str]:
-    """The policies in texts as ``snapkv:kernel_size=13,pooling=avg,h2o``; "none" names none."""
-    parts = [part for text in texts for part in re.split(r",(?!\s*[\w.-]+=)", text)]
-    return [part.strip() for part in parts if part.strip() not in ("", "none")]
 
 
 def parsed(spec: str) -> tuple[str, dict[str, Any]]:

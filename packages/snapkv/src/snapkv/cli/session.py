@@ -1,6 +1,5 @@
 """What `ask` and `generate` do once it is known what to read: load, answer, show."""
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -20,26 +19,24 @@ from snapkv.app.models import LoadedModel
 from snapkv.app.prefills import Exact
 from snapkv.app.prompts import Prompt
 from snapkv.app.protection import Protection
-from snapkv.app.remedies import Tried, first_that_keeps
+from snapkv.app.remedies import Candidate, Tried, first_that_keeps
 from snapkv.app.settings import GenerationSettings
 from snapkv.cli.ask import AskOptions
 from snapkv.cli.grid import Grid, say, show
 from snapkv.cli.library import like
 from snapkv.cli.loading import load_model, load_other, reading_progress
-from snapkv.cli.notes import LostVotes, Note, Try, notes_on
+from snapkv.cli.notes import LostVotes, Note, Try, is_safe, notes_on
 from snapkv.cli.options import DRAFTS, RunOptions
 from snapkv.cli.policy import build_policy, usual_bits
 from snapkv.cli.standard_output import write, write_json
 from snapkv.errors import InvalidArgumentError
 from snapkv.hf.placement import device_of
 from snapkv.kvzip import require_one_reading
-from snapkv.library.blending import DEFAULT_RECOMPUTE
-from snapkv.library.embeddings import embeddings_folder
 from snapkv.library.library import Library
 from snapkv.library.searching import Hit
 from snapkv.policies import FullCache, Policy
 from snapkv.policies.default import method_name
-from snapkv.validation import DEFAULT, format_bytes
+from snapkv.validation import DEFAULT, DEFAULT_RECOMPUTE, format_bytes
 
 _DOCUMENTS = 3
 
@@ -103,13 +100,18 @@ def answer_and_show(
             policy, settings, on_text, drafts=drafts, prefill=options.reading, quantize=quantize
         ),
         full=full,
-        trying=lambda ours: functools.partial(
-            first_that_keeps,
-            loaded,
-            prompt,
-            settings,
-            protect=ours.protected,
-            quantize=quantize,
+        trying=lambda ours: (
+            lambda answer_ids, changed: first_that_keeps(
+                loaded,
+                prompt,
+                settings,
+                answer_ids,
+                [
+                    Candidate(build_policy(each), usual_bits(each, loaded.model)[0])
+                    for each in changed
+                ],
+                protect=ours.protected,
+            )
         ),
         own_bits=own_bits,
     )
@@ -128,7 +130,7 @@ def protection_of(options: RunOptions, *, system: bool | None) -> Protection:
 def _require_drafts_that_fit(options: RunOptions, policy: Policy) -> None:
     """Refuse several ways at once, and any behind documents that are not read at once."""
     flags = {name: f"--{name.replace('_', '-')}" for name in DRAFTS}
-    given = [flag for name, flag in flags.items() if getattr(options, name) not in (None, False)]
+    given = [flag for name, flag in flags.items() if getattr(options, name) is not None]
     if len(given) > 1:
         raise InvalidArgumentError(
             f"drafts: expected one of {', '.join(flags.values())}, got {' and '.join(given)}; "
@@ -154,7 +156,7 @@ def _draft_method(options: RunOptions, loaded: LoadedModel) -> DraftMethod | Non
         return draft_methods.assistant(loaded, load_other(options.assistant, options))
     if options.prompt_lookup is not None:
         return draft_methods.prompt_lookup(options.prompt_lookup)
-    return draft_methods.self_speculation() if options.self_speculate else None
+    return None
 
 
 def answer_from_library(options: AskOptions, question: str, typed: Sequence[str]) -> None:
@@ -166,10 +168,8 @@ def answer_from_library(options: AskOptions, question: str, typed: Sequence[str]
     is_compressed = library.required().policy["name"] != FullCache.name
     if is_compressed and options.policy == DEFAULT and not options.has_parameters:
         options, policy = replace(options, policy=FullCache.name), FullCache()  # stays as it is
-    if options.rerank:
-        embeddings_folder()
     documents = _DOCUMENTS if options.documents is None else options.documents
-    hits = search(library, question, documents, by_meaning=options.rerank)
+    hits = search(library, question, documents)
     loaded = load_model(like(library, options))
     found = take(
         loaded,
@@ -205,15 +205,16 @@ def answer_from_library(options: AskOptions, question: str, typed: Sequence[str]
         settings=settings,
         answered=answered,
         full=full,
-        trying=lambda _: _not_tried,
+        trying=lambda _: lambda *_: Tried(untold=_untried(found.recompute)),
         sources=lambda: _source_lines(found.hits, warnings),
     )
     _show_answers(asked, options, request, typed)
 
 
-def _not_tried(answer_ids: Sequence[int], candidates: Sequence[Policy]) -> Tried:
-    del answer_ids, candidates
-    return Tried(untold="raise --recompute, where 1 reads the documents in full, or --budget")
+def _untried(recompute: float) -> str:
+    if recompute == 1:
+        return "raise --budget"
+    return "raise --recompute, where 1 reads the documents in full, or --budget"
 
 
 def _source_lines(hits: Sequence[Hit], warnings: Sequence[str]) -> list[Text]:
@@ -232,7 +233,7 @@ def _show_answers(
     else:
         answers = [asked.answered(None if options.json else write)]
     if not options.json:
-        _show(answers, asked.sources())
+        _show(answers, asked.sources(), safe=is_safe(answers, options))
     tried = asked.trying(answers[0])
     notes = notes_on(answers, options, typed, tried=tried, full_start=asked.full)
     if asked.own_bits:
@@ -240,6 +241,7 @@ def _show_answers(
         notes.append(Note(key="bits", record={"note": asked.own_bits}, lines=[line]))
     if options.json:
         about = {"model": asked.loaded.description(), **request}
+        about["prefill"] = options.reading.describe()
         about["settings"] = asdict(asked.settings)
         runs = [answer_record(each, with_layers=options.verbose) for each in answers]
         told = {note.key: note.record for note in notes}
@@ -250,15 +252,15 @@ def _show_answers(
         raise typer.Exit(status)
 
 
-def _show(answers: Sequence[Answer], sources: Sequence[Text]) -> None:
+def _show(answers: Sequence[Answer], sources: Sequence[Text], *, safe: bool) -> None:
     """Two answers side by side on standard output, or below one that is there what it took."""
     if len(answers) > 1:
-        show(answers_table(answers, with_text=True))
+        show(answers_table(answers, with_text=True, safe=safe))
         say(sources)
     else:
         write("\n")
         say(sources, to_errors=True)
-        Console(stderr=True).print(answers_table(answers, with_text=False))
+        Console(stderr=True).print(answers_table(answers, with_text=False, safe=safe))
 
 
 def _warm_up(model: Any) -> None:
@@ -267,9 +269,9 @@ def _warm_up(model: Any) -> None:
         model(torch.zeros(1, 1, dtype=torch.int64, device=device_of(model)))
 
 
-def answers_table(answers: Sequence[Answer], *, with_text: bool) -> Grid:
+def answers_table(answers: Sequence[Answer], *, with_text: bool, safe: bool) -> Grid:
     """A column per answer: its text where that was not shown yet, and what it cost."""
-    columns = [_costs(answer) for answer in answers]
+    columns = [_costs(answer, safe=safe) for answer in answers]
     rows = [(name, *(column.get(name, "-") for column in columns)) for name in columns[0]]
     if with_text:
         rows.insert(0, ("answer", *(answer.text.strip() for answer in answers)))
@@ -277,13 +279,13 @@ def answers_table(answers: Sequence[Answer], *, with_text: bool) -> Grid:
     return Grid(headings=("", *names), rows=tuple(rows), left=1 + len(answers), ruled=with_text)
 
 
-def _costs(answer: Answer) -> dict[str, str]:
+def _costs(answer: Answer, *, safe: bool) -> dict[str, str]:
     cache = answer.cache
     costs = {
         "prompt tokens": f"{answer.prompt_tokens:,}",
         "kept tokens": f"{answer.kept_tokens:,.0f} of {answer.prompt_tokens:,}",
         "generated": f"{answer.new_tokens:,}",
-        "lost votes": str(LostVotes.of(cache)),
+        "lost votes": LostVotes.of(cache).said(safe=safe),
         "cache": f"{format_bytes(cache.held_bytes)} ({cache.held_bytes / cache.full_bytes:.0%})",
         "full cache": format_bytes(cache.full_bytes),
         "first token": f"{answer.first_token_ms / 1000:.1f} s",
@@ -298,8 +300,6 @@ def _costs(answer: Answer) -> dict[str, str]:
     if drafts := answer.drafts:
         length, passes = drafts["acceptance_length"], drafts["passes"]
         costs["tokens per pass"] = f"{length:.2f}, {passes:,} passes ({drafts['method']})"
-        if "full_cache_bytes" in drafts:
-            costs["verified by"] = f"a full cache of {format_bytes(drafts['full_cache_bytes'])}"
     return costs
 
 

@@ -1,20 +1,17 @@
-"""Several tokens per forward pass: Medusa heads, and drafts by the compressed cache itself."""
+"""Several tokens per forward pass: Medusa heads."""
 
 from snapkv.decoding.heads import MedusaHeads, load_heads, save_heads
 from snapkv.decoding.medusa import Medusa
-from snapkv.decoding.self_speculation import SelfSpeculation
 from snapkv.decoding.speculation import Speculation, Tally
-from snapkv.decoding.tree import CandidateTree, accept_greedily, accept_sampled, accept_typically
+from snapkv.decoding.tree import CandidateTree, accept_greedily, accept_typically
 
 __all__ = [
     "CandidateTree",
     "Medusa",
     "MedusaHeads",
-    "SelfSpeculation",
     "Speculation",
     "Tally",
     "accept_greedily",
-    "accept_sampled",
     "accept_typically",
     "load_heads",
     "save_heads",

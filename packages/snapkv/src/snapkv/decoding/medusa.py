@@ -111,7 +111,7 @@ class _Candidates(Drafting):
         self._hidden: Tensor
 
     def start(self) -> Tensor:
-        logits = self.request.read_prompt(self.request.cache, len(self._medusa.tree.choices))
+        logits = self.request.read_prompt(len(self._medusa.tree.choices))
         if not hasattr(self._states, "value"):
             raise InvalidArgumentError(
                 "custom_generate: expected a model that reads the prompt where Medusa's heads look "

@@ -35,14 +35,12 @@ class Tally:
         passes: forward passes of the model behind the prompt that verified drafts.
         drafted: candidates that were verified.
         accepted: those of them that are in the text.
-        draft_passes: forward passes that only drafted; 0 for Medusa.
     """
 
     new_tokens: int = 0
     passes: int = 0
     drafted: int = 0
     accepted: int = 0
-    draft_passes: int = 0
 
     @property
     def acceptance_length(self) -> float:
@@ -55,7 +53,7 @@ class Request:
     """What `generate` asks for."""
 
     model: PreTrainedModel
-    cache: CompressedCache  # the one that the user passed
+    cache: CompressedCache
     ids: Tensor  # (1, T) int64, the prompt
     samples: bool
     processors: LogitsProcessorList  # change the logits of a token, given the text before it
@@ -73,11 +71,11 @@ class Request:
             return int(torch.multinomial(logits.softmax(dim=-1), 1))
         return int(logits.argmax())
 
-    def read_prompt(self, cache: Any, most_drafts: int) -> Tensor:
+    def read_prompt(self, most_drafts: int) -> Tensor:
         """Read what the cache has not seen of the prompt; (V,) logits behind its last token."""
         prompt_tokens = self.ids.shape[1]
         self.cache.reading.require_room(prompt_tokens, self.limit - prompt_tokens + most_drafts)
-        seen = cache.get_seq_length()
+        seen = self.cache.get_seq_length()
         if seen >= self.ids.shape[1]:
             raise CacheMismatchError(
                 f"input_ids: expected the whole text where drafts are verified, longer than the "
@@ -85,7 +83,7 @@ class Request:
             )
         unread = self.ids[:, seen:]
         for piece in torch.split(unread, self.chunk_tokens or unread.shape[1], dim=1):
-            output = self.model(piece, **passed(cache), use_cache=True, logits_to_keep=1)
+            output = self.model(piece, **passed(self.cache), use_cache=True, logits_to_keep=1)
         logits: Tensor = output.logits[0, -1]
         return logits
 
@@ -110,7 +108,7 @@ class Drafting(ABC):
 
     @abstractmethod
     def keep(self, tokens: int) -> None:
-        """Roll the caches back to the text, of which `tokens` of the last step's have come."""
+        """Roll the cache back to the text, of which `tokens` of the last step's have come."""
 
 
 class Speculation(ABC):

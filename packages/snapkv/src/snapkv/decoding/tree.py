@@ -198,33 +198,6 @@ def accept_typically(
     return _nodes(paths, lengths, int(likelihood.argmax()))
 
 
-def accept_sampled(
-    drafts: Tensor, draft_probabilities: Tensor, probabilities: Tensor
-) -> tuple[int, int]:
-    """Accept drafts so that the text is a sample of the model's own distribution.
-
-    Leviathan et al. (2023), algorithm 1: a draft stays with probability min(1, p / q); the first
-    that does not is replaced by a draw from the part of p above q.
-
-    Args:
-        drafts: (N,) int64, drawn one behind the other.
-        draft_probabilities: (N, V), q, which they were drawn from.
-        probabilities: (N + 1, V), p, the model's before every draft and behind the last.
-
-    Returns:
-        How many drafts are accepted, and the token behind them.
-    """
-    places = torch.arange(len(drafts), device=drafts.device)
-    ratio = probabilities[places, drafts] / draft_probabilities[places, drafts]
-    stays = torch.rand(len(drafts), dtype=torch.float32, device=drafts.device) < ratio
-    accepted = int(stays.long().cumprod(dim=0).sum())
-    rest = probabilities[accepted]
-    if accepted < len(drafts):
-        above = (rest - draft_probabilities[accepted]).clamp(min=0)
-        rest = above if bool(above.any()) else rest  # equal but for rounding
-    return accepted, int(torch.multinomial(rest, 1))
-
-
 def _accepted(paths: Tensor, fits: Tensor) -> Tensor:
     """(leaves,) int64: how many candidates of every path fit, up to the first that does not."""
     return (fits & (paths[:, 1:] != NO_NODE)).long().cumprod(dim=-1).sum(dim=-1)

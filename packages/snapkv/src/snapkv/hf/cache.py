@@ -453,8 +453,8 @@ class CompressedCache(Cache):
         if isinstance(self.policy, EvictingPolicy):
             raise InvalidArgumentError(
                 f"policy: expected one that only compresses the prompt where drafts are verified "
-                f"(Medusa, self-speculation, assistant model, prompt lookup), got "
-                f"{self.policy.name}, which evicts after every token; use SnapKV, or generate "
+                f"(Medusa, assistant model, prompt lookup), got {self.policy.name}, "
+                "which evicts after every token; use SnapKV, or generate "
                 "without drafts"
             )
 

@@ -228,16 +228,11 @@ def token_texts(tokenizer: Any, prompt: Prompt) -> list[str]:
     are tokens that the tokenizer adds. A tokenizer that does not know where its tokens come from
     has each token decoded alone.
     """
-    encoded = tokenizer(
-        prompt.text,
-        add_special_tokens=not prompt.has_special_tokens,
-        return_offsets_mapping=tokenizer.is_fast,
-        verbose=False,
-    )
+    ids, offsets = prompt.encoded(tokenizer, offsets=tokenizer.is_fast)
     if not tokenizer.is_fast:
-        return [tokenizer.decode([index]) for index in encoded["input_ids"]]
+        return [tokenizer.decode([index]) for index in ids]
     starts, reached = [], 0
-    for start, _ in encoded["offset_mapping"]:
+    for start, _ in offsets:
         reached = max(reached, start)
         starts.append(reached)
     stops = [*starts[1:], len(prompt.text)]

@@ -1,6 +1,18 @@
 """Documents that a model reads once and is asked about for ever."""
 
-from snapkv.library.blending import blend
-from snapkv.library.joining import Part, joined_ids
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from snapkv.library.blending import blend
+    from snapkv.library.joining import Part, joined_ids
 
 __all__ = ["Part", "blend", "joined_ids"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name when it is asked for: joining needs torch, listing documents does not."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = "blending" if name == "blend" else "joining"
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)

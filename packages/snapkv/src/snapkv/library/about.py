@@ -1,25 +1,33 @@
 """What all documents of a library share: model, tokenizer, the tokens around them, policy, bits."""
 
+import base64
 import hashlib
 import json
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
-from transformers import PreTrainedModel
-
+from snapkv.control_words import (
+    content_ids,
+    quoted,
+    special_tokens_around,
+    tokenized,
+    unquoted,
+)
 from snapkv.errors import InvalidArgumentError, LibraryError
-from snapkv.hf.identity import identity_of
-from snapkv.hf.saved import policy_of
-from snapkv.policies import POLICIES, FullCache, Policy
-from snapkv.storage.coded import Bits, KVCodes
+
+if TYPE_CHECKING:  # torch, which whoever lists documents does without
+    from transformers import PreTrainedModel
+
+    from snapkv.policies import Policy
+    from snapkv.storage.coded import Bits, KVCodes
+
+    LibraryBits = Bits | KVCodes | Literal["none"]
+    """In how many bits keys and values are stored; "none" for the model's own dtype."""
 
 FORMAT = "snapkv library 1"
 
-DEFAULT_BITS: Bits = "int4"
+DEFAULT_BITS: "Bits" = "int4"
 """Of a new library: `docs/results.md` shows what is lost by it."""
-
-LibraryBits = Bits | KVCodes | Literal["none"]
-"""In how many bits keys and values are stored; "none" for the model's own dtype."""
 
 _DOCUMENTS = "the-documents-so-far"
 _SAMPLE = "Question: 2 tokenizers, one text?\n\tÄ 你好 \U0001f600"
@@ -34,19 +42,22 @@ class About:
     tokenizer: str  # what tells the tokenizer and its chat template from others
     prefix_ids: tuple[int, ...]  # the tokens before every document
     policy: dict[str, Any]  # what was kept of them, all that makes the policy again
-    bits: Bits | dict[str, Any] | None  # in how many, as given; None for the model's own dtype
+    bits: "Bits | dict[str, Any] | None"  # in how many, as given; None for the model's own dtype
     max_bytes: int | None = None  # that all files of keys and values may take; None for no bound
 
     @classmethod
     def of(
         cls,
-        model: PreTrainedModel,
+        model: "PreTrainedModel",
         tokenizer: Any,
-        policy: Policy | None,
-        bits: LibraryBits | None,
+        policy: "Policy | None",
+        bits: "LibraryBits | None",
         model_name: str | None,
     ) -> Self:
         """What a new library would say."""
+        from snapkv.hf.identity import identity_of
+        from snapkv.policies import FullCache
+
         usual = cast(str, getattr(model, "name_or_path", "")) or type(model).__name__
         return cls(
             model=identity_of(model),
@@ -80,7 +91,9 @@ class About:
             "choose another folder, or add the documents to a new one"
         )
 
-    def made_policy(self, tokenizer: Any) -> Policy:
+    def made_policy(self, tokenizer: Any) -> "Policy":
+        from snapkv.hf.saved import policy_of
+
         return policy_of(self.policy).with_tokenizer(tokenizer)
 
     @property
@@ -109,12 +122,22 @@ class About:
             )
 
     @property
-    def codes(self) -> KVCodes | None:
+    def bits_in_words(self) -> str:
+        """In how many bits, in a word: int4, or apart as in K8V4."""
+        given = self.bits
+        return f"K{given['keys']}V{given['values']}" if isinstance(given, dict) else str(given)
+
+    @property
+    def codes(self) -> "KVCodes | None":
         """How keys and values are held in few bits; None for the model's own dtype."""
+        from snapkv.storage.coded import KVCodes
+
         return None if self.bits is None else KVCodes.of(self.bits, "bits")
 
-    def require_same_keeping(self, policy: Policy | None, bits: LibraryBits | None) -> None:
+    def require_same_keeping(self, policy: "Policy | None", bits: "LibraryBits | None") -> None:
         """Refuse another policy than the library's, or other bits; None asks for the library's."""
+        from snapkv.storage.coded import KVCodes
+
         asked = None if policy is None else _as_read(policy)
         codes = None if bits is None else "none" if bits == "none" else KVCodes.of(bits, "bits")
         own_codes = self.codes or "none"
@@ -126,11 +149,13 @@ class About:
                 )
 
 
-def _as_read(policy: Policy) -> dict[str, Any]:
+def _as_read(policy: "Policy") -> dict[str, Any]:
     return cast(dict[str, Any], json.loads(json.dumps(policy.as_saved())))
 
 
-def _as_given(bits: LibraryBits) -> Bits | dict[str, Any] | None:
+def _as_given(bits: "LibraryBits") -> "Bits | dict[str, Any] | None":
+    from snapkv.storage.coded import KVCodes
+
     if isinstance(bits, KVCodes):
         return asdict(bits)
     if bits == "none":
@@ -142,8 +167,8 @@ def _as_given(bits: LibraryBits) -> Bits | dict[str, Any] | None:
 def _said(value: Any) -> str:
     if not isinstance(value, dict):
         return str(value)
-    if value.get("name") in POLICIES:
-        value = policy_of(value).describe()
+    if "data" in value:  # a gate, told from others by its weights
+        return hashlib.sha256(base64.b64decode(value["data"])).hexdigest()[:16]
     given = {key: _said(part) for key, part in value.items() if key != "name" and part is not None}
     parameters = ", ".join(f"{key}={part}" for key, part in given.items())
     return f"{value.get('name', '')}({parameters})"
@@ -155,30 +180,27 @@ def _said(value: Any) -> str:
 def _prefix_ids(tokenizer: Any) -> list[int]:
     """The tokens before the first document: all of the template, or special ones, before a text."""
     if tokenizer.chat_template:
-        return _plain_ids(tokenizer, _around(tokenizer, "")[0])
-    whole = tokenizer(_DOCUMENTS)["input_ids"]
-    plain = _plain_ids(tokenizer, _DOCUMENTS)
-    places = range(len(whole) - len(plain) + 1)
-    first = next((place for place in places if whole[place : place + len(plain)] == plain), 0)
-    return list(whole[:first])
+        return _ids(tokenizer, _around(tokenizer, "")[0])
+    return special_tokens_around(tokenizer)[0]
 
 
 def document_ids(tokenizer: Any, name: str, text: str) -> list[int]:
     """The tokens of a document: a line with its name, its text, and an empty line."""
-    return _plain_ids(tokenizer, f"===== {name} =====\n{text}\n\n")
+    return content_ids(tokenizer, f"===== {name} =====\n{text}\n\n")
 
 
 def question_ids(tokenizer: Any, question: str, answer_start: str = "") -> list[int]:
     """The tokens behind the last document, up to where the answer goes on."""
     if tokenizer.chat_template:
-        return _plain_ids(tokenizer, _around(tokenizer, question)[1] + answer_start)
+        behind = _around(tokenizer, quoted(tokenizer, question))[1]
+        return _ids(tokenizer, behind + quoted(tokenizer, answer_start))
     start = f" {answer_start}" if answer_start else ""
-    return _plain_ids(tokenizer, f"Question: {question}\nAnswer:{start}")
+    return content_ids(tokenizer, f"Question: {question}\nAnswer:{start}")
 
 
 def fingerprint_of(tokenizer: Any) -> str:
     """What tells a tokenizer and its template from others: SHA-256, in hexadecimal."""
-    ids = _plain_ids(tokenizer, _SAMPLE)
+    ids = _ids(tokenizer, _SAMPLE)
     told = json.dumps([tokenizer.chat_template, len(tokenizer), ids], sort_keys=True)
     return hashlib.sha256(told.encode()).hexdigest()
 
@@ -196,6 +218,6 @@ def _around(tokenizer: Any, question: str) -> tuple[str, str]:
     return before, behind
 
 
-def _plain_ids(tokenizer: Any, text: str) -> list[int]:
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return ids
+def _ids(tokenizer: Any, written: str) -> list[int]:
+    """The tokens of what a template wrote, content in it `quoted`."""
+    return tokenized(tokenizer, *unquoted(written))[0]

@@ -26,9 +26,8 @@ from snapkv.library.recomputing import recompute as read_again
 from snapkv.policies import EvictingPolicy, FullCache, Policy
 from snapkv.policies.base import ALL_QUERIES
 from snapkv.storage.dense import DenseStore
-from snapkv.validation import require_share
+from snapkv.validation import DEFAULT_RECOMPUTE, require_share
 
-DEFAULT_RECOMPUTE = 0.2
 _WHOLE = "keep the documents whole (FullCache)"
 
 Held = Literal["whole", "even", "uneven"]

@@ -13,14 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from snapkv.document_files import (
-    BEGINNING,
-    digest_of,
-    naming,
-    replace_file,
-    seal_fault,
-    seal_of,
-)
+from snapkv.cache.saving.files import seal_of
+from snapkv.cache.saving.records import BEGINNING, digest_of, seal_fault
+from snapkv.cache.saving.writing import naming, replace_file
 from snapkv.errors import CacheFileError, InvalidArgumentError, LibraryError, OutputError
 from snapkv.library.about import About
 from snapkv.library.records import Record, Text, passages

@@ -8,13 +8,9 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import Tensor
-from transformers import PreTrainedModel
-
-from snapkv.document_files import digest_of
+from snapkv.cache.saving.records import digest_of
 from snapkv.errors import (
     CacheFileError,
     InvalidArgumentError,
@@ -22,19 +18,22 @@ from snapkv.errors import (
     OutOfMemoryError,
     OutputError,
 )
-from snapkv.hf.known_gates import with_known
-from snapkv.hf.placement import device_of
-from snapkv.library.about import About, LibraryBits, question_ids
-from snapkv.library.blending import DEFAULT_RECOMPUTE, blend
+from snapkv.library.about import About, question_ids
 from snapkv.library.bound import Room
 from snapkv.library.folder import Fault, Folder
 from snapkv.library.index import Entry, Index
-from snapkv.library.joining import Part, joined_ids
-from snapkv.library.reader import Reader
 from snapkv.library.records import Record, Text, each_once
 from snapkv.library.searching import Hit, Passages
-from snapkv.policies import FullCache, Policy
-from snapkv.validation import format_bytes, nearest, require_int
+from snapkv.validation import DEFAULT_RECOMPUTE, format_bytes, nearest, require_int
+
+if TYPE_CHECKING:  # torch, which whoever lists documents does without
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from snapkv.library.about import LibraryBits
+    from snapkv.library.joining import Part
+    from snapkv.library.reader import Reader
+    from snapkv.policies import Policy
 
 ProgressSink = Callable[[str, int, int], None]
 """Takes the name of the document that comes next, how many are done, and of how many."""
@@ -128,12 +127,12 @@ class Library:
 
     def add(
         self,
-        model: PreTrainedModel,
+        model: "PreTrainedModel",
         tokenizer: Any,
         documents: Iterable[Text | tuple[str, str]],
-        policy: Policy | None = None,
+        policy: "Policy | None" = None,
         *,
-        bits: LibraryBits | None = None,
+        bits: "LibraryBits | None" = None,
         model_name: str | None = None,
         on_progress: ProgressSink | None = None,
     ) -> list[Outcome]:
@@ -291,34 +290,31 @@ class Library:
         found = [*checked, self._passages.fault()]
         return [*faults, *(fault for fault in found if fault is not None)]
 
-    def search(self, question: str, documents: int = 3, *, by_meaning: bool = False) -> list[Hit]:
+    def search(self, question: str, documents: int = 3) -> list[Hit]:
         """The documents whose passages fit a question best, by their words (BM25).
 
         Args:
             question: what is asked.
             documents: how many to find at most.
-            by_meaning: put what was found by its words in the order of its meaning, by the
-                embeddings of all-MiniLM-L6-v2.
 
         Returns:
             The best first, each with its best passage; none where no word of it is in any.
 
         Raises:
             LibraryError: there is no library, or this Python's SQLite has no full-text search.
-            MissingDependencyError: the package for `by_meaning` is not installed.
         """
         require_int("documents", documents, minimum=1)
         self.required()
-        return self._passages.best(question, documents, by_meaning=by_meaning)
+        return self._passages.best(question, documents)
 
     def inputs(
         self,
-        model: PreTrainedModel,
+        model: "PreTrainedModel",
         tokenizer: Any,
         question: str,
         hits: Sequence[Hit],
         *,
-        policy: Policy | None = None,
+        policy: "Policy | None" = None,
         recompute: float = DEFAULT_RECOMPUTE,
         answer_start: str = "",
     ) -> dict[str, Any]:
@@ -345,6 +341,13 @@ class Library:
             LibraryError: another model or tokenizer, no hits, or a document that is gone.
             UnsupportedModelError: the model's keys cannot be moved.
         """
+        import torch
+
+        from snapkv.hf.placement import device_of
+        from snapkv.library.blending import blend
+        from snapkv.library.joining import joined_ids
+        from snapkv.policies import FullCache
+
         parts = self.parts(model, tokenizer, hits)
         cache = blend(model, parts, policy, recompute=recompute)
         if not (cache.reading.is_open or policy is None or isinstance(policy, FullCache)):
@@ -360,17 +363,21 @@ class Library:
 
     def token_ids(
         self,
-        model: PreTrainedModel,
+        model: "PreTrainedModel",
         tokenizer: Any,
         question: str,
         hits: Sequence[Hit],
         *,
         answer_start: str = "",
-    ) -> Tensor:
+    ) -> "Tensor":
         """The `input_ids` of `inputs` without any cache, to have the documents read in full.
 
         Arguments and errors as in `inputs`.
         """
+        import torch
+
+        from snapkv.hf.placement import device_of
+
         _require_some(hits)
         reader = self._reader(model, tokenizer)
         read = [reader.own_ids(self._record(hit)) for hit in hits]
@@ -378,7 +385,7 @@ class Library:
         ids = [reader.about.prefix_ids, *read, asked]
         return torch.tensor([[token for part in ids for token in part]], device=device_of(model))
 
-    def parts(self, model: PreTrainedModel, tokenizer: Any, hits: Sequence[Hit]) -> list[Part]:
+    def parts(self, model: "PreTrainedModel", tokenizer: Any, hits: Sequence[Hit]) -> "list[Part]":
         """The documents with their caches, for `blending.blend`; errors as in `inputs`."""
         _require_some(hits)
         reader = self._reader(model, tokenizer)
@@ -386,13 +393,16 @@ class Library:
 
     def _begun(
         self,
-        model: PreTrainedModel,
+        model: "PreTrainedModel",
         tokenizer: Any,
-        policy: Policy | None,
-        bits: LibraryBits | None,
+        policy: "Policy | None",
+        bits: "LibraryBits | None",
         model_name: str | None,
-    ) -> Reader:
+    ) -> "Reader":
         """What reads the way this library wants; a new one says how from now on."""
+        from snapkv.hf.known_gates import with_known
+        from snapkv.library.reader import Reader
+
         policy = None if policy is None else with_known(model, policy)
         about = self._folder.about()
         if about is not None:
@@ -405,9 +415,11 @@ class Library:
         return reader
 
     def _reader(
-        self, model: PreTrainedModel, tokenizer: Any, model_name: str | None = None
-    ) -> Reader:
+        self, model: "PreTrainedModel", tokenizer: Any, model_name: str | None = None
+    ) -> "Reader":
         """What reads as the documents were read; refused with another model or tokenizer."""
+        from snapkv.library.reader import Reader
+
         about = self.required()
         about.require_same(About.of(model, tokenizer, None, None, model_name))
         return Reader(model, tokenizer, about)
@@ -420,7 +432,7 @@ class Library:
 
     def _add(
         self,
-        reader: Reader,
+        reader: "Reader",
         text: Text,
         names: dict[str, set[str]],
         room: Room,
@@ -451,9 +463,9 @@ class Library:
 
     def _written(
         self,
-        reader: Reader,
+        reader: "Reader",
         text: Text,
-        part: Part,
+        part: "Part",
         before: Record | None,
         room: Room | None = None,
     ) -> Record:
@@ -467,7 +479,7 @@ class Library:
         tokens = part.input_ids.shape[1] - part.prefix_tokens
         return self._folder.write(text, tokens, save, before)
 
-    def _part(self, reader: Reader, hit: Hit) -> Part:
+    def _part(self, reader: "Reader", hit: Hit) -> "Part":
         """A document with its cache; where an adder has replaced it, the new one."""
         record = self._folder.record(hit.key)
         if record is not None:
@@ -486,7 +498,7 @@ class Library:
             record = now
         raise _gone(hit)
 
-    def _mended(self, reader: Reader, record: Record, fault: Fault) -> Part:
+    def _mended(self, reader: "Reader", record: Record, fault: Fault) -> "Part":
         """Read a document again whose file is damaged, and write it where that is possible."""
         self._on_notice(
             f"library: {record.name!r} is read again, its cache is damaged: {fault.reason}"

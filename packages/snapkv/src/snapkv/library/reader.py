@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from snapkv.errors import InvalidArgumentError, PromptTooLongError
+from snapkv.control_words import control_tokens
+from snapkv.errors import CacheFileError, InvalidArgumentError, PromptTooLongError
 from snapkv.hf import saved
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.placement import device_of
@@ -50,12 +51,21 @@ class Reader:
         saved.write(cache, cache.options, path, beside, codes, identity, sweep=False)
 
     def load(self, path: Path) -> Part:
-        """A document out of its file; refused unless that is as it was written."""
+        """A document out of its file; refused unless that is as it was written, and read as text.
+
+        Versions before 0.3.0 read a document's control words as control tokens.
+        """
         own = self._policy if self._policy.needs else None
         cache, beside = saved.read(
             CompressedCache, path, self._model, own, identity=self.about.model
         )
         ids = beside["input_ids"].to(device_of(self._model))
+        read = ids[0, len(self.about.prefix_ids) :].tolist()
+        if control_tokens(self._tokenizer, read):
+            raise CacheFileError(
+                f"path: expected a document that was read as text, got control tokens in {path}; "
+                "read the document again"
+            )
         return Part(input_ids=ids, cache=cache, prefix_tokens=len(self.about.prefix_ids))
 
     def own_ids(self, text: Text | Record) -> list[int]:

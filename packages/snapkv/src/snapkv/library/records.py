@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Self, get_type_hints
 
-from snapkv.document_files import digest_of, from_record, record_of
+from snapkv.cache.saving.records import digest_of, from_record, record_of
 from snapkv.errors import InvalidArgumentError, InvalidTypeError, LibraryError
 
 PASSAGE_WORDS = 200

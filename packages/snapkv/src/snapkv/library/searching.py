@@ -7,13 +7,12 @@ import sqlite3
 import threading
 import unicodedata
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeVar
 
-from snapkv.library.embeddings import TextEmbeddings
 from snapkv.library.folder import Fault, Folder
 from snapkv.library.index import (
     SINGLE,
@@ -27,9 +26,6 @@ from snapkv.library.index import (
 from snapkv.library.records import WITHOUT_SPACES, Span
 
 Found = TypeVar("Found")
-
-_REORDERED = 200
-"""So many passages at most are put in the order of their meaning."""
 
 _COMMON = (
     "a an and are as at be but by for if in into is it no not of on or such that the their then "
@@ -45,7 +41,7 @@ class Hit:
 
     key: str  # what the library knows it by
     name: str  # what answers call it
-    score: float  # BM25, or the nearness of the passage's meaning in [-1, 1]
+    score: float  # BM25
     span: Span  # of the passage, in characters of the text
     lines: Span  # its first and last line, counted from 1
     passage: str
@@ -60,18 +56,15 @@ class Passages:
         self._memory: Index | None = None
         self._lock = threading.Lock()  # of that in memory; a file has its own
 
-    def best(self, question: str, documents: int, *, by_meaning: bool = False) -> list[Hit]:
-        """The best passage of each of the best documents, of those that have a word of it.
-
-        By meaning, the first passages that were found by their words are put in another order.
-        """
+    def best(self, question: str, documents: int) -> list[Hit]:
+        """The best passage of each of the best documents, of those that have a word of it."""
 
         def found(index: Index) -> list[Hit]:
-            hits = _best(index, question, documents, by_meaning)
+            hits = _best(index, question, documents)
             if all(index.is_of_now(hit.key) for hit in hits):
                 return hits
             index.update(anew=True)  # a record was changed in its place, or meanwhile
-            return _best(index, question, documents, by_meaning)
+            return _best(index, question, documents)
 
         return self.asked(found)
 
@@ -114,13 +107,10 @@ _HIT = (
 )
 
 
-def _best(index: Index, question: str, documents: int, by_meaning: bool) -> list[Hit]:
+def _best(index: Index, question: str, documents: int) -> list[Hit]:
     with index.unchanging():
-        found = _ranked(index, question)
-        if by_meaning:
-            found = _by_meaning(index, question, found[:_REORDERED])
         hits: dict[str, Hit] = {}
-        for place, score in found:
+        for place, score in _ranked(index, question):
             if len(hits) == documents:
                 break
             row = index.connection.execute(_HIT, (place,)).fetchone()
@@ -181,17 +171,6 @@ def _words_of(run: str) -> Iterator[str]:
         return
     for start in range(max(len(run) - 1, 1)):
         yield run[start : start + 2]
-
-
-def _by_meaning(
-    index: Index, question: str, found: Sequence[tuple[int, float]]
-) -> list[tuple[int, float]]:
-    places = [place for place, _ in found]
-    asked = "select words from passages where rowid = ?"
-    found_words = (index.connection.execute(asked, (place,)).fetchone()[0] for place in places)
-    texts = [as_it_was(words) for words in found_words]
-    near = TextEmbeddings().nearest(question, texts)
-    return [(places[place], score) for place, score in near]
 
 
 def _hit(row: tuple[str, str, int, int, int, int, str, int], score: float) -> Hit:

@@ -12,9 +12,11 @@ from snapkv.errors import BudgetTooSmallError, InvalidArgumentError
 from snapkv.ops import TokenCost
 from snapkv.validation import (
     AUTO,
+    LEAST_VOTED,
+    LOST_VOTE,
     byte_budget,
+    require_auto_budget,
     require_budget,
-    require_fraction,
     require_int,
     require_ratio,
 )
@@ -51,15 +53,12 @@ class AutoBudget:
         most: tokens that no layer keeps more of, the window included; None for no limit.
     """
 
-    lost_vote: float = 0.0015
-    least: int = 32
+    lost_vote: float = LOST_VOTE
+    least: int = LEAST_VOTED
     most: int | None = None
 
     def __post_init__(self) -> None:
-        require_fraction("lost_vote", self.lost_vote, "0.0015")
-        require_int("least", self.least, minimum=1)
-        if self.most is not None:
-            require_int("most", self.most, minimum=self.least + 1)
+        require_auto_budget(self.lost_vote, self.least, self.most)
 
     @classmethod
     def read(cls, budget: object) -> object:

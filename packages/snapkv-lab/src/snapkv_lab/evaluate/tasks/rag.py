@@ -230,7 +230,7 @@ class RagPipeline(PhraseTask):
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
         del tokenizer
-        from snapkv.library.embeddings import TextEmbeddings  # imports torch
+        from snapkv_lab.evaluate.embeddings import TextEmbeddings  # imports torch
 
         embeddings, index = TextEmbeddings(), corpus_index(self.corpus)
         questions = phrase_questions(load_corpus(self.corpus).questions)

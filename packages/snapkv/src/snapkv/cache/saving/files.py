@@ -6,15 +6,16 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 from snapkv.cache.saving.writing import is_stream, replacing
 from snapkv.errors import CacheFileError, OutputError
 from snapkv.validation import format_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _FORMAT = "snapkv cache "
 _VERSION = 2
@@ -31,13 +32,13 @@ class SealedFile(NamedTuple):
     The seal in its header is the SHA-256 of all its bytes, with zeros in the digest's own place.
     """
 
-    tensors: dict[str, Tensor]
+    tensors: "dict[str, Tensor]"
     notes: dict[str, Any]
     seal: str
 
 
 def write_sealed(
-    path: Path, tensors: Mapping[str, Tensor], notes: dict[str, Any], *, sweep: bool = True
+    path: Path, tensors: "Mapping[str, Tensor]", notes: dict[str, Any], *, sweep: bool = True
 ) -> None:
     """Write tensors and JSON to a file, which appears under its name when it is complete.
 
@@ -53,6 +54,8 @@ def write_sealed(
             f"path: expected a new file or a cache that was saved before, got {str(path)!r}, which "
             "is neither and stays as it is; choose another name"
         )
+    from safetensors.torch import save_file  # imports torch, which whoever lists files does without
+
     metadata = {"format": f"{_FORMAT}{_VERSION}", "notes": json.dumps(notes), "sha256": _UNSEALED}
     whole = {name: _alone(tensor) for name, tensor in tensors.items()}
     try:
@@ -144,7 +147,7 @@ def _missing(path: Path) -> CacheFileError:
     )
 
 
-def _alone(tensor: Tensor) -> Tensor:
+def _alone(tensor: "Tensor") -> "Tensor":
     """On the host, in memory of its own: safetensors writes no views."""
     here = tensor.detach().cpu().contiguous()
     shared = here.data_ptr() == tensor.data_ptr() or here.untyped_storage().nbytes() != here.nbytes

