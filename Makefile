@@ -22,8 +22,8 @@ SECOND_RUNNER := $(CURDIR)/$(PLUGIN)/vllm/interpreter
 export OMP_WAIT_POLICY ?= PASSIVE
 export GOMP_SPINCOUNT ?= 0
 
-.PHONY: help demo test test-slow test-oldest test-newest test-families families test-devices test-kernels test-kvpress \
-    test-serving test-coupling test-serving-first test-serving-second test-serving-oldest test-serving-slow soak fuzz test-ray \
+.PHONY: help demo test test-slow test-oldest test-newest test-torch test-families families test-devices test-kernels test-kvpress \
+    test-serving test-serving-first test-serving-second test-serving-oldest test-serving-slow soak fuzz test-ray \
     test-browser test-sweeps release-check docs check format results kvpress clean
 
 help: ## Show this list
@@ -43,19 +43,23 @@ test-oldest: $(INSTALLED) $(OLDEST) ## The model and cache tests on the oldest s
 	PYTHONPATH=$(OLDEST):$(PYTHONPATH) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal \
 	    $(addprefix $(CORE)/,models matrix policies hf app/test_models.py decoding) $(LAB)/test_training.py
 
-# Some 15 minutes; that users may go on with an argument's old name is said by transformers itself.
+# Some 15 minutes.
 test-newest: $(INSTALLED) ## The newest transformers there is: what the library assumes, and how its models differ
 	rm -rf $(NEWEST)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(NEWEST) transformers
 	PYTHONPATH=$(NEWEST):$(PYTHONPATH) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal \
-	    -W 'ignore:`past_key_values` is deprecated:FutureWarning' \
 	    $(addprefix $(CORE)/,hf models decoding policies test_document.py test_kvzip.py)
 	PYTHONPATH=$(NEWEST):$(PYTHONPATH) OMP_NUM_THREADS=1 $(BIN)/python -m tests.matrix --changes
+
+TORCH ?= 2.8.0
+test-torch: $(INSTALLED) .torch-$(TORCH) ## The core on another torch, compiled steps among it: TORCH="2.8.0", the oldest
+	PYTHONPATH=.torch-$(TORCH):$(PYTHONPATH) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal \
+	    $(addprefix $(CORE)/,ops storage cache hf models)
 
 test-families: $(INSTALLED) ## Every causal language model of the installed transformers, tiny
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m families $(CORE)/matrix
 
-families: $(INSTALLED) ## Judge every causal language model again, and write docs/families.md
+families: $(INSTALLED) ## Judge every causal language model again: docs/families.md, and the page that is built
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.matrix
 
 test-devices: $(INSTALLED) ## Everything on devices that are not there, so that no tensor is left on another
@@ -90,10 +94,6 @@ test-serving-second: $(SERVING)
 test-serving-first: $(SERVING)
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -m 'vllm and not slow' $(PLUGIN)/vllm
 
-RELEASES ?= 0.31.0 0.32.0 0.33.0
-test-coupling: $(INSTALLED) ## What the plugin stands on in vLLM, in the files of its releases: RELEASES="0.34.0"
-	$(BIN)/python -m tests.serving.releases $(RELEASES)
-
 test-serving-slow: $(SERVING) ## The tests of the vLLM plugin that take minutes each
 	PYTHONPATH=$(SECOND_RUNNER):$(PYTHONPATH) OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest \
 	    -m 'vllm and slow' $(addprefix $(PLUGIN)/vllm/test_,bounded.py parallel.py documents_generated.py)
@@ -118,34 +118,30 @@ ANSWERS := $(addprefix $(PLUGIN)/vllm/test_,seams.py engine.py graphs.py generat
 test-ray: $(RAY) ## Replicas of vLLM under a local Ray Serve, in an environment of their own
 	OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest -m ray $(PLUGIN)/ray
 
-check: $(INSTALLED) ## Lint, formatting, types, who imports whom, what each part weighs, which rows are old
+check: $(INSTALLED) ## Lint, formatting, types, who imports whom
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m tests.weight
-	$(BIN)/python -m snapkv_lab.experiments ages
 
 release-check: $(INSTALLED) ## Wheel and sdist in empty environments, e.g. PYTHONS="python3.12 python3.13" EXTRAS="documents ray" VLLM=0.32.0
 	$(BIN)/python -m tests.release $(addprefix --python ,$(PYTHONS)) $(addprefix --extra ,$(EXTRAS)) \
-	    $(addprefix --transformers ,$(TRANSFORMERS)) $(addprefix --vllm ,$(VLLM)) $(NOTE)
+	    $(addprefix --transformers ,$(TRANSFORMERS)) $(addprefix --vllm ,$(VLLM))
 
 format: $(INSTALLED) ## Put every file into its format
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-results: $(INSTALLED) ## Measure again everything in docs/results (half a day on two cores)
+results: $(INSTALLED) ## Measure again everything in docs/results (hours on two cores)
 	for name in $(EXPERIMENTS); do $(BIN)/python -m snapkv_lab.experiments $$name || exit 1; done
 
 # Those that need neither vLLM nor kvpress nor files of other commands; the last one makes the pages.
-EXPERIMENTS := per_byte first_day pooling auto_budget reader methods method_times recall streaming studies evaluation \
-    library spans tried speed flat ragged codes appending medusa selective sharing \
-    results
+EXPERIMENTS := per_byte methods method_times recall studies evaluation library speed flat codes appending medusa results
 
 kvpress: $(KVPRESS)/.installed ## kvpress in an environment of its own, to be measured beside this
 
 clean: ## Remove the virtual environment and everything made
-	rm -rf .venv .venv-vllm .venv-vllm-oldest .venv-ray $(OLDEST) $(NEWEST) $(TRITON) $(KVPRESS) dist build .pytest_cache .hypothesis .mypy_cache \
+	rm -rf .venv .torch-* .venv-vllm .venv-vllm-oldest .venv-ray $(OLDEST) $(NEWEST) $(TRITON) $(KVPRESS) dist build .pytest_cache .hypothesis .mypy_cache \
 	    .ruff_cache
 
 $(INSTALLED): $(PROJECTS) constraints.txt requirements-dev.txt requirements-data.txt
@@ -160,6 +156,11 @@ $(OLDEST): constraints-oldest.txt $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $@ \
 	    -r constraints-oldest.txt
 	touch $@
+
+# With the libraries of CUDA, without which it cannot be imported, some 4 GB.
+.torch-%: | $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $@.part torch==$*
+	mv $@.part $@
 
 $(TRITON): requirements-triton.txt $(INSTALLED)
 	rm -rf $@

@@ -1,6 +1,12 @@
 """How Sphinx builds these pages; `make docs` does."""
 
+import sys
+from pathlib import Path
+
 import snapkv
+
+sys.path[:0] = [str(Path(__file__).parents[1] / "packages/snapkv")]
+from tests.matrix.__main__ import known, page
 
 project = "snapkv"
 author = "the snapkv contributors"
@@ -29,3 +35,13 @@ autodoc_class_signature = "mixed"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_custom_sections = [("Keys", "params_style")]
+
+
+def _all_models(app, name, source):
+    """The page of all judged models in the place of the one with a few."""
+    if name == "families":
+        source[0] = page(known())
+
+
+def setup(app):
+    app.connect("source-read", _all_models)

@@ -3,13 +3,12 @@
 Run from the root of the repository:
 
     python -m tests.release [--python python3.12 ...] [--extra documents ...]
-        [--transformers 5.17.0 ...] [--vllm 0.32.0] [--note]
+        [--transformers 5.17.0 ...] [--vllm 0.32.0]
 
 Wheel and sdist are built and installed into empty environments, one for each Python and each
 release of transformers; in each, a text is asked about with the demo model, from a folder that is
 not the repository's. `--vllm` does so with the plugin and vLLM's build for CPUs, as
-requirements-vllm.txt has it, in one environment more. `--note` notes what was found for
-docs/results/tables/compatibility.md.
+requirements-vllm.txt has it, in one environment more.
 """
 
 import argparse
@@ -20,9 +19,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from snapkv.validation import first_line
-from snapkv_lab.experiments import compatibility
-from snapkv_lab.experiments.records import Row, describe_environment
 from tests.release import checks
 from tests.release.environments import (
     EXTRAS,
@@ -80,33 +76,16 @@ def check_serving(here: Environment, built: Built, vllm: str) -> None:
     print("  the plugin, an answer over HTTP", flush=True)
 
 
-def outcome_of(check: Callable[[], None]) -> str:
-    """Check it, and say "passed", or "failed" and the first line of why."""
+def holds(check: Callable[[], None]) -> bool:
+    """Whether it passes; what is wrong, or how long it took, is said."""
     start = time.perf_counter()
     try:
         check()
     except NotReleasableError as error:
         print(error, file=sys.stderr)
-        return f"failed: {first_line(error)}"
+        return False
     print(f"  passed in {time.perf_counter() - start:.0f} s", flush=True)
-    return "passed"
-
-
-def note(here: Environment, outcome: str, what: str, built_from: Row) -> None:
-    """Note a check with what it found installed; nothing where not even that can be told."""
-    try:
-        versions = here.versions()
-    except NotReleasableError as error:
-        print(f"not noted: {error}", file=sys.stderr)
-        return
-    compatibility.write(
-        {
-            "check": "release-check",
-            "outcome": outcome,
-            "what": what,
-            "environment": built_from | versions,
-        }
-    )
+    return True
 
 
 def main() -> int:
@@ -116,32 +95,26 @@ def main() -> int:
     parser.add_argument("--extra", action="append", choices=EXTRAS, default=[], help="or several")
     parser.add_argument("--transformers", action="append", help="or several; as constraints.txt")
     parser.add_argument("--vllm", action="append", default=[], help="the plugin with that release")
-    parser.add_argument("--note", action="store_true", help="note the outcome")
     given = parser.parse_args()
-    built_from, outcomes = describe_environment(), list[str]()
-    with_extras = f"; extras {', '.join(given.extra)}" if given.extra else ""
+    outcomes = list[bool]()
     with tempfile.TemporaryDirectory(prefix="snapkv-release-") as name:
         folder = Path(name)
         built = {package: build(package, folder) for package in PACKAGES}
         for wheel, _ in built.values():
             print(f"{wheel.name}: {wheel.stat().st_size:,} bytes", flush=True)
 
-        def go(python: str, pinned: Sequence[str], what: str, check: Check) -> None:
+        def go(python: str, pinned: Sequence[str], check: Check) -> None:
             here = Environment(python, folder / f"venv-{len(outcomes)}", folder, pinned)
-            outcomes.append(outcome_of(partial(check, here, built)))
-            if given.note:
-                note(here, outcomes[-1], what, built_from)
+            outcomes.append(holds(partial(check, here, built)))
 
         for python in given.python or [sys.executable]:
             for release in given.transformers or [None]:
                 print(f"{python}, transformers {release or 'as constraints.txt'}", flush=True)
-                what = f"wheel, sdist, types, an answer{with_extras}"
-                go(python, pins(release), what, partial(check, extras=given.extra))
+                go(python, pins(release), partial(check, extras=given.extra))
             for release in given.vllm:
                 print(f"{python}, vLLM {release}", flush=True)
-                what = "wheels, an answer of the server"
-                go(python, (), what, partial(check_serving, vllm=release))
-    return int(any(outcome != "passed" for outcome in outcomes))
+                go(python, (), partial(check_serving, vllm=release))
+    return int(not all(outcomes))
 
 
 if __name__ == "__main__":

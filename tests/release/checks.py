@@ -41,7 +41,6 @@ LAB_COMMANDS = (
     ("eval needle --lengths 512 --depths 1 --limit 1 --results needle", "needle", ""),
     ("bench decode --lengths 256 --budget 128", "256", ""),
     ("study position --help", "position", ""),
-    ("leaderboard --help", "leaderboard", ""),
     ("medusa train --help", "medusa", ""),
 )
 

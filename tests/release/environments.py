@@ -1,6 +1,5 @@
 """Empty environments, and what is installed into them."""
 
-import json
 import os
 import subprocess
 import sys
@@ -8,7 +7,6 @@ import tomllib
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("snapkv", "snapkv-lab", "snapkv-vllm")
@@ -97,15 +95,6 @@ class Environment:
         own = {"SNAPKV_CACHE_DIR": str(self.folder / "cache"), "HF_HUB_OFFLINE": "1"}
         full = [str(self.folder / "bin" / program), *arguments]
         return run(full, self.folder, kept | own, status, typed)
-
-    def versions(self) -> dict[str, Any]:
-        """Of the software that a result depends on, as the laboratory says it there."""
-        code = (
-            "import json; from snapkv_lab.experiments.compatibility import releases; "
-            "print(json.dumps(releases()))"
-        )
-        found: dict[str, Any] = json.loads(self.run("python", "-c", code))
-        return found
 
 
 def run(

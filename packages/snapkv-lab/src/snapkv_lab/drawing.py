@@ -45,9 +45,9 @@ def figure(width: float, height: float) -> "Figure":
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def panels(figure: Any, down: int, across: int, count: int, **shared: bool) -> list[Any]:
+def panels(figure: Any, down: int, across: int, count: int) -> list[Any]:
     """The first `count` panels of a grid; the others are left blank."""
-    found = list(figure.subplots(down, across, squeeze=False, **shared).flat)
+    found = list(figure.subplots(down, across, squeeze=False).flat)
     for panel in found[count:]:
         panel.set_axis_off()
     return found[:count]

@@ -150,7 +150,6 @@ class Compressor:
         targets = torch.tensor(move.targets, device=self._device)
         keys = run.layout.read_keys(sources, order.held_tokens)
         keep = self._keep_indices(run, request, order, run.keys_of(keys))
-        self.documents.note(run, order, move, keep)
         whole = len(targets) * block_tokens
         laid_out = partial(padded, tokens=whole)
         if order.parts_heads:

@@ -53,15 +53,6 @@ class HeadPlaces:
         found.scatter_(-2, index, states.flatten(-3, -2))
         return found[..., :-1, :].reshape(*states.shape[:-3], heads, slots, size)
 
-    def gathered(self, laid: Tensor) -> Tensor:
-        """What `spread` was given, (..., H, K, D), K that of the longest head; any before it."""
-        slots, longest = laid.shape[-2], int(self.kept.max())
-        index = self._targets(longest, slots).clamp(max=laid.shape[-3] * slots - 1)
-        index = index.flatten(-2).unsqueeze(-1)
-        index = index.expand(*index.shape[:-1], laid.shape[-1])
-        found = laid.flatten(-3, -2).gather(-2, index)
-        return found.view(*laid.shape[:-2], longest, laid.shape[-1])
-
     def _targets(self, longest: int, slots: int) -> Tensor:
         """Where heads' (..., H, K) tokens lie among (H * slots); H * slots where there is none."""
         heads = self.kept.shape[-1]

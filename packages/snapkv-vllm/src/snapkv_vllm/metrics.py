@@ -61,6 +61,7 @@ def _series() -> dict[str, Any]:
 
     compressions = "Compressions: while a prompt is read, at its end, while an answer is generated."
     waits = "Requests preempted or not started for want of blocks for what would be kept."
+    standstills = "Times that a request lacked blocks and none was running that would free some."
     ratio = "Kept tokens of a request's prompt, as a fraction of it."
     seconds = "Time that a step's compressions take together, on one worker."
     requests = "Requests whose prompt has ended: compressed, or whole."
@@ -71,6 +72,7 @@ def _series() -> dict[str, Any]:
         "compressions": Counter("snapkv:compressions", compressions, (*_LABELS, "stage")),
         "requests": Counter("snapkv:requests", requests, (*_LABELS, "outcome")),
         "waits": Counter("snapkv:waits", waits, _LABELS),
+        "standstills": Counter("snapkv:standstills", standstills, _LABELS),
         "ratio": Histogram("snapkv:request_kept_ratio", ratio, _LABELS, buckets=_RATIOS),
         "seconds": Histogram("snapkv:compression_seconds", seconds, _LABELS, buckets=_SECONDS),
     }
@@ -95,7 +97,7 @@ class PromptMetrics:
 
     def __init__(self, vllm_config: Any) -> None:
         self._labels = _labels(vllm_config)
-        self._waits = self._of("waits")  # 0 from the start
+        self._waits, self._standstills = self._of("waits"), self._of("standstills")  # 0 at first
         self._counted: set[str] = set()
 
     def _of(self, series: str, *more: str) -> Any:
@@ -109,6 +111,9 @@ class PromptMetrics:
     def waits(self) -> None:
         """Count that a request waits for want of room for what is kept, of it or an older one."""
         self._waits.inc()
+
+    def stands_still(self) -> None:
+        self._standstills.inc()
 
     def prompt_ended(self, request: Any, *, kept_tokens: int) -> None:
         """Count one prompt; that of a preempted request counts once."""

@@ -11,11 +11,17 @@ from collections.abc import Awaitable, Callable, Iterable
 from fastapi import HTTPException
 
 from snapkv.errors import SnapKVError
-from snapkv_vllm.agents.front import moved_inside, resolve_spans, saying_what_was_applied
+from snapkv_vllm.agents.front import (
+    moved_inside,
+    note_edits,
+    resolve_spans,
+    saying_what_was_applied,
+)
 from snapkv_vllm.documents.catalogue import EVERYBODY, PATH, tenant_of
-from snapkv_vllm.documents.front import FrontEnd, Message, Send, has_keys
+from snapkv_vllm.documents.front import FrontEnd, has_keys
 from snapkv_vllm.plugin import end_with_parent
 from snapkv_vllm.settings import ServingSettings, require_settings
+from snapkv_vllm.streams import FirstEvent, Message, Send
 
 _Receive = Callable[[], Awaitable[Message]]
 _App = Callable[[Message, _Receive, Send], Awaitable[None]]
@@ -53,10 +59,10 @@ class SettingsCheck:
         tenant = tenant_of(scope["headers"]) if self._has_keys else EVERYBODY
         with saying_what_was_applied(tenant, send) as send_and_say:
             if self._documents is None:
-                await self._app(scope, checking, send_and_say)
+                await self._app(scope, checking, FirstEvent(send_and_say))
                 return
             async with self._documents.visit(scope, send_and_say) as send_and_count:
-                await self._app(scope, checking, send_and_count)
+                await self._app(scope, checking, FirstEvent(send_and_count))
 
     def _settings_of(self, scope: Message) -> ServingSettings:
         if self._settings is None:
@@ -96,6 +102,7 @@ def _checking(receive: _Receive, settings: ServingSettings, path: str) -> _Recei
 def _require_settings(body: object, settings: ServingSettings, path: str) -> None:
     try:
         require_settings(body, settings, path)
+        note_edits(body, path)
     except SnapKVError as error:
         # FastAPI answers with it wherever it comes up while a body is read.
         raise HTTPException(400, detail=str(error)) from error

@@ -3,16 +3,12 @@
 Neither torch nor vLLM is needed here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from itertools import islice
 from typing import Any
 
-from snapkv.errors import (
-    InvalidArgumentError,
-    InvalidTypeError,
-    OutOfMemoryError,
-    OutputError,
-    SnapKVError,
-)
+from snapkv.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError, SnapKVError
 
 PREFIX = "snapkv_"
 """What the names of a request's own settings begin with, in `extra_args` and `vllm_xargs`."""
@@ -24,6 +20,12 @@ PROTECT_FIRST = "protect_first"
 
 LIMITS = ("cap", "decode_budget")
 
+CONTEXT = "context_management"
+"""The field of a body that holds edits, and of a response that says which were applied."""
+
+HINT, HINTED = "agent_hint", "session_id"
+"""The field of a body that says whose session a request belongs to, and the one inside."""
+
 SPANS, EDITS = "spans", "edits"
 """Name what a request says of spans of its prompt, and the edits that make spans of a chat."""
 
@@ -34,6 +36,8 @@ _OF_AGENTS = (SPANS, EDITS, SESSION)
 
 MESSAGES = "/v1/messages"
 """Anthropic's endpoint, of whose requests vLLM makes chats."""
+
+COUNT = f"{MESSAGES}/count_tokens"
 
 DOCUMENT = "document"
 """Names what a request's prompt begins with, on servers that share documents."""
@@ -59,6 +63,9 @@ _LONGEST_SESSION = 256
 _LONGEST = 60
 """Characters of what a client sent that are said again, or looked at, in one piece."""
 
+_MOST_FIELDS, _ALIKE = 100, 0.8
+"""How many fields are compared with words of ours, and from which likeness on they are meant."""
+
 UNKNOWN, TAKEN, BUSY, NO_ROOM = 404, 409, 503, 507
 
 
@@ -79,7 +86,7 @@ def status_of(error: SnapKVError) -> int:
     """The status of the HTTP response to an error of this package."""
     if isinstance(error, RefusedError):
         return error.status
-    return NO_ROOM if isinstance(error, OutOfMemoryError | OutputError) else 400
+    return NO_ROOM if isinstance(error, OutOfMemoryError) else 400
 
 
 def own_settings(given: Mapping[Any, Any]) -> dict[str, Any]:
@@ -107,6 +114,17 @@ def meant(name: object) -> str | None:
     if bare in (*OF_A_REQUEST, DOCUMENT) or (begun and bare in _OF_AGENTS):
         return PREFIX + bare
     return f"{PREFIX}budget" if begun else None
+
+
+def misspelt(body: Mapping[Any, Any]) -> Iterator[tuple[str, str]]:
+    """Fields of a body that are nearly words of this server's, and the right words."""
+    hint = body.get(HINT)
+    places = ((body, (CONTEXT, HINT, XARGS)), (hint if isinstance(hint, dict) else {}, (HINTED,)))
+    for fields, words in places:
+        for name in islice(fields, _MOST_FIELDS):
+            if isinstance(name, str) and name not in words and len(name) <= _LONGEST:
+                for right in get_close_matches(name.lower(), words, 1, _ALIKE):
+                    yield name, right
 
 
 def _text(argument: str, value: object) -> str:

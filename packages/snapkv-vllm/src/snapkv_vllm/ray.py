@@ -15,7 +15,6 @@ from snapkv.validation import nearest
 from snapkv_vllm.names import wrong
 from snapkv_vllm.plugin import METRICS, metrics_folder
 from snapkv_vllm.server import SETTINGS_CHECK, engine_args
-from snapkv_vllm.versions import part_of_vllm
 
 _PREFIXES = ("VLLM_", "HF_")
 _SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
@@ -124,12 +123,9 @@ class Replica:
 def _parsed(model: str, arguments: Mapping[str, Any]) -> Any:
     """The namespace that ``vllm serve`` would have made of these options."""
     options = engine_args(**arguments)
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    make_arg_parser = part_of_vllm(
-        "entrypoints.common.cli_args.make_arg_parser or "
-        "entrypoints.launchers.cli_args.make_arg_parser"
-    )
     args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
     for name, value in {**options, "model": model}.items():
         if not hasattr(args, name):

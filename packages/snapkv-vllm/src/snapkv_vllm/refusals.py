@@ -17,11 +17,7 @@ from snapkv_vllm.spans import NAME
 ONE_SERVER = "each would have documents of its own; leave --api-server-count or --share out"
 """What is said where several processes would answer requests, and documents are shared."""
 
-TRANSFER = "kv_transfer_params"
-"""With which a request asks a KV connector for something."""
-
 _STOCK = "serve the model with stock vLLM"
-_FILES = "--share-folder and --share-library"
 _WEIGHTS = "their files say which weights have read them, by those in the model's folder; leave"
 _PLAIN = ("auto", "float16", "bfloat16", "float32")
 _MOVABLE = (*_PLAIN, *FP8)
@@ -93,6 +89,12 @@ _ALWAYS: _Rules = (
         "latent attention (MLA) in several tensor parallel processes",
         lambda c: c.model_config.use_mla and _in_parallel(c),
         "all heads vote on one latent, and each process has some of them; use data parallelism",
+    ),
+    (
+        "a KV connector",
+        lambda c: c.kv_transfer_config is not None,
+        "what a compressed request holds is no prefix that another server could load; leave "
+        "--kv-transfer-config out",
     ),
     (
         "a model without attention",
@@ -168,11 +170,6 @@ _SHARED: _Rules = (
         "a document would have to be read with each of them; leave --share or --enable-lora out",
     ),
     (
-        "shared documents and a KV connector",
-        lambda c: c.kv_transfer_config is not None,
-        "the blocks of documents are on this server; leave --share or --kv-transfer-config out",
-    ),
-    (
         "shared documents and latent attention (MLA)",
         lambda c: c.model_config.use_mla,
         "reading a text again was not tested with latents; leave --share out",
@@ -210,11 +207,6 @@ _SESSIONS: _Rules = (
         "going on from a history was not tested with them; leave --sessions out",
     ),
     (
-        "sessions and a KV connector",
-        lambda c: c.kv_transfer_config is not None,
-        "what it adds to a history is not known; leave --sessions or --kv-transfer-config out",
-    ),
-    (
         "sessions and speculative decoding",
         lambda c: c.speculative_config is not None,
         "drafts behind a history were not tested; leave --sessions or --speculative-config out",
@@ -235,42 +227,42 @@ _SESSIONS: _Rules = (
         "steps of one request in several places were not tested; leave --sessions out",
     ),
 )
-_IN_A_FOLDER: _Rules = (
+_OF_A_LIBRARY: _Rules = (
     (
-        "documents in a folder and a KV cache in the format",
+        "documents of a library and a KV cache in the format",
         lambda c: _other_than(_PLAIN, c.cache_config.cache_dtype),
-        f"files hold numbers as the model has them; leave --kv-cache-dtype or {_FILES} out",
+        "files hold numbers as the model has them; leave --kv-cache-dtype or --share-library out",
     ),
     (
-        "documents in a folder and tensor or pipeline parallelism",
+        "documents of a library and tensor or pipeline parallelism",
         lambda c: c.parallel_config.world_size > 1,
-        f"each process has a part of every document; leave {_FILES} out",
+        "each process has a part of every document; leave --share-library out",
     ),
     (
-        "documents in a folder and workers on Ray",
+        "documents of a library and workers on Ray",
         lambda c: c.parallel_config.distributed_executor_backend == "ray",
-        f"they may run where the folder is not; leave {_FILES} out",
+        "they may run where the library is not; leave --share-library out",
     ),
     (
-        "documents in a folder and quantised weights",
+        "documents of a library and quantised weights",
         lambda c: c.model_config.quantization is not None,
-        f"{_WEIGHTS} --quantization or {_FILES} out",
+        f"{_WEIGHTS} --quantization or --share-library out",
     ),
     (
-        "documents in a folder and a model that is changed (--hf-overrides)",
+        "documents of a library and a model that is changed (--hf-overrides)",
         lambda c: c.model_config.hf_overrides,
-        f"{_WEIGHTS} --hf-overrides or {_FILES} out",
+        f"{_WEIGHTS} --hf-overrides or --share-library out",
     ),
     (
-        "documents in a folder and made-up weights (--load-format dummy)",
+        "documents of a library and made-up weights (--load-format dummy)",
         lambda c: c.load_config.load_format == "dummy",
-        f"{_WEIGHTS} --load-format or {_FILES} out",
+        f"{_WEIGHTS} --load-format or --share-library out",
     ),
     (
-        "documents in a folder and a model that is not in one",
+        "documents of a library and a model that is not in one",
         lambda c: not Path(c.model_config.model).is_dir(),
         "their files say which weights have read them; pass the folder that the model was "
-        f"downloaded to, or leave {_FILES} out",
+        "downloaded to, or leave --share-library out",
     ),
 )
 _ADAKV: _Rules = (
@@ -294,7 +286,7 @@ _TABLE: tuple[tuple[Callable[[ServingSettings], Any], _Rules], ...] = (
     (lambda s: s.limits.decode_budget, _HELD_ANSWERS),
     (lambda s: s.sharing is not None, _SHARED),
     (lambda s: s.sessions is not None, _SESSIONS),
-    (lambda s: s.sharing is not None and (s.sharing.folder or s.sharing.library), _IN_A_FOLDER),
+    (lambda s: s.sharing is not None and s.sharing.library, _OF_A_LIBRARY),
     (lambda s: s.policy == AdaKV.name, _ADAKV),
     (lambda s: s.policy == TOVA.name, _TOVA),
 )
@@ -368,14 +360,6 @@ def require_no_prompt_logprobs(plan: Plan, sampling_params: Any) -> None:
     """Refuse probabilities of a capped prompt, of which some would be of tokens read ahead."""
     if plan.cap is not None and sampling_params.prompt_logprobs is not None:
         raise _capped("prompt_logprobs", "none", str(sampling_params.prompt_logprobs))
-
-
-def require_no_transfer(plan: Plan, sampling_params: Any) -> None:
-    """Refuse a transfer that is asked for of a request that would be hidden from the connector."""
-    asked = (sampling_params.extra_args or {}).get(TRANSFER)
-    if asked is not None and (plan.policy is not None or plan.growth is not None):
-        none = "none with a request that is compressed, which no connector is offered"
-        raise wrong(TRANSFER, none, "some", f"send it with {PREFIX}budget 0, or without {TRANSFER}")
 
 
 def _capped(name: str, expected: str, got: str) -> RefusedError:

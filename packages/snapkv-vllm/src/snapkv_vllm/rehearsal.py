@@ -65,7 +65,7 @@ def rehearsed(
     waiting = [torch.empty(tokens, layer.num_heads, layer.head_size, **kind) for layer in layers]
     if largest.reads_again:  # what is noted of a document
         noted = [(layer.num_kv_heads, largest.prompt_tokens) for layer in layers]
-        waiting += [torch.empty(shape, device=device) for shape in noted]
+        waiting += [torch.empty(shape, dtype=torch.float32, device=device) for shape in noted]
     yield
     if layers:
         widest = max(layers, key=lambda layer: layer.num_heads * layer.head_size)

@@ -18,11 +18,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as SecondLogitsProcessor
 
 from snapkv_vllm.documents.words import errand
-from snapkv_vllm.refusals import (
-    require_no_prompt_logprobs,
-    require_no_transfer,
-    require_sharing,
-)
+from snapkv_vllm.refusals import require_no_prompt_logprobs, require_sharing
 from snapkv_vllm.settings import ServingSettings
 
 
@@ -45,7 +41,6 @@ class RequestCheck(LogitsProcessor, SecondLogitsProcessor):
                 return
             plan = cls.settings.plan_for(sampling_params.extra_args, prompt_tokens=1)
             require_no_prompt_logprobs(plan, sampling_params)
-            require_no_transfer(plan, sampling_params)
         except TypeError as error:
             raise ValueError(str(error)) from error
 

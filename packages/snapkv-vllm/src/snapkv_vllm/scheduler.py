@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from snapkv_vllm.versions import part_of_vllm, require_supported_version
+from snapkv_vllm.versions import require_supported_version
 
 require_supported_version()
 
@@ -15,7 +15,6 @@ from vllm.v1.request import RequestStatus
 from snapkv.errors import InvalidArgumentError, SnapKVError
 from snapkv_vllm.agents.sessions import held_sessions
 from snapkv_vllm.blocks import CompressedBlocks, share_exact_blocks
-from snapkv_vllm.connector import Offers
 from snapkv_vllm.documents.plans import FromDocument, ReadTwice
 from snapkv_vllm.documents.registry import registry
 from snapkv_vllm.documents.words import errand
@@ -29,7 +28,6 @@ from snapkv_vllm.refusals import (
     require_no_promise,
     require_no_prompt_logprobs,
     require_no_spans,
-    require_no_transfer,
     require_one_position,
     require_sharing,
     require_supported,
@@ -74,31 +72,20 @@ class _CompressingScheduler(Scheduler):
         blocks = self.kv_cache_manager
         self._allocate_slots, blocks.allocate_slots = blocks.allocate_slots, self._slots_and_room
         self._lacks_room, self._waiting_for_room = False, set[str]()
+        self._waits, self._stands_still = "", False  # for a block; a request, since when none can
         self._metrics = PromptMetrics(self.vllm_config)
         self._documents = registry(self.vllm_config, self.kv_cache_config, compressed)
         self._sessions = held_sessions(self.vllm_config, self.kv_cache_config, compressed)
-        self._offers = None if self.connector is None else Offers(self.connector)
 
     def add_request(self, request: Any) -> None:
         """Accept a request with the method it asks for; one with wrong settings ends at once."""
         try:
-            plan = self._plans[request.request_id] = self._plan_of(request)
+            self._plans[request.request_id] = self._plan_of(request)
             self._require_blocks(request)
-            if self._offers is not None and plan.shared_tokens is not None:
-                self._offers.hide(request.request_id)
         except SnapKVError as error:  # front ends answer 400; one of another make did not ask
             logger.error("Request %s is refused: %s", request.request_id, error)
-            self._end_with(request.request_id, error)
+            self.grammar_compile_error_reqs.add(request.request_id)  # ended in the next step
         super().add_request(request)
-
-    def _end_with(self, request_id: str, error: SnapKVError) -> None:
-        """Have vLLM end a request in its next step."""
-        refused = self.grammar_compile_error_reqs
-        if isinstance(refused, dict):  # from 0.33 on, with what the client is told
-            said = part_of_vllm("outputs.RequestError")
-            refused[request_id] = said(code="validation_error", message=str(error))
-        else:
-            refused.add(request_id)
 
     def _plan_of(self, request: Any) -> RequestPlan:
         """The request's plan; none for sessions, whose prompts go on after their end."""
@@ -119,7 +106,6 @@ class _CompressingScheduler(Scheduler):
         require_one_position(plan, request, self.vllm_config)
         require_capped_prompt(plan, request, self.vllm_config)
         require_no_prompt_logprobs(plan, params)
-        require_no_transfer(plan, params)
         return plan if self._sessions is None else self._sessions.plan_of(request, plan)
 
     def _require_blocks(self, request: Any) -> None:
@@ -145,7 +131,10 @@ class _CompressingScheduler(Scheduler):
         self, request: Any, num_new_tokens: int, num_new_computed_tokens: int = 0, **kwargs: Any
     ) -> Any:
         """vLLM's `allocate_slots`, with blocks for what is kept if the step ends with a choice."""
-        slots = self._allocate_slots(request, num_new_tokens, num_new_computed_tokens, **kwargs)
+        given: Any = (request, num_new_tokens, num_new_computed_tokens)
+        slots = self._allocate_slots(*given, **kwargs)
+        while slots is None and self._sessions is not None and self._sessions.give_back():
+            slots = self._allocate_slots(*given, **kwargs)
         runs, blocks = request.status == RequestStatus.RUNNING, self._blocks
         self._lacks_room = slots is None and (blocks.lack_room or (runs and blocks.hold_room))
         if slots is not None:
@@ -155,6 +144,7 @@ class _CompressingScheduler(Scheduler):
             blocks.take_room(request.request_id, seen, num_new_tokens, others_blocks=others)
         elif not runs:
             self._count_wait(request)
+            self._waits = request.request_id
         return slots
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
@@ -179,24 +169,15 @@ class _CompressingScheduler(Scheduler):
             registered = self._documents.request_ends(request.request_id, is_complete=complete)
         if self._sessions is not None:
             self._sessions.request_ends(request)
-        to_connector, of_encoder = super()._free_request(request, *args, **kwargs)
+        _, of_encoder = super()._free_request(request, *args, **kwargs)
         self._plans.pop(request.request_id, None)
-        return registered or to_connector, of_encoder
-
-    def _connector_finished(self, request: Any) -> tuple[bool, Any]:
-        if self._offers is not None and self._offers.hides(request.request_id):
-            return False, None
-        finished: tuple[bool, Any] = super()._connector_finished(request)
-        return finished
-
-    def _build_kv_connector_meta(self, connector: Any, scheduler_output: Any) -> Any:
-        assert self._offers is not None
-        seen = self._offers.without_hidden(scheduler_output)
-        return super()._build_kv_connector_meta(connector, seen)
+        return registered, of_encoder
 
     def _get_local_prefix_cache_hit(
         self, request: Any, *args: Any, **kwargs: Any
     ) -> tuple[Any, int, int, bool]:
+        if self._sessions is not None and (plan := self._sessions.begin(request.request_id)):
+            self._plans[request.request_id] = plan
         for lender in self._lenders:
             if (lent := lender.lent(request.request_id)) is not None:
                 begun, found = lent
@@ -229,6 +210,7 @@ class _CompressingScheduler(Scheduler):
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         super()._update_after_schedule(scheduler_output)
         self._lacks_room = False
+        self._note_standstill()
         orders = {}
         for request_id, step_tokens in scheduler_output.num_scheduled_tokens.items():
             order = self._order(self.requests[request_id], step_tokens)
@@ -238,6 +220,19 @@ class _CompressingScheduler(Scheduler):
         setattr(scheduler_output, BEGINNINGS, self._begun(scheduler_output))
         forgotten = () if self._sessions is None else self._sessions.forgotten()
         setattr(scheduler_output, FORGOTTEN, forgotten)
+
+    def _note_standstill(self) -> None:
+        """Log and count when a request lacks blocks, and none is running that would free some."""
+        name, self._waits, before = self._waits, "", self._stands_still
+        self._stands_still = bool(name) and not self.running
+        if self._stands_still and not before:
+            self._metrics.stands_still()
+            logger.error(
+                "No request can go on: %s waits for blocks, %s of %s are free, and none is running",
+                name,
+                self.kv_cache_manager.block_pool.get_num_free_blocks(),
+                self.kv_cache_config.num_blocks,
+            )
 
     @property
     def _lenders(self) -> list[Any]:

@@ -16,7 +16,7 @@ from snapkv_vllm.limits import Limits
 from snapkv_vllm.names import wrong
 from snapkv_vllm.plugin import METRICS, metrics_folder
 from snapkv_vllm.settings import ServingSettings
-from snapkv_vllm.versions import part_of_vllm, require_supported_version
+from snapkv_vllm.versions import require_supported_version
 
 OWN = ("worker_cls", "scheduler_cls", "additional_config", "logits_processors")
 """The arguments of vLLM through which the plugin works."""
@@ -157,14 +157,12 @@ def serve(
 def _run(model: str, settings: ServingSettings, options: Sequence[str], name: str) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from snapkv_vllm.refusals import ONE_SERVER, require_supported
 
-    part_of_vllm(
-        "entrypoints.common.startup.cli_env_setup or "
-        "entrypoints.serve.utils.api_utils.cli_env_setup"
-    )()
+    cli_env_setup()
     parser = FlexibleArgumentParser(prog="snapkv")
     command = ServeSubcommand()
     command.subparser_init(parser.add_subparsers(dest="subparser"))

@@ -42,6 +42,7 @@ from snapkv_vllm.names import (
     SPANS,
     XARGS,
     meant,
+    misspelt,
     own_settings,
     require_named,
     require_readable,
@@ -196,7 +197,8 @@ class ServingSettings:
         try:
             return self._planned(given, prompt_tokens, looks_ahead=looks_ahead, spans=spans)
         except (InvalidArgumentError, InvalidTypeError) as error:
-            raise type(error)(f"{PREFIX}{error}") from error
+            said = str(error).removeprefix(PREFIX)  # of spans it has the whole name
+            raise type(error)(f"{PREFIX}{said}") from error
 
     def spans_of(self, extra_args: Mapping[str, Any]) -> RequestSpans:
         """What a request says of spans of its prompt."""
@@ -403,6 +405,8 @@ def require_settings(body: object, settings: ServingSettings, path: str = "") ->
     outside = [body, sampling]  # and what clients wrap around the right place
     for beside in (_mapping(body.get(name)) for name in _BESIDE):
         outside += [beside, _mapping(beside.get(XARGS))]
+    for name, word in misspelt(body):
+        raise wrong(shown(name), word, f"'{shown(name)}', which nobody reads", f"write {word}")
     for name in (name for fields in outside for name in fields):
         if (right := meant(name)) is not None:
             remedy = f'write "{XARGS}": {{"{shown(right)}": ...}}'

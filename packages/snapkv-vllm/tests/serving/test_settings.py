@@ -58,11 +58,11 @@ def test_the_log_is_told_all_that_decides_what_is_kept():
         "sessions no"
     )
     own = {"safeguard": 0.5, "pooling": "fading", "decay": 0.9}
-    sharing = Sharing(most_bytes=2 << 30, across_keys=True, folder="/documents")
+    sharing = Sharing(most_bytes=2 << 30, across_keys=True, library="/documents")
     said = ServingSettings(policy="adakv", budget=0, parameters=own, sharing=sharing).summary
     words = ("policy adakv", "budget 0", "decay 0.9", "safeguard 0.5")
     assert all(word in said.split(", ") for word in words)
-    assert said.endswith("share 2.0 GiB across keys in /documents, sessions no")
+    assert said.endswith("share 2.0 GiB across keys of /documents, sessions no")
     limits = Limits(cap=2048, decode_budget=4096)
     assert (
         "cap 2048, chunk_tokens 1024, decode_budget 4096" in ServingSettings(limits=limits).summary
@@ -198,7 +198,7 @@ def test_sharing_travels_in_the_settings(sharing, entry):
         ({"most_bytes": "2GiB"}, "most_bytes: expected an integer"),
         ({"chunk_tokens": 0}, "chunk_tokens: expected at least 1"),
         ({"across_keys": 1}, "across_keys: expected true or false, got 1"),
-        ({"folder": 1}, "folder: expected a path, got 1"),
+        ({"library": 1}, "library: expected a path, got 1"),
         ({"bytes": 1}, "sharing: expected most_bytes, .* did you mean"),
     ],
 )

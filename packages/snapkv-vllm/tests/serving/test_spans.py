@@ -12,7 +12,8 @@ from snapkv import AdaKV, SnapKV, StreamingLLM
 from snapkv.errors import InvalidArgumentError, SnapKVError
 from snapkv.policies.spans import Spans
 from snapkv_vllm.agents.held import Sessions
-from snapkv_vllm.agents.messages import Chat, Piece, Tokens, located, spans_of
+from snapkv_vllm.agents.messages import Chat, Piece, located, spans_of
+from snapkv_vllm.agents.places import Tokens
 from snapkv_vllm.limits import Limits
 from snapkv_vllm.methods import WithSpans, kept_tokens
 from snapkv_vllm.settings import ServingSettings
@@ -80,6 +81,12 @@ def test_what_is_wrong_is_said_in_one_line(given, words):
     with pytest.raises(SnapKVError, match=words) as error:
         SETTINGS.plan_for({NAME: given}, 100)
     assert "\n" not in str(error.value)
+
+
+def test_spans_have_their_prefix_once_where_the_servers_own_settings_clash_with_them():
+    given = {NAME: said((0, 10, "drop")), "snapkv_protect_first": 5}
+    with pytest.raises(SnapKVError, match=f"^{NAME}: expected spans that do not overlap"):
+        SETTINGS.plan_for(given, 100)
 
 
 @pytest.mark.parametrize("limit", [{"cap": 128}, {"decode_budget": 256}])

@@ -129,6 +129,11 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use, so that the command line starts without torch."""
+    if name.endswith("Press"):  # an AttributeError's words do not reach `from snapkv import ...`
+        raise ImportError(
+            f"snapkv: expected the name of a method, such as SnapKV, got kvpress's {name}; see "
+            "docs/migrating.md"
+        )
     if name not in __all__:
         raise AttributeError(f"module 'snapkv' has no attribute {name!r}")
     usual = "snapkv.errors" if name.endswith("Error") else "snapkv.policies"

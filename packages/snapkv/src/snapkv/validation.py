@@ -20,7 +20,7 @@ DEFAULT = "default"
 """The method of `snapkv.policies.default` by name; what it makes is a `SnapKV`."""
 
 SMALL_WINDOW = 16
-"""The window of `DEFAULT`: the best one of `docs/results.md`, where fading is the best."""
+"""The window of `DEFAULT`."""
 
 AUTO = "auto"
 """A budget that the votes choose."""

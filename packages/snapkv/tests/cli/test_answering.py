@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
-from snapkv import AutoBudget, AutoCodes, default_policy
+from snapkv import default_policy
 from snapkv.app.prefills import Chunked, Exact, GemFilter, LayerByLayer, Selective
 from snapkv.cli.options import RunOptions, read_prefill, read_prefills
-from snapkv.cli.policy import LOST_VOTE_IN_FEW_BITS, build_policy, usual_bits
+from snapkv.cli.policy import usual_bits
 from snapkv.decoding import MedusaHeads, save_heads
 from snapkv.errors import InvalidArgumentError
 from snapkv.hf.saved import policy_of
@@ -21,7 +21,7 @@ from tests.families import small_model
 WHERE = ("-q", "Where is the key?")
 ASK = (*WHERE, "--answer-start", "The key is under the")
 SMALL = ("--budget", 48, "--window-size", 16, "--kernel-size", 13, "--max-new-tokens", 6)
-AUTO = {"auto": {"lost_vote": LOST_VOTE_IN_FEW_BITS, "least": 32, "most": None}}
+AUTO = {"auto": {"lost_vote": 0.0015, "least": 32, "most": None}}
 
 
 @pytest.fixture
@@ -216,17 +216,21 @@ def test_progress_is_drawn_on_terminals_only(snapkv, tiny_only, monkeypatch, ter
     assert ("reading the prompt" in done.err) == terminal
 
 
-def test_bits_are_chosen_unless_a_method_is_named_or_they_are_to_stay(
-    snapkv, asked, tiny_only, document
-):
-    def bits(*options):
-        (run,) = asked("--max-new-tokens", 2, *options)["runs"]
-        return run["cache"]["bits"]
-
-    assert set(bits()) <= {"8", "8/4", "4"}
-    assert set(bits("--budget", "30%")) <= {"32", "8", "8/4", "4"}
-    for named in (("--exact-bits",), ("--policy", "snapkv", "--budget", 64), ("--policy", "full")):
-        assert list(bits(*named)) == ["32"]
+@pytest.mark.parametrize(
+    ("options", "bits"),
+    [
+        ((), "32"),
+        (("--budget", 64), "32"),
+        (("--keep-ratio", 0.3), "32"),
+        (("--budget", "30%"), "8/4"),
+        (("--budget", "100kB"), "8/4"),
+        (("--budget", "30%", "--exact-bits"), "32"),
+        (("--budget", "30%", "--policy", "snapkv"), "32"),
+    ],
+)
+def test_few_bits_by_themselves_are_within_bytes_only(asked, tiny_only, options, bits):
+    (run,) = asked("--max-new-tokens", 2, *options)["runs"]
+    assert list(run["cache"]["bits"]) == [bits]
 
 
 def test_a_larger_budget_is_asked_for(snapkv, tiny_only, document):
@@ -237,16 +241,17 @@ def test_a_larger_budget_is_asked_for(snapkv, tiny_only, document):
 
 
 def test_a_shared_latent_keeps_its_bits_and_it_is_said_why():
-    latent, other = small_model("latent"), small_model("llama")
-    assert usual_bits(RunOptions(), latent) == (
+    latent, other, within = small_model("latent"), small_model("llama"), default_policy("30%")
+    assert usual_bits(within, other) == ("K8V4", "")
+    assert usual_bits(within, latent) == (
         None,
         "the model's own, since its heads share what is stored",
     )
-    assert usual_bits(RunOptions(), other) == (AutoCodes(), "")
-    assert usual_bits(RunOptions(exact_bits=True), latent) == (None, "")
-    assert build_policy(RunOptions(exact_bits=True)).budget == AutoBudget()
-    for auto in (RunOptions(), RunOptions(budget="auto")):
-        assert build_policy(auto).budget == AutoBudget(lost_vote=LOST_VOTE_IN_FEW_BITS)
+    for policy, options in (
+        (default_policy(), RunOptions()),
+        (within, RunOptions(exact_bits=True)),
+    ):
+        assert usual_bits(policy, latent, options) == (None, "")
 
 
 WAYS = {

@@ -17,8 +17,8 @@ include_path haystack policy decode_policy baseline beside budget storage poolin
 kernel_size protect kinds question questions prompt answer_start tasks lengths batch datasets
 context gpu_memory reserve bandwidth documents positions windows kernels poolings budgets corpora
 variants depths keep_ratios corpus methods kernel_sizes ratios hidden_ratios places sources names
-bits library size prefill layers turns answer_tokens package devices ray recall session_bytes
-share_bytes share_folder share_library
+bits library size prefill layers turns answer_tokens package ray recall session_bytes
+share_bytes share_library
 """
 NO_OUTPUT = set(TEXTS.split())
 """Options with a text that name nothing to write, or a folder for files without names."""

@@ -26,7 +26,7 @@ from snapkv import (
 )
 from snapkv.cli.methods import known_method, methods
 from snapkv.cli.options import RunOptions
-from snapkv.cli.policy import LOST_VOTE_IN_FEW_BITS, build_policy, named_policies
+from snapkv.cli.policy import build_policy, named_policies
 from snapkv.errors import SnapKVError
 from snapkv.policies import POLICIES
 from snapkv.policies.default import method_name
@@ -108,9 +108,8 @@ def test_options_become_the_policy(name, set_, options, policy):
     assert built(name, set_, **options) == policy
 
 
-BOUND = {"lost_vote": LOST_VOTE_IN_FEW_BITS}
-AUTO = SnapKV(AutoBudget(**BOUND), window_size=16, pooling="fading")
-MAX = SnapKV(AutoBudget(**BOUND), window_size=16)
+AUTO = SnapKV("auto", window_size=16, pooling="fading")
+MAX = SnapKV("auto", window_size=16)
 
 
 @pytest.mark.parametrize(
@@ -125,8 +124,7 @@ MAX = SnapKV(AutoBudget(**BOUND), window_size=16)
         ("pooling=max", {}, MAX, "snapkv"),
         ("", {"window_size": 32}, replace(AUTO, window_size=32), "snapkv, fading"),
         ("sink_tokens=0", {"decay": 0.8}, replace(AUTO, decay=0.8, sink_tokens=0), None),
-        ("budget=auto:most=4k", {}, replace(AUTO, budget=AutoBudget(most=4096, **BOUND)), None),
-        ("", {"exact_bits": True}, replace(AUTO, budget=AutoBudget()), "default"),
+        ("budget=auto:most=4k", {}, replace(AUTO, budget=AutoBudget(most=4096)), None),
         ("", {"budget": {"auto": {"lost_vote": 0.01}}},
          replace(AUTO, budget=AutoBudget(lost_vote=0.01)), None),
     ],

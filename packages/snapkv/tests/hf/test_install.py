@@ -13,7 +13,9 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    ContinuousBatchingConfig,
     DynamicCache,
+    GenerationConfig,
     PreTrainedModel,
 )
 
@@ -29,18 +31,14 @@ from snapkv import (
     SnapKV,
     UnsupportedModelError,
 )
+from snapkv.hf import generate as around
 from snapkv.hf import install as module
-from tests.families import random_ids, tiny_config, tiny_model
+from tests.families import KINDS, random_ids, tiny_config, tiny_model
 from tests.hf.test_generate import Recorder
 
 POLICY = SnapKV(36, window_size=8, kernel_size=5)
 OPTIONS = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-METHODS = (
-    "generate",
-    "prepare_inputs_for_generation",
-    "_prefill",
-    "_extract_generation_mode_kwargs",
-)
+METHODS = tuple(around._AROUND)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -300,7 +298,7 @@ def test_a_copy_works_with_its_own_caches_and_is_then_as_the_model_was(model, co
     assert torch.equal(generated(other, its_own, ids), expected)
     del its_own
     assert configs(other) == names
-    assert not vars(other).keys() & {*METHODS, module._ATTRIBUTE}
+    assert not vars(other).keys() & {*METHODS, module.INSTALLATION}
     assert vars(model).keys() == vars(other).keys()
 
 
@@ -336,7 +334,7 @@ def test_a_shallow_copy_gets_its_own_methods_and_loses_them(llama):
     assert generated(other, its_own, random_ids(1, 60)).shape == (1, 66)
     del its_own
     assert llama.config._attn_implementation == "sdpa"
-    assert not (vars(other).keys() | vars(llama).keys()) & {*METHODS, module._ATTRIBUTE}
+    assert not (vars(other).keys() | vars(llama).keys()) & {*METHODS, module.INSTALLATION}
 
 
 @pytest.mark.parametrize("first", ["outer", "inner"])
@@ -351,7 +349,7 @@ def test_a_model_and_one_inside_of_it_share_a_config(llama, first):
     del cache
     caches.clear()
     assert configs(llama) == names
-    assert module._ATTRIBUTE not in vars(llama) | vars(llama.model)
+    assert module.INSTALLATION not in vars(llama) | vars(llama.model)
 
 
 def test_a_model_may_go_before_its_caches():
@@ -451,12 +449,12 @@ def test_what_came_of_a_model_with_caches_is_given_back_by_hand(llama, related):
     other = related(llama)
     snapkv.uninstall(other)
     assert other.config._attn_implementation == "sdpa"
-    assert not vars(other).keys() & {*METHODS, module._ATTRIBUTE}
+    assert not vars(other).keys() & {*METHODS, module.INSTALLATION}
     again = CompressedCache(llama, POLICY)
     assert generated(llama, cache, random_ids(1, 60)).shape == (1, 66)
     del cache, again
     assert llama.config._attn_implementation == "sdpa"
-    assert vars(llama).keys() == before - {module._ATTRIBUTE}
+    assert vars(llama).keys() == before - {module.INSTALLATION}
 
 
 # Any thread, any time.
@@ -534,3 +532,74 @@ def test_a_cache_in_a_circle_goes_in_the_middle_of_another_pass(llama):
     assert torch.equal(llama(ids).logits, plain)
     hook.remove()
     assert as_it_was(llama, before)
+
+
+def batch_options():
+    """Four tokens, out of a pool of a few blocks."""
+    limits = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+    pool = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
+    config = GenerationConfig(**limits)
+    return {"generation_config": config, "continuous_batching_config": pool}
+
+
+def continuously(model, ids):
+    """What continuous batching generates behind each row."""
+    found = model.generate_batch(ids.tolist(), progress_bar=False, **batch_options())
+    return [each.generated_tokens for each in found.values()]
+
+
+def managed(model, ids):
+    """The same, by a manager of one's own."""
+    manager = model.init_continuous_batching(**batch_options())
+    manager.start()
+    manager.add_requests(ids.tolist())
+    found = [manager.get_result().generated_tokens for _ in ids]
+    manager.stop(block=True)
+    manager.destroy()
+    return found
+
+
+@pytest.mark.parametrize("batching", [continuously, managed])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_continuous_batching_answers_as_without(batching, implementation):
+    model, ids = copy.deepcopy(tiny_model("llama", implementation)), random_ids(1, 30)
+    expected = batching(model, ids)
+    with snapkv.install(model):
+        cache = CompressedCache(model, POLICY)
+        text = model.generate(ids, past_key_values=cache, **OPTIONS)
+        assert batching(model, ids) == expected
+        if batching is managed:
+            assert model.config._attn_implementation == implementation
+            with pytest.raises(CacheMismatchError, match="another attention implementation"):
+                model(ids[:, :1], past_key_values=cache)
+            again = CompressedCache(model, POLICY)
+            assert torch.equal(model.generate(ids, past_key_values=again, **OPTIONS), text)
+        assert model.config._attn_implementation == f"snapkv|{implementation}"
+        model.generate(torch.cat([text, ids], dim=1), past_key_values=cache, **OPTIONS)
+    del cache
+    if batching is managed:
+        del again
+    assert model.config._attn_implementation == implementation
+    assert not set(METHODS) & set(vars(model))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "implementation"),
+    [
+        ("gpt2", {"reorder_and_upcast_attn": True}, "eager"),
+        ("gemma4_text", KINDS["shared"][2] | {"head_dim": 8}, "flex_attention"),
+    ],
+)
+def test_a_model_that_looks_for_the_name_itself_is_refused(family, changes, implementation):
+    model = AutoModelForCausalLM.from_config(tiny_config(family, **changes))
+    if family == "gemma4_text" and not hasattr(model.config, "kv_sharing_modes"):
+        pytest.skip("transformers: names no layers that share keys, which are refused anyway")
+    model.set_attn_implementation(implementation)
+    before = dict(vars(model))
+    for use in (snapkv.install, CompressedCache):
+        with pytest.raises(UnsupportedModelError, match="attn_implementation='sdpa'"):
+            use(model)
+        assert model.config._attn_implementation == implementation
+        assert vars(model) == before
+    model.set_attn_implementation("sdpa")
+    CompressedCache(model, POLICY)

@@ -58,18 +58,21 @@ def asked(monkeypatch):
 @pytest.mark.parametrize(
     ("policy", "storage", "prompt", "token"),
     [
-        (SNAPKV, "dynamic", [1, 0, 0, 3], [0, 0, 0, 0]),
+        (SNAPKV, "dynamic", [1, 0, 0, 4], [0, 0, 0, 0]),
         (H2O(budget=24), "dynamic", [1, 0, 0, 3], [0, 0, 0, 0]),
         (RKV(24, window_size=4, evict_every=1), "dynamic", [1, 0, 0, 3], [0, 0, 0, 0]),
         # how many slots are filled: once per pass, and for the mask behind a prompt
-        (SNAPKV, "static", [1, 1, 1, 4], [2, 0, 0, 0]),
+        (SNAPKV, "static", [1, 1, 1, 5], [2, 0, 0, 0]),
     ],
     ids=["snapkv", "h2o", "r-kv", "static"],
 )
 def test_the_layers_between_the_first_and_the_last_are_not_waited_for(
     policy, storage, prompt, token, asked
 ):
-    """The check of the votes asks of the first layer, and of all others behind the last."""
+    """The check of the votes asks of the first layer, and of all others behind the last.
+
+    Where a prefix was scored, it is asked once there whether all scores are numbers.
+    """
     model = tiny_model("llama")
     cache = CompressedCache(model, policy, storage=storage)
     ids = random_ids(2, 64)

@@ -1,5 +1,7 @@
 """Write docs/results/families.jsonl and docs/families.md: `make families`.
 
+The page has a few families; `docs/conf.py` puts the one of all in its place where it is built.
+
 With `--changes`, print instead what the installed transformers changes in them: `make test-newest`.
 """
 
@@ -20,6 +22,11 @@ from tests.matrix.shrinking import MODELS, SEEING, growing_layers, has_own_layer
 
 DOCS = Path(__file__).parents[4] / "docs"
 ROWS = DOCS / "results" / "families.jsonl"
+SHOWN = (
+    *("deepseek_v3", "falcon_h1", "gemma3", "gemma4", "glm4_moe", "gpt_oss", "granitemoehybrid"),
+    *("kimi_linear", "llama", "llama4_text", "mistral", "phi3", "qwen3", "qwen3_next", "qwen3_vl"),
+)
+"""Families of the page that lies in the repository."""
 
 _INTRODUCTION = """# Which models work
 
@@ -42,6 +49,10 @@ it has, when the cache is made.
 - A number says why something is refused; nothing here gives a wrong answer.
 """
 
+_SOME = """
+Fifteen families follow. The page that `make docs` builds has all {count} models, and which are
+refused; so has `docs/results/families.jsonl`.
+"""
 
 _IMAGES = """
 ## With an image
@@ -70,8 +81,13 @@ def row(model_type: str) -> dict[str, Any]:
     return found | (image_row(model_type) if model_type in SEEING else {})
 
 
-def page(rows: Sequence[dict[str, Any]]) -> str:
-    """The page of these rows."""
+def known() -> list[dict[str, Any]]:
+    """The rows that were written last."""
+    return [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
+
+
+def page(rows: Sequence[dict[str, Any]], of: int | None = None) -> str:
+    """The page of these rows, which are some of so many."""
     reasons: dict[str, int] = {}
     refused, not_built, no_image = defaultdict(list), [], []
     lines, seeing = [], []
@@ -89,17 +105,16 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
             seeing.append(_line(name, *_marks(each["images"], reasons)))
         elif "no_image" in each:
             no_image.append(name)
-    parts = [_INTRODUCTION.format(version=transformers.__version__), "## Compressed\n"]
-    parts += [
-        _head("model", "grow", *CELLS),
-        *lines,
-        _IMAGES,
-        _head("model", *IMAGE_CELLS),
-        *seeing,
-    ]
-    parts += [f"\nNo image was tried with {', '.join(no_image)}.", "\n## Why not\n"]
-    parts += [f"{number}. {reason}" for reason, number in reasons.items()]
-    parts += ["\n## Refused when the cache is made, or at the first prompt\n"]
+    parts = [_INTRODUCTION.format(version=rows[0]["transformers"])]
+    if of is not None:
+        parts.append(_SOME.lstrip().format(count=of))
+    parts += ["## Compressed\n", _head("model", "grow", *CELLS), *lines]
+    parts += [_IMAGES, _head("model", *IMAGE_CELLS), *seeing]
+    if no_image:
+        parts.append(f"\nNo image was tried with {', '.join(no_image)}.")
+    parts += ["\n## Why not\n", *(f"{number}. {reason}" for reason, number in reasons.items())]
+    if refused:
+        parts.append("\n## Refused when the cache is made, or at the first prompt\n")
     parts += [f"- {reason}: {', '.join(models)}" for reason, models in sorted(refused.items())]
     if not_built:
         parts.append(f"\nNot tried, since no tiny one can be built here: {', '.join(not_built)}.")
@@ -151,11 +166,16 @@ def _said(row: dict[str, Any]) -> dict[str, Any]:
     return {name: each for name, each in parts.items() if name != "transformers"}
 
 
+def shown(rows: Sequence[dict[str, Any]]) -> str:
+    """The page of the repository."""
+    return page([each for each in rows if each["model"] in SHOWN], len(rows))
+
+
 def _list_changes() -> None:
-    known = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
-    sys.stdout.write(f"transformers {transformers.__version__}, and {known[0]['transformers']}:\n")
+    rows = known()
+    sys.stdout.write(f"transformers {transformers.__version__}, and {rows[0]['transformers']}:\n")
     wrong = 0
-    for line in changes({each["model"]: each for each in known}):
+    for line in changes({each["model"]: each for each in rows}):
         wrong += "wrong" in line
         sys.stdout.write(f"  {line}\n")
         sys.stdout.flush()
@@ -171,9 +191,9 @@ def main() -> None:
     for model_type in MODELS:
         rows.append(row(model_type))
         sys.stderr.write(json.dumps(rows[-1]) + "\n")
-    about = {"transformers": transformers.__version__}
-    ROWS.write_text("".join(json.dumps(about | each) + "\n" for each in rows), encoding="utf-8")
-    (DOCS / "families.md").write_text(page(rows), encoding="utf-8")
+    rows = [{"transformers": transformers.__version__} | each for each in rows]
+    ROWS.write_text("".join(json.dumps(each) + "\n" for each in rows), encoding="utf-8")
+    (DOCS / "families.md").write_text(shown(rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,12 @@
 """No model answers wrong: the most used ones here, every other one under the marker `families`."""
 
-import json
-
 import pytest
 import torch
 import transformers
 
 from snapkv import CompressedCache, DraftVotes, FullCache, SnapKV, UnsupportedModelError
 from snapkv.plan.footprint import footprint_of_loaded
-from tests.matrix.__main__ import DOCS, ROWS, page, row
+from tests.matrix.__main__ import DOCS, known, row, shown
 from tests.matrix.cells import POLICY, Pair, Text
 from tests.matrix.shrinking import MODELS, tiny
 
@@ -34,7 +32,7 @@ MOST_USED = (
     "qwen3_next",
     "smollm3",
 )
-KNOWN = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
+KNOWN = known()
 SEEING = ("gemma3", "gemma4", "llava", "qwen2_5_vl", "qwen3_5", "qwen3_vl")
 OFTEN = [model for model in MODELS if model in (*MOST_USED, *SEEING)]
 REST = [pytest.param(model, marks=pytest.mark.families) for model in MODELS if model not in OFTEN]
@@ -47,8 +45,8 @@ def test_a_model_is_right_or_refused(model):
     cells = [*found.get("cells", {}).items(), *found.get("images", {}).items()]
     assert [(name, cell) for name, cell in cells if "wrong" in cell] == []
     if transformers.__version__ == KNOWN[0]["transformers"]:
-        known = next(each for each in KNOWN if each["model"] == model)
-        assert found == {name: known[name] for name in known if name != "transformers"}
+        before = next(each for each in KNOWN if each["model"] == model)
+        assert found == {name: before[name] for name in before if name != "transformers"}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -79,7 +77,7 @@ def test_plan_and_report_count_what_grows(model):
 
 def test_the_page_is_that_of_the_rows():
     if transformers.__version__ == KNOWN[0]["transformers"]:
-        assert (DOCS / "families.md").read_text(encoding="utf-8") == page(KNOWN)
+        assert (DOCS / "families.md").read_text(encoding="utf-8") == shown(KNOWN)
 
 
 def test_the_most_used_models_are_compressed():

@@ -1,12 +1,15 @@
 """The families on a CUDA device: sdpa, eager and flash attention, in the dtypes used there."""
 
 import copy
+import gc
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.utils import is_flash_attn_2_available
 
 from snapkv import AdaKV, CompressedCache, FullCache, SnapKV
+from snapkv.hf import step_graph
 from snapkv.ops.ragged import api as ragged
 from tests.families import IMPLEMENTATIONS, random_ids, tiny_model
 
@@ -90,9 +93,10 @@ def test_prompt_lookup_equals_greedy(implementation, group_reduce):
     ids = (random_ids(1, PROMPT) % 9 + 3).cuda()
     options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
     greedy = model.generate(ids, past_key_values=CompressedCache(model, policy), **options)
+    cache = CompressedCache(model, policy)  # before the line that looks `generate` up
     looked = model.generate(
         ids,
-        past_key_values=CompressedCache(model, policy),
+        past_key_values=cache,
         prompt_lookup_num_tokens=6,
         max_matching_ngram_size=1,
         **options,
@@ -144,3 +148,86 @@ def test_recall_over_turns_keeps_what_a_fresh_compression_keeps(family):
     for layer in fresh.compressed_layers:
         assert torch.equal(cache.kept_positions(layer), fresh.kept_positions(layer))
         assert cache.layers[layer].offloaded.pieces[0].room.tensors[0].is_pinned()
+
+
+@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
+def test_a_step_that_is_a_graph_answers_as_an_eager_one(family, quantize):
+    model = on_cuda(family, "sdpa", torch.float32)
+    made = {"storage": "static", "room_tokens": 32, "quantize": quantize}
+    cache = CompressedCache(model, POLICY, **made)
+    for rows, tokens in ((2, PROMPT), (2, 50), (1, 200)):
+        ids = random_ids(rows, tokens).cuda()
+        options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+        cache.reset()
+        got = model.generate(ids, past_key_values=cache, **options)
+        eager = CompressedCache(model, POLICY, **made)
+        options["disable_compile"] = True
+        assert torch.equal(model.generate(ids, past_key_values=eager, **options), got)
+        assert cache.report()["steps"] == "one graph"
+    assert step_graph.graph_of(cache).recordings == 2, "one for each number of rows"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_graph_that_reads_keys_once_for_a_group_is_near_an_eager_step(family, dtype):
+    model, ids = on_cuda(family, "sdpa", dtype), random_ids(2, PROMPT).cuda()
+    options = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    logits = []
+    for disable_compile in (False, True):
+        cache = CompressedCache(model, POLICY, storage="static", room_tokens=32)
+        out = model.generate(ids, past_key_values=cache, disable_compile=disable_compile, **options)
+        logits.append(out.logits[1].float())
+    torch.testing.assert_close(*logits, atol=5e-2, rtol=5e-2)
+
+
+class Asking(LlamaRMSNorm):
+    """Reads a number, which is seen before anything is recorded."""
+
+    def forward(self, states):
+        return super().forward(states * float(states.abs().max() > 0))
+
+
+class Waiting(LlamaRMSNorm):
+    """Waits for the device, which ends a recording."""
+
+    def forward(self, states):
+        torch.cuda.synchronize()
+        return super().forward(states)
+
+
+@pytest.mark.parametrize("norm", [Asking, Waiting])
+def test_a_step_that_cannot_be_a_graph_leaves_the_device_as_it_was(norm):
+    ids, said = random_ids(1, PROMPT).cuda(), []
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    answers = []
+    for kind in (LlamaRMSNorm, norm, LlamaRMSNorm):
+        model = on_cuda("llama", "sdpa", torch.float32)
+        model.model.norm.__class__ = kind
+        cache = CompressedCache(model, POLICY, storage="static", room_tokens=32)
+        answers.append(model.generate(ids, past_key_values=cache, **options))
+        said.append(cache.report()["steps"].partition(":")[0])
+        assert torch.randn(3, device="cuda").isfinite().all()
+    assert said == ["one graph", "eager", "one graph"]
+    assert torch.equal(answers[0], answers[1])
+    assert torch.equal(answers[0], answers[2])
+
+
+def test_hundreds_of_prompts_leave_no_memory_behind():
+    """Graphs of caches that are gone leave theirs to those that follow."""
+    model, ids = on_cuda("llama", "sdpa", torch.bfloat16), random_ids(1, 120).cuda()
+    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    held = []
+    for _ in range(4):
+        for _ in range(3):
+            cache = CompressedCache(model, POLICY, storage="static", room_tokens=32)
+            for _ in range(20):
+                cache.reset()
+                model.generate(ids, past_key_values=cache, **options)
+            assert step_graph.graph_of(cache).recordings == 1
+            del cache
+        gc.collect()
+        torch.cuda.synchronize()
+        held.append(torch.cuda.memory_allocated())
+    assert max(held[1:]) <= held[0]

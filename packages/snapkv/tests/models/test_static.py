@@ -23,7 +23,7 @@ from snapkv import (
     UnsupportedModelError,
 )
 from snapkv.prefill import layer_by_layer
-from tests.families import random_ids, tiny_model
+from tests.families import peaked_model, random_ids, tiny_config, tiny_model
 
 POLICY = SnapKV(40, window_size=8)
 
@@ -105,8 +105,6 @@ def test_a_prompt_read_in_inference_mode_can_be_continued_outside_of_it():
 def test_one_graph_decodes_every_prompt_of_every_cache(piece):
     """Also of the next cache, when the last one and what the model carried for it are gone."""
     model, policy = tiny_model.__wrapped__("mistral"), SnapKV(36, window_size=8)
-    compile_config = CompileConfig(fullgraph=True, backend="eager", dynamic=False)
-    compile_config._compile_all_devices = True
     torch._dynamo.reset()
     counters.clear()
     for lengths in ((90, 20), (120,)):
@@ -114,14 +112,36 @@ def test_one_graph_decodes_every_prompt_of_every_cache(piece):
         for tokens in lengths:
             ids = random_ids(2, tokens, seed=tokens)
             cache.reset()
-            options = {"compile_config": compile_config, "prefill_chunk_size": piece}
+            options = {"compile_config": compiled_on_a_cpu(), "prefill_chunk_size": piece}
             compiled = generated(model, cache, ids, **options)
             assert torch.equal(compiled, generated(model, CompressedCache(model, policy), ids))
         del cache
         gc.collect()
         assert model.config._attn_implementation == "sdpa"
+    of_each_cache = 2 if torch.__version__ < "2.11" else 1  # older ones look at what a cache is
+    assert counters["stats"]["unique_graphs"] == of_each_cache
+    assert not counters["graph_break"]
+
+
+def compiled_on_a_cpu(**options):
+    """As `generate` compiles on a GPU by itself, which it does not on a CPU."""
+    config = CompileConfig(backend="eager", dynamic=False, **options)
+    config._compile_all_devices = True
+    return config
+
+
+def test_the_steps_of_forty_layers_are_one_graph():
+    """More than torch compiles variants of: were every layer one, the rest would run eagerly."""
+    config, ids = copy.deepcopy(tiny_config("llama")), random_ids(1, 60)
+    config.num_hidden_layers = 40
+    model = peaked_model(config, "sdpa")
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = generated(model, static(model), ids, compile_config=compiled_on_a_cpu())
+    assert model._last_compile_config.fullgraph, "where a graph breaks, that is an error"
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
+    assert torch.equal(compiled, generated(model, CompressedCache(model, POLICY), ids))
 
 
 @pytest.mark.slow

@@ -77,15 +77,11 @@ def run_all(dtype):
             options = ScoreOptions(scaling=1.0, softcap=50.0, sink_logits=torch.zeros(Hq))
             pads = torch.zeros(B, dtype=torch.int64)
         triton.window_votes(queries, keys, options, group_reduce=next(reduces), pad_tokens=pads)
-        triton.gather_tokens(keys, torch.zeros(B, Hkv, 2048, dtype=torch.int64))
         run_ragged(queries[:, :, :1], Hkv, options)
         run_ragged(queries, Hkv, options)
         run_coded(queries[:, :, :1], Hkv, options)
         run_coded(queries, Hkv, options)
-    votes, kernels = torch.empty(1, 8, 32768), (1, 7, 129, 2**40 + 1, (0, 12), (2**20, 0))
-    for kernel_size, pooling in itertools.product(kernels, ("max", "avg")):
-        triton.pool_votes(votes, kernel_size, pooling)
-    triton.fade_votes(votes, 0.9)
+    triton.fade_votes(torch.empty(1, 8, 32768), 0.9)
 
 
 def run_ragged(queries, kv_heads, options):
@@ -139,9 +135,7 @@ def compiled(capability, dtype):
 KERNELS = {
     "_sum_exponentials",
     "_add_up",
-    "_pool",
     "_fade",
-    "_gather",
     "_attend_codes",
     "_attend_split",
     "_put_together",
@@ -150,10 +144,7 @@ KERNELS = {
 if __name__ == "__main__":
     names, capability = set(), int(sys.argv[1])
     for dtype in (torch.bfloat16, torch.float32):
-        of_dtype = list(compiled(capability, dtype))
-        widths = [name for name, *_ in of_dtype if name == "_pool"]
-        assert len(widths) == 2, "expected one kernel for maxima of any width, and one for means"
-        for name, spilled, shared in of_dtype:
+        for name, spilled, shared in compiled(capability, dtype):
             names.add(name)
             assert spilled <= MOST_SPILLED_BYTES, f"{name}, {dtype}: {spilled} bytes spilled"
             assert shared <= DEVICES[capability], f"{name}, {dtype}: {shared} bytes shared"

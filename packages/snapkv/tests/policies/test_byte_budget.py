@@ -324,20 +324,13 @@ def test_what_is_no_budget(budget):
 
 def test_too_few_for_the_window_and_the_sinks():
     model = tiny_model("llama")
-    for budget, quantize, least in (
-        ("5%", None, "12%"),
-        ("3000B", None, "6,144 bytes"),
-        ("20%", "int8", "36%"),
-        ("3000B", "int8", "18,432 bytes"),
-    ):
-        policy = SnapKV(budget, sink_tokens=4, **WINDOW)
+    policy = SnapKV("3000B", sink_tokens=4, **WINDOW)
+    for quantize, least in ((None, "6,144 bytes"), ("int8", "18,432 bytes")):
         with pytest.raises(InvalidArgumentError, match=f"budget: expected at least {least} ") as e:
             read(model, policy, 100, quantize=quantize)
         assert "\n" not in str(e.value)
         enough = SnapKV(least.replace(" bytes", "B").replace(",", ""), sink_tokens=4, **WINDOW)
         read(model, enough, 100, quantize=quantize)
-    with pytest.raises(InvalidArgumentError, match="budget: expected at least 100"):
-        read(model, SnapKV("50%"), 20)
 
 
 @pytest.mark.parametrize("policy", [H2O, TOVA, RKV, Scissorhands, StreamingLLM])

@@ -1,5 +1,6 @@
 """A method of somebody's own: what it returns is used as it has to be, or refused by name."""
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from snapkv import AdaKV, CompressedCache, CriticalKV, InvalidArgumentError
+from snapkv.hf import fidelity
 from snapkv.policies import PrefixPolicy
 from tests.families import call, random_ids, tiny_model
 
@@ -46,6 +48,42 @@ def test_scores_of_another_shape_or_kind_are_refused(wrapped, scored_by, got):
     cache = CompressedCache(model, policy)
     with pytest.raises(InvalidArgumentError, match=rf"score: expected \(2, 2, 52\).*got {got}"):
         call(model, cache, random_ids(2, 60))
+
+
+@pytest.mark.parametrize("is_gpu", [False, True], ids=["cpu", "as on a GPU"])
+@pytest.mark.parametrize("wrapped", [None, AdaKV, CriticalKV], ids=["alone", "adakv", "criticalkv"])
+def test_scores_that_are_no_numbers_are_refused_by_name(wrapped, is_gpu, monkeypatch):
+    """In one layer, whose scores a GPU is asked of behind the last."""
+    monkeypatch.setattr(fidelity, "_is_behind", lambda states: is_gpu)
+    asked = iter(range(100))
+
+    def in_the_second_layer(scores):
+        return scores * torch.nan if next(asked) == 1 else scores.float()
+
+    model = tiny_model("llama")
+    cache = CompressedCache(
+        model, around(wrapped)(Own(24, window_size=8, scored_by=in_the_second_layer))
+    )
+    with pytest.raises(InvalidArgumentError, match=r"^score: expected numbers from own, .*got NaN"):
+        call(model, cache, random_ids(2, 60))
+    assert next(asked) == (4 if is_gpu else 2)
+    cache.reset()
+    call(model, cache, random_ids(2, 60))
+    assert cache.report().kept_tokens == 24
+
+
+@pytest.mark.parametrize("pads", [0, 9])
+def test_pads_may_have_any_score(pads):
+    model, ids = tiny_model("llama"), random_ids(1, 60)
+    mask = torch.ones_like(ids)
+    mask[:, :pads] = 0
+
+    def no_numbers_first(scores):
+        return scores.float().index_fill(2, torch.arange(9), torch.nan)
+
+    cache = CompressedCache(model, Own(24, window_size=8, scored_by=no_numbers_first))
+    with contextlib.nullcontext() if pads else pytest.raises(InvalidArgumentError, match="NaN"):
+        call(model, cache, ids, attention_mask=mask)
 
 
 def test_right_scores_choose():

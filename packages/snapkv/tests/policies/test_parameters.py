@@ -51,7 +51,13 @@ REFUSED = [
     (SnapKV, {"budget": 32}, VALUE, "budget", "got 32"),  # the window alone
     (SnapKV, {"window_size": 1024}, VALUE, "budget", "got 1024"),  # against the default
     (SnapKV, {"budget": 64.0}, TYPE, "budget", "got 64.0 of type float"),
-    (SnapKV, {"budget": "many"}, TYPE, "budget", "'auto', or bytes as '12%' or '64MiB', got 'many'"),
+    (
+        SnapKV,
+        {"budget": "many"},
+        TYPE,
+        "budget",
+        "'auto', or bytes as '12%' or '64MiB', got",
+    ),
     (SnapKV, {"budget": True}, TYPE, "budget", "got True of type bool"),
     (SnapKV, {"window_size": 0}, VALUE, "window_size", "got 0"),
     (SnapKV, {"window_size": None}, TYPE, "window_size", "got None of type NoneType"),
@@ -261,3 +267,14 @@ def test_what_a_threshold_and_a_wrapper_say_of_themselves():
     critical = CriticalKV(SnapKV(64))
     assert critical.describe() == {"name": "criticalkv", "policy": inner, "first_share": 0.5}
     assert (critical.budget, critical.window_size) == (64, 32)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_kvpress_idioms_point_to_the_page_about_it(name):
+    with pytest.raises(InvalidTypeError, match=r"expected keep_ratio=.*see docs/migrating\.md"):
+        POLICIES[name](compression_ratio=0.5)
+    with pytest.raises(InvalidTypeError, match=r"CompressedCache\(model, .*see docs/migrating\.md"):
+        SnapKV()(object())
+    press = f"{POLICIES[name].__name__}Press"
+    with pytest.raises(ImportError, match=rf"kvpress's {press}; see docs/migrating\.md"):
+        getattr(snapkv, press)

@@ -115,7 +115,8 @@ def heads_of(policy):
 
 
 def kept_prefix(policy, tokens):
-    return oracle.kept_prefix_tokens(tokens, policy.window_size, policy.budget, policy.keep_ratio)
+    kept = oracle.kept_prefix_tokens(tokens, policy.window_size, policy.budget, policy.keep_ratio)
+    return max(kept, min(policy.sink_tokens, max(0, tokens - policy.window_size)))
 
 
 def kept_sets(policy, layer, row=0):

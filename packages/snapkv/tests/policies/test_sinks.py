@@ -96,11 +96,12 @@ def test_the_first_real_tokens_of_a_padded_row_by_hand():
     assert kept(policy, layer) == [[[0, 2, 5]], [[2, 4, 5]], [[-1, 4, 5]]]
 
 
-def test_where_there_is_less_room_the_first_of_them_by_hand():
+def test_a_share_keeps_them_at_least_by_hand():
     """0.4 of five tokens are two."""
     layer = rated([0.0, 0.1, 0.9, 0.2, 0.8, 0.0])
-    assert kept(KVzip(keep_ratio=0.4, window_size=1), layer) == [[[0, 1, 5]]]
-    assert KVzip(keep_ratio=0.1, window_size=1).select(layer).keep_indices.tolist() == [[[5]]]
+    assert kept(KVzip(keep_ratio=0.4, window_size=1), layer) == [[[0, 1, 2, 3, 5]]]
+    assert kept(KVzip(keep_ratio=0.4, window_size=1, sink_tokens=1), layer) == [[[0, 2, 5]]]
+    assert kept(KVzip(keep_ratio=0.1, window_size=1, sink_tokens=2), layer) == [[[0, 1, 5]]]
 
 
 def test_heads_share_out_what_the_sinks_leave_by_hand():

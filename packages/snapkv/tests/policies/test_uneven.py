@@ -152,12 +152,14 @@ def test_published_pyramid_by_hand():
     spare=st.integers(0, 5000),
     num_layers=st.integers(1, 90),
     beta=st.integers(1, 40),
+    least=st.integers(0, 9),
 )
-def test_exact_pyramid_adds_up_and_falls(mean, spare, num_layers, beta):
-    budgets = exact_budgets(mean, mean + spare, num_layers, beta)
+def test_exact_pyramid_adds_up_and_falls(mean, spare, num_layers, beta, least):
+    least = min(mean, least)
+    budgets = exact_budgets(mean, mean + spare, num_layers, beta, least)
     assert sum(budgets) == mean * num_layers
     assert max(budgets) <= mean + spare
-    assert min(budgets) >= 0
+    assert min(budgets) >= least
     assert budgets == sorted(budgets, reverse=True)
     if beta == 1:
         assert budgets == [mean] * num_layers

@@ -5,7 +5,5 @@ SUMMARIES = {
     "bench": "Measure time and memory.",
     "study": "Repeat an observation of the paper.",
     "medusa": "Heads that draft tokens.",
-    "leaderboard": "Compare methods at several shares of the cache on one model: scores, "
-    "intervals, one page.",
 }
 """The first line of each command's help: they are listed without the modules of experiments."""

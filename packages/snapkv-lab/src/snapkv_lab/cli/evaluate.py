@@ -26,12 +26,9 @@ EXAMPLES = {
     ),
     "eval lines": ("snapkv eval lines --lengths 2k --samples-each 4 --plot lines.svg",),
     "eval instructions": ("snapkv eval instructions --lengths 2k --protect-instructions",),
-    "eval tracking": ("snapkv eval tracking --kinds cycle --policy r-kv --budget 128",),
     "eval turns": (
         "snapkv eval turns --turns append,recall,recall-pages:8 --cloze --template none",
     ),
-    "eval tool-results": ("snapkv eval tool-results --turns append,recall --cloze",),
-    "eval functions": ("snapkv eval functions --turns append,recall --budget 1k --reference-loss",),
     "eval longbench": ("snapkv eval longbench --datasets qasper --limit 5 --budget 1k",),
     "eval ruler": ("snapkv eval ruler --tasks niah_single_2,vt --lengths 4k --limit 5",),
     "eval rag-citation": ("snapkv eval rag-citation --corpus squad --documents 5,10",),

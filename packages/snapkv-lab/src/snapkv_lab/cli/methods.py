@@ -2,26 +2,22 @@
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
-from snapkv.app.models import LoadedModel
 from snapkv.app.prefills import Prefill
 from snapkv.cache.paging import PageRecall
 from snapkv.cli.amounts import EXACT, count, storage_bits, token_budgets
 from snapkv.cli.methods import specs
 from snapkv.cli.options import SweepOptions
-from snapkv.cli.policy import make_policy, named_policies, parsed, takes_budget, wrapped
-from snapkv.errors import InvalidArgumentError, UnsupportedModelError
-from snapkv.policies import POLICIES, EvictingPolicy, FullCache
+from snapkv.cli.policy import named_policies
+from snapkv.errors import InvalidArgumentError
+from snapkv.policies import FullCache
 from snapkv.storage.coded import KVCodes
 from snapkv.validation import DEFAULT, require_choice
 from snapkv_lab.evaluate.asking import LATER, Later, LaterWord, Method
-from snapkv_lab.evaluate.runner import fitting_methods
-from snapkv_lab.evaluate.sample import Setting
 from snapkv_lab.measure.contenders import Contender, compressed, full
 
-_AMPLE_TOKENS = 2**20
 _RECALL_PAGES = "recall-pages"
 _LATER_WORDS = (*LATER, f"{_RECALL_PAGES}:8")
 
@@ -102,90 +98,3 @@ def _later(word: str) -> Later:
         return PageRecall(count(_RECALL_PAGES, pages, f"--turns {_RECALL_PAGES}:"))
     require_choice("turns", word, _LATER_WORDS)
     return cast(LaterWord, word)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Contenders:
-    """Methods at shares of a cache, for prompts of one length."""
-
-    methods: list[Method]
-    left_out: list[str]
-
-
-def contending(texts: Iterable[str]) -> list[str]:
-    """The methods in texts with commas between them; without any, all that have a budget.
-
-    Among all are the default policy and those of `POLICIES` that have a budget, with their usual
-    parameters; not those that are made of several others, which have none of their own.
-    """
-    named = specs(texts)
-    if not named:
-        every = [DEFAULT, *POLICIES]
-        return [name for name in every if takes_budget(name, {}) and len(wrapped(name, {})) < 2]
-    for spec in named:
-        if not takes_budget(*parsed(spec)):
-            raise InvalidArgumentError(
-                f"methods: expected methods whose budget the shares can set, got {spec!r}; name "
-                "others (the full cache always takes part), and leave budget and keep_ratio out"
-            )
-        _method(spec, spec, _AMPLE_TOKENS)  # its other parameters are right
-    if len(set(named)) < len(named):
-        raise InvalidArgumentError(
-            f"methods: expected every method once, got {', '.join(named)}; leave the repeated one "
-            "out"
-        )
-    return named
-
-
-def contenders(
-    loaded: LoadedModel,
-    named: Sequence[str],
-    shares: Sequence[float],
-    prompt_tokens: float,
-    question: Setting,
-    bits: Sequence[KVCodes | None] = (None,),
-) -> Contenders:
-    """The full cache, and every method in every storage with each share of the full cache's bytes.
-
-    Methods that evict while generating get as many tokens instead. Left out are methods that keep
-    more than such a budget for sure, that do not work with the model or the storage, or that never
-    choose in sight of a question.
-    """
-    found, left_out = [Method(label=FullCache.name, policy=FullCache())], []
-    for spec, codes in itertools.product(named, bits):
-        in_tokens = isinstance(_method(spec, spec, _AMPLE_TOKENS).policy, EvictingPolicy)
-        plain = _method(spec, spec, _AMPLE_TOKENS if in_tokens else "100%").stored_in(codes)
-        if why := _unfit(loaded, plain, question):
-            left_out.append(f"{plain.label}: {why}")
-            continue
-        for share in shares:
-            label = f"{plain.label}@{share:.4g}"
-            try:
-                method = _method(spec, label, max(1, round(share * prompt_tokens)))
-                method = method if in_tokens else _method(spec, label, f"{100 * share:.4g}%")
-                found.append(replace(method, bits=codes))
-            except InvalidArgumentError as error:
-                left_out.append(f"{label}: {error}")
-    if len(found) == 1:
-        raise InvalidArgumentError(
-            f"methods: expected one that can keep to a share where the question is {question}, got "
-            f"none of {prompt_tokens:,.0f} tokens: {'; '.join(left_out)}; choose others, larger "
-            "shares or a larger --length"
-        )
-    return Contenders(methods=found, left_out=left_out)
-
-
-def _unfit(loaded: LoadedModel, method: Method, question: Setting) -> str:
-    """Why a method cannot take part at any share; empty where it can."""
-    try:
-        fitting_methods(loaded, [method])
-    except (UnsupportedModelError, InvalidArgumentError) as error:
-        return str(error)
-    if method.policy.reads_context and question == "visible":
-        return "it chooses before a question is known, so only where the question is hidden"
-    return ""
-
-
-def _method(spec: str, label: str, budget: int | str) -> Method:
-    name, given = parsed(spec)
-    return Method(label=label, policy=make_policy(name, {"budget": budget, **given}))

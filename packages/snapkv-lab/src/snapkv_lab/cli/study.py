@@ -28,9 +28,7 @@ EXAMPLES = {
     ),
     "study position": ("snapkv study position --document contract.pdf",),
     "study sensitivity": ("snapkv study sensitivity --windows 16,32 --kernels 5,7",),
-    "study induction": ("snapkv study induction --kinds digits,words",),
     "study early-layer": ("snapkv study early-layer --layers 10,15,20",),
-    "study heads": ("snapkv study heads --samples 4",),
     "study fit-gate": ("snapkv study fit-gate --texts 24",),
 }
 

@@ -1,4 +1,4 @@
-"""Options of several commands; and from `--devices`, `--ray`, `--workers` to who answers a run."""
+"""Options of several commands; and from `--ray` and `--workers` to who answers a run."""
 
 import contextlib
 import os
@@ -36,10 +36,6 @@ def results_in(kind: str, what: str = "answers; a run") -> Any:
 class WorkerOptions(ModelOptions):
     """Who answers: this process, unless one of these is given."""
 
-    devices: Annotated[
-        str | None,
-        panels.sweep(help="A worker on each of these, with commas: cuda:0,cuda:1 or cpu,cpu"),
-    ] = None
     ray: Annotated[
         str | None, panels.sweep(help="Workers on Ray: local, auto or the address of a cluster")
     ] = None
@@ -48,10 +44,6 @@ class WorkerOptions(ModelOptions):
         panels.sweep(help="With --ray", show_default="one for each GPU, else for each node"),
         WholeNumber(1),
     ] = None
-
-    @property
-    def is_here(self) -> bool:
-        return self.devices is None and self.ray is None
 
 
 @contextlib.contextmanager
@@ -64,56 +56,34 @@ def answering(options: WorkerOptions) -> Iterator[tuple["LoadedModel", "Executor
     from snapkv_lab.evaluate.asking import Answerer
     from snapkv_lab.evaluate.workers.base import Serial
 
-    _require_one(options)
-    if options.is_here:
+    if options.ray is None:
+        if options.workers is not None:
+            raise InvalidArgumentError(
+                f"workers: expected it with ray, got {options.workers} without; add --ray local"
+            )
         loaded = load_model(options)
         yield loaded, Serial(Answerer(loaded=loaded))
         return
+    if options.device is not None:
+        raise InvalidArgumentError(
+            f"device: expected one of device and ray, got {options.device} and ray; leave one out"
+        )
+    from snapkv_lab.evaluate.workers.on_ray import require_cluster
+
+    require_cluster(options.ray)
     loaded = load_model(replace(options, device="cpu"))
-    with _workers(options) as who:
+    with on_ray(options, options.ray) as who:
         yield replace(loaded, answers_on=who.device), who
 
 
-def _workers(options: WorkerOptions) -> "Executor":
+def on_ray(options: WorkerOptions, address: str) -> "Executor":
+    """Workers of a cluster, which find the model wherever their nodes are."""
     from snapkv.cli.loading import load_arguments
     from snapkv_lab.evaluate.workers.base import Equipment
+    from snapkv_lab.evaluate.workers.on_ray import OnRay
 
     load = load_arguments(options)
     load.pop("device", None)
     if options.model is not None and os.path.exists(options.model):
         load["name"] = os.path.abspath(options.model)  # a node of a cluster is in another folder
-    equipment = Equipment(load=load)
-    if options.ray is not None:
-        from snapkv_lab.evaluate.workers.on_ray import OnRay
-
-        return OnRay(options.ray, equipment, options.workers)
-    from snapkv_lab.evaluate.workers.processes import Processes
-
-    return Processes(_devices(options), equipment)
-
-
-def _devices(options: WorkerOptions) -> list[str]:
-    return [device.strip() for device in (options.devices or "").split(",")]
-
-
-def _require_one(options: WorkerOptions) -> None:
-    """Raise where it is not clear where the workers are, or where they cannot be."""
-    given = [name for name in ("device", "devices", "ray") if getattr(options, name) is not None]
-    if len(given) > 1:
-        raise InvalidArgumentError(
-            f"{given[0]}: expected one of device, devices and ray, got {' and '.join(given)}; "
-            "leave one out"
-        )
-    if options.workers is not None and options.ray is None:
-        raise InvalidArgumentError(
-            f"workers: expected it with ray, got {options.workers} without; name a device for each "
-            "worker with --devices instead"
-        )
-    if options.ray is not None:
-        from snapkv_lab.evaluate.workers.on_ray import require_cluster
-
-        require_cluster(options.ray)
-    if options.devices is not None:
-        from snapkv_lab.evaluate.workers.processes import one_device
-
-        one_device(_devices(options))
+    return OnRay(address, Equipment(load=load), options.workers)

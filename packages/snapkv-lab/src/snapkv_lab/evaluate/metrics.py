@@ -145,14 +145,3 @@ def common_subsequence(first: Sequence[str], second: Sequence[str]) -> list[str]
         else:
             j -= 1
     return found
-
-
-def bleu(said: str, wanted: str) -> float:
-    """BLEU of the words between white space, not smoothed (Papineni et al., 2002).
-
-    Without a run of four words in common it is 0.
-    """
-    from sacrebleu.metrics.bleu import BLEU  # takes its time, for one task alone
-
-    counted = BLEU(tokenize="none", smooth_method="none", force=True)
-    return float(counted.corpus_score([said], [[wanted]]).score) / 100

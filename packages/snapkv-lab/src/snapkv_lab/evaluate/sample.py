@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -114,33 +114,6 @@ class Conversation(Sample):
     @property
     def turns(self) -> tuple[Sample, ...]:
         return (self, *self.later)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TranscriptConversation(Conversation):
-    """Questions behind messages, tool calls among them, which `details` has as `messages`."""
-
-    def prompt(self, tokenizer: Any, template: Template, setting: Setting) -> Prompt:
-        """The messages as the chat template writes them, or in plain words, and the question."""
-        from snapkv.app.transcripts import Transcript  # imports torch
-
-        messages = list(self.details["messages"])
-        if self.is_chat(tokenizer, template):
-            question, start = self.question.strip(), self.answer_start
-            prompt, _ = Transcript.of(messages).asking(question).prompt(tokenizer)
-            prompt = replace(prompt, text=prompt.text + start, answer_start=start)
-        else:
-            question = self.plain_question or self.question
-            text = "\n\n".join(map(_in_words, messages)) + question
-            text = self._plain(text, tokenizer, template)
-            prompt = Prompt(text=text, answer_start=self.answer_start)
-        return prompt if setting == "visible" else prompt.hiding(question)
-
-
-def _in_words(message: dict[str, Any]) -> str:
-    calls = [call["function"] for call in message.get("tool_calls", ())]
-    said = [f"{call['name']}({json.dumps(call['arguments'])})" for call in calls]
-    return f"{message['role'].capitalize()}: " + "\n".join([message["content"], *said]).strip()
 
 
 def around_turn(tokenizer: Any) -> tuple[str, str]:

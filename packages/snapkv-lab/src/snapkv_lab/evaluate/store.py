@@ -143,15 +143,6 @@ class Store:
         return whole
 
 
-def answered(folder: Path) -> set[Key]:
-    """What a folder holds answers to, while another process may add some; lost ones are none."""
-    path = folder / "samples.jsonl"
-    with _needing(folder):
-        data = path.read_bytes() if path.exists() else b""
-    newest = {key(record): record for record in _records(path, data, ("status",))}
-    return {wanted for wanted, record in newest.items() if record["status"] != LOST}
-
-
 def key(record: Record) -> Key:
     sample, method, question = (str(record[name]) for name in _KEY)
     return sample, method, question

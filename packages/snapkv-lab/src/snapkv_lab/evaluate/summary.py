@@ -1,10 +1,10 @@
 """From answers to rows, a mean per method and cell; and from rows to the lines of tables."""
 
 import json
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Any, TypeVar
+from typing import Any
 
 from snapkv_lab.evaluate.intervals import (
     BY_SAMPLE,
@@ -16,8 +16,6 @@ from snapkv_lab.evaluate.intervals import (
 )
 from snapkv_lab.evaluate.store import Key, Record, key
 from snapkv_lab.evaluate.task import Task
-
-_Group = TypeVar("_Group", bound=Hashable)
 
 _MEANS = ("prompt_tokens", "kept_tokens", "held_bytes", "full_bytes")
 _MEDIANS = ("token_ms", "first_token_ms")
@@ -143,11 +141,11 @@ def axis_values(rows: Iterable[Record], axis: str) -> list[Any]:
     return list(dict.fromkeys(row["cell"][axis] for row in rows))
 
 
-def grouped(rows: Iterable[Record], by: Callable[[Record], _Group]) -> dict[_Group, list[Record]]:
-    """Rows by what a function says of them, in order of first appearance."""
-    groups: dict[_Group, list[Record]] = {}
+def grouped(rows: Iterable[Record], by: str | Callable[[Record], Any]) -> dict[Any, list[Record]]:
+    """Rows by a key of theirs, or by what a function says of them, in order of appearance."""
+    groups: dict[Any, list[Record]] = {}
     for row in rows:
-        groups.setdefault(by(row), []).append(row)
+        groups.setdefault(row[by] if isinstance(by, str) else by(row), []).append(row)
     return groups
 
 

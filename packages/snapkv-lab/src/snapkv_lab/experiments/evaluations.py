@@ -1,30 +1,19 @@
-"""What the laboratory's own commands find on the demo model, and what answering costs them.
+"""What the laboratory's own commands find on the demo model.
 
 `evaluation`: tasks in a setting that two cores can run; answers and rows lie in
 `docs/results/evaluation/NAME/`. `studies`: the paper's observations; what was measured is also in
-`snapkv-results/studies`, where a run that was stopped goes on. `sharing`: ten methods beside one.
+`snapkv-results/studies`, where a run that was stopped goes on.
 """
 
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from snapkv import (
-    H2O,
-    TOVA,
-    AdaKV,
-    CriticalKV,
-    ExpectedAttention,
-    FullCache,
-    KeyDiff,
-    PyramidKV,
-    SnapKV,
-    StreamingLLM,
-)
+from snapkv import H2O, FullCache, SnapKV, StreamingLLM
 from snapkv.policies import default_policy
 from snapkv_lab.drawing import encoded
 from snapkv_lab.evaluate.asking import Method
@@ -34,13 +23,12 @@ from snapkv_lab.evaluate.store import key
 from snapkv_lab.evaluate.summary import summarise
 from snapkv_lab.evaluate.task import Task
 from snapkv_lab.evaluate.tasks import Lines, Needle
-from snapkv_lab.experiments.experiment import Experiment, Given, Sized, described
-from snapkv_lab.experiments.measuring import Turns
-from snapkv_lab.experiments.pages import Table, markdown_table
+from snapkv_lab.experiments.experiment import Experiment, Given, described
 from snapkv_lab.experiments.records import RESULTS, Row, of, read_rows, write_rows
 from snapkv_lab.report.figures import draw
 from snapkv_lab.report.page import method_table
-from snapkv_lab.study import HitRate, Induction, Instructions, Overlap, Position, Sensitivity, Study
+from snapkv_lab.report.tables import markdown_table
+from snapkv_lab.study import HitRate, Instructions, Overlap, Position, Sensitivity, Study
 from snapkv_lab.study.figures import save
 
 FOLDER = RESULTS / "evaluation"
@@ -171,7 +159,6 @@ STUDIES: dict[str, Study] = {
         Instructions(samples=2),
         Position(samples=2),
         Sensitivity(kernels=(1, 5, 7, 13), length=2048, digits=5, depths=5, template="none"),
-        Induction(samples=2),
     )
 }
 
@@ -214,59 +201,4 @@ OBSERVATIONS = Experiment(
     described=lambda _: {},  # the line of the run says it for all its rows
     tables=_studies_tables,
     drawn=_studies_drawn,
-)
-
-
-def _ten_methods(budget: int) -> list[Method]:
-    """Methods that score by the last queries, by all of them, by keys alone, and by nothing."""
-    voted, found = SnapKV(budget), [SnapKV(budget), FullCache()]
-    found += [AdaKV(voted), PyramidKV(budget), CriticalKV(voted)]
-    found += [kind(budget) for kind in (ExpectedAttention, KeyDiff, H2O, TOVA, StreamingLLM)]
-    return _labelled(**{f"{number} {each.name}": each for number, each in enumerate(found)})
-
-
-def _sharing(given: Given) -> Iterator[Row]:
-    """A row per length: one method, and ten in one run; in processor time, all threads together."""
-    for length in given.lengths:
-        methods = _ten_methods(length // 4)
-        task = Needle(lengths=(length,), depths=1, cloze=True)
-
-        def answered(some: Sequence[Method], task: Task = task) -> None:
-            run = Run(loaded=given.loaded, task=task, methods=some, template="none")
-            with tempfile.TemporaryDirectory() as folder:
-                run.into(Path(folder))
-
-        turns = Turns(
-            {"one": partial(answered, methods[:1]), "ten": partial(answered, methods)},
-            rounds=given.rounds,
-            warmup_rounds=0,
-        )
-        yield {
-            "benchmark": "sharing",
-            "length": length,
-            "budget": length // 4,
-            "methods": [method.describe() for method in methods],
-            "rounds": given.rounds,
-            "one_ms": turns.ms("one", 0, "cpu_ms"),
-            "ten_ms": turns.ms("ten", 0, "cpu_ms"),
-            "ratio": turns.ratio("ten", "one", 3, "cpu_ms"),
-        }
-
-
-SHARING = Experiment(
-    name="sharing",
-    title="Ten methods beside one",
-    takes="ten minutes",
-    measure=_sharing,
-    options={"lengths": Sized((1024, 2048, 4096), (320,)), "rounds": Sized(3, 2)},
-    tables=[
-        Table(
-            {
-                "prompt": "{length:,}",
-                "one method, s": "{one_ms[p50]:seconds|.1f}",
-                "ten methods, s": "{ten_ms[p50]:seconds|.1f}",
-                "ratio": "{ratio[p50]:.2f}",
-            }
-        )
-    ],
 )

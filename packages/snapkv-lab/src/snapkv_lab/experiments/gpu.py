@@ -28,12 +28,13 @@ from snapkv import AdaKV, CompressedCache, SnapKV, ops
 from snapkv.policies import Policy
 from snapkv.storage.coded import KVCodes
 from snapkv.validation import first_line
+from snapkv_lab.evaluate.summary import grouped
 from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.kvpress import Kvpress
 from snapkv_lab.experiments.measuring import Turns
 from snapkv_lab.experiments.medusa import figure_9
 from snapkv_lab.experiments.pages import Pivot, Table
-from snapkv_lab.experiments.records import Row, describe_environment, grouped
+from snapkv_lab.experiments.records import Row, describe_environment
 from snapkv_lab.experiments.speed import appended, overhead
 from snapkv_lab.measure.contenders import Contender, compressed, full
 from snapkv_lab.measure.decode import DecodeBench, copy_bandwidth
@@ -77,9 +78,13 @@ def _policies(budget: int) -> dict[str, Contender]:
         compressed(f"adakv@{budget}", AdaKV(snapkv)),
         compressed(f"snapkv@{budget} int8", snapkv, codes=KVCodes.of("int8")),
         compressed(f"snapkv@{budget} int4", snapkv, codes=KVCodes.of("int4")),
-        compressed(f"snapkv@{budget} static", snapkv, storage="static"),
+        compressed(f"snapkv@{budget}, graph", snapkv, storage="static"),
+        compressed(
+            f"snapkv@{budget} int4, graph", snapkv, storage="static", codes=KVCodes.of("int4")
+        ),
     )
-    return dict(zip(("snapkv", "adakv", "int8", "int4", "static"), made, strict=True))
+    names = ("snapkv", "adakv", "int8", "int4", "static", "static int4")
+    return dict(zip(names, made, strict=True))
 
 
 @contextlib.contextmanager
@@ -110,7 +115,6 @@ def _operations(given: Given) -> dict[str, Callable[[str], Tensor]]:
     scores = ops.ScoreOptions(scaling=scaling)
     heads, (tokens, head_dim) = keys.shape[1], keys.shape[2:]
     tail, votes = keys[:, :, :64], torch.rand(1, heads, tokens, device=keys.device)
-    kept = votes.topk(tokens // 2, dim=-1).indices.sort(dim=-1).values
     # Heads of which the first keeps least; blocks of 32 tokens.
     lengths = tuple((head + 1) * tokens // (2 * heads) for head in range(heads))
     ragged = keys[0, 0].repeat(heads, 1)[: sum(lengths)]
@@ -129,9 +133,7 @@ def _operations(given: Given) -> dict[str, Callable[[str], Tensor]]:
         "window_votes": lambda impl: ops.window_votes(
             queries, keys, scores, group_reduce="mean", impl=impl
         ),
-        "pool_votes": lambda impl: ops.pool_votes(votes, 7, "max", impl=impl),
         "fade_votes": lambda impl: ops.fade_votes(votes, 0.9, impl=impl),
-        "gather_tokens": lambda impl: ops.gather_tokens(keys, kept, impl=impl),
         "ragged_attention": lambda impl: attended(
             ops.ragged_attention, ragged, ragged, uneven, impl
         ),
@@ -353,18 +355,22 @@ def _cells(given: Given, part: str) -> Iterator[Cell]:
 
 
 def _decode_cells(given: Given) -> Iterator[tuple[Any, ...]]:
-    dynamic, lengths = ("snapkv", "adakv", "int8", "int4"), given.lengths
-    for length in lengths:
-        yield f"1 x {length}", 40, _decode, length, 1, "transformers", dynamic
-    for batch in given.batches:
-        length = given.batch_length
-        yield f"{batch} x {length}", 40, _decode, length, batch, "transformers", dynamic
-    static = ((lengths[0], 1), (lengths[-1], 1), (given.batch_length, given.batches[0]))
-    for length, batch in static:
-        named = f"{batch} x {length}, static"
+    """Graphs beside the full cache's eager steps, then eager steps of methods, then compiled ones.
+
+    The length of batches comes first: one row and many, so that a short call has both.
+    """
+    graphs, eager = ("static", "static int4"), ("snapkv", "adakv", "int8", "int4")
+    length, lengths = given.batch_length, given.lengths
+    cells = [(1, length), (given.batches[0], length)]
+    cells += [(1, other) for other in lengths if other != length]
+    cells += [(batch, length) for batch in given.batches[1:]]
+    for batch, length in cells:
+        yield f"{batch} x {length}", 20, _decode, length, batch, "transformers", graphs
+    for batch, length in cells:
+        yield f"{batch} x {length}, eager", 40, _decode, length, batch, "transformers", eager
+    for batch, length in cells:
+        named = f"{batch} x {length}, compiled"
         yield named, 100, _decode, length, batch, "transformers-static", ("static",)
-    for length in given.flat_lengths:
-        yield f"1 x {length}, flat", 15, _decode, length, 1, "", ("snapkv",)
 
 
 DECLARED: dict[str, Callable[[Given], Iterator[tuple[Any, ...]]]] = {
@@ -397,10 +403,7 @@ DECLARED: dict[str, Callable[[Given], Iterator[tuple[Any, ...]]]] = {
 }
 """By part: name, seconds, and what measures it with its arguments, for each cell."""
 
-OPERATIONS = (
-    "window_votes", "pool_votes", "fade_votes", "gather_tokens", "ragged_attention",
-    "coded_attention",
-)  # fmt: skip
+OPERATIONS = ("window_votes", "fade_votes", "ragged_attention", "coded_attention")
 
 
 def _measured(given: Given, cell: Cell) -> Iterator[Row]:
@@ -592,9 +595,8 @@ GPU = Experiment(
         "kernel_tokens": Sized(32 * K, 300),
         "may_differ": 0.02,
         "same_tokens": Sized(4 * K, 300),
-        "lengths": Sized((4 * K, 16 * K, 64 * K, 128 * K), (256, 512)),
-        "flat_lengths": Sized((4 * K, 256 * K), (256, 1024)),
-        "batches": Sized((2, 8, 32), (2,)),
+        "lengths": Sized((1 * K, 16 * K, 128 * K), (256, 512)),
+        "batches": Sized((16, 64, 192), (2,)),
         "batch_length": Sized(16 * K, 256),
         "cells": Sized(((1, K), (8, K), (32, K)), ((1, 64), (2, 128))),
         "paper_length": Sized(16 * K, 256),

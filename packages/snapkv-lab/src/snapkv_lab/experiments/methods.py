@@ -33,11 +33,12 @@ from snapkv.policies import (
     SnapKV,
     StreamingLLM,
 )
+from snapkv_lab.evaluate.summary import grouped
 from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.measuring import Turns
 from snapkv_lab.experiments.pages import Pivot, Table
 from snapkv_lab.experiments.prompts import decoder, read_prompt, read_prompt_twice
-from snapkv_lab.experiments.records import Row, grouped
+from snapkv_lab.experiments.records import Row
 from snapkv_lab.experiments.texts import (
     Asked,
     ReadText,
@@ -139,7 +140,7 @@ def _found(given: Given, setting: str, asked: Asked) -> Iterator[list[Row]]:
 def _timing(given: Given) -> Iterator[Row]:
     """Times per token of every method; all caches decode in turn, one token each.
 
-    By one thread, as in `ragged`: where steps are this small, two threads mostly wait for one
+    By one thread: where steps are this small, two threads mostly wait for one
     another, which is the machine's, not the method's.
     """
     tokens, budget, new_tokens = given.timed

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 from snapkv.validation import format_bytes
 from snapkv_lab.experiments.records import ROOT, Row, of
+from snapkv_lab.report.tables import markdown_table
 
-PAGES = (ROOT / "docs/results.md", ROOT / "docs/scale.md", ROOT / "README.md")
+PAGES = (ROOT / "docs/results.md", ROOT / "README.md")
 
 Cell = str | Callable[[Any], str]
 """A pattern that a row fills, such as "{ms[p50]:.1f}", or a function of the row."""
@@ -46,12 +47,6 @@ class _Cells(string.Formatter):
 
 def cell(pattern: Cell, row: Any) -> str:
     return pattern(row) if callable(pattern) else _Cells().vformat(pattern, (), row)
-
-
-def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; the first column is left-aligned, numbers stand on the right."""
-    rule = ["---", *["---:"] * (len(header) - 1)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, rule, *rows])
 
 
 class Pivot(NamedTuple):

@@ -17,10 +17,11 @@ import torch
 from snapkv import AcrossLayers, AdaKV, CompressedCache, FullCache, KVzap, KVzip, default_policy
 from snapkv.app.models import LoadedModel
 from snapkv.kvzip import read_as_wanted
+from snapkv_lab.evaluate.summary import grouped
 from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.kvpress import PYTHON, Kvpress
 from snapkv_lab.experiments.pages import Table
-from snapkv_lab.experiments.records import Row, grouped, of
+from snapkv_lab.experiments.records import Row, of
 from snapkv_lab.experiments.texts import (
     Asked,
     Case,

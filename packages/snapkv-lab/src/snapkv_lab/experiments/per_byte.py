@@ -10,9 +10,10 @@ from typing import Any
 
 from snapkv import AdaKV, DraftVotes, KVCodes, SnapKV, default_policy
 from snapkv.app.observing import RecordedPrompt
+from snapkv_lab.evaluate.summary import grouped
 from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.pages import Pivot, Table
-from snapkv_lab.experiments.records import Row, grouped
+from snapkv_lab.experiments.records import Row
 from snapkv_lab.experiments.texts import (
     Case,
     Text,

@@ -13,10 +13,11 @@ from snapkv.kvzip import read_context
 from snapkv.policies import Policy
 from snapkv.validation import format_bytes
 from snapkv_lab.evaluate.haystack import load_haystack
+from snapkv_lab.evaluate.summary import grouped
 from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.pages import Table
 from snapkv_lab.experiments.prompts import QuotedDocument, generate, quoted_document
-from snapkv_lab.experiments.records import Row, grouped, of
+from snapkv_lab.experiments.records import Row, of
 
 FULL, PLAIN, HIDDEN, TWICE, RECALL, AGAIN = "full", "plain", "hidden", "twice", "recall", "again"
 NAMES = {

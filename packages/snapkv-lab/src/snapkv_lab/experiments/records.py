@@ -41,14 +41,6 @@ def of(rows: Iterable[Row], **wanted: Any) -> list[Row]:
     return [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
 
 
-def grouped(rows: Iterable[Any], by: Any) -> dict[Any, list[Any]]:
-    """Rows by a key of theirs, or by what a function says of them, in the order they come."""
-    found: dict[Any, list[Any]] = {}
-    for row in rows:
-        found.setdefault(by(row) if callable(by) else row[by], []).append(row)
-    return found
-
-
 def describe_environment(device: torch.device | None = None) -> Row:
     return {
         "commit": git("rev-parse", "--short=10", "HEAD"),
@@ -74,11 +66,6 @@ def environment_line(rows: Iterable[Row]) -> str:
     return "; ".join(
         f"{line}, commit{'s' * (len(own) > 1)} {', '.join(own)}" for line, own in commits.items()
     )
-
-
-def last_run(rows: Iterable[Row]) -> str:
-    """As `environment_line`, of the last run that has one."""
-    return environment_line([row for row in rows if "environment" in row][-1:])
 
 
 def _machine(row: Row) -> str:

@@ -1,4 +1,4 @@
-"""Texts of many kinds with questions about them, for the studies of pooling and of budgets.
+"""Texts of many kinds with questions about them, for what compares methods.
 
 A text carries many questions, so that it is read once, with the full cache, and each question is
 read behind a branch of it. An answer is made of parts, each of which is right or wrong by itself.
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,10 +23,8 @@ from snapkv.app.observing import RecordedPrompt, Recorder
 from snapkv.policies import EvictingPolicy
 from snapkv_lab.evaluate.corpora import Question, load_corpus
 from snapkv_lab.evaluate.haystack import identifier, load_haystack, number, python_topics, words
-from snapkv_lab.evaluate.sample import Sample
 from snapkv_lab.evaluate.tasks.lines import Lines
 from snapkv_lab.evaluate.tasks.rag import phrase_questions, phrase_sample
-from snapkv_lab.evaluate.tasks.ruler import GENERATORS, Ruler
 from snapkv_lab.experiments.prompts import (
     CITIES,
     MOST_WINDOW_TOKENS,
@@ -45,10 +43,9 @@ class Case:
 
     Attributes:
         group: what results are grouped by.
-        setting: behind what the text is compressed: the question, nothing, or another question.
-        question_ids: read with the text, before it is compressed; none where the question is
-            hidden, and the first of two questions where it is the second.
-        between_ids: read behind the compressed text, before the answer.
+        question_ids: read with the text, before it is compressed.
+        between_ids: read behind the compressed text, before the answer: the question where it is
+            hidden.
         answer_ids: the right answer.
         parts: for each part of the answer the places of the tokens that must be right; none where
             only the loss is looked at. The first token of an answer is among them only where the
@@ -59,7 +56,6 @@ class Case:
     group: str
     answer_ids: Sequence[int]
     parts: Sequence[Sequence[int]]
-    setting: Literal["visible", "hidden", "second"] = "visible"
     question_ids: Sequence[int] = ()
     between_ids: Sequence[int] = ()
 
@@ -70,7 +66,7 @@ class Text:
 
     name: str
     ids: Sequence[int]
-    cases: Sequence[Any]
+    cases: Sequence[Case]
 
 
 class Maker:
@@ -82,12 +78,8 @@ class Maker:
         self._essays = load_haystack().text
         self._prose = [self._essays, python_topics().text]
 
-    def needles(self, tokens: int, index: int, *, turns: bool) -> Text:
-        """Six needles of different kinds in an essay, each asked for.
-
-        With `turns` one of them is also asked for with the question hidden, and one behind another
-        question.
-        """
+    def needles(self, tokens: int, index: int) -> Text:
+        """Six needles of different kinds in an essay, each asked for."""
         name = f"needles/{tokens}/{index}"
         draw = random.Random(f"{SEED}/{name}")
         cities = draw.sample(CITIES, len(_KINDS))
@@ -107,30 +99,6 @@ class Maker:
             )
             for group, (start, value) in zip(_KINDS, pairs, strict=True)
         ]
-        if turns:
-            first, second = (cases[place] for place in draw.sample(range(len(cases)), 2))
-            whole = [range(len(first.answer_ids))]
-            cases.append(
-                replace(
-                    first,
-                    group="needles, hidden question",
-                    setting="hidden",
-                    question_ids=(),
-                    between_ids=first.question_ids,
-                    parts=whole,
-                )
-            )
-            before = [*second.answer_ids, *self._encode(".")]
-            cases.append(
-                replace(
-                    first,
-                    group="needles, second question",
-                    setting="second",
-                    question_ids=second.question_ids,
-                    between_ids=[*before, *first.question_ids],
-                    parts=whole,
-                )
-            )
         return Text(name=name, ids=ids, cases=cases)
 
     def _hidden_in(self, tokens: int, needles: list[list[int]], draw: random.Random) -> list[int]:
@@ -199,40 +167,6 @@ class Maker:
         ]
         return Text(name=name, ids=document.ids, cases=cases)
 
-    def ruler(self, task: str, tokens: int, count: int) -> Iterator[Text]:
-        """Samples of one task; of several values each is a part, right from its second token on.
-
-        Their order is the order of the references: which one comes first is not to be known.
-        """
-        made = Ruler(tasks=(task,), lengths=(tokens,), samples_each=count, seed=SEED)
-        for sample in made.samples(self._tokenizer):
-            question = f"{sample.question} {sample.answer_start}"
-            case = self._ruler_case(task, question.rstrip(), sample)
-            if len(case.answer_ids) > 1:
-                ids = self._encode(sample.context)
-                yield Text(name=f"ruler/{sample.name}", ids=ids, cases=[case])
-
-    def _ruler_case(self, task: str, question: str, sample: Sample) -> Case:
-        group, references = f"RULER {task}", sample.references
-        colon = ":" if task.startswith("niah") else ""  # as the needles have it
-        if GENERATORS[task].any_reference or len(references) == 1:
-            return self._asked(group, question, f"{colon} {max(references, key=len)}")
-        mark = "" if task in ("vt", "cwe") else ","
-        answer: list[int] = []
-        parts = []
-        for place, reference in enumerate(references):
-            begin = f" {place + 1}. " if task == "cwe" else f"{mark if place else colon} "
-            value = self._encode(begin + reference)
-            parts.append(range(len(answer) + self._begun(value, begin), len(answer) + len(value)))
-            answer += value
-        asked, parts = self._encode(question), [part for part in parts if part]
-        return Case(group=group, question_ids=asked, answer_ids=answer, parts=parts)
-
-    def _begun(self, ids: list[int], begin: str) -> int:
-        """How many of the tokens hold what stands before a value, and the value's beginning."""
-        counts = range(1, len(ids) + 1)
-        return next(n for n in counts if len(self._tokenizer.decode(ids[:n])) > len(begin))
-
     def prose(self, tokens: int, answer_tokens: int, index: int) -> Text:
         """A natural text that goes on, for its loss; essays and Python's manual in turn."""
         name = f"prose/{tokens}/{index}"
@@ -271,7 +205,7 @@ def texts_from(given: Any, first: int) -> Iterator[Text]:
     """
     make, size = Maker(given.loaded.tokenizer), given.tokens
     for index in range(first, first + given.rounds):
-        yield make.needles(size, index, turns=False)
+        yield make.needles(size, index)
         yield make.lines(size, index, questions=2)
         yield make.quotes(size, index, questions=2)
         yield make.rag(6, index, questions=2)
@@ -468,19 +402,15 @@ class Count(NamedTuple):
         return f"{self.share:.2f} of {self.of} ({low:.2f} to {high:.2f})"
 
 
-def counted(rights: Iterable[int]) -> Count:
-    known = list(rights)
-    return Count(sum(known), len(known))
-
-
 def right_of(answers: Iterable[Row]) -> Count:
     """Parts of answers that are right, of those that the full cache has right."""
-    return counted(
+    known = [
         own
         for row in answers
         for own, full in zip(row["right"], row["of"]["full"]["right"], strict=True)
         if full
-    )
+    ]
+    return Count(sum(known), len(known))
 
 
 def loss_above(answers: Iterable[Row]) -> float:

@@ -103,7 +103,8 @@ class _Decoder:
         self, contender: Contender, model: PreTrainedModel, batch: int, length: int
     ) -> None:
         self._contender, self._model = contender, model
-        self._batch, self._seen = batch, length
+        shape = (batch, length + 1)  # of a prompt and the token that it gave
+        self._ids = torch.zeros(shape, dtype=torch.int64, device=model.device)
         self._cache = filled(contender, model, batch=batch, tokens=length)
 
     @property
@@ -117,14 +118,10 @@ class _Decoder:
         return self.held_bytes
 
     def __call__(self, tokens: int) -> float:
-        shape = (self._batch, self._seen + 1)
-        ids = torch.zeros(shape, dtype=torch.int64, device=self._model.device)
-        self._seen += tokens
-
         def generate() -> None:
-            self._model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
+            self._ids = self._model.generate(
+                self._ids,
+                attention_mask=torch.ones_like(self._ids),
                 past_key_values=self._cache,
                 max_new_tokens=tokens,
                 min_new_tokens=tokens,

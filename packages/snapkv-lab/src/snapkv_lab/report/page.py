@@ -52,7 +52,6 @@ class Section:
     title: str
     table: Table | None = None
     figures: Sequence[Mapping[str, str]] = ()
-    level: int = 2
     folded: bool = False
 
 

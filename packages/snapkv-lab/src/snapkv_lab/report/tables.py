@@ -1,7 +1,7 @@
 """Tables of texts, for a terminal, a page or Markdown, and how numbers stand in them."""
 
 import html
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,12 +31,17 @@ class Table:
     bold: frozenset[tuple[int, int]] = frozenset()
 
     def as_markdown(self) -> str:
-        lines = [[escaped(heading) for heading in self.headings]]
-        lines.append(["---"] * self.left + ["---:"] * (len(self.headings) - self.left))
+        lines = []
         for row, texts in enumerate(self.rows):
             marks = ["**" if (row, column) in self.bold else "" for column in range(len(texts))]
             lines.append([m + escaped(text) + m for m, text in zip(marks, texts, strict=True)])
-        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        return markdown_table([*map(escaped, self.headings)], lines, self.left)
+
+
+def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """Cells as they are; the first `left` columns are left-aligned, numbers stand on the right."""
+    rule = ["---"] * left + ["---:"] * (len(headings) - left)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [headings, rule, *rows])
 
 
 def escaped(text: str) -> str:

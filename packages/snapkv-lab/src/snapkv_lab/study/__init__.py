@@ -2,7 +2,6 @@
 
 from snapkv_lab.study.attention import HitRate, Instructions, Overlap, Position
 from snapkv_lab.study.base import Study
-from snapkv_lab.study.copies import Heads, Induction
 from snapkv_lab.study.early_layer import EarlyLayer
 from snapkv_lab.study.gate import FitGate
 from snapkv_lab.study.sensitivity import Sensitivity
@@ -15,9 +14,7 @@ STUDIES: dict[str, type[Study]] = {
         Instructions,
         Position,
         Sensitivity,
-        Induction,
         EarlyLayer,
-        Heads,
         FitGate,
     )
 }
@@ -26,9 +23,7 @@ STUDIES: dict[str, type[Study]] = {
 __all__ = [
     "EarlyLayer",
     "FitGate",
-    "Heads",
     "HitRate",
-    "Induction",
     "Instructions",
     "Overlap",
     "Position",

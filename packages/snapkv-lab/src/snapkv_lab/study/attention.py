@@ -5,6 +5,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from snapkv.app.settings import GenerationSettings
@@ -12,12 +13,12 @@ from snapkv.errors import InvalidArgumentError
 from snapkv.validation import require_at_least
 from snapkv_lab.evaluate.sample import Sample, Template, data_hash
 from snapkv_lab.evaluate.store import Record, Store
+from snapkv_lab.evaluate.summary import grouped
 from snapkv_lab.report.tables import Table
 from snapkv_lab.study.base import (
     DocumentStudy,
     Plan,
     Step,
-    grouped,
     mean_rows,
     named,
     over_layers,
@@ -368,7 +369,9 @@ class HitRate(ReadingStudy):
             headings=("kept", self.compared, "hit rate", "weighted", beyond, "weighted"),
             rows=[
                 (selection, str(value), *texts(own))
-                for (selection, value), own in grouped(rows, "selection", self.compared).items()
+                for (selection, value), own in grouped(
+                    rows, itemgetter("selection", self.compared)
+                ).items()
             ],
             left=6,
         )
@@ -514,7 +517,7 @@ class Overlap(ReadingStudy):
             headings=("window", "overlap", "of common candidates"),
             rows=[
                 (f"{of} {window}", *(over_layers(own, number) for number in self.numbers))
-                for (of, window), own in grouped(rows, "of", "window").items()
+                for (of, window), own in grouped(rows, itemgetter("of", "window")).items()
             ],
             left=3,
         )
@@ -616,7 +619,7 @@ class Instructions(ReadingStudy):
             headings=("questions", "overlap", "of halves"),
             rows=[
                 (questions, *(over_layers(own, number) for number in self.numbers))
-                for (questions,), own in grouped(rows, "questions").items()
+                for questions, own in grouped(rows, "questions").items()
             ],
             left=3,
         )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from snapkv.errors import OutputError
 from snapkv.validation import require_at_least
 from snapkv_lab.evaluate.store import Progress, Record, Store, short_hash
-from snapkv_lab.evaluate.summary import mean_of
+from snapkv_lab.evaluate.summary import grouped, mean_of
 from snapkv_lab.report.tables import Table
 from snapkv_lab.study.material import LEAST_TOKENS, Cut, cut, long_texts
 
@@ -118,11 +118,6 @@ class DocumentStudy(Study):
     def summary(self, records: Sequence[Record]) -> list[Record]:
         """Rows of all records."""
 
-    def files(self, loaded: "LoadedModel", rows: Sequence[Record]) -> dict[str, Record]:
-        """What follows for the model: what to write into the folder, by the files' names."""
-        del loaded, rows
-        return {}
-
     def closing(self, loaded: "LoadedModel", folder: Path, rows: Sequence[Record]) -> str:
         """What is done with it, in a line; nothing here."""
         del loaded, folder, rows
@@ -154,7 +149,7 @@ class DocumentStudy(Study):
             warnings=warnings,
             notices=plan.notices,
             closing=self.closing(loaded, folder, rows),
-            unwritten=unwritten or _write(folder, loaded, self.files(loaded, rows)),
+            unwritten=unwritten,
         )
 
     def cut(
@@ -169,39 +164,17 @@ class DocumentStudy(Study):
         return found, (said,) if found.tokens < self.document_tokens else ()
 
 
-def _write(folder: Path, loaded: "LoadedModel", files: dict[str, Record]) -> OutputError | None:
-    """What follows beside what tells the model from others; why not, where it cannot be."""
-    from snapkv.cache.saving.writing import replace_file
-    from snapkv.hf.identity import identity_of
-
-    try:
-        for name, found in files.items():
-            text = json.dumps({"model": identity_of(loaded.model)} | found, indent=1)
-            replace_file(folder / name, text + "\n")
-    except OutputError as error:
-        return error
-    return None
-
-
 def mean_rows(rows: Iterable[Record], by: Sequence[str], numbers: Sequence[str]) -> list[Record]:
     """One row for all that agree in `by`, with the mean of each number where it is not None."""
     return [
         dict(zip(by, values, strict=True)) | {name: mean_of(group, name) for name in numbers}
-        for values, group in grouped(rows, *by).items()
+        for values, group in grouped(rows, lambda row: tuple(row[name] for name in by)).items()
     ]
-
-
-def grouped(rows: Iterable[Record], *by: str) -> dict[tuple[Any, ...], list[Record]]:
-    """Rows by their values of some keys, in order of first appearance."""
-    groups: dict[tuple[Any, ...], list[Record]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row[name] for name in by), []).append(row)
-    return groups
 
 
 def named(rows: Iterable[Record], by: str, label: str = "{}") -> dict[str, list[Record]]:
     """Rows by one key, under the labels of the curves of a figure."""
-    return {label.format(value): own for (value,), own in grouped(rows, by).items()}
+    return {label.format(value): own for value, own in grouped(rows, by).items()}
 
 
 def rows_of(rows: Iterable[Record], kind: str) -> list[Record]:

@@ -129,8 +129,7 @@ class EarlyLayer(DocumentStudy):
         return hidden_copy(
             loaded.tokenizer,
             with_rivals(loaded.tokenizer, ids, **rivals, seed=f"{seed}/rivals"),
-            kind="digits",
-            items=self.digits,
+            digits=self.digits,
             depth=(number + 0.5) / self.samples,
             seed=seed,
         )
@@ -165,7 +164,7 @@ class EarlyLayer(DocumentStudy):
         if chosen is None:
             return 1.0
         places = set(chosen.keep_indices[0, 0].tolist())
-        return fmean(place in places for place in copy.places.tolist())
+        return fmean(place in places for place in copy.places)
 
     def answered(self, loaded: "LoadedModel", copy: "Copy", way: Prefill) -> Record:
         """What reading the prompt that way, and the number behind it, gives and takes."""

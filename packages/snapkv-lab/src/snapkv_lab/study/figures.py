@@ -25,7 +25,7 @@ class Panel(NamedTuple):
 
 def curves(*panels: Panel) -> Any:
     """A figure with the panels side by side."""
-    figure = _figure(len(panels))
+    figure = drawing.figure(4.6 * len(panels), 4.2)
     for place, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         _draw(place, panel)
     return figure
@@ -67,7 +67,7 @@ def _draw_curves(
 def grid(title: str, rows: Sequence[Record], *, x: str, y: str, panel: str, value: str) -> Any:
     """A figure of numbers from 0 to 1 by two keys, one table of cells for each value of a third."""
     kinds = list(dict.fromkeys(row[panel] for row in rows))
-    figure = _figure(len(kinds))
+    figure = drawing.figure(4.6 * len(kinds), 4.2)
     for place, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
         own = [row for row in rows if row[panel] == kind]
         columns, lines = (sorted({row[key] for row in own}) for key in (x, y))
@@ -91,9 +91,3 @@ def save(figure: Any, path: str) -> None:
     """Write a figure in the format that the name ends in."""
     style = {"svg.hashsalt": "snapkv", "svg.fonttype": "none"}
     drawing.save(figure, Path(path), style, dpi=100)
-
-
-def _figure(panels: int) -> Any:
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(4.6 * panels, 4.2), layout="constrained")

@@ -1,10 +1,9 @@
 """What the studies measure of one layer: who is voted for, who is attended to, and the overlap.
 
-Axes as in `snapkv.ops`: Hq query heads, P positions before a window, N copied tokens; one row of a
-batch.
+Axes as in `snapkv.ops`: Hq query heads, P positions before a window; one row of a batch.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -110,73 +109,3 @@ def best(attention: Tensor, keep_tokens: int) -> Tensor:
 def overlap(one: Tensor, other: Tensor) -> float:
     """H(one, other) of Eq. 8: which part of the positions in one set is in the other."""
     return float((one & other).sum() / one.sum())
-
-
-def votes_around(votes: Tensor, start: int, reach: int) -> Tensor:
-    """Which part of its votes a head gives every distance from a position.
-
-    Returns:
-        (Hq, 2 * reach + 1) float32, the position itself in the middle; zero outside the prefix.
-    """
-    shares = votes / votes.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(votes.dtype).tiny)
-    around = torch.nn.functional.pad(shares, (reach, reach))
-    return around[:, start : start + 2 * reach + 1]
-
-
-def base_share(votes: Tensor, start: int, reach: int, sink_tokens: int) -> Tensor:
-    """The mean part of its votes that a head gives a position elsewhere: (Hq,) float32.
-
-    Elsewhere is further than `reach` from the position, and behind the first `sink_tokens`.
-    """
-    elsewhere = torch.ones(votes.shape[-1], dtype=torch.bool, device=votes.device)
-    elsewhere[:sink_tokens] = False
-    elsewhere[max(0, start - reach) : start + reach + 1] = False
-    total = votes.sum(dim=-1).clamp(min=torch.finfo(votes.dtype).tiny)
-    return votes[:, elsewhere].sum(dim=-1) / total / elsewhere.sum().clamp(min=1)
-
-
-def distances_to_voted(voted: Tensor, places: Tensor, reach: int) -> tuple[Tensor, Tensor]:
-    """How far positions stand before the nearest one that is voted for, and how far behind it.
-
-    Returns:
-        Two of (Hq, N) int64.
-    """
-    apart = places[:, None] - torch.arange(voted.shape[-1], device=voted.device)
-    far = reach + 1
-
-    def nearest(distance: Tensor) -> Tensor:
-        usable = voted[:, None] & (distance >= 0) & (distance < far)
-        return torch.where(usable, distance, far).amin(dim=-1)
-
-    return nearest(-apart), nearest(apart)
-
-
-def smallest_pair(counts: Tensor, share: float) -> tuple[int, int, float] | None:
-    """The narrowest pair (before, behind) within which a share of positions has a vote.
-
-    Positions without one anywhere within reach do not count: no pooling would keep them.
-
-    Returns:
-        before, behind, and the share that is reached; of two as narrow the one that reaches less
-        far before. None where no pair does, or nothing was counted.
-    """
-    counts = counts.clone()
-    counts[-1, -1] = 0
-    total = counts.sum()
-    missed = counts.flip(0, 1).cumsum(0).cumsum(1).flip(0, 1)[1:, 1:]
-    covered = 1 - missed / total.clamp(min=1)
-    within = (covered >= share).nonzero().tolist() if total else []
-    if not within:
-        return None
-    before, behind = min(within, key=lambda pair: (sum(pair), pair[0]))
-    return before, behind, float(covered[before, behind])
-
-
-def quantile(shares: Sequence[float], distances: Sequence[int], part: float) -> int | None:
-    """The distance up to which that part of the shares lies; None where there are none."""
-    wanted, reached = part * sum(shares), 0.0
-    for share, distance in zip(shares, distances, strict=True):
-        reached += share
-        if reached >= wanted > 0:
-            return distance
-    return None

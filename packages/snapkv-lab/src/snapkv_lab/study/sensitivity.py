@@ -10,9 +10,10 @@ from snapkv.cli.amounts import EXACT, one_storage
 from snapkv.validation import require_at_least
 from snapkv_lab.evaluate.sample import Template
 from snapkv_lab.evaluate.store import Progress, Record
+from snapkv_lab.evaluate.summary import grouped
 from snapkv_lab.evaluate.tasks import Needle
 from snapkv_lab.report.tables import Table
-from snapkv_lab.study.base import Findings, Study, grouped
+from snapkv_lab.study.base import Findings, Study
 
 if TYPE_CHECKING:
     from snapkv.app.models import LoadedModel

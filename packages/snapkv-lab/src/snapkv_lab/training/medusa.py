@@ -258,7 +258,7 @@ class _Training:
         projection = output_projection(self._states.model)
         rows = projection.weight[tokens].float()
         bias = None if projection.bias is None else projection.bias[tokens].float()
-        loss = torch.zeros((), device=hidden.device)
+        loss = hidden.new_zeros((), dtype=torch.float32)
         for head, states in enumerate(self._heads.states(hidden).unbind(dim=-2)):
             logits = torch.nn.functional.linear(states, rows, bias)
             loss = loss + torch.nn.functional.cross_entropy(logits, targets[:, head])
@@ -310,8 +310,8 @@ def measure(
     heads: MedusaHeads, states: _States, places: Sequence[int], progress: Progress
 ) -> tuple[tuple[float, ...], ...]:
     """For each head, how often its choice of each rank up to `HEAD_RANKS` is right."""
-    hits = torch.zeros(heads.num_heads, HEAD_RANKS, device=heads.weights.device)
-    counted = torch.zeros(heads.num_heads, 1, device=heads.weights.device)
+    hits = heads.weights.new_zeros(heads.num_heads, HEAD_RANKS, dtype=torch.float32)
+    counted = hits.new_zeros(heads.num_heads, 1)
     for number, place in enumerate(places):
         progress("measuring", number, len(places))
         hidden, labels = states.pairs([place], heads.num_heads)

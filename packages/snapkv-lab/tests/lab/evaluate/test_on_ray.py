@@ -7,11 +7,12 @@ import pytest
 from snapkv.app.models import load
 from snapkv.errors import InvalidArgumentError
 from snapkv_lab.evaluate.runner import Run
-from snapkv_lab.evaluate.store import LOST
+from snapkv_lab.evaluate.store import LOST, key
 from snapkv_lab.evaluate.workers import on_ray
 from snapkv_lab.evaluate.workers.base import Equipment, WorkerEndedError, WorkerNotLoadedError
 from snapkv_lab.evaluate.workers.on_ray import OnRay
-from tests.lab.evaluate.test_workers import QUESTIONS, TASK, by_key
+from tests.lab.evaluate.test_runner import records
+from tests.lab.evaluate.test_workers import TASK
 from tests.lab.evaluate.tiny import METHODS, save_tiny, untimed
 
 pytestmark = pytest.mark.sweeps
@@ -24,7 +25,9 @@ def folder(tmp_path_factory, demo):
 
 @pytest.fixture(scope="module")
 def run(folder):
-    return Run(loaded=load(str(folder)), task=TASK, methods=METHODS, questions=QUESTIONS)
+    return Run(
+        loaded=load(str(folder)), task=TASK, methods=METHODS, questions=("visible", "hidden")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +53,10 @@ def cluster():
     yield nodes, second
     ray.shutdown()
     nodes.shutdown()
+
+
+def by_key(folder):
+    return {key(record): record for record in untimed(records(folder))}
 
 
 def assert_same(given, folder, expected):

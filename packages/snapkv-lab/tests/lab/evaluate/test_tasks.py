@@ -6,13 +6,11 @@ from functools import partial
 
 import pytest
 
-from snapkv import FullCache, SnapKV, StreamingLLM
+from snapkv import SnapKV
 from snapkv.app.answering import answer
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError, MissingDependencyError
-from snapkv_lab.evaluate.asking import Method
 from snapkv_lab.evaluate.haystack import distinct, words
-from snapkv_lab.evaluate.runner import Run
 from snapkv_lab.evaluate.sample import Sample
 from snapkv_lab.evaluate.task import fitted, needed_tokens, percents
 from snapkv_lab.evaluate.tasks import (
@@ -22,7 +20,6 @@ from snapkv_lab.evaluate.tasks import (
     Needle,
     RagPipeline,
     Ruler,
-    Tracking,
     lines,
 )
 
@@ -102,7 +99,6 @@ BAD = [
     (LongBench, {"code_similarity": "jaro"}, "code_similarity: expected one of difflib"),
     (RagPipeline, {"documents": (10, 30), "retrieve": 20}, "retrieve: expected .* 30, got 20"),
     (Ruler, {"tasks": ("niah",)}, r"tasks: expected some of niah_single_1, .*, got niah;"),
-    (Tracking, {"kinds": ()}, "kinds: expected some of .* got none"),
 ]
 
 
@@ -218,74 +214,3 @@ def test_protected_instructions_stay(demo):
     kept = demo.tokenizer.decode(prompt.token_ids(demo.tokenizer)[0, start:stop])
     assert kept.strip().startswith("Instructions for your answer:")
     assert sample.references[0] in kept
-
-
-# A state through a long answer.
-
-
-def recomputed(kind, state):
-    """What follows from the state of the prompt; only a copy ends."""
-    if kind == "copy":
-        yield from state
-        return
-    balances = {line.split()[0]: line.split()[1:] for line in state}
-    while True:
-        for name, numbers in balances.items():
-            if kind == "ledger":
-                numbers[0] = str(int(numbers[0]) + int(numbers[1]))
-            yield " ".join([name, *numbers[:1]])
-
-
-@pytest.mark.parametrize("cloze", [False, True], ids=["free", "cloze"])
-@pytest.mark.parametrize("kind", ["copy", "cycle", "ledger"])
-def test_the_right_answer_follows_from_the_prompt(demo, kind, cloze):
-    task = Tracking(answer_tokens=(200,), items=6, samples_each=1, kinds=(kind,), cloze=cloze)
-    (sample,) = task.samples(demo.tokenizer)
-    assert [sample] == list(task.samples(demo.tokenizer))
-    begun, steps = sample.answer_start.splitlines(), sample.references[0].splitlines()
-    right = recomputed(kind, sample.context.partition("\n\n")[2].splitlines())
-    assert [next(right) for _ in range(len(begun) + len(steps))] == begun + steps
-    assert len(begun) == (0 if not cloze else 1 if kind == "copy" else 10)
-    if kind == "copy":
-        assert list(right) == []
-    tokens = len(demo.tokenizer(sample.references[0])["input_ids"])
-    assert 190 <= tokens <= 210
-    assert sample.settings.max_new_tokens == tokens + (16 if cloze else 64)
-    prompt = sample.prompt(demo.tokenizer, "none", "visible")
-    assert prompt.text.endswith("\n")
-    assert ("lines in all" in prompt.text) == (kind != "copy" and not cloze)
-    assert "{" not in prompt.text
-
-
-@pytest.mark.parametrize(
-    ("steps", "said", "score"),
-    [
-        ("ant 12\nbee 34\ncat 56", "The record:\n1. ant 12\n2. **bee**: 34\n- Cat = 56,\nend", 1),
-        ("ant 12\nbee 34\ncat 56\ndog 78", "ant 12\nbee 34\ncat 57\ndog 78", 0.5),
-        ("ant 12\nbee 34\ncat 56\ndog 78", "ant 12\nbee 34\nbee 34\ncat 56\ndog 78", 0.5),
-        ("ant 12\nbee 34", "bee 34", 0),
-        ("ant 12\nbee 34", "ant 12 bee 34", 0),
-        ("ant\nbee", "ant\nwasp\nbee", 0.5),
-        ("ant 1234\nbee 5", "ant: 1,234\nbee: 5", 1),
-    ],
-)
-def test_steps_count_up_to_the_first_mistake(steps, said, score):
-    sample = sentences(1)
-    object.__setattr__(sample, "references", (steps,))
-    assert Tracking().score(sample, said) == score
-
-
-@pytest.mark.slow
-def test_a_window_loses_names_in_turn_that_the_full_cache_goes_through(demo, tmp_path):
-    """A round of names is longer than the window."""
-    task = Tracking(
-        answer_tokens=(48,), kinds=("cycle",), items=20, samples_each=1, cloze=True, seed=3
-    )
-    methods = [
-        Method(label="full", policy=FullCache()),
-        Method(label="window", policy=StreamingLLM(64)),
-    ]
-    run = Run(loaded=demo, task=task, methods=methods, template="none")
-    full, window = run.into(tmp_path / "out").rows
-    assert full["score"] > 0.5
-    assert window["score"] < 0.5

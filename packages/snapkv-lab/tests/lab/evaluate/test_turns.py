@@ -12,7 +12,7 @@ from snapkv_lab.evaluate import asking
 from snapkv_lab.evaluate.asking import LATER, Method
 from snapkv_lab.evaluate.runner import Run
 from snapkv_lab.evaluate.sample import Conversation
-from snapkv_lab.evaluate.tasks import Needle, ToolResults, Turns
+from snapkv_lab.evaluate.tasks import Needle, Turns
 from tests.lab.evaluate.tiny import tiny_loaded, untimed
 
 SMALL = {"lengths": (200,), "questions": 3, "samples_each": 2}
@@ -54,22 +54,6 @@ def test_every_question_is_about_a_line_of_its_own(demo, cloze):
         assert [turn.context for turn in sample.turns[1:]] == [""] * (questions - 1)
         ids = sample.prompt(demo.tokenizer, "tokenizer", "visible").token_ids(demo.tokenizer)
         assert 150 < ids.shape[1] + sample.settings.max_new_tokens <= 200
-
-
-@pytest.mark.parametrize("template", ["tokenizer", "none"])
-def test_every_question_is_about_another_tool_result(demo, template):
-    task = ToolResults(lengths=(400,), questions=3, samples_each=2, lines=2, cloze=True)
-    for sample in task.samples(demo.tokenizer):
-        results = [one["content"] for one in sample.details["messages"] if one["role"] == "tool"]
-        prompt = sample.prompt(demo.tokenizer, template, "visible")
-        assert prompt.text.endswith(sample.answer_start)
-        assert all(result in prompt.text for result in results)
-        assert prompt.text.count("look_up") == len(results)
-        asked = [f"{turn.answer_start} {turn.references[0]}" for turn in sample.turns]
-        found = [place for text in asked for place, own in enumerate(results) if text in own]
-        assert len(set(found)) == len(asked) == 3
-        assert task.score(sample, f" {sample.references[0]}") == 1
-        assert sample.prompt(demo.tokenizer, template, "hidden").context_characters
 
 
 def test_a_full_cache_answers_as_if_the_whole_conversation_were_read_anew(tiny, tmp_path):

@@ -1,28 +1,20 @@
 """Questions dealt out to workers: nothing is lost or comes twice, the records are the same."""
 
-import os
-import signal
-
 import pytest
 
-from snapkv.errors import InvalidArgumentError, OutOfMemoryError
+from snapkv.errors import OutOfMemoryError
 from snapkv_lab.evaluate.asking import Asked
-from snapkv_lab.evaluate.runner import Run
 from snapkv_lab.evaluate.store import LOST, key
 from snapkv_lab.evaluate.workers.base import (
     MOST_TRIES,
-    Equipment,
     Worker,
     WorkerEndedError,
     WorkerNotLoadedError,
     WorkerPool,
 )
-from snapkv_lab.evaluate.workers.processes import Processes
-from tests.lab.evaluate.test_runner import records
-from tests.lab.evaluate.tiny import METHODS, Keys, save_tiny, untimed
+from tests.lab.evaluate.tiny import METHODS, Keys
 
 TASK = Keys(each=3)
-QUESTIONS = ("visible", "hidden")
 
 
 class Scripted(Worker):
@@ -149,71 +141,3 @@ def test_answers_that_nobody_waited_for_are_not_taken_for_those_of_the_next_run(
     with Deterministic([Scripted(), Scripted()], "cpu") as pool:
         next(pool.answers(work))
         assert keys(pool.answers(work)) == wanted(work)
-
-
-# Processes of this machine.
-
-
-class Ends:
-    """Ends the process that it is sent to."""
-
-    def __reduce__(self):
-        return os._exit, (3,)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory, demo):
-    return save_tiny(tmp_path_factory.mktemp("model"), demo.tokenizer)
-
-
-@pytest.fixture(scope="module")
-def run(demo, folder):
-    from snapkv.app.models import load
-
-    return Run(loaded=load(str(folder)), task=TASK, methods=METHODS, questions=QUESTIONS)
-
-
-@pytest.fixture
-def equipment(folder):
-    return Equipment(load={"name": str(folder)})
-
-
-def by_key(folder):
-    return {key(record): record for record in untimed(records(folder))}
-
-
-def test_two_processes_one_of_them_killed_leave_the_folder_that_one_leaves(
-    run, equipment, tmp_path
-):
-    expected = run.into(tmp_path / "whole")
-    with Processes(["cpu", "cpu"], equipment) as pool:
-
-        def kill_once(description, done, total):
-            if done == 1:
-                os.kill(pool._workers[0]._process.pid, signal.SIGKILL)
-
-        given = run.into(tmp_path / "killed", kill_once, executor=pool)
-        left = [worker._process.pid for worker in pool._workers if worker._process]
-    assert untimed(given.rows) == untimed(expected.rows)
-    assert by_key(tmp_path / "killed") == by_key(tmp_path / "whole")
-    assert (tmp_path / "killed" / "run.json").read_bytes() == (
-        tmp_path / "whole" / "run.json"
-    ).read_bytes()
-    for pid in left:  # no worker outlives the block
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
-
-
-def test_an_error_of_a_worker_is_raised_here_and_the_folder_goes_on(run, folder, tmp_path):
-    wrong = Equipment(load={"name": str(folder), "dtype": "int3"})
-    with pytest.raises(InvalidArgumentError, match="int3"), Processes(["cpu"], wrong) as pool:
-        run.into(tmp_path, executor=pool)
-    assert {row["status"] for row in run.into(tmp_path).rows} == {"ok"}
-
-
-def test_processes_that_cannot_start_are_said_and_nothing_is_recorded(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("snapkv_lab.evaluate.workers.base.MOST_TRIES", 1)
-    refused = pytest.raises(OutOfMemoryError, match="a process ended with code 3")
-    with refused, Processes(["cpu"], Equipment(load={"name": Ends()})) as pool:
-        run.into(tmp_path, executor=pool)
-    assert records(tmp_path) == []

@@ -1,8 +1,6 @@
 import pytest
 
 from snapkv_lab.evaluate.haystack import load_haystack
-from snapkv_lab.experiments.prompts import Document
-from tests.families import random_ids
 from tests.lab.evaluate.tiny import tiny_loaded
 
 
@@ -31,11 +29,3 @@ def saved(tiny, tmp_path_factory):
 @pytest.fixture(scope="session")
 def haystack():
     return load_haystack()
-
-
-@pytest.fixture(scope="session")
-def random_document():
-    """A document of 150 tokens for models without words."""
-    return Document(
-        prompt_ids=random_ids(1, 150)[0].tolist(), question_ids=[], answer_ids=[5, 6, 7]
-    )

@@ -31,8 +31,8 @@ def test_every_part_measures_something_in_half_precision(monkeypatch):
     assert all(row.get("status", "ok") == "ok" for row in rows)
     decode = [row for row in rows if row["part"] == "decode"]
     assert {row["cache"] for row in decode} == {
-        "transformers", "transformers-static", "snapkv@96", "snapkv@96 static", "adakv@96",
-        "snapkv@96 int8", "snapkv@96 int4",
+        "transformers", "transformers-static", "snapkv@96", "snapkv@96, graph", "adakv@96",
+        "snapkv@96 int8", "snapkv@96 int4", "snapkv@96 int4, graph",
     }  # fmt: skip
     assert all(row["ms_per_token"]["p50"] > 0 and row["of_ceiling"] > 0 for row in decode)
     held = {row["cache"]: row["held_bytes"] for row in decode if row["length"] == 512}
@@ -141,7 +141,7 @@ def test_all_parts_run_on_a_device_that_is_not_there(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu, "_dtype", lambda given: torch.float32)  # a module keeps its own there
     monkeypatch.setattr(contenders, "cache_bytes", lambda cache: 1)  # whose tensors lie nowhere
     monkeypatch.setattr(fidelity, "_is_behind", lambda states: True)
-    small = SMALL | {"lengths": (256,), "flat_lengths": (256,), "cells": ((2, 96),)}
+    small = SMALL | {"lengths": (256,), "cells": ((2, 96),)}
     # In pieces, torch's bias of a causal mask cannot be made there; the core's tests pass a mask.
     parts = [part for part in gpu.GPU.parts if not part.endswith(" prefill")]
     with pretending() as device:

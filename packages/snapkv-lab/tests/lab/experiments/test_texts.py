@@ -1,4 +1,4 @@
-"""The studies of pooling and of budgets: what is read, what is asked, and how it is counted."""
+"""What compares methods: what is read, what is asked, and how it is counted."""
 
 from dataclasses import replace
 
@@ -6,15 +6,14 @@ import pytest
 import torch
 
 from snapkv import TOVA, FullCache, default_policy
-from snapkv_lab.experiments.auto_budget import AUTO_BUDGET
-from snapkv_lab.experiments.pooling import POOLING, SETTINGS
 from snapkv_lab.experiments.prompts import read_prompt
 from snapkv_lab.experiments.texts import (
     Count,
     Maker,
     ReadText,
     answers_of,
-    loss_above,
+    asked_of,
+    right_and_loss,
     right_of,
     scored,
 )
@@ -27,7 +26,7 @@ def make(demo):
 
 @pytest.fixture(scope="module")
 def text(make):
-    return make.needles(360, 0, turns=True)
+    return make.needles(360, 0)
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +61,9 @@ def by_hand(prompt, cache, case):
 @torch.inference_mode()
 @pytest.mark.parametrize("policy", [FullCache(), default_policy(64), TOVA(64)], ids=repr)
 def test_an_answer_is_scored_as_by_hand(policy, text, read):
-    visible, *_, hidden, second = text.cases
-    assert (hidden.setting, second.setting) == ("hidden", "second")
-    assert read.asked(hidden.question_ids).prompt_tokens == len(text.ids)
-    for case in (visible, hidden, second):
-        prompt = read.asked(case.question_ids)
+    (visible, *_), (hidden,) = (list(asked_of(read, text, each)) for each in ("visible", "hidden"))
+    assert hidden.prompt.prompt_tokens == len(text.ids) < visible.prompt.prompt_tokens
+    for prompt, case in ((visible.prompt, visible.cases[0]), (hidden.prompt, hidden.cases[0])):
         whole = replace(case, parts=[range(len(case.answer_ids))])
         found = scored(prompt, prompt.compressed(policy), whole)
         right, loss = by_hand(prompt, prompt.compressed(policy), case)
@@ -77,11 +74,10 @@ def test_an_answer_is_scored_as_by_hand(policy, text, read):
 def test_texts_hold_the_answers_to_their_questions(demo, make):
     decode = demo.tokenizer.decode
     for text in (
-        make.needles(400, 1, turns=False),
+        make.needles(400, 1),
         make.lines(512, 0, questions=2),
         make.quotes(512, 0, questions=2),
         make.rag(6, 0, questions=2),
-        next(make.ruler("niah_single_1", 512, 1)),
     ):
         for case in text.cases:
             assert decode(case.answer_ids).strip() in " ".join(decode(text.ids).split()), text.name
@@ -89,18 +85,9 @@ def test_texts_hold_the_answers_to_their_questions(demo, make):
             assert list(part) == list(range(1, len(case.answer_ids)))
 
 
-def test_of_several_values_each_is_a_part_behind_its_first_token(demo, make):
-    [case] = next(make.ruler("niah_multivalue", 512, 1)).cases
-    values = demo.tokenizer.decode(case.answer_ids).split(",")
-    parts = [demo.tokenizer.decode([case.answer_ids[i] for i in part]) for part in case.parts]
-    assert [value.strip(" :")[1:] for value in values] == parts
-    assert len(parts) == 4
-
-
 def _made_rows():
     """Two questions of one group and one text of which only the loss is measured."""
-    settings = list(SETTINGS)[:2]
-    for text, full, of_settings in (
+    for text, full, of_methods in (
         ("a", [1], [[0], [1]]),
         ("b", [1], [[1], [1]]),
         ("c", [], [[], []]),
@@ -110,20 +97,17 @@ def _made_rows():
             "group": "numbers" if full else "prose",
             "full": {"right": full, "nll": 0.5},
             "answers": [
-                {"share": "1/4", "setting": setting, "right": right, "nll": 0.75}
-                for setting, right in zip(settings, of_settings, strict=True)
+                {"method": method, "right": right, "nll": 0.75}
+                for method, right in zip("ab", of_methods, strict=True)
             ],
         }
 
 
 def test_counts_are_of_what_the_full_cache_has_right():
-    first, second = list(SETTINGS)[:2]
     answers = answers_of(_made_rows())
-    of_first, of_second = ([a for a in answers if a["setting"] == s] for s in (first, second))
-    assert (right_of(of_first), right_of(of_second)) == (Count(1, 2), Count(2, 2))
-    assert loss_above(of_first) == 0.25
-    page = "\n".join(POOLING.tables(list(_made_rows())))
-    assert f"| {first} | 0.50 of 2 (0.09 to 0.91), +0.25 |" in page
+    first, second = ([each for each in answers if each["method"] == name] for name in "ab")
+    assert (right_of(first), right_of(second)) == (Count(1, 2), Count(2, 2))
+    assert right_and_loss(first) == "0.50 of 2 (0.09 to 0.91), +0.25"
 
 
 def test_an_interval_is_wilsons():
@@ -131,16 +115,3 @@ def test_an_interval_is_wilsons():
     assert (round(low, 3), round(high, 3)) == (0.237, 0.763)
     assert Count(0, 0).interval() == (0, 1)
     assert Count(4, 4).interval()[1] == 1
-
-
-def test_held_out_texts_end_where_the_answer_goes_on(demo, tiny):
-    texts = list(AUTO_BUDGET.cases(AUTO_BUDGET.given(small=True, loaded=tiny), ""))
-    kinds = [text.name.partition("/")[0] for text in texts]
-    assert kinds == [
-        *("comments", "sentences", "logs", "phrases"),
-        *("settings", "invoices", "purchases", "constants"),
-    ]
-    for text in texts:
-        read = " ".join(demo.tokenizer.decode(text.ids).split())
-        assert len(text.cases) >= 3
-        assert all(" ".join(asked.expected.split()) in read for asked in text.cases)

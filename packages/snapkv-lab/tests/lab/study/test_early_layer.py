@@ -33,6 +33,17 @@ def test_rivals_stand_in_order_at_equal_distances_and_differ(demo):
     assert copying.with_rivals(demo.tokenizer, ids, count=0, digits=5, seed="1") == ids
 
 
+def test_a_copy_stands_where_it_says_and_the_prompt_ends_in_its_start(demo):
+    text = demo.tokenizer("The garden is quiet and the path is long. " * 9)["input_ids"]
+    options = {"digits": 6, "depth": 0.5}
+    copy = copying.hidden_copy(demo.tokenizer, text, **options, seed="1")
+    assert [copy.prompt[place] for place in copy.places] == copy.answer
+    assert copy.prompt[-6:] == copy.prompt[copy.start - 6 : copy.start]
+    assert demo.tokenizer.decode(copy.answer).strip().isdigit()
+    assert copying.hidden_copy(demo.tokenizer, text, **options, seed="1") == copy
+    assert copying.hidden_copy(demo.tokenizer, text, **options, seed="2").answer != copy.answer
+
+
 def made_layer(attended):
     """One head; the query of each token attends to one position before it, and to nothing else."""
     keys = torch.eye(len(attended))[None, None]

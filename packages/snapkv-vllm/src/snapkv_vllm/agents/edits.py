@@ -12,10 +12,7 @@ from typing import Any, ClassVar
 from snapkv.policies.spans import Span, Spans
 from snapkv.validation import require_int
 from snapkv_vllm.agents.messages import Chat
-from snapkv_vllm.names import require_readable, shown, wrong
-
-CONTEXT = "context_management"
-"""The field of a body that holds edits, and of a response that says which were applied."""
+from snapkv_vllm.names import CONTEXT, require_readable, shown, wrong
 
 _MOST = 8
 _LONGEST = 20_000

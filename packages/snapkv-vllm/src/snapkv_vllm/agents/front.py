@@ -4,9 +4,10 @@ Bodies hold them beside their other fields, as clients of OpenAI and Anthropic s
 (``extra_body``); inside vLLM they travel as JSON among the request's own settings.
 """
 
+import asyncio
 import hashlib
 import json
-from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -14,22 +15,32 @@ from http import HTTPStatus
 from typing import Any
 
 from snapkv.errors import SnapKVError
-from snapkv_vllm.agents.edits import CONTEXT, applied, edits_of
-from snapkv_vllm.agents.messages import Chat, Tokens, located, marked, spans_of
+from snapkv_vllm.agents.edits import applied, edits_of
+from snapkv_vllm.agents.messages import Chat, Marked, located, marked, spans_of
+from snapkv_vllm.agents.places import tokens_of
 from snapkv_vllm.methods import require_spans_within
-from snapkv_vllm.names import CHATS, EDITS, ENDPOINTS, PREFIX, SESSION, XARGS, status_of, wrong
+from snapkv_vllm.names import (
+    CHATS,
+    CONTEXT,
+    COUNT,
+    EDITS,
+    ENDPOINTS,
+    HINT,
+    HINTED,
+    PREFIX,
+    SESSION,
+    XARGS,
+    status_of,
+    wrong,
+)
 from snapkv_vllm.settings import ServingSettings
 from snapkv_vllm.spans import DROP, NAME, PROTECT, Entry, entries_of
+from snapkv_vllm.streams import Message, Send
 
 _EDITS, _SESSION = PREFIX + EDITS, PREFIX + SESSION
 
 _BUDGET = PREFIX + "budget"
 
-_HINT = "agent_hint"
-"""A field that says whose session a request belongs to, as ``{"session_id": ...}``."""
-
-Message = MutableMapping[str, Any]
-Send = Callable[[Message], Awaitable[None]]
 Render = Callable[..., Awaitable[Any]]
 
 
@@ -42,14 +53,25 @@ def moved_inside(body: object, path: str, *, has_sessions: bool) -> dict[str, An
         found[NAME] = json.dumps(body[NAME])
     if path in CHATS and isinstance(body.get(CONTEXT), dict):  # OpenAI's own is a list
         found[_EDITS] = json.dumps(body[CONTEXT])
-    hint = body.get(_HINT)
-    if has_sessions and isinstance(hint, dict) and hint.get("session_id") is not None:
-        found[_SESSION] = hint["session_id"]  # a hint: elsewhere it says nothing
+    hint = body.get(HINT)
+    if has_sessions and isinstance(hint, dict) and hint.get(HINTED) is not None:
+        found[_SESSION] = hint[HINTED]  # a hint: elsewhere it says nothing
     inside = body.get(XARGS) or {}
     if not found or not isinstance(inside, dict):
         return None
     others = {name: value for name, value in body.items() if name not in (NAME, CONTEXT)}
     return {**others, XARGS: {**inside, **found}}
+
+
+def note_edits(body: object, path: str) -> None:
+    """Note the edits of a chat whose tokens are counted, which vLLM has no place for.
+
+    Raises as `edits_of` does.
+    """
+    visit, given = _visit.get(), body.get(CONTEXT) if isinstance(body, dict) else None
+    if path == COUNT and given is not None and visit is not None:
+        edits_of(given)
+        visit.counted_edits = json.dumps(given)
 
 
 # Of requests.
@@ -68,6 +90,8 @@ def resolve_spans(state: Any, settings: ServingSettings) -> None:
         async def render_and_resolve(request: Any, **options: Any) -> Any:
             given = getattr(request, XARGS, None) or {}
             visit = _visit.get()
+            if visit is not None and visit.counted_edits is not None:
+                given = {**given, _EDITS: visit.counted_edits}
             if _SESSION in given and visit is not None:
                 own = _owner(visit.tenant, given[_SESSION])
                 given = {**given, _SESSION: own}
@@ -111,7 +135,7 @@ def resolve_spans(state: Any, settings: ServingSettings) -> None:
                     budget = given.get(_BUDGET, settings.budget)
                     given[_BUDGET] = budget + found.whole.tokens if budget else 0
                 if (visit := _visit.get()) is not None:
-                    visit.said = found.said
+                    visit.said, visit.cleared_tokens = found.said, found.cleared.tokens
         return {**given, NAME: json.dumps([entry.as_json for entry in entries])}
 
     renderer.render_completion = resolving(renderer.render_completion, of_completion)
@@ -133,30 +157,29 @@ async def _looked_up(request: Any, made: Any, render: Render, renderer: Any) -> 
     if not isinstance(again, tuple):
         raise wrong(NAME, "a chat that can be rendered with other texts", "another", _BY_TOKENS)
     (of_texts,), (of_marks,) = _inputs_of(made), _inputs_of(again)
-    texts = (of_texts.get("prompt"), of_marks.get("prompt"))
-    tokens, ids = None, list(of_texts.get("prompt_token_ids", ()))
-    if all(isinstance(text, str) for text in texts):
-        tokens = _tokens_of(renderer.renderer.get_tokenizer(), str(texts[0]), ids)
-    if tokens is None:
-        says = "a model whose tokenizer says where the tokens of a chat's text lie"
-        raise wrong(NAME, says, "another", _BY_TOKENS)
-    found = located(str(texts[0]), str(texts[1]), marks.pieces)
-    return Chat(messages, found, tokens)
+    tokenizer = renderer.renderer.get_tokenizer()
+    return await asyncio.to_thread(_chat_of, messages, marks, of_texts, of_marks, tokenizer)
 
 
 _BY_TOKENS = "pass spans of tokens"
 
 
-def _tokens_of(tokenizer: Any, text: str, ids: Sequence[int]) -> Tokens | None:
-    """Where tokens lie in their text; None where that cannot be told."""
-    if not (ids and getattr(tokenizer, "is_fast", False)):
-        return None
-    for special in (False, True):
-        found = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
-        if list(found["input_ids"]) == ids:
-            starts, ends = zip(*found["offset_mapping"], strict=True)
-            return Tokens(starts, ends)
-    return None
+def _chat_of(
+    messages: Sequence[Mapping[str, Any]],
+    marks: Marked,
+    of_texts: Mapping[str, Any],
+    of_marks: Mapping[str, Any],
+    tokenizer: Any,
+) -> Chat:
+    """What takes long where a chat is long, for a thread."""
+    text, marked_text = of_texts.get("prompt"), of_marks.get("prompt")
+    tokens = None
+    if isinstance(text, str) and isinstance(marked_text, str):
+        tokens = tokens_of(tokenizer, text, of_texts.get("prompt_token_ids", ()))
+    if tokens is None:
+        says = "a model whose tokenizer says where the tokens of a chat's text lie"
+        raise wrong(NAME, says, "another", _BY_TOKENS)
+    return Chat(messages, located(str(text), str(marked_text), marks.pieces), tokens)
 
 
 def _inputs_of(made: Any) -> Sequence[Mapping[str, Any]]:
@@ -182,7 +205,17 @@ class _Visit:
     """One HTTP request, and what its response says of the edits that were applied."""
 
     tenant: str
+    counted_edits: str | None = field(default=None, init=False)  # where tokens are counted
     said: dict[str, Any] | None = field(default=None, init=False)
+    cleared_tokens: int = field(default=0, init=False)
+
+    def told(self, answer: Mapping[str, Any]) -> dict[str, Any]:
+        """The JSON of a response, with what was applied, or without the tokens that it clears."""
+        if self.counted_edits is None:
+            return {**answer, CONTEXT: self.said}
+        tokens = answer["input_tokens"]
+        whole = {"original_input_tokens": tokens}
+        return {**answer, "input_tokens": tokens - self.cleared_tokens, CONTEXT: whole}
 
 
 _visit: ContextVar[_Visit | None] = ContextVar("snapkv_edits", default=None)
@@ -229,8 +262,7 @@ class _Saying:
         self._body += message.get("body", b"")
         if message.get("more_body") or self._start is None:
             return
-        answer = json.loads(self._body)
-        body = json.dumps({**answer, CONTEXT: self._visit.said}).encode()
+        body = json.dumps(self._visit.told(json.loads(self._body))).encode()
         others = [one for one in self._start["headers"] if one[0].lower() != b"content-length"]
         headers = [*others, (b"content-length", str(len(body)).encode())]
         await self._send({**self._start, "headers": headers})

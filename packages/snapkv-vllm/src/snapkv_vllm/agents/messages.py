@@ -9,7 +9,6 @@ import copy
 import json
 import re
 import secrets
-from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from snapkv.policies.spans import Span
+from snapkv_vllm.agents.places import Tokens
 from snapkv_vllm.names import wrong
 from snapkv_vllm.spans import NAME, OF_MESSAGES, PROTECT, Entry, require_few
 
@@ -139,24 +139,6 @@ def _unclear(piece: Piece) -> Exception:
     shows = "a chat template that shows the texts of messages as they are"
     got = f"another one for message {piece.message}"
     return wrong(NAME, shows, got, "pass spans of tokens")
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """The tokens of a text: where each begins and ends, by characters."""
-
-    starts: Sequence[int]
-    ends: Sequence[int]
-
-    def inside(self, span: Span) -> Span:
-        """Those that lie in a span of characters as a whole; none where the two are the same."""
-        first = bisect_left(self.starts, span[0])
-        return first, max(first, bisect_right(self.ends, span[1]))
-
-    def around(self, span: Span) -> Span:
-        """Those that have a character of it."""
-        first = bisect_right(self.ends, span[0])
-        return first, max(first, bisect_left(self.starts, span[1]))
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,12 @@ What a session's last request had read and answered stays in its blocks. The nex
 it again, token by token; as far as it is the same, those blocks are what it begins with. Full ones
 are lent to any number of requests, and what follows them is read again. Where no block ends behind
 what was compressed, a single request goes on in the last one. One that is preempted begins with the
-same blocks again.
+same blocks again; one that has not begun has none. Whoever lacks a block makes histories give back.
 """
 
+import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +20,12 @@ from vllm.utils.math_utils import cdiv
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies.spans import Spans
 from snapkv_vllm.blocks import CompressedManager
-from snapkv_vllm.documents.registry import room_of
+from snapkv_vllm.documents.registry import block_bytes, room_of
 from snapkv_vllm.metrics import SessionMetrics
 from snapkv_vllm.names import PREFIX, SESSION
 from snapkv_vllm.plans import Beginning, Order, Plan, RequestPlan, TurnPlan
 from snapkv_vllm.settings import ServingSettings
+from snapkv_vllm.shares import going
 from snapkv_vllm.spans import RequestSpans
 
 _NAME = PREFIX + SESSION
@@ -31,7 +33,7 @@ _NAME = PREFIX + SESSION
 _NONE = Spans(())
 
 _MOST_HISTORIES = 512
-"""However few blocks they take: the ids of all their tokens are held, too."""
+"""However few blocks they take: the ids of all their tokens are held, too. Tenants share it."""
 
 Owner = tuple[str, str, str]
 """Whose a history is: the session, the adapter that has read it, and the salt of its cache."""
@@ -76,9 +78,10 @@ class History:
     """Tokens that were seen, and the blocks that hold what is kept of them."""
 
     owner: Owner
+    prompt: bytes  # a digest of its request's, which is the same when a turn is tried again
     token_ids: NDArray[np.int32]
     compressed: Compressed
-    blocks: Sequence[list[Any]]  # of every KV cache group
+    blocks: Sequence[list[Any]] = ()  # of every KV cache group
     requests: set[str] = field(default_factory=set)  # that begin with it and have not ended
 
     @property
@@ -94,6 +97,10 @@ class History:
     @property
     def held_tokens(self) -> int:
         return len(self.token_ids) - self.compressed.dropped_tokens
+
+    def block_count(self, sizes: Sequence[int]) -> int:
+        """How many it takes in groups of such blocks, those among them that others hold, too."""
+        return sum(cdiv(self.held_tokens, size) for size in sizes)
 
     def beginning(self, prompt: NDArray[np.int32], most_tokens: int, block_tokens: int) -> int:
         """How many of a prompt's first tokens its blocks stand for; 0 where they are others.
@@ -118,29 +125,33 @@ class _Turn:
     """A request of a session: what it begins with, and how it was compressed."""
 
     owner: Owner
+    given: Mapping[str, Any]  # its settings
+    prompt: NDArray[np.int32]
+    may_go_on: bool  # from a history, of whose tokens nothing is known but what they leave behind
     spans: RequestSpans
     whole: Spans  # what it wants to stay
-    compressed: Compressed  # of what it begins with, then its own
     plan: TurnPlan
+    compressed: Compressed = Compressed()  # of what it begins with, then its own
     history: History | None = None
     first_block: int | None = None  # of those that hold what was compressed
 
 
 class HeldSessions:
-    """Histories within a number of tokens; the least recently used go first."""
+    """Histories within a number of blocks, of which every tenant has a share."""
 
     def __init__(
         self,
         managers: Sequence[CompressedManager],
         settings: ServingSettings,
         *,
-        most_tokens: int,
-        bytes_per_token: int,
+        most_blocks: int,
+        block_bytes: int,
         metrics: SessionMetrics,
     ) -> None:
         self._managers, self._settings, self._metrics = managers, settings, metrics
-        self._most_tokens, self._bytes_per_token = most_tokens, bytes_per_token
-        self._block_tokens = max(manager.block_size for manager in managers)
+        self._most_blocks, self._block_bytes = most_blocks, block_bytes
+        self._sizes = [manager.block_size for manager in managers]
+        self._block_tokens = max(self._sizes)
         self._held: list[History] = []  # least recently used first
         self._turns: dict[str, _Turn] = {}
         self._forgotten: list[int] = []
@@ -148,7 +159,7 @@ class HeldSessions:
     # Of requests that come.
 
     def plan_of(self, request: Any, plan: RequestPlan) -> RequestPlan:
-        """The plan of a request, which goes on from a history where one is held of its session."""
+        """The plan of a request by itself; `begin` says from which history it goes on."""
         params = request.sampling_params
         given = dict((params and params.extra_args) or {})
         if _NAME not in given or not isinstance(plan, Plan) or not _is_text(request):
@@ -158,19 +169,32 @@ class HeldSessions:
         spans = self._settings.spans_of(given)
         tokens = plan.prompt_tokens
         policy = self._settings.plan_of_turn(given, tokens, spans).policy
-        own = TurnPlan(prompt_tokens=tokens, policy=policy)
-        whole = self._settings.whole_of(given, tokens)
-        turn = _Turn(owner=owner, spans=spans, whole=whole, compressed=Compressed(), plan=own)
-        if params.prompt_logprobs is None and not request.skip_reading_prefix_cache:
-            self._go_on(turn, given, np.array(request.prompt_token_ids, dtype=np.int32))
-        if turn.history is not None:
-            self._begin(turn.history, request.request_id, turn.plan)
-        self._turns[request.request_id] = turn
+        may_go_on = params.prompt_logprobs is None and not request.skip_reading_prefix_cache
+        turn = self._turns[request.request_id] = _Turn(
+            owner=owner,
+            given=given,
+            prompt=np.array(request.prompt_token_ids, dtype=np.int32),
+            may_go_on=may_go_on,
+            spans=spans,
+            whole=self._settings.whole_of(given, tokens),
+            plan=TurnPlan(prompt_tokens=tokens, policy=policy),
+        )
         return turn.plan
 
-    def _go_on(self, turn: _Turn, given: dict[str, Any], prompt: NDArray[np.int32]) -> None:
-        """Begin with the history that stands for most of the prompt."""
-        tokens, longest = len(prompt), 0
+    def begin(self, request_id: str) -> RequestPlan | None:
+        """The plan of a request that is next to be scheduled; None for those of no session."""
+        turn = self._turns.get(request_id)
+        if turn is None:
+            return None
+        if turn.may_go_on and turn.history is None:
+            self._go_on(turn)
+            if turn.history is not None:
+                self._lend(turn.history, request_id, turn.plan)
+        return turn.plan
+
+    def _go_on(self, turn: _Turn) -> None:
+        """Choose the history that stands for most of the prompt."""
+        given, tokens, longest = turn.given, len(turn.prompt), 0
         for history in self._held:
             at = history.compressed
             is_own = history.owner == turn.owner
@@ -184,7 +208,7 @@ class HeldSessions:
                     given, tokens - at.dropped_tokens, left, votes=False
                 )
                 voters = 1
-            begins = history.beginning(prompt, tokens - max(1, voters), self._block_tokens)
+            begins = history.beginning(turn.prompt, tokens - max(1, voters), self._block_tokens)
             if begins > longest:
                 longest, turn.history, turn.compressed = begins, history, at
                 turn.plan = TurnPlan(
@@ -194,8 +218,8 @@ class HeldSessions:
                     dropped_tokens=at.dropped_tokens,
                 )
 
-    def _begin(self, history: History, request_id: str, plan: TurnPlan) -> None:
-        """Lend a history, which makes it the most recently used."""
+    def _lend(self, history: History, request_id: str, plan: TurnPlan) -> None:
+        """Make a history the most recently used, for as long as the request is under way."""
         history.requests.add(request_id)
         self._held.remove(history)
         self._held.append(history)
@@ -210,8 +234,7 @@ class HeldSessions:
         held = turn.plan.lent_tokens - turn.plan.dropped_tokens
         for manager in self._managers:
             manager.begin_with(request_id, turn.plan.dropped_tokens)
-        sizes = [manager.block_size for manager in self._managers]
-        of_groups = zip(turn.history.blocks, sizes, strict=True)
+        of_groups = zip(turn.history.blocks, self._sizes, strict=True)
         return turn.plan, tuple(blocks[: cdiv(held, size)] for blocks, size in of_groups)
 
     def beginning(self, request_id: str) -> Beginning | None:
@@ -256,8 +279,8 @@ class HeldSessions:
             turn.history.requests.discard(request.request_id)
             if request.num_computed_tokens >= request.num_prompt_tokens:
                 self._metrics.went_on(turn.plan.lent_tokens)
-        made, before = self._made(turn, request), turn.history
-        replaced = [before] if before in self._held and not before.requests else []
+        made = self._made(turn, request)
+        replaced = [] if made is None else self._replaced(made, turn.history)
         if made is not None and self._make_room(made, replaced):
             for manager in self._managers:
                 tokens = made.held_tokens
@@ -276,30 +299,60 @@ class HeldSessions:
         holds = (one.holds(request.request_id, seen - dropped, dropped) for one in self._managers)
         if seen < request.num_prompt_tokens or not all(holds):
             return None
+        full = (seen - dropped) // self._block_tokens * self._block_tokens
+        if full and full + dropped >= turn.compressed.tokens:
+            seen = full + dropped  # what is behind is read again in any case
+        elif not turn.compressed.tokens:
+            return None
         ids = np.array(request.all_token_ids[:seen], dtype=np.int32)
-        return History(owner=turn.owner, token_ids=ids, compressed=turn.compressed, blocks=[])
+        prompt = hashlib.sha256(turn.prompt.tobytes()).digest()
+        return History(owner=turn.owner, prompt=prompt, token_ids=ids, compressed=turn.compressed)
+
+    def _replaced(self, made: History, before: History | None) -> list[History]:
+        """What a history takes the place of: what it went on from, and what its turn left before.
+
+        Not what is in use.
+        """
+        return [
+            one
+            for one in self._held
+            if not one.requests
+            and (one is before or (one.owner, one.prompt) == (made.owner, made.prompt))
+        ]
 
     def _make_room(self, made: History, replaced: Sequence[History]) -> bool:
-        """Whether there is room for a history, once others that nobody uses have gone for it.
-
-        Of the tenant that holds most, the least recently used first.
-        """
+        """Whether there is room for a history, once others that nobody uses have gone for it."""
         others = [one for one in self._held if one not in replaced]
-        taken: Counter[str] = Counter()
-        for one in (made, *others):
-            taken[one.tenant] += one.held_tokens
-        idle = [one for one in others if not one.requests]
-        while idle and not self._fits(taken, others):
-            gone = max(idle, key=lambda one: taken[one.tenant])
-            idle.remove(gone)
-            others.remove(gone)
-            taken[gone.tenant] -= gone.held_tokens
-            self._forget(gone)
-            self._metrics.dropped()
-        return self._fits(taken, others)
+        gone: list[History] = []
+        measures: tuple[tuple[int, Callable[[History], int]], ...] = (
+            (self._most_blocks, lambda one: one.block_count(self._sizes)),
+            (_MOST_HISTORIES, lambda one: 1),
+        )
+        for most, size_of in measures:
+            taken: Counter[str] = Counter()
+            staying = [one for one in others if one not in gone]
+            for one in (made, *staying):
+                taken[one.tenant] += size_of(one)
+            idle = [one for one in staying if not one.requests]
+            leaving, lacking = going(idle, taken, most, size_of)
+            if lacking:
+                return False
+            gone += leaving
+        for one in gone:
+            self._drop(one)
+        return True
 
-    def _fits(self, taken: Counter[str], others: Sequence[History]) -> bool:
-        return taken.total() <= self._most_tokens and len(others) < _MOST_HISTORIES
+    def give_back(self) -> bool:
+        """Have the least recently used history give its blocks back; whether there was one."""
+        idle = next((one for one in self._held if not one.requests), None)
+        if idle is not None:
+            self._drop(idle)
+            self._count()
+        return idle is not None
+
+    def _drop(self, history: History) -> None:
+        self._forget(history)
+        self._metrics.dropped()
 
     def drop_idle(self) -> None:
         """Forget all histories that no request begins with."""
@@ -314,8 +367,8 @@ class HeldSessions:
             manager.give_up(blocks)
 
     def _count(self) -> None:
-        tokens = sum(one.held_tokens for one in self._held)
-        self._metrics.standing(len(self._held), tokens * self._bytes_per_token)
+        blocks = sum(one.block_count(self._sizes) for one in self._held)
+        self._metrics.standing(len(self._held), blocks * self._block_bytes)
 
 
 def held_sessions(
@@ -344,8 +397,8 @@ def held_sessions(
     return HeldSessions(
         list(managers.values()),
         settings,
-        most_tokens=room.most_tokens,
-        bytes_per_token=room.bytes_per_token,
+        most_blocks=room.most_bytes // (of_block := block_bytes(kv_cache_config)),
+        block_bytes=of_block,
         metrics=SessionMetrics(vllm_config),
     )
 

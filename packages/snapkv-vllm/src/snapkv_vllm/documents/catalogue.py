@@ -14,6 +14,7 @@ from typing import Any
 from snapkv.validation import format_bytes
 from snapkv_vllm.documents.library import OfLibrary
 from snapkv_vllm.names import DOCUMENT, NO_ROOM, PREFIX, TAKEN, UNKNOWN, shown, wrong
+from snapkv_vllm.shares import going
 
 PATH = "/v1/snapkv/documents"
 """Where documents are registered, listed and deleted."""
@@ -46,10 +47,11 @@ class SharedDocument:
     tenant: str  # whose it is
     name: str  # what its tenant calls it
     token_ids: tuple[int, ...]  # what prompts that name it begin with
-    # it as a chat, of which `token_ids` are the rendering; None for plain text
+    # it as a chat, of which `rendered_ids` are the rendering; None for plain text
     messages: list[dict[str, Any]] | None
     kept_tokens: int  # per KV head and layer
     bytes: int  # what it takes of the engine's cache
+    rendered_ids: tuple[int, ...] = ()  # for which `token_ids` stand
     source: OfLibrary | None = None  # where it is a library's
     created: float = field(default_factory=time.time)  # seconds since the epoch
     last_used: float = 0.0  # when a request named it last, or `created`
@@ -122,33 +124,26 @@ class Catalogue:
             raise wrong("name", "one that is free", stands, remedy, status=TAKEN)
 
     def make_room(self, tenant: str, needed_bytes: int, most_bytes: int) -> list[SharedDocument]:
-        """Forget as many documents as it takes: of the tenant that has most, the least used first.
+        """Forget as many documents as it takes, see `going`; what is in use stays.
 
-        A tenant's share is an equal part for each who has documents, this one among them. It may
-        take what others leave; what is within another's share stays, and so does what is in use.
         Where even then there is too little room, nothing is forgotten, and the document refused.
         """
         taken = Counter({tenant: needed_bytes})
         for one in self._held.values():
             taken[one.tenant] += one.bytes
-        share, leaving = most_bytes / len(taken), []
         idle = [one for one in self._standing if not one.requests]
-        while taken.total() > most_bytes:
-            going = [one for one in idle if taken[one.tenant] > share]
-            if not going:
-                left = format_bytes(most_bytes - taken.total() + needed_bytes)
-                raise wrong(
-                    "document",
-                    f"at most {left}, what is left of --share-bytes {format_bytes(most_bytes)} "
-                    "beside documents in use and those within other keys' shares",
-                    format_bytes(needed_bytes),
-                    "wait for requests to end, register a shorter one, or start the server with "
-                    "more --share-bytes",
-                    status=NO_ROOM,
-                )
-            leaving.append(max(going, key=lambda one: taken[one.tenant]))  # of equals the first
-            idle.remove(leaving[-1])
-            taken[leaving[-1].tenant] -= leaving[-1].bytes
+        leaving, lacking = going(idle, taken, most_bytes, lambda one: one.bytes)
+        if lacking:
+            left = format_bytes(needed_bytes - lacking)
+            raise wrong(
+                "document",
+                f"at most {left}, what is left of --share-bytes {format_bytes(most_bytes)} "
+                "beside documents in use and those within other keys' shares",
+                format_bytes(needed_bytes),
+                "wait for requests to end, register a shorter one, or start the server with "
+                "more --share-bytes",
+                status=NO_ROOM,
+            )
         for one in leaving:
             del self._held[one.document_id]
         return leaving

@@ -100,26 +100,13 @@ class ServerEngine:
     async def drop(self, document_id: str) -> None:
         await self._send([0], {words.DROP: document_id})
 
-    async def answer(self, prompt: Sequence[int], document_id: str | None, most_tokens: int) -> Any:
-        """vLLM's greedy output: `token_ids`, `text`; behind a document or, with None, the text."""
-        own: dict[str, Any] = (
-            {words.BUDGET: 0} if document_id is None else {words.DOCUMENT: document_id}
-        )
-        output = await self._generated(prompt, own, max_tokens=most_tokens)
-        if output is None or output.outputs[0].finish_reason == "error":
-            remedy = "try again, or register it again"
-            raise wrong("document", "an answer", "none from the engine", remedy, status=NO_ROOM)
-        return output.outputs[0]
-
-    async def look_at(self, path: Path, *, is_settled: bool = False) -> Saved:
-        """Read and check the file of a document, `is_settled` as `read_document` asks.
-
-        With the first, the model is asked who it is.
-        """
+    async def look_at(self, path: Path) -> Saved:
+        """Read and check the file of a document; with the first, the model is asked who it is."""
         model, room = await self.identity(), await self.room()
-        told: dict[str, Any] = {"model": model, "most_bytes": room.most_file_bytes}
-        told["is_settled"] = is_settled
-        found = await asyncio.to_thread(read_document, path, **told)
+        most_bytes = room.most_file_bytes
+        found = await asyncio.to_thread(
+            read_document, path, model=model, most_bytes=most_bytes, is_settled=True
+        )
         tokens, head_tokens = len(found.token_ids), found.head_tokens
         if tokens >= (longest := self._client.model_config.max_model_len):
             raise wrong("file", f"fewer than {longest:,} tokens", tokens, "raise --max-model-len")
@@ -149,16 +136,11 @@ class ServerEngine:
                 raise wrong("document", blocks, "fewer", remedy, status=NO_ROOM)
             kept = _kept(said)
             given = str(saved.path), kept.blocks, model, saved.seal, room.most_file_bytes
-            await self._have_workers("snapkv_fill_document", given, status=400)
+            await self._fill(given)
         except BaseException:
             await asyncio.shield(self.drop(document_id))
             raise
         return kept
-
-    async def save(self, kept: Kept, token_ids: Sequence[int], path: Path) -> None:
-        """Write the document that was registered last to a file."""
-        given = str(path), kept.blocks, await self.identity(), list(token_ids)
-        await self._have_workers("snapkv_save_document", given, status=NO_ROOM)
 
     async def identity(self) -> dict[str, Any]:
         """Who the model is; the first to ask waits until it has been loaded once more."""
@@ -172,36 +154,33 @@ class ServerEngine:
             )
         return self._model
 
-    async def _have_workers(self, method: str, given: tuple[Any, ...], *, status: int) -> None:
-        """Call a method of all workers; what one refuses is refused with this status."""
+    async def _fill(self, given: tuple[Any, ...]) -> None:
+        """Have all workers fill blocks from a file."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
-            answers = await self._client.collective_rpc(method, args=given)
+            answers = await self._client.collective_rpc("snapkv_fill_document", args=given)
         except EngineDeadError:
             raise
         except Exception as error:  # of no narrower kind in vLLM
             line = next(iter(str(error).splitlines()), type(error).__name__)
-            move, log = "the engine to move it", "see the server's log"
-            raise wrong("document", move, line, log, status=500) from error
+            load, log = "the engine to load it", "see the server's log"
+            raise wrong("document", load, line, log, status=500) from error
         for refused in filter(None, answers):
-            raise RefusedError(refused, status)
+            raise RefusedError(refused)
 
     async def _send(self, prompt: list[int], own: dict[str, Any]) -> dict[str, Any] | None:
         """What the engine says when a request of one new token has ended."""
-        output = await self._generated(prompt, own, max_tokens=1, ignore_eos=True, detokenize=False)
-        return None if output is None else output.kv_transfer_params
-
-    async def _generated(self, prompt: Sequence[int], own: dict[str, Any], **more: Any) -> Any:
         from vllm import SamplingParams
 
-        sampling = SamplingParams(temperature=0.0, extra_args=own, **more)
+        sampling = SamplingParams(
+            temperature=0.0, extra_args=own, max_tokens=1, ignore_eos=True, detokenize=False
+        )
         name = f"snapkv-document-{uuid.uuid4().hex}"
         last = None
-        asked = {"prompt_token_ids": list(prompt)}
-        async for output in self._client.generate(asked, sampling, name):
+        async for output in self._client.generate({"prompt_token_ids": prompt}, sampling, name):
             last = output
-        return last
+        return None if last is None else last.kv_transfer_params
 
 
 def _kept(said: Mapping[str, Any]) -> Kept:

@@ -4,7 +4,7 @@ The routes are put onto the server's application, behind its check of API keys. 
 document where vLLM renders them.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, HTTPException, Request, Response
-from fastapi.responses import FileResponse
 from fastapi.routing import APIRoute
 
 from snapkv.errors import SnapKVError
 from snapkv_vllm.documents.catalogue import EVERYBODY, PATH, tenant_of
 from snapkv_vllm.documents.engine import ServerEngine
-from snapkv_vllm.documents.folder import DocumentFolder
 from snapkv_vllm.documents.library import ServedLibrary
 from snapkv_vllm.documents.prompts import Prompts, Render
 from snapkv_vllm.documents.shared import SharedDocuments
@@ -27,9 +25,7 @@ from snapkv_vllm.documents.words import DOCUMENT
 from snapkv_vllm.metrics import DocumentMetrics
 from snapkv_vllm.names import XARGS, status_of
 from snapkv_vllm.settings import ServingSettings
-
-Message = MutableMapping[str, Any]
-Send = Callable[[Message], Awaitable[None]]
+from snapkv_vllm.streams import Message, Send
 
 
 @dataclass
@@ -57,7 +53,6 @@ class FrontEnd:
             ServerEngine(app.state.engine_client, settings),
             self._prompts,
             self._counts,
-            DocumentFolder(Path(sharing.folder)) if sharing.folder else None,
             ServedLibrary(Path(sharing.library)) if sharing.library else None,
         )
         self._apart = has_keys(app.state.args) and not sharing.across_keys
@@ -139,13 +134,6 @@ def _router(documents: SharedDocuments, tenant_of: Callable[[Message], str]) -> 
         listed = (each for each in await documents.listed(tenant) if each["name"] == name)
         return next(listed, None) or documents.catalogue.find(tenant, name).described
 
-    async def file(name: str, request: Request) -> Response:
-        path = documents.file(tenant_of(request.scope), name)
-        return FileResponse(path, filename=path.name, media_type="application/octet-stream")
-
-    async def report(name: str, body: dict[str, Any], request: Request) -> dict[str, Any]:
-        return await documents.report(tenant_of(request.scope), name, body)
-
     async def delete(name: str, request: Request) -> Response:
         await documents.delete(tenant_of(request.scope), name)
         return Response(status_code=204)
@@ -154,8 +142,6 @@ def _router(documents: SharedDocuments, tenant_of: Callable[[Message], str]) -> 
     router.add_api_route("", register, methods=["POST"], status_code=201)
     router.add_api_route("", every, methods=["GET"])
     router.add_api_route("/{name}", one, methods=["GET"])
-    router.add_api_route("/{name}/file", file, methods=["GET"], response_class=FileResponse)
-    router.add_api_route("/{name}/report", report, methods=["POST"])
     router.add_api_route("/{name}", delete, methods=["DELETE"], status_code=204)
     return router
 

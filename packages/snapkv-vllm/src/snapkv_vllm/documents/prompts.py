@@ -3,6 +3,7 @@
 vLLM is given token ids, which begin with the document's own; nothing else of a request changes.
 """
 
+import asyncio
 import copy
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,9 @@ from itertools import takewhile
 from typing import Any, TypeGuard
 
 from snapkv.errors import InvalidArgumentError
+from snapkv_vllm.agents.messages import marked
 from snapkv_vllm.documents.catalogue import SharedDocument
+from snapkv_vllm.documents.content import chat_spelt_out, spelt_out
 from snapkv_vllm.documents.words import DOCUMENT
 from snapkv_vllm.names import ENDPOINTS, XARGS, RefusedError, shown, wrong
 
@@ -24,7 +27,7 @@ _WITHOUT = {
     "prompt_logprobs": "its probabilities were not computed with this request",
     "prompt_embeds": "its tokens come before the request's",
     "truncate_prompt_tokens": "its tokens must all be there",
-    "kv_transfer_params": "its keys and values are on this server",
+    "kv_transfer_params": "vLLM may take the request's tokens from there",
 }
 """Fields that a document's request cannot have, and why."""
 
@@ -52,9 +55,14 @@ class Prompts:
 
     async def tokenize(self, prompt: str | list[int], *, special_tokens: bool) -> list[int]:
         """The tokens of a text, or given ones once they are checked: not more than are served."""
+        from pydantic import ValidationError
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-        request = CompletionRequest(prompt=prompt, max_tokens=1, add_special_tokens=special_tokens)
+        given: dict[str, Any] = {"max_tokens": 1, "add_special_tokens": special_tokens}
+        try:
+            request = CompletionRequest(prompt=prompt, **given)
+        except ValidationError:
+            raise _unfit("prompt", "a text, or token ids from 0 on", prompt) from None
         with _as_refused():
             if isinstance(prompt, list) and hasattr(self._renderer.renderer, "validate_token_ids"):
                 self._renderer.renderer.validate_token_ids(prompt, parameter="prompt")
@@ -63,7 +71,8 @@ class Prompts:
             )
         return list(made["prompt_token_ids"])
 
-    async def render(self, messages: Sequence[Any]) -> list[int]:
+    async def render(self, messages: Sequence[Any]) -> tuple[str | None, list[int]]:
+        """What the chat template makes of messages: the text, if vLLM says it, and its tokens."""
         from pydantic import ValidationError
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.entrypoints.serve.engine.protocol import ErrorResponse
@@ -76,12 +85,16 @@ class Prompts:
             made = await self._render_chat(request, skip_mm_cache=True)
         if isinstance(made, ErrorResponse):
             raise RefusedError(made.error.message, made.error.code)
-        return _ids_of_chat(made)
+        _, (engine_input,) = made
+        return engine_input.get("prompt"), _ids_of_chat(made)
 
     # Of documents.
 
     async def ids_of_text(self, prompt: object) -> tuple[int, ...]:
-        """What a document of plain text, or of token ids, begins prompts with."""
+        """What a document of plain text, or of token ids, begins prompts with.
+
+        Control words in a text are spelt out; whoever sends ids means them.
+        """
         if not _is_one_prompt(prompt):
             raise _unfit("prompt", "a text or its token ids", prompt)
         if isinstance(prompt, list):
@@ -92,27 +105,28 @@ class Prompts:
             ends = f"one whose last of {len(ids)} tokens says that it ends"
             remedy = "pass its token ids without that one"
             raise wrong("prompt", "a text whose tokens questions can follow", ends, remedy)
-        return tuple(ids)
+        begins = len(ids) - len(bare)
+        return (*ids[:begins], *spelt_out(self.tokenizer, bare))
 
-    async def ids_of_messages(self, messages: object) -> tuple[int, ...]:
-        """What a document of messages begins chats with: what their renderings have in common."""
+    async def ids_of_messages(self, messages: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What a document of messages begins chats with: what their renderings have in common.
+
+        Returns:
+            It as vLLM renders it, and with the control words of the texts spelt out.
+        """
         if not isinstance(messages, list) or not messages or not all(map(_is_text, messages)):
             raise _unfit("messages", "a list of messages of text", messages)
         questions = [{"role": "user", "content": beginning} for beginning in _BEGINNINGS]
         renderings = [await self.render([*messages, question]) for question in questions]
-        at_once = zip(*renderings, strict=False)
-        found = [ids[0] for ids in takewhile(lambda ids: len(set(ids)) == 1, at_once)]
+        found = _common_beginning([ids for _, ids in renderings])
         if not found:
             raise _unfit("messages", "a chat template that puts them first", messages)
-        return tuple(found)
-
-    async def ids_of_question(self, document: SharedDocument, question: str) -> list[int]:
-        if document.messages is None:
-            asked = await self.tokenize(question, special_tokens=False)
-            return [*document.token_ids, *asked]
-        ids = await self.render([*document.messages, {"role": "user", "content": question}])
-        _require_begins(ids, document)
-        return ids
+        marks = marked([*messages, questions[0]])
+        with_marks = await self.render(marks.messages)
+        told = self.tokenizer, renderings[0], with_marks, marks
+        spelt = await asyncio.to_thread(chat_spelt_out, *told)
+        behind = len(renderings[0][1]) - len(found)
+        return tuple(found), tuple(spelt[: len(spelt) - behind])
 
     # Of requests.
 
@@ -157,7 +171,10 @@ class Prompts:
         request.messages = [*own, *request.messages]
         made = await render(request)
         if isinstance(made, tuple):  # and no error of vLLM's
-            _require_begins(_ids_of_chat(made), document)
+            ids, rendered = _ids_of_chat(made), document.rendered_ids
+            _require_begins(ids, rendered)
+            _, (engine_input,) = made
+            engine_input["prompt_token_ids"] = [*document.token_ids, *ids[len(rendered) :]]
         return made
 
     async def _chat_about(
@@ -200,9 +217,14 @@ def _ids_of_chat(made: Any) -> list[int]:
     return list(engine_input["prompt_token_ids"])
 
 
-def _require_begins(ids: Sequence[int], document: SharedDocument) -> None:
-    begins = len(document.token_ids)
-    if tuple(ids[:begins]) != document.token_ids:
+def _common_beginning(renderings: Sequence[Sequence[int]]) -> list[int]:
+    at_once = zip(*renderings, strict=False)
+    return [ids[0] for ids in takewhile(lambda ids: len(set(ids)) == 1, at_once)]
+
+
+def _require_begins(ids: Sequence[int], rendered: tuple[int, ...]) -> None:
+    begins = len(rendered)
+    if tuple(ids[:begins]) != rendered:
         raise wrong(
             "messages",
             f"a chat whose first {begins} tokens are the document's",

@@ -288,12 +288,13 @@ def room_of(
     settings = ServingSettings.from_config(vllm_config.additional_config)
     groups, blocks = kv_cache_config.kv_cache_groups, kv_cache_config.num_blocks
     sizes = [group.kv_cache_spec.block_size for group in groups]
-    of_block = [_block_bytes(group) for group in groups]
-    per_token = sum(taken // size for taken, size in zip(of_block, sizes, strict=True))
+    of_groups = zip(groups, sizes, strict=True)
+    per_token = sum(_block_bytes(group) // size for group, size in of_groups)
+    of_block = block_bytes(kv_cache_config)
     longest = sum(cdiv(vllm_config.model_config.max_model_len, size) for size in sizes)
-    free_bytes = (blocks - 1 - longest) * max(of_block)  # one block is never used
+    free_bytes = (blocks - 1 - longest) * of_block  # one block is never used
     free_bytes -= beside_bytes
-    most_bytes = asked_bytes or min(blocks * max(of_block) // 4, free_bytes)
+    most_bytes = asked_bytes or min(blocks * of_block // 4, free_bytes)
     if most_bytes > free_bytes or most_bytes < per_token * max(sizes):
         raise UnsupportedModelError(
             f"snapkv: cannot share documents, or hold sessions: expected "
@@ -307,6 +308,11 @@ def room_of(
         most_tokens=most_bytes // per_token,
         budget=settings.budget or DEFAULT_BUDGET,
     )
+
+
+def block_bytes(kv_cache_config: Any) -> int:
+    """What a block of the pool takes, which all groups share."""
+    return max(map(_block_bytes, kv_cache_config.kv_cache_groups))
 
 
 def _block_bytes(group: Any) -> int:

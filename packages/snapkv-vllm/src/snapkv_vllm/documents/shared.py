@@ -5,13 +5,11 @@ import logging
 import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
-from snapkv.errors import CacheFileError, SnapKVError, UnsupportedModelError
+from snapkv.errors import CacheFileError
 from snapkv.policies.kvzip import INSTRUCTION
 from snapkv.validation import format_bytes, require_int
 from snapkv_vllm.documents.catalogue import (
@@ -21,40 +19,35 @@ from snapkv_vllm.documents.catalogue import (
     shown_tenant,
 )
 from snapkv_vllm.documents.engine import Kept, ServerEngine
-from snapkv_vllm.documents.folder import DocumentFolder, copy_file
 from snapkv_vllm.documents.library import OfLibrary, ServedLibrary
 from snapkv_vllm.documents.prompts import Prompts
-from snapkv_vllm.names import BUSY, TAKEN, UNKNOWN, require_document_name, shown, wrong
+from snapkv_vllm.names import BUSY, TAKEN, require_document_name, shown, wrong
 
-_FIELDS = ("name", "prompt", "messages", "budget", "file", "model")
+_FIELDS = ("name", "prompt", "messages", "budget", "model")
 
 _MOST_UNDER_WAY = 64
 """Registrations of a tenant; bodies are held until their turn comes, also if clients go away."""
-
-_MOST_QUESTIONS, _MOST_TOKENS, _TOKENS = 32, 256, 32
-"""Of a report: questions, tokens of an answer, and how many those are by default."""
 
 _logger = logging.getLogger("vllm.snapkv")
 
 
 @dataclass(frozen=True)
 class _Source:
-    """Where a document comes from: its tokens, what it takes, how the engine and a file get it."""
+    """Where a document comes from: its tokens, what it takes, how the engine gets it."""
 
     token_ids: tuple[int, ...]
+    rendered_ids: tuple[int, ...]
     bytes: int
     hold: Callable[[str], Awaitable[Kept]]
-    write: Callable[[Kept, Path], Awaitable[None]]
 
 
 class SharedDocuments:
-    """Keeps the catalogue, the engine and the folder in step.
+    """Keeps the catalogue and the engine in step.
 
     Args:
         engine: holds the documents' blocks.
         prompts: makes their tokens.
         counts: what happens, a `snapkv_vllm.metrics.DocumentMetrics`.
-        folder: where documents are kept beyond the server's end; None keeps none.
         library: whose documents everybody may name; None has none.
     """
 
@@ -63,16 +56,13 @@ class SharedDocuments:
         engine: ServerEngine,
         prompts: Prompts,
         counts: Any,
-        folder: DocumentFolder | None = None,
         library: ServedLibrary | None = None,
     ) -> None:
         self.catalogue = Catalogue()
         self._engine, self._prompts, self._counts = engine, prompts, counts
-        self._folder, self._library = folder, library
-        self._restoring: asyncio.Task[None] | None = None
+        self._library = library
         self._one_at_a_time = asyncio.Lock()
         self._own_turn: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._reporting = asyncio.Lock()
         self._registrations: dict[asyncio.Task[SharedDocument], str] = {}
         self._count()
 
@@ -81,8 +71,8 @@ class SharedDocuments:
     async def register(self, tenant: str, body: Mapping[str, Any]) -> SharedDocument:
         """Read a document and put it under its name; done whole even if the client goes away.
 
-        The body has a `name`; `prompt` or `messages`, and a `budget` where the server's is not
-        meant; or `file`, and `messages` where the file is that of a chat; `model`, as elsewhere.
+        The body has a `name`; `prompt` or `messages`; a `budget` where the server's is not meant;
+        `model`, as elsewhere.
         """
         _require_fields(body)
         model = body.get("model")
@@ -105,20 +95,14 @@ class SharedDocuments:
 
     async def delete(self, tenant: str, name: str) -> None:
         """Forget a document by its name; the engine does once its requests have ended."""
-        await self.restored()
-        in_folder = self._folder is not None and self._folder.holds(tenant, name)
-        if self._folder is not None and in_folder:
-            self._folder.forget(tenant, name)
-        if not in_folder or (tenant, name) in self.catalogue:  # it may have had no room
-            document = self.catalogue.find(tenant, name)
-            self._counts.dropped("deleted")
-            await self._forget(document)
+        document = self.catalogue.find(tenant, name)
+        self._counts.dropped("deleted")
+        await self._forget(document)
         _logger.info("Document %r of %s is deleted", name, shown_tenant(tenant))
 
     @asynccontextmanager
     async def named(self, tenant: str, name: str) -> AsyncIterator[SharedDocument]:
         """A document for as long as a request stands on it: it is not dropped meanwhile."""
-        await self.restored()
         document = await self._found(tenant, name)
         self.catalogue.begin(document)
         try:
@@ -149,16 +133,13 @@ class SharedDocuments:
     async def _loaded(self, library: ServedLibrary, name: str, source: OfLibrary) -> SharedDocument:
         model = await self._engine.identity()
         await asyncio.to_thread(library.require_read_by, model, self._prompts.tokenizer)
-        found = await self._file(source.path, None, source.seal, is_settled=True)
-        document, _ = await self._held(LIBRARY, name, None, found, source)
-        return self._stand(document)
+        return await self._held(LIBRARY, name, None, await self._file(source), source)
 
     async def listed(self, tenant: str) -> list[dict[str, Any]]:
         """What a tenant may name, ready for JSON, the library's documents behind its own.
 
         One of these that is not loaded has no `kept_tokens`, and takes no `bytes`.
         """
-        await self.restored()
         own = [one.described for one in self.catalogue.of(tenant)]
         if self._library is None:
             return own
@@ -172,110 +153,52 @@ class SharedDocuments:
         ]
         return own + of_library
 
-    async def report(self, tenant: str, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Ask a document and its whole text the same `questions`, one after the other.
-
-        The whole text is read by the engine as any prompt, once where it caches prefixes. The
-        result, ready for JSON, says how many answers are the same, of how many, and every one.
-        """
-        if self._reporting.locked():
-            got = "one while another is being made"
-            raise wrong("document", "one report at a time", got, "try again later", status=BUSY)
-        async with self._reporting, self.named(tenant, name) as document:
-            questions, most_tokens = _asked(body)
-            answers = [await self._compared(document, one, most_tokens) for one in questions]
-        same = sum(one.pop("is_same") for one in answers)
-        return {"same": same, "of": len(answers), "answers": answers}
-
-    async def _compared(
-        self, document: SharedDocument, question: str, most_tokens: int
-    ) -> dict[str, Any]:
-        ids = await self._prompts.ids_of_question(document, question)
-        whole = await self._engine.answer(ids, None, most_tokens)
-        kept = await self._engine.answer(ids, document.document_id, most_tokens)
-        pairs = zip(whole.token_ids, kept.token_ids, strict=False)
-        return {
-            "is_same": list(whole.token_ids) == list(kept.token_ids),
-            "question": question,
-            "whole": whole.text,
-            "document": kept.text,
-            "same_tokens": sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)),
-            "tokens": len(whole.token_ids),
-        }
-
-    def file(self, tenant: str, name: str) -> Path:
-        if self._folder is None or not self._folder.holds(tenant, name):
-            own = "one of this key's that is in --share-folder"
-            got, remedy = f"'{shown(name)}', which is not", "register it with such a server"
-            raise wrong("document", own, got, remedy, status=UNKNOWN)
-        return self._folder.cache_file(tenant, name)
-
     # How documents come.
 
     async def _register(self, tenant: str, body: Mapping[str, Any]) -> SharedDocument:
-        await self.restored()
         name, messages = body["name"], body.get("messages")
         async with self._own_turn[tenant], self._one_at_a_time:  # each tenant waits with one alone
             self.catalogue.require_free(tenant, name)
             if await self._in_library(name) is not None:
                 got, remedy = f"'{shown(name)}', which the library has", "choose another one"
                 raise wrong("name", "one that is free", got, remedy, status=TAKEN)
-            if body.get("file") is None:
-                source = await self._text(body.get("prompt"), messages, body.get("budget"))
-            elif self._folder is None:
-                none = "none on a server that keeps no files"
-                remedy = "start it with --share-folder, and put the file there"
-                raise wrong("file", none, "one", remedy)
-            else:
-                source = await self._file(self._folder.given(body["file"]), messages)
-            document, kept = await self._held(tenant, name, messages, source)
-            if self._folder is not None:
-                await self._keep(document, kept, source, self._folder)
-            return self._stand(document)
+            source = await self._text(body.get("prompt"), messages, body.get("budget"))
+            return await self._held(tenant, name, messages, source)
 
     async def _text(self, prompt: object, messages: object, budget: int | None) -> _Source:
-        ids = await self._ids_of(prompt, messages)
+        if messages is None:
+            rendered = ids = await self._prompts.ids_of_text(prompt)
+        else:
+            rendered, ids = await self._prompts.ids_of_messages(messages)
         instruction = await self._prompts.tokenize(INSTRUCTION, special_tokens=False)
         needed = await self._engine.bytes_of(
             len(ids), budget=budget, instruction_tokens=len(instruction)
         )
         return _Source(
             token_ids=ids,
+            rendered_ids=rendered,
             bytes=needed,
             hold=lambda document_id: self._engine.register(
                 document_id, ids, budget=budget, instruction_ids=instruction
             ),
-            write=lambda kept, path: self._engine.save(kept, ids, path),
         )
 
-    async def _file(
-        self, path: Path, messages: object, seal: str | None = None, *, is_settled: bool = False
-    ) -> _Source:
-        """A document in a file, which has this seal if any, of tokens such as this server makes."""
-        saved = await self._engine.look_at(path, is_settled=is_settled)
-        if seal not in (None, saved.seal):
+    async def _file(self, of_library: OfLibrary) -> _Source:
+        """A document in a library's file."""
+        saved = await self._engine.look_at(of_library.path)
+        if saved.seal != of_library.seal:
             raise CacheFileError(
                 f"document: expected the file that was recorded, got another one at "
-                f"{str(path)!r}; delete the document, and register it again"
+                f"{str(of_library.path)!r}; add the document to the library again"
             )
-        made = await self._ids_of(list(saved.token_ids), messages)
-        if made != saved.token_ids:
-            tokens = f"the file's {len(saved.token_ids):,} tokens"
-            expected = f"those which this server's chat template makes {tokens} of"
-            remedy = "pass those that the file was made of, or register the text"
-            raise wrong("messages", expected, f"ones that it makes {len(made):,} of", remedy)
+        await self._prompts.tokenize(list(saved.token_ids), special_tokens=False)  # checks them
         room = await self._engine.room()
         return _Source(
             token_ids=saved.token_ids,
+            rendered_ids=saved.token_ids,
             bytes=room.bytes_of(saved.places.held_tokens),
             hold=lambda document_id: self._engine.adopt(document_id, saved),
-            write=lambda _, copy: asyncio.to_thread(copy_file, path, copy),
         )
-
-    async def _ids_of(self, prompt: object, messages: object) -> tuple[int, ...]:
-        if messages is None:
-            return await self._prompts.ids_of_text(prompt)
-        return await self._prompts.ids_of_messages(messages)
 
     async def _held(
         self,
@@ -284,8 +207,8 @@ class SharedDocuments:
         messages: Any,
         source: _Source,
         of_library: OfLibrary | None = None,
-    ) -> tuple[SharedDocument, Kept]:
-        """A document that the engine holds from now on."""
+    ) -> SharedDocument:
+        """A document that the engine holds, under its name, from now on."""
         await self._make_room(tenant, source.bytes)
         document_id = uuid.uuid4().hex
         kept = await source.hold(document_id)
@@ -294,55 +217,12 @@ class SharedDocuments:
             tenant=tenant,
             name=name,
             token_ids=source.token_ids,
+            rendered_ids=source.rendered_ids,
             messages=messages,
             kept_tokens=kept.kept_tokens,
             bytes=source.bytes,
             source=of_library,
         )
-        return document, kept
-
-    async def _keep(
-        self, document: SharedDocument, kept: Kept, source: _Source, folder: DocumentFolder
-    ) -> None:
-        """Put a new document into the folder; where that fails, the engine drops it."""
-        whose = document.tenant, document.name
-        try:
-            folder.forget(*whose)
-            await source.write(kept, folder.cache_file(*whose))
-            folder.record(document)
-        except BaseException:
-            with suppress(SnapKVError):  # the first error is told
-                folder.forget(*whose)
-            await self._engine.drop(document.document_id)
-            raise
-
-    async def restored(self) -> None:
-        """Wait until the documents in the folder stand again; every request for any does that."""
-        if self._folder is not None:
-            if self._restoring is None:
-                self._restoring = asyncio.create_task(self._restore(self._folder))
-            await asyncio.shield(self._restoring)
-
-    async def _restore(self, folder: DocumentFolder) -> None:
-        async with self._one_at_a_time:
-            for record in await asyncio.to_thread(lambda: list(folder.records())):
-                if isinstance(record, CacheFileError):
-                    _logger.warning("Document is left in the folder: %s", record)
-                    continue
-                tenant, name = record.tenant, record.name
-                try:
-                    path = folder.cache_file(tenant, name)
-                    source = await self._file(path, record.messages, record.seal)
-                    document, _ = await self._held(tenant, name, record.messages, source)
-                except SnapKVError as error:
-                    _logger.warning("Document %r is left in the folder: %s", name, error)
-                    if isinstance(error, UnsupportedModelError):
-                        return
-                else:
-                    document.created = document.last_used = record.created
-                    self._stand(document)
-
-    def _stand(self, document: SharedDocument) -> SharedDocument:
         self.catalogue.add(document)
         _logger.info(
             "Document %r of %s is registered: %s of %s tokens kept, %s",
@@ -381,37 +261,15 @@ class SharedDocuments:
 
 def _require_fields(body: Mapping[str, Any]) -> None:
     """Refuse a body that does not say what to register, and under which name."""
-    _require_known(body, _FIELDS)
+    for field in body:
+        if field not in _FIELDS:
+            got = f"'{shown(field)}'"
+            raise wrong(shown(field), ", ".join(_FIELDS), got, "leave it out")
     require_document_name("name", body.get("name"))
     given = {field for field in _FIELDS if body.get(field) is not None}
-    if "file" in given:
-        for field in given & {"prompt", "budget"}:
-            none = "none beside file, which says what is kept of which tokens"
-            raise wrong(field, none, "one", "leave it out")
-        return
     if len(given & {"prompt", "messages"}) != 1:
         got = "both" if "prompt" in given else "neither"
         remedy = "pass a prompt for /v1/completions, messages for /v1/chat/completions"
         raise wrong("prompt and messages", "one of them", got, remedy)
     if "budget" in given:
         require_int("budget", body["budget"], minimum=1)
-
-
-def _asked(body: Mapping[str, Any]) -> tuple[list[str], int]:
-    _require_known(body, ("questions", "max_tokens", "model"))
-    questions = body.get("questions")
-    fits = isinstance(questions, list) and 1 <= len(questions) <= _MOST_QUESTIONS
-    if not fits or not all(isinstance(one, str) and one for one in questions or ()):
-        expected = f"a list of 1 to {_MOST_QUESTIONS} texts"
-        remedy = 'pass {"questions": ["...", "..."]}'
-        raise wrong("questions", expected, "something else", remedy)
-    most_tokens = body.get("max_tokens", _TOKENS)
-    require_int("max_tokens", most_tokens, minimum=1, maximum=_MOST_TOKENS)
-    return list(questions or ()), most_tokens
-
-
-def _require_known(body: Mapping[str, Any], fields: tuple[str, ...]) -> None:
-    for field in body:
-        if field not in fields:
-            got = f"'{shown(field)}'"
-            raise wrong(shown(field), ", ".join(fields), got, "leave it out")

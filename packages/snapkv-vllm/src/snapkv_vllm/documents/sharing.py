@@ -16,7 +16,6 @@ class Sharing(Entry):
         most_bytes: of all documents together; 0 for a quarter of the engine's cache.
         chunk_tokens: of a document, read again at a time.
         across_keys: whether every API key sees the documents of all others.
-        folder: where documents are kept as files, and found again at the next start; "" for none.
         library: the folder of a library (`snapkv library add`), whose documents everybody may name;
             it is never changed, "" for none.
 
@@ -28,14 +27,12 @@ class Sharing(Entry):
     most_bytes: int = 0
     chunk_tokens: int = 2048
     across_keys: bool = False
-    folder: str = ""
     library: str = ""
 
     def __post_init__(self) -> None:
         require_int("most_bytes", self.most_bytes, minimum=0)
         require_at_least("chunk_tokens", self.chunk_tokens, 1)
-        kinds = {"across_keys": (bool, "true or false"), "folder": (str, "a path")}
-        kinds["library"] = kinds["folder"]
+        kinds = {"across_keys": (bool, "true or false"), "library": (str, "a path")}
         for name, (kind, expected) in kinds.items():
             value = getattr(self, name)
             if not isinstance(value, kind):
@@ -48,8 +45,7 @@ class Sharing(Entry):
     def summary(self) -> str:
         most = format_bytes(self.most_bytes) if self.most_bytes else "a quarter of the cache"
         across = " across keys" if self.across_keys else ""
-        places = f" in {self.folder}" if self.folder else ""
-        return most + across + places + (f" of {self.library}" if self.library else "")
+        return most + across + (f" of {self.library}" if self.library else "")
 
     def require_possible(self, limits: Limits) -> None:
         """Refuse what leaves no room for documents: requests that name one stay whole."""

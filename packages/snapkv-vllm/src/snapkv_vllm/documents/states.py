@@ -1,22 +1,18 @@
-"""Keys and values of whole documents in one worker's cache, from files and back."""
+"""Keys and values of whole documents, from files into one worker's cache."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from snapkv.document_files import StoredDocument, read_document, write_document
+from snapkv.document_files import StoredDocument, read_document
 from snapkv.errors import CacheFileError, InvalidArgumentError, SnapKVError
-from snapkv.policies import KVzip, Policy
-from snapkv.validation import DEFAULT_WINDOW
 from snapkv_vllm.documents.plans import Places
 from snapkv_vllm.heads import HeadPlaces, HeadsAttention
 from snapkv_vllm.layers import LayerRun
 from snapkv_vllm.layouts import padded, slots
-from snapkv_vllm.plans import Move, Order, SecondReading
 
 
 def refusal_of(act: Callable[[], None]) -> str:
@@ -32,23 +28,8 @@ def refusal_of(act: Callable[[], None]) -> str:
     return ""
 
 
-@dataclass(frozen=True)
-class _Chosen:
-    """What stayed of a document in one layer, from a block on.
-
-    Positions are (Hkv, K), behind a leading run of -1 in heads that hold fewer than K.
-    """
-
-    first_block: int
-    positions: Tensor
-    policy: Policy
-
-
 class DocumentStates:
-    """Reads documents out of blocks, and writes them into blocks that nobody reads yet.
-
-    Of the document that was compressed last, it remembers which positions stayed.
-    """
+    """Writes documents into blocks that nobody reads yet."""
 
     def __init__(
         self,
@@ -60,54 +41,6 @@ class DocumentStates:
     ) -> None:
         self._runs, self._block_tokens, self._device = runs, block_tokens, device
         self._heads = heads
-        self._chosen: dict[str, _Chosen] = {}
-
-    def note(self, run: LayerRun, order: Order, move: Move, keep: Tensor) -> None:
-        """Remember what stays of a document in a run of layers: (layers, Hkv, K).
-
-        Nothing of other requests.
-        """
-        if isinstance(order.choice, SecondReading):
-            for name, positions in zip(run.layers, keep, strict=True):
-                self._chosen[name] = _Chosen(move.targets[0], positions, order.choice.policy)
-
-    def save(
-        self,
-        path: str,
-        blocks: Sequence[Sequence[int]],
-        model: Mapping[str, Any],
-        token_ids: Sequence[int],
-    ) -> None:
-        """Write a document to a file, just compressed or held whole in blocks of every group."""
-        keys: dict[str, Tensor] = {}
-        values: dict[str, Tensor] = {}
-        chosen: dict[str, _Chosen] = {}
-        for run, of_group in self._each(blocks):
-            found = run.blocks_of(of_group, self._block_tokens[run.group])
-            held = len(of_group) * self._block_tokens[run.group]
-            every = torch.arange(held, device=self._device).expand(len(run.layers), 1, held)
-            states = run.layout.read_keys(found, held), run.layout.read_values(found, every)
-            for name, *both in zip(run.layers, *states, strict=True):
-                chosen[name] = self._chosen_of(name, of_group, held, len(token_ids))
-                keys[name], values[name] = self._of_heads(run, chosen[name], both)
-        names = self._in_order()
-        document = StoredDocument(
-            token_ids=torch.tensor(token_ids),
-            kept=[chosen[name].positions.cpu().expand(keys[name].shape[:2]) for name in names],
-            keys=[keys[name] for name in names],
-            values=[values[name] for name in names],
-            policy=chosen[names[0]].policy,
-        )
-        write_document(path, model, document)
-
-    @staticmethod
-    def _of_heads(run: LayerRun, chosen: _Chosen, states: Sequence[Tensor]) -> Sequence[Tensor]:
-        """What heads hold of a layer's (Hkv, slots, D) states: (Hkv, K, D), on the host."""
-        if not chosen.policy.parts_heads:
-            return [one.cpu() for one in states]
-        kept = (chosen.positions >= 0).sum(dim=-1)
-        places = HeadPlaces(kept, run.first.cache.shape[2])
-        return [places.gathered(one).cpu() for one in states]
 
     def fill(
         self,
@@ -177,20 +110,6 @@ class DocumentStates:
             for whole in self._runs
             for run in whole.within_bounds(held, held)
         ]
-
-    def _chosen_of(
-        self, name: str, blocks: Sequence[int], kept_tokens: int, tokens: int
-    ) -> _Chosen:
-        if kept_tokens == tokens:  # nothing was chosen
-            policy = KVzip(kept_tokens, window_size=min(DEFAULT_WINDOW, kept_tokens // 2))
-            return _Chosen(blocks[0], torch.arange(kept_tokens), policy)
-        chosen = self._chosen.get(name)
-        if chosen is None or chosen.first_block != blocks[0]:
-            raise InvalidArgumentError(
-                "document: expected the one that was compressed last, got another one, of which "
-                "the kept positions are not known any more; register it again"
-            )
-        return chosen
 
     def _require_fitting(
         self,

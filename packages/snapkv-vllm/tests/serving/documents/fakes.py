@@ -4,7 +4,7 @@ import asyncio
 from types import SimpleNamespace
 
 from snapkv.cache.saving.files import read_sealed, seal_of, write_sealed
-from snapkv.errors import CacheFileError, InvalidArgumentError, LibraryError, OutputError
+from snapkv.errors import CacheFileError, InvalidArgumentError, LibraryError
 from snapkv_vllm.documents.engine import Kept, Saved
 from snapkv_vllm.documents.library import OfLibrary
 from snapkv_vllm.documents.plans import Places
@@ -46,7 +46,7 @@ class CharacterPrompts(Prompts):
             if message["role"] not in ROLES:
                 raise RefusedError("messages: expected messages as chats have them")
             ids += [ROLES[message["role"]], *characters("\n" + str(message["content"])), END]
-        return [*ids, ROLES["assistant"]]
+        return None, [*ids, ROLES["assistant"]]
 
 
 def characters(text):
@@ -91,7 +91,6 @@ class FakeEngine:
         self.reading = asyncio.Event()
         self.reading.set()
         self.refusal = None
-        self.full_disk = False
 
     async def room(self):
         return Room(block_tokens=1, bytes_per_token=10, most_tokens=self.most_bytes // 10, budget=8)
@@ -120,41 +119,27 @@ class FakeEngine:
     async def adopt(self, document_id, saved):
         return await self._hold(document_id, saved.places.held_tokens)
 
-    async def answer(self, prompt, document_id, most_tokens):
-        """Says the prompt's last tokens backwards; a document forgets how the third one was."""
-        await self.reading.wait()
-        ids = list(reversed(prompt[-most_tokens:]))
-        if document_id is not None:
-            assert document_id in self.held
-            ids[2:3] = [0] * len(ids[2:3])
-        return SimpleNamespace(token_ids=ids, text=" ".join(map(str, ids)))
-
     async def drop(self, document_id):
         self.held.pop(document_id, None)  # as the engine, which knows nothing of others
 
     async def identity(self):
         return {"class": "Small", "dtype": "float32"}
 
-    async def look_at(self, path, *, is_settled=False):
+    async def look_at(self, path):
         if not path.is_file():
             raise CacheFileError("path: expected a cache that was saved before")
         _, notes, seal = read_sealed(path)
         places = Places.of([[notes["kept"]]], 1)
         return Saved(path=path, seal=seal, token_ids=tuple(notes["ids"]), places=places)
 
-    async def save(self, kept, token_ids, path):
-        if self.full_disk:
-            raise OutputError("output: expected room on the disk")
-        write_sealed(path, {}, {"ids": list(token_ids), "kept": kept.kept_tokens})
-
 
 class World:
     """A server's documents with everything that they stand on, and what was counted."""
 
-    def __init__(self, most_bytes=1000, folder=None, library=None):
+    def __init__(self, most_bytes=1000, library=None):
         self.engine = FakeEngine(most_bytes)
         self.now, self.not_read, self.reasons = (0, 0), [], []
-        self.documents = SharedDocuments(self.engine, CharacterPrompts(), self, folder, library)
+        self.documents = SharedDocuments(self.engine, CharacterPrompts(), self, library)
 
     def standing(self, documents, document_bytes):
         self.now = (documents, document_bytes)
@@ -167,10 +152,6 @@ class World:
 
     def names(self, tenant=""):
         return [one.name for one in self.documents.catalogue.of(tenant)]
-
-    async def restored(self, tenant=""):
-        await self.documents.restored()
-        return self.names(tenant)
 
     def require_in_step(self):
         held = sum(self.engine.held.values())

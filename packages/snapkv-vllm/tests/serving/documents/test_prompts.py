@@ -21,7 +21,9 @@ def ids_of(prompt=None, messages=None, prompts=None):
     prompts = prompts or CharacterPrompts()
     if messages is None:
         return asyncio.run(prompts.ids_of_text(prompt))
-    return asyncio.run(prompts.ids_of_messages(messages))
+    rendered, ids = asyncio.run(prompts.ids_of_messages(messages))
+    assert rendered == ids, "no text has control words"
+    return ids
 
 
 def document(messages=None):
@@ -30,6 +32,7 @@ def document(messages=None):
         tenant="",
         name="contract",
         token_ids=TEXT_IDS if messages is None else CHAT_IDS,
+        rendered_ids=TEXT_IDS if messages is None else CHAT_IDS,
         messages=messages,
         kept_tokens=3,
         bytes=30,
@@ -44,7 +47,7 @@ def rendered(kind, named=None, **body):
     async def render(request):
         if kind == "prompt":
             return request.prompt
-        ids = await prompts.render(request.messages)
+        _, ids = await prompts.render(request.messages)
         return request.messages, [{"type": "token", "prompt_token_ids": ids}]
 
     if named is None:
@@ -87,7 +90,8 @@ def test_a_document_of_messages_is_text_that_the_template_knows(messages):
 def test_a_template_that_puts_questions_first_is_refused():
     class Backwards(CharacterPrompts):
         async def render(self, messages):
-            return (await super().render(messages))[-4::-1]
+            _, ids = await super().render(messages)
+            return None, ids[-4::-1]
 
     with pytest.raises(RefusedError, match="a chat template that puts them first"):
         ids_of(messages=[SYSTEM], prompts=Backwards())

@@ -29,7 +29,6 @@ OF_NO_RUNNER = {
     "test_documents_http.py",
     "test_documents_library.py",
     "test_documents_kept.py",
-    "test_documents_restart.py",
     "test_middleware.py",
     "test_seams.py",
     "test_server.py",

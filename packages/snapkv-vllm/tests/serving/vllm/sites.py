@@ -58,7 +58,10 @@ class Site:
 
     def _add_endpoints(self):
         from fastapi.responses import JSONResponse, StreamingResponse
-        from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+        from vllm.entrypoints.anthropic.protocol import (
+            AnthropicCountTokensRequest,
+            AnthropicMessagesRequest,
+        )
         from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -92,6 +95,13 @@ class Site:
         async def other(body: dict):
             return body
 
+        async def count(request: AnthropicCountTokensRequest):
+            chat = AnthropicServingMessages.to_chat_completion_request(request)
+            _, (made,) = await renderer.render_chat(chat)
+            tokens = len(made["prompt_token_ids"])
+            whole = {"original_input_tokens": tokens}
+            return {"input_tokens": tokens, "context_management": whole}
+
         async def messages(request: AnthropicMessagesRequest):
             return await chat(AnthropicServingMessages.to_chat_completion_request(request))
 
@@ -99,6 +109,7 @@ class Site:
             "completions": complete,
             "chat/completions": chat,
             "messages": messages,
+            "messages/count_tokens": count,
             "x": other,
         }
         for path, answer in paths.items():

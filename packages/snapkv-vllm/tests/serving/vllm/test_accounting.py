@@ -39,7 +39,7 @@ def engine_config(folder, max_model_len, **own):
     return EngineArgs(folder, **options).create_engine_config()
 
 
-def simulation(config, *, caching, ahead, windows=(None,)):
+def simulation(config, *, caching, ahead, windows=(None,), full_blocks=BLOCKS):
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
     from vllm.v1.structured_output import StructuredOutputManager
 
@@ -51,7 +51,7 @@ def simulation(config, *, caching, ahead, windows=(None,)):
     config.scheduler_config.async_scheduling = bool(ahead)
     config.cache_config.enable_prefix_caching = caching
     config.cache_config.block_size = PAGE
-    blocks = sum(BLOCKS_OF_A_WINDOW if window else BLOCKS for window in windows)
+    blocks = sum(BLOCKS_OF_A_WINDOW if window else full_blocks for window in windows)
     config.cache_config.num_gpu_blocks = blocks
     sizes = {"block_size": PAGE, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
     specs = [

@@ -1,11 +1,14 @@
 """Spans and edits over HTTP: vLLM's own renderer, what reaches the engine, what is answered."""
 
+import asyncio
 import json
 
 import pytest
 
+from snapkv_vllm.agents import front
 from snapkv_vllm.agents.edits import ClearThinking, ClearToolUses
 from snapkv_vllm.agents.held import Sessions
+from snapkv_vllm.names import misspelt
 from snapkv_vllm.spans import NAME
 from tests.serving.vllm.sites import Site, configured
 
@@ -120,6 +123,54 @@ def test_tool_uses_are_cleared_but_for_the_last_ones(asked, path):
     assert answer["usage"] == {}
 
 
+def test_a_count_of_tokens_leaves_out_what_an_edit_clears(asked, client):
+    body = {"model": "demo", "messages": as_anthropic(MESSAGES), "system": SYSTEM}
+    context = edit(ClearToolUses, trigger=uses(2), keep=uses(1))
+    _, answer = asked(ANTHROPIC, context_management=context, **body)
+    (said,) = answer["context_management"]["applied_edits"]
+    whole = client.post(f"{ANTHROPIC}/count_tokens", json=body).json()["input_tokens"]
+    found = client.post(
+        f"{ANTHROPIC}/count_tokens", json={**body, "context_management": context}
+    ).json()
+    assert found == {
+        "input_tokens": whole - said["cleared_input_tokens"],
+        "context_management": {"original_input_tokens": whole},
+    }
+    wrong = client.post(f"{ANTHROPIC}/count_tokens", json={**body, "context_management": {}})
+    assert wrong.status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("body", "word"),
+    [
+        ({"context_managment": {}}, "context_management"),
+        ({"contextManagement": {}}, "context_management"),
+        ({"agent_hints": {"session_id": "a"}}, "agent_hint"),
+        ({"agentHint": {"session_id": "a"}}, "agent_hint"),
+        ({"agent_hint": {"sesion_id": "a"}}, "session_id"),
+        ({"agent_hint": {"sessionId": "a"}}, "session_id"),
+        ({"vllm_xarg": {"snapkv_budget": 64}}, "vllm_xargs"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("path", [CHAT, ANTHROPIC])
+def test_a_misspelt_word_is_refused_with_the_right_one(client, site, path, body, word):
+    answer = client.post(path, json={"model": "demo", "messages": MESSAGES} | body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].endswith(f"which nobody reads; write {word}")
+    assert not site.seen
+
+
+def test_no_field_that_vllm_reads_is_nearly_a_word_of_ours():
+    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    for kind in (AnthropicMessagesRequest, ChatCompletionRequest, CompletionRequest):
+        for field in kind.model_fields:
+            assert not list(misspelt({field: {"agent_id": 1, "latency": 2}})), field
+
+
 def as_anthropic(messages):
     def blocks(message):
         if message["role"] == "tool":
@@ -151,6 +202,19 @@ def test_what_a_clearing_of_tool_uses_goes_by(asked, fields, cleared):
     assert len(spans) == cleared
     said = answer["context_management"]["applied_edits"]
     assert sum(one["cleared_tool_uses"] for one in said) == cleared
+
+
+def test_a_chat_is_looked_up_beside_the_event_loop(asked, monkeypatch):
+    """Whose other requests go on meanwhile."""
+    looked_up, loops = front.tokens_of, []
+
+    def look_up(*given):
+        loops.append(asyncio._get_running_loop())
+        return looked_up(*given)
+
+    monkeypatch.setattr(front, "tokens_of", look_up)
+    asked(context_management=edit(ClearThinking))
+    assert loops == [None]
 
 
 def test_thoughts_are_cleared_but_for_the_last_turn(asked):

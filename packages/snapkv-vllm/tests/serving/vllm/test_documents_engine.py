@@ -42,7 +42,7 @@ class Client:
 
 
 def made(client):
-    engine = ServerEngine(client, ServingSettings(budget=64, sharing=Sharing(folder="/kept")))
+    engine = ServerEngine(client, ServingSettings(budget=64, sharing=Sharing(library="/kept")))
     engine._model = {"class": "Small"}
     return engine
 
@@ -74,11 +74,9 @@ def test_workers_are_told_where_and_what():
     engine = made(client)
     kept = asyncio.run(engine.adopt("a", SAVED))
     assert kept == Kept(kept_tokens=16, blocks=[[7]])
-    asyncio.run(engine.save(kept, [1, 2], Path("/kept/two")))
     most = 2 * 10_000 + (16 << 20)
     assert client.calls == [
         ("snapkv_fill_document", "/kept/one", [[7]], {"class": "Small"}, "5", most),
-        ("snapkv_save_document", "/kept/two", [[7]], {"class": "Small"}, [1, 2]),
     ]
     assert client.errands == [ROOM, ADOPT]
 
@@ -99,12 +97,8 @@ def test_what_is_not_filled_is_dropped(adopted, worker, status, words):
     assert client.errands[-1] == DROP
 
 
-def test_a_file_that_cannot_be_written_is_a_507_and_a_dead_engine_says_so_itself():
+def test_a_dead_engine_says_so_itself():
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    kept = Kept(kept_tokens=16, blocks=[[7]])
-    with pytest.raises(SnapKVError, match="no room") as refused:
-        asyncio.run(made(Client(worker="no room")).save(kept, [1], Path("/kept/one")))
-    assert status_of(refused.value) == 507
     with pytest.raises(EngineDeadError):
         asyncio.run(made(Client(KEPT, EngineDeadError())).adopt("a", SAVED))

@@ -1,4 +1,4 @@
-"""Documents between files of the library and an engine's blocks, in both directions."""
+"""Documents from files of the library in an engine's blocks."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from snapkv.hf.identity import identity_of
 from snapkv_vllm.documents.words import ADOPT, KEPT, LENT, PARTS, ROOM, TOKENS
 from tests.serving.vllm.engines import greedy, small_engine
 from tests.serving.vllm.models import SmallModel, generated, ids_of
-from tests.serving.vllm.test_documents import SHARING, SIZES, Library, ask, drop, register
+from tests.serving.vllm.test_documents import SHARING, SIZES, ask, drop
 
 QUESTIONS = [ids_of(length, seed=length) for length in (1, 7, 32)]
 MOST_BYTES = 1 << 28
@@ -49,12 +49,6 @@ def fill(engine, small, path, blocks, **changed):
     given = {"seal": given.get("seal") or seal_of(path), **given}
     own = (str(path), blocks, identity_of(small.model), given["seal"], given["most_bytes"])
     (said,) = engine.llm.collective_rpc("snapkv_fill_document", args=own)
-    return said
-
-
-def save(engine, small, path, blocks, ids):
-    own = (str(path), blocks, identity_of(small.model), ids)
-    (said,) = engine.llm.collective_rpc("snapkv_save_document", args=own)
     return said
 
 
@@ -110,54 +104,6 @@ def test_an_adopted_document_that_is_whole_is_no_prefix_of_other_requests(engine
     drop(engine, "one")
 
 
-@pytest.mark.parametrize("tokens", [64, 70, 300])
-def test_what_an_engine_has_read_answers_the_same_in_the_library(engine, small, tmp_path, tokens):
-    ids, path = ids_of(tokens, seed=tokens), tmp_path / "document"
-    held = register(engine, "one", ids)
-    ids = ids[: held["tokens"]]
-    assert save(engine, small, path, held["blocks"], ids) == ""
-    cache, beside = CompressedCache.load_with(path, small.model)
-    assert beside["input_ids"].tolist() == [ids]
-    if tokens == 300:
-        library = Library(small.model, 64)
-        expected = library.cache(ids)
-        for layer in small.compressed_layers:
-            assert torch.equal(cache.kept_positions(layer), expected.kept_positions(layer))
-        assert cache.policy == expected.policy
-        answers = [library.answer(ids, question) for question in QUESTIONS]
-    else:
-        answers = [
-            answer(small, read_once(small, ids, FullCache()), ids, question)
-            for question in QUESTIONS
-        ]
-    loaded = [CompressedCache.load(path, small.model) for _ in QUESTIONS]
-    pairs = zip(loaded, QUESTIONS, strict=True)
-    assert [answer(small, cache, ids, question) for cache, question in pairs] == answers
-    drop(engine, "one")
-
-
-def test_a_document_comes_back_from_its_own_file(engine, small, tmp_path):
-    ids, path = ids_of(300, seed=1), tmp_path / "document"
-    prompts = [ids + question for question in QUESTIONS]
-    held = register(engine, "one", ids)
-    expected = ask(engine, "one", prompts)
-    assert save(engine, small, path, held["blocks"], ids) == ""
-    drop(engine, "one")
-    held = adopt(engine, "two", ids, 64)
-    assert fill(engine, small, path, held["blocks"]) == ""
-    assert ask(engine, "two", prompts) == expected
-    drop(engine, "two")
-
-
-def test_positions_of_a_document_before_the_last_are_not_made_up(engine, small, tmp_path):
-    first, last = (register(engine, name, ids_of(300, seed=seed)) for seed, name in enumerate("ab"))
-    said = save(engine, small, tmp_path / "a", first["blocks"], ids_of(300, seed=0))
-    assert "compressed last" in said
-    assert save(engine, small, tmp_path / "b", last["blocks"], ids_of(300, seed=1)) == ""
-    for name in "ab":
-        drop(engine, name)
-
-
 def test_what_does_not_fit_is_refused_in_a_line_and_the_engine_goes_on(engine, small, tmp_path):
     ids, free = ids_of(300), engine.free_blocks
     path = saved(small, tmp_path / "document", ids, 64)
@@ -171,8 +117,6 @@ def test_what_does_not_fit_is_refused_in_a_line_and_the_engine_goes_on(engine, s
     fewer = [held["blocks"][0][:1]]
     assert "at most the 32 tokens that blocks were taken for" in fill(engine, small, path, fewer)
     assert "no file at" in fill(engine, small, tmp_path / "no", fewer, **missing)
-    nowhere = tmp_path / "no" / "document"
-    assert "choose another place" in save(engine, small, nowhere, fewer, ids[:32])
     drop(engine, "one")
     assert engine.free_blocks == free
     assert engine.answers([ids], greedy(2))

@@ -131,3 +131,10 @@ def test_what_cannot_be_served_is_said_in_a_line(served, tokenizer, library, ser
         assert words in said["error"]["message"]
         assert "\n" not in said["error"]["message"]
     assert chat(server, "loan")[0] == 200
+
+
+def test_a_killed_server_leaves_no_engine_and_no_folder_of_counts(server):
+    """The last one, after which it does not answer."""
+    assert server.metric("snapkv:documents") > 0
+    (counts,) = server.kill()
+    assert not counts.exists()

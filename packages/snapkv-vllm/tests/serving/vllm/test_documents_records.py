@@ -24,13 +24,12 @@ from snapkv.kvzip import read_context
 from snapkv.library.blending import blend
 from snapkv.library.joining import Part
 from snapkv_vllm.documents.plans import Places
-from snapkv_vllm.documents.words import ADOPT, BUDGET, KEPT, LENT, PARTS, TOKENS
+from snapkv_vllm.documents.words import ADOPT, KEPT, LENT, PARTS, TOKENS
 from tests.gates import drawn_gate
 from tests.serving.vllm.conftest import SECOND_RUNNER
 from tests.serving.vllm.engines import greedy, small_engine
 from tests.serving.vllm.models import SmallModel, generated, ids_of
-from tests.serving.vllm.test_documents import SHARING, ask, drop, register
-from tests.serving.vllm.test_documents import Library as Kept
+from tests.serving.vllm.test_documents import SHARING, ask, drop
 
 PAGE = 32
 TOKENS_ASKED = 40
@@ -121,25 +120,3 @@ def test_every_record_answers_as_in_the_library(engine, small, tmp_path, seed):
         drop(engine, name)
     assert engine.free_blocks == before
     assert not engine.leftovers()
-
-
-@pytest.mark.parametrize(("tokens", "budget"), [(300, 64), (1200, 160)])
-def test_what_an_engine_has_parted_comes_back_from_its_own_file(
-    engine, small, tmp_path, tokens, budget
-):
-    """Here and in the library; of the first, all heads happen to keep as many."""
-    ids, path = ids_of(tokens, seed=tokens), tmp_path / "one"
-    prompts = [ids + ids_of(length, seed=length) for length in (1, 40)]
-    said = register(engine, "one", ids, **{BUDGET: budget})
-    expected = ask(engine, "one", prompts, TOKENS_ASKED)
-    given = (str(path), said["blocks"], identity_of(small.model), ids)
-    assert engine.llm.collective_rpc("snapkv_save_document", args=given) == [""]
-    drop(engine, "one")
-    assert held(engine, small, "two", path).parts_heads == (budget == 160)
-    assert ask(engine, "two", prompts, TOKENS_ASKED) == expected
-    drop(engine, "two")
-    assert librarys(small, path, prompts) == expected
-    cache = CompressedCache.load(path, small.model)
-    whole = Kept(small.model, budget, method="adakv").cache(ids)
-    for layer in small.compressed_layers:
-        assert torch.equal(cache.kept_positions(layer), whole.kept_positions(layer))

@@ -62,6 +62,7 @@ LATENT = {"model_config": {"use_mla": True}}
         ({"parallel_config": {"decode_context_parallel_size": 2}}, "decode context parallel"),
         ({"parallel_config": {"prefill_context_parallel_size": 2}}, "prefill context parallel"),
         ({"parallel_config": {"use_ubatching": True}}, "--enable-dbo"),
+        ({"kv_transfer_config": {"kv_role": "kv_both"}}, "KV connector: .* --kv-transfer-config"),
         ({"parallel_config": {"tensor_parallel_size": 6}}, "--tensor-parallel-size 3"),
         (LATENT | TENSOR, "all heads vote on one latent"),
         ({"model_config": {"is_attention_free": True}}, "without attention"),
@@ -105,7 +106,7 @@ TOVA, ADAKV = (ServingSettings(policy=policy, budget=64) for policy in ("tova", 
 SHARED = ServingSettings(budget=64, sharing=Sharing())
 SHARED_APART = ServingSettings(policy="adakv", budget=64, sharing=Sharing())
 SESSIONS = ServingSettings(budget=64, sessions=Sessions())
-KEPT = ServingSettings(budget=64, sharing=Sharing(folder="/kept"))
+KEPT = ServingSettings(budget=64, sharing=Sharing(library="/kept"))
 
 
 @pytest.mark.parametrize(
@@ -129,11 +130,9 @@ KEPT = ServingSettings(budget=64, sharing=Sharing(folder="/kept"))
             {"tensor_parallel_size": 3},
             "documents, adakv and tensor",
         ),
-        (SHARED, "kv_transfer_config", {"kv_role": "kv_both"}, "KV connector: .* --share or"),
         (SESSIONS, "model_config", {"uses_mrope": True}, "sessions and .*M-RoPE"),
         (SESSIONS, "model_config", {"use_mla": True}, "sessions and latent attention"),
         (SESSIONS, "model_config", {"enable_sleep_mode": True}, "sleep mode: .* --sessions or"),
-        (SESSIONS, "kv_transfer_config", {"kv_role": "kv_both"}, "KV connector: .* --sessions or"),
         (SESSIONS, "speculative_config", {"method": "ngram"}, "sessions and speculative"),
         (SESSIONS, "parallel_config", {"pipeline_parallel_size": 2}, "sessions and pipeline"),
         (KEPT, "parallel_config", {"world_size": 2}, "tensor or pipeline parallelism"),
@@ -143,7 +142,7 @@ KEPT = ServingSettings(budget=64, sharing=Sharing(folder="/kept"))
             KEPT,
             "cache_config",
             {"cache_dtype": "fp8"},
-            "in a folder and a KV cache in the format fp8",
+            "of a library and a KV cache in the format fp8",
         ),
         (KEPT, "model_config", {"hf_overrides": {"rope_theta": 1.0}}, "hf-overrides"),
         (KEPT, "model_config", {"model": "someone/model"}, "pass the folder that the model"),

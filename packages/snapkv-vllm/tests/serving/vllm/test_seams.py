@@ -1,42 +1,83 @@
 """The inner parts of vLLM that the plugin stands on; these fail first when vLLM changes one."""
 
 import dataclasses
-import importlib.util
+import importlib
 import inspect
 import pkgutil
-from pathlib import Path
 
 import pytest
 import torch
 
-from snapkv_vllm.coupling import TABLE, differences
 from snapkv_vllm.layouts import LAYOUTS
 from snapkv_vllm.plugin import PROCESSES
 from snapkv_vllm.server import OWN
-
-
-def parameters(function):
-    return list(inspect.signature(function).parameters)
 
 
 def part(name):
     return pkgutil.resolve_name(f"vllm.{name}")
 
 
-def test_the_installed_release_has_all_that_the_table_lists():
-    place = Path(importlib.util.find_spec("vllm").origin).parents[1]
-    assert differences(place) == []
+OURS = ("blocks", "requests", "runners", "scheduler", "worker")
+LAID_OVER = {
+    "CompressingFirstRunner": "v1.worker.gpu_model_runner.GPUModelRunner",
+    "CompressingSecondRunner": "v1.worker.gpu.model_runner.GPUModelRunner",
+}
+HEADS = ("cpu_attn.CPUAttentionBackendImpl", "flash_attn.FlashAttentionImpl")
+ATTENDS = "layer query key value kv_cache attn_metadata output"
+PATCHED = {
+    "v1.core.kv_cache_manager.KVCacheManager.allocate_slots": (
+        "request num_new_tokens num_new_computed_tokens"
+    ),
+    "v1.core.kv_cache_coordinator.KVCacheCoordinator.cache_blocks": "request num_computed_tokens",
+    "v1.attention.backend.AttentionMetadataBuilder.build": (
+        "common_prefix_len common_attn_metadata"
+    ),
+    "model_executor.layers.attention.MLAAttention.forward_impl": "q",
+    "renderers.online_renderer.OnlineRenderer.render_chat": "request",
+    "renderers.online_renderer.OnlineRenderer.render_completion": "request",
+    **{f"v1.attention.backends.{name}.forward": ATTENDS for name in HEADS},
+}
 
 
-@pytest.mark.parametrize("module", ["blocks", "requests", "scheduler", "worker"])
-def test_every_method_of_vllms_that_a_subclass_replaces_is_in_the_table(module):
-    """Also those that do not go on with it."""
-    listed = {name for part in TABLE for name in (*part.signatures, *part.attributes.split())}
-    for kind in vars(importlib.import_module(f"snapkv_vllm.{module}")).values():
-        if inspect.isclass(kind) and kind.__module__.startswith("snapkv_vllm"):
-            theirs = [one for one in kind.__mro__ if one.__module__.startswith("vllm.")]
-            replaced = {name for name in vars(kind) for one in theirs if name in vars(one)}
-            assert {name for name in replaced if not name.startswith(("__", "_abc_"))} <= listed
+def named(method):
+    """The names of what a method takes by place, and whether it takes whatever else comes."""
+    taken = list(inspect.signature(getattr(method, "__func__", method)).parameters.values())
+    by_name = [one.name for one in taken if one.kind == one.POSITIONAL_OR_KEYWORD]
+    return [one for one in by_name if one not in ("self", "cls")], len(by_name) < len(taken)
+
+
+def replaced(module):
+    """Our methods in place of vLLM's, or that go on with vLLM's by `super`, and vLLM's."""
+    kinds = (kind for kind in vars(module).values() if inspect.isclass(kind))
+    for kind in (one for one in kinds if one.__module__ == module.__name__):
+        lineage = kind.__mro__
+        if over := LAID_OVER.get(kind.__name__):
+            lineage += part(over).__mro__
+        theirs = [vars(one) for one in lineage if one.__module__.startswith("vllm.")]
+        ours = [vars(one) for one in lineage if one.__module__.startswith("snapkv_vllm.")]
+        for name, own in (pair for one in ours for pair in one.items()):
+            found = next((one[name] for one in theirs if name in one), None)
+            if theirs and inspect.isroutine(own) and not name.startswith("__"):
+                goes_on = f"super().{name}(" in inspect.getsource(own)
+                if goes_on or inspect.isroutine(found):
+                    yield name, own, found
+
+
+@pytest.mark.parametrize("module", OURS)
+def test_what_replaces_a_method_of_vllms_takes_what_that_takes(module):
+    pairs = list(replaced(importlib.import_module(f"snapkv_vllm.{module}")))
+    assert pairs
+    for name, own, found in pairs:
+        assert found is not None, f"vLLM has no {name} any more"
+        (taken, takes_more), (wanted, _) = named(own), named(found)
+        assert taken == wanted[: len(taken)], name
+        assert takes_more or len(taken) == len(wanted), name
+
+
+@pytest.mark.parametrize(("name", "begins"), PATCHED.items())
+def test_what_is_patched_takes_what_ours_takes(name, begins):
+    wanted = begins.split()
+    assert named(part(name))[0][: len(wanted)] == wanted
 
 
 def test_what_a_step_has_computed_counts_once():
@@ -50,17 +91,13 @@ def test_options_that_the_plugin_sets_exist():
 
 
 def test_processes_have_the_names_by_which_they_are_known():
-    steps = {one.name: one.steps.get("", ()) for one in TABLE}
-    for name, owner in zip(
-        PROCESSES,
-        (
-            "engine.utils.CoreEngineProcManager",
-            "executor.multiproc_executor.WorkerProc",
-            "utils.APIServerProcessManager",
-        ),
-        strict=True,
-    ):
-        assert any(name in text for text in steps[f"v1.{owner}"])
+    owners = (
+        "v1.engine.utils.CoreEngineProcManager",
+        "v1.executor.multiproc_executor.WorkerProc",
+        "v1.utils.APIServerProcessManager",
+    )
+    for name, owner in zip(PROCESSES, owners, strict=True):
+        assert name in inspect.getsource(part(owner))
 
 
 def test_scheduler_output_carries_further_attributes_between_processes():
@@ -127,8 +164,6 @@ def test_layers_store_by_the_slots_that_builders_see():
 @pytest.mark.parametrize("backend", ["flash_attn", "triton_attn"])
 def test_gpu_backends_split_a_cache_as_the_plain_layout_does(backend):
     """The expression is theirs; its result is compared with ours."""
-    import importlib
-
     module = importlib.import_module(f"vllm.v1.attention.backends.{backend}")
     source = inspect.getsource(module)
     assert "kv_cache.transpose(1, 2).split(self.head_size, dim=-1)" in source

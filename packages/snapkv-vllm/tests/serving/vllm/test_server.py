@@ -348,12 +348,6 @@ def test_many_ask_about_one_document(server, served):
     assert server.metric("snapkv:document_bytes") == registered["bytes"]
     assert json.loads(server.get(documents))[0]["requests"] == 0
     assert server.post(documents, {"name": "text", "prompt": text})[0] == 409
-    assert server.post(documents, {"name": "whole", "prompt": text, "budget": 1000})[0] == 201
-    asked = {"questions": ["Why?", "Who was it?"], "max_tokens": 8}
-    for name, same in (("whole", 2), ("text", None)):
-        status, said = server.post(f"{documents}/{name}/report", asked)
-        assert (status, json.loads(said)["of"]) == (200, 2), said
-        assert same in (None, json.loads(said)["same"])
 
 
 def test_a_chat_behind_a_document_is_the_whole_chat(server):

@@ -9,6 +9,7 @@ from snapkv_vllm.agents.held import Sessions
 from snapkv_vllm.names import PREFIX, SESSION
 from snapkv_vllm.spans import NAME
 from tests.serving.vllm.test_accounting import (
+    PAGE,
     TOKEN_BYTES,
     abort,
     answer,
@@ -17,13 +18,21 @@ from tests.serving.vllm.test_accounting import (
     simulation,
 )
 
-MOST_TOKENS = 40
+MOST_BLOCKS = 10
 
 
 @pytest.fixture(scope="module")
 def config(folder):
-    sessions = Sessions(most_bytes=MOST_TOKENS * TOKEN_BYTES)
+    sessions = Sessions(most_bytes=MOST_BLOCKS * PAGE * TOKEN_BYTES)
     return engine_config(folder, 60, sessions=sessions)
+
+
+def held_blocks(held):
+    return sum(len(of_group) for one in held._held for of_group in one.blocks)
+
+
+def went_on(held):
+    return held._metrics._series["requests"]._value.get()
 
 
 @dataclass
@@ -61,8 +70,8 @@ def test_every_request_finds_its_historys_tokens_and_every_block_comes_back(
     running = simulation(config, caching=caching, ahead=ahead)
     scheduler, expected, aborted = running.scheduler, {}, set()
     held, pool = scheduler._sessions, scheduler.kv_cache_manager.block_pool
-    free, sessions, went_on = pool.get_num_free_blocks(), [], 0
-    for number in range(150):
+    free, sessions, before = pool.get_num_free_blocks(), [], went_on(held)
+    for number in range(300):
         sessions = [one for one in sessions if len(one.ids) < 30]
         while len(sessions) < 8:
             budget = draw.choice([0, 11, 12, 13])
@@ -73,7 +82,6 @@ def test_every_request_finds_its_historys_tokens_and_every_block_comes_back(
             own, name, tokens = one.turn(draw), f"r{number}", draw.randrange(1, 14)
             scheduler.add_request(request(name, list(one.ids), tokens, own))
             assert name in held._turns
-            went_on += held._turns[name].history is not None
             one.asks.append(name)
             expected[name] = answer(one.ids, tokens)
             one.ids = list(expected[name])
@@ -81,7 +89,7 @@ def test_every_request_finds_its_historys_tokens_and_every_block_comes_back(
             running.step()
         if draw.random() < 0.1 and scheduler.requests:
             abort(scheduler, draw.choice(sorted(scheduler.requests)), aborted)
-        assert sum(history.held_tokens for history in held._held) <= MOST_TOKENS
+        assert held_blocks(held) <= MOST_BLOCKS
         assert not set(held.forgotten()) & {history.first_block for history in held._held}
     while scheduler.requests:
         running.step()
@@ -89,7 +97,7 @@ def test_every_request_finds_its_historys_tokens_and_every_block_comes_back(
     for name, tokens in expected.items():
         if name not in aborted:
             assert running.worker.tokens[name][: len(tokens)] == tokens, name
-    assert went_on > 10
+    assert went_on(held) - before > 10
     assert running.preempted > 0
     assert running.worker.compressed["prompt"] > 10
     assert scheduler.reset_prefix_cache()
@@ -97,3 +105,122 @@ def test_every_request_finds_its_historys_tokens_and_every_block_comes_back(
     assert not any((held._held, held._turns, scheduler._plans))
     for manager in scheduler._blocks._managers.values():
         assert not any((manager.dropped_tokens, manager._borrows, +manager._lendable))
+
+
+# Who waits, and whose histories go.
+
+POOL = 120
+
+
+@pytest.fixture(scope="module")
+def large(folder):
+    """A quarter of the pool for histories, and a longest request of 24 blocks."""
+    return engine_config(folder, 96, sessions=Sessions())
+
+
+@pytest.fixture(scope="module")
+def without(folder):
+    return engine_config(folder, 96)
+
+
+def asked(draw, number, *, whose):
+    """A prompt, how much to generate, and the settings of a session of its own."""
+    length, tokens = draw.choice([(1, 1), (5, 1), (5, 4), (60, 30)])
+    ids = [draw.randrange(1, 90) for _ in range(length)]
+    own = {PREFIX + SESSION: f"{whose}/{number}", "snapkv_budget": 0}
+    return ids, tokens, own
+
+
+def finished_at(running, asks, each_step):
+    """At which step every request has ended, of which some come with every step."""
+    ends, pending, step = {}, dict(asks), 0
+    while pending or running.scheduler.requests:
+        for name in list(pending)[:each_step]:
+            running.scheduler.add_request(request(name, *pending.pop(name)))
+        before = set(running.scheduler.requests)
+        running.step()
+        step += 1
+        assert step < 20 * len(asks), "the queue does not move"
+        ends |= dict.fromkeys(before - set(running.scheduler.requests), step)
+    running.drain()
+    return ends
+
+
+@pytest.mark.parametrize("ahead", [0, 1], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize("caching", [False, True], ids=["plain", "prefix-caching"])
+def test_nobody_waits_longer_for_new_sessions_than_without_any(large, without, caching, ahead):
+    """As many of one token and of a few blocks as would fill the pool, and long ones behind."""
+    draw = random.Random(1)
+    asks = {f"r{n}": asked(draw, n, whose=draw.choice("ab")) for n in range(3 * POOL)}
+    plain = {n: (ids, tokens, {"snapkv_budget": 0}) for n, (ids, tokens, _) in asks.items()}
+    options = {"caching": caching, "ahead": ahead, "full_blocks": POOL}
+    running = simulation(large, **options)
+    ends = finished_at(running, asks, each_step=3)
+    assert ends == finished_at(simulation(without, **options), plain, each_step=3)
+    held = running.scheduler._sessions
+    assert len(ends) == len(asks)
+    assert 0 < held_blocks(held) <= POOL // 4
+    assert running.scheduler._metrics._standstills._value.get() == 0
+
+
+def turn(running, name, session, ids=(1, 2, 3, 4, 5), budget=0):
+    """A request of a session, of which a history of a block stays if it says nothing else."""
+    own = {PREFIX + SESSION: session, "snapkv_budget": budget}
+    running.scheduler.add_request(request(name, list(ids), 1, own))
+    while name in running.scheduler.requests:
+        running.step()
+
+
+def test_one_key_does_not_evict_anothers_histories_within_its_share(large, monkeypatch):
+    """Neither by blocks nor by their number."""
+    running = simulation(large, caching=False, ahead=0, full_blocks=POOL)
+    held = running.scheduler._sessions
+    for number in range(3):
+        turn(running, f"mine{number}", f"mine/{number}")
+    for most in (POOL // 4, 20):
+        monkeypatch.setattr("snapkv_vllm.agents.sessions._MOST_HISTORIES", most)
+        for number in range(2 * most):
+            turn(running, f"r{most}{number}", f"flood/{most}{number}")
+        owners = [one.owner[0] for one in held._held]
+        assert {f"mine/{number}" for number in range(3)} < set(owners)
+        assert len(owners) == most
+        assert owners[-1] == f"flood/{most}{2 * most - 1}"
+
+
+def test_a_turn_that_is_tried_again_replaces_what_it_left(large):
+    """Also where it was compressed at its end, so that it cannot go on from that."""
+    running = simulation(large, caching=False, ahead=0, full_blocks=POOL)
+    held, text = running.scheduler._sessions, range(1, 31)
+    for number in range(4):
+        turn(running, f"r{number}", "a/one", text, budget=12)
+    assert [history.held_tokens for history in held._held] == [12]
+    turn(running, "other-text", "a/one", range(2, 31), budget=12)
+    turn(running, "other-session", "a/two", text, budget=12)
+    assert len(held._held) == 3
+
+
+def test_a_history_too_short_to_begin_with_is_not_held(large):
+    running = simulation(large, caching=False, ahead=0, full_blocks=POOL)
+    turn(running, "r", "a/one", [1])
+    assert not running.scheduler._sessions._held
+
+
+def test_a_queue_that_cannot_move_is_logged_and_counted_once(large, monkeypatch):
+    from snapkv_vllm import scheduler as module
+
+    running, said = simulation(large, caching=False, ahead=0, full_blocks=POOL), []
+    monkeypatch.setattr(module.logger, "error", lambda text, *parts: said.append(text % parts))
+    pool, count = running.scheduler.kv_cache_manager.block_pool, running.scheduler._metrics
+    before = count._standstills._value.get()
+    taken = pool.get_new_blocks(pool.get_num_free_blocks() - 1)
+    running.scheduler.add_request(request("r", [1] * 9, 1, {}))
+    for _ in range(3):
+        running.step()
+    assert count._standstills._value.get() == before + 1
+    assert said == [
+        "No request can go on: r waits for blocks, 1 of 120 are free, and none is running"
+    ]
+    pool.free_blocks(taken)
+    while running.scheduler.requests:
+        running.step()
+    assert len(said) == 1

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from snapkv.cache.choosing import costed
 from snapkv.cache.layer import CompressedLayer
+from snapkv.cache.read_ids import ReadIds
 from snapkv.errors import (
     CacheMismatchError,
     InvalidArgumentError,
@@ -229,6 +230,9 @@ class Reading:
         ahead_tokens: how many tokens of the forward pass vote and are then forgotten.
         verifies_drafts: whether a forward pass may hold drafts.
         coming_ids: after how many tokens the tokens of which ids come; None while not announced.
+        read_ids: what is known of the tokens that were read, by `generate` alone.
+        ids_start: columns before the ids that `generate` goes on with; None while it reads a
+            prompt, whose ids may come in pieces.
         narrowing: which tokens of the prompt do not reach all layers; None where all do.
         is_broken: whether a layer's attention has begun and not come to its end.
         undecided: layers that a draft of the answer votes on, by their index in the model.
@@ -245,6 +249,8 @@ class Reading:
     ahead_tokens: int = 0
     verifies_drafts: bool = False
     coming_ids: tuple[int, Tensor] | None = None
+    read_ids: ReadIds = field(default_factory=ReadIds)
+    ids_start: int | None = 0
     narrowing: Narrowing | None = None
     is_broken: bool = False
     undecided: dict[int, Undecided] = field(default_factory=dict)
@@ -258,6 +264,12 @@ class Reading:
     @property
     def seen_tokens(self) -> int:
         return self.layers[0].seen_tokens
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch; 0 while empty."""
+        layer = self.layers[0]
+        return len(layer.keys) if layer.is_initialized else 0
 
     @property
     def is_announced(self) -> bool:
@@ -282,6 +294,7 @@ class Reading:
         """Begin anew: nothing has been read, nothing is announced."""
         self.prompt_end = self.coming_ids = self.narrowing = None
         self.turn_start, self.verifies_drafts, self.is_broken = 0, False, False
+        self.read_ids, self.ids_start = ReadIds(), 0
         self.undecided, self.is_drafting, self.draft_cost = {}, False, None
 
     def crop(self, count: int) -> None:
@@ -297,6 +310,7 @@ class Reading:
                 layer.recall()
         for layer in self.layers:
             layer.take_back(count)
+        self.read_ids = self.read_ids.up_to(left)
         if recalls and not self.is_announced:
             self.prompt_end = None  # what was recalled is chosen from again with the next tokens
         self.forget_end_within(seen)
@@ -394,7 +408,8 @@ class Reading:
         if prompt_tokens <= seen:
             raise CacheMismatchError(
                 f"past_key_values: expected a prompt longer than the {seen} tokens the cache has "
-                f"already seen, got {prompt_tokens} tokens; call cache.reset() before a new prompt"
+                f"already seen, got {prompt_tokens} tokens; pass the whole conversation, or call "
+                "cache.reset() before another one"
             )
         self.require_queries(prompt_tokens)
         self.require_room(prompt_tokens)
@@ -434,11 +449,23 @@ class Reading:
         self.expect_prompt(prompt_tokens)
         try:
             yield
+            self.require_arrived()
+            self.read_ids = self.read_ids.on_host()
         except BaseException:
+            self.read_ids = self.read_ids.up_to(self.seen_tokens)
             if self.seen_tokens == seen:
                 self.prompt_end = before
                 self._recall_for_a_turn()
             raise
+
+    def require_arrived(self) -> None:
+        """Refuse a model whose forward pass has not read the announced prompt into the cache."""
+        if self.is_announced:
+            raise UnsupportedModelError(
+                f"model: expected one that reads a prompt into the cache it is given, got "
+                f"{self.seen_tokens:,} of {self.prompt_end:,} tokens in it; use transformers' own "
+                "cache for it"
+            )
 
     @property
     def tightest(self) -> CompressedLayer:
@@ -477,6 +504,24 @@ class Reading:
             )
         if self.looks_at_tokens:
             self.coming_ids = (self.seen_tokens, token_ids)
+
+    def expect_text(self, ids: Tensor, end: int, visible: Tensor | None) -> None:
+        """Go on with a text that ends there in (B, N) ids; refused where another one was read."""
+        self.ids_start = end - ids.shape[1]
+        if self.read_ids.parts:
+            self.read_ids.require(self.ids_start, ids, self.seen_tokens, visible)
+
+    def note_text(self, ids: Tensor) -> None:
+        """All (B, N) ids that `generate` goes on with, those of the next pass last."""
+        if self.ids_start is not None:
+            self.read_ids = self.read_ids.followed_by(self.ids_start, ids)
+
+    @contextlib.contextmanager
+    def reading_text(self, ids: Tensor) -> Iterator[None]:
+        """Within this block the (B, N) ids are read, perhaps in pieces."""
+        with self._while(ids_start=None):
+            yield
+        self.note_text(ids)
 
     def require_ids(self, tokens: int, rows: int | None) -> None:
         """Refuse tokens whose ids were not announced, where the policy looks at them.

@@ -23,6 +23,7 @@ class CacheReport(dict[str, Any]):
         chosen_at: tokens per row seen when the layers last chose what to keep; 0 before a prompt
             has ended.
         kept_tokens: tokens per row, head and layer that the compressed layers store, the mean.
+        later_tokens: those of them that came behind the last choice, such as the answer's.
         held_bytes: bytes of the stored keys and values of all layers. Room for tokens to come does
             not count: for 64 when it is made, at the first token behind the prompt.
         index_bytes: bytes of what is held beside them: the kept positions, and what a method that
@@ -46,6 +47,8 @@ class CacheReport(dict[str, Any]):
         draft: what a drafted answer that voted has taken (`DraftVotes`): `tokens`, `ms` and
             `held_bytes` of the whole prompt, which was held until then; None where none has voted.
             Its tokens are not the answer's, whose layers keep something else.
+        steps: how `generate` decoded where it was to replay a recorded step: "one graph", or
+            "eager: " and what cannot be recorded; None elsewhere.
         layers: one dictionary per layer with `layer`, `kind`, `seen_tokens`, `kept_tokens`,
             `held_bytes` and `full_bytes`; compressed ones with `lost_votes`, too. `kind` is
             "compressed", or the name of transformers' own layer where the layer is not full
@@ -54,7 +57,11 @@ class CacheReport(dict[str, Any]):
 
     @classmethod
     def of(
-        cls, policy: str, layers: Sequence[Any], draft: DraftCost | None = None
+        cls,
+        policy: str,
+        layers: Sequence[Any],
+        draft: DraftCost | None = None,
+        steps: str | None = None,
     ) -> "CacheReport":
         """Measure the layers of a cache whose method has that name, and what its draft took."""
         rows = [_layer_report(i, layer) for i, layer in enumerate(layers)]
@@ -68,6 +75,7 @@ class CacheReport(dict[str, Any]):
             dropped_tokens=_whole_number(compressed[0].slots.mean_erased),
             chosen_at=compressed[0].slots.chosen_at,
             kept_tokens=_whole_number(mean),
+            later_tokens=_later_tokens(compressed[0]),
             held_bytes=sum(row["held_bytes"] for row in rows),
             index_bytes=sum(layer.index_bytes for layer in compressed),
             host_bytes=sum(layer.offloaded.held_bytes for layer in compressed if layer.offloaded),
@@ -79,6 +87,7 @@ class CacheReport(dict[str, Any]):
             bits=_bits(compressed),
             lost_vote_peak=_mean([_lost(layer, "lost_peak") for layer in compressed]),
             draft=None if draft is None else asdict(draft),
+            steps=steps,
             layers=rows,
         )
 
@@ -102,12 +111,28 @@ class CacheReport(dict[str, Any]):
     def full_bytes(self) -> int:
         return int(self["full_bytes"])
 
-    def __str__(self) -> str:
+    @property
+    def chosen_tokens(self) -> float:
+        """What is kept of the tokens that were chosen from; the answer's do not count."""
+        return self.kept_tokens - int(self["later_tokens"])
+
+    @property
+    def summary(self) -> str:
+        """Tokens seen and kept, and bytes, in words."""
         share = self.held_bytes / self.full_bytes if self.full_bytes else 1.0
+        later = self["later_tokens"]
+        behind = f" of {self.seen_tokens - later:,} and {later:,} behind" if later else ""
+        return (
+            f"{self.seen_tokens:,} tokens seen, {self.chosen_tokens:,.0f} kept{behind}: "
+            f"{format_bytes(self.held_bytes)} of {format_bytes(self.full_bytes)} ({share:.1%})"
+        )
+
+    def __str__(self) -> str:
         lines = [("layer", "kind", "seen", "kept", "held", "full")]
         for first, last, row in _runs(self["layers"]):
             layers = str(first) if first == last else f"{first}-{last}"
-            tokens = [f"{row[name]:,}" for name in ("seen_tokens", "kept_tokens")]
+            later = self["later_tokens"] if row["kind"] == "compressed" else 0
+            tokens = [f"{row['seen_tokens']:,}", f"{row['kept_tokens'] - later:,}"]
             sizes = [format_bytes(row[name]) for name in ("held_bytes", "full_bytes")]
             lines.append((layers, row["kind"], *tokens, *sizes))
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -118,10 +143,7 @@ class CacheReport(dict[str, Any]):
             )
             for line in lines
         ]
-        title = (
-            f"{self.seen_tokens:,} tokens seen, {self.kept_tokens:,.0f} kept: "
-            f"{format_bytes(self.held_bytes)} of {format_bytes(self.full_bytes)} ({share:.1%})"
-        )
+        title = self.summary
         if self["bits"]:
             title += f", {bits_text(self['bits'])}"
         if (grow := self["growing_share"]) < 1:
@@ -130,7 +152,8 @@ class CacheReport(dict[str, Any]):
                 f"; {all_of_them} grow with the context and hold {self['growing_held_share']:.1%} "
                 f"of theirs, which is {grow:.1%} of the full cache"
             )
-        return "\n".join([title, *table, *_draft_lines(self.get("draft"))])
+        steps = [f"decoding steps: {self['steps']}"] if self.get("steps") else []
+        return "\n".join([title, *table, *_draft_lines(self.get("draft")), *steps])
 
 
 def _draft_lines(draft: dict[str, Any] | None) -> Iterator[str]:
@@ -146,6 +169,16 @@ def bits_text(layers: Mapping[str, int]) -> str:
         return f"in {most} bits"
     where = f"{layers[most]} of {sum(layers.values())} layers"
     return f"in {most} bits ({where}, else {' or '.join(others)})"
+
+
+def _later_tokens(layer: CompressedLayer) -> int:
+    """How many of the tokens that it stores came behind the last choice."""
+    slots = layer.slots
+    if not slots.chosen_at:
+        return 0
+    if slots.kept is None:
+        return layer.seen_tokens - slots.chosen_at
+    return layer.store.slots - slots.chosen_slots
 
 
 def _layer_report(layer_idx: int, layer: Any) -> dict[str, Any]:

@@ -234,7 +234,7 @@ def require_room_in_turns(layers: Sequence[CompressedLayer], spans: Spans) -> No
 
 def layer_of_sizes(positions: Tensor, spans: Spans, num_layers: int, **options: Any) -> PromptLayer:
     """The first of some layers at the end of a prompt of such positions, with nothing in it."""
-    nothing = torch.empty(1, 1, len(positions), 0)
+    nothing = torch.empty(1, 1, len(positions), 0, dtype=torch.float32)
     return PromptLayer(
         queries=nothing,
         keys=nothing,

@@ -138,30 +138,6 @@ def _is_storage(word: str) -> bool:
     return word == EXACT or code_bits(word) is not None
 
 
-def shares(name: str, text: str) -> tuple[float, ...]:
-    """Shares of a cache with commas between them, below 1: a fraction as 0.125, or a ratio: 8:1."""
-    found = [_share(name, part.strip()) for part in text.split(",") if part.strip()]
-    if not found or len(set(found)) < len(found):
-        raise InvalidArgumentError(
-            f"{name}: expected shares of the cache with commas between them, each once, got "
-            f"{text!r}; write for instance {_option(name)} 0.5,0.25 or 8:1,16:1"
-        )
-    return tuple(found)
-
-
-def _share(name: str, text: str) -> float:
-    number = r"\d+(?:\.\d+)?|\.\d+"
-    if parts := re.fullmatch(rf"({number})(?::({number}))?", text):
-        whole, kept = float(parts[1]), float(parts[2] or 0)
-        share = whole if parts[2] is None else kept / whole if whole else 0.0
-        if 0 < share < 1:
-            return share
-    raise InvalidArgumentError(
-        f"{name}: expected a fraction between 0 and 1 that is kept, such as 0.125, or how many "
-        f"times smaller the cache gets, such as 8:1, got {text!r}; pass one of these"
-    )
-
-
 def byte_count(name: str, text: str, before: str | None = None) -> int:
     """Bytes with a unit: GB and G are 10^9 of them, GiB 2^30; `before` as in `count`."""
     form = r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(ib|b?)|b)\s*"

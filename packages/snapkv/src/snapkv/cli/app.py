@@ -45,7 +45,7 @@ listed without their modules.
 
 _EXAMPLES = {"": ("snapkv demo", 'snapkv ask contract.pdf -q "Who may end it?"')}
 
-_ELSEWHERE = dict.fromkeys(("eval", "bench", "study", "medusa", "leaderboard"), "snapkv-lab")
+_ELSEWHERE = dict.fromkeys(("eval", "bench", "study", "medusa"), "snapkv-lab")
 _ELSEWHERE["serve"] = "snapkv-vllm"
 """Commands that need another package, and which."""
 

@@ -19,7 +19,7 @@ from snapkv.cli.amounts import WholeNumber
 from snapkv.cli.fields import with_options
 from snapkv.cli.options import DRAFTS, RunOptions
 from snapkv.errors import InvalidArgumentError
-from snapkv.validation import DEFAULT, require_share
+from snapkv.validation import require_share
 
 EXAMPLES = {
     "ask": (
@@ -71,11 +71,6 @@ class AskOptions(RunOptions):
                 raise InvalidArgumentError(
                     f"{name}: expected {expected}, got {value}; leave it out"
                 )
-
-    @property
-    def chooses_bits(self) -> bool:
-        """Not from a library, whose documents are stored already."""
-        return self.policy == DEFAULT and not self.exact_bits and self.library is None
 
 
 @with_options(AskOptions)

@@ -78,7 +78,7 @@ def chat(
         "prefill": options.reading,
     }
     loaded = load_model(options)
-    quantize, own_bits = usual_bits(options, loaded.model)
+    quantize, own_bits = usual_bits(policy, loaded.model, options)
     if own_bits:
         sys.stderr.write(f"bits: {own_bits}\n")
     document, protection = text_files.join(read), protection_of(options, system=None)
@@ -232,7 +232,7 @@ class Chat:
             write_json({"stats": cache}, indent=None)
             return
         write(
-            f"{cache.seen_tokens:,} tokens seen, {cache.kept_tokens:,.0f} kept\n"
+            f"{cache.seen_tokens:,} tokens seen, {cache.chosen_tokens:,.0f} kept\n"
             f"device: {format_bytes(cache.held_bytes)} of {format_bytes(cache.full_bytes)}\n"
             f"host: {format_bytes(cache.host_bytes)}\n"
         )

@@ -60,11 +60,9 @@ def demo(
     """
     from snapkv.cli.grid import say
     from snapkv.cli.loading import load_model
-    from snapkv.cli.policy import usual_budget
     from snapkv.policies import default_policy
 
-    budget = usual_budget(options.budget, chooses_bits=True)
-    loaded, policy = load_model(options), default_policy(budget)
+    loaded, policy = load_model(options), default_policy(options.budget)
     text = Path(gzip.__file__).read_text(encoding="utf-8")[:characters]
     for lines in (_both(loaded, text, policy), _again(loaded, text, policy)):
         for label, line in lines:
@@ -76,17 +74,17 @@ def _both(loaded: Any, text: str, policy: Any) -> Iterator[tuple[str, str]]:
     from snapkv.app.answering import answer
     from snapkv.app.prompts import question_prompt
     from snapkv.cli.loading import reading_progress
+    from snapkv.cli.policy import usual_bits
     from snapkv.policies import FullCache
     from snapkv.policies.default import method_name
-    from snapkv.storage.auto import AutoCodes
 
     settings = GenerationSettings(max_new_tokens=6)
 
     def answered(text: str, policy: Any) -> Any:
         prompt = question_prompt(loaded.tokenizer, text, FIRST, answer_start=FIRST_START)
         with reading_progress(method_name(policy.describe())) as progress:
-            quantize = None if isinstance(policy, FullCache) else AutoCodes()
-            return answer(loaded, prompt, policy, settings, quantize=quantize, **progress)
+            bits, _ = usual_bits(policy, loaded.model)
+            return answer(loaded, prompt, policy, settings, quantize=bits, **progress)
 
     tokens = len(loaded.tokenizer(text).input_ids)
     yield "document", f"the source of Python's gzip module, {tokens:,} tokens"

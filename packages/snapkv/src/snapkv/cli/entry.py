@@ -9,7 +9,7 @@ from types import FrameType
 
 INTERRUPTED = 130
 
-_CONTINUED = ("eval", "leaderboard", "study", "medusa", "library add")
+_CONTINUED = ("eval", "study", "medusa", "library add")
 """How commands begin that go on, when they are called again, where they were stopped."""
 
 

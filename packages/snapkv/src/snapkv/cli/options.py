@@ -155,11 +155,6 @@ class PolicyOptions(ModelOptions):
                 require_budget(tokens, None, window, sinks)
 
     @property
-    def chooses_bits(self) -> bool:
-        """Whether every layer's bits are chosen; not where nobody is told how many."""
-        return False
-
-    @property
     def has_parameters(self) -> bool:
         """Whether any parameter of a method is given."""
         return bool(self.set_) or any(getattr(self, name) is not None for name in OWN_FLAGS)
@@ -201,8 +196,8 @@ class RunOptions(MethodOptions):
         bool,
         panels.policy(
             "--exact-bits",
-            help="Keep tokens in the model's own bits, as every other --policy does, not in as "
-            "few as lose little",
+            help="Keep tokens in the model's own bits within a budget of bytes too, as every other "
+            "--policy does, not keys in 8 bits and values in 4",
         ),
     ] = False
     protect: Annotated[
@@ -278,11 +273,6 @@ class RunOptions(MethodOptions):
     def reading(self) -> Prefill:
         """How the prompt is read."""
         return read_prefill(self.prefill)
-
-    @property
-    def chooses_bits(self) -> bool:
-        """Whether every layer's bits are chosen: by default of the default method."""
-        return self.policy == DEFAULT and not self.exact_bits
 
 
 DRAFTS = ("medusa", "assistant", "prompt_lookup")

@@ -11,47 +11,45 @@ from snapkv.cli.options import OWN_FLAGS, PolicyOptions, RunOptions
 from snapkv.errors import InvalidArgumentError
 from snapkv.hf.model_parts import shares_latent
 from snapkv.policies import POLICIES, Policy, SnapKV
+from snapkv.policies.budget import ByteBudget, budget_of
 from snapkv.policies.default import default_parameters
-from snapkv.storage.auto import AutoCodes
+from snapkv.storage.coded import Bits
 from snapkv.validation import AUTO, DEFAULT, nearest
 
-LOST_VOTE_IN_FEW_BITS = 0.0005
-"""`AutoBudget.lost_vote` where bits are chosen: a third of the usual one, as a token in four bits
-takes a third of the bytes. No experiment compares such bounds yet."""
+BITS_WITHIN_BYTES: Bits = "K8V4"
+"""As right within its interval as bits that are chosen by the prompt: `docs/results.md`."""
 
 
 def build_policy(options: PolicyOptions) -> Policy:
     """The policy that the options ask for; what they leave out keeps the policy's own default.
 
-    Where they name none, the votes choose the budget, too: a larger one where bits are chosen, in
-    which tokens cost less.
+    Where they name none, the votes choose the budget, too.
     """
     given = {name: value for name in OWN_FLAGS if (value := getattr(options, name)) is not None}
     if "kernel_size" in given:
         given["kernel_size"] = kernel(given["kernel_size"])
     given |= typed_assignments(options.policy, options.set_ or [])
     if options.policy == DEFAULT and "keep_ratio" not in given:
-        given["budget"] = usual_budget(given.get("budget"), chooses_bits=options.chooses_bits)
+        given.setdefault("budget", AUTO)
     if options.seed is not None and "seed" in accepted(options.policy, given):
         given.setdefault("seed", options.seed)
     return make_policy(options.policy, given)
 
 
-def usual_budget(given: Any, *, chooses_bits: bool) -> Any:
-    """A budget that is given, or auto; with the bound that goes with bits, if it has no other."""
-    budget = {AUTO: {}} if given in (None, AUTO) else given
-    if chooses_bits and isinstance(budget, dict):
-        budget = {AUTO: {"lost_vote": LOST_VOTE_IN_FEW_BITS, **budget[AUTO]}}
-    return budget
+def usual_bits(
+    policy: Policy, model: Any, options: RunOptions | None = None
+) -> tuple[Bits | None, str]:
+    """How what is kept is held, as `CompressedCache` takes it; and why as it came, if by need.
 
-
-def usual_bits(options: RunOptions, model: Any) -> tuple[AutoCodes | None, str]:
-    """How what is kept is held, as `CompressedCache` takes it; and why as it came, if by need."""
-    if not options.chooses_bits:
+    In few bits within bytes that the default method is given: more tokens fit, but each takes
+    longer to answer with.
+    """
+    is_asked = options is None or (options.policy == DEFAULT and not options.exact_bits)
+    if not is_asked or not isinstance(budget_of(policy), ByteBudget):
         return None, ""
     if shares_latent(model):
         return None, "the model's own, since its heads share what is stored"
-    return AutoCodes(), ""
+    return BITS_WITHIN_BYTES, ""
 
 
 def make_policy(name: str, given: dict[str, Any]) -> Policy:

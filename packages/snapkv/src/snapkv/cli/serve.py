@@ -101,9 +101,6 @@ class ServeOptions:
     share_across_keys: Annotated[
         bool, typer.Option("--share-across-keys", help="Documents of one API key are everybody's")
     ] = False
-    share_folder: Annotated[
-        str | None, typer.Option(help="Keep documents there as files, also for the next start")
-    ] = None
     share_library: Annotated[
         str | None, typer.Option(help="Share the documents of a library, see snapkv library")
     ] = None
@@ -122,7 +119,7 @@ class ServeOptions:
     def sharing(self) -> dict[str, Any] | None:
         """What is said of shared documents; None where there are none."""
         if not self.share:
-            for name in ("share_bytes", "share_across_keys", "share_folder", "share_library"):
+            for name in ("share_bytes", "share_across_keys", "share_library"):
                 if getattr(self, name) not in (None, False):
                     option = name.replace("_", "-")
                     raise InvalidArgumentError(
@@ -131,12 +128,10 @@ class ServeOptions:
                     )
             return None
         most_bytes = self._bytes("share_bytes")
-        folder = "" if self.share_folder is None else _folder(self.share_folder)
         library = "" if self.share_library is None else _library(self.share_library)
         return {
             "most_bytes": most_bytes,
             "across_keys": self.share_across_keys,
-            "folder": folder,
             "library": library,
         }
 
@@ -188,19 +183,6 @@ def serve(
         return
     started()
     server.serve(place_of(model), settings, context.args, name=model)
-
-
-def _folder(share_folder: str) -> str:
-    """Where documents are kept, made where it is not there."""
-    path = Path(share_folder).expanduser().absolute()
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidArgumentError(
-            f"share_folder: expected a folder, got {share_folder!r}: {error.strerror}; choose "
-            "another one"
-        ) from error
-    return str(path)
 
 
 def _library(share_library: str) -> str:

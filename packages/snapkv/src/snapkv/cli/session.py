@@ -83,7 +83,7 @@ def answer_and_show(
     loaded = load_model(options)
     drafts = _draft_method(options, loaded)
     prompt = make_prompt(loaded.tokenizer)
-    quantize, own_bits = usual_bits(options, loaded.model)
+    quantize, own_bits = usual_bits(policy, loaded.model, options)
 
     def read(who: Policy, how: GenerationSettings, on_text: TextSink | None, **ways: Any) -> Answer:
         with reading_progress(method_name(who.describe()), on_text) as progress:
@@ -92,6 +92,10 @@ def answer_and_show(
     def full(tokens: int | None) -> Answer:
         limit = settings.max_new_tokens if tokens is None else tokens
         return read(FullCache(), replace(settings, max_new_tokens=limit), None, prefill=Exact())
+
+    def candidate(changed: RunOptions) -> Candidate:
+        policy = build_policy(changed)
+        return Candidate(policy, usual_bits(policy, loaded.model, changed)[0])
 
     asked = Asked(
         loaded=loaded,
@@ -106,10 +110,7 @@ def answer_and_show(
                 prompt,
                 settings,
                 answer_ids,
-                [
-                    Candidate(build_policy(each), usual_bits(each, loaded.model)[0])
-                    for each in changed
-                ],
+                [candidate(each) for each in changed],
                 protect=ours.protected,
             )
         ),

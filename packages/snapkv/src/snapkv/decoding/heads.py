@@ -82,8 +82,8 @@ class MedusaHeads(nn.Module):
         """Heads with the model's output projection that guess as the model does: all zeros."""
         shared = output_projection(model)
         d, device = shared.weight.shape[1], device_of(shared)
-        weights = torch.zeros(num_heads, 1, d, d, device=device)
-        return cls(weights, torch.zeros(num_heads, 1, d, device=device), None, model)
+        weights = torch.zeros(num_heads, 1, d, d, dtype=torch.float32, device=device)
+        return cls(weights, torch.zeros_like(weights[..., 0]), None, model)
 
     @property
     def num_heads(self) -> int:

@@ -168,6 +168,7 @@ class Speculation(ABC):
             text = torch.cat([text, tokens[None]], dim=1)
             if streamer is not None:
                 streamer.put(tokens.cpu())
+        cache.reading.note_text(text)
         if streamer is not None:
             streamer.end()
         return text

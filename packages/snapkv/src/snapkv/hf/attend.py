@@ -6,16 +6,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.backends.cuda import (
+    SDPAParams,
+    can_use_cudnn_attention,
+    can_use_efficient_attention,
+    can_use_flash_attention,
+)
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import pad
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from snapkv import ops
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.paging import PageTable
-from snapkv.hf.forward_context import Candidates
+from snapkv.hf.forward_context import Candidates, is_recording
 from snapkv.hf.masks import own_part, prompt_mask, stored_mask, tree_mask
 from snapkv.storage.coded import CodedStates
 from snapkv.storage.ragged import RaggedStates
+
+_KERNELS = (can_use_flash_attention, can_use_cudnn_attention, can_use_efficient_attention)
 
 FEW_QUERIES = 64
 """Up to so many queries read keys and values as they are stored, whatever the mask."""
@@ -81,8 +89,24 @@ class AttentionCall:
             mask = self._chosen(mask, self.indices)
         if few and (mask is None or mask.shape[1] == 1):
             return self._attend_in_groups(mask), None
+        if self._has_kernel_of_groups(mask):
+            options = {"attn_mask": mask, "scale": self.options.get("scaling"), "enable_gqa": True}
+            return scaled_dot_product_attention(*self._states, **options).transpose(1, 2), None
         output, weights = self.function(self.module, *self._states, mask, **self.options)
         return output, weights
+
+    def _has_kernel_of_groups(self, mask: Any) -> bool:
+        """Whether a recorded step's query may read keys once for a group: torch masks them, too.
+
+        transformers repeats them once per query head where there is a mask, which takes longer than
+        all else in the step.
+        """
+        if not (is_recording() and self.query.is_cuda and isinstance(mask, Tensor)):
+            return False
+        if self.implementation != "sdpa" or self.query.shape[1] == self.key.shape[1]:
+            return False
+        asked = SDPAParams(*self._states, mask, 0.0, False, True)
+        return any(can_use(asked) for can_use in _KERNELS)
 
     def _chosen(self, mask: Tensor, indices: Tensor) -> Tensor:
         """The mask, where attention is indexed, of what the indexer has chosen, too."""

@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from snapkv.cache.choosing import Choice, costed
 from snapkv.cache.indexed import IndexedLayer
 from snapkv.cache.layer import CompressedLayer
+from snapkv.cache.reading import Reading
 from snapkv.errors import CacheMismatchError, UnsupportedModelError
 from snapkv.hf import forward_context
 from snapkv.hf.attend import Attended, AttentionCall, attend_stored, fitting
@@ -32,7 +33,7 @@ from snapkv.hf.masks import (
     own_part,
     sees_ahead,
 )
-from snapkv.hf.model_parts import output_weight
+from snapkv.hf.model_parts import has_images_positions, output_weight
 from snapkv.policies import (
     DecodeStep,
     EvictingPolicy,
@@ -147,6 +148,7 @@ def attend(call: AttentionCall) -> Attended:
     """What the call returns, once the layer that was left for it has stored and kept its part."""
     context = _take_context(call)
     if context is None:
+        _require_taken(call)
         shared = forward_context.take_shared(call.key)
         return call.attend() if shared is None else _attend_shared(call, shared)
     with context.reading.attending():
@@ -180,10 +182,11 @@ def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
     read = call.before(drafts)
     own, slots = read.query.shape[2], read.key.shape[2]
     pads = leading_pads(call.mask, own - 1, slots, layer.policy.query_tokens)
-    prompt = _prompt_layer(read, layer, pads)
+    prompt = context.check.later(_prompt_layer(read, layer, pads))
     if context.reading.narrowing is not None:
         context.reading.narrowing.on_prompt(replace(prompt, queries=call.query))
     choice = layer.choose(prompt)
+    context.check.require_numbers(prompt)
     selection = choice.selection
     at_once = not drafts or (selection is None and choice.storage.holds_as_it_came)
     attended = _attend_prompt(call, layer) if at_once else call.before_masked(drafts, pads).attend()
@@ -214,8 +217,9 @@ def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
     layer, drafts = context.layer, context.drafts
     read = call.before(drafts)
     attended = attend_stored(read, layer, rebuild_mask=drafts > 0, drafts=drafts)
-    prompt = _prompt_layer(read, layer, layer.slots.fillers)
+    prompt = context.check.later(_prompt_layer(read, layer, layer.slots.fillers))
     choice = layer.choose(prompt)
+    context.check.require_numbers(prompt)
     if choice.selection is not None:
         _end(layer, choice, prompt)
     else:
@@ -482,6 +486,15 @@ def _take_context(call: AttentionCall) -> ForwardContext | None:
     return context
 
 
+def _require_taken(call: AttentionCall) -> None:
+    """Refuse a cache under the name of transformers 5.24 where an older one passes it through."""
+    if isinstance(getattr(call.options.get("cache"), "reading", None), Reading):
+        raise CacheMismatchError(
+            "cache: expected no such argument before transformers 5.24, whose models leave it "
+            "unused, got a CompressedCache; pass past_key_values=cache"
+        )
+
+
 def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
     """Why this call cannot be compressed correctly; None where it can."""
     name, store, turns = type(call.module).__name__, context.layer.store, context.layer.turns
@@ -501,8 +514,16 @@ def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
         ends = context.phase in (Phase.END_PROMPT, Phase.END_TURN)
         if refusal := latent_refusal(context.reading.layers, name, ends and context.drafts > 0):
             return refusal
+    if call.implementation == "eager" and _asks_for_weights(call) and _gives_no_weights(context):
+        return UnsupportedModelError(
+            "output_attentions: expected False where attention gives no weights, as behind heads "
+            "of different length, codes, or drafts in the prompt's own pass, got True; leave it "
+            "out, or use SnapKV without quantize and drafts"
+        )
     if isinstance(context.layer, IndexedLayer):
         return _indexed_refusal(call, context, context.layer)
+    if refusal := _refusal_of_images(name, context):
+        return refusal
     own_4d = context.has_own_mask and getattr(call.mask, "ndim", 0) == 4
     if pages is not None and own_4d and context.drafts > 0:
         return UnsupportedModelError(
@@ -517,6 +538,33 @@ def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
             "tokens with cache.drop(spans), read branches each behind a copy of the cache"
         )
     return _refusal_of_ahead(call, context)
+
+
+def _refusal_of_images(name: str, context: ForwardContext) -> UnsupportedModelError | None:
+    """Why a method that turns states by how many tokens precede them cannot; asked once a pass."""
+    layer = context.layer
+    if layer.identity.depth or "rotation" not in layer.policy.needs:
+        return None
+    if context.phase is Phase.DECODE or not has_images_positions(context.modules):
+        return None
+    return UnsupportedModelError(
+        f"policy: expected one that does not ask where tokens stand behind an image, whose "
+        f"positions in {name} count no tokens, got {layer.policy.name}; use SnapKV, or set the "
+        "model's `rope_deltas` to None if it has read no image"
+    )
+
+
+def _asks_for_weights(call: AttentionCall) -> bool:
+    config = getattr(call.module, "config", None)
+    asked = call.options.get("output_attentions", getattr(config, "output_attentions", False))
+    return bool(asked)
+
+
+def _gives_no_weights(context: ForwardContext) -> bool:
+    """Whether a pass attends by heads, or ends a prompt that drafts stand behind."""
+    layer, ends = context.layer, context.phase in (Phase.END_PROMPT, Phase.END_TURN)
+    by_heads = layer.store.ragged is not None or layer.notes.pages is not None
+    return by_heads or (ends and context.drafts > 0)
 
 
 def _hides_what_is_seen(call: AttentionCall, layer: CompressedLayer) -> bool:

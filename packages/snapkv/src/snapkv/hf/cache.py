@@ -46,7 +46,7 @@ from snapkv.errors import (
     InvalidTypeError,
     UnsupportedModelError,
 )
-from snapkv.hf import forward_context, saved
+from snapkv.hf import forward_context, saved, step_graph
 from snapkv.hf.attention import latent_refusal, votes
 from snapkv.hf.build import layers_for, storage_for
 from snapkv.hf.drafting import vote_by_draft
@@ -66,7 +66,8 @@ from snapkv.validation import require_int
 class CompressedCache(Cache):
     """A key-value cache that shrinks to its budget at the end of the prompt.
 
-    Pass it to ``model.generate(..., past_key_values=cache)`` or to plain ``model(...)`` calls. The
+    Pass it to ``model.generate(..., past_key_values=cache)`` or to plain ``model(...)`` calls (from
+    transformers 5.24 on as ``cache=cache``; the old name goes on). The
     prompt is read with full attention, so the first generated token is that of the full cache;
     what is stored shrinks layer by layer inside the same forward pass. Positions stay true.
 
@@ -84,9 +85,9 @@ class CompressedCache(Cache):
         model: a decoder-only transformers model.
         policy: what to keep; `snapkv.default_policy()` by default: SnapKV with fading pooling.
         storage: "dynamic" grows with every token. "static" moves what is kept into buffers of the
-            budget and `room_tokens`, so that `generate` compiles the decoding step (with CUDA
-            graphs on a GPU) once for all prompts of a batch size: call `reset()` and use the cache
-            again. It needs a policy with a budget, the same for all heads and layers.
+            budget and `room_tokens`, so that on a GPU `generate` records the decoding step as a
+            CUDA graph once for all prompts of a batch size: call `reset()` and use the cache again.
+            It needs a policy with a budget, the same for all heads and layers.
         room_tokens: for "static", how many tokens behind the prompt there is room for.
         turns: what becomes of a later prompt. "append" stores it whole behind what was kept;
             "compress" reads it over what was kept, lets its end vote on all of that, and brings the
@@ -180,7 +181,7 @@ class CompressedCache(Cache):
             return keys, values
         if layer.store.is_static and not layer.recall_due:
             is_piece = self.reading.is_piecewise  # of what was asked for as a whole
-            if layer_idx == self._first and not (is_piece or torch.compiler.is_compiling()):
+            if layer_idx == self._first and not (is_piece or forward_context.is_traced()):
                 self.require_slots(new_tokens)
             return layer.update(key_states, value_states)
         if torch.compiler.is_compiling():
@@ -219,9 +220,9 @@ class CompressedCache(Cache):
 
     def require_rows(self, rows: int) -> None:
         """Refuse another batch than the one that was read."""
-        if self._rows not in (0, rows):
+        if (read := self.reading.rows) not in (0, rows):
             raise CacheMismatchError(
-                f"past_key_values: expected a batch of {self._rows}, the size the cache was filled "
+                f"past_key_values: expected a batch of {read}, the size the cache was filled "
                 f"with, got {rows}; call cache.reset() or make a new CompressedCache"
             )
 
@@ -238,8 +239,9 @@ class CompressedCache(Cache):
         reading = self.reading
         reading.require_decided()
         reading.require_ids(new_tokens, rows)
-        if torch.compiler.is_compiling():
+        if forward_context.is_traced():
             return
+        _require_reached(self.model)
         if rows is not None:
             self.require_rows(rows)
         reading.require_end()
@@ -355,34 +357,29 @@ class CompressedCache(Cache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row of all layers `repeats` times, an integer of at least 1."""
         require_int("repeats", repeats, minimum=1)
-        self._take_rows(torch.arange(self._rows).repeat_interleave(repeats))
+        self._take_rows(torch.arange(self.reading.rows).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows in `indices` in all layers; errors as in `reorder_cache`."""
         self._take_rows(indices)
 
-    @property
-    def _rows(self) -> int:
-        """Rows of the batch; 0 while empty."""
-        layer = self.reading.layers[0]
-        return len(layer.keys) if layer.is_initialized else 0
-
     def _take_rows(self, rows: Tensor) -> None:
-        if not self._rows:
+        if not self.reading.rows:
             return
         self.reading.require_decided()
         try:
-            chosen = torch.arange(self._rows, device=rows.device)[rows]
+            chosen = torch.arange(self.reading.rows, device=rows.device)[rows]
         except (AttributeError, IndexError):  # no tensor; a row that is not there, or no integers
             chosen = torch.empty(0)
         if chosen.ndim != 1 or not len(chosen):
             got = rows.tolist() if isinstance(rows, Tensor) else repr(rows)
             raise InvalidArgumentError(
-                f"rows: expected some of the {self._rows} rows of the batch, got {got}; pass a 1-D "
-                "tensor of integers, 0 for the first one"
+                f"rows: expected some of the {self.reading.rows} rows of the batch, got {got}; "
+                "pass a 1-D tensor of integers, 0 for the first one"
             )
         for layer in self.layers:
             layer.reorder_cache(chosen)
+        self.reading.read_ids = self.reading.read_ids.select_rows(chosen)
 
     def reset(self) -> None:
         """Empty the cache for another prompt, of any length and batch size."""
@@ -465,7 +462,7 @@ class CompressedCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """(columns, offset) of a mask, which this thread will make next."""
         compressed = isinstance(self.layers[layer_idx], CompressedLayer)
-        if compressed and not torch.compiler.is_compiling():
+        if compressed and not forward_context.is_traced():
             self._require_coming(query_length)
             forward_context.enter_padding(self._padding)
         sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
@@ -649,7 +646,8 @@ class CompressedCache(Cache):
 
     def report(self) -> CacheReport:
         """Tokens seen and kept, bytes held and bytes a full cache would hold."""
-        return CacheReport.of(self.policy.name, self.layers, self.reading.draft_cost)
+        steps = step_graph.described(self)
+        return CacheReport.of(self.policy.name, self.layers, self.reading.draft_cost, steps)
 
     def save(
         self,
@@ -714,7 +712,16 @@ class CompressedCache(Cache):
         """As `load`, with the tensors that were saved beside the cache."""
         return saved.read(cls, Path(path), model, policy, recall, recall_bytes)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.policy!r}: {self.report().summary})"
+
     # Copies.
+
+    def __reduce__(self) -> NoReturn:
+        raise InvalidTypeError(
+            f"cache: expected cache.save(path) to keep it or to bring it to another process, got "
+            f"a pickle of a {type(self).__name__}; read it with CompressedCache.load(path, model)"
+        )
 
     def __copy__(self) -> Self:
         """A branch: it goes on by itself, and shares what is stored so far."""
@@ -733,6 +740,18 @@ class CompressedCache(Cache):
         for name, value in self.__dict__.items():
             copied.__dict__[name] = copy.deepcopy(value, memo)
         return copied
+
+
+def _require_reached(model: PreTrainedModel) -> None:
+    """Refuse a forward pass in which transformers takes the cache away from the layers."""
+    if model.training and any(
+        part.training and getattr(part, "gradient_checkpointing", False) for part in model.modules()
+    ):
+        raise UnsupportedModelError(
+            f"model: expected one whose layers are given the cache, got {type(model).__name__} in "
+            "train mode with gradient checkpointing, where transformers takes it away; call "
+            "model.eval() or model.gradient_checkpointing_disable() first"
+        )
 
 
 def _branch(layer: Any) -> Any:

@@ -8,7 +8,7 @@ since to ask there is to wait.
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies import PromptLayer
+from snapkv.policies.prefix import require_numbers
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 _LOW_PRECISION_TOLERANCE = 0.1
@@ -44,6 +45,18 @@ class VoteCheck:
 
     def __init__(self) -> None:
         self.doubts: list[Doubt] = []  # what layers have left open in this forward pass
+        self.unasked: list[tuple[Tensor, str]] = []  # see `PromptLayer`
+
+    def later(self, layer: PromptLayer) -> PromptLayer:
+        """The layer whose scores are asked whether they are NaN with those of all layers."""
+        if not layer.depth:
+            self.unasked.clear()
+        return replace(layer, unasked=self.unasked) if _is_behind(layer.keys) else layer
+
+    def require_numbers(self, layer: PromptLayer) -> None:
+        """Raise in the last layer where the scores of one are NaN."""
+        if layer.depth == layer.num_layers - 1:
+            require_numbers(self.unasked)
 
     def judge(
         self, layer: PromptLayer, output: Tensor, module: Any, *, rounds_scores: bool

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from snapkv.cache.layer import CompressedLayer
@@ -111,7 +112,7 @@ class Shared:
 
     context: ForwardContext
     layer: CompressedLayer
-    keys: Tensor  # held, so that nothing else comes to lie at its place
+    keys: Tensor  # by which its readers are known
     left: int
 
 
@@ -143,10 +144,31 @@ class _Current(threading.local):
         self.candidates: Candidates | None = None
         self.index: tuple[int, Tensor] | None = None  # the layer whose indexer made these scores
         self.hook = Hook()
-        self.shared: dict[int, Shared] = {}  # by the place of the keys
+        self.is_recording = False
+        self.shared: list[Shared] = []
 
 
 _current = _Current()
+
+
+def is_traced() -> bool:
+    """Whether this pass will be run again without Python, so that it may ask for no number."""
+    return torch.compiler.is_compiling() or _current.is_recording
+
+
+def is_recording() -> bool:
+    """Whether this thread's pass is recorded, or tried before it is."""
+    return _current.is_recording
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """Within this block, passes of this thread are recorded."""
+    _current.is_recording = True
+    try:
+        yield
+    finally:
+        _current.is_recording = False
 
 
 def enter(context: ForwardContext) -> None:
@@ -171,27 +193,27 @@ def leave(reading: Reading) -> bool:
 def share(context: ForwardContext, keys: Tensor) -> None:
     """Before a layer attends and chooses: let its readers, if any, attend to the same."""
     layer = context.layer
-    _current.shared = {
-        place: each
-        for place, each in _current.shared.items()
+    _current.shared = [
+        each
+        for each in _current.shared
         if each.layer.identity.layer_idx < layer.identity.layer_idx  # else of an earlier pass
-    }
+    ]
     if layer.identity.readers:
         before = replace(context, layer=copy.copy(layer))
-        _current.shared[keys.data_ptr()] = Shared(
-            context=before, layer=layer, keys=keys, left=layer.identity.readers
+        _current.shared.append(
+            Shared(context=before, layer=layer, keys=keys, left=layer.identity.readers)
         )
 
 
 def take_shared(keys: Tensor) -> Shared | None:
     """Whose keys a layer attends to that has stored none; None for another cache's."""
-    shared = _current.shared.get(keys.data_ptr())
-    if shared is None or shared.keys.shape != keys.shape:
-        return None
-    shared.left -= 1
-    if not shared.left:
-        del _current.shared[keys.data_ptr()]
-    return shared
+    for shared in _current.shared:
+        if shared.keys is keys:
+            shared.left -= 1
+            if not shared.left:
+                _current.shared.remove(shared)
+            return shared
+    return None
 
 
 def note_index(layer_idx: int, scores: Tensor | None) -> None:

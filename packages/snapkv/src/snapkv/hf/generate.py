@@ -7,23 +7,28 @@ wrapped on the instance: `generate` announces the prompt's length to a `Compress
 
 In ``model.generate(ids, past_key_values=CompressedCache(model))`` Python has looked `generate` up
 before there was a cache, and the model's own runs. For that `_prefill` announces what was not, and
-`_extract_generation_mode_kwargs` passes a streamer on.
+`_extract_generation_mode_kwargs` passes a streamer on. Where `_valid_auto_compile_criteria` lets
+`generate` compile the steps, they are recorded, and `get_compiled_call` gives their replay.
 """
 
 import contextlib
 import copy
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from snapkv.cache.reading import Reading
-from snapkv.errors import InvalidArgumentError
-from snapkv.hf.cache_argument import cache_among
+from snapkv.errors import InvalidArgumentError, UnsupportedModelError
+from snapkv.hf import step_graph
+from snapkv.hf.cache_argument import cache_among, with_cache
 from snapkv.hf.drafting import vote_by_draft
+
+INSTALLATION = "_snapkv_installation"
+"""Where a model carries its `Installation`, so that it is copied and pickled with the model."""
 
 
 def _generate(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -38,6 +43,8 @@ def _generate(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
             "at tokens, got embeddings; pass input_ids"
         )
     end = _prompt_tokens(args, kwargs)
+    if (ids := _prompt_ids(args, kwargs)) is not None:
+        reading.expect_text(ids, end, kwargs.get("attention_mask"))
     reading.require_room(end, _new_tokens(model, kwargs, end))
     if piece := _asked(model, kwargs, "prefill_chunk_size"):
         cache_among(kwargs).require_pieces(end, piece, kwargs.get("attention_mask"))
@@ -48,10 +55,37 @@ def _generate(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
 def _prepare_inputs(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Tell a `CompressedCache` which tokens will be read."""
     inputs = own(model, *args, **kwargs)
-    reading, token_ids = _reading_of(inputs), inputs.get("input_ids")
-    if reading is not None and token_ids is not None:
+    reading, token_ids = _reading_of(kwargs), inputs.get("input_ids")
+    if reading is None:
+        return inputs
+    if cache_among(inputs) is not cache_among(kwargs):
+        inputs = _with_dropped(model, inputs, cache_among(kwargs))
+    if token_ids is not None:
         reading.expect_tokens(token_ids)
+        reading.note_text(args[0] if args else kwargs["input_ids"])
     return inputs
+
+
+def _with_dropped(model: PreTrainedModel, inputs: dict[str, Any], cache: Any) -> dict[str, Any]:
+    """The inputs of a pass with the cache that the model's own code has left out of them.
+
+    Where the model begins anew (Phi-3 behind the end of its short rotations), that is right while
+    the cache is empty, too.
+    """
+    if cache.get_seq_length() or cache_among(inputs) is not None:
+        limit = getattr(model.config, "original_max_position_embeddings", None)
+        remedy = "use transformers' own cache for it"
+        if limit is not None:
+            remedy = (
+                f"keep prompt and answer within original_max_position_embeddings={limit:,} tokens, "
+                "or read the longer text into an empty cache at once"
+            )
+        raise UnsupportedModelError(
+            f"model: expected one that goes on with the cache it is given, got "
+            f"{type(model).__name__}, which leaves the {cache.get_seq_length():,} tokens it has "
+            f"read and reads all anew; {remedy}"
+        )
+    return with_cache(inputs, cache)
 
 
 def _prefill(
@@ -67,20 +101,24 @@ def _prefill(
     Its pieces are read as they are: only steps behind it are compiled.
     """
     reading = _reading_of(model_kwargs)
-    if reading is not None:
-        cache_among(model_kwargs).require_rows(len(input_ids))
-        generation_config = copy.copy(generation_config)
-        generation_config.disable_compile = True
+    if reading is None:
+        return own(model, input_ids, generation_config, model_kwargs, **options)
+    cache, mask = cache_among(model_kwargs), model_kwargs.get("attention_mask")
+    cache.require_rows(len(input_ids))
+    generation_config = copy.copy(generation_config)
+    generation_config.disable_compile = True
+    masked = getattr(generation_config, "_mask_length", None) or 0  # of one that hides nothing
+    end = max(masked, _prompt_tokens((input_ids,), model_kwargs))
+    reading.expect_text(input_ids, end, mask)
     announcement: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if reading is not None and not reading.is_announced:
+    if not reading.is_announced:
         _require_use_cache(generation_config.use_cache)
-        masked = getattr(generation_config, "_mask_length", 0)  # of a mask that hides nothing
-        announcement = reading.announced(max(masked, _prompt_tokens((input_ids,), model_kwargs)))
-    with announcement:
+        announcement = reading.announced(end)
+    with announcement, reading.reading_text(input_ids):
         output = own(model, input_ids, generation_config, model_kwargs, **options)
-    if reading is not None and reading.undecided:
-        mask, positions = (model_kwargs.get(of) for of in ("attention_mask", "position_ids"))
-        vote_by_draft(model, cache_among(model_kwargs), output.logits, mask, positions)
+        reading.require_arrived()
+    if reading.undecided:
+        vote_by_draft(model, cache, output.logits, mask, model_kwargs.get("position_ids"))
     return output
 
 
@@ -98,11 +136,31 @@ def _modes(
     return given
 
 
+@contextlib.contextmanager
+def _batching(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+    """Continuous batching, which looks at the attention's name and has a cache of its own."""
+    installation = vars(model).get(INSTALLATION)
+    plainly = contextlib.nullcontext() if installation is None else installation.aside()
+    with plainly, own(model, *args, **kwargs) as manager:
+        yield manager
+
+
+def _init_batching(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """A manager that goes on after this call: the model is as it was until there is a new cache."""
+    if installation := vars(model).get(INSTALLATION):
+        installation.lay_aside()
+    return own(model, *args, **kwargs)
+
+
 _AROUND: dict[str, Callable[..., Any]] = {
     "generate": _generate,
     "prepare_inputs_for_generation": _prepare_inputs,
     "_prefill": _prefill,
     "_extract_generation_mode_kwargs": _modes,
+    "_valid_auto_compile_criteria": step_graph.compiles,
+    "get_compiled_call": step_graph.compiled,
+    "continuous_batching_context_manager": _batching,
+    "init_continuous_batching": _init_batching,
 }
 """What runs around which methods of a model: given the model's own method and the model."""
 
@@ -169,9 +227,14 @@ def _prompt_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
     A mask longer than the ids means that only the new ids were passed, as in `generate` itself.
     """
-    ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
-    given = (ids, kwargs.get("inputs_embeds"), kwargs.get("attention_mask"))
+    given = (_prompt_ids(args, kwargs), kwargs.get("inputs_embeds"), kwargs.get("attention_mask"))
     return max((each.shape[1] for each in given if isinstance(each, Tensor)), default=0)
+
+
+def _prompt_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """What `generate` was given first, if it is a tensor."""
+    ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+    return ids if isinstance(ids, Tensor) else None
 
 
 def _new_tokens(model: PreTrainedModel, kwargs: dict[str, Any], prompt_tokens: int) -> int:

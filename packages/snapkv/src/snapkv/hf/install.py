@@ -23,11 +23,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from snapkv.errors import CacheMismatchError, UnsupportedModelError
 from snapkv.hf.attention import is_seam, plain_name, register_attention
 from snapkv.hf.build import layers_for, require_model
-from snapkv.hf.generate import announce_prompts, stop_announcing
+from snapkv.hf.generate import INSTALLATION, announce_prompts, stop_announcing
 from snapkv.policies import FullCache
-
-_ATTRIBUTE = "_snapkv_installation"
-"""Where a model carries it meanwhile, so that it is copied and pickled with the model."""
 
 _lock = threading.Lock()
 _perhaps_unused: "deque[Installation]" = deque()
@@ -85,9 +82,10 @@ class Installation:
                         f"AttentionInterface, got {type(model).__name__}, which computes it by "
                         "itself; it cannot be compressed"
                     )
+                _require_unasked(config, plain_name(name) or "eager")
                 _set(config, register_attention(plain_name(name) or "eager"))
             announce_prompts(model)
-            vars(model)[_ATTRIBUTE] = self
+            vars(model)[INSTALLATION] = self
         except BaseException:
             if not self.is_used:
                 self.take_off()
@@ -105,7 +103,25 @@ class Installation:
         model = self.model
         if model is not None:
             stop_announcing(model)
-            vars(model).pop(_ATTRIBUTE, None)
+            vars(model).pop(INSTALLATION, None)
+
+    def lay_aside(self) -> None:
+        """Let the model attend by itself, under the plain name, while caches of it may live."""
+        with _alone():
+            for config in self._configs:
+                _unset(config)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Within this block the model attends by itself; caches that live refuse to read on."""
+        self.lay_aside()
+        try:
+            yield
+        finally:
+            with _alone():
+                model = self.model
+                if self.is_used and model is not None and vars(model).get(INSTALLATION) is self:
+                    self.put_on(model)
 
     def give_back(self, model: PreTrainedModel) -> None:
         """As `take_off`, whoever else needs it and whoever put it on."""
@@ -143,6 +159,17 @@ def _copied(model: PreTrainedModel, configs: list[PreTrainedConfig]) -> Installa
                 register_attention(plain_name(config._attn_implementation) or "eager")
         _known.add(copied)
     return copied
+
+
+def _require_unasked(config: PreTrainedConfig, name: str) -> None:
+    """Refuse a model whose own code asks for this name, and would not find it behind ours."""
+    for asked, setting in (("eager", "reorder_and_upcast_attn"), ("flex", "num_kv_shared_layers")):
+        if name.startswith(asked) and getattr(config, setting, None):
+            raise UnsupportedModelError(
+                f"attn_implementation: expected another than {name!r} with {setting}, got "
+                f"{config.model_type}, whose code then looks for that name; load the model with "
+                "attn_implementation='sdpa'"
+            )
 
 
 def _set(config: PreTrainedConfig, name: str | None) -> None:

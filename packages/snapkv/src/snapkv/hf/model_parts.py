@@ -11,7 +11,7 @@ import math
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -107,6 +107,15 @@ def indexers_of(model: PreTrainedModel) -> dict[int, dict[str, int]]:
         own = 0 if mode == "shared" else dim
         found[index] = {"index_dim": own, "leader": leader, "most_attended": most}
     return found
+
+
+def has_images_positions(modules: Iterable[Any]) -> bool:
+    """Whether one of a model's modules has noted an image behind which positions count no tokens.
+
+    Models with rotations of three axes do (Qwen2-VL, section 2.1).
+    """
+    noted = (getattr(module, "rope_deltas", None) for module in modules)
+    return any(isinstance(deltas, Tensor) and bool(deltas.any()) for deltas in noted)
 
 
 class States(Enum):
@@ -208,9 +217,9 @@ def _candidates(
 ) -> Iterator[Rotation]:
     """The ways in which the family's own code may rotate this layer's keys."""
     start = torch.zeros(1, 1, dtype=torch.int64, device=keys.device)
-    for module in model.modules():
+    for module in _rotary_embeddings(model):
         apply = getattr(sys.modules[type(module).__module__], _APPLY, None)
-        if not type(module).__name__.endswith("RotaryEmbedding") or apply is None:
+        if apply is None:
             continue
         if list(inspect.signature(apply).parameters)[:4] != ["q", "k", "cos", "sin"]:
             continue
@@ -224,6 +233,18 @@ def _candidates(
             with contextlib.suppress(RuntimeError):  # the tables do not fit heads of this size
                 rotation(keys, start)
                 yield rotation
+
+
+def _rotary_embeddings(model: PreTrainedModel) -> list[Any]:
+    """Those of the text decoder, not of what sees images; of all where another part is called so.
+
+    As the head of ModernBERT's decoder is.
+    """
+    for part in (model.get_decoder(), model):
+        named = [each for each in part.modules() if type(each).__name__.endswith("RotaryEmbedding")]
+        if named:
+            return named
+    return []
 
 
 def attention_modules(model: PreTrainedModel, layers: Sequence[int]) -> dict[int, list[Any]]:

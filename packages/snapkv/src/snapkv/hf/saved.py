@@ -12,11 +12,13 @@ from transformers import PreTrainedModel
 
 from snapkv.cache.indexed import IndexedLayer
 from snapkv.cache.paging import PageRecall, Recall
+from snapkv.cache.read_ids import ReadIds
 from snapkv.cache.reading import Reading
 from snapkv.cache.saving.encoding import decode_layer, encode_layer
 from snapkv.cache.saving.files import SealedFile, read_sealed, write_sealed
 from snapkv.errors import CacheFileError, CacheMismatchError, SnapKVError, UnsupportedModelError
 from snapkv.hf.identity import identity_of, require_identity
+from snapkv.hf.model_parts import has_images_positions
 from snapkv.hf.placement import device_of, layer_devices
 from snapkv.policies import POLICIES, Policy
 from snapkv.storage.coded import KVCodes
@@ -29,12 +31,8 @@ _OPTIONS = ("storage", "room_tokens", "turns", "refresh_every", "quantize", "pro
 
 
 def require_plain_positions(model: PreTrainedModel) -> None:
-    """Refuse a file without what the model noted of its last image; after a text that is nothing.
-
-    Models with rotations of three axes number tokens behind an image by it (Qwen2-VL, section 2.1).
-    """
-    moved = (getattr(module, "rope_deltas", None) for module in model.modules())
-    if any(isinstance(deltas, Tensor) and bool(deltas.any()) for deltas in moved):
+    """Refuse a file without what the model noted of its last image; of a text that is nothing."""
+    if has_images_positions(model.modules()):
         raise UnsupportedModelError(
             f"model: expected positions that count tokens for a cache that is saved, got "
             f"{type(model).__name__} behind an image, whose `rope_deltas` a loaded one would miss; "
@@ -77,6 +75,7 @@ def encoded(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the notes of the file of a cache."""
     tensors = {f"{_BESIDE}{name}": value for name, value in beside.items()}
+    tensors |= reading.read_ids.up_to(reading.seen_tokens).state()
     recall = options["recall"]
     notes = {
         "model": dict(model),
@@ -165,6 +164,7 @@ def _rebuilt(
         decode_layer(layer, saved, tensors, places.get(index, elsewhere))
     cache.reading.prompt_end = notes["prompt_end"]
     cache.reading.turn_start = notes["turn_start"]
+    cache.reading.read_ids = ReadIds.restored(tensors, cache.reading.rows)
     return cache
 
 

@@ -42,7 +42,7 @@ def packed_scores(scores: Tensor, bin_tokens: int, *, one_scale: bool = False) -
     """
     heads, tokens = scores.shape
     bins = -(-tokens // bin_tokens)
-    padded = torch.full((heads, bins * bin_tokens), float("-inf"))
+    padded = torch.full((heads, bins * bin_tokens), float("-inf"), dtype=torch.float32)
     padded[:, :tokens] = scores.float().cpu()
     highest = padded.view(heads, bins, bin_tokens).amax(dim=-1)
     every = scores.float().cpu()

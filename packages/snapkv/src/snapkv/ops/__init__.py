@@ -9,7 +9,8 @@ from snapkv.ops.ragged.layout import RaggedLayout
 from snapkv.ops.redundancy import redundancy
 from snapkv.ops.scores import ScoreOptions
 from snapkv.ops.token_cost import TokenCost
-from snapkv.ops.votes.api import Implementation, fade_votes, gather_tokens, pool_votes, window_votes
+from snapkv.ops.votes.api import Implementation, fade_votes, window_votes
+from snapkv.ops.votes.blocked import gather_tokens
 from snapkv.ops.votes.reference import (
     attention_of_groups,
     attention_received,
@@ -17,6 +18,7 @@ from snapkv.ops.votes.reference import (
     attention_to_stored,
     attention_weight_blocks,
     attention_weights,
+    pool_votes,
     reduce_group,
     times_above,
     window_output,

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from snapkv.ops.votes.api import gather_tokens
+from snapkv.ops.votes.blocked import gather_tokens
 
 
 def page_bounds(keys: Tensor, pages: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ def redundancy(
     if pad_tokens is not None:
         pads = torch.arange(S, device=keys.device) < pad_tokens[:, None, None]
         directions = directions.masked_fill(pads[..., None], 0.0)
-    total = torch.zeros(B, H, S, device=keys.device)
+    total = keys.new_zeros(B, H, S, dtype=torch.float32)
     rows = max(1, most_cosines // (B * H * S))
     for start in range(0, S, rows):
         cosines = directions[:, :, start : start + rows] @ directions.transpose(-1, -2)

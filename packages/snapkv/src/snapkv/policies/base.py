@@ -4,7 +4,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, fields, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, NoReturn, Self
 
 from torch import Tensor
 
@@ -47,6 +47,21 @@ class Policy(ABC):
 
     name: ClassVar[str]
     parts_heads: ClassVar[bool] = False
+
+    def __new__(cls, *_: Any, **parameters: Any) -> Self:
+        if "compression_ratio" in parameters:
+            raise InvalidTypeError(
+                "compression_ratio: expected keep_ratio=, the share that is kept, or a budget, got "
+                f"kvpress's argument of {cls.__name__}; see docs/migrating.md"
+            )
+        return super().__new__(cls)
+
+    def __call__(self, model: Any) -> NoReturn:
+        """Refuse kvpress's idiom, in which a press is entered around a model."""
+        raise InvalidTypeError(
+            f"policy: expected to be given to a cache, CompressedCache(model, {self!r}), got a "
+            f"call with a {type(model).__name__}, as of a press; see docs/migrating.md"
+        )
 
     @property
     @abstractmethod
@@ -209,7 +224,7 @@ class PrefixPolicy(Policy):
             "auto", or an `AutoBudget`, lets the votes choose, for methods that have some; "12%",
             "64MiB", or a `ByteBudget`, keeps what fits into so many bytes.
         keep_ratio: instead of `budget`, the fraction of the prefix to keep beside the window:
-            k = floor(keep_ratio * prefix), in (0, 1] (Sec. 4, "voting").
+            k = floor(keep_ratio * prefix), in (0, 1] (Sec. 4, "voting"); the sinks at least.
         window_size: the last tokens of the prompt, always kept.
 
     Raises:
@@ -305,7 +320,9 @@ class PrefixPolicy(Policy):
             by_head = self.budget.voted(self.rated(layer))
             by_row = by_head.amax(-1) if of_heads == "max" else by_head.float().mean(-1).ceil()
             wanted = by_row.int().tolist()
-        return [self.limit.row(*row) for row in zip(prefixes, wanted, strict=True)]
+        sinks = (min(self.sink_tokens, tokens) for tokens in prefixes)
+        kept = (self.limit.row(*row) for row in zip(prefixes, wanted, strict=True))
+        return list(map(max, kept, sinks))
 
     def select(self, layer: PromptLayer) -> Selection | None:
         """Keep the sinks, the best of the prefix and the window, or everything where it fits."""

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -29,7 +29,7 @@ BYTES = "bytes"
 
 UNDILUTED_TOKENS = 1024
 """Up to here a vote weighs the same; of a longer prompt each position gets a smaller share of the
-window's attention, and so does the one that is the answer: `docs/results/tables/auto_budget.md`."""
+window's attention, and so does the one that is the answer."""
 
 
 def dilution(tokens: float) -> float:
@@ -44,8 +44,7 @@ class AutoBudget:
     A layer keeps the smallest number at which, in every head, all positions are kept whose pooled
     vote is more than `lost_vote` of the window's attention; of a prompt longer than 1,024 tokens,
     more than as much less as it is longer. So a layer with focused heads keeps few, one with
-    dispersed heads many. The bound is on the highest vote that is lost and not on the sum of them,
-    which tells less about whether an answer is right: `docs/results.md`.
+    dispersed heads many. The bound is on the highest vote that is lost, not on the sum of them.
 
     Args:
         lost_vote: the highest share of a query's attention, mean over the window, that a position
@@ -88,7 +87,7 @@ class AutoBudget:
         for what must stay, minus infinity for pads.
         """
         tokens = (shares > -math.inf).sum(dim=-1, keepdim=True)
-        bound = self.lost_vote / (tokens / UNDILUTED_TOKENS).clamp(min=1.0)
+        bound = self.lost_vote / (tokens.float() / UNDILUTED_TOKENS).clamp(min=1.0)
         return (shares > bound).sum(dim=-1)
 
     def within(self, voted: int, prefix_tokens: int, window_size: int) -> int:
@@ -108,13 +107,14 @@ class ByteBudget:
 
     Args:
         share: of the bytes that the row's own prompt takes in these layers of the full cache, in
-            the model's dtype, in (0, 1]; "12%" stands for 0.12.
+            the model's dtype, in (0, 1]; "12%" stands for 0.12. A row too short for what must stay
+            keeps that, or all it has.
         bytes: of one row in all of them together; "64MiB" stands for 2**26.
 
     Raises:
         InvalidArgumentError: not one of them, or out of range.
-        BudgetTooSmallError: at the end of a prompt, too few for the window, the sinks, and the
-            tokens that `quantize` leaves as they came.
+        BudgetTooSmallError: at the end of a prompt, too few `bytes` for what must stay: the
+            window, the sinks, and the tokens that `quantize` leaves as they came.
     """
 
     share: float | None = None
@@ -168,7 +168,7 @@ class ByteBudget:
         """Tokens of a row of `own` that fit into one of so many layers, or more than it has.
 
         Raises:
-            BudgetTooSmallError: fewer than `least`.
+            BudgetTooSmallError: so many bytes hold fewer than `least`; of a share those stay.
         """
         if cost.together:
             depth, layers = 0, 1
@@ -181,20 +181,19 @@ class ByteBudget:
         blocks = (given - layers * cost.exact_tokens * cost.token_bytes) // cost.block_bytes
         fewest = cost.exact_tokens - cost.spare_tokens
         if fewest + blocks // layers * cost.block_tokens < least:
-            self._refuse(own, least, needed, full)
+            self._require_share(own, least, needed)
+            return least
         more = -blocks * depth // layers - -blocks * (depth + 1) // layers
         return fewest + more * cost.block_tokens
 
-    def _refuse(self, own: int, least: int, needed: int, full: int) -> NoReturn:
+    def _require_share(self, own: int, least: int, needed: int) -> None:
         if self.share is None:
-            enough, got = f"{needed:,} bytes", f"{self.bytes:,} bytes"
-        else:
-            enough, got = f"{math.ceil(1000 * needed / full) / 10:g}%", f"{100 * self.share:g}%"
-        raise BudgetTooSmallError(
-            f"budget: expected at least {enough} for {least} of {own:,} prompt tokens, which are "
-            f"the window, the sinks and what stays as it came, got {got}; raise it, lower those, "
-            "or pass a number of tokens"
-        )
+            raise BudgetTooSmallError(
+                f"budget: expected at least {needed:,} bytes for {least} of {own:,} prompt tokens, "
+                "which are the window, the sinks and what stays as it came, got "
+                f"{self.bytes:,} bytes; raise it, lower those, or pass a share or a number of "
+                "tokens"
+            )
 
 
 def require_tokens(policy: Any) -> None:

@@ -66,7 +66,7 @@ class Compactor(PrefixPolicy):
     def score(self, layer: PromptLayer) -> Tensor:
         """Leverage and attention, blended: (B, Hkv, P) float32; zero for the sinks."""
         B, H, T, _ = layer.keys.shape
-        scores = torch.zeros(B, H, T - self.window_size, device=layer.keys.device)
+        scores = layer.keys.new_zeros(B, H, T - self.window_size, dtype=torch.float32)
         if layer.queries.shape[2] < max(layer.row_lengths):
             raise InvalidArgumentError(
                 f"policy: expected the queries of all {T} tokens with {self.name}, since earlier "
@@ -92,7 +92,9 @@ class Compactor(PrefixPolicy):
         keys = layer.rotation(layer.keys[row, None, :, own], -positions[None])[0]
         seed = (self.seed * 100_003 + layer.layer_idx) % 2**63  # what a generator accepts
         sketch = torch.randn(
-            H, D, self.sketch_dimension, generator=torch.Generator().manual_seed(seed)
+            (H, D, self.sketch_dimension),
+            generator=torch.Generator().manual_seed(seed),
+            dtype=torch.float32,
         )
         sketch = sketch.to(keys.device) / self.sketch_dimension**0.5
         sketched = ((keys - keys.mean(dim=1, keepdim=True)) @ sketch).double()

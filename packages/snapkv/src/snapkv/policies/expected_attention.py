@@ -109,7 +109,7 @@ def _average_rotation(
 
     The layers of a model share it.
     """
-    basis = torch.eye(size, device=device)
+    basis = torch.eye(size, dtype=torch.float32, device=device)
     total = torch.zeros_like(basis)
     for block in torch.split(torch.arange(tokens, device=device), _POSITIONS_AT_ONCE):
         states = basis.expand(len(block), 1, -1, -1)

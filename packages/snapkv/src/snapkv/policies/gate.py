@@ -143,12 +143,13 @@ def features(layer: PromptLayer, part: slice) -> Tensor:
     places = torch.arange(part.start, part.stop, device=keys.device) - layer.keys.shape[2] + tokens
     places = places.clamp(min=0)
     keys = layer.rotation(keys, -places)
+    places, tokens = places.float(), tokens.float()
     norms = [
         torch.linalg.vector_norm(states, dim=-1, keepdim=True).clamp(min=_LEAST_NORM).log()
         for states in (keys, values)
     ]
     placed = [(places + 1).log(), places / tokens, (tokens - places).log(), torch.ones_like(places)]
-    of_row = torch.stack([each.float() for each in placed], dim=-1)[:, None]
+    of_row = torch.stack(placed, dim=-1)[:, None]
     of_row = of_row.expand(-1, keys.shape[1], -1, -1)
     return torch.cat([keys, keys.square(), values, *norms, of_row], dim=-1)
 

@@ -51,14 +51,14 @@ class LagKV(PrefixPolicy):
     def score(self, layer: PromptLayer) -> Tensor:
         """Rank or rating within [0, 1], above 1 where there is no lag: (B, Hkv, P) float32."""
         B, T = layer.keys.shape[0], layer.keys.shape[2]
-        scores = torch.zeros(B, layer.num_kv_heads, T, device=layer.keys.device)
+        scores = layer.keys.new_zeros(B, layer.num_kv_heads, T, dtype=torch.float32)
         for row, tokens in enumerate(layer.row_lengths):
             ratings = self._ratings(layer.keys[row, :, T - tokens :])
             ratings = (ratings + self._ratings(layer.values[row, :, T - tokens :])) / 2
             if layer.stored_heads is not None:
                 ratings = ratings.mean(dim=0, keepdim=True)
             in_order = ratings if self.cross_scoring else _ranked(ratings)
-            ages = torch.arange(1, tokens + 1, device=scores.device) / tokens
+            ages = torch.arange(1, tokens + 1, device=scores.device).float() / tokens
             own = scores[row, :, T - tokens :]
             own[:, self.sink_tokens :] = 1 + ages[self.sink_tokens :]
             own[:, self.sink_tokens :][:, : in_order[0].numel()] = in_order.flatten(1)
@@ -68,7 +68,7 @@ class LagKV(PrefixPolicy):
         """How much tokens stand out in their pieces: (H, pieces, lag_size) of (H, T, D)."""
         whole = max(0, states.shape[1] - self.sink_tokens) // self.lag_size
         if whole < 2:
-            return torch.zeros(states.shape[0], 0, self.lag_size, device=states.device)
+            return states.new_zeros(states.shape[0], 0, self.lag_size, dtype=torch.float32)
         behind = states[:, self.sink_tokens :][:, : whole * self.lag_size].float()
         pieces = behind.reshape(states.shape[0], whole, self.lag_size, -1)
         lag = pieces[:, 1:]

@@ -13,6 +13,20 @@ from snapkv.policies.fair import keep_fair
 from snapkv.policies.states import PromptLayer, Selection
 
 
+def require_numbers(unasked: Sequence[tuple[Tensor, str]]) -> None:
+    """Raise where somebody's scores are NaN; as `PromptLayer.unasked` has them. Waits once."""
+    if not unasked:
+        return
+    last, names = unasked[-1][0].device, [name for _, name in unasked]
+    are_nan = torch.stack([is_nan.to(last) for is_nan, _ in unasked]).tolist()
+    for name, is_nan in zip(names, are_nan, strict=True):
+        if is_nan:
+            raise InvalidArgumentError(
+                f"score: expected numbers from {name}, of which the best are kept, got NaN; divide "
+                "by nothing that may be 0, and compute in float32"
+            )
+
+
 @dataclass(frozen=True)
 class Prefix:
     """A layer at the end of the prompt, to a method with a window and sinks of this size.
@@ -72,6 +86,13 @@ class Prefix:
                 f"one for each KV head and each position before the window, got {got}{kind}; "
                 "score layer.keys[:, :, : -self.window_size], not the window"
             )
+        is_nan = scores.isnan()
+        if (pads := self.layer.pads) is not None:
+            is_nan &= ~pads[..., :tokens]
+        unasked = [] if self.layer.unasked is None else self.layer.unasked
+        unasked.append((is_nan.any(), name))
+        if self.layer.unasked is None:
+            require_numbers(unasked)
         return scores
 
     def ranked(self, scores: Tensor) -> Tensor:

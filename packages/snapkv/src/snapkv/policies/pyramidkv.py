@@ -67,18 +67,21 @@ class PyramidKV(SnapKV):
     def _layer_budgets(self, mean: int, prefix_tokens: int, num_layers: int) -> list[int]:
         """Prefix budgets from the bottom layer to the top one."""
         if not self.published:
-            return exact_budgets(mean, prefix_tokens, num_layers, self.beta)
+            sinks = min(self.sink_tokens, prefix_tokens)
+            return exact_budgets(mean, prefix_tokens, num_layers, self.beta, sinks)
         if prefix_tokens + self.window_size < 2 * mean:
             return [mean] * num_layers
         return published_budgets(mean, prefix_tokens, num_layers, self.beta)
 
 
-def exact_budgets(mean: int, prefix_tokens: int, num_layers: int, beta: int) -> list[int]:
+def exact_budgets(
+    mean: int, prefix_tokens: int, num_layers: int, beta: int, least: int = 0
+) -> list[int]:
     """Budgets of the layers that fall linearly and add up to ``mean * num_layers`` exactly.
 
-    The top layer gets ``mean / beta``, unless the bottom one would exceed the prefix.
+    The top layer gets ``mean / beta`` or `least`, unless the bottom one would exceed the prefix.
     """
-    bottom = min(2 * mean - mean / beta, prefix_tokens)
+    bottom = min(2 * mean - max(mean / beta, least), prefix_tokens)
     top = 2 * mean - bottom
     steps = max(num_layers - 1, 1)
     shares = [bottom - (bottom - top) * depth / steps for depth in range(num_layers)]

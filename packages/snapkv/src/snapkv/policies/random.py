@@ -42,5 +42,6 @@ class Random(PrefixPolicy):
         seed = (self.seed * 100_003 + layer.layer_idx) % 2**63  # what a generator accepts
         generator = torch.Generator().manual_seed(seed)
         prefix_tokens = prompt_tokens - self.window_size
-        draws = torch.rand(prefix_tokens, layer.num_kv_heads, generator=generator)
+        shape = (prefix_tokens, layer.num_kv_heads)
+        draws = torch.rand(shape, generator=generator, dtype=torch.float32)
         return draws.flip(0).T.expand(batch, -1, -1).to(layer.keys.device)

@@ -131,7 +131,7 @@ class Scissorhands(BestAndRecent):
         counts = ops.times_above(
             states.queries,
             states.keys,
-            threshold=1.0 / tokens,
+            threshold=1.0 / tokens.float(),
             columns=columns,
             seen_tokens=seen_tokens,
             pad_tokens=pads,

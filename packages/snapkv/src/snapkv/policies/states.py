@@ -90,6 +90,8 @@ class PromptLayer(LayerStates):
         votes_impl: the implementation of `snapkv.ops.window_votes` that counts the window's votes.
         draft: (B, Hq, N, D) queries, (B, Hkv, N, D) keys and values of N tokens that were generated
             behind the prompt to vote on it; None where none were.
+        unasked: takes whether scores are NaN, () bool, and whose they are, to be asked behind the
+            last layer, since a GPU is waited for then; None to ask at once.
     """
 
     values: Tensor
@@ -102,6 +104,7 @@ class PromptLayer(LayerStates):
     token_cost: Callable[[int], TokenCost] | None = None
     votes_impl: Implementation = "auto"
     draft: tuple[Tensor, Tensor, Tensor] | None = None
+    unasked: list[tuple[Tensor, str]] | None = None
 
     def once(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
         """What `compute` gives, computed the first time somebody asks for it by that key."""

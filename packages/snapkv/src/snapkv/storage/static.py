@@ -3,6 +3,7 @@
 A compiled decoding step, or a CUDA graph that was captured of one, replays for every later prompt.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -365,6 +366,11 @@ class Static:
             raise ValueError(f"a {kind} store in static storage")
         store = self.empty().fill(**state)
         return self.finalize(store, 0, "", None) if kind == StaticStore.kind else store
+
+    @property
+    def buffers(self) -> Sequence[Tensor]:
+        """What stays where it is until batch, dtype or device change; none before a prompt ends."""
+        return self._buffers
 
     def buffers_for(self, *wanted: tuple[Tensor, dict[int, int]]) -> list[Tensor]:
         """Buffers like these tensors, but for the sizes of some axes."""

@@ -1,14 +1,13 @@
 """The experiments by name; one file per task. Importing them loads neither torch nor data."""
 
 from snapkv_lab.evaluate.task import Task
-from snapkv_lab.evaluate.tasks.conversations import Functions, ToolResults, Turns
 from snapkv_lab.evaluate.tasks.instructions import Instructions
 from snapkv_lab.evaluate.tasks.lines import Lines
 from snapkv_lab.evaluate.tasks.longbench import LongBench
 from snapkv_lab.evaluate.tasks.needle import Needle
 from snapkv_lab.evaluate.tasks.rag import RagCitation, RagPipeline, RagPosition
 from snapkv_lab.evaluate.tasks.ruler import Ruler
-from snapkv_lab.evaluate.tasks.tracking import Tracking
+from snapkv_lab.evaluate.tasks.turns import Turns
 
 TASKS: dict[str, type[Task]] = {
     task.name: task
@@ -16,10 +15,7 @@ TASKS: dict[str, type[Task]] = {
         Needle,
         Lines,
         Instructions,
-        Tracking,
         Turns,
-        ToolResults,
-        Functions,
         LongBench,
         Ruler,
         RagCitation,
@@ -30,7 +26,6 @@ TASKS: dict[str, type[Task]] = {
 """Every task by the name it has on the command line."""
 
 __all__ = [
-    "Functions",
     "Instructions",
     "Lines",
     "LongBench",
@@ -40,7 +35,5 @@ __all__ = [
     "RagPosition",
     "Ruler",
     "TASKS",
-    "ToolResults",
-    "Tracking",
     "Turns",
 ]

@@ -1,4 +1,4 @@
-"""The vote, its pooling and the gather, each by the implementation that is asked for or fits."""
+"""The vote and its fading, each by the implementation that is asked for or fits."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -9,7 +9,7 @@ from snapkv.ops.choice import implementation, triton_obstacle
 from snapkv.ops.scores import ScoreOptions
 from snapkv.ops.votes import blocked, by_head, reference
 
-Implementation = Literal["auto", "reference", "blocked", "by_head", "by_token", "scan", "triton"]
+Implementation = Literal["auto", "reference", "blocked", "by_head", "scan", "triton"]
 
 MOST_HEAD_DIM = 256
 """Wider rows of keys do not fit beside the queries into the memory of a multiprocessor."""
@@ -20,12 +20,7 @@ _IN_TORCH: dict[str, dict[str, Callable[..., Tensor]]] = {
         "blocked": blocked.window_votes,
         "by_head": by_head.window_votes,
     },
-    "pool_votes": {"reference": reference.pool_votes},
     "fade_votes": {"reference": reference.fade_votes, "scan": blocked.fade_votes},
-    "gather_tokens": {
-        "reference": reference.gather_tokens,
-        "by_token": blocked.gather_tokens,
-    },
 }
 
 
@@ -60,17 +55,6 @@ def window_votes(
     return vote(queries, keys, score_options, pad_tokens=pad_tokens, group_reduce=group_reduce)
 
 
-def pool_votes(
-    votes: Tensor,
-    kernel_size: int | tuple[int, int],
-    pooling: str,
-    *,
-    impl: Implementation = "auto",
-) -> Tensor:
-    """Smooth votes along the prefix, as `snapkv.ops.votes.reference.pool_votes` says."""
-    return _implementation("pool_votes", impl, votes, "reference")(votes, kernel_size, pooling)
-
-
 def fade_votes(votes: Tensor, decay: float, *, impl: Implementation = "auto") -> Tensor:
     """Let votes lift what follows them, as `snapkv.ops.votes.reference.fade_votes` says.
 
@@ -78,15 +62,6 @@ def fade_votes(votes: Tensor, decay: float, *, impl: Implementation = "auto") ->
     kernel where it can run, else "scan".
     """
     return _implementation("fade_votes", impl, votes, "scan")(votes, decay)
-
-
-def gather_tokens(states: Tensor, keep_indices: Tensor, *, impl: Implementation = "auto") -> Tensor:
-    """Copy the kept rows of keys or values, as `snapkv.ops.votes.reference.gather_tokens` says.
-
-    `impl` is "reference", number by number; "by_token", one copy per token; "triton", a kernel.
-    "auto" takes the kernel where it can run, else "by_token".
-    """
-    return _implementation("gather_tokens", impl, states, "by_token")(states, keep_indices)
 
 
 def _implementation(

@@ -147,7 +147,7 @@ def attention_received(
     block_tokens: int = 256,
 ) -> Tensor:
     """Attention every position receives from the last queries, in sum: (B, Hq, T) float32."""
-    received = torch.zeros(*queries.shape[:2], keys.shape[2], device=keys.device)
+    received = queries.new_zeros(*queries.shape[:2], keys.shape[2], dtype=torch.float32)
     for weights in attention_weight_blocks(queries, keys, score_options, pad_tokens, block_tokens):
         received[..., : weights.shape[-1]] += weights.sum(dim=-2)
     return received
@@ -165,7 +165,7 @@ def attention_received_by_distance(
 
     Those are, of a position, the queries that follow by `near_tokens`, (B,) int64, or by more.
     """
-    received = torch.zeros(*queries.shape[:2], keys.shape[2], device=keys.device)
+    received = queries.new_zeros(*queries.shape[:2], keys.shape[2], dtype=torch.float32)
     from_afar = torch.zeros_like(received)
     positions = torch.arange(keys.shape[2], device=keys.device)
     for weights in attention_weight_blocks(queries, keys, score_options, pad_tokens, 256):
@@ -206,7 +206,7 @@ def attention_to_stored(
 
     (B, Hq, S) float32; zero where a slot holds no token.
     """
-    received = torch.zeros(*queries.shape[:2], keys.shape[2], device=keys.device)
+    received = queries.new_zeros(*queries.shape[:2], keys.shape[2], dtype=torch.float32)
     blocks = _stored_weight_blocks(
         queries, keys, score_options, columns, seen_tokens, pad_tokens, 64
     )
@@ -244,7 +244,7 @@ def times_above(
     Returns:
         (B, Hq, S) float32, whole numbers.
     """
-    counts = torch.zeros(*queries.shape[:2], keys.shape[2], device=keys.device)
+    counts = queries.new_zeros(*queries.shape[:2], keys.shape[2], dtype=torch.float32)
     blocks = _stored_weight_blocks(
         queries, keys, score_options, columns, seen_tokens, pad_tokens, block_tokens
     )

@@ -1,4 +1,4 @@
-"""The vote, its pooling and fading, and the gather as Triton kernels, for CUDA.
+"""The vote and its fading as Triton kernels, for CUDA; torch pools and gathers as fast.
 
 The vote reads the keys twice. First every split of the keys tells each row of queries its highest
 score and the sum of its exponentials; the splits are put together in torch, two numbers per row.
@@ -23,9 +23,7 @@ _SPLIT_TOKENS = 256, 4096  # the smallest and the largest split of the first pas
 _PROGRAMS = 512  # programs to aim at: a few for each multiprocessor of a large device
 _BLOCK_BYTES = 65536  # keys that a program of the second pass holds
 _FLOAT32_TILES = 16, 16  # multiplied without tensor cores, out of registers
-_POOLED = 1024  # votes of one program
 _FADED = 1024  # votes of one step of a program
-_GATHERED = 32  # rows of one program
 _LEAST_FACTOR = tl.constexpr(
     1e-37
 )  # factors do not become zero, which times minus infinity is no number
@@ -139,20 +137,6 @@ def _second_tiles(keys: Tensor, width: int, rows: int) -> tuple[int, int]:
     return min(most_rows, max(16, triton.next_power_of_2(rows))), block
 
 
-def pool_votes(votes: Tensor, kernel_size: int | tuple[int, int], pooling: str) -> Tensor:
-    """As `snapkv.ops.pool_votes`; no gradients."""
-    before, behind = (kernel_size // 2,) * 2 if isinstance(kernel_size, int) else kernel_size
-    votes = votes.contiguous()
-    pooled = torch.empty_like(votes)
-    B, H, P = votes.shape
-    if votes.numel():
-        with torch.cuda.device_of(votes):
-            launch = _pool[(B * H, triton.cdiv(P, _POOLED))]
-            given = votes, pooled, P, min(before, P), min(behind, P), 1 / (before + behind + 1)
-            launch(*given, MAX=pooling == "max", BLOCK=_POOLED)
-    return pooled
-
-
 def fade_votes(votes: Tensor, decay: float) -> Tensor:
     """As `snapkv.ops.fade_votes`; no gradients."""
     votes = votes.contiguous()
@@ -162,22 +146,6 @@ def fade_votes(votes: Tensor, decay: float) -> Tensor:
         with torch.cuda.device_of(votes):
             _fade[(B * H,)](votes, faded, P, max(decay, _LEAST_FACTOR.value), BLOCK=_FADED)
     return faded
-
-
-def gather_tokens(states: Tensor, keep_indices: Tensor) -> Tensor:
-    """As `snapkv.ops.gather_tokens`; no gradients."""
-    B, Hs, _, D = states.shape
-    states = states if states.stride(-1) == 1 else states.contiguous()
-    heads, K = max(keep_indices.shape[1], Hs), keep_indices.shape[2]
-    keep_indices = keep_indices.expand(-1, heads, -1)
-    kept = states.new_empty(B, heads, K, D)
-    if kept.numel():
-        with torch.cuda.device_of(states):
-            launch = _gather[(B * heads, triton.cdiv(K, _GATHERED))]
-            strides = *states.stride()[:3], *keep_indices.stride()
-            given = states, keep_indices, kept, heads, heads // Hs, K, *strides
-            launch(*given, D=D, D_BLOCK=triton.next_power_of_2(D), ROWS=_GATHERED)
-    return kept
 
 
 @triton.jit
@@ -295,27 +263,6 @@ def _add_up(
         tl.store(votes_at + head * prefix + place, received * share, mask=there)
 
 
-@triton.jit(do_not_specialize=["P", "before", "behind"])
-def _pool(
-    votes_at, pooled_at, P, before, behind, share, MAX: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """One block of one head's votes, each with the votes that reach it."""
-    start = tl.program_id(0).to(tl.int64) * P
-    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    outside = float("-inf") if MAX else 0.0
-    pooled = tl.full((BLOCK,), outside, tl.float32)
-    for offset in range(-behind, before + 1):
-        near = place + offset
-        votes = tl.load(votes_at + start + near, mask=(near >= 0) & (near < P), other=outside)
-        if MAX:
-            pooled = tl.maximum(pooled, votes)
-        else:
-            pooled += votes
-    if not MAX:
-        pooled = pooled * share
-    tl.store(pooled_at + start + place, pooled, mask=place < P)
-
-
 @triton.jit
 def _behind(factor, faded, next_factor, next_faded):
     """Two runs of votes as one: by how much it fades what comes in, and what goes out of it."""
@@ -338,22 +285,3 @@ def _fade(votes_at, faded_at, P, decay, BLOCK: tl.constexpr):
         _, faded = tl.associative_scan((factor, votes), 0, _behind)
         tl.store(faded_at + start + place, faded, mask=place < P)
         carried = tl.max(tl.where(across == BLOCK - 1, faded, float("-inf")), axis=0)
-
-
-@triton.jit(do_not_specialize=["heads", "repeats", "K"])
-def _gather(
-    states_at, indices_at, kept_at, heads, repeats, K,
-    per_batch, per_head, per_token, index_batch, index_head, index_token,
-    D: tl.constexpr, D_BLOCK: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Some of the rows that one head keeps."""
-    batch = (tl.program_id(0) // heads).to(tl.int64)
-    head = (tl.program_id(0) % heads).to(tl.int64)
-    row, across = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, D_BLOCK)
-    indices = indices_at + batch * index_batch + head * index_head + row * index_token
-    token = tl.maximum(tl.load(indices, mask=row < K, other=0).to(tl.int64), 0)
-    start = states_at + batch * per_batch + head // repeats * per_head
-    inside = (row < K)[:, None] & (across < D)[None, :]
-    found = tl.load(start + token[:, None] * per_token + across[None, :], mask=inside)
-    slot = (tl.program_id(0).to(tl.int64) * K + row)[:, None] * D
-    tl.store(kept_at + slot + across[None, :], found, mask=inside)

@@ -1,0 +1,97 @@
+"""Several questions about one text, asked one after the other in one conversation.
+
+What a method drops for one question may be what the next one needs. After SCBench (Li et al., 2024,
+arXiv 2412.10319, the multi-turn mode): a text is read and compressed once, and one question after
+the other is asked behind the answers before, which are the model's own here.
+"""
+
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+from snapkv.app.settings import GenerationSettings
+from snapkv_lab.evaluate.haystack import distinct, number, word_key
+from snapkv_lab.evaluate.sample import Cell, Conversation, Sample
+from snapkv_lab.evaluate.task import Task, all_fitted
+
+_MOST_LINES = 100_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turns(Task):
+    """Numbers of a long list, asked for one after the other in one conversation (SCBench).
+
+    Its Retr.KV with words for UUIDs as names, which small models can find again.
+
+    Args:
+        lengths: tokens of the text, the first question and its answer together, never more.
+        questions: how many are asked about every text.
+        samples_each: texts of every length.
+        seed: of what the texts hold and what is asked for.
+        cloze: begin every answer with the name, as it stands in the list; small models need it.
+    """
+
+    name: ClassVar[str] = "turns"
+    metric: ClassVar[str] = "accuracy"
+    axes: ClassVar[tuple[str, ...]] = ("turn", "length")
+    has_turns: ClassVar[bool] = True
+    digits: ClassVar[int] = 5
+
+    lengths: tuple[int, ...] = (1024, 4096)
+    questions: int = 5
+    samples_each: int = 10
+    seed: int = 42
+    cloze: bool = False
+
+    def __post_init__(self) -> None:
+        self.require(questions=1, samples_each=1, lengths=1)
+
+    def samples(self, tokenizer: Any) -> Iterator[Sample]:
+        """Conversations of every length."""
+        for length in self.lengths:
+            names = (f"{length}/{index}" for index in range(self.samples_each))
+            yield from all_fitted(
+                (partial(self._conversation, name, length) for name in names),
+                tokenizer,
+                length,
+                least=self.questions,
+                most=_MOST_LINES,
+                what=f"a question, its answer and {self.questions} lines",
+            )
+
+    def score(self, sample: Sample, prediction: str) -> float:
+        """Whether the first number of the answer is that of the name."""
+        return float(re.findall(r"\d+", prediction)[:1] == [sample.references[0]])
+
+    def _conversation(self, name: str, length: int, count: int) -> Conversation:
+        """The questions about a list of `count` lines, always the same for the same arguments."""
+        draw = random.Random(f"{self.seed}/{name}")
+        keys = distinct(lambda: word_key(draw), count)
+        numbers = {key: number(draw, self.digits) for key in keys}
+        lines = "\n".join(f"{key}: {value}" for key, value in numbers.items())
+        first, *later = (
+            self._turn(f"{name}/{turn}", {"turn": turn, "length": length}, key, numbers[key])
+            for turn, key in enumerate(draw.sample(keys, self.questions), 1)
+        )
+        context = f"Names, and the number of each:\n\n{lines}"
+        return Conversation(**vars(first) | {"context": context}, later=tuple(later))
+
+    def _turn(self, name: str, cell: Cell, key: str, value: str) -> Sample:
+        """A question, without the text."""
+        cloze = "\n\nThe number of one of the names:\n\n"
+        question = f"What is the number of {key}?"
+        return Sample(
+            name=name,
+            cell=cell,
+            context="",
+            question=cloze if self.cloze else f"\n\n{question} Answer with the number.",
+            plain_question=cloze if self.cloze else f"\n\nQuestion: {question}\nAnswer:",
+            answer_start=f"{key}:" if self.cloze else "",
+            references=(value,),
+            settings=GenerationSettings(
+                max_new_tokens=self.digits + 3 if self.cloze else 32, stop_strings=("\n",)
+            ),
+        )

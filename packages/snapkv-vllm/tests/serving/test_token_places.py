@@ -1,0 +1,87 @@
+"""Where tokens lie in their text, by the vocabulary, beside what tokenizers say themselves."""
+
+import functools
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
+from transformers import PreTrainedTokenizerFast
+
+from snapkv.app.models import load
+from snapkv_vllm.agents import places
+from snapkv_vllm.agents.places import Tokens, tokens_of
+
+TEXT = "A fox <end>jumps — 12 times\n\n  over ßöä 狐狸 😀.\r\n<end>"
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def trained(model, *, normalizer=None, pieces=None, decoder, **own):
+    backend = Tokenizer(model)
+    backend.normalizer, backend.pre_tokenizer, backend.decoder = normalizer, pieces, decoder
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=["<end>", *BYTES], **own)
+    backend.train_from_iterator([TEXT, "over and over again, a fox jumps"], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+@functools.cache
+def byte_level():
+    level, alphabet = pre_tokenizers.ByteLevel(add_prefix_space=False), pre_tokenizers.ByteLevel
+    own = {"pieces": level, "decoder": decoders.ByteLevel()}
+    return trained(models.BPE(), **own, initial_alphabet=alphabet.alphabet())
+
+
+@pytest.fixture(scope="module")
+def tokenizers():
+    words = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback()])
+    spaces = normalizers.Replace(" ", "▁")
+    fallback = models.BPE(byte_fallback=True, unk_token=None)
+    lower = normalizers.Sequence([spaces, normalizers.Lowercase()])
+    return {
+        "demo": load("demo").tokenizer,
+        "byte-level": byte_level(),
+        "spaces-as-signs": trained(fallback, normalizer=spaces, decoder=words),
+        "lower-case": trained(fallback, normalizer=lower, decoder=words),
+    }
+
+
+@pytest.mark.parametrize("kind", ["demo", "byte-level", "spaces-as-signs"])
+def test_a_vocabulary_says_where_tokens_lie(tokenizers, kind, monkeypatch):
+    tokenizer = tokenizers[kind]
+    found = tokenizer.backend_tokenizer.encode(TEXT, add_special_tokens=False)
+    monkeypatch.setattr(places, "_tokenized", lambda *given: pytest.fail("tokenized again"))
+    lie = tokens_of(tokenizer, TEXT, found.ids)
+    pairs = list(zip(lie.starts, lie.ends, strict=True))
+    assert pairs == found.offsets
+    assert pairs[-1][1] == len(TEXT)
+
+
+@settings(max_examples=50)
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
+def test_every_text_of_bytes_is_found_again(text):
+    tokenizer = byte_level()
+    found = tokens_of(tokenizer, text, tokenizer.backend_tokenizer.encode(text).ids)
+    assert (found.starts[0], found.ends[-1]) == (0, len(text))
+    assert all(start < end for start, end in zip(found.starts, found.ends, strict=True))
+
+
+def test_where_tokens_are_not_the_texts_the_tokenizer_is_asked(tokenizers):
+    tokenizer = tokenizers["lower-case"]
+    found = tokenizer.backend_tokenizer.encode(TEXT)
+    assert tokens_of(tokenizer, TEXT, found.ids) == Tokens(*zip(*found.offsets, strict=True))
+    tokenizer.backend_tokenizer.enable_truncation(2)  # as a server's own may be told
+    assert tokens_of(tokenizer, TEXT, found.ids) == Tokens(*zip(*found.offsets, strict=True))
+
+
+@pytest.mark.parametrize("ids", [[], [1, 2], [10**6], [-1]])
+def test_what_are_not_the_texts_tokens_is_found_nowhere(tokenizers, ids):
+    assert tokens_of(tokenizers["demo"], TEXT, ids) is None
+    assert tokens_of(SimpleNamespace(is_fast=False), TEXT, [1]) is None

@@ -1,0 +1,312 @@
+"""A decoding step that is recorded once and replayed for every token behind it.
+
+An eager step of a large model keeps a GPU waiting for Python, which launches some 1,500 kernels one
+by one. A CUDA graph launches them all at once. It knows addresses, not tensors: the buffers of
+static storage and the model's weights must stay where they were, and what a step is given is
+copied to where it was when the step was recorded. A step that asks the device for a number cannot
+be recorded; it runs eagerly, and the report of the cache says why.
+"""
+
+import contextlib
+import copy
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from transformers import CompileConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.utils.generic import is_flash_attention_requested
+
+from snapkv.hf import forward_context
+from snapkv.hf.cache_argument import cache_among
+from snapkv.storage.static import StaticStore
+from snapkv.validation import first_line
+
+_log = logging.getLogger("snapkv")
+
+_COLLECTING = "transformers.utils.output_capturing"  # whose hooks a recorded step may have
+
+_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module())) - {"training"}
+
+
+class Recorder(Protocol):
+    """Records the work of a step on one kind of device."""
+
+    def aside(self) -> contextlib.AbstractContextManager[Any]:
+        """Within this block a step is tried, where what it prepares is of use to the recording."""
+
+    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+        """What does the same again, on the same tensors; recording does not run the step."""
+
+
+class CudaRecorder:
+    """Records a CUDA graph on a stream of its own; the graphs of a device share their memory."""
+
+    _streams: ClassVar[dict[int, torch.cuda.Stream]] = {}
+    _graphs: ClassVar["weakref.WeakKeyDictionary[torch.cuda.CUDAGraph, int]"] = (
+        weakref.WeakKeyDictionary()
+    )
+
+    def __init__(self) -> None:
+        self._device = torch.cuda.current_device()
+        if self._device not in self._streams:
+            self._streams[self._device] = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._stream = self._streams[self._device]
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+        alike = (graph for graph, device in self._graphs.items() if device == self._device)
+        pool = next((graph.pool() for graph in alike), None)  # it goes with the last of them
+        try:
+            graph = self._captured(step, pool)
+        except RuntimeError:
+            self._captured(lambda: None, None)  # or random numbers would go on as if recorded
+            raise
+        self._graphs[graph] = self._device
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+    def _captured(self, step: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
+        """Other threads may use the device meanwhile."""
+        graph = torch.cuda.CUDAGraph()
+        options = {"pool": pool, "stream": self._stream, "capture_error_mode": "thread_local"}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+            with torch.cuda.graph(graph, **options):
+                step()
+        return graph
+
+
+RECORDERS: dict[str, Callable[[], Recorder]] = {"cuda": CudaRecorder}
+"""By the type of the device."""
+
+
+class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's
+    """Tells of every operation that brings a number, or a shape that depends on one, to Python."""
+
+    _ASKING = frozenset(
+        ("item", "_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select")
+    )
+
+    def on_read(self, name: str) -> None:
+        """An operation of that name was run."""
+        raise _HostReadError(f"asks the device for a number ({name})")
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: Any = None
+    ) -> Any:
+        del types
+        name = function.overloadpacket.__name__
+        by_mask = name == "index" and any(
+            index is not None and index.dtype == torch.bool for index in arguments[1]
+        )
+        made = function(*arguments, **options or {})
+        if name in self._ASKING or by_mask or _to_host(arguments, made):
+            self.on_read(name)
+        return made
+
+
+def _to_host(arguments: tuple[Any, ...], made: Any) -> bool:
+    """Whether an operation has brought a tensor from a device to the host."""
+    devices = (part.device.type for part in tree_leaves(arguments) if isinstance(part, Tensor))
+    return (
+        isinstance(made, Tensor) and made.device.type == "cpu" and any(d != "cpu" for d in devices)
+    )
+
+
+class _HostReadError(Exception):
+    """A step asked the device for a number."""
+
+
+class StepGraph:
+    """The recorded step of one cache.
+
+    Attributes:
+        recordings: how often a step was recorded.
+        obstacle: why steps run eagerly; empty where they are replayed.
+    """
+
+    def __init__(self) -> None:
+        self.recordings, self.obstacle = 0, ""
+        self._key: Any = None
+        self._held: list[Tensor] = []  # what a step is given, where the graph reads it
+        self._output: Any = None
+        self._replay: Callable[[], None] | None = None
+
+    def run(self, model: PreTrainedModel, weights: Any, cache: Cache, given: dict[str, Any]) -> Any:
+        """What ``model(**given)`` returns, with `weights` as `fingerprint` of the model."""
+        leaves, spec = tree_flatten(given)
+        followed = type(forward_context.hook()) is not forward_context.Hook
+        key = (spec, [_kind(leaf) for leaf in leaves], _addresses(cache), weights, followed)
+        if key != self._key:
+            self._key, self._replay, self._output = key, None, None  # their memory is free again
+            self.obstacle = _obstacle(model, cache) or self._record(model, cache, leaves, spec)
+            if self.obstacle:
+                _log.warning("decoding steps run eagerly: %s", self.obstacle)
+        if self._replay is None:
+            return model(**given)
+        tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
+        for held, tensor in zip(self._held, tensors, strict=True):
+            held.copy_(tensor)
+        self._replay()
+        made, spec = self._output
+        given_back = (cache if leaf is Cache else leaf for leaf in made)  # it is not held here
+        return tree_map_only(Tensor, torch.clone, tree_unflatten(given_back, spec))
+
+    def _record(self, model: PreTrainedModel, cache: Cache, leaves: list[Any], spec: Any) -> str:
+        """Record the step that was asked for; why it cannot be, or empty.
+
+        The cache holds what it held before.
+        """
+        own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._held = [leaf for leaf in own if isinstance(leaf, Tensor)]
+        given = tree_unflatten(own, spec)
+
+        def step() -> None:
+            made, made_spec = tree_flatten(model(**given))
+            made = [Cache if isinstance(leaf, Cache) else leaf for leaf in made]
+            self._output = made, made_spec
+
+        recorder = RECORDERS[model.device.type]()
+        counts = [store.filled for store in _stores(cache)]
+        before = [count.clone() for count in counts]
+        try:
+            with forward_context.recording():
+                with recorder.aside(), HostReads():  # type: ignore[no-untyped-call] # torch's
+                    step()
+                self._replay = recorder.record(step)
+        except (_HostReadError, RuntimeError) as error:
+            return f"a step of {type(model).__name__} {first_line(error)}"
+        finally:
+            for count, number in zip(counts, before, strict=True):
+                count.copy_(number)
+        self.recordings += 1
+        return ""
+
+
+@dataclass
+class _Recorded(CompileConfig):
+    """Asks for the replay of a recorded step in the place of compiled code."""
+
+    forward: Any = None
+
+
+def compiles(own: Callable[..., Any], model: Any, model_kwargs: Any, generation_config: Any) -> Any:
+    """Around `_valid_auto_compile_criteria`, by which `generate` decides to compile its steps.
+
+    They are recorded, or compiled where that was asked for, as one graph or not at all: where it
+    breaks, torch would go on without one, in silence. transformers' flash attention breaks it, and
+    some models' own code; those compile as they do without a cache of this kind.
+    """
+    compiles, asked = own(model, model_kwargs, generation_config), generation_config.compile_config
+    cache = cache_among(model_kwargs)
+    if not compiles or not hasattr(cache, "reading"):
+        return compiles
+    if asked is None and model.device.type in RECORDERS:
+        weights = fingerprint(model)
+        generation_config.compile_config = _Recorded(
+            forward=lambda **given: graph_of(cache).run(model, weights, cache, given)
+        )
+    elif model._can_compile_fullgraph and not is_flash_attention_requested(model.config):
+        generation_config.compile_config = copy.copy(asked or CompileConfig())
+        generation_config.compile_config.fullgraph = True
+    return compiles
+
+
+def compiled(own: Callable[..., Any], model: Any, config: Any) -> Any:
+    """Around `get_compiled_call`: what `generate` calls for a step that is to be compiled."""
+    return config.forward if isinstance(config, _Recorded) else own(model, config)
+
+
+_graphs: "weakref.WeakKeyDictionary[Cache, StepGraph]" = weakref.WeakKeyDictionary()
+
+
+def graph_of(cache: Cache) -> StepGraph:
+    """The recorded step of a cache, which goes with it; a copy of the cache has one of its own."""
+    return _graphs.setdefault(cache, StepGraph())
+
+
+def described(cache: Cache) -> str | None:
+    """How its steps ran, for a report; None where none was to be recorded."""
+    graph = _graphs.get(cache)
+    if graph is None or not (graph.obstacle or graph.recordings):
+        return None
+    return f"eager: {graph.obstacle}" if graph.obstacle else "one graph"
+
+
+def fingerprint(model: PreTrainedModel) -> list[Any]:
+    """What a recorded step takes for granted: addresses of weights, and settings of modules.
+
+    It differs where weights have moved, an adapter was switched or a setting was changed.
+    """
+    return [
+        (type(module), _settings(vars(module)), [each.data_ptr() for each in _own_tensors(module)])
+        for module in model.modules()
+    ] + [_settings(vars(model.config))]
+
+
+def _own_tensors(module: torch.nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
+
+
+def _settings(names: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Numbers, words and containers of such, by their names."""
+    return [
+        (name, repr(value))
+        for name, value in names.items()
+        if name not in _OF_EVERY_MODULE and _is_plain(value)
+    ]
+
+
+def _is_plain(value: Any) -> bool:
+    plain = (bool, int, float, str, type(None))
+    in_it = tree_leaves(value) if isinstance(value, (list, tuple, dict)) else [value]
+    return all(isinstance(leaf, plain) for leaf in in_it)
+
+
+def _stores(cache: Any) -> list[StaticStore]:
+    """What the layers store, where a prompt has ended."""
+    stores = (layer.store for layer in cache.reading.layers)
+    return [store for store in stores if isinstance(store, StaticStore)]
+
+
+def _kind(leaf: Any) -> Any:
+    """By which it is told whether a recorded step can be given this in the place of another."""
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype, leaf.device
+    return None if isinstance(leaf, Cache) else leaf
+
+
+def _addresses(cache: Cache) -> list[int]:
+    return [buffer.data_ptr() for store in _stores(cache) for buffer in store.storage.buffers]
+
+
+def _obstacle(model: PreTrainedModel, cache: Cache) -> str:
+    """Why no step of this model behind this cache can be recorded; empty where one can."""
+    if not _stores(cache):
+        return "no prompt has ended"
+    if model.training:
+        return "the model is in training mode"
+    if len({parameter.device for parameter in model.parameters()}) > 1:
+        return "the model is on several devices"
+    if type(forward_context.hook()) is not forward_context.Hook:
+        return "something follows every attention call"
+    for name, module in model.named_modules():
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        if any(hook.__module__ != _COLLECTING for hook in hooks) or "forward" in vars(module):
+            return f"{name or type(model).__name__} has hooks, or a forward of its own"
+    return ""

@@ -1,0 +1,45 @@
+"""What is kept does not depend on `torch.set_default_dtype`, under which people load models."""
+
+import pytest
+import torch
+
+from snapkv import AutoBudget, default_policy
+from snapkv.kvzip import read_twice
+from tests.cache.methods import METHODS
+from tests.cache.test_rows_of_a_batch import Rows
+from tests.families import random_ids, tiny_model
+
+
+@pytest.fixture
+def bfloat16_by_default():
+    """Calls a function under another default dtype."""
+    before = torch.get_default_dtype()
+
+    def call(function, *arguments):
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            return function(*arguments)
+        finally:
+            torch.set_default_dtype(before)
+
+    return call
+
+
+@torch.no_grad()
+def kept(policy):
+    """The positions that every layer holds behind a prompt and some tokens; one row is padded."""
+    rows = Rows(policy, {}, [0, 0] if policy.reads_context else [60, 0])
+    if policy.reads_context:
+        read_twice(rows.model, random_ids(2, 300), rows.cache)
+    else:
+        rows.turn(random_ids(2, 300), 300, random_ids(2, 12, 1))
+    return [rows.cache.kept_positions(layer).tolist() for layer in rows.cache.compressed_layers]
+
+
+CASES = METHODS | {"by itself": default_policy(AutoBudget(lost_vote=0.003))}
+
+
+@pytest.mark.parametrize("policy", CASES.values(), ids=CASES)
+def test_every_method_keeps_the_same_under_another_default(policy, bfloat16_by_default):
+    tiny_model("llama")  # made once, in float32
+    assert bfloat16_by_default(kept, policy) == kept(policy)

@@ -1,0 +1,64 @@
+"""A share of a prompt keeps its window and its sinks at least, or all of it: none is too short."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from snapkv.kvzip import read_twice
+from snapkv.policies import PrefixPolicy
+from tests.cache.methods import METHODS
+from tests.cache.test_rows_of_a_batch import Rows
+from tests.families import random_ids
+
+SHARES = {"bytes": {"budget": "12%", "keep_ratio": None}, "ratio": {"keep_ratio": 0.12}}
+LENGTHS = 1, 9, 13, 40, 300
+
+
+def innermost(policy):
+    return innermost(policy.policy) if hasattr(policy, "policy") else policy
+
+
+def with_share(policy, share):
+    if hasattr(policy, "policy"):
+        return replace(policy, policy=with_share(policy.policy, share))
+    return replace(policy, **{"budget": None, **share})
+
+
+TAKING_ONE = {
+    name: policy for name, policy in METHODS.items() if isinstance(innermost(policy), PrefixPolicy)
+}
+
+
+@torch.no_grad()
+def read(policy, lengths, options):
+    tokens = max(lengths)
+    rows = Rows(policy, options, [tokens - own for own in lengths])
+    if policy.reads_context:
+        read_twice(rows.model, random_ids(1, tokens), rows.cache)
+    else:
+        rows.read(random_ids(len(lengths), tokens))
+    return rows.cache
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "options"),
+    [
+        *((name, share, {}) for name in TAKING_ONE for share in SHARES),
+        *((name, "bytes", {"quantize": "int8"}) for name in ("snapkv", "adakv", "pyramidkv")),
+    ],
+)
+def test_none_is_too_short(name, share, options):
+    policy = with_share(TAKING_ONE[name], SHARES[share])
+    window, sinks = innermost(policy).window_size, innermost(policy).sink_tokens
+    batches = [[tokens] for tokens in LENGTHS]
+    if not policy.reads_context:
+        batches.append([12, 300, 150])
+    for lengths in batches:
+        cache = read(policy, lengths, options)
+        for layer in cache.compressed_layers:
+            for own, heads in zip(lengths, cache.kept_positions(layer), strict=True):
+                stays = {*range(min(sinks, own)), *range(max(0, own - window), own)}
+                for head in heads.tolist():
+                    assert stays <= {*head}, (lengths, layer)
+    assert cache.report().kept_tokens < sum(lengths) / len(lengths)

@@ -1,0 +1,121 @@
+"""A prompt that does not reach the cache it was given to: refused, and never answered without."""
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from snapkv import (
+    CacheMismatchError,
+    CompressedCache,
+    FullCache,
+    SnapKV,
+    UnsupportedModelError,
+)
+from snapkv.hf.cache_argument import passed, with_cache
+from tests.families import peaked_model, random_ids, tiny_config, tiny_model
+
+PROMPT, LIMIT = 80, 100
+POLICY = SnapKV(36, window_size=8, kernel_size=5)
+OPTIONS = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+
+CALLS = {
+    "plain": lambda model, ids, cache: model(ids, past_key_values=cache),
+    "generate": lambda model, ids, cache: model.generate(ids, past_key_values=cache, **OPTIONS),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("storage", ["dynamic", "static"])
+def test_train_mode_with_gradient_checkpointing_is_refused_before_a_token_is_read(call, storage):
+    model, ids = copy.deepcopy(tiny_model("llama")), random_ids(1, PROMPT)
+    cache = CompressedCache(model, POLICY, storage=storage)
+    for layer in model.model.layers:
+        layer.gradient_checkpointing = True
+    with torch.no_grad():
+        model.train()
+        with pytest.raises(UnsupportedModelError, match=r"gradient checkpointing.*model\.eval\(\)"):
+            call(model, ids, cache)
+        assert cache.report().seen_tokens == 0
+        model.eval()
+        call(model, ids, cache)
+    assert cache.report().kept_tokens <= 36 + 7
+    assert cache.report().seen_tokens >= PROMPT
+
+
+def test_train_mode_without_checkpointing_equals_eval_mode():
+    model, ids = copy.deepcopy(tiny_model("llama")), random_ids(1, PROMPT)
+    expected = model.generate(ids, past_key_values=CompressedCache(model, POLICY), **OPTIONS)
+    model.train()
+    cache = CompressedCache(model, POLICY)
+    assert torch.equal(model.generate(ids, past_key_values=cache, **OPTIONS), expected)
+
+
+@pytest.fixture(scope="module")
+def phi():
+    """Its rotations are others for texts beyond `LIMIT`, so generate begins such texts anew."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": LIMIT,
+        "factor": 4.0,
+        "partial_rotary_factor": 1.0,
+    }
+    changes = {"partial_rotary_factor": 1.0, "original_max_position_embeddings": LIMIT}
+    return peaked_model(tiny_config("phi3", rope_parameters=rope, **changes), "sdpa")
+
+
+@pytest.mark.parametrize("tokens", [LIMIT - 20, LIMIT + 40])
+def test_phi_reads_a_prompt_on_either_side_of_its_limit(phi, tokens):
+    ids = random_ids(1, tokens)
+    expected = phi.generate(ids, **OPTIONS)
+    full = CompressedCache(phi, FullCache())
+    assert torch.equal(phi.generate(ids, past_key_values=full, **OPTIONS), expected)
+    cache, plain = CompressedCache(phi, POLICY), CompressedCache(phi, POLICY)
+    phi.generate(ids, past_key_values=cache, **OPTIONS)
+    phi(ids, past_key_values=plain)
+    assert cache.report().seen_tokens == tokens + 7
+    assert torch.equal(cache.kept_positions(2)[..., :36], plain.kept_positions(2))
+
+
+@pytest.mark.parametrize(("first", "turn"), [(LIMIT - 3, 0), (LIMIT - 20, 40)], ids=str)
+def test_phi_refuses_what_crosses_its_limit_behind_a_text(phi, first, turn):
+    text, cache = random_ids(1, first), CompressedCache(phi, POLICY)
+    if turn:
+        text = phi.generate(text, past_key_values=cache, **OPTIONS)
+        text = torch.cat([text, random_ids(1, turn)], dim=1)
+    with pytest.raises(UnsupportedModelError, match="original_max_position_embeddings=100"):
+        phi.generate(text, past_key_values=cache, **OPTIONS)
+
+
+def test_the_arguments_name_of_transformers_5_24_is_refused_where_it_would_be_ignored():
+    model, ids = tiny_model("llama"), random_ids(1, PROMPT)
+    cache = CompressedCache(model, POLICY)
+    if "past_key_values" in passed(cache):
+        with pytest.raises(CacheMismatchError, match="pass past_key_values=cache"):
+            model(ids, cache=cache)
+    model(ids, **passed(cache))
+    assert cache.report().kept_tokens == 36
+
+
+class ReplacesTheCache:
+    """As a model's own code may: it reads into a cache that it makes itself."""
+
+    def forward(self, *args, attention_mask=None, **kwargs):
+        kwargs = with_cache(kwargs, DynamicCache(config=self.config))
+        return super().forward(*args, attention_mask=attention_mask, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "mode", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 4}, {"prefill_chunk_size": 30}]
+)
+def test_a_model_that_replaces_the_cache_is_refused(mode):
+    model = copy.deepcopy(tiny_model("llama"))
+    model.__class__ = type("OwnCode", (ReplacesTheCache, type(model)), {})
+    cache = CompressedCache(model, POLICY)
+    with pytest.raises(UnsupportedModelError, match=r"into the cache it is given, got 0 of 80"):
+        model.generate(random_ids(1, PROMPT), past_key_values=cache, **OPTIONS, **mode)
+    assert not cache.reading.is_announced

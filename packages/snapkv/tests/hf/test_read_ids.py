@@ -1,0 +1,177 @@
+"""What a filled cache goes on with: the text it has read, and no other."""
+
+import copy
+
+import pytest
+import torch
+from transformers import pipeline
+
+from snapkv import CacheMismatchError, CompressedCache, FullCache, SnapKV
+from snapkv.decoding import Medusa, MedusaHeads
+from tests.families import random_ids, tiny_model
+
+PROMPT = 60
+POLICY = SnapKV(36, window_size=8, kernel_size=5)
+OPTIONS = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+
+MODES = {
+    "greedy": {},
+    "one token": {"max_new_tokens": 1},
+    "pieces": {"prefill_chunk_size": 25},
+    "pieces, one token": {"prefill_chunk_size": 25, "max_new_tokens": 1},
+    "beams": {"num_beams": 2, "num_return_sequences": 2},
+    "sampling": {"do_sample": True, "num_return_sequences": 2},
+    "prompt lookup": {"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 1},
+    "own decoding": {"custom_generate": Medusa(MedusaHeads.untrained(tiny_model("llama"), 2))},
+}
+
+
+def go_on(model, cache, ids, **options):
+    return model.generate(ids, past_key_values=cache, **{**OPTIONS, **options})
+
+
+def read(mode, ids=None):
+    """A cache that was filled in that mode, and the ids of all that it has seen, one row a row."""
+    model, cache = tiny_model("llama"), CompressedCache(tiny_model("llama"), POLICY)
+    torch.manual_seed(0)
+    text = go_on(model, cache, random_ids(1, PROMPT) % 9 + 3 if ids is None else ids, **MODES[mode])
+    return model, cache, text
+
+
+def with_turn(text, place=None, row=0):
+    """The text and a turn behind it; with another token at that place."""
+    turn = random_ids(len(text), 20, seed=5)
+    whole = torch.cat([text, turn], dim=1)
+    if place is not None:
+        whole[row, place] += 1
+    return whole
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_another_text_is_refused_by_the_first_token_that_differs(mode):
+    model, cache, text = read(mode)
+    seen = cache.get_seq_length()
+    for place in (0, 31, PROMPT - 1, *((seen - 1,) if mode != "beams" else ())):
+        before = cache.report()
+        with pytest.raises(CacheMismatchError, match=f"at token {place} of row 0; pass the whole"):
+            go_on(model, cache, with_turn(text, place))
+        assert cache.report() == before
+        assert not cache.reading.is_announced
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "beams"])
+def test_the_same_text_goes_on(mode):
+    """Of beams the cache holds those that were read last, which need not be those returned."""
+    model, cache, text = read(mode)
+    go_on(model, cache, with_turn(text))
+    assert cache.get_seq_length() == text.shape[1] + 20 + 4
+
+
+def test_rows_of_beams_follow_their_texts():
+    model, cache, _ = read("beams")
+    (_, known), *_ = cache.reading.read_ids.parts
+    go_on(model, cache, with_turn(known[:, : cache.get_seq_length()].long()))
+    assert cache.reading.rows == 2
+
+
+CHANGED = {
+    "a copy": copy.copy,
+    "a deep copy": copy.deepcopy,
+    "rows": lambda cache: cache.batch_select_indices(torch.tensor([1, 0, 1])),
+    "repeated": lambda cache: cache.batch_repeat_interleave(2),
+    "cropped": lambda cache: cache.crop(-3),
+    "dropped": lambda cache: cache.drop([(5, 10)]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_what_becomes_of_a_cache_becomes_of_its_ids(change):
+    model, cache, text = read("greedy", random_ids(2, PROMPT))
+    cache = CHANGED[change](cache) or cache
+    if change == "rows":
+        text = text[[1, 0, 1]]
+    if change == "repeated":
+        text = text.repeat_interleave(2, dim=0)
+    row = len(text) - 1
+    with pytest.raises(CacheMismatchError, match=f"at token 31 of row {row}"):
+        go_on(model, cache, with_turn(text, 31, row))
+    if change == "cropped":
+        other = torch.cat([text[:, : cache.get_seq_length()], random_ids(2, 9, seed=8)], dim=1)
+        go_on(model, cache, other)
+        with pytest.raises(CacheMismatchError, match="at token 68 of row 0"):
+            go_on(model, cache, with_turn(other, 68))
+    else:
+        go_on(model, cache, with_turn(text))
+
+
+def test_a_saved_cache_knows_its_text(tmp_path):
+    model, cache, text = read("greedy", random_ids(2, PROMPT))
+    cache.save(tmp_path / "cache")
+    loaded = CompressedCache.load(tmp_path / "cache", model)
+    with pytest.raises(CacheMismatchError, match="at token 63 of row 1"):
+        go_on(model, loaded, with_turn(text, 63, 1))
+    go_on(model, loaded, with_turn(text))
+
+
+def test_what_nobody_told_is_not_compared():
+    """Plain calls and embeddings bring no ids; what was told before and behind them is known."""
+    model, cache, text = read("greedy")
+    model(random_ids(1, 7, seed=3), past_key_values=cache)
+    seen = cache.get_seq_length()
+    whole = torch.cat([text[:, :-1], random_ids(1, 40, seed=3)], dim=1)
+    new = go_on(model, cache, whole[:, :-5])
+    for place in (31, seen + 2):
+        with pytest.raises(CacheMismatchError, match=f"at token {place} of"):
+            go_on(model, cache, with_turn(new, place))
+    other = CompressedCache(model, POLICY)
+    embeds = model.get_input_embeddings()(whole)
+    new = model.generate(inputs_embeds=embeds, past_key_values=other, **OPTIONS)
+    go_on(model, other, with_turn(torch.cat([whole, new], dim=1), 31))
+
+
+def test_only_new_ids_with_a_mask_for_all_are_remembered_where_they_stand():
+    model, cache, text = read("greedy")
+    whole = with_turn(text)
+    new = go_on(model, cache, whole[:, text.shape[1] - 1 :], attention_mask=torch.ones_like(whole))
+    whole = torch.cat([whole, new[:, -5:]], dim=1)
+    for place in (31, text.shape[1] + 3, whole.shape[1] - 2):
+        with pytest.raises(CacheMismatchError, match=f"at token {place} of"):
+            go_on(model, cache, with_turn(whole, place))
+    go_on(model, cache, with_turn(whole))
+
+
+def test_pads_may_be_any_token():
+    ids, mask = random_ids(2, PROMPT), torch.ones(2, PROMPT, dtype=torch.int64)
+    mask[0, :9] = 0
+    model, cache = tiny_model("llama"), CompressedCache(tiny_model("llama"), FullCache())
+    text = go_on(model, cache, ids, attention_mask=mask)
+    mask = torch.cat([mask, torch.ones(2, text.shape[1] + 20 - PROMPT, dtype=torch.int64)], dim=1)
+    with pytest.raises(CacheMismatchError, match="at token 9 of row 0"):
+        go_on(model, cache, with_turn(text, 9), attention_mask=mask)
+    go_on(model, cache, with_turn(text, 8), attention_mask=mask)
+
+
+def test_a_question_alone_is_told_to_come_with_its_conversation():
+    model, cache, _ = read("greedy")
+    question = random_ids(1, 20, seed=5)
+    with pytest.raises(CacheMismatchError, match=r"pass the whole\s+conversation"):
+        go_on(model, cache, question)
+    cache.reset()
+    go_on(model, cache, question)
+
+
+def test_a_pipeline_refuses_its_second_text(demo):
+    generator = pipeline("text-generation", model=demo.model, tokenizer=demo.tokenizer)
+    cache = CompressedCache(demo.model, SnapKV(48, window_size=16))
+    texts = ["The gate opens at nine. " * 9, "The key is under the blue stone. " * 15]
+    with pytest.raises(CacheMismatchError, match="at token 1 of row 0; pass the whole"):
+        generator(texts, past_key_values=cache, max_new_tokens=2, do_sample=False)
+
+
+def test_steps_hold_no_more_than_the_ids_that_generate_holds():
+    """One part, whatever the answer's length; on the host when it has ended."""
+    _, cache, text = read("greedy")
+    ((start, known),) = cache.reading.read_ids.parts
+    assert start == 0
+    assert known.dtype == torch.int32
+    assert torch.equal(known, text[:, :-1].int())

@@ -1,0 +1,161 @@
+"""A recorded step answers as an eager one, for every prompt, or says why it is not recorded."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from transformers import GenerationMixin
+
+from snapkv import CompressedCache, SnapKV
+from snapkv.hf import forward_context, step_graph
+from tests.families import peaked_model, random_ids, tiny_config, tiny_model
+from tests.hf.tape import TapeRecorder
+
+POLICY = SnapKV(40, window_size=8)
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch):
+    """As if a CPU were a device whose work can be recorded."""
+    monkeypatch.setitem(step_graph.RECORDERS, "cpu", TapeRecorder)
+    own = GenerationMixin._valid_auto_compile_criteria
+
+    def criteria(model, model_kwargs, config):
+        asks = config.compile_config is not None or config.disable_compile
+        cache = model_kwargs["past_key_values"]
+        return own(model, model_kwargs, config) if asks else cache.is_compileable
+
+    monkeypatch.setattr(GenerationMixin, "_valid_auto_compile_criteria", criteria)
+
+
+def static(model, policy=POLICY, **options):
+    return CompressedCache(model, policy, storage="static", room_tokens=32, **options)
+
+
+def generated(model, cache, ids, **options):
+    options = {
+        "do_sample": False,
+        "max_new_tokens": 12,
+        "attention_mask": torch.ones_like(ids),
+    } | options
+    return model.generate(ids, past_key_values=cache, **options)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
+@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
+def test_a_replayed_step_is_the_eager_one_for_every_prompt(family, quantize):
+    model, cache = tiny_model(family), static(tiny_model(family), quantize=quantize)
+    for tokens in (90, 20, 120):
+        ids = random_ids(2, tokens, seed=tokens)
+        mask = torch.ones_like(ids)
+        mask[1, : tokens // 3] = 0
+        cache.reset()
+        got = generated(model, cache, ids, attention_mask=mask)
+        eager = static(model, quantize=quantize)
+        expected = generated(model, eager, ids, attention_mask=mask, disable_compile=True)
+        assert torch.equal(got, expected)
+        assert torch.equal(cache.kept_positions(0), eager.kept_positions(0))
+        assert (cache.report()["steps"], eager.report()["steps"]) == ("one graph", None)
+    assert step_graph.graph_of(cache).recordings == 1
+
+
+def test_another_batch_is_recorded_anew_and_a_copy_for_itself():
+    model, cache = tiny_model("llama"), static(tiny_model("llama"))
+    for rows in (1, 2, 1):
+        ids = random_ids(rows, 60)
+        cache.reset()
+        got = generated(model, cache, ids)
+        assert torch.equal(got, generated(model, CompressedCache(model, POLICY), ids))
+    assert step_graph.graph_of(cache).recordings == 3
+    branch = copy.copy(cache)
+    assert branch.report()["steps"] is None
+    more = torch.cat([got, random_ids(1, 3)], dim=1)
+    assert torch.equal(generated(model, branch, more), generated(model, cache, more))
+    assert step_graph.graph_of(branch).recordings == 1
+
+
+def test_what_generate_collects_of_a_step_is_not_overwritten_by_the_next():
+    model, ids = tiny_model("llama"), random_ids(1, 60)
+    wanted = {"return_dict_in_generate": True, "output_hidden_states": True, "output_logits": True}
+    got = generated(model, static(model), ids, **wanted)
+    expected = generated(model, static(model), ids, disable_compile=True, **wanted)
+    torch.testing.assert_close(got.logits, expected.logits)
+    torch.testing.assert_close(got.hidden_states[1:], expected.hidden_states[1:])
+
+
+def moved(model):
+    model.lm_head.weight.data = model.lm_head.weight.data.roll(1, dims=0).clone()
+
+
+def rescaled(model):
+    model.model.layers[1].input_layernorm.variance_epsilon = 3.0
+
+
+@pytest.mark.parametrize("change", [moved, rescaled])
+def test_a_model_that_was_changed_is_recorded_anew(change):
+    model, ids = copy.deepcopy(tiny_model("llama")), random_ids(1, 60)
+    cache = static(model)
+    before = generated(model, cache, ids)
+    change(model)
+    cache.reset()
+    after = generated(model, cache, ids)
+    assert torch.equal(after, generated(model, static(model), ids, disable_compile=True))
+    assert not torch.equal(before, after)
+    assert step_graph.graph_of(cache).recordings == 2
+
+
+def with_a_hook():
+    model = copy.deepcopy(tiny_model("llama"))
+    model.model.layers[1].register_forward_hook(lambda *_: None)
+    return model
+
+
+def with_frequencies_by_length():
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    return peaked_model(tiny_config("llama", rope_parameters=rope), "sdpa")
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (with_a_hook, "eager: model.layers.1 has hooks, or a forward of its own"),
+        (with_frequencies_by_length, "eager: a step of LlamaForCausalLM asks the device for a"),
+        (lambda: copy.deepcopy(tiny_model("llama")).train(), "eager: the model is in training"),
+    ],
+)
+def test_what_cannot_be_recorded_runs_eagerly_and_is_named(made, said):
+    model, ids = made(), random_ids(1, 60)
+    cache, eager = static(model), static(model)
+    got = generated(model, cache, ids)
+    assert torch.equal(got, generated(model, eager, ids, disable_compile=True))
+    assert cache.report()["steps"].startswith(said)
+    assert said in str(cache.report())
+    assert cache.get_seq_length() == eager.get_seq_length()
+
+
+def test_followers_of_attention_calls_are_told_of_each():
+    model, ids, calls = tiny_model("llama"), random_ids(1, 60), []
+    cache = static(model)
+    generated(model, cache, ids)
+
+    class Follower(forward_context.Hook):
+        def on_attention(self, call, attended):
+            calls.append(call.query.shape[2])
+
+    cache.reset()
+    with forward_context.hooked(Follower()):
+        generated(model, cache, ids)
+    assert calls.count(1) == 11 * len(model.model.layers)
+
+
+def test_a_recorded_step_goes_with_its_cache():
+    model, ids = tiny_model("llama"), random_ids(1, 60)
+    gc.collect()
+    held = len(step_graph._graphs)
+    cache = static(model)
+    generated(model, cache, ids)
+    assert len(step_graph._graphs) == held + 1
+    del cache
+    gc.collect()
+    assert len(step_graph._graphs) == held

@@ -1,0 +1,30 @@
+"""The repository does not grow."""
+
+import pytest
+
+from tests import weight
+
+HERE = weight.weights()
+
+
+def test_everything_that_is_weighed_has_a_limit():
+    assert weight.limits().keys() == HERE.keys()
+    assert min(HERE.values()) > 1000
+
+
+@pytest.mark.parametrize("what", HERE)
+def test_a_weight_may_only_fall(what):
+    most, now = weight.limits()[what], HERE[what]
+    assert now <= most, (
+        f"{what}: expected at most {most:,}, got {now:,}; take {now - most:,} away, or raise the "
+        "number in tests/weight.json and say in the commit what is worth it"
+    )
+
+
+def test_limits_are_set_down_and_never_up(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(weight, "LIMITS", tmp_path / "weight.json")
+    monkeypatch.setattr(weight, "weights", lambda: {"a": 1200, "b": 90, "c": 5})
+    weight.LIMITS.write_text('{"a": 1000, "b": 100}')
+    weight.main()
+    assert weight.limits() == {"a": 1000, "b": 90, "c": 5}
+    assert "a                          1,200  at most    1,000" in capsys.readouterr().out
