@@ -169,20 +169,6 @@ FAULTS = (
         tests=("packages/snapkv/tests/models/test_static.py",),
     ),
     Fault(
-        name="where bits are chosen, a query of the window does not see itself",
-        file="snapkv/ops/votes/reference.py",
-        old="(slots[:, :, None] <= own[:, None])",
-        new="(slots[:, :, None] < own[:, None])",
-        tests=("packages/snapkv/tests/cache/test_auto_codes.py",),
-    ),
-    Fault(
-        name="the fewest bits are taken that lose too much",
-        file="snapkv/cache/choosing.py",
-        old="each.error <= storage.codes.most_error",
-        new="each.error >= storage.codes.most_error",
-        tests=("packages/snapkv/tests/cache/test_auto_codes.py",),
-    ),
-    Fault(
         name="codes are a step too fine",
         file="snapkv/ops/codes/coding.py",
         old="least.float()) / levels)",
@@ -192,8 +178,8 @@ FAULTS = (
     Fault(
         name="the two codes of a byte change places",
         file="snapkv/ops/codes/coding.py",
-        old="bitwise_right_shift(packed, bits * place,",
-        new="bitwise_right_shift(packed, bits * (8 // bits - 1 - place),",
+        old="low, high = numbers.unbind",
+        new="high, low = numbers.unbind",
         tests=("packages/snapkv/tests/ops/test_codes.py",),
     ),
     Fault(

@@ -50,7 +50,6 @@ CACHES = {
     "static": (SNAPKV, {"storage": "static"}),
     "int8": (SNAPKV, {"quantize": "int8"}),
     "int4": (SNAPKV, {"quantize": "int4"}),
-    "fp8": (SNAPKV, {"quantize": "fp8"}),
     "turns": (SNAPKV, {"turns": "compress"}),
     "recall": (SNAPKV, {"recall": "host", "refresh_every": 2}),
     "pages": (SNAPKV, {"recall": PageRecall(2, page_tokens=5)}),

@@ -45,7 +45,6 @@ MASK = torch.ones_like(IDS)
 MASK[1, :9] = 0
 MORE = {
     "draft votes": (DraftVotes(SNAPKV), {}),
-    "bits by layer": (SNAPKV, {"quantize": "auto"}),
     "bytes": (AdaKV(SnapKV("6KiB", window_size=4)), {}),
 }
 

@@ -55,7 +55,6 @@ if TYPE_CHECKING:
         StreamingLLM,
         default_policy,
     )
-    from snapkv.storage.auto import AutoCodes
     from snapkv.storage.coded import KVCodes
 __version__ = "0.2.0"
 
@@ -63,7 +62,6 @@ __all__ = [
     "AcrossLayers",
     "AdaKV",
     "AutoBudget",
-    "AutoCodes",
     "BudgetTooSmallError",
     "ByteBudget",
     "CacheFileError",
@@ -117,7 +115,6 @@ _HOMES = {
     "CacheReport": "snapkv.cache.report",
     "CompressedCache": "snapkv.hf.cache",
     "Document": "snapkv.document",
-    "AutoCodes": "snapkv.storage.auto",
     "KVCodes": "snapkv.storage.coded",
     "Library": "snapkv.library.library",
     "PageRecall": "snapkv.cache.paging",

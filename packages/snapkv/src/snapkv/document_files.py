@@ -35,7 +35,6 @@ from snapkv.hf.identity import identity_of, require_identity
 from snapkv.hf.model_parts import length_dependent_rope
 from snapkv.hf.saved import contents, encoded, fitting_together, policy_of, tensors_beside
 from snapkv.policies import EvictingPolicy, FullCache, Policy
-from snapkv.storage.codes import packed_bytes
 from snapkv.storage.dense import DenseStore
 from snapkv.storage.dynamic import Dynamic
 from snapkv.storage.static import StaticStore
@@ -265,9 +264,7 @@ def _padded_bytes(layer: CompressedLayer) -> int:
 def _spread_bytes(file: SealedFile) -> int:
     """Bytes that what is in few bits takes in the model's dtype."""
     layers = (saved for saved in file.notes["layers"] if saved["kind"] == COMPRESSED)
-    return packed_bytes(file.notes.get("packed", {})) + sum(
-        coded_bytes(saved, file.tensors) for saved in layers
-    )
+    return sum(coded_bytes(saved, file.tensors) for saved in layers)
 
 
 def _layers(

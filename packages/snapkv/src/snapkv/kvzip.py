@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from snapkv.cache.choosing import Choice
 from snapkv.cache.reading import one_reading_refusal
 from snapkv.errors import (
     CacheMismatchError,
@@ -89,9 +88,9 @@ def read_twice(
         prompts = read_layers(model, input_ids, cache, instruction_ids=instruction_ids)
         with cache.reading.attending():
             for layer, prompt in cache.reading.shared_out(prompts):
-                chosen, storage = layer.choose(prompt)  # once: what follows is not read twice
+                chosen = layer.choose(prompt)  # once: what follows is not read twice
                 kept = Selection.whole(prompt) if chosen is None else chosen
-                layer.end_prompt(Choice(kept, storage), prompt)
+                layer.end_prompt(kept, prompt)
     except BaseException:
         cache.reset()
         raise

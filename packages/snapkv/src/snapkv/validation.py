@@ -165,14 +165,13 @@ def byte_budget(text: str) -> dict[str, float | int] | None:
     return {"bytes": int(amount * base ** " kmgt".index(prefix.lower() or " "))}
 
 
-def code_bits(word: str) -> tuple[int | str, int | str] | None:
-    """Bits of keys and of values: "int4", "fp8", or apart as in "K8V4"; None for another word."""
-    number = r"2|4|8|fp8"
-    if found := re.fullmatch(rf"int([248])|(fp8)|k({number})v({number})", word.lower()):
-        both, float8, keys, values = found.groups()
-        pair = (keys, values) if keys else (both or float8,) * 2
-        return tuple(each if each == "fp8" else int(each) for each in pair)  # type: ignore[return-value] # two
-    return None
+def code_bits(word: str) -> tuple[int, int] | None:
+    """Bits of keys and of values: "int4", or apart as in "K8V4"; None for another word."""
+    found = re.fullmatch(r"int([48])|k([48])v([48])", word.lower())
+    if found is None:
+        return None
+    both, keys, values = found.groups()
+    return int(keys or both), int(values or both)
 
 
 def require_pooling(pooling: Any, kernel_size: Any, decay: Any) -> None:

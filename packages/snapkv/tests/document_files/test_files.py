@@ -137,7 +137,7 @@ def test_ragged_heads_of_one_length_are_a_document(tmp_path):
     assert all(torch.equal(kept, every[0]) for kept in document.kept)
 
 
-@pytest.mark.parametrize("bits", ["int8", "int4", "K8V4", "fp8"])
+@pytest.mark.parametrize("bits", ["int8", "int4", "K8V4"])
 def test_a_file_in_few_bits_gives_what_the_library_loads_of_it(bits, tmp_path):
     model, ids = tiny_model("llama"), random_ids(1, TOKENS)
     cache = read_context(model, ids, POLICY)

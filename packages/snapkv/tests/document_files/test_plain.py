@@ -185,8 +185,7 @@ FORGED = {
     "keys of fewer tokens": changed_tensor(KEYS, lambda keys: keys[:, :, 1:]),
     "no layers": changed_notes(layers=[]),
     "a layer that has seen more": lambda _, notes: notes["layers"][1]["slots"].update(start=71),
-    "another kind of store": changed_layer(store_kind="quantized"),
-    "an unknown dtype": changed_notes(packed={KEYS: {"shape": [1], "dtype": "load"}}),
+    "another kind of store": changed_layer(store_kind="another"),
     "options that are text": changed_notes(options="none"),
 }
 

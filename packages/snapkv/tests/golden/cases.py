@@ -77,7 +77,6 @@ STORAGES: dict[str, dict[str, Any]] = {
     "static": {"storage": "static", "room_tokens": 64},
     "int8": {"quantize": "int8"},
     "int4": {"quantize": "int4"},
-    "fp8": {"quantize": "fp8"},
     "static-int8": {"storage": "static", "room_tokens": 64, "quantize": "int8"},
 }
 TURNS: dict[str, dict[str, Any]] = {

@@ -21,10 +21,6 @@ KINDS = {
     "dense": _PLAIN,
     "per-query-head": replace(_PLAIN, policy="snapkv-none"),
     "ragged": replace(_PLAIN, policy="adakv"),
-    "int4": replace(_PLAIN, storage="int4"),
-    "fp8": replace(_PLAIN, storage="fp8", turns="compress"),
-    "packed-int4": _PLAIN,  # of a library, in few bits on disk only
-    "packed-fp8": replace(_PLAIN, policy="adakv"),
     "static": replace(_PLAIN, storage="static"),
     "recall": replace(_PLAIN, turns="recall"),
     "sinks": replace(_PLAIN, policy="streaming-llm"),

@@ -7,7 +7,7 @@ import torch
 from snapkv.ops import BlockLayout, coded_attention, encode
 from tests.ops.ragged_cases import LENGTHS, OPTIONS, states, with_options
 
-BITS = ((4, 4), (8, 4), (4, 2))
+BITS = ((4, 4), (8, 4), (4, 8))
 CASES = LENGTHS | {
     "as many blocks": ((70, 90), (65, 96)),
     "as many blocks as heads": ((20, 90), (0, 0)),

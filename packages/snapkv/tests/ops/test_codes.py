@@ -14,22 +14,21 @@ from tests.ops.ragged_cases import LENGTHS
 
 
 def test_a_block_by_hand():
-    """Two tokens of four channels in two bits: a step of 1 along tokens, of 2 along channels."""
-    states = torch.tensor([[[0.0, 1, 2, 3], [3, 4, 5, 6]]])
-    keys = encode(states, 2, along="tokens")
-    assert keys.packed.tolist() == [[[0, 0b11111111]]]
-    torch.testing.assert_close(keys.scale.flatten(), torch.ones(4).half(), atol=2e-3, rtol=0)
-    assert keys.least.flatten().tolist() == [0, 1, 2, 3]
-    states = torch.tensor([[[0.0, 6, 2, 4], [6, 0, 2, 4], [0, 6, 4, 2], [6, 0, 2, 4]]])
-    values = encode(states, 2, along="channels")  # a byte for every channel, of all four tokens
-    expected = [0b11_00_11_00, 0b00_11_00_11, 0b01_10_01_01, 0b10_01_10_10]
-    assert values.packed.tolist() == [[[expected]]]
-    torch.testing.assert_close(values.decoded(), states, rtol=0, atol=9e-3)
+    """Two tokens in four bits: a step of 1 along tokens, of 2 along channels."""
+    states = torch.tensor([[[0.0, 1], [15, 16]]])
+    keys = encode(states, 4, along="tokens")
+    assert keys.packed.tolist() == [[[0, 0xFF]]]  # a byte for every token, of both channels
+    torch.testing.assert_close(keys.scale.flatten(), torch.ones(2).half(), atol=2e-3, rtol=0)
+    assert keys.least.flatten().tolist() == [0, 1]
+    states = torch.tensor([[[0.0, 30], [30, 0]]])
+    values = encode(states, 4, along="channels")  # a byte for every channel, of both tokens
+    assert values.packed.tolist() == [[[[0xF0, 0x0F]]]]
+    torch.testing.assert_close(values.decoded(), states, rtol=0, atol=4e-2)
 
 
 @settings(deadline=None, max_examples=60)
 @given(
-    bits=st.sampled_from([2, 4, 8]),
+    bits=st.sampled_from([4, 8]),
     along=st.sampled_from(["tokens", "channels"]),
     size=st.tuples(st.integers(0, 3), st.sampled_from([32, 64]), st.integers(1, 70)),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),

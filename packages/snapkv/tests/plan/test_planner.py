@@ -67,7 +67,7 @@ def test_every_family_holds_what_was_planned(family):
     assert plan.compressed.cache_bytes == held_bytes(model, ids, policy)
 
 
-CODES = ("int8", "int4", "fp8", "k8v4", KVCodes(4, 2, group_size=64, recent_tokens=5))
+CODES = ("int8", "int4", "k8v4", KVCodes(4, 8, group_size=64, recent_tokens=5))
 
 
 @pytest.mark.parametrize("bits", CODES, ids=str)

@@ -110,8 +110,7 @@ STORAGES = [
     None,
     "int8",
     "int4",
-    "fp8",
-    KVCodes(4, 2, group_size=64, recent_tokens=8, sink_tokens=0),
+    KVCodes(4, 8, group_size=64, recent_tokens=8, sink_tokens=0),
     KVCodes(8, 4, recent_tokens=0, sink_tokens=40),
 ]
 EVEN = [

@@ -149,7 +149,7 @@ CASES = {
         kv.Random(28, window_size=8), (do.Turn(2), do.Crop(1)), {**HOST, "quantize": "int8"}
     ),
     "crop into codes of all that was seen, with pages": llama(
-        kv.LagKV(12, window_size=4), (do.Turn(2), do.Crop(1)), {**PAGES, "quantize": "fp8"}
+        kv.LagKV(12, window_size=4), (do.Turn(2), do.Crop(1)), {**PAGES, "quantize": "int4"}
     ),
     # Of tokens that had become codes behind a prompt, recall brought back none.
     "codes of what was generated, under recall": llama(

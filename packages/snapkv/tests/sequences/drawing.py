@@ -194,12 +194,8 @@ def _options(draw: Draw, policy: Policy, model: str) -> dict[str, Any]:
         few = {"recent_tokens": draw.choice([0, 3, 8]), "sink_tokens": draw.choice([0, 1, 4])}
         few["exact_layers"] = draw.choice([0, 0, 0, 1])
         options["quantize"] = draw.choice(
-            ["int8", "fp8", KVCodes(8, 8, **few), KVCodes(8, 8, **few), KVCodes(4, 8, **few)]
+            ["int8", "K8V4", KVCodes(8, 8, **few), KVCodes(8, 8, **few), KVCodes(4, 8, **few)]
         )
-        if policy.query_tokens and draw.random() < 0.3:  # layers of either kind beside each other
-            codes = KVCodes(8, 8, **few | {"exact_layers": 0})
-            error = draw.choice([1e-9, 1e-6, 1e-5])
-            options["quantize"] = kv.AutoCodes((None, codes), most_error=error)
     return options
 
 

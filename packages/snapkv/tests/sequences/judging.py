@@ -31,7 +31,6 @@ from snapkv.kvzip import read_twice
 from snapkv.policies import EvictingPolicy
 from snapkv.policies.base import ALL_QUERIES
 from snapkv.prefill import chunked, layer_by_layer
-from snapkv.storage.auto import AutoCodes
 from snapkv.storage.coded import KVCodes
 from tests.families import small_model
 from tests.oracle import hidden_columns, index_scores, masked_judge, masked_pass
@@ -43,9 +42,9 @@ CLOSE = 2e-3
 """How far logits may be apart, as a part of the highest of them; float32 sums make it 1e-4."""
 LOWEST = -1e30
 """No score is as low, but of what is hidden."""
-CLOSE_IN_BITS = {"int8": 0.15, "fp8": 0.7, "int4": 0.7}
+CLOSE_IN_BITS = {"int8": 0.15, "K8V4": 0.7, "int4": 0.7}
 """Where a row and the same one alone are grouped with other neighbours."""
-CLOSE_IN_GROUPS = {"int8": CLOSE, "fp8": 1e-2, "int4": 1e-2}
+CLOSE_IN_GROUPS = {"int8": CLOSE, "K8V4": 1e-2, "int4": 1e-2}
 """Where they are grouped alike; a number between two codes goes to either by such a sum, 3e-3."""
 
 
@@ -238,18 +237,15 @@ class Judge:
         apart = float((found - expected).abs().max() / expected.abs().max())
         close = CLOSE
         if (bits := self._bits) is not None:
-            other_groups = state.rows_differ or judge == "oracle" or self._rows_share_bits
+            other_groups = state.rows_differ or judge == "oracle"
             close = (CLOSE_IN_BITS if other_groups else CLOSE_IN_GROUPS)[bits]
-            if "latent" in self.sequence.model:  # which the model expands, and their rounding too
-                close *= 5
         if not apart <= close:
             raise WrongError(f"{judge}: logits are off by {apart:.2g} of the highest")
 
     def _compare_kept(self, state: State, row: int, alone: CompressedCache) -> None:
         if state.fewer_votes and any(part.kind == "spans" for part in state.done):
             return  # spans hold more or less of what was kept
-        others = state.rows_differ or self._rows_share_bits
-        if self.options.get("quantize") and others and len(state.done) > 1:
+        if self.options.get("quantize") and state.rows_differ and len(state.done) > 1:
             return  # other neighbours share a scale, so votes differ by rounding
         for layer in alone.compressed_layers:
             found = _sets(state.cache.kept_positions(layer)[row])
@@ -387,16 +383,11 @@ class Judge:
         given = self.options.get("quantize")
         if isinstance(given, KVCodes):
             return "int8" if given.keys == given.values == 8 else "int4"
-        return "int8" if isinstance(given, AutoCodes) else given
-
-    @property
-    def _rows_share_bits(self) -> bool:
-        """Whether a row may be held in other bits than it is alone."""
-        return isinstance(self.options.get("quantize"), AutoCodes)
+        return given
 
     def _has_oracle(self, state: State) -> bool:
         """Whether attention is that of a full cache that hides what is not kept."""
-        if self._bits in ("int4", "fp8"):
+        if self._bits in ("int4", "K8V4"):
             return False  # rounding alone moves logits as far as a wrong token would
         recall = self.options.get("recall")
         if isinstance(recall, PageRecall) and recall.pages < 100 and not self.is_whole(state):

@@ -78,7 +78,6 @@ SETTINGS = {
     "visible": Setting(
         [1 / 8, 1 / 4],
         [
-            Ours("default, auto", default_policy, "auto"),
             Ours("default", default_policy),
             Theirs("SnapKVPress", "SnapKVPress"),
             Theirs("SnapKVPress in QuantizedCache, 4 bits", "SnapKVPress", 4),

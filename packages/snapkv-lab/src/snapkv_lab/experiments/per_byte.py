@@ -30,8 +30,6 @@ CODES: dict[str, Any] = {
     "int8": KVCodes(8, 8, recent_tokens=16),
     "int4": KVCodes(4, 4, recent_tokens=16),
     "keys 8, values 4": KVCodes(8, 4, recent_tokens=16),
-    "keys 4, values 2": KVCodes(4, 2, recent_tokens=16),
-    "auto": "auto",
 }
 METHODS: dict[str, Any] = {
     "paper's": SnapKV,
@@ -42,7 +40,7 @@ METHODS: dict[str, Any] = {
 MEASURED = (
     *((method, "as it came") for method in METHODS),
     *((method, "int4") for method in METHODS if "by head" not in method),
-    *(("default", codes) for codes in ("int8", "keys 8, values 4", "keys 4, values 2", "auto")),
+    *(("default", codes) for codes in ("int8", "keys 8, values 4")),
 )
 
 

@@ -5,8 +5,10 @@ judged by. `flat`: what is promised of a machine with two cores, to be run with 
 else on it. `appending`: as many stored tokens, appended in place or copied for every token,
 as transformers' own cache does, which concatenates what is stored and what is new. `codes`: steps
 that read few bits beside steps that read as many tokens, or as many bytes, of 16 bits.
+`by_default`: what `ask` does without an option beside the full cache, which it may not exceed.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -16,10 +18,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from snapkv import FullCache, KVCodes, SnapKV
+from snapkv import CompressedCache, FullCache, KVCodes, SnapKV, default_policy
 from snapkv.app.models import load
 from snapkv.policies import Policy, PromptLayer
 from snapkv.storage.base import keep_tokens
+from snapkv.validation import AUTO
 from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.measuring import Turns, in_own_process
 from snapkv_lab.experiments.pages import Table
@@ -341,6 +344,67 @@ APPENDING = Experiment(
                 "in place, ms": "{ms[p50]:.1f}",
                 "copying, ms": "{copying_ms[p50]:.1f}",
                 "ratio": "{ratio[p50]:.3f}",
+            }
+        )
+    ],
+)
+
+
+@torch.inference_mode()
+def _by_default(given: Given) -> Iterator[Row]:
+    """What `ask` keeps without an option beside the full cache: reading, then tokens, in turn."""
+    policies = {"default": default_policy(AUTO), "full": FullCache()}
+    for tokens in given.lengths:
+        prompt = read_prompt(given.loaded.model, given.prompt(tokens))
+        ids = torch.tensor([given.prompt(tokens)], device=prompt.model.device)
+
+        def read(policy: Policy, ids: Tensor = ids) -> None:
+            cache = CompressedCache(given.loaded.model, policy)
+            given.loaded.model(ids, past_key_values=cache, logits_to_keep=1)
+
+        caches = {name: prompt.compressed(policy) for name, policy in policies.items()}
+        report = caches["default"].report()
+        reads = {name: functools.partial(read, policy) for name, policy in policies.items()}
+        steps = {name: decoder(prompt, cache) for name, cache in caches.items()}
+        row: Row = {"benchmark": "default", "prompt_tokens": tokens}
+        row |= {"kept_tokens": report.kept_tokens, "held_bytes": report.held_bytes}
+        row["full_bytes"] = report.full_bytes
+        for what, work, rounds in (
+            ("first", reads, given.readings),
+            ("token", steps, given.new_tokens),
+        ):
+            turns = Turns(work, rounds=rounds, warmup_rounds=1)
+            row |= {
+                f"{what}_ms": turns.ms("default", 2),
+                f"{what}_ratio": turns.ratio("default", "full"),
+                f"{what}_cpu_ratio": turns.ratio("default", "full", clock="cpu_ms"),
+            }
+        yield row
+
+
+BY_DEFAULT = Experiment(
+    name="by_default",
+    title="Without an option, beside the full cache",
+    takes="ten minutes",
+    measure=_by_default,
+    threads=1,
+    options={
+        "lengths": Sized((1024, 2048, 6144), (96, 160)),
+        "readings": Sized(3, 2),
+        "new_tokens": Sized(32, 2),
+    },
+    fields={"seed": SEED},
+    tables=[
+        Table(
+            {
+                "prompt tokens": "{prompt_tokens:,}",
+                "kept": "{kept_tokens:,.0f}",
+                "bytes held": "{held_bytes:bytes}",
+                "of the full cache": "{full_bytes:bytes}",
+                "first token, against full": "{first_ratio:spread|.2f}",
+                "of processor time": "{first_cpu_ratio:spread|.2f}",
+                "per token, against full": "{token_ratio:spread|.2f}",
+                "per token, of processor time": "{token_cpu_ratio:spread|.2f}",
             }
         )
     ],

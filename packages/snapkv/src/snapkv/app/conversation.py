@@ -30,7 +30,7 @@ from snapkv.hf.placement import device_of
 from snapkv.kvzip import require_one_reading
 from snapkv.policies import EvictingPolicy, Policy
 from snapkv.policies.spans import Span
-from snapkv.storage.auto import Quantize
+from snapkv.storage.coded import Quantize
 
 NO_RECALL = "none"
 

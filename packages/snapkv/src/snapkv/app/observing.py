@@ -138,10 +138,10 @@ class RecordedPrompt:
             else:
                 cache.layers[index] = copy.deepcopy(other)
         for layer, shown in cache.reading.shared_out(self._filling(cache)):
-            choice = layer.choose(shown)
-            if policy.draft_tokens and choice.selection is not None:
+            selection = layer.choose(shown)
+            if policy.draft_tokens and selection is not None:
                 cache.reading.hold_for_draft(layer, shown)
-            layer.end_prompt(choice, shown)
+            layer.end_prompt(selection, shown)
         if cache.reading.undecided:
             cache.vote_by_draft(self.last_logits)
         return cache

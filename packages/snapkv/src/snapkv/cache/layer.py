@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from snapkv import ops
-from snapkv.cache.choosing import Choice, choose
+from snapkv.cache.choosing import choose
 from snapkv.cache.paging import PageRecall
 from snapkv.cache.slots import DecodeNotes, SlotMap, require_removable
 from snapkv.errors import InvalidArgumentError
@@ -20,8 +20,7 @@ from snapkv.policies.fair import Segments
 from snapkv.policies.spans import Spans
 from snapkv.policies.states import fillers_left
 from snapkv.storage.base import Storage, TokenStore
-from snapkv.storage.coded import CodedLatents, CodedStore
-from snapkv.storage.codes import QUANTIZED
+from snapkv.storage.coded import CodedStore
 from snapkv.storage.dense import DenseStore
 from snapkv.storage.offload import OffloadedTokens
 from snapkv.storage.ragged import RaggedStore
@@ -373,8 +372,6 @@ class CompressedLayer(DynamicLayer):
         """Hold what a file or a document holds: a store of that kind, by its `state`."""
         self.store, self.slots = self.storage.restored(kind, state), slots
         self.notes = self.notes if notes is None else notes
-        if kind == QUANTIZED:
-            self._finalize(self.slots.chosen_slots or self.store.slots, self.storage)
 
     def restore_chosen(
         self, keys: Tensor, values: Tensor, places: Tensor, tokens: int, *, parts_heads: bool
@@ -418,18 +415,18 @@ class CompressedLayer(DynamicLayer):
         self.store = self.store.keep(kept, tokens, ragged=ragged)
         self.slots = self.slots.chosen(columns, at, **changes)
 
-    def choose(self, prompt: PromptLayer) -> Choice:
-        """What of a prompt that has been read the policy keeps, and how it is stored."""
+    def choose(self, prompt: PromptLayer) -> Selection | None:
+        """What of a prompt that has been read the policy keeps; None for all of it."""
         return choose(self.policy, prompt, self.storage, self.store)
 
-    def end_prompt(self, choice: Choice, prompt: PromptLayer) -> None:
+    def end_prompt(self, selection: Selection | None, prompt: PromptLayer) -> None:
         """Note that the prompt has been read, and keep of it what was chosen.
 
         Tokens behind the prompt (drafts of the same forward pass) stay behind what is kept. Where
         turns follow, the prompt is all that was seen so far or, without recall, all that is stored.
         """
         at = self.columns - (self.store.slots - prompt.keys.shape[2])
-        queries, lost, selection = None, None, choice.selection
+        queries, lost = None, None
         if self.history_tokens:
             queries = prompt.queries[:, :, -self.history_tokens :].clone()
         if selection is not None and self.slots.is_whole:
@@ -443,15 +440,15 @@ class CompressedLayer(DynamicLayer):
             self._keep(selection, at)
         is_whole = self.slots.kept is None
         kept = prompt.keys.shape[2] if is_whole else self.slots.chosen_slots
-        self._finalize(kept, choice.storage)
+        self._finalize(kept)
 
-    def _finalize(self, kept_tokens: int, storage: Storage) -> None:
+    def _finalize(self, kept_tokens: int) -> None:
         """Store the first slots as it is done behind a prompt; what that would change is offloaded.
 
         Where tokens were dropped, all of them have been.
         """
         whole, empty = self.store, self.slots.empty
-        self.store = storage.finalize(whole, kept_tokens, self.policy.name, empty)
+        self.store = self.storage.finalize(whole, kept_tokens, self.policy.name, empty)
         if self.store.ragged is not None:
             self.slots = self.slots.without_fillers()
         if self.slots.kept is None and not self.store.is_exact:
@@ -473,14 +470,13 @@ class CompressedLayer(DynamicLayer):
 
     def keep_of_rows(self, selection: Selection) -> None:
         """Behind a later turn keep what was selected of rows that fitted the budget until then."""
-        storage = self.storage.like(self.store)
         eviction = Eviction(
             keep_indices=selection.keep_indices,
             filler_tokens=selection.filler_tokens,
             parts_heads=selection.head_tokens is not None,
         )
         self.apply_eviction(eviction)
-        self._finalize(self.slots.chosen_slots, storage)
+        self._finalize(self.slots.chosen_slots)
         self.slots = replace(self.slots, chosen_at=self.seen_tokens)
         self.notes = self.notes.of_choice(self.notes.last_queries, None)  # votes of one choice
 
@@ -527,15 +523,15 @@ class CompressedLayer(DynamicLayer):
 
     def decode(self) -> None:
         """Hold what codes stand for: a prompt is to be read whose end chooses from all of it."""
-        if isinstance(self.store, CodedStore | CodedLatents):
+        if isinstance(self.store, CodedStore):
             self.store, empty = self.store.dense()
             if self.slots.kept is not None and bool(empty.any()):
                 self.slots = replace(self.slots, fillers=empty)
 
-    def encode(self, tokens: int, storage: Storage) -> None:
+    def encode(self, tokens: int) -> None:
         """Hold the first tokens as codes again, where the end of a turn has dropped nothing."""
-        if not storage.holds_as_it_came:
-            self._finalize(tokens, storage)
+        if self.storage.codes is not None:
+            self._finalize(tokens)
 
     # What a user says of spans.
 

@@ -117,7 +117,7 @@ def storage_bits(text: str) -> tuple[str, ...]:
     words = [part.strip() for part in text.split(",") if part.strip()]
     if not words or len(set(words)) < len(words) or not all(map(_is_storage, words)):
         raise InvalidArgumentError(
-            f"bits: expected some of {EXACT}, int8, int4, fp8 and bits of keys and values apart as "
+            f"bits: expected some of {EXACT}, int8, int4 and bits of keys and values apart as "
             f"in k8v4, each once, got {text!r}; write for instance --bits {EXACT},int4"
         )
     return tuple(words)

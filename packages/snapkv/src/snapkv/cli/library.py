@@ -36,7 +36,7 @@ EXAMPLES = {
     "library remove": ("snapkv library remove snapkv-library contract.pdf",),
 }
 
-_BITS = ("int4", "K8V4", "int8", "fp8", "none")
+_BITS = ("int4", "K8V4", "int8", "none")
 _AS_IT_IS = ""
 _VOTES = (
     "warning: policy: {} keeps what the end of each document attends to, which knows no question, "
@@ -81,7 +81,7 @@ class AddOptions(PolicyOptions):
     bits: Annotated[
         str | None,
         panels.policy(
-            help="Store it in int4, K8V4, int8 or fp8; none for the model's own dtype",
+            help="Store it in int4, K8V4 or int8; none for the model's own dtype",
             show_default="the library's own; int4 for a new one",
         ),
     ] = None

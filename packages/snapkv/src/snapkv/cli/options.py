@@ -282,7 +282,7 @@ DRAFTS = ("medusa", "assistant", "prompt_lookup")
 StorageBits = Annotated[
     str,
     panels.sweep(
-        metavar="exact|int8|int4|fp8|k8v4,...",
+        metavar="exact|int8|int4|k8v4,...",
         help="How every method stores what it keeps: as it came, or in few bits; with commas for "
         "more",
     ),

@@ -65,7 +65,7 @@ class PlanOptions:
     bits: Annotated[
         str,
         panels.policy(
-            metavar="exact|int8|int4|fp8|k8v4",
+            metavar="exact|int8|int4|k8v4",
             help="How what is kept is stored: as it came, or in few bits",
         ),
     ] = EXACT

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from snapkv.cache.choosing import Choice, costed
+from snapkv.cache.choosing import costed
 from snapkv.cache.indexed import IndexedLayer
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.reading import Reading
@@ -185,15 +185,14 @@ def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
     prompt = context.check.later(_prompt_layer(read, layer, pads))
     if context.reading.narrowing is not None:
         context.reading.narrowing.on_prompt(replace(prompt, queries=call.query))
-    choice = layer.choose(prompt)
+    selection = layer.choose(prompt)
     context.check.require_numbers(prompt)
-    selection = choice.selection
-    at_once = not drafts or (selection is None and choice.storage.holds_as_it_came)
+    at_once = not drafts or (selection is None and layer.storage.codes is None)
     attended = _attend_prompt(call, layer) if at_once else call.before_masked(drafts, pads).attend()
     _check_votes(call, context, prompt, attended[0][:, own - 1])
     if layer.policy.draft_tokens and selection is not None:
         context.reading.hold_for_draft(layer, prompt)
-    _end(layer, choice, prompt)
+    _end(layer, selection, prompt)
     return attended if at_once else _verify(call, layer, selection, drafts, attended[0])
 
 
@@ -218,14 +217,14 @@ def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
     read = call.before(drafts)
     attended = attend_stored(read, layer, rebuild_mask=drafts > 0, drafts=drafts)
     prompt = context.check.later(_prompt_layer(read, layer, layer.slots.fillers))
-    choice = layer.choose(prompt)
+    selection = layer.choose(prompt)
     context.check.require_numbers(prompt)
-    if choice.selection is not None:
-        _end(layer, choice, prompt)
+    if selection is not None:
+        _end(layer, selection, prompt)
     else:
         layer.look_back(read.query)
-        layer.encode(prompt.keys.shape[2], choice.storage)
-    return _verify(call, layer, choice.selection, drafts, attended[0]) if drafts else attended
+        layer.encode(prompt.keys.shape[2])
+    return _verify(call, layer, selection, drafts, attended[0]) if drafts else attended
 
 
 def _decode(call: AttentionCall, context: ForwardContext) -> Attended:
@@ -321,11 +320,11 @@ def choose(layer: CompressedLayer, prompt: PromptLayer) -> None:
     _end(layer, layer.choose(prompt), prompt)
 
 
-def _end(layer: CompressedLayer, choice: Choice, prompt: PromptLayer) -> None:
+def _end(layer: CompressedLayer, selection: Selection | None, prompt: PromptLayer) -> None:
     """Let the layer keep what was chosen; the pads of a text that it has parts of it knows."""
     if not layer.slots.is_whole:
         prompt = replace(prompt, pad_tokens=layer.slots.pads)
-    layer.end_prompt(choice, prompt)
+    layer.end_prompt(selection, prompt)
 
 
 def _keep_to_cap(call: AttentionCall, layer: CompressedLayer, cap_tokens: int | None) -> None:
@@ -511,9 +510,8 @@ def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
                 "which rearranges them after the cache; heads that keep different tokens would be "
                 "mixed, so it cannot be compressed"
             )
-        ends = context.phase in (Phase.END_PROMPT, Phase.END_TURN)
-        if refusal := latent_refusal(context.reading.layers, name, ends and context.drafts > 0):
-            return refusal
+        if latent := latent_refusal(context.reading.layers, name):
+            return latent
     if call.implementation == "eager" and _asks_for_weights(call) and _gives_no_weights(context):
         return UnsupportedModelError(
             "output_attentions: expected False where attention gives no weights, as behind heads "
@@ -597,18 +595,14 @@ def _refusal_of_ahead(call: AttentionCall, context: ForwardContext) -> Exception
     return not_causal_window() if any(voting) else None
 
 
-def latent_refusal(
-    layers: Sequence[CompressedLayer], name: str, drafts: bool = False
-) -> UnsupportedModelError | None:
+def latent_refusal(layers: Sequence[CompressedLayer], name: str) -> UnsupportedModelError | None:
     """Why latent attention cannot do what its layers are to do; None where it can."""
     turns = layers[0].turns
-    in_codes = [each.storage for each in layers if not each.storage.holds_as_it_came]
     for option, is_asked, remedy in (
         ("group_reduce", layers[0].policy.parts_groups, "leave it at 'mean'"),
         ("refresh_every", turns is not None and turns.refresh_every, "leave it out"),
         ("recall", turns is not None and turns.pages, "pass recall='host'"),
-        ("quantize", any(not own.decodes for own in in_codes), "leave it out"),
-        ("quantize", in_codes and drafts, "generate without drafts"),
+        ("quantize", any(each.storage.codes is not None for each in layers), "leave it out"),
     ):
         if is_asked:
             return UnsupportedModelError(

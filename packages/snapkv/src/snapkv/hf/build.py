@@ -35,9 +35,8 @@ from snapkv.policies import (
     PyramidKV,
 )
 from snapkv.policies.budget import budget_of
-from snapkv.storage.auto import AutoCodes, AutoStorage, Quantize, read_codes
 from snapkv.storage.base import Storage
-from snapkv.storage.coded import KVCodes
+from snapkv.storage.coded import KVCodes, Quantize
 from snapkv.storage.dynamic import Dynamic
 from snapkv.storage.static import Static
 from snapkv.validation import require_choice, require_int
@@ -87,7 +86,12 @@ def layers_for(
     latents = shares_latent(model)
     if isinstance(policy, DuoAttention):  # of latents only the tensors will say
         policy.require_heads(len(full), None if latents else _kv_heads(config))
-    made = [storage().at(depth, len(full), latents=latents) for depth in range(len(full))]
+    made = [storage().at(depth, len(full)) for depth in range(len(full))]
+    if latents and any(each.codes is not None for each in made):
+        raise UnsupportedModelError(
+            f"quantize: expected none for latent attention, whose heads share what is stored, got "
+            f"it for {type(model).__name__}; leave it out"
+        )
     is_static = any(each.is_compileable for each in made)
     indexed = [index for index in full if type(layers[index]).__name__ == _INDEXED]
     indexers = indexers_of(model) if indexed else {}
@@ -95,11 +99,6 @@ def layers_for(
     _require_together(model, readers)
     _require_kinds(type(model).__name__, layers, is_static=is_static, indexers=indexers)
     _require_scores(type(model).__name__, policy, indexers)
-    if indexers and not all(own.holds_as_it_came for own in made):
-        raise UnsupportedModelError(
-            f"quantize: expected none where an indexer chooses by keys of its own, got it for "
-            f"{type(model).__name__}; leave it out"
-        )
     for identity, own in zip(_identities(model, policy, readers), made, strict=True):
         index = identity.layer_idx
         if index in indexers:
@@ -228,16 +227,9 @@ def storage_for(
             f"one set per KV head, and all behind it for storage='static', whose layers share one "
             f"mask, got {policy!r}; use SnapKV(budget=...) with a number, or storage='dynamic'"
         )
-    codes = None if quantize is None else read_codes(quantize)
+    codes = None if quantize is None else KVCodes.of(quantize)
     if codes is not None:
         _require_codes(policy, codes)
-    if isinstance(codes, AutoCodes):
-        if storage == "static":
-            raise InvalidArgumentError(
-                "quantize: expected bits that are known before the prompt for storage='static', "
-                f"got {quantize!r}; pass for instance 'int4', or storage='dynamic'"
-            )
-        return functools.partial(AutoStorage, codes=codes)
     if storage == "static":
         assert policy.most_tokens is not None
         slots = policy.most_tokens + room_tokens
@@ -245,29 +237,23 @@ def storage_for(
     return functools.partial(Dynamic, in_place=not evicts, codes=codes)  # evicting moves it all
 
 
-def _require_codes(policy: Policy, codes: KVCodes | AutoCodes) -> None:
+def _require_codes(policy: Policy, codes: KVCodes) -> None:
     """Refuse bits for what a policy holds otherwise, or cannot share out."""
     if isinstance(policy, EvictingPolicy):
         raise InvalidArgumentError(
             f"quantize: expected a policy that only compresses prompts, got {policy.name}; "
             "leave quantize out"
         )
-    is_auto, inner = isinstance(codes, AutoCodes), policy
+    inner = policy
     while hasattr(inner, "policy"):
         inner = inner.policy
     in_bytes = isinstance(budget_of(policy), ByteBudget)
     shared = isinstance(inner, PyramidKV) or "all_layers" in policy.needs
-    if in_bytes and shared and (is_auto or codes.exact_layers):
+    if in_bytes and shared and codes.exact_layers:
         raise InvalidArgumentError(
             f"quantize: expected layers that all hold tokens in as many bits where {policy.name} "
             f"shares bytes out among them, got {codes!r}; pass a number of tokens, 'int4', or no "
             "exact_layers"
-        )
-    if is_auto and not policy.query_tokens:
-        raise InvalidArgumentError(
-            f"quantize: expected a method that looks at the prompt's last queries, which tell "
-            f"how much bits lose, for quantize='auto', got {policy.name}; use SnapKV, or pass "
-            "'int4'"
         )
 
 

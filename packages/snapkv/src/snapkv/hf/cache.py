@@ -58,8 +58,7 @@ from snapkv.hf.slot_scores import score_options, slot_scores
 from snapkv.policies import EvictingPolicy, Policy, default_policy
 from snapkv.policies.spans import Spans
 from snapkv.storage import uncompressed
-from snapkv.storage.auto import Quantize
-from snapkv.storage.coded import Bits, KVCodes
+from snapkv.storage.coded import Bits, KVCodes, Quantize
 from snapkv.validation import require_int
 
 
@@ -100,7 +99,7 @@ class CompressedCache(Cache):
         refresh_every: with `recall`, let the last queries vote again after as many generated
             tokens.
         quantize: hold what is kept of a prompt, and all but the last of what is generated, in few
-            bits: "int8", "int4", "fp8", or a `KVCodes`; "auto" or an `AutoCodes` chooses by layer.
+            bits: "int8", "int4", "K8V4", or a `KVCodes`.
             The model's own dtype by default.
         protect: half-open spans of positions, such as ``[(0, 200)]``, that every layer and head
             keeps whatever the scores. Positions are those of `kept_positions`: of each row's own

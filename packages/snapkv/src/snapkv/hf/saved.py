@@ -14,7 +14,7 @@ from snapkv.cache.indexed import IndexedLayer
 from snapkv.cache.paging import PageRecall, Recall
 from snapkv.cache.read_ids import ReadIds
 from snapkv.cache.reading import Reading
-from snapkv.cache.saving.encoding import decode_layer, encode_layer
+from snapkv.cache.saving.encoding import decode_layer, encode_layer, outdated
 from snapkv.cache.saving.files import SealedFile, read_sealed, write_sealed
 from snapkv.errors import CacheFileError, CacheMismatchError, SnapKVError, UnsupportedModelError
 from snapkv.hf.identity import identity_of, require_identity
@@ -22,7 +22,6 @@ from snapkv.hf.model_parts import has_images_positions
 from snapkv.hf.placement import device_of, layer_devices
 from snapkv.policies import POLICIES, Policy
 from snapkv.storage.coded import KVCodes
-from snapkv.storage.codes import unpacked
 
 Kind = TypeVar("Kind")
 
@@ -113,8 +112,11 @@ def read(
 
 
 def contents(file: SealedFile) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and the notes of a cache's file, as `encoded` gives them today."""
-    return unpacked(file.tensors, file.notes.get("packed", {})), file.notes
+    """The tensors and the notes of a cache's file, as `encoded` gives them; none in old codes."""
+    kinds = {layer.get("store_kind") for layer in file.notes["layers"]}
+    if file.notes.get("packed") or "quantized" in kinds:
+        raise outdated("the codes of 0.1.0")
+    return file.tensors, file.notes
 
 
 def tensors_beside(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """Votes, redundancy, pooling, group reduce, top-k, gather, pages; attention to ragged heads."""
 
 from snapkv.ops.codes.api import coded_attention
-from snapkv.ops.codes.coding import Codes, encode, encode_float
+from snapkv.ops.codes.coding import Codes, encode
 from snapkv.ops.codes.layout import BlockLayout
 from snapkv.ops.pages import page_bounds, page_scores
 from snapkv.ops.ragged.api import ragged_attention
@@ -21,7 +21,6 @@ from snapkv.ops.votes.reference import (
     pool_votes,
     reduce_group,
     times_above,
-    window_output,
     window_visibility,
 )
 from snapkv.ops.votes.top_k import best_of, keep_best, kept_indices
@@ -42,7 +41,6 @@ __all__ = [
     "best_of",
     "coded_attention",
     "encode",
-    "encode_float",
     "fade_votes",
     "gather_tokens",
     "keep_best",
@@ -54,7 +52,6 @@ __all__ = [
     "reduce_group",
     "redundancy",
     "times_above",
-    "window_output",
     "window_visibility",
     "window_votes",
 ]

@@ -67,7 +67,7 @@ class PyramidKV(SnapKV):
     def _layer_budgets(self, mean: int, prefix_tokens: int, num_layers: int) -> list[int]:
         """Prefix budgets from the bottom layer to the top one."""
         if not self.published:
-            sinks = min(self.sink_tokens, prefix_tokens)
+            sinks = min(self.sink_tokens or 0, prefix_tokens)
             return exact_budgets(mean, prefix_tokens, num_layers, self.beta, sinks)
         if prefix_tokens + self.window_size < 2 * mean:
             return [mean] * num_layers

@@ -12,7 +12,7 @@ from snapkv import ops
 from snapkv.storage.append_buffer import AppendBuffer
 
 if TYPE_CHECKING:
-    from snapkv.storage.coded import CodedStates
+    from snapkv.storage.coded import CodedStates, KVCodes
     from snapkv.storage.dense import DenseStore
     from snapkv.storage.ragged import RaggedStates
 
@@ -241,18 +241,11 @@ class Storage(Protocol):
         """Whether the decoding step can be compiled."""
 
     @property
-    def decodes(self) -> bool:
-        """Whether a step is handed what codes stand for, and need not attend to codes."""
+    def codes(self) -> "KVCodes | None":
+        """How what is kept of a prompt is held in few bits; None for as it came."""
 
-    @property
-    def holds_as_it_came(self) -> bool:
-        """Whether keys and values stay as they were appended."""
-
-    def at(self, depth: int, num_layers: int, *, latents: bool) -> "Storage":
-        """That of one of the compressed layers; of `latents` if the model expands what it holds."""
-
-    def like(self, store: TokenStore) -> "Storage":
-        """The storage that made a store, where one chooses among several; else itself."""
+    def at(self, depth: int, num_layers: int) -> "Storage":
+        """That of one of the compressed layers, of which the outer ones may hold no codes."""
 
     def empty(self) -> "DenseStore":
         """A store without tokens."""

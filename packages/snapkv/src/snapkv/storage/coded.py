@@ -1,6 +1,5 @@
 """Keys and values in few bits: how many, and what heads keep as codes."""
 
-import copy
 import functools
 import itertools
 from collections.abc import Callable, Mapping
@@ -19,21 +18,19 @@ from snapkv.ops import (
     TokenCost,
     coded_attention,
     encode,
-    encode_float,
 )
-from snapkv.ops.codes.coding import Along
 from snapkv.storage.base import TokenStore
 from snapkv.storage.dense import DenseStore
 from snapkv.storage.ragged import Counts, Pair, RaggedStates, RaggedStore
 from snapkv.validation import code_bits, require_int
 
-Bits = Literal["int8", "int4", "K8V4", "fp8"]
+Bits = Literal["int8", "int4", "K8V4"]
 
 Made = TypeVar("Made")
 
-Number = Literal[2, 4, 8, "fp8"]
+Number = Literal[4, 8]
 
-_NUMBERS = (2, 4, 8, "fp8")
+_NUMBERS = (4, 8)
 _GROUP_SIZES = (32, 64)
 
 
@@ -42,8 +39,8 @@ class KVCodes:
     """How many bits hold what is kept of a prompt, and what stays as it came.
 
     Args:
-        keys: bits of a key's integer, 8, 4 or 2, or "fp8". Two bits lose most answers.
-        values: of a value's number.
+        keys: bits of a key's integer, 8 or 4.
+        values: of a value's.
         group_size: numbers that share a scale and a least number of 16 bits each, 32 or 64.
         recent_tokens: the last tokens that stay in the model's dtype; those behind a prompt are
             encoded in blocks of `group_size` when so many stand behind them.
@@ -126,16 +123,18 @@ class KVCodes:
         bits = code_bits(given) if isinstance(given, str) else None
         if bits is None:
             raise InvalidArgumentError(
-                f"{argument}: expected int8, int4 or fp8, keys and values apart as in K8V4, or a "
+                f"{argument}: expected int8 or int4, keys and values apart as in K8V4, or a "
                 f"KVCodes, got {given!r}; pass one of them"
             )
         return cls(*bits)  # type: ignore[arg-type] # they are some of these numbers
 
     def __str__(self) -> str:
-        """Its bits in a word that `of` takes: "int4", "fp8", or apart as in "K8V4"."""
-        if self.keys != self.values:
-            return f"K{self.keys}V{self.values}"
-        return "fp8" if self.keys == "fp8" else f"int{self.keys}"
+        """Its bits in a word that `of` takes: "int4", or apart as in "K8V4"."""
+        alike = self.keys == self.values
+        return f"int{self.keys}" if alike else f"K{self.keys}V{self.values}"
+
+
+Quantize = KVCodes | Bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -467,11 +466,7 @@ def _behind(before: Tensor, states: Tensor) -> Tensor:
 def encoded(blocks: Pair, how: KVCodes) -> tuple[Codes, Codes]:
     """(M, G, D) blocks of keys and values in codes."""
     keys, values = blocks
-    return _codes(keys, how.keys, "tokens"), _codes(values, how.values, "channels")
-
-
-def _codes(blocks: Tensor, number: Number, along: Along) -> Codes:
-    return encode_float(blocks) if number == "fp8" else encode(blocks, number, along=along)
+    return encode(keys, how.keys, along="tokens"), encode(values, how.values, along="channels")
 
 
 class CodedStore(RaggedStore):
@@ -559,79 +554,3 @@ class CodedStore(RaggedStore):
     def state(self) -> dict[str, Any]:
         """The heads' codes and the tail."""
         return {"how": self.how, **super().state()}
-
-
-class CodedLatents(TokenStore):
-    """Latents in few bits, which the model expands to heads: a step is handed what they stand for.
-
-    Outside of it they lie in as many slots in every row, as the model's mask has them.
-    """
-
-    kind = "coded latents"
-    is_exact = False
-
-    def __init__(self, coded: CodedStore) -> None:
-        super().__init__(coded.num_kv_heads, *coded.planes)
-        self._coded = coded
-
-    @property
-    def slots(self) -> int:
-        return self._coded.slots
-
-    @property
-    def handed_tokens(self) -> int:
-        return self.slots
-
-    @property
-    def croppable_tokens(self) -> int:
-        return self._coded.croppable_tokens
-
-    def append(self, keys: Tensor, values: Tensor) -> Pair:
-        self._coded.append(keys, values)
-        return self.padded()
-
-    def keep(self, indices: Tensor, tokens: int, *, ragged: bool = False) -> TokenStore:
-        return self.dense()[0].keep(indices, tokens, ragged=ragged)
-
-    def only(self, stays: Tensor) -> TokenStore:
-        self._coded.only(stays)
-        return self
-
-    def crop(self, tokens: int) -> TokenStore:
-        left = self._coded.crop(tokens)
-        return self if left is self._coded else left
-
-    def select_rows(self, rows: Tensor) -> TokenStore:
-        self._coded.select_rows(rows)
-        return self
-
-    def finalize_step(self, drafts: int = 0) -> None:
-        self._coded.finalize_step(drafts)
-
-    def tail(self, tokens: int) -> Pair:
-        return self._coded.tail(tokens)
-
-    def padded(self) -> Pair:
-        return self._coded.padded()
-
-    def dense(self) -> tuple[DenseStore, Tensor]:
-        """As `CodedStore.dense`."""
-        return self._coded.dense()
-
-    @property
-    def bits(self) -> str:
-        return self._coded.bits
-
-    @property
-    def held_bytes(self) -> int:
-        return self._coded.held_bytes
-
-    @property
-    def index_bytes(self) -> int:
-        return self._coded.index_bytes
-
-    def state(self) -> dict[str, Any]:
-        return self._coded.state()
-
-    def __copy__(self) -> "CodedLatents":
-        return CodedLatents(copy.copy(self._coded))

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from snapkv.ops import TokenCost
 from snapkv.storage.base import TokenStore
-from snapkv.storage.coded import CodedLatents, CodedStore, KVCodes
-from snapkv.storage.codes import QUANTIZED, spread
+from snapkv.storage.coded import CodedStore, KVCodes
 from snapkv.storage.dense import DenseStore
 from snapkv.storage.ragged import RaggedStore
 
@@ -20,7 +19,6 @@ class Dynamic:
     Attributes:
         in_place: as in `DenseStore`.
         codes: how what is kept of a prompt is held in few bits; None for as it came.
-        decodes: whether every step is handed what the codes stand for.
         alike: whether all layers hold what they keep in as many bits.
         together: where all layers must keep as many tokens of a row, how many numbers a token has
             more in each of them than in this one; empty where each keeps its own.
@@ -28,32 +26,17 @@ class Dynamic:
 
     in_place: bool = True
     codes: KVCodes | None = None
-    decodes: bool = False
     alike: bool = True
     together: tuple[int, ...] = ()
     is_compileable = False
 
-    @property
-    def holds_as_it_came(self) -> bool:
-        """Whether there are no codes."""
-        return self.codes is None
-
-    def at(self, depth: int, num_layers: int, *, latents: bool) -> "Dynamic":
-        """The outer layers may hold no codes; latents are expanded out of what those stand for."""
+    def at(self, depth: int, num_layers: int) -> "Dynamic":
+        """The outer layers may hold no codes."""
         if self.codes is None:
             return self
         in_codes = self.codes.has_layer(depth, num_layers)
-        return replace(
-            self,
-            codes=self.codes if in_codes else None,
-            decodes=latents and in_codes,
-            alike=not self.codes.exact_layers,
-        )
-
-    def like(self, store: TokenStore) -> "Dynamic":
-        """Itself."""
-        del store
-        return self
+        alike = not self.codes.exact_layers
+        return replace(self, codes=self.codes if in_codes else None, alike=alike)
 
     def empty(self) -> DenseStore:
         """A store without tokens."""
@@ -69,8 +52,7 @@ class Dynamic:
         if isinstance(store, DenseStore):
             store = store.ragged_from(empty, kept_tokens)
         assert isinstance(store, RaggedStore)
-        coded = CodedStore.of(store, self.codes)
-        return CodedLatents(coded) if self.decodes else coded
+        return CodedStore.of(store, self.codes)
 
     def token_cost(self, store: TokenStore, heads: int, shortest_tokens: int) -> TokenCost:
         """As the keys and values came, or in codes."""
@@ -90,15 +72,11 @@ class Dynamic:
         return self.codes.costing(one, blocks, shortest_tokens)
 
     def restored(self, kind: str, state: dict[str, Any]) -> TokenStore:
-        """The store of that kind; that in few bits of 0.1.0 by what it stands for."""
+        """The store of that kind."""
         if kind == RaggedStore.kind:
             return RaggedStore(**state)
         if kind == CodedStore.kind:
             return CodedStore(**state)
-        if kind == CodedLatents.kind:
-            return CodedLatents(CodedStore(**state))
-        if kind == QUANTIZED:
-            state = spread(state)
-        elif kind != DenseStore.kind:
+        if kind != DenseStore.kind:
             raise ValueError(f"a {kind} store in dynamic storage")
         return self.empty().fill(**state)

@@ -295,22 +295,15 @@ class Static:
     """
 
     is_compileable = True
-    decodes = True
 
     def __init__(self, slots: int, room_tokens: int, codes: KVCodes | None = None) -> None:
         self.slots, self.room_tokens, self.codes = slots, room_tokens, codes
         self._buffers: list[Tensor] = []
 
-    def at(self, depth: int, num_layers: int, *, latents: bool) -> "Static":
-        del latents
+    def at(self, depth: int, num_layers: int) -> "Static":
         if self.codes is None or self.codes.has_layer(depth, num_layers):
             return self
         return Static(self.slots, self.room_tokens)
-
-    @property
-    def holds_as_it_came(self) -> bool:
-        """Whether there are no codes."""
-        return self.codes is None
 
     @property
     def coded_slots(self) -> int:
@@ -326,10 +319,6 @@ class Static:
         assert self.codes is not None
         ends = self.codes.recent_tokens + self.codes.sink_tokens
         return min(self.slots - self.room_tokens, ends) + self.room_tokens
-
-    def like(self, store: TokenStore) -> "Static":
-        del store
-        return self
 
     def empty(self) -> DenseStore:
         return DenseStore()

@@ -16,7 +16,6 @@ from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.slots import SlotMap
 from snapkv.errors import CacheFileError, CacheMismatchError
 from snapkv.storage.coded import CodedStates, KVCodes, state_in_codes, state_spread
-from snapkv.storage.codes import Codes
 from snapkv.storage.ragged import RaggedStates
 
 COMPRESSED = "compressed"
@@ -25,7 +24,6 @@ COMPRESSED = "compressed"
 _BOTH = ("keys", "values")
 
 _RECORDS: dict[str, Callable[..., Any]] = {
-    "Codes": Codes,
     "RaggedStates": RaggedStates,
     "CodedStates": CodedStates,
     "BlockCodes": ops.Codes,
@@ -101,6 +99,14 @@ def decode_layer(
     if offloaded is not None and layer.slots.kept is not None and not layer.recall_due:
         start = layer.slots.start
         layer.cut_pages(layer.slots.columns(layer.store), offloaded[0], start)
+
+
+def outdated(what: str) -> CacheFileError:
+    """The refusal of a file whose codes are no longer read."""
+    return CacheFileError(
+        f"path: expected a cache as it came, or in integers of 4 or 8 bits as 0.2.0 writes them, "
+        f"got one in {what}; read its text again"
+    )
 
 
 def _require_fitting(layer: CompressedLayer) -> None:
@@ -187,8 +193,10 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
     if value.keys() == {"dict"}:
         return {key: decode(part, tensor) for key, part in value["dict"]}
     if value.keys() == {"record", "parts"}:
-        record = _RECORDS[value["record"]]
-        return record(**decode(value["parts"], tensor))
+        record, parts = _RECORDS[value["record"]], decode(value["parts"], tensor)
+        if parts.pop("is_float", False):
+            raise outdated("fp8")
+        return record(**parts)
     return {key: decode(part, tensor) for key, part in value.items()}
 
 

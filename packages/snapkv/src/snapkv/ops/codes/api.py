@@ -72,8 +72,6 @@ def _obstacle(
     """Why the kernel cannot run, or None."""
     if own_visible is not None:
         return "for a tree of candidates, whose branches it cannot hide from each other"
-    if keys.is_float or values.is_float:
-        return "with float8, which it does not decode"
     if queries.dtype == torch.float32 and max(queries.shape[-1], values.channels) > 64:
         return "with float32 heads of more than 64 channels, which fill its registers"
     return triton_obstacle(queries)

@@ -22,7 +22,6 @@ from snapkv.errors import InvalidArgumentError
 
 Along = Literal["tokens", "channels"]
 
-_LARGEST_FLOAT8 = 448.0
 _SMALLEST_STEP = 2.0**-24
 """Of float16."""
 
@@ -36,17 +35,16 @@ class Codes:
 
     Attributes:
         packed: (M, rows, G) uint8 along tokens, a row for every channel; (M, groups, rows, width)
-            along channels, a row for every token. With two or four codes a byte there are as many
-            times fewer rows: row j of n holds those of j, j + n and so on, the first in the lowest
-            bits. Channels are padded to whole bytes along tokens, to whole groups along channels.
+            along channels, a row for every token. With two codes a byte there are half as many
+            rows: row j of n holds those of j and j + n, the first in the lower bits. Channels are
+            padded to whole bytes along tokens, to whole groups along channels.
         scale: what a step is worth, (M, D) along tokens, (M, groups, G) along channels; float16,
             or float32 where the states leave its range.
         least: what zero stands for, as `scale`.
-        bits: 2, 4 or 8.
+        bits: 4 or 8.
         along: the axis of the groups.
         channels: D.
         dtype: of the states, by name.
-        is_float: whether a code is a float8 (e4m3), with one scale a token and nothing added.
     """
 
     packed: Tensor
@@ -56,7 +54,6 @@ class Codes:
     along: Along
     channels: int
     dtype: str
-    is_float: bool = False
 
     def __len__(self) -> int:
         """M."""
@@ -80,7 +77,7 @@ class Codes:
 
         if self.along == "tokens":
             return replace(self, packed=of_tokens(self.packed))
-        whole = self.is_float or self.bits == 8
+        whole = self.bits == 8
         numbers = self.packed if whole else self.integers().to(torch.uint8)
         index = places[:, None, :, None].expand_as(numbers)
         packed, *others = numbers.gather(2, index).chunk(1 if whole else 8 // self.bits, dim=-2)
@@ -101,23 +98,16 @@ class Codes:
 
     def integers(self) -> Tensor:
         """The integers alone, in float32: as `packed`, with all rows."""
-        packed, bits = self.packed, self.bits
-        if self.is_float:
-            return packed.view(torch.float8_e4m3fn).float()
-        if bits == 8:
+        packed = self.packed
+        if self.bits == 8:
             return packed.float()
         if torch.compiler.is_compiling():  # what is written into views of one tensor is not traced
-            places = range(0, 8, bits)
-            numbers = torch.stack([packed >> place & 2**bits - 1 for place in places], dim=-3)
-            return numbers.flatten(-3, -2).float()
+            return torch.stack([packed & 15, packed >> 4], dim=-3).flatten(-3, -2).float()
         *blocks, rows, width = packed.shape
-        numbers = packed.new_empty(*blocks, 8 // bits, rows, width)
-        first, *others = numbers.unbind(dim=-3)
-        torch.bitwise_and(packed, 2**bits - 1, out=first)
-        for place, other in enumerate(others, start=1):
-            torch.bitwise_right_shift(packed, bits * place, out=other)
-        for other in others[:-1]:
-            other &= 2**bits - 1
+        numbers = packed.new_empty(*blocks, 2, rows, width)
+        low, high = numbers.unbind(dim=-3)
+        torch.bitwise_and(packed, 15, out=low)
+        torch.bitwise_right_shift(packed, 4, out=high)
         return numbers.flatten(-3, -2).float()
 
     def decoded(self) -> Tensor:
@@ -165,27 +155,6 @@ def encode(states: Tensor, bits: int, *, along: Along) -> Codes:
         along=along,
         channels=D,
         dtype=_name(states.dtype),
-    )
-
-
-def encode_float(states: Tensor) -> Codes:
-    """(M, G, D) blocks of states as float8, with a scale for every token; errors as `encode`.
-
-    A number comes back within a sixteenth of itself, or a 1024th of the scale where that is more.
-    """
-    _largest(states, 8)
-    wide = states.float()
-    scale = wide.abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / _LARGEST_FLOAT8
-    per_token = scale.mT.contiguous()
-    return Codes(
-        packed=(wide / scale).to(torch.float8_e4m3fn).view(torch.uint8)[:, None],
-        scale=per_token,
-        least=torch.zeros_like(per_token),
-        bits=8,
-        along="channels",
-        channels=states.shape[-1],
-        dtype=_name(states.dtype),
-        is_float=True,
     )
 
 

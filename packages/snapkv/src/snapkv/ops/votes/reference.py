@@ -58,37 +58,6 @@ def attention_weights(
     return weights if pad_tokens is None else weights.nan_to_num(0.0)  # a pad sees nothing at all
 
 
-def window_output(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    slots: Tensor,
-    prompt_tokens: int,
-    score_options: ScoreOptions,
-) -> Tensor:
-    """What attention gives the last queries of a prompt of which heads hold only some tokens.
-
-    Args:
-        queries: (B, Hq, W, D), the last W queries of the prompt, after rotary embedding.
-        keys: (B, H, K, D), those of the tokens that are held.
-        values: (B, H, K, Dv).
-        slots: (B, H, K) int64, where each token stands in the prompt; -1 for none. A query sees
-            its own slot and those before it.
-        prompt_tokens: T, slots of the prompt.
-        score_options: what the model's attention does to its scores.
-
-    Returns:
-        (B, Hq, W, Dv) float32; zero for a query that sees nothing.
-    """
-    B, Hq, W, _ = queries.shape
-    own = torch.arange(prompt_tokens - W, prompt_tokens, device=keys.device)
-    visible = (slots[:, :, None] >= 0) & (slots[:, :, None] <= own[:, None])
-    weights = _weights(queries, keys, visible, score_options).nan_to_num(0.0)
-    H, K, Dv = values.shape[1:]
-    grouped = weights.view(B, H, (Hq // H) * W, K) @ values.float()
-    return grouped.view(B, Hq, W, Dv)
-
-
 def _weights(
     queries: Tensor, keys: Tensor, visible: Tensor | None, score_options: ScoreOptions
 ) -> Tensor:
