@@ -135,7 +135,7 @@ def test_every_experiment_says_what_it_takes(name, capsys):
 
 
 CHEAP = [
-    "appending", "codes", "pooling", "ragged", "recall", "spans", "speed",
+    "appending", "by_default", "codes", "pooling", "ragged", "recall", "spans", "speed",
     "streaming",
 ]  # fmt: skip
 SLOW = [
