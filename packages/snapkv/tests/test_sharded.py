@@ -196,7 +196,9 @@ def test_a_second_reading(require_same):
     require_same(run)
 
 
-@pytest.mark.parametrize("name", ["snapkv", "criticalkv", "compactor", "streaming-llm", "adakv"])
+@pytest.mark.parametrize(
+    "name", ["snapkv", "criticalkv", "expected-attention", "streaming-llm", "adakv"]
+)
 def test_offloaded_weights(name, tmp_path):
     def run(model):
         cache = new_cache(model, name)

@@ -15,7 +15,6 @@ from snapkv.policies import (
     TOVA,
     AdaKV,
     AutoBudget,
-    Compactor,
     CriticalKV,
     DuoAttention,
     ExpectedAttention,
@@ -87,9 +86,6 @@ REFUSED = [
     (PyramidKV, {"beta": 0}, VALUE, "beta", "got 0"),
     (ExpectedAttention, {"future_tokens": 0}, VALUE, "future_tokens", "got 0"),
     (LagKV, {"lag_size": 1}, VALUE, "lag_size", "got 1"),
-    (Compactor, {"sketch_dimension": 0}, VALUE, "sketch_dimension", "got 0"),
-    (Compactor, {"chunk_tokens": 0}, VALUE, "chunk_tokens", "got 0"),
-    (Compactor, {"blending": 1.5}, VALUE, "blending", "[0, 1], got 1.5"),
     (Random, {"seed": -1}, VALUE, "seed", "got -1"),
     *((policy, {"sink_tokens": -1}, VALUE, "sink_tokens", "got -1") for policy in WITH_SINKS),
     *(

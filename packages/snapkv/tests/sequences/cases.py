@@ -132,8 +132,8 @@ CASES = {
         kv.FastGen(0.5, special_ids=(3, 4), punctuation_ids=(5, 6, 7)),
         (do.Turn(30, how="layers", piece=8),),
     ),
-    "compactor, a turn behind one that fitted": llama(
-        kv.Compactor(keep_ratio=0.1, window_size=2, sink_tokens=1), (do.Turn(2), do.Turn(6))
+    "expected-attention, a turn behind one that fitted": llama(
+        kv.ExpectedAttention(keep_ratio=0.1, window_size=2, sink_tokens=1), (do.Turn(2), do.Turn(6))
     ),
     "query heads of a shared latent": do.Sequence(
         "latent", kv.SnapKV(10, window_size=4, group_reduce="none"), (do.Turn(30), do.Step(2))

@@ -109,7 +109,6 @@ _PREFIX: list[Callable[[Draw], Policy]] = [
     lambda draw: kv.ExpectedAttention(**_limits(draw, 4)),
     lambda draw: kv.KeyDiff(**_limits(draw), sink_tokens=draw.choice([0, 1, 2])),
     lambda draw: kv.LagKV(**_limits(draw, 4), lag_size=draw.choice([3, 8])),
-    lambda draw: kv.Compactor(**_limits(draw), chunk_tokens=draw.choice([8, 16]), sink_tokens=1),
     lambda draw: kv.Random(**_limits(draw)),
     lambda draw: kv.FullCache(),
 ]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from snapkv import Compactor, KeyDiff, LagKV, ScoreThreshold, SnapKV
+from snapkv import KeyDiff, LagKV, ScoreThreshold, SnapKV
 from snapkv.policies.criticalkv import projected_norms
 from snapkv.policies.kvzip import most_attention
 from snapkv_lab.experiments.kvpress import PYTHON
@@ -95,28 +95,6 @@ def test_lagkv_of_a_channel_that_never_varies_is_no_number_there(press):
     assert bool(theirs[..., 4:200].isnan().all())
     ours = LagKV(100, window_size=1, lag_size=32, cross_scoring=True).score(layer)
     assert bool(ours.isfinite().all())
-
-
-@pytest.mark.parametrize("blending", [0.0, 0.5])
-@pytest.mark.parametrize("full_chunks", [True, False])
-def test_compactor_rates_as_there_but_for_fillers(press, blending, full_chunks):
-    """A last chunk that is not full is filled up there, and the fillers take part."""
-    tokens, chunk = 8 + 96 + 4, 32 if full_chunks else 40
-    layer = random_layer(3, prompt_tokens=tokens, query_tokens=tokens, head_dim=16, sharpness=0.5)
-    layer = replace(layer, rotation=lambda states, positions: states.float())
-    policy = Compactor(
-        60, window_size=4, chunk_tokens=chunk, sketch_dimension=12, blending=blending
-    )
-    sketch = torch.randn(2, 16, 12, generator=torch.Generator().manual_seed(0))
-    options = {"blending": blending, "chunk_size": chunk, "sketch_dimension": 12}
-    states = {"queries": layer.queries, "keys": layer.keys, "values": layer.values}
-    theirs = press("compactor", options, **states, sketch=sketch[None])
-    rated = 2 * 96
-    expected = theirs[..., 8:-4] * (rated / (rated - 1)) ** 0.5  # what is divided by differs
-    ours = policy.score(layer)[..., 8:]
-    alike = (ours - expected).abs().amax(dim=(0, 1)) < 1e-3
-    assert bool(alike.all()) == full_chunks
-    assert bool((theirs[..., :8] >= theirs[..., 8:-4].amax()).all())
 
 
 def test_kvzip_plus_scores_a_text_in_one_piece_as_there(press):

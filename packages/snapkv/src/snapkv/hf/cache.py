@@ -490,8 +490,8 @@ class CompressedCache(Cache):
         Raises:
             CacheMismatchError: the cache has already seen that many tokens.
             InvalidArgumentError: the policy would choose by queries of earlier turns, too
-                (`Compactor` behind a prompt that fitted its budget); or static storage has no room
-                for the turn.
+                (`ExpectedAttention` behind a prompt that fitted its budget); or static storage has
+                no room for the turn.
         """
         self.reading.expect_prompt(prompt_tokens)
 

@@ -4,7 +4,6 @@ from snapkv.policies.across_layers import AcrossLayers
 from snapkv.policies.adakv import AdaKV
 from snapkv.policies.base import EvictingPolicy, Policy, PrefixPolicy
 from snapkv.policies.budget import AutoBudget, ByteBudget
-from snapkv.policies.compactor import Compactor
 from snapkv.policies.criticalkv import CriticalKV
 from snapkv.policies.default import default_policy
 from snapkv.policies.draft_votes import DraftVotes
@@ -51,7 +50,6 @@ POLICIES: dict[str, type[Policy]] = {
         DraftVotes,
         KeyDiff,
         LagKV,
-        Compactor,
         KVzip,
         KVzap,
         IndexerScores,
@@ -66,7 +64,6 @@ __all__ = [
     "AdaKV",
     "AutoBudget",
     "ByteBudget",
-    "Compactor",
     "CriticalKV",
     "DecodeStep",
     "DraftVotes",

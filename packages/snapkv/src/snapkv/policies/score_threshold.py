@@ -42,7 +42,6 @@ class ScoreThreshold(AroundScores):
             - KVzap: the logarithm of that, as its gate foretells it.
             - ExpectedAttention: expected attention times the norm of the value.
             - KeyDiff: minus a cosine, in [-1, 1].
-            - Compactor: standard deviations from the mean of the layer, of two kinds, blended.
             - LagKV: the share of the piece that stands out less; its ratings with `cross_scoring`.
             - Random: uniform, so that 1 - `at_least` of the prefix is kept.
 
