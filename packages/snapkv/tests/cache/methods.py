@@ -20,7 +20,6 @@ from snapkv.policies import (
     PyramidKV,
     Random,
     Scissorhands,
-    ScoreThreshold,
     SnapKV,
     StreamingLLM,
 )
@@ -43,7 +42,6 @@ METHODS = {
     "adakv of expected-attention": AdaKV(ExpectedAttention(**BOTH)),
     "criticalkv": CriticalKV(SNAPKV),
     "adakv of criticalkv": AdaKV(CriticalKV(SNAPKV)),
-    "score-threshold": ScoreThreshold(SNAPKV, at_least=0.016),
     "expected-attention": ExpectedAttention(**BOTH),
     "full": FullCache(),
     "h2o": H2O(budget=40),

@@ -20,7 +20,6 @@ from snapkv import (
     PromptThenDecode,
     PyramidKV,
     Random,
-    ScoreThreshold,
     SnapKV,
 )
 from snapkv.cli.methods import known_method, methods
@@ -83,8 +82,6 @@ FADES = {"budget": 64, "pooling": "fading", "decay": 0.8}
         ("pyramidkv", "", FADES, PyramidKV(64, pooling="fading", decay=0.8)),
         ("adakv", "safeguard=0.5", {"budget": 64, "kernel_size": "5"},
          AdaKV(SnapKV(64, kernel_size=5), safeguard=0.5)),
-        ("score-threshold", "policy=keydiff;at-least=-0.5", {"budget": 64},
-         ScoreThreshold(KeyDiff(64), at_least=-0.5)),
         ("adakv", "policy=criticalkv", {"budget": 64}, AdaKV(CriticalKV(SnapKV(64)))),
         ("adakv", "policy=kvzip;sink_tokens=2;plus=true", {"budget": 64},
          AdaKV(KVzip(64, sink_tokens=2, plus=True))),

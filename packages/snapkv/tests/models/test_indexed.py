@@ -26,7 +26,6 @@ from snapkv.policies import (
     PromptLayer,
     PromptThenDecode,
     PyramidKV,
-    ScoreThreshold,
 )
 from snapkv.prefill import SharedReading, layer_by_layer
 from tests.cache.methods import METHODS
@@ -441,7 +440,6 @@ def test_what_cannot_be_right_is_refused_by_name():
     for uneven in (
         PyramidKV("50%", window_size=WINDOW),
         SnapKV("auto"),
-        ScoreThreshold(SnapKV(BUDGET, window_size=WINDOW)),
         CriticalKV(PyramidKV(BUDGET, window_size=WINDOW)),
         AcrossLayers(KVzip(BUDGET, window_size=WINDOW)),
     ):

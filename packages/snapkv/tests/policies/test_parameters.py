@@ -1,7 +1,6 @@
 """Parameters of the policies: what is refused, and how; what is stored; what is equal."""
 
 import dataclasses
-import math
 import pickle
 
 import pytest
@@ -29,7 +28,6 @@ from snapkv.policies import (
     PyramidKV,
     Random,
     Scissorhands,
-    ScoreThreshold,
     SnapKV,
     StreamingLLM,
 )
@@ -94,17 +92,9 @@ REFUSED = [
     ),
     (AdaKV, {"policy": 36}, TYPE, "policy", "got 36"),
     (AdaKV, {"policy": H2O(36)}, TYPE, "policy", "got H2O("),
-    (AdaKV, {"policy": ScoreThreshold()}, TYPE, "policy", "got ScoreThreshold("),
     (AdaKV, {"safeguard": 0}, VALUE, "safeguard", "(0, 1], got 0"),
     (CriticalKV, {"policy": AdaKV()}, TYPE, "policy", "AdaKV goes around CriticalKV"),
     (CriticalKV, {"first_share": 0.0}, VALUE, "first_share", "got 0.0"),
-    (ScoreThreshold, {"policy": FullCache()}, TYPE, "policy", "got FullCache"),
-    (ScoreThreshold, {"policy": CriticalKV()}, VALUE, "policy", "got criticalkv"),
-    (ScoreThreshold, {"policy": SnapKV("auto")}, VALUE, "policy", "a threshold of its own"),
-    (ScoreThreshold, {"policy": KeyDiff(64)}, TYPE, "at_least", "got None"),
-    (ScoreThreshold, {"at_least": True}, TYPE, "at_least", "got True of type bool"),
-    (ScoreThreshold, {"at_least": NAN}, VALUE, "at_least", "a finite number, got nan"),
-    (ScoreThreshold, {"at_least": 10**400}, VALUE, "at_least", "a finite number, got 1"),
     (H2O, {"budget": 10, "recent": 10, "heavy": 1}, VALUE, "budget", "got budget=10"),
     (H2O, {"budget": 10, "recent": 11}, VALUE, "budget", "heavy=-1"),
     (H2O, {"recent": 0, "heavy": 4}, VALUE, "recent", "got 0"),
@@ -249,11 +239,8 @@ def test_the_registry_holds_every_method_by_its_own_name():
         method()  # every method has usable defaults
 
 
-def test_what_a_threshold_and_a_wrapper_say_of_themselves():
-    limited = ScoreThreshold(SnapKV(64))
-    assert math.isclose(limited.threshold, AutoBudget.lost_vote)
+def test_what_a_wrapper_says_of_itself():
     inner = SnapKV(64).describe()
-    assert limited.describe() == {"name": "score-threshold", "policy": inner, "at_least": None}
     critical = CriticalKV(SnapKV(64))
     assert critical.describe() == {"name": "criticalkv", "policy": inner, "first_share": 0.5}
     assert (critical.budget, critical.window_size) == (64, 32)

@@ -27,10 +27,6 @@ CASES = {
         kv.SnapKV(20, window_size=2), (do.Turn(33), do.Crop(3), do.Step(3)), HOST
     ),
     # A row that had kept everything was not compressed at the end of its next turn.
-    "a whole row beside others, by a threshold": llama(
-        kv.ScoreThreshold(kv.SnapKV(24, window_size=4, kernel_size=5), at_least=0.1),
-        (do.Turn(11, pads=(0, 0, 0)), do.Turn(20)),
-    ),
     "a whole row beside others, by shares": llama(
         kv.AdaKV(kv.SnapKV(kv.AutoBudget(lost_vote=0.1, least=4), window_size=4)),
         (do.Turn(12, pads=(0, 0, 0)), do.Turn(20)),
@@ -141,7 +137,7 @@ CASES = {
     # The slots of the row that keeps most were counted, so that another one was left with nothing.
     "crop of all that a row keeps": do.Sequence(
         "latent",
-        kv.ScoreThreshold(kv.SnapKV(8, window_size=6, kernel_size=5), at_least=0.2),
+        kv.SnapKV(kv.AutoBudget(lost_vote=0.2, least=1, most=8), window_size=6, kernel_size=5),
         (do.Turn(10, pads=(0, 2)), do.Crop(6)),
     ),
     # What was left of codes that were cropped counted as held as it came.
@@ -230,7 +226,7 @@ CASES = {
     ),
     # The judge knew of the queries that a crop takes only where it reached into a turn.
     "crop behind a turn, and a short one": llama(
-        kv.ScoreThreshold(kv.SnapKV(14, window_size=6, kernel_size=1), at_least=0.05),
+        kv.SnapKV(kv.AutoBudget(lost_vote=0.05, least=1, most=14), window_size=6, kernel_size=1),
         (do.Turn(11, how="generate", answer=6), do.Crop(3), do.Turn(2)),
         HOST,
     ),

@@ -94,7 +94,6 @@ _INDEXED: list[Callable[[Draw], Policy]] = [
         prompt=kv.IndexerScores(16, window_size=4),
         decode=kv.IndexerEviction(20, recent_tokens=draw.choice([2, 4])),
     ),
-    lambda draw: kv.ScoreThreshold(kv.IndexerScores(**_limits(draw)), at_least=0.1),
     lambda draw: kv.AdaKV(kv.IndexerScores(**_limits(draw))),
     lambda draw: kv.CriticalKV(kv.IndexerScores(**_limits(draw))),
 ]
@@ -105,7 +104,6 @@ _PREFIX: list[Callable[[Draw], Policy]] = [
     *[lambda draw: kv.AdaKV(_scoring(draw))] * 3,
     *[lambda draw: kv.CriticalKV(_scoring(draw), first_share=draw.choice([0.3, 0.5, 1.0]))] * 2,
     lambda draw: kv.AdaKV(kv.CriticalKV(_scoring(draw))),
-    *[lambda draw: kv.ScoreThreshold(_limited(draw), at_least=draw.choice([0.01, 0.05, 0.2]))] * 2,
     lambda draw: kv.ExpectedAttention(**_limits(draw, 4)),
     lambda draw: kv.KeyDiff(**_limits(draw), sink_tokens=draw.choice([0, 1, 2])),
     lambda draw: kv.LagKV(**_limits(draw, 4), lag_size=draw.choice([3, 8])),

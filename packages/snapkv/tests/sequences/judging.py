@@ -22,7 +22,6 @@ from snapkv import (
     DuoAttention,
     IndexerScores,
     PageRecall,
-    ScoreThreshold,
     SnapKVError,
     StreamingLLM,
 )
@@ -200,8 +199,7 @@ class Judge:
         inner = [self.policy]
         while hasattr(inner[-1], "policy"):
             inner.append(inner[-1].policy)
-        kinds = ScoreThreshold | DuoAttention
-        return any(isinstance(each, kinds) for each in inner) or any(
+        return any(isinstance(each, DuoAttention) for each in inner) or any(
             isinstance(getattr(each, "budget", None), AutoBudget) for each in inner
         )
 

@@ -9,7 +9,7 @@ import sys
 from types import SimpleNamespace
 
 import torch
-from kvpress import DMSPress, KVzipPress, LagKVPress
+from kvpress import KVzipPress, LagKVPress
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -37,28 +37,7 @@ def kvzip_plus(states, options):
     return press.score_val[0]
 
 
-def kept_by_threshold(states, options):
-    """1 where `DMSPress` leaves a key alone that has such a score, 0 where it masks it."""
-    keys = states["keys"]
-    module = SimpleNamespace(
-        layer_idx=0, masked_key_indices=None, config=SimpleNamespace(_attn_implementation="sdpa")
-    )
-    layers = [SimpleNamespace(keys=keys, values=states["values"])]
-    passed = {
-        "hidden_states": keys.transpose(1, 2).flatten(2),
-        "past_key_values": SimpleNamespace(layers=layers),
-        "cache_position": torch.arange(keys.shape[2]),
-    }
-    scorer = SimpleNamespace(score=lambda *_: states["scores"])
-    DMSPress(press=scorer, **options).forward_hook(module, [], passed, [])
-    kept = torch.ones(keys.shape[:3])
-    if module.masked_key_indices is not None:
-        kept[tuple(module.masked_key_indices)] = 0
-    return kept
-
-
 PRESSES = {
-    "dms": kept_by_threshold,
     "kvzip+": kvzip_plus,
     "lagkv": lambda states, options: LagKVPress(**options).score(
         None, None, states["keys"], states["values"], None, {}

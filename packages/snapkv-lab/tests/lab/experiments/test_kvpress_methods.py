@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from snapkv import KeyDiff, LagKV, ScoreThreshold, SnapKV
+from snapkv import LagKV
 from snapkv.policies.criticalkv import projected_norms
 from snapkv.policies.kvzip import most_attention
 from snapkv_lab.experiments.kvpress import PYTHON
@@ -111,26 +111,3 @@ def test_kvzip_plus_scores_a_text_in_one_piece_as_there(press):
     )
     torch.testing.assert_close(ours, theirs)
     assert not torch.allclose(ours, most_attention(layer, 90))
-
-
-@pytest.mark.parametrize(
-    ("policy", "at_least"),
-    [
-        (SnapKV(keep_ratio=1.0, window_size=16, kernel_size=5, pooling="avg"), 0.006),
-        (KeyDiff(keep_ratio=1.0, window_size=16), -0.1),
-    ],
-    ids=["snapkv", "keydiff"],
-)
-def test_a_threshold_keeps_what_is_not_masked_there(press, policy, at_least):
-    layer = random_layer(5, batch=2, prompt_tokens=150, query_tokens=16, head_dim=16)
-    scores = torch.nn.functional.pad(policy.rated(layer), (0, policy.window_size), value=9.0)
-    options = {"threshold": at_least, "sliding_window_size": policy.window_size}
-    theirs = press("dms", options, keys=layer.keys, values=layer.values, scores=scores) > 0
-    found = ScoreThreshold(policy, at_least=at_least).select(layer)
-    ours = torch.zeros(2, 2, 151, dtype=torch.bool).scatter(
-        2,
-        found.keep_indices % 151,
-        True,  # -1 is the last
-    )
-    assert torch.equal(ours[..., :150], theirs)
-    assert 16 < int(theirs.sum(dim=-1).min()) < int(theirs.sum(dim=-1).max()) < 150

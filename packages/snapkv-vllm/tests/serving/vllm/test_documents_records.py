@@ -13,8 +13,6 @@ from snapkv import (
     KVzap,
     KVzip,
     PyramidKV,
-    ScoreThreshold,
-    SnapKV,
 )
 from snapkv.cache.saving.files import seal_of
 from snapkv.document_files import read_document
@@ -57,8 +55,7 @@ def drawn_method(small, draw, tokens):
     gate = drawn_gate(config.num_hidden_layers, small.kv_heads, config.head_dim)
     scores = [KVzip(**sizes), KVzap(**sizes, gate=gate), KeyDiff(**sizes)]
     one = draw.choice(scores)
-    threshold = ScoreThreshold(SnapKV(**sizes), at_least=0.001)
-    kinds = [FullCache(), one, one, AdaKV(one), AdaKV(one), threshold, PyramidKV(**sizes)]
+    kinds = [FullCache(), one, one, AdaKV(one), AdaKV(one), PyramidKV(**sizes)]
     return draw.choice(kinds)
 
 

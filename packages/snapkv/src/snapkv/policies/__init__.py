@@ -22,7 +22,6 @@ from snapkv.policies.pyramidkv import PyramidKV
 from snapkv.policies.random import Random
 from snapkv.policies.rkv import RKV
 from snapkv.policies.scissorhands import Scissorhands
-from snapkv.policies.score_threshold import ScoreThreshold
 from snapkv.policies.snapkv import SnapKV
 from snapkv.policies.states import DecodeStep, Eviction, PromptLayer, Selection
 from snapkv.policies.streaming_llm import StreamingLLM
@@ -36,7 +35,6 @@ POLICIES: dict[str, type[Policy]] = {
         AdaKV,
         AcrossLayers,
         CriticalKV,
-        ScoreThreshold,
         ExpectedAttention,
         FullCache,
         H2O,
@@ -89,7 +87,6 @@ __all__ = [
     "RKV",
     "Random",
     "Scissorhands",
-    "ScoreThreshold",
     "Selection",
     "SnapKV",
     "StreamingLLM",
