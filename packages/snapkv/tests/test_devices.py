@@ -13,7 +13,6 @@ from snapkv import (
     CompressedCache,
     CriticalKV,
     Document,
-    DuoAttention,
     ExpectedAttention,
     FastGen,
     FullCache,
@@ -65,7 +64,6 @@ CACHES = {
     "scissorhands": (Scissorhands(24), {}),
     "r-kv": (RKV(24, evict_every=2), {}),
     "fastgen": (FastGen(special_ids=(1, 2), punctuation_ids=(5, 6)), {}),
-    "duo-attention": (DuoAttention([[1, 0], [0, 0]] * 2, sink_tokens=2, recent_tokens=20), {}),
     "prompt, then decode": (PromptThenDecode(prompt=SNAPKV, decode=TOVA(24)), {}),
     "full": (FullCache(), {}),
 }

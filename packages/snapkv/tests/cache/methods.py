@@ -8,7 +8,6 @@ from snapkv.policies import (
     AdaKV,
     AutoBudget,
     CriticalKV,
-    DuoAttention,
     ExpectedAttention,
     FastGen,
     FullCache,
@@ -54,7 +53,6 @@ METHODS = {
     "fastgen": FastGen(
         0.2, local_ratio=0.1, frequent_ratio=0.1, special_ids=(1,), punctuation_ids=(5, 9)
     ),
-    "duo-attention": DuoAttention([[1, 0], [0, 0]] * 2, sink_tokens=2, recent_tokens=30),
     "prompt-then-decode": PromptThenDecode(prompt=SNAPKV, decode=TOVA(budget=42)),
     "snapkv, then h2o": PromptThenDecode(prompt=SNAPKV, decode=H2O(budget=42)),
     "keydiff": KeyDiff(**BOTH),

@@ -16,7 +16,7 @@ from tests.families import random_ids, tiny_model
 
 SPANS = [(3, 7), (20, 23)]
 PLACES = {3, 4, 5, 6, 20, 21, 22}
-BY_ITSELF = ("fastgen", "duo-attention", "snapkv by itself", "adakv by itself")
+BY_ITSELF = ("fastgen", "snapkv by itself", "adakv by itself")
 MOVED = "streaming-llm moved"
 
 

@@ -151,7 +151,6 @@ def test_who_names_no_method_gets_the_default(set_, options, policy, name):
         ("default", "pooling=fading;decay=much", {}, "decay: expected a number in (0, 1), got"),
         ("h2o", "", {"pooling": "fading"}, "pooling: expected a parameter of h2o"),
         ("fastgen", "special_ids=5", {}, "special_ids: expected token ids, got"),
-        ("duo-attention", "pattern=no.json", {}, "got 'no.json', which cannot be"),
         ("adakv", "policy=keydiff", {"kernel_size": "5"}, "kernel_size: expected a parameter of k"),
         ("prompt-then-decode", "windw_size=8", {}, "a parameter of snapkv or tova, which has bud"),
         ("prompt-then-decode", "decode.heavy=8", {}, "heavy: expected a parameter of tova"),

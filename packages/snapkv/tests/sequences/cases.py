@@ -67,10 +67,6 @@ CASES = {
     # A later turn that is read layer by layer was evicted from behind every piece.
     "tova, a turn by layers": llama(kv.TOVA(8), (do.Turn(10), do.Turn(10, how="layers", piece=3))),
     "h2o, a turn by layers": llama(kv.H2O(8), (do.Turn(10), do.Turn(10, how="layers", piece=3))),
-    "duo-attention, a turn by layers": llama(
-        kv.DuoAttention(((1, 1), (1, 0), (0, 0)), sink_tokens=0, recent_tokens=12),
-        (do.Turn(11), do.Turn(3, how="layers", piece=1)),
-    ),
     "scissorhands, a turn by layers": llama(
         kv.Scissorhands(24, history=6, recent=4), (do.Turn(1), do.Turn(25, how="layers", piece=1))
     ),
@@ -79,8 +75,8 @@ CASES = {
         kv.H2O(16), (do.Turn(1), do.Begin(1, of=2), do.Turn(1, how="generate"))
     ),
     # The mask of all layers was cut as if it were of one that stores fewer tokens than the first.
-    "duo-attention, a turn by layers of other widths": llama(
-        kv.DuoAttention(((1, 1), (1, 0), (0, 0)), sink_tokens=0, recent_tokens=12),
+    "fastgen, a turn by layers of other widths": llama(
+        kv.FastGen(0.8, special_ids=(3, 4), punctuation_ids=(5, 6, 7)),
         (do.Turn(13), do.Turn(3, how="layers", piece=2)),
     ),
     # What was saved could not be loaded.

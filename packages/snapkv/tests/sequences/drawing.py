@@ -77,14 +77,6 @@ def _sizes(model: str) -> tuple[int, int]:
     return sum(map(grows, DynamicCache(config=config).layers)), heads
 
 
-def _duo(draw: Draw, model: str) -> kv.DuoAttention:
-    layers, heads = _sizes(model)
-    pattern = tuple(tuple(draw.choice([0, 1]) for _ in range(heads)) for _ in range(layers))
-    return kv.DuoAttention(
-        pattern, sink_tokens=draw.choice([0, 2]), recent_tokens=draw.choice([4, 12])
-    )
-
-
 _INDEXED: list[Callable[[Draw], Policy]] = [
     *[lambda draw: kv.IndexerScores(**_limits(draw))] * 4,
     lambda draw: kv.IndexerEviction(
@@ -150,8 +142,6 @@ def _policy(draw: Draw, model: str) -> Policy:
     chance = draw.random()
     if chance < 0.6 and "indexed" in model:
         return draw.choice(_INDEXED)(draw)
-    if chance < 0.04:
-        return _duo(draw, model)
     if chance < 0.06:
         return kv.KVzap(**_limits(draw, 4), gate=drawn_gate(*_sizes(model)))
     if chance < 0.11 and (model in _FULL or chance < 0.065):

@@ -19,7 +19,6 @@ from transformers import DynamicCache, PreTrainedModel
 from snapkv import (
     AutoBudget,
     CompressedCache,
-    DuoAttention,
     IndexerScores,
     PageRecall,
     SnapKVError,
@@ -199,9 +198,7 @@ class Judge:
         inner = [self.policy]
         while hasattr(inner[-1], "policy"):
             inner.append(inner[-1].policy)
-        return any(isinstance(each, DuoAttention) for each in inner) or any(
-            isinstance(getattr(each, "budget", None), AutoBudget) for each in inner
-        )
+        return any(isinstance(getattr(each, "budget", None), AutoBudget) for each in inner)
 
     def check(self, state: State) -> None:
         """What holds at any time."""

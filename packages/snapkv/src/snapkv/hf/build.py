@@ -27,7 +27,6 @@ from snapkv.hf.model_parts import (
 from snapkv.hf.placement import layer_devices
 from snapkv.policies import (
     ByteBudget,
-    DuoAttention,
     EvictingPolicy,
     FullCache,
     Policy,
@@ -84,8 +83,6 @@ def layers_for(
     layers: list[CacheLayerMixin] = DynamicCache(config=config).layers
     full = [index for index, layer in enumerate(layers) if grows(layer)]
     latents = shares_latent(model)
-    if isinstance(policy, DuoAttention):  # of latents only the tensors will say
-        policy.require_heads(len(full), None if latents else _kv_heads(config))
     made = [storage().at(depth, len(full)) for depth in range(len(full))]
     if latents and any(each.codes is not None for each in made):
         raise UnsupportedModelError(
@@ -159,12 +156,6 @@ def _goes_by_scores(policy: Policy) -> bool:
     if isinstance(policy, PromptThenDecode):
         return _goes_by_scores(policy.prompt) and _goes_by_scores(policy.decode)
     return policy.needs == {"index_scores"}
-
-
-def _kv_heads(config: Any) -> int | None:
-    """Heads that the cache of a layer stores; None where only its tensors will say."""
-    heads = getattr(config, "num_key_value_heads", None)
-    return heads if isinstance(heads, int) else None
 
 
 def _identities(

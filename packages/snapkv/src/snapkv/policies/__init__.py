@@ -7,7 +7,6 @@ from snapkv.policies.budget import AutoBudget, ByteBudget
 from snapkv.policies.criticalkv import CriticalKV
 from snapkv.policies.default import default_policy
 from snapkv.policies.draft_votes import DraftVotes
-from snapkv.policies.duo_attention import DuoAttention
 from snapkv.policies.expected_attention import ExpectedAttention
 from snapkv.policies.fastgen import FastGen
 from snapkv.policies.full import FullCache
@@ -43,7 +42,6 @@ POLICIES: dict[str, type[Policy]] = {
         Scissorhands,
         RKV,
         FastGen,
-        DuoAttention,
         PromptThenDecode,
         DraftVotes,
         KeyDiff,
@@ -65,7 +63,6 @@ __all__ = [
     "CriticalKV",
     "DecodeStep",
     "DraftVotes",
-    "DuoAttention",
     "EvictingPolicy",
     "Eviction",
     "ExpectedAttention",
