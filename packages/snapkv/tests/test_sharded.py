@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 from snapkv import (
     AdaKV,
     CompressedCache,
-    DraftVotes,
     KeyDiff,
     KVzip,
     Library,
@@ -44,7 +43,6 @@ IDS = random_ids(2, 64) % 64
 MASK = torch.ones_like(IDS)
 MASK[1, :9] = 0
 MORE = {
-    "draft votes": (DraftVotes(SNAPKV), {}),
     "bytes": (AdaKV(SnapKV("6KiB", window_size=4)), {}),
 }
 

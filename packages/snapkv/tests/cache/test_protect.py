@@ -21,7 +21,7 @@ MOVED = "streaming-llm moved"
 
 
 def test_every_method_is_here():
-    elsewhere = {"draft-votes", "indexer", "indexer-eviction"}  # needs a draft, indexed attention
+    elsewhere = {"indexer", "indexer-eviction"}  # indexed attention
     assert {policy.name for policy in METHODS.values()} == set(methods.POLICIES) - elsewhere
 
 

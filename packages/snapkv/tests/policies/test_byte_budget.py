@@ -15,7 +15,6 @@ from snapkv import (
     ByteBudget,
     CompressedCache,
     CriticalKV,
-    DraftVotes,
     InvalidArgumentError,
     KeyDiff,
     KVzip,
@@ -215,17 +214,6 @@ def test_a_row_that_is_shorter_than_what_stays_as_it_came(short):
     assert int((cache.kept_positions(0)[1, 0] >= 0).sum()) <= short
     assert cache.report().held_bytes <= 2 * 50000
     assert cache.report().held_bytes > 50000
-
-
-@pytest.mark.parametrize("quantize", [None, "int8"])
-def test_a_draft_votes_on_what_fits(quantize):
-    model, ids = tiny_model("llama"), random_ids(1, 300)
-    for inner in (SnapKV("30%", **WINDOW), PyramidKV("30%", **WINDOW)):
-        cache = CompressedCache(model, DraftVotes(inner), quantize=quantize)
-        model.generate(ids, past_key_values=cache, max_new_tokens=1, do_sample=False)
-        report = cache.report()
-        assert report.seen_tokens == 300
-        assert 0.22 * report.full_bytes < report.held_bytes <= 0.3 * report.full_bytes
 
 
 def test_what_reads_twice():

@@ -217,9 +217,7 @@ def read_prompt(loaded: LoadedModel, ids: Tensor, cache: CompressedCache, prefil
     with prompt_memory_explained(model, ids.shape[1]), prefill.within(model):
         cache.expect_prompt(ids.shape[1])
         cache.expect_tokens(ids)
-        output = model(ids, **passed(cache), use_cache=True, logits_to_keep=1)
-    if cache.policy.draft_tokens:
-        cache.vote_by_draft(output.logits)
+        model(ids, **passed(cache), use_cache=True, logits_to_keep=1)
 
 
 def generate_options(model: Any, settings: GenerationSettings) -> dict[str, Any]:

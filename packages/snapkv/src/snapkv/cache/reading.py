@@ -1,7 +1,6 @@
 """What a cache is told of what it reads: where a prompt ends, how it comes, what its masks hide."""
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -176,44 +175,6 @@ def _whole(visible: Tensor, total: int) -> Tensor:
     return visible.new_ones(len(visible), total)
 
 
-@dataclass(kw_only=True, eq=False)
-class Undecided:
-    """A layer whose prompt is chosen from again when a draft of the answer has voted.
-
-    Attributes:
-        layer: which has kept what the window voted for.
-        whole: a copy from before that, with the whole prompt.
-        prompt: what the policy chose from.
-        draft: queries, keys and values of the draft's tokens, one after the other.
-    """
-
-    layer: CompressedLayer
-    whole: CompressedLayer
-    prompt: PromptLayer
-    draft: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
-
-    @property
-    def nbytes(self) -> int:
-        """Of the whole prompt, and of what votes."""
-        prompt: int = self.prompt.keys.nbytes + self.prompt.values.nbytes
-        return prompt + sum(part.nbytes for step in self.draft for part in step)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DraftCost:
-    """What a draft that voted on a prompt has taken.
-
-    Attributes:
-        tokens: that were generated, and thrown away.
-        ms: until every layer had chosen again.
-        held_bytes: of the whole prompt, which was held until then, and of what voted.
-    """
-
-    tokens: int
-    ms: float
-    held_bytes: int
-
-
 @dataclass(kw_only=True)
 class Reading:
     """What a cache has been told of the prompt or turn that it reads.
@@ -235,9 +196,6 @@ class Reading:
             prompt, whose ids may come in pieces.
         narrowing: which tokens of the prompt do not reach all layers; None where all do.
         is_broken: whether a layer's attention has begun and not come to its end.
-        undecided: layers that a draft of the answer votes on, by their index in the model.
-        is_drafting: whether that draft is being generated.
-        draft_cost: of the last one; None where none has voted.
     """
 
     layers: Sequence[CompressedLayer]
@@ -253,9 +211,6 @@ class Reading:
     ids_start: int | None = 0
     narrowing: Narrowing | None = None
     is_broken: bool = False
-    undecided: dict[int, Undecided] = field(default_factory=dict)
-    is_drafting: bool = False
-    draft_cost: DraftCost | None = None
 
     @property
     def policy(self) -> Policy:
@@ -287,7 +242,6 @@ class Reading:
         return self.prompt_end is None or self.is_announced
 
     def of(self, layers: Sequence[CompressedLayer]) -> Self:
-        self.require_decided()
         return replace(self, layers=layers)
 
     def forget(self) -> None:
@@ -295,7 +249,6 @@ class Reading:
         self.prompt_end = self.coming_ids = self.narrowing = None
         self.turn_start, self.verifies_drafts, self.is_broken = 0, False, False
         self.read_ids, self.ids_start = ReadIds(), 0
-        self.undecided, self.is_drafting, self.draft_cost = {}, False, None
 
     def crop(self, count: int) -> None:
         """Take the last tokens back from all layers; where one refuses, none has changed."""
@@ -330,32 +283,6 @@ class Reading:
             for layer, prompt in zip(self.layers, prompts, strict=True)
         )
         return zip(self.layers, self.policy.share_out(with_costs), strict=True)
-
-    # Whether a draft of the answer votes.
-
-    def hold_for_draft(self, layer: CompressedLayer, prompt: PromptLayer) -> None:
-        """The prompt ends in a layer, and tokens that are generated behind it are to vote, too."""
-        held = Undecided(layer=layer, whole=copy.copy(layer), prompt=prompt)
-        self.undecided[layer.identity.layer_idx] = held
-
-    def note_draft(
-        self, layer: CompressedLayer, queries: Tensor, keys: Tensor, values: Tensor
-    ) -> None:
-        """Hold a step's queries and its own keys and values, all there are behind the prompt."""
-        held = self.undecided.get(layer.identity.layer_idx)
-        if self.is_drafting and held is not None:
-            N, repeats = queries.shape[2], keys.shape[1] // held.prompt.keys.shape[1]
-            keys, values = (states[:, ::repeats, -N:].clone() for states in (keys, values))
-            held.draft.append((queries, keys, values))
-
-    def require_decided(self) -> None:
-        """Refuse to go on where the draft that is to vote has not been generated."""
-        if self.undecided and not self.is_drafting:
-            raise CacheMismatchError(
-                f"past_key_values: expected a draft of {self.policy.draft_tokens} tokens to vote "
-                "on the prompt before anything comes behind it, got none; call "
-                "cache.vote_by_draft(logits) when the prompt has been read, or model.generate"
-            )
 
     # Where the prompt ends.
 
@@ -562,16 +489,7 @@ class Reading:
             vars(self).update(before)
 
     def narrowed(self, narrowing: Narrowing | None) -> contextlib.AbstractContextManager[None]:
-        """Within this block some tokens of the prompt do not reach all layers.
-
-        Raises:
-            InvalidArgumentError: a draft is to vote on all of them.
-        """
-        if narrowing is not None and self.policy.draft_tokens:
-            raise InvalidArgumentError(
-                f"policy: expected one whose window alone votes where a prompt is read "
-                f"selectively, got {self.policy.name}; use SnapKV, or read it exactly"
-            )
+        """Within this block some tokens of the prompt do not reach all layers."""
         return self._while(narrowing=narrowing)
 
     def read_by(self, layer: CompressedLayer, new_tokens: int) -> int:

@@ -56,7 +56,6 @@ def _is_list_of_spans(each: Any) -> bool:
 
 def require_between_turns(reading: Reading, action: str) -> None:
     """Refuse spans of a text that is still coming in."""
-    reading.require_decided()
     slots = reading.layers[0].slots
     begun = reading.is_announced and reading.seen_tokens != reading.turn_start
     if begun or reading.prompt_end is None or slots.is_partial or not slots.chosen_at:
@@ -111,7 +110,7 @@ def require_compressible(layers: Sequence[CompressedLayer], rows: Sequence[Spans
     """The method that scores what the spans hold; refuse one that cannot."""
     policy = layers[0].policy
     scorer = policy.policy if isinstance(policy, AroundScores) else policy
-    is_scored = isinstance(scorer, PrefixPolicy) and not (scorer.needs or policy.draft_tokens)
+    is_scored = isinstance(scorer, PrefixPolicy) and not scorer.needs
     if not is_scored or policy.parts_groups:
         raise InvalidArgumentError(
             f"policy: expected one that scores the tokens of a KV head by queries or keys alone "

@@ -190,8 +190,6 @@ def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
     at_once = not drafts or (selection is None and layer.storage.codes is None)
     attended = _attend_prompt(call, layer) if at_once else call.before_masked(drafts, pads).attend()
     _check_votes(call, context, prompt, attended[0][:, own - 1])
-    if layer.policy.draft_tokens and selection is not None:
-        context.reading.hold_for_draft(layer, prompt)
     _end(layer, selection, prompt)
     return attended if at_once else _verify(call, layer, selection, drafts, attended[0])
 
@@ -230,7 +228,6 @@ def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
 def _decode(call: AttentionCall, context: ForwardContext) -> Attended:
     """Tokens behind the prompt attend to what is stored, and may make a method evict."""
     layer = context.layer
-    context.reading.note_draft(layer, call.query, call.key, call.value)
     attended = attend_stored(call, layer)
     drafts = call.query.shape[2] if context.reading.verifies_drafts else 0
     _evict(call, layer, call.query.shape[2])

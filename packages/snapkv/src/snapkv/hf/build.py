@@ -212,7 +212,7 @@ def storage_for(
     require_int("room_tokens", room_tokens, minimum=1)
     evicts = isinstance(policy, EvictingPolicy)
     alike = policy.most_tokens is not None and policy.most_tokens == getattr(policy, "budget", None)
-    if storage == "static" and (not alike or evicts or policy.parts_groups or policy.draft_tokens):
+    if storage == "static" and (not alike or evicts or policy.parts_groups):
         raise InvalidArgumentError(
             f"storage: expected a policy that keeps a budget of tokens, the same in all layers, "
             f"one set per KV head, and all behind it for storage='static', whose layers share one "

@@ -49,7 +49,6 @@ from snapkv.errors import (
 from snapkv.hf import forward_context, saved, step_graph
 from snapkv.hf.attention import latent_refusal, votes
 from snapkv.hf.build import layers_for, storage_for
-from snapkv.hf.drafting import vote_by_draft
 from snapkv.hf.fidelity import VoteCheck
 from snapkv.hf.install import use
 from snapkv.hf.known_gates import with_known
@@ -236,7 +235,6 @@ class CompressedCache(Cache):
         So it is asked when their mask is made; what made one itself is asked by its first layer.
         """
         reading = self.reading
-        reading.require_decided()
         reading.require_ids(new_tokens, rows)
         if forward_context.is_traced():
             return
@@ -337,7 +335,6 @@ class CompressedCache(Cache):
                 none has changed.
         """
         count = require_removable(tokens_to_remove)
-        self.reading.require_decided()
         others = [
             (index, layer)
             for index, layer in enumerate(self.layers)
@@ -365,7 +362,6 @@ class CompressedCache(Cache):
     def _take_rows(self, rows: Tensor) -> None:
         if not self.reading.rows:
             return
-        self.reading.require_decided()
         try:
             chosen = torch.arange(self.reading.rows, device=rows.device)[rows]
         except (AttributeError, IndexError):  # no tensor; a row that is not there, or no integers
@@ -403,37 +399,11 @@ class CompressedCache(Cache):
         super().activate_past_recording()
         self.reading.verifies_drafts = True
 
-    def vote_by_draft(
-        self,
-        logits: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-    ) -> None:
-        """Let a draft of the answer vote on the prompt that has just been read; see `DraftVotes`.
-
-        `generate` does so by itself. Behind plain ``model(...)`` calls nothing else can be read
-        before.
-
-        Args:
-            logits: (B, any, vocabulary), what the model gave for the end of the prompt.
-            attention_mask: (B, T) zeros and ones, or None where no row has padding.
-            position_ids: (..., T) where the model was given some; the draft's follow them.
-
-        Raises:
-            CacheMismatchError: no prompt waits for it.
-        """
-        vote_by_draft(self.model, self, logits, attention_mask, position_ids)
-
     def require_drafts(self) -> None:
-        """Refuse to verify drafts where the policy evicts while generating, or chooses again.
+        """Refuse to verify drafts where the policy evicts while generating.
 
         Drafts verified together would see tokens that plain decoding has dropped by then.
         """
-        if self.policy.draft_tokens:
-            raise InvalidArgumentError(
-                f"policy: expected one whose votes are complete with the prompt where drafts are "
-                f"verified, got {self.policy.name}; generate without drafts, or use SnapKV"
-            )
         if self.options["refresh_every"]:
             raise InvalidArgumentError(
                 f"refresh_every: expected none where drafts are verified (assistant model, prompt "
@@ -584,10 +554,8 @@ class CompressedCache(Cache):
         Raises:
             InvalidArgumentError: the policy cannot keep them, or has no room for them; some of them
                 are dropped, or evicted without `recall`. Nothing has changed then.
-            CacheMismatchError: the prompt waits for a draft that votes on it.
             InvalidTypeError: something else than spans.
         """
-        self.reading.require_decided()
         layers, rule = self.reading.layers, self.reading.layers[0].spans
         more = Spans.of("spans", spans)
         if not more.parts:
@@ -646,7 +614,7 @@ class CompressedCache(Cache):
     def report(self) -> CacheReport:
         """Tokens seen and kept, bytes held and bytes a full cache would hold."""
         steps = step_graph.described(self)
-        return CacheReport.of(self.policy.name, self.layers, self.reading.draft_cost, steps)
+        return CacheReport.of(self.policy.name, self.layers, steps)
 
     def save(
         self,
@@ -676,7 +644,6 @@ class CompressedCache(Cache):
         """
         if self.reading.is_broken:
             raise _interrupted()
-        self.reading.require_decided()
         saved.require_plain_positions(self.model)
         codes = None if bits is None else KVCodes.of(bits, "bits")
         saved.write(self, self.options, Path(path), beside or {}, codes)

@@ -6,7 +6,6 @@ from snapkv.policies.base import EvictingPolicy, Policy, PrefixPolicy
 from snapkv.policies.budget import AutoBudget, ByteBudget
 from snapkv.policies.criticalkv import CriticalKV
 from snapkv.policies.default import default_policy
-from snapkv.policies.draft_votes import DraftVotes
 from snapkv.policies.expected_attention import ExpectedAttention
 from snapkv.policies.fastgen import FastGen
 from snapkv.policies.full import FullCache
@@ -43,7 +42,6 @@ POLICIES: dict[str, type[Policy]] = {
         RKV,
         FastGen,
         PromptThenDecode,
-        DraftVotes,
         KeyDiff,
         LagKV,
         KVzip,
@@ -62,7 +60,6 @@ __all__ = [
     "ByteBudget",
     "CriticalKV",
     "DecodeStep",
-    "DraftVotes",
     "EvictingPolicy",
     "Eviction",
     "ExpectedAttention",

@@ -29,10 +29,6 @@ class AroundScores(Policy):
         return self.policy.query_tokens
 
     @property
-    def draft_tokens(self) -> int:
-        return self.policy.draft_tokens
-
-    @property
     def parts_groups(self) -> bool:
         return self.policy.parts_groups
 

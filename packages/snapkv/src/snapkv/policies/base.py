@@ -100,11 +100,6 @@ class Policy(ABC):
         return False
 
     @property
-    def draft_tokens(self) -> int:
-        """How many generated tokens vote on the prompt before it is chosen from for good."""
-        return 0
-
-    @property
     def parts_groups(self) -> bool:
         """Whether query heads of one KV head may keep sets of their own."""
         return False

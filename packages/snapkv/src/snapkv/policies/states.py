@@ -88,8 +88,6 @@ class PromptLayer(LayerStates):
         token_cost: what a token costs in bytes, by the tokens of the batch's shortest row; for a
             `ByteBudget`.
         votes_impl: the implementation of `snapkv.ops.window_votes` that counts the window's votes.
-        draft: (B, Hq, N, D) queries, (B, Hkv, N, D) keys and values of N tokens that were generated
-            behind the prompt to vote on it; None where none were.
         unasked: takes whether scores are NaN, () bool, and whose they are, to be asked behind the
             last layer, since a GPU is waited for then; None to ask at once.
     """
@@ -103,7 +101,6 @@ class PromptLayer(LayerStates):
     fair: Segments | None = None
     token_cost: Callable[[int], TokenCost] | None = None
     votes_impl: Implementation = "auto"
-    draft: tuple[Tensor, Tensor, Tensor] | None = None
     unasked: list[tuple[Tensor, str]] | None = None
 
     def once(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
