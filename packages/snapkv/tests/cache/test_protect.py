@@ -21,8 +21,7 @@ MOVED = "streaming-llm moved"
 
 
 def test_every_method_is_here():
-    elsewhere = {"indexer", "indexer-eviction"}  # indexed attention
-    assert {policy.name for policy in METHODS.values()} == set(methods.POLICIES) - elsewhere
+    assert {policy.name for policy in METHODS.values()} == set(methods.POLICIES)
 
 
 def _positions(cache):

@@ -193,33 +193,6 @@ CASES = {
     "a pad alone, read into a state": do.Sequence(
         "gated delta", kv.SnapKV(14, window_size=4), (do.Turn(20, "pieces", 1, pads=(0, 9)),)
     ),
-    # Refused when all but the last piece of the prompt had been read.
-    "a window that an indexer scores in pieces": do.Sequence(
-        "indexed",
-        kv.IndexerScores(14, window_size=8),
-        (do.Turn(40, "generate", 12), do.Turn(40, "generate", 32)),
-    ),
-    "votes on more than a query attends to, in pieces": do.Sequence(
-        "indexed", kv.SnapKV(20, window_size=4), (do.Turn(10, "pieces", 1),), HOST
-    ),
-    # Layers that go by one indexer held other tokens than it had chosen of.
-    "a method beside the scores of a shared indexer": do.Sequence(
-        "indexed, shared",
-        kv.CriticalKV(kv.IndexerScores(6, window_size=2)),
-        (do.Turn(20), do.Step()),
-    ),
-    # The pads that rows share were left out of their keys, and not out of an indexer's scores.
-    "a short row beside one that has chosen, by an indexer": do.Sequence(
-        "indexed, all",
-        kv.IndexerScores(9, window_size=1),
-        (do.Turn(47, pads=(41, 0)), do.Turn(8)),
-    ),
-    # What was refused left a layer with no tokens, which was asked how many it has.
-    "protect behind a first prompt that was refused": do.Sequence(
-        "indexed, all",
-        kv.SnapKV(12, window_size=2, group_reduce="none"),
-        (do.Turn(30), do.Protect(2, 5)),
-    ),
     # The judge knew of the queries that a crop takes only where it reached into a turn.
     "crop behind a turn, and a short one": llama(
         kv.SnapKV(kv.AutoBudget(lost_vote=0.05, least=1, most=14), window_size=6, kernel_size=1),

@@ -77,18 +77,6 @@ def _sizes(model: str) -> tuple[int, int]:
     return sum(map(grows, DynamicCache(config=config).layers)), heads
 
 
-_INDEXED: list[Callable[[Draw], Policy]] = [
-    *[lambda draw: kv.IndexerScores(**_limits(draw))] * 4,
-    lambda draw: kv.IndexerEviction(
-        draw.choice([8, 16, 24]), recent_tokens=draw.choice([1, 2, 4, 6])
-    ),
-    lambda draw: kv.PromptThenDecode(
-        prompt=kv.IndexerScores(16, window_size=4),
-        decode=kv.IndexerEviction(20, recent_tokens=draw.choice([2, 4])),
-    ),
-    lambda draw: kv.AdaKV(kv.IndexerScores(**_limits(draw))),
-    lambda draw: kv.CriticalKV(kv.IndexerScores(**_limits(draw))),
-]
 _PREFIX: list[Callable[[Draw], Policy]] = [
     *[_voting] * 6,
     lambda draw: kv.SnapKV(group_reduce="none", **_limits(draw)),
@@ -140,8 +128,6 @@ def _limited(draw: Draw) -> kv.SnapKV:
 
 def _policy(draw: Draw, model: str) -> Policy:
     chance = draw.random()
-    if chance < 0.6 and "indexed" in model:
-        return draw.choice(_INDEXED)(draw)
     if chance < 0.06:
         return kv.KVzap(**_limits(draw, 4), gate=drawn_gate(*_sizes(model)))
     if chance < 0.11 and (model in _FULL or chance < 0.065):

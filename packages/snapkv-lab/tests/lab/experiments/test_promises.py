@@ -110,7 +110,6 @@ def test_every_method_whose_size_a_budget_sets_takes_part():
     contenders = [made(64) for own in methods.METHODS_OF.values() for made in own.values()]
     without_size = {"full", "fastgen"}
     elsewhere = {"prompt-then-decode"}  # the prompt's method
-    elsewhere |= {"indexer", "indexer-eviction"}  # of other models
     assert set().union(*map(names_inside, contenders)) == set(POLICIES) - without_size - elsewhere
     found = answers_of(methods.METHODS.known())
     for setting, own in methods.METHODS_OF.items():

@@ -119,15 +119,14 @@ class PaddingWatch:
             return visible
         total = layer.seen_tokens + new_tokens
         known = layer.slots.visible_columns(layer.store, total)
-        shown = layer.shown(known)
         if visible is None:
-            return shown
+            return known
         if len(visible) != len(known):
             return visible
         visible = _whole(visible, total)[:, :total]
         _, offset = layer.get_mask_sizes(new_tokens)
         rows = (known & ~visible).any(dim=-1).sum()
-        hidden_rows, hides_nothing = torch.stack([rows, shown[:, offset:].all()]).tolist()
+        hidden_rows, hides_nothing = torch.stack([rows, known[:, offset:].all()]).tolist()
         if hidden_rows:
             raise UnsupportedModelError(
                 f"attention_mask: expected no padding after a row's first token, since a row is "
@@ -135,7 +134,7 @@ class PaddingWatch:
                 "an answer shorter than others of the batch); give each conversation a cache of "
                 "its own"
             )
-        return None if hides_nothing else shown  # a pad stays one
+        return None if hides_nothing else known  # a pad stays one
 
     def require_token(self, visible: Tensor | None) -> None:
         """Refuse a pad that is read alone into a state, which transformers does not hide there."""
@@ -311,22 +310,6 @@ class Reading:
         if end is None or seen < end <= seen + new_tokens:
             remedy = "fill the cache with snapkv.kvzip.read_context(model, input_ids, policy)"
             raise one_reading_refusal(self.policy, remedy)
-
-    def require_window(self, new_tokens: int, end: int | None, of: int | None = None) -> None:
-        """Refuse the end of a prompt whose window an indexer would have scored in pieces.
-
-        The pass of so many tokens is the next one, or the last one `of` so many to come.
-        """
-        if "index_scores" not in self.policy.needs or end is None:
-            return
-        start = self.turn_start if self.is_announced or of is None else self.seen_tokens
-        wanted = min(self.policy.query_tokens, end - start)
-        ends = self.seen_tokens < end <= self.seen_tokens + (of or new_tokens)
-        if ends and new_tokens < wanted:
-            raise InvalidArgumentError(
-                f"policy: expected the last {wanted} tokens of a prompt in one forward pass for "
-                f"{self.policy.name}, whose scores are of one, got {new_tokens}; read them together"
-            )
 
     def expect_prompt(self, prompt_tokens: int) -> None:
         """Announce that the prompt ends after that many tokens; see `CompressedCache`."""

@@ -224,9 +224,8 @@ def _whole_number(tokens: float) -> float:
 
 
 def token_bytes(layer: Any) -> int:
-    """Bytes that one of transformers' own cache layers holds of its tokens, for an indexer too."""
-    states = ("keys", "values", "indexer_keys")
-    return sum(_bytes(getattr(layer, name, None)) for name in states)
+    """Bytes that one of transformers' own cache layers holds of its tokens."""
+    return sum(_bytes(getattr(layer, name, None)) for name in ("keys", "values"))
 
 
 def tensor_bytes(layer: Any) -> int:

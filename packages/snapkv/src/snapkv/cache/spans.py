@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snapkv.cache.indexed import IndexedLayer
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.reading import Reading
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
@@ -176,22 +175,6 @@ def require_turns_can_follow(
                 f"of what is stored, got turns='compress' and heads of layer "
                 f"{layer.identity.layer_idx} that would differ; pass recall='host'"
             )
-
-
-def require_one_mask(
-    layers: Sequence[CompressedLayer], stays: Callable[[CompressedLayer], Tensor]
-) -> None:
-    """Refuse to leave other numbers of a row's tokens in layers that share a mask."""
-    if not isinstance(layers[0], IndexedLayer):
-        return
-    found = {tuple(stays(layer)[:, 0].sum(dim=-1).tolist()) for layer in layers}
-    if len(found) > 1:
-        raise InvalidArgumentError(
-            f"spans: expected spans of which all layers hold as many where an indexer chooses, "
-            f"since they share one mask, got layers that would be left with "
-            f"{', '.join(sorted(str(sum(each)) for each in found))} tokens; read what is left into "
-            "a new cache"
-        )
 
 
 def require_protectable(layers: Sequence[CompressedLayer], spans: Spans) -> None:

@@ -10,7 +10,6 @@ from snapkv.policies.expected_attention import ExpectedAttention
 from snapkv.policies.fastgen import FastGen
 from snapkv.policies.full import FullCache
 from snapkv.policies.h2o import H2O
-from snapkv.policies.indexer_scores import IndexerEviction, IndexerScores
 from snapkv.policies.keydiff import KeyDiff
 from snapkv.policies.kvzap import KVzap
 from snapkv.policies.kvzip import KVzip
@@ -46,8 +45,6 @@ POLICIES: dict[str, type[Policy]] = {
         LagKV,
         KVzip,
         KVzap,
-        IndexerScores,
-        IndexerEviction,
         Random,
     )
 }
@@ -66,8 +63,6 @@ __all__ = [
     "FastGen",
     "FullCache",
     "H2O",
-    "IndexerEviction",
-    "IndexerScores",
     "KVzap",
     "KVzip",
     "KeyDiff",

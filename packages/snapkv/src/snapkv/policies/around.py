@@ -36,10 +36,6 @@ class AroundScores(Policy):
     def needs(self) -> frozenset[Need]:
         return self.policy.needs
 
-    @property
-    def layers_alike(self) -> bool:
-        return self.policy.layers_alike
-
     def require_protection(self, spans: Spans) -> None:
         self.policy.require_protection(spans)
 

@@ -90,10 +90,6 @@ class PromptThenDecode(EvictingPolicy):
         return self.prompt.parts_groups
 
     @property
-    def layers_alike(self) -> bool:
-        return self.prompt.layers_alike and self.decode.layers_alike
-
-    @property
     def needs(self) -> frozenset[Need]:
         return self.prompt.needs | self.decode.needs
 

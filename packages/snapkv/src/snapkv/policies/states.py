@@ -28,8 +28,6 @@ class LayerStates:
         depth: how many compressed layers come before this one, of `num_layers`.
         protected: (B, 1 or heads of the cache, S) bool, slots whose tokens must stay, whatever
             their scores; None where none must.
-        index_scores: (B, N, S) float32, how indexed attention rates the slots for the last N
-            queries, -inf what they must not see; None where attention is not indexed.
     """
 
     queries: Tensor
@@ -41,7 +39,6 @@ class LayerStates:
     pad_tokens: Tensor | None = None
     stored_heads: int | None = None
     protected: Tensor | None = None
-    index_scores: Tensor | None = None
 
     @property
     def leading_fillers(self) -> Tensor | None:
