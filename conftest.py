@@ -40,14 +40,6 @@ def early_layers(tmp_path_factory, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def head_scores(tmp_path_factory, monkeypatch):
-    """Nothing is known of any model's heads but the demo model's, and what a test remembers."""
-    folder = tmp_path_factory.getbasetemp() / f"head-scores-{uuid.uuid4().hex}"
-    monkeypatch.setattr("snapkv.hf.known_heads.head_scores_folder", lambda: folder)
-    return folder
-
-
-@pytest.fixture(autouse=True)
 def gates(tmp_path_factory, monkeypatch):
     """No model has a gate but the demo model, and what a test remembers; returns the folder."""
     folder = tmp_path_factory.getbasetemp() / f"gates-{uuid.uuid4().hex}"

@@ -197,13 +197,6 @@ FAULTS = (
         tests=("packages/snapkv/tests/ops/test_codes.py",),
     ),
     Fault(
-        name="a draft votes with the queries of the window",
-        file="snapkv/policies/draft_votes.py",
-        old="            queries=queries,\n",
-        new="            queries=layer.queries[:, :, -queries.shape[2] :],\n",
-        tests=("packages/snapkv/tests/policies/test_draft_votes.py",),
-    ),
-    Fault(
         name="offloaded tokens come back that were taken back",
         file="snapkv/storage/offload.py",
         old="end=min(piece.end, tokens)",

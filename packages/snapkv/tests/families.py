@@ -181,15 +181,6 @@ _KIMI = {
     "layer_types": ["linear_attention", "full_attention"] * 2,
 }
 _CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "full_attention"]}
-_INDEXED = {
-    **_LATENT,
-    "num_experts_per_tok": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "index_head_dim": 8,
-    "index_n_heads": 12,  # so that hardly a score is zero of all heads, and tied
-    "index_topk": 8,
-}
 KINDS = {
     "llama": ("llama", "sdpa", {}),
     "eager": ("llama", "eager", {}),
@@ -208,13 +199,6 @@ KINDS = {
     "mamba beside": ("jamba", "eager", _JAMBA),
     "linear latent": ("kimi_linear", "sdpa", _KIMI),
     "convolutions": ("lfm2", "sdpa", _CONVOLUTIONS),
-    "indexed": ("deepseek_v32", "sdpa", _INDEXED),
-    "indexed, all": ("deepseek_v32", "eager", {**_INDEXED, "index_topk": 1000}),
-    "indexed, shared": (
-        "glm_moe_dsa",
-        "sdpa",
-        {**_INDEXED, "num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]},
-    ),
 }
 """Family, attention implementation and settings, by what makes the kind special."""
 

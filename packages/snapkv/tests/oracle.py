@@ -7,12 +7,10 @@ dropped. Decoding on it must give the logits of decoding on the compressed cache
 
 import contextlib
 import copy
-import functools
 import sys
 from collections.abc import Callable, Iterator
 
 import torch
-from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
@@ -22,8 +20,6 @@ from snapkv import uninstall
 _hidden: dict[int, torch.Tensor] = {}
 _handed_out: dict[int, tuple[int, torch.Tensor]] = {}
 _updated: list[int] = []
-index_scores: dict[int, torch.Tensor] = {}
-"""Per layer (B, N, T): what the indexer that it goes by made of the last pass of a judge."""
 
 
 def _layer_of(key: torch.Tensor) -> int | None:
@@ -87,39 +83,8 @@ def unwrapped(model: PreTrainedModel, implementation: str) -> PreTrainedModel:
 def masked_judge(model: PreTrainedModel) -> PreTrainedModel:
     """An `unwrapped` copy that hides what it is told to."""
     reference = unwrapped(model, "eager")
-    indexed = [module for module in reference.modules() if hasattr(module, "indexer")]
-    for module in indexed:
-        module.forward = functools.partial(_before_indexer, module, module.forward)
-    if not indexed:  # which hand what they have chosen to functions that they do not know
-        reference.set_attn_implementation("masked_oracle")
+    reference.set_attn_implementation("masked_oracle")
     return reference
-
-
-def _before_indexer(module, forward, *args, attention_mask, **options):
-    """Indexed attention whose indexer chooses of what is not hidden, and whose scores are noted."""
-    layer_idx = module.layer_idx
-    hidden = _hidden.get(layer_idx)
-    if hidden is not None:
-        attention_mask = attention_mask.clone()
-        part = attention_mask[..., : hidden.shape[-1]]
-        part.masked_fill_(hidden[:, :, None], torch.finfo(part.dtype).min)
-    with _NotingScores(layer_idx):
-        return forward(*args, attention_mask=attention_mask, **options)
-
-
-class _NotingScores(TorchFunctionMode):
-    """Notes what a layer's indexer takes the top of; one without its own goes by the one before."""
-
-    def __init__(self, layer_idx: int) -> None:
-        super().__init__()
-        self.layer_idx = layer_idx
-        if layer_idx:
-            index_scores[layer_idx] = index_scores[layer_idx - 1]
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.topk and args[0].ndim == 3:
-            index_scores[self.layer_idx] = args[0].clone()
-        return func(*args, **(kwargs or {}))
 
 
 def hidden_columns(cache, prompt_tokens: int, pads=None) -> dict[int, torch.Tensor]:

@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 from snapkv import (
     AdaKV,
     CompressedCache,
-    DraftVotes,
     KeyDiff,
     KVzip,
     Library,
@@ -30,12 +29,10 @@ from snapkv.hf import fidelity
 from snapkv.hf.placement import layer_devices
 from snapkv.kvzip import read_context
 from snapkv.library import blend, joined_ids
-from snapkv.policies import IndexerEviction, IndexerScores
 from tests.decoding.heads import random_heads
 from tests.families import KINDS, random_ids, small_model, tiny_model
 from tests.lab.evaluate.tiny import tiny_loaded
 from tests.library.reference import read_part
-from tests.models import test_indexed as indexed
 from tests.pretended import Pretended, device, pretending
 from tests.test_devices import CACHES, OPTIONS, SNAPKV, generated, new_cache
 
@@ -44,7 +41,6 @@ IDS = random_ids(2, 64) % 64
 MASK = torch.ones_like(IDS)
 MASK[1, :9] = 0
 MORE = {
-    "draft votes": (DraftVotes(SNAPKV), {}),
     "bytes": (AdaKV(SnapKV("6KiB", window_size=4)), {}),
 }
 
@@ -111,7 +107,7 @@ def test_every_method_and_storage(name, require_same):
 
 
 @pytest.mark.parametrize("name", ["snapkv", "adakv"])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "indexed" not in kind])  # see below
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_layer(kind, name, require_same):
     split = 2 if kind == "shared" else None  # the layers that share keys lie behind
     require_same(lambda model, put: generated(model, put, name, IDS), small_model(kind), split)
@@ -196,7 +192,9 @@ def test_a_second_reading(require_same):
     require_same(run)
 
 
-@pytest.mark.parametrize("name", ["snapkv", "criticalkv", "compactor", "streaming-llm", "adakv"])
+@pytest.mark.parametrize(
+    "name", ["snapkv", "criticalkv", "expected-attention", "streaming-llm", "adakv"]
+)
 def test_offloaded_weights(name, tmp_path):
     def run(model):
         cache = new_cache(model, name)
@@ -209,28 +207,6 @@ def test_offloaded_weights(name, tmp_path):
     offloaded = cpu_offload(copy.deepcopy(here), torch.device("cpu"))
     assert offloaded.device.type == "meta"
     assert torch.equal(run(offloaded), run(here))
-
-
-INDEXED = {
-    "prompt": IndexerScores("50%", window_size=4),
-    "steps": IndexerEviction(24, recent_tokens=4),
-}
-
-
-@pytest.mark.parametrize("split", [1, 2])
-@pytest.mark.parametrize("policy", INDEXED.values(), ids=INDEXED)
-@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa that shares"])
-def test_indexed_attention(family, policy, split, require_same):
-    """A layer may go by the indexer of one on the other device."""
-
-    def run(model, put):
-        cache = CompressedCache(model, policy)
-        text = model.generate(put(IDS), attention_mask=put(MASK), past_key_values=cache, **OPTIONS)
-        if put(IDS).device != IDS.device:
-            require_in_place(cache)
-        return text
-
-    require_same(run, indexed.made(family), split)
 
 
 @pytest.mark.parametrize("policy", [SNAPKV, AdaKV(SNAPKV)], ids=["even", "uneven"])

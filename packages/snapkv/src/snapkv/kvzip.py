@@ -161,7 +161,6 @@ def _repeat(
 ) -> list[PromptLayer]:
     tokens = input_ids.shape[1]
     chunk = min(scorer.chunk_tokens, tokens, _room_tokens(model, tokens + len(instruction_ids)))
-    cache.require_attended(tokens + len(instruction_ids) + chunk)
     cache.expect_prompt(tokens + len(instruction_ids) + chunk + 1)
     model(input_ids, **passed(cache), logits_to_keep=1)
     observers = [_Observer(tokens, plus=scorer.plus) for _ in cache.layers]

@@ -6,7 +6,6 @@ Importable without torch, so that options fail at once.
 import difflib
 import os
 import re
-import sys
 from collections.abc import Collection, Iterable
 from decimal import Decimal
 from typing import Any
@@ -257,16 +256,6 @@ def _require_number(
             f"{argument}: expected a number in {interval}, got {value}; pass a fraction such as "
             f"{example}"
         )
-
-
-def require_finite(argument: str, value: object, remedy: str) -> None:
-    """Raise unless `value` is a finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidTypeError(
-            f"{argument}: expected a number, got {value!r} of type {type(value).__name__}; {remedy}"
-        )
-    if not abs(value) <= sys.float_info.max:  # an integer may be beyond what a float can hold
-        raise InvalidArgumentError(f"{argument}: expected a finite number, got {value}; {remedy}")
 
 
 def require_choice(argument: str, value: object, choices: tuple[str, ...]) -> None:

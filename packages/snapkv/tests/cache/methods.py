@@ -7,9 +7,7 @@ from snapkv.policies import (
     AcrossLayers,
     AdaKV,
     AutoBudget,
-    Compactor,
     CriticalKV,
-    DuoAttention,
     ExpectedAttention,
     FastGen,
     FullCache,
@@ -21,7 +19,6 @@ from snapkv.policies import (
     PyramidKV,
     Random,
     Scissorhands,
-    ScoreThreshold,
     SnapKV,
     StreamingLLM,
 )
@@ -44,7 +41,6 @@ METHODS = {
     "adakv of expected-attention": AdaKV(ExpectedAttention(**BOTH)),
     "criticalkv": CriticalKV(SNAPKV),
     "adakv of criticalkv": AdaKV(CriticalKV(SNAPKV)),
-    "score-threshold": ScoreThreshold(SNAPKV, at_least=0.016),
     "expected-attention": ExpectedAttention(**BOTH),
     "full": FullCache(),
     "h2o": H2O(budget=40),
@@ -57,12 +53,10 @@ METHODS = {
     "fastgen": FastGen(
         0.2, local_ratio=0.1, frequent_ratio=0.1, special_ids=(1,), punctuation_ids=(5, 9)
     ),
-    "duo-attention": DuoAttention([[1, 0], [0, 0]] * 2, sink_tokens=2, recent_tokens=30),
     "prompt-then-decode": PromptThenDecode(prompt=SNAPKV, decode=TOVA(budget=42)),
     "snapkv, then h2o": PromptThenDecode(prompt=SNAPKV, decode=H2O(budget=42)),
     "keydiff": KeyDiff(**BOTH),
     "lagkv": LagKV(**BOTH, lag_size=8),
-    "compactor": Compactor(**BOTH, chunk_tokens=16),
     "random": Random(**BOTH),
     "kvzip": KVzip(**BOTH),
     "kvzap": KVzap(**BOTH, gate=drawn_gate()),

@@ -9,20 +9,19 @@ import torch
 import snapkv.policies as methods
 from snapkv import CompressedCache, InvalidArgumentError
 from snapkv.kvzip import read_twice
-from snapkv.policies import H2O, AdaKV, CriticalKV, PromptThenDecode, ScoreThreshold, SnapKV
+from snapkv.policies import H2O, AdaKV, CriticalKV, PromptThenDecode, SnapKV
 from snapkv.prefill import chunked, layer_by_layer
 from tests.cache.methods import BOTH, METHODS
 from tests.families import random_ids, tiny_model
 
 SPANS = [(3, 7), (20, 23)]
 PLACES = {3, 4, 5, 6, 20, 21, 22}
-BY_ITSELF = ("fastgen", "duo-attention", "snapkv by itself", "adakv by itself", "score-threshold")
+BY_ITSELF = ("fastgen", "snapkv by itself", "adakv by itself")
 MOVED = "streaming-llm moved"
 
 
 def test_every_method_is_here():
-    elsewhere = {"draft-votes", "indexer", "indexer-eviction"}  # needs a draft, indexed attention
-    assert {policy.name for policy in METHODS.values()} == set(methods.POLICIES) - elsewhere
+    assert {policy.name for policy in METHODS.values()} == set(methods.POLICIES)
 
 
 def _positions(cache):
@@ -129,7 +128,6 @@ def test_protected_positions_stay_however_the_prompt_is_read(way):
 
 ROOM = {
     "adakv of criticalkv": 32,
-    "score-threshold": 32,
     "h2o": 20,
     "tova": 39,
     "streaming-llm": 35,
@@ -185,7 +183,6 @@ def test_methods_that_cannot_keep_spans_are_refused_by_name():
         (METHODS["h2o"], {"fair": fair}, r"fair: .*H2O"),
         (AdaKV(SnapKV(40)), {"fair": fair}, "fair: expected a method"),
         (CriticalKV(SnapKV(40)), {"fair": fair}, "fair: expected a method"),
-        (ScoreThreshold(SnapKV(40)), {"fair": fair}, "fair: expected a method"),
         (SnapKV(40), {"fair": fair, "turns": "compress"}, "fair: expected a cache that chooses"),
     ):
         with pytest.raises(InvalidArgumentError, match=said):

@@ -8,7 +8,6 @@ import torch
 from snapkv import (
     H2O,
     AdaKV,
-    Compactor,
     CompressedCache,
     ExpectedAttention,
     FullCache,
@@ -256,7 +255,6 @@ def test_the_limit_is_kept_and_given_back():
         ({"policy": H2O(64)}, "policy: expected one that only compresses"),
         ({"refresh_every": 4, "storage": "static"}, "storage: expected 'dyn"),
         ({"refresh_every": 4, "policy": ExpectedAttention(64)}, "refresh_every: expected a policy"),
-        ({"policy": Compactor(64)}, "policy: expected one that chooses by the"),
         ({"policy": ExpectedAttention(64)}, "policy: expected one that chooses by the"),
         ({"policy": AdaKV(ExpectedAttention(64))}, "policy: expected one that chooses by the"),
     ],

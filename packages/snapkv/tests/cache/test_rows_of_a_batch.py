@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from snapkv import AdaKV, AutoBudget, CompressedCache, ScoreThreshold, SnapKV
+from snapkv import AdaKV, AutoBudget, CompressedCache, SnapKV
 from tests.cache.methods import METHODS
 from tests.families import random_ids, tiny_model
 
@@ -96,7 +96,6 @@ def test_each_row_is_as_alone(policy, options):
 
 
 OF_OWN_BUDGETS = {
-    "score-threshold": ScoreThreshold(SnapKV(500, **PICK), at_least=0.012),
     "adakv-auto": AdaKV(SnapKV(AutoBudget(lost_vote=0.012, least=4), **PICK)),
     "snapkv-auto": SnapKV(AutoBudget(lost_vote=0.016, least=4), **PICK),
 }

@@ -21,7 +21,6 @@ from snapkv import (
     CacheFileError,
     CacheMismatchError,
     CompressedCache,
-    DuoAttention,
     ExpectedAttention,
     FastGen,
     KeyDiff,
@@ -52,7 +51,6 @@ KINDS = {
     "recall, static": (POLICY, {"recall": "host", "storage": "static", "room_tokens": 64}),
     "recall, refreshed": (POLICY, {"recall": "host", "refresh_every": 3}),
     "turns, int4": (POLICY, {"turns": "compress", "quantize": "int4"}),
-    "heads": (DuoAttention([[0.3, 0.1], [0, 0], [1, 0.4], [0.2, 0.9]], recent_tokens=20), {}),
     "token ids": (TOKENS, {}),
     **{name: (METHODS[name], {}) for name in OF_NOTES},
 }

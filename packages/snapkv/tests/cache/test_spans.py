@@ -8,9 +8,7 @@ import torch
 from snapkv import (
     H2O,
     AdaKV,
-    CacheMismatchError,
     CompressedCache,
-    DraftVotes,
     ExpectedAttention,
     FullCache,
     InvalidArgumentError,
@@ -238,13 +236,6 @@ def test_more_than_a_turn_has_room_for_is_not_protected(policy):
     for index in cache.compressed_layers:
         for head in cache.kept_positions(index)[0].tolist():
             assert {*range(32)} <= set(head)
-
-
-def test_nothing_is_protected_between_a_prompt_and_its_draft():
-    """It was ignored by the choice that the draft's votes make."""
-    _, cache = read(DraftVotes(SNAPKV, draft_tokens=1), random_ids(1, 90))
-    with pytest.raises(CacheMismatchError, match="expected a draft of 1 tokens"):
-        cache.protect([(84, 90)])
 
 
 WRONG = [

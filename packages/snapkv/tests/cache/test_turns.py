@@ -5,7 +5,6 @@ import torch
 
 from snapkv import (
     AdaKV,
-    Compactor,
     CompressedCache,
     ExpectedAttention,
     InvalidArgumentError,
@@ -102,7 +101,6 @@ def test_tokens_behind_an_announced_turn_neither_vote_nor_see_what_was_dropped()
         (SnapKV(keep_ratio=0.5), {}, "a budget that is the same for all heads"),
         (PyramidKV(64), {}, "the same for all heads and layers"),
         (ExpectedAttention(64), {}, "chooses by the last queries or none"),
-        (Compactor(64), {}, "chooses by the last queries or none"),
         (KVzap(64, gate=drawn_gate()), {}, "does not ask where tokens stand"),
         (POLICY, {"storage": "static"}, "storage: expected 'dynamic'"),
     ],
@@ -110,3 +108,18 @@ def test_tokens_behind_an_announced_turn_neither_vote_nor_see_what_was_dropped()
 def test_what_cannot_be_compressed_again_is_refused(policy, options, said):
     with pytest.raises(InvalidArgumentError, match=said):
         CompressedCache(tiny_model("llama"), policy, turns="compress", **options)
+
+
+def test_a_turn_behind_a_prompt_that_fitted_is_refused_where_its_queries_are_asked_for():
+    """Its tokens would be chosen from together with the prompt's, whose queries are gone."""
+    model = tiny_model("llama")
+    cache = CompressedCache(model, ExpectedAttention(40, window_size=8))
+    call(model, cache, random_ids(1, 33))
+    said = "got expected-attention and a turn up to 45 tok"
+    with pytest.raises(InvalidArgumentError, match=said):
+        cache.expect_prompt(45)
+    cut = CompressedCache(model, ExpectedAttention(40, window_size=8))
+    call(model, cut, random_ids(1, 60))
+    cut.expect_prompt(72)
+    call(model, cut, random_ids(1, 12))
+    assert cut.report().kept_tokens == 52

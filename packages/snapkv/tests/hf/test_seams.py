@@ -68,7 +68,6 @@ KNOWN_KINDS = {
     "LinearAttentionLayer": "kept as it is",
     "LinearAttentionAndSlidingWindowAttentionLayer": "kept as it is",
     "DummyLayer": "kept as it is",
-    "DynamicIndexedLayer": "compressed",
 }
 """Of the cache's own layers; those that a model's file adds are refused."""
 

@@ -11,7 +11,6 @@ from snapkv import (
     H2O,
     AdaKV,
     CompressedCache,
-    DuoAttention,
     FastGen,
     FullCache,
     KeyDiff,
@@ -42,7 +41,6 @@ POLICIES = [
     H2O(96),
     StreamingLLM(96),
     FastGen(0.9),
-    DuoAttention(sink_tokens=4, recent_tokens=60),
     PromptThenDecode(prompt=SnapKV(96, window_size=16), decode=H2O(128)),
     FullCache(),
 ]

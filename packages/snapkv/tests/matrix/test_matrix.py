@@ -4,10 +4,10 @@ import pytest
 import torch
 import transformers
 
-from snapkv import CompressedCache, DraftVotes, FullCache, SnapKV, UnsupportedModelError
+from snapkv import CompressedCache, FullCache, SnapKV, UnsupportedModelError
 from snapkv.plan.footprint import footprint_of_loaded
 from tests.matrix.__main__ import DOCS, known, row, shown
-from tests.matrix.cells import POLICY, Pair, Text
+from tests.matrix.cells import Text
 from tests.matrix.shrinking import MODELS, tiny
 
 MOST_USED = (
@@ -85,13 +85,3 @@ def test_the_most_used_models_are_compressed():
     rows = {each["model"]: each for each in KNOWN}
     assert [model for model in MOST_USED if "cells" not in rows[model]] == []
     assert [model for model in SEEING if "images" not in rows[model]] == []
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.skipif("zamba2" not in MODELS, reason="not in this transformers")
-def test_a_draft_that_votes_leaves_no_trace_in_a_state():
-    """A Zamba layer attends before its state goes on; what is held there has that to come."""
-    pair = Pair(tiny("zamba2"), CompressedCache(tiny("zamba2"), DraftVotes(POLICY)), Text.drawn(48))
-    pair.cache.vote_by_draft(pair.read(44))
-    for stop in range(45, 49):
-        pair.read(stop)

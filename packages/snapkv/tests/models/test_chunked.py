@@ -19,7 +19,7 @@ from snapkv import (
 from snapkv.errors import OutOfMemoryError
 from snapkv.plan.advice import chunked_bytes, layerwise_bytes
 from snapkv.plan.footprint import footprint_of_loaded
-from snapkv.policies import Compactor, ExpectedAttention, KeyDiff, LagKV, PyramidKV
+from snapkv.policies import ExpectedAttention, KeyDiff, LagKV, PyramidKV
 from snapkv.prefill import chunked, layer_by_layer
 from tests.families import ONCE, random_ids, tiny_config, tiny_model
 
@@ -208,7 +208,6 @@ def test_other_caches_and_later_tokens_are_read_as_ever():
         (POLICY, 39, "cap_tokens: expected at least 40"),
         (PyramidKV(40, window_size=8), 56, "cap_tokens: expected at least 72"),
         (H2O(40), CAP, "policy: expected a method with a budget"),
-        (Compactor(40, window_size=8), CAP, "policy: expected a method with a budget"),
         (ExpectedAttention(40, window_size=8), CAP, "policy: expected a method with a budget"),
         (SnapKV(keep_ratio=0.1), CAP, "policy: expected a method with a budget"),
         (FullCache(), CAP, "policy: expected a method with a budget"),

@@ -22,8 +22,6 @@ POSITIONS = {
     "gemma-3-12b": 128 * K,
     "gpt-oss-20b": 128 * K,
     "deepseek-v3": 163840,
-    "deepseek-v3.2": 163840,
-    "glm-5": 202752,
     "command-r-35b": 128 * K,
     "qwen3-next-80b-a3b": 256 * K,
     "qwen3.5-35b-a3b": 256 * K,
@@ -45,8 +43,6 @@ BYTES_PER_TOKEN = {  # layers that see everything, keys and values, KV heads, he
     "qwen3.5-35b-a3b": 10 * 2 * 2 * 256 * 2,
     "llama-4-scout": 12 * 2 * 8 * 128 * 2,
     "kimi-linear-48b-a3b": 7 * (512 + 64) * 2,
-    "deepseek-v3.2": 61 * (512 + 64 + 128) * 2,
-    "glm-5": 78 * (512 + 64 + 128) * 2,
     "minimax-m2": 62 * 2 * 8 * 128 * 2,
     "smollm3-3b": 36 * 2 * 4 * 128 * 2,
 }
@@ -93,14 +89,6 @@ def test_latent_attention_counts_what_transformers_stores():
     latent, per_head = 4 * (512 + 64) * 2, 4 * 128 * (192 + 128) * 2  # older releases expand it
     assert footprint_of(model).token_bytes in (latent, per_head)
     assert described("deepseek-v3")["kv_bytes_per_token"] == 61 * 576 * 2
-
-
-def test_of_an_indexers_layers_a_step_reads_the_indexers_keys_and_what_they_choose():
-    footprint = footprint_of(outline("deepseek-v3.2", dtype=torch.bfloat16, layers=4))
-    assert footprint.index_topk == 2048
-    assert [layer.index_bytes for layer in footprint.full_layers] == [128 * 2] * 4
-    assert footprint.unread_bytes(2048) == 0
-    assert footprint.unread_bytes(10_000) == (10_000 - 2048) * 4 * (512 + 64) * 2
 
 
 def test_fp8_has_a_scale_for_every_block_and_leaves_the_rest():

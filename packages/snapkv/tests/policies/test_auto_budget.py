@@ -20,6 +20,7 @@ from snapkv.kvzip import read_twice
 from snapkv.policies.states import LostVotes
 from snapkv.prefill import chunked
 from tests.families import random_ids, tiny_model
+from tests.ops.states import random_layer
 
 SHARES = torch.tensor(
     [[[0.0, 0.30, 0.10, 0.002, 0.001, 0.05], [0.40, 0.0, 0.0, 0.001, 0.2, 0.0021]]]
@@ -53,6 +54,20 @@ def test_the_bound_falls_as_a_row_is_longer_than_a_thousand_tokens():
 def test_floor_and_cap(voted, expected):
     budget = AutoBudget(least=4, most=20)
     assert budget.within(voted, prefix_tokens=100, window_size=8) == expected
+
+
+@pytest.mark.parametrize("group_reduce", ["mean", "max", "sum", "none"])
+@pytest.mark.parametrize("window_size", [1, 3, 8])
+def test_votes_are_compared_as_mean_attention_whatever_the_window(window_size, group_reduce):
+    policy = SnapKV("auto", window_size=window_size, kernel_size=1, group_reduce=group_reduce)
+    layer = random_layer(0, prompt_tokens=30, query_tokens=window_size)
+    keys = layer.keys.repeat_interleave(2, dim=1)
+    logits = layer.queries @ keys.mT * layer.score_options.scaling
+    hidden = torch.ones(window_size, 30, dtype=torch.bool).triu(31 - window_size)
+    weights = logits.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+    means = weights[..., : 30 - window_size].mean(dim=2).view(1, 2, 2, -1)
+    expected = {"max": means.amax(dim=2), "none": means.flatten(1, 2)}
+    torch.testing.assert_close(policy.rated(layer), expected.get(group_reduce, means.mean(dim=2)))
 
 
 def test_lost_votes_of_a_hand_worked_choice():

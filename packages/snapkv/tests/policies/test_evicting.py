@@ -16,7 +16,6 @@ from snapkv.policies import (
     RKV,
     TOVA,
     DecodeStep,
-    DuoAttention,
     EvictingPolicy,
     Eviction,
     FastGen,
@@ -49,18 +48,6 @@ class EveryChoice(FastGen):
         return ((heads + 2 * layer.depth) % 5).expand(received.shape[:2])
 
 
-@dataclass(frozen=True)
-class AnyHeads(DuoAttention):
-    """DuoAttention whose retrieval heads are spread over any model: some layers have none."""
-
-    def require_heads(self, layers, kv_heads):
-        """Any will do."""
-
-    def _retrieves(self, layer):
-        return tuple((layer.depth + head) % 3 == 0 for head in range(layer.num_kv_heads))
-
-
-DUO = AnyHeads([[1, 0]], sink_tokens=5, recent_tokens=9)
 BUDGETED = {
     "h2o, mostly recent": H2O(heavy=4, recent=20),
     "h2o, a sliding window": H2O(heavy=0, recent=BUDGET),
@@ -80,7 +67,6 @@ BUDGETED = {
 METHODS = BUDGETED | {
     "fastgen": FastGen(0.87, **KINDS),
     "fastgen, every choice": EveryChoice(**KINDS),
-    "duo-attention": DUO,
 }
 MOVES_KEYS = ("streaming-llm",)  # judged by tests/policies/test_streaming.py
 UNMOVED = {name: policy for name, policy in METHODS.items() if name not in MOVES_KEYS}
@@ -92,7 +78,6 @@ ROOMY = (
     RKV(200),
     PromptThenDecode(prompt=SnapKV(200), decode=H2O(200)),
     FastGen(1, **KINDS),
-    replace(DUO, recent_tokens=200),
 )
 FAMILIES = [
     ("llama", "sdpa"),
@@ -102,7 +87,7 @@ FAMILIES = [
 ]
 methods = pytest.mark.parametrize("policy", METHODS.values(), ids=METHODS)
 some_methods = pytest.mark.parametrize(
-    "name", ["h2o, mostly recent", "streaming-llm", "r-kv", "fastgen", "duo-attention"]
+    "name", ["h2o, mostly recent", "streaming-llm", "r-kv", "fastgen"]
 )
 
 

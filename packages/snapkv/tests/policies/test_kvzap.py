@@ -12,7 +12,6 @@ from snapkv import (
     InvalidArgumentError,
     InvalidTypeError,
     KVzap,
-    ScoreThreshold,
     UnsupportedModelError,
 )
 from snapkv.hf.identity import digest_of
@@ -135,8 +134,8 @@ def test_a_model_goes_by_its_own_gate_and_by_no_others(gates, tmp_path):
 
 @pytest.mark.parametrize(
     "around",
-    [lambda p: p, AdaKV, lambda p: ScoreThreshold(p, at_least=0.0)],
-    ids=["alone", "adakv", "threshold"],
+    [lambda p: p, AdaKV],
+    ids=["alone", "adakv"],
 )
 def test_a_saved_cache_brings_its_gate(gates, tmp_path, around):
     model, ids = tiny_model("llama"), random_ids(1, 60)

@@ -1,7 +1,6 @@
 """Parameters of the policies: what is refused, and how; what is stored; what is equal."""
 
 import dataclasses
-import math
 import pickle
 
 import pytest
@@ -15,9 +14,7 @@ from snapkv.policies import (
     TOVA,
     AdaKV,
     AutoBudget,
-    Compactor,
     CriticalKV,
-    DuoAttention,
     ExpectedAttention,
     FastGen,
     FullCache,
@@ -30,7 +27,6 @@ from snapkv.policies import (
     PyramidKV,
     Random,
     Scissorhands,
-    ScoreThreshold,
     SnapKV,
     StreamingLLM,
 )
@@ -93,9 +89,6 @@ REFUSED = [
     (PyramidKV, {"beta": 0}, VALUE, "beta", "got 0"),
     (ExpectedAttention, {"future_tokens": 0}, VALUE, "future_tokens", "got 0"),
     (LagKV, {"lag_size": 1}, VALUE, "lag_size", "got 1"),
-    (Compactor, {"sketch_dimension": 0}, VALUE, "sketch_dimension", "got 0"),
-    (Compactor, {"chunk_tokens": 0}, VALUE, "chunk_tokens", "got 0"),
-    (Compactor, {"blending": 1.5}, VALUE, "blending", "[0, 1], got 1.5"),
     (Random, {"seed": -1}, VALUE, "seed", "got -1"),
     *((policy, {"sink_tokens": -1}, VALUE, "sink_tokens", "got -1") for policy in WITH_SINKS),
     *(
@@ -104,17 +97,9 @@ REFUSED = [
     ),
     (AdaKV, {"policy": 36}, TYPE, "policy", "got 36"),
     (AdaKV, {"policy": H2O(36)}, TYPE, "policy", "got H2O("),
-    (AdaKV, {"policy": ScoreThreshold()}, TYPE, "policy", "got ScoreThreshold("),
     (AdaKV, {"safeguard": 0}, VALUE, "safeguard", "(0, 1], got 0"),
     (CriticalKV, {"policy": AdaKV()}, TYPE, "policy", "AdaKV goes around CriticalKV"),
     (CriticalKV, {"first_share": 0.0}, VALUE, "first_share", "got 0.0"),
-    (ScoreThreshold, {"policy": FullCache()}, TYPE, "policy", "got FullCache"),
-    (ScoreThreshold, {"policy": CriticalKV()}, VALUE, "policy", "got criticalkv"),
-    (ScoreThreshold, {"policy": SnapKV("auto")}, VALUE, "policy", "a threshold of its own"),
-    (ScoreThreshold, {"policy": KeyDiff(64)}, TYPE, "at_least", "got None"),
-    (ScoreThreshold, {"at_least": True}, TYPE, "at_least", "got True of type bool"),
-    (ScoreThreshold, {"at_least": NAN}, VALUE, "at_least", "a finite number, got nan"),
-    (ScoreThreshold, {"at_least": 10**400}, VALUE, "at_least", "a finite number, got 1"),
     (H2O, {"budget": 10, "recent": 10, "heavy": 1}, VALUE, "budget", "got budget=10"),
     (H2O, {"budget": 10, "recent": 11}, VALUE, "budget", "heavy=-1"),
     (H2O, {"recent": 0, "heavy": 4}, VALUE, "recent", "got 0"),
@@ -141,15 +126,6 @@ REFUSED = [
     (FastGen, {"special_ids": (1, "2")}, TYPE, "special_ids", "got '2' among"),
     (FastGen, {"special_ids": ((),)}, TYPE, "special_ids", "got () among"),
     (FastGen, {"punctuation_ids": (1, -2)}, VALUE, "punctuation_ids", "got -2"),
-    (DuoAttention, {"pattern": 3}, TYPE, "pattern", "got 3 of type int"),
-    (DuoAttention, {"pattern": [[None]]}, VALUE, "pattern", "finite numbers"),
-    (DuoAttention, {"pattern": []}, VALUE, "pattern", "got rows of none"),
-    (DuoAttention, {"keep_heads": 1.1}, VALUE, "keep_heads", "got 1.1"),
-    (DuoAttention, {"threshold": "0.5"}, TYPE, "threshold", "got '0.5'"),
-    (DuoAttention, {"threshold": NAN}, VALUE, "threshold", "got nan"),
-    (DuoAttention, {"keep_heads": 0.5, "threshold": 0.5}, VALUE, "keep_heads and threshold", "=0."),
-    (DuoAttention, {"pattern": [[1, 0]], "keep_heads": 0.5}, VALUE, "keep_heads", "got 0.5"),
-    (DuoAttention, {"recent_tokens": 0}, VALUE, "recent_tokens", "got 0"),
     (PromptThenDecode, {"prompt": H2O(64)}, TYPE, "prompt", "got h2o"),
     (PromptThenDecode, {"prompt": 64}, TYPE, "prompt", "got 64"),
     (PromptThenDecode, {"decode": SnapKV(64)}, TYPE, "decode", "got snapkv"),
@@ -259,11 +235,8 @@ def test_the_registry_holds_every_method_by_its_own_name():
         method()  # every method has usable defaults
 
 
-def test_what_a_threshold_and_a_wrapper_say_of_themselves():
-    limited = ScoreThreshold(SnapKV(64))
-    assert math.isclose(limited.threshold, AutoBudget.lost_vote)
+def test_what_a_wrapper_says_of_itself():
     inner = SnapKV(64).describe()
-    assert limited.describe() == {"name": "score-threshold", "policy": inner, "at_least": None}
     critical = CriticalKV(SnapKV(64))
     assert critical.describe() == {"name": "criticalkv", "policy": inner, "first_share": 0.5}
     assert (critical.budget, critical.window_size) == (64, 32)

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from snapkv.ops import ScoreOptions
 from snapkv.policies import (
-    Compactor,
     CriticalKV,
     ExpectedAttention,
     KeyDiff,
@@ -56,7 +55,6 @@ METHODS = {
     "random": Random,
     "keydiff with sinks": lambda **limits: KeyDiff(sink_tokens=3, **limits),
     "lagkv": lambda **limits: LagKV(lag_size=3, **limits),
-    "compactor": lambda **limits: Compactor(chunk_tokens=5, sketch_dimension=3, **limits),
     "kvzip": KVzip,
     "kvzap": lambda **limits: KVzap(gate=drawn_gate(layers=1), **limits),
     "expected-attention": ExpectedAttention,

@@ -12,7 +12,6 @@ from snapkv.ops import ScoreOptions
 from snapkv.policies import (
     POLICIES,
     AdaKV,
-    Compactor,
     CriticalKV,
     ExpectedAttention,
     KeyDiff,
@@ -207,7 +206,6 @@ def read(model, ids, policy, mask=None, **options):
 ONE_READING = [
     KeyDiff(24, window_size=8, sink_tokens=4),
     ExpectedAttention(24, window_size=8),
-    Compactor(24, window_size=8),
     AdaKV(KeyDiff(24, window_size=8, sink_tokens=4), safeguard=0.01),
     CriticalKV(KeyDiff(24, window_size=8, sink_tokens=4)),
 ]

@@ -12,9 +12,7 @@ from snapkv.ops.ragged import api as ragged
 from snapkv.policies import (
     AdaKV,
     CriticalKV,
-    KeyDiff,
     PyramidKV,
-    ScoreThreshold,
     SnapKV,
 )
 from snapkv.policies.budget import largest_remainder, share_of
@@ -32,10 +30,6 @@ METHODS = {
     "adakv of pyramidkv": AdaKV(PyramidKV(BUDGET, window_size=WINDOW)),
     "adakv of criticalkv": AdaKV(CriticalKV(SnapKV(BUDGET, window_size=WINDOW))),
     "adakv of a ratio": AdaKV(SnapKV(keep_ratio=0.35, window_size=WINDOW)),
-    "threshold": ScoreThreshold(SnapKV(BUDGET, window_size=WINDOW), at_least=0.016),
-    "threshold without a limit": ScoreThreshold(
-        KeyDiff(keep_ratio=1.0, window_size=WINDOW), at_least=0
-    ),
 }
 PER_QUERY_HEAD = AdaKV(SnapKV(BUDGET, window_size=WINDOW, group_reduce="none"))
 

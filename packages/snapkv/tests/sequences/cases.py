@@ -27,10 +27,6 @@ CASES = {
         kv.SnapKV(20, window_size=2), (do.Turn(33), do.Crop(3), do.Step(3)), HOST
     ),
     # A row that had kept everything was not compressed at the end of its next turn.
-    "a whole row beside others, by a threshold": llama(
-        kv.ScoreThreshold(kv.SnapKV(24, window_size=4, kernel_size=5), at_least=0.1),
-        (do.Turn(11, pads=(0, 0, 0)), do.Turn(20)),
-    ),
     "a whole row beside others, by shares": llama(
         kv.AdaKV(kv.SnapKV(kv.AutoBudget(lost_vote=0.1, least=4), window_size=4)),
         (do.Turn(12, pads=(0, 0, 0)), do.Turn(20)),
@@ -71,10 +67,6 @@ CASES = {
     # A later turn that is read layer by layer was evicted from behind every piece.
     "tova, a turn by layers": llama(kv.TOVA(8), (do.Turn(10), do.Turn(10, how="layers", piece=3))),
     "h2o, a turn by layers": llama(kv.H2O(8), (do.Turn(10), do.Turn(10, how="layers", piece=3))),
-    "duo-attention, a turn by layers": llama(
-        kv.DuoAttention(((1, 1), (1, 0), (0, 0)), sink_tokens=0, recent_tokens=12),
-        (do.Turn(11), do.Turn(3, how="layers", piece=1)),
-    ),
     "scissorhands, a turn by layers": llama(
         kv.Scissorhands(24, history=6, recent=4), (do.Turn(1), do.Turn(25, how="layers", piece=1))
     ),
@@ -83,8 +75,8 @@ CASES = {
         kv.H2O(16), (do.Turn(1), do.Begin(1, of=2), do.Turn(1, how="generate"))
     ),
     # The mask of all layers was cut as if it were of one that stores fewer tokens than the first.
-    "duo-attention, a turn by layers of other widths": llama(
-        kv.DuoAttention(((1, 1), (1, 0), (0, 0)), sink_tokens=0, recent_tokens=12),
+    "fastgen, a turn by layers of other widths": llama(
+        kv.FastGen(0.8, special_ids=(3, 4), punctuation_ids=(5, 6, 7)),
         (do.Turn(13), do.Turn(3, how="layers", piece=2)),
     ),
     # What was saved could not be loaded.
@@ -132,8 +124,8 @@ CASES = {
         kv.FastGen(0.5, special_ids=(3, 4), punctuation_ids=(5, 6, 7)),
         (do.Turn(30, how="layers", piece=8),),
     ),
-    "compactor, a turn behind one that fitted": llama(
-        kv.Compactor(keep_ratio=0.1, window_size=2, sink_tokens=1), (do.Turn(2), do.Turn(6))
+    "expected-attention, a turn behind one that fitted": llama(
+        kv.ExpectedAttention(keep_ratio=0.1, window_size=2, sink_tokens=1), (do.Turn(2), do.Turn(6))
     ),
     "query heads of a shared latent": do.Sequence(
         "latent", kv.SnapKV(10, window_size=4, group_reduce="none"), (do.Turn(30), do.Step(2))
@@ -141,7 +133,7 @@ CASES = {
     # The slots of the row that keeps most were counted, so that another one was left with nothing.
     "crop of all that a row keeps": do.Sequence(
         "latent",
-        kv.ScoreThreshold(kv.SnapKV(8, window_size=6, kernel_size=5), at_least=0.2),
+        kv.SnapKV(kv.AutoBudget(lost_vote=0.2, least=1, most=8), window_size=6, kernel_size=5),
         (do.Turn(10, pads=(0, 2)), do.Crop(6)),
     ),
     # What was left of codes that were cropped counted as held as it came.
@@ -201,36 +193,9 @@ CASES = {
     "a pad alone, read into a state": do.Sequence(
         "gated delta", kv.SnapKV(14, window_size=4), (do.Turn(20, "pieces", 1, pads=(0, 9)),)
     ),
-    # Refused when all but the last piece of the prompt had been read.
-    "a window that an indexer scores in pieces": do.Sequence(
-        "indexed",
-        kv.IndexerScores(14, window_size=8),
-        (do.Turn(40, "generate", 12), do.Turn(40, "generate", 32)),
-    ),
-    "votes on more than a query attends to, in pieces": do.Sequence(
-        "indexed", kv.SnapKV(20, window_size=4), (do.Turn(10, "pieces", 1),), HOST
-    ),
-    # Layers that go by one indexer held other tokens than it had chosen of.
-    "a method beside the scores of a shared indexer": do.Sequence(
-        "indexed, shared",
-        kv.CriticalKV(kv.IndexerScores(6, window_size=2)),
-        (do.Turn(20), do.Step()),
-    ),
-    # The pads that rows share were left out of their keys, and not out of an indexer's scores.
-    "a short row beside one that has chosen, by an indexer": do.Sequence(
-        "indexed, all",
-        kv.IndexerScores(9, window_size=1),
-        (do.Turn(47, pads=(41, 0)), do.Turn(8)),
-    ),
-    # What was refused left a layer with no tokens, which was asked how many it has.
-    "protect behind a first prompt that was refused": do.Sequence(
-        "indexed, all",
-        kv.SnapKV(12, window_size=2, group_reduce="none"),
-        (do.Turn(30), do.Protect(2, 5)),
-    ),
     # The judge knew of the queries that a crop takes only where it reached into a turn.
     "crop behind a turn, and a short one": llama(
-        kv.ScoreThreshold(kv.SnapKV(14, window_size=6, kernel_size=1), at_least=0.05),
+        kv.SnapKV(kv.AutoBudget(lost_vote=0.05, least=1, most=14), window_size=6, kernel_size=1),
         (do.Turn(11, how="generate", answer=6), do.Crop(3), do.Turn(2)),
         HOST,
     ),

@@ -77,27 +77,6 @@ def _sizes(model: str) -> tuple[int, int]:
     return sum(map(grows, DynamicCache(config=config).layers)), heads
 
 
-def _duo(draw: Draw, model: str) -> kv.DuoAttention:
-    layers, heads = _sizes(model)
-    pattern = tuple(tuple(draw.choice([0, 1]) for _ in range(heads)) for _ in range(layers))
-    return kv.DuoAttention(
-        pattern, sink_tokens=draw.choice([0, 2]), recent_tokens=draw.choice([4, 12])
-    )
-
-
-_INDEXED: list[Callable[[Draw], Policy]] = [
-    *[lambda draw: kv.IndexerScores(**_limits(draw))] * 4,
-    lambda draw: kv.IndexerEviction(
-        draw.choice([8, 16, 24]), recent_tokens=draw.choice([1, 2, 4, 6])
-    ),
-    lambda draw: kv.PromptThenDecode(
-        prompt=kv.IndexerScores(16, window_size=4),
-        decode=kv.IndexerEviction(20, recent_tokens=draw.choice([2, 4])),
-    ),
-    lambda draw: kv.ScoreThreshold(kv.IndexerScores(**_limits(draw)), at_least=0.1),
-    lambda draw: kv.AdaKV(kv.IndexerScores(**_limits(draw))),
-    lambda draw: kv.CriticalKV(kv.IndexerScores(**_limits(draw))),
-]
 _PREFIX: list[Callable[[Draw], Policy]] = [
     *[_voting] * 6,
     lambda draw: kv.SnapKV(group_reduce="none", **_limits(draw)),
@@ -105,11 +84,9 @@ _PREFIX: list[Callable[[Draw], Policy]] = [
     *[lambda draw: kv.AdaKV(_scoring(draw))] * 3,
     *[lambda draw: kv.CriticalKV(_scoring(draw), first_share=draw.choice([0.3, 0.5, 1.0]))] * 2,
     lambda draw: kv.AdaKV(kv.CriticalKV(_scoring(draw))),
-    *[lambda draw: kv.ScoreThreshold(_limited(draw), at_least=draw.choice([0.01, 0.05, 0.2]))] * 2,
     lambda draw: kv.ExpectedAttention(**_limits(draw, 4)),
     lambda draw: kv.KeyDiff(**_limits(draw), sink_tokens=draw.choice([0, 1, 2])),
     lambda draw: kv.LagKV(**_limits(draw, 4), lag_size=draw.choice([3, 8])),
-    lambda draw: kv.Compactor(**_limits(draw), chunk_tokens=draw.choice([8, 16]), sink_tokens=1),
     lambda draw: kv.Random(**_limits(draw)),
     lambda draw: kv.FullCache(),
 ]
@@ -151,10 +128,6 @@ def _limited(draw: Draw) -> kv.SnapKV:
 
 def _policy(draw: Draw, model: str) -> Policy:
     chance = draw.random()
-    if chance < 0.6 and "indexed" in model:
-        return draw.choice(_INDEXED)(draw)
-    if chance < 0.04:
-        return _duo(draw, model)
     if chance < 0.06:
         return kv.KVzap(**_limits(draw, 4), gate=drawn_gate(*_sizes(model)))
     if chance < 0.11 and (model in _FULL or chance < 0.065):

@@ -9,7 +9,6 @@ import contextlib
 import copy
 import functools
 from dataclasses import dataclass, field, replace
-from decimal import Decimal
 from typing import Any
 
 import torch
@@ -19,10 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from snapkv import (
     AutoBudget,
     CompressedCache,
-    DuoAttention,
-    IndexerScores,
     PageRecall,
-    ScoreThreshold,
     SnapKVError,
     StreamingLLM,
 )
@@ -33,7 +29,7 @@ from snapkv.policies.base import ALL_QUERIES
 from snapkv.prefill import chunked, layer_by_layer
 from snapkv.storage.coded import KVCodes
 from tests.families import small_model
-from tests.oracle import hidden_columns, index_scores, masked_judge, masked_pass
+from tests.oracle import hidden_columns, masked_judge, masked_pass
 from tests.sequences.operations import Sequence
 
 CHANGES = ("crop", "spans", "protect")
@@ -119,7 +115,6 @@ class State:
         short_by: queries that crops took of the last ones, which vote at the end of a short turn.
         resumed_at: tokens seen after the last of those crops.
         dropped: (R, columns) bool, which of the first columns were dropped by span.
-        scored: by layer (R, N, columns), how a full cache's indexer rates them for the last pass.
         fewer_votes: whether a crop has taken queries that have voted alone; then only the numbers
             of kept tokens are alike.
     """
@@ -200,10 +195,7 @@ class Judge:
         inner = [self.policy]
         while hasattr(inner[-1], "policy"):
             inner.append(inner[-1].policy)
-        kinds = ScoreThreshold | DuoAttention
-        return any(isinstance(each, kinds) for each in inner) or any(
-            isinstance(getattr(each, "budget", None), AutoBudget) for each in inner
-        )
+        return any(isinstance(getattr(each, "budget", None), AutoBudget) for each in inner)
 
     def check(self, state: State) -> None:
         """What holds at any time."""
@@ -313,24 +305,12 @@ class Judge:
             return part.passes
         return [("call", part.stop)]
 
-    def require_best(self, state: State, *, is_first: bool) -> None:
-        """A prompt that has ended keeps what a plain choice by the indexer's scores keeps."""
-        chooses = is_first or self.recalls or self.options.get("turns") == "compress"
-        if type(self.policy) is not IndexerScores or not chooses or state.fewer_votes:
-            return
-        for layer, scores in state.scored.items():
-            kept = state.cache.kept_positions(layer)[:, 0] + state.pads[:, None]
-            for row, pads in enumerate(state.pads.tolist()):
-                own = scores[row, -self.policy.window_size :]
-                real = torch.arange(state.seen - len(own), state.seen) >= pads
-                _require_best(kept[row][kept[row] >= pads], own[real], self.policy, layer)
-
     def lost_votes(self, state: State) -> bool:
         """Whether queries that a crop took would have voted at the end that has been read."""
         wanted = self.policy.query_tokens
         if not (state.short_by and wanted):
             return False
-        held = wanted != ALL_QUERIES and "index_scores" not in self.policy.needs
+        held = wanted != ALL_QUERIES
         if held and self.options.get("storage") != "static":
             wanted = state.short_by  # as many stand before the crop
         return state.seen - state.resumed_at < wanted
@@ -358,12 +338,10 @@ class Judge:
         self, state: State, hidden: dict[int, Tensor], start: int, logits: Tensor, *, exact: bool
     ) -> None:
         """Read the same tokens into transformers' own cache."""
-        state.scored = {}
         if not exact or not self._has_oracle(state):
             state.full = None
         if state.full is None:
             return
-        index_scores.clear()
         expected = masked_pass(
             judge_of(self.sequence.model),
             state.full,
@@ -372,7 +350,6 @@ class Judge:
             state.mask(state.seen),
             state.positions(start, state.seen),
         )[:, -logits.shape[1] :]
-        state.scored = dict(index_scores)
         real = state.mask(state.seen)[:, -logits.shape[1] :].bool()
         if bool(real.any()):
             self._compare(state, "oracle", logits[real], expected[real])
@@ -429,24 +406,6 @@ def _require_positions(kept: Tensor, tokens: Tensor, layer: int) -> None:
     wrong = bool(((steps <= 0) & real).any()) or bool((kept >= tokens[:, None, None]).any())
     if kept.shape[-1] and (wrong or bool((kept < -1).any())):
         raise WrongError(f"layer {layer}: expected ascending positions, got {kept.tolist()}")
-
-
-def _require_best(kept: Tensor, scores: Tensor, policy: IndexerScores, layer: int) -> None:
-    """Of the columns that (N, columns) scores see: the last ones, and the best by their mean."""
-    held = (scores[-1] > LOWEST).nonzero()[:, 0]
-    prefix, window = held[: -policy.window_size], held[-policy.window_size :]
-    most = policy.budget and policy.budget - policy.window_size
-    most = (
-        int(Decimal(str(policy.keep_ratio)) * len(prefix))
-        if most is None
-        else min(most, len(prefix))
-    )
-    rated = scores[:, prefix].mean(dim=0)
-    is_kept = torch.isin(prefix, kept)
-    lowest, highest = rated[is_kept].sort().values[:1], rated[~is_kept].sort().values[-1:]
-    in_order = not (len(lowest) and len(highest)) or bool(lowest >= highest - CLOSE)
-    if int(is_kept.sum()) != most or not bool(torch.isin(window, kept).all()) or not in_order:
-        raise WrongError(f"layer {layer}: {kept.tolist()} for the best {most} of {rated.tolist()}")
 
 
 def _require_bytes(kept: Tensor, layer: Any, row: dict[str, Any], options: dict[str, Any]) -> None:

@@ -223,9 +223,6 @@ class Game:
         state.logits = torch.cat([state.logits, logits], dim=1) if whole else logits
         if state.seen == state.turn.end:
             state.fewer_votes |= self.judge.lost_votes(state)
-            if keeps:
-                is_first = all(part.kind in CHANGES for part in state.done)
-                self.judge.require_best(state, is_first=is_first)
             state.done.append(state.turn)
             state.turn = None
             self.judge.judge(state, keeps=keeps)
@@ -470,7 +467,7 @@ def _same(one: list[tuple[int, Tensor]], other: list[tuple[int, Tensor]]) -> boo
 
 def _take_rows(layer: Any, order: Tensor) -> None:
     """The rows of one of transformers' own layers in another order."""
-    for name in ("keys", "values", "indexer_keys", "conv_states", "recurrent_states"):
+    for name in ("keys", "values", "conv_states", "recurrent_states"):
         held = getattr(layer, name, None)
         if isinstance(held, Tensor) and held.ndim > 1:
             setattr(layer, name, held[order])

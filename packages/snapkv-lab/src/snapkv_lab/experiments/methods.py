@@ -18,7 +18,6 @@ from snapkv.policies import (
     TOVA,
     AcrossLayers,
     AdaKV,
-    Compactor,
     CriticalKV,
     ExpectedAttention,
     FastGen,
@@ -65,7 +64,6 @@ BY_TEXT: dict[str, Made] = {
     "ExpectedAttention": ExpectedAttention,
     "KeyDiff": KeyDiff,
     "LagKV": LagKV,
-    "Compactor": Compactor,
     "Random": Random,
 }
 BY_QUESTION: dict[str, Made] = {

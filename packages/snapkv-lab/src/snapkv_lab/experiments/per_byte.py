@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from statistics import fmean
 from typing import Any
 
-from snapkv import AdaKV, DraftVotes, KVCodes, SnapKV, default_policy
+from snapkv import AdaKV, KVCodes, SnapKV, default_policy
 from snapkv.app.observing import RecordedPrompt
 from snapkv_lab.evaluate.summary import grouped
 from snapkv_lab.experiments.experiment import Experiment, Given, Sized
@@ -35,7 +35,6 @@ METHODS: dict[str, Any] = {
     "paper's": SnapKV,
     "default": default_policy,
     "default, by head": lambda budget: AdaKV(default_policy(budget)),
-    "default and draft": lambda budget: DraftVotes(default_policy(budget)),
 }
 MEASURED = (
     *((method, "as it came") for method in METHODS),

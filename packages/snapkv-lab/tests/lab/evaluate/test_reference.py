@@ -10,7 +10,6 @@ from torch.nn.functional import cross_entropy
 from snapkv import (
     H2O,
     RKV,
-    DuoAttention,
     FullCache,
     KVzip,
     SnapKV,
@@ -151,7 +150,6 @@ POLICIES = [
     KVzip(40, window_size=4, chunk_tokens=64),
     RKV(40, window_size=4, evict_every=2),
     FullCache(),
-    DuoAttention(((1, 0), (0, 1)), sink_tokens=4, recent_tokens=24),
 ]
 FEWER = {"layer": 1, "keep_ratio": 0.4, "least_tokens": 0}
 WAYS = [Exact(), Selective(**FEWER), GemFilter(**FEWER), LayerByLayer(chunk_tokens=32)]

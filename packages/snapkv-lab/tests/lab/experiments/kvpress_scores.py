@@ -7,30 +7,11 @@ IN and OUT are safetensors; the press's keyword arguments are JSON under "option
 import json
 import sys
 from types import SimpleNamespace
-from unittest import mock
 
 import torch
-from kvpress import CompactorPress, DMSPress, KVzipPress, LagKVPress
+from kvpress import KVzipPress, LagKVPress
 from safetensors import safe_open
 from safetensors.torch import save_file
-
-
-def compactor(states, options):
-    """Of queries and keys that do not turn, with the sketch that is given for its own draw."""
-    queries, keys, sketch = (states[name] for name in ("queries", "keys", "sketch"))
-    hidden = torch.cat([kind.transpose(1, 2).flatten(2) for kind in (queries, keys)], dim=-1)
-    width = queries.shape[1] * queries.shape[3]
-    module = SimpleNamespace(
-        config=SimpleNamespace(num_attention_heads=queries.shape[1]),
-        head_dim=queries.shape[3],
-        q_proj=lambda states: states[..., :width],
-        k_proj=lambda states: states[..., width:],
-    )
-    ones = torch.ones(1, *queries.shape[2:])
-    turned = {"position_embeddings": (ones, torch.zeros_like(ones))}
-    with mock.patch("kvpress.presses.leverage_press.torch.randn", return_value=sketch):
-        press = CompactorPress(**options)
-        return press.score(module, hidden, keys, states["values"], None, turned)
 
 
 def kvzip_plus(states, options):
@@ -56,30 +37,8 @@ def kvzip_plus(states, options):
     return press.score_val[0]
 
 
-def kept_by_threshold(states, options):
-    """1 where `DMSPress` leaves a key alone that has such a score, 0 where it masks it."""
-    keys = states["keys"]
-    module = SimpleNamespace(
-        layer_idx=0, masked_key_indices=None, config=SimpleNamespace(_attn_implementation="sdpa")
-    )
-    layers = [SimpleNamespace(keys=keys, values=states["values"])]
-    passed = {
-        "hidden_states": keys.transpose(1, 2).flatten(2),
-        "past_key_values": SimpleNamespace(layers=layers),
-        "cache_position": torch.arange(keys.shape[2]),
-    }
-    scorer = SimpleNamespace(score=lambda *_: states["scores"])
-    DMSPress(press=scorer, **options).forward_hook(module, [], passed, [])
-    kept = torch.ones(keys.shape[:3])
-    if module.masked_key_indices is not None:
-        kept[tuple(module.masked_key_indices)] = 0
-    return kept
-
-
 PRESSES = {
-    "dms": kept_by_threshold,
     "kvzip+": kvzip_plus,
-    "compactor": compactor,
     "lagkv": lambda states, options: LagKVPress(**options).score(
         None, None, states["keys"], states["values"], None, {}
     ),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from snapkv import Compactor, KeyDiff, LagKV, ScoreThreshold, SnapKV
+from snapkv import LagKV
 from snapkv.policies.criticalkv import projected_norms
 from snapkv.policies.kvzip import most_attention
 from snapkv_lab.experiments.kvpress import PYTHON
@@ -97,28 +97,6 @@ def test_lagkv_of_a_channel_that_never_varies_is_no_number_there(press):
     assert bool(ours.isfinite().all())
 
 
-@pytest.mark.parametrize("blending", [0.0, 0.5])
-@pytest.mark.parametrize("full_chunks", [True, False])
-def test_compactor_rates_as_there_but_for_fillers(press, blending, full_chunks):
-    """A last chunk that is not full is filled up there, and the fillers take part."""
-    tokens, chunk = 8 + 96 + 4, 32 if full_chunks else 40
-    layer = random_layer(3, prompt_tokens=tokens, query_tokens=tokens, head_dim=16, sharpness=0.5)
-    layer = replace(layer, rotation=lambda states, positions: states.float())
-    policy = Compactor(
-        60, window_size=4, chunk_tokens=chunk, sketch_dimension=12, blending=blending
-    )
-    sketch = torch.randn(2, 16, 12, generator=torch.Generator().manual_seed(0))
-    options = {"blending": blending, "chunk_size": chunk, "sketch_dimension": 12}
-    states = {"queries": layer.queries, "keys": layer.keys, "values": layer.values}
-    theirs = press("compactor", options, **states, sketch=sketch[None])
-    rated = 2 * 96
-    expected = theirs[..., 8:-4] * (rated / (rated - 1)) ** 0.5  # what is divided by differs
-    ours = policy.score(layer)[..., 8:]
-    alike = (ours - expected).abs().amax(dim=(0, 1)) < 1e-3
-    assert bool(alike.all()) == full_chunks
-    assert bool((theirs[..., :8] >= theirs[..., 8:-4].amax()).all())
-
-
 def test_kvzip_plus_scores_a_text_in_one_piece_as_there(press):
     layer = random_layer(4, prompt_tokens=150, query_tokens=60, head_dim=16)
     weight = output_weight(4 * 16, hidden=4 * 16)
@@ -133,26 +111,3 @@ def test_kvzip_plus_scores_a_text_in_one_piece_as_there(press):
     )
     torch.testing.assert_close(ours, theirs)
     assert not torch.allclose(ours, most_attention(layer, 90))
-
-
-@pytest.mark.parametrize(
-    ("policy", "at_least"),
-    [
-        (SnapKV(keep_ratio=1.0, window_size=16, kernel_size=5, pooling="avg"), 0.006),
-        (KeyDiff(keep_ratio=1.0, window_size=16), -0.1),
-    ],
-    ids=["snapkv", "keydiff"],
-)
-def test_a_threshold_keeps_what_is_not_masked_there(press, policy, at_least):
-    layer = random_layer(5, batch=2, prompt_tokens=150, query_tokens=16, head_dim=16)
-    scores = torch.nn.functional.pad(policy.rated(layer), (0, policy.window_size), value=9.0)
-    options = {"threshold": at_least, "sliding_window_size": policy.window_size}
-    theirs = press("dms", options, keys=layer.keys, values=layer.values, scores=scores) > 0
-    found = ScoreThreshold(policy, at_least=at_least).select(layer)
-    ours = torch.zeros(2, 2, 151, dtype=torch.bool).scatter(
-        2,
-        found.keep_indices % 151,
-        True,  # -1 is the last
-    )
-    assert torch.equal(ours[..., :150], theirs)
-    assert 16 < int(theirs.sum(dim=-1).min()) < int(theirs.sum(dim=-1).max()) < 150

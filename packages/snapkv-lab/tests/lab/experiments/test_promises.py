@@ -115,9 +115,8 @@ def names_inside(policy):
 
 def test_every_method_whose_size_a_budget_sets_takes_part():
     contenders = [made(64) for own in methods.METHODS_OF.values() for made in own.values()]
-    without_size = {"full", "fastgen", "duo-attention", "score-threshold"}
-    elsewhere = {"draft-votes", "prompt-then-decode"}  # in `per_byte`; the prompt's method
-    elsewhere |= {"indexer", "indexer-eviction"}  # of other models
+    without_size = {"full", "fastgen"}
+    elsewhere = {"prompt-then-decode"}  # the prompt's method
     assert set().union(*map(names_inside, contenders)) == set(POLICIES) - without_size - elsewhere
     found = answers_of(methods.METHODS.known())
     for setting, own in methods.METHODS_OF.items():

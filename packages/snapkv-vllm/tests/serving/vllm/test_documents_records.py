@@ -7,15 +7,12 @@ import torch
 
 from snapkv import (
     AdaKV,
-    Compactor,
     CompressedCache,
     FullCache,
     KeyDiff,
     KVzap,
     KVzip,
     PyramidKV,
-    ScoreThreshold,
-    SnapKV,
 )
 from snapkv.cache.saving.files import seal_of
 from snapkv.document_files import read_document
@@ -56,10 +53,9 @@ def drawn_method(small, draw, tokens):
     budget, config = draw.randrange(20, tokens * 3 // 4), small.model.config
     sizes = {"budget": budget, "window_size": draw.choice([1, 4, 8])}
     gate = drawn_gate(config.num_hidden_layers, small.kv_heads, config.head_dim)
-    scores = [KVzip(**sizes), KVzap(**sizes, gate=gate), Compactor(**sizes), KeyDiff(**sizes)]
+    scores = [KVzip(**sizes), KVzap(**sizes, gate=gate), KeyDiff(**sizes)]
     one = draw.choice(scores)
-    threshold = ScoreThreshold(SnapKV(**sizes), at_least=0.001)
-    kinds = [FullCache(), one, one, AdaKV(one), AdaKV(one), threshold, PyramidKV(**sizes)]
+    kinds = [FullCache(), one, one, AdaKV(one), AdaKV(one), PyramidKV(**sizes)]
     return draw.choice(kinds)
 
 

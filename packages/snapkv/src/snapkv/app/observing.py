@@ -129,7 +129,6 @@ class RecordedPrompt:
     def compressed(self, policy: Policy, **options: Any) -> CompressedCache:
         """A cache as it is after a prefill with that policy; the recording stays untouched."""
         cache = CompressedCache(self.model, policy, **options)
-        policy = cache.policy  # which knows the model's heads
         cache.expect_prompt(self.prompt_tokens)
         for index, other in self.others.items():
             own = cache.layers[index]
@@ -138,12 +137,7 @@ class RecordedPrompt:
             else:
                 cache.layers[index] = copy.deepcopy(other)
         for layer, shown in cache.reading.shared_out(self._filling(cache)):
-            selection = layer.choose(shown)
-            if policy.draft_tokens and selection is not None:
-                cache.reading.hold_for_draft(layer, shown)
-            layer.end_prompt(selection, shown)
-        if cache.reading.undecided:
-            cache.vote_by_draft(self.last_logits)
+            layer.end_prompt(layer.choose(shown), shown)
         return cache
 
     def _filling(self, cache: CompressedCache) -> Iterator[PromptLayer]:

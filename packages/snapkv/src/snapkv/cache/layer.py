@@ -278,10 +278,6 @@ class CompressedLayer(DynamicLayer):
             return torch.empty(0, 0, 0, dtype=torch.int64)
         return self.slots.positions(self.store)
 
-    def shown(self, real: Tensor) -> Tensor:
-        """(B, columns) bool: which columns the model's mask shows, of those that are no pads."""
-        return real
-
     # The last queries, which vote at the end of the prompt, or of the turns behind it.
 
     @property

@@ -97,11 +97,6 @@ class TurnOptions:
                 f"{policy.name}, which evicts after every token; use SnapKV, or leave the option "
                 "out"
             )
-        if policy.draft_tokens and self.recall is None:
-            raise InvalidArgumentError(
-                f"policy: expected one whose window alone votes for {asked}, got {policy.name}; "
-                "use SnapKV, or recall='host'"
-            )
         if policy.reads_context:
             raise InvalidArgumentError(
                 f"policy: expected one that chooses when a prompt has been read once for {asked}, "

@@ -1,7 +1,6 @@
 """What a cache is told of what it reads: where a prompt ends, how it comes, what its masks hide."""
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -120,15 +119,14 @@ class PaddingWatch:
             return visible
         total = layer.seen_tokens + new_tokens
         known = layer.slots.visible_columns(layer.store, total)
-        shown = layer.shown(known)
         if visible is None:
-            return shown
+            return known
         if len(visible) != len(known):
             return visible
         visible = _whole(visible, total)[:, :total]
         _, offset = layer.get_mask_sizes(new_tokens)
         rows = (known & ~visible).any(dim=-1).sum()
-        hidden_rows, hides_nothing = torch.stack([rows, shown[:, offset:].all()]).tolist()
+        hidden_rows, hides_nothing = torch.stack([rows, known[:, offset:].all()]).tolist()
         if hidden_rows:
             raise UnsupportedModelError(
                 f"attention_mask: expected no padding after a row's first token, since a row is "
@@ -136,7 +134,7 @@ class PaddingWatch:
                 "an answer shorter than others of the batch); give each conversation a cache of "
                 "its own"
             )
-        return None if hides_nothing else shown  # a pad stays one
+        return None if hides_nothing else known  # a pad stays one
 
     def require_token(self, visible: Tensor | None) -> None:
         """Refuse a pad that is read alone into a state, which transformers does not hide there."""
@@ -176,44 +174,6 @@ def _whole(visible: Tensor, total: int) -> Tensor:
     return visible.new_ones(len(visible), total)
 
 
-@dataclass(kw_only=True, eq=False)
-class Undecided:
-    """A layer whose prompt is chosen from again when a draft of the answer has voted.
-
-    Attributes:
-        layer: which has kept what the window voted for.
-        whole: a copy from before that, with the whole prompt.
-        prompt: what the policy chose from.
-        draft: queries, keys and values of the draft's tokens, one after the other.
-    """
-
-    layer: CompressedLayer
-    whole: CompressedLayer
-    prompt: PromptLayer
-    draft: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
-
-    @property
-    def nbytes(self) -> int:
-        """Of the whole prompt, and of what votes."""
-        prompt: int = self.prompt.keys.nbytes + self.prompt.values.nbytes
-        return prompt + sum(part.nbytes for step in self.draft for part in step)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DraftCost:
-    """What a draft that voted on a prompt has taken.
-
-    Attributes:
-        tokens: that were generated, and thrown away.
-        ms: until every layer had chosen again.
-        held_bytes: of the whole prompt, which was held until then, and of what voted.
-    """
-
-    tokens: int
-    ms: float
-    held_bytes: int
-
-
 @dataclass(kw_only=True)
 class Reading:
     """What a cache has been told of the prompt or turn that it reads.
@@ -235,9 +195,6 @@ class Reading:
             prompt, whose ids may come in pieces.
         narrowing: which tokens of the prompt do not reach all layers; None where all do.
         is_broken: whether a layer's attention has begun and not come to its end.
-        undecided: layers that a draft of the answer votes on, by their index in the model.
-        is_drafting: whether that draft is being generated.
-        draft_cost: of the last one; None where none has voted.
     """
 
     layers: Sequence[CompressedLayer]
@@ -253,9 +210,6 @@ class Reading:
     ids_start: int | None = 0
     narrowing: Narrowing | None = None
     is_broken: bool = False
-    undecided: dict[int, Undecided] = field(default_factory=dict)
-    is_drafting: bool = False
-    draft_cost: DraftCost | None = None
 
     @property
     def policy(self) -> Policy:
@@ -287,7 +241,6 @@ class Reading:
         return self.prompt_end is None or self.is_announced
 
     def of(self, layers: Sequence[CompressedLayer]) -> Self:
-        self.require_decided()
         return replace(self, layers=layers)
 
     def forget(self) -> None:
@@ -295,7 +248,6 @@ class Reading:
         self.prompt_end = self.coming_ids = self.narrowing = None
         self.turn_start, self.verifies_drafts, self.is_broken = 0, False, False
         self.read_ids, self.ids_start = ReadIds(), 0
-        self.undecided, self.is_drafting, self.draft_cost = {}, False, None
 
     def crop(self, count: int) -> None:
         """Take the last tokens back from all layers; where one refuses, none has changed."""
@@ -331,32 +283,6 @@ class Reading:
         )
         return zip(self.layers, self.policy.share_out(with_costs), strict=True)
 
-    # Whether a draft of the answer votes.
-
-    def hold_for_draft(self, layer: CompressedLayer, prompt: PromptLayer) -> None:
-        """The prompt ends in a layer, and tokens that are generated behind it are to vote, too."""
-        held = Undecided(layer=layer, whole=copy.copy(layer), prompt=prompt)
-        self.undecided[layer.identity.layer_idx] = held
-
-    def note_draft(
-        self, layer: CompressedLayer, queries: Tensor, keys: Tensor, values: Tensor
-    ) -> None:
-        """Hold a step's queries and its own keys and values, all there are behind the prompt."""
-        held = self.undecided.get(layer.identity.layer_idx)
-        if self.is_drafting and held is not None:
-            N, repeats = queries.shape[2], keys.shape[1] // held.prompt.keys.shape[1]
-            keys, values = (states[:, ::repeats, -N:].clone() for states in (keys, values))
-            held.draft.append((queries, keys, values))
-
-    def require_decided(self) -> None:
-        """Refuse to go on where the draft that is to vote has not been generated."""
-        if self.undecided and not self.is_drafting:
-            raise CacheMismatchError(
-                f"past_key_values: expected a draft of {self.policy.draft_tokens} tokens to vote "
-                "on the prompt before anything comes behind it, got none; call "
-                "cache.vote_by_draft(logits) when the prompt has been read, or model.generate"
-            )
-
     # Where the prompt ends.
 
     def end_by(self, seen_tokens: int) -> int:
@@ -384,22 +310,6 @@ class Reading:
         if end is None or seen < end <= seen + new_tokens:
             remedy = "fill the cache with snapkv.kvzip.read_context(model, input_ids, policy)"
             raise one_reading_refusal(self.policy, remedy)
-
-    def require_window(self, new_tokens: int, end: int | None, of: int | None = None) -> None:
-        """Refuse the end of a prompt whose window an indexer would have scored in pieces.
-
-        The pass of so many tokens is the next one, or the last one `of` so many to come.
-        """
-        if "index_scores" not in self.policy.needs or end is None:
-            return
-        start = self.turn_start if self.is_announced or of is None else self.seen_tokens
-        wanted = min(self.policy.query_tokens, end - start)
-        ends = self.seen_tokens < end <= self.seen_tokens + (of or new_tokens)
-        if ends and new_tokens < wanted:
-            raise InvalidArgumentError(
-                f"policy: expected the last {wanted} tokens of a prompt in one forward pass for "
-                f"{self.policy.name}, whose scores are of one, got {new_tokens}; read them together"
-            )
 
     def expect_prompt(self, prompt_tokens: int) -> None:
         """Announce that the prompt ends after that many tokens; see `CompressedCache`."""
@@ -562,16 +472,7 @@ class Reading:
             vars(self).update(before)
 
     def narrowed(self, narrowing: Narrowing | None) -> contextlib.AbstractContextManager[None]:
-        """Within this block some tokens of the prompt do not reach all layers.
-
-        Raises:
-            InvalidArgumentError: a draft is to vote on all of them.
-        """
-        if narrowing is not None and self.policy.draft_tokens:
-            raise InvalidArgumentError(
-                f"policy: expected one whose window alone votes where a prompt is read "
-                f"selectively, got {self.policy.name}; use SnapKV, or read it exactly"
-            )
+        """Within this block some tokens of the prompt do not reach all layers."""
         return self._while(narrowing=narrowing)
 
     def read_by(self, layer: CompressedLayer, new_tokens: int) -> int:

@@ -1,15 +1,13 @@
 """What a cache holds, in tokens and bytes, measured on its tensors."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 from torch import Tensor
 
 from snapkv.cache.layer import CompressedLayer
-from snapkv.cache.reading import DraftCost
 from snapkv.validation import format_bytes
 
 
@@ -44,9 +42,6 @@ class CacheReport(dict[str, Any]):
             as above.
         bits: of a number that is kept of a prompt, such as "16", or "8/4" of keys and values, each
             with how many layers it holds, most first; none before the first token.
-        draft: what a drafted answer that voted has taken (`DraftVotes`): `tokens`, `ms` and
-            `held_bytes` of the whole prompt, which was held until then; None where none has voted.
-            Its tokens are not the answer's, whose layers keep something else.
         steps: how `generate` decoded where it was to replay a recorded step: "one graph", or
             "eager: " and what cannot be recorded; None elsewhere.
         layers: one dictionary per layer with `layer`, `kind`, `seen_tokens`, `kept_tokens`,
@@ -56,14 +51,8 @@ class CacheReport(dict[str, Any]):
     """
 
     @classmethod
-    def of(
-        cls,
-        policy: str,
-        layers: Sequence[Any],
-        draft: DraftCost | None = None,
-        steps: str | None = None,
-    ) -> "CacheReport":
-        """Measure the layers of a cache whose method has that name, and what its draft took."""
+    def of(cls, policy: str, layers: Sequence[Any], steps: str | None = None) -> "CacheReport":
+        """Measure the layers of a cache whose method has that name."""
         rows = [_layer_report(i, layer) for i, layer in enumerate(layers)]
         compressed = [layer for layer in layers if isinstance(layer, CompressedLayer)]
         mean = sum(layer.store.mean_tokens for layer in compressed) / len(compressed)
@@ -86,7 +75,6 @@ class CacheReport(dict[str, Any]):
             lost_votes=_mean([row["lost_votes"] for row in rows if "lost_votes" in row]),
             bits=_bits(compressed),
             lost_vote_peak=_mean([_lost(layer, "lost_peak") for layer in compressed]),
-            draft=None if draft is None else asdict(draft),
             steps=steps,
             layers=rows,
         )
@@ -153,13 +141,7 @@ class CacheReport(dict[str, Any]):
                 f"of theirs, which is {grow:.1%} of the full cache"
             )
         steps = [f"decoding steps: {self['steps']}"] if self.get("steps") else []
-        return "\n".join([title, *table, *_draft_lines(self.get("draft")), *steps])
-
-
-def _draft_lines(draft: dict[str, Any] | None) -> Iterator[str]:
-    if draft is not None:
-        tokens, held = draft["tokens"], format_bytes(draft["held_bytes"])
-        yield f"votes of a draft: {tokens:,} tokens, {draft['ms']:.0f} ms, {held} held until then"
+        return "\n".join([title, *table, *steps])
 
 
 def bits_text(layers: Mapping[str, int]) -> str:
@@ -242,9 +224,8 @@ def _whole_number(tokens: float) -> float:
 
 
 def token_bytes(layer: Any) -> int:
-    """Bytes that one of transformers' own cache layers holds of its tokens, for an indexer too."""
-    states = ("keys", "values", "indexer_keys")
-    return sum(_bytes(getattr(layer, name, None)) for name in states)
+    """Bytes that one of transformers' own cache layers holds of its tokens."""
+    return sum(_bytes(getattr(layer, name, None)) for name in ("keys", "values"))
 
 
 def tensor_bytes(layer: Any) -> int:

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snapkv.cache.indexed import IndexedLayer
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.reading import Reading
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
@@ -56,7 +55,6 @@ def _is_list_of_spans(each: Any) -> bool:
 
 def require_between_turns(reading: Reading, action: str) -> None:
     """Refuse spans of a text that is still coming in."""
-    reading.require_decided()
     slots = reading.layers[0].slots
     begun = reading.is_announced and reading.seen_tokens != reading.turn_start
     if begun or reading.prompt_end is None or slots.is_partial or not slots.chosen_at:
@@ -111,7 +109,7 @@ def require_compressible(layers: Sequence[CompressedLayer], rows: Sequence[Spans
     """The method that scores what the spans hold; refuse one that cannot."""
     policy = layers[0].policy
     scorer = policy.policy if isinstance(policy, AroundScores) else policy
-    is_scored = isinstance(scorer, PrefixPolicy) and not (scorer.needs or policy.draft_tokens)
+    is_scored = isinstance(scorer, PrefixPolicy) and not scorer.needs
     if not is_scored or policy.parts_groups:
         raise InvalidArgumentError(
             f"policy: expected one that scores the tokens of a KV head by queries or keys alone "
@@ -177,22 +175,6 @@ def require_turns_can_follow(
                 f"of what is stored, got turns='compress' and heads of layer "
                 f"{layer.identity.layer_idx} that would differ; pass recall='host'"
             )
-
-
-def require_one_mask(
-    layers: Sequence[CompressedLayer], stays: Callable[[CompressedLayer], Tensor]
-) -> None:
-    """Refuse to leave other numbers of a row's tokens in layers that share a mask."""
-    if not isinstance(layers[0], IndexedLayer):
-        return
-    found = {tuple(stays(layer)[:, 0].sum(dim=-1).tolist()) for layer in layers}
-    if len(found) > 1:
-        raise InvalidArgumentError(
-            f"spans: expected spans of which all layers hold as many where an indexer chooses, "
-            f"since they share one mask, got layers that would be left with "
-            f"{', '.join(sorted(str(sum(each)) for each in found))} tokens; read what is left into "
-            "a new cache"
-        )
 
 
 def require_protectable(layers: Sequence[CompressedLayer], spans: Spans) -> None:

@@ -293,11 +293,6 @@ def _costs(answer: Answer, *, safe: bool) -> dict[str, str]:
         "per token": "-" if answer.token_ms is None else f"{answer.token_ms:.0f} ms",
         "whole answer": f"{answer.total_ms / 1000:.1f} s",
     }
-    if voted := cache.get("draft"):
-        costs["votes of a draft"] = (
-            f"{voted['tokens']:,} tokens, {voted['ms'] / 1000:.1f} s, "
-            f"{format_bytes(voted['held_bytes'])} held until then"
-        )
     if drafts := answer.drafts:
         length, passes = drafts["acceptance_length"], drafts["passes"]
         costs["tokens per pass"] = f"{length:.2f}, {passes:,} passes ({drafts['method']})"

@@ -45,7 +45,6 @@ class AttentionCall:
     mask: Any  # see `snapkv.hf.masks`
     options: dict[str, Any]  # the remaining keyword arguments (scaling, dropout, softcap, ...)
     candidates: Candidates | None  # who sees whom where the queries are a tree
-    indices: Tensor | None = None  # (B, Q, K), which keys an indexer has chosen for each query
 
     @property
     def score_options(self) -> ops.ScoreOptions:
@@ -85,8 +84,6 @@ class AttentionCall:
             mask = stored_mask(self.implementation, past, self.query)
         elif mask is None and self.implementation == "sdpa" and 1 < Q < S:
             mask = causal_lower_right(Q, S)  # sdpa's own causal mask is for the first queries
-        if self.indices is not None:
-            mask = self._chosen(mask, self.indices)
         if few and (mask is None or mask.shape[1] == 1):
             return self._attend_in_groups(mask), None
         if self._has_kernel_of_groups(mask):
@@ -107,14 +104,6 @@ class AttentionCall:
             return False
         asked = SDPAParams(*self._states, mask, 0.0, False, True)
         return any(can_use(asked) for can_use in _KERNELS)
-
-    def _chosen(self, mask: Tensor, indices: Tensor) -> Tensor:
-        """The mask, where attention is indexed, of what the indexer has chosen, too."""
-        B, Q, _ = indices.shape
-        others = torch.ones(B, 1, Q, self.key.shape[2], dtype=torch.bool, device=mask.device)
-        others = others.scatter(-1, indices[:, None].long(), False)
-        hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
-        return mask.masked_fill(others, hidden)
 
     def _tree_mask(self, candidates: Candidates) -> Any:
         """The mask for a tree; layers that were given the same mask share it."""

@@ -18,7 +18,6 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from snapkv.cache.choosing import costed
-from snapkv.cache.indexed import IndexedLayer
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.reading import Reading
 from snapkv.errors import CacheMismatchError, UnsupportedModelError
@@ -37,9 +36,7 @@ from snapkv.hf.model_parts import has_images_positions, output_weight
 from snapkv.policies import (
     DecodeStep,
     EvictingPolicy,
-    Policy,
     PromptLayer,
-    PromptThenDecode,
     Selection,
 )
 from snapkv.policies.by_rows import select_by_rows
@@ -135,7 +132,6 @@ def _attention(
         key=key,
         value=value,
         mask=attention_mask,
-        indices=options.pop("indices", None),
         options=options,
         candidates=forward_context.candidates(),
     )
@@ -190,8 +186,6 @@ def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
     at_once = not drafts or (selection is None and layer.storage.codes is None)
     attended = _attend_prompt(call, layer) if at_once else call.before_masked(drafts, pads).attend()
     _check_votes(call, context, prompt, attended[0][:, own - 1])
-    if layer.policy.draft_tokens and selection is not None:
-        context.reading.hold_for_draft(layer, prompt)
     _end(layer, selection, prompt)
     return attended if at_once else _verify(call, layer, selection, drafts, attended[0])
 
@@ -230,7 +224,6 @@ def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
 def _decode(call: AttentionCall, context: ForwardContext) -> Attended:
     """Tokens behind the prompt attend to what is stored, and may make a method evict."""
     layer = context.layer
-    context.reading.note_draft(layer, call.query, call.key, call.value)
     attended = attend_stored(call, layer)
     drafts = call.query.shape[2] if context.reading.verifies_drafts else 0
     _evict(call, layer, call.query.shape[2])
@@ -413,16 +406,7 @@ def _of_layer(call: AttentionCall, layer: CompressedLayer) -> dict[str, Any]:
         "layer_idx": layer.identity.layer_idx,
         "depth": layer.identity.depth,
         "num_layers": layer.identity.num_layers,
-        "index_scores": _index_scores(layer, call.key.shape[2]),
     }
-
-
-def _index_scores(layer: CompressedLayer, slots: int) -> Tensor | None:
-    """(B, N, slots) float32, as the indexer that the layer goes by has made them in this pass."""
-    if not isinstance(layer, IndexedLayer):
-        return None
-    found = forward_context.index_scores(layer.leader, slots)
-    return None if found is None else found.to(layer.keys.device)
 
 
 def _prompt_layer(call: AttentionCall, layer: CompressedLayer, pads: Tensor | None) -> PromptLayer:
@@ -460,16 +444,9 @@ def _check_votes(
     call: AttentionCall, context: ForwardContext, prompt: PromptLayer, last_output: Tensor
 ) -> None:
     """Where a policy scores by attention, it must be the model's."""
-    if votes(context.layer.policy):
+    if context.layer.policy.query_tokens:
         eager = call.implementation == "eager"
         context.check.judge(prompt, last_output, call.module, rounds_scores=eager)
-
-
-def votes(policy: Policy) -> bool:
-    """Whether it scores by attention; a method of two parts does where one of them does."""
-    if isinstance(policy, PromptThenDecode):
-        return votes(policy.prompt) or votes(policy.decode)
-    return bool(policy.query_tokens) and "index_scores" not in policy.needs
 
 
 def _take_context(call: AttentionCall) -> ForwardContext | None:
@@ -518,8 +495,6 @@ def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
             "of different length, codes, or drafts in the prompt's own pass, got True; leave it "
             "out, or use SnapKV without quantize and drafts"
         )
-    if isinstance(context.layer, IndexedLayer):
-        return _indexed_refusal(call, context, context.layer)
     if refusal := _refusal_of_images(name, context):
         return refusal
     own_4d = context.has_own_mask and getattr(call.mask, "ndim", 0) == 4
@@ -608,39 +583,6 @@ def latent_refusal(layers: Sequence[CompressedLayer], name: str) -> UnsupportedM
             return UnsupportedModelError(
                 f"{option}: expected attention to the keys as they are stored, got the latent "
                 f"attention of {name}, whose heads share one; {remedy}"
-            )
-    return None
-
-
-def _indexed_refusal(
-    call: AttentionCall, context: ForwardContext, layer: IndexedLayer
-) -> Exception | None:
-    """Why this call of indexed attention cannot be compressed correctly; None where it can."""
-    name, slots = type(call.module).__name__, call.key.shape[2]
-    for what, is_so, expected, remedy in (
-        (
-            "prefill",
-            context.reading.narrowing is not None or context.reading.cap_tokens is not None,
-            "a prompt that every layer reads whole",
-            "read it as it is",
-        ),
-        (
-            "input_ids",
-            context.drafts > 0 and context.phase in (Phase.END_PROMPT, Phase.END_TURN),
-            "no tokens behind the prompt's end in its pass",
-            "read them after it",
-        ),
-        (
-            "model",
-            "index_scores" in layer.policy.needs and _index_scores(layer, slots) is None,
-            "an indexer that takes the top of its scores of all stored keys",
-            "use transformers' own cache for it",
-        ),
-    ):
-        if is_so:
-            return UnsupportedModelError(
-                f"{what}: expected {expected}, got indexed attention of {name} that does "
-                f"otherwise; {remedy}"
             )
     return None
 

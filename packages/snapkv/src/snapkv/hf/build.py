@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -13,13 +12,9 @@ from transformers.cache_utils import (
 )
 
 from snapkv.cache.hybrid import HybridLayer
-from snapkv.cache.indexed import IndexedLayer
 from snapkv.cache.layer import CompressedLayer, LayerIdentity
 from snapkv.errors import InvalidArgumentError, InvalidTypeError, UnsupportedModelError
-from snapkv.hf import forward_context
-from snapkv.hf.attention import votes
 from snapkv.hf.model_parts import (
-    indexers_of,
     output_projections,
     rotations_of,
     shares_latent,
@@ -27,11 +22,8 @@ from snapkv.hf.model_parts import (
 from snapkv.hf.placement import layer_devices
 from snapkv.policies import (
     ByteBudget,
-    DuoAttention,
     EvictingPolicy,
-    FullCache,
     Policy,
-    PromptThenDecode,
     PyramidKV,
 )
 from snapkv.policies.budget import budget_of
@@ -41,8 +33,7 @@ from snapkv.storage.dynamic import Dynamic
 from snapkv.storage.static import Static
 from snapkv.validation import require_choice, require_int
 
-_INDEXED = "DynamicIndexedLayer"  # which the oldest release has not
-_COMPRESSED = {"DynamicLayer", _INDEXED, "LinearAttentionAndFullAttentionLayer"}
+_COMPRESSED = {"DynamicLayer", "LinearAttentionAndFullAttentionLayer"}
 _KEPT_AS_THEY_ARE = {
     "DynamicSlidingWindowLayer",
     "LinearAttentionLayer",
@@ -84,8 +75,6 @@ def layers_for(
     layers: list[CacheLayerMixin] = DynamicCache(config=config).layers
     full = [index for index, layer in enumerate(layers) if grows(layer)]
     latents = shares_latent(model)
-    if isinstance(policy, DuoAttention):  # of latents only the tensors will say
-        policy.require_heads(len(full), None if latents else _kv_heads(config))
     made = [storage().at(depth, len(full)) for depth in range(len(full))]
     if latents and any(each.codes is not None for each in made):
         raise UnsupportedModelError(
@@ -93,24 +82,12 @@ def layers_for(
             f"it for {type(model).__name__}; leave it out"
         )
     is_static = any(each.is_compileable for each in made)
-    indexed = [index for index in full if type(layers[index]).__name__ == _INDEXED]
-    indexers = indexers_of(model) if indexed else {}
     readers = {index: _readers(config).get(index, []) for index in full}
     _require_together(model, readers)
-    _require_kinds(type(model).__name__, layers, is_static=is_static, indexers=indexers)
-    _require_scores(type(model).__name__, policy, indexers)
+    _require_kinds(type(model).__name__, layers, is_static=is_static)
     for identity, own in zip(_identities(model, policy, readers), made, strict=True):
         index = identity.layer_idx
-        if index in indexers:
-            assert isinstance(own, Dynamic)
-            dims = [each["index_dim"] for each in indexers.values()]
-            more = tuple(dim - indexers[index]["index_dim"] for dim in dims)
-            own = replace(own, together=more)
-            layers[index] = IndexedLayer(
-                policy, identity, own, **indexers[index], note=forward_context.note_index
-            )
-        else:
-            layers[index] = _compressed(layers[index], policy, identity, own)
+        layers[index] = _compressed(layers[index], policy, identity, own)
     return layers
 
 
@@ -121,50 +98,6 @@ def _compressed(
     if type(made) is DynamicLayer:
         return CompressedLayer(policy, identity, storage)
     return HybridLayer(policy, identity, storage, made)
-
-
-def _require_scores(name: str, policy: Policy, indexers: dict[int, Any]) -> None:
-    """Refuse a method that an indexer's scores do not go with."""
-    by_scores = "index_scores" in policy.needs
-    if by_scores and not indexers:
-        raise UnsupportedModelError(
-            f"policy: expected a model of indexed attention, such as DeepSeek-V3.2, for "
-            f"{policy.name}, got {name}; use SnapKV"
-        )
-    if indexers and not policy.layers_alike:
-        raise UnsupportedModelError(
-            f"policy: expected one that keeps as many tokens in all layers where an indexer "
-            f"chooses among them, since all layers share one mask, got {policy!r} for {name}; use "
-            "IndexerScores with a number of tokens or bytes"
-        )
-    fewest = min((each["most_attended"] for each in indexers.values()), default=0)
-    most = policy.max_decode_tokens if isinstance(policy, EvictingPolicy) else None
-    if indexers and most is not None and most >= fewest and votes(policy):
-        raise UnsupportedModelError(
-            f"policy: expected one that goes by the indexer's scores, or holds fewer than the "
-            f"{fewest:,} tokens that a query attends to, while generating, got {policy!r} for "
-            f"{name}; use IndexerEviction"
-        )
-    chooses = not (isinstance(policy, FullCache) or _goes_by_scores(policy))
-    if chooses and any(index != each["leader"] for index, each in indexers.items()):
-        raise UnsupportedModelError(
-            f"policy: expected a method that goes by the indexer's scores alone where layers share "
-            f"what one indexer has chosen, and must hold the same tokens, got {policy.name} for "
-            f"{name}; use IndexerScores"
-        )
-
-
-def _goes_by_scores(policy: Policy) -> bool:
-    """Whether nothing but an indexer's scores chooses: layers that share it keep the same."""
-    if isinstance(policy, PromptThenDecode):
-        return _goes_by_scores(policy.prompt) and _goes_by_scores(policy.decode)
-    return policy.needs == {"index_scores"}
-
-
-def _kv_heads(config: Any) -> int | None:
-    """Heads that the cache of a layer stores; None where only its tensors will say."""
-    heads = getattr(config, "num_key_value_heads", None)
-    return heads if isinstance(heads, int) else None
 
 
 def _identities(
@@ -221,7 +154,7 @@ def storage_for(
     require_int("room_tokens", room_tokens, minimum=1)
     evicts = isinstance(policy, EvictingPolicy)
     alike = policy.most_tokens is not None and policy.most_tokens == getattr(policy, "budget", None)
-    if storage == "static" and (not alike or evicts or policy.parts_groups or policy.draft_tokens):
+    if storage == "static" and (not alike or evicts or policy.parts_groups):
         raise InvalidArgumentError(
             f"storage: expected a policy that keeps a budget of tokens, the same in all layers, "
             f"one set per KV head, and all behind it for storage='static', whose layers share one "
@@ -277,13 +210,10 @@ def _require_decoder(model: PreTrainedModel, config: Any) -> None:
         )
 
 
-def _require_kinds(
-    name: str, layers: Sequence[Any], *, is_static: bool, indexers: dict[int, Any]
-) -> None:
+def _require_kinds(name: str, layers: Sequence[Any], *, is_static: bool) -> None:
     """Refuse layers that cannot be compressed, or left as they are, correctly."""
     others = {type(layer).__name__ for layer in layers} - {"DynamicLayer"}
-    known = _KEPT_AS_THEY_ARE | (_COMPRESSED if indexers else _COMPRESSED - {_INDEXED})
-    if unknown := sorted(others - known):
+    if unknown := sorted(others - _KEPT_AS_THEY_ARE - _COMPRESSED):
         raise UnsupportedModelError(
             f"model: expected layers of full, sliding or linear attention, got {name} with "
             f"{', '.join(unknown)}, which cannot be compressed correctly; use transformers' own "

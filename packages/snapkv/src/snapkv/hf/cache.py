@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from snapkv.cache.indexed import IndexedLayer
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.options import (
     Fair,
@@ -33,7 +32,6 @@ from snapkv.cache.spans import (
     require_choosable,
     require_compressible,
     require_droppable,
-    require_one_mask,
     require_protectable,
     require_room_in_turns,
     require_turns_can_follow,
@@ -47,9 +45,8 @@ from snapkv.errors import (
     UnsupportedModelError,
 )
 from snapkv.hf import forward_context, saved, step_graph
-from snapkv.hf.attention import latent_refusal, votes
+from snapkv.hf.attention import latent_refusal
 from snapkv.hf.build import layers_for, storage_for
-from snapkv.hf.drafting import vote_by_draft
 from snapkv.hf.fidelity import VoteCheck
 from snapkv.hf.install import use
 from snapkv.hf.known_gates import with_known
@@ -173,7 +170,6 @@ class CompressedCache(Cache):
         layer, new_tokens = self.layers[layer_idx], key_states.shape[-2]
         if layer_idx <= self._first:
             self._require_coming(new_tokens, rows=len(key_states))
-            self._require_whole_layers(layer)
         if not isinstance(layer, CompressedLayer):
             keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             uncompressed.let_go_of_the_past(layer, new_tokens)
@@ -236,7 +232,6 @@ class CompressedCache(Cache):
         So it is asked when their mask is made; what made one itself is asked by its first layer.
         """
         reading = self.reading
-        reading.require_decided()
         reading.require_ids(new_tokens, rows)
         if forward_context.is_traced():
             return
@@ -245,15 +240,12 @@ class CompressedCache(Cache):
             self.require_rows(rows)
         reading.require_end()
         reading.require_choice(new_tokens)
-        reading.require_window(new_tokens, reading.prompt_end)
         if reading.prompt_end is None:
             reading.require_queries(reading.seen_tokens + new_tokens)
         if self._check.doubts or reading.is_broken or not self._use.is_in_place:
             raise _interrupted()
         if self._states is States.BEGIN_ANEW and not reading.is_piecewise and reading.seen_tokens:
             self._require_states(new_tokens)
-        self._require_attended(new_tokens)
-        self._require_one_mask()
 
     def require_pieces(self, prompt_end: int, piece_tokens: int, visible: Tensor | None) -> None:
         """Refuse a prompt in such pieces before the first one is read; `visible` as its mask."""
@@ -262,10 +254,8 @@ class CompressedCache(Cache):
             return
         self.reading.require_choice(left)
         self._require_states(min(piece_tokens, left - piece_tokens))
-        self.reading.require_window(left % piece_tokens or piece_tokens, prompt_end, of=left)
         if piece_tokens == 1:
             self._padding.require_token(visible)
-        self._require_attended(left)
 
     def _require_states(self, new_tokens: int) -> None:
         """Refuse several tokens behind others where the model's states would begin anew."""
@@ -285,50 +275,6 @@ class CompressedCache(Cache):
         if forward_context.leave(self.reading) or uneven:
             raise _interrupted()
 
-    def _require_whole_layers(self, layer: Any) -> None:
-        """Refuse to read layers of indexed attention in pieces: their indexer goes by the mask."""
-        if isinstance(layer, IndexedLayer) and self.reading.is_piecewise:
-            raise UnsupportedModelError(
-                "prefill: expected attention whose mask does not go by an indexer where a prompt "
-                "is read layer by layer, got indexed attention; read it in one pass"
-            )
-
-    def _require_attended(self, new_tokens: int) -> None:
-        """Refuse votes of queries that do not attend to all that their layer will hold."""
-        layer, reading = self.reading.layers[0], self.reading
-        if not (isinstance(layer, IndexedLayer) and votes(self.policy)):
-            return
-        decodes = reading.prompt_end is not None and not reading.is_announced
-        if decodes and not isinstance(self.policy, EvictingPolicy):
-            return
-        slots, _ = layer.get_mask_sizes(new_tokens)
-        self.require_attended(
-            slots + max(0, (reading.prompt_end or 0) - layer.seen_tokens - new_tokens)
-        )
-
-    def require_attended(self, slots: int) -> None:
-        """Refuse scores by the attention of queries that do not attend to all of so many slots."""
-        layer = self.reading.layers[0]
-        if isinstance(layer, IndexedLayer) and slots > layer.most_attended:
-            raise UnsupportedModelError(
-                f"policy: expected a method that goes by the indexer's scores for more than "
-                f"{layer.most_attended:,} tokens, of which a query does not attend to all, got "
-                f"{self.policy.name} for {slots:,}; use IndexerScores"
-            )
-
-    def _require_one_mask(self) -> None:
-        """Refuse layers of indexed attention that no longer share one mask, which it goes by."""
-        layers = self.reading.layers
-        if not (isinstance(layers[0], IndexedLayer) and layers[0].is_initialized):
-            return
-        alike = len({(each.store.slots, each.recall_due) for each in layers}) == 1
-        if not alike or any(each.store.ragged is not None for each in layers):
-            raise UnsupportedModelError(
-                "policy: expected as many tokens of every layer where an indexer chooses among "
-                f"them, since all layers share one mask, got {self.policy!r} that kept other "
-                "numbers; use IndexerScores"
-            )
-
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens, such as rejected drafts.
 
@@ -337,7 +283,6 @@ class CompressedCache(Cache):
                 none has changed.
         """
         count = require_removable(tokens_to_remove)
-        self.reading.require_decided()
         others = [
             (index, layer)
             for index, layer in enumerate(self.layers)
@@ -365,7 +310,6 @@ class CompressedCache(Cache):
     def _take_rows(self, rows: Tensor) -> None:
         if not self.reading.rows:
             return
-        self.reading.require_decided()
         try:
             chosen = torch.arange(self.reading.rows, device=rows.device)[rows]
         except (AttributeError, IndexError):  # no tensor; a row that is not there, or no integers
@@ -403,37 +347,11 @@ class CompressedCache(Cache):
         super().activate_past_recording()
         self.reading.verifies_drafts = True
 
-    def vote_by_draft(
-        self,
-        logits: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-    ) -> None:
-        """Let a draft of the answer vote on the prompt that has just been read; see `DraftVotes`.
-
-        `generate` does so by itself. Behind plain ``model(...)`` calls nothing else can be read
-        before.
-
-        Args:
-            logits: (B, any, vocabulary), what the model gave for the end of the prompt.
-            attention_mask: (B, T) zeros and ones, or None where no row has padding.
-            position_ids: (..., T) where the model was given some; the draft's follow them.
-
-        Raises:
-            CacheMismatchError: no prompt waits for it.
-        """
-        vote_by_draft(self.model, self, logits, attention_mask, position_ids)
-
     def require_drafts(self) -> None:
-        """Refuse to verify drafts where the policy evicts while generating, or chooses again.
+        """Refuse to verify drafts where the policy evicts while generating.
 
         Drafts verified together would see tokens that plain decoding has dropped by then.
         """
-        if self.policy.draft_tokens:
-            raise InvalidArgumentError(
-                f"policy: expected one whose votes are complete with the prompt where drafts are "
-                f"verified, got {self.policy.name}; generate without drafts, or use SnapKV"
-            )
         if self.options["refresh_every"]:
             raise InvalidArgumentError(
                 f"refresh_every: expected none where drafts are verified (assistant model, prompt "
@@ -443,12 +361,6 @@ class CompressedCache(Cache):
             raise UnsupportedModelError(
                 f"model: expected layers that can forget rejected drafts, got recurrent states in "
                 f"{type(self.model).__name__}; generate without drafts"
-            )
-        if any(isinstance(layer, IndexedLayer) for layer in self.layers):
-            raise UnsupportedModelError(
-                "model: expected attention to all that is stored where drafts are verified, got "
-                "indexed attention, whose indexer chooses before the prompt's end is known; "
-                "generate without drafts"
             )
         if isinstance(self.policy, EvictingPolicy):
             raise InvalidArgumentError(
@@ -490,8 +402,8 @@ class CompressedCache(Cache):
         Raises:
             CacheMismatchError: the cache has already seen that many tokens.
             InvalidArgumentError: the policy would choose by queries of earlier turns, too
-                (`Compactor` behind a prompt that fitted its budget); or static storage has no room
-                for the turn.
+                (`ExpectedAttention` behind a prompt that fitted its budget); or static storage has
+                no room for the turn.
         """
         self.reading.expect_prompt(prompt_tokens)
 
@@ -522,14 +434,12 @@ class CompressedCache(Cache):
             InvalidArgumentError: a span that is reversed, protected or reaches beyond what was
                 seen, nothing that would be left, a prompt that is still coming in, or options that
                 cannot follow (methods that evict while generating or ask where tokens stand, static
-                storage, `fair`), or layers of indexed attention that would hold other numbers of
-                tokens. Nothing has changed then.
+                storage, `fair`). Nothing has changed then.
             InvalidTypeError: something else than spans.
         """
         rows, layers = self._rows_of(spans, "drop"), self.reading.layers
         require_droppable(layers, rows)
-        for require in (require_turns_can_follow, require_one_mask):
-            require(layers, lambda layer: layer.slots_without(rows))
+        require_turns_can_follow(layers, lambda layer: layer.slots_without(rows))
         if any(own.parts for own in rows):
             with self.reading.attending():
                 for layer in layers:
@@ -584,10 +494,8 @@ class CompressedCache(Cache):
         Raises:
             InvalidArgumentError: the policy cannot keep them, or has no room for them; some of them
                 are dropped, or evicted without `recall`. Nothing has changed then.
-            CacheMismatchError: the prompt waits for a draft that votes on it.
             InvalidTypeError: something else than spans.
         """
-        self.reading.require_decided()
         layers, rule = self.reading.layers, self.reading.layers[0].spans
         more = Spans.of("spans", spans)
         if not more.parts:
@@ -646,7 +554,7 @@ class CompressedCache(Cache):
     def report(self) -> CacheReport:
         """Tokens seen and kept, bytes held and bytes a full cache would hold."""
         steps = step_graph.described(self)
-        return CacheReport.of(self.policy.name, self.layers, self.reading.draft_cost, steps)
+        return CacheReport.of(self.policy.name, self.layers, steps)
 
     def save(
         self,
@@ -672,11 +580,10 @@ class CompressedCache(Cache):
             CacheMismatchError: the model is gone, so that the file could not say whose it is, or a
                 forward pass has ended in an error; call `reset`.
             UnsupportedModelError: an image has moved the positions behind it (M-RoPE); how far is
-                known to the model alone. Or `bits` for indexed attention.
+                known to the model alone.
         """
         if self.reading.is_broken:
             raise _interrupted()
-        self.reading.require_decided()
         saved.require_plain_positions(self.model)
         codes = None if bits is None else KVCodes.of(bits, "bits")
         saved.write(self, self.options, Path(path), beside or {}, codes)

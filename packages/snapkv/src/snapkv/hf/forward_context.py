@@ -142,7 +142,6 @@ class _Current(threading.local):
         self.context: ForwardContext | None = None
         self.padding: weakref.ref[PaddingWatch] | None = None
         self.candidates: Candidates | None = None
-        self.index: tuple[int, Tensor] | None = None  # the layer whose indexer made these scores
         self.hook = Hook()
         self.is_recording = False
         self.shared: list[Shared] = []
@@ -214,17 +213,6 @@ def take_shared(keys: Tensor) -> Shared | None:
                 _current.shared.remove(shared)
             return shared
     return None
-
-
-def note_index(layer_idx: int, scores: Tensor | None) -> None:
-    """Leave an indexer's scores, (B, N, S), for the layers that go by them; None for no longer."""
-    _current.index = None if scores is None else (layer_idx, scores)
-
-
-def index_scores(layer_idx: int, slots: int) -> Tensor | None:
-    """What the indexer of that layer has left of so many slots in this pass."""
-    found = _current.index
-    return found[1] if found and found[0] == layer_idx and found[1].shape[-1] == slots else None
 
 
 def enter_padding(watch: PaddingWatch) -> None:

@@ -25,7 +25,6 @@ from snapkv.cache.reading import Reading
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.hf import step_graph
 from snapkv.hf.cache_argument import cache_among, with_cache
-from snapkv.hf.drafting import vote_by_draft
 
 INSTALLATION = "_snapkv_installation"
 """Where a model carries its `Installation`, so that it is copied and pickled with the model."""
@@ -96,7 +95,7 @@ def _prefill(
     model_kwargs: Any,
     **options: Any,
 ) -> Any:
-    """Announce the prompt where `generate` had no chance to; behind it a draft may vote.
+    """Announce the prompt where `generate` had no chance to.
 
     Its pieces are read as they are: only steps behind it are compiled.
     """
@@ -117,8 +116,6 @@ def _prefill(
     with announcement, reading.reading_text(input_ids):
         output = own(model, input_ids, generation_config, model_kwargs, **options)
         reading.require_arrived()
-    if reading.undecided:
-        vote_by_draft(model, cache, output.logits, mask, model_kwargs.get("position_ids"))
     return output
 
 

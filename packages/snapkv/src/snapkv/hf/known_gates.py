@@ -14,7 +14,6 @@ from snapkv.cache_folder import cache_folder
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.hf.build import require_model
 from snapkv.hf.identity import digest_of
-from snapkv.hf.known_heads import with_known_heads
 from snapkv.policies import KVzap, Policy
 from snapkv.policies.gate import Gate, read_gate
 
@@ -25,10 +24,9 @@ def with_known(model: PreTrainedModel, policy: Policy) -> Policy:
     """The policy with what was found of the model, wherever it goes by that and was given nothing.
 
     Raises:
-        InvalidArgumentError: no heads' scores are known of it, or a gate is another model's.
+        InvalidArgumentError: a gate is another model's.
         UnsupportedModelError: no gate has been fitted to it.
     """
-    policy = with_known_heads(model, policy)
     if isinstance(policy, KVzap):
         return _with_gate(model, policy)
     inner = {

@@ -87,28 +87,6 @@ def shares_latent(model: PreTrainedModel) -> bool:
     return bool(getattr(config, "kv_lora_rank", None))
 
 
-def indexers_of(model: PreTrainedModel) -> dict[int, dict[str, int]]:
-    """For each layer of indexed attention to latents of its own what `IndexedLayer` is told of it.
-
-    Empty where the model's indexers are of another kind.
-    """
-    config = model.config.get_text_config(decoder=True)
-    dim, most = getattr(config, "index_head_dim", None), getattr(config, "index_topk", None)
-    shares = getattr(config, "kv_sharing_modes", None)
-    kinds = config.layer_types
-    if not (shares_latent(model) and dim and most) or any(shares or ()):
-        return {}
-    if set(kinds) != {"indexed_attention"}:
-        return {}
-    found: dict[int, dict[str, int]] = {}
-    modes, leader = getattr(config, "indexer_types", None) or ["full"] * len(kinds), 0
-    for index, mode in enumerate(modes):
-        leader = leader if mode == "shared" else index
-        own = 0 if mode == "shared" else dim
-        found[index] = {"index_dim": own, "leader": leader, "most_attended": most}
-    return found
-
-
 def has_images_positions(modules: Iterable[Any]) -> bool:
     """Whether one of a model's modules has noted an image behind which positions count no tokens.
 

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from snapkv.cache.indexed import IndexedLayer
 from snapkv.cache.paging import PageRecall, Recall
 from snapkv.cache.read_ids import ReadIds
 from snapkv.cache.reading import Reading
@@ -54,11 +53,6 @@ def write(
     Keys and values go into these codes, where they are none yet. The model's `identity`, where it
     is known, need not be found again.
     """
-    if codes is not None and any(isinstance(layer, IndexedLayer) for layer in cache.layers):
-        raise UnsupportedModelError(
-            "bits: expected none where an indexer chooses by keys of its own, which would be "
-            f"rounded too, got {codes}; leave them out"
-        )
     model = identity or identity_of(cache.model)
     tensors, notes = encoded(cache.layers, cache.reading, options, model, beside, codes)
     write_sealed(path, tensors, notes, sweep=sweep)

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 class TokenCost:
     """Bytes of one layer and row, all heads together, each of which keeps as many tokens.
 
-    Of all layers of the row where they are `together`.
-
     Attributes:
         full_bytes: of a token in the full cache.
         token_bytes: of a kept token as it came.
@@ -16,7 +14,6 @@ class TokenCost:
         block_tokens: how many tokens a block holds.
         exact_tokens: how many of those kept stay as they came.
         alike: whether tokens cost as much in all layers.
-        together: whether all layers keep as many tokens of a row, however much each of them costs.
         uneven: whether heads, or layers, keep other numbers of tokens and as many on average; then
             each may fill its last block in part.
     """
@@ -27,7 +24,6 @@ class TokenCost:
     block_tokens: int = 1
     exact_tokens: int = 0
     alike: bool = True
-    together: bool = False
     uneven: bool = False
 
     @property

@@ -39,7 +39,6 @@ class FullLayer:
     """A layer of full attention, which is compressed; numbers of one stored token."""
 
     token_bytes: int
-    index_bytes: int  # of which the indexer's key, which a step reads of every token
     heads: int
     key_width: int  # of one head
     value_width: int
@@ -47,10 +46,8 @@ class FullLayer:
     @classmethod
     def of(cls, layer: Any) -> Self:
         """From a cache's layer that holds one token."""
-        indexed = getattr(layer, "indexer_keys", None)
         return cls(
             token_bytes=token_bytes(layer),
-            index_bytes=0 if indexed is None else indexed.nbytes,
             heads=layer.keys.shape[1],
             key_width=layer.keys.shape[-1],
             value_width=layer.values.shape[-1],
@@ -67,7 +64,6 @@ class Footprint:
     experts: int  # per layer; 0 where there is no mixture
     experts_per_token: int
     full_layers: tuple[FullLayer, ...]
-    index_topk: int | None  # tokens that an indexer has a step attend to; None for all
     sliding_layers: tuple[SlidingLayer, ...]
     other_layers: int  # which carry a state, or share what another layer stores
     state_bytes: int  # states of these and of the compressed ones, whatever the prompt's length
@@ -94,13 +90,6 @@ class Footprint:
     def cache_bytes(self, stored_tokens: int, seen_tokens: int) -> int:
         """Bytes of one request's cache, so many tokens stored in layers of full attention."""
         return self.token_bytes * stored_tokens + self.other_bytes(seen_tokens)
-
-    def unread_bytes(self, stored_tokens: int) -> int:
-        """Bytes of so many stored tokens that a step does not read, since an indexer chooses."""
-        if self.index_topk is None:
-            return 0
-        unread = max(0, stored_tokens - self.index_topk)
-        return unread * sum(layer.token_bytes - layer.index_bytes for layer in self.full_layers)
 
     def other_bytes(self, seen_tokens: int, behind: int = 0) -> int:
         """Bytes of one request's cache in layers that are not compressed; as `sliding_bytes`."""
@@ -134,8 +123,8 @@ class Footprint:
 def footprint_of(outline: PreTrainedModel) -> Footprint:
     """What a model takes, from one token sent through its outline on the meta device.
 
-    That token makes a cache of real shapes without data, so grouped heads, latents, indexer keys,
-    sliding windows and values of another width than the keys count as they are stored.
+    That token makes a cache of real shapes without data, so grouped heads, latents, sliding
+    windows and values of another width than the keys count as they are stored.
 
     Raises:
         UnsupportedModelError: the model cannot be compressed, or does not run without weights.
@@ -159,15 +148,13 @@ def footprint_of(outline: PreTrainedModel) -> Footprint:
     idle = sum(numbers[name] for name in of_experts) * (experts - chosen) // (experts or 1)
     used = sum(numbers.values()) - (0 if shared else embedding.weight.numel()) - idle
     hidden, states = config.hidden_size, _state_width(config)
-    compressed = tuple(map(FullLayer.of, full))
     return Footprint(
         weights_bytes=sum(stored.values()),
         embedding_bytes=embedding_bytes,
         expert_bytes=expert_bytes,
         experts=experts if expert_bytes else 0,
         experts_per_token=chosen,
-        full_layers=compressed,
-        index_topk=config.index_topk if any(each.index_bytes for each in compressed) else None,
+        full_layers=tuple(map(FullLayer.of, full)),
         sliding_layers=tuple(
             SlidingLayer(token_bytes=tensor_bytes(layer), most_tokens=layer.sliding_window - 1)
             for layer in sliding

@@ -41,10 +41,6 @@ class Keeping:
         layers = self.footprint.full_layers
         if not isinstance(self.budget, ByteBudget):
             return [self._alike(prompt_tokens)] * len(layers)
-        if self.footprint.index_topk is not None:  # one mask for all layers
-            size = self.footprint.token_bytes
-            cost = TokenCost(full_bytes=size, token_bytes=size, block_bytes=size, together=True)
-            return [self._fit(cost, prompt_tokens, 0, at_least=at_least)] * len(layers)
         found = []
         for depth, layer in enumerate(layers):
             cost = self._cost(layer, self._codes(depth), prompt_tokens)

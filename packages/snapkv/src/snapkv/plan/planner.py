@@ -264,9 +264,7 @@ class Plan:
 
     def _step_bytes(self, tokens: int, batch: int, compressed: bool) -> int:
         model, new = self.footprint, self.request.new_tokens
-        stored = max(self._keeping.tokens(tokens), default=0) if compressed else tokens
-        read = self._cache(tokens, new, compressed) - model.unread_bytes(stored + new)
-        return model.read_bytes(batch) + batch * read
+        return model.read_bytes(batch) + batch * self._cache(tokens, new, compressed)
 
     def _longest(self, room: int, compressed: bool, *, in_pieces: bool) -> int:
         """Tokens of the longest prompt that fits and for which the model has positions."""

@@ -53,8 +53,7 @@ def shape_of(name: str) -> str | None:
 def described(shape: str) -> dict[str, Any]:
     """What makes a shape's cache and weights; `kv_bytes_per_token` in 16 bits, of a long prompt.
 
-    Latent attention stores one latent of `head_dim` numbers for all heads, and beside it an
-    indexer's key where there is one.
+    Latent attention stores one latent of `head_dim` numbers for all heads.
     """
     published, config = SHAPES[shape], config_of(shape)
     layers = DynamicCache(config=config).layers
@@ -66,8 +65,6 @@ def described(shape: str) -> dict[str, Any]:
     if latent := getattr(config, "kv_lora_rank", None):
         heads, width = 1, latent + config.qk_rope_head_dim
         stored = width
-    indexers = getattr(config, "indexer_types", None) or ["full"] * len(layers)
-    indexed = (getattr(config, "index_head_dim", None) or 0) * indexers.count("full")
     return {
         "repository": published.repository,
         "parameters": published.parameters,
@@ -78,7 +75,7 @@ def described(shape: str) -> dict[str, Any]:
         "sliding_window": sliding[0].sliding_window if sliding else None,
         "kv_heads": heads,
         "head_dim": width,
-        "kv_bytes_per_token": 2 * (stored * growing + indexed),
+        "kv_bytes_per_token": 2 * stored * growing,
         "positions": positions_of(config),
     }
 

@@ -4,16 +4,12 @@ from snapkv.policies.across_layers import AcrossLayers
 from snapkv.policies.adakv import AdaKV
 from snapkv.policies.base import EvictingPolicy, Policy, PrefixPolicy
 from snapkv.policies.budget import AutoBudget, ByteBudget
-from snapkv.policies.compactor import Compactor
 from snapkv.policies.criticalkv import CriticalKV
 from snapkv.policies.default import default_policy
-from snapkv.policies.draft_votes import DraftVotes
-from snapkv.policies.duo_attention import DuoAttention
 from snapkv.policies.expected_attention import ExpectedAttention
 from snapkv.policies.fastgen import FastGen
 from snapkv.policies.full import FullCache
 from snapkv.policies.h2o import H2O
-from snapkv.policies.indexer_scores import IndexerEviction, IndexerScores
 from snapkv.policies.keydiff import KeyDiff
 from snapkv.policies.kvzap import KVzap
 from snapkv.policies.kvzip import KVzip
@@ -23,7 +19,6 @@ from snapkv.policies.pyramidkv import PyramidKV
 from snapkv.policies.random import Random
 from snapkv.policies.rkv import RKV
 from snapkv.policies.scissorhands import Scissorhands
-from snapkv.policies.score_threshold import ScoreThreshold
 from snapkv.policies.snapkv import SnapKV
 from snapkv.policies.states import DecodeStep, Eviction, PromptLayer, Selection
 from snapkv.policies.streaming_llm import StreamingLLM
@@ -37,7 +32,6 @@ POLICIES: dict[str, type[Policy]] = {
         AdaKV,
         AcrossLayers,
         CriticalKV,
-        ScoreThreshold,
         ExpectedAttention,
         FullCache,
         H2O,
@@ -46,16 +40,11 @@ POLICIES: dict[str, type[Policy]] = {
         Scissorhands,
         RKV,
         FastGen,
-        DuoAttention,
         PromptThenDecode,
-        DraftVotes,
         KeyDiff,
         LagKV,
-        Compactor,
         KVzip,
         KVzap,
-        IndexerScores,
-        IndexerEviction,
         Random,
     )
 }
@@ -66,19 +55,14 @@ __all__ = [
     "AdaKV",
     "AutoBudget",
     "ByteBudget",
-    "Compactor",
     "CriticalKV",
     "DecodeStep",
-    "DraftVotes",
-    "DuoAttention",
     "EvictingPolicy",
     "Eviction",
     "ExpectedAttention",
     "FastGen",
     "FullCache",
     "H2O",
-    "IndexerEviction",
-    "IndexerScores",
     "KVzap",
     "KVzip",
     "KeyDiff",
@@ -92,7 +76,6 @@ __all__ = [
     "RKV",
     "Random",
     "Scissorhands",
-    "ScoreThreshold",
     "Selection",
     "SnapKV",
     "StreamingLLM",

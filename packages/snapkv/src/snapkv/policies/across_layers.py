@@ -55,11 +55,6 @@ class AcrossLayers(AroundScores):
     def needs(self) -> frozenset[Need]:
         return super().needs | {"all_layers"}
 
-    @property
-    def layers_alike(self) -> bool:
-        """Never: the scores choose how many."""
-        return False
-
     def share_out(self, layers: Iterable[PromptLayer]) -> list[PromptLayer]:
         """All layers, each told how many positions its heads keep."""
         layers = list(layers)

@@ -29,20 +29,12 @@ class AroundScores(Policy):
         return self.policy.query_tokens
 
     @property
-    def draft_tokens(self) -> int:
-        return self.policy.draft_tokens
-
-    @property
     def parts_groups(self) -> bool:
         return self.policy.parts_groups
 
     @property
     def needs(self) -> frozenset[Need]:
         return self.policy.needs
-
-    @property
-    def layers_alike(self) -> bool:
-        return self.policy.layers_alike
 
     def require_protection(self, spans: Spans) -> None:
         self.policy.require_protection(spans)

@@ -23,11 +23,10 @@ Need = Literal[
     "second_reading",
     "all_layers",
     "queries",
-    "index_scores",
 ]
 """Parts of the model's layers, the ids of all tokens, what `Policy.with_tokenizer` gives, that
-`snapkv.kvzip` has the model repeat the prompt, that all layers have read it before one chooses, the
-queries of all that is chosen from, or an indexer's scores."""
+`snapkv.kvzip` has the model repeat the prompt, that all layers have read it before one chooses, or
+the queries of all that is chosen from."""
 
 OfHeads = Literal["max", "mean", "all"]
 """Where votes choose how much a layer keeps: what the head needs that needs most, or heads on
@@ -90,19 +89,6 @@ class Policy(ABC):
         Also None where heads of a row keep different numbers of tokens.
         """
         return None
-
-    @property
-    def layers_alike(self) -> bool:
-        """Whether all layers whose heads share one set keep as many tokens of a row.
-
-        Its length alone tells then how many.
-        """
-        return False
-
-    @property
-    def draft_tokens(self) -> int:
-        """How many generated tokens vote on the prompt before it is chosen from for good."""
-        return 0
 
     @property
     def parts_groups(self) -> bool:
@@ -281,11 +267,6 @@ class PrefixPolicy(Policy):
     def most_tokens(self) -> int | None:
         """The budget."""
         return self.limit.most_tokens
-
-    @property
-    def layers_alike(self) -> bool:
-        """Unless the votes choose how many."""
-        return not isinstance(self.budget, AutoBudget)
 
     @abstractmethod
     def score(self, layer: PromptLayer) -> Tensor:

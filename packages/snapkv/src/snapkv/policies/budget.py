@@ -103,7 +103,6 @@ class ByteBudget:
     All of them count: codes with their scales, and what stays as it came. So with `quantize` the
     same bytes hold more tokens. Tokens behind the prompt come on top, as with a budget of tokens.
     Every compressed layer gets the same bytes; what would be left over goes to the first ones.
-    Where an indexer chooses, all layers keep as many tokens, since they share one mask.
 
     Args:
         share: of the bytes that the row's own prompt takes in these layers of the full cache, in
@@ -170,8 +169,6 @@ class ByteBudget:
         Raises:
             BudgetTooSmallError: so many bytes hold fewer than `least`; of a share those stay.
         """
-        if cost.together:
-            depth, layers = 0, 1
         full = cost.full_bytes * own * layers
         given = self.bytes if self.share is None else share_of(full, self.share)
         assert given is not None

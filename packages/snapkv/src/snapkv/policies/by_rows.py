@@ -55,7 +55,7 @@ def _select_without_pads(policy: Policy, layer: PromptLayer) -> Selection | None
     if not pads:
         return policy.select(layer)
     assert layer.pad_tokens is not None
-    ids, protected, scores = layer.token_ids, layer.protected, layer.index_scores
+    ids, protected = layer.token_ids, layer.protected
     selection = policy.select(
         replace(
             layer,
@@ -64,7 +64,6 @@ def _select_without_pads(policy: Policy, layer: PromptLayer) -> Selection | None
             pad_tokens=layer.pad_tokens - pads,
             token_ids=None if ids is None else ids[:, pads:],
             protected=None if protected is None else protected[..., pads:],
-            index_scores=None if scores is None else scores[..., pads:],
         )
     )
     if selection is None:

@@ -55,7 +55,8 @@ class ExpectedAttention(PrefixPolicy):
         slots = torch.arange(layer.keys.shape[2], device=layer.keys.device)
         own = slots - (layer.keys.shape[2] - layer.row_tokens)[:, None]
         left_out = (own < self.sink_tokens)[:, None]
-        expected = self._expected_logits(layer).masked_fill(left_out, float("-inf"))
+        lowest = torch.finfo(torch.float32).min  # a row may have no others
+        expected = self._expected_logits(layer).masked_fill(left_out, lowest)
         shares = ops.reduce_group(expected.softmax(dim=-1), layer.keys.shape[1], "mean")
         scores: Tensor = shares * torch.linalg.vector_norm(layer.values.float(), dim=-1)
         return scores[..., :prefix_tokens]

@@ -14,7 +14,6 @@ class FullCache(Policy):
 
     name: ClassVar[str] = "full"
     query_tokens: ClassVar[int] = 0
-    layers_alike: ClassVar[bool] = True
 
     def select(self, layer: PromptLayer) -> Selection | None:
         return None

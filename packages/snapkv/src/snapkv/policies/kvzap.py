@@ -20,10 +20,10 @@ class KVzap(PrefixPolicy):
     fitted by ridge regression (`snapkv study fit-gate`). Where the authors' map reads the hidden
     state before attention, this one reads what the cache has of a token, see
     `snapkv.policies.gate.features`: its key before rotary embedding, its value, and where it
-    stands. `AdaKV(KVzap(...))` and `ScoreThreshold(KVzap(...), at_least=-7)` let heads keep
-    different numbers, as published; the authors also evict while generating, here all of that
-    stays. A token stands where its row's count says, from 0: with `position_ids` of one's own the
-    gate looks at keys that it does not know.
+    stands. `AdaKV(KVzap(...))` lets heads keep different numbers; the authors keep what scores
+    above a threshold, and also evict while generating, here all of that stays. A token stands where
+    its row's count says, from 0: with `position_ids` of one's own the gate looks at keys that it
+    does not know.
 
     Without a gate `CompressedCache` takes what the study has found of the model.
 

@@ -43,7 +43,7 @@ class PromptThenDecode(EvictingPolicy):
                 f"SnapKV(budget=1024), got {_named(self.prompt)}; pass a method that evicts while "
                 "generating as decode"
             )
-        if self.prompt.draft_tokens or self.prompt.reads_context:
+        if self.prompt.reads_context:
             raise InvalidArgumentError(
                 f"prompt: expected a method whose scores are complete with the prompt, got "
                 f"{_named(self.prompt)}; use it by itself, or pass SnapKV"
@@ -88,10 +88,6 @@ class PromptThenDecode(EvictingPolicy):
     @property
     def parts_groups(self) -> bool:
         return self.prompt.parts_groups
-
-    @property
-    def layers_alike(self) -> bool:
-        return self.prompt.layers_alike and self.decode.layers_alike
 
     @property
     def needs(self) -> frozenset[Need]:

@@ -51,10 +51,6 @@ class PyramidKV(SnapKV):
         mean = super().most_tokens
         return None if mean is None else self.window_size + 2 * (mean - self.window_size)
 
-    @property
-    def layers_alike(self) -> bool:
-        return False
-
     def kept_prefix_tokens(self, layer: PromptLayer, of_heads: OfHeads = "max") -> list[int]:
         """B numbers: positions each row keeps of its own prefix in this layer."""
         last = replace(layer.uneven(), depth=layer.num_layers - 1)  # where bytes are rounded down

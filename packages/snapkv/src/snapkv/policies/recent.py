@@ -23,10 +23,6 @@ class BestAndRecent(EvictingPolicy):
     def recent_tokens(self) -> int:
         """How many of the last tokens always stay."""
 
-    @property
-    def layers_alike(self) -> bool:
-        return True
-
     @abstractmethod
     def rate(self, states: LayerStates) -> Tensor:
         """(B, H or 1, S) float32, higher first; what the recent tokens get does not count."""

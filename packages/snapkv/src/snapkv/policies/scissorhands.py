@@ -101,10 +101,6 @@ class Scissorhands(BestAndRecent):
         return math.floor(self.budget * (1 - self.gamma) + 1e-9)
 
     @property
-    def layers_alike(self) -> bool:
-        return not self.gamma
-
-    @property
     def recent_tokens(self) -> int:
         return self.recent
 

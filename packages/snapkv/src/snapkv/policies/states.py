@@ -28,8 +28,6 @@ class LayerStates:
         depth: how many compressed layers come before this one, of `num_layers`.
         protected: (B, 1 or heads of the cache, S) bool, slots whose tokens must stay, whatever
             their scores; None where none must.
-        index_scores: (B, N, S) float32, how indexed attention rates the slots for the last N
-            queries, -inf what they must not see; None where attention is not indexed.
     """
 
     queries: Tensor
@@ -41,7 +39,6 @@ class LayerStates:
     pad_tokens: Tensor | None = None
     stored_heads: int | None = None
     protected: Tensor | None = None
-    index_scores: Tensor | None = None
 
     @property
     def leading_fillers(self) -> Tensor | None:
@@ -88,8 +85,6 @@ class PromptLayer(LayerStates):
         token_cost: what a token costs in bytes, by the tokens of the batch's shortest row; for a
             `ByteBudget`.
         votes_impl: the implementation of `snapkv.ops.window_votes` that counts the window's votes.
-        draft: (B, Hq, N, D) queries, (B, Hkv, N, D) keys and values of N tokens that were generated
-            behind the prompt to vote on it; None where none were.
         unasked: takes whether scores are NaN, () bool, and whose they are, to be asked behind the
             last layer, since a GPU is waited for then; None to ask at once.
     """
@@ -103,7 +98,6 @@ class PromptLayer(LayerStates):
     fair: Segments | None = None
     token_cost: Callable[[int], TokenCost] | None = None
     votes_impl: Implementation = "auto"
-    draft: tuple[Tensor, Tensor, Tensor] | None = None
     unasked: list[tuple[Tensor, str]] | None = None
 
     def once(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:

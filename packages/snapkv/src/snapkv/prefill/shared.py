@@ -19,7 +19,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from snapkv.cache.hybrid import HybridLayer
-from snapkv.cache.indexed import IndexedLayer
 from snapkv.errors import UnsupportedModelError
 from snapkv.hf.attend import Attended, AttentionCall
 from snapkv.hf.attention import attend
@@ -75,7 +74,7 @@ class SharedReading:
 
     Raises:
         UnsupportedModelError: layers that hold something else than keys and values of their own
-            (states of a recurrence, keys of another layer or of an indexer), or whose forward is
+            (states of a recurrence, keys of another layer), or whose forward is
             wrapped already.
     """
 
@@ -94,8 +93,7 @@ class SharedReading:
         told = [
             step.layer_idx
             for step in self._steps
-            if step.call is not None
-            and not isinstance(leader.layers[step.layer_idx], IndexedLayer | HybridLayer)
+            if step.call is not None and not isinstance(leader.layers[step.layer_idx], HybridLayer)
         ]
         if told != list(range(len(leader.layers))):
             raise UnsupportedModelError(

@@ -20,14 +20,11 @@ class Dynamic:
         in_place: as in `DenseStore`.
         codes: how what is kept of a prompt is held in few bits; None for as it came.
         alike: whether all layers hold what they keep in as many bits.
-        together: where all layers must keep as many tokens of a row, how many numbers a token has
-            more in each of them than in this one; empty where each keeps its own.
     """
 
     in_place: bool = True
     codes: KVCodes | None = None
     alike: bool = True
-    together: tuple[int, ...] = ()
     is_compileable = False
 
     def at(self, depth: int, num_layers: int) -> "Dynamic":
@@ -57,14 +54,12 @@ class Dynamic:
     def token_cost(self, store: TokenStore, heads: int, shortest_tokens: int) -> TokenCost:
         """As the keys and values came, or in codes."""
         keys, values = store.keys, store.values
-        own = keys.shape[-1] + values.shape[-1]
-        per_head = keys.element_size() * sum(own + more for more in self.together or (0,))
+        per_head = keys.element_size() * (keys.shape[-1] + values.shape[-1])
         one = TokenCost(
             full_bytes=store.num_kv_heads * per_head,
             token_bytes=heads * per_head,
             block_bytes=heads * per_head,
             alike=self.alike,
-            together=bool(self.together),
         )
         if self.codes is None:
             return one
