@@ -147,11 +147,10 @@ def test_drafts(name, drafts, require_same):
     "reading",
     [
         lambda model: prefill.layer_by_layer(model, chunk_tokens=16),
-        lambda model: prefill.chunked(model, cap_tokens=32, chunk_tokens=16),
         lambda model: prefill.selective(model, layer=2, least_tokens=4),
         lambda model: prefill.gemfilter(model, layer=2, least_tokens=4),
     ],
-    ids=["layer by layer", "chunked", "selective", "gemfilter"],
+    ids=["layer by layer", "selective", "gemfilter"],
 )
 def test_long_prompts(reading, require_same):
     def run(model, put):

@@ -155,7 +155,6 @@ def test_spans(require_same):
 
 READINGS = {
     "layer by layer": lambda model: prefill.layer_by_layer(model, chunk_tokens=16),
-    "chunked": lambda model: prefill.chunked(model, cap_tokens=32, chunk_tokens=16),
     "selective": lambda model: prefill.selective(model, layer=1, least_tokens=4),
     "gemfilter": lambda model: prefill.gemfilter(model, layer=3, least_tokens=4),
 }

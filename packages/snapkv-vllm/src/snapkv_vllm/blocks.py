@@ -13,27 +13,15 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from snapkv.errors import UnsupportedModelError
 from snapkv_vllm.plans import Move, Order, RequestPlan
-from snapkv_vllm.settings import ServingSettings
-
-
-class _Compressed(FullAttentionSpec):
-    """Tells vLLM how much a request may hold, by what the server's settings promise."""
-
-    def max_memory_usage_bytes(self, vllm_config: Any) -> int:
-        settings = ServingSettings.from_config(vllm_config.additional_config)
-        tokens = vllm_config.model_config.max_model_len
-        most = settings.limits.most_held(tokens, settings.window_tokens)
-        most_bytes: int = cdiv(most, self.block_size) * self.page_size_bytes
-        return most_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompressedSpec(_Compressed, FullAttentionSpec):
+class CompressedSpec(FullAttentionSpec):
     """Full attention whose requests may hold fewer tokens than they have seen."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompressedLatentSpec(_Compressed, MLAAttentionSpec):
+class CompressedLatentSpec(MLAAttentionSpec):
     """The same where a latent is stored for all heads."""
 
 

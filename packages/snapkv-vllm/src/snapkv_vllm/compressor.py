@@ -177,7 +177,7 @@ class Compressor:
         if isinstance(order.choice, EndOfTurn):
             keep = self.positions.kept(run, order, order.choice, layer)
         else:
-            keep = order.choice.keep(layer, order.kept_tokens)
+            keep = order.choice.keep(layer)
         if keep is None or not _keeps_as_ordered(keep, order):
             kept = None if keep is None else (keep >= 0).sum(dim=-1)
             raise RuntimeError(f"{request}: {kept} tokens kept, {order.kept_tokens} expected")

@@ -1,4 +1,4 @@
-"""How many tokens a request may hold while it is read and while its answer grows."""
+"""How many tokens a request may hold while its answer grows."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -7,7 +7,6 @@ from typing import Any, Self, cast
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import POLICIES, RKV, EvictingPolicy, Policy, StreamingLLM
 from snapkv.validation import (
-    DEFAULT_CHUNK,
     DEFAULT_EVERY,
     MOST,
     nearest,
@@ -16,7 +15,7 @@ from snapkv.validation import (
 )
 from snapkv_vllm.methods import kept_tokens, parts_heads, require_first_protected
 from snapkv_vllm.names import SPANS, wrong
-from snapkv_vllm.plans import Cap, Growth, queries_of
+from snapkv_vllm.plans import Growth, queries_of
 
 SERVED_WHILE_GENERATING = ("r-kv", "tova", "streaming-llm")
 """Methods that evict by the last queries and what is held alone."""
@@ -46,8 +45,6 @@ class Limits(Entry):
     """What a server promises of every request; a request may ask for less, never for more.
 
     Args:
-        cap: tokens of a prompt that every head holds between two chunks of it; 0 for all of them.
-        chunk_tokens: read between two compressions of a prompt that is held to a cap.
         decode_budget: tokens of a prompt and its answer that every head holds while generating; 0
             lets answers grow.
         decode_policy: one of `SERVED_WHILE_GENERATING`, which evicts.
@@ -58,16 +55,13 @@ class Limits(Entry):
         InvalidTypeError: a value of the wrong type.
     """
 
-    cap: int = 0
-    chunk_tokens: int = DEFAULT_CHUNK
     decode_budget: int = 0
     decode_policy: str = SERVED_WHILE_GENERATING[0]
     evict_every: int = DEFAULT_EVERY
 
     def __post_init__(self) -> None:
-        leasts = {"cap": 0, "chunk_tokens": 1, "decode_budget": 0, "evict_every": 1}
-        for name, minimum in leasts.items():
-            require_int(name, getattr(self, name), minimum)
+        require_int("decode_budget", self.decode_budget, minimum=0)
+        require_int("evict_every", self.evict_every, minimum=1)
         require_choice("decode_policy", self.decode_policy, SERVED_WHILE_GENERATING)
         every = self.evict_every
         if 0 < self.decode_budget <= every:
@@ -77,46 +71,19 @@ class Limits(Entry):
             least = f"at least {wanted}, as many queries as {self.decode_policy} looks at"
             raise wrong("evict_every", least, every, "raise it, or choose another decode_policy")
 
-    def require_none(self, cap: int | None, decode_budget: int | None) -> None:
-        """Refuse spans where a request is held to limits, by which positions are dropped before."""
-        asked = {"cap": cap, "decode_budget": decode_budget}
-        for name, own in asked.items():
-            if tokens := getattr(self, name) if own is None else own:
-                none = f"none beside {name} {tokens}, under which tokens of them may be gone before"
-                raise wrong(SPANS, none, "some", f"send them to a server without {name}")
-
-    def cap_of(self, asked: int | None, policy: Policy | None, *, looks_ahead: bool) -> Cap | None:
-        """What a prompt is held to while it is read, by what its request asks for, or nothing.
-
-        Refuses more than the server's cap, or a method that cannot hold to one.
-        """
-        tokens = self.cap if asked is None else asked
-        require_int("cap", tokens, minimum=1 if self.cap else 0, maximum=self.cap or MOST)
-        if not tokens:
-            return None
-        if policy is None:
-            least = "at least 1 where prompts are held to a cap"
-            raise wrong("budget", least, 0, "pass a budget")
-        if tokens < (budget := kept_tokens(policy, MOST)):
-            least = f"at least the budget of {budget}"
-            raise wrong("cap", least, tokens, "raise it, or lower the budget")
-        try:
-            policy.require_cap(tokens)
-        except InvalidArgumentError:
-            none = f"none with {policy.name}, which cannot rate a part of a prompt"
-            remedy = "leave it out, or serve with --policy snapkv"
-            raise wrong("cap", none, tokens, remedy) from None
-        if policy.query_tokens > self.chunk_tokens:
-            most = f"at most the {self.chunk_tokens} tokens of a chunk where prompts are held to"
-            raise wrong("window_size", f"{most} a cap", policy.query_tokens, "pass a smaller one")
-        return Cap(most_tokens=tokens, chunk_tokens=self.chunk_tokens, looks_ahead=looks_ahead)
+    def require_none(self, asked: int | None) -> None:
+        """Refuse spans where an answer is held to a budget, by which positions are dropped."""
+        if tokens := self.decode_budget if asked is None else asked:
+            none = f"none beside decode_budget {tokens}, under which tokens of them may be gone"
+            raise wrong(SPANS, none, "some", "send them to a server without decode_budget")
 
     def growth_of(
         self, asked: int | None, prompt_policy: Policy | None, *, protect_first: int
     ) -> Growth | None:
-        """What prompt and answer are held to while the answer grows, as `cap_of` says of prompts.
+        """What prompt and answer are held to while the answer grows; None where it may grow.
 
-        `prompt_policy` is None where the prompt is to stay whole.
+        That is by what the request asks for, no more than the server's. `prompt_policy` is None
+        where the prompt is to stay whole.
         """
         tokens, every = self.decode_budget if asked is None else asked, self.evict_every
         require_int("decode_budget", tokens, minimum=0)
@@ -164,13 +131,3 @@ class Limits(Entry):
         if not self.decode_budget:
             return 0
         return queries_of(self._evicting(self.decode_budget - self.evict_every))
-
-    def most_read(self, tokens: int, window_tokens: int) -> int:
-        """The most that a request holds while a prompt of so many tokens is read."""
-        return min(tokens, self.cap + self.chunk_tokens + window_tokens) if self.cap else tokens
-
-    def most_held(self, tokens: int, window_tokens: int) -> int:
-        """The most that any request holds that sees so many tokens, its answer among them."""
-        if not self.decode_budget:
-            return tokens
-        return min(tokens, max(self.decode_budget, self.most_read(tokens, window_tokens)))

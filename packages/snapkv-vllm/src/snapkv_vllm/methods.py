@@ -66,12 +66,6 @@ class ProtectingFirst(Policy):
     def select(self, layer: PromptLayer) -> Selection | None:
         return self.policy.select(self._protected(layer))
 
-    def require_cap(self, cap_tokens: int) -> None:
-        self.policy.require_cap(cap_tokens)
-
-    def select_under_cap(self, layer: PromptLayer, cap_tokens: int) -> Selection:
-        return self.policy.select_under_cap(self._protected(layer), cap_tokens)
-
     def _protected(self, layer: PromptLayer) -> PromptLayer:
         return replace(layer, protected=protected_first(layer, self.first_tokens))
 

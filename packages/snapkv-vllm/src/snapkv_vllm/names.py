@@ -18,7 +18,7 @@ XARGS = "vllm_xargs"
 
 PROTECT_FIRST = "protect_first"
 
-LIMITS = ("cap", "decode_budget")
+DECODE_BUDGET = "decode_budget"
 
 CONTEXT = "context_management"
 """The field of a body that holds edits, and of a response that says which were applied."""
@@ -50,7 +50,7 @@ CHATS = ("/v1/chat/completions", MESSAGES)
 
 _OF_METHODS = ("budget", "window_size", "kernel_size", "pooling", "decay", "safeguard")
 
-OF_A_REQUEST = (*_OF_METHODS, PROTECT_FIRST, *LIMITS)
+OF_A_REQUEST = (*_OF_METHODS, PROTECT_FIRST, DECODE_BUDGET)
 """What a request may set for itself, where the server's method has it."""
 
 _LONGEST_NAME = 100

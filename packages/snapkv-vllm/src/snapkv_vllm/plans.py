@@ -40,7 +40,7 @@ class Choice:
         """How many of the last queries it wants to see."""
         return self.policy.query_tokens
 
-    def keep(self, layer: PromptLayer, kept_tokens: int) -> Tensor | None:
+    def keep(self, layer: PromptLayer) -> Tensor | None:
         """Which of the held tokens stay.
 
         Returns:
@@ -64,22 +64,8 @@ class EndOfTurn(EndOfPrompt):
         """As `keep`, where slots hold the tokens at (layers, 1 or H, S) positions."""
         policy = self.policy
         if positions is None or not isinstance(policy, WithSpans):
-            return self.keep(layer, 0)
+            return self.keep(layer)
         return policy.select_at(layer, positions).keep_indices
-
-
-@dataclass(frozen=True)
-class UnderCap(Choice):
-    """What stays for now of a prompt that is still coming in."""
-
-    stage = "reading"
-    parts_heads = False
-
-    ahead_tokens: int  # how many of the last tokens were read ahead and do not stay
-
-    def keep(self, layer: PromptLayer, kept_tokens: int) -> Tensor:
-        selection = self.policy.select_under_cap(layer, kept_tokens + self.ahead_tokens)
-        return selection.keep_indices[..., :kept_tokens]
 
 
 @dataclass(frozen=True)
@@ -98,7 +84,7 @@ class WhileGenerating(Choice):
     def query_tokens(self) -> int:
         return self.queries
 
-    def keep(self, layer: PromptLayer, kept_tokens: int) -> Tensor | None:
+    def keep(self, layer: PromptLayer) -> Tensor | None:
         first = self.protect_first
         step = DecodeStep(
             queries=layer.queries,
@@ -124,10 +110,10 @@ class SecondReading(Choice):
 
     document_tokens: int  # of those held, the first ones
 
-    def keep(self, layer: PromptLayer, kept_tokens: int) -> Tensor | None:
+    def keep(self, layer: PromptLayer) -> Tensor | None:
         first = slice(self.document_tokens)
         document = replace(layer, keys=layer.keys[:, :, first], values=layer.values[:, :, first])
-        return super().keep(document, kept_tokens)
+        return super().keep(document)
 
 
 # What the scheduler tells the workers.
@@ -144,10 +130,7 @@ class Move:
 
 @dataclass(frozen=True, kw_only=True)
 class Ahead:
-    """Tokens that are read behind a prompt's own, and forgotten when they have voted.
-
-    The prompt's last ones behind a piece of it, or a part of a text that is read again.
-    """
+    """Tokens of a text that is read again behind the prompt; forgotten when they have voted."""
 
     first_position: int
     token_ids: tuple[int, ...]
@@ -165,7 +148,7 @@ class Order:
     choice: Choice
     query_tokens: int  # of the step's last ones, whose queries are put aside for the choice
     seen_tokens: int  # that count as computed when the step is done
-    held_tokens: int  # of which keys and values are cached then, those read ahead among them
+    held_tokens: int  # of which keys and values are cached then, those read again among them
     ends: bool  # whether the choice is made behind this step; what was put aside is then forgotten
     kept_tokens: int  # how many stay
     ahead: Ahead | None = None  # the step's last tokens, where they are not the next ones
@@ -221,7 +204,7 @@ class RequestPlan:
     def shared_tokens(self) -> int | None:
         """First tokens whose keys and values are those of every request's; None: all.
 
-        Behind them a request may have read ahead, or have dropped what others would see.
+        Behind them a request may read a text again, or have dropped what others would see.
         """
         return None
 
@@ -231,15 +214,13 @@ class RequestPlan:
         return None
 
     def step_tokens(self, seen_tokens: int, held_tokens: int, offered_tokens: int) -> int:
-        """How many tokens a step computes, those read ahead among them.
+        """How many tokens a step computes, those read again among them.
 
         So that none runs past the next compression.
         """
         return offered_tokens
 
-    def order(
-        self, seen_tokens: int, held_tokens: int, step_tokens: int, prompt_ids: Sequence[int]
-    ) -> Order | None:
+    def order(self, seen_tokens: int, held_tokens: int, step_tokens: int) -> Order | None:
         """What the workers do in a step; None where there is nothing to do beside it."""
         return None
 
@@ -260,17 +241,6 @@ class RequestPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cap:
-    """Holds a prompt to a number of tokens while it is read, as `prefill.chunked` does."""
-
-    most_tokens: int  # held between two pieces
-    chunk_tokens: int  # read between two compressions
-    # whether the prompt's last tokens vote on every piece; else the piece's own do. They cannot
-    # where layers of another kind read them too, which cannot forget them.
-    looks_ahead: bool
-
-
-@dataclass(frozen=True, kw_only=True)
 class Growth:
     """Holds an answer to a number of tokens while it grows."""
 
@@ -287,12 +257,6 @@ class Compression:
     at: int  # how many tokens are computed when it happens
     kept_tokens: int
     choice: Choice
-    ahead_tokens: int = 0  # of the prompt's last, read with the step that reaches `at`
-
-    @property
-    def needed_tokens(self) -> int:
-        """How many of the tokens before `at` must be computed for it, cached or not."""
-        return 1 if self.ahead_tokens else max(1, self.choice.query_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,30 +265,14 @@ class Plan(RequestPlan):
 
     prompt_tokens: int
     policy: Policy | None = None  # compresses the prompt; None leaves it whole
-    cap: Cap | None = None
     growth: Growth | None = None
 
     def next(self, seen_tokens: int, held_tokens: int) -> Compression | None:
         """The first compression of a request that has seen so many tokens, and holds so many."""
         compression = None
         if seen_tokens < self.prompt_tokens:
-            compression = self._under_cap(seen_tokens, held_tokens) or self._at_the_end(
-                held_tokens + self.prompt_tokens - seen_tokens
-            )
+            compression = self._at_the_end(held_tokens + self.prompt_tokens - seen_tokens)
         return compression or self._while_generating(seen_tokens, held_tokens)
-
-    def _under_cap(self, seen: int, held: int) -> Compression | None:
-        if self.cap is None or self.policy is None:
-            return None
-        over = seen - held + self.cap.most_tokens + 1  # the first token that is too many
-        at = -(-over // self.cap.chunk_tokens) * self.cap.chunk_tokens
-        window = self.policy.query_tokens
-        if at + window >= self.prompt_tokens:  # what is left is read with the last chunk
-            return None
-        ahead = window if self.cap.looks_ahead else 0
-        choice = UnderCap(self.policy, ahead)
-        kept = self.cap.most_tokens
-        return Compression(at=at, kept_tokens=kept, choice=choice, ahead_tokens=ahead)
 
     def _at_the_end(self, held_then: int) -> Compression | None:
         if self.policy is None or (kept := kept_tokens(self.policy, held_then)) == held_then:
@@ -344,46 +292,31 @@ class Plan(RequestPlan):
         compression = self.next(seen_tokens, held_tokens)
         if compression is None:
             return offered_tokens
-        rest = compression.at - seen_tokens
-        whole = rest + compression.ahead_tokens
-        if offered_tokens >= whole:
-            return whole
-        return min(offered_tokens, rest - 1 if compression.ahead_tokens else rest)
+        return min(offered_tokens, compression.at - seen_tokens)
 
-    def order(
-        self, seen_tokens: int, held_tokens: int, step_tokens: int, prompt_ids: Sequence[int]
-    ) -> Order | None:
+    def order(self, seen_tokens: int, held_tokens: int, step_tokens: int) -> Order | None:
         compression = self.next(seen_tokens, held_tokens)
         if compression is None:
             return None
-        ahead = compression.ahead_tokens
         computed = seen_tokens + step_tokens
-        ends = computed == compression.at + ahead
-        if ahead:
-            queries = ahead if ends else 0
-        else:
-            first = max(seen_tokens, compression.at - compression.choice.query_tokens)
-            queries = max(0, computed - first)
+        first = max(seen_tokens, compression.at - compression.choice.query_tokens)
+        queries, ends = max(0, computed - first), computed == compression.at
         if not (queries or ends):
             return None
-        start = len(prompt_ids) - ahead
-        last = Ahead(first_position=start, token_ids=tuple(prompt_ids[start:]))
         return Order(
             choice=compression.choice,
             query_tokens=queries,
-            seen_tokens=compression.at if ends else computed,
+            seen_tokens=computed,
             held_tokens=held_tokens + step_tokens,
             ends=ends,
             kept_tokens=compression.kept_tokens,
-            ahead=last if ends and ahead else None,
-            steps_back=ahead if ends else 0,
         )
 
     def room(self, seen_tokens: int, held_tokens: int, step_tokens: int, block_tokens: int) -> int:
         compression = self.next(seen_tokens, held_tokens)
         if compression is None:
             return 0
-        rest = compression.at + compression.ahead_tokens - seen_tokens
+        rest = compression.at - seen_tokens
         if step_tokens < rest:
             return 0
         kept, held = compression.kept_tokens, held_tokens + rest
@@ -397,13 +330,10 @@ class Plan(RequestPlan):
     @property
     def reusable_tokens(self) -> int | None:
         first = self.next(0, 0)
-        return None if first is None else max(0, first.at - first.needed_tokens)
+        return None if first is None else max(0, first.at - max(1, first.choice.query_tokens))
 
     def most_held(self, tokens: int) -> int:
         read = min(tokens, self.prompt_tokens)
-        if self.cap is not None and self.policy is not None:
-            most = self.cap.most_tokens + self.cap.chunk_tokens + self.policy.query_tokens
-            read = min(read, most)
         if tokens <= self.prompt_tokens:
             return read
         kept = self.prompt_tokens if self.policy is None else kept_tokens(self.policy, read)

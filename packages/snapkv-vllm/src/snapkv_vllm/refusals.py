@@ -9,7 +9,7 @@ from snapkv.policies import TOVA, AdaKV
 from snapkv_vllm.documents.words import Errand
 from snapkv_vllm.layouts import FP8, LAYOUTS
 from snapkv_vllm.limits import Limits
-from snapkv_vllm.names import PREFIX, RefusedError, wrong
+from snapkv_vllm.names import DECODE_BUDGET, PREFIX, wrong
 from snapkv_vllm.plans import Plan
 from snapkv_vllm.settings import ServingSettings
 from snapkv_vllm.spans import NAME
@@ -30,13 +30,6 @@ def _settings(vllm_config: Any) -> ServingSettings:
 def serves_heads_apart(vllm_config: Any) -> bool:
     """Whether heads of a layer may keep different numbers of tokens on this server."""
     return _settings(vllm_config).policy == AdaKV.name
-
-
-def _shortest_step(vllm_config: Any) -> int:
-    """The most tokens of one request that a step may be given."""
-    scheduler = vllm_config.scheduler_config
-    steps = (scheduler.max_num_batched_tokens, scheduler.long_prefill_token_threshold)
-    return min(int(tokens) for tokens in steps if tokens)
 
 
 def _graphs_of_prompts(vllm_config: Any) -> bool:
@@ -126,19 +119,6 @@ _ALWAYS: _Rules = (
         "CUDA graphs of whole prompt steps",
         _graphs_of_prompts,
         "queries are put aside between graphs; set cudagraph_mode to FULL_AND_PIECEWISE",
-    ),
-)
-_CAPPED: _Rules = (
-    (
-        "positions in several dimensions (M-RoPE) where prompts are held to a cap",
-        lambda c: c.model_config.uses_mrope,
-        "the window is read ahead by positions of one dimension; leave --cap out",
-    ),
-    (
-        "steps of fewer tokens than the window and one",
-        lambda c: _shortest_step(c) <= _settings(c).window_tokens,
-        "where prompts are held to a cap, the window is read with the end of every chunk; raise "
-        "--max-num-batched-tokens and --long-prefill-token-threshold, or lower --max-window-size",
     ),
 )
 _HELD_ANSWERS: _Rules = (
@@ -282,7 +262,6 @@ _TOVA: _Rules = (
 
 _TABLE: tuple[tuple[Callable[[ServingSettings], Any], _Rules], ...] = (
     (lambda s: True, _ALWAYS),
-    (lambda s: s.limits.cap, _CAPPED),
     (lambda s: s.limits.decode_budget, _HELD_ANSWERS),
     (lambda s: s.sharing is not None, _SHARED),
     (lambda s: s.sessions is not None, _SESSIONS),
@@ -316,12 +295,11 @@ def require_supported(vllm_config: Any) -> None:
 
 
 def require_no_promise(limits: Limits) -> None:
-    """Refuse a session where requests are promised to be held to limits, which it cannot be."""
-    for name in ("cap", "decode_budget"):
-        if promised := getattr(limits, name):
-            remedy = f"send whole requests, or start the server without --{name.replace('_', '-')}"
-            none = "none for a session, whose prompt goes on after its end"
-            raise wrong(name, none, promised, remedy)
+    """Refuse a session where answers are promised to be held to a budget, which it cannot be."""
+    if promised := limits.decode_budget:
+        remedy = "send whole requests, or start the server without --decode-budget"
+        none = "none for a session, whose prompt goes on after its end"
+        raise wrong(DECODE_BUDGET, none, promised, remedy)
 
 
 def require_no_spans(sampling_params: Any) -> None:
@@ -337,35 +315,6 @@ def require_one_position(plan: Plan, request: Any, vllm_config: Any) -> None:
     if is_compressed and request.mm_features and vllm_config.model_config.uses_mrope:
         text = "text alone where positions have several dimensions (M-RoPE)"
         raise wrong("prompt", text, "images", f"send it with {PREFIX}budget 0")
-
-
-def require_capped_prompt(plan: Plan, request: Any, vllm_config: Any) -> None:
-    """Refuse a request of vLLM whose prompt cannot be held to its plan's cap while it is read."""
-    cap, policy = plan.cap, plan.policy
-    if cap is None or policy is None:
-        return
-    if request.prompt_token_ids is None or request.mm_features:
-        raise _capped("prompt", "a prompt of tokens alone", "embeddings or images")
-    if vllm_config.model_config.uses_mrope:  # of a server without a cap of its own
-        raise _capped("cap", "positions of one dimension", "several (M-RoPE)")
-    if cap.looks_ahead and (step := _shortest_step(vllm_config)) <= policy.query_tokens:
-        got = f"a window of {policy.query_tokens} in steps of {step}"
-        raise _capped("window_size", "steps with room for the window and a token more", got)
-    if vllm_config.cache_config.mamba_cache_mode == "align":
-        states = "recurrent states that are not shared"
-        raise _capped("cap", states, "--mamba-cache-mode align")
-
-
-def require_no_prompt_logprobs(plan: Plan, sampling_params: Any) -> None:
-    """Refuse probabilities of a capped prompt, of which some would be of tokens read ahead."""
-    if plan.cap is not None and sampling_params.prompt_logprobs is not None:
-        raise _capped("prompt_logprobs", "none", str(sampling_params.prompt_logprobs))
-
-
-def _capped(name: str, expected: str, got: str) -> RefusedError:
-    without = "send the request to a server without --cap and without snapkv_cap"
-    where = f"{expected} where a prompt is held to a cap"
-    return wrong(name, where, got, f"leave it out, or {without}")
 
 
 def require_sharing(settings: ServingSettings, asked: Errand, sampling_params: Any) -> None:

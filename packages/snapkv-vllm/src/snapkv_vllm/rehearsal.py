@@ -39,8 +39,7 @@ class Largest:
         """What vLLM's configuration allows, with the server's settings in it."""
         settings = ServingSettings.from_config(vllm_config.additional_config)
         scheduler, limits = vllm_config.scheduler_config, settings.limits
-        longest = vllm_config.model_config.max_model_len
-        prompt_tokens = limits.most_read(longest, settings.window_tokens)
+        prompt_tokens = vllm_config.model_config.max_model_len
         policy = settings.costliest(prompt_tokens)
         step_tokens, window = scheduler.max_num_batched_tokens, policy.query_tokens
         return cls(

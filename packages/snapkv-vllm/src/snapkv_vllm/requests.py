@@ -18,7 +18,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as SecondLogitsProcessor
 
 from snapkv_vllm.documents.words import errand
-from snapkv_vllm.refusals import require_no_prompt_logprobs, require_sharing
+from snapkv_vllm.refusals import require_sharing
 from snapkv_vllm.settings import ServingSettings
 
 
@@ -39,8 +39,7 @@ class RequestCheck(LogitsProcessor, SecondLogitsProcessor):
             if asked is not None:
                 require_sharing(cls.settings, asked, sampling_params)
                 return
-            plan = cls.settings.plan_for(sampling_params.extra_args, prompt_tokens=1)
-            require_no_prompt_logprobs(plan, sampling_params)
+            cls.settings.plan_for(sampling_params.extra_args, prompt_tokens=1)
         except TypeError as error:
             raise ValueError(str(error)) from error
 

@@ -167,7 +167,7 @@ class CompressingRunner:
         }
 
     def _read_ahead(self, requests: Sequence[str], query_ends: Sequence[int], inputs: Any) -> None:
-        """Put the prompt's last tokens where a step reads them ahead; their slots stay.
+        """Put the tokens of a text where a step reads it again; their slots stay.
 
         `inputs` are the (ids, positions) of the batch, each (tokens,).
         """

@@ -24,9 +24,7 @@ from snapkv_vllm.plans import Beginning, Order, Plan, RequestPlan
 from snapkv_vllm.plugin import end_with_parent
 from snapkv_vllm.refusals import (
     compressed_managers,
-    require_capped_prompt,
     require_no_promise,
-    require_no_prompt_logprobs,
     require_no_spans,
     require_one_position,
     require_sharing,
@@ -67,7 +65,6 @@ class _CompressingScheduler(Scheduler):
         share_exact_blocks(coordinator, self._plans)
         managers = coordinator.single_type_managers
         compressed = compressed_managers(managers)
-        self._looks_ahead = len(compressed) == len(managers)
         self._blocks = CompressedBlocks(compressed, self._plans)
         blocks = self.kv_cache_manager
         self._allocate_slots, blocks.allocate_slots = blocks.allocate_slots, self._slots_and_room
@@ -99,13 +96,9 @@ class _CompressingScheduler(Scheduler):
             require_no_promise(self._settings.limits)
             require_no_spans(params)
             return Plan(prompt_tokens=request.num_prompt_tokens)
-        plan = self._settings.plan_for(
-            params.extra_args, request.num_prompt_tokens, looks_ahead=self._looks_ahead
-        )
+        plan = self._settings.plan_for(params.extra_args, request.num_prompt_tokens)
         require_spans_within(plan.policy, request.num_prompt_tokens)
         require_one_position(plan, request, self.vllm_config)
-        require_capped_prompt(plan, request, self.vllm_config)
-        require_no_prompt_logprobs(plan, params)
         return plan if self._sessions is None else self._sessions.plan_of(request, plan)
 
     def _require_blocks(self, request: Any) -> None:
@@ -257,7 +250,7 @@ class _CompressingScheduler(Scheduler):
         order = None
         if plan is not None:
             held = seen - self._blocks.dropped_tokens(request_id)
-            order = plan.order(seen, held, step_tokens, request.prompt_token_ids or ())
+            order = plan.order(seen, held, step_tokens)
         if order is not None and (order.ends or order.noted_tokens or order.steps_back):
             order = self._compressed(request, order)
         counts = not isinstance(plan, FromDocument | ReadTwice)
@@ -270,7 +263,7 @@ class _CompressingScheduler(Scheduler):
 
     def _compressed(self, request: Any, order: Order) -> Order:
         """Free the blocks that the request no longer needs, and say so to the workers."""
-        request.num_computed_tokens = order.seen_tokens  # less those read ahead
+        request.num_computed_tokens = order.seen_tokens  # less those read again
         moves = self._blocks.compress(request.request_id, order)
         if order.ends:
             freed = sum(len(move.sources) - len(move.targets) for move in moves)

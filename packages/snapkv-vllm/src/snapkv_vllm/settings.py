@@ -30,10 +30,10 @@ from snapkv_vllm.methods import (
 )
 from snapkv_vllm.names import (
     CHATS,
+    DECODE_BUDGET,
     DOCUMENT,
     EDITS,
     ENDPOINTS,
-    LIMITS,
     MESSAGES,
     OF_A_REQUEST,
     PREFIX,
@@ -89,7 +89,7 @@ class ServingSettings:
             of a system message; they count towards the budget.
         max_window_size: the longest window that the server or a request may ask for.
         max_kernel_size: the widest kernel; a pair (before, behind) is before + 1 + behind wide.
-        limits: how many tokens a request may hold while it is read and while its answer grows.
+        limits: how many tokens a request may hold while its answer grows.
         sharing: of documents among requests; None where there is none.
         sessions: whose histories are held; None where none are.
 
@@ -116,7 +116,7 @@ class ServingSettings:
             raise wrong("policy", expected, f"{policy!r}{why or ''}", "pass one of them")
         for cap in _CAPS:
             require_at_least(cap, getattr(self, cap), 1)
-        self._planned({}, prompt_tokens=1, looks_ahead=True)
+        self._planned({}, prompt_tokens=1)
         if self.sharing is not None:
             self.sharing.require_possible(self.limits)
         if self.sessions is not None:
@@ -166,20 +166,13 @@ class ServingSettings:
         """The method for one request's prompt; None leaves it whole. Raises as `plan_for` does."""
         return self.plan_for(extra_args, prompt_tokens=1).policy
 
-    def plan_for(
-        self,
-        extra_args: Mapping[str, Any] | None,
-        prompt_tokens: int,
-        *,
-        looks_ahead: bool = True,
-    ) -> Plan:
+    def plan_for(self, extra_args: Mapping[str, Any] | None, prompt_tokens: int) -> Plan:
         """When one request is compressed, and how.
 
         Args:
             extra_args: `SamplingParams.extra_args`, in HTTP bodies `vllm_xargs`; names that
                 `snapkv_vllm.names` does not know belong to others.
             prompt_tokens: length of its prompt.
-            looks_ahead: see `Cap`.
 
         Raises:
             InvalidArgumentError: an unknown name, one without its prefix, or a value out of range.
@@ -195,7 +188,7 @@ class ServingSettings:
             self._require_known(name)
             require_readable(PREFIX + name, value)
         try:
-            return self._planned(given, prompt_tokens, looks_ahead=looks_ahead, spans=spans)
+            return self._planned(given, prompt_tokens, spans)
         except (InvalidArgumentError, InvalidTypeError) as error:
             said = str(error).removeprefix(PREFIX)  # of spans it has the whole name
             raise type(error)(f"{PREFIX}{said}") from error
@@ -231,7 +224,7 @@ class ServingSettings:
             given.pop(name, None)
         if not votes:
             given["budget"] = 0
-        return self._planned(given, held_tokens, looks_ahead=True, spans=spans)
+        return self._planned(given, held_tokens, spans)
 
     def costliest(self, prompt_tokens: int) -> Policy:
         """Of what requests may ask for, the method that takes the most memory.
@@ -249,16 +242,10 @@ class ServingSettings:
         made = self._made(None, self.parameters)
         return made.safeguard if isinstance(made, AdaKV) else None
 
-    @property
-    def window_tokens(self) -> int:
-        return self.costliest(1).query_tokens
-
     def _planned(
         self,
         given: Mapping[str, Any],
         prompt_tokens: int,
-        *,
-        looks_ahead: bool,
         spans: RequestSpans = _NO_SPANS,
     ) -> Plan:
         """What a request's settings, by their names without the prefix, make of the server's."""
@@ -268,7 +255,7 @@ class ServingSettings:
         require_int("budget", budget, minimum=0)
         first = own.pop(PROTECT_FIRST, self.protect_first)
         require_int(PROTECT_FIRST, first, minimum=0)
-        cap, decode_budget = (own.pop(name, None) for name in LIMITS)
+        decode_budget = own.pop(DECODE_BUDGET, None)
         parameters = dict(self.parameters)
         if "pooling" in own:  # of the server's, what the request's has no use for
             parameters.pop("kernel_size" if own["pooling"] == "fading" else "decay", None)
@@ -278,13 +265,12 @@ class ServingSettings:
         elif first and policy is not None:
             policy = ProtectingFirst(policy, first)
         if spans:
-            self.limits.require_none(cap, decode_budget)
+            self.limits.require_none(decode_budget)
             protecting = spans.protecting(min(first, prompt_tokens))
             policy = self._with_spans(protecting, budget, parameters | own, prompt_tokens)
         return Plan(
             prompt_tokens=prompt_tokens,
             policy=policy,
-            cap=self.limits.cap_of(cap, policy, looks_ahead=looks_ahead),
             growth=self.limits.growth_of(decode_budget, policy, protect_first=first),
         )
 
@@ -342,7 +328,7 @@ class ServingSettings:
 
     def _require_known(self, name: str) -> None:
         known = [one for one in OF_A_REQUEST if one in parameters_of(self.policy)]
-        names = [PREFIX + one for one in (*known, PROTECT_FIRST, *LIMITS)]
+        names = [PREFIX + one for one in (*known, PROTECT_FIRST, DECODE_BUDGET)]
         if PREFIX + name not in names:
             said = PREFIX + shown(name)
             raise InvalidArgumentError(
@@ -372,7 +358,7 @@ class ServingSettings:
 
 
 def _require_tokens(budget: object) -> None:
-    """Refuse bytes: caps, answers that grow and shared blocks are promised in tokens."""
+    """Refuse bytes: answers that grow and shared blocks are promised in tokens."""
     given = byte_budget(budget) if isinstance(budget, str) else None
     if given is None:
         return

@@ -47,7 +47,6 @@ def likely_value(generator, name):
         "decay": lambda: generator.choice((0.9, 0.5, 1e-300, 1 - 1e-12, generator.random())),
         "safeguard": lambda: generator.choice((0.2, 1, 1.0, 1e-300, 0, 1.1, generator.random())),
         "protect_first": lambda: generator.choice((0, 1, 10, 50, generator.randint(-2, 200))),
-        "cap": lambda: generator.choice((0, 64, 96, 500, generator.randint(-2, 700))),
         "decode_budget": lambda: generator.choice((0, 250, generator.randint(-2, 400))),
     }[name]()
 

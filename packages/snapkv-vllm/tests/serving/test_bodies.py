@@ -47,7 +47,7 @@ def test_right_settings_and_other_peoples_fields_pass(body):
             for name in (*OF_A_REQUEST, "document")
         ),
         ({"sampling_params": {"budget": 64}}, 'write "vllm_xargs": {"snapkv_budget": ...}'),
-        ({"extra_body": {"vllm_xargs": {"cap": 64}}}, "cap: expected inside vllm_xargs"),
+        ({"extra_body": {"vllm_xargs": {"decay": 64}}}, "decay: expected inside vllm_xargs"),
         ({"sampling_params": {"snapkv_decay": 0.9}}, "snapkv_decay: expected inside"),
         ({"extra_body": RIGHT}, "snapkv_budget: expected inside"),
         ({"extra_args": {"snapkv_budget": 64}}, "snapkv_budget: expected inside"),

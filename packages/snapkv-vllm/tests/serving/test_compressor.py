@@ -102,7 +102,7 @@ def run(states, policy, chunks, blocks, target_blocks=None, dtype=torch.float32,
     computed, length = 0, k.shape[1]
     for step in chunks:
         plan = Plan(prompt_tokens=length, policy=policy)
-        order = plan.order(computed, computed, step, range(length))
+        order = plan.order(computed, computed, step)
         computed += step
         if order is None:
             continue
@@ -259,7 +259,7 @@ def test_a_text_that_is_read_again_is_noted_by_the_keys_as_attention_sees_them(p
         compressor = compressor_of({"l": layer})
         compressor._recorder.wanted = {"a": slice(100, 150)}
         layer.impl.forward(layer, queries.transpose(0, 1))
-        plan = Plan(prompt_tokens=150, policy=SnapKV(48)).order(0, 0, 150, range(150))
+        plan = Plan(prompt_tokens=150, policy=SnapKV(48)).order(0, 0, 150)
         order = replace(plan, query_tokens=50, noted_tokens=100, moves=move(range(10), ()))
         compressor.note({"a": order})
         noted.append(compressor._received["a"]["l"])

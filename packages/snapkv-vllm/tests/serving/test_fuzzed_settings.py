@@ -47,7 +47,7 @@ def require_clear(message, given, server):
     assert len(message) < 500
     assert message.isprintable()
     ours = [name for name in given if "snapkv" in name.lower() or name in OF_A_REQUEST]
-    own = [PREFIX + name for name in ("budget", "window_size", "protect_first", "cap")]
+    own = [PREFIX + name for name in ("budget", "window_size", "protect_first")]
     said = message.partition(":")[0].partition(",")[0]
     shortened = said.removesuffix("...")
     names = [name.encode("unicode_escape").decode() for name in (*ours, *own)]

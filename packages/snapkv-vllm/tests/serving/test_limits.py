@@ -5,12 +5,12 @@ import pytest
 from snapkv import RKV, TOVA, SnapKV, StreamingLLM
 from snapkv.errors import InvalidArgumentError
 from snapkv_vllm import Limits, ServingSettings
-from snapkv_vllm.plans import Cap, Growth
+from snapkv_vllm.plans import Growth
 
 BOUNDED = ServingSettings(
     budget=64,
     parameters={"window_size": 8},
-    limits=Limits(cap=128, chunk_tokens=64, decode_budget=256, evict_every=32),
+    limits=Limits(decode_budget=256, evict_every=32),
 )
 
 
@@ -22,30 +22,19 @@ def test_a_request_is_held_to_what_the_server_promises():
     policy = SnapKV(64, window_size=8)
     found = plan({})
     assert found.policy == policy
-    assert found.cap == Cap(most_tokens=128, chunk_tokens=64, looks_ahead=True)
     evicting = RKV(budget=224, evict_every=32)
     assert found.growth == Growth(policy=evicting, most_tokens=256, evict_every=32)
-
-
-def test_without_a_promise_a_request_may_be_held_to_a_cap_of_its_own():
-    free = ServingSettings(budget=64)
-    assert plan({}, free).cap is None
-    assert plan({"snapkv_cap": 5000}, free).cap.most_tokens == 5000
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"snapkv_cap": 129}, "snapkv_cap: expected at most 128"),
-        ({"snapkv_cap": 0}, "snapkv_cap: expected at least 1"),
-        ({"snapkv_cap": 63}, "snapkv_cap: expected at least the budget of 64"),
-        ({"snapkv_budget": 0}, "snapkv_budget: expected at least 1 where prompts"),
-        ({"snapkv_budget": 129}, "snapkv_cap: expected at least the budget of 129"),
+        ({"snapkv_budget": 0}, "snapkv_budget: expected at least 1 where answers"),
+        ({"snapkv_budget": 225}, "snapkv_decode_budget: expected at least 257"),
         ({"snapkv_decode_budget": 257}, "snapkv_decode_budget: expected at most 256"),
         ({"snapkv_decode_budget": 0}, "snapkv_decode_budget: expected at least 1"),
         ({"snapkv_decode_budget": 95}, "snapkv_decode_budget: expected at least 96"),
         ({"snapkv_window_size": 65}, "snapkv_budget: "),
-        ({"snapkv_budget": 100, "snapkv_window_size": 65}, "snapkv_window_size: expected at most"),
     ],
 )
 def test_more_than_promised_is_refused_by_name(given, words):
@@ -62,11 +51,8 @@ def test_a_decode_budget_takes_a_server_that_has_one():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"budget": 0, "limits": Limits(cap=128)}, "budget: expected at least 1 where prompts"),
         ({"budget": 0, "limits": Limits(decode_budget=256)}, "budget: .* where answers .* 128"),
-        ({"budget": 64, "limits": Limits(cap=32)}, "cap: expected at least the budget of 64"),
         ({"budget": 64, "limits": Limits(decode_budget=180)}, "decode_budget: .* at least 192"),
-        ({"policy": "tova", "limits": Limits(cap=2000)}, "cap: expected none with tova"),
         ({"policy": "adakv", "limits": Limits(decode_budget=2000)}, "expected none with adakv"),
         (
             {
@@ -92,7 +78,7 @@ def test_limits_that_do_not_fit_the_server_are_refused_at_its_start(settings, wo
         ({"decode_budget": 130}, "decode_budget: expected room for r-kv"),
         ({"decode_budget": 256, "evict_every": 4}, "evict_every: expected at least 8"),
         ({"decode_policy": "h2o"}, "decode_policy: expected one of r-kv, tova, streaming-llm"),
-        ({"chunk_tokens": 0}, "chunk_tokens: expected at least 1"),
+        ({"evict_every": 0}, "evict_every: expected at least 1"),
     ],
 )
 def test_limits_that_fit_nothing_are_refused(limits, words):
@@ -102,11 +88,11 @@ def test_limits_that_fit_nothing_are_refused(limits, words):
 
 def test_limits_travel_in_the_settings():
     config = BOUNDED.to_config()["snapkv"]
-    assert config["limits"]["cap"] == 128
+    assert config["limits"]["decode_budget"] == 256
     assert ServingSettings.from_config({"snapkv": config}) == BOUNDED
     assert "limits" not in ServingSettings(budget=64).to_config()["snapkv"]
-    with pytest.raises(InvalidArgumentError, match=r"limits: expected .* got 'caps'"):
-        ServingSettings.from_config({"snapkv": {"limits": {"caps": 3}}})
+    with pytest.raises(InvalidArgumentError, match=r"limits: expected .* got 'cap'"):
+        ServingSettings.from_config({"snapkv": {"limits": {"cap": 3}}})
 
 
 @pytest.mark.parametrize(
@@ -117,11 +103,3 @@ def test_methods_that_evict_are_made_as_they_can_be_served(name, policy):
     limits = Limits(decode_budget=256, decode_policy=name)
     settings = ServingSettings(budget=64, limits=limits)
     assert plan({}, settings).growth.policy == policy
-
-
-def test_the_most_that_is_held_is_bounded_by_both_limits_together():
-    assert BOUNDED.limits.most_held(10**6, 8) == 256
-    assert BOUNDED.limits.most_held(10**6, 128) == 128 + 64 + 128
-    assert BOUNDED.limits.most_held(100, 8) == 100
-    assert Limits(cap=128).most_held(10**6, 8) == 10**6
-    assert Limits(cap=128, chunk_tokens=64).most_read(10**6, 8) == 200

@@ -7,13 +7,9 @@ from hypothesis import strategies as st
 
 from snapkv import TOVA, SnapKV, StreamingLLM
 from snapkv_vllm.plans import (
-    Ahead,
-    Cap,
-    EndOfPrompt,
     Growth,
     Order,
     Plan,
-    UnderCap,
     WhileGenerating,
 )
 
@@ -34,13 +30,12 @@ class Requests:
     def held(self) -> int:
         return self.seen - self.dropped
 
-    def step(self, offered: int, prompt_ids=range(10**4)) -> int:
+    def step(self, offered: int) -> int:
         tokens = self.plan.step_tokens(self.seen, self.held, offered)
         assert 0 <= tokens <= offered
         if not tokens:
             return 0
-        ids = list(prompt_ids)[: self.plan.prompt_tokens]
-        order = self.plan.order(self.seen, self.held, tokens, ids)
+        order = self.plan.order(self.seen, self.held, tokens)
         room = order.room_tokens(16) if order is not None and order.ends else 0
         assert self.plan.room(self.seen, self.held, tokens, 16) == room
         self.most_held = max(self.most_held, self.held + tokens)
@@ -78,7 +73,7 @@ def test_a_window_that_lies_across_two_chunks_is_put_aside_in_parts():
 
 def test_without_a_method_and_behind_the_prompt_there_are_no_orders():
     assert not whole(100, policy=None).orders
-    assert Plan(prompt_tokens=100, policy=POLICY).order(100, 64, 1, range(100)) is None
+    assert Plan(prompt_tokens=100, policy=POLICY).order(100, 64, 1) is None
 
 
 def test_methods_without_queries_only_get_the_end():
@@ -96,37 +91,6 @@ def test_cached_prefixes_end_before_the_queries_that_vote():
     assert reusable(POLICY, 60) is None  # nothing will be dropped
     assert reusable(StreamingLLM(64), 200) == 199  # one token has to be computed
     assert reusable(TOVA(64), 200) == 199
-
-
-CAP = Cap(most_tokens=80, chunk_tokens=40, looks_ahead=True)
-
-
-def capped(prompt, cap=CAP, growth=None):
-    return Plan(prompt_tokens=prompt, policy=POLICY, cap=cap, growth=growth)
-
-
-def test_a_prompt_is_held_to_its_cap_after_every_chunk_that_passes_it():
-    """Chunks end at 40, 80, 120 and so on; 120 is the first where more than 80 are held."""
-    plan = capped(230)
-    request = Requests(plan).run(230, [1000])
-    assert request.ended == [(120, 80), (160, 80), (230, 64)]  # 200: 30 are left, a window
-    first, second, last = request.orders
-    assert first.choice == second.choice == UnderCap(POLICY, 32)
-    assert first.ahead == Ahead(first_position=198, token_ids=tuple(range(198, 230)))
-    assert (first.query_tokens, first.held_tokens) == (32, 152)  # 120 and those read ahead
-    assert (second.held_tokens, second.dropped_tokens) == (80 + 40 + 32, 80)
-    assert (last.choice, last.held_tokens) == (EndOfPrompt(POLICY), 80 + 70)
-    assert plan.reusable_tokens == 119
-    assert plan.shared_tokens == 120
-    assert request.most_held == plan.most_held(230) == 80 + 40 + 32
-
-
-def test_a_chunk_ends_in_a_step_that_has_room_for_what_is_read_ahead():
-    plan = capped(230)
-    assert plan.step_tokens(100, 100, 52) == 52  # 20 to the end of the chunk, and the window
-    assert plan.step_tokens(100, 100, 51) == 19
-    assert plan.step_tokens(119, 119, 32) == 0
-    assert plan.step_tokens(119, 119, 33) == 33
 
 
 GROWTH = Growth(policy=TOVA(70), most_tokens=80, evict_every=10)
@@ -164,25 +128,18 @@ class _Looking(TOVA):
     answer=st.integers(0, 120),
     chunks=st.lists(st.integers(1, 90), min_size=1, max_size=6),
     window=st.integers(1, 40),
-    cap=st.none() | st.tuples(st.integers(64, 120), st.integers(40, 100), st.booleans()),
     every=st.none() | st.integers(1, 30),
 )
-def test_however_a_request_is_cut_it_is_compressed_alike(
-    prompt, answer, chunks, window, cap, every
-):
+def test_however_a_request_is_cut_it_is_compressed_alike(prompt, answer, chunks, window, every):
     """Against one token after the other, which is compressed wherever the rules say so."""
     policy = SnapKV(64, window_size=window)
     growth = every and Growth(policy=TOVA(90 - every), most_tokens=90, evict_every=every)
-    held_to = cap and Cap(most_tokens=cap[0], chunk_tokens=cap[1], looks_ahead=cap[2])
-    plan = Plan(prompt_tokens=prompt, policy=policy, cap=held_to, growth=growth or None)
+    plan = Plan(prompt_tokens=prompt, policy=policy, growth=growth or None)
     request = Requests(plan).run(prompt + answer, [*chunks, 200])
     expected, held = [], 0
     for seen in range(1, prompt + answer + 1):
         held, left = held + 1, prompt - seen
-        if cap and left > window and seen % cap[1] == 0 and held > cap[0]:
-            held = cap[0]
-            expected.append((seen, held))
-        elif left == 0 and held > 64:
+        if left == 0 and held > 64:
             held = 64
             expected.append((seen, held))
         elif left < 0 and every and held >= 90:

@@ -53,9 +53,8 @@ def test_zero_turns_it_off_for_a_request_or_until_a_request_asks():
 def test_the_log_is_told_all_that_decides_what_is_kept():
     assert ServingSettings().summary == (
         "policy snapkv, budget 1024, window_size 32, kernel_size 7, pooling max, sink_tokens 0, "
-        "group_reduce mean, protect_first 0, max_window_size 128, max_kernel_size 129, cap 0, "
-        "chunk_tokens 1024, decode_budget 0, decode_policy r-kv, evict_every 128, share no, "
-        "sessions no"
+        "group_reduce mean, protect_first 0, max_window_size 128, max_kernel_size 129, "
+        "decode_budget 0, decode_policy r-kv, evict_every 128, share no, sessions no"
     )
     own = {"safeguard": 0.5, "pooling": "fading", "decay": 0.9}
     sharing = Sharing(most_bytes=2 << 30, across_keys=True, library="/documents")
@@ -63,10 +62,8 @@ def test_the_log_is_told_all_that_decides_what_is_kept():
     words = ("policy adakv", "budget 0", "decay 0.9", "safeguard 0.5")
     assert all(word in said.split(", ") for word in words)
     assert said.endswith("share 2.0 GiB across keys of /documents, sessions no")
-    limits = Limits(cap=2048, decode_budget=4096)
-    assert (
-        "cap 2048, chunk_tokens 1024, decode_budget 4096" in ServingSettings(limits=limits).summary
-    )
+    limits = Limits(decode_budget=4096)
+    assert "decode_budget 4096" in ServingSettings(limits=limits).summary
 
 
 def test_other_methods_keep_positions_and_have_their_own_parameters():
@@ -207,12 +204,10 @@ def test_wrong_values_of_sharing_are_refused_by_name(entry, words):
         ServingSettings.from_config({"snapkv": {"sharing": entry}})
 
 
-@pytest.mark.parametrize("name", ["cap", "decode_budget"])
-def test_promises_that_a_document_would_break_are_refused(name):
-    limits = Limits(**{name: 2048})
-    words = f"^{name}: expected none where documents .* got 2048.* --{name.replace('_', '-')}"
+def test_a_promise_that_a_document_would_break_is_refused():
+    words = "^decode_budget: expected none where documents .* got 2048.* --decode-budget"
     with pytest.raises(SnapKVError, match=words):
-        ServingSettings(limits=limits, sharing=Sharing())
+        ServingSettings(limits=Limits(decode_budget=2048), sharing=Sharing())
 
 
 @pytest.mark.parametrize(

@@ -49,9 +49,6 @@ MAX_WINDOW_SIZE = 128
 MAX_KERNEL_SIZE = 129
 """The widest kernel that a server takes by itself: pooling costs as much as the kernel is wide."""
 
-DEFAULT_CHUNK = 1024
-"""Tokens that a server reads between two compressions of a prompt that is held to a cap."""
-
 DEFAULT_EVERY = 128
 """Generated tokens between two evictions from an answer, on a server."""
 

@@ -20,7 +20,6 @@ from snapkv import (
     UnsupportedModelError,
 )
 from snapkv.decoding import CandidateTree, Medusa
-from snapkv.prefill import chunked
 from tests.decoding.heads import random_heads
 from tests.families import CLOSE, ONCE, call, random_ids, tiny_model
 from tests.oracle import unwrapped
@@ -302,14 +301,8 @@ def test_latent_attention_is_refused_before_anything_is_dropped():
     assert cache.layers[0].seen_tokens == 0
 
 
-def test_a_cap_and_a_mask_of_ones_own_are_refused():
+def test_a_mask_of_ones_own_is_refused():
     model = tiny_model("llama")
-    cache = CompressedCache(model, POLICY, recall=RULE)
-    with (
-        pytest.raises(InvalidArgumentError, match=r"held to a cap, got PageRecall\(pages=2, "),
-        chunked(model, cap_tokens=60, chunk_tokens=20),
-    ):
-        generated(model, cache, prompt())
     cache = paged(model, RULE, prompt())
     mask = torch.ones(1, 1, 1, BUDGET + 1, dtype=torch.bool)
     with pytest.raises(UnsupportedModelError, match="attention_mask: expected a 2-D mask behind a"):

@@ -10,7 +10,7 @@ import snapkv.policies as methods
 from snapkv import CompressedCache, InvalidArgumentError
 from snapkv.kvzip import read_twice
 from snapkv.policies import H2O, AdaKV, CriticalKV, PromptThenDecode, SnapKV
-from snapkv.prefill import chunked, layer_by_layer
+from snapkv.prefill import layer_by_layer
 from tests.cache.methods import BOTH, METHODS
 from tests.families import random_ids, tiny_model
 
@@ -116,12 +116,10 @@ def test_protected_positions_stay_in_other_families(family, name):
     assert all(head >= PLACES for row in found[0][0] for head in row)
 
 
-@pytest.mark.parametrize("way", ["layers", "cap"])
-def test_protected_positions_stay_however_the_prompt_is_read(way):
+def test_protected_positions_stay_layer_by_layer():
     model, ids = tiny_model("llama"), random_ids(1, 150)
     cache = CompressedCache(model, METHODS["snapkv"], protect=[*SPANS, (140, 10_000)])
-    by_layers = layer_by_layer(model, chunk_tokens=13)
-    with by_layers if way == "layers" else chunked(model, cap_tokens=48, chunk_tokens=17):
+    with layer_by_layer(model, chunk_tokens=13):
         _generate(model, cache, ids)
     assert all(PLACES | set(range(140, 150)) <= head for head in _positions(cache)[0])
 
@@ -187,12 +185,6 @@ def test_methods_that_cannot_keep_spans_are_refused_by_name():
     ):
         with pytest.raises(InvalidArgumentError, match=said):
             CompressedCache(model, policy, **options)
-    cache = CompressedCache(model, SnapKV(**BOTH), fair=fair)
-    with (
-        chunked(model, cap_tokens=44, chunk_tokens=17),
-        pytest.raises(InvalidArgumentError, match="fair: expected none where"),
-    ):
-        _generate(model, cache, random_ids(1, 90))
 
 
 @pytest.mark.parametrize("name", ["snapkv", "keydiff", "lagkv", "pyramidkv", "expected-attention"])

@@ -103,7 +103,7 @@ def test_what_is_no_budget_is_one_line(text, message):
     [
         (("ask", "-", "-q", "x"), "--max-new-tokens"),
         (("chat",), "--window-size"),
-        (("serve", "demo"), "--cap"),
+        (("serve", "demo"), "--decode-budget"),
         (("bench", "decode"), "--tokens"),
         (("eval", "needle"), "--depths"),
         (("plan", "--context", "1k"), "--batch"),

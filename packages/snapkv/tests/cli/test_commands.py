@@ -197,12 +197,11 @@ def test_sharing_is_what_the_options_say(settings_of, options, sharing):
 def test_a_server_has_what_the_options_say(settings_of):
     found = settings_of(
         *("--policy", "snapkv", "--budget", "0.5k", "--max-window-size", 64),
-        *("--cap", "2k", "--chunk-tokens", 256, "--decode-budget", 600, "--evict-every", 64),
+        *("--decode-budget", "2k", "--evict-every", 64),
     )
     assert (found.policy, found.budget, found.max_window_size) == ("snapkv", 512, 64)
     limits = found.limits
-    assert (limits.cap, limits.chunk_tokens) == (2048, 256)
-    assert (limits.decode_budget, limits.evict_every) == (600, 64)
+    assert (limits.decode_budget, limits.evict_every) == (2048, 64)
     found = settings_of("--set", "kernel_size=13", "--protect-first", 8)
     assert (found.parameters["kernel_size"], found.protect_first) == (13, 8)
 
@@ -216,7 +215,6 @@ def test_a_server_has_what_the_options_say(settings_of):
         (["--share-across-keys"], "share-across-keys: expected it with --share"),
         (["--share", "--share-bytes", "2"], "share_bytes: expected bytes with a unit"),
         (["--share", "--share-bytes", "0GiB"], "share_bytes: expected at least 1"),
-        (["--share", "--cap", "2048"], "cap: expected none where documents are shared"),
         (["--share", "--decode-budget", "2048"], "decode_budget: expected none where documents"),
     ],
     ids=str,

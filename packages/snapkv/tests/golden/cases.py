@@ -87,7 +87,7 @@ TURNS: dict[str, dict[str, Any]] = {
     "refresh": {"recall": "host", "refresh_every": 3},
 }
 ROWS = ("one", "padded")
-READINGS = ("whole", "pieces", "told", "capped", "layerwise", "twice")
+READINGS = ("whole", "pieces", "told", "layerwise", "twice")
 THEN = (
     "turns",
     "answer",

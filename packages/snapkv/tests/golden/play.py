@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 from snapkv import CompressedCache, Document
 from snapkv.decoding import Medusa, MedusaHeads
 from snapkv.kvzip import read_context, read_twice
-from snapkv.prefill import chunked, layer_by_layer
+from snapkv.prefill import layer_by_layer
 from tests.golden.cases import POLICIES, STORAGES, TURNS, Case
 from tests.golden.models import drawn_ids
 
-PROMPT, PADS, CAP, PIECE, ANSWER = 70, 23, 40, 20, 8
+PROMPT, PADS, PIECE, ANSWER = 70, 23, 20, 8
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,6 @@ class Talk:
         return self.stage(name, new, self.read(self.ids.shape[1]))
 
     def _read_as_asked(self) -> contextlib.AbstractContextManager[None]:
-        if self.case.reading == "capped":
-            return chunked(self.model, cap_tokens=CAP, chunk_tokens=PIECE)
         if self.case.reading == "layerwise":
             return layer_by_layer(self.model, chunk_tokens=PIECE)
         return contextlib.nullcontext()

@@ -13,7 +13,7 @@ from snapkv import (
     SnapKV,
     default_policy,
 )
-from snapkv.prefill import chunked, layer_by_layer
+from snapkv.prefill import layer_by_layer
 from tests.families import random_ids, tiny_model
 from tests.pairs import pairs
 
@@ -52,7 +52,6 @@ CHOICES = []
 READINGS = {
     "at once": lambda model: contextlib.nullcontext(),
     "layer by layer": lambda model: layer_by_layer(model, chunk_tokens=32),
-    "under a cap": lambda model: chunked(model, chunk_tokens=32, cap_tokens=80),
 }
 
 
@@ -72,8 +71,6 @@ READINGS = {
 def test_what_is_kept_is_what_the_rule_says(
     turns, quantize, reading, pads, pooling, lost_vote, most
 ):
-    if reading is READINGS["under a cap"]:
-        pads, most, turns = 0, 72, {}  # no pads, a limit, nothing recalled
     auto = AutoBudget(lost_vote=lost_vote, least=LEAST, most=most)
     model = tiny_model("llama")
     policy = Watched(auto, window_size=WINDOW, **pooling)

@@ -1,10 +1,14 @@
 """Reading layer by layer gives what reading at once gives; for every family see `test_masked`."""
 
+import copy
+
 import pytest
 import torch
 
-from snapkv import H2O, AdaKV, CompressedCache, FullCache, InvalidArgumentError, SnapKV
-from snapkv.errors import UnsupportedModelError
+from snapkv import H2O, AdaKV, CompressedCache, FullCache, InvalidArgumentError, SnapKV, plan
+from snapkv.errors import OutOfMemoryError, UnsupportedModelError
+from snapkv.plan.advice import layerwise_bytes
+from snapkv.plan.footprint import footprint_of_loaded
 from snapkv.prefill import layer_by_layer
 from tests.families import random_ids, tiny_model
 
@@ -69,3 +73,36 @@ def test_the_model_is_as_before_afterwards_and_after_an_error():
         layer_by_layer(model, chunk_tokens=0),
     ):
         pass
+
+
+def test_out_of_memory_in_the_middle_leaves_model_and_cache_usable():
+    model, ids = copy.deepcopy(tiny_model("llama")), random_ids(1, 150)
+    mlp, calls = model.model.layers[2].mlp, []
+    cache = CompressedCache(model, POLICY)
+
+    def full(module, arguments):
+        calls.append(1)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with layer_by_layer(model, chunk_tokens=24):
+        expected = generated(model, CompressedCache(model, POLICY), ids)
+    hook = mlp.register_forward_pre_hook(full)
+    with (
+        pytest.raises(OutOfMemoryError, match="150 tokens to fit"),
+        layer_by_layer(model, chunk_tokens=24),
+    ):
+        generated(model, cache, ids)
+    hook.remove()
+    assert cache.get_seq_length() == 0
+    with layer_by_layer(model, chunk_tokens=24):
+        assert torch.equal(generated(model, cache, ids), expected)
+
+
+def test_the_advice_names_what_would_fit():
+    model = tiny_model("llama")
+    footprint = footprint_of_loaded(model)
+    free = layerwise_bytes(footprint, 1000, 100) - layerwise_bytes(footprint, 500, 0)
+    said = plan.layerwise_advice(model, 1000, 100, free)
+    assert "; about 500 tokens would fit; lower chunk_tokens" in said
+    assert "would fit" not in plan.layerwise_advice(model, 1000, 100, None)

@@ -18,7 +18,7 @@ from snapkv.plan import (
     prompt_advice,
     require_room,
 )
-from snapkv.plan.advice import chunked_bytes, prompt_bytes
+from snapkv.plan.advice import prompt_bytes
 from snapkv.plan.footprint import footprint_of_loaded
 from snapkv.plan.shapes import outline
 from tests.families import random_ids, tiny_model
@@ -162,9 +162,7 @@ def test_advice_counts_windows_latents_and_room_as_they_are_stored(family):
         held[index] = (layer.keys.nbytes + layer.values.nbytes) // layer.keys.shape[2]
     footprint = footprint_of_loaded(model)
     assert footprint.token_bytes == sum(full.values())
-    more = chunked_bytes(footprint, 50, 401) - chunked_bytes(footprint, 50, 400)
-    assert more == sum(full.values()) + 50  # and a bool of the mask for each token of a piece
-    fixed = chunked_bytes(footprint, 0, 0)
+    fixed = prompt_bytes(model, footprint, 0) + footprint.sliding_bytes(300)
     assert fixed == 64 * sum(full.values()) + 23 * sum(sliding.values())
     assert "a full cache would hold" in prompt_advice(model, 300, None)
 

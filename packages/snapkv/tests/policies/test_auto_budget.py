@@ -18,7 +18,6 @@ from snapkv import (
 )
 from snapkv.kvzip import read_twice
 from snapkv.policies.states import LostVotes
-from snapkv.prefill import chunked
 from tests.families import random_ids, tiny_model
 from tests.ops.states import random_layer
 
@@ -119,16 +118,6 @@ def test_every_position_above_the_bound_stays(parameters, lost_vote):
             own = set(kept[row, head].tolist()) - {-1}
             assert set(wanted) <= own
             assert len(own) == max(int(above.max()), 2) + 8
-
-
-def test_in_pieces_under_a_cap():
-    model, (ids, _) = tiny_model("llama"), _prompt()
-    policy = SnapKV(AutoBudget(lost_vote=0.02, least=2, most=60), window_size=8)
-    cache = CompressedCache(model, policy)
-    with chunked(model, chunk_tokens=32, cap_tokens=80), torch.no_grad():
-        model.generate(ids, past_key_values=cache, max_new_tokens=2, do_sample=False)
-    assert cache.report().kept_tokens <= 61
-    assert cache.report()["lost_votes"] is None  # something was dropped before the votes
 
 
 def test_the_report_says_what_was_lost():

@@ -25,7 +25,6 @@ from snapkv import (
 from snapkv.kvzip import read_context, read_twice
 from snapkv.ops import ScoreOptions, TokenCost
 from snapkv.policies import RKV, PromptLayer, PromptThenDecode, Scissorhands, StreamingLLM
-from snapkv.prefill import chunked
 from snapkv.storage.coded import KVCodes
 from snapkv.storage.dynamic import Dynamic
 from tests.families import call, random_ids, tiny_model
@@ -322,11 +321,6 @@ def test_where_tokens_are_needed():
     for options in ({"storage": "static"}, {"turns": "compress"}):
         with pytest.raises(InvalidArgumentError, match=r"expected .*share=0\.12"):
             CompressedCache(model, policy, **options)
-    with (
-        pytest.raises(InvalidArgumentError, match=r"policy: expected .*share=0\.12"),
-        chunked(model, chunk_tokens=32, cap_tokens=80),
-    ):
-        call(model, CompressedCache(model, policy), random_ids(1, 100))
     with pytest.raises(InvalidArgumentError, match="prompt: expected a method with a budget"):
         PromptThenDecode(prompt=policy, decode=TOVA(64))
     with pytest.raises(InvalidArgumentError, match="published"):

@@ -21,7 +21,6 @@ from snapkv.policies import (
     PromptLayer,
 )
 from snapkv.policies.pyramidkv import exact_budgets
-from snapkv.prefill import chunked
 from tests.families import random_ids, tiny_model
 from tests.gates import drawn_gate
 from tests.ops.states import pad_left, random_layer
@@ -220,11 +219,3 @@ def test_left_padded_rows_keep_their_own(policy):
     cache = read(model, ids, policy, mask)
     assert begins_with(cache, 4, row=0)
     assert begins_with(cache, 4, row=1)
-
-
-@pytest.mark.parametrize("wrap", [lambda policy: policy, AdaKV])
-def test_they_stay_while_a_prompt_is_read_in_pieces(wrap):
-    model, ids = tiny_model("llama"), random_ids(1, 150)
-    policy = wrap(KeyDiff(24, window_size=8, sink_tokens=4))
-    with chunked(model, cap_tokens=40, chunk_tokens=24):
-        assert begins_with(read(model, ids, policy), 4)

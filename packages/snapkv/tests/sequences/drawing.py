@@ -196,18 +196,13 @@ def _first(draw: Draw, policy: Policy) -> do.Operation:
     if draw.random() < 0.12:
         return do.Begin(draw.randint(1, tokens), of=tokens + draw.randint(1, 20), pads=pads)
     hows = ["call", "call", "told", "pieces", "layers", "generate"]
-    if not any(pads):
-        hows.append("chunked")
     return _turn(draw, tokens, draw.choice(hows), pads)
 
 
 def _turn(draw: Draw, tokens: int, how: str, pads: tuple[int, ...]) -> do.Turn:
     numbers: dict[str, int] = {}
-    if how in ("pieces", "layers", "chunked"):
+    if how in ("pieces", "layers"):
         numbers["piece"] = draw.randint(1, max(2, tokens - 1))
-    if how == "chunked":
-        numbers["cap"] = draw.choice([16, 32, 48])
-        numbers["piece"] = max(6, numbers["piece"])
     if how == "generate":
         numbers["answer"] = draw.randint(1, 6)
         if draw.random() < 0.3:
@@ -219,7 +214,7 @@ def _later(draw: Draw) -> do.Operation:
     tokens = draw.choice([draw.randint(1, 6), draw.randint(4, 25)])
     if draw.random() < 0.15:
         return do.Begin(draw.randint(1, tokens), of=tokens + draw.randint(1, 10))
-    hows = ["told", "told", "pieces", "layers", "generate", "generate", "chunked"]
+    hows = ["told", "told", "pieces", "layers", "generate", "generate"]
     return _turn(draw, tokens, draw.choice(hows), (0,))
 
 

@@ -26,7 +26,7 @@ from snapkv.hf.model_parts import States, states_of
 from snapkv.kvzip import read_twice
 from snapkv.policies import EvictingPolicy
 from snapkv.policies.base import ALL_QUERIES
-from snapkv.prefill import chunked, layer_by_layer
+from snapkv.prefill import layer_by_layer
 from snapkv.storage.coded import KVCodes
 from tests.families import small_model
 from tests.oracle import hidden_columns, masked_judge, masked_pass
@@ -60,13 +60,11 @@ def kind_of(error: SnapKVError) -> str:
 
 
 def reading(
-    model: PreTrainedModel, how: str, *numbers: int
+    model: PreTrainedModel, how: str, piece: int
 ) -> contextlib.AbstractContextManager[None]:
-    """Within this block the model reads by layers or chunked, where that is how."""
+    """Within this block the model reads by layers, where that is how."""
     if how == "layers":
-        return layer_by_layer(model, chunk_tokens=numbers[0])
-    if how == "chunked":
-        return chunked(model, chunk_tokens=numbers[0], cap_tokens=numbers[1])
+        return layer_by_layer(model, chunk_tokens=piece)
     return contextlib.nullcontext()
 
 
@@ -87,7 +85,7 @@ class Part:
         stop: column behind the last one that was read; of a crop, tokens seen after.
         ids: (R, stop - start), what was read; of a drop, (R, N, 2) spans of each row.
         end: of a turn, where it will end; None where the next pass will tell.
-        passes: of a turn, how it was read: the function's name, up to which column, numbers.
+        passes: of a turn, how it was read and up to which column; of spans, how many tokens stay.
     """
 
     kind: str
@@ -284,15 +282,14 @@ class Judge:
         if part.kind == "turn":
             cache.expect_prompt((part.stop if part.end is None else part.end) - pads)
         logits, start = [], max(part.start, pads)
-        for how, stop, *numbers in self._passes_alone(part):
+        for how, stop in self._passes_alone(part):
             if stop <= start:
                 continue
             piece = part.ids[row : row + 1, start - part.start : stop - part.start]
             if how == "context":
                 return last_logits_of(self.model, piece, cache)
             cache.expect_tokens(piece)
-            with reading(self.model, how if how == "chunked" else "call", *numbers):
-                logits.append(self.model(piece, past_key_values=cache).logits)
+            logits.append(self.model(piece, past_key_values=cache).logits)
             start = stop
         return logits[-1] if len(logits) == 1 else torch.cat(logits, dim=1)
 
@@ -300,7 +297,7 @@ class Judge:
         """At once, but where it matters to what is kept how a turn is read."""
         matters = (self.evicts or self.forgets_states) and part.start > 0
         matters |= part.end != part.stop
-        matters |= any(how in ("chunked", "context") for how, *_ in part.passes)
+        matters |= any(how == "context" for how, *_ in part.passes)
         if part.kind == "turn" and matters:
             return part.passes
         return [("call", part.stop)]
@@ -335,10 +332,10 @@ class Judge:
         return hidden_columns(state.cache, seen, state.pads)
 
     def ask_oracle(
-        self, state: State, hidden: dict[int, Tensor], start: int, logits: Tensor, *, exact: bool
+        self, state: State, hidden: dict[int, Tensor], start: int, logits: Tensor
     ) -> None:
         """Read the same tokens into transformers' own cache."""
-        if not exact or not self._has_oracle(state):
+        if not self._has_oracle(state):
             state.full = None
         if state.full is None:
             return

@@ -17,10 +17,9 @@ class Turn(Operation):
     Attributes:
         tokens: of the longest row; where a prompt is open already, what is left of it is read.
         how: "call" unannounced, which after a prompt has ended is a step of many tokens; "told" by
-            `expect_prompt`; then in "pieces", by "layers" or "chunked" under a cap; "generate";
-            "context", the first one by `read_context`.
+            `expect_prompt`; then in "pieces", by "layers"; "generate"; "context", the
+            first one by `read_context`.
         piece: tokens of a piece; for "generate", 0 for none.
-        cap: tokens, where it is chunked.
         answer: tokens to generate.
         pads: in front of each row of a first prompt; there are as many rows.
     """
@@ -28,7 +27,6 @@ class Turn(Operation):
     tokens: int
     how: str = "told"
     piece: int = 0
-    cap: int = 0
     answer: int = 1
     pads: tuple[int, ...] = (0,)
 

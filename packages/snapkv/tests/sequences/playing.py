@@ -123,8 +123,6 @@ class Game:
                 self._feed(min(turn.piece, end - self.state.seen))
         elif turn.how == "layers":
             self._feed(left, "layers", turn.piece)
-        elif turn.how == "chunked":
-            self._feed(left, "chunked", turn.piece, turn.cap)
         elif turn.how == "context":
             self._feed(left, "context")
         elif turn.how == "generate":
@@ -173,7 +171,7 @@ class Game:
             state.turn = Part("turn", state.seen, state.seen, state.ids[:, :0])
         state.turn.end = state.prompt_end = end
 
-    def _feed(self, tokens: int, how: str = "call", *numbers: int) -> None:
+    def _feed(self, tokens: int, how: str = "call", piece: int = 0) -> None:
         """One plain call with tokens that nobody has seen."""
         state = self.state
         if state.turn is None and not state.seen:
@@ -191,7 +189,7 @@ class Game:
                 return last_logits_of(self.model, ids, state.cache)
             state.cache.expect_tokens(ids)
             mask = state.mask(stop) if bool(state.pads.any()) else None
-            with reading(self.model, how, *numbers):
+            with reading(self.model, how, piece):
                 return self.model(
                     ids,
                     attention_mask=mask,
@@ -201,14 +199,12 @@ class Game:
 
         logits = self._unless_refused(read)
         state.ids = torch.cat([state.ids, ids], dim=1)
-        self.judge.ask_oracle(state, hidden, start, logits, exact=how != "chunked")
+        self.judge.ask_oracle(state, hidden, start, logits)
         if state.turn is not None and state.turn.end is None:
             state.turn.end = state.prompt_end = stop
-        self._took(start, logits, how, *numbers)
+        self._took(start, logits, how)
 
-    def _took(
-        self, start: int, logits: Tensor, how: str, *numbers: int, keeps: bool = True
-    ) -> None:
+    def _took(self, start: int, logits: Tensor, how: str, *, keeps: bool = True) -> None:
         """Note a pass, and judge what has come to its end."""
         state = self.state
         if state.turn is None:
@@ -216,11 +212,11 @@ class Game:
             state.logits = logits
             self.judge.judge(state)
             return
-        state.turn.passes.append((how, state.seen, *numbers))
+        state.turn.passes.append((how, state.seen))
         state.turn.ids = torch.cat([state.turn.ids, state.ids[:, state.turn.stop :]], dim=1)
         state.turn.stop = state.seen
-        whole = how != "chunked" and state.logits is not None
-        state.logits = torch.cat([state.logits, logits], dim=1) if whole else logits
+        before = state.logits
+        state.logits = logits if before is None else torch.cat([before, logits], dim=1)
         if state.seen == state.turn.end:
             state.fewer_votes |= self.judge.lost_votes(state)
             state.done.append(state.turn)
@@ -254,16 +250,14 @@ class Game:
         state.ids = ids
         if turn.piece and (self.judge.evicts or self.judge.forgets_states):
             state.full = None
-        self.judge.ask_oracle(state, hidden, start, output.logits[0][:, None], exact=True)
+        self.judge.ask_oracle(state, hidden, start, output.logits[0][:, None])
         stops = list(range(start + piece, end, piece)) if piece else []
         state.turn.passes += [("call", stop) for stop in stops]
         last, state.logits = len(output.logits) - 1, None
         self._took(start, output.logits[0][:, None], "call", keeps=not last)
         for number, logits in enumerate(output.logits[1:]):
             state.ids = output.sequences[:, : end + number + 1]
-            self.judge.ask_oracle(
-                state, watched.seen[number], end + number, logits[:, None], exact=True
-            )
+            self.judge.ask_oracle(state, watched.seen[number], end + number, logits[:, None])
             state.done.append(Part("step", end + number, state.seen, state.ids[:, end + number :]))
             state.logits = logits[:, None]
             self.judge.judge(state, keeps=number + 1 == last)

@@ -94,11 +94,6 @@ class PrefillOptions(BenchOptions, ReadingOptions):
         typer.Option(help="Tokens of a chunk; prompts are read layer by layer in them"),
         WholeNumber(1),
     ] = None
-    cap_tokens: Annotated[
-        int | None,
-        typer.Option(help="Tokens held of every layer between two chunks instead"),
-        WholeNumber(1),
-    ] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -159,7 +154,6 @@ def _prefill_bench(options: PrefillOptions, compared: dict[str, Any]) -> Any:
     return PrefillBench(
         batches=integers("batch", options.batch),
         chunk_tokens=options.chunk_tokens,
-        cap_tokens=options.cap_tokens,
         **compared,
     )
 

@@ -303,34 +303,22 @@ def _long_prefill(given: Given, length: int) -> Iterator[Row]:
 
 
 def _of_layers(given: Given, model: Any, length: int, layers: int) -> tuple[list[Row], float]:
+    """The peaks of a compressed cache read layer by layer, and the seconds that took."""
     decoder, every = model.get_decoder(), model.config.num_hidden_layers
     whole, model.config.num_hidden_layers = decoder.layers, layers
     decoder.layers = whole[:layers]
     try:
-        return _peaks(given, model, length)
+        bench = PrefillBench(
+            model=model,
+            contenders=[_policies(given.budget)["snapkv"]],
+            lengths=[length],
+            chunk_tokens=given.chunk_tokens,
+        )
+        rows: list[Row] = []
+        ms = spent_on(lambda: rows.extend(bench.peaks())).wall_ms
+        return rows, ms / 1000
     finally:
         decoder.layers, model.config.num_hidden_layers = whole, every
-
-
-def _chunked_prefill(given: Given, length: int) -> Iterator[Row]:
-    """The whole model, with every layer held to a cap between pieces."""
-    model = _model(given, given.shape)
-    rows, seconds = _peaks(given, model, length, cap_tokens=given.cap_tokens)
-    yield from (row | {"reading_seconds": round(seconds, 1)} for row in rows)
-
-
-def _peaks(given: Given, model: Any, length: int, **options: int) -> tuple[list[Row], float]:
-    """The peaks of a compressed cache that reads in pieces, and the seconds that took."""
-    bench = PrefillBench(
-        model=model,
-        contenders=[_policies(given.budget)["snapkv"]],
-        lengths=[length],
-        chunk_tokens=given.chunk_tokens,
-        **options,
-    )
-    rows: list[Row] = []
-    ms = spent_on(lambda: rows.extend(bench.peaks())).wall_ms
-    return rows, ms / 1000
 
 
 @dataclass(frozen=True)
@@ -395,9 +383,6 @@ DECLARED: dict[str, Callable[[Given], Iterator[tuple[Any, ...]]]] = {
         (f"{batch} x {stored}", 10, _appending, batch, stored) for batch, stored in given.cells
     ),
     "medusa": lambda given: ((f"{length}", 60, _medusa, length) for length in given.draft_lengths),
-    "chunked prefill": lambda given: (
-        (f"{length}", 120, _chunked_prefill, length) for length in given.long_lengths[-1:]
-    ),
     "long prefill": lambda given: (
         (f"{length}", 240, _long_prefill, length) for length in given.long_lengths
     ),
@@ -487,7 +472,6 @@ _PEAKS = {
     "peak": "{peak_growth_bytes:bytes}",
     "held after it": "{held_bytes:bytes}",
 }
-_READING = _PEAKS | {"seconds": "{reading_seconds:.1f}"}
 
 TABLES = (
     Table(
@@ -568,9 +552,8 @@ TABLES = (
         {"part": "medusa"},
         lambda rows: sorted(rows, key=lambda row: row["length"]),
     ),
-    Table(_READING, "Reading under a cap; {device}", {"part": "chunked prefill"}),
     Table(
-        _READING | {"layers": "{layers} of {of_layers}"},
+        _PEAKS | {"seconds": "{reading_seconds:.1f}", "layers": "{layers} of {of_layers}"},
         "Reading layer by layer; {device}",
         {"part": "long prefill"},
     ),
@@ -614,7 +597,6 @@ GPU = Experiment(
         "prefill_length": Sized(32 * K, 256),
         "long_lengths": Sized((512 * K, 1024 * K), (512,)),
         "chunk_tokens": Sized(16 * K, 128),
-        "cap_tokens": Sized(32 * K, 256),
         "long_seconds": Sized(150.0, 60.0),
         "tokens": Sized(32, 2),
         "rounds": Sized(5, 2),

@@ -1,8 +1,7 @@
 """vLLM with compressed prompts, over the demo model in this process.
 
-`serving`: beside stock vLLM, in turns. `serving_caps`: needles under a cap, beside the library's
-answers to the same prompts. `shared_documents`: many questions about one document, that was
-compressed once, behind a cached prefix as stock vLLM has it, and, for some, reading all of it.
+`serving`: beside stock vLLM, in turns. `shared_documents`: many questions about one document, that
+was compressed once, behind a cached prefix as stock vLLM has it, and, for some, reading all of it.
 
 Import this before vLLM: one engine after the other, threads as the system gives them. Needs `make
 .venv-vllm/.installed`, whose Python runs these experiments.
@@ -29,7 +28,6 @@ import torch
 from snapkv import AdaKV, CompressedCache, SnapKV
 from snapkv.app.models import place_of
 from snapkv.policies.kvzip import INSTRUCTION
-from snapkv.prefill import chunked
 from snapkv_lab.evaluate.haystack import load_haystack
 from snapkv_lab.evaluate.summary import grouped
 from snapkv_lab.experiments.experiment import Experiment, Given, Sized
@@ -39,7 +37,7 @@ from snapkv_lab.experiments.prompts import Document, encode, generate
 from snapkv_lab.experiments.records import Row, describe_environment, of
 from snapkv_lab.measure.timing import spent_on, spread
 from snapkv_lab.report.tables import markdown_table
-from snapkv_vllm import Limits, engine_args
+from snapkv_vllm import engine_args
 from snapkv_vllm.documents import words
 from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.versions import installed
@@ -460,65 +458,6 @@ SERVING = Experiment(
     ),
 )
 
-
-CAPPED = SnapKV(128, window_size=16, kernel_size=13)
-CAPS = (None, 768, 512, 256, 128)
-
-
-def _caps(given: Given) -> Iterator[Row]:
-    documents, model = given.documents(given.tokens, given.count), given.loaded.model
-    prompts, tokens = [one.prompt_ids for one in documents], len(documents[0].answer_ids)
-    votes = {"window_size": CAPPED.window_size, "kernel_size": CAPPED.kernel_size}
-    for cap in CAPS:
-        held = {} if cap is None else {"cap": cap, "chunk_tokens": given.chunk_tokens}
-        options = engine_args(
-            budget=CAPPED.budget,
-            parameters=votes,
-            limits=Limits(**held),
-            dtype="float32",
-            max_model_len=2 * given.tokens,
-            kv_cache_memory_bytes=300 << 20,
-            enable_prefix_caching=False,
-        )
-        engine = Engine(given.model, **options)
-        ours, theirs = engine.send(prompts, tokens), []
-        engine.close()
-        for ids in prompts:
-            pieces = contextlib.nullcontext()
-            if cap is not None:
-                pieces = chunked(model, cap_tokens=cap, chunk_tokens=given.chunk_tokens)
-            with pieces:
-                theirs.append(generate(model, ids, CompressedCache(model, CAPPED), tokens))
-        yield {
-            "policy": CAPPED.describe(),
-            "prompt_tokens": given.tokens,
-            "chunk_tokens": given.chunk_tokens,
-            "documents": given.count,
-            "cap_tokens": cap,
-            "right_answers": _right(documents, ours),
-            "right_in_the_library": _right(documents, theirs),
-            "same_answers": sum(map(list.__eq__, ours, theirs)),
-        }
-
-
-SERVING_CAPS = Experiment(
-    name="serving_caps",
-    title="Needles under a cap, in vLLM",
-    measure=_caps,
-    options={"tokens": Sized(1024, 300), "count": Sized(8, 1), "chunk_tokens": Sized(128, 64)},
-    described=lambda given: _on(given, "float32"),
-    tables=[
-        Table(
-            {
-                "cap": lambda row: str(row["cap_tokens"] or "none"),
-                "right in vLLM": "{right_answers} of {documents}",
-                "right in the library": "{right_in_the_library} of {documents}",
-                "the same answer": "{same_answers} of {documents}",
-            },
-            "{documents} documents of {prompt_tokens:,} tokens, budget {policy[budget]}",
-        )
-    ],
-)
 
 SHARED_BLOCK_TOKENS = 32
 ALIKE = {"snapkv": "alike", "adakv": "of different length"}

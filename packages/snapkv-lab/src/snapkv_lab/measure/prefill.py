@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from snapkv.errors import InvalidArgumentError, OutOfMemoryError
-from snapkv.prefill import chunked, layer_by_layer
+from snapkv.errors import OutOfMemoryError
+from snapkv.prefill import layer_by_layer
 from snapkv.validation import require_int
 from snapkv_lab.measure.contenders import Contender
 from snapkv_lab.measure.decode import raced
@@ -24,8 +24,7 @@ Row = dict[str, Any]
 class PrefillBench:
     """What reading a prompt takes, once and then in `rounds` turns; ratios are to the first one.
 
-    What goes into a compressed cache is read layer by layer in pieces of `chunk_tokens`; or with
-    `cap_tokens` in pieces between which every layer is held to so many tokens.
+    What goes into a compressed cache is read layer by layer in pieces of `chunk_tokens`.
     """
 
     model: PreTrainedModel
@@ -34,15 +33,9 @@ class PrefillBench:
     batches: Sequence[int] = (1,)
     rounds: int = 5
     chunk_tokens: int | None = None
-    cap_tokens: int | None = None
 
     def __post_init__(self) -> None:
         require_int("rounds", self.rounds, minimum=2)
-        if self.cap_tokens is not None and self.chunk_tokens is None:
-            raise InvalidArgumentError(
-                f"chunk_tokens: expected the size of a piece with cap_tokens={self.cap_tokens}, "
-                "got none; pass both"
-            )
 
     def times(self) -> Iterator[Row]:
         """One row per batch, length and cache: the time to the logits behind the prompt."""
@@ -105,19 +98,15 @@ class PrefillBench:
     def _pieces(self, model: PreTrainedModel) -> contextlib.AbstractContextManager[None]:
         if self.chunk_tokens is None:
             return contextlib.nullcontext()
-        if self.cap_tokens is None:
-            return layer_by_layer(model, chunk_tokens=self.chunk_tokens)
-        return chunked(model, cap_tokens=self.cap_tokens, chunk_tokens=self.chunk_tokens)
+        return layer_by_layer(model, chunk_tokens=self.chunk_tokens)
 
     def _row(self, bench: str, contender: Contender, batch: int, length: int) -> Row:
-        in_pieces = contender.policy is not None
         return {
             "bench": bench,
             "cache": contender.label,
             "batch": batch,
             "length": length,
-            "chunk_tokens": self.chunk_tokens if in_pieces else None,
-            "cap_tokens": self.cap_tokens if in_pieces else None,
+            "chunk_tokens": None if contender.policy is None else self.chunk_tokens,
         }
 
     def _ids(self, batch: int, length: int) -> Tensor:

@@ -34,7 +34,6 @@ LATE = [
     ("bench decode --baseline transformer", "baseline: expected one of transformers"),
     ("bench decode --storage disk", "storage: expected dynamic, static or both"),
     ("bench decode --shape llama-4", "shape: expected one of smollm2-135m"),
-    ("bench prefill --cap-tokens 64", "chunk_tokens: expected the size of a piece"),
 ]
 
 

@@ -18,7 +18,7 @@ from snapkv.app import likelihood as reference_module
 from snapkv.app.answering import answer_ids
 from snapkv.app.conversation import behind
 from snapkv.app.likelihood import References
-from snapkv.app.prefills import Chunked, Exact, GemFilter, LayerByLayer, Selective
+from snapkv.app.prefills import Exact, GemFilter, LayerByLayer, Selective
 from snapkv.app.prompts import Prompt
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError
@@ -156,7 +156,6 @@ WAYS = [Exact(), Selective(**FEWER), GemFilter(**FEWER), LayerByLayer(chunk_toke
 CASES = [
     *((policy, Exact(), ("visible", "hidden")[at % 2]) for at, policy in enumerate(POLICIES)),
     *((policy, way, "visible") for policy in (SnapKV(40), FullCache()) for way in WAYS[1:]),
-    (SnapKV(40), Chunked(cap_tokens=64, chunk_tokens=32), "visible"),
 ]
 
 

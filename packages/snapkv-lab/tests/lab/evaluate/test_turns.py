@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from snapkv import H2O, FullCache, KVzip, PageRecall, SnapKV
-from snapkv.app.prefills import Chunked
+from snapkv.app.prefills import Selective
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError
 from snapkv_lab.evaluate import asking
 from snapkv_lab.evaluate.asking import LATER, Method
@@ -197,10 +197,10 @@ def test_ways_that_have_no_effect_or_cannot_be_are_refused(tiny):
     recall = Method(label="r", policy=SnapKV(48), later="recall")
     with pytest.raises(InvalidArgumentError, match="turns: expected it with a task of several"):
         run_of(tiny, [recall], task=Needle(lengths=(300,), cloze=True))
-    chunked = Method(label="r", policy=SnapKV(48), later="recall", prefill=Chunked())
+    narrowed = replace(recall, prefill=Selective(layer=1))
     with pytest.raises(InvalidArgumentError, match="turns: expected a prefill"):
-        run_of(tiny, [chunked])
+        run_of(tiny, [narrowed])
     with pytest.raises(InvalidArgumentError, match="turns: expected a prefill"):
-        run_of(tiny, [replace(chunked, later=PageRecall(2))])
+        run_of(tiny, [replace(narrowed, later=PageRecall(2))])
     with pytest.raises(InvalidArgumentError, match="evicts after every token"):
         run_of(tiny, [Method(label="h", policy=H2O(48), later="compress")])

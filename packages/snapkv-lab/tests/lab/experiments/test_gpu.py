@@ -157,6 +157,6 @@ def test_all_parts_run_on_a_device_that_is_not_there(monkeypatch, tmp_path):
     page = gpu.GPU.page.read_text("utf-8")
     titles = {re.split("; |, {", each.title)[0] for each in gpu.TABLES}
     assert {title for title in titles if f"## {title}" not in page} == {
-        "Memory while reading", "Reading under a cap", "Reading layer by layer",
+        "Memory while reading", "Reading layer by layer",
         "Vote, selection and gather", "Appending in place",
     }  # fmt: skip

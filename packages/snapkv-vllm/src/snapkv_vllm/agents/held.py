@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from snapkv.policies import AdaKV
 from snapkv.validation import format_bytes, require_int
 from snapkv_vllm.limits import Entry, Limits
-from snapkv_vllm.names import wrong
+from snapkv_vllm.names import DECODE_BUDGET, wrong
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +31,9 @@ class Sessions(Entry):
 
     def require_possible(self, limits: Limits, policy: str) -> None:
         """Refuse what a later request cannot go on from."""
-        for name in ("cap", "decode_budget"):
-            if tokens := getattr(limits, name):
-                none = "none where sessions are held, whose histories say at which token they begin"
-                option = f"--{name.replace('_', '-')}"
-                raise wrong(name, none, tokens, f"leave {option} or --sessions out")
+        if tokens := limits.decode_budget:
+            none = "none where sessions are held, whose histories say at which token they begin"
+            raise wrong(DECODE_BUDGET, none, tokens, "leave --decode-budget or --sessions out")
         if policy == AdaKV.name:
             same = "a method whose heads keep the same number of tokens where sessions are held"
             raise wrong("policy", same, policy, "serve with --policy snapkv, or without --sessions")

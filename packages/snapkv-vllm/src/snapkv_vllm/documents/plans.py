@@ -123,9 +123,7 @@ class ReadTwice(RequestPlan):
             return min(offered_tokens, self.tokens - seen_tokens)
         return offered_tokens
 
-    def order(
-        self, seen_tokens: int, held_tokens: int, step_tokens: int, prompt_ids: Sequence[int]
-    ) -> Order | None:
+    def order(self, seen_tokens: int, held_tokens: int, step_tokens: int) -> Order | None:
         computed = seen_tokens + step_tokens
         if held_tokens <= seen_tokens:
             if computed != self.tokens:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from snapkv.errors import InvalidTypeError
 from snapkv.validation import format_bytes, require_at_least, require_int
 from snapkv_vllm.limits import Entry, Limits
-from snapkv_vllm.names import wrong
+from snapkv_vllm.names import DECODE_BUDGET, wrong
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +49,6 @@ class Sharing(Entry):
 
     def require_possible(self, limits: Limits) -> None:
         """Refuse what leaves no room for documents: requests that name one stay whole."""
-        for name in ("cap", "decode_budget"):
-            if tokens := getattr(limits, name):
-                none = "none where documents are shared, since requests that name one stay whole"
-                option = f"--{name.replace('_', '-')}"
-                raise wrong(name, none, tokens, f"leave {option} or --share out")
+        if tokens := limits.decode_budget:
+            none = "none where documents are shared, since requests that name one stay whole"
+            raise wrong(DECODE_BUDGET, none, tokens, "leave --decode-budget or --share out")

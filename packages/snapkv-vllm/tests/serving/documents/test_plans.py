@@ -113,7 +113,7 @@ class Reading:
         tokens = self.plan.step_tokens(self.seen, self.held, offered)
         assert 0 < tokens <= offered
         room = self.plan.room(self.seen, self.held, tokens, 16)
-        order = self.plan.order(self.seen, self.held, tokens, ())
+        order = self.plan.order(self.seen, self.held, tokens)
         assert room == (order.kept_tokens if order is not None and order.ends else 0)
         self.seen, self.held = self.seen + tokens, self.held + tokens
         if order is not None:

@@ -41,7 +41,7 @@ DOCUMENTS = ("first", "second")
 SERVERS: Mapping[str, Mapping[str, Any]] = {
     "snapkv": {},
     "limits": {
-        "limits": Limits(cap=320, chunk_tokens=64, decode_budget=400, evict_every=16),
+        "limits": Limits(decode_budget=400, evict_every=16),
     },
     "adakv": {"policy": "adakv"},
     "documents": {"sharing": Sharing(chunk_tokens=60)},
@@ -68,8 +68,6 @@ class Asked:
         own: dict[str, Any] = {"snapkv_budget": draw.choice([100, 160, 256, 288])}
         if server != "limits":
             own["snapkv_budget"] = draw.choice([0, *[own["snapkv_budget"]] * 5])
-        elif draw.random() < 0.3:
-            own["snapkv_cap"] = draw.choice([288, 300])
         if document is not None:
             own = {DOCUMENT: document}
         opening, ending = 0 if document else draw.choice(OPENINGS), draw.randrange(1, 120)

@@ -59,7 +59,7 @@ def test_wrong_settings_end_in_a_400_and_right_bodies_arrive_unchanged(client, p
 )
 def test_a_stream_that_begins_with_an_error_is_answered_with_its_status(client, code, status):
     """As vLLM sends it where its engine refuses a request."""
-    error = {"error": {"message": "cap: expected none", "code": code}}
+    error = {"error": {"message": "budget: expected none", "code": code}}
     answer = client.post("/stream", json={"events": [error]})
     assert (answer.status_code, answer.json()) == (status, error)
     assert answer.headers["content-type"] == "application/json"

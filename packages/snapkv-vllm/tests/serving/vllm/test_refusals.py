@@ -13,7 +13,6 @@ from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.refusals import (
     compressed_managers,
     compressible_layers,
-    require_capped_prompt,
     require_heads_apart,
     require_no_promise,
     require_one_position,
@@ -100,7 +99,7 @@ def test_graphs_must_leave_prompts_out(config, mode, fine):
             require_supported(graphs)
 
 
-BOUNDED = ServingSettings(budget=64, limits=Limits(cap=128, decode_budget=256))
+BOUNDED = ServingSettings(budget=64, limits=Limits(decode_budget=256))
 BY_TOVA = ServingSettings(budget=64, limits=Limits(decode_budget=256, decode_policy="tova"))
 TOVA, ADAKV = (ServingSettings(policy=policy, budget=64) for policy in ("tova", "adakv"))
 SHARED = ServingSettings(budget=64, sharing=Sharing())
@@ -113,9 +112,6 @@ KEPT = ServingSettings(budget=64, sharing=Sharing(library="/kept"))
     ("settings", "part", "given", "words"),
     [
         (BOUNDED, "speculative_config", {"method": "ngram"}, "drafts where answers are held"),
-        (BOUNDED, "scheduler_config", {"max_num_batched_tokens": 128}, "steps of fewer tokens"),
-        (BOUNDED, "model_config", {"uses_mrope": True}, "M-RoPE.* held to a cap: .* --cap out"),
-        (BOUNDED, "scheduler_config", {"long_prefill_token_threshold": 100}, "--long-prefill-"),
         (BOUNDED, "model_config", {"use_mla": True}, "--decode-policy tova"),
         (BY_TOVA, "parallel_config", {"tensor_parallel_size": 3}, "--decode-policy r-kv"),
         (TOVA, "parallel_config", {"tensor_parallel_size": 3}, "tova and tensor parallelism"),
@@ -183,23 +179,6 @@ def asked(**more):
     return SimpleNamespace(**own | more)
 
 
-@pytest.mark.parametrize(
-    ("parts", "request_parts", "words"),
-    [
-        ({}, {"prompt_token_ids": None}, "prompt: expected a prompt of tokens alone"),
-        ({}, {"mm_features": [object()]}, "prompt: expected a prompt of tokens alone"),
-        ({"scheduler_config": {"max_num_batched_tokens": 32}}, {}, "window_size: expected steps"),
-        ({"cache_config": {"mamba_cache_mode": "align"}}, {}, "cap: expected recurrent states"),
-        ({"model_config": {"uses_mrope": True}}, {}, r"cap: expected positions of one .*M-RoPE"),
-    ],
-)
-def test_a_request_that_cannot_be_held_to_a_cap_is_refused(config, parts, request_parts, words):
-    plan = BOUNDED.plan_for({}, prompt_tokens=100)
-    require_capped_prompt(plan, asked(), config)
-    with pytest.raises(InvalidArgumentError, match=words):
-        require_capped_prompt(plan, asked(**request_parts), changed(config, **parts))
-
-
 def test_images_are_compressed_only_where_positions_are_numbers(config):
     plan = TOVA.plan_for({}, prompt_tokens=100)
     whole = TOVA.plan_for({"snapkv_budget": 0}, prompt_tokens=100)
@@ -217,8 +196,8 @@ def test_images_are_compressed_only_where_positions_are_numbers(config):
 
 def test_sessions_are_refused_where_requests_are_promised_to_be_held_to_limits():
     require_no_promise(Limits())
-    with pytest.raises(InvalidArgumentError, match="cap: expected none for a session"):
-        require_no_promise(Limits(cap=100))
+    with pytest.raises(InvalidArgumentError, match="decode_budget: expected none for a session"):
+        require_no_promise(Limits(decode_budget=200))
 
 
 def layer_and_spec(

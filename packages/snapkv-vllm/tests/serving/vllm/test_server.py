@@ -146,7 +146,7 @@ def test_wrong_settings_are_a_400_with_a_clear_message(client, many_ids, stream)
         ({"window_size": 1400, "budget": 2000}, "at most 128 on this server, got 1,400"),
         ({"kernel_size": 1_000_000_001}, "at most 129 on this server"),
         ({"register": "x"}, "snapkv_register: expected one of"),
-        ({"document": "a", "cap": 9}, "snapkv_cap: expected none beside"),
+        ({"document": "a", "decay": 0.9}, "snapkv_decay: expected none beside"),
     ]:
         with pytest.raises(openai.BadRequestError, match=words):
             answer(client, prompt(many_ids, tokens=60), extra_body=own(**settings), stream=stream)

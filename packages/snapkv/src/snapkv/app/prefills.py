@@ -95,21 +95,6 @@ class LayerByLayer(Prefill):
         require_at_least("chunk_tokens", self.chunk_tokens, 1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chunked(Prefill):
-    """The prompt is read in pieces, and no layer holds more of it than a cap between them."""
-
-    name = function = "chunked"
-    holds_all: ClassVar[bool] = False
-
-    cap_tokens: int = 4096
-    chunk_tokens: int = 1024
-
-    def __post_init__(self) -> None:
-        require_at_least("cap_tokens", self.cap_tokens, 1)
-        require_at_least("chunk_tokens", self.chunk_tokens, 1)
-
-
 PREFILLS: dict[str, type[Prefill]] = {
-    kind.name: kind for kind in (Exact, Selective, GemFilter, LayerByLayer, Chunked)
+    kind.name: kind for kind in (Exact, Selective, GemFilter, LayerByLayer)
 }

@@ -295,7 +295,7 @@ class CompressedLayer(DynamicLayer):
         )
 
     def remember_queries(self, queries: Tensor, ahead_tokens: int = 0) -> None:
-        """Hold the last ones of a chunk, and those of tokens ahead, which `crop` takes away."""
+        """Hold the last ones of a chunk, and as many more as the turn has of which it is."""
         self._note(last_queries=self.with_remembered(queries, ahead_tokens).clone())
 
     def forget_queries(self) -> None:
@@ -391,10 +391,6 @@ class CompressedLayer(DynamicLayer):
         """Of a prompt of so many tokens, those at (B, 1, K) columns have reached the layer."""
         columns = columns.expand(-1, self.keys.shape[1], -1)
         self.slots = self.slots.chosen(columns, tokens, is_partial=True, pads=pads, fillers=fillers)
-
-    def keep_part(self, selection: Selection) -> None:
-        """Keep a part of a prompt that is still coming in."""
-        self._keep_slots(selection.keep_indices, selection.prompt_tokens, is_partial=True)
 
     def _keep_slots(
         self,

@@ -186,8 +186,6 @@ class Reading:
         prompt_end: tokens up to the end of the prompt or of the turn; None until it is known.
         turn_start: tokens before it.
         is_piecewise: whether one layer after the other is reading.
-        cap_tokens: the most that a layer holds of a prompt that is still coming in.
-        ahead_tokens: how many tokens of the forward pass vote and are then forgotten.
         verifies_drafts: whether a forward pass may hold drafts.
         coming_ids: after how many tokens the tokens of which ids come; None while not announced.
         read_ids: what is known of the tokens that were read, by `generate` alone.
@@ -202,8 +200,6 @@ class Reading:
     prompt_end: int | None = None
     turn_start: int = 0
     is_piecewise: bool = False
-    cap_tokens: int | None = None
-    ahead_tokens: int = 0
     verifies_drafts: bool = False
     coming_ids: tuple[int, Tensor] | None = None
     read_ids: ReadIds = field(default_factory=ReadIds)
@@ -495,47 +491,3 @@ class Reading:
             yield
         if layer.seen_tokens < end:
             layer.set_aside()
-
-    @contextlib.contextmanager
-    def held_to(self, cap_tokens: int, coming_tokens: int) -> Iterator[None]:
-        """Within this block every layer drops what is over the cap after every forward pass.
-
-        The prompt ends with the tokens that the block reads, unless it was announced otherwise.
-        """
-        self.policy.require_cap(cap_tokens)
-        layer = self.layers[0]
-        if layer.spans.fair is not None:
-            raise InvalidArgumentError(
-                f"fair: expected none where a prompt is held to a cap, since what it drops on the "
-                f"way is in no segment's share, got {', '.join(dict(layer.spans.fair.parts))}; "
-                "read it with snapkv.prefill.layer_by_layer"
-            )
-        if layer.offloaded is not None:
-            pages = None if layer.turns is None else layer.turns.pages
-            raise InvalidArgumentError(
-                f"recall: expected none where a prompt is held to a cap, got "
-                f"{pages or layer.offloaded.pool.where}; read it with snapkv.prefill.layer_by_layer"
-            )
-        self.end_by(self.seen_tokens + coming_tokens)
-        with self._while(cap_tokens=cap_tokens):
-            yield
-
-    def is_over_cap(self, coming_tokens: int) -> bool:
-        """Whether layers will have to drop something when they have read that many tokens more."""
-        held = self.layers[0].store.slots
-        return self.cap_tokens is not None and held + coming_tokens > self.cap_tokens
-
-    @contextlib.contextmanager
-    def looking_ahead(self, tokens: int) -> Iterator[None]:
-        """Within this block a piece of a prompt ends in the last tokens of the whole prompt.
-
-        They vote on what is held of it, and are forgotten behind the block. All layers of the model
-        are compressed.
-        """
-        assert self.prompt_end is not None
-        assert self.cap_tokens is not None
-        end, cap = self.prompt_end + tokens, self.cap_tokens + tokens
-        with self._while(prompt_end=end, cap_tokens=cap, ahead_tokens=tokens):
-            yield
-            for layer in self.layers:
-                layer.crop(-tokens)

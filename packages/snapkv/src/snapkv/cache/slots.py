@@ -38,7 +38,7 @@ class SlotMap(RowRecord):
         pads: (B,) int64, leading columns of each row that are no tokens, or None.
         fillers: (B,) int64, leading slots that hold no token, or None.
         chosen_at: tokens seen when the layer last chose; 0 before the first prompt has ended.
-        is_partial: whether the prompt is still coming in and a part of it has been dropped already.
+        is_partial: whether the prompt is still coming in and the layer holds a part of it only.
         erased: (B, N, 2) int64, half-open spans of positions that each row was told to drop, and
             that are no columns any more, ascending, empty ones first; None where there are none.
         gone: tokens that were seen and are no columns: the fewest that a row is without. A row that

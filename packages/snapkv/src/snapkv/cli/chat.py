@@ -38,7 +38,7 @@ def chat(
         typer.Option(
             help="Where evicted tokens wait for the next question: host, a folder, or none",
             show_default="host; none for methods that evict while generating, and with selective "
-            "or chunked prefill",
+            "prefill",
         ),
     ] = None,
     recall_pages: Annotated[

@@ -219,7 +219,7 @@ class RunOptions(MethodOptions):
         str,
         panels.answer(
             help="How the prompt is read: exact, layer-by-layer, or not exactly: selective, "
-            "gemfilter, chunked; with parameters as in selective:layer=15,keep_ratio=0.2"
+            "gemfilter; with parameters as in selective:layer=15,keep_ratio=0.2"
         ),
     ] = "exact"
     medusa: Annotated[

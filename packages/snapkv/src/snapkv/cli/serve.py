@@ -12,7 +12,6 @@ from snapkv.cli.fields import with_options
 from snapkv.errors import InvalidArgumentError
 from snapkv.validation import (
     DEFAULT,
-    DEFAULT_CHUNK,
     DEFAULT_EVERY,
     MAX_KERNEL_SIZE,
     MAX_WINDOW_SIZE,
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 EXAMPLES = {"serve": ("snapkv serve demo --budget 512 --max-model-len 8192",)}
 
 _FROM_0, _FROM_1 = WholeNumber(0, is_counted=False), WholeNumber(1, is_counted=False)
-_LIMITS = ("cap", "chunk_tokens", "decode_budget", "decode_policy", "evict_every")
+_LIMITS = ("decode_budget", "decode_policy", "evict_every")
 _SIZES = ("budget", "protect_first", "max_window_size", "max_kernel_size")
 
 
@@ -72,16 +71,6 @@ class ServeOptions:
     max_kernel_size: Annotated[
         int, typer.Option(help="The widest kernel that a request may ask for"), WholeNumber(1)
     ] = MAX_KERNEL_SIZE
-    cap: Annotated[
-        int,
-        typer.Option(help="Tokens held of a prompt while it is read in chunks; 0: all"),
-        _FROM_0,
-    ] = 0
-    chunk_tokens: Annotated[
-        int,
-        typer.Option(help="Tokens of a chunk, between two compressions of a prompt with a cap"),
-        _FROM_1,
-    ] = DEFAULT_CHUNK
     decode_budget: Annotated[
         int, typer.Option(help="Tokens held of prompt and answer while generating; 0: all"), _FROM_0
     ] = 0

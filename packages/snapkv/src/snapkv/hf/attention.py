@@ -157,16 +157,15 @@ def attend(call: AttentionCall) -> Attended:
 
 def _read_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
     """Attend to the prompt as far as it has been read, and hold what its end will need."""
-    layer, reading = context.layer, context.reading
+    layer = context.layer
     call = fitting(call, layer)
     attended = _attend_prompt(call, layer)
-    _keep_to_cap(call, layer, reading.cap_tokens)
-    layer.remember_queries(call.query, reading.ahead_tokens)
+    layer.remember_queries(call.query)
     hook = forward_context.hook()
     if type(hook) is not forward_context.Hook:
         hook.on_prompt(replace(_prompt_layer(call, layer, None), queries=call.query))
     layer.store.finalize_step()
-    if not reading.is_piecewise:
+    if not context.reading.is_piecewise:
         layer.set_aside()
     return attended
 
@@ -318,15 +317,6 @@ def _end(layer: CompressedLayer, selection: Selection | None, prompt: PromptLaye
     if not layer.slots.is_whole:
         prompt = replace(prompt, pad_tokens=layer.slots.pads)
     layer.end_prompt(selection, prompt)
-
-
-def _keep_to_cap(call: AttentionCall, layer: CompressedLayer, cap_tokens: int | None) -> None:
-    """Drop what is over the cap of a prompt that is still coming in."""
-    if cap_tokens is None or layer.store.slots <= cap_tokens:
-        return
-    read = _prompt_layer(call, layer, None)
-    with torch.no_grad():
-        layer.keep_part(layer.policy.select_under_cap(read, cap_tokens))
 
 
 def _choose_for_whole_rows(call: AttentionCall, layer: CompressedLayer, *, is_end: bool) -> None:

@@ -6,7 +6,6 @@ arXiv 2405.16444), in every layer fewer of them. What comes out goes on like any
 is read over it, its end votes, and the policy chooses.
 """
 
-import sys
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -117,7 +116,8 @@ def _held(joined: Sequence[JoinedLayer]) -> Held:
 def _fill(cache: CompressedCache, joined: Sequence[JoinedLayer], held: Held) -> None:
     """Let a new cache have seen the documents.
 
-    Whole, it is in the middle of a prompt; even, of one that is held to a cap; uneven, behind one.
+    Whole or even, it is in the middle of a prompt, even of one that is held in part; uneven,
+    behind one.
     """
     for layer, one in zip(cache.reading.layers, joined, strict=True):
         keys, values = one.key_states, one.value_states
@@ -153,20 +153,12 @@ def _require_going_on(cache: CompressedCache, held: Held) -> None:
         )
     if held == "even":
         _refuse_options(cache, "protect", "fair", "recall")
-        _require_rating_a_part(policy)
-
-
-def _require_rating_a_part(policy: Policy) -> None:
-    if isinstance(policy, FullCache):
-        return
-    try:
-        policy.require_cap(sys.maxsize)
-    except InvalidArgumentError as error:
-        raise InvalidArgumentError(
-            f"policy: expected a method with a budget that can rate a part of what was read, such "
-            f"as SnapKV(budget=1024), where documents were compressed, got {policy!r}; use one of "
-            f"them, or {_WHOLE}"
-        ) from error
+        if not (policy.chooses_from_a_part or isinstance(policy, FullCache)):
+            raise InvalidArgumentError(
+                f"policy: expected a method with a budget that can rate a part of what was read, "
+                f"such as SnapKV(budget=1024), where documents were compressed, got {policy!r}; "
+                f"use one of them, or {_WHOLE}"
+            )
 
 
 def _require_choice_behind(policy: Policy) -> None:

@@ -1,7 +1,6 @@
 """What a model, its prompt and its cache take: what would fit, and how much faster it would be."""
 
 from snapkv.plan.advice import (
-    chunked_advice,
     layerwise_advice,
     prompt_advice,
     prompt_memory_explained,
@@ -23,7 +22,6 @@ __all__ = [
     "Footprint",
     "Plan",
     "Request",
-    "chunked_advice",
     "footprint_of",
     "free_bytes",
     "is_counted",

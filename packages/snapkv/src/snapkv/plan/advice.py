@@ -55,15 +55,6 @@ def layerwise_bytes(footprint: Footprint, prompt_tokens: int, chunk_tokens: int)
     return prompt_tokens * per_token + piece + footprint.sliding_bytes(prompt_tokens)
 
 
-def chunked_bytes(footprint: Footprint, chunk_tokens: int, cap_tokens: int) -> int:
-    """Bytes that `prefill.chunked` takes beside the weights; sliding layers hold their window."""
-    windows = max((layer.most_tokens for layer in footprint.sliding_layers), default=0)
-    held = footprint.cache_bytes(cap_tokens, windows) + _room(footprint)
-    mask = chunk_tokens * (cap_tokens + chunk_tokens)  # one bool for each pair
-    piece = chunk_tokens * (footprint.mlp_token_bytes + footprint.layer_token_bytes)
-    return held + mask + piece
-
-
 def _room(footprint: Footprint) -> int:
     """Bytes that are set aside for tokens to come, at the first one behind the prompt."""
     return footprint.token_bytes * ROOM_TOKENS
@@ -98,7 +89,7 @@ def prompt_advice(model: Any, prompt_tokens: int, available_bytes: int | None) -
     def estimate(footprint: Footprint) -> str:
         takes = functools.partial(prompt_bytes, model, footprint)
         full = footprint.cache_bytes(prompt_tokens, prompt_tokens)
-        fits = _would_fit(takes, prompt_tokens, available_bytes, most=footprint.max_positions)
+        fits = _would_fit(takes, prompt_tokens, available_bytes, footprint.max_positions)
         return (
             f"; reading them takes about {format_bytes(takes(prompt_tokens))} beside weights of "
             f"{format_bytes(weights_bytes(model))} (and a full cache would hold "
@@ -130,25 +121,7 @@ def layerwise_advice(
         f"prompt: expected {prompt_tokens:,} tokens to fit in the memory of {device_of(model)} "
         f"layer by layer, in pieces of {chunk_tokens:,}, got out of memory"
         f"{_estimated(model, estimate)}; "
-        "lower chunk_tokens, or use snapkv.prefill.chunked, which takes the same for every length"
-    )
-
-
-def chunked_advice(
-    model: Any, chunk_tokens: int, cap_tokens: int, available_bytes: int | None
-) -> str:
-    """What to say when reading in pieces under a cap does not fit."""
-
-    def estimate(footprint: Footprint) -> str:
-        takes = functools.partial(chunked_bytes, footprint, chunk_tokens)
-        fits = _would_fit(takes, cap_tokens, available_bytes, what="a cap of about")
-        needed = format_bytes(takes(cap_tokens))
-        return f"; they take about {needed} beside the weights{_free(available_bytes)}{fits}"
-
-    return (
-        f"prompt: expected pieces of {chunk_tokens:,} tokens and a cap of {cap_tokens:,} to fit in "
-        f"the memory of {device_of(model)}, got out of memory{_estimated(model, estimate)}; lower "
-        "cap_tokens or chunk_tokens"
+        "lower chunk_tokens, or shorten the prompt"
     )
 
 
@@ -164,15 +137,13 @@ def _would_fit(
     takes: Callable[[int], int],
     tokens: int,
     available_bytes: int | None,
-    *,
-    what: str = "about",
     most: int | None = None,
 ) -> str:
     """How many tokens would fit, unless that contradicts what happened or the model."""
     if available_bytes is None:
         return ""
     fit = bisect.bisect_right(range(1, tokens + 1), available_bytes, key=takes)
-    return f"; {what} {fit:,} tokens would fit" if 0 < fit < tokens and fit <= (most or fit) else ""
+    return f"; about {fit:,} tokens would fit" if 0 < fit < tokens and fit <= (most or fit) else ""
 
 
 def _free(available_bytes: int | None) -> str:

@@ -81,12 +81,9 @@ class AdaKV(AroundScores):
         shares = torch.tensor(rows, device=scores.device)
         return prefix.select_by_head(prefix.best(scores, shares), shares)
 
-    def require_cap(self, cap_tokens: int) -> None:
-        self.policy.require_cap(cap_tokens)
-
-    def select_under_cap(self, layer: PromptLayer, cap_tokens: int) -> Selection:
-        """As many tokens in every head: all may still be needed."""
-        return self.policy.select_under_cap(layer, cap_tokens)
+    @property
+    def chooses_from_a_part(self) -> bool:
+        return self.policy.chooses_from_a_part
 
     def _row_shares(self, scores: Tensor, mean: int, must_stay: Tensor | None) -> list[int]:
         """How many prefix positions each head of a row keeps, `mean` on average.

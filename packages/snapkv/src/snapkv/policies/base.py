@@ -103,22 +103,10 @@ class Policy(ABC):
     def select(self, layer: PromptLayer) -> Selection | None:
         """Choose the positions to keep; None keeps everything, untouched."""
 
-    def require_cap(self, cap_tokens: int) -> None:
-        """Raise unless `select_under_cap` can keep to so many tokens."""
-        del cap_tokens
-        raise InvalidArgumentError(
-            f"policy: expected a method with a budget that can rate a part of what was read, such "
-            f"as SnapKV(budget=1024), where a prompt is held to a cap while it is read, got "
-            f"{self!r}; use one of them, or snapkv.prefill.layer_by_layer"
-        )
-
-    def select_under_cap(self, layer: PromptLayer, cap_tokens: int) -> Selection:
-        """Choose what stays, for now, of a prompt that is still coming in: so many tokens.
-
-        The layer is all that is held and what has just been read, as if the prompt ended here;
-        tokens between them have been dropped before.
-        """
-        raise NotImplementedError(f"{self.name} passes no require_cap")
+    @property
+    def chooses_from_a_part(self) -> bool:
+        """Whether it can where tokens between those of the prompt have been dropped before."""
+        return False
 
     def require_protection(self, spans: Spans) -> None:
         """Raise unless the method keeps what `LayerStates.protected` says, and can have room."""
@@ -319,23 +307,10 @@ class PrefixPolicy(Policy):
         """Whether it leaves the choice to the scores."""
         return type(self).select is PrefixPolicy.select
 
-    def require_cap(self, cap_tokens: int) -> None:
-        """Raise unless the cap has room for the budget."""
-        if not self.rates_what_is_held or self.most_tokens is None:
-            super().require_cap(cap_tokens)
-        elif cap_tokens < self.most_tokens:
-            raise InvalidArgumentError(
-                f"cap_tokens: expected at least {self.most_tokens}, what a layer may keep in the "
-                f"end with {self!r}, got {cap_tokens}; raise cap_tokens or lower the budget"
-            )
-
-    def select_under_cap(self, layer: PromptLayer, cap_tokens: int) -> Selection:
-        """Keep the last tokens, the sinks and the best, the same number in every layer."""
-        kept, prefix = [cap_tokens - self.window_size] * layer.keys.shape[0], self.prefix(layer)
-        if not layer.depth:
-            for tokens, room in zip(prefix.needed, kept, strict=False):
-                self._require_fits(tokens, room)
-        return prefix.select(self.scored(layer), kept)
+    @property
+    def chooses_from_a_part(self) -> bool:
+        """Where its scores do, and its budget does not go by the prompt's length."""
+        return self.rates_what_is_held and self.most_tokens is not None
 
     def require_protection(self, spans: Spans) -> None:
         """Raise where no prompt that is compressed leaves them room, or a subclass chooses."""

@@ -26,7 +26,7 @@ class LagKV(PrefixPolicy):
     far as float32 tells them apart beside the rank, where there any may; a channel that does not
     vary in the lag counts 0, where there it is divided by zero; the window is kept as in SnapKV.
     The paper goes on evicting while it generates; here, as in kvpress, the prompt is cut at its
-    end. Under a cap the pieces are those of what is held.
+    end. Behind joined documents the pieces are those of what is held.
 
     Args:
         budget, keep_ratio, window_size: as in `PrefixPolicy`.
