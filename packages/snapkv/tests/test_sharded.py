@@ -18,7 +18,6 @@ from snapkv import (
     KeyDiff,
     KVzip,
     Library,
-    PageRecall,
     SnapKV,
     UnsupportedModelError,
     prefill,
@@ -124,7 +123,7 @@ def test_layers_that_share_keys_are_not_parted():
             CompressedCache(model, SNAPKV)
 
 
-@pytest.mark.parametrize("name", ["snapkv", "static", "adakv", "int4", "h2o", "recall", "pages"])
+@pytest.mark.parametrize("name", ["snapkv", "static", "adakv", "int4", "h2o", "recall"])
 def test_turns_rows_crop_and_file(name, require_same, tmp_path):
     def run(model, put):
         cache, path = new_cache(model, name), tmp_path / model.device.type
@@ -134,8 +133,7 @@ def test_turns_rows_crop_and_file(name, require_same, tmp_path):
         if name != "h2o":
             cache.crop(-2)
         cache.save(path)
-        recall = {"recall": PageRecall(2, page_tokens=5)} if name == "pages" else {}
-        loaded = CompressedCache.load(path, model, **recall)
+        loaded = CompressedCache.load(path, model)
         text = model.generate(text, past_key_values=loaded, **OPTIONS)
         if put(IDS).device != IDS.device:
             require_in_place(loaded)

@@ -4,7 +4,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from snapkv.cache.paging import PageRecall
     from snapkv.cache.report import CacheReport
     from snapkv.document import Document
     from snapkv.errors import (
@@ -93,7 +92,6 @@ __all__ = [
     "ModelNotFoundError",
     "OutOfMemoryError",
     "OutputError",
-    "PageRecall",
     "PromptThenDecode",
     "PromptTooLongError",
     "PyramidKV",
@@ -117,7 +115,6 @@ _HOMES = {
     "Document": "snapkv.document",
     "KVCodes": "snapkv.storage.coded",
     "Library": "snapkv.library.library",
-    "PageRecall": "snapkv.cache.paging",
     "install": "snapkv.hf.install",
     "uninstall": "snapkv.hf.install",
 }

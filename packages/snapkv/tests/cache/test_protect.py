@@ -85,7 +85,6 @@ STORAGES = {
     "static": {"storage": "static", "room_tokens": 64},
     "compress, int8": {"turns": "compress", "quantize": "int8"},
     "recall, static": {"recall": "host", "storage": "static", "room_tokens": 64},
-    "refresh": {"recall": "host", "refresh_every": 3},
 }
 
 

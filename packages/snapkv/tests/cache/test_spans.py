@@ -17,7 +17,6 @@ from snapkv import (
     KeyDiff,
     KVCodes,
     OutOfMemoryError,
-    PageRecall,
     SnapKV,
     SnapKVError,
 )
@@ -225,19 +224,13 @@ def test_what_is_gone_is_not_protected():
 
 @pytest.mark.parametrize("policy", [SNAPKV, AdaKV(SNAPKV)])
 def test_more_than_a_turn_has_room_for_is_not_protected(policy):
-    """It was, and every later turn was refused; a refresh broke the cache within an answer."""
-    ids, turn = random_ids(1, 60), random_ids(1, 60, 5)
-    model, cache = read(policy, ids, recall="host", refresh_every=1)
+    """It was, and every later turn was refused."""
+    _, cache = read(policy, random_ids(1, 60), recall="host")
     cache.protect([(0, 20)])
     with pytest.raises(InvalidArgumentError, match=r"expected at most 32 tokens.* got 33; raise"):
         cache.protect([(20, 33)])
     assert cache.options["protect"] == [[0, 20]]
     cache.protect([(20, 32), (55, 70)])  # of which the window of the next turn keeps the others
-    with torch.no_grad():
-        model(turn[:, :1], past_key_values=cache)
-    for index in cache.compressed_layers:
-        for head in cache.kept_positions(index)[0].tolist():
-            assert {*range(32)} <= set(head)
 
 
 def test_nothing_is_protected_between_a_prompt_and_its_draft():
@@ -318,12 +311,3 @@ def test_a_text_that_is_coming_in_has_no_spans_yet():
             cache.drop([(0, 3)])
         model(random_ids(1, 40), past_key_values=cache)
     cache.drop([(3, 9)])
-
-
-def test_pages_are_cut_again():
-    ids, tokens = random_ids(1, 90), random_ids(1, 6, 3)
-    model, cache = read(SNAPKV, ids, recall=PageRecall(1000, page_tokens=4))
-    _, whole = read(FullCache(), ids)
-    for each in (cache, whole):
-        each.drop(SPANS)
-    assert torch.allclose(decoded(model, cache, tokens), decoded(model, whole, tokens), atol=1e-5)

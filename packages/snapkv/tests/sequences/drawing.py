@@ -172,7 +172,7 @@ def _options(draw: Draw, policy: Policy, model: str) -> dict[str, Any]:
         return options
     if _sizes(model)[1] == 1 and draw.random() < 0.9:  # latents
         return draw.choice([options, {"turns": "compress"}, {"recall": "host"}])
-    later = draw.choice(["append", "append", "compress", "recall", "recall", "pages", "all pages"])
+    later = draw.choice([*["append"] * 2, "compress", *["recall"] * 4])
     if policy.reads_context and draw.random() < 0.9:
         later = "append"
     has_budget = isinstance(getattr(policy, "budget", None), int) and policy.most_tokens is not None
@@ -180,14 +180,8 @@ def _options(draw: Draw, policy: Policy, model: str) -> dict[str, Any]:
         options["turns"] = "compress"
     elif later == "recall":
         options["recall"] = "host"
-    elif later == "pages":
-        options["recall"] = kv.PageRecall(draw.choice([1, 3]), page_tokens=draw.choice([2, 8]))
-    elif later == "all pages":
-        options["recall"] = kv.PageRecall(1000, page_tokens=draw.choice([1, 2, 8]))
-    if "recall" in options and draw.random() < 0.3:
-        options["refresh_every"] = draw.choice([1, 2, 5])
     stored = draw.random()
-    is_static = 0.15 <= stored < 0.3 and has_budget and "refresh_every" not in options
+    is_static = 0.15 <= stored < 0.3 and has_budget
     if is_static:
         options |= {"storage": "static", "room_tokens": draw.choice([24, 64])}
     if stored < 0.15 or (is_static and draw.random() < 0.4):

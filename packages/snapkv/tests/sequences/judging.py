@@ -21,7 +21,6 @@ from snapkv import (
     CompressedCache,
     DuoAttention,
     IndexerScores,
-    PageRecall,
     ScoreThreshold,
     SnapKVError,
     StreamingLLM,
@@ -345,11 +344,9 @@ class Judge:
         in_turn = state.turn is not None if in_turn is None else in_turn
         if after is not None:
             in_turn = seen < after
-        pages = self.options.get("recall")
         if not seen or state.full is None:
             return {}
-        sees_all = isinstance(pages, PageRecall) and pages.pages >= 100
-        if sees_all or (self.recalls and in_turn):
+        if self.recalls and in_turn:
             dropped = state.dropped_by_now[:, None]
             return dict.fromkeys(state.cache.compressed_layers, dropped) if dropped.any() else {}
         return hidden_columns(state.cache, seen, state.pads)
@@ -389,9 +386,6 @@ class Judge:
         """Whether attention is that of a full cache that hides what is not kept."""
         if self._bits in ("int4", "K8V4"):
             return False  # rounding alone moves logits as far as a wrong token would
-        recall = self.options.get("recall")
-        if isinstance(recall, PageRecall) and recall.pages < 100 and not self.is_whole(state):
-            return False
         return not (isinstance(self.policy, StreamingLLM) and not self.is_whole(state))
 
     def is_whole(self, state: State) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, StoppingCriteria
 
-from snapkv import CompressedCache, PageRecall, SnapKVError
+from snapkv import CompressedCache, SnapKVError
 from snapkv.policies.spans import Spans
 from tests.sequences import operations as do
 from tests.sequences.judging import (
@@ -304,7 +304,7 @@ class Game:
         )
         stays = any(part.kind in CHANGES and part.stop > left for part in state.done)
         state.dropped = state.dropped_by_now[:, :left]
-        if not stays and (reads_again or not (into_turn or self.options.get("refresh_every"))):
+        if not stays and (reads_again or not into_turn):
             self._cut(left, is_open=into_turn, count=count)
         else:
             if open_turn is not None and open_turn.stop > open_turn.start:
@@ -406,11 +406,9 @@ class Game:
     def _save(self, _: do.Save) -> None:
         path = self.folder / "cache.safetensors"
         self._unless_refused(lambda: self.state.cache.save(path))
-        before, options = _seen_of(self.state.cache), {}
-        if isinstance(self.options.get("recall"), PageRecall):
-            options["recall"] = self.options["recall"]
+        before = _seen_of(self.state.cache)
         try:
-            self.state.cache = CompressedCache.load(path, self.model, **options)
+            self.state.cache = CompressedCache.load(path, self.model)
         except SnapKVError as error:
             raise WrongError(f"load: what was saved is refused: {kind_of(error)}") from error
         if not _same(_seen_of(self.state.cache), before):

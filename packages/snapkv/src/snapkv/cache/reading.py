@@ -302,15 +302,13 @@ class Reading:
         seen = self.seen_tokens
         for layer in self.layers:
             layer.require_croppable(count)
-        left, chosen_at = seen - count, self.layers[0].slots.chosen_at
-        votes_go = self.prompt_end is not None and self.prompt_end <= left < chosen_at
-        recalls = votes_go or any(layer.must_recall(count) for layer in self.layers)
+        recalls = any(layer.must_recall(count) for layer in self.layers)
         if recalls:
             for layer in self.layers:
                 layer.recall()
         for layer in self.layers:
             layer.take_back(count)
-        self.read_ids = self.read_ids.up_to(left)
+        self.read_ids = self.read_ids.up_to(seen - count)
         if recalls and not self.is_announced:
             self.prompt_end = None  # what was recalled is chosen from again with the next tokens
         self.forget_end_within(seen)
@@ -610,10 +608,9 @@ class Reading:
                 "read it with snapkv.prefill.layer_by_layer"
             )
         if layer.offloaded is not None:
-            pages = None if layer.turns is None else layer.turns.pages
             raise InvalidArgumentError(
                 f"recall: expected none where a prompt is held to a cap, got "
-                f"{pages or layer.offloaded.pool.where}; read it with snapkv.prefill.layer_by_layer"
+                f"{layer.offloaded.pool.where}; read it with snapkv.prefill.layer_by_layer"
             )
         self.end_by(self.seen_tokens + coming_tokens)
         with self._while(cap_tokens=cap_tokens):

@@ -167,7 +167,7 @@ def require_turns_can_follow(
     layers: Sequence[CompressedLayer], stays: Callable[[CompressedLayer], Tensor]
 ) -> None:
     """Refuse to leave heads of different length where a turn chooses out of what is stored."""
-    if layers[0].turns is None or layers[0].offloaded is not None:
+    if not layers[0].chooses_again or layers[0].offloaded is not None:
         return
     for layer in layers:
         counts = stays(layer).sum(dim=-1)
@@ -222,7 +222,7 @@ def require_room_in_turns(layers: Sequence[CompressedLayer], spans: Spans) -> No
     """Refuse to protect more than the shortest turn to come has room for; bytes it tells itself."""
     first = layers[0]
     policy, slots = first.policy, first.slots
-    is_chosen_again = first.turns is not None and first.store.is_filled
+    is_chosen_again = first.chooses_again and first.store.is_filled
     if not is_chosen_again or isinstance(budget_of(policy), ByteBudget):
         return
     tokens = slots.row_tokens(first.store)

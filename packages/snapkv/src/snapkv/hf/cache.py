@@ -22,7 +22,6 @@ from snapkv.cache.options import (
     described,
     span_rule,
 )
-from snapkv.cache.paging import Recall
 from snapkv.cache.reading import PaddingWatch, Reading
 from snapkv.cache.report import CacheReport
 from snapkv.cache.slots import require_removable
@@ -59,6 +58,7 @@ from snapkv.policies import EvictingPolicy, Policy, default_policy
 from snapkv.policies.spans import Spans
 from snapkv.storage import uncompressed
 from snapkv.storage.coded import Bits, KVCodes, Quantize
+from snapkv.storage.offload import Recall
 from snapkv.validation import require_int
 
 
@@ -92,12 +92,9 @@ class CompressedCache(Cache):
             "compress" reads it over what was kept, lets its end vote on all of that, and brings the
             cache back to its budget. "append" by default, "compress" with `recall`.
         recall: where evicted keys and values go instead of being dropped: "host" for the memory of
-            the host, a folder for files that are mapped into it, or a `PageRecall`, some of which
-            every step attends to. A later prompt is read over all that was seen, layer by layer,
-            and its end votes on all of it again.
+            the host, or a folder for files that are mapped into it. A later prompt is read over all
+            that was seen, layer by layer, and its end votes on all of it again.
         recall_bytes: how many bytes `recall` may take; no limit by default.
-        refresh_every: with `recall`, let the last queries vote again after as many generated
-            tokens.
         quantize: hold what is kept of a prompt, and all but the last of what is generated, in few
             bits: "int8", "int4", "K8V4", or a `KVCodes`.
             The model's own dtype by default.
@@ -127,7 +124,6 @@ class CompressedCache(Cache):
         turns: Turns | None = None,
         recall: Recall | None = None,
         recall_bytes: int | None = None,
-        refresh_every: int | None = None,
         quantize: Quantize | None = None,
         protect: Protect | None = None,
         fair: Fair | None = None,
@@ -139,9 +135,7 @@ class CompressedCache(Cache):
                 f"{type(policy).__name__}; see snapkv.policies.POLICIES"
             )
         policy = with_known(model, policy)
-        later = TurnOptions(
-            turns=turns, recall=recall, recall_bytes=recall_bytes, refresh_every=refresh_every
-        )
+        later = TurnOptions(turns=turns, recall=recall, recall_bytes=recall_bytes)
         spans = span_rule(protect, fair)
         made_by = storage_for(policy, storage, room_tokens, quantize)
         super().__init__(layers=layers_for(model, policy, made_by))
@@ -425,7 +419,7 @@ class CompressedCache(Cache):
         vote_by_draft(self.model, self, logits, attention_mask, position_ids)
 
     def require_drafts(self) -> None:
-        """Refuse to verify drafts where the policy evicts while generating, or chooses again.
+        """Refuse to verify drafts where the policy evicts while generating.
 
         Drafts verified together would see tokens that plain decoding has dropped by then.
         """
@@ -433,11 +427,6 @@ class CompressedCache(Cache):
             raise InvalidArgumentError(
                 f"policy: expected one whose votes are complete with the prompt where drafts are "
                 f"verified, got {self.policy.name}; generate without drafts, or use SnapKV"
-            )
-        if self.options["refresh_every"]:
-            raise InvalidArgumentError(
-                f"refresh_every: expected none where drafts are verified (assistant model, prompt "
-                f"lookup), got {self.options['refresh_every']}; generate without drafts"
             )
         if self._states is not States.NONE:
             raise UnsupportedModelError(
