@@ -271,7 +271,6 @@ REFUSED = [
     ("policy: expected one that only compresses prompts", H2O(40), {}),
     ("policy: expected one that does not ask where", ExpectedAttention(40, window_size=8), {}),
     ("storage: expected 'dynamic'", SNAPKV, {"storage": "static"}),
-    ("fair: expected none for drop", SNAPKV, {"fair": {"a": (0, 20)}}),
     ("turns: expected spans of which every head", SNAPKV, {"turns": "compress"}),
 ]
 

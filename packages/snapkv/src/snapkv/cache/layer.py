@@ -15,7 +15,6 @@ from snapkv.cache.slots import DecodeNotes, SlotMap, require_removable
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import EvictingPolicy, Eviction, Policy, PromptLayer, Selection
 from snapkv.policies.base import ALL_QUERIES
-from snapkv.policies.fair import Segments
 from snapkv.policies.spans import Spans
 from snapkv.policies.states import fillers_left
 from snapkv.storage.base import Storage, TokenStore
@@ -45,14 +44,6 @@ class LayerIdentity:
     readers: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class SpanRule:
-    """Spans of positions of the whole conversation: what must stay, and what shares the budget."""
-
-    protect: Spans | None = None
-    fair: Segments | None = None
-
-
 class CompressedLayer(DynamicLayer):
     """Keys and values of the tokens that were kept, in ascending order of position.
 
@@ -67,6 +58,7 @@ class CompressedLayer(DynamicLayer):
         notes: what else is known of the tokens.
         offloaded: all tokens of the turns so far, off the device; None where dropped is dropped.
         chooses_again: whether every later prompt brings it back to its budget, see `TurnOptions`.
+        protect: positions of the whole conversation that must stay; None for none.
     """
 
     supports_early_init = False
@@ -78,7 +70,7 @@ class CompressedLayer(DynamicLayer):
         self.slots, self.notes = SlotMap(), DecodeNotes()
         self.offloaded: OffloadedTokens | None = None
         self.chooses_again = False
-        self.spans = SpanRule()
+        self.protect: Spans | None = None
 
     # What transformers asks of a layer.
 
@@ -346,8 +338,7 @@ class CompressedLayer(DynamicLayer):
 
         `pads` are (B,) leading ones of a first prompt, or None; it knows those of later ones.
         """
-        spans = self.spans.protect
-        if spans is None:
+        if (spans := self.protect) is None:
             return None
         if self.slots.kept is not None:
             return spans.cover(self.slots.positions(self.store)[..., :slots])

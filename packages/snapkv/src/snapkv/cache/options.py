@@ -1,13 +1,12 @@
-"""What a user says of a cache: how later prompts choose, and what of a text must stay or share."""
+"""What a user says of a cache: how later prompts choose, and what of a text must stay."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from snapkv.cache.layer import CompressedLayer, SpanRule
+from snapkv.cache.layer import CompressedLayer
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import EvictingPolicy, Policy
-from snapkv.policies.fair import Segments
 from snapkv.policies.spans import Span, Spans
 from snapkv.storage.offload import OffloadedTokens, Recall, pool_for
 from snapkv.validation import require_choice
@@ -16,9 +15,6 @@ Turns = Literal["append", "compress"]
 
 Protect = Iterable[Span]
 """Half-open spans of positions; see `CompressedCache`."""
-
-Fair = Mapping[str, Span]
-"""Half-open spans of positions by name; see `CompressedCache`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,33 +97,20 @@ class TurnOptions:
             )
 
 
-def span_rule(protect: Protect | None, fair: Fair | None) -> SpanRule:
-    """The rule that a user has given; where it is empty, nothing."""
-    spans = Spans(()) if protect is None else Spans.of("protect", protect)
-    segments = Segments(()) if fair is None else Segments.of("fair", fair)
-    return SpanRule(
-        protect=spans if spans.parts else None, fair=segments if segments.parts else None
-    )
+def protected_spans(protect: Protect | None) -> Spans | None:
+    """What a user protects; None for nothing."""
+    spans = None if protect is None else Spans.of("protect", protect)
+    return spans if spans is not None and spans.parts else None
 
 
-def described(rule: SpanRule) -> dict[str, Any]:
-    """What `span_rule` takes, ready for JSON."""
-    spans = None if rule.protect is None else [list(span) for span in rule.protect.parts]
-    segments = None if rule.fair is None else {name: list(span) for name, span in rule.fair.parts}
-    return {"protect": spans, "fair": segments}
+def described(spans: Spans | None) -> dict[str, Any]:
+    """What `protected_spans` takes, ready for JSON."""
+    return {"protect": None if spans is None else [list(span) for span in spans.parts]}
 
 
-def apply_spans(rule: SpanRule, layers: Sequence[CompressedLayer], policy: Policy) -> None:
-    """Prepare the compressed layers of a cache, which know by now how later prompts choose."""
-    if rule.protect is not None:
-        policy.require_protection(rule.protect)
-    if rule.fair is not None:
-        policy.require_fairness()
-        if any(layer.chooses_again and layer.offloaded is None for layer in layers):
-            raise InvalidArgumentError(
-                "fair: expected a cache that chooses out of whole prompts, got turns='compress' "
-                "without recall, whose later turns find only a part of each segment; pass "
-                "recall='host', or leave one out"
-            )
+def apply_spans(spans: Spans | None, layers: Sequence[CompressedLayer], policy: Policy) -> None:
+    """Prepare the compressed layers of a cache."""
+    if spans is not None:
+        policy.require_protection(spans)
     for layer in layers:
-        layer.spans = rule
+        layer.protect = spans

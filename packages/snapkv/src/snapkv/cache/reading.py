@@ -601,12 +601,6 @@ class Reading:
         """
         self.policy.require_cap(cap_tokens)
         layer = self.layers[0]
-        if layer.spans.fair is not None:
-            raise InvalidArgumentError(
-                f"fair: expected none where a prompt is held to a cap, since what it drops on the "
-                f"way is in no segment's share, got {', '.join(dict(layer.spans.fair.parts))}; "
-                "read it with snapkv.prefill.layer_by_layer"
-            )
         if layer.offloaded is not None:
             raise InvalidArgumentError(
                 f"recall: expected none where a prompt is held to a cap, got "

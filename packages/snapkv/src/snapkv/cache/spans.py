@@ -85,18 +85,13 @@ def require_choosable(layers: Sequence[CompressedLayer], action: str) -> None:
 def require_droppable(layers: Sequence[CompressedLayer], rows: Sequence[Spans]) -> None:
     """Refuse what would change more than that each row's spans are gone."""
     first = layers[0]
-    policy, rule = first.policy, first.spans
+    policy = first.policy
     if policy.needs & {"rotation", "queries"}:
         raise InvalidArgumentError(
             f"policy: expected one that does not ask where tokens stand for drop, got "
             f"{policy.name}; use SnapKV, KeyDiff or LagKV"
         )
-    if rule.fair is not None:
-        raise InvalidArgumentError(
-            f"fair: expected none for drop, since segments share by their lengths, got "
-            f"{', '.join(dict(rule.fair.parts))}; make the cache without fair"
-        )
-    _require_unprotected(rule.protect, rows, "drop")
+    _require_unprotected(first.protect, rows, "drop")
     for row, (own, seen) in enumerate(zip(rows, first.slots.row_tokens(first.store), strict=True)):
         gone = own.union(first.slots.erased_spans(len(rows))[row])
         if gone.tokens >= seen:
@@ -124,7 +119,7 @@ def require_compressible(layers: Sequence[CompressedLayer], rows: Sequence[Spans
             "which a cache holds with recall or turns='compress', got none; pass recall='host', "
             "or use KeyDiff"
         )
-    _require_unprotected(layers[0].spans.protect, rows, "compress")
+    _require_unprotected(layers[0].protect, rows, "compress")
     return scorer
 
 

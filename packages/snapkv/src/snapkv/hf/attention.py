@@ -374,7 +374,7 @@ def _evict(call: AttentionCall, layer: CompressedLayer, new_tokens: int) -> None
     else:
         keys, scores = call.key, notes.scores_with(new_tokens)
     columns, pads = slots.columns(store), slots.pads
-    spans = layer.spans.protect
+    spans = layer.protect
     positions = columns if pads is None else columns - pads[:, None, None]
     step = DecodeStep(
         queries=layer.look_back(call.query),
@@ -438,7 +438,6 @@ def _prompt_layer(call: AttentionCall, layer: CompressedLayer, pads: Tensor | No
         rotation=layer.identity.rotation,
         output_weight=output_weight(layer.identity.output_projection),
         protected=layer.protected_slots(slots, pads),
-        fair=layer.spans.fair,
         **_of_layer(call, layer),
     )
 

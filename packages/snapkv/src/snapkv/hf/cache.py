@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping
-from dataclasses import asdict, is_dataclass, replace
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
 
@@ -14,13 +14,12 @@ from transformers.cache_utils import Cache
 from snapkv.cache.indexed import IndexedLayer
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.options import (
-    Fair,
     Protect,
     TurnOptions,
     Turns,
     apply_spans,
     described,
-    span_rule,
+    protected_spans,
 )
 from snapkv.cache.reading import PaddingWatch, Reading
 from snapkv.cache.report import CacheReport
@@ -102,9 +101,6 @@ class CompressedCache(Cache):
             keeps whatever the scores. Positions are those of `kept_positions`: of each row's own
             tokens, over the whole conversation; where a span reaches past the end of a prompt, what
             is there stays. They count towards the budget.
-        fair: named spans that share the budget by their lengths, such as ``{"rules": (0, 200),
-            "contract": (200, 1500)}``, each with its own best; what lies in none is one more.
-            Protected tokens count in their segment. Only for policies that score a prefix.
 
     Raises:
         InvalidArgumentError: an unknown option, or one that does not go with the policy; a policy
@@ -126,7 +122,6 @@ class CompressedCache(Cache):
         recall_bytes: int | None = None,
         quantize: Quantize | None = None,
         protect: Protect | None = None,
-        fair: Fair | None = None,
     ) -> None:
         policy = default_policy() if policy is None else policy
         if not isinstance(policy, Policy):
@@ -136,7 +131,7 @@ class CompressedCache(Cache):
             )
         policy = with_known(model, policy)
         later = TurnOptions(turns=turns, recall=recall, recall_bytes=recall_bytes)
-        spans = span_rule(protect, fair)
+        spans = protected_spans(protect)
         made_by = storage_for(policy, storage, room_tokens, quantize)
         super().__init__(layers=layers_for(model, policy, made_by))
         compressed = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
@@ -146,7 +141,7 @@ class CompressedCache(Cache):
         latent = has_states and shares_latent(model)
         if latent and (refusal := latent_refusal(compressed, type(model).__name__)):
             raise refusal  # before a state has gone on
-        self._spans = spans
+        self._protected = spans
         self._use = use(model)
         self.policy = policy
         bits = asdict(quantize) if is_dataclass(quantize) else quantize
@@ -379,8 +374,8 @@ class CompressedCache(Cache):
         for layer in self.layers:
             uncompressed.reset(layer)
         for compressed in self.reading.layers:
-            compressed.spans = self._spans
-        self.options = self.options | described(self._spans)
+            compressed.protect = self._protected
+        self.options = self.options | described(self._protected)
         forward_context.leave(self.reading)
         self._check.doubts.clear()
         self.reading.forget()
@@ -511,7 +506,7 @@ class CompressedCache(Cache):
             InvalidArgumentError: a span that is reversed, protected or reaches beyond what was
                 seen, nothing that would be left, a prompt that is still coming in, or options that
                 cannot follow (methods that evict while generating or ask where tokens stand, static
-                storage, `fair`), or layers of indexed attention that would hold other numbers of
+                storage), or layers of indexed attention that would hold other numbers of
                 tokens. Nothing has changed then.
             InvalidTypeError: something else than spans.
         """
@@ -577,17 +572,17 @@ class CompressedCache(Cache):
             InvalidTypeError: something else than spans.
         """
         self.reading.require_decided()
-        layers, rule = self.reading.layers, self.reading.layers[0].spans
+        layers, before = self.reading.layers, self.reading.layers[0].protect
         more = Spans.of("spans", spans)
         if not more.parts:
             return
-        both = more if rule.protect is None else rule.protect.union(more)
+        both = more if before is None else before.union(more)
         self.policy.require_protection(both)
         require_protectable(layers, more)
         require_room_in_turns(layers, both)
         for layer in layers:
-            layer.spans = replace(rule, protect=both)
-        self.options = self.options | described(layers[0].spans)
+            layer.protect = both
+        self.options = self.options | described(both)
 
     def _rows_of(self, spans: RowSpans, action: str) -> list[Spans]:
         """The spans of every row, of a cache that can obey."""

@@ -26,7 +26,7 @@ from snapkv.storage.offload import Recall
 Kind = TypeVar("Kind")
 
 _BESIDE = "beside."
-_OPTIONS = ("storage", "room_tokens", "turns", "quantize", "protect", "fair")
+_OPTIONS = ("storage", "room_tokens", "turns", "quantize", "protect")
 
 
 def require_plain_positions(model: PreTrainedModel) -> None:

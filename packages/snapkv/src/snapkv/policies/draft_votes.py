@@ -78,7 +78,6 @@ class DraftVotes(AroundScores, PrefixPolicy):
             keys=torch.cat([layer.keys, keys], dim=2),
             values=torch.cat([layer.values, values], dim=2),
             protected=None,
-            fair=None,
             draft=None,
         )
         drafter = replace(self.policy, window_size=queries.shape[2])
