@@ -147,8 +147,6 @@ def test_spans(require_same):
         cache = CompressedCache(model, KeyDiff(24, window_size=4), protect=[(50, 60)])
         text = model.generate(put(IDS), past_key_values=cache, **OPTIONS)
         cache.drop([(3, 9)])
-        cache.protect([(66, 80)])
-        cache.compress([(0, 48)], "50%")
         asked = torch.cat([text, put(IDS[:, :7])], dim=1)
         return model.generate(asked, past_key_values=cache, **OPTIONS)
 

@@ -197,12 +197,6 @@ CASES = {
         kv.IndexerScores(9, window_size=1),
         (do.Turn(47, pads=(41, 0)), do.Turn(8)),
     ),
-    # What was refused left a layer with no tokens, which was asked how many it has.
-    "protect behind a first prompt that was refused": do.Sequence(
-        "indexed, all",
-        kv.SnapKV(12, window_size=2, group_reduce="none"),
-        (do.Turn(30), do.Protect(2, 5)),
-    ),
     # The judge knew of the queries that a crop takes only where it reached into a turn.
     "crop behind a turn, and a short one": llama(
         kv.ScoreThreshold(kv.SnapKV(14, window_size=6, kernel_size=1), at_least=0.05),

@@ -260,19 +260,7 @@ def _drop(draw: Draw) -> do.Drop:
     for _ in range(draw.choice([1, 1, 2])):
         start = draw.randint(0, draw.choice([10, 60]))
         spans.append((start, start + draw.choice([draw.randint(1, 4), draw.randint(1, 30)])))
-    budget = draw.choice([None, None, draw.randint(1, 12), "30%"])
-    return do.Drop(tuple(spans), draw.choice([0, 0, 1, 5]), budget)
-
-
-def _has_room(policy: Policy) -> bool:
-    """Whether a span that does not fit is refused by `protect` itself."""
-    alike = type(policy) in (kv.SnapKV, kv.KeyDiff) and isinstance(policy.budget, int)
-    return alike and not policy.sink_tokens
-
-
-def _protect(draw: Draw) -> do.Protect:
-    start = draw.randint(0, draw.choice([4, 40]))
-    return do.Protect(start, start + draw.randint(1, 4))
+    return do.Drop(tuple(spans), draw.choice([0, 0, 1, 5]))
 
 
 def _next(draw: Draw, policy: Policy) -> do.Operation:
@@ -281,7 +269,6 @@ def _next(draw: Draw, policy: Policy) -> do.Operation:
         (4, lambda draw: do.Step(draw.randint(1, 5), draw.random() < 0.4)),
         (0.5 if isinstance(policy, EvictingPolicy) else 3, _crop),
         (0.5 if isinstance(policy, EvictingPolicy) else 3, _drop),
-        (0.7 if _has_room(policy) else 0.0, _protect),
         (2.5, _rows),
         (1, lambda draw: do.Copy(draw.random() < 0.5, draw.choice(["copy", "original"]))),
         (0.7, lambda draw: do.Swap()),

@@ -35,7 +35,7 @@ from tests.families import small_model
 from tests.oracle import hidden_columns, index_scores, masked_judge, masked_pass
 from tests.sequences.operations import Sequence
 
-CHANGES = ("crop", "spans", "protect")
+CHANGES = ("crop", "spans")
 """Parts that are no reading."""
 CLOSE = 2e-3
 """How far logits may be apart, as a part of the highest of them; float32 sums make it 1e-4."""
@@ -279,14 +279,8 @@ class Judge:
         if part.kind == "crop":
             cache.crop(part.stop - part.start)
             return torch.empty(0)
-        if part.kind in CHANGES:
-            spans = [span for span in part.ids[row].tolist() if span[0] < span[1]]
-            if part.kind == "protect":
-                cache.protect(spans)
-            elif part.passes:
-                cache.compress(spans, part.passes[0][2])
-            else:
-                cache.drop(spans)
+        if part.kind == "spans":
+            cache.drop([span for span in part.ids[row].tolist() if span[0] < span[1]])
             return torch.empty(0)
         if part.kind == "turn":
             cache.expect_prompt((part.stop if part.end is None else part.end) - pads)

@@ -324,25 +324,12 @@ class Game:
         ]
         real = [[span for span in row if span[0] < span[1]] for row in spans]
         given = real if drop.shift else real[0]
-        done = Part("spans", state.seen, state.seen, torch.tensor(spans))
-        if drop.budget is None:
-            self._unless_refused(lambda: state.cache.drop(given))
-            places = torch.arange(state.seen) - state.pads[:, None]
-            covered = [
-                Spans.of("spans", own).cover(row) for own, row in zip(real, places, strict=True)
-            ]
-            state.dropped = state.dropped_by_now | torch.stack(covered)
-        else:
-            self._unless_refused(lambda: state.cache.compress(given, drop.budget))
-            done.passes = [("compress", state.seen, drop.budget)]
-        state.done.append(done)
+        self._unless_refused(lambda: state.cache.drop(given))
+        places = torch.arange(state.seen) - state.pads[:, None]
+        covered = [Spans.of("spans", own).cover(row) for own, row in zip(real, places, strict=True)]
+        state.dropped = state.dropped_by_now | torch.stack(covered)
+        state.done.append(Part("spans", state.seen, state.seen, torch.tensor(spans)))
         state.logits = None
-
-    def _protect(self, protect: do.Protect) -> None:
-        state, span = self.state, (protect.start, protect.stop)
-        self._unless_refused(lambda: state.cache.protect([span]))
-        told = torch.tensor([[span]]).expand(state.rows, -1, -1)
-        state.done.append(Part("protect", state.seen, state.seen, told))
 
     def _cut(self, left: int, *, is_open: bool, count: int) -> None:
         """Nothing behind that column was ever read; an open turn goes on with the next pass."""

@@ -523,24 +523,12 @@ class CompressedLayer(DynamicLayer):
         positions = slots.positions_of(every)
         left = ~_cover(spans, positions)[:, 0]
         if self.offloaded is not None and self.offloaded.tokens:
-            self._offload_tail(is_limited=False)  # what takes its place is less
+            self._offload_tail()
             self.offloaded.only(left & (positions[:, 0] >= 0))
         if (held := self.notes.last_queries) is not None:
             self._note(last_queries=_queries_left(held, left, positions[:, 0]))
         self.slots = slots.without(spans, store, stays)
         self._hold_only(stays)
-
-    def keep_only(self, stays: Tensor) -> None:
-        """Hold only some slots, (B, H, S) bool; the other tokens are evicted."""
-        if bool((stays == (self.stored_positions() >= 0)).all()):
-            return
-        if self.offloaded is not None:
-            self._offload_tail()
-        slots, end = ops.kept_indices(stays), self.columns
-        columns = self.slots.columns(self.store).gather(2, slots.clamp(min=0))
-        self.slots = self.slots.chosen(columns.masked_fill(slots < 0, -1), end)
-        self._hold_only(stays)
-        self._note(lost_mass=None, lost_peak=None)
 
     def slots_without(self, spans: Sequence[Spans]) -> Tensor:
         """(B, H, S) bool: the slots that hold a token of none of its row's spans."""
@@ -558,18 +546,11 @@ class CompressedLayer(DynamicLayer):
             fillers = self.store.slots - stays[:, 0].sum(dim=-1)
         self.slots = self.slots.chosen(self.slots.kept, self.slots.start, fillers=fillers)
 
-    @property
-    def bytes_to_offload(self) -> int:
-        """Bytes of what was seen and is not off the device, where evicted tokens go there."""
-        if self.offloaded is None:
-            return 0
-        return sum(s.nbytes for s in self.store.tail(self.columns - self.offloaded.tokens))
-
-    def _offload_tail(self, *, is_limited: bool = True) -> None:
-        """Put all that was seen off the device."""
+    def _offload_tail(self) -> None:
+        """Put all that was seen off the device, for less to take its place."""
         assert self.offloaded is not None
         if tokens := self.columns - self.offloaded.tokens:
-            self.offloaded.append(*self.store.tail(tokens), is_limited=is_limited)
+            self.offloaded.append(*self.store.tail(tokens), is_limited=False)
 
     # What was dropped and comes back.
 

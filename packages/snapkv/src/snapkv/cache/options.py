@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from snapkv.cache.layer import CompressedLayer
 from snapkv.errors import InvalidArgumentError
@@ -101,11 +101,6 @@ def protected_spans(protect: Protect | None) -> Spans | None:
     """What a user protects; None for nothing."""
     spans = None if protect is None else Spans.of("protect", protect)
     return spans if spans is not None and spans.parts else None
-
-
-def described(spans: Spans | None) -> dict[str, Any]:
-    """What `protected_spans` takes, ready for JSON."""
-    return {"protect": None if spans is None else [list(span) for span in spans.parts]}
 
 
 def apply_spans(spans: Spans | None, layers: Sequence[CompressedLayer], policy: Policy) -> None:

@@ -18,7 +18,6 @@ from snapkv.cache.options import (
     TurnOptions,
     Turns,
     apply_spans,
-    described,
     protected_spans,
 )
 from snapkv.cache.reading import PaddingWatch, Reading
@@ -26,17 +25,12 @@ from snapkv.cache.report import CacheReport
 from snapkv.cache.slots import require_removable
 from snapkv.cache.spans import (
     RowSpans,
-    best_of_spans,
     require_between_turns,
     require_choosable,
-    require_compressible,
     require_droppable,
     require_one_mask,
-    require_protectable,
-    require_room_in_turns,
     require_turns_can_follow,
     spans_of_rows,
-    tokens_to_keep,
 )
 from snapkv.errors import (
     CacheMismatchError,
@@ -52,7 +46,6 @@ from snapkv.hf.fidelity import VoteCheck
 from snapkv.hf.install import use
 from snapkv.hf.known_gates import with_known
 from snapkv.hf.model_parts import States, shares_latent, states_of
-from snapkv.hf.slot_scores import score_options, slot_scores
 from snapkv.policies import EvictingPolicy, Policy, default_policy
 from snapkv.policies.spans import Spans
 from snapkv.storage import uncompressed
@@ -141,12 +134,12 @@ class CompressedCache(Cache):
         latent = has_states and shares_latent(model)
         if latent and (refusal := latent_refusal(compressed, type(model).__name__)):
             raise refusal  # before a state has gone on
-        self._protected = spans
         self._use = use(model)
         self.policy = policy
         bits = asdict(quantize) if is_dataclass(quantize) else quantize
         made = {"storage": storage, "room_tokens": room_tokens, "quantize": bits}
-        self.options: dict[str, Any] = made | vars(later) | described(spans)
+        parts = None if spans is None else [list(span) for span in spans.parts]
+        self.options: dict[str, Any] = made | vars(later) | {"protect": parts}
         room = room_tokens if storage == "static" else None
         self.reading = Reading(layers=compressed, room_tokens=room)
         self._states = states_of(model) if has_states else States.NONE
@@ -373,9 +366,6 @@ class CompressedCache(Cache):
         """Empty the cache for another prompt, of any length and batch size."""
         for layer in self.layers:
             uncompressed.reset(layer)
-        for compressed in self.reading.layers:
-            compressed.protect = self._protected
-        self.options = self.options | described(self._protected)
         forward_context.leave(self.reading)
         self._check.doubts.clear()
         self.reading.forget()
@@ -510,86 +500,21 @@ class CompressedCache(Cache):
                 tokens. Nothing has changed then.
             InvalidTypeError: something else than spans.
         """
-        rows, layers = self._rows_of(spans, "drop"), self.reading.layers
+        rows, layers = self._rows_of(spans), self.reading.layers
         require_droppable(layers, rows)
-        for require in (require_turns_can_follow, require_one_mask):
-            require(layers, lambda layer: layer.slots_without(rows))
+        require_turns_can_follow(layers, rows)
+        require_one_mask(layers, rows)
         if any(own.parts for own in rows):
             with self.reading.attending():
                 for layer in layers:
                     layer.drop(rows)
 
-    def compress(self, spans: RowSpans, budget: int | str) -> None:
-        """Keep the best tokens of some spans, and all that lies outside, behind a prompt's end.
-
-        Every head keeps its own best, by the scores of the policy: votes of the last queries, or
-        keys alone. The last tokens, whose queries vote, stay. The others are evicted as at a
-        prompt's end: with `recall` the next turn chooses from all of them again.
-
-        Args:
-            spans: as of `drop`.
-            budget: how many tokens of the spans together each head of a layer may keep, or "12%" of
-                them.
-
-        Raises:
-            InvalidArgumentError: as `drop`; or the policy scores no tokens, or by queries that the
-                cache does not hold.
-            InvalidTypeError: something else than spans, or than a budget.
-            OutOfMemoryError: `recall_bytes` leaves no room for what is evicted.
-            UnsupportedModelError: latent attention.
-        """
-        rows, layers = self._rows_of(spans, "compress"), self.reading.layers
-        kept, scorer = tokens_to_keep(budget, rows), require_compressible(layers, rows)
-        if not any(own.parts for own in rows):
-            return
-        options = score_options(self.model, layers)
-
-        def stays(layer: CompressedLayer) -> Tensor:
-            scored = options[layer.identity.layer_idx]
-            held = layer.stored_positions() >= 0
-            return best_of_spans(layer, rows, kept, slot_scores(layer, scorer, scored, held))
-
-        require_turns_can_follow(layers, stays)
-        if (first := layers[0].offloaded) is not None:
-            first.pool.require_room(sum(layer.bytes_to_offload for layer in layers))
-        with self.reading.attending():
-            for layer in layers:
-                layer.keep_only(stays(layer))
-
-    def protect(self, spans: Protect) -> None:
-        """Keep spans through every choice from now on, until `reset`.
-
-        What was evicted of them comes back with the next turn under `recall`.
-
-        Args:
-            spans: as `protect` of the cache, to which they are added: one list for all rows. They
-                may lie ahead.
-
-        Raises:
-            InvalidArgumentError: the policy cannot keep them, or has no room for them; some of them
-                are dropped, or evicted without `recall`. Nothing has changed then.
-            CacheMismatchError: the prompt waits for a draft that votes on it.
-            InvalidTypeError: something else than spans.
-        """
-        self.reading.require_decided()
-        layers, before = self.reading.layers, self.reading.layers[0].protect
-        more = Spans.of("spans", spans)
-        if not more.parts:
-            return
-        both = more if before is None else before.union(more)
-        self.policy.require_protection(both)
-        require_protectable(layers, more)
-        require_room_in_turns(layers, both)
-        for layer in layers:
-            layer.protect = both
-        self.options = self.options | described(both)
-
-    def _rows_of(self, spans: RowSpans, action: str) -> list[Spans]:
+    def _rows_of(self, spans: RowSpans) -> list[Spans]:
         """The spans of every row, of a cache that can obey."""
         if self.reading.is_broken:
             raise _interrupted()
-        require_choosable(self.reading.layers, action)
-        require_between_turns(self.reading, action)
+        require_choosable(self.reading.layers)
+        require_between_turns(self.reading)
         layer = self.reading.layers[0]
         return spans_of_rows(spans, layer.slots.row_tokens(layer.store))
 
