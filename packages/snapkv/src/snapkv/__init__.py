@@ -4,7 +4,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from snapkv.cache.paging import PageRecall
     from snapkv.cache.report import CacheReport
     from snapkv.document import Document
     from snapkv.errors import (
@@ -82,7 +81,6 @@ __all__ = [
     "ModelNotFoundError",
     "OutOfMemoryError",
     "OutputError",
-    "PageRecall",
     "PromptThenDecode",
     "PromptTooLongError",
     "PyramidKV",
@@ -105,7 +103,6 @@ _HOMES = {
     "Document": "snapkv.document",
     "KVCodes": "snapkv.storage.coded",
     "Library": "snapkv.library.library",
-    "PageRecall": "snapkv.cache.paging",
     "install": "snapkv.hf.install",
     "uninstall": "snapkv.hf.install",
 }

@@ -11,7 +11,6 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from snapkv.cache.layer import CompressedLayer
-from snapkv.cache.paging import Recall
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import passed
@@ -19,6 +18,7 @@ from snapkv.hf.placement import device_of
 from snapkv.policies import Policy
 from snapkv.policies.base import ALL_QUERIES
 from snapkv.storage.coded import Bits, KVCodes
+from snapkv.storage.offload import Recall
 from snapkv.validation import require_int
 
 

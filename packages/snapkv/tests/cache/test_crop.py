@@ -13,21 +13,18 @@ from snapkv import (
     FullCache,
     InvalidArgumentError,
     InvalidTypeError,
-    PageRecall,
     SnapKV,
 )
 from tests.families import CLOSE, VOCABULARY, call, random_ids, tiny_model
 
 POLICY = SnapKV(keep_ratio=0.2, window_size=12)
 PROMPT = 80
-RECALLS = ["host", PageRecall(1000, page_tokens=2)]
 TEXT, LATER = random_ids(2, PROMPT), random_ids(2, 20, 1)
-by_recall = pytest.mark.parametrize("recall", RECALLS, ids=["host", "pages"])
 
 
-def filled(recall, policy=POLICY, **options):
+def filled(policy=POLICY, **options):
     model = tiny_model("llama")
-    cache = CompressedCache(model, policy, recall=recall, **options)
+    cache = CompressedCache(model, policy, recall="host", **options)
     call(model, cache, TEXT)
     return model, cache
 
@@ -42,9 +39,8 @@ def fresh(model, ids, policy=POLICY):
     return cache
 
 
-@by_recall
-def test_behind_a_crop_and_a_turn_that_was_announced_in_vain_all_is_recalled(recall):
-    model, cache = filled(recall)
+def test_behind_a_crop_and_a_turn_that_was_announced_in_vain_all_is_recalled():
+    model, cache = filled()
     cache.crop(-2)
     with pytest.raises(ValueError, match="nonsense"):
         model.generate(torch.cat([TEXT, LATER], 1), past_key_values=cache, nonsense=1)
@@ -53,41 +49,18 @@ def test_behind_a_crop_and_a_turn_that_was_announced_in_vain_all_is_recalled(rec
 
 
 @pytest.mark.parametrize("tokens", [2, 13])
-@by_recall
-def test_single_tokens_behind_a_crop_into_a_prompt(recall, tokens):
-    """The first one ends the shorter prompt; with room for every page attention is to all of it."""
-    model, cache = filled(recall)
+def test_single_tokens_behind_a_crop_into_a_prompt(tokens):
+    """The first one ends the shorter prompt."""
+    model, cache = filled()
     cache.crop(-tokens)
     full = DynamicCache(config=model.config)
     call(model, full, TEXT[:, :-tokens])
     for number, token in enumerate(LATER[:, :4].split(1, dim=1)):
         found, expected = (call(model, each, token) for each in (cache, full))
-        if number == 0 or recall != "host":
+        if number == 0:
             torch.testing.assert_close(found, expected, **CLOSE)
     shorter = fresh(model, torch.cat([TEXT[:, :-tokens], LATER[:, :1]], dim=1))
     assert cache.report().kept_tokens == shorter.report().kept_tokens + 3
-
-
-@by_recall
-def test_behind_a_crop_of_tokens_that_a_refresh_has_let_vote_the_next_one_votes_on_all(recall):
-    model, cache = filled(recall, SnapKV(22, window_size=2), refresh_every=6)
-    for token in LATER.split(1, dim=1):
-        call(model, cache, token)
-    cache.crop(-5)
-    assert {layer.slots.kept is None for layer in cache.reading.layers} == {True}
-    assert cache.get_seq_length() == PROMPT + 15
-    for number, token in enumerate(LATER.split(1, dim=1)):
-        call(model, cache, token)
-        assert cache.report().kept_tokens == 22 + number % 6
-
-
-def test_behind_such_a_crop_what_all_fits_is_held_in_few_bits_again():
-    model, cache = filled("host", FullCache(), refresh_every=6, quantize="int8")
-    for token in LATER[:, :8].split(1, dim=1):
-        call(model, cache, token)
-    cache.crop(-4)
-    call(model, cache, LATER[:, :1])
-    assert not any(layer.store.is_exact for layer in cache.reading.layers)
 
 
 # Layers that are not compressed.

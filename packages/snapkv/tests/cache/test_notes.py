@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from snapkv import CompressedCache, SnapKV
-from snapkv.cache.paging import PageTable
 from snapkv.cache.rows import RowRecord, per_row
 from snapkv.cache.slots import DecodeNotes, SlotMap
 from tests.families import random_ids, tiny_model
@@ -24,12 +23,9 @@ class MoreNotes(DecodeNotes):
     of_rows: Tensor | None = per_row()
     of_slots: Tensor | None = per_row(slot_axis=1)
     of_tokens: Tensor | None = per_row(token_axis=2)
-    unsaved: Tensor | None = per_row(saved=False)
-    record: PageTable | None = per_row(saved=False)
 
 
-NAMES = ("of_rows", "of_slots", "of_tokens", "unsaved", "record.columns", "record.bounds")
-FIELDS = {name.partition(".")[0] for name in NAMES}
+NAMES = ("of_rows", "of_slots", "of_tokens")
 
 
 def noted(cache, rows=2):
@@ -42,8 +38,6 @@ def noted(cache, rows=2):
             of_rows=row[:, None],
             of_slots=row[:, None] + torch.arange(slots),
             of_tokens=row[:, None, None] + torch.arange(layer.seen_tokens),
-            unsaved=row,
-            record=PageTable(columns=row[:, None] + 1, bounds=row[:, None] + 2, chosen_pages=7),
         )
     return cache
 
@@ -89,15 +83,13 @@ def test_they_are_cropped_with_the_tokens_and_not_those_of_what_was_copied(cache
         assert torch.equal(new["of_slots"], old["of_slots"][:, :-3])
         assert torch.equal(new["of_tokens"], old["of_tokens"][..., :-3])
         assert torch.equal(new["of_rows"], old["of_rows"])
-        for name in ("unsaved", "record.columns", "record.bounds"):
-            assert torch.equal(new[name], old[name])
 
 
 def test_their_bytes_are_reported(cache):
     with_them = cache.report()["index_bytes"]
     added = sum(part.nbytes for each in values(cache) for part in each.values())
     for layer in cache.layers:
-        layer.notes = replace(layer.notes, **dict.fromkeys(FIELDS))
+        layer.notes = replace(layer.notes, **dict.fromkeys(NAMES))
     assert with_them - cache.report()["index_bytes"] == added > 0
 
 
@@ -107,16 +99,15 @@ def test_they_are_emptied_with_the_cache(cache):
     assert all(isinstance(layer.notes, MoreNotes) for layer in cache.layers)
 
 
-def test_they_are_saved_where_they_say_so(cache, tmp_path, monkeypatch):
+def test_they_are_saved(cache, tmp_path, monkeypatch):
     cache.save(tmp_path / "cache")
     monkeypatch.setattr("snapkv.cache.layer.DecodeNotes", MoreNotes)
     loaded = CompressedCache.load(tmp_path / "cache", cache.model)
     for old, new in zip(values(cache), values(loaded), strict=True):
-        assert new["unsaved"] is new["record.columns"] is new["record.bounds"] is None
-        assert all(torch.equal(new[name], old[name]) for name in NAMES[:3])
+        assert all(torch.equal(new[name], old[name]) for name in NAMES)
 
 
-@pytest.mark.parametrize("record", [DecodeNotes, SlotMap, PageTable])
+@pytest.mark.parametrize("record", [DecodeNotes, SlotMap])
 def test_every_tensor_of_a_record_declares_its_axes(record):
     """A tensor that did not would stay behind when rows change; so would a record of some."""
     hints = get_type_hints(record)

@@ -9,7 +9,7 @@ import torch
 import snapkv.policies as methods
 from snapkv import CompressedCache, InvalidArgumentError
 from snapkv.kvzip import read_twice
-from snapkv.policies import H2O, AdaKV, CriticalKV, PromptThenDecode, SnapKV
+from snapkv.policies import H2O, PromptThenDecode, SnapKV
 from snapkv.prefill import layer_by_layer
 from tests.cache.methods import BOTH, METHODS
 from tests.families import random_ids, tiny_model
@@ -84,7 +84,6 @@ STORAGES = {
     "static": {"storage": "static", "room_tokens": 64},
     "compress, int8": {"turns": "compress", "quantize": "int8"},
     "recall, static": {"recall": "host", "storage": "static", "room_tokens": 64},
-    "refresh": {"recall": "host", "refresh_every": 3},
 }
 
 
@@ -174,47 +173,9 @@ def test_methods_that_cannot_keep_spans_are_refused_by_name():
             return None
 
     model = tiny_model("llama")
-    fair = {"a": (0, 9)}
     for policy, options, said in (
         (Own(), {"protect": [(0, 1)]}, r"protect: .*got .*Own\("),
         (METHODS[MOVED], {"protect": [(0, 1)]}, "positions='original'"),
-        (METHODS["h2o"], {"fair": fair}, r"fair: .*H2O"),
-        (AdaKV(SnapKV(40)), {"fair": fair}, "fair: expected a method"),
-        (CriticalKV(SnapKV(40)), {"fair": fair}, "fair: expected a method"),
-        (SnapKV(40), {"fair": fair, "turns": "compress"}, "fair: expected a cache that chooses"),
     ):
         with pytest.raises(InvalidArgumentError, match=said):
             CompressedCache(model, policy, **options)
-
-
-@pytest.mark.parametrize("name", ["snapkv", "keydiff", "lagkv", "pyramidkv", "expected-attention"])
-@pytest.mark.parametrize("protect", [[], SPANS])
-def test_every_segment_keeps_its_share(name, protect):
-    """The counts of every head are those of the shares, of each row's own prefix."""
-    fair = {"rules": (0, 20), "contract": (20, 60)}
-    _, plain, _ = _talk(METHODS[name])
-    cache, found, _ = _talk(METHODS[name], fair=fair, protect=protect)
-    held, kept = found[0]
-    assert kept == plain[0][1]
-    for heads, prefix in zip(held, (82, 65), strict=True):
-        for head in heads:
-            inside = [position for position in head if position < prefix]
-            parts = [
-                (20, sum(position < 20 for position in inside)),
-                (40, sum(20 <= position < 60 for position in inside)),
-                (prefix - 60, sum(position >= 60 for position in inside)),
-            ]
-            if not protect and name != "expected-attention":
-                for tokens, stayed in parts:
-                    assert abs(stayed - len(inside) * tokens / prefix) < 1
-            assert all(stayed for _, stayed in parts)
-            assert not protect or head >= PLACES
-    assert cache.options["fair"] == {"rules": [0, 20], "contract": [20, 60]}
-
-
-def test_segments_are_shared_anew_at_every_turn_with_recall():
-    options = {"fair": {"rules": (0, 20)}, "recall": "host"}
-    _, found, text = _talk(METHODS["snapkv"], padded=False, prompts=2, **options)
-    prefix = text.shape[1] - 4 - 8
-    for head in found[-1][0][0]:
-        assert abs(sum(position < 20 for position in head) - 32 * 20 / prefix) < 1

@@ -135,13 +135,12 @@ def test_generate_goes_on_over_several_turns():
     assert_same_choice(static, cache)
 
 
-def test_where_all_fits_nothing_is_dropped_and_neither_recall_nor_refresh_changes_anything():
+def test_where_all_fits_nothing_is_dropped_and_recall_changes_nothing():
     model = tiny_model("llama")
     expected = conversation(model, CompressedCache(model, FullCache()), turns=2)
-    for options in ({}, {"refresh_every": 2}):
-        roomy = CompressedCache(model, ROOMY, recall="host", **options)
-        assert torch.equal(conversation(model, roomy, turns=2), expected)
-        assert roomy.report().host_bytes == 0
+    roomy = CompressedCache(model, ROOMY, recall="host")
+    assert torch.equal(conversation(model, roomy, turns=2), expected)
+    assert roomy.report().host_bytes == 0
 
 
 def test_a_turn_may_come_in_pieces_and_holds_no_more_than_one_layer_between_them():
@@ -182,51 +181,6 @@ def test_a_turn_that_was_announced_and_not_read_is_taken_back():
     assert torch.equal(call(model, cache, token), call(model, before, token))
 
 
-# Refresh.
-
-
-def test_a_refresh_chooses_as_the_last_queries_vote_on_everything():
-    """As plain sums of plain attention, over every key and query that a layer has seen."""
-    model, tokens = tiny_model("llama"), random_ids(1, 12, seed=3)
-    cache, _ = read(model, document(), refresh_every=4)
-    layer = cache.layers[2]
-    keys = [layer.offloaded.with_tail(layer.keys[:, :, :0], layer.values[:, :, :0])[0]]
-    queries, update, look_back = [layer.notes.last_queries.clone()], layer.update, layer.look_back
-    layer.update = lambda own, *rest, **kw: keys.append(own) or update(own, *rest, **kw)
-    layer.look_back = lambda own, ahead: queries.append(own) or look_back(own, ahead)
-    for step, token in enumerate(tokens.split(1, dim=1), 1):
-        call(model, cache, token)
-        assert cache.report().kept_tokens == BUDGET + step % 4
-        if step % 4 == 0:
-            kept = cache.kept_positions(2)[..., : BUDGET - WINDOW]
-            votes = votes_of(torch.cat(keys, 2), torch.cat(queries, 2)[:, :, -WINDOW:])
-            best = votes.topk(BUDGET - WINDOW).values.min(-1).values
-            assert (votes.gather(2, kept) >= best[..., None] - 1e-6).all()
-    report = cache.report()
-    assert report.host_bytes == report.full_bytes
-
-
-def votes_of(keys, queries):
-    T = keys.shape[2]
-    scores = queries @ keys.repeat_interleave(4, dim=1).transpose(-1, -2) * 8**-0.5
-    hidden = torch.ones(WINDOW, T).tril(T - WINDOW) == 0
-    votes = scores.masked_fill(hidden, -torch.inf).softmax(-1).sum(2)[..., : T - WINDOW]
-    return torch.nn.functional.max_pool1d(votes.view(1, 2, 4, -1).mean(2), 5, 1, 2)
-
-
-def test_a_refresh_that_keeps_all_holds_it_in_few_bits():
-    """As a prompt of as many tokens is held."""
-    model, text = tiny_model("llama"), torch.cat([document(), random_ids(1, 9, seed=3)], dim=1)
-    options = {"recall": "host", "quantize": "int4"}
-    cache = CompressedCache(model, ROOMY, refresh_every=4, **options)
-    for piece in text.split([DOCUMENT, *[1] * 9], dim=1):
-        call(model, cache, piece)
-    other = CompressedCache(model, ROOMY, **options)
-    for piece in text.split([DOCUMENT + 8, 1], dim=1):
-        call(model, other, piece)
-    assert cache.report() == other.report()
-
-
 # Where it ends.
 
 
@@ -246,15 +200,11 @@ def test_the_limit_is_kept_and_given_back():
     [
         ({"turns": "append"}, "turns: expected 'compress' with recall"),
         ({"recall": None, "recall_bytes": 5}, "recall_bytes: expected recall='host' or a folder"),
-        ({"recall": None, "refresh_every": 5}, "refresh_every: expected recall='host' or a folder"),
-        ({"refresh_every": 0}, "refresh_every: expected at least 1"),
         ({"recall_bytes": 0}, "recall_bytes: expected at least 1"),
         ({"turns": "forget"}, "turns: expected one of append, compress"),
         ({"recall": "/proc/nowhere"}, "recall: expected 'host' or a folder"),
         ({"recall": "a\0b"}, "recall: expected 'host' or a folder.*null byte; choose another"),
         ({"policy": H2O(64)}, "policy: expected one that only compresses"),
-        ({"refresh_every": 4, "storage": "static"}, "storage: expected 'dyn"),
-        ({"refresh_every": 4, "policy": ExpectedAttention(64)}, "refresh_every: expected a policy"),
         ({"policy": ExpectedAttention(64)}, "policy: expected one that chooses by the"),
         ({"policy": AdaKV(ExpectedAttention(64))}, "policy: expected one that chooses by the"),
     ],
@@ -266,7 +216,7 @@ def test_what_cannot_be_done_is_said_when_the_cache_is_made(options, said):
         CompressedCache(tiny_model("llama"), POLICY, recall=5)
 
 
-def test_drafts_say_what_plain_decoding_says_and_need_an_empty_cache_without_refresh():
+def test_drafts_say_what_plain_decoding_says_and_need_an_empty_cache():
     """In a second turn transformers reads all of the text into the cache again, whosever it is."""
     model, said, lookup = tiny_model("llama"), [], {"prompt_lookup_num_tokens": 3}
     for options in ({}, lookup):
@@ -279,6 +229,3 @@ def test_drafts_say_what_plain_decoding_says_and_need_an_empty_cache_without_ref
     for used in (cache, static):
         with pytest.raises(InvalidArgumentError, match="past_key_values: expected an empty cache"):
             generated(model, used, torch.cat([said[0], question()], 1), **lookup)
-    cache = CompressedCache(model, POLICY, recall="host", refresh_every=4)
-    with pytest.raises(InvalidArgumentError, match="refresh_every: expected none where drafts"):
-        generated(model, cache, document(), **lookup)

@@ -24,7 +24,6 @@ CASES = {
             (STATIC, ["snapkv", "keydiff"]),
             ({"turns": "compress"}, ["snapkv", "criticalkv", "lagkv", "snapkv by query head"]),
             ({"recall": "host"}, ["snapkv", "adakv", "criticalkv", "keydiff"]),
-            ({"recall": "host", "refresh_every": 3}, ["snapkv"]),
         )
         for name in names
     },

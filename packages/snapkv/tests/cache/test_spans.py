@@ -1,4 +1,4 @@
-"""Spans that are dropped, protected or compressed; `tests/sequences` does it at random."""
+"""Spans that are dropped; `tests/sequences` does it at random."""
 
 import copy
 
@@ -12,10 +12,7 @@ from snapkv import (
     ExpectedAttention,
     FullCache,
     InvalidArgumentError,
-    KeyDiff,
     KVCodes,
-    OutOfMemoryError,
-    PageRecall,
     SnapKV,
     SnapKVError,
 )
@@ -144,98 +141,11 @@ def test_under_a_limit_a_drop_needs_no_more_room():
     shared = copy.copy(cache)
     with torch.no_grad():
         model(random_ids(1, 3, 5), past_key_values=cache)
-    held = stored(cache)
-    with pytest.raises(OutOfMemoryError, match=r"^recall_bytes: expected room for .*; "):
-        cache.compress([(0, 60)], 5)
-    assert [list(one) for one in stored(cache)] == [list(one) for one in held]
     cache.drop(SPANS)
     assert shared.report().host_bytes == limit > cache.report().host_bytes
     del shared
     pool = cache.reading.layers[0].offloaded.pool
     assert pool.taken_bytes == cache.report().host_bytes
-
-
-@pytest.mark.parametrize("budget", [5, "10%"])
-@pytest.mark.parametrize("policy", [SNAPKV, KeyDiff(40, window_size=8), AdaKV(SNAPKV)])
-def test_compress_keeps_the_best_of_the_spans_and_all_outside(policy, budget):
-    _, cache = read(policy, random_ids(1, 90), recall="host")
-    spans = Spans.of("spans", [(0, 70)])
-    before = [set(held) for held in stored(cache)]
-    most = 5 if budget == 5 else 7
-    cache.compress([(0, 70)], budget)
-    cut = 0
-    for had, has in zip(before, map(set, stored(cache)), strict=True):
-        inside = {place for place in had if bool(spans.cover(torch.tensor(place)))}
-        assert len(has & inside) == min(len(inside), most)
-        assert has - inside == had - inside
-        cut += len(had - has)
-    assert cut
-    again = [list(held) for held in stored(cache)]
-    cache.compress([(0, 70)], budget)
-    assert [list(held) for held in stored(cache)] == again
-
-
-def test_compress_keeps_what_a_plain_top_k_of_the_votes_does():
-    _, cache = read(SnapKV(40, window_size=8, kernel_size=1), random_ids(1, 90), recall="host")
-    expected = []
-    for layer in cache.reading.layers:
-        queries, keys = layer.notes.last_queries[0], layer.store.keys[0]
-        queries = queries.unflatten(0, (len(keys), -1))
-        scores = torch.einsum("hgnd,hsd->hgns", queries, keys) * keys.shape[-1] ** -0.5
-        scores = scores + torch.full(scores.shape[-2:], float("-inf")).triu(scores.shape[-1] - 7)
-        votes = scores.softmax(-1).mean(1).sum(1)
-        for head, positions in zip(votes, layer.stored_positions()[0].tolist(), strict=True):
-            inside = [place for place, position in enumerate(positions[:-8]) if position < 70]
-            best = sorted(inside, key=lambda place: -float(head[place]))[:12]
-            outside = range(len(inside), len(positions))
-            expected.append([positions[place] for place in sorted([*best, *outside])])
-    cache.compress([(0, 70)], 12)
-    assert [list(held) for held in stored(cache)] == expected
-
-
-def test_protected_spans_stay_through_later_turns():
-    ids, turn = random_ids(1, 60), random_ids(1, 60, 5)
-    model, cache = read(SNAPKV, ids, recall="host")
-    cache.protect([(11, 19), (80, 84)])
-    assert cache.options["protect"] == [[11, 19], [80, 84]]
-    cache.expect_prompt(120)
-    with torch.no_grad():
-        model(turn, past_key_values=cache)
-    for index in cache.compressed_layers:
-        for head in cache.kept_positions(index)[0].tolist():
-            assert {*range(11, 19), *range(80, 84)} <= set(head)
-    with pytest.raises(InvalidArgumentError, match=r"expected none that is protected, got \(80, 8"):
-        cache.drop([(70, 82)])
-    cache.reset()
-    assert cache.options["protect"] is None
-
-
-def test_what_is_gone_is_not_protected():
-    _, cache = read(SNAPKV, random_ids(1, 90))
-    with pytest.raises(InvalidArgumentError, match=r"layer 0 has evicted \d+; protect them"):
-        cache.protect([(0, 30)])
-    cache.protect([(84, 90)])
-    _, cache = read(SNAPKV, random_ids(1, 90), recall="host")
-    cache.drop([(5, 9)])
-    with pytest.raises(InvalidArgumentError, match=r"expected none that was dropped .* \(5, 7\)"):
-        cache.protect([(0, 7)])
-
-
-@pytest.mark.parametrize("policy", [SNAPKV, AdaKV(SNAPKV)])
-def test_more_than_a_turn_has_room_for_is_not_protected(policy):
-    """It was, and every later turn was refused; a refresh broke the cache within an answer."""
-    ids, turn = random_ids(1, 60), random_ids(1, 60, 5)
-    model, cache = read(policy, ids, recall="host", refresh_every=1)
-    cache.protect([(0, 20)])
-    with pytest.raises(InvalidArgumentError, match=r"expected at most 32 tokens.* got 33; raise"):
-        cache.protect([(20, 33)])
-    assert cache.options["protect"] == [[0, 20]]
-    cache.protect([(20, 32), (55, 70)])  # of which the window of the next turn keeps the others
-    with torch.no_grad():
-        model(turn[:, :1], past_key_values=cache)
-    for index in cache.compressed_layers:
-        for head in cache.kept_positions(index)[0].tolist():
-            assert {*range(32)} <= set(head)
 
 
 WRONG = [
@@ -253,23 +163,20 @@ WRONG = [
 
 
 @pytest.mark.parametrize("spans", WRONG)
-@pytest.mark.parametrize("action", ["drop", "compress"])
-def test_a_wrong_span_changes_nothing(spans, action):
-    if (spans, action) == ([(0, 90)], "compress"):
-        return
+def test_a_wrong_span_changes_nothing(spans):
     _, cache = read(SNAPKV, random_ids(1, 90), recall="host")
     before, report = stored(cache), cache.report()
     with pytest.raises(SnapKVError, match=r"^spans: expected .*; "):
-        cache.drop(spans) if action == "drop" else cache.compress(spans, 5)
+        cache.drop(spans)
     assert cache.report() == report
     assert [list(held) for held in stored(cache)] == [list(held) for held in before]
 
 
 REFUSED = [
+    ("spans: expected none that is protected", SNAPKV, {"protect": [(3, 9)]}),
     ("policy: expected one that only compresses prompts", H2O(40), {}),
     ("policy: expected one that does not ask where", ExpectedAttention(40, window_size=8), {}),
     ("storage: expected 'dynamic'", SNAPKV, {"storage": "static"}),
-    ("fair: expected none for drop", SNAPKV, {"fair": {"a": (0, 20)}}),
     ("turns: expected spans of which every head", SNAPKV, {"turns": "compress"}),
 ]
 
@@ -283,25 +190,11 @@ def test_what_cannot_follow_is_refused_before_anything_changes(said, policy, opt
     assert cache.report() == report
 
 
-def test_compress_says_what_it_lacks():
-    _, cache = read(SNAPKV, random_ids(1, 90))
-    with pytest.raises(InvalidArgumentError, match="expected the last queries for compress"):
-        cache.compress([(3, 60)], 5)
-    _, cache = read(FullCache(), random_ids(1, 90))
-    with pytest.raises(InvalidArgumentError, match="that scores the tokens of a KV head"):
-        cache.compress([(3, 60)], 5)
-    _, cache = read(KeyDiff(40, window_size=8), random_ids(1, 90))
-    for budget in (0, "64MiB", 2.5):
-        with pytest.raises(SnapKVError, match=r"^budget: "):
-            cache.compress([(3, 60)], budget)
-
-
 def test_a_text_that_is_coming_in_has_no_spans_yet():
     model = tiny_model("llama")
     cache = CompressedCache(model, SNAPKV)
     with pytest.raises(InvalidArgumentError, match="expected a prompt that was read to its end"):
         cache.drop([(0, 3)])
-    cache.protect([(0, 3)])
     cache.expect_prompt(90)
     with torch.no_grad():
         model(random_ids(1, 50), past_key_values=cache)
@@ -309,12 +202,3 @@ def test_a_text_that_is_coming_in_has_no_spans_yet():
             cache.drop([(0, 3)])
         model(random_ids(1, 40), past_key_values=cache)
     cache.drop([(3, 9)])
-
-
-def test_pages_are_cut_again():
-    ids, tokens = random_ids(1, 90), random_ids(1, 6, 3)
-    model, cache = read(SNAPKV, ids, recall=PageRecall(1000, page_tokens=4))
-    _, whole = read(FullCache(), ids)
-    for each in (cache, whole):
-        each.drop(SPANS)
-    assert torch.allclose(decoded(model, cache, tokens), decoded(model, whole, tokens), atol=1e-5)

@@ -52,14 +52,10 @@ def test_json_is_one_object_a_line_and_no_budget_is_needed(chat, recall):
     assert (json.loads(small[1])["stats"]["host_bytes"] > 0) == (not recall)
 
 
-def test_pages_for_everything_answer_as_a_budget_for_everything(chat, tmp_path):
-    """In one conversation, and in one that is loaded with the pages that are asked for now."""
-    talk, paged = tmp_path / "talk", (*SMALL, "--recall-pages", 9999)
-    expected = chat(FIRST, LATER, options=ALL).out.splitlines()
-    assert chat(FIRST, LATER, options=paged).out.splitlines() == expected
-    for options in (paged, (*SMALL, "--recall-pages", 1)):
-        chat(FIRST, f"/save --force {talk}", options=options)
-        assert chat(f"/load {talk}", LATER, options=paged).out.splitlines() == expected[1:]
+def test_a_conversation_that_recalls_is_not_loaded_without(chat, tmp_path):
+    talk = tmp_path / "talk"
+    said = chat(FIRST, f"/save {talk}", LATER, options=SMALL).out.splitlines()
+    assert chat(f"/load {talk}", LATER, options=SMALL).out.splitlines() == said[1:]
     refused = chat(f"/load {talk}", options=(*SMALL, "--recall", "none"))
     assert "recall: expected 'host', a folder or nothing" in refused.err
 
@@ -109,14 +105,12 @@ def test_a_line_that_is_no_text_ends_a_turn_only(snapkv, tiny_only, document, mo
         (("--medusa", "demo"), "medusa: expected it with ask"),
         (("--prompt-lookup", "3"), "prompt_lookup: expected it with ask"),
         (("--policy", "h2o", "--recall", "host"), "policy: expected one that only compresses"),
-        (("--recall-pages", 8, "--recall", "none"), "recall_pages: expected --recall host or a"),
         (("--recall", ""), "recall: expected host, a folder or none, got an empty text; leave it"),
         (("--recall", "no/such/folder"), "got 'no/such/folder'; make 'no/such' first"),
         (("--recall", "none", "--budget", "auto"), "with --recall none, got auto; pass --budget"),
         (("--recall", "none", "--budget", "30%"), "budget: expected a number of tokens with --rec"),
         (("--recall", "none", "--keep-ratio", 0.5), "got keep_ratio; pass --budget 1024, or leave"),
         (("--prefill", "selective", "--budget", "30%"), "with --prefill selective, got 30%; pass"),
-        (("--recall-pages", 0), "pages: expected at least 1"),
         (("--prefill", "selective", "--recall", "host"), "expected none where only some tokens go"),
         (("-",), "files: expected files or folders"),
     ],

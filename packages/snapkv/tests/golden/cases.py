@@ -84,7 +84,6 @@ TURNS: dict[str, dict[str, Any]] = {
     "recall-append": {"recall": "host", "turns": "append"},
     "folder": {"recall": "folder", "recall_bytes": 2_000_000},
     "little": {"recall": "host", "recall_bytes": 2_000},
-    "refresh": {"recall": "host", "refresh_every": 3},
 }
 ROWS = ("one", "padded")
 READINGS = ("whole", "pieces", "told", "layerwise", "twice")

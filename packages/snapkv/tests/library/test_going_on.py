@@ -93,7 +93,6 @@ OPTIONS = (
     {"quantize": "int8"},
     {"storage": "static", "room_tokens": 64},
     {"protect": [(0, 3)]},
-    {"fair": {"first": (0, 9), "second": (9, 20)}},
 )
 
 

@@ -118,7 +118,7 @@ def test_options_that_do_not_go_with_what_is_held(kind):
     model, policy = tiny_model("llama"), SnapKV(16, window_size=4)
     parts = parts_of(model, kind)
     blend(model, parts, recompute=0)
-    options = {"protect": [(0, 3)], "recall": "host", "fair": {"first": (0, 9)}}
+    options = {"protect": [(0, 3)], "recall": "host"}
     if kind == "uneven":
         options |= {"turns": "compress", "quantize": "int8", "storage": "static"}
     for name, value in options.items():

@@ -320,7 +320,6 @@ def test_bad_options_are_refused_before_any_work(options, reading):
     [
         {"recall": "host"},
         {"storage": "static"},
-        {"fair": {"all": (0, 60)}},
         {"policy": ExpectedAttention(40)},
     ],
     ids=str,

@@ -18,7 +18,6 @@ OPTIONS = {
     "recall": {"recall": "host"},
     "compress": {"turns": "compress"},
     "protect": {"protect": [(2, 9)]},
-    "fair": {"fair": {"one": (0, 40), "two": (40, 80)}},
 }
 
 

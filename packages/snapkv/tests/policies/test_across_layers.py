@@ -226,7 +226,6 @@ def test_what_cannot_be_is_refused_by_name():
         {"recall": "host"},
         {"turns": "compress"},
         {"quantize": "auto"},
-        {"fair": {"a": (0, 9)}},
     ):
         with pytest.raises(InvalidArgumentError, match=rf"{next(iter(options))}|policy"):
             CompressedCache(model, policy, **options)

@@ -30,7 +30,6 @@ from snapkv.policies import (
     SnapKV,
     StreamingLLM,
 )
-from snapkv.policies.fair import Segments
 
 WITH_SINKS = [
     policy
@@ -142,15 +141,6 @@ REFUSED = [
         VALUE,
         "decode",
         "the 96 tokens",
-    ),
-    (lambda given: Segments.of("fair", given), {"given": [(0, 4)]}, TYPE, "fair", "got [(0, 4)]"),
-    (lambda given: Segments.of("fair", given), {"given": {1: (0, 5)}}, TYPE, "fair", "got {1: "),
-    (
-        lambda given: Segments.of("fair", given),
-        {"given": {"b": (3, 9), "a": (0, 4)}},
-        VALUE,
-        "fair",
-        "'a' at (0, 4) and 'b' at (3, 9)",
     ),
 ]
 

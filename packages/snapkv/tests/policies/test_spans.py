@@ -1,13 +1,10 @@
-"""Spans that must stay and segments that share a budget, worked by hand."""
+"""Spans that must stay, worked by hand."""
 
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from snapkv import ops
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
-from snapkv.policies.fair import Segments, fair_shares, keep_fair
 from snapkv.policies.spans import Spans
 
 
@@ -57,46 +54,3 @@ def test_bad_spans_are_refused(given, error, words):
         Spans.of("protect", given)
     assert str(caught.value).startswith("protect: expected")
     assert "\n" not in str(caught.value)
-
-
-def test_every_segment_keeps_its_best_in_its_share():
-    """Twelve positions, six stay: 2 of the 4 rules, 3 of the 6 of the text, 1 of the other 2."""
-    scores = torch.tensor([[[0.0, 1, 2, 3, 10, 20, 30, 40, 50, 60, 5, 4]]])
-    segments = Segments.of("fair", {"rules": (0, 4), "text": (4, 10)})
-    assert segments.tokens(12) == [4, 6, 2]
-    kept = keep_fair(scores, [6], [12], segments, None)
-    assert kept.tolist() == [[[2, 3, 7, 8, 9, 10]]]
-    protected = torch.zeros(1, 1, 12, dtype=torch.bool)
-    protected[..., 0] = True
-    kept = keep_fair(scores, [6], [12], segments, protected)
-    assert kept.tolist() == [[[0, 3, 7, 8, 9, 10]]]
-
-
-def test_a_share_grows_to_what_is_protected_in_it():
-    assert fair_shares([4, 6, 2], 6, [0, 0, 0]) == [2, 3, 1]
-    assert fair_shares([4, 6, 2], 6, [4, 0, 0]) == [4, 1, 1]
-    assert fair_shares([0, 6, 0], 3, [0, 0, 0]) == [0, 3, 0]
-    assert fair_shares([0, 0], 0, [0, 0]) == [0, 0]
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=5),
-    st.integers(0, 100),
-)
-@example([(3, 3), (4, 0)], 50)
-@settings(deadline=None)
-def test_fair_shares_add_up_and_stay_within_what_there_is(segments, percent):
-    tokens = [count for count, _ in segments]
-    least = [min(bound, count) for count, bound in segments]
-    total = max(sum(least), sum(tokens) * percent // 100)
-    shares = fair_shares(tokens, total, least)
-    assert sum(shares) == total
-    assert all(low <= share <= most for low, share, most in zip(least, shares, tokens, strict=True))
-
-
-def test_rows_with_pads_share_by_their_own_lengths():
-    """The second row has two pads: its segment begins two slots later."""
-    scores = torch.arange(16.0).reshape(2, 1, 8).remainder(8)
-    segments = Segments.of("fair", {"a": (0, 2)})
-    kept = keep_fair(scores, [4, 3], [8, 6], segments, None)
-    assert kept.tolist() == [[[1, 5, 6, 7]], [[-1, 3, 6, 7]]]

@@ -4,7 +4,7 @@ import snapkv as kv
 from snapkv.storage.coded import KVCodes
 from tests.sequences import operations as do
 
-HOST, PAGES = {"recall": "host"}, {"recall": kv.PageRecall(1000, page_tokens=2)}
+HOST = {"recall": "host"}
 STATIC = {"storage": "static", "room_tokens": 24}
 FITS = kv.SnapKV(18, window_size=6)
 FEW_EXACT = KVCodes(8, 8, recent_tokens=0, sink_tokens=0)
@@ -19,9 +19,6 @@ CASES = {
     "crop into a prompt under recall": llama(
         kv.SnapKV(keep_ratio=0.2, window_size=12), (do.Turn(80), do.Crop(2), do.Step(3)), HOST
     ),
-    "crop into a prompt with room for all pages": llama(
-        kv.SnapKV(keep_ratio=0.2, window_size=12), (do.Turn(80), do.Crop(2), do.Step(3)), PAGES
-    ),
     # A crop recalled in the layers whose tail was too short, and not in the others.
     "crop further than some layers' tail": llama(
         kv.SnapKV(20, window_size=2), (do.Turn(33), do.Crop(3), do.Step(3)), HOST
@@ -30,18 +27,6 @@ CASES = {
     "a whole row beside others, by shares": llama(
         kv.AdaKV(kv.SnapKV(kv.AutoBudget(lost_vote=0.1, least=4), window_size=4)),
         (do.Turn(12, pads=(0, 0, 0)), do.Turn(20)),
-    ),
-    # A row that fitted the budget beside a longer one was refreshed, alone it was not.
-    "a short row under refresh_every": llama(
-        kv.SnapKV(22, window_size=4),
-        (do.Turn(60, pads=(0, 40)), do.Step(12)),
-        {"recall": "host", "refresh_every": 3},
-    ),
-    # What a crop left of a refresh was recalled where a row beside it kept less, and not alone.
-    "crop of the queries that chose, under refresh_every": llama(
-        kv.SnapKV(keep_ratio=0.2, window_size=6, pooling="fading", decay=0.935, sink_tokens=4),
-        (do.Turn(5, pads=(0, 1)), do.Step(2), do.Step(4), do.Crop(6)),
-        {**HOST, "refresh_every": 2},
     ),
     # transformers' own layers refused behind compressed ones that had changed.
     "crop beside sliding layers": do.Sequence(
@@ -113,12 +98,6 @@ CASES = {
     "codes of heads that differ in length": llama(
         kv.AdaKV(kv.SnapKV(20, window_size=4)), (do.Turn(30),), {"quantize": "int8"}
     ),
-    "refresh_every of a shared latent": do.Sequence(
-        "latent",
-        kv.SnapKV(14, window_size=4),
-        (do.Turn(30), do.Step(4)),
-        {"recall": "host", "refresh_every": 2},
-    ),
     "fastgen by layers, beside sliding layers": do.Sequence(
         "sliding",
         kv.FastGen(0.5, special_ids=(3, 4), punctuation_ids=(5, 6, 7)),
@@ -139,9 +118,6 @@ CASES = {
     # What was left of codes that were cropped counted as held as it came.
     "crop into codes of all that was seen, under recall": llama(
         kv.Random(28, window_size=8), (do.Turn(2), do.Crop(1)), {**HOST, "quantize": "int8"}
-    ),
-    "crop into codes of all that was seen, with pages": llama(
-        kv.LagKV(12, window_size=4), (do.Turn(2), do.Crop(1)), {**PAGES, "quantize": "int4"}
     ),
     # Of tokens that had become codes behind a prompt, recall brought back none.
     "codes of what was generated, under recall": llama(
@@ -176,11 +152,10 @@ CASES = {
         FITS, (do.Turn(10), do.Turn(30, how="generate", answer=6)), STATIC
     ),
     # A pass was refused behind linear layers whose states had gone on.
-    "refresh_every of a latent behind linear layers": do.Sequence(
+    "query heads of a latent behind linear layers": do.Sequence(
         "linear latent",
-        kv.SnapKV(14, window_size=4),
+        kv.SnapKV(14, window_size=4, group_reduce="none"),
         (do.Turn(30, pads=(0, 8)), do.Turn(9)),
-        {"recall": "host", "refresh_every": 2},
     ),
     # transformers forgets Jamba's state where several tokens follow others.
     **{
@@ -199,12 +174,6 @@ CASES = {
         (do.Turn(11, how="generate", answer=6), do.Crop(3), do.Turn(2)),
         HOST,
     ),
-    # The judge read on behind a crop that was done alone, too, when the next one reached before it.
-    "crop before a crop, under refresh_every": llama(
-        kv.SnapKV(6, window_size=2),
-        (do.Turn(2), do.Step(), do.Crop(1), do.Step(), do.Crop(2)),
-        {**PAGES, "refresh_every": 1},
-    ),
     # Sums that differ in their last bits had one number go to the next code, which is as near.
     "a number between two codes": llama(
         kv.CriticalKV(kv.KeyDiff(16, window_size=4), first_share=1.0),
@@ -215,7 +184,7 @@ CASES = {
             do.Turn(1, how="generate", answer=4),
             do.Turn(1),
         ),
-        {**HOST, "refresh_every": 1, "quantize": "int4"},
+        {**HOST, "quantize": "int4"},
     ),
     # The judge compared the logits of no token.
     "a row of which nothing has come yet": llama(FITS, (do.Begin(1, of=2, pads=(1,)),)),
@@ -224,9 +193,8 @@ CASES = {
         f"crop into a prompt, then {name}": llama(
             kv.SnapKV(keep_ratio=0.2, window_size=12),
             (do.Turn(80, pads=(0, 0)), do.Crop(2), operation, do.Turn(20)),
-            options,
+            HOST,
         )
-        for options in (HOST, PAGES)
         for name, operation in (
             ("a copy", do.Copy()),
             ("a deep copy", do.Copy(deep=True)),

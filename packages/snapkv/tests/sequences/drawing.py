@@ -145,7 +145,7 @@ def _options(draw: Draw, policy: Policy, model: str) -> dict[str, Any]:
         return options
     if _sizes(model)[1] == 1 and draw.random() < 0.9:  # latents
         return draw.choice([options, {"turns": "compress"}, {"recall": "host"}])
-    later = draw.choice(["append", "append", "compress", "recall", "recall", "pages", "all pages"])
+    later = draw.choice([*["append"] * 2, "compress", *["recall"] * 4])
     if policy.reads_context and draw.random() < 0.9:
         later = "append"
     has_budget = isinstance(getattr(policy, "budget", None), int) and policy.most_tokens is not None
@@ -153,14 +153,8 @@ def _options(draw: Draw, policy: Policy, model: str) -> dict[str, Any]:
         options["turns"] = "compress"
     elif later == "recall":
         options["recall"] = "host"
-    elif later == "pages":
-        options["recall"] = kv.PageRecall(draw.choice([1, 3]), page_tokens=draw.choice([2, 8]))
-    elif later == "all pages":
-        options["recall"] = kv.PageRecall(1000, page_tokens=draw.choice([1, 2, 8]))
-    if "recall" in options and draw.random() < 0.3:
-        options["refresh_every"] = draw.choice([1, 2, 5])
     stored = draw.random()
-    is_static = 0.15 <= stored < 0.3 and has_budget and "refresh_every" not in options
+    is_static = 0.15 <= stored < 0.3 and has_budget
     if is_static:
         options |= {"storage": "static", "room_tokens": draw.choice([24, 64])}
     if stored < 0.15 or (is_static and draw.random() < 0.4):
@@ -234,19 +228,7 @@ def _drop(draw: Draw) -> do.Drop:
     for _ in range(draw.choice([1, 1, 2])):
         start = draw.randint(0, draw.choice([10, 60]))
         spans.append((start, start + draw.choice([draw.randint(1, 4), draw.randint(1, 30)])))
-    budget = draw.choice([None, None, draw.randint(1, 12), "30%"])
-    return do.Drop(tuple(spans), draw.choice([0, 0, 1, 5]), budget)
-
-
-def _has_room(policy: Policy) -> bool:
-    """Whether a span that does not fit is refused by `protect` itself."""
-    alike = type(policy) in (kv.SnapKV, kv.KeyDiff) and isinstance(policy.budget, int)
-    return alike and not policy.sink_tokens
-
-
-def _protect(draw: Draw) -> do.Protect:
-    start = draw.randint(0, draw.choice([4, 40]))
-    return do.Protect(start, start + draw.randint(1, 4))
+    return do.Drop(tuple(spans), draw.choice([0, 0, 1, 5]))
 
 
 def _next(draw: Draw, policy: Policy) -> do.Operation:
@@ -255,7 +237,6 @@ def _next(draw: Draw, policy: Policy) -> do.Operation:
         (4, lambda draw: do.Step(draw.randint(1, 5), draw.random() < 0.4)),
         (0.5 if isinstance(policy, EvictingPolicy) else 3, _crop),
         (0.5 if isinstance(policy, EvictingPolicy) else 3, _drop),
-        (0.7 if _has_room(policy) else 0.0, _protect),
         (2.5, _rows),
         (1, lambda draw: do.Copy(draw.random() < 0.5, draw.choice(["copy", "original"]))),
         (0.7, lambda draw: do.Swap()),

@@ -18,7 +18,6 @@ from transformers import DynamicCache, PreTrainedModel
 from snapkv import (
     AutoBudget,
     CompressedCache,
-    PageRecall,
     SnapKVError,
     StreamingLLM,
 )
@@ -32,7 +31,7 @@ from tests.families import small_model
 from tests.oracle import hidden_columns, masked_judge, masked_pass
 from tests.sequences.operations import Sequence
 
-CHANGES = ("crop", "spans", "protect")
+CHANGES = ("crop", "spans")
 """Parts that are no reading."""
 CLOSE = 2e-3
 """How far logits may be apart, as a part of the highest of them; float32 sums make it 1e-4."""
@@ -270,14 +269,8 @@ class Judge:
         if part.kind == "crop":
             cache.crop(part.stop - part.start)
             return torch.empty(0)
-        if part.kind in CHANGES:
-            spans = [span for span in part.ids[row].tolist() if span[0] < span[1]]
-            if part.kind == "protect":
-                cache.protect(spans)
-            elif part.passes:
-                cache.compress(spans, part.passes[0][2])
-            else:
-                cache.drop(spans)
+        if part.kind == "spans":
+            cache.drop([span for span in part.ids[row].tolist() if span[0] < span[1]])
             return torch.empty(0)
         if part.kind == "turn":
             cache.expect_prompt((part.stop if part.end is None else part.end) - pads)
@@ -322,11 +315,9 @@ class Judge:
         in_turn = state.turn is not None if in_turn is None else in_turn
         if after is not None:
             in_turn = seen < after
-        pages = self.options.get("recall")
         if not seen or state.full is None:
             return {}
-        sees_all = isinstance(pages, PageRecall) and pages.pages >= 100
-        if sees_all or (self.recalls and in_turn):
+        if self.recalls and in_turn:
             dropped = state.dropped_by_now[:, None]
             return dict.fromkeys(state.cache.compressed_layers, dropped) if dropped.any() else {}
         return hidden_columns(state.cache, seen, state.pads)
@@ -363,9 +354,6 @@ class Judge:
         """Whether attention is that of a full cache that hides what is not kept."""
         if self._bits in ("int4", "K8V4"):
             return False  # rounding alone moves logits as far as a wrong token would
-        recall = self.options.get("recall")
-        if isinstance(recall, PageRecall) and recall.pages < 100 and not self.is_whole(state):
-            return False
         return not (isinstance(self.policy, StreamingLLM) and not self.is_whole(state))
 
     def is_whole(self, state: State) -> bool:

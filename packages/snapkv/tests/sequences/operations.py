@@ -57,25 +57,15 @@ class Crop(Operation):
 
 @dataclass(frozen=True)
 class Drop(Operation):
-    """Drop spans as far as they were seen, or compress them.
+    """Drop spans as far as they were seen.
 
     Attributes:
         spans: of each row's own tokens.
         shift: by how many tokens they stand further right in every later row.
-        budget: to compress them to; None to drop them.
     """
 
     spans: tuple[tuple[int, int], ...]
     shift: int = 0
-    budget: int | str | None = None
-
-
-@dataclass(frozen=True)
-class Protect(Operation):
-    """Protect a span, seen or not."""
-
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, StoppingCriteria
 
-from snapkv import CompressedCache, PageRecall, SnapKVError
+from snapkv import CompressedCache, SnapKVError
 from snapkv.policies.spans import Spans
 from tests.sequences import operations as do
 from tests.sequences.judging import (
@@ -295,7 +295,7 @@ class Game:
         )
         stays = any(part.kind in CHANGES and part.stop > left for part in state.done)
         state.dropped = state.dropped_by_now[:, :left]
-        if not stays and (reads_again or not (into_turn or self.options.get("refresh_every"))):
+        if not stays and (reads_again or not into_turn):
             self._cut(left, is_open=into_turn, count=count)
         else:
             if open_turn is not None and open_turn.stop > open_turn.start:
@@ -315,25 +315,12 @@ class Game:
         ]
         real = [[span for span in row if span[0] < span[1]] for row in spans]
         given = real if drop.shift else real[0]
-        done = Part("spans", state.seen, state.seen, torch.tensor(spans))
-        if drop.budget is None:
-            self._unless_refused(lambda: state.cache.drop(given))
-            places = torch.arange(state.seen) - state.pads[:, None]
-            covered = [
-                Spans.of("spans", own).cover(row) for own, row in zip(real, places, strict=True)
-            ]
-            state.dropped = state.dropped_by_now | torch.stack(covered)
-        else:
-            self._unless_refused(lambda: state.cache.compress(given, drop.budget))
-            done.passes = [("compress", state.seen, drop.budget)]
-        state.done.append(done)
+        self._unless_refused(lambda: state.cache.drop(given))
+        places = torch.arange(state.seen) - state.pads[:, None]
+        covered = [Spans.of("spans", own).cover(row) for own, row in zip(real, places, strict=True)]
+        state.dropped = state.dropped_by_now | torch.stack(covered)
+        state.done.append(Part("spans", state.seen, state.seen, torch.tensor(spans)))
         state.logits = None
-
-    def _protect(self, protect: do.Protect) -> None:
-        state, span = self.state, (protect.start, protect.stop)
-        self._unless_refused(lambda: state.cache.protect([span]))
-        told = torch.tensor([[span]]).expand(state.rows, -1, -1)
-        state.done.append(Part("protect", state.seen, state.seen, told))
 
     def _cut(self, left: int, *, is_open: bool, count: int) -> None:
         """Nothing behind that column was ever read; an open turn goes on with the next pass."""
@@ -397,11 +384,9 @@ class Game:
     def _save(self, _: do.Save) -> None:
         path = self.folder / "cache.safetensors"
         self._unless_refused(lambda: self.state.cache.save(path))
-        before, options = _seen_of(self.state.cache), {}
-        if isinstance(self.options.get("recall"), PageRecall):
-            options["recall"] = self.options["recall"]
+        before = _seen_of(self.state.cache)
         try:
-            self.state.cache = CompressedCache.load(path, self.model, **options)
+            self.state.cache = CompressedCache.load(path, self.model)
         except SnapKVError as error:
             raise WrongError(f"load: what was saved is refused: {kind_of(error)}") from error
         if not _same(_seen_of(self.state.cache), before):

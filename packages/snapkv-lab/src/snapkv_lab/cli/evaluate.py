@@ -26,9 +26,7 @@ EXAMPLES = {
     ),
     "eval lines": ("snapkv eval lines --lengths 2k --samples-each 4 --plot lines.svg",),
     "eval instructions": ("snapkv eval instructions --lengths 2k --protect-instructions",),
-    "eval turns": (
-        "snapkv eval turns --turns append,recall,recall-pages:8 --cloze --template none",
-    ),
+    "eval turns": ("snapkv eval turns --turns append,recall --cloze --template none",),
     "eval longbench": ("snapkv eval longbench --datasets qasper --limit 5 --budget 1k",),
     "eval ruler": ("snapkv eval ruler --tasks niah_single_2,vt --lengths 4k --limit 5",),
     "eval rag-citation": ("snapkv eval rag-citation --corpus squad --documents 5,10",),
@@ -47,8 +45,7 @@ class EvalOptions(SweepOptions, ReadingOptions, WorkerOptions, WritingOptions):
         list[str] | None,
         panels.sweep(
             help="What later questions do: append behind what was kept, compress it anew, or "
-            "recall what was dropped (recall-pages:8: and attend to 8 pages of 16 dropped tokens "
-            "at every step); again or with commas for more",
+            "recall what was dropped; again or with commas for more",
             show_default="append",
         ),
     ] = None

@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from snapkv.app.prefills import Prefill
-from snapkv.cache.paging import PageRecall
-from snapkv.cli.amounts import EXACT, count, storage_bits, token_budgets
+from snapkv.cli.amounts import EXACT, storage_bits, token_budgets
 from snapkv.cli.methods import specs
 from snapkv.cli.options import SweepOptions
 from snapkv.cli.policy import named_policies
@@ -15,11 +14,8 @@ from snapkv.errors import InvalidArgumentError
 from snapkv.policies import FullCache
 from snapkv.storage.coded import KVCodes
 from snapkv.validation import DEFAULT, require_choice
-from snapkv_lab.evaluate.asking import LATER, Later, LaterWord, Method
+from snapkv_lab.evaluate.asking import LATER, Later, Method
 from snapkv_lab.measure.contenders import Contender, compressed, full
-
-_RECALL_PAGES = "recall-pages"
-_LATER_WORDS = (*LATER, f"{_RECALL_PAGES}:8")
 
 
 def compared_methods(options: SweepOptions) -> list[Method]:
@@ -75,26 +71,19 @@ def methods(
 def with_turns(compared: Sequence[Method], texts: Sequence[str] | None) -> list[Method]:
     """Every method with every way to read later questions, which its label names if it drops."""
     words = [word.strip() for text in texts or ["append"] for word in text.split(",")]
-    ways = {word: _later(word) for word in words if word}
-    if not ways or len(words) - words.count("") > len(ways):
+    ways = [word for word in words if word]
+    for word in ways:
+        require_choice("turns", word, tuple(LATER))
+    if not ways or len(ways) > len(set(ways)):
         raise InvalidArgumentError(
-            f"turns: expected some of {', '.join(_LATER_WORDS)}, each once, got "
-            f"{', '.join(filter(None, words)) or 'none'}; leave the repeated one out"
+            f"turns: expected some of {', '.join(LATER)}, each once, got "
+            f"{', '.join(ways) or 'none'}; leave the repeated one out"
         )
     made = []
     for method, (place, way) in itertools.product(compared, enumerate(ways)):
         if not isinstance(method.policy, FullCache):
             label = method.label + ("" if way == "append" else f" {way}")
-            made.append(replace(method, label=label, later=ways[way]))
+            made.append(replace(method, label=label, later=cast(Later, way)))
         elif place == 0:
             made.append(method)
     return made
-
-
-def _later(word: str) -> Later:
-    """What later questions do, by its word; pages have their number behind a colon."""
-    name, _, pages = word.partition(":")
-    if name == _RECALL_PAGES:
-        return PageRecall(count(_RECALL_PAGES, pages, f"--turns {_RECALL_PAGES}:"))
-    require_choice("turns", word, _LATER_WORDS)
-    return cast(LaterWord, word)

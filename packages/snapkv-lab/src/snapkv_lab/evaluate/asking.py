@@ -15,7 +15,6 @@ from snapkv.app.prefills import Exact, Prefill
 from snapkv.app.prompt_end import PromptEnd
 from snapkv.app.prompt_reader import PromptReader
 from snapkv.app.prompts import Prompt
-from snapkv.cache.paging import PageRecall
 from snapkv.errors import BudgetTooSmallError, OutOfMemoryError, PromptTooLongError
 from snapkv.hf.cache import CompressedCache
 from snapkv.policies import Policy
@@ -24,18 +23,16 @@ from snapkv_lab.evaluate.sample import Conversation, Sample, Setting, Template
 from snapkv_lab.evaluate.store import LOST, Key, Record, Store
 from snapkv_lab.evaluate.task import Task
 
-LaterWord = Literal["append", "compress", "recall"]
-
-Later = LaterWord | PageRecall
+Later = Literal["append", "compress", "recall"]
 """What a later question does: it is stored behind what was kept, votes on what was kept, or votes
-on all that was read; with pages, every step of all answers also attends to some of the rest."""
+on all that was read."""
 
-LATER: dict[LaterWord, dict[str, Any]] = {
+LATER: dict[Later, dict[str, Any]] = {
     "append": {},
     "compress": {"turns": "compress"},
     "recall": {"recall": "host"},
 }
-"""Those that have a word, as options of `CompressedCache`."""
+"""The same as options of `CompressedCache`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,19 +52,14 @@ class Method:
 
     def describe(self) -> Record:
         reading = {} if self.prefill == Exact() else {"prefill": self.prefill.describe()}
-        later = {} if self.later == "append" else {"turns": self.described_later}
+        later = {} if self.later == "append" else {"turns": self.later}
         bits = {} if self.bits is None else {"bits": asdict(self.bits)}
         return self.policy.describe() | reading | later | bits
 
     @property
-    def described_later(self) -> str | dict[str, int]:
-        return self.later.describe() if isinstance(self.later, PageRecall) else self.later
-
-    @property
     def cache_options(self) -> dict[str, Any]:
         """Options of `CompressedCache` for storage and for what later questions do."""
-        later = {"recall": self.later} if isinstance(self.later, PageRecall) else LATER[self.later]
-        return {**later, **({} if self.bits is None else {"quantize": self.bits})}
+        return LATER[self.later] | ({} if self.bits is None else {"quantize": self.bits})
 
 
 @dataclass(frozen=True, kw_only=True)

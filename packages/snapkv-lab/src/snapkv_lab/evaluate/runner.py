@@ -141,7 +141,7 @@ class Run:
         if method.later != "append" and not self.task.has_turns:
             raise InvalidArgumentError(
                 f"turns: expected it with a task of several questions about one text, such as "
-                f"turns, got {method.described_later} with {self.task.name}; leave it out"
+                f"turns, got {method.later} with {self.task.name}; leave it out"
             )
         if "recall" in method.cache_options and not method.prefill.holds_all:
             raise InvalidArgumentError(

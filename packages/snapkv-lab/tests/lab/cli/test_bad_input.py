@@ -16,7 +16,7 @@ EARLY = [
     ("eval needle --policy snapvk", "did you mean snapkv?"),
     ("eval needle --baseline fulll", "did you mean full?"),
     ("eval needle --nothing 1", "No such option"),
-    ("eval turns --turns recall-pages:0", "pages: expected at least 1, got 0"),
+    ("eval turns --turns recalled", "turns: expected one of append, compress, recall, got"),
     ("eval needle --device cpu --ray local", "device: expected one of device and ray, got cpu"),
     ("eval needle --workers 2", "workers: expected it with ray, got 2 without"),
     ("study hit-rate --samples 0", "samples: expected at least 1"),

@@ -109,11 +109,11 @@ def test_every_way_of_later_questions_is_a_method_and_the_full_cache_comes_once(
     snapkv, tiny_only, here
 ):
     turns = ("eval", "turns", "--lengths", 200, "--questions", 2, "--samples-each", 1, "--cloze")
-    ways = ("--turns", "append,compress", "--turns", "recall,recall-pages:2")
+    ways = ("--turns", "append,compress", "--turns", "recall")
     done = snapkv(*turns, *ways, "--budget", 64, "--json")
     assert done.status == 0, done.err
     rows = [(row["method"], row["cell"]["turn"]) for row in json.loads(done.out)["rows"]]
-    later = ("", " compress", " recall", " recall-pages:2")
+    later = ("", " compress", " recall")
     methods = ("full", *(f"default@64{way}" for way in later))
     assert sorted(rows) == sorted((method, turn) for method in methods for turn in (1, 2))
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from snapkv import H2O, FullCache, KVzip, PageRecall, SnapKV
+from snapkv import H2O, FullCache, KVzip, SnapKV
 from snapkv.app.prefills import Selective
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError
 from snapkv_lab.evaluate import asking
@@ -92,28 +92,23 @@ def test_a_full_cache_answers_as_if_the_whole_conversation_were_read_anew(tiny, 
 
 
 def test_ways_of_later_questions_keep_and_say_what_they_promise(tiny, tmp_path):
-    """With pages for everything a turn is answered as from the full cache; recall sees none."""
-    pages = {"pages": PageRecall(2, page_tokens=8), "all": PageRecall(64, page_tokens=4)}
-    ways = {way: way for way in LATER} | pages
-    methods = [Method(label=name, policy=SnapKV(48), later=way) for name, way in ways.items()]
+    methods = [Method(label=way, policy=SnapKV(48), later=way) for way in LATER]
     methods += [Method(label="full", policy=FullCache())]
     results = run_of(tiny, methods, questions=("hidden",)).into(tmp_path / "out")
     kept = {(row["method"], row["cell"]["turn"]): row["kept_tokens"] for row in results.rows}
     for turn in (2, 3):
         assert kept["append", turn] - kept["append", turn - 1] > 8
-        for way in ("compress", "recall", "pages"):
+        for way in ("compress", "recall"):
             assert 48 <= kept[way, turn] <= 48 + 8
     described = {row["method"]: row["policy"].get("turns") for row in results.rows}
     assert described["append"] is described["full"] is None
     assert (described["compress"], described["recall"]) == ("compress", "recall")
-    assert described["pages"] == {"pages": 2, "page_tokens": 8}
-    said = {name: [] for name in (*ways, "full")}
+    said = {name: [] for name in (*LATER, "full")}
     for record in lines(tmp_path / "out"):
         said[record["method"]].append(record["prediction"])
         assert record["conversation"] in ("200/0/1", "200/1/1")
     assert len(said["full"]) == 6
-    assert said["all"] == said["full"]
-    assert said["pages"] != said["recall"] != said["full"]
+    assert said["recall"] != said["full"]
 
 
 def test_recall_brings_back_what_an_earlier_turn_dropped_and_compress_does_not(
@@ -155,7 +150,7 @@ def test_a_text_that_is_read_twice_is_read_so_once_and_questions_appended(tiny, 
 
 
 def test_a_run_that_stopped_between_two_turns_goes_on_with_the_same_answers(tiny, tmp_path):
-    methods = [Method(label="recall", policy=SnapKV(48), later=PageRecall(2))]
+    methods = [Method(label="recall", policy=SnapKV(48), later="recall")]
     whole = run_of(tiny, methods).into(tmp_path / "whole")
     run_of(tiny, methods).into(tmp_path / "cut")
     written = (tmp_path / "cut" / "samples.jsonl").read_text().splitlines(keepends=True)
@@ -200,7 +195,5 @@ def test_ways_that_have_no_effect_or_cannot_be_are_refused(tiny):
     narrowed = replace(recall, prefill=Selective(layer=1))
     with pytest.raises(InvalidArgumentError, match="turns: expected a prefill"):
         run_of(tiny, [narrowed])
-    with pytest.raises(InvalidArgumentError, match="turns: expected a prefill"):
-        run_of(tiny, [replace(narrowed, later=PageRecall(2))])
     with pytest.raises(InvalidArgumentError, match="evicts after every token"):
         run_of(tiny, [Method(label="h", policy=H2O(48), later="compress")])

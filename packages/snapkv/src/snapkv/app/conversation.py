@@ -22,7 +22,6 @@ from snapkv.app.protection import Protection
 from snapkv.app.settings import GenerationSettings
 from snapkv.app.thinking import MARKS, thinking
 from snapkv.cache.options import Turns
-from snapkv.cache.paging import Recall
 from snapkv.cache.report import CacheReport
 from snapkv.errors import CacheFileError, CacheMismatchError, InvalidArgumentError
 from snapkv.hf.cache import CompressedCache
@@ -31,6 +30,7 @@ from snapkv.kvzip import require_one_reading
 from snapkv.policies import EvictingPolicy, Policy
 from snapkv.policies.spans import Span
 from snapkv.storage.coded import Quantize
+from snapkv.storage.offload import Recall
 
 NO_RECALL = "none"
 
@@ -43,7 +43,7 @@ class Conversation:
         policy: what the cache keeps for each question.
         settings: length and sampling.
         document: what the questions are about; may be empty.
-        recall: "host", a folder or a `PageRecall`, see `CompressedCache`; "none" drops for good
+        recall: "host" or a folder, see `CompressedCache`; "none" drops for good
             what a turn does not need. None for "host", or "none" for methods that evict while
             generating.
         protection: what of the first prompt must stay, through all turns; None for nothing.

@@ -151,7 +151,6 @@ class RecordedPrompt:
                 states,
                 queries=self._last_queries(states, policy),
                 protected=layer.protected_slots(self.prompt_tokens, states.pad_tokens),
-                fair=layer.spans.fair,
             )
 
     def _last_queries(self, states: PromptLayer, policy: Policy) -> Tensor:

@@ -11,12 +11,10 @@ from transformers.cache_utils import DynamicLayer
 
 from snapkv import ops
 from snapkv.cache.choosing import choose
-from snapkv.cache.paging import PageRecall
 from snapkv.cache.slots import DecodeNotes, SlotMap, require_removable
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import EvictingPolicy, Eviction, Policy, PromptLayer, Selection
 from snapkv.policies.base import ALL_QUERIES
-from snapkv.policies.fair import Segments
 from snapkv.policies.spans import Spans
 from snapkv.policies.states import fillers_left
 from snapkv.storage.base import Storage, TokenStore
@@ -46,22 +44,6 @@ class LayerIdentity:
     readers: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class TurnRule:
-    """Every later prompt brings the layer back to its budget, see `TurnOptions`."""
-
-    refresh_every: int | None = None
-    pages: PageRecall | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpanRule:
-    """Spans of positions of the whole conversation: what must stay, and what shares the budget."""
-
-    protect: Spans | None = None
-    fair: Segments | None = None
-
-
 class CompressedLayer(DynamicLayer):
     """Keys and values of the tokens that were kept, in ascending order of position.
 
@@ -75,7 +57,8 @@ class CompressedLayer(DynamicLayer):
         slots: which token stands in which slot of the store.
         notes: what else is known of the tokens.
         offloaded: all tokens of the turns so far, off the device; None where dropped is dropped.
-        turns: how later prompts choose again; None where they are stored whole.
+        chooses_again: whether every later prompt brings it back to its budget, see `TurnOptions`.
+        protect: positions of the whole conversation that must stay; None for none.
     """
 
     supports_early_init = False
@@ -86,8 +69,8 @@ class CompressedLayer(DynamicLayer):
         self.store: TokenStore = storage.empty()
         self.slots, self.notes = SlotMap(), DecodeNotes()
         self.offloaded: OffloadedTokens | None = None
-        self.turns: TurnRule | None = None
-        self.spans = SpanRule()
+        self.chooses_again = False
+        self.protect: Spans | None = None
 
     # What transformers asks of a layer.
 
@@ -128,7 +111,7 @@ class CompressedLayer(DynamicLayer):
         """
         if self.recall_due:
             self.recall()
-        elif chooses and (self.slots.kept is None or self.turns is not None):
+        elif chooses and (self.slots.kept is None or self.chooses_again):
             self.decode()
         return self.store.append(key_states, value_states)
 
@@ -265,12 +248,11 @@ class CompressedLayer(DynamicLayer):
 
     @property
     def attends_by_heads(self) -> bool:
-        """Whether it will read a turn over heads of different length, codes or pages."""
+        """Whether it will read a turn over heads of different length, or codes."""
         if self.recall_due:
             return False
-        chooses = self.slots.kept is None or self.turns is not None
-        by_heads = self.store.ragged is not None and (self.store.is_exact or not chooses)
-        return by_heads or self.notes.pages is not None
+        chooses = self.slots.kept is None or self.chooses_again
+        return self.store.ragged is not None and (self.store.is_exact or not chooses)
 
     def stored_positions(self) -> Tensor:
         """(B, H, S) int64: true position of every stored token, ascending; -1 for a pad."""
@@ -286,7 +268,7 @@ class CompressedLayer(DynamicLayer):
         if isinstance(self.policy, EvictingPolicy):
             return self.policy.history_tokens
         wanted = self.policy.query_tokens
-        return 0 if self.turns is None or wanted == ALL_QUERIES else wanted
+        return wanted if self.chooses_again and wanted != ALL_QUERIES else 0
 
     def with_remembered(self, queries: Tensor, ahead_tokens: int = 0) -> Tensor:
         """(B, Hq, up to `query_tokens` + ahead, D): the last queries of the prompt so far."""
@@ -352,8 +334,7 @@ class CompressedLayer(DynamicLayer):
 
         `pads` are (B,) leading ones of a first prompt, or None; it knows those of later ones.
         """
-        spans = self.spans.protect
-        if spans is None:
+        if (spans := self.protect) is None:
             return None
         if self.slots.kept is not None:
             return spans.cover(self.slots.positions(self.store)[..., :slots])
@@ -450,7 +431,6 @@ class CompressedLayer(DynamicLayer):
         """Keep the selected slots of a prompt that ended after so many tokens."""
         tokens, kept = selection.prompt_tokens, selection.keep_indices
         self._offload(self.store, tokens)
-        self.cut_pages(self.slots.columns_of(kept, self.store), self.keys, tokens)
         ragged, fillers = selection.head_tokens is not None, selection.filler_tokens
         self._keep_slots(kept, tokens, at=at, ragged=ragged, fillers=fillers)
         ids, scores = self.notes.token_ids, self.notes.slot_scores
@@ -535,26 +515,12 @@ class CompressedLayer(DynamicLayer):
         positions = slots.positions_of(every)
         left = ~_cover(spans, positions)[:, 0]
         if self.offloaded is not None and self.offloaded.tokens:
-            self._offload_tail(is_limited=False)  # what takes its place is less
+            self._offload_tail()
             self.offloaded.only(left & (positions[:, 0] >= 0))
         if (held := self.notes.last_queries) is not None:
             self._note(last_queries=_queries_left(held, left, positions[:, 0]))
         self.slots = slots.without(spans, store, stays)
         self._hold_only(stays)
-        self._cut_pages_again()
-
-    def keep_only(self, stays: Tensor) -> None:
-        """Hold only some slots, (B, H, S) bool; the other tokens are evicted."""
-        if bool((stays == (self.stored_positions() >= 0)).all()):
-            return
-        if self.offloaded is not None:
-            self._offload_tail()
-        slots, end = ops.kept_indices(stays), self.columns
-        columns = self.slots.columns(self.store).gather(2, slots.clamp(min=0))
-        self.slots = self.slots.chosen(columns.masked_fill(slots < 0, -1), end)
-        self._hold_only(stays)
-        self._note(lost_mass=None, lost_peak=None)
-        self._cut_pages_again()
 
     def slots_without(self, spans: Sequence[Spans]) -> Tensor:
         """(B, H, S) bool: the slots that hold a token of none of its row's spans."""
@@ -572,24 +538,11 @@ class CompressedLayer(DynamicLayer):
             fillers = self.store.slots - stays[:, 0].sum(dim=-1)
         self.slots = self.slots.chosen(self.slots.kept, self.slots.start, fillers=fillers)
 
-    @property
-    def bytes_to_offload(self) -> int:
-        """Bytes of what was seen and is not off the device, where evicted tokens go there."""
-        if self.offloaded is None:
-            return 0
-        return sum(s.nbytes for s in self.store.tail(self.columns - self.offloaded.tokens))
-
-    def _offload_tail(self, *, is_limited: bool = True) -> None:
-        """Put all that was seen off the device."""
+    def _offload_tail(self) -> None:
+        """Put all that was seen off the device, for less to take its place."""
         assert self.offloaded is not None
         if tokens := self.columns - self.offloaded.tokens:
-            self.offloaded.append(*self.store.tail(tokens), is_limited=is_limited)
-
-    def _cut_pages_again(self) -> None:
-        has_pages = self.turns is not None and self.turns.pages is not None
-        if has_pages and self.offloaded is not None and self.offloaded.tokens:
-            columns, keys = self.slots.columns(self.store), self.offloaded.on_host()[0]
-            self.cut_pages(columns, keys, self.offloaded.tokens)
+            self.offloaded.append(*self.store.tail(tokens), is_limited=False)
 
     # What was dropped and comes back.
 
@@ -608,11 +561,6 @@ class CompressedLayer(DynamicLayer):
         if self.offloaded is not None:
             done = self.offloaded.tokens
             self.offloaded.append(whole.keys[:, :, done:tokens], whole.values[:, :, done:tokens])
-
-    def cut_pages(self, kept: Tensor, keys: Tensor, tokens: int) -> None:
-        """Note the pages of what is not kept, if steps choose among them, see `PageRecall.cut`."""
-        if self.turns is not None and self.turns.pages is not None:
-            self._note(pages=self.turns.pages.cut(kept, self.slots.pads, keys, tokens))
 
     def set_aside(self) -> None:
         """Between two pieces of a prompt, hold nothing on the device."""
@@ -641,7 +589,7 @@ class CompressedLayer(DynamicLayer):
         tail = self.store.tail(self.columns - self.offloaded.tokens)
         # Of static storage the last queries did not pass by.
         queries = None if self.store.is_static else self.notes.last_queries
-        self._note(pages=None, last_queries=queries)
+        self._note(last_queries=queries)
         keys, values = self.offloaded.with_tail(*tail)
         self.store = self.storage.empty().fill(keys, values, self.store.num_kv_heads)
         self.slots = self.slots.whole()

@@ -1,27 +1,20 @@
-"""What a user says of a cache: how later prompts choose, and what of a text must stay or share."""
+"""What a user says of a cache: how later prompts choose, and what of a text must stay."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from snapkv.cache.layer import CompressedLayer, SpanRule, TurnRule
-from snapkv.cache.paging import PageRecall, Recall
+from snapkv.cache.layer import CompressedLayer
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import EvictingPolicy, Policy
-from snapkv.policies.base import ALL_QUERIES
-from snapkv.policies.fair import Segments
 from snapkv.policies.spans import Span, Spans
-from snapkv.storage.offload import OffloadedTokens, pool_for
-from snapkv.validation import require_choice, require_int
+from snapkv.storage.offload import OffloadedTokens, Recall, pool_for
+from snapkv.validation import require_choice
 
 Turns = Literal["append", "compress"]
 
 Protect = Iterable[Span]
 """Half-open spans of positions; see `CompressedCache`."""
-
-Fair = Mapping[str, Span]
-"""Half-open spans of positions by name; see `CompressedCache`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,35 +24,21 @@ class TurnOptions:
     turns: Turns | None = None
     recall: Recall | None = None
     recall_bytes: int | None = None
-    refresh_every: int | None = None
 
     def __post_init__(self) -> None:
         """Check what can be checked without a policy."""
         if self.turns is not None:
             require_choice("turns", self.turns, ("append", "compress"))
-        if self.refresh_every is not None:
-            require_int("refresh_every", self.refresh_every, minimum=1)
         if self.recall is not None and self.turns == "append":
             raise InvalidArgumentError(
                 "turns: expected 'compress' with recall, since every turn votes on what is "
                 "recalled, got 'append'; leave turns out"
             )
-        for name in ("recall_bytes", "refresh_every"):
-            if (value := getattr(self, name)) is not None and self.recall is None:
-                raise InvalidArgumentError(
-                    f"{name}: expected recall='host' or a folder beside it, got {value} without; "
-                    f"pass recall, or leave {name} out"
-                )
-
-    @property
-    def pages(self) -> PageRecall | None:
-        """Which pages of evicted tokens each step attends to; None where it attends to none."""
-        return self.recall if isinstance(self.recall, PageRecall) else None
-
-    @property
-    def where(self) -> str | Path | None:
-        """Where evicted tokens lie; None where they are dropped."""
-        return self.recall.where if isinstance(self.recall, PageRecall) else self.recall
+        if self.recall_bytes is not None and self.recall is None:
+            raise InvalidArgumentError(
+                f"recall_bytes: expected recall='host' or a folder beside it, got "
+                f"{self.recall_bytes} without; pass recall, or leave recall_bytes out"
+            )
 
     def apply(self, layers: Sequence[CompressedLayer], policy: Policy) -> None:
         """Prepare the compressed layers of a cache; refuse what they or the policy do not allow."""
@@ -67,26 +46,19 @@ class TurnOptions:
             return
         self._require_suitable(policy)
         self._require_storage(layers)
-        pool = None if self.where is None else pool_for(self.where, self.recall_bytes)
+        pool = None if self.recall is None else pool_for(self.recall, self.recall_bytes)
         for layer in layers:
-            layer.turns = TurnRule(refresh_every=self.refresh_every, pages=self.pages)
+            layer.chooses_again = True
             layer.offloaded = None if pool is None else OffloadedTokens(pool)
 
     def _require_storage(self, layers: Sequence[CompressedLayer]) -> None:
         """Refuse static storage where what a step attends to does not stay where it is."""
-        moving = None
-        if self.pages is not None:
-            moving = (
-                "with recall=PageRecall(...), since a compiled step cannot fetch what its query "
-                "chooses, got 'static'"
+        if self.recall is None and any(layer.is_compileable for layer in layers):
+            raise InvalidArgumentError(
+                "storage: expected 'dynamic' where a cache chooses again out of what it stores "
+                "(turns='compress' without recall), got 'static', whose buffer stays as it is; "
+                "leave one out"
             )
-        elif self.recall is None or self.refresh_every:
-            moving = (
-                "where a cache chooses again out of what it stores (turns='compress' without "
-                "recall, refresh_every), got 'static', whose buffer stays as it is"
-            )
-        if moving is not None and any(layer.is_compileable for layer in layers):
-            raise InvalidArgumentError(f"storage: expected 'dynamic' {moving}; leave one out")
 
     def _require_suitable(self, policy: Policy) -> None:
         """Refuse policies whose turns would not be what was asked for."""
@@ -102,11 +74,6 @@ class TurnOptions:
                 f"policy: expected one that chooses when a prompt has been read once for {asked}, "
                 f"since later turns are read once, got {policy.name}; use SnapKV, or leave the "
                 "option out"
-            )
-        if self.refresh_every and policy.query_tokens == ALL_QUERIES:
-            raise InvalidArgumentError(
-                f"refresh_every: expected a policy whose last queries vote, got {policy.name}, "
-                "which asks all of a prompt's; use SnapKV, or leave refresh_every out"
             )
         if "queries" in policy.needs:
             raise InvalidArgumentError(
@@ -125,33 +92,15 @@ class TurnOptions:
             )
 
 
-def span_rule(protect: Protect | None, fair: Fair | None) -> SpanRule:
-    """The rule that a user has given; where it is empty, nothing."""
-    spans = Spans(()) if protect is None else Spans.of("protect", protect)
-    segments = Segments(()) if fair is None else Segments.of("fair", fair)
-    return SpanRule(
-        protect=spans if spans.parts else None, fair=segments if segments.parts else None
-    )
+def protected_spans(protect: Protect | None) -> Spans | None:
+    """What a user protects; None for nothing."""
+    spans = None if protect is None else Spans.of("protect", protect)
+    return spans if spans is not None and spans.parts else None
 
 
-def described(rule: SpanRule) -> dict[str, Any]:
-    """What `span_rule` takes, ready for JSON."""
-    spans = None if rule.protect is None else [list(span) for span in rule.protect.parts]
-    segments = None if rule.fair is None else {name: list(span) for name, span in rule.fair.parts}
-    return {"protect": spans, "fair": segments}
-
-
-def apply_spans(rule: SpanRule, layers: Sequence[CompressedLayer], policy: Policy) -> None:
-    """Prepare the compressed layers of a cache, which know by now how later prompts choose."""
-    if rule.protect is not None:
-        policy.require_protection(rule.protect)
-    if rule.fair is not None:
-        policy.require_fairness()
-        if any(layer.turns is not None and layer.offloaded is None for layer in layers):
-            raise InvalidArgumentError(
-                "fair: expected a cache that chooses out of whole prompts, got turns='compress' "
-                "without recall, whose later turns find only a part of each segment; pass "
-                "recall='host', or leave one out"
-            )
+def apply_spans(spans: Spans | None, layers: Sequence[CompressedLayer], policy: Policy) -> None:
+    """Prepare the compressed layers of a cache."""
+    if spans is not None:
+        policy.require_protection(spans)
     for layer in layers:
-        layer.spans = rule
+        layer.protect = spans

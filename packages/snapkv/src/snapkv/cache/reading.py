@@ -250,15 +250,13 @@ class Reading:
         seen = self.seen_tokens
         for layer in self.layers:
             layer.require_croppable(count)
-        left, chosen_at = seen - count, self.layers[0].slots.chosen_at
-        votes_go = self.prompt_end is not None and self.prompt_end <= left < chosen_at
-        recalls = votes_go or any(layer.must_recall(count) for layer in self.layers)
+        recalls = any(layer.must_recall(count) for layer in self.layers)
         if recalls:
             for layer in self.layers:
                 layer.recall()
         for layer in self.layers:
             layer.take_back(count)
-        self.read_ids = self.read_ids.up_to(left)
+        self.read_ids = self.read_ids.up_to(seen - count)
         if recalls and not self.is_announced:
             self.prompt_end = None  # what was recalled is chosen from again with the next tokens
         self.forget_end_within(seen)

@@ -25,8 +25,7 @@ class CacheReport(dict[str, Any]):
         held_bytes: bytes of the stored keys and values of all layers. Room for tokens to come does
             not count: for 64 when it is made, at the first token behind the prompt.
         index_bytes: bytes of what is held beside them: the kept positions, and what a method that
-            evicts while generating notes (H2O's sums, the queries Scissorhands looks back at), or
-            the columns and bounds of a `PageRecall`'s pages.
+            evicts while generating notes (H2O's sums, the queries Scissorhands looks back at).
         host_bytes: bytes of the keys and values that `recall` has put off the device.
         full_bytes: bytes transformers' own cache would hold after the same tokens.
         growing_layers: how many layers grow with the context; these are compressed.

@@ -15,23 +15,21 @@ def per_row(
     *,
     slot_axis: int | None = None,
     token_axis: int | None = None,
-    saved: bool = True,
     measured: bool = False,
 ) -> Any:
-    """A field that is None, a tensor whose first axis has the batch's rows, or a record of such.
+    """A field that is None, or a tensor whose first axis has the batch's rows.
 
     Args:
         slot_axis: axis with one place for every stored slot, or for the first of them.
         token_axis: axis with one place for every one of the last tokens that were seen.
-        saved: whether a saved cache holds it.
         measured: whether it is only measured for a report: it is no part of what is held, and a
             saved cache need not have it.
     """
-    axes = {"slot_axis": slot_axis, "token_axis": token_axis, "saved": saved, "measured": measured}
+    axes = {"slot_axis": slot_axis, "token_axis": token_axis, "measured": measured}
     return field(default=None, metadata={"per_row": axes})
 
 
-_PLAIN = {"saved": True, "measured": False}
+_PLAIN = {"measured": False}
 """What is declared by a field that follows no rows."""
 
 
@@ -67,23 +65,17 @@ class RowRecord:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that are there, by the names of their fields; a record's behind its own."""
-        found: dict[str, Tensor] = {}
-        for name, (value, _) in self._found().items():
-            if isinstance(value, RowRecord):
-                found |= {f"{name}.{part}": tensor for part, tensor in value.tensors.items()}
-            else:
-                found[name] = value
-        return found
+        """The tensors that are there, by the names of their fields."""
+        return {name: value for name, (value, _) in self._found().items()}
 
     def state(self) -> dict[str, Any]:
         """What a file has to say to make it again, by the fields' names."""
-        return {name: getattr(self, name) for name, axes in self._declared() if axes["saved"]}
+        return {part.name: getattr(self, part.name) for part in fields(self)}
 
     @classmethod
     def restored(cls, state: dict[str, Any]) -> Self:
         """The record whose `state` that is; what is only measured may be missing."""
-        required = {n for n, axes in cls._declared() if axes["saved"] and not axes["measured"]}
+        required = {name for name, axes in cls._declared() if not axes["measured"]}
         if missing := required - state.keys():
             raise ValueError(f"without {', '.join(sorted(missing))}")
         return cls(**state)
@@ -93,13 +85,10 @@ class RowRecord:
         return [(part.name, part.metadata.get("per_row", _PLAIN)) for part in fields(cls)]
 
     def _each(self, change: Callable[[Tensor, dict[str, Any]], Tensor]) -> Self:
-        changed = {
-            name: value._each(change) if isinstance(value, RowRecord) else change(value, axes)
-            for name, (value, axes) in self._found().items()
-        }
+        changed = {name: change(value, axes) for name, (value, axes) in self._found().items()}
         return replace(self, **changed) if changed else self
 
-    def _found(self) -> dict[str, tuple["Tensor | RowRecord", dict[str, Any]]]:
+    def _found(self) -> dict[str, tuple[Tensor, dict[str, Any]]]:
         """The fields that follow the rows and are not None, with what they declare."""
         found = ((name, getattr(self, name), axes) for name, axes in self._declared())
         return {

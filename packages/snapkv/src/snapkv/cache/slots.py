@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.cache.paging import PageTable
 from snapkv.cache.rows import RowRecord, per_row
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.policies.spans import Spans
@@ -322,8 +321,6 @@ class DecodeNotes(RowRecord):
             holds them as they are now.
         sinks_moved: (B, 1, 1, 1) bool, whether a row's sinks have been moved.
         lost_mass, lost_peak: (B, H) float32, see `LostVotes`; None where nobody knows.
-        pages: the evicted tokens in pages, where each step chooses among them; of a file, the
-            offloaded keys say them.
     """
 
     slot_scores: Tensor | None = per_row(slot_axis=2)
@@ -334,7 +331,6 @@ class DecodeNotes(RowRecord):
     sinks_moved: Tensor | None = per_row()
     lost_mass: Tensor | None = per_row(measured=True)
     lost_peak: Tensor | None = per_row(measured=True)
-    pages: PageTable | None = per_row(saved=False)
 
     def scores_with(self, new_tokens: int) -> Tensor | None:
         """(B, H, S) float32: `slot_scores`, zero for the new tokens behind them."""

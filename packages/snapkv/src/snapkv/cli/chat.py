@@ -12,7 +12,6 @@ import typer
 
 from snapkv.app import text_files
 from snapkv.cache.saving.writing import replacing
-from snapkv.cli.amounts import WholeNumber
 from snapkv.cli.fields import with_options
 from snapkv.cli.options import DRAFTS, RunOptions
 from snapkv.cli.outputs import Output, require_output
@@ -41,14 +40,6 @@ def chat(
             "prefill",
         ),
     ] = None,
-    recall_pages: Annotated[
-        int | None,
-        typer.Option(
-            help="Pages of 16 evicted tokens that every step attends to, chosen by its query",
-            show_default="none",
-        ),
-        WholeNumber(1),
-    ] = None,
     *,
     options: RunOptions,
 ) -> None:
@@ -59,7 +50,7 @@ def chat(
     writes the conversation, /save --force FILE also where a file is there, /load FILE goes on with
     a saved one, /quit ends.
     """
-    _require_sense(options, files or [], recall, recall_pages)
+    _require_sense(options, files or [], recall)
     settings = options.settings()
     read, warnings = text_files.read_noting(files) if files else ([], [])
 
@@ -69,14 +60,10 @@ def chat(
     _require_tokens(policy, options, recall)
 
     from snapkv.app.conversation import Conversation
-    from snapkv.cache.paging import PageRecall
     from snapkv.cli.loading import load_model
     from snapkv.cli.session import protection_of
 
-    ways: dict[str, Any] = {
-        "recall": PageRecall(recall_pages, where=recall or "host") if recall_pages else recall,
-        "prefill": options.reading,
-    }
+    ways: dict[str, Any] = {"recall": recall, "prefill": options.reading}
     loaded = load_model(options)
     quantize, own_bits = usual_bits(policy, loaded.model, options)
     if own_bits:
@@ -100,19 +87,13 @@ def chat(
     ).run()
 
 
-def _require_sense(
-    options: RunOptions, files: Sequence[str], recall: str | None, recall_pages: int | None
-) -> None:
+def _require_sense(options: RunOptions, files: Sequence[str], recall: str | None) -> None:
     """Refuse what a conversation has no use for."""
     for name in ("compare", "check", "answer_start", *DRAFTS):
         if getattr(options, name):
             raise InvalidArgumentError(
                 f"{name}: expected it with ask, got it with chat; leave it out"
             )
-    if recall_pages is not None and recall == "none":
-        raise InvalidArgumentError(
-            "recall_pages: expected --recall host or a folder beside it, got none; leave one out"
-        )
     if recall is not None and not recall.strip():
         raise InvalidArgumentError(
             "recall: expected host, a folder or none, got an empty text; leave it out for host"

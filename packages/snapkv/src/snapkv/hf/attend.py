@@ -13,11 +13,10 @@ from torch.backends.cuda import (
     can_use_flash_attention,
 )
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from snapkv import ops
 from snapkv.cache.layer import CompressedLayer
-from snapkv.cache.paging import PageTable
 from snapkv.hf.forward_context import Candidates, is_recording
 from snapkv.hf.masks import own_part, prompt_mask, stored_mask, tree_mask
 from snapkv.storage.coded import CodedStates
@@ -148,8 +147,6 @@ def attend_stored(
     padding mask does, needs its own. The last `drafts` stored tokens come behind the queries'.
     """
     store, slots = layer.store, layer.slots
-    if layer.notes.pages is not None:
-        return _attend_with_pages(call, layer, layer.notes.pages), None
     if store.ragged is not None:
         return _attend_ragged(call, store.ragged), None
     mask = call.mask
@@ -185,47 +182,6 @@ def _attend_ragged(call: AttentionCall, ragged: RaggedStates | CodedStates) -> T
     visible = None if call.candidates is None else call.candidates.visible
     output = ragged.attend(call.query, (call.key, call.value), call.score_options, visible)
     return output.transpose(1, 2).contiguous()
-
-
-def _attend_ragged_rows(call: AttentionCall, states: RaggedStates, real: Tensor | None) -> Tensor:
-    """`_attend_ragged` where fillers stand in the tail: each row by itself, without them."""
-    if real is None or bool(real.all()):
-        return _attend_ragged(call, states)
-    B, Hq, Q, _ = call.query.shape
-    output = call.value.new_zeros(B, Q, Hq, call.value.shape[-1])
-    for row, tail in enumerate(real):
-        own = tail[-Q:]
-        if bool(own.any()):
-            query = call.query[row : row + 1, :, own]
-            key, value = (s[row : row + 1, :, tail] for s in (call.key, call.value))
-            alone = replace(call, query=query, key=key, value=value)
-            rows = torch.tensor([row], device=own.device)
-            output[row, own] = _attend_ragged(alone, states.select_rows(rows))[0]
-    return output
-
-
-def _attend_with_pages(call: AttentionCall, layer: CompressedLayer, pages: PageTable) -> Tensor:
-    """Attend to what is stored and to pages of what is not; each query chooses its own."""
-    store, Q, S = layer.store, call.query.shape[2], call.key.shape[2]
-    assert layer.offloaded is not None  # pages are of what lies there
-    own = torch.ones(Q, Q, dtype=torch.bool, device=call.query.device).tril()
-    if call.candidates is not None:
-        own = call.candidates.visible
-    real = None
-    if layer.slots.hides_slots and store.ragged is None:
-        real = layer.slots.visible(store, S)
-    outputs = []
-    for place in range(Q):
-        alone = replace(call, query=call.query[:, :, place : place + 1], candidates=None)
-        seen: Tensor | slice = slice(None)
-        if Q > 1:
-            seen = pad(own[place], (S - Q, 0), value=True)
-            alone = replace(alone, key=call.key[:, :, seen], value=call.value[:, :, seen])
-        states = layer.offloaded.fetch(pages.choose(alone.query[:, :, 0]))
-        if store.ragged is not None:
-            states = store.ragged.joined(states)
-        outputs.append(_attend_ragged_rows(alone, states, None if real is None else real[:, seen]))
-    return torch.cat(outputs, dim=1)
 
 
 class _Ungrouped:

@@ -105,8 +105,8 @@ def _require_causal(own: Tensor | None) -> None:
     """Refuse a turn whose tokens see what is behind them, before any layer has stored it."""
     if any(sees_ahead(own)):
         raise UnsupportedModelError(
-            "attention_mask: expected a causal mask in a turn behind heads of different length, "
-            "codes or pages, got tokens that see each other in both directions, as those of an "
+            "attention_mask: expected a causal mask in a turn behind heads of different length "
+            "or codes, got tokens that see each other in both directions, as those of an "
             "image do; pass recall='host', or use SnapKV without quantize"
         )
 
@@ -289,19 +289,9 @@ def _verify(
 
 
 def _follow(call: AttentionCall, layer: CompressedLayer, drafts: int) -> None:
-    """Hold the last queries for the next turn, or let them choose again where it is time."""
-    if layer.turns is None:
-        return
-    layer.look_back(call.query, drafts)
-    every = layer.turns.refresh_every
-    if every is None or layer.seen_tokens - layer.slots.chosen_at < every:
-        return
-    layer.recall()
-    whole = replace(
-        call, query=call.query[:, :, :0], key=layer.store.keys, value=layer.store.values
-    )
-    prompt = _prompt_layer(whole, layer, layer.slots.pads)
-    choose(layer, prompt)
+    """Hold the last queries for the next turn."""
+    if layer.chooses_again:
+        layer.look_back(call.query, drafts)
 
 
 # What the policy is shown and asked.
@@ -325,7 +315,7 @@ def _choose_for_whole_rows(call: AttentionCall, layer: CompressedLayer, *, is_en
     Alone such a row would have been read as one prompt. The others keep all that they hold.
     """
     policy = layer.policy
-    if isinstance(policy, EvictingPolicy) or policy.reads_context or layer.turns is not None:
+    if isinstance(policy, EvictingPolicy) or policy.reads_context or layer.chooses_again:
         return
     whole = layer.slots.whole_rows(layer.store)
     if not any(whole):
@@ -367,7 +357,7 @@ def _evict(call: AttentionCall, layer: CompressedLayer, new_tokens: int) -> None
     else:
         keys, scores = call.key, notes.scores_with(new_tokens)
     columns, pads = slots.columns(store), slots.pads
-    spans = layer.spans.protect
+    spans = layer.protect
     positions = columns if pads is None else columns - pads[:, None, None]
     step = DecodeStep(
         queries=layer.look_back(call.query),
@@ -422,7 +412,6 @@ def _prompt_layer(call: AttentionCall, layer: CompressedLayer, pads: Tensor | No
         rotation=layer.identity.rotation,
         output_weight=output_weight(layer.identity.output_projection),
         protected=layer.protected_slots(slots, pads),
-        fair=layer.spans.fair,
         **_of_layer(call, layer),
     )
 
@@ -463,13 +452,12 @@ def _require_taken(call: AttentionCall) -> None:
 
 def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
     """Why this call cannot be compressed correctly; None where it can."""
-    name, store, turns = type(call.module).__name__, context.layer.store, context.layer.turns
+    name, store = type(call.module).__name__, context.layer.store
     if call.module not in context.modules:
         return CacheMismatchError(
             f"past_key_values: expected the model the cache was made for, got another {name}; make "
             "a CompressedCache for this model"
         )
-    pages = None if turns is None else turns.pages
     if not (_same(call.key, store.keys) and _same(call.value, store.values)):
         if store.keys.shape[1] > 1:
             return UnsupportedModelError(
@@ -488,12 +476,6 @@ def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
     if refusal := _refusal_of_images(name, context):
         return refusal
     own_4d = context.has_own_mask and getattr(call.mask, "ndim", 0) == 4
-    if pages is not None and own_4d and context.drafts > 0:
-        return UnsupportedModelError(
-            "attention_mask: expected a 2-D mask behind a prompt with recall=PageRecall(...), "
-            "whose pages have no columns in a 4-D one, got a 4-D one; pass (batch, tokens) zeros "
-            "and ones"
-        )
     if own_4d and _hides_what_is_seen(call, context.layer):
         return UnsupportedModelError(
             "attention_mask: expected a causal one that hides no earlier token behind a compressed "
@@ -526,18 +508,17 @@ def _asks_for_weights(call: AttentionCall) -> bool:
 def _gives_no_weights(context: ForwardContext) -> bool:
     """Whether a pass attends by heads, or ends a prompt that drafts stand behind."""
     layer, ends = context.layer, context.phase in (Phase.END_PROMPT, Phase.END_TURN)
-    by_heads = layer.store.ragged is not None or layer.notes.pages is not None
-    return by_heads or (ends and context.drafts > 0)
+    return layer.store.ragged is not None or (ends and context.drafts > 0)
 
 
 def _hides_what_is_seen(call: AttentionCall, layer: CompressedLayer) -> bool:
     """Whether a 4-D mask of the user's own hides tokens that the layer attends to all the same.
 
-    One as wide as what is stored is heeded, where all heads keep the same number. By heads and by
-    pages a layer makes no mask: its new tokens see each other as they come.
+    One as wide as what is stored is heeded, where all heads keep the same number. By heads a
+    layer makes no mask: its new tokens see each other as they come.
     """
     is_ragged, slots = layer.store.ragged is not None, layer.slots
-    makes_none = (is_ragged or layer.notes.pages is not None) and call.candidates is None
+    makes_none = is_ragged and call.candidates is None
     if makes_none and any(sees_ahead(own_part(call.mask, call.query.shape[2]))):
         return True
     if layer.storage.is_compileable or not (is_ragged or slots.is_compressed):
@@ -562,11 +543,8 @@ def _refusal_of_ahead(call: AttentionCall, context: ForwardContext) -> Exception
 
 def latent_refusal(layers: Sequence[CompressedLayer], name: str) -> UnsupportedModelError | None:
     """Why latent attention cannot do what its layers are to do; None where it can."""
-    turns = layers[0].turns
     for option, is_asked, remedy in (
         ("group_reduce", layers[0].policy.parts_groups, "leave it at 'mean'"),
-        ("refresh_every", turns is not None and turns.refresh_every, "leave it out"),
-        ("recall", turns is not None and turns.pages, "pass recall='host'"),
         ("quantize", any(each.storage.codes is not None for each in layers), "leave it out"),
     ):
         if is_asked:

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping
-from dataclasses import asdict, is_dataclass, replace
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
 
@@ -13,30 +13,22 @@ from transformers.cache_utils import Cache
 
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.options import (
-    Fair,
     Protect,
     TurnOptions,
     Turns,
     apply_spans,
-    described,
-    span_rule,
+    protected_spans,
 )
-from snapkv.cache.paging import Recall
 from snapkv.cache.reading import PaddingWatch, Reading
 from snapkv.cache.report import CacheReport
 from snapkv.cache.slots import require_removable
 from snapkv.cache.spans import (
     RowSpans,
-    best_of_spans,
     require_between_turns,
     require_choosable,
-    require_compressible,
     require_droppable,
-    require_protectable,
-    require_room_in_turns,
     require_turns_can_follow,
     spans_of_rows,
-    tokens_to_keep,
 )
 from snapkv.errors import (
     CacheMismatchError,
@@ -51,11 +43,11 @@ from snapkv.hf.fidelity import VoteCheck
 from snapkv.hf.install import use
 from snapkv.hf.known_gates import with_known
 from snapkv.hf.model_parts import States, shares_latent, states_of
-from snapkv.hf.slot_scores import score_options, slot_scores
 from snapkv.policies import EvictingPolicy, Policy, default_policy
 from snapkv.policies.spans import Spans
 from snapkv.storage import uncompressed
 from snapkv.storage.coded import Bits, KVCodes, Quantize
+from snapkv.storage.offload import Recall
 from snapkv.validation import require_int
 
 
@@ -89,12 +81,9 @@ class CompressedCache(Cache):
             "compress" reads it over what was kept, lets its end vote on all of that, and brings the
             cache back to its budget. "append" by default, "compress" with `recall`.
         recall: where evicted keys and values go instead of being dropped: "host" for the memory of
-            the host, a folder for files that are mapped into it, or a `PageRecall`, some of which
-            every step attends to. A later prompt is read over all that was seen, layer by layer,
-            and its end votes on all of it again.
+            the host, or a folder for files that are mapped into it. A later prompt is read over all
+            that was seen, layer by layer, and its end votes on all of it again.
         recall_bytes: how many bytes `recall` may take; no limit by default.
-        refresh_every: with `recall`, let the last queries vote again after as many generated
-            tokens.
         quantize: hold what is kept of a prompt, and all but the last of what is generated, in few
             bits: "int8", "int4", "K8V4", or a `KVCodes`.
             The model's own dtype by default.
@@ -102,9 +91,6 @@ class CompressedCache(Cache):
             keeps whatever the scores. Positions are those of `kept_positions`: of each row's own
             tokens, over the whole conversation; where a span reaches past the end of a prompt, what
             is there stays. They count towards the budget.
-        fair: named spans that share the budget by their lengths, such as ``{"rules": (0, 200),
-            "contract": (200, 1500)}``, each with its own best; what lies in none is one more.
-            Protected tokens count in their segment. Only for policies that score a prefix.
 
     Raises:
         InvalidArgumentError: an unknown option, or one that does not go with the policy; a policy
@@ -124,10 +110,8 @@ class CompressedCache(Cache):
         turns: Turns | None = None,
         recall: Recall | None = None,
         recall_bytes: int | None = None,
-        refresh_every: int | None = None,
         quantize: Quantize | None = None,
         protect: Protect | None = None,
-        fair: Fair | None = None,
     ) -> None:
         policy = default_policy() if policy is None else policy
         if not isinstance(policy, Policy):
@@ -136,10 +120,8 @@ class CompressedCache(Cache):
                 f"{type(policy).__name__}; see snapkv.policies.POLICIES"
             )
         policy = with_known(model, policy)
-        later = TurnOptions(
-            turns=turns, recall=recall, recall_bytes=recall_bytes, refresh_every=refresh_every
-        )
-        spans = span_rule(protect, fair)
+        later = TurnOptions(turns=turns, recall=recall, recall_bytes=recall_bytes)
+        spans = protected_spans(protect)
         made_by = storage_for(policy, storage, room_tokens, quantize)
         super().__init__(layers=layers_for(model, policy, made_by))
         compressed = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
@@ -149,12 +131,12 @@ class CompressedCache(Cache):
         latent = has_states and shares_latent(model)
         if latent and (refusal := latent_refusal(compressed, type(model).__name__)):
             raise refusal  # before a state has gone on
-        self._spans = spans
         self._use = use(model)
         self.policy = policy
         bits = asdict(quantize) if is_dataclass(quantize) else quantize
         made = {"storage": storage, "room_tokens": room_tokens, "quantize": bits}
-        self.options: dict[str, Any] = made | vars(later) | described(spans)
+        parts = None if spans is None else [list(span) for span in spans.parts]
+        self.options: dict[str, Any] = made | vars(later) | {"protect": parts}
         room = room_tokens if storage == "static" else None
         self.reading = Reading(layers=compressed, room_tokens=room)
         self._states = states_of(model) if has_states else States.NONE
@@ -328,9 +310,6 @@ class CompressedCache(Cache):
         """Empty the cache for another prompt, of any length and batch size."""
         for layer in self.layers:
             uncompressed.reset(layer)
-        for compressed in self.reading.layers:
-            compressed.spans = self._spans
-        self.options = self.options | described(self._spans)
         forward_context.leave(self.reading)
         self._check.doubts.clear()
         self.reading.forget()
@@ -352,11 +331,6 @@ class CompressedCache(Cache):
 
         Drafts verified together would see tokens that plain decoding has dropped by then.
         """
-        if self.options["refresh_every"]:
-            raise InvalidArgumentError(
-                f"refresh_every: expected none where drafts are verified (assistant model, prompt "
-                f"lookup), got {self.options['refresh_every']}; generate without drafts"
-            )
         if self._states is not States.NONE:
             raise UnsupportedModelError(
                 f"model: expected layers that can forget rejected drafts, got recurrent states in "
@@ -434,86 +408,23 @@ class CompressedCache(Cache):
             InvalidArgumentError: a span that is reversed, protected or reaches beyond what was
                 seen, nothing that would be left, a prompt that is still coming in, or options that
                 cannot follow (methods that evict while generating or ask where tokens stand, static
-                storage, `fair`). Nothing has changed then.
+                storage). Nothing has changed then.
             InvalidTypeError: something else than spans.
         """
-        rows, layers = self._rows_of(spans, "drop"), self.reading.layers
+        rows, layers = self._rows_of(spans), self.reading.layers
         require_droppable(layers, rows)
-        require_turns_can_follow(layers, lambda layer: layer.slots_without(rows))
+        require_turns_can_follow(layers, rows)
         if any(own.parts for own in rows):
             with self.reading.attending():
                 for layer in layers:
                     layer.drop(rows)
 
-    def compress(self, spans: RowSpans, budget: int | str) -> None:
-        """Keep the best tokens of some spans, and all that lies outside, behind a prompt's end.
-
-        Every head keeps its own best, by the scores of the policy: votes of the last queries, or
-        keys alone. The last tokens, whose queries vote, stay. The others are evicted as at a
-        prompt's end: with `recall` the next turn chooses from all of them again.
-
-        Args:
-            spans: as of `drop`.
-            budget: how many tokens of the spans together each head of a layer may keep, or "12%" of
-                them.
-
-        Raises:
-            InvalidArgumentError: as `drop`; or the policy scores no tokens, or by queries that the
-                cache does not hold.
-            InvalidTypeError: something else than spans, or than a budget.
-            OutOfMemoryError: `recall_bytes` leaves no room for what is evicted.
-            UnsupportedModelError: latent attention.
-        """
-        rows, layers = self._rows_of(spans, "compress"), self.reading.layers
-        kept, scorer = tokens_to_keep(budget, rows), require_compressible(layers, rows)
-        if not any(own.parts for own in rows):
-            return
-        options = score_options(self.model, layers)
-
-        def stays(layer: CompressedLayer) -> Tensor:
-            scored = options[layer.identity.layer_idx]
-            held = layer.stored_positions() >= 0
-            return best_of_spans(layer, rows, kept, slot_scores(layer, scorer, scored, held))
-
-        require_turns_can_follow(layers, stays)
-        if (first := layers[0].offloaded) is not None:
-            first.pool.require_room(sum(layer.bytes_to_offload for layer in layers))
-        with self.reading.attending():
-            for layer in layers:
-                layer.keep_only(stays(layer))
-
-    def protect(self, spans: Protect) -> None:
-        """Keep spans through every choice from now on, until `reset`.
-
-        What was evicted of them comes back with the next turn under `recall`.
-
-        Args:
-            spans: as `protect` of the cache, to which they are added: one list for all rows. They
-                may lie ahead.
-
-        Raises:
-            InvalidArgumentError: the policy cannot keep them, or has no room for them; some of them
-                are dropped, or evicted without `recall`. Nothing has changed then.
-            InvalidTypeError: something else than spans.
-        """
-        layers, rule = self.reading.layers, self.reading.layers[0].spans
-        more = Spans.of("spans", spans)
-        if not more.parts:
-            return
-        both = more if rule.protect is None else rule.protect.union(more)
-        self.policy.require_protection(both)
-        require_protectable(layers, more)
-        require_room_in_turns(layers, both)
-        for layer in layers:
-            layer.spans = replace(rule, protect=both)
-        self.options = self.options | described(layers[0].spans)
-
-    def _rows_of(self, spans: RowSpans, action: str) -> list[Spans]:
+    def _rows_of(self, spans: RowSpans) -> list[Spans]:
         """The spans of every row, of a cache that can obey."""
         if self.reading.is_broken:
             raise _interrupted()
-        require_choosable(self.reading.layers, action)
-        require_between_turns(self.reading, action)
+        require_choosable(self.reading.layers)
+        require_between_turns(self.reading)
         layer = self.reading.layers[0]
         return spans_of_rows(spans, layer.slots.row_tokens(layer.store))
 

@@ -75,7 +75,7 @@ class ForwardContext:
         """Where in the conversation the pass lies; asked before the layer changes."""
         turn: Turns | None = None
         if self.layer.slots.is_compressed:
-            turn = "append" if self.layer.turns is None else "compress"
+            turn = "compress" if self.layer.chooses_again else "append"
         return phase_of(self.layer.seen_tokens, self.new_tokens, self.prompt_end, turn)
 
     @property

@@ -3,14 +3,13 @@
 import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from snapkv.cache.paging import PageRecall, Recall
 from snapkv.cache.read_ids import ReadIds
 from snapkv.cache.reading import Reading
 from snapkv.cache.saving.encoding import decode_layer, encode_layer, outdated
@@ -21,11 +20,12 @@ from snapkv.hf.model_parts import has_images_positions
 from snapkv.hf.placement import device_of, layer_devices
 from snapkv.policies import POLICIES, Policy
 from snapkv.storage.coded import KVCodes
+from snapkv.storage.offload import Recall
 
 Kind = TypeVar("Kind")
 
 _BESIDE = "beside."
-_OPTIONS = ("storage", "room_tokens", "turns", "refresh_every", "quantize", "protect", "fair")
+_OPTIONS = ("storage", "room_tokens", "turns", "quantize", "protect")
 
 
 def require_plain_positions(model: PreTrainedModel) -> None:
@@ -69,13 +69,11 @@ def encoded(
     """The tensors and the notes of the file of a cache."""
     tensors = {f"{_BESIDE}{name}": value for name, value in beside.items()}
     tensors |= reading.read_ids.up_to(reading.seen_tokens).state()
-    recall = options["recall"]
     notes = {
         "model": dict(model),
         "policy": reading.policy.as_saved(),
         "options": {name: options[name] for name in _OPTIONS},
-        "recalls": recall is not None,
-        "pages": recall.describe() if isinstance(recall, PageRecall) else None,
+        "recalls": options["recall"] is not None,
         "seen_tokens": reading.seen_tokens,
         "prompt_end": reading.prompt_end,
         "turn_start": reading.turn_start,
@@ -147,13 +145,13 @@ def _rebuilt(
 ) -> Any:
     """A cache out of what a file holds, of the same model."""
     if notes["recalls"]:
-        recall = _recalled(notes.get("pages"), "host" if recall is None else recall)
+        recall = "host" if recall is None else recall
     elif recall is not None:
         raise CacheMismatchError(
             f"recall: expected none for a cache that was saved without, whose dropped tokens "
             f"are gone, got {str(recall)!r}; leave recall out"
         )
-    options = {**notes["options"], "recall": recall, "recall_bytes": recall_bytes}
+    options = {**_known_options(notes), "recall": recall, "recall_bytes": recall_bytes}
     cache = kind(model, policy_of(notes["policy"], policy), **options)
     places, elsewhere = layer_devices(model), device_of(model)
     for index, (layer, saved) in enumerate(zip(cache.layers, notes["layers"], strict=True)):
@@ -164,15 +162,17 @@ def _rebuilt(
     return cache
 
 
-def _recalled(pages: dict[str, int] | None, recall: Recall) -> Recall:
-    """The recall to go on with: the saved one at that place, or another one that was passed."""
-    if pages is None:
-        return recall
-    try:
-        saved = PageRecall.read(pages)
-    except SnapKVError as error:  # about the file, not about what the caller has passed
-        raise ValueError(str(error)) from error
-    return recall if isinstance(recall, PageRecall) else replace(saved, where=recall)
+def _known_options(notes: dict[str, Any]) -> dict[str, Any]:
+    """The options of a file; refused where one was used that 0.3.0 has left out."""
+    told = {**notes["options"], "pages": notes.get("pages")}
+    gone = {name: told[name] for name in told.keys() - set(_OPTIONS) if told[name] is not None}
+    if gone:
+        raise CacheFileError(
+            f"path: expected a cache with options that are still there, got one with "
+            f"{', '.join(f'{name}={value}' for name, value in gone.items())}, which 0.3.0 has left "
+            "out; read its text again"
+        )
+    return {name: told[name] for name in _OPTIONS}
 
 
 def _completed(saved: dict[str, Any]) -> dict[str, Any]:

@@ -137,7 +137,7 @@ def _require_going_on(cache: CompressedCache, held: Held) -> None:
     """Raise unless the policy and the options of a new cache go with what it is to hold."""
     policy = cache.policy
     if held == "uneven":
-        _refuse_options(cache, "protect", "fair", "recall", "quantize", "turns", "storage")
+        _refuse_options(cache, "protect", "recall", "quantize", "turns", "storage")
         if isinstance(policy, EvictingPolicy):
             raise InvalidArgumentError(
                 f"policy: expected one that only compresses prompts where heads hold different "
@@ -152,7 +152,7 @@ def _require_going_on(cache: CompressedCache, held: Held) -> None:
             f"held, got {policy.name}, which asks all of a prompt's; use SnapKV, or recompute=1"
         )
     if held == "even":
-        _refuse_options(cache, "protect", "fair", "recall")
+        _refuse_options(cache, "protect", "recall")
         if not (policy.chooses_from_a_part or isinstance(policy, FullCache)):
             raise InvalidArgumentError(
                 f"policy: expected a method with a budget that can rate a part of what was read, "

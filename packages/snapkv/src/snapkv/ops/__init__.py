@@ -3,7 +3,6 @@
 from snapkv.ops.codes.api import coded_attention
 from snapkv.ops.codes.coding import Codes, encode
 from snapkv.ops.codes.layout import BlockLayout
-from snapkv.ops.pages import page_bounds, page_scores
 from snapkv.ops.ragged.api import ragged_attention
 from snapkv.ops.ragged.layout import RaggedLayout
 from snapkv.ops.redundancy import redundancy
@@ -45,8 +44,6 @@ __all__ = [
     "gather_tokens",
     "keep_best",
     "kept_indices",
-    "page_bounds",
-    "page_scores",
     "pool_votes",
     "ragged_attention",
     "reduce_group",

@@ -42,9 +42,5 @@ class AroundScores(Policy):
     def require_room(self, layer: PromptLayer) -> None:
         self.policy.require_room(layer)
 
-    def require_fairness(self) -> None:
-        """Raise: it shares the budget by a rule of its own."""
-        Policy.require_fairness(self)
-
     def lost_votes(self, layer: PromptLayer, selection: Selection) -> LostVotes | None:
         return self.policy.lost_votes(layer, selection)

@@ -120,13 +120,6 @@ class Policy(ABC):
         """Raise in the first layer if one has no room for what is protected; by sizes alone."""
         del layer
 
-    def require_fairness(self) -> None:
-        """Raise unless the method shares its budget as `PromptLayer.fair` says."""
-        raise InvalidArgumentError(
-            f"fair: expected a method that keeps the best of a prefix by itself, such as "
-            f"SnapKV(budget=1024), got {self!r}; use one of them, or leave fair out"
-        )
-
     def lost_votes(self, layer: PromptLayer, selection: Selection) -> LostVotes | None:
         """What the window voted for and `select` has dropped; None for methods without votes."""
         del layer, selection
@@ -334,8 +327,3 @@ class PrefixPolicy(Policy):
     def _require_fits(self, tokens: int, room: int) -> None:
         sinks = f", its {self.sink_tokens} sinks included" if self.sink_tokens else ""
         require_room(self.name, tokens, room, f"before its window of {self.window_size}{sinks}")
-
-    def require_fairness(self) -> None:
-        """Raise where a subclass chooses by itself."""
-        if not self.keeps_the_best:
-            super().require_fairness()

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from snapkv import ops
 from snapkv.errors import InvalidArgumentError
-from snapkv.policies.fair import keep_fair
 from snapkv.policies.states import PromptLayer, Selection
 
 
@@ -54,14 +53,12 @@ class Prefix:
     def must_stay(self) -> Tensor | None:
         """Positions that every head keeps whatever their scores: (B, 1 or H, P) bool.
 
-        None where there are none but sinks at most, and no segments that share the budget.
+        None where there are none but sinks at most.
         """
         layer, slots = self.layer, self.slots
-        if layer.protected is None and not (layer.fair is not None and self.sink_tokens):
+        if layer.protected is None:
             return None
         sinks = layer.is_among_first(self.sink_tokens, slots) & ~layer.is_among_first(0, slots)
-        if layer.protected is None:
-            return sinks.expand(layer.keys.shape[0], -1, -1)
         return sinks | layer.protected[..., :slots]
 
     def fits(self, kept: list[int]) -> bool:
@@ -105,7 +102,7 @@ class Prefix:
         return scores.masked_fill(sinks, math.inf).masked_fill(pads, -math.inf)
 
     def best(self, scores: Tensor, kept: Sequence[int] | Tensor) -> Tensor:
-        """What must stay and the best, as `ops.keep_best`, whatever segment they stand in."""
+        """What must stay and the best, as `ops.keep_best`."""
         return ops.keep_best(
             scores,
             kept,
@@ -115,14 +112,8 @@ class Prefix:
         )
 
     def select(self, scores: Tensor, kept: list[int]) -> Selection:
-        """Keep so much of every row, the same number in all heads, and the window.
-
-        Segments that share the budget are chosen from one by one.
-        """
-        if (fair := self.layer.fair) is None:
-            best = self.best(scores, kept)
-        else:
-            best = keep_fair(scores, kept, self.lengths, fair, self.must_stay)
+        """Keep so much of every row, the same number in all heads, and the window."""
+        best = self.best(scores, kept)
         tokens, window = self.layer.keys.shape[2], self._window(best)
         keep_indices, fillers = torch.cat([best, window], dim=-1), None
         if self.layer.pad_tokens is not None or min(kept) < max(kept):

@@ -11,7 +11,6 @@ from torch.nn import functional
 
 from snapkv import ops
 from snapkv.ops import Implementation, ScoreOptions, TokenCost
-from snapkv.policies.fair import Segments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +79,6 @@ class PromptLayer(LayerStates):
             while the text was read again; None where it was read once.
         shares: (B, heads of the cache) int64, how many positions before the window each head keeps
             of a budget that all layers share; None where each has its own.
-        fair: segments that share the budget by their lengths, or None; only of a prompt of which
-            nothing was dropped.
         token_cost: what a token costs in bytes, by the tokens of the batch's shortest row; for a
             `ByteBudget`.
         votes_impl: the implementation of `snapkv.ops.window_votes` that counts the window's votes.
@@ -95,7 +92,6 @@ class PromptLayer(LayerStates):
     token_ids: Tensor | None = None
     received: Tensor | None = None
     shares: Tensor | None = None
-    fair: Segments | None = None
     token_cost: Callable[[int], TokenCost] | None = None
     votes_impl: Implementation = "auto"
     unasked: list[tuple[Tensor, str]] | None = None

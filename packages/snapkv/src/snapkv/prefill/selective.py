@@ -136,7 +136,6 @@ def _require_suitable(cache: CompressedCache) -> None:
         )
     for name, given in {
         "recall": cache.options["recall"],
-        "fair": cache.options["fair"],
         "storage": cache.options["storage"] == "static" and "static",
     }.items():
         if given:
@@ -180,7 +179,7 @@ def selective(
 
     Raises:
         InvalidArgumentError: a value out of range; from within the block, a prompt in pieces or
-            with drafts, or a cache with recall, static storage, segments, or a policy that has to
+            with drafts, or a cache with recall, static storage, or a policy that has to
             see all tokens.
         UnsupportedModelError: the model's layers cannot be found, or are of several kinds.
     """

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from snapkv import ops
 from snapkv.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError
-from snapkv.storage.ragged import RaggedStates
 from snapkv.validation import format_bytes, require_int
+
+Recall = str | Path
+"""What a cache may be told of evicted tokens: "host", or a folder."""
 
 
 class OffloadPool:
@@ -262,29 +264,6 @@ class OffloadedTokens:
             whole[row, :, :pads] = 0.0
         whole[:, :, self.tokens :] = tail
         return whole
-
-    def fetch(self, columns: Tensor) -> RaggedStates:
-        """Copies of some offloaded tokens, on the device of the columns, which is waited for.
-
-        Args:
-            columns: (B, H, K) int64, those of each head; -1 is none. H is Hkv or a multiple of it.
-        """
-        wait_for_copies()
-        wanted = columns.cpu()
-        there = wanted >= 0
-        counts = tuple(tuple(row) for row in there.sum(dim=-1).tolist())
-        rows, heads, _ = there.nonzero().unbind(dim=1)
-        wanted, held = wanted[there], self.pieces[0].room.tensors
-        heads = heads // (columns.shape[1] // held[0].shape[1])
-        keys, values = (part.new_empty(len(wanted), part.shape[-1]) for part in held)
-        for piece in self.pieces:
-            own_keys, own_values = piece.room.tensors
-            begin = piece.start + piece.shift[rows]
-            here = (wanted >= begin) & (wanted < (begin + own_keys.shape[2]).clamp(max=piece.end))
-            where = piece.rows[rows[here]], heads[here], (wanted - begin)[here]
-            keys[here], values[here] = own_keys[where], own_values[where]
-        device = columns.device
-        return RaggedStates(keys=keys.to(device), values=values.to(device), head_tokens=counts)
 
     def crop(self, tokens: int) -> None:
         """Keep no more than that many of the first tokens."""

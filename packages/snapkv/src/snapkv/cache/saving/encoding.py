@@ -96,9 +96,6 @@ def decode_layer(
     store = state_spread(on_device(saved["store"]))
     layer.restore(saved["store_kind"], store, SlotMap.restored(slots), notes)
     _require_fitting(layer)
-    if offloaded is not None and layer.slots.kept is not None and not layer.recall_due:
-        start = layer.slots.start
-        layer.cut_pages(layer.slots.columns(layer.store), offloaded[0], start)
 
 
 def outdated(what: str) -> CacheFileError:
