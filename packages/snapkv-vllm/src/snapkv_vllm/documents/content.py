@@ -1,7 +1,7 @@
 """What a document says is text: no control word in it opens a turn, or ends one.
 
-A tokenizer takes control words (special tokens such as <|im_end|>) for what they mean wherever they
-stand. In a document each is put into the tokens that spell it.
+A tokenizer takes control words (such as <|im_end|>) for what they mean wherever they stand. In a
+document each is put into the tokens that spell it.
 """
 
 import copy
@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from snapkv.control_words import control_words as words_of_template
 from snapkv_vllm.agents.messages import Marked, located
 from snapkv_vllm.agents.places import tokens_of
 from snapkv_vllm.names import RefusedError, shown, wrong
@@ -64,15 +65,15 @@ def chat_spelt_out(
 
 @functools.cache
 def control_words(tokenizer: Any) -> Mapping[int, str]:
-    """The special tokens of a tokenizer, but for that of what it does not know."""
+    """A tokenizer's own, but for that of what it does not know."""
     added = getattr(tokenizer, "added_tokens_decoder", None)
     if not added:  # Mistral's own reads no text so
         return {}
     unknown = tokenizer.unk_token
     if tokenizer.is_fast:  # GPT-2's stands for nothing that is not known
         unknown = getattr(tokenizer.backend_tokenizer.model, "unk_token", unknown)
-    special = {number: one.content for number, one in added.items() if one.special}
-    return {number: word for number, word in special.items() if word != unknown}
+    words = words_of_template(tokenizer)
+    return {number: word for word, number in words.items() if word != unknown}
 
 
 def _letters(tokenizer: Any, word: str) -> list[int]:

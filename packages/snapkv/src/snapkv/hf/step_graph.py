@@ -1,4 +1,4 @@
-"""A decoding step that is recorded once and replayed for every token behind it.
+"""A decoding step that is recorded once a `generate` and replayed for every token behind it.
 
 An eager step of a large model keeps a GPU waiting for Python, which launches some 1,500 kernels one
 by one. A CUDA graph launches them all at once. It knows addresses, not tensors: the buffers of
@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from transformers import CompileConfig, PreTrainedModel
@@ -33,8 +34,6 @@ _log = logging.getLogger("snapkv")
 
 _COLLECTING = "transformers.utils.output_capturing"  # whose hooks a recorded step may have
 
-_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module())) - {"training"}
-
 
 class Recorder(Protocol):
     """Records the work of a step on one kind of device."""
@@ -47,18 +46,15 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Records a CUDA graph on a stream of its own; the graphs of a device share their memory."""
+    """Records a CUDA graph, with memory of its own, on a stream that all of a device use."""
 
     _streams: ClassVar[dict[int, torch.cuda.Stream]] = {}
-    _graphs: ClassVar["weakref.WeakKeyDictionary[torch.cuda.CUDAGraph, int]"] = (
-        weakref.WeakKeyDictionary()
-    )
 
     def __init__(self) -> None:
-        self._device = torch.cuda.current_device()
-        if self._device not in self._streams:
-            self._streams[self._device] = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._stream = self._streams[self._device]
+        device = torch.cuda.current_device()
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._stream = self._streams[device]
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -68,24 +64,19 @@ class CudaRecorder:
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        alike = (graph for graph, device in self._graphs.items() if device == self._device)
-        pool = next((graph.pool() for graph in alike), None)  # it goes with the last of them
         try:
-            graph = self._captured(step, pool)
+            replay: Callable[[], None] = self._captured(step).replay
         except RuntimeError:
-            self._captured(lambda: None, None)  # or random numbers would go on as if recorded
+            self._captured(lambda: None)  # or random numbers would go on as if recorded
             raise
-        self._graphs[graph] = self._device
-        replay: Callable[[], None] = graph.replay
         return replay
 
-    def _captured(self, step: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
+    def _captured(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Other threads may use the device meanwhile."""
         graph = torch.cuda.CUDAGraph()
-        options = {"pool": pool, "stream": self._stream, "capture_error_mode": "thread_local"}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The CUDA Graph is empty")
-            with torch.cuda.graph(graph, **options):
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
                 step()
         return graph
 
@@ -132,56 +123,60 @@ class _HostReadError(Exception):
 
 
 class StepGraph:
-    """The recorded step of one cache.
+    """The recorded step of one `generate` call; called as the model is.
 
-    Attributes:
-        recordings: how often a step was recorded.
-        obstacle: why steps run eagerly; empty where they are replayed.
+    It lives no longer, so that nothing it takes for granted changes meanwhile: weights, hooks,
+    settings, where the cache holds what.
     """
 
-    def __init__(self) -> None:
-        self.recordings, self.obstacle = 0, ""
-        self._key: Any = None
-        self._held: list[Tensor] = []  # what a step is given, where the graph reads it
+    def __init__(self, model: PreTrainedModel, cache: Any) -> None:
+        self._model, self._cache = model, cache
+        self._given: Any = None  # the kinds of what a step is given
+        self._held: list[Tensor] = []  # that, where the graph reads it
         self._output: Any = None
         self._replay: Callable[[], None] | None = None
+        self._free_slots = 0
 
-    def run(self, model: PreTrainedModel, weights: Any, cache: Cache, given: dict[str, Any]) -> Any:
-        """What ``model(**given)`` returns, with `weights` as `fingerprint` of the model."""
+    def __call__(self, **given: Any) -> Any:
         leaves, spec = tree_flatten(given)
-        followed = type(forward_context.hook()) is not forward_context.Hook
-        key = (spec, [_kind(leaf) for leaf in leaves], _addresses(cache), weights, followed)
-        if key != self._key:
-            self._key, self._replay, self._output = key, None, None  # their memory is free again
-            self.obstacle = _obstacle(model, cache) or self._record(model, cache, leaves, spec)
-            if self.obstacle:
-                _log.warning("decoding steps run eagerly: %s", self.obstacle)
+        kinds = spec, [_kind(leaf) for leaf in leaves]
+        if kinds != self._given:
+            self._given = kinds
+            obstacle = _obstacle(self._model, self._cache) or self._record(leaves, spec)
+            _said[self._cache] = f"eager: {obstacle}" if obstacle else "one graph"
+            if obstacle:
+                self._held, self._output, self._replay = [], None, None
+                _log.warning("decoding steps run eagerly: %s", obstacle)
         if self._replay is None:
-            return model(**given)
-        tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
+            return self._model(**given)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self._require_slots(given["input_ids"].shape[1] if "input_ids" in given else 1)
         for held, tensor in zip(self._held, tensors, strict=True):
             held.copy_(tensor)
         self._replay()
-        made, spec = self._output
-        given_back = (cache if leaf is Cache else leaf for leaf in made)  # it is not held here
-        return tree_map_only(Tensor, torch.clone, tree_unflatten(given_back, spec))
+        return tree_map_only(Tensor, torch.clone, self._output)
 
-    def _record(self, model: PreTrainedModel, cache: Cache, leaves: list[Any], spec: Any) -> str:
+    def _require_slots(self, new_tokens: int) -> None:
+        """Refuse tokens that the buffers have no room for, which a graph would write beyond."""
+        self._free_slots -= new_tokens
+        if self._free_slots < 0:
+            self._cache.reading.tightest.store.room_for(new_tokens)
+
+    def _record(self, leaves: list[Any], spec: Any) -> str:
         """Record the step that was asked for; why it cannot be, or empty.
 
         The cache holds what it held before.
         """
         own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._held = [leaf for leaf in own if isinstance(leaf, Tensor)]
+        self._free_slots = self._cache.reading.tightest.store.free_slots
         given = tree_unflatten(own, spec)
 
         def step() -> None:
-            made, made_spec = tree_flatten(model(**given))
-            made = [Cache if isinstance(leaf, Cache) else leaf for leaf in made]
-            self._output = made, made_spec
+            self._output = self._model(**given)
 
-        recorder = RECORDERS[model.device.type]()
-        counts = [store.filled for store in _stores(cache)]
+        recorder = RECORDERS[self._model.device.type]()
+        counts = [store.filled for store in _stores(self._cache)]
         before = [count.clone() for count in counts]
         try:
             with forward_context.recording():
@@ -189,12 +184,50 @@ class StepGraph:
                     step()
                 self._replay = recorder.record(step)
         except (_HostReadError, RuntimeError) as error:
-            return f"a step of {type(model).__name__} {first_line(error)}"
+            return f"a step of {type(self._model).__name__} {first_line(error)}"
         finally:
             for count, number in zip(counts, before, strict=True):
                 count.copy_(number)
-        self.recordings += 1
         return ""
+
+
+_said: "weakref.WeakKeyDictionary[Cache, str]" = weakref.WeakKeyDictionary()
+
+
+def described(cache: Cache) -> str | None:
+    """How its steps ran, for a report; None where none was to be recorded."""
+    return _said.get(cache)
+
+
+def _stores(cache: Any) -> list[StaticStore]:
+    """What the layers store, where a prompt has ended."""
+    stores = (layer.store for layer in cache.reading.layers)
+    return [store for store in stores if isinstance(store, StaticStore)]
+
+
+def _kind(leaf: Any) -> Any:
+    """By which it is told whether a recorded step can be given this in the place of another."""
+    return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
+
+
+def _obstacle(model: PreTrainedModel, cache: Cache) -> str:
+    """Why no step of this model behind this cache can be recorded; empty where one can."""
+    if not _stores(cache):
+        return "no prompt has ended"
+    if model.training:
+        return "the model is in training mode"
+    if len({parameter.device for parameter in model.parameters()}) > 1:
+        return "the model is on several devices"
+    if type(forward_context.hook()) is not forward_context.Hook:
+        return "something follows every attention call"
+    if _global_forward_hooks or _global_forward_pre_hooks:
+        return "all modules have hooks"
+    for name, module in model.named_modules():
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        known = (getattr(hook, "__module__", "") == _COLLECTING for hook in hooks)
+        if not all(known) or "forward" in vars(module):
+            return f"{name or type(model).__name__} has hooks, or a forward of its own"
+    return ""
 
 
 @dataclass
@@ -216,10 +249,7 @@ def compiles(own: Callable[..., Any], model: Any, model_kwargs: Any, generation_
     if not compiles or not hasattr(cache, "reading"):
         return compiles
     if asked is None and model.device.type in RECORDERS:
-        weights = fingerprint(model)
-        generation_config.compile_config = _Recorded(
-            forward=lambda **given: graph_of(cache).run(model, weights, cache, given)
-        )
+        generation_config.compile_config = _Recorded(forward=StepGraph(model, cache))
     elif model._can_compile_fullgraph and not is_flash_attention_requested(model.config):
         generation_config.compile_config = copy.copy(asked or CompileConfig())
         generation_config.compile_config.fullgraph = True
@@ -229,84 +259,3 @@ def compiles(own: Callable[..., Any], model: Any, model_kwargs: Any, generation_
 def compiled(own: Callable[..., Any], model: Any, config: Any) -> Any:
     """Around `get_compiled_call`: what `generate` calls for a step that is to be compiled."""
     return config.forward if isinstance(config, _Recorded) else own(model, config)
-
-
-_graphs: "weakref.WeakKeyDictionary[Cache, StepGraph]" = weakref.WeakKeyDictionary()
-
-
-def graph_of(cache: Cache) -> StepGraph:
-    """The recorded step of a cache, which goes with it; a copy of the cache has one of its own."""
-    return _graphs.setdefault(cache, StepGraph())
-
-
-def described(cache: Cache) -> str | None:
-    """How its steps ran, for a report; None where none was to be recorded."""
-    graph = _graphs.get(cache)
-    if graph is None or not (graph.obstacle or graph.recordings):
-        return None
-    return f"eager: {graph.obstacle}" if graph.obstacle else "one graph"
-
-
-def fingerprint(model: PreTrainedModel) -> list[Any]:
-    """What a recorded step takes for granted: addresses of weights, and settings of modules.
-
-    It differs where weights have moved, an adapter was switched or a setting was changed.
-    """
-    return [
-        (type(module), _settings(vars(module)), [each.data_ptr() for each in _own_tensors(module)])
-        for module in model.modules()
-    ] + [_settings(vars(model.config))]
-
-
-def _own_tensors(module: torch.nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters(recurse=False)
-    yield from module.buffers(recurse=False)
-
-
-def _settings(names: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Numbers, words and containers of such, by their names."""
-    return [
-        (name, repr(value))
-        for name, value in names.items()
-        if name not in _OF_EVERY_MODULE and _is_plain(value)
-    ]
-
-
-def _is_plain(value: Any) -> bool:
-    plain = (bool, int, float, str, type(None))
-    in_it = tree_leaves(value) if isinstance(value, (list, tuple, dict)) else [value]
-    return all(isinstance(leaf, plain) for leaf in in_it)
-
-
-def _stores(cache: Any) -> list[StaticStore]:
-    """What the layers store, where a prompt has ended."""
-    stores = (layer.store for layer in cache.reading.layers)
-    return [store for store in stores if isinstance(store, StaticStore)]
-
-
-def _kind(leaf: Any) -> Any:
-    """By which it is told whether a recorded step can be given this in the place of another."""
-    if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.dtype, leaf.device
-    return None if isinstance(leaf, Cache) else leaf
-
-
-def _addresses(cache: Cache) -> list[int]:
-    return [buffer.data_ptr() for store in _stores(cache) for buffer in store.storage.buffers]
-
-
-def _obstacle(model: PreTrainedModel, cache: Cache) -> str:
-    """Why no step of this model behind this cache can be recorded; empty where one can."""
-    if not _stores(cache):
-        return "no prompt has ended"
-    if model.training:
-        return "the model is in training mode"
-    if len({parameter.device for parameter in model.parameters()}) > 1:
-        return "the model is on several devices"
-    if type(forward_context.hook()) is not forward_context.Hook:
-        return "something follows every attention call"
-    for name, module in model.named_modules():
-        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        if any(hook.__module__ != _COLLECTING for hook in hooks) or "forward" in vars(module):
-            return f"{name or type(model).__name__} has hooks, or a forward of its own"
-    return ""

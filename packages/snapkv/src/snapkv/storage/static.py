@@ -3,7 +3,6 @@
 A compiled decoding step, or a CUDA graph that was captured of one, replays for every later prompt.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -73,6 +72,11 @@ class StaticStore(TokenStore):
         rows = rows.to(self.keys.device)
         self._move_in(self.keys[rows], self.values[rows], self.slots)
         return self
+
+    @property
+    def free_slots(self) -> int:
+        """For how many tokens there is room."""
+        return self.storage.slots - self.slots
 
     def room_for(self, tokens: int) -> None:
         require_room(self.slots + tokens, self.storage.slots)
@@ -239,6 +243,10 @@ class StaticCodedStore(StaticStore):
         self._hold(codes, (state["keys"][rows], state["values"][rows]), state["coded_tokens"])
         return self
 
+    @property
+    def free_slots(self) -> int:
+        return self.storage.end_slots - self.slots + int(self._coded)
+
     def room_for(self, tokens: int) -> None:
         require_room(self.slots - int(self._coded) + tokens, self.storage.end_slots)
 
@@ -355,11 +363,6 @@ class Static:
             raise ValueError(f"a {kind} store in static storage")
         store = self.empty().fill(**state)
         return self.finalize(store, 0, "", None) if kind == StaticStore.kind else store
-
-    @property
-    def buffers(self) -> Sequence[Tensor]:
-        """What stays where it is until batch, dtype or device change; none before a prompt ends."""
-        return self._buffers
 
     def buffers_for(self, *wanted: tuple[Tensor, dict[int, int]]) -> list[Tensor]:
         """Buffers like these tensors, but for the sizes of some axes."""
