@@ -7,7 +7,7 @@ import torch
 from transformers import pipeline
 
 from snapkv import CacheMismatchError, CompressedCache, FullCache, SnapKV
-from snapkv.decoding import SelfSpeculation
+from snapkv.decoding import Medusa, MedusaHeads
 from tests.families import random_ids, tiny_model
 
 PROMPT = 60
@@ -22,7 +22,7 @@ MODES = {
     "beams": {"num_beams": 2, "num_return_sequences": 2},
     "sampling": {"do_sample": True, "num_return_sequences": 2},
     "prompt lookup": {"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 1},
-    "own decoding": {"custom_generate": SelfSpeculation()},
+    "own decoding": {"custom_generate": Medusa(MedusaHeads.untrained(tiny_model("llama"), 2))},
 }
 
 

@@ -47,7 +47,13 @@ REFUSED = [
     (SnapKV, {"budget": 32}, VALUE, "budget", "got 32"),  # the window alone
     (SnapKV, {"window_size": 1024}, VALUE, "budget", "got 1024"),  # against the default
     (SnapKV, {"budget": 64.0}, TYPE, "budget", "got 64.0 of type float"),
-    (SnapKV, {"budget": "many"}, TYPE, "budget", "bytes as '12%' or '64MiB', got 'many'"),
+    (
+        SnapKV,
+        {"budget": "many"},
+        TYPE,
+        "budget",
+        "'auto', or bytes as '12%' or '64MiB', got",
+    ),
     (SnapKV, {"budget": True}, TYPE, "budget", "got True of type bool"),
     (SnapKV, {"window_size": 0}, VALUE, "window_size", "got 0"),
     (SnapKV, {"window_size": None}, TYPE, "window_size", "got None of type NoneType"),

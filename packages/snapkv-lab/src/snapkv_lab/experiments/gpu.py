@@ -354,23 +354,16 @@ def _cells(given: Given, part: str) -> Iterator[Cell]:
         yield Cell(f"{name}, {device}", seconds, lambda g, r=rows, a=arguments: r(g, *a))
 
 
-def _decode_cells(given: Given) -> Iterator[tuple[Any, ...]]:
-    """Graphs beside the full cache's eager steps, then eager steps of methods, then compiled ones.
-
-    The length of batches comes first: one row and many, so that a short call has both.
-    """
-    graphs, eager = ("static", "static int4"), ("snapkv", "adakv", "int8", "int4")
-    length, lengths = given.batch_length, given.lengths
+def _decode_cells(
+    given: Given, seconds: float, baseline: str, ours: Sequence[str]
+) -> Iterator[tuple[Any, ...]]:
+    """The length of batches comes first: one row and many, so that a short call has both."""
+    length = given.batch_length
     cells = [(1, length), (given.batches[0], length)]
-    cells += [(1, other) for other in lengths if other != length]
+    cells += [(1, other) for other in given.lengths if other != length]
     cells += [(batch, length) for batch in given.batches[1:]]
     for batch, length in cells:
-        yield f"{batch} x {length}", 20, _decode, length, batch, "transformers", graphs
-    for batch, length in cells:
-        yield f"{batch} x {length}, eager", 40, _decode, length, batch, "transformers", eager
-    for batch, length in cells:
-        named = f"{batch} x {length}, compiled"
-        yield named, 100, _decode, length, batch, "transformers-static", ("static",)
+        yield f"{batch} x {length}", seconds, _decode, length, batch, baseline, ours
 
 
 DECLARED: dict[str, Callable[[Given], Iterator[tuple[Any, ...]]]] = {
@@ -386,7 +379,15 @@ DECLARED: dict[str, Callable[[Given], Iterator[tuple[Any, ...]]]] = {
         for impl, reads in (("reference", 1), ("blocked", 2), ("triton", 2))
         if impl != "triton" or not given.small
     ),
-    "decode": _decode_cells,
+    "decode": partial(
+        _decode_cells, seconds=20, baseline="transformers", ours=("static", "static int4")
+    ),
+    "eager": partial(
+        _decode_cells, seconds=40, baseline="transformers", ours=("snapkv", "adakv", "int8", "int4")
+    ),
+    "compiled": partial(
+        _decode_cells, seconds=100, baseline="transformers-static", ours=("static",)
+    ),
     "prefill": lambda given: iter(
         (("reading", 60, _prefill), ("vote, selection and gather", 30, _overhead))
     ),
@@ -519,7 +520,16 @@ TABLES = (
         "The vote of a layer, {length:,} tokens; {device}",
         {"part": "votes"},
     ),
-    Table(_DECODING | {"of ceiling": "{of_ceiling:.1%}"}, "Decoding; {device}", {"part": "decode"}),
+    *(
+        Table(
+            _DECODING | {"of ceiling": "{of_ceiling:.1%}"}, f"{named}; {{device}}", {"part": part}
+        )
+        for part, named in (
+            ("decode", "Decoding by graphs"),
+            ("eager", "Eager decoding"),
+            ("compiled", "Compiled decoding"),
+        )
+    ),
     Table(
         {
             "prompt tokens": "{length:,}",

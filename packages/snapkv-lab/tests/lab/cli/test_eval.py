@@ -40,17 +40,17 @@ def test_the_same_command_again_answers_nothing_twice(snapkv, tiny_only, here, m
 def test_at_equal_bytes_few_bits_hold_more_and_too_few_bytes_are_said(snapkv, tiny_only, here):
     done = snapkv(
         *("eval", "needle", "--lengths", 360, "--depths", 1, "--digits", 1, "--cloze"),
-        *("--budget", "40%,1%", "--bits", "exact,k8v4", "--results", "o", "--json"),
+        *("--budget", "40%,1KiB", "--bits", "exact,k8v4", "--results", "o", "--json"),
     )
     found = {row["method"]: row for row in json.loads(done.out)["rows"]}
     assert list(found) == ["full"] + [
-        f"default@{budget}{bits}" for budget in ("40%", "1%") for bits in ("", " K8V4")
+        f"default@{budget}{bits}" for budget in ("40%", "1KiB") for bits in ("", " K8V4")
     ]
     exact, coded = found["default@40%"], found["default@40% K8V4"]
     assert coded["policy"]["bits"]["keys"] == 8
     assert coded["kept_tokens"] > 1.2 * exact["kept_tokens"]
     assert coded["held_bytes"] <= exact["held_bytes"] < 0.5 * exact["full_bytes"]
-    assert {found[f"default@1%{bits}"]["status"] for bits in ("", " K8V4")} == {"budget too small"}
+    assert {found[f"default@1KiB{bits}"]["status"] for bits in ("", " K8V4")} == {"budget too small"}
 
 
 def test_json_is_one_object_and_nothing_else(snapkv, tiny_only, here):

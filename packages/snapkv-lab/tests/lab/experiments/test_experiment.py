@@ -134,7 +134,7 @@ def test_every_experiment_says_what_it_takes(name, capsys):
     assert EXPERIMENTS[name].title in " ".join(capsys.readouterr().out.split())
 
 
-CHEAP = ["appending", "codes", "recall", "speed"]
+CHEAP = ["appending", "by_default", "codes", "recall", "speed"]
 SLOW = ["flat", "library", "method_times", "methods"]
 
 

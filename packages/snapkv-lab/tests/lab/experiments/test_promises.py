@@ -9,7 +9,7 @@ from snapkv.policies import POLICIES, Policy
 from snapkv_lab.experiments import methods, recall
 from snapkv_lab.experiments.records import of
 from snapkv_lab.experiments.serving import SERVING
-from snapkv_lab.experiments.speed import FLAT
+from snapkv_lab.experiments.speed import BY_DEFAULT, FLAT
 from snapkv_lab.experiments.texts import answers_of
 
 
@@ -24,6 +24,13 @@ def test_a_token_takes_as_long_behind_8k_as_behind_1k():
     rows = flat("flat")
     assert tuple(row["prompt_tokens"] for row in rows) == (1024, 2048, 4096, 8192)
     assert all(row["ratio"]["p50"] <= 1.05 for row in rows)
+
+
+def test_an_answer_without_an_option_takes_no_longer_than_on_the_full_cache():
+    rows = BY_DEFAULT.known()
+    assert tuple(row["prompt_tokens"] for row in rows) == (1024, 2048, 6144)
+    assert all(row["token_cpu_ratio"]["p50"] <= 1 for row in rows)
+    assert all(row["held_bytes"] < row["full_bytes"] for row in rows)
 
 
 def test_a_batch_decodes_twice_as_fast_as_with_full_caches():

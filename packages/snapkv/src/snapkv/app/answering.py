@@ -210,16 +210,6 @@ def continue_ids(
     return output
 
 
-@torch.no_grad()
-def read_prompt(loaded: LoadedModel, ids: Tensor, cache: CompressedCache, prefill: Prefill) -> None:
-    """Read (1, T) ids into an empty cache as a prompt of their own, and generate nothing."""
-    model = loaded.model
-    with prompt_memory_explained(model, ids.shape[1]), prefill.within(model):
-        cache.expect_prompt(ids.shape[1])
-        cache.expect_tokens(ids)
-        model(ids, **passed(cache), use_cache=True, logits_to_keep=1)
-
-
 def generate_options(model: Any, settings: GenerationSettings) -> dict[str, Any]:
     """Keyword arguments of `generate` that replace whatever the checkpoint suggests.
 

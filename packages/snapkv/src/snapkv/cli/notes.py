@@ -20,9 +20,8 @@ DIFFERS = 3
 
 SAFE_BELOW = 0.00125
 """Where less than this share of the window's attention is lost at one place, on average over heads
-and layers, and in sum less than `SAFE_SUM_BELOW`, few answers are not the full cache's. Both are
-shares of a prompt of 1,024 tokens; a longer one dilutes votes, and more that was not looked at is
-dropped."""
+and layers, and in sum less than `SAFE_SUM_BELOW`, an answer is called safe. Both are shares of a
+prompt of 1,024 tokens; a longer one dilutes votes, and more that was not looked at is dropped."""
 
 SAFE_SUM_BELOW = 0.15
 """Of all votes, so that an answer whose votes lie scattered counts, too."""
@@ -221,20 +220,17 @@ def changes_by_price(options: RunOptions, answer: Answer) -> Iterator[Change]:
     All that is tried reads the prompt exactly. Recall is none of the changes: what it brings back,
     it brings back for a later question.
     """
-    more_bits = has_few_bits(answer.cache)
     exactly: Change = {} if options.reading.holds_all else {"prefill": None}
     if exactly:
         yield exactly
     known = accepted(options.policy, {})
     poolings = list(_other_poolings(answer.policy)) if "pooling" in known else []
     yield from ({**exactly, **pooling} for pooling in poolings)
-    if more_bits:
+    if has_few_bits(answer.cache):  # which a budget of tokens has not
         yield {**exactly, **MORE_BITS}
     for budget in _larger_budgets(answer) if "budget" in known else ():
         larger = {**exactly, "budget": budget, "keep_ratio": None}
         yield larger
-        if more_bits:
-            yield {**larger, **MORE_BITS}
         if FADING in poolings:
             yield {**larger, **FADING}
 

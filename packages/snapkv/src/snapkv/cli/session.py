@@ -93,6 +93,10 @@ def answer_and_show(
         limit = settings.max_new_tokens if tokens is None else tokens
         return read(FullCache(), replace(settings, max_new_tokens=limit), None, prefill=Exact())
 
+    def candidate(changed: RunOptions) -> Candidate:
+        policy = build_policy(changed)
+        return Candidate(policy, usual_bits(policy, loaded.model, changed)[0])
+
     asked = Asked(
         loaded=loaded,
         settings=settings,
@@ -106,10 +110,7 @@ def answer_and_show(
                 prompt,
                 settings,
                 answer_ids,
-                [
-                    Candidate(build_policy(each), usual_bits(each, loaded.model)[0])
-                    for each in changed
-                ],
+                [candidate(each) for each in changed],
                 protect=ours.protected,
             )
         ),
