@@ -1,23 +1,16 @@
-"""Which model a saved cache belongs to, and what studies have found of a model, from run to run."""
+"""Which model a saved cache, or what a study has found, belongs to."""
 
-import functools
 import hashlib
 import json
-import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Generic, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from snapkv.cache.saving.writing import naming, replace_file
 from snapkv.errors import CacheMismatchError
 from snapkv.hf.placement import weight_of
-
-Found = TypeVar("Found")
 
 _SAMPLES = 16
 _SETTINGS = (
@@ -54,10 +47,11 @@ def identity_of(model: PreTrainedModel, *, in_any_dtype: bool = False) -> dict[s
 
 def digest_of(model: PreTrainedModel) -> str:
     """A short name that tells a model from others, in whatever dtype it was loaded."""
-    return _short(identity_of(model, in_any_dtype=True))
+    return digest(identity_of(model, in_any_dtype=True))
 
 
-def _short(identity: Mapping[str, Any]) -> str:
+def digest(identity: Mapping[str, Any]) -> str:
+    """The short name of what `identity_of` gives."""
     told = json.dumps(identity, sort_keys=True)
     return hashlib.sha256(told.encode()).hexdigest()[:32]
 
@@ -96,58 +90,3 @@ def _sample(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
     places = torch.linspace(0, last, count, dtype=torch.float64).long().to(parameter.device)
     values = parameter.reshape(-1)[places].cpu().to(dtype or parameter.dtype)
     return values.contiguous().view(torch.uint8)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Remembered(Generic[Found]):
-    """One kind of thing that is found of models: a file for each of them in a folder.
-
-    A file is named after what tells the model from others, in whatever dtype it was loaded.
-    """
-
-    name: str  # of it in the files
-    study: str  # which finds it
-    folder: Callable[[], Path]  # where the files of this machine are, asked each time
-    packaged: Path  # where those are that come with the package
-    read: Callable[[Any, PreTrainedModel], Found]  # out of JSON; ValueError where it is no such
-    otherwise: str  # what is done where nothing is known, for messages
-    log: logging.Logger
-
-    def of(self, model: PreTrainedModel) -> Found | None:
-        """What was found of this model; None where a file says nothing of it, which is logged."""
-        identity = identity_of(model, in_any_dtype=True)
-        path = self._path(identity)
-        if not path.exists():
-            path = self.packaged / path.name
-        try:
-            found = json.loads(path.read_bytes())
-            if not isinstance(found, dict) or found.get("model") != identity:
-                raise ValueError("it does not describe this model")
-            return self.read(found.get(self.name), model)
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, RecursionError) as error:
-            reason = str(getattr(error, "strerror", None) or error)
-            _warn_once(self.log, path, reason, self.otherwise, self.study)
-            return None
-
-    def keep(
-        self, model: PreTrainedModel, found: Any, measured: Mapping[str, Any] | None = None
-    ) -> Path:
-        """Keep what was found, as JSON, for later runs; `measured` says how. Returns the file."""
-        identity = identity_of(model, in_any_dtype=True)
-        path = self._path(identity)
-        with naming(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        content = {self.name: found, "model": identity, "measured": dict(measured or {})}
-        replace_file(path, json.dumps(content, indent=1) + "\n")
-        return path
-
-    def _path(self, identity: Mapping[str, Any]) -> Path:
-        return self.folder() / f"{_short(identity)}.json"
-
-
-@functools.cache
-def _warn_once(log: logging.Logger, path: Path, reason: str, otherwise: str, study: str) -> None:
-    said = "%s says nothing of the model (%s), so %s; remove it, or run snapkv study %s"
-    log.warning(said, path, reason, otherwise, study)
