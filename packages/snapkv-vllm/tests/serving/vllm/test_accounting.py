@@ -132,7 +132,8 @@ def test_every_request_finds_its_own_tokens_and_every_block_comes_back(
 ):
     """Random prompts with shared beginnings, budgets, lengths, arrivals and aborts."""
     draw = random.Random(RUNS.index((windows, caching, ahead)))
-    running = simulation(config, caching=caching, ahead=ahead, windows=windows)
+    blocks = BLOCKS - 6 * limits  # requests that hold less are to lack some, too
+    running = simulation(config, caching=caching, ahead=ahead, windows=windows, full_blocks=blocks)
     scheduler, worker = running.scheduler, running.worker
     free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
     openings = [[draw.randrange(1, 90) for _ in range(40)] for _ in range(3)]
@@ -151,7 +152,7 @@ def test_every_request_finds_its_own_tokens_and_every_block_comes_back(
         name = f"r{number}"
         scheduler.add_request(request(name, tokens, generate, extra_args))
         expected[name] = answer(tokens, generate)
-        for _ in range(draw.randrange(8)):
+        for _ in range(draw.randrange(4 if limits else 8)):
             running.step()
             require_promise(scheduler)
         if draw.random() < 0.15 and scheduler.requests:
