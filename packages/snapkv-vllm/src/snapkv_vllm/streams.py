@@ -5,6 +5,9 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 Message = MutableMapping[str, Any]
+_STATUS = {"invalid_request_error": 400, "not_found_error": 404, "rate_limit_error": 429}
+"""Of Anthropic's errors, which have no code."""
+
 Send = Callable[[Message], Awaitable[None]]
 
 
@@ -17,6 +20,7 @@ class FirstEvent:
     def __init__(self, send: Send) -> None:
         self._send = send
         self._start: Message | None = None
+        self._begun: list[Message] = []  # what came before the first event was whole
         self._is_refused = False
 
     async def __call__(self, message: Message) -> None:
@@ -24,19 +28,23 @@ class FirstEvent:
         if message["type"] == "http.response.start" and _is_stream(message):
             self._start = message
         elif self._start is not None:
+            self._begun.append(message)
+            event = _first_event(b"".join(each.get("body", b"") for each in self._begun))
+            if event is None and message.get("more_body", False):
+                return
             start, self._start = self._start, None
-            error = _error_in(message.get("body", b""))
-            self._is_refused = error is not None
-            if error is None:
-                await self._send(start)
-                await self._send(message)
-            else:
-                await self._refuse(error)
+            self._is_refused = _is_error(event)
+            if self._is_refused:
+                await self._refuse(event)
+                return
+            for each in (start, *self._begun):
+                await self._send(each)
         elif not self._is_refused:
             await self._send(message)
 
     async def _refuse(self, error: Message) -> None:
-        code, body = error["error"].get("code"), json.dumps(error).encode()
+        told, body = error["error"], json.dumps(error).encode()
+        code = told.get("code", _STATUS.get(told.get("type"), 500))
         status = code if isinstance(code, int) and 400 <= code < 600 else 500
         size = (b"content-length", str(len(body)).encode())
         headers = [(b"content-type", b"application/json"), size]
@@ -49,12 +57,17 @@ def _is_stream(message: Message) -> bool:
     return message["status"] == 200 and kind.startswith(b"text/event-stream")
 
 
-def _error_in(body: bytes) -> Message | None:
-    """The first event, where it is an error."""
-    for line in body.split(b"\n"):
-        if line.startswith(b"data: {") and b'"error"' in line:
-            event: Message = json.loads(line.removeprefix(b"data: "))
-            return event if isinstance(event.get("error"), dict) else None
-        if line.startswith(b"data: "):
-            return None
+def _first_event(body: bytes) -> Any:
+    """The first event with data; None where it is still coming, or is no object."""
+    for event in body.replace(b"\r\n", b"\n").split(b"\n\n")[:-1]:
+        data = [line[len(b"data:") :] for line in event.split(b"\n") if line.startswith(b"data:")]
+        if data:
+            try:
+                return json.loads(b"\n".join(data))
+            except ValueError:
+                return {}  # such as [DONE]
     return None
+
+
+def _is_error(event: Any) -> bool:
+    return isinstance(event, dict) and isinstance(event.get("error"), dict)

@@ -108,10 +108,12 @@ class Document:
         rows = [torch.cat([self.input_ids[0], question]) for question in asked]
         ids = pad_sequence(rows, batch_first=True, padding_side="left")
         mask = torch.arange(ids.shape[1]) >= pads[:, None]
+        cache = self._cache_for(pads, longest)
+        cache.reading.note_text(ids)
         return {
             "input_ids": ids,
             "attention_mask": mask.long().to(ids.device),
-            "past_key_values": self._cache_for(pads, longest),
+            "past_key_values": cache,
         }
 
     def _cache_for(self, pads: Tensor, longest: int) -> CompressedCache:

@@ -91,6 +91,7 @@ def read_twice(
                 chosen = layer.choose(prompt)  # once: what follows is not read twice
                 kept = Selection.whole(prompt) if chosen is None else chosen
                 layer.end_prompt(kept, prompt)
+        cache.reading.note_text(input_ids)
     except BaseException:
         cache.reset()
         raise
@@ -106,6 +107,7 @@ def read_as_wanted(
         return
     cache.expect_tokens(input_ids)
     model(input_ids, **passed(cache), logits_to_keep=1)
+    cache.reading.note_text(input_ids)
 
 
 def instruction_of(tokenizer: Any) -> list[int]:

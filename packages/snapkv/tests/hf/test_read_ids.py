@@ -1,13 +1,16 @@
 """What a filled cache goes on with: the text it has read, and no other."""
 
+import contextlib
 import copy
 
 import pytest
 import torch
 from transformers import pipeline
 
-from snapkv import CacheMismatchError, CompressedCache, FullCache, SnapKV
+from snapkv import CacheMismatchError, CompressedCache, FullCache, KVzip, SnapKV
 from snapkv.decoding import Medusa, MedusaHeads
+from snapkv.document import Document
+from snapkv.kvzip import read_context
 from tests.families import random_ids, tiny_model
 
 PROMPT = 60
@@ -175,3 +178,19 @@ def test_steps_hold_no_more_than_the_ids_that_generate_holds():
     assert start == 0
     assert known.dtype == torch.int32
     assert torch.equal(known, text[:, :-1].int())
+
+
+@pytest.mark.parametrize("read", ["document", "context"])
+def test_what_was_read_as_a_document_goes_on_with_no_other_text(read):
+    model, ids, question = tiny_model("llama"), random_ids(1, 60), random_ids(1, 5, seed=1)
+    own = torch.cat([ids, question], dim=1)
+    for text, refused in ((own, False), (own.flip(1), True)):
+        if read == "document":
+            cache = Document(model, ids, SnapKV(36, window_size=8)).inputs([question[0]])
+            cache = cache["past_key_values"]
+        else:
+            cache = read_context(model, ids, KVzip(40))
+        options = {"past_key_values": cache, "max_new_tokens": 2, "do_sample": False}
+        expected = pytest.raises(CacheMismatchError, match="at token 0 of row 0")
+        with expected if refused else contextlib.nullcontext():
+            model.generate(text, **options)

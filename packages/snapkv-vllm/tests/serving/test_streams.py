@@ -1,0 +1,56 @@
+"""A stream that begins with an error has the error's status, however its bytes are cut."""
+
+import asyncio
+
+import pytest
+
+from snapkv_vllm.streams import FirstEvent
+
+START = {
+    "type": "http.response.start", "status": 200,
+    "headers": [(b"content-type", b"text/event-stream; charset=utf-8")],
+}  # fmt: skip
+CODED = b'data: {"error": {"message": "m", "code": 404}}\n\n'
+NAMED = b'event: error\ndata: {"type": "error", "error": {"type": "invalid_request_error"}}\n\n'
+SOUND = b'data: {"choices": [{"text": "error"}]}\n\ndata: [DONE]\n\n'
+
+
+def sent(*bodies):
+    """What a client gets of a stream of such bodies."""
+    messages = []
+
+    async def send(message):
+        messages.append(message)
+
+    async def run():
+        first = FirstEvent(send)
+        await first(dict(START))
+        for number, body in enumerate(bodies, 1):
+            more = number < len(bodies)
+            await first({"type": "http.response.body", "body": body, "more_body": more})
+
+    asyncio.run(run())
+    return messages[0]["status"], b"".join(each.get("body", b"") for each in messages)
+
+
+@pytest.mark.parametrize(
+    ("bodies", "status"),
+    [
+        ((CODED,), 404),
+        ((CODED[:20], CODED[20:], b"data: [DONE]\n\n"), 404),
+        ((b": ping\n\n", CODED), 404),
+        ((NAMED,), 400),
+        ((b'data: {"error": {"message": "m"}}\n\n',), 500),
+    ],
+)
+def test_an_error_is_answered_with_its_status(bodies, status):
+    told, body = sent(*bodies)
+    assert told == status
+    assert body.startswith(b"{")
+
+
+@pytest.mark.parametrize(
+    "bodies", [(SOUND,), (SOUND[:9], SOUND[9:]), (b": ping\n\n", SOUND), (b"",)]
+)
+def test_all_else_arrives_as_it_was_sent(bodies):
+    assert sent(*bodies) == (200, b"".join(bodies))
