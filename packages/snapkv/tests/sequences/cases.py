@@ -23,15 +23,6 @@ CASES = {
     "crop further than some layers' tail": llama(
         kv.SnapKV(20, window_size=2), (do.Turn(33), do.Crop(3), do.Step(3)), HOST
     ),
-    # A row that had kept everything was not compressed at the end of its next turn.
-    "a whole row beside others, by a threshold": llama(
-        kv.ScoreThreshold(kv.SnapKV(24, window_size=4, kernel_size=5), at_least=0.1),
-        (do.Turn(11, pads=(0, 0, 0)), do.Turn(20)),
-    ),
-    "a whole row beside others, by shares": llama(
-        kv.AdaKV(kv.SnapKV(kv.AutoBudget(lost_vote=0.1, least=4), window_size=4)),
-        (do.Turn(12, pads=(0, 0, 0)), do.Turn(20)),
-    ),
     # transformers' own layers refused behind compressed ones that had changed.
     "crop beside sliding layers": do.Sequence(
         "sliding", kv.SnapKV(20, window_size=2), (do.Turn(60), do.Step(3), do.Crop(2))
@@ -190,12 +181,6 @@ CASES = {
         "indexed, shared",
         kv.CriticalKV(kv.IndexerScores(6, window_size=2)),
         (do.Turn(20), do.Step()),
-    ),
-    # The pads that rows share were left out of their keys, and not out of an indexer's scores.
-    "a short row beside one that has chosen, by an indexer": do.Sequence(
-        "indexed, all",
-        kv.IndexerScores(9, window_size=1),
-        (do.Turn(47, pads=(41, 0)), do.Turn(8)),
     ),
     # The judge knew of the queries that a crop takes only where it reached into a turn.
     "crop behind a turn, and a short one": llama(
