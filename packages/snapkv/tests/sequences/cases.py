@@ -23,11 +23,6 @@ CASES = {
     "crop further than some layers' tail": llama(
         kv.SnapKV(20, window_size=2), (do.Turn(33), do.Crop(3), do.Step(3)), HOST
     ),
-    # A row that had kept everything was not compressed at the end of its next turn.
-    "a whole row beside others, by shares": llama(
-        kv.AdaKV(kv.SnapKV(kv.AutoBudget(lost_vote=0.1, least=4), window_size=4)),
-        (do.Turn(12, pads=(0, 0, 0)), do.Turn(20)),
-    ),
     # transformers' own layers refused behind compressed ones that had changed.
     "crop beside sliding layers": do.Sequence(
         "sliding", kv.SnapKV(20, window_size=2), (do.Turn(60), do.Step(3), do.Crop(2))

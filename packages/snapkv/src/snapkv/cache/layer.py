@@ -440,18 +440,6 @@ class CompressedLayer(DynamicLayer):
         self._note(head_notes=selection.head_notes, slot_scores=scores, token_ids=ids)
         self._move_sinks(selection.sink_tokens)
 
-    def keep_of_rows(self, selection: Selection) -> None:
-        """Behind a later turn keep what was selected of rows that fitted the budget until then."""
-        eviction = Eviction(
-            keep_indices=selection.keep_indices,
-            filler_tokens=selection.filler_tokens,
-            parts_heads=selection.head_tokens is not None,
-        )
-        self.apply_eviction(eviction)
-        self._finalize(self.slots.chosen_slots)
-        self.slots = replace(self.slots, chosen_at=self.seen_tokens)
-        self.notes = self.notes.of_choice(self.notes.last_queries, None)  # votes of one choice
-
     def apply_eviction(self, eviction: Eviction) -> None:
         """Drop what a step of decoding evicts, and keep what the policy notes of the rest."""
         scores, heads = eviction.scores, self.keys.shape[1]

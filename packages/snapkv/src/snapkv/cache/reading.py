@@ -17,7 +17,7 @@ from snapkv.errors import (
     InvalidTypeError,
     UnsupportedModelError,
 )
-from snapkv.policies import Policy, PromptLayer, Selection
+from snapkv.policies import EvictingPolicy, Policy, PromptLayer, Selection
 from snapkv.validation import require_int
 
 
@@ -315,12 +315,27 @@ class Reading:
                 f"already seen, got {prompt_tokens} tokens; pass the whole conversation, or call "
                 "cache.reset() before another one"
             )
+        self.require_one_choice()
         self.require_queries(prompt_tokens)
         self.require_room(prompt_tokens)
         if not self.is_announced:  # or the turn has begun, and only its end is another
             self.turn_start = seen
         self.prompt_end = prompt_tokens
         self._recall_for_a_turn()
+
+    def require_one_choice(self) -> None:
+        """Refuse a turn behind what was kept, at whose end some rows alone would choose first."""
+        first, policy = self.layers[0], self.policy
+        if first.chooses_again or policy.reads_context or isinstance(policy, EvictingPolicy):
+            return
+        compressed = [layer for layer in self.layers if layer.slots.is_compressed]
+        whole = max((each.slots.whole_rows(each.store) for each in compressed), default=0)
+        if whole:
+            raise CacheMismatchError(
+                f"past_key_values: expected rows that were all compressed where a turn is stored "
+                f"behind them, got {whole} of {self.rows} rows that have kept everything; give "
+                "each conversation a cache of its own, or pass recall='host'"
+            )
 
     def require_queries(self, prompt_tokens: int) -> None:
         """Refuse a prompt up to there whose end asks for queries that are not held."""
@@ -330,8 +345,8 @@ class Reading:
         held = 0 if layer.notes.last_queries is None else layer.notes.last_queries.shape[2]
         if held >= self.seen_tokens:
             return
-        choosing = layer.slots.choosing_tokens(layer.store, prompt_tokens)
-        if choosing and (most is None or choosing > most):
+        choosing = prompt_tokens - layer.slots.gone
+        if layer.slots.kept is None and (most is None or choosing > most):
             raise InvalidArgumentError(
                 f"policy: expected one that does not ask for the queries of earlier turns where "
                 f"one of them fitted the budget, got {self.policy.name} and a turn up to "

@@ -6,7 +6,6 @@ here, and nowhere else.
 """
 
 import functools
-import itertools
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -155,26 +154,16 @@ class SlotMap(RowRecord):
         none = torch.zeros(store.keys.shape[0], dtype=torch.int64, device=store.keys.device)
         return _from(self.gone + (none if self.pads is None else self.pads), columns, store)
 
-    def whole_rows(self, store: TokenStore) -> list[bool]:
-        """For each row of a compressed layer whether it fitted its budget and was not compressed.
+    def whole_rows(self, store: TokenStore) -> int:
+        """How many rows of a compressed layer fitted their budget and were not compressed.
 
-        False for all where rows and heads hold as many tokens each.
+        None where rows and heads hold as many tokens each.
         """
         if self.pads is None and self.fillers is None and not store.unmasked_slots:
-            return [False] * store.keys.shape[0]
+            return 0
         held = (self.positions(store) >= 0).sum(dim=-1).amin(dim=-1)
         pads = 0 if self.pads is None else self.pads
-        rows: list[bool] = (held == self.columns_by(store.slots) - pads).tolist()
-        return rows
-
-    def choosing_tokens(self, store: TokenStore, prompt_tokens: int) -> int:
-        """Tokens of a prompt up to there that the longest row that has not chosen chooses of."""
-        columns = prompt_tokens - self.gone
-        if self.kept is None:
-            return columns
-        whole = self.whole_rows(store)
-        pads = [0] * len(whole) if self.pads is None else self.pads.tolist()
-        return max((columns - own for own in itertools.compress(pads, whole)), default=0)
+        return int((held == self.columns_by(store.slots) - pads).sum())
 
     def whole_tail(self, store: TokenStore) -> int:
         """How many of the last tokens every head and row still stores, and another before them."""

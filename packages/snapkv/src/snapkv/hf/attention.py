@@ -17,7 +17,6 @@ from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from snapkv.cache.choosing import costed
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.reading import Reading
 from snapkv.errors import CacheMismatchError, UnsupportedModelError
@@ -39,7 +38,6 @@ from snapkv.policies import (
     PromptLayer,
     Selection,
 )
-from snapkv.policies.by_rows import select_by_rows
 from snapkv.storage.base import keep_tokens
 
 _PREFIX = "snapkv|"
@@ -190,11 +188,9 @@ def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
 
 
 def _read_turn(call: AttentionCall, context: ForwardContext) -> Attended:
-    """A later prompt is read over what was kept; rows that fitted until now choose at its end."""
+    """A later prompt is read over what was kept, and stored whole."""
     layer, drafts = context.layer, context.drafts
     attended = attend_stored(call, layer)
-    if drafts <= 0:
-        _choose_for_whole_rows(call, layer, is_end=drafts == 0)
     if drafts >= 0:
         _evict(call, layer, context.turn_tokens + drafts)
     elif isinstance(layer.policy, EvictingPolicy):  # evicts at the end, as if it came at once
@@ -307,42 +303,6 @@ def _end(layer: CompressedLayer, selection: Selection | None, prompt: PromptLaye
     if not layer.slots.is_whole:
         prompt = replace(prompt, pad_tokens=layer.slots.pads)
     layer.end_prompt(selection, prompt)
-
-
-def _choose_for_whole_rows(call: AttentionCall, layer: CompressedLayer, *, is_end: bool) -> None:
-    """At the end of a later turn, compress the rows that fitted the budget until now.
-
-    Alone such a row would have been read as one prompt. The others keep all that they hold.
-    """
-    policy = layer.policy
-    if isinstance(policy, EvictingPolicy) or policy.reads_context or layer.chooses_again:
-        return
-    whole = layer.slots.whole_rows(layer.store)
-    if not any(whole):
-        return
-    if not is_end:
-        layer.remember_queries(call.query)
-        return
-    layer.absorb_tail()
-    store = layer.store
-    prompt = _prompt_layer(call, layer, layer.slots.fillers)
-    if store.ragged is not None:
-        held, (keys, values) = layer.slots.columns(store) >= 0, store.padded()
-        prompt = replace(
-            prompt,
-            keys=keys,
-            values=values,
-            pad_tokens=(~held).sum(dim=-1).amax(dim=-1),
-            protected=layer.protected_slots(store.slots, None),
-        )
-    else:
-        held = layer.slots.visible(store, call.key.shape[2])[:, None]
-    layer.forget_queries()
-    with torch.no_grad():
-        prompt = costed(layer.policy, prompt, layer.storage, store)
-        selection = select_by_rows(layer.policy, prompt, whole, held)
-    if selection is not None:
-        layer.keep_of_rows(selection)
 
 
 def _evict(call: AttentionCall, layer: CompressedLayer, new_tokens: int) -> None:

@@ -374,7 +374,8 @@ class CompressedCache(Cache):
         has read a prompt, it announces the end of the next turn.
 
         Raises:
-            CacheMismatchError: the cache has already seen that many tokens.
+            CacheMismatchError: the cache has already seen that many tokens; or a turn is stored
+                behind what was kept, and a row of the batch has kept everything.
             InvalidArgumentError: the policy would choose by queries of earlier turns, too
                 (`ExpectedAttention` behind a prompt that fitted its budget); or static storage has
                 no room for the turn.
