@@ -69,7 +69,9 @@ class Judge:
         for fault in self.faults:
             if _fails(session, fault):
                 self.noticed.append(fault)
-        assert not (self.noticed and _fails(session)), "the suite fails without a fault"
+        if self.noticed and _fails(session):
+            print(f"{session.config.args[-1]} fails without a fault", file=sys.__stdout__)
+            self.noticed.clear()
         return True
 
 

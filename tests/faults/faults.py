@@ -127,12 +127,40 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "cache/test_notes.py",
         ),
     ],
+    "snapkv/cache/saving/encoding.py": [
+        (
+            "a saved cache forgets that it must recall",
+            'layer.offloaded.is_due = saved["recall_due"]',
+            "layer.offloaded.is_due = False",
+            "cache/test_saving.py",
+        ),
+    ],
     "snapkv/cache/saving/files.py": [
         (
             "a saved file may have changed",
             "if _digest(file, start) != sealed:",
             "if len(_digest(file, start)) != len(sealed):",
             "cache/test_saving.py",
+        ),
+    ],
+    "snapkv/cache/saving/writing.py": [
+        (
+            "what another writer is writing is swept away",
+            "found.stat().st_mtime < oldest",
+            "found.stat().st_mtime > oldest",
+            "cache/test_writing.py",
+        ),
+        (
+            "half a line stays where writing it failed",
+            "                os.ftruncate(descriptor, size)",
+            "                pass",
+            "cache/test_writing.py",
+        ),
+        (
+            "a saved file is for its owner alone",
+            "            partial.chmod(mode)  # safetensors",
+            "            # safetensors",
+            "cache/test_writing.py",
         ),
     ],
     "snapkv/cache/slots.py": [
@@ -202,6 +230,12 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "a mark that a text has passes for one of ours",
             "content = content.replace(_MARK, 2 * _MARK)",
             "content = content",
+            "test_control_words.py",
+        ),
+        (
+            "a token for what is unknown is a control token",
+            "set(control_words(tokenizer).values()) - {tokenizer.unk_token_id}",
+            "set(control_words(tokenizer).values())",
             "test_control_words.py",
         ),
     ],
@@ -542,12 +576,106 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "vllm/test_engine.py",
         ),
     ],
+    "snapkv_vllm/documents/content.py": [
+        (
+            "control words stay where a whole text is given",
+            "inside is None or inside[number]",
+            "inside is not None and inside[number]",
+            "documents/test_content.py",
+        ),
+        (
+            "a chat with as many control words as its template is not looked at",
+            "if sum(one in words for one in ids) == sum(",
+            "if sum(one in words for one in ids) <= 1 + sum(",
+            "documents/test_content.py",
+        ),
+    ],
+    "snapkv_vllm/documents/plans.py": [
+        (
+            "a preempted document goes on with the piece that was due",
+            "            self._piece = 0\n",
+            "",
+            "documents/test_plans.py",
+        ),
+        (
+            "a piece may reach beyond the model's positions",
+            "min(text_tokens, room) - instruction_tokens",
+            "text_tokens - instruction_tokens",
+            "documents/test_plans.py",
+        ),
+        (
+            "a step of the second reading runs into the next piece",
+            "return min(offered_tokens, STEP_TOKENS, rest)",
+            "return min(offered_tokens, STEP_TOKENS)",
+            "documents/test_plans.py",
+        ),
+    ],
+    "snapkv_vllm/heads.py": [
+        (
+            "a head's last full page lies behind the others'",
+            "torch.where(pages < first,",
+            "torch.where(pages < first - 1,",
+            "heads/test_places.py",
+        ),
+        (
+            "a page that is not full has no place",
+            "-(-self.kept // self.page_tokens))",
+            "self.kept // self.page_tokens)",
+            "heads/test_places.py",
+        ),
+        (
+            "rows between others are taken for the first of a batch",
+            "max(batch.counts) == 1 and tuple(batch.starts) == tuple(range(len(batch.starts)))",
+            "max(batch.counts) == 1",
+            "heads/test_step.py",
+        ),
+    ],
     "snapkv_vllm/held.py": [
         (
             "vLLM is told the slots of tokens that were dropped",
             "right=True",
             "right=False",
             "test_held.py",
+        ),
+    ],
+    "snapkv_vllm/limits.py": [
+        (
+            "a budget may be as long as the time between two evictions",
+            "if 0 < self.decode_budget <= every:",
+            "if 0 < self.decode_budget < every:",
+            "test_limits.py",
+        ),
+    ],
+    "snapkv_vllm/plans.py": [
+        (
+            "a window puts queries aside that earlier steps have put aside",
+            "first = max(seen_tokens, compression.at - compression.choice.query_tokens)",
+            "first = compression.at - compression.choice.query_tokens",
+            "test_plans.py",
+        ),
+        (
+            "an answer may hold a token too many before it is cut",
+            "seen - held + growth.most_tokens - 1) + 1",
+            "seen - held + growth.most_tokens) + 1",
+            "test_plans.py",
+        ),
+        (
+            "an eviction drops a token too few",
+            "kept = growth.most_tokens - growth.evict_every",
+            "kept = growth.most_tokens - growth.evict_every + 1",
+            "test_plans.py",
+        ),
+        (
+            "a cached prefix reaches into the window that votes",
+            "max(0, first.at - first.needed_tokens)",
+            "first.at",
+            "test_plans.py",
+        ),
+        (
+            "an answer that has just begun is asked for queries of its prompt",
+            "min(queries_of(growth.policy), at - self.prompt_tokens)",
+            "queries_of(growth.policy)",
+            "test_plans.py",
         ),
     ],
     "snapkv_vllm/runners.py": [
@@ -558,6 +686,28 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "",
             "vllm/test_scheduling.py",
             "vllm/test_engine.py",
+        ),
+    ],
+    "snapkv_vllm/shares.py": [
+        (
+            "who has least gives back first",
+            "max(beyond, key=lambda one: taken[one.tenant])",
+            "min(beyond, key=lambda one: taken[one.tenant])",
+            "documents/test_catalogue.py",
+        ),
+        (
+            "what is within a tenant's share goes",
+            "taken[one.tenant] > share]",
+            "taken[one.tenant] >= share]",
+            "documents/test_catalogue.py",
+        ),
+    ],
+    "snapkv_vllm/spans.py": [
+        (
+            "spans that touch are said to overlap",
+            "if what and span[0] < before[1]:",
+            "if what and span[0] <= before[1]:",
+            "test_spans.py",
         ),
     ],
 }
