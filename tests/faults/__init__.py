@@ -1,1 +1,1 @@
-"""Faults that are seeded one at a time: each must turn tests red, or the suite has a gap."""
+"""Wrong lines that are put into the source one by one: a suite is there for those it notices."""

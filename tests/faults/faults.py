@@ -1,366 +1,719 @@
-"""The seeded faults: which text of the source becomes which, and which tests must notice."""
+"""The seeded faults: which text of the source becomes which, and which suites notice."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Fault:
     """One wrong line.
 
     Attributes:
-        name: what is wrong.
         file: below the `src` of its package.
+        name: what is wrong.
         old: text that stands once in the file.
         new: what is put in its place.
-        tests: arguments of pytest; at least one test of these must fail.
-        vllm: whether those need vLLM.
+        suites: below the tests of its package; at least one of them must notice.
     """
 
-    name: str
     file: str
+    name: str
     old: str
     new: str
-    tests: tuple[str, ...]
-    vllm: bool = False
+    suites: tuple[str, ...]
+
+    def path_of(self, suite: str) -> Path:
+        """Where the suite is, from the root of the repository."""
+        package = Path(self.file).parts[0].replace("_", "-")
+        return Path("packages", package, *_BELOW.get(package, ("tests",)), suite)
 
 
-OPS = ("packages/snapkv/tests/ops",)
-FAULTS = (
-    Fault(
-        name="of equal votes the higher position wins",
-        file="snapkv/ops/votes/top_k.py",
-        old="(tied.cumsum(dim=-1) <= room)",
-        new="(tied.flip(-1).cumsum(dim=-1).flip(-1) <= room)",
-        tests=(
-            "packages/snapkv/tests/policies/test_selection_contract.py",
-            "packages/snapkv/tests/ops",
+_BELOW = {"snapkv-vllm": ("tests", "serving")}
+
+# Of each file: what is wrong, the text before, the text after, and the suites.
+_SEEDED: dict[str, list[tuple[str, ...]]] = {
+    "snapkv/cache/hybrid.py": [
+        (
+            "a state stays in its row where rows change places",
+            "        LinearAttentionLayer.reorder_cache(self, beam_idx)\n",
+            "",
+            "matrix/test_matrix.py",
         ),
-    ),
-    Fault(
-        name="of equal votes the higher position wins, where rows keep different numbers",
-        file="snapkv/ops/votes/top_k.py",
-        old="torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :most]",
-        new="torch.sort(scores.flip(-1), dim=-1, descending=True, stable=True)"
-        ".indices[..., :most].neg().add(scores.shape[-1] - 1)",
-        tests=(
-            "packages/snapkv/tests/policies/test_selection_contract.py",
-            "packages/snapkv/tests/ops",
+    ],
+    "snapkv/cache/layer.py": [
+        (
+            "queries of dropped tokens vote on the next turn",
+            "self._note(last_queries=_queries_left(held, left, positions[:, 0]))",
+            "pass",
+            "cache/test_spans.py",
         ),
-    ),
-    Fault(
-        name="one pad of a row can win",
-        file="snapkv/ops/votes/top_k.py",
-        old="scores.masked_fill(slots < pads, float",
-        new="scores.masked_fill(slots < pads - 1, float",
-        tests=(
-            "packages/snapkv/tests/policies/test_selection_contract.py",
-            "packages/snapkv/tests/ops",
+        (
+            "notes stay in their row where rows change places",
+            "self.slots, self.notes = self.slots.select_rows(beam_idx), "
+            "self.notes.select_rows(beam_idx)",
+            "self.slots = self.slots.select_rows(beam_idx)",
+            "policies/test_evicting.py",
         ),
-    ),
-    Fault(
-        name="a query of the window does not see its own token",
-        file="snapkv/ops/votes/reference.py",
-        old="positions <= positions[prompt_tokens - window_tokens :, None]",
-        new="positions < positions[prompt_tokens - window_tokens :, None]",
-        tests=OPS,
-    ),
-    Fault(
-        name="in blocks, a query of the window does not see its own token",
-        file="snapkv/ops/votes/blocked.py",
-        old="device=scores.device) > own",
-        new="device=scores.device) >= own",
-        tests=OPS,
-    ),
-    Fault(
-        name="in blocks, the cap of scores is not scaled back",
-        file="snapkv/ops/votes/blocked.py",
-        old=".tanh_().mul_(softcap)",
-        new=".tanh_()",
-        tests=OPS,
-    ),
-    Fault(
-        name="in blocks, a sink's share of the softmax is forgotten",
-        file="snapkv/ops/votes/blocked.py",
-        old="total + 1",
-        new="total",
-        tests=OPS,
-    ),
-    Fault(
-        name="query heads vote for the KV head of another group",
-        file="snapkv/ops/votes/reference.py",
-        old="grouped = votes.view(B, num_kv_heads, Hq // num_kv_heads, P)",
-        new="grouped = votes.view(B, Hq // num_kv_heads, num_kv_heads, P).transpose(1, 2)",
-        tests=OPS,
-    ),
-    Fault(
-        name="votes are pooled forward instead of backward",
-        file="snapkv/ops/votes/reference.py",
-        old="F.pad(votes, (behind, before), value=outside)",
-        new="F.pad(votes, (before, behind), value=outside)",
-        tests=OPS,
-    ),
-    Fault(
-        name="a vote fades twice as fast",
-        file="snapkv/ops/votes/reference.py",
-        old="decay * last)",
-        new="decay * decay * last)",
-        tests=OPS,
-    ),
-    Fault(
-        name="ragged heads are gathered from the KV head of another group",
-        file="snapkv/storage/ragged.py",
-        old="* keys.shape[1] // index.shape[1]",
-        new="% keys.shape[1]",
-        tests=(
-            "packages/snapkv/tests/hf/test_combinations.py",
-            "packages/snapkv/tests/policies/test_uneven.py",
+        (
+            "a later turn is offloaded together with what is there",
+            "whole.keys[:, :, done:tokens], whole.values[:, :, done:tokens]",
+            "whole.keys[:, :, :tokens], whole.values[:, :, :tokens]",
+            "cache/test_recall.py",
         ),
-    ),
-    Fault(
-        name="the first token of a ragged head is taken for none",
-        file="snapkv/storage/ragged.py",
-        old="from_end > counts[..., None]",
-        new="from_end >= counts[..., None]",
-        tests=("packages/snapkv/tests/policies/test_uneven.py", "packages/snapkv/tests/cache"),
-    ),
-    Fault(
-        name="ragged rows keep the lengths of other rows",
-        file="snapkv/storage/ragged.py",
-        old="tuple(self.head_tokens[row] for row in rows.tolist())",
-        new="tuple(self.head_tokens[row] for row in sorted(rows.tolist()))",
-        tests=("packages/snapkv/tests/policies/test_uneven.py", "packages/snapkv/tests/sequences"),
-    ),
-    Fault(
-        name="the last edge of ragged heads is read as a whole block",
-        file="snapkv/ops/ragged/layout.py",
-        old="(edges if offset or block == whole else blocks)",
-        new="(edges if offset and block < whole else blocks)",
-        tests=("packages/snapkv/tests/ops/test_ragged.py",),
-    ),
-    Fault(
-        name="ragged attention lets a token see the next one",
-        file="snapkv/ops/ragged/blocked.py",
-        old="hidden.triu(tokens - queries + 1)",
-        new="hidden.triu(tokens - queries + 2)",
-        tests=("packages/snapkv/tests/ops/test_ragged.py",),
-    ),
-    Fault(
-        name="a crop leaves the values of the tokens behind",
-        file="snapkv/storage/base.py",
-        old="        for plane in self.planes:\n"
-        "            plane.states = plane.states[..., :-tokens, :]\n",
-        new="        keys, values = self.planes\n"
-        "        keys.states = keys.states[..., :-tokens, :]\n"
-        "        values.states = values.states[..., tokens:, :]\n",
-        tests=("packages/snapkv/tests/hf/test_cache.py", "packages/snapkv/tests/cache"),
-    ),
-    Fault(
-        name="the append buffer writes over the last token that it handed out",
-        file="snapkv/storage/append_buffer.py",
-        old="first.as_strided(new.shape, strides, stored * D)",
-        new="first.as_strided(new.shape, strides, (stored - 1) * D)",
-        tests=("packages/snapkv/tests/storage/test_append_buffer.py",),
-    ),
-    Fault(
-        name="static storage counts a crop as one token",
-        file="snapkv/storage/static.py",
-        old="self.filled.sub_(tokens)",
-        new="self.filled.sub_(1)",
-        tests=("packages/snapkv/tests/models/test_static.py",),
-    ),
-    Fault(
-        name="codes are a step too fine",
-        file="snapkv/ops/codes/coding.py",
-        old="least.float()) / levels)",
-        new="least.float()) / (levels + 1))",
-        tests=("packages/snapkv/tests/ops/test_codes.py",),
-    ),
-    Fault(
-        name="the two codes of a byte change places",
-        file="snapkv/ops/codes/coding.py",
-        old="low, high = numbers.unbind",
-        new="high, low = numbers.unbind",
-        tests=("packages/snapkv/tests/ops/test_codes.py",),
-    ),
-    Fault(
-        name="tokens of an unfilled block of codes are attended to",
-        file="snapkv/ops/codes/layout.py",
-        old="return (slots >= tokens.view(-1, 1)).flatten()",
-        new="return (slots > tokens.view(-1, 1)).flatten()",
-        tests=("packages/snapkv/tests/ops/test_codes.py",),
-    ),
-    Fault(
-        name="tokens that are encoded behind a prompt stand before it",
-        file="snapkv/ops/codes/layout.py",
-        old="BlockLayout((*self.sections, section)",
-        new="BlockLayout((section, *self.sections)",
-        tests=("packages/snapkv/tests/ops/test_codes.py",),
-    ),
-    Fault(
-        name="offloaded tokens come back that were taken back",
-        file="snapkv/storage/offload.py",
-        old="end=min(piece.end, tokens)",
-        new="end=piece.end",
-        tests=(
-            "packages/snapkv/tests/cache/test_crop.py",
-            "packages/snapkv/tests/cache/test_recall.py",
+        (
+            "spans are protected as if rows had no pads",
+            "replace(self.slots, pads=pads).positions_of",
+            "self.slots.positions_of",
+            "cache/test_protect.py",
         ),
-    ),
-    Fault(
-        name="offloaded rows keep the pads of other rows",
-        file="snapkv/storage/offload.py",
-        old="rows=piece.rows[rows], shift=piece.shift[rows]",
-        new="rows=piece.rows[rows]",
-        tests=("packages/snapkv/tests/cache", "packages/snapkv/tests/hf"),
-    ),
-    Fault(
-        name="drafts are judged by the token behind them",
-        file="snapkv/decoding/tree.py",
-        old="tokens[paths[:, 1:]] == chosen[paths[:, :-1]]",
-        new="tokens[paths[:, 1:]] == chosen[paths[:, 1:]]",
-        tests=("packages/snapkv/tests/decoding/test_acceptance.py",),
-    ),
-    Fault(
-        name="a rejected draft may be drawn again",
-        file="snapkv/decoding/tree.py",
-        old="above = (rest - draft_probabilities[accepted]).clamp(min=0)",
-        new="above = rest",
-        tests=("packages/snapkv/tests/decoding/test_acceptance.py",),
-    ),
-    Fault(
-        name="a candidate sees candidates that are no ancestors",
-        file="snapkv/decoding/tree.py",
-        old="seen[node] |= seen[parent]",
-        new="seen[node] |= seen[: parent + 1].any(dim=0)",
-        tests=("packages/snapkv/tests/decoding",),
-    ),
-    Fault(
-        name="a saved file may have changed",
-        file="snapkv/cache/saving/files.py",
-        old="if _digest(file, start) != sealed:",
-        new="if len(_digest(file, start)) != len(sealed):",
-        tests=("packages/snapkv/tests/cache/test_saving.py",),
-    ),
-    Fault(
-        name="sinks are turned from where they were turned to before",
-        file="snapkv/storage/base.py",
-        old="sinks = torch.where(were_moved, original, sinks)",
-        new="sinks = torch.where(were_moved, sinks, sinks)",
-        tests=(
-            "packages/snapkv/tests/policies/test_sinks.py",
-            "packages/snapkv/tests/policies/test_streaming.py",
+    ],
+    "snapkv/cache/read_ids.py": [
+        (
+            "ids of a part that was taken back in the middle stay",
+            "ids[:, : columns - start]",
+            "ids",
+            "hf/test_read_ids.py",
         ),
-    ),
-    Fault(
-        name="a prompt's last token counts as decoding",
-        file="snapkv/hf/forward_context.py",
-        old="seen_tokens - new_tokens >= prompt_end",
-        new="seen_tokens - new_tokens >= prompt_end - 1",
-        tests=("packages/snapkv/tests/hf",),
-    ),
-    Fault(
-        name="a joined document's keys stand one position off",
-        file="snapkv/library/joining.py",
-        old="torch.full((1, 1), step,",
-        new="torch.full((1, 1), step + 1,",
-        tests=("packages/snapkv/tests/library/test_blending.py",),
-    ),
-    Fault(
-        name="TOVA lets one head decide for all",
-        file="snapkv/policies/tova.py",
-        old="weights[:, :, -1].mean(dim=1, keepdim=True)",
-        new="weights[:, :1, -1]",
-        tests=("packages/snapkv/tests/policies",),
-    ),
-    Fault(
-        name="H2O forgets what tokens received before",
-        file="snapkv/policies/h2o.py",
-        old="step.scores + self.rate(step)",
-        new="self.rate(step)",
-        tests=("packages/snapkv/tests/policies",),
-    ),
-    Fault(
-        name="AdaKV shares out a token too few",
-        file="snapkv/policies/budget.py",
-        old="order[: total - sum(whole)]",
-        new="order[: total - sum(whole) - 1]",
-        tests=("packages/snapkv/tests/policies",),
-    ),
-    Fault(
-        name="Layers share out a token too few",
-        file="snapkv/policies/across_layers.py",
-        old="even.sum(dim=-1).tolist()",
-        new="(even.sum(dim=-1) - 1).tolist()",
-        tests=("packages/snapkv/tests/policies/test_across_layers.py",),
-    ),
-    Fault(
-        name="vLLM is told the slots of tokens that were dropped",
-        file="snapkv_vllm/held.py",
-        old="right=True",
-        new="right=False",
-        tests=("packages/snapkv-vllm/tests/serving/test_held.py",),
-    ),
-    Fault(
-        name="vLLM's blocks: a request counts rounded room as dropped",
-        file="snapkv_vllm/blocks.py",
-        old="self.dropped_tokens[request_id] = order.seen_tokens - room",
-        new="self.dropped_tokens[request_id] = order.dropped_tokens - 1",
-        tests=(
-            "packages/snapkv-vllm/tests/serving/vllm/test_accounting.py",
-            "packages/snapkv-vllm/tests/serving/vllm/test_engine.py",
+        (
+            "beams are compared with the ids of another row",
+            "states.repeat_interleave(rows // len(states), dim=0)",
+            "states.repeat(rows // len(states), 1)",
+            "hf/test_read_ids.py",
         ),
-        vllm=True,
-    ),
-    Fault(
-        name="what stands behind a dropped span has a position too low",
-        file="snapkv/cache/slots.py",
-        old="reached = torch.searchsorted(begins.contiguous(), places.flatten(1).contiguous(), "
-        "right=True)",
-        new="reached = torch.searchsorted(begins.contiguous(), places.flatten(1).contiguous())",
-        tests=("packages/snapkv/tests/cache/test_spans.py",),
-    ),
-    Fault(
-        name="a block of codes that has lost tokens keeps the wrong ones",
-        file="snapkv/storage/coded.py",
-        old="order = (~kept).to(torch.uint8).argsort(dim=1, stable=True)",
-        new="order = kept.to(torch.uint8).argsort(dim=1, stable=True)",
-        tests=("packages/snapkv/tests/cache/test_spans.py",),
-    ),
-    Fault(
-        name="queries of dropped tokens vote on the next turn",
-        file="snapkv/cache/layer.py",
-        old="self._note(last_queries=_queries_left(held, left, positions[:, 0]))",
-        new="pass",
-        tests=("packages/snapkv/tests/cache/test_spans.py",),
-    ),
-    Fault(
-        name="vLLM's blocks: kept tokens are written into blocks that others share",
-        file="snapkv_vllm/blocks.py",
-        old="return bool(self.enable_caching) and",
-        new="return not self.enable_caching and",
-        tests=(
-            "packages/snapkv-vllm/tests/serving/vllm/test_accounting.py",
-            "packages/snapkv-vllm/tests/serving/vllm/test_engine.py",
+        (
+            "only the first token that was read is compared",
+            "end = min(first + known.shape[1], start + ids.shape[1], seen)",
+            "end = min(first + known.shape[1], start + ids.shape[1], seen) - 1",
+            "hf/test_read_ids.py",
         ),
-        vllm=True,
-    ),
-    Fault(
-        name="vLLM's rows: a resumed request goes on with what it held before",
-        file="snapkv_vllm/runners.py",
-        old="        *(scheduler_output.preempted_req_ids or ()),\n"
-        "        *scheduler_output.scheduled_cached_reqs.resumed_req_ids,\n",
-        new="",
-        tests=(
-            "packages/snapkv-vllm/tests/serving/vllm/test_scheduling.py",
-            "packages/snapkv-vllm/tests/serving/vllm/test_engine.py",
+    ],
+    "snapkv/cache/reading.py": [
+        (
+            "an announced prompt is still to come when it has ended",
+            "return self.prompt_end is not None and self.seen_tokens < self.prompt_end\n",
+            "return self.prompt_end is not None and self.seen_tokens <= self.prompt_end\n",
+            "hf/test_cache.py",
         ),
-        vllm=True,
-    ),
-    Fault(
-        name="a state stays in its row where rows change places",
-        file="snapkv/cache/hybrid.py",
-        old="        LinearAttentionLayer.reorder_cache(self, beam_idx)\n",
-        new="",
-        tests=("packages/snapkv/tests/matrix/test_matrix.py",),
-    ),
+        (
+            "tokens that were left out reach the first layer that does without",
+            "if self.chosen is None or layer_idx < self.first_layer",
+            "if self.chosen is None or layer_idx <= self.first_layer",
+            "models/test_selective.py",
+        ),
+        (
+            "an answer needs room for its last token",
+            "max(0, new_tokens - 1)",
+            "max(0, new_tokens)",
+            "models/test_static.py",
+        ),
+        (
+            "an end that was taken back stays announced",
+            "self.seen_tokens < self.prompt_end <= seen_tokens",
+            "self.seen_tokens < self.prompt_end < seen_tokens",
+            "cache/test_crop.py",
+        ),
+        (
+            "a prompt that failed stays announced",
+            "                self.prompt_end = before\n                self._recall",
+            "                self._recall",
+            "hf/test_generate.py",
+        ),
+    ],
+    "snapkv/cache/rows.py": [
+        (
+            "a crop keeps as many of the last queries as there are slots",
+            'left = tensor.shape[axes["token_axis"]] - tokens',
+            "left = slots",
+            "cache/test_notes.py",
+        ),
+    ],
+    "snapkv/cache/saving/encoding.py": [
+        (
+            "a saved cache forgets that it must recall",
+            'layer.offloaded.is_due = saved["recall_due"]',
+            "layer.offloaded.is_due = False",
+            "cache/test_saving.py",
+        ),
+    ],
+    "snapkv/cache/saving/files.py": [
+        (
+            "a saved file may have changed",
+            "if _digest(file, start) != sealed:",
+            "if len(_digest(file, start)) != len(sealed):",
+            "cache/test_saving.py",
+        ),
+    ],
+    "snapkv/cache/saving/writing.py": [
+        (
+            "what another writer is writing is swept away",
+            "found.stat().st_mtime < oldest",
+            "found.stat().st_mtime > oldest",
+            "cache/test_writing.py",
+        ),
+        (
+            "half a line stays where writing it failed",
+            "                os.ftruncate(descriptor, size)",
+            "                pass",
+            "cache/test_writing.py",
+        ),
+        (
+            "a saved file is for its owner alone",
+            "            partial.chmod(mode)  # safetensors",
+            "            # safetensors",
+            "cache/test_writing.py",
+        ),
+    ],
+    "snapkv/cache/slots.py": [
+        (
+            "what stands behind a dropped span has a position too low",
+            "reached = torch.searchsorted(begins.contiguous(), "
+            "places.flatten(1).contiguous(), right=True)",
+            "reached = torch.searchsorted(begins.contiguous(), places.flatten(1).contiguous())",
+            "cache/test_spans.py",
+            "sequences/test_sequences.py",
+        ),
+        (
+            "a span that was dropped counts twice for the positions behind it",
+            "behind = self.erased[..., 0] - (sums - lengths)",
+            "behind = self.erased[..., 0] - sums",
+            "cache/test_spans.py",
+            "sequences/test_sequences.py",
+        ),
+        (
+            "what was noted of slots moves to the slots behind them",
+            "functional.pad(self.slot_scores, (0, new_tokens))",
+            "functional.pad(self.slot_scores, (new_tokens, 0))",
+            "policies/test_evicting.py",
+        ),
+        (
+            "tokens that a row was told to drop were never seen",
+            "own = own + (lengths - self.gone).cpu()",
+            "own = own - self.gone",
+            "cache/test_spans.py",
+            "sequences/test_sequences.py",
+        ),
+        (
+            "a crop forgets too little of what was dropped",
+            "[:, None, None] - tokens",
+            "[:, None, None] - count",
+            "cache/test_spans.py",
+        ),
+        (
+            "kept tokens behind a dropped span lose the pads of their row",
+            "places = (ranks + pads[:, None, None])",
+            "places = ranks",
+            "cache/test_spans.py",
+        ),
+        (
+            "a row with fewer dropped spans than another ends in empty ones",
+            "((0, 0),) * (most - len(each.parts)) + each.parts",
+            "each.parts + ((0, 0),) * (most - len(each.parts))",
+            "cache/test_spans.py",
+        ),
+    ],
+    "snapkv/cache/spans.py": [
+        (
+            "a span may reach one token beyond what was seen",
+            "own.parts[-1][1] > seen:",
+            "own.parts[-1][1] > seen + 1:",
+            "cache/test_spans.py",
+        ),
+        (
+            "all of a row may be dropped",
+            "if gone.tokens >= seen:",
+            "if gone.tokens > seen:",
+            "cache/test_spans.py",
+        ),
+    ],
+    "snapkv/control_words.py": [
+        (
+            "a mark that a text has passes for one of ours",
+            "content = content.replace(_MARK, 2 * _MARK)",
+            "content = content",
+            "test_control_words.py",
+        ),
+        (
+            "a token for what is unknown is a control token",
+            "set(control_words(tokenizer).values()) - {tokenizer.unk_token_id}",
+            "set(control_words(tokenizer).values())",
+            "test_control_words.py",
+        ),
+    ],
+    "snapkv/decoding/tree.py": [
+        (
+            "drafts are judged by the token behind them",
+            "tokens[paths[:, 1:]] == chosen[paths[:, :-1]]",
+            "tokens[paths[:, 1:]] == chosen[paths[:, 1:]]",
+            "decoding/test_acceptance.py",
+        ),
+        (
+            "a candidate sees candidates that are no ancestors",
+            "seen[node] |= seen[parent]",
+            "seen[node] |= seen[: parent + 1].any(dim=0)",
+            "decoding",
+        ),
+    ],
+    "snapkv/hf/attend.py": [
+        (
+            "heads of different length see every candidate of a tree",
+            "visible = None if call.candidates is None else call.candidates.visible\n",
+            "visible = None\n",
+            "decoding/test_medusa.py",
+        ),
+    ],
+    "snapkv/hf/attention.py": [
+        (
+            "spans are protected by columns while an answer grows",
+            "positions = columns if pads is None else columns - pads[:, None, None]",
+            "positions = columns",
+            "cache/test_protect.py",
+        ),
+    ],
+    "snapkv/hf/forward_context.py": [
+        (
+            "a prompt's last token counts as decoding",
+            "seen_tokens - new_tokens >= prompt_end",
+            "seen_tokens - new_tokens >= prompt_end - 1",
+            "hf",
+        ),
+        (
+            "a refused pass leaves its tokens",
+            "        layer.take_back(self.new_tokens)\n",
+            "",
+            "hf/test_cache.py",
+        ),
+        (
+            "a tree is still being read when it is over",
+            "        _current.candidates = None\n",
+            "        pass\n",
+            "decoding/test_medusa.py",
+        ),
+    ],
+    "snapkv/hf/install.py": [
+        (
+            "a model that goes takes the config of another with it",
+            "if not any(config is known for other in _known for known in other._configs):",
+            "if config is not None:",
+            "hf/test_install.py",
+        ),
+        (
+            "a model without caches loses what was installed",
+            "return bool(self.caches or self.installs)",
+            "return bool(self.caches)",
+            "hf/test_install.py",
+        ),
+        (
+            "uninstall leaves an install that was not undone",
+            "        installation.installs.clear()\n",
+            "",
+            "hf/test_install.py",
+        ),
+    ],
+    "snapkv/hf/masks.py": [
+        (
+            "no mask hides what is at most as low as half",
+            "masked_fill(~allowed, lowest)",
+            "masked_fill(~allowed, lowest / 4)",
+            "hf/test_masks.py",
+        ),
+        (
+            "a mask is shifted in its columns alone",
+            "mask_function(batch, head, query + rows, slot + columns)",
+            "mask_function(batch, head, query, slot + columns)",
+            "hf/test_masks.py",
+        ),
+    ],
+    "snapkv/library/joining.py": [
+        (
+            "a joined document's keys stand one position off",
+            "torch.full((1, 1), step,",
+            "torch.full((1, 1), step + 1,",
+            "library/test_blending.py",
+        ),
+    ],
+    "snapkv/ops/codes/coding.py": [
+        (
+            "codes are a step too fine",
+            "least.float()) / levels)",
+            "least.float()) / (levels + 1))",
+            "ops/test_codes.py",
+        ),
+        (
+            "the two codes of a byte change places",
+            "low, high = numbers.unbind",
+            "high, low = numbers.unbind",
+            "ops/test_codes.py",
+        ),
+    ],
+    "snapkv/ops/codes/layout.py": [
+        (
+            "tokens of an unfilled block of codes are attended to",
+            "return (slots >= tokens.view(-1, 1)).flatten()",
+            "return (slots > tokens.view(-1, 1)).flatten()",
+            "ops/test_codes.py",
+        ),
+        (
+            "tokens that are encoded behind a prompt stand before it",
+            "BlockLayout((*self.sections, section)",
+            "BlockLayout((section, *self.sections)",
+            "ops/test_codes.py",
+        ),
+    ],
+    "snapkv/ops/ragged/blocked.py": [
+        (
+            "ragged attention lets a token see the next one",
+            "hidden.triu(tokens - queries + 1)",
+            "hidden.triu(tokens - queries + 2)",
+            "ops/test_ragged.py",
+        ),
+    ],
+    "snapkv/ops/ragged/layout.py": [
+        (
+            "the last edge of ragged heads is read as a whole block",
+            "(edges if offset or block == whole else blocks)",
+            "(edges if offset and block < whole else blocks)",
+            "ops/test_ragged.py",
+        ),
+    ],
+    "snapkv/ops/votes/blocked.py": [
+        (
+            "in blocks, a query of the window does not see its own token",
+            "device=scores.device) > own",
+            "device=scores.device) >= own",
+            "ops",
+        ),
+        (
+            "in blocks, the cap of scores is not scaled back",
+            ".tanh_().mul_(softcap)",
+            ".tanh_()",
+            "ops",
+        ),
+        (
+            "in blocks, a sink's share of the softmax is forgotten",
+            "total + 1",
+            "total",
+            "ops",
+        ),
+    ],
+    "snapkv/ops/votes/reference.py": [
+        (
+            "a query of the window does not see its own token",
+            "positions <= positions[prompt_tokens - window_tokens :, None]",
+            "positions < positions[prompt_tokens - window_tokens :, None]",
+            "ops",
+        ),
+        (
+            "query heads vote for the KV head of another group",
+            "grouped = votes.view(B, num_kv_heads, Hq // num_kv_heads, P)",
+            "grouped = votes.view(B, Hq // num_kv_heads, num_kv_heads, P).transpose(1, 2)",
+            "ops",
+        ),
+        (
+            "votes are pooled forward instead of backward",
+            "F.pad(votes, (behind, before), value=outside)",
+            "F.pad(votes, (before, behind), value=outside)",
+            "ops",
+        ),
+        (
+            "a vote fades twice as fast",
+            "decay * last)",
+            "decay * decay * last)",
+            "ops",
+        ),
+    ],
+    "snapkv/ops/votes/top_k.py": [
+        (
+            "of equal votes the higher position wins",
+            "(tied.cumsum(dim=-1) <= room)",
+            "(tied.flip(-1).cumsum(dim=-1).flip(-1) <= room)",
+            "policies/test_selection_contract.py",
+            "ops",
+        ),
+        (
+            "of equal votes the higher position wins, where rows keep different numbers",
+            "torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :most]",
+            "torch.sort(scores.flip(-1), dim=-1, descending=True, "
+            "stable=True).indices[..., :most].neg().add(scores.shape[-1] - 1)",
+            "policies/test_selection_contract.py",
+            "ops",
+        ),
+        (
+            "one pad of a row can win",
+            "scores.masked_fill(slots < pads, float",
+            "scores.masked_fill(slots < pads - 1, float",
+            "policies/test_selection_contract.py",
+            "ops",
+        ),
+    ],
+    "snapkv/policies/across_layers.py": [
+        (
+            "Layers share out a token too few",
+            "even.sum(dim=-1).tolist()",
+            "(even.sum(dim=-1) - 1).tolist()",
+            "policies/test_across_layers.py",
+        ),
+    ],
+    "snapkv/policies/budget.py": [
+        (
+            "AdaKV shares out a token too few",
+            "order[: total - sum(whole)]",
+            "order[: total - sum(whole) - 1]",
+            "policies",
+        ),
+    ],
+    "snapkv/policies/h2o.py": [
+        (
+            "H2O forgets what tokens received before",
+            "step.scores + self.rate(step)",
+            "self.rate(step)",
+            "policies",
+        ),
+    ],
+    "snapkv/policies/tova.py": [
+        (
+            "TOVA lets one head decide for all",
+            "weights[:, :, -1].mean(dim=1, keepdim=True)",
+            "weights[:, :1, -1]",
+            "policies",
+        ),
+    ],
+    "snapkv/storage/append_buffer.py": [
+        (
+            "the append buffer writes over the last token that it handed out",
+            "first.as_strided(new.shape, strides, stored * D)",
+            "first.as_strided(new.shape, strides, (stored - 1) * D)",
+            "storage/test_append_buffer.py",
+        ),
+    ],
+    "snapkv/storage/base.py": [
+        (
+            "a crop leaves the values of the tokens behind",
+            "        for plane in self.planes:\n"
+            "            plane.states = plane.states[..., :-tokens, :]\n",
+            "        keys, values = self.planes\n"
+            "        keys.states = keys.states[..., :-tokens, :]\n"
+            "        values.states = values.states[..., tokens:, :]\n",
+            "hf/test_cache.py",
+            "cache",
+        ),
+        (
+            "sinks are turned from where they were turned to before",
+            "sinks = torch.where(were_moved, original, sinks)",
+            "sinks = torch.where(were_moved, sinks, sinks)",
+            "policies/test_sinks.py",
+            "policies/test_streaming.py",
+        ),
+    ],
+    "snapkv/storage/coded.py": [
+        (
+            "a block of codes that has lost tokens keeps the wrong ones",
+            "order = (~kept).to(torch.uint8).argsort(dim=1, stable=True)",
+            "order = kept.to(torch.uint8).argsort(dim=1, stable=True)",
+            "cache/test_spans.py",
+        ),
+    ],
+    "snapkv/storage/offload.py": [
+        (
+            "offloaded tokens come back that were taken back",
+            "end=min(piece.end, tokens)",
+            "end=piece.end",
+            "cache/test_crop.py",
+            "cache/test_recall.py",
+        ),
+        (
+            "offloaded rows keep the pads of other rows",
+            "rows=piece.rows[rows], shift=piece.shift[rows]",
+            "rows=piece.rows[rows]",
+            "cache",
+            "hf",
+        ),
+    ],
+    "snapkv/storage/ragged.py": [
+        (
+            "ragged heads are gathered from the KV head of another group",
+            "* keys.shape[1] // index.shape[1]",
+            "% keys.shape[1]",
+            "hf/test_combinations.py",
+            "policies/test_uneven.py",
+            "sequences/test_sequences.py",
+        ),
+        (
+            "the first token of a ragged head is taken for none",
+            "from_end > counts[..., None]",
+            "from_end >= counts[..., None]",
+            "policies/test_uneven.py",
+            "cache",
+        ),
+        (
+            "ragged rows keep the lengths of other rows",
+            "tuple(self.head_tokens[row] for row in rows.tolist())",
+            "tuple(self.head_tokens[row] for row in sorted(rows.tolist()))",
+            "policies/test_uneven.py",
+            "sequences",
+        ),
+    ],
+    "snapkv/storage/static.py": [
+        (
+            "static storage counts a crop as one token",
+            "self.filled.sub_(tokens)",
+            "self.filled.sub_(1)",
+            "models/test_static.py",
+        ),
+    ],
+    "snapkv_vllm/blocks.py": [
+        (
+            "vLLM's blocks: a request counts rounded room as dropped",
+            "self.dropped_tokens[request_id] = order.seen_tokens - room",
+            "self.dropped_tokens[request_id] = order.dropped_tokens - 1",
+            "vllm/test_accounting.py",
+            "vllm/test_engine.py",
+        ),
+        (
+            "vLLM's blocks: kept tokens are written into blocks that others share",
+            "return bool(self.enable_caching) and",
+            "return not self.enable_caching and",
+            "vllm/test_accounting.py",
+            "vllm/test_engine.py",
+        ),
+    ],
+    "snapkv_vllm/documents/content.py": [
+        (
+            "control words stay where a whole text is given",
+            "inside is None or inside[number]",
+            "inside is not None and inside[number]",
+            "documents/test_content.py",
+        ),
+        (
+            "a chat with as many control words as its template is not looked at",
+            "if sum(one in words for one in ids) == sum(",
+            "if sum(one in words for one in ids) <= 1 + sum(",
+            "documents/test_content.py",
+        ),
+    ],
+    "snapkv_vllm/documents/plans.py": [
+        (
+            "a preempted document goes on with the piece that was due",
+            "            self._piece = 0\n",
+            "",
+            "documents/test_plans.py",
+        ),
+        (
+            "a piece may reach beyond the model's positions",
+            "min(text_tokens, room) - instruction_tokens",
+            "text_tokens - instruction_tokens",
+            "documents/test_plans.py",
+        ),
+        (
+            "a step of the second reading runs into the next piece",
+            "return min(offered_tokens, STEP_TOKENS, rest)",
+            "return min(offered_tokens, STEP_TOKENS)",
+            "documents/test_plans.py",
+        ),
+    ],
+    "snapkv_vllm/heads.py": [
+        (
+            "a head's last full page lies behind the others'",
+            "torch.where(pages < first,",
+            "torch.where(pages < first - 1,",
+            "heads/test_places.py",
+        ),
+        (
+            "a page that is not full has no place",
+            "-(-self.kept // self.page_tokens))",
+            "self.kept // self.page_tokens)",
+            "heads/test_places.py",
+        ),
+        (
+            "rows between others are taken for the first of a batch",
+            "max(batch.counts) == 1 and tuple(batch.starts) == tuple(range(len(batch.starts)))",
+            "max(batch.counts) == 1",
+            "heads/test_step.py",
+        ),
+    ],
+    "snapkv_vllm/held.py": [
+        (
+            "vLLM is told the slots of tokens that were dropped",
+            "right=True",
+            "right=False",
+            "test_held.py",
+        ),
+    ],
+    "snapkv_vllm/limits.py": [
+        (
+            "a budget may be as long as the time between two evictions",
+            "if 0 < self.decode_budget <= every:",
+            "if 0 < self.decode_budget < every:",
+            "test_limits.py",
+        ),
+    ],
+    "snapkv_vllm/plans.py": [
+        (
+            "a window puts queries aside that earlier steps have put aside",
+            "first = max(seen_tokens, compression.at - compression.choice.query_tokens)",
+            "first = compression.at - compression.choice.query_tokens",
+            "test_plans.py",
+        ),
+        (
+            "an answer may hold a token too many before it is cut",
+            "seen - held + growth.most_tokens - 1) + 1",
+            "seen - held + growth.most_tokens) + 1",
+            "test_plans.py",
+        ),
+        (
+            "an eviction drops a token too few",
+            "kept = growth.most_tokens - growth.evict_every",
+            "kept = growth.most_tokens - growth.evict_every + 1",
+            "test_plans.py",
+        ),
+        (
+            "a cached prefix reaches into the window that votes",
+            "max(0, first.at - first.needed_tokens)",
+            "first.at",
+            "test_plans.py",
+        ),
+        (
+            "an answer that has just begun is asked for queries of its prompt",
+            "min(queries_of(growth.policy), at - self.prompt_tokens)",
+            "queries_of(growth.policy)",
+            "test_plans.py",
+        ),
+    ],
+    "snapkv_vllm/runners.py": [
+        (
+            "vLLM's rows: a resumed request goes on with what it held before",
+            "        *(scheduler_output.preempted_req_ids or ()),\n"
+            "        *scheduler_output.scheduled_cached_reqs.resumed_req_ids,\n",
+            "",
+            "vllm/test_scheduling.py",
+            "vllm/test_engine.py",
+        ),
+    ],
+    "snapkv_vllm/shares.py": [
+        (
+            "who has least gives back first",
+            "max(beyond, key=lambda one: taken[one.tenant])",
+            "min(beyond, key=lambda one: taken[one.tenant])",
+            "documents/test_catalogue.py",
+        ),
+        (
+            "what is within a tenant's share goes",
+            "taken[one.tenant] > share]",
+            "taken[one.tenant] >= share]",
+            "documents/test_catalogue.py",
+        ),
+    ],
+    "snapkv_vllm/spans.py": [
+        (
+            "spans that touch are said to overlap",
+            "if what and span[0] < before[1]:",
+            "if what and span[0] <= before[1]:",
+            "test_spans.py",
+        ),
+    ],
+}
+
+FAULTS = tuple(
+    Fault(file, name, old, new, tuple(suites))
+    for file, seeded in _SEEDED.items()
+    for name, old, new, *suites in seeded
 )

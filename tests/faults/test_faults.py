@@ -1,4 +1,4 @@
-"""Every seeded fault still has a place in the source, and tests that are there."""
+"""Every seeded fault still has a place in the source, and suites that are there."""
 
 from pathlib import Path
 
@@ -14,4 +14,9 @@ def test_a_fault_can_be_seeded(fault):
     (path,) = ROOT.glob(f"packages/*/src/{fault.file}")
     assert path.read_text(encoding="utf-8").count(fault.old) == 1
     assert fault.new != fault.old
-    assert all((ROOT / test).exists() for test in fault.tests)
+    assert fault.suites
+    assert all((ROOT / fault.path_of(suite)).exists() for suite in fault.suites)
+
+
+def test_names_tell_faults_apart():
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)

@@ -93,6 +93,14 @@ def test_their_bytes_are_reported(cache):
     assert with_them - cache.report()["index_bytes"] == added > 0
 
 
+def test_what_is_only_measured_is_not_held(cache):
+    before = cache.report()["index_bytes"]
+    for layer in cache.layers:
+        assert layer.notes.lost_mass is not None
+        layer.notes = replace(layer.notes, lost_mass=None)
+    assert cache.report()["index_bytes"] == before
+
+
 def test_they_are_emptied_with_the_cache(cache):
     cache.reset()
     assert values(cache) == [dict.fromkeys(NAMES)] * len(cache.layers)

@@ -106,7 +106,6 @@ KEPT_WHOLE = {
     "snapkv": METHODS["snapkv"],
     "adakv": METHODS["adakv"],
     "pyramidkv": METHODS["pyramidkv"],
-    "a threshold": ScoreThreshold(SnapKV(500, **PICK), at_least=0.012),
     "adakv-auto": AdaKV(SnapKV(AutoBudget(lost_vote=0.012, least=4), **PICK)),
     "snapkv-auto": SnapKV(AutoBudget(lost_vote=0.016, least=4), **PICK),
 }

@@ -8,6 +8,7 @@ import torch
 from transformers import pipeline
 
 from snapkv import CacheMismatchError, CompressedCache, FullCache, KVzip, SnapKV
+from snapkv.cache.read_ids import ReadIds
 from snapkv.decoding import Medusa, MedusaHeads
 from snapkv.document import Document
 from snapkv.kvzip import read_context
@@ -75,6 +76,14 @@ def test_rows_of_beams_follow_their_texts():
     (_, known), *_ = cache.reading.read_ids.parts
     go_on(model, cache, with_turn(known[:, : cache.get_seq_length()].long()))
     assert cache.reading.rows == 2
+
+
+def test_parts_are_cut_and_each_row_of_beams_is_compared_with_its_own():
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    read_ids = ReadIds(((2, ids),))
+    (((start, left),),) = (read_ids.up_to(4).parts,)
+    assert (start, left.tolist()) == (2, [[1, 2], [4, 5]])
+    read_ids.select_rows(torch.tensor([0, 0, 1, 1])).require(2, ids, 5, None)
 
 
 CHANGED = {

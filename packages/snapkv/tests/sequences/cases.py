@@ -15,6 +15,17 @@ def llama(policy, operations, options=None):
 
 
 CASES = {
+    # Query heads that share out a budget could be gathered from another group, unnoticed.
+    "adakv of query heads": llama(
+        kv.AdaKV(kv.SnapKV(20, window_size=4, group_reduce="none")),
+        (do.Turn(40, pads=(0, 7)), do.Step(2), do.Turn(6)),
+    ),
+    # What stands behind a dropped span could have any position, unnoticed.
+    "a turn behind dropped spans": llama(
+        kv.SnapKV(20, window_size=4),
+        (do.Turn(40), do.Drop(((3, 9), (15, 16))), do.Step(2), do.Drop(((20, 22),)), do.Turn(6)),
+        HOST,
+    ),
     # The end of a prompt that was cropped chose among the stored slots, not all that was seen.
     "crop into a prompt under recall": llama(
         kv.SnapKV(keep_ratio=0.2, window_size=12), (do.Turn(80), do.Crop(2), do.Step(3)), HOST
