@@ -666,12 +666,6 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "test_plans.py",
         ),
         (
-            "a cached prefix reaches into the window that votes",
-            "max(0, first.at - first.needed_tokens)",
-            "first.at",
-            "test_plans.py",
-        ),
-        (
             "an answer that has just begun is asked for queries of its prompt",
             "min(queries_of(growth.policy), at - self.prompt_tokens)",
             "queries_of(growth.policy)",
