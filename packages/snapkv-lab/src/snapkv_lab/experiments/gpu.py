@@ -342,10 +342,17 @@ def _cells(given: Given, part: str) -> Iterator[Cell]:
         yield Cell(f"{name}, {device}", seconds, lambda g, r=rows, a=arguments: r(g, *a))
 
 
-def _decode_cells(
-    given: Given, seconds: float, baseline: str, ours: Sequence[str]
-) -> Iterator[tuple[Any, ...]]:
+STEPS = {
+    "decode": (20, "transformers", ("static", "static int4")),
+    "eager": (40, "transformers", ("snapkv", "adakv", "int8", "int4")),
+    "compiled": (100, "transformers-static", ("static",)),
+}
+"""How steps run, by part: seconds, what they are compared with, and what is measured."""
+
+
+def _decode_cells(part: str, given: Given) -> Iterator[tuple[Any, ...]]:
     """The length of batches comes first: one row and many, so that a short call has both."""
+    seconds, baseline, ours = STEPS[part]
     length = given.batch_length
     cells = [(1, length), (given.batches[0], length)]
     cells += [(1, other) for other in given.lengths if other != length]
@@ -367,15 +374,7 @@ DECLARED: dict[str, Callable[[Given], Iterator[tuple[Any, ...]]]] = {
         for impl, reads in (("reference", 1), ("blocked", 2), ("triton", 2))
         if impl != "triton" or not given.small
     ),
-    "decode": partial(
-        _decode_cells, seconds=20, baseline="transformers", ours=("static", "static int4")
-    ),
-    "eager": partial(
-        _decode_cells, seconds=40, baseline="transformers", ours=("snapkv", "adakv", "int8", "int4")
-    ),
-    "compiled": partial(
-        _decode_cells, seconds=100, baseline="transformers-static", ours=("static",)
-    ),
+    **{part: partial(_decode_cells, part) for part in STEPS},
     "prefill": lambda given: iter(
         (("reading", 60, _prefill), ("vote, selection and gather", 30, _overhead))
     ),
@@ -508,10 +507,8 @@ TABLES = (
         Table(
             _DECODING | {"of ceiling": "{of_ceiling:.1%}"}, f"{named}; {{device}}", {"part": part}
         )
-        for part, named in (
-            ("decode", "Decoding by graphs"),
-            ("eager", "Eager decoding"),
-            ("compiled", "Compiled decoding"),
+        for part, named in zip(
+            STEPS, ("Decoding by graphs", "Eager decoding", "Compiled decoding"), strict=True
         )
     ),
     Table(
