@@ -9,6 +9,7 @@ from transformers import GenerationMixin
 
 from snapkv import CompressedCache, SnapKV
 from snapkv.hf import forward_context, step_graph
+from snapkv.hf.cache_argument import cache_among
 from tests.families import peaked_model, random_ids, tiny_config, tiny_model
 from tests.hf.tape import TapeRecorder
 
@@ -23,7 +24,7 @@ def on_a_cpu(monkeypatch):
 
     def criteria(model, model_kwargs, config):
         asks = config.compile_config is not None or config.disable_compile
-        cache = model_kwargs["past_key_values"]
+        cache = cache_among(model_kwargs)
         return own(model, model_kwargs, config) if asks else cache.is_compileable
 
     monkeypatch.setattr(GenerationMixin, "_valid_auto_compile_criteria", criteria)
