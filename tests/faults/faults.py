@@ -126,6 +126,12 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "left = slots",
             "cache/test_notes.py",
         ),
+        (
+            "what is only measured counts as held",
+            'for value, axes in self._found().values() if not axes["measured"])',
+            "for value, axes in self._found().values())",
+            "cache/test_notes.py",
+        ),
     ],
     "snapkv/cache/saving/encoding.py": [
         (
