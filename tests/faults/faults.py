@@ -126,6 +126,12 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "left = slots",
             "cache/test_notes.py",
         ),
+        (
+            "what is only measured counts as held",
+            'for value, axes in self._found().values() if not axes["measured"])',
+            "for value, axes in self._found().values())",
+            "cache/test_notes.py",
+        ),
     ],
     "snapkv/cache/saving/encoding.py": [
         (
@@ -178,6 +184,12 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "behind = self.erased[..., 0] - sums",
             "cache/test_spans.py",
             "sequences/test_sequences.py",
+        ),
+        (
+            "the last pad of a row is seen",
+            "return order >= first[:, None]",
+            "return order >= first[:, None] - 1",
+            "cache/test_pads_between_turns.py",
         ),
         (
             "what was noted of slots moves to the slots behind them",
@@ -255,6 +267,12 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
     ],
     "snapkv/hf/attend.py": [
         (
+            "queries of a group are masked as their neighbours",
+            "mask.repeat(1, 1, Hq // Hkv, 1)",
+            "mask.repeat_interleave(Hq // Hkv, dim=2)",
+            "hf/test_attend.py",
+        ),
+        (
             "heads of different length see every candidate of a tree",
             "visible = None if call.candidates is None else call.candidates.visible\n",
             "visible = None\n",
@@ -321,6 +339,32 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "mask_function(batch, head, query + rows, slot + columns)",
             "mask_function(batch, head, query, slot + columns)",
             "hf/test_masks.py",
+        ),
+    ],
+    "snapkv/hf/step_graph.py": [
+        (
+            "the step that is tried fills a slot",
+            "                count.copy_(number)\n",
+            "                pass\n",
+            "hf/test_step_graph.py",
+        ),
+        (
+            "all steps hand out the same output",
+            "tree_map_only(Tensor, torch.clone,",
+            "tree_map_only(Tensor, lambda made: made,",
+            "hf/test_step_graph.py",
+        ),
+        (
+            "a step is replayed on weights that have moved",
+            "_addresses(cache), weights, followed)",
+            "_addresses(cache), followed)",
+            "hf/test_step_graph.py",
+        ),
+        (
+            "a step is recorded of a model in training",
+            "if model.training:",
+            "if not model.training and False:",
+            "hf/test_step_graph.py",
         ),
     ],
     "snapkv/library/joining.py": [
@@ -460,6 +504,32 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "order[: total - sum(whole) - 1]",
             "policies",
         ),
+        (
+            "a share is taken of what a float makes of it",
+            "int(Fraction(str(share)) * tokens)",
+            "int(share * tokens)",
+            "policies/test_uneven.py",
+        ),
+        (
+            "of equal remainders the larger share is rounded up",
+            "-round(shares[i] - whole[i], 9), shares[i], i)",
+            "-round(shares[i] - whole[i], 9), -shares[i], i)",
+            "policies/test_uneven.py",
+        ),
+        (
+            "bytes that are left over go to the last layers",
+            "more = -blocks * depth // layers - -blocks * (depth + 1) // layers",
+            "more = blocks * (depth + 1) // layers - blocks * depth // layers",
+            "policies/test_byte_budget.py",
+        ),
+    ],
+    "snapkv/policies/fastgen.py": [
+        (
+            "a marker at the end of the text is not found",
+            "starts = token_ids.shape[1] - len(marker) + 1",
+            "starts = token_ids.shape[1] - len(marker)",
+            "policies/test_fastgen.py",
+        ),
     ],
     "snapkv/policies/h2o.py": [
         (
@@ -467,6 +537,44 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "step.scores + self.rate(step)",
             "self.rate(step)",
             "policies",
+        ),
+    ],
+    "snapkv/policies/lagkv.py": [
+        (
+            "a piece is scaled by the piece before it",
+            "        lag = pieces[:, 1:]",
+            "        lag = pieces[:, :-1]",
+            "policies/test_lagkv.py",
+        ),
+    ],
+    "snapkv/policies/rkv.py": [
+        (
+            "the window is redundant, too",
+            "scores[..., : -self.window_size] += self.mix_lambda * importance",
+            "scores[..., : -self.window_size] += importance",
+            "policies/test_rkv.py",
+        ),
+    ],
+    "snapkv/policies/scissorhands.py": [
+        (
+            "the lowest layer has the largest budget",
+            "gamma * (2 * depth / steps - 1)",
+            "gamma * (1 - 2 * depth / steps)",
+            "policies/test_scissorhands.py",
+        ),
+    ],
+    "snapkv/policies/spans.py": [
+        (
+            "spans that touch stay apart",
+            "if merged and start <= merged[-1][1]:",
+            "if merged and start < merged[-1][1]:",
+            "policies/test_spans.py",
+        ),
+        (
+            "a span covers the token behind it",
+            "(positions >= start) & (positions < stop)",
+            "(positions >= start) & (positions <= stop)",
+            "policies/test_spans.py",
         ),
     ],
     "snapkv/policies/tova.py": [
@@ -482,6 +590,12 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "the append buffer writes over the last token that it handed out",
             "first.as_strided(new.shape, strides, stored * D)",
             "first.as_strided(new.shape, strides, (stored - 1) * D)",
+            "storage/test_append_buffer.py",
+        ),
+        (
+            "a copy of a cache is written over by the other",
+            "self._last is not None and self._last() is stored",
+            "self._last is not None",
             "storage/test_append_buffer.py",
         ),
     ],
