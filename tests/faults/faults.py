@@ -355,12 +355,6 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "hf/test_step_graph.py",
         ),
         (
-            "a step is replayed on weights that have moved",
-            "_addresses(cache), weights, followed)",
-            "_addresses(cache), followed)",
-            "hf/test_step_graph.py",
-        ),
-        (
             "a step is recorded of a model in training",
             "if model.training:",
             "if not model.training and False:",
