@@ -172,7 +172,7 @@ def test_rows_of_all_layers_are_changed_and_such_as_are_not_there_refused(family
 
 
 def test_numbers_that_are_no_count_are_refused_by_name():
-    _, cache = filled("host")
+    _, cache = filled()
     with pytest.raises(InvalidTypeError, match=r"tokens_to_remove: .*an integer, got -1\.0"):
         cache.crop(-1.0)
     with pytest.raises(InvalidArgumentError, match=r"tokens_to_remove: .*negative number"):

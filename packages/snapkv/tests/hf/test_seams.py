@@ -50,7 +50,7 @@ PARAMETERS = {  # by name, that code passes or overrides; others may stand among
     "modeling_utils.PreTrainedModel:_can_set_attn_implementation": "",
     "modeling_utils.PreTrainedModel:get_decoder": "",
     "configuration_utils.PreTrainedConfig:get_text_config": "decoder",
-    **{f"generation.GenerationMixin:{name}": "" for name in _AROUND if name != "_prefill"},
+    **{f"models.llama.modeling_llama.LlamaForCausalLM:{name}": "" for name in _AROUND},
 }
 """Methods that are called or overridden, and their parameters."""
 
@@ -68,6 +68,7 @@ KNOWN_KINDS = {
     "LinearAttentionLayer": "kept as it is",
     "LinearAttentionAndSlidingWindowAttentionLayer": "kept as it is",
     "DummyLayer": "kept as it is",
+    "DynamicIndexedLayer": "refused",
 }
 """Of the cache's own layers; those that a model's file adds are refused."""
 
