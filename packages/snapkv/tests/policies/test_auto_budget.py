@@ -171,20 +171,6 @@ def test_rows_whose_votes_choose_different_numbers_are_as_alone(policy):
 
 
 @torch.no_grad()
-def test_votes_lost_by_a_row_that_chooses_later_are_not_known():
-    model = tiny_model("llama")
-    cache = CompressedCache(model, SnapKV(24, window_size=4))
-    ids = random_ids(2, 90)
-    mask = torch.ones_like(ids)
-    mask[1, :40] = 0
-    model(ids[:, :60], attention_mask=mask[:, :60], past_key_values=cache)
-    assert cache.report()["lost_votes"] > 0
-    cache.expect_prompt(90)
-    model(ids[:, 60:], attention_mask=mask, past_key_values=cache)
-    assert cache.report()["lost_votes"] is None
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("policy", [KVzip(64, window_size=8), AdaKV(KVzip(64, window_size=8))])
 def test_a_question_behind_a_context_that_fits_is_stored_whole(policy):
     model, ids = tiny_model("llama"), random_ids(1, 70)

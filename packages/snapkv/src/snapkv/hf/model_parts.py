@@ -60,7 +60,11 @@ class Rotation:
         """The module's cosines and sines, float32."""
         options = {} if self.layer_type is None else {"layer_type": self.layer_type}
         like = torch.empty(0, dtype=torch.float32, device=positions.device)
-        cos, sin = self.embedding(like, positions, **options)
+        try:
+            made = self.embedding(like, positions, **options)
+        except IndexError:  # of text all axes of M-RoPE are alike; older releases want each
+            made = self.embedding(like, positions.expand(3, *positions.shape), **options)
+        cos, sin = (each[0] if each.ndim > 3 else each for each in made)
         return cos.to(positions.device), sin.to(positions.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Rotation":
