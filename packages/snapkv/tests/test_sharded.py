@@ -188,7 +188,7 @@ def test_a_second_reading(require_same):
 
 
 @pytest.mark.parametrize(
-    "name", ["snapkv", "criticalkv", "expected-attention", "streaming-llm", "adakv"]
+    "name", ["snapkv", "criticalkv", "expected attention", "streaming-llm", "adakv"]
 )
 def test_offloaded_weights(name, tmp_path):
     def run(model):
