@@ -152,7 +152,7 @@ def after_a_turn(model, lengths, options):
     return talk(every, 0), [talk(every[r : r + 1], longest - n) for r, n in enumerate(lengths)]
 
 
-@pytest.mark.parametrize("options", [{}, {"recall": "host"}, {"turns": "compress"}], ids=str)
+@pytest.mark.parametrize("options", [{"recall": "host"}, {"turns": "compress"}], ids=str)
 def test_a_row_that_fitted_the_budget_beside_a_longer_one_chooses_as_alone(options):
     (logits, kept, cache), alone = after_a_turn(
         tiny_model("llama"), (25, 90), {"quantize": FINE, **options}
