@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
-from snapkv.hf.masks import _flex_mask, hides_past, leading_pads, prompt_mask, stored_mask
+from snapkv.hf.masks import _flex_mask, leading_pads, prompt_mask, stored_mask
 from tests.pairs import pairs
 
 T, WINDOW = 7, 3
@@ -98,15 +98,6 @@ def test_padding_that_is_not_on_the_left_is_refused(form, row):
 def test_a_row_of_padding_alone_is_refused(form):
     with pytest.raises(InvalidArgumentError, match="got rows of padding alone; leave them out"):
         read(in_form(form, columns_visible([0, T])))
-
-
-@pytest.mark.parametrize("form", FORMS_4D)
-def test_what_is_hidden_of_the_past_is_found(form):
-    for pads, hidden in ((PADS, False), ([0, 0, 0], True)):
-        mask = as_additive(form, causal(columns_visible(PADS), queries=2))
-        assert hides_past(mask, 2, torch.tensor(pads)) == hidden
-        assert not hides_past(mask[..., -2:], 2, torch.tensor(pads))  # of the new tokens alone
-    assert not hides_past(as_additive(form, causal(columns_visible([0, 0, 0]))), T, None)
 
 
 @pytest.mark.parametrize("form", FORMS[:2])

@@ -247,12 +247,9 @@ class CompressedLayer(DynamicLayer):
         return 0 if self.notes.sink_keys is None else self.notes.sink_keys.nbytes
 
     @property
-    def attends_by_heads(self) -> bool:
-        """Whether it will read a turn over heads of different length, or codes."""
-        if self.recall_due:
-            return False
-        chooses = self.slots.kept is None or self.chooses_again
-        return self.store.ragged is not None and (self.store.is_exact or not chooses)
+    def reads_over_kept(self) -> bool:
+        """Whether the next tokens attend to what heads chose for themselves, as they come."""
+        return self.slots.is_compressed and not (self.recall_due or self.store.is_static)
 
     def stored_positions(self) -> Tensor:
         """(B, H, S) int64: true position of every stored token, ascending; -1 for a pad."""

@@ -86,8 +86,7 @@ class PaddingWatch:
 
     Pads stand in front of a row, and nowhere else. Those in front of a prompt are read where it
     ends. A batch whose turns or answers differ in length is refused before anything is read.
-    The last mask was made for a pass by whose end `masked_to` tokens have been seen, and
-    `may_see_ahead` where a model has laid something over it, such as images.
+    The last mask was made for a pass by whose end `masked_to` tokens have been seen.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class PaddingWatch:
         has_states: bool = False,
     ) -> None:
         self.layers, self.masked_to, self.has_states = layers, masked_to, has_states
-        self.may_see_ahead = self._is_made = False
+        self._is_made = False
 
     def take_made(self) -> bool:
         """Whether the mask of the pass that begins was made here, and is not the user's own."""
@@ -145,15 +144,6 @@ class PaddingWatch:
                 "layers carry a state, which hides none of a single one, got one; read the "
                 "prompt in larger pieces"
             )
-
-    @property
-    def needs_causal_turn(self) -> bool:
-        """Whether some layer attends to a turn by heads, in which a token sees none behind it."""
-        return any(each.attends_by_heads for each in self.layers)
-
-    def has_own_mask(self, layer: CompressedLayer) -> bool:
-        """Whether a mask that comes with the pass the layer has just read is the user's own."""
-        return self.masked_to != layer.seen_tokens
 
     def of(self, layers: Sequence[CompressedLayer]) -> "PaddingWatch":
         return PaddingWatch(layers, self.masked_to, has_states=self.has_states)

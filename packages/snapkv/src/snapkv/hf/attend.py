@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from snapkv import ops
 from snapkv.cache.layer import CompressedLayer
 from snapkv.hf.forward_context import Candidates, is_recording
-from snapkv.hf.masks import own_part, prompt_mask, stored_mask, tree_mask
+from snapkv.hf.masks import prompt_mask, stored_mask, tree_mask
 from snapkv.storage.coded import CodedStates
 from snapkv.storage.ragged import RaggedStates
 
@@ -173,8 +173,8 @@ def fitting(call: AttentionCall, layer: CompressedLayer) -> AttentionCall:
 
 def _with_own_mask(call: AttentionCall, layer: CompressedLayer, drafts: int = 0) -> AttentionCall:
     store, slots, new = layer.store, layer.slots, call.query.shape[2]
-    past, own = slots.visible(store, store.slots - drafts - new), own_part(call.mask, new, drafts)
-    return replace(call, mask=stored_mask(call.implementation, past, call.query, own))
+    past = slots.visible(store, store.slots - drafts - new)
+    return replace(call, mask=stored_mask(call.implementation, past, call.query))
 
 
 def _attend_ragged(call: AttentionCall, ragged: RaggedStates | CodedStates) -> Tensor:

@@ -18,19 +18,12 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from snapkv.cache.layer import CompressedLayer
-from snapkv.cache.reading import Reading
+from snapkv.cache.reading import PaddingWatch, Reading
 from snapkv.errors import CacheMismatchError, UnsupportedModelError
 from snapkv.hf import forward_context
 from snapkv.hf.attend import Attended, AttentionCall, attend_stored, fitting
 from snapkv.hf.forward_context import ForwardContext, Phase, Shared
-from snapkv.hf.masks import (
-    hides_past,
-    leading_pads,
-    mask_function,
-    not_causal_window,
-    own_part,
-    sees_ahead,
-)
+from snapkv.hf.masks import leading_pads, mask_function, sees_ahead
 from snapkv.hf.model_parts import has_images_positions, output_weight
 from snapkv.policies import (
     DecodeStep,
@@ -87,25 +80,26 @@ def _make_mask(
 ) -> Any:
     """The registered mask function: tells the cache of the padding that it makes the mask of."""
     watch = forward_context.take_padding()
-    if watch is not None:  # where more was laid over the mask, it says that it must be made
-        watch.may_see_ahead = not options.get("allow_is_causal_skip", True)
+    # Where a model lays more over the mask, such as images, it says that it must be made.
+    may_see_ahead = not options.get("allow_is_causal_skip", True)
     padding = attention_mask if watch is None else watch.expect(attention_mask, q_length)
     is_known_to_hide = padding is not None and padding is not attention_mask
     if is_known_to_hide and "allow_is_causal_skip" in options:
         options["allow_is_causal_skip"] = False
     made = make(q_length=q_length, attention_mask=padding, **options)
-    if watch is not None and watch.may_see_ahead and watch.needs_causal_turn and q_length > 1:
-        _require_causal(own_part(made, q_length))
+    if watch is not None and may_see_ahead and q_length > 1:
+        _require_causal(watch, made, q_length)
     return made
 
 
-def _require_causal(own: Tensor | None) -> None:
-    """Refuse a turn whose tokens see what is behind them, before any layer has stored it."""
-    if any(sees_ahead(own)):
+def _require_causal(watch: PaddingWatch, mask: Any, new_tokens: int) -> None:
+    """Refuse tokens that see later ones behind a compressed prompt, before any are stored."""
+    is_over_kept = any(layer.reads_over_kept for layer in watch.layers)
+    if is_over_kept and sees_ahead(mask, new_tokens):
         raise UnsupportedModelError(
-            "attention_mask: expected a causal mask in a turn behind heads of different length "
-            "or codes, got tokens that see each other in both directions, as those of an "
-            "image do; pass recall='host', or use SnapKV without quantize"
+            "attention_mask: expected a causal mask behind a compressed prompt, got tokens that "
+            "see each other in both directions, as those of an image do; pass recall='host', or "
+            "read all images with the first prompt"
         )
 
 
@@ -435,14 +429,14 @@ def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
         )
     if refusal := _refusal_of_images(name, context):
         return refusal
-    own_4d = context.has_own_mask and getattr(call.mask, "ndim", 0) == 4
-    if own_4d and _hides_what_is_seen(call, context.layer):
+    is_own = context.has_own_mask and getattr(call.mask, "ndim", 0) == 4
+    if is_own and context.layer.slots.is_compressed:
         return UnsupportedModelError(
-            "attention_mask: expected a causal one that hides no earlier token behind a compressed "
-            "prompt, whose heads keep tokens of their own, got a 4-D one that hides some; drop "
-            "tokens with cache.drop(spans), read branches each behind a copy of the cache"
+            "attention_mask: expected a 2-D one behind a compressed prompt, whose heads keep "
+            "tokens of their own, got a 4-D one; drop tokens with cache.drop(spans), read "
+            "branches each behind a copy of the cache"
         )
-    return _refusal_of_ahead(call, context)
+    return None
 
 
 def _refusal_of_images(name: str, context: ForwardContext) -> UnsupportedModelError | None:
@@ -469,36 +463,6 @@ def _gives_no_weights(context: ForwardContext) -> bool:
     """Whether a pass attends by heads, or ends a prompt that drafts stand behind."""
     layer, ends = context.layer, context.phase in (Phase.END_PROMPT, Phase.END_TURN)
     return layer.store.ragged is not None or (ends and context.drafts > 0)
-
-
-def _hides_what_is_seen(call: AttentionCall, layer: CompressedLayer) -> bool:
-    """Whether a 4-D mask of the user's own hides tokens that the layer attends to all the same.
-
-    One as wide as what is stored is heeded, where all heads keep the same number. By heads a
-    layer makes no mask: its new tokens see each other as they come.
-    """
-    is_ragged, slots = layer.store.ragged is not None, layer.slots
-    makes_none = is_ragged and call.candidates is None
-    if makes_none and any(sees_ahead(own_part(call.mask, call.query.shape[2]))):
-        return True
-    if layer.storage.is_compileable or not (is_ragged or slots.is_compressed):
-        return False  # static storage notes no masks, so that a step waits for no GPU
-    has_own = is_ragged or slots.needs_own_mask or call.mask.shape[-1] != call.key.shape[2]
-    return has_own and hides_past(call.mask, call.query.shape[2], slots.pads)
-
-
-def _refusal_of_ahead(call: AttentionCall, context: ForwardContext) -> Exception | None:
-    """Why queries of a later turn cannot vote, since they have seen what is behind them."""
-    layer, Q = context.layer, call.query.shape[2]
-    votes = context.phase is Phase.END_TURN or (
-        isinstance(layer.policy, EvictingPolicy)
-        and context.phase in (Phase.READ_TURN, Phase.DECODE)
-    )
-    if not votes or Q == 1 or not context.may_see_ahead or call.candidates is not None:
-        return None
-    ahead, end = sees_ahead(own_part(call.mask, Q)), Q - max(context.drafts, 0)
-    voting = ahead[max(0, end - layer.policy.query_tokens) : end]
-    return not_causal_window() if any(voting) else None
 
 
 def latent_refusal(layers: Sequence[CompressedLayer], name: str) -> UnsupportedModelError | None:

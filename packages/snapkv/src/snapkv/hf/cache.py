@@ -172,6 +172,7 @@ class CompressedCache(Cache):
             reading.narrowing.note(layer)
         if reading.coming_ids is not None:
             layer.remember_ids(reading.coming_ids[1].to(key_states.device))
+        read_to = reading.prompt_end if reading.is_piecewise else layer.seen_tokens
         forward_context.enter(
             forward_context.ForwardContext(
                 layer=layer,
@@ -179,8 +180,7 @@ class CompressedCache(Cache):
                 reading=reading,
                 modules=self._use.modules,
                 check=self._check,
-                has_own_mask=self._padding.has_own_mask(layer),
-                may_see_ahead=self._padding.may_see_ahead,
+                has_own_mask=self._padding.masked_to != read_to,
             )
         )
         return keys, values

@@ -68,7 +68,6 @@ class ForwardContext:
     modules: "weakref.WeakSet[Any]"  # of the model that the cache is for
     check: VoteCheck
     has_own_mask: bool = False  # whether a mask that comes with this pass is the user's own
-    may_see_ahead: bool = False  # whether more than that later tokens are hidden was laid over it
 
     @property
     def phase(self) -> Phase:

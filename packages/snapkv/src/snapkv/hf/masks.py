@@ -80,16 +80,12 @@ def leading_pads(
             "out of the batch"
         )
     if found[1]:
-        raise not_causal_window()
+        raise UnsupportedModelError(
+            "attention_mask: expected a causal mask over the observation window, got one that is "
+            "not (packed sequences, or tokens that see each other in both directions); such a "
+            "prompt cannot be voted on"
+        )
     return pads if found[2] else None
-
-
-def not_causal_window() -> UnsupportedModelError:
-    return UnsupportedModelError(
-        "attention_mask: expected a causal mask over the observation window, got one that is "
-        "not (packed sequences, or tokens that see each other in both directions); such a "
-        "prompt cannot be voted on"
-    )
 
 
 def _visible(mask: Any, first_row: int, rows: int, columns: int) -> Tensor:
@@ -117,72 +113,41 @@ def _sees_otherwise(visible: Tensor, pads: Tensor) -> Tensor:
     return ((visible != expected) & real).any()
 
 
-def own_part(mask: Any, new_tokens: int, behind: int = 0) -> Tensor | None:
-    """(B, 1 or H, Q, Q) bool: which of the queries' own tokens each sees; None where it is causal.
-
-    Behind them stand so many tokens, the mask's last ones. Those of an image may see each other in
-    both directions.
-    """
-    if mask is None or mask.shape[-1] < new_tokens + behind or len(mask.shape) != 4:
-        return None
+def sees_ahead(mask: Any, new_tokens: int) -> bool:
+    """Whether some of the last tokens sees a later one, or not all of them before it."""
+    if mask is None or len(mask.shape) != 4:
+        return False
     rows, columns = mask.shape[-2:]
-    visible = _visible(mask, max(rows - behind - new_tokens, 0), new_tokens, columns)
-    own = visible[..., columns - behind - new_tokens : columns - behind]
-    return own if own.shape[-2] == new_tokens else None
+    own = _visible(mask, rows - new_tokens, new_tokens, columns)[..., columns - new_tokens :]
+    return bool((own != torch.ones_like(own).tril()).any())
 
 
-def hides_past(mask: Tensor, new_tokens: int, pads: Tensor | None) -> bool:
-    """Whether a 4-D mask hides something before its last, new tokens, leading pads left out."""
-    columns = max(mask.shape[-1] - new_tokens, 0)
-    past = _visible(mask, 0, new_tokens, columns)
-    if pads is not None:
-        places = torch.arange(columns, device=mask.device)
-        past = past | (places < pads.to(mask.device)[:, None, None, None])
-    return not bool(past.all())
-
-
-def sees_ahead(own: Tensor | None) -> list[bool]:
-    """Of `own_part`, for each of the Q tokens whether it sees a later one, or not all before it."""
-    if own is None:
-        return []
-    found: list[bool] = (own != torch.ones_like(own).tril()).any(dim=-1).any(dim=1).any(0).tolist()
-    return found
-
-
-def stored_mask(
-    implementation: str, visible: Tensor, query: Tensor, own: Tensor | None = None
-) -> Any:
+def stored_mask(implementation: str, visible: Tensor, query: Tensor) -> Any:
     """The mask for queries (B, Hq, Q, D) at the end of a cache whose slots are all in the past.
 
-    `visible` is (B, S) bool, which stored slots hold a token, those of the queries excluded, whose
-    `own_part` is causal if it is left out. The mask has the form the implementation expects, over
-    S + Q columns.
+    `visible` is (B, S) bool, which stored slots hold a token, those of the queries excluded. The
+    mask has the form the implementation expects, over S + Q columns.
     """
     Q, S = query.shape[2], visible.shape[-1]
     columns = pad(visible, (0, Q), value=True)
     if "flash" in implementation:
         return None if bool(columns.all()) else columns
-    if own is None:
-        own = torch.ones(1, 1, Q, Q, dtype=torch.bool, device=query.device).tril()
-    own = own.expand(len(visible), -1, -1, -1)
     if "flex" in implementation:
-        return _block_mask(columns, Q, own[:, 0])
-    past = visible[:, None, None].expand(-1, own.shape[1], Q, S)
-    allowed = torch.cat([past, own], dim=-1)
+        return _block_mask(columns, Q)
+    causal = torch.ones(Q, S + Q, dtype=torch.bool, device=query.device).tril(S)
+    allowed = columns[:, None, None] & causal
     if implementation != "eager":
         return allowed
     lowest = torch.finfo(query.dtype).min
     return torch.zeros_like(allowed, dtype=query.dtype).masked_fill(~allowed, lowest)
 
 
-def _block_mask(columns: Tensor, query_tokens: int, own: Tensor) -> BlockMask:
-    """`stored_mask` for flex attention: (B, S + Q) bool, which columns are visible; (B, Q, Q)."""
+def _block_mask(columns: Tensor, query_tokens: int) -> BlockMask:
+    """`stored_mask` for flex attention: (B, S + Q) bool, which columns are visible."""
     slots = torch.tensor(columns.shape[-1] - query_tokens, device=columns.device)
 
     def sees(batch: Tensor, _: Tensor, query_idx: Tensor, slot: Tensor) -> Tensor:
-        is_past = slot < slots
-        of_own = own[batch, query_idx, (slot - slots).clamp(min=0)]
-        return columns[batch, slot] & (is_past | of_own)
+        return columns[batch, slot] & (slot <= query_idx + slots)
 
     return create_block_mask(
         sees, columns.shape[0], None, query_tokens, columns.shape[-1], device=columns.device
