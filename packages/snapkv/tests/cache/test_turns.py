@@ -4,16 +4,12 @@ import pytest
 import torch
 
 from snapkv import (
-    AdaKV,
     CompressedCache,
     ExpectedAttention,
     InvalidArgumentError,
-    KVzap,
-    PyramidKV,
     SnapKV,
 )
 from tests.families import CLOSE, ONCE, call, random_ids, tiny_model
-from tests.gates import drawn_gate
 from tests.oracle import hidden_columns, masked_decode_logits, stepwise_logits
 
 DOCUMENT, QUESTION, BUDGET, WINDOW = 90, 20, 40, 8
@@ -92,22 +88,6 @@ def test_tokens_behind_an_announced_turn_neither_vote_nor_see_what_was_dropped()
     torch.testing.assert_close(caches[0][1], caches[1][1], **CLOSE)
     for layer in range(4):
         assert torch.equal(*[cache.kept_positions(layer) for cache, _ in caches])
-
-
-@pytest.mark.parametrize(
-    ("policy", "options", "said"),
-    [
-        (AdaKV(POLICY), {}, "a budget that is the same for all heads"),
-        (SnapKV(keep_ratio=0.5), {}, "a budget that is the same for all heads"),
-        (PyramidKV(64), {}, "the same for all heads and layers"),
-        (ExpectedAttention(64), {}, "chooses by the last queries or none"),
-        (KVzap(64, gate=drawn_gate()), {}, "does not ask where tokens stand"),
-        (POLICY, {"storage": "static"}, "storage: expected 'dynamic'"),
-    ],
-)
-def test_what_cannot_be_compressed_again_is_refused(policy, options, said):
-    with pytest.raises(InvalidArgumentError, match=said):
-        CompressedCache(tiny_model("llama"), policy, turns="compress", **options)
 
 
 def test_a_turn_behind_a_prompt_that_fitted_is_refused_where_its_queries_are_asked_for():

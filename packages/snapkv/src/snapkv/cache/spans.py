@@ -10,7 +10,7 @@ from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.reading import Reading
 from snapkv.errors import InvalidArgumentError
 from snapkv.ops import ScoreOptions
-from snapkv.policies import EvictingPolicy, PromptLayer
+from snapkv.policies import PromptLayer
 from snapkv.policies.spans import Span, Spans
 
 RowSpans = Iterable[Span] | Sequence[Iterable[Span]]
@@ -62,30 +62,9 @@ def require_between_turns(reading: Reading) -> None:
         )
 
 
-def require_choosable(layers: Sequence[CompressedLayer]) -> None:
-    """Refuse where slots cannot go one by one."""
-    policy = layers[0].policy
-    if isinstance(policy, EvictingPolicy):
-        raise InvalidArgumentError(
-            f"policy: expected one that only compresses prompts for drop, got {policy.name}, "
-            "which counts what it has evicted by; use SnapKV, or do not drop"
-        )
-    if any(layer.is_compileable for layer in layers):
-        raise InvalidArgumentError(
-            "storage: expected 'dynamic' for drop, got 'static', whose buffer stays as it is; make "
-            "the CompressedCache without storage, or do not drop"
-        )
-
-
 def require_droppable(layers: Sequence[CompressedLayer], rows: Sequence[Spans]) -> None:
     """Refuse what would change more than that each row's spans are gone."""
     first = layers[0]
-    policy = first.policy
-    if policy.needs & {"rotation", "queries"}:
-        raise InvalidArgumentError(
-            f"policy: expected one that does not ask where tokens stand for drop, got "
-            f"{policy.name}; use SnapKV, KeyDiff or LagKV"
-        )
     _require_unprotected(first.protect, rows)
     for row, (own, seen) in enumerate(zip(rows, first.slots.row_tokens(first.store), strict=True)):
         gone = own.union(first.slots.erased_spans(len(rows))[row])

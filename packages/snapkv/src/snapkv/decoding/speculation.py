@@ -153,7 +153,7 @@ class Speculation(ABC):
                 f"{type(cache).__name__}; pass CompressedCache(model, FullCache()) to keep "
                 "everything"
             )
-        cache.require_drafts()
+        cache.setup.require("drafts")
         request = Request(
             model=model,
             cache=cache,

@@ -8,7 +8,7 @@ embedding, query norm and scaling: exactly what attention saw.
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -413,14 +413,13 @@ def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
             "a CompressedCache for this model"
         )
     if not (_same(call.key, store.keys) and _same(call.value, store.values)):
-        if store.keys.shape[1] > 1:
+        layer = context.layer
+        if store.keys.shape[1] > 1 or layer.policy.parts_groups or layer.storage.codes is not None:
             return UnsupportedModelError(
                 f"model: expected attention to the keys and values as they are stored, got {name}, "
                 "which rearranges them after the cache; heads that keep different tokens would be "
                 "mixed, so it cannot be compressed"
             )
-        if latent := latent_refusal(context.reading.layers, name):
-            return latent
     if call.implementation == "eager" and _asks_for_weights(call) and _gives_no_weights(context):
         return UnsupportedModelError(
             "output_attentions: expected False where attention gives no weights, as behind heads "
@@ -463,20 +462,6 @@ def _gives_no_weights(context: ForwardContext) -> bool:
     """Whether a pass attends by heads, or ends a prompt that drafts stand behind."""
     layer, ends = context.layer, context.phase in (Phase.END_PROMPT, Phase.END_TURN)
     return layer.store.ragged is not None or (ends and context.drafts > 0)
-
-
-def latent_refusal(layers: Sequence[CompressedLayer], name: str) -> UnsupportedModelError | None:
-    """Why latent attention cannot do what its layers are to do; None where it can."""
-    for option, is_asked, remedy in (
-        ("group_reduce", layers[0].policy.parts_groups, "leave it at 'mean'"),
-        ("quantize", any(each.storage.codes is not None for each in layers), "leave it out"),
-    ):
-        if is_asked:
-            return UnsupportedModelError(
-                f"{option}: expected attention to the keys as they are stored, got the latent "
-                f"attention of {name}, whose heads share one; {remedy}"
-            )
-    return None
 
 
 def _same(states: Tensor, stored: Tensor) -> bool:

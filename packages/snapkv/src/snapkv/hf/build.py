@@ -13,25 +13,14 @@ from transformers.cache_utils import (
 
 from snapkv.cache.hybrid import HybridLayer
 from snapkv.cache.layer import CompressedLayer, LayerIdentity
-from snapkv.errors import InvalidArgumentError, InvalidTypeError, UnsupportedModelError
-from snapkv.hf.model_parts import (
-    output_projections,
-    rotations_of,
-    shares_latent,
-)
+from snapkv.errors import InvalidTypeError, UnsupportedModelError
+from snapkv.hf.model_parts import output_projections, rotations_of
 from snapkv.hf.placement import layer_devices
-from snapkv.policies import (
-    ByteBudget,
-    EvictingPolicy,
-    Policy,
-    PyramidKV,
-)
-from snapkv.policies.budget import budget_of
+from snapkv.hf.support import Setup
+from snapkv.policies import Policy
 from snapkv.storage.base import Storage
-from snapkv.storage.coded import KVCodes, Quantize
 from snapkv.storage.dynamic import Dynamic
 from snapkv.storage.static import Static
-from snapkv.validation import require_choice, require_int
 
 _COMPRESSED = {"DynamicLayer", "LinearAttentionAndFullAttentionLayer"}
 _KEPT_AS_THEY_ARE = {
@@ -60,31 +49,31 @@ def require_model(model: Any) -> None:
         )
 
 
+def plain_layers(model: PreTrainedModel) -> list[CacheLayerMixin]:
+    """transformers' own choice of layers for a model that can be compressed."""
+    require_model(model)
+    config = model.config.get_text_config(decoder=True)
+    _require_decoder(model, config)
+    layers: list[CacheLayerMixin] = DynamicCache(config=config).layers
+    _require_kinds(type(model).__name__, layers)
+    return layers
+
+
+def other_kinds(layers: Sequence[Any]) -> tuple[str, ...]:
+    """Names of the kinds of layers that are not of full attention alone."""
+    return tuple(sorted({type(layer).__name__ for layer in layers} - {"DynamicLayer"}))
+
+
 def layers_for(
     model: PreTrainedModel, policy: Policy, storage: StorageMaker = Dynamic
 ) -> list[CacheLayerMixin]:
     """transformers' own choice of layers for the model, the full-attention ones compressed."""
-    require_model(model)
-    config = model.config.get_text_config(decoder=True)
-    _require_decoder(model, config)
-    if "tokenizer" in policy.needs:
-        raise InvalidArgumentError(
-            f"policy: expected a method that knows the tokenizer's special tokens and punctuation, "
-            f"got {policy!r} without; pass policy.with_tokenizer(tokenizer)"
-        )
-    layers: list[CacheLayerMixin] = DynamicCache(config=config).layers
+    layers = plain_layers(model)
     full = [index for index, layer in enumerate(layers) if grows(layer)]
-    latents = shares_latent(model)
     made = [storage().at(depth, len(full)) for depth in range(len(full))]
-    if latents and any(each.codes is not None for each in made):
-        raise UnsupportedModelError(
-            f"quantize: expected none for latent attention, whose heads share what is stored, got "
-            f"it for {type(model).__name__}; leave it out"
-        )
-    is_static = any(each.is_compileable for each in made)
-    readers = {index: _readers(config).get(index, []) for index in full}
+    shared = _readers(model.config.get_text_config(decoder=True))
+    readers = {index: shared.get(index, []) for index in full}
     _require_together(model, readers)
-    _require_kinds(type(model).__name__, layers, is_static=is_static)
     for identity, own in zip(_identities(model, policy, readers), made, strict=True):
         index = identity.layer_idx
         layers[index] = _compressed(layers[index], policy, identity, own)
@@ -146,48 +135,15 @@ def _require_together(model: PreTrainedModel, readers: dict[int, list[int]]) -> 
             )
 
 
-def storage_for(
-    policy: Policy, storage: str, room_tokens: int, quantize: Quantize | None
-) -> StorageMaker:
+def storage_for(setup: Setup) -> StorageMaker:
     """How the storage of each layer is made."""
-    require_choice("storage", storage, ("dynamic", "static"))
-    require_int("room_tokens", room_tokens, minimum=1)
-    evicts = isinstance(policy, EvictingPolicy)
-    alike = policy.most_tokens is not None and policy.most_tokens == getattr(policy, "budget", None)
-    if storage == "static" and (not alike or evicts or policy.parts_groups):
-        raise InvalidArgumentError(
-            f"storage: expected a policy that keeps a budget of tokens, the same in all layers, "
-            f"one set per KV head, and all behind it for storage='static', whose layers share one "
-            f"mask, got {policy!r}; use SnapKV(budget=...) with a number, or storage='dynamic'"
-        )
-    codes = None if quantize is None else KVCodes.of(quantize)
-    if codes is not None:
-        _require_codes(policy, codes)
-    if storage == "static":
-        assert policy.most_tokens is not None
-        slots = policy.most_tokens + room_tokens
-        return functools.partial(Static, slots=slots, room_tokens=room_tokens, codes=codes)
-    return functools.partial(Dynamic, in_place=not evicts, codes=codes)  # evicting moves it all
-
-
-def _require_codes(policy: Policy, codes: KVCodes) -> None:
-    """Refuse bits for what a policy holds otherwise, or cannot share out."""
-    if isinstance(policy, EvictingPolicy):
-        raise InvalidArgumentError(
-            f"quantize: expected a policy that only compresses prompts, got {policy.name}; "
-            "leave quantize out"
-        )
-    inner = policy
-    while hasattr(inner, "policy"):
-        inner = inner.policy
-    in_bytes = isinstance(budget_of(policy), ByteBudget)
-    shared = isinstance(inner, PyramidKV) or "all_layers" in policy.needs
-    if in_bytes and shared and codes.exact_layers:
-        raise InvalidArgumentError(
-            f"quantize: expected layers that all hold tokens in as many bits where {policy.name} "
-            f"shares bytes out among them, got {codes!r}; pass a number of tokens, 'int4', or no "
-            "exact_layers"
-        )
+    if setup.is_static:
+        room = setup.room_tokens
+        assert setup.policy.most_tokens is not None
+        slots = setup.policy.most_tokens + room
+        return functools.partial(Static, slots=slots, room_tokens=room, codes=setup.codes)
+    # Evicting moves all of it at every step.
+    return functools.partial(Dynamic, in_place=not setup.evicts, codes=setup.codes)
 
 
 def _require_decoder(model: PreTrainedModel, config: Any) -> None:
@@ -210,10 +166,10 @@ def _require_decoder(model: PreTrainedModel, config: Any) -> None:
         )
 
 
-def _require_kinds(name: str, layers: Sequence[Any], *, is_static: bool) -> None:
+def _require_kinds(name: str, layers: Sequence[Any]) -> None:
     """Refuse layers that cannot be compressed, or left as they are, correctly."""
-    others = {type(layer).__name__ for layer in layers} - {"DynamicLayer"}
-    if unknown := sorted(others - _KEPT_AS_THEY_ARE - _COMPRESSED):
+    others = other_kinds(layers)
+    if unknown := sorted(set(others) - _KEPT_AS_THEY_ARE - _COMPRESSED):
         raise UnsupportedModelError(
             f"model: expected layers of full, sliding or linear attention, got {name} with "
             f"{', '.join(unknown)}, which cannot be compressed correctly; use transformers' own "
@@ -222,11 +178,6 @@ def _require_kinds(name: str, layers: Sequence[Any], *, is_static: bool) -> None
     if not any(map(grows, layers)):
         raise UnsupportedModelError(
             f"model: expected at least one layer of full attention, got {name} with "
-            f"{', '.join(sorted(others)) or 'no cache layers'} only, whose cache does not grow "
-            "with the prompt; use transformers' own cache for it"
-        )
-    if others and is_static:
-        raise UnsupportedModelError(
-            f"storage: expected a model of full attention only for storage='static', got {name} "
-            f"with {', '.join(sorted(others))}; use storage='dynamic'"
+            f"{', '.join(others) or 'no cache layers'} only, whose cache does not grow with the "
+            "prompt; use transformers' own cache for it"
         )

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Mapping
-from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
 
@@ -12,20 +11,13 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from snapkv.cache.layer import CompressedLayer
-from snapkv.cache.options import (
-    Protect,
-    TurnOptions,
-    Turns,
-    apply_spans,
-    protected_spans,
-)
+from snapkv.cache.options import Protect, Turns
 from snapkv.cache.reading import PaddingWatch, Reading
 from snapkv.cache.report import CacheReport
 from snapkv.cache.slots import require_removable
 from snapkv.cache.spans import (
     RowSpans,
     require_between_turns,
-    require_choosable,
     require_droppable,
     require_turns_can_follow,
     spans_of_rows,
@@ -37,17 +29,17 @@ from snapkv.errors import (
     UnsupportedModelError,
 )
 from snapkv.hf import forward_context, saved, step_graph
-from snapkv.hf.attention import latent_refusal
-from snapkv.hf.build import layers_for, storage_for
+from snapkv.hf.build import layers_for, other_kinds, plain_layers, storage_for
 from snapkv.hf.fidelity import VoteCheck
 from snapkv.hf.install import use
 from snapkv.hf.known_gates import with_known
 from snapkv.hf.model_parts import States, shares_latent, states_of
-from snapkv.policies import EvictingPolicy, Policy, default_policy
+from snapkv.hf.support import Setup
+from snapkv.policies import Policy, default_policy
 from snapkv.policies.spans import Spans
 from snapkv.storage import uncompressed
 from snapkv.storage.coded import Bits, KVCodes, Quantize
-from snapkv.storage.offload import Recall
+from snapkv.storage.offload import OffloadedTokens, Recall
 from snapkv.validation import require_int
 
 
@@ -120,26 +112,37 @@ class CompressedCache(Cache):
                 f"{type(policy).__name__}; see snapkv.policies.POLICIES"
             )
         policy = with_known(model, policy)
-        later = TurnOptions(turns=turns, recall=recall, recall_bytes=recall_bytes)
-        spans = protected_spans(protect)
-        made_by = storage_for(policy, storage, room_tokens, quantize)
-        super().__init__(layers=layers_for(model, policy, made_by))
+        plain = plain_layers(model)
+        has_states = any(hasattr(layer, "conv_states") for layer in plain)
+        setup = Setup(
+            policy=policy,
+            model=type(model).__name__,
+            other_layers=other_kinds(plain),
+            shares_latent=shares_latent(model),
+            states=states_of(model) if has_states else States.NONE,
+            storage=storage,
+            room_tokens=room_tokens,
+            quantize=quantize,
+            turns=turns,
+            recall=recall,
+            recall_bytes=recall_bytes,
+            protect=protect,
+        )
+        setup.require_words()
+        setup.require("made")
+        if setup.spans is not None:
+            policy.require_protection(setup.spans)
+        super().__init__(layers=layers_for(model, policy, storage_for(setup)))
         compressed = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
-        later.apply(compressed, policy)
-        apply_spans(spans, compressed, policy)
-        has_states = any(hasattr(layer, "conv_states") for layer in self.layers)
-        latent = has_states and shares_latent(model)
-        if latent and (refusal := latent_refusal(compressed, type(model).__name__)):
-            raise refusal  # before a state has gone on
+        pool = setup.pool
+        for layer in compressed:
+            layer.chooses_again, layer.protect = setup.chooses_again, setup.spans
+            layer.offloaded = None if pool is None else OffloadedTokens(pool)
         self._use = use(model)
-        self.policy = policy
-        bits = asdict(quantize) if is_dataclass(quantize) else quantize
-        made = {"storage": storage, "room_tokens": room_tokens, "quantize": bits}
-        parts = None if spans is None else [list(span) for span in spans.parts]
-        self.options: dict[str, Any] = made | vars(later) | {"protect": parts}
-        room = room_tokens if storage == "static" else None
+        self.policy, self.setup = policy, setup
+        self.options: dict[str, Any] = setup.options
+        room = room_tokens if setup.is_static else None
         self.reading = Reading(layers=compressed, room_tokens=room)
-        self._states = states_of(model) if has_states else States.NONE
         self._padding = PaddingWatch(compressed, has_states=has_states)
         self._check = VoteCheck()
 
@@ -226,7 +229,7 @@ class CompressedCache(Cache):
             reading.require_queries(reading.seen_tokens + new_tokens)
         if self._check.doubts or reading.is_broken or not self._use.is_in_place:
             raise _interrupted()
-        if self._states is States.BEGIN_ANEW and not reading.is_piecewise and reading.seen_tokens:
+        if reading.seen_tokens and not reading.is_piecewise:
             self._require_states(new_tokens)
 
     def require_pieces(self, prompt_end: int, piece_tokens: int, visible: Tensor | None) -> None:
@@ -241,7 +244,7 @@ class CompressedCache(Cache):
 
     def _require_states(self, new_tokens: int) -> None:
         """Refuse several tokens behind others where the model's states would begin anew."""
-        if new_tokens > 1 and self._states is States.BEGIN_ANEW:
+        if new_tokens > 1 and self.setup.states is States.BEGIN_ANEW:
             raise UnsupportedModelError(
                 f"model: expected layers whose state goes on when several tokens come at once, "
                 f"got {type(self.model).__name__}, whose own code forgets it; read the whole text "
@@ -316,7 +319,7 @@ class CompressedCache(Cache):
 
     def activate_past_recording(self) -> None:
         """Called before drafts are verified: from now on a forward pass may hold drafts."""
-        self.require_drafts()
+        self.setup.require("drafts")
         if self.get_seq_length() and self.reading.is_coming:
             raise InvalidArgumentError(
                 f"past_key_values: expected an empty cache where drafts are verified (assistant "
@@ -325,24 +328,6 @@ class CompressedCache(Cache):
             )
         super().activate_past_recording()
         self.reading.verifies_drafts = True
-
-    def require_drafts(self) -> None:
-        """Refuse to verify drafts where the policy evicts while generating.
-
-        Drafts verified together would see tokens that plain decoding has dropped by then.
-        """
-        if self._states is not States.NONE:
-            raise UnsupportedModelError(
-                f"model: expected layers that can forget rejected drafts, got recurrent states in "
-                f"{type(self.model).__name__}; generate without drafts"
-            )
-        if isinstance(self.policy, EvictingPolicy):
-            raise InvalidArgumentError(
-                f"policy: expected one that only compresses the prompt where drafts are verified "
-                f"(Medusa, assistant model, prompt lookup), got {self.policy.name}, "
-                "which evicts after every token; use SnapKV, or generate "
-                "without drafts"
-            )
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """(columns, offset) of a mask, which this thread will make next."""
@@ -424,7 +409,7 @@ class CompressedCache(Cache):
         """The spans of every row, of a cache that can obey."""
         if self.reading.is_broken:
             raise _interrupted()
-        require_choosable(self.reading.layers)
+        self.setup.require("drop")
         require_between_turns(self.reading)
         layer = self.reading.layers[0]
         return spans_of_rows(spans, layer.slots.row_tokens(layer.store))
@@ -442,7 +427,7 @@ class CompressedCache(Cache):
     @property
     def is_hybrid(self) -> bool:
         """Whether some layer slides over a window, or carries a state: it does not go back."""
-        return any(not isinstance(each, CompressedLayer) or each.beside for each in self.layers)
+        return bool(self.setup.other_layers)
 
     def kept_positions(self, layer_idx: int) -> Tensor:
         """True positions of all tokens that a layer stores, generated ones included.

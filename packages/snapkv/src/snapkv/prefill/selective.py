@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from snapkv.cache.reading import Narrowing, only_tokens
-from snapkv.errors import InvalidArgumentError, UnsupportedModelError
+from snapkv.errors import InvalidArgumentError
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import cache_among, with_cache
 from snapkv.hf.placement import device_of
@@ -112,7 +112,7 @@ class _Rule:
         """For a pass of so many tokens; None where all of them are read by all layers."""
         if cache.get_seq_length() or tokens == 1:
             return None
-        _require_suitable(cache)
+        cache.setup.require("selective")
         end = cache.reading.prompt_end
         if cache.reading.verifies_drafts or (end is not None and end != tokens):
             raise InvalidArgumentError(
@@ -123,31 +123,6 @@ class _Rule:
             )
         return Narrowing(
             first_layer=self.first_layer, prompt_tokens=tokens, choose=self.policy.choose
-        )
-
-
-def _require_suitable(cache: CompressedCache) -> None:
-    """Refuse caches whose layers would miss the tokens that do not reach them."""
-    if cache.is_hybrid:
-        raise UnsupportedModelError(
-            f"model: expected one whose layers all attend to the whole prompt where only some "
-            f"tokens go on, got {type(cache.model).__name__}, some of whose layers keep a sliding "
-            "window or a state of their own; read the prompt with snapkv.prefill.layer_by_layer"
-        )
-    for name, given in {
-        "recall": cache.options["recall"],
-        "storage": cache.options["storage"] == "static" and "static",
-    }.items():
-        if given:
-            raise InvalidArgumentError(
-                f"{name}: expected none where only some tokens go on, since the other layers never "
-                f"see the rest, got {given}; leave it out, or read the prompt exactly"
-            )
-    if needed := sorted(cache.policy.needs - {"output_weight"}):
-        raise InvalidArgumentError(
-            f"policy: expected one that goes by attention alone where only some tokens go on, got "
-            f"{cache.policy.name}, which needs {needed[0].replace('_', ' ')} of all tokens; use "
-            "SnapKV, or read the prompt exactly"
         )
 
 

@@ -1,0 +1,286 @@
+"""What goes with what: every option, method and model that do not meet in one cache are a row here.
+
+A row says which facts meet, and the line a user gets: argument, expected, got, remedy. What a cache
+is made with is judged when it is made; what it is asked for later, before anything changes.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import Any, Literal
+
+from snapkv.cache.options import Protect, Turns, protected_spans
+from snapkv.errors import InvalidArgumentError, SnapKVError, UnsupportedModelError
+from snapkv.hf.model_parts import States
+from snapkv.policies import ByteBudget, EvictingPolicy, Policy, PyramidKV
+from snapkv.policies.budget import budget_of
+from snapkv.policies.spans import Spans
+from snapkv.storage.coded import KVCodes, Quantize
+from snapkv.storage.offload import OffloadPool, Recall, pool_for
+from snapkv.validation import require_choice, require_int
+
+Use = Literal["made", "drop", "drafts", "selective"]
+"""What a cache is asked for: to be made so, to drop spans, to verify drafts, or to read only some
+tokens of a prompt in all layers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """The options of a cache, its method and its model: all that rows of the table ask.
+
+    Attributes:
+        model: name of the model's class.
+        other_layers: names of the kinds of its layers that are not of full attention.
+        shares_latent: whether its attention stores one latent for all heads.
+        states: what becomes of the recurrent states of its layers.
+        others: as `CompressedCache` has them.
+    """
+
+    policy: Policy
+    model: str = ""
+    other_layers: tuple[str, ...] = ()
+    shares_latent: bool = False
+    states: States = States.NONE
+    storage: str = "dynamic"
+    room_tokens: int = 512
+    quantize: Quantize | None = None
+    turns: Turns | None = None
+    recall: Recall | None = None
+    recall_bytes: int | None = None
+    protect: Protect | None = None
+
+    def require_words(self) -> None:
+        """Refuse an option that is none, whatever it would go with."""
+        require_choice("storage", self.storage, ("dynamic", "static"))
+        require_int("room_tokens", self.room_tokens, minimum=1)
+        if self.turns is not None:
+            require_choice("turns", self.turns, ("append", "compress"))
+        _ = self.codes
+
+    def require(self, use: Use) -> None:
+        """Raise the line of the first row whose facts meet here."""
+        for rule in RULES:
+            if rule.use == use and rule.meets(self):
+                raise rule.error(rule.line.format(s=self))
+
+    # What the options come to.
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """As `CompressedCache` has them, ready for JSON."""
+        bits = asdict(self.quantize) if is_dataclass(self.quantize) else self.quantize
+        names = ("storage", "room_tokens", "turns", "recall", "recall_bytes")
+        spans = None if self.spans is None else [list(span) for span in self.spans.parts]
+        return {name: getattr(self, name) for name in names} | {"quantize": bits, "protect": spans}
+
+    @property
+    def spans(self) -> Spans | None:
+        return protected_spans(self.protect)
+
+    @property
+    def codes(self) -> KVCodes | None:
+        return None if self.quantize is None else KVCodes.of(self.quantize)
+
+    @property
+    def is_static(self) -> bool:
+        return self.storage == "static"
+
+    @property
+    def chooses_again(self) -> bool:
+        """Whether every later prompt brings the cache back to its budget."""
+        return self.recall is not None or self.turns == "compress"
+
+    @property
+    def pool(self) -> OffloadPool | None:
+        """Made anew: where evicted keys and values go."""
+        return None if self.recall is None else pool_for(self.recall, self.recall_bytes)
+
+    # Facts on the method.
+
+    @property
+    def evicts(self) -> bool:
+        return isinstance(self.policy, EvictingPolicy)
+
+    @property
+    def keeps_alike(self) -> bool:
+        """Whether all heads and layers keep the same number of tokens."""
+        most = self.policy.most_tokens
+        return most is not None and most == getattr(self.policy, "budget", None)
+
+    @property
+    def shares_bytes(self) -> bool:
+        """Whether layers share a budget of bytes by something else than what each of them holds."""
+        inner = self.policy
+        while hasattr(inner, "policy"):
+            inner = inner.policy
+        shares = isinstance(inner, PyramidKV) or "all_layers" in self.policy.needs
+        return shares and isinstance(budget_of(self.policy), ByteBudget)
+
+    @property
+    def turns_asked(self) -> str:
+        """The option by which later prompts choose, as a user wrote it."""
+        return "turns='compress'" if self.recall is None else "recall"
+
+    @property
+    def other_names(self) -> str:
+        return ", ".join(self.other_layers)
+
+    @property
+    def needs_of_text(self) -> list[str]:
+        """What the method needs besides attention and the model's weights."""
+        return sorted(need.replace("_", " ") for need in self.policy.needs - {"output_weight"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """Facts that do not go together: whether they meet in a setup `s`, and the line about it."""
+
+    meets: Callable[[Setup], bool]
+    line: str
+    use: Use = "made"
+    error: type[SnapKVError] = InvalidArgumentError
+
+
+RULES = (
+    Rule(
+        meets=lambda s: s.recall is not None and s.turns == "append",
+        line="turns: expected 'compress' with recall, since every turn votes on what is recalled, "
+        "got 'append'; leave turns out",
+    ),
+    Rule(
+        meets=lambda s: s.recall_bytes is not None and s.recall is None,
+        line="recall_bytes: expected recall='host' or a folder beside it, got {s.recall_bytes} "
+        "without; pass recall, or leave recall_bytes out",
+    ),
+    Rule(
+        meets=lambda s: "tokenizer" in s.policy.needs,
+        line="policy: expected a method that knows the tokenizer's special tokens and punctuation,"
+        " got {s.policy!r} without; pass policy.with_tokenizer(tokenizer)",
+    ),
+    Rule(
+        meets=lambda s: s.is_static and (not s.keeps_alike or s.evicts or s.policy.parts_groups),
+        line="storage: expected a policy that keeps a budget of tokens, the same in all layers, "
+        "one set per KV head, and all behind it for storage='static', whose layers share one "
+        "mask, got {s.policy!r}; use SnapKV(budget=...) with a number, or storage='dynamic'",
+    ),
+    Rule(
+        meets=lambda s: s.is_static and bool(s.other_layers),
+        line="storage: expected a model of full attention only for storage='static', got {s.model}"
+        " with {s.other_names}; use storage='dynamic'",
+        error=UnsupportedModelError,
+    ),
+    Rule(
+        meets=lambda s: s.is_static and s.chooses_again and s.recall is None,
+        line="storage: expected 'dynamic' where a cache chooses again out of what it stores "
+        "(turns='compress' without recall), got 'static', whose buffer stays as it is; leave "
+        "one out",
+    ),
+    Rule(
+        meets=lambda s: s.quantize is not None and s.evicts,
+        line="quantize: expected a policy that only compresses prompts, got {s.policy.name}; leave"
+        " quantize out",
+    ),
+    Rule(
+        meets=lambda s: s.codes is not None and s.codes.exact_layers > 0 and s.shares_bytes,
+        line="quantize: expected layers that all hold tokens in as many bits where {s.policy.name}"
+        " shares bytes out among them, got {s.codes!r}; pass a number of tokens, 'int4', or "
+        "no exact_layers",
+    ),
+    Rule(
+        meets=lambda s: s.quantize is not None and s.shares_latent,
+        line="quantize: expected none for latent attention, whose heads share what is stored, got "
+        "it for {s.model}; leave it out",
+        error=UnsupportedModelError,
+    ),
+    Rule(
+        meets=lambda s: s.policy.parts_groups and s.shares_latent,
+        line="group_reduce: expected 'mean' for latent attention, whose heads share what is "
+        "stored, got {s.policy!r} for {s.model}; leave it out",
+        error=UnsupportedModelError,
+    ),
+    Rule(
+        meets=lambda s: s.chooses_again and s.evicts,
+        line="policy: expected one that only compresses prompts for {s.turns_asked}, got "
+        "{s.policy.name}, which evicts after every token; use SnapKV, or leave the option out",
+    ),
+    Rule(
+        meets=lambda s: s.chooses_again and s.policy.reads_context,
+        line="policy: expected one that chooses when a prompt has been read once for "
+        "{s.turns_asked}, since later turns are read once, got {s.policy.name}; use SnapKV, "
+        "or leave the option out",
+    ),
+    Rule(
+        meets=lambda s: s.chooses_again and "queries" in s.policy.needs,
+        line="policy: expected one that chooses by the last queries or none for {s.turns_asked}, "
+        "since earlier turns' queries are not held, got {s.policy.name}; use SnapKV, KeyDiff "
+        "or LagKV",
+    ),
+    Rule(
+        meets=lambda s: (
+            s.chooses_again
+            and s.recall is None
+            and (not s.keeps_alike or "rotation" in s.policy.needs)
+        ),
+        line="policy: expected one with a budget that is the same for all heads and layers, and "
+        "that does not ask where tokens stand, for turns='compress' without recall, got "
+        "{s.policy!r}; use SnapKV(budget=...), or recall='host'",
+    ),
+    Rule(
+        use="drop",
+        meets=lambda s: s.evicts,
+        line="policy: expected one that only compresses prompts for drop, got {s.policy.name}, "
+        "which counts what it has evicted by; use SnapKV, or do not drop",
+    ),
+    Rule(
+        use="drop",
+        meets=lambda s: s.is_static,
+        line="storage: expected 'dynamic' for drop, got 'static', whose buffer stays as it is; "
+        "make the CompressedCache without storage, or do not drop",
+    ),
+    Rule(
+        use="drop",
+        meets=lambda s: bool(s.policy.needs & {"rotation", "queries"}),
+        line="policy: expected one that does not ask where tokens stand for drop, got "
+        "{s.policy.name}; use SnapKV, KeyDiff or LagKV",
+    ),
+    Rule(
+        use="drafts",
+        meets=lambda s: s.states is not States.NONE,
+        line="model: expected layers that can forget rejected drafts, got recurrent states in "
+        "{s.model}; generate without drafts",
+        error=UnsupportedModelError,
+    ),
+    Rule(
+        use="drafts",
+        meets=lambda s: s.evicts,  # together they would see tokens that are dropped by then
+        line="policy: expected one that only compresses the prompt where drafts are verified "
+        "(Medusa, assistant model, prompt lookup), got {s.policy.name}, which evicts after "
+        "every token; use SnapKV, or generate without drafts",
+    ),
+    Rule(
+        use="selective",
+        meets=lambda s: bool(s.other_layers),
+        line="model: expected one whose layers all attend to the whole prompt where only some "
+        "tokens go on, got {s.model}, some of whose layers keep a sliding window or a state "
+        "of their own; read the prompt with snapkv.prefill.layer_by_layer",
+        error=UnsupportedModelError,
+    ),
+    Rule(
+        use="selective",
+        meets=lambda s: s.recall is not None,
+        line="recall: expected none where only some tokens go on, since the other layers never see"
+        " the rest, got {s.recall}; leave it out, or read the prompt exactly",
+    ),
+    Rule(
+        use="selective",
+        meets=lambda s: s.is_static,
+        line="storage: expected none where only some tokens go on, since the other layers never "
+        "see the rest, got static; leave it out, or read the prompt exactly",
+    ),
+    Rule(
+        use="selective",
+        meets=lambda s: bool(s.needs_of_text),
+        line="policy: expected one that goes by attention alone where only some tokens go on, got "
+        "{s.policy.name}, which needs {s.needs_of_text[0]} of all tokens; use SnapKV, or read"
+        " the prompt exactly",
+    ),
+)
