@@ -48,7 +48,7 @@ if TYPE_CHECKING:
         StreamingLLM,
         default_policy,
     )
-    from snapkv.storage.coded import KVCodes
+    from snapkv.storage.bits import KVCodes
 __version__ = "0.2.0"
 
 __all__ = [
@@ -101,7 +101,7 @@ _HOMES = {
     "CacheReport": "snapkv.cache.report",
     "CompressedCache": "snapkv.hf.cache",
     "Document": "snapkv.document",
-    "KVCodes": "snapkv.storage.coded",
+    "KVCodes": "snapkv.storage.bits",
     "Library": "snapkv.library.library",
     "install": "snapkv.hf.install",
     "uninstall": "snapkv.hf.install",

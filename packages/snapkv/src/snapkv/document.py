@@ -17,7 +17,7 @@ from snapkv.hf.cache_argument import passed
 from snapkv.hf.placement import device_of
 from snapkv.policies import Policy
 from snapkv.policies.base import ALL_QUERIES
-from snapkv.storage.coded import Bits, KVCodes
+from snapkv.storage.bits import Bits, KVCodes
 from snapkv.storage.offload import Recall
 from snapkv.validation import require_int
 

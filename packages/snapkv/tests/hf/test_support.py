@@ -15,7 +15,7 @@ from snapkv.policies import (
     SnapKV,
 )
 from snapkv.prefill import selective
-from snapkv.storage.coded import KVCodes
+from snapkv.storage.bits import KVCodes
 from tests.families import call, random_ids, small_model
 from tests.gates import drawn_gate
 

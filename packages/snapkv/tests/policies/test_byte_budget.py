@@ -25,7 +25,7 @@ from snapkv import (
 from snapkv.kvzip import read_context, read_twice
 from snapkv.ops import ScoreOptions, TokenCost
 from snapkv.policies import RKV, PromptLayer, PromptThenDecode, Scissorhands, StreamingLLM
-from snapkv.storage.coded import KVCodes
+from snapkv.storage.bits import KVCodes
 from snapkv.storage.dynamic import Dynamic
 from tests.families import call, random_ids, tiny_model
 

@@ -1,7 +1,7 @@
 """Sequences that failed once, made short; what was wrong with each stands above it."""
 
 import snapkv as kv
-from snapkv.storage.coded import KVCodes
+from snapkv.storage.bits import KVCodes
 from tests.sequences import operations as do
 
 HOST = {"recall": "host"}

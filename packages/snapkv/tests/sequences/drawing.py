@@ -10,7 +10,7 @@ from transformers import DynamicCache
 import snapkv as kv
 from snapkv.hf.build import grows
 from snapkv.policies import EvictingPolicy, Policy, PrefixPolicy
-from snapkv.storage.coded import KVCodes
+from snapkv.storage.bits import KVCodes
 from tests.families import KINDS, small_config
 from tests.gates import drawn_gate
 from tests.sequences import operations as do

@@ -26,7 +26,7 @@ from snapkv.kvzip import read_twice
 from snapkv.policies import EvictingPolicy
 from snapkv.policies.base import ALL_QUERIES
 from snapkv.prefill import layer_by_layer
-from snapkv.storage.coded import KVCodes
+from snapkv.storage.bits import KVCodes
 from tests.families import small_model
 from tests.oracle import hidden_columns, masked_judge, masked_pass
 from tests.sequences.operations import Sequence

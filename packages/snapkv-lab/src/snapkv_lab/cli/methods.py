@@ -12,7 +12,7 @@ from snapkv.cli.options import SweepOptions
 from snapkv.cli.policy import named_policies
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import FullCache
-from snapkv.storage.coded import KVCodes
+from snapkv.storage.bits import KVCodes
 from snapkv.validation import DEFAULT, require_choice
 from snapkv_lab.evaluate.asking import LATER, Later, Method
 from snapkv_lab.measure.contenders import Contender, compressed, full

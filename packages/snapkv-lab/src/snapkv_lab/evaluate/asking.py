@@ -18,7 +18,7 @@ from snapkv.app.prompts import Prompt
 from snapkv.errors import BudgetTooSmallError, OutOfMemoryError, PromptTooLongError
 from snapkv.hf.cache import CompressedCache
 from snapkv.policies import Policy
-from snapkv.storage.coded import KVCodes
+from snapkv.storage.bits import KVCodes
 from snapkv_lab.evaluate.sample import Conversation, Sample, Setting, Template
 from snapkv_lab.evaluate.store import LOST, Key, Record, Store
 from snapkv_lab.evaluate.task import Task

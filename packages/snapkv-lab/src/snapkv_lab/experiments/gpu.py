@@ -26,7 +26,7 @@ from torch import Tensor
 
 from snapkv import AdaKV, CompressedCache, SnapKV, ops
 from snapkv.policies import Policy
-from snapkv.storage.coded import KVCodes
+from snapkv.storage.bits import KVCodes
 from snapkv.validation import first_line
 from snapkv_lab.evaluate.summary import grouped
 from snapkv_lab.experiments.experiment import Experiment, Given, Sized

@@ -20,7 +20,7 @@ from snapkv.hf.model_parts import output_weight
 from snapkv.ops import ScoreOptions
 from snapkv.plan import out_of_memory_explained
 from snapkv.policies import Policy, PromptLayer
-from snapkv.storage.coded import KVCodes
+from snapkv.storage.bits import KVCodes
 from snapkv.validation import nearest
 from snapkv_lab.measure.held_bytes import cache_bytes, peak_growth_bytes
 from snapkv_lab.measure.timing import spent_on

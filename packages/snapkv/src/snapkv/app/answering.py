@@ -28,7 +28,7 @@ from snapkv.hf.placement import device_of
 from snapkv.kvzip import read_as_wanted, require_one_reading
 from snapkv.plan import out_of_memory_explained, prompt_memory_explained
 from snapkv.policies import Policy
-from snapkv.storage.coded import Quantize
+from snapkv.storage.bits import Quantize
 
 TextSink = Callable[[str], None]
 """Takes the next piece of an answer."""

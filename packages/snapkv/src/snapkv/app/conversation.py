@@ -29,7 +29,7 @@ from snapkv.hf.placement import device_of
 from snapkv.kvzip import require_one_reading
 from snapkv.policies import EvictingPolicy, Policy
 from snapkv.policies.spans import Span
-from snapkv.storage.coded import Quantize
+from snapkv.storage.bits import Quantize
 from snapkv.storage.offload import Recall
 
 NO_RECALL = "none"

@@ -23,7 +23,7 @@ from snapkv.hf.cache_argument import passed
 from snapkv.hf.placement import device_of
 from snapkv.plan import out_of_memory_explained, prompt_memory_explained
 from snapkv.policies import EvictingPolicy, Policy
-from snapkv.storage.coded import KVCodes
+from snapkv.storage.bits import KVCodes
 
 _PIECE_TOKENS = 256
 """Tokens of a continuation that are read at once; the logits of all of them are held."""

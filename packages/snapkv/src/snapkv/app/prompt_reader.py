@@ -20,7 +20,7 @@ from snapkv.plan import free_bytes, out_of_memory_explained
 from snapkv.policies import Policy
 from snapkv.prefill import SharedReading
 from snapkv.prefill.shared import shared_bytes
-from snapkv.storage.coded import KVCodes
+from snapkv.storage.bits import KVCodes
 
 _MOST_OF_FREE = 0.4
 """The share of the free memory that a reading may hold; caches and answers need the rest."""

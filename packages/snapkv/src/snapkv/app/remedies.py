@@ -23,7 +23,7 @@ from snapkv.hf.cache_argument import passed
 from snapkv.kvzip import instruction_of
 from snapkv.plan import prompt_memory_explained
 from snapkv.policies import EvictingPolicy, FullCache, Policy
-from snapkv.storage.coded import Quantize
+from snapkv.storage.bits import Quantize
 
 _TOKENS_AT_ONCE = 64
 """Of the answer, so that their logits take little memory and a wrong candidate ends early."""

@@ -5,7 +5,8 @@ import functools
 import torch
 
 from snapkv.policies import Policy, PromptLayer, Selection
-from snapkv.storage.base import Storage, TokenStore
+from snapkv.storage.base import TokenStore
+from snapkv.storage.storage import Storage
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, Linea
 from snapkv.cache.layer import CompressedLayer, LayerIdentity
 from snapkv.policies import Policy
 from snapkv.storage import uncompressed
-from snapkv.storage.base import Storage
+from snapkv.storage.storage import Storage
 
 
 class HybridLayer(CompressedLayer, LinearAttentionAndFullAttentionLayer):

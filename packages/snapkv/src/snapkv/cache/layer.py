@@ -17,11 +17,12 @@ from snapkv.policies import EvictingPolicy, Eviction, Policy, PromptLayer, Selec
 from snapkv.policies.base import ALL_QUERIES
 from snapkv.policies.spans import Spans
 from snapkv.policies.states import fillers_left
-from snapkv.storage.base import Storage, TokenStore
+from snapkv.storage.base import TokenStore
 from snapkv.storage.coded import CodedStore
 from snapkv.storage.dense import DenseStore
 from snapkv.storage.offload import OffloadedTokens
 from snapkv.storage.ragged import RaggedStore
+from snapkv.storage.storage import Storage
 
 Rotation = Callable[[Tensor, Tensor], Tensor]
 """Turns (B, H, N, D) states on by (B, N) positions, float32."""

@@ -172,7 +172,7 @@ class SlotMap(RowRecord):
         whole = (columns == last).flip(-1).cumprod(dim=-1).sum(dim=-1)
         pads = 0 if self.pads is None else self.pads[:, None, None]
         held = (columns >= pads).sum(dim=-1)
-        return min(int(whole.minimum(held - 1).min()), store.croppable_tokens)
+        return int(whole.minimum(held - 1).min())
 
     def require_whole(self, tokens: int, store: TokenStore, layer_idx: int) -> None:
         """Refuse to take back more of the last tokens than every head and row still holds."""

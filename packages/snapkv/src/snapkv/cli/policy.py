@@ -13,7 +13,7 @@ from snapkv.hf.model_parts import shares_latent
 from snapkv.policies import POLICIES, Policy, SnapKV
 from snapkv.policies.budget import ByteBudget, budget_of
 from snapkv.policies.default import default_parameters
-from snapkv.storage.coded import Bits
+from snapkv.storage.bits import Bits
 from snapkv.validation import AUTO, DEFAULT, nearest
 
 BITS_WITHIN_BYTES: Bits = "K8V4"

@@ -19,8 +19,7 @@ from snapkv import ops
 from snapkv.cache.layer import CompressedLayer
 from snapkv.hf.forward_context import Candidates, is_recording
 from snapkv.hf.masks import prompt_mask, stored_mask, tree_mask
-from snapkv.storage.coded import CodedStates
-from snapkv.storage.ragged import RaggedStates
+from snapkv.storage.base import HeadStates
 
 _KERNELS = (can_use_flash_attention, can_use_cudnn_attention, can_use_efficient_attention)
 
@@ -177,7 +176,7 @@ def _with_own_mask(call: AttentionCall, layer: CompressedLayer, drafts: int = 0)
     return replace(call, mask=stored_mask(call.implementation, past, call.query))
 
 
-def _attend_ragged(call: AttentionCall, ragged: RaggedStates | CodedStates) -> Tensor:
+def _attend_ragged(call: AttentionCall, ragged: HeadStates) -> Tensor:
     """Attend to heads of different length and to the common tail behind the prompt."""
     visible = None if call.candidates is None else call.candidates.visible
     output = ragged.attend(call.query, (call.key, call.value), call.score_options, visible)

@@ -18,9 +18,9 @@ from snapkv.hf.model_parts import output_projections, rotations_of
 from snapkv.hf.placement import layer_devices
 from snapkv.hf.support import Setup
 from snapkv.policies import Policy
-from snapkv.storage.base import Storage
 from snapkv.storage.dynamic import Dynamic
 from snapkv.storage.static import Static
+from snapkv.storage.storage import Storage
 
 _COMPRESSED = {"DynamicLayer", "LinearAttentionAndFullAttentionLayer"}
 _KEPT_AS_THEY_ARE = {

@@ -38,7 +38,7 @@ from snapkv.hf.support import Setup
 from snapkv.policies import Policy, default_policy
 from snapkv.policies.spans import Spans
 from snapkv.storage import uncompressed
-from snapkv.storage.coded import Bits, KVCodes, Quantize
+from snapkv.storage.bits import Bits, KVCodes, Quantize
 from snapkv.storage.offload import OffloadedTokens, Recall
 from snapkv.validation import require_int
 

@@ -19,7 +19,7 @@ from snapkv.hf.identity import identity_of, require_identity
 from snapkv.hf.model_parts import has_images_positions
 from snapkv.hf.placement import device_of, layer_devices
 from snapkv.policies import POLICIES, Policy
-from snapkv.storage.coded import KVCodes
+from snapkv.storage.bits import KVCodes
 from snapkv.storage.offload import Recall
 
 Kind = TypeVar("Kind")

@@ -14,7 +14,7 @@ from snapkv.hf.model_parts import States
 from snapkv.policies import ByteBudget, EvictingPolicy, Policy, PyramidKV
 from snapkv.policies.budget import budget_of
 from snapkv.policies.spans import Spans
-from snapkv.storage.coded import KVCodes, Quantize
+from snapkv.storage.bits import KVCodes, Quantize
 from snapkv.storage.offload import OffloadPool, Recall, pool_for
 from snapkv.validation import require_choice, require_int
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # torch, which whoever lists documents does without
     from transformers import PreTrainedModel
 
     from snapkv.policies import Policy
-    from snapkv.storage.coded import Bits, KVCodes
+    from snapkv.storage.bits import Bits, KVCodes
 
     LibraryBits = Bits | KVCodes | Literal["none"]
     """In how many bits keys and values are stored; "none" for the model's own dtype."""
@@ -130,13 +130,13 @@ class About:
     @property
     def codes(self) -> "KVCodes | None":
         """How keys and values are held in few bits; None for the model's own dtype."""
-        from snapkv.storage.coded import KVCodes
+        from snapkv.storage.bits import KVCodes
 
         return None if self.bits is None else KVCodes.of(self.bits, "bits")
 
     def require_same_keeping(self, policy: "Policy | None", bits: "LibraryBits | None") -> None:
         """Refuse another policy than the library's, or other bits; None asks for the library's."""
-        from snapkv.storage.coded import KVCodes
+        from snapkv.storage.bits import KVCodes
 
         asked = None if policy is None else _as_read(policy)
         codes = None if bits is None else "none" if bits == "none" else KVCodes.of(bits, "bits")
@@ -154,7 +154,7 @@ def _as_read(policy: "Policy") -> dict[str, Any]:
 
 
 def _as_given(bits: "LibraryBits") -> "Bits | dict[str, Any] | None":
-    from snapkv.storage.coded import KVCodes
+    from snapkv.storage.bits import KVCodes
 
     if isinstance(bits, KVCodes):
         return asdict(bits)

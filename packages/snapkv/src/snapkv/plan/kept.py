@@ -11,7 +11,8 @@ from snapkv.ops import TokenCost
 from snapkv.plan.footprint import Footprint, FullLayer
 from snapkv.policies.budget import ByteBudget, share_of
 from snapkv.storage.append_buffer import ROOM_TOKENS, slots_behind
-from snapkv.storage.coded import KVCodes
+from snapkv.storage.bits import KVCodes
+from snapkv.storage.coded import block_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,5 +129,5 @@ class Keeping:
         for layer in set(self.footprint.full_layers):
             widths = layer.key_width, layer.value_width
             keys, values = (torch.ones(1, width, dtype=dtype) for width in widths)
-            found[layer] = layer.heads * self.bits.block_bytes((keys, values))
+            found[layer] = layer.heads * block_bytes((keys, values), self.bits)
         return found

@@ -10,7 +10,7 @@ from snapkv.errors import InvalidArgumentError
 from snapkv.plan.footprint import Footprint, is_counted
 from snapkv.plan.kept import Keeping
 from snapkv.policies.budget import ByteBudget
-from snapkv.storage.coded import KVCodes
+from snapkv.storage.bits import KVCodes
 from snapkv.validation import (
     AUTO,
     DEFAULT_BUDGET,

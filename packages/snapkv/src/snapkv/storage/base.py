@@ -3,18 +3,13 @@
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from snapkv import ops
 from snapkv.storage.append_buffer import AppendBuffer
-
-if TYPE_CHECKING:
-    from snapkv.storage.coded import CodedStates, KVCodes
-    from snapkv.storage.dense import DenseStore
-    from snapkv.storage.ragged import RaggedStates
 
 
 class Plane:
@@ -37,6 +32,59 @@ class Plane:
         return Plane(self.states, in_place=self._buffer is not None)
 
 
+class HeadStates(ABC):
+    """Keys and values of heads that hold different numbers of tokens, exact or in codes.
+
+    In the padded layout every head has as many slots as the longest one; its tokens are the last.
+    """
+
+    @property
+    @abstractmethod
+    def longest_tokens(self) -> int:
+        """Slots of the padded layout."""
+
+    @property
+    @abstractmethod
+    def mean_tokens(self) -> float:
+        """Tokens per row and head, on average."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Of keys and values."""
+
+    @property
+    @abstractmethod
+    def index_bytes(self) -> int:
+        """Of what attention needs to know of the layout."""
+
+    @abstractmethod
+    def decoded(self) -> Any:
+        """The `RaggedStates` that they are, or that their codes stand for."""
+
+    @abstractmethod
+    def select_rows(self, rows: Tensor) -> "HeadStates":
+        """The rows in that order, each as often as it is named."""
+
+    @abstractmethod
+    def attend(
+        self,
+        queries: Tensor,
+        tail: tuple[Tensor, Tensor],
+        score_options: ops.ScoreOptions,
+        own_visible: Tensor | None = None,
+    ) -> Tensor:
+        """(B, Hq, Q, Dv): attention to them and to a tail, see `snapkv.ops.ragged_attention`."""
+
+    @abstractmethod
+    def padded_keys(self) -> Tensor:
+        """(B, H, S, D), S the tokens of the longest head; any key in the slots of no token."""
+
+    @abstractmethod
+    def padded_values(self) -> Tensor:
+        """(B, H, S, Dv), as `padded_keys`."""
+
+
 class TokenStore(ABC):
     """Keys and values of one layer's tokens; nobody else assigns them.
 
@@ -57,7 +105,7 @@ class TokenStore(ABC):
     kind: ClassVar[str]
     is_static: ClassVar[bool] = False
     is_exact: ClassVar[bool] = True
-    ragged: "RaggedStates | CodedStates | None" = None
+    ragged: "HeadStates | None" = None
 
     def __init__(self, num_kv_heads: int = 0, *planes: Plane) -> None:
         self.num_kv_heads, self.planes = num_kv_heads, planes
@@ -100,11 +148,6 @@ class TokenStore(ABC):
     def tail_tokens(self) -> int:
         """Tokens behind ragged heads, as many of each; all where none are ragged."""
         return self.slots - self.unmasked_slots
-
-    @property
-    def croppable_tokens(self) -> int:
-        """How many of the last tokens can be taken back at most."""
-        return self.tail_tokens
 
     @property
     def handed_tokens(self) -> int:
@@ -231,38 +274,6 @@ class TokenStore(ABC):
         copied.__dict__.update(self.__dict__)
         copied.planes = tuple(map(copy.copy, self.planes))
         return copied
-
-
-class Storage(Protocol):
-    """How a layer stores: what it begins with, and what it goes on with behind a prompt."""
-
-    @property
-    def is_compileable(self) -> bool:
-        """Whether the decoding step can be compiled."""
-
-    @property
-    def codes(self) -> "KVCodes | None":
-        """How what is kept of a prompt is held in few bits; None for as it came."""
-
-    def at(self, depth: int, num_layers: int) -> "Storage":
-        """That of one of the compressed layers, of which the outer ones may hold no codes."""
-
-    def empty(self) -> "DenseStore":
-        """A store without tokens."""
-
-    def finalize(
-        self, store: TokenStore, kept_tokens: int, policy: str, empty: Tensor | None
-    ) -> TokenStore:
-        """The store behind a prompt, of which a policy of that name has kept the first slots.
-
-        `empty` is (B,): how many leading slots of each row hold no token; or None.
-        """
-
-    def token_cost(self, store: TokenStore, heads: int, shortest_tokens: int) -> ops.TokenCost:
-        """What tokens of a store cost that so many heads keep; its shortest row has so many."""
-
-    def restored(self, kind: str, state: dict[str, Any]) -> TokenStore:
-        """The store of that kind whose `state` this is."""
 
 
 def keep_tokens(states: Tensor, indices: Tensor, tokens: int) -> Tensor:

@@ -73,5 +73,5 @@ class DenseStore(TokenStore):
         if empty is not None:
             slots = slots.masked_fill(slots < empty[:, None, None], -1)
         store = RaggedStore.gather(self, slots, tokens)
-        store.ragged = replace(store.ragged, least_slots=tokens)
+        store.ragged = replace(store.ragged.decoded(), least_slots=tokens)
         return store

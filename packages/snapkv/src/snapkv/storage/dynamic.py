@@ -7,7 +7,8 @@ from torch import Tensor
 
 from snapkv.ops import TokenCost
 from snapkv.storage.base import TokenStore
-from snapkv.storage.coded import CodedStore, KVCodes
+from snapkv.storage.bits import KVCodes
+from snapkv.storage.coded import CodedStore, block_bytes
 from snapkv.storage.dense import DenseStore
 from snapkv.storage.ragged import RaggedStore
 
@@ -63,7 +64,7 @@ class Dynamic:
         )
         if self.codes is None:
             return one
-        blocks = heads * self.codes.block_bytes(store.padded())
+        blocks = heads * block_bytes(store.padded(), self.codes)
         return self.codes.costing(one, blocks, shortest_tokens)
 
     def restored(self, kind: str, state: dict[str, Any]) -> TokenStore:

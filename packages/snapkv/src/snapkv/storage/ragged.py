@@ -7,17 +7,14 @@ has as many slots as the longest one, and its tokens are the last of them.
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from snapkv import ops
 from snapkv.ops import RaggedLayout, ScoreOptions, ragged_attention
-from snapkv.storage.base import Plane, TokenStore
-
-if TYPE_CHECKING:
-    from snapkv.storage.coded import CodedStates
+from snapkv.storage.base import HeadStates, Plane, TokenStore
 
 Counts = tuple[tuple[int, ...], ...]
 """Tokens of each head, row by row: B lists of H numbers."""
@@ -26,7 +23,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RaggedStates:
+class RaggedStates(HeadStates):
     """What every head of every row has kept, without a gap.
 
     Attributes:
@@ -70,18 +67,16 @@ class RaggedStates:
         """Copy the tokens of some slots of the padded layout, (B, H, S) bool."""
         return self.keep(ops.kept_indices(stays))
 
-    def grown_by(self, states: "RaggedStates") -> "RaggedStates":
-        """Every head's tokens, and behind them others of the same head."""
-        return self.joined(states)
-
     def slots(self) -> Tensor:
         """(B, H, S) int64: the slots of the padded layout; -1, ahead of them, for no token."""
         slots = torch.arange(self.longest_tokens, device=self.keys.device)
         counts = torch.tensor(self.head_tokens, device=self.keys.device)[..., None]
         return slots.where(slots >= self.longest_tokens - counts, -1)
 
+    def decoded(self) -> "RaggedStates":
+        return self
+
     def select_rows(self, rows: Tensor) -> "RaggedStates":
-        """The rows in that order, each as often as it is named."""
         segments = self._segments()
         counts = tuple(self.head_tokens[row] for row in rows.tolist())
         return _concatenated((pair for row in rows.tolist() for pair in segments[row]), counts)
@@ -111,7 +106,6 @@ class RaggedStates:
         return RaggedLayout(self.head_tokens, self.keys.device)
 
     def padded_keys(self) -> Tensor:
-        """(B, H, S, D), S the tokens of the longest head; any key in the slots of no token."""
         return self._padded(self.keys)
 
     def padded_values(self) -> Tensor:
@@ -134,7 +128,6 @@ class RaggedStates:
 
     @functools.cached_property
     def longest_tokens(self) -> int:
-        """Tokens of the head that has most, the slots of the padded layout."""
         return max(self.least_slots, *(max(row) for row in self.head_tokens))
 
     @property
@@ -143,12 +136,10 @@ class RaggedStates:
 
     @property
     def nbytes(self) -> int:
-        """Of keys and values."""
         return self.keys.nbytes + self.values.nbytes
 
     @property
     def index_bytes(self) -> int:
-        """Of what attention needs to know of the layout."""
         return self.layout.held_bytes
 
     def attend(
@@ -158,7 +149,6 @@ class RaggedStates:
         score_options: ScoreOptions,
         own_visible: Tensor | None = None,
     ) -> Tensor:
-        """(B, Hq, Q, Dv): attention to them and to a tail, see `snapkv.ops.ragged_attention`."""
         return ragged_attention(
             queries,
             self.keys,
@@ -186,12 +176,12 @@ class RaggedStore(TokenStore):
     """
 
     kind = "ragged"
-    ragged: "RaggedStates | CodedStates"
+    ragged: HeadStates
 
     def __init__(
         self,
         *,
-        states: "RaggedStates | CodedStates",
+        states: HeadStates,
         keys: Tensor,
         values: Tensor,
         num_kv_heads: int,
@@ -228,28 +218,36 @@ class RaggedStore(TokenStore):
         B, H, N, _ = self.keys.shape
         keys, values = (states.flatten(0, 2) for states in (self.keys, self.values))
         tail = RaggedStates(keys=keys, values=values, head_tokens=((N,) * H,) * B)
-        self.ragged = replace(self.ragged.joined(tail), least_slots=self.slots)
+        self.ragged = replace(self.ragged.decoded().joined(tail), least_slots=self.slots)
         for plane in self.planes:
             plane.states = plane.states[..., :0, :].clone()
 
     def keep(self, indices: Tensor, tokens: int, *, ragged: bool = True) -> TokenStore:
         """Keep some of what the heads keep; the tail stands behind those slots, or is absorbed."""
         assert tokens == self.ragged.longest_tokens
-        self.ragged = self.ragged.keep(indices)
+        self.ragged = self.ragged.decoded().keep(indices)
         return self
 
     def only(self, stays: Tensor) -> TokenStore:
         """Hold some slots; the tail keeps as many tokens of all heads, the others go to theirs."""
-        longest = self.ragged.longest_tokens
+        heads, longest = self.ragged.decoded(), self.ragged.longest_tokens
         tail = ops.kept_indices(stays[..., longest:])
         last = int(stays[..., longest:].sum(dim=-1).min())
-        self.ragged = self.ragged.only(stays[..., :longest])
+        self.ragged = heads.only(stays[..., :longest])
         if more := tail.shape[-1] - last:
             older = RaggedStates.gather(self.keys, self.values, tail[..., :more])
-            self.ragged = self.ragged.grown_by(older)
+            self.ragged = self.ragged.decoded().joined(older)
         for plane in self.planes:
             plane.states = ops.gather_tokens(plane.states, tail[..., more:])
         return self
+
+    def crop(self, tokens: int) -> TokenStore:
+        """Forget the last tokens, of every head as many: those of the tail, then its own."""
+        if (own := tokens - self.tail_tokens) > 0:
+            heads: RaggedStates = self.ragged.decoded()
+            self.ragged = heads.keep(heads.slots()[..., : heads.longest_tokens - own])
+        last = min(tokens, self.tail_tokens)
+        return super().crop(last) if last else self
 
     def tail(self, tokens: int) -> Pair:
         """As `TokenStore.tail`; what is with the heads by what that stands for."""

@@ -12,7 +12,8 @@ from torch import Tensor
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.ops import Codes, TokenCost
 from snapkv.storage.base import Plane, TokenStore
-from snapkv.storage.coded import KVCodes, both, encoded
+from snapkv.storage.bits import KVCodes
+from snapkv.storage.coded import both, encoded
 from snapkv.storage.dense import DenseStore
 from snapkv.storage.ragged import Pair
 

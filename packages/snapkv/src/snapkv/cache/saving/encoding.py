@@ -15,7 +15,8 @@ from snapkv import ops
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.slots import SlotMap
 from snapkv.errors import CacheFileError, CacheMismatchError
-from snapkv.storage.coded import CodedStates, KVCodes, state_in_codes, state_spread
+from snapkv.storage.bits import KVCodes
+from snapkv.storage.coded import CodedStates, state_in_codes, state_spread
 from snapkv.storage.ragged import RaggedStates
 
 COMPRESSED = "compressed"
@@ -193,6 +194,7 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
         record, parts = _RECORDS[value["record"]], decode(value["parts"], tensor)
         if parts.pop("is_float", False):
             raise outdated("fp8")
+        parts.pop("own_sections", None)  # of 0.2.0
         return record(**parts)
     return {key: decode(part, tensor) for key, part in value.items()}
 

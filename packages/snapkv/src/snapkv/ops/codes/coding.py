@@ -69,23 +69,6 @@ class Codes:
         parts = self.packed[chosen], self.scale[chosen], self.least[chosen]
         return replace(self, packed=parts[0], scale=parts[1], least=parts[2])
 
-    def arranged(self, places: Tensor) -> "Codes":
-        """Every block with its tokens in that order, (M, G) int64; they stand for the same."""
-
-        def of_tokens(part: Tensor) -> Tensor:
-            return part.gather(2, places[:, None].expand(-1, part.shape[1], -1))
-
-        if self.along == "tokens":
-            return replace(self, packed=of_tokens(self.packed))
-        whole = self.bits == 8
-        numbers = self.packed if whole else self.integers().to(torch.uint8)
-        index = places[:, None, :, None].expand_as(numbers)
-        packed, *others = numbers.gather(2, index).chunk(1 if whole else 8 // self.bits, dim=-2)
-        for place, other in enumerate(others, start=1):
-            packed = packed | other << self.bits * place
-        scale, least = of_tokens(self.scale), of_tokens(self.least)
-        return replace(self, packed=packed.contiguous(), scale=scale, least=least)
-
     def joined(self, other: "Codes") -> "Codes":
         """These blocks and those of another, which is alike in all else."""
         wide = torch.promote_types(self.scale.dtype, other.scale.dtype)
