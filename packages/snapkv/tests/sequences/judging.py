@@ -200,6 +200,8 @@ class Judge:
         seen = {layer.seen_tokens for layer in cache.reading.layers}
         if seen != {state.seen}:
             raise WrongError(f"layers: expected all to have seen {state.seen} tokens, got {seen}")
+        for layer in cache.reading.layers:
+            layer.check_integrity()
         report = cache.report()
         for layer, row in zip(cache.layers, report["layers"], strict=True):
             if row["kind"] != "compressed" or not state.seen:

@@ -68,7 +68,7 @@ class CompressedLayer(DynamicLayer):
         # Not transformers' own, which would assign keys and values.
         self.policy, self.identity, self.storage = policy, identity, storage
         self.store: TokenStore = storage.empty()
-        self.slots, self.notes = SlotMap(), DecodeNotes()
+        self.slots, self.notes, self._seen_tokens = SlotMap(), DecodeNotes(), 0
         self.offloaded: OffloadedTokens | None = None
         self.chooses_again = False
         self.protect: Spans | None = None
@@ -114,6 +114,8 @@ class CompressedLayer(DynamicLayer):
             self.recall()
         elif chooses and (self.slots.kept is None or self.chooses_again):
             self.decode()
+        if not self.store.is_static:
+            self._seen_tokens += key_states.shape[-2]
         return self.store.append(key_states, value_states)
 
     def get_seq_length(self) -> int:
@@ -129,6 +131,7 @@ class CompressedLayer(DynamicLayer):
 
     def reset(self) -> None:
         self.store, self.slots, self.notes = self.storage.empty(), SlotMap(), type(self.notes)()
+        self._seen_tokens = 0
         if self.offloaded is not None:
             self.offloaded.clear()
 
@@ -198,6 +201,7 @@ class CompressedLayer(DynamicLayer):
         left = self.store.slots - count
         self.store = self.store.crop(count) if count else self.store
         self.slots, self.notes = slots.cropped(count, left), self.notes.cropped(count, left)
+        self._seen_tokens = self._counted_tokens
         if self.offloaded is not None:
             self.offloaded.crop(self.columns)
 
@@ -220,7 +224,20 @@ class CompressedLayer(DynamicLayer):
 
     @property
     def seen_tokens(self) -> int:
+        """Tokens seen, whatever became of them: a number, but where a step counts on the device."""
+        return self._counted_tokens if self.store.is_static else self._seen_tokens
+
+    @property
+    def _counted_tokens(self) -> int:
         return self.slots.seen(self.store.slots)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where the numbers are not those of the slots and the store."""
+        slots, store = self.slots, self.store
+        assert self.seen_tokens == self._counted_tokens, "tokens seen"
+        assert slots.chosen_slots <= store.slots, "slots of what was chosen"
+        assert slots.chosen_at <= self.seen_tokens, "tokens seen at the last choice"
+        assert 0 <= slots.gone <= self.seen_tokens, "tokens that are no columns"
 
     @property
     def columns(self) -> int:
@@ -347,6 +364,7 @@ class CompressedLayer(DynamicLayer):
         """Hold what a file or a document holds: a store of that kind, by its `state`."""
         self.store, self.slots = self.storage.restored(kind, state), slots
         self.notes = self.notes if notes is None else notes
+        self._seen_tokens = self._counted_tokens
 
     def restore_chosen(
         self, keys: Tensor, values: Tensor, places: Tensor, tokens: int, *, parts_heads: bool
@@ -370,6 +388,7 @@ class CompressedLayer(DynamicLayer):
         """Of a prompt of so many tokens, those at (B, 1, K) columns have reached the layer."""
         columns = columns.expand(-1, self.keys.shape[1], -1)
         self.slots = self.slots.chosen(columns, tokens, is_partial=True, pads=pads, fillers=fillers)
+        self._seen_tokens = self._counted_tokens
 
     def _keep_slots(
         self,
@@ -562,6 +581,7 @@ class CompressedLayer(DynamicLayer):
         assert self.offloaded is not None
         self.offloaded.shift(pads, tokens)
         self.slots = replace(self.slots, start=tokens)
+        self._seen_tokens = self._counted_tokens
         if forget_queries:
             self._note(last_queries=None)
 
@@ -579,6 +599,7 @@ class CompressedLayer(DynamicLayer):
         keys, values = self.offloaded.with_tail(*tail)
         self.store = self.storage.empty().fill(keys, values, self.store.num_kv_heads)
         self.slots = self.slots.whole()
+        self._seen_tokens = self._counted_tokens
 
 
 def _cover(spans: Sequence[Spans], positions: Tensor) -> Tensor:

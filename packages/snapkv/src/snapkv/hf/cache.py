@@ -143,6 +143,7 @@ class CompressedCache(Cache):
         self.options: dict[str, Any] = setup.options
         room = room_tokens if setup.is_static else None
         self.reading = Reading(layers=compressed, room_tokens=room)
+        self._first = compressed[0].identity.layer_idx
         self._padding = PaddingWatch(compressed, has_states=has_states)
         self._check = VoteCheck()
 
@@ -205,11 +206,6 @@ class CompressedCache(Cache):
                 f"past_key_values: expected a batch of {read}, the size the cache was filled "
                 f"with, got {rows}; call cache.reset() or make a new CompressedCache"
             )
-
-    @property
-    def _first(self) -> int:
-        """Index of the first compressed layer."""
-        return self.reading.layers[0].identity.layer_idx
 
     def _require_coming(self, new_tokens: int, rows: int | None = None) -> None:
         """Refuse tokens that cannot be read, before any layer has changed.

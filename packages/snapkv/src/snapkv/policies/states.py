@@ -7,7 +7,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from snapkv import ops
 from snapkv.ops import Implementation, ScoreOptions, TokenCost
@@ -187,6 +186,9 @@ class Selection:
         )
 
 
+_LEAST_VOTES = torch.finfo(torch.float32).tiny
+
+
 @dataclass(frozen=True, kw_only=True)
 class LostVotes:
     """What every head lost of the votes on its prefix.
@@ -205,15 +207,14 @@ class LostVotes:
     def of(cls, votes: Tensor, lifted: Tensor, keep_indices: Tensor) -> "LostVotes":
         """Measured on votes and, after fading, shares, both (B, H, P), and on what was kept."""
         P, shared = votes.shape[-1], votes.shape[1] // keep_indices.shape[1]
-        kept = keep_indices.where((keep_indices >= 0) & (keep_indices < P), P)
-        kept = kept.repeat_interleave(shared, dim=1)  # every query head has votes of its own
-        mask = torch.zeros(*votes.shape[:2], P + 1, dtype=torch.bool, device=votes.device)
-        mask = mask.scatter(2, kept, True)[..., :P]
-        total = votes.sum(dim=-1)
-        held = votes.masked_fill(~mask, 0.0).sum(dim=-1)
-        mass = (1 - held / total.where(total > 0, 1.0)).clamp(min=0.0).masked_fill(total <= 0, 0.0)
-        dropped = lifted.masked_fill(mask, 0.0)
-        return cls(mass=mass, peak=functional.pad(dropped, (0, 1)).amax(dim=-1))  # or no prefix
+        if shared > 1:  # every query head has votes of its own
+            keep_indices = keep_indices.repeat_interleave(shared, dim=1)
+        is_dropped = votes.new_ones(*votes.shape[:2], P + 2)  # a place before it, one behind it
+        is_dropped.scatter_(2, keep_indices.clamp(max=P) + 1, 0.0)
+        dropped = is_dropped[..., 1 : P + 1]
+        mass = (votes * dropped).sum(dim=-1) / votes.sum(dim=-1).clamp(min=_LEAST_VOTES)
+        peak = torch.zeros_like(mass) if not P else (lifted * dropped).amax(dim=-1)
+        return cls(mass=mass, peak=peak)
 
 
 @dataclass(frozen=True, kw_only=True)
