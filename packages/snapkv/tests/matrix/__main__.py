@@ -41,11 +41,10 @@ it has, when the cache is made.
   the tiny one, where those are of no model that people run). Only they are compressed; layers with
   a sliding window or a recurrent state keep transformers' own.
 - **compressed**: one prompt, then single tokens. **pads**: left-padded rows, and each row alone.
-  **pieces**: the prompt in several passes.
-  **turns**: further prompts, stored whole or compressed. **files**: saved, loaded, gone on with.
-  **rows**: in another order, as in beam search. **int8**: codes of 8 bits. **AdaKV**: heads of
-  different budgets. **selective**: some tokens go on behind the first layers. **drafts**: prompt
-  lookup gives the tokens of plain decoding.
+  **pieces**: the prompt in several passes. **turns**: further prompts, stored whole or compressed.
+  **files**: saved, loaded, continued. **rows**: in another order, as in beam search. **int8**: 8
+  bits. **AdaKV**: heads of different budgets. **selective**: later layers read only some tokens.
+  **drafts**: prompt lookup gives the tokens of plain decoding.
 - A number says why something is refused; nothing here gives a wrong answer.
 """
 
@@ -57,11 +56,11 @@ refused; so has `docs/results/families.jsonl`.
 _IMAGES = """
 ## With an image
 
-Models that see, through `generate`, each with an image of the shape that it takes.
+Models that see, through `generate`, with an image of the shape that each takes.
 
 - **text**: none. **image**: one in the prompt. **pads**: left-padded rows with an image each.
   **pieces**: read with `prefill_chunk_size`, the image in several pieces. **turns**: an image, then
-  text, then another image. **files**, **int8**, **AdaKV**: as above, behind an image.
+  text, then another image. **files**, **int8**, **AdaKV**: as above, after an image.
 """
 
 
