@@ -23,8 +23,8 @@ from tests.matrix.shrinking import MODELS, SEEING, growing_layers, has_own_layer
 DOCS = Path(__file__).parents[4] / "docs"
 ROWS = DOCS / "results" / "families.jsonl"
 SHOWN = (
-    *("deepseek_v3", "falcon_h1", "gemma3", "gemma4", "glm4_moe", "gpt_oss", "granitemoehybrid"),
-    *("kimi_linear", "llama", "llama4_text", "mistral", "phi3", "qwen3", "qwen3_next", "qwen3_vl"),
+    *("deepseek_v3", "falcon_h1", "gemma3", "gemma4", "gpt_oss", "llama", "llama4_text", "mistral"),
+    *("phi3", "qwen3", "qwen3_next", "qwen3_vl"),
 )
 """Families of the page that lies in the repository."""
 
@@ -34,12 +34,10 @@ After reading this page you can tell what works with your model, and why somethi
 
 Made by `make families` with transformers {version}. Every causal language model of that release is
 built tiny, with random weights, and judged: a cache that has dropped tokens must answer as a full
-one whose attention hides them. A model that is not here is decided in the same way: by the layers
-it has, when the cache is made.
+one whose attention hides them. Other models are accepted or refused by the layers they have.
 
-- **grow**: layers whose cache grows with the context, of all, by transformers' defaults (\\*: of
-  the tiny one, where those are of no model that people run). Only they are compressed; layers with
-  a sliding window or a recurrent state keep transformers' own.
+- **grow**: how many layers of all have a cache that grows with the context (\\*: of the tiny model).
+  Only they are compressed; layers with a sliding window or a recurrent state stay as they are.
 - **compressed**: one prompt, then single tokens. **pads**: left-padded rows, and each row alone.
   **pieces**: the prompt in several passes. **turns**: further prompts, stored whole or compressed.
   **files**: saved, loaded, continued. **rows**: in another order, as in beam search. **int8**: 8
@@ -49,7 +47,7 @@ it has, when the cache is made.
 """
 
 _SOME = """
-Fifteen families follow. The page that `make docs` builds has all {count} models, and which are
+Twelve families follow. The page that `make docs` builds has all {count} models, and which are
 refused; so has `docs/results/families.jsonl`.
 """
 
