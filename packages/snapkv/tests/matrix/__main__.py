@@ -36,8 +36,9 @@ Made by `make families` with transformers {version}. Every causal language model
 built tiny, with random weights, and judged: a cache that has dropped tokens must answer as a full
 one whose attention hides them. Other models are accepted or refused by the layers they have.
 
-- **grow**: how many layers of all have a cache that grows with the context (\\*: of the tiny model).
-  Only they are compressed; layers with a sliding window or a recurrent state stay as they are.
+- **grow**: how many of all layers have a cache that grows with the context (\\*: of the tiny
+  model). Only they are compressed; layers with a sliding window or a recurrent state stay as they
+  are.
 - **compressed**: one prompt, then single tokens. **pads**: left-padded rows, and each row alone.
   **pieces**: the prompt in several passes. **turns**: further prompts, stored whole or compressed.
   **files**: saved, loaded, continued. **rows**: in another order, as in beam search. **int8**: 8

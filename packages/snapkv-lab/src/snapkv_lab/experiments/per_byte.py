@@ -43,11 +43,14 @@ MEASURED = (
     *(("default", codes) for codes in ("int8", "keys 8, values 4")),
 )
 
-
-NAMES = {"paper's": "SnapKV", "as it came": "16 bits", "keys 8, values 4": "K8V4"}
-"""What tables call a method or codes whose rows have another word."""
+NAMES = {"paper's": "SnapKV", "as it came": "16 bits", "keys 8, values 4": "K8V4"}  # in tables
 
 SIZES = ("kept", "bytes")
+_TABLES = {
+    "{right}": "Right answers, and the loss per token above the full cache's",
+    "{percent}": "Percent of the full cache's right answers",
+    "{kept}": "Tokens kept, and the share of bytes held",
+}
 
 
 def _measure(given: Given, text: Text) -> Iterator[Row]:
@@ -84,20 +87,7 @@ PER_BYTE = Experiment(
     cases=lambda given, part: texts_from(given, 200),
     options={"tokens": Sized(1024, 768), "rounds": Sized(8, 1), "dtype": "bfloat16"},
     tables=[
-        Table(
-            Pivot("method, bits", "{name}", "{share}", "{right}"),
-            "Right answers, and the loss per token above the full cache's",
-            made=_cells,
-        ),
-        Table(
-            Pivot("method, bits", "{name}", "{share}", "{percent}"),
-            "Percent of the full cache's right answers",
-            made=_cells,
-        ),
-        Table(
-            Pivot("method, bits", "{name}", "{share}", "{kept}"),
-            "Tokens kept, and the share of bytes held",
-            made=_cells,
-        ),
+        Table(Pivot("method, bits", "{name}", "{share}", of), title, made=_cells)
+        for of, title in _TABLES.items()
     ],
 )
