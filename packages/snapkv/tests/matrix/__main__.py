@@ -23,8 +23,8 @@ from tests.matrix.shrinking import MODELS, SEEING, growing_layers, has_own_layer
 DOCS = Path(__file__).parents[4] / "docs"
 ROWS = DOCS / "results" / "families.jsonl"
 SHOWN = (
-    *("deepseek_v3", "falcon_h1", "gemma3", "gemma4", "glm4_moe", "gpt_oss", "granitemoehybrid"),
-    *("kimi_linear", "llama", "llama4_text", "mistral", "phi3", "qwen3", "qwen3_next", "qwen3_vl"),
+    *("deepseek_v3", "falcon_h1", "gemma3", "gemma4", "gpt_oss", "llama", "llama4_text", "mistral"),
+    *("phi3", "qwen3", "qwen3_next", "qwen3_vl"),
 )
 """Families of the page that lies in the repository."""
 
@@ -34,34 +34,32 @@ After reading this page you can tell what works with your model, and why somethi
 
 Made by `make families` with transformers {version}. Every causal language model of that release is
 built tiny, with random weights, and judged: a cache that has dropped tokens must answer as a full
-one whose attention hides them. A model that is not here is decided in the same way: by the layers
-it has, when the cache is made.
+one whose attention hides them. Other models are accepted or refused by the layers they have.
 
-- **grow**: layers whose cache grows with the context, of all, by transformers' defaults (\\*: of
-  the tiny one, where those are of no model that people run). Only they are compressed; layers with
-  a sliding window or a recurrent state keep transformers' own.
+- **grow**: how many of all layers have a cache that grows with the context (\\*: of the tiny
+  model). Only they are compressed; layers with a sliding window or a recurrent state stay as they
+  are.
 - **compressed**: one prompt, then single tokens. **pads**: left-padded rows, and each row alone.
-  **pieces**: the prompt in several passes.
-  **turns**: further prompts, stored whole or compressed. **files**: saved, loaded, gone on with.
-  **rows**: in another order, as in beam search. **int8**: codes of 8 bits. **AdaKV**: heads of
-  different budgets. **selective**: some tokens go on behind the first layers. **drafts**: prompt
-  lookup gives the tokens of plain decoding.
+  **pieces**: the prompt in several passes. **turns**: further prompts, stored whole or compressed.
+  **files**: saved, loaded, continued. **rows**: in another order, as in beam search. **int8**: 8
+  bits. **AdaKV**: heads of different budgets. **selective**: later layers read only some tokens.
+  **drafts**: prompt lookup gives the tokens of plain decoding.
 - A number says why something is refused; nothing here gives a wrong answer.
 """
 
 _SOME = """
-Fifteen families follow. The page that `make docs` builds has all {count} models, and which are
+Twelve families follow. The page that `make docs` builds has all {count} models, and which are
 refused; so has `docs/results/families.jsonl`.
 """
 
 _IMAGES = """
 ## With an image
 
-Models that see, through `generate`, each with an image of the shape that it takes.
+Models that see, through `generate`, with an image of the shape that each takes.
 
 - **text**: none. **image**: one in the prompt. **pads**: left-padded rows with an image each.
   **pieces**: read with `prefill_chunk_size`, the image in several pieces. **turns**: an image, then
-  text, then another image. **files**, **int8**, **AdaKV**: as above, behind an image.
+  text, then another image. **files**, **int8**, **AdaKV**: as above, after an image.
 """
 
 

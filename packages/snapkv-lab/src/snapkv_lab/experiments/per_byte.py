@@ -20,6 +20,7 @@ from snapkv_lab.experiments.texts import (
     answers_of,
     questions,
     right_and_loss,
+    right_of,
     scored,
     texts_from,
 )
@@ -42,8 +43,14 @@ MEASURED = (
     *(("default", codes) for codes in ("int8", "keys 8, values 4")),
 )
 
+NAMES = {"paper's": "SnapKV", "as it came": "16 bits", "keys 8, values 4": "K8V4"}  # in tables
 
 SIZES = ("kept", "bytes")
+_TABLES = {
+    "{right}": "Right answers, and the loss per token above the full cache's",
+    "{percent}": "Percent of the full cache's right answers",
+    "{kept}": "Tokens kept, and the share of bytes held",
+}
 
 
 def _measure(given: Given, text: Text) -> Iterator[Row]:
@@ -64,9 +71,10 @@ def _cells(rows: list[Row]) -> Iterator[Row]:
     cells = grouped(answers_of(rows), lambda row: (row["method"], row["codes"], row["share"]))
     for (method, codes, share), own in cells.items():
         yield {
-            "name": f"{method}, {codes}",
+            "name": f"{NAMES.get(method, method)}, {NAMES.get(codes, codes)}",
             "share": share,
             "right": right_and_loss(own),
+            "percent": f"{right_of(own).share:.0%}",
             "kept": "{:.0f} ({:.3f})".format(*(fmean(row[key] for row in own) for key in SIZES)),
         }
 
@@ -79,15 +87,7 @@ PER_BYTE = Experiment(
     cases=lambda given, part: texts_from(given, 200),
     options={"tokens": Sized(1024, 768), "rounds": Sized(8, 1), "dtype": "bfloat16"},
     tables=[
-        Table(
-            Pivot("method, what is held", "{name}", "{share}", "{right}"),
-            "Right answers, and the loss per token above the full cache's",
-            made=_cells,
-        ),
-        Table(
-            Pivot("method, what is held", "{name}", "{share}", "{kept}"),
-            "Tokens kept, and the share of bytes held",
-            made=_cells,
-        ),
+        Table(Pivot("method, bits", "{name}", "{share}", of), title, made=_cells)
+        for of, title in _TABLES.items()
     ],
 )
