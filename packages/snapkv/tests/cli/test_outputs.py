@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from snapkv.cli.entry import continues
+from snapkv.cli.interrupts import continues
 from snapkv.cli.outputs import Output, RowsFile, RunFolder
 from tests.cli.commands import commands, options_of
 

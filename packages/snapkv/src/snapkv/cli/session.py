@@ -21,12 +21,11 @@ from snapkv.app.prompts import Prompt
 from snapkv.app.protection import Protection
 from snapkv.app.remedies import Candidate, Tried, first_that_keeps
 from snapkv.app.settings import GenerationSettings
-from snapkv.cli.ask import AskOptions
 from snapkv.cli.grid import Grid, say, show
 from snapkv.cli.library import like
 from snapkv.cli.loading import load_model, load_other, reading_progress
 from snapkv.cli.notes import LostVotes, Note, Try, is_safe, notes_on
-from snapkv.cli.options import DRAFTS, RunOptions
+from snapkv.cli.options import DRAFTS, AskOptions, RunOptions
 from snapkv.cli.policy import build_policy, usual_bits
 from snapkv.cli.standard_output import write, write_json
 from snapkv.errors import InvalidArgumentError
