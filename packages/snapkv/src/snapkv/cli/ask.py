@@ -43,7 +43,7 @@ def ask(
             f"{EXAMPLES['ask'][0]}"
         )
     if not files:
-        from snapkv.cli.session import answer_from_library  # imports torch
+        from snapkv.cli.from_library import answer_from_library  # imports torch
 
         answer_from_library(options, question, context.obj)
         return
@@ -53,10 +53,10 @@ def ask(
         made = question_prompt(tokenizer, read, question, answer_start=options.answer_start)
         return made.hiding(question) if policy.reads_context else made
 
-    from snapkv.cli.session import answer_and_show
+    from snapkv.cli.from_files import answer_from_files
 
     request["question"] = question
-    answer_and_show(options, policy, prompt, request, context.obj, system=None)
+    answer_from_files(options, policy, prompt, request, context.obj, system=None)
 
 
 @with_options(RunOptions)
@@ -87,10 +87,10 @@ def generate(
         make = chat_prompt if chat else text_prompt
         return make(tokenizer, text, answer_start=options.answer_start)
 
-    from snapkv.cli.session import answer_and_show
+    from snapkv.cli.from_files import answer_from_files
 
     request["prompt"] = prompt
-    answer_and_show(options, policy, made, request, context.obj, system=False)
+    answer_from_files(options, policy, made, request, context.obj, system=False)
 
 
 def _begun(files: list[str], options: RunOptions) -> tuple[str, Any, dict[str, Any]]:
