@@ -5,15 +5,13 @@ import torch
 
 from snapkv import CompressedCache, SnapKV
 from snapkv.app.answering import Answer
-from snapkv.app.remedies import Tried
 from snapkv.cache.report import CacheReport
 from snapkv.cli.changes import (
     FULL,
     MORE_BITS,
     changed_command,
-    changed_options,
-    changes_by_price,
     larger_budget,
+    next_change,
 )
 from snapkv.cli.notes import (
     SAFE_BELOW,
@@ -94,85 +92,35 @@ def test_a_command_is_the_one_that_was_typed_with_what_changes(typed, change, co
     assert changed_command(typed, change) == command
 
 
-def test_changed_options_make_the_policy_that_the_command_will():
-    options = RunOptions(
-        policy="snapkv", budget=64, kernel_size="5", set_=["budget=32", "group_reduce=max"]
-    )
-    changed = changed_options(options, {"budget": 128, "pooling": "avg"})
-    policy = build_policy(changed)
-    assert (policy.budget, policy.pooling, policy.group_reduce) == (128, "avg", "max")
-    assert changed.set_ == ["group_reduce=max"]
-    assert build_policy(changed_options(options, FULL)).name == "full"
-
-
-LARGER = [{"budget": budget, "keep_ratio": None} for budget in (128, 256, 512)]
+def larger(tokens):
+    return {"budget": tokens, "keep_ratio": None}
 
 
 @pytest.mark.parametrize(
-    ("given", "bits", "changes"),
+    ("exactly", "given", "bits", "change"),
     [
-        ({"budget": 64}, {}, LARGER),
-        ({"budget": 64}, {"8/4": 30}, [MORE_BITS, *LARGER]),
-        ({"budget": 64, "prefill": "selective"}, {}, [{}, *LARGER]),
-        ({"keep_ratio": 0.25}, {}, [{"budget": 300, "keep_ratio": None}]),  # 150 of 600 were kept
-        ({"policy": "default"}, {}, [{"budget": 300, "keep_ratio": None}]),
-        ({"policy": "adakv", "budget": 64}, {}, [{"budget": 300, "keep_ratio": None}]),
-        ({"policy": "fastgen"}, {}, []),
-        ({"budget": 300}, {}, []),
+        ({}, {"budget": 64}, {}, larger(128)),
+        ({}, {"budget": 64}, {"8/4": 30}, MORE_BITS),
+        ({"prefill": None}, {"budget": 64}, {"8/4": 30}, {"prefill": None}),
+        ({}, {"keep_ratio": 0.25}, {}, larger(300)),  # 150 of 600 were kept
+        ({}, {"policy": "default"}, {}, larger(300)),
+        ({}, {"budget": 300}, {}, FULL),
+        ({}, {"policy": "fastgen"}, {}, None),
     ],
 )
-def test_changes_come_in_the_order_of_their_price_and_only_what_a_method_has(given, bits, changes):
+def test_what_is_next_to_try_is_what_an_answer_lacks_most_likely(exactly, given, bits, change):
     options = RunOptions(**{"policy": "snapkv"} | given)
-    found = list(changes_by_price(options, answered(options=options, bits=bits)))
-    exactly = {"prefill": None} if "prefill" in given else {}
-    assert found == [exactly | change for change in changes]
-    for change in found:
-        build_policy(changed_options(options, change))
+    assert next_change(exactly, options, answered(options=options, bits=bits)) == change
 
 
-def compared(tried, ours="a b", theirs="a c"):
-    seen = []
-
-    def tries(ours, full, changed):
-        seen.append((ours.text, full.text, [options.budget for options in changed]))
-        return tried
-
-    return compared_note(answered(ours), answered(theirs), SNAPKV, TYPED, tries), seen
-
-
-def test_the_same_answer_is_one_line_and_nothing_is_tried():
-    note, seen = compared(Tried(keeper=0), theirs="a b")
-    assert (plain(note), seen) == (["same answer"], [])
-    assert note.record == {
-        "same": True, "first_difference": None, "remedy": None, "command": None, "note": "",
-    }  # fmt: skip
-
-
-def test_what_keeps_the_answer_is_the_command_to_type():
-    note, seen = compared(Tried(keeper=1))
-    assert seen == [("a b", "a c", [128, 256, 512])]
-    command = "snapkv ask 'my notes.txt' -q 'Who'\"'\"'s there?' --compare --budget 256"
-    assert plain(note) == [
-        "different",
-        f"next to try, which keeps the full cache's answer: {command}",
-    ]
-    assert note.record == {
-        "same": False,
-        "first_difference": 2,
-        "remedy": {"budget": 256},
-        "command": command,
-        "note": "",
-    }
-
-
-def test_where_nothing_keeps_it_the_full_cache_is_left_and_what_is_not_known_is_said():
-    note, _ = compared(Tried())
-    assert plain(note)[1].endswith("for the full cache: " + note.record["command"])
-    assert note.record["command"].endswith("--compare --policy full")
-    assert note.record["remedy"] is None
-    note, _ = compared(Tried(untold="the answers are drawn"))
-    assert plain(note)[1] == "what to try next is not computed: the answers are drawn"
-    assert note.record["command"] is None
+def test_the_same_answer_is_one_line_and_another_has_a_command():
+    same = compared_note(answered("a b"), answered("a b"), SNAPKV, TYPED, {})
+    assert plain(same) == ["same answer"]
+    assert same.record == {"same": True, "first_difference": None, "command": None}
+    other = compared_note(answered("a b"), answered("a c"), SNAPKV, TYPED, {})
+    command = "snapkv ask 'my notes.txt' -q 'Who'\"'\"'s there?' --compare --budget 128"
+    assert plain(other) == ["different", f"next to try: {command}"]
+    assert other.record == {"same": False, "first_difference": 2, "command": command}
 
 
 def test_a_check_is_a_line_and_a_status():

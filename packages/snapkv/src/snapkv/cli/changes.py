@@ -1,6 +1,5 @@
 """What to change about a command whose answer is not the full cache's, and what to type then."""
 
-import dataclasses
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -23,43 +22,25 @@ def has_few_bits(report: Mapping[str, Any]) -> bool:
     return any(not bits.isdecimal() or int(bits) < 16 for bits in report.get("bits", ()))
 
 
-def changes_by_price(options: RunOptions, answer: Answer) -> Iterator[Change]:
-    """Changes to try, those that hold fewer bytes first: more bits, twice the budget, four times...
+def next_change(exactly: Change, options: RunOptions, answer: Answer) -> Change | None:
+    """What an answer lacks most likely: a reading by all layers, more bits, or a larger budget.
 
-    All that is tried reads the prompt exactly. Recall is none of the changes: what it brings back,
-    it brings back for a later question.
+    `exactly` is the change that makes the reading exact, empty where it is. Recall is none: what it
+    brings back, it brings back for a later question.
     """
-    exactly: Change = {} if options.reading.holds_all else {"prefill": None}
     if exactly:
-        yield exactly
+        return exactly
     if has_few_bits(answer.cache):  # which a budget of tokens has not
-        yield {**exactly, **MORE_BITS}
-    yield from ({**exactly, **larger} for larger in _larger_budgets(options, answer))
+        return MORE_BITS
+    return larger_budget(options, answer)
 
 
 def larger_budget(options: RunOptions, answer: Answer) -> Change | None:
-    """Twice the budget, or everything where that is as much; None for a method without a budget."""
+    """Twice what was kept, or everything where that is as much; None for a method that has none."""
     if "budget" not in accepted(options.policy, {}):
         return None
-    return next(_larger_budgets(options, answer), FULL)
-
-
-def _larger_budgets(options: RunOptions, answer: Answer) -> Iterator[Change]:
-    """Twice what was kept of the prompt, four times, ... as long as it is less than the prompt."""
-    if "budget" in accepted(options.policy, {}):
-        tokens = max(1, round(answer.kept_tokens))
-        while (tokens := 2 * tokens) < answer.prompt_tokens:
-            yield {"budget": tokens, "keep_ratio": None}
-
-
-def changed_options(options: RunOptions, change: Change) -> RunOptions:
-    """The options with that change; what ``--set`` says of the same parameters is gone, too."""
-    defaults = {field.name: field.default for field in dataclasses.fields(options)}
-    values: dict[str, Any] = {
-        "set_": [each for each in options.set_ or [] if not _assigns(each, change)] or None
-    }
-    values |= {name: defaults[name] if new is None else new for name, new in change.items()}
-    return dataclasses.replace(options, **values)
+    tokens = 2 * max(1, round(answer.kept_tokens))
+    return {"budget": tokens, "keep_ratio": None} if tokens < answer.prompt_tokens else FULL
 
 
 def changed_command(typed: Sequence[str], change: Change) -> str:

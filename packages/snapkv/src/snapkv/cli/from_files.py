@@ -11,11 +11,10 @@ from snapkv.app.models import LoadedModel
 from snapkv.app.prefills import Exact
 from snapkv.app.prompts import Prompt
 from snapkv.app.protection import Protection
-from snapkv.app.remedies import Candidate, Tried, first_that_keeps
 from snapkv.app.settings import GenerationSettings
 from snapkv.cli.loading import load_model, load_other, reading_progress
 from snapkv.cli.options import DRAFTS, RunOptions
-from snapkv.cli.policy import build_policy, usual_bits
+from snapkv.cli.policy import usual_bits
 from snapkv.cli.session import Asked, show_answers
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import FullCache, Policy
@@ -51,14 +50,6 @@ def answer_from_files(
         limit = settings.max_new_tokens if tokens is None else tokens
         return read(FullCache(), replace(settings, max_new_tokens=limit), None, prefill=Exact())
 
-    def candidate(changed: RunOptions) -> Candidate:
-        policy = build_policy(changed)
-        return Candidate(policy, usual_bits(policy, loaded.model, changed)[0])
-
-    def tried(ours: Answer, full: Answer, changed: Sequence[RunOptions]) -> Tried:
-        candidates, stay = list(map(candidate, changed)), ours.protected
-        return first_that_keeps(loaded, prompt, settings, full.token_ids, candidates, protect=stay)
-
     asked = Asked(
         loaded=loaded,
         settings=settings,
@@ -66,7 +57,7 @@ def answer_from_files(
             policy, settings, on_text, drafts=drafts, prefill=options.reading, quantize=quantize
         ),
         full=full,
-        tried=tried,
+        exactly={} if options.reading.holds_all else {"prefill": None},
         own_bits=own_bits,
     )
     show_answers(asked, options, request, typed)

@@ -7,7 +7,6 @@ from rich.text import Text
 
 from snapkv.app.answering import Answer, TextSink
 from snapkv.app.library_answers import search, take
-from snapkv.app.remedies import Tried
 from snapkv.cli.library import like
 from snapkv.cli.loading import load_model, reading_progress
 from snapkv.cli.options import AskOptions
@@ -69,16 +68,10 @@ def answer_from_library(options: AskOptions, question: str, typed: Sequence[str]
         settings=settings,
         answered=answered,
         full=full,
-        tried=lambda *_: Tried(untold=_untried(found.recompute)),
+        exactly={} if found.recompute == 1 else {"recompute": 1},
         sources=lambda: _source_lines(found.hits, warnings),
     )
     show_answers(asked, options, request, typed)
-
-
-def _untried(recompute: float) -> str:
-    if recompute == 1:
-        return "raise --budget"
-    return "raise --recompute, where 1 reads the documents in full, or --budget"
 
 
 def _source_lines(hits: Sequence[Hit], warnings: Sequence[str]) -> list[Text]:

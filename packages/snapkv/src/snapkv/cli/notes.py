@@ -8,15 +8,12 @@ from rich.text import Text
 
 from snapkv.app.answering import Answer
 from snapkv.app.comparison import Comparison
-from snapkv.app.remedies import Tried
 from snapkv.cli.changes import (
-    FULL,
     Change,
     changed_command,
-    changed_options,
-    changes_by_price,
     has_few_bits,
     larger_budget,
+    next_change,
 )
 from snapkv.cli.options import RunOptions
 from snapkv.policies.budget import dilution
@@ -31,9 +28,6 @@ prompt of 1,024 tokens; a longer one dilutes votes, and more that was not looked
 
 SAFE_SUM_BELOW = 0.15
 """Of all votes, so that an answer whose votes lie scattered counts, too."""
-
-Try = Callable[[Answer, Answer, Sequence[RunOptions]], Tried]
-"""Tries which options, in their order, give the full cache's answer in place of the other one."""
 
 
 def drops_nothing(report: Mapping[str, Any]) -> bool:
@@ -95,7 +89,7 @@ def notes_on(
     options: RunOptions,
     typed: Sequence[str],
     *,
-    tried: Try,
+    exactly: Change,
     full_start: Callable[[int], Answer],
 ) -> list[Note]:
     """What is told of an answer.
@@ -104,13 +98,13 @@ def notes_on(
         answers: the compressed one and, to compare it, the full cache's.
         options: those of the command.
         typed: the command line.
-        tried: tries other options on the prompt.
+        exactly: the change that makes the reading exact; empty where it is.
         full_start: the first so many tokens of the full cache's answer.
     """
     ours, *full = answers
     notes = [votes_note(answers, options, typed)]
     if options.compare:
-        notes.append(compared_note(ours, full[0], options, typed, tried))
+        notes.append(compared_note(ours, full[0], options, typed, exactly))
     if options.check is not None:
         reference = full[0] if full else full_start(options.check)
         notes.append(checked_note(ours, reference, options.check))
@@ -152,36 +146,12 @@ def checked_note(answer: Answer, full: Answer, tokens: int) -> Note:
 
 
 def compared_note(
-    ours: Answer, full: Answer, options: RunOptions, typed: Sequence[str], tried: Try
+    ours: Answer, full: Answer, options: RunOptions, typed: Sequence[str], exactly: Change
 ) -> Note:
-    """A compressed answer beside the full cache's; where it differs, the cheapest change that does
-    not, found by trying.
-    """
+    """A compressed answer beside the full cache's; where it differs, the command to try next."""
     found = Comparison.of(ours, full)
-    change: Change | None = None
-    remedy, note = None, ""
-    if not found.same:
-        changes = list(changes_by_price(options, ours))
-        outcome = tried(ours, full, [changed_options(options, each) for each in changes])
-        if outcome.untold:
-            note = f"not computed: {outcome.untold}"
-        elif outcome.keeper is None:
-            change, note = {**FULL, "prefill": None}, "nothing smaller that was tried keeps it"
-        else:
-            change = changes[outcome.keeper]
-            remedy = {name: value for name, value in change.items() if value}
+    change = None if found.same else next_change(exactly, options, ours)
     command = None if change is None else changed_command(typed, change)
-    if found.same:
-        lines = [Text("same answer", "green")]
-    else:
-        lines = [Text("different", "bold red"), _next_step(note, command)]
-    record = {**asdict(found), "remedy": remedy, "command": command, "note": note}
-    return Note(key="comparison", record=record, lines=lines)
-
-
-def _next_step(note: str, command: str | None) -> Text:
-    if not note:
-        return Text(f"next to try, which keeps the full cache's answer: {command}")
-    if command:
-        return Text(f"{note}; for the full cache: {command}")
-    return Text(f"what to try next is {note}")
+    lines = [Text("same answer", "green") if found.same else Text("different", "bold red")]
+    lines += [Text(f"next to try: {command}")] if command else []
+    return Note(key="comparison", record={**asdict(found), "command": command}, lines=lines)

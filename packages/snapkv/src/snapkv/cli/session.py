@@ -14,8 +14,9 @@ from snapkv import __version__
 from snapkv.app.answering import Answer, TextSink
 from snapkv.app.models import LoadedModel
 from snapkv.app.settings import GenerationSettings
+from snapkv.cli.changes import Change
 from snapkv.cli.grid import Grid, say, show
-from snapkv.cli.notes import Note, Try, is_safe, notes_on, said_of_votes
+from snapkv.cli.notes import Note, is_safe, notes_on, said_of_votes
 from snapkv.cli.options import RunOptions
 from snapkv.cli.standard_output import write, write_json
 from snapkv.hf.placement import device_of
@@ -32,7 +33,7 @@ class Asked:
         settings: how it generates.
         answered: gives the answer of the method, whose text goes where it is told meanwhile.
         full: gives the full cache's answer, or the first so many tokens of it.
-        tried: tries other options where the answer differs from the full cache's.
+        exactly: the change of the options that makes the reading exact; empty where it is.
         own_bits: why bits that would be chosen are the model's own; empty where they are not.
         sources: gives lines between an answer and what it took, once there is an answer.
     """
@@ -41,7 +42,7 @@ class Asked:
     settings: GenerationSettings
     answered: Callable[[TextSink | None], Answer]
     full: Callable[[int | None], Answer]
-    tried: Try
+    exactly: Change
     own_bits: str = ""
     sources: Callable[[], Sequence[Text]] = tuple
 
@@ -57,7 +58,7 @@ def show_answers(
         answers = [asked.answered(None if options.json else write)]
     if not options.json:
         _show(answers, asked.sources(), safe=is_safe(answers, options))
-    notes = notes_on(answers, options, typed, tried=asked.tried, full_start=asked.full)
+    notes = notes_on(answers, options, typed, exactly=asked.exactly, full_start=asked.full)
     if asked.own_bits:
         line = Text(f"bits: {asked.own_bits}")
         notes.append(Note(key="bits", record={"note": asked.own_bits}, lines=[line]))
