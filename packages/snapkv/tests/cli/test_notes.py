@@ -1,5 +1,7 @@
 """What is told behind an answer, on made-up answers: differences, commands, words."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -121,6 +123,9 @@ def test_the_same_answer_is_one_line_and_another_has_a_command():
     command = "snapkv ask 'my notes.txt' -q 'Who'\"'\"'s there?' --compare --budget 128"
     assert plain(other) == ["different", f"next to try: {command}"]
     assert other.record == {"same": False, "first_difference": 2, "command": command}
+    drawn = replace(SNAPKV, temperature=0.7)
+    chance = compared_note(answered("a b"), answered("a c"), drawn, TYPED, {})
+    assert plain(chance) == ["different"]
 
 
 def test_a_check_is_a_line_and_a_status():

@@ -150,7 +150,8 @@ def compared_note(
 ) -> Note:
     """A compressed answer beside the full cache's; where it differs, the command to try next."""
     found = Comparison.of(ours, full)
-    change = None if found.same else next_change(exactly, options, ours)
+    is_told = not (found.same or options.temperature)  # what is drawn differs by chance
+    change = next_change(exactly, options, ours) if is_told else None
     command = None if change is None else changed_command(typed, change)
     lines = [Text("same answer", "green") if found.same else Text("different", "bold red")]
     lines += [Text(f"next to try: {command}")] if command else []
