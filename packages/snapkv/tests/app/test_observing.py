@@ -1,5 +1,7 @@
 """A prompt that was recorded once, and the caches that are made of it."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from snapkv.prefill.shared import SharedReading
 from tests.families import KINDS, small_model
 
 POLICIES = (FullCache(), SnapKV(24, window_size=8))
+RECORDER = partial(Recorder, recorded_queries=8, recorded_parts=frozenset())
 LATENT = [kind for kind in KINDS if "latent" in kind]
 
 
@@ -28,7 +31,7 @@ def logits_behind(model, cache, ids):
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in LATENT])
 def test_a_cache_of_a_recorded_prompt_goes_on_as_one_that_has_read_it(kind):
     model, prompt, behind = small_model(kind), tokens(60), tokens(1)
-    recorded = record_prompt(model, prompt, Recorder.for_policies(POLICIES))
+    recorded = record_prompt(model, prompt, RECORDER())
     for policy in POLICIES:
         cache = CompressedCache(model, policy)
         torch.testing.assert_close(
@@ -42,7 +45,7 @@ def test_a_cache_of_a_recorded_prompt_goes_on_as_one_that_has_read_it(kind):
 @pytest.mark.parametrize("kind", LATENT)
 def test_latent_attention_is_not_recorded(kind):
     with pytest.raises(UnsupportedModelError, match="latent attention"):
-        record_prompt(small_model(kind), tokens(60), Recorder.for_policies(POLICIES))
+        record_prompt(small_model(kind), tokens(60), RECORDER())
 
 
 def test_a_layer_of_states_beside_tokens_is_not_read_for_several_caches():

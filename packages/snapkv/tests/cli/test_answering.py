@@ -71,17 +71,12 @@ def test_json_is_one_object_and_nothing_else(asked, demo_only, document):
     assert len(asked(*SMALL, "--verbose")["runs"][0]["cache"]["layers"]) == 30
 
 
-def test_a_method_that_reads_twice_chooses_before_the_question(asked, refused, tiny_only, document):
+def test_a_method_that_reads_twice_chooses_before_the_question(asked, tiny_only):
     options = ("--policy", "kvzip", "--budget", 128, "--window-size", 16, "--max-new-tokens", 6)
     (answer,) = asked(*options)["runs"]
     behind = answer["cache"]["seen_tokens"] - answer["prompt_tokens"]
     question = answer["cache"]["kept_tokens"] - 128  # it and what follows are read after it
     assert 10 < question - behind < 40
-    said = refused("ask", document, *ASK, *options, "--prompt-lookup", 3)
-    assert "drafts: expected none with kvzip" in said
-    said = refused("generate", document, "--policy", "kvzip")
-    assert "policy: expected one that chooses when a layer has read a prompt" in said
-    assert "snapkv ask does" in said
 
 
 @pytest.mark.parametrize(
@@ -147,18 +142,13 @@ def gate(tmp_path):
     return "ask", document, *start, *small
 
 
-def test_the_command_that_is_next_to_try_keeps_the_answer(snapkv, demo_only, gate, monkeypatch):
-    found = json.loads(snapkv(*gate, "--compare", "--json").out)["comparison"]
-    assert not found["same"]
-    program, *words = shlex.split(found["command"])
-    assert (program, *words[:2]) == ("snapkv", "ask", str(gate[1]))
-    again = json.loads(snapkv(*words).out)
-    assert again["comparison"]["same"]
-    assert again["runs"][0]["policy"]["name"] == ("snapkv" if found["remedy"] else "full")
-    monkeypatch.setenv("COLUMNS", "60")
-    differ, untold = snapkv(*gate, "--compare", "--temperature", 0.01).out.splitlines()[-2:]
-    assert differ == "different"
-    assert untold == "what to try next is not computed: the answers are drawn, at temperature 0.01"
+def test_the_commands_that_are_next_to_try_end_with_the_same_answer(snapkv, demo_only, gate):
+    budgets, words = [], [*map(str, gate), "--compare", "--json"]
+    while not (record := json.loads(snapkv(*words).out))["comparison"]["same"]:
+        program, *words = shlex.split(record["comparison"]["command"])
+        assert (program, *words[:2]) == ("snapkv", "ask", str(gate[1]))
+        budgets.append(record["runs"][0]["policy"]["budget"])
+    assert budgets == [32 * 2**step for step in range(len(budgets))] != []
 
 
 def test_a_check_compares_the_first_tokens_and_says_so_by_its_status(snapkv, demo_only, gate):
@@ -171,12 +161,6 @@ def test_a_check_compares_the_first_tokens_and_says_so_by_its_status(snapkv, dem
     same = snapkv(*gate, "--check", first)
     assert same.status == 0
     assert same.err.splitlines()[-1].endswith("the full cache's")
-
-
-def test_a_check_that_could_not_tell_is_refused(refused):
-    asked = ("generate", "-p", "Why?", "--check", 4)
-    assert "check: expected temperature 0" in refused(*asked, "--temperature", 0.5)
-    assert "expected at most max_new_tokens=3, got 4" in refused(*asked, "--max-new-tokens", 3)
 
 
 def test_a_method_that_looks_at_tokens_gets_them_from_the_models_tokenizer(asked, tiny_only):
@@ -279,27 +263,6 @@ def test_the_table_says_tokens_per_pass(snapkv, tiny_only, document, monkeypatch
     (line,) = [line for line in done.out.splitlines() if "tokens per pass" in line]
     assert "(prompt-lookup)" in line
     assert line.split("│")[-2].strip() == "-"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--medusa", "demo", "--prompt-lookup", 3), "drafts: expected one of"),
-        (("--prompt-lookup", 0), "prompt_lookup: expected"),
-        (("--medusa", "nowhere"), "medusa: expected 'demo', a folder"),
-        (("--medusa", ""), "or a hub id of one, got ''"),
-        (("--prompt-lookup", 3, "--policy", "tova"), "only compresses the prompt"),
-        (
-            ("--prompt-lookup", 3, "--prefill", "selective"),
-            "expected none with --prefill selective",
-        ),
-    ],
-    ids=["two ways", "no tokens", "no heads", "no name", "evicting", "selective"],
-)
-def test_drafts_that_cannot_work_are_refused(snapkv, tiny_only, document, options, message):
-    done = snapkv("ask", document, *WHERE, "--budget", 48, "--max-new-tokens", 4, *options)
-    assert (done.status, done.out.strip()) == (2, "")
-    assert message in done.err
 
 
 @pytest.mark.parametrize(

@@ -90,30 +90,6 @@ def test_beside_a_budget_that_the_votes_choose_another_method_has_the_usual_one(
     assert data["curve"] == []
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--budgets", "many"), "budgets: expected a whole number such as 4096"),
-        (("--budgets", ","), "budgets: expected whole numbers with commas between them, got ','"),
-        (("--budgets", "64,,128"), "budgets: expected whole numbers with commas between them, got"),
-        (("--budgets", ",".join(map(str, range(64, 77)))), "budgets: expected at most 12, since"),
-        (("--budgets", "8"), "budget: expected"),
-        (("--policy", "fastgen", "--budgets", "64"), "budget: expected a parameter of fastgen"),
-        (("--beside", "@many"), "beside: expected a method, or one with a budget as h2o@256"),
-        (("--beside", "full@64"), "beside: expected a budget for a method that takes one"),
-        (("--beside", "snapkv:budget=64@128"), "beside: expected a budget for a method that"),
-        (("--set", "budget=100", "--beside", "@64"), "set: expected none of a budget beside"),
-        (("--beside", "nothing@64"), "beside: expected one of"),
-    ],
-    ids=str,
-)
-def test_what_no_page_shows_is_refused_before_a_model_is_read(
-    refused, nothing_is_loaded, document, tmp_path, options, message
-):
-    page = tmp_path / "page.html"
-    assert message in refused("inspect", document, *INSPECT, "-o", page, *options)
-
-
 def test_a_plan_answers_from_a_shape(snapkv, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     asked = ("--model", "lwm-7b", "--context", "128k", "--gpu-memory", "80GB", "--bandwidth", "2TB")
@@ -146,25 +122,6 @@ def test_the_shapes_are_listed(snapkv):
     assert list(listed) == list(SHAPES)
     assert listed["gpt-oss-20b"]["weights"] == "mxfp4"
     assert listed["llama-3.1-8b"]["positions"] == 131072
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--context", "1k,2k"], "context: expected one number"),
-        (["--context", "128kb"], "write for instance --context 4k"),
-        (["--context", "8k", "--budget", "auto"], "budget: expected tokens or bytes"),
-        (["--context", "1k", "--model", "qwen3-9b"], "did you mean qwen3-8b"),
-        (["--context", "1k", "--gpu-memory", "80"], "gpu_memory: expected bytes with a unit"),
-        (["--context", "1k", "--model", "./none"], "model: expected an existing file"),
-        (["--context", "1k", "--model", "lwm-7b", "--dtype", "int8"], "dtype: expected one of"),
-        (["--context", "8k", "--window-size", "4k"], "budget: expected more than window_size=4096"),
-        (["--context", "1k", "--budget", "9", "--keep-ratio", "0.5"], "expected one of them"),
-        ([], "context"),
-    ],
-)
-def test_what_no_plan_can_be_made_of_is_one_line(refused, arguments, said):
-    assert said in refused("plan", *arguments)
 
 
 @pytest.fixture
@@ -204,24 +161,3 @@ def test_a_server_has_what_the_options_say(settings_of):
     assert (limits.decode_budget, limits.evict_every) == (2048, 64)
     found = settings_of("--set", "kernel_size=13", "--protect-first", 8)
     assert (found.parameters["kernel_size"], found.protect_first) == (13, 8)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--share-bytes", "2GiB"], "share-bytes: expected it with --share"),
-        (["--share-library", "here"], "share-library: expected it with --share"),
-        (["--share", "--share-library", "none"], "library: expected a library, got none at"),
-        (["--share-across-keys"], "share-across-keys: expected it with --share"),
-        (["--share", "--share-bytes", "2"], "share_bytes: expected bytes with a unit"),
-        (["--share", "--share-bytes", "0GiB"], "share_bytes: expected at least 1"),
-        (["--share", "--decode-budget", "2048"], "decode_budget: expected none where documents"),
-    ],
-    ids=str,
-)
-def test_what_sharing_cannot_be_together_with_is_refused_by_name(refused, options, words):
-    assert words in refused("serve", "demo", *options)
-
-
-def test_the_model_stands_before_all_options(refused):
-    assert "model: expected the model before all options" in refused("serve", "--max-model-len")

@@ -24,50 +24,6 @@ QUESTION = ("-q", "Why?")
 SMALL = ("--budget", 48, "--window-size", 16, "--max-new-tokens", 2)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("frobnicate",), "No such command"),
-        (("ask", "{document}"), "Missing option"),
-        (("ask", "{document}", *QUESTION, "--bugdet", "64"), "No such option"),
-        (("ask", "{document}", *QUESTION, "--budget", "many"), "--budget"),
-        (("ask", "{document}", "-q", "  "), "question: expected a question"),
-        (("ask", "{document}", "-q", "a \udcff"), "question: expected Unicode text, got '\\udcff'"),
-        (("generate", "-p", "\udcff"), "prompt: expected Unicode text"),
-        (
-            ("generate", "-p", "x", "--answer-start", "\udcff"),
-            "answer_start: expected Unicode",
-        ),
-        (("ask", "{folder}/note.txt", *QUESTION), "did you mean notes.txt?"),
-        (("ask", "{folder}/loop/a", *QUESTION), "a, whose symbolic links lead in a loop"),
-        (("ask", "{folder}/lost", *QUESTION), "lost, a symbolic link to gone, which is not there"),
-        (("ask", "{document}", *QUESTION, "--model", "{folder}/loop"), "links lead in a loop"),
-        (("ask", "{folder}/empty.txt", *QUESTION), "got nothing"),
-        (("ask", "{folder}/image.png", *QUESTION), "got binary data"),
-        (("ask", "{folder}/fake.pdf", *QUESTION), "file: expected a "),
-        (("ask", "{folder}/cut.pdf", *QUESTION), "file: expected a "),
-        (("generate", "-p", "x", "--temperature", "inf"), "temperature: expected 0, or a finite"),
-        (("generate", "-p", "x", "--model", "dmo"), "did you mean demo?"),
-        (("generate", "-p", "x", "--model", "{folder}"), "a folder with a config.json"),
-        (("generate", "-p", "x", "--device", "gpu"), "device: expected auto"),
-        (("generate", "-p", "x", "--dtype", "int8"), "dtype: expected one of"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
-)
-def test_bad_input_is_one_line_and_status_2(refused, document, arguments, message):
-    folder = document.parent
-    (folder / "empty.txt").touch()
-    (folder / "loop").symlink_to("loop")
-    (folder / "lost").symlink_to("gone")
-    (folder / "image.png").write_bytes(b"\x89PNG\0")
-    (folder / "fake.pdf").write_bytes(b"not a pdf at all, whatever its name says\n" * 40)
-    cut = write_pdf(folder / "cut.pdf", ["First page."])
-    cut.write_bytes(cut.read_bytes()[:200])
-    said = refused(*[text.format(document=document, folder=folder) for text in arguments])
-    assert message in said
-    assert "did you mean loop?" not in said
-
-
 def test_without_a_command_the_help_comes_first(snapkv):
     done = snapkv()
     assert done.status == 2

@@ -114,7 +114,7 @@ def test_everything_computed_anew_and_kept_is_what_reading_in_full_gives(snapkv,
     assert "source: " in compared.out
     small = ("--recompute", 0, "--policy", "snapkv", "--budget", 40, "--compare")
     compared = snapkv(*ask, *small)
-    assert "raise --recompute" in compared.out or "same answer" in compared.out
+    assert "--recompute 1" in compared.out or "same answer" in compared.out
 
 
 def test_documents_for_which_there_are_no_positions_are_left_out_by_name(snapkv, tiny_only, here):
@@ -137,43 +137,6 @@ def test_a_question_without_a_word_of_any_document_says_what_to_do(
     assert done.status == 2
     assert "snapkv library list lib" in done.err
     assert done.err.count("snapkv: error:") == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("papers", "--library", "lib"), "files: expected FILES or --library, got both"),
-        ((), "files: expected FILES or --library, got neither"),
-        (("papers", "--documents", 2), "documents: expected --library beside it"),
-        (("papers", "--recompute", 0.5), "recompute: expected --library beside it"),
-        (("--library", "lib", "--recompute", 1.5), r"recompute: expected a number in [0, 1]"),
-        (("--library", "lib", "--medusa", "demo"), "medusa: expected none with --library"),
-        (("--library", "lib", "--prompt-lookup", "3"), "prompt_lookup: expected none"),
-        (("--library", "lib", "--protect", "x"), "protect: expected none with --library"),
-        (("--library", "lib", "--policy", "kvzip"), "have documents compressed by it"),
-        (("--library", "none"), "library: expected a library, got none at 'none'"),
-        (("--library", ""), "library: expected a folder, got an empty name"),
-        (("--library", "papers"), "library: expected a library, or a new or empty folder"),
-    ],
-)
-def test_what_does_not_go_with_a_library_is_refused(refused, here, options, message):
-    assert message in refused("ask", *options, "-q", "Why?")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--bits", "int3"), "bits: expected one of"),
-        (("--keep-ratio", 0.5), "policy: expected a method for its parameters"),
-        (("--seed", 3), "policy: expected a method for its parameters"),
-        (("--to", "papers"), "library: expected a library, or a new or empty folder"),
-        (("--to", " "), "to: expected a name"),
-        (("--policy", "knapsack"), "policy: expected one of"),
-    ],
-)
-def test_what_no_library_can_be_made_of_is_refused(refused, tiny_only, here, options, message):
-    assert message in refused("library", "add", "papers", *options)
-    assert sorted(path.name for path in here.iterdir()) == ["papers"]
 
 
 @pytest.mark.parametrize(

@@ -1,28 +1,28 @@
 """What is told behind an answer, on made-up answers: differences, commands, words."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from snapkv import CompressedCache, SnapKV
 from snapkv.app.answering import Answer
-from snapkv.app.remedies import Tried
 from snapkv.cache.report import CacheReport
-from snapkv.cli.notes import (
-    FADING,
+from snapkv.cli.changes import (
     FULL,
     MORE_BITS,
+    changed_command,
+    larger_budget,
+    next_change,
+)
+from snapkv.cli.notes import (
     SAFE_BELOW,
     SAFE_SUM_BELOW,
-    WIDE,
-    LostVotes,
-    are_few,
-    changed_command,
-    changed_options,
-    changes_by_price,
     checked_note,
     compared_note,
+    is_little_lost,
     is_safe,
-    larger_budget,
+    said_of_votes,
     votes_note,
 )
 from snapkv.cli.options import RunOptions
@@ -94,98 +94,38 @@ def test_a_command_is_the_one_that_was_typed_with_what_changes(typed, change, co
     assert changed_command(typed, change) == command
 
 
-def test_changed_options_make_the_policy_that_the_command_will():
-    options = RunOptions(
-        policy="snapkv", budget=64, kernel_size="5", set_=["budget=32", "group_reduce=max"]
-    )
-    changed = changed_options(options, {"budget": 128} | dict(FADING))
-    policy = build_policy(changed)
-    assert (policy.budget, policy.pooling, policy.group_reduce) == (128, "fading", "max")
-    assert changed.set_ == ["group_reduce=max"]
-    assert build_policy(changed_options(options, FULL)).name == "full"
-
-
-def test_changes_come_in_the_order_of_their_price():
-    larger = [{"budget": budget, "keep_ratio": None} for budget in (128, 256, 512)]
-    found = list(changes_by_price(SNAPKV, answered()))
-    assert found == [
-        FADING, WIDE,
-        larger[0], larger[0] | dict(FADING),
-        larger[1], larger[1] | dict(FADING),
-        larger[2], larger[2] | dict(FADING),
-    ]  # fmt: skip
-    selective = RunOptions(policy="snapkv", budget=64, prefill="selective")
-    exactly = list(changes_by_price(selective, answered(options=selective)))
-    assert exactly == [{"prefill": None}, *({"prefill": None, **change} for change in found)]
+def larger(tokens):
+    return {"budget": tokens, "keep_ratio": None}
 
 
 @pytest.mark.parametrize(
-    ("given", "budgets", "poolings"),
+    ("exactly", "given", "bits", "change"),
     [
-        ({"budget": 64, "pooling": "fading"}, [128, 256, 512], 1),
-        ({"budget": 64, "kernel_size": "13"}, [128, 128, 256, 256, 512, 512], 1),
-        ({"keep_ratio": 0.25}, [300, 300], 2),  # 150 of 600 were kept
-        ({"policy": "default"}, [300], 1),  # which fades
-        ({"policy": "adakv", "budget": 200}, [400, 400], 2),
-        ({"policy": "h2o", "budget": 200}, [400], 0),
-        ({"policy": "fastgen"}, [], 0),
-        ({"budget": 300}, [], 2),
+        ({}, {"budget": 64}, {}, larger(128)),
+        ({}, {"budget": 64}, {"8/4": 30}, MORE_BITS),
+        ({"prefill": None}, {"budget": 64}, {"8/4": 30}, {"prefill": None}),
+        ({}, {"keep_ratio": 0.25}, {}, larger(300)),  # 150 of 600 were kept
+        ({}, {"policy": "default"}, {}, larger(300)),
+        ({}, {"budget": 300}, {}, FULL),
+        ({}, {"policy": "fastgen"}, {}, None),
     ],
 )
-def test_only_what_a_method_has_is_changed(given, budgets, poolings):
+def test_what_is_next_to_try_is_what_an_answer_lacks_most_likely(exactly, given, bits, change):
     options = RunOptions(**{"policy": "snapkv"} | given)
-    changes = list(changes_by_price(options, answered(options=options)))
-    assert [change["budget"] for change in changes if "budget" in change] == budgets
-    assert sum("budget" not in change for change in changes) == poolings
-    for change in changes:
-        build_policy(changed_options(options, change))
+    assert next_change(exactly, options, answered(options=options, bits=bits)) == change
 
 
-def compared(tried, ours="a b", theirs="a c"):
-    seen = []
-
-    def tries(answer_ids, changed):
-        seen.append((answer_ids, [options.policy for options in changed]))
-        return tried
-
-    return compared_note(answered(ours), answered(theirs), SNAPKV, TYPED, tries), seen
-
-
-def test_the_same_answer_is_one_line_and_nothing_is_tried():
-    note, seen = compared(Tried(keeper=0), theirs="a b")
-    assert (plain(note), seen) == (["same answer"], [])
-    assert note.record == {
-        "same": True, "first_difference": None, "remedy": None, "command": None, "note": "",
-    }  # fmt: skip
-
-
-def test_what_keeps_the_answer_is_the_command_to_type():
-    note, seen = compared(Tried(keeper=3))
-    assert seen == [(tuple(map(ord, "a c")), ["snapkv"] * 8)]
-    command = (
-        "snapkv ask 'my notes.txt' -q 'Who'\"'\"'s there?' --compare --budget 128 --pooling fading"
-    )
-    assert plain(note) == [
-        "different",
-        f"next to try, which keeps the full cache's answer: {command}",
-    ]
-    assert note.record == {
-        "same": False,
-        "first_difference": 2,
-        "remedy": {"budget": 128, "pooling": "fading"},
-        "command": command,
-        "note": "",
-    }
-
-
-def test_where_nothing_keeps_it_the_full_cache_is_left_and_what_is_not_known_is_said():
-    note, _ = compared(Tried())
-    assert plain(note)[1].endswith("for the full cache: " + note.record["command"])
-    assert note.record["command"].endswith("--compare --policy full")
-    assert note.record["remedy"] is None
-    note, _ = compared(Tried(untold="the answers are drawn"))
-    assert plain(note)[1] == "what to try next is not computed: the answers are drawn"
-    assert note.record["command"] is None
+def test_the_same_answer_is_one_line_and_another_has_a_command():
+    same = compared_note(answered("a b"), answered("a b"), SNAPKV, TYPED, {})
+    assert plain(same) == ["same answer"]
+    assert same.record == {"same": True, "first_difference": None, "command": None}
+    other = compared_note(answered("a b"), answered("a c"), SNAPKV, TYPED, {})
+    command = "snapkv ask 'my notes.txt' -q 'Who'\"'\"'s there?' --compare --budget 128"
+    assert plain(other) == ["different", f"next to try: {command}"]
+    assert other.record == {"same": False, "first_difference": 2, "command": command}
+    drawn = replace(SNAPKV, temperature=0.7)
+    chance = compared_note(answered("a b"), answered("a c"), drawn, TYPED, {})
+    assert plain(chance) == ["different"]
 
 
 def test_a_check_is_a_line_and_a_status():
@@ -217,33 +157,33 @@ def test_a_larger_budget_that_holds_everything_is_the_full_cache():
     assert larger_budget(fastgen, answered(options=fastgen)) is None
 
 
+NAN = float("nan")
+
+
 @pytest.mark.parametrize(
-    ("peak", "share", "few"),
+    ("peak", "share", "tokens", "little"),
     [
-        (0.0, 0.0, True),
-        (SAFE_BELOW - 0.0001, SAFE_SUM_BELOW - 0.01, True),
-        (SAFE_BELOW, 0.0, False),
-        (0.0, SAFE_SUM_BELOW, False),
-        (float("nan"), 0.0, False),
-        (0.0, float("nan"), False),
+        (0.0, 0.0, 1024, True),
+        (SAFE_BELOW - 0.0001, SAFE_SUM_BELOW - 0.01, 1024, True),
+        (SAFE_BELOW, 0.0, 1024, False),
+        (0.0, SAFE_SUM_BELOW, 1024, False),
+        (NAN, 0.0, 1024, False),
+        (0.0, NAN, 1024, False),
+        (SAFE_BELOW / 8, SAFE_SUM_BELOW / 8, 7 * 1024, True),  # a longer prompt dilutes them
+        (SAFE_BELOW / 2, 0.0, 2 * 1024, False),
+        (0.0, SAFE_SUM_BELOW / 8, 8 * 1024, False),
     ],
 )
-def test_what_is_lost_is_little_or_not_and_the_borders_are_not(peak, share, few):
-    assert are_few(peak, share, 1024) == few
-
-
-def test_votes_on_a_longer_prompt_weigh_more():
-    peak, share = SAFE_BELOW / 8, SAFE_SUM_BELOW / 8
-    assert are_few(4 * peak, 4 * share, 1000)
-    assert are_few(peak, share, 7 * 1024)
-    assert not are_few(4 * peak, 0.0, 2 * 1024)
-    assert not are_few(0.0, share, 8 * 1024)
+def test_what_is_lost_is_little_or_not_and_the_borders_are_not(peak, share, tokens, little):
+    report = {"kept_tokens": 256, "seen_tokens": tokens + 9, "chosen_at": tokens}
+    report |= {"lost_votes": share, "lost_vote_peak": peak}
+    assert is_little_lost(report) == little
 
 
 def test_a_report_says_the_share_and_the_word_or_nothing():
     def said(safe=False, **values):
         report = {"kept_tokens": 256, "seen_tokens": 1024, **values}
-        return LostVotes.of(report).said(safe=safe)
+        return said_of_votes(report, safe=safe)
 
     assert said(lost_votes=0.072, lost_vote_peak=0.0007) == "7 %"
     assert said(lost_votes=0.072, lost_vote_peak=0.0007, safe=True) == "7 % (safe)"
@@ -274,22 +214,14 @@ def test_safe_covers_tokens_bits_and_reading_and_what_was_seen(votes, given, ful
     assert votes_note(answers, options, TYPED).record["safe"] == safe
 
 
-def test_few_bits_are_tried_with_more():
-    few, exact = answered(bits={"8/4": 30}), answered()
-    found = list(changes_by_price(SNAPKV, few))
-    assert [change for change in found if "exact_bits" in change] == [MORE_BITS]
-    found.remove(MORE_BITS)
-    assert found == list(changes_by_price(SNAPKV, exact))
-
-
 @torch.no_grad()
 def test_the_word_is_that_of_the_prompt_however_much_follows():
     model = tiny_model("llama")
     cache = CompressedCache(model, SnapKV(24, window_size=8))
     model(random_ids(1, 60), past_key_values=cache)
-    behind_the_prompt = LostVotes.of(cache.report())
-    lost = behind_the_prompt.peak, behind_the_prompt.share
-    assert behind_the_prompt.few == are_few(*lost, 60)
+    names = ("lost_votes", "lost_vote_peak", "chosen_at")
+    behind_the_prompt = [cache.report()[name] for name in names]
+    assert behind_the_prompt[-1] == 60
     for tokens in (1, 140):
         model(random_ids(1, tokens), past_key_values=cache)
-        assert LostVotes.of(cache.report()) == behind_the_prompt
+        assert [cache.report()[name] for name in names] == behind_the_prompt

@@ -117,6 +117,7 @@ print("modules:", *listed, ";", *sys.modules)
     ours = {name for name in listed if name.startswith("snapkv")}
     assert ours == {
         *("snapkv", "snapkv.errors", "snapkv.cli", "snapkv.cli.app", "snapkv.cli.entry"),
+        "snapkv.cli.interrupts",
         *("snapkv.cli.standard_output", "snapkv_lab", "snapkv_lab.cli"),
     }
     assert not {"torch", "transformers", "numpy", "huggingface_hub"} & (listed | called)

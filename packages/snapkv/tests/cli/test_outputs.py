@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from snapkv.cli.entry import continues
+from snapkv.cli.interrupts import continues
 from snapkv.cli.outputs import Output, RowsFile, RunFolder
 from tests.cli.commands import commands, options_of
 
@@ -134,22 +134,6 @@ def test_a_folder_of_somebody_else_is_no_place_for_a_run(
     assert sorted(given.iterdir()) == [left, given / "notes.txt"]
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("no/such/page.html", "expected a file in an existing folder"),
-        ("file/page.html", "expected a file in an existing folder"),
-        ("", "expected a name, got an empty one"),
-        (".", "expected the name of a file, got the folder"),
-        ("x" * 300, "expected a name that a file can have"),
-        ("/proc/page.html", "expected a folder that can be written, got '/proc'"),
-    ],
-)
-def test_places_that_take_no_file_are_refused_first(refused, document, here, name, message):
-    (here / "file").touch()
-    assert f"output: {message}" in refused("inspect", document, "-q", "Why?", "-o", name)
-
-
 def test_the_document_on_standard_input_is_an_input_too(tmp_path, document):
     with document.open("rb") as stdin:
         done = subprocess.run(
@@ -164,13 +148,6 @@ def test_the_document_on_standard_input_is_an_input_too(tmp_path, document):
         )
     assert done.returncode == 2
     assert "which is one of the inputs" in done.stderr
-
-
-def test_two_outputs_may_not_be_one_file_and_a_folder_is_no_figure(refused, here):
-    said = refused("bench", "decode", "--output", "one.svg", "--plot", "one.svg")
-    assert "expected another file than that of output" in said
-    said = refused("eval", "needle", "--plot", ".")
-    assert "plot: expected the name of a file, got the folder '.'" in said
 
 
 def test_what_goes_on_when_called_again_says_so_when_it_is_interrupted():

@@ -194,19 +194,6 @@ def test_what_is_read_again_grows_to_all_without_a_jump(layers):
         assert all(0 <= b - a < 70 for a, b in zip(fewer, more, strict=True))
 
 
-def test_where_all_go_on_what_is_held_is_what_reading_them_together_holds():
-    model = tiny_model("llama")
-    parts = documents(model, (9, 5, 12))
-    ids = joined_ids(parts)
-    whole = CompressedCache(model, FullCache())
-    model(ids, past_key_values=whole)
-    counts = [ids.shape[1]] * (model.config.num_hidden_layers - 1)
-    again = recompute(model, ids, join(model, parts), counts)
-    for layer, own in zip(whole.layers, again, strict=True):
-        torch.testing.assert_close(own.key_states, layer.keys)
-        torch.testing.assert_close(own.value_states, layer.values)
-
-
 @pytest.fixture(autouse=True)
 def _pieces(monkeypatch):
     """Of more tokens than this the chosen ones are read one piece behind the other."""

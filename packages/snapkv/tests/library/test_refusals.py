@@ -39,41 +39,73 @@ def refuses(kind, match, model, parts, *args, **options):
         del vars(model)["forward"], vars(decoder)["forward"]
 
 
-@pytest.mark.parametrize(
-    ("share", "kind"),
-    [
-        (-0.1, InvalidArgumentError),
-        (float("nan"), InvalidArgumentError),
-        (1.1, InvalidArgumentError),
-        ("0.1", InvalidTypeError),
-        (True, InvalidTypeError),
+LLAMA, HYBRID = tiny_model("llama"), tiny_model("cohere2")
+SMALL = SnapKV(16, window_size=4)
+
+
+def of(kind, *lengths, model=LLAMA):
+    """Documents of which all is held, or as much in every head, or not."""
+    return lambda: parts_of(model, kind, *([lengths] if lengths else []))
+
+
+def of_two_models():
+    return [*of("whole", 5)(), *parts_of(tiny_model("qwen3"), "whole", (5,))]
+
+
+def of_two_prefixes():
+    return [
+        *documents(LLAMA, (5, 6), prefix_tokens=3),
+        read_part(LLAMA, random_ids(1, 9, seed=3), 3),
+    ]
+
+
+def of_query_heads():
+    grouped = SnapKV(8, window_size=2, group_reduce="none")
+    return [read_part(LLAMA, random_ids(1, 20), 0, grouped)]
+
+
+ARGUMENT, TYPE, MISMATCH = InvalidArgumentError, InvalidTypeError, CacheMismatchError
+SHARE = r"recompute: expected a number in \[0, 1\]"
+BLENDS = [
+    (ARGUMENT, SHARE, of("whole"), {"recompute": -0.1}),
+    (ARGUMENT, SHARE, of("whole"), {"recompute": float("nan")}),
+    (ARGUMENT, SHARE, of("whole"), {"recompute": 1.1}),
+    (TYPE, SHARE, of("whole"), {"recompute": "0.1"}),
+    (TYPE, SHARE, of("whole"), {"recompute": True}),
+    (ARGUMENT, "parts: expected at least one document", list, {}),
+    (TYPE, "parts: expected documents as snapkv.library.Part", lambda: ["text"], {}),
+    (MISMATCH, "LlamaForCausalLM.*Qwen3ForCausalLM.*part 1", of_two_models, {}),
+    (MISMATCH, "same prefix of 3 tokens, got another one in part 2", of_two_prefixes, {}),
+    (ARGUMENT, "one set of tokens per KV head.*part 0", of_query_heads, {}),
+    (PromptTooLongError, "at most 512 tokens together.*got 513", of("whole", 300, 213), {}),
+    (UnsupportedModelError, "full attention in", of("whole", 5, 6, model=HYBRID), {}),
+    (ARGUMENT, "policy: expected one whose last queries vote", of("whole"), {"policy": H2O(16)}),
+    (ARGUMENT, "policy: expected one that chooses when a layer", of("whole"),
+     {"policy": KVzip(16, window_size=4)}),
+    (ARGUMENT, "policy: expected a method with a budget", of("even"),
+     {"policy": SnapKV(keep_ratio=0.5)}),
+    (ARGUMENT, "policy: expected one that only compresses", of("uneven"), {"policy": TOVA(16)}),
+    *[
+        (ARGUMENT, f"{name}: expected", of(kind), {"policy": SMALL, name: value})
+        for kind in ("even", "uneven")
+        for name, value in (("protect", [(0, 3)]), ("recall", "host"))
     ],
-)
-def test_a_fraction_is_a_number_between_none_and_all(share, kind):
-    model = tiny_model("llama")
-    parts = parts_of(model, "whole")
-    refuses(kind, r"recompute: expected a number in \[0, 1\]", model, parts, recompute=share)
+    *[
+        (ARGUMENT, f"{name}: expected", of("uneven"), {"policy": SMALL, name: value})
+        for name, value in (("turns", "compress"), ("quantize", "int8"), ("storage", "static"))
+    ],
+]  # fmt: skip
 
 
-def test_there_are_parts():
-    model = tiny_model("llama")
-    refuses(InvalidArgumentError, "parts: expected at least one document", model, [])
-    refuses(InvalidTypeError, "parts: expected documents as snapkv.library.Part", model, ["text"])
-    with pytest.raises(InvalidArgumentError, match="parts: expected at least one"):
-        joined_ids([])
-
-
-def test_parts_that_do_not_stand_together():
-    model, other, hybrid = (tiny_model(each) for each in ("llama", "qwen3", "cohere2"))
-    parts = [*parts_of(model, "whole", (5,)), *parts_of(other, "whole", (5,))]
-    refuses(CacheMismatchError, "LlamaForCausalLM.*Qwen3ForCausalLM.*part 1", model, parts)
-    own = read_part(model, random_ids(1, 9, seed=3), 3)
-    parts = [*documents(model, (5, 6), prefix_tokens=3), own]
-    refuses(CacheMismatchError, "same prefix of 3 tokens, got another one in part 2", model, parts)
-    parts = parts_of(model, "whole", (300, 213))
-    refuses(PromptTooLongError, "at most 512 tokens together.*got 513", model, parts)
-    parts = parts_of(hybrid, "whole", (5, 6))
-    refuses(UnsupportedModelError, "full attention in every layer", hybrid, parts)
+@pytest.mark.parametrize(("kind", "match", "make", "options"), BLENDS)
+def test_what_cannot_be_blended_is_refused_before_the_model_is_asked(kind, match, make, options):
+    blend(LLAMA, of("whole")(), recompute=0)  # from now on it is known how keys turn
+    parts = make()
+    model = parts[0].cache.model if "full attention" in match else LLAMA
+    refuses(kind, match, model, parts, **options)
+    if not parts:
+        with pytest.raises(kind, match=match):
+            joined_ids(parts)
 
 
 def test_keys_that_cannot_be_turned():
@@ -97,35 +129,6 @@ def test_attention_that_takes_no_masks(monkeypatch):
     assert blend(model, parts, recompute=0).get_seq_length() == 11
 
 
-@pytest.mark.parametrize(
-    ("kind", "policy", "match"),
-    [
-        ("whole", H2O(16), "policy: expected one whose last queries vote"),
-        ("whole", KVzip(16, window_size=4), "policy: expected one that chooses when a layer"),
-        ("even", SnapKV(keep_ratio=0.5), "policy: expected a method with a budget"),
-        ("uneven", TOVA(16), "policy: expected one that only compresses prompts"),
-    ],
-)
-def test_policies_that_do_not_go_with_what_is_held(kind, policy, match):
-    model = tiny_model("llama")
-    parts = parts_of(model, kind)
-    blend(model, parts, recompute=0)  # from now on it is known how keys turn
-    refuses(InvalidArgumentError, match, model, parts, policy)
-
-
-@pytest.mark.parametrize("kind", ["even", "uneven"])
-def test_options_that_do_not_go_with_what_is_held(kind):
-    model, policy = tiny_model("llama"), SnapKV(16, window_size=4)
-    parts = parts_of(model, kind)
-    blend(model, parts, recompute=0)
-    options = {"protect": [(0, 3)], "recall": "host"}
-    if kind == "uneven":
-        options |= {"turns": "compress", "quantize": "int8", "storage": "static"}
-    for name, value in options.items():
-        given = {name: value}
-        refuses(InvalidArgumentError, f"{name}: expected", model, parts, policy, **given)
-
-
 def test_a_part_is_what_its_cache_has_read():
     model, ids = tiny_model("llama"), random_ids(1, 9)
     cache = read_part(model, ids, 0).cache
@@ -147,9 +150,6 @@ def test_parts_that_do_not_hold_their_tokens_where_they_stood():
         read_part(model, ids, 0, few(), recall="host")
     with pytest.raises(InvalidArgumentError, match="sinks were moved"):
         read_part(model, ids, 0, StreamingLLM(8))
-    grouped = SnapKV(8, window_size=2, group_reduce="none")
-    refuses(InvalidArgumentError, "one set of tokens per KV head.*part 0", model,
-            [read_part(model, ids, 0, grouped)])  # fmt: skip
     padded = CompressedCache(model, FullCache())
     mask = torch.ones_like(ids)
     mask[:, :3] = 0

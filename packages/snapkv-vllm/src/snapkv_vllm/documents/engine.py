@@ -104,9 +104,7 @@ class ServerEngine:
         """Read and check the file of a document; with the first, the model is asked who it is."""
         model, room = await self.identity(), await self.room()
         most_bytes = room.most_file_bytes
-        found = await asyncio.to_thread(
-            read_document, path, model=model, most_bytes=most_bytes, is_settled=True
-        )
+        found = await asyncio.to_thread(read_document, path, model=model, most_bytes=most_bytes)
         tokens, head_tokens = len(found.token_ids), found.head_tokens
         if tokens >= (longest := self._client.model_config.max_model_len):
             raise wrong("file", f"fewer than {longest:,} tokens", tokens, "raise --max-model-len")

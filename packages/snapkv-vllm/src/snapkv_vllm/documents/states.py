@@ -56,7 +56,7 @@ class DocumentStates:
 
         `vocabulary` is how many tokens the model knows; see `read_document` for the rest.
         """
-        document = read_document(path, model=model, most_bytes=most_bytes, is_settled=True)
+        document = read_document(path, model=model, most_bytes=most_bytes)
         if document.seal != seal:
             raise CacheFileError(
                 f"path: expected the file that was looked at, got another one at {path!r} by now; "

@@ -72,7 +72,7 @@ def read(small, ids, policy):
 def held(engine, small, name, path):
     """Have an engine hold the document of a file; how it lies there."""
     model = identity_of(small.model)
-    document = read_document(path, model=model, is_settled=True)
+    document = read_document(path, model=model)
     places = Places.of(document.head_tokens.tolist(), PAGE)
     own = {ADOPT: name, TOKENS: document.token_ids.tolist()}
     own |= {KEPT: places.held_tokens, LENT: places.lent_tokens, PARTS: places.parts_heads}

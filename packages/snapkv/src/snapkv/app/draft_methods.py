@@ -6,7 +6,6 @@ from typing import Any
 from snapkv.app.models import LoadedModel
 from snapkv.decoding.heads import load_heads
 from snapkv.decoding.medusa import Medusa
-from snapkv.decoding.speculation import Speculation
 from snapkv.errors import InvalidArgumentError
 
 
@@ -23,7 +22,7 @@ class DraftMethod:
         Of Medusa what `Tally` counts. The forward passes that are given include the prompt's.
         """
         decoding = self.options.get("custom_generate")
-        if not isinstance(decoding, Speculation):  # transformers drafts behind the prompt at once
+        if not isinstance(decoding, Medusa):  # transformers drafts behind the prompt at once
             share = new_tokens / passes
             return {"method": self.name, "passes": passes, "acceptance_length": share}
         length = decoding.tally.acceptance_length

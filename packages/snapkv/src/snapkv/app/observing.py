@@ -8,7 +8,7 @@ asked as it would be while reading. The copies equal real compressed prefills bi
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,14 +39,6 @@ class Recorder(Policy):
     recorded_queries: int  # how many of the last queries to note: enough for whoever is asked
     recorded_parts: frozenset[Need] = _SHOWN  # what they need of the model
     layers: list[PromptLayer] = field(default_factory=list)
-
-    @classmethod
-    def for_policies(cls, policies: Iterable[Policy]) -> Self:
-        """One that records what any of them looks at."""
-        policies = list(policies)
-        needs: frozenset[Need] = frozenset[Need]().union(*(policy.needs for policy in policies))
-        queries = max((policy.query_tokens for policy in policies), default=0)
-        return cls(recorded_queries=queries, recorded_parts=needs & _SHOWN)
 
     @property
     def query_tokens(self) -> int:

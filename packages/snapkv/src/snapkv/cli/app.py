@@ -15,7 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from snapkv import __version__
-from snapkv.cli.entry import say_interrupted
+from snapkv.cli.interrupts import say_interrupted
 from snapkv.cli.standard_output import named_output
 from snapkv.errors import (
     InvalidArgumentError,

@@ -1,12 +1,10 @@
 """`snapkv ask`, a question about documents, and `snapkv generate`, which continues a text."""
 
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
 from snapkv.app import text_files
-from snapkv.app.prefills import Exact
 from snapkv.app.prompts import (
     Prompt,
     chat_prompt,
@@ -15,11 +13,9 @@ from snapkv.app.prompts import (
     text_prompt,
 )
 from snapkv.cli import panels
-from snapkv.cli.amounts import WholeNumber
 from snapkv.cli.fields import with_options
-from snapkv.cli.options import DRAFTS, RunOptions
+from snapkv.cli.options import AskOptions, RunOptions
 from snapkv.errors import InvalidArgumentError
-from snapkv.validation import require_share
 
 EXAMPLES = {
     "ask": (
@@ -28,49 +24,6 @@ EXAMPLES = {
     ),
     "generate": ("snapkv generate notes.txt --prompt 'In short:' --budget 512",),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class AskOptions(RunOptions):
-    """What `ask` takes, of files or of a library."""
-
-    library: Annotated[
-        str | None,
-        panels.library(metavar="FOLDER", help="Answer from documents that `library add` has read"),
-    ] = None
-    documents: Annotated[
-        int | None,
-        panels.library(help="How many of its documents to answer from", show_default="3"),
-        WholeNumber(1),
-    ] = None
-    recompute: Annotated[
-        float | None,
-        panels.library(
-            help="The fraction of their tokens that the second layer computes anew, up to 0.5 a "
-            "tenth of it in the last: 0 none, 1 all in all layers",
-            show_default="0.2",
-        ),
-    ] = None
-
-    def __post_init__(self) -> None:
-        """Refuse what does not go with a library, or needs one."""
-        super().__post_init__()
-        if self.recompute is not None:
-            require_share("recompute", self.recompute, "0.2")
-        given: dict[str, Any]
-        if self.library is None:
-            expected = "--library beside it"
-            given = {"documents": self.documents, "recompute": self.recompute}
-        else:
-            expected = "none with --library"
-            given = {name: getattr(self, name) or None for name in (*DRAFTS, "protect_first")}
-            given |= {"protect": self.protect, "protect_system": self.protect_system}
-            given["prefill"] = None if self.reading == Exact() else self.prefill
-        for name, value in given.items():
-            if value is not None:
-                raise InvalidArgumentError(
-                    f"{name}: expected {expected}, got {value}; leave it out"
-                )
 
 
 @with_options(AskOptions)
@@ -90,7 +43,7 @@ def ask(
             f"{EXAMPLES['ask'][0]}"
         )
     if not files:
-        from snapkv.cli.session import answer_from_library  # imports torch
+        from snapkv.cli.from_library import answer_from_library  # imports torch
 
         answer_from_library(options, question, context.obj)
         return
@@ -100,10 +53,10 @@ def ask(
         made = question_prompt(tokenizer, read, question, answer_start=options.answer_start)
         return made.hiding(question) if policy.reads_context else made
 
-    from snapkv.cli.session import answer_and_show
+    from snapkv.cli.from_files import answer_from_files
 
     request["question"] = question
-    answer_and_show(options, policy, prompt, request, context.obj, system=None)
+    answer_from_files(options, policy, prompt, request, context.obj, system=None)
 
 
 @with_options(RunOptions)
@@ -134,10 +87,10 @@ def generate(
         make = chat_prompt if chat else text_prompt
         return make(tokenizer, text, answer_start=options.answer_start)
 
-    from snapkv.cli.session import answer_and_show
+    from snapkv.cli.from_files import answer_from_files
 
     request["prompt"] = prompt
-    answer_and_show(options, policy, made, request, context.obj, system=False)
+    answer_from_files(options, policy, made, request, context.obj, system=False)
 
 
 def _begun(files: list[str], options: RunOptions) -> tuple[str, Any, dict[str, Any]]:

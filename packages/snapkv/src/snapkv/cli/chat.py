@@ -60,8 +60,8 @@ def chat(
     _require_tokens(policy, options, recall)
 
     from snapkv.app.conversation import Conversation
+    from snapkv.cli.from_files import protection_of
     from snapkv.cli.loading import load_model
-    from snapkv.cli.session import protection_of
 
     ways: dict[str, Any] = {"recall": recall, "prefill": options.reading}
     loaded = load_model(options)

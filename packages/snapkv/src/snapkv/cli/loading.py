@@ -28,7 +28,7 @@ from rich.progress import (
 from snapkv.app import conversion
 from snapkv.app.answering import TextSink
 from snapkv.app.models import LoadedModel, load
-from snapkv.cli.entry import started
+from snapkv.cli.interrupts import started
 from snapkv.cli.options import ModelOptions
 from snapkv.errors import SnapKVError
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, get_args, get_type_hints
 
-from snapkv.app.prefills import PREFILLS, Prefill
+from snapkv.app.prefills import PREFILLS, Exact, Prefill
 from snapkv.app.prompts import require_unicode
 from snapkv.app.settings import GenerationSettings
 from snapkv.cli import panels
@@ -33,6 +33,7 @@ from snapkv.validation import (
     require_device,
     require_dtype,
     require_pooling,
+    require_share,
 )
 
 
@@ -277,6 +278,49 @@ class RunOptions(MethodOptions):
 
 DRAFTS = ("medusa", "assistant", "prompt_lookup")
 """The options that name where drafts come from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskOptions(RunOptions):
+    """What `ask` takes, of files or of a library."""
+
+    library: Annotated[
+        str | None,
+        panels.library(metavar="FOLDER", help="Answer from documents that `library add` has read"),
+    ] = None
+    documents: Annotated[
+        int | None,
+        panels.library(help="How many of its documents to answer from", show_default="3"),
+        WholeNumber(1),
+    ] = None
+    recompute: Annotated[
+        float | None,
+        panels.library(
+            help="The fraction of their tokens that the second layer computes anew, up to 0.5 a "
+            "tenth of it in the last: 0 none, 1 all in all layers",
+            show_default="0.2",
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        """Refuse what does not go with a library, or needs one."""
+        super().__post_init__()
+        if self.recompute is not None:
+            require_share("recompute", self.recompute, "0.2")
+        given: dict[str, Any]
+        if self.library is None:
+            expected = "--library beside it"
+            given = {"documents": self.documents, "recompute": self.recompute}
+        else:
+            expected = "none with --library"
+            given = {name: getattr(self, name) or None for name in (*DRAFTS, "protect_first")}
+            given |= {"protect": self.protect, "protect_system": self.protect_system}
+            given["prefill"] = None if self.reading == Exact() else self.prefill
+        for name, value in given.items():
+            if value is not None:
+                raise InvalidArgumentError(
+                    f"{name}: expected {expected}, got {value}; leave it out"
+                )
 
 
 StorageBits = Annotated[

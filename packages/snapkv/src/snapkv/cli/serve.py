@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from snapkv.cli.amounts import WholeNumber, byte_count
-from snapkv.cli.entry import started
 from snapkv.cli.fields import with_options
+from snapkv.cli.interrupts import started
 from snapkv.errors import InvalidArgumentError
 from snapkv.validation import (
     DEFAULT,

@@ -1,8 +1,9 @@
 """Medusa: heads guess several tokens ahead, one forward pass verifies a tree of guesses.
 
-Cai et al. (2024), https://arxiv.org/abs/2401.10774. On a compressed cache two counters matter: how
-many tokens the text has, which positions are counted from, and how many slots a layer stores, which
-is the layer's business alone.
+Cai et al. (2024), https://arxiv.org/abs/2401.10774. It runs inside transformers' `generate`, as its
+`custom_generate`, so prompts, limits, stopping, logits processors and streaming are those of
+`generate`. On a compressed cache two counters matter: how many tokens the text has, which positions
+are counted from, and how many slots a layer stores, which is the layer's business alone.
 """
 
 import contextlib
@@ -11,11 +12,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, TextStreamer
 from transformers.cache_utils import Cache
 
 from snapkv.cache.layer import CompressedLayer
 from snapkv.decoding.heads import LastStates, MedusaHeads, last_states
-from snapkv.decoding.speculation import Drafting, Request, Speculation, begin_verifying
+from snapkv.decoding.speculation import (
+    Request,
+    Tally,
+    begin_verifying,
+    fast_few_rows,
+    require_one_sequence,
+    until_stop,
+)
 from snapkv.decoding.tree import (
     DELTA,
     EPSILON,
@@ -23,15 +32,16 @@ from snapkv.decoding.tree import (
     accept_greedily,
     accept_typically,
 )
-from snapkv.errors import InvalidArgumentError, InvalidTypeError
-from snapkv.hf.cache_argument import passed
+from snapkv.errors import CacheMismatchError, InvalidArgumentError, InvalidTypeError
+from snapkv.hf.cache import CompressedCache
+from snapkv.hf.cache_argument import cache_among, passed
 from snapkv.hf.forward_context import reading_candidates
 
 FLOAT32_NODES_ON_CPU, NODES_ON_CPU, NODES_ON_GPU = 3, 6, 63
 """Candidates per step: a CPU pays for each of them, a GPU hardly notices."""
 
 
-class Medusa(Speculation):
+class Medusa:
     """Generate with Medusa heads: ``model.generate(..., custom_generate=Medusa(heads))``.
 
     Greedy text is that of plain decoding on the same cache. With ``do_sample`` drafts are accepted
@@ -45,6 +55,9 @@ class Medusa(Speculation):
             are.
         epsilon, delta: see `accept_typically`.
 
+    Attributes:
+        tally: what the last text took.
+
     Raises:
         InvalidTypeError: `heads` or `tree` is something else.
     """
@@ -57,7 +70,6 @@ class Medusa(Speculation):
         epsilon: float = EPSILON,
         delta: float = DELTA,
     ) -> None:
-        super().__init__()
         if not isinstance(heads, MedusaHeads):
             raise InvalidTypeError(
                 f"heads: expected MedusaHeads, got {type(heads).__name__}; read them with "
@@ -78,6 +90,75 @@ class Medusa(Speculation):
         self.heads = heads
         self.tree = tree.pruned(heads.num_heads)
         self.epsilon, self.delta = epsilon, delta
+        self.tally = Tally()
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        *,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: Any,
+        generation_config: GenerationConfig,
+        streamer: TextStreamer | None = None,
+        **model_inputs: Any,
+    ) -> Tensor:
+        """Generate behind a prompt: called by `model.generate`.
+
+        Raises:
+            InvalidArgumentError: more than one sequence, padding, beams, or an output that only
+                plain decoding gives.
+            CacheMismatchError: no `CompressedCache`.
+        """
+        require_one_sequence(input_ids, model_inputs.get("attention_mask"), generation_config)
+        cache = cache_among(model_inputs)
+        if not isinstance(cache, CompressedCache):
+            raise CacheMismatchError(
+                f"past_key_values: expected a CompressedCache where drafts are verified, got "
+                f"{type(cache).__name__}; pass CompressedCache(model, FullCache()) to keep "
+                "everything"
+            )
+        cache.setup.require("drafts")
+        request = Request(
+            model=model,
+            cache=cache,
+            ids=input_ids,
+            samples=generation_config.do_sample,
+            processors=logits_processor,
+            limit=generation_config.max_length,
+            chunk_tokens=generation_config.prefill_chunk_size,
+        )
+        text = input_ids
+        for tokens in self._steps(request, stopping_criteria):
+            text = torch.cat([text, tokens[None]], dim=1)
+            if streamer is not None:
+                streamer.put(tokens.cpu())
+        cache.reading.note_text(text)
+        if streamer is not None:
+            streamer.end()
+        return text
+
+    def _steps(self, request: Request, stopping_criteria: Any) -> Iterator[Tensor]:
+        """The tokens that every step adds, until a criterion stops the text."""
+        self.tally = tally = Tally()
+        with fast_few_rows(request.model), last_states(request.model) as states:
+            candidates = _Candidates(request, self, states)
+            text = request.ids[0]
+            first = request.choose(request.processed(text, candidates.start()))
+            tokens, done = until_stop(text, [first], stopping_criteria)
+            tally.new_tokens = 1
+            yield tokens
+            text = torch.cat([text, tokens])
+            while not done:
+                verified, drafted = candidates.verify(text, request.limit - len(text) - 1)
+                tokens, done = until_stop(text, verified, stopping_criteria)
+                candidates.keep(len(tokens))
+                text = torch.cat([text, tokens])
+                tally.passes += 1
+                tally.new_tokens += len(tokens)
+                tally.drafted += drafted
+                tally.accepted += min(len(tokens), len(verified) - 1)
+                yield tokens
 
     def accept(
         self, tree: CandidateTree, tokens: Tensor, logits: Tensor, *, samples: bool
@@ -93,50 +174,50 @@ class Medusa(Speculation):
             delta=self.delta,
         )
 
-    @contextlib.contextmanager
-    def drafting(self, request: Request) -> Iterator[Drafting]:
-        """The candidates for one text."""
-        with last_states(request.model) as states:
-            yield _Candidates(request, self, states)
 
-
-class _Candidates(Drafting):
-    """The candidates of every step."""
+class _Candidates:
+    """The candidates for one text, from the prompt to the last token."""
 
     def __init__(self, request: Request, medusa: Medusa, states: LastStates) -> None:
-        super().__init__(request)
-        self._medusa, self._states = medusa, states
+        self._request, self._medusa, self._states = request, medusa, states
         self._path: list[int] = []  # nodes that the last step accepted, root first
         self._nodes = 0
         self._hidden: Tensor
 
     def start(self) -> Tensor:
-        logits = self.request.read_prompt(len(self._medusa.tree.choices))
+        """Read the prompt; (V,) logits behind it."""
+        logits = self._request.read_prompt(len(self._medusa.tree.choices))
         if not hasattr(self._states, "value"):
             raise InvalidArgumentError(
                 "custom_generate: expected a model that reads the prompt where Medusa's heads look "
                 "at its last state, got one that a SharedReading stands in for; generate outside it"
             )
         self._hidden = self._states.value[0, -1]
-        begin_verifying(self.request.cache)
+        begin_verifying(self._request.cache)
         return logits
 
     def verify(self, text: Tensor, most_drafts: int) -> tuple[list[int], int]:
+        """Draft at most so many tokens behind a text (N,), whose last one no cache has seen.
+
+        Returns:
+            The accepted drafts and the token that the model takes behind them; how many were tried.
+        """
         tree = self._medusa.tree.pruned(min(most_drafts, self._medusa.tree.depth))
         tokens = self._candidates(text, tree)
         logits = self._read(tokens, tree, len(text) - 1)
-        if len(self.request.processors):
+        if len(self._request.processors):
             logits = self._processed(text, tokens, tree, logits)
         self._nodes = len(tokens)
-        self._path = self._medusa.accept(tree, tokens, logits, samples=self.request.samples)
+        self._path = self._medusa.accept(tree, tokens, logits, samples=self._request.samples)
         last = self._path[-1]
         self._hidden = self._states.value[0, last]
         accepted = tokens[self._path[1:]].tolist()
-        following = self.request.choose(logits[last].float())
+        following = self._request.choose(logits[last].float())
         return [*accepted, following], len(tokens) - 1
 
     def keep(self, tokens: int) -> None:
-        keep_path(self.request.cache, torch.tensor(self._path[:tokens]), self._nodes)
+        """Roll the cache back to the text, of which `tokens` of the last step's have come."""
+        keep_path(self._request.cache, torch.tensor(self._path[:tokens]), self._nodes)
 
     def _candidates(self, text: Tensor, tree: CandidateTree) -> Tensor:
         """(nodes,) int64: the token in every node; the text's last one in the root."""
@@ -153,10 +234,10 @@ class _Candidates(Drafting):
         if not tree.is_chain:
             branches = reading_candidates(tree.visible.to(device))
         with branches:
-            output = self.request.model(
+            output = self._request.model(
                 tokens[None],
                 position_ids=(seen_tokens + tree.depths.to(device))[None],
-                **passed(self.request.cache),
+                **passed(self._request.cache),
                 use_cache=True,
             )
         logits: Tensor = output.logits[0]
@@ -169,7 +250,7 @@ class _Candidates(Drafting):
         rows = []
         for node, seen in enumerate(tree.visible):
             path = tokens[seen.nonzero()[1:, 0].to(tokens.device)]
-            rows.append(self.request.processed(torch.cat([text, path]), logits[node]))
+            rows.append(self._request.processed(torch.cat([text, path]), logits[node]))
         return torch.stack(rows)
 
 

@@ -1,13 +1,7 @@
-"""The speculative loop that all drafting shares: propose, verify, accept, roll back.
-
-It runs inside transformers' `generate`, as its `custom_generate`, so prompts, limits, stopping,
-logits processors and streaming are those of `generate`. What is drafted, and by whom it is
-verified, is a subclass's business.
-"""
+"""What verifying drafts takes of `generate`, of a cache and of a model's linear layers."""
 
 import contextlib
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Linear, Module, Parameter
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, TextStreamer
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from snapkv.errors import CacheMismatchError, InvalidArgumentError, UnsupportedModelError
 from snapkv.hf.cache import CompressedCache
-from snapkv.hf.cache_argument import cache_among, passed
+from snapkv.hf.cache_argument import passed
 
 MOST_ROWS = 5
 """Beyond so many rows torch's own float32 product is the faster one."""
@@ -88,114 +82,7 @@ class Request:
         return logits
 
 
-class Drafting(ABC):
-    """The drafts for one text, from the prompt to the last token."""
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-
-    @abstractmethod
-    def start(self) -> Tensor:
-        """Read the prompt; (V,) logits behind it."""
-
-    @abstractmethod
-    def verify(self, text: Tensor, most_drafts: int) -> tuple[list[int], int]:
-        """Draft at most so many tokens behind a text (N,), whose last one no cache has seen.
-
-        Returns:
-            The accepted drafts and the token that the model takes behind them; how many were tried.
-        """
-
-    @abstractmethod
-    def keep(self, tokens: int) -> None:
-        """Roll the cache back to the text, of which `tokens` of the last step's have come."""
-
-
-class Speculation(ABC):
-    """A way to generate several tokens per forward pass; pass it as ``custom_generate``.
-
-    Attributes:
-        tally: what the last text took.
-    """
-
-    tally: Tally
-
-    def __init__(self) -> None:
-        self.tally = Tally()
-
-    @abstractmethod
-    def drafting(self, request: Request) -> contextlib.AbstractContextManager[Drafting]:
-        """The drafts for one text."""
-
-    def __call__(
-        self,
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        *,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: Any,
-        generation_config: GenerationConfig,
-        streamer: TextStreamer | None = None,
-        **model_inputs: Any,
-    ) -> Tensor:
-        """Generate behind a prompt: called by `model.generate`.
-
-        Raises:
-            InvalidArgumentError: more than one sequence, padding, beams, or an output that only
-                plain decoding gives.
-            CacheMismatchError: no `CompressedCache`.
-        """
-        _require_one_sequence(input_ids, model_inputs.get("attention_mask"), generation_config)
-        cache = cache_among(model_inputs)
-        if not isinstance(cache, CompressedCache):
-            raise CacheMismatchError(
-                f"past_key_values: expected a CompressedCache where drafts are verified, got "
-                f"{type(cache).__name__}; pass CompressedCache(model, FullCache()) to keep "
-                "everything"
-            )
-        cache.setup.require("drafts")
-        request = Request(
-            model=model,
-            cache=cache,
-            ids=input_ids,
-            samples=generation_config.do_sample,
-            processors=logits_processor,
-            limit=generation_config.max_length,
-            chunk_tokens=generation_config.prefill_chunk_size,
-        )
-        text = input_ids
-        for tokens in self._steps(request, stopping_criteria):
-            text = torch.cat([text, tokens[None]], dim=1)
-            if streamer is not None:
-                streamer.put(tokens.cpu())
-        cache.reading.note_text(text)
-        if streamer is not None:
-            streamer.end()
-        return text
-
-    def _steps(self, request: Request, stopping_criteria: Any) -> Iterator[Tensor]:
-        """The tokens that every step adds, until a criterion stops the text."""
-        self.tally = tally = Tally()
-        with fast_few_rows(request.model), self.drafting(request) as drafting:
-            text = request.ids[0]
-            first = request.choose(request.processed(text, drafting.start()))
-            tokens, done = _until_stop(text, [first], stopping_criteria)
-            tally.new_tokens = 1
-            yield tokens
-            text = torch.cat([text, tokens])
-            while not done:
-                verified, drafted = drafting.verify(text, request.limit - len(text) - 1)
-                tokens, done = _until_stop(text, verified, stopping_criteria)
-                drafting.keep(len(tokens))
-                text = torch.cat([text, tokens])
-                tally.passes += 1
-                tally.new_tokens += len(tokens)
-                tally.drafted += drafted
-                tally.accepted += min(len(tokens), len(verified) - 1)
-                yield tokens
-
-
-def _until_stop(text: Tensor, tokens: list[int], stopping_criteria: Any) -> tuple[Tensor, bool]:
+def until_stop(text: Tensor, tokens: list[int], stopping_criteria: Any) -> tuple[Tensor, bool]:
     """The tokens up to the first that ends the text, and whether one does."""
     added = torch.tensor(tokens, device=text.device)
     for count in range(1, len(tokens) + 1):
@@ -204,7 +91,7 @@ def _until_stop(text: Tensor, tokens: list[int], stopping_criteria: Any) -> tupl
     return added, False
 
 
-def _require_one_sequence(ids: Tensor, mask: Tensor | None, config: GenerationConfig) -> None:
+def require_one_sequence(ids: Tensor, mask: Tensor | None, config: GenerationConfig) -> None:
     padded = mask is not None and not bool(mask.all())
     for is_refused, refusal in (
         (

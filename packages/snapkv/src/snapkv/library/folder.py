@@ -16,7 +16,13 @@ from typing import IO
 from snapkv.cache.saving.files import seal_of
 from snapkv.cache.saving.records import BEGINNING, digest_of, seal_fault
 from snapkv.cache.saving.writing import naming, replace_file
-from snapkv.errors import CacheFileError, InvalidArgumentError, LibraryError, OutputError
+from snapkv.errors import (
+    CacheFileError,
+    InvalidArgumentError,
+    LibraryError,
+    OutputError,
+    SnapKVError,
+)
 from snapkv.library.about import About
 from snapkv.library.records import Record, Text, passages
 from snapkv.validation import format_bytes
@@ -382,7 +388,7 @@ def _read_record(file: Path) -> Record | Fault:
         reason = "it is the record of another document"
     except FileNotFoundError:
         raise
-    except (LibraryError, OSError) as error:
+    except (SnapKVError, OSError) as error:
         reason = str(error)
     return Fault(name=file.name, path=file, reason=reason)
 

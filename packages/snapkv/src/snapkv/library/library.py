@@ -503,12 +503,11 @@ class Library:
         self._on_notice(
             f"library: {record.name!r} is read again, its cache is damaged: {fault.reason}"
         )
-        text = Text(name=record.name, text=record.text, source=record.source)
-        part = reader.read(text)
+        part = reader.read(record)
         try:
             with self._folder.changing():
                 if self._folder.record(record.key) == record:
-                    self._written(reader, text, part, record)
+                    self._written(reader, record, part, record)
         except (LibraryError, OutputError) as error:
             self._on_notice(f"library: {record.name!r} is not mended: {error}")
         return part

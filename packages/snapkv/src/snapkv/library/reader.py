@@ -15,7 +15,7 @@ from snapkv.hf.placement import device_of
 from snapkv.kvzip import read_as_wanted
 from snapkv.library.about import About, document_ids
 from snapkv.library.joining import Part
-from snapkv.library.records import Record, Text
+from snapkv.library.records import Text
 from snapkv.plan import max_positions, prompt_memory_explained
 from snapkv.policies import FullCache
 
@@ -68,7 +68,7 @@ class Reader:
             )
         return Part(input_ids=ids, cache=cache, prefix_tokens=len(self.about.prefix_ids))
 
-    def own_ids(self, text: Text | Record) -> list[int]:
+    def own_ids(self, text: Text) -> list[int]:
         return document_ids(self._tokenizer, text.name, text.text)
 
     def _ids(self, text: Text) -> Tensor:

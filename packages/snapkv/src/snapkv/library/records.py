@@ -1,4 +1,4 @@
-"""What a library knows of a document: its text, its passages, and which file holds its cache."""
+"""The texts of a library: as they are given, and with what is known of them once they are read."""
 
 import re
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """A document to add.
+    """A text that a library is given.
 
     Attributes:
         name: what answers call it.
@@ -67,24 +67,16 @@ class Text:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
-    """A document of a library."""
+class Record(Text):
+    """A document of a library: a text that was read, and the file that holds its cache."""
 
-    name: str  # as in answers
-    source: str | None  # the file it was read from; None for a text that was given
     size: int  # bytes of the text in UTF-8
     sha256: str  # of them
-    text: str
     chunks: tuple[Span, ...]  # its passages for retrieval
     tokens: int  # that the model has read, the library's prefix not counted
     bytes: int  # of the file with its cache
     cache: str  # the name of that file
     seal: str  # the digest that the file must have
-
-    @property
-    def key(self) -> str:
-        """What its files are named by."""
-        return Text(name=self.name, text=self.text, source=self.source).key
 
     def as_json(self) -> str:
         """The file's content, with a digest of itself."""

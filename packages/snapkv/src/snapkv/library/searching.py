@@ -131,10 +131,7 @@ def _ranked(index: Index, question: str) -> list[tuple[int, float]]:
     (total,) = index.connection.execute("select count(*) from spans").fetchone()
     scores: dict[int, float] = defaultdict(float)
     for word in _words(question):
-        rows = index.connection.execute(
-            "select rowid, bm25(passages) from passages where passages match ?",
-            (f'"{as_indexed(word)}"',),
-        ).fetchall()
+        rows = index.connection.execute(_FOUND, (f'"{as_indexed(word)}"',)).fetchall()
         odds = (total - len(rows) + 0.5) / (len(rows) + 0.5)
         weight = math.log1p(odds) / max(math.log(odds), 1e-6)
         for place, score in rows:

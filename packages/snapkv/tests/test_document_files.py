@@ -1,4 +1,4 @@
-"""Which caches an engine can hold: what else was saved is refused, in a line that says why."""
+"""What an engine reads of a library's document is what was kept; anything else is refused."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -7,23 +7,30 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch.nn import functional
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from snapkv import (
     H2O,
+    AdaKV,
     CacheFileError,
     CacheMismatchError,
     CompressedCache,
     FullCache,
     InvalidArgumentError,
+    KeyDiff,
     KVzip,
+    ModelNotFoundError,
+    PyramidKV,
     SnapKV,
     StreamingLLM,
+    UnsupportedModelError,
 )
-from snapkv.cache.saving.files import read_sealed, write_sealed
-from snapkv.document_files import read_document
+from snapkv.app.models import place_of
+from snapkv.cache.saving.files import read_sealed, seal_of, write_sealed
+from snapkv.document_files import model_identity, read_document
 from snapkv.hf.identity import identity_of
 from snapkv.kvzip import read_context
-from tests.families import random_ids, tiny_model
+from tests.families import random_ids, tiny_config, tiny_model
 
 TOKENS, BUDGET = 70, 32
 POLICY = SnapKV(BUDGET, window_size=4)
@@ -32,7 +39,7 @@ IDENTITY = identity_of(LLAMA)
 IDS = random_ids(1, TOKENS)
 
 
-def read(cache, ids, **options):
+def read(cache, ids=IDS, **options):
     with torch.no_grad():
         cache.model(ids, past_key_values=cache, **options)
     return cache
@@ -45,6 +52,41 @@ def refused(path, said, model=IDENTITY, kind=InvalidArgumentError):
     assert "\n" not in str(raised.value)
 
 
+KEPT_BY = {
+    "snapkv": (POLICY, {}),
+    "protected": (POLICY, {"protect": [(0, 9)]}),
+    "keydiff": (KeyDiff(BUDGET, window_size=4), {}),
+    "full": (FullCache(), {}),
+    "adakv": (AdaKV(POLICY), {}),
+    "pyramidkv": (PyramidKV(BUDGET, window_size=4), {}),
+    "short": (SnapKV(200, window_size=4), {}),
+}
+READ = [
+    *(("llama", policy, None) for policy in KEPT_BY),
+    *((family, "snapkv", None) for family in ("phi3", "glm4", "mixtral", "deepseek_v3")),
+    *(("llama", "adakv", bits) for bits in ("int8", "int4", "K8V4")),
+]
+
+
+@pytest.mark.parametrize(("family", "policy", "bits"), READ)
+def test_an_engine_reads_of_a_file_what_the_library_loads_of_it(family, policy, bits, tmp_path):
+    model, path = tiny_model(family), tmp_path / "one"
+    policy, options = KEPT_BY[policy]
+    cache = read(CompressedCache(model, policy, **options))
+    cache.save(path, beside={"input_ids": IDS}, bits=bits)
+    document = read_document(path, model=identity_of(model))
+    assert torch.equal(document.token_ids, IDS[0])
+    assert {document.token_ids.dtype, *(kept.dtype for kept in document.kept)} == {torch.int64}
+    assert document.seal == seal_of(path)
+    for index, layer in enumerate(CompressedCache.load(path, model).layers):
+        held = document.kept[index] >= 0
+        assert torch.equal(document.kept[index], cache.kept_positions(index)[0])
+        assert torch.equal(document.head_tokens[index], held.sum(dim=-1))
+        keys, values = layer.store.padded()
+        assert torch.equal(document.keys[index][held], keys[0][held])
+        assert torch.equal(document.values[index][held], values[0][held])
+
+
 @dataclass(frozen=True)
 class Mine(SnapKV):
     """A method that is not one of the package's."""
@@ -52,88 +94,72 @@ class Mine(SnapKV):
     name: ClassVar[str] = "mine"
 
 
+UNLIKE = "made with recall, quantize or turns, as no library makes one"
+QUERY_HEADS = SnapKV(BUDGET, window_size=4, group_reduce="none")
 UNFIT = {
-    "recall": (POLICY, {"recall": "host"}, r"whose evicted tokens lie off the device \(recall\)"),
-    "int8": (POLICY, {"quantize": "int8"}, r"whose tokens are held in int8 \(quantize\)"),
-    "turns": (POLICY, {"turns": "compress"}, "which chooses again with every turn"),
-    "query heads": (
-        SnapKV(BUDGET, window_size=4, group_reduce="none"),
-        {},
-        "with sets of their own for 8 query heads",
-    ),
+    "recall": (POLICY, {"recall": "host"}, UNLIKE),
+    "int8": (POLICY, {"quantize": "int8"}, UNLIKE),
+    "turns": (POLICY, {"turns": "compress"}, UNLIKE),
+    "query heads": (QUERY_HEADS, {}, "with sets of their own for 8 query heads"),
     "sinks": (StreamingLLM(BUDGET), {}, "whose sinks were moved to other positions"),
     "h2o": (H2O(BUDGET), {}, "of h2o, which evicts while it generates"),
-    "short": (SnapKV(200, window_size=4), {}, "of which snapkv has dropped nothing, and would"),
-    "unknown": (Mine(BUDGET, window_size=4), {}, "of a method of this package, got .* of 'mine'"),
+    "unknown": (Mine(BUDGET, window_size=4), {}, "of 'mine', no method of this package"),
 }
 
 
 @pytest.mark.parametrize("name", UNFIT)
-def test_other_sets_than_plain_ones_are_refused(name, tmp_path):
+def test_other_sets_than_a_librarys_are_refused(name, tmp_path):
     policy, options, said = UNFIT[name]
-    cache = read(CompressedCache(LLAMA, policy, **options), IDS)
+    cache = read(CompressedCache(LLAMA, policy, **options))
     cache.save(tmp_path / "one", beside={"input_ids": IDS})
-    refused(tmp_path / "one", f"path: expected a saved cache .*{said}")
+    refused(tmp_path / "one", f"path: expected a saved cache .*{said}; register the document's")
 
 
 def test_layers_of_another_kind_are_refused(tmp_path):
     model = tiny_model("gemma3_text")
-    cache = read(CompressedCache(model, POLICY), IDS)
+    cache = read(CompressedCache(model, POLICY))
     cache.save(tmp_path / "one", beside={"input_ids": IDS})
     said = "whose layer 0 is a DynamicSlidingWindowLayer"
     refused(tmp_path / "one", said, model=identity_of(model))
 
 
-def test_what_has_read_other_than_one_prompt_is_refused(tmp_path):
+def test_what_has_read_other_than_one_prompt_of_one_row_is_refused(tmp_path):
     cache, path = CompressedCache(LLAMA, POLICY), tmp_path / "one"
     cache.save(path, beside={"input_ids": IDS})
-    refused(path, "which has read nothing")
+    refused(path, "which has seen 0 tokens")
     cache.expect_prompt(TOKENS)
     read(cache, IDS[:, :50])
     cache.save(path, beside={"input_ids": IDS[:, :50]})
-    refused(path, "has seen 50 tokens, of which the last prompt are those from 0 to 70")
-    read(cache, IDS[:, 50:])
-    cache.save(path, beside={"input_ids": IDS})
-    assert len(read_document(path, model=IDENTITY).token_ids) == TOKENS
+    refused(path, "which has seen 50 tokens, and not as one prompt")
     cache = CompressedCache(LLAMA, POLICY)
     longer = LLAMA.generate(IDS, past_key_values=cache, max_new_tokens=5, do_sample=False)
     cache.save(path, beside={"input_ids": longer[:, :-1]})
-    refused(path, "has seen 74 tokens, .* from 0 to 70; save it right behind its first prompt")
-    cache.expect_prompt(84)
-    read(cache, random_ids(1, 10))
-    cache.save(path, beside={"input_ids": random_ids(1, 84)})
-    refused(path, "has seen 84 tokens, of which the last prompt are those from 74 to 84")
-
-
-def test_rows_and_pads_are_refused(tmp_path):
-    two = read(CompressedCache(LLAMA, POLICY), random_ids(2, TOKENS))
-    two.save(tmp_path / "one", beside={"input_ids": IDS})
-    refused(tmp_path / "one", "of 2 rows; save a cache of one row for every document")
+    refused(path, "which has seen 74 tokens, and not as one prompt")
+    read(CompressedCache(LLAMA, POLICY), random_ids(2, TOKENS)).save(
+        path, beside={"input_ids": IDS}
+    )
+    refused(path, "of several rows, or of a prompt with pads")
     mask = torch.ones_like(IDS)
-    whole = read(CompressedCache(LLAMA, POLICY), IDS, attention_mask=mask)
-    whole.save(tmp_path / "one", beside={"input_ids": IDS})
-    assert read_document(tmp_path / "one", model=IDENTITY).head_tokens.unique().tolist() == [BUDGET]
     mask[:, :3] = 0
-    padded = read(CompressedCache(LLAMA, POLICY), IDS, attention_mask=mask)
-    padded.save(tmp_path / "one", beside={"input_ids": IDS})
-    refused(tmp_path / "one", "of a prompt with pads; read the document without padding")
+    padded = read(CompressedCache(LLAMA, POLICY), attention_mask=mask)
+    padded.save(path, beside={"input_ids": IDS})
+    refused(path, "of several rows, or of a prompt with pads")
 
 
 def test_the_token_ids_must_be_those_that_were_read(tmp_path):
-    cache, path = read(CompressedCache(LLAMA, POLICY), IDS), tmp_path / "one"
+    cache, path = read(CompressedCache(LLAMA, POLICY)), tmp_path / "one"
     cache.save(path)
-    refused(path, "without the token ids that it has read; save it with cache.save")
-    cache.save(path, beside={"input_ids": IDS[:, 1:]})
-    refused(path, "with 69 token ids for 70 tokens")
-    cache.save(path, beside={"input_ids": IDS.view(2, 35)})
-    refused(path, "with token ids of 2 rows")
+    refused(path, "without the token ids of the row that it has read")
+    for other in (IDS[:, 1:], IDS.view(2, 35)):
+        cache.save(path, beside={"input_ids": other})
+        refused(path, "without the token ids of the row that it has read")
     for wrong in (IDS.float(), -IDS):
         cache.save(path, beside={"input_ids": wrong})
         refused(path, "do not fit together.*token ids of", kind=CacheFileError)
 
 
 def test_another_model_or_dtype_is_refused(tmp_path):
-    cache = read(CompressedCache(LLAMA, POLICY), IDS)
+    cache = read(CompressedCache(LLAMA, POLICY))
     cache.save(tmp_path / "one", beside={"input_ids": IDS})
     for change, said in (
         ({"dtype": "bfloat16"}, "dtype float32.*got dtype bfloat16"),
@@ -186,6 +212,7 @@ FORGED = {
     "no layers": changed_notes(layers=[]),
     "a layer that has seen more": lambda _, notes: notes["layers"][1]["slots"].update(start=71),
     "another kind of store": changed_layer(store_kind="another"),
+    "a store with room": changed_layer(store_kind="static"),
     "options that are text": changed_notes(options="none"),
 }
 
@@ -259,3 +286,49 @@ def test_no_count_makes_packed_numbers_more(tmp_path, counts):
     notes["layers"][0]["store"]["states"]["parts"]["sections"] = [[counts]]
     write_sealed(tmp_path / "forged", tensors, notes)
     refused(tmp_path / "forged", "whose parts do not fit together", kind=CacheFileError)
+
+
+# Whose it is.
+
+
+def save(model, folder):
+    """A folder as vLLM is given one."""
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(place_of("demo")).save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "dtype"),
+    [
+        ("llama", {}, "float32"),
+        ("llama", {"tie_word_embeddings": True}, "bfloat16"),
+        ("qwen3_moe", {}, "float32"),
+        ("phi3", {}, "bfloat16"),
+        ("gemma2", {}, "float32"),
+        ("deepseek_v3", {}, "bfloat16"),
+        ("gpt_oss", {}, "float32"),
+    ],
+    ids=str,
+)
+def test_a_folder_says_which_model_it_is(family, changes, dtype, tmp_path):
+    """Tied weights, and such as transformers saves by other names than it has them under."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(family, **changes)).float()
+    save(model, tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=getattr(torch, dtype))
+    assert model_identity(tmp_path, dtype) == identity_of(loaded)
+    if dtype == "float32":
+        assert model_identity(tmp_path, dtype)["weights"] == identity_of(model)["weights"]
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path):
+    with pytest.raises(ModelNotFoundError, match=r"model: expected a folder with a config\.json"):
+        model_identity(tmp_path, "float32")
+
+
+def test_keys_that_depend_on_the_texts_length_are_no_files(tmp_path):
+    """transformers goes by the length of the text, vLLM by the longest that it serves."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    save(AutoModelForCausalLM.from_config(tiny_config("llama", rope_parameters=rope)), tmp_path)
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM with rope_type 'dynamic'"):
+        model_identity(tmp_path, "float32")

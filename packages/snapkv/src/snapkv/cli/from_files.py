@@ -1,0 +1,104 @@
+"""What `ask` and `generate` do once files are read: load the model, answer, show."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from snapkv.app import draft_methods
+from snapkv.app.answering import Answer, TextSink, answer
+from snapkv.app.draft_methods import DraftMethod
+from snapkv.app.models import LoadedModel
+from snapkv.app.prefills import Exact
+from snapkv.app.prompts import Prompt
+from snapkv.app.protection import Protection
+from snapkv.app.settings import GenerationSettings
+from snapkv.cli.loading import load_model, load_other, reading_progress
+from snapkv.cli.options import DRAFTS, RunOptions
+from snapkv.cli.policy import usual_bits
+from snapkv.cli.session import Asked, show_answers
+from snapkv.errors import InvalidArgumentError
+from snapkv.policies import FullCache, Policy
+from snapkv.policies.default import method_name
+
+
+def answer_from_files(
+    options: RunOptions,
+    policy: Policy,
+    make_prompt: Callable[[Any], Prompt],
+    request: dict[str, Any],
+    typed: Sequence[str],
+    *,
+    system: bool | None,
+) -> None:
+    """Load the model, answer once or, to compare, twice; then show what was asked for.
+
+    Standard output carries the answer, the comparison or one JSON object; progress, and what stands
+    below an answer, go to standard error.
+    """
+    settings, protection = options.settings(), protection_of(options, system=system)
+    _require_drafts_that_fit(options, policy)
+    loaded = load_model(options)
+    drafts = _draft_method(options, loaded)
+    prompt = make_prompt(loaded.tokenizer)
+    quantize, own_bits = usual_bits(policy, loaded.model, options)
+
+    def read(who: Policy, how: GenerationSettings, on_text: TextSink | None, **ways: Any) -> Answer:
+        with reading_progress(method_name(who.describe()), on_text) as progress:
+            return answer(loaded, prompt, who, how, protection=protection, **ways, **progress)
+
+    def full(tokens: int | None) -> Answer:
+        limit = settings.max_new_tokens if tokens is None else tokens
+        return read(FullCache(), replace(settings, max_new_tokens=limit), None, prefill=Exact())
+
+    asked = Asked(
+        loaded=loaded,
+        settings=settings,
+        answered=lambda on_text: read(
+            policy, settings, on_text, drafts=drafts, prefill=options.reading, quantize=quantize
+        ),
+        full=full,
+        exactly={} if options.reading.holds_all else {"prefill": None},
+        own_bits=own_bits,
+    )
+    show_answers(asked, options, request, typed)
+
+
+def protection_of(options: RunOptions, *, system: bool | None) -> Protection:
+    """What the options protect; `system` is whether a system message stays by default."""
+    return Protection(
+        texts=tuple(options.protect or ()),
+        first_tokens=options.protect_first,
+        system=system if options.protect_system is None else options.protect_system,
+    )
+
+
+def _require_drafts_that_fit(options: RunOptions, policy: Policy) -> None:
+    """Refuse several ways at once, and any behind documents that are not read at once."""
+    flags = {name: f"--{name.replace('_', '-')}" for name in DRAFTS}
+    given = [flag for name, flag in flags.items() if getattr(options, name) is not None]
+    if len(given) > 1:
+        raise InvalidArgumentError(
+            f"drafts: expected one of {', '.join(flags.values())}, got {' and '.join(given)}; "
+            "leave one out"
+        )
+    if given and policy.reads_context:
+        raise InvalidArgumentError(
+            f"drafts: expected none with {policy.name}, which has the documents read before the "
+            f"question, got {given[0]}; leave it out"
+        )
+    if given and options.prefill != "exact":
+        raise InvalidArgumentError(
+            f"drafts: expected none with --prefill {options.prefill}, since they are verified in "
+            f"one pass with the prompt, got {given[0]}; leave one of them out"
+        )
+
+
+def _draft_method(options: RunOptions, loaded: LoadedModel) -> DraftMethod | None:
+    """Where the options say that drafts come from; None for plain decoding."""
+    if options.medusa is not None:
+        return draft_methods.medusa(loaded, options.medusa)
+    if options.assistant is not None:
+        return draft_methods.assistant(loaded, load_other(options.assistant, options))
+    if options.prompt_lookup is not None:
+        return draft_methods.prompt_lookup(options.prompt_lookup)
+    return None

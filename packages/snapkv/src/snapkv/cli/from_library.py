@@ -1,0 +1,80 @@
+"""What `ask --library` does: find documents, load the model, answer from their caches, show."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+
+from rich.text import Text
+
+from snapkv.app.answering import Answer, TextSink
+from snapkv.app.library_answers import search, take
+from snapkv.cli.library import like
+from snapkv.cli.loading import load_model, reading_progress
+from snapkv.cli.options import AskOptions
+from snapkv.cli.policy import build_policy
+from snapkv.cli.session import Asked, show_answers, without
+from snapkv.kvzip import require_one_reading
+from snapkv.library.library import Library
+from snapkv.library.searching import Hit
+from snapkv.policies import FullCache
+from snapkv.policies.default import method_name
+from snapkv.validation import DEFAULT, DEFAULT_RECOMPUTE
+
+_DOCUMENTS = 3
+
+
+def answer_from_library(options: AskOptions, question: str, typed: Sequence[str]) -> None:
+    """Find documents in the library that the options name, answer from their caches, name them."""
+    settings, policy = options.settings(), build_policy(options)
+    require_one_reading(policy, "have documents compressed by it where they are added")
+    warnings: list[str] = []
+    library = Library(str(options.library), on_notice=warnings.append)
+    is_compressed = library.required().policy["name"] != FullCache.name
+    if is_compressed and options.policy == DEFAULT and not options.has_parameters:
+        options, policy = replace(options, policy=FullCache.name), FullCache()  # stays as it is
+    documents = _DOCUMENTS if options.documents is None else options.documents
+    hits = search(library, question, documents)
+    loaded = load_model(like(library, options))
+    found = take(
+        loaded,
+        library,
+        question,
+        hits,
+        settings,
+        recompute=DEFAULT_RECOMPUTE if options.recompute is None else options.recompute,
+        answer_start=options.answer_start,
+    )
+    warnings += [
+        f"{hit.name}: left out, since the model has no positions for its {hit.tokens:,} tokens"
+        for hit in found.left_out
+    ]
+    request = {
+        "library": str(library.path),
+        "recompute": found.recompute,
+        "sources": [without(asdict(hit), "key") for hit in found.hits],
+        "warnings": warnings,
+        "question": question,
+    }
+
+    def answered(on_text: TextSink | None) -> Answer:
+        with reading_progress(method_name(policy.describe()), on_text) as progress:
+            return found.answer(policy, progress["on_text"])
+
+    def full(tokens: int | None) -> Answer:
+        with reading_progress(FullCache.name):
+            return found.answer_in_full(tokens)
+
+    asked = Asked(
+        loaded=loaded,
+        settings=settings,
+        answered=answered,
+        full=full,
+        exactly={} if found.recompute == 1 else {"recompute": 1},
+        sources=lambda: _source_lines(found.hits, warnings),
+    )
+    show_answers(asked, options, request, typed)
+
+
+def _source_lines(hits: Sequence[Hit], warnings: Sequence[str]) -> list[Text]:
+    """A line per document, with the lines of its best passage."""
+    found = [Text(f"source: {hit.name}, lines {hit.lines[0]:,}-{hit.lines[1]:,}") for hit in hits]
+    return [*found, *(Text(f"warning: {line}") for line in warnings)]

@@ -1,0 +1,158 @@
+"""What a command line cannot be: one line on standard error that says why, and status 2."""
+
+import shlex
+
+import pytest
+
+from tests.app.test_text_files import write_pdf
+from tests.library.conftest import TEXTS
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of what cannot be decoded, and of static caches
+MANY = ",".join(map(str, range(64, 77)))
+LONG = "x" * 300
+
+REFUSED = {
+    "frobnicate": [("", "No such command")],
+    "ask notes.txt": [("", "Missing option"), ("-q '  '", "question: expected a question")],
+    "ask notes.txt -q Why?": [
+        ("--bugdet 64", "No such option"),
+        ("--budget many", "--budget"),
+        ("--model loop", "links lead in a loop"),
+        ("--medusa demo --prompt-lookup 3", "drafts: expected one of"),
+        ("--prompt-lookup 0", "prompt_lookup: expected"),
+        ("--medusa nowhere", "medusa: expected 'demo', a folder"),
+        ("--medusa ''", "or a hub id of one, got ''"),
+        ("--budget 48 --prompt-lookup 3 --policy tova", "only compresses the prompt"),
+        ("--prompt-lookup 3 --prefill selective", "expected none with --prefill selective"),
+        ("--prompt-lookup 3 --policy kvzip", "drafts: expected none with kvzip"),
+    ],
+    "ask": [
+        ("notes.txt -q 'a \udcff'", "question: expected Unicode text, got '\\udcff'"),
+        ("note.txt -q Why?", "did you mean notes.txt?"),
+        ("loop/a -q Why?", "a, whose symbolic links lead in a loop"),
+        ("lost -q Why?", "lost, a symbolic link to gone, which is not there"),
+        ("empty.txt -q Why?", "got nothing"),
+        ("cut.pdf -q Why?", "file: expected a "),
+        ("papers --library lib -q Why?", "files: expected FILES or --library, got both"),
+        ("-q Why?", "files: expected FILES or --library, got neither"),
+        ("-q Why? papers --documents 2", "documents: expected --library beside it"),
+        ("-q Why? papers --recompute 0.5", "recompute: expected --library beside it"),
+    ],
+    "ask -q Why? --library": [
+        ("lib --recompute 1.5", "recompute: expected a number in [0, 1]"),
+        ("lib --medusa demo", "medusa: expected none with --library"),
+        ("lib --prompt-lookup 3", "prompt_lookup: expected none"),
+        ("lib --protect x", "protect: expected none with --library"),
+        ("lib --policy kvzip", "have documents compressed by it"),
+        ("none", "library: expected a library, got none at 'none'"),
+        ("''", "library: expected a folder, got an empty name"),
+        ("papers", "library: expected a library, or a new or empty folder"),
+    ],
+    "library add papers": [
+        ("--bits int3", "bits: expected one of"),
+        ("--keep-ratio 0.5", "policy: expected a method for its parameters"),
+        ("--seed 3", "policy: expected a method for its parameters"),
+        ("--to papers", "library: expected a library, or a new or empty folder"),
+        ("--to ' '", "to: expected a name"),
+        ("--policy knapsack", "policy: expected one of"),
+    ],
+    "generate": [
+        ("-p \udcff", "prompt: expected Unicode text"),
+        ("-p x --answer-start \udcff", "answer_start: expected Unicode"),
+        ("-p x --temperature inf", "temperature: expected 0, or a finite"),
+        ("-p x --model dmo", "did you mean demo?"),
+        ("-p x --model .", "a folder with a config.json"),
+        ("-p x --device gpu", "device: expected auto"),
+        ("-p x --dtype int8", "dtype: expected one of"),
+        ("-p x --check 4 --temperature 0.5", "check: expected temperature 0"),
+        ("-p x --check 4 --max-new-tokens 3", "expected at most max_new_tokens=3, got 4"),
+        ("notes.txt --policy kvzip", "layer has read a prompt"),
+    ],
+    "chat notes.txt": [
+        ("--compare", "compare: expected it with ask"),
+        ("--check 4", "check: expected it with ask"),
+        ("--answer-start x", "answer_start: expected it with ask"),
+        ("--medusa demo", "medusa: expected it with ask"),
+        ("--prompt-lookup 3", "prompt_lookup: expected it with ask"),
+        ("--policy h2o --recall host", "policy: expected one that only compresses"),
+        ("--recall ''", "recall: expected host, a folder or none, got an empty text; leave it"),
+        ("--recall no/such/folder", "got 'no/such/folder'; make 'no/such' first"),
+        ("--recall none --budget auto", "with --recall none, got auto; pass --budget"),
+        ("--recall none --budget 30%", "budget: expected a number of tokens with --rec"),
+        ("--recall none --keep-ratio 0.5", "got keep_ratio; pass --budget 1024, or leave"),
+        ("--prefill selective --budget 30%", "with --prefill selective, got 30%; pass"),
+        ("-", "files: expected files or folders"),
+    ],
+    "inspect notes.txt -q Why?": [
+        ("--budgets many", "budgets: expected a whole number such as 4096"),
+        ("--budgets ,", "budgets: expected whole numbers with commas between them, got ','"),
+        ("--budgets 64,,128", "budgets: expected whole numbers with commas between them, got"),
+        (f"--budgets {MANY}", "budgets: expected at most 12, since"),
+        ("--budgets 8", "budget: expected"),
+        ("--policy fastgen --budgets 64", "budget: expected a parameter of fastgen"),
+        ("--beside @many", "beside: expected a method, or one with a budget as h2o@256"),
+        ("--beside full@64", "beside: expected a budget for a method that takes one"),
+        ("--beside snapkv:budget=64@128", "beside: expected a budget for a method that"),
+        ("--set budget=100 --beside @64", "set: expected none of a budget beside"),
+        ("--beside nothing@64", "beside: expected one of"),
+        ("-o no/such/page.html", "output: expected a file in an existing folder"),
+        ("-o notes.txt/page.html", "output: expected a file in an existing folder"),
+        ("-o ''", "output: expected a name, got an empty one"),
+        ("-o .", "output: expected the name of a file, got the folder"),
+        (f"-o {LONG}", "output: expected a name that a file can have"),
+        ("-o /proc/page.html", "output: expected a folder that can be written, got '/proc'"),
+    ],
+    "plan": [
+        ("", "context"),
+        ("--context 1k,2k", "context: expected one number"),
+        ("--context 128kb", "write for instance --context 4k"),
+        ("--context 8k --budget auto", "budget: expected tokens or bytes"),
+        ("--context 1k --model qwen3-9b", "did you mean qwen3-8b"),
+        ("--context 1k --gpu-memory 80", "gpu_memory: expected bytes with a unit"),
+        ("--context 1k --model ./none", "model: expected an existing file"),
+        ("--context 1k --model lwm-7b --dtype int8", "dtype: expected one of"),
+        ("--context 8k --window-size 4k", "budget: expected more than window_size=4096"),
+        ("--context 1k --budget 9 --keep-ratio 0.5", "expected one of them"),
+    ],
+    "serve": [("--max-model-len", "model: expected the model before all options")],
+    "serve demo": [
+        ("--share-bytes 2GiB", "share-bytes: expected it with --share"),
+        ("--share-library here", "share-library: expected it with --share"),
+        ("--share --share-library none", "library: expected a library, got none at"),
+        ("--share-across-keys", "share-across-keys: expected it with --share"),
+        ("--share --share-bytes 2", "share_bytes: expected bytes with a unit"),
+        ("--share --share-bytes 0GiB", "share_bytes: expected at least 1"),
+        ("--share --decode-budget 2048", "decode_budget: expected none where documents"),
+    ],
+    "bench decode": [
+        ("--output one.svg --plot one.svg", "expected another file than that of output")
+    ],
+    "eval needle": [("--plot .", "plot: expected the name of a file, got the folder '.'")],
+}
+CASES = [(f"{words} {more}", said) for words, cases in REFUSED.items() for more, said in cases]
+
+
+@pytest.fixture
+def here(here, document):
+    """A folder with files of many kinds, few of which can be read."""
+    (here / "empty.txt").touch()
+    (here / "loop").symlink_to("loop")
+    (here / "lost").symlink_to("gone")
+    cut = write_pdf(here / "cut.pdf", ["First page."])
+    cut.write_bytes(cut.read_bytes()[:200])
+    (here / "papers").mkdir()
+    for name, text in TEXTS.items():
+        (here / "papers" / f"{name}.txt").write_text(text)
+    return here
+
+
+@pytest.mark.parametrize(("line", "message"), CASES, ids=[ascii(line) for line, _ in CASES])
+def test_what_is_refused_is_one_line(refused, here, request, capsys, line, message):
+    if "--model" not in line:
+        request.getfixturevalue("tiny_only")
+        capsys.readouterr()  # what loading it has said
+    before = sorted(here.rglob("*"))
+    said = refused(*shlex.split(line))
+    assert message in said
+    assert "did you mean loop?" not in said
+    assert sorted(here.rglob("*")) == before
