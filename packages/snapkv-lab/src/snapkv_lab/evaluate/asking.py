@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
 import torch
 
@@ -63,7 +63,7 @@ class Method:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class Question:
     """A sample, asked of some methods, which share a reading where they can.
 
     `tries` is how many workers have ended on it.
@@ -110,13 +110,26 @@ class Asked:
         } | spoken
 
 
+class Executor(Protocol):
+    """Who answers the questions of a run: an `Answerer`, or workers on Ray."""
+
+    def answers(self, work: Sequence[Question]) -> Iterator[Record]:
+        """A record for every method of every question, as they come, in any order."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Answerer:
-    """Answers questions with a model."""
+    """Answers questions with a model, one after the other."""
 
     loaded: LoadedModel
 
-    def records(self, asked: Asked) -> Iterator[Record]:
+    def answers(self, work: Sequence[Question]) -> Iterator[Record]:
+        """See `Executor.answers`."""
+        for asked in work:
+            yield from self.records(asked)
+
+    def records(self, asked: Question) -> Iterator[Record]:
         """An answer of every method to every turn, or why there is none."""
         prompt = asked.sample.prompt(self.loaded.tokenizer, asked.template, asked.question)
         wanted = self._references(asked, prompt) if asked.reference_loss else None
@@ -149,7 +162,7 @@ class Answerer:
         return {"prediction": prediction, "score": task.score(turn, prediction)}
 
     def _answers(
-        self, asked: Asked, method: Method, reader: PromptReader, ends: list[PromptEnd] | None
+        self, asked: Question, method: Method, reader: PromptReader, ends: list[PromptEnd] | None
     ) -> Iterator[Answer]:
         """The answer to a sample, or to every turn of a conversation; `ends` gets its prompt's."""
         sample = asked.sample
@@ -161,7 +174,7 @@ class Answerer:
             way = method.policy, method.prefill, sample.protection
             yield reader.answer(*way, ends, method.bits)
 
-    def _references(self, asked: Asked, prompt: Prompt) -> dict[str, References]:
+    def _references(self, asked: Question, prompt: Prompt) -> dict[str, References]:
         found = {}
         for turn in asked.sample.turns:
             if turn is not asked.sample:

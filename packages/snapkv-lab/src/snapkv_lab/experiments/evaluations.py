@@ -23,7 +23,7 @@ from snapkv_lab.evaluate.store import key
 from snapkv_lab.evaluate.summary import summarise
 from snapkv_lab.evaluate.task import Task
 from snapkv_lab.evaluate.tasks import Lines, Needle
-from snapkv_lab.experiments.experiment import Experiment, Given, described
+from snapkv_lab.experiments.experiment import Experiment, RunContext, described
 from snapkv_lab.experiments.records import RESULTS, Row, of, read_rows, write_rows
 from snapkv_lab.report.figures import draw
 from snapkv_lab.report.page import method_table
@@ -88,7 +88,7 @@ COMPARISONS = {
 }
 
 
-def _compare(name: str, given: Given) -> Iterator[Row]:
+def _compare(name: str, given: RunContext) -> Iterator[Row]:
     folder = FOLDER if given.stored else Path(tempfile.mkdtemp())
     own = COMPARISONS[name]
     run = Run(loaded=given.loaded, template="none", task=own.task(), methods=own.methods)
@@ -163,7 +163,7 @@ STUDIES: dict[str, Study] = {
 }
 
 
-def _study(name: str, given: Given) -> Iterator[Row]:
+def _study(name: str, given: RunContext) -> Iterator[Row]:
     """A line that says how it was run, on what, then its rows."""
     findings = STUDIES[name].into(given.loaded, Path("snapkv-results") / "studies" / name, _say)
     yield described(given) | {"run": findings.run}

@@ -30,19 +30,20 @@ from snapkv_lab.experiments.records import (
     append_rows,
     describe_environment,
     environment_line,
+    of,
     read_rows,
     write_rows,
 )
 
 
-class Sized(NamedTuple):
+class Size(NamedTuple):
     """A parameter of two sizes: as it is stored, and for a look."""
 
     full: Any
     small: Any
 
 
-class Given(SimpleNamespace):
+class RunContext(SimpleNamespace):
     """What a run asks for: the experiment's parameters are attributes, beside these.
 
     Attributes:
@@ -71,14 +72,14 @@ class Given(SimpleNamespace):
     @property
     def stored(self) -> bool:
         """Whether the rows are for `docs/results`, not for a look."""
-        return not self.small and self.model == Given.model
+        return not self.small and self.model == RunContext.model
 
     def prompt(self, tokens: int) -> list[int]:
         """Token ids of that length."""
         return self.documents(tokens)[0].prompt_ids
 
 
-def described(given: Given) -> Row:
+def described(given: RunContext) -> Row:
     """What rows say of model and machine, where they do not say it themselves."""
     return {"model": given.loaded.description(), "environment": describe_environment()}
 
@@ -96,8 +97,6 @@ class Experiment:
         cases: of a part, what is measured one by one, each with a unique `name`, which its rows
             have as "text": they are added to the file after every case, and a later run goes on
             behind them. `measure` then takes a case beside what is given.
-        lacks: says of a case's rows whether some are missing, as of a method that is new; `measure`
-            then yields those. None: a case with rows is done.
         part_key: a row's key with its part.
         options: parameters with their defaults; numbers, texts and tuples of them are options of
             the command. Where some have two sizes there is a small form, which is printed and not
@@ -116,13 +115,12 @@ class Experiment:
     name: str
     title: str
     measure: Callable[..., Iterable[Row]] | Mapping[str, Callable[..., Iterable[Row]]] | None = None
-    cases: Callable[[Given, str], Iterable[Any]] | None = None
-    lacks: Callable[[Sequence[Row]], bool] | None = None
+    cases: Callable[[RunContext, str], Iterable[Any]] | None = None
     part_key: str = "part"
     options: Mapping[str, Any] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
-    described: Callable[[Given], Row] = described
-    before: Callable[["Experiment", Given], object] | None = None
+    described: Callable[[RunContext], Row] = described
+    before: Callable[["Experiment", RunContext], object] | None = None
     takes: str = "minutes"
     threads: int | None = None
     tables: Sequence[Table] | Callable[[Any], Iterable[str]] | None = None
@@ -155,16 +153,16 @@ class Experiment:
             parts = itertools.chain.from_iterable(each.parts(rows) for each in self.tables or ())
         return "\n\n".join([f"# {self.title}", made, *parts]) + "\n"
 
-    def given(self, **parameters: Any) -> Given:
+    def given(self, **parameters: Any) -> RunContext:
         """What a run asks for, where it says nothing else."""
         small = parameters.get("small", False)
         own = {
-            name: each[small] if isinstance(each, Sized) else each
+            name: each[small] if isinstance(each, Size) else each
             for name, each in self.options.items()
         }
-        return Given(**{"parts": self.parts, "started": time.monotonic(), **own, **parameters})
+        return RunContext(**{"parts": self.parts, "started": time.monotonic(), **own, **parameters})
 
-    def measured_rows(self, given: Given) -> Iterator[Row]:
+    def measured_rows(self, given: RunContext) -> Iterator[Row]:
         """The rows of what is asked for, each shown as it comes."""
         assert self.measure is not None
         for part in given.parts or ("",):
@@ -178,7 +176,7 @@ class Experiment:
                 print(row, file=sys.stderr)
                 yield row
 
-    def complete(self, given: Given) -> Iterator[Row]:
+    def complete(self, given: RunContext) -> Iterator[Row]:
         """The rows with what they were measured on."""
         about: Row = {}
         for row in self.measured_rows(given):
@@ -186,7 +184,7 @@ class Experiment:
             yield about | row if self.cases is None else row
 
     def _rows_of_cases(
-        self, given: Given, part: str, measure: Callable[..., Iterable[Row]]
+        self, given: RunContext, part: str, measure: Callable[..., Iterable[Row]]
     ) -> Iterator[Row]:
         """The rows of every case that has none yet, stored as they come."""
         named = {self.part_key: part} if part else {}
@@ -199,23 +197,18 @@ class Experiment:
                 append_rows(self.rows, rows)
             yield from rows
 
-    def remaining(self, given: Given, part: str) -> Iterator[Any]:
+    def remaining(self, given: RunContext, part: str) -> Iterator[Any]:
         """The cases of a part that lack rows; each is looked up when its turn comes."""
         assert self.cases is not None
         for case in self.cases(given, part):
-            rows = self.rows_of(given, case, part)  # of another process meanwhile, too
-            if not rows or (self.lacks is not None and self.lacks(rows)):
+            named = ({self.part_key: part} if part else {}) | {"text": case.name}
+            if not (given.stored and of(self.known(), **named)):  # of another process, too
                 yield case
 
-    def rows_of(self, given: Given, case: Any, part: str = "") -> list[Row]:
-        """What is stored of a case, where this is."""
-        named = ({self.part_key: part} if part else {}) | {"text": case.name}
-        return [row for row in self.known() if given.stored and named.items() <= row.items()]
-
-    def store(self, given: Given) -> None:
+    def store(self, given: RunContext) -> None:
         """Measure, and put rows into the file, a part as soon as it is whole."""
         for part in given.parts or ("",):
-            asked = Given(**{**vars(given), "parts": (part,) if part else ()})
+            asked = RunContext(**{**vars(given), "parts": (part,) if part else ()})
             rows = list(self.complete(asked))
             if self.cases is None and self.read is None:  # else they are stored as they come
                 others = [row for row in self.known() if self._part(row) != part]
@@ -262,7 +255,7 @@ class Experiment:
             parser.add_argument("--model", help="another than demo's: print, store nothing")
         if self.tables is not None:
             parser.add_argument("--render", action="store_true", help="only make the page")
-        if any(isinstance(each, Sized) for each in self.options.values()):
+        if any(isinstance(each, Size) for each in self.options.values()):
             parser.add_argument("--small", action="store_true", help="measure little, only print")
         if self.parts:
             parser.add_argument(

@@ -7,12 +7,8 @@
 Weights are random, in published shapes, so nothing is downloaded. Rows of a cell are stored as soon
 as it is measured. A later call goes on behind them: where one was cut off, where the time was over,
 or where the device was lost. A cell that failed has a row that says how, and is not tried again.
-
-With `--kvpress-python`, kvpress's SnapKV is measured beside the paper's cell and reading, in an
-environment of its own.
 """
 
-import contextlib
 import sys
 import time
 import traceback
@@ -29,8 +25,7 @@ from snapkv.policies import Policy
 from snapkv.storage.coded import KVCodes
 from snapkv.validation import first_line
 from snapkv_lab.evaluate.summary import grouped
-from snapkv_lab.experiments.experiment import Experiment, Given, Sized
-from snapkv_lab.experiments.kvpress import Kvpress
+from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.measuring import Turns
 from snapkv_lab.experiments.medusa import figure_9
 from snapkv_lab.experiments.pages import Pivot, Table
@@ -45,7 +40,7 @@ from snapkv_lab.measure.timing import spent_on
 K = 1024
 
 
-def _device(given: Given) -> torch.device:
+def _device(given: RunContext) -> torch.device:
     if given.small:
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -53,16 +48,16 @@ def _device(given: Given) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _device_name(given: Given) -> str:
+def _device_name(given: RunContext) -> str:
     """By which rows are told apart, so that a file can hold those of several."""
     return str(describe_environment(_device(given))["processor"])
 
 
-def _dtype(given: Given) -> torch.dtype:
+def _dtype(given: RunContext) -> torch.dtype:
     return torch.float32 if given.small else torch.bfloat16
 
 
-def _model(given: Given, shape: str) -> Any:
+def _model(given: RunContext, shape: str) -> Any:
     """One at a time: a second would not fit everywhere."""
     if given.model_held is None or given.model_held[0] != shape:
         given.model_held = None
@@ -87,18 +82,7 @@ def _policies(budget: int) -> dict[str, Contender]:
     return dict(zip(names, made, strict=True))
 
 
-@contextlib.contextmanager
-def _beside(model: Any, budget: int, given: Given) -> Iterator[list[Kvpress]]:
-    """kvpress's SnapKV in its own process, where its environment is given."""
-    if not given.kvpress_python:
-        yield []
-        return
-    label = f"kvpress snapkv@{budget}"
-    with Kvpress(label, given.kvpress_python, model, SnapKV(budget)) as theirs:
-        yield [theirs]
-
-
-def _states(given: Given, tokens: int) -> tuple[Tensor, Tensor, float]:
+def _states(given: RunContext, tokens: int) -> tuple[Tensor, Tensor, float]:
     """Random queries of a window, keys of a layer, and what scales their scores."""
     text = _model(given, given.shape).config
     head_dim = text.hidden_size // text.num_attention_heads
@@ -109,7 +93,7 @@ def _states(given: Given, tokens: int) -> tuple[Tensor, Tensor, float]:
     return queries, keys, head_dim**-0.5
 
 
-def _operations(given: Given) -> dict[str, Callable[[str], Tensor]]:
+def _operations(given: RunContext) -> dict[str, Callable[[str], Tensor]]:
     """What has a kernel, as a function of the implementation."""
     queries, keys, scaling = _states(given, given.kernel_tokens)
     scores = ops.ScoreOptions(scaling=scaling)
@@ -141,7 +125,7 @@ def _operations(given: Given) -> dict[str, Callable[[str], Tensor]]:
     }
 
 
-def _kernel(given: Given, operation: str) -> Iterator[Row]:
+def _kernel(given: RunContext, operation: str) -> Iterator[Row]:
     """What "auto" runs here beside the reference: the largest difference, and the time."""
     run = _operations(given)[operation]
     expected, got = run("reference").float(), run("auto").float()
@@ -159,7 +143,7 @@ def _kernel(given: Given, operation: str) -> Iterator[Row]:
     }
 
 
-def _same_as_on_a_cpu(given: Given, name: str) -> Iterator[Row]:
+def _same_as_on_a_cpu(given: RunContext, name: str) -> Iterator[Row]:
     """A small model in float32: how many of the kept tokens are those of a CPU, and the logits."""
     policy = AdaKV(SnapKV(given.budget)) if name == "adakv" else SnapKV(given.budget)
     bits = name if name.startswith("int") else None
@@ -197,7 +181,7 @@ def _share(here: Tensor, there: Tensor) -> float:
 
 
 def _decode(
-    given: Given, length: int, batch: int, baseline: str, ours: Sequence[str]
+    given: RunContext, length: int, batch: int, baseline: str, ours: Sequence[str]
 ) -> Iterator[Row]:
     """Time per token against one of transformers' caches."""
     policies = _policies(given.budget)
@@ -212,21 +196,19 @@ def _decode(
     ).rows()
 
 
-def _paper_cell(given: Given, storage: str) -> Iterator[Row]:
+def _paper_cell(given: RunContext, storage: str) -> Iterator[Row]:
     """The paper's cell: a 7B multi-head shape, 16k, batch 2, capacity 2048 (Fig. 7)."""
-    model, budget = _model(given, given.paper_shape), given.paper_budget
-    with _beside(model, budget, given) as theirs:
-        yield from DecodeBench(
-            model=model,
-            contenders=[full("transformers"), *theirs, _policies(budget)[storage]],
-            lengths=[given.paper_length],
-            batches=[2],
-            tokens=given.tokens,
-            rounds=given.rounds,
-        ).rows()
+    yield from DecodeBench(
+        model=_model(given, given.paper_shape),
+        contenders=[full("transformers"), _policies(given.paper_budget)[storage]],
+        lengths=[given.paper_length],
+        batches=[2],
+        tokens=given.tokens,
+        rounds=given.rounds,
+    ).rows()
 
 
-def _votes(given: Given, impl: str, reads: int) -> Iterator[Row]:
+def _votes(given: RunContext, impl: str, reads: int) -> Iterator[Row]:
     """The vote over all keys of a layer: time, and share of the copy bandwidth.
 
     "of_ceiling" counts the keys once, "of_bandwidth" as often as they are read.
@@ -245,29 +227,27 @@ def _votes(given: Given, impl: str, reads: int) -> Iterator[Row]:
     }
 
 
-def _prefill(given: Given) -> Iterator[Row]:
+def _prefill(given: RunContext) -> Iterator[Row]:
     """What compression adds to reading a prompt, in time and at the peak of memory."""
-    device, model = _device(given), _model(given, given.shape)
-    with _beside(model, given.budget, given) as theirs:
-        bench = PrefillBench(
-            model=model,
-            contenders=[full("transformers"), *theirs, _policies(given.budget)["snapkv"]],
-            lengths=[given.prefill_length],
-            rounds=given.rounds,
-        )
-        yield from bench.times()
-        if device.type == "cuda":
-            yield from bench.peaks()
+    bench = PrefillBench(
+        model=_model(given, given.shape),
+        contenders=[full("transformers"), _policies(given.budget)["snapkv"]],
+        lengths=[given.prefill_length],
+        rounds=given.rounds,
+    )
+    yield from bench.times()
+    if _device(given).type == "cuda":
+        yield from bench.peaks()
 
 
-def _overhead(given: Given) -> Iterator[Row]:
+def _overhead(given: RunContext) -> Iterator[Row]:
     model = _model(given, given.shape)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (1, given.prefill_length), generator=generator)
     yield overhead(model, ids.to(_device(given)), SnapKV(given.budget), given.rounds)
 
 
-def _appending(given: Given, batch: int, stored: int) -> Iterator[Row]:
+def _appending(given: RunContext, batch: int, stored: int) -> Iterator[Row]:
     yield from appended(
         _model(given, given.shape),
         cells=[(batch, stored)],
@@ -276,7 +256,7 @@ def _appending(given: Given, batch: int, stored: int) -> Iterator[Row]:
     )
 
 
-def _medusa(given: Given, length: int) -> Iterator[Row]:
+def _medusa(given: RunContext, length: int) -> Iterator[Row]:
     """Figure 9 on the paper's shape: steps with and without heads, on full and small caches."""
     yield from figure_9(
         _model(given, given.paper_shape),
@@ -287,7 +267,7 @@ def _medusa(given: Given, length: int) -> Iterator[Row]:
     )
 
 
-def _long_prefill(given: Given, length: int) -> Iterator[Row]:
+def _long_prefill(given: RunContext, length: int) -> Iterator[Row]:
     """A prompt far beyond one pass, layer by layer.
 
     All weights are there; the model is cut to as many layers as the time for one of them allows
@@ -302,7 +282,7 @@ def _long_prefill(given: Given, length: int) -> Iterator[Row]:
         yield row | {"reading_seconds": round(seconds, 1), "layers": layers, "of_layers": every}
 
 
-def _of_layers(given: Given, model: Any, length: int, layers: int) -> tuple[list[Row], float]:
+def _of_layers(given: RunContext, model: Any, length: int, layers: int) -> tuple[list[Row], float]:
     """The peaks of a compressed cache read layer by layer, and the seconds that took."""
     decoder, every = model.get_decoder(), model.config.num_hidden_layers
     whole, model.config.num_hidden_layers = decoder.layers, layers
@@ -333,10 +313,10 @@ class Cell:
 
     name: str
     seconds: float
-    rows: Callable[[Given], Iterator[Row]]
+    rows: Callable[[RunContext], Iterator[Row]]
 
 
-def _cells(given: Given, part: str) -> Iterator[Cell]:
+def _cells(given: RunContext, part: str) -> Iterator[Cell]:
     device = _device_name(given)
     for name, seconds, rows, *arguments in DECLARED[part](given):
         yield Cell(f"{name}, {device}", seconds, lambda g, r=rows, a=arguments: r(g, *a))
@@ -350,7 +330,7 @@ STEPS = {
 """How steps run, by part: seconds, what they are compared with, and what is measured."""
 
 
-def _decode_cells(part: str, given: Given) -> Iterator[tuple[Any, ...]]:
+def _decode_cells(part: str, given: RunContext) -> Iterator[tuple[Any, ...]]:
     """The length of batches comes first: one row and many, so that a short call has both."""
     seconds, baseline, ours = STEPS[part]
     length = given.batch_length
@@ -361,7 +341,7 @@ def _decode_cells(part: str, given: Given) -> Iterator[tuple[Any, ...]]:
         yield f"{batch} x {length}", seconds, _decode, length, batch, baseline, ours
 
 
-DECLARED: dict[str, Callable[[Given], Iterator[tuple[Any, ...]]]] = {
+DECLARED: dict[str, Callable[[RunContext], Iterator[tuple[Any, ...]]]] = {
     "kernels": lambda given: ((name, 10, _kernel, name) for name in OPERATIONS),
     "like a CPU": lambda given: (
         (name, 10, _same_as_on_a_cpu, name) for name in ("snapkv", "adakv", "int4")
@@ -391,7 +371,7 @@ DECLARED: dict[str, Callable[[Given], Iterator[tuple[Any, ...]]]] = {
 OPERATIONS = ("window_votes", "fade_votes", "ragged_attention", "coded_attention")
 
 
-def _measured(given: Given, cell: Cell) -> Iterator[Row]:
+def _measured(given: RunContext, cell: Cell) -> Iterator[Row]:
     """The rows of a cell, or one that says how it failed; none where it is left to a later call."""
     left = 60 * given.minutes - (time.monotonic() - given.started)
     if left < cell.seconds and not given.over:
@@ -424,7 +404,7 @@ def _lost() -> str:
     return ""
 
 
-def _announce(own: Experiment, given: Given) -> None:
+def _announce(own: Experiment, given: RunContext) -> None:
     """Say what will run and how long that takes, about; end in one line where no GPU is."""
     lines, total = [f"{_device_name(given)}, about, in this order:"], 0.0
     for part in given.parts:
@@ -576,27 +556,26 @@ GPU = Experiment(
     described=lambda given: {"environment": describe_environment(_device(given))},
     options={
         "minutes": 40.0,
-        "kvpress_python": "",
-        "shape": Sized("llama-3.1-8b", "smollm2-135m"),
-        "paper_shape": Sized("lwm-7b", "smollm2-135m"),
-        "layers": Sized(0, 2),
-        "budget": Sized(1024, 96),
-        "paper_budget": Sized(2048, 128),
-        "kernel_tokens": Sized(32 * K, 300),
+        "shape": Size("llama-3.1-8b", "smollm2-135m"),
+        "paper_shape": Size("lwm-7b", "smollm2-135m"),
+        "layers": Size(0, 2),
+        "budget": Size(1024, 96),
+        "paper_budget": Size(2048, 128),
+        "kernel_tokens": Size(32 * K, 300),
         "may_differ": 0.02,
-        "same_tokens": Sized(4 * K, 300),
-        "lengths": Sized((1 * K, 16 * K, 128 * K), (256, 512)),
-        "batches": Sized((16, 64, 192), (2,)),
-        "batch_length": Sized(16 * K, 256),
-        "cells": Sized(((1, K), (8, K), (32, K)), ((1, 64), (2, 128))),
-        "paper_length": Sized(16 * K, 256),
-        "draft_lengths": Sized((4 * K, 10 * K), (96,)),
-        "prefill_length": Sized(32 * K, 256),
-        "long_lengths": Sized((512 * K, 1024 * K), (512,)),
-        "chunk_tokens": Sized(16 * K, 128),
-        "long_seconds": Sized(150.0, 60.0),
-        "tokens": Sized(32, 2),
-        "rounds": Sized(5, 2),
+        "same_tokens": Size(4 * K, 300),
+        "lengths": Size((1 * K, 16 * K, 128 * K), (256, 512)),
+        "batches": Size((16, 64, 192), (2,)),
+        "batch_length": Size(16 * K, 256),
+        "cells": Size(((1, K), (8, K), (32, K)), ((1, 64), (2, 128))),
+        "paper_length": Size(16 * K, 256),
+        "draft_lengths": Size((4 * K, 10 * K), (96,)),
+        "prefill_length": Size(32 * K, 256),
+        "long_lengths": Size((512 * K, 1024 * K), (512,)),
+        "chunk_tokens": Size(16 * K, 128),
+        "long_seconds": Size(150.0, 60.0),
+        "tokens": Size(32, 2),
+        "rounds": Size(5, 2),
         "model_held": None,  # by its shape
         "over": None,  # why nothing more is measured
     },

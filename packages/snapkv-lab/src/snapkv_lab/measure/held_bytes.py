@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,9 +38,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from _tensors(list(vars(value).values()))
 
 
-def peak_growth_bytes(
-    work: Callable[[], Any], device: torch.device, *, process: int | Literal["self"] = "self"
-) -> int:
+def peak_growth_bytes(work: Callable[[], Any], device: torch.device) -> int:
     """The most bytes that some work holds at once, beyond what was held before it.
 
     On CUDA of the allocator's tensors; on Linux of the whole process, whose allocator should be
@@ -51,13 +49,13 @@ def peak_growth_bytes(
         torch.cuda.reset_peak_memory_stats(device)
         work()
         return torch.cuda.max_memory_allocated(device) - before
-    before = resident_bytes("VmRSS", process)
-    Path(f"/proc/{process}/clear_refs").write_text("5")  # start the peak again from here
+    before = resident_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # start the peak again from here
     work()
-    return resident_bytes("VmHWM", process) - before
+    return resident_bytes("VmHWM") - before
 
 
-def resident_bytes(field: str, process: int | Literal["self"] = "self") -> int:
-    """A field of a process's ``/proc/../status``, which counts KiB."""
-    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+def resident_bytes(field: str) -> int:
+    """A field of ``/proc/self/status``, which counts KiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))

@@ -17,9 +17,8 @@ from snapkv_lab.study.base import Findings, Study
 
 if TYPE_CHECKING:
     from snapkv.app.models import LoadedModel
-    from snapkv_lab.evaluate.asking import Method
+    from snapkv_lab.evaluate.asking import Executor, Method
     from snapkv_lab.evaluate.runner import Run
-    from snapkv_lab.evaluate.workers.base import Executor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError
 from snapkv.hf.cache import CompressedCache
 from snapkv.kvzip import read_as_wanted
-from snapkv_lab.evaluate.asking import Answerer, Asked, Method
+from snapkv_lab.evaluate.asking import Answerer, Method, Question
 from snapkv_lab.evaluate.runner import Run
 from snapkv_lab.evaluate.tasks import Turns
 from tests.lab.evaluate.tiny import METHODS, Keys, tiny_loaded, untimed
@@ -276,7 +276,7 @@ def test_memory_that_ends_at_a_reference_loses_the_record_and_no_other(tiny, mon
         return real(self, *given)
 
     monkeypatch.setattr(References, "loss", loss)
-    asked = Asked(
+    asked = Question(
         sample=next(Keys().samples(tiny.tokenizer)),
         question="visible",
         methods=METHODS,

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from snapkv_lab.experiments import experiment
-from snapkv_lab.experiments.experiment import Experiment, Sized, declared
+from snapkv_lab.experiments.experiment import Experiment, Size, declared
 from snapkv_lab.experiments.pages import Pivot, Table, table
 from snapkv_lab.experiments.records import read_rows
 
@@ -34,7 +34,7 @@ def toy(tmp_path, monkeypatch):
         name="toy",
         title="A toy",
         measure={name: measured(name) for name in ("one", "two")},
-        options={"tokens": Sized(5, 3), "budgets": (1, 2)},
+        options={"tokens": Size(5, 3), "budgets": (1, 2)},
         fields={"seed": 1},
         described=lambda given: ABOUT,
         tables=[Table({"part": "{part}", "value": "{value:.1f}"})],
