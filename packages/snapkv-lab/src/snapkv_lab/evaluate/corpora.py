@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from snapkv.errors import DocumentError, InvalidArgumentError
 from snapkv.packages import package_file
-from snapkv_lab.evaluate.store import Record
+from snapkv_lab.rows import Row
 
 CorpusName = Literal["hotpotqa", "squad"]
 
@@ -139,7 +139,7 @@ Check = tuple[str, Callable[[Any], bool]]
 
 def parsed_lines(
     lines: Iterable[str | bytes], checks: Mapping[str, Check], path: Path, remedy: str
-) -> list[Record]:
+) -> list[Row]:
     """The JSON objects of a file's lines, blank ones skipped; every field as `checks` say."""
     found = []
     for number, line in enumerate(lines, 1):
@@ -152,7 +152,7 @@ def parsed_lines(
     return found
 
 
-def _parsed(line: str | bytes, place: str, remedy: str) -> Record:
+def _parsed(line: str | bytes, place: str, remedy: str) -> Row:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -164,7 +164,7 @@ def _parsed(line: str | bytes, place: str, remedy: str) -> Record:
 
 
 def require_fields(
-    record: Record, checks: Mapping[str, Check], place: str, remedy: str, prefix: str = ""
+    record: Row, checks: Mapping[str, Check], place: str, remedy: str, prefix: str = ""
 ) -> None:
     """Raise unless every field is what it must be; `prefix` stands before its name."""
     for field, (wanted, is_right) in checks.items():

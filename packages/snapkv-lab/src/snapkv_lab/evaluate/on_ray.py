@@ -10,7 +10,7 @@ from typing import Any, Self
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, SnapKVError, missing_package
 from snapkv.validation import first_line
 from snapkv_lab.evaluate.asking import Answerer, Question
-from snapkv_lab.evaluate.store import Record
+from snapkv_lab.rows import Row
 
 LOCAL, AUTO = "local", "auto"
 
@@ -76,7 +76,7 @@ class OnRay:
             )
         return count
 
-    def answers(self, work: Sequence[Question]) -> Iterator[Record]:
+    def answers(self, work: Sequence[Question]) -> Iterator[Row]:
         """A record for every method of every question, as they come."""
         waiting = deque(sorted(work, key=lambda each: len(each.sample.context), reverse=True))
         unloaded, why = 0, "no machine has room for one"
@@ -170,12 +170,12 @@ class _Worker:
     def ask(self, asked: Question) -> None:
         self.asked, self.answers = asked, self._actor.records.remote(asked)
 
-    def records(self) -> list[Record]:
+    def records(self) -> list[Row]:
         """The answers to what it was asked last."""
         if self._actor is None:
             raise _NotLoadedError("its node is gone")
         self._given(self._loaded, _NotLoadedError)
-        records: list[Record] = self._given(self.answers, _EndedError)
+        records: list[Row] = self._given(self.answers, _EndedError)
         return records
 
     def _given(self, ref: Any, ended: type[Exception]) -> Any:
@@ -217,7 +217,7 @@ class _Answering:
         torch.set_num_threads(self._threads)
         self._answerer = Answerer(loaded=load(**self._load))
 
-    def records(self, asked: Question) -> list[Record]:
+    def records(self, asked: Question) -> list[Row]:
         return list(self._answerer.records(asked))
 
 

@@ -15,10 +15,11 @@ from snapkv.kvzip import require_one_reading
 from snapkv.validation import require_at_least
 from snapkv_lab.evaluate.asking import Answerer, Executor, Method, Question
 from snapkv_lab.evaluate.sample import Sample, Setting, Template, around_turn, data_hash
-from snapkv_lab.evaluate.store import Key, Progress, Record, Store, key, short_hash
+from snapkv_lab.evaluate.store import Key, Progress, Store, key
 from snapkv_lab.evaluate.summary import summarise
 from snapkv_lab.evaluate.task import Task
 from snapkv_lab.measure.environment import versions
+from snapkv_lab.rows import Row, short_hash
 
 _MOST_TIMES_POSITIONS = 8
 
@@ -125,7 +126,7 @@ class Run:
             for sample, question in itertools.product(samples, self.questions)
         ]
 
-    def _settings(self) -> Record:
+    def _settings(self) -> Row:
         return {
             "task": self.task.describe(),
             "model": self.loaded.description(),
@@ -174,9 +175,9 @@ class Results:
     """
 
     folder: Path
-    run: Record
+    run: Row
     task: Task
-    rows: list[Record]
+    rows: list[Row]
     unwritten: OutputError | None = None
 
 
@@ -205,7 +206,7 @@ def fitting_methods(loaded: LoadedModel, methods: Sequence[Method]) -> tuple[Met
     )
 
 
-def require_same_policies(methods: Sequence[Method], records: Iterable[Record]) -> None:
+def require_same_policies(methods: Sequence[Method], records: Iterable[Row]) -> None:
     """Raise where an answer of one of the methods was made by something else of its name."""
     policies = {method.label: method.describe() for method in methods}
     for record in records:

@@ -24,10 +24,11 @@ from snapkv_lab.evaluate.summary import summarise
 from snapkv_lab.evaluate.task import Task
 from snapkv_lab.evaluate.tasks import Lines, Needle
 from snapkv_lab.experiments.experiment import Experiment, RunContext, described
-from snapkv_lab.experiments.records import RESULTS, Row, of, read_rows, write_rows
+from snapkv_lab.experiments.records import RESULTS
 from snapkv_lab.report.figures import draw
 from snapkv_lab.report.page import method_table
 from snapkv_lab.report.tables import markdown_table
+from snapkv_lab.rows import Row, of, read_rows, write_rows
 from snapkv_lab.study import HitRate, Instructions, Overlap, Position, Sensitivity, Study
 from snapkv_lab.study.figures import save
 

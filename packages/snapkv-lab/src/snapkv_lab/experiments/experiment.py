@@ -24,16 +24,8 @@ from snapkv.app.models import LoadedModel, load
 from snapkv_lab.evaluate.haystack import load_haystack
 from snapkv_lab.experiments.pages import PAGES, Table, filled
 from snapkv_lab.experiments.prompts import Document, make_documents
-from snapkv_lab.experiments.records import (
-    RESULTS,
-    Row,
-    append_rows,
-    describe_environment,
-    environment_line,
-    of,
-    read_rows,
-    write_rows,
-)
+from snapkv_lab.experiments.records import RESULTS, describe_environment, environment_line
+from snapkv_lab.rows import Row, Rows, of, read_rows, write_rows
 
 
 class Size(NamedTuple):
@@ -190,12 +182,17 @@ class Experiment:
         named = {self.part_key: part} if part else {}
         run = ({"run": part} if part else {}) | self.described(given)
         if given.stored and run not in self.known():
-            append_rows(self.rows, [run])
+            self._append(run)
         for case in self.remaining(given, part):
             rows = [named | row for row in measure(given, case)]
             if given.stored:
-                append_rows(self.rows, rows)
+                self._append(*rows)
             yield from rows
+
+    def _append(self, *rows: Row) -> None:
+        with Rows(self.rows) as file:
+            file.read()  # without a line that was cut off
+            file.add(*rows)
 
     def remaining(self, given: RunContext, part: str) -> Iterator[Any]:
         """The cases of a part that lack rows; each is looked up when its turn comes."""

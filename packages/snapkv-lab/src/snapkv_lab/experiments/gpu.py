@@ -24,18 +24,18 @@ from snapkv import AdaKV, CompressedCache, SnapKV, ops
 from snapkv.policies import Policy
 from snapkv.storage.coded import KVCodes
 from snapkv.validation import first_line
-from snapkv_lab.evaluate.summary import grouped
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.measuring import Turns
 from snapkv_lab.experiments.medusa import figure_9
 from snapkv_lab.experiments.pages import Pivot, Table
-from snapkv_lab.experiments.records import Row, describe_environment
+from snapkv_lab.experiments.records import describe_environment
 from snapkv_lab.experiments.speed import appended, overhead
 from snapkv_lab.measure.contenders import Contender, compressed, full
 from snapkv_lab.measure.decode import DecodeBench, copy_bandwidth
 from snapkv_lab.measure.prefill import PrefillBench
 from snapkv_lab.measure.random_models import random_model
 from snapkv_lab.measure.timing import spent_on
+from snapkv_lab.rows import Row, grouped
 
 K = 1024
 

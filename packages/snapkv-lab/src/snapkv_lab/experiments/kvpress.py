@@ -23,8 +23,9 @@ from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.measuring import Peer, Turns
 from snapkv_lab.experiments.pages import Table
 from snapkv_lab.experiments.prompts import SEED, decoder, read_prompt
-from snapkv_lab.experiments.records import ROOT, Row, environment_line
+from snapkv_lab.experiments.records import ROOT, environment_line
 from snapkv_lab.measure.contenders import compressed, full
+from snapkv_lab.rows import Row
 
 PYTHON = ROOT / ".venv-kvpress" / "bin" / "python"
 _WORKER = Path(__file__).with_name("kvpress_worker.py")

@@ -29,13 +29,12 @@ from snapkv.library import Part, blend
 from snapkv.policies import Policy
 from snapkv.policies.kvzip import INSTRUCTION
 from snapkv_lab.evaluate.corpora import load_corpus
-from snapkv_lab.evaluate.summary import grouped
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.library_size import rows_by_size
 from snapkv_lab.experiments.pages import Table
 from snapkv_lab.experiments.prompts import encode
-from snapkv_lab.experiments.records import Row, read_rows
 from snapkv_lab.measure.timing import ratios
+from snapkv_lab.rows import Row, grouped, read_rows
 
 QUESTIONS = Path(__file__).with_name("library_questions.jsonl")
 SEED, DOCUMENTS_EACH = 19, 4

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from snapkv import Library
 from snapkv_lab.evaluate.corpora import load_corpus
 from snapkv_lab.experiments.experiment import RunContext
-from snapkv_lab.experiments.records import Row
+from snapkv_lab.rows import Row
 
 SEED, QUESTIONS, OPENINGS, SETTLING_SECONDS = 19, 100, 5, 3
 

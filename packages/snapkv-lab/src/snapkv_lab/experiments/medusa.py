@@ -27,13 +27,12 @@ from snapkv.decoding import CandidateTree, Medusa, MedusaHeads
 from snapkv.decoding.speculation import begin_verifying, fast_few_rows
 from snapkv.policies import Policy
 from snapkv_lab.evaluate.haystack import load_haystack
-from snapkv_lab.evaluate.summary import grouped
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.measuring import Turns
 from snapkv_lab.experiments.pages import Pivot, Table
 from snapkv_lab.experiments.prompts import encode
-from snapkv_lab.experiments.records import Row, of
 from snapkv_lab.measure.timing import alternate, ratios, spread
+from snapkv_lab.rows import Row, grouped, of
 
 QUESTION = "Summarize the text above."
 PLAIN, MEDUSA = "plain, full cache", "Medusa, full cache"

@@ -32,12 +32,10 @@ from snapkv.policies import (
     SnapKV,
     StreamingLLM,
 )
-from snapkv_lab.evaluate.summary import grouped
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.measuring import Turns
 from snapkv_lab.experiments.pages import Pivot, Table
 from snapkv_lab.experiments.prompts import decoder, read_prompt, read_prompt_twice
-from snapkv_lab.experiments.records import Row
 from snapkv_lab.experiments.texts import (
     AskedPrompt,
     ReadText,
@@ -49,6 +47,7 @@ from snapkv_lab.experiments.texts import (
     texts_from,
     with_answers,
 )
+from snapkv_lab.rows import Row, grouped
 
 FULL = "full cache"
 EVERY_QUERY = 2**16

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from snapkv.validation import format_bytes
-from snapkv_lab.experiments.records import ROOT, Row, of
+from snapkv_lab.experiments.records import ROOT
 from snapkv_lab.report.tables import markdown_table
+from snapkv_lab.rows import Row, of
 
 PAGES = (ROOT / "docs/results.md", ROOT / "README.md")
 

@@ -17,11 +17,9 @@ import torch
 from snapkv import AcrossLayers, AdaKV, CompressedCache, FullCache, KVzap, KVzip, default_policy
 from snapkv.app.models import LoadedModel
 from snapkv.kvzip import read_as_wanted
-from snapkv_lab.evaluate.summary import grouped
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.kvpress import PYTHON, Kvpress
 from snapkv_lab.experiments.pages import Table
-from snapkv_lab.experiments.records import Row
 from snapkv_lab.experiments.texts import (
     AskedPrompt,
     Case,
@@ -36,6 +34,7 @@ from snapkv_lab.experiments.texts import (
     texts_from,
     with_answers,
 )
+from snapkv_lab.rows import Row, grouped
 
 FIRST = 400
 QUANTO_GROUP = 64

@@ -9,10 +9,8 @@ from statistics import fmean
 from typing import Any
 
 from snapkv import AdaKV, KVCodes, SnapKV, default_policy
-from snapkv_lab.evaluate.summary import grouped
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.pages import Pivot, Table
-from snapkv_lab.experiments.records import Row
 from snapkv_lab.experiments.texts import (
     AskedPrompt,
     ReadText,
@@ -23,6 +21,7 @@ from snapkv_lab.experiments.texts import (
     scored,
     texts_from,
 )
+from snapkv_lab.rows import Row, grouped
 
 SHARES = {"1/16": 1 / 16, "1/8": 1 / 8, "1/4": 1 / 4}
 CODES: dict[str, Any] = {

@@ -13,11 +13,10 @@ from snapkv.kvzip import read_context
 from snapkv.policies import Policy
 from snapkv.validation import format_bytes
 from snapkv_lab.evaluate.haystack import load_haystack
-from snapkv_lab.evaluate.summary import grouped
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.pages import Table
 from snapkv_lab.experiments.prompts import QuotedDocument, generate, quoted_document
-from snapkv_lab.experiments.records import Row, of
+from snapkv_lab.rows import Row, grouped, of
 
 FULL, PLAIN, HIDDEN, TWICE, RECALL, AGAIN = "full", "plain", "hidden", "twice", "recall", "again"
 NAMES = {

@@ -29,14 +29,14 @@ from snapkv import AdaKV, CompressedCache, SnapKV
 from snapkv.app.models import place_of
 from snapkv.policies.kvzip import INSTRUCTION
 from snapkv_lab.evaluate.haystack import load_haystack
-from snapkv_lab.evaluate.summary import grouped
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.measuring import Turns
 from snapkv_lab.experiments.pages import Table, cell
 from snapkv_lab.experiments.prompts import Document, encode, generate
-from snapkv_lab.experiments.records import Row, describe_environment, of
+from snapkv_lab.experiments.records import describe_environment
 from snapkv_lab.measure.timing import spent_on, spread
 from snapkv_lab.report.tables import markdown_table
+from snapkv_lab.rows import Row, grouped, of
 from snapkv_vllm import engine_args
 from snapkv_vllm.documents import words
 from snapkv_vllm.documents.sharing import Sharing

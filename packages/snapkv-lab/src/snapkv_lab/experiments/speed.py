@@ -27,11 +27,11 @@ from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.measuring import Turns, in_own_process
 from snapkv_lab.experiments.pages import Table
 from snapkv_lab.experiments.prompts import SEED, decoder, read_prompt
-from snapkv_lab.experiments.records import Row
 from snapkv_lab.measure.contenders import Contender, compressed, filled, full
 from snapkv_lab.measure.decode import DecodeBench
 from snapkv_lab.measure.held_bytes import cache_bytes, peak_growth_bytes, resident_bytes
 from snapkv_lab.measure.timing import Spent, spent_on
+from snapkv_lab.rows import Row
 
 _WARMUP_TOKENS = 64
 

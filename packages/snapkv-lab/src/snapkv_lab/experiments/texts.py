@@ -32,7 +32,7 @@ from snapkv_lab.experiments.prompts import (
     quoted_document,
     stretch,
 )
-from snapkv_lab.experiments.records import Row
+from snapkv_lab.rows import Row
 
 SEED = 7
 

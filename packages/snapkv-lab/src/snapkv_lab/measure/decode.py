@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -13,8 +12,7 @@ from snapkv.plan import out_of_memory_explained, weights_bytes
 from snapkv.validation import require_int
 from snapkv_lab.measure.contenders import ROOM_TOKENS, Contender, Decoder
 from snapkv_lab.measure.timing import alternate, ratios, spent_on, spread
-
-Row = dict[str, Any]
+from snapkv_lab.rows import Row
 
 _COPIED_BYTES = {"cuda": 2**31, "cpu": 2**28}
 _COPIES = 10

@@ -11,9 +11,9 @@ from snapkv.errors import InvalidArgumentError
 from snapkv_lab import drawing
 from snapkv_lab.evaluate.intervals import Interval
 from snapkv_lab.evaluate.runner import Results
-from snapkv_lab.evaluate.store import Record
 from snapkv_lab.evaluate.summary import ScoreLine, axis_values, score_lines
 from snapkv_lab.report.tables import IN_NATS, IN_PERCENT
+from snapkv_lab.rows import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -89,7 +89,7 @@ def _heat_map(
     from matplotlib.patches import Rectangle
 
     x_axis, y_axis = results.task.axes[:2]
-    found: dict[tuple[Any, Any], list[Record]] = {}
+    found: dict[tuple[Any, Any], list[Row]] = {}
     for row in results.rows:
         if (row["method"], row["question"]) == (line.method, line.question):
             place = (columns.index(row["cell"][x_axis]), rows.index(row["cell"][y_axis]))
@@ -308,7 +308,7 @@ _MEASURED = {
 }
 
 
-def draw_bench(rows: Sequence[Record]) -> "Figure":
+def draw_bench(rows: Sequence[Row]) -> "Figure":
     """A panel per batch size, a curve per cache; cells out of memory are marked at their length."""
     import matplotlib
 
@@ -328,7 +328,7 @@ def draw_bench(rows: Sequence[Record]) -> "Figure":
     return figure
 
 
-def _bench_panel(panel: "Axes", rows: Sequence[Record], measured: _Measured) -> None:
+def _bench_panel(panel: "Axes", rows: Sequence[Row], measured: _Measured) -> None:
     for index, cache in enumerate(dict.fromkeys(row["cache"] for row in rows)):
         own = sorted((row for row in rows if row["cache"] == cache), key=itemgetter("length"))
         there = [row for row in own if row["status"] == "ok"]
@@ -350,6 +350,6 @@ def _bench_panel(panel: "Axes", rows: Sequence[Record], measured: _Measured) -> 
     panel.legend(frameon=False, fontsize="small")
 
 
-def _value(row: Record, key: str) -> float:
+def _value(row: Row, key: str) -> float:
     value = row[key]
     return float(value["p50"] if isinstance(value, dict) else value)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from snapkv.validation import format_bytes
 from snapkv_lab.evaluate.intervals import Measure, is_seen
-from snapkv_lab.evaluate.store import Record
+from snapkv_lab.rows import Row
 
 NONE_SEEN = "no difference seen"
 """What is said of a method where zero lies within the interval of its difference."""
@@ -72,7 +72,7 @@ IN_PERCENT, IN_NATS = Scale(100, 1), Scale(1, 3)
 """How scores are written, and losses."""
 
 
-def shown_difference(difference: Record | None, of: Measure = "score") -> str:
+def shown_difference(difference: Row | None, of: Measure = "score") -> str:
     """A difference with its interval, and whether none is seen; a dash for None."""
     if difference is None:
         return "-"

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from snapkv_lab import drawing
-from snapkv_lab.evaluate.store import Record
+from snapkv_lab.rows import Row
 
 _LEGEND_ENTRIES = 10
 """With more curves than that, the legend has the first and the last."""
@@ -19,8 +19,8 @@ class Panel(NamedTuple):
     title: str
     x: str
     y: str
-    curves: Mapping[str, Sequence[Record]]
-    dotted: Mapping[str, Sequence[Record]] = MappingProxyType({})
+    curves: Mapping[str, Sequence[Row]]
+    dotted: Mapping[str, Sequence[Row]] = MappingProxyType({})
 
 
 def curves(*panels: Panel) -> Any:
@@ -46,9 +46,7 @@ def _draw(place: Any, panel: Panel) -> None:
     place.legend(shown, names, fontsize="x-small", frameon=False, **under)
 
 
-def _draw_curves(
-    place: Any, panel: Panel, curves: Mapping[str, Sequence[Record]], style: str
-) -> None:
+def _draw_curves(place: Any, panel: Panel, curves: Mapping[str, Sequence[Row]], style: str) -> None:
     from matplotlib import colormaps
 
     for number, (label, rows) in enumerate(curves.items()):
@@ -64,7 +62,7 @@ def _draw_curves(
         )
 
 
-def grid(title: str, rows: Sequence[Record], *, x: str, y: str, panel: str, value: str) -> Any:
+def grid(title: str, rows: Sequence[Row], *, x: str, y: str, panel: str, value: str) -> Any:
     """A figure of numbers from 0 to 1 by two keys, one table of cells for each value of a third."""
     kinds = list(dict.fromkeys(row[panel] for row in rows))
     figure = drawing.figure(4.6 * len(kinds), 4.2)

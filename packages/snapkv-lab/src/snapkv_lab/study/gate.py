@@ -17,8 +17,9 @@ from snapkv_lab.evaluate.haystack import (
     readmes,
     word_key,
 )
-from snapkv_lab.evaluate.store import Progress, Record, Store
+from snapkv_lab.evaluate.store import Progress, Store
 from snapkv_lab.report.tables import Table
+from snapkv_lab.rows import Row
 from snapkv_lab.study.base import Findings, Study, mean_rows, named
 from snapkv_lab.study.material import LEAST_TOKENS
 
@@ -107,7 +108,7 @@ class FitGate(Study):
                 ids += loaded.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             yield kind, ids[:wanted]
 
-    def table(self, rows: Sequence[Record]) -> Table:
+    def table(self, rows: Sequence[Row]) -> Table:
         numbers = ("correlation", "best_quarter")
         return Table(
             title="agreement with KVzip+ on texts that were left out, mean over layers and heads",
@@ -118,7 +119,7 @@ class FitGate(Study):
             ],
         )
 
-    def figure(self, rows: Sequence[Record]) -> Any:
+    def figure(self, rows: Sequence[Row]) -> Any:
         from snapkv_lab.study.figures import Panel, curves
 
         panels = [
@@ -200,7 +201,7 @@ def _examples(layer: "PromptLayer") -> tuple["Tensor", "Tensor"]:
     return features(layer, own)[0].double(), scores
 
 
-def _agreement(gate: "Gate", kind: str, layers: "Sequence[PromptLayer]") -> list[Record]:
+def _agreement(gate: "Gate", kind: str, layers: "Sequence[PromptLayer]") -> list[Row]:
     """A row for every layer of a text."""
     import torch
 

@@ -7,7 +7,7 @@ import pytest
 from snapkv_lab.experiments import experiment
 from snapkv_lab.experiments.experiment import Experiment, Size, declared
 from snapkv_lab.experiments.pages import Pivot, Table, table
-from snapkv_lab.experiments.records import read_rows
+from snapkv_lab.rows import read_rows
 
 EXPERIMENTS = declared()
 ABOUT = {

@@ -10,8 +10,8 @@ from snapkv.hf import fidelity
 from snapkv.storage.append_buffer import ROOM_TOKENS
 from snapkv_lab.experiments import experiment, gpu
 from snapkv_lab.experiments.experiment import Size
-from snapkv_lab.experiments.records import read_rows
 from snapkv_lab.measure import contenders
+from snapkv_lab.rows import read_rows
 
 SMALL = {name: each.small for name, each in gpu.GPU.options.items() if isinstance(each, Size)}
 

@@ -25,8 +25,8 @@ from snapkv.validation import first_line, nearest, require_choice
 from snapkv_lab.evaluate import metrics
 from snapkv_lab.evaluate.corpora import Check, is_texts, parsed_lines
 from snapkv_lab.evaluate.sample import Cell, Sample
-from snapkv_lab.evaluate.store import Record
 from snapkv_lab.evaluate.task import Task
+from snapkv_lab.rows import Row
 
 HUB = "zai-org/LongBench"
 """The hub's data set that holds `data.zip`; THUDM/LongBench before it was renamed."""
@@ -359,7 +359,7 @@ class _PlainLoader(yaml.SafeLoader):
 _PlainLoader.add_constructor("!function", lambda loader, node: loader.construct_scalar(node))
 
 
-def read_rows(data: Path, data_set: DataSet, *, extended: bool) -> list[Record]:
+def read_rows(data: Path, data_set: DataSet, *, extended: bool) -> list[Row]:
     """The rows of a set in the file's order: context, input, answers, length, all_classes.
 
     `data` is the archive, or a folder with the ``.jsonl`` files or a folder ``data`` of them.

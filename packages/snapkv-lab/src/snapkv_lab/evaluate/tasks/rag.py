@@ -30,8 +30,8 @@ from snapkv_lab.evaluate.corpora import (
 )
 from snapkv_lab.evaluate.metrics import normalised
 from snapkv_lab.evaluate.sample import Cell, Sample
-from snapkv_lab.evaluate.store import Record
 from snapkv_lab.evaluate.task import Task
+from snapkv_lab.rows import Row
 
 _INSTRUCTION = "Answer the question at the end from the documents below{}. Only a few of them have "
 _INSTRUCTION += "to do with it.\n\n"
@@ -371,7 +371,7 @@ def read_rows(path: Path) -> list[Question]:
     ]
 
 
-def _row(record: Record, place: str, name: str) -> Question:
+def _row(record: Row, place: str, name: str) -> Question:
     for index, document in enumerate(record["ctxs"]):
         require_fields(document, _DOCUMENT_FIELDS, place, _REMEDY, prefix=f"ctxs[{index}].")
     passages = [
