@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from snapkv import H2O, FullCache, SnapKV, StreamingLLM
 from snapkv.policies import default_policy
-from snapkv_lab.drawing import encoded
+from snapkv_lab import drawing
 from snapkv_lab.evaluate.asking import Method
 from snapkv_lab.evaluate.intervals import METHOD
 from snapkv_lab.evaluate.runner import Results, Run
@@ -30,7 +30,6 @@ from snapkv_lab.report.page import method_table
 from snapkv_lab.report.tables import markdown_table
 from snapkv_lab.rows import Row, of, read_rows, write_rows
 from snapkv_lab.study import HitRate, Instructions, Overlap, Position, Sensitivity, Study
-from snapkv_lab.study.figures import save
 
 FOLDER = RESULTS / "evaluation"
 
@@ -136,7 +135,7 @@ def _evaluation_tables(found: dict[str, Results]) -> Iterator[str]:
 def _evaluation_drawn(found: dict[str, Results]) -> None:
     for name, results in found.items():
         write_rows(FOLDER / name / "summary.jsonl", results.rows)
-        Path(FOLDER / f"{name}.png").write_bytes(encoded(draw(results)["scores"], ".png"))
+        Path(FOLDER / f"{name}.png").write_bytes(drawing.encoded(draw(results)["scores"], ".png"))
 
 
 EVALUATION = Experiment(
@@ -191,7 +190,7 @@ def _studies_tables(rows: list[Row]) -> Iterator[str]:
 def _studies_drawn(rows: list[Row]) -> None:
     FIGURES.mkdir(exist_ok=True)
     for name, study, own in _findings(rows):
-        save(study.figure(own), str(FIGURES / f"{name}.svg"))
+        drawing.save(study.figure(own), FIGURES / f"{name}.svg", drawing.PLAIN, dpi=100)
 
 
 OBSERVATIONS = Experiment(

@@ -6,7 +6,9 @@ work.
 """
 
 import contextlib
+import json
 import signal
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -20,7 +22,7 @@ from transformers import PreTrainedModel
 from snapkv import FullCache, SnapKV
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
-from snapkv_lab.experiments.measuring import Peer, Turns
+from snapkv_lab.experiments.measuring import Turns
 from snapkv_lab.experiments.pages import Table
 from snapkv_lab.experiments.prompts import SEED, decoder, read_prompt
 from snapkv_lab.experiments.records import ROOT, environment_line
@@ -68,7 +70,8 @@ class Kvpress:
             )
         self._python, self._policy = str(python), policy
         self._model, self._tokenizer = model, tokenizer
-        self._peer: Peer | None = None
+        self._process: Any = None
+        self._waits = False  # for an answer that has not come, or is not wanted any more
         self.versions: Row = {}
         self.last: Row = {}
 
@@ -76,11 +79,11 @@ class Kvpress:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._peer is not None:
-            self._peer.end()
+        if self._process is not None:
+            self._end()
             self._said.close()
             self._folder.cleanup()
-        self._peer = None
+        self._process = None
 
     def read(self, ids: Tensor) -> float:
         """Read a prompt, (B, N) int64, into a new cache; ms to the logits behind it."""
@@ -92,11 +95,13 @@ class Kvpress:
 
     def ask(self, **question: Any) -> Row:
         """What a method of its worker says: its name under "do", beside its arguments."""
-        peer = self._started()
-        answer = peer.ask(question)
-        if answer is None:  # the next question starts another
-            answer = self._last_words(peer.end())
-            self.__exit__()
+        process, self._waits = self._started(), True
+        with contextlib.suppress(BrokenPipeError):  # no answer will come either
+            process.stdin.write(json.dumps(question) + "\n")
+            process.stdin.flush()
+        line = process.stdout.readline()
+        self._waits = False
+        answer: Row = json.loads(line) if line else self._last_words()
         if "out_of_memory" in answer:
             raise OutOfMemoryError(f"kvpress: {answer['out_of_memory']}")
         if "error" in answer:
@@ -107,12 +112,13 @@ class Kvpress:
         self.last = answer
         return answer
 
-    def _started(self) -> Peer:
-        if self._peer is None:
+    def _started(self) -> Any:
+        if self._process is None:
             # What libraries print, and why it ended.
             self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 # closed at the end
             command = [self._python, "-I", str(_WORKER)]  # nothing of this environment on its path
-            self._peer = Peer(command, stderr=self._said)
+            pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            self._process = subprocess.Popen(command, stderr=self._said, **pipes)
             self._folder = tempfile.TemporaryDirectory()  # some presses look into it later
             try:
                 for own in (self._model, self._tokenizer):
@@ -122,12 +128,21 @@ class Kvpress:
             except BaseException:
                 self.__exit__()
                 raise
-        return self._peer
+        return self._process
 
-    def _last_words(self, status: int) -> Row:
-        """What the end of its process comes to."""
+    def _end(self) -> int:
+        """Let it end, or make it, where nobody wants its answer any more; its status."""
+        if self._waits:
+            self._process.terminate()
+        self._process.communicate()
+        return int(self._process.returncode)
+
+    def _last_words(self) -> Row:
+        """What the end of its process comes to; the next question starts another."""
+        status = self._end()
         self._said.seek(0)
         lines = self._said.read().strip().splitlines() or ["nothing"]
+        self.__exit__()
         why = f"status {status} from {self._python!r}, which said {lines[-1]}"
         return {"out_of_memory" if status == -signal.SIGKILL else "error": why}
 

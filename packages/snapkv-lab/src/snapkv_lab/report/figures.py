@@ -215,7 +215,7 @@ def _losses(results: Results, lines: Sequence[ScoreLine]) -> "Figure":
     panel.set_yticks(range(len(lines)), [_name(line) for line in lines])
     panel.set_ylim(len(lines) - 0.4, -0.6)
     panel.set_xlabel("loss of the reference (mean, nats per token; lower is better)")
-    drawing.grid(panel, "x")
+    drawing.ruled(panel, "x")
     return figure
 
 
@@ -229,7 +229,7 @@ def _finish(panel: "Axes", results: Results, *, legend: int) -> None:
     """The score's axis, from 0 to 100 whatever the scores are, and the legend above."""
     panel.set_ylim(0, 105)
     panel.set_ylabel(f"{results.task.metric} (mean)")
-    drawing.grid(panel, "y")
+    drawing.ruled(panel, "y")
     panel.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=min(legend, 3), frameon=False)
 
 
@@ -346,7 +346,7 @@ def _bench_panel(panel: "Axes", rows: Sequence[Row], measured: _Measured) -> Non
     _token_axis(panel, {row["length"] for row in rows})
     panel.set_ylim(bottom=0)
     panel.set(xlabel="prompt tokens", ylabel=measured.label)
-    drawing.grid(panel, "y")
+    drawing.ruled(panel, "y")
     panel.legend(frameon=False, fontsize="small")
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError
 from snapkv.validation import require_at_least
+from snapkv_lab.drawing import Panel, curves
 from snapkv_lab.evaluate.sample import Sample, Template, data_hash
 from snapkv_lab.evaluate.store import Store
 from snapkv_lab.report.tables import Table
@@ -377,8 +378,6 @@ class HitRate(ReadingStudy):
         )
 
     def figure(self, rows: Sequence[Row]) -> Any:
-        from snapkv_lab.study.figures import Panel, curves
-
         solid, dotted = (
             named(
                 (row for row in rows if row["selection"] == selection),
@@ -523,8 +522,6 @@ class Overlap(ReadingStudy):
         )
 
     def figure(self, rows: Sequence[Row]) -> Any:
-        from snapkv_lab.study.figures import Panel, curves
-
         layers = named(rows_of(rows, "prompt"), "layer", "layer {}")
         windows = named(rows_of(rows, "answer"), "window", "answer {}")
         common = "The same, of positions that all windows see"
@@ -625,8 +622,6 @@ class Instructions(ReadingStudy):
         )
 
     def figure(self, rows: Sequence[Row]) -> Any:
-        from snapkv_lab.study.figures import Panel, curves
-
         different = (row for row in rows if row["compared"] == "different questions")
         means = mean_rows(rows, ("compared", "layer"), ("overlap_of_halves",))
         halves = "Every other token against the rest"

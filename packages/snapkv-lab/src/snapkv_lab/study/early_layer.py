@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from snapkv.app.prefills import Exact, Prefill, Selective
 from snapkv.errors import InvalidArgumentError
 from snapkv.validation import SMALL_WINDOW, require_at_least, require_budget, require_ratio
+from snapkv_lab.drawing import Panel, curves
 from snapkv_lab.evaluate.store import Store
 from snapkv_lab.report.tables import Table
 from snapkv_lab.rows import Row
@@ -261,8 +262,6 @@ class EarlyLayer(DocumentStudy):
         )
 
     def figure(self, rows: Sequence[Row]) -> Any:
-        from snapkv_lab.study.figures import Panel, curves
-
         votes = {"votes of the layer": rows_of(rows, "votes")}
         tried = {"selective": rows_of(rows, "reading")}
         return curves(

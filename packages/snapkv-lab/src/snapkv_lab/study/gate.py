@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from snapkv.validation import require_at_least, require_each_at_least
+from snapkv_lab.drawing import Panel, curves
 from snapkv_lab.evaluate.haystack import (
     distinct,
     number,
@@ -120,8 +121,6 @@ class FitGate(Study):
         )
 
     def figure(self, rows: Sequence[Row]) -> Any:
-        from snapkv_lab.study.figures import Panel, curves
-
         panels = [
             Panel(title, "layer", key, named(rows, "kind"))
             for key, title in (

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from snapkv.cli.amounts import EXACT, one_storage
 from snapkv.validation import require_at_least
+from snapkv_lab.drawing import cells
 from snapkv_lab.evaluate.sample import Template
 from snapkv_lab.evaluate.store import Progress
 from snapkv_lab.evaluate.tasks import Needle
@@ -137,16 +138,14 @@ class Sensitivity(Study):
         )
 
     def figure(self, rows: Sequence[Row]) -> Any:
-        from snapkv_lab.study.figures import grid
-
-        cells = [
+        shown = [
             row | {"pooling": pooling}
             for pooling in self.poolings
             for row in rows[1:]
             if row["pooling"] in ("none", pooling)
         ]
         keys = {"x": "kernel_size", "y": "window_size", "panel": "pooling", "value": "score"}
-        return grid(f"Accuracy, budget {self.budget}", cells, **keys)
+        return cells(f"Accuracy, budget {self.budget}", shown, **keys)
 
 
 def _row(cells: Sequence[Row]) -> Row:

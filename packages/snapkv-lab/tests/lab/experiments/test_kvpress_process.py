@@ -69,7 +69,7 @@ def test_its_last_words_are_the_reason(theirs):
 
 
 def test_nobody_waits_for_an_answer_that_is_not_wanted_any_more(theirs, monkeypatch):
-    process = theirs._started().process
+    process = theirs._started()
 
     def interrupted(*arguments):
         raise KeyboardInterrupt

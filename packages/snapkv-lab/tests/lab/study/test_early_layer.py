@@ -11,7 +11,8 @@ from snapkv import InvalidArgumentError, UnsupportedModelError
 from snapkv.ops import ScoreOptions
 from snapkv.policies import PromptLayer
 from snapkv.prefill.early_layer import known_early_layer
-from snapkv_lab.study import EarlyLayer, copying, figures
+from snapkv_lab import drawing
+from snapkv_lab.study import EarlyLayer, copying
 from tests.families import tiny_model
 
 SMALL = EarlyLayer(
@@ -142,7 +143,7 @@ def test_a_search_on_the_demo_is_remembered_and_continued(
     assert [json.loads(line) for line in saved] == findings.rows
     table = SMALL.table(findings.rows)
     assert all(len(line) == len(table.headings) for line in table.rows)
-    figures.save(SMALL.figure(findings.rows), str(tmp_path / "figure.svg"))
+    drawing.save(SMALL.figure(findings.rows), tmp_path / "figure.svg", drawing.PLAIN)
 
     monkeypatch.setattr(EarlyLayer, "answered", None)  # nothing is read again
     assert SMALL.into(demo, tmp_path / "first").rows == findings.rows

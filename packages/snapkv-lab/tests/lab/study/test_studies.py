@@ -11,7 +11,7 @@ from snapkv.app.models import LoadedModel
 from snapkv.app.observing import observed
 from snapkv.errors import InvalidArgumentError, MissingDependencyError
 from snapkv_lab import drawing
-from snapkv_lab.study import STUDIES, HitRate, Instructions, Overlap, Position, Sensitivity, figures
+from snapkv_lab.study import STUDIES, HitRate, Instructions, Overlap, Position, Sensitivity
 from snapkv_lab.study.base import mean_rows, weighted
 from snapkv_lab.study.material import long_texts
 from tests.families import random_ids, tiny_model
@@ -68,7 +68,7 @@ def test_a_study_has_a_table_a_figure_and_a_folder(name, findings, tmp_path):
     assert table.rows
     assert all(len(line) == len(table.headings) for line in table.rows)
     path = tmp_path / "figure.svg"
-    figures.save(study.figure(found.rows), str(path))
+    drawing.save(study.figure(found.rows), path, drawing.PLAIN)
     assert path.read_text().count("<path") > 10
     run = json.loads((found.folder / "run.json").read_text())
     assert {"torch", "transformers", "snapkv", "python", "data", "model"} <= run.keys()
