@@ -154,26 +154,25 @@ class Experiment:
         }
         return RunContext(**{"parts": self.parts, "started": time.monotonic(), **own, **parameters})
 
-    def measured_rows(self, given: RunContext) -> Iterator[Row]:
-        """The rows of what is asked for, each shown as it comes."""
-        assert self.measure is not None
-        for part in given.parts or ("",):
-            measure = self.measure[part] if isinstance(self.measure, Mapping) else self.measure
-            named = {self.part_key: part} if part else {}
-            if self.cases is not None:
-                rows = self._rows_of_cases(given, part, measure)
-            else:
-                rows = (named | row | self.fields for row in measure(given))
-            for row in rows:
-                print(row, file=sys.stderr)
-                yield row
-
     def complete(self, given: RunContext) -> Iterator[Row]:
-        """The rows with what they were measured on."""
+        """The rows of what is asked for, each shown as it comes, with what it was measured on."""
+        for part in given.parts or ("",):
+            yield from self._measured(given, part)
+
+    def _measured(self, given: RunContext, part: str) -> Iterator[Row]:
+        measure = self.measure[part] if isinstance(self.measure, Mapping) else self.measure
+        assert measure is not None
+        named: Row = {self.part_key: part} if part else {}
         about: Row = {}
-        for row in self.measured_rows(given):
-            about = about or self.described(given)
-            yield about | row if self.cases is None else row
+        if self.cases is not None:
+            rows = self._rows_of_cases(given, part, measure)
+        else:
+            rows = (named | row | self.fields for row in measure(given))
+        for row in rows:
+            print(row, file=sys.stderr)
+            if self.cases is None:
+                about = about or self.described(given)
+            yield about | row
 
     def _rows_of_cases(
         self, given: RunContext, part: str, measure: Callable[..., Iterable[Row]]
@@ -205,8 +204,7 @@ class Experiment:
     def store(self, given: RunContext) -> None:
         """Measure, and put rows into the file, a part as soon as it is whole."""
         for part in given.parts or ("",):
-            asked = RunContext(**{**vars(given), "parts": (part,) if part else ()})
-            rows = list(self.complete(asked))
+            rows = list(self._measured(given, part))
             if self.cases is None and self.read is None:  # else they are stored as they come
                 others = [row for row in self.known() if self._part(row) != part]
                 write_rows(self.rows, sorted([*others, *rows], key=self._place))

@@ -29,10 +29,10 @@ from snapkv.library import Part, blend
 from snapkv.policies import Policy
 from snapkv.policies.kvzip import INSTRUCTION
 from snapkv_lab.evaluate.corpora import load_corpus
+from snapkv_lab.evaluate.haystack import encode
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.library_size import rows_by_size
 from snapkv_lab.experiments.pages import Table
-from snapkv_lab.experiments.prompts import encode
 from snapkv_lab.measure.timing import ratios
 from snapkv_lab.rows import Row, grouped, read_rows
 

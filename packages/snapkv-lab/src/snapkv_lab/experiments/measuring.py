@@ -7,10 +7,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from snapkv_lab.measure.held_bytes import FREED_MEMORY_HANDED_BACK
 from snapkv_lab.measure.timing import Spent, alternate, ratios, spent_on, spread
-
-FREED_MEMORY_HANDED_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-"""Environment in which resident memory counts live tensors and not the allocator's reserves."""
 
 Spread = dict[str, float]
 

@@ -26,11 +26,10 @@ from snapkv.app.settings import GenerationSettings
 from snapkv.decoding import CandidateTree, Medusa, MedusaHeads
 from snapkv.decoding.speculation import begin_verifying, fast_few_rows
 from snapkv.policies import Policy
-from snapkv_lab.evaluate.haystack import load_haystack
+from snapkv_lab.evaluate.haystack import encode, load_haystack
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.measuring import Turns
 from snapkv_lab.experiments.pages import Pivot, Table
-from snapkv_lab.experiments.prompts import encode
 from snapkv_lab.measure.timing import alternate, ratios, spread
 from snapkv_lab.rows import Row, grouped, of
 

@@ -28,11 +28,11 @@ import torch
 from snapkv import AdaKV, CompressedCache, SnapKV
 from snapkv.app.models import place_of
 from snapkv.policies.kvzip import INSTRUCTION
-from snapkv_lab.evaluate.haystack import load_haystack
+from snapkv_lab.evaluate.haystack import encode, load_haystack
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.measuring import Turns
 from snapkv_lab.experiments.pages import Table, cell
-from snapkv_lab.experiments.prompts import Document, encode, generate
+from snapkv_lab.experiments.prompts import Document, generate
 from snapkv_lab.experiments.records import describe_environment
 from snapkv_lab.measure.timing import spent_on, spread
 from snapkv_lab.report.tables import markdown_table

@@ -22,16 +22,18 @@ from snapkv import CompressedCache, FullCache
 from snapkv.app.observing import RecordedPrompt, Recorder
 from snapkv.policies import EvictingPolicy
 from snapkv_lab.evaluate.corpora import Question, load_corpus
-from snapkv_lab.evaluate.haystack import identifier, load_haystack, number, python_topics, words
+from snapkv_lab.evaluate.haystack import (
+    CITIES,
+    encode,
+    identifier,
+    load_haystack,
+    number,
+    python_topics,
+    words,
+)
 from snapkv_lab.evaluate.tasks.lines import Lines
 from snapkv_lab.evaluate.tasks.rag import phrase_questions, phrase_sample
-from snapkv_lab.experiments.prompts import (
-    CITIES,
-    MOST_WINDOW_TOKENS,
-    encode,
-    quoted_document,
-    stretch,
-)
+from snapkv_lab.experiments.prompts import MOST_WINDOW_TOKENS, quoted_document, stretch
 from snapkv_lab.rows import Row
 
 SEED = 7

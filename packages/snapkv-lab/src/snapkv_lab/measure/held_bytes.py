@@ -10,6 +10,9 @@ from transformers.cache_utils import Cache
 
 from snapkv.cache.layer import CompressedLayer
 
+FREED_MEMORY_HANDED_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+"""Environment in which resident memory counts live tensors and not the allocator's reserves."""
+
 
 def cache_bytes(cache: Cache) -> int:
     """Bytes of all storage that a cache's layers hold; what several tensors share counts once."""

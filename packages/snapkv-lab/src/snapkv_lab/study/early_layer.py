@@ -12,6 +12,7 @@ from snapkv.app.prefills import Exact, Prefill, Selective
 from snapkv.errors import InvalidArgumentError
 from snapkv.validation import SMALL_WINDOW, require_at_least, require_budget, require_ratio
 from snapkv_lab.drawing import Panel, curves
+from snapkv_lab.evaluate.haystack import encode
 from snapkv_lab.evaluate.store import Store
 from snapkv_lab.report.tables import Table
 from snapkv_lab.rows import Row
@@ -124,7 +125,7 @@ class EarlyLayer(DocumentStudy):
         from snapkv_lab.study.copying import hidden_copy, with_rivals
 
         _, text = texts[number % len(texts)]
-        ids = loaded.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = encode(loaded.tokenizer, text)
         ids = ids[: max(LEAST_TOKENS, len(ids) >> number % _LENGTHS)]
         seed = f"{self.seed}/{number}"
         rivals: Row = {"count": self.rivals, "digits": self.digits}

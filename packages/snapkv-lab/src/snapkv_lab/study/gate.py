@@ -12,6 +12,7 @@ from snapkv.validation import require_at_least, require_each_at_least
 from snapkv_lab.drawing import Panel, curves
 from snapkv_lab.evaluate.haystack import (
     distinct,
+    encode,
     number,
     python_sources,
     python_topics,
@@ -105,8 +106,7 @@ class FitGate(Study):
             wanted = min(most, self.lengths[(place + place // len(kinds)) % len(self.lengths)])
             ids: list[int] = []
             while len(ids) < wanted:
-                text = make(draw) + "\n\n"
-                ids += loaded.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+                ids += encode(loaded.tokenizer, make(draw) + "\n\n")
             yield kind, ids[:wanted]
 
     def table(self, rows: Sequence[Row]) -> Table:

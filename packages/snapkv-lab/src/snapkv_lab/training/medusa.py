@@ -35,6 +35,7 @@ from snapkv.decoding.heads import (
 )
 from snapkv.decoding.tree import HEAD_RANKS
 from snapkv.errors import InvalidArgumentError
+from snapkv_lab.evaluate.haystack import encode
 from snapkv_lab.evaluate.store import Progress, Store
 from snapkv_lab.rows import short_hash
 
@@ -113,7 +114,7 @@ def answers_to(
 def _prompts(tokenizer: Any, texts: Sequence[str], plan: MedusaTraining) -> list[tuple[int, ...]]:
     passages, length = [], plan.passage_tokens
     for text in texts:
-        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = encode(tokenizer, text)
         starts = range(0, len(ids) - length + 1, length)
         passages += [tokenizer.decode(ids[start : start + length]) for start in starts]
     if len(passages) < plan.answers:

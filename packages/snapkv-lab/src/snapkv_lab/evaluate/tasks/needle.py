@@ -16,7 +16,14 @@ from typing import Any, ClassVar, Literal
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError
 from snapkv.validation import require_choice, require_int
-from snapkv_lab.evaluate.haystack import Haystack, HaystackTask, number
+from snapkv_lab.evaluate.haystack import (
+    CHARACTERS_PER_TOKEN,
+    CITIES,
+    Haystack,
+    HaystackTask,
+    encode,
+    number,
+)
 from snapkv_lab.evaluate.sample import Sample
 from snapkv_lab.evaluate.task import percents
 
@@ -25,11 +32,6 @@ _INSTRUCTION = (
     "and direct.\n\n"
 )
 _RESTRICTION = " Don't give information outside the document or repeat your findings."
-_CITIES = (
-    *("Athens", "Berlin", "Boston", "Cairo", "Chicago", "Dublin", "Lisbon", "London", "Madrid"),
-    *("Moscow", "Oslo", "Paris", "Prague", "Rome", "Sydney", "Tokyo", "Toronto", "Vienna"),
-)
-_CHARACTERS_PER_TOKEN = 8  # more than most long stretches of English need
 _SENTENCE_ENDS = (".", "?", "!", "。", "？", "！")  # noqa: RUF001 - Chinese has its own marks
 _MOST_DEPTHS = 101
 _MOST_DIGITS = 1000
@@ -134,7 +136,7 @@ class Needle(HaystackTask):
                 answer_start=start,
                 answer=thing,
             )
-        city = draw.choice(_CITIES)
+        city = draw.choice(CITIES)
         answer = number(draw, self.digits)
         return _Hidden(
             needle=f"\nThe special magic {city} number is: {answer}\n",
@@ -148,7 +150,7 @@ def _with_needle(
     tokenizer: Any, text: Haystack, needle: str, *, tokens: int, depth: int
 ) -> list[int]:
     """That many tokens of the text, repeated where it is too short, with the needle in them."""
-    inserted = _encode(tokenizer, needle)
+    inserted = encode(tokenizer, needle)
     ids = _beginning(tokenizer, text, tokens - len(inserted))
     place = _sentence_end(tokenizer, ids, int(len(ids) * depth / 100)) if depth < 100 else len(ids)
     return [*ids[:place], *inserted, *ids[place:]]
@@ -160,9 +162,9 @@ def _beginning(tokenizer: Any, text: Haystack, tokens: int) -> list[int]:
         raise InvalidArgumentError(
             "lengths: expected room for some text beside the needle, got none; pass larger lengths"
         )
-    whole, characters = text.text, tokens * _CHARACTERS_PER_TOKEN
+    whole, characters = text.text, tokens * CHARACTERS_PER_TOKEN
     while True:
-        ids = _encode(tokenizer, (whole * (1 + characters // len(whole)))[:characters])
+        ids = encode(tokenizer, (whole * (1 + characters // len(whole)))[:characters])
         if len(ids) >= tokens:
             return ids[:tokens]
         if not ids:
@@ -186,11 +188,6 @@ def _sentence_end(tokenizer: Any, ids: list[int], most: int) -> int:
     if before := next(filter(ended, range(most, 0, -1)), 0):
         return before
     return 0 if any(map(ended, range(most + 1, len(ids) + 1))) else most
-
-
-def _encode(tokenizer: Any, text: str) -> list[int]:
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return ids
 
 
 def _words(text: str) -> set[str]:
