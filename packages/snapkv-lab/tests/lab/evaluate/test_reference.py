@@ -45,11 +45,6 @@ class TwoReferences(Keys):
             yield replace(sample, references=self.references, settings=settings)
 
 
-@pytest.fixture(scope="module")
-def tiny(demo):
-    return tiny_loaded(demo.tokenizer)
-
-
 def lines(folder):
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
 

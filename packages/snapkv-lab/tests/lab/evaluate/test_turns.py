@@ -1,26 +1,19 @@
 """Several questions in one cache: the samples, what every way keeps, and going on after a stop."""
 
 import json
-from dataclasses import replace
 
 import pytest
 
-from snapkv import H2O, FullCache, KVzip, SnapKV
-from snapkv.app.prefills import Selective
-from snapkv.errors import InvalidArgumentError, OutOfMemoryError
+from snapkv import FullCache, KVzip, SnapKV
+from snapkv.errors import OutOfMemoryError
 from snapkv_lab.evaluate import asking
 from snapkv_lab.evaluate.asking import LATER, Method
 from snapkv_lab.evaluate.runner import Run
 from snapkv_lab.evaluate.sample import Conversation
-from snapkv_lab.evaluate.tasks import Needle, Turns
+from snapkv_lab.evaluate.tasks import Turns
 from tests.lab.evaluate.tiny import tiny_loaded, untimed
 
 SMALL = {"lengths": (200,), "questions": 3, "samples_each": 2}
-
-
-@pytest.fixture(scope="module")
-def tiny(demo):
-    return tiny_loaded(demo.tokenizer)
 
 
 def run_of(loaded, methods, **given):
@@ -145,8 +138,6 @@ def test_a_text_that_is_read_twice_is_read_so_once_and_questions_appended(tiny, 
     seen = [row["prompt_tokens"] for row in results.rows]
     for turn in (1, 2):
         assert kept[turn] - kept[turn - 1] == pytest.approx(seen[turn] - seen[turn - 1], abs=8)
-    with pytest.raises(InvalidArgumentError, match="read once for recall"):
-        run_of(tiny, [Method(label="r", policy=policy, later="recall")], questions=("hidden",))
 
 
 def test_a_run_that_stopped_between_two_turns_goes_on_with_the_same_answers(tiny, tmp_path):
@@ -186,14 +177,3 @@ def test_questions_behind_the_models_positions_are_too_long(demo, tmp_path):
     status = [record["status"] for record in lines(tmp_path / "out")]
     assert status[0] == "ok"
     assert status[-1] == "too long"
-
-
-def test_ways_that_have_no_effect_or_cannot_be_are_refused(tiny):
-    recall = Method(label="r", policy=SnapKV(48), later="recall")
-    with pytest.raises(InvalidArgumentError, match="turns: expected it with a task of several"):
-        run_of(tiny, [recall], task=Needle(lengths=(300,), cloze=True))
-    narrowed = replace(recall, prefill=Selective(layer=1))
-    with pytest.raises(InvalidArgumentError, match="turns: expected a prefill"):
-        run_of(tiny, [narrowed])
-    with pytest.raises(InvalidArgumentError, match="evicts after every token"):
-        run_of(tiny, [Method(label="h", policy=H2O(48), later="compress")])
