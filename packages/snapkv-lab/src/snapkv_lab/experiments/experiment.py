@@ -22,7 +22,7 @@ import torch
 
 from snapkv.app.models import LoadedModel, load
 from snapkv_lab.evaluate.haystack import load_haystack
-from snapkv_lab.experiments.pages import PAGES, Table, filled
+from snapkv_lab.experiments.pages import PAGES, Listing, filled
 from snapkv_lab.experiments.prompts import Document, make_documents
 from snapkv_lab.experiments.records import RESULTS, describe_environment, environment_line
 from snapkv_lab.rows import Row, Rows, of, read_rows, write_rows
@@ -115,7 +115,7 @@ class Experiment:
     before: Callable[["Experiment", RunContext], object] | None = None
     takes: str = "minutes"
     threads: int | None = None
-    tables: Sequence[Table] | Callable[[Any], Iterable[str]] | None = None
+    tables: Sequence[Listing] | Callable[[Any], Iterable[str]] | None = None
     measured: Callable[[Any], str] = environment_line
     read: Callable[[], Any] | None = None
     drawn: Callable[[Any], object] | None = None

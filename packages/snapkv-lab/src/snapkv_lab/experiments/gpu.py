@@ -27,7 +27,7 @@ from snapkv.validation import first_line
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.measuring import Turns
 from snapkv_lab.experiments.medusa import figure_9
-from snapkv_lab.experiments.pages import Pivot, Table
+from snapkv_lab.experiments.pages import Listing
 from snapkv_lab.experiments.records import describe_environment
 from snapkv_lab.experiments.speed import appended, overhead
 from snapkv_lab.measure.contenders import Contender, compressed, full
@@ -35,6 +35,7 @@ from snapkv_lab.measure.decode import DecodeBench, copy_bandwidth
 from snapkv_lab.measure.prefill import PrefillBench
 from snapkv_lab.measure.random_models import random_model
 from snapkv_lab.measure.timing import spent_on
+from snapkv_lab.report.tables import Pivot
 from snapkv_lab.rows import Row, grouped
 
 K = 1024
@@ -453,7 +454,7 @@ _PEAKS = {
 }
 
 TABLES = (
-    Table(
+    Listing(
         {
             "operation": "{operation}",
             "largest difference": "{of_largest:.1e}",
@@ -463,7 +464,7 @@ TABLES = (
         "Kernels beside the reference, {tokens:,} tokens, {dtype}; {device}",
         {"part": "kernels"},
     ),
-    Table(
+    Listing(
         {
             "cache": "{cache}",
             "kept alike": "{kept_alike:.1%}",
@@ -472,8 +473,8 @@ TABLES = (
         "A small model beside a CPU, {tokens:,} tokens; {device}",
         {"part": "like a CPU"},
     ),
-    Table(_DECODING, "The paper's cell; {device}", {"part": "paper cell"}),
-    Table(
+    Listing(_DECODING, "The paper's cell; {device}", {"part": "paper cell"}),
+    Listing(
         {
             "implementation": "{impl}",
             "ms": "{ms[p50]:.3f}",
@@ -484,14 +485,14 @@ TABLES = (
         {"part": "votes"},
     ),
     *(
-        Table(
+        Listing(
             _DECODING | {"of ceiling": "{of_ceiling:.1%}"}, f"{named}; {{device}}", {"part": part}
         )
         for part, named in zip(
             STEPS, ("Decoding by graphs", "Eager decoding", "Compiled decoding"), strict=True
         )
     ),
-    Table(
+    Listing(
         {
             "prompt tokens": "{length:,}",
             "cache": "{cache}",
@@ -501,8 +502,8 @@ TABLES = (
         "Reading; {device}",
         {"part": "prefill", "bench": "prefill"},
     ),
-    Table(_PEAKS, "Memory while reading; {device}", {"part": "prefill", "bench": "memory"}),
-    Table(
+    Listing(_PEAKS, "Memory while reading; {device}", {"part": "prefill", "bench": "memory"}),
+    Listing(
         {
             "prompt tokens": "{prompt_tokens:,}",
             "reading, ms": "{reading_ms[p50]:,.0f}",
@@ -512,7 +513,7 @@ TABLES = (
         "Vote, selection and gather; {device}",
         {"part": "prefill", "benchmark": "overhead"},
     ),
-    Table(
+    Listing(
         {
             "batch": "{batch}",
             "stored tokens": "{stored_tokens:,}",
@@ -523,19 +524,19 @@ TABLES = (
         "Appending in place; {device}",
         {"part": "appending"},
     ),
-    Table(
+    Listing(
         Pivot("way", "{contender}", "{length:,} tokens, ms", "{ms_per_token[p50]:.2f}"),
         "Medusa, {acceptance_length:.1f} tokens a step: {acceptance}; {device}",
         {"part": "medusa"},
         lambda rows: sorted(rows, key=lambda row: row["length"]),
     ),
-    Table(
+    Listing(
         _PEAKS | {"seconds": "{reading_seconds:.1f}", "layers": "{layers} of {of_layers}"},
         "Reading layer by layer; {device}",
         {"part": "long prefill"},
     ),
 )
-_FAILED = Table(
+_FAILED = Listing(
     {
         "part": "{part}",
         "cell": "{text}",

@@ -23,7 +23,7 @@ from snapkv import FullCache, SnapKV
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.measuring import Turns
-from snapkv_lab.experiments.pages import Table
+from snapkv_lab.experiments.pages import Listing
 from snapkv_lab.experiments.prompts import SEED, decoder, read_prompt
 from snapkv_lab.experiments.records import ROOT, environment_line
 from snapkv_lab.measure.contenders import compressed, full
@@ -243,7 +243,7 @@ KVPRESS = Experiment(
     fields={"seed": SEED},
     measured=_line,
     tables=[
-        Table(
+        Listing(
             {
                 "work": "{benchmark}",
                 "cache": lambda row: _NAMES[row["cache"]],

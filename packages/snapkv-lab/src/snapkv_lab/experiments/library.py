@@ -32,7 +32,7 @@ from snapkv_lab.evaluate.corpora import load_corpus
 from snapkv_lab.evaluate.haystack import encode
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.library_size import rows_by_size
-from snapkv_lab.experiments.pages import Table
+from snapkv_lab.experiments.pages import Listing
 from snapkv_lab.measure.timing import ratios
 from snapkv_lab.rows import Row, grouped, read_rows
 
@@ -193,11 +193,6 @@ class Shelf:
         parts = [self._part(text, method.way) for text in asked.documents]
         return blend(self.loaded.model, parts, method.policy, recompute=method.recompute)
 
-    def bytes(self, asked: DocumentQuestion, method: Method) -> int:
-        """Of the documents' files."""
-        assert method.way is not None
-        return sum(self.file(text, method.way).stat().st_size for text in asked.documents)
-
     def read(self, asked: DocumentQuestion, method: Method) -> tuple[CompressedCache, Tensor]:
         """A cache that has seen documents and question, and the logits of the next token."""
         model, question = self.loaded.model, self.ids(asked.question)
@@ -305,18 +300,18 @@ _ANSWERS = {
 def _tables(rows: list[Row]) -> Iterator[str]:
     for group, own in grouped(rows, "group").items():
         if group == "many":
-            yield from Table(_SIZES, _TITLES[group]).parts(own)
+            yield from Listing(_SIZES, _TITLES[group]).parts(own)
             continue
         ways = [row for row in own if "way" in row]
         asked = [row for row in own if "answers" in row]
-        yield from Table(_ANSWERS, _TITLES[group], made=_answers).parts(asked)
+        yield from Listing(_ANSWERS, _TITLES[group], made=_answers).parts(asked)
         files = {
             f"{ways[0]['files']} documents, {ways[0]['tokens']:,} tokens": "{way}",
             "on disk": lambda row: f"{row['bytes'] / 1e6:.1f} MB",
             "per token": lambda row: f"{row['bytes'] / row['tokens'] / 1e3:.1f} kB",
             "of whole": lambda row, whole=ways[0]: f"{row['bytes'] / whole['bytes']:.2f}",
         }
-        yield from Table(files).parts(ways)
+        yield from Listing(files).parts(ways)
 
 
 def _answers(asked: Sequence[Row]) -> Iterable[Row]:

@@ -29,8 +29,9 @@ from snapkv.policies import Policy
 from snapkv_lab.evaluate.haystack import encode, load_haystack
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.measuring import Turns
-from snapkv_lab.experiments.pages import Pivot, Table
+from snapkv_lab.experiments.pages import Listing
 from snapkv_lab.measure.timing import alternate, ratios, spread
+from snapkv_lab.report.tables import Pivot
 from snapkv_lab.rows import Row, grouped, of
 
 QUESTION = "Summarize the text above."
@@ -208,10 +209,10 @@ def _tables(rows: list[Row]) -> Iterator[str]:
             f"tokens of {decoded[0]['tokens']} as expected": "{same_tokens}",
         }.items():
             by = Pivot("decoding", "{contender}", "{prompt_tokens:,}", pattern)
-            yield from Table(by, f"{dtype}, {what}").parts(decoded)
+            yield from Listing(by, f"{dtype}, {what}").parts(decoded)
     cell = "{ms[p50]:.0f} ms ({against_one[p50]:.2f})"
     by = Pivot("dtype, cache", "{dtype}, {cache}", "{tokens} tokens", cell)
-    yield from Table(by, "What a pass takes", {"benchmark": "pass"}).parts(rows)
+    yield from Listing(by, "What a pass takes", {"benchmark": "pass"}).parts(rows)
 
 
 def _faster(base: str, row: Row) -> str:

@@ -34,7 +34,7 @@ from snapkv.policies import (
 )
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.measuring import Turns
-from snapkv_lab.experiments.pages import Pivot, Table
+from snapkv_lab.experiments.pages import Listing
 from snapkv_lab.experiments.prompts import decoder, read_prompt, read_prompt_twice
 from snapkv_lab.experiments.texts import (
     AskedPrompt,
@@ -47,6 +47,7 @@ from snapkv_lab.experiments.texts import (
     texts_from,
     with_answers,
 )
+from snapkv_lab.report.tables import Pivot
 from snapkv_lab.rows import Row, grouped
 
 FULL = "full cache"
@@ -167,7 +168,7 @@ METHODS = Experiment(
     cases=lambda given, part: with_answers(texts_from(given, 600)),
     options={"tokens": Size(1024, 512), "rounds": Size(10, 1)},
     tables=[
-        Table(
+        Listing(
             Pivot("method", "{method}", "{place}", "{right}"),
             "Right answers, and the loss per token above the full cache's",
             made=_cells,
@@ -182,7 +183,7 @@ TIMES = Experiment(
     threads=1,
     options={"timed": Size((2048, 512, 48), (192, 64, 2)), "recovery": 0.08},
     tables=[
-        Table(
+        Listing(
             {
                 "cache": "{method}",
                 "keys and values": "{held_bytes:bytes}",

@@ -19,7 +19,7 @@ from snapkv.app.models import LoadedModel
 from snapkv.kvzip import read_as_wanted
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.kvpress import PYTHON, Kvpress
-from snapkv_lab.experiments.pages import Table
+from snapkv_lab.experiments.pages import Listing
 from snapkv_lab.experiments.texts import (
     AskedPrompt,
     Case,
@@ -206,7 +206,7 @@ def _tables(rows: list[Row]) -> Iterator[str]:
     }
     asked = [row for row in rows if row.get("answers")]
     for name, own in grouped(asked, "setting").items():
-        yield from Table(columns, f"The question is {name}", made=_cells).parts(own)
+        yield from Listing(columns, f"The question is {name}", made=_cells).parts(own)
 
 
 PEERS = Experiment(

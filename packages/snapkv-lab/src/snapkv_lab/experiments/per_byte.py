@@ -10,7 +10,7 @@ from typing import Any
 
 from snapkv import AdaKV, KVCodes, SnapKV, default_policy
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
-from snapkv_lab.experiments.pages import Pivot, Table
+from snapkv_lab.experiments.pages import Listing
 from snapkv_lab.experiments.texts import (
     AskedPrompt,
     ReadText,
@@ -21,6 +21,7 @@ from snapkv_lab.experiments.texts import (
     scored,
     texts_from,
 )
+from snapkv_lab.report.tables import Pivot
 from snapkv_lab.rows import Row, grouped
 
 SHARES = {"1/16": 1 / 16, "1/8": 1 / 8, "1/4": 1 / 4}
@@ -80,12 +81,12 @@ PER_BYTE = Experiment(
     cases=lambda given, part: texts_from(given, 200),
     options={"tokens": Size(1024, 768), "rounds": Size(8, 1), "dtype": "bfloat16"},
     tables=[
-        Table(
+        Listing(
             Pivot("method, what is held", "{name}", "{share}", "{right}"),
             "Right answers, and the loss per token above the full cache's",
             made=_cells,
         ),
-        Table(
+        Listing(
             Pivot("method, what is held", "{name}", "{share}", "{kept}"),
             "Tokens kept, and the share of bytes held",
             made=_cells,

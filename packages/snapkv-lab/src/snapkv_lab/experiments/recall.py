@@ -14,7 +14,7 @@ from snapkv.policies import Policy
 from snapkv.validation import format_bytes
 from snapkv_lab.evaluate.haystack import load_haystack
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
-from snapkv_lab.experiments.pages import Table
+from snapkv_lab.experiments.pages import Listing
 from snapkv_lab.experiments.prompts import QuotedDocument, generate, quoted_document
 from snapkv_lab.rows import Row, grouped, of
 
@@ -206,10 +206,10 @@ def _turns_table(rows: list[Row]) -> Iterator[str]:
         "host": "{host_bytes:bytes}",
         "s": "{seconds:.2f}",
     }
-    return Table(columns, f"{len(rows)} turns in one cache").parts(some)
+    return Listing(columns, f"{len(rows)} turns in one cache").parts(some)
 
 
-_QUESTIONS = Table(
+_QUESTIONS = Listing(
     {
         "cache": "{name}",
         "budget": "{budget}",

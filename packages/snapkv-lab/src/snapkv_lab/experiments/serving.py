@@ -31,11 +31,11 @@ from snapkv.policies.kvzip import INSTRUCTION
 from snapkv_lab.evaluate.haystack import encode, load_haystack
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.measuring import Turns
-from snapkv_lab.experiments.pages import Table, cell
+from snapkv_lab.experiments.pages import Listing
 from snapkv_lab.experiments.prompts import Document, generate
 from snapkv_lab.experiments.records import describe_environment
 from snapkv_lab.measure.timing import spent_on, spread
-from snapkv_lab.report.tables import markdown_table
+from snapkv_lab.report.tables import cell, markdown_table
 from snapkv_lab.rows import Row, grouped, of
 from snapkv_vllm import engine_args
 from snapkv_vllm.documents import words
@@ -396,7 +396,7 @@ def _engine_name(row: Row) -> str:
 
 
 _SERVING = [
-    Table(
+    Listing(
         {
             "blocks": "{blocks}",
             "engine": _engine_name,
@@ -411,12 +411,12 @@ _SERVING = [
         {"part": "speed"},
         _medians,
     ),
-    Table(
+    Listing(
         {name: f"{{{name}}}" for name in ("work", "other", "snapkv", "ratio", "commit")},
         "In pairs",
         made=_pairs,
     ),
-    Table(
+    Listing(
         {"equal heads": "{blocks_held[equal_heads]}", "adakv": "{blocks_held[adakv]}"},
         "Blocks held with heads of different length",
         {"part": HEADS},
@@ -594,14 +594,14 @@ def _shared_tables(rows: list[Row]) -> Iterator[str]:
         "of prefix cached": of_cached,
         "right": "{right}/{asked}",
     }
-    yield from Table(columns).parts(asked)
+    yield from Listing(columns).parts(asked)
     columns = {
         "tokens kept": "{budget:,}",
         "heads": _alike,
         "seconds": "{seconds:.0f}",
         "of reading it once": lambda row: f"{row['seconds'] / row['read_once_seconds']:.1f}",
     }
-    yield from Table(columns, "Registering a document").parts(registered)
+    yield from Listing(columns, "Registering a document").parts(registered)
 
 
 SHARED_DOCUMENTS = Experiment(

@@ -25,7 +25,7 @@ from snapkv.storage.base import keep_tokens
 from snapkv.validation import AUTO
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.measuring import Turns, in_own_process
-from snapkv_lab.experiments.pages import Table
+from snapkv_lab.experiments.pages import Listing
 from snapkv_lab.experiments.prompts import SEED, decoder, read_prompt
 from snapkv_lab.measure.contenders import Contender, compressed, filled, full
 from snapkv_lab.measure.decode import DecodeBench
@@ -160,7 +160,7 @@ SPEED = Experiment(
     },
     fields={"seed": SEED},
     tables=[
-        Table(
+        Listing(
             {
                 "cache": lambda row: _NAMES[row["cache"]],
                 "prompt tokens": "{prompt_tokens:,}",
@@ -239,7 +239,7 @@ FLAT = Experiment(
     },
     fields={"seed": SEED},
     tables=[
-        Table(
+        Listing(
             {
                 "prompt tokens": "{prompt_tokens:,}",
                 "ms per token": "{ms_per_token[p50]:.1f}",
@@ -248,7 +248,7 @@ FLAT = Experiment(
             "Time per token by length of the prompt, budget {budget}",
             {"benchmark": "flat"},
         ),
-        Table(
+        Listing(
             {
                 "cache": "{cache}",
                 "ms per token": "{ms_per_token[p50]:.1f}",
@@ -258,7 +258,7 @@ FLAT = Experiment(
             "Against the full cache, {batch} requests of {length:,} tokens",
             {"benchmark": "batch"},
         ),
-        Table(
+        Listing(
             {
                 "prompt tokens": "{prompt_tokens:,}",
                 "reading, s": "{reading_ms[p50]:seconds|.2f}",
@@ -268,7 +268,7 @@ FLAT = Experiment(
             "Vote, selection and gather",
             {"benchmark": "overhead"},
         ),
-        Table(
+        Listing(
             {
                 "cache": "{cache}",
                 "peak": "{peak_growth_bytes:bytes}",
@@ -337,7 +337,7 @@ APPENDING = Experiment(
         "new_tokens": Size(96, 3),
     },
     tables=[
-        Table(
+        Listing(
             {
                 "batch": "{batch}",
                 "stored tokens": "{stored_tokens:,}",
@@ -395,7 +395,7 @@ BY_DEFAULT = Experiment(
     },
     fields={"seed": SEED},
     tables=[
-        Table(
+        Listing(
             {
                 "prompt tokens": "{prompt_tokens:,}",
                 "kept": "{kept_tokens:,.0f}",
@@ -491,7 +491,7 @@ CODED = Experiment(
     },
     fields={"seed": SEED},
     tables=[
-        Table(
+        Listing(
             {
                 "model": "{shapes}, {dtype}",
                 "tokens": "{kept_tokens:,}",
