@@ -21,7 +21,7 @@ from snapkv_lab.evaluate import harness
 from snapkv_lab.evaluate.asking import Method
 from snapkv_lab.evaluate.harness import CompressedLM
 from snapkv_lab.evaluate.store import Store
-from tests.lab.evaluate.tiny import tiny_loaded
+from tests.lab.evaluate.tiny import records, tiny_loaded
 
 FULL = Method(label="full", policy=FullCache())
 
@@ -339,10 +339,6 @@ def asked(monkeypatch):
     return given
 
 
-def written(folder):
-    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
-
-
 BOTH = "local_gate,local_choice"
 ANSWERS = 2 * (2 + 2 * 3)  # of both methods: two questions, and three choices of each of two
 
@@ -350,17 +346,17 @@ ANSWERS = 2 * (2 + 2 * 3)  # of both methods: two questions, and three choices o
 def test_a_run_that_stopped_asks_only_what_is_missing(evaluate, asked, folder):
     stop, batches = 10, ("--batch-size", "2")
     _, whole, _ = evaluate(BOTH, "--json", "--results", "whole", *batches)
-    assert len(asked) == len(written(folder / "whole")) == ANSWERS
+    assert len(asked) == len(records(folder / "whole")) == ANSWERS
     asked.clear()
     asked.fails_at = stop
     assert evaluate(BOTH, "--results", "stopped", *batches)[0] == 1
-    assert len(written(folder / "stopped")) == stop
+    assert len(records(folder / "stopped")) == stop
     asked.clear()
     asked.fails_at = None
     status, found, _ = evaluate(BOTH, "--json", "--results", "stopped", *batches)
     assert status == 0
     assert len(asked) == ANSWERS - stop
-    assert written(folder / "stopped") == written(folder / "whole")
+    assert records(folder / "stopped") == records(folder / "whole")
     assert json.loads(found)["rows"] == json.loads(whole)["rows"]
     summaries = [(folder / name / "summary.jsonl").read_text() for name in ("stopped", "whole")]
     assert summaries[0] == summaries[1]

@@ -3,7 +3,6 @@
 `make test-sweeps` brings that.
 """
 
-import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,7 +15,7 @@ from snapkv_lab.evaluate.asking import Question
 from snapkv_lab.evaluate.on_ray import MOST_TRIES, OnRay
 from snapkv_lab.evaluate.runner import Run
 from snapkv_lab.evaluate.store import LOST, key
-from tests.lab.evaluate.tiny import METHODS, Keys, save_tiny, untimed
+from tests.lab.evaluate.tiny import METHODS, Keys, records, save_tiny, untimed
 
 TASK = Keys(each=3)
 
@@ -235,8 +234,7 @@ def cluster():
 
 
 def by_key(folder):
-    lines = (folder / "samples.jsonl").read_text().splitlines()
-    return {key(record): record for record in untimed(list(map(json.loads, lines)))}
+    return {key(record): record for record in untimed(records(folder))}
 
 
 def assert_same(given, folder, expected):

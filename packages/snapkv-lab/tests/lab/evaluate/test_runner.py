@@ -1,7 +1,5 @@
 """Every sample from the cache of every method: what is asked, recorded, refused."""
 
-import json
-
 import pytest
 
 from snapkv import H2O, TOVA, AdaKV, FullCache, KVzip, SnapKV
@@ -13,17 +11,14 @@ from snapkv.prefill import SharedReading
 from snapkv_lab.evaluate.asking import Method
 from snapkv_lab.evaluate.runner import Run
 from snapkv_lab.evaluate.store import key
-from tests.lab.evaluate.tiny import METHODS, Keys, untimed
+from snapkv_lab.rows import read_rows
+from tests.lab.evaluate.tiny import METHODS, Keys, records, untimed
 
 TWICE = Method(label="kvzip@24", policy=KVzip(24, window_size=4, chunk_tokens=64))
 
 
 def run(tiny, folder, task=None, methods=METHODS[:2], **options):
     return Run(loaded=tiny, task=task or Keys(), methods=methods, **options).into(folder)
-
-
-def records(folder):
-    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
 
 
 def counting(monkeypatch):
@@ -69,9 +64,7 @@ def test_a_record_is_what_answering_gives(tiny, tmp_path):
         }
     ]
     assert found[1]["token_ms"] > 0
-    assert results.rows == [
-        json.loads(line) for line in (tmp_path / "summary.jsonl").read_text().splitlines()
-    ]
+    assert results.rows == read_rows(tmp_path / "summary.jsonl")
 
 
 def test_a_second_run_answers_only_what_is_new(tiny, tmp_path, monkeypatch):
