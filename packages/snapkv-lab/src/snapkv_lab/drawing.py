@@ -1,11 +1,15 @@
-"""Figures as files: whether one can be drawn, and the same bytes for the same rows."""
+"""Figures: whether one can be drawn, curves and cells of rows, the same bytes for the same rows."""
 
 import io
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from snapkv.cache.saving.writing import replace_file
 from snapkv.errors import InvalidArgumentError, missing_package
+from snapkv_lab.rows import Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -15,6 +19,9 @@ FORMATS = (".png", ".svg", ".pdf")
 # Labels are other people's text: no dollar sign begins a formula. Ids in an SVG must not be random,
 # or the same rows would give another file.
 STYLE: dict[Any, Any] = {"text.parse_math": False, "svg.hashsalt": "snapkv", "font.size": 9}
+
+PLAIN: dict[Any, Any] = {"svg.hashsalt": "snapkv", "svg.fonttype": "none"}
+"""Of curves and cells: their words stay words in an SVG."""
 
 
 def require_drawable(path: str | None = None) -> None:
@@ -53,7 +60,7 @@ def panels(figure: Any, down: int, across: int, count: int) -> list[Any]:
     return found[:count]
 
 
-def grid(panel: Any, axis: str) -> None:
+def ruled(panel: Any, axis: str) -> None:
     """Grey lines across an axis, behind what is drawn."""
     panel.grid(axis=axis, color="#dddddd")
     panel.set_axisbelow(True)
@@ -73,3 +80,81 @@ def encoded(figure: Any, suffix: str, style: dict[Any, Any] = STYLE, *, dpi: int
 def save(figure: Any, path: Path, style: dict[Any, Any] = STYLE, *, dpi: int = 150) -> None:
     """Write a figure, whole or not at all; its format goes by the file's ending."""
     replace_file(path, encoded(figure, path.suffix.lower(), style, dpi=dpi))
+
+
+# Curves and cells of rows, as studies have them.
+
+_LEGEND_ENTRIES = 10
+"""With more curves than that, the legend has the first and the last."""
+
+
+class Panel(NamedTuple):
+    """Curves in one pair of axes, by label: y from 0 to 1 over x, both keys of the rows."""
+
+    title: str
+    x: str
+    y: str
+    curves: Mapping[str, Sequence[Row]]
+    dotted: Mapping[str, Sequence[Row]] = MappingProxyType({})
+
+
+def curves(*panels: Panel) -> Any:
+    """A figure with the panels side by side."""
+    drawn = figure(4.6 * len(panels), 4.2)
+    for place, panel in zip(drawn.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        _draw(place, panel)
+    return drawn
+
+
+def _draw(place: Any, panel: Panel) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    _draw_curves(place, panel, panel.curves, "-")
+    _draw_curves(place, panel, panel.dotted, ":")
+    place.set(title=panel.title, xlabel=panel.x, ylabel=panel.y.replace("_", " "), ylim=(0, 1.03))
+    place.xaxis.set_major_locator(MaxNLocator(integer=True))
+    place.grid(alpha=0.3)
+    shown, names = place.get_legend_handles_labels()
+    if len(shown) > _LEGEND_ENTRIES:
+        shown, names = [shown[0], shown[-1]], [names[0], names[-1]]
+    under = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.14), "ncols": 2}
+    place.legend(shown, names, fontsize="x-small", frameon=False, **under)
+
+
+def _draw_curves(place: Any, panel: Panel, curves: Mapping[str, Sequence[Row]], style: str) -> None:
+    from matplotlib import colormaps
+
+    for number, (label, rows) in enumerate(curves.items()):
+        place.plot(
+            [row[panel.x] for row in rows],
+            [math.nan if row[panel.y] is None else row[panel.y] for row in rows],
+            label=label,
+            color=colormaps["viridis"](0.9 * number / max(len(curves) - 1, 1)),
+            linestyle=style,
+            linewidth=1.2,
+            marker="." if len(curves) <= _LEGEND_ENTRIES else "",  # shows points without a line
+            markersize=3,
+        )
+
+
+def cells(title: str, rows: Sequence[Row], *, x: str, y: str, panel: str, value: str) -> Any:
+    """A figure of numbers from 0 to 1 by two keys, one table of cells for each value of a third."""
+    kinds = list(dict.fromkeys(row[panel] for row in rows))
+    drawn = figure(4.6 * len(kinds), 4.2)
+    for place, kind in zip(drawn.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
+        own = [row for row in rows if row[panel] == kind]
+        columns, lines = (sorted({row[key] for row in own}) for key in (x, y))
+        numbers = [[math.nan] * len(columns) for _ in lines]
+        for row in own:
+            column, line = columns.index(row[x]), lines.index(row[y])
+            if row[value] is not None:
+                numbers[line][column] = row[value]
+                dark = row[value] < 0.6
+                style = {"ha": "center", "va": "center", "color": "white" if dark else "black"}
+                place.text(column, line, f"{row[value]:.2f}", **style)
+        place.imshow(numbers, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+        labels = {"xlabel": x.replace("_", " "), "ylabel": y.replace("_", " ")}
+        place.set(title=f"{title}, {panel} {kind}", **labels)
+        place.set_xticks(range(len(columns)), columns)
+        place.set_yticks(range(len(lines)), lines)
+    return drawn

@@ -159,7 +159,6 @@ def _prefill_bench(options: PrefillOptions, compared: dict[str, Any]) -> Any:
 
 
 _ALONE = "SNAPKV_BENCH_ONLY"
-_HAND_BACK_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
 def _measured_alone(arguments: list[str], labels: list[str]) -> Iterator[dict[str, Any]]:
@@ -168,10 +167,12 @@ def _measured_alone(arguments: list[str], labels: list[str]) -> Iterator[dict[st
     The memory of a process does not shrink to what it holds, so another cache would start from
     what the one before it has left.
     """
+    from snapkv_lab.measure.held_bytes import FREED_MEMORY_HANDED_BACK
+
     for label in labels:
         done = subprocess.run(
             [sys.executable, "-m", "snapkv", *arguments, "--json"],
-            env={**os.environ, **_HAND_BACK_FREED_MEMORY, _ALONE: label},
+            env={**os.environ, **FREED_MEMORY_HANDED_BACK, _ALONE: label},
             stdout=subprocess.PIPE,
             text=True,
             check=False,

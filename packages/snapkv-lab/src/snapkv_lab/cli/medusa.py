@@ -23,7 +23,7 @@ EXAMPLES = {
 }
 
 _FILES = (
-    *("plan.json", "answers.jsonl", "training.safetensors"),
+    *("run.json", "samples.jsonl", "training.safetensors"),
     *("medusa_lm_head.safetensors", "config.json"),
 )
 
@@ -35,7 +35,7 @@ class TrainOptions(ModelOptions):
     to: Annotated[
         str,
         typer.Option(help="Folder of the heads; a run that was stopped is continued there"),
-        RunFolder(files=_FILES, record="plan.json", key="num_heads"),
+        RunFolder(files=_FILES, record="run.json", key="training"),
     ] = "medusa-heads"
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False
 

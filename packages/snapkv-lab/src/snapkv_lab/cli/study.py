@@ -10,6 +10,7 @@ from snapkv.cli import panels
 from snapkv.cli.fields import with_options
 from snapkv.cli.options import ModelOptions
 from snapkv.cli.outputs import RESULTS, WritingOptions, results_folder
+from snapkv_lab import drawing
 from snapkv_lab.cli.workers import Plot, WorkerOptions, answering, results_in
 from snapkv_lab.study import STUDIES, Sensitivity, Study
 from snapkv_lab.study.attention import ReadingStudy
@@ -82,9 +83,7 @@ def _study(*, settings: Study, options: StudyOptions) -> None:
     }
     study = replace(settings, **given)
     if options.plot is not None:
-        from snapkv_lab.drawing import require_drawable
-
-        require_drawable(options.plot)
+        drawing.require_drawable(options.plot)
 
     from snapkv_lab.cli.tables import present  # torch and the model come with what follows
 
@@ -100,9 +99,7 @@ def _study(*, settings: Study, options: StudyOptions) -> None:
         unwritten=findings.unwritten,
     )
     if options.plot is not None:
-        from snapkv_lab.study.figures import save
-
-        save(study.figure(findings.rows), options.plot)
+        drawing.save(study.figure(findings.rows), Path(options.plot), drawing.PLAIN, dpi=100)
 
 
 def _findings(study: Study, options: StudyOptions) -> "Findings":

@@ -7,12 +7,12 @@ from rich.text import Text
 from snapkv.cli.grid import Grid, give
 from snapkv.errors import OutputError
 from snapkv.validation import format_bytes
-from snapkv_lab.evaluate.store import Record
 from snapkv_lab.report.tables import Table
+from snapkv_lab.rows import Row
 
 
 def present(
-    found: Record,
+    found: Row,
     table: Callable[[], Table],
     *,
     as_json: bool,
@@ -42,7 +42,7 @@ def on_screen(table: Table) -> Grid:
     )
 
 
-def metrics_table(title: str, rows: Sequence[Record]) -> Table:
+def metrics_table(title: str, rows: Sequence[Row]) -> Table:
     """A row per task and metric of another harness, a column per method."""
     methods = tuple(dict.fromkeys(row["method"] for row in rows))
     lines: dict[tuple[str, str], dict[str, str]] = {}
@@ -53,7 +53,7 @@ def metrics_table(title: str, rows: Sequence[Record]) -> Table:
     return Table(title=title, headings=("task", "metric", *methods), rows=texts, left=2)
 
 
-def bench_table(rows: Sequence[Record]) -> Table:
+def bench_table(rows: Sequence[Row]) -> Table:
     """A row per measurement, with the columns that any of them has."""
     shown = [_shown(row) for row in rows]
     names = list(dict.fromkeys(name for row in shown for name in row))
@@ -63,7 +63,7 @@ def bench_table(rows: Sequence[Record]) -> Table:
     return Table(headings=names, rows=texts, caption="times and ratios are medians")
 
 
-def _shown(row: Record) -> dict[str, str]:
+def _shown(row: Row) -> dict[str, str]:
     """A measurement as text: medians of what has percentiles, bytes with a unit."""
     cells = {}
     for name, value in row.items():

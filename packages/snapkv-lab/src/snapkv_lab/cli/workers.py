@@ -14,7 +14,8 @@ from snapkv.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from snapkv.app.models import LoadedModel
-    from snapkv_lab.evaluate.workers.base import Executor
+    from snapkv_lab.evaluate.asking import Executor
+    from snapkv_lab.evaluate.on_ray import OnRay
 
 
 SettingWord = Annotated[
@@ -54,7 +55,6 @@ def answering(options: WorkerOptions) -> Iterator[tuple["LoadedModel", "Executor
     """
     from snapkv.cli.loading import load_model
     from snapkv_lab.evaluate.asking import Answerer
-    from snapkv_lab.evaluate.workers.base import Serial
 
     if options.ray is None:
         if options.workers is not None:
@@ -62,13 +62,13 @@ def answering(options: WorkerOptions) -> Iterator[tuple["LoadedModel", "Executor
                 f"workers: expected it with ray, got {options.workers} without; add --ray local"
             )
         loaded = load_model(options)
-        yield loaded, Serial(Answerer(loaded=loaded))
+        yield loaded, Answerer(loaded=loaded)
         return
     if options.device is not None:
         raise InvalidArgumentError(
             f"device: expected one of device and ray, got {options.device} and ray; leave one out"
         )
-    from snapkv_lab.evaluate.workers.on_ray import require_cluster
+    from snapkv_lab.evaluate.on_ray import require_cluster
 
     require_cluster(options.ray)
     loaded = load_model(replace(options, device="cpu"))
@@ -76,14 +76,13 @@ def answering(options: WorkerOptions) -> Iterator[tuple["LoadedModel", "Executor
         yield replace(loaded, answers_on=who.device), who
 
 
-def on_ray(options: WorkerOptions, address: str) -> "Executor":
+def on_ray(options: WorkerOptions, address: str) -> "OnRay":
     """Workers of a cluster, which find the model wherever their nodes are."""
     from snapkv.cli.loading import load_arguments
-    from snapkv_lab.evaluate.workers.base import Equipment
-    from snapkv_lab.evaluate.workers.on_ray import OnRay
+    from snapkv_lab.evaluate.on_ray import OnRay
 
     load = load_arguments(options)
     load.pop("device", None)
     if options.model is not None and os.path.exists(options.model):
         load["name"] = os.path.abspath(options.model)  # a node of a cluster is in another folder
-    return OnRay(address, Equipment(load=load), options.workers)
+    return OnRay(address, load, options.workers)

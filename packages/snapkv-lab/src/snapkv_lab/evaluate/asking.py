@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
 import torch
 
@@ -20,8 +20,9 @@ from snapkv.hf.cache import CompressedCache
 from snapkv.policies import Policy
 from snapkv.storage.bits import KVCodes
 from snapkv_lab.evaluate.sample import Conversation, Sample, Setting, Template
-from snapkv_lab.evaluate.store import LOST, Key, Record, Store
+from snapkv_lab.evaluate.store import LOST, Key, Store
 from snapkv_lab.evaluate.task import Task
+from snapkv_lab.rows import Row
 
 Later = Literal["append", "compress", "recall"]
 """What a later question does: it is stored behind what was kept, votes on what was kept, or votes
@@ -50,7 +51,7 @@ class Method:
         label = self.label if bits is None else f"{self.label} {bits}"
         return replace(self, label=label, bits=bits)
 
-    def describe(self) -> Record:
+    def describe(self) -> Row:
         reading = {} if self.prefill == Exact() else {"prefill": self.prefill.describe()}
         later = {} if self.later == "append" else {"turns": self.later}
         bits = {} if self.bits is None else {"bits": asdict(self.bits)}
@@ -63,7 +64,7 @@ class Method:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class Question:
     """A sample, asked of some methods, which share a reading where they can.
 
     `tries` is how many workers have ended on it.
@@ -92,12 +93,12 @@ class Asked:
         for method in self.methods:
             yield replace(self, methods=(method,), tries=self.tries + 1)
 
-    def lost(self) -> Iterator[Record]:
+    def lost(self) -> Iterator[Row]:
         """What is recorded where nothing could answer it."""
         for method, turn in itertools.product(self.methods, self.sample.turns):
             yield self.record(turn, method) | {"status": LOST}
 
-    def record(self, turn: Sample, method: Method) -> Record:
+    def record(self, turn: Sample, method: Method) -> Row:
         """What the record of a method's answer to a turn begins with."""
         spoken = {"conversation": self.sample.name} if len(self.sample.turns) > 1 else {}
         return {
@@ -110,13 +111,26 @@ class Asked:
         } | spoken
 
 
+class Executor(Protocol):
+    """Who answers the questions of a run: an `Answerer`, or workers on Ray."""
+
+    def answers(self, work: Sequence[Question]) -> Iterator[Row]:
+        """A record for every method of every question, as they come, in any order."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Answerer:
-    """Answers questions with a model."""
+    """Answers questions with a model, one after the other."""
 
     loaded: LoadedModel
 
-    def records(self, asked: Asked) -> Iterator[Record]:
+    def answers(self, work: Sequence[Question]) -> Iterator[Row]:
+        """See `Executor.answers`."""
+        for asked in work:
+            yield from self.records(asked)
+
+    def records(self, asked: Question) -> Iterator[Row]:
         """An answer of every method to every turn, or why there is none."""
         prompt = asked.sample.prompt(self.loaded.tokenizer, asked.template, asked.question)
         wanted = self._references(asked, prompt) if asked.reference_loss else None
@@ -128,7 +142,7 @@ class Answerer:
             try:
                 for given in self._answers(asked, method, reader, ends):
                     turn = left[0]
-                    found: Record = {"status": "ok"} | self._scored(asked.task, turn, given)
+                    found: Row = {"status": "ok"} | self._scored(asked.task, turn, given)
                     if wanted is not None and ends is not None:
                         found["loss"] = wanted[turn.name].loss(self.loaded, ends.pop())
                         ends.clear()
@@ -144,12 +158,12 @@ class Answerer:
             for turn in left:
                 yield asked.record(turn, method) | {"status": status}
 
-    def _scored(self, task: Task, turn: Sample, given: Answer) -> Record:
+    def _scored(self, task: Task, turn: Sample, given: Answer) -> Row:
         prediction = given.text.removeprefix(turn.answer_start)
         return {"prediction": prediction, "score": task.score(turn, prediction)}
 
     def _answers(
-        self, asked: Asked, method: Method, reader: PromptReader, ends: list[PromptEnd] | None
+        self, asked: Question, method: Method, reader: PromptReader, ends: list[PromptEnd] | None
     ) -> Iterator[Answer]:
         """The answer to a sample, or to every turn of a conversation; `ends` gets its prompt's."""
         sample = asked.sample
@@ -161,7 +175,7 @@ class Answerer:
             way = method.policy, method.prefill, sample.protection
             yield reader.answer(*way, ends, method.bits)
 
-    def _references(self, asked: Asked, prompt: Prompt) -> dict[str, References]:
+    def _references(self, asked: Question, prompt: Prompt) -> dict[str, References]:
         found = {}
         for turn in asked.sample.turns:
             if turn is not asked.sample:

@@ -30,8 +30,9 @@ from snapkv.errors import DocumentError, InvalidArgumentError, OutputError, Prom
 from snapkv.validation import nearest, require_at_least
 from snapkv_lab.evaluate.asking import Method
 from snapkv_lab.evaluate.runner import fitting_methods, require_same_policies
-from snapkv_lab.evaluate.store import Key, Progress, Record, Store, short_hash
+from snapkv_lab.evaluate.store import Key, Progress, Store
 from snapkv_lab.measure.environment import versions
+from snapkv_lab.rows import Row, short_hash
 
 _ANSWER_TOKENS = 256
 """Where lm-eval cuts an answer off if a task does not say."""
@@ -59,7 +60,7 @@ class HarnessRun:
 
     def into(
         self, folder: Path, on_progress: Progress | None = None
-    ) -> tuple[list[Record], OutputError | None]:
+    ) -> tuple[list[Row], OutputError | None]:
         """Answer what the folder does not hold yet; every metric of every task by every method.
 
         Returns:
@@ -86,7 +87,7 @@ class HarnessRun:
     def fingerprint(self) -> str:
         return short_hash(self.description())
 
-    def description(self) -> Record:
+    def description(self) -> Row:
         """What a result must say so that it can be made again."""
         return {
             "tasks": list(self.tasks),
@@ -338,7 +339,7 @@ def _settings(given: dict[str, Any], task: str | None, seed: int) -> GenerationS
     )
 
 
-def _rows(results: dict[str, Any], method: Method) -> list[Record]:
+def _rows(results: dict[str, Any], method: Method) -> list[Row]:
     """The scores of every task; those of groups are means that anyone can take."""
     rows = []
     for task, scores in results["results"].items():

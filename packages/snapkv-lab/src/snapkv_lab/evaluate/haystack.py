@@ -24,6 +24,14 @@ from snapkv_lab.evaluate.task import Task
 
 WordList = Literal["noun", "adjective", "verb"]
 
+CITIES = (
+    *("Athens", "Berlin", "Boston", "Cairo", "Chicago", "Dublin", "Lisbon", "London", "Madrid"),
+    *("Moscow", "Oslo", "Paris", "Prague", "Rome", "Sydney", "Tokyo", "Toronto", "Vienna"),
+)
+
+CHARACTERS_PER_TOKEN = 8
+"""More than most long stretches of English need."""
+
 _SECTION_CHARACTERS = 12_000
 
 
@@ -153,6 +161,12 @@ def number(draw: random.Random, digits: int) -> str:
 
 def identifier(draw: random.Random) -> str:
     return str(uuid.UUID(int=draw.getrandbits(128), version=4))
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Token ids without special tokens."""
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
 
 
 _MOST_MISSES = 1000

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any, Literal
 
-from snapkv_lab.evaluate.store import Record
+from snapkv_lab.rows import Row
 
 RESAMPLES = 2_000
 LEVEL = 0.95
@@ -93,14 +93,14 @@ def _resampled_means(columns: Sequence[Sequence[Cell]]) -> list[float]:
     return ordered
 
 
-def cell_of(row: Record, of: Measure, samples: Iterable[str] | None = None) -> Cell:
+def cell_of(row: Row, of: Measure, samples: Iterable[str] | None = None) -> Cell:
     """What a row has by sample, of some of them or all, and whose turns they are."""
     found, known = row[BY_SAMPLE[of]], row.get("conversations")
     names = list(found if samples is None else samples)
     return [found[name] for name in names], known and tuple(known[name] for name in names)
 
 
-def cell_differences(rows: Sequence[Record], of: Measure = "score") -> list[Record | None]:
+def cell_differences(rows: Sequence[Row], of: Measure = "score") -> list[Row | None]:
     """Of every row to the full cache's of its cell; None for that one itself, or without one.
 
     A difference is score or loss less the full cache's over the `samples` that both have answered,
@@ -112,9 +112,7 @@ def cell_differences(rows: Sequence[Record], of: Measure = "score") -> list[Reco
     return [_difference([[cell]], of) if cell else None for cell in pairs]
 
 
-def line_differences(
-    rows: Iterable[Record], axis: str, of: Measure = "score"
-) -> dict[Line, Record]:
+def line_differences(rows: Iterable[Row], axis: str, of: Measure = "score") -> dict[Line, Row]:
     """By method and question: the mean over the columns of an axis, as a table shows scores.
 
     Cells in which a method and the full cache share no answer are left out of both means.
@@ -129,7 +127,7 @@ def line_differences(
     return {line: _difference(list(columns.values()), of) for line, columns in lines.items()}
 
 
-def relative_differences(rows: Iterable[Record]) -> dict[Line, float]:
+def relative_differences(rows: Iterable[Row]) -> dict[Line, float]:
     """By method and question: mean score over the full cache's, less 1; -0.012 is 1.2 % worse.
 
     Both means are over the cells in which both have a score, so that a cell for which the full
@@ -147,20 +145,20 @@ def relative_differences(rows: Iterable[Record]) -> dict[Line, float]:
     return {line: own / others - 1 for line, (own, others) in means.items() if others}
 
 
-def is_full(row: Record) -> bool:
+def is_full(row: Row) -> bool:
     """Whether a row is of the full cache, filled by reading exactly."""
     from snapkv.policies import FullCache  # imports torch, which tables do without
 
     return row["policy"]["name"] == FullCache.name and "prefill" not in row["policy"]
 
 
-def is_seen(difference: Record) -> bool:
+def is_seen(difference: Row) -> bool:
     """Whether its interval leaves out zero. Where it does not, both may still differ."""
     ends = difference["interval"]
     return ends is not None and not ends[0] <= 0 <= ends[1]
 
 
-def _difference(columns: Sequence[Sequence[Cell]], of: Measure) -> Record:
+def _difference(columns: Sequence[Sequence[Cell]], of: Measure) -> Row:
     interval = mean_interval(columns)
     return {
         of: fmean(fmean(fmean(numbers) for numbers, _ in cells) for cells in columns),
@@ -169,11 +167,11 @@ def _difference(columns: Sequence[Sequence[Cell]], of: Measure) -> Record:
     }
 
 
-def _full_rows(rows: Iterable[Record]) -> dict[str, Record]:
+def _full_rows(rows: Iterable[Row]) -> dict[str, Row]:
     return {_place(row): row for row in rows if is_full(row)}
 
 
-def _pairs(row: Record, full: dict[str, Record], of: Measure) -> Cell | None:
+def _pairs(row: Row, full: dict[str, Row], of: Measure) -> Cell | None:
     """Score or loss less the full cache's, sample by sample; None without any to compare."""
     if is_full(row) or _place(row) not in full:
         return None
@@ -185,5 +183,5 @@ def _pairs(row: Record, full: dict[str, Record], of: Measure) -> Cell | None:
     return [mine - others[name] for mine, name in zip(own, shared, strict=True)], conversations
 
 
-def _place(row: Record) -> str:
+def _place(row: Row) -> str:
     return json.dumps([row["question"], row["cell"]])

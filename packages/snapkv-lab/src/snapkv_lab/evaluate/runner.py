@@ -13,13 +13,13 @@ from snapkv.hf.cache import CompressedCache
 from snapkv.hf.known_gates import with_known
 from snapkv.kvzip import require_one_reading
 from snapkv.validation import require_at_least
-from snapkv_lab.evaluate.asking import Answerer, Asked, Method
+from snapkv_lab.evaluate.asking import Answerer, Executor, Method, Question
 from snapkv_lab.evaluate.sample import Sample, Setting, Template, around_turn, data_hash
-from snapkv_lab.evaluate.store import Key, Progress, Record, Store, key, short_hash
+from snapkv_lab.evaluate.store import Key, Progress, Store, key
 from snapkv_lab.evaluate.summary import summarise
 from snapkv_lab.evaluate.task import Task
-from snapkv_lab.evaluate.workers.base import Executor, Serial
 from snapkv_lab.measure.environment import versions
+from snapkv_lab.rows import Row, short_hash
 
 _MOST_TIMES_POSITIONS = 8
 
@@ -96,7 +96,7 @@ class Run:
             done = sum(one in store for one in wanted)
             tell = on_progress or (lambda *_: None)
             tell("", done, len(wanted))
-            for record in (executor or Serial(Answerer(loaded=self.loaded))).answers(work):
+            for record in (executor or Answerer(loaded=self.loaded)).answers(work):
                 if key(record) not in store:  # a conversation is held again from its beginning
                     store.add(record)
                     done += 1
@@ -113,9 +113,9 @@ class Run:
             _require_references(turns)
         return samples
 
-    def _asked(self, samples: Sequence[Sample]) -> list[Asked]:
+    def _asked(self, samples: Sequence[Sample]) -> list[Question]:
         return [
-            Asked(
+            Question(
                 sample=sample,
                 question=question,
                 methods=self.methods,
@@ -126,7 +126,7 @@ class Run:
             for sample, question in itertools.product(samples, self.questions)
         ]
 
-    def _settings(self) -> Record:
+    def _settings(self) -> Row:
         return {
             "task": self.task.describe(),
             "model": self.loaded.description(),
@@ -175,9 +175,9 @@ class Results:
     """
 
     folder: Path
-    run: Record
+    run: Row
     task: Task
-    rows: list[Record]
+    rows: list[Row]
     unwritten: OutputError | None = None
 
 
@@ -206,7 +206,7 @@ def fitting_methods(loaded: LoadedModel, methods: Sequence[Method]) -> tuple[Met
     )
 
 
-def require_same_policies(methods: Sequence[Method], records: Iterable[Record]) -> None:
+def require_same_policies(methods: Sequence[Method], records: Iterable[Row]) -> None:
     """Raise where an answer of one of the methods was made by something else of its name."""
     policies = {method.label: method.describe() for method in methods}
     for record in records:
@@ -218,7 +218,7 @@ def require_same_policies(methods: Sequence[Method], records: Iterable[Record]) 
             )
 
 
-def _keys(whole: Iterable[Asked]) -> list[Key]:
+def _keys(whole: Iterable[Question]) -> list[Key]:
     return [one for asked in whole for one in asked.keys_of(asked.methods)]
 
 

@@ -1,7 +1,7 @@
 """From answers to rows, a mean per method and cell; and from rows to the lines of tables."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
@@ -14,14 +14,15 @@ from snapkv_lab.evaluate.intervals import (
     cell_of,
     mean_interval,
 )
-from snapkv_lab.evaluate.store import Key, Record, key
+from snapkv_lab.evaluate.store import Key, key
 from snapkv_lab.evaluate.task import Task
+from snapkv_lab.rows import Row, grouped, mean_of
 
 _MEANS = ("prompt_tokens", "kept_tokens", "held_bytes", "full_bytes")
 _MEDIANS = ("token_ms", "first_token_ms")
 
 
-def summarise(records: Iterable[Record], keys: Iterable[Key], task: Task) -> list[Record]:
+def summarise(records: Iterable[Row], keys: Iterable[Key], task: Task) -> list[Row]:
     """One row per method, setting and cell, in the order in which they are asked for.
 
     A row holds: task, metric, method, question, cell, policy; status ("ok" where any sample was
@@ -49,7 +50,7 @@ def summarise(records: Iterable[Record], keys: Iterable[Key], task: Task) -> lis
     return rows
 
 
-def _row(records: list[Record], task: Task) -> Record:
+def _row(records: list[Row], task: Task) -> Row:
     answered = [record for record in records if record["status"] == "ok"]
     failed = [record["status"] for record in records if record["status"] != "ok"]
     spoken = {each["sample"]: each.get("conversation") for each in answered}
@@ -68,7 +69,7 @@ def _row(records: list[Record], task: Task) -> Record:
     }
 
 
-def _measured(records: Iterable[Record], of: Measure) -> Record:
+def _measured(records: Iterable[Row], of: Measure) -> Row:
     """The mean of scores or losses, its interval, and each by sample."""
     found = {each["sample"]: each[of] for each in records if each.get(of) is not None}
     interval = mean_interval([[(list(found.values()), None)]])
@@ -104,13 +105,13 @@ class ScoreLine:
         return fmean(self.scores.values()) if self.scores else None
 
 
-def score_lines(rows: Sequence[Record], axis: str) -> list[ScoreLine]:
+def score_lines(rows: Sequence[Row], axis: str) -> list[ScoreLine]:
     """A line per method and question, in the order of the rows; columns are the axis' values."""
     lines = grouped(rows, lambda row: (row["method"], row["question"]))
     return [_score_line(of_line, axis) for of_line in lines.values()]
 
 
-def _score_line(rows: list[Record], axis: str) -> ScoreLine:
+def _score_line(rows: list[Row], axis: str) -> ScoreLine:
     columns = grouped(rows, lambda row: row["cell"][axis])
     scored = {
         value: [cell_of(row, "score") for row in of_column if row.get("scores")]
@@ -137,19 +138,5 @@ def _score_line(rows: list[Record], axis: str) -> ScoreLine:
     )
 
 
-def axis_values(rows: Iterable[Record], axis: str) -> list[Any]:
+def axis_values(rows: Iterable[Row], axis: str) -> list[Any]:
     return list(dict.fromkeys(row["cell"][axis] for row in rows))
-
-
-def grouped(rows: Iterable[Record], by: str | Callable[[Record], Any]) -> dict[Any, list[Record]]:
-    """Rows by a key of theirs, or by what a function says of them, in order of appearance."""
-    groups: dict[Any, list[Record]] = {}
-    for row in rows:
-        groups.setdefault(row[by] if isinstance(by, str) else by(row), []).append(row)
-    return groups
-
-
-def mean_of(rows: Sequence[Record], name: str, mean: Any = fmean) -> float | None:
-    """The mean of a number over the rows that have it; None where none has."""
-    known = [row[name] for row in rows if row[name] is not None]
-    return float(mean(known)) if known else None

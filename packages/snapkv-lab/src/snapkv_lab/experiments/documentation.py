@@ -21,9 +21,10 @@ from snapkv.plan import Plan, Request, footprint_of, shapes
 from snapkv.validation import format_bytes
 from snapkv_lab import drawing
 from snapkv_lab.experiments.experiment import Experiment
-from snapkv_lab.experiments.records import RESULTS, ROOT, Row, of
+from snapkv_lab.experiments.records import RESULTS, ROOT
 from snapkv_lab.experiments.speed import SPEED
 from snapkv_lab.report.tables import markdown_table
+from snapkv_lab.rows import Row, of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from snapkv import H2O, FullCache, SnapKV, StreamingLLM
 from snapkv.policies import default_policy
-from snapkv_lab.drawing import encoded
+from snapkv_lab import drawing
 from snapkv_lab.evaluate.asking import Method
 from snapkv_lab.evaluate.intervals import METHOD
 from snapkv_lab.evaluate.runner import Results, Run
@@ -23,13 +23,13 @@ from snapkv_lab.evaluate.store import key
 from snapkv_lab.evaluate.summary import summarise
 from snapkv_lab.evaluate.task import Task
 from snapkv_lab.evaluate.tasks import Lines, Needle
-from snapkv_lab.experiments.experiment import Experiment, Given, described
-from snapkv_lab.experiments.records import RESULTS, Row, of, read_rows, write_rows
+from snapkv_lab.experiments.experiment import Experiment, RunContext, described
+from snapkv_lab.experiments.records import RESULTS
 from snapkv_lab.report.figures import draw
 from snapkv_lab.report.page import method_table
 from snapkv_lab.report.tables import markdown_table
+from snapkv_lab.rows import Row, of, read_rows, write_rows
 from snapkv_lab.study import HitRate, Instructions, Overlap, Position, Sensitivity, Study
-from snapkv_lab.study.figures import save
 
 FOLDER = RESULTS / "evaluation"
 
@@ -88,7 +88,7 @@ COMPARISONS = {
 }
 
 
-def _compare(name: str, given: Given) -> Iterator[Row]:
+def _compare(name: str, given: RunContext) -> Iterator[Row]:
     folder = FOLDER if given.stored else Path(tempfile.mkdtemp())
     own = COMPARISONS[name]
     run = Run(loaded=given.loaded, template="none", task=own.task(), methods=own.methods)
@@ -135,7 +135,7 @@ def _evaluation_tables(found: dict[str, Results]) -> Iterator[str]:
 def _evaluation_drawn(found: dict[str, Results]) -> None:
     for name, results in found.items():
         write_rows(FOLDER / name / "summary.jsonl", results.rows)
-        Path(FOLDER / f"{name}.png").write_bytes(encoded(draw(results)["scores"], ".png"))
+        Path(FOLDER / f"{name}.png").write_bytes(drawing.encoded(draw(results)["scores"], ".png"))
 
 
 EVALUATION = Experiment(
@@ -163,7 +163,7 @@ STUDIES: dict[str, Study] = {
 }
 
 
-def _study(name: str, given: Given) -> Iterator[Row]:
+def _study(name: str, given: RunContext) -> Iterator[Row]:
     """A line that says how it was run, on what, then its rows."""
     findings = STUDIES[name].into(given.loaded, Path("snapkv-results") / "studies" / name, _say)
     yield described(given) | {"run": findings.run}
@@ -190,7 +190,7 @@ def _studies_tables(rows: list[Row]) -> Iterator[str]:
 def _studies_drawn(rows: list[Row]) -> None:
     FIGURES.mkdir(exist_ok=True)
     for name, study, own in _findings(rows):
-        save(study.figure(own), str(FIGURES / f"{name}.svg"))
+        drawing.save(study.figure(own), FIGURES / f"{name}.svg", drawing.PLAIN, dpi=100)
 
 
 OBSERVATIONS = Experiment(

@@ -22,27 +22,20 @@ import torch
 
 from snapkv.app.models import LoadedModel, load
 from snapkv_lab.evaluate.haystack import load_haystack
-from snapkv_lab.experiments.pages import PAGES, Table, filled
+from snapkv_lab.experiments.pages import PAGES, Listing, filled
 from snapkv_lab.experiments.prompts import Document, make_documents
-from snapkv_lab.experiments.records import (
-    RESULTS,
-    Row,
-    append_rows,
-    describe_environment,
-    environment_line,
-    read_rows,
-    write_rows,
-)
+from snapkv_lab.experiments.records import RESULTS, describe_environment, environment_line
+from snapkv_lab.rows import Row, Rows, of, read_rows, write_rows
 
 
-class Sized(NamedTuple):
+class Size(NamedTuple):
     """A parameter of two sizes: as it is stored, and for a look."""
 
     full: Any
     small: Any
 
 
-class Given(SimpleNamespace):
+class RunContext(SimpleNamespace):
     """What a run asks for: the experiment's parameters are attributes, beside these.
 
     Attributes:
@@ -71,14 +64,14 @@ class Given(SimpleNamespace):
     @property
     def stored(self) -> bool:
         """Whether the rows are for `docs/results`, not for a look."""
-        return not self.small and self.model == Given.model
+        return not self.small and self.model == RunContext.model
 
     def prompt(self, tokens: int) -> list[int]:
         """Token ids of that length."""
         return self.documents(tokens)[0].prompt_ids
 
 
-def described(given: Given) -> Row:
+def described(given: RunContext) -> Row:
     """What rows say of model and machine, where they do not say it themselves."""
     return {"model": given.loaded.description(), "environment": describe_environment()}
 
@@ -96,8 +89,6 @@ class Experiment:
         cases: of a part, what is measured one by one, each with a unique `name`, which its rows
             have as "text": they are added to the file after every case, and a later run goes on
             behind them. `measure` then takes a case beside what is given.
-        lacks: says of a case's rows whether some are missing, as of a method that is new; `measure`
-            then yields those. None: a case with rows is done.
         part_key: a row's key with its part.
         options: parameters with their defaults; numbers, texts and tuples of them are options of
             the command. Where some have two sizes there is a small form, which is printed and not
@@ -116,16 +107,15 @@ class Experiment:
     name: str
     title: str
     measure: Callable[..., Iterable[Row]] | Mapping[str, Callable[..., Iterable[Row]]] | None = None
-    cases: Callable[[Given, str], Iterable[Any]] | None = None
-    lacks: Callable[[Sequence[Row]], bool] | None = None
+    cases: Callable[[RunContext, str], Iterable[Any]] | None = None
     part_key: str = "part"
     options: Mapping[str, Any] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
-    described: Callable[[Given], Row] = described
-    before: Callable[["Experiment", Given], object] | None = None
+    described: Callable[[RunContext], Row] = described
+    before: Callable[["Experiment", RunContext], object] | None = None
     takes: str = "minutes"
     threads: int | None = None
-    tables: Sequence[Table] | Callable[[Any], Iterable[str]] | None = None
+    tables: Sequence[Listing] | Callable[[Any], Iterable[str]] | None = None
     measured: Callable[[Any], str] = environment_line
     read: Callable[[], Any] | None = None
     drawn: Callable[[Any], object] | None = None
@@ -155,68 +145,66 @@ class Experiment:
             parts = itertools.chain.from_iterable(each.parts(rows) for each in self.tables or ())
         return "\n\n".join([f"# {self.title}", made, *parts]) + "\n"
 
-    def given(self, **parameters: Any) -> Given:
+    def given(self, **parameters: Any) -> RunContext:
         """What a run asks for, where it says nothing else."""
         small = parameters.get("small", False)
         own = {
-            name: each[small] if isinstance(each, Sized) else each
+            name: each[small] if isinstance(each, Size) else each
             for name, each in self.options.items()
         }
-        return Given(**{"parts": self.parts, "started": time.monotonic(), **own, **parameters})
+        return RunContext(**{"parts": self.parts, "started": time.monotonic(), **own, **parameters})
 
-    def measured_rows(self, given: Given) -> Iterator[Row]:
-        """The rows of what is asked for, each shown as it comes."""
-        assert self.measure is not None
+    def complete(self, given: RunContext) -> Iterator[Row]:
+        """The rows of what is asked for, each shown as it comes, with what it was measured on."""
         for part in given.parts or ("",):
-            measure = self.measure[part] if isinstance(self.measure, Mapping) else self.measure
-            named = {self.part_key: part} if part else {}
-            if self.cases is not None:
-                rows = self._rows_of_cases(given, part, measure)
-            else:
-                rows = (named | row | self.fields for row in measure(given))
-            for row in rows:
-                print(row, file=sys.stderr)
-                yield row
+            yield from self._measured(given, part)
 
-    def complete(self, given: Given) -> Iterator[Row]:
-        """The rows with what they were measured on."""
+    def _measured(self, given: RunContext, part: str) -> Iterator[Row]:
+        measure = self.measure[part] if isinstance(self.measure, Mapping) else self.measure
+        assert measure is not None
+        named: Row = {self.part_key: part} if part else {}
         about: Row = {}
-        for row in self.measured_rows(given):
-            about = about or self.described(given)
-            yield about | row if self.cases is None else row
+        if self.cases is not None:
+            rows = self._rows_of_cases(given, part, measure)
+        else:
+            rows = (named | row | self.fields for row in measure(given))
+        for row in rows:
+            print(row, file=sys.stderr)
+            if self.cases is None:
+                about = about or self.described(given)
+            yield about | row
 
     def _rows_of_cases(
-        self, given: Given, part: str, measure: Callable[..., Iterable[Row]]
+        self, given: RunContext, part: str, measure: Callable[..., Iterable[Row]]
     ) -> Iterator[Row]:
         """The rows of every case that has none yet, stored as they come."""
         named = {self.part_key: part} if part else {}
         run = ({"run": part} if part else {}) | self.described(given)
         if given.stored and run not in self.known():
-            append_rows(self.rows, [run])
+            self._append(run)
         for case in self.remaining(given, part):
             rows = [named | row for row in measure(given, case)]
             if given.stored:
-                append_rows(self.rows, rows)
+                self._append(*rows)
             yield from rows
 
-    def remaining(self, given: Given, part: str) -> Iterator[Any]:
+    def _append(self, *rows: Row) -> None:
+        with Rows(self.rows) as file:
+            file.read()  # without a line that was cut off
+            file.add(*rows)
+
+    def remaining(self, given: RunContext, part: str) -> Iterator[Any]:
         """The cases of a part that lack rows; each is looked up when its turn comes."""
         assert self.cases is not None
         for case in self.cases(given, part):
-            rows = self.rows_of(given, case, part)  # of another process meanwhile, too
-            if not rows or (self.lacks is not None and self.lacks(rows)):
+            named = ({self.part_key: part} if part else {}) | {"text": case.name}
+            if not (given.stored and of(self.known(), **named)):  # of another process, too
                 yield case
 
-    def rows_of(self, given: Given, case: Any, part: str = "") -> list[Row]:
-        """What is stored of a case, where this is."""
-        named = ({self.part_key: part} if part else {}) | {"text": case.name}
-        return [row for row in self.known() if given.stored and named.items() <= row.items()]
-
-    def store(self, given: Given) -> None:
+    def store(self, given: RunContext) -> None:
         """Measure, and put rows into the file, a part as soon as it is whole."""
         for part in given.parts or ("",):
-            asked = Given(**{**vars(given), "parts": (part,) if part else ()})
-            rows = list(self.complete(asked))
+            rows = list(self._measured(given, part))
             if self.cases is None and self.read is None:  # else they are stored as they come
                 others = [row for row in self.known() if self._part(row) != part]
                 write_rows(self.rows, sorted([*others, *rows], key=self._place))
@@ -262,7 +250,7 @@ class Experiment:
             parser.add_argument("--model", help="another than demo's: print, store nothing")
         if self.tables is not None:
             parser.add_argument("--render", action="store_true", help="only make the page")
-        if any(isinstance(each, Sized) for each in self.options.values()):
+        if any(isinstance(each, Size) for each in self.options.values()):
             parser.add_argument("--small", action="store_true", help="measure little, only print")
         if self.parts:
             parser.add_argument(

@@ -7,12 +7,8 @@
 Weights are random, in published shapes, so nothing is downloaded. Rows of a cell are stored as soon
 as it is measured. A later call goes on behind them: where one was cut off, where the time was over,
 or where the device was lost. A cell that failed has a row that says how, and is not tried again.
-
-With `--kvpress-python`, kvpress's SnapKV is measured beside the paper's cell and reading, in an
-environment of its own.
 """
 
-import contextlib
 import sys
 import time
 import traceback
@@ -28,24 +24,24 @@ from snapkv import AdaKV, CompressedCache, SnapKV, ops
 from snapkv.policies import Policy
 from snapkv.storage.bits import KVCodes
 from snapkv.validation import first_line
-from snapkv_lab.evaluate.summary import grouped
-from snapkv_lab.experiments.experiment import Experiment, Given, Sized
-from snapkv_lab.experiments.kvpress import Kvpress
+from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.measuring import Turns
 from snapkv_lab.experiments.medusa import figure_9
-from snapkv_lab.experiments.pages import Pivot, Table
-from snapkv_lab.experiments.records import Row, describe_environment
+from snapkv_lab.experiments.pages import Listing
+from snapkv_lab.experiments.records import describe_environment
 from snapkv_lab.experiments.speed import appended, overhead
 from snapkv_lab.measure.contenders import Contender, compressed, full
 from snapkv_lab.measure.decode import DecodeBench, copy_bandwidth
 from snapkv_lab.measure.prefill import PrefillBench
 from snapkv_lab.measure.random_models import random_model
 from snapkv_lab.measure.timing import spent_on
+from snapkv_lab.report.tables import Pivot
+from snapkv_lab.rows import Row, grouped
 
 K = 1024
 
 
-def _device(given: Given) -> torch.device:
+def _device(given: RunContext) -> torch.device:
     if given.small:
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -53,16 +49,16 @@ def _device(given: Given) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _device_name(given: Given) -> str:
+def _device_name(given: RunContext) -> str:
     """By which rows are told apart, so that a file can hold those of several."""
     return str(describe_environment(_device(given))["processor"])
 
 
-def _dtype(given: Given) -> torch.dtype:
+def _dtype(given: RunContext) -> torch.dtype:
     return torch.float32 if given.small else torch.bfloat16
 
 
-def _model(given: Given, shape: str) -> Any:
+def _model(given: RunContext, shape: str) -> Any:
     """One at a time: a second would not fit everywhere."""
     if given.model_held is None or given.model_held[0] != shape:
         given.model_held = None
@@ -87,18 +83,7 @@ def _policies(budget: int) -> dict[str, Contender]:
     return dict(zip(names, made, strict=True))
 
 
-@contextlib.contextmanager
-def _beside(model: Any, budget: int, given: Given) -> Iterator[list[Kvpress]]:
-    """kvpress's SnapKV in its own process, where its environment is given."""
-    if not given.kvpress_python:
-        yield []
-        return
-    label = f"kvpress snapkv@{budget}"
-    with Kvpress(label, given.kvpress_python, model, SnapKV(budget)) as theirs:
-        yield [theirs]
-
-
-def _states(given: Given, tokens: int) -> tuple[Tensor, Tensor, float]:
+def _states(given: RunContext, tokens: int) -> tuple[Tensor, Tensor, float]:
     """Random queries of a window, keys of a layer, and what scales their scores."""
     text = _model(given, given.shape).config
     head_dim = text.hidden_size // text.num_attention_heads
@@ -109,7 +94,7 @@ def _states(given: Given, tokens: int) -> tuple[Tensor, Tensor, float]:
     return queries, keys, head_dim**-0.5
 
 
-def _operations(given: Given) -> dict[str, Callable[[str], Tensor]]:
+def _operations(given: RunContext) -> dict[str, Callable[[str], Tensor]]:
     """What has a kernel, as a function of the implementation."""
     queries, keys, scaling = _states(given, given.kernel_tokens)
     scores = ops.ScoreOptions(scaling=scaling)
@@ -141,7 +126,7 @@ def _operations(given: Given) -> dict[str, Callable[[str], Tensor]]:
     }
 
 
-def _kernel(given: Given, operation: str) -> Iterator[Row]:
+def _kernel(given: RunContext, operation: str) -> Iterator[Row]:
     """What "auto" runs here beside the reference: the largest difference, and the time."""
     run = _operations(given)[operation]
     expected, got = run("reference").float(), run("auto").float()
@@ -159,7 +144,7 @@ def _kernel(given: Given, operation: str) -> Iterator[Row]:
     }
 
 
-def _same_as_on_a_cpu(given: Given, name: str) -> Iterator[Row]:
+def _same_as_on_a_cpu(given: RunContext, name: str) -> Iterator[Row]:
     """A small model in float32: how many of the kept tokens are those of a CPU, and the logits."""
     policy = AdaKV(SnapKV(given.budget)) if name == "adakv" else SnapKV(given.budget)
     bits = name if name.startswith("int") else None
@@ -197,7 +182,7 @@ def _share(here: Tensor, there: Tensor) -> float:
 
 
 def _decode(
-    given: Given, length: int, batch: int, baseline: str, ours: Sequence[str]
+    given: RunContext, length: int, batch: int, baseline: str, ours: Sequence[str]
 ) -> Iterator[Row]:
     """Time per token against one of transformers' caches."""
     policies = _policies(given.budget)
@@ -212,21 +197,19 @@ def _decode(
     ).rows()
 
 
-def _paper_cell(given: Given, storage: str) -> Iterator[Row]:
+def _paper_cell(given: RunContext, storage: str) -> Iterator[Row]:
     """The paper's cell: a 7B multi-head shape, 16k, batch 2, capacity 2048 (Fig. 7)."""
-    model, budget = _model(given, given.paper_shape), given.paper_budget
-    with _beside(model, budget, given) as theirs:
-        yield from DecodeBench(
-            model=model,
-            contenders=[full("transformers"), *theirs, _policies(budget)[storage]],
-            lengths=[given.paper_length],
-            batches=[2],
-            tokens=given.tokens,
-            rounds=given.rounds,
-        ).rows()
+    yield from DecodeBench(
+        model=_model(given, given.paper_shape),
+        contenders=[full("transformers"), _policies(given.paper_budget)[storage]],
+        lengths=[given.paper_length],
+        batches=[2],
+        tokens=given.tokens,
+        rounds=given.rounds,
+    ).rows()
 
 
-def _votes(given: Given, impl: str, reads: int) -> Iterator[Row]:
+def _votes(given: RunContext, impl: str, reads: int) -> Iterator[Row]:
     """The vote over all keys of a layer: time, and share of the copy bandwidth.
 
     "of_ceiling" counts the keys once, "of_bandwidth" as often as they are read.
@@ -245,29 +228,27 @@ def _votes(given: Given, impl: str, reads: int) -> Iterator[Row]:
     }
 
 
-def _prefill(given: Given) -> Iterator[Row]:
+def _prefill(given: RunContext) -> Iterator[Row]:
     """What compression adds to reading a prompt, in time and at the peak of memory."""
-    device, model = _device(given), _model(given, given.shape)
-    with _beside(model, given.budget, given) as theirs:
-        bench = PrefillBench(
-            model=model,
-            contenders=[full("transformers"), *theirs, _policies(given.budget)["snapkv"]],
-            lengths=[given.prefill_length],
-            rounds=given.rounds,
-        )
-        yield from bench.times()
-        if device.type == "cuda":
-            yield from bench.peaks()
+    bench = PrefillBench(
+        model=_model(given, given.shape),
+        contenders=[full("transformers"), _policies(given.budget)["snapkv"]],
+        lengths=[given.prefill_length],
+        rounds=given.rounds,
+    )
+    yield from bench.times()
+    if _device(given).type == "cuda":
+        yield from bench.peaks()
 
 
-def _overhead(given: Given) -> Iterator[Row]:
+def _overhead(given: RunContext) -> Iterator[Row]:
     model = _model(given, given.shape)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (1, given.prefill_length), generator=generator)
     yield overhead(model, ids.to(_device(given)), SnapKV(given.budget), given.rounds)
 
 
-def _appending(given: Given, batch: int, stored: int) -> Iterator[Row]:
+def _appending(given: RunContext, batch: int, stored: int) -> Iterator[Row]:
     yield from appended(
         _model(given, given.shape),
         cells=[(batch, stored)],
@@ -276,7 +257,7 @@ def _appending(given: Given, batch: int, stored: int) -> Iterator[Row]:
     )
 
 
-def _medusa(given: Given, length: int) -> Iterator[Row]:
+def _medusa(given: RunContext, length: int) -> Iterator[Row]:
     """Figure 9 on the paper's shape: steps with and without heads, on full and small caches."""
     yield from figure_9(
         _model(given, given.paper_shape),
@@ -287,7 +268,7 @@ def _medusa(given: Given, length: int) -> Iterator[Row]:
     )
 
 
-def _long_prefill(given: Given, length: int) -> Iterator[Row]:
+def _long_prefill(given: RunContext, length: int) -> Iterator[Row]:
     """A prompt far beyond one pass, layer by layer.
 
     All weights are there; the model is cut to as many layers as the time for one of them allows
@@ -302,7 +283,7 @@ def _long_prefill(given: Given, length: int) -> Iterator[Row]:
         yield row | {"reading_seconds": round(seconds, 1), "layers": layers, "of_layers": every}
 
 
-def _of_layers(given: Given, model: Any, length: int, layers: int) -> tuple[list[Row], float]:
+def _of_layers(given: RunContext, model: Any, length: int, layers: int) -> tuple[list[Row], float]:
     """The peaks of a compressed cache read layer by layer, and the seconds that took."""
     decoder, every = model.get_decoder(), model.config.num_hidden_layers
     whole, model.config.num_hidden_layers = decoder.layers, layers
@@ -333,10 +314,10 @@ class Cell:
 
     name: str
     seconds: float
-    rows: Callable[[Given], Iterator[Row]]
+    rows: Callable[[RunContext], Iterator[Row]]
 
 
-def _cells(given: Given, part: str) -> Iterator[Cell]:
+def _cells(given: RunContext, part: str) -> Iterator[Cell]:
     device = _device_name(given)
     for name, seconds, rows, *arguments in DECLARED[part](given):
         yield Cell(f"{name}, {device}", seconds, lambda g, r=rows, a=arguments: r(g, *a))
@@ -350,7 +331,7 @@ STEPS = {
 """How steps run, by part: seconds, what they are compared with, and what is measured."""
 
 
-def _decode_cells(part: str, given: Given) -> Iterator[tuple[Any, ...]]:
+def _decode_cells(part: str, given: RunContext) -> Iterator[tuple[Any, ...]]:
     """The length of batches comes first: one row and many, so that a short call has both."""
     seconds, baseline, ours = STEPS[part]
     length = given.batch_length
@@ -361,7 +342,7 @@ def _decode_cells(part: str, given: Given) -> Iterator[tuple[Any, ...]]:
         yield f"{batch} x {length}", seconds, _decode, length, batch, baseline, ours
 
 
-DECLARED: dict[str, Callable[[Given], Iterator[tuple[Any, ...]]]] = {
+DECLARED: dict[str, Callable[[RunContext], Iterator[tuple[Any, ...]]]] = {
     "kernels": lambda given: ((name, 10, _kernel, name) for name in OPERATIONS),
     "like a CPU": lambda given: (
         (name, 10, _same_as_on_a_cpu, name) for name in ("snapkv", "adakv", "int4")
@@ -391,7 +372,7 @@ DECLARED: dict[str, Callable[[Given], Iterator[tuple[Any, ...]]]] = {
 OPERATIONS = ("window_votes", "fade_votes", "ragged_attention", "coded_attention")
 
 
-def _measured(given: Given, cell: Cell) -> Iterator[Row]:
+def _measured(given: RunContext, cell: Cell) -> Iterator[Row]:
     """The rows of a cell, or one that says how it failed; none where it is left to a later call."""
     left = 60 * given.minutes - (time.monotonic() - given.started)
     if left < cell.seconds and not given.over:
@@ -424,7 +405,7 @@ def _lost() -> str:
     return ""
 
 
-def _announce(own: Experiment, given: Given) -> None:
+def _announce(own: Experiment, given: RunContext) -> None:
     """Say what will run and how long that takes, about; end in one line where no GPU is."""
     lines, total = [f"{_device_name(given)}, about, in this order:"], 0.0
     for part in given.parts:
@@ -473,7 +454,7 @@ _PEAKS = {
 }
 
 TABLES = (
-    Table(
+    Listing(
         {
             "operation": "{operation}",
             "largest difference": "{of_largest:.1e}",
@@ -483,7 +464,7 @@ TABLES = (
         "Kernels beside the reference, {tokens:,} tokens, {dtype}; {device}",
         {"part": "kernels"},
     ),
-    Table(
+    Listing(
         {
             "cache": "{cache}",
             "kept alike": "{kept_alike:.1%}",
@@ -492,8 +473,8 @@ TABLES = (
         "A small model beside a CPU, {tokens:,} tokens; {device}",
         {"part": "like a CPU"},
     ),
-    Table(_DECODING, "The paper's cell; {device}", {"part": "paper cell"}),
-    Table(
+    Listing(_DECODING, "The paper's cell; {device}", {"part": "paper cell"}),
+    Listing(
         {
             "implementation": "{impl}",
             "ms": "{ms[p50]:.3f}",
@@ -504,14 +485,14 @@ TABLES = (
         {"part": "votes"},
     ),
     *(
-        Table(
+        Listing(
             _DECODING | {"of ceiling": "{of_ceiling:.1%}"}, f"{named}; {{device}}", {"part": part}
         )
         for part, named in zip(
             STEPS, ("Decoding by graphs", "Eager decoding", "Compiled decoding"), strict=True
         )
     ),
-    Table(
+    Listing(
         {
             "prompt tokens": "{length:,}",
             "cache": "{cache}",
@@ -521,8 +502,8 @@ TABLES = (
         "Reading; {device}",
         {"part": "prefill", "bench": "prefill"},
     ),
-    Table(_PEAKS, "Memory while reading; {device}", {"part": "prefill", "bench": "memory"}),
-    Table(
+    Listing(_PEAKS, "Memory while reading; {device}", {"part": "prefill", "bench": "memory"}),
+    Listing(
         {
             "prompt tokens": "{prompt_tokens:,}",
             "reading, ms": "{reading_ms[p50]:,.0f}",
@@ -532,7 +513,7 @@ TABLES = (
         "Vote, selection and gather; {device}",
         {"part": "prefill", "benchmark": "overhead"},
     ),
-    Table(
+    Listing(
         {
             "batch": "{batch}",
             "stored tokens": "{stored_tokens:,}",
@@ -543,19 +524,19 @@ TABLES = (
         "Appending in place; {device}",
         {"part": "appending"},
     ),
-    Table(
+    Listing(
         Pivot("way", "{contender}", "{length:,} tokens, ms", "{ms_per_token[p50]:.2f}"),
         "Medusa, {acceptance_length:.1f} tokens a step: {acceptance}; {device}",
         {"part": "medusa"},
         lambda rows: sorted(rows, key=lambda row: row["length"]),
     ),
-    Table(
+    Listing(
         _PEAKS | {"seconds": "{reading_seconds:.1f}", "layers": "{layers} of {of_layers}"},
         "Reading layer by layer; {device}",
         {"part": "long prefill"},
     ),
 )
-_FAILED = Table(
+_FAILED = Listing(
     {
         "part": "{part}",
         "cell": "{text}",
@@ -576,27 +557,26 @@ GPU = Experiment(
     described=lambda given: {"environment": describe_environment(_device(given))},
     options={
         "minutes": 40.0,
-        "kvpress_python": "",
-        "shape": Sized("llama-3.1-8b", "smollm2-135m"),
-        "paper_shape": Sized("lwm-7b", "smollm2-135m"),
-        "layers": Sized(0, 2),
-        "budget": Sized(1024, 96),
-        "paper_budget": Sized(2048, 128),
-        "kernel_tokens": Sized(32 * K, 300),
+        "shape": Size("llama-3.1-8b", "smollm2-135m"),
+        "paper_shape": Size("lwm-7b", "smollm2-135m"),
+        "layers": Size(0, 2),
+        "budget": Size(1024, 96),
+        "paper_budget": Size(2048, 128),
+        "kernel_tokens": Size(32 * K, 300),
         "may_differ": 0.02,
-        "same_tokens": Sized(4 * K, 300),
-        "lengths": Sized((1 * K, 16 * K, 128 * K), (256, 512)),
-        "batches": Sized((16, 64, 192), (2,)),
-        "batch_length": Sized(16 * K, 256),
-        "cells": Sized(((1, K), (8, K), (32, K)), ((1, 64), (2, 128))),
-        "paper_length": Sized(16 * K, 256),
-        "draft_lengths": Sized((4 * K, 10 * K), (96,)),
-        "prefill_length": Sized(32 * K, 256),
-        "long_lengths": Sized((512 * K, 1024 * K), (512,)),
-        "chunk_tokens": Sized(16 * K, 128),
-        "long_seconds": Sized(150.0, 60.0),
-        "tokens": Sized(32, 2),
-        "rounds": Sized(5, 2),
+        "same_tokens": Size(4 * K, 300),
+        "lengths": Size((1 * K, 16 * K, 128 * K), (256, 512)),
+        "batches": Size((16, 64, 192), (2,)),
+        "batch_length": Size(16 * K, 256),
+        "cells": Size(((1, K), (8, K), (32, K)), ((1, 64), (2, 128))),
+        "paper_length": Size(16 * K, 256),
+        "draft_lengths": Size((4 * K, 10 * K), (96,)),
+        "prefill_length": Size(32 * K, 256),
+        "long_lengths": Size((512 * K, 1024 * K), (512,)),
+        "chunk_tokens": Size(16 * K, 128),
+        "long_seconds": Size(150.0, 60.0),
+        "tokens": Size(32, 2),
+        "rounds": Size(5, 2),
         "model_held": None,  # by its shape
         "over": None,  # why nothing more is measured
     },

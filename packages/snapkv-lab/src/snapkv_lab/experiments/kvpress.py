@@ -6,10 +6,10 @@ work.
 """
 
 import contextlib
-import math
+import json
 import signal
+import subprocess
 import tempfile
-import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -21,30 +21,29 @@ from transformers import PreTrainedModel
 
 from snapkv import FullCache, SnapKV
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError
-from snapkv_lab.experiments.experiment import Experiment, Given, Sized
-from snapkv_lab.experiments.measuring import Peer, Turns
-from snapkv_lab.experiments.pages import Table
+from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
+from snapkv_lab.experiments.measuring import Turns
+from snapkv_lab.experiments.pages import Listing
 from snapkv_lab.experiments.prompts import SEED, decoder, read_prompt
-from snapkv_lab.experiments.records import ROOT, Row, environment_line
-from snapkv_lab.measure.contenders import Pieces, compressed, full
-from snapkv_lab.measure.held_bytes import peak_growth_bytes
+from snapkv_lab.experiments.records import ROOT, environment_line
+from snapkv_lab.measure.contenders import compressed, full
+from snapkv_lab.rows import Row
 
 PYTHON = ROOT / ".venv-kvpress" / "bin" / "python"
 _WORKER = Path(__file__).with_name("kvpress_worker.py")
 
 
 class Kvpress:
-    """A cache that kvpress's `SnapKVPress` compresses, or the full cache of its transformers.
+    """A process with the same model and a cache that kvpress compresses, or its full cache.
 
-    A `Contender` of the benches, whose process starts with the first thing that is asked of it.
-    kvpress pools with averages and combines query heads with their mean, whatever the policy says.
+    It starts with the first thing that is asked of it. Called, it generates greedily behind the
+    last prompt: ms per token. kvpress pools with averages and combines query heads with their mean,
+    whatever the policy says.
 
     Args:
-        label: its name.
         python: the interpreter of an environment with kvpress.
-        model: the model whose configuration is measured.
-        policy: budget (or ratio), window and kernel; None keeps every token.
-        weights: measure the model's own weights; else random ones, which take as long.
+        model: the model that it loads, too.
+        policy: budget, window and kernel of `SnapKVPress`; None keeps every token.
         tokenizer: for presses that want one.
 
     Raises:
@@ -52,32 +51,27 @@ class Kvpress:
         OutOfMemoryError: later, what does not fit, beginning with the weights a second time.
 
     Attributes:
-        policy: None: nothing of ours is at work.
         versions: of kvpress and what it runs on, once it has started.
         last: what it said last.
     """
 
-    policy = None
-
     def __init__(
         self,
-        label: str,
         python: str | Path,
         model: PreTrainedModel,
-        policy: SnapKV | None,
-        *,
-        weights: bool = False,
+        policy: SnapKV | None = None,
         tokenizer: Any = None,
     ) -> None:
         if not Path(python).is_file():
             raise InvalidArgumentError(
-                "kvpress_python: expected the interpreter of an environment with kvpress, got "
+                "python: expected the interpreter of an environment with kvpress, got "
                 f"{str(python)!r}; make one: python -m venv there; there/bin/pip install kvpress; "
                 "and pass there/bin/python"
             )
-        self.label, self._python, self._policy = label, str(python), policy
-        self._model, self._weights, self._tokenizer = model, weights, tokenizer
-        self._peer: Peer | None = None
+        self._python, self._policy = str(python), policy
+        self._model, self._tokenizer = model, tokenizer
+        self._process: Any = None
+        self._waits = False  # for an answer that has not come, or is not wanted any more
         self.versions: Row = {}
         self.last: Row = {}
 
@@ -85,121 +79,72 @@ class Kvpress:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._peer is not None:
-            self._peer.end()
+        if self._process is not None:
+            self._end()
             self._said.close()
             self._folder.cleanup()
-        self._peer = None
+        self._process = None
 
     def read(self, ids: Tensor) -> float:
         """Read a prompt, (B, N) int64, into a new cache; ms to the logits behind it."""
-        kept = self._kept_tokens(ids.shape[1])
+        kept = ids.shape[1] if self._policy is None else self._policy.budget
         return float(self.ask(do="read", ids=ids.tolist(), kept_tokens=kept)["ms"])
 
-    def reader(self, model: PreTrainedModel, ids: Tensor, pieces: Pieces) -> "_Holding":
-        """Reads a prompt as `read` does: with its own model, all at once."""
-        del model, pieces
-        return _Holding(self, ids)
-
-    def peak(self, model: PreTrainedModel, ids: Tensor, pieces: Pieces) -> Row:
-        """Read a prompt: "peak_growth_bytes" held at once, "held_bytes" after it."""
-        del model, pieces
-        self.forget()
-        process = self._started().process.pid
-        peak = peak_growth_bytes(lambda: self.read(ids), self._model.device, process=process)
-        read = {"peak_growth_bytes": peak} | self.last  # on CUDA it says its own
-        self.forget()
-        return {name: read[name] for name in ("peak_growth_bytes", "held_bytes")}
-
-    def behind(self, model: PreTrainedModel, batch: int, length: int) -> "_Holding":
-        """A cache as a prompt of that many tokens leaves it, from random states."""
-        del model
-        self.forget()
-        kept = self._kept_tokens(length)
-        self.ask(do="fill", batch=batch, length=length, kept_tokens=kept)
-        return _Holding(self)
-
     def __call__(self, tokens: int = 1) -> float:
-        """Generate greedily behind the last prompt; ms per token."""
         return float(self.ask(do="decode", tokens=tokens)["ms"]) / tokens
 
-    def forget(self) -> None:
-        """Hold no cache, so that others find its memory."""
-        if self._peer is not None and not self._peer.waits:
-            self.ask(do="forget")
-        if self._model.device.type == "cuda":
-            torch.cuda.empty_cache()  # and the other way round
+    def ask(self, **question: Any) -> Row:
+        """What a method of its worker says: its name under "do", beside its arguments."""
+        process, self._waits = self._started(), True
+        with contextlib.suppress(BrokenPipeError):  # no answer will come either
+            process.stdin.write(json.dumps(question) + "\n")
+            process.stdin.flush()
+        line = process.stdout.readline()
+        self._waits = False
+        answer: Row = json.loads(line) if line else self._last_words()
+        if "out_of_memory" in answer:
+            raise OutOfMemoryError(f"kvpress: {answer['out_of_memory']}")
+        if "error" in answer:
+            raise InvalidArgumentError(
+                f"kvpress: expected it to take what is measured, got {answer['error']}; leave it "
+                "out"
+            )
+        self.last = answer
+        return answer
 
-    def _kept_tokens(self, length: int) -> int:
-        policy = self._policy
-        if policy is None:
-            return length
-        if policy.keep_ratio is None:
-            assert policy.budget is not None
-            return policy.budget
-        return policy.window_size + math.floor(policy.keep_ratio * (length - policy.window_size))
-
-    def _started(self) -> Peer:
-        if self._peer is None:
+    def _started(self) -> Any:
+        if self._process is None:
             # What libraries print, and why it ended.
             self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 # closed at the end
             command = [self._python, "-I", str(_WORKER)]  # nothing of this environment on its path
-            self._peer = Peer(command, stderr=self._said)
+            pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            self._process = subprocess.Popen(command, stderr=self._said, **pipes)
             self._folder = tempfile.TemporaryDirectory()  # some presses look into it later
             try:
-                for own in (self._model if self._weights else self._model.config, self._tokenizer):
+                for own in (self._model, self._tokenizer):
                     if own is not None:
                         own.save_pretrained(self._folder.name)
                 self.versions = self.ask(**_settings(self._model, self._folder.name, self._policy))
             except BaseException:
                 self.__exit__()
                 raise
-        return self._peer
+        return self._process
 
-    def ask(self, **question: Any) -> Row:
-        """What a method of its worker says: its name under "do", beside its arguments."""
-        peer = self._started()
-        answer = peer.ask(question)
-        if answer is None:  # the next question starts another
-            answer = self._last_words(peer.end())
-            self.__exit__()
-        if "out_of_memory" in answer:
-            raise OutOfMemoryError(f"kvpress: {answer['out_of_memory']}")
-        if "error" in answer:
-            raise InvalidArgumentError(
-                f"kvpress: expected it to measure {self.label!r}, got {answer['error']}; leave it "
-                "out of the baselines"
-            )
-        if answer:
-            self.last = answer
-        return answer
+    def _end(self) -> int:
+        """Let it end, or make it, where nobody wants its answer any more; its status."""
+        if self._waits:
+            self._process.terminate()
+        self._process.communicate()
+        return int(self._process.returncode)
 
-    def _last_words(self, status: int) -> Row:
-        """What the end of its process comes to."""
+    def _last_words(self) -> Row:
+        """What the end of its process comes to; the next question starts another."""
+        status = self._end()
         self._said.seek(0)
         lines = self._said.read().strip().splitlines() or ["nothing"]
+        self.__exit__()
         why = f"status {status} from {self._python!r}, which said {lines[-1]}"
         return {"out_of_memory" if status == -signal.SIGKILL else "error": why}
-
-
-class _Holding:
-    """A reader of a prompt or, without one, a decoder.
-
-    What the process holds is forgotten there when this object is forgotten here.
-    """
-
-    def __init__(self, theirs: Kvpress, ids: Tensor | None = None) -> None:
-        self._theirs, self._ids = theirs, ids
-        weakref.finalize(self, theirs.forget).atexit = False
-
-    @property
-    def held_bytes(self) -> int:
-        return int(self._theirs.last["held_bytes"])
-
-    read_bytes = held_bytes
-
-    def __call__(self, tokens: int = 1) -> float:
-        return self._theirs(tokens) if self._ids is None else self._theirs.read(self._ids)
 
 
 def _settings(model: PreTrainedModel, folder: str, policy: SnapKV | None) -> Row:
@@ -232,12 +177,12 @@ def _at_once(model: Any) -> contextlib.AbstractContextManager[None]:
 
 
 @torch.inference_mode()
-def _measure(given: Given) -> Iterator[Row]:
+def _measure(given: RunContext) -> Iterator[Row]:
     model, python = given.loaded.model, given.python
     policy = SnapKV(given.budget, window_size=32, kernel_size=7, pooling="avg")  # as kvpress pools
     with (
-        Kvpress("kvpress", python, model, policy, weights=True) as theirs,
-        Kvpress("kvpress full", python, model, None, weights=True) as theirs_full,
+        Kvpress(python, model, policy) as theirs,
+        Kvpress(python, model) as theirs_full,
     ):
         for length in given.lengths:
             ids = given.prompt(length)
@@ -290,15 +235,15 @@ KVPRESS = Experiment(
     measure=_measure,
     options={
         "python": str(PYTHON),
-        "budget": Sized(512, 64),
-        "lengths": Sized((1024, 4096), (200,)),
-        "prefill_rounds": Sized(8, 2),
-        "decode_rounds": Sized(48, 3),
+        "budget": Size(512, 64),
+        "lengths": Size((1024, 4096), (200,)),
+        "prefill_rounds": Size(8, 2),
+        "decode_rounds": Size(48, 3),
     },
     fields={"seed": SEED},
     measured=_line,
     tables=[
-        Table(
+        Listing(
             {
                 "work": "{benchmark}",
                 "cache": lambda row: _NAMES[row["cache"]],

@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 # Whatever a library prints is no answer, from its import on.
@@ -25,7 +24,7 @@ import torch
 import transformers
 from kvpress import SnapKVPress
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, QuantizedCache
+from transformers import AutoModelForCausalLM, DynamicCache, QuantizedCache
 
 Answer = dict[str, Any]
 
@@ -33,8 +32,7 @@ Answer = dict[str, Any]
 class Worker:
     """A model and a cache, compressed by kvpress or full.
 
-    The model is a folder with its configuration; without weights in it they are random. The press
-    is its window_size and kernel_size; None for a full cache.
+    The model is a folder. The press is its window_size and kernel_size; None for a full cache.
     """
 
     def __init__(
@@ -50,15 +48,9 @@ class Worker:
         torch.set_num_threads(threads)
         self._device, self._press = torch.device(device), press
         options = {"dtype": dtype, "attn_implementation": attn_implementation}
-        with self._device:
-            if any(Path(model).glob("*.safetensors")):
-                self._model = AutoModelForCausalLM.from_pretrained(model, **options)
-            else:
-                config = AutoConfig.from_pretrained(model)
-                options["dtype"] = getattr(torch, dtype)
-                self._model = AutoModelForCausalLM.from_config(config, **options)
+        self._model = AutoModelForCausalLM.from_pretrained(model, **options)
         self._model.to(self._device).eval()
-        self._cache: Any = self._empty()
+        self.forget()
         self._seen = 0
         self._token = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
 
@@ -70,7 +62,7 @@ class Worker:
         }
 
     def read(self, ids: list[list[int]], kept_tokens: int) -> Answer:
-        self._cache = self._empty()
+        self.forget()
         prompt = torch.tensor(ids, device=self._device)
         press = self._pressing(prompt.shape[1], kept_tokens)
         hooks = contextlib.nullcontext() if press is None else press(self._model)
@@ -84,30 +76,6 @@ class Worker:
         spent = self._spent_on(work)
         self._seen = prompt.shape[1]
         return spent
-
-    def fill(self, batch: int, length: int, kept_tokens: int) -> Answer:
-        """A new cache as such a prompt leaves it, from random states, layer by layer."""
-        self._cache = self._empty()
-        press = self._pressing(length, kept_tokens)
-        decoder = getattr(self._model.model, "language_model", self._model.model)
-        text = self._model.config.get_text_config(decoder=True)
-        for index, layer in enumerate(decoder.layers):
-            shape = batch, text.num_key_value_heads, length, layer.self_attn.head_dim
-            keys, values = self._random(*shape), self._random(*shape)
-            if press is not None:
-                end = self._random(batch, press.window_size + 1, text.hidden_size)
-                positions = torch.arange(length - end.shape[1], length, device=self._device)[None]
-                rotation = {"position_embeddings": decoder.rotary_emb(end, positions)}
-                keys, values = press.compress(layer.self_attn, end, keys, values, None, rotation)
-            self._cache.update(keys, values, index)
-        self._seen, self._token = length, self._token.new_zeros(batch, 1)
-        return self._held()
-
-    def forget(self) -> Answer:
-        self._cache = self._empty()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-        return {}
 
     def decode(self, tokens: int) -> Answer:
         """Some greedy tokens behind the last prompt, in the loop of kvpress's pipeline."""
@@ -130,7 +98,7 @@ class Worker:
         self, ids: list[list[int]], press: str | None, ratio: float, bits: int | None
     ) -> Answer:
         """Read a prompt under a press with its defaults, `ratio` of it dropped; or in few bits."""
-        cache: Any = self._empty()
+        cache: Any = DynamicCache(config=self._model.config)
         if bits is not None:
             cache = QuantizedCache("quanto", self._model.config, nbits=bits)
         hooks = contextlib.nullcontext()
@@ -166,35 +134,22 @@ class Worker:
             return None
         return SnapKVPress(1 - (kept_tokens + 0.5) / length, **self._press)
 
-    def _empty(self) -> DynamicCache:
-        return DynamicCache(config=self._model.config)
-
-    def _random(self, *shape: int) -> Tensor:
-        return torch.randn(shape, device=self._device, dtype=self._model.dtype)
+    def forget(self) -> None:
+        """Hold nothing."""
+        self._cache: Any = DynamicCache(config=self._model.config)
 
     def _spent_on(self, work: Callable[[], Any]) -> Answer:
-        """Time, what is held after it, on CUDA also the most held beyond what was before."""
-        cuda = self._device.type == "cuda"
-        before = 0
-        if cuda:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
+        """Time, and how many tokens are kept after it."""
+        self._synchronize()
         started = time.perf_counter()
         work()
-        if cuda:
-            torch.cuda.synchronize()
-        spent: Answer = {"ms": 1000 * (time.perf_counter() - started)} | self._held()
-        if cuda:
-            spent["peak_growth_bytes"] = torch.cuda.max_memory_allocated() - before
-        return spent
+        self._synchronize()
+        ms = 1000 * (time.perf_counter() - started)
+        return {"ms": ms, "kept_tokens": self._cache.layers[0].keys.shape[-2]}
 
-    def _held(self) -> Answer:
-        layers = [layer for layer in self._cache.layers if layer.keys is not None]
-        return {
-            "held_bytes": sum(layer.keys.nbytes + layer.values.nbytes for layer in layers),
-            "kept_tokens": layers[0].keys.shape[-2],
-        }
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
 
 
 def _bytes(tensor: Any) -> int:

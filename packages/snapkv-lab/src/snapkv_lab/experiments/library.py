@@ -29,13 +29,12 @@ from snapkv.library import Part, blend
 from snapkv.policies import Policy
 from snapkv.policies.kvzip import INSTRUCTION
 from snapkv_lab.evaluate.corpora import load_corpus
-from snapkv_lab.evaluate.summary import grouped
-from snapkv_lab.experiments.experiment import Experiment, Given, Sized
+from snapkv_lab.evaluate.haystack import encode
+from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.library_size import rows_by_size
-from snapkv_lab.experiments.pages import Table
-from snapkv_lab.experiments.prompts import encode
-from snapkv_lab.experiments.records import Row, read_rows
+from snapkv_lab.experiments.pages import Listing
 from snapkv_lab.measure.timing import ratios
+from snapkv_lab.rows import Row, grouped, read_rows
 
 QUESTIONS = Path(__file__).with_name("library_questions.jsonl")
 SEED, DOCUMENTS_EACH = 19, 4
@@ -47,7 +46,7 @@ _EXAMPLES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class DocumentQuestion:
     """A question over several documents: how its answer has to go on behind them and it."""
 
     group: str
@@ -56,7 +55,7 @@ class Asked:
     answer: str
 
 
-def python_questions(count: int | None = None) -> list[Asked]:
+def python_questions(count: int | None = None) -> list[DocumentQuestion]:
     """The questions by hand, each over the document that answers it and others, in drawn order."""
     rows, drawn = read_rows(QUESTIONS), random.Random(SEED)
     texts = {name: module_text(name) for name in dict.fromkeys(row["document"] for row in rows)}
@@ -69,7 +68,7 @@ def python_questions(count: int | None = None) -> list[Asked]:
     return asked
 
 
-def squad_questions(count: int) -> list[Asked]:
+def squad_questions(count: int) -> list[DocumentQuestion]:
     """Questions of SQuAD over the paragraph that answers each and others of its article."""
     drawn, asked = random.Random(SEED), []
     fitting = [each for each in load_corpus("squad").questions if len(each.near) >= DOCUMENTS_EACH]
@@ -81,11 +80,11 @@ def squad_questions(count: int) -> list[Asked]:
     return asked
 
 
-def asked_of(group: str, documents: Sequence[str], row: Row) -> Asked:
+def asked_of(group: str, documents: Sequence[str], row: Row) -> DocumentQuestion:
     lead = f" {row['lead']}" if row["lead"] else ""
     question = f"{_EXAMPLES}Question: {row['question']}\nAnswer:{lead}"
     answer = f" {row['answer']}"
-    return Asked(group=group, documents=documents, question=question, answer=answer)
+    return DocumentQuestion(group=group, documents=documents, question=question, answer=answer)
 
 
 def module_text(name: str) -> str:
@@ -188,18 +187,13 @@ class Shelf:
         cache, beside = CompressedCache.load_with(self.file(text, way), self.loaded.model)
         return Part(input_ids=beside["input_ids"], cache=cache, prefix_tokens=self.prefix.shape[1])
 
-    def documents(self, asked: Asked, method: Method) -> CompressedCache:
+    def documents(self, asked: DocumentQuestion, method: Method) -> CompressedCache:
         """A cache that has seen the documents, joined from their files."""
         assert method.way is not None
         parts = [self._part(text, method.way) for text in asked.documents]
         return blend(self.loaded.model, parts, method.policy, recompute=method.recompute)
 
-    def bytes(self, asked: Asked, method: Method) -> int:
-        """Of the documents' files."""
-        assert method.way is not None
-        return sum(self.file(text, method.way).stat().st_size for text in asked.documents)
-
-    def read(self, asked: Asked, method: Method) -> tuple[CompressedCache, Tensor]:
+    def read(self, asked: DocumentQuestion, method: Method) -> tuple[CompressedCache, Tensor]:
         """A cache that has seen documents and question, and the logits of the next token."""
         model, question = self.loaded.model, self.ids(asked.question)
         if method.way is None:
@@ -212,7 +206,7 @@ class Shelf:
 
 
 @torch.inference_mode()
-def answered(shelf: Shelf, asked: Asked, method: Method) -> Row:
+def answered(shelf: Shelf, asked: DocumentQuestion, method: Method) -> Row:
     for text in asked.documents:
         if method.way is not None:
             shelf.file(text, method.way)
@@ -231,21 +225,21 @@ def answered(shelf: Shelf, asked: Asked, method: Method) -> Row:
     }
 
 
-def _python(given: Given) -> Iterator[Row]:
+def _python(given: RunContext) -> Iterator[Row]:
     yield from _group(given.loaded, python_questions(given.questions), METHODS)
 
 
-def _bits(given: Given) -> Iterator[Row]:
+def _bits(given: RunContext) -> Iterator[Row]:
     asked = python_questions(given.questions)
     yield from _group(given.loaded, [replace(each, group="bits") for each in asked], IN_BITS)
 
 
-def _squad(given: Given) -> Iterator[Row]:
+def _squad(given: RunContext) -> Iterator[Row]:
     yield from _group(given.loaded, squad_questions(given.questions), FEW)
 
 
 def _group(
-    loaded: LoadedModel, questions: Sequence[Asked], methods: Sequence[Method]
+    loaded: LoadedModel, questions: Sequence[DocumentQuestion], methods: Sequence[Method]
 ) -> Iterator[Row]:
     """A row for each question, and one for the files of each way of keeping documents."""
     with tempfile.TemporaryDirectory() as folder:
@@ -306,18 +300,18 @@ _ANSWERS = {
 def _tables(rows: list[Row]) -> Iterator[str]:
     for group, own in grouped(rows, "group").items():
         if group == "many":
-            yield from Table(_SIZES, _TITLES[group]).parts(own)
+            yield from Listing(_SIZES, _TITLES[group]).parts(own)
             continue
         ways = [row for row in own if "way" in row]
         asked = [row for row in own if "answers" in row]
-        yield from Table(_ANSWERS, _TITLES[group], made=_answers).parts(asked)
+        yield from Listing(_ANSWERS, _TITLES[group], made=_answers).parts(asked)
         files = {
             f"{ways[0]['files']} documents, {ways[0]['tokens']:,} tokens": "{way}",
             "on disk": lambda row: f"{row['bytes'] / 1e6:.1f} MB",
             "per token": lambda row: f"{row['bytes'] / row['tokens'] / 1e3:.1f} kB",
             "of whole": lambda row, whole=ways[0]: f"{row['bytes'] / whole['bytes']:.2f}",
         }
-        yield from Table(files).parts(ways)
+        yield from Listing(files).parts(ways)
 
 
 def _answers(asked: Sequence[Row]) -> Iterable[Row]:
@@ -346,8 +340,8 @@ LIBRARY = Experiment(
     measure={"python": _python, "bits": _bits, "squad": _squad, "many": rows_by_size},
     part_key="group",
     options={
-        "questions": Sized(30, 1),
-        "documents_added": Sized((100, 1000, 10_000), (10, 100)),
+        "questions": Size(30, 1),
+        "documents_added": Size((100, 1000, 10_000), (10, 100)),
     },
     tables=_tables,
 )

@@ -21,13 +21,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from snapkv import Library
 from snapkv_lab.evaluate.corpora import load_corpus
-from snapkv_lab.experiments.experiment import Given
-from snapkv_lab.experiments.records import Row
+from snapkv_lab.experiments.experiment import RunContext
+from snapkv_lab.rows import Row
 
 SEED, QUESTIONS, OPENINGS, SETTLING_SECONDS = 19, 100, 5, 3
 
 
-def rows_by_size(given: Given) -> Iterator[Row]:
+def rows_by_size(given: RunContext) -> Iterator[Row]:
     corpus, tokenizer = load_corpus("squad"), given.loaded.tokenizer
     model = _small_model(len(tokenizer))
     drawn = random.Random(SEED).sample(list(corpus.questions), QUESTIONS)

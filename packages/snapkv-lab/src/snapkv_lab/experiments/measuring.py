@@ -4,14 +4,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from snapkv_lab.measure.held_bytes import FREED_MEMORY_HANDED_BACK
 from snapkv_lab.measure.timing import Spent, alternate, ratios, spent_on, spread
-
-FREED_MEMORY_HANDED_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-"""Environment in which resident memory counts live tensors and not the allocator's reserves."""
 
 Spread = dict[str, float]
 
@@ -55,45 +52,6 @@ def _timed(work: Callable[[], Any]) -> Spent:
     if isinstance(said[0], Spent):
         return said[0]
     return Spent(wall_ms=said[0], cpu_ms=spent.cpu_ms) if isinstance(said[0], float) else spent
-
-
-class Peer:
-    """A process that answers a line of JSON with another.
-
-    Args:
-        command: what runs.
-        options: of `subprocess.Popen`.
-
-    Attributes:
-        waits: whether an answer has not come yet, or is not wanted any more.
-    """
-
-    def __init__(self, command: Sequence[str | Path], **options: Any) -> None:
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options
-        )
-        self.waits = False
-
-    def ask(self, question: dict[str, Any]) -> dict[str, Any] | None:
-        """Its answer; None where it has ended."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.waits = True
-        try:
-            self.process.stdin.write(json.dumps(question) + "\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:  # no answer will come either
-            pass
-        line = self.process.stdout.readline()
-        self.waits = False
-        return json.loads(line) if line else None
-
-    def end(self) -> int:
-        """Let it end, or make it, where nobody wants its answer any more; its status."""
-        if self.waits:
-            self.process.terminate()
-        self.process.communicate()
-        return self.process.returncode
 
 
 def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -26,14 +26,13 @@ from snapkv.app.settings import GenerationSettings
 from snapkv.decoding import CandidateTree, Medusa, MedusaHeads
 from snapkv.decoding.speculation import begin_verifying, fast_few_rows
 from snapkv.policies import Policy
-from snapkv_lab.evaluate.haystack import load_haystack
-from snapkv_lab.evaluate.summary import grouped
-from snapkv_lab.experiments.experiment import Experiment, Given, Sized
+from snapkv_lab.evaluate.haystack import encode, load_haystack
+from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.measuring import Turns
-from snapkv_lab.experiments.pages import Pivot, Table
-from snapkv_lab.experiments.prompts import encode
-from snapkv_lab.experiments.records import Row, of
+from snapkv_lab.experiments.pages import Listing
 from snapkv_lab.measure.timing import alternate, ratios, spread
+from snapkv_lab.report.tables import Pivot
+from snapkv_lab.rows import Row, grouped, of
 
 QUESTION = "Summarize the text above."
 PLAIN, MEDUSA = "plain, full cache", "Medusa, full cache"
@@ -93,7 +92,7 @@ def contenders(loaded: LoadedModel, budget: int, heads: str) -> list[Contender]:
     ]
 
 
-def _measure(dtype: str, given: Given) -> Iterator[Row]:
+def _measure(dtype: str, given: RunContext) -> Iterator[Row]:
     """A row per cache and size of a pass, and one per contender and length."""
     same = str(given.loaded.model.dtype) == f"torch.{dtype}"
     loaded = given.loaded if same else load(given.model, dtype=dtype)
@@ -114,7 +113,7 @@ def _measure(dtype: str, given: Given) -> Iterator[Row]:
 
 
 @torch.inference_mode()
-def _passes(loaded: LoadedModel, given: Given) -> Iterator[Row]:
+def _passes(loaded: LoadedModel, given: RunContext) -> Iterator[Row]:
     """What a forward pass of several tokens takes, beside one of one token."""
     ids = _prompt(loaded, given.pass_prompt_tokens)
     for name, policy in (("full cache", FullCache()), ("SnapKV", _wide(given.budget))):
@@ -178,7 +177,7 @@ def require_same_texts(everyone: Sequence[Contender], runs: dict[str, list[Decod
             raise AssertionError(f"expected {one.name} to give the text of {one.like}")
 
 
-def _row(one: Contender, runs: dict[str, list[Decoded]], length: int, given: Given) -> Row:
+def _row(one: Contender, runs: dict[str, list[Decoded]], length: int, given: RunContext) -> Row:
     times = {name: [run.ms_per_token for run in of_name] for name, of_name in runs.items()}
     own, found, like = times[one.name], runs[one.name][0], runs[one.like][0]
     return {
@@ -210,10 +209,10 @@ def _tables(rows: list[Row]) -> Iterator[str]:
             f"tokens of {decoded[0]['tokens']} as expected": "{same_tokens}",
         }.items():
             by = Pivot("decoding", "{contender}", "{prompt_tokens:,}", pattern)
-            yield from Table(by, f"{dtype}, {what}").parts(decoded)
+            yield from Listing(by, f"{dtype}, {what}").parts(decoded)
     cell = "{ms[p50]:.0f} ms ({against_one[p50]:.2f})"
     by = Pivot("dtype, cache", "{dtype}, {cache}", "{tokens} tokens", cell)
-    yield from Table(by, "What a pass takes", {"benchmark": "pass"}).parts(rows)
+    yield from Listing(by, "What a pass takes", {"benchmark": "pass"}).parts(rows)
 
 
 def _faster(base: str, row: Row) -> str:
@@ -228,16 +227,16 @@ DRAFTS = Experiment(
     part_key="dtype",
     options={
         "heads": "demo",
-        "budget": Sized(512, 48),
-        "tokens": Sized(48, 6),
-        "rounds": Sized(3, 2),
-        "lengths": Sized(
+        "budget": Size(512, 48),
+        "tokens": Size(48, 6),
+        "rounds": Size(3, 2),
+        "lengths": Size(
             {"float32": (1024, 4096), "bfloat16": (1024, 4096, 7936)},
             {"float32": (96,), "bfloat16": (96,)},
         ),
-        "pass_tokens": Sized((1, 2, 4, 7, 10), (1, 3)),
-        "pass_prompt_tokens": Sized(4096, 96),
-        "pass_rounds": Sized(15, 2),
+        "pass_tokens": Size((1, 2, 4, 7, 10), (1, 3)),
+        "pass_prompt_tokens": Size(4096, 96),
+        "pass_rounds": Size(15, 2),
     },
     tables=_tables,
 )

@@ -32,24 +32,23 @@ from snapkv.policies import (
     SnapKV,
     StreamingLLM,
 )
-from snapkv_lab.evaluate.summary import grouped
-from snapkv_lab.experiments.experiment import Experiment, Given, Sized
+from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.measuring import Turns
-from snapkv_lab.experiments.pages import Pivot, Table
+from snapkv_lab.experiments.pages import Listing
 from snapkv_lab.experiments.prompts import decoder, read_prompt, read_prompt_twice
-from snapkv_lab.experiments.records import Row
 from snapkv_lab.experiments.texts import (
-    Asked,
+    AskedPrompt,
     ReadText,
     Text,
     answers_of,
-    asked_of,
+    questions,
     right_and_loss,
     scored,
-    scored_full,
     texts_from,
     with_answers,
 )
+from snapkv_lab.report.tables import Pivot
+from snapkv_lab.rows import Row, grouped
 
 FULL = "full cache"
 EVERY_QUERY = 2**16
@@ -94,26 +93,14 @@ SHARES_OF = {"visible": {"1/8": 1 / 8, "1/4": 1 / 4}, "hidden": {"1/4": 1 / 4, "
 
 
 @torch.inference_mode()
-def _answers(given: Given, text: Text) -> Iterator[Row]:
+def _answers(given: RunContext, text: Text) -> Iterator[Row]:
     """What every method answers, where the full cache has some of an answer right."""
     read = ReadText(given.loaded.model, text.ids, EVERY_QUERY)
     for setting in METHODS_OF:
-        for asked in asked_of(read, text, setting):
-            full = [scored_full(asked.prompt, case) for case in asked.cases]
-            known = [any(each["right"]) for each in full]
-            found = list(_found(given, setting, asked)) if any(known) else []
-            for place, case in enumerate(asked.cases):
-                yield {
-                    "setting": setting,
-                    "text": text.name,
-                    "question": asked.first + place,
-                    "group": case.group,
-                    "full": full[place],
-                    "answers": [rows[place] for rows in found] if known[place] else [],
-                }
+        yield from questions(read, text, setting, partial(_found, given, setting))
 
 
-def _found(given: Given, setting: str, asked: Asked) -> Iterator[list[Row]]:
+def _found(given: RunContext, setting: str, asked: AskedPrompt) -> Iterator[list[Row]]:
     """Of every method and share a row for each question."""
     loaded, ids = given.loaded, asked.ids[0].tolist()
     read_whole: dict[object, RecordedPrompt] = {}  # by what is looked at
@@ -135,7 +122,7 @@ def _found(given: Given, setting: str, asked: Asked) -> Iterator[list[Row]]:
 
 
 @torch.inference_mode()
-def _timing(given: Given) -> Iterator[Row]:
+def _timing(given: RunContext) -> Iterator[Row]:
     """Times per token of every method; all caches decode in turn, one token each.
 
     By one thread: where steps are this small, two threads mostly wait for one
@@ -179,9 +166,9 @@ METHODS = Experiment(
     takes="an hour",
     measure=_answers,
     cases=lambda given, part: with_answers(texts_from(given, 600)),
-    options={"tokens": Sized(1024, 512), "rounds": Sized(10, 1)},
+    options={"tokens": Size(1024, 512), "rounds": Size(10, 1)},
     tables=[
-        Table(
+        Listing(
             Pivot("method", "{method}", "{place}", "{right}"),
             "Right answers, and the loss per token above the full cache's",
             made=_cells,
@@ -194,9 +181,9 @@ TIMES = Experiment(
     title="Bytes and time per token, by method",
     measure=_timing,
     threads=1,
-    options={"timed": Sized((2048, 512, 48), (192, 64, 2)), "recovery": 0.08},
+    options={"timed": Size((2048, 512, 48), (192, 64, 2)), "recovery": 0.08},
     tables=[
-        Table(
+        Listing(
             {
                 "cache": "{method}",
                 "keys and values": "{held_bytes:bytes}",

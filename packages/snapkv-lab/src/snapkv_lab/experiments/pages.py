@@ -1,4 +1,4 @@
-"""Markdown made of nothing but rows: cells, tables, and the small tables that other pages show.
+"""Pages made of nothing but rows, and the small tables that other pages show of them.
 
 A page of tables is `docs/results/tables/NAME.md`. The pages of `PAGES` are written by hand around
 tables between `<!-- shown: NAME | SECTION | KEYS -->` and `<!-- end -->`. Such a table says
@@ -8,62 +8,21 @@ that page.
 """
 
 import re
-import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import dropwhile, takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from snapkv.validation import format_bytes
-from snapkv_lab.experiments.records import ROOT, Row, of
-from snapkv_lab.report.tables import markdown_table
+from snapkv_lab.experiments.records import ROOT
+from snapkv_lab.report.tables import Cell, Pivot, cell, markdown_table, tabled
+from snapkv_lab.rows import Row, of
 
 PAGES = (ROOT / "docs/results.md", ROOT / "README.md")
 
-Cell = str | Callable[[Any], str]
-"""A pattern that a row fills, such as "{ms[p50]:.1f}", or a function of the row."""
-
-
-class _Cells(string.Formatter):
-    """Patterns over rows. None is an empty cell; three formats more than Python's.
-
-    `bytes`; `seconds|.2f` of milliseconds; `spread|.3f`, a median with 20th and 80th percentile.
-    """
-
-    def format_field(self, value: Any, format_spec: str) -> str:
-        kind, _, rest = format_spec.partition("|")
-        if value is None:
-            return ""
-        if kind == "bytes":
-            return format_bytes(value)
-        if kind == "seconds":
-            return format(value / 1000, rest)
-        if kind == "spread":
-            middle, low, high = (format(value[name], rest) for name in ("p50", "p20", "p80"))
-            return f"{middle} ({low} to {high})"
-        return str(super().format_field(value, format_spec))
-
-
-def cell(pattern: Cell, row: Any) -> str:
-    return pattern(row) if callable(pattern) else _Cells().vformat(pattern, (), row)
-
-
-class Pivot(NamedTuple):
-    """A line for each value of `line`, a column for each of `heading`, as they come in the rows.
-
-    Where several rows have the same place the last one counts; where none does, there is `empty`.
-    """
-
-    first: str
-    line: Cell
-    heading: Cell
-    of: Cell
-    empty: str = "-"
-
 
 @dataclass(frozen=True)
-class Table:
+class Listing:
     """A heading, and a table of some of the rows; nothing where there are none of them.
 
     Attributes:
@@ -83,24 +42,7 @@ class Table:
         if own:
             if self.title:
                 yield f"## {cell(self.title, own[0])}"
-            yield table(self.made(own), self.columns)
-
-
-def table(rows: Iterable[Any], columns: Mapping[str, Cell] | Pivot) -> str:
-    if isinstance(columns, Pivot):
-        return _pivoted(list(rows), columns)
-    return markdown_table(
-        list(columns), [[cell(each, row) for each in columns.values()] for row in rows]
-    )
-
-
-def _pivoted(rows: Sequence[Row], by: Pivot) -> str:
-    found: dict[str, dict[str, str]] = {}
-    for row in rows:
-        found.setdefault(cell(by.line, row), {})[cell(by.heading, row)] = cell(by.of, row)
-    headings = list(dict.fromkeys(cell(by.heading, row) for row in rows))
-    lines = ([name, *(own.get(each, by.empty) for each in headings)] for name, own in found.items())
-    return markdown_table([by.first, *headings], lines)
+            yield tabled(self.made(own), self.columns)
 
 
 def filled(text: str, tables: Path) -> str:

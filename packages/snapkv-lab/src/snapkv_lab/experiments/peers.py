@@ -17,13 +17,11 @@ import torch
 from snapkv import AcrossLayers, AdaKV, CompressedCache, FullCache, KVzap, KVzip, default_policy
 from snapkv.app.models import LoadedModel
 from snapkv.kvzip import read_as_wanted
-from snapkv_lab.evaluate.summary import grouped
-from snapkv_lab.experiments.experiment import Experiment, Given, Sized
+from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.kvpress import PYTHON, Kvpress
-from snapkv_lab.experiments.pages import Table
-from snapkv_lab.experiments.records import Row, of
+from snapkv_lab.experiments.pages import Listing
 from snapkv_lab.experiments.texts import (
-    Asked,
+    AskedPrompt,
     Case,
     ReadText,
     Text,
@@ -36,6 +34,7 @@ from snapkv_lab.experiments.texts import (
     texts_from,
     with_answers,
 )
+from snapkv_lab.rows import Row, grouped
 
 FIRST = 400
 QUANTO_GROUP = 64
@@ -65,12 +64,11 @@ class Setting(NamedTuple):
     methods: Sequence[Ours | Theirs]
     whole: Sequence[Ours | Theirs]
 
-    def compared(self, rows: Sequence[Row] = ()) -> list[tuple[Ours | Theirs, float]]:
-        """Who answers from which share, without those whose answers these rows have."""
+    @property
+    def compared(self) -> list[tuple[Ours | Theirs, float]]:
+        """Who answers from which share."""
         asked = [(each, share) for share in self.shares for each in self.methods]
-        asked += [(each, 1.0) for each in self.whole]
-        known = {(found["method"], found["share"]) for row in rows for found in row["answers"]}
-        return [(each, share) for each, share in asked if (each.name, share) not in known]
+        return [*asked, *((each, 1.0) for each in self.whole)]
 
 
 _WHOLE = [Theirs("QuantizedCache, 4 bits", bits=4), Theirs("QuantizedCache, 2 bits", bits=2)]
@@ -109,14 +107,14 @@ class Answers:
     loaded: LoadedModel
     theirs: Kvpress
 
-    def of(self, method: Ours | Theirs, share: float, asked: Asked) -> list[Row]:
+    def of(self, method: Ours | Theirs, share: float, asked: AskedPrompt) -> list[Row]:
         """For every case which parts are right, the loss, and the share of the bytes held."""
         made = self._ours if isinstance(method, Ours) else self._theirs
         held, answers = made(method, share, asked)  # type: ignore[arg-type]
         about = {"method": method.name, "share": share, "held": round(held, 4)}
         return [about | answer for answer in answers]
 
-    def _ours(self, method: Ours, share: float, asked: Asked) -> tuple[float, Iterator[Row]]:
+    def _ours(self, method: Ours, share: float, asked: AskedPrompt) -> tuple[float, Iterator[Row]]:
         model, tokenizer = self.loaded.model, self.loaded.tokenizer
         policy = self.loaded.completed(method.policy(f"{100 * share:g}%"))
         if policy.reads_context:
@@ -129,7 +127,9 @@ class Answers:
         rows = (scored(asked.prompt, copy.copy(cache), case) for case in asked.cases)
         return report.held_bytes / report.full_bytes, rows
 
-    def _theirs(self, method: Theirs, share: float, asked: Asked) -> tuple[float, Iterator[Row]]:
+    def _theirs(
+        self, method: Theirs, share: float, asked: AskedPrompt
+    ) -> tuple[float, Iterator[Row]]:
         kept = share
         if method.bits and method.press:
             kept /= method.bits / (8 * self.loaded.model.dtype.itemsize) + 2 / QUANTO_GROUP
@@ -148,21 +148,14 @@ class Answers:
         }
 
 
-def _missing(rows: Sequence[Row]) -> dict[str, list[tuple[Ours | Theirs, float]]]:
-    """Of every setting who has not answered in these rows of a text."""
-    return {name: each.compared(of(rows, setting=name)) for name, each in SETTINGS.items()}
-
-
-def _measure(given: Given, text: Text) -> Iterator[Row]:
-    loaded, missing = given.loaded, _missing(PEERS.rows_of(given, text))
+def _measure(given: RunContext, text: Text) -> Iterator[Row]:
+    loaded = given.loaded
     read = ReadText(loaded.model, text.ids)
-    with Kvpress(
-        "kvpress", given.python, loaded.model, None, weights=True, tokenizer=loaded.tokenizer
-    ) as theirs:
+    with Kvpress(given.python, loaded.model, tokenizer=loaded.tokenizer) as theirs:
         answers = Answers(loaded, theirs)
-        for name, compared in missing.items():
-            for asked in asked_of(read, text, name) if compared else ():
-                found = [answers.of(each, share, asked) for each, share in compared]
+        for name, setting in SETTINGS.items():
+            for asked in asked_of(read, text, name):
+                found = [answers.of(each, share, asked) for each, share in setting.compared]
                 for place, case in enumerate(asked.cases):
                     yield {
                         "setting": name,
@@ -178,7 +171,7 @@ def _cells(rows: list[Row]) -> Iterator[Row]:
     """Beside the first method with as many bytes: what only one of the two has right."""
     by_method = grouped(answers_of(rows), lambda row: (row["share"], row["method"]))
     setting = SETTINGS[rows[0]["setting"]]
-    for method, share in setting.compared():
+    for method, share in setting.compared:
         if not (own := by_method.get((share, method.name))):
             continue  # not measured yet
         nearest = min(setting.shares, key=lambda each: abs(each - own[0]["held"]))
@@ -213,7 +206,7 @@ def _tables(rows: list[Row]) -> Iterator[str]:
     }
     asked = [row for row in rows if row.get("answers")]
     for name, own in grouped(asked, "setting").items():
-        yield from Table(columns, f"The question is {name}", made=_cells).parts(own)
+        yield from Listing(columns, f"The question is {name}", made=_cells).parts(own)
 
 
 PEERS = Experiment(
@@ -222,11 +215,10 @@ PEERS = Experiment(
     takes="an hour",
     measure=_measure,
     cases=lambda given, part: with_answers(texts_from(given, FIRST)),
-    lacks=lambda rows: any(_missing(rows).values()),
     options={
         "python": str(PYTHON),
-        "tokens": Sized(1024, 512),
-        "rounds": Sized(11, 1),
+        "tokens": Size(1024, 512),
+        "rounds": Size(11, 1),
         "dtype": "bfloat16",
     },
     tables=_tables,

@@ -9,13 +9,11 @@ from statistics import fmean
 from typing import Any
 
 from snapkv import AdaKV, KVCodes, SnapKV, default_policy
-from snapkv.app.observing import RecordedPrompt
-from snapkv_lab.evaluate.summary import grouped
-from snapkv_lab.experiments.experiment import Experiment, Given, Sized
-from snapkv_lab.experiments.pages import Pivot, Table
-from snapkv_lab.experiments.records import Row
+from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
+from snapkv_lab.experiments.pages import Listing
 from snapkv_lab.experiments.texts import (
-    Case,
+    AskedPrompt,
+    ReadText,
     Text,
     answers_of,
     questions,
@@ -24,6 +22,8 @@ from snapkv_lab.experiments.texts import (
     scored,
     texts_from,
 )
+from snapkv_lab.report.tables import Pivot
+from snapkv_lab.rows import Row, grouped
 
 SHARES = {"1/16": 1 / 16, "1/8": 1 / 8, "1/4": 1 / 4}
 CODES: dict[str, Any] = {
@@ -53,18 +53,20 @@ _TABLES = {
 }
 
 
-def _measure(given: Given, text: Text) -> Iterator[Row]:
-    def answers(prompt: RecordedPrompt, case: Case) -> Iterator[Row]:
-        for share in SHARES:
-            for method, codes in MEASURED:
-                policy = METHODS[method](f"{100 * SHARES[share]:g}%")
-                cache = prompt.compressed(policy, quantize=CODES[codes])
-                report = cache.report()
-                held = {"kept": report.kept_tokens, "bytes": report.held_bytes / report.full_bytes}
-                way = {"share": share, "method": method, "codes": codes}
-                yield way | held | scored(prompt, cache, case)
+def _measure(given: RunContext, text: Text) -> Iterator[Row]:
+    return questions(ReadText(given.loaded.model, text.ids), text, "visible", _answers)
 
-    return questions(given.loaded.model, text, answers)
+
+def _answers(asked: AskedPrompt) -> Iterator[list[Row]]:
+    (case,) = asked.cases
+    for share in SHARES:
+        for method, codes in MEASURED:
+            policy = METHODS[method](f"{100 * SHARES[share]:g}%")
+            cache = asked.prompt.compressed(policy, quantize=CODES[codes])
+            report = cache.report()
+            held = {"kept": report.kept_tokens, "bytes": report.held_bytes / report.full_bytes}
+            way = {"share": share, "method": method, "codes": codes}
+            yield [way | held | scored(asked.prompt, cache, case)]
 
 
 def _cells(rows: list[Row]) -> Iterator[Row]:
@@ -85,9 +87,9 @@ PER_BYTE = Experiment(
     takes="an hour",
     measure=_measure,
     cases=lambda given, part: texts_from(given, 200),
-    options={"tokens": Sized(1024, 768), "rounds": Sized(8, 1), "dtype": "bfloat16"},
+    options={"tokens": Size(1024, 768), "rounds": Size(8, 1), "dtype": "bfloat16"},
     tables=[
-        Table(Pivot("method, bits", "{name}", "{share}", of), title, made=_cells)
+        Listing(Pivot("method, bits", "{name}", "{share}", of), title, made=_cells)
         for of, title in _TABLES.items()
     ],
 )

@@ -12,7 +12,7 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,12 +21,8 @@ from snapkv import CompressedCache
 from snapkv.app.observing import RecordedPrompt, Recorder, record_prompt, record_prompt_twice
 from snapkv.policies import Policy
 from snapkv.policies.kvzip import INSTRUCTION
-from snapkv_lab.evaluate.haystack import Haystack
+from snapkv_lab.evaluate.haystack import CHARACTERS_PER_TOKEN, CITIES, Haystack, encode
 
-CITIES = (
-    *("Athens", "Berlin", "Boston", "Cairo", "Chicago", "Dublin", "Lisbon", "London", "Madrid"),
-    *("Moscow", "Oslo", "Paris", "Prague", "Rome", "Sydney", "Tokyo", "Toronto", "Vienna"),
-)
 DEPTHS = (0.1, 0.3, 0.5, 0.7)
 SEED = 1
 MOST_WINDOW_TOKENS = 64
@@ -36,26 +32,13 @@ _QUESTION = (
     "\n\nQuestion: What is the special magic number for {city}?"
     "\nAnswer: The special magic number for {city} is"
 )
-_CHARACTERS_PER_TOKEN = 8  # more than any long stretch of English needs
 
 
-@dataclass(frozen=True, kw_only=True)
-class Document:
-    """A prompt and the answer it asks for.
-
-    Attributes:
-        prompt_ids: token ids, exactly as many as asked for.
-        question_ids: the end of the prompt: the question and the start of the answer.
-        answer_ids: a space and one token per digit.
-        city: whose number is hidden.
-        number: four digits.
-    """
+class Document(NamedTuple):
+    """A prompt, of exactly as many tokens as asked for, and the digits that it asks for."""
 
     prompt_ids: list[int]
-    question_ids: list[int]
     answer_ids: list[int]
-    city: str = ""
-    number: int = 0
 
 
 def make_documents(
@@ -84,28 +67,17 @@ def _make_document(
     split = int(depth * len(hay))
     while split and not tokenizer.decode(hay[split - 1]).endswith((".", "?", "!")):
         split -= 1  # to where a sentence has just ended
-    return Document(
-        prompt_ids=[*hay[:split], *needle, *hay[split:], *question],
-        question_ids=question,
-        answer_ids=encode(tokenizer, f" {number}"),
-        city=city,
-        number=number,
-    )
+    ids = [*hay[:split], *needle, *hay[split:], *question]
+    return Document(ids, encode(tokenizer, f" {number}"))
 
 
 def stretch(tokenizer: Any, text: str, tokens: int, draw: random.Random) -> list[int]:
     """That many tokens of the text, from the start of a sentence."""
-    characters = tokens * _CHARACTERS_PER_TOKEN
+    characters = tokens * CHARACTERS_PER_TOKEN
     start = text.index(". ", draw.randrange(len(text) - 2 * characters)) + 2
     ids = encode(tokenizer, text[start : start + characters])
     assert len(ids) >= tokens
     return ids[:tokens]
-
-
-def encode(tokenizer: Any, text: str) -> list[int]:
-    """Token ids without special tokens."""
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-    return ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +114,7 @@ def quoted_document(
     Raises:
         ValueError: the text is too short, or has too few sentences to ask about.
     """
-    plain = " ".join(text[: tokens * _CHARACTERS_PER_TOKEN].split())  # lines may break anywhere
+    plain = " ".join(text[: tokens * CHARACTERS_PER_TOKEN].split())  # lines may break anywhere
     ids = encode(tokenizer, plain)[:tokens]
     if len(ids) < tokens:
         raise ValueError(f"expected a text of {tokens} tokens, got {len(ids)}")

@@ -13,11 +13,10 @@ from snapkv.kvzip import read_context
 from snapkv.policies import Policy
 from snapkv.validation import format_bytes
 from snapkv_lab.evaluate.haystack import load_haystack
-from snapkv_lab.evaluate.summary import grouped
-from snapkv_lab.experiments.experiment import Experiment, Given, Sized
-from snapkv_lab.experiments.pages import Table
+from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
+from snapkv_lab.experiments.pages import Listing
 from snapkv_lab.experiments.prompts import QuotedDocument, generate, quoted_document
-from snapkv_lab.experiments.records import Row, of
+from snapkv_lab.rows import Row, grouped, of
 
 FULL, PLAIN, HIDDEN, TWICE, RECALL, AGAIN = "full", "plain", "hidden", "twice", "recall", "again"
 NAMES = {
@@ -33,7 +32,7 @@ Ask = Callable[[list[int], int], tuple[list[int], CompressedCache]]
 """Takes a question and how many tokens to answer; gives them, and the cache."""
 
 
-def _measure(given: Given) -> Iterator[Row]:
+def _measure(given: RunContext) -> Iterator[Row]:
     """All answers of all contenders, then a conversation, turn by turn."""
     loaded, haystack = given.loaded, load_haystack()
     for number in range(given.count):
@@ -141,7 +140,7 @@ class _Watched(CompressedCache):
         return updated
 
 
-def _turns(given: Given, text: str) -> Iterator[Row]:
+def _turns(given: RunContext, text: str) -> Iterator[Row]:
     """A conversation in one cache with recall: what the device and the host hold, turn by turn."""
     model, (budget, new_tokens, tokens) = given.loaded.model, given.turned
     quoted = quoted_document(given.loaded.tokenizer, text, tokens=tokens, questions=5)
@@ -207,10 +206,10 @@ def _turns_table(rows: list[Row]) -> Iterator[str]:
         "host": "{host_bytes:bytes}",
         "s": "{seconds:.2f}",
     }
-    return Table(columns, f"{len(rows)} turns in one cache").parts(some)
+    return Listing(columns, f"{len(rows)} turns in one cache").parts(some)
 
 
-_QUESTIONS = Table(
+_QUESTIONS = Listing(
     {
         "cache": "{name}",
         "budget": "{budget}",
@@ -231,12 +230,12 @@ MANY_QUESTIONS = Experiment(
     title="Many questions, many turns",
     measure=_measure,
     options={
-        "count": Sized(6, 1),
-        "tokens": Sized(2048, 512),
-        "questions": Sized(10, 2),
-        "turns": Sized(50, 2),
-        "budgets": Sized((128,), (96,)),
-        "turned": Sized((128, 8, 512), (64, 2, 256)),
+        "count": Size(6, 1),
+        "tokens": Size(2048, 512),
+        "questions": Size(10, 2),
+        "turns": Size(50, 2),
+        "budgets": Size((128,), (96,)),
+        "turned": Size((128, 8, 512), (64, 2, 256)),
     },
     tables=lambda rows: [*_QUESTIONS.parts(rows), *_turns_table(of(rows, task="turns"))],
 )

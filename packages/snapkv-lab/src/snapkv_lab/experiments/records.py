@@ -1,44 +1,19 @@
-"""JSON rows on disk, and where and with what they were measured."""
+"""Where rows and pages go, and where and with what rows were measured."""
 
-import json
 import shutil
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from snapkv_lab.measure.environment import describe
+from snapkv_lab.rows import Row
 
 ROOT = Path(__file__).parents[5]
 CHECKOUT = (ROOT / "packages" / "snapkv-lab").is_dir()
 RESULTS = ROOT / "docs" / "results" if CHECKOUT else Path("snapkv-results")
 """Where rows and pages go; of an installed package, a folder below the current one."""
-
-Row = dict[str, Any]
-
-
-def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Replace the file by these rows, one JSON object a line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
-def read_rows(path: Path) -> list[Row]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def append_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Add rows that belong together, at once, so that none of them is left half written."""
-    text = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", buffering=1 << 20, encoding="utf-8") as file:
-        file.write(text)
-
-
-def of(rows: Iterable[Row], **wanted: Any) -> list[Row]:
-    return [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
 
 
 def describe_environment(device: torch.device | None = None) -> Row:

@@ -28,15 +28,15 @@ import torch
 from snapkv import AdaKV, CompressedCache, SnapKV
 from snapkv.app.models import place_of
 from snapkv.policies.kvzip import INSTRUCTION
-from snapkv_lab.evaluate.haystack import load_haystack
-from snapkv_lab.evaluate.summary import grouped
-from snapkv_lab.experiments.experiment import Experiment, Given, Sized
+from snapkv_lab.evaluate.haystack import encode, load_haystack
+from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.measuring import Turns
-from snapkv_lab.experiments.pages import Table, cell
-from snapkv_lab.experiments.prompts import Document, encode, generate
-from snapkv_lab.experiments.records import Row, describe_environment, of
+from snapkv_lab.experiments.pages import Listing
+from snapkv_lab.experiments.prompts import Document, generate
+from snapkv_lab.experiments.records import describe_environment
 from snapkv_lab.measure.timing import spent_on, spread
-from snapkv_lab.report.tables import markdown_table
+from snapkv_lab.report.tables import cell, markdown_table
+from snapkv_lab.rows import Row, grouped, of
 from snapkv_vllm import engine_args
 from snapkv_vllm.documents import words
 from snapkv_vllm.documents.sharing import Sharing
@@ -79,7 +79,7 @@ class StepEngine(Engine):
 
     def __init__(
         self,
-        given: Given,
+        given: RunContext,
         budget: int | None,
         *,
         dtype: str,
@@ -160,18 +160,18 @@ class StepEngine(Engine):
 
 
 @contextlib.contextmanager
-def _engines(given: Given, made: dict[str, dict[str, Any]], **room: Any) -> Iterator[Any]:
+def _engines(given: RunContext, made: dict[str, dict[str, Any]], **room: Any) -> Iterator[Any]:
     found = {name: StepEngine(given, **own, **room) for name, own in made.items()}
     yield found
     for engine in found.values():
         engine.close()
 
 
-def _ids(given: Given, count: int, tokens: int) -> list[list[int]]:
+def _ids(given: RunContext, count: int, tokens: int) -> list[list[int]]:
     return [document.prompt_ids for document in given.documents(tokens, count)]
 
 
-def _equal(given: Given) -> Iterator[Row]:
+def _equal(given: RunContext) -> Iterator[Row]:
     """How many prompts within the budget have stock vLLM's tokens."""
     most = given.equal_tokens
     found = _ids(given, given.equal_prompts, most)
@@ -187,7 +187,7 @@ def _equal(given: Given) -> Iterator[Row]:
 _FLOATS = {"dtype": "float32", "most_tokens": 2048}
 
 
-def _like_the_library(given: Given) -> Iterator[Row]:
+def _like_the_library(given: RunContext) -> Iterator[Row]:
     """How many kept sets are the library's, and answers, beside stock and transformers."""
     model, count, tokens = given.loaded.model, given.library_prompts, given.library_tokens
     found = _ids(given, count, tokens + count)
@@ -216,19 +216,19 @@ def _like_the_library(given: Given) -> Iterator[Row]:
     } | _on(given, "float32")
 
 
-def _on(given: Given, dtype: str) -> Row:
+def _on(given: RunContext, dtype: str) -> Row:
     model = given.loaded.description() | {"attn_implementation": "vLLM CPU_ATTN", "dtype": dtype}
     return {"model": model, "environment": describe_environment() | {"vllm": installed()}}
 
 
-def _both(given: Given) -> dict[str, dict[str, Any]]:
+def _both(given: RunContext) -> dict[str, dict[str, Any]]:
     """Stock vLLM and the plugin."""
     return {"stock": {"budget": None}, "snapkv": {"budget": given.budget}}
 
 
 @contextlib.contextmanager
 def _warm(
-    given: Given, prompt: list[int], blocks: int, made: dict[str, dict[str, Any]]
+    given: RunContext, prompt: list[int], blocks: int, made: dict[str, dict[str, Any]]
 ) -> Iterator[dict[str, StepEngine]]:
     """Engines side by side, ready all the time."""
     most = given.prompt_tokens + given.new_tokens
@@ -238,13 +238,13 @@ def _warm(
         yield engines
 
 
-def _ample_blocks(given: Given) -> int:
+def _ample_blocks(given: RunContext) -> int:
     """Enough for every request whole, and one that vLLM keeps for itself."""
     tokens = given.prompt_tokens + given.new_tokens
     return given.requests * -(-tokens // BLOCK_TOKENS) + 1
 
 
-def _reading(at_once: str, given: Given) -> Iterator[Row]:
+def _reading(at_once: str, given: RunContext) -> Iterator[Row]:
     """Prompts up to their first tokens by either engine in turns, so many at once."""
     prompts, count = _ids(given, given.requests, given.prompt_tokens), getattr(given, at_once)
     blocks = _ample_blocks(given)
@@ -277,7 +277,7 @@ def _clocks(turns: Turns, ours: str, other: str) -> Row:
     return row
 
 
-def _speed(given: Given) -> Iterator[Row]:
+def _speed(given: RunContext) -> Iterator[Row]:
     """The same requests by every engine in turns, each in a pool of as many bytes."""
     documents = given.documents(given.prompt_tokens, given.requests)
     prompts = [document.prompt_ids for document in documents]
@@ -311,7 +311,7 @@ def _right(documents: Sequence[Document], answers: Sequence[list[int]]) -> int:
     return sum(answer[: len(one.answer_ids)] == one.answer_ids for one, answer in pairs)
 
 
-def _heads(given: Given) -> Iterator[Row]:
+def _heads(given: RunContext) -> Iterator[Row]:
     """Steps that only generate, with equal heads and with heads that share out the same budget."""
     prompts = _ids(given, given.requests, given.heads_tokens)
     tokens = given.new_tokens + 2 * len(prompts)  # the first generate while the last are read
@@ -396,7 +396,7 @@ def _engine_name(row: Row) -> str:
 
 
 _SERVING = [
-    Table(
+    Listing(
         {
             "blocks": "{blocks}",
             "engine": _engine_name,
@@ -411,12 +411,12 @@ _SERVING = [
         {"part": "speed"},
         _medians,
     ),
-    Table(
+    Listing(
         {name: f"{{{name}}}" for name in ("work", "other", "snapkv", "ratio", "commit")},
         "In pairs",
         made=_pairs,
     ),
-    Table(
+    Listing(
         {"equal heads": "{blocks_held[equal_heads]}", "adakv": "{blocks_held[adakv]}"},
         "Blocks held with heads of different length",
         {"part": HEADS},
@@ -436,20 +436,20 @@ SERVING = Experiment(
         HEADS: _heads,
     },
     options={
-        "equal_prompts": Sized(64, 3),
-        "equal_tokens": Sized(1000, 200),
-        "library_prompts": Sized(16, 2),
-        "library_tokens": Sized(1500, 300),
-        "requests": Sized(16, 3),
-        "prompt_tokens": Sized(4000, 600),
-        "new_tokens": Sized(256, 16),
-        "blocks": Sized(112, 12),
-        "heads_tokens": Sized(2000, 600),
-        "rounds": Sized(2, 1),
-        "budget": Sized(512, 128),
-        "pairs": Sized(16, 2),
+        "equal_prompts": Size(64, 3),
+        "equal_tokens": Size(1000, 200),
+        "library_prompts": Size(16, 2),
+        "library_tokens": Size(1500, 300),
+        "requests": Size(16, 3),
+        "prompt_tokens": Size(4000, 600),
+        "new_tokens": Size(256, 16),
+        "blocks": Size(112, 12),
+        "heads_tokens": Size(2000, 600),
+        "rounds": Size(2, 1),
+        "budget": Size(512, 128),
+        "pairs": Size(16, 2),
         "alone": 1,
-        "at_once": Sized(8, 2),
+        "at_once": Size(8, 2),
     },
     fields={"votes": VOTES},
     described=lambda given: _on(given, "bfloat16"),
@@ -499,7 +499,7 @@ def _numbers() -> dict[str, str]:
     return {place: str(draw.randrange(1000, 10_000)) for place in PLACES}
 
 
-def _shared(given: Given) -> Iterator[Row]:
+def _shared(given: RunContext) -> Iterator[Row]:
     """With heads that keep as many tokens, and with heads that do not."""
     text = _text(given.loaded.tokenizer, given.tokens)
     for policy in ALIKE:
@@ -519,7 +519,7 @@ def _shared(given: Given) -> Iterator[Row]:
         engine.close()
 
 
-def _shared_rows(engine: Engine, text: list[int], given: Given) -> Iterator[Row]:
+def _shared_rows(engine: Engine, text: list[int], given: RunContext) -> Iterator[Row]:
     """A row for reading and for every way to ask."""
     whole: Row = {"extra_args": {"snapkv_budget": 0}}
     engine.send([text[1:]], 1, **whole)  # the first request of all takes longer
@@ -545,7 +545,9 @@ def _shared_rows(engine: Engine, text: list[int], given: Given) -> Iterator[Row]
     yield from _asked(engine, text, ways, given)
 
 
-def _asked(engine: Engine, text: list[int], ways: dict[str, Any], given: Given) -> Iterator[Row]:
+def _asked(
+    engine: Engine, text: list[int], ways: dict[str, Any], given: RunContext
+) -> Iterator[Row]:
     """Every question in every way, in turns."""
     tokenizer, first, right = (
         given.loaded.tokenizer,
@@ -592,14 +594,14 @@ def _shared_tables(rows: list[Row]) -> Iterator[str]:
         "of prefix cached": of_cached,
         "right": "{right}/{asked}",
     }
-    yield from Table(columns).parts(asked)
+    yield from Listing(columns).parts(asked)
     columns = {
         "tokens kept": "{budget:,}",
         "heads": _alike,
         "seconds": "{seconds:.0f}",
         "of reading it once": lambda row: f"{row['seconds'] / row['read_once_seconds']:.1f}",
     }
-    yield from Table(columns, "Registering a document").parts(registered)
+    yield from Listing(columns, "Registering a document").parts(registered)
 
 
 SHARED_DOCUMENTS = Experiment(
@@ -607,10 +609,10 @@ SHARED_DOCUMENTS = Experiment(
     title="One document, 64 questions, in vLLM",
     measure=_shared,
     options={
-        "tokens": Sized(4000, 400),
-        "budgets": Sized((1024, 2048), (128,)),
-        "questions": Sized(64, 2),
-        "read_whole": Sized(8, 1),
+        "tokens": Size(4000, 400),
+        "budgets": Size((1024, 2048), (128,)),
+        "questions": Size(64, 2),
+        "read_whole": Size(8, 1),
     },
     described=lambda given: _on(given, "bfloat16"),
     tables=_shared_tables,

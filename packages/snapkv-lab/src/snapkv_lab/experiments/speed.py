@@ -23,15 +23,15 @@ from snapkv.app.models import load
 from snapkv.policies import Policy, PromptLayer
 from snapkv.storage.base import keep_tokens
 from snapkv.validation import AUTO
-from snapkv_lab.experiments.experiment import Experiment, Given, Sized
+from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.measuring import Turns, in_own_process
-from snapkv_lab.experiments.pages import Table
+from snapkv_lab.experiments.pages import Listing
 from snapkv_lab.experiments.prompts import SEED, decoder, read_prompt
-from snapkv_lab.experiments.records import Row
 from snapkv_lab.measure.contenders import Contender, compressed, filled, full
 from snapkv_lab.measure.decode import DecodeBench
 from snapkv_lab.measure.held_bytes import cache_bytes, peak_growth_bytes, resident_bytes
 from snapkv_lab.measure.timing import Spent, spent_on
+from snapkv_lab.rows import Row
 
 _WARMUP_TOKENS = 64
 
@@ -47,7 +47,7 @@ def contenders(budget: int) -> dict[str, Contender]:
 
 
 @torch.inference_mode()
-def _decoding(given: Given) -> Iterator[Row]:
+def _decoding(given: RunContext) -> Iterator[Row]:
     """Times per token, then ratios of a long prompt to a short one; all caches in turn."""
     steps, rows = {}, {}
     for tokens in given.decode_behind:
@@ -77,7 +77,7 @@ def _decoding(given: Given) -> Iterator[Row]:
         }
 
 
-def _peaks(given: Given, tokens: int) -> Iterator[Row]:
+def _peaks(given: RunContext, tokens: int) -> Iterator[Row]:
     """A row per cache, each measured in a process of its own."""
     for name in contenders(given.budget):
         yield in_own_process(peak_of_reading, given.model, name, tokens, given.budget)
@@ -86,7 +86,7 @@ def _peaks(given: Given, tokens: int) -> Iterator[Row]:
 @torch.inference_mode()
 def peak_of_reading(name: str, cache_name: str, tokens: int, budget: int) -> Row:
     """Bytes the process grows by, at its peak, while it reads the prompt."""
-    given = Given(model=name)
+    given = RunContext(model=name)
     model, ids = given.loaded.model, torch.tensor([given.prompt(tokens)])
     cache = contenders(budget)[cache_name].make(model, tokens)
     model(ids[:, :_WARMUP_TOKENS], use_cache=False, logits_to_keep=1)
@@ -153,14 +153,14 @@ SPEED = Experiment(
     title="Speed and memory",
     measure=lambda given: itertools.chain(_decoding(given), _peaks(given, given.peak_length)),
     options={
-        "peak_length": Sized(4096, 160),
-        "decode_behind": Sized((1024, 6144), (96, 160)),
-        "budget": Sized(512, 64),
-        "new_tokens": Sized(64, 2),
+        "peak_length": Size(4096, 160),
+        "decode_behind": Size((1024, 6144), (96, 160)),
+        "budget": Size(512, 64),
+        "new_tokens": Size(64, 2),
     },
     fields={"seed": SEED},
     tables=[
-        Table(
+        Listing(
             {
                 "cache": lambda row: _NAMES[row["cache"]],
                 "prompt tokens": "{prompt_tokens:,}",
@@ -177,7 +177,7 @@ SPEED = Experiment(
 
 
 @torch.inference_mode()
-def _flat_decoding(given: Given) -> Iterator[Row]:
+def _flat_decoding(given: RunContext) -> Iterator[Row]:
     """Time per token behind real prompts, one token each in turn; ratios to the shortest."""
     steps = {}
     for length in given.lengths:
@@ -196,7 +196,7 @@ def _flat_decoding(given: Given) -> Iterator[Row]:
         }
 
 
-def _flat(given: Given) -> Iterator[Row]:
+def _flat(given: RunContext) -> Iterator[Row]:
     policy = SnapKV(given.budget)
     yield from _flat_decoding(given)
     bench = DecodeBench(  # on random keys and values
@@ -226,20 +226,20 @@ FLAT = Experiment(
     measure=_flat,
     threads=2,
     options={
-        "budget": Sized(512, 64),
-        "lengths": Sized((1024, 2048, 4096, 8192), (128, 160)),
-        "flat_tokens": Sized(64, 2),
-        "batch": Sized(4, 2),
-        "batch_length": Sized(8192, 160),
-        "batch_tokens": Sized(8, 1),
-        "batch_rounds": Sized(7, 2),
-        "overhead_lengths": Sized((4096, 8192), (160,)),
-        "overhead_rounds": Sized(5, 2),
-        "peak_length": Sized(8192, 160),
+        "budget": Size(512, 64),
+        "lengths": Size((1024, 2048, 4096, 8192), (128, 160)),
+        "flat_tokens": Size(64, 2),
+        "batch": Size(4, 2),
+        "batch_length": Size(8192, 160),
+        "batch_tokens": Size(8, 1),
+        "batch_rounds": Size(7, 2),
+        "overhead_lengths": Size((4096, 8192), (160,)),
+        "overhead_rounds": Size(5, 2),
+        "peak_length": Size(8192, 160),
     },
     fields={"seed": SEED},
     tables=[
-        Table(
+        Listing(
             {
                 "prompt tokens": "{prompt_tokens:,}",
                 "ms per token": "{ms_per_token[p50]:.1f}",
@@ -248,7 +248,7 @@ FLAT = Experiment(
             "Time per token by length of the prompt, budget {budget}",
             {"benchmark": "flat"},
         ),
-        Table(
+        Listing(
             {
                 "cache": "{cache}",
                 "ms per token": "{ms_per_token[p50]:.1f}",
@@ -258,7 +258,7 @@ FLAT = Experiment(
             "Against the full cache, {batch} requests of {length:,} tokens",
             {"benchmark": "batch"},
         ),
-        Table(
+        Listing(
             {
                 "prompt tokens": "{prompt_tokens:,}",
                 "reading, s": "{reading_ms[p50]:seconds|.2f}",
@@ -268,7 +268,7 @@ FLAT = Experiment(
             "Vote, selection and gather",
             {"benchmark": "overhead"},
         ),
-        Table(
+        Listing(
             {
                 "cache": "{cache}",
                 "peak": "{peak_growth_bytes:bytes}",
@@ -329,15 +329,15 @@ APPENDING = Experiment(
         tokens=given.new_tokens,
     ),
     options={
-        "cells": Sized(
+        "cells": Size(
             ((1, 512), (1, 1024), (1, 2048), (4, 512), (4, 1024), (4, 2048), (8, 1024)),
             ((1, 40), (2, 80)),
         ),
-        "prompt_tokens": Sized(4096, 120),
-        "new_tokens": Sized(96, 3),
+        "prompt_tokens": Size(4096, 120),
+        "new_tokens": Size(96, 3),
     },
     tables=[
-        Table(
+        Listing(
             {
                 "batch": "{batch}",
                 "stored tokens": "{stored_tokens:,}",
@@ -351,7 +351,7 @@ APPENDING = Experiment(
 
 
 @torch.inference_mode()
-def _by_default(given: Given) -> Iterator[Row]:
+def _by_default(given: RunContext) -> Iterator[Row]:
     """What `ask` keeps without an option beside the full cache: reading, then tokens, in turn."""
     policies = {"default": default_policy(AUTO), "full": FullCache()}
     for tokens in given.lengths:
@@ -389,13 +389,13 @@ BY_DEFAULT = Experiment(
     measure=_by_default,
     threads=1,
     options={
-        "lengths": Sized((1024, 2048, 6144), (96, 160)),
-        "readings": Sized(3, 2),
-        "new_tokens": Sized(32, 2),
+        "lengths": Size((1024, 2048, 6144), (96, 160)),
+        "readings": Size(3, 2),
+        "new_tokens": Size(32, 2),
     },
     fields={"seed": SEED},
     tables=[
-        Table(
+        Listing(
             {
                 "prompt tokens": "{prompt_tokens:,}",
                 "kept": "{kept_tokens:,.0f}",
@@ -415,7 +415,7 @@ CODES = {"int8": (8, 8), "K8V4": (8, 4), "int4": (4, 4)}
 LARGE = "a layer of Llama-3.1-8B"
 
 
-def _of_shapes(given: Given, shapes: str, dtype: str) -> PreTrainedModel:
+def _of_shapes(given: RunContext, shapes: str, dtype: str) -> PreTrainedModel:
     """The model, or a layer with random weights and hardly any vocabulary."""
     if shapes != LARGE:
         return load(given.model, dtype=dtype).model
@@ -438,7 +438,7 @@ def _tokens_of_bytes(keys: int, values: int, tokens: int) -> int:
 
 
 @torch.inference_mode()
-def _coded(given: Given) -> Iterator[Row]:
+def _coded(given: RunContext) -> Iterator[Row]:
     """A row per model, number of tokens and kind of codes; all of a model's caches take turns."""
     for shapes, dtype, tokens in given.cells:
         model = _of_shapes(given, shapes, dtype)
@@ -478,7 +478,7 @@ CODED = Experiment(
     measure=_coded,
     threads=1,
     options={
-        "cells": Sized(
+        "cells": Size(
             (
                 ("demo", "float32", 512),
                 ("demo", "float32", 2048),
@@ -487,11 +487,11 @@ CODED = Experiment(
             ),
             (("demo", "float32", 96),),
         ),
-        "new_tokens": Sized(12, 2),
+        "new_tokens": Size(12, 2),
     },
     fields={"seed": SEED},
     tables=[
-        Table(
+        Listing(
             {
                 "model": "{shapes}, {dtype}",
                 "tokens": "{kept_tokens:,}",

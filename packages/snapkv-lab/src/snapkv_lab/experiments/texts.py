@@ -22,17 +22,19 @@ from snapkv import CompressedCache, FullCache
 from snapkv.app.observing import RecordedPrompt, Recorder
 from snapkv.policies import EvictingPolicy
 from snapkv_lab.evaluate.corpora import Question, load_corpus
-from snapkv_lab.evaluate.haystack import identifier, load_haystack, number, python_topics, words
+from snapkv_lab.evaluate.haystack import (
+    CITIES,
+    encode,
+    identifier,
+    load_haystack,
+    number,
+    python_topics,
+    words,
+)
 from snapkv_lab.evaluate.tasks.lines import Lines
 from snapkv_lab.evaluate.tasks.rag import phrase_questions, phrase_sample
-from snapkv_lab.experiments.prompts import (
-    CITIES,
-    MOST_WINDOW_TOKENS,
-    encode,
-    quoted_document,
-    stretch,
-)
-from snapkv_lab.experiments.records import Row
+from snapkv_lab.experiments.prompts import MOST_WINDOW_TOKENS, quoted_document, stretch
+from snapkv_lab.rows import Row
 
 SEED = 7
 
@@ -69,7 +71,7 @@ class Text:
     cases: Sequence[Case]
 
 
-class Maker:
+class TextMaker:
     """Makes texts for one tokenizer, always the same ones."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -203,7 +205,7 @@ def texts_from(given: Any, first: int) -> Iterator[Text]:
     Others than those that the pooling was chosen by, and than those from another first index;
     `given` is what the run asks for: its model, `tokens` and `rounds`.
     """
-    make, size = Maker(given.loaded.tokenizer), given.tokens
+    make, size = TextMaker(given.loaded.tokenizer), given.tokens
     for index in range(first, first + given.rounds):
         yield make.needles(size, index)
         yield make.lines(size, index, questions=2)
@@ -280,7 +282,7 @@ class ReadText:
         return RecordedPrompt(model=self._model, layers=layers, last_logits=logits)
 
 
-class Asked(NamedTuple):
+class AskedPrompt(NamedTuple):
     """What is read and compressed, and the cases whose answers follow.
 
     Attributes:
@@ -296,18 +298,18 @@ class Asked(NamedTuple):
     cases: Sequence[Case]
 
 
-def asked_of(read: ReadText, text: Text, setting: str) -> Iterator[Asked]:
+def asked_of(read: ReadText, text: Text, setting: str) -> Iterator[AskedPrompt]:
     """Each question behind its text, or all of them hidden until the text is compressed."""
     if setting == "hidden":
         hidden = [
             replace(each, between_ids=each.question_ids, parts=[range(len(each.answer_ids))])
             for each in text.cases
         ]
-        yield Asked(0, read.prompt, torch.tensor([list(text.ids)]), hidden)
+        yield AskedPrompt(0, read.prompt, torch.tensor([list(text.ids)]), hidden)
         return
     for place, case in enumerate(text.cases):
         ids = torch.tensor([[*text.ids, *case.question_ids]])
-        yield Asked(place, read.asked(case.question_ids), ids, [case])
+        yield AskedPrompt(place, read.asked(case.question_ids), ids, [case])
 
 
 @torch.inference_mode()
@@ -349,25 +351,26 @@ def scored_full(prompt: RecordedPrompt, case: Case) -> Row:
 
 
 def questions(
-    model: Any, text: Text, answers: Callable[[RecordedPrompt, Case], Iterable[Row]]
+    read: ReadText, text: Text, setting: str, answers: Callable[[AskedPrompt], Iterable[list[Row]]]
 ) -> Iterator[Row]:
     """The row of every question about a text: what the full cache answers, and what others do.
 
-    Questions of which the full cache has no part right tell nothing apart: others are not asked.
+    `answers` gives a list for each of them, with a row for every case. Questions of which the full
+    cache has no part right tell nothing apart: others are not asked.
     """
-    read = ReadText(model, text.ids)
-    for place, case in enumerate(text.cases):
-        prompt = read.asked(case.question_ids)
-        full = scored_full(prompt, case)
-        known = any(full["right"]) or not full["right"]
-        yield {
-            "text": text.name,
-            "question": place,
-            "group": case.group,
-            "prompt_tokens": prompt.prompt_tokens,
-            "full": full,
-            "answers": list(answers(prompt, case)) if known else [],
-        }
+    for asked in asked_of(read, text, setting):
+        full = [scored_full(asked.prompt, case) for case in asked.cases]
+        known = [any(each["right"]) or not each["right"] for each in full]
+        found = list(answers(asked)) if any(known) else []
+        for place, case in enumerate(asked.cases):
+            yield {
+                "setting": setting,
+                "text": text.name,
+                "question": asked.first + place,
+                "group": case.group,
+                "full": full[place],
+                "answers": [rows[place] for rows in found] if known[place] else [],
+            }
 
 
 def answers_of(rows: Iterable[Row]) -> list[Row]:

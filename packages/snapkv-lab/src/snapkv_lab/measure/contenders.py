@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,28 +32,9 @@ Pieces = Callable[[PreTrainedModel], contextlib.AbstractContextManager[None]]
 """Within what it gives, a model reads prompts in pieces."""
 
 
-class Decoder(Protocol):
-    """A cache behind a prompt; called, it generates so many tokens greedily: ms per token.
-
-    It holds `held_bytes`, room for tokens to come included; attention reads `read_bytes` a token.
-    """
-
-    @property
-    def held_bytes(self) -> int: ...
-
-    @property
-    def read_bytes(self) -> int: ...
-
-    def __call__(self, tokens: int) -> float: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """A kind of cache under the name that tables give it.
-
-    Benches ask it for `label`, `policy`, `reader`, `peak` and `behind`; one that works in another
-    process need have no more. What these give is all that holds a cache.
-    """
+    """A kind of cache under the name that tables give it; what it gives is all that holds one."""
 
     label: str
     make: Callable[[PreTrainedModel, int], Cache]
@@ -73,9 +54,9 @@ class Contender:
         peak = peak_growth_bytes(lambda: caches.append(self._read(model, ids, pieces)), ids.device)
         return {"peak_growth_bytes": peak, "held_bytes": cache_bytes(caches[0])}
 
-    def behind(self, model: PreTrainedModel, batch: int, length: int) -> Decoder:
+    def behind(self, model: PreTrainedModel, batch: int, length: int) -> "Decoder":
         """A cache behind a prompt of that many tokens that was never read."""
-        return _Decoder(self, model, batch, length)
+        return Decoder(self, model, batch, length)
 
     @contextlib.contextmanager
     def at_work(self, model: PreTrainedModel) -> Iterator[None]:
@@ -96,8 +77,8 @@ class Contender:
         return cache
 
 
-class _Decoder:
-    """Decodes in this process, through `model.generate`."""
+class Decoder:
+    """A cache behind a prompt; called, it generates so many tokens greedily: ms per token."""
 
     def __init__(
         self, contender: Contender, model: PreTrainedModel, batch: int, length: int
@@ -109,10 +90,12 @@ class _Decoder:
 
     @property
     def held_bytes(self) -> int:
+        """Room for tokens to come included."""
         return cache_bytes(self._cache)
 
     @property
     def read_bytes(self) -> int:
+        """What attention reads for a token."""
         if isinstance(self._cache, CompressedCache):
             return self._cache.report().held_bytes
         return self.held_bytes

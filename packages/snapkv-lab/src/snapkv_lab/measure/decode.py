@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -13,11 +12,11 @@ from snapkv.plan import out_of_memory_explained, weights_bytes
 from snapkv.validation import require_int
 from snapkv_lab.measure.contenders import ROOM_TOKENS, Contender, Decoder
 from snapkv_lab.measure.timing import alternate, ratios, spent_on, spread
-
-Row = dict[str, Any]
+from snapkv_lab.rows import Row
 
 _COPIED_BYTES = {"cuda": 2**31, "cpu": 2**28}
 _COPIES = 10
+MOST_REQUESTS = 256
 
 
 def copy_bandwidth(device: torch.device) -> float:
@@ -127,14 +126,13 @@ class DecodeBench:
 class ThroughputBench:
     """Tokens per second at the largest batch whose caches fit beside the weights.
 
-    `memory_bytes` are for both together; a batch is never larger than `most_requests`.
+    `memory_bytes` are for both together; a batch is never larger than `MOST_REQUESTS`.
     """
 
     model: PreTrainedModel
     contenders: Sequence[Contender]
     lengths: Sequence[int]
     memory_bytes: int
-    most_requests: int = 256
     tokens: int = 16
     rounds: int = 3
 
@@ -159,7 +157,7 @@ class ThroughputBench:
             rounds=self.rounds,
         )
         (row,) = bench.rows()
-        limit = "most_requests" if requests == self.most_requests else "memory"
+        limit = "most_requests" if requests == MOST_REQUESTS else "memory"
         return row | named | {"limited_by": limit}
 
     def _requests(self, contender: Contender, length: int) -> int:
@@ -170,4 +168,4 @@ class ThroughputBench:
         except OutOfMemoryError:
             return 0
         room = self.memory_bytes - weights_bytes(self.model)
-        return max(0, min(room // one, self.most_requests))
+        return max(0, min(room // one, MOST_REQUESTS))

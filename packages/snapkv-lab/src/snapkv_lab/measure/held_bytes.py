@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from snapkv.cache.layer import CompressedLayer
+
+FREED_MEMORY_HANDED_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+"""Environment in which resident memory counts live tensors and not the allocator's reserves."""
 
 
 def cache_bytes(cache: Cache) -> int:
@@ -38,9 +41,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from _tensors(list(vars(value).values()))
 
 
-def peak_growth_bytes(
-    work: Callable[[], Any], device: torch.device, *, process: int | Literal["self"] = "self"
-) -> int:
+def peak_growth_bytes(work: Callable[[], Any], device: torch.device) -> int:
     """The most bytes that some work holds at once, beyond what was held before it.
 
     On CUDA of the allocator's tensors; on Linux of the whole process, whose allocator should be
@@ -51,13 +52,13 @@ def peak_growth_bytes(
         torch.cuda.reset_peak_memory_stats(device)
         work()
         return torch.cuda.max_memory_allocated(device) - before
-    before = resident_bytes("VmRSS", process)
-    Path(f"/proc/{process}/clear_refs").write_text("5")  # start the peak again from here
+    before = resident_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # start the peak again from here
     work()
-    return resident_bytes("VmHWM", process) - before
+    return resident_bytes("VmHWM") - before
 
 
-def resident_bytes(field: str, process: int | Literal["self"] = "self") -> int:
-    """A field of a process's ``/proc/../status``, which counts KiB."""
-    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+def resident_bytes(field: str) -> int:
+    """A field of ``/proc/self/status``, which counts KiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))

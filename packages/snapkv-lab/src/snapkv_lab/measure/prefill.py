@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +15,7 @@ from snapkv.validation import require_int
 from snapkv_lab.measure.contenders import Contender
 from snapkv_lab.measure.decode import raced
 from snapkv_lab.measure.timing import ratios, spread
-
-Row = dict[str, Any]
+from snapkv_lab.rows import Row
 
 
 @dataclass(frozen=True, kw_only=True)

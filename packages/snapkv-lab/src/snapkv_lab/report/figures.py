@@ -11,9 +11,9 @@ from snapkv.errors import InvalidArgumentError
 from snapkv_lab import drawing
 from snapkv_lab.evaluate.intervals import Interval
 from snapkv_lab.evaluate.runner import Results
-from snapkv_lab.evaluate.store import Record
 from snapkv_lab.evaluate.summary import ScoreLine, axis_values, score_lines
 from snapkv_lab.report.tables import IN_NATS, IN_PERCENT
+from snapkv_lab.rows import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -89,7 +89,7 @@ def _heat_map(
     from matplotlib.patches import Rectangle
 
     x_axis, y_axis = results.task.axes[:2]
-    found: dict[tuple[Any, Any], list[Record]] = {}
+    found: dict[tuple[Any, Any], list[Row]] = {}
     for row in results.rows:
         if (row["method"], row["question"]) == (line.method, line.question):
             place = (columns.index(row["cell"][x_axis]), rows.index(row["cell"][y_axis]))
@@ -215,7 +215,7 @@ def _losses(results: Results, lines: Sequence[ScoreLine]) -> "Figure":
     panel.set_yticks(range(len(lines)), [_name(line) for line in lines])
     panel.set_ylim(len(lines) - 0.4, -0.6)
     panel.set_xlabel("loss of the reference (mean, nats per token; lower is better)")
-    drawing.grid(panel, "x")
+    drawing.ruled(panel, "x")
     return figure
 
 
@@ -229,7 +229,7 @@ def _finish(panel: "Axes", results: Results, *, legend: int) -> None:
     """The score's axis, from 0 to 100 whatever the scores are, and the legend above."""
     panel.set_ylim(0, 105)
     panel.set_ylabel(f"{results.task.metric} (mean)")
-    drawing.grid(panel, "y")
+    drawing.ruled(panel, "y")
     panel.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=min(legend, 3), frameon=False)
 
 
@@ -308,7 +308,7 @@ _MEASURED = {
 }
 
 
-def draw_bench(rows: Sequence[Record]) -> "Figure":
+def draw_bench(rows: Sequence[Row]) -> "Figure":
     """A panel per batch size, a curve per cache; cells out of memory are marked at their length."""
     import matplotlib
 
@@ -328,7 +328,7 @@ def draw_bench(rows: Sequence[Record]) -> "Figure":
     return figure
 
 
-def _bench_panel(panel: "Axes", rows: Sequence[Record], measured: _Measured) -> None:
+def _bench_panel(panel: "Axes", rows: Sequence[Row], measured: _Measured) -> None:
     for index, cache in enumerate(dict.fromkeys(row["cache"] for row in rows)):
         own = sorted((row for row in rows if row["cache"] == cache), key=itemgetter("length"))
         there = [row for row in own if row["status"] == "ok"]
@@ -346,10 +346,10 @@ def _bench_panel(panel: "Axes", rows: Sequence[Record], measured: _Measured) -> 
     _token_axis(panel, {row["length"] for row in rows})
     panel.set_ylim(bottom=0)
     panel.set(xlabel="prompt tokens", ylabel=measured.label)
-    drawing.grid(panel, "y")
+    drawing.ruled(panel, "y")
     panel.legend(frameon=False, fontsize="small")
 
 
-def _value(row: Record, key: str) -> float:
+def _value(row: Row, key: str) -> float:
     value = row[key]
     return float(value["p50"] if isinstance(value, dict) else value)

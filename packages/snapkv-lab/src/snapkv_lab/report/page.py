@@ -17,7 +17,6 @@ from snapkv.policies import FullCache
 from snapkv_lab.drawing import encoded, require_drawable
 from snapkv_lab.evaluate.intervals import METHOD, line_differences, relative_differences
 from snapkv_lab.evaluate.runner import Results
-from snapkv_lab.evaluate.store import Record
 from snapkv_lab.evaluate.summary import ScoreLine, axis_values, score_lines
 from snapkv_lab.report import figures
 from snapkv_lab.report.tables import (
@@ -28,6 +27,7 @@ from snapkv_lab.report.tables import (
     shown_bytes,
     shown_difference,
 )
+from snapkv_lab.rows import Row
 
 FILES = ("index.html", "results.csv", "results.md")
 """What `write_report` writes; the page comes first."""
@@ -76,10 +76,10 @@ def picture(figure: Any, title: str, alt: str) -> dict[str, str]:
     return {"title": title, "alt": alt, "source": f"data:image/svg+xml;base64,{data}"}
 
 
-def facts_section(block: Record) -> Section:
+def facts_section(block: Row) -> Section:
     """Settings as names and texts, what is inside another under both names."""
 
-    def facts(block: Record, before: str) -> Iterator[tuple[str, str]]:
+    def facts(block: Row, before: str) -> Iterator[tuple[str, str]]:
         for name, value in block.items():
             if isinstance(value, dict):
                 yield from facts(value, f"{before}{name}: ")
@@ -178,7 +178,7 @@ def has_losses(results: Results) -> bool:
     return any("loss" in row for row in results.rows)
 
 
-def _left_whole(rows: Sequence[Record]) -> str:
+def _left_whole(rows: Sequence[Row]) -> str:
     """Of which methods some prompts were as short as the budget, so that nothing was dropped."""
     asked, whole = Counter[str](), Counter[str]()
     for row in rows:
@@ -233,7 +233,7 @@ def _shown_loss(loss: float | None, interval: Sequence[float] | None) -> tuple[s
     return IN_NATS.text(loss), "-" if loss is None else IN_NATS.interval(interval)
 
 
-def cell_table(results: Results) -> list[Record]:
+def cell_table(results: Results) -> list[Row]:
     """A row per method, question and cell, numbers as they were measured."""
     model, more = results.run["model"]["name"], has_losses(results)
     return [
@@ -249,12 +249,12 @@ def cell_table(results: Results) -> list[Record]:
     ]
 
 
-def _difference(name: str, found: Record | None, of: str) -> Record:
+def _difference(name: str, found: Row | None, of: str) -> Row:
     given = found or {of: None, "interval": None}
     return {name: given[of]} | _ends(name, given["interval"])
 
 
-def _ends(name: str, interval: Sequence[float] | None) -> Record:
+def _ends(name: str, interval: Sequence[float] | None) -> Row:
     low, high = interval or (None, None)
     return {f"{name}_low": low, f"{name}_high": high}
 
@@ -324,7 +324,7 @@ def _cells(results: Results) -> Table:
     def counted(number: float | None) -> str:
         return "-" if number is None else f"{number:,.0f}"
 
-    def texts(row: Record) -> Iterator[str]:
+    def texts(row: Row) -> Iterator[str]:
         yield from (row["method"], row["question"])
         yield from (str(row["cell"].get(axis, "")) for axis in axes)
         is_scored = row["score"] is not None

@@ -1,13 +1,14 @@
 """Tables of texts, for a terminal, a page or Markdown, and how numbers stand in them."""
 
 import html
-from collections.abc import Iterable, Sequence
+import string
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from snapkv.validation import format_bytes
 from snapkv_lab.evaluate.intervals import Measure, is_seen
-from snapkv_lab.evaluate.store import Record
+from snapkv_lab.rows import Row
 
 NONE_SEEN = "no difference seen"
 """What is said of a method where zero lies within the interval of its difference."""
@@ -49,6 +50,69 @@ def escaped(text: str) -> str:
     return html.escape(" ".join(text.split()), quote=False).replace("|", "\\|").replace("*", "\\*")
 
 
+# Tables of rows.
+
+Cell = str | Callable[[Any], str]
+"""A pattern that a row fills, such as "{ms[p50]:.1f}", or a function of the row."""
+
+
+class _Patterns(string.Formatter):
+    """Patterns over rows. None is an empty cell; three formats more than Python's.
+
+    `bytes`; `seconds|.2f` of milliseconds; `spread|.3f`, a median with 20th and 80th percentile.
+    """
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        kind, _, rest = format_spec.partition("|")
+        if value is None:
+            return ""
+        if kind == "bytes":
+            return format_bytes(value)
+        if kind == "seconds":
+            return format(value / 1000, rest)
+        if kind == "spread":
+            middle, low, high = (format(value[name], rest) for name in ("p50", "p20", "p80"))
+            return f"{middle} ({low} to {high})"
+        return str(super().format_field(value, format_spec))
+
+
+def cell(pattern: Cell, row: Any) -> str:
+    return pattern(row) if callable(pattern) else _Patterns().vformat(pattern, (), row)
+
+
+class Pivot(NamedTuple):
+    """A line for each value of `line`, a column for each of `heading`, as they come in the rows.
+
+    Where several rows have the same place the last one counts; where none does, there is `empty`.
+    """
+
+    first: str
+    line: Cell
+    heading: Cell
+    of: Cell
+    empty: str = "-"
+
+
+def tabled(rows: Iterable[Any], columns: Mapping[str, Cell] | Pivot) -> str:
+    if isinstance(columns, Pivot):
+        return _pivoted(list(rows), columns)
+    return markdown_table(
+        list(columns), [[cell(each, row) for each in columns.values()] for row in rows]
+    )
+
+
+def _pivoted(rows: Sequence[Row], by: Pivot) -> str:
+    found: dict[str, dict[str, str]] = {}
+    for row in rows:
+        found.setdefault(cell(by.line, row), {})[cell(by.heading, row)] = cell(by.of, row)
+    headings = list(dict.fromkeys(cell(by.heading, row) for row in rows))
+    lines = ([name, *(own.get(each, by.empty) for each in headings)] for name, own in found.items())
+    return markdown_table([by.first, *headings], lines)
+
+
+# Numbers.
+
+
 class Scale(NamedTuple):
     """How numbers of a table are written: times what, and with how many digits."""
 
@@ -72,7 +136,7 @@ IN_PERCENT, IN_NATS = Scale(100, 1), Scale(1, 3)
 """How scores are written, and losses."""
 
 
-def shown_difference(difference: Record | None, of: Measure = "score") -> str:
+def shown_difference(difference: Row | None, of: Measure = "score") -> str:
     """A difference with its interval, and whether none is seen; a dash for None."""
     if difference is None:
         return "-"

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError
 from snapkv.validation import require_at_least
+from snapkv_lab.drawing import Panel, curves
 from snapkv_lab.evaluate.sample import Sample, Template, data_hash
-from snapkv_lab.evaluate.store import Record, Store
-from snapkv_lab.evaluate.summary import grouped
+from snapkv_lab.evaluate.store import Store
 from snapkv_lab.report.tables import Table
+from snapkv_lab.rows import Row, grouped
 from snapkv_lab.study.base import (
     DocumentStudy,
     Plan,
@@ -49,7 +50,7 @@ class Reading(NamedTuple):
     def tokens(self) -> int:
         return int(self.ids.shape[1])
 
-    def describe(self) -> Record:
+    def describe(self) -> Row:
         return {
             "prompt_tokens": self.prompt_tokens,
             "answer_tokens": self.tokens - self.prompt_tokens,
@@ -120,7 +121,7 @@ class ReadingStudy(DocumentStudy):
     def answer_tokens(self) -> int:
         """Tokens of every answer, whether or not the model would have ended it."""
 
-    def look(self, loaded: "LoadedModel", part: Part, readings: Sequence[Reading]) -> list[Record]:
+    def look(self, loaded: "LoadedModel", part: Part, readings: Sequence[Reading]) -> list[Row]:
         """Rows of one part, with the keys of `by` and `numbers`: those of every layer."""
         from snapkv.app.observing import observed
 
@@ -171,7 +172,7 @@ class ReadingStudy(DocumentStudy):
         """The parts of documents that are as long as they and the model allow."""
         study, parts, notices = self._fitted(loaded, texts)
         samples = [sample for part in parts for sample in part.samples]
-        block: Record = {"samples": len(samples), "data": data_hash(samples)}
+        block: Row = {"samples": len(samples), "data": data_hash(samples)}
         if notices:
             block |= {"document_tokens_read": study.document_tokens, "notices": list(notices)}
 
@@ -183,7 +184,7 @@ class ReadingStudy(DocumentStudy):
 
         return Plan(steps, block, notices)
 
-    def summary(self, records: Sequence[Record]) -> list[Record]:
+    def summary(self, records: Sequence[Row]) -> list[Row]:
         """The means over documents."""
         rows = (row for record in records for row in record["rows"])
         return mean_rows(rows, self.by, self.numbers)
@@ -223,7 +224,7 @@ class ReadingStudy(DocumentStudy):
         )
         return int(longest) + self.answer_tokens - loaded.max_tokens
 
-    def _record(self, loaded: "LoadedModel", part: Part) -> Record:
+    def _record(self, loaded: "LoadedModel", part: Part) -> Row:
         readings = [read(loaded, sample, self.template) for sample in part.samples]
         return {
             "readings": [reading.describe() for reading in readings],
@@ -350,7 +351,7 @@ class HitRate(ReadingStudy):
             group_reduce=self.group_reduce,
         )
 
-    def table(self, rows: Sequence[Record]) -> Table:
+    def table(self, rows: Sequence[Row]) -> Table:
         """Rates over all layers, by what was kept and what is compared.
 
         In layers with few important positions a rate means little, and weighs little in the
@@ -358,7 +359,7 @@ class HitRate(ReadingStudy):
         """
         rates = ("hit_rate", "important"), ("hit_rate_beyond_sinks", "important_beyond_sinks")
 
-        def texts(own: Sequence[Record]) -> Iterator[str]:
+        def texts(own: Sequence[Row]) -> Iterator[str]:
             for rate, count in rates:
                 yield from (over_layers(own, rate), weighted(own, rate, count))
 
@@ -376,9 +377,7 @@ class HitRate(ReadingStudy):
             left=6,
         )
 
-    def figure(self, rows: Sequence[Record]) -> Any:
-        from snapkv_lab.study.figures import Panel, curves
-
+    def figure(self, rows: Sequence[Row]) -> Any:
         solid, dotted = (
             named(
                 (row for row in rows if row["selection"] == selection),
@@ -425,7 +424,7 @@ class Position(HitRate):
             first = self.sample(part.name, last.context, question, first=True)
             yield Part(part.name, "first", (first,))
 
-    def look(self, loaded: "LoadedModel", part: Part, readings: Sequence[Reading]) -> list[Record]:
+    def look(self, loaded: "LoadedModel", part: Part, readings: Sequence[Reading]) -> list[Row]:
         return [{"question": part.variant, **row} for row in super().look(loaded, part, readings)]
 
 
@@ -510,7 +509,7 @@ class Overlap(ReadingStudy):
                 rows[window][name] = overlap(against[window[0]], ours[window])
         return rows
 
-    def table(self, rows: Sequence[Record]) -> Table:
+    def table(self, rows: Sequence[Row]) -> Table:
         return Table(
             title="overlap of windows of the prompt with the answer, and of windows of the answer "
             "with the prompt's last: mean over layers (lowest to highest)",
@@ -522,9 +521,7 @@ class Overlap(ReadingStudy):
             left=3,
         )
 
-    def figure(self, rows: Sequence[Record]) -> Any:
-        from snapkv_lab.study.figures import Panel, curves
-
+    def figure(self, rows: Sequence[Row]) -> Any:
         layers = named(rows_of(rows, "prompt"), "layer", "layer {}")
         windows = named(rows_of(rows, "answer"), "window", "answer {}")
         common = "The same, of positions that all windows see"
@@ -579,7 +576,7 @@ class Instructions(ReadingStudy):
             samples = tuple(self.sample(name, text, question) for question in self.questions)
             yield Part(name, "all", samples)
 
-    def look(self, loaded: "LoadedModel", part: Part, readings: Sequence[Reading]) -> list[Record]:
+    def look(self, loaded: "LoadedModel", part: Part, readings: Sequence[Reading]) -> list[Row]:
         """A row per pair of questions and layer."""
         from snapkv.app.observing import observed
         from snapkv_lab.study.measures import overlap
@@ -613,7 +610,7 @@ class Instructions(ReadingStudy):
         keep_tokens = int(self.keep_ratio * document)
         return torch.stack([best(votes, keep_tokens) for votes in (halves.sum(dim=0), *halves)])
 
-    def table(self, rows: Sequence[Record]) -> Table:
+    def table(self, rows: Sequence[Row]) -> Table:
         return Table(
             title="overlap of selected positions: mean over layers (lowest to highest)",
             headings=("questions", "overlap", "of halves"),
@@ -624,9 +621,7 @@ class Instructions(ReadingStudy):
             left=3,
         )
 
-    def figure(self, rows: Sequence[Record]) -> Any:
-        from snapkv_lab.study.figures import Panel, curves
-
+    def figure(self, rows: Sequence[Row]) -> Any:
         different = (row for row in rows if row["compared"] == "different questions")
         means = mean_rows(rows, ("compared", "layer"), ("overlap_of_halves",))
         halves = "Every other token against the rest"

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from snapkv.errors import OutputError
 from snapkv.validation import require_at_least
-from snapkv_lab.evaluate.store import Progress, Record, Store, short_hash
-from snapkv_lab.evaluate.summary import grouped, mean_of
+from snapkv_lab.evaluate.store import Progress, Store
 from snapkv_lab.report.tables import Table
+from snapkv_lab.rows import Row, grouped, mean_of, short_hash
 from snapkv_lab.study.material import LEAST_TOKENS, Cut, cut, long_texts
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ class Findings:
     """
 
     folder: Path
-    run: Record
-    rows: list[Record]
+    run: Row
+    rows: list[Row]
     warnings: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
     closing: str = ""
@@ -60,18 +60,18 @@ class Study(ABC):
         """
 
     @abstractmethod
-    def table(self, rows: Sequence[Record]) -> Table:
+    def table(self, rows: Sequence[Row]) -> Table:
         """The rows in brief."""
 
     @abstractmethod
-    def figure(self, rows: Sequence[Record]) -> Any:
+    def figure(self, rows: Sequence[Row]) -> Any:
         """A matplotlib figure of the rows."""
 
-    def settings(self, loaded: "LoadedModel") -> Record:
+    def settings(self, loaded: "LoadedModel") -> Row:
         """Everything that the rows depend on, the documents' text left out."""
         from snapkv_lab.measure.environment import versions
 
-        study: Record = json.loads(json.dumps({"name": self.name, **asdict(self)}))
+        study: Row = json.loads(json.dumps({"name": self.name, **asdict(self)}))
         return {"study": study, "model": loaded.description(), **versions()}
 
     def fingerprint(self, loaded: "LoadedModel") -> str:
@@ -86,14 +86,14 @@ class Step(NamedTuple):
     variant: str
     place: int
     total: int
-    read: Callable[[], Record]
+    read: Callable[[], Row]
 
 
 class Plan(NamedTuple):
     """What is read; a step may depend on the records of those before it, which are given."""
 
     steps: Callable[[Store], Iterable[Step]]
-    block: Record
+    block: Row
     notices: tuple[str, ...] = ()
 
 
@@ -115,10 +115,10 @@ class DocumentStudy(Study):
         """What is read of documents, given by name and text."""
 
     @abstractmethod
-    def summary(self, records: Sequence[Record]) -> list[Record]:
+    def summary(self, records: Sequence[Row]) -> list[Row]:
         """Rows of all records."""
 
-    def closing(self, loaded: "LoadedModel", folder: Path, rows: Sequence[Record]) -> str:
+    def closing(self, loaded: "LoadedModel", folder: Path, rows: Sequence[Row]) -> str:
         """What is done with it, in a line; nothing here."""
         del loaded, folder, rows
         return ""
@@ -164,7 +164,7 @@ class DocumentStudy(Study):
         return found, (said,) if found.tokens < self.document_tokens else ()
 
 
-def mean_rows(rows: Iterable[Record], by: Sequence[str], numbers: Sequence[str]) -> list[Record]:
+def mean_rows(rows: Iterable[Row], by: Sequence[str], numbers: Sequence[str]) -> list[Row]:
     """One row for all that agree in `by`, with the mean of each number where it is not None."""
     return [
         dict(zip(by, values, strict=True)) | {name: mean_of(group, name) for name in numbers}
@@ -172,17 +172,17 @@ def mean_rows(rows: Iterable[Record], by: Sequence[str], numbers: Sequence[str])
     ]
 
 
-def named(rows: Iterable[Record], by: str, label: str = "{}") -> dict[str, list[Record]]:
+def named(rows: Iterable[Row], by: str, label: str = "{}") -> dict[str, list[Row]]:
     """Rows by one key, under the labels of the curves of a figure."""
     return {label.format(value): own for value, own in grouped(rows, by).items()}
 
 
-def rows_of(rows: Iterable[Record], kind: str) -> list[Record]:
+def rows_of(rows: Iterable[Row], kind: str) -> list[Row]:
     """Rows whose "of" says what they are of."""
     return [row for row in rows if row["of"] == kind]
 
 
-def over_layers(rows: Sequence[Record], name: str) -> str:
+def over_layers(rows: Sequence[Row], name: str) -> str:
     """The mean of a number over rows of one layer each, its lowest and its highest value."""
     known = [row[name] for row in rows if row[name] is not None]
     if not known:
@@ -190,7 +190,7 @@ def over_layers(rows: Sequence[Record], name: str) -> str:
     return f"{fmean(known):.2f} ({min(known):.2f} to {max(known):.2f})"
 
 
-def weighted(rows: Sequence[Record], name: str, weight: str) -> str:
+def weighted(rows: Sequence[Row], name: str, weight: str) -> str:
     """The mean of a number over rows of one layer each, weighted by another number of theirs."""
     known = [row for row in rows if row[name] is not None]
     total = sum(row[weight] for row in known)

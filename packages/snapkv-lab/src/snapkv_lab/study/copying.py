@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from snapkv_lab.evaluate.haystack import encode
+
 _LEAD = "\nThe secret code of the archive is"
 _RIVAL = "\nThe secret code of the {name} is {digits}.\n"
 _NAMES = ("library", "museum", "station", "castle", "harbour", "school", "hospital", "theatre")
@@ -28,12 +30,12 @@ def hidden_copy(
     tokenizer: Any, text: Sequence[int], *, digits: int, depth: float, seed: str
 ) -> Copy:
     """Hide a number in a text, at a depth from 0 to 1, and begin to say it behind the text."""
-    answer = _ids(tokenizer, " " + _code(random.Random(seed), digits))
-    begin = [own for own in _ids(tokenizer, "", special=True) if own == tokenizer.bos_token_id]
-    lead, end = _ids(tokenizer, _LEAD), _ids(tokenizer, ".\n")
+    answer = encode(tokenizer, " " + _code(random.Random(seed), digits))
+    begin = [own for own in tokenizer("")["input_ids"] if own == tokenizer.bos_token_id]
+    lead, end = encode(tokenizer, _LEAD), encode(tokenizer, ".\n")
     place = int(depth * len(text))
     before = [*begin, *text[:place], *lead]
-    prompt = [*before, *answer, *end, *text[place:], *_ids(tokenizer, "\n"), *lead]
+    prompt = [*before, *answer, *end, *text[place:], *encode(tokenizer, "\n"), *lead]
     return Copy(prompt=prompt, answer=answer, start=len(before))
 
 
@@ -47,14 +49,9 @@ def with_rivals(
         named = f"{name} {again + 1}" if again else name
         rival = _RIVAL.format(name=named, digits=_code(draw, digits))
         place = len(text) * (number + 1) // (count + 1)
-        found[place:place] = _ids(tokenizer, rival)
+        found[place:place] = encode(tokenizer, rival)
     return found
 
 
 def _code(draw: random.Random, digits: int) -> str:
     return "".join(draw.choices("0123456789", k=digits))
-
-
-def _ids(tokenizer: Any, text: str, *, special: bool = False) -> list[int]:
-    found: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
-    return found

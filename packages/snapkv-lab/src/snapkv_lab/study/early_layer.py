@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from snapkv.app.prefills import Exact, Prefill, Selective
 from snapkv.errors import InvalidArgumentError
 from snapkv.validation import SMALL_WINDOW, require_at_least, require_budget, require_ratio
-from snapkv_lab.evaluate.store import Record, Store
+from snapkv_lab.drawing import Panel, curves
+from snapkv_lab.evaluate.haystack import encode
+from snapkv_lab.evaluate.store import Store
 from snapkv_lab.report.tables import Table
+from snapkv_lab.rows import Row
 from snapkv_lab.study.base import DocumentStudy, Plan, Step, rows_of
 from snapkv_lab.study.material import LEAST_TOKENS
 
@@ -91,7 +94,7 @@ class EarlyLayer(DocumentStudy):
         found, notices = self.cut(loaded, texts, beside)
         copies = [self._copy(loaded, found.texts, number) for number in range(self.samples)]
 
-        def each(question: str, read: Callable[[int], Record]) -> Iterator[Step]:
+        def each(question: str, read: Callable[[int], Row]) -> Iterator[Step]:
             for number in range(len(copies)):
                 yield Step(str(number), question, number, len(copies), partial(read, number))
 
@@ -122,10 +125,10 @@ class EarlyLayer(DocumentStudy):
         from snapkv_lab.study.copying import hidden_copy, with_rivals
 
         _, text = texts[number % len(texts)]
-        ids = loaded.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = encode(loaded.tokenizer, text)
         ids = ids[: max(LEAST_TOKENS, len(ids) >> number % _LENGTHS)]
         seed = f"{self.seed}/{number}"
-        rivals: Record = {"count": self.rivals, "digits": self.digits}
+        rivals: Row = {"count": self.rivals, "digits": self.digits}
         return hidden_copy(
             loaded.tokenizer,
             with_rivals(loaded.tokenizer, ids, **rivals, seed=f"{seed}/rivals"),
@@ -134,7 +137,7 @@ class EarlyLayer(DocumentStudy):
             seed=seed,
         )
 
-    def _look(self, loaded: "LoadedModel", copy: "Copy", number: int) -> Record:
+    def _look(self, loaded: "LoadedModel", copy: "Copy", number: int) -> Row:
         """Read a prompt exactly, and look at what each layer's votes let go on."""
         import torch
 
@@ -148,7 +151,7 @@ class EarlyLayer(DocumentStudy):
 
     def _read(
         self, loaded: "LoadedModel", copies: Sequence["Copy"], layer: int, number: int
-    ) -> Record:
+    ) -> Row:
         """Read a prompt exactly and from a layer on, the one first and then the other."""
         ways: list[tuple[str, Prefill]]
         ways = [("exact", Exact()), ("selective", self.selective(layer))]
@@ -166,7 +169,7 @@ class EarlyLayer(DocumentStudy):
         places = set(chosen.keep_indices[0, 0].tolist())
         return fmean(place in places for place in copy.places)
 
-    def answered(self, loaded: "LoadedModel", copy: "Copy", way: Prefill) -> Record:
+    def answered(self, loaded: "LoadedModel", copy: "Copy", way: Prefill) -> Row:
         """What reading the prompt that way, and the number behind it, gives and takes."""
         import torch
 
@@ -189,14 +192,14 @@ class EarlyLayer(DocumentStudy):
     def selective(self, layer: int) -> Selective:
         return Selective(layer=layer, keep_ratio=self.keep_ratio, least_tokens=0)
 
-    def _tried(self, records: Sequence[Record], count: int) -> list[int]:
+    def _tried(self, records: Sequence[Row], count: int) -> list[int]:
         """The layers to read from, in order."""
         if self.layers:
             return sorted(set(self.layers))
         whole = [row["layer"] for row in _of_votes(records, count) if row["goes_on"] == 1]
         return [layer for layer in whole if layer <= max(1, 3 * count // 4)][: self.tries]
 
-    def summary(self, records: Sequence[Record]) -> list[Record]:
+    def summary(self, records: Sequence[Row]) -> list[Row]:
         tried = {record["layer"] for record in records if record["question"] != _VOTES}
         rows = [self._row(records, layer) for layer in sorted(tried)]
         found = next((row["layer"] for row in rows if row["enough"]), None)
@@ -204,7 +207,7 @@ class EarlyLayer(DocumentStudy):
         votes = _of_votes(records, last)
         return [*votes, *rows, {"of": "found", "layer": found}]
 
-    def _row(self, records: Sequence[Record], layer: int) -> Record:
+    def _row(self, records: Sequence[Row], layer: int) -> Row:
         """One layer that was tried, beside exact reading."""
         own = [record for record in records if record.get("layer") == layer]
         selective, exact = ([record[way] for record in own] for way in ("selective", "exact"))
@@ -226,7 +229,7 @@ class EarlyLayer(DocumentStudy):
             "enough": exact_right > 0 and not lost and loss <= exact_loss + self.tolerance,
         }
 
-    def closing(self, loaded: "LoadedModel", folder: Path, rows: Sequence[Record]) -> str:
+    def closing(self, loaded: "LoadedModel", folder: Path, rows: Sequence[Row]) -> str:
         """Keep the layer for later runs, if one was found; what was done, in a line."""
         from snapkv.prefill.early_layer import default_early_layer, remember_early_layer
 
@@ -243,7 +246,7 @@ class EarlyLayer(DocumentStudy):
         path = remember_early_layer(loaded.model, layer, measured)
         return f"selective reading begins behind {layer} layers from now on: stored in {path}"
 
-    def table(self, rows: Sequence[Record]) -> Table:
+    def table(self, rows: Sequence[Row]) -> Table:
         votes = rows_of(rows, "votes")
         tried = {row["layer"]: row for row in rows_of(rows, "reading")}
         first, last = (len(votes) + 1) // 4, max([*tried, 3 * (len(votes) + 1) // 4])
@@ -259,9 +262,7 @@ class EarlyLayer(DocumentStudy):
             left=7,
         )
 
-    def figure(self, rows: Sequence[Record]) -> Any:
-        from snapkv_lab.study.figures import Panel, curves
-
+    def figure(self, rows: Sequence[Row]) -> Any:
         votes = {"votes of the layer": rows_of(rows, "votes")}
         tried = {"selective": rows_of(rows, "reading")}
         return curves(
@@ -271,7 +272,7 @@ class EarlyLayer(DocumentStudy):
         )
 
 
-def _of_votes(records: Sequence[Record], count: int) -> list[Record]:
+def _of_votes(records: Sequence[Row], count: int) -> list[Row]:
     """How much of the numbers goes on behind each number of layers, the mean over prompts."""
     shares = [dict(record["goes_on"]) for record in records if record["question"] == _VOTES]
     return [
@@ -280,7 +281,7 @@ def _of_votes(records: Sequence[Record], count: int) -> list[Record]:
     ]
 
 
-def _why_none(rows: Sequence[Record]) -> str:
+def _why_none(rows: Sequence[Row]) -> str:
     tried = rows_of(rows, "reading")
     if not tried:
         return "no layer's votes let every number go on"
@@ -289,7 +290,7 @@ def _why_none(rows: Sequence[Record]) -> str:
     return "reading from none of these layers on is as good as exact reading"
 
 
-def _line(votes: Record, tried: Record | None) -> tuple[str, ...]:
+def _line(votes: Row, tried: Row | None) -> tuple[str, ...]:
     own = (str(votes["layer"]), f"{votes['goes_on']:.2f}")
     if tried is None:
         return (*own, *"-----")

@@ -9,16 +9,19 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from snapkv.validation import require_at_least, require_each_at_least
+from snapkv_lab.drawing import Panel, curves
 from snapkv_lab.evaluate.haystack import (
     distinct,
+    encode,
     number,
     python_sources,
     python_topics,
     readmes,
     word_key,
 )
-from snapkv_lab.evaluate.store import Progress, Record, Store
+from snapkv_lab.evaluate.store import Progress, Store
 from snapkv_lab.report.tables import Table
+from snapkv_lab.rows import Row
 from snapkv_lab.study.base import Findings, Study, mean_rows, named
 from snapkv_lab.study.material import LEAST_TOKENS
 
@@ -103,11 +106,10 @@ class FitGate(Study):
             wanted = min(most, self.lengths[(place + place // len(kinds)) % len(self.lengths)])
             ids: list[int] = []
             while len(ids) < wanted:
-                text = make(draw) + "\n\n"
-                ids += loaded.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+                ids += encode(loaded.tokenizer, make(draw) + "\n\n")
             yield kind, ids[:wanted]
 
-    def table(self, rows: Sequence[Record]) -> Table:
+    def table(self, rows: Sequence[Row]) -> Table:
         numbers = ("correlation", "best_quarter")
         return Table(
             title="agreement with KVzip+ on texts that were left out, mean over layers and heads",
@@ -118,9 +120,7 @@ class FitGate(Study):
             ],
         )
 
-    def figure(self, rows: Sequence[Record]) -> Any:
-        from snapkv_lab.study.figures import Panel, curves
-
+    def figure(self, rows: Sequence[Row]) -> Any:
         panels = [
             Panel(title, "layer", key, named(rows, "kind"))
             for key, title in (
@@ -200,7 +200,7 @@ def _examples(layer: "PromptLayer") -> tuple["Tensor", "Tensor"]:
     return features(layer, own)[0].double(), scores
 
 
-def _agreement(gate: "Gate", kind: str, layers: "Sequence[PromptLayer]") -> list[Record]:
+def _agreement(gate: "Gate", kind: str, layers: "Sequence[PromptLayer]") -> list[Row]:
     """A row for every layer of a text."""
     import torch
 

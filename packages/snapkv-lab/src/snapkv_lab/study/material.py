@@ -6,7 +6,7 @@ from typing import Any
 
 from snapkv.app import text_files
 from snapkv.errors import InvalidArgumentError
-from snapkv_lab.evaluate.haystack import load_haystack
+from snapkv_lab.evaluate.haystack import encode, load_haystack
 
 QUESTIONS = (
     "What is the main argument of the text, and how does the author support it?",
@@ -48,12 +48,7 @@ class Cut:
 
 def cut(tokenizer: Any, texts: Sequence[tuple[str, str]], tokens: int) -> Cut:
     """Documents cut to a number of tokens, or all of them to what the shortest one has."""
-    ids = [
-        tokenizer(text[: tokens * _CHARACTERS_PER_TOKEN], add_special_tokens=False, verbose=False)[
-            "input_ids"
-        ]
-        for _, text in texts
-    ]
+    ids = [encode(tokenizer, text[: tokens * _CHARACTERS_PER_TOKEN]) for _, text in texts]
     shortest, of_it = min(zip(texts, ids, strict=True), key=lambda pair: len(pair[1]))
     most = min(tokens, len(of_it))
     if most < LEAST_TOKENS:

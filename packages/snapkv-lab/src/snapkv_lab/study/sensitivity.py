@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from snapkv.cli.amounts import EXACT, one_storage
 from snapkv.validation import require_at_least
+from snapkv_lab.drawing import cells
 from snapkv_lab.evaluate.sample import Template
-from snapkv_lab.evaluate.store import Progress, Record
-from snapkv_lab.evaluate.summary import grouped
+from snapkv_lab.evaluate.store import Progress
 from snapkv_lab.evaluate.tasks import Needle
 from snapkv_lab.report.tables import Table
+from snapkv_lab.rows import Row, grouped
 from snapkv_lab.study.base import Findings, Study
 
 if TYPE_CHECKING:
     from snapkv.app.models import LoadedModel
-    from snapkv_lab.evaluate.asking import Method
+    from snapkv_lab.evaluate.asking import Executor, Method
     from snapkv_lab.evaluate.runner import Run
-    from snapkv_lab.evaluate.workers.base import Executor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,13 +109,13 @@ class Sensitivity(Study):
         for window, kernel in itertools.product(self.windows, self.kernels):
             for pooling in self.poolings[:1] if kernel == 1 else self.poolings:
                 kind = "no pooling" if kernel == 1 else f"{pooling} {kernel}"
-                settings: Record = {"kernel_size": kernel, "pooling": pooling}
+                settings: Row = {"kernel_size": kernel, "pooling": pooling}
                 policy = SnapKV(self.budget, window_size=window, **settings)
                 made = Method(label=f"window {window}, {kind}", policy=policy)
                 methods.append(made.stored_in(codes))
         return methods
 
-    def table(self, rows: Sequence[Record]) -> Table:
+    def table(self, rows: Sequence[Row]) -> Table:
         full, settings = rows[0], rows[1:]
         kernels = sorted({row["kernel_size"] for row in settings})
         headings = ("window", "pooling", *(f"kernel {kernel}" for kernel in kernels))
@@ -137,20 +137,18 @@ class Sensitivity(Study):
             left=len(headings),
         )
 
-    def figure(self, rows: Sequence[Record]) -> Any:
-        from snapkv_lab.study.figures import grid
-
-        cells = [
+    def figure(self, rows: Sequence[Row]) -> Any:
+        shown = [
             row | {"pooling": pooling}
             for pooling in self.poolings
             for row in rows[1:]
             if row["pooling"] in ("none", pooling)
         ]
         keys = {"x": "kernel_size", "y": "window_size", "panel": "pooling", "value": "score"}
-        return grid(f"Accuracy, budget {self.budget}", cells, **keys)
+        return cells(f"Accuracy, budget {self.budget}", shown, **keys)
 
 
-def _row(cells: Sequence[Record]) -> Record:
+def _row(cells: Sequence[Row]) -> Row:
     """All depths of one method."""
     policy, samples = cells[0]["policy"], sum(cell["samples"] for cell in cells)
     right = sum(cell["score"] * cell["samples"] for cell in cells if cell["samples"])
@@ -164,7 +162,7 @@ def _row(cells: Sequence[Record]) -> Record:
     }
 
 
-def _cell(rows: Sequence[Record], window: int, kernel: int, pooling: str) -> str:
+def _cell(rows: Sequence[Row], window: int, kernel: int, pooling: str) -> str:
     for row in rows:
         place = (row["window_size"], row["kernel_size"])
         if place == (window, kernel) and row["pooling"] in ("none", pooling):
@@ -172,5 +170,5 @@ def _cell(rows: Sequence[Record], window: int, kernel: int, pooling: str) -> str
     return "-"
 
 
-def _score(row: Record) -> str:
+def _score(row: Row) -> str:
     return "-" if row["score"] is None else f"{row['score']:.2f}"

@@ -2,14 +2,13 @@
 
 Only the heads learn; they share the model's output projection, so 3 heads of a 135M model are 2 MB.
 Labels are the model's own answers to questions about documents (self-distillation, section 2.3.2),
-written to a file batch by batch; a run that was stopped goes on behind the last one. Head k at
+stored batch by batch; a run that was stopped goes on behind the last one. Head k at
 position t learns the token at t + k + 1. Heads share nothing that learns and Adam does not mind the
 scale of a loss, so their losses are simply added.
 """
 
 import functools
 import itertools
-import json
 import math
 import random
 from collections.abc import Iterator, Sequence
@@ -27,7 +26,6 @@ from snapkv.app.answering import end_token_ids, generate_options, until_end
 from snapkv.app.models import LoadedModel
 from snapkv.app.prompts import question_prompt
 from snapkv.app.settings import GenerationSettings, MedusaTraining
-from snapkv.cache.saving.writing import append_line, naming, open_for_lines, replace_file
 from snapkv.decoding.heads import (
     MedusaHeads,
     last_states,
@@ -37,9 +35,11 @@ from snapkv.decoding.heads import (
 )
 from snapkv.decoding.tree import HEAD_RANKS
 from snapkv.errors import InvalidArgumentError
-from snapkv_lab.evaluate.store import Progress
+from snapkv_lab.evaluate.haystack import encode
+from snapkv_lab.evaluate.store import Progress, Store
+from snapkv_lab.rows import short_hash
 
-ANSWERS, STATE = "answers.jsonl", "training.safetensors"
+STATE = "training.safetensors"
 
 HELD_BYTES = 2**30
 """The model's states are kept between epochs up to this size, and computed again beyond it."""
@@ -59,10 +59,10 @@ def train(
     progress: Progress,
 ) -> MedusaHeads:
     """Train heads for a model and write them, with their accuracies on held-out answers."""
-    with naming(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    _require_same_run(folder, loaded, plan)
-    exchanges = answers_to(loaded, texts, plan, folder / ANSWERS, progress)
+    prompts = _prompts(loaded.tokenizer, texts, plan)
+    run = {"model": loaded.name, "revision": loaded.revision, "training": asdict(plan)}
+    with Store(folder, run | {"data": short_hash(prompts)}, fields=("answer",)) as store:
+        exchanges = answers_to(loaded, prompts, plan, store, progress)
     states = _States(loaded.model, exchanges)
     held_out = list(range(0, len(exchanges), 10))
     learnt = [place for place in range(len(exchanges)) if place % 10]
@@ -70,17 +70,6 @@ def train(
     heads.accuracies = measure(heads, states, held_out, progress)
     save_heads(heads, folder, base_model=loaded.name, training=asdict(plan))
     return heads
-
-
-def _require_same_run(folder: Path, loaded: LoadedModel, plan: MedusaTraining) -> None:
-    path = folder / "plan.json"
-    run = {"model": loaded.name, "revision": loaded.revision, **asdict(plan)}
-    if path.exists() and json.loads(path.read_text(encoding="utf-8")) != run:
-        raise InvalidArgumentError(
-            f"to: expected a new folder or that of the same run, got {folder}, begun with "
-            f"{path.read_text(encoding='utf-8')}; pass another folder"
-        )
-    replace_file(path, json.dumps(run))
 
 
 QUESTIONS = (
@@ -102,25 +91,30 @@ class Exchange(NamedTuple):
 
 
 def answers_to(
-    loaded: LoadedModel, texts: Sequence[str], plan: MedusaTraining, path: Path, progress: Progress
+    loaded: LoadedModel,
+    prompts: Sequence[tuple[int, ...]],
+    plan: MedusaTraining,
+    store: Store,
+    progress: Progress,
 ) -> list[Exchange]:
-    """The model's answers to questions about passages; those in the file already stay."""
-    prompts = _prompts(loaded.tokenizer, texts, plan)
-    done = list(_read(path, prompts))
-    with open_for_lines(path) as file:
-        while len(done) < plan.answers:
-            progress("answering", len(done), plan.answers)
-            answered = _answered(loaded, prompts[len(done) : len(done) + plan.batch], plan)
-            for exchange in answered:
-                append_line(file, json.dumps(exchange._asdict()), path)
-            done += answered
-    return done
+    """The model's answers to questions about passages; those in the store already stay."""
+    keys = [(str(number), "medusa", "answer") for number in range(len(prompts))]
+    left = [place for place, each in enumerate(keys) if each not in store]
+    for start in range(0, len(left), plan.batch):
+        progress("answering", left[start], plan.answers)
+        part = left[start : start + plan.batch]
+        answered = _answered(loaded, [prompts[place] for place in part], plan)
+        for place, answer in zip(part, answered, strict=True):
+            named = dict(zip(("sample", "method", "question"), keys[place], strict=True))
+            store.add(named | {"answer": answer})
+    answers = (tuple(store[each]["answer"]) for each in keys)
+    return [Exchange(*each) for each in zip(prompts, answers, strict=True)]
 
 
 def _prompts(tokenizer: Any, texts: Sequence[str], plan: MedusaTraining) -> list[tuple[int, ...]]:
     passages, length = [], plan.passage_tokens
     for text in texts:
-        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = encode(tokenizer, text)
         starts = range(0, len(ids) - length + 1, length)
         passages += [tokenizer.decode(ids[start : start + length]) for start in starts]
     if len(passages) < plan.answers:
@@ -136,7 +130,7 @@ def _prompts(tokenizer: Any, texts: Sequence[str], plan: MedusaTraining) -> list
 
 def _answered(
     loaded: LoadedModel, prompts: Sequence[tuple[int, ...]], plan: MedusaTraining
-) -> list[Exchange]:
+) -> list[tuple[int, ...]]:
     """The model's greedy answers to left-padded prompts, end tokens included."""
     model, longest = loaded.model, max(map(len, prompts))
     settings = GenerationSettings(max_new_tokens=plan.max_new_tokens)
@@ -151,28 +145,7 @@ def _answered(
         past_key_values=DynamicCache(config=model.config.get_text_config(decoder=True)),
         **generate_options(model, settings),
     )
-    return [
-        Exchange(prompt=prompt, answer=until_end(row, ends))
-        for prompt, row in zip(prompts, output[:, longest:].tolist(), strict=True)
-    ]
-
-
-def _read(path: Path, prompts: Sequence[tuple[int, ...]]) -> Iterator[Exchange]:
-    """What a file holds; a line that was cut off when the run was stopped is taken out of it."""
-    if not path.exists():
-        return
-    text = path.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        replace_file(path, whole)
-    for number, line in enumerate(whole.splitlines()[: len(prompts)]):
-        found = json.loads(line)
-        if tuple(found["prompt"]) != prompts[number]:
-            raise InvalidArgumentError(
-                f"to: expected answers to the prompts of this run in {path}, got others; pass "
-                "another folder, or the documents and settings it was begun with"
-            )
-        yield Exchange(prompt=prompts[number], answer=tuple(found["answer"]))
+    return [until_end(row, ends) for row in output[:, longest:].tolist()]
 
 
 class _States:

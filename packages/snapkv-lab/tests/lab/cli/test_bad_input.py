@@ -52,7 +52,7 @@ def test_bad_input_is_one_line_and_status_2(snapkv, tiny_only, here, command, me
 
 
 def test_an_address_of_no_cluster_is_refused(snapkv, here, monkeypatch):
-    monkeypatch.setattr("snapkv_lab.evaluate.workers.on_ray._ray", lambda: None)
+    monkeypatch.setattr("snapkv_lab.evaluate.on_ray._ray", lambda: None)
     done = snapkv("eval", "needle", "--ray", "127.0.0.1:1")
     assert done.status == 2
     assert "expected local, auto or the address of a cluster that runs" in done.err

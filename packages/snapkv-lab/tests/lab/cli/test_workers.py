@@ -7,13 +7,11 @@ from tests.lab.evaluate.tiny import save_tiny
 
 def test_a_folder_of_a_model_is_found_from_wherever_a_worker_is(demo, tmp_path, monkeypatch):
     made = []
-    monkeypatch.setattr(
-        "snapkv_lab.evaluate.workers.on_ray.OnRay", lambda *given: made.append(given)
-    )
+    monkeypatch.setattr("snapkv_lab.evaluate.on_ray.OnRay", lambda *given: made.append(given))
     monkeypatch.chdir(tmp_path)
     save_tiny(tmp_path / "model", demo.tokenizer)
     workers.on_ray(WorkerOptions(model="model", workers=2), "auto")
-    ((address, equipment, count),) = made
+    ((address, load, count),) = made
     assert (address, count) == ("auto", 2)
-    assert equipment.load["name"] == str(tmp_path / "model")
-    assert "device" not in equipment.load
+    assert load["name"] == str(tmp_path / "model")
+    assert "device" not in load

@@ -14,14 +14,14 @@ from snapkv.app.likelihood import log_likelihood, log_likelihoods
 from snapkv.app.prompts import Prompt
 from snapkv.app.settings import GenerationSettings
 from snapkv.cli.app import run
-from snapkv.errors import InvalidArgumentError, OutOfMemoryError, PromptTooLongError
+from snapkv.errors import OutOfMemoryError
 from snapkv.hf.cache import CompressedCache
 from snapkv.policies import H2O, RKV, AdaKV, FullCache, SnapKV
 from snapkv_lab.evaluate import harness
 from snapkv_lab.evaluate.asking import Method
 from snapkv_lab.evaluate.harness import CompressedLM
 from snapkv_lab.evaluate.store import Store
-from tests.lab.evaluate.tiny import tiny_loaded
+from tests.lab.evaluate.tiny import records, tiny_loaded
 
 FULL = Method(label="full", policy=FullCache())
 
@@ -204,17 +204,6 @@ def test_models_with_recurrent_layers_score_several_continuations(tiny, ids):
     assert [score for score, _ in found] == pytest.approx(alone, abs=1e-4)
 
 
-def test_a_continuation_without_a_token_of_its_own_is_refused(tiny, tmp_path):
-    pair = ("The key is un", "der")
-    with Store(tmp_path, {}) as store:
-        model = CompressedLM(tiny, Method(label="s", policy=SnapKV(40)), store)
-        asked = requests("loglikelihood", (CONTEXT, " at nine"), pair)
-        with pytest.raises(
-            InvalidArgumentError, match=f"tasks: expected .* got {pair[1]!r} behind"
-        ):
-            model.loglikelihood(asked)
-
-
 def test_a_context_is_read_once_for_all_its_continuations(tiny, tmp_path, monkeypatch):
     read = []
     real = tiny.model.forward
@@ -265,21 +254,6 @@ def test_contexts_are_cut_where_lm_eval_cuts_them(tiny, lm):
     first = torch.tensor([[tiny.tokenizer.bos_token_id]])
     opens = tiny.tokenizer("opens", return_tensors="pt").input_ids
     assert empty[0] == pytest.approx(plain_log_likelihood(tiny.model, first, opens), abs=1e-4)
-
-
-def test_what_cannot_be_generated_is_refused_by_name(lm):
-    with pytest.raises(InvalidArgumentError, match="of a task, got num_beams, which is not"):
-        lm.generate_until(requests("generate_until", (CONTEXT, {"num_beams": 4})))
-
-
-def test_a_prompt_without_room_is_refused_before_any_is_answered(tiny, tmp_path):
-    told = []
-    short, long = ("One", {"max_gen_toks": 2}), ("One", {"max_gen_toks": 9000})
-    with Store(tmp_path, {}) as store:
-        model = CompressedLM(tiny, FULL, store, on_progress=lambda *args: told.append(args))
-        with pytest.raises(PromptTooLongError, match="got one that needs 9,001"):
-            model.generate_until(requests("generate_until", short, long))
-    assert not told
 
 
 def test_one_command_runs_local_tasks_by_every_method(evaluate):
@@ -365,10 +339,6 @@ def asked(monkeypatch):
     return given
 
 
-def written(folder):
-    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
-
-
 BOTH = "local_gate,local_choice"
 ANSWERS = 2 * (2 + 2 * 3)  # of both methods: two questions, and three choices of each of two
 
@@ -376,17 +346,17 @@ ANSWERS = 2 * (2 + 2 * 3)  # of both methods: two questions, and three choices o
 def test_a_run_that_stopped_asks_only_what_is_missing(evaluate, asked, folder):
     stop, batches = 10, ("--batch-size", "2")
     _, whole, _ = evaluate(BOTH, "--json", "--results", "whole", *batches)
-    assert len(asked) == len(written(folder / "whole")) == ANSWERS
+    assert len(asked) == len(records(folder / "whole")) == ANSWERS
     asked.clear()
     asked.fails_at = stop
     assert evaluate(BOTH, "--results", "stopped", *batches)[0] == 1
-    assert len(written(folder / "stopped")) == stop
+    assert len(records(folder / "stopped")) == stop
     asked.clear()
     asked.fails_at = None
     status, found, _ = evaluate(BOTH, "--json", "--results", "stopped", *batches)
     assert status == 0
     assert len(asked) == ANSWERS - stop
-    assert written(folder / "stopped") == written(folder / "whole")
+    assert records(folder / "stopped") == records(folder / "whole")
     assert json.loads(found)["rows"] == json.loads(whole)["rows"]
     summaries = [(folder / name / "summary.jsonl").read_text() for name in ("stopped", "whole")]
     assert summaries[0] == summaries[1]

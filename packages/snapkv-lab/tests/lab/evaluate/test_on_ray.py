@@ -1,21 +1,204 @@
-"""Workers on Ray: the folder of one process, whoever dies. `make test-sweeps` brings Ray."""
+"""Workers on Ray, whoever dies: on a Ray that is played here, and on the real one.
+
+`make test-sweeps` brings that.
+"""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from snapkv.app.models import load
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import InvalidArgumentError, OutOfMemoryError
+from snapkv_lab.evaluate import on_ray
+from snapkv_lab.evaluate.asking import Question
+from snapkv_lab.evaluate.on_ray import MOST_TRIES, OnRay
 from snapkv_lab.evaluate.runner import Run
 from snapkv_lab.evaluate.store import LOST, key
-from snapkv_lab.evaluate.workers import on_ray
-from snapkv_lab.evaluate.workers.base import Equipment, WorkerEndedError, WorkerNotLoadedError
-from snapkv_lab.evaluate.workers.on_ray import OnRay
-from tests.lab.evaluate.test_runner import records
-from tests.lab.evaluate.test_workers import TASK
-from tests.lab.evaluate.tiny import METHODS, save_tiny, untimed
+from tests.lab.evaluate.tiny import METHODS, Keys, records, save_tiny, untimed
 
-pytestmark = pytest.mark.sweeps
+TASK = Keys(each=3)
+
+
+# Played: whoever was asked first is ready first.
+
+
+class EndedError(Exception):
+    """What Ray says of an actor that is no more."""
+
+
+class RaisedError(Exception):
+    """What Ray says of an error within an actor."""
+
+
+class Actor:
+    """Loads and answers, or ends, as its cluster says."""
+
+    def __init__(self, cluster):
+        self.cluster = cluster
+        self.load = SimpleNamespace(remote=lambda: lambda: cluster.load(self))
+        self.records = SimpleNamespace(remote=lambda asked: lambda: cluster.answer(asked))
+
+
+class Played:
+    """As much of Ray as is used: one of it is a module and a cluster."""
+
+    exceptions = SimpleNamespace(RayError=EndedError, RayTaskError=RaisedError)
+
+    def __init__(self, *nodes, unloaded=0, ends=lambda asked: False):
+        self.there, self.unloaded, self.ends = list(nodes), unloaded, ends
+        self.begun, self.asked, self.killed = [], [], []
+
+    def is_initialized(self):
+        return True
+
+    def nodes(self):
+        return [{"Alive": True, "Resources": node} for node in self.there]
+
+    def remote(self, **needs):
+        def made(*given):
+            self.begun.append(Actor(self))
+            return self.begun[-1]
+
+        return lambda kind: SimpleNamespace(remote=made)
+
+    def wait(self, refs, **how):
+        return refs[:1], refs[1:]
+
+    def get(self, ref):
+        return ref()
+
+    def kill(self, actor):
+        self.killed.append(actor)
+
+    def load(self, actor):
+        if self.unloaded:
+            self.unloaded -= 1
+            raise EndedError("many lines\n\nit was killed\n")
+
+    def answer(self, asked):
+        self.asked.append(asked)
+        if self.ends(asked):
+            raise EndedError
+        return [asked.record(asked.sample, method) | {"status": "ok"} for method in asked.methods]
+
+
+@pytest.fixture
+def played(monkeypatch):
+    """A pool of the workers of a cluster that is played."""
+
+    def made(*nodes, workers=None, **script):
+        cluster = Played(*nodes or [{"CPU": 2.0}], **script)
+        monkeypatch.setattr(on_ray, "_ray", lambda: cluster)
+        return cluster, OnRay("local", {}, workers)
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def work(demo):
+    samples = list(TASK.samples(demo.tokenizer))
+    given = {"question": "visible", "methods": METHODS, "task": TASK, "template": "tokenizer"}
+    return [Question(sample=one, **given) for one in samples]
+
+
+def wanted(work):
+    return sorted((a.sample.name, m.label, a.question) for a in work for m in a.methods)
+
+
+def is_long(asked):
+    return asked.sample.cell["sentences"] == 16
+
+
+def test_the_longest_come_first_each_once_and_all_actors_end(work, played):
+    cluster, pool = played(workers=2)
+    with pool:
+        given = list(pool.answers(work))
+    assert sorted(map(key, given)) == wanted(work)
+    lengths = [len(asked.sample.context) for asked in cluster.asked]
+    assert lengths == sorted(lengths, reverse=True)
+    assert len(cluster.begun) == len(cluster.killed) == 2
+
+
+def test_a_question_that_ended_a_worker_is_asked_again_of_one_method_at_a_time(work, played):
+    cluster, pool = played(ends=lambda asked: asked.tries == 0 and asked.sample is work[0].sample)
+    given = list(pool.answers(work))
+    assert sorted(map(key, given)) == wanted(work)
+    assert {record["status"] for record in given} == {"ok"}
+    again = [asked for asked in cluster.asked if asked.tries]
+    assert [asked.methods for asked in again] == [(method,) for method in METHODS]
+
+
+def test_a_question_that_ends_every_worker_is_lost_and_the_rest_goes_on(work, played):
+    cluster, pool = played(ends=lambda asked: METHODS[0] in asked.methods and is_long(asked))
+    given = {key(record): record["status"] for record in pool.answers(work)}
+    assert sorted(given) == wanted(work)
+    longer = {asked.sample.name for asked in work if is_long(asked)}
+    for (sample, method, _), status in given.items():
+        lost = sample in longer and method == METHODS[0].label
+        assert status == (LOST if lost else "ok")
+    assert max(asked.tries for asked in cluster.asked) == MOST_TRIES - 1
+
+
+def test_no_place_for_any_worker_is_said(work, played):
+    cluster, pool = played(ends=lambda asked: cluster.there.clear() or True)
+    with pytest.raises(OutOfMemoryError, match=r"one that has a place.*no machine has room"):
+        list(pool.answers(work))
+
+
+def test_a_worker_that_ends_before_it_has_the_model_leaves_the_question_as_it_is(work, played):
+    cluster, pool = played(unloaded=MOST_TRIES - 1)
+    assert sorted(map(key, pool.answers(work))) == wanted(work)
+    assert {asked.tries for asked in cluster.asked} == {0}
+
+
+def test_none_that_gets_the_model_is_said_and_no_question_is_lost(work, played):
+    cluster, pool = played(workers=2, unloaded=99)
+    with pytest.raises(OutOfMemoryError, match="as having the model, got none: it was killed"):
+        list(pool.answers(work))
+    assert len(cluster.begun) - 2 <= 2 * MOST_TRIES == 99 - cluster.unloaded
+    assert not cluster.asked
+
+
+def test_one_that_waits_for_a_place_on_a_node_that_is_gone_gives_its_question_back(work, played):
+    cluster, pool = played({"CPU": 1.0}, {"CPU": 1.0})
+    waits = []
+
+    def wait(refs, *, timeout, **how):
+        if not waits and timeout:  # the first look finds nothing, and the second node gone
+            waits.append(cluster.there.pop())
+            return [], refs
+        return ([], refs) if timeout == 0 else (refs[:1], refs[1:])
+
+    cluster.wait = wait
+    assert sorted(map(key, pool.answers(work))) == wanted(work)
+    assert len(cluster.killed) == 1
+
+
+def test_answers_that_nobody_waited_for_are_not_taken_for_those_of_the_next_run(work, played):
+    _, pool = played(workers=2)
+    with pool:
+        next(pool.answers(work))
+        assert sorted(map(key, pool.answers(work))) == wanted(work)
+
+
+NODES = [{"CPU": 4.0, "node:a": 1.0}, {"node:head": 1.0}, {"CPU": 2.0}]
+WITH_GPUS = [*NODES, {"CPU": 1.0, "GPU": 2.0}, {"CPU": 8.0, "GPU": 2.0}]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "workers", "count"),
+    [(NODES, None, 2), (NODES, 6, 6), (WITH_GPUS, None, 3), (WITH_GPUS, 1, 1)],
+    ids=["nodes with processors", "as many as asked for", "a processor for each GPU", "one"],
+)
+def test_workers_are_as_many_as_have_a_place(played, nodes, workers, count):
+    _, pool = played(*nodes, workers=workers)
+    assert (pool._count, pool.device) == (count, "cuda:0" if nodes is WITH_GPUS else "cpu")
+    with pytest.raises(InvalidArgumentError, match="workers: expected at most"):
+        played(*nodes, workers=7)
+
+
+# The real one.
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +217,6 @@ def run(folder):
 def expected(run, tmp_path_factory):
     place = tmp_path_factory.mktemp("serial")
     return run.into(place), place
-
-
-@pytest.fixture
-def equipment(folder):
-    return Equipment(load={"name": str(folder)})
 
 
 @pytest.fixture
@@ -66,93 +244,41 @@ def assert_same(given, folder, expected):
     assert (folder / "run.json").read_bytes() == (place / "run.json").read_bytes()
 
 
-def test_two_workers_leave_the_folder_that_one_process_leaves(run, equipment, expected, tmp_path):
-    with OnRay("local", equipment, workers=2) as pool:
+@pytest.mark.sweeps
+def test_two_workers_leave_the_folder_that_one_process_leaves(run, folder, expected, tmp_path):
+    with OnRay("local", {"name": str(folder)}, workers=2) as pool:
         there = replace(run, loaded=replace(run.loaded, answers_on=pool.device))
         given = there.into(tmp_path, executor=pool)
     assert_same(given, tmp_path, expected)
 
 
-def test_killed_workers_change_nothing(run, equipment, expected, tmp_path):
+@pytest.mark.sweeps
+def test_killed_workers_and_a_node_that_is_gone_change_nothing(
+    run, folder, expected, cluster, tmp_path
+):
     import ray
 
-    with OnRay("local", equipment, workers=2) as pool:
-        killed = []
+    nodes, second = cluster
+    killed = []
+    with OnRay(nodes.address, {"name": str(folder)}) as pool:
+        assert pool._count == 2
 
-        def kill(description, done, total):
-            if done and done % 9 == 0:
-                worker = next(w for w in pool._workers if w._actor is not None)
-                ray.kill(worker._actor)
+        def lose(description, done, total):
+            if done == 4 and not killed:
+                nodes.remove_node(second, allow_graceful=False)
+            if (done and done % 9 == 0) or (done == 4 and not killed):
+                ray.kill((pool._busy + pool._idle)[0]._actor)
                 killed.append(done)
 
-        given = run.into(tmp_path, kill, executor=pool)
+        given = run.into(tmp_path, lose, executor=pool)
         if any(LOST in row["failed"] for row in given.rows):
             given = run.into(tmp_path, executor=pool)
     assert len(killed) >= 3
     assert_same(given, tmp_path, expected)
 
 
-def test_a_node_that_is_gone_leaves_its_questions_to_the_other(
-    run, equipment, expected, cluster, tmp_path
-):
-    nodes, second = cluster
-    gone = []
-    with OnRay(nodes.address, equipment) as pool:
-        assert len(pool._workers) == 2
-
-        def lose(description, done, total):
-            if done == 4 and not gone:
-                nodes.remove_node(second, allow_graceful=False)
-                gone.append(done)
-
-        given = run.into(tmp_path, lose, executor=pool)
-        if any(LOST in row["failed"] for row in given.rows):
-            given = run.into(tmp_path, executor=pool)
-    assert gone
-    assert_same(given, tmp_path, expected)
-
-
+@pytest.mark.sweeps
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "lokal", "head:", ""])
-def test_no_cluster_is_said(equipment, address):
+def test_no_cluster_is_said(address):
     with pytest.raises(InvalidArgumentError, match="ray: expected local, auto or the address of"):
-        OnRay(address, equipment)
-
-
-NODES = [{"CPU": 4.0, "node:a": 1.0}, {"node:head": 1.0}, {"CPU": 2.0}]
-WITH_GPUS = [*NODES, {"CPU": 1.0, "GPU": 2.0}, {"CPU": 8.0, "GPU": 2.0}]
-
-
-@pytest.mark.parametrize(
-    ("nodes", "workers", "count"),
-    [(NODES, None, 2), (NODES, 6, 6), (WITH_GPUS, None, 3), (WITH_GPUS, 1, 1)],
-    ids=["nodes with processors", "as many as asked for", "a processor for each GPU", "one"],
-)
-def test_workers_are_as_many_as_have_a_place(equipment, monkeypatch, nodes, workers, count):
-    monkeypatch.setattr(on_ray, "_join", lambda *_: None)
-    monkeypatch.setattr(on_ray, "_nodes", lambda: nodes)
-    pool = OnRay("local", equipment, workers)
-    assert len(pool._workers) == count
-    assert pool.device == ("cuda:0" if nodes is WITH_GPUS else "cpu")
-    with pytest.raises(InvalidArgumentError, match="workers: expected at most"):
-        OnRay("local", equipment, 7)
-
-
-@pytest.mark.parametrize("name", ["OutOfMemoryError", "NodeDiedError", "ActorUnschedulableError"])
-@pytest.mark.parametrize(("at", "error"), [(1, WorkerNotLoadedError), (2, WorkerEndedError)])
-def test_whatever_ends_an_actor_is_no_fault_of_the_run(equipment, monkeypatch, name, at, error):
-    import ray
-
-    actor, calls = on_ray._Actor(equipment, "cpu", {}, lambda: 1), []
-
-    def get(ref):
-        calls.append(ref)
-        if len(calls) == at:
-            raise getattr(ray.exceptions, name)("many lines\n\nand the reason\n")
-
-    monkeypatch.setattr(ray, "get", get)
-    monkeypatch.setattr(ray, "kill", lambda actor: None)  # it would start a cluster
-    actor._actor = object()
-    with pytest.raises(WorkerEndedError, match=r"and the reason$") as raised:
-        actor.records()
-    assert raised.type is error
-    assert not actor.is_begun
+        OnRay(address, {})

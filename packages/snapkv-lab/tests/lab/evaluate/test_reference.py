@@ -24,10 +24,10 @@ from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError
 from snapkv.hf.cache import CompressedCache
 from snapkv.kvzip import read_as_wanted
-from snapkv_lab.evaluate.asking import Answerer, Asked, Method
+from snapkv_lab.evaluate.asking import Answerer, Method, Question
 from snapkv_lab.evaluate.runner import Run
 from snapkv_lab.evaluate.tasks import Turns
-from tests.lab.evaluate.tiny import METHODS, Keys, tiny_loaded, untimed
+from tests.lab.evaluate.tiny import METHODS, Keys, records, tiny_loaded, untimed
 
 FULL = METHODS[0]
 REFERENCE = "under the blue stone, behind the gate"
@@ -45,25 +45,16 @@ class TwoReferences(Keys):
             yield replace(sample, references=self.references, settings=settings)
 
 
-@pytest.fixture(scope="module")
-def tiny(demo):
-    return tiny_loaded(demo.tokenizer)
-
-
-def lines(folder):
-    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
-
-
-def without_loss(records):
-    return [{k: v for k, v in one.items() if k != "loss"} for one in untimed(records)]
+def without_loss(given):
+    return [{k: v for k, v in one.items() if k != "loss"} for one in untimed(given)]
 
 
 def records_with_loss(folder, **given):
     """Of a run that takes the losses; its answers are those of one that does not."""
     Run(**given).into(folder / "plain")
     Run(**given, reference_loss=True).into(folder / "loss")
-    found = lines(folder / "loss")
-    assert without_loss(found) == untimed(lines(folder / "plain"))
+    found = records(folder / "loss")
+    assert without_loss(found) == untimed(records(folder / "plain"))
     return found
 
 
@@ -128,7 +119,7 @@ def test_a_full_cache_has_the_loss_of_one_plain_pass(tiny, tmp_path, template, q
         reference_loss=True,
     )  # fmt: skip
     results = run.into(tmp_path)
-    found = {record["sample"]: record["loss"] for record in lines(tmp_path)}
+    found = {record["sample"]: record["loss"] for record in records(tmp_path)}
     for sample in task.samples(tiny.tokenizer):
         prompt = sample.prompt(tiny.tokenizer, template, "visible")
         ids = prompt.token_ids(tiny.tokenizer)[0].tolist()
@@ -190,8 +181,8 @@ def test_methods_that_share_a_reading_have_the_losses_they_have_alone(tiny, tmp_
     Run(**given, methods=methods).into(tmp_path / "all")
     for method in methods:
         Run(**given, methods=[method]).into(tmp_path / "alone")
-    alone = {(one["sample"], one["method"]): one["loss"] for one in lines(tmp_path / "alone")}
-    together = {(one["sample"], one["method"]): one["loss"] for one in lines(tmp_path / "all")}
+    alone = {(one["sample"], one["method"]): one["loss"] for one in records(tmp_path / "alone")}
+    together = {(one["sample"], one["method"]): one["loss"] for one in records(tmp_path / "all")}
     assert together == pytest.approx(alone, abs=1e-5)
     assert len(set(alone.values())) == len(alone)
 
@@ -245,7 +236,7 @@ def test_a_reference_behind_the_models_positions_has_no_loss_and_the_answer_stay
     loaded = tiny_loaded(demo.tokenizer, positions=prompt.token_ids(demo.tokenizer).shape[1] + 10)
     run = Run(loaded=loaded, task=task, methods=METHODS[:2], reference_loss=True)
     results = run.into(tmp_path)
-    assert {(one["status"], one["loss"]) for one in lines(tmp_path)} == {("ok", None)}
+    assert {(one["status"], one["loss"]) for one in records(tmp_path)} == {("ok", None)}
     assert {(row["loss"], row["loss_interval"]) for row in results.rows} == {(None, None)}
     assert [row["loss_difference"] for row in results.rows] == [None, None]
 
@@ -262,7 +253,7 @@ def test_a_loss_that_is_no_number_is_none(tiny, tmp_path, monkeypatch, bad):
     monkeypatch.setattr(reference_module, "_loss", loss)
     task = TwoReferences()
     results = Run(loaded=tiny, task=task, methods=[FULL], reference_loss=True).into(tmp_path)
-    assert {(one["status"], one["loss"]) for one in lines(tmp_path)} == {("ok", None)}
+    assert {(one["status"], one["loss"]) for one in records(tmp_path)} == {("ok", None)}
     assert {row["loss"] for row in results.rows} == {None}
 
 
@@ -276,7 +267,7 @@ def test_memory_that_ends_at_a_reference_loses_the_record_and_no_other(tiny, mon
         return real(self, *given)
 
     monkeypatch.setattr(References, "loss", loss)
-    asked = Asked(
+    asked = Question(
         sample=next(Keys().samples(tiny.tokenizer)),
         question="visible",
         methods=METHODS,

@@ -7,7 +7,6 @@ from collections import Counter
 import pytest
 
 from snapkv.app.settings import GenerationSettings
-from snapkv.errors import InvalidArgumentError
 from snapkv.packages import package_file
 from snapkv_lab.evaluate.haystack import words
 from snapkv_lab.evaluate.sample import Sample
@@ -191,12 +190,3 @@ def test_scores_are_the_official_ones(task, references, prediction, expected):
         settings=GenerationSettings(),
     )
     assert Ruler().score(sample, prediction) == expected
-
-
-@pytest.mark.parametrize("task", ["cwe", "qa_2"])
-def test_a_length_without_room_is_an_error(demo, task):
-    ruler = Ruler(tasks=(task,), lengths=(150,), samples_each=1)
-    with pytest.raises(
-        InvalidArgumentError, match=f"lengths: expected room for a sample of {task}"
-    ):
-        list(ruler.samples(demo.tokenizer))

@@ -1,7 +1,5 @@
 """Every sample from the cache of every method: what is asked, recorded, refused."""
 
-import json
-
 import pytest
 
 from snapkv import H2O, TOVA, AdaKV, FullCache, KVzip, SnapKV
@@ -13,22 +11,14 @@ from snapkv.prefill import SharedReading
 from snapkv_lab.evaluate.asking import Method
 from snapkv_lab.evaluate.runner import Run
 from snapkv_lab.evaluate.store import key
-from tests.lab.evaluate.tiny import METHODS, Keys, tiny_loaded, untimed
+from snapkv_lab.rows import read_rows
+from tests.lab.evaluate.tiny import METHODS, Keys, records, untimed
 
 TWICE = Method(label="kvzip@24", policy=KVzip(24, window_size=4, chunk_tokens=64))
 
 
-@pytest.fixture(scope="module")
-def tiny(demo):
-    return tiny_loaded(demo.tokenizer)
-
-
 def run(tiny, folder, task=None, methods=METHODS[:2], **options):
     return Run(loaded=tiny, task=task or Keys(), methods=methods, **options).into(folder)
-
-
-def records(folder):
-    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
 
 
 def counting(monkeypatch):
@@ -74,9 +64,7 @@ def test_a_record_is_what_answering_gives(tiny, tmp_path):
         }
     ]
     assert found[1]["token_ms"] > 0
-    assert results.rows == [
-        json.loads(line) for line in (tmp_path / "summary.jsonl").read_text().splitlines()
-    ]
+    assert results.rows == read_rows(tmp_path / "summary.jsonl")
 
 
 def test_a_second_run_answers_only_what_is_new(tiny, tmp_path, monkeypatch):
@@ -219,24 +207,6 @@ def test_other_failures_end_the_run_and_keep_its_answers(tiny, tmp_path, monkeyp
     assert not (tmp_path / "summary.jsonl").exists()
     assert len(run(tiny, tmp_path).rows) == 4
     assert len(records(tmp_path)) == 8
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (
-            {"methods": (METHODS[0], METHODS[0])},
-            "policy: expected at least one .*once, got full, full",
-        ),
-        ({"methods": (TWICE,)}, "have read a text, .* pass --setting hidden"),
-        ({"task": Keys(sentences=())}, "samples: expected at least one, got none"),
-        ({"task": Keys(sentences=(8, 8))}, "samples: expected every sample once, got 8/0 2 times"),
-    ],
-)
-def test_bad_settings_are_refused_before_anything_is_answered(tiny, tmp_path, options, said):
-    with pytest.raises(InvalidArgumentError, match=said):
-        run(tiny, tmp_path / "results", **options)
-    assert not (tmp_path / "results").exists()
 
 
 def test_hidden_and_visible_questions_are_the_same_tokens(tiny, tmp_path, monkeypatch):

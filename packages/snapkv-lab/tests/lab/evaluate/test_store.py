@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from snapkv.errors import InvalidArgumentError
-from snapkv_lab.evaluate import store as store_module
+from snapkv_lab import rows as rows_module
 from snapkv_lab.evaluate.store import LOST, Store
 
 RUN = {"task": {"name": "needle", "seed": 42, "lengths": [1024]}, "model": {"name": "demo"}}
@@ -132,11 +132,12 @@ def test_what_was_lost_to_memory_is_asked_again_once_and_keeps_its_place(tmp_pat
 def test_a_kill_between_two_answers_of_one_question_loses_neither(tmp_path, moment):
     patch = {
         "while running": "",
-        "while writing anew": "module.replace_file = lambda path, text: (half(path, text), kill())",
+        "while writing anew": "rows.replace_file = lambda path, text: (half(path, text), kill())",
         "before replacing": "os.replace = kill",
     }[moment]
     code = f"""
 import os, pathlib, signal
+from snapkv_lab import rows
 from snapkv_lab.evaluate import store as module
 
 def kill(*_):
@@ -161,15 +162,15 @@ with module.Store(pathlib.Path({str(tmp_path)!r}), {RUN!r}) as store:
 
 def test_a_file_that_another_run_has_just_replaced_is_not_written_to(tmp_path, monkeypatch):
     filled(tmp_path)
-    path, lock, seen = tmp_path / "samples.jsonl", store_module._lock, []
+    path, lock, seen = tmp_path / "samples.jsonl", rows_module._lock, []
 
     def locked(file, folder):
         seen.append(os.fstat(file.fileno()).st_ino)
         if len(seen) == 1:  # the other run ends between opening and locking
-            store_module.replace_file(path, path.read_text())
+            rows_module.replace_file(path, path.read_text())
         lock(file, folder)
 
-    monkeypatch.setattr(store_module, "_lock", locked)
+    monkeypatch.setattr(rows_module, "_lock", locked)
     with Store(tmp_path, RUN) as store:
         store.add(record("3"))
     assert len(set(seen)) == 2

@@ -16,10 +16,6 @@ from snapkv_lab.evaluate.task import fitted, needed_tokens, percents
 from snapkv_lab.evaluate.tasks import (
     Instructions,
     Lines,
-    LongBench,
-    Needle,
-    RagPipeline,
-    Ruler,
     lines,
 )
 
@@ -88,26 +84,6 @@ def test_without_the_package_the_command_is_named(monkeypatch):
         words("noun")
 
 
-BAD = [
-    (Needle, {"lengths": (4096, 299)}, "lengths: expected at least 300, got 299"),
-    (Needle, {"depths": 102}, "depths: expected at most 101"),
-    (Needle, {"variant": "fork"}, "variant: expected one of magic-number, sandwich, got 'fork'"),
-    (Needle, {"haystack": "no/such"}, "no/such"),
-    (Lines, {"lengths": ()}, "lengths: expected at least one number"),
-    (Instructions, {"lengths": (100,)}, "lengths"),
-    (LongBench, {"datasets": ("hotpot",)}, "got 'hotpot'; did you mean hotpotqa"),
-    (LongBench, {"code_similarity": "jaro"}, "code_similarity: expected one of difflib"),
-    (RagPipeline, {"documents": (10, 30), "retrieve": 20}, "retrieve: expected .* 30, got 20"),
-    (Ruler, {"tasks": ("niah",)}, r"tasks: expected some of niah_single_1, .*, got niah;"),
-]
-
-
-@pytest.mark.parametrize(("task", "settings", "message"), BAD)
-def test_bad_settings_are_named(task, settings, message):
-    with pytest.raises(InvalidArgumentError, match=message):
-        task(**settings)
-
-
 # LongEval-Lines.
 
 LINE = re.compile(r"line (\S.*): REGISTER_CONTENT is <(\d{5})>")
@@ -174,8 +150,6 @@ def test_examples_repeat_other_lines_and_the_cloze_begins_the_asked_one(demo):
         assert sample.answer_start == f"line {asked}: REGISTER_CONTENT is <"
         text = sample.prompt(demo.tokenizer, "none", "visible").text
         assert text.endswith(f"{shown[-1]}\n{sample.answer_start}")
-    with pytest.raises(InvalidArgumentError, match="room for the question, the answer and 4 lines"):
-        lines_of(demo, lengths=(200,), examples=3)
 
 
 # Instructions before a text.

@@ -1,35 +1,22 @@
 """Several questions in one cache: the samples, what every way keeps, and going on after a stop."""
 
-import json
-from dataclasses import replace
-
 import pytest
 
-from snapkv import H2O, FullCache, KVzip, SnapKV
-from snapkv.app.prefills import Selective
-from snapkv.errors import InvalidArgumentError, OutOfMemoryError
+from snapkv import FullCache, KVzip, SnapKV
+from snapkv.errors import OutOfMemoryError
 from snapkv_lab.evaluate import asking
 from snapkv_lab.evaluate.asking import LATER, Method
 from snapkv_lab.evaluate.runner import Run
 from snapkv_lab.evaluate.sample import Conversation
-from snapkv_lab.evaluate.tasks import Needle, Turns
-from tests.lab.evaluate.tiny import tiny_loaded, untimed
+from snapkv_lab.evaluate.tasks import Turns
+from tests.lab.evaluate.tiny import records, tiny_loaded, untimed
 
 SMALL = {"lengths": (200,), "questions": 3, "samples_each": 2}
-
-
-@pytest.fixture(scope="module")
-def tiny(demo):
-    return tiny_loaded(demo.tokenizer)
 
 
 def run_of(loaded, methods, **given):
     settings = {"task": Turns(cloze=True, **SMALL), "template": "none"} | given
     return Run(loaded=loaded, methods=methods, **settings)
-
-
-def lines(folder):
-    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("cloze", [False, True], ids=["free", "cloze"])
@@ -61,7 +48,7 @@ def test_a_full_cache_answers_as_if_the_whole_conversation_were_read_anew(tiny, 
     template = "tokenizer"
     run = run_of(tiny, [Method(label="full", policy=FullCache())], template=template)
     run.into(tmp_path / "out")
-    said = {record["sample"]: record["prediction"] for record in lines(tmp_path / "out")}
+    said = {record["sample"]: record["prediction"] for record in records(tmp_path / "out")}
     end = tiny.tokenizer.eos_token_id
     for sample in run.task.samples(tiny.tokenizer):
         ids = None
@@ -104,7 +91,7 @@ def test_ways_of_later_questions_keep_and_say_what_they_promise(tiny, tmp_path):
     assert described["append"] is described["full"] is None
     assert (described["compress"], described["recall"]) == ("compress", "recall")
     said = {name: [] for name in (*LATER, "full")}
-    for record in lines(tmp_path / "out"):
+    for record in records(tmp_path / "out"):
         said[record["method"]].append(record["prediction"])
         assert record["conversation"] in ("200/0/1", "200/1/1")
     assert len(said["full"]) == 6
@@ -145,8 +132,6 @@ def test_a_text_that_is_read_twice_is_read_so_once_and_questions_appended(tiny, 
     seen = [row["prompt_tokens"] for row in results.rows]
     for turn in (1, 2):
         assert kept[turn] - kept[turn - 1] == pytest.approx(seen[turn] - seen[turn - 1], abs=8)
-    with pytest.raises(InvalidArgumentError, match="read once for recall"):
-        run_of(tiny, [Method(label="r", policy=policy, later="recall")], questions=("hidden",))
 
 
 def test_a_run_that_stopped_between_two_turns_goes_on_with_the_same_answers(tiny, tmp_path):
@@ -156,7 +141,7 @@ def test_a_run_that_stopped_between_two_turns_goes_on_with_the_same_answers(tiny
     written = (tmp_path / "cut" / "samples.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "cut" / "samples.jsonl").write_text("".join(written[:4]) + written[4][:20])
     again = run_of(tiny, methods).into(tmp_path / "cut")
-    assert untimed(lines(tmp_path / "cut")) == untimed(lines(tmp_path / "whole"))
+    assert untimed(records(tmp_path / "cut")) == untimed(records(tmp_path / "whole"))
     assert untimed(again.rows) == untimed(whole.rows)
     assert len(written) == 6
 
@@ -173,27 +158,16 @@ def test_where_a_conversation_ends_early_its_other_questions_say_why(tiny, tmp_p
     monkeypatch.setattr(asking, "answer_ids", answer_ids)
     methods = [Method(label="full", policy=FullCache())]
     run_of(tiny, methods, limit=1).into(tmp_path / "out")
-    status = [record["status"] for record in lines(tmp_path / "out")]
+    status = [record["status"] for record in records(tmp_path / "out")]
     assert status == ["ok", "out of memory", "out of memory"]
     run_of(tiny, methods, limit=1).into(tmp_path / "out")  # asks for what was lost again
-    assert [record["status"] for record in lines(tmp_path / "out")] == ["ok"] * 3
+    assert [record["status"] for record in records(tmp_path / "out")] == ["ok"] * 3
 
 
 def test_questions_behind_the_models_positions_are_too_long(demo, tmp_path):
     loaded = tiny_loaded(demo.tokenizer, positions=215)
     run = run_of(loaded, [Method(label="full", policy=FullCache())], limit=1)
     run.into(tmp_path / "out")
-    status = [record["status"] for record in lines(tmp_path / "out")]
+    status = [record["status"] for record in records(tmp_path / "out")]
     assert status[0] == "ok"
     assert status[-1] == "too long"
-
-
-def test_ways_that_have_no_effect_or_cannot_be_are_refused(tiny):
-    recall = Method(label="r", policy=SnapKV(48), later="recall")
-    with pytest.raises(InvalidArgumentError, match="turns: expected it with a task of several"):
-        run_of(tiny, [recall], task=Needle(lengths=(300,), cloze=True))
-    narrowed = replace(recall, prefill=Selective(layer=1))
-    with pytest.raises(InvalidArgumentError, match="turns: expected a prefill"):
-        run_of(tiny, [narrowed])
-    with pytest.raises(InvalidArgumentError, match="evicts after every token"):
-        run_of(tiny, [Method(label="h", policy=H2O(48), later="compress")])

@@ -14,6 +14,7 @@ from snapkv.app.settings import GenerationSettings
 from snapkv_lab.evaluate.asking import Method
 from snapkv_lab.evaluate.sample import Sample
 from snapkv_lab.evaluate.task import Task
+from snapkv_lab.rows import Row, read_rows
 from tests.families import tiny_config
 
 METHODS = (
@@ -43,6 +44,11 @@ def save_tiny(folder: Path, tokenizer: Any) -> Path:
     tiny_loaded(tokenizer).model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def records(folder: Path) -> list[Row]:
+    """The answers of a run."""
+    return read_rows(folder / "samples.jsonl")
 
 
 def untimed(records: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -5,15 +5,8 @@ from tests.lab.evaluate.tiny import tiny_loaded
 
 
 @pytest.fixture(scope="session")
-def demo():
-    from snapkv.app.models import load
-
-    return load("demo", device="cpu", dtype="float32")
-
-
-@pytest.fixture(scope="session")
 def tiny(demo):
-    """A model of two layers that has seen nothing, with room for long prompts."""
+    """The same with room for long prompts."""
     return tiny_loaded(demo.tokenizer, positions=4096)
 
 

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from snapkv_lab.experiments import experiment
-from snapkv_lab.experiments.experiment import Experiment, Sized, declared
-from snapkv_lab.experiments.pages import Pivot, Table, table
-from snapkv_lab.experiments.records import read_rows
+from snapkv_lab.experiments.experiment import Experiment, Size, declared
+from snapkv_lab.experiments.pages import Listing
+from snapkv_lab.report.tables import Pivot, tabled
+from snapkv_lab.rows import read_rows
 
 EXPERIMENTS = declared()
 ABOUT = {
@@ -34,10 +35,10 @@ def toy(tmp_path, monkeypatch):
         name="toy",
         title="A toy",
         measure={name: measured(name) for name in ("one", "two")},
-        options={"tokens": Sized(5, 3), "budgets": (1, 2)},
+        options={"tokens": Size(5, 3), "budgets": (1, 2)},
         fields={"seed": 1},
         described=lambda given: ABOUT,
-        tables=[Table({"part": "{part}", "value": "{value:.1f}"})],
+        tables=[Listing({"part": "{part}", "value": "{value:.1f}"})],
     )
 
 
@@ -97,7 +98,7 @@ def test_a_run_of_cases_goes_on_behind_those_that_have_rows(tmp_path, monkeypatc
         measure={"main": measure},
         cases=lambda given, part: [Experiment(name=name, title=part) for name in "abc"],
         described=lambda given: ABOUT,
-        tables=[Table({"text": "{text}"}, where={"part": "main"})],
+        tables=[Listing({"text": "{text}"}, where={"part": "main"})],
     )
     with pytest.raises(KeyboardInterrupt):
         own.main([])
@@ -115,14 +116,14 @@ def test_cells_are_patterns_or_functions_of_a_row():
         "s": "{ms[p50]:seconds|.3f}", "spread": "{ms:spread|.1f}", "held": "{held:bytes}",
         "none": "{none:.2f}", "own": lambda row: str(len(row)),
     }  # fmt: skip
-    assert table(rows, columns).splitlines()[-1] == (
+    assert tabled(rows, columns).splitlines()[-1] == (
         "| 0.002 | 2.0 (1.0 to 3.5) | 1.0 MiB |  | 3 |"
     )
 
 
 def test_a_place_without_a_row_is_a_dash():
     rows = [{"a": 1, "b": 2, "c": 3}, {"a": 2, "b": 4, "c": 5}]
-    lines = table(rows, Pivot("a", "{a}", "b {b}", "{c}")).splitlines()
+    lines = tabled(rows, Pivot("a", "{a}", "b {b}", "{c}")).splitlines()
     assert lines == ["| a | b 2 | b 4 |", "| --- | ---: | ---: |", "| 1 | 3 | - |", "| 2 | - | 5 |"]
 
 

@@ -9,11 +9,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from snapkv.hf import fidelity
 from snapkv.storage.append_buffer import ROOM_TOKENS
 from snapkv_lab.experiments import experiment, gpu
-from snapkv_lab.experiments.experiment import Sized
-from snapkv_lab.experiments.records import read_rows
+from snapkv_lab.experiments.experiment import Size
 from snapkv_lab.measure import contenders
+from snapkv_lab.rows import read_rows
 
-SMALL = {name: each.small for name, each in gpu.GPU.options.items() if isinstance(each, Sized)}
+SMALL = {name: each.small for name, each in gpu.GPU.options.items() if isinstance(each, Size)}
 
 BLOCKED = gpu._votes, "blocked", 2
 SHARES = {"of_ceiling": 0.5, "of_bandwidth": 1.0}

@@ -8,7 +8,7 @@ from snapkv.app.models import LoadedModel
 from snapkv.errors import InvalidArgumentError
 from snapkv_lab.experiments.kvpress import KVPRESS, PYTHON, Kvpress
 from snapkv_lab.experiments.peers import Answers, Ours, Theirs
-from snapkv_lab.experiments.texts import Asked, Case, ReadText
+from snapkv_lab.experiments.texts import AskedPrompt, Case, ReadText
 from tests.families import random_ids, tiny_model
 
 pytestmark = [
@@ -25,7 +25,7 @@ def test_the_same_tokens_come_out_as_here(family):
     model, ids = tiny_model(family), random_ids(2, 300)
     cache = CompressedCache(model, POLICY)
     ours = model.generate(ids, past_key_values=cache, max_new_tokens=24, do_sample=False)[:, 300:]
-    with Kvpress("theirs", PYTHON, model, POLICY, weights=True) as theirs:
+    with Kvpress(PYTHON, model, POLICY) as theirs:
         theirs.read(ids)
         assert theirs.last["kept_tokens"] == 64
         theirs(24)
@@ -34,30 +34,17 @@ def test_the_same_tokens_come_out_as_here(family):
     assert not torch.equal(full, ours)
 
 
-def test_filling_leaves_as_much_as_reading_and_a_ratio_is_taken_too():
-    model, ids = tiny_model("llama"), random_ids(1, 216)
-    with Kvpress("ratio", PYTHON, model, SnapKV(keep_ratio=0.25, window_size=16)) as theirs:
-        assert theirs.read(ids) > 0
-        read = theirs.last["kept_tokens"], theirs.last["held_bytes"]
-        theirs.behind(model, 1, 216)
-        assert (
-            (theirs.last["kept_tokens"], theirs.last["held_bytes"])
-            == read
-            == (66, 66 * 4 * 2 * 2 * 8 * 4)
-        )
-        assert theirs.versions["transformers"].startswith("5.2.")
-
-
 def test_what_it_does_not_take_is_said_and_it_goes_on():
     model = tiny_model("llama")
-    with Kvpress("theirs", PYTHON, model, SnapKV(20, window_size=8)) as theirs:
-        with pytest.raises(InvalidArgumentError, match=r"'theirs', got .*index out of range"):
+    with Kvpress(PYTHON, model, SnapKV(20, window_size=8)) as theirs:
+        with pytest.raises(InvalidArgumentError, match=r"measured, got .*index out of range"):
             theirs.read(torch.full((1, 64), 10**6))
         theirs.read(random_ids(1, 64))
         assert theirs.last["kept_tokens"] == 20
-        decoder = theirs.behind(model, 3, 12)  # less than the budget
-        assert decoder(2) > 0
+        theirs.read(random_ids(3, 12))  # less than the budget
+        assert theirs(2) > 0
         assert theirs.last["kept_tokens"] == 14
+        assert theirs.versions["transformers"].startswith("5.2.")
 
 
 @pytest.mark.parametrize("between", [[], [5, 6]])
@@ -66,10 +53,10 @@ def test_an_answer_is_judged_as_here(between):
     model, ids = tiny_model("llama"), random_ids(1, 200)
     case = Case(group="g", answer_ids=[3, 7, 9], parts=[[0], [1, 2]], between_ids=between)
     prompt = ReadText(model, ids[0].tolist()).prompt
-    asked = Asked(0, prompt, ids, [case, case])
+    asked = AskedPrompt(0, prompt, ids, [case, case])
     same = Ours("ours", lambda _: SnapKV(100, window_size=64, kernel_size=5, pooling="avg"))
     whole = Ours("ours", lambda _: FullCache())
-    with Kvpress("theirs", PYTHON, model, None, weights=True) as theirs:
+    with Kvpress(PYTHON, model) as theirs:
         answers = Answers(
             LoadedModel(model=model, tokenizer=None, name="tiny", revision=None), theirs
         )

@@ -7,10 +7,10 @@ import pytest
 
 from snapkv.policies import POLICIES, Policy
 from snapkv_lab.experiments import methods, recall
-from snapkv_lab.experiments.records import of
 from snapkv_lab.experiments.serving import SERVING
 from snapkv_lab.experiments.speed import BY_DEFAULT, FLAT
 from snapkv_lab.experiments.texts import answers_of
+from snapkv_lab.rows import of
 
 
 def flat(benchmark):

@@ -1,5 +1,6 @@
 """A prompt that is read once and compressed many times, and what the demo model finds in it."""
 
+import re
 from statistics import fmean
 
 import pytest
@@ -17,15 +18,7 @@ POLICIES = [
     *(made(96) for made in METHODS_OF["visible"].values()),
     FastGen(0.1),
 ]
-TOKENS, KERNELS = 256, (1, 5, 7, 13)
-
-
-def sinks_and_recent(budget):
-    return StreamingLLM(budget, positions="original")
-
-
-def pooled(budget, window, kernel, **more):
-    return SnapKV(budget, window_size=window, kernel_size=kernel, **more)
+TOKENS = 256
 
 
 def asked(document):
@@ -88,13 +81,11 @@ def test_a_method_that_needs_more_queries_than_were_recorded_is_refused(tiny, do
 def test_a_document_has_its_length_the_needle_and_digits_of_one_token_each(demo, document):
     assert len(document.prompt_ids) == TOKENS
     text = demo.tokenizer.decode(document.prompt_ids)
-    assert f"Special magic number for {document.city} is {document.number}." in text
-    question = demo.tokenizer.decode(document.question_ids)
-    assert question.startswith("\n\nQuestion: What is the special magic number for")
-    assert text.endswith(question)
-    assert text.endswith(f"Answer: The special magic number for {document.city} is")
+    city, number = re.search(r"Special magic number for (\w+) is (\d{4})\.", text).groups()
+    question = f"\n\nQuestion: What is the special magic number for {city}?"
+    assert text.endswith(f"{question}\nAnswer: The special magic number for {city} is")
     digits = [demo.tokenizer.decode([token]) for token in document.answer_ids]
-    assert digits == [" ", *str(document.number)]
+    assert digits == [" ", *number]
 
 
 def test_questions_quote_the_document_at_ten_depths(demo, haystack):
@@ -117,7 +108,7 @@ def test_at_a_third_of_the_cache_attention_and_wide_pooling_find_the_number(demo
     policies = {
         "full": FullCache(),
         **{n: SnapKV(256, window_size=16, kernel_size=n) for n in (13, 7, 1)},
-        "recent": sinks_and_recent(256),
+        "recent": StreamingLLM(256, positions="original"),
         "random": Random(256, window_size=16),
     }
     outcomes = dict(
@@ -134,42 +125,3 @@ def test_at_a_third_of_the_cache_attention_and_wide_pooling_find_the_number(demo
     assert outcomes[7]["nll"] + 3 < outcomes[1]["nll"]
     for name, row in outcomes.items():
         assert row["held"] == (1 if name == "full" else pytest.approx(256 / 768))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tokens", [2048, 4096])
-def test_the_order_of_the_methods_at_every_budget(tokens, demo, haystack):
-    """The paper's Fig. 8 and more; margins, in nats, are about half of what was measured."""
-    budgets = (96, 128, 256, 512)
-    count = {2048: 12, 4096: 8}[tokens]
-    made = make_documents(demo.tokenizer, haystack, prompt_tokens=tokens, count=count)
-    policies: list = [FullCache()]
-    for budget in budgets:
-        policies += [sinks_and_recent(budget), Random(budget, window_size=16)]
-        policies += [pooled(budget, w, kernel) for w in (16, 32) for kernel in KERNELS]
-        policies += [pooled(budget, 16, kernel, pooling="avg") for kernel in KERNELS[1:]]
-    found = dict(zip(policies, retrieved(demo.model, made, policies), strict=True))
-    full = found[FullCache()]
-    assert full["accuracy"] >= 0.75
-    for budget in budgets:
-        recent = found[sinks_and_recent(budget)]
-        chance = found[Random(budget, window_size=16)]
-        assert recent["accuracy"] <= 0.25
-        assert chance["accuracy"] <= 0.25
-        if budget <= tokens // 8:  # at a quarter of the prompt chance hits parts of the number
-            assert recent["nll"] + 2 < chance["nll"]
-        for window in (16, 32):
-            none, five, seven, thirteen = (
-                found[pooled(budget, window, kernel)] for kernel in KERNELS
-            )
-            assert thirteen["nll"] + 0.1 < seven["nll"]
-            assert seven["nll"] + 0.5 < five["nll"]
-            assert five["nll"] + 1 < none["nll"]
-            assert seven["nll"] + 2.5 < none["nll"]
-            assert seven["nll"] + 3 < recent["nll"]
-            if budget in (256, 512):
-                assert thirteen["accuracy"] >= 0.85
-                assert thirteen["nll"] < full["nll"] + 0.5
-        none = found[pooled(budget, 16, 1)]
-        for kernel in KERNELS[1:]:
-            assert found[pooled(budget, 16, kernel, pooling="avg")]["nll"] + 1 < none["nll"]

@@ -7,7 +7,8 @@ import pytest
 from snapkv_lab.experiments import evaluations
 from snapkv_lab.experiments.experiment import declared
 from snapkv_lab.experiments.pages import PAGES, filled
-from snapkv_lab.experiments.records import RESULTS, read_rows
+from snapkv_lab.experiments.records import RESULTS
+from snapkv_lab.rows import read_rows
 
 EXPERIMENTS = {  # but for those that were never run
     name: each for name, each in declared().items() if each.tables is not None and each.known()

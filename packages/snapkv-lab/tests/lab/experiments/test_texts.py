@@ -9,8 +9,8 @@ from snapkv import TOVA, FullCache, default_policy
 from snapkv_lab.experiments.prompts import read_prompt
 from snapkv_lab.experiments.texts import (
     Count,
-    Maker,
     ReadText,
+    TextMaker,
     answers_of,
     asked_of,
     right_and_loss,
@@ -21,7 +21,7 @@ from snapkv_lab.experiments.texts import (
 
 @pytest.fixture(scope="module")
 def make(demo):
-    return Maker(demo.tokenizer)
+    return TextMaker(demo.tokenizer)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from snapkv_lab.evaluate.runner import Results
-from snapkv_lab.evaluate.summary import Record
+from snapkv_lab.rows import Row
 from tests.lab.evaluate.tiny import Keys
 
 RUN = {
@@ -60,7 +60,7 @@ def row(method, cell, score, *, status="ok", question="visible"):
     }
 
 
-def results(task, rows: Sequence[Record], **run) -> Results:
+def results(task, rows: Sequence[Row], **run) -> Results:
     return Results(folder=Path("results"), run=RUN | run, task=task, rows=list(rows))
 
 

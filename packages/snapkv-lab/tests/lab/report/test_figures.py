@@ -6,7 +6,6 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from snapkv.errors import InvalidArgumentError
 from snapkv_lab import drawing
 from snapkv_lab.report import figures
 from tests.lab.evaluate.tiny import Keys
@@ -150,12 +149,6 @@ def test_names_are_text_and_no_formula():
     run.run["model"] = {**run.run["model"], "name": "<b>$x$ & \\alpha</b>"}
     for figure in figures.draw(run).values():
         ElementTree.fromstring(drawing.encoded(figure, ".svg"))
-
-
-@pytest.mark.parametrize("path", ["a", ".png", "a.png.txt"])
-def test_other_suffixes_are_refused(path):
-    with pytest.raises(InvalidArgumentError, match=r"ends in \.png, \.svg, \.pdf, got"):
-        drawing.require_drawable(path)
 
 
 # Benches: a curve per cache, a panel per batch.

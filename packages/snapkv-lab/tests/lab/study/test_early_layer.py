@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from snapkv import InvalidArgumentError, UnsupportedModelError
 from snapkv.ops import ScoreOptions
 from snapkv.policies import PromptLayer
 from snapkv.prefill.early_layer import known_early_layer
-from snapkv_lab.study import EarlyLayer, copying, figures
-from tests.families import tiny_model
+from snapkv_lab import drawing
+from snapkv_lab.study import EarlyLayer, copying
 
 SMALL = EarlyLayer(
     samples=2, document_tokens=150, digits=4, keep_ratio=0.4, budget=40, tries=1, rivals=1
@@ -142,7 +141,7 @@ def test_a_search_on_the_demo_is_remembered_and_continued(
     assert [json.loads(line) for line in saved] == findings.rows
     table = SMALL.table(findings.rows)
     assert all(len(line) == len(table.headings) for line in table.rows)
-    figures.save(SMALL.figure(findings.rows), str(tmp_path / "figure.svg"))
+    drawing.save(SMALL.figure(findings.rows), tmp_path / "figure.svg", drawing.PLAIN)
 
     monkeypatch.setattr(EarlyLayer, "answered", None)  # nothing is read again
     assert SMALL.into(demo, tmp_path / "first").rows == findings.rows
@@ -153,15 +152,3 @@ def test_what_is_found_need_not_be_remembered(demo, tmp_path, early_layers):
     findings = study.into(demo, tmp_path)
     assert findings.rows[-1]["layer"] in (29, None)
     assert not early_layers.exists()
-
-
-def test_models_of_several_kinds_of_layers_are_refused(demo):
-    loaded = replace(demo, model=tiny_model("gemma3_text"))
-    copy = copying.Copy(prompt=list(range(3, 103)), answer=[5, 6], start=40)
-    with pytest.raises(UnsupportedModelError, match="sliding"):
-        SMALL.answered(loaded, copy, SMALL.selective(2))
-
-
-def test_layers_that_the_model_does_not_have_are_refused(demo, tmp_path):
-    with pytest.raises(InvalidArgumentError, match="layers: expected layers from 1 to 29"):
-        replace(SMALL, layers=(30,)).into(demo, tmp_path)

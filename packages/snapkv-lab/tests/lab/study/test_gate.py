@@ -2,23 +2,16 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 
-from snapkv import CompressedCache, InvalidArgumentError, KVzap
+from snapkv import CompressedCache, KVzap
 from snapkv.hf.known_gates import known_gate
 from snapkv.policies.gate import Gate, features, read_gate
 from snapkv_lab.study.gate import KINDS, LAST, RIDGE, SINKS, FitGate, Regression
 from tests.gates import drawn_gate
-from tests.lab.evaluate.tiny import tiny_loaded
 from tests.ops.states import random_layer
 
 SMALL = FitGate(texts=2 * len(KINDS), lengths=(128, 140))
-
-
-@pytest.fixture(scope="module")
-def tiny(demo):
-    return tiny_loaded(demo.tokenizer)
 
 
 def layers_of(gate, seed, tokens, noise=0.0):
@@ -76,5 +69,3 @@ def test_a_fitted_gate_is_remembered_or_not_and_the_policy_goes_by_it(tiny, gate
     assert "gate=" in replace(SMALL, remember=False).into(tiny, tmp_path / "own").closing
     assert read_gate(tmp_path / "own" / "gate.safetensors") == gate
     assert known_gate(tiny.model) is None
-    with pytest.raises(InvalidArgumentError, match="texts"):
-        FitGate(texts=3)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from snapkv.app.settings import GenerationSettings
-from snapkv_lab.evaluate.haystack import HaystackTask
+from snapkv_lab.evaluate.haystack import CHARACTERS_PER_TOKEN, HaystackTask, encode
 from snapkv_lab.evaluate.sample import Sample
 
 _HEADER = "Instructions for your answer:\n"
@@ -28,7 +28,6 @@ _FREE = (
 _CLOZE = "\n\nRepeat the instructions for your answer."
 _WORDS = ("falcon", "pelican", "walrus", "badger", "otter", "heron", "marten", "beaver")
 _OVERHEAD_TOKENS = 150  # instructions, question, chat template and answer
-_CHARACTERS_PER_TOKEN = 8
 
 _CHECKS: dict[str, Callable[[str, str], bool]] = {
     "code": lambda answer, wanted: wanted in answer,
@@ -97,9 +96,9 @@ class Instructions(HaystackTask):
 
     def _text(self, tokenizer: Any, tokens: int, draw: random.Random) -> str:
         """That many tokens of the haystack from a drawn place on; behind its end it begins anew."""
-        whole, characters = self.text.text, tokens * _CHARACTERS_PER_TOKEN
+        whole, characters = self.text.text, tokens * CHARACTERS_PER_TOKEN
         start = draw.randrange(len(whole))
         piece = (whole[start:] + whole * (1 + characters // len(whole)))[:characters]
-        ids = tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
-        text: str = tokenizer.decode(ids[:tokens], skip_special_tokens=True)
+        ids = encode(tokenizer, piece)[:tokens]
+        text: str = tokenizer.decode(ids, skip_special_tokens=True)
         return text

@@ -2,21 +2,26 @@
 
 The construction of the public test (Kamradt 2023): the text is cut to the length less a buffer for
 the question, and the needle stands behind the last sentence that ends before its depth. The magic
-number is the form of the Large World Model's evaluation, which the paper's Fig. 6 is of; the
-sentence about a sandwich is the first form of the test.
+number is the form of the Large World Model's evaluation, which the paper's Fig. 6 is of.
 """
 
 import itertools
 import random
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError
-from snapkv.validation import require_choice, require_int
-from snapkv_lab.evaluate.haystack import Haystack, HaystackTask, number
+from snapkv.validation import require_int
+from snapkv_lab.evaluate.haystack import (
+    CHARACTERS_PER_TOKEN,
+    CITIES,
+    Haystack,
+    HaystackTask,
+    encode,
+    number,
+)
 from snapkv_lab.evaluate.sample import Sample
 from snapkv_lab.evaluate.task import percents
 
@@ -25,24 +30,9 @@ _INSTRUCTION = (
     "and direct.\n\n"
 )
 _RESTRICTION = " Don't give information outside the document or repeat your findings."
-_CITIES = (
-    *("Athens", "Berlin", "Boston", "Cairo", "Chicago", "Dublin", "Lisbon", "London", "Madrid"),
-    *("Moscow", "Oslo", "Paris", "Prague", "Rome", "Sydney", "Tokyo", "Toronto", "Vienna"),
-)
-_CHARACTERS_PER_TOKEN = 8  # more than most long stretches of English need
 _SENTENCE_ENDS = (".", "?", "!", "。", "？", "！")  # noqa: RUF001 - Chinese has its own marks
 _MOST_DEPTHS = 101
 _MOST_DIGITS = 1000
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Hidden:
-    """What is hidden, how it is asked for, and what its answer begins with."""
-
-    needle: str
-    question: str
-    answer_start: str
-    answer: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +42,6 @@ class Needle(HaystackTask):
     Args:
         lengths: tokens of the whole prompt, question and instructions included, about.
         depths: how many places from the beginning (0) to the end (100 percent) of the text.
-        variant: magic-number asks for a number, sandwich for the best thing to do in San Francisco.
         digits: of the magic number.
         permutations: runs of every length and depth, each with the documents in another order.
         cloze: begin the answer for the model, which small models need.
@@ -66,7 +55,6 @@ class Needle(HaystackTask):
 
     lengths: tuple[int, ...] = (1024, 2048, 4096, 8192)
     depths: int = 5
-    variant: Literal["magic-number", "sandwich"] = "magic-number"
     digits: int = 7
     permutations: int = 1
     haystack: str | None = None
@@ -83,7 +71,6 @@ class Needle(HaystackTask):
             )
         require_int("digits", self.digits, minimum=1, maximum=_MOST_DIGITS)
         self.require(lengths=self.buffer_tokens + 100)
-        require_choice("variant", self.variant, ("magic-number", "sandwich"))
         self.text  # noqa: B018 # read now: a folder without text is refused
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
@@ -93,54 +80,27 @@ class Needle(HaystackTask):
             yield self._sample(tokenizer, length, depth, order)
 
     def score(self, sample: Sample, prediction: str) -> float:
-        """Whether the number is in the answer; of the sentence, the fraction of its words."""
-        if self.variant == "magic-number":
-            return float(sample.references[0] in prediction)
-        wanted, said = (_words(text) for text in (sample.references[0], prediction))
-        return len(wanted & said) / len(wanted)
+        """Whether the number is in the answer."""
+        return float(sample.references[0] in prediction)
 
     def _sample(self, tokenizer: Any, length: int, depth: int, order: int) -> Sample:
         name = f"{length}/{depth}/{order}"
-        hidden = self._hidden(random.Random(f"{self.seed}/{name}"))
+        draw = random.Random(f"{self.seed}/{name}")
+        city, answer = draw.choice(CITIES), number(draw, self.digits)
         text = self.text.permuted(f"{self.seed}/{name}") if self.permutations > 1 else self.text
-        ids = _with_needle(
-            tokenizer, text, hidden.needle, tokens=length - self.buffer_tokens, depth=depth
-        )
-        start = hidden.answer_start if self.cloze else ""
+        start = f"The special magic {city} number is:"
+        needle, question = f"\n{start} {answer}\n", f"What is the special magic {city} number?"
+        tokens = length - self.buffer_tokens
+        ids = _with_needle(tokenizer, text, needle, tokens=tokens, depth=depth)
         return Sample(
             name=name,
             cell={"length": length, "depth": depth},
             context=_INSTRUCTION + tokenizer.decode(ids, skip_special_tokens=True),
-            question=f"\n\n{hidden.question}{_RESTRICTION}",
-            plain_question=f"\n\nQuestion: {hidden.question}\nAnswer:",
-            answer_start=start,
-            references=(hidden.answer,),
-            settings=GenerationSettings(max_new_tokens=self._answer_tokens),
-        )
-
-    @property
-    def _answer_tokens(self) -> int:
-        if self.variant == "sandwich":
-            return 48
-        return self.digits + (5 if self.cloze else 25)
-
-    def _hidden(self, draw: random.Random) -> _Hidden:
-        if self.variant == "sandwich":
-            thing = "eat a sandwich and sit in Dolores Park on a sunny day."
-            start = "The best thing to do in San Francisco is"
-            return _Hidden(
-                needle=f"\n{start} {thing}\n",
-                question="What is the best thing to do in San Francisco?",
-                answer_start=start,
-                answer=thing,
-            )
-        city = draw.choice(_CITIES)
-        answer = number(draw, self.digits)
-        return _Hidden(
-            needle=f"\nThe special magic {city} number is: {answer}\n",
-            question=f"What is the special magic {city} number?",
-            answer_start=f"The special magic {city} number is:",
-            answer=answer,
+            question=f"\n\n{question}{_RESTRICTION}",
+            plain_question=f"\n\nQuestion: {question}\nAnswer:",
+            answer_start=start if self.cloze else "",
+            references=(answer,),
+            settings=GenerationSettings(max_new_tokens=self.digits + (5 if self.cloze else 25)),
         )
 
 
@@ -148,7 +108,7 @@ def _with_needle(
     tokenizer: Any, text: Haystack, needle: str, *, tokens: int, depth: int
 ) -> list[int]:
     """That many tokens of the text, repeated where it is too short, with the needle in them."""
-    inserted = _encode(tokenizer, needle)
+    inserted = encode(tokenizer, needle)
     ids = _beginning(tokenizer, text, tokens - len(inserted))
     place = _sentence_end(tokenizer, ids, int(len(ids) * depth / 100)) if depth < 100 else len(ids)
     return [*ids[:place], *inserted, *ids[place:]]
@@ -160,9 +120,9 @@ def _beginning(tokenizer: Any, text: Haystack, tokens: int) -> list[int]:
         raise InvalidArgumentError(
             "lengths: expected room for some text beside the needle, got none; pass larger lengths"
         )
-    whole, characters = text.text, tokens * _CHARACTERS_PER_TOKEN
+    whole, characters = text.text, tokens * CHARACTERS_PER_TOKEN
     while True:
-        ids = _encode(tokenizer, (whole * (1 + characters // len(whole)))[:characters])
+        ids = encode(tokenizer, (whole * (1 + characters // len(whole)))[:characters])
         if len(ids) >= tokens:
             return ids[:tokens]
         if not ids:
@@ -186,12 +146,3 @@ def _sentence_end(tokenizer: Any, ids: list[int], most: int) -> int:
     if before := next(filter(ended, range(most, 0, -1)), 0):
         return before
     return 0 if any(map(ended, range(most + 1, len(ids) + 1))) else most
-
-
-def _encode(tokenizer: Any, text: str) -> list[int]:
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return ids
-
-
-def _words(text: str) -> set[str]:
-    return set(re.findall(r"\w+", text.lower()))

@@ -1,0 +1,189 @@
+"""What cannot be is said in one line, with what was expected, before anything is answered."""
+
+from dataclasses import replace
+
+import pytest
+from lm_eval.api.instance import Instance
+
+from snapkv import H2O, KVzip, MissingDependencyError, SnapKV, SnapKVError
+from snapkv.app.prefills import Selective
+from snapkv.app.settings import MedusaTraining
+from snapkv_lab import drawing
+from snapkv_lab.evaluate.asking import Method
+from snapkv_lab.evaluate.harness import CompressedLM
+from snapkv_lab.evaluate.runner import Run
+from snapkv_lab.evaluate.store import Store
+from snapkv_lab.evaluate.tasks import (
+    Instructions,
+    Lines,
+    LongBench,
+    Needle,
+    RagCitation,
+    RagPipeline,
+    Ruler,
+    Turns,
+)
+from snapkv_lab.report import figures
+from snapkv_lab.study import EarlyLayer, FitGate, HitRate, Overlap, Sensitivity
+from snapkv_lab.study import Instructions as Compared
+from snapkv_lab.study.copying import Copy
+from snapkv_lab.training import medusa
+from tests.families import tiny_model
+from tests.lab.evaluate.tiny import METHODS, Keys
+
+SNAPKV = Method(label="s", policy=SnapKV(48))
+SMALL = Turns(cloze=True, lengths=(200,), questions=2, samples_each=1)
+
+
+def run(task, *methods, **options):
+    """Refused before its folder is made."""
+
+    def refused(tiny, folder):
+        try:
+            Run(loaded=tiny, task=task, methods=methods, **options).into(folder / "results")
+        finally:
+            assert not (folder / "results").exists()
+
+    return refused
+
+
+def made(kind, **settings):
+    return lambda tiny, folder: kind(**settings)
+
+
+def samples(task):
+    return lambda tiny, folder: list(task.samples(tiny.tokenizer))
+
+
+def study(of, words=None):
+    """Of the material that there is, or of a document of so many words."""
+
+    def refused(tiny, folder):
+        (folder / "note.txt").write_text("word " * (words or 0))
+        documents = (str(folder / "note.txt"),) if words else ()
+        replace(of, documents=documents).into(tiny, folder / "out")
+
+    return refused
+
+
+def harness(kind, *given):
+    def refused(tiny, folder):
+        asked = [
+            Instance(request_type=kind, doc={}, arguments=one, idx=i, metadata=("a task", i, 1))
+            for i, one in enumerate(given)
+        ]
+        with Store(folder, {}) as store:
+            getattr(CompressedLM(tiny, SNAPKV, store), kind)(asked)
+
+    return refused
+
+
+def of_several_kinds_of_layers(tiny, folder):
+    copy = Copy(prompt=list(range(3, 103)), answer=[5, 6], start=40)
+    loaded = replace(tiny, model=tiny_model("gemma3_text"))
+    EarlyLayer().answered(loaded, copy, EarlyLayer().selective(2))
+
+
+def heads_of_little_text(tiny, folder):
+    medusa.train(tiny, ["a b c " * 9], folder, MedusaTraining(passage_tokens=8), lambda *_: None)
+
+
+REFUSED = [
+    # Tasks.
+    (made(Needle, lengths=(4096, 299)), "lengths: expected at least 300, got 299"),
+    (made(Needle, depths=102), "depths: expected at most 101"),
+    (made(Needle, haystack="no/such"), "no/such"),
+    (made(Lines, lengths=()), "lengths: expected at least one number"),
+    (made(Instructions, lengths=(100,)), "lengths"),
+    (made(LongBench, datasets=("hotpot",)), "got 'hotpot'; did you mean hotpotqa"),
+    (made(LongBench, code_similarity="jaro"), "code_similarity: expected one of difflib"),
+    (made(RagPipeline, documents=(10, 30), retrieve=20), "retrieve: expected .* 30, got 20"),
+    (made(Ruler, tasks=("niah",)), "tasks: expected some of niah_single_1, .*, got niah;"),
+    (samples(Needle(lengths=(300,), depths=1, digits=99)), "lengths: expected room for some text"),
+    (samples(Lines(lengths=(200,), examples=3)), "room for the question, the answer and 4 lines"),
+    (samples(Ruler(tasks=("cwe",), lengths=(150,))), "expected room for a sample of cwe"),
+    (samples(Ruler(tasks=("qa_1",), lengths=(150,))), "expected room for a sample of qa_1"),
+    (
+        samples(RagCitation(corpus="squad", documents=(50_000,), samples_each=1)),
+        r"expected at most \d+, as many as there are",
+    ),
+    (
+        samples(RagCitation(corpus="squad", documents=(5,), samples_each=10**6)),
+        r"expected at most \d+, .* got 1000000; pass --samples-each",
+    ),
+    # Runs.
+    (run(Keys(), *METHODS[:1] * 2), "policy: expected at least one .*once, got full, full"),
+    (run(Keys(), Method(label="k", policy=KVzip(48))), "have read a text, .* --setting hidden"),
+    (run(Keys(sentences=()), SNAPKV), "samples: expected at least one, got none"),
+    (run(Keys(sentences=(8, 8)), SNAPKV), "samples: expected every sample once, got 8/0 2 times"),
+    (run(Keys(), replace(SNAPKV, later="recall")), "turns: expected it with a task of several"),
+    (
+        run(SMALL, replace(SNAPKV, later="recall", prefill=Selective(layer=1))),
+        "turns: expected a prefill",
+    ),
+    (run(SMALL, Method(label="h", policy=H2O(48), later="compress")), "evicts after every token"),
+    (
+        run(
+            SMALL,
+            Method(label="r", policy=KVzip(48), later="recall"),
+            questions=("hidden",),
+            template="none",
+        ),
+        "read once for recall",
+    ),
+    # lm-eval.
+    (
+        harness("loglikelihood", ("The key is un", "der")),
+        "tasks: expected .* got 'der' behind",
+    ),
+    (
+        harness("generate_until", ("One", {"num_beams": 4})),
+        "of a task, got num_beams, which is not",
+    ),
+    (
+        harness("generate_until", ("One", {"max_gen_toks": 2}), ("One", {"max_gen_toks": 900})),
+        "got one that needs 901",
+    ),
+    # Studies.
+    (made(HitRate, samples=0), "samples: expected at least 1"),
+    (made(HitRate, questions=("",)), "question: expected at least one"),
+    (made(HitRate, threshold=1.0), "threshold: expected attention between 0 and 1"),
+    (made(HitRate, keep_ratio=0.001), "keep_ratio: expected to keep more than sink_tokens=4"),
+    (made(HitRate, kernel_size=4), "kernel_size: expected an odd number"),
+    (made(Overlap, document_tokens=2560), "keep_ratio: expected a part of the 0 positions"),
+    (made(Compared, questions=("Why?",)), "question: expected at least two"),
+    (made(Compared, keep_ratio=1.5), "keep_ratio: expected a part of 3,072"),
+    (made(Sensitivity, windows=()), "windows: expected at least 1"),
+    (made(EarlyLayer, document_tokens=5), "document_tokens: expected at least 128"),
+    (made(EarlyLayer, keep_ratio=0), "keep_ratio"),
+    (made(EarlyLayer, tolerance=float("nan")), "tolerance: expected at least 0"),
+    (made(EarlyLayer, layers=(0,)), "layers: expected at least 1"),
+    (made(EarlyLayer, budget=16), "budget: expected more than window_size=16"),
+    (study(EarlyLayer(layers=(2,), document_tokens=128)), "expected layers from 1 to 1"),
+    (of_several_kinds_of_layers, "sliding"),
+    (made(FitGate, texts=3), "texts"),
+    (study(HitRate(), words=9), r"at least document_tokens=3,072 .*note\.txt"),
+    (study(Overlap(), words=600), "keep_ratio: expected a part of the 0 positions"),
+    # Heads, figures.
+    (heads_of_little_text, r"passages of 8 tokens, got \d"),
+    (made(MedusaTraining, answers=9), "answers"),
+    (made(MedusaTraining, num_heads=0), "num_heads"),
+    (made(MedusaTraining, learning_rate=2), "learning_rate"),
+    (made(MedusaTraining, epochs=0), "epochs"),
+    (lambda *_: drawing.require_drawable("a.png.txt"), r"ends in \.png, \.svg, \.pdf, got"),
+    (lambda *_: drawing.require_drawable(".png"), r"ends in \.png, \.svg, \.pdf, got"),
+    (lambda *_: figures.draw_bench([]), "plot: expected rows to draw"),
+]
+
+
+@pytest.mark.parametrize(("refused", "message"), REFUSED, ids=[said[:30] for _, said in REFUSED])
+def test_what_cannot_be_is_refused_in_one_line(refused, message, tiny, tmp_path):
+    with pytest.raises(SnapKVError, match=message) as caught:
+        refused(tiny, tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_figure_without_the_package_is_refused_at_once(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'matplotlib"):
+        drawing.require_drawable("a.svg")
