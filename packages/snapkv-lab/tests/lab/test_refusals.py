@@ -92,6 +92,7 @@ REFUSED = [
     # Tasks.
     (made(Needle, lengths=(4096, 299)), "lengths: expected at least 300, got 299"),
     (made(Needle, depths=102), "depths: expected at most 101"),
+    (made(Needle, variant="fork"), "variant: expected one of magic-number, sandwich, got 'fork'"),
     (made(Needle, haystack="no/such"), "no/such"),
     (made(Lines, lengths=()), "lengths: expected at least one number"),
     (made(Instructions, lengths=(100,)), "lengths"),

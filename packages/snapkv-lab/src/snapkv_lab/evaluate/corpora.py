@@ -6,12 +6,14 @@ HotpotQA (Yang et al., 2018), the development set of the distractor setting, and
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import DocumentError, InvalidArgumentError
 from snapkv.packages import package_file
+from snapkv_lab.rows import Row
 
 CorpusName = Literal["hotpotqa", "squad"]
 
@@ -129,3 +131,49 @@ class Index:
 def corpus_index(name: CorpusName) -> Index:
     """The index of all paragraphs of a data set; the first call takes seconds for HotpotQA."""
     return Index(load_corpus(name).passages)
+
+
+Check = tuple[str, Callable[[Any], bool]]
+"""What a field of a user's file must be, and whether it is."""
+
+
+def parsed_lines(
+    lines: Iterable[str | bytes], checks: Mapping[str, Check], path: Path, remedy: str
+) -> list[Row]:
+    """The JSON objects of a file's lines, blank ones skipped; every field as `checks` say."""
+    found = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            place = f"{path}, line {number}"
+            found.append(_parsed(line, place, remedy))
+            require_fields(found[-1], checks, place, remedy)
+    if not found:
+        raise DocumentError(f"data: expected rows in {path}, got none; {remedy}")
+    return found
+
+
+def _parsed(line: str | bytes, place: str, remedy: str) -> Row:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        record = None
+    if not isinstance(record, dict):
+        found = (line if isinstance(line, str) else line.decode(errors="replace")).strip()[:40]
+        raise DocumentError(f"data: expected a JSON object in {place}, got {found!r}; {remedy}")
+    return record
+
+
+def require_fields(
+    record: Row, checks: Mapping[str, Check], place: str, remedy: str, prefix: str = ""
+) -> None:
+    """Raise unless every field is what it must be; `prefix` stands before its name."""
+    for field, (wanted, is_right) in checks.items():
+        if not is_right(record.get(field)):
+            got = repr(record[field])[:40] if field in record else "no such field"
+            raise DocumentError(
+                f"data: expected {prefix}{field} to be {wanted} in {place}, got {got}; {remedy}"
+            )
+
+
+def is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)

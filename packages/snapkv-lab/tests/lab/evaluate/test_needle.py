@@ -10,7 +10,10 @@ from snapkv.packages import package_file
 from snapkv_lab.evaluate.haystack import essays, load_haystack, python_topics
 from snapkv_lab.evaluate.tasks import Needle
 
-SENTENCE = "\nThe special magic Rome number is: {}\n"
+SENTENCE = (
+    "\nThe best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny "
+    "day.\n"
+)
 NUMBER = re.compile(r"\nThe special magic (\w+) number is: (\d+)\n")
 
 
@@ -38,29 +41,20 @@ def haystack_of(sample):
     return sample.context.partition("direct.\n\n")[2]
 
 
-@pytest.fixture
-def placed(folder, monkeypatch):
-    """By depth, the text with a bar where the needle stands."""
-    monkeypatch.setattr("snapkv_lab.evaluate.tasks.needle.CITIES", ("Rome",))
-
-    def made(depths, tokens=20):
-        length = tokens + len(SENTENCE.format(1))
-        given = {"digits": 1, "buffer_tokens": 0, "haystack": str(folder)}
-        monkeypatch.setattr(Needle, "require", lambda *_, **__: None)  # such a short one
-        samples = Needle(lengths=(length,), depths=depths, **given).samples(Letters())
-        return {
-            sample.cell["depth"]: haystack_of(sample).replace(
-                SENTENCE.format(*sample.references), "|"
-            )
-            for sample in samples
-        }
-
-    return made
+def placed(folder, depths, *, tokens=20, **options):
+    """By depth, the text with a bar where the sandwich stands."""
+    task = Needle(
+        lengths=(tokens + len(SENTENCE),), depths=depths, variant="sandwich", buffer_tokens=0,
+        haystack=str(folder), **options,
+    )  # fmt: skip
+    samples = list(task.samples(Letters()))
+    assert all(haystack_of(sample).count(SENTENCE) == 1 for sample in samples)
+    return {sample.cell["depth"]: haystack_of(sample).replace(SENTENCE, "|") for sample in samples}
 
 
-def test_the_needle_stands_behind_the_last_sentence_before_its_depth(folder, placed):
+def test_the_needle_stands_behind_the_last_sentence_before_its_depth(folder):
     # Of 20 characters, 25 % are "Ab. C", 50 % are "Ab. Cd! Ef", 75 % are "Ab. Cd! Ef\nGh? ".
-    assert placed(depths=5) == {
+    assert placed(folder, depths=5) == {
         0: "|Ab. Cd! Ef\nGh? Ij. A",
         25: "Ab.| Cd! Ef\nGh? Ij. A",
         50: "Ab. Cd!| Ef\nGh? Ij. A",
@@ -68,22 +62,25 @@ def test_the_needle_stands_behind_the_last_sentence_before_its_depth(folder, pla
         100: "Ab. Cd! Ef\nGh? Ij. A|",
     }
     (folder / "a.txt").write_text("Abcdefghijklm. Op. ")  # before the first sentence's end
-    assert placed(depths=3, tokens=16) == {
+    assert placed(folder, depths=3, tokens=16) == {
         0: "|Abcdefghijklm. O",
         50: "|Abcdefghijklm. O",
         100: "Abcdefghijklm. O|",
     }
     (folder / "a.txt").write_text("abcdefghij")  # without sentences
-    assert placed(depths=3) == {
+    assert placed(folder, depths=3) == {
         0: "|abcdefghijabcdefghij",
         50: "abcdefghij|abcdefghij",
         100: "abcdefghijabcdefghij|",
     }
 
 
-@pytest.mark.parametrize(("cloze", "template"), [(True, "none"), (False, "tokenizer")])
-def test_no_prompt_is_longer_than_asked_nor_much_shorter(demo, cloze, template):
-    task = Needle(lengths=(400, 1500), depths=3, cloze=cloze)
+@pytest.mark.parametrize(
+    ("variant", "cloze", "template"),
+    [("magic-number", True, "none"), ("sandwich", False, "tokenizer")],
+)
+def test_no_prompt_is_longer_than_asked_nor_much_shorter(demo, variant, cloze, template):
+    task = Needle(lengths=(400, 1500), depths=3, variant=variant, cloze=cloze)
     for sample in task.samples(demo.tokenizer):
         tokens = sample.prompt(demo.tokenizer, template, "visible").token_ids(demo.tokenizer)
         length = sample.cell["length"]
@@ -128,6 +125,14 @@ def test_scores():
     assert score(number, "It is 1234567.") == 1
     assert score(number, "It is 123456.") == 0
     assert score(number, "") == 0
+    sandwich = SimpleNamespace(
+        references=("eat a sandwich and sit in Dolores Park on a sunny day.",)
+    )
+    score = Needle(variant="sandwich").score
+    assert score(sandwich, "EAT a Sandwich, and sit in dolores park on a sunny day!") == 1
+    assert score(sandwich, "Eat a sandwich.") == pytest.approx(3 / 11)  # "a" comes twice
+    assert score(sandwich, "Ride a cable car.") == pytest.approx(1 / 11)
+    assert score(sandwich, "") == 0
 
 
 def test_python_topics_are_always_there(monkeypatch):

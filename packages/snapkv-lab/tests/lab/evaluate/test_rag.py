@@ -1,10 +1,13 @@
 """The three experiments with retrieved documents: what is asked, and what is right."""
 
+import gzip
 import itertools
+import json
 import re
 
 import pytest
 
+from snapkv.errors import DocumentError
 from snapkv_lab.evaluate.corpora import Corpus, Index, load_corpus
 from snapkv_lab.evaluate.tasks import TASKS, RagCitation, RagPipeline, RagPosition, rag
 from snapkv_lab.evaluate.tasks.rag import cited, found
@@ -154,3 +157,75 @@ def test_a_hidden_question_is_behind_what_is_compressed(small, demo, name, templ
     assert question not in context
     assert "[5]\n" in context
     assert "\nDocument: " not in rest
+
+
+def document(title, **changed):
+    fields = {"id": "1", "title": title, "text": f"About {title}.", "hasanswer": False}
+    return fields | {"isgold": False} | changed
+
+
+def line(**changed):
+    documents = [
+        document("A"),
+        document("Gold", isgold=True, hasanswer=True),
+        document("Answer", hasanswer=True),
+        document("B"),
+        document("C"),
+    ]
+    return {"question": "Who?", "answers": ["Ann", "Ann B."], "ctxs": documents} | changed
+
+
+def write(path, *rows):
+    text = "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    path.write_bytes(
+        gzip.compress(text.encode(), mtime=0) if path.suffix == ".gz" else text.encode()
+    )
+    return str(path)
+
+
+def test_a_file_of_questions_takes_the_place_of_hotpotqa(tmp_path):
+    name = "rows.jsonl.gz"
+    file = write(tmp_path / name, line(), "", line(question="What?"))
+    task = RagPosition(documents=(4,), samples_each=2, data=file)
+    samples = list(task.samples(None))
+    assert {sample.name for sample in samples[:2]} == {"4/beginning/line 1", "4/beginning/line 3"}
+    titles = {s.cell["position"]: [title for _, title, _ in shown(s)] for s in samples}
+    assert titles == {
+        "beginning": ["Gold", "A", "B", "C"],
+        "middle": ["A", "Gold", "B", "C"],
+        "end": ["A", "B", "C", "Gold"],
+    }, "documents in which an answer stands are not among the others"
+    assert task.score(samples[0], "It was Ann, of course.") == 1
+    assert task.score(samples[0], "It was Anna.") == 0
+    assert (task.describe()["corpus"], task.describe()["data"]) == (None, name)
+
+
+BAD = {
+    "not JSON": ("{", r"JSON object .*line 2, got '\{'"),
+    "answer without words": (line(answers=["Ann", "!"]), "answers to be a list of texts"),
+    "no gold": (line(ctxs=[document("A")]), "ctxs to be documents of which one isgold .*line 2"),
+    "isgold": (line(ctxs=[document("A", isgold="yes")]), r"ctxs\[0\].isgold to be true or false"),
+}
+
+
+@pytest.mark.parametrize(("row", "message"), BAD.values(), ids=BAD)
+def test_a_malformed_row_is_named_by_file_line_and_field(tmp_path, row, message):
+    file = write(tmp_path / "rows.jsonl", line(), row)
+    with pytest.raises(DocumentError, match=message) as caught:
+        list(RagPosition(documents=(3,), samples_each=1, data=file).samples(None))
+    assert "rows.jsonl" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("rows.jsonl", b"\xff\xfe", "JSON lines in UTF-8"),
+        ("rows.jsonl.gz", gzip.compress(b"{}" * 1000, mtime=0)[:20], r"a \.gz of one"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, message):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(DocumentError, match=message):
+        list(RagPosition(samples_each=1, data=str(path)).samples(None))

@@ -7,11 +7,10 @@ from it in the template (`--template longbench`) and in that no answer was empty
 """
 
 import hashlib
-import json
 import re
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePath, PurePosixPath
@@ -24,12 +23,10 @@ from snapkv.errors import DocumentError, InvalidArgumentError, MissingDependency
 from snapkv.packages import INSTALL, package_file
 from snapkv.validation import first_line, nearest, require_choice
 from snapkv_lab.evaluate import metrics
+from snapkv_lab.evaluate.corpora import Check, is_texts, parsed_lines
 from snapkv_lab.evaluate.sample import Cell, Sample
 from snapkv_lab.evaluate.task import Task
 from snapkv_lab.rows import Row
-
-Check = tuple[str, Callable[[Any], bool]]
-"""What a field of a row must be, and whether it is."""
 
 HUB = "zai-org/LongBench"
 """The hub's data set that holds `data.zip`; THUDM/LongBench before it was renamed."""
@@ -370,35 +367,7 @@ def read_rows(data: Path, data_set: DataSet, *, extended: bool) -> list[Row]:
     name = f"{data_set.name}_e.jsonl" if extended else f"{data_set.name}.jsonl"
     lines = _zipped_lines(data, name) if data.is_file() else _lines(data, name)
     fields = _FIELDS | _MORE_FIELDS.get(data_set.metric, {})
-    rows = [
-        _parsed(line, fields, f"{data / name}, line {number}")
-        for number, line in enumerate(lines, 1)
-        if line.strip()
-    ]
-    if not rows:
-        raise DocumentError(f"data: expected rows in {data / name}, got none; {_REMEDY}")
-    return rows
-
-
-_REMEDY = "get the archive anew"
-
-
-def _parsed(line: bytes, fields: Mapping[str, Check], place: str) -> Row:
-    """The JSON object of a line, every field as it must be."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        row = None
-    if not isinstance(row, dict):
-        found = line.decode(errors="replace").strip()[:40]
-        raise DocumentError(f"data: expected a JSON object in {place}, got {found!r}; {_REMEDY}")
-    for field, (wanted, is_right) in fields.items():
-        if not is_right(row.get(field)):
-            got = repr(row[field])[:40] if field in row else "no such field"
-            raise DocumentError(
-                f"data: expected {field} to be {wanted} in {place}, got {got}; {_REMEDY}"
-            )
-    return row
+    return parsed_lines(lines, fields, data / name, "get the archive anew")
 
 
 def hub_archive() -> Path:
@@ -445,12 +414,8 @@ def _missing(place: Path, name: str) -> DocumentError:
     )
 
 
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
 def _are_answers(value: Any) -> bool:
-    return _are_texts(value) and bool(value)
+    return is_texts(value) and bool(value)
 
 
 def _are_paragraphs(value: Any) -> bool:
@@ -462,7 +427,7 @@ _FIELDS: dict[str, Check] = {
     "input": ("a text", lambda value: isinstance(value, str)),
     "answers": ("a list of texts", _are_answers),
     "length": ("a whole number", lambda value: type(value) is int),
-    "all_classes": ("a list of texts or null", lambda value: value is None or _are_texts(value)),
+    "all_classes": ("a list of texts or null", lambda value: value is None or is_texts(value)),
 }
 _MORE_FIELDS: dict[str, dict[str, Check]] = {
     "classification": {"all_classes": ("a list of texts", _are_answers)},

@@ -2,18 +2,20 @@
 
 The construction of the public test (Kamradt 2023): the text is cut to the length less a buffer for
 the question, and the needle stands behind the last sentence that ends before its depth. The magic
-number is the form of the Large World Model's evaluation, which the paper's Fig. 6 is of.
+number is the form of the Large World Model's evaluation, which the paper's Fig. 6 is of; the
+sentence about a sandwich is the first form of the test.
 """
 
 import itertools
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError
-from snapkv.validation import require_int
+from snapkv.validation import require_choice, require_int
 from snapkv_lab.evaluate.haystack import (
     CHARACTERS_PER_TOKEN,
     CITIES,
@@ -36,12 +38,23 @@ _MOST_DIGITS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Hidden:
+    """What is hidden, how it is asked for, and what its answer begins with."""
+
+    needle: str
+    question: str
+    answer_start: str
+    answer: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Needle(HaystackTask):
     """One sentence hidden in a long text, asked for at every length and depth.
 
     Args:
         lengths: tokens of the whole prompt, question and instructions included, about.
         depths: how many places from the beginning (0) to the end (100 percent) of the text.
+        variant: magic-number asks for a number, sandwich for the best thing to do in San Francisco.
         digits: of the magic number.
         permutations: runs of every length and depth, each with the documents in another order.
         cloze: begin the answer for the model, which small models need.
@@ -55,6 +68,7 @@ class Needle(HaystackTask):
 
     lengths: tuple[int, ...] = (1024, 2048, 4096, 8192)
     depths: int = 5
+    variant: Literal["magic-number", "sandwich"] = "magic-number"
     digits: int = 7
     permutations: int = 1
     haystack: str | None = None
@@ -71,6 +85,7 @@ class Needle(HaystackTask):
             )
         require_int("digits", self.digits, minimum=1, maximum=_MOST_DIGITS)
         self.require(lengths=self.buffer_tokens + 100)
+        require_choice("variant", self.variant, ("magic-number", "sandwich"))
         self.text  # noqa: B018 # read now: a folder without text is refused
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
@@ -80,27 +95,54 @@ class Needle(HaystackTask):
             yield self._sample(tokenizer, length, depth, order)
 
     def score(self, sample: Sample, prediction: str) -> float:
-        """Whether the number is in the answer."""
-        return float(sample.references[0] in prediction)
+        """Whether the number is in the answer; of the sentence, the fraction of its words."""
+        if self.variant == "magic-number":
+            return float(sample.references[0] in prediction)
+        wanted, said = (_words(text) for text in (sample.references[0], prediction))
+        return len(wanted & said) / len(wanted)
 
     def _sample(self, tokenizer: Any, length: int, depth: int, order: int) -> Sample:
         name = f"{length}/{depth}/{order}"
-        draw = random.Random(f"{self.seed}/{name}")
-        city, answer = draw.choice(CITIES), number(draw, self.digits)
+        hidden = self._hidden(random.Random(f"{self.seed}/{name}"))
         text = self.text.permuted(f"{self.seed}/{name}") if self.permutations > 1 else self.text
-        start = f"The special magic {city} number is:"
-        needle, question = f"\n{start} {answer}\n", f"What is the special magic {city} number?"
-        tokens = length - self.buffer_tokens
-        ids = _with_needle(tokenizer, text, needle, tokens=tokens, depth=depth)
+        ids = _with_needle(
+            tokenizer, text, hidden.needle, tokens=length - self.buffer_tokens, depth=depth
+        )
+        start = hidden.answer_start if self.cloze else ""
         return Sample(
             name=name,
             cell={"length": length, "depth": depth},
             context=_INSTRUCTION + tokenizer.decode(ids, skip_special_tokens=True),
-            question=f"\n\n{question}{_RESTRICTION}",
-            plain_question=f"\n\nQuestion: {question}\nAnswer:",
-            answer_start=start if self.cloze else "",
-            references=(answer,),
-            settings=GenerationSettings(max_new_tokens=self.digits + (5 if self.cloze else 25)),
+            question=f"\n\n{hidden.question}{_RESTRICTION}",
+            plain_question=f"\n\nQuestion: {hidden.question}\nAnswer:",
+            answer_start=start,
+            references=(hidden.answer,),
+            settings=GenerationSettings(max_new_tokens=self._answer_tokens),
+        )
+
+    @property
+    def _answer_tokens(self) -> int:
+        if self.variant == "sandwich":
+            return 48
+        return self.digits + (5 if self.cloze else 25)
+
+    def _hidden(self, draw: random.Random) -> _Hidden:
+        if self.variant == "sandwich":
+            thing = "eat a sandwich and sit in Dolores Park on a sunny day."
+            start = "The best thing to do in San Francisco is"
+            return _Hidden(
+                needle=f"\n{start} {thing}\n",
+                question="What is the best thing to do in San Francisco?",
+                answer_start=start,
+                answer=thing,
+            )
+        city = draw.choice(CITIES)
+        answer = number(draw, self.digits)
+        return _Hidden(
+            needle=f"\nThe special magic {city} number is: {answer}\n",
+            question=f"What is the special magic {city} number?",
+            answer_start=f"The special magic {city} number is:",
+            answer=answer,
         )
 
 
@@ -146,3 +188,7 @@ def _sentence_end(tokenizer: Any, ids: list[int], most: int) -> int:
     if before := next(filter(ended, range(most, 0, -1)), 0):
         return before
     return 0 if any(map(ended, range(most + 1, len(ids) + 1))) else most
+
+
+def _words(text: str) -> set[str]:
+    return set(re.findall(r"\w+", text.lower()))

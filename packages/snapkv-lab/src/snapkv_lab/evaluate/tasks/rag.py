@@ -4,26 +4,34 @@ The paper ran them with Command-R, two of the three on data of other kinds (Cohe
 here all three ask HotpotQA, each of whose questions has two paragraphs that answer it.
 """
 
+import gzip
 import itertools
 import random
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 from snapkv.app.settings import GenerationSettings
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import DocumentError, InvalidArgumentError
 from snapkv_lab.evaluate.corpora import (
+    Check,
     CorpusName,
     Index,
     Passage,
     Question,
     corpus_index,
+    is_texts,
     load_corpus,
+    parsed_lines,
+    require_fields,
 )
 from snapkv_lab.evaluate.metrics import normalised
 from snapkv_lab.evaluate.sample import Cell, Sample
 from snapkv_lab.evaluate.task import Task
+from snapkv_lab.rows import Row
 
 _INSTRUCTION = "Answer the question at the end from the documents below{}. Only a few of them have "
 _INSTRUCTION += "to do with it.\n\n"
@@ -153,6 +161,8 @@ class RagPosition(PhraseTask):
 
     Args:
         samples_each: questions; all are asked with every number of documents and position.
+        data: file of questions to ask instead, .jsonl or .jsonl.gz, in the form of Lost in the
+            Middle: question, answers, ctxs.
     """
 
     name: ClassVar[str] = "rag-position"
@@ -160,6 +170,7 @@ class RagPosition(PhraseTask):
     least_documents: ClassVar[int] = 3
 
     documents: tuple[int, ...] = (30, 100, 200)
+    data: str | None = None
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
         del tokenizer
@@ -173,8 +184,14 @@ class RagPosition(PhraseTask):
                 row.answers,
             )
 
+    def describe(self) -> dict[str, Any]:
+        own = {"corpus": None, "data": Path(self.data).name} if self.data else {}
+        return super().describe() | own
+
     def _rows(self) -> list[Question]:
         """Questions, with documents in which no answer stands, in the order they are taken."""
+        if self.data is not None:
+            return drawn(read_rows(Path(self.data)), self.samples_each, self.seed)
         questions = phrase_questions(load_corpus(self.corpus).questions)
         made, index = [], corpus_index(self.corpus)
         for question in drawn(questions, self.samples_each, self.seed):
@@ -325,3 +342,82 @@ def _placed(row: Question, documents: int, position: str) -> list[Passage]:
     before = {"beginning": 0, "middle": wanted // 2, "end": wanted}[position]
     others = row.near[:wanted]
     return [*others[:before], *row.gold, *others[before:]]
+
+
+_REMEDY = "correct or delete the line"
+
+
+def read_rows(path: Path) -> list[Question]:
+    """The rows of a file in the form of Lost in the Middle; blank lines are skipped.
+
+    Liu et al. (2023) published a JSON object per line: ``question``, ``answers`` and ``ctxs``, the
+    documents, each with ``title``, ``text``, ``isgold`` (it answers the question) and ``hasanswer``
+    (an answer stands in it).
+    """
+    try:
+        data = path.expanduser().read_bytes()
+        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DocumentError(
+            f"data: expected a file of JSON lines in UTF-8, or a .gz of one, got {path}: {reason}; "
+            "pass another file"
+        ) from None
+    numbers = [number for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    records = parsed_lines(text.split("\n"), _FIELDS, path, _REMEDY)
+    return [
+        _row(record, f"{path}, line {number}", f"line {number}")
+        for number, record in zip(numbers, records, strict=True)
+    ]
+
+
+def _row(record: Row, place: str, name: str) -> Question:
+    for index, document in enumerate(record["ctxs"]):
+        require_fields(document, _DOCUMENT_FIELDS, place, _REMEDY, prefix=f"ctxs[{index}].")
+    passages = [
+        (document, Passage(title=document["title"], text=document["text"]))
+        for document in record["ctxs"]
+    ]
+    gold = tuple(passage for document, passage in passages if document["isgold"])
+    if not gold:
+        raise DocumentError(
+            f"data: expected ctxs to be documents of which one isgold in {place}, got none that "
+            f"is; {_REMEDY}"
+        )
+    return Question(
+        name=name,
+        text=record["question"],
+        asked=record["question"],
+        answers=tuple(record["answers"]),
+        gold=gold,
+        near=tuple(p for d, p in passages if not d["isgold"] and not d["hasanswer"]),
+    )
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _are_answers(value: Any) -> bool:
+    return is_texts(value) and bool(value) and all(map(normalised, value))
+
+
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
+
+
+_FIELDS: dict[str, Check] = {
+    "question": ("a text", _is_text),
+    "answers": ("a list of texts with words in them", _are_answers),
+    "ctxs": ("a list of objects", _are_objects),
+}
+_DOCUMENT_FIELDS: dict[str, Check] = {
+    "title": ("a text", lambda value: isinstance(value, str)),
+    "text": ("a text", _is_text),
+    "isgold": ("true or false", _is_bool),
+    "hasanswer": ("true or false", _is_bool),
+}
