@@ -63,12 +63,6 @@ class Registry:
         self._answers: dict[str, dict[str, Any]] = {}
 
     def plan_of(self, errand: Errand, request: Any) -> RequestPlan:
-        if request.prompt_token_ids is None or request.mm_features:
-            alone = "a prompt of tokens alone"
-            raise wrong(errand.verb, alone, "embeddings or images", "leave it out")
-        if request.resumable:
-            whole, got = "a prompt that is all there", "a session, whose prompt grows"
-            raise wrong(errand.verb, whole, got, "send it as a request of its own")
         handle: dict[str, Callable[[Errand, Any], RequestPlan]] = {
             DOCUMENT: self._begin,
             REGISTER: self._register,

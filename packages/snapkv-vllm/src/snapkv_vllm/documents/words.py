@@ -34,6 +34,7 @@ _BESIDE = {
     DROP: (),
     ROOM: (),
 }
+VERBS = tuple(_BESIDE)
 
 _FILE_EXTRA_BYTES = 16 << 20
 
