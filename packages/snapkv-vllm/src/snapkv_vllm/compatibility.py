@@ -10,7 +10,7 @@ from typing import Any
 
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies import RKV, TOVA, AdaKV
-from snapkv_vllm.documents.words import DOCUMENT, VERBS
+from snapkv_vllm.documents.protocol import DOCUMENT, VERBS
 from snapkv_vllm.layouts import FP8
 from snapkv_vllm.names import DECODE_BUDGET, PREFIX, SESSION, SPANS, shown, wrong
 

@@ -18,7 +18,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as SecondLogitsProcessor
 
 from snapkv_vllm.compatibility import require_compatible
-from snapkv_vllm.documents.words import errand
+from snapkv_vllm.documents.protocol import document_request
 from snapkv_vllm.settings import ServingSettings
 
 
@@ -36,7 +36,7 @@ class RequestCheck(LogitsProcessor, SecondLogitsProcessor):
         """Raise a ValueError, which `LLM` hands on and vLLM's server turns into status 400."""
         try:
             given = sampling_params.extra_args or {}
-            if errand(given) is None:
+            if document_request(given) is None:
                 cls.settings.plan_for(given, prompt_tokens=1)
             else:
                 require_compatible(settings=cls.settings, given=given, params=sampling_params)

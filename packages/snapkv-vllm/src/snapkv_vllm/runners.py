@@ -12,10 +12,10 @@ from snapkv_vllm.compressor import Compressor, QueryRecorder
 from snapkv_vllm.heads import HeadsAttention
 from snapkv_vllm.held import HeldTokens
 from snapkv_vllm.layers import attention_layers
+from snapkv_vllm.memory_profile import Largest, profiled
 from snapkv_vllm.metrics import Stopwatch, compression_stopwatch
-from snapkv_vllm.plans import Beginning, Move, Order
+from snapkv_vllm.plans import Move, Order, PrefixReuse
 from snapkv_vllm.refusals import compressible_layers, require_heads_apart
-from snapkv_vllm.rehearsal import Largest, rehearsed
 from snapkv_vllm.scheduler import BEGINNINGS, FORGOTTEN, ORDERS
 from snapkv_vllm.settings import ServingSettings
 
@@ -79,7 +79,7 @@ class CompressingRunner:
         specs, layers = self.get_kv_cache_spec(), attention_layers(self.vllm_config)
         chosen = [layers[name] for name, spec in specs.items() if is_compressed(spec)]
         largest = Largest.of(self.vllm_config)
-        with rehearsed(chosen, largest, dtype=self.dtype, device=self.device):
+        with profiled(chosen, largest, dtype=self.dtype, device=self.device):
             super().profile_run(*args, **kwargs)  # type: ignore[misc]
 
     def initialize_kv_cache(self: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -146,7 +146,7 @@ class CompressingRunner:
             self._compressor.forget(request_id)
             self._heads.forget(request_id)
 
-    def _begin(self, beginnings: Mapping[str, Beginning]) -> None:
+    def _begin(self, beginnings: Mapping[str, PrefixReuse]) -> None:
         for request_id, begun in beginnings.items():
             self._compressor.copy(begun.copies)
             if begun.first_block is not None:

@@ -17,11 +17,11 @@ from snapkv_vllm.agents.sessions import held_sessions
 from snapkv_vllm.blocks import CompressedBlocks, share_exact_blocks
 from snapkv_vllm.compatibility import require_compatible
 from snapkv_vllm.documents.plans import FromDocument, ReadTwice
+from snapkv_vllm.documents.protocol import document_request
 from snapkv_vllm.documents.registry import registry
-from snapkv_vllm.documents.words import errand
 from snapkv_vllm.methods import require_spans_within
 from snapkv_vllm.metrics import PromptMetrics
-from snapkv_vllm.plans import Beginning, Order, Plan, RequestPlan
+from snapkv_vllm.plans import Order, Plan, PrefixReuse, RequestPlan
 from snapkv_vllm.plugin import end_with_parent
 from snapkv_vllm.refusals import compressed_managers
 from snapkv_vllm.settings import ServingSettings
@@ -34,7 +34,7 @@ ORDERS = "snapkv_orders"
 _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 BEGINNINGS = "snapkv_beginnings"
-"""Attribute of the same that carries a `Beginning` for every request that is lent blocks."""
+"""Attribute of the same that carries a `PrefixReuse` for every request that is lent blocks."""
 
 FORGOTTEN = "snapkv_forgotten"
 """Attribute of the same that says which histories are gone, by their first blocks."""
@@ -82,7 +82,7 @@ class _CompressingScheduler(Scheduler):
         """The request's plan; none for sessions, whose prompts go on after their end."""
         params = request.sampling_params
         given = (params and params.extra_args) or {}
-        asked = errand(given)
+        asked = document_request(given)
         require_compatible(settings=self._settings, given=given, params=params, request=request)
         if asked is not None:
             assert self._documents is not None
@@ -226,7 +226,7 @@ class _CompressingScheduler(Scheduler):
         """What lends blocks to requests that begin with them."""
         return [one for one in (self._documents, self._sessions) if one is not None]
 
-    def _begun(self, scheduler_output: Any) -> dict[str, Beginning]:
+    def _begun(self, scheduler_output: Any) -> dict[str, PrefixReuse]:
         """What the workers are told of those requests that begin with blocks they are lent."""
         names = [one.req_id for one in scheduler_output.scheduled_new_reqs]
         names += scheduler_output.scheduled_cached_reqs.resumed_req_ids

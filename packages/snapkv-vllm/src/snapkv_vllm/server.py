@@ -56,8 +56,7 @@ def engine_args(
         protect_first: first tokens of every prompt that stay.
         max_window_size: the longest window that a request may ask for.
         max_kernel_size: the widest kernel that a request may ask for.
-        limits: how many tokens a request may hold while its prompt is read and while its answer
-            grows; by default all of them.
+        limits: how many tokens a request may hold while its answer grows; by default all of them.
         sharing: of documents among requests; None shares none.
         sessions: whose histories are held for their next requests; None holds none.
         options: any other option of vLLM; its own of the same kind are kept.

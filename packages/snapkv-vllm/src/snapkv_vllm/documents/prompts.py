@@ -15,7 +15,7 @@ from snapkv_vllm.agents.messages import marked
 from snapkv_vllm.compatibility import require_compatible
 from snapkv_vllm.documents.catalogue import SharedDocument
 from snapkv_vllm.documents.content import chat_spelt_out, spelt_out
-from snapkv_vllm.documents.words import DOCUMENT
+from snapkv_vllm.documents.protocol import DOCUMENT
 from snapkv_vllm.names import ENDPOINTS, XARGS, RefusedError, shown, wrong
 
 _BEGINNINGS = ("0", "Yes", "\n\nYes", "  Yes")

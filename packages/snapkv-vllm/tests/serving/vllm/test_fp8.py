@@ -30,7 +30,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 BUDGET, CHUNK = 64, 150
-POLICIES = [SnapKV(BUDGET), AdaKV(SnapKV(BUDGET))]
 MINUS_ZERO = 0x80
 CODED = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 SCALES = {"fp8_e4m3": (0.37, 2.9), "fp8_e5m2": (2.9, 0.37)}
@@ -98,8 +97,11 @@ def record(impl, seen):
 
 
 @pytest.mark.parametrize("tokens", [97, 181, 302])
-@pytest.mark.parametrize("name", CODED)
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [("fp8_e4m3", SnapKV(BUDGET)), ("fp8_e5m2", AdaKV(SnapKV(BUDGET)))],
+    ids=lambda one: getattr(one, "name", one),
+)
 def test_kept_sets_are_those_of_the_library_on_the_keys_as_attention_sees_them(
     recorded, policy, name, tokens
 ):
@@ -269,5 +271,5 @@ def test_every_byte_moves_as_it_is(block_tokens, head_size, dtype, name):
 
 
 def test_other_formats_are_refused_by_name(small):
-    with pytest.raises(UnsupportedModelError, match="format int8_per_token_head: only fp8, fp8"):
+    with pytest.raises(UnsupportedModelError, match=r"fp8_e5m2.*, got int8_per_token_head; "):
         small_engine(small, budget=BUDGET, kv_cache_dtype="int8_per_token_head")

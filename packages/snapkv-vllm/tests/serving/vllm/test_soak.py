@@ -9,9 +9,9 @@ GROWTH_BYTES = 200 << 20  # the allocator's and vLLM's own; a leaked prompt's st
 FEW = {"requests": 24, "clients": 10, "blocks": 44}
 if SECOND_RUNNER:  # in Triton's interpreter
     FEW = {"requests": 12, "clients": 8, "blocks": 30}
-DOCUMENTS = () if SECOND_RUNNER else ("documents", "sessions")
+SESSIONS = () if SECOND_RUNNER else ("sessions",)
 SERVERS = [
-    pytest.param(server, marks=[] if server in ("limits", *DOCUMENTS) else pytest.mark.slow)
+    pytest.param(server, marks=[] if server in ("limits", *SESSIONS) else pytest.mark.slow)
     for server in soak.SERVERS
 ]
 
