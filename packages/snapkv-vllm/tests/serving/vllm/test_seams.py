@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import inspect
 import pkgutil
+from types import SimpleNamespace
 
 import pytest
 import torch
