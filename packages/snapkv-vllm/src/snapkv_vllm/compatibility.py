@@ -6,7 +6,7 @@ One table, asked in one place. No vLLM is needed here.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies import RKV, TOVA, AdaKV
@@ -18,23 +18,28 @@ _PLAIN = ("auto", "float16", "bfloat16", "float32")
 MOVABLE = (*_PLAIN, *FP8)
 """Formats of a KV cache whose tokens can be moved."""
 
+
+class Parts(TypedDict, total=False):
+    """Where arguments are looked for, as far as it is known."""
+
+    settings: Any  # the server's `ServingSettings`
+    engine: Any  # vLLM's configuration
+    options: Any  # the words of its command line, parsed
+    given: Mapping[Any, Any]  # a request's `extra_args`
+    params: Any  # its `SamplingParams`
+    body: Mapping[str, Any]  # its JSON body
+    request: Any  # what an endpoint or the scheduler makes of it
+
+
 _Look = Callable[[Any], object]
 """What there is of a fact in one part, to be shown; nothing where it is falsy."""
 
 
 @dataclass(frozen=True)
 class Beside:
-    """What an argument may not stand beside.
+    """What an argument may not stand beside."""
 
-    `part` says where it is looked for:
-
-    - "settings": the server's `ServingSettings`;
-    - "engine": vLLM's configuration, "options": the words of its command line, parsed;
-    - "given": a request's `extra_args`, "params": all of its `SamplingParams`;
-    - "body": its JSON body, "request": what an endpoint or the scheduler makes of it.
-    """
-
-    part: str
+    part: str  # where it is looked for, one of `Parts`
     words: str
     found: _Look
     option: str = ""  # of the command line, or of a body, by which it came
@@ -42,9 +47,9 @@ class Beside:
 
 @dataclass(frozen=True)
 class Given:
-    """An argument that may be refused; `part` as in `Beside`."""
+    """An argument that may be refused."""
 
-    part: str
+    part: str  # where it is looked for, one of `Parts`
     argument: str  # "" where its name is what is found
     found: _Look
     expected: str = "none"
@@ -87,8 +92,8 @@ def _typed(part: str, name: str) -> str:
     return name if part in ("given", "params", "request") else f"--{name.replace('_', '-')}"
 
 
-def require_compatible(**parts: Any) -> None:
-    """Refuse what does not go together among the parts that are known, see `Beside`.
+def require_compatible(**parts: Unpack[Parts]) -> None:
+    """Refuse what does not go together.
 
     Raises:
         UnsupportedModelError: an engine that cannot serve with these settings.
@@ -96,7 +101,7 @@ def require_compatible(**parts: Any) -> None:
     """
     for row in ROWS:
         if row.parts <= parts.keys():
-            row.refuse(parts)
+            row.refuse(dict(parts))
 
 
 # Of vLLM's configuration.

@@ -143,6 +143,7 @@ def parts_of(config, row, *facts):
 )
 def test_what_does_not_go_together_is_refused_by_name_with_what_to_do(config, row):
     given, beside = row.given, row.beside
+    assert row.parts <= rules.Parts.__annotations__.keys()
     require_compatible(**parts_of(config, row, beside))
     if SCENES[beside]:
         require_compatible(**parts_of(config, row, given))
