@@ -206,7 +206,7 @@ def test_a_history_holds_the_bytes_that_were_stored(small, name):
             (history,) = engine.scheduler._sessions._held
             lent = int(not_read.get() - before)
             assert bool(turn) == bool(lent)
-            for position in range(lent, len(history.token_ids)):
+            for position in range(lent, len(ids) - 1):  # what an answer ends with is not read
                 last[position] = computed
                 computed += 1
             stays = range(150, 152 if turn else 158)
@@ -238,16 +238,6 @@ def require_bytes(engine, layers, history, last, stays, coded):
 
 def rows_of(positions, states):
     return positions.unsqueeze(-1).expand(-1, -1, states.shape[-1])
-
-
-def test_a_budget_of_the_prompt_changes_nothing(small):
-    prompts = [ids_of(length, seed=length) for length in (20, 100, 200, 350)]
-    options = {"kv_cache_dtype": "fp8", "max_num_batched_tokens": CHUNK}
-    with small_engine(small, compressed=False, **options) as stock:
-        expected = stock.answers(prompts, greedy(16))
-    with small_engine(small, budget=400, **options) as engine:
-        assert engine.answers(prompts, greedy(16)) == expected
-        engine.require_empty()
 
 
 @pytest.mark.parametrize("name", CODED)
