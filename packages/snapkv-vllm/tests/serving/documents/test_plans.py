@@ -1,7 +1,7 @@
 """What a request says of documents, and when one is read again, by numbers of tokens alone."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from snapkv import KVzip
@@ -162,6 +162,7 @@ def test_a_document_of_ten_tokens_is_read_again_in_two_pieces():
     assert reading.step(100) is None  # the token behind the document
 
 
+@example(tokens=10, instruction=2, chunk=6, steps=[10], lost=2)  # behind the first piece
 @given(
     tokens=st.integers(1, 60),
     instruction=st.integers(0, 5),
