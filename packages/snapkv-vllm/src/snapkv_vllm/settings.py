@@ -159,7 +159,7 @@ class ServingSettings:
 
         Args:
             extra_args: `SamplingParams.extra_args`, in HTTP bodies `vllm_xargs`; names that
-                `snapkv_vllm.names` does not know belong to others.
+                `snapkv_vllm.admission` does not know belong to others.
             prompt_tokens: length of its prompt.
 
         Raises:
@@ -167,6 +167,8 @@ class ServingSettings:
             InvalidTypeError: a value of the wrong type.
         """
         given = own_settings(extra_args or {})
+        if DOCUMENT not in given:
+            self._require_known(given)
         require_compatible(settings=self, given=extra_args or {})
         if DOCUMENT in given:
             require_named(PREFIX + DOCUMENT, given[DOCUMENT])
@@ -174,9 +176,6 @@ class ServingSettings:
         if (session := given.pop(SESSION, None)) is not None:
             require_session_name(PREFIX + SESSION, session)
         spans = _spans_of(given)
-        for name, value in given.items():
-            self._require_known(name)
-            require_readable(PREFIX + name, value)
         try:
             return self._planned(given, prompt_tokens, spans)
         except (InvalidArgumentError, InvalidTypeError) as error:
@@ -293,14 +292,17 @@ class ServingSettings:
         fits = budget >= prompt_tokens - spans.lost_tokens
         return replace(made, policy=None) if fits else made
 
-    def _require_known(self, name: str) -> None:
+    def _require_known(self, given: Mapping[str, Any]) -> None:
         known = [one for one in OF_A_REQUEST if one in parameters_of(self.policy)]
         names = [PREFIX + one for one in (*known, PROTECT_FIRST, DECODE_BUDGET)]
-        if PREFIX + name not in names:
+        for name, value in given.items():
             said = PREFIX + shown(name)
-            raise InvalidArgumentError(
-                f"{said}: expected one of {', '.join(names)}; leave it out{nearest(said, names)}"
-            )
+            if name in (SESSION, SPANS):
+                continue
+            if PREFIX + name not in names:
+                expected = f"one of {', '.join(names)}"
+                raise wrong(said, expected, "another one", f"leave it out{nearest(said, names)}")
+            require_readable(said, value)
 
     def _made(self, budget: int | None, parameters: Mapping[str, Any]) -> Policy:
         """The policy; without a budget, only to check the other parameters."""
