@@ -13,8 +13,8 @@ from snapkv.validation import (
     require_choice,
     require_int,
 )
-from snapkv_vllm.methods import kept_tokens, parts_heads, require_first_protected
-from snapkv_vllm.names import SPANS, wrong
+from snapkv_vllm.methods import kept_tokens, require_first_protected
+from snapkv_vllm.names import wrong
 from snapkv_vllm.plans import Growth, queries_of
 
 SERVED_WHILE_GENERATING = ("r-kv", "tova", "streaming-llm")
@@ -71,12 +71,6 @@ class Limits(Entry):
             least = f"at least {wanted}, as many queries as {self.decode_policy} looks at"
             raise wrong("evict_every", least, every, "raise it, or choose another decode_policy")
 
-    def require_none(self, asked: int | None) -> None:
-        """Refuse spans where an answer is held to a budget, by which positions are dropped."""
-        if tokens := self.decode_budget if asked is None else asked:
-            none = f"none beside decode_budget {tokens}, under which tokens of them may be gone"
-            raise wrong(SPANS, none, "some", "send them to a server without decode_budget")
-
     def growth_of(
         self, asked: int | None, prompt_policy: Policy | None, *, protect_first: int
     ) -> Growth | None:
@@ -97,10 +91,6 @@ class Limits(Entry):
         if prompt_policy is None:
             least = "at least 1 where answers are held to a budget"
             raise wrong("budget", least, 0, f"pass {tokens - every}, or less")
-        if parts_heads(prompt_policy):
-            none = "none with adakv, whose heads hold different numbers of tokens"
-            remedy = "leave it out, or serve with --policy snapkv"
-            raise wrong("decode_budget", none, tokens, remedy)
         if tokens < (needed := kept_tokens(prompt_policy, MOST) + every):
             beside = f"what is kept of a prompt and the {every} tokens between two evictions"
             remedy = "raise it, or lower the budget or evict_every"

@@ -59,7 +59,7 @@ def _series() -> dict[str, Any]:
     """The time series of this process; prometheus_client registers a name once."""
     from prometheus_client import Counter, Histogram
 
-    compressions = "Compressions: while a prompt is read, at its end, while an answer is generated."
+    compressions = "Compressions, by what was compressed: a prompt, a document or an answer."
     waits = "Requests preempted or not started for want of blocks for what would be kept."
     standstills = "Times that a request lacked blocks and none was running that would free some."
     ratio = "Kept tokens of a request's prompt, as a fraction of it."

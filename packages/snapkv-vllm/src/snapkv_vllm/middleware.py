@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from fastapi import HTTPException
 
 from snapkv.errors import SnapKVError
+from snapkv_vllm.admission import require_settings
 from snapkv_vllm.agents.front import (
     moved_inside,
     note_edits,
@@ -20,7 +21,7 @@ from snapkv_vllm.agents.front import (
 from snapkv_vllm.documents.catalogue import EVERYBODY, PATH, tenant_of
 from snapkv_vllm.documents.front import FrontEnd, has_keys
 from snapkv_vllm.plugin import end_with_parent
-from snapkv_vllm.settings import ServingSettings, require_settings
+from snapkv_vllm.settings import ServingSettings
 from snapkv_vllm.streams import FirstEvent, Message, Send
 
 _Receive = Callable[[], Awaitable[Message]]

@@ -1,11 +1,8 @@
-"""How a request names its own settings, and what is said to those who misspell them.
+"""The words of requests and responses, and what is said of a value that is refused.
 
 Neither torch nor vLLM is needed here.
 """
 
-from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
-from itertools import islice
 from typing import Any
 
 from snapkv.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError, SnapKVError
@@ -32,8 +29,6 @@ SPANS, EDITS = "spans", "edits"
 SESSION = "session"
 """Names whose history a request goes on from, on servers that hold some."""
 
-_OF_AGENTS = (SPANS, EDITS, SESSION)
-
 MESSAGES = "/v1/messages"
 """Anthropic's endpoint, of whose requests vLLM makes chats."""
 
@@ -53,18 +48,8 @@ _OF_METHODS = ("budget", "window_size", "kernel_size", "pooling", "decay", "safe
 OF_A_REQUEST = (*_OF_METHODS, PROTECT_FIRST, DECODE_BUDGET)
 """What a request may set for itself, where the server's method has it."""
 
-_LONGEST_NAME = 100
-"""Characters of a document's name."""
-
-_LONGEST_PATH = 4096
-
-_LONGEST_SESSION = 256
-
-_LONGEST = 60
+LONGEST = 60
 """Characters of what a client sent that are said again, or looked at, in one piece."""
-
-_MOST_FIELDS, _ALIKE = 100, 0.8
-"""How many fields are compared with words of ours, and from which likeness on they are meant."""
 
 UNKNOWN, TAKEN, BUSY, NO_ROOM = 404, 409, 503, 507
 
@@ -89,83 +74,10 @@ def status_of(error: SnapKVError) -> int:
     return NO_ROOM if isinstance(error, OutOfMemoryError) else 400
 
 
-def own_settings(given: Mapping[Any, Any]) -> dict[str, Any]:
-    """A request's settings by their names without the prefix; other names belong to others.
-
-    A name that lacks the prefix, or spells it otherwise, is refused.
-    """
-    own = {}
-    for name, value in given.items():
-        right = meant(name)
-        if right not in (None, name):
-            expected = f"the name of a setting, such as {right}"
-            raise wrong(shown(name), expected, shown(name), f"write {right}")
-        if right is not None:
-            own[name.removeprefix(PREFIX)] = value
-    return own
-
-
-def meant(name: object) -> str | None:
-    """The right name of the setting that whoever wrote a name meant; None for names of others."""
-    if not isinstance(name, str) or name.startswith(PREFIX):
-        return name if isinstance(name, str) else None
-    begun = name[: len(PREFIX) - 1].lower() == PREFIX[:-1]
-    bare = name[len(PREFIX) - 1 :].lower().replace("-", "_").strip("_. ") if begun else name
-    if bare in (*OF_A_REQUEST, DOCUMENT) or (begun and bare in _OF_AGENTS):
-        return PREFIX + bare
-    return f"{PREFIX}budget" if begun else None
-
-
-def misspelt(body: Mapping[Any, Any]) -> Iterator[tuple[str, str]]:
-    """Fields of a body that are nearly words of this server's, and the right words."""
-    hint = body.get(HINT)
-    places = ((body, (CONTEXT, HINT, XARGS)), (hint if isinstance(hint, dict) else {}, (HINTED,)))
-    for fields, words in places:
-        for name in islice(fields, _MOST_FIELDS):
-            if isinstance(name, str) and name not in words and len(name) <= _LONGEST:
-                for right in get_close_matches(name.lower(), words, 1, _ALIKE):
-                    yield name, right
-
-
-def _text(argument: str, value: object) -> str:
-    if isinstance(value, str):
-        return value
-    raise InvalidTypeError(
-        f"{argument}: expected a document's name, got something of type {type(value).__name__}; "
-        "pass a text such as contract"
-    )
-
-
-def require_named(argument: str, value: object) -> None:
-    """Refuse what no document is called, be it of this server or a file's of a library."""
-    name = _text(argument, value)
-    if not (1 <= len(name) <= _LONGEST_PATH and name.isprintable()):
-        characters = f"1 to {_LONGEST_PATH} printable characters"
-        raise wrong(argument, characters, f"'{shown(name)}'", "pass a name such as contract")
-
-
-def require_document_name(argument: str, value: object) -> None:
-    """Refuse what is no name to register a document by; it also stands in the path of a URL."""
-    name = _text(argument, value)
-    fits = 1 <= len(name) <= _LONGEST_NAME and name.isprintable() and "/" not in name
-    if not fits or not name.strip("."):
-        characters = f"1 to {_LONGEST_NAME} printable characters"
-        expected = f"{characters}, none of them a slash and not dots alone"
-        raise wrong(argument, expected, f"'{shown(name)}'", "pass a name such as contract")
-
-
-def require_session_name(argument: str, value: object) -> None:
-    """Refuse what is no name of a session."""
-    if not isinstance(value, str) or not 1 <= len(value) <= _LONGEST_SESSION:
-        got = "a longer text" if isinstance(value, str) and value else "another value"
-        expected = f"a text of 1 to {_LONGEST_SESSION} characters"
-        raise wrong(argument, expected, got, "pass one, such as a random one")
-
-
 def shown(name: str) -> str:
     """A name of any length and any characters, on one line of an error message."""
     plain = name.encode("unicode_escape").decode()
-    return plain if len(plain) <= _LONGEST else f"{plain[:_LONGEST]}..."
+    return plain if len(plain) <= LONGEST else f"{plain[:LONGEST]}..."
 
 
 def require_readable(name: str, value: Any) -> None:
@@ -173,8 +85,8 @@ def require_readable(name: str, value: Any) -> None:
     if value is None:
         raise InvalidTypeError(f"{name}: expected a value, got none; leave {name} out")
     try:
-        fits = not isinstance(value, str | list | tuple | dict) or len(value) <= _LONGEST
-        fits = fits and len(repr(value)) <= 2 * _LONGEST
+        fits = not isinstance(value, str | list | tuple | dict) or len(value) <= LONGEST
+        fits = fits and len(repr(value)) <= 2 * LONGEST
     except (ValueError, RecursionError):  # a number of thousands of digits; lists in lists
         fits = False
     if not fits:

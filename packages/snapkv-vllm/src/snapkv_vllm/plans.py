@@ -182,7 +182,7 @@ def room_tokens(choice: Choice, kept: int, held: int, block_tokens: int) -> int:
 
 
 @dataclass(frozen=True)
-class Beginning:
+class PrefixReuse:
     """What workers are told of a request that begins with a document.
 
     `first_block` tells documents apart whose heads hold different numbers of tokens; None for

@@ -17,8 +17,8 @@ require_supported_version()
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as SecondLogitsProcessor
 
-from snapkv_vllm.documents.words import errand
-from snapkv_vllm.refusals import require_sharing
+from snapkv_vllm.compatibility import require_compatible
+from snapkv_vllm.documents.protocol import document_request
 from snapkv_vllm.settings import ServingSettings
 
 
@@ -35,11 +35,11 @@ class RequestCheck(LogitsProcessor, SecondLogitsProcessor):
     def validate_params(cls, sampling_params: Any) -> None:
         """Raise a ValueError, which `LLM` hands on and vLLM's server turns into status 400."""
         try:
-            asked = errand(sampling_params.extra_args)
-            if asked is not None:
-                require_sharing(cls.settings, asked, sampling_params)
-                return
-            cls.settings.plan_for(sampling_params.extra_args, prompt_tokens=1)
+            given = sampling_params.extra_args or {}
+            if document_request(given) is None:
+                cls.settings.plan_for(given, prompt_tokens=1)
+            else:
+                require_compatible(settings=cls.settings, given=given, params=sampling_params)
         except TypeError as error:
             raise ValueError(str(error)) from error
 

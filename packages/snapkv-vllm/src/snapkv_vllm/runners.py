@@ -7,20 +7,17 @@ from typing import Any, Self
 import torch
 
 from snapkv_vllm.blocks import compressed, is_compressed
+from snapkv_vllm.compatibility import require_compatible
 from snapkv_vllm.compressor import Compressor, QueryRecorder
 from snapkv_vllm.heads import HeadsAttention
 from snapkv_vllm.held import HeldTokens
 from snapkv_vllm.layers import attention_layers
+from snapkv_vllm.memory_profile import Largest, profiled
 from snapkv_vllm.metrics import Stopwatch, compression_stopwatch
-from snapkv_vllm.plans import Beginning, Move, Order
-from snapkv_vllm.refusals import (
-    compressible_layers,
-    require_heads_apart,
-    require_supported,
-    serves_heads_apart,
-)
-from snapkv_vllm.rehearsal import Largest, rehearsed
+from snapkv_vllm.plans import Move, Order, PrefixReuse
+from snapkv_vllm.refusals import compressible_layers, require_heads_apart
 from snapkv_vllm.scheduler import BEGINNINGS, FORGOTTEN, ORDERS
+from snapkv_vllm.settings import ServingSettings
 
 
 class CompressingRunner:
@@ -37,21 +34,25 @@ class CompressingRunner:
     _compressor: Compressor
     _held: HeldTokens
     _heads: HeadsAttention
-    _parts_heads: bool
+    _parts_heads: bool  # of this step
+    _serves_heads_apart: bool
     _stopwatch: Stopwatch
     _compressed_groups: tuple[int, ...]
 
     @classmethod
     def over(cls, runner: Any) -> Self:
         """Give a runner these abilities; only this one, others of its class stay as they are."""
-        require_supported(runner.vllm_config)
+        config = runner.vllm_config
+        settings = ServingSettings.from_config(config.additional_config)
+        require_compatible(settings=settings, engine=config)
         kind = type(runner)
         runner.__class__ = type(f"Compressing{kind.__name__}", (cls, kind), {})
         runner._orders, runner._dropped, runner._compressed = {}, {}, {}
         runner._recorder = QueryRecorder()
         runner._held = HeldTokens(runner.max_num_reqs, runner.device)
         runner._heads, runner._parts_heads = HeadsAttention(), False
-        runner._stopwatch = compression_stopwatch(runner.vllm_config, runner.device)
+        runner._serves_heads_apart = settings.safeguard is not None
+        runner._stopwatch = compression_stopwatch(config, runner.device)
         adapted: Self = runner
         return adapted
 
@@ -78,7 +79,7 @@ class CompressingRunner:
         specs, layers = self.get_kv_cache_spec(), attention_layers(self.vllm_config)
         chosen = [layers[name] for name, spec in specs.items() if is_compressed(spec)]
         largest = Largest.of(self.vllm_config)
-        with rehearsed(chosen, largest, dtype=self.dtype, device=self.device):
+        with profiled(chosen, largest, dtype=self.dtype, device=self.device):
             super().profile_run(*args, **kwargs)  # type: ignore[misc]
 
     def initialize_kv_cache(self: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -96,7 +97,7 @@ class CompressingRunner:
             for attention in self.attn_groups[number]:
                 for builder in attention.metadata_builders:
                     self._held.tell(builder)
-                    if serves_heads_apart(self.vllm_config):
+                    if self._serves_heads_apart:
                         self._heads.tell(builder)
         self._compressor.bind_caches(
             {number: group.kv_cache_spec.block_size for number, group in groups.items()}
@@ -108,7 +109,7 @@ class CompressingRunner:
             number: {name: layers[name] for name in layers if name in group.layer_names}
             for number, group in groups.items()
         }
-        if serves_heads_apart(self.vllm_config):
+        if self._serves_heads_apart:
             for name in {name for of in of_group.values() for name in of}:
                 require_heads_apart(name, layers[name])
                 self._heads.attach(name, layers[name])
@@ -145,7 +146,7 @@ class CompressingRunner:
             self._compressor.forget(request_id)
             self._heads.forget(request_id)
 
-    def _begin(self, beginnings: Mapping[str, Beginning]) -> None:
+    def _begin(self, beginnings: Mapping[str, PrefixReuse]) -> None:
         for request_id, begun in beginnings.items():
             self._compressor.copy(begun.copies)
             if begun.first_block is not None:

@@ -15,21 +15,15 @@ from vllm.v1.request import RequestStatus
 from snapkv.errors import InvalidArgumentError, SnapKVError
 from snapkv_vllm.agents.sessions import held_sessions
 from snapkv_vllm.blocks import CompressedBlocks, share_exact_blocks
+from snapkv_vllm.compatibility import require_compatible
 from snapkv_vllm.documents.plans import FromDocument, ReadTwice
+from snapkv_vllm.documents.protocol import document_request
 from snapkv_vllm.documents.registry import registry
-from snapkv_vllm.documents.words import errand
 from snapkv_vllm.methods import require_spans_within
 from snapkv_vllm.metrics import PromptMetrics
-from snapkv_vllm.plans import Beginning, Order, Plan, RequestPlan
+from snapkv_vllm.plans import Order, Plan, PrefixReuse, RequestPlan
 from snapkv_vllm.plugin import end_with_parent
-from snapkv_vllm.refusals import (
-    compressed_managers,
-    require_no_promise,
-    require_no_spans,
-    require_one_position,
-    require_sharing,
-    require_supported,
-)
+from snapkv_vllm.refusals import compressed_managers
 from snapkv_vllm.settings import ServingSettings
 
 logger = init_logger("vllm.snapkv")
@@ -40,7 +34,7 @@ ORDERS = "snapkv_orders"
 _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 BEGINNINGS = "snapkv_beginnings"
-"""Attribute of the same that carries a `Beginning` for every request that is lent blocks."""
+"""Attribute of the same that carries a `PrefixReuse` for every request that is lent blocks."""
 
 FORGOTTEN = "snapkv_forgotten"
 """Attribute of the same that says which histories are gone, by their first blocks."""
@@ -57,8 +51,8 @@ class _CompressingScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        require_supported(self.vllm_config)
         self._settings = ServingSettings.from_config(self.vllm_config.additional_config)
+        require_compatible(settings=self._settings, engine=self.vllm_config)
         logger.info("Compressing prompts: %s", self._settings.summary)
         self._plans: dict[str, RequestPlan] = {}
         coordinator = self.kv_cache_manager.coordinator
@@ -87,18 +81,18 @@ class _CompressingScheduler(Scheduler):
     def _plan_of(self, request: Any) -> RequestPlan:
         """The request's plan; none for sessions, whose prompts go on after their end."""
         params = request.sampling_params
-        asked = errand(None if params is None else params.extra_args)
+        given = (params and params.extra_args) or {}
+        asked = document_request(given)
+        require_compatible(settings=self._settings, given=given, params=params, request=request)
         if asked is not None:
-            require_sharing(self._settings, asked, params)
             assert self._documents is not None
             return self._documents.plan_of(asked, request)
         if params is None or request.resumable:
-            require_no_promise(self._settings.limits)
-            require_no_spans(params)
             return Plan(prompt_tokens=request.num_prompt_tokens)
-        plan = self._settings.plan_for(params.extra_args, request.num_prompt_tokens)
+        plan = self._settings.plan_for(given, request.num_prompt_tokens)
         require_spans_within(plan.policy, request.num_prompt_tokens)
-        require_one_position(plan, request, self.vllm_config)
+        if plan.shared_tokens is not None:
+            require_compatible(engine=self.vllm_config, request=request)
         return plan if self._sessions is None else self._sessions.plan_of(request, plan)
 
     def _require_blocks(self, request: Any) -> None:
@@ -232,7 +226,7 @@ class _CompressingScheduler(Scheduler):
         """What lends blocks to requests that begin with them."""
         return [one for one in (self._documents, self._sessions) if one is not None]
 
-    def _begun(self, scheduler_output: Any) -> dict[str, Beginning]:
+    def _begun(self, scheduler_output: Any) -> dict[str, PrefixReuse]:
         """What the workers are told of those requests that begin with blocks they are lent."""
         names = [one.req_id for one in scheduler_output.scheduled_new_reqs]
         names += scheduler_output.scheduled_cached_reqs.resumed_req_ids

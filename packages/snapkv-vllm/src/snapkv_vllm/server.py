@@ -11,6 +11,7 @@ from snapkv.errors import InvalidArgumentError
 from snapkv.policies import SnapKV
 from snapkv.validation import DEFAULT_BUDGET, MAX_KERNEL_SIZE, MAX_WINDOW_SIZE, format_bytes
 from snapkv_vllm.agents.held import Sessions
+from snapkv_vllm.compatibility import require_compatible
 from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.limits import Limits
 from snapkv_vllm.names import wrong
@@ -55,8 +56,7 @@ def engine_args(
         protect_first: first tokens of every prompt that stay.
         max_window_size: the longest window that a request may ask for.
         max_kernel_size: the widest kernel that a request may ask for.
-        limits: how many tokens a request may hold while its prompt is read and while its answer
-            grows; by default all of them.
+        limits: how many tokens a request may hold while its answer grows; by default all of them.
         sharing: of documents among requests; None shares none.
         sessions: whose histories are held for their next requests; None holds none.
         options: any other option of vLLM; its own of the same kind are kept.
@@ -160,8 +160,6 @@ def _run(model: str, settings: ServingSettings, options: Sequence[str], name: st
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from snapkv_vllm.refusals import ONE_SERVER, require_supported
-
     cli_env_setup()
     parser = FlexibleArgumentParser(prog="snapkv")
     command = ServeSubcommand()
@@ -170,9 +168,7 @@ def _run(model: str, settings: ServingSettings, options: Sequence[str], name: st
     args.model = model
     args.served_model_name = args.served_model_name or [name]
     args.middleware = [*args.middleware, SETTINGS_CHECK]
-    if settings.sharing is not None and (args.api_server_count or 1) > 1:
-        got = f"--api-server-count {args.api_server_count}: {ONE_SERVER}"
-        raise InvalidArgumentError(f"share: expected one API server, got {got}")
+    require_compatible(settings=settings, options=args)
     _leave_memory_free(args, AsyncEngineArgs.gpu_memory_utilization)
     given = {option: getattr(args, option) for option in OWN}
     for option, value in _arguments(settings, given).items():
@@ -182,7 +178,7 @@ def _run(model: str, settings: ServingSettings, options: Sequence[str], name: st
         config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
     except ValueError as error:  # vLLM's checks, pydantic's among them
         raise InvalidArgumentError(f"vllm: {error}") from error
-    require_supported(config)
+    require_compatible(settings=settings, engine=config)
     command.cmd(args)
 
 

@@ -16,8 +16,9 @@ from snapkv.validation import (
     require_at_least,
     require_int,
 )
-from snapkv_vllm.agents.edits import edits_of
+from snapkv_vllm.admission import own_settings, require_named, require_session_name
 from snapkv_vllm.agents.held import Sessions
+from snapkv_vllm.compatibility import require_compatible
 from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.limits import Limits
 from snapkv_vllm.methods import (
@@ -29,24 +30,14 @@ from snapkv_vllm.methods import (
     scoring,
 )
 from snapkv_vllm.names import (
-    CHATS,
     DECODE_BUDGET,
     DOCUMENT,
-    EDITS,
-    ENDPOINTS,
-    MESSAGES,
     OF_A_REQUEST,
     PREFIX,
     PROTECT_FIRST,
     SESSION,
     SPANS,
-    XARGS,
-    meant,
-    misspelt,
-    own_settings,
-    require_named,
     require_readable,
-    require_session_name,
     shown,
     wrong,
 )
@@ -116,11 +107,8 @@ class ServingSettings:
             raise wrong("policy", expected, f"{policy!r}{why or ''}", "pass one of them")
         for cap in _CAPS:
             require_at_least(cap, getattr(self, cap), 1)
+        require_compatible(settings=self)
         self._planned({}, prompt_tokens=1)
-        if self.sharing is not None:
-            self.sharing.require_possible(self.limits)
-        if self.sessions is not None:
-            self.sessions.require_possible(self.limits, self.policy)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
@@ -171,7 +159,7 @@ class ServingSettings:
 
         Args:
             extra_args: `SamplingParams.extra_args`, in HTTP bodies `vllm_xargs`; names that
-                `snapkv_vllm.names` does not know belong to others.
+                `snapkv_vllm.admission` does not know belong to others.
             prompt_tokens: length of its prompt.
 
         Raises:
@@ -179,14 +167,15 @@ class ServingSettings:
             InvalidTypeError: a value of the wrong type.
         """
         given = own_settings(extra_args or {})
+        if DOCUMENT not in given:
+            self._require_known(given)
+        require_compatible(settings=self, given=extra_args or {})
         if DOCUMENT in given:
-            self._require_document(given)
+            require_named(PREFIX + DOCUMENT, given[DOCUMENT])
             return Plan(prompt_tokens=prompt_tokens)
-        self._require_session(given.pop(SESSION, None))
+        if (session := given.pop(SESSION, None)) is not None:
+            require_session_name(PREFIX + SESSION, session)
         spans = _spans_of(given)
-        for name, value in given.items():
-            self._require_known(name)
-            require_readable(PREFIX + name, value)
         try:
             return self._planned(given, prompt_tokens, spans)
         except (InvalidArgumentError, InvalidTypeError) as error:
@@ -265,7 +254,6 @@ class ServingSettings:
         elif first and policy is not None:
             policy = ProtectingFirst(policy, first)
         if spans:
-            self.limits.require_none(decode_budget)
             protecting = spans.protecting(min(first, prompt_tokens))
             policy = self._with_spans(protecting, budget, parameters | own, prompt_tokens)
         return Plan(
@@ -304,36 +292,17 @@ class ServingSettings:
         fits = budget >= prompt_tokens - spans.lost_tokens
         return replace(made, policy=None) if fits else made
 
-    def _require_session(self, name: object) -> None:
-        """Refuse a session where none is held, and what is no name of one."""
-        own = PREFIX + SESSION
-        if name is not None and self.sessions is None:
-            none = "none on this server, which holds no sessions"
-            raise wrong(own, none, "one", "leave it out, or start the server with --sessions")
-        if name is not None:
-            require_session_name(own, name)
-
-    def _require_document(self, given: Mapping[str, Any]) -> None:
-        """Refuse a document where none is shared, and anything else beside its name."""
-        own = PREFIX + DOCUMENT
-        if self.sharing is None:
-            none = "none on this server, which shares no documents"
-            raise wrong(own, none, "one", "leave it out, or start the server with --share")
-        require_named(own, given[DOCUMENT])
-        for name in given:
-            if name != DOCUMENT:
-                compressed = "which was compressed when it was registered"
-                none = f"none beside {own}, {compressed}, while the request stays whole"
-                raise wrong(PREFIX + shown(name), none, "one", "leave it out")
-
-    def _require_known(self, name: str) -> None:
+    def _require_known(self, given: Mapping[str, Any]) -> None:
         known = [one for one in OF_A_REQUEST if one in parameters_of(self.policy)]
         names = [PREFIX + one for one in (*known, PROTECT_FIRST, DECODE_BUDGET)]
-        if PREFIX + name not in names:
+        for name, value in given.items():
             said = PREFIX + shown(name)
-            raise InvalidArgumentError(
-                f"{said}: expected one of {', '.join(names)}; leave it out{nearest(said, names)}"
-            )
+            if name in (SESSION, SPANS):
+                continue
+            if PREFIX + name not in names:
+                expected = f"one of {', '.join(names)}"
+                raise wrong(said, expected, "another one", f"leave it out{nearest(said, names)}")
+            require_readable(said, value)
 
     def _made(self, budget: int | None, parameters: Mapping[str, Any]) -> Policy:
         """The policy; without a budget, only to check the other parameters."""
@@ -379,56 +348,5 @@ def _ample(given: Mapping[str, Any]) -> int:
     return DEFAULT_BUDGET + sum(abs(size) for size in given.values() if isinstance(size, int))
 
 
-_BESIDE = ("extra_body", "extra_args")
-"""Fields of clients in Python, of which vLLM's server reads none."""
-
-
-def require_settings(body: object, settings: ServingSettings, path: str = "") -> None:
-    """Refuse a request's JSON body with a wrong setting, or one that would be ignored."""
-    if not isinstance(body, dict):
-        return
-    sampling = _mapping(body.get("sampling_params"))  # of /inference/v1/generate
-    outside = [body, sampling]  # and what clients wrap around the right place
-    for beside in (_mapping(body.get(name)) for name in _BESIDE):
-        outside += [beside, _mapping(beside.get(XARGS))]
-    for name, word in misspelt(body):
-        raise wrong(shown(name), word, f"'{shown(name)}', which nobody reads", f"write {word}")
-    for name in (name for fields in outside for name in fields):
-        if (right := meant(name)) is not None:
-            remedy = f'write "{XARGS}": {{"{shown(right)}": ...}}'
-            raise wrong(shown(name), f"inside {XARGS}", "it outside, where nobody reads it", remedy)
-    beside, found = _mapping(sampling.get("extra_args")), path in ENDPOINTS
-    for given, is_read in ((_mapping(body.get(XARGS)), found), (beside, False)):
-        settings.for_request(_of_a_prompt(given, path))
-        if PREFIX + DOCUMENT in given and not is_read:
-            expected = f"inside {XARGS} at {' or '.join(ENDPOINTS)}"
-            got, remedy = f"it in a request to {shown(path)}", "send the request there"
-            raise wrong(PREFIX + DOCUMENT, expected, got, f"{remedy}, or leave it out")
-        for name in filter(meant, given if body.get("use_beam_search") else ()):
-            none = "none with use_beam_search, whose requests carry no settings inside vLLM"
-            raise wrong(shown(name), none, "one", "leave one of them out")
-
-
-def _of_a_prompt(given: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    """Settings as they are when the prompt is known, once what it takes to know it is checked."""
-    own = dict(given)
-    spans, edits = PREFIX + SPANS, PREFIX + EDITS
-    for name in (spans, edits, PREFIX + SESSION):
-        chats = path in CHATS
-        if name in own and not (chats or (path in ENDPOINTS and name != edits)):
-            got, remedy = f"it in a request to {shown(path)}", "send the request there"
-            where = " or ".join(CHATS if name == edits else (*ENDPOINTS, MESSAGES))
-            raise wrong(name, f"it at {where}", got, f"{remedy}, or leave it out")
-    if edits in own:
-        edits_of(own.pop(edits))
-    if spans in own and path in CHATS:
-        own[spans] = [one.as_json for one in entries_of(own[spans]) if one.span is not None]
-    return own
-
-
 def _spans_of(given: MutableMapping[str, Any]) -> RequestSpans:
     return RequestSpans.of(entries_of(given.pop(SPANS))) if SPANS in given else _NO_SPANS
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}

@@ -3,10 +3,11 @@
 import pytest
 
 from snapkv.errors import InvalidArgumentError, SnapKVError
+from snapkv_vllm.admission import require_settings
 from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.names import OF_A_REQUEST
 from snapkv_vllm.server import command_line
-from snapkv_vllm.settings import ServingSettings, require_settings
+from snapkv_vllm.settings import ServingSettings
 
 SETTINGS = ServingSettings(budget=512)
 RIGHT = {"vllm_xargs": {"snapkv_budget": 64, "session": "mine"}}

@@ -7,6 +7,7 @@ import torch
 
 from snapkv import TOVA, SnapKV, SnapKVError, StreamingLLM
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
+from snapkv_vllm.agents.held import Sessions
 from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.limits import Limits
 from snapkv_vllm.methods import ProtectingFirst, kept_tokens
@@ -173,18 +174,23 @@ def test_protected_first_tokens_stay_and_the_count_is_the_budget(policy):
 
 
 @pytest.mark.parametrize(
-    ("sharing", "entry"),
+    ("own", "entry"),
     [
-        (None, None),
-        (Sharing(), {}),
-        (Sharing(chunk_tokens=64, across_keys=True), {"chunk_tokens": 64, "across_keys": True}),
+        ({}, {}),
+        ({"sharing": Sharing()}, {"sharing": {}}),
+        (
+            {"sharing": Sharing(chunk_tokens=64, across_keys=True)},
+            {"sharing": {"chunk_tokens": 64, "across_keys": True}},
+        ),
+        ({"sessions": Sessions(most_bytes=4)}, {"sessions": {"most_bytes": 4}}),
+        ({"limits": Limits(decode_budget=256)}, {"limits": {"decode_budget": 256}}),
     ],
     ids=str,
 )
-def test_sharing_travels_in_the_settings(sharing, entry):
-    settings = ServingSettings(budget=64, sharing=sharing)
+def test_what_a_server_shares_and_promises_travels_in_the_settings(own, entry):
+    settings = ServingSettings(budget=64, **own)
     config = json.loads(json.dumps(settings.to_config()))
-    assert config["snapkv"].get("sharing") == entry
+    assert config["snapkv"] == {"policy": "snapkv", "budget": 64, **entry}
     assert ServingSettings.from_config(config) == settings
 
 
@@ -204,17 +210,10 @@ def test_wrong_values_of_sharing_are_refused_by_name(entry, words):
         ServingSettings.from_config({"snapkv": {"sharing": entry}})
 
 
-def test_a_promise_that_a_document_would_break_is_refused():
-    words = "^decode_budget: expected none where documents .* got 2048.* --decode-budget"
-    with pytest.raises(SnapKVError, match=words):
-        ServingSettings(limits=Limits(decode_budget=2048), sharing=Sharing())
-
-
 @pytest.mark.parametrize(
     ("sharing", "given", "words"),
     [
         (None, {"snapkv_document": "a"}, "snapkv_document: .* start the server with --share"),
-        (Sharing(), {"snapkv_document": "a", "snapkv_budget": 64}, "^snapkv_budget: .* beside"),
         (Sharing(), {"snapkv_document": "a", "snapkv_x": 1}, "^snapkv_x: expected none beside"),
         (Sharing(), {"snapkv_document": "a" * 4097}, "1 to 4096 printable characters"),
         (Sharing(), {"snapkv_document": 7}, "snapkv_document: expected a document's name, got"),

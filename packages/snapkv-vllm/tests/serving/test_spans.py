@@ -8,13 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapkv import AdaKV, SnapKV, StreamingLLM
+from snapkv import SnapKV, StreamingLLM
 from snapkv.errors import InvalidArgumentError, SnapKVError
 from snapkv.policies.spans import Spans
-from snapkv_vllm.agents.held import Sessions
 from snapkv_vllm.agents.messages import Chat, Piece, located, spans_of
 from snapkv_vllm.agents.places import Tokens
-from snapkv_vllm.limits import Limits
 from snapkv_vllm.methods import WithSpans, kept_tokens
 from snapkv_vllm.settings import ServingSettings
 from snapkv_vllm.spans import NAME, RequestSpans, entries_of
@@ -89,12 +87,6 @@ def test_spans_have_their_prefix_once_where_the_servers_own_settings_clash_with_
         SETTINGS.plan_for(given, 100)
 
 
-def test_no_spans_beside_a_decode_budget():
-    settings = ServingSettings(budget=64, limits=Limits(decode_budget=256))
-    with pytest.raises(InvalidArgumentError, match=f"^{NAME}: expected none beside"):
-        settings.plan_for({NAME: said((0, 9, "drop"))}, 100)
-
-
 @pytest.mark.parametrize("policy", ["snapkv", "adakv", "tova", "streaming-llm"])
 def test_every_method_keeps_its_budget_of_what_is_left(policy):
     settings = ServingSettings(budget=40, policy=policy)
@@ -127,15 +119,6 @@ def test_any_json_is_read_or_refused():
             refused.append(str(error))
     assert 500 < len(refused) < 2000
     assert not [one for one in refused if "\n" in one or len(one) > 400]
-
-
-def test_sessions_are_served_by_methods_with_equal_heads_and_no_limits():
-    with pytest.raises(InvalidArgumentError, match="policy: expected a method whose heads"):
-        ServingSettings(policy=AdaKV.name, sessions=Sessions())
-    with pytest.raises(InvalidArgumentError, match="decode_budget: expected none where sessions"):
-        ServingSettings(limits=Limits(decode_budget=2048), sessions=Sessions())
-    settings = ServingSettings(sessions=Sessions(most_bytes=1 << 20))
-    assert ServingSettings.from_config(settings.to_config()) == settings
 
 
 MARK = "5eed" * 4

@@ -2,10 +2,8 @@
 
 from dataclasses import dataclass
 
-from snapkv.policies import AdaKV
 from snapkv.validation import format_bytes, require_int
-from snapkv_vllm.limits import Entry, Limits
-from snapkv_vllm.names import DECODE_BUDGET, wrong
+from snapkv_vllm.limits import Entry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,12 +26,3 @@ class Sessions(Entry):
     @property
     def summary(self) -> str:
         return format_bytes(self.most_bytes) if self.most_bytes else "a quarter of the cache"
-
-    def require_possible(self, limits: Limits, policy: str) -> None:
-        """Refuse what a later request cannot go on from."""
-        if tokens := limits.decode_budget:
-            none = "none where sessions are held, whose histories say at which token they begin"
-            raise wrong(DECODE_BUDGET, none, tokens, "leave --decode-budget or --sessions out")
-        if policy == AdaKV.name:
-            same = "a method whose heads keep the same number of tokens where sessions are held"
-            raise wrong("policy", same, policy, "serve with --policy snapkv, or without --sessions")

@@ -23,7 +23,7 @@ from snapkv_vllm.blocks import CompressedManager
 from snapkv_vllm.documents.registry import block_bytes, room_of
 from snapkv_vllm.metrics import SessionMetrics
 from snapkv_vllm.names import PREFIX, SESSION
-from snapkv_vllm.plans import Beginning, Order, Plan, RequestPlan, TurnPlan
+from snapkv_vllm.plans import Order, Plan, PrefixReuse, RequestPlan, TurnPlan
 from snapkv_vllm.settings import ServingSettings
 from snapkv_vllm.shares import going
 from snapkv_vllm.spans import RequestSpans
@@ -237,12 +237,12 @@ class HeldSessions:
         of_groups = zip(turn.history.blocks, self._sizes, strict=True)
         return turn.plan, tuple(blocks[: cdiv(held, size)] for blocks, size in of_groups)
 
-    def beginning(self, request_id: str) -> Beginning | None:
+    def beginning(self, request_id: str) -> PrefixReuse | None:
         """What workers are told of a request that begins with a history."""
         turn = self._turns.get(request_id)
         if turn is None or turn.history is None:
             return None
-        return Beginning(turn.plan.dropped_tokens, None)
+        return PrefixReuse(turn.plan.dropped_tokens, None)
 
     def forgotten(self) -> tuple[int, ...]:
         """First blocks of histories that are gone since this was asked last."""

@@ -9,9 +9,9 @@ from typing import Any
 
 from snapkv.document_files import model_identity, read_document
 from snapkv.policies import AdaKV
-from snapkv_vllm.documents import words
+from snapkv_vllm.documents import protocol
 from snapkv_vllm.documents.plans import Places, piece_tokens
-from snapkv_vllm.documents.words import Room
+from snapkv_vllm.documents.protocol import Room
 from snapkv_vllm.names import NO_ROOM, RefusedError, wrong
 from snapkv_vllm.settings import ServingSettings
 
@@ -43,7 +43,7 @@ class Saved:
 class ServerEngine:
     """Reads documents and keeps their blocks, for requests that bring a document's id.
 
-    It sends vLLM's engine requests that do so, see `snapkv_vllm.documents.words`.
+    It sends vLLM's engine requests that do so, see `snapkv_vllm.documents.protocol`.
     """
 
     def __init__(self, engine_client: Any, settings: ServingSettings) -> None:
@@ -55,7 +55,7 @@ class ServerEngine:
     async def room(self) -> Room:
         """What documents may take; asked once."""
         if self._room is None:
-            said = await self._send([0], {words.ROOM: "all"})
+            said = await self._send([0], {protocol.ROOM: "all"})
             if said is None:
                 expected = "an engine that says how much room there is"
                 raise wrong("document", expected, "none", "try again", status=NO_ROOM)
@@ -86,10 +86,10 @@ class ServerEngine:
     ) -> Kept:
         """Read a document and keep its blocks until it is dropped."""
         own: dict[str, Any] = {
-            words.REGISTER: document_id,
-            words.INSTRUCTION: list(instruction_ids),
+            protocol.REGISTER: document_id,
+            protocol.INSTRUCTION: list(instruction_ids),
         }
-        own |= {} if budget is None else {words.BUDGET: budget}
+        own |= {} if budget is None else {protocol.BUDGET: budget}
         for _ in range(_TRIES):
             if said := await self._send([*token_ids, token_ids[-1]], own):
                 return _kept(said)
@@ -98,7 +98,7 @@ class ServerEngine:
         raise wrong("document", blocks, got, remedy, status=NO_ROOM)
 
     async def drop(self, document_id: str) -> None:
-        await self._send([0], {words.DROP: document_id})
+        await self._send([0], {protocol.DROP: document_id})
 
     async def look_at(self, path: Path) -> Saved:
         """Read and check the file of a document; with the first, the model is asked who it is."""
@@ -120,11 +120,11 @@ class ServerEngine:
         """Hold a document that is in a file until it is dropped, without reading its text."""
         model, room = await self.identity(), await self.room()
         own = {
-            words.ADOPT: document_id,
-            words.TOKENS: list(saved.token_ids),
-            words.KEPT: saved.places.held_tokens,
-            words.LENT: saved.places.lent_tokens,
-            words.PARTS: saved.places.parts_heads,
+            protocol.ADOPT: document_id,
+            protocol.TOKENS: list(saved.token_ids),
+            protocol.KEPT: saved.places.held_tokens,
+            protocol.LENT: saved.places.lent_tokens,
+            protocol.PARTS: saved.places.parts_heads,
         }
         try:
             said = await self._send([0], own)

@@ -20,8 +20,8 @@ from snapkv_vllm.documents.catalogue import EVERYBODY, PATH, tenant_of
 from snapkv_vllm.documents.engine import ServerEngine
 from snapkv_vllm.documents.library import ServedLibrary
 from snapkv_vllm.documents.prompts import Prompts, Render
+from snapkv_vllm.documents.protocol import DOCUMENT
 from snapkv_vllm.documents.shared import SharedDocuments
-from snapkv_vllm.documents.words import DOCUMENT
 from snapkv_vllm.metrics import DocumentMetrics
 from snapkv_vllm.names import XARGS, status_of
 from snapkv_vllm.settings import ServingSettings

@@ -12,9 +12,10 @@ from typing import Any, TypeGuard
 
 from snapkv.errors import InvalidArgumentError
 from snapkv_vllm.agents.messages import marked
+from snapkv_vllm.compatibility import require_compatible
 from snapkv_vllm.documents.catalogue import SharedDocument
 from snapkv_vllm.documents.content import chat_spelt_out, spelt_out
-from snapkv_vllm.documents.words import DOCUMENT
+from snapkv_vllm.documents.protocol import DOCUMENT
 from snapkv_vllm.names import ENDPOINTS, XARGS, RefusedError, shown, wrong
 
 _BEGINNINGS = ("0", "Yes", "\n\nYes", "  Yes")
@@ -22,14 +23,6 @@ _BEGINNINGS = ("0", "Yes", "\n\nYes", "  Yes")
 
 _MOST_TOGETHER = 1 << 20
 """Tokens of documents before the questions of one request, which a few bytes ask for."""
-
-_WITHOUT = {
-    "prompt_logprobs": "its probabilities were not computed with this request",
-    "prompt_embeds": "its tokens come before the request's",
-    "truncate_prompt_tokens": "its tokens must all be there",
-    "kv_transfer_params": "vLLM may take the request's tokens from there",
-}
-"""Fields that a document's request cannot have, and why."""
 
 Render = Callable[..., Awaitable[Any]]
 """A method of vLLM's renderer, which makes the engine's inputs of a request, or an error."""
@@ -138,7 +131,7 @@ class Prompts:
             right = next(path for path, field in ENDPOINTS.items() if field == document.kind)
             remedy = f"send the request to {right}, or register the document as {kind}"
             raise wrong(DOCUMENT, f"a document of {kind}", f"one of {document.kind}", remedy)
-        _require_joinable(request)
+        require_compatible(given={DOCUMENT: document.name}, request=request)
         setattr(request, XARGS, {**getattr(request, XARGS), DOCUMENT: document.document_id})
         if kind == "prompt":
             request.prompt = await self._prompts_behind(document, request.prompt)
@@ -232,15 +225,6 @@ def _require_begins(ids: Sequence[int], rendered: tuple[int, ...]) -> None:
             "ask as user, without what changes the template's beginning (tools, "
             "chat_template_kwargs), or register the document again",
         )
-
-
-def _require_joinable(request: Any) -> None:
-    for name, why in _WITHOUT.items():
-        if (given := getattr(request, name, None)) is not None:
-            raise _unfit(name, f"none with a document, since {why}", given, "leave it out")
-    asks = (getattr(request, name, None) for name in ("logprobs", "top_logprobs"))
-    if request.echo and any(asks):
-        raise wrong("echo", "none with a document and logprobs", True, "leave one of them out")
 
 
 def _is_one_prompt(prompt: object) -> TypeGuard[str | list[int]]:

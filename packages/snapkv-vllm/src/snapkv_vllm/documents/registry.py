@@ -11,9 +11,17 @@ from snapkv.policies import AdaKV, KVzip, Policy
 from snapkv.validation import DEFAULT_BUDGET, DEFAULT_WINDOW, format_bytes
 from snapkv_vllm.blocks import CompressedManager
 from snapkv_vllm.documents.plans import FromDocument, ReadTwice, piece_tokens
-from snapkv_vllm.documents.words import ADOPT, DOCUMENT, DROP, REGISTER, ROOM, Errand, Room
+from snapkv_vllm.documents.protocol import (
+    ADOPT,
+    DOCUMENT,
+    DROP,
+    REGISTER,
+    ROOM,
+    DocumentRequest,
+    Room,
+)
 from snapkv_vllm.names import wrong
-from snapkv_vllm.plans import Beginning, Plan, RequestPlan, SecondReading
+from snapkv_vllm.plans import Plan, PrefixReuse, RequestPlan, SecondReading
 from snapkv_vllm.settings import ServingSettings
 
 
@@ -62,31 +70,25 @@ class Registry:
         self._registering: dict[str, str] = {}
         self._answers: dict[str, dict[str, Any]] = {}
 
-    def plan_of(self, errand: Errand, request: Any) -> RequestPlan:
-        if request.prompt_token_ids is None or request.mm_features:
-            alone = "a prompt of tokens alone"
-            raise wrong(errand.verb, alone, "embeddings or images", "leave it out")
-        if request.resumable:
-            whole, got = "a prompt that is all there", "a session, whose prompt grows"
-            raise wrong(errand.verb, whole, got, "send it as a request of its own")
-        handle: dict[str, Callable[[Errand, Any], RequestPlan]] = {
+    def plan_of(self, asked: DocumentRequest, request: Any) -> RequestPlan:
+        handle: dict[str, Callable[[DocumentRequest, Any], RequestPlan]] = {
             DOCUMENT: self._begin,
             REGISTER: self._register,
             ADOPT: self._adopt,
             DROP: self._drop,
             ROOM: self._say_room,
         }
-        return handle[errand.verb](errand, request)
+        return handle[asked.verb](asked, request)
 
-    def _begin(self, errand: Errand, request: Any) -> RequestPlan:
-        held = self._held.get(errand.document_id)
+    def _begin(self, asked: DocumentRequest, request: Any) -> RequestPlan:
+        held = self._held.get(asked.document_id)
         if held is None or held.blocks is None:
             got = "one that is not, or not any more"
             raise wrong(DOCUMENT, "a document that is registered", got, "register it again")
-        tokens, asked = len(held.token_ids), request.num_prompt_tokens
-        if asked <= tokens:
+        tokens, length = len(held.token_ids), request.num_prompt_tokens
+        if length <= tokens:
             expected = f"something asked behind the document's {tokens:,} tokens"
-            raise wrong(DOCUMENT, expected, f"a prompt of {asked:,}", "ask something")
+            raise wrong(DOCUMENT, expected, f"a prompt of {length:,}", "ask something")
         if tuple(request.prompt_token_ids[:tokens]) != held.token_ids:
             expected = "a prompt that begins with the document's tokens"
             raise wrong(DOCUMENT, expected, "one that does not", "begin it with them")
@@ -94,24 +96,24 @@ class Registry:
         self._used_by[request.request_id] = held
         return held.plan
 
-    def _register(self, errand: Errand, request: Any) -> RequestPlan:
-        self._require_new(errand)
+    def _register(self, asked: DocumentRequest, request: Any) -> RequestPlan:
+        self._require_new(asked)
         if self._registering:
             got = "one while another is being read"
             raise wrong(REGISTER, "one document at a time", got, "register it when that is done")
         ids = tuple(request.prompt_token_ids[:-1])
         size = self._room.block_tokens
-        whole, kept = len(ids) // size * size, self._room.kept_tokens(len(ids), errand.budget)
+        whole, kept = len(ids) // size * size, self._room.kept_tokens(len(ids), asked.budget)
         self._require_free(kept)
         plan: RequestPlan
         if kept == whole:  # what its last block lacks is read with every request
             held = Held.of(ids[:whole], whole)
             plan = Plan(prompt_tokens=len(ids) + 1)
         else:
-            plan = self._read_twice(ids, kept, errand.instruction_ids)
+            plan = self._read_twice(ids, kept, asked.instruction_ids)
             held = Held.of(ids, kept, parts_heads=plan.choice.parts_heads)
-        self._held[errand.document_id] = held
-        self._registering[request.request_id] = errand.document_id
+        self._held[asked.document_id] = held
+        self._registering[request.request_id] = asked.document_id
         return plan
 
     def _read_twice(
@@ -132,16 +134,16 @@ class Registry:
             choice=SecondReading(policy, len(ids)),
         )
 
-    def _adopt(self, errand: Errand, request: Any) -> RequestPlan:
+    def _adopt(self, asked: DocumentRequest, request: Any) -> RequestPlan:
         """Take blocks for a document that workers are given; nobody may name it before they are."""
-        self._require_new(errand)
-        tokens, kept, lent = len(errand.token_ids), errand.kept_tokens, errand.lent_tokens
+        self._require_new(asked)
+        tokens, kept, lent = len(asked.token_ids), asked.kept_tokens, asked.lent_tokens
         size = self._room.block_tokens
         if tokens >= self._max_model_len or lent % size or lent > kept:
             expected = f"fewer than {self._max_model_len:,} tokens, lent in blocks of {size}"
             got = f"{tokens:,}, of {kept:,} {lent:,} lent"
             raise wrong(ADOPT, expected, got, "adopt another document")
-        if errand.parts_heads and self._safeguard is None:
+        if asked.parts_heads and self._safeguard is None:
             alike, remedy = "as many tokens in every layer and head", "serve with --policy adakv"
             raise wrong(ADOPT, alike, "different numbers", remedy)
         self._require_free(kept)
@@ -153,19 +155,19 @@ class Registry:
         blocks = [manager.take_for_others(kept) for manager in self._managers]
         plan = FromDocument(document_tokens=tokens, kept_tokens=kept, is_adopted=True)
         held = Held(
-            token_ids=errand.token_ids,
+            token_ids=asked.token_ids,
             plan=plan,
             lent_tokens=lent,
-            parts_heads=errand.parts_heads,
+            parts_heads=asked.parts_heads,
             blocks=blocks,
         )
-        self._held[errand.document_id] = held
+        self._held[asked.document_id] = held
         self._answers[request.request_id] = held.described
         return Plan(prompt_tokens=request.num_prompt_tokens)
 
-    def _require_new(self, errand: Errand) -> None:
-        if errand.document_id in self._held:
-            raise wrong(errand.verb, "a new identifier", "one that stands", "pass another one")
+    def _require_new(self, asked: DocumentRequest) -> None:
+        if asked.document_id in self._held:
+            raise wrong(asked.verb, "a new identifier", "one that stands", "pass another one")
 
     def _require_free(self, kept_tokens: int) -> None:
         """Refuse more than documents may hold, those that were dropped in use among them."""
@@ -180,15 +182,15 @@ class Registry:
                 "start the server with more --share-bytes"
             )
 
-    def _drop(self, errand: Errand, request: Any) -> RequestPlan:
-        held = self._held.get(errand.document_id)
+    def _drop(self, asked: DocumentRequest, request: Any) -> RequestPlan:
+        held = self._held.get(asked.document_id)
         if held is not None and held.blocks is not None:
-            del self._held[errand.document_id]
+            del self._held[asked.document_id]
             held.is_dropped = True
             self._release(held)
         return Plan(prompt_tokens=request.num_prompt_tokens)
 
-    def _say_room(self, errand: Errand, request: Any) -> RequestPlan:
+    def _say_room(self, asked: DocumentRequest, request: Any) -> RequestPlan:
         self._answers[request.request_id] = asdict(self._room)
         return Plan(prompt_tokens=request.num_prompt_tokens)
 
@@ -203,7 +205,7 @@ class Registry:
         blocks = zip(held.blocks, lent, strict=True)
         return held.plan, tuple(of_group[:count] for of_group, count in blocks)
 
-    def beginning(self, request_id: str) -> Beginning | None:
+    def beginning(self, request_id: str) -> PrefixReuse | None:
         """What workers are told of a request that begins with a document; None for all others."""
         held = self._used_by.get(request_id)
         if held is None or held.blocks is None:
@@ -214,7 +216,7 @@ class Registry:
             manager.copies(request_id, blocks, held.lent_tokens) for manager, blocks in of_groups
         )
         copies = tuple(move for move in moves if move.sources)
-        return Beginning(held.plan.dropped_tokens, first_block, copies)
+        return PrefixReuse(held.plan.dropped_tokens, first_block, copies)
 
     def request_ends(self, request_id: str, *, is_complete: bool) -> dict[str, Any] | None:
         """Take over what a request has registered, or give back what it was lent.

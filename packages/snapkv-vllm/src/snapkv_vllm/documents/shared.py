@@ -12,6 +12,7 @@ from typing import Any
 from snapkv.errors import CacheFileError
 from snapkv.policies.kvzip import INSTRUCTION
 from snapkv.validation import format_bytes, require_int
+from snapkv_vllm.admission import require_document_name
 from snapkv_vllm.documents.catalogue import (
     LIBRARY,
     Catalogue,
@@ -21,7 +22,7 @@ from snapkv_vllm.documents.catalogue import (
 from snapkv_vllm.documents.engine import Kept, ServerEngine
 from snapkv_vllm.documents.library import OfLibrary, ServedLibrary
 from snapkv_vllm.documents.prompts import Prompts
-from snapkv_vllm.names import BUSY, TAKEN, require_document_name, shown, wrong
+from snapkv_vllm.names import BUSY, TAKEN, shown, wrong
 
 _FIELDS = ("name", "prompt", "messages", "budget", "model")
 

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from snapkv.errors import InvalidTypeError
 from snapkv.validation import format_bytes, require_at_least, require_int
-from snapkv_vllm.limits import Entry, Limits
-from snapkv_vllm.names import DECODE_BUDGET, wrong
+from snapkv_vllm.limits import Entry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +45,3 @@ class Sharing(Entry):
         most = format_bytes(self.most_bytes) if self.most_bytes else "a quarter of the cache"
         across = " across keys" if self.across_keys else ""
         return most + across + (f" of {self.library}" if self.library else "")
-
-    def require_possible(self, limits: Limits) -> None:
-        """Refuse what leaves no room for documents: requests that name one stay whole."""
-        if tokens := limits.decode_budget:
-            none = "none where documents are shared, since requests that name one stay whole"
-            raise wrong(DECODE_BUDGET, none, tokens, "leave --decode-budget or --share out")

@@ -9,8 +9,8 @@ from snapkv_vllm.documents.engine import Kept, Saved
 from snapkv_vllm.documents.library import OfLibrary
 from snapkv_vllm.documents.plans import Places
 from snapkv_vllm.documents.prompts import Prompts
+from snapkv_vllm.documents.protocol import Room
 from snapkv_vllm.documents.shared import SharedDocuments
-from snapkv_vllm.documents.words import Room
 from snapkv_vllm.names import NO_ROOM, RefusedError
 
 BEGIN, END, DOUBLE = 1, 2, 3

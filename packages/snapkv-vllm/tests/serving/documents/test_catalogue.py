@@ -67,6 +67,16 @@ def test_nobody_makes_another_tenants_documents_go_that_are_within_its_share():
     assert names(catalogue.of("b")) == ["law"]
 
 
+def test_who_has_most_gives_back_first():
+    """Three share 60: a and b have more than 20, and a most."""
+    held = [
+        document(name, size, tenant) for tenant, size in (("b", 14), ("a", 15)) for name in "xy"
+    ]
+    catalogue = catalogue_of(*held)
+    assert names(catalogue.make_room("c", 14, 60)) == ["x"]
+    assert [names(catalogue.of(tenant)) for tenant in "ab"] == [["y"], ["x", "y"]]
+
+
 def test_a_deleted_document_takes_its_bytes_until_its_last_request_has_ended():
     old = document("contract", 60)
     catalogue = catalogue_of(old)

@@ -1,13 +1,13 @@
 """What a request says of documents, and when one is read again, by numbers of tokens alone."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from snapkv import KVzip
 from snapkv.errors import InvalidArgumentError, SnapKVError
 from snapkv_vllm.documents.plans import STEP_TOKENS, ReadTwice, piece_tokens
-from snapkv_vllm.documents.words import (
+from snapkv_vllm.documents.protocol import (
     ADOPT,
     BUDGET,
     DOCUMENT,
@@ -19,9 +19,9 @@ from snapkv_vllm.documents.words import (
     REGISTER,
     ROOM,
     TOKENS,
-    Errand,
+    DocumentRequest,
     Room,
-    errand,
+    document_request,
 )
 from snapkv_vllm.plans import Ahead, Order, SecondReading
 
@@ -32,16 +32,16 @@ from snapkv_vllm.plans import Ahead, Order, SecondReading
         (None, None),
         ({}, None),
         ({"snapkv_budget": 3, "other": 1}, None),
-        ({DOCUMENT: "a", "other": 1}, Errand(verb=DOCUMENT, document_id="a")),
-        ({DROP: "a"}, Errand(verb=DROP, document_id="a")),
-        ({ROOM: "all"}, Errand(verb=ROOM, document_id="all")),
+        ({DOCUMENT: "a", "other": 1}, DocumentRequest(verb=DOCUMENT, document_id="a")),
+        ({DROP: "a"}, DocumentRequest(verb=DROP, document_id="a")),
+        ({ROOM: "all"}, DocumentRequest(verb=ROOM, document_id="all")),
         (
             {REGISTER: "a", BUDGET: 64, INSTRUCTION: [1, 2]},
-            Errand(verb=REGISTER, document_id="a", budget=64, instruction_ids=(1, 2)),
+            DocumentRequest(verb=REGISTER, document_id="a", budget=64, instruction_ids=(1, 2)),
         ),
         (
             {ADOPT: "a", TOKENS: [7, 8, 9], KEPT: 2, LENT: 1, PARTS: True},
-            Errand(
+            DocumentRequest(
                 verb=ADOPT,
                 document_id="a",
                 token_ids=(7, 8, 9),
@@ -53,7 +53,7 @@ from snapkv_vllm.plans import Ahead, Order, SecondReading
     ],
 )
 def test_what_a_request_does_with_a_document(given, expected):
-    assert errand(given) == expected
+    assert document_request(given) == expected
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_what_a_request_does_with_a_document(given, expected):
 )
 def test_what_makes_no_sense_is_refused(given, said):
     with pytest.raises(SnapKVError, match=said):
-        errand(given)
+        document_request(given)
 
 
 def test_a_budget_is_rounded_up_to_blocks_and_a_short_document_down():
@@ -162,6 +162,7 @@ def test_a_document_of_ten_tokens_is_read_again_in_two_pieces():
     assert reading.step(100) is None  # the token behind the document
 
 
+@example(tokens=10, instruction=2, chunk=6, steps=[10], lost=2)  # behind the first piece
 @given(
     tokens=st.integers(1, 60),
     instruction=st.integers(0, 5),

@@ -21,8 +21,8 @@ from typing import Any
 
 from snapkv_vllm import Limits
 from snapkv_vllm.agents.held import Sessions
+from snapkv_vllm.documents.protocol import BUDGET, DOCUMENT, DROP, INSTRUCTION, REGISTER
 from snapkv_vllm.documents.sharing import Sharing
-from snapkv_vllm.documents.words import BUDGET, DOCUMENT, DROP, INSTRUCTION, REGISTER
 from snapkv_vllm.spans import NAME
 from tests.serving.vllm import conftest  # noqa: F401  sets the environment before vLLM is there
 from tests.serving.vllm.engines import Engine, greedy, small_engine

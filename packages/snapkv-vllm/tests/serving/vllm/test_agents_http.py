@@ -5,10 +5,10 @@ import json
 
 import pytest
 
+from snapkv_vllm.admission import misspelt
 from snapkv_vllm.agents import front
 from snapkv_vllm.agents.edits import ClearThinking, ClearToolUses
 from snapkv_vllm.agents.held import Sessions
-from snapkv_vllm.names import misspelt
 from snapkv_vllm.spans import NAME
 from tests.serving.vllm.sites import Site, configured
 

@@ -35,7 +35,6 @@ def test_models_of_other_kinds_are_bounded_as_by_the_library(tmp_path, family):
 
 
 DECODING = {
-    "tova": (1, TOVA(80)),
     "streaming-llm": (1, StreamingLLM(80, positions="original")),
     "r-kv": (8, RKV(80, evict_every=8)),
 }

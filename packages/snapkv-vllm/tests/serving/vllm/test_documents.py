@@ -2,25 +2,22 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from snapkv import AdaKV, KVzip
-from snapkv.errors import InvalidArgumentError
 from snapkv.kvzip import read_context
-from snapkv_vllm.documents.sharing import Sharing
-from snapkv_vllm.documents.words import (
+from snapkv_vllm.documents.protocol import (
     BUDGET,
     DOCUMENT,
     DROP,
     INSTRUCTION,
     REGISTER,
     ROOM,
-    Errand,
 )
+from snapkv_vllm.documents.sharing import Sharing
 from tests.serving.vllm.conftest import SECOND_RUNNER
 from tests.serving.vllm.engines import greedy, small_engine
 from tests.serving.vllm.models import SmallModel, generated, ids_of
@@ -38,15 +35,21 @@ def small(tmp_path_factory):
     return SmallModel(tmp_path_factory.mktemp("documents"), max_position_embeddings=4096)
 
 
-@pytest.fixture(scope="module", params=["snapkv", "adakv"])
-def method(request):
-    """Whether heads keep different numbers of a document's tokens."""
+@pytest.fixture(scope="module", params=[("snapkv", False), ("adakv", True)], ids=str)
+def served(request):
+    """The method, by which heads may keep different numbers of tokens, and prefix caching."""
     return request.param
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["plain", "prefix-caching"])
-def engine(small, method, request):
-    options = SIZES | {"enable_prefix_caching": request.param}
+@pytest.fixture(scope="module")
+def method(served):
+    return served[0]
+
+
+@pytest.fixture(scope="module")
+def engine(small, served):
+    method, caching = served
+    options = SIZES | {"enable_prefix_caching": caching}
     with small_engine(
         small, budget=KEPT[method], policy=method, sharing=SHARING, **options
     ) as running:
@@ -146,10 +149,3 @@ def test_a_document_without_a_block_to_move_to_waits_for_some_and_hurts_nobody(s
         assert engine.free_blocks == engine.all_blocks - 256 // PAGE
         drop(engine, "one")
         engine.require_empty()
-
-
-def test_a_session_has_no_document(engine):
-    asked = SimpleNamespace(prompt_token_ids=[1, 2], mm_features=[], resumable=True)
-    for verb in (DOCUMENT, REGISTER, DROP):
-        with pytest.raises(InvalidArgumentError, match=f"^{verb}: .* got a session"):
-            engine.scheduler._documents.plan_of(Errand(verb=verb, document_id="one"), asked)

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from snapkv_vllm.documents.protocol import BUDGET, DOCUMENT, DROP, INSTRUCTION, REGISTER
 from snapkv_vllm.documents.sharing import Sharing
-from snapkv_vllm.documents.words import BUDGET, DOCUMENT, DROP, INSTRUCTION, REGISTER
 from tests.serving.vllm.test_accounting import (
     PAGE,
     TOKEN_BYTES,

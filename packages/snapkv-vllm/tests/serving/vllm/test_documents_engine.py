@@ -10,8 +10,8 @@ from snapkv.errors import SnapKVError
 from snapkv_vllm import ServingSettings
 from snapkv_vllm.documents.engine import Kept, Saved, ServerEngine
 from snapkv_vllm.documents.plans import Places
+from snapkv_vllm.documents.protocol import ADOPT, DROP, ROOM
 from snapkv_vllm.documents.sharing import Sharing
-from snapkv_vllm.documents.words import ADOPT, DROP, ROOM
 from snapkv_vllm.names import status_of
 
 ROOM_SAID = {"block_tokens": 4, "bytes_per_token": 10, "most_tokens": 1000, "budget": 8}
@@ -21,17 +21,17 @@ SAVED = Saved(path=Path("/kept/one"), seal="5", token_ids=tuple(range(20)), plac
 
 
 class Client:
-    """Of an engine of 100 positions: answers errands with what it is given, as do its workers."""
+    """Of an engine of 100 positions: answers verbs with what it is given, as do its workers."""
 
     model_config = SimpleNamespace(max_model_len=100)
 
     def __init__(self, adopted=None, worker=""):
         self.said = {ROOM: ROOM_SAID, ADOPT: adopted}
-        self.worker, self.errands, self.calls = worker, [], []
+        self.worker, self.verbs, self.calls = worker, [], []
 
     async def generate(self, prompt, sampling, name):
         verb = next(iter(sampling.extra_args))
-        self.errands.append(verb)
+        self.verbs.append(verb)
         yield SimpleNamespace(kv_transfer_params=self.said.get(verb))
 
     async def collective_rpc(self, method, args):
@@ -78,7 +78,7 @@ def test_workers_are_told_where_and_what():
     assert client.calls == [
         ("snapkv_fill_document", "/kept/one", [[7]], {"class": "Small"}, "5", most),
     ]
-    assert client.errands == [ROOM, ADOPT]
+    assert client.verbs == [ROOM, ADOPT]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_what_is_not_filled_is_dropped(adopted, worker, status, words):
     with pytest.raises(SnapKVError, match=words) as refused:
         asyncio.run(made(client).adopt("a", SAVED))
     assert status_of(refused.value) == status
-    assert client.errands[-1] == DROP
+    assert client.verbs[-1] == DROP
 
 
 def test_a_dead_engine_says_so_itself():

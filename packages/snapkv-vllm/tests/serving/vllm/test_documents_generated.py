@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pytest
 
 from snapkv import AdaKV, SnapKV
+from snapkv_vllm.documents.protocol import BUDGET, DOCUMENT, DROP, INSTRUCTION, REGISTER
 from snapkv_vllm.documents.sharing import Sharing
-from snapkv_vllm.documents.words import BUDGET, DOCUMENT, DROP, INSTRUCTION, REGISTER
 from tests.serving.vllm.conftest import SECOND_RUNNER, SLOW_ON_SECOND
 from tests.serving.vllm.engines import greedy, small_engine
 from tests.serving.vllm.models import ids_of

@@ -7,7 +7,7 @@ from snapkv import CompressedCache, FullCache, SnapKV
 from snapkv.cache.saving.files import seal_of
 from snapkv.document_files import model_identity
 from snapkv.hf.identity import identity_of
-from snapkv_vllm.documents.words import ADOPT, KEPT, LENT, PARTS, ROOM, TOKENS
+from snapkv_vllm.documents.protocol import ADOPT, KEPT, LENT, PARTS, ROOM, TOKENS
 from tests.serving.vllm.engines import greedy, small_engine
 from tests.serving.vllm.models import SmallModel, generated, ids_of
 from tests.serving.vllm.test_documents import SHARING, SIZES, ask, drop

@@ -21,9 +21,8 @@ from snapkv.kvzip import read_context
 from snapkv.library.blending import blend
 from snapkv.library.joining import Part
 from snapkv_vllm.documents.plans import Places
-from snapkv_vllm.documents.words import ADOPT, KEPT, LENT, PARTS, TOKENS
+from snapkv_vllm.documents.protocol import ADOPT, KEPT, LENT, PARTS, TOKENS
 from tests.gates import drawn_gate
-from tests.serving.vllm.conftest import SECOND_RUNNER
 from tests.serving.vllm.engines import greedy, small_engine
 from tests.serving.vllm.models import SmallModel, generated, ids_of
 from tests.serving.vllm.test_documents import SHARING, ask, drop
@@ -94,7 +93,7 @@ def librarys(small, path, prompts):
     return answers
 
 
-@pytest.mark.parametrize("seed", range(1 if SECOND_RUNNER else 4))
+@pytest.mark.parametrize("seed", range(4))
 def test_every_record_answers_as_in_the_library(engine, small, tmp_path, seed):
     draw, before = random.Random(seed), engine.free_blocks
     expected, prompts = {}, {}

@@ -30,7 +30,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 BUDGET, CHUNK = 64, 150
-POLICIES = [SnapKV(BUDGET), AdaKV(SnapKV(BUDGET))]
 MINUS_ZERO = 0x80
 CODED = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 SCALES = {"fp8_e4m3": (0.37, 2.9), "fp8_e5m2": (2.9, 0.37)}
@@ -98,8 +97,11 @@ def record(impl, seen):
 
 
 @pytest.mark.parametrize("tokens", [97, 181, 302])
-@pytest.mark.parametrize("name", CODED)
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [("fp8_e4m3", SnapKV(BUDGET)), ("fp8_e5m2", AdaKV(SnapKV(BUDGET)))],
+    ids=lambda one: getattr(one, "name", one),
+)
 def test_kept_sets_are_those_of_the_library_on_the_keys_as_attention_sees_them(
     recorded, policy, name, tokens
 ):
@@ -204,7 +206,7 @@ def test_a_history_holds_the_bytes_that_were_stored(small, name):
             (history,) = engine.scheduler._sessions._held
             lent = int(not_read.get() - before)
             assert bool(turn) == bool(lent)
-            for position in range(lent, len(history.token_ids)):
+            for position in range(lent, len(ids) - 1):  # what an answer ends with is not read
                 last[position] = computed
                 computed += 1
             stays = range(150, 152 if turn else 158)
@@ -238,16 +240,6 @@ def rows_of(positions, states):
     return positions.unsqueeze(-1).expand(-1, -1, states.shape[-1])
 
 
-def test_a_budget_of_the_prompt_changes_nothing(small):
-    prompts = [ids_of(length, seed=length) for length in (20, 100, 200, 350)]
-    options = {"kv_cache_dtype": "fp8", "max_num_batched_tokens": CHUNK}
-    with small_engine(small, compressed=False, **options) as stock:
-        expected = stock.answers(prompts, greedy(16))
-    with small_engine(small, budget=400, **options) as engine:
-        assert engine.answers(prompts, greedy(16)) == expected
-        engine.require_empty()
-
-
 @pytest.mark.parametrize("name", CODED)
 @pytest.mark.parametrize(
     ("block_tokens", "head_size", "dtype"),
@@ -269,5 +261,5 @@ def test_every_byte_moves_as_it_is(block_tokens, head_size, dtype, name):
 
 
 def test_other_formats_are_refused_by_name(small):
-    with pytest.raises(UnsupportedModelError, match="format int8_per_token_head: only fp8, fp8"):
+    with pytest.raises(UnsupportedModelError, match=r"fp8_e5m2.*, got int8_per_token_head; "):
         small_engine(small, budget=BUDGET, kv_cache_dtype="int8_per_token_head")

@@ -1,6 +1,8 @@
 """What cannot be served is refused by name before the first request."""
 
+import copy
 import os
+import re
 import sys
 from types import SimpleNamespace
 
@@ -8,16 +10,11 @@ import pytest
 
 from snapkv.errors import InvalidArgumentError, MissingDependencyError, UnsupportedModelError
 from snapkv_vllm import Limits, ServingSettings, engine_args, versions
+from snapkv_vllm import compatibility as rules
 from snapkv_vllm.agents.held import Sessions
+from snapkv_vllm.compatibility import require_compatible
 from snapkv_vllm.documents.sharing import Sharing
-from snapkv_vllm.refusals import (
-    compressed_managers,
-    compressible_layers,
-    require_heads_apart,
-    require_no_promise,
-    require_one_position,
-    require_supported,
-)
+from snapkv_vllm.refusals import compressed_managers, compressible_layers, require_heads_apart
 from snapkv_vllm.server import serve
 
 
@@ -36,133 +33,142 @@ def config(folder):
 
 def changed(config, **parts):
     """The configuration with some attributes of some of its parts replaced."""
-    copy = SimpleNamespace(**{name: getattr(config, name) for name in vars(config)})
-    copy.use_v2_model_runner = config.use_v2_model_runner
+    from vllm.config.compilation import CUDAGraphMode
+
+    made = SimpleNamespace(**{name: getattr(config, name) for name in vars(config)})
     for name, values in parts.items():
-        if isinstance(values, dict) and name != "additional_config":
+        if name == "compilation_config":
+            values = {"cudagraph_mode": CUDAGraphMode[values["cudagraph_mode"]]}
+        if isinstance(values, dict):
             part = getattr(config, name)
             values = type(
                 "Changed",
                 (),
                 values | {"__getattr__": lambda _, key, part=part: getattr(part, key)},
             )()
-        setattr(copy, name, values)
-    return copy
+        setattr(made, name, values)
+    return made
 
 
-TENSOR = {"parallel_config": {"tensor_parallel_size": 3}}
-LATENT = {"model_config": {"use_mla": True}}
+SHARED = {"sharing": Sharing()}
+SCENES = {
+    # Of vLLM's configuration, whose parts these attributes are put over.
+    rules.MODEL_DRAFTS: {"speculative_config": {"method": "eagle3"}},
+    rules.DRAFTS: {"speculative_config": {"method": "ngram"}},
+    rules.DECODE_CONTEXTS: {"parallel_config": {"decode_context_parallel_size": 2}},
+    rules.CONTEXTS: {"parallel_config": {"prefill_context_parallel_size": 2}},
+    rules.TENSOR: {"parallel_config": {"tensor_parallel_size": 3}},
+    rules.IN_PARALLEL: {"parallel_config": {"tensor_parallel_size": 3}},
+    rules.TOO_PARALLEL: {"parallel_config": {"tensor_parallel_size": 6}},
+    rules.PIPELINE: {"parallel_config": {"pipeline_parallel_size": 2}},
+    rules.DATA: {"parallel_config": {"data_parallel_size": 2}},
+    rules.API_PROCESSES: {"parallel_config": {"_api_process_count": 2}},
+    rules.MICRO_BATCHES: {"parallel_config": {"use_ubatching": True}},
+    rules.RAY: {"parallel_config": {"distributed_executor_backend": "ray"}},
+    rules.CONNECTOR: {"kv_transfer_config": {"kv_role": "kv_both"}},
+    rules.ADAPTERS: {"lora_config": {"max_loras": 1}},
+    rules.LATENT: {"model_config": {"use_mla": True}},
+    rules.WITH_LATENTS: {"model_config": {"use_mla": True}},
+    rules.DIMENSIONS: {"model_config": {"uses_mrope": True}},
+    rules.WITH_DIMENSIONS: {"model_config": {"uses_mrope": True}},
+    rules.NO_ATTENTION: {"model_config": {"is_attention_free": True}},
+    rules.ENCODER: {"model_config": {"is_encoder_decoder": True}},
+    rules.POOLING: {"model_config": {"runner_type": "pooling"}},
+    rules.SLEEP: {"model_config": {"enable_sleep_mode": True}},
+    rules.QUANTIZED: {"model_config": {"quantization": "gptq"}},
+    rules.CHANGED: {"model_config": {"hf_overrides": {"rope_theta": 1.0}}},
+    rules.NO_FOLDER: {"model_config": {"model": "someone/model"}},
+    rules.MADE_UP: {"load_config": {"load_format": "dummy"}},
+    rules.NOT_MOVABLE: {"cache_config": {"cache_dtype": "nvfp4"}},
+    rules.NOT_PLAIN: {"cache_config": {"cache_dtype": "fp8"}},
+    rules.GRAPHS: {"compilation_config": {"cudagraph_mode": "FULL"}},
+    rules.API_SERVERS: {"api_server_count": 2},
+    # Of the server's settings.
+    rules.ALWAYS: {},
+    rules.UNSHARED: {},
+    rules.NO_SESSIONS: {},
+    rules.HELD: {"limits": Limits(decode_budget=256)},
+    rules.WHERE_HELD: {"limits": Limits(decode_budget=256)},
+    rules.HELD_BY_RKV: {"limits": Limits(decode_budget=256)},
+    rules.HELD_BY_TOVA: {"limits": Limits(decode_budget=256, decode_policy="tova")},
+    rules.BY_TOVA: {"policy": "tova"},
+    rules.BY_ADAKV: {"policy": "adakv"},
+    rules.UNEVEN: {"policy": "adakv"},
+    rules.SHARED: SHARED,
+    rules.SHARED_BY_ADAKV: SHARED | {"policy": "adakv"},
+    rules.LIBRARY: {"sharing": Sharing(library="/kept")},
+    rules.SESSIONS: {"sessions": Sessions()},
+    # Of requests.
+    rules.ABOUT_DOCUMENT: {"snapkv_register": "a"},
+    rules.ABOUT_ANY: {"snapkv_register": "a"},
+    rules.WITH_DOCUMENT: {"snapkv_document": "a"},
+    rules.IN_SESSION: {"snapkv_session": "a"},
+    rules.SPANS_NAMED: {"snapkv_spans": []},
+    rules.WITH_SPANS: {"snapkv_spans": []},
+    rules.ANYTHING: {"snapkv_budget": 64},
+    rules.ANYTHING_ELSE: {"snapkv_budget": 64},
+    rules.WITH_BEAMS: {"use_beam_search": True},
+    rules.LOGPROBS: {"prompt_logprobs": 0},
+    rules.NOT_TEXT: {"mm_features": [1]},
+    rules.IMAGES: {"mm_features": [1]},
+    rules.GROWING: {"resumable": True},
+    rules.ECHO: {"echo": True, "logprobs": 1},
+    rules.PROMPT_LOGPROBS: {"prompt_logprobs": 0},
+    rules.EMBEDS: {"prompt_embeds": "x"},
+    rules.TRUNCATED: {"truncate_prompt_tokens": -1},
+    rules.TRANSFER: {"kv_transfer_params": {}},
+}
+ASKS = {"prompt_token_ids": [1], "mm_features": [], "resumable": False, "prompt_logprobs": None}
+
+
+def parts_of(config, row, *facts):
+    """The parts of a row, in which these facts hold and nothing else that matters."""
+    made = {}
+    for part in row.parts:
+        own = {}
+        for fact in facts:
+            own |= SCENES[fact] if fact.part == part else {}
+        made[part] = own
+        if part == "engine":
+            made[part] = changed(config, **own)
+        elif part == "settings":
+            made[part] = SimpleNamespace(**vars(ServingSettings(budget=64)) | own)
+        elif part in ("request", "params", "options"):
+            made[part] = SimpleNamespace(**ASKS | {"api_server_count": None} | own)
+    return made
 
 
 @pytest.mark.parametrize(
-    ("parts", "words"),
-    [
-        ({"speculative_config": {"method": "eagle3"}}, 'drafts .* to "ngram"'),
-        ({"parallel_config": {"decode_context_parallel_size": 2}}, "decode context parallel"),
-        ({"parallel_config": {"prefill_context_parallel_size": 2}}, "prefill context parallel"),
-        ({"parallel_config": {"use_ubatching": True}}, "--enable-dbo"),
-        ({"kv_transfer_config": {"kv_role": "kv_both"}}, "KV connector: .* --kv-transfer-config"),
-        ({"parallel_config": {"tensor_parallel_size": 6}}, "--tensor-parallel-size 3"),
-        (LATENT | TENSOR, "all heads vote on one latent"),
-        ({"model_config": {"is_attention_free": True}}, "without attention"),
-        ({"model_config": {"is_encoder_decoder": True}}, "encoder-decoder"),
-        ({"model_config": {"runner_type": "pooling"}}, "pooling model"),
-        (
-            {"cache_config": {"cache_dtype": "nvfp4"}},
-            "in the format nvfp4: only fp8, fp8_e4m3, fp8_",
-        ),
-        (LATENT | {"cache_config": {"cache_dtype": "fp8"}}, "latent .* the format fp8: .* out"),
-    ],
-    ids=str,
+    "row", rules.ROWS, ids=lambda row: f"{row.given.argument or 'any'} {row.beside.words}"
 )
-def test_each_is_named_with_what_to_do(config, parts, words):
-    with pytest.raises(UnsupportedModelError, match=f"snapkv: cannot compress .*{words}"):
-        require_supported(changed(config, **parts))
+def test_what_does_not_go_together_is_refused_by_name_with_what_to_do(config, row):
+    given, beside = row.given, row.beside
+    assert row.parts <= rules.Parts.__annotations__.keys()
+    require_compatible(**parts_of(config, row, beside))
+    if SCENES[beside]:
+        require_compatible(**parts_of(config, row, given))
+    parts = parts_of(config, row, given, beside)
+    before = {name: copy.copy(part) for name, part in parts.items()}
+    of_engine = "engine" in row.parts and "request" not in row.parts
+    error = UnsupportedModelError if of_engine else InvalidArgumentError
+    with pytest.raises(error) as refused:
+        require_compatible(**parts)
+    name = given.argument or next(iter(SCENES[given]))
+    expected = re.escape(f"{given.expected} {beside.words}")
+    line = rf"{name}: expected {expected}(, since {re.escape(row.why)})?, got [^;]+; \w[^;]+"
+    assert re.fullmatch(line, str(refused.value))
+    assert parts == before, "nothing has changed"
 
 
-@pytest.mark.parametrize(
-    ("mode", "fine"),
-    [
-        ("FULL", False),
-        ("FULL_AND_PIECEWISE", True),
-        ("NONE", True),
-    ],
-)
-def test_graphs_must_leave_prompts_out(config, mode, fine):
-    from vllm.config.compilation import CUDAGraphMode
-
-    graphs = changed(config, compilation_config={"cudagraph_mode": CUDAGraphMode[mode]})
-    if fine:
-        require_supported(graphs)
-    else:
-        with pytest.raises(UnsupportedModelError, match="FULL_AND_PIECEWISE"):
-            require_supported(graphs)
-
-
-BOUNDED = ServingSettings(budget=64, limits=Limits(decode_budget=256))
-BY_TOVA = ServingSettings(budget=64, limits=Limits(decode_budget=256, decode_policy="tova"))
-TOVA, ADAKV = (ServingSettings(policy=policy, budget=64) for policy in ("tova", "adakv"))
-SHARED = ServingSettings(budget=64, sharing=Sharing())
-SHARED_APART = ServingSettings(policy="adakv", budget=64, sharing=Sharing())
-SESSIONS = ServingSettings(budget=64, sessions=Sessions())
-KEPT = ServingSettings(budget=64, sharing=Sharing(library="/kept"))
-
-
-@pytest.mark.parametrize(
-    ("settings", "part", "given", "words"),
-    [
-        (BOUNDED, "speculative_config", {"method": "ngram"}, "drafts where answers are held"),
-        (BOUNDED, "model_config", {"use_mla": True}, "--decode-policy tova"),
-        (BY_TOVA, "parallel_config", {"tensor_parallel_size": 3}, "--decode-policy r-kv"),
-        (TOVA, "parallel_config", {"tensor_parallel_size": 3}, "tova and tensor parallelism"),
-        (ADAKV, "model_config", {"use_mla": True}, "nothing to share out"),
-        (SHARED, "parallel_config", {"_api_process_count": 2}, "API servers: .*--api-server-coun"),
-        (SHARED, "parallel_config", {"data_parallel_size": 2}, "data parallelism: .* --share out"),
-        (SHARED, "model_config", {"enable_sleep_mode": True}, "sleep mode: .* --share "),
-        (SHARED, "model_config", {"uses_mrope": True}, "documents and .*M-RoPE.* --share out"),
-        (
-            SHARED_APART,
-            "parallel_config",
-            {"tensor_parallel_size": 3},
-            "documents, adakv and tensor",
-        ),
-        (SESSIONS, "model_config", {"uses_mrope": True}, "sessions and .*M-RoPE"),
-        (SESSIONS, "model_config", {"use_mla": True}, "sessions and latent attention"),
-        (SESSIONS, "model_config", {"enable_sleep_mode": True}, "sleep mode: .* --sessions or"),
-        (SESSIONS, "speculative_config", {"method": "ngram"}, "sessions and speculative"),
-        (SESSIONS, "parallel_config", {"pipeline_parallel_size": 2}, "sessions and pipeline"),
-        (KEPT, "parallel_config", {"world_size": 2}, "tensor or pipeline parallelism"),
-        (KEPT, "parallel_config", {"distributed_executor_backend": "ray"}, "workers on Ray"),
-        (KEPT, "model_config", {"quantization": "gptq"}, "quantised weights"),
-        (
-            KEPT,
-            "cache_config",
-            {"cache_dtype": "fp8"},
-            "of a library and a KV cache in the format fp8",
-        ),
-        (KEPT, "model_config", {"hf_overrides": {"rope_theta": 1.0}}, "hf-overrides"),
-        (KEPT, "model_config", {"model": "someone/model"}, "pass the folder that the model"),
-        (KEPT, "load_config", {"load_format": "dummy"}, "made-up weights"),
-    ],
-    ids=lambda one: one if isinstance(one, str) else "",
-)
-def test_settings_and_options_that_go_well_alone_are_refused_together(
-    config, settings, part, given, words
-):
-    own = {"additional_config": settings.to_config()}
-    require_supported(changed(config, **own))
-    if part != "additional_config":
-        require_supported(changed(config, **{part: given}))
-    if settings is KEPT:
-        shared = {"additional_config": SHARED.to_config()}
-        require_supported(changed(config, **shared | {part: given} | shared))
-    with pytest.raises(UnsupportedModelError, match=words):
-        require_supported(changed(config, **own | {part: given}))
+@pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "NONE"])
+def test_graphs_that_leave_prompts_out_are_fine(config, mode):
+    graphs = changed(config, compilation_config={"cudagraph_mode": mode})
+    require_compatible(settings=ServingSettings(budget=64), engine=graphs)
 
 
 def test_several_api_servers_are_refused_before_any_of_them_starts(folder):
-    with pytest.raises(InvalidArgumentError, match=r"share: expected one API server, .*count 2: "):
-        serve(folder, SHARED, ["--api-server-count", "2"])
+    with pytest.raises(InvalidArgumentError, match=r"^api_server_count: expected none .* got 2; "):
+        serve(folder, ServingSettings(**SHARED), ["--api-server-count", "2"])
     assert "PROMETHEUS_MULTIPROC_DIR" not in os.environ, "its folder is gone"
 
 
@@ -174,30 +180,23 @@ def test_heads_with_sinks_cannot_be_sequences_of_their_own():
         require_heads_apart("model.layer", layer)
 
 
-def asked(**more):
-    own = {"prompt_token_ids": [1], "mm_features": []}
-    return SimpleNamespace(**own | more)
-
-
 def test_images_are_compressed_only_where_positions_are_numbers(config):
-    plan = TOVA.plan_for({}, prompt_tokens=100)
-    whole = TOVA.plan_for({"snapkv_budget": 0}, prompt_tokens=100)
-    turned, images = (
-        changed(config, model_config={"uses_mrope": True}),
-        asked(mm_features=[object()]),
-    )
-    for accepted in ((plan, images, config), (plan, asked(), turned), (whole, images, turned)):
-        require_one_position(*accepted)
-    with pytest.raises(
-        InvalidArgumentError, match=r"prompt: expected text alone .* snapkv_budget 0"
-    ):
-        require_one_position(plan, images, turned)
+    from snapkv_vllm.scheduler import _CompressingScheduler
 
+    turned = changed(config, model_config={"uses_mrope": True})
 
-def test_sessions_are_refused_where_requests_are_promised_to_be_held_to_limits():
-    require_no_promise(Limits())
-    with pytest.raises(InvalidArgumentError, match="decode_budget: expected none for a session"):
-        require_no_promise(Limits(decode_budget=200))
+    def plan_of(engine, **given):
+        params = SimpleNamespace(extra_args=given, prompt_logprobs=None)
+        request = SimpleNamespace(**ASKS | {"mm_features": [1], "num_prompt_tokens": 100})
+        request.sampling_params = params
+        parts = {"_settings": ServingSettings(policy="tova", budget=64), "vllm_config": engine}
+        scheduler = SimpleNamespace(**parts, _sessions=None)
+        return _CompressingScheduler._plan_of(scheduler, request)
+
+    assert plan_of(config).shared_tokens == 100
+    assert plan_of(turned, snapkv_budget=0).shared_tokens is None
+    with pytest.raises(InvalidArgumentError, match=r"^prompt: expected text alone .*budget 0"):
+        plan_of(turned)
 
 
 def layer_and_spec(

@@ -28,17 +28,16 @@ def engine(small):
         yield made
 
 
-def test_the_engine_loads_no_logits_processor(engine, second_runner):
+def test_the_engine_loads_no_logits_processor(engine):
     assert engine.runner.model_config.logits_processors is None
-    if not second_runner:  # which would have no use for the tokens either way
-        assert not engine.runner.input_batch.logitsprocs_need_output_token_ids
+    assert not engine.runner.input_batch.logitsprocs_need_output_token_ids
 
 
 def test_vllm_measures_its_memory_with_the_largest_votes(engine, monkeypatch):
-    from snapkv_vllm import rehearsal
+    from snapkv_vllm import memory_profile
 
     seen = []
-    monkeypatch.setattr(rehearsal, "_vote", lambda *given: seen.append(given))
+    monkeypatch.setattr(memory_profile, "_vote", lambda *given: seen.append(given))
     engine.runner.profile_run()
     ((layer, largest, kind),) = seen
     assert (layer.num_heads, layer.num_kv_heads, layer.head_size) == (8, 4, 32)

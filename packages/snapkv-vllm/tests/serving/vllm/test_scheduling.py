@@ -19,8 +19,7 @@ def alone(small):
     return [small.answer(ids, SnapKV(BUDGET), TOKENS) for ids in PROMPTS]
 
 
-@pytest.mark.parametrize("caching", [False, True], ids=["plain", "prefix-caching"])
-def test_preempted_requests_give_the_answers_of_undisturbed_ones(small, alone, caching):
+def test_preempted_requests_give_the_answers_of_undisturbed_ones(small, alone):
     """Six requests that grow to four blocks each, in the 12 that 384 tokens need."""
     with small_engine(
         small,
@@ -28,7 +27,6 @@ def test_preempted_requests_give_the_answers_of_undisturbed_ones(small, alone, c
         max_model_len=384,
         kv_cache_memory_bytes=small.blocks_bytes(13, PAGE),
         max_num_batched_tokens=100,
-        enable_prefix_caching=caching,
     ) as engine:
         with engine.watching() as kept:
             assert engine.answers(PROMPTS, greedy(TOKENS)) == alone

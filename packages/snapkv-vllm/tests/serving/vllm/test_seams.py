@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import inspect
 import pkgutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -284,12 +285,12 @@ def test_only_the_runner_that_a_worker_has_made_is_changed():
 
     class Runner:
         max_num_reqs, device = 4, torch.device("cpu")
-        vllm_config = None
+        vllm_config = SimpleNamespace(additional_config={})
 
     one, other = Runner(), Runner()
     with pytest.MonkeyPatch.context() as patch:
         module = "snapkv_vllm.runners"
-        patch.setattr(f"{module}.require_supported", lambda config: None)
+        patch.setattr(f"{module}.require_compatible", lambda **parts: None)
         patch.setattr(f"{module}.compression_stopwatch", lambda config, device: None)
         assert CompressingRunner.over(one) is one
     assert isinstance(one, CompressingRunner)

@@ -146,8 +146,7 @@ def finished_at(running, asks, each_step):
     return ends
 
 
-@pytest.mark.parametrize("ahead", [0, 1], ids=["synchronous", "asynchronous"])
-@pytest.mark.parametrize("caching", [False, True], ids=["plain", "prefix-caching"])
+@pytest.mark.parametrize(("caching", "ahead"), [(False, 1), (True, 0)], ids=str)
 def test_nobody_waits_longer_for_new_sessions_than_without_any(large, without, caching, ahead):
     """As many of one token and of a few blocks as would fill the pool, and long ones behind."""
     draw = random.Random(1)

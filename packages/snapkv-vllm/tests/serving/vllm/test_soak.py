@@ -8,10 +8,10 @@ from tests.serving.vllm.conftest import SECOND_RUNNER
 GROWTH_BYTES = 200 << 20  # the allocator's and vLLM's own; a leaked prompt's states would exceed it
 FEW = {"requests": 24, "clients": 10, "blocks": 44}
 if SECOND_RUNNER:  # in Triton's interpreter
-    FEW = {"requests": 12, "clients": 8, "blocks": 30}
-DOCUMENTS = () if SECOND_RUNNER else ("documents", "sessions")
+    FEW = {"requests": 12, "clients": 8, "blocks": 34}
+SESSIONS = () if SECOND_RUNNER else ("sessions",)
 SERVERS = [
-    pytest.param(server, marks=[] if server in ("limits", *DOCUMENTS) else pytest.mark.slow)
+    pytest.param(server, marks=[] if server in ("limits", *SESSIONS) else pytest.mark.slow)
     for server in soak.SERVERS
 ]
 

@@ -8,12 +8,11 @@ import torch
 
 from snapkv import CompressedCache, FullCache, SnapKV
 from snapkv_vllm.spans import NAME
-from tests.serving.vllm.conftest import SECOND_RUNNER
 from tests.serving.vllm.engines import greedy, small_engine
 from tests.serving.vllm.models import ids_of
 
 PAGE, WINDOW = 32, 8
-ROUNDS = 6 if SECOND_RUNNER else 20
+ROUNDS = 20
 
 
 @dataclass(frozen=True)

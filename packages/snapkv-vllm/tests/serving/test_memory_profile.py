@@ -15,7 +15,7 @@ from snapkv import ops
 from snapkv.policies.kvzip import most_attention
 from snapkv_vllm.documents.plans import STEP_TOKENS
 from snapkv_vllm.documents.sharing import Sharing
-from snapkv_vllm.rehearsal import Largest, rehearsed
+from snapkv_vllm.memory_profile import Largest, profiled
 from snapkv_vllm.settings import ServingSettings
 from tests.ops.states import random_layer
 
@@ -73,7 +73,7 @@ def test_the_largest_step_worked_out_by_hand():
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "tova", "streaming-llm"])
-def test_no_step_takes_more_memory_than_what_was_rehearsed(policy):
+def test_no_step_takes_more_memory_than_what_was_profiled(policy):
     settings = ServingSettings(policy=policy, budget=200, max_window_size=48)
     largest = Largest.of(config(settings))
     with Peak() as peak, held_during(largest):
@@ -93,7 +93,7 @@ def test_no_step_takes_more_memory_than_what_was_rehearsed(policy):
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "streaming-llm"])
-def test_reading_a_document_again_takes_no_more_memory_than_what_was_rehearsed(policy):
+def test_reading_a_document_again_takes_no_more_memory_than_what_was_profiled(policy):
     settings = ServingSettings(policy=policy, budget=200, sharing=Sharing())
     largest = Largest.of(config(settings))
     assert largest.reads_again
@@ -111,7 +111,7 @@ def test_reading_a_document_again_takes_no_more_memory_than_what_was_rehearsed(p
 @contextlib.contextmanager
 def held_during(largest):
     device = torch.device("cpu")
-    with rehearsed([LAYER] * LAYERS, largest, dtype=torch.float32, device=device):
+    with profiled([LAYER] * LAYERS, largest, dtype=torch.float32, device=device):
         yield
 
 
@@ -127,7 +127,7 @@ def bytes_of_a_step(policy):
     return peak.most
 
 
-def test_a_prompt_shorter_than_the_largest_window_is_rehearsed_too():
+def test_a_prompt_shorter_than_the_largest_window_is_profiled_too():
     settings = ServingSettings(budget=64, max_window_size=100, sharing=Sharing())
     small = config(settings)
     small.model_config.max_model_len = 60

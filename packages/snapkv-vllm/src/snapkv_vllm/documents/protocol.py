@@ -34,12 +34,13 @@ _BESIDE = {
     DROP: (),
     ROOM: (),
 }
+VERBS = tuple(_BESIDE)
 
 _FILE_EXTRA_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Errand:
+class DocumentRequest:
     """What a request does with a document: a verb, which document, and what it says besides."""
 
     verb: str
@@ -52,7 +53,7 @@ class Errand:
     parts_heads: bool = False
 
 
-def errand(extra_args: Mapping[str, Any] | None) -> Errand | None:
+def document_request(extra_args: Mapping[str, Any] | None) -> DocumentRequest | None:
     """What a request does with a document; None where it has nothing to do with one.
 
     Refuses two things at once, other settings beside it, and values that make no sense.
@@ -81,7 +82,7 @@ def errand(extra_args: Mapping[str, Any] | None) -> Errand | None:
     for name, of_name in ids.items():
         for token_id in of_name:
             require_int(name, token_id, minimum=0)
-    return Errand(
+    return DocumentRequest(
         verb=verb,
         document_id=document_id,
         budget=budget,

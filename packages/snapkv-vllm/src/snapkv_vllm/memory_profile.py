@@ -55,7 +55,7 @@ class Largest:
 
 
 @contextlib.contextmanager
-def rehearsed(
+def profiled(
     layers: Sequence[Any], largest: Largest, *, dtype: torch.dtype, device: torch.device
 ) -> Iterator[None]:
     """Hold the queries that may wait for their vote, and vote after the block."""
@@ -97,9 +97,7 @@ def _read_again(layer: Any, largest: Largest, kind: dict[str, Any]) -> None:
 
 @torch.inference_mode()
 def _vote(layer: Any, largest: Largest, kind: dict[str, Any]) -> None:
-    kept = [
-        torch.empty(2, layer.num_kv_heads, largest.step_tokens, layer.head_size, **kind),
-    ]
+    kept = [torch.empty(2, layer.num_kv_heads, largest.step_tokens, layer.head_size, **kind)]
     prompt = _prompt(layer, largest.prompt_tokens, largest.policy.query_tokens, kind)
     selection = largest.policy.select(prompt)
     if selection is not None:

@@ -1,0 +1,175 @@
+"""What a request may ask for, and what is said to those who misspell or misplace it.
+
+What does not go together is in `compatibility`, and what the server makes of the rest in
+`settings`. No vLLM is needed here.
+"""
+
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from snapkv.errors import InvalidTypeError
+from snapkv_vllm.agents.edits import edits_of
+from snapkv_vllm.compatibility import require_compatible
+from snapkv_vllm.names import (
+    CHATS,
+    CONTEXT,
+    DOCUMENT,
+    EDITS,
+    ENDPOINTS,
+    HINT,
+    HINTED,
+    LONGEST,
+    MESSAGES,
+    OF_A_REQUEST,
+    PREFIX,
+    SESSION,
+    SPANS,
+    XARGS,
+    shown,
+    wrong,
+)
+from snapkv_vllm.spans import entries_of
+
+if TYPE_CHECKING:  # which asks for what is here
+    from snapkv_vllm.settings import ServingSettings
+
+_OF_AGENTS = (SPANS, EDITS, SESSION)
+
+_LONGEST_NAME = 100
+"""Characters of a document's name."""
+
+_LONGEST_PATH = 4096
+
+_LONGEST_SESSION = 256
+
+_MOST_FIELDS, _ALIKE = 100, 0.8
+"""How many fields are compared with words of ours, and from which likeness on they are meant."""
+
+
+# Names and what they stand for.
+
+
+def own_settings(given: Mapping[Any, Any]) -> dict[str, Any]:
+    """A request's settings by their names without the prefix; other names belong to others.
+
+    A name that lacks the prefix, or spells it otherwise, is refused.
+    """
+    own = {}
+    for name, value in given.items():
+        right = meant(name)
+        if right not in (None, name):
+            expected = f"the name of a setting, such as {right}"
+            raise wrong(shown(name), expected, shown(name), f"write {right}")
+        if right is not None:
+            own[name.removeprefix(PREFIX)] = value
+    return own
+
+
+def meant(name: object) -> str | None:
+    """The right name of the setting that whoever wrote a name meant; None for names of others."""
+    if not isinstance(name, str) or name.startswith(PREFIX):
+        return name if isinstance(name, str) else None
+    begun = name[: len(PREFIX) - 1].lower() == PREFIX[:-1]
+    bare = name[len(PREFIX) - 1 :].lower().replace("-", "_").strip("_. ") if begun else name
+    if bare in (*OF_A_REQUEST, DOCUMENT) or (begun and bare in _OF_AGENTS):
+        return PREFIX + bare
+    return f"{PREFIX}budget" if begun else None
+
+
+def misspelt(body: Mapping[Any, Any]) -> Iterator[tuple[str, str]]:
+    """Fields of a body that are nearly words of this server's, and the right words."""
+    hint = body.get(HINT)
+    places = ((body, (CONTEXT, HINT, XARGS)), (hint if isinstance(hint, dict) else {}, (HINTED,)))
+    for fields, words in places:
+        for name in islice(fields, _MOST_FIELDS):
+            if isinstance(name, str) and name not in words and len(name) <= LONGEST:
+                for right in get_close_matches(name.lower(), words, 1, _ALIKE):
+                    yield name, right
+
+
+def _text(argument: str, value: object) -> str:
+    if isinstance(value, str):
+        return value
+    raise InvalidTypeError(
+        f"{argument}: expected a document's name, got something of type {type(value).__name__}; "
+        "pass a text such as contract"
+    )
+
+
+def require_named(argument: str, value: object) -> None:
+    """Refuse what no document is called, be it of this server or a file's of a library."""
+    name = _text(argument, value)
+    if not (1 <= len(name) <= _LONGEST_PATH and name.isprintable()):
+        characters = f"1 to {_LONGEST_PATH} printable characters"
+        raise wrong(argument, characters, f"'{shown(name)}'", "pass a name such as contract")
+
+
+def require_document_name(argument: str, value: object) -> None:
+    """Refuse what is no name to register a document by; it also stands in the path of a URL."""
+    name = _text(argument, value)
+    fits = 1 <= len(name) <= _LONGEST_NAME and name.isprintable() and "/" not in name
+    if not fits or not name.strip("."):
+        characters = f"1 to {_LONGEST_NAME} printable characters"
+        expected = f"{characters}, none of them a slash and not dots alone"
+        raise wrong(argument, expected, f"'{shown(name)}'", "pass a name such as contract")
+
+
+def require_session_name(argument: str, value: object) -> None:
+    """Refuse what is no name of a session."""
+    if not isinstance(value, str) or not 1 <= len(value) <= _LONGEST_SESSION:
+        got = "a longer text" if isinstance(value, str) and value else "another value"
+        expected = f"a text of 1 to {_LONGEST_SESSION} characters"
+        raise wrong(argument, expected, got, "pass one, such as a random one")
+
+
+# Bodies.
+
+_BESIDE = ("extra_body", "extra_args")
+"""Fields of clients in Python, of which vLLM's server reads none."""
+
+
+def require_settings(body: object, settings: "ServingSettings", path: str = "") -> None:
+    """Refuse a request's JSON body with a wrong setting, or one that would be ignored."""
+    if not isinstance(body, dict):
+        return
+    sampling = _mapping(body.get("sampling_params"))  # of /inference/v1/generate
+    outside = [body, sampling]  # and what clients wrap around the right place
+    for beside in (_mapping(body.get(name)) for name in _BESIDE):
+        outside += [beside, _mapping(beside.get(XARGS))]
+    for name, word in misspelt(body):
+        raise wrong(shown(name), word, f"'{shown(name)}', which nobody reads", f"write {word}")
+    for name in (name for fields in outside for name in fields):
+        if (right := meant(name)) is not None:
+            remedy = f'write "{XARGS}": {{"{shown(right)}": ...}}'
+            raise wrong(shown(name), f"inside {XARGS}", "it outside, where nobody reads it", remedy)
+    beside, found = _mapping(sampling.get("extra_args")), path in ENDPOINTS
+    for given, is_read in ((_mapping(body.get(XARGS)), found), (beside, False)):
+        settings.for_request(_of_a_prompt(given, path))
+        if PREFIX + DOCUMENT in given and not is_read:
+            expected = f"inside {XARGS} at {' or '.join(ENDPOINTS)}"
+            got, remedy = f"it in a request to {shown(path)}", "send the request there"
+            raise wrong(PREFIX + DOCUMENT, expected, got, f"{remedy}, or leave it out")
+        require_compatible(given=given, body=body)
+
+
+def _of_a_prompt(given: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+    """Settings as they are when the prompt is known, once what it takes to know it is checked."""
+    own = dict(given)
+    spans, edits = PREFIX + SPANS, PREFIX + EDITS
+    for name in (spans, edits, PREFIX + SESSION):
+        chats = path in CHATS
+        if name in own and not (chats or (path in ENDPOINTS and name != edits)):
+            got, remedy = f"it in a request to {shown(path)}", "send the request there"
+            where = " or ".join(CHATS if name == edits else (*ENDPOINTS, MESSAGES))
+            raise wrong(name, f"it at {where}", got, f"{remedy}, or leave it out")
+    if edits in own:
+        edits_of(own.pop(edits))
+    if spans in own and path in CHATS:
+        own[spans] = [one.as_json for one in entries_of(own[spans]) if one.span is not None]
+    return own
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,363 @@
+"""What does not go together: a server's settings, vLLM's configuration, what one request asks for.
+
+One table, asked in one place. No vLLM is needed here.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+from snapkv.errors import UnsupportedModelError
+from snapkv.policies import RKV, TOVA, AdaKV
+from snapkv_vllm.documents.protocol import DOCUMENT, VERBS
+from snapkv_vllm.layouts import FP8
+from snapkv_vllm.names import DECODE_BUDGET, PREFIX, SESSION, SPANS, shown, wrong
+
+_PLAIN = ("auto", "float16", "bfloat16", "float32")
+MOVABLE = (*_PLAIN, *FP8)
+"""Formats of a KV cache whose tokens can be moved."""
+
+
+class Parts(TypedDict, total=False):
+    """Where arguments are looked for, as far as it is known."""
+
+    settings: Any  # the server's `ServingSettings`
+    engine: Any  # vLLM's configuration
+    options: Any  # the words of its command line, parsed
+    given: Mapping[Any, Any]  # a request's `extra_args`
+    params: Any  # its `SamplingParams`
+    body: Mapping[str, Any]  # its JSON body
+    request: Any  # what an endpoint or the scheduler makes of it
+
+
+_Look = Callable[[Any], object]
+"""What there is of a fact in one part, to be shown; nothing where it is falsy."""
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What an argument may not stand beside."""
+
+    part: str  # where it is looked for, one of `Parts`
+    words: str
+    found: _Look
+    option: str = ""  # of the command line, or of a body, by which it came
+
+
+@dataclass(frozen=True)
+class Given:
+    """An argument that may be refused."""
+
+    part: str  # where it is looked for, one of `Parts`
+    argument: str  # "" where its name is what is found
+    found: _Look
+    expected: str = "none"
+
+
+@dataclass(frozen=True)
+class Row:
+    """An argument, what it does not go with, why that is if the words leave it open, what to do.
+
+    By default one of the two is to be left out.
+    """
+
+    given: Given
+    beside: Beside
+    why: str = ""
+    remedy: str = ""
+
+    @property
+    def parts(self) -> set[str]:
+        return {self.given.part, self.beside.part}
+
+    def refuse(self, parts: Mapping[str, Any]) -> None:
+        """Raise where both are there, see `require_compatible`."""
+        given, beside = self.given, self.beside
+        if not beside.found(parts[beside.part]) or not (got := given.found(parts[given.part])):
+            return
+        because = f", since {self.why}" if self.why else ""
+        name, shows = (given.argument, got) if given.argument else (shown(str(got)), "one")
+        leave = " or ".join(filter(None, (_typed(given.part, name), beside.option)))
+        remedy = self.remedy or f"leave {leave} out"
+        error = wrong(name, f"{given.expected} {beside.words}{because}", shows, remedy)
+        is_engine = "engine" in self.parts and "request" not in self.parts
+        raise UnsupportedModelError(str(error)) if is_engine else error
+
+
+def _typed(part: str, name: str) -> str:
+    """An argument as whoever may leave it out has typed it; "" where nobody can."""
+    if name in ("model", "prompt"):
+        return ""
+    return name if part in ("given", "params", "request") else f"--{name.replace('_', '-')}"
+
+
+def require_compatible(**parts: Unpack[Parts]) -> None:
+    """Refuse what does not go together.
+
+    Raises:
+        UnsupportedModelError: an engine that cannot serve with these settings.
+        InvalidArgumentError: settings, or a request, that ask for two things at once.
+    """
+    for row in ROWS:
+        if row.parts <= parts.keys():
+            row.refuse(dict(parts))
+
+
+# Of vLLM's configuration.
+
+
+def _drafts(config: Any) -> object:
+    return config.speculative_config and config.speculative_config.method
+
+
+def _graphs_of_prompts(config: Any) -> object:
+    from vllm.config.compilation import CUDAGraphMode
+
+    mode = config.compilation_config.cudagraph_mode
+    return mode is not None and mode.mixed_mode() == CUDAGraphMode.FULL and mode.name
+
+
+def _too_parallel(config: Any) -> object:
+    processes = config.parallel_config.tensor_parallel_size
+    heads = config.model_config.get_total_num_kv_heads()
+    return processes > heads and f"{processes} processes for {heads}"
+
+
+def _of_model(attribute: str, words: str, argument: str = "model") -> Given:
+    return Given("engine", argument, lambda c: getattr(c.model_config, attribute) and words)
+
+
+def _several(argument: str, attribute: str = "") -> Given:
+    """Processes of a kind; not every vLLM has every kind."""
+
+    def found(config: Any) -> object:
+        count = getattr(config.parallel_config, attribute or argument, 1)
+        return count > 1 and count
+
+    return Given("engine", argument, found)
+
+
+def _other_format(names: tuple[str, ...]) -> Given:
+    def found(config: Any) -> object:
+        given = config.cache_config.cache_dtype
+        return given not in names and given
+
+    return Given("engine", "kv_cache_dtype", found, f"one of {', '.join(names)}")
+
+
+def _is(argument: str, value: str, look: _Look) -> Given:
+    return Given("engine", argument, lambda c: look(c) == value and value)
+
+
+DRAFTS = Given("engine", "speculative_config", _drafts)
+MODEL_DRAFTS = Given(
+    "engine",
+    "speculative_config",
+    lambda c: (method := _drafts(c)) != "ngram" and method,
+    'no method but "ngram"',
+)
+DECODE_CONTEXTS = _several("decode_context_parallel_size")
+CONTEXTS = _several("prefill_context_parallel_size")
+TENSOR, PIPELINE = _several("tensor_parallel_size"), _several("pipeline_parallel_size")
+DATA = _several("data_parallel_size")
+API_PROCESSES = _several("api_server_count", "_api_process_count")
+TOO_PARALLEL = Given("engine", "tensor_parallel_size", _too_parallel, "a KV head for each process")
+MICRO_BATCHES = Given("engine", "enable_dbo", lambda c: c.parallel_config.use_ubatching and "it")
+CONNECTOR = Given("engine", "kv_transfer_config", lambda c: c.kv_transfer_config and "a connector")
+ADAPTERS = Given("engine", "enable_lora", lambda c: c.lora_config and "it")
+LATENT = _of_model("use_mla", "one with latent attention (MLA)")
+DIMENSIONS = _of_model("uses_mrope", "one with positions in several dimensions (M-RoPE)")
+NO_ATTENTION = _of_model("is_attention_free", "one without attention")
+ENCODER = _of_model("is_encoder_decoder", "an encoder-decoder")
+POOLING = _is("model", "pooling", lambda c: c.model_config.runner_type)
+SLEEP = _of_model("enable_sleep_mode", "it", "enable_sleep_mode")
+CHANGED = _of_model("hf_overrides", "some", "hf_overrides")
+QUANTIZED = Given("engine", "quantization", lambda c: c.model_config.quantization)
+RAY = _is(
+    "distributed_executor_backend", "ray", lambda c: c.parallel_config.distributed_executor_backend
+)
+MADE_UP = _is("load_format", "dummy", lambda c: c.load_config.load_format)
+NO_FOLDER = Given(
+    "engine",
+    "model",
+    lambda c: not Path(model := c.model_config.model).is_dir() and f"'{shown(model)}'",
+    "a folder",
+)
+OTHER_WEIGHTS = QUANTIZED, CHANGED, MADE_UP
+NOT_MOVABLE, NOT_PLAIN = _other_format(MOVABLE), _other_format(_PLAIN)
+GRAPHS = Given("engine", "cudagraph_mode", _graphs_of_prompts, "none of whole prompt steps")
+API_SERVERS = Given(
+    "options", "api_server_count", lambda o: (o.api_server_count or 1) > 1 and o.api_server_count
+)
+
+WITH_LATENTS = Beside("engine", "with latent attention (MLA)", LATENT.found)
+IN_PARALLEL = Beside("engine", "in several processes", TENSOR.found)
+WITH_DIMENSIONS = Beside("engine", "where positions have several dimensions", DIMENSIONS.found)
+
+# Of a server's settings.
+
+
+def _evicts_by(method: str) -> _Look:
+    return lambda s: s.limits.decode_budget and s.limits.decode_policy == method
+
+
+def _has_adakv(settings: Any) -> object:
+    return settings.policy == AdaKV.name and settings.policy
+
+
+def _shares(look: _Look) -> _Look:
+    return lambda s: s.sharing is not None and look(s)
+
+
+HELD = Given("settings", DECODE_BUDGET, lambda s: s.limits.decode_budget)
+UNEVEN = Given("settings", "policy", _has_adakv, "one whose heads keep the same number of tokens")
+
+ALWAYS = Beside("settings", "where prompts are compressed", lambda s: True)
+WHERE_HELD = Beside("settings", "where answers are held to a budget", HELD.found, "--decode-budget")
+HELD_BY_RKV = Beside("settings", "where answers are held by r-kv", _evicts_by(RKV.name))
+HELD_BY_TOVA = Beside("settings", "where answers are held by tova", _evicts_by(TOVA.name))
+BY_TOVA = Beside("settings", "with tova", lambda s: s.policy == TOVA.name, "--policy tova")
+BY_ADAKV = Beside("settings", "with adakv", _has_adakv, "--policy adakv")
+SHARED = Beside("settings", "where documents are shared", lambda s: s.sharing, "--share")
+SHARED_BY_ADAKV = Beside("settings", "where documents are shared by adakv", _shares(_has_adakv))
+LIBRARY = Beside(
+    "settings",
+    "with a library's documents",
+    _shares(lambda s: s.sharing.library),
+    "--share-library",
+)
+SESSIONS = Beside("settings", "where sessions are held", lambda s: s.sessions, "--sessions")
+UNSHARED = Beside("settings", "on a server that shares no documents", lambda s: not s.sharing)
+NO_SESSIONS = Beside("settings", "on a server that holds no sessions", lambda s: not s.sessions)
+
+# Of requests.
+
+
+def _first_own(given: Mapping[Any, Any], but: str = "") -> object:
+    own = (name for name in given if isinstance(name, str) and name.startswith(PREFIX))
+    return next((name for name in own if name != but), None)
+
+
+def _field(name: str) -> Given:
+    return Given("request", name, lambda r: getattr(r, name, None) is not None and "some")
+
+
+def _echo(request: Any) -> object:
+    asks = (getattr(request, name, None) for name in ("logprobs", "top_logprobs"))
+    return getattr(request, "echo", False) and any(asks) and "it, with logprobs"
+
+
+def _not_text(request: Any) -> object:
+    has_embeddings = getattr(request, "prompt_token_ids", ()) is None
+    return (has_embeddings or getattr(request, "mm_features", ())) and "embeddings or images"
+
+
+ABOUT_DOCUMENT = Given("given", "", lambda g: next((verb for verb in VERBS if verb in g), None))
+IN_SESSION = Given(
+    "given", PREFIX + SESSION, lambda g: g.get(PREFIX + SESSION) is not None and "one"
+)
+SPANS_NAMED = Given("given", PREFIX + SPANS, lambda g: PREFIX + SPANS in g and "some")
+ANYTHING = Given("given", "", _first_own)
+ANYTHING_ELSE = Given("given", "", lambda g: _first_own(g, but=DOCUMENT))
+ECHO = Given("request", "echo", _echo)
+PROMPT_LOGPROBS, EMBEDS = _field("prompt_logprobs"), _field("prompt_embeds")
+TRUNCATED, TRANSFER = _field("truncate_prompt_tokens"), _field("kv_transfer_params")
+LOGPROBS = Given("params", "prompt_logprobs", lambda p: p.prompt_logprobs is not None and "some")
+NOT_TEXT = Given("request", "prompt", _not_text, "tokens alone")
+IMAGES = Given("request", "prompt", lambda r: r.mm_features and "images", "text alone")
+GROWING = Given(
+    "request", "prompt", lambda r: getattr(r, "resumable", False) and "a session's", "a whole one"
+)
+
+WITH_DOCUMENT = Beside("given", f"beside {DOCUMENT}", lambda g: DOCUMENT in g)
+ABOUT_ANY = Beside("given", "with a document", ABOUT_DOCUMENT.found)
+WITH_SPANS = Beside("given", f"beside {PREFIX}{SPANS}", SPANS_NAMED.found)
+WITH_BEAMS = Beside(
+    "body", "with use_beam_search", lambda b: b.get("use_beam_search"), "use_beam_search"
+)
+
+# The table.
+
+STOCK = "serve the model with stock vLLM"
+_SNAPKV = "use --policy snapkv"
+_AVERAGES = "it averages over heads of other processes"
+_GOES_ON = "the prompt of a session goes on after its end"
+_SLEEPS = "an engine that sleeps forgets its cache"
+_UNREAD = "a document is not read with the request"
+_UNTESTED = "the two were never tested together"
+
+_TABLE: dict[Beside, tuple[tuple[Given, *tuple[str, ...]], ...]] = {
+    ALWAYS: (
+        (MODEL_DRAFTS, "a model that drafts has a cache of its own, in which no window votes"),
+        (DECODE_CONTEXTS, "a prompt's blocks are spread over processes"),
+        (CONTEXTS, "a prompt's queries are spread over processes"),
+        (MICRO_BATCHES, "queries that vote are looked up in the whole batch"),
+        (CONNECTOR, "what a compressed request holds is no prefix that another server could load"),
+        (NO_ATTENTION, "its state has no positions to drop", STOCK),
+        (ENCODER, "its prompt is not in the cache of the decoder", STOCK),
+        (POOLING, "it generates nothing from its cache", STOCK),
+        (NOT_MOVABLE, "others have more than one scale for a layer"),
+        (GRAPHS, "queries are put aside between graphs", "set it to FULL_AND_PIECEWISE"),
+        (TOO_PARALLEL, "copies of a head would keep different tokens", "use fewer of them"),
+    ),
+    IN_PARALLEL: ((LATENT, "all heads vote on one latent", "use data parallelism"),),
+    WITH_LATENTS: ((NOT_PLAIN, _UNTESTED),),
+    WHERE_HELD: (
+        (DRAFTS, "a rejected draft would have counted"),
+        (SPANS_NAMED, "tokens of them may be gone by then"),
+        (GROWING, _GOES_ON, "send whole requests, or start the server without --decode-budget"),
+    ),
+    HELD_BY_RKV: ((LATENT, "no latents can be compared as keys", "pass --decode-policy tova"),),
+    HELD_BY_TOVA: ((TENSOR, _AVERAGES, "pass --decode-policy r-kv"),),
+    BY_TOVA: ((TENSOR, _AVERAGES, _SNAPKV),),
+    BY_ADAKV: (
+        (HELD, "its heads hold different numbers of tokens"),
+        (LATENT, "all heads of a layer keep one set, so there is nothing to share out", _SNAPKV),
+    ),
+    SHARED: (
+        (HELD, "requests that name one stay whole"),
+        (DRAFTS, _UNTESTED),
+        (ADAPTERS, "a document would have to be read with each of them"),
+        (LATENT, _UNTESTED),
+        (DIMENSIONS, "a text is read again by positions of one dimension"),
+        (SLEEP, _SLEEPS),
+        (API_SERVERS, "each would have documents of its own"),
+        (API_PROCESSES, "each would have documents of its own"),
+        (DATA, "a request may reach an engine that has not read its document"),
+    ),
+    SHARED_BY_ADAKV: ((TENSOR, _UNTESTED, _SNAPKV),),
+    SESSIONS: (
+        (HELD, "histories say at which token they begin"),
+        (UNEVEN, "a later prompt goes on from what all of them hold"),
+        (SLEEP, _SLEEPS),
+        *((untested, _UNTESTED) for untested in (DIMENSIONS, DRAFTS, LATENT, PIPELINE)),
+    ),
+    LIBRARY: (
+        (NOT_PLAIN, "files hold numbers as the model has them"),
+        *((several, "each process has a part of every document") for several in (TENSOR, PIPELINE)),
+        (RAY, "workers may run where the library is not"),
+        *((other, "files name the weights in the model's folder") for other in OTHER_WEIGHTS),
+        (NO_FOLDER, "files name the weights in it", "pass the folder of the downloaded model"),
+    ),
+    UNSHARED: ((ABOUT_DOCUMENT, "", "leave it out, or start the server with --share"),),
+    NO_SESSIONS: ((IN_SESSION, "", "leave it out, or start the server with --sessions"),),
+    WITH_DIMENSIONS: ((IMAGES, "none was ever compressed so", f"send it with {PREFIX}budget 0"),),
+    WITH_DOCUMENT: (
+        (ANYTHING_ELSE, "it was compressed when it was registered; what follows it stays whole"),
+        (ECHO, _UNREAD),
+        (PROMPT_LOGPROBS, _UNREAD),
+        (EMBEDS, "a document's tokens come before the request's"),
+        (TRUNCATED, "a document's tokens must all be there"),
+        (TRANSFER, "vLLM may take the request's tokens from there"),
+    ),
+    ABOUT_ANY: (
+        (LOGPROBS, _UNREAD),
+        (NOT_TEXT, "no document has others", "leave them out"),
+        (GROWING, _GOES_ON, "send it as a request of its own"),
+    ),
+    WITH_SPANS: ((GROWING, _GOES_ON, "send it as a request of its own"),),
+    WITH_BEAMS: ((ANYTHING, "requests of a beam carry no settings inside vLLM"),),
+}
+ROWS = tuple(Row(row[0], beside, *row[1:]) for beside, rows in _TABLE.items() for row in rows)
+"""Every argument with what it does not go with."""
