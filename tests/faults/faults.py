@@ -140,12 +140,36 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "layer.offloaded.is_due = False",
             "cache/test_saving.py",
         ),
+        (
+            "what lies off the device goes into a file as it came, where few bits were asked for",
+            'parts["offloaded"] = state_in_codes(both, codes)',
+            'parts["offloaded"] = tuple(both.values())',
+            "storage/test_coded.py",
+        ),
+        (
+            "parts of a file that do not fit together fill a layer",
+            "    if not fits:\n",
+            "    if False:\n",
+            "cache/test_saving.py",
+        ),
+        (
+            "a saved cache forgets the states beside its keys",
+            '{"beside": _encode(_saveable(layer.beside), name, tensors)} if layer.beside else {}',
+            "{}",
+            "sequences/test_sequences.py",
+        ),
     ],
     "snapkv/cache/saving/files.py": [
         (
             "a saved file may have changed",
             "if _digest(file, start) != sealed:",
             "if len(_digest(file, start)) != len(sealed):",
+            "cache/test_saving.py",
+        ),
+        (
+            "a file that is no saved cache is replaced",
+            "bool(header and _OWN.search(header))",
+            "bool(header)",
             "cache/test_saving.py",
         ),
     ],
@@ -166,6 +190,12 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "a saved file is for its owner alone",
             "            partial.chmod(mode)  # safetensors",
             "            # safetensors",
+            "cache/test_writing.py",
+        ),
+        (
+            "a link is replaced by a file",
+            "Path(os.path.realpath(path))",
+            "Path(os.path.abspath(path))",
             "cache/test_writing.py",
         ),
     ],
@@ -306,6 +336,58 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "        pass\n",
             "decoding/test_medusa.py",
         ),
+        (
+            "layers that share keys attend by what the first of them has become",
+            "layer=copy.copy(layer))",
+            "layer=layer)",
+            "sequences/test_sequences.py",
+        ),
+        (
+            "a pass that a later layer refuses leaves a cache that seems whole",
+            "layer.identity.layer_idx > 0 or bool(layer.beside)",
+            "bool(layer.beside)",
+            "storage/test_coded.py",
+        ),
+        (
+            "a later turn has as many tokens as all before it",
+            "return self.prompt_end - self.reading.turn_start",
+            "return self.prompt_end",
+            "cache",
+        ),
+    ],
+    "snapkv/hf/generate.py": [
+        (
+            "a method that decodes by itself loses its streamer",
+            'given |= {"streamer": modes[-1]} if streams else {}',
+            "given |= {}",
+            "hf/test_install.py",
+        ),
+        (
+            "new ids alone pass for all of a text",
+            'kwargs.get("inputs_embeds"), kwargs.get("attention_mask"))',
+            'kwargs.get("inputs_embeds"))',
+            "hf/test_generate.py",
+        ),
+        (
+            "the longest text that was asked for counts from the prompt's end",
+            "max(0, longest - prompt_tokens)",
+            "max(0, longest)",
+            "models/test_static.py",
+        ),
+        (
+            "a copied model announces to the first one's caches",
+            "memo.get(id(self.model), self.model)",
+            "self.model",
+            "hf/test_install.py",
+        ),
+    ],
+    "snapkv/hf/identity.py": [
+        (
+            "other weights of a model are not told from its own",
+            "torch.linspace(0, last, count, dtype=torch.float64)",
+            "torch.zeros(0)",
+            "cache/test_saving.py",
+        ),
     ],
     "snapkv/hf/install.py": [
         (
@@ -358,6 +440,18 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "a step is recorded of a model in training",
             "if model.training:",
             "if not model.training and False:",
+            "hf/test_step_graph.py",
+        ),
+        (
+            "a recorded step writes beyond the room",
+            "        self._free_slots -= new_tokens\n",
+            "",
+            "hf/test_step_graph.py",
+        ),
+        (
+            "a step is recorded of a model with hooks",
+            'if not all(known) or "forward" in vars(module):',
+            'if "forward" in vars(module):',
             "hf/test_step_graph.py",
         ),
     ],
@@ -413,6 +507,14 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "ops/test_ragged.py",
         ),
     ],
+    "snapkv/ops/redundancy.py": [
+        (
+            "the oldest of similar keys is exempt",
+            "similar.flip(-1).cumsum(dim=-1, dtype=torch.int32).flip(-1)",
+            "similar.cumsum(dim=-1, dtype=torch.int32)",
+            "policies/test_rkv.py",
+        ),
+    ],
     "snapkv/ops/votes/blocked.py": [
         (
             "in blocks, a query of the window does not see its own token",
@@ -430,6 +532,20 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "in blocks, a sink's share of the softmax is forgotten",
             "total + 1",
             "total",
+            "ops",
+        ),
+    ],
+    "snapkv/ops/votes/by_head.py": [
+        (
+            "by head, the cap of scores is not scaled back",
+            "slope = softcap * _LOG2_E",
+            "slope = _LOG2_E",
+            "ops",
+        ),
+        (
+            "by head, the mean over a group is its sum",
+            "        votes /= G\n",
+            "        pass\n",
             "ops",
         ),
     ],
@@ -516,6 +632,40 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "more = blocks * (depth + 1) // layers - blocks * depth // layers",
             "policies/test_byte_budget.py",
         ),
+        (
+            "the most that the votes may choose has no window",
+            "max(self.most - window_size, 0)",
+            "self.most",
+            "policies/test_auto_budget.py",
+        ),
+        (
+            "votes on a long prompt need as much as on a short one",
+            ".clamp(min=1.0)\n",
+            ".clamp(max=1.0)\n",
+            "policies/test_auto_budget.py",
+        ),
+        (
+            "what heads may fill in part of a block is not set aside",
+            "cost.exact_tokens - cost.spare_tokens",
+            "cost.exact_tokens",
+            "policies/test_byte_budget.py",
+        ),
+    ],
+    "snapkv/policies/criticalkv.py": [
+        (
+            "values are weighed by the next group's projection",
+            "b[:, head // group] @",
+            "b[:, (head + 1) % heads // group] @",
+            "policies/test_values.py",
+        ),
+    ],
+    "snapkv/policies/expected_attention.py": [
+        (
+            "queries of sinks count",
+            "(positions >= self.sink_tokens)[:, None, :, None]",
+            "(positions >= 0)[:, None, :, None]",
+            "policies/test_values.py",
+        ),
     ],
     "snapkv/policies/fastgen.py": [
         (
@@ -539,6 +689,14 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "        lag = pieces[:, 1:]",
             "        lag = pieces[:, :-1]",
             "policies/test_lagkv.py",
+        ),
+    ],
+    "snapkv/policies/pyramidkv.py": [
+        (
+            "the top layer of a pyramid keeps most",
+            "bottom - (bottom - top) * depth / steps",
+            "top + (bottom - top) * depth / steps",
+            "policies/test_uneven.py",
         ),
     ],
     "snapkv/policies/rkv.py": [
@@ -634,6 +792,18 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "rows=piece.rows[rows]",
             "cache",
             "hf",
+        ),
+        (
+            "the limit off the device is held to one layer alone",
+            "self.taken_bytes += wanted",
+            "self.taken_bytes = wanted",
+            "cache/test_recall.py",
+        ),
+        (
+            "dropping spans needs more room off the device",
+            "left.append(keys, values, on=stays.device, is_limited=False)",
+            "left.append(keys, values, on=stays.device)",
+            "cache/test_spans.py",
         ),
     ],
     "snapkv/storage/ragged.py": [
