@@ -11,8 +11,8 @@ from snapkv import (
     SnapKV,
 )
 from snapkv.policies import EvictingPolicy
-from tests.cache.methods import METHODS
 from tests.families import random_ids, tiny_model
+from tests.methods import METHODS
 
 CLOSE = {"atol": 2e-4, "rtol": 1e-4}
 PICK = {"window_size": 8, "kernel_size": 5}

@@ -12,9 +12,8 @@ from snapkv import (
     PyramidKV,
     SnapKV,
 )
-from tests.families import CLOSE, ONCE, call, random_ids, tiny_model
+from tests.families import call, random_ids, tiny_model
 from tests.gates import drawn_gate
-from tests.oracle import hidden_columns, masked_decode_logits, stepwise_logits
 
 DOCUMENT, QUESTION, BUDGET, WINDOW = 90, 20, 40, 8
 POLICY = SnapKV(BUDGET, window_size=WINDOW, kernel_size=5)
@@ -23,41 +22,6 @@ POLICY = SnapKV(BUDGET, window_size=WINDOW, kernel_size=5)
 def turn(model, cache, ids):
     cache.expect_prompt(cache.get_seq_length() + ids.shape[1])
     return call(model, cache, ids)
-
-
-@pytest.mark.parametrize(("family", "implementation"), ONCE)
-def test_a_turn_reads_what_was_kept_and_keeps_what_its_end_votes_for(family, implementation):
-    model = tiny_model(family, implementation)
-    ids, asked, later = random_ids(2, DOCUMENT), random_ids(2, QUESTION, 1), random_ids(2, 3, 2)
-    cache = CompressedCache(model, POLICY, turns="compress")
-    call(model, cache, ids)
-    expected = masked_decode_logits(model, cache, ids, asked)
-    before = {layer: cache.kept_positions(layer) for layer in cache.compressed_layers}
-    torch.testing.assert_close(turn(model, cache, asked), expected, **CLOSE)
-    new = torch.arange(DOCUMENT, DOCUMENT + QUESTION)
-    for layer, earlier in before.items():
-        kept = cache.kept_positions(layer)
-        assert kept.shape[-1] == BUDGET
-        assert torch.equal(kept, kept.sort(-1).values)
-        assert torch.equal(kept[..., -WINDOW:], new[-WINDOW:].expand_as(kept[..., -WINDOW:]))
-        for row, head in zip(kept.flatten(0, 1), earlier.flatten(0, 1), strict=True):
-            assert set(row.tolist()) <= set(head.tolist()) | set(new.tolist())
-        assert not torch.equal(kept[..., :32], earlier[..., :32])
-    pieces = [call(model, cache, token) for token in later.split(1, 1)]
-    whole = masked_after_two_turns(model, ids, asked, later, before, cache)
-    torch.testing.assert_close(torch.cat(pieces, 1), whole, **CLOSE)
-
-
-def masked_after_two_turns(model, ids, asked, later, before, cache):
-    """A full cache that hides what was dropped by then from every token behind the document."""
-    at_first = {}
-    for layer, kept in before.items():
-        mask = torch.ones(*kept.shape[:2], DOCUMENT, dtype=torch.bool)
-        at_first[layer] = mask.scatter(2, kept, False)
-    by_now = hidden_columns(cache, DOCUMENT + QUESTION)
-    tokens = torch.cat([asked, later], dim=1)
-    hidden = [at_first] * QUESTION + [by_now] * later.shape[1]
-    return stepwise_logits(model, ids, tokens, hidden)[:, 1 + QUESTION :]
 
 
 def test_the_vote_is_that_of_the_policy_over_the_stored_slots():
@@ -78,20 +42,6 @@ def test_the_vote_is_that_of_the_policy_over_the_stored_slots():
     assert layer.queries.shape[2] == WINDOW  # three of them of the turn before
     stored = torch.cat([before, columns], dim=-1)
     assert torch.equal(cache.kept_positions(1), stored.gather(2, selection.keep_indices))
-
-
-def test_tokens_behind_an_announced_turn_neither_vote_nor_see_what_was_dropped():
-    model = tiny_model("llama")
-    asked, behind = random_ids(1, QUESTION, 1), random_ids(1, 4, 2)
-    caches = []
-    for parts in ((torch.cat([asked, behind], 1),), (asked, behind)):
-        cache = CompressedCache(model, POLICY, turns="compress")
-        call(model, cache, random_ids(1, DOCUMENT))
-        cache.expect_prompt(DOCUMENT + QUESTION)
-        caches.append((cache, torch.cat([call(model, cache, part) for part in parts], dim=1)))
-    torch.testing.assert_close(caches[0][1], caches[1][1], **CLOSE)
-    for layer in range(4):
-        assert torch.equal(*[cache.kept_positions(layer) for cache, _ in caches])
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from snapkv import (
 from snapkv.prefill import selective
 from snapkv.storage.append_buffer import ROOM_TOKENS
 from tests.families import VOCABULARY, call, random_ids, small_model, tiny_model
-from tests.oracle import masked_decode_logits, unwrapped
+from tests.oracle import unwrapped
 
 PROMPT, BUDGET, WINDOW = 80, 36, 8
 POLICY = SnapKV(BUDGET, window_size=WINDOW, kernel_size=5)
@@ -58,17 +58,6 @@ def test_a_layers_votes_are_counted_once(model, monkeypatch):
 
 
 # Plain calls.
-
-
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3"])
-def test_plain_calls_without_position_ids_see_true_positions(family, size):
-    model, ids, continuation = tiny_model(family), random_ids(2, PROMPT), random_ids(2, 3, seed=1)
-    cache = CompressedCache(model, POLICY)
-    call(model, cache, ids)
-    got = torch.cat([call(model, cache, new) for new in continuation.split(size, dim=1)], dim=1)
-    expected = masked_decode_logits(model, cache, ids, continuation)
-    torch.testing.assert_close(got, expected, atol=2e-4, rtol=2e-4)
 
 
 def test_tokens_behind_an_announced_prompt_neither_vote_nor_count(model):
@@ -113,42 +102,6 @@ def test_a_crop_that_one_layer_refuses_changes_none(model):
     for layer, positions in enumerate(before):
         assert torch.equal(cache.kept_positions(layer), positions)
     call(model, cache, ids[:, :1])
-
-
-def test_rows_can_be_reordered_selected_and_repeated(model):
-    ids, token = random_ids(3, PROMPT), random_ids(3, 1, seed=1)
-
-    def logits(change, rows):
-        cache = CompressedCache(model, POLICY)
-        call(model, cache, ids)
-        change(cache)
-        expected = CompressedCache(model, POLICY)
-        call(model, expected, ids[rows])
-        assert torch.equal(cache.kept_positions(2), expected.kept_positions(2))
-        got = call(model, cache, token[rows])
-        torch.testing.assert_close(got, call(model, expected, token[rows]), atol=1e-4, rtol=1e-4)
-
-    logits(lambda c: c.reorder_cache(torch.tensor([2, 0, 1])), [2, 0, 1])
-    logits(lambda c: c.batch_select_indices(torch.tensor([2, 2])), [2, 2])
-    logits(lambda c: c.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2])
-
-
-def test_reset_forgets_everything(model, filled):
-    filled.reset()
-    assert filled.get_seq_length() == 0
-    assert filled.report().held_bytes == 0
-    assert filled.kept_positions(0).numel() == 0
-    ids = random_ids(5, 50)
-    fresh = CompressedCache(model, POLICY)
-    assert torch.equal(call(model, filled, ids), call(model, fresh, ids))
-    assert torch.equal(filled.kept_positions(1), fresh.kept_positions(1))
-
-
-def test_prompt_of_one_token(model):
-    cache = CompressedCache(model, POLICY)
-    for token in random_ids(1, 45).split(1, dim=1):
-        call(model, cache, token)
-    assert cache.report().kept_tokens == 45, "what is generated is never dropped"
 
 
 # The report.

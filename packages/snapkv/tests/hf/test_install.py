@@ -3,8 +3,6 @@
 import copy
 import gc
 import pickle
-import subprocess
-import sys
 import threading
 import weakref
 
@@ -300,28 +298,6 @@ def test_a_copy_works_with_its_own_caches_and_is_then_as_the_model_was(model, co
     assert configs(other) == names
     assert not vars(other).keys() & {*METHODS, module.INSTALLATION}
     assert vars(model).keys() == vars(other).keys()
-
-
-@pytest.mark.slow
-def test_a_pickled_model_works_in_another_process(llama, tmp_path):
-    cache, ids = CompressedCache(llama, POLICY), random_ids(1, 60)
-    expected = generated(llama, cache, ids)
-    (tmp_path / "model").write_bytes(pickle.dumps((llama, ids)))
-    (tmp_path / "expected").write_bytes(pickle.dumps(expected))
-    code = f"""
-import pickle, pathlib, torch
-folder = pathlib.Path({str(tmp_path)!r})
-model, ids = pickle.loads((folder / "model").read_bytes())
-assert model.config._attn_implementation == "snapkv|sdpa"
-assert model(ids).logits.shape == (1, 60, 128)
-from snapkv import CompressedCache, SnapKV
-cache = CompressedCache(model, SnapKV(36, window_size=8, kernel_size=5))
-tokens = model.generate(ids, past_key_values=cache, **{OPTIONS!r})
-assert torch.equal(tokens, pickle.loads((folder / "expected").read_bytes()))
-del cache
-assert model.config._attn_implementation == "sdpa" and "generate" not in vars(model)
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_shallow_copy_gets_its_own_methods_and_loses_them(llama):

@@ -20,8 +20,8 @@ from snapkv import (
     UnsupportedModelError,
 )
 from snapkv.prefill import layer_by_layer
-from tests.cache.methods import METHODS
 from tests.families import HYBRID, ONCE, random_ids, tiny_model
+from tests.methods import METHODS
 from tests.oracle import masked_decode_logits, unwrapped
 from tests.pairs import pairs
 

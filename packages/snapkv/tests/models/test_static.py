@@ -37,45 +37,6 @@ def generated(model, cache, ids, **options):
     return model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False, **options)
 
 
-WAYS = {
-    "greedy": {},
-    "beams": {"num_beams": 3},
-    "several sequences": {"num_return_sequences": 2, "num_beams": 2},
-    "pieces": {"prefill_chunk_size": 32},
-}
-
-
-@pytest.mark.parametrize("policy", [POLICY, SnapKV(65, window_size=8)], ids=["some", "most"])
-@pytest.mark.parametrize("way", WAYS)
-def test_padded_rows_generate_what_they_do_with_dynamic_storage(way, policy):
-    model, ids = tiny_model("llama"), random_ids(3, 70)
-    mask = torch.ones_like(ids)
-    mask[0, :50], mask[1, :10] = 0, 0
-    cache, dynamic = static(model, policy), CompressedCache(model, policy)
-    options = {"attention_mask": mask, **WAYS[way]}
-    assert torch.equal(
-        generated(model, cache, ids, **options), generated(model, dynamic, ids, **options)
-    )
-    assert cache.report().kept_tokens == dynamic.report().kept_tokens
-    assert cache.get_seq_length() == dynamic.get_seq_length()
-
-
-def test_plain_calls_one_by_one_and_together():
-    model, ids = tiny_model("qwen3"), random_ids(2, 96)
-    together, single, expected = static(model), static(model), CompressedCache(model, POLICY)
-    with torch.no_grad():
-        for cache in (together, single, expected):
-            model(ids[:, :90], past_key_values=cache)
-        logits = model(ids[:, 90:], past_key_values=expected).logits
-        assert_close(model(ids[:, 90:], past_key_values=together).logits, logits)
-        for i in range(90, 96):
-            one = model(ids[:, i : i + 1], past_key_values=single).logits
-            assert_close(one[:, 0], logits[:, i - 90])
-        together.crop(-4)
-        again = model(ids[:, 92:], past_key_values=together).logits
-    assert_close(again, logits[:, 2:])
-
-
 def test_the_buffers_stay_where_they_are_from_prompt_to_prompt():
     model = tiny_model("llama")
     cache = static(model)
@@ -191,22 +152,6 @@ def test_what_is_beyond_the_room_is_refused_before_anything_is_stored():
     assert [layer.seen_tokens for layer in cache.layers] == [60] * len(cache.layers)
     answer = model.generate(random_ids(1, 62), past_key_values=cache, max_new_tokens=3)
     assert answer.shape[1] == 65
-
-
-@pytest.mark.parametrize("tokens", [2, 12], ids=["whole", "recalled"])
-def test_what_is_taken_back_with_recall_is_as_with_dynamic_storage(tokens):
-    """Beyond the tokens that are still whole, all that was seen comes back first."""
-    model, ids, more = tiny_model("llama"), random_ids(1, 90), random_ids(1, 9, seed=1)
-    logits = []
-    for storage in ("dynamic", "static"):
-        cache = CompressedCache(model, POLICY, storage=storage, recall="host")
-        with torch.no_grad():
-            model(ids, past_key_values=cache)
-            model(more, past_key_values=cache)
-            cache.crop(-tokens)
-            logits.append(model(more[:, :4], past_key_values=cache).logits)
-        assert cache.get_seq_length() == 90 + 9 - tokens + 4
-    assert_close(*logits)
 
 
 @pytest.mark.slow

@@ -169,13 +169,6 @@ def test_a_model_goes_on_with_what_is_kept(policy, options, tmp_path):
     assert cache.report().kept_tokens == 24 + 3
 
 
-@methods
-def test_layers_that_wait_for_the_others_hold_no_queries(policy):
-    model, ids = tiny_model("llama"), random_ids(1, TOKENS)
-    for prompt in read_layers(model, ids, CompressedCache(model, policy)):
-        assert not prompt.queries.untyped_storage().nbytes()
-
-
 def test_a_row_of_which_a_layer_keeps_all_goes_on_beside_others():
     """It has not fitted the budget by itself, so a later turn does not compress it."""
     model, ids = tiny_model("llama"), random_ids(2, TOKENS)
@@ -202,15 +195,6 @@ def test_bytes_are_kept_to(family, quantize):
     report = cache.report()
     least = 0.3 if quantize is None else 0.25
     assert least * report.full_bytes - 200 < report.held_bytes <= 0.3 * report.full_bytes
-
-
-def test_where_all_fits_nothing_changes():
-    model, ids = tiny_model("llama"), random_ids(1, TOKENS)
-    cache = read_context(model, ids, AcrossLayers(KVzip(TOKENS, window_size=4)))
-    whole = CompressedCache(model, SnapKV(1000))
-    call(model, whole, ids)
-    later = random_ids(1, 3, 1)
-    assert torch.equal(call(model, cache, later), call(model, whole, later))
 
 
 def test_what_cannot_be_is_refused_by_name():
