@@ -75,27 +75,6 @@ def test_pads_in_a_turn_or_of_a_token_that_was_read_are_refused_and_nothing_chan
 
 
 @by_case
-def test_answers_that_ended_early_in_generate_are_refused_with_the_next_turn(policy, options):
-    model, ids = tiny_model("llama"), random_ids(2, 60)
-    cache, probe = (CompressedCache(model, policy, **options) for _ in range(2))
-    said = {"do_sample": False, "no_repeat_ngram_size": 1, "max_new_tokens": 6, "pad_token_id": 0}
-    answers = model.generate(ids, past_key_values=probe, **said)[:, 60:].tolist()
-    end = next(token for token in answers[0] if token not in answers[1])
-    first = model.generate(ids, past_key_values=cache, eos_token_id=end, **said)
-    text = torch.cat([first, later], dim=1)
-    mask = (text > 0).long()
-    assert not bool(mask.all())
-    before, other = seen_of(cache), copy.deepcopy(cache)
-    with pytest.raises(UnsupportedModelError, match=REFUSAL.format(1)):
-        model.generate(text, attention_mask=mask, past_key_values=cache, **said)
-    assert seen_of(cache) == before
-    said["attention_mask"] = torch.ones_like(text)
-    assert torch.equal(
-        *(model.generate(text, past_key_values=each, **said) for each in (cache, other))
-    )
-
-
-@by_case
 def test_a_leading_pad_stays_a_pad(policy, options):
     """Without a mask, and with one of ones; one token at a time, and several."""
     model, cache, mask = behind_a_prompt(policy, options)

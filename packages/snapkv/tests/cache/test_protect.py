@@ -156,7 +156,7 @@ def test_what_only_the_prompt_can_tell_is_refused_before_anything_is_dropped(nam
         model(ids[:, :9], past_key_values=cache)
 
 
-def test_methods_that_cannot_keep_spans_are_refused_by_name():
+def test_a_method_of_ones_own_that_cannot_keep_spans_is_refused_by_name():
     @dataclass(frozen=True)
     class Own(SnapKV):
         name = "own"
@@ -164,10 +164,5 @@ def test_methods_that_cannot_keep_spans_are_refused_by_name():
         def select(self, layer):
             return None
 
-    model = tiny_model("llama")
-    for policy, options, said in (
-        (Own(), {"protect": [(0, 1)]}, r"protect: .*got .*Own\("),
-        (METHODS[MOVED], {"protect": [(0, 1)]}, "positions='original'"),
-    ):
-        with pytest.raises(InvalidArgumentError, match=said):
-            CompressedCache(model, policy, **options)
+    with pytest.raises(InvalidArgumentError, match=r"protect: .*got .*Own\("):
+        CompressedCache(tiny_model("llama"), Own(), protect=[(0, 1)])

@@ -4,12 +4,8 @@ import pytest
 import torch
 
 from snapkv import (
-    H2O,
-    AdaKV,
     CompressedCache,
-    ExpectedAttention,
     InvalidArgumentError,
-    InvalidTypeError,
     OutOfMemoryError,
     SnapKV,
 )
@@ -95,27 +91,6 @@ def test_the_limit_is_kept_and_given_back():
         cache.reset()
     with pytest.raises(OutOfMemoryError, match=r"recall_bytes: expected room for .* limit of"):
         call(model, cache, random_ids(1, DOCUMENT + 1))
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"turns": "append"}, "turns: expected 'compress' with recall"),
-        ({"recall": None, "recall_bytes": 5}, "recall_bytes: expected recall='host' or a folder"),
-        ({"recall_bytes": 0}, "recall_bytes: expected at least 1"),
-        ({"turns": "forget"}, "turns: expected one of append, compress"),
-        ({"recall": "/proc/nowhere"}, "recall: expected 'host' or a folder"),
-        ({"recall": "a\0b"}, "recall: expected 'host' or a folder.*null byte; choose another"),
-        ({"policy": H2O(64)}, "policy: expected one that only compresses"),
-        ({"policy": ExpectedAttention(64)}, "policy: expected one that chooses by the"),
-        ({"policy": AdaKV(ExpectedAttention(64))}, "policy: expected one that chooses by the"),
-    ],
-)
-def test_what_cannot_be_done_is_said_when_the_cache_is_made(options, said):
-    with pytest.raises(InvalidArgumentError, match=said):
-        CompressedCache(tiny_model("llama"), **{"policy": POLICY, "recall": "host", **options})
-    with pytest.raises(InvalidTypeError, match="recall: expected 'host' or the path"):
-        CompressedCache(tiny_model("llama"), POLICY, recall=5)
 
 
 def test_drafts_say_what_plain_decoding_says_and_need_an_empty_cache():

@@ -10,11 +10,9 @@ from snapkv import (
     CompressedCache,
     SnapKV,
 )
-from snapkv.policies import EvictingPolicy
 from tests.families import random_ids, tiny_model
 from tests.methods import METHODS
 
-CLOSE = {"atol": 2e-4, "rtol": 1e-4}
 PICK = {"window_size": 8, "kernel_size": 5}
 READ_ONCE = {
     name
@@ -62,44 +60,6 @@ class Rows:
         self.cache.expect_prompt(self.cache.get_seq_length() + ids.shape[1])
         for piece in [*ids.split(pieces, dim=1), *answer.split(1, dim=1)]:
             self.read(piece)
-
-
-def require_as_alone(policy, options, pads, turns):
-    """The rows together, each compared with a cache of its own."""
-    together = Rows(policy, options, pads)
-    for turn in turns:
-        together.turn(*turn)
-    for row, own in enumerate(pads):
-        alone = Rows(policy, options, [0])
-        for number, (ids, pieces, answer) in enumerate(turns):
-            ids = ids[row : row + 1, own if number == 0 else 0 :]
-            alone.turn(ids, pieces, answer[row : row + 1])
-        for found, expected in zip(together.passes, alone.passes, strict=True):
-            found = found[row : row + 1, found.shape[1] - expected.shape[1] :]
-            torch.testing.assert_close(found, expected, **CLOSE)
-        for layer in together.cache.compressed_layers:
-            found = together.cache.kept_positions(layer)[row]
-            require_same_tokens(found, alone.cache.kept_positions(layer)[0])
-
-
-def require_same_tokens(found, expected):
-    """One set per query head where some row was compressed so, one per KV head in rows that fit."""
-    expected = expected.repeat_interleave(max(1, len(found) // len(expected)), dim=0)
-    found = found.repeat_interleave(max(1, len(expected) // len(found)), dim=0)
-    for head, own in zip(found, expected, strict=True):
-        assert head[head >= 0].tolist() == own[own >= 0].tolist()
-
-
-@pytest.mark.parametrize(("policy", "options"), CASES.values(), ids=CASES)
-def test_each_row_is_as_alone(policy, options):
-    """One row fits the budget where that may be. A turn comes in pieces and one at once."""
-    turns = [
-        (random_ids(3, 95), 95, random_ids(3, 4, 1)),
-        (random_ids(3, 14, 2), 11, random_ids(3, 5, 3)),
-        (random_ids(3, 30, 4), 30, random_ids(3, 2, 5)),
-    ]
-    fits = isinstance(policy, EvictingPolicy) or "turns" in options or "recall" in options
-    require_as_alone(policy, options, [75, 0, 43] if fits else [10, 0, 25], turns)
 
 
 KEPT_WHOLE = {

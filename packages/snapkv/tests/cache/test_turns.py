@@ -4,16 +4,12 @@ import pytest
 import torch
 
 from snapkv import (
-    AdaKV,
     CompressedCache,
     ExpectedAttention,
     InvalidArgumentError,
-    KVzap,
-    PyramidKV,
     SnapKV,
 )
 from tests.families import call, random_ids, tiny_model
-from tests.gates import drawn_gate
 
 DOCUMENT, QUESTION, BUDGET, WINDOW = 90, 20, 40, 8
 POLICY = SnapKV(BUDGET, window_size=WINDOW, kernel_size=5)
@@ -42,22 +38,6 @@ def test_the_vote_is_that_of_the_policy_over_the_stored_slots():
     assert layer.queries.shape[2] == WINDOW  # three of them of the turn before
     stored = torch.cat([before, columns], dim=-1)
     assert torch.equal(cache.kept_positions(1), stored.gather(2, selection.keep_indices))
-
-
-@pytest.mark.parametrize(
-    ("policy", "options", "said"),
-    [
-        (AdaKV(POLICY), {}, "a budget that is the same for all heads"),
-        (SnapKV(keep_ratio=0.5), {}, "a budget that is the same for all heads"),
-        (PyramidKV(64), {}, "the same for all heads and layers"),
-        (ExpectedAttention(64), {}, "chooses by the last queries or none"),
-        (KVzap(64, gate=drawn_gate()), {}, "does not ask where tokens stand"),
-        (POLICY, {"storage": "static"}, "storage: expected 'dynamic'"),
-    ],
-)
-def test_what_cannot_be_compressed_again_is_refused(policy, options, said):
-    with pytest.raises(InvalidArgumentError, match=said):
-        CompressedCache(tiny_model("llama"), policy, turns="compress", **options)
 
 
 def test_a_turn_behind_a_prompt_that_fitted_is_refused_where_its_queries_are_asked_for():

@@ -203,20 +203,6 @@ def test_a_cache_made_in_the_call_answers_as_one_made_before(llama, storage, opt
     assert as_it_was(llama, before)
 
 
-def test_a_turn_through_the_model_s_own_generate_ends_where_it_ends(llama):
-    early, ids, turn = llama.generate, random_ids(1, 60), random_ids(1, 40, seed=1)
-    answers = []
-    for bound in (False, True):
-        cache = CompressedCache(llama, POLICY, turns="compress")
-        generate = early if bound else llama.generate
-        text = generate(ids, past_key_values=cache, **OPTIONS)
-        text = generate(
-            torch.cat([text, turn], dim=1), past_key_values=cache, prefill_chunk_size=9, **OPTIONS
-        )
-        answers.append((text, cache.kept_positions(2)))
-    assert all(torch.equal(*pair) for pair in zip(*answers, strict=True))
-
-
 def test_a_cache_made_in_the_call_streams_and_is_refused_as_one_made_before(llama):
     seen, ids = Recorder(), random_ids(1, 60) % 9 + 3
 

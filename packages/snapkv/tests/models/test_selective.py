@@ -246,34 +246,6 @@ def test_protected_tokens_go_on(reading):
         assert set(range(30, 70)) <= set(cache.kept_positions(layer)[0, 0].tolist())
 
 
-def test_what_a_longer_row_protects_lets_no_more_of_a_shorter_one_go_on():
-    model, lengths = tiny_model("llama"), (90, 21)
-    ids, mask = left_padded(lengths, seed=13)
-    batch, alone = (CompressedCache(model, FullCache(), protect=[(7, 12)]) for _ in range(2))
-    with selective(model, layer=2, keep_ratio=0.01, least_tokens=0):
-        read(model, batch, ids, mask)
-        read(model, alone, ids[1:, -21:])
-    sinks, window = [0, 1, 2, 3], list(range(5, 21))  # which the protected ones are in
-    assert alone.kept_positions(2)[0, 0].tolist() == sinks + window
-    assert_same_positions(positions(batch), alone, 1)
-
-
-def test_saved_copied_and_cropped_afterwards(tmp_path):
-    model, ids, new = tiny_model("llama"), random_ids(1, TOKENS), random_ids(1, 3, seed=12)
-    cache = CompressedCache(model, SNAPKV)
-    with selective(model, **OPTIONS):
-        read(model, cache, ids)
-    cache.save(tmp_path / "cache")
-    expected = read(model, copy.deepcopy(cache), new)
-    assert torch.equal(read(model, CompressedCache.load(tmp_path / "cache", model), new), expected)
-    read(model, cache, new)
-    cache.crop(-3)
-    torch.testing.assert_close(read(model, cache, new), expected)
-    cache.reset()
-    exact = CompressedCache(model, SNAPKV)
-    assert torch.equal(read(model, cache, ids), read(model, exact, ids))
-
-
 def test_the_model_is_as_before_afterwards_and_after_an_error():
     model, ids = tiny_model("llama"), random_ids(1, 60)
     cache = CompressedCache(model, SNAPKV)

@@ -13,72 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from snapkv import CompressedCache
-from snapkv.ops import ScoreOptions
-from snapkv.policies import PromptLayer, SnapKV
+from snapkv.policies import SnapKV
 from tests.ops import oracle
 
 PROMPT_TOKENS, WINDOW, BUDGET, KERNEL = 48, 8, 18, 3
 LAYERS = 4
-
-
-def layer_of(queries, keys, scaling=1.0):
-    queries, keys = torch.tensor([queries]), torch.tensor([keys])
-    return PromptLayer(
-        queries=queries,
-        keys=keys,
-        values=keys,
-        score_options=ScoreOptions(scaling=scaling),
-        layer_idx=0,
-    )
-
-
-def best_of(layer, window_size, **parameters):
-    """The one position before the window that each head keeps."""
-    policy = SnapKV(budget=window_size + 1, window_size=window_size, kernel_size=1, **parameters)
-    return policy.select(layer).keep_indices[0, :, 0].tolist()
-
-
-def test_fault_no_causal_mask_inside_the_window():
-    # Query 3 is drawn to position 1 by e**2, but to position 4, in its future, by e**8. Query 4
-    # prefers position 0 by e**1. Causal: position 1 gets 0.71 + 0.15, position 0 gets 0.10 + 0.40.
-    # Without the mask query 3 has nothing left for the prefix, and position 0 wins.
-    keys = [[[0.0, 1.0], [2.0, 0.0], [0.0, 0.0], [0.0, 0.0], [8.0, 0.0]]]
-    queries = [[[1.0, 0.0], [0.0, 1.0]]]
-    assert best_of(layer_of(queries, keys), window_size=2) == [1]
-
-
-@pytest.mark.parametrize(
-    ("group_reduce", "expected"),
-    [("mean", [3]), ("sum", [3]), ("max", [3]), ("none", [0, 3])],
-)
-def test_fault_only_the_first_head_of_a_group_votes(group_reduce, expected):
-    # The first query head prefers position 0 a little, the second position 3 a lot.
-    keys = [[[0.5, 0.0], [0.0, 0.0], [0.0, 0.0], [0.0, 5.0], [0.0, 0.0]]]
-    queries = [[[1.0, 0.0]], [[0.0, 1.0]]]
-    layer = layer_of(queries, keys)
-    assert best_of(layer, window_size=1, group_reduce=group_reduce) == expected
-
-
-def test_fault_a_query_head_votes_for_the_kv_head_of_another_group():
-    # Consecutive query heads share a KV head: 0 and 1 the first, 2 and 3 the second.
-    keys = [
-        [[9.0], [0.0], [0.0], [0.0], [0.0]],
-        [[0.0], [0.0], [0.0], [9.0], [0.0]],
-    ]
-    queries = [[[1.0]], [[1.0]], [[0.0]], [[1.0]]]
-    layer = layer_of(queries, keys)
-    assert best_of(layer, window_size=1) == [0, 3]
-    assert best_of(layer, window_size=1, group_reduce="none") == [0, 0, 0, 3]
-
-
-def test_fault_scale_forgotten():
-    # Query 3 rates positions 0, 1, 2 with 20, 18, 0 and query 4 with 0, 18, 20. At a scale of 0.1
-    # position 1 gets e**1.8 twice, the others e**2 and 1. Unscaled, each query's own favourite
-    # takes nearly everything.
-    keys = [[[20.0, 0.0], [18.0, 18.0], [0.0, 20.0], [0.0, 0.0], [0.0, 0.0]]]
-    queries = [[[1.0, 0.0], [0.0, 1.0]]]
-    assert best_of(layer_of(queries, keys, scaling=0.1), window_size=2) == [1]
-    assert best_of(layer_of(queries, keys, scaling=1.0), window_size=2) != [1]
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,11 @@ import torch
 from snapkv import (
     AutoBudget,
     CompressedCache,
+    Document,
     FullCache,
     KeyDiff,
     SnapKV,
+    default_policy,
 )
 from snapkv.policies.states import LostVotes
 from tests.families import tiny_model
@@ -145,3 +147,9 @@ def test_a_share_of_lost_votes_is_what_the_reading_gives():
             expected.append(1 - held / float(head.sum()))
     found = cache.report()["lost_votes"]
     assert found == pytest.approx(sum(expected) / len(expected), abs=1e-5)
+
+
+def test_who_names_no_policy_gets_the_default_one():
+    model = tiny_model("llama")
+    assert CompressedCache(model).policy == default_policy()
+    assert Document(model, random_ids(1, 30))._cache.policy == default_policy()

@@ -37,7 +37,7 @@ from snapkv.policies.fastgen import (
 )
 from tests.families import random_ids, tiny_model
 from tests.ops.states import pad_left, random_layer
-from tests.policies.test_evicting import KINDS, PROMPT, EveryChoice, call, kept_of
+from tests.policies.test_evicting import KINDS, PROMPT, call
 
 ROWS = [
     [1.0],
@@ -235,31 +235,6 @@ def test_kept_slots_as_indices_by_hand():
 
 
 # What the heads of a model hold, step by step.
-
-
-def test_tokens_that_come_together_are_kept_by_their_kind():
-    """A second turn: several tokens at once, then one by one."""
-    model, ids = tiny_model("llama"), random_ids(1, PROMPT)
-    cache = CompressedCache(model, EveryChoice(**KINDS))
-    options = {"do_sample": False, "pad_token_id": 0, "past_key_values": cache}
-    first = model.generate(ids, max_new_tokens=5, **options)
-    turn = torch.cat([first, random_ids(1, 9, seed=3)], dim=1)
-    whole = model.generate(turn, max_new_tokens=4, **options)[0, :-1].tolist()
-    kinds = {*KINDS["special_ids"], *KINDS["punctuation_ids"]}
-    marked = [t for t, token in enumerate(whole) if token in kinds]
-    assert kept_of(cache, 0, head=1) == marked
-    assert kept_of(cache, 2, head=0) == list(range(len(whole)))
-
-
-def test_heads_may_hold_nothing_at_all():
-    """No token is special and none is punctuation: two of the heads are empty after every step."""
-    model, policy = tiny_model("llama"), EveryChoice(special_ids=(), punctuation_ids=())
-    cache = CompressedCache(model, policy)
-    ids, options = random_ids(2, PROMPT), {"max_new_tokens": 6, "pad_token_id": 0}
-    model.generate(ids, past_key_values=cache, num_beams=2, **options)
-    assert cache.kept_positions(0).shape == (4, 2, 0)
-    assert cache.layers[0].held_bytes == 0
-    assert cache.get_seq_length() == PROMPT + 5
 
 
 # Who says which tokens come.
