@@ -5,19 +5,14 @@ import copy
 import pytest
 import torch
 
-from snapkv import H2O, AdaKV, CompressedCache, KeyDiff, SnapKV, UnsupportedModelError
+from snapkv import CompressedCache, SnapKV, UnsupportedModelError
 from tests.families import call, random_ids, tiny_model
+from tests.methods import CACHES
 
 CLOSE = {"atol": 2e-4, "rtol": 1e-4}
 POLICY = SnapKV(40, window_size=8, kernel_size=5)
 REFUSAL = r"attention_mask: expected no padding after a row's first token.*got {} of 2 rows"
-CASES = {
-    "adakv": (AdaKV(POLICY), {}),
-    "h2o": (H2O(40), {}),
-    "static": (POLICY, {"storage": "static", "room_tokens": 96}),
-    "int8, compress": (KeyDiff(40, window_size=8), {"quantize": "int8", "turns": "compress"}),
-    "recall": (POLICY, {"recall": "host"}),
-}
+CASES = {name: CACHES[name] for name in ("adakv", "h2o", "static", "int8", "recall")}
 by_case = pytest.mark.parametrize(("policy", "options"), CASES.values(), ids=CASES)
 later = random_ids(2, 9, 1)
 

@@ -31,7 +31,7 @@ from snapkv.cache.saving.files import _seal, read_sealed, write_sealed
 from snapkv.kvzip import read_twice
 from tests.cache.saver import filled
 from tests.families import random_ids, tiny_config, tiny_model
-from tests.methods import METHODS
+from tests.methods import CACHES
 
 PROMPT = 90
 POLICY = SnapKV(40, window_size=8)
@@ -40,18 +40,6 @@ HERE = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
 TOKENS = FastGen(0.8, special_ids=(3, (4, 5)), punctuation_ids=(6, 7))
 FADING = SnapKV(40, window_size=8, pooling="fading", decay=0.8)
-OF_NOTES = "full", "h2o", "streaming-llm moved", "scissorhands", "r-kv", "snapkv, then h2o"
-KINDS = {
-    "dynamic": (POLICY, {}),
-    "static": (POLICY, {"storage": "static", "room_tokens": 32}),
-    "fading, per query head": (replace(FADING, group_reduce="none"), {}),
-    "ragged": (AdaKV(POLICY), {}),
-    "recall": (POLICY, {"recall": "host"}),
-    "recall, static": (POLICY, {"recall": "host", "storage": "static", "room_tokens": 64}),
-    "turns, int4": (POLICY, {"turns": "compress", "quantize": "int4"}),
-    "token ids": (TOKENS, {}),
-    **{name: (METHODS[name], {}) for name in OF_NOTES},
-}
 SINKS = {"budget": 11, "sink_tokens": 4}  # more than the budget had room for
 
 
@@ -65,11 +53,11 @@ def generated(model, cache, ids, new_tokens=6):
     )
 
 
-def halfway(model, kind, batch=2):
+def halfway(model, name):
     """A cache that has read a prompt and generated a little, and the ids so far."""
-    policy, options = KINDS[kind]
+    policy, options = CACHES[name]
     cache = CompressedCache(model, policy, **options)
-    return cache, generated(model, cache, random_ids(batch, PROMPT))
+    return cache, generated(model, cache, random_ids(2, PROMPT))
 
 
 _GO_ON = """
@@ -86,7 +74,7 @@ for path in sys.argv[1:]:
 
 def test_another_process_says_the_same_tokens(tmp_path):
     model, paths, said = tiny_model("llama"), [], []
-    for kind in ("ragged", "recall"):
+    for kind in ("adakv", "recall"):
         cache, ids = halfway(model, kind)
         longer = torch.cat([ids, random_ids(2, 12, seed=4)], dim=1)
         paths.append(str(tmp_path / kind))
@@ -315,7 +303,7 @@ def test_another_model_or_dtype_is_refused(tmp_path):
 
 def test_recall_cannot_be_asked_of_a_cache_that_has_forgotten(tmp_path):
     model = tiny_model("llama")
-    halfway(model, "dynamic")[0].save(tmp_path / "one")
+    halfway(model, "snapkv")[0].save(tmp_path / "one")
     with pytest.raises(CacheMismatchError, match="recall: expected none"):
         CompressedCache.load(tmp_path / "one", model, recall="host")
     halfway(model, "recall")[0].save(tmp_path / "two")
@@ -377,7 +365,7 @@ def test_killed_at_any_moment_there_is_never_half_a_file(unfinished, tmp_path):
 
 
 def test_a_file_that_is_no_saved_cache_is_never_replaced(tmp_path):
-    cache, _ = halfway(tiny_model("llama"), "dynamic")
+    cache, _ = halfway(tiny_model("llama"), "snapkv")
     other = tmp_path / "model.safetensors"
     save_file({"weight": torch.zeros(3)}, other)
     short, notes = tmp_path / "short", tmp_path / "notes.txt"

@@ -9,8 +9,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from snapkv import (
-    H2O,
-    TOVA,
     CacheMismatchError,
     CompressedCache,
     FullCache,
@@ -23,6 +21,7 @@ from snapkv import (
 from snapkv.prefill import selective
 from snapkv.storage.append_buffer import ROOM_TOKENS
 from tests.families import VOCABULARY, call, random_ids, tiny_model
+from tests.methods import METHODS
 from tests.oracle import unwrapped
 
 PROMPT, BUDGET, WINDOW = 80, 36, 8
@@ -125,7 +124,9 @@ def test_report_is_json_and_prints_a_table(filled):
     assert "0-3" in text
 
 
-@pytest.mark.parametrize("policy", [SnapKV(200), H2O(40), TOVA(40)], ids=lambda policy: policy.name)
+@pytest.mark.parametrize(
+    "policy", [SnapKV(200), METHODS["h2o"], METHODS["tova"]], ids=lambda policy: policy.name
+)
 def test_kept_counts_no_token_behind_the_choice(policy):
     """Where a method evicts after every token, all that it holds was chosen."""
     model, cache = tiny_model("llama"), CompressedCache(tiny_model("llama"), policy)

@@ -16,7 +16,7 @@ from snapkv import (
     default_policy,
 )
 from snapkv.policies.states import LostVotes
-from tests.families import tiny_model
+from tests.families import random_ids, tiny_model
 from tests.ops.states import random_layer
 
 SHARES = torch.tensor(

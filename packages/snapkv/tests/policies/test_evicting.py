@@ -13,7 +13,6 @@ from snapkv import CompressedCache, InvalidArgumentError
 from snapkv.ops import ScoreOptions, attention_weights, keep_best
 from snapkv.policies import (
     H2O,
-    RKV,
     TOVA,
     DecodeStep,
     EvictingPolicy,
@@ -21,14 +20,13 @@ from snapkv.policies import (
     FastGen,
     PromptLayer,
     PromptThenDecode,
-    PyramidKV,
-    Scissorhands,
     Selection,
     SnapKV,
     StreamingLLM,
 )
 from snapkv.prefill import layer_by_layer
 from tests.families import random_ids, tiny_model
+from tests.methods import METHODS
 from tests.ops.states import random_layer
 
 PROMPT, BUDGET = 60, 24
@@ -44,27 +42,11 @@ class EveryChoice(FastGen):
         return ((heads + 2 * layer.depth) % 5).expand(received.shape[:2])
 
 
-BUDGETED = {
-    "h2o, mostly recent": H2O(heavy=4, recent=20),
-    "h2o, a sliding window": H2O(heavy=0, recent=BUDGET),
-    "streaming-llm": StreamingLLM(BUDGET),
-    "streaming-llm, original": StreamingLLM(BUDGET, positions="original"),
-    "tova": TOVA(BUDGET),
-    "scissorhands, one at a time": Scissorhands(BUDGET, drop=1, recent=1, threshold="slots"),
-    "scissorhands, uneven layers": Scissorhands(BUDGET, history=8, recent=4, gamma=0.5),
-    "r-kv": RKV(BUDGET, evict_every=5, exempt=2),
-    "snapkv, then h2o with room to grow": PromptThenDecode(
-        prompt=SnapKV(BUDGET - 4, window_size=8), decode=H2O(BUDGET)
-    ),
-    "pyramidkv, then streaming-llm": PromptThenDecode(
-        prompt=PyramidKV(13, window_size=8), decode=StreamingLLM(BUDGET, positions="original")
-    ),
-}
-METHODS = BUDGETED | {
-    "fastgen": FastGen(0.87, **KINDS),
+IN_PARTS = {
+    "tova": METHODS["tova"],
+    "r-kv": METHODS["r-kv"],
     "fastgen, every choice": EveryChoice(**KINDS),
 }
-methods = pytest.mark.parametrize("policy", METHODS.values(), ids=METHODS)
 
 
 @torch.no_grad()
@@ -85,15 +67,15 @@ def after_a_turn_in_parts(policy, tokens, way):
     return logits, [cache.kept_positions(layer) for layer in range(4)]
 
 
-@pytest.mark.parametrize("name", ["tova", "r-kv", "fastgen, every choice"])
+@pytest.mark.parametrize("name", IN_PARTS)
 def test_a_turn_in_parts_is_evicted_from_at_its_end(name):
     """As where it comes at once: no part of it sees less of what was kept."""
-    expected, own = after_a_turn_in_parts(METHODS[name], PROMPT, nullcontext)
+    expected, own = after_a_turn_in_parts(IN_PARTS[name], PROMPT, nullcontext)
     ways = [(6, nullcontext)]
     if "fastgen" not in name:  # refused: it looks at tokens, which come all at once
         ways.append((PROMPT, partial(layer_by_layer, chunk_tokens=6)))
     for tokens, way in ways:
-        found, kept = after_a_turn_in_parts(METHODS[name], tokens, way)
+        found, kept = after_a_turn_in_parts(IN_PARTS[name], tokens, way)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
         assert all(torch.equal(*pair) for pair in zip(kept, own, strict=True))
 
@@ -135,13 +117,6 @@ def test_scores_and_choices_of_one_head_are_those_of_all():
         torch.testing.assert_close(found.logits, expected.logits)
         for layer in range(4):
             assert torch.equal(shared.kept_positions(layer), own.kept_positions(layer))
-
-
-def kept_of(cache, layer, row=0, head=0):
-    """Positions that a head keeps of a row, as a list."""
-    kept = cache.kept_positions(layer)
-    kept = kept[row, min(head, kept.shape[1] - 1)]
-    return kept[kept >= 0].tolist()
 
 
 @torch.no_grad()
