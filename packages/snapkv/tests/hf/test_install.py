@@ -473,16 +473,6 @@ def test_the_last_cache_goes_while_the_next_one_is_being_made(llama, monkeypatch
     assert as_it_was(llama, before)
 
 
-def test_the_last_cache_goes_while_the_model_is_given_back(llama, monkeypatch):
-    before, other = state(llama), copy.deepcopy(llama)
-    caches, inner = [CompressedCache(other, POLICY)], module.stop_announcing
-    monkeypatch.setattr(module, "stop_announcing", lambda model: (caches.clear(), inner(model)))
-    CompressedCache(llama, POLICY)
-    assert not caches
-    assert as_it_was(llama, before)
-    assert not carries(other)
-
-
 def test_a_cache_in_a_circle_goes_in_the_middle_of_another_pass(llama):
     """The collector runs in a pass of the same model with a cache of transformers' own."""
     ids, before = random_ids(1, 40), state(llama)

@@ -204,14 +204,3 @@ def test_where_masks_of_ones_own_are_heeded_and_where_refused():
     with torch.no_grad():
         heeded = [behind_prompt("snapkv", each, mask, [0, 1, 2]) is not None for each in OWN_MASKS]
     assert heeded == [True, False, True, False]
-
-
-@pytest.mark.parametrize("family", ["llama", "cohere2", "deepseek_v3"])
-def test_eager_and_sdpa_keep_the_same(family):
-    kept = []
-    for implementation in ("sdpa", "eager"):
-        model = tiny_model(family, implementation)
-        cache = CompressedCache(model, SNAPKV)
-        feed(model, cache, *left_padded([PROMPT]), [PROMPT])
-        kept.append(cache.kept_positions(cache.compressed_layers[-1]))
-    assert torch.equal(*kept)

@@ -10,15 +10,13 @@ import torch
 from transformers import DynamicCache
 
 from snapkv import CompressedCache, InvalidArgumentError
-from snapkv.ops import ScoreOptions, attention_weights, keep_best
+from snapkv.ops import attention_weights, keep_best
 from snapkv.policies import (
     H2O,
     TOVA,
-    DecodeStep,
     EvictingPolicy,
     Eviction,
     FastGen,
-    PromptLayer,
     PromptThenDecode,
     Selection,
     SnapKV,
@@ -27,7 +25,7 @@ from snapkv.policies import (
 from snapkv.prefill import layer_by_layer
 from tests.families import random_ids, tiny_model
 from tests.methods import METHODS
-from tests.ops.states import random_layer
+from tests.ops.states import random_layer, worked_prompt, worked_step
 
 PROMPT, BUDGET = 60, 24
 KINDS = {"special_ids": tuple(range(3, 12)), "punctuation_ids": tuple(range(12, 40))}
@@ -152,27 +150,7 @@ def test_drafts_and_crops_of_what_was_evicted_are_refused():
         cache.crop(-BUDGET)
 
 
-# Worked examples: keys are unit vectors and queries the logarithms of the wanted rows.
-
-
-def states(rows, slots, scores=None, fillers=None):
-    """A layer of one head whose attention is exactly `rows`, given for the last queries."""
-    weights = torch.zeros(len(rows), slots)
-    for index, row in enumerate(rows):
-        weights[index, : len(row)] = torch.tensor(row)
-    queries = weights.clamp(min=1e-30).log()[None, None]
-    keys = torch.eye(slots)[None, None]
-    common = {
-        "queries": queries,
-        "keys": keys,
-        "score_options": ScoreOptions(scaling=1.0),
-        "layer_idx": 0,
-    }
-    if scores is None:
-        return PromptLayer(**common, values=keys)
-    columns = torch.arange(slots)[None, None]
-    given = {"columns": columns, "seen_tokens": slots, "filler_tokens": fillers}
-    return DecodeStep(**common, **given, scores=scores)
+# Worked examples.
 
 
 PROMPT_ROWS = [
@@ -188,51 +166,55 @@ DECODE_ROW = [0.3, 0.1, 0.35, 0.05, 0.2]  # over the positions 0, 2, 4, 5, 6
 
 def test_h2o_by_hand():
     policy = H2O(heavy=2, recent=2)
-    selection = policy.select(states(PROMPT_ROWS, 6))
+    selection = policy.select(worked_prompt(PROMPT_ROWS, 6))
     sums = torch.tensor([3.3, 0.85, 1.15, 0.25, 0.25, 0.2])
     torch.testing.assert_close(selection.scores[0, 0], sums)
     assert selection.keep_indices.tolist() == [[[0, 2, 4, 5]]]
     noted = torch.tensor([[[3.3, 1.15, 0.25, 0.2, 0.0]]])
-    eviction = policy.evict(states([DECODE_ROW], 5, noted))
+    eviction = policy.evict(worked_step([DECODE_ROW], 5, scores=noted))
     after = torch.tensor([3.6, 1.25, 0.6, 0.25, 0.2])
     torch.testing.assert_close(eviction.scores[0, 0], after)
     assert eviction.keep_indices.tolist() == [[[0, 1, 3, 4]]], "token 4 goes, tokens 5 and 6 stay"
 
 
 def test_tova_by_hand():
-    eviction = TOVA(4).evict(states([DECODE_ROW], 5, torch.zeros(1, 1, 5)))
+    eviction = TOVA(4).evict(worked_step([DECODE_ROW], 5, scores=torch.zeros(1, 1, 5)))
     assert eviction.keep_indices.tolist() == [[[0, 1, 2, 4]]], "position 5 has the least attention"
 
 
 def test_tova_asks_all_heads_by_hand():
     """Of the means .3, .35 and .35 the first is the least; to the first head it is the last."""
     rows = [0.5, 0.4, 0.1], [0.1, 0.3, 0.6]
-    one, other = (states([row], 3, torch.zeros(1, 1, 3)) for row in rows)
+    one, other = (worked_step([row], 3, scores=torch.zeros(1, 1, 3)) for row in rows)
     step = replace(one, queries=torch.cat([one.queries, other.queries], dim=1))
     assert TOVA(2).evict(step).keep_indices.tolist() == [[[1, 2]]]
 
 
 def test_tova_has_no_memory():
     policy, noted = TOVA(3), torch.tensor([[[9.0, 0, 0, 0, 0]]])
-    one = policy.evict(states([DECODE_ROW], 5, noted))
-    other = policy.evict(states([DECODE_ROW], 5, noted.flip(-1)))
+    one = policy.evict(worked_step([DECODE_ROW], 5, scores=noted))
+    other = policy.evict(worked_step([DECODE_ROW], 5, scores=noted.flip(-1)))
     assert torch.equal(one.keep_indices, other.keep_indices)
 
 
 def test_streaming_llm_by_hand():
-    selection = StreamingLLM(start=2, recent=3).select(states([[0.1] * 10], 10))
+    selection = StreamingLLM(start=2, recent=3).select(worked_prompt([[0.1] * 10], 10))
     assert selection.keep_indices.tolist() == [[[0, 1, 7, 8, 9]]]
 
 
 def test_two_methods_by_hand():
     """SnapKV keeps what H2O would drop, and H2O goes on with its own sums of those kept."""
     policy = PromptThenDecode(prompt=SnapKV(4, window_size=1, kernel_size=1), decode=H2O(4))
-    selection = policy.select(states([*PROMPT_ROWS[:5], [0.1, 0.2, 0.1, 0.25, 0.15, 0.2]], 6))
+    selection = policy.select(
+        worked_prompt([*PROMPT_ROWS[:5], [0.1, 0.2, 0.1, 0.25, 0.15, 0.2]], 6)
+    )
     assert selection.keep_indices.tolist() == [[[1, 3, 4, 5]]], "the last query alone votes"
     sums = torch.tensor([3.1, 1.0, 1.0, 0.45, 0.25, 0.2])
     torch.testing.assert_close(selection.scores[0, 0], sums)
     noted = selection.scores[..., [1, 3, 4, 5]]
-    step = states([[0.05, 0.5, 0.15, 0.1, 0.2]], 5, torch.nn.functional.pad(noted, (0, 1)))
+    step = worked_step(
+        [[0.05, 0.5, 0.15, 0.1, 0.2]], 5, scores=torch.nn.functional.pad(noted, (0, 1))
+    )
     eviction = policy.evict(step)
     torch.testing.assert_close(
         eviction.scores[0, 0], torch.tensor([1.05, 0.95, 0.4, 0.3, 0.2]), msg=str(eviction.scores)

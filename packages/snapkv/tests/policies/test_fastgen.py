@@ -21,10 +21,8 @@ from snapkv import (
     InvalidTypeError,
 )
 from snapkv.ops import (
-    ScoreOptions,
     kept_indices,
 )
-from snapkv.policies import DecodeStep, PromptLayer
 from snapkv.policies.fastgen import (
     FREQUENT,
     FULL,
@@ -36,7 +34,7 @@ from snapkv.policies.fastgen import (
     special_tokens,
 )
 from tests.families import random_ids, tiny_model
-from tests.ops.states import pad_left, random_layer
+from tests.ops.states import pad_left, random_layer, worked_prompt, worked_step
 from tests.policies.test_evicting import KINDS, PROMPT, call
 
 ROWS = [
@@ -47,30 +45,9 @@ ROWS = [
     [0.6, 0.05, 0.25, 0.05, 0.05],
 ]
 IDS = [1, 10, 5, 11, 12]  # <s> A . B C
+PROMPT_BY_HAND = worked_prompt(ROWS, 5, token_ids=torch.tensor([IDS]))
 BY_HAND = {"special_ids": (1,), "punctuation_ids": (5, 6)}
 FIFTHS = {"local_ratio": 0.2, "frequent_ratio": 0.2}  # one token each
-
-
-def attention_of(rows, slots):
-    """Queries and keys of one head whose attention is exactly `rows`."""
-    weights = torch.zeros(len(rows), slots)
-    for index, row in enumerate(rows):
-        weights[index, : len(row)] = torch.tensor(row)
-    return {
-        "queries": weights.clamp(min=1e-30).log()[None, None],
-        "keys": torch.eye(slots)[None, None],
-    }
-
-
-def prompt_of(rows, ids):
-    states = attention_of(rows, len(ids))
-    return PromptLayer(
-        **states,
-        values=states["keys"],
-        token_ids=torch.tensor([ids]),
-        score_options=ScoreOptions(scaling=1.0),
-        layer_idx=0,
-    )
 
 
 @pytest.mark.parametrize(
@@ -84,14 +61,14 @@ def prompt_of(rows, ids):
 )
 def test_the_profile_by_hand(recovery, choice, kept):
     """Retained: special .80, + punctuation .91, + token 1 .97, + the query itself .99."""
-    selection = FastGen(recovery, **BY_HAND, **FIFTHS).select(prompt_of(ROWS, IDS))
+    selection = FastGen(recovery, **BY_HAND, **FIFTHS).select(PROMPT_BY_HAND)
     assert selection.head_notes.tolist() == [[[choice, 1]]]
     assert selection.keep_indices.tolist() == [[kept]]
 
 
 @pytest.mark.parametrize("recovery", [0.995, 1.0])
 def test_where_nothing_else_recovers_enough_everything_is_kept(recovery):
-    selection = FastGen(recovery, **BY_HAND, **FIFTHS).select(prompt_of(ROWS, IDS))
+    selection = FastGen(recovery, **BY_HAND, **FIFTHS).select(PROMPT_BY_HAND)
     assert selection.keep_indices.tolist() == [[[0, 1, 2, 3, 4]]]
     assert selection.head_notes is None
 
@@ -104,12 +81,10 @@ INF = float("inf")
 
 def step_of(choice, token, *, held=HELD, noted=(INF, 0.3, INF, 0.05)):
     """The step by hand: tokens 0 and 2 are special and punctuation, 1 and 4 words."""
-    return DecodeStep(
-        **attention_of([STEP_ROW], 5),
-        score_options=ScoreOptions(scaling=1.0),
-        layer_idx=0,
-        columns=torch.tensor([[held]]),
-        seen_tokens=held[-1] + 1,
+    return worked_step(
+        [STEP_ROW],
+        5,
+        held,
         scores=torch.tensor([[[*noted, 0.0]]]),
         head_notes=torch.tensor([[[choice, 1]]]),
         token_ids=torch.tensor([[token]]),

@@ -261,39 +261,6 @@ def test_the_layout_of_the_states_does_not_matter(method):
         assert kept_sets(policy, strided, row) == kept_sets(policy, layer, row)
 
 
-@check
-@given(tokens=prompt_lengths, window_size=window_sizes, limit=limits, seed=seeds)
-def test_grouped_keys_are_voted_on_like_keys_repeated_per_query_head(
-    tokens, window_size, limit, seed
-):
-    policy = make("snapkv-none", window_size, limit)
-    grouped = layer_for(policy, tokens, seed)
-    assume(rounding_cannot_decide(policy, grouped))
-    copies = QUERY_HEADS // KV_HEADS
-    repeated = replace(grouped, keys=grouped.keys.repeat_interleave(copies, dim=1))
-    assert kept_sets(policy, grouped) == kept_sets(policy, repeated)
-
-
-@check
-@given(
-    tokens=prompt_lengths,
-    window_size=window_sizes,
-    limit=limits,
-    seed=seeds,
-    group_reduce=st.sampled_from(["mean", "max", "sum"]),
-)
-def test_a_group_of_equal_heads_keeps_what_one_of_them_keeps(
-    group_reduce, tokens, window_size, limit, seed
-):
-    policy = replace(make("snapkv", window_size, limit), group_reduce=group_reduce)
-    single = random_layer(
-        seed, query_heads=2, kv_heads=2, prompt_tokens=tokens, query_tokens=window_size
-    )
-    assume(rounding_cannot_decide(policy, single))
-    repeated = replace(single, queries=single.queries.repeat_interleave(3, dim=1))
-    assert kept_sets(policy, repeated) == kept_sets(policy, single)
-
-
 @given(ratio=st.floats(0.01, 1.0), lengths=st.lists(st.integers(1, 5000), min_size=1, max_size=5))
 @check
 def test_a_ratio_is_taken_of_each_rows_own_prefix(ratio, lengths):

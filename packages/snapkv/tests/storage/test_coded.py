@@ -9,7 +9,6 @@ from snapkv import (
     AdaKV,
     CacheMismatchError,
     CompressedCache,
-    Document,
     FullCache,
     InvalidArgumentError,
     KeyDiff,
@@ -215,22 +214,3 @@ def test_ragged_heads_batches_and_what_lies_off_the_device_go_into_few_bits(reca
     wanted, got = (call(model, each, later) for each in (cache, loaded))
     assert not torch.equal(got, wanted)
     assert (got - wanted).abs().max() <= 0.02 * wanted.abs().max()
-
-
-def test_a_document_in_few_bits_answers_from_what_they_stand_for(tmp_path):
-    model, question = tiny_model("llama"), [random_ids(1, 9, 1)[0]]
-    document = Document(model, random_ids(1, PROMPT), POLICY)
-    sizes = []
-    for bits in (None, "int8", "K8V4", "int4"):
-        document.save(tmp_path / str(bits), bits=bits)
-        sizes.append((tmp_path / str(bits)).stat().st_size)
-    assert sizes == sorted(sizes, reverse=True)
-    inputs = [each.inputs(question) for each in (document, Document.load(tmp_path / "int8", model))]
-    wanted, got = (
-        model(own["input_ids"][:, -9:], past_key_values=own["past_key_values"]).logits
-        for own in inputs
-    )
-    assert (got - wanted).abs().max() <= 0.02 * wanted.abs().max()
-    with pytest.raises(InvalidArgumentError, match="bits: expected int8 or int4"):
-        document.save(tmp_path / "none", bits="int3")
-    assert not (tmp_path / "none").exists()
