@@ -3,6 +3,8 @@
 What it shares with the other methods that evict is in `test_evicting.py`.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 

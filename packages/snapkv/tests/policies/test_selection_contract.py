@@ -1,12 +1,13 @@
 """What every policy that scores the prefix promises, whatever it scores: one suite for all.
 
-A new method joins by one line in `METHODS`. `Stated` reads its scores from the keys, so that the
+A new method joins by itself. `Stated` reads its scores from the keys, so that the
 common part is tested with any scores there are: few distinct ones, hence many ties.
 """
 
 import math
 from dataclasses import dataclass, replace
 from decimal import Decimal
+from functools import partial
 from typing import ClassVar
 
 import pytest
@@ -15,19 +16,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from snapkv.ops import ScoreOptions
-from snapkv.policies import (
-    CriticalKV,
-    ExpectedAttention,
-    KeyDiff,
-    KVzap,
-    KVzip,
-    LagKV,
-    PrefixPolicy,
-    PromptLayer,
-    PyramidKV,
-    Random,
-    SnapKV,
-)
+from snapkv.policies import POLICIES, CriticalKV, PrefixPolicy, PromptLayer, SnapKV
+from snapkv.policies.around import AroundScores
 from tests.gates import drawn_gate
 from tests.ops import oracle
 from tests.ops.states import pad_left, random_layer
@@ -50,19 +40,23 @@ class Stated(PrefixPolicy):
         return layer.keys[:, :, :prefix_tokens, 0].round()
 
 
+OF_THEIR_OWN = {
+    "lagkv": {"lag_size": 3},
+    "kvzap": {"gate": drawn_gate(layers=1)},
+    "snapkv": {"kernel_size": 3},
+    "pyramidkv": {"kernel_size": 3},
+    "keydiff": {"sink_tokens": 3},
+}
 METHODS = {
     "stated": Stated,
-    "random": Random,
-    "keydiff with sinks": lambda **limits: KeyDiff(sink_tokens=3, **limits),
-    "lagkv": lambda **limits: LagKV(lag_size=3, **limits),
-    "kvzip": KVzip,
-    "kvzap": lambda **limits: KVzap(gate=drawn_gate(layers=1), **limits),
-    "expected-attention": ExpectedAttention,
+    **{
+        name: partial(policy, **OF_THEIR_OWN.get(name, {}))
+        for name, policy in POLICIES.items()
+        if issubclass(policy, PrefixPolicy) and not issubclass(policy, AroundScores)
+    },
     "criticalkv": lambda **limits: CriticalKV(Stated(**limits)),
-    "criticalkv of pyramidkv": lambda **limits: CriticalKV(PyramidKV(kernel_size=3, **limits)),
-    "snapkv": lambda **limits: SnapKV(kernel_size=3, **limits),
-    "snapkv-avg": lambda **limits: SnapKV(kernel_size=5, pooling="avg", **limits),
-    "snapkv-none": lambda **limits: SnapKV(kernel_size=1, group_reduce="none", **limits),
+    "snapkv-avg": partial(SnapKV, kernel_size=5, pooling="avg"),
+    "snapkv-none": partial(SnapKV, kernel_size=1, group_reduce="none"),
 }
 
 every_method = pytest.mark.parametrize("method", METHODS)
