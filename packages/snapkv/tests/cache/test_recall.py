@@ -38,9 +38,6 @@ def assert_same_choice(cache, other):
         assert torch.equal(cache.kept_positions(layer), other.kept_positions(layer))
 
 
-# The oracle: what a fresh compression of the whole text keeps, and masked full attention.
-
-
 # Through `generate`.
 
 

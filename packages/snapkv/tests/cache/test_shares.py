@@ -7,7 +7,7 @@ import torch
 
 from snapkv.kvzip import read_twice
 from snapkv.policies import PrefixPolicy
-from tests.cache.test_rows_of_a_batch import Rows
+from tests.cache.rows import Rows
 from tests.families import random_ids
 from tests.methods import METHODS
 

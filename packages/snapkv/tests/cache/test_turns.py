@@ -1,17 +1,22 @@
-"""Several prompts without recall: read over what is kept, brought back to the budget."""
+"""Later turns: what they vote on, and where they are refused."""
 
 import pytest
 import torch
 
 from snapkv import (
+    AdaKV,
+    AutoBudget,
+    CacheMismatchError,
     CompressedCache,
     ExpectedAttention,
     InvalidArgumentError,
     SnapKV,
 )
+from tests.cache.rows import Rows
 from tests.families import call, random_ids, tiny_model
+from tests.methods import METHODS
 
-DOCUMENT, QUESTION, BUDGET, WINDOW = 90, 20, 40, 8
+DOCUMENT, BUDGET, WINDOW = 90, 40, 8
 POLICY = SnapKV(BUDGET, window_size=WINDOW, kernel_size=5)
 
 
@@ -53,3 +58,28 @@ def test_a_turn_behind_a_prompt_that_fitted_is_refused_where_its_queries_are_ask
     cut.expect_prompt(72)
     call(model, cut, random_ids(1, 12))
     assert cut.report().kept_tokens == 52
+
+
+PICK = {"window_size": 8, "kernel_size": 5}
+KEPT_WHOLE = {
+    "snapkv": METHODS["snapkv"],
+    "adakv": METHODS["adakv"],
+    "pyramidkv": METHODS["pyramidkv"],
+    "adakv-auto": AdaKV(SnapKV(AutoBudget(lost_vote=0.012, least=4), **PICK)),
+    "snapkv-auto": SnapKV(AutoBudget(lost_vote=0.016, least=4), **PICK),
+}
+
+
+@pytest.mark.parametrize("name", KEPT_WHOLE)
+def test_a_turn_behind_a_row_that_has_kept_everything_is_refused(name):
+    """Alone that row would be compressed at the turn's end, and the others not."""
+    prompt = random_ids(2, 60, 1)
+    prompt[0] = prompt[0, 0]
+    rows = Rows(KEPT_WHOLE[name], {}, [40, 0] if name in METHODS else [0, 0])
+    rows.turn(prompt, 60, random_ids(2, 2, 2))
+    kept = [rows.cache.kept_positions(layer) for layer in rows.cache.compressed_layers]
+    with pytest.raises(CacheMismatchError, match=r"got 1 of 2 rows that have kept .*; give each"):
+        rows.cache.expect_prompt(70)
+    rows.read(random_ids(2, 1, 3))  # an answer goes on
+    for layer, before in zip(rows.cache.compressed_layers, kept, strict=True):
+        assert torch.equal(rows.cache.kept_positions(layer)[..., :-1], before)

@@ -56,9 +56,6 @@ def test_a_layers_votes_are_counted_once(model, monkeypatch):
     assert len(counted) == model.config.num_hidden_layers
 
 
-# Plain calls.
-
-
 # Bookkeeping.
 
 

@@ -209,9 +209,6 @@ def test_kept_slots_as_indices_by_hand():
     ]
 
 
-# What the heads of a model hold, step by step.
-
-
 # Who says which tokens come.
 
 

@@ -1,8 +1,7 @@
-"""The faults that an end-to-end retrieval test does not notice, each with a test that does.
+"""What each layer of a model keeps, by the votes of queries and keys out of its own projections.
 
-A model finds its needle although the window's own square is not masked, only the first head of a
-group votes, the scaling is forgotten, a layer keeps its neighbour's positions, or queries vote
-before rotary embedding. Each keeps the wrong tokens all the same.
+An answer does not tell a layer that keeps its neighbour's positions, or whose queries vote before
+they are turned.
 """
 
 import math
@@ -51,27 +50,27 @@ def hidden_states(model, prompt):
     return output.hidden_states[:LAYERS]
 
 
-def true_states(model, hidden_states, layer_idx, *, rotate_queries=True):
+def true_states(model, hidden_states, layer_idx):
     """Queries of the window and all keys, from the layer's projections: (1, heads, tokens, D)."""
     block = model.model.layers[layer_idx]
     attention = block.self_attn
     with torch.no_grad():
         hidden = block.input_layernorm(hidden_states[layer_idx])
         shape = (1, PROMPT_TOKENS, -1, attention.head_dim)
-        plain = attention.q_proj(hidden).view(shape).transpose(1, 2)
+        queries = attention.q_proj(hidden).view(shape).transpose(1, 2)
         keys = attention.k_proj(hidden).view(shape).transpose(1, 2)
         positions = torch.arange(PROMPT_TOKENS)[None]
         cosine, sine = model.model.rotary_emb(hidden, positions)
-        queries, keys = apply_rotary_pos_emb(plain, keys, cosine, sine)
-    return (queries if rotate_queries else plain)[:, :, -WINDOW:], keys
+        queries, keys = apply_rotary_pos_emb(queries, keys, cosine, sine)
+    return queries[:, :, -WINDOW:], keys
 
 
-def expected_kept(model, hidden_states, layer_idx, *, scaling=None, rotate_queries=True):
-    queries, keys = true_states(model, hidden_states, layer_idx, rotate_queries=rotate_queries)
+def expected_kept(model, hidden_states, layer_idx):
+    queries, keys = true_states(model, hidden_states, layer_idx)
     scores = oracle.pooled_scores(
         queries[0].tolist(),
         keys[0].tolist(),
-        scaling=1 / math.sqrt(queries.shape[-1]) if scaling is None else scaling,
+        scaling=1 / math.sqrt(queries.shape[-1]),
         kernel_size=KERNEL,
         pooling="max",
         group_reduce="mean",
@@ -90,6 +89,6 @@ def cache(model, prompt, hidden_states):
 
 
 @pytest.mark.parametrize("layer_idx", [0, LAYERS - 1])
-def test_fault_indices_of_a_neighbouring_layer(model, hidden_states, cache, layer_idx):
+def test_each_layer_keeps_what_its_own_queries_vote_for(model, hidden_states, cache, layer_idx):
     expected = expected_kept(model, hidden_states, layer_idx)
     assert cache.kept_positions(layer_idx)[0].tolist() == expected
