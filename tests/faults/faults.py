@@ -52,7 +52,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "self.slots, self.notes = self.slots.select_rows(beam_idx), "
             "self.notes.select_rows(beam_idx)",
             "self.slots = self.slots.select_rows(beam_idx)",
-            "policies/test_evicting.py",
+            "cache/test_notes.py",
         ),
         (
             "a later turn is offloaded together with what is there",
@@ -110,7 +110,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "an end that was taken back stays announced",
             "self.seen_tokens < self.prompt_end <= seen_tokens",
             "self.seen_tokens < self.prompt_end < seen_tokens",
-            "cache/test_crop.py",
+            "sequences/test_sequences.py",
         ),
         (
             "a prompt that failed stays announced",
@@ -138,7 +138,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "a saved cache forgets that it must recall",
             'layer.offloaded.is_due = saved["recall_due"]',
             "layer.offloaded.is_due = False",
-            "cache/test_saving.py",
+            "sequences/test_sequences.py",
         ),
         (
             "what lies off the device goes into a file as it came, where few bits were asked for",
@@ -225,7 +225,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "what was noted of slots moves to the slots behind them",
             "functional.pad(self.slot_scores, (0, new_tokens))",
             "functional.pad(self.slot_scores, (new_tokens, 0))",
-            "policies/test_evicting.py",
+            "golden/test_golden.py",
         ),
         (
             "tokens that a row was told to drop were never seen",
@@ -322,7 +322,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "a prompt's last token counts as decoding",
             "seen_tokens - new_tokens >= prompt_end",
             "seen_tokens - new_tokens >= prompt_end - 1",
-            "hf",
+            "hf/test_phases.py",
         ),
         (
             "a refused pass leaves its tokens",
@@ -343,16 +343,10 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "sequences/test_sequences.py",
         ),
         (
-            "a pass that a later layer refuses leaves a cache that seems whole",
-            "layer.identity.layer_idx > 0 or bool(layer.beside)",
-            "bool(layer.beside)",
-            "storage/test_coded.py",
-        ),
-        (
             "a later turn has as many tokens as all before it",
             "return self.prompt_end - self.reading.turn_start",
             "return self.prompt_end",
-            "cache",
+            "sequences/test_sequences.py",
         ),
     ],
     "snapkv/hf/generate.py": [
@@ -540,13 +534,13 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "by head, the cap of scores is not scaled back",
             "slope = softcap * _LOG2_E",
             "slope = _LOG2_E",
-            "ops",
+            "ops/test_blocked.py",
         ),
         (
             "by head, the mean over a group is its sum",
             "        votes /= G\n",
             "        pass\n",
-            "ops",
+            "ops/test_blocked.py",
         ),
     ],
     "snapkv/ops/votes/reference.py": [
@@ -612,7 +606,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "AdaKV shares out a token too few",
             "order[: total - sum(whole)]",
             "order[: total - sum(whole) - 1]",
-            "policies",
+            "policies/test_uneven.py",
         ),
         (
             "a share is taken of what a float makes of it",
@@ -680,7 +674,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "H2O forgets what tokens received before",
             "step.scores + self.rate(step)",
             "self.rate(step)",
-            "policies",
+            "policies/test_evicting.py",
         ),
     ],
     "snapkv/policies/lagkv.py": [
@@ -734,7 +728,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "TOVA lets one head decide for all",
             "weights[:, :, -1].mean(dim=1, keepdim=True)",
             "weights[:, :1, -1]",
-            "policies",
+            "policies/test_evicting.py",
         ),
     ],
     "snapkv/storage/append_buffer.py": [
@@ -760,7 +754,6 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "        keys.states = keys.states[..., :-tokens, :]\n"
             "        values.states = values.states[..., tokens:, :]\n",
             "hf/test_cache.py",
-            "cache",
         ),
         (
             "sinks are turned from where they were turned to before",
@@ -783,15 +776,13 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "offloaded tokens come back that were taken back",
             "end=min(piece.end, tokens)",
             "end=piece.end",
-            "cache/test_crop.py",
-            "cache/test_recall.py",
+            "sequences/test_sequences.py",
         ),
         (
             "offloaded rows keep the pads of other rows",
             "rows=piece.rows[rows], shift=piece.shift[rows]",
             "rows=piece.rows[rows]",
-            "cache",
-            "hf",
+            "sequences/test_sequences.py",
         ),
         (
             "the limit off the device is held to one layer alone",
@@ -811,23 +802,19 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "ragged heads are gathered from the KV head of another group",
             "* keys.shape[1] // index.shape[1]",
             "% keys.shape[1]",
-            "hf/test_combinations.py",
-            "policies/test_uneven.py",
             "sequences/test_sequences.py",
         ),
         (
             "the first token of a ragged head is taken for none",
             "from_end > counts[..., None]",
             "from_end >= counts[..., None]",
-            "policies/test_uneven.py",
-            "cache",
+            "sequences/test_sequences.py",
         ),
         (
             "ragged rows keep the lengths of other rows",
             "tuple(self.head_tokens[row] for row in rows.tolist())",
             "tuple(self.head_tokens[row] for row in sorted(rows.tolist()))",
-            "policies/test_uneven.py",
-            "sequences",
+            "sequences/test_sequences.py",
         ),
     ],
     "snapkv/storage/static.py": [

@@ -4,7 +4,6 @@ Every layer's tokens, and all that is noted of them, stay on the layer's device.
 """
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,22 +15,16 @@ from snapkv import (
     CompressedCache,
     KeyDiff,
     KVzip,
-    Library,
     SnapKV,
     UnsupportedModelError,
     prefill,
 )
-from snapkv.app.conversation import Conversation
-from snapkv.app.settings import GenerationSettings
 from snapkv.decoding import CandidateTree, Medusa
 from snapkv.hf import fidelity
 from snapkv.hf.placement import layer_devices
 from snapkv.kvzip import read_context
-from snapkv.library import blend, joined_ids
 from tests.decoding.heads import random_heads
 from tests.families import KINDS, random_ids, small_model, tiny_model
-from tests.lab.evaluate.tiny import tiny_loaded
-from tests.library.reference import read_part
 from tests.methods import BOTH, CACHES, SNAPKV
 from tests.pretended import Pretended, device, pretending
 
@@ -224,43 +217,3 @@ def test_offloaded_weights(name, tmp_path):
     offloaded = cpu_offload(copy.deepcopy(here), torch.device("cpu"))
     assert offloaded.device.type == "meta"
     assert torch.equal(run(offloaded), run(here))
-
-
-@pytest.mark.parametrize("policy", [SNAPKV, AdaKV(SNAPKV)], ids=["even", "uneven"])
-@pytest.mark.parametrize("split", [1, 2])
-def test_joined_documents(split, policy, require_same):
-    def run(model, put):
-        parts = [read_part(model, put(IDS[row : row + 1]), 0, policy) for row in (0, 1)]
-        asked = torch.cat([joined_ids(parts), put(IDS[:1, :7])], dim=1)
-        return model.generate(asked, past_key_values=blend(model, parts, SNAPKV), **OPTIONS)
-
-    require_same(run, split=split)
-
-
-def talked(loaded, folder):
-    """What comes of a conversation, of a document's library, and of a likelihood."""
-    settings = GenerationSettings(max_new_tokens=4)
-    talk = Conversation(loaded, SNAPKV, settings, document=TEXT)
-    said = [talk.ask(question).text for question in ("Where is the key?", "When?")]
-    library = Library(folder)
-    library.add(loaded.model, loaded.tokenizer, [("gate", TEXT), ("rose", "Roses are red.")])
-    hits = library.search("the key and the roses", documents=2)
-    inputs = library.inputs(loaded.model, loaded.tokenizer, "Where?", hits, policy=SNAPKV)
-    text = loaded.model.generate(**inputs, max_new_tokens=4, do_sample=False)
-    return said, text.tolist(), loaded.description()["device"]
-
-
-TEXT = "The gate opens at nine. The key is under the blue stone. " * 2
-
-
-def test_what_users_call_of_a_model_that_is_spread_or_offloaded(demo, monkeypatch, tmp_path):
-    monkeypatch.setattr(fidelity, "_is_behind", lambda states: isinstance(states, Pretended))
-    here = tiny_loaded(demo.tokenizer)
-    *expected, _ = talked(here, tmp_path / "here")
-    offloaded = cpu_offload(copy.deepcopy(here.model), torch.device("cpu"))
-    *got, on = talked(replace(here, model=offloaded), tmp_path / "offloaded")
-    assert (got, on) == (expected, "cpu")
-    with pretending() as first:
-        there = spread(copy.deepcopy(here.model), first, device(1), 1)
-        *got, on = talked(replace(here, model=there), tmp_path / "spread")
-    assert (got, on) == (expected, str(first))

@@ -9,6 +9,7 @@ import gc
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.testing import assert_close
 from transformers import CompileConfig
 
 from snapkv import (
@@ -30,6 +31,18 @@ def static(model, policy=POLICY, room_tokens=32):
 def generated(model, cache, ids, **options):
     options = {"attention_mask": torch.ones_like(ids), **options}
     return model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False, **options)
+
+
+def test_tokens_are_taken_back_as_with_dynamic_storage():
+    model, ids, logits = tiny_model("qwen3"), random_ids(2, 96), []
+    for storage in ("dynamic", "static"):
+        cache = CompressedCache(model, POLICY, storage=storage)
+        with torch.no_grad():
+            for start, stop in ((0, 90), (90, 96)):
+                model(ids[:, start:stop], past_key_values=cache)
+            cache.crop(-4)
+            logits.append(model(ids[:, 92:], past_key_values=cache).logits)
+    assert_close(*logits)
 
 
 def test_the_buffers_stay_where_they_are_from_prompt_to_prompt():
