@@ -342,12 +342,6 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "layer=layer)",
             "sequences/test_sequences.py",
         ),
-        (
-            "a later turn has as many tokens as all before it",
-            "return self.prompt_end - self.reading.turn_start",
-            "return self.prompt_end",
-            "sequences/test_sequences.py",
-        ),
     ],
     "snapkv/hf/generate.py": [
         (

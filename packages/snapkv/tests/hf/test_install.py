@@ -274,6 +274,7 @@ def test_a_copy_works_with_its_own_caches_and_is_then_as_the_model_was(model, co
     names, ids = configs(model), random_ids(1, 60)
     cache = CompressedCache(model, POLICY)
     other = copied(model)
+    assert other.generate.model is other
     expected = generated(model, cache, ids)
     its_own = CompressedCache(other, POLICY)
     del cache
