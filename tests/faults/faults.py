@@ -52,7 +52,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "self.slots, self.notes = self.slots.select_rows(beam_idx), "
             "self.notes.select_rows(beam_idx)",
             "self.slots = self.slots.select_rows(beam_idx)",
-            "policies/test_evicting.py",
+            "cache/test_notes.py",
         ),
         (
             "a later turn is offloaded together with what is there",
@@ -110,7 +110,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "an end that was taken back stays announced",
             "self.seen_tokens < self.prompt_end <= seen_tokens",
             "self.seen_tokens < self.prompt_end < seen_tokens",
-            "cache/test_crop.py",
+            "sequences/test_sequences.py",
         ),
         (
             "a prompt that failed stays announced",
@@ -138,7 +138,25 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "a saved cache forgets that it must recall",
             'layer.offloaded.is_due = saved["recall_due"]',
             "layer.offloaded.is_due = False",
+            "sequences/test_sequences.py",
+        ),
+        (
+            "what lies off the device goes into a file as it came, where few bits were asked for",
+            'parts["offloaded"] = state_in_codes(both, codes)',
+            'parts["offloaded"] = tuple(both.values())',
+            "storage/test_coded.py",
+        ),
+        (
+            "parts of a file that do not fit together fill a layer",
+            "    if not fits:\n",
+            "    if False:\n",
             "cache/test_saving.py",
+        ),
+        (
+            "a saved cache forgets the states beside its keys",
+            '{"beside": _encode(_saveable(layer.beside), name, tensors)} if layer.beside else {}',
+            "{}",
+            "sequences/test_sequences.py",
         ),
     ],
     "snapkv/cache/saving/files.py": [
@@ -146,6 +164,12 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "a saved file may have changed",
             "if _digest(file, start) != sealed:",
             "if len(_digest(file, start)) != len(sealed):",
+            "cache/test_saving.py",
+        ),
+        (
+            "a file that is no saved cache is replaced",
+            "bool(header and _OWN.search(header))",
+            "bool(header)",
             "cache/test_saving.py",
         ),
     ],
@@ -166,6 +190,12 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "a saved file is for its owner alone",
             "            partial.chmod(mode)  # safetensors",
             "            # safetensors",
+            "cache/test_writing.py",
+        ),
+        (
+            "a link is replaced by a file",
+            "Path(os.path.realpath(path))",
+            "Path(os.path.abspath(path))",
             "cache/test_writing.py",
         ),
     ],
@@ -195,7 +225,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "what was noted of slots moves to the slots behind them",
             "functional.pad(self.slot_scores, (0, new_tokens))",
             "functional.pad(self.slot_scores, (new_tokens, 0))",
-            "policies/test_evicting.py",
+            "golden/test_golden.py",
         ),
         (
             "tokens that a row was told to drop were never seen",
@@ -292,7 +322,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "a prompt's last token counts as decoding",
             "seen_tokens - new_tokens >= prompt_end",
             "seen_tokens - new_tokens >= prompt_end - 1",
-            "hf",
+            "hf/test_phases.py",
         ),
         (
             "a refused pass leaves its tokens",
@@ -305,6 +335,46 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "        _current.candidates = None\n",
             "        pass\n",
             "decoding/test_medusa.py",
+        ),
+        (
+            "layers that share keys attend by what the first of them has become",
+            "layer=copy.copy(layer))",
+            "layer=layer)",
+            "sequences/test_sequences.py",
+        ),
+    ],
+    "snapkv/hf/generate.py": [
+        (
+            "a method that decodes by itself loses its streamer",
+            'given |= {"streamer": modes[-1]} if streams else {}',
+            "given |= {}",
+            "hf/test_install.py",
+        ),
+        (
+            "new ids alone pass for all of a text",
+            'kwargs.get("inputs_embeds"), kwargs.get("attention_mask"))',
+            'kwargs.get("inputs_embeds"))',
+            "hf/test_generate.py",
+        ),
+        (
+            "the longest text that was asked for counts from the prompt's end",
+            "max(0, longest - prompt_tokens)",
+            "max(0, longest)",
+            "models/test_static.py",
+        ),
+        (
+            "a copied model announces to the first one's caches",
+            "memo.get(id(self.model), self.model)",
+            "self.model",
+            "hf/test_install.py",
+        ),
+    ],
+    "snapkv/hf/identity.py": [
+        (
+            "other weights of a model are not told from its own",
+            "torch.linspace(0, last, count, dtype=torch.float64)",
+            "torch.zeros(0)",
+            "cache/test_saving.py",
         ),
     ],
     "snapkv/hf/install.py": [
@@ -360,6 +430,18 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "if not model.training and False:",
             "hf/test_step_graph.py",
         ),
+        (
+            "a recorded step writes beyond the room",
+            "        self._free_slots -= new_tokens\n",
+            "",
+            "hf/test_step_graph.py",
+        ),
+        (
+            "a step is recorded of a model with hooks",
+            'if not all(known) or "forward" in vars(module):',
+            'if "forward" in vars(module):',
+            "hf/test_step_graph.py",
+        ),
     ],
     "snapkv/library/joining.py": [
         (
@@ -413,6 +495,14 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "ops/test_ragged.py",
         ),
     ],
+    "snapkv/ops/redundancy.py": [
+        (
+            "the oldest of similar keys is exempt",
+            "similar.flip(-1).cumsum(dim=-1, dtype=torch.int32).flip(-1)",
+            "similar.cumsum(dim=-1, dtype=torch.int32)",
+            "policies/test_rkv.py",
+        ),
+    ],
     "snapkv/ops/votes/blocked.py": [
         (
             "in blocks, a query of the window does not see its own token",
@@ -431,6 +521,20 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "total + 1",
             "total",
             "ops",
+        ),
+    ],
+    "snapkv/ops/votes/by_head.py": [
+        (
+            "by head, the cap of scores is not scaled back",
+            "slope = softcap * _LOG2_E",
+            "slope = _LOG2_E",
+            "ops/test_blocked.py",
+        ),
+        (
+            "by head, the mean over a group is its sum",
+            "        votes /= G\n",
+            "        pass\n",
+            "ops/test_blocked.py",
         ),
     ],
     "snapkv/ops/votes/reference.py": [
@@ -496,7 +600,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "AdaKV shares out a token too few",
             "order[: total - sum(whole)]",
             "order[: total - sum(whole) - 1]",
-            "policies",
+            "policies/test_uneven.py",
         ),
         (
             "a share is taken of what a float makes of it",
@@ -516,6 +620,40 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "more = blocks * (depth + 1) // layers - blocks * depth // layers",
             "policies/test_byte_budget.py",
         ),
+        (
+            "the most that the votes may choose has no window",
+            "max(self.most - window_size, 0)",
+            "self.most",
+            "policies/test_auto_budget.py",
+        ),
+        (
+            "votes on a long prompt need as much as on a short one",
+            ".clamp(min=1.0)\n",
+            ".clamp(max=1.0)\n",
+            "policies/test_auto_budget.py",
+        ),
+        (
+            "what heads may fill in part of a block is not set aside",
+            "cost.exact_tokens - cost.spare_tokens",
+            "cost.exact_tokens",
+            "policies/test_byte_budget.py",
+        ),
+    ],
+    "snapkv/policies/criticalkv.py": [
+        (
+            "values are weighed by the next group's projection",
+            "b[:, head // group] @",
+            "b[:, (head + 1) % heads // group] @",
+            "policies/test_values.py",
+        ),
+    ],
+    "snapkv/policies/expected_attention.py": [
+        (
+            "queries of sinks count",
+            "(positions >= self.sink_tokens)[:, None, :, None]",
+            "(positions >= 0)[:, None, :, None]",
+            "policies/test_values.py",
+        ),
     ],
     "snapkv/policies/fastgen.py": [
         (
@@ -530,7 +668,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "H2O forgets what tokens received before",
             "step.scores + self.rate(step)",
             "self.rate(step)",
-            "policies",
+            "policies/test_evicting.py",
         ),
     ],
     "snapkv/policies/lagkv.py": [
@@ -539,6 +677,14 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "        lag = pieces[:, 1:]",
             "        lag = pieces[:, :-1]",
             "policies/test_lagkv.py",
+        ),
+    ],
+    "snapkv/policies/pyramidkv.py": [
+        (
+            "the top layer of a pyramid keeps most",
+            "bottom - (bottom - top) * depth / steps",
+            "top + (bottom - top) * depth / steps",
+            "policies/test_uneven.py",
         ),
     ],
     "snapkv/policies/rkv.py": [
@@ -576,7 +722,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "TOVA lets one head decide for all",
             "weights[:, :, -1].mean(dim=1, keepdim=True)",
             "weights[:, :1, -1]",
-            "policies",
+            "policies/test_evicting.py",
         ),
     ],
     "snapkv/storage/append_buffer.py": [
@@ -602,7 +748,6 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "        keys.states = keys.states[..., :-tokens, :]\n"
             "        values.states = values.states[..., tokens:, :]\n",
             "hf/test_cache.py",
-            "cache",
         ),
         (
             "sinks are turned from where they were turned to before",
@@ -625,15 +770,25 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "offloaded tokens come back that were taken back",
             "end=min(piece.end, tokens)",
             "end=piece.end",
-            "cache/test_crop.py",
-            "cache/test_recall.py",
+            "sequences/test_sequences.py",
         ),
         (
             "offloaded rows keep the pads of other rows",
             "rows=piece.rows[rows], shift=piece.shift[rows]",
             "rows=piece.rows[rows]",
-            "cache",
-            "hf",
+            "sequences/test_sequences.py",
+        ),
+        (
+            "the limit off the device is held to one layer alone",
+            "self.taken_bytes += wanted",
+            "self.taken_bytes = wanted",
+            "cache/test_recall.py",
+        ),
+        (
+            "dropping spans needs more room off the device",
+            "left.append(keys, values, on=stays.device, is_limited=False)",
+            "left.append(keys, values, on=stays.device)",
+            "cache/test_spans.py",
         ),
     ],
     "snapkv/storage/ragged.py": [
@@ -641,23 +796,19 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "ragged heads are gathered from the KV head of another group",
             "* keys.shape[1] // index.shape[1]",
             "% keys.shape[1]",
-            "hf/test_combinations.py",
-            "policies/test_uneven.py",
             "sequences/test_sequences.py",
         ),
         (
             "the first token of a ragged head is taken for none",
             "from_end > counts[..., None]",
             "from_end >= counts[..., None]",
-            "policies/test_uneven.py",
-            "cache",
+            "sequences/test_sequences.py",
         ),
         (
             "ragged rows keep the lengths of other rows",
             "tuple(self.head_tokens[row] for row in rows.tolist())",
             "tuple(self.head_tokens[row] for row in sorted(rows.tolist()))",
-            "policies/test_uneven.py",
-            "sequences",
+            "sequences/test_sequences.py",
         ),
     ],
     "snapkv/storage/static.py": [

@@ -118,19 +118,6 @@ def masked_decode_logits(
 
 
 @torch.no_grad()
-def stepwise_logits(
-    model: PreTrainedModel, ids: torch.Tensor, tokens: torch.Tensor, hidden: list[dict]
-) -> torch.Tensor:
-    """Logits after the prompt and after every token, (B, 1 + N, V); `hidden` changes by step."""
-    reference = masked_judge(model)
-    full = DynamicCache(config=reference.config)
-    logits = [reference(ids, past_key_values=full).logits[:, -1]]
-    for columns, token in zip(hidden, tokens.split(1, dim=1), strict=True):
-        logits.append(masked_pass(reference, full, columns, token, None, None)[:, -1])
-    return torch.stack(logits, dim=1)
-
-
-@torch.no_grad()
 def masked_pass(reference: PreTrainedModel, full, hidden: dict, ids, mask, positions):
     """Logits (B, N, V) of one pass over a full cache, in which layers hide columns seen before.
 

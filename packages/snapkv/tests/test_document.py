@@ -14,7 +14,7 @@ from snapkv import (
     SnapKV,
 )
 from snapkv.prefill import layer_by_layer
-from tests.families import FAMILIES, IMPLEMENTATIONS, random_ids, tiny_model
+from tests.families import random_ids, tiny_model
 
 TOKENS, BUDGET, WINDOW = 90, 40, 8
 POLICY = SnapKV(BUDGET, window_size=WINDOW)
@@ -54,15 +54,6 @@ def assert_as_if_read_together(model, inputs, expected):
                 assert torch.equal(own[own >= 0], other[other >= 0])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_question_is_answered_as_if_read_together_with_the_document(family):
-    model = tiny_model(family, IMPLEMENTATIONS[family][0])
-    document = Document(model, text(), POLICY)
-    for questions in (asked(20), asked(3), asked(12, 12, 12)):
-        expected = read_together(model, questions)
-        assert_as_if_read_together(model, document.inputs(questions), expected)
-
-
 @pytest.mark.parametrize(
     ("lengths", "chunk_tokens"), [((20, 12, 9), None), ((3, 1, 5), 25), ((30, 2), 25)]
 )
@@ -86,14 +77,6 @@ def test_other_methods_choose_for_each_question_too(policy):
     assert_as_if_read_together(model, inputs, read_together(model, questions, policy))
     with pytest.raises(InvalidArgumentError, match="earlier turns' queries are not held"):
         Document(model, text(), ExpectedAttention(BUDGET, window_size=WINDOW))
-
-
-@pytest.mark.parametrize("tokens", [1, 12, 45])
-def test_a_document_may_be_short(tokens):
-    model, questions = tiny_model("llama"), asked(30, 4)
-    inputs = Document(model, text(tokens), POLICY).inputs(questions)
-    expected = read_together(model, questions, document=text(tokens))
-    assert_as_if_read_together(model, inputs, expected)
 
 
 def test_asking_leaves_the_document_as_it_was_and_a_conversation_can_follow():

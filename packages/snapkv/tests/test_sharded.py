@@ -4,7 +4,6 @@ Every layer's tokens, and all that is noted of them, stay on the layer's device.
 """
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,32 +15,49 @@ from snapkv import (
     CompressedCache,
     KeyDiff,
     KVzip,
-    Library,
     SnapKV,
     UnsupportedModelError,
     prefill,
 )
-from snapkv.app.conversation import Conversation
-from snapkv.app.settings import GenerationSettings
 from snapkv.decoding import CandidateTree, Medusa
 from snapkv.hf import fidelity
 from snapkv.hf.placement import layer_devices
 from snapkv.kvzip import read_context
-from snapkv.library import blend, joined_ids
 from tests.decoding.heads import random_heads
 from tests.families import KINDS, random_ids, small_model, tiny_model
-from tests.lab.evaluate.tiny import tiny_loaded
-from tests.library.reference import read_part
+from tests.methods import BOTH, CACHES, SNAPKV
 from tests.pretended import Pretended, device, pretending
-from tests.test_devices import CACHES, OPTIONS, SNAPKV, generated, new_cache
 
 pytestmark = pytest.mark.devices
 IDS = random_ids(2, 64) % 64
 MASK = torch.ones_like(IDS)
 MASK[1, :9] = 0
-MORE = {
-    "bytes": (AdaKV(SnapKV("6KiB", window_size=4)), {}),
+OPTIONS = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+BYTES = {"bytes": (AdaKV(SnapKV("6KiB", window_size=4)), {})}
+
+
+def new_cache(model, name):
+    policy, options = (CACHES | BYTES)[name]
+    return CompressedCache(model, policy, **options)
+
+
+def generated(model, put, name="snapkv", ids=IDS, **options):
+    cache = new_cache(model, name)
+    return model.generate(put(ids), past_key_values=cache, **OPTIONS, **options)
+
+
+MIXED = {
+    "sum": lambda here, there: there + here,
+    "index of the host": lambda here, there: here[there.long()],
+    "values put from the host": lambda here, there: there.index_put_((there.long(),), here),
+    "joined numbers": lambda here, there: torch.stack([there.sum(), here.sum()]),
 }
+
+
+@pytest.mark.parametrize("mix", MIXED.values(), ids=MIXED)
+def test_tensors_of_two_devices_are_refused(mix):
+    with pretending() as there, pytest.raises(RuntimeError, match="all tensors on one device"):
+        mix(torch.ones(3), torch.ones(3, device=there))
 
 
 def spread(model, first, second, split):
@@ -92,11 +108,10 @@ def require_same(monkeypatch):
     return require
 
 
-@pytest.mark.parametrize("name", [*CACHES, *MORE])
+@pytest.mark.parametrize("name", [*CACHES, *BYTES])
 def test_every_method_and_storage(name, require_same):
     def run(model, put):
-        policy, options = (CACHES | MORE)[name]
-        cache = CompressedCache(model, policy, **options)
+        cache = new_cache(model, name)
         text = model.generate(put(IDS), attention_mask=put(MASK), past_key_values=cache, **OPTIONS)
         if put(IDS).device != IDS.device:
             require_in_place(cache)
@@ -140,7 +155,7 @@ def test_turns_rows_crop_and_file(name, require_same, tmp_path):
 
 def test_spans(require_same):
     def run(model, put):
-        cache = CompressedCache(model, KeyDiff(24, window_size=4), protect=[(50, 60)])
+        cache = CompressedCache(model, KeyDiff(**BOTH), protect=[(50, 60)])
         text = model.generate(put(IDS), past_key_values=cache, **OPTIONS)
         cache.drop([(3, 9)])
         asked = torch.cat([text, put(IDS[:, :7])], dim=1)
@@ -179,7 +194,7 @@ def test_drafts(require_same):
 
 def test_a_second_reading(require_same):
     def run(model, put):
-        policy = AdaKV(KVzip(24, window_size=4))
+        policy = AdaKV(KVzip(**BOTH))
         cache = read_context(model, put(IDS), policy, instruction_ids=(7, 8))
         asked = torch.cat([put(IDS), put(IDS[:, :5])], dim=1)
         return model.generate(asked, past_key_values=cache, **OPTIONS)
@@ -188,7 +203,7 @@ def test_a_second_reading(require_same):
 
 
 @pytest.mark.parametrize(
-    "name", ["snapkv", "criticalkv", "expected attention", "streaming-llm", "adakv"]
+    "name", ["snapkv", "criticalkv", "expected-attention", "streaming-llm moved", "adakv"]
 )
 def test_offloaded_weights(name, tmp_path):
     def run(model):
@@ -202,43 +217,3 @@ def test_offloaded_weights(name, tmp_path):
     offloaded = cpu_offload(copy.deepcopy(here), torch.device("cpu"))
     assert offloaded.device.type == "meta"
     assert torch.equal(run(offloaded), run(here))
-
-
-@pytest.mark.parametrize("policy", [SNAPKV, AdaKV(SNAPKV)], ids=["even", "uneven"])
-@pytest.mark.parametrize("split", [1, 2])
-def test_joined_documents(split, policy, require_same):
-    def run(model, put):
-        parts = [read_part(model, put(IDS[row : row + 1]), 0, policy) for row in (0, 1)]
-        asked = torch.cat([joined_ids(parts), put(IDS[:1, :7])], dim=1)
-        return model.generate(asked, past_key_values=blend(model, parts, SNAPKV), **OPTIONS)
-
-    require_same(run, split=split)
-
-
-def talked(loaded, folder):
-    """What comes of a conversation, of a document's library, and of a likelihood."""
-    settings = GenerationSettings(max_new_tokens=4)
-    talk = Conversation(loaded, SNAPKV, settings, document=TEXT)
-    said = [talk.ask(question).text for question in ("Where is the key?", "When?")]
-    library = Library(folder)
-    library.add(loaded.model, loaded.tokenizer, [("gate", TEXT), ("rose", "Roses are red.")])
-    hits = library.search("the key and the roses", documents=2)
-    inputs = library.inputs(loaded.model, loaded.tokenizer, "Where?", hits, policy=SNAPKV)
-    text = loaded.model.generate(**inputs, max_new_tokens=4, do_sample=False)
-    return said, text.tolist(), loaded.description()["device"]
-
-
-TEXT = "The gate opens at nine. The key is under the blue stone. " * 2
-
-
-def test_what_users_call_of_a_model_that_is_spread_or_offloaded(demo, monkeypatch, tmp_path):
-    monkeypatch.setattr(fidelity, "_is_behind", lambda states: isinstance(states, Pretended))
-    here = tiny_loaded(demo.tokenizer)
-    *expected, _ = talked(here, tmp_path / "here")
-    offloaded = cpu_offload(copy.deepcopy(here.model), torch.device("cpu"))
-    *got, on = talked(replace(here, model=offloaded), tmp_path / "offloaded")
-    assert (got, on) == (expected, "cpu")
-    with pretending() as first:
-        there = spread(copy.deepcopy(here.model), first, device(1), 1)
-        *got, on = talked(replace(here, model=there), tmp_path / "spread")
-    assert (got, on) == (expected, str(first))

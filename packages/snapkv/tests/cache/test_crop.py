@@ -6,11 +6,10 @@ import re
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from snapkv import (
     CompressedCache,
-    FullCache,
     InvalidArgumentError,
     InvalidTypeError,
     SnapKV,
@@ -31,36 +30,6 @@ def filled(policy=POLICY, **options):
 
 def kept_of(cache):
     return [cache.kept_positions(layer).tolist() for layer in cache.compressed_layers]
-
-
-def fresh(model, ids, policy=POLICY):
-    cache = CompressedCache(model, policy)
-    call(model, cache, ids)
-    return cache
-
-
-def test_behind_a_crop_and_a_turn_that_was_announced_in_vain_all_is_recalled():
-    model, cache = filled()
-    cache.crop(-2)
-    with pytest.raises(ValueError, match="nonsense"):
-        model.generate(torch.cat([TEXT, LATER], 1), past_key_values=cache, nonsense=1)
-    call(model, cache, LATER)
-    assert kept_of(cache) == kept_of(fresh(model, torch.cat([TEXT[:, :-2], LATER], dim=1)))
-
-
-@pytest.mark.parametrize("tokens", [2, 13])
-def test_single_tokens_behind_a_crop_into_a_prompt(tokens):
-    """The first one ends the shorter prompt."""
-    model, cache = filled()
-    cache.crop(-tokens)
-    full = DynamicCache(config=model.config)
-    call(model, full, TEXT[:, :-tokens])
-    for number, token in enumerate(LATER[:, :4].split(1, dim=1)):
-        found, expected = (call(model, each, token) for each in (cache, full))
-        if number == 0:
-            torch.testing.assert_close(found, expected, **CLOSE)
-    shorter = fresh(model, torch.cat([TEXT[:, :-tokens], LATER[:, :1]], dim=1))
-    assert cache.report().kept_tokens == shorter.report().kept_tokens + 3
 
 
 # Layers that are not compressed.
@@ -128,16 +97,6 @@ def test_a_sliding_layer_takes_back_what_it_has_recorded():
         cache.crop(-5)
     cache.crop(-4)
     found, wanted = (call(model, each, LATER[:, 4:5]) for each in (cache, expected))
-    torch.testing.assert_close(found, wanted, **CLOSE)
-
-
-def test_a_window_that_is_not_full_takes_anything_back():
-    model = tiny_model("gemma3_text", "eager")
-    cache, other = (CompressedCache(model, FullCache()) for _ in range(2))
-    call(model, cache, TEXT[:, :20])
-    cache.crop(-9)
-    call(model, other, TEXT[:, :11])
-    found, wanted = (call(model, each, LATER) for each in (cache, other))
     torch.testing.assert_close(found, wanted, **CLOSE)
 
 

@@ -5,9 +5,9 @@ import torch
 
 from snapkv import AutoBudget, default_policy
 from snapkv.kvzip import read_twice
-from tests.cache.methods import METHODS
-from tests.cache.test_rows_of_a_batch import Rows
+from tests.cache.rows import Rows
 from tests.families import random_ids, tiny_model
+from tests.methods import METHODS
 
 
 @pytest.fixture

@@ -5,19 +5,14 @@ import copy
 import pytest
 import torch
 
-from snapkv import H2O, AdaKV, CompressedCache, KeyDiff, SnapKV, UnsupportedModelError
+from snapkv import CompressedCache, SnapKV, UnsupportedModelError
 from tests.families import call, random_ids, tiny_model
+from tests.methods import CACHES
 
 CLOSE = {"atol": 2e-4, "rtol": 1e-4}
 POLICY = SnapKV(40, window_size=8, kernel_size=5)
 REFUSAL = r"attention_mask: expected no padding after a row's first token.*got {} of 2 rows"
-CASES = {
-    "adakv": (AdaKV(POLICY), {}),
-    "h2o": (H2O(40), {}),
-    "static": (POLICY, {"storage": "static", "room_tokens": 96}),
-    "int8, compress": (KeyDiff(40, window_size=8), {"quantize": "int8", "turns": "compress"}),
-    "recall": (POLICY, {"recall": "host"}),
-}
+CASES = {name: CACHES[name] for name in ("adakv", "h2o", "static", "int8", "recall")}
 by_case = pytest.mark.parametrize(("policy", "options"), CASES.values(), ids=CASES)
 later = random_ids(2, 9, 1)
 
@@ -72,27 +67,6 @@ def test_pads_in_a_turn_or_of_a_token_that_was_read_are_refused_and_nothing_chan
     whole = with_a_turn(mask)
     assert torch.equal(read(model, cache, later, whole), read(model, other, later, whole))
     assert seen_of(cache) == seen_of(other)
-
-
-@by_case
-def test_answers_that_ended_early_in_generate_are_refused_with_the_next_turn(policy, options):
-    model, ids = tiny_model("llama"), random_ids(2, 60)
-    cache, probe = (CompressedCache(model, policy, **options) for _ in range(2))
-    said = {"do_sample": False, "no_repeat_ngram_size": 1, "max_new_tokens": 6, "pad_token_id": 0}
-    answers = model.generate(ids, past_key_values=probe, **said)[:, 60:].tolist()
-    end = next(token for token in answers[0] if token not in answers[1])
-    first = model.generate(ids, past_key_values=cache, eos_token_id=end, **said)
-    text = torch.cat([first, later], dim=1)
-    mask = (text > 0).long()
-    assert not bool(mask.all())
-    before, other = seen_of(cache), copy.deepcopy(cache)
-    with pytest.raises(UnsupportedModelError, match=REFUSAL.format(1)):
-        model.generate(text, attention_mask=mask, past_key_values=cache, **said)
-    assert seen_of(cache) == before
-    said["attention_mask"] = torch.ones_like(text)
-    assert torch.equal(
-        *(model.generate(text, past_key_values=each, **said) for each in (cache, other))
-    )
 
 
 @by_case

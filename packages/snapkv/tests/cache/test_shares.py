@@ -7,9 +7,9 @@ import torch
 
 from snapkv.kvzip import read_twice
 from snapkv.policies import PrefixPolicy
-from tests.cache.methods import METHODS
-from tests.cache.test_rows_of_a_batch import Rows
+from tests.cache.rows import Rows
 from tests.families import random_ids
+from tests.methods import METHODS
 
 SHARES = {"bytes": {"budget": "12%", "keep_ratio": None}, "ratio": {"keep_ratio": 0.12}}
 LENGTHS = 1, 9, 13, 40, 300

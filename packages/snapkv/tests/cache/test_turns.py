@@ -1,59 +1,28 @@
-"""Several prompts without recall: read over what is kept, brought back to the budget."""
+"""Later turns: what they vote on, and where they are refused."""
 
 import pytest
 import torch
 
 from snapkv import (
+    AdaKV,
+    AutoBudget,
+    CacheMismatchError,
     CompressedCache,
     ExpectedAttention,
     InvalidArgumentError,
     SnapKV,
 )
-from tests.families import CLOSE, ONCE, call, random_ids, tiny_model
-from tests.oracle import hidden_columns, masked_decode_logits, stepwise_logits
+from tests.cache.rows import Rows
+from tests.families import call, random_ids, tiny_model
+from tests.methods import METHODS
 
-DOCUMENT, QUESTION, BUDGET, WINDOW = 90, 20, 40, 8
+DOCUMENT, BUDGET, WINDOW = 90, 40, 8
 POLICY = SnapKV(BUDGET, window_size=WINDOW, kernel_size=5)
 
 
 def turn(model, cache, ids):
     cache.expect_prompt(cache.get_seq_length() + ids.shape[1])
     return call(model, cache, ids)
-
-
-@pytest.mark.parametrize(("family", "implementation"), ONCE)
-def test_a_turn_reads_what_was_kept_and_keeps_what_its_end_votes_for(family, implementation):
-    model = tiny_model(family, implementation)
-    ids, asked, later = random_ids(2, DOCUMENT), random_ids(2, QUESTION, 1), random_ids(2, 3, 2)
-    cache = CompressedCache(model, POLICY, turns="compress")
-    call(model, cache, ids)
-    expected = masked_decode_logits(model, cache, ids, asked)
-    before = {layer: cache.kept_positions(layer) for layer in cache.compressed_layers}
-    torch.testing.assert_close(turn(model, cache, asked), expected, **CLOSE)
-    new = torch.arange(DOCUMENT, DOCUMENT + QUESTION)
-    for layer, earlier in before.items():
-        kept = cache.kept_positions(layer)
-        assert kept.shape[-1] == BUDGET
-        assert torch.equal(kept, kept.sort(-1).values)
-        assert torch.equal(kept[..., -WINDOW:], new[-WINDOW:].expand_as(kept[..., -WINDOW:]))
-        for row, head in zip(kept.flatten(0, 1), earlier.flatten(0, 1), strict=True):
-            assert set(row.tolist()) <= set(head.tolist()) | set(new.tolist())
-        assert not torch.equal(kept[..., :32], earlier[..., :32])
-    pieces = [call(model, cache, token) for token in later.split(1, 1)]
-    whole = masked_after_two_turns(model, ids, asked, later, before, cache)
-    torch.testing.assert_close(torch.cat(pieces, 1), whole, **CLOSE)
-
-
-def masked_after_two_turns(model, ids, asked, later, before, cache):
-    """A full cache that hides what was dropped by then from every token behind the document."""
-    at_first = {}
-    for layer, kept in before.items():
-        mask = torch.ones(*kept.shape[:2], DOCUMENT, dtype=torch.bool)
-        at_first[layer] = mask.scatter(2, kept, False)
-    by_now = hidden_columns(cache, DOCUMENT + QUESTION)
-    tokens = torch.cat([asked, later], dim=1)
-    hidden = [at_first] * QUESTION + [by_now] * later.shape[1]
-    return stepwise_logits(model, ids, tokens, hidden)[:, 1 + QUESTION :]
 
 
 def test_the_vote_is_that_of_the_policy_over_the_stored_slots():
@@ -76,20 +45,6 @@ def test_the_vote_is_that_of_the_policy_over_the_stored_slots():
     assert torch.equal(cache.kept_positions(1), stored.gather(2, selection.keep_indices))
 
 
-def test_tokens_behind_an_announced_turn_neither_vote_nor_see_what_was_dropped():
-    model = tiny_model("llama")
-    asked, behind = random_ids(1, QUESTION, 1), random_ids(1, 4, 2)
-    caches = []
-    for parts in ((torch.cat([asked, behind], 1),), (asked, behind)):
-        cache = CompressedCache(model, POLICY, turns="compress")
-        call(model, cache, random_ids(1, DOCUMENT))
-        cache.expect_prompt(DOCUMENT + QUESTION)
-        caches.append((cache, torch.cat([call(model, cache, part) for part in parts], dim=1)))
-    torch.testing.assert_close(caches[0][1], caches[1][1], **CLOSE)
-    for layer in range(4):
-        assert torch.equal(*[cache.kept_positions(layer) for cache, _ in caches])
-
-
 def test_a_turn_behind_a_prompt_that_fitted_is_refused_where_its_queries_are_asked_for():
     """Its tokens would be chosen from together with the prompt's, whose queries are gone."""
     model = tiny_model("llama")
@@ -103,3 +58,28 @@ def test_a_turn_behind_a_prompt_that_fitted_is_refused_where_its_queries_are_ask
     cut.expect_prompt(72)
     call(model, cut, random_ids(1, 12))
     assert cut.report().kept_tokens == 52
+
+
+PICK = {"window_size": 8, "kernel_size": 5}
+KEPT_WHOLE = {
+    "snapkv": METHODS["snapkv"],
+    "adakv": METHODS["adakv"],
+    "pyramidkv": METHODS["pyramidkv"],
+    "adakv-auto": AdaKV(SnapKV(AutoBudget(lost_vote=0.012, least=4), **PICK)),
+    "snapkv-auto": SnapKV(AutoBudget(lost_vote=0.016, least=4), **PICK),
+}
+
+
+@pytest.mark.parametrize("name", KEPT_WHOLE)
+def test_a_turn_behind_a_row_that_has_kept_everything_is_refused(name):
+    """Alone that row would be compressed at the turn's end, and the others not."""
+    prompt = random_ids(2, 60, 1)
+    prompt[0] = prompt[0, 0]
+    rows = Rows(KEPT_WHOLE[name], {}, [40, 0] if name in METHODS else [0, 0])
+    rows.turn(prompt, 60, random_ids(2, 2, 2))
+    kept = [rows.cache.kept_positions(layer) for layer in rows.cache.compressed_layers]
+    with pytest.raises(CacheMismatchError, match=r"got 1 of 2 rows that have kept .*; give each"):
+        rows.cache.expect_prompt(70)
+    rows.read(random_ids(2, 1, 3))  # an answer goes on
+    for layer, before in zip(rows.cache.compressed_layers, kept, strict=True):
+        assert torch.equal(rows.cache.kept_positions(layer)[..., :-1], before)

@@ -9,8 +9,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from snapkv import (
-    H2O,
-    TOVA,
     CacheMismatchError,
     CompressedCache,
     FullCache,
@@ -22,8 +20,9 @@ from snapkv import (
 )
 from snapkv.prefill import selective
 from snapkv.storage.append_buffer import ROOM_TOKENS
-from tests.families import VOCABULARY, call, random_ids, small_model, tiny_model
-from tests.oracle import masked_decode_logits, unwrapped
+from tests.families import VOCABULARY, call, random_ids, tiny_model
+from tests.methods import METHODS
+from tests.oracle import unwrapped
 
 PROMPT, BUDGET, WINDOW = 80, 36, 8
 POLICY = SnapKV(BUDGET, window_size=WINDOW, kernel_size=5)
@@ -57,33 +56,6 @@ def test_a_layers_votes_are_counted_once(model, monkeypatch):
     assert len(counted) == model.config.num_hidden_layers
 
 
-# Plain calls.
-
-
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3"])
-def test_plain_calls_without_position_ids_see_true_positions(family, size):
-    model, ids, continuation = tiny_model(family), random_ids(2, PROMPT), random_ids(2, 3, seed=1)
-    cache = CompressedCache(model, POLICY)
-    call(model, cache, ids)
-    got = torch.cat([call(model, cache, new) for new in continuation.split(size, dim=1)], dim=1)
-    expected = masked_decode_logits(model, cache, ids, continuation)
-    torch.testing.assert_close(got, expected, atol=2e-4, rtol=2e-4)
-
-
-def test_tokens_behind_an_announced_prompt_neither_vote_nor_count(model):
-    ids, drafts = random_ids(1, PROMPT), random_ids(1, 5, seed=1)
-    cache = CompressedCache(model, POLICY)
-    cache.expect_prompt(PROMPT)
-    together = call(model, cache, torch.cat([ids, drafts], dim=1))
-    apart = CompressedCache(model, POLICY)
-    first = call(model, apart, ids)
-    rest = call(model, apart, drafts)
-    torch.testing.assert_close(together, torch.cat([first, rest], 1), atol=1e-4, rtol=1e-4)
-    for layer in range(4):
-        assert torch.equal(cache.kept_positions(layer), apart.kept_positions(layer))
-
-
 # Bookkeeping.
 
 
@@ -113,42 +85,6 @@ def test_a_crop_that_one_layer_refuses_changes_none(model):
     for layer, positions in enumerate(before):
         assert torch.equal(cache.kept_positions(layer), positions)
     call(model, cache, ids[:, :1])
-
-
-def test_rows_can_be_reordered_selected_and_repeated(model):
-    ids, token = random_ids(3, PROMPT), random_ids(3, 1, seed=1)
-
-    def logits(change, rows):
-        cache = CompressedCache(model, POLICY)
-        call(model, cache, ids)
-        change(cache)
-        expected = CompressedCache(model, POLICY)
-        call(model, expected, ids[rows])
-        assert torch.equal(cache.kept_positions(2), expected.kept_positions(2))
-        got = call(model, cache, token[rows])
-        torch.testing.assert_close(got, call(model, expected, token[rows]), atol=1e-4, rtol=1e-4)
-
-    logits(lambda c: c.reorder_cache(torch.tensor([2, 0, 1])), [2, 0, 1])
-    logits(lambda c: c.batch_select_indices(torch.tensor([2, 2])), [2, 2])
-    logits(lambda c: c.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2])
-
-
-def test_reset_forgets_everything(model, filled):
-    filled.reset()
-    assert filled.get_seq_length() == 0
-    assert filled.report().held_bytes == 0
-    assert filled.kept_positions(0).numel() == 0
-    ids = random_ids(5, 50)
-    fresh = CompressedCache(model, POLICY)
-    assert torch.equal(call(model, filled, ids), call(model, fresh, ids))
-    assert torch.equal(filled.kept_positions(1), fresh.kept_positions(1))
-
-
-def test_prompt_of_one_token(model):
-    cache = CompressedCache(model, POLICY)
-    for token in random_ids(1, 45).split(1, dim=1):
-        call(model, cache, token)
-    assert cache.report().kept_tokens == 45, "what is generated is never dropped"
 
 
 # The report.
@@ -185,7 +121,9 @@ def test_report_is_json_and_prints_a_table(filled):
     assert "0-3" in text
 
 
-@pytest.mark.parametrize("policy", [SnapKV(200), H2O(40), TOVA(40)], ids=lambda policy: policy.name)
+@pytest.mark.parametrize(
+    "policy", [SnapKV(200), METHODS["h2o"], METHODS["tova"]], ids=lambda policy: policy.name
+)
 def test_kept_counts_no_token_behind_the_choice(policy):
     """Where a method evicts after every token, all that it holds was chosen."""
     model, cache = tiny_model("llama"), CompressedCache(tiny_model("llama"), policy)
@@ -209,19 +147,6 @@ def test_report_names_layers_that_stay_transformers_own():
     assert cache.compressed_layers == [1, 3]
     with pytest.raises(InvalidArgumentError, match=r"layer_idx.*\[1, 3\].*got 0"):
         cache.kept_positions(0)
-
-
-def test_sets_of_query_heads_are_copies_and_latents_are_one_set_for_all(model):
-    cache = CompressedCache(model, SnapKV(BUDGET, window_size=WINDOW, group_reduce="none"))
-    call(model, cache, random_ids(1, PROMPT))
-    assert cache.report().held_bytes * PROMPT == cache.report().full_bytes * BUDGET * 4
-    model = tiny_model("deepseek_v3")
-    cache, plain = CompressedCache(model, POLICY), DynamicCache(config=model.config)
-    call(model, cache, random_ids(1, PROMPT))
-    call(unwrapped(model, "sdpa"), plain, random_ids(1, PROMPT))
-    stored = plain.layers[0].keys.nbytes + plain.layers[0].values.nbytes
-    assert cache.report()["layers"][0]["full_bytes"] == stored
-    assert cache.kept_positions(0).shape == (1, plain.layers[0].keys.shape[1], BUDGET)
 
 
 # Refusals.
@@ -270,12 +195,6 @@ def _fail(*_):
 def test_expect_prompt_refuses(filled, tokens):
     with pytest.raises((InvalidArgumentError, InvalidTypeError), match="prompt"):
         filled.expect_prompt(tokens)
-
-
-@pytest.mark.parametrize("policy", ["snapkv", SnapKV], ids=str)
-def test_a_policy_must_be_one(model, policy):
-    with pytest.raises(InvalidTypeError, match=r"policy: expected a policy such as"):
-        CompressedCache(model, policy)
 
 
 _HEADS = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4}
@@ -353,12 +272,3 @@ def test_a_refused_forward_pass_leaves_nothing_behind(model):
     fresh = CompressedCache(model, POLICY)
     assert torch.equal(call(model, cache, ids), call(model, fresh, ids))
     assert cache.report().kept_tokens == BUDGET
-
-
-def test_bytes_of_linear_attention_are_counted():
-    model = small_model("linear")
-    cache = CompressedCache(model, POLICY)
-    call(model, cache, random_ids(1, PROMPT) % 64)
-    for row in cache.report()["layers"]:
-        assert row["held_bytes"] > 0
-        assert (row["kind"] == "compressed") == (row["layer"] in cache.compressed_layers)

@@ -52,39 +52,6 @@ def test_mode_equals_masked_full_attention(family, mode):
     assert torch.equal(tokens, masked_generate(model, kept, ids, **{**OPTIONS, **MODES[mode]}))
 
 
-def test_covering_budget_equals_plain_transformers():
-    model, ids = tiny_model("gemma3_text"), random_ids(2, PROMPT)
-    torch.manual_seed(0)
-    tokens, _ = generate(model, ids, SnapKV(PROMPT), **MODES["beam sampling"])
-    torch.manual_seed(0)
-    plain = unwrapped(model, "sdpa").generate(ids, **{**OPTIONS, **MODES["beam sampling"]})
-    assert torch.equal(tokens, plain)
-
-
-@families
-def test_left_padded_batch_equals_each_row_alone(family):
-    model, lengths = tiny_model(family), (PROMPT, 50, 20, 4)
-    ids = random_ids(len(lengths), PROMPT)
-    mask = torch.ones_like(ids)
-    for row, length in enumerate(lengths):
-        mask[row, : PROMPT - length] = 0
-    together, _ = generate(model, ids * mask, attention_mask=mask)
-    for row, length in enumerate(lengths):
-        alone, _ = generate(model, ids[row : row + 1, -length:])
-        assert together[row, PROMPT:].tolist() == alone[0, length:].tolist()
-
-
-@families
-@pytest.mark.parametrize("chunk", [3, 27, 79], ids="chunk {}".format)
-def test_chunked_prefill_equals_one_pass(family, chunk):
-    model, ids = tiny_model(family), random_ids(1, PROMPT)
-    whole, whole_cache = generate(model, ids)
-    pieces, cache = generate(model, ids, prefill_chunk_size=chunk)
-    assert torch.equal(pieces, whole)
-    for layer in cache.compressed_layers:
-        assert torch.equal(cache.kept_positions(layer), whole_cache.kept_positions(layer))
-
-
 @pytest.mark.parametrize(
     ("family", "tokens", "group_reduce", "pads"),
     [
@@ -163,29 +130,9 @@ def test_restart_feeds_only_what_is_new():
         assert cache.get_seq_length() == PROMPT + 11
 
 
-def test_prompt_that_fits_is_compressed_when_a_later_turn_outgrows_the_budget():
-    model, ids = tiny_model("llama"), random_ids(1, 30)
-    first, cache = generate(model, ids, max_new_tokens=3)
-    assert cache.report().kept_tokens == 32
-    turn = torch.cat([first, random_ids(1, 60, seed=3)], dim=1)
-    model.generate(turn, past_key_values=cache, **{**OPTIONS, "max_new_tokens": 1})
-    assert cache.report().kept_tokens == 36
-    _, fresh = generate(model, turn, max_new_tokens=1)
-    assert torch.equal(cache.kept_positions(2), fresh.kept_positions(2))
-
-
 def test_short_prompt_is_not_compressed_by_verified_drafts():
     _, cache = generate(tiny_model("llama"), random_ids(1, 34) % 5 + 3, max_new_tokens=12, **LOOKUP)
     assert cache.report().kept_tokens == cache.get_seq_length() == 34 + 11
-
-
-def test_two_prompts_in_sequence_equal_fresh_caches():
-    model, cache = tiny_model("llama"), CompressedCache(tiny_model("llama"), POLICY)
-    for seed, batch in ((1, 2), (3, 3)):
-        ids = random_ids(batch, PROMPT + seed, seed=seed)
-        cache.reset()
-        again = model.generate(ids, past_key_values=cache, **OPTIONS)
-        assert torch.equal(again, generate(model, ids)[0])
 
 
 def test_inputs_embeds_equal_ids():

@@ -15,6 +15,7 @@ TURNS = (None, "append", "compress")
     [
         (10, 10, 30, None, Phase.READ_PROMPT),  # the first piece of a prompt
         (30, 20, 30, None, Phase.END_PROMPT),
+        (30, 1, 30, None, Phase.END_PROMPT),  # its last token, alone
         (33, 23, 30, None, Phase.END_PROMPT),  # with three drafts behind it
         (31, 1, 30, "append", Phase.DECODE),
         (31, 1, 30, None, Phase.DECODE),  # behind a prompt that fits

@@ -158,24 +158,6 @@ def test_nothing_changes_where_the_budget_covers_the_prompt(family, implementati
     assert torch.equal(feed(model, cache, both, both_mask, sizes), plain)
 
 
-@once
-def test_left_padded_rows_decode_as_they_do_alone(family, implementation):
-    policy = (SNAPKV, RATIO)[ONCE.index((family, implementation)) // 2 % 2]
-    lengths, sizes = LENGTHS["padded"], [*[1] * NEW]
-    model, (ids, mask) = tiny_model(family, implementation), left_padded(lengths)
-    both, both_mask, _ = with_new(ids, mask)
-    cache = CompressedCache(model, policy)
-    together = feed(model, cache, both, both_mask, [PROMPT, *sizes])[:, PROMPT - 1 :]
-    for row, length in enumerate(lengths):
-        alone, own = CompressedCache(model, policy), both[row : row + 1, PROMPT - length :]
-        logits = feed(model, alone, own, torch.ones_like(own), [length, *sizes])[:, length - 1 :]
-        torch.testing.assert_close(together[row : row + 1], logits, atol=1e-3, rtol=1e-3)
-        for layer_idx in cache.compressed_layers:
-            padded = cache.kept_positions(layer_idx)[row]
-            for head, kept in enumerate(alone.kept_positions(layer_idx)[0]):
-                assert padded[head][padded[head] >= 0].tolist() == kept.tolist()
-
-
 OWN_MASKS = [{}, {"quantize": "int8"}, {"turns": "compress"}, {"storage": "static"}]
 
 
@@ -192,14 +174,3 @@ def test_a_4d_mask_of_ones_own_is_refused_behind_a_compressed_prompt(options):
     given["attention_mask"] = torch.cat([pads, pads.new_ones(2, 1)], dim=1)
     assert model(random_ids(2, 1), **given).logits.isfinite().all()
     assert cache.get_seq_length() == PROMPT + 1
-
-
-@pytest.mark.parametrize("family", ["llama", "cohere2", "deepseek_v3"])
-def test_eager_and_sdpa_keep_the_same(family):
-    kept = []
-    for implementation in ("sdpa", "eager"):
-        model = tiny_model(family, implementation)
-        cache = CompressedCache(model, SNAPKV)
-        feed(model, cache, *left_padded([PROMPT]), [PROMPT])
-        kept.append(cache.kept_positions(cache.compressed_layers[-1]))
-    assert torch.equal(*kept)

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from snapkv import H2O, AdaKV, CompressedCache, FullCache, InvalidArgumentError, SnapKV, plan
+from snapkv import CompressedCache, InvalidArgumentError, SnapKV, plan
 from snapkv.errors import OutOfMemoryError, UnsupportedModelError
 from snapkv.plan.advice import layerwise_bytes
 from snapkv.plan.footprint import footprint_of_loaded
@@ -18,29 +18,6 @@ POLICY = SnapKV(40, window_size=8)
 def generated(model, cache, ids, **options):
     options = {"attention_mask": torch.ones_like(ids), **options}
     return model.generate(ids, past_key_values=cache, max_new_tokens=8, do_sample=False, **options)
-
-
-WAYS = {
-    "full": (FullCache(), {}, {}),
-    "h2o": (H2O(40), {}, {}),
-    "adakv": (AdaKV(POLICY), {}, {}),
-    "static": (POLICY, {"storage": "static", "room_tokens": 16}, {}),
-    "beams": (POLICY, {}, {"num_beams": 3}),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_generates_what_is_generated_where_it_is_read_at_once(way):
-    policy, options, beams = WAYS[way]
-    model, ids = tiny_model("qwen3"), random_ids(2, 90)
-    mask = torch.ones_like(ids)
-    mask[0, :30] = 0
-    at_once, cache = (CompressedCache(model, policy, **options) for _ in range(2))
-    expected = generated(model, at_once, ids, attention_mask=mask, **beams)
-    with layer_by_layer(model, chunk_tokens=25):
-        assert torch.equal(generated(model, cache, ids, attention_mask=mask, **beams), expected)
-    for layer in cache.compressed_layers:
-        assert torch.equal(cache.kept_positions(layer), at_once.kept_positions(layer))
 
 
 def test_only_the_layer_being_read_is_whole():

@@ -10,16 +10,10 @@ import torch
 from transformers import DynamicCache
 
 from snapkv import (
-    H2O,
-    RKV,
-    AdaKV,
     CacheMismatchError,
     CompressedCache,
-    ExpectedAttention,
     FullCache,
     InvalidArgumentError,
-    PyramidKV,
-    Scissorhands,
     SnapKV,
     UnsupportedModelError,
 )
@@ -28,22 +22,19 @@ from snapkv.policies import EvictingPolicy, PromptLayer
 from snapkv.prefill import gemfilter, layer_by_layer, selective
 from snapkv.prefill.selective import _TokensThatGoOn, _voting
 from tests.families import HYBRID, ONCE, random_ids, tiny_model
+from tests.methods import METHODS
 
 CASES = [case for case in ONCE if case[0] not in HYBRID]
 OPTIONS = {"layer": 2, "keep_ratio": 0.25, "least_tokens": 4}
 TOKENS, NEW = 120, 4
 
 SNAPKV = SnapKV(24, window_size=8)
+NAMES = ["full", "adakv", "pyramidkv", "h2o", "scissorhands", "r-kv"]
 POLICIES = {
-    "full": (FullCache(), "append"),
     "snapkv": (SNAPKV, "append"),
     "turns": (SNAPKV, "compress"),
     "auto": (SnapKV("auto", window_size=8, pooling="fading"), "append"),
-    "adakv": (AdaKV(SNAPKV), "append"),
-    "pyramid": (PyramidKV(24, window_size=8), "append"),
-    "h2o": (H2O(24), "append"),
-    "scissorhands": (Scissorhands(24, history=16, recent=6), "append"),
-    "r-kv": (RKV(24, evict_every=2), "append"),
+    **{name: (METHODS[name], "append") for name in NAMES},
 }
 
 
@@ -246,34 +237,6 @@ def test_protected_tokens_go_on(reading):
         assert set(range(30, 70)) <= set(cache.kept_positions(layer)[0, 0].tolist())
 
 
-def test_what_a_longer_row_protects_lets_no_more_of_a_shorter_one_go_on():
-    model, lengths = tiny_model("llama"), (90, 21)
-    ids, mask = left_padded(lengths, seed=13)
-    batch, alone = (CompressedCache(model, FullCache(), protect=[(7, 12)]) for _ in range(2))
-    with selective(model, layer=2, keep_ratio=0.01, least_tokens=0):
-        read(model, batch, ids, mask)
-        read(model, alone, ids[1:, -21:])
-    sinks, window = [0, 1, 2, 3], list(range(5, 21))  # which the protected ones are in
-    assert alone.kept_positions(2)[0, 0].tolist() == sinks + window
-    assert_same_positions(positions(batch), alone, 1)
-
-
-def test_saved_copied_and_cropped_afterwards(tmp_path):
-    model, ids, new = tiny_model("llama"), random_ids(1, TOKENS), random_ids(1, 3, seed=12)
-    cache = CompressedCache(model, SNAPKV)
-    with selective(model, **OPTIONS):
-        read(model, cache, ids)
-    cache.save(tmp_path / "cache")
-    expected = read(model, copy.deepcopy(cache), new)
-    assert torch.equal(read(model, CompressedCache.load(tmp_path / "cache", model), new), expected)
-    read(model, cache, new)
-    cache.crop(-3)
-    torch.testing.assert_close(read(model, cache, new), expected)
-    cache.reset()
-    exact = CompressedCache(model, SNAPKV)
-    assert torch.equal(read(model, cache, ids), read(model, exact, ids))
-
-
 def test_the_model_is_as_before_afterwards_and_after_an_error():
     model, ids = tiny_model("llama"), random_ids(1, 60)
     cache = CompressedCache(model, SNAPKV)
@@ -294,29 +257,23 @@ def test_the_model_is_as_before_afterwards_and_after_an_error():
     assert cache.get_seq_length() == 0
 
 
-@pytest.mark.parametrize("reading", [selective, gemfilter])
-@pytest.mark.parametrize("options", [{"layer": 4}, {"keep_ratio": 0.0}, {"least_tokens": -1}])
-def test_bad_options_are_refused_before_any_work(options, reading):
-    (name,) = options
-    with pytest.raises(InvalidArgumentError, match=name), reading(tiny_model("llama"), **options):
-        pass
+REFUSED = {
+    "recall": ("recall: expected", {"recall": "host"}, {}),
+    "storage": ("storage: expected", {"storage": "static"}, {}),
+    "policy": ("policy: expected", {"policy": METHODS["expected-attention"]}, {}),
+    "layer": ("layer", {}, {"layer": 4}),
+    "keep_ratio": ("keep_ratio", {}, {"keep_ratio": 0.0}),
+    "least_tokens": ("least_tokens", {}, {"least_tokens": -1}),
+}
 
 
 @pytest.mark.parametrize("reading", [selective, gemfilter])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"recall": "host"},
-        {"storage": "static"},
-        {"policy": ExpectedAttention(40)},
-    ],
-    ids=str,
-)
-def test_caches_that_need_every_token_are_refused(options, reading):
-    model, (name,) = tiny_model("llama"), options
-    cache = CompressedCache(model, **{"policy": SNAPKV, **options})
-    refused = pytest.raises(InvalidArgumentError, match=f"{name}: expected")
-    with refused, reading(model, **OPTIONS):
+@pytest.mark.parametrize(("said", "of_cache", "of_reading"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_read_selectively_is_refused(said, of_cache, of_reading, reading):
+    model = tiny_model("llama")
+    cache = CompressedCache(model, **{"policy": SNAPKV, **of_cache})
+    refused = pytest.raises(InvalidArgumentError, match=said)
+    with refused, reading(model, **OPTIONS | of_reading):
         read(model, cache, random_ids(1, 60))
     assert cache.get_seq_length() == 0
 

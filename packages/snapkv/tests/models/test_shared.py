@@ -8,7 +8,7 @@ from snapkv.errors import UnsupportedModelError
 from snapkv.kvzip import read_context
 from snapkv.prefill import SharedReading
 from snapkv.prefill.shared import shared_bytes
-from tests.families import ONCE, random_ids, small_model, tiny_model
+from tests.families import random_ids, small_model, tiny_model
 from tests.golden.cases import BUDGET, POLICIES
 
 SNAPKV = SnapKV(BUDGET, window_size=6)
@@ -48,14 +48,6 @@ def assert_alike(model, ids, shared, policy, **options):
     assert torch.equal(found, expected)
     torch.testing.assert_close(logits, expected_logits, rtol=0, atol=1e-5)
     assert_stored_alike(given, own)
-
-
-@pytest.mark.parametrize(("family", "implementation"), ONCE[::2])
-def test_methods_of_every_family_share_a_reading(family, implementation):
-    model, ids = tiny_model(family, implementation), random_ids(1, 90)
-    shared = SharedReading(model, ids)
-    for name in ("full", "snapkv", "tova"):
-        assert_alike(model, ids, shared, POLICIES[name]())
 
 
 def test_every_policy_shares_one_reading_with_all_others():

@@ -13,12 +13,8 @@ from torch.testing import assert_close
 from transformers import CompileConfig
 
 from snapkv import (
-    H2O,
-    AdaKV,
     CompressedCache,
-    FullCache,
     InvalidArgumentError,
-    PyramidKV,
     SnapKV,
     UnsupportedModelError,
 )
@@ -37,43 +33,16 @@ def generated(model, cache, ids, **options):
     return model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False, **options)
 
 
-WAYS = {
-    "greedy": {},
-    "beams": {"num_beams": 3},
-    "several sequences": {"num_return_sequences": 2, "num_beams": 2},
-    "pieces": {"prefill_chunk_size": 32},
-}
-
-
-@pytest.mark.parametrize("policy", [POLICY, SnapKV(65, window_size=8)], ids=["some", "most"])
-@pytest.mark.parametrize("way", WAYS)
-def test_padded_rows_generate_what_they_do_with_dynamic_storage(way, policy):
-    model, ids = tiny_model("llama"), random_ids(3, 70)
-    mask = torch.ones_like(ids)
-    mask[0, :50], mask[1, :10] = 0, 0
-    cache, dynamic = static(model, policy), CompressedCache(model, policy)
-    options = {"attention_mask": mask, **WAYS[way]}
-    assert torch.equal(
-        generated(model, cache, ids, **options), generated(model, dynamic, ids, **options)
-    )
-    assert cache.report().kept_tokens == dynamic.report().kept_tokens
-    assert cache.get_seq_length() == dynamic.get_seq_length()
-
-
-def test_plain_calls_one_by_one_and_together():
-    model, ids = tiny_model("qwen3"), random_ids(2, 96)
-    together, single, expected = static(model), static(model), CompressedCache(model, POLICY)
-    with torch.no_grad():
-        for cache in (together, single, expected):
-            model(ids[:, :90], past_key_values=cache)
-        logits = model(ids[:, 90:], past_key_values=expected).logits
-        assert_close(model(ids[:, 90:], past_key_values=together).logits, logits)
-        for i in range(90, 96):
-            one = model(ids[:, i : i + 1], past_key_values=single).logits
-            assert_close(one[:, 0], logits[:, i - 90])
-        together.crop(-4)
-        again = model(ids[:, 92:], past_key_values=together).logits
-    assert_close(again, logits[:, 2:])
+def test_tokens_are_taken_back_as_with_dynamic_storage():
+    model, ids, logits = tiny_model("qwen3"), random_ids(2, 96), []
+    for storage in ("dynamic", "static"):
+        cache = CompressedCache(model, POLICY, storage=storage)
+        with torch.no_grad():
+            for start, stop in ((0, 90), (90, 96)):
+                model(ids[:, start:stop], past_key_values=cache)
+            cache.crop(-4)
+            logits.append(model(ids[:, 92:], past_key_values=cache).logits)
+    assert_close(*logits)
 
 
 def test_the_buffers_stay_where_they_are_from_prompt_to_prompt():
@@ -88,17 +57,6 @@ def test_the_buffers_stay_where_they_are_from_prompt_to_prompt():
     assert len(places) == 1
     copied = copy.deepcopy(cache)
     assert copied.layers[0].keys.data_ptr() not in {place[0] for place in places}
-
-
-def test_a_prompt_read_in_inference_mode_can_be_continued_outside_of_it():
-    model, ids = tiny_model("llama"), random_ids(1, 60)
-    cache, expected = static(model), CompressedCache(model, POLICY)
-    for each in (cache, expected):
-        with torch.inference_mode():
-            model(ids[:, :59], past_key_values=each)
-    with torch.no_grad():
-        logits = model(ids[:, 59:], past_key_values=cache).logits
-        assert_close(logits, model(ids[:, 59:], past_key_values=expected).logits)
 
 
 @pytest.mark.parametrize("piece", [None, 50])
@@ -155,22 +113,6 @@ def test_compiled_code_decodes_what_eager_code_does():
     assert torch.equal(compiled, expected)
 
 
-REFUSED = {
-    "no budget": FullCache(),
-    "evicts": H2O(40),
-    "ratio": SnapKV(keep_ratio=0.5),
-    "ragged": AdaKV(SnapKV(40)),
-    "other numbers in other layers": PyramidKV(40),
-    "sets of query heads": SnapKV(40, window_size=8, group_reduce="none"),
-}
-
-
-@pytest.mark.parametrize("policy", REFUSED.values(), ids=REFUSED)
-def test_policies_without_one_budget_for_all_are_refused(policy):
-    with pytest.raises(InvalidArgumentError, match=r"storage: expected a policy that keeps a budg"):
-        static(tiny_model("llama"), policy)
-
-
 def test_what_is_beyond_the_room_is_refused_before_anything_is_stored():
     model = tiny_model("llama")
     cache = static(model, room_tokens=4)
@@ -189,24 +131,8 @@ def test_what_is_beyond_the_room_is_refused_before_anything_is_stored():
         with pytest.raises(InvalidArgumentError, match="room_tokens"):
             model.generate(random_ids(1, 62), past_key_values=cache, max_new_tokens=new_tokens)
     assert [layer.seen_tokens for layer in cache.layers] == [60] * len(cache.layers)
-    answer = model.generate(random_ids(1, 62), past_key_values=cache, max_new_tokens=3)
+    answer = model.generate(random_ids(1, 62), past_key_values=cache, max_length=65)
     assert answer.shape[1] == 65
-
-
-@pytest.mark.parametrize("tokens", [2, 12], ids=["whole", "recalled"])
-def test_what_is_taken_back_with_recall_is_as_with_dynamic_storage(tokens):
-    """Beyond the tokens that are still whole, all that was seen comes back first."""
-    model, ids, more = tiny_model("llama"), random_ids(1, 90), random_ids(1, 9, seed=1)
-    logits = []
-    for storage in ("dynamic", "static"):
-        cache = CompressedCache(model, POLICY, storage=storage, recall="host")
-        with torch.no_grad():
-            model(ids, past_key_values=cache)
-            model(more, past_key_values=cache)
-            cache.crop(-tokens)
-            logits.append(model(more[:, :4], past_key_values=cache).logits)
-        assert cache.get_seq_length() == 90 + 9 - tokens + 4
-    assert_close(*logits)
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """Codes in static storage: what a step is handed, that nothing moves, and one graph for all."""
 
-import copy
-
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -56,51 +54,6 @@ def test_bytes_are_those_of_the_buffers():
     H, D = store.keys.shape[1], store.keys.shape[3]
     keys, values = 64 * H * D + 2 * H * D * 4, 64 * H * D // 2 + 64 * H * 4
     assert store.held_bytes == 2 * (7 + 24) * H * D * 4 + keys + values
-
-
-def test_crops_rows_files_copies_and_drafts(tmp_path):
-    model, later = tiny_model("llama"), random_ids(2, 6, 1)
-    caches = read(model), read(model, storage="dynamic")
-    for step in (
-        lambda each: call(model, each, later),
-        lambda each: each.crop(-4),
-        lambda each: each.reorder_cache(torch.tensor([1, 0])),
-        lambda each: call(model, each, later[:, :2]),
-        lambda each: each.batch_select_indices(torch.tensor([1])),
-        lambda each: call(model, each, later[:1]),
-    ):
-        got, wanted = (step(each) for each in caches)
-        assert got is None or close(got, wanted)
-    cache = caches[0]
-    cache.save(tmp_path / "one")
-    others = copy.deepcopy(cache), copy.copy(cache), CompressedCache.load(tmp_path / "one", model)
-    wanted = call(model, cache, later[:1])
-    for other in others:
-        assert torch.equal(call(model, other, later[:1]), wanted)
-        assert other.report().held_bytes == cache.report().held_bytes
-
-
-def test_a_crop_into_codes_of_a_prompt_that_fits():
-    model, later = tiny_model("llama"), random_ids(1, 3, 1)
-    for left in (48, 30, 2, 1):
-        caches = [read(model, 50, batch=1, storage=how) for how in ("static", "dynamic")]
-        for cache in caches:
-            cache.crop(left - 50)
-            cache.expect_prompt(left + 3)
-        got, wanted = (call(model, cache, later) for cache in caches)
-        assert (got - wanted).abs().max() <= 0.05 * wanted.abs().max()
-        assert caches[0].get_seq_length() == left + 3
-
-
-def test_drafts_are_verified_over_the_codes():
-    model, ids = tiny_model("llama"), random_ids(1, 90)
-    ids[:, 40:] = ids[:, :50].clone()
-    caches = [CompressedCache(model, POLICY, quantize=HOW, **STATIC) for _ in range(2)]
-    answers = [
-        model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False, **how)
-        for cache, how in zip(caches, ({}, {"prompt_lookup_num_tokens": 3}), strict=True)
-    ]
-    assert torch.equal(*answers)
 
 
 def test_there_is_room_for_what_was_asked_and_no_more():

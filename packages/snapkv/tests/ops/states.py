@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from snapkv.ops import ScoreOptions
-from snapkv.policies import PromptLayer
+from snapkv.policies import DecodeStep, PromptLayer
 
 
 def random_layer(
@@ -60,6 +60,33 @@ def layer_with_scores(scores):
         score_options=ScoreOptions(scaling=1.0),
         layer_idx=0,
     )
+
+
+def worked_prompt(rows: list[list[float]], slots: int, **fields) -> PromptLayer:
+    """A layer of one head whose last queries pay exactly the attention of `rows`."""
+    return PromptLayer(**_worked(rows, slots), values=torch.eye(slots)[None, None], **fields)
+
+
+def worked_step(
+    rows: list[list[float]], slots: int, columns: list[int] | None = None, **fields
+) -> DecodeStep:
+    """The same behind a step, where the slots hold the tokens of these columns."""
+    held = torch.arange(slots) if columns is None else torch.tensor(columns)
+    step = {"columns": held[None, None], "seen_tokens": int(held[-1]) + 1}
+    return DecodeStep(**_worked(rows, slots) | step | fields)
+
+
+def _worked(rows, slots):
+    """Keys are unit vectors, and queries the logarithms of the wanted rows."""
+    weights = torch.zeros(len(rows), slots)
+    for index, row in enumerate(rows):
+        weights[index, : len(row)] = torch.tensor(row)
+    return {
+        "queries": weights.clamp(min=1e-30).log()[None, None],
+        "keys": torch.eye(slots)[None, None],
+        "score_options": ScoreOptions(scaling=1.0),
+        "layer_idx": 0,
+    }
 
 
 def pad_left(rows: list[PromptLayer], *, query_tokens: int, extra: int = 0) -> PromptLayer:

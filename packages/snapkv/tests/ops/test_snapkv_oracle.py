@@ -88,15 +88,6 @@ def test_votes_equal_the_loops(window_size, group_size, with_sinks, softcap):
         assert votes[0, head].tolist() == pytest.approx(looped, abs=ROUNDING * window_size)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_votes_of_low_precision_states_are_those_of_the_same_numbers_in_float32(dtype):
-    layer = random_layer(2, prompt_tokens=40, query_tokens=8, dtype=dtype)
-    votes = ops.window_votes(layer.queries, layer.keys, layer.score_options)
-    wide = ops.window_votes(layer.queries.float(), layer.keys.float(), layer.score_options)
-    assert votes.dtype == torch.float32
-    assert torch.equal(votes, wide)
-
-
 POOLINGS = [
     *(
         {"pooling": how, "kernel_size": kernel}

@@ -19,7 +19,7 @@ from snapkv import (
     UnsupportedModelError,
 )
 from snapkv.app.observing import record_prompt_twice
-from snapkv.kvzip import read_context, read_layers, read_twice
+from snapkv.kvzip import read_context, read_twice
 from snapkv.ops import TokenCost
 from snapkv.policies import Selection
 from tests.families import call, random_ids, tiny_model
@@ -169,50 +169,6 @@ def test_a_model_goes_on_with_what_is_kept(policy, options, tmp_path):
     assert cache.report().kept_tokens == 24 + 3
 
 
-@methods
-def test_layers_that_wait_for_the_others_hold_no_queries(policy):
-    model, ids = tiny_model("llama"), random_ids(1, TOKENS)
-    for prompt in read_layers(model, ids, CompressedCache(model, policy)):
-        assert not prompt.queries.untyped_storage().nbytes()
-
-
-def test_a_row_of_which_a_layer_keeps_all_goes_on_beside_others():
-    """It has not fitted the budget by itself, so a later turn does not compress it."""
-    model, ids = tiny_model("llama"), random_ids(2, TOKENS)
-    policy = METHODS["kvzip"]
-    cache = CompressedCache(model, policy)
-    prompts = read_layers(model, ids, cache)
-    prompts[1].received[0] += 1
-    for layer, prompt in cache.reading.shared_out(prompts):
-        layer.end_prompt(layer.choose(prompt), prompt)
-    assert numbers(cache)[1][0] == [TOKENS, TOKENS] != numbers(cache)[1][1]
-    cache.expect_prompt(TOKENS + 6)
-    assert call(model, cache, random_ids(2, 6, 1)).isfinite().all()
-    assert cache.report().kept_tokens == 24 + 6
-
-
-@pytest.mark.parametrize(
-    ("family", "quantize"),
-    [("llama", None), ("llama", "int8"), ("llama", "int4"), ("deepseek_v3", None)],
-)
-def test_bytes_are_kept_to(family, quantize):
-    model, ids = tiny_model(family), random_ids(1, 300)
-    cache = CompressedCache(model, AcrossLayers(KVzip("30%", window_size=8)), quantize=quantize)
-    read_twice(model, ids, cache)
-    report = cache.report()
-    least = 0.3 if quantize is None else 0.25
-    assert least * report.full_bytes - 200 < report.held_bytes <= 0.3 * report.full_bytes
-
-
-def test_where_all_fits_nothing_changes():
-    model, ids = tiny_model("llama"), random_ids(1, TOKENS)
-    cache = read_context(model, ids, AcrossLayers(KVzip(TOKENS, window_size=4)))
-    whole = CompressedCache(model, SnapKV(1000))
-    call(model, whole, ids)
-    later = random_ids(1, 3, 1)
-    assert torch.equal(call(model, cache, later), call(model, whole, later))
-
-
 def test_what_cannot_be_is_refused_by_name():
     model, ids = tiny_model("llama"), random_ids(1, TOKENS)
     for policy in (SnapKV(40), CriticalKV(KVzip(40))):
@@ -225,16 +181,5 @@ def test_what_cannot_be_is_refused_by_name():
     read_twice(model, ids, cache)  # nothing was changed by it
     with pytest.raises(InvalidArgumentError, match="policy: expected layers that know their sha"):
         policy.select(random_layer(0, prompt_tokens=TOKENS, query_tokens=0))
-    for options in (
-        {"storage": "static"},
-        {"recall": "host"},
-        {"turns": "compress"},
-        {"quantize": "auto"},
-    ):
-        with pytest.raises(InvalidArgumentError, match=rf"{next(iter(options))}|policy"):
-            CompressedCache(model, policy, **options)
-    few = KVCodes(8, 8, exact_layers=1)
-    with pytest.raises(InvalidArgumentError, match="where across-layers shares bytes out among"):
-        CompressedCache(model, AcrossLayers(KVzip("30%")), quantize=few)
     with pytest.raises(UnsupportedModelError, match="layer where all layers share a budget"):
         read_context(tiny_model("gemma3_text"), ids, policy)

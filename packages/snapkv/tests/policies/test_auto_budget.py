@@ -7,16 +7,14 @@ import pytest
 import torch
 
 from snapkv import (
-    AdaKV,
     AutoBudget,
     CompressedCache,
+    Document,
     FullCache,
-    InvalidArgumentError,
     KeyDiff,
-    KVzip,
     SnapKV,
+    default_policy,
 )
-from snapkv.kvzip import read_twice
 from snapkv.policies.states import LostVotes
 from tests.families import random_ids, tiny_model
 from tests.ops.states import random_layer
@@ -151,32 +149,7 @@ def test_a_share_of_lost_votes_is_what_the_reading_gives():
     assert found == pytest.approx(sum(expected) / len(expected), abs=1e-5)
 
 
-ROWS = SnapKV(AutoBudget(lost_vote=0.02, least=4), window_size=4)
-
-
-@pytest.mark.parametrize("policy", [ROWS, AdaKV(ROWS)], ids=lambda policy: policy.name)
-def test_rows_whose_votes_choose_different_numbers_are_as_alone(policy):
-    model, ids, new = tiny_model("llama"), random_ids(2, 80, 3), random_ids(2, 1, 5)
-    together = _read(model, policy, ids)
-    with torch.no_grad():
-        logits = model(new, past_key_values=together).logits
-        for row in range(2):
-            alone = _read(model, policy, ids[row : row + 1])
-            expected = model(new[row : row + 1], past_key_values=alone).logits
-            torch.testing.assert_close(logits[row : row + 1], expected, atol=1e-4, rtol=1e-4)
-            for layer in together.compressed_layers:
-                for head, own in enumerate(alone.kept_positions(layer)[0]):
-                    kept = together.kept_positions(layer)[row, head]
-                    assert kept[kept >= 0].tolist() == own[own >= 0].tolist()
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("policy", [KVzip(64, window_size=8), AdaKV(KVzip(64, window_size=8))])
-def test_a_question_behind_a_context_that_fits_is_stored_whole(policy):
-    model, ids = tiny_model("llama"), random_ids(1, 70)
-    cache = CompressedCache(model, policy)
-    read_twice(model, ids[:, :40], cache)
-    model.generate(ids, past_key_values=cache, max_new_tokens=3, do_sample=False)
-    assert cache.report()["kept_tokens"] == 72
-    with pytest.raises(InvalidArgumentError, match="later turns are read once"):
-        CompressedCache(model, policy, recall="host")
+def test_who_names_no_policy_gets_the_default_one():
+    model = tiny_model("llama")
+    assert CompressedCache(model).policy == default_policy()
+    assert Document(model, random_ids(1, 30))._cache.policy == default_policy()

@@ -10,32 +10,24 @@ import torch
 from transformers import DynamicCache
 
 from snapkv import CompressedCache, InvalidArgumentError
-from snapkv.ops import ScoreOptions, attention_weights, keep_best
+from snapkv.ops import attention_weights, keep_best
 from snapkv.policies import (
     H2O,
-    RKV,
     TOVA,
-    DecodeStep,
     EvictingPolicy,
     Eviction,
     FastGen,
-    PromptLayer,
     PromptThenDecode,
-    PyramidKV,
-    Scissorhands,
     Selection,
     SnapKV,
     StreamingLLM,
 )
-from snapkv.policies.pyramidkv import exact_budgets
-from snapkv.policies.scissorhands import layer_budgets
 from snapkv.prefill import layer_by_layer
 from tests.families import random_ids, tiny_model
-from tests.ops.states import random_layer
-from tests.oracle import hidden_columns, stepwise_logits, unwrapped
+from tests.methods import METHODS
+from tests.ops.states import random_layer, worked_prompt, worked_step
 
 PROMPT, BUDGET = 60, 24
-SNAPKV = SnapKV(BUDGET, window_size=8)
 KINDS = {"special_ids": tuple(range(3, 12)), "punctuation_ids": tuple(range(12, 40))}
 
 
@@ -48,47 +40,11 @@ class EveryChoice(FastGen):
         return ((heads + 2 * layer.depth) % 5).expand(received.shape[:2])
 
 
-BUDGETED = {
-    "h2o, mostly recent": H2O(heavy=4, recent=20),
-    "h2o, a sliding window": H2O(heavy=0, recent=BUDGET),
-    "streaming-llm": StreamingLLM(BUDGET),
-    "streaming-llm, original": StreamingLLM(BUDGET, positions="original"),
-    "tova": TOVA(BUDGET),
-    "scissorhands, one at a time": Scissorhands(BUDGET, drop=1, recent=1, threshold="slots"),
-    "scissorhands, uneven layers": Scissorhands(BUDGET, history=8, recent=4, gamma=0.5),
-    "r-kv": RKV(BUDGET, evict_every=5, exempt=2),
-    "snapkv, then h2o with room to grow": PromptThenDecode(
-        prompt=SnapKV(BUDGET - 4, window_size=8), decode=H2O(BUDGET)
-    ),
-    "pyramidkv, then streaming-llm": PromptThenDecode(
-        prompt=PyramidKV(13, window_size=8), decode=StreamingLLM(BUDGET, positions="original")
-    ),
-}
-METHODS = BUDGETED | {
-    "fastgen": FastGen(0.87, **KINDS),
+IN_PARTS = {
+    "tova": METHODS["tova"],
+    "r-kv": METHODS["r-kv"],
     "fastgen, every choice": EveryChoice(**KINDS),
 }
-MOVES_KEYS = ("streaming-llm",)  # judged by tests/policies/test_streaming.py
-UNMOVED = {name: policy for name, policy in METHODS.items() if name not in MOVES_KEYS}
-ROOMY = (
-    H2O(200),
-    StreamingLLM(200),
-    TOVA(200),
-    Scissorhands(200),
-    RKV(200),
-    PromptThenDecode(prompt=SnapKV(200), decode=H2O(200)),
-    FastGen(1, **KINDS),
-)
-FAMILIES = [
-    ("llama", "sdpa"),
-    ("gemma3_text", "eager"),
-    ("gpt_oss", "eager"),
-    ("deepseek_v3", "sdpa"),
-]
-methods = pytest.mark.parametrize("policy", METHODS.values(), ids=METHODS)
-some_methods = pytest.mark.parametrize(
-    "name", ["h2o, mostly recent", "streaming-llm", "r-kv", "fastgen"]
-)
 
 
 @torch.no_grad()
@@ -109,15 +65,15 @@ def after_a_turn_in_parts(policy, tokens, way):
     return logits, [cache.kept_positions(layer) for layer in range(4)]
 
 
-@pytest.mark.parametrize("name", ["tova", "r-kv", "fastgen, every choice"])
+@pytest.mark.parametrize("name", IN_PARTS)
 def test_a_turn_in_parts_is_evicted_from_at_its_end(name):
     """As where it comes at once: no part of it sees less of what was kept."""
-    expected, own = after_a_turn_in_parts(METHODS[name], PROMPT, nullcontext)
+    expected, own = after_a_turn_in_parts(IN_PARTS[name], PROMPT, nullcontext)
     ways = [(6, nullcontext)]
     if "fastgen" not in name:  # refused: it looks at tokens, which come all at once
         ways.append((PROMPT, partial(layer_by_layer, chunk_tokens=6)))
     for tokens, way in ways:
-        found, kept = after_a_turn_in_parts(METHODS[name], tokens, way)
+        found, kept = after_a_turn_in_parts(IN_PARTS[name], tokens, way)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
         assert all(torch.equal(*pair) for pair in zip(kept, own, strict=True))
 
@@ -161,70 +117,10 @@ def test_scores_and_choices_of_one_head_are_those_of_all():
             assert torch.equal(shared.kept_positions(layer), own.kept_positions(layer))
 
 
-def sizes(policy, steps, tokens=PROMPT, layer=0):
-    """What a layer of four stores after a prompt and after each of the tokens behind it."""
-    prompt, decode = getattr(policy, "prompt", policy), getattr(policy, "decode", policy)
-    budget = prompt.budget
-    if isinstance(prompt, PyramidKV):
-        budget = 8 + exact_budgets(prompt.budget - 8, max(tokens - 8, 5), 4, prompt.beta)[layer]
-    room, drop = decode.budget, 1
-    if isinstance(decode, Scissorhands):
-        room = layer_budgets(decode.budget, decode.gamma, 4)[layer]
-        drop = decode.drop or room // 2
-        budget = room if prompt is decode else budget
-    if isinstance(decode, RKV):
-        room, drop = decode.budget + decode.evict_every - 1, decode.evict_every
-    sizes = [min(tokens, budget)]
-    for _ in range(steps):
-        held = sizes[-1] + 1
-        sizes.append(held if held <= room else held - drop)
-    return sizes
-
-
-def stored(cache):
-    return [row["kept_tokens"] for row in cache.report()["layers"]]
-
-
-def kept_of(cache, layer, row=0, head=0):
-    """Positions that a head keeps of a row, as a list."""
-    kept = cache.kept_positions(layer)
-    kept = kept[row, min(head, kept.shape[1] - 1)]
-    return kept[kept >= 0].tolist()
-
-
 @torch.no_grad()
 def call(model, cache, ids, **options):
     cache.expect_tokens(ids)
     return model(ids, past_key_values=cache, **options).logits
-
-
-@pytest.mark.parametrize(
-    ("policy", "family"),
-    [(policy, FAMILIES[place % 4]) for place, policy in enumerate(UNMOVED.values())],
-    ids=UNMOVED,
-)
-def test_every_step_equals_masked_full_attention(policy, family):
-    model, ids = tiny_model(*family), random_ids(2, PROMPT)
-    tokens = random_ids(2, 12, seed=1)
-    cache = CompressedCache(model, policy)
-    first = call(model, cache, ids)[:, -1]
-    got, hidden = [], []
-    for token in tokens.split(1, dim=1):
-        hidden.append(hidden_columns(cache, cache.get_seq_length()))
-        got.append(call(model, cache, token)[:, -1])
-    expected = stepwise_logits(model, ids, tokens, hidden)
-    torch.testing.assert_close(torch.stack(got, 1), expected[:, 1:], atol=2e-4, rtol=2e-4)
-    torch.testing.assert_close(first, expected[:, 0], atol=2e-4, rtol=2e-4)
-
-
-@pytest.mark.parametrize("policy", ROOMY, ids=lambda policy: policy.name)
-def test_a_budget_that_is_never_reached_equals_plain_transformers(policy):
-    model, ids = tiny_model("llama"), random_ids(2, PROMPT)
-    options = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
-    plain = unwrapped(model, "sdpa").generate(ids, **options)
-    cache = CompressedCache(model, policy)
-    assert torch.equal(model.generate(ids, past_key_values=cache, **options), plain)
-    assert cache.report().kept_tokens == cache.get_seq_length()
 
 
 @pytest.mark.parametrize(
@@ -243,86 +139,6 @@ def test_gradients_flow_through_what_is_kept(policy):
     torch.testing.assert_close(*gradients)
 
 
-@methods
-def test_padded_rows_hold_step_by_step_what_they_hold_alone(policy):
-    """And as many as promised; what was dropped never returns."""
-    model, lengths = tiny_model("llama"), (PROMPT, 30, 10)
-    rows = [random_ids(1, length, seed=length) for length in lengths]
-    ids, mask = torch.zeros(2, 3, PROMPT, dtype=torch.long)
-    for index, row in enumerate(rows):
-        ids[index, -row.shape[1] :], mask[index, -row.shape[1] :] = row, 1
-    together, alone = CompressedCache(model, policy), [CompressedCache(model, policy) for _ in rows]
-    gone: dict[tuple[int, int, int], set[int]] = {}
-    for step in range(15):
-        new = ids if not step else random_ids(3, 1, seed=step)
-        mask = mask if not step else torch.cat([mask, mask.new_ones(3, 1)], dim=1)
-        call(model, together, new, attention_mask=mask)
-        for index, (row, cache) in enumerate(zip(rows, alone, strict=True)):
-            call(model, cache, new[index : index + 1] if step else row)
-            for layer, head in ((0, 0), (1, 1), (3, 0)):
-                kept = kept_of(cache, layer, head=head)
-                assert kept_of(together, layer, row=index, head=head) == kept
-                assert not set(kept) & gone.get((index, layer, head), set())
-                gone[index, layer, head] = set(range(cache.get_seq_length())) - set(kept)
-        if policy in BUDGETED.values():
-            expected = [sizes(policy, step, layer=layer)[-1] for layer in range(4)]
-            assert stored(alone[0]) == expected
-    if policy in BUDGETED.values():
-        keys = alone[0].layers[0].keys
-        assert keys.untyped_storage().nbytes() == keys.nbytes
-
-
-@pytest.mark.parametrize("policy", BUDGETED.values(), ids=BUDGETED)
-def test_the_size_is_kept_from_the_first_token_on(policy):
-    model = tiny_model("llama")
-    cache = CompressedCache(model, policy)
-    expected = sizes(policy, 2 * BUDGET, tokens=1)
-    for position, token in enumerate(random_ids(1, 2 * BUDGET).split(1, dim=1)):
-        call(model, cache, token)
-        assert cache.kept_positions(0).shape[-1] == expected[position]
-
-
-@some_methods
-def test_a_prompt_in_pieces_equals_one_pass(name):
-    model, ids, caches = tiny_model("llama"), random_ids(1, PROMPT), []
-    for options in ({}, {"prefill_chunk_size": 17}):
-        caches.append(CompressedCache(model, METHODS[name]))
-        model.generate(ids, past_key_values=caches[-1], max_new_tokens=6, pad_token_id=0, **options)
-    for layer in range(4):
-        assert torch.equal(*(cache.kept_positions(layer) for cache in caches))
-
-
-@some_methods
-def test_beams_carry_their_own_slots(name):
-    """The tokens of the best beam, fed one by one, leave what its row has kept."""
-    model, ids = tiny_model("llama"), random_ids(1, PROMPT)
-    cache, alone = (CompressedCache(model, METHODS[name]) for _ in range(2))
-    options = {"num_beams": 3, "num_return_sequences": 3, "pad_token_id": 0}
-    beams = model.generate(ids, past_key_values=cache, max_new_tokens=10, **options)
-    call(model, alone, ids)
-    for token in beams[:1, PROMPT:-1].split(1, dim=1):
-        call(model, alone, token)
-    for layer in range(4):
-        rows = [[kept_of(cache, layer, row, head) for head in range(2)] for row in range(3)]
-        assert [kept_of(alone, layer, head=head) for head in range(2)] in rows
-
-
-@some_methods
-def test_reordered_and_copied_rows_go_on_with_what_was_noted_of_them(name):
-    model, ids, tokens = tiny_model("llama"), random_ids(2, PROMPT), random_ids(2, 12, seed=1)
-    caches = [CompressedCache(model, METHODS[name]) for _ in range(2)]
-    for cache in caches:
-        call(model, cache, ids)
-    caches[1].reorder_cache(torch.tensor([1, 0]))
-    caches[0] = copy.deepcopy(caches[0])
-    for token in tokens.split(1, dim=1):
-        call(model, caches[0], token)
-        call(model, caches[1], token.flip(0))
-    for layer in range(4):
-        kept, swapped = (cache.kept_positions(layer) for cache in caches)
-        assert torch.equal(kept, swapped.flip(0))
-
-
 def test_drafts_and_crops_of_what_was_evicted_are_refused():
     model, ids, policy = tiny_model("llama"), random_ids(1, PROMPT), METHODS["tova"]
     cache = CompressedCache(model, policy)
@@ -334,27 +150,7 @@ def test_drafts_and_crops_of_what_was_evicted_are_refused():
         cache.crop(-BUDGET)
 
 
-# Worked examples: keys are unit vectors and queries the logarithms of the wanted rows.
-
-
-def states(rows, slots, scores=None, fillers=None):
-    """A layer of one head whose attention is exactly `rows`, given for the last queries."""
-    weights = torch.zeros(len(rows), slots)
-    for index, row in enumerate(rows):
-        weights[index, : len(row)] = torch.tensor(row)
-    queries = weights.clamp(min=1e-30).log()[None, None]
-    keys = torch.eye(slots)[None, None]
-    common = {
-        "queries": queries,
-        "keys": keys,
-        "score_options": ScoreOptions(scaling=1.0),
-        "layer_idx": 0,
-    }
-    if scores is None:
-        return PromptLayer(**common, values=keys)
-    columns = torch.arange(slots)[None, None]
-    given = {"columns": columns, "seen_tokens": slots, "filler_tokens": fillers}
-    return DecodeStep(**common, **given, scores=scores)
+# Worked examples.
 
 
 PROMPT_ROWS = [
@@ -370,51 +166,55 @@ DECODE_ROW = [0.3, 0.1, 0.35, 0.05, 0.2]  # over the positions 0, 2, 4, 5, 6
 
 def test_h2o_by_hand():
     policy = H2O(heavy=2, recent=2)
-    selection = policy.select(states(PROMPT_ROWS, 6))
+    selection = policy.select(worked_prompt(PROMPT_ROWS, 6))
     sums = torch.tensor([3.3, 0.85, 1.15, 0.25, 0.25, 0.2])
     torch.testing.assert_close(selection.scores[0, 0], sums)
     assert selection.keep_indices.tolist() == [[[0, 2, 4, 5]]]
     noted = torch.tensor([[[3.3, 1.15, 0.25, 0.2, 0.0]]])
-    eviction = policy.evict(states([DECODE_ROW], 5, noted))
+    eviction = policy.evict(worked_step([DECODE_ROW], 5, scores=noted))
     after = torch.tensor([3.6, 1.25, 0.6, 0.25, 0.2])
     torch.testing.assert_close(eviction.scores[0, 0], after)
     assert eviction.keep_indices.tolist() == [[[0, 1, 3, 4]]], "token 4 goes, tokens 5 and 6 stay"
 
 
 def test_tova_by_hand():
-    eviction = TOVA(4).evict(states([DECODE_ROW], 5, torch.zeros(1, 1, 5)))
+    eviction = TOVA(4).evict(worked_step([DECODE_ROW], 5, scores=torch.zeros(1, 1, 5)))
     assert eviction.keep_indices.tolist() == [[[0, 1, 2, 4]]], "position 5 has the least attention"
 
 
 def test_tova_asks_all_heads_by_hand():
     """Of the means .3, .35 and .35 the first is the least; to the first head it is the last."""
     rows = [0.5, 0.4, 0.1], [0.1, 0.3, 0.6]
-    one, other = (states([row], 3, torch.zeros(1, 1, 3)) for row in rows)
+    one, other = (worked_step([row], 3, scores=torch.zeros(1, 1, 3)) for row in rows)
     step = replace(one, queries=torch.cat([one.queries, other.queries], dim=1))
     assert TOVA(2).evict(step).keep_indices.tolist() == [[[1, 2]]]
 
 
 def test_tova_has_no_memory():
     policy, noted = TOVA(3), torch.tensor([[[9.0, 0, 0, 0, 0]]])
-    one = policy.evict(states([DECODE_ROW], 5, noted))
-    other = policy.evict(states([DECODE_ROW], 5, noted.flip(-1)))
+    one = policy.evict(worked_step([DECODE_ROW], 5, scores=noted))
+    other = policy.evict(worked_step([DECODE_ROW], 5, scores=noted.flip(-1)))
     assert torch.equal(one.keep_indices, other.keep_indices)
 
 
 def test_streaming_llm_by_hand():
-    selection = StreamingLLM(start=2, recent=3).select(states([[0.1] * 10], 10))
+    selection = StreamingLLM(start=2, recent=3).select(worked_prompt([[0.1] * 10], 10))
     assert selection.keep_indices.tolist() == [[[0, 1, 7, 8, 9]]]
 
 
 def test_two_methods_by_hand():
     """SnapKV keeps what H2O would drop, and H2O goes on with its own sums of those kept."""
     policy = PromptThenDecode(prompt=SnapKV(4, window_size=1, kernel_size=1), decode=H2O(4))
-    selection = policy.select(states([*PROMPT_ROWS[:5], [0.1, 0.2, 0.1, 0.25, 0.15, 0.2]], 6))
+    selection = policy.select(
+        worked_prompt([*PROMPT_ROWS[:5], [0.1, 0.2, 0.1, 0.25, 0.15, 0.2]], 6)
+    )
     assert selection.keep_indices.tolist() == [[[1, 3, 4, 5]]], "the last query alone votes"
     sums = torch.tensor([3.1, 1.0, 1.0, 0.45, 0.25, 0.2])
     torch.testing.assert_close(selection.scores[0, 0], sums)
     noted = selection.scores[..., [1, 3, 4, 5]]
-    step = states([[0.05, 0.5, 0.15, 0.1, 0.2]], 5, torch.nn.functional.pad(noted, (0, 1)))
+    step = worked_step(
+        [[0.05, 0.5, 0.15, 0.1, 0.2]], 5, scores=torch.nn.functional.pad(noted, (0, 1))
+    )
     eviction = policy.evict(step)
     torch.testing.assert_close(
         eviction.scores[0, 0], torch.tensor([1.05, 0.95, 0.4, 0.3, 0.2]), msg=str(eviction.scores)

@@ -21,10 +21,8 @@ from snapkv import (
     InvalidTypeError,
 )
 from snapkv.ops import (
-    ScoreOptions,
     kept_indices,
 )
-from snapkv.policies import DecodeStep, PromptLayer
 from snapkv.policies.fastgen import (
     FREQUENT,
     FULL,
@@ -36,8 +34,8 @@ from snapkv.policies.fastgen import (
     special_tokens,
 )
 from tests.families import random_ids, tiny_model
-from tests.ops.states import pad_left, random_layer
-from tests.policies.test_evicting import KINDS, PROMPT, EveryChoice, call, kept_of
+from tests.ops.states import pad_left, random_layer, worked_prompt, worked_step
+from tests.policies.test_evicting import KINDS, PROMPT, call
 
 ROWS = [
     [1.0],
@@ -47,30 +45,9 @@ ROWS = [
     [0.6, 0.05, 0.25, 0.05, 0.05],
 ]
 IDS = [1, 10, 5, 11, 12]  # <s> A . B C
+PROMPT_BY_HAND = worked_prompt(ROWS, 5, token_ids=torch.tensor([IDS]))
 BY_HAND = {"special_ids": (1,), "punctuation_ids": (5, 6)}
 FIFTHS = {"local_ratio": 0.2, "frequent_ratio": 0.2}  # one token each
-
-
-def attention_of(rows, slots):
-    """Queries and keys of one head whose attention is exactly `rows`."""
-    weights = torch.zeros(len(rows), slots)
-    for index, row in enumerate(rows):
-        weights[index, : len(row)] = torch.tensor(row)
-    return {
-        "queries": weights.clamp(min=1e-30).log()[None, None],
-        "keys": torch.eye(slots)[None, None],
-    }
-
-
-def prompt_of(rows, ids):
-    states = attention_of(rows, len(ids))
-    return PromptLayer(
-        **states,
-        values=states["keys"],
-        token_ids=torch.tensor([ids]),
-        score_options=ScoreOptions(scaling=1.0),
-        layer_idx=0,
-    )
 
 
 @pytest.mark.parametrize(
@@ -84,14 +61,14 @@ def prompt_of(rows, ids):
 )
 def test_the_profile_by_hand(recovery, choice, kept):
     """Retained: special .80, + punctuation .91, + token 1 .97, + the query itself .99."""
-    selection = FastGen(recovery, **BY_HAND, **FIFTHS).select(prompt_of(ROWS, IDS))
+    selection = FastGen(recovery, **BY_HAND, **FIFTHS).select(PROMPT_BY_HAND)
     assert selection.head_notes.tolist() == [[[choice, 1]]]
     assert selection.keep_indices.tolist() == [[kept]]
 
 
 @pytest.mark.parametrize("recovery", [0.995, 1.0])
 def test_where_nothing_else_recovers_enough_everything_is_kept(recovery):
-    selection = FastGen(recovery, **BY_HAND, **FIFTHS).select(prompt_of(ROWS, IDS))
+    selection = FastGen(recovery, **BY_HAND, **FIFTHS).select(PROMPT_BY_HAND)
     assert selection.keep_indices.tolist() == [[[0, 1, 2, 3, 4]]]
     assert selection.head_notes is None
 
@@ -104,12 +81,10 @@ INF = float("inf")
 
 def step_of(choice, token, *, held=HELD, noted=(INF, 0.3, INF, 0.05)):
     """The step by hand: tokens 0 and 2 are special and punctuation, 1 and 4 words."""
-    return DecodeStep(
-        **attention_of([STEP_ROW], 5),
-        score_options=ScoreOptions(scaling=1.0),
-        layer_idx=0,
-        columns=torch.tensor([[held]]),
-        seen_tokens=held[-1] + 1,
+    return worked_step(
+        [STEP_ROW],
+        5,
+        held,
         scores=torch.tensor([[[*noted, 0.0]]]),
         head_notes=torch.tensor([[[choice, 1]]]),
         token_ids=torch.tensor([[token]]),
@@ -232,34 +207,6 @@ def test_kept_slots_as_indices_by_hand():
         [[0, 2, 3], [-1, -1, 3]],
         [[-1, -1, -1], [-1, 0, 1]],
     ]
-
-
-# What the heads of a model hold, step by step.
-
-
-def test_tokens_that_come_together_are_kept_by_their_kind():
-    """A second turn: several tokens at once, then one by one."""
-    model, ids = tiny_model("llama"), random_ids(1, PROMPT)
-    cache = CompressedCache(model, EveryChoice(**KINDS))
-    options = {"do_sample": False, "pad_token_id": 0, "past_key_values": cache}
-    first = model.generate(ids, max_new_tokens=5, **options)
-    turn = torch.cat([first, random_ids(1, 9, seed=3)], dim=1)
-    whole = model.generate(turn, max_new_tokens=4, **options)[0, :-1].tolist()
-    kinds = {*KINDS["special_ids"], *KINDS["punctuation_ids"]}
-    marked = [t for t, token in enumerate(whole) if token in kinds]
-    assert kept_of(cache, 0, head=1) == marked
-    assert kept_of(cache, 2, head=0) == list(range(len(whole)))
-
-
-def test_heads_may_hold_nothing_at_all():
-    """No token is special and none is punctuation: two of the heads are empty after every step."""
-    model, policy = tiny_model("llama"), EveryChoice(special_ids=(), punctuation_ids=())
-    cache = CompressedCache(model, policy)
-    ids, options = random_ids(2, PROMPT), {"max_new_tokens": 6, "pad_token_id": 0}
-    model.generate(ids, past_key_values=cache, num_beams=2, **options)
-    assert cache.kept_positions(0).shape == (4, 2, 0)
-    assert cache.layers[0].held_bytes == 0
-    assert cache.get_seq_length() == PROMPT + 5
 
 
 # Who says which tokens come.

@@ -116,8 +116,6 @@ def test_a_gate_of_other_sizes_or_none_is_refused_where_it_is_asked():
             KVzap(8, window_size=2, gate=gate).select(layer)
     with pytest.raises(InvalidArgumentError, match="gate: expected one of this model, got none"):
         KVzap(8, window_size=2).select(layer)
-    with pytest.raises(UnsupportedModelError, match="latent"):
-        CompressedCache(tiny_model("deepseek_v3"), KVzap(16, window_size=4, gate=drawn_gate(4, 8)))
 
 
 def test_a_model_goes_by_its_own_gate_and_by_no_others(gates, tmp_path):

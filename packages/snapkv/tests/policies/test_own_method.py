@@ -84,10 +84,3 @@ def test_pads_may_have_any_score(pads):
     cache = CompressedCache(model, Own(24, window_size=8, scored_by=no_numbers_first))
     with contextlib.nullcontext() if pads else pytest.raises(InvalidArgumentError, match="NaN"):
         call(model, cache, ids, attention_mask=mask)
-
-
-def test_right_scores_choose():
-    model = tiny_model("llama")
-    cache = CompressedCache(model, Own(24, window_size=8))
-    call(model, cache, random_ids(2, 60))
-    assert cache.report().kept_tokens == 24

@@ -15,6 +15,7 @@ from snapkv.policies import (
     AdaKV,
     AutoBudget,
     CriticalKV,
+    EvictingPolicy,
     ExpectedAttention,
     FastGen,
     FullCache,
@@ -34,8 +35,12 @@ from snapkv.policies import (
 WITH_SINKS = [
     policy
     for policy in POLICIES.values()
-    if issubclass(policy, PrefixPolicy)
-    and any(field.name == "sink_tokens" for field in dataclasses.fields(policy))
+    if issubclass(policy, PrefixPolicy) and "sink_tokens" in policy.__dataclass_fields__
+]
+EVICTING = [
+    policy
+    for policy in POLICIES.values()
+    if issubclass(policy, EvictingPolicy) and "budget" in policy.__dataclass_fields__
 ]
 VALUE, TYPE = InvalidArgumentError, InvalidTypeError
 NAN = float("nan")
@@ -97,6 +102,9 @@ REFUSED = [
     (AdaKV, {"policy": 36}, TYPE, "policy", "got 36"),
     (AdaKV, {"policy": H2O(36)}, TYPE, "policy", "got H2O("),
     (AdaKV, {"safeguard": 0}, VALUE, "safeguard", "(0, 1], got 0"),
+    *((policy, {"budget": "12%"}, VALUE, "budget", policy.name) for policy in EVICTING),
+    (PyramidKV, {"budget": "12%", "published": True}, VALUE, "budget", "published"),
+    (PromptThenDecode, {"prompt": SnapKV("12%"), "decode": TOVA(64)}, VALUE, "prompt", "a budget"),
     (CriticalKV, {"policy": AdaKV()}, TYPE, "policy", "AdaKV goes around CriticalKV"),
     (CriticalKV, {"first_share": 0.0}, VALUE, "first_share", "got 0.0"),
     (H2O, {"budget": 10, "recent": 10, "heavy": 1}, VALUE, "budget", "got budget=10"),

@@ -8,32 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from snapkv import CompressedCache
 from snapkv.ops import ScoreOptions, times_above
-from snapkv.policies import DecodeStep, Scissorhands
+from snapkv.policies import Scissorhands
 from snapkv.policies.scissorhands import layer_budgets
-from tests.families import random_ids, tiny_model
-from tests.ops.states import random_layer
+from tests.ops.states import random_layer, worked_prompt, worked_step
 
 ROWS = [
     [0.5, 0.05, 0.2, 0.1, 0.15, 0, 0],
     [0.4, 0.05, 0.25, 0.05, 0.05, 0.2, 0],
     [0.3, 0.2, 0.05, 0.05, 0.1, 0.1, 0.2],
 ]
-
-
-def step_of(rows, slots=7, columns=None, **fields):
-    """A layer of one head whose last queries pay exactly the attention of `rows`."""
-    weights = torch.tensor(rows).clamp(min=1e-30)
-    keys = torch.eye(slots)[None, None]
-    columns = torch.arange(slots) if columns is None else torch.tensor(columns)
-    given = {
-        "queries": weights.log()[None, None],
-        "keys": keys,
-        "score_options": ScoreOptions(scaling=1.0),
-    }
-    given |= {"layer_idx": 0, "columns": columns[None, None], "seen_tokens": int(columns[-1]) + 1}
-    return DecodeStep(**given | fields)
 
 
 def counts(step, threshold):
@@ -48,26 +32,22 @@ def counts(step, threshold):
 
 
 def test_the_counts_by_hand():
-    assert counts(step_of(ROWS), 1 / 7).tolist() == [[[3, 1, 2, 0, 1, 1, 1]]]
+    assert counts(worked_step(ROWS, 7), 1 / 7).tolist() == [[[3, 1, 2, 0, 1, 1, 1]]]
 
 
 def test_a_drop_by_hand():
     """Positions 5 and 6 are recent; 3 was never pivotal, 1 and 4 only once."""
     policy = Scissorhands(6, drop=3, history=3, recent=2)
-    assert policy.evict(step_of(ROWS)).keep_indices.tolist() == [[[0, 2, 5, 6]]]
+    assert policy.evict(worked_step(ROWS, 7)).keep_indices.tolist() == [[[0, 2, 5, 6]]]
 
 
 def test_of_equal_counts_the_oldest_goes_first():
     policy = Scissorhands(6, drop=2, history=3, recent=2)
-    assert policy.evict(step_of(ROWS)).keep_indices.tolist() == [[[0, 2, 4, 5, 6]]]
+    assert policy.evict(worked_step(ROWS, 7)).keep_indices.tolist() == [[[0, 2, 4, 5, 6]]]
 
 
 def test_a_prompt_in_one_pass_is_cut_to_the_budget():
-    step = step_of(ROWS)
-    prompt = replace(random_layer(0, prompt_tokens=7, query_tokens=3), queries=step.queries)
-    prompt = replace(
-        prompt, keys=step.keys, values=step.keys, score_options=ScoreOptions(scaling=1.0)
-    )
+    prompt = worked_prompt(ROWS, 7)
     selection = Scissorhands(4, drop=1, history=3, recent=2).select(prompt)
     assert selection.keep_indices.tolist() == [[[0, 2, 5, 6]]]
     whole = Scissorhands(7, drop=1, history=3, recent=2).select(prompt)
@@ -77,7 +57,7 @@ def test_a_prompt_in_one_pass_is_cut_to_the_budget():
 def test_the_uniform_level_of_slots_is_above_that_of_tokens():
     """Seven of twenty tokens are held: 0.1 is above 1/20 and not above 1/7."""
     row = [0.3, 0.1, 0.04, 0.16, 0.1, 0.1, 0.2]
-    step = step_of([row], columns=[0, 4, 8, 12, 16, 18, 19])
+    step = worked_step([row], 7, [0, 4, 8, 12, 16, 18, 19])
     tokens, slots = (
         Scissorhands(6, drop=4, history=1, recent=1, threshold=level).evict(step).keep_indices
         for level in ("tokens", "slots")
@@ -121,14 +101,14 @@ def test_the_counts_equal_their_definition(pads, block_tokens):
     columns = columns.sort(dim=-1).values.view(2, 2, 9)
     columns[..., -1] = 30
     columns[1, :, 0] = -1
-    step = step_of(
-        ROWS,
+    step = replace(
+        worked_step(ROWS, 7),
         queries=queries,
         keys=layer.keys,
         score_options=ScoreOptions(scaling=0.35),
         seen_tokens=31,
+        columns=columns,
     )
-    step = replace(step, columns=columns)
     threshold = torch.tensor([1 / 9, 1 / 31])
     got = times_above(
         queries,
@@ -141,44 +121,6 @@ def test_the_counts_equal_their_definition(pads, block_tokens):
         block_tokens=block_tokens,
     )
     assert torch.equal(got, loop_counts(step, threshold, pads))
-
-
-@pytest.mark.parametrize("history", [5, 100], ids=["short", "longer than the prompt"])
-def test_a_step_sees_the_last_queries_in_order_whatever_was_dropped(monkeypatch, history):
-    seen, own = [], Scissorhands.evict
-
-    def spy(self, step):
-        if step.layer_idx == 2:
-            seen.append(step.queries)
-        return own(self, step)
-
-    model, policy = tiny_model("llama"), Scissorhands(12, history=history, recent=2)
-    monkeypatch.setattr(Scissorhands, "evict", spy)
-    ids, tokens = random_ids(1, 20), random_ids(1, 9, seed=1)
-    cache = CompressedCache(model, policy)
-    model(ids, past_key_values=cache)
-    read = cache.layers[2].notes.last_queries.clone()
-    for token in tokens.split(1, dim=1):
-        model(token, past_key_values=cache)
-    assert read.shape[2] == min(history, 20)
-    for index, queries in enumerate(seen):
-        before = seen[index - 1] if index else read
-        assert queries.shape[2] == min(history, 21 + index)
-        assert torch.equal(queries[:, :, :-1], before[:, :, 1 - queries.shape[2] :])
-
-
-def test_what_it_looks_back_at_is_reported_and_never_more_than_the_history():
-    model = tiny_model("llama")
-    cache = CompressedCache(model, Scissorhands(24, history=16, recent=4))
-    model.generate(random_ids(1, 60), past_key_values=cache, max_new_tokens=20, pad_token_id=0)
-    for layer in cache.layers:
-        assert layer.notes.last_queries.shape == (1, 8, 16, 8)
-        assert (
-            layer.notes.last_queries.untyped_storage().nbytes() == layer.notes.last_queries.nbytes
-        )
-    queries = 4 * 8 * 16 * 8 * 4
-    positions = 4 * 2 * int(cache.layers[0].slots.kept.shape[-1]) * 4
-    assert cache.report()["index_bytes"] == queries + positions
 
 
 def test_layer_budgets_rise_and_keep_their_mean():

@@ -1,12 +1,13 @@
 """What every policy that scores the prefix promises, whatever it scores: one suite for all.
 
-A new method joins by one line in `METHODS`. `Stated` reads its scores from the keys, so that the
+A new method joins by itself. `Stated` reads its scores from the keys, so that the
 common part is tested with any scores there are: few distinct ones, hence many ties.
 """
 
 import math
 from dataclasses import dataclass, replace
 from decimal import Decimal
+from functools import partial
 from typing import ClassVar
 
 import pytest
@@ -15,19 +16,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from snapkv.ops import ScoreOptions
-from snapkv.policies import (
-    CriticalKV,
-    ExpectedAttention,
-    KeyDiff,
-    KVzap,
-    KVzip,
-    LagKV,
-    PrefixPolicy,
-    PromptLayer,
-    PyramidKV,
-    Random,
-    SnapKV,
-)
+from snapkv.policies import POLICIES, CriticalKV, PrefixPolicy, PromptLayer, SnapKV
+from snapkv.policies.around import AroundScores
 from tests.gates import drawn_gate
 from tests.ops import oracle
 from tests.ops.states import pad_left, random_layer
@@ -50,19 +40,23 @@ class Stated(PrefixPolicy):
         return layer.keys[:, :, :prefix_tokens, 0].round()
 
 
+OF_THEIR_OWN = {
+    "lagkv": {"lag_size": 3},
+    "kvzap": {"gate": drawn_gate(layers=1)},
+    "snapkv": {"kernel_size": 3},
+    "pyramidkv": {"kernel_size": 3},
+    "keydiff": {"sink_tokens": 3},
+}
 METHODS = {
     "stated": Stated,
-    "random": Random,
-    "keydiff with sinks": lambda **limits: KeyDiff(sink_tokens=3, **limits),
-    "lagkv": lambda **limits: LagKV(lag_size=3, **limits),
-    "kvzip": KVzip,
-    "kvzap": lambda **limits: KVzap(gate=drawn_gate(layers=1), **limits),
-    "expected-attention": ExpectedAttention,
+    **{
+        name: partial(policy, **OF_THEIR_OWN.get(name, {}))
+        for name, policy in POLICIES.items()
+        if issubclass(policy, PrefixPolicy) and not issubclass(policy, AroundScores)
+    },
     "criticalkv": lambda **limits: CriticalKV(Stated(**limits)),
-    "criticalkv of pyramidkv": lambda **limits: CriticalKV(PyramidKV(kernel_size=3, **limits)),
-    "snapkv": lambda **limits: SnapKV(kernel_size=3, **limits),
-    "snapkv-avg": lambda **limits: SnapKV(kernel_size=5, pooling="avg", **limits),
-    "snapkv-none": lambda **limits: SnapKV(kernel_size=1, group_reduce="none", **limits),
+    "snapkv-avg": partial(SnapKV, kernel_size=5, pooling="avg"),
+    "snapkv-none": partial(SnapKV, kernel_size=1, group_reduce="none"),
 }
 
 every_method = pytest.mark.parametrize("method", METHODS)
@@ -259,39 +253,6 @@ def test_the_layout_of_the_states_does_not_matter(method):
     assert not strided.keys.is_contiguous()
     for row in range(2):
         assert kept_sets(policy, strided, row) == kept_sets(policy, layer, row)
-
-
-@check
-@given(tokens=prompt_lengths, window_size=window_sizes, limit=limits, seed=seeds)
-def test_grouped_keys_are_voted_on_like_keys_repeated_per_query_head(
-    tokens, window_size, limit, seed
-):
-    policy = make("snapkv-none", window_size, limit)
-    grouped = layer_for(policy, tokens, seed)
-    assume(rounding_cannot_decide(policy, grouped))
-    copies = QUERY_HEADS // KV_HEADS
-    repeated = replace(grouped, keys=grouped.keys.repeat_interleave(copies, dim=1))
-    assert kept_sets(policy, grouped) == kept_sets(policy, repeated)
-
-
-@check
-@given(
-    tokens=prompt_lengths,
-    window_size=window_sizes,
-    limit=limits,
-    seed=seeds,
-    group_reduce=st.sampled_from(["mean", "max", "sum"]),
-)
-def test_a_group_of_equal_heads_keeps_what_one_of_them_keeps(
-    group_reduce, tokens, window_size, limit, seed
-):
-    policy = replace(make("snapkv", window_size, limit), group_reduce=group_reduce)
-    single = random_layer(
-        seed, query_heads=2, kv_heads=2, prompt_tokens=tokens, query_tokens=window_size
-    )
-    assume(rounding_cannot_decide(policy, single))
-    repeated = replace(single, queries=single.queries.repeat_interleave(3, dim=1))
-    assert kept_sets(policy, repeated) == kept_sets(policy, single)
 
 
 @given(ratio=st.floats(0.01, 1.0), lengths=st.lists(st.integers(1, 5000), min_size=1, max_size=5))

@@ -7,21 +7,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from snapkv import CompressedCache, InvalidArgumentError
+from snapkv import InvalidArgumentError
 from snapkv.ops import ScoreOptions
 from snapkv.policies import (
     POLICIES,
     AdaKV,
     CriticalKV,
-    ExpectedAttention,
-    KeyDiff,
     KVzap,
     KVzip,
     PrefixPolicy,
     PromptLayer,
 )
 from snapkv.policies.pyramidkv import exact_budgets
-from tests.families import random_ids, tiny_model
 from tests.gates import drawn_gate
 from tests.ops.states import pad_left, random_layer
 
@@ -178,44 +175,3 @@ def test_a_method_of_ones_own_has_them_by_declaring_them():
     assert kept(Latest(4, window_size=1), layer) == [[[0, 1, 4, 5]]]
     with pytest.raises(InvalidArgumentError, match="sink_tokens: expected at least 0"):
         Latest(4, window_size=1, sink_tokens=-1)
-
-
-def begins_with(cache, sinks, row=0):
-    """Whether every head of every layer keeps a row's first tokens."""
-    return all(
-        head[head >= 0][:sinks].tolist() == list(range(sinks))
-        for layer in cache.compressed_layers
-        for head in cache.kept_positions(layer)[row]
-    )
-
-
-def read(model, ids, policy, mask=None, **options):
-    cache = CompressedCache(model, policy, **options)
-    model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids) if mask is None else mask,
-        past_key_values=cache,
-        max_new_tokens=3,
-        do_sample=False,
-        pad_token_id=0,
-    )
-    return cache
-
-
-ONE_READING = [
-    KeyDiff(24, window_size=8, sink_tokens=4),
-    ExpectedAttention(24, window_size=8),
-    AdaKV(KeyDiff(24, window_size=8, sink_tokens=4), safeguard=0.01),
-    CriticalKV(KeyDiff(24, window_size=8, sink_tokens=4)),
-]
-
-
-@pytest.mark.parametrize("policy", ONE_READING, ids=lambda policy: policy.name)
-def test_left_padded_rows_keep_their_own(policy):
-    model, lengths = tiny_model("llama"), (60, 33)
-    ids, mask = torch.zeros(2, len(lengths), 60, dtype=torch.long)
-    for row, length in enumerate(lengths):
-        ids[row, -length:], mask[row, -length:] = random_ids(1, length, seed=row)[0], 1
-    cache = read(model, ids, policy, mask)
-    assert begins_with(cache, 4, row=0)
-    assert begins_with(cache, 4, row=1)

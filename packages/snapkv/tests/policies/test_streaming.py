@@ -113,51 +113,6 @@ def test_a_cache_that_fills_up_while_generating_equals_it_too(prompt, slots_logi
     torch.testing.assert_close(got, slots_logits(model, pieces), atol=5e-4, rtol=5e-4)
 
 
-@pytest.mark.parametrize(
-    ("family", "at_once", "true_positions"), [("llama", 1, True), ("cohere", 5, False)]
-)
-def test_left_padded_rows_equal_it_row_by_row(family, at_once, true_positions, slots_logits):
-    lengths, model = (PROMPT, 21, 19, 2), tiny_model(family)
-    ids, *rest = pieces_of(len(lengths), at_once)
-    mask = torch.ones_like(ids)
-    for row, length in enumerate(lengths):
-        ids[row, :-length] = mask[row, :-length] = 0
-    cache, got = CompressedCache(model, POLICY), []
-    for piece in (ids, *rest):
-        if got:
-            mask = torch.cat([mask, mask.new_ones(piece.shape)], dim=1)
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -piece.shape[1] :]
-        options = {"position_ids": positions} if true_positions else {}
-        with torch.no_grad():
-            out = model(piece, past_key_values=cache, attention_mask=mask, **options)
-        got.append(out.logits)
-    for row, length in enumerate(lengths):
-        expected = slots_logits(model, [p[row : row + 1] for p in (ids[:, -length:], *rest)])
-        own = torch.cat(got, 1)[row : row + 1, PROMPT - length :]
-        torch.testing.assert_close(own, expected, atol=1e-3, rtol=1e-3)
-
-
-def test_beams_equal_greedy_rescoring_of_their_own_text(slots_logits):
-    """The score of a beam is the likelihood of its text: wrong sinks after a reorder would show."""
-    model, ids = tiny_model("llama"), random_ids(2, PROMPT)
-    out = model.generate(
-        ids,
-        past_key_values=CompressedCache(model, POLICY),
-        num_beams=3,
-        max_new_tokens=30,
-        do_sample=False,
-        length_penalty=0.0,
-        pad_token_id=0,
-        output_scores=True,
-        return_dict_in_generate=True,
-    )
-    logits = slots_logits(model, [ids, *out.sequences[:, PROMPT:-1].split(1, dim=1)])
-    likelihood = logits[:, PROMPT - 1 :].log_softmax(-1)
-    tokens = out.sequences[:, PROMPT:, None]
-    expected = likelihood.gather(2, tokens).sum(dim=(1, 2))
-    torch.testing.assert_close(out.sequences_scores, expected, atol=2e-2, rtol=1e-3)
-
-
 @pytest.mark.parametrize("family", ["llama", "cohere", "gpt_oss", "cohere2", "gemma3_text"])
 def test_only_the_keys_of_the_sinks_are_turned(family):
     model, pieces = tiny_model(family, IMPLEMENTATIONS[family][0]), pieces_of(2)[:1]

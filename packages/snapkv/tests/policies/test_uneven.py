@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,8 +18,6 @@ from snapkv.policies.budget import largest_remainder, share_of
 from snapkv.policies.pyramidkv import exact_budgets, published_budgets
 from tests.families import call, random_ids, tiny_model
 from tests.ops.states import layer_with_scores, random_layer
-from tests.oracle import masked_decode_logits, masked_generate
-from tests.pairs import pairs
 
 PROMPT, BUDGET, WINDOW = 80, 36, 8
 
@@ -33,28 +30,11 @@ METHODS = {
 }
 PER_QUERY_HEAD = AdaKV(SnapKV(BUDGET, window_size=WINDOW, group_reduce="none"))
 
-methods = pytest.mark.parametrize("policy", METHODS.values(), ids=METHODS)
-
 
 def read(model, policy, ids, **options):
     cache = CompressedCache(model, policy)
     call(model, cache, ids, **options)
     return cache
-
-
-@pairs(
-    policy={**METHODS, "per query": PER_QUERY_HEAD},
-    of=[("llama", "sdpa"), ("llama", "eager"), ("gemma2", "eager"), ("gpt_oss", "eager")],
-    at_once=[1, 4],
-)
-def test_decode_logits_equal_masked_full_attention(policy, of, at_once):
-    family, implementation = of
-    model, ids = tiny_model(family, implementation), random_ids(2, PROMPT)
-    tokens = random_ids(2, 4, seed=1)
-    cache = read(model, policy, ids)
-    got = torch.cat([call(model, cache, piece) for piece in tokens.split(at_once, dim=1)], dim=1)
-    expected = masked_decode_logits(model, cache, ids, tokens)
-    torch.testing.assert_close(got, expected, atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.parametrize("policy", [*METHODS.values(), PER_QUERY_HEAD], ids=[*METHODS, "per query"])
@@ -84,50 +64,6 @@ def test_what_the_heads_keep_stays_where_it_is_while_tokens_come(monkeypatch):
         assert layer.store.ragged.layout is layout
     pieces = sum(layer.store.ragged.layout.held_bytes for layer in cache.layers)
     assert cache.report()["index_bytes"] - noted == pieces > 0
-
-
-@methods
-def test_left_padded_rows_decode_as_they_do_alone(policy):
-    model, lengths = tiny_model("llama"), (PROMPT, 50, 20, 5)
-    rows = [random_ids(1, length, seed=length) for length in lengths]
-    ids, mask = torch.zeros(2, len(rows), PROMPT, dtype=torch.long)
-    for index, row in enumerate(rows):
-        ids[index, -row.shape[1] :] = row
-        mask[index, -row.shape[1] :] = 1
-    options = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
-    cache = CompressedCache(model, policy)
-    together = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
-    for index, row in enumerate(rows):
-        alone = CompressedCache(model, policy)
-        tokens = model.generate(row, past_key_values=alone, **options)
-        assert together[index, PROMPT:].tolist() == tokens[0, row.shape[1] :].tolist()
-        for layer in range(4):
-            for head, expected in enumerate(alone.kept_positions(layer)[0]):
-                kept = cache.kept_positions(layer)[index, head]
-                assert kept[kept >= 0].tolist() == expected[expected >= 0].tolist()
-
-
-@methods
-def test_beams_equal_masked_full_attention(policy):
-    model, ids = tiny_model("llama"), random_ids(2, PROMPT)
-    options = {"num_beams": 3, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-    cache = CompressedCache(model, policy)
-    tokens = model.generate(ids, past_key_values=cache, **options)
-    kept = read(model, policy, ids)
-    assert torch.equal(tokens, masked_generate(model, kept, ids, **options))
-
-
-@methods
-def test_prompt_lookup_equals_greedy(policy):
-    model, ids = tiny_model("llama"), random_ids(1, PROMPT) % 9 + 3
-    options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
-    greedy = model.generate(ids, past_key_values=CompressedCache(model, policy), **options)
-    cache = CompressedCache(model, policy)
-    lookup = {"prompt_lookup_num_tokens": 6, "max_matching_ngram_size": 1}
-    assert torch.equal(model.generate(ids, past_key_values=cache, **options, **lookup), greedy)
-    cache.crop(-5)
-    with pytest.raises(InvalidArgumentError, match="still whole"):
-        cache.crop(-PROMPT)
 
 
 # Allocation, by hand and in general.
@@ -170,15 +106,6 @@ def test_adakv_by_hand(safeguard, expected):
     selection = policy.select(layer)
     shares = tuple((selection.head_tokens[0] - 1).tolist())
     assert shares == expected
-
-
-def test_adakv_with_everything_safe_is_the_policy_itself():
-    model, ids = tiny_model("llama"), random_ids(2, PROMPT)
-    base = SnapKV(BUDGET, window_size=WINDOW)
-    sure = read(model, AdaKV(base, safeguard=1.0), ids)
-    even = read(model, base, ids)
-    for layer in range(4):
-        assert torch.equal(sure.kept_positions(layer), even.kept_positions(layer))
 
 
 @pytest.mark.parametrize(

@@ -122,10 +122,6 @@ def _of_context(draw: Draw, model: str) -> Policy:
     )
 
 
-def _limited(draw: Draw) -> kv.SnapKV:
-    return kv.SnapKV(**_limits(draw), kernel_size=draw.choice([1, 5]))
-
-
 def _policy(draw: Draw, model: str) -> Policy:
     chance = draw.random()
     if chance < 0.06:

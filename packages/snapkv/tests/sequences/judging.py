@@ -35,8 +35,6 @@ CHANGES = ("crop", "spans")
 """Parts that are no reading."""
 CLOSE = 2e-3
 """How far logits may be apart, as a part of the highest of them; float32 sums make it 1e-4."""
-LOWEST = -1e30
-"""No score is as low, but of what is hidden."""
 CLOSE_IN_BITS = {"int8": 0.15, "K8V4": 0.7, "int4": 0.7}
 """Where a row and the same one alone are grouped with other neighbours."""
 CLOSE_IN_GROUPS = {"int8": CLOSE, "K8V4": 1e-2, "int4": 1e-2}

@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import sys
+import threading
 
 import pytest
 import torch
@@ -9,8 +11,7 @@ from torch.testing import assert_close
 
 from snapkv import CompressedCache, SnapKV
 from snapkv.storage.append_buffer import ROOM_TOKENS, AppendBuffer
-from snapkv.storage.dynamic import Dynamic
-from tests.families import random_ids, tiny_model
+from tests.families import call, random_ids, tiny_model
 
 B, H, D = 2, 3, 4
 
@@ -106,27 +107,30 @@ def test_what_inference_mode_has_made_grows_outside_of_it():
     assert torch.equal(third, torch.cat([first, states(1, seed=2), states(1, seed=3)], dim=-2))
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy], ids=["deep", "sharing"])
-def test_a_cache_branches_where_it_is_copied_and_where_it_is_cropped(copied):
-    """Each branch says what it says alone, appended by concatenation."""
-    model, ids, tokens = tiny_model("llama"), random_ids(2, 80), random_ids(2, 12, seed=1)
-
-    def read(cache, more):
-        return [model(token, past_key_values=cache).logits for token in more.split(1, dim=1)]
-
-    def alone(*parts):
-        cache = CompressedCache(model, SnapKV(24, window_size=8))
-        for layer in cache.layers:
-            layer.storage = Dynamic(in_place=False)
-            layer.reset()
-        model(ids, past_key_values=cache)
-        return [read(cache, part) for part in parts][-1]
-
+def test_copies_of_a_cache_go_on_in_threads_of_their_own():
+    model, ids = tiny_model("llama"), random_ids(1, 40)
     cache = CompressedCache(model, SnapKV(24, window_size=8))
-    model(ids, past_key_values=cache)
-    read(cache, tokens[:, :4])
-    twin = copied(cache)
-    read(cache, tokens[:, 4:8])
-    assert_close(read(twin, tokens[:, 8:]), alone(tokens[:, :4], tokens[:, 8:]))
-    cache.crop(-4)
-    assert_close(read(cache, tokens[:, 8:]), alone(tokens[:, :4], tokens[:, 8:]))
+    call(model, cache, ids)
+
+    def go_on(branch, token, logits):
+        for step in range(25):
+            logits.append(call(model, branch, torch.full((1, 1), token + step % 20)))
+
+    expected, found = ([[], []] for _ in range(2))
+    for token in range(2):
+        go_on(copy.deepcopy(cache), 10 + token, expected[token])
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [
+            threading.Thread(target=go_on, args=(copy.copy(cache), 10 + token, found[token]))
+            for token in range(2)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(torch.cat(one), torch.cat(other))

@@ -62,3 +62,19 @@ METHODS = {
     "kvzap": KVzap(**BOTH, gate=drawn_gate()),
     "across-layers": AcrossLayers(KVzip(**BOTH)),
 }
+
+STORED = {
+    "static": {"storage": "static", "room_tokens": 96},
+    "int8": {"quantize": "int8"},
+    "int4": {"quantize": "int4"},
+    "static int8": {"storage": "static", "room_tokens": 96, "quantize": "int8"},
+    "compress": {"turns": "compress"},
+    "recall": {"recall": "host"},
+}
+"""Every way to store and to go on that is not the default."""
+
+CACHES = {
+    **{name: (policy, {}) for name, policy in METHODS.items() if not policy.reads_context},
+    **{name: (SNAPKV, options) for name, options in STORED.items()},
+}
+"""A method and options of a cache: every method as it is, and SnapKV in every way to store."""
