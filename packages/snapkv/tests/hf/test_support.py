@@ -2,74 +2,125 @@
 
 import pytest
 
-from snapkv import CompressedCache, SnapKVError
+from snapkv import (
+    CompressedCache,
+    InvalidArgumentError,
+    InvalidTypeError,
+    KVCodes,
+    SnapKV,
+    SnapKVError,
+    UnsupportedModelError,
+)
 from snapkv.hf.support import RULES, Setup
 from snapkv.policies import (
-    H2O,
+    AcrossLayers,
     AdaKV,
     ExpectedAttention,
     FastGen,
     KVzap,
     KVzip,
     PyramidKV,
-    SnapKV,
+    Random,
+    StreamingLLM,
 )
 from snapkv.prefill import selective
-from snapkv.storage.bits import KVCodes
-from tests.families import call, random_ids, small_model
+from tests.families import call, random_ids, small_model, tiny_model
 from tests.gates import drawn_gate
+from tests.methods import BOTH, METHODS, OWN_BUDGET, SNAPKV
 
-SNAPKV = SnapKV(24, window_size=8)
 LINE = r"^\w+: expected .* got .*; "
-PER_QUERY_HEAD = SnapKV(24, window_size=8, group_reduce="none")
+RATIO, BYTES = METHODS["snapkv by ratio"], SnapKV("12%")
+HOST, COMPRESS, STATIC = {"recall": "host"}, {"turns": "compress"}, {"storage": "static"}
+FEW = {"quantize": KVCodes(exact_layers=1)}
+EVICTS = METHODS["h2o"]
 
-
-def dropping(model, cache):
-    cache.drop([(0, 2)])
-
-
-def drafting(model, cache):
-    cache.activate_past_recording()
-
-
-def in_part(model, cache):
-    with selective(model):
-        model(random_ids(1, 60), past_key_values=cache)
-
-
-MADE = [
-    ("llama", SNAPKV, {"recall": "host", "turns": "append"}, "turns: expected 'compress' with"),
-    ("llama", SNAPKV, {"recall_bytes": 10}, "recall_bytes: expected recall='host'"),
-    ("llama", FastGen(), {}, "with_tokenizer"),
-    ("llama", AdaKV(SNAPKV), {"storage": "static"}, "storage: expected a policy"),
-    ("llama", SnapKV(keep_ratio=0.5), {"storage": "static"}, "storage: expected a policy"),
-    ("llama", PyramidKV(24, window_size=8), {"storage": "static"}, "storage: expected a policy"),
-    ("llama", H2O(64), {"storage": "static"}, "storage: expected a policy"),
-    ("llama", PER_QUERY_HEAD, {"storage": "static"}, "storage: expected a policy"),
-    ("sliding", SNAPKV, {"storage": "static"}, "DynamicSlidingWindowLayer"),
-    ("llama", SNAPKV, {"storage": "static", "turns": "compress"}, "storage: expected 'dynamic'"),
-    ("llama", H2O(64), {"quantize": "int8"}, "quantize: expected a policy"),
-    ("llama", PyramidKV("50%", window_size=8), {"quantize": KVCodes(exact_layers=1)}, "quantize"),
-    ("latent", SNAPKV, {"quantize": "int8"}, "none for latent attention"),
-    ("latent", PER_QUERY_HEAD, {}, "'mean' for latent attention"),
-    ("linear latent", PER_QUERY_HEAD, {}, "'mean' for latent attention"),
-    ("llama", H2O(64), {"turns": "compress"}, "for turns='compress', got h2o"),
-    ("llama", H2O(64), {"recall": "host"}, "only compresses prompts for recall"),
-    ("llama", KVzip(64), {"recall": "host"}, "has been read once"),
-    ("llama", ExpectedAttention(64), {"recall": "host"}, "by the last queries or none"),
-    ("llama", AdaKV(ExpectedAttention(64)), {"recall": "host"}, "by the last queries or none"),
-    ("llama", AdaKV(SNAPKV), {"turns": "compress"}, "the same for all heads and layers"),
-    (
-        "llama",
-        KVzap(64, gate=drawn_gate()),
-        {"turns": "compress"},
-        "the same for all heads and layers",
+REFUSED = [
+    # Recall.
+    ("turns: expected 'compress' with recall", SNAPKV, HOST | {"turns": "append"}),
+    ("turns: expected one of append, compress", SNAPKV, HOST | {"turns": "forget"}),
+    ("recall_bytes: expected recall='host' or a folder", SNAPKV, {"recall_bytes": 5}),
+    ("recall_bytes: expected at least 1", SNAPKV, HOST | {"recall_bytes": 0}),
+    ("recall: expected 'host' or a folder", SNAPKV, {"recall": "/proc/nowhere"}),
+    ("recall: expected 'host' or a folder.*null byte; choose", SNAPKV, {"recall": "a\0b"}),
+    ("policy: expected one that only compresses", EVICTS, HOST),
+    ("policy: expected one that chooses by the", ExpectedAttention(**BOTH), HOST),
+    ("policy: expected one that chooses by the", AdaKV(ExpectedAttention(**BOTH)), HOST),
+    ("later turns are read once", KVzip(**BOTH), HOST),
+    ("later turns are read once", AdaKV(KVzip(**BOTH)), HOST),
+    # Turns that are compressed.
+    ("a budget that is the same for all heads", AdaKV(SNAPKV), COMPRESS),
+    ("a budget that is the same for all heads", RATIO, COMPRESS),
+    ("the same for all heads and layers", PyramidKV(**BOTH), COMPRESS),
+    ("chooses by the last queries or none", ExpectedAttention(**BOTH), COMPRESS),
+    ("does not ask where tokens stand", KVzap(64, gate=drawn_gate()), COMPRESS),
+    ("storage: expected 'dynamic'", SNAPKV, COMPRESS | STATIC),
+    ("recall='host'", OWN_BUDGET, COMPRESS),
+    (r"expected .*share=0\.12", BYTES, COMPRESS),
+    # Static storage.
+    *(
+        ("storage: expected a policy that keeps a budg", METHODS[name], STATIC)
+        for name in ("full", "h2o", "snapkv by ratio", "adakv", "pyramidkv", "snapkv by query head")
     ),
+    (r"expected .*share=0\.12", BYTES, STATIC),
+    # Few bits.
+    *(
+        (f"quantize: expected int8 or int4, keys .*, got '{gone}'", SNAPKV, {"quantize": gone})
+        for gone in ("int3", "int2", "fp8", "auto")
+    ),
+    ("quantize: expected a policy that only", EVICTS, {"quantize": "int8"}),
+    ("quantize: expected layers that all hold tokens in", AdaKV(PyramidKV("50%")), FEW),
+    ("where across-layers shares bytes out among", AcrossLayers(KVzip("30%")), FEW),
+    # Budgets of all layers.
+    *(
+        (f"{next(iter(options))}|policy", METHODS["across-layers"], options)
+        for options in (STATIC, HOST, COMPRESS)
+    ),
+    # Protected spans.
+    ("positions='original'", StreamingLLM(40), {"protect": [(0, 1)]}),
 ]
 
 
-@pytest.mark.parametrize(("kind", "policy", "options", "said"), MADE)
-def test_what_does_not_go_together_is_refused_when_the_cache_is_made(kind, policy, options, said):
+@pytest.mark.parametrize(("said", "policy", "options"), REFUSED)
+def test_what_does_not_go_together(said, policy, options):
+    with pytest.raises(InvalidArgumentError, match=said) as refusal:
+        CompressedCache(tiny_model("llama"), policy, **options)
+    assert "\n" not in str(refusal.value)
+    assert "; " in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("said", "policy", "options"),
+    [
+        ("recall: expected 'host' or the path", SNAPKV, {"recall": 5}),
+        ("policy: expected a policy such as", "snapkv", {}),
+        ("policy: expected a policy such as", Random, {}),
+    ],
+)
+def test_what_is_none_of_them(said, policy, options):
+    with pytest.raises(InvalidTypeError, match=said):
+        CompressedCache(tiny_model("llama"), policy, **options)
+
+
+@pytest.mark.parametrize(
+    "policy", [ExpectedAttention(**BOTH), KVzap(16, window_size=4, gate=drawn_gate(4, 8))]
+)
+def test_methods_that_turn_keys_refuse_latents(policy):
+    with pytest.raises(UnsupportedModelError, match="latent attention"):
+        CompressedCache(tiny_model("deepseek_v3"), policy)
+
+
+PER_QUERY_HEAD = METHODS["snapkv by query head"]
+MODELS = [
+    ("llama", FastGen(), {}, "with_tokenizer"),
+    ("sliding", SNAPKV, STATIC, "DynamicSlidingWindowLayer"),
+    ("latent", SNAPKV, {"quantize": "int8"}, "none for latent attention"),
+    ("latent", PER_QUERY_HEAD, {}, "'mean' for latent attention"),
+    ("linear latent", PER_QUERY_HEAD, {}, "'mean' for latent attention"),
+]
+
+
+@pytest.mark.parametrize(("kind", "policy", "options", "said"), MODELS)
+def test_what_a_model_does_not_allow_leaves_it_as_it_was(kind, policy, options, said):
     model = small_model(kind)
     before = model.config._attn_implementation
     with pytest.raises(SnapKVError, match=LINE) as refused:
@@ -92,15 +143,15 @@ def read_in_part(model, cache):
 
 
 LATER = [
-    (drop, "llama", H2O(64), {}, "policy: expected one that only compresses prompts for drop"),
-    (drop, "llama", SNAPKV, {"storage": "static"}, "storage: expected 'dynamic' for drop"),
-    (drop, "llama", ExpectedAttention(64), {}, "where tokens stand for drop"),
+    (drop, "llama", EVICTS, {}, "policy: expected one that only compresses prompts for drop"),
+    (drop, "llama", SNAPKV, STATIC, "storage: expected 'dynamic' for drop"),
+    (drop, "llama", ExpectedAttention(**BOTH), {}, "where tokens stand for drop"),
     (verify_drafts, "linear", SNAPKV, {}, "got recurrent states"),
-    (verify_drafts, "llama", H2O(64), {}, "where drafts are verified"),
+    (verify_drafts, "llama", EVICTS, {}, "where drafts are verified"),
     (read_in_part, "sliding", SNAPKV, {}, "layer_by_layer"),
-    (read_in_part, "llama", SNAPKV, {"recall": "host"}, "recall: expected none"),
-    (read_in_part, "llama", SNAPKV, {"storage": "static"}, "storage: expected none"),
-    (read_in_part, "llama", ExpectedAttention(64), {}, "by attention alone"),
+    (read_in_part, "llama", SNAPKV, HOST, "recall: expected none"),
+    (read_in_part, "llama", SNAPKV, STATIC, "storage: expected none"),
+    (read_in_part, "llama", ExpectedAttention(**BOTH), {}, "by attention alone"),
 ]
 
 
@@ -121,7 +172,9 @@ def test_what_a_cache_cannot_do_is_refused_before_anything_changes(
 
 def test_every_row_of_the_table_is_tried():
     found = set()
-    for kind, policy, options, _ in [*MADE, *(row[1:] for row in LATER)]:
+    made = [("llama", policy, options) for _, policy, options in REFUSED]
+    models, later = [row[:3] for row in MODELS], [row[1:4] for row in LATER]
+    for kind, policy, options in made + models + later:
         try:
             setup = CompressedCache(small_model(kind), policy, **options).setup
         except SnapKVError as error:
