@@ -238,7 +238,7 @@ def _faults_of_notes(notes: Mapping[str, Any], input_ids: Tensor | None) -> Iter
     for index, saved in enumerate(notes["layers"]):
         if saved["kind"] != COMPRESSED:
             yield f"whose layer {index} is a {saved['kind']}, which keeps its own"
-    if notes["recalls"] or options.get("quantize") or options.get("turns") == "compress":
+    if notes["recalls"] or options.get("quantize") or options.get("turns") not in (None, "append"):
         yield "made with recall, quantize or turns, as no library makes one"
     if not seen or notes["turn_start"] or notes["prompt_end"] != seen:
         yield f"which has seen {seen} tokens, and not as one prompt"

@@ -36,8 +36,9 @@ EVICTS = METHODS["h2o"]
 
 REFUSED = [
     # Recall.
-    ("turns: expected 'compress' with recall", SNAPKV, HOST | {"turns": "append"}),
-    ("turns: expected one of append, compress", SNAPKV, HOST | {"turns": "forget"}),
+    ("turns: expected 'recall' with a place", SNAPKV, HOST | {"turns": "append"}),
+    ("turns: expected 'recall' with a place", SNAPKV, HOST | COMPRESS),
+    ("turns: expected one of append, compress, recall", SNAPKV, HOST | {"turns": "forget"}),
     ("recall_bytes: expected recall='host' or a folder", SNAPKV, {"recall_bytes": 5}),
     ("recall_bytes: expected at least 1", SNAPKV, HOST | {"recall_bytes": 0}),
     ("recall: expected 'host' or a folder", SNAPKV, {"recall": "/proc/nowhere"}),
@@ -149,7 +150,7 @@ LATER = [
     (verify_drafts, "linear", SNAPKV, {}, "got recurrent states"),
     (verify_drafts, "llama", EVICTS, {}, "where drafts are verified"),
     (read_in_part, "sliding", SNAPKV, {}, "layer_by_layer"),
-    (read_in_part, "llama", SNAPKV, HOST, "recall: expected none"),
+    (read_in_part, "llama", SNAPKV, HOST, "turns: expected no recall"),
     (read_in_part, "llama", SNAPKV, STATIC, "storage: expected none"),
     (read_in_part, "llama", ExpectedAttention(**BOTH), {}, "by attention alone"),
 ]

@@ -258,7 +258,7 @@ def test_the_model_is_as_before_afterwards_and_after_an_error():
 
 
 REFUSED = {
-    "recall": ("recall: expected", {"recall": "host"}, {}),
+    "recall": ("turns: expected no recall", {"recall": "host"}, {}),
     "storage": ("storage: expected", {"storage": "static"}, {}),
     "policy": ("policy: expected", {"policy": METHODS["expected-attention"]}, {}),
     "layer": ("layer", {}, {"layer": 4}),

@@ -213,7 +213,7 @@ class Conversation:
         own = policy if policy.needs else None
         wanted = None if recall == NO_RECALL else recall
         cache, beside = CompressedCache.load_with(path, loaded.model, policy=own, recall=wanted)
-        if recall == NO_RECALL and cache.options["recall"] is not None:
+        if recall == NO_RECALL and cache.options["turns"] == "recall":
             raise CacheMismatchError(
                 f"recall: expected 'host', a folder or nothing for a conversation that was saved "
                 f"with recall, got {recall!r}; leave it out"

@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicLayer
 
 from snapkv import ops
 from snapkv.cache.choosing import choose
+from snapkv.cache.options import Turns
 from snapkv.cache.slots import DecodeNotes, SlotMap, require_removable
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import EvictingPolicy, Eviction, Policy, PromptLayer, Selection
@@ -58,7 +59,7 @@ class CompressedLayer(DynamicLayer):
         slots: which token stands in which slot of the store.
         notes: what else is known of the tokens.
         offloaded: all tokens of the turns so far, off the device; None where dropped is dropped.
-        chooses_again: whether every later prompt brings it back to its budget, see `TurnOptions`.
+        turns: what becomes of a later prompt.
         protect: positions of the whole conversation that must stay; None for none.
     """
 
@@ -70,7 +71,7 @@ class CompressedLayer(DynamicLayer):
         self.store: TokenStore = storage.empty()
         self.slots, self.notes, self._seen_tokens = SlotMap(), DecodeNotes(), 0
         self.offloaded: OffloadedTokens | None = None
-        self.chooses_again = False
+        self.turns: Turns = "append"
         self.protect: Spans | None = None
 
     # What transformers asks of a layer.
@@ -219,6 +220,11 @@ class CompressedLayer(DynamicLayer):
         if self.storage.is_compileable:
             copied.storage, copied.store = copy.deepcopy((self.storage, self.store))
         return copied
+
+    @property
+    def chooses_again(self) -> bool:
+        """Whether every later prompt brings it back to its budget."""
+        return self.turns != "append"
 
     # What it holds.
 

@@ -5,7 +5,9 @@ from typing import Literal
 
 from snapkv.policies.spans import Span, Spans
 
-Turns = Literal["append", "compress"]
+Turns = Literal["append", "compress", "recall"]
+"""What becomes of a later prompt: it is stored whole behind what was kept; its end votes on that; or
+it votes on all that was seen."""
 
 Protect = Iterable[Span]
 """Half-open spans of positions; see `CompressedCache`."""

@@ -69,12 +69,12 @@ class CompressedCache(Cache):
             CUDA graph and replays it. Call `reset()` and use the cache again: its buffers stay. It
             needs a policy with a budget, the same for all heads and layers.
         room_tokens: for "static", how many tokens behind the prompt there is room for.
-        turns: what becomes of a later prompt. "append" stores it whole behind what was kept;
-            "compress" reads it over what was kept, lets its end vote on all of that, and brings the
-            cache back to its budget. "append" by default, "compress" with `recall`.
-        recall: where evicted keys and values go instead of being dropped: "host" for the memory of
-            the host, or a folder for files that are mapped into it. A later prompt is read over all
-            that was seen, layer by layer, and its end votes on all of it again.
+        turns: what becomes of a later prompt. "append", the default, stores it whole behind what
+            was kept; "compress" reads it over what was kept, lets its end vote on all of that, and
+            brings the cache back to its budget; "recall" does so over all that was seen, layer by
+            layer, for which evicted keys and values are offloaded instead of being dropped.
+        recall: where they go: "host", the memory of the host, or a folder for files that are mapped
+            into it. Given alone, it means ``turns="recall"``; "host" is where they go without it.
         recall_bytes: how many bytes `recall` may take; no limit by default.
         quantize: hold what is kept of a prompt, and all but the last of what is generated, in few
             bits: "int8", "int4", "K8V4", or a `KVCodes`.
@@ -136,7 +136,7 @@ class CompressedCache(Cache):
         compressed = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
         pool = setup.pool
         for layer in compressed:
-            layer.chooses_again, layer.protect = setup.chooses_again, setup.spans
+            layer.turns, layer.protect = setup.going_on, setup.spans
             layer.offloaded = None if pool is None else OffloadedTokens(pool)
         self._use = use(model)
         self.policy, self.setup = policy, setup

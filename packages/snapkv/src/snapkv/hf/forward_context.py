@@ -46,16 +46,16 @@ def phase_of(seen_tokens: int, new_tokens: int, prompt_end: int, turn: Turns | N
     | no | | | DECODE |
     | yes | no | None | READ_PROMPT |
     | yes | yes | None | END_PROMPT |
-    | yes | no | "append", "compress" | READ_TURN |
+    | yes | no | any | READ_TURN |
     | yes | yes | "append" | READ_TURN |
-    | yes | yes | "compress" | END_TURN |
+    | yes | yes | "compress", "recall" | END_TURN |
     """
     if seen_tokens - new_tokens >= prompt_end:
         return Phase.DECODE
     reaches_end = seen_tokens >= prompt_end
     if turn is None:
         return Phase.END_PROMPT if reaches_end else Phase.READ_PROMPT
-    return Phase.END_TURN if reaches_end and turn == "compress" else Phase.READ_TURN
+    return Phase.END_TURN if reaches_end and turn != "append" else Phase.READ_TURN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class ForwardContext:
         """Where in the conversation the pass lies; asked before the layer changes."""
         turn: Turns | None = None
         if self.layer.slots.is_compressed:
-            turn = "compress" if self.layer.chooses_again else "append"
+            turn = self.layer.turns
         return phase_of(self.layer.seen_tokens, self.new_tokens, self.prompt_end, turn)
 
     @property

@@ -73,7 +73,7 @@ def encoded(
         "model": dict(model),
         "policy": reading.policy.as_saved(),
         "options": {name: options[name] for name in _OPTIONS},
-        "recalls": options["recall"] is not None,
+        "recalls": options["turns"] == "recall",
         "seen_tokens": reading.seen_tokens,
         "prompt_end": reading.prompt_end,
         "turn_start": reading.turn_start,
@@ -144,14 +144,15 @@ def _rebuilt(
     recall_bytes: int | None,
 ) -> Any:
     """A cache out of what a file holds, of the same model."""
+    options = _known_options(notes)
     if notes["recalls"]:
-        recall = "host" if recall is None else recall
+        options["turns"] = "recall"  # earlier releases had another word, or none
     elif recall is not None:
         raise CacheMismatchError(
             f"recall: expected none for a cache that was saved without, whose dropped tokens "
             f"are gone, got {str(recall)!r}; leave recall out"
         )
-    options = {**_known_options(notes), "recall": recall, "recall_bytes": recall_bytes}
+    options |= {"recall": recall, "recall_bytes": recall_bytes}
     cache = kind(model, policy_of(notes["policy"], policy), **options)
     places, elsewhere = layer_devices(model), device_of(model)
     for index, (layer, saved) in enumerate(zip(cache.layers, notes["layers"], strict=True)):

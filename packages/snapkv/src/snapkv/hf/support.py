@@ -6,7 +6,7 @@ is made with is judged when it is made; what it is asked for later, before anyth
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, is_dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from snapkv.cache.options import Protect, Turns, protected_spans
 from snapkv.errors import InvalidArgumentError, SnapKVError, UnsupportedModelError
@@ -53,7 +53,7 @@ class Setup:
         require_choice("storage", self.storage, ("dynamic", "static"))
         require_int("room_tokens", self.room_tokens, minimum=1)
         if self.turns is not None:
-            require_choice("turns", self.turns, ("append", "compress"))
+            require_choice("turns", self.turns, get_args(Turns))
         _ = self.codes
 
     def require(self, use: Use) -> None:
@@ -68,9 +68,16 @@ class Setup:
     def options(self) -> dict[str, Any]:
         """As `CompressedCache` has them, ready for JSON."""
         bits = asdict(self.quantize) if is_dataclass(self.quantize) else self.quantize
-        names = ("storage", "room_tokens", "turns", "recall", "recall_bytes")
         spans = None if self.spans is None else [list(span) for span in self.spans.parts]
-        return {name: getattr(self, name) for name in names} | {"quantize": bits, "protect": spans}
+        return {
+            "storage": self.storage,
+            "room_tokens": self.room_tokens,
+            "quantize": bits,
+            "turns": self.going_on,
+            "recall": self.recalled_from,
+            "recall_bytes": self.recall_bytes,
+            "protect": spans,
+        }
 
     @property
     def spans(self) -> Spans | None:
@@ -85,14 +92,29 @@ class Setup:
         return self.storage == "static"
 
     @property
+    def going_on(self) -> Turns:
+        """What becomes of a later prompt, where the user has only said where to recall from."""
+        return self.turns or ("append" if self.recall is None else "recall")
+
+    @property
+    def recalls(self) -> bool:
+        return self.going_on == "recall"
+
+    @property
     def chooses_again(self) -> bool:
         """Whether every later prompt brings the cache back to its budget."""
-        return self.recall is not None or self.turns == "compress"
+        return self.going_on != "append"
 
     @property
     def pool(self) -> OffloadPool | None:
         """Made anew: where evicted keys and values go."""
-        return None if self.recall is None else pool_for(self.recall, self.recall_bytes)
+        where = self.recalled_from
+        return None if where is None else pool_for(where, self.recall_bytes)
+
+    @property
+    def recalled_from(self) -> Recall | None:
+        """Where evicted keys and values go; None where they are dropped."""
+        return (self.recall or "host") if self.recalls else None
 
     # Facts on the method.
 
@@ -118,7 +140,7 @@ class Setup:
     @property
     def turns_asked(self) -> str:
         """The option by which later prompts choose, as a user wrote it."""
-        return "turns='compress'" if self.recall is None else "recall"
+        return "recall" if self.recalls else "turns='compress'"
 
     @property
     def other_names(self) -> str:
@@ -142,12 +164,12 @@ class Rule:
 
 RULES = (
     Rule(
-        meets=lambda s: s.recall is not None and s.turns == "append",
-        line="turns: expected 'compress' with recall, since every turn votes on what is recalled, "
-        "got 'append'; leave turns out",
+        meets=lambda s: s.recall is not None and not s.recalls,
+        line="turns: expected 'recall' with a place to recall from, got {s.turns!r}; leave turns "
+        "out, or recall",
     ),
     Rule(
-        meets=lambda s: s.recall_bytes is not None and s.recall is None,
+        meets=lambda s: s.recall_bytes is not None and not s.recalls,
         line="recall_bytes: expected recall='host' or a folder beside it, got {s.recall_bytes} "
         "without; pass recall, or leave recall_bytes out",
     ),
@@ -169,7 +191,7 @@ RULES = (
         error=UnsupportedModelError,
     ),
     Rule(
-        meets=lambda s: s.is_static and s.chooses_again and s.recall is None,
+        meets=lambda s: s.is_static and s.going_on == "compress",
         line="storage: expected 'dynamic' where a cache chooses again out of what it stores "
         "(turns='compress' without recall), got 'static', whose buffer stays as it is; leave "
         "one out",
@@ -216,9 +238,7 @@ RULES = (
     ),
     Rule(
         meets=lambda s: (
-            s.chooses_again
-            and s.recall is None
-            and (not s.keeps_alike or "rotation" in s.policy.needs)
+            s.going_on == "compress" and (not s.keeps_alike or "rotation" in s.policy.needs)
         ),
         line="policy: expected one with a budget that is the same for all heads and layers, and "
         "that does not ask where tokens stand, for turns='compress' without recall, got "
@@ -266,9 +286,9 @@ RULES = (
     ),
     Rule(
         use="selective",
-        meets=lambda s: s.recall is not None,
-        line="recall: expected none where only some tokens go on, since the other layers never see"
-        " the rest, got {s.recall}; leave it out, or read the prompt exactly",
+        meets=lambda s: s.recalls,
+        line="turns: expected no recall where only some tokens go on, since the other layers never"
+        " see the rest, got {s.going_on!r}; leave it out, or read the prompt exactly",
     ),
     Rule(
         use="selective",
