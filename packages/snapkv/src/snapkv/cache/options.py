@@ -6,8 +6,8 @@ from typing import Literal
 from snapkv.policies.spans import Span, Spans
 
 Turns = Literal["append", "compress", "recall"]
-"""What becomes of a later prompt: stored whole behind what was kept; its end votes on what was kept;
-or it votes on all that was seen."""
+"""What becomes of a later prompt: stored whole behind what was kept; its end votes on what was
+kept; or it votes on all that was seen."""
 
 Protect = Iterable[Span]
 """Half-open spans of positions; see `CompressedCache`."""
