@@ -757,14 +757,6 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "policies/test_streaming.py",
         ),
     ],
-    "snapkv/storage/coded.py": [
-        (
-            "a block of codes that has lost tokens keeps the wrong ones",
-            "order = (~kept).to(torch.uint8).argsort(dim=1, stable=True)",
-            "order = kept.to(torch.uint8).argsort(dim=1, stable=True)",
-            "cache/test_spans.py",
-        ),
-    ],
     "snapkv/storage/offload.py": [
         (
             "offloaded tokens come back that were taken back",
@@ -792,6 +784,12 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
         ),
     ],
     "snapkv/storage/ragged.py": [
+        (
+            "heads hold a token that was taken back",
+            "[..., : heads.longest_tokens - own])",
+            "[..., : heads.longest_tokens - own + 1])",
+            "storage/test_coded.py",
+        ),
         (
             "ragged heads are gathered from the KV head of another group",
             "* keys.shape[1] // index.shape[1]",

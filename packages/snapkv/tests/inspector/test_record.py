@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from snapkv import (
     H2O,
@@ -229,13 +230,12 @@ def test_hiding_changes_exactly_the_likelihood_that_a_mask_changes():
     span = found.spans[0]
 
     def likelihood(drop):
-        cache = CompressedCache(model, FullCache())
+        cache = DynamicCache(config=model.config)
         with torch.inference_mode():
             model(ids, past_key_values=cache)
-            for store in [layer.store for layer in cache.layers] if drop else ():
+            for layer in cache.layers if drop else ():
                 keep = [i for i in range(60) if not span.start <= i < span.stop]
-                kept = store.keys[:, :, keep], store.values[:, :, keep]
-                store.fill(*kept, store.num_kv_heads)
+                layer.keys, layer.values = layer.keys[:, :, keep], layer.values[:, :, keep]
             logits = model(
                 answer[:, :-1], past_key_values=cache, position_ids=torch.arange(60, 62)[None]
             ).logits[0]

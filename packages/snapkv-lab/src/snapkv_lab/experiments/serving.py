@@ -38,7 +38,7 @@ from snapkv_lab.measure.timing import spent_on, spread
 from snapkv_lab.report.tables import cell, markdown_table
 from snapkv_lab.rows import Row, grouped, of
 from snapkv_vllm import engine_args
-from snapkv_vllm.documents import words
+from snapkv_vllm.documents import protocol
 from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.versions import installed
 
@@ -531,7 +531,7 @@ def _shared_rows(engine: Engine, text: list[int], given: RunContext) -> Iterator
     for budget in given.budgets:
         name, free = f"shared, {budget} tokens", engine.pool.get_num_free_blocks()
         instruction = encode(given.loaded.tokenizer, INSTRUCTION)
-        own = {words.REGISTER: name, words.INSTRUCTION: instruction, words.BUDGET: budget}
+        own = {protocol.REGISTER: name, protocol.INSTRUCTION: instruction, protocol.BUDGET: budget}
         spent = spent_on(partial(engine.send, [[*text, 1]], 1, extra_args=own))
         yield {
             "part": "register",
@@ -541,7 +541,7 @@ def _shared_rows(engine: Engine, text: list[int], given: RunContext) -> Iterator
             "read_once_seconds": read.wall_ms / 1000,
             "blocks": free - engine.pool.get_num_free_blocks(),
         }
-        ways[name] = ({"extra_args": {words.DOCUMENT: name}}, given.questions)
+        ways[name] = ({"extra_args": {protocol.DOCUMENT: name}}, given.questions)
     yield from _asked(engine, text, ways, given)
 
 

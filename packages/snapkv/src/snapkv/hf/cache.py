@@ -225,8 +225,8 @@ class CompressedCache(Cache):
             reading.require_queries(reading.seen_tokens + new_tokens)
         if self._check.doubts or reading.is_broken or not self._use.is_in_place:
             raise _interrupted()
-        if reading.seen_tokens and not reading.is_piecewise:
-            self._require_states(new_tokens)
+        if self.setup.states is States.BEGIN_ANEW and reading.seen_tokens:
+            self._require_states(1 if reading.is_piecewise else new_tokens)
 
     def require_pieces(self, prompt_end: int, piece_tokens: int, visible: Tensor | None) -> None:
         """Refuse a prompt in such pieces before the first one is read; `visible` as its mask."""
