@@ -21,6 +21,7 @@ import os
 import sys
 import time
 import traceback
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from inspect import CO_OPTIMIZED
@@ -35,7 +36,9 @@ from tests.faults.faults import FAULTS, Fault
 
 def seed(fault: Fault) -> None:
     """Give every function of the fault's module the code that it has with the fault."""
-    module = importlib.import_module(".".join(Path(fault.file).with_suffix("").parts))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a module may be imported here for the first time
+        module = importlib.import_module(".".join(Path(fault.file).with_suffix("").parts))
     path = str(module.__file__)
     text = Path(path).read_text(encoding="utf-8")
     assert text.count(fault.old) == 1, f"{fault.file}: {fault.old!r} x {text.count(fault.old)}"

@@ -742,9 +742,9 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
     "snapkv/storage/base.py": [
         (
             "a crop leaves the values of the tokens behind",
-            "        for plane in self.planes:\n"
-            "            plane.states = plane.states[..., :-tokens, :]\n",
-            "        keys, values = self.planes\n"
+            "        for tensor in self.tensors:\n"
+            "            tensor.states = tensor.states[..., :-tokens, :]\n",
+            "        keys, values = self.tensors\n"
             "        keys.states = keys.states[..., :-tokens, :]\n"
             "        values.states = values.states[..., tokens:, :]\n",
             "hf/test_cache.py",

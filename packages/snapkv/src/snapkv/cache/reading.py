@@ -81,7 +81,7 @@ def only_tokens(tokens: int, places: Tensor) -> Narrowing:
     return Narrowing(first_layer=0, prompt_tokens=tokens, chosen=chosen)
 
 
-class PaddingWatch:
+class PaddingTracker:
     """Looks at the masks of a cache's forward passes as they are made.
 
     Pads stand in front of a row, and nowhere else. Those in front of a prompt are read where it
@@ -145,8 +145,8 @@ class PaddingWatch:
                 "prompt in larger pieces"
             )
 
-    def of(self, layers: Sequence[CompressedLayer]) -> "PaddingWatch":
-        return PaddingWatch(layers, self.masked_to, has_states=self.has_states)
+    def of(self, layers: Sequence[CompressedLayer]) -> "PaddingTracker":
+        return PaddingTracker(layers, self.masked_to, has_states=self.has_states)
 
 
 def _whole(visible: Tensor, total: int) -> Tensor:

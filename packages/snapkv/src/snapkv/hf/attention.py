@@ -18,7 +18,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from snapkv.cache.layer import CompressedLayer
-from snapkv.cache.reading import PaddingWatch, Reading
+from snapkv.cache.reading import PaddingTracker, Reading
 from snapkv.errors import CacheMismatchError, UnsupportedModelError
 from snapkv.hf import forward_context
 from snapkv.hf.attend import Attended, AttentionCall, attend_stored, fitting
@@ -92,7 +92,7 @@ def _make_mask(
     return made
 
 
-def _require_causal(watch: PaddingWatch, mask: Any, new_tokens: int) -> None:
+def _require_causal(watch: PaddingTracker, mask: Any, new_tokens: int) -> None:
     """Refuse tokens that see later ones behind a compressed prompt, before any are stored."""
     is_over_kept = any(layer.reads_over_kept for layer in watch.layers)
     if is_over_kept and sees_ahead(mask, new_tokens):

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.options import Protect, Turns
-from snapkv.cache.reading import PaddingWatch, Reading
+from snapkv.cache.reading import PaddingTracker, Reading
 from snapkv.cache.report import CacheReport
 from snapkv.cache.slots import require_removable
 from snapkv.cache.spans import (
@@ -144,7 +144,7 @@ class CompressedCache(Cache):
         room = room_tokens if setup.is_static else None
         self.reading = Reading(layers=compressed, room_tokens=room)
         self._first = compressed[0].identity.layer_idx
-        self._padding = PaddingWatch(compressed, has_states=has_states)
+        self._padding = PaddingTracker(compressed, has_states=has_states)
         self._check = VoteCheck()
 
     # What transformers asks of a cache.

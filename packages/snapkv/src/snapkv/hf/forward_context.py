@@ -2,8 +2,8 @@
 
 `Cache.update` knows the layer but not the queries; the attention function knows the queries but not
 the layer. Both run in the same thread, one right after the other. In the same way a cache that is
-asked how large a mask must be leaves its `PaddingWatch` for the function that then makes it, and a
-forward pass over a tree of candidates says which token sees which.
+asked how large a mask must be leaves its `PaddingTracker` for the function that then makes it, and
+a forward pass over a tree of candidates says which token sees which.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.options import Turns
-from snapkv.cache.reading import PaddingWatch, Reading
+from snapkv.cache.reading import PaddingTracker, Reading
 from snapkv.hf.fidelity import VoteCheck
 from snapkv.policies import PromptLayer
 
@@ -139,7 +139,7 @@ class _Current(threading.local):
     def __init__(self) -> None:
         """Each in the instance, where torch.compile looks at it."""
         self.context: ForwardContext | None = None
-        self.padding: weakref.ref[PaddingWatch] | None = None
+        self.padding: weakref.ref[PaddingTracker] | None = None
         self.candidates: Candidates | None = None
         self.hook = Hook()
         self.is_recording = False
@@ -214,12 +214,12 @@ def take_shared(keys: Tensor) -> Shared | None:
     return None
 
 
-def enter_padding(watch: PaddingWatch) -> None:
+def enter_padding(watch: PaddingTracker) -> None:
     """Leave a cache's watch for the mask that this thread makes next."""
     _current.padding = weakref.ref(watch)
 
 
-def take_padding() -> PaddingWatch | None:
+def take_padding() -> PaddingTracker | None:
     """Whose watch a mask is made for, if any; it is left only once, and not kept alive."""
     padding, _current.padding = _current.padding, None
     return None if padding is None else padding()

@@ -1,4 +1,4 @@
-"""What holds the keys and values of one layer: two planes, in one of several layouts."""
+"""What holds the keys and values of one layer: two tensors, in one of several layouts."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -12,7 +12,7 @@ from snapkv import ops
 from snapkv.storage.append_buffer import AppendBuffer
 
 
-class Plane:
+class KVTensor:
     """The keys of a layer, or its values, (B, H, S, D).
 
     Attributes:
@@ -27,9 +27,9 @@ class Plane:
         states, buffer = self.states, self._buffer
         self.states = torch.cat([states, new], -2) if buffer is None else buffer.append(states, new)
 
-    def __copy__(self) -> "Plane":
+    def __copy__(self) -> "KVTensor":
         """One that goes on by itself: only one may write behind what both hold."""
-        return Plane(self.states, in_place=self._buffer is not None)
+        return KVTensor(self.states, in_place=self._buffer is not None)
 
 
 class HeadStates(ABC):
@@ -93,7 +93,7 @@ class TokenStore(ABC):
     on with, which may be of another layout.
 
     Attributes:
-        planes: keys and values; none while empty.
+        tensors: keys and values; none while empty.
         num_kv_heads: heads of what is appended. H is more where a policy keeps one set per query
             head.
         kind: name of the layout, as saved files have it.
@@ -107,27 +107,27 @@ class TokenStore(ABC):
     is_exact: ClassVar[bool] = True
     ragged: "HeadStates | None" = None
 
-    def __init__(self, num_kv_heads: int = 0, *planes: Plane) -> None:
-        self.num_kv_heads, self.planes = num_kv_heads, planes
+    def __init__(self, num_kv_heads: int = 0, *tensors: KVTensor) -> None:
+        self.num_kv_heads, self.tensors = num_kv_heads, tensors
 
     @property
     def keys(self) -> Any:
         """(B, H, S, D), what attention is handed; None while empty."""
-        return self.planes[0].states if self.planes else None
+        return self.tensors[0].states if self.tensors else None
 
     @property
     def values(self) -> Any:
         """(B, H, S, Dv), what attention is handed; None while empty."""
-        return self.planes[1].states if self.planes else None
+        return self.tensors[1].states if self.tensors else None
 
     @property
     def is_filled(self) -> bool:
-        return bool(self.planes)
+        return bool(self.tensors)
 
     @property
     def slots(self) -> int:
         """Slots of every head and row."""
-        return int(self.keys.shape[2]) if self.planes else 0
+        return int(self.keys.shape[2]) if self.tensors else 0
 
     @property
     def written_tokens(self) -> int:
@@ -170,8 +170,8 @@ class TokenStore(ABC):
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store new tokens, (B, num_kv_heads, N, D); returns `keys` and `values`, they are last."""
         repeats = self.keys.shape[1] // keys.shape[1]  # heads that keep a set of their own
-        for plane, new in zip(self.planes, (keys, values), strict=True):
-            plane.append(new if repeats == 1 else new.repeat_interleave(repeats, dim=1))
+        for tensor, new in zip(self.tensors, (keys, values), strict=True):
+            tensor.append(new if repeats == 1 else new.repeat_interleave(repeats, dim=1))
         return self.keys, self.values
 
     @abstractmethod
@@ -193,13 +193,13 @@ class TokenStore(ABC):
         """
 
     def crop(self, tokens: int) -> "TokenStore":
-        for plane in self.planes:
-            plane.states = plane.states[..., :-tokens, :]
+        for tensor in self.tensors:
+            tensor.states = tensor.states[..., :-tokens, :]
         return self
 
     def select_rows(self, rows: Tensor) -> "TokenStore":
-        for plane in self.planes:
-            plane.states = plane.states.index_select(0, rows.to(plane.states.device))
+        for tensor in self.tensors:
+            tensor.states = tensor.states.index_select(0, rows.to(tensor.states.device))
         return self
 
     def finalize_step(self, drafts: int = 0) -> None:
@@ -252,12 +252,12 @@ class TokenStore(ABC):
     @property
     def held_bytes(self) -> int:
         """Bytes of the keys and values, measured on the tensors."""
-        return sum(plane.states.nbytes for plane in self.planes)
+        return sum(tensor.states.nbytes for tensor in self.tensors)
 
     @property
     def bits(self) -> str:
         """Bits of a number that is kept of a prompt, such as "16"; of keys and values, "8/4"."""
-        return str(8 * self.keys.element_size()) if self.planes else "0"
+        return str(8 * self.keys.element_size()) if self.tensors else "0"
 
     @property
     def index_bytes(self) -> int:
@@ -272,7 +272,7 @@ class TokenStore(ABC):
         """One that goes on by itself; no tensor is copied."""
         copied = type(self).__new__(type(self))
         copied.__dict__.update(self.__dict__)
-        copied.planes = tuple(map(copy.copy, self.planes))
+        copied.tensors = tuple(map(copy.copy, self.tensors))
         return copied
 
 

@@ -284,8 +284,8 @@ class CodedStore(RaggedStore):
         self._hold(*both(_behind, recent, (self.keys, self.values)))
 
     def _hold(self, keys: Tensor, values: Tensor) -> None:
-        for plane, states in zip(self.planes, (keys, values), strict=True):
-            plane.states = states
+        for tensor, states in zip(self.tensors, (keys, values), strict=True):
+            tensor.states = states
 
     def dense(self) -> tuple[DenseStore, Tensor]:
         """What all of it stands for with as many slots in every head, and each row's empty ones."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.storage.base import Plane, TokenStore, keep_tokens
+from snapkv.storage.base import KVTensor, TokenStore, keep_tokens
 from snapkv.storage.ragged import RaggedStore
 
 
@@ -27,8 +27,8 @@ class DenseStore(TokenStore):
     def fill(self, keys: Tensor | None, values: Tensor | None, num_kv_heads: int) -> "DenseStore":
         """Hold these from now on; a file of an empty one has None."""
         self.num_kv_heads = num_kv_heads
-        self.planes = tuple(
-            Plane(states, in_place=self._in_place)
+        self.tensors = tuple(
+            KVTensor(states, in_place=self._in_place)
             for states in (keys, values)
             if states is not None
         )
@@ -47,8 +47,8 @@ class DenseStore(TokenStore):
     def keep(self, indices: Tensor, tokens: int, *, ragged: bool = False) -> TokenStore:
         if ragged:
             return RaggedStore.gather(self, indices, tokens)
-        for plane in self.planes:
-            plane.states = keep_tokens(plane.states, indices, tokens)
+        for tensor in self.tensors:
+            tensor.states = keep_tokens(tensor.states, indices, tokens)
         return self
 
     def only(self, stays: Tensor) -> TokenStore:
@@ -62,8 +62,8 @@ class DenseStore(TokenStore):
         alike = (stays == stays[:1, :1]).flatten(0, 1).all(dim=0)
         first = self.slots - int(alike.flip(0).cumprod(0).sum())
         store = RaggedStore.gather(self, ops.kept_indices(stays[..., :first]), first)
-        for plane in store.planes:
-            plane.states = plane.states[:, :, stays[0, 0, first:]]
+        for tensor in store.tensors:
+            tensor.states = tensor.states[:, :, stays[0, 0, first:]]
         return store
 
     def ragged_from(self, empty: Tensor | None, tokens: int) -> RaggedStore:

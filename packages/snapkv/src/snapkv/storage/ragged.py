@@ -14,7 +14,7 @@ from torch import Tensor
 
 from snapkv import ops
 from snapkv.ops import RaggedLayout, ScoreOptions, ragged_attention
-from snapkv.storage.base import HeadStates, Plane, TokenStore
+from snapkv.storage.base import HeadStates, KVTensor, TokenStore
 
 Counts = tuple[tuple[int, ...], ...]
 """Tokens of each head, row by row: B lists of H numbers."""
@@ -186,7 +186,7 @@ class RaggedStore(TokenStore):
         values: Tensor,
         num_kv_heads: int,
     ) -> None:
-        tail = (Plane(part, in_place=False) for part in (keys, values))
+        tail = (KVTensor(part, in_place=False) for part in (keys, values))
         super().__init__(num_kv_heads, *tail)
         self.ragged = states
 
@@ -219,8 +219,8 @@ class RaggedStore(TokenStore):
         keys, values = (states.flatten(0, 2) for states in (self.keys, self.values))
         tail = RaggedStates(keys=keys, values=values, head_tokens=((N,) * H,) * B)
         self.ragged = replace(self.ragged.decoded().joined(tail), least_slots=self.slots)
-        for plane in self.planes:
-            plane.states = plane.states[..., :0, :].clone()
+        for tensor in self.tensors:
+            tensor.states = tensor.states[..., :0, :].clone()
 
     def keep(self, indices: Tensor, tokens: int, *, ragged: bool = True) -> TokenStore:
         """Keep some of what the heads keep; the tail stands behind those slots, or is absorbed."""
@@ -237,8 +237,8 @@ class RaggedStore(TokenStore):
         if more := tail.shape[-1] - last:
             older = RaggedStates.gather(self.keys, self.values, tail[..., :more])
             self.ragged = self.ragged.decoded().joined(older)
-        for plane in self.planes:
-            plane.states = ops.gather_tokens(plane.states, tail[..., more:])
+        for tensor in self.tensors:
+            tensor.states = ops.gather_tokens(tensor.states, tail[..., more:])
         return self
 
     def crop(self, tokens: int) -> TokenStore:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.ops import Codes, TokenCost
-from snapkv.storage.base import Plane, TokenStore
+from snapkv.storage.base import KVTensor, TokenStore
 from snapkv.storage.bits import KVCodes
 from snapkv.storage.coded import both, encoded
 from snapkv.storage.dense import DenseStore
@@ -97,7 +97,7 @@ class StaticStore(TokenStore):
         *buffers, self.filled = self.storage.buffers_for(
             (keys, {2: slots}), (values, {2: slots}), (filled, {})
         )
-        self.planes = tuple(Plane(buffer, in_place=False) for buffer in buffers)
+        self.tensors = tuple(KVTensor(buffer, in_place=False) for buffer in buffers)
         for buffer, states in zip(buffers, (keys, values), strict=True):
             buffer[:, :, :tokens] = states[:, :, :tokens]
         self.filled.fill_(tokens)
@@ -187,10 +187,10 @@ class StaticCodedStore(StaticStore):
             *((part, {}) for part in (number, number, order)),
             *sizes,
         )
-        self.planes = tuple(Plane(buffer, in_place=False) for buffer in made[:2])
+        self.tensors = tuple(KVTensor(buffer, in_place=False) for buffer in made[:2])
         self.filled, self._coded, self._order, *buffers = made[2:]
-        for plane, part in zip(self.planes, ends, strict=True):
-            plane.states[:, :, :tokens] = part
+        for tensor, part in zip(self.tensors, ends, strict=True):
+            tensor.states[:, :, :tokens] = part
         for buffer, part in zip(buffers, blocks, strict=True):
             buffer[:, : part.shape[1]] = part
         self._codes = both(_with_parts, codes, (buffers[:3], buffers[3:]))
