@@ -622,7 +622,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "the most that the votes may choose has no window",
-            "max(self.most - window_size, 0)",
+            "self.most - prefix.window_size",
             "self.most",
             "policies/test_auto_budget.py",
         ),

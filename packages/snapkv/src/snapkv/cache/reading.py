@@ -265,7 +265,7 @@ class Reading:
             costed(self.policy, prompt, layer.storage, layer.store)
             for layer, prompt in zip(self.layers, prompts, strict=True)
         )
-        return zip(self.layers, self.policy.share_out(with_costs), strict=True)
+        return zip(self.layers, self.policy.allocate(with_costs), strict=True)
 
     # Where the prompt ends.
 

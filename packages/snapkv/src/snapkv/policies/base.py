@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, NoReturn, Self
 from torch import Tensor
 
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
-from snapkv.policies.budget import AutoBudget, Budget, ByteBudget
+from snapkv.policies.budget import AutoBudget, Budget, ByteBudget, TokenBudget
 from snapkv.policies.prefix import Prefix
 from snapkv.policies.spans import Spans, require_room
 from snapkv.policies.states import DecodeStep, Eviction, LostVotes, PromptLayer, Selection
@@ -27,10 +27,6 @@ Need = Literal[
 """Parts of the model's layers, the ids of all tokens, what `Policy.with_tokenizer` gives, that
 `snapkv.kvzip` has the model repeat the prompt, that all layers have read it before one chooses, or
 the queries of all that is chosen from."""
-
-OfHeads = Literal["max", "mean", "all"]
-"""Where votes choose how much a layer keeps: what the head needs that needs most, or heads on
-average; "all" is as if all positions were voted for, and asks for no votes."""
 
 ALL_QUERIES = sys.maxsize
 """`Policy.query_tokens` of a method that scores with every query of the prompt."""
@@ -95,7 +91,7 @@ class Policy(ABC):
         """Whether query heads of one KV head may keep sets of their own."""
         return False
 
-    def share_out(self, layers: Iterable[PromptLayer]) -> Iterable[PromptLayer]:
+    def allocate(self, layers: Iterable[PromptLayer]) -> Iterable[PromptLayer]:
         """The layers of a prompt, in order, each with its part of what they share; here nothing."""
         return layers
 
@@ -228,7 +224,7 @@ class PrefixPolicy(Policy):
                 f"budget: expected a number of tokens with {self.name}, since 'auto' goes by the "
                 "votes of SnapKV, got 'auto'; pass a number, or use SnapKV(budget='auto')"
             )
-        self.limit.require_valid(self.sink_tokens)
+        self.allocation.require_valid(self.window_size, self.sink_tokens)
 
     @property
     def sink_tokens(self) -> int:
@@ -239,61 +235,52 @@ class PrefixPolicy(Policy):
         return 0
 
     @property
-    def limit(self) -> Budget:
-        """What it keeps beside the window."""
-        assert not isinstance(self.budget, str), "read when it was made"
-        return Budget(self.budget, self.keep_ratio, self.window_size)
+    def allocation(self) -> Budget:
+        """Where the budget becomes positions of every layer."""
+        if isinstance(self.budget, Budget):
+            return self.budget
+        return TokenBudget(self.budget, self.keep_ratio)  # type: ignore[arg-type] # no text by now
 
     @property
     def most_tokens(self) -> int | None:
         """The budget."""
-        return self.limit.most_tokens
+        return self.allocation.most_tokens
 
     @abstractmethod
     def score(self, layer: PromptLayer) -> Tensor:
         """Rate the prefix: (B, num_kv_heads or Hq, T - window_size) float32, higher first."""
 
-    def scored(self, layer: PromptLayer) -> Tensor:
+    def scored(self, prefix: Prefix) -> Tensor:
         """`score`, whose shape and dtype are right."""
-        return self.prefix(layer).checked(self.score(layer), self.name)
+        return prefix.checked(self.score(prefix.layer), self.name)
 
     def summed_weights(self, layer: PromptLayer) -> int:
         """How many attention weights a score is the sum of; 1 where it is none, or their mean."""
         del layer
         return 1
 
-    def prefix(self, layer: PromptLayer) -> Prefix:
-        """What of the layer stands before the window."""
-        return Prefix(layer, self.window_size, self.sink_tokens)
-
-    def rated(self, layer: PromptLayer) -> Tensor:
+    def rated(self, prefix: Prefix) -> Tensor:
         """(B, H, P) float32: votes as shares of the window's attention, other scores as they are.
 
         What must stay is inf, pads are -inf.
         """
-        return self.prefix(layer).ranked(self.scored(layer) / self.summed_weights(layer))
+        return prefix.ranked(self.scored(prefix) / self.summed_weights(prefix.layer))
 
-    def kept_prefix_tokens(self, layer: PromptLayer, of_heads: OfHeads = "max") -> list[int]:
-        """B numbers: positions each row keeps of its own prefix."""
-        prefixes = wanted = self.prefix(layer).lengths
-        if isinstance(self.budget, ByteBudget):
-            wanted = self.budget.rows(layer, self.window_size + self.sink_tokens)
-        elif isinstance(self.budget, AutoBudget) and of_heads != "all":
-            by_head = self.budget.voted(self.rated(layer))
-            by_row = by_head.amax(-1) if of_heads == "max" else by_head.float().mean(-1).ceil()
-            wanted = by_row.int().tolist()
-        sinks = (min(self.sink_tokens, tokens) for tokens in prefixes)
-        kept = (self.limit.row(*row) for row in zip(prefixes, wanted, strict=True))
-        return list(map(max, kept, sinks))
+    def prefix(self, layer: PromptLayer, *, per_head_budget: bool = False) -> Prefix:
+        """What of the layer stands before the window."""
+        return Prefix(layer, self.window_size, self.sink_tokens, per_head_budget)
+
+    def counts(self, prefix: Prefix) -> list[int]:
+        """B numbers: positions that each row keeps; refused where what must stay does not fit."""
+        if not prefix.layer.depth:
+            self._require_room(prefix)
+        return self.allocation.counts(prefix, self.rated)
 
     def select(self, layer: PromptLayer) -> Selection | None:
         """Keep the sinks, the best of the prefix and the window, or everything where it fits."""
-        self.require_room(layer)
         prefix = self.prefix(layer)
-        if not prefix.slots:
-            return None
-        kept = self.kept_prefix_tokens(layer)
-        return None if prefix.fits(kept) else prefix.select(self.scored(layer), kept)
+        kept = self.counts(prefix)
+        return None if prefix.fits(kept) else prefix.select(self.scored(prefix), kept)
 
     @property
     def keeps_the_best(self) -> bool:
@@ -309,20 +296,20 @@ class PrefixPolicy(Policy):
         """Raise where no prompt that is compressed leaves them room, or a subclass chooses."""
         if not self.keeps_the_best:
             super().require_protection(spans)
-        if (most := self.limit.most_tokens) is not None:
+        if (most := self.allocation.most_tokens) is not None:
             room = most - self.window_size
             if spans.among_first(room + 1) > room:
                 self._require_fits(spans.tokens, room)
 
     def require_room(self, layer: PromptLayer) -> None:
+        self._require_room(self.prefix(layer))
+
+    def _require_room(self, prefix: Prefix) -> None:
         """Raise unless what must stay fits into the last layer, which keeps least."""
-        if layer.depth:
-            return
-        needed = self.prefix(layer).needed
-        if needed or isinstance(self.budget, ByteBudget):  # which may be too few by itself
-            last = replace(layer, depth=layer.num_layers - 1)
-            for tokens, room in zip(needed, self.kept_prefix_tokens(last, "all"), strict=False):
-                self._require_fits(tokens, room)
+        last = replace(prefix.layer, depth=prefix.layer.num_layers - 1)
+        rooms = self.allocation.counts(replace(prefix, layer=last), None)
+        for tokens, room in zip(prefix.needed, rooms, strict=False):
+            self._require_fits(tokens, room)
 
     def _require_fits(self, tokens: int, room: int) -> None:
         sinks = f", its {self.sink_tokens} sinks included" if self.sink_tokens else ""

@@ -76,8 +76,8 @@ class PromptLayer(LayerStates):
         token_ids: (B, T) int64, pads included; for `Policy.needs`.
         received: (B, heads of the cache, T) float32, the most attention every position received
             while the text was read again; None where it was read once.
-        shares: (B, heads of the cache) int64, how many positions before the window each head keeps
-            of a budget that all layers share; None where each has its own.
+        head_budgets: (B, heads of the cache) int64, how many positions before the window each head
+            keeps of a budget that all layers share; None where each has its own.
         token_cost: what a token costs in bytes, by the tokens of the batch's shortest row; for a
             `ByteBudget`.
         votes_impl: the implementation of `snapkv.ops.window_votes` that counts the window's votes.
@@ -90,7 +90,7 @@ class PromptLayer(LayerStates):
     output_weight: Tensor | None = None
     token_ids: Tensor | None = None
     received: Tensor | None = None
-    shares: Tensor | None = None
+    head_budgets: Tensor | None = None
     token_cost: Callable[[int], TokenCost] | None = None
     votes_impl: Implementation = "auto"
     unasked: list[tuple[Tensor, str]] | None = None
@@ -106,13 +106,6 @@ class PromptLayer(LayerStates):
         other = replace(self, token_cost=token_cost)
         other.__dict__["_found"] = self._found
         return other
-
-    def uneven(self) -> "PromptLayer":
-        """The same where heads or layers keep numbers of tokens of their own."""
-        cost = self.token_cost
-        if cost is None:
-            return self
-        return self.costing(lambda shortest: replace(cost(shortest), uneven=True))
 
     @functools.cached_property
     def _found(self) -> dict[Hashable, Tensor]:
