@@ -51,9 +51,7 @@ def test_the_bound_falls_as_a_row_is_longer_than_a_thousand_tokens():
 )
 def test_floor_and_cap(voted, expected):
     budget = AutoBudget(least=4, most=20)
-    prefix = Prefix(
-        random_layer(0, prompt_tokens=108, query_tokens=8), window_size=8, sink_tokens=0
-    )
+    layer = random_layer(0, prompt_tokens=108, query_tokens=8)
     votes = torch.zeros(1, 2, 100).index_fill(2, torch.arange(voted), 1.0)
     assert budget.counts(Prefix(layer, 8, 0), lambda _: votes) == [expected]
 

@@ -83,9 +83,10 @@ class AdaKV(AroundScores):
 
     def _of_row(self, won: list[int], mean: int, sure: int) -> list[int]:
         """Positions of each head that has won so many, of which so many are sure in every head."""
-        if mean <= sure:  # no more than the first of the sinks
-            return [mean] * len(won)
+        sure = min(sure, mean)
         contested = mean - sure
+        if not contested:
+            won = [sure] * len(won)
         shares = [
             sure + float(own - sure) * (1 - self.safeguard) + contested * self.safeguard
             for own in won
