@@ -8,9 +8,10 @@ import torch
 
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies.around import AroundScores
-from snapkv.policies.base import Need, PrefixPolicy
+from snapkv.policies.base import Need
 from snapkv.policies.budget import counts_of_best
 from snapkv.policies.kvzip import KVzip
+from snapkv.policies.prefix_policy import PrefixPolicy
 from snapkv.policies.states import PromptLayer, Selection
 
 

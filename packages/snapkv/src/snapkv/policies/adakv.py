@@ -9,9 +9,9 @@ from torch import Tensor
 
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies.around import AroundScores
-from snapkv.policies.base import PrefixPolicy
 from snapkv.policies.budget import counts_of_best, largest_remainder
 from snapkv.policies.prefix import Prefix
+from snapkv.policies.prefix_policy import PrefixPolicy
 from snapkv.policies.snapkv import SnapKV
 from snapkv.policies.states import PromptLayer, Selection
 from snapkv.validation import require_int, require_ratio

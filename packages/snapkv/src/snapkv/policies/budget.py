@@ -5,6 +5,7 @@ for (`AutoBudget`). `pyramidkv.LayerBudget` gives lower layers more of one of th
 `AcrossLayers` some heads.
 """
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -315,6 +316,16 @@ def largest_remainder(shares: Sequence[float], total: int) -> list[int]:
     for index in order[: total - sum(whole)]:
         whole[index] += 1
     return whole
+
+
+@functools.lru_cache(maxsize=64)
+def linear_budgets(bottom: float, top: float, mean: int, num_layers: int) -> tuple[int, ...]:
+    """Budgets that go linearly from the bottom layer to the top one, whose mean is exact."""
+    steps = max(num_layers - 1, 1)
+    shares = [bottom - (bottom - top) * depth / steps for depth in range(num_layers)]
+    if num_layers == 1:
+        shares = [float(mean)]
+    return tuple(largest_remainder(shares, mean * num_layers))
 
 
 def counts_of_best(ranked: Tensor, totals: list[int]) -> Tensor:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from snapkv import ops
 from snapkv.errors import InvalidArgumentError
-from snapkv.policies.base import Need, PrefixPolicy
+from snapkv.policies.base import Need
+from snapkv.policies.prefix_policy import PrefixPolicy
 from snapkv.policies.states import PromptLayer
 from snapkv.validation import require_int
 

@@ -1,12 +1,11 @@
 """PyramidKV (Cai et al., 2024): more budget for the lower layers, less for the upper ones."""
 
-import functools
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import ClassVar
 
 from snapkv.errors import InvalidArgumentError
-from snapkv.policies.budget import Budget, ByteBudget, Votes, largest_remainder
+from snapkv.policies.budget import Budget, ByteBudget, Votes, linear_budgets
 from snapkv.policies.prefix import Prefix
 from snapkv.policies.snapkv import SnapKV
 from snapkv.validation import require_int
@@ -92,7 +91,6 @@ class LayerBudget(Budget):
         return published_budgets(mean, own, layers, self.beta)
 
 
-@functools.lru_cache(maxsize=64)
 def exact_budgets(
     mean: int, prefix_tokens: int, num_layers: int, beta: int, least: int = 0
 ) -> tuple[int, ...]:
@@ -101,12 +99,7 @@ def exact_budgets(
     The top layer gets ``mean / beta`` or `least`, unless the bottom one would exceed the prefix.
     """
     bottom = min(2 * mean - max(mean / beta, least), prefix_tokens)
-    top = 2 * mean - bottom
-    steps = max(num_layers - 1, 1)
-    shares = [bottom - (bottom - top) * depth / steps for depth in range(num_layers)]
-    if num_layers == 1:
-        shares = [float(mean)]
-    return tuple(largest_remainder(shares, mean * num_layers))
+    return linear_budgets(bottom, 2 * mean - bottom, mean, num_layers)
 
 
 def published_budgets(mean: int, prefix_tokens: int, num_layers: int, beta: int) -> list[int]:

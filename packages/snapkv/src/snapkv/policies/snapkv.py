@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.policies.base import PrefixPolicy
+from snapkv.policies.prefix_policy import PrefixPolicy
 from snapkv.policies.states import LostVotes, PromptLayer, Selection
 from snapkv.validation import (
     DEFAULT_DECAY,
