@@ -20,7 +20,6 @@ from snapkv import ops
 from snapkv.errors import BudgetTooSmallError, InvalidArgumentError
 from snapkv.ops import TokenCost
 from snapkv.policies.prefix import Prefix
-from snapkv.policies.states import PromptLayer
 from snapkv.validation import (
     AUTO,
     LEAST_VOTED,
@@ -226,30 +225,23 @@ class ByteBudget(Budget):
         return budget
 
     def counts(self, prefix: Prefix, votes: Votes | None) -> list[int]:
-        """What the bytes hold beside the window."""
-        window, sinks = prefix.window_size, prefix.sink_tokens
-        rows = self.rows(prefix.layer, window + sinks, uneven=prefix.per_head_budget)
-        return [
-            max(0, min(own, tokens - window))
-            for own, tokens in zip(prefix.lengths, rows, strict=True)
-        ]
-
-    def rows(self, layer: PromptLayer, least_tokens: int, *, uneven: bool = False) -> list[int]:
-        """B numbers: tokens of each row that fit; at least so many, or all it has.
-
-        `uneven` where heads or layers keep numbers of their own.
-        """
+        """What the bytes hold beside the window; the sinks at least."""
+        layer, window = prefix.layer, prefix.window_size
         if layer.token_cost is None:
             raise InvalidArgumentError(
                 f"budget: expected a number of tokens where it is not known what they cost, got "
                 f"{self!r}; pass a number"
             )
         cost = layer.token_cost(min(layer.row_lengths))
-        cost = replace(cost, uneven=cost.uneven or uneven)
-        least = max(least_tokens, cost.exact_tokens)
+        cost = replace(cost, uneven=cost.uneven or prefix.per_head_budget)
+        least, at = max(window + prefix.sink_tokens, cost.exact_tokens), layer.depth
+        fit = (
+            self.tokens(cost, own, min(least, own), at, layer.num_layers)
+            for own in layer.row_lengths
+        )
         return [
-            self.tokens(cost, tokens, min(least, tokens), layer.depth, layer.num_layers)
-            for tokens in layer.row_lengths
+            max(0, min(own, tokens - window))
+            for own, tokens in zip(prefix.lengths, fit, strict=True)
         ]
 
     def tokens(self, cost: TokenCost, own: int, least: int, depth: int, layers: int) -> int:

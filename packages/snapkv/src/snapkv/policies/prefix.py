@@ -73,7 +73,7 @@ class Prefix:
         """Whether rows that keep so much drop nothing, pads that all of them share included."""
         return not self.slots or (self.slots <= max(kept) and kept == self.lengths)
 
-    @property
+    @functools.cached_property
     def needed(self) -> list[int]:
         """B numbers: what the head needs for what must stay that needs most; empty for none."""
         must_stay = self.must_stay
