@@ -38,7 +38,7 @@ class AcrossLayers(AroundScores):
     """
 
     name: ClassVar[str] = "across-layers"
-    parts_heads: ClassVar[bool] = True
+    per_head_budget: ClassVar[bool] = True
 
     policy: PrefixPolicy = field(default_factory=KVzip)
 

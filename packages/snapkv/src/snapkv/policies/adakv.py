@@ -39,7 +39,7 @@ class AdaKV(AroundScores):
     """
 
     name: ClassVar[str] = "adakv"
-    parts_heads: ClassVar[bool] = True
+    per_head_budget: ClassVar[bool] = True
 
     policy: PrefixPolicy = field(default_factory=SnapKV)
     _: KW_ONLY

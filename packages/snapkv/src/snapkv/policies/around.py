@@ -30,8 +30,8 @@ class AroundScores(Policy):
         return self.policy.query_tokens
 
     @property
-    def parts_groups(self) -> bool:
-        return self.policy.parts_groups
+    def per_query_head(self) -> bool:
+        return self.policy.per_query_head
 
     @property
     def needs(self) -> frozenset[Need]:

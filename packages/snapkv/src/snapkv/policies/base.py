@@ -17,7 +17,7 @@ Need = Literal[
     "output_weight",
     "token_ids",
     "tokenizer",
-    "second_reading",
+    "reconstruction_pass",
     "all_layers",
     "queries",
 ]
@@ -34,11 +34,11 @@ class Policy(ABC):
     """Decides what a layer keeps when the prompt has been read.
 
     Attributes:
-        parts_heads: whether heads of a row may keep different numbers of tokens.
+        per_head_budget: whether heads of a row may keep different numbers of tokens.
     """
 
     name: ClassVar[str]
-    parts_heads: ClassVar[bool] = False
+    per_head_budget: ClassVar[bool] = False
 
     def __new__(cls, *_: Any, **parameters: Any) -> Self:
         if "compression_ratio" in parameters:
@@ -68,7 +68,7 @@ class Policy(ABC):
     @property
     def reads_context(self) -> bool:
         """Whether `snapkv.kvzip.read_context` has to read the prompt, before any question."""
-        return not self.needs.isdisjoint({"second_reading", "all_layers"})
+        return not self.needs.isdisjoint({"reconstruction_pass", "all_layers"})
 
     def with_tokenizer(self, tokenizer: Any) -> Self:
         """The same method, for the tokens of this tokenizer; itself where it looks at none."""
@@ -84,7 +84,7 @@ class Policy(ABC):
         return None
 
     @property
-    def parts_groups(self) -> bool:
+    def per_query_head(self) -> bool:
         """Whether query heads of one KV head may keep sets of their own."""
         return False
 

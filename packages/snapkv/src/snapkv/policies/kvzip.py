@@ -61,7 +61,7 @@ class KVzip(PrefixPolicy):
     @property
     def needs(self) -> frozenset[Need]:
         """A second reading; with `plus` the layer's output projection, too."""
-        once: frozenset[Need] = frozenset({"second_reading"})
+        once: frozenset[Need] = frozenset({"reconstruction_pass"})
         return once | {"output_weight"} if self.plus else once
 
     def score(self, layer: PromptLayer) -> Tensor:

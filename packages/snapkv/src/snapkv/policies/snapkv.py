@@ -77,7 +77,7 @@ class SnapKV(PrefixPolicy):
         return self.window_size
 
     @property
-    def parts_groups(self) -> bool:
+    def per_query_head(self) -> bool:
         return self.group_reduce == "none"
 
     def score(self, layer: PromptLayer) -> Tensor:

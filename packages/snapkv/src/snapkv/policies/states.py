@@ -167,14 +167,14 @@ class Selection:
         return cls.of(layer, every.expand(layer.keys.shape[0], layer.num_kv_heads, -1))
 
     @classmethod
-    def of_mask(cls, kept: Tensor, *, parts_heads: bool, **noted: Any) -> Self:
+    def of_mask(cls, kept: Tensor, *, per_head_budget: bool, **noted: Any) -> Self:
         """What a mask keeps, (B, H, T) bool; the same number in all heads, or heads their own."""
         counts, keep_indices = kept.sum(dim=-1), ops.kept_indices(kept)
         return cls(
             keep_indices=keep_indices,
             prompt_tokens=kept.shape[-1],
-            head_tokens=counts if parts_heads else None,
-            filler_tokens=None if parts_heads else keep_indices.shape[-1] - counts[:, 0],
+            head_tokens=counts if per_head_budget else None,
+            filler_tokens=None if per_head_budget else keep_indices.shape[-1] - counts[:, 0],
             **noted,
         )
 
@@ -253,14 +253,14 @@ class Eviction:
         sink_tokens: as in `Selection`.
         filler_tokens: (B,) int64, leading entries of `keep_indices` that hold no token; None where
             every row drops its fillers before its tokens.
-        parts_heads: whether heads may keep different numbers of tokens from now on.
+        per_head_budget: whether heads may keep different numbers of tokens from now on.
     """
 
     keep_indices: Tensor | None = None
     scores: Tensor | None = None
     sink_tokens: int = 0
     filler_tokens: Tensor | None = None
-    parts_heads: bool = False
+    per_head_budget: bool = False
 
     @classmethod
     def of_mask(cls, kept: Tensor, **noted: Any) -> Self:
