@@ -1,6 +1,7 @@
 """One layer of a compressed cache: stores fewer tokens than it has seen."""
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -10,7 +11,6 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from snapkv import ops
-from snapkv.cache.choosing import selection_of
 from snapkv.cache.slots import DecodeNotes, SlotMap, require_removable
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import EvictingPolicy, Eviction, Policy, PromptLayer, Selection
@@ -405,9 +405,15 @@ class CompressedLayer(DynamicLayer):
         self.store = self.store.keep(kept, tokens, ragged=ragged)
         self.slots = self.slots.chosen(columns, at, **changes)
 
+    @torch.no_grad()
     def choose(self, prompt: PromptLayer) -> Selection | None:
         """What of a prompt that has been read the policy keeps; None for all of it."""
-        return selection_of(self.policy, prompt, self.storage, self.store)
+        return self.policy.select(self.with_token_cost(prompt))
+
+    def with_token_cost(self, prompt: PromptLayer) -> PromptLayer:
+        """The prompt, whose tokens cost what they do in this layer's storage."""
+        heads = prompt.queries.shape[1] if self.policy.per_query_head else prompt.num_kv_heads
+        return prompt.costing(functools.partial(self.storage.token_cost, self.store, heads))
 
     def end_prompt(self, selection: Selection | None, prompt: PromptLayer) -> None:
         """Note that the prompt has been read, and keep of it what was chosen.

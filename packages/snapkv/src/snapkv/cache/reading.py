@@ -8,7 +8,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from snapkv.cache.choosing import with_token_cost
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.read_ids import ReadIds
 from snapkv.errors import (
@@ -262,7 +261,7 @@ class Reading:
     ) -> Iterator[tuple[CompressedLayer, PromptLayer]]:
         """Every layer and its prompt, which knows its part of what all of them share."""
         with_costs = (
-            with_token_cost(self.policy, prompt, layer.storage, layer.store)
+            layer.with_token_cost(prompt)
             for layer, prompt in zip(self.layers, prompts, strict=True)
         )
         return zip(self.layers, self.policy.allocate(with_costs), strict=True)

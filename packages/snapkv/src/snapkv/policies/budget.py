@@ -259,19 +259,16 @@ class ByteBudget(Budget):
         blocks = (given - layers * cost.exact_tokens * cost.token_bytes) // cost.block_bytes
         fewest = cost.exact_tokens - cost.spare_tokens
         if fewest + blocks // layers * cost.block_tokens < least:
-            self._require_share(own, least, needed)
+            if self.share is None:
+                raise BudgetTooSmallError(
+                    f"budget: expected at least {needed:,} bytes for {least} of {own:,} prompt "
+                    "tokens, which are the window, the sinks and what stays as it came, got "
+                    f"{self.bytes:,} bytes; raise it, lower those, or pass a share or a number of "
+                    "tokens"
+                )
             return least
         more = -blocks * depth // layers - -blocks * (depth + 1) // layers
         return fewest + more * cost.block_tokens
-
-    def _require_share(self, own: int, least: int, needed: int) -> None:
-        if self.share is None:
-            raise BudgetTooSmallError(
-                f"budget: expected at least {needed:,} bytes for {least} of {own:,} prompt tokens, "
-                "which are the window, the sinks and what stays as it came, got "
-                f"{self.bytes:,} bytes; raise it, lower those, or pass a share or a number of "
-                "tokens"
-            )
 
 
 def require_tokens(policy: Any) -> None:

@@ -24,7 +24,7 @@ from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import cache_among, with_cache
 from snapkv.hf.placement import device_of
 from snapkv.policies import FullCache, PromptLayer, Selection, SnapKV
-from snapkv.policies.budget import Budget, TokenBudget, Votes, share_of
+from snapkv.policies.budget import share_of
 from snapkv.policies.prefix import Prefix
 from snapkv.prefill.decoder import (
     ReadEnough,
@@ -41,21 +41,6 @@ DEFAULT_LEAST_TOKENS = 256
 
 
 @dataclass(frozen=True)
-class _ShareAtLeast(TokenBudget):
-    """The share, the least, and whatever is protected."""
-
-    least_tokens: int
-
-    def counts(self, prefix: Prefix, votes: Votes | None) -> list[int]:
-        assert self.keep_ratio is not None
-        protected = prefix.needed or [0] * len(prefix.lengths)
-        return [
-            min(tokens, max(share_of(tokens, self.keep_ratio), self.least_tokens, own))
-            for tokens, own in zip(prefix.lengths, protected, strict=True)
-        ]
-
-
-@dataclass(frozen=True)
 class _TokensThatGoOn(SnapKV):
     """The votes of all heads together, for one choice of tokens."""
 
@@ -68,9 +53,14 @@ class _TokensThatGoOn(SnapKV):
         """The highest over the KV heads of the mean over their query heads: (B, 1, P) float32."""
         return super().score(layer).amax(dim=1, keepdim=True)
 
-    @property
-    def allocation(self) -> Budget:
-        return _ShareAtLeast(None, self.keep_ratio, self.least_tokens)
+    def counts(self, prefix: Prefix) -> list[int]:
+        """The share, the least, and whatever is protected."""
+        assert self.keep_ratio is not None
+        protected = prefix.needed or [0] * len(prefix.lengths)
+        return [
+            min(tokens, max(share_of(tokens, self.keep_ratio), self.least_tokens, own))
+            for tokens, own in zip(prefix.lengths, protected, strict=True)
+        ]
 
     def choose(self, layer: PromptLayer) -> Selection | None:
         """Which tokens go on, for all heads; None for all of them."""
