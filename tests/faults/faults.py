@@ -597,6 +597,12 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
     ],
     "snapkv/policies/budget.py": [
         (
+            "the top layer of a pyramid keeps most",
+            "bottom - (bottom - top) * depth / steps",
+            "top + (bottom - top) * depth / steps",
+            "policies/test_uneven.py",
+        ),
+        (
             "AdaKV shares out a token too few",
             "order[: total - sum(whole)]",
             "order[: total - sum(whole) - 1]",
@@ -622,7 +628,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "the most that the votes may choose has no window",
-            "max(self.most - window_size, 0)",
+            "self.most - prefix.window_size",
             "self.most",
             "policies/test_auto_budget.py",
         ),
@@ -679,14 +685,6 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "policies/test_lagkv.py",
         ),
     ],
-    "snapkv/policies/pyramidkv.py": [
-        (
-            "the top layer of a pyramid keeps most",
-            "bottom - (bottom - top) * depth / steps",
-            "top + (bottom - top) * depth / steps",
-            "policies/test_uneven.py",
-        ),
-    ],
     "snapkv/policies/rkv.py": [
         (
             "the window is redundant, too",
@@ -698,8 +696,8 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
     "snapkv/policies/scissorhands.py": [
         (
             "the lowest layer has the largest budget",
-            "gamma * (2 * depth / steps - 1)",
-            "gamma * (1 - 2 * depth / steps)",
+            "budget * (1 - gamma), budget * (1 + gamma)",
+            "budget * (1 + gamma), budget * (1 - gamma)",
             "policies/test_scissorhands.py",
         ),
     ],

@@ -152,7 +152,7 @@ class Compressor:
         keep = self._keep_indices(run, request, order, run.keys_of(keys))
         whole = len(targets) * block_tokens
         laid_out = partial(padded, tokens=whole)
-        if order.parts_heads:
+        if order.per_head_budget:
             laid_out = partial(self._parted(run, request, order, keep).spread, slots=whole)
             keep = keep.clamp(min=0)
         values = run.layout.read_values(sources, keep)
@@ -206,6 +206,6 @@ class Compressor:
 
 def _keeps_as_ordered(keep: Tensor, order: Order) -> bool:
     """Whether (layers, H, K) indices are as many as the scheduler has counted."""
-    if not order.parts_heads:
+    if not order.per_head_budget:
         return keep.shape[-1] == order.kept_tokens
     return bool(((keep >= 0).sum(dim=(1, 2)) == order.kept_tokens * keep.shape[1]).all())

@@ -108,9 +108,9 @@ class WithSpans(Policy):
         return max((one.query_tokens for one in methods if one is not None), default=0)
 
     @property
-    def parts_heads(self) -> bool:  # type: ignore[override] # of the method around which it is
+    def per_head_budget(self) -> bool:  # type: ignore[override] # of the method around which it is
         """Whether the method's heads keep different numbers of tokens."""
-        return self.policy is not None and self.policy.parts_heads
+        return self.policy is not None and self.policy.per_head_budget
 
     def kept_tokens(self, prompt_tokens: int) -> int:
         """Tokens that every layer keeps of a prompt, per KV head; the mean where heads differ."""
@@ -132,7 +132,7 @@ class WithSpans(Policy):
         if self.policy is not None:
             named = self.spans.named.cover(positions)
             kept = _kept(self.policy, replace(layer, protected=named))
-        return Selection.of_mask(kept & ~lost, parts_heads=self.parts_heads)
+        return Selection.of_mask(kept & ~lost, per_head_budget=self.per_head_budget)
 
 
 def _kept(policy: Policy, layer: PromptLayer) -> Tensor:
@@ -159,9 +159,9 @@ def scoring(policy: Policy) -> Policy:
     return policy
 
 
-def parts_heads(policy: Policy) -> bool:
+def per_head_budget(policy: Policy) -> bool:
     """Whether the heads of a layer keep different numbers of tokens."""
-    return (policy.policy if isinstance(policy, ProtectingFirst) else policy).parts_heads
+    return (policy.policy if isinstance(policy, ProtectingFirst) else policy).per_head_budget
 
 
 def kept_tokens(policy: Policy, prompt_tokens: int) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from snapkv.policies import DecodeStep, EvictingPolicy, Policy, PromptLayer
-from snapkv_vllm.methods import WithSpans, kept_tokens, parts_heads, protected_first
+from snapkv_vllm.methods import WithSpans, kept_tokens, per_head_budget, protected_first
 
 
 def queries_of(policy: EvictingPolicy) -> int:
@@ -31,9 +31,9 @@ class Choice:
     policy: Policy
 
     @property
-    def parts_heads(self) -> bool:
+    def per_head_budget(self) -> bool:
         """Whether the heads of a layer keep different numbers of tokens."""
-        return parts_heads(self.policy)
+        return per_head_budget(self.policy)
 
     @property
     def query_tokens(self) -> int:
@@ -73,7 +73,7 @@ class WhileGenerating(Choice):
     """What stays while an answer grows."""
 
     stage = "generating"
-    parts_heads = False
+    per_head_budget = False
 
     policy: EvictingPolicy  # is shown no columns, as the methods that are served need none
     # how many of the last ones it sees, fewer than it wants where the answer has just begun
@@ -157,9 +157,9 @@ class Order:
     moves: tuple[Move, ...] = ()  # what happens to the blocks of each compressed KV cache group
 
     @property
-    def parts_heads(self) -> bool:
+    def per_head_budget(self) -> bool:
         """Whether the heads of a layer keep different numbers of tokens."""
-        return self.choice.parts_heads
+        return self.choice.per_head_budget
 
     def room_tokens(self, block_tokens: int) -> int:
         return room_tokens(self.choice, self.kept_tokens, self.held_tokens, block_tokens)
@@ -176,7 +176,7 @@ def room_tokens(choice: Choice, kept: int, held: int, block_tokens: int) -> int:
     The last page of a head may hold a single token, so where heads keep different numbers,
     `block_tokens` - 1 more are counted than the mean; but no head keeps more than was held.
     """
-    if choice.parts_heads and not choice.fills_pages:
+    if choice.per_head_budget and not choice.fills_pages:
         return min(kept + block_tokens - 1, held)
     return kept
 
@@ -343,7 +343,7 @@ class Plan(RequestPlan):
         return max(read, grown)
 
     def spare_tokens(self, block_tokens: int) -> int:
-        apart = self.policy is not None and parts_heads(self.policy)
+        apart = self.policy is not None and per_head_budget(self.policy)
         return block_tokens - 1 if apart else 0
 
 

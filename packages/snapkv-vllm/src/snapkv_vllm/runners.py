@@ -189,7 +189,7 @@ class CompressingRunner:
             with self._stopwatch.timing():
                 self._compressor.compress(orders)
         for request_id, order in orders.items():
-            if order.ends and order.parts_heads:  # what those hold, the heads know
+            if order.ends and order.per_head_budget:  # what those hold, the heads know
                 if order.choice.fills_pages:
                     first, kept = order.moves[0].targets[0], self._heads.kept_of(request_id)
                     self._heads.keep_document(first, kept, order.seen_tokens)

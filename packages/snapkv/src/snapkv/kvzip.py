@@ -131,7 +131,7 @@ def read_layers(
     cache.expect_tokens(input_ids)
     require_int("input_ids, tokens", input_ids.shape[1], minimum=1)
     policy = cache.policy
-    once = policy.reads_context and "second_reading" not in policy.needs
+    once = policy.reads_context and "reconstruction_pass" not in policy.needs
     scorer = None if once else _require_scorer(policy)
     if cache.is_hybrid:
         where = "all layers share a budget" if once else "a text is read twice"

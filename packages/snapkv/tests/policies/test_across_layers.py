@@ -38,7 +38,7 @@ methods = pytest.mark.parametrize("policy", METHODS.values(), ids=METHODS)
 
 def kept_of(policy, layers):
     """For every row, layer and head the positions that are kept."""
-    shared = policy.share_out(iter(layers))
+    shared = policy.allocate(iter(layers))
     chosen = [policy.select(layer) or Selection.whole(layer) for layer in shared]
     pads = layers[0].pad_tokens
     firsts = [0] * len(layers[0].keys) if pads is None else pads.tolist()
@@ -55,7 +55,8 @@ def best_of_all(policy, layers, row):
     heads = [(at, head) for at, each in enumerate(layers) for head in range(each.keys.shape[1])]
     T = layers[0].keys.shape[2]
     prefix = range(pads[0], max(T - window, pads[0]))
-    means = [scorer.kept_prefix_tokens(each.uneven(), "mean")[row] for each in layers]
+    prefixes = [scorer.prefix(each, per_head_budget=True) for each in layers]
+    means = [scorer.counts(each)[row] for each in prefixes]
     for at, head in heads:
         total += means[at]
         for position in prefix:

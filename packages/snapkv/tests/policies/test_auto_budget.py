@@ -15,6 +15,7 @@ from snapkv import (
     SnapKV,
     default_policy,
 )
+from snapkv.policies.prefix import Prefix
 from snapkv.policies.states import LostVotes
 from tests.families import random_ids, tiny_model
 from tests.ops.states import random_layer
@@ -50,7 +51,9 @@ def test_the_bound_falls_as_a_row_is_longer_than_a_thousand_tokens():
 )
 def test_floor_and_cap(voted, expected):
     budget = AutoBudget(least=4, most=20)
-    assert budget.within(voted, prefix_tokens=100, window_size=8) == expected
+    layer = random_layer(0, prompt_tokens=108, query_tokens=8)
+    votes = torch.zeros(1, 2, 100).index_fill(2, torch.arange(voted), 1.0)
+    assert budget.counts(Prefix(layer, 8, 0), lambda _: votes) == [expected]
 
 
 @pytest.mark.parametrize("group_reduce", ["mean", "max", "sum", "none"])
@@ -64,7 +67,8 @@ def test_votes_are_compared_as_mean_attention_whatever_the_window(window_size, g
     weights = logits.masked_fill(hidden, -torch.inf).softmax(dim=-1)
     means = weights[..., : 30 - window_size].mean(dim=2).view(1, 2, 2, -1)
     expected = {"max": means.amax(dim=2), "none": means.flatten(1, 2)}
-    torch.testing.assert_close(policy.rated(layer), expected.get(group_reduce, means.mean(dim=2)))
+    rated = policy.rated(policy.prefix(layer))
+    torch.testing.assert_close(rated, expected.get(group_reduce, means.mean(dim=2)))
 
 
 def test_lost_votes_of_a_hand_worked_choice():

@@ -18,6 +18,7 @@ from snapkv import (
 from snapkv.kvzip import read_twice
 from snapkv.ops import ScoreOptions, TokenCost
 from snapkv.policies import PromptLayer
+from snapkv.policies.prefix import Prefix
 from snapkv.storage.bits import KVCodes
 from snapkv.storage.dynamic import Dynamic
 from tests.families import call, random_ids, tiny_model
@@ -60,13 +61,15 @@ def worked(cost, tokens, depth=0, pads=(0,)):
 )
 def test_on_paper(budget, cost, of_each):
     budget = ByteBudget.read(budget)
-    assert [budget.rows(worked(cost, 50, depth), 3)[0] for depth in (0, 1)] == of_each
+    prefixes = [Prefix(worked(cost, 50, depth), 1, 2) for depth in (0, 1)]
+    assert [1 + budget.counts(prefix, None)[0] for prefix in prefixes] == of_each
 
 
 def test_a_share_is_of_each_rows_own_prompt_and_bytes_are_not():
     layer = worked(BARE, 50, pads=(0, 30))
-    assert ByteBudget(share=0.2).rows(layer, 2) == [10, 4]
-    assert ByteBudget(bytes=160).rows(layer, 2) == [10, 10]
+    prefix = Prefix(layer, window_size=1, sink_tokens=1)
+    assert ByteBudget(share=0.2).counts(prefix, None) == [9, 3]
+    assert ByteBudget(bytes=160).counts(prefix, None) == [9, 9]
 
 
 def test_what_tokens_cost_on_paper():

@@ -269,6 +269,6 @@ def test_a_ratio_is_taken_of_each_rows_own_prefix(ratio, lengths):
         layer_idx=0,
         pad_tokens=pads,
     )
-    assert policy.kept_prefix_tokens(layer) == [
+    assert policy.counts(policy.prefix(layer)) == [
         math.floor(Decimal(str(ratio)) * max(0, tokens - 32)) for tokens in lengths
     ]

@@ -18,7 +18,7 @@ from snapkv.policies import (
     PrefixPolicy,
     PromptLayer,
 )
-from snapkv.policies.pyramidkv import exact_budgets
+from snapkv.policies.pyramidkv import LayerBudget
 from tests.gates import drawn_gate
 from tests.ops.states import pad_left, random_layer
 
@@ -33,12 +33,9 @@ WITH_SINKS = [
 class Falling(KVzip):
     """KVzip with budgets that fall with depth."""
 
-    def kept_prefix_tokens(self, layer, of_heads="max"):
-        means, prefixes = super().kept_prefix_tokens(layer, of_heads), self.prefix(layer).lengths
-        return [
-            exact_budgets(mean, tokens, layer.num_layers, 20)[layer.depth]
-            for mean, tokens in zip(means, prefixes, strict=True)
-        ]
+    @property
+    def allocation(self):
+        return LayerBudget(super().allocation, beta=20)
 
 
 MAKERS = {policy.name: policy for policy in WITH_SINKS} | {
@@ -144,7 +141,7 @@ def test_every_head_keeps_them_within_the_budget(
     selection = policy.select(layer)
     if selection is None:
         return
-    places = base.kept_prefix_tokens(layer)
+    places = base.counts(base.prefix(layer))
     for row, tokens in enumerate(layer.row_lengths):
         pads = layer.keys.shape[2] - tokens
         heads = [

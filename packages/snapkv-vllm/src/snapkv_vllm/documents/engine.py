@@ -109,7 +109,7 @@ class ServerEngine:
         if tokens >= (longest := self._client.model_config.max_model_len):
             raise wrong("file", f"fewer than {longest:,} tokens", tokens, "raise --max-model-len")
         places = Places.of(head_tokens.tolist(), room.block_tokens)
-        if places.parts_heads and self._method != AdaKV.name:
+        if places.per_head_budget and self._method != AdaKV.name:
             alike = "as many kept tokens in every layer and head"
             got = f"from {int(head_tokens.min()):,} to {int(head_tokens.max()):,}"
             raise wrong("file", alike, got, "start the server with --policy adakv")
@@ -124,7 +124,7 @@ class ServerEngine:
             protocol.TOKENS: list(saved.token_ids),
             protocol.KEPT: saved.places.held_tokens,
             protocol.LENT: saved.places.lent_tokens,
-            protocol.PARTS: saved.places.parts_heads,
+            protocol.PARTS: saved.places.per_head_budget,
         }
         try:
             said = await self._send([0], own)

@@ -25,12 +25,12 @@ class Places:
     Attributes:
         held_tokens: that are counted as held, per KV head and layer.
         lent_tokens: of those, in blocks that are full in every layer.
-        parts_heads: whether heads or layers hold different numbers of tokens.
+        per_head_budget: whether heads or layers hold different numbers of tokens.
     """
 
     held_tokens: int
     lent_tokens: int
-    parts_heads: bool
+    per_head_budget: bool
 
     @classmethod
     def of(cls, head_tokens: Sequence[Sequence[int]], block_tokens: int) -> Self:
@@ -45,7 +45,7 @@ class Places:
             return cls(
                 held_tokens=tokens,
                 lent_tokens=tokens // block_tokens * block_tokens,
-                parts_heads=False,
+                per_head_budget=False,
             )
         heads = len(head_tokens[0])
         full = [sum(tokens // block_tokens for tokens in of_layer) for of_layer in head_tokens]
@@ -53,7 +53,7 @@ class Places:
         return cls(
             held_tokens=-(-max(full) // heads) * block_tokens + rest,
             lent_tokens=min(full) // heads * block_tokens,
-            parts_heads=True,
+            per_head_budget=True,
         )
 
 

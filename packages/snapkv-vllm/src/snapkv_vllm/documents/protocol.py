@@ -50,7 +50,7 @@ class DocumentRequest:
     token_ids: tuple[int, ...] = ()
     kept_tokens: int = 0
     lent_tokens: int = 0
-    parts_heads: bool = False
+    per_head_budget: bool = False
 
 
 def document_request(extra_args: Mapping[str, Any] | None) -> DocumentRequest | None:
@@ -90,7 +90,7 @@ def document_request(extra_args: Mapping[str, Any] | None) -> DocumentRequest | 
         token_ids=ids[TOKENS],
         kept_tokens=given.get(KEPT, 0),
         lent_tokens=given.get(LENT, 0),
-        parts_heads=bool(given.get(PARTS)),
+        per_head_budget=bool(given.get(PARTS)),
     )
 
 

@@ -31,7 +31,7 @@ class Held:
 
     token_ids: tuple[int, ...]
     plan: FromDocument
-    parts_heads: bool = False  # whether heads hold different numbers of tokens
+    per_head_budget: bool = False  # whether heads hold different numbers of tokens
     lent_tokens: int  # of those held, in blocks that requests read; they copy the others
     blocks: Sequence[list[Any]] | None = None  # of every group; None while it is being read
     requests: set[str] = field(default_factory=set)  # that begin with it and have not ended
@@ -111,7 +111,7 @@ class Registry:
             plan = Plan(prompt_tokens=len(ids) + 1)
         else:
             plan = self._read_twice(ids, kept, asked.instruction_ids)
-            held = Held.of(ids, kept, parts_heads=plan.choice.parts_heads)
+            held = Held.of(ids, kept, per_head_budget=plan.choice.per_head_budget)
         self._held[asked.document_id] = held
         self._registering[request.request_id] = asked.document_id
         return plan
@@ -143,7 +143,7 @@ class Registry:
             expected = f"fewer than {self._max_model_len:,} tokens, lent in blocks of {size}"
             got = f"{tokens:,}, of {kept:,} {lent:,} lent"
             raise wrong(ADOPT, expected, got, "adopt another document")
-        if asked.parts_heads and self._safeguard is None:
+        if asked.per_head_budget and self._safeguard is None:
             alike, remedy = "as many tokens in every layer and head", "serve with --policy adakv"
             raise wrong(ADOPT, alike, "different numbers", remedy)
         self._require_free(kept)
@@ -158,7 +158,7 @@ class Registry:
             token_ids=asked.token_ids,
             plan=plan,
             lent_tokens=lent,
-            parts_heads=asked.parts_heads,
+            per_head_budget=asked.per_head_budget,
             blocks=blocks,
         )
         self._held[asked.document_id] = held
@@ -210,7 +210,7 @@ class Registry:
         held = self._used_by.get(request_id)
         if held is None or held.blocks is None:
             return None
-        first_block = held.blocks[0][0].block_id if held.parts_heads else None
+        first_block = held.blocks[0][0].block_id if held.per_head_budget else None
         of_groups = zip(self._managers, held.blocks, strict=True)
         moves = (
             manager.copies(request_id, blocks, held.lent_tokens) for manager, blocks in of_groups

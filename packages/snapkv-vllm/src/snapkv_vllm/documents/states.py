@@ -81,23 +81,23 @@ class DocumentStates:
         states = zip(document.keys, document.values, strict=True)
         of_layer = dict(zip(names, states, strict=True))
         kept = dict(zip(names, document.head_tokens.to(self._device), strict=True))
-        parts_heads = bool((document.head_tokens != document.head_tokens[0, 0]).any())
+        per_head_budget = bool((document.head_tokens != document.head_tokens[0, 0]).any())
         runs = self._each(blocks)
         for run, of_group in runs:
             tokens = len(of_group) * self._block_tokens[run.group]
             for name in run.layers:
-                self._require_fitting(run, of_layer[name], kept[name], tokens, parts_heads)
+                self._require_fitting(run, of_layer[name], kept[name], tokens, per_head_budget)
         for run, of_group in runs:
             size = self._block_tokens[run.group]
             targets, whole = torch.tensor(of_group, device=self._device), len(of_group) * size
             for part, name in enumerate(run.layers):
                 laid = partial(padded, tokens=whole)
-                if parts_heads:
+                if per_head_budget:
                     laid = partial(HeadPlaces(kept[name], size, True).spread, slots=whole)
                 laid_out = (laid(one.to(self._device))[None] for one in of_layer[name])
                 layer = run.layout.part(slice(part, part + 1))
                 layer.write(slots(targets, whole, size), *laid_out)
-        if parts_heads:
+        if per_head_budget:
             assert self._heads is not None
             self._heads.keep_document(blocks[0][0], kept, len(document.token_ids))
 
@@ -117,7 +117,7 @@ class DocumentStates:
         states: tuple[Tensor, Tensor],
         kept: Tensor,
         tokens: int,
-        parts_heads: bool,
+        per_head_budget: bool,
     ) -> None:
         """Refuse what is no layer's, or takes other blocks than those of so many tokens."""
         cache, head_size = run.first.cache, run.first.wrapped.head_size
@@ -131,7 +131,7 @@ class DocumentStates:
                     f"layer, got {tuple(one.shape)} in {one.dtype}; save it with the model that is "
                     "served, in its dtype"
                 )
-        if parts_heads and cache.shape[2] != size:
+        if per_head_budget and cache.shape[2] != size:
             raise InvalidArgumentError(
                 f"document: expected blocks of {cache.shape[2]} tokens where heads keep different "
                 f"numbers of them, got {size}; start the server with --block-size {cache.shape[2]}"

@@ -47,7 +47,7 @@ from snapkv_vllm.plans import Ahead, Order, SecondReading
                 token_ids=(7, 8, 9),
                 kept_tokens=2,
                 lent_tokens=1,
-                parts_heads=True,
+                per_head_budget=True,
             ),
         ),
     ],

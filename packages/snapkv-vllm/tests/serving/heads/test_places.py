@@ -131,7 +131,7 @@ def test_pages_of_a_document_by_hand():
         [1, 2, 5, 8],  # its third is empty
     ]
     places = Places.of([kept.tolist()], 4)
-    assert places == Places(held_tokens=5, lent_tokens=4, parts_heads=True)
+    assert places == Places(held_tokens=5, lent_tokens=4, per_head_budget=True)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -157,5 +157,5 @@ def test_full_pages_are_lent_and_what_is_counted_has_blocks_enough(seed):
 
 def test_equal_heads_are_no_parted_ones():
     assert Places.of([[70, 70], [70, 70]], 32) == Places(
-        held_tokens=70, lent_tokens=64, parts_heads=False
+        held_tokens=70, lent_tokens=64, per_head_budget=False
     )

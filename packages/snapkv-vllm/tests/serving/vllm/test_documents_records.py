@@ -74,7 +74,7 @@ def held(engine, small, name, path):
     document = read_document(path, model=model)
     places = Places.of(document.head_tokens.tolist(), PAGE)
     own = {ADOPT: name, TOKENS: document.token_ids.tolist()}
-    own |= {KEPT: places.held_tokens, LENT: places.lent_tokens, PARTS: places.parts_heads}
+    own |= {KEPT: places.held_tokens, LENT: places.lent_tokens, PARTS: places.per_head_budget}
     (output,) = engine.outputs([[0]], greedy(1, extra_args=own))
     said = output.kv_transfer_params
     given = (str(path), said["blocks"], model, seal_of(path), 1 << 28)

@@ -74,7 +74,7 @@ def engine(small, request):
         max_num_batched_tokens=90,
         enable_prefix_caching=caching,
     ) as running:
-        running.parts_heads = policy == "adakv"
+        running.per_head_budget = policy == "adakv"
         yield running
         assert running.preempted > 0, "the pool was large enough"
 
@@ -90,7 +90,7 @@ def test_every_answer_is_the_librarys(engine, expected, seed):
     draw = random.Random(seed)
     asked, answers = {}, {}
     for number in range(REQUESTS):
-        one = Asked.random(draw, seed=1000 * seed + number, apart=engine.parts_heads)
+        one = Asked.random(draw, seed=1000 * seed + number, apart=engine.per_head_budget)
         (name,) = engine.start([one.ids], one.sampling)
         asked[name] = one
         for _ in range(draw.randrange(5)):

@@ -1,6 +1,7 @@
 """One layer of a compressed cache: stores fewer tokens than it has seen."""
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -10,7 +11,6 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from snapkv import ops
-from snapkv.cache.choosing import choose
 from snapkv.cache.options import Turns
 from snapkv.cache.slots import DecodeNotes, SlotMap, require_removable
 from snapkv.errors import InvalidArgumentError
@@ -373,16 +373,16 @@ class CompressedLayer(DynamicLayer):
         self._seen_tokens = self._counted_tokens
 
     def restore_chosen(
-        self, keys: Tensor, values: Tensor, places: Tensor, tokens: int, *, parts_heads: bool
+        self, keys: Tensor, values: Tensor, places: Tensor, tokens: int, *, per_head_budget: bool
     ) -> None:
         """Hold (B, H, K, D) keys and values of what was chosen of a prompt of so many tokens.
 
-        Places are (B, H, K), ascending; where `parts_heads`, behind a leading run of -1 in heads
-        that hold fewer.
+        Places are (B, H, K), ascending; where `per_head_budget`, behind a leading run of -1 in
+        heads that hold fewer.
         """
         state: dict[str, Any] = dict(keys=keys, values=values, num_kv_heads=keys.shape[1])
         kind, K = DenseStore.kind, keys.shape[2]
-        if parts_heads:
+        if per_head_budget:
             order = torch.arange(K, device=keys.device).where(places >= 0, -1)
             store = RaggedStore.gather(DenseStore().fill(**state), order, K)
             kind, state = RaggedStore.kind, store.state()
@@ -411,9 +411,15 @@ class CompressedLayer(DynamicLayer):
         self.store = self.store.keep(kept, tokens, ragged=ragged)
         self.slots = self.slots.chosen(columns, at, **changes)
 
+    @torch.no_grad()
     def choose(self, prompt: PromptLayer) -> Selection | None:
         """What of a prompt that has been read the policy keeps; None for all of it."""
-        return choose(self.policy, prompt, self.storage, self.store)
+        return self.policy.select(self.with_token_cost(prompt))
+
+    def with_token_cost(self, prompt: PromptLayer) -> PromptLayer:
+        """The prompt, whose tokens cost what they do in this layer's storage."""
+        heads = prompt.queries.shape[1] if self.policy.per_query_head else prompt.num_kv_heads
+        return prompt.costing(functools.partial(self.storage.token_cost, self.store, heads))
 
     def end_prompt(self, selection: Selection | None, prompt: PromptLayer) -> None:
         """Note that the prompt has been read, and keep of it what was chosen.
@@ -471,7 +477,7 @@ class CompressedLayer(DynamicLayer):
             return
         slots, kept = self.store.slots, eviction.keep_indices.expand(-1, heads, -1)
         self._note(slot_scores=None if scores is None else _of_slots(scores, kept, heads))
-        ragged, fillers = eviction.parts_heads, eviction.filler_tokens
+        ragged, fillers = eviction.per_head_budget, eviction.filler_tokens
         if ragged or self.store.ragged is not None:  # whose heads hold none
             fillers = None
         elif fillers is None:

@@ -8,7 +8,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from snapkv.cache.choosing import costed
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.read_ids import ReadIds
 from snapkv.errors import (
@@ -262,10 +261,10 @@ class Reading:
     ) -> Iterator[tuple[CompressedLayer, PromptLayer]]:
         """Every layer and its prompt, which knows its part of what all of them share."""
         with_costs = (
-            costed(self.policy, prompt, layer.storage, layer.store)
+            layer.with_token_cost(prompt)
             for layer, prompt in zip(self.layers, prompts, strict=True)
         )
-        return zip(self.layers, self.policy.share_out(with_costs), strict=True)
+        return zip(self.layers, self.policy.allocate(with_costs), strict=True)
 
     # Where the prompt ends.
 

@@ -179,7 +179,7 @@ RULES = (
         " got {s.policy!r} without; pass policy.with_tokenizer(tokenizer)",
     ),
     Rule(
-        meets=lambda s: s.is_static and (not s.keeps_alike or s.evicts or s.policy.parts_groups),
+        meets=lambda s: s.is_static and (not s.keeps_alike or s.evicts or s.policy.per_query_head),
         line="storage: expected a policy that keeps a budget of tokens, the same in all layers, "
         "one set per KV head, and all behind it for storage='static', whose layers share one "
         "mask, got {s.policy!r}; use SnapKV(budget=...) with a number, or storage='dynamic'",
@@ -214,7 +214,7 @@ RULES = (
         error=UnsupportedModelError,
     ),
     Rule(
-        meets=lambda s: s.policy.parts_groups and s.shares_latent,
+        meets=lambda s: s.policy.per_query_head and s.shares_latent,
         line="group_reduce: expected 'mean' for latent attention, whose heads share what is "
         "stored, got {s.policy!r} for {s.model}; leave it out",
         error=UnsupportedModelError,

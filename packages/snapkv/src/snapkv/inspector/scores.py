@@ -9,7 +9,7 @@ from torch import Tensor
 from snapkv.cache.layer import last_tokens
 from snapkv.inspector.leave_out import Span
 from snapkv.policies import Policy, PromptLayer, Selection, SnapKV
-from snapkv.policies.base import PrefixPolicy
+from snapkv.policies.prefix_policy import PrefixPolicy
 
 
 @dataclass(frozen=True, kw_only=True)

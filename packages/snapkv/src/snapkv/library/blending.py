@@ -128,7 +128,7 @@ def _fill(cache: CompressedCache, joined: Sequence[JoinedLayer], held: Held) -> 
             slots = SlotMap().chosen(one.places, one.tokens, is_partial=True)
             layer.restore(DenseStore.kind, state, slots)
         else:
-            layer.restore_chosen(keys, values, one.places, one.tokens, parts_heads=True)
+            layer.restore_chosen(keys, values, one.places, one.tokens, per_head_budget=True)
     if held == "uneven":
         cache.reading.prompt_end = joined[0].tokens
 

@@ -2,7 +2,7 @@
 
 from snapkv.policies.across_layers import AcrossLayers
 from snapkv.policies.adakv import AdaKV
-from snapkv.policies.base import EvictingPolicy, Policy, PrefixPolicy
+from snapkv.policies.base import EvictingPolicy, Policy
 from snapkv.policies.budget import AutoBudget, ByteBudget
 from snapkv.policies.criticalkv import CriticalKV
 from snapkv.policies.default import default_policy
@@ -14,6 +14,7 @@ from snapkv.policies.keydiff import KeyDiff
 from snapkv.policies.kvzap import KVzap
 from snapkv.policies.kvzip import KVzip
 from snapkv.policies.lagkv import LagKV
+from snapkv.policies.prefix_policy import PrefixPolicy
 from snapkv.policies.prompt_then_decode import PromptThenDecode
 from snapkv.policies.pyramidkv import PyramidKV
 from snapkv.policies.random import Random

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
-from snapkv import ops
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies.around import AroundScores
-from snapkv.policies.base import Need, PrefixPolicy
+from snapkv.policies.base import Need
+from snapkv.policies.budget import counts_of_best
 from snapkv.policies.kvzip import KVzip
+from snapkv.policies.prefix_policy import PrefixPolicy
 from snapkv.policies.states import PromptLayer, Selection
 
 
@@ -38,7 +38,7 @@ class AcrossLayers(AroundScores):
     """
 
     name: ClassVar[str] = "across-layers"
-    parts_heads: ClassVar[bool] = True
+    per_head_budget: ClassVar[bool] = True
 
     policy: PrefixPolicy = field(default_factory=KVzip)
 
@@ -55,48 +55,36 @@ class AcrossLayers(AroundScores):
     def needs(self) -> frozenset[Need]:
         return super().needs | {"all_layers"}
 
-    def share_out(self, layers: Iterable[PromptLayer]) -> list[PromptLayer]:
+    def allocate(self, layers: Iterable[PromptLayer]) -> list[PromptLayer]:
         """All layers, each told how many positions its heads keep."""
         layers = list(layers)
-        self.require_room(layers[0].uneven())
-        if not any(self.policy.prefix(layers[0]).lengths):
+        policy, device = self.policy, layers[0].keys.device
+        prefixes = [policy.prefix(layer, per_head_budget=True) for layer in layers]
+        kept = [policy.counts(each) for each in prefixes]
+        if not any(prefixes[0].lengths):
             return layers
-        device = layers[0].keys.device
-        ranked = [self._ranked(layer).to(device) for layer in layers]
-        kept = [self.policy.kept_prefix_tokens(layer.uneven(), "mean") for layer in layers]
+        ranked = [each.ranked(policy.scored(each)).to(device) for each in prefixes]
         heads = torch.tensor([own.shape[1] for own in ranked])
         even = torch.tensor(kept).repeat_interleave(heads, dim=0).T.to(device)
-        shares = _shares_of_best(torch.cat(ranked, dim=1), even.sum(dim=-1).tolist())
-        has_choice = even.amin(dim=-1, keepdim=True) > self.policy.sink_tokens
-        parts = torch.split(torch.where(has_choice, shares, even), heads.tolist(), dim=1)
+        best = counts_of_best(torch.cat(ranked, dim=1), even.sum(dim=-1).tolist())
+        has_choice = even.amin(dim=-1, keepdim=True) > policy.sink_tokens
+        parts = torch.split(torch.where(has_choice, best, even), heads.tolist(), dim=1)
         return [
-            replace(layer, shares=own.to(layer.keys.device))
+            replace(layer, head_budgets=own.to(layer.keys.device))
             for layer, own in zip(layers, parts, strict=True)
         ]
 
     def select(self, layer: PromptLayer) -> Selection | None:
-        """Keep the window in every head, and of the prefix what its share allows."""
+        """Keep the window in every head, and of the prefix what its budget allows."""
         prefix = self.policy.prefix(layer)
         if not any(prefix.lengths):
             return None
-        if (shares := layer.shares) is None:
+        if (kept := layer.head_budgets) is None:
             raise InvalidArgumentError(
                 f"policy: expected layers that know their shares, which {self.name} gives all of "
                 "them together, got one without; fill the cache with snapkv.kvzip.read_context"
             )
-        scores = self.policy.scored(layer)
-        if bool((shares == shares[:, :1]).all()):
-            return prefix.select(scores, shares[:, 0].tolist())
-        return prefix.select_by_head(prefix.best(scores, shares), shares)
-
-    def _ranked(self, layer: PromptLayer) -> Tensor:
-        return self.policy.prefix(layer).ranked(self.policy.scored(layer))
-
-
-def _shares_of_best(ranked: Tensor, totals: list[int]) -> Tensor:
-    """(B, H) int64: how many of a row's best, so many of all its (H, P) scores, are each head's."""
-    B, H, P = ranked.shape
-    best = ops.keep_best(ranked.reshape(B, 1, H * P), totals)[:, 0]
-    heads = torch.where(best < 0, H, best // P)  # of a row with fewer, the rest are of none
-    counts = torch.zeros(B, H + 1, dtype=torch.int64, device=ranked.device)
-    return counts.scatter_add(1, heads, torch.ones_like(heads))[:, :H]
+        scores = self.policy.scored(prefix)
+        if bool((kept == kept[:, :1]).all()):
+            return prefix.select(scores, kept[:, 0].tolist())
+        return prefix.select_by_head(scores, kept)

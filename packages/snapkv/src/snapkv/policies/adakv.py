@@ -7,11 +7,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from snapkv import ops
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies.around import AroundScores
-from snapkv.policies.base import PrefixPolicy
-from snapkv.policies.budget import largest_remainder
+from snapkv.policies.budget import counts_of_best, largest_remainder
+from snapkv.policies.prefix import Prefix
+from snapkv.policies.prefix_policy import PrefixPolicy
 from snapkv.policies.snapkv import SnapKV
 from snapkv.policies.states import PromptLayer, Selection
 from snapkv.validation import require_int, require_ratio
@@ -39,7 +39,7 @@ class AdaKV(AroundScores):
     """
 
     name: ClassVar[str] = "adakv"
-    parts_heads: ClassVar[bool] = True
+    per_head_budget: ClassVar[bool] = True
 
     policy: PrefixPolicy = field(default_factory=SnapKV)
     _: KW_ONLY
@@ -61,54 +61,38 @@ class AdaKV(AroundScores):
 
     def select(self, layer: PromptLayer) -> Selection | None:
         """Keep the window in every head, and of the prefix what its share allows."""
-        self.require_room(layer.uneven())
-        prefix = self.policy.prefix(layer)
-        if not any(prefix.lengths):
+        prefix = self.policy.prefix(layer, per_head_budget=True)
+        means = self.policy.counts(prefix)
+        if means == prefix.lengths:
             return None
-        kept = self.policy.kept_prefix_tokens(layer.uneven(), "mean")
-        if kept == prefix.lengths:
-            return None
-        scores = self.policy.scored(layer)
+        scores = self.policy.scored(prefix)
         if scores.shape[1] == 1:
             return self.policy.select(layer)  # no heads to share among
-        must_stay = [None] * len(kept) if prefix.must_stay is None else prefix.must_stay
-        rows = [
-            self._row_shares(own[:, own.shape[1] - tokens :], mean, stays)
-            for own, tokens, mean, stays in zip(
-                scores, prefix.lengths, kept, must_stay, strict=True
-            )
-        ]
-        shares = torch.tensor(rows, device=scores.device)
-        return prefix.select_by_head(prefix.best(scores, shares), shares)
+        return prefix.select_by_head(scores, self._head_budgets(prefix, scores, means))
 
     @property
     def chooses_from_a_part(self) -> bool:
         return self.policy.chooses_from_a_part
 
-    def _row_shares(self, scores: Tensor, mean: int, must_stay: Tensor | None) -> list[int]:
-        """How many prefix positions each head of a row keeps, `mean` on average.
+    def _head_budgets(self, prefix: Prefix, scores: Tensor, means: list[int]) -> Tensor:
+        """(B, H) int64: how many positions each head keeps, `means` on average over a row's."""
+        heads, sure = scores.shape[1], prefix.needed or prefix.sinks
+        won = counts_of_best(prefix.ranked(scores), [mean * heads for mean in means]).tolist()
+        rows = map(self._of_row, won, means, sure)
+        return torch.tensor(list(rows), device=scores.device)
 
-        Args:
-            scores: (H, P) float32, without pads.
-            mean: prefix positions per head of an even split.
-            must_stay: (1 or H, P or more) bool, what heads keep whatever the scores, as many in
-                each; None for sinks only.
-        """
-        heads, sure = scores.shape[0], min(self.policy.sink_tokens, mean)
-        contested = scores[:, sure:]  # what is sure is every head's
-        if must_stay is not None:
-            free = ~must_stay[:, must_stay.shape[1] - scores.shape[1] :]
-            contested = scores[free.repeat_interleave(heads // len(free), dim=0)].view(heads, -1)
-            sure = scores.shape[1] - contested.shape[1]
-        rest = mean - sure
-        best = ops.keep_best(contested.reshape(1, 1, -1), [rest * heads])[0, 0]
-        winners = torch.bincount(best // max(contested.shape[1], 1), minlength=heads)
+    def _of_row(self, won: list[int], mean: int, sure: int) -> list[int]:
+        """Positions of each head that has won so many, of which so many are sure in every head."""
+        sure = min(sure, mean)
+        contested = mean - sure
+        if not contested:
+            won = [sure] * len(won)
         shares = [
-            sure + float(won) * (1 - self.safeguard) + rest * self.safeguard
-            for won in winners.tolist()
+            sure + float(own - sure) * (1 - self.safeguard) + contested * self.safeguard
+            for own in won
         ]
         if self.page_tokens is None:
-            return largest_remainder(shares, mean * heads)
+            return largest_remainder(shares, mean * len(won))
         return self._in_pages(shares, sure, self.page_tokens)
 
     def _in_pages(self, shares: Sequence[float], sure: int, page_tokens: int) -> list[int]:

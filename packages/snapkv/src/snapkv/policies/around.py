@@ -1,7 +1,8 @@
 """Methods that go around another one and make their choice of its scores."""
 
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
-from snapkv.policies.base import Need, Policy, PrefixPolicy
+from snapkv.policies.base import Need, Policy
+from snapkv.policies.prefix_policy import PrefixPolicy
 from snapkv.policies.spans import Spans
 from snapkv.policies.states import LostVotes, PromptLayer, Selection
 
@@ -29,8 +30,8 @@ class AroundScores(Policy):
         return self.policy.query_tokens
 
     @property
-    def parts_groups(self) -> bool:
-        return self.policy.parts_groups
+    def per_query_head(self) -> bool:
+        return self.policy.per_query_head
 
     @property
     def needs(self) -> frozenset[Need]:

@@ -3,34 +3,27 @@
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import KW_ONLY, dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, NoReturn, Self
 
 from torch import Tensor
 
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
-from snapkv.policies.budget import AutoBudget, Budget, ByteBudget
-from snapkv.policies.prefix import Prefix
 from snapkv.policies.spans import Spans, require_room
 from snapkv.policies.states import DecodeStep, Eviction, LostVotes, PromptLayer, Selection
-from snapkv.validation import DEFAULT_BUDGET, DEFAULT_WINDOW, require_one_limit
 
 Need = Literal[
     "rotation",
     "output_weight",
     "token_ids",
     "tokenizer",
-    "second_reading",
+    "reconstruction_pass",
     "all_layers",
     "queries",
 ]
 """Parts of the model's layers, the ids of all tokens, what `Policy.with_tokenizer` gives, that
 `snapkv.kvzip` has the model repeat the prompt, that all layers have read it before one chooses, or
 the queries of all that is chosen from."""
-
-OfHeads = Literal["max", "mean", "all"]
-"""Where votes choose how much a layer keeps: what the head needs that needs most, or heads on
-average; "all" is as if all positions were voted for, and asks for no votes."""
 
 ALL_QUERIES = sys.maxsize
 """`Policy.query_tokens` of a method that scores with every query of the prompt."""
@@ -41,11 +34,11 @@ class Policy(ABC):
     """Decides what a layer keeps when the prompt has been read.
 
     Attributes:
-        parts_heads: whether heads of a row may keep different numbers of tokens.
+        per_head_budget: whether heads of a row may keep different numbers of tokens.
     """
 
     name: ClassVar[str]
-    parts_heads: ClassVar[bool] = False
+    per_head_budget: ClassVar[bool] = False
 
     def __new__(cls, *_: Any, **parameters: Any) -> Self:
         if "compression_ratio" in parameters:
@@ -75,7 +68,7 @@ class Policy(ABC):
     @property
     def reads_context(self) -> bool:
         """Whether `snapkv.kvzip.read_context` has to read the prompt, before any question."""
-        return not self.needs.isdisjoint({"second_reading", "all_layers"})
+        return not self.needs.isdisjoint({"reconstruction_pass", "all_layers"})
 
     def with_tokenizer(self, tokenizer: Any) -> Self:
         """The same method, for the tokens of this tokenizer; itself where it looks at none."""
@@ -91,11 +84,11 @@ class Policy(ABC):
         return None
 
     @property
-    def parts_groups(self) -> bool:
+    def per_query_head(self) -> bool:
         """Whether query heads of one KV head may keep sets of their own."""
         return False
 
-    def share_out(self, layers: Iterable[PromptLayer]) -> Iterable[PromptLayer]:
+    def allocate(self, layers: Iterable[PromptLayer]) -> Iterable[PromptLayer]:
         """The layers of a prompt, in order, each with its part of what they share; here nothing."""
         return layers
 
@@ -180,150 +173,3 @@ class EvictingPolicy(Policy):
     def _require_whole_spans(self, spans: Spans, room: int, beside: str) -> None:
         """Raise unless whole spans fit: tokens to come may stand in them too."""
         require_room(self.name, spans.tokens, room, f"{beside}, as long as it generates")
-
-
-@dataclass(frozen=True)
-class PrefixPolicy(Policy):
-    """Keeps the window and the best-scored positions before it; subclasses give the scores.
-
-    Args:
-        budget: tokens kept per KV head and layer, window included; 1024 if neither is given.
-            "auto", or an `AutoBudget`, lets the votes choose, for methods that have some; "12%",
-            "64MiB", or a `ByteBudget`, keeps what fits into so many bytes.
-        keep_ratio: instead of `budget`, the fraction of the prefix to keep beside the window:
-            k = floor(keep_ratio * prefix), in (0, 1] (Sec. 4, "voting"); the sinks at least.
-        window_size: the last tokens of the prompt, always kept.
-
-    Raises:
-        InvalidArgumentError: a value out of range, or both `budget` and `keep_ratio`.
-        InvalidTypeError: a value of the wrong type.
-    """
-
-    rates_what_is_held: ClassVar[bool] = False
-    """Whether `score` is right where tokens between those of the prefix have been dropped."""
-
-    scores_are_votes: ClassVar[bool] = False
-    """Whether a budget may be chosen by the scores, as shares of the window's attention."""
-
-    compares_layers: ClassVar[bool] = False
-    """Whether a score means the same in every layer, so that these can share a budget by it."""
-
-    budget: int | str | AutoBudget | ByteBudget | None = None
-    _: KW_ONLY
-    keep_ratio: float | None = None
-    window_size: int = DEFAULT_WINDOW
-
-    def __post_init__(self) -> None:
-        if self.budget is None and self.keep_ratio is None:
-            object.__setattr__(self, "budget", DEFAULT_BUDGET)
-        require_one_limit(self.budget, self.keep_ratio)
-        object.__setattr__(self, "budget", AutoBudget.read(ByteBudget.read(self.budget)))
-        if isinstance(self.budget, str):
-            raise InvalidTypeError(
-                f"budget: expected a number of tokens, 'auto', or bytes as '12%' or '64MiB', got "
-                f"{self.budget!r}; pass one of them"
-            )
-        if isinstance(self.budget, AutoBudget) and not self.scores_are_votes:
-            raise InvalidArgumentError(
-                f"budget: expected a number of tokens with {self.name}, since 'auto' goes by the "
-                "votes of SnapKV, got 'auto'; pass a number, or use SnapKV(budget='auto')"
-            )
-        self.limit.require_valid(self.sink_tokens)
-
-    @property
-    def sink_tokens(self) -> int:
-        """Attention sinks; none here: methods that have some declare a parameter of this name.
-
-        They count towards the budget.
-        """
-        return 0
-
-    @property
-    def limit(self) -> Budget:
-        """What it keeps beside the window."""
-        assert not isinstance(self.budget, str), "read when it was made"
-        return Budget(self.budget, self.keep_ratio, self.window_size)
-
-    @property
-    def most_tokens(self) -> int | None:
-        """The budget."""
-        return self.limit.most_tokens
-
-    @abstractmethod
-    def score(self, layer: PromptLayer) -> Tensor:
-        """Rate the prefix: (B, num_kv_heads or Hq, T - window_size) float32, higher first."""
-
-    def scored(self, layer: PromptLayer) -> Tensor:
-        """`score`, whose shape and dtype are right."""
-        return self.prefix(layer).checked(self.score(layer), self.name)
-
-    def summed_weights(self, layer: PromptLayer) -> int:
-        """How many attention weights a score is the sum of; 1 where it is none, or their mean."""
-        del layer
-        return 1
-
-    def prefix(self, layer: PromptLayer) -> Prefix:
-        """What of the layer stands before the window."""
-        return Prefix(layer, self.window_size, self.sink_tokens)
-
-    def rated(self, layer: PromptLayer) -> Tensor:
-        """(B, H, P) float32: votes as shares of the window's attention, other scores as they are.
-
-        What must stay is inf, pads are -inf.
-        """
-        return self.prefix(layer).ranked(self.scored(layer) / self.summed_weights(layer))
-
-    def kept_prefix_tokens(self, layer: PromptLayer, of_heads: OfHeads = "max") -> list[int]:
-        """B numbers: positions each row keeps of its own prefix."""
-        prefixes = wanted = self.prefix(layer).lengths
-        if isinstance(self.budget, ByteBudget):
-            wanted = self.budget.rows(layer, self.window_size + self.sink_tokens)
-        elif isinstance(self.budget, AutoBudget) and of_heads != "all":
-            by_head = self.budget.voted(self.rated(layer))
-            by_row = by_head.amax(-1) if of_heads == "max" else by_head.float().mean(-1).ceil()
-            wanted = by_row.int().tolist()
-        sinks = (min(self.sink_tokens, tokens) for tokens in prefixes)
-        kept = (self.limit.row(*row) for row in zip(prefixes, wanted, strict=True))
-        return list(map(max, kept, sinks))
-
-    def select(self, layer: PromptLayer) -> Selection | None:
-        """Keep the sinks, the best of the prefix and the window, or everything where it fits."""
-        self.require_room(layer)
-        prefix = self.prefix(layer)
-        if not prefix.slots:
-            return None
-        kept = self.kept_prefix_tokens(layer)
-        return None if prefix.fits(kept) else prefix.select(self.scored(layer), kept)
-
-    @property
-    def keeps_the_best(self) -> bool:
-        """Whether it leaves the choice to the scores."""
-        return type(self).select is PrefixPolicy.select
-
-    @property
-    def chooses_from_a_part(self) -> bool:
-        """Where its scores do, and its budget does not go by the prompt's length."""
-        return self.rates_what_is_held and self.most_tokens is not None
-
-    def require_protection(self, spans: Spans) -> None:
-        """Raise where no prompt that is compressed leaves them room, or a subclass chooses."""
-        if not self.keeps_the_best:
-            super().require_protection(spans)
-        if (most := self.limit.most_tokens) is not None:
-            room = most - self.window_size
-            if spans.among_first(room + 1) > room:
-                self._require_fits(spans.tokens, room)
-
-    def require_room(self, layer: PromptLayer) -> None:
-        """Raise unless what must stay fits into the last layer, which keeps least."""
-        if layer.depth:
-            return
-        needed = self.prefix(layer).needed
-        if needed or isinstance(self.budget, ByteBudget):  # which may be too few by itself
-            last = replace(layer, depth=layer.num_layers - 1)
-            for tokens, room in zip(needed, self.kept_prefix_tokens(last, "all"), strict=False):
-                self._require_fits(tokens, room)
-
-    def _require_fits(self, tokens: int, room: int) -> None:
-        sinks = f", its {self.sink_tokens} sinks included" if self.sink_tokens else ""
-        require_room(self.name, tokens, room, f"before its window of {self.window_size}{sinks}")

@@ -1,15 +1,25 @@
-"""How much of a prompt a layer keeps: tokens, bytes, a fraction, or what its votes ask for."""
+"""How much of a prompt every row, layer or head keeps: the one place where a budget becomes tokens.
 
+A budget is tokens, or a share of them (`TokenBudget`), bytes (`ByteBudget`), or what the votes ask
+for (`AutoBudget`). `pyramidkv.LayerBudget` gives lower layers more of one of these, `AdaKV` and
+`AcrossLayers` some heads.
+"""
+
+import functools
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor
 
+from snapkv import ops
 from snapkv.errors import BudgetTooSmallError, InvalidArgumentError
 from snapkv.ops import TokenCost
+from snapkv.policies.prefix import Prefix
 from snapkv.validation import (
     AUTO,
     LEAST_VOTED,
@@ -21,15 +31,13 @@ from snapkv.validation import (
     require_ratio,
 )
 
-if TYPE_CHECKING:
-    from snapkv.policies.states import PromptLayer
-
-BYTES = "bytes"
-"""Under which a file has a budget of bytes."""
-
 UNDILUTED_TOKENS = 1024
 """Up to here a vote weighs the same; of a longer prompt each position gets a smaller share of the
 window's attention, and so does the one that is the answer."""
+
+Votes = Callable[[Prefix], Tensor]
+"""Gives (B, H, P) float32, shares of the window's attention: inf for what must stay, -inf for
+pads."""
 
 
 def dilution(tokens: float) -> float:
@@ -37,8 +45,76 @@ def dilution(tokens: float) -> float:
     return max(1.0, tokens / UNDILUTED_TOKENS)
 
 
+class Budget(ABC):
+    """How many positions before its window every row of a layer keeps.
+
+    Attributes:
+        key: under which a file has a budget of this kind.
+    """
+
+    key: ClassVar[str]
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Tokens that a layer keeps at most, window included; None where there is no limit."""
+        return None
+
+    def require_valid(self, window_size: int, sink_tokens: int) -> None:
+        """Raise unless there is room for the window, the sinks and what every layer keeps."""
+        require_int("window_size", window_size, minimum=1)
+        require_int("sink_tokens", sink_tokens, minimum=0)
+
+    @abstractmethod
+    def counts(self, prefix: Prefix, votes: Votes | None) -> list[int]:
+        """B numbers: positions that each row keeps of its prefix, at most all of them.
+
+        Of every head as many; on average where heads have budgets of their own. Without `votes` as
+        many as if all positions were voted for.
+        """
+
+    def describe(self) -> dict[str, Any]:
+        """Its parameters, ready for JSON."""
+        return {self.key: asdict(self)}  # type: ignore[call-overload] # every kind is a dataclass
+
+    @classmethod
+    def _described(cls, budget: dict[str, Any]) -> Self:
+        """What `describe` has described."""
+        known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+        own = budget.get(cls.key)
+        if budget.keys() != {cls.key} or not isinstance(own, dict) or not own.keys() <= known:
+            raise InvalidArgumentError(
+                f"budget: expected a number of tokens, 'auto', bytes as '12%' or '64MiB', or "
+                f"{{{cls.key!r}: {{...}}}} with {', '.join(sorted(known))}, got {budget!r}; pass "
+                "one of them"
+            )
+        return cls(**own)
+
+
+@dataclass(frozen=True)
+class TokenBudget(Budget):
+    """A number of tokens, window included, or the share of the prefix to keep."""
+
+    tokens: int | None
+    keep_ratio: float | None
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.tokens
+
+    def require_valid(self, window_size: int, sink_tokens: int) -> None:
+        require_budget(self.tokens, self.keep_ratio, window_size, sink_tokens)
+
+    def counts(self, prefix: Prefix, votes: Votes | None) -> list[int]:
+        """The number, or the share of each row's own prefix; the sinks at least."""
+        if self.tokens is not None:
+            return [min(own, self.tokens - prefix.window_size) for own in prefix.lengths]
+        assert self.keep_ratio is not None
+        shares = (share_of(own, self.keep_ratio) for own in prefix.lengths)
+        return list(map(max, shares, prefix.sinks))
+
+
 @dataclass(frozen=True, kw_only=True)
-class AutoBudget:
+class AutoBudget(Budget):
     """As many positions as it takes to lose none that the window looked at.
 
     A layer keeps the smallest number at which, in every head, all positions are kept whose pooled
@@ -53,6 +129,8 @@ class AutoBudget:
         most: tokens that no layer keeps more of, the window included; None for no limit.
     """
 
+    key: ClassVar[str] = AUTO
+
     lost_vote: float = LOST_VOTE
     least: int = LEAST_VOTED
     most: int | None = None
@@ -65,39 +143,44 @@ class AutoBudget:
         """The budget that "auto", or what `describe` gives, stands for; anything else as it is."""
         if budget == AUTO:
             return cls()
-        if not isinstance(budget, dict):
-            return budget
-        known = {field.name for field in fields(cls)}
-        own = budget.get(AUTO)
-        if budget.keys() != {AUTO} or not isinstance(own, dict) or not own.keys() <= known:
-            raise InvalidArgumentError(
-                f"budget: expected a number of tokens, 'auto' or {{'auto': {{...}}}} with "
-                f"{', '.join(sorted(known))}, got {budget!r}; pass one of them"
-            )
-        return cls(**own)
+        return cls._described(budget) if isinstance(budget, dict) else budget
 
-    def describe(self) -> dict[str, Any]:
-        """Its parameters, ready for JSON."""
-        return {AUTO: asdict(self)}
+    @property
+    def most_tokens(self) -> int | None:
+        return self.most
+
+    def require_valid(self, window_size: int, sink_tokens: int) -> None:
+        super().require_valid(window_size, sink_tokens)
+        tokens = self.most or window_size + sink_tokens + self.least
+        require_budget(tokens, None, window_size, sink_tokens)
+        if tokens < window_size + self.least:
+            raise InvalidArgumentError(
+                f"budget, most: expected at least window_size={window_size} + least={self.least}, "
+                f"which every layer keeps, got {tokens}; raise most or lower least"
+            )
+
+    def counts(self, prefix: Prefix, votes: Votes | None) -> list[int]:
+        """What the head asks for that needs most; the mean of what heads with their own ask for."""
+        wanted = prefix.lengths
+        if votes is not None and prefix.slots:
+            voted = self.voted(votes(prefix))
+            of_row = voted.float().mean(-1).ceil() if prefix.per_head_budget else voted.amax(-1)
+            wanted = of_row.int().tolist()
+        most = math.inf if self.most is None else self.most - prefix.window_size
+        return [
+            int(min(max(tokens, self.least), most, own))
+            for tokens, own in zip(wanted, prefix.lengths, strict=True)
+        ]
 
     def voted(self, shares: Tensor) -> Tensor:
-        """How many positions of every head may not be lost: (B, H) int64.
-
-        `shares` are pooled votes as shares of the window's attention, (B, H, P) float32: infinity
-        for what must stay, minus infinity for pads.
-        """
+        """How many positions of every head may not be lost by such `Votes`: (B, H) int64."""
         tokens = (shares > -math.inf).sum(dim=-1, keepdim=True)
         bound = self.lost_vote / (tokens.float() / UNDILUTED_TOKENS).clamp(min=1.0)
         return (shares > bound).sum(dim=-1)
 
-    def within(self, voted: int, prefix_tokens: int, window_size: int) -> int:
-        """Positions of a prefix to keep, where so many may not be lost."""
-        most = prefix_tokens if self.most is None else max(self.most - window_size, 0)
-        return min(max(voted, self.least), most, prefix_tokens)
-
 
 @dataclass(frozen=True, kw_only=True)
-class ByteBudget:
+class ByteBudget(Budget):
     """As many tokens as the bytes hold that keys and values take at the end of a prompt.
 
     All of them count: codes with their scales, and what stays as it came. So with `quantize` the
@@ -115,6 +198,8 @@ class ByteBudget:
         BudgetTooSmallError: at the end of a prompt, too few `bytes` for what must stay: the
             window, the sinks, and the tokens that `quantize` leaves as they came.
     """
+
+    key: ClassVar[str] = "bytes"
 
     share: float | None = None
     bytes: int | None = None
@@ -135,32 +220,28 @@ class ByteBudget:
         if isinstance(budget, str):
             found = byte_budget(budget)
             return budget if found is None else cls(**found)  # type: ignore[arg-type] # by name
-        if not isinstance(budget, dict) or budget.keys() != {BYTES}:
-            return budget
-        own = budget[BYTES]
-        if not isinstance(own, dict) or not own.keys() <= {"share", "bytes"}:
-            raise InvalidArgumentError(
-                f"budget: expected {{'bytes': {{...}}}} with share or bytes, got {budget!r}; pass "
-                "for instance '12%' or '64MiB'"
-            )
-        return cls(**own)
+        if isinstance(budget, dict) and budget.keys() == {cls.key}:
+            return cls._described(budget)
+        return budget
 
-    def describe(self) -> dict[str, Any]:
-        """Its parameters, ready for JSON."""
-        return {BYTES: asdict(self)}
-
-    def rows(self, layer: "PromptLayer", least_tokens: int) -> list[int]:
-        """B numbers: tokens of each row that fit; at least so many, or all it has."""
+    def counts(self, prefix: Prefix, votes: Votes | None) -> list[int]:
+        """What the bytes hold beside the window; the sinks at least."""
+        layer, window = prefix.layer, prefix.window_size
         if layer.token_cost is None:
             raise InvalidArgumentError(
                 f"budget: expected a number of tokens where it is not known what they cost, got "
                 f"{self!r}; pass a number"
             )
         cost = layer.token_cost(min(layer.row_lengths))
-        least = max(least_tokens, cost.exact_tokens)
+        cost = replace(cost, uneven=cost.uneven or prefix.per_head_budget)
+        least, at = max(window + prefix.sink_tokens, cost.exact_tokens), layer.depth
+        fit = (
+            self.tokens(cost, own, min(least, own), at, layer.num_layers)
+            for own in layer.row_lengths
+        )
         return [
-            self.tokens(cost, tokens, min(least, tokens), layer.depth, layer.num_layers)
-            for tokens in layer.row_lengths
+            max(0, min(own, tokens - window))
+            for own, tokens in zip(prefix.lengths, fit, strict=True)
         ]
 
     def tokens(self, cost: TokenCost, own: int, least: int, depth: int, layers: int) -> int:
@@ -178,19 +259,16 @@ class ByteBudget:
         blocks = (given - layers * cost.exact_tokens * cost.token_bytes) // cost.block_bytes
         fewest = cost.exact_tokens - cost.spare_tokens
         if fewest + blocks // layers * cost.block_tokens < least:
-            self._require_share(own, least, needed)
+            if self.share is None:
+                raise BudgetTooSmallError(
+                    f"budget: expected at least {needed:,} bytes for {least} of {own:,} prompt "
+                    "tokens, which are the window, the sinks and what stays as it came, got "
+                    f"{self.bytes:,} bytes; raise it, lower those, or pass a share or a number of "
+                    "tokens"
+                )
             return least
         more = -blocks * depth // layers - -blocks * (depth + 1) // layers
         return fewest + more * cost.block_tokens
-
-    def _require_share(self, own: int, least: int, needed: int) -> None:
-        if self.share is None:
-            raise BudgetTooSmallError(
-                f"budget: expected at least {needed:,} bytes for {least} of {own:,} prompt tokens, "
-                "which are the window, the sinks and what stays as it came, got "
-                f"{self.bytes:,} bytes; raise it, lower those, or pass a share or a number of "
-                "tokens"
-            )
 
 
 def require_tokens(policy: Any) -> None:
@@ -207,62 +285,6 @@ def budget_of(policy: Any) -> int | AutoBudget | ByteBudget | None:
     while hasattr(policy, "policy"):
         policy = policy.policy
     return getattr(policy, "budget", None)
-
-
-@dataclass(frozen=True)
-class Budget:
-    """What a layer keeps beside the window: `row` is where any budget becomes tokens.
-
-    Attributes:
-        limit: tokens, window included, or bytes, or a budget that the votes choose; None where
-            there is a `keep_ratio`.
-        keep_ratio: the fraction of the prefix to keep.
-        window_size: the last tokens of the prompt, always kept.
-    """
-
-    limit: int | AutoBudget | ByteBudget | None
-    keep_ratio: float | None
-    window_size: int
-
-    def require_valid(self, sink_tokens: int) -> None:
-        """Raise unless it has room for the window, the sinks and what every layer keeps."""
-        require_int("window_size", self.window_size, minimum=1)
-        require_int("sink_tokens", sink_tokens, minimum=0)
-        auto = self.limit
-        if isinstance(auto, ByteBudget):  # the prompt's end will tell
-            auto = self.window_size + sink_tokens + 1
-        if not isinstance(auto, AutoBudget):
-            require_budget(auto, self.keep_ratio, self.window_size, sink_tokens)
-            return
-        tokens = auto.most or self.window_size + sink_tokens + auto.least
-        require_budget(tokens, self.keep_ratio, self.window_size, sink_tokens)
-        if tokens < self.window_size + auto.least:
-            raise InvalidArgumentError(
-                f"budget, most: expected at least window_size={self.window_size} + "
-                f"least={auto.least}, which every layer keeps, got {tokens}; raise most or lower "
-                "least"
-            )
-
-    @property
-    def most_tokens(self) -> int | None:
-        """Tokens that no layer keeps more of, window included; None where there is no limit."""
-        if isinstance(self.limit, ByteBudget):
-            return None
-        return self.limit.most if isinstance(self.limit, AutoBudget) else self.limit
-
-    def row(self, prefix_tokens: int, wanted: int) -> int:
-        """Positions that a row keeps of so many before the window.
-
-        `wanted` are those that may not be lost where the votes choose, and the tokens that fit
-        where bytes do.
-        """
-        if self.keep_ratio is not None:
-            return share_of(prefix_tokens, self.keep_ratio)
-        if isinstance(self.limit, AutoBudget):
-            return self.limit.within(wanted, prefix_tokens, self.window_size)
-        tokens = wanted if isinstance(self.limit, ByteBudget) else self.limit
-        assert tokens is not None
-        return max(0, min(prefix_tokens, tokens - self.window_size))
 
 
 def share_of(tokens: int, share: float) -> int:
@@ -283,3 +305,22 @@ def largest_remainder(shares: Sequence[float], total: int) -> list[int]:
     for index in order[: total - sum(whole)]:
         whole[index] += 1
     return whole
+
+
+@functools.lru_cache(maxsize=64)
+def linear_budgets(bottom: float, top: float, mean: int, num_layers: int) -> tuple[int, ...]:
+    """Budgets that go linearly from the bottom layer to the top one, whose mean is exact."""
+    steps = max(num_layers - 1, 1)
+    shares = [bottom - (bottom - top) * depth / steps for depth in range(num_layers)]
+    if num_layers == 1:
+        shares = [float(mean)]
+    return tuple(largest_remainder(shares, mean * num_layers))
+
+
+def counts_of_best(ranked: Tensor, totals: list[int]) -> Tensor:
+    """(B, H) int64: how many of a row's best, so many of all its (H, P) scores, are each head's."""
+    B, H, P = ranked.shape
+    best = ops.keep_best(ranked.reshape(B, 1, H * P), totals)[:, 0]
+    counts = torch.zeros(B, H + 1, dtype=torch.int64, device=ranked.device)
+    heads = best // P + 1  # -1 where a row has fewer
+    return counts.scatter_(1, heads, 1, reduce="add")[:, 1:]

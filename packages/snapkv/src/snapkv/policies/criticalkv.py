@@ -10,8 +10,10 @@ from torch import Tensor
 from snapkv import ops
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies.around import AroundScores
-from snapkv.policies.base import Need, OfHeads, PrefixPolicy
+from snapkv.policies.base import Need
 from snapkv.policies.budget import share_of
+from snapkv.policies.prefix import Prefix
+from snapkv.policies.prefix_policy import PrefixPolicy
 from snapkv.policies.snapkv import SnapKV
 from snapkv.policies.states import PromptLayer
 from snapkv.validation import require_ratio
@@ -71,18 +73,19 @@ class CriticalKV(AroundScores, PrefixPolicy):
     def most_tokens(self) -> int | None:
         return self.policy.most_tokens
 
-    def kept_prefix_tokens(self, layer: PromptLayer, of_heads: OfHeads = "max") -> list[int]:
-        return self.policy.kept_prefix_tokens(layer, of_heads)
+    def counts(self, prefix: Prefix) -> list[int]:
+        return self.policy.counts(prefix)
 
     def score(self, layer: PromptLayer) -> Tensor:
         """The policy's best first, then by value: (B, Hkv, P) float32, Hq as in the policy."""
-        scores = self.policy.scored(layer)
+        prefix = self.prefix(layer)
+        scores = self.policy.scored(prefix)
         norms = projected_norms(layer, scores.shape[-1])
         norms = _to_12_bits(ops.reduce_group(norms, scores.shape[1], "mean"))
         means = _raised(scores, layer.pads) / self.policy.summed_weights(layer)
         weighed = (means + _EPSILON) * norms
-        kept = [share_of(kept, self.first_share) for kept in self.kept_prefix_tokens(layer)]
-        first = self.prefix(layer).best(scores, kept)
+        kept = [share_of(tokens, self.first_share) for tokens in self.counts(prefix)]
+        first = prefix.best(scores, kept)
         chosen = torch.zeros(*scores.shape[:2], scores.shape[-1] + 1, dtype=torch.bool)
         chosen = chosen.to(scores.device).scatter(2, first % chosen.shape[-1], True)  # -1 is last
         return weighed.masked_fill(chosen[..., :-1], torch.finfo(scores.dtype).max)

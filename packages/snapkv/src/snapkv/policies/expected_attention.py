@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.policies.base import ALL_QUERIES, Need, PrefixPolicy
+from snapkv.policies.base import ALL_QUERIES, Need
+from snapkv.policies.prefix_policy import PrefixPolicy
 from snapkv.policies.states import PromptLayer
 from snapkv.validation import require_int
 

@@ -55,7 +55,7 @@ class FastGen(EvictingPolicy):
     """
 
     name: ClassVar[str] = "fastgen"
-    parts_heads: ClassVar[bool] = True
+    per_head_budget: ClassVar[bool] = True
     query_tokens: ClassVar[int] = ALL_QUERIES
     max_decode_tokens: ClassVar[None] = None
 
@@ -125,7 +125,7 @@ class FastGen(EvictingPolicy):
             scores = scores.masked_fill(layer.protected, float("inf"))
         kept = self._kept(scores, columns, columns.shape[-1], tokens, notes)
         own = layer.stored_heads is None  # a latent is stored once for all heads, in rows as wide
-        return Selection.of_mask(kept, parts_heads=own, scores=scores, head_notes=notes)
+        return Selection.of_mask(kept, per_head_budget=own, scores=scores, head_notes=notes)
 
     def evict(self, step: DecodeStep) -> Eviction:
         """Apply every head's choice again, to what it holds and to the tokens of this step."""

@@ -6,7 +6,7 @@ from typing import ClassVar
 from torch import Tensor
 from torch.nn import functional as F
 
-from snapkv.policies.base import PrefixPolicy
+from snapkv.policies.prefix_policy import PrefixPolicy
 from snapkv.policies.states import PromptLayer
 
 

@@ -7,8 +7,9 @@ from typing import ClassVar, Self
 from torch import Tensor
 
 from snapkv.errors import InvalidArgumentError
-from snapkv.policies.base import Need, PrefixPolicy
+from snapkv.policies.base import Need
 from snapkv.policies.gate import Gate, read_gate
+from snapkv.policies.prefix_policy import PrefixPolicy
 from snapkv.policies.states import PromptLayer
 
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from snapkv import ops
 from snapkv.errors import InvalidArgumentError
-from snapkv.policies.base import Need, PrefixPolicy
+from snapkv.policies.base import Need
+from snapkv.policies.prefix_policy import PrefixPolicy
 from snapkv.policies.states import PromptLayer
 from snapkv.validation import require_int
 
@@ -60,7 +61,7 @@ class KVzip(PrefixPolicy):
     @property
     def needs(self) -> frozenset[Need]:
         """A second reading; with `plus` the layer's output projection, too."""
-        once: frozenset[Need] = frozenset({"second_reading"})
+        once: frozenset[Need] = frozenset({"reconstruction_pass"})
         return once | {"output_weight"} if self.plus else once
 
     def score(self, layer: PromptLayer) -> Tensor:

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from snapkv.policies.base import PrefixPolicy
+from snapkv.policies.prefix_policy import PrefixPolicy
 from snapkv.policies.states import PromptLayer
 from snapkv.validation import require_int
 

@@ -1,5 +1,6 @@
 """What stands before the window of a layer: what of it must stay, which of it is best."""
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,23 +34,30 @@ class Prefix:
     Attributes:
         sink_tokens: attention sinks, first tokens of every row that each head keeps, whatever their
             scores; where there is less room beside the window, the first of them.
+        per_head_budget: whether heads or layers keep numbers of their own, around a mean.
     """
 
     layer: PromptLayer
     window_size: int
     sink_tokens: int
+    per_head_budget: bool = False
 
-    @property
+    @functools.cached_property
     def slots(self) -> int:
         """How many slots stand before the window, pads counted."""
         return max(0, self.layer.keys.shape[2] - self.window_size)
 
-    @property
+    @functools.cached_property
     def lengths(self) -> list[int]:
         """B numbers: tokens of each row before the window."""
         return [max(0, tokens - self.window_size) for tokens in self.layer.row_lengths]
 
     @property
+    def sinks(self) -> list[int]:
+        """B numbers: attention sinks that each row has."""
+        return [min(self.sink_tokens, tokens) for tokens in self.lengths]
+
+    @functools.cached_property
     def must_stay(self) -> Tensor | None:
         """Positions that every head keeps whatever their scores: (B, 1 or H, P) bool.
 
@@ -65,7 +73,7 @@ class Prefix:
         """Whether rows that keep so much drop nothing, pads that all of them share included."""
         return not self.slots or (self.slots <= max(kept) and kept == self.lengths)
 
-    @property
+    @functools.cached_property
     def needed(self) -> list[int]:
         """B numbers: what the head needs for what must stay that needs most; empty for none."""
         must_stay = self.must_stay
@@ -97,9 +105,12 @@ class Prefix:
         if (must_stay := self.must_stay) is not None:
             heads = scores.shape[1] // must_stay.shape[1]
             scores = scores.masked_fill(must_stay.repeat_interleave(heads, dim=1), math.inf)
-        slots = scores.shape[-1]
-        sinks, pads = (self.layer.is_among_first(n, slots) for n in (self.sink_tokens, 0))
-        return scores.masked_fill(sinks, math.inf).masked_fill(pads, -math.inf)
+        layer, slots = self.layer, scores.shape[-1]
+        if self.sink_tokens:
+            scores = scores.masked_fill(layer.is_among_first(self.sink_tokens, slots), math.inf)
+        if layer.pad_tokens is not None:
+            scores = scores.masked_fill(layer.is_among_first(0, slots), -math.inf)
+        return scores
 
     def best(self, scores: Tensor, kept: Sequence[int] | Tensor) -> Tensor:
         """What must stay and the best, as `ops.keep_best`."""
@@ -121,9 +132,10 @@ class Prefix:
             fillers = keep_indices.shape[-1] - own
         return Selection(keep_indices=keep_indices, prompt_tokens=tokens, filler_tokens=fillers)
 
-    def select_by_head(self, best: Tensor, kept: Tensor) -> Selection:
-        """What `best` names and the window, right-aligned; heads keep `kept`, (B, H), before it."""
-        window, pads = self._window(best), self.layer.pad_tokens
+    def select_by_head(self, scores: Tensor, kept: Tensor) -> Selection:
+        """The same, right-aligned, where heads keep (B, H) numbers of their own."""
+        best, pads = self.best(scores, kept), self.layer.pad_tokens
+        window = self._window(best)
         if pads is not None:
             window = window.masked_fill(window < pads[:, None, None], -1)
         keep_indices, kept = torch.cat([best, window], dim=-1), kept + self._window_tokens[:, None]
@@ -143,4 +155,5 @@ class Prefix:
     @property
     def _window_tokens(self) -> Tensor:
         """(B,) int64: how many tokens of each row stand in the window."""
-        return self.layer.row_tokens.clamp(max=self.window_size)
+        tokens = [min(own, self.window_size) for own in self.layer.row_lengths]
+        return torch.tensor(tokens, device=self.layer.keys.device)

@@ -86,8 +86,8 @@ class PromptThenDecode(EvictingPolicy):
         return max(self.prompt.query_tokens, self.decode.query_tokens)
 
     @property
-    def parts_groups(self) -> bool:
-        return self.prompt.parts_groups
+    def per_query_head(self) -> bool:
+        return self.prompt.per_query_head
 
     @property
     def needs(self) -> frozenset[Need]:

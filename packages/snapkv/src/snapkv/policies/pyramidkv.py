@@ -1,13 +1,13 @@
 """PyramidKV (Cai et al., 2024): more budget for the lower layers, less for the upper ones."""
 
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import ClassVar
 
 from snapkv.errors import InvalidArgumentError
-from snapkv.policies.base import OfHeads
-from snapkv.policies.budget import ByteBudget, largest_remainder
+from snapkv.policies.budget import Budget, ByteBudget, Votes, linear_budgets
+from snapkv.policies.prefix import Prefix
 from snapkv.policies.snapkv import SnapKV
-from snapkv.policies.states import PromptLayer
 from snapkv.validation import require_int
 
 
@@ -51,39 +51,55 @@ class PyramidKV(SnapKV):
         mean = super().most_tokens
         return None if mean is None else self.window_size + 2 * (mean - self.window_size)
 
-    def kept_prefix_tokens(self, layer: PromptLayer, of_heads: OfHeads = "max") -> list[int]:
-        """B numbers: positions each row keeps of its own prefix in this layer."""
-        last = replace(layer.uneven(), depth=layer.num_layers - 1)  # where bytes are rounded down
-        means, prefixes = super().kept_prefix_tokens(last, of_heads), self.prefix(layer).lengths
+    @property
+    def allocation(self) -> Budget:
+        return LayerBudget(super().allocation, self.beta, self.published)
+
+
+@dataclass(frozen=True)
+class LayerBudget(Budget):
+    """Falls linearly with depth, around the budget that all layers have on average."""
+
+    mean: Budget
+    beta: int
+    published: bool = False
+
+    @property
+    def most_tokens(self) -> int | None:
+        """On average over the layers."""
+        return self.mean.most_tokens
+
+    def require_valid(self, window_size: int, sink_tokens: int) -> None:
+        self.mean.require_valid(window_size, sink_tokens)
+
+    def counts(self, prefix: Prefix, votes: Votes | None) -> list[int]:
+        layer = prefix.layer
+        last = replace(layer, depth=layer.num_layers - 1)  # where bytes are rounded down
+        means = self.mean.counts(replace(prefix, layer=last, per_head_budget=True), votes)
         return [
-            min(tokens, self._layer_budgets(mean, tokens, layer.num_layers)[layer.depth])
-            for mean, tokens in zip(means, prefixes, strict=True)
+            min(own, self._of_layers(mean, own, prefix, sinks)[layer.depth])
+            for mean, own, sinks in zip(means, prefix.lengths, prefix.sinks, strict=True)
         ]
 
-    def _layer_budgets(self, mean: int, prefix_tokens: int, num_layers: int) -> list[int]:
-        """Prefix budgets from the bottom layer to the top one."""
+    def _of_layers(self, mean: int, own: int, prefix: Prefix, sinks: int) -> Sequence[int]:
+        """What every layer keeps of a row with so many positions, from the bottom to the top."""
+        layers = prefix.layer.num_layers
         if not self.published:
-            sinks = min(self.sink_tokens or 0, prefix_tokens)
-            return exact_budgets(mean, prefix_tokens, num_layers, self.beta, sinks)
-        if prefix_tokens + self.window_size < 2 * mean:
-            return [mean] * num_layers
-        return published_budgets(mean, prefix_tokens, num_layers, self.beta)
+            return exact_budgets(mean, own, layers, self.beta, sinks)
+        if own + prefix.window_size < 2 * mean:
+            return [mean] * layers
+        return published_budgets(mean, own, layers, self.beta)
 
 
 def exact_budgets(
     mean: int, prefix_tokens: int, num_layers: int, beta: int, least: int = 0
-) -> list[int]:
+) -> tuple[int, ...]:
     """Budgets of the layers that fall linearly and add up to ``mean * num_layers`` exactly.
 
     The top layer gets ``mean / beta`` or `least`, unless the bottom one would exceed the prefix.
     """
     bottom = min(2 * mean - max(mean / beta, least), prefix_tokens)
-    top = 2 * mean - bottom
-    steps = max(num_layers - 1, 1)
-    shares = [bottom - (bottom - top) * depth / steps for depth in range(num_layers)]
-    if num_layers == 1:
-        shares = [float(mean)]
-    return largest_remainder(shares, mean * num_layers)
+    return linear_budgets(bottom, 2 * mean - bottom, mean, num_layers)
 
 
 def published_budgets(mean: int, prefix_tokens: int, num_layers: int, beta: int) -> list[int]:

@@ -37,6 +37,8 @@ class BestAndRecent(EvictingPolicy):
         return self.of_prompt(tokens, states)
 
     def select(self, layer: PromptLayer) -> Selection:
+        if layer.keys.shape[2] <= self.of_prompt(max(layer.row_lengths), layer):
+            return Selection.whole(layer)
         kept = [self.of_prompt(tokens, layer) for tokens in layer.row_lengths]
         return Selection.of(layer, self.keep(layer, self.rate(layer), kept))
 

@@ -1,6 +1,5 @@
 """Scissorhands (Liu et al., NeurIPS 2023): what was pivotal lately will be pivotal again."""
 
-import functools
 import math
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Literal
@@ -10,10 +9,10 @@ from torch import Tensor
 
 from snapkv import ops
 from snapkv.errors import InvalidArgumentError
-from snapkv.policies.budget import largest_remainder, require_tokens
+from snapkv.policies.budget import linear_budgets, require_tokens
 from snapkv.policies.recent import BestAndRecent
 from snapkv.policies.spans import Spans
-from snapkv.policies.states import DecodeStep, LayerStates, PromptLayer, Selection
+from snapkv.policies.states import DecodeStep, LayerStates
 from snapkv.validation import DEFAULT_BUDGET, require_choice, require_int, require_share
 
 
@@ -111,11 +110,6 @@ class Scissorhands(BestAndRecent):
         budget = self._layer_budget(states)
         return tokens if tokens <= budget else min(tokens - self._layer_drop(budget), budget)
 
-    def select(self, layer: PromptLayer) -> Selection:
-        if layer.keys.shape[2] <= self.of_prompt(max(layer.row_lengths), layer):
-            return Selection.whole(layer)
-        return super().select(layer)
-
     def rate(self, states: LayerStates) -> Tensor:
         """Ranks by how often a token was above the uniform level; of equal ones the newer wins."""
         tokens, pads, seen_tokens = states.row_tokens, states.pad_tokens, states.keys.shape[2]
@@ -150,11 +144,6 @@ class Scissorhands(BestAndRecent):
         return min(budget // 2, budget - self.recent) if self.drop is None else self.drop
 
 
-@functools.cache
 def layer_budgets(budget: int, gamma: float, num_layers: int) -> tuple[int, ...]:
     """Budgets that rise linearly from the bottom layer to the top one and keep their mean."""
-    steps = max(num_layers - 1, 1)
-    shares = [budget * (1 + gamma * (2 * depth / steps - 1)) for depth in range(num_layers)]
-    if num_layers == 1:
-        shares = [float(budget)]
-    return tuple(largest_remainder(shares, budget * num_layers))
+    return linear_budgets(budget * (1 - gamma), budget * (1 + gamma), budget, num_layers)

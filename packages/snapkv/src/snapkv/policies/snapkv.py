@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.policies.base import PrefixPolicy
+from snapkv.policies.prefix_policy import PrefixPolicy
 from snapkv.policies.states import LostVotes, PromptLayer, Selection
 from snapkv.validation import (
     DEFAULT_DECAY,
@@ -77,7 +77,7 @@ class SnapKV(PrefixPolicy):
         return self.window_size
 
     @property
-    def parts_groups(self) -> bool:
+    def per_query_head(self) -> bool:
         return self.group_reduce == "none"
 
     def score(self, layer: PromptLayer) -> Tensor:

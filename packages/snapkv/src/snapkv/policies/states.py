@@ -76,8 +76,8 @@ class PromptLayer(LayerStates):
         token_ids: (B, T) int64, pads included; for `Policy.needs`.
         received: (B, heads of the cache, T) float32, the most attention every position received
             while the text was read again; None where it was read once.
-        shares: (B, heads of the cache) int64, how many positions before the window each head keeps
-            of a budget that all layers share; None where each has its own.
+        head_budgets: (B, heads of the cache) int64, how many positions before the window each head
+            keeps of a budget that all layers share; None where each has its own.
         token_cost: what a token costs in bytes, by the tokens of the batch's shortest row; for a
             `ByteBudget`.
         votes_impl: the implementation of `snapkv.ops.window_votes` that counts the window's votes.
@@ -90,7 +90,7 @@ class PromptLayer(LayerStates):
     output_weight: Tensor | None = None
     token_ids: Tensor | None = None
     received: Tensor | None = None
-    shares: Tensor | None = None
+    head_budgets: Tensor | None = None
     token_cost: Callable[[int], TokenCost] | None = None
     votes_impl: Implementation = "auto"
     unasked: list[tuple[Tensor, str]] | None = None
@@ -106,13 +106,6 @@ class PromptLayer(LayerStates):
         other = replace(self, token_cost=token_cost)
         other.__dict__["_found"] = self._found
         return other
-
-    def uneven(self) -> "PromptLayer":
-        """The same where heads or layers keep numbers of tokens of their own."""
-        cost = self.token_cost
-        if cost is None:
-            return self
-        return self.costing(lambda shortest: replace(cost(shortest), uneven=True))
 
     @functools.cached_property
     def _found(self) -> dict[Hashable, Tensor]:
@@ -174,14 +167,14 @@ class Selection:
         return cls.of(layer, every.expand(layer.keys.shape[0], layer.num_kv_heads, -1))
 
     @classmethod
-    def of_mask(cls, kept: Tensor, *, parts_heads: bool, **noted: Any) -> Self:
+    def of_mask(cls, kept: Tensor, *, per_head_budget: bool, **noted: Any) -> Self:
         """What a mask keeps, (B, H, T) bool; the same number in all heads, or heads their own."""
         counts, keep_indices = kept.sum(dim=-1), ops.kept_indices(kept)
         return cls(
             keep_indices=keep_indices,
             prompt_tokens=kept.shape[-1],
-            head_tokens=counts if parts_heads else None,
-            filler_tokens=None if parts_heads else keep_indices.shape[-1] - counts[:, 0],
+            head_tokens=counts if per_head_budget else None,
+            filler_tokens=None if per_head_budget else keep_indices.shape[-1] - counts[:, 0],
             **noted,
         )
 
@@ -260,14 +253,14 @@ class Eviction:
         sink_tokens: as in `Selection`.
         filler_tokens: (B,) int64, leading entries of `keep_indices` that hold no token; None where
             every row drops its fillers before its tokens.
-        parts_heads: whether heads may keep different numbers of tokens from now on.
+        per_head_budget: whether heads may keep different numbers of tokens from now on.
     """
 
     keep_indices: Tensor | None = None
     scores: Tensor | None = None
     sink_tokens: int = 0
     filler_tokens: Tensor | None = None
-    parts_heads: bool = False
+    per_head_budget: bool = False
 
     @classmethod
     def of_mask(cls, kept: Tensor, **noted: Any) -> Self:

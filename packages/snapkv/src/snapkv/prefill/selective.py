@@ -24,8 +24,8 @@ from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import cache_among, with_cache
 from snapkv.hf.placement import device_of
 from snapkv.policies import FullCache, PromptLayer, Selection, SnapKV
-from snapkv.policies.base import OfHeads
 from snapkv.policies.budget import share_of
+from snapkv.policies.prefix import Prefix
 from snapkv.prefill.decoder import (
     ReadEnough,
     at_places,
@@ -53,10 +53,9 @@ class _TokensThatGoOn(SnapKV):
         """The highest over the KV heads of the mean over their query heads: (B, 1, P) float32."""
         return super().score(layer).amax(dim=1, keepdim=True)
 
-    def kept_prefix_tokens(self, layer: PromptLayer, of_heads: OfHeads = "max") -> list[int]:
+    def counts(self, prefix: Prefix) -> list[int]:
         """The share, the least, and whatever is protected."""
         assert self.keep_ratio is not None
-        prefix = self.prefix(layer)
         protected = prefix.needed or [0] * len(prefix.lengths)
         return [
             min(tokens, max(share_of(tokens, self.keep_ratio), self.least_tokens, own))
