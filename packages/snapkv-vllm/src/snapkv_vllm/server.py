@@ -80,7 +80,7 @@ def engine_args(
 
 
 def _arguments(settings: ServingSettings, given: Mapping[str, Any]) -> dict[str, Any]:
-    """`OWN` for these settings, beside what the user gives for them."""
+    """`OWN` for these settings, with what the user gives for them."""
     require_supported_version()
     from snapkv_vllm.requests import name_of_check
 

@@ -34,7 +34,7 @@ class Document:
     No question was known while it was read, so nothing was dropped: its keys and values lie off the
     device, and every question votes on all of them with a window of its own. What is kept then, and
     every token of the answers, is as if document and question had been read together; only the
-    question's own tokens are read anew. Questions of a batch share the document.
+    question's own tokens are read again. Questions of a batch share the document.
 
     Args:
         model: a decoder-only transformers model.
@@ -117,9 +117,9 @@ class Document:
         }
 
     def _cache_for(self, pads: Tensor, longest: int) -> CompressedCache:
-        """A cache whose rows have seen the document behind that many pads.
+        """A cache whose rows have seen the document after that many pads.
 
-        All rows have seen as many columns, so the document's end is read anew where there are pads,
+        All rows have seen as many columns, so the document's end is read again if there are pads,
         and as much of it as the window reaches back, since only its own queries tell what to keep.
         """
         cache = copy.deepcopy(self._cache)

@@ -247,7 +247,7 @@ def test_a_token_over_the_contexts_end_belongs_to_the_question(tiny, inside):
     ("text", "characters", "said"),
     [
         ("Underneath.", 3, "context: expected text before a question that is hidden"),
-        ("Here.", 5, "question: expected text behind the context"),
+        ("Here.", 5, "question: expected text after the context"),
     ],
 )
 def test_a_context_of_nothing_or_of_everything_is_refused(tiny, text, characters, said):

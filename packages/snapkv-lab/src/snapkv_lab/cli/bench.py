@@ -56,7 +56,7 @@ class BenchOptions(ComparedOptions, WritingOptions):
     baseline: Annotated[
         str,
         panels.sweep(
-            help="transformers' own caches beside them: transformers, also -static and -int4"
+            help="transformers' caches to compare with: transformers, also -static and -int4"
         ),
     ] = "transformers"
     lengths: Annotated[
@@ -78,7 +78,7 @@ class BenchOptions(ComparedOptions, WritingOptions):
         of_models = ("model", "revision", "trust_remote_code")
         for name in of_models if self.shape else ("num_layers",):
             if given := getattr(self, name):
-                expected = "none beside --shape" if self.shape else "--shape beside it"
+                expected = "none with --shape" if self.shape else "--shape with it"
                 raise InvalidArgumentError(
                     f"{name}: expected {expected}, got {given}; leave it out"
                 )
@@ -112,7 +112,7 @@ app = typer.Typer(name="bench", help="Measure time and memory.", no_args_is_help
 @app.command()
 @with_options(BenchOptions)
 def decode(tokens: Tokens = 16, *, options: BenchOptions) -> None:
-    """Time per generated token behind prompts of several lengths."""
+    """Time per generated token after prompts of several lengths."""
     from snapkv_lab.measure.decode import DecodeBench, copy_bandwidth
 
     def rows(model: Any, **compared: Any) -> Rows:

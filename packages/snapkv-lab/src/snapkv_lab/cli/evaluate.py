@@ -44,7 +44,7 @@ class EvalOptions(SweepOptions, ReadingOptions, WorkerOptions, WritingOptions):
     turns: Annotated[
         list[str] | None,
         panels.sweep(
-            help="What later questions do: append behind what was kept, compress it anew, or "
+            help="What later questions do: append after what was kept, compress it again, or "
             "recall what was dropped; again or with commas for more",
             show_default="append",
         ),
@@ -61,7 +61,7 @@ class EvalOptions(SweepOptions, ReadingOptions, WorkerOptions, WritingOptions):
         bool,
         panels.sweep(
             "--reference-loss",
-            help="Say the loss of the right answer too: nats per token behind what was kept",
+            help="Say the loss of the right answer too: nats per token after what was kept",
         ),
     ] = False
     results: Annotated[str | None, results_in("TASK"), RESULTS] = None

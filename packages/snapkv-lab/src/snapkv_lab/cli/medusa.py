@@ -30,7 +30,7 @@ _FILES = (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(ModelOptions):
-    """What `train` takes beside its numbers."""
+    """What `train` takes besides its numbers."""
 
     to: Annotated[
         str,

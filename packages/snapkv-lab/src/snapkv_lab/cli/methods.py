@@ -53,7 +53,7 @@ def _read_in_every_way(options: Any) -> list[Method]:
 
 
 def storages(text: str) -> list[KVCodes | None]:
-    """What words of `storage_bits` stand for; None for as it came."""
+    """What words of `storage_bits` stand for; None for unquantized."""
     return [None if word == EXACT else KVCodes.of(word) for word in storage_bits(text)]  # type: ignore[arg-type] # read before
 
 

@@ -21,7 +21,7 @@ def present(
 ) -> None:
     """Show what was found, and only then fail where a part of it could not be written."""
     give(found, lambda: on_screen(table()), as_json=as_json, place=place)
-    if unwritten is not None:  # behind what took so long
+    if unwritten is not None:  # after what took so long
         raise unwritten
 
 

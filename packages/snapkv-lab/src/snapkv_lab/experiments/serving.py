@@ -1,6 +1,6 @@
 """vLLM with compressed prompts, over the demo model in this process.
 
-`serving`: beside stock vLLM, in turns. `shared_documents`: many questions about one document, that
+`serving`: against stock vLLM, in turns. `shared_documents`: many questions about one document, that
 was compressed once, behind a cached prefix as stock vLLM has it, and, for some, reading all of it.
 
 Import this before vLLM: one engine after the other, threads as the system gives them. Needs `make
@@ -38,7 +38,7 @@ from snapkv_lab.measure.timing import spent_on, spread
 from snapkv_lab.report.tables import cell, markdown_table
 from snapkv_lab.rows import Row, grouped, of
 from snapkv_vllm import engine_args
-from snapkv_vllm.documents import words
+from snapkv_vllm.documents import protocol
 from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.versions import installed
 
@@ -188,7 +188,7 @@ _FLOATS = {"dtype": "float32", "most_tokens": 2048}
 
 
 def _like_the_library(given: RunContext) -> Iterator[Row]:
-    """How many kept sets are the library's, and answers, beside stock and transformers."""
+    """How many kept sets are the library's, and answers, against stock and transformers."""
     model, count, tokens = given.loaded.model, given.library_prompts, given.library_tokens
     found = _ids(given, count, tokens + count)
     prompts = [ids[-(tokens + number) :] for number, ids in enumerate(found)]
@@ -344,7 +344,7 @@ HEADS = "heads of different length"
 _PAIRS = {
     "reading": ("reading", "stock", "snapkv", "{:.2f} s", 1),
     "reading at once": ("reading at once", "stock", "snapkv", "{:.2f} s", 1),
-    HEADS: ("a step, equal heads beside adakv", "equal_heads", "adakv", "{:.0f} ms", 1000),
+    HEADS: ("a step, equal heads against adakv", "equal_heads", "adakv", "{:.0f} ms", 1000),
 }
 """By part: what is done, the two in its rows, how a time is told, units in a second."""
 
@@ -531,7 +531,7 @@ def _shared_rows(engine: Engine, text: list[int], given: RunContext) -> Iterator
     for budget in given.budgets:
         name, free = f"shared, {budget} tokens", engine.pool.get_num_free_blocks()
         instruction = encode(given.loaded.tokenizer, INSTRUCTION)
-        own = {words.REGISTER: name, words.INSTRUCTION: instruction, words.BUDGET: budget}
+        own = {protocol.REGISTER: name, protocol.INSTRUCTION: instruction, protocol.BUDGET: budget}
         spent = spent_on(partial(engine.send, [[*text, 1]], 1, extra_args=own))
         yield {
             "part": "register",
@@ -541,7 +541,7 @@ def _shared_rows(engine: Engine, text: list[int], given: RunContext) -> Iterator
             "read_once_seconds": read.wall_ms / 1000,
             "blocks": free - engine.pool.get_num_free_blocks(),
         }
-        ways[name] = ({"extra_args": {words.DOCUMENT: name}}, given.questions)
+        ways[name] = ({"extra_args": {protocol.DOCUMENT: name}}, given.questions)
     yield from _asked(engine, text, ways, given)
 
 

@@ -88,7 +88,7 @@ class ReadingStudy(DocumentStudy):
         samples: documents to read where no files are given.
         document_tokens: length that documents are cut to; shorter where one of them has no more,
             or the model no positions.
-        temperature: of the answers; 0 takes the likeliest token each time, and has small models
+        temperature: of the answers; 0 takes the most likely token each time, and has small models
             repeat themselves.
         seed: of the answers.
         template: tokenizer for the model's chat template where it has one, none for bare text.
@@ -150,7 +150,7 @@ class ReadingStudy(DocumentStudy):
             yield Part(name, "last", (self.sample(name, text, question),))
 
     def sample(self, name: str, document: str, question: str, *, first: bool = False) -> Sample:
-        """A question behind a document, or in front of it."""
+        """A question after a document, or in front of it."""
         settings = GenerationSettings(
             max_new_tokens=self.answer_tokens,
             min_new_tokens=self.answer_tokens,

@@ -35,9 +35,9 @@ class EarlyLayer(DocumentStudy):
 
     A number is hidden among others in a text, and the prompt ends where it is to be said again.
     Prompts are long and short in turn, down to an eighth. First every prompt is read exactly, and
-    each layer's votes say which tokens would go on behind it, at half the share: what only just
+    each layer's votes say which tokens would go on after it, at half the share: what only just
     goes on here is lost elsewhere. Of the layers that let the whole number go on in every prompt
-    the lowest are tried: prompts are read exactly and selectively in turn, and the number behind
+    the lowest are tried: prompts are read exactly and selectively in turn, and the number after
     them. The first layer is taken from which on the loss stays within the tolerance and no number
     is lost that exact reading finds. It is kept for this model, and is where `selective` and
     `gemfilter` begin from then on.
@@ -170,7 +170,7 @@ class EarlyLayer(DocumentStudy):
         return fmean(place in places for place in copy.places)
 
     def answered(self, loaded: "LoadedModel", copy: "Copy", way: Prefill) -> Row:
-        """What reading the prompt that way, and the number behind it, gives and takes."""
+        """What reading the prompt that way, and the number after it, gives and takes."""
         import torch
 
         from snapkv.app.likelihood import log_likelihood
@@ -208,7 +208,7 @@ class EarlyLayer(DocumentStudy):
         return [*votes, *rows, {"of": "found", "layer": found}]
 
     def _row(self, records: Sequence[Row], layer: int) -> Row:
-        """One layer that was tried, beside exact reading."""
+        """One layer that was tried, against exact reading."""
         own = [record for record in records if record.get("layer") == layer]
         selective, exact = ([record[way] for record in own] for way in ("selective", "exact"))
         loss, exact_loss = (fmean(one["loss"] for one in way) for way in (selective, exact))
@@ -237,21 +237,21 @@ class EarlyLayer(DocumentStudy):
         layer = rows[-1]["layer"]
         if layer is None:
             return (
-                f"{_why_none(rows)}; nothing is stored, and selective reading begins behind "
+                f"{_why_none(rows)}; nothing is stored, and selective reading begins after "
                 f"{default_early_layer(loaded.model)} layers as before"
             )
         if not self.remember:
             return f"{layer} layers are enough; that is not stored"
         measured = {"settings": self.settings(loaded)["study"], "rows": rows}
         path = remember_early_layer(loaded.model, layer, measured)
-        return f"selective reading begins behind {layer} layers from now on: stored in {path}"
+        return f"selective reading begins after {layer} layers from now on: stored in {path}"
 
     def table(self, rows: Sequence[Row]) -> Table:
         votes = rows_of(rows, "votes")
         tried = {row["layer"]: row for row in rows_of(rows, "reading")}
         first, last = (len(votes) + 1) // 4, max([*tried, 3 * (len(votes) + 1) // 4])
         return Table(
-            title=f"{self.keep_ratio:.0%} of the tokens go on behind some layers, the number at "
+            title=f"{self.keep_ratio:.0%} of the tokens go on after some layers, the number at "
             f"half of that; budget {self.budget}, loss in nats per token",
             headings=("layers", "number goes on", "right", "exactly", "loss", "exactly", "time"),
             rows=[
@@ -273,7 +273,7 @@ class EarlyLayer(DocumentStudy):
 
 
 def _of_votes(records: Sequence[Row], count: int) -> list[Row]:
-    """How much of the numbers goes on behind each number of layers, the mean over prompts."""
+    """How much of the numbers goes on after each number of layers, the mean over prompts."""
     shares = [dict(record["goes_on"]) for record in records if record["question"] == _VOTES]
     return [
         {"of": "votes", "layer": layer, "goes_on": fmean(each[layer] for each in shares)}

@@ -34,7 +34,7 @@ class Sensitivity(Study):
         kernels: widths of the pooling, odd.
         poolings: max, avg, or both with a comma.
         budget: tokens kept per head and layer, window included, or bytes of the cache.
-        bits: how what is kept is stored: exact, as it came, or int8, int4, k8v4.
+        bits: how what is kept is stored: exact, unquantized, or int8, int4, k8v4.
         length: tokens of the prompt.
         depths: places of the needle.
         permutations: runs of every depth, each with the documents in another order.

@@ -110,7 +110,7 @@ def answer_ids(
     on_text: TextSink | None = None,
     **how: Any,
 ) -> tuple[Answer, Tensor]:
-    """Answer behind (1, T) ids, as `continue_ids` does: the answer, and (1, T + new) of all."""
+    """Answer after (1, T) ids, as `continue_ids` does: the answer, and (1, T + new) of all."""
     prompt_tokens = ids.shape[1]
     watch = _Stopwatch(loaded.tokenizer, on_text, settings.stop_strings)
     if on_text:
@@ -154,7 +154,7 @@ def prompt_ids(loaded: LoadedModel, prompt: Prompt, settings: GenerationSettings
 def require_positions(
     loaded: LoadedModel, prompt_tokens: int, settings: GenerationSettings
 ) -> None:
-    """Refuse a prompt behind which the model has no positions for the answer."""
+    """Refuse a prompt after which the model has no positions for the answer."""
     max_tokens, new_tokens = loaded.max_tokens, settings.max_new_tokens
     if max_tokens is None or prompt_tokens + new_tokens <= max_tokens:
         return
@@ -182,9 +182,9 @@ def continue_ids(
     prefill: Prefill | None = None,
     on_prompt_end: PromptEndSink | None = None,
 ) -> Tensor:
-    """Read (1, T) ids into a cache and generate the tokens behind them: (1, T + new) int64.
+    """Read (1, T) ids into a cache and generate the tokens after them: (1, T + new) int64.
 
-    The cache is empty, or has seen the beginning of `ids`. It compresses behind `context_tokens`,
+    The cache is empty, or has seen the beginning of `ids`. It compresses after `context_tokens`,
     None for all of the prompt; a policy that needs a second reading reads those twice, and later
     turns as any other. `prefill` is how what is new is read; None for exactly, at once.
     """
@@ -233,7 +233,7 @@ def generate_options(model: Any, settings: GenerationSettings) -> dict[str, Any]
 
 
 def _stopping(loaded: LoadedModel, settings: GenerationSettings) -> StoppingCriteriaList:
-    """Stop at strings; `generate` hands no tokenizer for them on to a decoding of one's own."""
+    """Stop at strings; `generate` passes no tokenizer for them to a custom decoding method."""
     stops = list(settings.stop_strings)
     return StoppingCriteriaList([StopStringCriteria(loaded.tokenizer, stops)] if stops else [])
 
@@ -347,7 +347,7 @@ def answers_together(
 ) -> list[str]:
     """The text of every answer; each is that of its prompt alone, up to rounding.
 
-    Shorter prompts are padded on the left, and each row is compressed by itself, behind its end.
+    Shorter prompts are padded on the left, and each row is compressed by itself, after its end.
     The batch goes on until its last answer has ended.
     """
     if settings.temperature:

@@ -10,7 +10,7 @@ from snapkv.app.answering import Answer
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A compressed answer beside the full cache's."""
+    """A compressed answer and the full cache's."""
 
     same: bool
     first_difference: int | None

@@ -36,7 +36,7 @@ NO_RECALL = "none"
 
 
 class Conversation:
-    """Questions and answers about documents, one behind the other in the same cache.
+    """Questions and answers about documents, one after the other in the same cache.
 
     Args:
         loaded: model and tokenizer.
@@ -237,7 +237,7 @@ class Conversation:
 def behind(
     loaded: LoadedModel, said: Tensor, turn: Prompt, settings: GenerationSettings, *, is_chat: bool
 ) -> Tensor:
-    """All that was said, (1, T) int64, and a turn behind it, which a chat template has made or not.
+    """All that was said, (1, T) int64, and a turn after it, which a chat template has made or not.
 
     A template's text follows the token that ends an answer, once; no cache has read that token yet.
     Another text goes on where the answer's own ends.

@@ -22,7 +22,7 @@ class DraftMethod:
         Of Medusa what `Tally` counts. The forward passes that are given include the prompt's.
         """
         decoding = self.options.get("custom_generate")
-        if not isinstance(decoding, Medusa):  # transformers drafts behind the prompt at once
+        if not isinstance(decoding, Medusa):  # transformers drafts after the prompt at once
             share = new_tokens / passes
             return {"method": self.name, "passes": passes, "acceptance_length": share}
         length = decoding.tally.acceptance_length
@@ -35,7 +35,7 @@ def medusa(loaded: LoadedModel, heads: str) -> DraftMethod:
 
 
 def prompt_lookup(tokens: int) -> DraftMethod:
-    """Drafts of what stands behind the same words in the prompt."""
+    """Drafts of what comes after the same words in the prompt."""
     if tokens < 1:
         raise InvalidArgumentError(
             f"prompt_lookup: expected how many tokens to draft, at least 1, got {tokens}; pass 10"

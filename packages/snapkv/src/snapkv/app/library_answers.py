@@ -79,7 +79,7 @@ def search(library: Library, question: str, documents: int) -> tuple[Sequence[Hi
         )
     if not hits:
         raise DocumentError(
-            f"question: expected words that stand in the documents of {str(library.path)!r}, got "
+            f"question: expected words that are in the documents of {str(library.path)!r}, got "
             f"{question!r}, which has none; ask with other words (snapkv library list "
             f"{library.path} names the documents), or name files instead of --library"
         )

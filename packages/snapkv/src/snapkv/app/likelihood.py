@@ -1,4 +1,4 @@
-"""How likely texts are behind a prompt of which a cache keeps a part.
+"""How likely texts are after a prompt of which a cache keeps a part.
 
 A score that counts right answers has no signal where a model is never right, or always; the loss
 of the right answer has one. It is taken in the cache that the answer was generated from, as it was
@@ -45,7 +45,7 @@ def log_likelihoods(
     batch_size: int = 1,
     quantize: KVCodes | None = None,
 ) -> Iterator[tuple[float, bool]]:
-    """Log-probability of every continuation behind a context that is read and compressed once.
+    """Log-probability of every continuation after a context that is read and compressed once.
 
     The first token is predicted by the whole context, as the first token of an answer is; the
     others attend to what was kept.
@@ -55,12 +55,12 @@ def log_likelihoods(
         context: (1, T) int64, T at least 1.
         continuations: (1, C) int64 each, C at least 1.
         policy: what the cache keeps of the context.
-        batch_size: how many are read in one pass, each behind a copy of what was kept; where the
+        batch_size: how many are read in one pass, each after a copy of what was kept; where the
             policy evicts while generating, each is read by itself, token by token.
-        quantize: in how many bits it is held; None for as it came.
+        quantize: in how many bits it is held; None for unquantized.
 
     Returns:
-        For each the sum of the tokens' log-probabilities, and whether all are the likeliest.
+        For each the sum of the tokens' log-probabilities, and whether all are the most likely.
     """
     model, policy = loaded.model, loaded.completed(policy)
     cache = CompressedCache(model, policy, quantize=quantize)
@@ -78,7 +78,7 @@ def log_likelihoods(
 def _together(
     model: Any, end: PromptEnd, continuations: Sequence[Tensor]
 ) -> list[tuple[float, bool]]:
-    """Of each continuation, all read at once; tokens behind the shorter ones change nothing."""
+    """Of each continuation, all read at once; tokens after the shorter ones change nothing."""
     lengths = [continuation.shape[1] for continuation in continuations]
     rows = pad_sequence([one[0] for one in continuations], batch_first=True)
     for layer in end.cache.layers:  # recurrent ones, too, which take no other way to more rows
@@ -94,7 +94,7 @@ def _together(
 def log_probabilities(model: Any, end: PromptEnd, continuation: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probability of every token of (B, C) continuations, those before it being given.
 
-    (B, C) fp32, and (B, C) bool, whether each token is the likeliest. All but the last token of
+    (B, C) fp32, and (B, C) bool, whether each token is the most likely. All but the last token of
     each is in the cache then.
     """
     cache, following = end.cache, continuation.shape[1] - 1
@@ -112,7 +112,7 @@ def log_probabilities(model: Any, end: PromptEnd, continuation: Tensor) -> tuple
 
 
 def _chosen(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities (B, N) of the tokens (B, N) behind logits (B, N, V); whether each leads."""
+    """Log-probabilities (B, N) of the tokens (B, N) after logits (B, N, V); whether each leads."""
     predicted = logits.float().log_softmax(dim=-1)
     chosen = predicted.gather(2, ids[:, :, None])[:, :, 0]
     return chosen, predicted.argmax(dim=-1) == ids
@@ -145,7 +145,7 @@ class References:
         return cls(token_ids=found)
 
     def loss(self, loaded: LoadedModel, end: PromptEnd) -> float | None:
-        """Mean negative log-likelihood of the likeliest behind a prompt, in nats per token.
+        """Mean negative log-likelihood of the most likely after a prompt, in nats per token.
 
         None where the model has no positions for one of them, the tokenizer no token for one, or
         where one's loss is not a finite number.

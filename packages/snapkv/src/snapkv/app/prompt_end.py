@@ -14,7 +14,7 @@ from snapkv.hf.cache_argument import cache_among
 
 @dataclass(frozen=True, kw_only=True)
 class PromptEnd:
-    """A prompt that was read, and nothing behind it."""
+    """A prompt that was read, and nothing after it."""
 
     cache: CompressedCache  # what was kept of the prompt; it goes on by itself
     logits: Tensor  # (1, 1, V), of the token that comes next, as the model gives them
@@ -33,7 +33,7 @@ def telling_of_prompt_end(
 ) -> Iterator[None]:
     """Within this block, the forward pass that ends a prompt is told of, once.
 
-    The prompt's only row is read without drafts behind it. What is told of shares what is stored so
+    The prompt's only row is read without drafts after it. What is told of shares what is stored so
     far with the cache, which goes on as ever.
     """
     if on_prompt_end is None:

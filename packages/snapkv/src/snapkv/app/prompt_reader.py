@@ -1,4 +1,4 @@
-"""Reading a sample's prompt once for all methods that choose behind it."""
+"""Reading a sample's prompt once for all methods that choose after it."""
 
 import contextlib
 from collections.abc import Sequence
@@ -65,7 +65,7 @@ class PromptReader:
         ends: list[PromptEnd] | None = None,
         quantize: KVCodes | None = None,
     ) -> Answer:
-        """The answer of a method; `ends` gets the end of the prompt that it was generated behind.
+        """The answer of a method; `ends` gets the end of the prompt that it was generated after.
 
         The time of a shared reading counts in every answer, which would have taken it too.
         """

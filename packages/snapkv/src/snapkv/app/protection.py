@@ -45,7 +45,7 @@ class Protection:
     def _system(
         self, prompt: Prompt, policy: Policy, tokenizer: Any, asked: list[Span]
     ) -> list[Span]:
-        """The system message, where it is to stay and can, beside what else was asked for."""
+        """The other protected spans and, if it is to be kept and fits, the system message."""
         if self.system is False or isinstance(policy, FullCache):
             return []
         if not prompt.system_characters:
@@ -79,8 +79,8 @@ def _occurrences(prompt: Prompt, text: str, tokenizer: Any) -> list[Span]:
     ]
     if not found:
         raise InvalidArgumentError(
-            f"protect: expected a text that the prompt holds, got {text[:60]!r}, which stands "
-            "nowhere in it; copy it as it stands there"
+            f"protect: expected a text that the prompt holds, got {text[:60]!r}, which is "
+            "nowhere in it; copy it from the prompt"
         )
     return found
 

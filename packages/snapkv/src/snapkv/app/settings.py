@@ -15,10 +15,10 @@ class GenerationSettings:
     """How an answer is generated."""
 
     max_new_tokens: int = 128
-    temperature: float = 0.0  # 0 takes the likeliest token each time; from 0.001, they are drawn
+    temperature: float = 0.0  # 0 takes the most likely token each time; from 0.001, they are drawn
     seed: int = 0
     min_new_tokens: int = 0  # the token that ends the answer not counted
-    stop_token_ids: tuple[int, ...] = ()  # that end an answer, beside the model's own
+    stop_token_ids: tuple[int, ...] = ()  # end an answer, as the model's own end tokens do
     stop_strings: tuple[str, ...] = ()  # neither they nor what follows is part of the answer
 
     def __post_init__(self) -> None:
@@ -39,7 +39,7 @@ class GenerationSettings:
         if self.temperature != 0 and not drawn:
             raise InvalidArgumentError(
                 f"temperature: expected 0, or a finite number of at least {MIN_TEMPERATURE}, got "
-                f"{self.temperature}; pass 0 for the likeliest token each time, or 1"
+                f"{self.temperature}; pass 0 for the most likely token each time, or 1"
             )
 
 
@@ -48,7 +48,7 @@ class MedusaTraining:
     """How heads are trained; the same plan and documents continue a run that was stopped.
 
     Args:
-        num_heads: how many tokens behind the next one are guessed.
+        num_heads: how many tokens after the next one are guessed.
         answers: how many answers to learn from; each tenth is held out and measured instead.
         passage_tokens: length of the passage that an answer is about.
         max_new_tokens: where an answer is cut off.

@@ -174,7 +174,7 @@ def _said(value: Any) -> str:
     return f"{value.get('name', '')}({parameters})"
 
 
-# What stands before and behind documents in a prompt: the chat template, or special tokens.
+# What stands before and after documents in a prompt: the chat template, or special tokens.
 
 
 def _prefix_ids(tokenizer: Any) -> list[int]:
@@ -190,7 +190,7 @@ def document_ids(tokenizer: Any, name: str, text: str) -> list[int]:
 
 
 def question_ids(tokenizer: Any, question: str, answer_start: str = "") -> list[int]:
-    """The tokens behind the last document, up to where the answer goes on."""
+    """The tokens after the last document, up to where the answer goes on."""
     if tokenizer.chat_template:
         behind = _around(tokenizer, quoted(tokenizer, question))[1]
         return _ids(tokenizer, behind + quoted(tokenizer, answer_start))
@@ -206,7 +206,7 @@ def fingerprint_of(tokenizer: Any) -> str:
 
 
 def _around(tokenizer: Any, question: str) -> tuple[str, str]:
-    """What the chat template writes before the documents, and behind them with the question."""
+    """What the chat template writes before the documents, and after them with the question."""
     turn = {"role": "user", "content": _DOCUMENTS + question}
     text = tokenizer.apply_chat_template([turn], tokenize=False, add_generation_prompt=True)
     before, found, behind = text.partition(_DOCUMENTS)

@@ -1,7 +1,7 @@
 """One cache of several documents that were read apart, as if they had been read together.
 
 Every document is read once, by itself. Joined, their keys stand where their tokens do, and a
-fraction of the tokens, those that the documents before them change most, is read anew (CacheBlend,
+fraction of the tokens, those that the documents before them change most, is read again (CacheBlend,
 arXiv 2405.16444), in every layer fewer of them. What comes out goes on like any cache: a question
 is read over it, its end votes, and the policy chooses.
 """
@@ -42,7 +42,7 @@ def blend(
     recompute: float = DEFAULT_RECOMPUTE,
     **options: Any,
 ) -> CompressedCache:
-    """A cache that has seen all documents, one behind the other.
+    """A cache that has seen all documents, one after the other.
 
         cache = blend(model, parts, SnapKV(1024))
         ids = torch.cat([joined_ids(parts), question], dim=1)
@@ -50,7 +50,7 @@ def blend(
 
     The prompt has not ended: the question is read over what is held, votes on it, and the policy
     compresses. Where the parts' heads or layers hold different numbers of tokens (`AdaKV`,
-    `PyramidKV`), it has: the question is stored behind them whole.
+    `PyramidKV`), it has: the question is stored after them whole.
 
     Tokens that a part has dropped stay dropped, unless everything is read in full. A question that
     is shorter than the policy's window votes by its own queries only.
@@ -59,14 +59,14 @@ def blend(
         model: the model that has read the parts; all of its layers must be of full attention.
         parts: the documents, in the order in which they stand.
         policy: what is kept of them for the question; `snapkv.default_policy()` by default.
-        recompute: the fraction of all N tokens that the second layer reads anew; it falls by
+        recompute: the fraction of all N tokens that the second layer reads again; it falls by
             the same factor from layer to layer, to a tenth of it in the last, and the less the
             nearer it is to 1, from 0.5 on. 0 for none: no forward pass at all. 1 reads the tokens
             in full, as if nothing had been read before: exact.
         options: as for `CompressedCache`.
 
     Raises:
-        CacheMismatchError: a part of another model, or behind another prefix than the others.
+        CacheMismatchError: a part of another model, or after another prefix than the others.
         InvalidArgumentError: no part, a fraction out of range, or a policy or an option that does
             not go with what the parts hold.
         InvalidTypeError: a value of the wrong type.
@@ -117,7 +117,7 @@ def _fill(cache: CompressedCache, joined: Sequence[JoinedLayer], held: Held) -> 
     """Let a new cache have seen the documents.
 
     Whole or even, it is in the middle of a prompt, even of one that is held in part; uneven,
-    behind one.
+    after one.
     """
     for layer, one in zip(cache.reading.layers, joined, strict=True):
         keys, values = one.key_states, one.value_states

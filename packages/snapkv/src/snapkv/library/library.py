@@ -51,7 +51,7 @@ class Outcome:
 
     It is new and "read", has another text and is "changed", had a damaged file and is "mended", is
     "skipped" since all is as it was, or has "failed"; "dropped" where its file is gone, "evicted"
-    where a bound left no room for it beside those that were added.
+    where a bound left no room for it with those that were added.
     """
 
     name: str
@@ -142,7 +142,7 @@ class Library:
 
         Args:
             model: a decoder-only transformers model.
-            tokenizer: its tokenizer; where that has a chat template, documents are read behind
+            tokenizer: its tokenizer; where that has a chat template, documents are read after
                 what the template writes first.
             documents: `Text`, or names and texts. Under a name there is one text.
             policy: what to keep of them, without any question being known; the library's own by
@@ -154,7 +154,7 @@ class Library:
             on_progress: called before every document.
 
         Returns:
-            What became of each, in their order, and behind them those that had to go for them
+            What became of each, in their order, and after them those that had to go for them
             where there is a bound, see `limit`.
 
         Raises:
@@ -181,7 +181,7 @@ class Library:
 
         Where a document comes that is too much for it, those go that were asked for longest ago,
         or where nobody has, were written first. The one that was asked for last stays, and what is
-        added together: a document that does not fit beside them fails by name.
+        added together: a document that does not fit with them fails by name.
 
         Args:
             max_bytes: the bound.
@@ -233,7 +233,7 @@ class Library:
         return records
 
     def _room(self, stay: set[str]) -> Room:
-        """What the library's bound leaves beside documents that stay."""
+        """What the library's bound leaves besides documents that stay."""
         most_bytes = self.required().max_bytes
         if most_bytes is None:
             return Room(self._folder, (), math.inf)
@@ -330,7 +330,7 @@ class Library:
             hits: which documents, see `search`; they stand in the prompt in this order.
             policy: what to keep of them for the question; `snapkv.default_policy()` by default.
                 A notice says where it drops nothing, see `blending.blend`.
-            recompute: the fraction of tokens to compute anew, see `blending.blend`.
+            recompute: the fraction of tokens to compute again, see `blending.blend`.
             answer_start: text that the answer begins with.
 
         Returns:
@@ -527,7 +527,7 @@ def _outcome(what: What, record: Record, seconds: float = 0.0) -> Outcome:
 def _require_some(hits: Sequence[Hit]) -> None:
     if not hits:
         raise LibraryError(
-            "hits: expected at least one document, got none; ask with words that stand in the "
+            "hits: expected at least one document, got none; ask with words that are in the "
             "library's documents"
         )
 
