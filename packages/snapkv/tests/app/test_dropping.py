@@ -38,7 +38,7 @@ def test_the_document_thinking_and_turns_are_dropped_and_stay_so_in_a_file(think
     freed = conversation.drop("document")
     assert abs(freed["tokens"] - len(thinks.tokenizer(DOCUMENT).input_ids)) <= 2
     assert freed["device_bytes"] > 0 < freed["host_bytes"]
-    with pytest.raises(InvalidArgumentError, match="expected something that was said and is not"):
+    with pytest.raises(InvalidArgumentError, match="a part of the conversation that is still"):
         conversation.drop("document")
     conversation.drop("thinking")
     (document, *thoughts) = dropped(conversation).parts

@@ -1,4 +1,4 @@
-"""Whether a compressed cache gave the full cache's answer, and from which token on it did not."""
+"""Whether a compressed cache gave the full cache's answer, and where they differ."""
 
 import itertools
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ class Comparison:
 
     @classmethod
     def of(cls, answer: Answer, full: Answer) -> Self:
-        """Compare whole answers; they are the same where they read the same."""
+        """Compare whole answers by their text."""
         if answer.text == full.text:
             return cls(same=True, first_difference=None)
         return cls.of_tokens(answer.token_ids, full.token_ids)
@@ -30,5 +30,5 @@ class Comparison:
 
     @classmethod
     def of_first(cls, answer: Answer, full: Answer, tokens: int) -> Self:
-        """Compare the first so many tokens, or all where an answer has fewer."""
+        """Compare the first so many tokens, or all if an answer is shorter."""
         return cls.of_tokens(answer.token_ids[:tokens], full.token_ids[:tokens])
