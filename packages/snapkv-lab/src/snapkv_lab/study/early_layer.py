@@ -31,33 +31,32 @@ _OVERHEAD_TOKENS = 64  # room for what is said around the number
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyLayer(DocumentStudy):
-    """How many layers have to read every token, before the others may read only some.
+    """How many layers have to read every token before the others may read only some.
 
-    A number is hidden among others in a text, and the prompt ends where it is to be said again.
-    Prompts are long and short in turn, down to an eighth. First every prompt is read exactly, and
-    each layer's votes say which tokens would go on after it, at half the share: what only just
-    goes on here is lost elsewhere. Of the layers that let the whole number go on in every prompt
-    the lowest are tried: prompts are read exactly and selectively in turn, and the number after
-    them. The first layer is taken from which on the loss stays within the tolerance and no number
-    is lost that exact reading finds. It is kept for this model, and is where `selective` and
-    `gemfilter` begin from then on.
+    A number is hidden among others in a text, and the prompt ends where the model should repeat it.
+    Prompts have different lengths, down to an eighth. First every prompt is read exactly, and each
+    layer's votes choose the tokens to go on with, at half the share, to leave a margin. The lowest
+    layers that choose the whole number in every prompt are tried: prompts are read exactly and
+    selectively in turn, and then the number. The result is the first layer from which on the loss
+    stays within the tolerance and no number is lost that exact prefill finds. It is stored for this
+    model, and `selective` and `gemfilter` start there from then on.
 
     Args:
-        documents: files, a text each; none for essays or Python's documentation.
-        layers: what to try, with commas; none for the lowest that let the number go on, up to three
-            quarters of the depth.
-        tries: how many of those at most.
-        keep_ratio: share of the prompt that is kept to go on; it alone counts, however few tokens
-            that are.
-        tolerance: by how much the loss may be above that of exact reading, nats per token.
-        samples: prompts, with the number at another depth each.
+        documents: files, one text each; by default essays or Python's documentation.
+        layers: layers to try, with commas; by default the lowest that choose the number, up to
+            three quarters of the depth.
+        tries: how many of them at most.
+        keep_ratio: share of the prompt that goes on to later layers, without a minimum of
+            tokens.
+        tolerance: how far the loss may be above that of exact prefill, nats per token.
+        samples: prompts, each with the number at another depth.
         document_tokens: length that every fourth text is cut to, the others to a half, a quarter
-            and an eighth of it; shorter where one of them has no more, or the model no positions.
+            and an eighth; less if a text or the model's positions are too short.
         digits: of the number.
-        rivals: other numbers in the text, said of other things in the same words.
+        rivals: further numbers in the text, in the same sentence about other things.
         budget: tokens kept per head and layer, window included.
-        remember: keep what was found for later runs.
-        seed: of the numbers.
+        remember: store the result for later runs.
+        seed: random seed of the numbers.
     """
 
     name: ClassVar[str] = "early-layer"

@@ -47,15 +47,15 @@ def log_likelihoods(
 ) -> Iterator[tuple[float, bool]]:
     """Log-probability of every continuation after a context that is read and compressed once.
 
-    The whole context predicts the first token, as in an answer; the others see the kept tokens.
+    The whole context predicts the first token, as in an answer; later ones see the kept tokens.
 
     Args:
         loaded: the model.
         context: (1, T) int64, T at least 1.
         continuations: (1, C) int64 each, C at least 1.
         policy: what the cache keeps of the context.
-        batch_size: how many are read in one pass, each after a copy of the compressed context; if the
-            policy evicts while generating, each is read alone, token by token.
+        batch_size: how many are read in one pass, each after a copy of the compressed context; if
+            the policy evicts while generating, each is read alone, token by token.
         quantize: as for `CompressedCache`; None for unquantized.
 
     Returns:
