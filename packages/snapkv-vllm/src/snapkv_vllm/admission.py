@@ -139,11 +139,11 @@ def require_settings(body: object, settings: "ServingSettings", path: str = "") 
     for beside in (_mapping(body.get(name)) for name in _BESIDE):
         outside += [beside, _mapping(beside.get(XARGS))]
     for name, word in misspelt(body):
-        raise wrong(shown(name), word, f"'{shown(name)}', which nobody reads", f"write {word}")
+        raise wrong(shown(name), word, f"'{shown(name)}', which is unknown", f"write {word}")
     for name in (name for fields in outside for name in fields):
         if (right := meant(name)) is not None:
             remedy = f'write "{XARGS}": {{"{shown(right)}": ...}}'
-            raise wrong(shown(name), f"inside {XARGS}", "it outside, where nobody reads it", remedy)
+            raise wrong(shown(name), f"inside {XARGS}", "it outside, where it is ignored", remedy)
     beside, found = _mapping(sampling.get("extra_args")), path in ENDPOINTS
     for given, is_read in ((_mapping(body.get(XARGS)), found), (beside, False)):
         settings.for_request(_of_a_prompt(given, path))

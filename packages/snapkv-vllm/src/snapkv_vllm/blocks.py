@@ -260,7 +260,7 @@ class CompressedManager(FullAttentionManager):
 
 
 def share_exact_blocks(coordinator: Any, plans: Mapping[str, RequestPlan]) -> None:
-    """Let vLLM's coordinator of all groups offer no block of what was read behind a compression.
+    """Let vLLM's coordinator of all groups offer no block of what was read after a compression.
 
     Layers with a window or a recurrent state are not compressed, but what they store then comes out
     of layers that are.
@@ -326,7 +326,7 @@ class CompressedBlocks:
     def compress(self, request_id: str, order: Order) -> tuple[Move, ...]:
         """Free the blocks that the kept tokens of a request do not need, in every group.
 
-        Where the order does not end with a choice the blocks stay, and are counted anew.
+        Where the order does not end with a choice the blocks stay, and are counted again.
         """
         managers = self._managers.values()
         if not order.ends:

@@ -37,29 +37,29 @@ _Look = Callable[[Any], object]
 
 @dataclass(frozen=True)
 class Beside:
-    """What an argument may not stand beside."""
+    """Something that an argument cannot be combined with."""
 
-    part: str  # where it is looked for, one of `Parts`
+    part: str  # where to look for it, one of `Parts`
     words: str
     found: _Look
-    option: str = ""  # of the command line, or of a body, by which it came
+    option: str = ""  # of the command line or the body that set it
 
 
 @dataclass(frozen=True)
 class Given:
     """An argument that may be refused."""
 
-    part: str  # where it is looked for, one of `Parts`
-    argument: str  # "" where its name is what is found
+    part: str  # where to look for it, one of `Parts`
+    argument: str  # "": what is found is its name
     found: _Look
     expected: str = "none"
 
 
 @dataclass(frozen=True)
 class Row:
-    """An argument, what it does not go with, why that is if the words leave it open, what to do.
+    """An argument, what it cannot be combined with, why (if not obvious), and what to do.
 
-    By default one of the two is to be left out.
+    By default, one of the two must be left out.
     """
 
     given: Given
@@ -72,7 +72,7 @@ class Row:
         return {self.given.part, self.beside.part}
 
     def refuse(self, parts: Mapping[str, Any]) -> None:
-        """Raise where both are there, see `require_compatible`."""
+        """Raise if both are given, see `require_compatible`."""
         given, beside = self.given, self.beside
         if not beside.found(parts[beside.part]) or not (got := given.found(parts[given.part])):
             return
@@ -86,7 +86,7 @@ class Row:
 
 
 def _typed(part: str, name: str) -> str:
-    """An argument as whoever may leave it out has typed it; "" where nobody can."""
+    """An argument as the user typed it; "" if the user cannot leave it out."""
     if name in ("model", "prompt"):
         return ""
     return name if part in ("given", "params", "request") else f"--{name.replace('_', '-')}"
@@ -270,9 +270,9 @@ GROWING = Given(
     "request", "prompt", lambda r: getattr(r, "resumable", False) and "a session's", "a whole one"
 )
 
-WITH_DOCUMENT = Beside("given", f"beside {DOCUMENT}", lambda g: DOCUMENT in g)
+WITH_DOCUMENT = Beside("given", f"with {DOCUMENT}", lambda g: DOCUMENT in g)
 ABOUT_ANY = Beside("given", "with a document", ABOUT_DOCUMENT.found)
-WITH_SPANS = Beside("given", f"beside {PREFIX}{SPANS}", SPANS_NAMED.found)
+WITH_SPANS = Beside("given", f"with {PREFIX}{SPANS}", SPANS_NAMED.found)
 WITH_BEAMS = Beside(
     "body", "with use_beam_search", lambda b: b.get("use_beam_search"), "use_beam_search"
 )

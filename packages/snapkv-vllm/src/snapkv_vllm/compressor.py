@@ -129,7 +129,7 @@ class Compressor:
                 received[name] = of_layer if before is None else before.maximum(of_layer)
 
     def compress(self, orders: Mapping[str, Order]) -> None:
-        """Compress the requests of which a choice is due behind the step that has just run."""
+        """Compress the requests of which a choice is due after the step that has just run."""
         for request, order in orders.items():
             if order.ends:
                 for move in order.moves:

@@ -2,7 +2,7 @@
 
 vLLM has one table of blocks for all heads of a layer. A block is as many pages as the layer has KV
 heads, and nothing but that table says which head a page belongs to. So the pages of a request's
-blocks are handed out anew, every head of every request is shown to the kernels as a sequence of its
+blocks are handed out again, every head of every request is shown to kernels as a sequence of its
 own with one KV head, and the scheduler counts blocks as ever.
 """
 
@@ -24,7 +24,7 @@ class HeadPlaces:
     kept: Tensor  # (..., H) int64, tokens that every head of a layer kept at the prompt's end
     page_tokens: int
     # (..., H or 1) bool, whether others read the full pages of these; pages that are not full lie
-    # behind them then, side by side, to be copied
+    # after them then, side by side, to be copied
     are_lent: Tensor | bool = False
 
     def of_pages(self, pages: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class Rows:
 class Sequences:
     """Every head of some requests as a sequence with one KV head, in some layers that are alike.
 
-    Sequences are ordered by request, then by head; their tokens lie one behind the other.
+    Sequences are ordered by request, then by head; their tokens lie one after the other.
     """
 
     # (N * Hkv,) int64, for every token of a sequence its place among a batch's tokens and their
@@ -141,8 +141,8 @@ def sequences(
 ) -> Sequences:
     """Lay out the heads of some requests as sequences, by (layers, requests, Hkv) places.
 
-    `generated` are (requests,) tokens behind the prompt, with those of this step; `blocks` are
-    (requests, most blocks), of which those behind a request's own are not used.
+    `generated` are (requests,) tokens after the prompt, with those of this step; `blocks` are
+    (requests, most blocks), of which those after a request's own are not used.
     """
     device, heads, page_tokens = blocks.device, pages.heads, places.page_tokens
     counts = torch.tensor(batch.counts).repeat_interleave(heads)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class HeldTokens:
-    """Lengths counted in tokens held, beside the runner's own, which stay true.
+    """Lengths in stored tokens, next to the runner's own lengths, which count all tokens.
 
     The buffers live as long as the runner, so CUDA graphs that read them at their capture read the
     lengths of each step at their replay.

@@ -69,7 +69,7 @@ class VotingLayer:
 class LatentLayer(VotingLayer):
     """A layer with latent attention, which stores one latent for all heads: `MLAAttention`.
 
-    A head's keys are the latent times a matrix of the head's own, and behind them a part that is
+    A head's keys are the latent times a matrix of the head's own, and after them a part that is
     rotated and the same for all heads. Turned by that matrix, queries meet the latent itself, so
     the latent and the rotated part are the keys of a single KV head.
     """

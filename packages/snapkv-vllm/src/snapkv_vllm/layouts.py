@@ -60,10 +60,10 @@ def slots(blocks: Tensor, tokens: int, block_tokens: int) -> Tensor:
 
 
 def padded(states: Tensor, tokens: int) -> Tensor:
-    """Kept (..., K, D) states with zeros behind them, up to so many tokens.
+    """Kept (..., K, D) states with zeros after them, up to so many tokens.
 
     The last block may come from a recurrent state, whose bytes read as keys and values may be NaN;
-    attention masks what lies behind a request's tokens by products with zero.
+    attention masks what lies after a request's tokens by products with zero.
     """
     missing = tokens - states.shape[-2]
     return functional.pad(states, (0, 0, 0, missing)) if missing else states

@@ -1,4 +1,4 @@
-"""How many tokens a request may hold while its answer grows."""
+"""How many tokens a request may store while it generates."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -18,7 +18,7 @@ from snapkv_vllm.names import wrong
 from snapkv_vllm.plans import Growth, queries_of
 
 SERVED_WHILE_GENERATING = ("r-kv", "tova", "streaming-llm")
-"""Methods that evict by the last queries and what is held alone."""
+"""Methods that need only the last queries and the stored tokens to evict."""
 
 
 class Entry:
@@ -42,13 +42,13 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits(Entry):
-    """What a server promises of every request; a request may ask for less, never for more.
+    """The limits of a server for every request; a request may lower them, never raise them.
 
     Args:
-        decode_budget: tokens of a prompt and its answer that every head holds while generating; 0
-            lets answers grow.
+        decode_budget: tokens of a prompt and its answer that every head stores while generating; 0
+            for no limit.
         decode_policy: one of `SERVED_WHILE_GENERATING`, which evicts.
-        evict_every: generated tokens between two evictions, dropped at once.
+        evict_every: generated tokens between two evictions; as many are evicted at once.
 
     Raises:
         InvalidArgumentError: a method that cannot be served, or a value out of range.
@@ -111,7 +111,7 @@ class Limits(Entry):
         try:
             return cast(EvictingPolicy, kind(budget=kept_tokens, **own))
         except InvalidArgumentError as error:
-            beside = f"beside the {self.evict_every} tokens between two evictions"
+            beside = f"besides the {self.evict_every} tokens between two evictions"
             room, tokens = f"room for {self.decode_policy} {beside}", kept_tokens + self.evict_every
             raise wrong("decode_budget", room, tokens, f"raise it ({error})") from None
 

@@ -78,7 +78,7 @@ class WithSpans(Policy):
     """What a method keeps of a prompt, of some spans of which the request says what stays.
 
     The library does the same with ``protect`` over all spans that the request names, a budget with
-    room for what they lose, and `CompressedCache.drop` of that behind the prompt.
+    room for what they lose, and `CompressedCache.drop` of that after the prompt.
 
     Attributes:
         policy: has room for all that the spans name; None keeps all that these do not drop.

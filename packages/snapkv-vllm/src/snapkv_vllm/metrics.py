@@ -60,14 +60,14 @@ def _series() -> dict[str, Any]:
     from prometheus_client import Counter, Histogram
 
     compressions = "Compressions, by what was compressed: a prompt, a document or an answer."
-    waits = "Requests preempted or not started for want of blocks for what would be kept."
-    standstills = "Times that a request lacked blocks and none was running that would free some."
+    waits = "Requests preempted or not started because blocks for the kept tokens were missing."
+    standstills = "Times that a request lacked blocks and no running request would free some."
     ratio = "Kept tokens of a request's prompt, as a fraction of it."
-    seconds = "Time that a step's compressions take together, on one worker."
+    seconds = "Time of all compressions of a step, on one worker."
     requests = "Requests whose prompt has ended: compressed, or whole."
     return {
-        "seen": Counter("snapkv:prompt_tokens_seen", "Prompt tokens read to the end.", _LABELS),
-        "kept": Counter("snapkv:prompt_tokens_kept", "Prompt tokens that stayed.", _LABELS),
+        "seen": Counter("snapkv:prompt_tokens_seen", "Prompt tokens read.", _LABELS),
+        "kept": Counter("snapkv:prompt_tokens_kept", "Prompt tokens kept.", _LABELS),
         "freed": Counter("snapkv:blocks_freed", "Blocks freed by compression.", _LABELS),
         "compressions": Counter("snapkv:compressions", compressions, (*_LABELS, "stage")),
         "requests": Counter("snapkv:requests", requests, (*_LABELS, "outcome")),
@@ -136,11 +136,11 @@ def _session_series() -> dict[str, Any]:
     from prometheus_client import Counter, Gauge
 
     now = {"labelnames": _LABELS, "multiprocess_mode": "livesum"}
-    went_on = "Requests that began with the held history of their session."
-    not_read = "Tokens of histories that requests did not read again."
-    dropped = "Histories that went, least used, when room was needed."
+    went_on = "Requests that reused the stored history of their session."
+    not_read = "Tokens of histories that requests did not recompute."
+    dropped = "Histories evicted, least recently used first, to free blocks."
     return {
-        "histories": Gauge("snapkv:session_histories", "Held histories of sessions.", **now),
+        "histories": Gauge("snapkv:session_histories", "Stored histories of sessions.", **now),
         "bytes": Gauge("snapkv:session_bytes", "Bytes of the cache that they take.", **now),
         "requests": Counter("snapkv:session_requests", went_on, _LABELS),
         "not_read": Counter("snapkv:session_tokens_not_read", not_read, _LABELS),
@@ -174,8 +174,8 @@ def _document_series() -> dict[str, Any]:
     labels = ("model_name",)
     now = {"labelnames": labels, "multiprocess_mode": "livesum"}
     requests = "Requests answered from a shared document."
-    not_read = "Tokens of shared documents that requests did not read again."
-    dropped = "Shared documents that went: deleted, or least used when room was needed."
+    not_read = "Tokens of shared documents that requests did not recompute."
+    dropped = "Shared documents removed: deleted, or least recently used when blocks were needed."
     return {
         "documents": Gauge("snapkv:documents", "Shared documents.", **now),
         "bytes": Gauge("snapkv:document_bytes", "Bytes of the cache that they take.", **now),

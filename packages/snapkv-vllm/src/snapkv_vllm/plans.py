@@ -44,7 +44,7 @@ class Choice:
         """Which of the held tokens stay.
 
         Returns:
-            (layers, H or 1, K) int64, ascending, behind a leading run of -1 where heads keep
+            (layers, H or 1, K) int64, ascending, after a leading run of -1 where heads keep
             different numbers; None where the method keeps everything.
         """
         selection = self.policy.select(layer)
@@ -130,7 +130,7 @@ class Move:
 
 @dataclass(frozen=True, kw_only=True)
 class Ahead:
-    """Tokens of a text that is read again behind the prompt; forgotten when they have voted."""
+    """Tokens of a text that is read again after the prompt; forgotten when they have voted."""
 
     first_position: int
     token_ids: tuple[int, ...]
@@ -149,7 +149,7 @@ class Order:
     query_tokens: int  # of the step's last ones, whose queries are put aside for the choice
     seen_tokens: int  # that count as computed when the step is done
     held_tokens: int  # of which keys and values are cached then, those read again among them
-    ends: bool  # whether the choice is made behind this step; what was put aside is then forgotten
+    ends: bool  # whether the choice is made after this step; what was put aside is then forgotten
     kept_tokens: int  # how many stay
     ahead: Ahead | None = None  # the step's last tokens, where they are not the next ones
     steps_back: int = 0  # how many tokens that were computed do not count from then on
@@ -204,7 +204,7 @@ class RequestPlan:
     def shared_tokens(self) -> int | None:
         """First tokens whose keys and values are those of every request's; None: all.
 
-        Behind them a request may read a text again, or have dropped what others would see.
+        After them a request may read a text again, or have dropped what others would see.
         """
         return None
 
@@ -221,7 +221,7 @@ class RequestPlan:
         return offered_tokens
 
     def order(self, seen_tokens: int, held_tokens: int, step_tokens: int) -> Order | None:
-        """What the workers do in a step; None where there is nothing to do beside it."""
+        """What the workers do in a step; None if there is nothing else to do."""
         return None
 
     def room(self, seen_tokens: int, held_tokens: int, step_tokens: int, block_tokens: int) -> int:

@@ -24,7 +24,7 @@ class CompressingRunner:
     """Laid over a runner of vLLM that a worker has made; a subclass for each kind of runner.
 
     The runner's own lengths and positions stay true. Attention in the compressed KV cache groups is
-    told the tokens that a request holds, and new tokens go to the slots behind those.
+    told the tokens that a request holds, and new tokens go to the slots after those.
     """
 
     _orders: dict[str, Order]
@@ -117,7 +117,7 @@ class CompressingRunner:
 
     @torch.inference_mode()
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a step, and carry out the orders that came with it behind the model."""
+        """Run a step, and carry out the orders that came with it after the model."""
         self._forget(requests_that_begin_anew(scheduler_output))
         self._begin(getattr(scheduler_output, BEGINNINGS, {}))
         if forgotten := getattr(scheduler_output, FORGOTTEN, ()):
@@ -201,7 +201,7 @@ class CompressingRunner:
 
     @property
     def _runs_beside_graphs(self) -> bool:
-        """Whether a step does more than a graph of it has captured, in attention or behind it."""
+        """Whether a step does more than a graph of it has captured, in attention or after it."""
         return bool(self._orders) or self._parts_heads
 
 
@@ -301,7 +301,7 @@ class CompressingSecondRunner(CompressingRunner):
         return state, None if self._runs_beside_graphs else uniform
 
     def prepare_attn(self: Any, input_batch: Any) -> Any:
-        """Give new tokens of compressed requests the slots behind those they hold."""
+        """Give new tokens of compressed requests the slots after those they hold."""
         starts = input_batch.query_start_loc_np
         batch = input_batch.req_ids, starts[1 : input_batch.num_reqs + 1].tolist()
         self._enter_batch(*batch)

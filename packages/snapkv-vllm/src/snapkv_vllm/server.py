@@ -53,12 +53,12 @@ def engine_args(
         policy: "snapkv", "adakv", "streaming-llm" or "tova"; all of them compress the prompt at its
             end.
         parameters: of the method, such as ``{"kernel_size": 13}``.
-        protect_first: first tokens of every prompt that stay.
-        max_window_size: the longest window that a request may ask for.
-        max_kernel_size: the widest kernel that a request may ask for.
-        limits: how many tokens a request may hold while its answer grows; by default all of them.
-        sharing: of documents among requests; None shares none.
-        sessions: whose histories are held for their next requests; None holds none.
+        protect_first: first tokens of every prompt that are kept.
+        max_window_size: the largest window size that a request may set.
+        max_kernel_size: the largest kernel size that a request may set.
+        limits: how many tokens a request may store while generating; by default all.
+        sharing: settings of documents shared by requests; None for no sharing.
+        sessions: settings of sessions whose history is kept; None for none.
         options: any other option of vLLM; its own of the same kind are kept.
 
     Raises:
@@ -80,7 +80,7 @@ def engine_args(
 
 
 def _arguments(settings: ServingSettings, given: Mapping[str, Any]) -> dict[str, Any]:
-    """`OWN` for these settings, beside what the user gives for them."""
+    """`OWN` for these settings, with what the user gives for them."""
     require_supported_version()
     from snapkv_vllm.requests import name_of_check
 
@@ -100,13 +100,13 @@ def _arguments(settings: ServingSettings, given: Mapping[str, Any]) -> dict[str,
 def command_line(
     model: str, settings: ServingSettings, options: Sequence[str], *, name: str
 ) -> str:
-    """The line with which vLLM's own command, ``vllm serve``, starts the same server, for a shell.
+    """The shell command that starts the same server with ``vllm serve``.
 
     Args:
         model: what vLLM loads.
         settings: what to keep of prompts.
         options: any further ones of ``vllm serve``, passed on as they are.
-        name: what the model is called in requests, unless the options say it.
+        name: the model's name in requests, unless the options set it.
 
     Raises:
         InvalidArgumentError: an option that the line has already, of which vLLM takes the last.

@@ -79,7 +79,7 @@ class ServingSettings:
         protect_first: how many of a prompt's first tokens stay whatever their votes, such as those
             of a system message; they count towards the budget.
         max_window_size: the longest window that the server or a request may ask for.
-        max_kernel_size: the widest kernel; a pair (before, behind) is before + 1 + behind wide.
+        max_kernel_size: the widest kernel; a pair (before, after) is before + 1 + after wide.
         limits: how many tokens a request may hold while its answer grows.
         sharing: of documents among requests; None where there is none.
         sessions: whose histories are held; None where none are.
@@ -275,7 +275,7 @@ class ServingSettings:
         for (start, end), kept in spans.compress:
             if start < first:
                 least = f"a start of at least {first} to compress, since the first {first} stay"
-                raise wrong(SPANS, least, f"{start} to {end}", "begin behind them")
+                raise wrong(SPANS, least, f"{start} to {end}", "begin after them")
             outside = max(prompt_tokens, end + window) - (end - start)
             of_spans.append(scoring(self._made(outside + kept, parameters)))
         inner = self._made(budget + spans.lost_tokens, parameters) if budget else None

@@ -116,7 +116,7 @@ def _entry(given: object) -> Entry:
         return Entry(do=do, budget=budget, messages=messages)
     start, end = _number(given, "start"), _number(given, "end")
     if start >= end:
-        raise wrong(NAME, "a start below its end", f"{start} and {end}", "end is behind the last")
+        raise wrong(NAME, "a start below its end", f"{start} and {end}", "end is after the last")
     return Entry(do=do, budget=budget, span=(start, end))
 
 

@@ -214,7 +214,7 @@ def test_wrong_values_of_sharing_are_refused_by_name(entry, words):
     ("sharing", "given", "words"),
     [
         (None, {"snapkv_document": "a"}, "snapkv_document: .* start the server with --share"),
-        (Sharing(), {"snapkv_document": "a", "snapkv_x": 1}, "^snapkv_x: expected none beside"),
+        (Sharing(), {"snapkv_document": "a", "snapkv_x": 1}, "^snapkv_x: expected none with"),
         (Sharing(), {"snapkv_document": "a" * 4097}, "1 to 4096 printable characters"),
         (Sharing(), {"snapkv_document": 7}, "snapkv_document: expected a document's name, got"),
         (Sharing(), {"SNAPKV_DOCUMENT": "a"}, "write snapkv_document"),

@@ -1,6 +1,6 @@
 """What a person or a document says is read as text, even where it names a control token.
 
-A chat template writes words, such as <|im_end|>, that are tokens of their own wherever they stand.
+A chat template writes words, such as <|im_end|>, that become control tokens wherever they are.
 In a document they would end its message and begin another one. So such words are quoted before a
 template gets the text: a mark stands within each, templates copy it, and the tokenizer is handed
 the pieces between marks, none of which holds a control word of the content. Text without such words
@@ -68,15 +68,15 @@ def tokenized(
     special_tokens: bool = False,
     offsets: bool = False,
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """The tokens of a text, none of which lies over a cut; and where each stands in it.
+    """The tokens of a text, none of which lies over a cut; and where each is in it.
 
     Args:
         tokenizer: of transformers.
         text: what `unquoted` gives, or a beginning of it.
-        cuts: ascending; those behind the text's end count for nothing.
+        cuts: ascending; those after the text's end count for nothing.
         special_tokens: whether those stand around it that the tokenizer puts around every text.
         offsets: whether to say where each token begins and ends, which a fast tokenizer knows; a
-            token that stands around the text has (0, 0).
+            token that is around the text has (0, 0).
 
     Raises:
         InvalidArgumentError: the tokenizer makes a control token of what is no control word as it
@@ -108,7 +108,7 @@ def content_ids(tokenizer: Any, content: str) -> list[int]:
 
 
 def special_tokens_around(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The tokens that a tokenizer puts before and behind every text."""
+    """The tokens that a tokenizer puts before and after every text."""
     whole = tokenizer(_SAMPLE)["input_ids"]
     plain = tokenizer(_SAMPLE, add_special_tokens=False)["input_ids"]
     for place in range(len(whole) - len(plain) + 1):
@@ -124,7 +124,7 @@ def control_tokens(tokenizer: Any, ids: Sequence[int]) -> int:
 
 
 def _require_as_written(tokenizer: Any, pieces: Sequence[str], ids: Sequence[int]) -> None:
-    """Refuse control tokens beyond the control words that stand in the pieces."""
+    """Refuse control tokens beyond the control words that are in the pieces."""
     written = sum(piece.count(word) for word in control_words(tokenizer) for piece in pieces)
     if control_tokens(tokenizer, ids) > written:
         raise InvalidArgumentError(

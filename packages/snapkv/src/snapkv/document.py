@@ -1,4 +1,4 @@
-"""One document, many questions: read once, voted on by every question."""
+"""One document, many questions: it is read once, and every question votes on it."""
 
 import copy
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from snapkv.validation import require_int
 
 
 class Document:
-    """A text that a model has read, off the device until somebody asks about it.
+    """A text that a model has read, offloaded until a question is asked.
 
     ::
 
@@ -31,17 +31,17 @@ class Document:
         questions = tokenizer(["... Who?", "... When?"], add_special_tokens=False).input_ids
         model.generate(**document.inputs(questions), max_new_tokens=64)
 
-    No question was known while it was read, so nothing was dropped: its keys and values lie off the
-    device, and every question votes on all of them with a window of its own. What is kept then, and
+    Nothing is evicted before a question is known: all keys and values are offloaded, and every
+    question votes on all of them with its own observation window. What is kept then, and
     every token of the answers, is as if document and question had been read together; only the
-    question's own tokens are read anew. Questions of a batch share the document.
+    question's own tokens are read again. Questions of a batch share the document.
 
     Args:
         model: a decoder-only transformers model.
         input_ids: (1, T) or (T,) int64, the document's tokens.
-        policy: what to keep of it for a question; `snapkv.default_policy()` by default.
-        recall: where it lies, as in `CompressedCache`.
-        recall_bytes: how many bytes it may take.
+        policy: which tokens to keep for a question; `snapkv.default_policy()` by default.
+        recall: where it is offloaded to, as in `CompressedCache`.
+        recall_bytes: limit of offloaded bytes.
         chunk_tokens: read it in pieces of that many tokens; None for one pass.
 
     Raises:
@@ -66,7 +66,7 @@ class Document:
         tokens = self.input_ids.shape[1]
         if chunk_tokens is not None:
             require_int("chunk_tokens", chunk_tokens, minimum=1)
-        self._cache.expect_prompt(tokens + 1)  # questions are to come: nothing is dropped
+        self._cache.expect_prompt(tokens + 1)  # evict nothing before a question
         with torch.no_grad():
             for piece in torch.split(self.input_ids, chunk_tokens or tokens, dim=1):
                 model(piece, **passed(self._cache), logits_to_keep=1)
@@ -78,20 +78,20 @@ class Document:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of its keys and values off the device."""
+        """Bytes of its offloaded keys and values."""
         return self._cache.report().host_bytes
 
     def inputs(self, questions: Sequence[Sequence[int] | Tensor]) -> dict[str, Any]:
         """What `model.generate` takes to answer a batch of questions.
 
         Args:
-            questions: the token ids of each, without special tokens in front; what follows the
-                document, up to where the answer begins.
+            questions: the token ids of each, without leading special tokens: everything between the
+                document and the answer.
 
         Returns:
             `input_ids` and `attention_mask`, (B, T + longest question), padded on the left, and
-            `past_key_values`, a cache that has seen the document. The cache is the batch's own: it
-            can go on over further turns.
+            `past_key_values`, a new cache that has seen the document. It can be used for further
+            turns.
 
         Raises:
             InvalidArgumentError: no question, an empty one, or questions of different lengths for a
@@ -117,9 +117,9 @@ class Document:
         }
 
     def _cache_for(self, pads: Tensor, longest: int) -> CompressedCache:
-        """A cache whose rows have seen the document behind that many pads.
+        """A cache whose rows have seen the document after that many pads.
 
-        All rows have seen as many columns, so the document's end is read anew where there are pads,
+        All rows have seen as many columns, so the document's end is read again if there are pads,
         and as much of it as the window reaches back, since only its own queries tell what to keep.
         """
         cache = copy.deepcopy(self._cache)
@@ -135,7 +135,7 @@ class Document:
         if not hybrid and window != ALL_QUERIES:
             seen += longest - max(longest, window)
         if seen <= int(pads.max()):
-            cache.reset()  # so short that there is nothing to recall
+            cache.reset()  # too short to recall anything
             return cache
         for layer in cache.layers:
             layer.reorder_cache(torch.zeros(len(pads), dtype=torch.int64))
@@ -149,10 +149,10 @@ class Document:
 
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel, **options: Any) -> Self:
-        """The document that `save` has written; options and errors as in `CompressedCache.load`.
+        """Load a document that `save` wrote; options and errors as in `CompressedCache.load`.
 
         Raises:
-            InvalidArgumentError: a saved cache that is no document.
+            InvalidArgumentError: a saved cache that is not a document.
         """
         document = cls.__new__(cls)
         document.model = model

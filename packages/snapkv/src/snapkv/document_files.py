@@ -1,6 +1,6 @@
 """What an engine reads of a document in a library: its cache, in a file that is sealed.
 
-The file is that of `CompressedCache.save` with the document's token ids beside it, under
+The file is that of `CompressedCache.save` with the document's token ids under
 "input_ids". Nothing in it is run.
 """
 
@@ -131,7 +131,7 @@ def read_document(
 ) -> StoredDocument:
     """The document in a file that a library has written.
 
-    It has read one prompt, whose token ids were saved beside it, and nothing chooses again from
+    It has read one prompt, whose token ids are in the file, and nothing chooses again from
     what it keeps. Whether the shapes are those of an engine's layers, and whether that holds heads
     of different length, is the engine's to check.
 

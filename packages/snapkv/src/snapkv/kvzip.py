@@ -1,7 +1,7 @@
 """Reading a context before its questions: what saying it again takes is what these will need.
 
 The first reading fills the cache. In the second the model reads the text again, piece by piece,
-each behind the whole of it, as if it repeated it; its queries show which keys that takes. Then the
+each after the whole of it, as if it repeated it; its queries show which keys that takes. Then the
 policy chooses, and the cache is as after any compressed prompt. A policy that only wants all layers
 before it chooses in one gets no second reading.
 """
@@ -58,7 +58,7 @@ def read_context(
     Raises:
         InvalidArgumentError: a policy that chooses as soon as a layer has read the text, or no
             text.
-        InvalidTypeError: `input_ids` are none.
+        InvalidTypeError: `input_ids` is not a tensor of integers.
         PromptTooLongError: the model has no positions left to repeat the text at.
         UnsupportedModelError: the model has layers of another kind, or cannot be compressed.
     """
@@ -77,7 +77,7 @@ def read_twice(
 ) -> None:
     """Fill an empty cache with a context; arguments and errors as in `read_context`.
 
-    Behind an error it is empty again.
+    After an error it is empty again.
     """
     if seen := cache.get_seq_length():
         raise CacheMismatchError(
@@ -147,7 +147,7 @@ def read_layers(
 
 def _read(model: PreTrainedModel, input_ids: Tensor, cache: CompressedCache) -> list[PromptLayer]:
     tokens, seen = input_ids.shape[1], _Seen()
-    cache.expect_prompt(tokens + 1)  # nothing is dropped behind it
+    cache.expect_prompt(tokens + 1)  # nothing is dropped after it
     with hooked(seen):
         model(input_ids, **passed(cache), logits_to_keep=1)
     cache.reading.prompt_end = tokens
@@ -183,7 +183,7 @@ def _repeat(
 
 
 def _room_tokens(model: PreTrainedModel, read_tokens: int) -> int:
-    """How many positions the model has behind those that are read; refuses none."""
+    """How many positions the model has after those that are read; refuses none."""
     positions = max_positions(model)
     if positions is None:
         return read_tokens

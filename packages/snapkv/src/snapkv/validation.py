@@ -37,7 +37,7 @@ DEVICES = (  # noqa: SIM905 # a word each
 """What torch may run on; packages may bring more."""
 
 DEFAULT_RECOMPUTE = 0.2
-"""The fraction of the tokens of joined documents that is computed anew."""
+"""The fraction of the tokens of joined documents that is computed again."""
 
 DEFAULT_KERNEL = 7
 DEFAULT_DECAY = 0.935
@@ -194,7 +194,7 @@ def require_kernel(kernel_size: Any) -> None:
     if isinstance(kernel_size, tuple | list):
         if len(kernel_size) != 2:
             raise InvalidArgumentError(
-                f"kernel_size: expected a width or a pair (before, behind), got {kernel_size!r}; "
+                f"kernel_size: expected a width or a pair (before, after), got {kernel_size!r}; "
                 "pass for instance (0, 12)"
             )
         for name, reach in zip(("before", "behind"), kernel_size, strict=True):
@@ -204,7 +204,7 @@ def require_kernel(kernel_size: Any) -> None:
     if kernel_size % 2 == 0:
         raise InvalidArgumentError(
             f"kernel_size: expected an odd number, so that a position stays in the middle of "
-            f"its cluster, got {kernel_size}; pass {kernel_size + 1}, or a pair (before, behind)"
+            f"its cluster, got {kernel_size}; pass {kernel_size + 1}, or a pair (before, after)"
         )
 
 

@@ -58,7 +58,9 @@ def test_a_batch_answers_as_its_prompts_do_alone(tiny, prompt):
     prompts, policy = [prompt, Prompt(text="The gate opens at"), prompt], SnapKV(48)
     alone = [answer(tiny, each, policy, SHORT).text for each in prompts]
     assert answers_together(tiny, prompts, policy, SHORT) == alone
-    with pytest.raises(InvalidArgumentError, match="temperature: expected 0 for answers that are"):
+    with pytest.raises(
+        InvalidArgumentError, match="temperature: expected 0 for answers in a batch"
+    ):
         answers_together(tiny, prompts, policy, settings(temperature=1.0))
 
 
@@ -170,7 +172,7 @@ def test_out_of_memory_says_what_was_needed(tiny, prompt, monkeypatch):
     with pytest.raises(OutOfMemoryError) as raised:
         answer(tiny, prompt, SnapKV(48), SHORT)
     message = str(raised.value)
-    assert "beside weights of" in message
+    assert "besides weights of" in message
     assert "tokens would fit" not in message  # so short a prompt would, by the arithmetic
     assert "shorten the prompt, or choose dtype bfloat16" in message
 
@@ -247,7 +249,7 @@ def test_a_token_over_the_contexts_end_belongs_to_the_question(tiny, inside):
     ("text", "characters", "said"),
     [
         ("Underneath.", 3, "context: expected text before a question that is hidden"),
-        ("Here.", 5, "question: expected text behind the context"),
+        ("Here.", 5, "question: expected text after the context"),
     ],
 )
 def test_a_context_of_nothing_or_of_everything_is_refused(tiny, text, characters, said):

@@ -71,7 +71,7 @@ def test_a_saved_conversation_goes_on_and_recalls_from_where_it_is_told_to(tiny,
     with pytest.raises(CacheMismatchError, match="recall: expected 'host', a folder or nothing"):
         Conversation.load(tmp_path / "talk", tiny, SHORT, POLICY, recall="none")
     conversation.cache.save(tmp_path / "cache")
-    with pytest.raises(CacheFileError, match="path: expected a conversation"):
+    with pytest.raises(CacheFileError, match="path: expected a saved conversation"):
         Conversation.load(tmp_path / "cache", tiny, SHORT, POLICY)
 
 
@@ -104,7 +104,7 @@ def test_an_interrupted_turn_does_not_count(tiny):
 
 def test_what_cannot_be_asked_is_refused_and_changes_nothing(tiny):
     conversation = Conversation(tiny, POLICY, SHORT, document=DOCUMENT)
-    with pytest.raises(InvalidArgumentError, match="save: expected a conversation that has begun"):
+    with pytest.raises(InvalidArgumentError, match="save: expected a conversation with a question"):
         conversation.save("nowhere")
     with pytest.raises(InvalidArgumentError, match="question: expected a question"):
         conversation.ask("  ")

@@ -191,7 +191,7 @@ def test_a_record_without_scores_or_checks_is_shown(opened):
     page = opened(data)
     assert "This method shows no scores" in page.one("h4").text
     assert not page.one("canvas.overview").is_displayed()
-    assert "Not looked at" in page.one("#spans-note").text
+    assert "Not measured" in page.one("#spans-note").text
 
 
 def test_a_hundred_thousand_tokens_are_smooth(opened):

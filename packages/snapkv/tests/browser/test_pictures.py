@@ -51,7 +51,7 @@ def test_the_slider_keeps_the_best_of_the_vote(opened):
     slider, result = page.one(".top-k"), page.one(".votes output")
     best = data["methods"][0]["heat"]["best_tokens"]
     assert slider.get_attribute("value") == str(best)
-    assert result.text.startswith(f"Keeps its best {best} tokens, as it did: ")
+    assert result.text.startswith(f"Top {best} tokens (the kept ones): ")
     all_from = max(rank for rank, token in enumerate(order) if token in needed) + 1
     for count in (0, 1, 17, all_from - 1, all_from, len(order)):
         slide(page, ".top-k", count)
@@ -128,7 +128,7 @@ def test_memory_is_moved_along_the_budgets(opened):
     slider, answer = page.one("#memory-slider"), page.one("#memory-answer")
     assert slider.get_attribute("value") == "1"  # the smallest budget with the full cache's answer
     assert "128 tokens per head: 4.0 MiB of 1.0 GiB held (0.4%)" in answer.text
-    assert "likelihood of the full answer 80%" in answer.text
+    assert "probability of the full cache's answer 80%" in answer.text
     assert "✓ same answer" in answer.text
     before = page.painted("#memory-curve")
     slider.send_keys(LEFT)
@@ -137,7 +137,7 @@ def test_memory_is_moved_along_the_budgets(opened):
     assert "another answer" in slider.get_attribute("aria-valuetext")
     assert page.painted("#memory-curve") != before
     slider.send_keys(RIGHT, RIGHT)
-    assert "likelihood of the full answer not known" in answer.text
+    assert "probability of the full cache's answer not known" in answer.text
     label = page.one("#memory-curve").get_attribute("aria-label")
     assert label.endswith("128 tokens are the smallest budget that gives the full cache's answer")
     page.one("summary").click()

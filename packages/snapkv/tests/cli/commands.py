@@ -29,7 +29,7 @@ class Option:
 
     Attributes:
         kind: its type; for one that may be left out, and for a list, that of what is given.
-        marks: what stands beside its type.
+        marks: metadata of its type.
     """
 
     name: str

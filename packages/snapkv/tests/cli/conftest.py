@@ -13,7 +13,7 @@ DOCUMENT = "The gate opens at nine. The key is under the blue stone. " * 12
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """What a command left behind."""
+    """What a command printed, and its exit status."""
 
     status: int
     out: str

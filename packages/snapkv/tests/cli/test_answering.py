@@ -229,7 +229,7 @@ def test_a_shared_latent_keeps_its_bits_and_it_is_said_why():
     assert usual_bits(within, other) == ("K8V4", "")
     assert usual_bits(within, latent) == (
         None,
-        "the model's own, since its heads share what is stored",
+        "unquantized, since all heads of this model share one latent",
     )
     for policy, options in (
         (default_policy(), RunOptions()),

@@ -64,7 +64,7 @@ def test_what_was_said_is_dropped(chat):
     said = chat(FIRST, "/drop document", "/drop document", "/drop thinking", LATER, "/stats")
     assert said.status == 1
     assert said.out.splitlines()[1].split(", ")[0].endswith("tokens dropped")
-    assert said.err.count("drop: expected something that was said and is not dropped yet") == 2
+    assert said.err.count("drop: expected a part of the conversation that is still there") == 2
     freed, stats = chat(FIRST, "/drop 1", "/stats", options=(*SMALL, "--json")).out.splitlines()[1:]
     assert 0 < json.loads(freed)["tokens"] == json.loads(stats)["stats"]["dropped_tokens"]
 

@@ -96,8 +96,8 @@ def test_a_plan_answers_from_a_shape(snapkv, monkeypatch):
     done = snapkv("plan", *asked)
     assert done.status == 0
     for said in (
-        *("64.0 GiB", "what makes this fit", "largest batch, reading together"),
-        *("largest batch, decoding", "per token, at least", " ms"),
+        *("64.0 GiB", "what makes this fit", "largest batch, prefill"),
+        *("largest batch, decoding", "time per step, at least", " ms"),
     ):
         assert said in done.out
 

@@ -1,4 +1,4 @@
-"""What is told behind an answer, on made-up answers: differences, commands, words."""
+"""Notes after an answer, on made-up answers: differences, commands, words."""
 
 from dataclasses import replace
 

@@ -115,7 +115,7 @@ def test_report_counts_bytes_of_the_tensors_and_of_a_full_cache(model, filled):
 def test_report_is_json_and_prints_a_table(filled):
     assert json.loads(json.dumps(filled.report())) == filled.report()
     text = str(filled.report())
-    assert "84 tokens seen, 36 kept of 80 and 4 behind: " in text
+    assert "84 tokens seen, 36 kept of 80 and 4 after: " in text
     assert repr(filled).startswith(f"CompressedCache({POLICY!r}: 84 tokens seen, 36 kept of 80")
     assert filled.report().kept_tokens == 40
     assert "0-3" in text
@@ -129,7 +129,7 @@ def test_kept_counts_no_token_behind_the_choice(policy):
     model, cache = tiny_model("llama"), CompressedCache(tiny_model("llama"), policy)
     assert repr(cache).endswith("0 tokens seen, 0 kept: 0 B of 0 B (100.0%))")
     model.generate(random_ids(1, 80), past_key_values=cache, max_new_tokens=5, do_sample=False)
-    kept = {"snapkv": "80 kept of 80 and 4 behind"}.get(policy.name, "40 kept")
+    kept = {"snapkv": "80 kept of 80 and 4 after"}.get(policy.name, "40 kept")
     assert f"84 tokens seen, {kept}: " in repr(cache)
 
 

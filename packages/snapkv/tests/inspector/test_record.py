@@ -164,7 +164,7 @@ def test_a_cache_gives_the_full_answer_the_likelihood_that_a_forward_pass_does(
 def test_without_checks_and_budgets_nothing_is_claimed(demo, prompt):
     settings = GenerationSettings(max_new_tokens=2)
     found = inspect_prompt(demo, prompt, [("snapkv", POLICIES[0])], settings, checks=0)
-    assert found.sentence(found.methods[0]).startswith("What the answer needs was not looked at;")
+    assert found.sentence(found.methods[0]).startswith("What the answer needs was not measured;")
     data = found.data()
     assert data["spans"] == data["curve"] == []
     assert data["full_likelihood"] is data["methods"][0]["heat"] is None

@@ -53,7 +53,7 @@ def memory(monkeypatch):
         (torch.float32, 20 * GIB, "with dtype bfloat16 it would fit; pass that, or choose"),
         (torch.bfloat16, 13 * GIB, "Qwen/Qwen3-4B would fit, with 7.5 GiB in bfloat16; choose"),
         (torch.float32, 2 * GIB, "Qwen/Qwen3-0.6B would fit, with 1.1 GiB in bfloat16; choose"),
-        (torch.bfloat16, GIB // 8, "none of which was read; choose a smaller model"),
+        (torch.bfloat16, GIB // 8, "nothing was loaded; choose a smaller model"),
     ],
 )
 def test_what_would_fit_is_said(memory, dtype, total, said):

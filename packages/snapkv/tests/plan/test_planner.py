@@ -185,7 +185,7 @@ def test_what_the_verdict_says_of_passes_is_what_the_numbers_say(memory):
     in_one = plan._total(120_000, 1, True, in_pieces=False) <= memory * 10**9
     in_pieces = plan._total(120_000, 1, True, in_pieces=True) <= memory * 10**9
     assert ("read them in pieces" in sentences) == (in_pieces and not in_one)
-    assert ("does not fit the memory" in sentences) == (not in_pieces and not in_one)
+    assert ("does not fit in the memory" in sentences) == (not in_pieces and not in_one)
     assert (plan.compressed.longest_prompt_tokens >= 120_000) == in_one
     assert (plan.compressed.largest_batch >= 1) == in_pieces
 
@@ -266,10 +266,10 @@ def test_speed_is_that_of_the_bytes_that_are_read():
         ("lwm-7b", {"context_tokens": 900}, "nothing is dropped"),
         ("qwen2.5-7b", {"context_tokens": 2048}, "will hardly help"),
         ("lwm-7b", {"context_tokens": 65536, "new_tokens": 2048}, "Compression helps"),
-        ("lwm-7b", {"context_tokens": 32768, "new_tokens": 8}, "stays as it is, takes about"),
+        ("lwm-7b", {"context_tokens": 32768, "new_tokens": 8}, "takes as long as before, about"),
         ("lwm-7b", {"context_tokens": 131072, "memory_bytes": 80 * 10**9}, "what makes this fit"),
         ("lwm-7b", {"context_tokens": 800_000, "memory_bytes": 80 * 10**9}, "layer_by_layer"),
-        ("lwm-7b", {"context_tokens": 9000, "memory_bytes": 10**10}, "does not fit the memory"),
+        ("lwm-7b", {"context_tokens": 9000, "memory_bytes": 10**10}, "does not fit in the memory"),
         ("lwm-7b", {"context_tokens": 2**21}, "it will be refused"),
         ("mixtral-8x7b", {"context_tokens": 65536}, "2 of 8 experts"),
         ("gemma-3-12b", {"context_tokens": 65536}, "8 of 48 layers grow"),

@@ -1,4 +1,4 @@
-"""The commands that the laboratory brings to `snapkv`."""
+"""The commands that the laboratory adds to `snapkv`."""
 
 SUMMARIES = {
     "eval": "Compare methods on a task: needles, RULER, LongBench, retrieval, turns, lm-eval.",
@@ -6,4 +6,4 @@ SUMMARIES = {
     "study": "Repeat an observation of the paper.",
     "medusa": "Heads that draft tokens.",
 }
-"""The first line of each command's help: they are listed without the modules of experiments."""
+"""The first line of each command's help, to list commands without importing experiments."""

@@ -1,4 +1,4 @@
-"""`snapkv bench`: time and memory of the caches, on a model or on a shape with random weights."""
+"""`snapkv bench`: time and memory of caches, on a model or a shape with random weights."""
 
 import json as json_format
 import os
@@ -39,12 +39,12 @@ Rows = Iterable[dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(ComparedOptions, WritingOptions):
-    """What every bench takes."""
+    """The options of every bench."""
 
     shape: Annotated[
         str | None,
         panels.model(
-            help="Random weights in a published shape instead of a model: llama-3.1-8b, ..."
+            help="Random weights in a published shape instead of --model: llama-3.1-8b, ..."
         ),
     ] = None
     num_layers: Annotated[
@@ -56,16 +56,14 @@ class BenchOptions(ComparedOptions, WritingOptions):
     baseline: Annotated[
         str,
         panels.sweep(
-            help="transformers' own caches beside them: transformers, also -static and -int4"
+            help="transformers' caches to compare with: transformers, also -static and -int4"
         ),
     ] = "transformers"
     lengths: Annotated[
         str, panels.work(metavar="INTEGER,...", help="Prompt tokens, with commas: 1k,8k")
     ] = "1k,4k"
-    batch: Annotated[
-        str, panels.work(metavar="INTEGER,...", help="Requests together, with commas")
-    ] = "1"
-    rounds: Annotated[int, panels.work(help="Turns of every cache that count"), WholeNumber(2)] = 5
+    batch: Annotated[str, panels.work(metavar="INTEGER,...", help="Batch sizes, with commas")] = "1"
+    rounds: Annotated[int, panels.work(help="Measured rounds of every cache"), WholeNumber(2)] = 5
     output: Annotated[
         str | None, panels.output(help="File to add the rows to, as JSON"), RowsFile(key="bench")
     ] = None
@@ -78,7 +76,7 @@ class BenchOptions(ComparedOptions, WritingOptions):
         of_models = ("model", "revision", "trust_remote_code")
         for name in of_models if self.shape else ("num_layers",):
             if given := getattr(self, name):
-                expected = "none beside --shape" if self.shape else "--shape beside it"
+                expected = "none with --shape" if self.shape else "--shape with it"
                 raise InvalidArgumentError(
                     f"{name}: expected {expected}, got {given}; leave it out"
                 )
@@ -87,11 +85,11 @@ class BenchOptions(ComparedOptions, WritingOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillOptions(BenchOptions, ReadingOptions):
-    """What a bench takes that reads prompts."""
+    """The options of a bench that reads prompts."""
 
     chunk_tokens: Annotated[
         int | None,
-        typer.Option(help="Tokens of a chunk; prompts are read layer by layer in them"),
+        typer.Option(help="Read prompts layer by layer, in chunks of this many tokens"),
         WholeNumber(1),
     ] = None
 
@@ -104,7 +102,7 @@ class PrefillOptions(BenchOptions, ReadingOptions):
             )
 
 
-Tokens = Annotated[int, typer.Option(help="Generated in every round"), WholeNumber(1)]
+Tokens = Annotated[int, typer.Option(help="Tokens generated per round"), WholeNumber(1)]
 
 app = typer.Typer(name="bench", help="Measure time and memory.", no_args_is_help=True)
 
@@ -112,7 +110,7 @@ app = typer.Typer(name="bench", help="Measure time and memory.", no_args_is_help
 @app.command()
 @with_options(BenchOptions)
 def decode(tokens: Tokens = 16, *, options: BenchOptions) -> None:
-    """Time per generated token behind prompts of several lengths."""
+    """Time per generated token after prompts of several lengths."""
     from snapkv_lab.measure.decode import DecodeBench, copy_bandwidth
 
     def rows(model: Any, **compared: Any) -> Rows:
@@ -137,7 +135,7 @@ def prefill(*, options: PrefillOptions) -> None:
 @app.command()
 @with_options(PrefillOptions)
 def memory(*, options: PrefillOptions) -> None:
-    """Most memory held at once while a prompt is read, and what is held after it."""
+    """Peak memory while a prompt is read, and memory after it."""
 
     def rows(**compared: Any) -> Rows:
         if compared["model"].device.type == "cuda" or os.environ.get(_ALONE):
@@ -162,10 +160,9 @@ _ALONE = "SNAPKV_BENCH_ONLY"
 
 
 def _measured_alone(arguments: list[str], labels: list[str]) -> Iterator[dict[str, Any]]:
-    """Rows of the same command with one cache each, in a process of its own.
+    """Rows of the same command for one cache each, in separate processes.
 
-    The memory of a process does not shrink to what it holds, so another cache would start from
-    what the one before it has left.
+    A process does not return all freed memory, so a second cache would start from a higher level.
     """
     from snapkv_lab.measure.held_bytes import FREED_MEMORY_HANDED_BACK
 
@@ -178,7 +175,7 @@ def _measured_alone(arguments: list[str], labels: list[str]) -> Iterator[dict[st
             check=False,
         )
         if done.returncode:
-            raise typer.Exit(done.returncode)  # it has said why
+            raise typer.Exit(done.returncode)  # it has printed why
         yield from json_format.loads(done.stdout)["rows"]
 
 
@@ -198,7 +195,7 @@ def throughput(
         )
     if options.batch != BenchOptions.batch:
         raise InvalidArgumentError(
-            f"batch: expected none, since the largest one that fits is looked for, got "
+            f"batch: expected none, since the largest batch that fits is searched for, got "
             f"{options.batch}; leave it out, or measure that one with snapkv bench decode"
         )
     from snapkv_lab.measure.decode import ThroughputBench
@@ -213,7 +210,7 @@ def throughput(
 
 
 def _run(options: BenchOptions, bench: Callable[..., Rows]) -> None:
-    """Load the model, measure, and show or store the rows."""
+    """Load the model, measure, and print or store the rows."""
     from rich.console import Console
 
     from snapkv.cli.loading import load_model
@@ -223,7 +220,7 @@ def _run(options: BenchOptions, bench: Callable[..., Rows]) -> None:
     from snapkv_lab.measure.environment import describe
     from snapkv_lab.report.figures import draw_bench
 
-    alone = os.environ.get(_ALONE)  # the process that asked for this one stores and draws
+    alone = os.environ.get(_ALONE)  # the parent process stores and draws
     output, plot = (None, None) if alone else (options.output, options.plot)
     if plot is not None:
         drawing.require_drawable(plot)
@@ -276,7 +273,7 @@ def _shaped(options: BenchOptions, shape: str) -> tuple[Any, dict[str, Any]]:
 
 
 def _append(path: Path, row: dict[str, Any]) -> OutputError | None:
-    """Add a row to a file; why not, where that cannot be done: what is measured is still shown."""
+    """Add a row to a file; the error if that fails, since the result is printed anyway."""
     try:
         with open_for_lines(path) as file:
             append_line(file, json_format.dumps(row), path)

@@ -38,30 +38,30 @@ EXAMPLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions(SweepOptions, ReadingOptions, WorkerOptions, WritingOptions):
-    """What every task takes."""
+    """The options of every task."""
 
     setting: SettingWord = "visible"
     turns: Annotated[
         list[str] | None,
         panels.sweep(
-            help="What later questions do: append behind what was kept, compress it anew, or "
-            "recall what was dropped; again or with commas for more",
+            help="How later questions are read: append to the kept tokens, compress again, or "
+            "recall evicted tokens; again or with commas for more",
             show_default="append",
         ),
     ] = None
     template: Annotated[
         Template,
         panels.sweep(
-            help="tokenizer: the model's chat template where it has one; none: the bare text; "
-            "longbench: as the paper's LongBench run"
+            help="tokenizer: the model's chat template, if any; none: plain text; "
+            "longbench: as in the paper's LongBench run"
         ),
     ] = "tokenizer"
-    limit: Annotated[int | None, panels.sweep(help="Samples of every cell"), WholeNumber(1)] = None
+    limit: Annotated[int | None, panels.sweep(help="Samples per cell"), WholeNumber(1)] = None
     reference_loss: Annotated[
         bool,
         panels.sweep(
             "--reference-loss",
-            help="Say the loss of the right answer too: nats per token behind what was kept",
+            help="Also report the loss of the right answer in the compressed cache, nats per token",
         ),
     ] = False
     results: Annotated[str | None, results_in("TASK"), RESULTS] = None
@@ -78,7 +78,7 @@ class EvalOptions(SweepOptions, ReadingOptions, WorkerOptions, WritingOptions):
 
 
 def _evaluate(*, settings: Task, options: EvalOptions) -> None:
-    from snapkv.cli.loading import answers_progress  # torch and the model come with what follows
+    from snapkv.cli.loading import answers_progress  # imports torch
     from snapkv_lab.cli.methods import compared_methods, with_turns
     from snapkv_lab.cli.tables import present
     from snapkv_lab.drawing import require_drawable
@@ -120,27 +120,25 @@ def _evaluate(*, settings: Task, options: EvalOptions) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class LmEvalOptions(SweepOptions):
-    """What the bridge takes."""
+    """The options of the bridge."""
 
     tasks: Annotated[
         str, panels.task(help="Names of lm-eval's tasks, groups or tags, with commas")
     ] = ""
-    include_path: Annotated[str | None, panels.task(help="Folder of your own task files")] = None
+    include_path: Annotated[str | None, panels.task(help="Folder of further task files")] = None
     num_fewshot: Annotated[
         int | None,
-        panels.task(help="Examples before every question", show_default="what a task says"),
+        panels.task(help="Examples before every question", show_default="the task's setting"),
         WholeNumber(0),
     ] = None
     template: Annotated[
         Literal["tokenizer", "none"],
-        panels.task(help="tokenizer: the model's chat template; none: the bare text"),
+        panels.task(help="tokenizer: the model's chat template; none: plain text"),
     ] = "none"
-    limit: Annotated[int | None, panels.task(help="Samples of every task"), WholeNumber(1)] = None
+    limit: Annotated[int | None, panels.task(help="Samples per task"), WholeNumber(1)] = None
     batch_size: Annotated[
         int,
-        panels.task(
-            help="Prompts answered together, and continuations of one context scored together"
-        ),
+        panels.task(help="Batch size of prompts, and of continuations of one context"),
         WholeNumber(1),
     ] = 1
     results: Annotated[str | None, results_in("lm-eval"), RESULTS] = None
@@ -148,7 +146,7 @@ class LmEvalOptions(SweepOptions):
 
 @with_options(LmEvalOptions)
 def lm_eval(*, options: LmEvalOptions) -> None:
-    """Any task of lm-eval, from the cache of every method."""
+    """Any task of lm-eval, with the cache of every method."""
     tasks = [name.strip() for name in options.tasks.split(",") if name.strip()]
     folder_of_tasks = Path(options.include_path) if options.include_path else None
     for package in ("lm_eval", "datasets"):
@@ -167,7 +165,7 @@ def lm_eval(*, options: LmEvalOptions) -> None:
             f"include_path: expected a folder of task files, got {options.include_path!r}"
         )
 
-    from snapkv.cli.loading import answers_progress, load_model  # torch comes with what follows
+    from snapkv.cli.loading import answers_progress, load_model  # imports torch
     from snapkv_lab.cli.methods import compared_methods
     from snapkv_lab.cli.tables import metrics_table, present
     from snapkv_lab.evaluate.harness import HarnessRun

@@ -30,11 +30,11 @@ _FILES = (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(ModelOptions):
-    """What `train` takes beside its numbers."""
+    """What `train` takes besides its numbers."""
 
     to: Annotated[
         str,
-        typer.Option(help="Folder of the heads; a run that was stopped is continued there"),
+        typer.Option(help="Folder of the heads; a stopped run continues there"),
         RunFolder(files=_FILES, record="run.json", key="training"),
     ] = "medusa-heads"
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False
@@ -51,11 +51,11 @@ def train(
     settings: MedusaTraining,
     options: TrainOptions,
 ) -> None:
-    """Train heads on a model's own answers about documents; the model stays as it is."""
+    """Train heads on the model's answers about documents; the model is not changed."""
     read, warnings = text_files.read_noting(document)
 
     from snapkv.cli.loading import answers_progress, load_model
-    from snapkv_lab.training import medusa  # torch and the model come with what follows
+    from snapkv_lab.training import medusa  # imports torch
 
     loaded = load_model(options)
     texts = [document.text for document in read]

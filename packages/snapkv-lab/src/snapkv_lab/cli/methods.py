@@ -1,4 +1,4 @@
-"""From `--policy`, `--budget`, `--baseline`, `--storage` and shares to what is compared."""
+"""From `--policy`, `--budget`, `--baseline`, `--storage` and shares to the methods to compare."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -19,7 +19,7 @@ from snapkv_lab.measure.contenders import Contender, compressed, full
 
 
 def compared_methods(options: SweepOptions) -> list[Method]:
-    """The methods that the options name: the full cache and the default policy without any."""
+    """The methods that the options name; by default the full cache and the default policy."""
     return [
         *methods(["full"] if options.baseline is None else options.baseline, [], []),
         *_read_in_every_way(options),
@@ -27,7 +27,7 @@ def compared_methods(options: SweepOptions) -> list[Method]:
 
 
 def compared_caches(options: Any) -> list[Contender]:
-    """The baselines of a bench, then every policy at every budget in every storage."""
+    """The baselines of a bench, then every policy with every budget and storage."""
     storages, found = specs([options.storage]), list(map(full, specs([options.baseline])))
     if any(storage not in ("dynamic", "static") for storage in storages):
         raise InvalidArgumentError(
@@ -41,7 +41,7 @@ def compared_caches(options: Any) -> list[Contender]:
 
 
 def _read_in_every_way(options: Any) -> list[Method]:
-    """Every policy in every storage with every way of reading; labels name what is not exact."""
+    """Every policy with every storage and prefill; labels name what is not exact."""
     ways: Sequence[tuple[str, Prefill]] = options.prefills
     compared = methods([], options.policy or [DEFAULT], token_budgets(options.budget))
     return [
@@ -53,7 +53,7 @@ def _read_in_every_way(options: Any) -> list[Method]:
 
 
 def storages(text: str) -> list[KVCodes | None]:
-    """What words of `storage_bits` stand for; None for as it came."""
+    """The bits that words of `storage_bits` name; None for unquantized."""
     return [None if word == EXACT else KVCodes.of(word) for word in storage_bits(text)]  # type: ignore[arg-type] # read before
 
 
@@ -62,14 +62,14 @@ def methods(
 ) -> list[Method]:
     """The baselines, then every policy at every budget.
 
-    A policy without a budget, or with one among its parameters, comes once.
+    A policy without a budget, or whose parameters set one, appears once.
     """
     named = named_policies(baselines, policies, budgets)
     return [Method(label=label, policy=policy) for label, policy in named]
 
 
 def with_turns(compared: Sequence[Method], texts: Sequence[str] | None) -> list[Method]:
-    """Every method with every way to read later questions, which its label names if it drops."""
+    """Every method with every way to read later questions, named in its label if it evicts."""
     words = [word.strip() for text in texts or ["append"] for word in text.split(",")]
     ways = [word for word in words if word]
     for word in ways:

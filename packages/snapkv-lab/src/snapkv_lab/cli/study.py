@@ -36,7 +36,7 @@ EXAMPLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class StudyOptions(ModelOptions, WritingOptions):
-    """What every study takes."""
+    """The options of every study."""
 
     results: Annotated[str | None, results_in("study-NAME", "rows; a study"), RESULTS] = None
     plot: Plot = None
@@ -45,7 +45,7 @@ class StudyOptions(ModelOptions, WritingOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ReadingOptions(StudyOptions):
-    """What every study of documents takes."""
+    """The options of every study of documents."""
 
     document: Annotated[
         list[str] | None,
@@ -60,19 +60,19 @@ class ReadingOptions(StudyOptions):
         panels.material(
             "--question",
             "-q",
-            help="What to ask; again for more",
-            show_default="four that suit any text",
+            help="A question; again for more",
+            show_default="four questions that suit any text",
         ),
     ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnsweringOptions(StudyOptions, WorkerOptions):
-    """What the study takes that compares answers and looks at nothing within the model."""
+    """The options of the study that compares answers only."""
 
 
 _OF_OPTIONS = {"documents": "document", "questions": "question"}
-"""Fields of a study that options give which may be repeated, since texts may hold commas."""
+"""Fields of a study with repeatable options, since texts may contain commas."""
 
 
 def _study(*, settings: Study, options: StudyOptions) -> None:
@@ -85,7 +85,7 @@ def _study(*, settings: Study, options: StudyOptions) -> None:
     if options.plot is not None:
         drawing.require_drawable(options.plot)
 
-    from snapkv_lab.cli.tables import present  # torch and the model come with what follows
+    from snapkv_lab.cli.tables import present  # imports torch
 
     findings = _findings(study, options)
     for notice in findings.notices:
@@ -103,7 +103,7 @@ def _study(*, settings: Study, options: StudyOptions) -> None:
 
 
 def _findings(study: Study, options: StudyOptions) -> "Findings":
-    """What the study gives, of this process or of workers where it has answers to deal out."""
+    """The findings of the study, computed here or by workers."""
     from snapkv.cli.loading import answers_progress, load_model
 
     def folder(loaded: "LoadedModel") -> Path:

@@ -1,4 +1,4 @@
-"""What commands of the laboratory have found: as JSON, or as a table on a terminal."""
+"""Results of the laboratory's commands, as JSON or as a table on a terminal."""
 
 from collections.abc import Callable, Sequence
 
@@ -19,14 +19,14 @@ def present(
     place: str = "",
     unwritten: OutputError | None = None,
 ) -> None:
-    """Show what was found, and only then fail where a part of it could not be written."""
+    """Print the results, and only then fail if a part could not be written."""
     give(found, lambda: on_screen(table()), as_json=as_json, place=place)
-    if unwritten is not None:  # behind what took so long
+    if unwritten is not None:  # after the slow part
         raise unwritten
 
 
 def on_screen(table: Table) -> Grid:
-    """A table as the terminal shows it, in bold what is bold."""
+    """A table for the terminal, with bold cells in bold."""
     return Grid(
         title=table.title,
         caption=table.caption,
@@ -64,7 +64,7 @@ def bench_table(rows: Sequence[Row]) -> Table:
 
 
 def _shown(row: Row) -> dict[str, str]:
-    """A measurement as text: medians of what has percentiles, bytes with a unit."""
+    """A measurement as text: medians of percentiles, bytes with a unit."""
     cells = {}
     for name, value in row.items():
         if name in ("bench", "filled", "least_ms") or value is None:

@@ -1,4 +1,4 @@
-"""Options of several commands; and from `--ray` and `--workers` to who answers a run."""
+"""Options of several commands, and the executor that `--ray` and `--workers` choose."""
 
 import contextlib
 import os
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
 SettingWord = Annotated[
     Literal["visible", "hidden", "both"],
-    panels.sweep(help="The question is visible to the vote, hidden from it, or both"),
+    panels.sweep(help="Whether the question is visible to the vote, hidden from it, or both"),
 ]
 Plot = Annotated[str | None, panels.output(help="Write the figure: .png, .svg or .pdf"), Output()]
 
 
 def results_in(kind: str, what: str = "answers; a run") -> Any:
-    """The option that names a folder of results, which are continued."""
+    """The option for a folder of results; a stopped run continues there."""
     return panels.output(
-        help=f"Folder of the {what} that was stopped is continued there",
+        help=f"Folder of the {what} that was stopped continues there",
         show_default=f"snapkv-results/{kind}-MODEL-HASH",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions(ModelOptions):
-    """Who answers: this process, unless one of these is given."""
+    """Where answers are computed: in this process by default."""
 
     ray: Annotated[
         str | None, panels.sweep(help="Workers on Ray: local, auto or the address of a cluster")
@@ -49,9 +49,9 @@ class WorkerOptions(ModelOptions):
 
 @contextlib.contextmanager
 def answering(options: WorkerOptions) -> Iterator[tuple["LoadedModel", "Executor"]]:
-    """The model, and who answers in this block: this process, or workers, which end with it.
+    """The model and the executor for this block: this process, or workers that end with it.
 
-    Where workers answer, the model is here only to check and to cut texts, on the CPU.
+    With workers, the local model is on the CPU, only to check and to cut texts.
     """
     from snapkv.cli.loading import load_model
     from snapkv_lab.evaluate.asking import Answerer

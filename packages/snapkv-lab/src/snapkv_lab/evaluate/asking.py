@@ -25,7 +25,7 @@ from snapkv_lab.evaluate.task import Task
 from snapkv_lab.rows import Row
 
 Later = Literal["append", "compress", "recall"]
-"""What a later question does: it is stored behind what was kept, votes on what was kept, or votes
+"""What a later question does: it is stored after what was kept, votes on what was kept, or votes
 on all that was read."""
 
 LATER: dict[Later, dict[str, Any]] = {
@@ -47,7 +47,7 @@ class Method:
     bits: KVCodes | None = None
 
     def stored_in(self, bits: KVCodes | None) -> Self:
-        """The same in so many bits, which its label names; None for as it came."""
+        """The same in so many bits, which its label names; None for unquantized."""
         label = self.label if bits is None else f"{self.label} {bits}"
         return replace(self, label=label, bits=bits)
 
@@ -193,7 +193,7 @@ def converse(
     *,
     ends: list[PromptEnd] | None = None,
 ) -> Iterator[Answer]:
-    """Read a text once, and answer every question behind the one before it and its answer.
+    """Read a text once, and answer every question after the one before it and its answer.
 
     An answer is the model's own, and what is wrong in it stays in the conversation. `setting` says
     whether the first question votes on the text; `ends` gets the end of every question.

@@ -121,7 +121,7 @@ class Index:
         self._bm25.index(self._tokenize(texts), show_progress=False)
 
     def ranked(self, query: str) -> Iterator[Passage]:
-        """All of them, the likeliest first; of equals the earlier first."""
+        """All of them, the most likely first; of equals the earlier first."""
         words: Any = self._tokenize([query], return_ids=False)[0]
         scores = self._bm25.get_scores_from_ids(self._bm25.get_tokens_ids(words))
         return (self._passages[place] for place in (-scores).argsort(kind="stable"))

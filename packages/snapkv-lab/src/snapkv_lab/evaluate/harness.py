@@ -38,7 +38,7 @@ _ANSWER_TOKENS = 256
 """Where lm-eval cuts an answer off if a task does not say."""
 
 _WITHOUT_EFFECT = frozenset({"top_p", "top_k", "min_p", "typical_p"})
-"""Settings of the sampling, which change nothing where the likeliest token is taken."""
+"""Settings of the sampling, which change nothing where the most likely token is taken."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +172,7 @@ class CompressedLM(LM):
         ]
 
         def alike(place: int) -> GenerationSettings:
-            """Where the likeliest token is taken, the seed has no meaning."""
+            """Where the most likely token is taken, the seed has no meaning."""
             setting = settings[place]
             return setting if setting.temperature else replace(setting, seed=0)
 
@@ -184,14 +184,14 @@ class CompressedLM(LM):
         return self._responses(keys, "generating", alike, give)
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        """How likely every continuation is behind its compressed context, and if it is greedy's."""
+        """How likely every continuation is after its compressed context, and if it is greedy's."""
         pairs = [self._pair(*request.args) for request in requests]
         for request, (context, continuation) in zip(requests, pairs, strict=True):
             if not continuation.shape[1]:
                 before, behind = request.args
                 raise InvalidArgumentError(
                     f"tasks: expected continuations with a token of their own, got {behind!r} "
-                    f"behind {before[-20:]!r}, of which the tokenizer makes none; give the task a "
+                    f"after {before[-20:]!r}, of which the tokenizer makes none; give the task a "
                     "target_delimiter that parts them"
                 )
             self._require_positions(context.shape[1] + continuation.shape[1])

@@ -73,7 +73,7 @@ def _drawn_from(cells: Sequence[Cell]) -> Sequence[Cell]:
 
 
 def _resampled_means(columns: Sequence[Sequence[Cell]]) -> list[float]:
-    """Means over columns, cells and samples drawn anew, in ascending order."""
+    """Means over columns, cells and samples drawn again, in ascending order."""
     import numpy as np  # only where there is a mean: it takes its time
 
     # By numpy's own policy these are the same in every version of it.

@@ -26,7 +26,7 @@ def best(metric: Metric, prediction: str, references: Iterable[str]) -> float:
 
 
 def first_line(prediction: str) -> str:
-    """The first line that is not empty; behind it a model goes on with another example."""
+    """The first line that is not empty; after it a model goes on with another example."""
     return prediction.lstrip("\n").split("\n")[0]
 
 
@@ -50,7 +50,7 @@ def classification(prediction: str, reference: str, classes: Sequence[str]) -> f
     """1 over the number of classes that the answer names, if the right one is among them.
 
     A class whose name is part of the right one's does not count as named. The published code takes
-    it out of the list that it is walking through, so the one behind it is never looked at; scores
+    it out of the list that it is walking through, so the one after it is never looked at; scores
     depend on it, and so does this.
     """
     named = [name for name in classes if name in prediction]

@@ -18,7 +18,7 @@ Template = Literal["tokenizer", "none", "longbench"]
 """The tokenizer's chat template where it has one, none, or the paper's LongBench run's."""
 
 Setting = Literal["visible", "hidden"]
-"""Whether the prompt is compressed behind its question, as in the paper, or behind its context."""
+"""Whether the prompt is compressed after its question, as in the paper, or after its context."""
 
 SETTINGS: dict[str, tuple[Setting, ...]] = {
     "visible": ("visible",),
@@ -97,7 +97,7 @@ class Sample:
         return Prompt(text="", has_special_tokens=True).followed_by(tokenizer, text)
 
     def _plain(self, text: str, tokenizer: Any, template: Template) -> str:
-        """A turn without a chat template, and the beginning of the answer behind it."""
+        """A turn without a chat template, and the beginning of the answer after it."""
         if template == "longbench" and self.chat:
             before, behind = around_turn(tokenizer)
             text = before + text + behind
@@ -117,7 +117,7 @@ class Conversation(Sample):
 
 
 def around_turn(tokenizer: Any) -> tuple[str, str]:
-    """What stood before and behind a prompt in the paper's LongBench run, by the model's name.
+    """What stood before and after a prompt in the paper's LongBench run, by the model's name.
 
     Not the tokenizers' templates: Mistral and Mixtral got the bare text, Llama 2 and LWM the
     brackets without a system message, Vicuna and LongChat the conversation they were trained on.

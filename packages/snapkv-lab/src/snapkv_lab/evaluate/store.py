@@ -3,7 +3,7 @@
 `run.json` says what was run: model, versions, settings, data. `samples.jsonl` has a line for every
 answer, written when it is known; `summary.jsonl` one for every method and cell, written at the end.
 An answer that was lost to memory is asked for again when the run is continued. The newer line is
-appended, and counts; when the run ends, the file is written anew without the older one.
+appended, and counts; when the run ends, the file is written again without the older one.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ LOST = "out of memory"
 class Store:
     """The results of one run, added to one by one, by one process at a time.
 
-    Results of another `run` are not mixed with it; `fields` are what every record must have beside
+    Results of another `run` are not mixed with it; `fields` are what every record must have besides
     what it answers.
     """
 

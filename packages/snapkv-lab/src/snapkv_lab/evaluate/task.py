@@ -105,7 +105,7 @@ def fitted(
             return sample, parts
         if parts <= least:
             return None
-        # A prompt holds something beside its parts, so that taking them away in proportion to the
+        # A prompt holds something besides its parts, so that taking them away in proportion to the
         # excess comes down on the largest count that fits, as far as they are of one length.
         parts = max(least, min(parts - 1, parts * length // used))
 

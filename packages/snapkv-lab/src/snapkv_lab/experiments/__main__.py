@@ -1,7 +1,7 @@
 """Run an experiment: its rows and its page are written to `docs/results`.
 
 python -m snapkv_lab.experiments            list them
-python -m snapkv_lab.experiments NAME ...   run one; `--help` behind it says what it takes
+python -m snapkv_lab.experiments NAME ...   run one; `--help` after it says what it takes
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""What pages of the documentation show beside the results.
+"""What pages of the documentation show besides the results.
 
 `plans`: the table of docs/planning.md, the paper's models planned from their shapes. `overview`:
 the picture of docs/index.md, from the rows of `speed`. `screenshots`: docs/inspector-*.png; needs
@@ -68,7 +68,7 @@ _BAR = 0.38
 
 
 def overview(rows: list[Row]) -> "Figure":
-    """Bytes held, and time per token, behind a short and a long prompt."""
+    """Bytes held, and time per token, after a short and a long prompt."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

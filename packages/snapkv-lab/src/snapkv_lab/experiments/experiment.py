@@ -36,7 +36,7 @@ class Size(NamedTuple):
 
 
 class RunContext(SimpleNamespace):
-    """What a run asks for: the experiment's parameters are attributes, beside these.
+    """What a run asks for: the experiment's parameters are further attributes.
 
     Attributes:
         parts: names of those that are wanted.
@@ -88,7 +88,7 @@ class Experiment:
             made elsewhere.
         cases: of a part, what is measured one by one, each with a unique `name`, which its rows
             have as "text": they are added to the file after every case, and a later run goes on
-            behind them. `measure` then takes a case beside what is given.
+            after them. `measure` then takes a case as well.
         part_key: a row's key with its part.
         options: parameters with their defaults; numbers, texts and tuples of them are options of
             the command. Where some have two sizes there is a small form, which is printed and not
@@ -98,7 +98,7 @@ class Experiment:
         before: what is done before anything is measured; it may end the run.
         takes: how long it takes on two cores.
         threads: of torch, and of processes that it starts.
-        tables: the page behind its title; None where there is no page.
+        tables: the page after its title; None where there is no page.
         measured: what the page says about where the rows were measured.
         read: gives what the page is made of; by default the rows of the file.
         drawn: makes what else comes of it, such as figures.

@@ -5,7 +5,7 @@
     python -m snapkv_lab.experiments gpu --small  tiny sizes on a CPU, so that this file cannot rot
 
 Weights are random, in published shapes, so nothing is downloaded. Rows of a cell are stored as soon
-as it is measured. A later call goes on behind them: where one was cut off, where the time was over,
+as it is measured. A later call goes on after them: where one was cut off, where the time was over,
 or where the device was lost. A cell that failed has a row that says how, and is not tried again.
 """
 
@@ -127,7 +127,7 @@ def _operations(given: RunContext) -> dict[str, Callable[[str], Tensor]]:
 
 
 def _kernel(given: RunContext, operation: str) -> Iterator[Row]:
-    """What "auto" runs here beside the reference: the largest difference, and the time."""
+    """What "auto" runs here against the reference: the largest difference, and the time."""
     run = _operations(given)[operation]
     expected, got = run("reference").float(), run("auto").float()
     differs = float(((got - expected).abs().max() / expected.abs().max()).cpu())
@@ -166,7 +166,7 @@ def _same_as_on_a_cpu(given: RunContext, name: str) -> Iterator[Row]:
 def _small_model(
     device: torch.device, ids: Tensor, policy: Policy, bits: str | None
 ) -> tuple[list[Tensor], Tensor]:
-    """What every head keeps of a prompt, -1 filled up with, and the logits of a step behind it."""
+    """What every head keeps of a prompt, -1 filled up with, and the logits of a step after it."""
     made: dict[str, Any] = {"dtype": torch.float32, "layers": 2}
     model: Any = random_model("smollm2-135m", device=torch.device("cpu"), **made)
     model = model.to(device)
@@ -461,7 +461,7 @@ TABLES = (
             "ms": "{ms[p50]:.3f}",
             "reference, ms": "{reference_ms[p50]:.3f}",
         },
-        "Kernels beside the reference, {tokens:,} tokens, {dtype}; {device}",
+        "Kernels against the reference, {tokens:,} tokens, {dtype}; {device}",
         {"part": "kernels"},
     ),
     Listing(
@@ -470,7 +470,7 @@ TABLES = (
             "kept alike": "{kept_alike:.1%}",
             "logits differ": "{logits_differ:.1e}",
         },
-        "A small model beside a CPU, {tokens:,} tokens; {device}",
+        "A small model, GPU against CPU, {tokens:,} tokens; {device}",
         {"part": "like a CPU"},
     ),
     Listing(_DECODING, "The paper's cell; {device}", {"part": "paper cell"}),

@@ -36,7 +36,7 @@ _WORKER = Path(__file__).with_name("kvpress_worker.py")
 class Kvpress:
     """A process with the same model and a cache that kvpress compresses, or its full cache.
 
-    It starts with the first thing that is asked of it. Called, it generates greedily behind the
+    It starts with the first thing that is asked of it. Called, it generates greedily after the
     last prompt: ms per token. kvpress pools with averages and combines query heads with their mean,
     whatever the policy says.
 
@@ -86,7 +86,7 @@ class Kvpress:
         self._process = None
 
     def read(self, ids: Tensor) -> float:
-        """Read a prompt, (B, N) int64, into a new cache; ms to the logits behind it."""
+        """Read a prompt, (B, N) int64, into a new cache; ms to the logits after it."""
         kept = ids.shape[1] if self._policy is None else self._policy.budget
         return float(self.ask(do="read", ids=ids.tolist(), kept_tokens=kept)["ms"])
 
@@ -94,7 +94,7 @@ class Kvpress:
         return float(self.ask(do="decode", tokens=tokens)["ms"]) / tokens
 
     def ask(self, **question: Any) -> Row:
-        """What a method of its worker says: its name under "do", beside its arguments."""
+        """What a method of its worker says: its name under "do", with its arguments."""
         process, self._waits = self._started(), True
         with contextlib.suppress(BrokenPipeError):  # no answer will come either
             process.stdin.write(json.dumps(question) + "\n")
@@ -230,7 +230,7 @@ def _line(rows: list[Row]) -> str:
 
 KVPRESS = Experiment(
     name="kvpress",
-    title="Beside kvpress",
+    title="Against kvpress",
     takes="about nine minutes",
     measure=_measure,
     options={

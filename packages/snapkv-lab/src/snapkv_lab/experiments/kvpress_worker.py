@@ -78,7 +78,7 @@ class Worker:
         return spent
 
     def decode(self, tokens: int) -> Answer:
-        """Some greedy tokens behind the last prompt, in the loop of kvpress's pipeline."""
+        """Some greedy tokens after the last prompt, in the loop of kvpress's pipeline."""
         generated: list[Tensor] = []
 
         def work() -> None:

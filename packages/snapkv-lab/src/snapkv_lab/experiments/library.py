@@ -3,9 +3,9 @@
 Ten documents of Python's standard library and thirty questions, written by hand, whose answers
 stand word for word in them, and questions of SQuAD over paragraphs of one article. Every document
 is read once for every way of keeping it, and saved. For every question the files of four documents
-are loaded and joined; the same four are read in full beside it, in an order that turns from
+are loaded and joined; the same four are also read in full, in an order that turns from
 question to question. The right answer is then fed to the model: it counts as right where each of
-its tokens is the likeliest.
+its tokens is the most likely.
 """
 
 import importlib
@@ -47,7 +47,7 @@ _EXAMPLES = (
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentQuestion:
-    """A question over several documents: how its answer has to go on behind them and it."""
+    """A question over several documents: how its answer has to go on after them and it."""
 
     group: str
     documents: Sequence[str]
@@ -115,7 +115,7 @@ class Method(NamedTuple):
     Attributes:
         name: unique among the methods.
         way: how they were kept; None reads them in full.
-        recompute: the fraction that is read anew, see `blend`.
+        recompute: the fraction that is read again, see `blend`.
         policy: what is kept of them for the question.
     """
 
@@ -172,7 +172,7 @@ class Shelf:
         return self._files[key]
 
     def _read(self, ids: Tensor, way: Way) -> CompressedCache:
-        """Behind the prefix, which all heads keep, so that they hold as many tokens each."""
+        """After the prefix, which all heads keep, so that they hold as many tokens each."""
         model, whole = self.loaded.model, isinstance(way.policy, FullCache)
         protect = None if whole else [(0, self.prefix.shape[1])]
         cache = CompressedCache(model, way.policy, protect=protect)
@@ -279,7 +279,7 @@ _TITLES = {
 _SIZES = {
     "documents": "{documents:,}",
     "adding each": "{add_ms:.1f} ms",
-    "first search behind that": "{first_search_seconds:.2f} s",
+    "first search after that": "{first_search_seconds:.2f} s",
     "opening, with a search": "{opening_seconds:.3f} s",
     "search": "{search_ms:.1f} ms",
     "slowest of 100": "{slowest_search_ms:.1f} ms",

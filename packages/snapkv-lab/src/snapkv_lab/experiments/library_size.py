@@ -2,9 +2,9 @@
 
 Paragraphs of SQuAD, each under as many names as it takes, are added to one library by a model of
 one small random layer, so that reading is cheap and what is left is the folder's. At every size:
-what a document cost since the last size, how long the first search behind that takes, which brings
+what a document cost since the last size, how long the first search after that takes, which brings
 the index up to date, how long a new `Library` takes for its first search then, the slowest of five,
-and how long searches take behind that.
+and how long searches take after that.
 """
 
 import itertools
@@ -55,7 +55,7 @@ def rows_by_size(given: RunContext) -> Iterator[Row]:
 
 
 def _searched(folder: str, questions: Sequence[str]) -> Row:
-    """How long it takes to find documents: right behind adding, in a new `Library`, and later."""
+    """How long it takes to find documents: right after adding, in a new `Library`, and later."""
     first = _seconds(lambda: Library(folder).search(questions[0]))
     time.sleep(SETTLING_SECONDS)
     opened = [_seconds(lambda: Library(folder).search(questions[0])) for _ in range(OPENINGS)]

@@ -1,7 +1,7 @@
 """Figure 9 on the demo model: drafts on full and compressed caches, over prompt lengths.
 
 `figure_9` is for a 7B shape on a GPU. Its weights are random, so no head can guess right: how many
-guesses are accepted is set, not measured, to `ACCEPTED` of the likeliest tree, and every row says
+guesses are accepted is set, not measured, to `ACCEPTED` of the most likely tree, and every row says
 so. What is measured is the time of a step: the heads, the tree's forward pass and moving what was
 accepted.
 """
@@ -39,7 +39,7 @@ PLAIN, MEDUSA = "plain, full cache", "Medusa, full cache"
 
 
 class Decoded(NamedTuple):
-    """One text, and what it took behind its first token."""
+    """One text, and what it took after its first token."""
 
     tokens: tuple[int, ...]
     ms_per_token: float
@@ -62,7 +62,7 @@ class Clock(TextStreamer):
         """No more will come."""
 
     def ms_per_token(self) -> float:
-        """Of the tokens behind the first step; the prompt itself is put first."""
+        """Of the tokens after the first step; the prompt itself is put first."""
         return 1000 * (self.times[-1] - self.times[1]) / sum(self.counts[2:])
 
 
@@ -114,7 +114,7 @@ def _measure(dtype: str, given: RunContext) -> Iterator[Row]:
 
 @torch.inference_mode()
 def _passes(loaded: LoadedModel, given: RunContext) -> Iterator[Row]:
-    """What a forward pass of several tokens takes, beside one of one token."""
+    """What a forward pass of several tokens takes, against one of one token."""
     ids = _prompt(loaded, given.pass_prompt_tokens)
     for name, policy in (("full cache", FullCache()), ("SnapKV", _wide(given.budget))):
         cache = CompressedCache(loaded.model, policy)
@@ -149,7 +149,7 @@ def _pass(model: Any, cache: CompressedCache, count: int) -> Callable[[], float]
 
 
 def _prompt(loaded: LoadedModel, length: int) -> Tensor:
-    """(1, length) int64: essays and a question behind them."""
+    """(1, length) int64: essays and a question after them."""
     tokenizer = loaded.tokenizer
     frame = question_prompt(tokenizer, "", QUESTION).token_ids(tokenizer).shape[1]
     text = tokenizer.decode(encode(tokenizer, load_haystack().text)[: length - frame])

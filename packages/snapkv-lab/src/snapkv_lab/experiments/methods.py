@@ -1,6 +1,6 @@
 """Every method side by side at equal budgets: right answers, and time per token.
 
-The texts of `per_byte` with other numbers, each question once behind its text and once hidden until
+The texts of `per_byte` with other numbers, each question once after its text and once hidden until
 the text is compressed. Methods have their own defaults; FastGen, without a budget, is only timed.
 """
 
@@ -187,7 +187,7 @@ TIMES = Experiment(
             {
                 "cache": "{method}",
                 "keys and values": "{held_bytes:bytes}",
-                "held beside them": "{index_bytes:bytes}",
+                "index": "{index_bytes:bytes}",
                 "ms per token": "{ms_per_token[p50]:.1f}",
                 "against the full cache": "{against_full:spread|.2f}",
             },

@@ -46,7 +46,7 @@ class Listing:
 
 
 def filled(text: str, tables: Path) -> str:
-    """The text of a page with its tables copied anew from the pages in a folder.
+    """The text of a page with its tables copied again from the pages in a folder.
 
     Raises:
         ValueError: a page has no such line or column, or a line is not the only one of its keys.

@@ -1,6 +1,6 @@
-"""Right answers beside kvpress and transformers' quantized cache, from the same shares of bytes.
+"""Right answers against kvpress and transformers' quantized cache, from the same shares of bytes.
 
-The same texts and questions as in `per_byte`, of other numbers: every question once behind the
+The same texts and questions as in `per_byte`, of other numbers: every question once after the
 text, where all may look at it, and once hidden, asked of what was kept of the text alone. kvpress's
 presses have their own defaults, and run in the environment that `make kvpress` makes. What is held
 is counted in both: some presses only mask what they drop.
@@ -211,7 +211,7 @@ def _tables(rows: list[Row]) -> Iterator[str]:
 
 PEERS = Experiment(
     name="peers",
-    title="Beside kvpress and quantized caches",
+    title="Against kvpress and quantized caches",
     takes="an hour",
     measure=_measure,
     cases=lambda given, part: with_answers(texts_from(given, FIRST)),

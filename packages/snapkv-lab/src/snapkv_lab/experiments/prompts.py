@@ -85,7 +85,7 @@ class Quote:
     """How does a sentence of a document go on?
 
     Attributes:
-        depth: where the sentence stands, as a fraction of the document.
+        depth: where the sentence is, as a fraction of the document.
         question_ids: what follows the document, up to where the answer begins.
         answer_ids: the next tokens of the sentence.
     """
@@ -166,7 +166,7 @@ def read_prompt_twice(
 
 
 def decoder(prompt: RecordedPrompt, cache: CompressedCache) -> Callable[[], None]:
-    """A function that decodes one greedy token behind a prompt."""
+    """A function that decodes one greedy token after a prompt."""
     token: Tensor = prompt.last_logits[:, -1:].argmax(dim=-1)
 
     def step() -> None:
@@ -178,7 +178,7 @@ def decoder(prompt: RecordedPrompt, cache: CompressedCache) -> Callable[[], None
 
 
 def generate(model: Any, ids: Sequence[int], cache: Any, tokens: int) -> list[int]:
-    """Exactly so many greedy tokens behind a prompt whose cache this is."""
+    """Exactly so many greedy tokens after a prompt whose cache this is."""
     prompt = torch.tensor([list(ids)], device=model.device)
     output = model.generate(
         prompt,

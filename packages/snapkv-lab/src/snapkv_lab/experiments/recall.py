@@ -112,7 +112,7 @@ def _ask_copies(model: Any, cache: CompressedCache, ids: list[int]) -> Ask:
 
 
 def _read_for_the_first(model: Any, document: QuotedDocument, policy: Policy) -> Ask:
-    """Compressed behind the first question; the others are asked of what that one left."""
+    """Compressed after the first question; the others are asked of what that one left."""
     first = document.quotes[0].question_ids
     ids = [*document.ids, *first]
     cache = _read(model, ids, policy)

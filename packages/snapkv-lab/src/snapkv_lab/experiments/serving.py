@@ -1,6 +1,6 @@
 """vLLM with compressed prompts, over the demo model in this process.
 
-`serving`: beside stock vLLM, in turns. `shared_documents`: many questions about one document, that
+`serving`: against stock vLLM, in turns. `shared_documents`: many questions about one document, that
 was compressed once, behind a cached prefix as stock vLLM has it, and, for some, reading all of it.
 
 Import this before vLLM: one engine after the other, threads as the system gives them. Needs `make
@@ -188,7 +188,7 @@ _FLOATS = {"dtype": "float32", "most_tokens": 2048}
 
 
 def _like_the_library(given: RunContext) -> Iterator[Row]:
-    """How many kept sets are the library's, and answers, beside stock and transformers."""
+    """How many kept sets are the library's, and answers, against stock and transformers."""
     model, count, tokens = given.loaded.model, given.library_prompts, given.library_tokens
     found = _ids(given, count, tokens + count)
     prompts = [ids[-(tokens + number) :] for number, ids in enumerate(found)]
@@ -344,7 +344,7 @@ HEADS = "heads of different length"
 _PAIRS = {
     "reading": ("reading", "stock", "snapkv", "{:.2f} s", 1),
     "reading at once": ("reading at once", "stock", "snapkv", "{:.2f} s", 1),
-    HEADS: ("a step, equal heads beside adakv", "equal_heads", "adakv", "{:.0f} ms", 1000),
+    HEADS: ("a step, equal heads against adakv", "equal_heads", "adakv", "{:.0f} ms", 1000),
 }
 """By part: what is done, the two in its rows, how a time is told, units in a second."""
 

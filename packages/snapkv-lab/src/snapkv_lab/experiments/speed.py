@@ -1,11 +1,11 @@
-"""What reading a prompt and decoding behind it take, in time and memory.
+"""What reading a prompt and decoding after it take, in time and memory.
 
-`speed`: decoding behind a short and a long prompt, and the peak of reading, which the planner is
+`speed`: decoding after a short and a long prompt, and the peak of reading, which the planner is
 judged by. `flat`: what is promised of a machine with two cores, to be run with nothing
 else on it. `appending`: as many stored tokens, appended in place or copied for every token,
 as transformers' own cache does, which concatenates what is stored and what is new. `codes`: steps
-that read few bits beside steps that read as many tokens, or as many bytes, of 16 bits.
-`by_default`: what `ask` does without an option beside the full cache, which it may not exceed.
+that read few bits against steps that read as many tokens, or as many bytes, of 16 bits.
+`by_default`: what `ask` does without an option, against the full cache, which it may not exceed.
 """
 
 import functools
@@ -108,7 +108,7 @@ def peak_of_reading(name: str, cache_name: str, tokens: int, budget: int) -> Row
 
 @torch.no_grad()
 def overhead(model: Any, ids: Tensor, policy: Policy, rounds: int) -> Row:
-    """Compressing all layers of a prompt, (1, T), beside reading it with transformers' cache."""
+    """Compressing all layers of a prompt, (1, T), against its prefill with transformers' cache."""
     layers = read_prompt(model, ids[0].tolist(), recorded_queries=policy.query_tokens).layers
     work = {
         "reading": lambda: model(
@@ -178,7 +178,7 @@ SPEED = Experiment(
 
 @torch.inference_mode()
 def _flat_decoding(given: RunContext) -> Iterator[Row]:
-    """Time per token behind real prompts, one token each in turn; ratios to the shortest."""
+    """Time per token after real prompts, one token each in turn; ratios to the shortest."""
     steps = {}
     for length in given.lengths:
         prompt = read_prompt(given.loaded.model, given.prompt(length))
@@ -352,7 +352,7 @@ APPENDING = Experiment(
 
 @torch.inference_mode()
 def _by_default(given: RunContext) -> Iterator[Row]:
-    """What `ask` keeps without an option beside the full cache: reading, then tokens, in turn."""
+    """What `ask` keeps without an option, against the full cache: prefill, then tokens, in turn."""
     policies = {"default": default_policy(AUTO), "full": FullCache()}
     for tokens in given.lengths:
         prompt = read_prompt(given.loaded.model, given.prompt(tokens))
@@ -384,7 +384,7 @@ def _by_default(given: RunContext) -> Iterator[Row]:
 
 BY_DEFAULT = Experiment(
     name="by_default",
-    title="Without an option, beside the full cache",
+    title="Without an option, against the full cache",
     takes="ten minutes",
     measure=_by_default,
     threads=1,

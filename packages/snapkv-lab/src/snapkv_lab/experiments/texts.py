@@ -1,7 +1,7 @@
 """Texts of many kinds with questions about them, for what compares methods.
 
 A text carries many questions, so that it is read once, with the full cache, and each question is
-read behind a branch of it. An answer is made of parts, each of which is right or wrong by itself.
+read after a branch of it. An answer is made of parts, each of which is right or wrong by itself.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ class Case:
     Attributes:
         group: what results are grouped by.
         question_ids: read with the text, before it is compressed.
-        between_ids: read behind the compressed text, before the answer: the question where it is
+        between_ids: read after the compressed text, before the answer: the question where it is
             hidden.
         answer_ids: the right answer.
         parts: for each part of the answer the places of the tokens that must be right; none where
@@ -104,7 +104,7 @@ class TextMaker:
         return Text(name=name, ids=ids, cases=cases)
 
     def _hidden_in(self, tokens: int, needles: list[list[int]], draw: random.Random) -> list[int]:
-        """A stretch of an essay with needles behind sentences, in an order that is drawn."""
+        """A stretch of an essay with needles after sentences, in an order that is drawn."""
         own = draw.sample(needles, len(needles))
         hay = stretch(self._tokenizer, self._essays, tokens - sum(map(len, own)), draw)
         ends = [
@@ -242,7 +242,7 @@ def _squad() -> list[Question]:
 
 
 class ReadText:
-    """A text that a model has read with the full cache; questions are read behind branches of it.
+    """A text that a model has read with the full cache; questions are read after branches of it.
 
     The model must have full attention in every layer, as the demo model has.
 
@@ -260,7 +260,7 @@ class ReadText:
         self.prompt = self._read(self._cache, context_ids)
 
     def asked(self, question_ids: Sequence[int]) -> RecordedPrompt:
-        """The text and a question behind it as one prompt."""
+        """The text and a question after it as one prompt."""
         if not question_ids:
             return self.prompt
         read = self._read(copy.copy(self._cache), question_ids)
@@ -299,7 +299,7 @@ class AskedPrompt(NamedTuple):
 
 
 def asked_of(read: ReadText, text: Text, setting: str) -> Iterator[AskedPrompt]:
-    """Each question behind its text, or all of them hidden until the text is compressed."""
+    """Each question after its text, or all of them hidden until the text is compressed."""
     if setting == "hidden":
         hidden = [
             replace(each, between_ids=each.question_ids, parts=[range(len(each.answer_ids))])
@@ -314,7 +314,7 @@ def asked_of(read: ReadText, text: Text, setting: str) -> Iterator[AskedPrompt]:
 
 @torch.inference_mode()
 def scored(prompt: RecordedPrompt, cache: CompressedCache, case: Case) -> Row:
-    """The right answer of a case fed to a cache behind a prompt.
+    """The right answer of a case fed to a cache after a prompt.
 
     "right": for every part of the answer whether each of its tokens was the most likely one, 0 or
     1. "nll": negative log-likelihood (nats) per answer token after the first; None where there is
@@ -340,7 +340,7 @@ def scored(prompt: RecordedPrompt, cache: CompressedCache, case: Case) -> Row:
 
 
 def _read(model: Any, cache: CompressedCache, ids: Tensor) -> Tensor:
-    """Logits (1, N, V) behind each of the tokens, which are read in one pass."""
+    """Logits (1, N, V) after each of the tokens, which are read in one pass."""
     cache.expect_tokens(ids)
     logits: Tensor = model(ids, past_key_values=cache).logits
     return logits

@@ -26,7 +26,7 @@ from snapkv_lab.measure.held_bytes import cache_bytes, peak_growth_bytes
 from snapkv_lab.measure.timing import spent_on
 
 ROOM_TOKENS = 512
-"""Tokens behind the prompt that caches of a fixed size have room for."""
+"""Tokens after the prompt that caches of a fixed size have room for."""
 
 Pieces = Callable[[PreTrainedModel], contextlib.AbstractContextManager[None]]
 """Within what it gives, a model reads prompts in pieces."""
@@ -55,7 +55,7 @@ class Contender:
         return {"peak_growth_bytes": peak, "held_bytes": cache_bytes(caches[0])}
 
     def behind(self, model: PreTrainedModel, batch: int, length: int) -> "Decoder":
-        """A cache behind a prompt of that many tokens that was never read."""
+        """A cache after a prompt of that many tokens that was never read."""
         return Decoder(self, model, batch, length)
 
     @contextlib.contextmanager
@@ -78,7 +78,7 @@ class Contender:
 
 
 class Decoder:
-    """A cache behind a prompt; called, it generates so many tokens greedily: ms per token."""
+    """A cache after a prompt; called, it generates so many tokens greedily: ms per token."""
 
     def __init__(
         self, contender: Contender, model: PreTrainedModel, batch: int, length: int

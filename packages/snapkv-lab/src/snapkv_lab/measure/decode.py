@@ -1,4 +1,4 @@
-"""Time per generated token behind long prompts, and how many requests fit into the same memory."""
+"""Time per generated token after long prompts, and how many requests fit into the same memory."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,7 +61,7 @@ def raced(
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeBench:
-    """How long a token takes behind a long prompt.
+    """How long a token takes after a long prompt.
 
     Ratios are against the first contender. One round more than `rounds` warms up. `lengths` are
     prompt tokens, `batches` rows, `tokens` are generated in every round; `bytes_per_second` is what
@@ -124,7 +124,7 @@ class DecodeBench:
 
 @dataclass(frozen=True, kw_only=True)
 class ThroughputBench:
-    """Tokens per second at the largest batch whose caches fit beside the weights.
+    """Tokens per second at the largest batch whose caches fit with the weights.
 
     `memory_bytes` are for both together; a batch is never larger than `MOST_REQUESTS`.
     """
@@ -161,7 +161,7 @@ class ThroughputBench:
         return row | named | {"limited_by": limit}
 
     def _requests(self, contender: Contender, length: int) -> int:
-        """How many requests' caches fit beside the weights."""
+        """How many requests' caches fit with the weights."""
         try:
             with out_of_memory_explained(lambda: contender.label):
                 one = contender.behind(self.model, 1, length).held_bytes

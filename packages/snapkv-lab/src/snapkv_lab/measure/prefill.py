@@ -36,7 +36,7 @@ class PrefillBench:
         require_int("rounds", self.rounds, minimum=2)
 
     def times(self) -> Iterator[Row]:
-        """One row per batch, length and cache: the time to the logits behind the prompt."""
+        """One row per batch, length and cache: the time to the logits after the prompt."""
         for batch, length in self._cells():
             yield from self._timed(batch, length)
 

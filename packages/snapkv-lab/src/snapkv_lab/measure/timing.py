@@ -35,7 +35,7 @@ def alternate(
     """Run all contenders in every round, each round in another order.
 
     Noise of the machine then hits all of them alike, and the times of one round make a pair. So
-    does what a run leaves behind: in a cycle of rounds each comes behind each of the others equally
+    does what a run leaves behind: in a cycle of rounds each comes after each of the others equally
     often (the design of Williams, 1949).
 
     Returns:

@@ -52,7 +52,7 @@ def draw(results: Results) -> dict[str, "Figure"]:
 
 
 def save(figures: dict[str, "Figure"], path: str) -> list[Path]:
-    """Write the scores to `path` and any other figure beside it, as ``NAME-budgets.png``."""
+    """Write the scores to `path` and any other figure next to it, as ``NAME-budgets.png``."""
     target, written = Path(path), []
     for name, figure in figures.items():
         file = target if name == "scores" else target.with_stem(f"{target.stem}-{name}")

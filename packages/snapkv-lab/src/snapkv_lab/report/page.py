@@ -124,7 +124,7 @@ def write_report(results: Results, folder: str) -> Path:
 def method_table(results: Results) -> Table:
     """A row per method: its score in every column, their mean with its interval, what it cost.
 
-    Where the full cache ran too, the differences from it stand behind the mean: the relative one,
+    Where the full cache ran too, the differences from it come after the mean: the relative one,
     and the one of the scores with its interval. Where the loss of the references was taken, its
     mean follows, with its interval and its difference from the full cache. Scores are times 100, or
     say why there is none; those that a paper gives for the model come last. The best of the

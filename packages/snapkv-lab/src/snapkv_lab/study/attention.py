@@ -83,15 +83,15 @@ class ReadingStudy(DocumentStudy):
     """A study that reads long documents, has questions answered, and looks at every layer.
 
     Args:
-        documents: files, a document each; none for essays or Python's documentation.
+        documents: files, one document each; by default essays or Python's documentation.
         questions: asked about every document, or in turns, as the study says.
-        samples: documents to read where no files are given.
-        document_tokens: length that documents are cut to; shorter where one of them has no more,
-            or the model no positions.
-        temperature: of the answers; 0 takes the likeliest token each time, and has small models
-            repeat themselves.
+        samples: number of documents without files.
+        document_tokens: length that documents are cut to; less if a document or the model's
+            positions are too short.
+        temperature: of the answers; 0 is greedy decoding, with which small models repeat
+            themselves.
         seed: of the answers.
-        template: tokenizer for the model's chat template where it has one, none for bare text.
+        template: tokenizer for the model's chat template, if any; none for plain text.
     """
 
     by: ClassVar[tuple[str, ...]]
@@ -150,7 +150,7 @@ class ReadingStudy(DocumentStudy):
             yield Part(name, "last", (self.sample(name, text, question),))
 
     def sample(self, name: str, document: str, question: str, *, first: bool = False) -> Sample:
-        """A question behind a document, or in front of it."""
+        """A question after a document, or in front of it."""
         settings = GenerationSettings(
             max_new_tokens=self.answer_tokens,
             min_new_tokens=self.answer_tokens,
@@ -233,19 +233,19 @@ class ReadingStudy(DocumentStudy):
 
 
 SELECTIONS = ("vote", "sinks and recent")
-"""The window's vote, and as many of the first and the last positions, which need no vote."""
+"""The window's vote, and as many first and last positions, chosen without a vote."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HitRate(ReadingStudy):
-    """How much of what an answer attends to strongly had been voted for.
+    """How many positions with strong attention from the answer had been voted for.
 
     The last tokens of the prompt vote, and each query head keeps the best part of the prefix. A
-    position of the prefix is important to a generated token and a head where that pays it more
-    attention than the threshold; the hit rate is the part of the important positions that was
+    position of the prefix is important to a generated token and a head if its attention is above
+    the threshold; the hit rate is the part of the important positions that was
     kept. The sums of Eq. 8 are over the heads of a layer and the tokens of a generation window.
-    Beside it stands the rate without the first tokens, which nearly every head attends to
-    whatever the prompt says, and both rates of the first and the last tokens of the prefix.
+    The table also has the rate without the attention sinks (first tokens), and both rates for a
+    selection of the first and the last tokens of the prefix.
 
     Args:
         keep_ratio: the part of the prefix that is kept, p in the paper.
@@ -404,7 +404,7 @@ class Position(HitRate):
     """Whether the vote works as well with the question before the document.
 
     The hit rates of `hit-rate`, for the same question about the same document at the end of the
-    prompt and at its beginning. At the beginning, the window that votes has no word of it.
+    prompt and at its beginning. At the beginning, the observation window contains no word of it.
 
     Args:
         generation_windows: parts of the answer; their rates are averaged.

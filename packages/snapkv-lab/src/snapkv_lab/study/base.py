@@ -1,4 +1,4 @@
-"""What a study is: settings in, rows out; a table and a figure of them."""
+"""A study: settings in; rows, a table and a figure out."""
 
 import json
 from abc import ABC, abstractmethod
@@ -21,11 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What a study gave: the block that says how it was made, and rows.
+    """The findings of a study: a record of how they were made, and rows.
 
-    `warnings` say what of the user's files was not read, `notices` what was done otherwise than
-    asked for, `closing` what follows and was done with it; `unwritten` why the folder has no
-    summary.
+    `warnings` name parts of the user's files that were not read, `notices` deviations from the
+    settings, `closing` the conclusion and its use; `unwritten` is why the folder has no summary.
     """
 
     folder: Path
@@ -51,7 +50,7 @@ class Study(ABC):
     def into(
         self, loaded: "LoadedModel", folder: Path, on_progress: Progress | None = None
     ) -> Findings:
-        """Measure what the folder does not hold yet, and summarise all of it.
+        """Measure what is missing in the folder, and summarise everything.
 
         Raises:
             InvalidArgumentError: the folder holds another run.
@@ -68,7 +67,7 @@ class Study(ABC):
         """A matplotlib figure of the rows."""
 
     def settings(self, loaded: "LoadedModel") -> Row:
-        """Everything that the rows depend on, the documents' text left out."""
+        """Everything that the rows depend on, except the documents' text."""
         from snapkv_lab.measure.environment import versions
 
         study: Row = json.loads(json.dumps({"name": self.name, **asdict(self)}))
@@ -99,7 +98,7 @@ class Plan(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentStudy(Study):
-    """A study that reads documents, looks at every layer, and goes on where it was stopped."""
+    """A study that reads documents and examines every layer; it can be resumed."""
 
     documents: tuple[str, ...] = ()
     samples: int = 3
@@ -119,14 +118,14 @@ class DocumentStudy(Study):
         """Rows of all records."""
 
     def closing(self, loaded: "LoadedModel", folder: Path, rows: Sequence[Row]) -> str:
-        """What is done with it, in a line; nothing here."""
+        """The use of the findings, in one line; none here."""
         del loaded, folder, rows
         return ""
 
     def into(
         self, loaded: "LoadedModel", folder: Path, on_progress: Progress | None = None
     ) -> Findings:
-        """Read what the folder does not hold yet, and conclude from all of it."""
+        """Read what is missing in the folder, and conclude from everything."""
         texts, warnings = long_texts(self.documents, count=self.samples)
         plan = self.plan(loaded, texts)
         block = self.settings(loaded) | plan.block

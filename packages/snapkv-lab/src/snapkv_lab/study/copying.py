@@ -22,14 +22,14 @@ class Copy:
 
     @property
     def places(self) -> range:
-        """Where the tokens stand that are copied."""
+        """Where the tokens are that are copied."""
         return range(self.start, self.start + len(self.answer))
 
 
 def hidden_copy(
     tokenizer: Any, text: Sequence[int], *, digits: int, depth: float, seed: str
 ) -> Copy:
-    """Hide a number in a text, at a depth from 0 to 1, and begin to say it behind the text."""
+    """Hide a number in a text, at a depth from 0 to 1, and begin to say it after the text."""
     answer = encode(tokenizer, " " + _code(random.Random(seed), digits))
     begin = [own for own in tokenizer("")["input_ids"] if own == tokenizer.bos_token_id]
     lead, end = encode(tokenizer, _LEAD), encode(tokenizer, ".\n")

@@ -31,33 +31,32 @@ _OVERHEAD_TOKENS = 64  # room for what is said around the number
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyLayer(DocumentStudy):
-    """How many layers have to read every token, before the others may read only some.
+    """How many layers have to read every token before the others may read only some.
 
-    A number is hidden among others in a text, and the prompt ends where it is to be said again.
-    Prompts are long and short in turn, down to an eighth. First every prompt is read exactly, and
-    each layer's votes say which tokens would go on behind it, at half the share: what only just
-    goes on here is lost elsewhere. Of the layers that let the whole number go on in every prompt
-    the lowest are tried: prompts are read exactly and selectively in turn, and the number behind
-    them. The first layer is taken from which on the loss stays within the tolerance and no number
-    is lost that exact reading finds. It is kept for this model, and is where `selective` and
-    `gemfilter` begin from then on.
+    A number is hidden among others in a text, and the prompt ends where the model should repeat it.
+    Prompts have different lengths, down to an eighth. First every prompt is read exactly, and each
+    layer's votes choose the tokens to go on with, at half the share, to leave a margin. The lowest
+    layers that choose the whole number in every prompt are tried: prompts are read exactly and
+    selectively in turn, and then the number. The result is the first layer from which on the loss
+    stays within the tolerance and no number is lost that exact prefill finds. It is stored for this
+    model, and `selective` and `gemfilter` start there from then on.
 
     Args:
-        documents: files, a text each; none for essays or Python's documentation.
-        layers: what to try, with commas; none for the lowest that let the number go on, up to three
-            quarters of the depth.
-        tries: how many of those at most.
-        keep_ratio: share of the prompt that is kept to go on; it alone counts, however few tokens
-            that are.
-        tolerance: by how much the loss may be above that of exact reading, nats per token.
-        samples: prompts, with the number at another depth each.
+        documents: files, one text each; by default essays or Python's documentation.
+        layers: layers to try, with commas; by default the lowest that choose the number, up to
+            three quarters of the depth.
+        tries: how many of them at most.
+        keep_ratio: share of the prompt that goes on to later layers, without a minimum of
+            tokens.
+        tolerance: how far the loss may be above that of exact prefill, nats per token.
+        samples: prompts, each with the number at another depth.
         document_tokens: length that every fourth text is cut to, the others to a half, a quarter
-            and an eighth of it; shorter where one of them has no more, or the model no positions.
+            and an eighth; less if a text or the model's positions are too short.
         digits: of the number.
-        rivals: other numbers in the text, said of other things in the same words.
+        rivals: further numbers in the text, in the same sentence about other things.
         budget: tokens kept per head and layer, window included.
-        remember: keep what was found for later runs.
-        seed: of the numbers.
+        remember: store the result for later runs.
+        seed: random seed of the numbers.
     """
 
     name: ClassVar[str] = "early-layer"
@@ -170,7 +169,7 @@ class EarlyLayer(DocumentStudy):
         return fmean(place in places for place in copy.places)
 
     def answered(self, loaded: "LoadedModel", copy: "Copy", way: Prefill) -> Row:
-        """What reading the prompt that way, and the number behind it, gives and takes."""
+        """What reading the prompt that way, and the number after it, gives and takes."""
         import torch
 
         from snapkv.app.likelihood import log_likelihood
@@ -208,7 +207,7 @@ class EarlyLayer(DocumentStudy):
         return [*votes, *rows, {"of": "found", "layer": found}]
 
     def _row(self, records: Sequence[Row], layer: int) -> Row:
-        """One layer that was tried, beside exact reading."""
+        """One layer that was tried, against exact reading."""
         own = [record for record in records if record.get("layer") == layer]
         selective, exact = ([record[way] for record in own] for way in ("selective", "exact"))
         loss, exact_loss = (fmean(one["loss"] for one in way) for way in (selective, exact))
@@ -237,21 +236,21 @@ class EarlyLayer(DocumentStudy):
         layer = rows[-1]["layer"]
         if layer is None:
             return (
-                f"{_why_none(rows)}; nothing is stored, and selective reading begins behind "
+                f"{_why_none(rows)}; nothing is stored, and selective reading begins after "
                 f"{default_early_layer(loaded.model)} layers as before"
             )
         if not self.remember:
             return f"{layer} layers are enough; that is not stored"
         measured = {"settings": self.settings(loaded)["study"], "rows": rows}
         path = remember_early_layer(loaded.model, layer, measured)
-        return f"selective reading begins behind {layer} layers from now on: stored in {path}"
+        return f"selective reading begins after {layer} layers from now on: stored in {path}"
 
     def table(self, rows: Sequence[Row]) -> Table:
         votes = rows_of(rows, "votes")
         tried = {row["layer"]: row for row in rows_of(rows, "reading")}
         first, last = (len(votes) + 1) // 4, max([*tried, 3 * (len(votes) + 1) // 4])
         return Table(
-            title=f"{self.keep_ratio:.0%} of the tokens go on behind some layers, the number at "
+            title=f"{self.keep_ratio:.0%} of the tokens go on after some layers, the number at "
             f"half of that; budget {self.budget}, loss in nats per token",
             headings=("layers", "number goes on", "right", "exactly", "loss", "exactly", "time"),
             rows=[
@@ -273,7 +272,7 @@ class EarlyLayer(DocumentStudy):
 
 
 def _of_votes(records: Sequence[Row], count: int) -> list[Row]:
-    """How much of the numbers goes on behind each number of layers, the mean over prompts."""
+    """How much of the numbers goes on after each number of layers, the mean over prompts."""
     shares = [dict(record["goes_on"]) for record in records if record["question"] == _VOTES]
     return [
         {"of": "votes", "layer": layer, "goes_on": fmean(each[layer] for each in shares)}

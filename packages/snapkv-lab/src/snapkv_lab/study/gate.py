@@ -49,14 +49,14 @@ class FitGate(Study):
     The model reads texts of six kinds twice: source code, a language reference, readmes, records,
     logs and made up sentences. For every KV head, ridge regression fits the logarithm of the score
     of KVzip+ (KVzap, arXiv 2601.07891) to the token's key and value. The last text of each kind is
-    left out, and says how well the ranks agree. The gate is kept for this model, and `kvzap` goes
-    by it from then on; the folder has it as `gate.safetensors`.
+    held out to measure how well the ranks agree. The gate is stored for this model and used by
+    `kvzap` from then on; the folder has it as `gate.safetensors`.
 
     Args:
-        texts: how many are read.
+        texts: number of texts.
         lengths: tokens of the texts, in turn; a gate is best at lengths like these.
-        seed: of the texts.
-        remember: keep what was found for later runs.
+        seed: random seed of the texts.
+        remember: store the gate for later runs.
     """
 
     name: ClassVar[str] = "fit-gate"

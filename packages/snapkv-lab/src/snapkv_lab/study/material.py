@@ -68,4 +68,4 @@ def cut(tokenizer: Any, texts: Sequence[tuple[str, str]], tokens: int) -> Cut:
 
 
 _CHARACTERS_PER_TOKEN = 12
-"""More than any long stretch of text needs; what is behind that is not tokenized."""
+"""More than any long stretch of text needs; what is after that is not tokenized."""

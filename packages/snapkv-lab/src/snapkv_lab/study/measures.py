@@ -65,7 +65,7 @@ def mean_attention(layer: PromptLayer, start: int, stop: int, tokens: int) -> Te
     """Attention that the queries of [start, stop) pay the first tokens, averaged over them.
 
     Returns:
-        (Hq, tokens) float32; zero for tokens behind the queries.
+        (Hq, tokens) float32; zero for tokens after the queries.
     """
     part = between(layer, start, stop)
     received = ops.attention_received(

@@ -24,25 +24,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Sensitivity(Study):
-    """How window, kernel and pooling change what a task scores.
+    """How window, kernel and pooling change the score of a task.
 
-    The needle test at one setting, answered by SnapKV with every window, kernel and pooling, and
-    from the full cache. A kernel of 1 is no pooling, and so of one kind only.
+    The needle test in one setting, answered by SnapKV with every window, kernel and pooling, and
+    from the full cache. A kernel of 1 means no pooling.
 
     Args:
-        windows: sizes of the window that votes.
+        windows: sizes of the observation window.
         kernels: widths of the pooling, odd.
         poolings: max, avg, or both with a comma.
         budget: tokens kept per head and layer, window included, or bytes of the cache.
-        bits: how what is kept is stored: exact, as it came, or int8, int4, k8v4.
+        bits: how keys and values are stored: exact (unquantized), int8, int4 or k8v4.
         length: tokens of the prompt.
         depths: places of the needle.
         permutations: runs of every depth, each with the documents in another order.
-        digits: of the number that is asked for.
-        cloze: begin the answer for the model, which small models need.
+        digits: of the hidden number.
+        cloze: give the model the start of the answer, which small models need.
         haystack: folder of text files; without one, essays or Python's documentation.
         seed: of needles and orders.
-        template: tokenizer for the model's chat template where it has one, none for bare text.
+        template: tokenizer for the model's chat template, if any; none for plain text.
     """
 
     name: ClassVar[str] = "sensitivity"

@@ -2,7 +2,7 @@
 
 Only the heads learn; they share the model's output projection, so 3 heads of a 135M model are 2 MB.
 Labels are the model's own answers to questions about documents (self-distillation, section 2.3.2),
-stored batch by batch; a run that was stopped goes on behind the last one. Head k at
+stored batch by batch; a run that was stopped goes on after the last one. Head k at
 position t learns the token at t + k + 1. Heads share nothing that learns and Adam does not mind the
 scale of a loss, so their losses are simply added.
 """
@@ -45,7 +45,7 @@ HELD_BYTES = 2**30
 """The model's states are kept between epochs up to this size, and computed again beyond it."""
 
 OTHER_TOKENS = 2048
-"""The loss runs over the tokens that the answers hold and so many others, drawn anew each step."""
+"""The loss runs over the tokens that the answers hold and so many others, drawn again each step."""
 
 STEPS_PER_SAVE = 20
 _NO_LABEL = -100
@@ -174,9 +174,9 @@ class _States:
         return found
 
     def pairs(self, places: Sequence[int], num_heads: int) -> tuple[Tensor, Tensor]:
-        """(N, d) states, and (N, heads) int64 labels; -100 behind the end of an answer.
+        """(N, d) states, and (N, heads) int64 labels; -100 after the end of an answer.
 
-        The state before token i guesses that token; head k guesses the one k + 1 behind it.
+        The state before token i guesses that token; head k guesses the one k + 1 after it.
         """
         states, labels = [], []
         for place in places:
@@ -188,7 +188,7 @@ class _States:
 
 
 class _Training:
-    """The steps of a run, each saved so that the next run goes on behind it."""
+    """The steps of a run, each saved so that the next run goes on after it."""
 
     def __init__(
         self, states: _States, places: Sequence[int], folder: Path, plan: MedusaTraining

@@ -25,8 +25,8 @@ EARLY = [
     ("study sensitivity --bits int4,int8", "bits: expected one word"),
     ("eval needle --bits int5", "bits: expected some of exact"),
     ("eval needle --bits int4,int4", "bits: expected some of exact"),
-    ("bench decode --shape llama-3.1-8b --model x", "model: expected none beside"),
-    ("bench throughput --batch 2", "batch: expected none, since the largest one that fits"),
+    ("bench decode --shape llama-3.1-8b --model x", "model: expected none with"),
+    ("bench throughput --batch 2", "batch: expected none, since the largest batch that fits"),
 ]
 LATE = [
     ("eval needle --turns recall --lengths 300", "turns: expected it with a task of several"),

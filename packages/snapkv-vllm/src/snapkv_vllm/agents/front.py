@@ -1,6 +1,6 @@
 """Spans and edits on vLLM's own server: looked up where it renders a request, told in the response.
 
-Bodies hold them beside their other fields, as clients of OpenAI and Anthropic send them
+Bodies hold them next to their other fields, as clients of OpenAI and Anthropic send them
 (``extra_body``); inside vLLM they travel as JSON among the request's own settings.
 """
 

@@ -2,7 +2,7 @@
 
 What a session's last request had read and answered stays in its blocks. The next one sends all of
 it again, token by token; as far as it is the same, those blocks are what it begins with. Full ones
-are lent to any number of requests, and what follows them is read again. Where no block ends behind
+are lent to any number of requests, and what follows them is read again. Where no block ends after
 what was compressed, a single request goes on in the last one. One that is preempted begins with the
 same blocks again; one that has not begun has none. Whoever lacks a block makes histories give back.
 """
@@ -44,7 +44,7 @@ class Compressed:
     """What is known of a history up to where it was compressed last.
 
     Attributes:
-        tokens: how many were seen then; 0 where it never was. What came behind them is whole.
+        tokens: how many were seen then; 0 where it never was. What came after them is whole.
         kept_tokens: of those, per KV head.
         drop: what its request wanted gone.
         whole: what it wanted to stay, see `ServingSettings.whole_of`.
@@ -105,8 +105,8 @@ class History:
     def beginning(self, prompt: NDArray[np.int32], most_tokens: int, block_tokens: int) -> int:
         """How many of a prompt's first tokens its blocks stand for; 0 where they are others.
 
-        In full blocks if there are some behind what was compressed. Else no other request may begin
-        with it, and what it held behind those tokens is written over.
+        In full blocks if there are some after what was compressed. Else no other request may begin
+        with it, and what it held after those tokens is written over.
         """
         most = min(len(self.token_ids), most_tokens)
         differ = np.flatnonzero(self.token_ids[:most] != prompt[:most])
@@ -262,7 +262,7 @@ class HeldSessions:
         turn.first_block = order.moves[0].targets[0]
 
     def preempted(self, request_id: str) -> None:
-        """A request gives its blocks up, and begins anew."""
+        """A request gives its blocks up, and begins again."""
         turn = self._turns.get(request_id)
         if turn is not None and turn.first_block is not None:
             self._forgotten.append(turn.first_block)
@@ -301,7 +301,7 @@ class HeldSessions:
             return None
         full = (seen - dropped) // self._block_tokens * self._block_tokens
         if full and full + dropped >= turn.compressed.tokens:
-            seen = full + dropped  # what is behind is read again in any case
+            seen = full + dropped  # what is after is read again in any case
         elif not turn.compressed.tokens:
             return None
         ids = np.array(request.all_token_ids[:seen], dtype=np.int32)

@@ -19,7 +19,7 @@ _TRIES = 3
 """A document is read again where it lost its blocks to other requests at its very end."""
 
 _BEHIND = 2
-"""Tokens that find positions behind a document: one that asks, and one that answers."""
+"""Tokens that find positions after a document: one that asks, and one that answers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class ServerEngine:
         """What a document of so many tokens will take; one that cannot be read twice is refused."""
         room, positions = await self.room(), self._client.model_config.max_model_len
         if tokens > positions - _BEHIND:
-            room_to_ask = "with room to ask and answer behind them"
+            room_to_ask = "with room to ask and answer after them"
             most, remedy = positions - _BEHIND, "shorten it, or raise --max-model-len"
             raise wrong(
                 "document", f"at most {most:,} tokens, {room_to_ask}", f"{tokens:,}", remedy

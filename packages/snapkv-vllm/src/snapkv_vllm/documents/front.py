@@ -1,6 +1,6 @@
 """Documents on vLLM's own server: the routes, and requests that name a document.
 
-The routes are put onto the server's application, behind its check of API keys. Requests meet their
+The routes are put onto the server's application, after its check of API keys. Requests meet their
 document where vLLM renders them.
 """
 

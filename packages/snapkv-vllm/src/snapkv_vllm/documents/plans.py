@@ -1,10 +1,10 @@
 """When requests are compressed that have to do with documents, by numbers of tokens alone.
 
-KVzip reads a text twice (`snapkv.kvzip`): behind the whole of it the model repeats it, piece by
-piece, and what the pieces attend to is noted. A piece lies behind the text in the cache and is
+KVzip reads a text twice (`snapkv.kvzip`): after the whole of it the model repeats it, piece by
+piece, and what the pieces attend to is noted. A piece lies after the text in the cache and is
 forgotten at its end. For vLLM such a request steps back by as many tokens as the piece has and
 computes them again, as far as it knows; the workers put the piece's ids and positions in their
-place, and its keys and values behind the text's.
+place, and its keys and values after the text's.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ class Places:
         """Where the heads of every layer hold so many tokens.
 
         Heads of different length fill pages, of which a block is as many as there are heads: first
-        their full ones, and behind those the others, see `snapkv_vllm.heads.HeadPlaces`.
+        their full ones, and after those the others, see `snapkv_vllm.heads.HeadPlaces`.
         """
         numbers = {tokens for of_layer in head_tokens for tokens in of_layer}
         if len(numbers) == 1:
@@ -59,7 +59,7 @@ class Places:
 
 @dataclass(frozen=True, kw_only=True)
 class FromDocument(RequestPlan):
-    """The plan of a request whose prompt begins with a document, and which stays whole behind it.
+    """The plan of a request whose prompt begins with a document, and which stays whole after it.
 
     `is_adopted`: another program has read it, whose numbers are not to the last bit those that
     other requests would compute.
@@ -110,7 +110,7 @@ class ReadTwice(RequestPlan):
         return len(self.document_ids)
 
     def piece(self, number: int) -> tuple[int, ...]:
-        """The ids of a piece with its instruction; none behind the last one."""
+        """The ids of a piece with its instruction; none after the last one."""
         start = number * self.chunk_tokens
         text = tuple(self.document_ids[start : start + self.chunk_tokens])
         return (*self.instruction_ids, *text) if text else ()
@@ -171,7 +171,7 @@ class ReadTwice(RequestPlan):
 
     @property
     def reusable_tokens(self) -> int:
-        """See `RequestPlan`; one is left, behind which the second reading begins."""
+        """See `RequestPlan`; one is left, after which the second reading begins."""
         return self.tokens - 1
 
     def most_held(self, tokens: int) -> int:
@@ -181,7 +181,7 @@ class ReadTwice(RequestPlan):
 def piece_tokens(text_tokens: int, instruction_tokens: int, most_tokens: int, room: int) -> int:
     """How much of a text one piece repeats, at most `most_tokens`.
 
-    A request cannot step back by more than the text has, nor read behind the `room` positions that
+    A request cannot step back by more than the text has, nor read after the `room` positions that
     the model has after it. Raises InvalidArgumentError where a text is too short or too long.
     """
     if text_tokens < 2 * instruction_tokens:
@@ -192,6 +192,6 @@ def piece_tokens(text_tokens: int, instruction_tokens: int, most_tokens: int, ro
     if room < 2 * max(1, instruction_tokens):
         raise InvalidArgumentError(
             f"document: expected positions left to repeat it at, got {text_tokens:,} tokens with "
-            f"{max(0, room):,} positions behind them; shorten it, or raise --max-model-len"
+            f"{max(0, room):,} positions after them; shorten it, or raise --max-model-len"
         )
     return min(most_tokens, min(text_tokens, room) - instruction_tokens)

@@ -1,4 +1,4 @@
-"""Tokens of documents, and of requests behind them, by vLLM's own renderer and in its words.
+"""Tokens of documents, and of requests after them, by vLLM's own renderer and in its words.
 
 vLLM is given token ids, which begin with the document's own; nothing else of a request changes.
 """
@@ -142,7 +142,7 @@ class Prompts:
 
     async def _prompts_behind(self, document: SharedDocument, prompt: object) -> list[list[int]]:
         questions = [prompt] if _is_one_prompt(prompt) else prompt
-        expected = "a question behind the document"
+        expected = "a question after the document"
         if not isinstance(questions, list) or not questions:
             raise _unfit("prompt", expected, prompt)
         if not all(map(_is_one_prompt, questions)):
@@ -159,7 +159,7 @@ class Prompts:
 
     async def _chat_behind(self, document: SharedDocument, request: Any, render: Render) -> Any:
         if not request.messages:
-            raise _unfit("messages", "a question behind the document", request.messages)
+            raise _unfit("messages", "a question after the document", request.messages)
         own = type(request)(messages=copy.deepcopy(document.messages)).messages
         request.messages = [*own, *request.messages]
         made = await render(request)

@@ -56,7 +56,7 @@ class DocumentRequest:
 def document_request(extra_args: Mapping[str, Any] | None) -> DocumentRequest | None:
     """What a request does with a document; None where it has nothing to do with one.
 
-    Refuses two things at once, other settings beside it, and values that make no sense.
+    Refuses two actions at once, other settings with them, and invalid values.
     """
     given = {
         name: value
@@ -71,7 +71,7 @@ def document_request(extra_args: Mapping[str, Any] | None) -> DocumentRequest | 
         raise wrong(verb, "an identifier", repr(document_id), "pass one")
     for name in given.keys() - _BESIDE[verb]:
         once = "since a document is compressed once for all who name it"
-        none = f"none beside {verb}, {once} and what follows it stays whole"
+        none = f"none with {verb}, {once} and what follows it stays whole"
         raise wrong(name, none, "one", "leave it out")
     if (budget := given.get(BUDGET)) is not None:
         require_int(BUDGET, budget, minimum=1)
@@ -109,7 +109,7 @@ class Room:
 
     @property
     def most_file_bytes(self) -> int:
-        """Of one document as a file, with the positions and the token ids that stand beside it."""
+        """Of one document as a file, with its positions and token ids."""
         return 2 * self.most_bytes + _FILE_EXTRA_BYTES
 
     def bytes_of(self, held_tokens: int) -> int:

@@ -87,7 +87,7 @@ class Registry:
             raise wrong(DOCUMENT, "a document that is registered", got, "register it again")
         tokens, length = len(held.token_ids), request.num_prompt_tokens
         if length <= tokens:
-            expected = f"something asked behind the document's {tokens:,} tokens"
+            expected = f"something asked after the document's {tokens:,} tokens"
             raise wrong(DOCUMENT, expected, f"a prompt of {length:,}", "ask something")
         if tuple(request.prompt_token_ids[:tokens]) != held.token_ids:
             expected = "a prompt that begins with the document's tokens"
@@ -177,7 +177,7 @@ class Registry:
         kept_tokens = cdiv(kept_tokens, size) * size
         if taken + kept_tokens > self._room.most_tokens:
             raise InvalidArgumentError(
-                f"document: expected room for {kept_tokens:,} tokens beside the {taken:,} of other "
+                f"document: expected room for {kept_tokens:,} tokens besides {taken:,} of other "
                 f"documents, which may hold {self._room.most_tokens:,} together; drop one, or "
                 "start the server with more --share-bytes"
             )
@@ -283,7 +283,7 @@ def room_of(
     *,
     beside_bytes: int = 0,
 ) -> Room:
-    """What may be held behind the largest request, which must find room beside it.
+    """What may be held besides the largest request, which must always have room.
 
     `asked_bytes` is what `option` says, 0 for a quarter; `beside_bytes` are held by others.
     """
@@ -300,7 +300,7 @@ def room_of(
     if most_bytes > free_bytes or most_bytes < per_token * max(sizes):
         raise UnsupportedModelError(
             f"snapkv: cannot share documents, or hold sessions: expected "
-            f"{format_bytes(max(most_bytes, 1))} of the cache for them beside the longest request, "
+            f"{format_bytes(max(most_bytes, 1))} of the cache besides the longest request, "
             f"got {format_bytes(max(0, free_bytes))}; lower {option} or --max-model-len, or raise "
             "--kv-cache-memory-bytes"
         )

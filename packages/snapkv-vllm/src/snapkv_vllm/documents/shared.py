@@ -137,7 +137,7 @@ class SharedDocuments:
         return await self._held(LIBRARY, name, None, await self._file(source), source)
 
     async def listed(self, tenant: str) -> list[dict[str, Any]]:
-        """What a tenant may name, ready for JSON, the library's documents behind its own.
+        """What a tenant may name, ready for JSON, the library's documents after its own.
 
         One of these that is not loaded has no `kept_tokens`, and takes no `bytes`.
         """

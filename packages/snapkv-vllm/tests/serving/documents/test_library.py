@@ -113,7 +113,7 @@ def test_a_library_says_who_has_read_it_and_what_is_in_it(real):
     assert served.find("no") is None
     assert [one.name for one in served.records()] == ["list", "note"]
     other = identity_of(demo.model) | {"weights": "0"}
-    with pytest.raises(LibraryError, match=r"model: expected .*, which has read this library's"):
+    with pytest.raises(LibraryError, match=r"model: expected .*, which read this library's"):
         served.require_read_by(other, demo.tokenizer)
     with pytest.raises(LibraryError, match="library: expected a library, got none at"):
         ServedLibrary(real.path / "none")

@@ -61,14 +61,14 @@ def test_what_a_request_does_with_a_document(given, expected):
     [
         ({DOCUMENT: ""}, "snapkv_document: expected an identifier"),
         ({DOCUMENT: 7}, "snapkv_document: expected an identifier, got 7"),
-        ({DOCUMENT: "a", DROP: "a"}, "snapkv_drop: expected none beside"),
-        ({DOCUMENT: "a", BUDGET: 3}, "snapkv_budget: expected none beside"),
+        ({DOCUMENT: "a", DROP: "a"}, "snapkv_drop: expected none with"),
+        ({DOCUMENT: "a", BUDGET: 3}, "snapkv_budget: expected none with"),
         ({DROP: "a", INSTRUCTION: [1]}, "snapkv_instruction: expected none"),
         ({REGISTER: "a", BUDGET: 0}, "snapkv_budget: expected at least 1"),
         ({ADOPT: "a", TOKENS: [1]}, "snapkv_kept: expected an integer"),
         ({ADOPT: "a", TOKENS: [1], KEPT: 1, LENT: -1}, "snapkv_lent: expected at least 0"),
         ({ADOPT: "a", TOKENS: [-1], KEPT: 1, LENT: 0}, "snapkv_tokens: expected at"),
-        ({REGISTER: "a", KEPT: 1}, "snapkv_kept: expected none beside"),
+        ({REGISTER: "a", KEPT: 1}, "snapkv_kept: expected none with"),
         ({REGISTER: "a", INSTRUCTION: ["x"]}, "snapkv_instruction: expected"),
     ],
 )
@@ -211,7 +211,7 @@ def test_pieces_are_as_long_as_the_text_and_the_positions_allow():
     assert piece_tokens(100, 10, 2048, room=25) == 15
     with pytest.raises(InvalidArgumentError, match=r"at least 20 tokens, .*got 19"):
         piece_tokens(19, 10, 2048, room=1000)
-    with pytest.raises(InvalidArgumentError, match="got 100 tokens with 19 positions behind"):
+    with pytest.raises(InvalidArgumentError, match="got 100 tokens with 19 positions after"):
         piece_tokens(100, 10, 2048, room=19)
-    with pytest.raises(InvalidArgumentError, match="with 0 positions behind them"):
+    with pytest.raises(InvalidArgumentError, match="with 0 positions after them"):
         piece_tokens(100, 0, 2048, room=-7)

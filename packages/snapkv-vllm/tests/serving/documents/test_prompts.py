@@ -114,7 +114,7 @@ def test_a_prompt_goes_on_as_ids_behind_the_documents(prompt, ids):
 
 @pytest.mark.parametrize("prompt", [None, "", [], ["Q", ""], [[]]])
 def test_no_question_is_refused(prompt):
-    with pytest.raises(RefusedError, match=r"^prompt: expected a question behind the document"):
+    with pytest.raises(RefusedError, match=r"^prompt: expected a question after the document"):
         rendered("prompt", prompt=prompt)
 
 
@@ -138,12 +138,12 @@ def test_messages_go_on_behind_the_documents(question, ids):
 def test_a_chat_that_begins_otherwise_or_asks_nothing_is_refused():
     with pytest.raises(RefusedError, match="a chat whose first 6 tokens are the document's"):
         rendered("messages", messages=[{"role": "assistant", "content": "Q"}])
-    with pytest.raises(RefusedError, match=r"^messages: expected a question behind the document"):
+    with pytest.raises(RefusedError, match=r"^messages: expected a question after the document"):
         rendered("messages", messages=[])
 
 
 def test_what_a_document_cannot_give_is_refused_by_name():
-    with pytest.raises(RefusedError, match=r"^echo: expected none beside snapkv_document, "):
+    with pytest.raises(RefusedError, match=r"^echo: expected none with snapkv_document, "):
         rendered("prompt", prompt="Q", echo=True, logprobs=1)
 
 

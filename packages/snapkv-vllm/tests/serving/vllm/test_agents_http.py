@@ -157,7 +157,7 @@ def test_a_count_of_tokens_leaves_out_what_an_edit_clears(asked, client):
 def test_a_misspelt_word_is_refused_with_the_right_one(client, site, path, body, word):
     answer = client.post(path, json={"model": "demo", "messages": MESSAGES} | body)
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"].endswith(f"which nobody reads; write {word}")
+    assert answer.json()["error"]["message"].endswith(f"which is unknown; write {word}")
     assert not site.seen
 
 

@@ -52,7 +52,7 @@ def made(client):
     [
         (98, 1000, 960),
         (90, None, 80),
-        (99, 1000, "at most 98 tokens, with room to ask and answer behind them, got 99"),
+        (99, 1000, "at most 98 tokens, with room to ask and answer after them, got 99"),
         (95, None, "positions left to repeat it at"),
         (5, None, 40),
         (13, 4, "at least 14 tokens"),

@@ -222,7 +222,7 @@ def test_a_name_that_stands_is_a_409_and_too_little_room_a_507(config, monkeypat
         ("completions", {"prompt": "a", "prompt_logprobs": 1}, "prompt_logprobs: expected none"),
         ("x", {"prompt": "a"}, "expected inside vllm_xargs at /v1/completions"),
         ("chat/completions", {"messages": [{"role": "system", "content": "b"}]}, "a chat whose"),
-        ("chat/completions", {"messages": []}, "messages: expected a question behind the document"),
+        ("chat/completions", {"messages": []}, "messages: expected a question after the document"),
         ("chat/completions", {"messages": [{"content": "a"}]}, "role"),
         ("chat/completions", {"messages": [QUESTION], "chat_template": "{{ 7 }}"}, "untrusted"),
         (

@@ -1,4 +1,4 @@
-"""From a file, a model's name and a question to an answer: what a program needs around the library.
+"""What a program needs to get from files, a model's name and a question to an answer.
 
 Importing this file loads no torch.
 """

@@ -31,28 +31,28 @@ from snapkv.policies import Policy
 from snapkv.storage.bits import Quantize
 
 TextSink = Callable[[str], None]
-"""Takes the next piece of an answer."""
+"""Called with the next piece of an answer."""
 
 LayerSink = Callable[[int, int], None]
-"""Takes how many layers have read the prompt, and how many there are."""
+"""Called with the number of layers that have read the prompt, and of all layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """An answer, and what it took; times begin with handing over the prompt."""
+    """An answer and its costs; times start when the prompt is passed in."""
 
-    text: str  # beginning with the prompt's `answer_start`
-    finish_reason: str  # "stop" where the model ended the answer, "length" where it was cut off
+    text: str  # starts with the prompt's `answer_start`
+    finish_reason: str  # "stop" if the model ended the answer, "length" if it was cut off
     policy: dict[str, Any]  # the method's name and its parameters
     prompt_tokens: int
     new_tokens: int  # an end-of-turn token included
-    kept_tokens: float  # of the prompt in the end, the mean over heads and compressed layers
-    first_token_ms: float  # reading the prompt, compressing the cache, and one choice
-    token_ms: float | None  # per later token, the median, or the mean where some came together
-    cache: CacheReport  # what the cache saw and held when the answer was complete
+    kept_tokens: float  # prompt tokens kept at the end, mean over heads and compressed layers
+    first_token_ms: float  # prefill, compression, and one token
+    token_ms: float | None  # per later token: median, or mean if some came together
+    cache: CacheReport  # the cache's report when the answer was complete
     total_ms: float = 0.0
     protected: list[list[int]] = field(default_factory=list)  # half-open spans of positions
-    drafts: dict[str, Any] | None = None  # what drafting took, see `DraftMethod.tally`
+    drafts: dict[str, Any] | None = None  # costs of drafting, see `DraftMethod.tally`
     token_ids: tuple[int, ...] = ()
 
     def later(self, before_ms: float) -> "Answer":
@@ -76,9 +76,9 @@ def answer(
 ) -> Answer:
     """Read the prompt into a cache that the policy compresses, and generate the answer.
 
-    `on_text` is called with every finished piece of it, `answer_start` first, `on_layer` each time
-    a layer has begun to read the prompt, and `on_prompt_end` when it has been read; that not with
-    `drafts`. `quantize` is as for `CompressedCache`.
+    `on_text` is called with every finished piece of it, `answer_start` first; `on_layer` when a
+    layer begins to read the prompt; `on_prompt_end` after the prompt, but not with `drafts`.
+    `quantize` is as for `CompressedCache`.
     """
     policy = loaded.completed(policy)
     spans = [] if protection is None else protection.spans(prompt, policy, loaded.tokenizer)
@@ -110,7 +110,7 @@ def answer_ids(
     on_text: TextSink | None = None,
     **how: Any,
 ) -> tuple[Answer, Tensor]:
-    """Answer behind (1, T) ids, as `continue_ids` does: the answer, and (1, T + new) of all."""
+    """The answer after (1, T) ids, see `continue_ids`, and all ids, (1, T + new)."""
     prompt_tokens = ids.shape[1]
     watch = _Stopwatch(loaded.tokenizer, on_text, settings.stop_strings)
     if on_text:
@@ -139,13 +139,13 @@ def answer_ids(
 
 
 def _stored_of(cache: CompressedCache, tokens: int) -> float:
-    """How many of the first tokens a cache of one row stores, the mean over heads and layers."""
+    """How many of the first tokens a one-row cache stores, mean over heads and layers."""
     stored = [layer.stored_positions() for layer in cache.reading.layers]
     return fmean(float(((at >= 0) & (at < tokens)).sum(-1).double().mean()) for at in stored)
 
 
 def prompt_ids(loaded: LoadedModel, prompt: Prompt, settings: GenerationSettings) -> Tensor:
-    """A prompt's tokens on the model's device, (1, T) int64; refused where positions lack."""
+    """A prompt's tokens on the model's device, (1, T) int64; refused if too long."""
     ids: Tensor = prompt.token_ids(loaded.tokenizer).to(device_of(loaded.model))
     require_positions(loaded, ids.shape[1], settings)
     return ids
@@ -154,7 +154,7 @@ def prompt_ids(loaded: LoadedModel, prompt: Prompt, settings: GenerationSettings
 def require_positions(
     loaded: LoadedModel, prompt_tokens: int, settings: GenerationSettings
 ) -> None:
-    """Refuse a prompt behind which the model has no positions for the answer."""
+    """Refuse a prompt that leaves too few positions for the answer."""
     max_tokens, new_tokens = loaded.max_tokens, settings.max_new_tokens
     if max_tokens is None or prompt_tokens + new_tokens <= max_tokens:
         return
@@ -182,11 +182,11 @@ def continue_ids(
     prefill: Prefill | None = None,
     on_prompt_end: PromptEndSink | None = None,
 ) -> Tensor:
-    """Read (1, T) ids into a cache and generate the tokens behind them: (1, T + new) int64.
+    """Read (1, T) ids into a cache and generate the tokens after them: (1, T + new) int64.
 
-    The cache is empty, or has seen the beginning of `ids`. It compresses behind `context_tokens`,
-    None for all of the prompt; a policy that needs a second reading reads those twice, and later
-    turns as any other. `prefill` is how what is new is read; None for exactly, at once.
+    The cache is empty or has seen the beginning of `ids`. It compresses after `context_tokens`
+    tokens, None: after the prompt. A policy with a second pass reads those tokens twice, later
+    turns once. `prefill` says how new tokens are read; None: exactly, in one pass.
     """
     model = loaded.model
     if context_tokens is None and not cache.get_seq_length():
@@ -211,9 +211,9 @@ def continue_ids(
 
 
 def generate_options(model: Any, settings: GenerationSettings) -> dict[str, Any]:
-    """Keyword arguments of `generate` that replace whatever the checkpoint suggests.
+    """Keyword arguments of `generate` that override the checkpoint's.
 
-    One sequence, without beams, from a cache: that is what is streamed, timed and reported.
+    One sequence, no beams, with a cache: only that is streamed, timed and reported.
     """
     sampling: dict[str, Any] = {"do_sample": False, "temperature": None}
     if settings.temperature:
@@ -233,7 +233,7 @@ def generate_options(model: Any, settings: GenerationSettings) -> dict[str, Any]
 
 
 def _stopping(loaded: LoadedModel, settings: GenerationSettings) -> StoppingCriteriaList:
-    """Stop at strings; `generate` hands no tokenizer for them on to a decoding of one's own."""
+    """Stop at strings; `generate` passes no tokenizer for them to a custom decoding method."""
     stops = list(settings.stop_strings)
     return StoppingCriteriaList([StopStringCriteria(loaded.tokenizer, stops)] if stops else [])
 
@@ -245,20 +245,20 @@ def end_token_ids(model: Any, settings: GenerationSettings) -> list[int]:
 
 
 def _first_stop(text: str, stop_strings: Sequence[str]) -> int | None:
-    """Where the first stop string of a text begins; None where it has none."""
+    """Where the first stop string of a text begins; None without one."""
     return min((text.find(stop) for stop in stop_strings if stop in text), default=None)
 
 
 @contextlib.contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Draw from `seed`, and leave the caller's random state as it was."""
+    """Sample with `seed`, and restore the caller's random state."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield
 
 
 class _WatchedCache(CompressedCache):
-    """Tells how far through the layers the prompt has come, and counts forward passes."""
+    """Reports which layer reads the prompt, and counts forward passes."""
 
     def __init__(
         self, model: Any, policy: Policy, on_layer: LayerSink | None, **options: Any
@@ -279,7 +279,7 @@ class _WatchedCache(CompressedCache):
 
 
 class _Stopwatch(TextStreamer):
-    """Passes finished text on, up to a stop string, and notes when every token arrived."""
+    """Passes finished text on, up to a stop string, and records the time of every token."""
 
     def __init__(
         self, tokenizer: Any, on_text: TextSink | None, stop_strings: Sequence[str]
@@ -301,7 +301,7 @@ class _Stopwatch(TextStreamer):
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self._text += text
         end = _first_stop(self._text, self._stop_strings)
-        if end is None:  # what may be the beginning of a stop string waits for the rest
+        if end is None:  # hold back what may begin a stop string
             longest = max(map(len, self._stop_strings), default=1)
             end = len(self._text) - (0 if stream_end else longest - 1)
         if self._on_text and end > self._passed:
@@ -345,14 +345,14 @@ def answers_together(
     settings: GenerationSettings,
     quantize: Quantize | None = None,
 ) -> list[str]:
-    """The text of every answer; each is that of its prompt alone, up to rounding.
+    """The texts of the answers; each equals that of its prompt alone, up to rounding.
 
-    Shorter prompts are padded on the left, and each row is compressed by itself, behind its end.
-    The batch goes on until its last answer has ended.
+    Shorter prompts are padded on the left, and every row is compressed separately.
+    The batch runs until its last answer has ended.
     """
     if settings.temperature:
         raise InvalidArgumentError(
-            f"temperature: expected 0 for answers that are generated together, got "
+            f"temperature: expected 0 for answers in a batch, got "
             f"{settings.temperature}; ask the prompts one by one"
         )
     require_one_reading(policy, "ask the prompts one by one, with the question hidden from it")
@@ -362,7 +362,7 @@ def answers_together(
     ids = _left_padded(rows, next(iter(ends), 0))
     cache = CompressedCache(model, loaded.completed(policy), quantize=quantize)
     advice = (
-        f"prompts: expected a batch that the device has memory for, got {len(rows)} of up to "
+        f"prompts: expected a batch that fits in the device memory, got {len(rows)} of up to "
         f"{ids.shape[1]:,} tokens; answer fewer at once"
     )
     with out_of_memory_explained(lambda: advice):
@@ -385,6 +385,6 @@ def _left_padded(rows: Sequence[Tensor], pad: int) -> Tensor:
 
 
 def until_end(token_ids: list[int], ends: Sequence[int]) -> tuple[int, ...]:
-    """Generated tokens up to the first that ends an answer, that one included."""
+    """Generated tokens up to and including the first end token."""
     stops = [place for place, token in enumerate(token_ids) if token in ends]
     return tuple(token_ids[: stops[0] + 1] if stops else token_ids)

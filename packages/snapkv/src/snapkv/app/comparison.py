@@ -1,4 +1,4 @@
-"""Whether a compressed cache gave the full cache's answer, and from which token on it did not."""
+"""Whether a compressed cache gave the full cache's answer, and where they differ."""
 
 import itertools
 from collections.abc import Sequence
@@ -10,14 +10,14 @@ from snapkv.app.answering import Answer
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A compressed answer beside the full cache's."""
+    """A compressed answer and the full cache's."""
 
     same: bool
     first_difference: int | None
 
     @classmethod
     def of(cls, answer: Answer, full: Answer) -> Self:
-        """Compare whole answers; they are the same where they read the same."""
+        """Compare whole answers by their text."""
         if answer.text == full.text:
             return cls(same=True, first_difference=None)
         return cls.of_tokens(answer.token_ids, full.token_ids)
@@ -30,5 +30,5 @@ class Comparison:
 
     @classmethod
     def of_first(cls, answer: Answer, full: Answer, tokens: int) -> Self:
-        """Compare the first so many tokens, or all where an answer has fewer."""
+        """Compare the first so many tokens, or all if an answer is shorter."""
         return cls.of_tokens(answer.token_ids[:tokens], full.token_ids[:tokens])

@@ -36,18 +36,18 @@ NO_RECALL = "none"
 
 
 class Conversation:
-    """Questions and answers about documents, one behind the other in the same cache.
+    """Questions and answers about documents, one after the other in the same cache.
 
     Args:
         loaded: model and tokenizer.
-        policy: what the cache keeps for each question.
+        policy: which tokens the cache keeps for each question.
         settings: length and sampling.
-        document: what the questions are about; may be empty.
-        recall: "host" or a folder, see `CompressedCache`; "none" drops for good
-            what a turn does not need. None for "host", or "none" for methods that evict while
+        document: text that the questions are about; may be empty.
+        recall: "host" or a folder, see `CompressedCache`; "none" evicts
+            for good. None means "host", or "none" for methods that evict while
             generating.
-        protection: what of the first prompt must stay, through all turns; None for nothing.
-        prefill: how every turn is read; None for exactly, at once.
+        protection: tokens of the first prompt that are kept in all turns; None for none.
+        prefill: how every turn is read; None for exactly, in one pass.
         quantize: as for `CompressedCache`.
     """
 
@@ -63,7 +63,7 @@ class Conversation:
         prefill: Prefill | None = None,
         quantize: Quantize | None = None,
     ) -> None:
-        require_one_reading(policy, "choose snapkv, whose turns vote on all that was said")
+        require_one_reading(policy, "choose snapkv, whose turns vote on the whole conversation")
         policy = loaded.completed(policy)
         evicts = isinstance(policy, EvictingPolicy)
         self._prefill = prefill or Exact()
@@ -107,7 +107,7 @@ class Conversation:
         return found
 
     def _with(self, question: str) -> tuple[Tensor, list[Part]]:
-        """(1, T) int64: all that was said, and the question; and the parts of it."""
+        """(1, T) int64, the conversation and the question; and its parts."""
         tokenizer, device = self._loaded.tokenizer, device_of(self._loaded.model)
         if self._ids is not None:
             later, is_chat = next_turn(tokenizer, question), bool(tokenizer.chat_template)
@@ -121,18 +121,18 @@ class Conversation:
         return begun.to(device), question_parts(tokenizer, prompt, self._document)
 
     def drop(self, what: str) -> dict[str, Any]:
-        """Drop parts of what was said from the cache; see `CompressedCache.drop`.
+        """Drop parts of the conversation from the cache; see `CompressedCache.drop`.
 
         Args:
             what: "thinking" for that of the answers, "document", or the number of a turn: a
                 question and its answer.
 
         Returns:
-            How many tokens and bytes are free: `tokens`, `device_bytes`, `host_bytes`.
+            How many tokens and bytes were freed: `tokens`, `device_bytes`, `host_bytes`.
 
         Raises:
-            InvalidArgumentError: there is nothing of that kind that was not dropped before, or the
-                cache cannot drop it.
+            InvalidArgumentError: there is nothing of that kind left to drop, or the cache cannot
+                drop it.
         """
         seen, before = self.cache.get_seq_length(), self.report()
         spans = [(start, min(stop, seen)) for start, stop in self._spans_of(what) if start < seen]
@@ -141,10 +141,10 @@ class Conversation:
         after = self.report()
         tokens = after["dropped_tokens"] - before["dropped_tokens"]
         if not tokens:
-            marks = f" ({', '.join(MARKS)} were looked for)" if what == "thinking" else ""
+            marks = f" (searched for {', '.join(MARKS)})" if what == "thinking" else ""
             raise InvalidArgumentError(
-                f"drop: expected something that was said and is not dropped yet, got {what!r}, of "
-                f"which there is nothing{marks}; say thinking, document or the number of a turn"
+                f"drop: expected a part of the conversation that is still there, got {what!r}, "
+                f"which is not{marks}; pass thinking, document or the number of a turn"
             )
         freed = {name: before[name] - after[name] for name in ("held_bytes", "host_bytes")}
         return {
@@ -167,13 +167,13 @@ class Conversation:
         return [part.span for part in turn(self._parts, int(what))]
 
     def _thinking(self, start: int, stop: int) -> list[Span]:
-        """Of an answer, or of what the template writes before it."""
+        """Thinking in an answer, or in what the template writes before it."""
         assert self._ids is not None
         start = max(0, start - generation_tokens(self._loaded.tokenizer))
         return thinking(self._loaded.tokenizer, self._ids[0, start:stop].tolist(), start)
 
     def _protect(self, prompt: Prompt) -> None:
-        """Begin with a cache that keeps what must stay of the first prompt."""
+        """Begin with a cache that keeps the protected tokens of the first prompt."""
         if self._protection is not None:
             policy = self.cache.policy
             spans = self._protection.spans(prompt, policy, self._loaded.tokenizer)
@@ -186,7 +186,7 @@ class Conversation:
         """Write the conversation to a file; see `CompressedCache.save`."""
         if self._ids is None:
             raise InvalidArgumentError(
-                "save: expected a conversation that has begun, got none yet; ask something first"
+                "save: expected a conversation with a question, got none yet; ask something first"
             )
         parts = [(ROLES.index(part.role), *part.span) for part in self._parts]
         told = torch.tensor(parts, dtype=torch.int64).view(-1, 3)
@@ -203,11 +203,11 @@ class Conversation:
         recall: Recall | None = None,
         prefill: Prefill | None = None,
     ) -> Self:
-        """The conversation that `save` has written; it goes on with the policy it was saved with.
+        """Load a conversation that `save` wrote; it continues with the policy it was saved with.
 
-        `policy` is used where it is the saved one, for methods that need a tokenizer. `recall` says
-        where evicted tokens lie from now on; None for the host, and the choice that was saved. A
-        conversation that was saved without takes none, or "none".
+        `policy` is used if it equals the saved one, for methods that need a tokenizer. `recall` is
+        where evicted tokens are offloaded from now on; None for the saved choice, on the host. A
+        conversation saved without recall takes None or "none".
         """
         policy = policy.with_tokenizer(loaded.tokenizer)
         own = policy if policy.needs else None
@@ -220,7 +220,7 @@ class Conversation:
             )
         if "conversation" not in beside:
             raise CacheFileError(
-                f"path: expected a conversation that was saved, got a cache without one at "
+                f"path: expected a saved conversation, got a cache without one at "
                 f"{str(path)!r}; load it with CompressedCache.load"
             )
         conversation = cls.__new__(cls)
@@ -237,10 +237,10 @@ class Conversation:
 def behind(
     loaded: LoadedModel, said: Tensor, turn: Prompt, settings: GenerationSettings, *, is_chat: bool
 ) -> Tensor:
-    """All that was said, (1, T) int64, and a turn behind it, which a chat template has made or not.
+    """The conversation, (1, T) int64, with a new turn, with or without a chat template.
 
-    A template's text follows the token that ends an answer, once; no cache has read that token yet.
-    Another text goes on where the answer's own ends.
+    A template's text follows the end token of the answer, which no cache has read yet. Other text
+    follows the answer's text.
     """
     tokenizer, last = loaded.tokenizer, int(said[0, -1])
     is_written = not is_chat or turn.text.startswith(tokenizer.decode([last]))

@@ -1,4 +1,4 @@
-"""The ways to draft, as one thing that an answer can be asked to use."""
+"""The drafting methods, behind one interface."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -11,18 +11,18 @@ from snapkv.errors import InvalidArgumentError
 
 @dataclass(frozen=True, kw_only=True)
 class DraftMethod:
-    """Where drafts come from, as keyword arguments of `model.generate`."""
+    """The source of drafts, as keyword arguments of `model.generate`."""
 
     name: str
     options: dict[str, Any] = field(repr=False)
 
     def tally(self, new_tokens: int, passes: int) -> dict[str, Any]:
-        """What the last text took: `passes` that verified drafts, and tokens per such pass.
+        """Costs of the last text: `passes` that verified drafts, and tokens per such pass.
 
-        Of Medusa what `Tally` counts. The forward passes that are given include the prompt's.
+        For Medusa, the counts of `Tally`. The given forward passes include the prompt's.
         """
         decoding = self.options.get("custom_generate")
-        if not isinstance(decoding, Medusa):  # transformers drafts behind the prompt at once
+        if not isinstance(decoding, Medusa):  # transformers drafts right after the prompt
             share = new_tokens / passes
             return {"method": self.name, "passes": passes, "acceptance_length": share}
         length = decoding.tally.acceptance_length
@@ -35,16 +35,16 @@ def medusa(loaded: LoadedModel, heads: str) -> DraftMethod:
 
 
 def prompt_lookup(tokens: int) -> DraftMethod:
-    """Drafts of what stands behind the same words in the prompt."""
+    """Drafts the tokens that follow the same words in the prompt."""
     if tokens < 1:
         raise InvalidArgumentError(
-            f"prompt_lookup: expected how many tokens to draft, at least 1, got {tokens}; pass 10"
+            f"prompt_lookup: expected at least 1 token to draft, got {tokens}; pass 10"
         )
     return DraftMethod(name="prompt-lookup", options={"prompt_lookup_num_tokens": tokens})
 
 
 def assistant(loaded: LoadedModel, other: LoadedModel) -> DraftMethod:
-    """Drafts of a smaller model; where it has another vocabulary, through text."""
+    """Drafts of a smaller model; by text if it has another vocabulary."""
     options: dict[str, Any] = {"assistant_model": other.model}
     if other.tokenizer.get_vocab() != loaded.tokenizer.get_vocab():
         options |= {"tokenizer": loaded.tokenizer, "assistant_tokenizer": other.tokenizer}

@@ -21,7 +21,7 @@ from snapkv.validation import DEFAULT_RECOMPUTE
 
 @dataclass(frozen=True, kw_only=True)
 class LibraryQuestion:
-    """A question about the documents of a library that fit it best."""
+    """A question about the best-matching documents of a library."""
 
     loaded: LoadedModel
     library: Library
@@ -30,11 +30,11 @@ class LibraryQuestion:
     settings: GenerationSettings
     recompute: float = DEFAULT_RECOMPUTE
     answer_start: str = ""
-    search_ms: float = 0.0  # which counts towards the first token
+    search_ms: float = 0.0  # counts towards the first token
     left_out: Sequence[Hit] = field(default_factory=list)  # the model has no positions for them
 
     def answer(self, policy: Policy, on_text: TextSink | None = None) -> Answer:
-        """Answer from the caches that the library has."""
+        """Answer from the library's caches."""
         start = time.perf_counter()
         inputs = self.library.inputs(
             *self._asked,
@@ -47,7 +47,7 @@ class LibraryQuestion:
         return self._answered(ids, cache, self.settings, on_text).later(before_ms)
 
     def answer_in_full(self, new_tokens: int | None = None) -> Answer:
-        """The answer where the same documents are read together, with the full cache."""
+        """The full cache's answer, with the same documents read together."""
         ids = self.library.token_ids(*self._asked, answer_start=self.answer_start)
         limit = self.settings.max_new_tokens if new_tokens is None else new_tokens
         cache = CompressedCache(self.loaded.model, FullCache())
@@ -69,7 +69,7 @@ class LibraryQuestion:
 
 
 def search(library: Library, question: str, documents: int) -> tuple[Sequence[Hit], float]:
-    """The documents for a question, and the milliseconds that it took; refused where none fits."""
+    """The documents for a question, and the search time in ms; refused if none matches."""
     start = time.perf_counter()
     hits = library.search(question, documents)
     if not hits and not library.documents:
@@ -79,8 +79,8 @@ def search(library: Library, question: str, documents: int) -> tuple[Sequence[Hi
         )
     if not hits:
         raise DocumentError(
-            f"question: expected words that stand in the documents of {str(library.path)!r}, got "
-            f"{question!r}, which has none; ask with other words (snapkv library list "
+            f"question: expected words of the documents in {str(library.path)!r}, got "
+            f"{question!r}, which has none of them; ask with other words (snapkv library list "
             f"{library.path} names the documents), or name files instead of --library"
         )
     return hits, 1000 * (time.perf_counter() - start)
@@ -96,7 +96,7 @@ def take(
     recompute: float = DEFAULT_RECOMPUTE,
     answer_start: str = "",
 ) -> LibraryQuestion:
-    """Ask of what `search` has found as many as the model has positions for."""
+    """Keep as many documents of `search` as the model has positions for."""
     hits, search_ms = found
     taken = len(library.required().prefix_ids)
     taken += len(question_ids(loaded.tokenizer, question, answer_start))

@@ -15,12 +15,12 @@ from snapkv.validation import printable
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What files and folders hold."""
+    """The contents of files and folders."""
 
     texts: list[Text] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)  # what cannot be read, and why
-    gone: list[Entry] = field(default_factory=list)  # of the library, whose files are no more
-    notices: list[str] = field(default_factory=list)  # a line about every file that was left out
+    gone: list[Entry] = field(default_factory=list)  # of the library, whose files were deleted
+    notices: list[str] = field(default_factory=list)  # a line for every skipped file
 
 
 def find(sources: Sequence[str], library: Library) -> Found:

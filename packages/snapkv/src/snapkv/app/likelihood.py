@@ -1,8 +1,8 @@
-"""How likely texts are behind a prompt of which a cache keeps a part.
+"""The log-likelihood of texts after a compressed prompt.
 
-A score that counts right answers has no signal where a model is never right, or always; the loss
-of the right answer has one. It is taken in the cache that the answer was generated from, as it was
-when the prompt had been read.
+Counting right answers gives no signal if a model is never or always right; the loss of the right
+answer does. It is computed in the cache that the answer was generated from, in its state right
+after the prompt.
 """
 
 import math
@@ -26,13 +26,13 @@ from snapkv.policies import EvictingPolicy, Policy
 from snapkv.storage.bits import KVCodes
 
 _PIECE_TOKENS = 256
-"""Tokens of a continuation that are read at once; the logits of all of them are held."""
+"""Tokens of a continuation per forward pass; the logits of all of them are stored."""
 
 
 def log_likelihood(
     loaded: LoadedModel, context: Tensor, continuation: Tensor, policy: Policy
 ) -> tuple[float, bool]:
-    """Of one continuation, see `log_likelihoods`."""
+    """The result for one continuation, see `log_likelihoods`."""
     (found,) = log_likelihoods(loaded, context, [continuation], policy)
     return found
 
@@ -45,22 +45,21 @@ def log_likelihoods(
     batch_size: int = 1,
     quantize: KVCodes | None = None,
 ) -> Iterator[tuple[float, bool]]:
-    """Log-probability of every continuation behind a context that is read and compressed once.
+    """Log-probability of every continuation after a context that is read and compressed once.
 
-    The first token is predicted by the whole context, as the first token of an answer is; the
-    others attend to what was kept.
+    The whole context predicts the first token, as in an answer; later ones see the kept tokens.
 
     Args:
         loaded: the model.
         context: (1, T) int64, T at least 1.
         continuations: (1, C) int64 each, C at least 1.
         policy: what the cache keeps of the context.
-        batch_size: how many are read in one pass, each behind a copy of what was kept; where the
-            policy evicts while generating, each is read by itself, token by token.
-        quantize: in how many bits it is held; None for as it came.
+        batch_size: how many are read in one pass, each after a copy of the compressed context; if
+            the policy evicts while generating, each is read alone, token by token.
+        quantize: as for `CompressedCache`; None for unquantized.
 
     Returns:
-        For each the sum of the tokens' log-probabilities, and whether all are the likeliest.
+        For each, the sum of the tokens' log-probabilities, and whether it is the greedy answer.
     """
     model, policy = loaded.model, loaded.completed(policy)
     cache = CompressedCache(model, policy, quantize=quantize)
@@ -78,7 +77,7 @@ def log_likelihoods(
 def _together(
     model: Any, end: PromptEnd, continuations: Sequence[Tensor]
 ) -> list[tuple[float, bool]]:
-    """Of each continuation, all read at once; tokens behind the shorter ones change nothing."""
+    """The same for continuations in one batch; padding after shorter ones changes nothing."""
     lengths = [continuation.shape[1] for continuation in continuations]
     rows = pad_sequence([one[0] for one in continuations], batch_first=True)
     for layer in end.cache.layers:  # recurrent ones, too, which take no other way to more rows
@@ -94,11 +93,11 @@ def _together(
 def log_probabilities(model: Any, end: PromptEnd, continuation: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probability of every token of (B, C) continuations, those before it being given.
 
-    (B, C) fp32, and (B, C) bool, whether each token is the likeliest. All but the last token of
+    (B, C) fp32, and (B, C) bool, whether each token is the most likely. All but the last token of
     each is in the cache then.
     """
     cache, following = end.cache, continuation.shape[1] - 1
-    # What a method drops while generating depends on its steps.
+    # Eviction while generating depends on the steps.
     size = 1 if isinstance(cache.policy, EvictingPolicy) else _PIECE_TOKENS
     found = [_chosen(end.logits, continuation[:, :1])]
     for start in range(0, following, size):
@@ -112,7 +111,7 @@ def log_probabilities(model: Any, end: PromptEnd, continuation: Tensor) -> tuple
 
 
 def _chosen(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities (B, N) of the tokens (B, N) behind logits (B, N, V); whether each leads."""
+    """Log-probabilities (B, N) of tokens (B, N) from logits (B, N, V); whether each is top-1."""
     predicted = logits.float().log_softmax(dim=-1)
     chosen = predicted.gather(2, ids[:, :, None])[:, :, 0]
     return chosen, predicted.argmax(dim=-1) == ids
@@ -145,10 +144,9 @@ class References:
         return cls(token_ids=found)
 
     def loss(self, loaded: LoadedModel, end: PromptEnd) -> float | None:
-        """Mean negative log-likelihood of the likeliest behind a prompt, in nats per token.
+        """Mean negative log-likelihood of the most likely reference, in nats per token.
 
-        None where the model has no positions for one of them, the tokenizer no token for one, or
-        where one's loss is not a finite number.
+        None if a reference has no token, exceeds the model's positions, or has no finite loss.
         """
         longest = end.cache.get_seq_length() + max(map(len, self.token_ids))
         if not all(self.token_ids):

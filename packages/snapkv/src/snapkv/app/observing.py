@@ -72,7 +72,7 @@ class Observed(Generic[Seen]):
 
     seen: dict[int, Seen]  # by the layer's index in the model
     cache: CompressedCache  # the full cache of all tokens
-    last_logits: Tensor  # (V,), behind the last of them
+    last_logits: Tensor  # (V,), after the last of them
 
 
 def observed(
@@ -98,7 +98,7 @@ def observed(
 
 @torch.inference_mode()
 def _read(model: Any, ids: Tensor, recorder: Recorder) -> tuple[CompressedCache, Tensor]:
-    """The full cache of a prompt, and the (1, 1, V) logits behind it."""
+    """The full cache of a prompt, and the (1, 1, V) logits after it."""
     cache = CompressedCache(model, recorder)
     cache.expect_tokens(ids)
     return cache, model(ids, **passed(cache), logits_to_keep=1).logits
@@ -110,7 +110,7 @@ class RecordedPrompt:
 
     model: Any
     layers: Sequence[PromptLayer]  # as a policy is shown them, one for each that it compresses
-    last_logits: Tensor  # (1, 1, V), behind the prompt; the same whatever is kept
+    last_logits: Tensor  # (1, 1, V), after the prompt; the same whatever is kept
     others: Mapping[int, Any] = field(default_factory=dict)  # what no policy is shown
 
     @property
@@ -167,7 +167,7 @@ def record_prompt(model: Any, ids: Tensor, recorder: Recorder) -> RecordedPrompt
 
 
 def _not_shown(cache: CompressedCache, shown: Iterable[PromptLayer]) -> dict[int, Any]:
-    """The layers that hold what a policy is not shown: windows, and states beside tokens."""
+    """The layers with contents that a policy is not shown: sliding windows and states."""
     if any(layer.stored_heads is not None for layer in shown):
         raise UnsupportedModelError(
             "model: expected keys and values that are stored as attention sees them where a prompt "
@@ -188,7 +188,7 @@ def record_prompt_twice(
     cache = CompressedCache(model, policy)
     layers = read_layers(model, ids, cache, instruction_ids=instruction_ids)
     cache.crop(-1)  # the last token is read again, for its logits
-    cache.expect_prompt(ids.shape[1] + 1)  # and nothing is to be dropped behind it
+    cache.expect_prompt(ids.shape[1] + 1)  # and nothing is to be dropped after it
     logits = model(ids[:, -1:], **passed(cache)).logits
     others = _not_shown(cache, layers)
     return RecordedPrompt(model=model, layers=layers, last_logits=logits, others=others)

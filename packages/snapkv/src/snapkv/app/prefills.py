@@ -1,4 +1,4 @@
-"""The ways to read a prompt, by name and with their parameters, before torch is there."""
+"""The ways to read a prompt, by name, with their parameters; torch is not imported."""
 
 import contextlib
 from dataclasses import asdict, dataclass, replace
@@ -15,10 +15,10 @@ class Prefill:
     function: ClassVar[str] = ""
     """In `snapkv.prefill`, a block in which a model reads prompts so; it takes the parameters."""
     holds_all: ClassVar[bool] = True
-    """Whether every layer has had every token, so that a later turn may recall it."""
+    """Whether every layer has read every token, so that later turns can recall it."""
 
     def within(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        """A block in which the model reads prompts so."""
+        """A block in which the model reads prompts this way."""
         from snapkv import prefill
 
         block: contextlib.AbstractContextManager[None]
@@ -26,7 +26,7 @@ class Prefill:
         return block
 
     def completed(self, model: Any) -> Self:
-        """With what is known of a model by now in place of what it leaves open."""
+        """A copy with parameters left open filled in from what is known of a model."""
         del model
         return self
 
@@ -48,7 +48,7 @@ class Exact(Prefill):
 
 @dataclass(frozen=True, kw_only=True)
 class _WithChosenTokens(Prefill):
-    """Only some tokens go on from some layer; None for the one that is known of the model."""
+    """After some layer only some tokens are computed; None: the known layer of the model."""
 
     holds_all: ClassVar[bool] = False
 
@@ -70,21 +70,21 @@ class _WithChosenTokens(Prefill):
 
 @dataclass(frozen=True, kw_only=True)
 class Selective(_WithChosenTokens):
-    """From some layer on only the tokens go on that the prompt's end votes for."""
+    """After some layer only the tokens that the prompt's end votes for are computed."""
 
     name = function = "selective"
 
 
 @dataclass(frozen=True, kw_only=True)
 class GemFilter(_WithChosenTokens):
-    """The tokens that the prompt's end votes for are read again, by all layers, and no other."""
+    """Only the tokens that the prompt's end votes for are read again, by all layers."""
 
     name = function = "gemfilter"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerByLayer(Prefill):
-    """Every layer reads the prompt in pieces before the next begins: exact, in less memory."""
+    """Every layer reads the whole prompt, in pieces, before the next: exact, less memory."""
 
     name: ClassVar[str] = "layer-by-layer"
     function: ClassVar[str] = "layer_by_layer"

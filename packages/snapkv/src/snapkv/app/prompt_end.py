@@ -1,4 +1,4 @@
-"""The end of a prompt: what a cache holds and a model expects, before anything is generated."""
+"""The end of a prompt: the cache and the next-token logits before anything is generated."""
 
 import contextlib
 import copy
@@ -14,13 +14,13 @@ from snapkv.hf.cache_argument import cache_among
 
 @dataclass(frozen=True, kw_only=True)
 class PromptEnd:
-    """A prompt that was read, and nothing behind it."""
+    """A prompt that was read, and nothing after it."""
 
-    cache: CompressedCache  # what was kept of the prompt; it goes on by itself
-    logits: Tensor  # (1, 1, V), of the token that comes next, as the model gives them
+    cache: CompressedCache  # what was kept of the prompt; an independent copy
+    logits: Tensor  # (1, 1, V), for the next token
 
     def branch(self) -> "PromptEnd":
-        """The same once more: what is read into one cache is not in the other."""
+        """An independent copy: reading into one does not change the other."""
         return PromptEnd(cache=copy.copy(self.cache), logits=self.logits)
 
 
@@ -31,10 +31,10 @@ PromptEndSink = Callable[[PromptEnd], None]
 def telling_of_prompt_end(
     model: Any, cache: CompressedCache, prompt_tokens: int, on_prompt_end: PromptEndSink | None
 ) -> Iterator[None]:
-    """Within this block, the forward pass that ends a prompt is told of, once.
+    """In this block, a function is called once, at the end of the prompt.
 
-    The prompt's only row is read without drafts behind it. What is told of shares what is stored so
-    far with the cache, which goes on as ever.
+    The prompt has one row and no drafts after it. The reported cache shares stored tensors with the
+    cache in use, which continues as usual.
     """
     if on_prompt_end is None:
         yield
@@ -44,7 +44,7 @@ def telling_of_prompt_end(
     def look(module: Any, given: Any, named: dict[str, Any], output: Any) -> None:
         nonlocal told
         del module, given
-        own = cache_among(named) is cache  # another thread may use the model, too
+        own = cache_among(named) is cache  # other threads may use the model
         if own and not told and cache.get_seq_length() == prompt_tokens:
             told = True
             logits = output.logits[:, -1:].clone()

@@ -1,4 +1,4 @@
-"""Reading a sample's prompt once for all methods that choose behind it."""
+"""Read a sample's prompt once for all methods that choose at its end."""
 
 import contextlib
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from snapkv.prefill.shared import shared_bytes
 from snapkv.storage.bits import KVCodes
 
 _MOST_OF_FREE = 0.4
-"""The share of the free memory that a reading may hold; caches and answers need the rest."""
+"""Share of the free memory for a shared prefill; caches and answers need the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +39,10 @@ class _ReadBefore(Prefill):
 
 
 class PromptReader:
-    """How the methods that answer one prompt read it: together, where that gives the same.
+    """How methods read the same prompt: together, if that gives the same answers.
 
-    The prompt is read with the first of several methods that read exactly. Each reads for itself
-    where there is one only, where the model cannot share a reading, or where the memory has no room
-    for what all of them need.
+    The prompt is read with the first of several methods with exact prefill. Each method reads
+    alone if there is only one, if the model cannot share a prefill, or if memory is too small.
     """
 
     def __init__(
@@ -65,9 +64,9 @@ class PromptReader:
         ends: list[PromptEnd] | None = None,
         quantize: KVCodes | None = None,
     ) -> Answer:
-        """The answer of a method; `ends` gets the end of the prompt that it was generated behind.
+        """The answer of a method; `ends` gets the `PromptEnd` that it was generated from.
 
-        The time of a shared reading counts in every answer, which would have taken it too.
+        The time of a shared prefill counts in every answer, which would have needed it, too.
         """
         how = protection, ends, quantize
         if way == Exact() and (shared := self._reading()) is not None:
@@ -103,7 +102,7 @@ class PromptReader:
         )
 
     def _reading(self) -> SharedReading | None:
-        """What is shared; None where each method is to read for itself."""
+        """The shared prefill; None if each method reads alone."""
         if self._shares and self._shared is None:
             self._shared = self._read()
             self._shares = self._shared is not None

@@ -14,10 +14,10 @@ _ANSWER = "the-answer-so-far"
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """The text that a model continues; where the question is hidden, in two parts.
+    """The text that a model continues; with a hidden question, in two parts.
 
-    The cache is compressed behind the first `context_characters`, and the rest is read over what
-    was kept of them, so that it has no vote; None compresses behind all of the text.
+    The cache is compressed after the first `context_characters`. The rest is read afterwards and
+    does not vote. None compresses at the end of the text.
     """
 
     text: str
@@ -34,7 +34,7 @@ class Prompt:
         return cls(text=plain, cuts=cuts, has_special_tokens=True, **fields)
 
     def followed_by(self, tokenizer: Any, content: str) -> Self:
-        """With content behind it that no template writes."""
+        """With content after it that no template writes."""
         text, cuts = unquoted(quoted(tokenizer, content))
         begin = len(self.text)
         places = (*self.cuts, *(begin + cut for cut in cuts))
@@ -63,13 +63,13 @@ class Prompt:
             )
         if tokens == len(whole):
             raise InvalidArgumentError(
-                "question: expected text behind the context that it is hidden from, got no token "
+                "question: expected text after the context that it is hidden from, got no token "
                 "of it; add a question, or leave context_characters out"
             )
         return tokens
 
     def hiding(self, question: str) -> "Prompt":
-        """The same prompt, compressed before the question; what stands behind it is hidden, too."""
+        """The same prompt, compressed before the question; everything after it is hidden, too."""
         asked = self.text.removesuffix(self.answer_start)
         question = question.strip()
         place = asked.rfind(question)
@@ -84,7 +84,7 @@ class Prompt:
         """Where every token begins and ends in the text; refused for a tokenizer without them."""
         if not getattr(tokenizer, "is_fast", False):
             raise InvalidArgumentError(
-                f"{argument}: expected a tokenizer that says where its tokens stand in the text, "
+                f"{argument}: expected a tokenizer that gives the offsets of its tokens, "
                 f"got {type(tokenizer).__name__}, which does not; {remedy}"
             )
         return self.encoded(tokenizer, offsets=True)[1]
@@ -94,7 +94,7 @@ class Prompt:
     ) -> tuple[list[int], list[tuple[int, int]]]:
         """Tokens of the text, or of its first `end` characters, and their places if asked for.
 
-        A text that no template wrote has no control tokens but those that stand around it.
+        A text that no template wrote has no control tokens but those that are around it.
         """
         cuts = self.cuts
         if not self.has_special_tokens:
@@ -120,7 +120,7 @@ def require_unicode(argument: str, text: str) -> None:
 def question_prompt(
     tokenizer: Any, document: str, question: str, *, answer_start: str = ""
 ) -> Prompt:
-    """The document first and the question last, where it can vote on the document.
+    """The document first and the question last, so that it votes on the document.
 
     With a chat template both are one message of the user, and the model's turn begins with
     `answer_start`. Without one, the model continues "Question: ... Answer: ...".
@@ -175,7 +175,7 @@ def system_message(tokenizer: Any) -> str:
     turns = [{"role": role, "content": _ANSWER} for role in ("user", "assistant", "user")]
     parts = tokenizer.apply_chat_template(turns, tokenize=False).split(_ANSWER)
     if len(parts) < 3 or not getattr(tokenizer, "is_fast", False):
-        return ""  # a template that rewrites messages, or tokens that do not tell where they stand
+        return ""  # a template that rewrites messages, or a tokenizer without offsets
     first = tokenizer(parts[0], add_special_tokens=False, return_offsets_mapping=True)
     ids, later = first["input_ids"], tokenizer(parts[-2], add_special_tokens=False)["input_ids"]
     own = ids[: len(ids) - _alike(reversed(ids), reversed(later))]

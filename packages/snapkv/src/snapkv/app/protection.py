@@ -1,4 +1,4 @@
-"""Which tokens of a prompt must stay: texts in it, its beginning, a chat's system message."""
+"""Protected tokens of a prompt: texts in it, its beginning, a chat's system message."""
 
 import re
 import sys
@@ -19,11 +19,11 @@ from snapkv.validation import require_int
 
 @dataclass(frozen=True, kw_only=True)
 class Protection:
-    """What of a prompt every layer and head keeps; see `CompressedCache`."""
+    """Tokens of a prompt that every layer and head keeps; see `CompressedCache`."""
 
-    texts: Sequence[str] = ()  # of each every occurrence in the prompt, chat template included
+    texts: Sequence[str] = ()  # every occurrence of each, chat template included
     first_tokens: int = 0
-    system: bool | None = False  # the system message of a chat; None for where it is and fits
+    system: bool | None = False  # the system message of a chat; None: if there is one and it fits
 
     def __post_init__(self) -> None:
         require_int("protect_first", self.first_tokens, minimum=0)
@@ -35,7 +35,7 @@ class Protection:
     def spans(self, prompt: Prompt, policy: Policy, tokenizer: Any) -> list[Span]:
         """The positions to protect, for `CompressedCache`.
 
-        One line to standard error where the system message would stay by default and cannot.
+        Warns on standard error if the default cannot protect the system message.
         """
         asked = [(0, self.first_tokens)] if self.first_tokens else []
         for text in self.texts:
@@ -45,7 +45,7 @@ class Protection:
     def _system(
         self, prompt: Prompt, policy: Policy, tokenizer: Any, asked: list[Span]
     ) -> list[Span]:
-        """The system message, where it is to stay and can, beside what else was asked for."""
+        """The other protected spans and, if it is to be kept and fits, the system message."""
         if self.system is False or isinstance(policy, FullCache):
             return []
         if not prompt.system_characters:
@@ -79,14 +79,14 @@ def _occurrences(prompt: Prompt, text: str, tokenizer: Any) -> list[Span]:
     ]
     if not found:
         raise InvalidArgumentError(
-            f"protect: expected a text that the prompt holds, got {text[:60]!r}, which stands "
-            "nowhere in it; copy it as it stands there"
+            f"protect: expected a text that the prompt holds, got {text[:60]!r}, which is "
+            "nowhere in it; copy it from the prompt"
         )
     return found
 
 
 def tokens_of(offsets: Sequence[Span], start: int, stop: int) -> list[Span]:
-    """The tokens, at these places of a text, that hold any of its characters: one span, or none."""
+    """The tokens that overlap these places of a text: one span, or none."""
     within = [
         position
         for position, (begin, end) in enumerate(offsets)
@@ -100,7 +100,7 @@ def _offsets(prompt: Prompt, tokenizer: Any) -> list[Span]:
 
 
 def _has_room(policy: Policy, asked: list[Span], tokens: int) -> bool:
-    """Whether it can keep what was asked for; if not, reading the prompt says why, in its bytes."""
+    """Whether the budget has room for these tokens; if not, the prefill raises the error."""
     try:
         _require_room(policy, asked, tokens)
     except InvalidArgumentError:

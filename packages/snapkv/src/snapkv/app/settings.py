@@ -1,4 +1,4 @@
-"""How to generate and to train; importable without torch, so that the command line can show it."""
+"""Settings of generation and training; importable without torch, for the command line."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -15,10 +15,10 @@ class GenerationSettings:
     """How an answer is generated."""
 
     max_new_tokens: int = 128
-    temperature: float = 0.0  # 0 takes the likeliest token each time; from 0.001, they are drawn
+    temperature: float = 0.0  # 0: greedy; from 0.001 on: sampling
     seed: int = 0
     min_new_tokens: int = 0  # the token that ends the answer not counted
-    stop_token_ids: tuple[int, ...] = ()  # that end an answer, beside the model's own
+    stop_token_ids: tuple[int, ...] = ()  # end an answer, as the model's own end tokens do
     stop_strings: tuple[str, ...] = ()  # neither they nor what follows is part of the answer
 
     def __post_init__(self) -> None:
@@ -39,7 +39,7 @@ class GenerationSettings:
         if self.temperature != 0 and not drawn:
             raise InvalidArgumentError(
                 f"temperature: expected 0, or a finite number of at least {MIN_TEMPERATURE}, got "
-                f"{self.temperature}; pass 0 for the likeliest token each time, or 1"
+                f"{self.temperature}; pass 0 for greedy decoding, or 1"
             )
 
 
@@ -48,14 +48,14 @@ class MedusaTraining:
     """How heads are trained; the same plan and documents continue a run that was stopped.
 
     Args:
-        num_heads: how many tokens behind the next one are guessed.
-        answers: how many answers to learn from; each tenth is held out and measured instead.
+        num_heads: how many tokens after the next one are predicted.
+        answers: how many answers to train on; every tenth is held out for measurement.
         passage_tokens: length of the passage that an answer is about.
-        max_new_tokens: where an answer is cut off.
+        max_new_tokens: length limit of an answer.
         batch: answers generated together.
-        step_answers: answers learnt from in one step.
-        epochs: how often every answer is learnt from.
-        learning_rate: at its highest; it rises over the first tenth and falls as a cosine.
+        step_answers: answers per training step.
+        epochs: passes over the answers.
+        learning_rate: its peak; it rises over the first tenth and falls as a cosine.
         seed: of the order of passages and answers.
     """
 

@@ -158,7 +158,7 @@ class _Files:
             return []
         if _is_binary(data):
             if str(mimetypes.guess_type(path.name)[0]).startswith("text/"):
-                raise DocumentError("file: expected text, got bytes that are none")
+                raise DocumentError("file: expected text, got binary data")
             return []
         return [self._parsed(str(path), data, suffix=path.suffix.lower())]
 

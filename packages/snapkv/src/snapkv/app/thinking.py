@@ -17,7 +17,7 @@ MARKS = {
     "<|channel|>analysis<|message|>": "<|end|>",  # gpt-oss
     "◁think▷": "◁/think▷",  # Kimi
 }
-"""What stands before and behind a thought."""
+"""What stands before and after a thought."""
 
 _NEXT_MESSAGE = "<|start|>assistant"
 """What gpt-oss begins its answer with when it has thought."""
@@ -35,7 +35,7 @@ _THOUGHT = re.compile(
 
 
 def thinking(tokenizer: Any, ids: Sequence[int], start: int) -> list[Span]:
-    """The spans of thinking in the tokens of an answer, the first of which stands at `start`."""
+    """The spans of thinking in the tokens of an answer, the first of which is at `start`."""
     text, offsets = _decoded(tokenizer, ids)
     return [
         (start + begin, start + end)

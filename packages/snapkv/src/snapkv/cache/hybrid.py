@@ -1,4 +1,4 @@
-"""A compressed layer that carries a state beside its keys and values."""
+"""A compressed layer that has a state besides its keys and values."""
 
 import copy
 from typing import Any, Self
@@ -15,7 +15,7 @@ from snapkv.storage.storage import Storage
 class HybridLayer(CompressedLayer, LinearAttentionAndFullAttentionLayer):
     """Attention and linear attention in one layer, such as Falcon H1's: only the tokens shrink.
 
-    What is beside them is transformers' own, taken over from the layer that it has made.
+    The state is transformers', taken over from the layer that it has made.
     """
 
     def __init__(

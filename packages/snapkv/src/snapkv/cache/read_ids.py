@@ -22,7 +22,7 @@ class ReadIds:
     parts: tuple[tuple[int, Tensor], ...] = ()
 
     def up_to(self, columns: int) -> Self:
-        """Without what stands behind so many columns."""
+        """Without what comes after so many columns."""
         cut = ((start, ids[:, : columns - start]) for start, ids in self.parts if start < columns)
         return type(self)(tuple(cut))
 
@@ -71,7 +71,7 @@ class ReadIds:
                 row = int(differs[:, place].nonzero()[0])
                 raise CacheMismatchError(
                     f"input_ids: expected the {seen:,} tokens that the cache has read, and what is "
-                    f"new behind them, got {int(given[row, place])} instead of "
+                    f"new after them, got {int(given[row, place])} instead of "
                     f"{int(read[row, place])} at token {begin + place:,} of row {row}; pass the "
                     "whole conversation as it was read, or call cache.reset() before another one"
                 )

@@ -21,10 +21,10 @@ class CacheReport(dict[str, Any]):
         chosen_at: tokens per row seen when the layers last chose what to keep; 0 before a prompt
             has ended.
         kept_tokens: tokens per row, head and layer that the compressed layers store, the mean.
-        later_tokens: those of them that came behind the last choice, such as the answer's.
+        later_tokens: those of them that came after the last compression, such as the answer's.
         held_bytes: bytes of the stored keys and values of all layers. Room for tokens to come does
-            not count: for 64 when it is made, at the first token behind the prompt.
-        index_bytes: bytes of what is held beside them: the kept positions, and what a method that
+            not count: for 64 when it is made, at the first token after the prompt.
+        index_bytes: bytes of everything else: the kept positions, and what a method that
             evicts while generating notes (H2O's sums, the queries Scissorhands looks back at).
         host_bytes: bytes of the keys and values that `recall` has put off the device.
         full_bytes: bytes transformers' own cache would hold after the same tokens.
@@ -108,7 +108,7 @@ class CacheReport(dict[str, Any]):
         """Tokens seen and kept, and bytes, in words."""
         share = self.held_bytes / self.full_bytes if self.full_bytes else 1.0
         later = self["later_tokens"]
-        behind = f" of {self.seen_tokens - later:,} and {later:,} behind" if later else ""
+        behind = f" of {self.seen_tokens - later:,} and {later:,} after" if later else ""
         return (
             f"{self.seen_tokens:,} tokens seen, {self.chosen_tokens:,.0f} kept{behind}: "
             f"{format_bytes(self.held_bytes)} of {format_bytes(self.full_bytes)} ({share:.1%})"
@@ -153,7 +153,7 @@ def bits_text(layers: Mapping[str, int]) -> str:
 
 
 def _later_tokens(layer: CompressedLayer) -> int:
-    """How many of the tokens that it stores came behind the last choice."""
+    """How many of its stored tokens came after the last compression."""
     slots = layer.slots
     if not slots.chosen_at:
         return 0

@@ -26,11 +26,11 @@ from snapkv.storage.base import TokenStore
 class SlotMap(RowRecord):
     """The slots of a layer's store; immutable, and the same from one choice to the next.
 
-    The first slots hold what was chosen, the others every token behind it. While nothing was
+    The first slots hold what was chosen, the others every token after it. While nothing was
     dropped every slot is of the second kind.
 
     Attributes:
-        start: columns before the first token behind the chosen ones.
+        start: columns before the first token after the chosen ones.
         kept: (B, H, K) int32, columns of the first K slots, -1 where they hold none; None while
             nothing was dropped.
         pads: (B,) int64, leading columns of each row that are no tokens, or None.
@@ -106,7 +106,7 @@ class SlotMap(RowRecord):
         """(B,) leading slots that hold no token."""
         return self.pads if self.kept is None else self.fillers
 
-    # Where the tokens of a store stand.
+    # Where the tokens of a store are.
 
     def columns(self, store: TokenStore) -> Tensor:
         """(B, H, S) int64: the column of every slot; negative where it holds none."""
@@ -140,7 +140,7 @@ class SlotMap(RowRecord):
             return ranks
         lengths = self.erased[..., 1] - self.erased[..., 0]
         sums = lengths.cumsum(-1)
-        behind = self.erased[..., 0] - (sums - lengths)  # the rank of the token behind each span
+        behind = self.erased[..., 0] - (sums - lengths)  # the rank of the token after each span
         return ranks + _sum_up_to(ranks, behind, sums)
 
     def visible(self, store: TokenStore, slots: int) -> Tensor:
@@ -194,7 +194,7 @@ class SlotMap(RowRecord):
     # What becomes of it.
 
     def chosen(self, kept: Tensor, columns: int, **changes: Any) -> Self:
-        """Of the first columns the slots hold what was kept, and all that stand behind them."""
+        """Of the first columns the slots hold what was kept, and all that come after them."""
         made = replace(self, kept=kept.to(torch.int32), start=columns, **changes)
         _ = made.needs_own_mask  # asked of the device now, not by the next token
         return made
@@ -322,13 +322,13 @@ class DecodeNotes(RowRecord):
     lost_peak: Tensor | None = per_row(measured=True)
 
     def scores_with(self, new_tokens: int) -> Tensor | None:
-        """(B, H, S) float32: `slot_scores`, zero for the new tokens behind them."""
+        """(B, H, S) float32: `slot_scores`, zero for the new tokens after them."""
         if self.slot_scores is None:
             return None
         return torch.nn.functional.pad(self.slot_scores, (0, new_tokens))
 
     def of_choice(self, last_queries: Tensor | None, lost: LostVotes | None) -> Self:
-        """Behind the end of a prompt, with the queries to hold and the votes that were lost."""
+        """After the end of a prompt, with the queries to hold and the votes that were lost."""
         mass, peak = (None, None) if lost is None else (lost.mass, lost.peak)
         return replace(self, last_queries=last_queries, lost_mass=mass, lost_peak=peak)
 
@@ -354,7 +354,7 @@ def require_removable(tokens_to_remove: SupportsIndex) -> int:
 
 
 def _from(first: Tensor | None, count: int, store: TokenStore) -> Tensor:
-    """(B, count) bool: what stands at or behind the first place of each row."""
+    """(B, count) bool: what stands at or after the first place of each row."""
     order = torch.arange(count, device=store.keys.device)
     if first is None:
         return torch.ones(store.keys.shape[0], count, dtype=torch.bool, device=order.device)

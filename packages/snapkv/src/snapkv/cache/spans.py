@@ -57,7 +57,7 @@ def require_between_turns(reading: Reading) -> None:
     if begun or reading.prompt_end is None or slots.is_partial or not slots.chosen_at:
         raise InvalidArgumentError(
             f"spans: expected a prompt that was read to its end for drop, got "
-            f"{reading.seen_tokens:,} tokens of one; drop behind it, or leave the span out of the "
+            f"{reading.seen_tokens:,} tokens of one; drop after it, or leave the span out of the "
             "prompt"
         )
 

@@ -11,10 +11,10 @@ SUMMARIES = {
     "generate": "Continue a text, from a cache smaller than it is.",
     "chat": "Answer questions about documents, one after another, in one small cache.",
     "inspect": "Show on one page which tokens of documents were kept for a question, and why.",
-    "plan": "Say what a long prompt takes and whether compression helps, from the configuration "
-    "alone.",
+    "plan": "Estimate a long prompt's memory and what compression gains, from the "
+    "configuration alone.",
     "policies": "List the methods with their parameters and defaults.",
-    "serve": "Serve a model over HTTP with vLLM, from a compressed cache in the model's own bits.",
-    "library": "Documents that a model reads once; ask them with `snapkv ask --library`.",
+    "serve": "Serve a model over HTTP with vLLM, from a compressed, unquantized cache.",
+    "library": "Read documents once, then ask about them with `snapkv ask --library`.",
 }
-"""The first line of each command's help, so that they are listed without what they import."""
+"""The first line of each command's help, to list commands without importing them."""

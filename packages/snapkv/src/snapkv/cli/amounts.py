@@ -1,6 +1,6 @@
-"""Amounts as people write them: 4096, 4k or 1.5k tokens; 80GB, 24GiB or 128kb of memory.
+"""Parse amounts: 4096, 4k or 1.5k tokens; 80GB, 24GiB or 128kb of memory.
 
-What is no such amount is an InvalidArgumentError.
+Anything else raises InvalidArgumentError.
 """
 
 import contextlib
@@ -26,9 +26,9 @@ def count(name: str, text: str, before: str | None = None) -> int:
     """A whole number; 4k stands for 4096, 1.5k for 1536, 1m for 1048576.
 
     Args:
-        name: what it is of.
+        name: the argument's name.
         text: the number.
-        before: what stands right before it on a command line; None for the option of that name.
+        before: the text before it on the command line; None for the option `name`.
     """
     if found := re.fullmatch(r"\s*(-?)(\d+(?:\.\d+)?)\s*([km]?)\s*", text, re.IGNORECASE):
         sign, number, prefix = found.groups()
@@ -42,13 +42,13 @@ def count(name: str, text: str, before: str | None = None) -> int:
 
 
 def counts(name: str, text: str) -> tuple[int, ...]:
-    """Whole numbers with commas between them, see `count`; perhaps none."""
+    """Whole numbers with commas between them, see `count`; may be empty."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     return tuple(count(name, part) for part in parts)
 
 
 def integers(name: str, text: str) -> tuple[int, ...]:
-    """Whole numbers with commas between them, see `count`; at least one, and none left out."""
+    """Whole numbers with commas between them, see `count`; at least one, none empty."""
     if all(part.strip() for part in text.split(",")):
         return counts(name, text)
     raise InvalidArgumentError(
@@ -58,11 +58,11 @@ def integers(name: str, text: str) -> tuple[int, ...]:
 
 
 def kernel(text: str) -> int | tuple[int, int]:
-    """A pooling kernel: a width such as 7, or how far it reaches before and behind, as 0+12."""
+    """A pooling kernel: a width such as 7, or positions before and after, as in 0+12."""
     found = re.fullmatch(r"\s*(-?\d+)\s*(?:\+\s*(\d+))?\s*", text)
     if found is None:
         raise InvalidArgumentError(
-            f"kernel_size: expected a width such as 7, or how far before and behind as 0+12, got "
+            f"kernel_size: expected a width such as 7, or positions before and after, 0+12, got "
             f"{text!r}; write for instance --kernel-size 0+12"
         )
     return int(found[1]) if found[2] is None else (int(found[1]), int(found[2]))
@@ -109,26 +109,26 @@ def token_budgets(text: str) -> tuple[int | str | dict[str, Any], ...]:
 
 
 EXACT = "exact"
-"""Of storage: keys and values as they came."""
+"""The word for unquantized storage."""
 
 
 def storage_bits(text: str) -> tuple[str, ...]:
-    """Words for storage with commas between them: exact, or bits as `code_bits` reads them."""
+    """Names of storage with commas between them: exact, or bits as in `code_bits`."""
     words = [part.strip() for part in text.split(",") if part.strip()]
     if not words or len(set(words)) < len(words) or not all(map(_is_storage, words)):
         raise InvalidArgumentError(
-            f"bits: expected some of {EXACT}, int8, int4 and bits of keys and values apart as "
+            f"bits: expected some of {EXACT}, int8, int4 and bits of keys and of values as "
             f"in k8v4, each once, got {text!r}; write for instance --bits {EXACT},int4"
         )
     return tuple(words)
 
 
 def one_storage(text: str) -> str | None:
-    """The same of one word; None for exact."""
+    """One such name; None for exact."""
     word, *more = storage_bits(text)
     if more:
         raise InvalidArgumentError(
-            f"bits: expected one word, such as {EXACT} or int4, got {text!r}; take one after the "
+            f"bits: expected one word, such as {EXACT} or int4, got {text!r}; try one after the "
             "other"
         )
     return None if word == EXACT else word
@@ -139,7 +139,7 @@ def _is_storage(word: str) -> bool:
 
 
 def byte_count(name: str, text: str, before: str | None = None) -> int:
-    """Bytes with a unit: GB and G are 10^9 of them, GiB 2^30; `before` as in `count`."""
+    """Bytes with a unit: GB and G are 10^9, GiB is 2^30; `before` as in `count`."""
     form = r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(ib|b?)|b)\s*"
     if found := re.fullmatch(form, text, re.IGNORECASE):
         base = 1024 if (found[3] or "").lower() == "ib" else 1000
@@ -156,20 +156,20 @@ def _option(name: str) -> str:
 
 @dataclass(frozen=True)
 class WholeNumber:
-    """Marks an option that takes a whole number as people write it, such as 4k.
+    """Marks an option that takes a whole number, which may be written as 4k.
 
-    Every such option has one in the end; who declares it sets what is checked before the command.
+    Its declaration sets the limits that are checked before the command begins.
 
     Attributes:
-        least: the smallest number; None leaves that to the command.
-        is_counted: whether so many things are made, read or repeated, which is never beyond reason.
+        least: the smallest allowed number; None: the command checks it.
+        is_counted: whether it counts things that take memory or time, and so has an upper limit.
     """
 
     least: int | None = None
     is_counted: bool = True
 
     def read(self, name: str, text: str) -> Any:
-        """The number that the text stands for."""
+        """The number in the text."""
         number = count(name, text)
         if self.least is not None:
             check = require_at_least if self.is_counted else require_int
@@ -184,6 +184,6 @@ class TokenBudget(WholeNumber):
     """Marks an option that takes a number of tokens, or auto."""
 
     def read(self, name: str, text: str) -> Any:
-        """What a policy takes as its budget."""
+        """The budget in the form that policies take."""
         del name
         return token_budget(text)

@@ -28,19 +28,18 @@ from snapkv.errors import (
 _FAILURE, _BAD_INPUT = 1, 2
 
 _COMPLETES = "_SNAPKV_COMPLETE"
-"""What the scripts of `--install-completion` set when a shell asks what may follow."""
+"""The variable that a shell's completion scripts set."""
 
-# What argument parsing raises; typer exports no name for the whole family.
+# The base class of typer's parsing errors, for which typer exports no name.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 _OWN = ("demo", "ask", "generate", "chat", "inspect", "plan", "policies", "serve")
 _COMMANDS = {name: f"snapkv.cli.{name}:{name}" for name in _OWN}
 _COMMANDS |= {"generate": "snapkv.cli.ask:generate", "library": "snapkv.cli.library:app"}
-"""Functions and groups of commands, as entry points name them; other packages bring further ones.
+"""Commands and groups of commands as entry points; other packages may register more.
 
-The module of a command may have `EXAMPLES`: a line or two by the words of each of its commands. The
-package around that module may have `SUMMARIES`, a line by the name of each command: those are
-listed without their modules.
+The module of a command may define `EXAMPLES`: a line or two for each of its commands. Its package
+may define `SUMMARIES`, one line for each command, so that help lists it without importing it.
 """
 
 _EXAMPLES = {"": ("snapkv demo", 'snapkv ask contract.pdf -q "Who may end it?"')}
@@ -50,11 +49,11 @@ _ELSEWHERE["serve"] = "snapkv-vllm"
 """Commands that need another package, and which."""
 
 _PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
-"""Of a command that takes options of another program."""
+"""Settings of a command that passes unknown options on to another program."""
 
 
 def program(*names: str) -> typer.Typer:
-    """The program with these commands, or with all of them, each imported."""
+    """The program with these commands, or with all commands imported."""
     return _program(names or _places())
 
 
@@ -80,7 +79,7 @@ def _program(names: Iterable[str]) -> typer.Typer:
 
 
 def _imported(name: str) -> tuple[Any, dict[str, tuple[str, ...]]]:
-    """A command and its examples; one that another package brings may be broken."""
+    """A command and its examples; a command of another package may fail to import."""
     place = _place(name)
     home, _, attribute = place.partition(":")
     try:
@@ -91,7 +90,7 @@ def _imported(name: str) -> tuple[Any, dict[str, tuple[str, ...]]]:
     except Exception as error:
         raise MissingDependencyError(
             f"{name}: expected a command that can be imported from {place}, got "
-            f"{type(error).__name__}: {error}; install the package that brings it again, or "
+            f"{type(error).__name__}: {error}; install the package of this command again, or "
             "uninstall it"
         ) from error
 
@@ -102,15 +101,15 @@ def _place(name: str) -> str:
 
 @functools.cache
 def _places() -> dict[str, str]:
-    """Where every command is; ours stay ours."""
-    from importlib.metadata import entry_points  # takes as long as all else that a command needs
+    """Where every command is defined; other packages cannot replace the built-in ones."""
+    from importlib.metadata import entry_points  # slow to import
 
     brought = {point.name: point.value for point in entry_points(group="snapkv.commands")}
     return _COMMANDS | {name: place for name, place in brought.items() if name not in _COMMANDS}
 
 
 def _summary(name: str) -> str:
-    """The line of a command in the list of all; of one that is broken, why."""
+    """A command's line in the list of commands; the error if it cannot be imported."""
     package = _place(name).partition(":")[0].rpartition(".")[0]
     try:
         told = getattr(importlib.import_module(package), "SUMMARIES", {}) if package else {}
@@ -120,7 +119,7 @@ def _summary(name: str) -> str:
 
 
 class _Listed(Mapping[str, TyperCommand]):
-    """Every command by its name, as much of it as a list shows."""
+    """Every command by its name, with only what the list shows."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(_places())
@@ -134,10 +133,10 @@ class _Listed(Mapping[str, TyperCommand]):
 
 
 class _Shown:
-    """A command whose flags have nothing behind them, since nothing is to be given there."""
+    """A command whose help shows no type after a flag, since a flag takes no value."""
 
     def get_params(self, context: Any) -> list[Any]:
-        """As ever; a flag's type is not shown."""
+        """The same as the base class, without the type of flags."""
         found: list[Any] = super().get_params(context)  # type: ignore[misc] # of what is mixed in
         for parameter in found:
             if getattr(parameter, "is_flag", False):
@@ -146,10 +145,10 @@ class _Shown:
 
 
 class _ShownCommand(_Shown, TyperCommand):
-    """One whose options have a value each; several of one that takes one are refused."""
+    """A command that refuses an option given twice, unless the option takes several values."""
 
     def parse_args(self, context: Any, args: list[str]) -> list[str]:
-        """As ever, for what is given once."""
+        """The same as the base class, after that check."""
         _, _, given = self.make_parser(context).parse_args(args=list(args))
         for option in given:
             takes_one = not (option.multiple or getattr(option, "is_flag", False))
@@ -166,10 +165,9 @@ class _ShownGroup(_Shown, TyperGroup):
 
 
 class _LazyGroup(_ShownGroup):
-    """All commands, of which the one that is called is imported.
+    """All commands; only the one that is called is imported.
 
-    The options of `eval` and `study` are those of experiments, whose modules no other command has a
-    use for.
+    `eval` and `study` take their options from experiments, whose modules no other command needs.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -177,7 +175,7 @@ class _LazyGroup(_ShownGroup):
         self.commands = _Listed()  # type: ignore[assignment] # nothing adds to it
 
     def resolve_command(self, context: Any, arguments: list[str]) -> Any:
-        """As ever, and all of the command."""
+        """The same as the base class, with the command imported."""
         name, found, rest = super().resolve_command(context, arguments)
         return name, found and _command(str(name)), rest
 
@@ -185,7 +183,7 @@ class _LazyGroup(_ShownGroup):
 def _show_help(
     app: typer.Typer, examples: Mapping[str, tuple[str, ...]], words: tuple[str, ...] = ()
 ) -> None:
-    """Set how help is shown of a group of commands under these words, with examples at its end."""
+    """Set how the help of a group of commands looks, with examples at its end."""
 
     def end(*more: str) -> str | None:
         lines = examples.get(" ".join((*words, *more)), ())
@@ -218,12 +216,12 @@ def _common(
 
 
 def run(arguments: list[str]) -> int:
-    """The exit status of a command line, see `snapkv.cli.main`; all that it printed is flushed."""
+    """Run a command line and flush its output; its exit status, see `snapkv.cli.main`."""
     try:
         with named_output():
             return _run(arguments)
     except BrokenPipeError:
-        return _FAILURE  # who read it has left, and knows
+        return _FAILURE  # the reader closed the pipe on purpose
     except (OutOfMemoryError, OutputError) as error:
         return _fail(str(error), _FAILURE)
     except SnapKVError as error:
@@ -237,7 +235,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    """Run a command; what typer itself would print about its end is left to `run`."""
+    """Run a command; errors are raised for `run` to print, not printed by typer."""
     for text in arguments:
         if "\0" in text:
             raise InvalidArgumentError(
@@ -249,7 +247,7 @@ def _run(arguments: list[str]) -> int:
     package = _ELSEWHERE.get(name)
     if package and not find_spec(package.replace("-", "_")):
         raise InvalidArgumentError(
-            f"{name}: expected the package {package}, which brings this command, got an "
+            f"{name}: expected the package {package}, which has this command, got an "
             f"environment without it; pip install {package}"
         )
     command = _parser()
@@ -274,7 +272,7 @@ def _command(name: str) -> Any:
 
 
 def _in_words(error: Exception) -> str:
-    """What argument parsing says; of what is missing, how a command line has it."""
+    """The message of a parsing error; for a missing argument, with an example."""
     message = str(getattr(error, "format_message", error.__str__)()).replace("Value error, ", "")
     context = getattr(error, "ctx", None)
     if message.startswith("Missing") and context is not None and context.command.epilog:
@@ -285,7 +283,7 @@ def _in_words(error: Exception) -> str:
 
 
 def _explain(error: BaseException, arguments: list[str]) -> int:
-    """Say in one line what nobody foresaw, or what a library has made of an interruption."""
+    """Report an unexpected error, or an interruption that became one, in one line."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, KeyboardInterrupt):
@@ -298,6 +296,6 @@ def _explain(error: BaseException, arguments: list[str]) -> int:
 
 
 def _fail(message: str, status: int) -> int:
-    with contextlib.suppress(OSError):  # a full disk may be where errors go, too
+    with contextlib.suppress(OSError):  # standard error may be on a full disk, too
         print(f"snapkv: error: {' '.join(message.split())}", file=sys.stderr, flush=True)  # noqa: T201
     return status

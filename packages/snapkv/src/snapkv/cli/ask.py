@@ -94,11 +94,11 @@ def generate(
 
 
 def _begun(files: list[str], options: RunOptions) -> tuple[str, Any, dict[str, Any]]:
-    """The text of the files, the policy, and what the JSON object says of them."""
+    """The text of the files, the policy, and both as parts of the JSON object."""
     options.settings()
     read, warnings = text_files.read_noting(files) if files else ([], [])
 
-    from snapkv.cli.policy import build_policy  # imports torch; what is wrong above is said before
+    from snapkv.cli.policy import build_policy  # imports torch, after the checks above
 
     documents = [document.name for document in read]
     request: dict[str, Any] = {"documents": documents, "warnings": warnings}

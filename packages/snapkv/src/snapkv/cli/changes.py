@@ -1,4 +1,4 @@
-"""What to change about a command whose answer is not the full cache's, and what to type then."""
+"""How to change a command whose answer differs from the full cache's."""
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,34 +9,34 @@ from snapkv.cli.options import OWN_FLAGS, RunOptions
 from snapkv.cli.policy import accepted
 
 Change = Mapping[str, Any]
-"""New values of options by their names; None takes an option away."""
+"""New values of options by name; None removes an option."""
 
 FULL: Change = {"policy": "full", **dict.fromkeys((*OWN_FLAGS, "set_"))}
-"""The full cache itself, which has none of the parameters of a method."""
+"""Use the full cache, which has no parameters."""
 
 MORE_BITS: Change = {"exact_bits": True}
 
 
 def has_few_bits(report: Mapping[str, Any]) -> bool:
-    """Whether a cache holds other numbers than the model's own."""
+    """Whether a cache is quantized."""
     return any(not bits.isdecimal() or int(bits) < 16 for bits in report.get("bits", ()))
 
 
 def next_change(exactly: Change, options: RunOptions, answer: Answer) -> Change | None:
-    """What an answer lacks most likely: a reading by all layers, more bits, or a larger budget.
+    """The most likely remedy: an exact prefill, more bits, or a larger budget.
 
-    `exactly` is the change that makes the reading exact, empty where it is. Recall is none: what it
-    brings back, it brings back for a later question.
+    `exactly` is the change that makes the prefill exact; empty if it is. Recall is not among them,
+    since it brings tokens back only for later questions.
     """
     if exactly:
         return exactly
-    if has_few_bits(answer.cache):  # which a budget of tokens has not
+    if has_few_bits(answer.cache):  # a budget of tokens is not quantized
         return MORE_BITS
     return larger_budget(options, answer)
 
 
 def larger_budget(options: RunOptions, answer: Answer) -> Change | None:
-    """Twice what was kept, or everything where that is as much; None for a method that has none."""
+    """Twice the kept tokens, or the full cache if that is as much; None without a budget."""
     if "budget" not in accepted(options.policy, {}):
         return None
     tokens = 2 * max(1, round(answer.kept_tokens))
@@ -44,7 +44,7 @@ def larger_budget(options: RunOptions, answer: Answer) -> Change | None:
 
 
 def changed_command(typed: Sequence[str], change: Change) -> str:
-    """The command line, all behind the program's name, with that change, quoted for a shell."""
+    """The command line with that change, quoted for a shell."""
     end = typed.index("--") if "--" in typed else len(typed)
     new = [
         word
@@ -56,7 +56,7 @@ def changed_command(typed: Sequence[str], change: Change) -> str:
 
 
 def _without(words: Sequence[str], change: Change) -> Iterator[str]:
-    """The words without the options that change, and their values."""
+    """The words without the options that change and their values."""
     flags = {_flag(name) for name in change}
     rest = iter(words)
     for word in rest:

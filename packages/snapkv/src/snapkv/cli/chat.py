@@ -35,7 +35,7 @@ def chat(
     recall: Annotated[
         str | None,
         typer.Option(
-            help="Where evicted tokens wait for the next question: host, a folder, or none",
+            help="Where evicted tokens are kept for the next question: host, a folder, or none",
             show_default="host; none for methods that evict while generating, and with selective "
             "prefill",
         ),
@@ -45,16 +45,16 @@ def chat(
 ) -> None:
     """Answer questions about documents, one after another, in one small cache.
 
-    Questions are read from standard input, a line each. /stats shows what the cache holds, /drop
-    thinking, /drop document or /drop 3 (a turn) frees what it holds of that for good, /save FILE
-    writes the conversation, /save --force FILE also where a file is there, /load FILE goes on with
-    a saved one, /quit ends.
+    Questions are read from standard input, one per line. /stats shows the size of the cache. /drop
+    thinking, /drop document and /drop 3 (a turn) remove that from the cache for good. /save FILE
+    writes the conversation, /save --force FILE replaces an existing file, /load FILE continues a
+    saved conversation, /quit ends.
     """
     _require_sense(options, files or [], recall)
     settings = options.settings()
     read, warnings = text_files.read_noting(files) if files else ([], [])
 
-    from snapkv.cli.policy import build_policy, usual_bits  # torch; what is wrong above comes first
+    from snapkv.cli.policy import build_policy, usual_bits  # imports torch, after the checks above
 
     policy = build_policy(_with_number(options, recall))
     _require_tokens(policy, options, recall)
@@ -88,7 +88,7 @@ def chat(
 
 
 def _require_sense(options: RunOptions, files: Sequence[str], recall: str | None) -> None:
-    """Refuse what a conversation has no use for."""
+    """Refuse options that a conversation cannot use."""
     for name in ("compare", "check", "answer_start", *DRAFTS):
         if getattr(options, name):
             raise InvalidArgumentError(
@@ -100,7 +100,7 @@ def _require_sense(options: RunOptions, files: Sequence[str], recall: str | None
         )
     if recall not in (None, "host", "none") and not Path(recall).absolute().parent.is_dir():
         raise InvalidArgumentError(
-            f"recall: expected host, none or a folder in one that is there, got {recall!r}; make "
+            f"recall: expected host, none or a folder in an existing one, got {recall!r}; make "
             f"{str(Path(recall).parent)!r} first"
         )
     if text_files.STDIN in files:
@@ -111,7 +111,7 @@ def _require_sense(options: RunOptions, files: Sequence[str], recall: str | None
 
 
 def _with_number(options: RunOptions, recall: str | None) -> RunOptions:
-    """The options with a budget in tokens where what a turn does not need is gone for good."""
+    """The options, with a budget in tokens if evicted tokens are not recalled."""
     is_auto = options.policy == DEFAULT and options.budget is None and options.keep_ratio is None
     if is_auto and _forgets(options, recall) and not options.set_:
         return replace(options, budget=DEFAULT_BUDGET)
@@ -119,15 +119,15 @@ def _with_number(options: RunOptions, recall: str | None) -> RunOptions:
 
 
 def _forgets(options: RunOptions, recall: str | None) -> str:
-    """What has a turn drop for good what it does not need; empty where nothing does."""
+    """The options because of which evicted tokens are not recalled; empty if they are."""
     if recall is None and not options.reading.holds_all:
         return f"--prefill {options.prefill}"
     return "--recall none" if recall == "none" else ""
 
 
 def _require_tokens(policy: Any, options: RunOptions, recall: str | None) -> None:
-    """Refuse a budget of other than tokens where what a turn does not need is gone for good."""
-    from snapkv.policies import PrefixPolicy  # torch, which the policy has imported
+    """Refuse a budget that is not in tokens if evicted tokens are not recalled."""
+    from snapkv.policies import PrefixPolicy  # imports torch, as the policy has done
 
     forgets = _forgets(options, recall)
     if forgets and isinstance(policy, PrefixPolicy) and not isinstance(policy.budget, int):
@@ -141,24 +141,24 @@ def _require_tokens(policy: Any, options: RunOptions, recall: str | None) -> Non
 
 @dataclass(kw_only=True)
 class Chat:
-    """Reads lines and answers or obeys them."""
+    """Reads lines and answers questions or runs commands."""
 
     conversation: "Conversation"
-    load: Callable[[str], "Conversation"]  # brings back a saved one
-    inputs: Sequence[str]  # files and folders that were read, which nothing is saved over
+    load: Callable[[str], "Conversation"]  # loads a saved one
+    inputs: Sequence[str]  # files and folders that were read, never overwritten by /save
     as_json: bool
     with_layers: bool
     warnings: list[str]
     has_failed: bool = False
-    saved: set[str] = field(default_factory=set)  # real paths of this conversation's own files
+    saved: set[str] = field(default_factory=set)  # real paths that this conversation was saved to
 
     def run(self) -> None:
-        """Go on until the input ends or says /quit; what goes wrong ends a turn only.
+        """Read lines until the input ends or /quit; an error ends only its turn.
 
-        A script is told at its end.
+        If standard input is not a terminal, errors set the exit status.
         """
         if isinstance(sys.stdin, io.TextIOWrapper):
-            sys.stdin.reconfigure(errors="surrogateescape")  # a byte that is no UTF-8
+            sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are not UTF-8
         while (line := self._next()) not in ("", "/quit"):
             try:
                 self._obey(line) if line.startswith("/") else self._answer(line)
@@ -171,7 +171,7 @@ class Chat:
             raise typer.Exit(FAILED)
 
     def _next(self) -> str:
-        """The next line with something in it; empty where there is none."""
+        """The next line that is not blank; empty at the end of the input."""
         while True:
             if sys.stdin.isatty():
                 sys.stderr.write("> ")
@@ -232,9 +232,9 @@ class Chat:
         first, _, rest = argument.partition(" ")
         forced = first == "--force"
         path = _named(rest.strip() if forced else argument)
-        force = forced or os.path.realpath(path) in self.saved  # it is this conversation's own
+        force = forced or os.path.realpath(path) in self.saved  # this conversation was saved there
         require_output("save", path, Output(), inputs=self.inputs, force=force)
-        if forced:  # what is there need not be a saved cache
+        if forced:  # the file may be anything
             with replacing(Path(path)) as partial:
                 self.conversation.save(partial)
         else:
@@ -246,7 +246,7 @@ class Chat:
         if not os.path.isfile(_named(path)):
             got = "a folder" if os.path.isdir(path) else "no file"
             raise InvalidArgumentError(
-                f"path: expected a conversation that was saved, got {got} at {path!r}; save one "
+                f"path: expected a saved conversation, got {got} at {path!r}; save one "
                 "with /save FILE"
             )
         self.conversation, self.warnings = self.load(path), []
@@ -263,7 +263,7 @@ class Chat:
         )
 
     def _note(self, text: str) -> None:
-        """A line to standard error, which carries no answers."""
+        """Print a line to standard error; answers go to standard output."""
         sys.stderr.write(" ".join(text.split()) + "\n")
         sys.stderr.flush()
 

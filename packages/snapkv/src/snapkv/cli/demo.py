@@ -1,4 +1,4 @@
-"""`snapkv demo`: a real document, asked from the compressed and the full cache, then once more."""
+"""`snapkv demo`: a real document, asked from a compressed and a full cache and from a library."""
 
 import gzip
 import tempfile
@@ -27,12 +27,12 @@ FIRST = "Which RFC requires the FNAME field to be Latin-1?"
 FIRST_START = "The FNAME field is required to be Latin-1 by RFC"
 SECOND = "Whose minigzip.py is this module based on?"
 SECOND_START = "It is based on Andrew"
-"""Questions about the source of Python's own gzip module, and how their answers begin."""
+"""Questions about the source of Python's gzip module, and how their answers begin."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions(ModelOptions):
-    """What the demonstration takes; without options it keeps what `snapkv ask` keeps."""
+    """The options of the demo; the defaults are those of `snapkv ask`."""
 
     budget: Annotated[
         Any,
@@ -55,8 +55,8 @@ def demo(
 ) -> None:
     """Ask about the source of Python's gzip module: what a small cache holds, takes and answers.
 
-    The compressed cache answers, and the full one, behind a warm-up of both. Then the document is
-    read into a library, and a second question is answered from there, and by reading all again.
+    After a warm-up, the compressed and the full cache answer. Then the document is read into a
+    library, and a second question is answered from the library and by reading everything again.
     """
     from snapkv.cli.grid import say
     from snapkv.cli.loading import load_model

@@ -1,4 +1,4 @@
-"""Where the program begins, before anything heavy is imported."""
+"""The entry point, before anything heavy is imported."""
 
 import contextlib
 import os
@@ -10,11 +10,11 @@ from snapkv.cli.interrupts import say_interrupted, watch
 def main() -> None:
     """Run the command line and exit with its status.
 
-    0: done. 1: out of memory, a file or standard output that takes no more, or a fault of this
-    program. 2: bad input, named in one line on standard error. 3: `--check` found an answer that is
-    not the full cache's. 130: interrupted.
+    0: done. 1: out of memory, a failed write to a file or standard output, or a bug of this
+    program. 2: bad input, named in one line on standard error. 3: `--check` found an answer that
+    differs from the full cache's. 130: interrupted.
     """
-    # Before torch is imported: threads that wait for work must not burn the cores meanwhile.
+    # Set before torch is imported: waiting threads must not spin on the cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
     watch()
@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def _let_go_of_output() -> None:
-    """Throw away what standard output did not take, which Python would try to write once more."""
+    """Discard unwritten output, which Python would try to write again at exit."""
     if sys.stdout is not None:
         try:
             sys.stdout.flush()

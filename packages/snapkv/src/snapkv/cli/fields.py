@@ -1,4 +1,4 @@
-"""From dataclasses to the options of a command: every field is one, its metadata say how."""
+"""Turn dataclasses into the options of a command: each field is one, with its metadata."""
 
 import copy
 import functools
@@ -22,17 +22,16 @@ Mark = TypeVar("Mark")
 def with_options(
     kind: type, *, settings: type | None = None, panel: str = "", hidden: Collection[str] = ()
 ) -> Callable[[Command], Command]:
-    """Give a command that takes `options` of a dataclass every field of it as an option.
+    """Give a command that takes `options`, a dataclass, every field of it as an option.
 
-    Whole numbers are read as people write them, and outputs among the options are checked, before
-    the command begins.
+    Before the command begins, whole numbers such as 4k are read and output paths are checked.
 
     Args:
         kind: the dataclass; its fields are annotated as typer wants it.
-        settings: another one, of which the command takes `settings`, see `field_options`; the first
+        settings: another dataclass, passed as `settings`, see `field_options`; the first
             line of its docstring is the help of a command that has none.
-        panel: where its fields stand in the help.
-        hidden: those of them that are no options.
+        panel: the help panel that lists its fields.
+        hidden: fields of it that are not options.
     """
     hints = get_type_hints(kind, include_extras=True)
     shared = [_keyword(field.name, field.default, hints[field.name]) for field in fields(kind)]
@@ -71,14 +70,14 @@ def _keyword(name: str, default: Any, annotation: Any) -> inspect.Parameter:
 
 
 def _mark(parameter: inspect.Parameter, kind: type[Mark]) -> Mark | None:
-    """What stands beside the type of an option, of that kind."""
+    """The metadata of that kind in an option's type."""
     return next((each for each in get_args(parameter.annotation) if isinstance(each, kind)), None)
 
 
 def _shown(parameter: inspect.Parameter) -> inspect.Parameter:
-    """An option as its help shows it: what it takes in capitals, or the words to choose from.
+    """An option and its metavar in the help: a type in capitals, or the allowed words.
 
-    A whole number is a text for `WholeNumber.read`, so that 4k works.
+    A whole number is passed as text to `WholeNumber.read`, so that 4k works.
     """
     hint, info, *marks = get_args(parameter.annotation) or (None, None)
     kinds = get_args(hint) or (hint,)
@@ -98,10 +97,10 @@ def _shown(parameter: inspect.Parameter) -> inspect.Parameter:
 def field_options(
     kind: type, *, panel: str, hidden: Collection[str] = ()
 ) -> list[inspect.Parameter]:
-    """A keyword parameter for every field that the constructor takes, as typer reads them.
+    """A keyword parameter, in typer's form, for every field that the constructor takes.
 
-    Their help is what the docstring says under ``Args:``. Tuples are written as texts with commas
-    between their items, see `from_options`. The `hidden` fields are left out.
+    Their help comes from ``Args:`` of the docstring. Tuples are texts with commas between their
+    items, see `from_options`. The `hidden` fields are left out.
     """
     hints, help_texts = get_type_hints(kind), documented_arguments(kind)
     parameters = []
@@ -116,7 +115,7 @@ def field_options(
         if get_origin(hint) is tuple:
             metavar = "INTEGER,..." if get_args(hint)[0] is int else "TEXT,..."
             hint, default = str | None, ",".join(map(str, default)) or None
-        elif hint == int | str:  # a budget, in bytes too
+        elif hint == int | str:  # a budget, which may be in bytes
             hint, marks, metavar = Any, [TokenBudget()], "INTEGER|auto|12%|64MiB"
         elif hint in (int, int | None):
             marks = [WholeNumber(0, is_counted=field.name != "seed")]
@@ -131,7 +130,7 @@ def field_options(
 
 
 def _flags(field: Field[Any], hint: Any) -> tuple[str, ...]:
-    """The flag that a field says for itself, where another option has that of its name."""
+    """The flag that a field's metadata gives, if another option uses the field's name."""
     flag = field.metadata.get("flag")
     if flag is None:
         return ()
@@ -139,7 +138,7 @@ def _flags(field: Field[Any], hint: Any) -> tuple[str, ...]:
 
 
 def from_options(kind: type, given: Mapping[str, Any]) -> Any:
-    """An instance of the dataclass out of what the options of `field_options` gave."""
+    """An instance of the dataclass from the values of the options of `field_options`."""
     hints, values = get_type_hints(kind), dict(given)
     for name, text in given.items():
         if get_origin(hints[name]) is tuple:
@@ -156,9 +155,9 @@ def _items(name: str, text: str, kind: type) -> tuple[Any, ...]:
 
 
 def documented_arguments(kind: type) -> dict[str, str]:
-    """What docstrings say under ``Args:`` about each argument, on one line each.
+    """The text of each argument under ``Args:``, as one line.
 
-    A class need not repeat what its bases say.
+    Base classes are searched, too.
     """
     known = documented_arguments(kind.__base__) if kind.__base__ else {}
     text = inspect.cleandoc(vars(kind).get("__doc__") or "")

@@ -1,4 +1,4 @@
-"""What `ask` and `generate` do once files are read: load the model, answer, show."""
+"""`ask` and `generate` after the files are read: load the model, answer, print."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -30,10 +30,10 @@ def answer_from_files(
     *,
     system: bool | None,
 ) -> None:
-    """Load the model, answer once or, to compare, twice; then show what was asked for.
+    """Load the model, answer once or, to compare, twice; then print the results.
 
-    Standard output carries the answer, the comparison or one JSON object; progress, and what stands
-    below an answer, go to standard error.
+    Standard output gets the answer, the comparison or one JSON object; progress and the table below
+    an answer go to standard error.
     """
     settings, protection = options.settings(), protection_of(options, system=system)
     _require_drafts_that_fit(options, policy)
@@ -64,7 +64,7 @@ def answer_from_files(
 
 
 def protection_of(options: RunOptions, *, system: bool | None) -> Protection:
-    """What the options protect; `system` is whether a system message stays by default."""
+    """The protected tokens; `system`: whether a system message is kept by default."""
     return Protection(
         texts=tuple(options.protect or ()),
         first_tokens=options.protect_first,
@@ -73,7 +73,7 @@ def protection_of(options: RunOptions, *, system: bool | None) -> Protection:
 
 
 def _require_drafts_that_fit(options: RunOptions, policy: Policy) -> None:
-    """Refuse several ways at once, and any behind documents that are not read at once."""
+    """Refuse several sources of drafts, and any if the prompt is not read in one pass."""
     flags = {name: f"--{name.replace('_', '-')}" for name in DRAFTS}
     given = [flag for name, flag in flags.items() if getattr(options, name) is not None]
     if len(given) > 1:
@@ -94,7 +94,7 @@ def _require_drafts_that_fit(options: RunOptions, policy: Policy) -> None:
 
 
 def _draft_method(options: RunOptions, loaded: LoadedModel) -> DraftMethod | None:
-    """Where the options say that drafts come from; None for plain decoding."""
+    """The source of drafts that the options choose; None for plain decoding."""
     if options.medusa is not None:
         return draft_methods.medusa(loaded, options.medusa)
     if options.assistant is not None:

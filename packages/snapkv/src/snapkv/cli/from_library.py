@@ -1,4 +1,4 @@
-"""What `ask --library` does: find documents, load the model, answer from their caches, show."""
+"""`ask --library`: find documents, load the model, answer from their caches, print."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -23,14 +23,14 @@ _DOCUMENTS = 3
 
 
 def answer_from_library(options: AskOptions, question: str, typed: Sequence[str]) -> None:
-    """Find documents in the library that the options name, answer from their caches, name them."""
+    """Find documents in the library, answer from their caches, print their names."""
     settings, policy = options.settings(), build_policy(options)
-    require_one_reading(policy, "have documents compressed by it where they are added")
+    require_one_reading(policy, "compress the documents by it when they are added")
     warnings: list[str] = []
     library = Library(str(options.library), on_notice=warnings.append)
     is_compressed = library.required().policy["name"] != FullCache.name
     if is_compressed and options.policy == DEFAULT and not options.has_parameters:
-        options, policy = replace(options, policy=FullCache.name), FullCache()  # stays as it is
+        options, policy = replace(options, policy=FullCache.name), FullCache()  # not changed
     documents = _DOCUMENTS if options.documents is None else options.documents
     hits = search(library, question, documents)
     loaded = load_model(like(library, options))

@@ -1,4 +1,4 @@
-"""The one way in which commands show rows and columns: nothing is cut off, however narrow it is."""
+"""Tables of all commands: nothing is cut off, however narrow the terminal is."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,30 +13,30 @@ from rich.text import Text
 from snapkv.cli.standard_output import write, write_json
 
 Cell = str | Text
-"""What stands in a table. A str is shown as it is: brackets in it are no markup."""
+"""Content of a table cell. A str is shown literally: its brackets are not markup."""
 
 _READABLE = 20
-"""Columns of the screen that the longest word of a cell or heading may claim; a longer one, such as
-a link or the parameters of a method, is folded."""
+"""Widest word of a cell or heading, in screen columns, that is not wrapped; longer ones are, for
+instance links or the parameters of a method."""
 
 _BORDER = 3
-"""Columns of the screen that a column of a table takes beside its text."""
+"""Screen columns that a column of a table takes besides its text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Rows under headings, laid out when it is known how wide the screen is.
+    """Rows under headings, laid out for the width of the screen.
 
-    A table where no word but a very long one has to be broken; else the table with rows and columns
-    changed over, if that is one; else a paragraph per row, with a line per heading.
+    A table if only very long words must be wrapped; else the transposed table, under the same
+    condition; else a paragraph per row, with a line per heading.
 
     Attributes:
         headings: one per column.
         rows: as many cells each.
         title: above it, or none.
         caption: below it, or none.
-        left: how many of the first columns are text, which stands on the left; others are numbers.
-        ruled: whether a line stands below the first row of a table.
+        left: how many of the first columns are left-aligned text; the others are numbers.
+        ruled: whether to draw a line below the first row of a table.
     """
 
     headings: tuple[Cell, ...]
@@ -81,12 +81,12 @@ def _text(cell: Cell) -> Text:
 
 
 def _folded(*parts: Cell) -> Text:
-    """A text that goes on in the next line where it is too long for one."""
+    """A text that is wrapped if it is too long for one line."""
     return Text.assemble(*parts, overflow="fold")
 
 
 def _widths(columns: Sequence[Sequence[Text]], screen: int) -> list[int]:
-    """How wide each column is; none where headings or short words would be broken."""
+    """The width of each column; None if headings or short words would be wrapped."""
     widths, wanted = [], []
     for column in columns:
         words = _longest(word for cell in column for word in cell.plain.split())
@@ -95,7 +95,7 @@ def _widths(columns: Sequence[Sequence[Text]], screen: int) -> list[int]:
     left = screen - _BORDER * len(columns) - 1 - sum(widths)
     if left < 0:
         return []
-    # What is left goes to the columns that want more, the most modest of them first.
+    # Share what is left, beginning with the columns that lack least.
     hungry = sorted(range(len(columns)), key=lambda place: wanted[place] - widths[place])
     for number, place in enumerate(hungry):
         more = min(max(0, wanted[place] - widths[place]), -(-left // (len(hungry) - number)))
@@ -109,7 +109,7 @@ def _longest(texts: Iterable[str]) -> int:
 
 
 def show(grid: Grid | Text, *, soft_wrap: bool = False) -> None:
-    """Print on standard output; what its encoding cannot express is escaped."""
+    """Print on standard output; characters outside its encoding are escaped."""
     console = Console(soft_wrap=soft_wrap)
     with console.capture() as drawn:
         console.print(grid)
@@ -117,7 +117,7 @@ def show(grid: Grid | Text, *, soft_wrap: bool = False) -> None:
 
 
 def say(lines: Iterable[Text], *, to_errors: bool = False) -> None:
-    """Print lines, unbroken however long, so that a command in them can be copied."""
+    """Print lines without wrapping, so that a command in them can be copied."""
     for line in lines:
         if to_errors:
             Console(stderr=True, soft_wrap=True).print(line)
@@ -128,7 +128,7 @@ def say(lines: Iterable[Text], *, to_errors: bool = False) -> None:
 def give(
     found: dict[str, Any], grid: Callable[[], Grid], *, as_json: bool, place: str = ""
 ) -> None:
-    """Print what was found as one JSON object, or as a table and, behind it, where all of it is."""
+    """Print a result as one JSON object, or as a table and then the path of the full record."""
     if as_json:
         write_json(found)
         return

@@ -24,32 +24,32 @@ EXAMPLES = {
 }
 
 MOST_BUDGETS = 12
-"""Answers that the curve of quality against memory may take."""
+"""Limit of budgets for the curve of quality against memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions(MethodOptions, WritingOptions):
-    """Everything but the documents and the question."""
+    """All options except the documents and the question."""
 
     beside: Annotated[
         list[str] | None,
         panels.policy(
-            help="Another method on the same page, with parameters or a budget: streaming-llm, "
-            "snapkv:kernel_size=1, h2o@256; @128 is the same method with that budget; again for "
+            help="Another method to compare, with parameters or a budget: streaming-llm, "
+            "snapkv:kernel_size=1, h2o@256; @128 is --policy with that budget; again for "
             "more"
         ),
     ] = None
     budgets: Annotated[
         str,
         panels.policy(
-            help="Also answer with these budgets, commas between them, for the page's slider of "
+            help="Also answer with these budgets, separated by commas, for the plot of "
             "quality against memory: 64,256,1k",
             show_default="none",
         ),
     ] = ""
     checks: Annotated[
         int,
-        panels.answer(help="Parts of the prompt to hide from the answer, one by one; 0 for none"),
+        panels.answer(help="Parts of the prompt to mask, one by one, for what the answer needs"),
         WholeNumber(0),
     ] = 64
     output: Annotated[str, panels.output("--output", "-o", help="The page to write"), Output()] = (
@@ -57,7 +57,7 @@ class InspectOptions(MethodOptions, WritingOptions):
     )
 
     def __post_init__(self) -> None:
-        """Refuse what no method is beside the others, too."""
+        """Also check the methods of --beside."""
         super().__post_init__()
         for spec in specs(self.beside or []):
             name, at, budget = spec.partition("@")
@@ -79,7 +79,7 @@ def inspect(files: panels.Documents, question: panels.Question, options: Inspect
     settings, budgets = options.settings(), _budgets(options)
     read, warnings = text_files.read_noting(files)
 
-    from snapkv.cli.policy import build_policy  # imports torch; what is wrong above is said before
+    from snapkv.cli.policy import build_policy  # imports torch, after the checks above
 
     policy = build_policy(options)
     at_budgets = [(budget, _with_budget(options, budget)) for budget in budgets]
@@ -118,7 +118,7 @@ def inspect(files: panels.Documents, question: panels.Question, options: Inspect
     page, target = as_page(found, request), Path(options.output)
     try:
         replace_file(target, page)
-    except OutputError:  # the answers took minutes, and are not lost with their page
+    except OutputError:  # the answers took minutes: print them even if the page cannot be written
         write(f"full cache: {found.full.text.strip()}\n")
         for method in found.methods:
             write(f"{method.label}: {method.answer.text.strip()}\n")
@@ -140,20 +140,20 @@ def _budgets(options: InspectOptions) -> list[int]:
 
 
 def _with_budget(options: InspectOptions, budget: Any) -> Any:
-    """The policy of the options with another budget; refused where `--set` has set one."""
+    """The policy of the options with another budget; refused if `--set` sets one."""
     from snapkv.cli.policy import build_policy
 
     for assignment in options.set_ or []:
         if assignment.partition("=")[0].rpartition(".")[2] in ("budget", "keep_ratio"):
             raise InvalidArgumentError(
-                f"set: expected none of a budget beside other budgets of the same method, got "
+                f"set: expected no budget together with other budgets of the same method, got "
                 f"{assignment!r}; pass --budget"
             )
     return build_policy(replace(options, budget=budget, keep_ratio=None))
 
 
 def _beside(options: InspectOptions, policy: Any) -> list[tuple[str, Any]]:
-    """What is shown beside the policy: a label and a policy each."""
+    """The methods of --beside: a label and a policy each."""
     from snapkv.cli.policy import named_policies, parsed, takes_budget
     from snapkv.inspector.scores import scorer_of
     from snapkv.policies.default import method_name
@@ -169,7 +169,7 @@ def _beside(options: InspectOptions, policy: Any) -> list[tuple[str, Any]]:
             continue
         if at and not takes_budget(*parsed(name)):
             raise InvalidArgumentError(
-                f"beside: expected a budget for a method that takes one and has none yet, got "
+                f"beside: expected a budget only for a method without one, got "
                 f"{spec!r}; leave out @{text}"
             )
         budget = token_budget(text) if at else usual

@@ -10,30 +10,30 @@ from types import FrameType
 INTERRUPTED = 130
 
 _CONTINUED = ("eval", "study", "medusa", "library add")
-"""How commands begin that go on, when they are called again, where they were stopped."""
+"""First words of commands that continue where they stopped when they are run again."""
 
 
 def watch() -> None:
-    """Have Ctrl-C leave imports at once; where it is ignored, it stays so."""
+    """Make Ctrl-C exit at once during imports, unless it is ignored already."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave_imports)
 
 
 def started() -> None:
-    """Something has begun that must be ended in order: Ctrl-C raises KeyboardInterrupt again."""
+    """From here on Ctrl-C raises KeyboardInterrupt, so that work ends in order."""
     if signal.getsignal(signal.SIGINT) is _leave_imports:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def say_interrupted(arguments: Sequence[str]) -> int:
-    """Say that the command was interrupted, and whether it continues; its status."""
+    """Report the interruption, and whether the command can continue; the exit status."""
     with contextlib.suppress(OSError):
         print(_line(arguments), file=sys.stderr, flush=True)  # noqa: T201
     return INTERRUPTED
 
 
 def continues(arguments: Sequence[str]) -> bool:
-    """Whether a command goes on where it was stopped, when it is called again."""
+    """Whether a command continues where it stopped when it is run again."""
     typed = " ".join(arguments[:2])
     return any(f"{typed} ".startswith(f"{command} ") for command in _CONTINUED)
 
@@ -44,10 +44,10 @@ def _line(arguments: Sequence[str]) -> str:
 
 
 def _leave_imports(number: int, frame: FrameType | None) -> None:
-    """Leave at once where modules are being imported.
+    """Exit at once while modules are imported.
 
-    Libraries that are interrupted in the middle of an import say so in their own ways, some with a
-    traceback that nobody can catch. Nothing has been begun then that would have to be ended.
+    An interrupted import makes some libraries print a traceback that cannot be caught. Nothing has
+    begun at that point that must be cleaned up.
     """
     del number
     while frame is not None:

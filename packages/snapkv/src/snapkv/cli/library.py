@@ -1,4 +1,4 @@
-"""`snapkv library`: documents that a model reads once, for `snapkv ask --library`."""
+"""`snapkv library`: read documents once, for `snapkv ask --library`."""
 
 import json
 import sys
@@ -39,39 +39,39 @@ EXAMPLES = {
 _BITS = ("int4", "K8V4", "int8", "none")
 _AS_IT_IS = ""
 _VOTES = (
-    "warning: policy: {} keeps what the end of each document attends to, which knows no question, "
-    "and what it drops cannot be asked for; leave --policy out, or pass --policy across-layers "
+    "warning: policy: {} keeps what the end of each document attends to, not what questions need, "
+    "and what it drops is lost; leave --policy out, or pass --policy across-layers "
     "--set policy=kvzip"
 )
 
-Place = Annotated[str, typer.Argument(metavar="LIBRARY", help="Its folder")]
+Place = Annotated[str, typer.Argument(metavar="LIBRARY", help="The folder of the library")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LibraryFolder(Output):
-    """Marks an option that names the folder of a library, which is added to."""
+    """Marks an option that names the folder of a library, to which documents are added."""
 
     is_added_to: ClassVar[bool] = True
 
-    def _is_own(self, path: Path) -> bool:  # of which version, the library itself will ask
+    def _is_own(self, path: Path) -> bool:  # the library checks its version
         found: str = json.loads((path / self.files[0]).read_bytes())["format"]
         return found.startswith("snapkv library ")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AddOptions(PolicyOptions):
-    """What `add` takes."""
+    """The options of `add`."""
 
     to: Annotated[
         str,
-        panels.output(help="Folder of the library, made if it is not there"),
+        panels.output(help="Folder of the library, created if missing"),
         LibraryFolder(files=("library.json",)),
     ] = "snapkv-library"
     policy: Annotated[
         str,
         panels.policy(
             help="Method; `snapkv policies` lists them",
-            show_default="the library's own; full for a new one, which keeps everything",
+            show_default="the library's; full for a new one, which keeps everything",
         ),
     ] = _AS_IT_IS
     keep_ratio: Annotated[
@@ -81,14 +81,14 @@ class AddOptions(PolicyOptions):
     bits: Annotated[
         str | None,
         panels.policy(
-            help="Store it in int4, K8V4 or int8; none for the model's own dtype",
-            show_default="the library's own; int4 for a new one",
+            help="Store it in int4, K8V4 or int8; none for the model's dtype",
+            show_default="the library's; int4 for a new one",
         ),
     ] = None
     json: panels.AsJson = False
 
     def __post_init__(self) -> None:
-        """Refuse parameters of no method, and bits that are none."""
+        """Refuse parameters without a method, and unknown bits."""
         super().__post_init__()
         if self.bits is not None:
             require_choice("bits", self.bits, _BITS)
@@ -101,7 +101,7 @@ class AddOptions(PolicyOptions):
 
 app = typer.Typer(
     name="library",
-    help="Documents that a model reads once; ask them with `snapkv ask --library`.",
+    help="Read documents once, then ask about them with `snapkv ask --library`.",
     no_args_is_help=True,
 )
 
@@ -109,8 +109,8 @@ app = typer.Typer(
 @app.command()
 @with_options(AddOptions)
 def add(sources: panels.Documents, *, options: AddOptions) -> None:
-    """Read documents that are new or have changed; drop those whose files are gone."""
-    from snapkv.app import library_files  # imports torch; wrong options are said before
+    """Read new and changed documents; remove those whose files were deleted."""
+    from snapkv.app import library_files  # imports torch, after the checks above
     from snapkv.cli.loading import answers_progress, load_model
     from snapkv.cli.policy import build_policy
     from snapkv.library.library import Outcome
@@ -155,7 +155,7 @@ def add(sources: panels.Documents, *, options: AddOptions) -> None:
 
 @app.command(name="list")
 def list_(library: Place, json: panels.AsJson = False) -> None:
-    """List the documents: tokens, bytes, passages, and the files they come from."""
+    """List the documents with tokens, bytes, passages and source files."""
     found = opened(library)
     about, records = found.required(), found.documents
     rows = [
@@ -172,7 +172,7 @@ def list_(library: Place, json: panels.AsJson = False) -> None:
 
 @app.command()
 def check(library: Place, json: panels.AsJson = False) -> None:
-    """Read every byte of all files; exit status 1 names what is damaged."""
+    """Read every byte of all files and name those that are damaged; exit status 1 if any is."""
     found = opened(library, quiet=True)
     faults = found.verify()
     documents = len(found.documents)
@@ -180,7 +180,7 @@ def check(library: Place, json: panels.AsJson = False) -> None:
         rows = [{**asdict(fault), "path": str(fault.path)} for fault in faults]
         write_json({"library": library, "documents": documents, "damaged": rows})
     elif not faults:
-        write(f"{documents:,} documents, all as they were written\n")
+        write(f"{documents:,} documents, all undamaged\n")
     for fault in () if json else faults:
         write(f"damaged: {fault.name} ({fault.path}): {fault.reason}\n")
     if faults:
@@ -190,13 +190,13 @@ def check(library: Place, json: panels.AsJson = False) -> None:
 @app.command()
 def limit(
     library: Place,
-    size: Annotated[str, typer.Argument(metavar="BYTES", help="Such as 20GiB; none lifts it")],
+    size: Annotated[str, typer.Argument(metavar="BYTES", help="Such as 20GiB; none: no limit")],
     evict: Annotated[
-        bool, typer.Option("--evict", help="Let documents go now, where more is stored than that")
+        bool, typer.Option("--evict", help="Remove documents now if more is stored")
     ] = False,
     json: panels.AsJson = False,
 ) -> None:
-    """Bound the bytes of keys and values; documents asked for longest ago make room."""
+    """Limit the bytes of keys and values; the least recently used documents are removed."""
     before = f"snapkv library limit {library} "
     most_bytes = None if size.lower() == "none" else byte_count("size", size, before)
     gone = [entry.name for entry in opened(library).limit(most_bytes, evict=evict)]
@@ -212,7 +212,7 @@ def remove(
     names: Annotated[list[str], typer.Argument(metavar="NAME", help="Names or files")],
     json: panels.AsJson = False,
 ) -> None:
-    """Forget documents; the files they come from stay."""
+    """Remove documents from the library; their source files stay."""
     gone = [record.name for record in opened(library).remove(names)]
     if json:
         write_json({"library": library, "removed": gone})
@@ -221,7 +221,7 @@ def remove(
 
 
 def opened(folder: str, *, quiet: bool = False) -> "Library":
-    """The library in a folder; what it notices goes to standard error."""
+    """The library in a folder; its warnings go to standard error."""
     from snapkv.library.library import Library
 
     def notice(line: str) -> None:
@@ -232,7 +232,7 @@ def opened(folder: str, *, quiet: bool = False) -> "Library":
 
 
 def like(library: "Library", options: Any) -> Any:
-    """The model options; what they leave out is that of the model that has read the library."""
+    """The model options; their defaults describe the model that read the library."""
     about = library.about
     if about is None:
         return options
@@ -250,7 +250,7 @@ def _tell(lines: list[str]) -> None:
 
 
 def _outcomes_table(outcomes: "Sequence[Outcome]") -> Grid:
-    """A row per document that was added, or dropped."""
+    """A row per document that was added or removed."""
     rows = []
     for each in outcomes:
         is_there = each.what not in ("failed", "dropped", "evicted")

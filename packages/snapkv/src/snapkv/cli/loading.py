@@ -1,4 +1,4 @@
-"""What takes long: loading a model without other libraries' chatter, and progress bars.
+"""Slow steps: load a model without messages of other libraries, and show progress bars.
 
 Bars are on standard error, and only on a terminal.
 """
@@ -36,30 +36,30 @@ _LOAD_OPTIONS = ("device", "dtype", "revision", "attn_implementation", "trust_re
 
 
 def load_model(options: ModelOptions) -> LoadedModel:
-    """Load what the options name, the demo model by default; standard error says so meanwhile."""
+    """Load the model that the options name, with a message on standard error meanwhile."""
     begin(verbose=options.verbose)
     with Console(stderr=True).status(f"loading {options.model or 'the demo model'}"):
         return load(**load_arguments(options))
 
 
 def load_arguments(options: ModelOptions) -> dict[str, Any]:
-    """What the options say, as arguments of `load`."""
+    """The options as arguments of `load`."""
     given = {name: value for name in _LOAD_OPTIONS if (value := getattr(options, name))}
     return given if options.model is None else given | {"name": options.model}
 
 
 def load_other(name: str, options: ModelOptions) -> LoadedModel:
-    """Load a model that drafts, on the device and in the dtype of the first."""
+    """Load a draft model, on the device and in the dtype of the main model."""
     try:
         return load_model(replace(options, model=name, revision=None, attn_implementation=None))
-    except SnapKVError as error:  # which names the option of the first
+    except SnapKVError as error:  # the message names the main model's option
         raise type(error)(re.sub("^model: ", "assistant: ", str(error))) from error
 
 
 def begin(*, verbose: bool) -> None:
-    """Go on to what takes long: Ctrl-C ends it in order, and other people's notes are kept off.
+    """Run a slow step: Ctrl-C ends it in order, and messages of other libraries are hidden.
 
-    Errors are ours to report. The progress of a download stays: it can take long.
+    Errors are still reported, and so is the progress of a download.
     """
     started()
     converting = logging.getLogger(conversion.__name__)
@@ -78,7 +78,7 @@ def begin(*, verbose: bool) -> None:
 
 
 class _ToStandardError(logging.Handler):
-    """Our own notes, a line each."""
+    """Messages of snapkv, a line each."""
 
     def emit(self, record: logging.LogRecord) -> None:
         sys.stderr.write(f"snapkv: {record.getMessage()}\n")
@@ -86,14 +86,14 @@ class _ToStandardError(logging.Handler):
 
 @contextmanager
 def reading_progress(label: str, on_text: TextSink | None = None) -> Iterator[dict[str, Any]]:
-    """Show how far through the layers the prompt is, until the answer begins.
+    """Show which layer reads the prompt, until the answer begins.
 
     Args:
-        label: who reads.
-        on_text: where the answer goes, if anywhere while it is made.
+        label: the method that is shown.
+        on_text: called with text of the answer as it is generated; None to show none.
 
     Yields:
-        What `answer` shall call on layers that have begun and, the bar out of the way, on text.
+        Callbacks for `answer`: one for every layer that begins, one for text without the bar.
     """
     with _bar(
         TextColumn("reading the prompt ({task.description})"),
@@ -117,10 +117,10 @@ def reading_progress(label: str, on_text: TextSink | None = None) -> Iterator[di
 
 @contextmanager
 def answers_progress(label: str) -> Iterator[Callable[[str, int, int], None]]:
-    """Show how many answers of a run are there.
+    """Show how many answers of a run are done.
 
     Yields:
-        What to call with a description of the next answer, how many are there, and of how many.
+        A function of the next answer's description, the answers done, and the total.
     """
     with _bar(
         TextColumn(label),

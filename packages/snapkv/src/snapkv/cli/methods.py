@@ -1,4 +1,4 @@
-"""The methods that a command line may name, known without torch."""
+"""The methods that a command line may name, without importing torch."""
 
 import functools
 import json
@@ -11,21 +11,21 @@ from snapkv.errors import InvalidArgumentError
 from snapkv.validation import nearest
 
 RECORD = Path(__file__).with_name("methods.json")
-"""What `python -m tests.cli.methods` has recorded of the classes; a test compares it with them."""
+"""Written by `python -m tests.cli.methods` from the classes; a test compares both."""
 
 
 @functools.cache
 def methods() -> dict[str, dict[str, Any]]:
-    """Of every method by its name: its `class`, a `summary`, and its `parameters`.
+    """For every method by name: its `class`, `summary` and `parameters`.
 
-    Each of those has a `type` and a `default`, as they are written on a command line.
+    Each parameter has a `type` and a `default`, as written on a command line.
     """
     found: dict[str, dict[str, Any]] = json.loads(RECORD.read_text("utf-8"))
     return found
 
 
 def known_method(name: str, argument: str = "policy") -> str:
-    """The name of a method, which may be given as that of its class; refused for any other."""
+    """The name of a method, given as its name or its class; anything else is refused."""
     if name in methods():
         return name
     of_class = {told["class"]: own for own, told in methods().items()}
@@ -44,6 +44,6 @@ def specs(texts: Iterable[str]) -> list[str]:
 
 
 def require_known(texts: Iterable[str]) -> None:
-    """Raise where one of the policies in texts, see `specs`, is of no method."""
+    """Raise if one of the policies in texts, see `specs`, is unknown."""
     for spec in specs(texts):
         known_method(spec.partition(":")[0])

@@ -1,4 +1,4 @@
-"""What a user is told behind an answer: the same or not, and what to type next."""
+"""Notes after an answer: equal to the full cache's or not, and what to try next."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,12 +22,12 @@ DIFFERS = 3
 """Exit status of `--check` where the answer is not the full cache's."""
 
 SAFE_BELOW = 0.00125
-"""Where less than this share of the window's attention is lost at one place, on average over heads
-and layers, and in sum less than `SAFE_SUM_BELOW`, an answer is called safe. Both are shares of a
-prompt of 1,024 tokens; a longer one dilutes votes, and more that was not looked at is dropped."""
+"""An answer is called safe if every dropped position had less than this share of the window's
+attention, on average over heads and layers, and all of them together less than `SAFE_SUM_BELOW`.
+Both are for prompts of 1,024 tokens, and are lower for longer ones, which dilute votes."""
 
 SAFE_SUM_BELOW = 0.15
-"""Of all votes, so that an answer whose votes lie scattered counts, too."""
+"""Share of all votes, for answers whose votes are spread over many positions."""
 
 
 def drops_nothing(report: Mapping[str, Any]) -> bool:
@@ -36,7 +36,7 @@ def drops_nothing(report: Mapping[str, Any]) -> bool:
 
 
 def is_little_lost(report: Mapping[str, Any]) -> bool | None:
-    """Whether hardly an answer differs by what a cache has lost; None where none was measured."""
+    """Whether the lost votes are few enough to hardly change answers; None if not measured."""
     if drops_nothing(report):
         return True
     share, peak = report.get("lost_votes"), report.get("lost_vote_peak")
@@ -49,8 +49,8 @@ def is_little_lost(report: Mapping[str, Any]) -> bool | None:
 def is_safe(answers: Sequence[Answer], options: RunOptions) -> bool:
     """Whether the compressed answer is called safe.
 
-    Votes know nothing of few bits, nor of what layers have not read; and where the full cache's
-    answer is there and differs, it is known better.
+    Votes say nothing about quantization or about tokens that layers skipped in the prefill. A full
+    answer that differs, where there is one, rules safe out.
     """
     ours, *full = answers
     same = all(Comparison.of(ours, other).same for other in full)
@@ -59,7 +59,7 @@ def is_safe(answers: Sequence[Answer], options: RunOptions) -> bool:
 
 
 def said_of_votes(report: Mapping[str, Any], *, safe: bool) -> str:
-    """The share of the votes that was lost, in the table below an answer, which is safe or not."""
+    """The table cell for the share of lost votes, marked if the answer is safe."""
     if drops_nothing(report):
         return "nothing was dropped"
     share = report.get("lost_votes")
@@ -69,12 +69,12 @@ def said_of_votes(report: Mapping[str, Any], *, safe: bool) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
-    """Something told behind an answer.
+    """A note after an answer.
 
     Attributes:
         key: its name in the JSON object.
-        record: its place there.
-        lines: what people read; none where there is nothing to say.
+        record: its value there.
+        lines: the lines to print; may be empty.
         status: exit status of the command.
     """
 
@@ -92,14 +92,14 @@ def notes_on(
     exactly: Change,
     full_start: Callable[[int], Answer],
 ) -> list[Note]:
-    """What is told of an answer.
+    """The notes after an answer.
 
     Args:
         answers: the compressed one and, to compare it, the full cache's.
-        options: those of the command.
+        options: of the command.
         typed: the command line.
-        exactly: the change that makes the reading exact; empty where it is.
-        full_start: the first so many tokens of the full cache's answer.
+        exactly: the change of options that makes the prefill exact; empty if it is.
+        full_start: computes the first so many tokens of the full cache's answer.
     """
     ours, *full = answers
     notes = [votes_note(answers, options, typed)]
@@ -112,9 +112,9 @@ def notes_on(
 
 
 def votes_note(answers: Sequence[Answer], options: RunOptions, typed: Sequence[str]) -> Note:
-    """How much of the vote was lost, and where that is much, the command for a larger budget.
+    """The share of lost votes and, if it is large, the command with a larger budget.
 
-    What a full cache stands by needs none.
+    No command is given where the full cache's answer is compared anyway.
     """
     ours, *full = answers
     is_much = is_little_lost(ours.cache) is False and not full
@@ -148,9 +148,9 @@ def checked_note(answer: Answer, full: Answer, tokens: int) -> Note:
 def compared_note(
     ours: Answer, full: Answer, options: RunOptions, typed: Sequence[str], exactly: Change
 ) -> Note:
-    """A compressed answer beside the full cache's; where it differs, the command to try next."""
+    """Whether two answers are equal and, if not, the command to try next."""
     found = Comparison.of(ours, full)
-    is_told = not (found.same or options.temperature)  # what is drawn differs by chance
+    is_told = not (found.same or options.temperature)  # sampled answers differ by chance
     change = next_change(exactly, options, ours) if is_told else None
     command = None if change is None else changed_command(typed, change)
     lines = [Text("same answer", "green") if found.same else Text("different", "bold red")]

@@ -61,11 +61,11 @@ class ModelOptions:
         bool, panels.model("--trust-remote-code", help="Run code that comes with the model")
     ] = False
     verbose: Annotated[
-        bool, panels.output("--verbose", help="Show what transformers and torch have to say")
+        bool, panels.output("--verbose", help="Show the messages of transformers and torch")
     ] = False
 
     def __post_init__(self) -> None:
-        """Refuse what no machine and no model has, before torch is waited for."""
+        """Refuse unknown devices and dtypes before torch is imported."""
         if self.device is not None:
             require_device(self.device)
         if self.dtype is not None:
@@ -81,7 +81,7 @@ OWN_FLAGS = (
     "decay",
     "group_reduce",
 )
-"""Parameters of methods that have an option of their own; others are given with ``--set``."""
+"""Method parameters that have their own option; all others are given with ``--set``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +98,8 @@ class PolicyOptions(ModelOptions):
         Any,
         panels.policy(
             metavar="INTEGER|auto|12%|64MiB",
-            help="Tokens kept per head and layer, window included; or bytes of growing layers",
-            show_default="auto, chosen by the votes; 1024 with another --policy",
+            help="Tokens kept per head and layer, window included; or a total in bytes",
+            show_default="auto, set from the votes; 1024 with another --policy",
         ),
         TokenBudget(),
     ] = None
@@ -112,8 +112,8 @@ class PolicyOptions(ModelOptions):
     kernel_size: Annotated[
         str | None,
         panels.policy(
-            metavar="INTEGER|BEFORE+BEHIND",
-            help="Width of the pooling over neighbours, odd, or how far it reaches: 0+12",
+            metavar="INTEGER|BEFORE+AFTER",
+            help="Width of the pooling kernel, odd; or positions before and after: 0+12",
         ),
     ] = None
     pooling: Annotated[str | None, panels.policy(help="max, avg or fading")] = None
@@ -127,14 +127,14 @@ class PolicyOptions(ModelOptions):
     ] = None
     seed: Annotated[
         int | None,
-        panels.answer(help="Of the sampling, and of a method that draws at random"),
+        panels.answer(help="Random seed of sampling and of methods that choose at random"),
         WholeNumber(0, is_counted=False),
     ] = None
 
     def __post_init__(self) -> None:
-        """Refuse what no method takes, before torch and the model are waited for.
+        """Refuse wrong parameters before torch is imported and the model loaded.
 
-        The methods check all of it again, and what these options cannot know.
+        The methods check them again, together with what is unknown here.
         """
         super().__post_init__()
         if self.policy:
@@ -168,15 +168,15 @@ class MethodOptions(PolicyOptions):
     answer_start: Annotated[
         str, panels.answer(help="Text that the answer begins with; the model continues it")
     ] = ""
-    max_new_tokens: Annotated[int, panels.answer(help="Where an answer is cut off")] = (
+    max_new_tokens: Annotated[int, panels.answer(help="Longest answer, in tokens")] = (
         GenerationSettings.max_new_tokens
     )
-    temperature: Annotated[float, panels.answer(help="0 takes the likeliest token each time")] = (
+    temperature: Annotated[float, panels.answer(help="Of sampling; 0 is greedy decoding")] = (
         GenerationSettings.temperature
     )
 
     def __post_init__(self) -> None:
-        """Refuse a beginning that is no text, too."""
+        """Also refuse an `answer_start` that is not valid Unicode."""
         super().__post_init__()
         require_unicode("answer_start", self.answer_start)
 
@@ -191,22 +191,22 @@ class MethodOptions(PolicyOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(MethodOptions):
-    """Everything but the prompt of `ask` and `generate`."""
+    """All options of `ask` and `generate` except the prompt."""
 
     exact_bits: Annotated[
         bool,
         panels.policy(
             "--exact-bits",
-            help="Keep tokens in the model's own bits within a budget of bytes too, as every other "
-            "--policy does, not keys in 8 bits and values in 4",
+            help="With a budget in bytes, store keys and values unquantized; the default method "
+            "stores them in 8 and 4 bits then",
         ),
     ] = False
     protect: Annotated[
         list[str] | None,
-        panels.policy(metavar="TEXT", help="Text of the prompt that stays whatever its votes"),
+        panels.policy(metavar="TEXT", help="Text of the prompt that is kept whatever its votes"),
     ] = None
     protect_first: Annotated[
-        int, panels.policy(help="First tokens of the prompt that stay"), WholeNumber(0)
+        int, panels.policy(help="First tokens of the prompt that are kept"), WholeNumber(0)
     ] = 0
     protect_system: Annotated[
         bool | None,
@@ -219,49 +219,49 @@ class RunOptions(MethodOptions):
     prefill: Annotated[
         str,
         panels.answer(
-            help="How the prompt is read: exact, layer-by-layer, or not exactly: selective, "
-            "gemfilter; with parameters as in selective:layer=15,keep_ratio=0.2"
+            help="How the prompt is read: exact, layer-by-layer (also exact), or approximately: "
+            "selective or gemfilter, with parameters as in selective:layer=15,keep_ratio=0.2"
         ),
     ] = "exact"
     medusa: Annotated[
         str | None, panels.drafts(metavar="HEADS", help="Medusa heads: demo, a folder or a hub id")
     ] = None
     assistant: Annotated[
-        str | None, panels.drafts(metavar="MODEL", help="A smaller model that drafts")
+        str | None, panels.drafts(metavar="MODEL", help="A smaller model that drafts tokens")
     ] = None
     prompt_lookup: Annotated[
         int | None,
-        panels.drafts(metavar="N", help="Draft N tokens out of the prompt"),
+        panels.drafts(metavar="N", help="Draft N tokens by copying from the prompt"),
         POSITIVE,
     ] = None
     compare: Annotated[
         bool,
         panels.output(
             "--compare",
-            help="Answer from the full cache too, side by side; where they differ, what to try",
+            help="Also answer from the full cache, side by side; if they differ, suggest a command",
         ),
     ] = False
     check: Annotated[
         int | None,
         panels.output(
             metavar="N",
-            help="Compare N tokens with the full cache's, at its price; exit 3 if they differ",
+            help="Compare N tokens with the full cache's (needs its memory); exit 3 if they differ",
         ),
         POSITIVE,
     ] = None
     json: Annotated[
-        bool, panels.output("--json", help="Print one JSON object; --verbose: with every layer")
+        bool, panels.output("--json", help="Print one JSON object; with --verbose, every layer")
     ] = False
 
     def __post_init__(self) -> None:
-        """Refuse no way of reading, a check of tokens that are drawn, or of more than come."""
+        """Refuse an unknown prefill, and a check of sampled or of too many tokens."""
         super().__post_init__()
         _ = self.reading
         if self.check is None:
             return
         if self.temperature:
             raise InvalidArgumentError(
-                f"check: expected temperature 0, since drawn tokens differ by chance, got "
+                f"check: expected temperature 0, since sampled tokens differ by chance, got "
                 f"{self.temperature}; leave temperature or check out"
             )
         if self.check > self.max_new_tokens:
@@ -277,12 +277,12 @@ class RunOptions(MethodOptions):
 
 
 DRAFTS = ("medusa", "assistant", "prompt_lookup")
-"""The options that name where drafts come from."""
+"""The options that choose a source of drafts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AskOptions(RunOptions):
-    """What `ask` takes, of files or of a library."""
+    """The options of `ask`, which reads files or a library."""
 
     library: Annotated[
         str | None,
@@ -290,26 +290,26 @@ class AskOptions(RunOptions):
     ] = None
     documents: Annotated[
         int | None,
-        panels.library(help="How many of its documents to answer from", show_default="3"),
+        panels.library(help="How many documents of the library to answer from", show_default="3"),
         WholeNumber(1),
     ] = None
     recompute: Annotated[
         float | None,
         panels.library(
-            help="The fraction of their tokens that the second layer computes anew, up to 0.5 a "
-            "tenth of it in the last: 0 none, 1 all in all layers",
+            help="Fraction of their tokens that the second layer recomputes; up to 0.5, the last "
+            "layer recomputes a tenth as many. 0: none, 1: all tokens in all layers",
             show_default="0.2",
         ),
     ] = None
 
     def __post_init__(self) -> None:
-        """Refuse what does not go with a library, or needs one."""
+        """Refuse options that a library excludes, and options that need one."""
         super().__post_init__()
         if self.recompute is not None:
             require_share("recompute", self.recompute, "0.2")
         given: dict[str, Any]
         if self.library is None:
-            expected = "--library beside it"
+            expected = "--library with it"
             given = {"documents": self.documents, "recompute": self.recompute}
         else:
             expected = "none with --library"
@@ -327,7 +327,7 @@ StorageBits = Annotated[
     str,
     panels.sweep(
         metavar="exact|int8|int4|k8v4,...",
-        help="How every method stores what it keeps: as it came, or in few bits; with commas for "
+        help="How all methods store keys and values: unquantized or in few bits; with commas for "
         "more",
     ),
 ]
@@ -354,7 +354,7 @@ class ComparedOptions(ModelOptions):
     bits: StorageBits = EXACT
 
     def __post_init__(self) -> None:
-        """Check names, budgets and bits; the methods check the rest, where there are some."""
+        """Check names, budgets and bits; the methods check their parameters."""
         super().__post_init__()
         if self.policy is not None and not all(text.strip(" ,") for text in self.policy):
             raise InvalidArgumentError(
@@ -367,7 +367,7 @@ class ComparedOptions(ModelOptions):
 
     @property
     def prefills(self) -> list[tuple[str, Prefill]]:
-        """How prompts are read, each way under the text that it was given by."""
+        """The ways to read prompts, by the texts that named them."""
         return read_prefills(["exact"])
 
 
@@ -384,13 +384,13 @@ class ReadingOptions(ComparedOptions):
     ] = None
 
     def __post_init__(self) -> None:
-        """Check the ways of reading, too."""
+        """Also check the ways to read prompts."""
         super().__post_init__()
         _ = self.prefills
 
     @property
     def prefills(self) -> list[tuple[str, Prefill]]:
-        """As the option names them."""
+        """The ways to read prompts, by the texts that named them."""
         return read_prefills(self.prefill or ["exact"])
 
 
@@ -400,15 +400,13 @@ class SweepOptions(ComparedOptions):
 
     baseline: Annotated[
         list[str] | None,
-        panels.sweep(
-            help="Method to run beside them, at its own budget; none for none", show_default="full"
-        ),
+        panels.sweep(help="A baseline at its default budget; none for none", show_default="full"),
     ] = None
     json: panels.AsJson = False
 
 
 def read_prefill(text: str) -> Prefill:
-    """What ``NAME`` or ``NAME:PARAMETER=VALUE,PARAMETER=VALUE`` stands for."""
+    """The `Prefill` that ``NAME`` or ``NAME:PARAMETER=VALUE,PARAMETER=VALUE`` names."""
     name, _, rest = text.partition(":")
     if name not in PREFILLS:
         raise InvalidArgumentError(
@@ -424,7 +422,7 @@ def read_prefill(text: str) -> Prefill:
 
 
 def read_prefills(texts: Sequence[str]) -> list[tuple[str, Prefill]]:
-    """As `read_prefill`, several, each under the text that it was given by."""
+    """`read_prefill` of several texts, by those texts."""
     if len(set(texts)) < len(texts):
         raise InvalidArgumentError(
             f"prefill: expected every way of reading once, got {' '.join(texts)}; leave the "

@@ -1,7 +1,7 @@
-"""What a command may write to: nothing is overwritten unasked, and nothing that it reads at all.
+"""Output paths of commands: existing files need --force, and input files are never overwritten.
 
-Options that name an output say so beside their `typer.Option`. They are checked when the command is
-called, before anything takes time.
+The annotation of an option marks it as an output. Outputs are checked when the command is called,
+before anything slow.
 """
 
 import contextlib
@@ -21,15 +21,15 @@ from snapkv.errors import InvalidArgumentError
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """Marks an option that names a file, or a folder for files, written whole at the end.
+    """Marks an option that names a file, or a folder for files, written at the end.
 
     Attributes:
-        files: names in the folder; empty where the option names one file.
-        beside: what may be added to the stem of that file for others, such as "-budgets".
+        files: names in the folder; empty if the option names one file.
+        beside: suffixes of its stem that give further files, such as "-budgets".
     """
 
     is_added_to: ClassVar[bool] = False
-    """Whether a command goes on with what is there, which `--force` then must not throw away."""
+    """Whether a command continues what is there, which `--force` then must not delete."""
 
     files: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
@@ -38,11 +38,11 @@ class Output:
         """The files that are written."""
         if self.files:
             return [path / name for name in self.files]
-        endings = self.beside if path.name else ()  # "." is refused as the folder it is
+        endings = self.beside if path.name else ()  # "." is refused as a folder below
         return [path, *(path.with_stem(f"{path.stem}{ending}") for ending in endings)]
 
     def is_own(self, path: Path) -> bool:
-        """Whether what is there is clearly what this option writes, and may be gone on with."""
+        """Whether the existing path was written by this option and can be continued."""
         with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
             return self._is_own(path)
         return False
@@ -51,17 +51,17 @@ class Output:
         return False
 
     def strangers(self, path: Path) -> list[str]:
-        """Files of somebody else's, beside which nothing shall be written."""
+        """Other files that are there, because of which nothing may be written."""
         return []
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFolder(Output):
-    """Marks an option that names the folder of a run, which is continued where it is the same.
+    """Marks an option that names the folder of a run; the same run is continued there.
 
     Attributes:
-        record: the file that says which run it is.
-        key: what stands in it.
+        record: the file that identifies the run.
+        key: a key of that file.
     """
 
     is_added_to: ClassVar[bool] = True
@@ -73,8 +73,8 @@ class RunFolder(Output):
         return self.key in json.loads((path / self.record).read_bytes())
 
     def strangers(self, path: Path) -> list[str]:
-        """Files that are there already and of no run."""
-        with contextlib.suppress(OSError):  # what it may be instead is said where it is needed
+        """Existing files that do not belong to a run."""
+        with contextlib.suppress(OSError):  # the caller says which folder to choose
             return [] if self.is_own(path) else foreign_files(path, self.files)
         return []
 
@@ -101,13 +101,13 @@ RESULTS = RunFolder(
 
 @dataclass(frozen=True, kw_only=True)
 class WritingOptions:
-    """What every command takes that writes a file at its end."""
+    """Options of every command that writes a file at its end."""
 
     force: Annotated[bool, panels.output("--force", help="Replace files that are there")] = False
 
 
 def results_folder(given: str | None, kind: str, model: str, fingerprint: str) -> Path:
-    """Where results go: where the user says, or a folder for what was run and how."""
+    """The folder for results: the given one, or one named after the run."""
     if given is not None:
         return Path(given)
     name = re.sub(r"[^\w.-]+", "-", model).strip("-")
@@ -115,7 +115,7 @@ def results_folder(given: str | None, kind: str, model: str, fingerprint: str) -
 
 
 def require_outputs(marked: Mapping[str, Output], given: Mapping[str, Any]) -> None:
-    """Refuse a command that would overwrite what is not its own."""
+    """Refuse to overwrite files that the command did not write."""
     inputs = [text for name in given.keys() - marked.keys() for text in _texts(given[name])]
     taken: dict[str, str] = {}
     for name, output in marked.items():
@@ -134,14 +134,14 @@ def require_outputs(marked: Mapping[str, Output], given: Mapping[str, Any]) -> N
 def require_output(
     name: str, text: str, output: Output, *, inputs: Iterable[str], force: bool
 ) -> None:
-    """Refuse an output that is there and not the command's own, or that cannot be written.
+    """Refuse an output that exists and is not the command's, or that cannot be written.
 
     Args:
         name: of the option.
-        text: what it was given.
+        text: its value.
         output: what is written there.
-        inputs: paths that are read, among other texts.
-        force: whether files that are there may be replaced; never those that are read.
+        inputs: texts that may be paths of input files.
+        force: whether existing files may be replaced; input files never are.
     """
     if not text.strip():
         raise InvalidArgumentError(f"{name}: expected a name, got an empty one; pass a name")
@@ -160,9 +160,9 @@ def require_output(
 
 
 def _require_place(name: str, path: Path, output: Output) -> None:
-    """Refuse a folder that is not there and is not made, or that takes no files."""
+    """Refuse a folder that is missing and is not created, or that cannot be written to."""
     folder = path if output.files else path.parent
-    if output.files or output.is_added_to:  # folders are made
+    if output.files or output.is_added_to:  # such folders are created
         while not os.path.lexists(folder):
             folder = folder.parent
     elif not folder.is_dir():
@@ -180,14 +180,14 @@ def _require_place(name: str, path: Path, output: Output) -> None:
 
 
 def _is_there(name: str, target: Path) -> bool:
-    """Whether any file has that name, were it a link that leads nowhere."""
+    """Whether any file has that name, even a broken link."""
     try:
         target.lstat()
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
         raise InvalidArgumentError(
-            f"{name}: expected a name that a file can have, got {str(target)!r}: "
+            f"{name}: expected a valid file name, got {str(target)!r}: "
             f"{error.strerror or error}; choose another name"
         ) from error
     if target.is_dir():
@@ -214,21 +214,21 @@ def _require_replaceable(
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """The texts among the value of an option, which may be repeated or have commas in it."""
+    """The texts in the value of an option, which may be repeated or contain commas."""
     for each in value if isinstance(value, list | tuple) else [value]:
         if isinstance(each, str):
             yield from filter(None, {each, *each.split(",")})
 
 
 def _is_read(target: Path, inputs: Iterable[str]) -> bool:
-    """Whether a file is one that texts name, those below folders and standard input included.
+    """Whether a file is one of the inputs, including files in folders and standard input.
 
-    What tells it from every other is the same under all its names and links.
+    Device and inode are compared, so that links are recognised.
     """
-    with contextlib.suppress(OSError):  # it is a link that leads nowhere, or the input is closed
+    with contextlib.suppress(OSError):  # a broken link, or the input is closed
         status = target.stat()
         for text in inputs:
-            with contextlib.suppress(OSError, ValueError, RuntimeError):  # no path
+            with contextlib.suppress(OSError, ValueError, RuntimeError):  # not a path
                 path = Path(text).expanduser()
                 files = filter(os.path.exists, [path, *path.rglob("*")])
                 if any(os.path.samestat(status, os.stat(file)) for file in files):

@@ -1,4 +1,4 @@
-"""The panels of the help, each a `typer.Option` that stands in it, and options of many commands."""
+"""The panels of the help, each as a `typer.Option` listed in it, and shared options."""
 
 from functools import partial
 from typing import Annotated
@@ -21,7 +21,7 @@ task = partial(typer.Option, rich_help_panel="Task")
 output = partial(typer.Option, rich_help_panel="Output")
 
 FILES_AGAIN = "Text, source code, HTML, PDF or a folder; again for more"
-"""What `--document` takes."""
+"""The help of `--document`."""
 
 AsJson = Annotated[bool, output("--json", help="Print one JSON object")]
 KeepRatio = Annotated[
@@ -43,7 +43,7 @@ Question = Annotated[str, typer.Option("--question", "-q", help="What to answer"
 
 
 def require_question(question: str) -> None:
-    """Raise where nothing is asked, or no text."""
+    """Raise if the question is empty or not valid Unicode."""
     if not question.strip():
         raise InvalidArgumentError("question: expected a question, got an empty text; ask one")
     require_unicode("question", question)

@@ -27,7 +27,7 @@ EXAMPLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What a plan takes."""
+    """The options of `snapkv plan`."""
 
     context: Annotated[str | None, panels.work(help="Prompt tokens, such as 32k or 1.5k")] = None
     model: Annotated[
@@ -45,19 +45,19 @@ class PlanOptions:
         str | None,
         panels.model(
             help="float32, bfloat16 or float16",
-            show_default="the checkpoint's own, and its quantized weights as they are",
+            show_default="the checkpoint's own; quantized weights count as stored",
         ),
     ] = None
     trust_remote_code: Annotated[
         bool, panels.model("--trust-remote-code", help="Run code of the model")
     ] = False
-    batch: Annotated[int, panels.work(help="Prompts together"), POSITIVE] = 1
-    max_new_tokens: Annotated[int, panels.work(help="Where an answer is cut off"), POSITIVE] = 128
+    batch: Annotated[int, panels.work(help="Prompts in one batch"), POSITIVE] = 1
+    max_new_tokens: Annotated[int, panels.work(help="Longest answer, in tokens"), POSITIVE] = 128
     budget: Annotated[
         Any,
         panels.policy(
             metavar="INTEGER|12%|64MiB",
-            help="Tokens kept per head and layer, window included; or bytes of growing layers",
+            help="Tokens kept per head and layer, window included; or a total in bytes",
             show_default="1024",
         ),
         TokenBudget(),
@@ -66,7 +66,7 @@ class PlanOptions:
         str,
         panels.policy(
             metavar="exact|int8|int4|k8v4",
-            help="How what is kept is stored: as it came, or in few bits",
+            help="How keys and values are stored: unquantized or in few bits",
         ),
     ] = EXACT
     keep_ratio: panels.KeepRatio = None
@@ -74,28 +74,26 @@ class PlanOptions:
         int, panels.policy(help="Last tokens of the prompt, always kept"), POSITIVE
     ] = 32
     gpu_memory: Annotated[
-        str | None, panels.device(help="Of the device, such as 80GB or 24GiB: shows what fits")
+        str | None, panels.device(help="Device memory, such as 80GB or 24GiB: shows what fits")
     ] = None
-    reserve: Annotated[str, panels.device(help="Of it, what the driver and the allocator take")] = (
-        "1GB"
-    )
+    reserve: Annotated[str, panels.device(help="Taken by the driver and the allocator")] = "1GB"
     bandwidth: Annotated[
-        str | None, panels.device(help="Of its memory per second, such as 2TB: shows times")
+        str | None, panels.device(help="Memory bandwidth per second, such as 2TB: shows times")
     ] = None
     json: panels.AsJson = False
     verbose: Annotated[
-        bool, panels.output("--verbose", help="Show what transformers has to say")
+        bool, panels.output("--verbose", help="Show the messages of transformers")
     ] = False
 
     def __post_init__(self) -> None:
-        """Refuse a dtype that no model has, before torch is waited for."""
+        """Refuse unknown dtypes before torch is imported."""
         if self.dtype is not None:
             require_dtype(self.dtype)
 
 
 @with_options(PlanOptions)
 def plan(*, options: PlanOptions) -> None:
-    """Say what a long prompt takes and whether compression helps, from the configuration alone."""
+    """Estimate a long prompt's memory and what compression gains, from the configuration alone."""
     if options.shapes:
         from snapkv.plan.shapes import SHAPES, described
 
@@ -116,7 +114,7 @@ def plan(*, options: PlanOptions) -> None:
         for name in ("gpu_memory", "reserve", "bandwidth")
     )
 
-    from snapkv.app.models import DEMO, load_outline  # imports torch; bad input is named before
+    from snapkv.app.models import DEMO, load_outline  # imports torch, after the checks above
     from snapkv.cli.loading import begin
     from snapkv.plan import Plan, Request, footprint_of, verdict
 
@@ -148,7 +146,7 @@ def plan(*, options: PlanOptions) -> None:
 
 
 def plan_table(plan: "Plan") -> Grid:
-    """What a request comes to with a full and with a compressed cache."""
+    """What a request needs with a full and with a compressed cache."""
     columns = [_plan_cells(plan, needs) for needs in (plan.full, plan.compressed)]
     rows = [
         ("weights", *[format_bytes(plan.footprint.weights_bytes)] * 2),
@@ -158,7 +156,7 @@ def plan_table(plan: "Plan") -> Grid:
     if plan.request.memory_bytes is not None:
         gains = [needs.throughput for needs in (plan.full, plan.compressed)]
         texts = ("-" if gain is None else f"{gain:.1f}x" for gain in gains)
-        rows.append(("tokens per second, read together", *texts))
+        rows.append(("throughput, prefill batch", *texts))
     return Grid(
         title=_plan_title(plan), headings=("", "full cache", "compressed"), rows=tuple(rows)
     )
@@ -181,8 +179,8 @@ def shapes_table(shapes: Mapping[str, dict[str, Any]]) -> Grid:
     return Grid(
         headings=("shape", "size", "weights", "layers", "KV", "KiB", "positions"),
         rows=tuple(rows),
-        caption="layers: those that grow with the prompt, of all. KV: heads and their width, or "
-        "one latent. KiB: of cache for one more token of a long prompt, in 16 bits.",
+        caption="layers: full-attention layers of all layers. KV: KV heads x head size, or "
+        "one latent. KiB: cache per token of a long prompt, in 16 bits.",
     )
 
 
@@ -200,7 +198,7 @@ def _in_bits(asked: "Request") -> str:
 
 
 def _stored_as(model: "Footprint") -> str:
-    """The dtype, and how weights are stored where that is counted."""
+    """The dtype, and the quantization of the weights if it is counted."""
     from snapkv.plan.footprint import is_counted
 
     if model.quantization is None or not is_counted(model.quantization):
@@ -211,9 +209,9 @@ def _stored_as(model: "Footprint") -> str:
 def _plan_cells(plan: "Plan", needs: "CacheNeeds") -> dict[str, str]:
     """A column of the plan's table."""
     cells = {
-        "cache behind the prompt": format_bytes(needs.cache_bytes),
-        "beside the weights while reading, about": format_bytes(needs.prefill_peak_bytes),
-        "all together": format_bytes(needs.total_bytes),
+        "cache after the prompt": format_bytes(needs.cache_bytes),
+        "prefill peak, weights excluded": format_bytes(needs.prefill_peak_bytes),
+        "total": format_bytes(needs.total_bytes),
     }
     if plan.request.memory_bytes is not None:
         positions = plan.footprint.max_positions
@@ -222,17 +220,17 @@ def _plan_cells(plan: "Plan", needs: "CacheNeeds") -> dict[str, str]:
         cells |= {
             "longest prompt, read in one pass": _longest(needs.longest_prompt_tokens, limit),
             "longest prompt, read in pieces": _longest(in_pieces, limit),
-            "largest batch, reading together": f"{needs.largest_batch:,}",
+            "largest batch, prefill": f"{needs.largest_batch:,}",
             "largest batch, decoding": f"{needs.largest_decoding_batch:,}",
         }
-    cells["read for every token"] = format_bytes(needs.step_bytes)
+    cells["read per decoding step"] = format_bytes(needs.step_bytes)
     if needs.step_ms is not None:
-        cells["per token, at least"] = f"{needs.step_ms:.1f} ms"
+        cells["time per step, at least"] = f"{needs.step_ms:.1f} ms"
     return cells
 
 
 def _longest(tokens: int | None, limit: int | None) -> str:
-    """Tokens that fit; where the model's positions end first, that is said."""
+    """Tokens that fit, with a remark if the model's positions are the limit."""
     if not tokens:
         return "none"
     return f"{tokens:,} (all positions)" if tokens == limit else f"{tokens:,}"

@@ -1,4 +1,4 @@
-"""`snapkv policies`: the methods, what they do, and their parameters."""
+"""`snapkv policies`: the methods, their summaries and parameters."""
 
 import typer
 

@@ -17,13 +17,13 @@ from snapkv.storage.bits import Bits
 from snapkv.validation import AUTO, DEFAULT, nearest
 
 BITS_WITHIN_BYTES: Bits = "K8V4"
-"""As right within its interval as bits that are chosen by the prompt: `docs/results.md`."""
+"""The bits of the default method with a budget of bytes."""
 
 
 def build_policy(options: PolicyOptions) -> Policy:
-    """The policy that the options ask for; what they leave out keeps the policy's own default.
+    """The policy that the options ask for, with its defaults for everything left out.
 
-    Where they name none, the votes choose the budget, too.
+    Without a policy and a budget, the votes choose the budget.
     """
     given = {name: value for name in OWN_FLAGS if (value := getattr(options, name)) is not None}
     if "kernel_size" in given:
@@ -39,23 +39,23 @@ def build_policy(options: PolicyOptions) -> Policy:
 def usual_bits(
     policy: Policy, model: Any, options: RunOptions | None = None
 ) -> tuple[Bits | None, str]:
-    """How what is kept is held, as `CompressedCache` takes it; and why as it came, if by need.
+    """The `storage` of `CompressedCache`, and a reason if codes are impossible.
 
-    In few bits within bytes that the default method is given: more tokens fit, but each takes
-    longer to answer with.
+    The default method with a budget of bytes stores codes: more tokens fit, but each decoding step
+    takes longer.
     """
     is_asked = options is None or (options.policy == DEFAULT and not options.exact_bits)
     if not is_asked or not isinstance(budget_of(policy), ByteBudget):
         return None, ""
     if shares_latent(model):
-        return None, "the model's own, since its heads share what is stored"
+        return None, "unquantized, since all heads of this model share one latent"
     return BITS_WITHIN_BYTES, ""
 
 
 def make_policy(name: str, given: dict[str, Any]) -> Policy:
-    """The policy of that name; what a wrapper does not have itself is meant for what it wraps.
+    """The policy of that name; parameters that a wrapper lacks go to the methods that it wraps.
 
-    Where it wraps several methods, an option goes to each that has it, and ``part.option`` to one.
+    Every wrapped method that has a parameter gets it; ``part.parameter`` reaches only one of them.
     """
     if name == DEFAULT:
         given = default_parameters(given)
@@ -80,7 +80,7 @@ def make_policy(name: str, given: dict[str, Any]) -> Policy:
 
 
 def _refuse(key: str, value: Any, methods: list[str], wrapper: list[str]) -> NoReturn:
-    """Say which parameters there are instead."""
+    """Raise an error that lists the known parameters."""
     hints = list(dict.fromkeys(hint for method in methods for hint in accepted(method, {})))
     raise InvalidArgumentError(
         f"{key}: expected a parameter of {' or '.join(methods)}, which has "
@@ -90,7 +90,7 @@ def _refuse(key: str, value: Any, methods: list[str], wrapper: list[str]) -> NoR
 
 
 def wrapped(name: str, given: dict[str, Any]) -> dict[str, str]:
-    """The parameters of a policy that are policies, each with the name of the one it shall be."""
+    """The parameters of a policy that are policies, with the name of the policy each one gets."""
     policy = _named(name)
     found = [
         key
@@ -101,7 +101,7 @@ def wrapped(name: str, given: dict[str, Any]) -> dict[str, str]:
 
 
 def accepted(name: str, given: dict[str, Any]) -> list[str]:
-    """Parameters of a policy and of those it wraps."""
+    """Parameters of a policy and of the policies it wraps."""
     parts = wrapped(name, given).values()
     return [*parameters(_named(name)), *(key for part in parts for key in accepted(part, {}))]
 
@@ -118,9 +118,9 @@ def _named(name: str) -> type[Policy]:
 
 
 def typed_assignments(name: str, assignments: Iterable[str]) -> dict[str, Any]:
-    """Parameters of a policy out of ``NAME=VALUE`` texts, each in the type that it has."""
+    """Parameters of a policy from ``NAME=VALUE`` texts, converted to their types."""
     hints = parameters(_named(name))
-    if wrapped(name, {}):  # of any that it may wrap, too
+    if wrapped(name, {}):  # including those of any wrapped policy
         others = [parameters(policy) for policy in POLICIES.values() if policy is not _named(name)]
         hints = {key: hint for inner in others for key, hint in inner.items()} | hints
     given = {}
@@ -136,7 +136,7 @@ def typed_assignments(name: str, assignments: Iterable[str]) -> dict[str, Any]:
 
 
 def _typed(text: str, hint: Any) -> Any:
-    """The text as the type a parameter has; what is no such thing is left to the policy's check."""
+    """The text converted to a parameter's type; if that fails, the policy reports it."""
     kinds = {hint, *get_args(hint)}
     if text.startswith(f"{AUTO}:"):
         return token_budget(text)
@@ -144,7 +144,7 @@ def _typed(text: str, hint: Any) -> Any:
         return text.lower() == "true"
     for kind in (int, float):
         if kind in kinds:
-            with contextlib.suppress(ValueError):  # an InvalidArgumentError is one
+            with contextlib.suppress(ValueError):  # InvalidArgumentError included
                 return count("set", text) if kind is int else kind(text)
     if str not in kinds and any(get_origin(kind) is tuple for kind in kinds):
         return kernel(text)
@@ -154,9 +154,9 @@ def _typed(text: str, hint: Any) -> Any:
 def named_policies(
     baselines: Iterable[str], policies: Iterable[str], budgets: Sequence[int | str | dict[str, Any]]
 ) -> list[tuple[str, Policy]]:
-    """The baselines at their own budgets, then every policy at every budget, each with its label.
+    """The baselines at their default budgets, then every policy at every budget, with labels.
 
-    A policy without a budget, or with one among its parameters, comes once.
+    A policy without a budget, or whose parameters set one, appears once.
     """
     made = [(spec, make_policy(*parsed(spec))) for spec in specs(baselines)]
     for spec in specs(policies):
@@ -171,7 +171,7 @@ def named_policies(
 
 
 def takes_budget(name: str, given: Iterable[str]) -> bool:
-    """Whether a policy has a budget that these parameters of it do not set."""
+    """Whether a policy takes a budget and these parameters do not set it."""
     own = {parameter.rpartition(".")[2] for parameter in given}
     return "budget" in accepted(name, {}) and not own & {"budget", "keep_ratio"}
 
@@ -184,7 +184,7 @@ def _shown(budget: int | str | dict[str, Any]) -> str:
 
 
 def parsed(spec: str) -> tuple[str, dict[str, Any]]:
-    """The name of a policy, and the parameters that it is written with."""
+    """Split a text into the name of a policy and its parameters."""
     name, _, rest = spec.partition(":")
     given = [part for part in rest.split(",") if part.strip()]
     if not all("=" in part for part in given):

@@ -30,7 +30,7 @@ _SIZES = ("budget", "protect_first", "max_window_size", "max_kernel_size")
 
 
 class _ServedBudget(WholeNumber):
-    """Leaves bytes to the settings, which say how many tokens to type."""
+    """A budget in tokens; the settings refuse bytes and suggest a number of tokens."""
 
     def read(self, name: str, text: str) -> Any:
         return text.strip() if byte_budget(text) else super().read(name, text)
@@ -38,7 +38,7 @@ class _ServedBudget(WholeNumber):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """What a server takes beside vLLM's own options."""
+    """The options of the server besides those of vLLM."""
 
     policy: Annotated[
         str,
@@ -50,7 +50,7 @@ class ServeOptions:
     budget: Annotated[
         Any,
         typer.Option(
-            metavar="INTEGER", help="Tokens kept per head and layer; 0: only where a request asks"
+            metavar="INTEGER", help="Tokens kept per head and layer; 0: only if a request sets it"
         ),
         _ServedBudget(0, is_counted=False),
     ] = 1024
@@ -62,51 +62,51 @@ class ServeOptions:
     ] = None
     protect_first: Annotated[
         int,
-        typer.Option(help="First tokens of every prompt that stay, such as a system message"),
+        typer.Option(help="First tokens of every prompt that are kept, such as a system message"),
         _FROM_0,
     ] = 0
     max_window_size: Annotated[
-        int, typer.Option(help="The longest window that a request may ask for"), WholeNumber(1)
+        int, typer.Option(help="The largest window size that a request may set"), WholeNumber(1)
     ] = MAX_WINDOW_SIZE
     max_kernel_size: Annotated[
-        int, typer.Option(help="The widest kernel that a request may ask for"), WholeNumber(1)
+        int, typer.Option(help="The largest kernel size that a request may set"), WholeNumber(1)
     ] = MAX_KERNEL_SIZE
     decode_budget: Annotated[
-        int, typer.Option(help="Tokens held of prompt and answer while generating; 0: all"), _FROM_0
+        int, typer.Option(help="Tokens of prompt and answer kept while generating; 0: all"), _FROM_0
     ] = 0
     decode_policy: Annotated[
-        str, typer.Option(help="What evicts while generating: r-kv, tova or streaming-llm")
+        str, typer.Option(help="Method that evicts while generating: r-kv, tova or streaming-llm")
     ] = "r-kv"
     evict_every: Annotated[
-        int, typer.Option(help="Generated tokens between two evictions"), _FROM_1
+        int, typer.Option(help="Generated tokens between evictions"), _FROM_1
     ] = DEFAULT_EVERY
     share: Annotated[
-        bool, typer.Option("--share", help="Keep documents compressed, for requests that name them")
+        bool, typer.Option("--share", help="Keep compressed documents, for requests that name them")
     ] = False
     share_bytes: Annotated[
         str | None,
-        typer.Option(help="Of the cache for documents, such as 2GiB; default: a quarter of it"),
+        typer.Option(help="Part of the cache for documents, such as 2GiB; default: a quarter"),
     ] = None
     share_across_keys: Annotated[
-        bool, typer.Option("--share-across-keys", help="Documents of one API key are everybody's")
+        bool, typer.Option("--share-across-keys", help="All API keys may use all documents")
     ] = False
     share_library: Annotated[
-        str | None, typer.Option(help="Share the documents of a library, see snapkv library")
+        str | None, typer.Option(help="Serve the documents of a library, see snapkv library")
     ] = None
     sessions: Annotated[
         bool,
-        typer.Option("--sessions", help="Hold histories of sessions, for their next requests"),
+        typer.Option("--sessions", help="Keep the history of sessions for their next requests"),
     ] = False
     session_bytes: Annotated[
         str | None,
-        typer.Option(help="Of the cache for histories, such as 2GiB; default: a quarter of it"),
+        typer.Option(help="Part of the cache for histories, such as 2GiB; default: a quarter"),
     ] = None
     print_command: Annotated[
         bool, typer.Option("--print-command", help="Print vLLM's own command instead of serving")
     ] = False
 
     def sharing(self) -> dict[str, Any] | None:
-        """What is said of shared documents; None where there are none."""
+        """The settings of shared documents; None without them."""
         if not self.share:
             for name in ("share_bytes", "share_across_keys", "share_library"):
                 if getattr(self, name) not in (None, False):
@@ -125,7 +125,7 @@ class ServeOptions:
         }
 
     def held_sessions(self) -> dict[str, Any] | None:
-        """What is said of sessions; None where none are held."""
+        """The settings of sessions; None without them."""
         if not self.sessions:
             if self.session_bytes is not None:
                 raise InvalidArgumentError(
@@ -136,7 +136,7 @@ class ServeOptions:
         return {"most_bytes": self._bytes("session_bytes")}
 
     def _bytes(self, name: str) -> int:
-        """A number of bytes, 0 where the server is to choose."""
+        """A number of bytes; 0 lets the server choose."""
         if (given := getattr(self, name)) is None:
             return 0
         most_bytes = byte_count(name, given)
@@ -153,9 +153,9 @@ def serve(
     *,
     options: ServeOptions,
 ) -> None:
-    """Serve a model over HTTP with vLLM, from a compressed cache in the model's own bits.
+    """Serve a model over HTTP with vLLM, from a compressed, unquantized cache.
 
-    Behind MODEL goes any option of `vllm serve`, such as --max-model-len 32768.
+    Any option of `vllm serve` may follow MODEL, such as --max-model-len 32768.
     """
     if model.startswith("-"):
         raise InvalidArgumentError(
@@ -175,7 +175,7 @@ def serve(
 
 
 def _library(share_library: str) -> str:
-    """The folder of a library; refused where there is none."""
+    """The folder of a library, which must exist."""
     from snapkv.library.library import Library  # imports torch
 
     path = Path(share_library).expanduser().absolute()

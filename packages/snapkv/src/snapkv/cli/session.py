@@ -1,4 +1,4 @@
-"""What `ask` and `generate` show: an answer and what it took, beside the full cache's or alone."""
+"""What `ask` and `generate` print: an answer and its costs, alone or next to the full cache's."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -31,11 +31,11 @@ class Asked:
     Attributes:
         loaded: the model that answers.
         settings: how it generates.
-        answered: gives the answer of the method, whose text goes where it is told meanwhile.
-        full: gives the full cache's answer, or the first so many tokens of it.
-        exactly: the change of the options that makes the reading exact; empty where it is.
-        own_bits: why bits that would be chosen are the model's own; empty where they are not.
-        sources: gives lines between an answer and what it took, once there is an answer.
+        answered: computes the method's answer; its text goes to the given function meanwhile.
+        full: computes the full cache's answer, or its first so many tokens.
+        exactly: the change of options that makes the prefill exact; empty if it is.
+        own_bits: why the default quantization is impossible; empty if it is possible.
+        sources: lines to print between the answer and its costs.
     """
 
     loaded: LoadedModel
@@ -50,7 +50,7 @@ class Asked:
 def show_answers(
     asked: Asked, options: RunOptions, request: dict[str, Any], typed: Sequence[str]
 ) -> None:
-    """Answer once or, to compare, twice; then show what was asked for."""
+    """Answer once or, to compare, twice; then print the results."""
     if options.compare:
         _warm_up(asked.loaded.model)
         answers = [asked.answered(None), asked.full(None)]
@@ -76,7 +76,7 @@ def show_answers(
 
 
 def _show(answers: Sequence[Answer], sources: Sequence[Text], *, safe: bool) -> None:
-    """Two answers side by side on standard output, or below one that is there what it took."""
+    """Print two answers side by side on standard output, or the costs of a printed one."""
     if len(answers) > 1:
         show(answers_table(answers, with_text=True, safe=safe))
         say(sources)
@@ -87,13 +87,13 @@ def _show(answers: Sequence[Answer], sources: Sequence[Text], *, safe: bool) -> 
 
 
 def _warm_up(model: Any) -> None:
-    """Touch the weights once, or the first of two runs would pay for reading them."""
+    """Read the weights once, or only the first of two runs would pay for it."""
     with torch.inference_mode():
         model(torch.zeros(1, 1, dtype=torch.int64, device=device_of(model)))
 
 
 def answers_table(answers: Sequence[Answer], *, with_text: bool, safe: bool) -> Grid:
-    """A column per answer: its text where that was not shown yet, and what it cost."""
+    """A column per answer: its text if not printed yet, and its costs."""
     columns = [_costs(answer, safe=safe) for answer in answers]
     rows = [(name, *(column.get(name, "-") for column in columns)) for name in columns[0]]
     if with_text:
@@ -122,7 +122,7 @@ def _costs(answer: Answer, *, safe: bool) -> dict[str, str]:
 
 
 def answer_record(answer: Answer, *, with_layers: bool) -> dict[str, Any]:
-    """An answer ready for JSON; layer by layer is long, so only where that is asked for."""
+    """An answer for JSON; the long list of layers only if asked for."""
     record = {"method": method_name(answer.policy), **asdict(answer)}
     if not with_layers:
         record["cache"] = without(record["cache"], "layers")
@@ -134,7 +134,7 @@ def without(record: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """What computed it, for a record."""
+    """Versions of the software, for a record."""
     return {
         "snapkv": __version__,
         "torch": torch.__version__,

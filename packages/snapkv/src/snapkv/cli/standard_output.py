@@ -1,4 +1,4 @@
-"""Standard output, which says its name where it takes no more."""
+"""Standard output, whose errors name it."""
 
 import contextlib
 import json
@@ -9,12 +9,12 @@ from typing import Any, cast
 from snapkv.errors import OutputError
 
 FAILED = 1
-"""Exit status where a command did its work, and something in it could not be done."""
+"""Exit status of a command that finished although a part of its work failed."""
 
 
 @contextlib.contextmanager
 def named_output() -> Iterator[None]:
-    """Within this block, what standard output refuses is an OutputError; all of it is flushed."""
+    """In this block, failed writes to standard output raise OutputError; flushed at the end."""
     stream = sys.stdout
     if stream is None:
         raise OutputError("output: expected an open standard output, got a closed one; open it")
@@ -27,7 +27,7 @@ def named_output() -> Iterator[None]:
 
 
 class _Named:
-    """A stream whose errors say which stream it was."""
+    """A stream whose errors say which stream failed."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -49,12 +49,12 @@ class _Named:
         except OSError as error:
             raise OutputError(
                 f"output: expected to write to standard output, got: {error.strerror or error}; "
-                "make room, or send it elsewhere"
+                "free disk space, or redirect it elsewhere"
             ) from error
 
 
 def write(text: str) -> None:
-    """Write to standard output; what its encoding cannot express is escaped."""
+    """Write to standard output; characters outside its encoding are escaped."""
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
     sys.stdout.flush()

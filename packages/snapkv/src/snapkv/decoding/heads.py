@@ -1,4 +1,4 @@
-"""Medusa heads: small layers that guess the tokens behind the next one, and their files.
+"""Medusa heads: small layers that guess the tokens after the next one, and their files.
 
 Medusa (Cai et al., 2024), section 2.1.1. From the state h that the model's output projection sees,
 head k guesses the token k + 1 places ahead: ``lm_head_k(r_n(... r_1(h)))`` with
@@ -87,7 +87,7 @@ class MedusaHeads(nn.Module):
 
     @property
     def num_heads(self) -> int:
-        """How many tokens behind the next one are guessed."""
+        """How many tokens after the next one are guessed."""
         return len(self.weights)
 
     def states(self, hidden: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class MedusaHeads(nn.Module):
 
     @torch.no_grad()
     def guesses(self, hidden: Tensor) -> Tensor:
-        """(..., heads, `HEAD_RANKS`) int64: each head's likeliest tokens behind states (..., d)."""
+        """(..., heads, `HEAD_RANKS`) int64: each head's top tokens after states (..., d)."""
         best: Tensor = self(hidden).topk(HEAD_RANKS, dim=-1).indices
         return best
 

@@ -103,7 +103,7 @@ class Medusa:
         streamer: TextStreamer | None = None,
         **model_inputs: Any,
     ) -> Tensor:
-        """Generate behind a prompt: called by `model.generate`.
+        """Generate after a prompt: called by `model.generate`.
 
         Raises:
             InvalidArgumentError: more than one sequence, padding, beams, or an output that only
@@ -163,7 +163,7 @@ class Medusa:
     def accept(
         self, tree: CandidateTree, tokens: Tensor, logits: Tensor, *, samples: bool
     ) -> list[int]:
-        """The accepted nodes, root first, of tokens (nodes,) and the logits (nodes, V) behind."""
+        """The accepted nodes, root first, of tokens (nodes,) and the logits (nodes, V) after."""
         if not samples:
             return accept_greedily(tree.paths, tokens.cpu(), logits.argmax(dim=-1).cpu())
         return accept_typically(
@@ -185,7 +185,7 @@ class _Candidates:
         self._hidden: Tensor
 
     def start(self) -> Tensor:
-        """Read the prompt; (V,) logits behind it."""
+        """Read the prompt; (V,) logits after it."""
         logits = self._request.read_prompt(len(self._medusa.tree.choices))
         if not hasattr(self._states, "value"):
             raise InvalidArgumentError(
@@ -197,10 +197,10 @@ class _Candidates:
         return logits
 
     def verify(self, text: Tensor, most_drafts: int) -> tuple[list[int], int]:
-        """Draft at most so many tokens behind a text (N,), whose last one no cache has seen.
+        """Draft at most so many tokens after a text (N,), whose last one no cache has seen.
 
         Returns:
-            The accepted drafts and the token that the model takes behind them; how many were tried.
+            The accepted drafts and the token that the model takes after them; how many were tried.
         """
         tree = self._medusa.tree.pruned(min(most_drafts, self._medusa.tree.depth))
         tokens = self._candidates(text, tree)
@@ -228,7 +228,7 @@ class _Candidates:
         return flat[tree.picks.to(text.device)]
 
     def _read(self, tokens: Tensor, tree: CandidateTree, seen_tokens: int) -> Tensor:
-        """(nodes, V): the model's logits behind every node."""
+        """(nodes, V): the model's logits after every node."""
         device = tokens.device
         branches: Any = contextlib.nullcontext()
         if not tree.is_chain:
@@ -272,7 +272,7 @@ def keep_path(cache: Cache, path: Tensor, read_tokens: int) -> None:
 def _gather(layer: Any, path: Tensor, read_tokens: int) -> None:
     """Move the path's keys, values and queries to the front of the tokens read."""
     end = layer.keys.shape[-2]
-    if isinstance(layer, CompressedLayer):  # static storage has empty slots behind them
+    if isinstance(layer, CompressedLayer):  # static storage has empty slots after them
         end = layer.store.written_tokens
         layer.move_queries(lambda held: _moved(held.clone(), path, read_tokens, held.shape[-2]))
     for states in (layer.keys, layer.values):
@@ -280,7 +280,7 @@ def _gather(layer: Any, path: Tensor, read_tokens: int) -> None:
 
 
 def _moved(states: Tensor, path: Tensor, read_tokens: int, end: int) -> Tensor:
-    """The states, changed: of the tokens read, which stand before `end`, the path's come first."""
+    """The states, changed: of the tokens read, which are before `end`, the path's come first."""
     start = end - read_tokens
     kept = states[..., start:end, :].index_select(-2, path.to(states.device))
     states[..., start : start + len(path), :] = kept

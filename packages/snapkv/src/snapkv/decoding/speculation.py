@@ -26,7 +26,7 @@ class Tally:
 
     Attributes:
         new_tokens: generated, the first included.
-        passes: forward passes of the model behind the prompt that verified drafts.
+        passes: forward passes of the model after the prompt that verified drafts.
         drafted: candidates that were verified.
         accepted: those of them that are in the text.
     """
@@ -55,7 +55,7 @@ class Request:
     chunk_tokens: int | None  # read the prompt in pieces of so many; None for one pass
 
     def processed(self, text: Tensor, logits: Tensor) -> Tensor:
-        """(V,) float32: the logits of the token behind a text (N,), as `generate` changes them."""
+        """(V,) float32: the logits of the token after a text (N,), as `generate` changes them."""
         changed: Tensor = self.processors(text[None], logits[None].float())
         return changed[0]
 
@@ -66,7 +66,7 @@ class Request:
         return int(logits.argmax())
 
     def read_prompt(self, most_drafts: int) -> Tensor:
-        """Read what the cache has not seen of the prompt; (V,) logits behind its last token."""
+        """Read what the cache has not seen of the prompt; (V,) logits after its last token."""
         prompt_tokens = self.ids.shape[1]
         self.cache.reading.require_room(prompt_tokens, self.limit - prompt_tokens + most_drafts)
         seen = self.cache.get_seq_length()
@@ -119,7 +119,7 @@ def require_one_sequence(ids: Tensor, mask: Tensor | None, config: GenerationCon
 
 
 def begin_verifying(cache: Cache) -> None:
-    """From now on every forward pass holds drafts, some of which are forgotten behind it."""
+    """From now on every forward pass holds drafts, some of which are forgotten after it."""
     stuck = sorted({type(layer).__name__ for layer in cache.layers if not layer.is_croppable})
     if stuck:
         raise UnsupportedModelError(

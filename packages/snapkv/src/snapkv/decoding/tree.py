@@ -1,7 +1,7 @@
 """Trees of candidates: which drafts are tried together, and which of them are accepted.
 
 Medusa (Cai et al., 2024), sections 2.1.2 and 2.3. Head k drafts the token k + 1 places ahead; a
-path of the tree takes one of the likeliest tokens of each head. Node 0 is the root, the token the
+path of the tree takes one of the most likely tokens of each head. Node 0 is the root, the token the
 model itself has chosen.
 """
 
@@ -116,7 +116,7 @@ class CandidateTree:
 
     @functools.cached_property
     def depths(self) -> Tensor:
-        """(1 + N,) int64: how far behind the root each node stands in the text."""
+        """(1 + N,) int64: how far after the root each node is in the text."""
         return torch.tensor([0, *map(len, self.choices)])
 
     @functools.cached_property
@@ -155,7 +155,7 @@ def accept_greedily(paths: Tensor, tokens: Tensor, chosen: Tensor) -> list[int]:
     Args:
         paths: (leaves, 1 + depth) int64, nodes from the root to every leaf, then -1.
         tokens: (nodes,) int64, the candidate in every node.
-        chosen: (nodes,) int64, the token the model takes behind every node.
+        chosen: (nodes,) int64, the token the model takes after every node.
 
     Returns:
         The accepted nodes, root first; of paths of equal length, those of the first.
@@ -179,12 +179,12 @@ def accept_typically(
     Args:
         paths: as for `accept_greedily`.
         tokens: as for `accept_greedily`.
-        probabilities: (nodes, V), the model's behind every node, temperature included.
+        probabilities: (nodes, V), the model's after every node, temperature included.
         epsilon: a token this likely is accepted whatever the entropy.
         delta: factor on the bound where the model is unsure.
 
     Returns:
-        The accepted nodes, root first; of paths of equal length, those of the likeliest.
+        The accepted nodes, root first; of paths of equal length, those of the most likely.
     """
     above, below = paths[:, :-1], paths[:, 1:]
     entropy = torch.special.entr(probabilities).sum(dim=-1)

@@ -143,7 +143,7 @@ def attend_stored(
 
     The model makes one mask for all layers, as wide as the first one, or none where that one has
     nothing to hide; a layer that stores another number of tokens, or hides other slots than the
-    padding mask does, needs its own. The last `drafts` stored tokens come behind the queries'.
+    padding mask does, needs its own. The last `drafts` stored tokens come after the queries'.
     """
     store, slots = layer.store, layer.slots
     if store.ragged is not None:
@@ -177,7 +177,7 @@ def _with_own_mask(call: AttentionCall, layer: CompressedLayer, drafts: int = 0)
 
 
 def _attend_ragged(call: AttentionCall, ragged: HeadStates) -> Tensor:
-    """Attend to heads of different length and to the common tail behind the prompt."""
+    """Attend to heads of different length and to the common tail after the prompt."""
     visible = None if call.candidates is None else call.candidates.visible
     output = ragged.attend(call.query, (call.key, call.value), call.score_options, visible)
     return output.transpose(1, 2).contiguous()

@@ -32,7 +32,7 @@ class Phase(Enum):
     END_PROMPT = auto()  # the end of a prompt, all of which the layer holds
     READ_TURN = auto()  # a later prompt, or a part of it, over what was kept
     END_TURN = auto()  # the end of a later prompt that votes on what is stored
-    DECODE = auto()  # tokens behind the prompt
+    DECODE = auto()  # tokens after the prompt
 
 
 def phase_of(seen_tokens: int, new_tokens: int, prompt_end: int, turn: Turns | None) -> Phase:
@@ -90,7 +90,7 @@ class ForwardContext:
 
     @property
     def drafts(self) -> int:
-        """How many of the tokens seen stand behind the prompt's end; negative before it."""
+        """How many of the tokens seen come after the prompt's end; negative before it."""
         return self.layer.seen_tokens - self.prompt_end
 
     def take_back(self) -> None:

@@ -68,7 +68,7 @@ def _prepare_inputs(own: Callable[..., Any], model: Any, *args: Any, **kwargs: A
 def _with_dropped(model: PreTrainedModel, inputs: dict[str, Any], cache: Any) -> dict[str, Any]:
     """The inputs of a pass with the cache that the model's own code has left out of them.
 
-    Where the model begins anew (Phi-3 behind the end of its short rotations), that is right while
+    Where the model begins again (Phi-3 after the end of its short rotations), that is right while
     the cache is empty, too.
     """
     if cache.get_seq_length() or cache_among(inputs) is not None:
@@ -82,7 +82,7 @@ def _with_dropped(model: PreTrainedModel, inputs: dict[str, Any], cache: Any) ->
         raise UnsupportedModelError(
             f"model: expected one that goes on with the cache it is given, got "
             f"{type(model).__name__}, which leaves the {cache.get_seq_length():,} tokens it has "
-            f"read and reads all anew; {remedy}"
+            f"read and reads all again; {remedy}"
         )
     return with_cache(inputs, cache)
 
@@ -97,7 +97,7 @@ def _prefill(
 ) -> Any:
     """Announce the prompt where `generate` had no chance to.
 
-    Its pieces are read as they are: only steps behind it are compiled.
+    Its pieces are read as they are: only steps after it are compiled.
     """
     reading = _reading_of(model_kwargs)
     if reading is None:
@@ -263,5 +263,5 @@ def _require_use_cache(use_cache: bool | None) -> None:
     if use_cache is False:
         raise InvalidArgumentError(
             "use_cache: expected True with a CompressedCache, since every step would be read into "
-            "it anew, got False; pass use_cache=True, or no past_key_values"
+            "it again, got False; pass use_cache=True, or no past_key_values"
         )

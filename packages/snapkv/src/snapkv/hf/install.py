@@ -141,7 +141,7 @@ class Installation:
         return self if model is None else _copied(model, copy.deepcopy(self._configs, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Made anew for the unpickled model."""
+        """Made again for the unpickled model."""
         return _copied, (self.model, self._configs)
 
 
@@ -162,7 +162,7 @@ def _copied(model: PreTrainedModel, configs: list[PreTrainedConfig]) -> Installa
 
 
 def _require_unasked(config: PreTrainedConfig, name: str) -> None:
-    """Refuse a model whose own code asks for this name, and would not find it behind ours."""
+    """Refuse a model whose own code asks for this name, and would not find it after ours."""
     for asked, setting in (("eager", "reorder_and_upcast_attn"), ("flex", "num_kv_shared_layers")):
         if name.startswith(asked) and getattr(config, setting, None):
             raise UnsupportedModelError(

@@ -167,7 +167,7 @@ def tree_mask(implementation: str, mask: Any, visible: Tensor, query: Tensor, sl
         query: (B, Hq, Q, D), the candidates' queries.
         slots: columns of the mask, where `mask` is None; the candidates are then the last. Else
             they begin with the last column that the first of them sees: static storage has empty
-            slots behind them.
+            slots after them.
     """
     if not (implementation in ("sdpa", "eager") and (mask is None or mask.ndim == 4)):
         raise UnsupportedModelError(

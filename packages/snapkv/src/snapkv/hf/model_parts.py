@@ -92,7 +92,7 @@ def shares_latent(model: PreTrainedModel) -> bool:
 
 
 def has_images_positions(modules: Iterable[Any]) -> bool:
-    """Whether one of a model's modules has noted an image behind which positions count no tokens.
+    """Whether one of a model's modules has noted an image after which positions count no tokens.
 
     Models with rotations of three axes do (Qwen2-VL, section 2.1).
     """
@@ -101,7 +101,7 @@ def has_images_positions(modules: Iterable[Any]) -> bool:
 
 
 class States(Enum):
-    """What becomes of recurrent states where several tokens come behind others."""
+    """What becomes of recurrent states where several tokens come after others."""
 
     NONE = auto()  # there are none
     GO_ON = auto()
@@ -171,7 +171,7 @@ def length_dependent_rope(config: Any) -> str | None:
 
 @torch.no_grad()
 def _lone_keys(model: PreTrainedModel, config: Any, position: int) -> list[Any]:
-    """The key each layer stores for a token that stands alone at a position; None where none."""
+    """The key each layer stores for a token that is alone at a position; None where none."""
     cache = DynamicCache(config=config)
     ids = torch.tensor([[config.vocab_size // 2]], device=device_of(model))
     positions = torch.full_like(ids, position)

@@ -33,7 +33,7 @@ def require_plain_positions(model: PreTrainedModel) -> None:
     if has_images_positions(model.modules()):
         raise UnsupportedModelError(
             f"model: expected positions that count tokens for a cache that is saved, got "
-            f"{type(model).__name__} behind an image, whose `rope_deltas` a loaded one would miss; "
+            f"{type(model).__name__} after an image, whose `rope_deltas` a loaded one would miss; "
             "keep the cache in memory, or set them to None if it has read no image"
         )
 
@@ -48,7 +48,7 @@ def write(
     *,
     sweep: bool = True,
 ) -> None:
-    """Write a `CompressedCache` that was made with these options, and tensors beside it.
+    """Write a `CompressedCache` that was made with these options, and further tensors.
 
     Keys and values go into these codes, where they are none yet. The model's `identity`, where it
     is known, need not be found again.
@@ -94,7 +94,7 @@ def read(
     recall_bytes: int | None = None,
     identity: Mapping[str, Any] | None = None,
 ) -> tuple[Kind, dict[str, Tensor]]:
-    """A cache of that class out of a file, and the tensors that were saved beside it."""
+    """A cache of that class out of a file, and the further tensors in it."""
     file = read_sealed(path)
     with fitting_together(path):
         tensors, notes = contents(file)
@@ -112,7 +112,7 @@ def contents(file: SealedFile) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def tensors_beside(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors that were saved beside a cache, by their names."""
+    """The further tensors in a file of a cache, by name."""
     return {
         name.removeprefix(_BESIDE): value
         for name, value in tensors.items()

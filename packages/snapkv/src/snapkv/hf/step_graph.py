@@ -1,4 +1,4 @@
-"""A decoding step that is recorded once a `generate` and replayed for every token behind it.
+"""A decoding step that is recorded once a `generate` and replayed for every token after it.
 
 An eager step of a large model keeps a GPU waiting for Python, which launches some 1,500 kernels one
 by one. A CUDA graph launches them all at once. It knows addresses, not tensors: the buffers of
@@ -211,7 +211,7 @@ def _kind(leaf: Any) -> Any:
 
 
 def _obstacle(model: PreTrainedModel, cache: Cache) -> str:
-    """Why no step of this model behind this cache can be recorded; empty where one can."""
+    """Why no step of this model after this cache can be recorded; empty where one can."""
     if not _stores(cache):
         return "no prompt has ended"
     if model.training:

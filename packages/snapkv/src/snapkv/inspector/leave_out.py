@@ -1,4 +1,4 @@
-"""Which parts of a prompt the answer needs: hide each from it in turn, and ask again."""
+"""Which parts of a prompt the answer needs: mask each in turn and compare."""
 
 import copy
 import heapq
@@ -16,7 +16,7 @@ from snapkv.hf.placement import device_of
 from snapkv.policies import Eviction
 
 SINK_TOKENS = 4
-"""Never hidden: heads with nothing to say look at the first tokens, whatever these are."""
+"""Never masked, since they are attention sinks."""
 
 _FIRST_SPANS = 24
 _SMALLEST_SPAN = 16
@@ -25,13 +25,13 @@ _PARTS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Neighbouring tokens of a prompt that were hidden from the answer.
+    """Neighbouring tokens of a prompt that were masked for the answer.
 
     Attributes:
         start: the first of them.
-        stop: behind the last.
-        loss: nats per token of the answer that it became less likely by; negative where more.
-        changed: whether another token would have been chosen anywhere in the answer.
+        stop: one past the last.
+        loss: how much less likely the answer became, in nats per token; negative if more likely.
+        changed: whether the greedy choice of any token of the answer changed.
     """
 
     start: int
@@ -45,9 +45,9 @@ class LeaveOut:
     """The outcome.
 
     Attributes:
-        answer_ids: what the full cache answers, greedily.
-        spans: from the first to the last, each token in one of them at most; empty where the answer
-            has a single token, which no cache can change.
+        answer_ids: the greedy answer of the full cache.
+        spans: in order, without overlap; empty if the answer has a single token, which no cache can
+            change.
     """
 
     answer_ids: tuple[int, ...]
@@ -55,7 +55,7 @@ class LeaveOut:
 
 
 def needed_spans(spans: Sequence[Span]) -> list[Span]:
-    """Those that change the answer, neighbours as one, the most missed first."""
+    """Spans that change the answer, neighbours joined, the largest loss first."""
     found: list[Span] = []
     for span in spans:
         if not span.changed:
@@ -78,19 +78,19 @@ def leave_out(
     keep_last_tokens: int,
     end_ids: Sequence[int] = (),
 ) -> LeaveOut:
-    """Hide parts of a prompt from the answer, not from the prompt, as a compressed cache does.
+    """Mask parts of a prompt for the answer, not for the prompt itself, as a compressed cache does.
 
-    The prompt has been read whole. The answer that the full cache gives is fed again behind a copy
-    that has dropped a span in all heads and layers that can be compressed. Spans are split where
-    the answer suffered most, until the checks are used up or the spans are small.
+    The whole prompt has been read. The full cache's answer is fed again to a copy that has dropped
+    a span in all heads and layers that can be compressed. The spans with the largest loss are split
+    until the checks are used up or the spans are small.
 
     Args:
         model: the model.
-        cache: a full cache of the prompt; stays as it is.
-        last_logits: (V,), behind the prompt.
-        checks: how many spans to hide; 0 for none.
-        answer_tokens: of the answer that are looked at.
-        keep_last_tokens: at the end of the prompt, never hidden, since methods keep them.
+        cache: a full cache of the prompt; not changed.
+        last_logits: (V,), at the end of the prompt.
+        checks: how many spans to mask; 0 for none.
+        answer_tokens: how many tokens of the answer to compare.
+        keep_last_tokens: last tokens of the prompt, never masked, since methods keep them.
         end_ids: tokens that end an answer.
     """
     prompt_tokens = cache.get_seq_length()
@@ -127,7 +127,7 @@ def leave_out(
 
 
 def _split(start: int, stop: int, parts: int) -> list[tuple[int, int]]:
-    """As many neighbouring spans of about the same length, none shorter than a token."""
+    """That many adjacent spans of about equal length, at least one token each."""
     parts = max(1, min(parts, (stop - start) // _SMALLEST_SPAN))
     edges = [start + (stop - start) * part // parts for part in range(parts + 1)]
     return list(itertools.pairwise(edges))
@@ -140,7 +140,7 @@ def _greedy(
     most_tokens: int,
     end_ids: Sequence[int],
 ) -> list[int]:
-    """The likeliest tokens, one by one; an end token is the last."""
+    """Greedy tokens, up to an end token."""
     answer = [int(last_logits.argmax())]
     while len(answer) < most_tokens and answer[-1] not in end_ids:
         ids = torch.tensor([answer[-1:]], device=device_of(model))
@@ -160,7 +160,7 @@ def _without(cache: CompressedCache, start: int, stop: int) -> CompressedCache:
 
 
 def _read_again(model: Any, cache: CompressedCache, answer: Tensor) -> tuple[float, bool]:
-    """Mean log-likelihood of the answer behind its first token, and whether a choice changed."""
+    """Mean log-likelihood of the answer after its first token; whether a greedy choice changed."""
     cache.expect_tokens(answer[:, :-1])
     logits = model(answer[:, :-1], **passed(cache)).logits[0]
     likely = logits.float().log_softmax(dim=-1)

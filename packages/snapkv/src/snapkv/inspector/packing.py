@@ -1,4 +1,4 @@
-"""What the page draws, as short texts: kept positions as bits, scores as bytes, one head's vote."""
+"""Data for the page as base64: kept positions as bits, scores as bytes, one head's vote."""
 
 import base64
 from collections.abc import Sequence
@@ -12,17 +12,17 @@ from snapkv.inspector.scores import SeenLayer, scorer_of
 from snapkv.policies import SnapKV
 
 DECADES = 6
-"""Powers of ten that a byte spans below a head's highest score."""
+"""Powers of ten below a head's highest score that a byte covers."""
 
 MOST_WEIGHT_BYTES = 2**18
-"""Of the weights of all voters; beyond it neighbours share a column."""
+"""Limit for the attention weights of all queries; beyond it, neighbours share a column."""
 
 MOST_RANKS = 2**14
-"""Positions in the order that the slider follows."""
+"""Limit for the positions that the slider covers."""
 
 
 def packed_bits(kept: Tensor) -> str:
-    """(H, T) bool as base64 of whole bytes per head, the first position in the lowest bit."""
+    """(H, T) bool as base64, padded to bytes per head, the first position in the lowest bit."""
     heads, tokens = kept.shape
     padded = torch.zeros(heads, -(-tokens // 8) * 8, dtype=torch.uint8)
     padded[:, :tokens] = kept.cpu()
@@ -38,7 +38,7 @@ def packed_numbers(numbers: Tensor) -> str:
 def packed_scores(scores: Tensor, bin_tokens: int, *, one_scale: bool = False) -> str:
     """(H, P) scores as base64, a byte for every bin: the highest score in it; see `levels`.
 
-    Each head has a scale of its own, unless all share one.
+    Each head has its own scale, unless all share one.
     """
     heads, tokens = scores.shape
     bins = -(-tokens // bin_tokens)
@@ -52,10 +52,10 @@ def packed_scores(scores: Tensor, bin_tokens: int, *, one_scale: bool = False) -
 
 
 def levels(values: Tensor, scores: Tensor) -> Tensor:
-    """Where (H, N) values stand between their heads' lowest and highest (H, P) score, 0 to 255.
+    """(H, N) values on a scale of 0 to 255 from their head's lowest to highest (H, P) score.
 
-    On a scale of powers of ten where no score is negative, as attention is; evenly spaced where one
-    is, as similarities are.
+    The scale is logarithmic if no score is negative, as for attention; linear otherwise, as for
+    similarities.
     """
     top = scores.amax(dim=-1, keepdim=True)
     if is_logarithmic(scores):
@@ -67,7 +67,7 @@ def levels(values: Tensor, scores: Tensor) -> Tensor:
 
 
 def is_logarithmic(scores: Tensor) -> bool:
-    """Whether `levels` counts powers of ten."""
+    """Whether `levels` are logarithmic."""
     return bool((scores >= 0).all())
 
 
@@ -82,17 +82,16 @@ class Heat:
     Attributes:
         layer: the layer's index in the model.
         head: of the layer.
-        share: of its votes that falls on what the answer needs.
-        rows: queries of the observation window, the last tokens of the prompt; 0 where the method
-            has none.
+        share: the part of its votes for what the answer needs.
+        rows: queries of the observation window, the last tokens of the prompt; 0 without a
+            window.
         bin_tokens: neighbours that share a column.
         weights: the attention of each row to the prefix, all on one scale; see `packed_scores`.
-        order: positions of the prefix, the first to be kept first, the first `MOST_RANKS` of them;
-            see `packed_numbers`. None where the method does not keep the best of its scores by
-            itself, so that no other number of tokens can be told from them, and where it keeps
-            more than `MOST_RANKS`.
-        prefix_tokens: how many there are in all.
-        best_tokens: how many of them are kept.
+        order: the top `MOST_RANKS` positions of the prefix by descending score; see
+            `packed_numbers`. None if the method does not keep the top-k of its scores, so that the
+            choice at another budget is unknown, or if it keeps more than `MOST_RANKS`.
+        prefix_tokens: number of positions in the prefix.
+        best_tokens: how many of the prefix are kept.
     """
 
     layer: int
@@ -107,7 +106,7 @@ class Heat:
 
 
 def heat(layers: Sequence[SeenLayer], telling: tuple[int, int, float] | None) -> Heat | None:
-    """The picture of the head that `telling_head` found; None where it found none."""
+    """The vote of the head that `telling_head` found; None if it found none."""
     if telling is None:
         return None
     place, head, share = telling
@@ -127,10 +126,10 @@ def heat(layers: Sequence[SeenLayer], telling: tuple[int, int, float] | None) ->
 
 
 def win_order(seen: SeenLayer, head: int) -> Tensor | None:
-    """The (P,) positions of the prefix in the order in which a head keeps them.
+    """The (P,) positions of the prefix by descending score of a head.
 
-    The first tokens that stay whatever their scores come first, then the best; of equal scores the
-    lower position. None where that is not how the method has chosen.
+    Always-kept first tokens come first; of equal scores, the lower position. None if the method
+    does not choose that way.
     """
     scorer = scorer_of(seen.policy)
     if seen.scores is None or scorer is None:
@@ -146,7 +145,7 @@ def win_order(seen: SeenLayer, head: int) -> Tensor | None:
 def window_weights(seen: SeenLayer, head: int) -> Tensor | None:
     """(W, P) float32: the attention of the window's queries, combined over the head's query heads.
 
-    None where the method lets no window vote. The sum over the rows is the head's votes, except
+    None without an observation window. The sum over the rows is the head's votes, except
     for `group_reduce="max"`, which combines the sums.
     """
     scorer, states = scorer_of(seen.policy), seen.states

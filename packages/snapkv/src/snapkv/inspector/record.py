@@ -1,4 +1,4 @@
-"""Recording what methods keep of one prompt: a reading shown to all of them, and their answers."""
+"""Record what methods keep of one prompt, which is read once for all of them, and their answers."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ from snapkv.inspector.words import Places, sentence, word_changes
 from snapkv.policies import FullCache, Policy
 
 MOST_SCORE_BYTES = 4 * 2**20
-"""Of all votes of a method on the page, and of all scores; beyond it neighbours share a byte."""
+"""Limit for a method's votes, and for its scores; beyond it, neighbours share a byte."""
 
 _CHECKED_ANSWER_TOKENS = 24
 
@@ -38,10 +38,10 @@ class MethodRecord:
     Attributes:
         label: its name on the page.
         answer: from the compressed cache.
-        layers: of the layers that are compressed, packed for the page, see `_packed`.
+        layers: the compressed layers, packed for the page, see `_packed`.
         bin_tokens: neighbours that share a byte of votes and scores.
-        kept: how much of what the answer needs was kept; None where that is not known.
-        heat: the vote of the head that tells most of what the answer needs; None where none does.
+        kept: how much of what the answer needs was kept; None if unknown.
+        heat: the vote of the head that votes most for what the answer needs; None if none does.
     """
 
     label: str
@@ -54,13 +54,13 @@ class MethodRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetPoint:
-    """What a method answers at a budget.
+    """The answer of a method at a budget.
 
     Attributes:
         budget: tokens per head and layer.
         answer: from that cache.
-        likelihood: the probability that it gives to a token of the full cache's answer, the
-            geometric mean over its tokens, in [0, 1]; None where positions run out.
+        likelihood: probability of a token of the full cache's answer under that cache, the
+            geometric mean over its tokens, in [0, 1]; None if the model has too few positions.
     """
 
     budget: int
@@ -77,12 +77,12 @@ class Inspection:
         full: the answer of the full cache.
         methods: one record for every policy.
         leave_out: which parts of the prompt the answer needs.
-        places: where each of them stands, in words.
-        needed: where the parts stand that the answer needs, the most missed first.
-        answer_start: the greedy answer that those were found with, as text.
-        other_layers: layers that no method compresses.
+        places: where each of them is, in words.
+        needed: where the parts are that the answer needs, the largest loss first.
+        answer_start: the greedy answer that they were found with, as text.
+        other_layers: number of layers that are never compressed.
         curve: the first method at several budgets, the smallest first.
-        full_likelihood: of the full cache's answer to itself; see `BudgetPoint.likelihood`.
+        full_likelihood: the same for the full cache; see `BudgetPoint.likelihood`.
     """
 
     pieces: list[str]
@@ -103,7 +103,7 @@ class Inspection:
         return sentence(self.leave_out.spans, self.needed, method.kept, share)
 
     def data(self) -> dict[str, Any]:
-        """As the page reads it."""
+        """The record in the page's format."""
         return {
             "pieces": self.pieces,
             "full": self._answered(self.full),
@@ -162,11 +162,11 @@ def inspect_prompt(
         loaded: model and tokenizer.
         prompt: what the model continues.
         policies: a label and a policy each.
-        settings: of the answers.
-        checks: spans that are hidden from the answer; 0 to leave that out.
-        budgets: a number of tokens, and the method that is to answer with that budget, each.
-        documents: what the prompt holds, in its order, to say where in them something stands.
-        on_step: told what comes next.
+        settings: how answers are generated.
+        checks: how many spans to mask for the answer; 0 for none.
+        budgets: pairs of a number of tokens and the method with that budget.
+        documents: the documents in the prompt, in order, to name places in them.
+        on_step: called with a description of every next step.
 
     Raises:
         PromptTooLongError: prompt and answer need more positions than the model has.
@@ -222,11 +222,11 @@ def inspect_prompt(
 
 
 def token_texts(tokenizer: Any, prompt: Prompt) -> list[str]:
-    """One text per token; together they are the prompt's text, character by character.
+    """One text per token; joined, they are the prompt's text.
 
-    Where several tokens make one character, the first of them has it and the others are empty, as
-    are tokens that the tokenizer adds. A tokenizer that does not know where its tokens come from
-    has each token decoded alone.
+    If several tokens make one character, the first one has it and the others are empty, as are
+    tokens that the tokenizer adds. If the tokenizer gives no offsets, each token is decoded on its
+    own.
     """
     ids, offsets = prompt.encoded(tokenizer, offsets=tokenizer.is_fast)
     if not tokenizer.is_fast:
@@ -247,9 +247,9 @@ def _looked_at(
     checks: int,
     begin_next: Callable[[], None],
 ) -> tuple[list[dict[str, Any]], LeaveOut, int]:
-    """What every method kept of a prompt, what its answer needs, and layers that none compresses.
+    """What every method kept of a prompt, what its answer needs, and uncompressed layers.
 
-    The full cache of the reading is gone when others are filled.
+    The full cache is freed before others are filled.
     """
     ids = prompt_ids(loaded, prompt, settings)
     begin_next()
@@ -277,7 +277,7 @@ def _looked_at(
 
 
 def _shown(seen: Sequence[SeenLayer], needed: Sequence[Span], tokens: int) -> dict[str, Any]:
-    """Of a method's record what holds no tensor; where scores are too many, some share a byte."""
+    """The parts of a method's record without tensors; too many scores share bytes."""
     bin_tokens = -(-sum(layer.kept.numel() for layer in seen) // MOST_SCORE_BYTES)
     is_needed = torch.zeros(tokens, dtype=torch.bool)
     for span in needed:
@@ -293,8 +293,8 @@ def _shown(seen: Sequence[SeenLayer], needed: Sequence[Span], tokens: int) -> di
 def _packed(seen: SeenLayer, bin_tokens: int) -> dict[str, Any]:
     """What one method kept of one layer.
 
-    `cuts` are the levels, 0 to 255, of each head's lowest kept score, None where none was kept.
-    Where the method shows no scores, `votes`, `scores` and `cuts` are None.
+    `cuts` are the levels, 0 to 255, of each head's lowest kept score, None if none was kept.
+    If the method reports no scores, `votes`, `scores` and `cuts` are None.
     """
     record = {
         "layer": seen.states.layer_idx,

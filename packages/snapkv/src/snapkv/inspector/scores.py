@@ -14,12 +14,12 @@ from snapkv.policies.prefix_policy import PrefixPolicy
 
 @dataclass(frozen=True, kw_only=True)
 class Rating:
-    """What the heads of one layer thought of the prompt.
+    """Votes and scores of one layer.
 
     Attributes:
         votes: (H, P) float32 before pooling; None where the method does not pool.
-        scores: (H, P) float32, what the best are chosen by.
-        cuts: (H,) float32, the lowest score that won a place; NaN where none did.
+        scores: (H, P) float32, for the top-k.
+        cuts: (H,) float32, the lowest score in the top-k; NaN if it is empty.
     """
 
     votes: Tensor | None
@@ -33,7 +33,7 @@ def kept_mask(selection: Selection | None, layer: PromptLayer) -> Tensor:
     if selection is None:
         return torch.ones(layer.num_kv_heads, tokens, dtype=torch.bool, device=layer.keys.device)
     kept = selection.keep_indices[0]
-    kept = kept.expand(max(len(kept), layer.num_kv_heads), -1)  # where all heads share one set
+    kept = kept.expand(max(len(kept), layer.num_kv_heads), -1)  # all heads share one set
     mask = torch.zeros(kept.shape[0], tokens + 1, dtype=torch.bool, device=kept.device)
     return mask.scatter(1, kept.where(kept >= 0, tokens), True)[:, :tokens]
 
@@ -41,7 +41,7 @@ def kept_mask(selection: Selection | None, layer: PromptLayer) -> Tensor:
 def rating(
     policy: Policy, layer: PromptLayer, selection: Selection | None, kept: Tensor
 ) -> Rating | None:
-    """How a method rated one layer; None where it keeps by place, or does not show its scores."""
+    """The scores of one layer; None if a method keeps by position or does not report them."""
     scorer = scorer_of(policy)
     votes, scores = _scored(scorer, layer, selection)
     if scores is None or scores.shape[1] not in (1, kept.shape[0]) or not scores.shape[-1]:
@@ -49,7 +49,7 @@ def rating(
     scores = scores.expand(-1, kept.shape[0], -1)
     chosen = kept[:, : scores.shape[-1]].clone()
     if scorer is not None:
-        chosen[:, : scorer.sink_tokens] = False  # kept for their place, whatever their scores
+        chosen[:, : scorer.sink_tokens] = False  # kept by position, whatever their scores
     lowest = scores[0].masked_fill(~chosen, float("inf")).amin(dim=-1)
     return Rating(
         votes=None if votes is None else votes[0],
@@ -73,7 +73,7 @@ def _scored(
 
 
 def scorer_of(policy: Policy) -> PrefixPolicy | None:
-    """The method at the heart of a policy that rates the prefix."""
+    """The wrapped policy that scores the prefix."""
     for name in ("policy", "prompt"):
         inner = getattr(policy, name, None)
         if isinstance(inner, Policy):
@@ -87,9 +87,9 @@ class SeenLayer:
 
     Attributes:
         policy: the method.
-        states: what it saw, on the model's device.
+        states: keys, values and queries that it saw, on the model's device.
         kept: (H, T) bool in main memory, as are the others.
-        votes: see `Rating`, as the others.
+        votes: see `Rating`, also for the others.
     """
 
     policy: Policy
@@ -102,7 +102,7 @@ class SeenLayer:
     @classmethod
     def of(cls, policy: Policy, states: PromptLayer) -> "SeenLayer":
         """Ask a policy about a layer, as `snapkv.hf.attention` would."""
-        queries = last_tokens(states.queries, policy.query_tokens).clone()  # the others are let go
+        queries = last_tokens(states.queries, policy.query_tokens).clone()  # frees the others
         layer = replace(states, queries=queries)
         selection = policy.select(layer)
         kept = kept_mask(selection, layer)
@@ -119,7 +119,7 @@ class SeenLayer:
     def shares_on(self, source: Tensor) -> Tensor | None:
         """(H,) float32: the part of each head's votes that falls on the (T,) bool positions.
 
-        Of its scores where the method does not pool; None where some are negative or none is shown.
+        Of its scores if the method does not pool; None if some are negative or none are reported.
         """
         rated = self.scores if self.votes is None else self.votes
         if rated is None or bool((rated < 0).any()):
@@ -132,7 +132,7 @@ def telling_head(layers: Sequence[SeenLayer], source: Tensor) -> tuple[int, int,
     """The head that gives the (T,) bool positions the largest part of its votes.
 
     Returns:
-        Its place in `layers`, its number, and that part; None where no head gives any.
+        Index into `layers`, head index, and that part; None if no head gives any.
     """
     best = None
     for place, layer in enumerate(layers):
@@ -147,12 +147,12 @@ def telling_head(layers: Sequence[SeenLayer], source: Tensor) -> tuple[int, int,
 
 @dataclass(frozen=True, kw_only=True)
 class KeptOf:
-    """How much of some parts of a prompt a method kept.
+    """How much a method kept of some parts of a prompt.
 
     Attributes:
-        share: of their tokens, in the head that keeps most of a part, one for each part.
-        heads: that keep one of their tokens, on average.
-        of_heads: heads of all layers.
+        share: of their tokens, counting for each part the head that keeps most of it.
+        heads: how many heads keep a token of a part, on average over its tokens.
+        of_heads: number of heads in all layers.
     """
 
     share: float
@@ -161,7 +161,7 @@ class KeptOf:
 
     @classmethod
     def parts(cls, layers: Sequence[SeenLayer], spans: Sequence[Span]) -> "KeptOf | None":
-        """Of the spans, of which no two overlap; None without any."""
+        """For spans that do not overlap; None without spans."""
         tokens = sum(span.stop - span.start for span in spans)
         if not tokens:
             return None

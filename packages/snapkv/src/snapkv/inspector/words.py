@@ -1,4 +1,4 @@
-"""An inspection in words: where parts stand, what was kept of them, how answers differ."""
+"""An inspection in words: where parts are, how much of them was kept, how answers differ."""
 
 import bisect
 import re
@@ -14,16 +14,16 @@ from snapkv.inspector.leave_out import Span
 from snapkv.inspector.scores import KeptOf
 
 Change = tuple[Literal["same", "gone", "new"], str]
-"""A run of words that both answers have, that only the first has, or that only the second has."""
+"""A run of words in both answers, only in the first, or only in the second."""
 
 MOST_WORDS = 500
-"""Of each text, behind the words that both begin with, that are compared word by word: the time for
-that can grow with their cube."""
+"""Limit per text, after the common beginning, for a comparison word by word: its time can grow with
+the cube of the length."""
 
 _NAMED_PLACES = 2
 
 _PROSE = {"", ".md", ".markdown", ".txt", ".rst", ".html", ".htm", ".xhtml", ".pdf"}
-"""Files in which a line such as "# Scope" is a heading and no comment."""
+"""Files in which a line such as "# Scope" is a heading, not a comment."""
 
 _MARKDOWN = re.compile(r"#{1,6}[ \t]+")
 _CLOSING = re.compile(r"(?:^|[ \t])#+$")
@@ -40,7 +40,7 @@ _FENCE = "```"
 
 @dataclass(frozen=True, kw_only=True)
 class _Placed:
-    """A document in the text of a prompt: where it begins and ends, in characters."""
+    """A document in the text of a prompt, with its first and last character."""
 
     name: str
     start: int
@@ -49,7 +49,7 @@ class _Placed:
     headings: list[tuple[int, str]]
 
     def place(self, character: int, named: bool) -> str:
-        """The last heading before a character; without one, its line and how far in it stands."""
+        """The last heading before a character; without headings, its line and share of the text."""
         before = [title for at, title in self.headings if at <= character]
         if before:
             return f"{before[-1]} of {self.name}" if named else before[-1]
@@ -60,7 +60,7 @@ class _Placed:
 
 
 class Places:
-    """The places of a prompt; what stands in a document that is not found gets a share of it."""
+    """Places in a prompt; in a document that is not found, a share of the prompt."""
 
     def __init__(self, pieces: Sequence[str], documents: Sequence[TextFile]) -> None:
         text = "".join(pieces)
@@ -78,7 +78,7 @@ class Places:
             self._documents.append(_placed(document, start))
 
     def of(self, start: int, stop: int) -> str:
-        """Where the tokens from `start` to before `stop` stand: the place of their middle."""
+        """The place of the middle of the tokens from `start` to before `stop`."""
         character = (self._starts[start] + self._starts[stop]) // 2
         for document in self._documents:
             if document.start <= character < document.stop:
@@ -112,7 +112,7 @@ def headings(name: str, text: str) -> Iterator[tuple[int, str]]:
 
 
 def _title(line: str, below: str, may_begin: bool) -> str:
-    """What a line is called as a heading; empty where it is none, or no paragraph may begin."""
+    """The name of a heading line; empty if it is none or inside a paragraph."""
     if len(line) > _LONGEST_HEADING:
         return ""
     if found := _MARKDOWN.match(line):
@@ -128,7 +128,7 @@ def _title(line: str, below: str, may_begin: bool) -> str:
 
 
 def _section(line: str) -> str:
-    """What a numbered section is called; empty where the line begins with no number of one."""
+    """The name of a numbered section; empty if the line has no section number."""
     if found := _NAMED.match(line):
         return _numbered(found["number"], found["title"])
     if found := _NUMBERED.fullmatch(line):
@@ -137,7 +137,7 @@ def _section(line: str) -> str:
 
 
 def _numbered(number: str, title: str) -> str:
-    """A section by its number, and by its title where it has a short one."""
+    """A section's number, and its title if short."""
     short = title.strip(" \t.:-\u2013\u2014")
     if not short or len(short) > _LONGEST_TITLE or re.search(r"[.;:!?]", short):
         return number
@@ -162,14 +162,14 @@ def _placed(document: TextFile, start: int) -> _Placed:
 
 
 def sentence(spans: Sequence[Span], places: Sequence[str], kept: KeptOf | None, held: float) -> str:
-    """What the answer needs, and how much of it was kept, in `held` of the full cache's bytes."""
+    """What the answer needs, and how much was kept; `held`: share of the full cache's bytes."""
     share = _percent(held)
     if not spans:
-        return f"What the answer needs was not looked at; it was given from {share} of the cache."
+        return f"What the answer needs was not measured; the answer used {share} of the cache."
     if kept is None:
         return (
-            "No part of the prompt changes the answer where it alone is hidden; "
-            f"it was given from {share} of the cache."
+            "Masking any single part of the prompt leaves the answer unchanged; "
+            f"the answer used {share} of the cache."
         )
     return (
         f"The answer needs {_listed(places)}; {_amount(kept.share)} kept, in {share} of the cache."
@@ -191,16 +191,16 @@ def _amount(share: float) -> str:
 
 
 def _percent(share: float) -> str:
-    """A share that is not all or nothing never reads as if it were."""
+    """A share in percent; 0% and 100% only if exact."""
     if 0 < share < 0.1:
         return f"{max(share, 0.001):.1%}"
     return f"{share:.0%}" if share in (0, 1) else f"{min(max(share, 0.1), 0.99):.0%}"
 
 
 def word_changes(before: str, after: str) -> list[Change]:
-    """How one text becomes the other; what is not "new" makes the first, not "gone" the second.
+    """How one text becomes the other: all runs but "new" are the first, all but "gone" the second.
 
-    Where both differ early in many words, all behind that place is one change.
+    If both differ in too many words, everything after the first difference is one change.
     """
     ours, theirs = (re.findall(r"\s*\S+|\s+\Z", text) for text in (before, after))
     pairs = enumerate(zip_longest(ours, theirs))

@@ -1,4 +1,4 @@
-"""Documents that a model reads once and is asked about for ever."""
+"""Documents that a model reads once, for any number of later questions."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ __all__ = ["Part", "blend", "joined_ids"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name when it is asked for: joining needs torch, listing documents does not."""
+    """Import names lazily: joining needs torch, listing documents does not."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = "blending" if name == "blend" else "joining"

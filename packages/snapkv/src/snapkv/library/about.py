@@ -1,4 +1,4 @@
-"""What all documents of a library share: model, tokenizer, the tokens around them, policy, bits."""
+"""What the documents of a library share: model, tokenizer, prompt template, policy, bits."""
 
 import base64
 import hashlib
@@ -15,7 +15,7 @@ from snapkv.control_words import (
 )
 from snapkv.errors import InvalidArgumentError, LibraryError
 
-if TYPE_CHECKING:  # torch, which whoever lists documents does without
+if TYPE_CHECKING:  # imports torch, which listing documents does not need
     from transformers import PreTrainedModel
 
     from snapkv.policies import Policy
@@ -35,15 +35,15 @@ _SAMPLE = "Question: 2 tokenizers, one text?\n\tÄ 你好 \U0001f600"
 
 @dataclass(frozen=True, kw_only=True)
 class About:
-    """How the documents of a library were read; what `library.json` says."""
+    """How the documents of a library were read; the content of `library.json`."""
 
-    model: dict[str, Any]  # what tells the model from others, see `snapkv.hf.identity`
-    model_name: str  # what users call it
-    tokenizer: str  # what tells the tokenizer and its chat template from others
+    model: dict[str, Any]  # identity of the model, see `snapkv.hf.identity`
+    model_name: str  # its name for users
+    tokenizer: str  # digest of the tokenizer and its chat template
     prefix_ids: tuple[int, ...]  # the tokens before every document
-    policy: dict[str, Any]  # what was kept of them, all that makes the policy again
-    bits: "Bits | dict[str, Any] | None"  # in how many, as given; None for the model's own dtype
-    max_bytes: int | None = None  # that all files of keys and values may take; None for no bound
+    policy: dict[str, Any]  # the policy as a record
+    bits: "Bits | dict[str, Any] | None"  # bits, as given; None for the model's dtype
+    max_bytes: int | None = None  # limit of all files of keys and values; None for none
 
     @classmethod
     def of(
@@ -54,7 +54,7 @@ class About:
         bits: "LibraryBits | None",
         model_name: str | None,
     ) -> Self:
-        """What a new library would say."""
+        """The record of a new library."""
         from snapkv.hf.identity import identity_of
         from snapkv.policies import FullCache
 
@@ -76,7 +76,7 @@ class About:
 
     @classmethod
     def from_json(cls, content: bytes, place: str) -> Self:
-        """What `as_json` has written; anything else, or of a later version, is refused."""
+        """Read what `as_json` wrote; anything else, and later versions, are refused."""
         try:
             found = {"max_bytes": None} | json.loads(content)
             version = found.pop("format")
@@ -111,7 +111,7 @@ class About:
         if other.model != self.model:
             what = "" if other.who != self.who else " with other weights or settings"
             raise LibraryError(
-                f"model: expected {self.who}, which has read this library's documents, got "
+                f"model: expected {self.who}, which read this library's documents, got "
                 f"{other.who}{what}; pass that model, or add the documents to another library"
             )
         if other.tokenizer != self.tokenizer:
@@ -123,19 +123,19 @@ class About:
 
     @property
     def bits_in_words(self) -> str:
-        """In how many bits, in a word: int4, or apart as in K8V4."""
+        """The bits as a word: int4, or K8V4 if keys and values differ."""
         given = self.bits
         return f"K{given['keys']}V{given['values']}" if isinstance(given, dict) else str(given)
 
     @property
     def codes(self) -> "KVCodes | None":
-        """How keys and values are held in few bits; None for the model's own dtype."""
+        """The codes of keys and values; None for the model's dtype."""
         from snapkv.storage.bits import KVCodes
 
         return None if self.bits is None else KVCodes.of(self.bits, "bits")
 
     def require_same_keeping(self, policy: "Policy | None", bits: "LibraryBits | None") -> None:
-        """Refuse another policy than the library's, or other bits; None asks for the library's."""
+        """Refuse a policy or bits that differ from the library's; None means the library's."""
         from snapkv.storage.bits import KVCodes
 
         asked = None if policy is None else _as_read(policy)
@@ -174,11 +174,11 @@ def _said(value: Any) -> str:
     return f"{value.get('name', '')}({parameters})"
 
 
-# What stands before and behind documents in a prompt: the chat template, or special tokens.
+# The prompt around documents: the chat template, or special tokens.
 
 
 def _prefix_ids(tokenizer: Any) -> list[int]:
-    """The tokens before the first document: all of the template, or special ones, before a text."""
+    """The tokens before the first document: of the template, or special tokens."""
     if tokenizer.chat_template:
         return _ids(tokenizer, _around(tokenizer, "")[0])
     return special_tokens_around(tokenizer)[0]
@@ -190,7 +190,7 @@ def document_ids(tokenizer: Any, name: str, text: str) -> list[int]:
 
 
 def question_ids(tokenizer: Any, question: str, answer_start: str = "") -> list[int]:
-    """The tokens behind the last document, up to where the answer goes on."""
+    """The tokens after the last document, up to the answer."""
     if tokenizer.chat_template:
         behind = _around(tokenizer, quoted(tokenizer, question))[1]
         return _ids(tokenizer, behind + quoted(tokenizer, answer_start))
@@ -199,20 +199,20 @@ def question_ids(tokenizer: Any, question: str, answer_start: str = "") -> list[
 
 
 def fingerprint_of(tokenizer: Any) -> str:
-    """What tells a tokenizer and its template from others: SHA-256, in hexadecimal."""
+    """A digest of a tokenizer and its template: SHA-256, in hexadecimal."""
     ids = _ids(tokenizer, _SAMPLE)
     told = json.dumps([tokenizer.chat_template, len(tokenizer), ids], sort_keys=True)
     return hashlib.sha256(told.encode()).hexdigest()
 
 
 def _around(tokenizer: Any, question: str) -> tuple[str, str]:
-    """What the chat template writes before the documents, and behind them with the question."""
+    """The chat template's text before the documents, and after them with the question."""
     turn = {"role": "user", "content": _DOCUMENTS + question}
     text = tokenizer.apply_chat_template([turn], tokenize=False, add_generation_prompt=True)
     before, found, behind = text.partition(_DOCUMENTS)
     if not found:
         raise InvalidArgumentError(
-            "tokenizer: expected a chat template that repeats what the user says, got one that "
+            "tokenizer: expected a chat template that repeats the user's text, got one that "
             "does not; set tokenizer.chat_template to None, or to another template"
         )
     return before, behind

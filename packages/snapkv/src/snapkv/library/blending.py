@@ -1,9 +1,9 @@
-"""One cache of several documents that were read apart, as if they had been read together.
+"""One cache of several documents that were read separately, as if they had been read together.
 
-Every document is read once, by itself. Joined, their keys stand where their tokens do, and a
-fraction of the tokens, those that the documents before them change most, is read anew (CacheBlend,
-arXiv 2405.16444), in every layer fewer of them. What comes out goes on like any cache: a question
-is read over it, its end votes, and the policy chooses.
+Every document is read once, by itself. Joining moves their keys to their new positions. A fraction
+of the tokens, those that the documents before them change most, is recomputed (CacheBlend, arXiv
+2405.16444), fewer in every layer. The result is an ordinary cache: a question is read, the end of
+the prompt votes, and the policy chooses.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from snapkv.validation import DEFAULT_RECOMPUTE, require_share
 _WHOLE = "keep the documents whole (FullCache)"
 
 Held = Literal["whole", "even", "uneven"]
-"""Of joined documents all tokens, as many in every head of every layer, or numbers of their own."""
+"""What joined documents hold: all tokens, equally many in all heads and layers, or not."""
 
 
 @torch.no_grad()
@@ -42,31 +42,30 @@ def blend(
     recompute: float = DEFAULT_RECOMPUTE,
     **options: Any,
 ) -> CompressedCache:
-    """A cache that has seen all documents, one behind the other.
+    """A cache that has seen all documents, one after the other.
 
         cache = blend(model, parts, SnapKV(1024))
         ids = torch.cat([joined_ids(parts), question], dim=1)
         model.generate(ids, past_key_values=cache, ...)
 
-    The prompt has not ended: the question is read over what is held, votes on it, and the policy
-    compresses. Where the parts' heads or layers hold different numbers of tokens (`AdaKV`,
-    `PyramidKV`), it has: the question is stored behind them whole.
+    The question is still a part of the prompt: it is read, votes on the documents, and the policy
+    compresses. If the parts' heads or layers hold different numbers of tokens (`AdaKV`,
+    `PyramidKV`), nothing more is compressed: the whole question is appended.
 
-    Tokens that a part has dropped stay dropped, unless everything is read in full. A question that
-    is shorter than the policy's window votes by its own queries only.
+    Tokens that a part has evicted are gone, unless `recompute=1`. If the question is shorter than
+    the observation window, only its own queries vote.
 
     Args:
         model: the model that has read the parts; all of its layers must be of full attention.
-        parts: the documents, in the order in which they stand.
+        parts: the documents, in the order of the prompt.
         policy: what is kept of them for the question; `snapkv.default_policy()` by default.
-        recompute: the fraction of all N tokens that the second layer reads anew; it falls by
-            the same factor from layer to layer, to a tenth of it in the last, and the less the
-            nearer it is to 1, from 0.5 on. 0 for none: no forward pass at all. 1 reads the tokens
-            in full, as if nothing had been read before: exact.
+        recompute: the fraction of all N tokens that the second layer recomputes. It falls by a
+            constant factor from layer to layer, to a tenth in the last; from 0.5 on it falls less.
+            0: no forward pass at all. 1: read all tokens in all layers, which is exact.
         options: as for `CompressedCache`.
 
     Raises:
-        CacheMismatchError: a part of another model, or behind another prefix than the others.
+        CacheMismatchError: a part of another model, or with another prefix.
         InvalidArgumentError: no part, a fraction out of range, or a policy or an option that does
             not go with what the parts hold.
         InvalidTypeError: a value of the wrong type.
@@ -97,7 +96,7 @@ def blend(
 
 
 def _read(model: PreTrainedModel, ids: Tensor, cache: CompressedCache) -> None:
-    """Read the tokens into an empty cache; a question is to come, so nothing is dropped."""
+    """Read the tokens into an empty cache; nothing is evicted before the question."""
     _require_choice_behind(cache.policy)
     cache.expect_prompt(ids.shape[1] + 1)
     cache.expect_tokens(ids)
@@ -114,10 +113,10 @@ def _held(joined: Sequence[JoinedLayer]) -> Held:
 
 
 def _fill(cache: CompressedCache, joined: Sequence[JoinedLayer], held: Held) -> None:
-    """Let a new cache have seen the documents.
+    """Put the documents into a new cache.
 
-    Whole or even, it is in the middle of a prompt, even of one that is held in part; uneven,
-    behind one.
+    If all heads hold equally many tokens, the cache is in the middle of a prompt, otherwise after
+    one.
     """
     for layer, one in zip(cache.reading.layers, joined, strict=True):
         keys, values = one.key_states, one.value_states
@@ -134,7 +133,7 @@ def _fill(cache: CompressedCache, joined: Sequence[JoinedLayer], held: Held) -> 
 
 
 def _require_going_on(cache: CompressedCache, held: Held) -> None:
-    """Raise unless the policy and the options of a new cache go with what it is to hold."""
+    """Raise unless the policy and the options of a new cache fit what it will hold."""
     policy = cache.policy
     if held == "uneven":
         _refuse_options(cache, "protect", "recall", "quantize", "turns", "storage")

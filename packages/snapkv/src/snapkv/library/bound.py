@@ -1,4 +1,4 @@
-"""A bound on the bytes of a library: the documents asked for longest ago make room."""
+"""A limit on the bytes of a library: the least recently used documents are evicted."""
 
 from collections.abc import Collection, Iterable
 
@@ -9,19 +9,19 @@ from snapkv.validation import format_bytes
 
 
 class Room:
-    """What a bound leaves for documents that are to come.
+    """The room that a limit leaves for new documents.
 
-    By whoever is alone in changing the folder. Of documents that nobody has asked for it counts
-    when they were written; the one that was asked for last never goes, nor do those that `stay`.
+    The caller must hold the folder's lock. A document that was never asked for counts from when it
+    was written. The one that was asked for last is never evicted, nor are those in `stay`.
 
     Args:
         folder: of the library.
         entries: all documents of it.
         most_bytes: that all files of keys and values may take together; `math.inf` for no bound.
-        stay: keys of documents that may not go.
+        stay: keys of documents that must stay.
 
     Attributes:
-        evicted: what had to go so far.
+        evicted: the documents evicted so far.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Room:
         self.evicted: list[Entry] = []
 
     def too_many(self, size: int = 0, key: str = "") -> list[Entry]:
-        """The documents that must go where that of a key takes so many bytes.
+        """The documents to evict for a document of that many bytes.
 
         Raises:
             InvalidArgumentError: they may not.
@@ -63,7 +63,7 @@ class Room:
         return going
 
     def admit(self, entry: Entry) -> list[Entry]:
-        """Count a document that was written, and say which have to go for it."""
+        """Count a written document; the documents to evict for it."""
         going = self.too_many(entry.bytes, entry.key)
         self._held_bytes += entry.bytes - self._bytes_of(entry.key)
         self._held[entry.key] = entry
@@ -76,7 +76,7 @@ class Room:
         return self._held[key].bytes if key in self._held else 0
 
     def _by_last_use(self, keys: Collection[str]) -> list[str]:
-        """Those that may go, the one asked for longest ago first."""
+        """Documents that may be evicted, the least recently used first."""
         asked = {key: at for key in keys if (at := self._folder.asked_at(key)) is not None}
         last = max(asked, key=asked.__getitem__, default=None)
         free = [key for key in keys if key not in self._stay and key != last]

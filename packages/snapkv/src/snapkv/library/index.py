@@ -33,7 +33,7 @@ create virtual table passages using fts5(words, tokenize='porter unicode61');
 
 SINGLE = re.compile(f"[{WITHOUT_SPACES}]")
 _APART, _AS_IT_WAS = "\x1f\\g<0>\x1f", re.compile(f"\x1f([{WITHOUT_SPACES}])\x1f")
-"""Where a script has no spaces each character is a word, between marks that are none."""
+"""In scripts without spaces every character is a word, between marks that are not words."""
 
 
 class Entry(NamedTuple):
@@ -214,7 +214,7 @@ def fault_of(folder: Folder) -> Fault | None:
             whole = index.connection
             with closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True)) as own:
                 if _version_of(own) != _VERSION:
-                    return None  # the next search makes it anew
+                    return None  # the next search makes it again
                 own.backup(whole)
             whole.execute("insert into passages(passages) values ('integrity-check')")
             (said,) = whole.execute("pragma integrity_check").fetchone()

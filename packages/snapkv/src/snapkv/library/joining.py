@@ -31,7 +31,7 @@ Turn = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One document, read by itself behind a prefix.
+    """One document, read by itself after a prefix.
 
     Attributes:
         input_ids: (1, T) integers, the prefix and the document.
@@ -40,7 +40,7 @@ class Part:
 
     Raises:
         CacheMismatchError: the cache has seen other than T tokens, or padded ones.
-        InvalidArgumentError: not the tokens of one document, or none behind the prefix; a cache
+        InvalidArgumentError: not the tokens of one document, or none after the prefix; a cache
             whose tokens lie off the device, or whose sinks were moved.
         InvalidTypeError: a value of the wrong type.
     """
@@ -64,7 +64,7 @@ class Part:
         require_int("prefix_tokens", self.prefix_tokens, minimum=0)
         if ids.ndim != 2 or len(ids) != 1 or ids.shape[1] <= self.prefix_tokens:
             raise InvalidArgumentError(
-                f"input_ids: expected the tokens of one document behind a prefix of "
+                f"input_ids: expected the tokens of one document after a prefix of "
                 f"{self.prefix_tokens}, got shape {tuple(ids.shape)}; make a Part of each document "
                 "that is not empty"
             )
@@ -76,7 +76,7 @@ class Part:
         if seen != self.tokens:
             raise CacheMismatchError(
                 f"cache: expected one that has seen the {self.tokens:,} tokens of input_ids, got "
-                f"{seen:,} seen; read the document, and nothing behind it"
+                f"{seen:,} seen; read the document, and nothing after it"
             )
         if any(len(layer.keys) != 1 or layer.slots.pads is not None for layer in layers):
             raise CacheMismatchError(
@@ -114,7 +114,7 @@ def joined_ids(parts: Sequence[Part]) -> Tensor:
 
 
 def require_joinable(model: PreTrainedModel, parts: Sequence[Part]) -> None:
-    """Refuse parts that cannot stand one behind the other in a cache of this model."""
+    """Refuse parts that cannot stand one after the other in a cache of this model."""
     _require_some(parts)
     prefix = parts[0].input_ids[:, : parts[0].prefix_tokens].cpu()
     for number, part in enumerate(parts):
@@ -125,8 +125,8 @@ def require_joinable(model: PreTrainedModel, parts: Sequence[Part]) -> None:
             )
         if not torch.equal(part.input_ids[:, : part.prefix_tokens].cpu(), prefix):
             raise CacheMismatchError(
-                f"parts: expected documents that were read behind the same prefix of "
-                f"{prefix.shape[1]} tokens, got another one in part {number}; read it again behind "
+                f"parts: expected documents that were read after the same prefix of "
+                f"{prefix.shape[1]} tokens, got another one in part {number}; read it again after "
                 "that prefix"
             )
         if any(each.keys.shape[1] != each.store.num_kv_heads for each in part.cache.reading.layers):
@@ -173,7 +173,7 @@ class JoinedLayer:
     """What one layer holds of all N tokens.
 
     Attributes:
-        key_states: (1, H, S, D), turned to where their tokens stand now.
+        key_states: (1, H, S, D), turned to where their tokens are now.
         value_states: (1, H, S, Dv).
         places: (1, H, S) int64, which token every slot holds, ascending in every head; -1 in the
             leading slots of a head that holds fewer than S.

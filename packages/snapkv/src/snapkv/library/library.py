@@ -1,4 +1,4 @@
-"""Documents that a model reads once, for questions at any later time."""
+"""Documents that a model reads once, for any number of later questions."""
 
 import contextlib
 import math
@@ -26,7 +26,7 @@ from snapkv.library.records import Record, Text, each_once
 from snapkv.library.searching import Hit, Passages
 from snapkv.validation import DEFAULT_RECOMPUTE, format_bytes, nearest, require_int
 
-if TYPE_CHECKING:  # torch, which whoever lists documents does without
+if TYPE_CHECKING:  # imports torch, which listing documents does not need
     from torch import Tensor
     from transformers import PreTrainedModel
 
@@ -36,10 +36,10 @@ if TYPE_CHECKING:  # torch, which whoever lists documents does without
     from snapkv.policies import Policy
 
 ProgressSink = Callable[[str, int, int], None]
-"""Takes the name of the document that comes next, how many are done, and of how many."""
+"""Called with the name of the next document, the number done, and the total."""
 
 NoticeSink = Callable[[str], None]
-"""Takes a line about what was not as it should be."""
+"""Called with a line about a damaged file."""
 
 
 What = Literal["read", "changed", "mended", "skipped", "failed", "dropped", "evicted"]
@@ -47,11 +47,11 @@ What = Literal["read", "changed", "mended", "skipped", "failed", "dropped", "evi
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a document that was added.
+    """The outcome for a document that was added.
 
-    It is new and "read", has another text and is "changed", had a damaged file and is "mended", is
-    "skipped" since all is as it was, or has "failed"; "dropped" where its file is gone, "evicted"
-    where a bound left no room for it beside those that were added.
+    It is "read" (new), "changed" (another text), "mended" (its file was damaged), "skipped"
+    (unchanged) or "failed"; "dropped" if its source file was deleted, "evicted" if the limit left
+    no room for it.
     """
 
     name: str
@@ -77,16 +77,16 @@ class Library:
         inputs = library.inputs(model, tokenizer, "Who may terminate the lease?", hits)
         model.generate(**inputs, max_new_tokens=64)
 
-    A document is there when its file is complete; whatever kills an `add`, the next one goes on
-    where it stopped. While one process adds, others may ask.
+    A document exists once its file is complete; if `add` is killed, the next one continues where it
+    stopped. While one process adds, others may ask.
 
     Args:
-        folder: where it is, or will be with the first document.
-        on_notice: gets a line about every damaged file that is met; a warning by default.
+        folder: the library's folder, created with the first document.
+        on_notice: called with a line about every damaged file; a warning by default.
 
     Raises:
         InvalidArgumentError: an empty name.
-        LibraryError: there is something else at that place.
+        LibraryError: the folder exists and is not a library.
     """
 
     def __init__(self, folder: str | Path, *, on_notice: NoticeSink = _warn) -> None:
@@ -136,26 +136,26 @@ class Library:
         model_name: str | None = None,
         on_progress: ProgressSink | None = None,
     ) -> list[Outcome]:
-        """Read documents; those that are there and have not changed are skipped.
+        """Read documents; unchanged ones are skipped.
 
-        A document that cannot be read is named in its outcome, and the others go on.
+        If a document cannot be read, its outcome says so, and the others are still read.
 
         Args:
             model: a decoder-only transformers model.
-            tokenizer: its tokenizer; where that has a chat template, documents are read behind
-                what the template writes first.
-            documents: `Text`, or names and texts. Under a name there is one text.
-            policy: what to keep of them, without any question being known; the library's own by
-                default, in a new library everything. `KVzip`, and `AdaKV` around it, have the model
-                read a document twice, and keep what rebuilding it takes.
-            bits: in how many keys and values are stored, see `CompressedCache.save`, or "none" for
-                all of them; as the library does by default, in a new one "int4".
-            model_name: what to call the model where another one is refused.
+            tokenizer: its tokenizer; with a chat template, documents are read after its first
+                tokens.
+            documents: `Text`, or pairs of a name and a text, each name once.
+            policy: which tokens to keep, before any question is known; the library's by default; a
+                new library keeps everything. With `KVzip`, and `AdaKV` around it, the model reads a
+                document twice.
+            bits: of stored keys and values, see `CompressedCache.save`, or "none" for the model's
+                dtype; the library's by default, "int4" for a new one.
+            model_name: the model's name in error messages.
             on_progress: called before every document.
 
         Returns:
-            What became of each, in their order, and behind them those that had to go for them
-            where there is a bound, see `limit`.
+            The outcome of each, in order, followed by documents that were evicted because of a
+            limit, see `limit`.
 
         Raises:
             LibraryError: another model, tokenizer, policy or other bits than this library's; or
@@ -177,22 +177,22 @@ class Library:
         return [*outcomes, *(Outcome(name=entry.name, what="evicted") for entry in room.evicted)]
 
     def limit(self, max_bytes: int | None, *, evict: bool = False) -> list[Entry]:
-        """Bound what all files of keys and values take together, or lift the bound with None.
+        """Limit the total size of all files of keys and values; None removes the limit.
 
-        Where a document comes that is too much for it, those go that were asked for longest ago,
-        or where nobody has, were written first. The one that was asked for last stays, and what is
-        added together: a document that does not fit beside them fails by name.
+        If a new document exceeds it, the least recently used documents are evicted; those never
+        asked for count from when they were written. The one that was asked for last stays, and so
+        do documents of the same `add`: one that does not fit with them fails.
 
         Args:
-            max_bytes: the bound.
-            evict: whether documents may go now, where more is stored than that.
+            max_bytes: the limit.
+            evict: whether to evict documents now if more is stored.
 
         Returns:
-            The documents that went now.
+            The documents that were evicted.
 
         Raises:
-            InvalidArgumentError: less than is stored, without `evict`; or less than the document
-                takes that was asked for last.
+            InvalidArgumentError: less than is stored, without `evict`; or less than the size of
+                the document that was asked for last.
             LibraryError: there is no library, or another process is adding.
         """
         if max_bytes is not None:
@@ -215,7 +215,7 @@ class Library:
         return going
 
     def remove(self, names: Iterable[str]) -> list[Record]:
-        """Forget documents, by their names or their files.
+        """Remove documents, given by their names or source files.
 
         Raises:
             LibraryError: there is none of a name; then nothing is removed. Or another process is
@@ -233,7 +233,7 @@ class Library:
         return records
 
     def _room(self, stay: set[str]) -> Room:
-        """What the library's bound leaves beside documents that stay."""
+        """What the library's bound leaves besides documents that stay."""
         most_bytes = self.required().max_bytes
         if most_bytes is None:
             return Room(self._folder, (), math.inf)
@@ -246,13 +246,13 @@ class Library:
         self._folder.remove([record for record in records if record is not None])
 
     def below(self, place: str) -> list[Entry]:
-        """The documents that were read from that file, or from below that folder."""
+        """The documents that were read from that file, or from files in that folder."""
         if self._folder.about() is None:
             return []
         return self._passages.asked(lambda index: index.below(place))
 
     def _entries_of(self, name: str) -> list[Entry]:
-        """The documents of that name, or that file; refused where there is none."""
+        """The documents of that name or file; refused if there are none."""
 
         def found(index: Index) -> list[Entry]:
             own = [*index.of_name(name), *index.of_source(name, os.path.abspath(name))]
@@ -291,14 +291,14 @@ class Library:
         return [*faults, *(fault for fault in found if fault is not None)]
 
     def search(self, question: str, documents: int = 3) -> list[Hit]:
-        """The documents whose passages fit a question best, by their words (BM25).
+        """The documents with the passages that match a question best (BM25).
 
         Args:
             question: what is asked.
             documents: how many to find at most.
 
         Returns:
-            The best first, each with its best passage; none where no word of it is in any.
+            The best first, each with its best passage; empty if no word of the question occurs.
 
         Raises:
             LibraryError: there is no library, or this Python's SQLite has no full-text search.
@@ -320,22 +320,22 @@ class Library:
     ) -> dict[str, Any]:
         """What `model.generate` takes to answer a question about documents of this library.
 
-        A document whose file is damaged is read again from its text, and mended where the folder
-        can be written.
+        A document whose file is damaged is read again from its text, and its file is rewritten if
+        the folder is writable.
 
         Args:
             model: the model that has read them.
             tokenizer: its tokenizer.
             question: what is asked.
-            hits: which documents, see `search`; they stand in the prompt in this order.
-            policy: what to keep of them for the question; `snapkv.default_policy()` by default.
-                A notice says where it drops nothing, see `blending.blend`.
-            recompute: the fraction of tokens to compute anew, see `blending.blend`.
+            hits: the documents, see `search`, in the order of the prompt.
+            policy: which tokens to keep for the question; `snapkv.default_policy()` by default.
+                A notice says if it cannot evict any, see `blending.blend`.
+            recompute: the fraction of tokens to recompute, see `blending.blend`.
             answer_start: text that the answer begins with.
 
         Returns:
             `input_ids` and `attention_mask`, (1, T) int64, and `past_key_values`, a cache that has
-            seen all but the question.
+            seen everything except the question.
 
         Raises:
             LibraryError: another model or tokenizer, no hits, or a document that is gone.
@@ -370,7 +370,7 @@ class Library:
         *,
         answer_start: str = "",
     ) -> "Tensor":
-        """The `input_ids` of `inputs` without any cache, to have the documents read in full.
+        """The `input_ids` of `inputs` without a cache, to read the documents in full.
 
         Arguments and errors as in `inputs`.
         """
@@ -399,7 +399,7 @@ class Library:
         bits: "LibraryBits | None",
         model_name: str | None,
     ) -> "Reader":
-        """What reads the way this library wants; a new one says how from now on."""
+        """A reader for this library; for a new library, these options are recorded."""
         from snapkv.hf.known_gates import with_known
         from snapkv.library.reader import Reader
 
@@ -417,7 +417,7 @@ class Library:
     def _reader(
         self, model: "PreTrainedModel", tokenizer: Any, model_name: str | None = None
     ) -> "Reader":
-        """What reads as the documents were read; refused with another model or tokenizer."""
+        """A reader like that of the documents; another model or tokenizer is refused."""
         from snapkv.library.reader import Reader
 
         about = self.required()
@@ -438,7 +438,7 @@ class Library:
         room: Room,
         changed: set[str],
     ) -> Outcome:
-        """Read a text, unless it is what is known of it; `names` have these documents."""
+        """Read a text unless it is unchanged; `names`: documents by name."""
         known = self._folder.record(text.key)
         what: What = "read"
         if known is not None and known.sha256 != digest_of(text.text):
@@ -469,7 +469,7 @@ class Library:
         before: Record | None,
         room: Room | None = None,
     ) -> Record:
-        """Write what was read of a text, which is refused where there is no room for it."""
+        """Write a document's cache; refused if the limit has no room for it."""
 
         def save(file: Path) -> None:
             reader.save(part, file)
@@ -499,7 +499,7 @@ class Library:
         raise _gone(hit)
 
     def _mended(self, reader: "Reader", record: Record, fault: Fault) -> "Part":
-        """Read a document again whose file is damaged, and write it where that is possible."""
+        """Read a document with a damaged file again, and rewrite it if possible."""
         self._on_notice(
             f"library: {record.name!r} is read again, its cache is damaged: {fault.reason}"
         )
@@ -527,7 +527,7 @@ def _outcome(what: What, record: Record, seconds: float = 0.0) -> Outcome:
 def _require_some(hits: Sequence[Hit]) -> None:
     if not hits:
         raise LibraryError(
-            "hits: expected at least one document, got none; ask with words that stand in the "
+            "hits: expected at least one document, got none; ask with words that are in the "
             "library's documents"
         )
 

@@ -1,4 +1,4 @@
-"""Reading documents into caches of their own, and loading those again."""
+"""Read documents into separate caches, and load those again."""
 
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ class Reader:
         return CompressedCache(self._model, self._policy, protect=protect)
 
     def read(self, text: Text) -> Part:
-        """Read a document behind the prefix; a policy that needs it gets a second reading."""
+        """Read a document after the prefix; a policy that needs it gets a second reading."""
         ids = self._ids(text)
         with prompt_memory_explained(self._model, ids.shape[1]):
             cache = self._filled(ids)

@@ -5,8 +5,8 @@ first layer does not care: its keys and values depend on a token and its place a
 layer's keys and values, once the first has read all tokens together, show how much each token
 would change (arXiv 2405.16444, Sec. 4.3). Those that change most go on, at their places and over
 what is held of all others, and what they become takes the place of what was held. Every layer shows
-anew which of them it changes most: only those reach the next one, and of the others that one and
-all behind it keep what was held.
+again which of them it changes most: only those reach the next one, and of the others that one and
+all after it keep what was held.
 
 The first two layers come out exact: their keys and values are those of all tokens read together.
 """
@@ -37,10 +37,10 @@ from snapkv.prefill.decoder import (
 IMPLEMENTATIONS = ("sdpa", "eager")
 
 _PIECE_TOKENS = 256
-"""Of more tokens the chosen ones are read in pieces, none of which looks at what is behind it."""
+"""Of more tokens the chosen ones are read in pieces, none of which looks at what is after it."""
 
 _LAST = 0.1
-"""Of the tokens that the second layer reads anew, so many are left in the last one."""
+"""Of the tokens that the second layer reads again, so many are left in the last one."""
 
 States = tuple[Tensor, Tensor]
 """Keys and values, (1, H, N, D) and (1, H, N, Dv)."""
@@ -62,7 +62,7 @@ def require_recomputable(model: PreTrainedModel) -> str:
 def recompute(
     model: PreTrainedModel, input_ids: Tensor, layers: Sequence[JoinedLayer], counts: Sequence[int]
 ) -> list[JoinedLayer]:
-    """Read anew the keys and values of the tokens that change most, and hold them in place.
+    """Read again the keys and values of the tokens that change most, and hold them in place.
 
     Of how many, `counts` says for every layer from the second on; it may fall, and never rises.
     """
@@ -125,7 +125,7 @@ class _SecondReading(Cache):
         return keys[:, :, : self._end(1)], values[:, :, : self._end(1)]
 
     def _seen(self, layer_idx: int, states: States) -> States:
-        """What is held, and behind it of the chosen tokens what some head does not hold."""
+        """What is held, and after it of the chosen tokens what some head does not hold."""
         held, end = self.joined[layer_idx], self._end(layer_idx)
         keys, values = held.key_states[:, :, :end], held.value_states[:, :, :end]
         if self._missing(held) is None:
@@ -143,7 +143,7 @@ class _SecondReading(Cache):
         return missing[:, : self._stop] if bool(missing.any()) else None
 
     def _end(self, layer_idx: int) -> int:
-        """Behind which slot of a layer nothing is visible to the tokens that are read now."""
+        """After which slot of a layer nothing is visible to the tokens that are read now."""
         last = int(self._reading[-1])
         held = self.joined[layer_idx]
         if layer_idx == 1 or held.is_whole:
@@ -202,7 +202,7 @@ class _SecondReading(Cache):
         hidden_states: Tensor,
         others: dict[str, Any],
     ) -> Any:
-        """The chosen tokens in pieces, none of which looks at what stands behind its last one."""
+        """The chosen tokens in pieces, none of which looks at what comes after its last one."""
         outputs, count = [], hidden_states.shape[1]
         size = math.ceil(count / math.ceil(count / _PIECE_TOKENS))
         self._unheld = []
@@ -242,7 +242,7 @@ class _SecondReading(Cache):
 
 
 def falling(share: float, tokens: int, layers: int) -> list[int]:
-    """How many of N tokens every layer from the second on reads anew: a share, falling to a tenth.
+    """How many of N tokens every layer from the second on reads again: a share, falling to a tenth.
 
     By the same factor from layer to layer. From half of the tokens on it falls less, so that of all
     tokens none is left out: what is read grows with the share without a jump, in every layer.

@@ -113,7 +113,7 @@ def each_once(documents: Iterable[Text | tuple[str, str]]) -> list[Text]:
 
 
 def passages(text: str) -> list[Span]:
-    """Where passages of 200 words stand; each begins with the last 50 words of the one before.
+    """Where passages of 200 words are; each begins with the last 50 words of the one before.
 
     Together they hold every word. The last one is shorter; a text without words has none.
     """

@@ -148,7 +148,7 @@ def _words(question: str) -> list[str]:
     """Runs of letters, digits, `_` and marks on them, such as the vowels of Hindi.
 
     Of Chinese, Japanese and Korean, whose words are not told by spaces, every two neighbours; the
-    letter behind an apostrophe, as in "what's", is no word.
+    letter after an apostrophe, as in "what's", is no word.
     """
     text = _CONTRACTED.sub(" ", unicodedata.normalize("NFC", question).lower())
     kept = (each if each == "_" or unicodedata.category(each)[0] in "LNM" else " " for each in text)

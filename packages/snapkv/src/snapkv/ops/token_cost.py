@@ -9,10 +9,10 @@ class TokenCost:
 
     Attributes:
         full_bytes: of a token in the full cache.
-        token_bytes: of a kept token as it came.
+        token_bytes: of a kept token, unquantized.
         block_bytes: of a block of codes, filled or not; without codes that is one token.
         block_tokens: how many tokens a block holds.
-        exact_tokens: how many of those kept stay as they came.
+        exact_tokens: how many of those kept stay unquantized.
         alike: whether tokens cost as much in all layers.
         uneven: whether heads, or layers, keep other numbers of tokens and as many on average; then
             each may fill its last block in part.

@@ -1,4 +1,4 @@
-"""What a model, its prompt and its cache take: what would fit, and how much faster it would be."""
+"""Estimate the memory of a model, its prompt and its cache, what fits, and the gain in speed."""
 
 from snapkv.plan.advice import (
     layerwise_advice,

@@ -1,4 +1,4 @@
-"""What a prompt or a model takes of a device, and what to say when it does not fit."""
+"""Estimate the memory of a prompt or a model, and the error messages when it does not fit."""
 
 import bisect
 import contextlib
@@ -25,15 +25,15 @@ from snapkv.validation import format_bytes
 
 _WIDTH = torch.bfloat16.itemsize
 _SHARE = 0.8
-"""Of the memory, what weights may take for a model to be named; the rest is for prompts."""
+"""Share of the memory that the weights of a suggested model may take; the rest is for prompts."""
 
 
 def prompt_bytes(model: Any, footprint: Footprint, prompt_tokens: int) -> int:
-    """Bytes that reading a prompt takes beside the weights, about, with a compressed cache.
+    """Estimate the bytes of a prefill with a compressed cache, weights excluded.
 
-    Only one layer's keys and values are whole at a time, and windows that slide; beside them stand
-    the hidden states (the residual, its norm, attention's input and output), the three products of
-    the MLP, and the room behind what is kept. Eager attention adds scores and their fp32 softmax.
+    At any time only one full-attention layer holds all keys and values, besides sliding windows.
+    Added are the hidden states (residual, norm, attention input and output), the three products of
+    the MLP, and the append buffers. Eager attention adds scores and their fp32 softmax.
     """
     text = model.config.get_text_config(decoder=True)
     per_pair = text.num_attention_heads * (model.dtype.itemsize + torch.float32.itemsize)
@@ -44,10 +44,10 @@ def prompt_bytes(model: Any, footprint: Footprint, prompt_tokens: int) -> int:
 
 
 def layerwise_bytes(footprint: Footprint, prompt_tokens: int, chunk_tokens: int) -> int:
-    """Bytes that `prefill.layer_by_layer` takes beside the weights, about.
+    """Estimate the bytes of `prefill.layer_by_layer`, weights excluded.
 
-    The hidden states of all tokens, and twice one layer's keys and values, which grow by copying;
-    of the rest what one piece needs. Layers that slide are read at once.
+    The hidden states of all tokens, twice one layer's keys and values, which are copied to grow,
+    and all else for one piece. Sliding layers are read in one pass.
     """
     at_once = prompt_tokens if footprint.sliding_layers else chunk_tokens
     per_token = footprint.hidden_token_bytes + 2 * footprint.layer_token_bytes
@@ -56,7 +56,7 @@ def layerwise_bytes(footprint: Footprint, prompt_tokens: int, chunk_tokens: int)
 
 
 def _room(footprint: Footprint) -> int:
-    """Bytes that are set aside for tokens to come, at the first one behind the prompt."""
+    """Bytes of the append buffers, allocated at the first generated token."""
     return footprint.token_bytes * ROOM_TOKENS
 
 
@@ -66,7 +66,7 @@ def _is_eager(model: Any) -> bool:
 
 
 def weights_advice(model: Any, device: torch.device, available_bytes: int | None) -> str:
-    """What to say when the weights do not fit; the model may be on the meta device."""
+    """The error message if the weights do not fit; the model may be on the meta device."""
     return (
         f"model: expected its weights to fit in the memory of {device}, got out of memory; they "
         f"take {format_bytes(weights_bytes(model))}{_free(available_bytes)}; choose a smaller "
@@ -77,21 +77,21 @@ def weights_advice(model: Any, device: torch.device, available_bytes: int | None
 def prompt_memory_explained(
     model: Any, prompt_tokens: int
 ) -> contextlib.AbstractContextManager[None]:
-    """A block in which running out of memory is explained for a prompt of that length."""
+    """A block in which out-of-memory errors are explained for a prompt of that length."""
     free = device_memory.free_bytes(device_of(model))
     advice = functools.partial(prompt_advice, model, prompt_tokens, free)
     return device_memory.out_of_memory_explained(advice)
 
 
 def prompt_advice(model: Any, prompt_tokens: int, available_bytes: int | None) -> str:
-    """What to say when reading a prompt does not fit; what was free before it, None for unknown."""
+    """The error message if a prompt does not fit; `available_bytes`: free before it, or None."""
 
     def estimate(footprint: Footprint) -> str:
         takes = functools.partial(prompt_bytes, model, footprint)
         full = footprint.cache_bytes(prompt_tokens, prompt_tokens)
         fits = _would_fit(takes, prompt_tokens, available_bytes, footprint.max_positions)
         return (
-            f"; reading them takes about {format_bytes(takes(prompt_tokens))} beside weights of "
+            f"; reading them takes about {format_bytes(takes(prompt_tokens))} besides weights of "
             f"{format_bytes(weights_bytes(model))} (and a full cache would hold "
             f"{format_bytes(full)}){_free(available_bytes)}{fits}"
         )
@@ -107,14 +107,14 @@ def prompt_advice(model: Any, prompt_tokens: int, available_bytes: int | None) -
 def layerwise_advice(
     model: Any, prompt_tokens: int, chunk_tokens: int, available_bytes: int | None
 ) -> str:
-    """What to say when a prompt does not fit layer by layer."""
+    """The error message if a prompt does not fit layer by layer."""
 
     def estimate(footprint: Footprint) -> str:
         takes = functools.partial(layerwise_bytes, footprint, chunk_tokens=chunk_tokens)
         needed = format_bytes(takes(prompt_tokens))
         fits = _would_fit(takes, prompt_tokens, available_bytes)
         return (
-            f"; reading them takes about {needed} beside the weights{_free(available_bytes)}{fits}"
+            f"; reading them takes about {needed} besides the weights{_free(available_bytes)}{fits}"
         )
 
     return (
@@ -126,7 +126,7 @@ def layerwise_advice(
 
 
 def _estimated(model: Any, estimate: Callable[[Footprint], str]) -> str:
-    """What an estimate says; nothing of a model that does not run without its weights."""
+    """An estimate for the message; empty if the model does not run without its weights."""
     try:
         return estimate(footprint_of_loaded(model))
     except UnsupportedModelError:
@@ -139,7 +139,7 @@ def _would_fit(
     available_bytes: int | None,
     most: int | None = None,
 ) -> str:
-    """How many tokens would fit, unless that contradicts what happened or the model."""
+    """How many tokens would fit, unless that contradicts the error or the model's positions."""
     if available_bytes is None:
         return ""
     fit = bisect.bisect_right(range(1, tokens + 1), available_bytes, key=takes)
@@ -151,9 +151,9 @@ def _free(available_bytes: int | None) -> str:
 
 
 def require_room(name: str, outline: Any, device: torch.device) -> None:
-    """Raise `OutOfMemoryError` where the weights are larger than all the memory of the device.
+    """Raise `OutOfMemoryError` if the weights are larger than the memory of the device.
 
-    Weights whose bytes are not counted pass, and devices that do not say what they have.
+    Weights or devices of unknown size pass.
     """
     total = device_memory.total_bytes(device)
     needed = sum(stored_bytes(outline).values())
@@ -162,13 +162,13 @@ def require_room(name: str, outline: Any, device: torch.device) -> None:
     dtype = str(outline.dtype).removeprefix("torch.")
     raise OutOfMemoryError(
         f"model: expected weights of at most {format_bytes(total)}, which is the memory of "
-        f"{device}, got {format_bytes(needed)} in {dtype} of {name}, none of which was read; "
+        f"{device}, got {format_bytes(needed)} in {dtype} of {name}, nothing was loaded; "
         f"{_what_fits(outline, needed, total)}choose a smaller model or another device"
     )
 
 
 def _what_fits(outline: Any, needed: int, total: int) -> str:
-    """Another dtype, or the largest published model that fits in bfloat16; nothing if none does."""
+    """Suggest another dtype or the largest published model that fits in bfloat16; may be empty."""
     room = int(total * _SHARE)
     if needed * _WIDTH <= room * outline.dtype.itemsize:
         return "with dtype bfloat16 it would fit; pass that, or "

@@ -1,4 +1,4 @@
-"""What is free on a device, and one error for all the ways in which it runs out."""
+"""Free memory of a device, and one error for all kinds of out-of-memory errors."""
 
 import contextlib
 import errno
@@ -12,7 +12,7 @@ from snapkv.errors import OutOfMemoryError, SnapKVError
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that are free on a device, on the CPU within ``ulimit -v``; None for unknown."""
+    """Free bytes on a device, on the CPU within ``ulimit -v``; None if unknown."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     if device.type != "cpu":
@@ -22,21 +22,21 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def total_bytes(device: torch.device) -> int | None:
-    """Bytes of a device's memory, free or not; None where the system does not say."""
+    """Total bytes of a device's memory; None if unknown."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     return _pages("PHYS") if device.type == "cpu" else None
 
 
 def _pages(kind: str) -> int | None:
-    """Bytes of the system's pages of a kind; None where it does not count them."""
+    """Bytes of the system's pages of a kind; None if unknown."""
     name = f"SC_{kind}_PAGES"
     known = name in os.sysconf_names
     return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") if known else None
 
 
 def _free_address_bytes() -> int | None:
-    """What a limit on this process's address space leaves; None without one."""
+    """Bytes left within the limit of this process's address space; None without a limit."""
     try:
         import resource  # not on Windows
 
@@ -51,7 +51,7 @@ def _free_address_bytes() -> int | None:
 
 @contextlib.contextmanager
 def out_of_memory_explained(explain: Callable[[], str]) -> Iterator[None]:
-    """Turn all ways of running out of memory into an `OutOfMemoryError` with this message."""
+    """Turn every kind of out-of-memory error into an `OutOfMemoryError` with this message."""
     try:
         yield
     except SnapKVError:

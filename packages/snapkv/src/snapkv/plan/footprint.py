@@ -1,4 +1,4 @@
-"""What a model takes, read off its outline: the model on the meta device, without weights."""
+"""The memory and operations of a model, from its outline on the meta device."""
 
 import copy
 import math
@@ -19,7 +19,7 @@ from snapkv.policies import FullCache
 from snapkv.validation import first_line
 
 _PER_BLOCK, _BLOCK_BYTES = 32, 17
-"""mxfp4 stores 32 numbers in four bits each and the scale of all of them in eight (OCP Microscaling
+"""mxfp4 stores 32 numbers in four bits each and their common scale in eight (OCP Microscaling
 Formats, section 5)."""
 
 _SCALE_BYTES = 4
@@ -28,15 +28,15 @@ _SCALE_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class SlidingLayer:
-    """A layer that stores the last tokens only, compressed or not."""
+    """A sliding layer: it stores the last tokens only, compressed or not."""
 
     token_bytes: int
-    most_tokens: int  # stored between two passes
+    most_tokens: int  # tokens stored between passes
 
 
 @dataclass(frozen=True, kw_only=True)
 class FullLayer:
-    """A layer of full attention, which is compressed; numbers of one stored token."""
+    """A full-attention layer, which is compressed; sizes of one stored token."""
 
     token_bytes: int
     heads: int
@@ -45,7 +45,7 @@ class FullLayer:
 
     @classmethod
     def of(cls, layer: Any) -> Self:
-        """From a cache's layer that holds one token."""
+        """Read from a cache's layer with one token in it."""
         return cls(
             token_bytes=token_bytes(layer),
             heads=layer.keys.shape[1],
@@ -56,59 +56,59 @@ class FullLayer:
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Bytes and floating point operations of a model, for any prompt."""
+    """Bytes and floating-point operations of a model, for any prompt."""
 
-    weights_bytes: int  # as the checkpoint stores them, shared ones once
-    embedding_bytes: int  # of which a step reads one row; 0 where the output projection shares it
+    weights_bytes: int  # as in the checkpoint; shared weights count once
+    embedding_bytes: int  # a step reads one row of it; 0 if shared with the output projection
     expert_bytes: int
-    experts: int  # per layer; 0 where there is no mixture
+    experts: int  # per layer; 0 without experts
     experts_per_token: int
     full_layers: tuple[FullLayer, ...]
     sliding_layers: tuple[SlidingLayer, ...]
-    other_layers: int  # which carry a state, or share what another layer stores
-    state_bytes: int  # states of these and of the compressed ones, whatever the prompt's length
-    mlp_token_bytes: int  # activations of one prompt token at the widest point of an MLP
-    attention_token_bytes: int  # and around attention
-    hidden_token_bytes: int  # one token between two layers
-    pair_flops: int  # attention for one pair of query and key, full layers together
+    other_layers: int  # layers with a state, or that share another layer's cache
+    state_bytes: int  # fixed-size states of these and of the compressed layers
+    mlp_token_bytes: int  # activations of a prompt token at the widest point of an MLP
+    attention_token_bytes: int  # and at attention
+    hidden_token_bytes: int  # hidden state of one token
+    pair_flops: int  # attention of one query-key pair, sum over full layers
     token_flops: int  # all matrices for one token
     max_positions: int | None
     dtype: str
-    quantization: str | None = None  # how the checkpoint stores weights; None for in `dtype`
+    quantization: str | None = None  # of the checkpoint's weights; None if stored in `dtype`
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that every stored token takes in the layers of full attention together."""
+        """Bytes of a stored token, sum over the full-attention layers."""
         return sum(layer.token_bytes for layer in self.full_layers)
 
     @property
     def layer_token_bytes(self) -> int:
-        """Bytes of one token in the layer where it takes most."""
+        """Bytes of one token in the largest layer."""
         layers: list[FullLayer | SlidingLayer] = [*self.full_layers, *self.sliding_layers]
         return max((layer.token_bytes for layer in layers), default=0)
 
     def cache_bytes(self, stored_tokens: int, seen_tokens: int) -> int:
-        """Bytes of one request's cache, so many tokens stored in layers of full attention."""
+        """Bytes of one request's cache with that many tokens stored in full-attention layers."""
         return self.token_bytes * stored_tokens + self.other_bytes(seen_tokens)
 
     def other_bytes(self, seen_tokens: int, behind: int = 0) -> int:
-        """Bytes of one request's cache in layers that are not compressed; as `sliding_bytes`."""
+        """Bytes of one request's uncompressed layers; arguments as in `sliding_bytes`."""
         return self.sliding_bytes(seen_tokens, behind) + self.state_bytes
 
     @property
     def layers(self) -> int:
-        """Layers that may hold something, or share it."""
+        """All layers, also those that share another layer's cache."""
         return len(self.full_layers) + len(self.sliding_layers) + self.other_layers
 
     def sliding_bytes(self, seen_tokens: int, behind: int = 0) -> int:
-        """Bytes that layers of sliding attention hold, and of so many tokens behind the window."""
+        """Bytes of the sliding layers, with that many tokens beyond the window."""
         return sum(
             layer.token_bytes * min(layer.most_tokens + behind, seen_tokens)
             for layer in self.sliding_layers
         )
 
     def read_bytes(self, batch: int) -> int:
-        """Bytes of weights that a step reads; of a mixture the experts that a batch may visit."""
+        """Bytes of weights that a step reads; of experts, those that a batch likely visits."""
         read = self.weights_bytes - self.embedding_bytes
         if not self.experts:
             return read
@@ -116,15 +116,15 @@ class Footprint:
         return read - int(self.expert_bytes * unvisited)
 
     def prompt_flops(self, tokens: int) -> int:
-        """Operations of reading a prompt; attention is causal, so half of all pairs count."""
+        """Operations of a prefill; attention is causal, so half of all pairs count."""
         return self.token_flops * tokens + self.pair_flops * tokens**2 // 2
 
 
 def footprint_of(outline: PreTrainedModel) -> Footprint:
-    """What a model takes, from one token sent through its outline on the meta device.
+    """The footprint of a model, from one token sent through its outline on the meta device.
 
-    That token makes a cache of real shapes without data, so grouped heads, latents, sliding
-    windows and values of another width than the keys count as they are stored.
+    That gives a cache with real shapes and no data, so that grouped heads, latents, sliding windows
+    and values wider or narrower than keys count as stored.
 
     Raises:
         UnsupportedModelError: the model cannot be compressed, or does not run without weights.
@@ -174,26 +174,26 @@ def footprint_of(outline: PreTrainedModel) -> Footprint:
 
 
 def footprint_of_loaded(model: Any) -> Footprint:
-    """What a model takes that is loaded; errors as in `footprint_of`."""
+    """The footprint of a loaded model; errors as in `footprint_of`."""
     make, config = type(model)._from_config, copy.deepcopy(model.config)
     try:
         with torch.device("meta"):
             outline = make(config, dtype=model.dtype, attn_implementation="eager")
     except (AttributeError, ImportError, MemoryError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedModelError(
-            f"model: expected one that can be made without weights, got {type(config).__name__}: "
+            f"model: expected one that is built without weights, got {type(config).__name__}: "
             f"{error}; load it, and look at cache.report() after a prompt"
         ) from error
     return footprint_of(outline)
 
 
 def max_positions(model: Any) -> int | None:
-    """Positions the model has for prompt and answer together; None where there is no limit."""
+    """Positions for prompt and answer together; None without a limit."""
     return positions_of(model.config)
 
 
 def positions_of(config: Any) -> int | None:
-    """The same, of a configuration."""
+    """The same from a configuration."""
     text = config.get_text_config(decoder=True)
     return _first(text, "model_max_length", "max_position_embeddings")
 
@@ -202,20 +202,20 @@ def _cache_of_one_token(outline: PreTrainedModel) -> list[Any]:
     cache = DynamicCache(config=outline.config)
     ids = torch.zeros(1, 1, dtype=torch.int64, device="meta")
     if getattr(outline.config, "_experts_implementation", None):
-        outline.set_experts_implementation("batched_mm")  # the others look at data, or at dtypes
+        outline.set_experts_implementation("batched_mm")  # the others read data, or compare dtypes
     try:
         with torch.no_grad():
             outline(ids, **passed(cache), logits_to_keep=1)
     except (NotImplementedError, RuntimeError) as error:
         raise UnsupportedModelError(
-            f"model: expected one whose layers run without weights, got {type(outline).__name__}: "
+            f"model: expected a model that runs without weights, got {type(outline).__name__}: "
             f"{first_line(error)}; load it, and look at cache.report() after a prompt"
         ) from error
     return list(cache.layers)
 
 
 def _mlp_width(config: Any, experts: int, chosen: int) -> int:
-    """How wide a token is inside an MLP, or inside the experts that it visits."""
+    """The inner width of an MLP, or of the experts that a token visits."""
     width = _widest(config, "intermediate_size") or 4 * int(config.hidden_size)
     of_expert = _widest(config, "moe_intermediate_size")
     if not experts:
@@ -224,7 +224,7 @@ def _mlp_width(config: Any, experts: int, chosen: int) -> int:
 
 
 def _widest(config: Any, name: str) -> int:
-    """The largest value of a setting that may differ by layer; 0 where there is none."""
+    """The largest value of a setting that may differ by layer; 0 if absent."""
     layers = getattr(config, "per_layer_config", None) or [config]
     found = [getattr(layer, name, None) for layer in layers]
     numbers = [value for each in found for value in (each if isinstance(each, list) else [each])]
@@ -232,12 +232,12 @@ def _widest(config: Any, name: str) -> int:
 
 
 def _is_latent(config: Any) -> bool:
-    """Whether keys and values come out of one latent, per head only while attention runs."""
+    """Whether keys and values are computed from one latent during attention."""
     return getattr(config, "kv_lora_rank", None) is not None
 
 
 def _state_width(config: Any) -> int:
-    """Numbers of one token's queries and attention's output, or its keys and values, all heads."""
+    """Count of one token's numbers in queries and attention output, or in keys and values."""
     heads = _widest(config, "num_attention_heads")
     if _is_latent(config):
         return heads * int(config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
@@ -245,7 +245,7 @@ def _state_width(config: Any) -> int:
 
 
 def _first(config: Any, *names: str) -> int | None:
-    """The first of some settings that the configuration has."""
+    """The value of the first setting that the configuration has."""
     return next((value for name in names if (value := getattr(config, name, None))), None)
 
 
@@ -254,21 +254,21 @@ def weights_bytes(model: Any) -> int:
 
 
 def quantization_of(config: Any) -> str | None:
-    """How a checkpoint stores its weights: "mxfp4", "fp8", "gptq", ...; None for in its dtype."""
+    """How a checkpoint quantizes its weights: "mxfp4", "fp8", "gptq", ...; None for not."""
     found = _settings(config)
     return None if found is None else str(found.get("quant_method"))
 
 
 def is_counted(quantization: str | None) -> bool:
-    """Whether `stored_bytes` knows what such weights take; others count in the dtype."""
+    """Whether `stored_bytes` knows the size of such weights; others count in the dtype."""
     return quantization in (None, "mxfp4", "fp8")
 
 
 def stored_bytes(model: Any) -> dict[str, int]:
     """Bytes of every parameter by name, as the checkpoint stores it.
 
-    Of mxfp4 the projections of experts are quantized, as in gpt-oss; of fp8 those and the weights
-    of linear layers but the output projection, as in DeepSeek-V3.
+    mxfp4 quantizes the projections of experts, as in gpt-oss; fp8 also all linear layers except the
+    output projection, as in DeepSeek-V3.
     """
     found = _settings(model.config) or {}
     method, block = found.get("quant_method"), found.get("weight_block_size")
@@ -290,7 +290,7 @@ def stored_bytes(model: Any) -> dict[str, int]:
 
 
 def _settings(config: Any) -> dict[str, Any] | None:
-    """The configuration's own word on quantization, as a dictionary."""
+    """The configuration's quantization settings as a dictionary."""
     found = getattr(config, "quantization_config", None)
     if found is None or isinstance(found, dict):
         return found
@@ -299,7 +299,7 @@ def _settings(config: Any) -> dict[str, Any] | None:
 
 
 def _scales(shape: Sequence[int], block: Sequence[int] | None) -> int:
-    """How many scales a weight of that shape has: one for every block, or one for a matrix."""
+    """How many scales a weight of that shape has: one per block, or one per matrix."""
     *matrices, rows, columns = shape
     height, width = block or (rows, columns)
     return math.prod(matrices) * math.ceil(rows / height) * math.ceil(columns / width)

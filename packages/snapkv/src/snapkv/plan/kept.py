@@ -1,4 +1,4 @@
-"""What of a prompt the compressed layers keep, in tokens and in bytes, exactly."""
+"""How much of a prompt the compressed layers keep, exactly, in tokens and bytes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from snapkv.storage.coded import block_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Keeping:
-    """How much of a prompt is kept in so many bits, in the layers of a model.
+    """How much of a prompt the layers of a model keep, and in how many bits.
 
     Attributes:
         footprint: of the model.
-        budget: tokens of every layer, or bytes; None where there is a ratio.
-        keep_ratio: of what is before the window.
+        budget: tokens of every layer, or bytes; None with a ratio.
+        keep_ratio: share of the tokens before the window.
         window_size: the last tokens of the prompt, which are always kept.
-        bits: of what is kept; None for as it came.
+        bits: of keys and values; None for unquantized.
     """
 
     footprint: Footprint
@@ -34,10 +34,10 @@ class Keeping:
     bits: KVCodes | None
 
     def tokens(self, prompt_tokens: int, *, at_least: bool = True) -> list[int]:
-        """Of every compressed layer.
+        """Tokens kept in each compressed layer.
 
         Raises:
-            BudgetTooSmallError: of fewer bytes than must stay, unless `at_least` keeps those.
+            BudgetTooSmallError: too few bytes for the required tokens, unless `at_least`.
         """
         layers = self.footprint.full_layers
         if not isinstance(self.budget, ByteBudget):
@@ -49,7 +49,7 @@ class Keeping:
         return found
 
     def _fit(self, cost: TokenCost, prompt_tokens: int, depth: int, *, at_least: bool) -> int:
-        """Tokens of one layer of which the bytes hold so many."""
+        """Tokens of one layer that fit in its bytes."""
         assert isinstance(self.budget, ByteBudget)
         least = min(max(self.window_size, cost.exact_tokens), prompt_tokens)
         layers = len(self.footprint.full_layers)
@@ -62,14 +62,14 @@ class Keeping:
         return min(fit, prompt_tokens)
 
     def held_bytes(self, kept: Sequence[int], new_tokens: int) -> int:
-        """Of the compressed layers when so many tokens were generated behind what they keep."""
+        """Bytes of the compressed layers after that many generated tokens."""
         return sum(
             first + codes + last * layer.token_bytes
             for layer, first, codes, last in self._parts(kept, new_tokens)
         )
 
     def memory_bytes(self, kept: Sequence[int], new_tokens: int) -> int:
-        """The same with the room of the append buffer; beside codes at most."""
+        """The same including the append buffers; with codes, an upper limit."""
         total = 0
         for layer, first, codes, last in self._parts(kept, new_tokens):
             if codes:
@@ -82,9 +82,9 @@ class Keeping:
     def _parts(
         self, kept: Sequence[int], new_tokens: int
     ) -> Iterator[tuple[FullLayer, int, int, int]]:
-        """Each layer, the bytes of its first tokens and of its codes, and tokens behind them.
+        """For each layer: bytes of its unquantized first tokens and its codes, and later tokens.
 
-        Generated tokens become codes in whole blocks, but for the last `KVCodes.recent_tokens`.
+        Generated tokens are quantized in whole blocks, except the last `KVCodes.recent_tokens`.
         """
         for depth, (layer, tokens) in enumerate(zip(self.footprint.full_layers, kept, strict=True)):
             codes = self._codes(depth)
@@ -114,7 +114,7 @@ class Keeping:
         return None if to_end < self.bits.exact_layers else self.bits
 
     def _cost(self, layer: FullLayer, codes: KVCodes | None, tokens: int) -> TokenCost:
-        """What tokens cost; in codes where the states are in the range of 16-bit scales."""
+        """Bytes of tokens; codes assume states within the range of 16-bit scales."""
         size = layer.token_bytes
         exact = TokenCost(full_bytes=size, token_bytes=size, block_bytes=size)
         if codes is None:
@@ -123,7 +123,7 @@ class Keeping:
 
     @cached_property
     def _block_bytes(self) -> dict[FullLayer, int]:
-        """Of a block of codes of all heads, for each kind of layer."""
+        """Bytes of a block of codes over all heads, for each kind of layer."""
         assert self.bits is not None
         dtype, found = getattr(torch, self.footprint.dtype), {}
         for layer in set(self.footprint.full_layers):

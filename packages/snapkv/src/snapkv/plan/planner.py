@@ -1,4 +1,4 @@
-"""What a request would take with a full and with a compressed cache, and what would fit."""
+"""Estimate what a request needs with a full and a compressed cache, and what fits."""
 
 import bisect
 from collections.abc import Iterator
@@ -22,26 +22,26 @@ from snapkv.validation import (
 )
 
 PIECE_TOKENS = 4096
-"""Tokens of a prompt that are read at a time, where it is read in pieces."""
+"""Tokens per piece when a prompt is read in pieces."""
 
 FLOPS_PER_BYTE = 150
-"""Operations that a GPU does in the time in which it reads one byte: about half of what data sheets
-give for 16-bit matrices (A100 156, H100 295, H200 206), since neither peak is reached."""
+"""Operations of a GPU in the time that it reads one byte: about half of the data sheets' ratios for
+16-bit matrices (A100 156, H100 295, H200 206), since neither peak is reached."""
 
 _MOST_TOKENS = 2**27
 
 _WORTH_SAYING = 1.1
-"""A speed-up below it is none."""
+"""A smaller speed-up does not count as help."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is to be planned: prompts of one length, and answers to all of them together.
+    """The request to plan: a batch of prompts of one length, and their answers.
 
     Attributes:
-        budget: tokens kept per layer and head, or bytes of the cache, as policies take them; 1024
-            unless there is a `keep_ratio` of what is before the window.
-        bits: of what is kept, a `KVCodes` or a word for one; None for as it came.
+        budget: tokens kept per layer and head, or bytes, as in policies; 1024 without a
+            `keep_ratio`, which is a share of the tokens before the window.
+        bits: of keys and values, a `KVCodes` or its name; None for unquantized.
     """
 
     context_tokens: int
@@ -51,9 +51,9 @@ class Request:
     window_size: int = 32
     bits: KVCodes | str | None = None
     new_tokens: int = 128
-    memory_bytes: int | None = None  # of the device; None to leave out what would fit
-    reserve_bytes: int = 10**9  # of them, what weights, caches and activations cannot have
-    bandwidth_bytes: float | None = None  # of its memory in a second; None to leave out times
+    memory_bytes: int | None = None  # of the device; None leaves out what fits
+    reserve_bytes: int = 10**9  # not available to weights, caches and activations
+    bandwidth_bytes: float | None = None  # memory bandwidth per second; None leaves out times
 
     def __post_init__(self) -> None:
         for name in ("context_tokens", "batch", "window_size", "new_tokens"):
@@ -66,7 +66,7 @@ class Request:
         object.__setattr__(self, "budget", ByteBudget.read(self.budget))
         if self.budget == AUTO:
             raise InvalidArgumentError(
-                "budget: expected tokens or bytes, since votes are known when a prompt is read, "
+                "budget: expected tokens or bytes, since a plan knows no votes of a prompt, "
                 "got 'auto'; pass for instance 1024 or 12%"
             )
         if self.budget is not None and not isinstance(self.budget, ByteBudget):
@@ -76,7 +76,7 @@ class Request:
             object.__setattr__(self, "bits", codes)
             if isinstance(self.budget, ByteBudget) and codes.exact_layers:
                 raise InvalidArgumentError(
-                    f"bits: expected no exact_layers beside a budget of bytes, got {codes}; pass a "
+                    f"bits: expected no exact_layers with a budget of bytes, got {codes}; pass a "
                     "number of tokens, or leave them out"
                 )
         if self.memory_bytes is not None and self.memory_bytes <= self.reserve_bytes:
@@ -87,43 +87,43 @@ class Request:
 
     @property
     def codes(self) -> KVCodes | None:
-        """The bits, as they were read when this was made."""
+        """The parsed bits."""
         assert not isinstance(self.bits, str)
         return self.bits
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheNeeds:
-    """What a kind of cache comes to; what would fit is None without a memory.
+    """The needs of a kind of cache; fields about what fits are None without a memory size.
 
-    In pieces is with `snapkv.prefill` for the compressed cache, ``prefill_chunk_size`` for the full
-    one. Whether the model has positions is another question.
+    "In pieces" means `snapkv.prefill` for the compressed cache, ``prefill_chunk_size`` for the full
+    one. The model's positions are not considered.
     """
 
-    cache_bytes: int  # of the batch, when the prompts have been read
-    prefill_peak_bytes: int  # beside the weights, the prompts read in one pass; an estimate
-    total_bytes: int  # weights and the most that stands beside them
-    step_bytes: int  # read by the step that generates the last token of every answer
-    step_ms: float | None  # the least time of that step; None without a bandwidth
+    cache_bytes: int  # of the batch, after the prompts
+    prefill_peak_bytes: int  # weights excluded, prompts read in one pass; an estimate
+    total_bytes: int  # weights and the peak of everything else
+    step_bytes: int  # read by the decoding step of the last token of every answer
+    step_ms: float | None  # least time of that step; None without a bandwidth
     fits_in_one_pass: bool | None = None
     fits: bool | None = None  # in one pass or in pieces
     longest_prompt_tokens: int | None = None
     longest_prompt_in_pieces_tokens: int | None = None
-    largest_batch: int | None = None  # read together, in pieces, and answered
-    largest_decoding_batch: int | None = None  # answered together, read one after the other
-    throughput: float | None = None  # at the largest batch, against one full cache of a batch of 1
+    largest_batch: int | None = None  # prefilled together, in pieces, and answered
+    largest_decoding_batch: int | None = None  # answered together, prefilled one after the other
+    throughput: float | None = None  # at `largest_batch`, against the full cache at batch 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A request on a model of that name."""
+    """A request to a named model."""
 
     model: str
     footprint: Footprint
     request: Request
 
     def __post_init__(self) -> None:
-        """Raise where a budget of bytes is too small for this prompt."""
+        """Raise if a budget of bytes is too small for this prompt."""
         self._keeping.tokens(self.request.context_tokens, at_least=False)
 
     @cached_property
@@ -148,24 +148,24 @@ class Plan:
 
     @property
     def kept_tokens(self) -> float:
-        """Of a prompt, the mean over the compressed layers; 0 where there are none."""
+        """Tokens of a prompt, mean over the compressed layers; 0 without such layers."""
         kept = self._keeping.tokens(self.request.context_tokens)
         mean = sum(kept) / max(1, len(kept))
         return int(mean) if mean == int(mean) else mean
 
     @property
     def decode_speedup(self) -> float:
-        """How much faster tokens come at most, if only bytes read from memory count."""
+        """Upper limit of the decoding speed-up, from the bytes that a step reads."""
         return self.full.step_bytes / self.compressed.step_bytes
 
     @property
     def prefill_share(self) -> float:
-        """Which part of a request with the full cache is reading the prompt, about."""
+        """Estimated share of the prefill in the time of a request with the full cache."""
         return self._prefill_as_bytes() / self._request_as_bytes(self.full)
 
     @property
     def request_speedup(self) -> float:
-        """How much faster a whole request is at most, reading the prompt included, about."""
+        """Estimated upper limit of the speed-up of a whole request, prefill included."""
         return self._request_as_bytes(self.full) / self._request_as_bytes(self.compressed)
 
     def describe(self) -> dict[str, Any]:
@@ -195,7 +195,7 @@ class Plan:
         )
 
     def _fitting(self, compressed: bool) -> dict[str, Any]:
-        """What fits the memory; nothing where none is given."""
+        """What fits in the memory; empty without a memory size."""
         asked = self.request
         if asked.memory_bytes is None:
             return {}
@@ -216,7 +216,7 @@ class Plan:
         }
 
     def _cache(self, tokens: int, new_tokens: int, compressed: bool) -> int:
-        """Bytes of one request's cache behind its prompt and some tokens of the answer."""
+        """Bytes of one request's cache after its prompt and some tokens of the answer."""
         model, seen = self.footprint, tokens + new_tokens
         if not compressed:
             return model.cache_bytes(seen, seen)
@@ -224,10 +224,10 @@ class Plan:
         return self._keeping.held_bytes(kept, new_tokens) + model.other_bytes(seen)
 
     def _answering(self, tokens: int, compressed: bool) -> int:
-        """Bytes of memory of one request's cache when its answer is complete.
+        """Memory of one request's cache when its answer is complete.
 
-        A compressed layer has room behind what it stores, see `snapkv.storage.append_buffer`; one
-        that slides still holds the token that has just left its window.
+        It includes append buffers, see `snapkv.storage.append_buffer`, and in sliding layers the
+        token that has just left the window.
         """
         model, new = self.footprint, self.request.new_tokens
         others = model.other_bytes(tokens + new, behind=1)
@@ -236,11 +236,11 @@ class Plan:
         return self._keeping.memory_bytes(self._keeping.tokens(tokens), new) + others
 
     def _prefill_peak(self, tokens: int, compressed: bool, *, in_pieces: bool) -> int:
-        """Bytes of one request beside the weights at the worst moment of reading its prompt.
+        """Peak bytes of one request's prefill, weights excluded.
 
-        A compressed cache holds one layer whole at a time. In transformers' own, layers that slide
-        hold all of a pass until the next one. In pieces, it copies a layer to append to it, and a
-        compressed cache holds the hidden states of all tokens and reads sliding layers at once.
+        A compressed cache holds all keys and values of one layer at a time. In transformers' cache,
+        sliding layers hold a whole pass until the next one. In pieces, that cache copies a layer to
+        append to it; a compressed one holds all hidden states and reads sliding layers at once.
         """
         model = self.footprint
         piece = min(tokens, PIECE_TOKENS) if in_pieces else tokens
@@ -257,7 +257,7 @@ class Plan:
         return cache + layer + hidden + activations
 
     def _total(self, tokens: int, batch: int, compressed: bool, *, in_pieces: bool) -> int:
-        """Bytes of everything at the worst moment of a request."""
+        """Peak bytes of a request, weights included."""
         reading = self._prefill_peak(tokens, compressed, in_pieces=in_pieces)
         answering = self._answering(tokens, compressed)
         return self.footprint.weights_bytes + batch * max(reading, answering)
@@ -267,7 +267,7 @@ class Plan:
         return model.read_bytes(batch) + batch * self._cache(tokens, new, compressed)
 
     def _longest(self, room: int, compressed: bool, *, in_pieces: bool) -> int:
-        """Tokens of the longest prompt that fits and for which the model has positions."""
+        """Tokens of the longest prompt that fits in the memory and the model's positions."""
         positions, batch = self.footprint.max_positions, self.request.batch
         most = _MOST_TOKENS if positions is None else positions - self.request.new_tokens
         return bisect.bisect_right(
@@ -277,13 +277,13 @@ class Plan:
         )
 
     def _throughput(self, batch: int, compressed: bool) -> float:
-        """Tokens per byte read at that batch, against a batch of 1 of the full cache."""
+        """Tokens per byte read at that batch, against the full cache at batch 1."""
         tokens = self.request.context_tokens
         alone = self._step_bytes(tokens, 1, compressed=False)
         return batch * alone / self._step_bytes(tokens, batch, compressed)
 
     def _prefill_as_bytes(self) -> float:
-        """Reading the prompts, as the bytes that could be read in the same time."""
+        """The prefill, as the bytes that could be read in the same time."""
         asked = self.request
         return asked.batch * self.footprint.prompt_flops(asked.context_tokens) / FLOPS_PER_BYTE
 
@@ -292,7 +292,7 @@ class Plan:
 
 
 def verdict(plan: Plan) -> list[str]:
-    """What a plan means for its user; the first sentence answers "will it help?"."""
+    """Sentences about a plan; the first one answers "will it help?"."""
     return [*_headline(plan), *_limits(plan), *_notes(plan)]
 
 
@@ -307,9 +307,9 @@ def _headline(plan: Plan) -> Iterator[str]:
     saved = plan.full.cache_bytes - plan.compressed.cache_bytes
     share = 1 - plan.footprint.read_bytes(plan.request.batch) / plan.full.step_bytes
     if plan.compressed.fits is False:
-        yield "This does not fit the memory, whatever is kept and however it is read."
+        yield "This does not fit in the memory with either cache, in one pass or in pieces."
     elif plan.full.fits is False:
-        yield "Compression is what makes this fit: the full cache does not."
+        yield "Compression is what makes this fit: the full cache does not fit."
     elif plan.decode_speedup < _WORTH_SAYING and saved < 0.1 * plan.full.total_bytes:
         yield (
             f"Compression will hardly help: the full cache is {share:.0%} of what a step reads, so "
@@ -338,8 +338,8 @@ def _limits(plan: Plan) -> Iterator[str]:
         )
     if plan.request_speedup < _WORTH_SAYING <= plan.decode_speedup:
         yield (
-            f"Do not expect the whole request to be faster: reading the prompt, which stays as it "
-            f"is, takes about {plan.prefill_share:.0%} of its time with an answer of {answer:,} "
+            "Do not expect the whole request to be faster: reading the prompt takes as long as "
+            f"before, about {plan.prefill_share:.0%} of the time with an answer of {answer:,} "
             "tokens. Longer answers, or several from one prompt, gain more."
         )
 
@@ -357,7 +357,7 @@ def _notes(plan: Plan) -> Iterator[str]:
         share = model.token_bytes * tokens / model.cache_bytes(tokens, tokens)
         yield (
             f"{full} of {model.layers} layers grow with the prompt and are compressed, "
-            f"{share:.1%} of the full cache here; windows and states stay as they are."
+            f"{share:.1%} of the full cache here; sliding windows and states are not compressed."
         )
     if not is_counted(model.quantization):
         yield (

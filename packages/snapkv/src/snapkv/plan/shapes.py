@@ -1,4 +1,4 @@
-"""Published models by name, for plans and benchmarks: what the `config.json` of each one says.
+"""Published models by name, for plans and benchmarks, from their `config.json`.
 
 `shapes.toml` repeats them, positions included; `tests/plan/test_shapes.py` builds each model from
 its configuration and compares.
@@ -22,7 +22,7 @@ from snapkv.validation import nearest
 
 @dataclass(frozen=True)
 class Shape:
-    """What is published of a model."""
+    """The published shape of a model."""
 
     repository: str
     family: str
@@ -40,18 +40,18 @@ def _published() -> Iterator[tuple[str, Shape]]:
 
 
 SHAPES: dict[str, Shape] = dict(_published())
-"""By the name that plans and benchmarks take."""
+"""All shapes by name."""
 
 
 def shape_of(name: str) -> str | None:
-    """The shape that a name means, its own or its repository's, in any case; None for none."""
+    """The shape of a name or repository, ignoring case; None if unknown."""
     known = {shape: shape for shape in SHAPES}
     known |= {of.repository.lower(): shape for shape, of in SHAPES.items()}
     return known.get(name.lower())
 
 
 def described(shape: str) -> dict[str, Any]:
-    """What makes a shape's cache and weights; `kv_bytes_per_token` in 16 bits, of a long prompt.
+    """Sizes of a shape's cache and weights; `kv_bytes_per_token` in 16 bits, for long prompts.
 
     Latent attention stores one latent of `head_dim` numbers for all heads.
     """

@@ -85,7 +85,7 @@ def part_of(value: Any, start: int, stop: int, *, grows: bool) -> Any:
     """The part of a layer's argument that belongs to tokens `start` to `stop`.
 
     Masks have four axes, the queries along the third; in front of the tokens' own columns stand
-    those of earlier turns, and none behind where what is attended to `grows` by the tokens. (B, T)
+    those of earlier turns, and none after where what is attended to `grows` by the tokens. (B, T)
     masks and position ids, and (B, T, D) position embeddings have the tokens along the second.
     """
     if isinstance(value, tuple):

@@ -54,7 +54,7 @@ def layer_by_layer(model: PreTrainedModel, *, chunk_tokens: int = 4096) -> Itera
         for index, layer in enumerate(decoder_layers(model))
     }
     for part in model.get_decoder().children():
-        if "Norm" in type(part).__name__:  # behind the layers
+        if "Norm" in type(part).__name__:  # after the layers
             forwards[part] = functools.partial(_read_norm, part.forward, chunk_tokens)
 
     def advice() -> str:

@@ -78,7 +78,7 @@ def _voting(keep_ratio: float, least_tokens: int) -> _TokensThatGoOn:
 
 
 def tokens_that_go_on(layer: PromptLayer, *, keep_ratio: float) -> Selection | None:
-    """Which tokens of a prompt the votes of a layer would let go on behind it; None for all."""
+    """Which tokens of a prompt the votes of a layer would let go on after it; None for all."""
     return _voting(keep_ratio, least_tokens=0).choose(layer)
 
 
@@ -101,7 +101,7 @@ class _Rule:
         first = default_early_layer(model) if layer is None else layer
         if not 1 <= first < count:
             raise InvalidArgumentError(
-                f"layer: expected 1 to {count - 1}, a layer of the model's {count} behind the "
+                f"layer: expected 1 to {count - 1}, a layer of the model's {count} after the "
                 f"first, got {first}; about half of them serves most models"
             )
         policy = _voting(keep_ratio, least_tokens)
@@ -115,7 +115,7 @@ class _Rule:
         end = cache.reading.prompt_end
         if cache.reading.verifies_drafts or (end is not None and end != tokens):
             raise InvalidArgumentError(
-                f"input_ids: expected the whole prompt and nothing behind it in one forward pass "
+                f"input_ids: expected the whole prompt and nothing after it in one forward pass "
                 f"where only some tokens go on, got {tokens:,} tokens of a prompt announced to "
                 f"have {'another length' if end is None else f'{end:,}'}; leave out drafts and "
                 "pieces, or read it with snapkv.prefill.layer_by_layer"
@@ -211,7 +211,7 @@ def gemfilter(
 
     The layers before `layer` read the prompt twice, all of it and then the chosen tokens, which see
     each other only. So no layer holds what was not chosen, and memory is that of the short prompt.
-    The chosen tokens keep their true positions, where the authors count them anew.
+    The chosen tokens keep their true positions, where the authors count them again.
 
     Arguments and errors are those of `selective`; a padded batch is refused, too.
     """

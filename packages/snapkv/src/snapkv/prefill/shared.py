@@ -1,6 +1,6 @@
 """One reading of a prompt for several caches.
 
-What a method keeps of a prompt it chooses behind the attention of each layer, which has then read
+What a method keeps of a prompt it chooses after the attention of each layer, which has then read
 all of it: the hidden states are the same whatever is kept. So a prompt is read once, and what
 every layer's attention was given is held. Every cache then goes through these calls again, through
 the same seam, without the model's computations between them: only appending and choosing is left.

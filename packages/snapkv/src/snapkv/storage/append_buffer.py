@@ -1,4 +1,4 @@
-"""The append buffer: tokens go behind stored ones without copying those for every token."""
+"""The append buffer: tokens go after stored ones without copying those for every token."""
 
 import weakref
 from typing import Any
@@ -7,19 +7,19 @@ import torch
 from torch import Tensor
 
 ROOM_TOKENS = 64
-"""Tokens that there is room for behind those that had to be copied."""
+"""Tokens that there is room for after those that had to be copied."""
 
 
 def slots_behind(stored_tokens: int, new_tokens: int) -> int:
-    """Slots of a buffer when that many tokens have come one by one behind those that are stored."""
+    """Slots of a buffer when that many tokens have come one by one after those that are stored."""
     rounds = -(-new_tokens // (ROOM_TOKENS + 1))
     return stored_tokens + rounds * (ROOM_TOKENS + 1)
 
 
 class AppendBuffer:
-    """Appends to (B, H, S, D) states, in place as long as there is room behind them.
+    """Appends to (B, H, S, D) states, in place as long as there is room after them.
 
-    What it hands out are views of the first slots of a buffer. It writes behind the last of them
+    What it hands out are views of the first slots of a buffer. It writes after the last of them
     only: what was handed out before stays as it is, and whatever else is given to it is copied to
     where there is room. It holds no tensor itself, and layers may share it.
     """
@@ -29,11 +29,11 @@ class AppendBuffer:
         self._stored = self._slots = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy begins anew: of what was handed out only one may be written behind."""
+        """A copy begins again: of what was handed out only one may be written after."""
         return AppendBuffer, ()
 
     def append(self, stored: Tensor, new: Tensor) -> Tensor:
-        """(B, H, S + N, D): the new states behind the others."""
+        """(B, H, S + N, D): the new states after the others."""
         tokens = new.shape[2]
         if tokens > ROOM_TOKENS or not _in_place(stored) or not _alike(stored, new):
             return torch.cat([stored, new], dim=-2)
@@ -68,7 +68,7 @@ def _with_room(stored: Tensor, slots: int) -> Tensor:
 
 
 def _grown(first: Tensor, stored: int, new: Tensor) -> Tensor:
-    """The first slots of a buffer and those behind them, which hold new tokens from now on."""
+    """The first slots of a buffer and those after them, which hold new tokens from now on."""
     B, H, N, D = new.shape
     strides = first.stride()
     first.as_strided(new.shape, strides, stored * D).copy_(new)

@@ -28,7 +28,7 @@ class KVTensor:
         self.states = torch.cat([states, new], -2) if buffer is None else buffer.append(states, new)
 
     def __copy__(self) -> "KVTensor":
-        """One that goes on by itself: only one may write behind what both hold."""
+        """One that goes on by itself: only one may write after what both hold."""
         return KVTensor(self.states, in_place=self._buffer is not None)
 
 
@@ -131,7 +131,7 @@ class TokenStore(ABC):
 
     @property
     def written_tokens(self) -> int:
-        """How many of `keys` are written; static storage has empty places behind them."""
+        """How many of `keys` are written; static storage has empty places after them."""
         return min(int(self.keys.shape[2]), self.slots)
 
     @property
@@ -146,7 +146,7 @@ class TokenStore(ABC):
 
     @property
     def tail_tokens(self) -> int:
-        """Tokens behind ragged heads, as many of each; all where none are ragged."""
+        """Tokens after ragged heads, as many of each; all where none are ragged."""
         return self.slots - self.unmasked_slots
 
     @property
@@ -176,7 +176,7 @@ class TokenStore(ABC):
 
     @abstractmethod
     def keep(self, indices: Tensor, tokens: int, *, ragged: bool = False) -> "TokenStore":
-        """Of the first tokens keep some, bit for bit, and all that stand behind them.
+        """Of the first tokens keep some, bit for bit, and all that come after them.
 
         Args:
             indices: (B, H or 1, K) int64, slots; -1 for any. More heads than are stored: each of
@@ -203,7 +203,7 @@ class TokenStore(ABC):
         return self
 
     def finalize_step(self, drafts: int = 0) -> None:
-        """Called behind every step: go back to what is held between steps.
+        """Called after every step: go back to what is held between steps.
 
         The last tokens, as many as drafts, may be taken back, or change places.
         """
@@ -216,10 +216,10 @@ class TokenStore(ABC):
         rotation: Callable[[Tensor, Tensor], Tensor],
         before: tuple[Tensor | None, Tensor | None],
     ) -> tuple[Tensor, Tensor]:
-        """Turn the first keys, in place, as if their tokens stood right before those behind them.
+        """Turn the first keys, in place, as if their tokens stood right before those after them.
 
         They always turn from their original keys, so that rounding does not add up. (B,) `gap`
-        tokens of each row have been dropped behind them; `before` is the last result, or None's.
+        tokens of each row have been dropped after them; `before` is the last result, or None's.
 
         Returns:
             (B, H, sinks, D) the keys as they were first, and (B, 1, 1, 1) bool, whether a row's
@@ -277,7 +277,7 @@ class TokenStore(ABC):
 
 
 def keep_tokens(states: Tensor, indices: Tensor, tokens: int) -> Tensor:
-    """(B, H or H', K + N, D): some of the first tokens of keys or values, and all behind them.
+    """(B, H or H', K + N, D): some of the first tokens of keys or values, and all after them.
 
     Args:
         states: (B, H, tokens + N, D).

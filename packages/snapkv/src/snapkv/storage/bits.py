@@ -18,14 +18,14 @@ _GROUP_SIZES = (32, 64)
 
 @dataclass(frozen=True)
 class KVCodes:
-    """How many bits hold what is kept of a prompt, and what stays as it came.
+    """How many bits hold what is kept of a prompt, and what stays unquantized.
 
     Args:
         keys: bits of a key's integer, 8 or 4.
         values: of a value's.
         group_size: numbers that share a scale and a least number of 16 bits each, 32 or 64.
-        recent_tokens: the last tokens that stay in the model's dtype; those behind a prompt are
-            encoded in blocks of `group_size` when so many stand behind them.
+        recent_tokens: the last tokens that stay in the model's dtype; those after a prompt are
+            encoded in blocks of `group_size` when so many come after them.
         sink_tokens: the first kept tokens of every head that stay in the model's dtype.
         exact_layers: how many of the first and of the last compressed layers hold no codes.
 
@@ -59,7 +59,7 @@ class KVCodes:
         return min(depth, num_layers - 1 - depth) >= self.exact_layers
 
     def exact_tokens(self, shortest_tokens: int) -> tuple[int, int]:
-        """First and last tokens that stay as they came, where the shortest head has so many."""
+        """First and last tokens that stay unquantized, where the shortest head has so many."""
         last = min(self.recent_tokens, shortest_tokens)
         first = self.sink_tokens if shortest_tokens >= self.sink_tokens + last else 0
         return first, last
@@ -70,7 +70,7 @@ class KVCodes:
         return str(self.keys) if self.keys == self.values else f"{self.keys}/{self.values}"
 
     def costing(self, exact: TokenCost, block_bytes: int, shortest_tokens: int) -> TokenCost:
-        """What tokens cost whose blocks take so many bytes in all heads, and `exact` as they came.
+        """What tokens cost whose blocks take so many bytes in all heads, and `exact` unquantized.
 
         The shortest row or head has so many tokens.
         """

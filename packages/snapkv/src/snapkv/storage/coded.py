@@ -28,8 +28,8 @@ class CodedStates(HeadStates):
     """What every head of every row has kept, in blocks of codes; does what `RaggedStates` does.
 
     Attributes:
-        first: keys and values of the first tokens of every head as they came, (B, H, N, D) each.
-        codes: of the keys and of the values behind them.
+        first: keys and values of the first tokens of every head unquantized, (B, H, N, D) each.
+        codes: of the keys and of the values after them.
         sections: tokens of each head in codes, by when they were encoded.
         how: with how many bits.
         least_slots: slots of the padded layout when the first section was encoded, at least.
@@ -62,7 +62,7 @@ class CodedStates(HeadStates):
 
     @functools.cached_property
     def layout(self) -> BlockLayout:
-        """Where each head's blocks stand, as attention asks for it."""
+        """Where each head's blocks are, as attention asks for it."""
         return BlockLayout(self.sections, self.how.group_size, self.first[0].device)
 
     @functools.cached_property
@@ -113,7 +113,7 @@ class CodedStates(HeadStates):
         )
 
     def grown(self, keys: Tensor, values: Tensor) -> "CodedStates":
-        """With (B, H, N, D) tokens behind them, N a number of whole blocks."""
+        """With (B, H, N, D) tokens after them, N a number of whole blocks."""
         B, H, N, _ = keys.shape
         G = self.how.group_size
         more = encoded(
@@ -232,11 +232,11 @@ def encoded(blocks: Pair, how: KVCodes) -> tuple[Codes, Codes]:
 
 
 class CodedStore(RaggedStore):
-    """Heads in few bits; `keys` and `values` are their last tokens as they came, as many in each.
+    """Heads in few bits; `keys` and `values` are their last tokens unquantized, as many in each.
 
-    Those are the last tokens of the prompt and what came behind it. All of them give way to codes,
+    Those are the last tokens of the prompt and what came after it. All of them give way to codes,
     a block at a time, but for `KVCodes.recent_tokens`. What changes the heads decodes them; the end
-    of the next step encodes them anew.
+    of the next step encodes them again.
     """
 
     kind = "coded"
@@ -244,7 +244,7 @@ class CodedStore(RaggedStore):
 
     @classmethod
     def of(cls, store: RaggedStore, how: KVCodes) -> "CodedStore":
-        """Encode what heads keep; what stands behind it may be drafts, and waits for a step."""
+        """Encode what heads keep; what comes after it may be drafts, and waits for a step."""
         assert isinstance(store.ragged, RaggedStates)
         made = cls(
             states=store.ragged,

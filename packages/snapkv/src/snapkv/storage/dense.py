@@ -14,7 +14,7 @@ class DenseStore(TokenStore):
     """As many slots of every head and row.
 
     Args:
-        in_place: append behind what is stored without copying it every time. Not where all of it is
+        in_place: append after what is stored without copying it every time. Not where all of it is
             moved at every step anyway.
     """
 
@@ -67,7 +67,7 @@ class DenseStore(TokenStore):
         return store
 
     def ragged_from(self, empty: Tensor | None, tokens: int) -> RaggedStore:
-        """The first tokens by heads, without (B,) leading slots that hold none; others behind."""
+        """The first tokens by heads, without (B,) leading slots that hold none; others after."""
         B, H = self.keys.shape[:2]
         slots = torch.arange(tokens, device=self.keys.device).expand(B, H, -1)
         if empty is not None:

@@ -19,7 +19,7 @@ class Dynamic:
 
     Attributes:
         in_place: as in `DenseStore`.
-        codes: how what is kept of a prompt is held in few bits; None for as it came.
+        codes: how what is kept of a prompt is held in few bits; None for unquantized.
         alike: whether all layers hold what they keep in as many bits.
     """
 

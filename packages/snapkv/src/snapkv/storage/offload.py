@@ -83,7 +83,7 @@ class OffloadPool:
         """Refuse so many bytes more than are taken where that is beyond the limit."""
         if self.limit_bytes is not None and self.taken_bytes + wanted > self.limit_bytes:
             raise OutOfMemoryError(
-                f"recall_bytes: expected room for {format_bytes(wanted)} more beside the "
+                f"recall_bytes: expected room for {format_bytes(wanted)} more besides the "
                 f"{format_bytes(self.taken_bytes)} that are off the device already, got a "
                 f"limit of {format_bytes(self.limit_bytes)}; raise recall_bytes, or shorten the "
                 "text"
@@ -150,7 +150,7 @@ class Piece:
     Attributes:
         room: keys and values, (R, Hkv, N, D) and (R, Hkv, N, Dv), as attention sees them.
         start: column of the first token.
-        end: column behind the last one that counts.
+        end: column after the last one that counts.
         rows: (B,) int64, which of the R rows each row of the batch has; several may share one.
         shift: (B,) int64, by how many columns each row's tokens stand further to the right.
     """
@@ -171,7 +171,7 @@ class Piece:
 class OffloadedTokens:
     """The first tokens that a layer has seen, in pieces, as they were put off the device.
 
-    On a GPU copies run in a stream of their own, beside the next layer's work.
+    On a GPU copies run in their own stream, parallel to the next layer's work.
 
     Attributes:
         pool: where there is room for them.
@@ -221,7 +221,7 @@ class OffloadedTokens:
         self.pieces.append(Piece(room=room, start=start, end=start + tokens, rows=rows, shift=none))
 
     def only(self, stays: Tensor) -> None:
-        """Hold some of the columns, (B, tokens) bool, behind one another: each row's are the last.
+        """Hold some of the columns, (B, tokens) bool, after one another: each row's are the last.
 
         To be recalled to where `stays` is. What is not among them is free as soon as no copy of the
         cache holds it.
@@ -233,7 +233,7 @@ class OffloadedTokens:
         self.pieces = left.pieces
 
     def with_tail(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """All offloaded tokens and behind them (B, Hkv, N, D) ones, on the device of those."""
+        """All offloaded tokens and after them (B, Hkv, N, D) ones, on the device of those."""
         if not self.pieces:
             return keys.clone(), values.clone()
         with _copying(keys.device) as stream:

@@ -1,4 +1,4 @@
-"""Ragged storage (varlen): heads that keep different numbers of tokens, one behind the other.
+"""Ragged storage (varlen): heads that keep different numbers of tokens, one after the other.
 
 Per-head slots are also counted in a padded layout, as kept positions and scores have it: every head
 has as many slots as the longest one, and its tokens are the last of them.
@@ -82,7 +82,7 @@ class RaggedStates(HeadStates):
         return _concatenated((pair for row in rows.tolist() for pair in segments[row]), counts)
 
     def joined(self, other: "RaggedStates") -> "RaggedStates":
-        """Every head's tokens, and behind them those that the other has of the same head."""
+        """Every head's tokens, and after them those that the other has of the same head."""
         both = (self._segments(), other._segments())
         pairs = (
             pair for rows in zip(*both, strict=True) for heads in zip(*rows, strict=True)
@@ -102,7 +102,7 @@ class RaggedStates(HeadStates):
 
     @functools.cached_property
     def layout(self) -> RaggedLayout:
-        """Where each head's tokens stand, as attention asks for it."""
+        """Where each head's tokens are, as attention asks for it."""
         return RaggedLayout(self.head_tokens, self.keys.device)
 
     def padded_keys(self) -> Tensor:
@@ -119,7 +119,7 @@ class RaggedStates(HeadStates):
         return states.index_select(0, places.flatten()).view(*places.shape, states.shape[-1])
 
     def _places(self, slots: Tensor) -> Tensor:
-        """Where the tokens of slots of the padded layout stand: (B, H, K); negative for none."""
+        """Where the tokens of slots of the padded layout are: (B, H, K); negative for none."""
         counts = torch.tensor(self.head_tokens, device=self.keys.device)
         ends = counts.flatten().cumsum(0).view_as(counts)
         from_end = self.longest_tokens - slots
@@ -170,7 +170,7 @@ def _concatenated(pairs: Iterable[Pair], counts: Counts) -> RaggedStates:
 
 
 class RaggedStore(TokenStore):
-    """What the heads keep of a prompt, and apart from it the tokens behind it, the tail.
+    """What the heads keep of a prompt, and apart from it the tokens after it, the tail.
 
     `keys` and `values` are the tail, (B, H, N, D), as many tokens for every head.
     """
@@ -192,7 +192,7 @@ class RaggedStore(TokenStore):
 
     @classmethod
     def gather(cls, store: TokenStore, indices: Tensor, tokens: int) -> "RaggedStore":
-        """Keep some of the first tokens of a store; what stands behind them is the tail.
+        """Keep some of the first tokens of a store; what comes after them is the tail.
 
         Args:
             store: one whose heads hold as many tokens each.
@@ -210,7 +210,7 @@ class RaggedStore(TokenStore):
 
     @property
     def slots(self) -> int:
-        """Slots of the padded layout, and behind them those of the tail."""
+        """Slots of the padded layout, and after them those of the tail."""
         return self.ragged.longest_tokens + super().slots
 
     def absorb_tail(self) -> None:
@@ -223,7 +223,7 @@ class RaggedStore(TokenStore):
             tensor.states = tensor.states[..., :0, :].clone()
 
     def keep(self, indices: Tensor, tokens: int, *, ragged: bool = True) -> TokenStore:
-        """Keep some of what the heads keep; the tail stands behind those slots, or is absorbed."""
+        """Keep some of what the heads keep; the tail comes after those slots, or is absorbed."""
         assert tokens == self.ragged.longest_tokens
         self.ragged = self.ragged.decoded().keep(indices)
         return self

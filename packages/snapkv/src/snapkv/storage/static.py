@@ -19,7 +19,7 @@ from snapkv.storage.ragged import Pair
 
 
 class StaticStore(TokenStore):
-    """Tokens in buffers with empty slots behind them; how many are filled is a tensor.
+    """Tokens in buffers with empty slots after them; how many are filled is a tensor.
 
     A step counts it up by itself; the model's own mask hides the empty slots.
 
@@ -106,8 +106,8 @@ class StaticStore(TokenStore):
 class StaticCodedStore(StaticStore):
     """What is kept of a prompt in codes, all else in buffers; a step is handed what they stand for.
 
-    Slots are those of a static store: the first tokens, codes, and the tokens behind them. The
-    buffers hold both ends, one behind the other. Nothing that is generated becomes codes.
+    Slots are those of a static store: the first tokens, codes, and the tokens after them. The
+    buffers hold both ends, one after the other. Nothing that is generated becomes codes.
 
     Args:
         storage: whose buffers these are.
@@ -143,7 +143,7 @@ class StaticCodedStore(StaticStore):
 
     @classmethod
     def of(cls, storage: "Static", store: TokenStore, kept_tokens: int) -> "StaticCodedStore":
-        """Encode the first tokens of a store but for those that stay as they came."""
+        """Encode the first tokens of a store but for those that stay unquantized."""
         assert storage.codes is not None
         how, states = storage.codes, (store.keys, store.values)
         first, last = how.exact_tokens(kept_tokens)
@@ -295,12 +295,12 @@ class Static:
     """Storage in buffers that are made for the first prompt and used again for every other one.
 
     Until a prompt ends it grows as any other does; then what is kept of it moves in. The buffers
-    are made anew where batch, dtype or device are others than before.
+    are made again where batch, dtype or device are others than before.
 
     Args:
         slots: size of the buffers, in tokens.
         room_tokens: how many of them are for what is generated.
-        codes: how what is kept of a prompt is held in few bits; None for as it came.
+        codes: how what is kept of a prompt is held in few bits; None for unquantized.
     """
 
     is_compileable = True
@@ -324,7 +324,7 @@ class Static:
 
     @property
     def end_slots(self) -> int:
-        """Room for what stays as it came."""
+        """Room for what stays unquantized."""
         assert self.codes is not None
         ends = self.codes.recent_tokens + self.codes.sink_tokens
         return min(self.slots - self.room_tokens, ends) + self.room_tokens

@@ -11,7 +11,7 @@ from snapkv.storage.dense import DenseStore
 
 
 class Storage(Protocol):
-    """How a layer stores: what it begins with, and what it goes on with behind a prompt."""
+    """How a layer stores: what it begins with, and what it goes on with after a prompt."""
 
     @property
     def is_compileable(self) -> bool:
@@ -19,7 +19,7 @@ class Storage(Protocol):
 
     @property
     def codes(self) -> KVCodes | None:
-        """How what is kept of a prompt is held in few bits; None for as it came."""
+        """How what is kept of a prompt is held in few bits; None for unquantized."""
 
     def at(self, depth: int, num_layers: int) -> "Storage":
         """That of one of the compressed layers, of which the outer ones may hold no codes."""
@@ -30,7 +30,7 @@ class Storage(Protocol):
     def finalize(
         self, store: TokenStore, kept_tokens: int, policy: str, empty: Tensor | None
     ) -> TokenStore:
-        """The store behind a prompt, of which a policy of that name has kept the first slots.
+        """The store after a prompt, of which a policy of that name has kept the first slots.
 
         `empty` is (B,): how many leading slots of each row hold no token; or None.
         """

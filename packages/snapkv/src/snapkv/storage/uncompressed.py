@@ -12,7 +12,7 @@ def let_go_of_the_past(layer: CacheLayerMixin, new_tokens: int) -> None:
     """Have a layer hold its window alone when many tokens have come in one pass.
 
     transformers keeps the last tokens as a view of all that were there, which stay in memory until
-    the next pass: behind a long prompt, the whole prompt in every such layer.
+    the next pass: after a long prompt, the whole prompt in every such layer.
     """
     if not isinstance(layer, DynamicSlidingWindowLayer) or torch.compiler.is_compiling():
         return
@@ -21,7 +21,7 @@ def let_go_of_the_past(layer: CacheLayerMixin, new_tokens: int) -> None:
 
 
 def require_croppable(layer: Any, count: int, layer_idx: int) -> None:
-    """Refuse to take back more of the last tokens than a layer can go back behind.
+    """Refuse to take back more of the last tokens than a layer can go back after.
 
     Raises:
         InvalidArgumentError: the layer has let go of what stood before them.

@@ -6,7 +6,7 @@ pooling (Fig. 8), the number has five digits and the place of the line is what i
 drawn until no two are the same, which the public generator does not check.
 
 Examples and cloze are not in the public test; the smallest models need both, without a chat
-template. The examples are other lines of the record, repeated behind the question as they stand in
+template. The examples are other lines of the record, repeated after the question as they stand in
 it; the cloze begins the asked line in the same way.
 """
 
@@ -48,7 +48,7 @@ class Lines(Task):
         lengths: tokens of prompt and answer together, never more, a few less.
         positions: how many places of the asked line from the first (0) to the last (100 percent).
         samples_each: samples of every length and position.
-        examples: other lines repeated behind the question as a pattern; small models need three.
+        examples: other lines repeated after the question as a pattern; small models need three.
         cloze: begin the asked line for the model, up to its number.
         seed: of names, numbers and examples.
     """

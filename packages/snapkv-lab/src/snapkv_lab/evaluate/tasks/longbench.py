@@ -1,7 +1,7 @@
 """LongBench v1 (Bai et al., 2023) as it was published: the paper's Table 1.
 
 Prompts, lengths, the cut through the middle, which sets get no chat template, metrics: all as in
-the published code, so that scores can be set beside published ones. The paper's own run differs
+the published code, so that scores can be compared with published ones. The paper's own run differs
 from it in the template (`--template longbench`) and in that no answer was empty
 (`--min-new-tokens 1`).
 """
@@ -326,7 +326,7 @@ _MAX_PROMPT_TOKENS = {
 
 
 def prompt_format(data_set: DataSet) -> tuple[str, str]:
-    """The published prompt of a set: before a document, and behind it with ``{input}`` in it.
+    """The published prompt of a set: before a document, and after it with ``{input}`` in it.
 
     It is read out of the installed lm-eval. The task files of 0.4.13 hold 10 of the 16 prompts as
     they were published; the other six lost an empty line or what they end with, which is put back.
@@ -367,7 +367,7 @@ def read_rows(data: Path, data_set: DataSet, *, extended: bool) -> list[Row]:
     name = f"{data_set.name}_e.jsonl" if extended else f"{data_set.name}.jsonl"
     lines = _zipped_lines(data, name) if data.is_file() else _lines(data, name)
     fields = _FIELDS | _MORE_FIELDS.get(data_set.metric, {})
-    return parsed_lines(lines, fields, data / name, "get the archive anew")
+    return parsed_lines(lines, fields, data / name, "get the archive again")
 
 
 def hub_archive() -> Path:

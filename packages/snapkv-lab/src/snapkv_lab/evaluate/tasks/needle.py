@@ -1,7 +1,7 @@
 """Needle in a haystack: one sentence hidden in a long text, at every length and depth.
 
 The construction of the public test (Kamradt 2023): the text is cut to the length less a buffer for
-the question, and the needle stands behind the last sentence that ends before its depth. The magic
+the question, and the needle comes after the last sentence that ends before its depth. The magic
 number is the form of the Large World Model's evaluation, which the paper's Fig. 6 is of; the
 sentence about a sandwich is the first form of the test.
 """
@@ -157,10 +157,10 @@ def _with_needle(
 
 
 def _beginning(tokenizer: Any, text: Haystack, tokens: int) -> list[int]:
-    """The first tokens of the text, which begins anew where it is too short."""
+    """The first tokens of the text, which begins again where it is too short."""
     if tokens < 1:
         raise InvalidArgumentError(
-            "lengths: expected room for some text beside the needle, got none; pass larger lengths"
+            "lengths: expected room for some text besides the needle, got none; pass larger lengths"
         )
     whole, characters = text.text, tokens * CHARACTERS_PER_TOKEN
     while True:
@@ -176,7 +176,7 @@ def _beginning(tokenizer: Any, text: Haystack, tokens: int) -> list[int]:
 
 
 def _sentence_end(tokenizer: Any, ids: list[int], most: int) -> int:
-    """The last place, at most so far on, behind a sentence's end, or the text's beginning.
+    """The last place, at most so far on, after a sentence's end, or the text's beginning.
 
     In a text without sentences, so far on.
     """

@@ -46,7 +46,7 @@ _CITATIONS = (
     "\n\nQuestion: What is the capital of France?\nDocuments: Paris [4]; France [7]"
     "\n\nQuestion: Who wrote the play Hamlet?\nDocuments: Hamlet [2]; William Shakespeare [6]"
 )
-_STOPS = ("\nQuestion:", "\nDocument:")  # where a model that goes on behind its answer is stopped
+_STOPS = ("\nQuestion:", "\nDocument:")  # where a model that goes on after its answer is stopped
 _POSITIONS = ("beginning", "middle", "end")
 
 
@@ -129,7 +129,7 @@ def cited(text: str) -> set[int]:
 
     Those in square brackets, with or without the word document before them: [3], [3][7], [3, 7],
     [documents 3 and 7]; a bracket need not be closed. Where no bracket has a number, those right
-    behind the word: document 3, documents 3, 5 and 7. Numbers of documents that there are not
+    after the word: document 3, documents 3, 5 and 7. Numbers of documents that there are not
     count, as wrong ones.
     """
     word = r"doc(?:ument)?s?\.?:?\s*"
@@ -152,7 +152,7 @@ class PhraseTask(RagTask):
 
 @dataclass(frozen=True, kw_only=True)
 class RagPosition(PhraseTask):
-    """Questions whose answer stands before, between or behind documents without it.
+    """Questions whose answer stands before, between or after documents without it.
 
     Lost in the middle (Liu et al., 2023). The questions are HotpotQA's whose answer is a phrase,
     see `phrase_questions`; the other documents are those that BM25 finds nearest to the question
@@ -311,7 +311,7 @@ def phrase_sample(
 def _numbered(passages: Iterable[Passage]) -> str:
     """The documents with their numbers, from 1, a blank line between them.
 
-    The number stands behind the title: a small model that names a document recites its title and
+    The number comes after the title: a small model that names a document recites its title and
     then what follows it.
     """
     return "\n\n".join(

@@ -1,6 +1,6 @@
 """RULER (Hsieh et al. 2024): thirteen tasks of one length each, generated here.
 
-Everything that is drawn is drawn anew for every sample, from the seed, the task, the length and the
+Everything random is drawn again for every sample, from the seed, the task, the length and the
 sample's number. Texts, counts, answer lengths and scores are those of the official suite, its later
 correction of "assgined" in vt included. Some other versions differ, and their numbers with them: in
 lm-eval 0.4.13 the worked example of cwe never reaches the prompt, vt keeps the misspelling, and a
@@ -10,7 +10,7 @@ Three things are not the official suite's. A haystack grows in the smallest step
 500 words or 10 documents. Where a length has no room for all documents that HotpotQA gives to a
 question, distractors go first, and a question whose own documents do not fit is passed over; the
 official generator does not end there. And fwe keeps to the length with its answer, as all others.
-Where a chat template is applied, the answer's start stands directly behind it, without a space.
+Where a chat template is applied, the answer's start is directly after it, without a space.
 """
 
 import functools
@@ -73,7 +73,7 @@ class Puzzle:
     references: tuple[str, ...]
 
     def behind(self, example: "Puzzle", answer: str, gap: str) -> "Puzzle":
-        """The same behind a worked example, which is solved by `answer`."""
+        """The same after a worked example, which is solved by `answer`."""
         solved = f"{example.context}{example.question} {example.answer_start}{answer}{gap}"
         return Puzzle(**vars(self) | {"context": solved + self.context})
 
@@ -172,7 +172,7 @@ def _inserted(texts: list[str], needles: list[str], places: list[int]) -> list[s
 
 
 def _tracing(wanted: Wanted, parts: int) -> Puzzle:
-    """vt: a chain of assignments in lines of noise, behind a worked example with shorter names."""
+    """vt: a chain of assignments in lines of noise, after a worked example with shorter names."""
     draw = wanted.draw()
     example = _chain(draw, _EXAMPLE_NOISES, letters=3)
     asked = _chain(draw, parts, letters=5)
@@ -202,7 +202,7 @@ def _chain(draw: random.Random, noises: int, *, letters: int) -> Puzzle:
 def _common_words(wanted: Wanted, parts: int) -> Puzzle:
     """cwe: ten words appear more often than the rest of a numbered list of different words.
 
-    The worked example is part of the prompt, with its answers directly behind the colon, as in the
+    The worked example is part of the prompt, with its answers directly after the colon, as in the
     official suite.
     """
     draw = wanted.draw()
@@ -260,7 +260,7 @@ def _frequent_words(wanted: Wanted, parts: int) -> Puzzle:
 
 
 def _answering(dataset: CorpusName) -> Generator:
-    """qa: questions in the order of their file, behind their documents and `parts` others.
+    """qa: questions in the order of their file, after their documents and `parts` others.
 
     Those are first documents collected for the question, then any.
     """
@@ -296,7 +296,7 @@ def _answering(dataset: CorpusName) -> Generator:
 def _others(
     own: list[int], near: list[int], documents: int, count: int, draw: random.Random
 ) -> list[int]:
-    """Places of documents beside the question's own: near ones, then any."""
+    """Places of other documents than the question's: near ones, then any."""
     first = draw.sample(near, min(count, len(near)))
     taken = {*own, *near}
     wanted = count - len(first)

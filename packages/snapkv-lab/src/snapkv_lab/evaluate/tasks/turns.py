@@ -2,7 +2,7 @@
 
 What a method drops for one question may be what the next one needs. After SCBench (Li et al., 2024,
 arXiv 2412.10319, the multi-turn mode): a text is read and compressed once, and one question after
-the other is asked behind the answers before, which are the model's own here.
+the other is asked after the answers before, which are the model's own here.
 """
 
 import random

@@ -102,7 +102,7 @@ def decode_layer(
 def outdated(what: str) -> CacheFileError:
     """The refusal of a file whose codes are no longer read."""
     return CacheFileError(
-        f"path: expected a cache as it came, or in integers of 4 or 8 bits as 0.2.0 writes them, "
+        f"path: expected an unquantized cache, or integers of 4 or 8 bits as 0.2.0 writes them, "
         f"got one in {what}; read its text again"
     )
 
@@ -162,7 +162,7 @@ def _is_saveable(value: Any) -> bool:
 
 
 def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """A value as JSON; where a tensor stands, its name."""
+    """A value as JSON; where a tensor is, its name."""
     if isinstance(value, Tensor):
         tensors[name] = value
         return {"tensor": name}

@@ -1,4 +1,4 @@
-"""The record of a document: JSON with a digest of itself, beside the file of its cache."""
+"""The record of a document: JSON with a digest of itself, next to the file of its cache."""
 
 import hashlib
 import json

@@ -17,7 +17,7 @@ _MOST_NAME_BYTES = 200  # of the 255 that file systems take
 
 
 def replace_file(path: Path, content: str | bytes, *, sweep: bool = True) -> None:
-    """Write a file whole: whatever goes wrong, the old one or none is there, and nothing beside it.
+    """Write a file atomically: after an error the old file or none is there, and no temporary one.
 
     A link stays one, and what it leads to is replaced. A device or a pipe is written into.
     """
@@ -32,7 +32,7 @@ def replace_file(path: Path, content: str | bytes, *, sweep: bool = True) -> Non
 
 @contextlib.contextmanager
 def replacing(path: Path, *, sweep: bool = True) -> Iterator[Path]:
-    """The name of a file beside `path`, which takes its place when the block ends well.
+    """The name of a temporary file that replaces `path` when the block ends without error.
 
     What earlier writers of this file have left because they were killed is removed, which looks at
     the whole folder; `sweep=False` leaves that to its owner. Any OSError within the block is an

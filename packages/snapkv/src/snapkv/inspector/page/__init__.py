@@ -1,4 +1,4 @@
-"""Building the page: one file with its data, style and script, which needs no network."""
+"""Build the page: one file with data, style and script that needs no network."""
 
 import base64
 import hashlib
@@ -22,8 +22,8 @@ def as_page(inspection: Inspection, request: dict[str, Any]) -> str:
 
     Args:
         inspection: what to show.
-        request: what was asked, of which model: `documents`, a list of names, `question`, and
-            whatever else must be known to make the page again.
+        request: the model, `documents`, a list of names, `question`, and everything else that is
+            needed to reproduce the page.
     """
     return filled_page(inspection.data() | {"request": request})
 
@@ -48,9 +48,9 @@ def _asset(name: str) -> str:
 
 
 def _harmless(text: str) -> str:
-    """JSON in which no markup can begin or end; the same values when it is parsed.
+    """JSON without characters that could begin or end markup; parses to the same values.
 
-    Lone surrogates, which no file can hold, become escapes as well.
+    Lone surrogates, which UTF-8 cannot encode, are escaped, too.
     """
     risky = re.compile("[<>&\u2028\u2029\ud800-\udfff]")
     return risky.sub(lambda found: f"\\u{ord(found[0]):04x}", text)

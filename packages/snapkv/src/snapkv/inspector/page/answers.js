@@ -1,6 +1,6 @@
-// Answers beside the full cache's: what they cost, and word by word what they say otherwise.
+// Answers next to the full cache's: what they cost, and which words differ.
 
-// Both sides of a difference are said in words too, for those who do not see the marks.
+// Both sides of a difference have labels for screen readers.
 const CHANGES = { gone: ["del", "only the full cache: "], new: ["ins", "only here: "] };
 
 function changed(answer) {
@@ -40,7 +40,7 @@ function answerCard(label, answer, method) {
 }
 
 function keptText(kept) {
-  if (!kept.share) return "No head keeps any of what the answer needs";
-  const most = kept.share >= 1 ? "Each part of what the answer needs is kept whole by some head" : `Of each part of what the answer needs, the head that keeps most of it keeps ${percentText(kept.share)} on average`;
-  return `${most}; on average ${numberText(kept.heads)} of ${kept.of_heads} heads keep a token of it`;
+  if (!kept.share) return "No head keeps any part that the answer needs";
+  const most = kept.share >= 1 ? "For each part that the answer needs, at least one head keeps all of it" : `Of each part that the answer needs, the best head keeps ${percentText(kept.share)} on average`;
+  return `${most}; on average ${numberText(kept.heads)} of ${kept.of_heads} heads keep each of its tokens`;
 }

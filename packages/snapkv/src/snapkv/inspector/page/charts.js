@@ -1,4 +1,4 @@
-// Charts on canvases; what they show is also said in their labels.
+// Charts on canvases; their labels say in words what they show.
 
 function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -44,7 +44,7 @@ function keptColumns({ bits, offset, from, to }, count) {
   return columns;
 }
 
-// The votes, what pooling made of them, the cut, and what was kept: Fig. 1 of the paper.
+// The votes, the pooled votes, the cut, and the kept tokens: Fig. 1 of the paper.
 function drawVotes(canvas, view) {
   const { pen, width, height } = prepared(canvas);
   const strip = 10;
@@ -75,7 +75,7 @@ function drawVotes(canvas, view) {
   pen.strokeRect((view.mark.from - view.from) * perToken, 1, Math.max(2, (view.mark.to - view.mark.from) * perToken), height - 2);
 }
 
-// The stronger a cell, the more attention; rows from the first query of the window to the last.
+// Stronger cells have more attention; rows go from the first query of the window to the last.
 function drawHeat(canvas, { weights, rows, binTokens, from, to, share }) {
   const { pen, width, height } = prepared(canvas);
   const bins = weights.length / rows;
@@ -93,7 +93,7 @@ function drawHeat(canvas, { weights, rows, binTokens, from, to, share }) {
   pen.globalAlpha = 1;
 }
 
-// Bars from the ground up; values are shares.
+// Bars; values are shares.
 function drawBars(canvas, values) {
   const { pen, width, height } = prepared(canvas);
   const step = width / values.length;

@@ -1,6 +1,6 @@
-// Quality against memory: one method at several budgets, with a slider along them.
+// Quality against memory: one method at several budgets, with a slider.
 
-// A point is filled where the answer is the full cache's, and hollow where it is another.
+// A point is filled if the answer is the full cache's, and hollow otherwise.
 function drawCurve(canvas, points, full, chosen) {
   const { pen, width, height } = prepared(canvas);
   const edge = { left: 44, right: 14, top: 12, bottom: 34 };
@@ -61,15 +61,15 @@ class CurveView {
     this.slider = byId("memory-slider");
     this.answer = byId("memory-answer");
     byId("memory").hidden = false;
-    byId("memory-note").textContent = `The same question to ${data.methods[0].label} at ${this.points.length} budgets. Height: how likely the cache holds each token of the full cache's answer to be, its geometric mean; the dashed line is the full cache's own. A filled point gives the same answer, a hollow one another.`;
+    byId("memory-note").textContent = `The same question to ${data.methods[0].label} at ${this.points.length} budgets. Height: the probability of a token of the full cache's answer under that cache, as a geometric mean; the dashed line is that of the full cache itself. Filled points give the same answer, hollow points another one.`;
     const rows = this.points.map((point) => [numberText(point.budget), bytesText(point.held_bytes), percentText(point.held_bytes / point.full_bytes), this.likely(point), point.same ? "same" : "other"]);
-    byId("memory-table").append(tableOf("Every budget", ["budget", "held", "of the full cache", "likelihood of the full answer", "answer"], rows));
+    byId("memory-table").append(tableOf("Every budget", ["budget", "held", "of the full cache", "probability of the full cache's answer", "answer"], rows));
     this.slider.max = String(this.points.length - 1);
     const same = this.points.findIndex((point) => point.same);
     this.slider.value = String(same < 0 ? this.points.length - 1 : same);
     this.slider.addEventListener("input", () => this.draw());
     const first = same < 0 ? "no budget gives the full cache's answer" : `${numberText(this.points[same].budget)} tokens are the smallest budget that gives the full cache's answer`;
-    this.canvas.setAttribute("aria-label", `Likelihood of the full cache's answer against memory; ${first}`);
+    this.canvas.setAttribute("aria-label", `Probability of the full cache's answer against memory; ${first}`);
   }
 
   likely(point) {
@@ -80,7 +80,7 @@ class CurveView {
     const chosen = Number(this.slider.value);
     const point = this.points[chosen];
     drawCurve(this.canvas, this.points, this.full, chosen);
-    const text = `${numberText(point.budget)} tokens per head: ${heldText(point)}; likelihood of the full answer ${this.likely(point)}`;
+    const text = `${numberText(point.budget)} tokens per head: ${heldText(point)}; probability of the full cache's answer ${this.likely(point)}`;
     this.slider.setAttribute("aria-valuetext", `${text}; ${point.same ? "the same answer" : "another answer"}`);
     this.answer.replaceChildren(made("header", {}, made("span", {}, text), verdict(point)), changed(point));
   }

@@ -1,4 +1,4 @@
-// The record as typed arrays. Everything is decoded when it is first looked at.
+// The record as typed arrays, decoded when first used.
 
 function decoded(text) {
   const raw = atob(text);
@@ -7,7 +7,7 @@ function decoded(text) {
   return bytes;
 }
 
-// Powers of ten that a byte spans, as `DECADES` of packing.py.
+// Powers of ten in the range of a byte, the same as `DECADES` of packing.py.
 const DECADES = {{decades}};
 
 // One method: which heads keep a token, and how they rated it.
@@ -95,7 +95,7 @@ class Words {
     return low;
   }
 
-  // The token where a text is found next behind a token, from the start again at the end; or -1.
+  // The next token after a given one where a text is found, wrapping around at the end; or -1.
   find(wanted, behind) {
     if (!wanted) return -1;
     const pattern = new RegExp(wanted.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"), "giu");
@@ -120,7 +120,7 @@ function percentText(share) {
   return `${(100 * share).toFixed(share && share < 0.1 ? 1 : 0)}%`;
 }
 
-// Elements are made with text only: nothing of the document is ever read as markup.
+// Elements get text only: nothing in the document is ever parsed as markup.
 function made(name, attributes, ...children) {
   const element = document.createElement(name);
   for (const [key, value] of Object.entries(attributes ?? {})) element.setAttribute(key, value);

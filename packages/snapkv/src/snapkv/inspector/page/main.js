@@ -81,10 +81,10 @@ function fillHeads(layer, head, views) {
 
 function showSpans(target, note, data, views, words, move) {
   if (!data.spans.length) {
-    note.textContent = "Not looked at: no checks were asked for, or the answer has a single token, which no cache can change.";
+    note.textContent = "Not measured: --checks was 0, or the answer has a single token, which no cache can change.";
     return;
   }
-  note.textContent = `The prompt was read whole; then each part was hidden from the answer of the full cache, ${JSON.stringify(data.checked_answer)}, in all heads and layers. "Loss" is how much less likely the answer became, in nats per token. A part that the answer needs changes a token of it.`;
+  note.textContent = `The whole prompt was read. Then each part was masked in all heads and layers while the model read the full cache's answer, ${JSON.stringify(data.checked_answer)}. "Loss" is how much less likely the answer became, in nats per token. The answer needs a part if masking it changes a token.`;
   const worst = [...data.spans].sort((one, other) => other.loss - one.loss).slice(0, 12);
   const rows = worst.map((span) => {
     const button = made("button", { type: "button" }, span.place);
@@ -99,14 +99,14 @@ function showSpans(target, note, data, views, words, move) {
     return [button, `${numberText(span.start)} to ${numberText(span.stop - 1)}`, span.loss.toFixed(3), span.changed ? "yes" : "no", ...kept, text.length > 160 ? `${text.slice(0, 160)}…` : text];
   });
   const headings = ["part", "tokens", "loss", "changes the answer", ...views.map((view) => `kept by ${view.method.label}`), "text"];
-  target.append(tableOf(`The ${worst.length} parts that the answer misses most, of ${data.spans.length}`, headings, rows));
+  target.append(tableOf(`The ${worst.length} parts with the largest loss, of ${data.spans.length}`, headings, rows));
 }
 
 function facts(data) {
   const rows = Object.entries(data.request).filter(([, value]) => value !== null);
   for (const method of data.methods) rows.push([`method ${method.label}`, method.policy]);
-  rows.push(["layers that no method compresses", data.other_layers]);
-  rows.push(["the others' share of the full cache", percentText(data.growing_share)]);
+  rows.push(["layers that are never compressed", data.other_layers]);
+  rows.push(["share of the other layers in the full cache", percentText(data.growing_share)]);
   return rows.map(([name, value]) => [name, typeof value === "string" ? value : JSON.stringify(value)]);
 }
 

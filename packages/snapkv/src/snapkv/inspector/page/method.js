@@ -1,4 +1,4 @@
-// Everything about one method: text, token under the cursor, votes, and where the kept tokens stand.
+// Everything about one method: text, token under the cursor, votes, positions of the kept tokens.
 
 const HISTOGRAM_BINS = 64;
 
@@ -19,8 +19,8 @@ class MethodView {
     this.element = made(
       "article", { class: "method", "aria-label": method.label },
       made("h3", {}, method.label), made("p", { class: "quiet" }, method.sentence), this.pane.element, this.status, this.votes.element,
-      made("h4", {}, "Where the kept tokens stand"),
-      figure(this.histogram, "The share that is kept of each part of the prompt, from its beginning to its end."),
+      made("h4", {}, "Positions of the kept tokens"),
+      figure(this.histogram, "Kept share along the prompt, from its beginning to its end."),
       this.layers,
     );
     this.drawLayers();
@@ -61,7 +61,7 @@ class MethodView {
     drawBars(this.histogram, shares);
   }
 
-  // Neighbouring layers that keep the same numbers share a row: a uniform method has a single one.
+  // Adjacent layers that keep equally many tokens share a row; a uniform method has one row.
   drawLayers() {
     const tokens = this.words.pieces.length;
     const runs = [];
@@ -81,7 +81,7 @@ class MethodView {
         made("td", {}, number), made("td", { class: "barred" }, bar));
     });
     const head = made("tr", {}, ...["layer", "share", "tokens per head", ""].map((text) => made(text ? "th" : "td", text ? { scope: "col" } : {}, text)));
-    const caption = this.kept.isUniform() ? "Every head of every layer keeps the same tokens" : "Kept of every layer";
+    const caption = this.kept.isUniform() ? "Every head of every layer keeps the same tokens" : "Kept share of every layer";
     this.layers.append(made("table", {}, made("caption", {}, caption), made("thead", {}, head), made("tbody", {}, ...rows)));
   }
 

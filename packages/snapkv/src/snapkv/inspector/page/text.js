@@ -1,9 +1,9 @@
-// The prompt as rows of text, of which only those in view are in the page.
+// The prompt as rows of text; only the rows in view are in the page.
 
 const ROWS_AROUND = 12;
 const TAB = "    ";
 
-// Which tokens stand in which row, for a width in characters.
+// The tokens of each row, for a width in characters.
 class Rows {
   constructor(words, columns) {
     this.tokens = [];
@@ -52,7 +52,7 @@ class TextPane {
     });
   }
 
-  // To be called when the pane is in the page, and when its width has changed.
+  // Call this once the pane is in the page, and after its width has changed.
   layOut() {
     const style = getComputedStyle(this.element);
     const canvas = document.createElement("canvas").getContext("2d");
@@ -66,7 +66,7 @@ class TextPane {
     this.inner.style.height = `${this.rows.count * this.height}px`;
   }
 
-  // Shown by the next `show`.
+  // Drawn by the next `show`.
   shade(counts, heads) {
     this.counts = counts;
     this.heads = heads;

@@ -1,8 +1,8 @@
-// The vote of one head: who votes for what, the pooled votes, the cut, and a slider that moves it.
+// The vote of one head: attention, pooled votes, the cut, and a slider that moves it.
 
 const DETAIL_TOKENS = 160;
 
-// What a head would keep at other budgets: its positions in the order in which it keeps them.
+// What a head would keep at other budgets: its positions by descending score.
 class Order {
   constructor(heat, words) {
     this.positions = new Int32Array(decoded(heat.order).buffer);
@@ -14,7 +14,7 @@ class Order {
     this.needed = words.needed.subarray(0, this.prefix).reduce((sum, one) => sum + one, 0);
   }
 
-  // The bits of the best so many tokens, and of the window.
+  // A bit set of the top `count` tokens and the window.
   bits(count) {
     const tokens = this.words.pieces.length;
     const bits = new Uint8Array(Math.ceil(tokens / 8));
@@ -25,10 +25,10 @@ class Order {
   }
 
   text(count) {
-    const best = `Keeps its best ${numberText(count)} tokens${count === this.best ? ", as it did" : ""}`;
+    const best = `Top ${numberText(count)} tokens${count === this.best ? " (the kept ones)" : ""}`;
     if (!this.needed) return best;
     const kept = this.neededRanks.filter((rank) => rank < count).length;
-    const all = this.neededRanks.length === this.needed ? `, and all of it from ${numberText(this.neededRanks[this.needed - 1] + 1)} on` : "";
+    const all = this.neededRanks.length === this.needed ? `; all of it from top ${numberText(this.neededRanks[this.needed - 1] + 1)} on` : "";
     return `${best}: ${percentText(kept / this.needed)} of what the answer needs${all}`;
   }
 }
@@ -44,7 +44,7 @@ class VotesView {
     this.overview = made("canvas", { role: "img", class: "overview" });
     this.map = made("canvas", { role: "img", class: "heat" });
     this.detail = made("canvas", { role: "img", class: "detail" });
-    this.mapFigure = figure(this.map, "Who votes: each row is a token of the observation window, the last at the bottom; the stronger, the more attention. Columns are the tokens below.");
+    this.mapFigure = figure(this.map, "Attention of the observation window: one row per query, the last at the bottom; stronger means more attention. Columns are the tokens of the next chart.");
     this.overview.addEventListener("click", (event) => {
       onMove(Math.min(words.pieces.length - 1, Math.floor((event.offsetX / this.overview.clientWidth) * words.pieces.length)));
     });
@@ -55,7 +55,7 @@ class VotesView {
   }
 
   sliding() {
-    this.slider = made("input", { type: "range", class: "top-k", min: "0", step: "1", "aria-label": `Best tokens that this head keeps, ${this.method.label}` });
+    this.slider = made("input", { type: "range", class: "top-k", min: "0", step: "1", "aria-label": `Top-k: tokens that this head keeps, ${this.method.label}` });
     this.result = made("output", { class: "quiet", "aria-live": "polite" });
     this.slider.max = String(this.order?.positions.length ?? 0);
     this.slider.value = String(this.order?.best ?? 0);
@@ -64,7 +64,7 @@ class VotesView {
     return this.slide;
   }
 
-  // The head that is shown: the one that is picked, else the most telling one of what is picked.
+  // The head to show: the picked one, else the one that votes most for what the answer needs.
   shown(at) {
     const { layers } = this.method;
     const telling = this.heat ? layers.findIndex((one) => one.layer === this.heat.layer) : -1;
@@ -81,13 +81,13 @@ class VotesView {
     this.figures.hidden = !scores;
     if (!scores) {
       this.title.textContent = "This method shows no scores";
-      this.note.textContent = "It keeps tokens for their place, or does not say what it goes by.";
+      this.note.textContent = "It keeps tokens by position, or does not report its scores.";
       return;
     }
     this.title.textContent = `Votes of layer ${layer.layer}, head ${head}`;
     this.note.textContent = isTelling
-      ? `The most telling head: ${percentText(this.heat.share)} of its votes fall on what the answer needs.`
-      : this.heat ? `Layer ${this.heat.layer}, head ${this.heat.head} gives what the answer needs the largest part of its votes.` : "";
+      ? `The head that votes most for what the answer needs: ${percentText(this.heat.share)} of its votes.`
+      : this.heat ? `Layer ${this.heat.layer}, head ${this.heat.head} votes most for what the answer needs.` : "";
     const view = {
       scores,
       votes: this.kept.levels("votes", place, head),
@@ -98,13 +98,13 @@ class VotesView {
     this.drawAround(view, `Layer ${layer.layer}, head ${head}`, isTelling);
   }
 
-  // From a level to a share of the height: as it is, or with powers of ten undone.
+  // From a level to a share of the height: unchanged, or from logarithmic to linear.
   shares(layer) {
     const undone = this.linear && layer.logarithmic;
     return (level) => (undone ? (level ? 10 ** (DECADES * (level / 255 - 1)) : 0) : level / 255);
   }
 
-  // What is kept: as it was, or as the slider has it.
+  // The kept tokens, or those of the slider's top-k.
   keeping(layer, place, head, isTelling) {
     const count = Number(this.slider.value);
     this.slide.hidden = !isTelling || !this.order;

@@ -14,7 +14,7 @@ HeadTokens = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, eq=False)
 class BlockLayout:
-    """Heads in whole blocks, one head behind the other, rows first.
+    """Heads in whole blocks, one head after the other, rows first.
 
     A head grows by sections, the tokens that were encoded together; the last block of each section
     may hold fewer tokens than the others.
@@ -80,7 +80,7 @@ class BlockLayout:
 
     @property
     def flat(self) -> Tensor:
-        """(N,) int64: where each token stands in M * G slots, in the order of flat states."""
+        """(N,) int64: where each token is in M * G slots, in the order of flat states."""
         return (~self._is_empty()).nonzero()[:, 0].to(self.device)
 
     def _is_empty(self) -> Tensor:
@@ -105,9 +105,9 @@ class BlockLayout:
         return torch.tensor(chosen, dtype=torch.int64, device=self.device)
 
     def joined(self, section: HeadTokens) -> tuple["BlockLayout", Tensor]:
-        """The same and a section behind it, and the order of all blocks in which that is so.
+        """The same and a section after it, and the order of all blocks in which that is so.
 
-        The order is of blocks of this layout and, behind them, those of the section alone.
+        The order is of blocks of this layout and, after them, those of the section alone.
         """
         more = BlockLayout((section,), self.block_tokens, self.device)
         order = torch.cat([self.heads, more.heads]).argsort(stable=True)

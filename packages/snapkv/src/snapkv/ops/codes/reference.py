@@ -10,7 +10,7 @@ from snapkv.ops.scores import ScoreOptions
 
 
 def flat_states(codes: Codes, layout: BlockLayout) -> Tensor:
-    """(N, D) what the codes of all heads stand for, one head behind the other."""
+    """(N, D) what the codes of all heads stand for, one head after the other."""
     return codes.decoded().flatten(0, 1).index_select(0, layout.flat)
 
 

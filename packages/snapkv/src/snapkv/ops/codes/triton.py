@@ -130,7 +130,7 @@ def _attend_codes(
     if begin >= end:
         return  # a shorter head than the longest; nobody reads what this split would hold
     row = tl.program_id(0) % per_head * TILE + tl.arange(0, TILE)
-    own = S - Q + row % Q  # where in the tail a row's own token stands
+    own = S - Q + row % Q  # where in the tail a row's own token is
     across, across_v = tl.arange(0, D_BLOCK), tl.arange(0, DV_BLOCK)
     queries = tl.load(
         queries_at + (head * rows + row)[:, None] * D + across[None, :],

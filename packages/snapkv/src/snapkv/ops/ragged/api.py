@@ -41,7 +41,7 @@ def ragged_attention(
         keys: (N, D), what the heads keep, all of it in the past; rows first, then heads.
         values: (N, Dv).
         layout: how many of the N belong to each row's each head.
-        tail_keys: (B, H, S, D), the append buffer: the tokens behind; the last Q are the queries'
+        tail_keys: (B, H, S, D), the append buffer: the tokens after; the last Q are the queries'
             own, each of which sees itself and what came before.
         tail_values: (B, H, S, Dv).
         score_options: what the model's attention does to its scores.

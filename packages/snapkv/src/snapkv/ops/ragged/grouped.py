@@ -2,7 +2,7 @@
 
 The query heads of a group are rows of the product, so that a key is read once for all of them, and
 what a head keeps is never copied to stand next to the tail. Only the scores are padded to one
-length: they are few beside the keys and values, and one softmax then does for all heads.
+length: they are few compared with keys and values, and one softmax then does for all heads.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Where the tokens of each head stand in ragged (varlen) states, one head behind the other."""
+"""Where the tokens of each head are in ragged (varlen) states, one head after the other."""
 
 import functools
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ BLOCK_TOKENS = 64
 class Pieces:
     """Flat states in pieces of equal size: first all whole blocks, then the edges.
 
-    A block belongs to the head of its first token. What it holds of the heads behind is hidden
+    A block belongs to the head of its first token. What it holds of the heads after is hidden
     there and comes once more in edges, about one per head.
 
     Attributes:

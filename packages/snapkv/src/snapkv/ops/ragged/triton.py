@@ -81,7 +81,7 @@ def split_tokens(tokens: int) -> int:
 
 @triton.jit
 def _weigh(scores, seen, most, softcap, CAPPED: tl.constexpr):
-    """Unnormalised weights of some scores, how earlier sums fade beside them, the new highest."""
+    """Unnormalised weights of some scores, the factor of earlier sums, and the new maximum."""
     if CAPPED:
         scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)  # tanh
     scores = tl.where(seen, scores, float("-inf"))
@@ -131,7 +131,7 @@ def _attend_split(
     if begin >= end:
         return  # a shorter head than the longest; nobody reads what this split would hold
     row = tl.program_id(0) % per_head * TILE + tl.arange(0, TILE)
-    own = S - Q + row % Q  # where in the tail a row's own token stands
+    own = S - Q + row % Q  # where in the tail a row's own token is
     across, across_v = tl.arange(0, D_BLOCK), tl.arange(0, DV_BLOCK)
     inside = (row[:, None] < rows) & (across[None, :] < D)
     asked = queries_at + (head * rows + row)[:, None] * D + across[None, :]

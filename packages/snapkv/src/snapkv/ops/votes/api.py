@@ -12,7 +12,7 @@ from snapkv.ops.votes import blocked, by_head, reference
 Implementation = Literal["auto", "reference", "blocked", "by_head", "scan", "triton"]
 
 MOST_HEAD_DIM = 256
-"""Wider rows of keys do not fit beside the queries into the memory of a multiprocessor."""
+"""Wider rows of keys do not fit with the queries into the memory of a multiprocessor."""
 
 _IN_TORCH: dict[str, dict[str, Callable[..., Tensor]]] = {
     "window_votes": {

@@ -1,7 +1,7 @@
 """The operations in torch as they run on a CPU: in bounded memory, in few passes.
 
 The reference holds the scores of every query head, window query and prompt position at once, its
-softmax beside them, and a float32 copy of all keys. Here there is only a block of each, which is
+their softmax, and a float32 copy of all keys. Here there is only a block of each, which is
 changed in place: the first pass finds the highest score of every row and the sum of exponentials,
 the second adds up the weights. Axes as in `snapkv.ops.votes.reference`.
 """

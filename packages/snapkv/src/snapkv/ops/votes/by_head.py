@@ -64,7 +64,7 @@ def window_votes(
         shares = _shares(scores, slope, None if sinks is None else sinks[some])
         by_part = scores.view(len(scores), apart, -1, T)[..., : T - W]
         votes[some] = (shares.view(len(scores), apart, 1, -1) @ by_part).squeeze(2)
-        del scores, by_part  # or the next ones would stand beside them
+        del scores, by_part  # free them before the next ones
     if group_reduce == "mean":
         votes /= G
     votes = votes.view(B, Hkv * apart, T - W)

@@ -279,7 +279,7 @@ def pool_votes(votes: Tensor, kernel_size: int | tuple[int, int], pooling: str) 
     Args:
         votes: (B, H, P) float32.
         kernel_size: width of the kernel, odd and centred; 1 leaves the votes unchanged. Or a pair
-            ``(before, behind)``: a vote reaches so many positions before its own and behind it.
+            ``(before, after)``: a vote reaches so many positions before its own and after it.
         pooling: "max" or "avg".
 
     Returns:
@@ -300,7 +300,7 @@ def pool_votes(votes: Tensor, kernel_size: int | tuple[int, int], pooling: str) 
 
 
 def fade_votes(votes: Tensor, decay: float) -> Tensor:
-    """Let every vote lift what stands behind it, by a factor in (0, 1) less for each position.
+    """Let every vote lift what comes after it, by a factor in (0, 1) less for each position.
 
     The stronger the vote, the longer the run that it carries:
     ``s[j] = max(v[j], decay * s[j - 1])``.

@@ -66,7 +66,7 @@ def _is_at_hand(states: Tensor) -> bool:
 
 
 def _places(scores: Tensor, highest: Tensor, least: Tensor) -> Tensor:
-    """Where the K highest scores, (B, H, K), stand, without putting all the others in order."""
+    """Where the K highest scores, (B, H, K), are, without putting all the others in order."""
     places = (scores >= least).nonzero()
     if len(places) > highest.numel():
         places = _first_of_equals(scores, least, highest.shape[-1]).nonzero()
@@ -94,7 +94,7 @@ def _first_of_equals(scores: Tensor, least: Tensor, counts: Tensor | int) -> Ten
 
 
 def kept_indices(kept: Tensor) -> Tensor:
-    """Which slots a mask keeps, (B, H, S): ascending indices, (B, H, K), behind a run of -1.
+    """Which slots a mask keeps, (B, H, S): ascending indices, (B, H, K), after a run of -1.
 
     K is the most that any head keeps.
     """

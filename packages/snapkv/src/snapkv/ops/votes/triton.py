@@ -158,7 +158,7 @@ def _in_base_two(products, slope, ceiling, CAPPED: tl.constexpr):
 
 @triton.jit
 def _rows(at, begin, there, D: tl.constexpr, D_BLOCK: tl.constexpr):
-    """Rows of D numbers that begin at these, zeros beside them and where nothing is there."""
+    """Rows of D numbers that begin at these pointers; zeros outside."""
     across = tl.arange(0, D_BLOCK)
     inside = there[:, None] & (across < D)[None, :]
     return tl.load(at + begin[:, None] + across[None, :], mask=inside, other=0.0)
