@@ -35,14 +35,14 @@ def test_the_page_opens_with_a_sentence_and_the_most_telling_head(opened):
     page = opened(record(400, layers=3, heads=2))
     assert page.one("#lead").text == "The answer needs § 9.11; snapkv kept all of it."
     assert page.one(".votes h4").text == "Votes of layer 2, head 1"
-    assert "34% of its votes fall on what the answer needs" in page.one(".votes p").text
+    assert "votes most for what the answer needs: 34% of its votes" in page.one(".votes p").text
     assert page.one("canvas.heat").is_displayed()
     page.pick("#layer", "layer 0")
     page.pick("#head", "head 1")
     assert page.one(".votes h4").text == "Votes of layer 0, head 1"
     assert not page.one("canvas.heat").is_displayed()
     assert not page.one(".top-k").is_displayed()
-    assert "Layer 2, head 1 gives" in page.one(".votes p").text
+    assert "Layer 2, head 1 votes most for" in page.one(".votes p").text
 
 
 def test_the_slider_keeps_the_best_of_the_vote(opened):
@@ -57,8 +57,8 @@ def test_the_slider_keeps_the_best_of_the_vote(opened):
         slide(page, ".top-k", count)
         share = len(needed & set(order[:count])) / len(needed)
         said = result.text
-        assert said.startswith(f"Keeps its best {count} tokens")
-        assert f"and all of it from {all_from} on" in said
+        assert said.startswith(f"Top {count} tokens")
+        assert f"; all of it from top {all_from} on" in said
         shown = float(said.split(": ")[1].split("%")[0])
         assert shown == pytest.approx(100 * share, abs=0.51)
     assert slider.get_attribute("aria-valuetext") == result.text

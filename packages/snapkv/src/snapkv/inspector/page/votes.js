@@ -119,7 +119,7 @@ class VotesView {
   }
 
   say(count) {
-    this.result.textContent = `${this.order.text(count)}. The window is kept besides.`;
+    this.result.textContent = `${this.order.text(count)}. The window is kept, too.`;
     this.slider.setAttribute("aria-valuetext", this.result.textContent);
   }
 
