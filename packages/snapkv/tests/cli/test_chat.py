@@ -100,7 +100,7 @@ def test_a_selective_reading_leaves_nothing_to_recall(chat):
     assert done.status == 0
     assert done.out.splitlines()[-1] == "host: 0 B"
     refused = chat(FIRST, options=("--prefill", "selective", "--recall", "host"))
-    assert "expected none where only some tokens go" in refused.err
+    assert "expected no recall where only some tokens go" in refused.err
 
 
 def test_a_file_that_is_there_is_replaced_only_when_asked(chat, tmp_path):

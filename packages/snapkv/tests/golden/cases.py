@@ -81,7 +81,6 @@ TURNS: dict[str, dict[str, Any]] = {
     "append": {},
     "compress": {"turns": "compress"},
     "recall": {"recall": "host"},
-    "recall-append": {"recall": "host", "turns": "append"},
     "folder": {"recall": "folder", "recall_bytes": 2_000_000},
     "little": {"recall": "host", "recall_bytes": 2_000},
 }
