@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
@@ -68,11 +69,12 @@ def per_layer(count, cache):
     return prompt / LAYERS, count(lambda: call(model, cache, step)) / LAYERS
 
 
+RELEASES = torch.__version__[:4], transformers.__version__[:4]
 # At the prompt's end, in a step: operations above transformers' own, calls.
 LIMITS = {"snapkv": (118, 0, 207, 81), "adakv": (128, 12, 241, 77), "int4": (266, 29, 325, 110)}
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="older ones count other operations")
+@pytest.mark.skipif(RELEASES != ("2.13", "5.24"), reason="other releases do other work")
 @pytest.mark.parametrize("way", WAYS)
 @torch.no_grad()
 def test_the_work_of_a_layer_may_only_fall(way):
