@@ -35,7 +35,7 @@ _TOO_DEEP = f"body: expected at most {_DEEPEST} lists in lists, got more; nest t
 
 
 class SettingsCheck:
-    """An ASGI middleware that looks at a body when the server after it reads it.
+    """An ASGI middleware that looks at a body when the server reads it.
 
     Nothing is read that the server does not read itself, so that whoever is not let in (API keys)
     stays outside, and a body that is refused elsewhere is refused there. The server's settings are

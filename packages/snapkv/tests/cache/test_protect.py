@@ -92,7 +92,7 @@ def test_protected_positions_stay_in_every_storage(options, tmp_path):
     """Positions of the second prompt stay where that is compressed too."""
     policy, spans = METHODS["snapkv"], [*SPANS, (85, 88)]
     _, plain, _ = _talk(policy, prompts=2, **options)
-    cache, found, _ = _talk(policy, prompts=2, protect=spans, **options)
+    cache, found, _ = _talk(policy, prompts=2, protect=iter(spans), **options)
     assert all(head >= PLACES for held, _ in found for row in held for head in row)
     assert [kept for _, kept in found] == [kept for _, kept in plain]
     last = found[-1][0]

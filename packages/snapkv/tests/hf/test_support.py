@@ -11,7 +11,7 @@ from snapkv import (
     SnapKVError,
     UnsupportedModelError,
 )
-from snapkv.hf.support import RULES, Setup
+from snapkv.hf.support import RULES
 from snapkv.policies import (
     AcrossLayers,
     AdaKV,
@@ -93,6 +93,7 @@ def test_what_does_not_go_together(said, policy, options):
     ("said", "policy", "options"),
     [
         ("recall: expected 'host' or the path", SNAPKV, {"recall": 5}),
+        ("recall: expected 'host' or the path", SNAPKV, {"recall": ""}),
         ("policy: expected a policy such as", "snapkv", {}),
         ("policy: expected a policy such as", Random, {}),
     ],
@@ -192,8 +193,3 @@ def test_every_row_of_the_table_is_tried():
 def _alike(line, said):
     """Whether a row's line was said, what stands in braces left out."""
     return all(part in said for part in line.replace("}", "{").split("{")[::2])
-
-
-def test_a_setup_alone_goes_with_everything():
-    for use in ("made", "drop", "drafts", "selective"):
-        Setup(policy=SNAPKV).require(use)

@@ -21,7 +21,7 @@ from snapkv.app.prompts import Prompt, next_turn, question_prompt, require_unico
 from snapkv.app.protection import Protection
 from snapkv.app.settings import GenerationSettings
 from snapkv.app.thinking import MARKS, thinking
-from snapkv.cache.options import Turns
+from snapkv.cache.layer import Turns
 from snapkv.cache.report import CacheReport
 from snapkv.errors import CacheFileError, CacheMismatchError, InvalidArgumentError
 from snapkv.hf.cache import CompressedCache

@@ -4,14 +4,13 @@ import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from snapkv import ops
-from snapkv.cache.options import Turns
 from snapkv.cache.slots import DecodeNotes, SlotMap, require_removable
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import EvictingPolicy, Eviction, Policy, PromptLayer, Selection
@@ -24,6 +23,10 @@ from snapkv.storage.dense import DenseStore
 from snapkv.storage.offload import OffloadedTokens
 from snapkv.storage.ragged import RaggedStore
 from snapkv.storage.storage import Storage
+
+Turns = Literal["append", "compress", "recall"]
+"""What becomes of a later prompt: stored whole after what was kept; its end votes on what was
+kept; or it votes on all that was seen."""
 
 Rotation = Callable[[Tensor, Tensor], Tensor]
 """Turns (B, H, N, D) states on by (B, N) positions, float32."""

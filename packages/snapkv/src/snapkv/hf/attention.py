@@ -307,7 +307,7 @@ def _evict(call: AttentionCall, layer: CompressedLayer, new_tokens: int) -> None
     layer.absorb_tail()
     store, slots, notes = layer.store, layer.slots, layer.notes
     if store.ragged is not None:
-        keys, scores = store.ragged.padded_keys(), notes.slot_scores
+        keys, scores = store.ragged.decoded().padded_keys(), notes.slot_scores
     else:
         keys, scores = call.key, notes.scores_with(new_tokens)
     columns, pads = slots.columns(store), slots.pads

@@ -1,7 +1,7 @@
 """The drop-in cache: a transformers `Cache` that keeps only what its policy chooses."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
 
@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from snapkv.cache.layer import CompressedLayer
-from snapkv.cache.options import Protect, Turns
+from snapkv.cache.layer import CompressedLayer, Turns
 from snapkv.cache.reading import PaddingTracker, Reading
 from snapkv.cache.report import CacheReport
 from snapkv.cache.slots import require_removable
@@ -36,7 +35,7 @@ from snapkv.hf.known_gates import with_known
 from snapkv.hf.model_parts import States, shares_latent, states_of
 from snapkv.hf.support import Setup
 from snapkv.policies import Policy, default_policy
-from snapkv.policies.spans import Spans
+from snapkv.policies.spans import Span, Spans
 from snapkv.storage import uncompressed
 from snapkv.storage.bits import Bits, KVCodes, Quantize
 from snapkv.storage.offload import OffloadedTokens, Recall
@@ -103,7 +102,7 @@ class CompressedCache(Cache):
         recall: Recall | None = None,
         recall_bytes: int | None = None,
         quantize: Quantize | None = None,
-        protect: Protect | None = None,
+        protect: Iterable[Span] | None = None,
     ) -> None:
         policy = default_policy() if policy is None else policy
         if not isinstance(policy, Policy):
@@ -112,6 +111,7 @@ class CompressedCache(Cache):
                 f"{type(policy).__name__}; see snapkv.policies.POLICIES"
             )
         policy = with_known(model, policy)
+        spans = None if protect is None else Spans.of("protect", protect)
         plain = plain_layers(model)
         has_states = any(hasattr(layer, "conv_states") for layer in plain)
         setup = Setup(
@@ -126,21 +126,20 @@ class CompressedCache(Cache):
             turns=turns,
             recall=recall,
             recall_bytes=recall_bytes,
-            protect=protect,
+            protect=spans if spans and spans.parts else None,
         )
         setup.require_words()
         setup.require("made")
-        if setup.spans is not None:
-            policy.require_protection(setup.spans)
+        if setup.protect is not None:
+            policy.require_protection(setup.protect)
         super().__init__(layers=layers_for(model, policy, storage_for(setup)))
         compressed = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
         pool = setup.pool
         for layer in compressed:
-            layer.turns, layer.protect = setup.going_on, setup.spans
+            layer.turns, layer.protect = setup.going_on, setup.protect
             layer.offloaded = None if pool is None else OffloadedTokens(pool)
         self._use = use(model)
         self.policy, self.setup = policy, setup
-        self.options: dict[str, Any] = setup.options
         room = room_tokens if setup.is_static else None
         self.reading = Reading(layers=compressed, room_tokens=room)
         self._first = compressed[0].identity.layer_idx
@@ -225,8 +224,9 @@ class CompressedCache(Cache):
             reading.require_queries(reading.seen_tokens + new_tokens)
         if self._check.doubts or reading.is_broken or not self._use.is_in_place:
             raise _interrupted()
-        if self.setup.states is States.BEGIN_ANEW and reading.seen_tokens:
-            self._require_states(1 if reading.is_piecewise else new_tokens)
+        begins_anew = self.setup.states is States.BEGIN_ANEW
+        if begins_anew and reading.seen_tokens and not reading.is_piecewise:
+            self._require_states(new_tokens)
 
     def require_pieces(self, prompt_end: int, piece_tokens: int, visible: Tensor | None) -> None:
         """Refuse a prompt in such pieces before the first one is read; `visible` as its mask."""
@@ -409,6 +409,11 @@ class CompressedCache(Cache):
         require_between_turns(self.reading)
         layer = self.reading.layers[0]
         return spans_of_rows(spans, layer.slots.row_tokens(layer.store))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What it was made with, ready for JSON."""
+        return self.setup.options
 
     @property
     def model(self) -> PreTrainedModel:

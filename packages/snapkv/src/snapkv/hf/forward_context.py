@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snapkv.cache.layer import CompressedLayer
-from snapkv.cache.options import Turns
+from snapkv.cache.layer import CompressedLayer, Turns
 from snapkv.cache.reading import PaddingTracker, Reading
 from snapkv.hf.fidelity import VoteCheck
 from snapkv.policies import PromptLayer

@@ -162,7 +162,7 @@ def _copied(model: PreTrainedModel, configs: list[PreTrainedConfig]) -> Installa
 
 
 def _require_unasked(config: PreTrainedConfig, name: str) -> None:
-    """Refuse a model whose own code asks for this name, and would not find it after ours."""
+    """Refuse a model whose own code asks for this name, and would not find it under ours."""
     for asked, setting in (("eager", "reorder_and_upcast_attn"), ("flex", "num_kv_shared_layers")):
         if name.startswith(asked) and getattr(config, setting, None):
             raise UnsupportedModelError(

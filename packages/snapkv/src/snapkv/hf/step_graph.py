@@ -211,7 +211,7 @@ def _kind(leaf: Any) -> Any:
 
 
 def _obstacle(model: PreTrainedModel, cache: Cache) -> str:
-    """Why no step of this model after this cache can be recorded; empty where one can."""
+    """Why no step of this model with this cache can be recorded; empty where one can."""
     if not _stores(cache):
         return "no prompt has ended"
     if model.training:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, Literal, get_args
 
-from snapkv.cache.options import Protect, Turns, protected_spans
+from snapkv.cache.layer import Turns
 from snapkv.errors import InvalidArgumentError, SnapKVError, UnsupportedModelError
 from snapkv.hf.model_parts import States
 from snapkv.policies import ByteBudget, EvictingPolicy, Policy, PyramidKV
@@ -32,21 +32,22 @@ class Setup:
         other_layers: names of the kinds of its layers that are not of full attention.
         shares_latent: whether its attention stores one latent for all heads.
         states: what becomes of the recurrent states of its layers.
+        protect: what must stay; None for nothing.
         others: as `CompressedCache` has them.
     """
 
     policy: Policy
-    model: str = ""
-    other_layers: tuple[str, ...] = ()
-    shares_latent: bool = False
-    states: States = States.NONE
-    storage: str = "dynamic"
-    room_tokens: int = 512
-    quantize: Quantize | None = None
-    turns: Turns | None = None
-    recall: Recall | None = None
-    recall_bytes: int | None = None
-    protect: Protect | None = None
+    model: str
+    other_layers: tuple[str, ...]
+    shares_latent: bool
+    states: States
+    storage: str
+    room_tokens: int
+    quantize: Quantize | None
+    turns: Turns | None
+    recall: Recall | None
+    recall_bytes: int | None
+    protect: Spans | None
 
     def require_words(self) -> None:
         """Refuse an option that is none, whatever it would go with."""
@@ -68,7 +69,7 @@ class Setup:
     def options(self) -> dict[str, Any]:
         """As `CompressedCache` has them, ready for JSON."""
         bits = asdict(self.quantize) if is_dataclass(self.quantize) else self.quantize
-        spans = None if self.spans is None else [list(span) for span in self.spans.parts]
+        spans = None if self.protect is None else [list(span) for span in self.protect.parts]
         return {
             "storage": self.storage,
             "room_tokens": self.room_tokens,
@@ -78,10 +79,6 @@ class Setup:
             "recall_bytes": self.recall_bytes,
             "protect": spans,
         }
-
-    @property
-    def spans(self) -> Spans | None:
-        return protected_spans(self.protect)
 
     @property
     def codes(self) -> KVCodes | None:
@@ -114,7 +111,7 @@ class Setup:
     @property
     def recalled_from(self) -> Recall | None:
         """Where evicted keys and values go; None where they are dropped."""
-        return (self.recall or "host") if self.recalls else None
+        return "host" if self.recalls and self.recall is None else self.recall
 
     # Facts on the method.
 

@@ -76,14 +76,6 @@ class HeadStates(ABC):
     ) -> Tensor:
         """(B, Hq, Q, Dv): attention to them and to a tail, see `snapkv.ops.ragged_attention`."""
 
-    @abstractmethod
-    def padded_keys(self) -> Tensor:
-        """(B, H, S, D), S the tokens of the longest head; any key in the slots of no token."""
-
-    @abstractmethod
-    def padded_values(self) -> Tensor:
-        """(B, H, S, Dv), as `padded_keys`."""
-
 
 class TokenStore(ABC):
     """Keys and values of one layer's tokens; nobody else assigns them.

@@ -166,12 +166,6 @@ class CodedStates(HeadStates):
             sections=sections,
         )
 
-    def padded_keys(self) -> Tensor:
-        return self.decoded().padded_keys()
-
-    def padded_values(self) -> Tensor:
-        return self.decoded().padded_values()
-
 
 def state_in_codes(state: dict[str, Any], how: KVCodes) -> dict[str, Any]:
     """The state of a store for a file in few bits; that of one in codes as it is.
@@ -289,8 +283,8 @@ class CodedStore(RaggedStore):
 
     def dense(self) -> tuple[DenseStore, Tensor]:
         """What all of it stands for with as many slots in every head, and each row's empty ones."""
+        self.ragged = heads = self.ragged.decoded()
         store = DenseStore(in_place=False).fill(*self.padded(), self.num_kv_heads)
-        heads: RaggedStates | CodedStates = self.ragged  # type: ignore[assignment]
         counts = torch.tensor([row[0] for row in heads.head_tokens], device=self.keys.device)
         return store, heads.longest_tokens - counts
 

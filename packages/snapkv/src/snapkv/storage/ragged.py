@@ -106,6 +106,7 @@ class RaggedStates(HeadStates):
         return RaggedLayout(self.head_tokens, self.keys.device)
 
     def padded_keys(self) -> Tensor:
+        """(B, H, S, D), S the tokens of the longest head; any key in the slots of no token."""
         return self._padded(self.keys)
 
     def padded_values(self) -> Tensor:
@@ -258,7 +259,8 @@ class RaggedStore(TokenStore):
         return keys, values
 
     def padded(self) -> tuple[Tensor, Tensor]:
-        keys, values = self.ragged.padded_keys(), self.ragged.padded_values()
+        heads = self.ragged.decoded()
+        keys, values = heads.padded_keys(), heads.padded_values()
         if not self.tail_tokens:
             return keys, values
         return torch.cat([keys, self.keys], dim=2), torch.cat([values, self.values], dim=2)
