@@ -2,8 +2,7 @@
 
 The first reading fills the cache. In the second the model reads the text again, piece by piece,
 each after the whole of it, as if it repeated it; its queries show which keys that takes. Then the
-policy chooses, and the cache is as after any compressed prompt. A policy that only wants all layers
-before it chooses in one gets no second reading.
+policy chooses, and the cache is as after any compressed prompt.
 """
 
 import contextlib
@@ -27,7 +26,7 @@ from snapkv.hf.cache_argument import passed
 from snapkv.hf.forward_context import Hook, hooked
 from snapkv.hf.model_parts import attention_modules, noting_inputs
 from snapkv.plan import max_positions
-from snapkv.policies import KVzip, Policy, PromptLayer, Selection
+from snapkv.policies import KVzip, Policy, PromptLayer
 from snapkv.policies.criticalkv import projected_norms
 from snapkv.policies.kvzip import INSTRUCTION, most_attention
 from snapkv.validation import require_int
@@ -49,7 +48,7 @@ def read_context(
     Args:
         model: a decoder-only transformers model, of full attention in every layer.
         input_ids: (B, T) int64, without padding.
-        policy: `KVzip`, or one around it, or `AcrossLayers`.
+        policy: `KVzip`, or one around it.
         instruction_ids: what stands before every piece, such as the tokens of "Repeat the text:".
 
     Returns:
@@ -87,10 +86,8 @@ def read_twice(
     try:
         prompts = read_layers(model, input_ids, cache, instruction_ids=instruction_ids)
         with cache.reading.attending():
-            for layer, prompt in cache.reading.shared_out(prompts):
-                chosen = layer.choose(prompt)  # once: what follows is not read twice
-                kept = Selection.whole(prompt) if chosen is None else chosen
-                layer.end_prompt(kept, prompt)
+            for layer, prompt in zip(cache.reading.layers, prompts, strict=True):
+                cache.reading.end_prompt(layer, prompt)
         cache.reading.note_text(input_ids)
     except BaseException:
         cache.reset()
@@ -124,44 +121,19 @@ def read_layers(
     *,
     instruction_ids: Sequence[int] = (),
 ) -> list[PromptLayer]:
-    """Read a context into an empty cache, which holds all of it then, once or twice.
+    """Read a context twice into an empty cache, which holds all of it then.
 
     Arguments and errors as in `read_context`. Returns every layer as its policy is to see it.
     """
     cache.expect_tokens(input_ids)
     require_int("input_ids, tokens", input_ids.shape[1], minimum=1)
-    policy = cache.policy
-    once = policy.reads_context and "reconstruction_pass" not in policy.needs
-    scorer = None if once else _require_scorer(policy)
+    scorer, tokens = _require_scorer(cache.policy), input_ids.shape[1]
     if cache.is_hybrid:
-        where = "all layers share a budget" if once else "a text is read twice"
         raise UnsupportedModelError(
-            f"model: expected full attention in every layer where {where}, got "
+            f"model: expected full attention in every layer where a text is read twice, got "
             f"{type(model).__name__}, some of whose layers keep the last tokens only; use "
             "ExpectedAttention or SnapKV"
         )
-    if scorer is None:
-        return _read(model, input_ids, cache)
-    return _repeat(model, input_ids, cache, scorer, instruction_ids)
-
-
-def _read(model: PreTrainedModel, input_ids: Tensor, cache: CompressedCache) -> list[PromptLayer]:
-    tokens, seen = input_ids.shape[1], _Seen()
-    cache.expect_prompt(tokens + 1)  # nothing is dropped after it
-    with hooked(seen):
-        model(input_ids, **passed(cache), logits_to_keep=1)
-    cache.reading.prompt_end = tokens
-    return list(seen.layers.values())
-
-
-def _repeat(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    cache: CompressedCache,
-    scorer: KVzip,
-    instruction_ids: Sequence[int],
-) -> list[PromptLayer]:
-    tokens = input_ids.shape[1]
     chunk = min(scorer.chunk_tokens, tokens, _room_tokens(model, tokens + len(instruction_ids)))
     cache.expect_prompt(tokens + len(instruction_ids) + chunk + 1)
     model(input_ids, **passed(cache), logits_to_keep=1)
@@ -222,16 +194,6 @@ def _attention_of_layer(model: PreTrainedModel, index: int) -> Any:
             f"{len(modules)} in layer {index} of {type(model).__name__}; leave plus out"
         )
     return modules[0]
-
-
-class _Seen(Hook):
-    """Notes every layer as it is when the text has been read."""
-
-    def __init__(self) -> None:
-        self.layers: dict[int, PromptLayer] = {}
-
-    def on_prompt(self, prompt: PromptLayer) -> None:
-        self.layers[prompt.layer_idx] = _without_queries(prompt)
 
 
 class _Repetition(Hook):

@@ -9,22 +9,27 @@ from hypothesis import strategies as st
 
 from snapkv import (
     AcrossLayers,
+    AutoBudget,
     CompressedCache,
     CriticalKV,
     InvalidArgumentError,
     KVCodes,
     KVzap,
     KVzip,
+    PyramidKV,
     SnapKV,
-    UnsupportedModelError,
 )
-from snapkv.app.observing import record_prompt_twice
-from snapkv.kvzip import read_context, read_twice
+from snapkv.app.observing import Recorder, record_prompt
+from snapkv.cache.layer import CompressedLayer, LayerIdentity
+from snapkv.cache.reading import Reading
+from snapkv.hf.forward_context import Hook, hooked
+from snapkv.kvzip import read_twice
 from snapkv.ops import TokenCost
-from snapkv.policies import Selection
-from tests.families import call, random_ids, tiny_model
+from snapkv.prefill import layer_by_layer
+from snapkv.storage.dynamic import Dynamic
+from tests.families import call, peaked_model, random_ids, tiny_config, tiny_model
 from tests.gates import drawn_gate
-from tests.ops.states import pad_left, random_layer
+from tests.ops.states import layer_with_scores, pad_left, random_layer
 from tests.oracle import masked_decode_logits
 
 TOKENS, BUDGET = 70, {"budget": 24, "window_size": 4}
@@ -32,18 +37,30 @@ METHODS = {
     "kvzip": AcrossLayers(KVzip(**BUDGET, chunk_tokens=32)),
     "kvzip plus": AcrossLayers(KVzip(**BUDGET, plus=True)),
     "kvzap": AcrossLayers(KVzap(**BUDGET, gate=drawn_gate())),
+    "snapkv": AcrossLayers(SnapKV(**BUDGET)),
 }
 methods = pytest.mark.parametrize("policy", METHODS.values(), ids=METHODS)
 
 
-def kept_of(policy, layers):
-    """For every row, layer and head the positions that are kept."""
-    shared = policy.allocate(iter(layers))
-    chosen = [policy.select(layer) or Selection.whole(layer) for layer in shared]
-    pads = layers[0].pad_tokens
-    firsts = [0] * len(layers[0].keys) if pads is None else pads.tolist()
+def kept_of(policy, prompts):
+    """For every row, layer and head the positions that layers keep that read them in order."""
+    count = len(prompts)
+    layers = [
+        CompressedLayer(policy, LayerIdentity(layer_idx=at, depth=at, num_layers=count), Dynamic())
+        for at in range(count)
+    ]
+    reading = Reading(layers=layers)
+    for layer, prompt in zip(layers, prompts, strict=True):
+        layer.update(prompt.keys, prompt.values)
+        reading.end_prompt(layer, prompt)
+    assert reading.shared is None
+    pads = prompts[0].pad_tokens
+    firsts = [0] * len(prompts[0].keys) if pads is None else pads.tolist()
     return [
-        [[set(head[head >= first].tolist()) for head in one.keep_indices[row]] for one in chosen]
+        [
+            [set(head[head >= first].tolist()) for head in one.slots.columns(one.store)[row]]
+            for one in layers
+        ]
         for row, first in enumerate(firsts)
     ]
 
@@ -92,8 +109,8 @@ def layer_of(scores, **parts):
 def test_by_hand():
     """A window of 1 and a sink each; 2 more on average, 8 of 4 heads: 4 sinks and the best 4."""
     layers = [
-        layer_of([[0.0, 0.9, 0.8, 0.7, 9.0], [0.0, 0.1, 0.05, 0.0, 9.0]]),
-        layer_of([[0.0, 0.6, 0.2, 0.2, 9.0], [0.0, 0.05, 0.3, 0.01, 9.0]]),
+        layer_of([[0.0, 0.9, 0.8, 0.7, 9.0], [0.0, 0.1, 0.05, 0.0, 9.0]], num_layers=2),
+        layer_of([[0.0, 0.6, 0.2, 0.2, 9.0], [0.0, 0.05, 0.3, 0.01, 9.0]], depth=1, num_layers=2),
     ]
     policy = AcrossLayers(KVzip(3, window_size=1, sink_tokens=1))
     assert kept_of(policy, layers) == [[[{0, 1, 2, 3, 4}, {0, 4}], [{0, 1, 4}, {0, 4}]]]
@@ -102,7 +119,7 @@ def test_by_hand():
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=2),
-    heads=st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    heads=st.lists(st.integers(1, 3), min_size=1, max_size=5),
     limit=st.one_of(st.integers(1, 20), st.sampled_from([0.02, 0.1, 0.5, 1.0]), st.just("50%")),
     window=st.integers(1, 4),
     sinks=st.integers(0, 3),
@@ -118,7 +135,7 @@ def test_what_is_kept_is_the_best_of_all(lengths, heads, limit, window, sinks, p
         more = limit if isinstance(limit, str) else window + sinks + limit
         policy = AcrossLayers(KVzip(more, **sizes))
     layers = []
-    for depth, count in enumerate(heads):
+    for depth, count in enumerate(sorted(heads, reverse=True)):
         numbers = [seed + 7 * depth + 31 * row for row in range(len(lengths))]
         rows = [
             random_layer(own, kv_heads=count, query_heads=count, prompt_tokens=n, query_tokens=0)
@@ -141,46 +158,136 @@ def test_what_is_kept_is_the_best_of_all(lengths, heads, limit, window, sinks, p
 
 
 def numbers(cache):
-    return [(cache.kept_positions(i) >= 0).sum(-1).tolist() for i in range(len(cache.layers))]
+    return [(cache.kept_positions(i) >= 0).sum(-1).tolist() for i in cache.compressed_layers]
+
+
+@torch.no_grad()
+def read(model, ids, policy, mask=None, **options):
+    cache = CompressedCache(model, policy, **options)
+    if policy.reads_context:
+        read_twice(model, ids, cache, instruction_ids=(5, 6))
+    else:
+        call(model, cache, ids, attention_mask=mask)
+    return cache
 
 
 @methods
 @pytest.mark.parametrize("options", [{}, {"quantize": KVCodes(8, 8, recent_tokens=3)}], ids=str)
 def test_a_model_goes_on_with_what_is_kept(policy, options, tmp_path):
-    """As many tokens as the budget says in all, in rows as alone, as recorded, and from a file."""
+    """As many tokens as the budget says in all, in rows as alone, and from a file."""
     model, ids, later = tiny_model("llama"), random_ids(2, TOKENS), random_ids(2, 3, 1)
-    cache = CompressedCache(model, policy, **options)
-    read_twice(model, ids, cache, instruction_ids=(5, 6))
-    recorded = record_prompt_twice(model, ids, policy, instruction_ids=(5, 6))
-    again = recorded.compressed(policy, **options)
+    cache = read(model, ids, policy, **options)
     counts = numbers(cache)
-    assert numbers(again) == counts
     assert len({sum(layer[0]) for layer in counts}) > 1, "layers keep different numbers"
     for row in range(2):
         assert sum(sum(layer[row]) for layer in counts) == 24 * 2 * 4
-        alone = read_context(model, ids[row : row + 1], policy, instruction_ids=(5, 6))
+        alone = read(model, ids[row : row + 1], policy)
         assert [layer[row] for layer in counts] == [layer[0] for layer in numbers(alone)]
     cache.save(tmp_path / "file")
     loaded = CompressedCache.load(tmp_path / "file", model, policy=policy)
     expected = masked_decode_logits(model, cache, ids, later)
-    for each in (cache, loaded, again):
+    for each in (cache, loaded):
         got = call(model, each, later)
         atol = 0.05 if options else 1e-4
         torch.testing.assert_close(got, expected, atol=atol, rtol=1e-3)
     assert cache.report().kept_tokens == 24 + 3
 
 
+def positions(cache):
+    return [cache.kept_positions(index).tolist() for index in cache.compressed_layers]
+
+
+def in_pieces(model, cache, ids):
+    cache.expect_prompt(TOKENS)
+    for piece in ids.split(30, dim=1):
+        call(model, cache, piece)
+    return cache
+
+
+def by_layer(model, cache, ids):
+    with layer_by_layer(model, chunk_tokens=16), torch.no_grad():
+        call(model, cache, ids)
+    return cache
+
+
+def as_recorded(model, cache, ids):
+    recorded = record_prompt(model, ids, Recorder(recorded_queries=TOKENS))
+    return recorded.compressed(cache.policy)
+
+
+@pytest.mark.parametrize("way", [in_pieces, by_layer, as_recorded], ids=lambda way: way.__name__)
+@pytest.mark.parametrize("name", ["snapkv", "kvzap"])
+def test_however_a_prompt_is_read_the_same_is_kept(way, name):
+    model, ids = tiny_model("llama"), random_ids(2, TOKENS)
+    cache = way(model, CompressedCache(model, METHODS[name]), ids)
+    assert positions(cache) == positions(read(model, ids, METHODS[name]))
+
+
+def test_recall_chooses_of_all_again():
+    model, ids, policy = tiny_model("llama"), random_ids(1, TOKENS), METHODS["snapkv"]
+    cache = CompressedCache(model, policy, turns="recall")
+    for upto in (40, TOKENS):
+        cache.expect_prompt(upto)
+        call(model, cache, ids[:, cache.get_seq_length() : upto])
+    assert positions(cache) == positions(read(model, ids, policy))
+
+
+def test_a_short_row_keeps_what_it_keeps_alone():
+    """Of rows of different length each has a budget of its own."""
+    model, ids = tiny_model("llama"), random_ids(2, TOKENS)
+    mask = torch.ones_like(ids)
+    mask[0, :30] = 0
+    cache = read(model, ids, METHODS["snapkv"], mask)
+    alone = read(model, ids[:1, 30:], METHODS["snapkv"])
+    for index in cache.compressed_layers:
+        for of_batch, own in zip(
+            cache.kept_positions(index)[0], alone.kept_positions(index)[0], strict=True
+        ):
+            assert of_batch[of_batch >= 0].tolist() == own[own >= 0].tolist()
+
+
+def test_a_budget_by_votes_needs_no_other_layer():
+    """Every head keeps what is voted for, whatever other heads and layers do."""
+    layer = layer_with_scores([[0.3, 0.1, 0.02, 0.2], [0.01, 0.02, 0.5, 0.01]])
+    scorer = SnapKV(AutoBudget(lost_vote=0.05, least=1), window_size=1, kernel_size=1)
+    kept = AcrossLayers(scorer).select(layer)
+    assert kept.keep_indices[0].tolist() == [[0, 1, 3, 4], [-1, -1, 2, 4]]
+
+
+def test_twice_the_budget_and_a_layer_are_held_at_most():
+    """While a prompt is read; the tensors of all layers, counted at every attention call."""
+    config = tiny_config("llama")
+    config.num_hidden_layers = 12
+    model, ids = peaked_model(config, "sdpa"), random_ids(1, 256)
+    cache = CompressedCache(model, AcrossLayers(SnapKV(24, window_size=4)))
+    held = []
+
+    class Watch(Hook):
+        def on_attention(self, call, attended):
+            held.append(sum(layer.held_bytes for layer in cache.reading.layers))
+
+    with hooked(Watch()):
+        call(model, cache, ids)
+    layer_bytes = 2 * 2 * 256 * model.config.head_dim * 4
+    assert max(held) <= 2 * held[-1] + layer_bytes
+    assert held[-1] == 12 * layer_bytes * 24 // 256
+
+
 def test_what_cannot_be_is_refused_by_name():
     model, ids = tiny_model("llama"), random_ids(1, TOKENS)
-    for policy in (SnapKV(40), CriticalKV(KVzip(40))):
+    for policy in (PyramidKV(40), CriticalKV(KVzip(40))):
         with pytest.raises(InvalidArgumentError, match=r"policy: .* the same in every layer, got"):
             AcrossLayers(policy)
-    policy = METHODS["kvzap"]
+    policy = METHODS["snapkv"]
+    with pytest.raises(InvalidArgumentError, match="policy: expected the layers of a prompt one"):
+        policy.select(random_layer(0, prompt_tokens=TOKENS, query_tokens=4))
     cache = CompressedCache(model, policy)
-    with pytest.raises(InvalidArgumentError, match="policy: expected one that chooses when a lay"):
-        call(model, cache, ids)
-    read_twice(model, ids, cache)  # nothing was changed by it
-    with pytest.raises(InvalidArgumentError, match="policy: expected layers that know their sha"):
-        policy.select(random_layer(0, prompt_tokens=TOKENS, query_tokens=0))
-    with pytest.raises(UnsupportedModelError, match="layer where all layers share a budget"):
-        read_context(tiny_model("gemma3_text"), ids, policy)
+    with pytest.raises(InvalidArgumentError, match="policy: expected one whose layers choose"):
+        model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=3, max_new_tokens=4)
+    assert cache.get_seq_length() == 0
+
+
+def test_layers_with_a_window_of_their_own_take_no_part():
+    cache = read(tiny_model("gemma3_text"), random_ids(1, TOKENS), METHODS["snapkv"])
+    assert 0 < len(cache.compressed_layers) < len(cache.layers)
+    assert cache.report().kept_tokens == 24

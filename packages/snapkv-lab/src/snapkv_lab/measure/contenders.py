@@ -162,11 +162,13 @@ def filled(contender: Contender, model: PreTrainedModel, *, batch: int, tokens: 
     for layer in cache.layers:
         layer.update(_random(model, batch, tokens, "key"), _random(model, batch, tokens, "key"))
         if isinstance(layer, CompressedLayer):
-            _end_prompt(layer, model, tokens)
+            _end_prompt(cache, layer, model, tokens)
     return cache
 
 
-def _end_prompt(layer: CompressedLayer, model: PreTrainedModel, tokens: int) -> None:
+def _end_prompt(
+    cache: CompressedCache, layer: CompressedLayer, model: PreTrainedModel, tokens: int
+) -> None:
     """Ask the policy what to keep, as the seam does."""
     queries = _random(model, layer.keys.shape[0], min(layer.policy.query_tokens, tokens), "query")
     prompt = PromptLayer(
@@ -181,7 +183,7 @@ def _end_prompt(layer: CompressedLayer, model: PreTrainedModel, tokens: int) -> 
         output_weight=output_weight(layer.identity.output_projection),
         token_cost=partial(layer.storage.token_cost, layer.store, layer.keys.shape[1]),
     )
-    layer.end_prompt(layer.choose(prompt), prompt)
+    cache.reading.end_prompt(layer, prompt)
 
 
 def _random(model: PreTrainedModel, batch: int, tokens: int, kind: str) -> Any:

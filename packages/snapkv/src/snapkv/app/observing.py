@@ -128,8 +128,8 @@ class RecordedPrompt:
                 own.take_beside(other)
             else:
                 cache.layers[index] = copy.deepcopy(other)
-        for layer, shown in cache.reading.shared_out(self._filling(cache)):
-            layer.end_prompt(layer.choose(shown), shown)
+        for layer, shown in zip(cache.reading.layers, self._filling(cache), strict=True):
+            cache.reading.end_prompt(layer, shown)
         return cache
 
     def _filling(self, cache: CompressedCache) -> Iterator[PromptLayer]:

@@ -16,7 +16,7 @@ from snapkv.errors import InvalidArgumentError
 from snapkv.policies import EvictingPolicy, Eviction, Policy, PromptLayer, Selection
 from snapkv.policies.base import ALL_QUERIES
 from snapkv.policies.spans import Spans
-from snapkv.policies.states import fillers_left
+from snapkv.policies.states import LostVotes, fillers_left
 from snapkv.storage.base import TokenStore
 from snapkv.storage.coded import CodedStore
 from snapkv.storage.dense import DenseStore
@@ -416,8 +416,14 @@ class CompressedLayer(DynamicLayer):
 
     @torch.no_grad()
     def choose(self, prompt: PromptLayer) -> Selection | None:
-        """What of a prompt that has been read the policy keeps; None for all of it."""
-        return self.policy.select(self.with_token_cost(prompt))
+        """What of a prompt that has been read the policy keeps; None for all of it.
+
+        What was read twice is chosen once, all of it or not: what follows is read once.
+        """
+        selection = self.policy.select(self.with_token_cost(prompt))
+        if selection is None and self.policy.reads_context:
+            return Selection.whole(prompt)
+        return selection
 
     def with_token_cost(self, prompt: PromptLayer) -> PromptLayer:
         """The prompt, whose tokens cost what they do in this layer's storage."""
@@ -430,22 +436,30 @@ class CompressedLayer(DynamicLayer):
         Tokens behind the prompt (drafts of the same forward pass) stay behind what is kept. Where
         turns follow, the prompt is all that was seen so far or, without recall, all that is stored.
         """
-        at = self.columns - (self.store.slots - prompt.keys.shape[2])
-        queries, lost = None, None
+        lost, drafts = None, self.store.slots - prompt.keys.shape[2]
+        if selection is not None and self.slots.is_whole:
+            votes = self.policy.votes_at_stake(prompt)
+            lost = None if votes is None else LostVotes.of(*votes, selection.keep_indices)
+        self.note_end(prompt, drafts)
+        if selection is not None:
+            self.keep(selection, drafts)
+        self.finalize(prompt.keys.shape[2], lost)
+
+    def note_end(self, prompt: PromptLayer, drafts: int = 0) -> None:
+        """Note that the prompt has been read, behind which so many tokens are stored."""
+        queries = None
         if self.history_tokens:
             queries = prompt.queries[:, :, -self.history_tokens :].clone()
-        if selection is not None and self.slots.is_whole:
-            lost = self.policy.lost_votes(prompt, selection)
-        self.notes = self.notes.of_choice(queries, lost)
-        chosen_at = self.slots.gone + at
-        self.slots = replace(
-            self.slots, pads=prompt.pad_tokens, is_partial=False, chosen_at=chosen_at
-        )
-        if selection is not None:
-            self._keep(selection, at)
-        is_whole = self.slots.kept is None
-        kept = prompt.keys.shape[2] if is_whole else self.slots.chosen_slots
-        self._finalize(kept)
+        self.notes = self.notes.of_choice(queries)
+        slots, chosen_at = self.slots, self.slots.gone + self.columns - drafts
+        pads = prompt.pad_tokens if slots.is_whole else slots.pads
+        self.slots = replace(slots, pads=pads, is_partial=False, chosen_at=chosen_at)
+
+    def finalize(self, prompt_tokens: int, lost: LostVotes | None) -> None:
+        """Store what was kept of a prompt of so many tokens as it is done behind one."""
+        if lost is not None:
+            self._note(lost_mass=lost.mass, lost_peak=lost.peak)
+        self._finalize(prompt_tokens if self.slots.kept is None else self.slots.chosen_slots)
 
     def _finalize(self, kept_tokens: int) -> None:
         """Store the first slots as it is done behind a prompt; what that would change is offloaded.
@@ -459,9 +473,9 @@ class CompressedLayer(DynamicLayer):
         if self.slots.kept is None and not self.store.is_exact:
             self._offload(whole, kept_tokens)
 
-    def _keep(self, selection: Selection, at: int) -> None:
-        """Keep the selected slots of a prompt that ended after so many tokens."""
-        tokens, kept = selection.prompt_tokens, selection.keep_indices
+    def keep(self, selection: Selection, drafts: int = 0) -> None:
+        """Keep the selected slots of a prompt that has ended, and so many tokens behind it."""
+        tokens, kept, at = selection.prompt_tokens, selection.keep_indices, self.columns - drafts
         self._offload(self.store, tokens)
         ragged, fillers = selection.head_tokens is not None, selection.filler_tokens
         self._keep_slots(kept, tokens, at=at, ragged=ragged, fillers=fillers)
@@ -580,7 +594,10 @@ class CompressedLayer(DynamicLayer):
         """Put those of the first tokens off the device that are not yet."""
         if self.offloaded is not None:
             done = self.offloaded.tokens
-            self.offloaded.append(whole.keys[:, :, done:tokens], whole.values[:, :, done:tokens])
+            if tokens > done:
+                self.offloaded.append(
+                    whole.keys[:, :, done:tokens], whole.values[:, :, done:tokens]
+                )
 
     def set_aside(self) -> None:
         """Between two pieces of a prompt, hold nothing on the device."""

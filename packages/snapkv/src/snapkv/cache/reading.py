@@ -1,7 +1,7 @@
 """What a cache is told of what it reads: where a prompt ends, how it comes, what its masks hide."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -10,13 +10,14 @@ from torch import Tensor
 
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.read_ids import ReadIds
+from snapkv.cache.shared_budget import SharedBudget
 from snapkv.errors import (
     CacheMismatchError,
     InvalidArgumentError,
     InvalidTypeError,
     UnsupportedModelError,
 )
-from snapkv.policies import EvictingPolicy, Policy, PromptLayer, Selection
+from snapkv.policies import AcrossLayers, EvictingPolicy, Policy, PromptLayer, Selection
 from snapkv.validation import require_int
 
 
@@ -182,6 +183,7 @@ class Reading:
             prompt, whose ids may come in pieces.
         narrowing: which tokens of the prompt do not reach all layers; None where all do.
         is_broken: whether a layer's attention has begun and not come to its end.
+        shared: the budget that the layers of the prompt share whose end is being read, if any.
     """
 
     layers: Sequence[CompressedLayer]
@@ -195,6 +197,7 @@ class Reading:
     ids_start: int | None = 0
     narrowing: Narrowing | None = None
     is_broken: bool = False
+    shared: SharedBudget | None = None
 
     @property
     def policy(self) -> Policy:
@@ -230,7 +233,7 @@ class Reading:
 
     def forget(self) -> None:
         """Begin anew: nothing has been read, nothing is announced."""
-        self.prompt_end = self.coming_ids = self.narrowing = None
+        self.prompt_end = self.coming_ids = self.narrowing = self.shared = None
         self.turn_start, self.verifies_drafts, self.is_broken = 0, False, False
         self.read_ids, self.ids_start = ReadIds(), 0
 
@@ -256,15 +259,21 @@ class Reading:
             self.prompt_end = None
         self._recall_for_a_turn()
 
-    def shared_out(
-        self, prompts: Iterable[PromptLayer]
-    ) -> Iterator[tuple[CompressedLayer, PromptLayer]]:
-        """Every layer and its prompt, which knows its part of what all of them share."""
-        with_costs = (
-            layer.with_token_cost(prompt)
-            for layer, prompt in zip(self.layers, prompts, strict=True)
-        )
-        return zip(self.layers, self.policy.allocate(with_costs), strict=True)
+    def end_prompt(self, layer: CompressedLayer, prompt: PromptLayer) -> None:
+        """Let the policy choose of a prompt that a layer has read, and the layer keep that.
+
+        Of a budget that all layers share, it keeps what may be among the best until the last one.
+        """
+        policy = self.policy
+        if not (isinstance(policy, AcrossLayers) and policy.shares):
+            layer.end_prompt(layer.choose(prompt), prompt)
+            return
+        prompt = layer.with_token_cost(prompt)
+        if self.shared is None or not prompt.depth:
+            self.shared = SharedBudget(policy, prompt)
+        self.shared.take(layer, prompt)
+        if prompt.depth == prompt.num_layers - 1:
+            self.shared = None
 
     # Where the prompt ends.
 
@@ -286,13 +295,15 @@ class Reading:
             )
 
     def require_choice(self, new_tokens: int) -> None:
-        """Refuse a prompt's end where all layers choose together, before one has changed."""
-        if "all_layers" not in self.policy.needs or self.layers[0].slots.is_compressed:
-            return
+        """Refuse drafts behind the end of a prompt of which no layer chooses alone."""
         end, seen = self.prompt_end, self.seen_tokens
-        if end is None or seen < end <= seen + new_tokens:
-            remedy = "fill the cache with snapkv.kvzip.read_context(model, input_ids, policy)"
-            raise one_reading_refusal(self.policy, remedy)
+        has_drafts = end is not None and seen < end < seen + new_tokens
+        if has_drafts and "all_layers" in self.policy.needs:
+            raise InvalidArgumentError(
+                "policy: expected one whose layers choose by themselves where drafts are verified "
+                "in the pass that ends the prompt (assistant model, prompt lookup), got "
+                f"{self.policy.name}; use SnapKV, or generate without drafts"
+            )
 
     def expect_prompt(self, prompt_tokens: int) -> None:
         """Announce that the prompt ends after that many tokens; see `CompressedCache`."""

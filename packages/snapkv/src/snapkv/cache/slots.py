@@ -18,7 +18,6 @@ from snapkv import ops
 from snapkv.cache.rows import RowRecord, per_row
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.policies.spans import Spans
-from snapkv.policies.states import LostVotes
 from snapkv.storage.base import TokenStore
 
 
@@ -327,10 +326,9 @@ class DecodeNotes(RowRecord):
             return None
         return torch.nn.functional.pad(self.slot_scores, (0, new_tokens))
 
-    def of_choice(self, last_queries: Tensor | None, lost: LostVotes | None) -> Self:
-        """After the end of a prompt, with the queries to hold and the votes that were lost."""
-        mass, peak = (None, None) if lost is None else (lost.mass, lost.peak)
-        return replace(self, last_queries=last_queries, lost_mass=mass, lost_peak=peak)
+    def of_choice(self, last_queries: Tensor | None) -> Self:
+        """After the end of a prompt, with the queries to hold; of lost votes nothing is known."""
+        return replace(self, last_queries=last_queries, lost_mass=None, lost_peak=None)
 
 
 def require_removable(tokens_to_remove: SupportsIndex) -> int:

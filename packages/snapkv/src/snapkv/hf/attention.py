@@ -172,12 +172,18 @@ def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
     prompt = context.check.later(_prompt_layer(read, layer, pads))
     if context.reading.narrowing is not None:
         context.reading.narrowing.on_prompt(replace(prompt, queries=call.query))
+    if not drafts:
+        attended = _attend_prompt(call, layer)
+        _check_votes(call, context, prompt, attended[0][:, own - 1])
+        context.reading.end_prompt(layer, prompt)
+        context.check.require_numbers(prompt)
+        return attended
     selection = layer.choose(prompt)
     context.check.require_numbers(prompt)
-    at_once = not drafts or (selection is None and layer.storage.codes is None)
+    at_once = selection is None and layer.storage.codes is None
     attended = _attend_prompt(call, layer) if at_once else call.before_masked(drafts, pads).attend()
     _check_votes(call, context, prompt, attended[0][:, own - 1])
-    _end(layer, selection, prompt)
+    layer.end_prompt(selection, prompt)
     return attended if at_once else _verify(call, layer, selection, drafts, attended[0])
 
 
@@ -203,7 +209,7 @@ def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
     selection = layer.choose(prompt)
     context.check.require_numbers(prompt)
     if selection is not None:
-        _end(layer, selection, prompt)
+        layer.end_prompt(selection, prompt)
     else:
         layer.look_back(read.query)
         layer.encode(prompt.keys.shape[2])
@@ -285,18 +291,6 @@ def _follow(call: AttentionCall, layer: CompressedLayer, drafts: int) -> None:
 
 
 # What the policy is shown and asked.
-
-
-def choose(layer: CompressedLayer, prompt: PromptLayer) -> None:
-    """Let the policy choose of a prompt that the layer holds, and the layer keep that."""
-    _end(layer, layer.choose(prompt), prompt)
-
-
-def _end(layer: CompressedLayer, selection: Selection | None, prompt: PromptLayer) -> None:
-    """Let the layer keep what was chosen; the pads of a text that it has parts of it knows."""
-    if not layer.slots.is_whole:
-        prompt = replace(prompt, pad_tokens=layer.slots.pads)
-    layer.end_prompt(selection, prompt)
 
 
 def _evict(call: AttentionCall, layer: CompressedLayer, new_tokens: int) -> None:

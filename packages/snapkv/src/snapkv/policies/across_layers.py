@@ -1,17 +1,20 @@
 """One budget for all layers and heads, as KVzip (Kim et al., NeurIPS 2025) shares it out."""
 
-from collections.abc import Iterable
+import math
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies.around import AroundScores
 from snapkv.policies.base import Need
-from snapkv.policies.budget import counts_of_best
-from snapkv.policies.kvzip import KVzip
+from snapkv.policies.budget import AutoBudget
+from snapkv.policies.prefix import Prefix
 from snapkv.policies.prefix_policy import PrefixPolicy
+from snapkv.policies.snapkv import SnapKV
 from snapkv.policies.states import PromptLayer, Selection
 
 
@@ -19,18 +22,20 @@ from snapkv.policies.states import PromptLayer, Selection
 class AcrossLayers(AroundScores):
     """Shares one budget out among the heads of all layers: the best scores of a row win.
 
-    So choose KVzip and `KVzipPress` of kvpress, which masks what is not kept and holds all of it.
-    Here layers and heads hold different numbers of tokens, as in AdaKV, and the bytes are those of
-    the tokens kept. The counts add up exactly: the budget times the heads of all layers. A head is
-    sure of its window and its sinks only. Where all heads share one latent, rows of a batch take as
-    many bytes in a layer as the one that keeps most of it.
+    So choose KVzip, `KVzipPress` of kvpress, which masks what is not kept and holds all of it, and
+    DefensiveKV (arXiv 2510.13334). Here layers and heads hold different numbers of tokens, as in
+    AdaKV, and the bytes are those of the tokens kept. The counts add up exactly: the budget times
+    the heads of all layers. A head is sure of its window and its sinks only. Where all heads share
+    one latent, rows of a batch take as many bytes in a layer as the one that keeps most of it.
 
-    It chooses when all layers have read the text, all of which is in memory until then;
-    `snapkv.kvzip.read_context` reads it so, once for KVzap, twice for KVzip.
+    It chooses while the prompt is read: what is not among the best of the layers read so far is
+    dropped, since it cannot be among the best of all. So twice the budget and one layer are held at
+    most (`snapkv.cache.shared_budget`). Of a budget that the votes choose, every head keeps what it
+    asks for, and layers share nothing.
 
     Args:
-        policy: the method that scores, `KVzip` or `KVzap`, with its budget: tokens per head on
-            average. Its scores must mean the same in every layer (`PrefixPolicy.compares_layers`).
+        policy: the method that scores, with its budget: tokens per head on average. Its scores must
+            mean the same in every layer (`PrefixPolicy.compares_layers`).
 
     Raises:
         InvalidTypeError: `policy` does not score a prefix.
@@ -40,51 +45,60 @@ class AcrossLayers(AroundScores):
     name: ClassVar[str] = "across-layers"
     per_head_budget: ClassVar[bool] = True
 
-    policy: PrefixPolicy = field(default_factory=KVzip)
+    policy: PrefixPolicy = field(default_factory=SnapKV)
 
     def __post_init__(self) -> None:
         self._require_scoring()
         if not self.policy.compares_layers:
             raise InvalidArgumentError(
                 f"policy: expected a method whose scores mean the same in every layer, got "
-                f"{self.policy.name}; pass KVzip or KVzap, or use AdaKV, which shares a layer's "
-                "budget among its heads"
+                f"{self.policy.name}; pass SnapKV, KVzip or KVzap, or use AdaKV, which shares a "
+                "layer's budget among its heads"
             )
 
     @property
     def needs(self) -> frozenset[Need]:
-        return super().needs | {"all_layers"}
+        return super().needs | ({"all_layers"} if self.shares else set())
 
-    def allocate(self, layers: Iterable[PromptLayer]) -> list[PromptLayer]:
-        """All layers, each told how many positions its heads keep."""
-        layers = list(layers)
-        policy, device = self.policy, layers[0].keys.device
-        prefixes = [policy.prefix(layer, per_head_budget=True) for layer in layers]
-        kept = [policy.counts(each) for each in prefixes]
-        if not any(prefixes[0].lengths):
-            return layers
-        ranked = [each.ranked(policy.scored(each)).to(device) for each in prefixes]
-        heads = torch.tensor([own.shape[1] for own in ranked])
-        even = torch.tensor(kept).repeat_interleave(heads, dim=0).T.to(device)
-        best = counts_of_best(torch.cat(ranked, dim=1), even.sum(dim=-1).tolist())
-        has_choice = even.amin(dim=-1, keepdim=True) > policy.sink_tokens
-        parts = torch.split(torch.where(has_choice, best, even), heads.tolist(), dim=1)
-        return [
-            replace(layer, head_budgets=own.to(layer.keys.device))
-            for layer, own in zip(layers, parts, strict=True)
-        ]
+    @property
+    def shares(self) -> bool:
+        """Whether what a layer keeps depends on the others, and not on its votes alone."""
+        return not isinstance(self.policy.allocation, AutoBudget)
+
+    def even_counts(self, layer: PromptLayer) -> list[list[int]]:
+        """For every layer B numbers: positions before the window, the mean over its heads.
+
+        Raises InvalidArgumentError where what must stay does not fit.
+        """
+        at_depth = (replace(layer, depth=depth) for depth in range(layer.num_layers))
+        return [self.policy.counts(self._prefix(each)) for each in at_depth]
+
+    def ranked(self, layer: PromptLayer) -> Tensor:
+        """(B, H, T) float32: scores, infinite for what must stay, and minus infinity for pads."""
+        prefix, least = self._prefix(layer), torch.finfo(torch.float32).min
+        scores = self.policy.scored(prefix) / self.policy.summed_weights(layer)
+        ranked = prefix.ranked(scores.float().clamp(min=least))
+        window = layer.keys.shape[2] - prefix.slots
+        ranked = F.pad(ranked, (0, window), value=math.inf)
+        return ranked if layer.pads is None else ranked.masked_fill(layer.pads, -math.inf)
 
     def select(self, layer: PromptLayer) -> Selection | None:
-        """Keep the window in every head, and of the prefix what its budget allows."""
-        prefix = self.policy.prefix(layer)
-        if not any(prefix.lengths):
-            return None
-        if (kept := layer.head_budgets) is None:
+        """Keep in every head what a budget by votes asks for, and the window."""
+        budget, prefix = self.policy.allocation, self._prefix(layer)
+        if not isinstance(budget, AutoBudget):
             raise InvalidArgumentError(
-                f"policy: expected layers that know their shares, which {self.name} gives all of "
-                "them together, got one without; fill the cache with snapkv.kvzip.read_context"
+                f"policy: expected the layers of a prompt one after the other, which {self.name} "
+                "compares, got one alone; read the prompt into a CompressedCache"
             )
-        scores = self.policy.scored(prefix)
-        if bool((kept == kept[:, :1]).all()):
-            return prefix.select(scores, kept[:, 0].tolist())
-        return prefix.select_by_head(scores, kept)
+        if (means := self.policy.counts(prefix)) == prefix.lengths:
+            return None
+        if layer.num_kv_heads == 1 and not self.per_query_head:
+            return prefix.select(self.policy.scored(prefix), means)
+        own = torch.tensor(prefix.lengths, device=layer.keys.device)[:, None]
+        voted = budget.voted(self.policy.rated(prefix)).clamp(min=budget.least).minimum(own)
+        if budget.most is not None:
+            voted = voted.clamp(max=budget.most - prefix.window_size)
+        return prefix.select_by_head(self.policy.scored(prefix), voted)
+
+    def _prefix(self, layer: PromptLayer) -> Prefix:
+        return self.policy.prefix(layer, per_head_budget=True)

@@ -4,7 +4,7 @@ from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.policies.base import Need, Policy
 from snapkv.policies.prefix_policy import PrefixPolicy
 from snapkv.policies.spans import Spans
-from snapkv.policies.states import LostVotes, PromptLayer, Selection
+from snapkv.policies.states import PromptLayer, VotesAtStake
 
 
 class AroundScores(Policy):
@@ -43,5 +43,5 @@ class AroundScores(Policy):
     def require_room(self, layer: PromptLayer) -> None:
         self.policy.require_room(layer)
 
-    def lost_votes(self, layer: PromptLayer, selection: Selection) -> LostVotes | None:
-        return self.policy.lost_votes(layer, selection)
+    def votes_at_stake(self, layer: PromptLayer) -> VotesAtStake | None:
+        return self.policy.votes_at_stake(layer)

@@ -2,7 +2,6 @@
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, NoReturn, Self
 
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.policies.spans import Spans, require_room
-from snapkv.policies.states import DecodeStep, Eviction, LostVotes, PromptLayer, Selection
+from snapkv.policies.states import DecodeStep, Eviction, PromptLayer, Selection, VotesAtStake
 
 Need = Literal[
     "rotation",
@@ -22,8 +21,8 @@ Need = Literal[
     "queries",
 ]
 """Parts of the model's layers, the ids of all tokens, what `Policy.with_tokenizer` gives, that
-`snapkv.kvzip` has the model repeat the prompt, that all layers have read it before one chooses, or
-the queries of all that is chosen from."""
+`snapkv.kvzip` has the model repeat the prompt, the scores of all layers before one knows what it
+keeps, or the queries of all that is chosen from."""
 
 ALL_QUERIES = sys.maxsize
 """`Policy.query_tokens` of a method that scores with every query of the prompt."""
@@ -68,7 +67,7 @@ class Policy(ABC):
     @property
     def reads_context(self) -> bool:
         """Whether `snapkv.kvzip.read_context` has to read the prompt, before any question."""
-        return not self.needs.isdisjoint({"reconstruction_pass", "all_layers"})
+        return "reconstruction_pass" in self.needs
 
     def with_tokenizer(self, tokenizer: Any) -> Self:
         """The same method, for the tokens of this tokenizer; itself where it looks at none."""
@@ -87,10 +86,6 @@ class Policy(ABC):
     def per_query_head(self) -> bool:
         """Whether query heads of one KV head may keep sets of their own."""
         return False
-
-    def allocate(self, layers: Iterable[PromptLayer]) -> Iterable[PromptLayer]:
-        """The layers of a prompt, in order, each with its part of what they share; here nothing."""
-        return layers
 
     @abstractmethod
     def select(self, layer: PromptLayer) -> Selection | None:
@@ -113,9 +108,9 @@ class Policy(ABC):
         """Raise in the first layer if one has no room for what is protected; by sizes alone."""
         del layer
 
-    def lost_votes(self, layer: PromptLayer, selection: Selection) -> LostVotes | None:
-        """What the window voted for and `select` has dropped; None for methods without votes."""
-        del layer, selection
+    def votes_at_stake(self, layer: PromptLayer) -> VotesAtStake | None:
+        """What the window voted for, which `select` may drop; None for methods without votes."""
+        del layer
         return None
 
     def describe(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.policies.base import EvictingPolicy, Need, Policy
 from snapkv.policies.snapkv import SnapKV
 from snapkv.policies.spans import Spans
-from snapkv.policies.states import DecodeStep, Eviction, LostVotes, PromptLayer, Selection
+from snapkv.policies.states import DecodeStep, Eviction, PromptLayer, Selection, VotesAtStake
 from snapkv.policies.tova import TOVA
 
 
@@ -119,9 +119,8 @@ class PromptThenDecode(EvictingPolicy):
         noted = self.decode.note(_with_queries(layer, self.decode.query_tokens))
         return replace(selection, scores=noted)
 
-    def lost_votes(self, layer: PromptLayer, selection: Selection) -> LostVotes | None:
-        shown = _with_queries(layer, self.prompt.query_tokens)
-        return self.prompt.lost_votes(shown, selection)
+    def votes_at_stake(self, layer: PromptLayer) -> VotesAtStake | None:
+        return self.prompt.votes_at_stake(_with_queries(layer, self.prompt.query_tokens))
 
     def evict(self, step: DecodeStep) -> Eviction:
         return self.decode.evict(step)

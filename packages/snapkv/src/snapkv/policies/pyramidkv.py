@@ -31,6 +31,7 @@ class PyramidKV(SnapKV):
 
     name: ClassVar[str] = "pyramidkv"
     scores_are_votes: ClassVar[bool] = False  # it gives the layers their budgets by itself
+    compares_layers: ClassVar[bool] = False
 
     _: KW_ONLY
     beta: int = 20

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from snapkv import ops
 from snapkv.policies.prefix_policy import PrefixPolicy
-from snapkv.policies.states import LostVotes, PromptLayer, Selection
+from snapkv.policies.states import PromptLayer, VotesAtStake
 from snapkv.validation import (
     DEFAULT_DECAY,
     DEFAULT_KERNEL,
@@ -50,6 +50,7 @@ class SnapKV(PrefixPolicy):
     name: ClassVar[str] = "snapkv"
     rates_what_is_held: ClassVar[bool] = True
     scores_are_votes: ClassVar[bool] = True
+    compares_layers: ClassVar[bool] = True
 
     _: KW_ONLY
     kernel_size: int | tuple[int, int] | None = None
@@ -120,12 +121,12 @@ class SnapKV(PrefixPolicy):
         return votes[..., :prefix_tokens]
 
     @torch.no_grad()
-    def lost_votes(self, layer: PromptLayer, selection: Selection) -> LostVotes:
-        """The votes on what was dropped, and the highest, lifted by those before it or not."""
+    def votes_at_stake(self, layer: PromptLayer) -> VotesAtStake:
+        """The votes, and as shares of the window's attention, lifted by those before them."""
         votes = self.votes(layer)
         first = layer.is_among_first(FADING_SINKS, votes.shape[-1])
         lifted = ops.fade_votes(votes.masked_fill(first, 0.0), DEFAULT_DECAY)
-        return LostVotes.of(votes, lifted / self.summed_weights(layer), selection.keep_indices)
+        return votes, lifted / self.summed_weights(layer)
 
     def summed_weights(self, layer: PromptLayer) -> int:
         """One of every query that votes; of every head of a group too where these are summed."""

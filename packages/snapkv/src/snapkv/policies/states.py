@@ -76,8 +76,6 @@ class PromptLayer(LayerStates):
         token_ids: (B, T) int64, pads included; for `Policy.needs`.
         received: (B, heads of the cache, T) float32, the most attention every position received
             while the text was read again; None where it was read once.
-        head_budgets: (B, heads of the cache) int64, how many positions before the window each head
-            keeps of a budget that all layers share; None where each has its own.
         token_cost: what a token costs in bytes, by the tokens of the batch's shortest row; for a
             `ByteBudget`.
         votes_impl: the implementation of `snapkv.ops.window_votes` that counts the window's votes.
@@ -90,7 +88,6 @@ class PromptLayer(LayerStates):
     output_weight: Tensor | None = None
     token_ids: Tensor | None = None
     received: Tensor | None = None
-    head_budgets: Tensor | None = None
     token_cost: Callable[[int], TokenCost] | None = None
     votes_impl: Implementation = "auto"
     unasked: list[tuple[Tensor, str]] | None = None
@@ -179,6 +176,10 @@ class Selection:
         )
 
 
+VotesAtStake = tuple[Tensor, Tensor]
+"""Both (B, H, P) float32: the votes of the window, and as shares of its attention, lifted by those
+before them."""
+
 _LEAST_VOTES = torch.finfo(torch.float32).tiny
 
 
@@ -205,9 +206,14 @@ class LostVotes:
         is_dropped = votes.new_ones(*votes.shape[:2], P + 2)  # a place before it, one behind it
         is_dropped.scatter_(2, keep_indices.clamp(max=P) + 1, 0.0)
         dropped = is_dropped[..., 1 : P + 1]
-        mass = (votes * dropped).sum(dim=-1) / votes.sum(dim=-1).clamp(min=_LEAST_VOTES)
-        peak = torch.zeros_like(mass) if not P else (lifted * dropped).amax(dim=-1)
-        return cls(mass=mass, peak=peak)
+        lost = (votes * dropped).sum(dim=-1)
+        peak = torch.zeros_like(lost) if not P else (lifted * dropped).amax(dim=-1)
+        return cls.of_sums(lost, votes.sum(dim=-1), peak)
+
+    @classmethod
+    def of_sums(cls, lost: Tensor, votes: Tensor, peak: Tensor) -> "LostVotes":
+        """Of (B, H) sums of lost votes and of all."""
+        return cls(mass=lost / votes.clamp(min=_LEAST_VOTES), peak=peak)
 
 
 @dataclass(frozen=True, kw_only=True)
