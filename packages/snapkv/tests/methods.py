@@ -60,7 +60,10 @@ METHODS = {
     "random": Random(**BOTH),
     "kvzip": KVzip(**BOTH),
     "kvzap": KVzap(**BOTH, gate=drawn_gate()),
-    "across-layers": AcrossLayers(KVzip(**BOTH)),
+    "across-layers": AcrossLayers(SNAPKV),
+    "across-layers by itself": AcrossLayers(OWN_BUDGET),
+    "across-layers of kvzap": AcrossLayers(KVzap(**BOTH, gate=drawn_gate())),
+    "across-layers of kvzip": AcrossLayers(KVzip(**BOTH)),
 }
 
 STORED = {

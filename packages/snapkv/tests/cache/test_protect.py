@@ -16,7 +16,7 @@ from tests.methods import BOTH, METHODS
 
 SPANS = [(3, 7), (20, 23)]
 PLACES = {3, 4, 5, 6, 20, 21, 22}
-BY_ITSELF = ("fastgen", "snapkv by itself", "adakv by itself")
+BY_ITSELF = ("fastgen", *(name for name in METHODS if name.endswith("by itself")))
 MOVED = "streaming-llm moved"
 
 

@@ -73,8 +73,12 @@ REFUSED = [
     ("where across-layers shares bytes out among", AcrossLayers(KVzip("30%")), FEW),
     # Budgets of all layers.
     *(
-        (f"{next(iter(options))}|policy", METHODS["across-layers"], options)
-        for options in (STATIC, HOST, COMPRESS)
+        (f"{next(iter(options))}|policy", METHODS[name], options)
+        for name, *given in (
+            ("across-layers", STATIC, COMPRESS),
+            ("across-layers of kvzip", STATIC, HOST, COMPRESS),
+        )
+        for options in given
     ),
     # Protected spans.
     ("positions='original'", StreamingLLM(40), {"protect": [(0, 1)]}),

@@ -436,32 +436,27 @@ class CompressedLayer(DynamicLayer):
         Tokens behind the prompt (drafts of the same forward pass) stay behind what is kept. Where
         turns follow, the prompt is all that was seen so far or, without recall, all that is stored.
         """
-        lost, drafts = None, self.store.slots - prompt.keys.shape[2]
+        at, lost = self.slots.columns_by(prompt.keys.shape[2]), None
         if selection is not None and self.slots.is_whole:
             votes = self.policy.votes_at_stake(prompt)
             lost = None if votes is None else LostVotes.of(*votes, selection.keep_indices)
-        self.note_end(prompt, drafts)
+        self.note_end(prompt, at)
         if selection is not None:
-            self.keep(selection, drafts)
-        self.finalize(prompt.keys.shape[2], lost)
-
-    def note_end(self, prompt: PromptLayer, drafts: int = 0) -> None:
-        """Note that the prompt has been read, behind which so many tokens are stored."""
-        queries = None
-        if self.history_tokens:
-            queries = prompt.queries[:, :, -self.history_tokens :].clone()
-        self.notes = self.notes.of_choice(queries)
-        slots, chosen_at = self.slots, self.slots.gone + self.columns - drafts
-        pads = prompt.pad_tokens if slots.is_whole else slots.pads
-        self.slots = replace(slots, pads=pads, is_partial=False, chosen_at=chosen_at)
-
-    def finalize(self, prompt_tokens: int, lost: LostVotes | None) -> None:
-        """Store what was kept of a prompt of so many tokens as it is done behind one."""
+            self.keep(selection, at)
+        self.finalize(prompt.keys.shape[2] if self.slots.kept is None else self.slots.chosen_slots)
         if lost is not None:
-            self._note(lost_mass=lost.mass, lost_peak=lost.peak)
-        self._finalize(prompt_tokens if self.slots.kept is None else self.slots.chosen_slots)
+            self.notes = replace(self.notes, lost_mass=lost.mass, lost_peak=lost.peak)
 
-    def _finalize(self, kept_tokens: int) -> None:
+    def note_end(self, prompt: PromptLayer, at: int) -> None:
+        """Note that the prompt has been read, which ended after so many columns."""
+        slots, queries = self.slots, None
+        if history := self.history_tokens:
+            queries = prompt.queries[:, :, -history:].clone()
+        self._note(last_queries=queries, lost_mass=None, lost_peak=None)
+        pads = prompt.pad_tokens if slots.is_whole else slots.pads
+        self.slots = replace(slots, pads=pads, is_partial=False, chosen_at=slots.gone + at)
+
+    def finalize(self, kept_tokens: int) -> None:
         """Store the first slots as it is done behind a prompt; what that would change is offloaded.
 
         Where tokens were dropped, all of them have been.
@@ -473,9 +468,9 @@ class CompressedLayer(DynamicLayer):
         if self.slots.kept is None and not self.store.is_exact:
             self._offload(whole, kept_tokens)
 
-    def keep(self, selection: Selection, drafts: int = 0) -> None:
-        """Keep the selected slots of a prompt that has ended, and so many tokens behind it."""
-        tokens, kept, at = selection.prompt_tokens, selection.keep_indices, self.columns - drafts
+    def keep(self, selection: Selection, at: int) -> None:
+        """Keep the selected slots of a prompt that ended after so many columns."""
+        tokens, kept = selection.prompt_tokens, selection.keep_indices
         self._offload(self.store, tokens)
         ragged, fillers = selection.head_tokens is not None, selection.filler_tokens
         self._keep_slots(kept, tokens, at=at, ragged=ragged, fillers=fillers)
@@ -537,7 +532,7 @@ class CompressedLayer(DynamicLayer):
     def encode(self, tokens: int) -> None:
         """Hold the first tokens as codes again, where the end of a turn has dropped nothing."""
         if self.storage.codes is not None:
-            self._finalize(tokens)
+            self.finalize(tokens)
 
     # What a user says of spans.
 

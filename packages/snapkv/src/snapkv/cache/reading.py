@@ -264,7 +264,7 @@ class Reading:
 
         Of a budget that all layers share, it keeps what may be among the best until the last one.
         """
-        policy = self.policy
+        policy = layer.policy
         if not (isinstance(policy, AcrossLayers) and policy.shares):
             layer.end_prompt(layer.choose(prompt), prompt)
             return
@@ -295,14 +295,20 @@ class Reading:
             )
 
     def require_choice(self, new_tokens: int) -> None:
-        """Refuse drafts behind the end of a prompt of which no layer chooses alone."""
-        end, seen = self.prompt_end, self.seen_tokens
-        has_drafts = end is not None and seen < end < seen + new_tokens
-        if has_drafts and "all_layers" in self.policy.needs:
+        """Refuse a prompt's end at which the method cannot choose, before a layer has changed."""
+        policy, end = self.policy, self.prompt_end
+        if policy.needs.isdisjoint({"reconstruction_pass", "all_layers"}):
+            return
+        seen = self.seen_tokens
+        reads_end = end is None or seen < end <= seen + new_tokens
+        if policy.reads_context and reads_end and not self.layers[0].slots.is_compressed:
+            remedy = "fill the cache with snapkv.kvzip.read_context(model, input_ids, policy)"
+            raise one_reading_refusal(policy, remedy)
+        if end is not None and seen < end < seen + new_tokens:
             raise InvalidArgumentError(
                 "policy: expected one whose layers choose by themselves where drafts are verified "
                 "in the pass that ends the prompt (assistant model, prompt lookup), got "
-                f"{self.policy.name}; use SnapKV, or generate without drafts"
+                f"{policy.name}; use SnapKV, or generate without drafts"
             )
 
     def expect_prompt(self, prompt_tokens: int) -> None:

@@ -7,7 +7,7 @@ scores the earlier layer, head and position wins, whenever entries go.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from snapkv import ops
 from snapkv.cache.layer import CompressedLayer
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies import AcrossLayers, PromptLayer, Selection
-from snapkv.policies.states import LostVotes
+from snapkv.policies.states import LEAST_VOTES
 
 
 class SharedBudget:
@@ -34,7 +34,7 @@ class SharedBudget:
     def take(self, layer: CompressedLayer, prompt: PromptLayer) -> None:
         """A layer has read the prompt; after the last one all hold what they keep."""
         scores = self._scores(prompt)
-        layer.note_end(prompt)
+        layer.note_end(prompt, layer.columns)
         self._heads.append(scores.shape[1])
         self._parts.append(_Part.of(layer, scores, self._policy.votes_at_stake(prompt)))
         self._held_entries += scores.shape[1] * scores.shape[2]
@@ -126,7 +126,7 @@ class _Part:
         """Hold only some slots, (B, H, K) bool."""
         selection = Selection.of_mask(stays, per_head_budget=stays.shape[1] > 1)
         slots = selection.keep_indices
-        self.layer.keep(selection)
+        self.layer.keep(selection, self.layer.columns)
         if self.votes is not None:
             dropped = self.votes.masked_fill(stays, 0.0)
             self.lost = self.lost + dropped[0].sum(dim=-1)
@@ -137,7 +137,8 @@ class _Part:
 
     def end(self, prompt_tokens: int) -> None:
         """Note what was lost, and store as it is done behind a prompt of so many tokens."""
-        lost = None
-        if self.votes is not None and self.layer.slots.is_compressed:
-            lost = LostVotes.of_sums(self.lost, self.all_votes, self.peak)
-        self.layer.finalize(prompt_tokens, lost)
+        layer = self.layer
+        layer.finalize(prompt_tokens if layer.slots.kept is None else layer.slots.chosen_slots)
+        if self.votes is not None and layer.slots.is_compressed:
+            mass = self.lost / self.all_votes.clamp(min=LEAST_VOTES)
+            layer.notes = replace(layer.notes, lost_mass=mass, lost_peak=self.peak)

@@ -326,10 +326,6 @@ class DecodeNotes(RowRecord):
             return None
         return torch.nn.functional.pad(self.slot_scores, (0, new_tokens))
 
-    def of_choice(self, last_queries: Tensor | None) -> Self:
-        """After the end of a prompt, with the queries to hold; of lost votes nothing is known."""
-        return replace(self, last_queries=last_queries, lost_mass=None, lost_peak=None)
-
 
 def require_removable(tokens_to_remove: SupportsIndex) -> int:
     """How many of the last tokens a crop takes back: as transformers has it, a count below zero.

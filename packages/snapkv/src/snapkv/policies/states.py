@@ -180,7 +180,7 @@ VotesAtStake = tuple[Tensor, Tensor]
 """Both (B, H, P) float32: the votes of the window, and as shares of its attention, lifted by those
 before them."""
 
-_LEAST_VOTES = torch.finfo(torch.float32).tiny
+LEAST_VOTES = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,12 +208,7 @@ class LostVotes:
         dropped = is_dropped[..., 1 : P + 1]
         lost = (votes * dropped).sum(dim=-1)
         peak = torch.zeros_like(lost) if not P else (lifted * dropped).amax(dim=-1)
-        return cls.of_sums(lost, votes.sum(dim=-1), peak)
-
-    @classmethod
-    def of_sums(cls, lost: Tensor, votes: Tensor, peak: Tensor) -> "LostVotes":
-        """Of (B, H) sums of lost votes and of all."""
-        return cls(mass=lost / votes.clamp(min=_LEAST_VOTES), peak=peak)
+        return cls(mass=lost / votes.sum(dim=-1).clamp(min=LEAST_VOTES), peak=peak)
 
 
 @dataclass(frozen=True, kw_only=True)
