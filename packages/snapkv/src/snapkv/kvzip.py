@@ -87,7 +87,7 @@ def read_twice(
         prompts = read_layers(model, input_ids, cache, instruction_ids=instruction_ids)
         with cache.reading.attending():
             for layer, prompt in zip(cache.reading.layers, prompts, strict=True):
-                cache.reading.end_prompt(layer, prompt)
+                cache.reading.end_prompt(layer, prompt, once=True)  # what follows is read once
         cache.reading.note_text(input_ids)
     except BaseException:
         cache.reset()

@@ -416,14 +416,8 @@ class CompressedLayer(DynamicLayer):
 
     @torch.no_grad()
     def choose(self, prompt: PromptLayer) -> Selection | None:
-        """What of a prompt that has been read the policy keeps; None for all of it.
-
-        What was read twice is chosen once, all of it or not: what follows is read once.
-        """
-        selection = self.policy.select(self.with_token_cost(prompt))
-        if selection is None and self.policy.reads_context:
-            return Selection.whole(prompt)
-        return selection
+        """What of a prompt that has been read the policy keeps; None for all of it."""
+        return self.policy.select(self.with_token_cost(prompt))
 
     def with_token_cost(self, prompt: PromptLayer) -> PromptLayer:
         """The prompt, whose tokens cost what they do in this layer's storage."""

@@ -259,18 +259,25 @@ class Reading:
             self.prompt_end = None
         self._recall_for_a_turn()
 
-    def end_prompt(self, layer: CompressedLayer, prompt: PromptLayer) -> None:
+    def end_prompt(
+        self, layer: CompressedLayer, prompt: PromptLayer, *, once: bool = False
+    ) -> None:
         """Let the policy choose of a prompt that a layer has read, and the layer keep that.
 
         Of a budget that all layers share, it keeps what may be among the best until the last one.
+        What is chosen `once` is not chosen from again with what follows, even if nothing was
+        dropped.
         """
         policy = layer.policy
         if not (isinstance(policy, AcrossLayers) and policy.shares):
-            layer.end_prompt(layer.choose(prompt), prompt)
+            selection = layer.choose(prompt)
+            if selection is None and once:
+                selection = Selection.whole(prompt)
+            layer.end_prompt(selection, prompt)
             return
         prompt = layer.with_token_cost(prompt)
         if self.shared is None or not prompt.depth:
-            self.shared = SharedBudget(policy, prompt)
+            self.shared = SharedBudget(policy, prompt, once=once)
         self.shared.take(layer, prompt)
         if prompt.depth == prompt.num_layers - 1:
             self.shared = None
@@ -297,7 +304,7 @@ class Reading:
     def require_choice(self, new_tokens: int) -> None:
         """Refuse a prompt's end at which the method cannot choose, before a layer has changed."""
         policy, end = self.policy, self.prompt_end
-        if policy.needs.isdisjoint({"reconstruction_pass", "all_layers"}):
+        if "all_layers" not in policy.needs:
             return
         seen = self.seen_tokens
         reads_end = end is None or seen < end <= seen + new_tokens

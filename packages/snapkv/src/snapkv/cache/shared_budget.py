@@ -21,14 +21,14 @@ from snapkv.policies.states import LEAST_VOTES
 
 
 class SharedBudget:
-    """What the layers of one prompt hold while it is read."""
+    """What the layers of one prompt hold while it is read; `once` as in `Reading.end_prompt`."""
 
-    def __init__(self, policy: AcrossLayers, first: PromptLayer) -> None:
+    def __init__(self, policy: AcrossLayers, first: PromptLayer, *, once: bool) -> None:
         self._policy, self._even = policy, policy.even_counts(first)
         self._parts: list[_Part] = []
         self._heads: list[int] = []  # of every layer so far
         self._held_entries = 0  # of a row, at most
-        self._has_chosen = policy.reads_context  # what was read twice, whatever was dropped
+        self._has_chosen = once
 
     @torch.no_grad()
     def take(self, layer: CompressedLayer, prompt: PromptLayer) -> None:
