@@ -1,5 +1,6 @@
 """Every way `model.generate` can run, on a compressed cache, against masked full attention."""
 
+import functools
 import gc
 import inspect
 import pickle
@@ -10,7 +11,14 @@ import pytest
 import torch
 from transformers import TextStreamer, pipeline
 
-from snapkv import CacheMismatchError, CompressedCache, InvalidArgumentError, SnapKV
+from snapkv import (
+    AcrossLayers,
+    AdaKV,
+    CacheMismatchError,
+    CompressedCache,
+    InvalidArgumentError,
+    SnapKV,
+)
 from tests.families import SLIDING_LAYERS_CRASH_AFTER_DRAFTS, random_ids, tiny_model
 from tests.oracle import masked_generate, unwrapped
 
@@ -188,16 +196,19 @@ def test_what_is_refused_leaves_no_announcement_behind(options, error, message):
         model.generate(random_ids(1, 40), past_key_values=cache, **OPTIONS)
 
 
-def test_unannounced_drafts_are_refused():
-    """Calling the class's own generate goes around the announcement; drafts would vote."""
+def test_drafts_are_read_in_a_pass_of_their_own():
+    """Also by the class's own generate, which announces nothing."""
     model, ids = tiny_model("llama"), repeating()
-    cache = CompressedCache(model, POLICY)
     options = {**OPTIONS, "prompt_lookup_num_tokens": 4}
-    with pytest.raises(CacheMismatchError, match="expect_prompt"):
-        type(model).generate(model, ids, past_key_values=cache, **options)
-    cache.expect_prompt(PROMPT)
-    tokens = type(model).generate(model, ids, past_key_values=cache, **options)
-    assert torch.equal(tokens, generate(model, ids)[0])
+    for own in (model.generate, functools.partial(type(model).generate, model)):
+        for policy in (POLICY, AdaKV(POLICY), AcrossLayers(POLICY)):
+            plain, _ = generate(model, ids, policy)
+            tokens = own(ids, past_key_values=CompressedCache(model, policy), **options)
+            assert torch.equal(tokens, plain)
+    cache = CompressedCache(model, POLICY)
+    cache.expect_prompt(PROMPT - 3)
+    with pytest.raises(CacheMismatchError, match="3 tokens behind it"):
+        model(ids, past_key_values=cache)
 
 
 def test_pipeline(demo):

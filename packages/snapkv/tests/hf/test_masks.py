@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
-from snapkv.hf.masks import _flex_mask, leading_pads, prompt_mask, stored_mask
+from snapkv.hf.masks import _flex_mask, leading_pads, stored_mask
 from tests.pairs import pairs
 
 T, WINDOW = 7, 3
@@ -61,17 +61,9 @@ def test_no_mask_means_no_pads():
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_pads_are_counted_row_by_row_and_drafts_are_no_part_of_the_prompt(form):
+def test_pads_are_counted_row_by_row(form):
     assert read(in_form(form, columns_visible())).tolist() == PADS
     assert read(in_form(form, columns_visible([0, 0, 0]))) is None
-    assert read(in_form(form, columns_visible(tokens=T + 3))).tolist() == PADS
-
-
-@pytest.mark.parametrize("form", FORMS_4D)
-def test_the_row_of_the_prompts_last_token_is_read_and_not_that_of_a_draft(form):
-    allowed = causal(columns_visible([0, 0], tokens=T + 3))
-    allowed[:, :, T:, 1] = False  # drafts of a branch that does not see position 1
-    assert leading_pads(as_additive(form, allowed), T - 1, T, WINDOW) is None
 
 
 @pytest.mark.parametrize("form", FORMS_4D)
@@ -212,33 +204,3 @@ def test_a_flex_mask_counts_rows_and_columns_from_the_first_that_is_there():
     )
     dense = create_mask(mask.mask_mod, 1, 1, 3, 7, device="cpu")
     assert torch.equal(dense[0, 0], torch.ones(3, 7, dtype=torch.bool).tril(4))
-
-
-# The prompt's part of a mask, where drafts follow.
-
-
-@pytest.mark.parametrize("form", FORMS_4D)
-def test_the_prompts_part_of_a_mask_is_its_first_rows_and_columns(form):
-    mask = as_additive(form, causal(columns_visible(tokens=T + 3)))
-    part = prompt_mask("sdpa", mask, queries(tokens=T, batch=3), T, torch.tensor(PADS))
-    assert torch.equal(part, as_additive(form, causal(columns_visible())))
-
-
-def test_the_prompts_part_of_a_two_dimensional_mask_or_of_none():
-    mask = columns_visible(tokens=T + 3).long()
-    part = prompt_mask("flash_attention_2", mask, queries(batch=3), T, torch.tensor(PADS))
-    assert torch.equal(part, columns_visible().long())
-    assert prompt_mask("sdpa", None, queries(), T, None) is None
-
-
-def test_the_prompts_part_of_a_block_mask_is_causal_behind_earlier_chunks():
-    mask = in_form("block", columns_visible([0, 0], tokens=T + 3))
-    part = prompt_mask("flex_attention", mask, queries(tokens=3), T, None)
-    dense = create_mask(part.mask_mod, 2, 1, 3, T, device="cpu")
-    assert torch.equal(dense, causal(columns_visible([0, 0]), queries=3))
-
-
-def test_drafts_behind_a_padded_block_mask_are_refused():
-    mask = in_form("block", columns_visible(tokens=T + 3))
-    with pytest.raises(UnsupportedModelError, match="left padding; load the model with"):
-        prompt_mask("flex_attention", mask, queries(batch=3), T, torch.tensor(PADS))

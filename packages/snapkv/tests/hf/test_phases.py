@@ -16,7 +16,6 @@ TURNS = (None, "append", "compress")
         (10, 10, 30, None, Phase.READ_PROMPT),  # the first piece of a prompt
         (30, 20, 30, None, Phase.END_PROMPT),
         (30, 1, 30, None, Phase.END_PROMPT),  # its last token, alone
-        (33, 23, 30, None, Phase.END_PROMPT),  # with three drafts behind it
         (31, 1, 30, "append", Phase.DECODE),
         (31, 1, 30, None, Phase.DECODE),  # behind a prompt that fits
         (31, 1, 30, "compress", Phase.DECODE),
@@ -24,7 +23,6 @@ TURNS = (None, "append", "compress")
         (40, 4, 40, "append", Phase.READ_TURN),  # its end, stored whole
         (36, 5, 40, "compress", Phase.READ_TURN),
         (40, 4, 40, "compress", Phase.END_TURN),  # its end, which votes
-        (42, 6, 40, "compress", Phase.END_TURN),  # with two drafts behind it
         (40, 4, 40, None, Phase.END_PROMPT),  # all was recalled, or nothing dropped
     ],
 )

@@ -427,8 +427,8 @@ class CompressedLayer(DynamicLayer):
     def end_prompt(self, selection: Selection | None, prompt: PromptLayer) -> None:
         """Note that the prompt has been read, and keep of it what was chosen.
 
-        Tokens behind the prompt (drafts of the same forward pass) stay behind what is kept. Where
-        turns follow, the prompt is all that was seen so far or, without recall, all that is stored.
+        Where turns follow, the prompt is all that was seen so far or, without recall, all that is
+        stored.
         """
         at, lost = self.slots.columns_by(prompt.keys.shape[2]), None
         if selection is not None and self.slots.is_whole:

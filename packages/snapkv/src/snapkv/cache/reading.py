@@ -291,32 +291,36 @@ class Reading:
             self.turn_start, self.prompt_end = self.seen_tokens, seen_tokens
         return self.prompt_end
 
-    def require_end(self) -> None:
-        """Refuse to verify drafts before it is known where the prompt ends."""
+    def require_end(self, new_tokens: int = 0) -> None:
+        """Refuse a pass that may hold drafts, or more tokens than the prompt that it ends."""
         if self.prompt_end is None and self.verifies_drafts:
             raise CacheMismatchError(
                 "past_key_values: expected to know where the prompt ends before drafts are "
-                "verified, got a first forward pass that may hold drafts; make the cache "
-                "before the line that calls model.generate, or call "
+                "verified, got a first forward pass that may hold drafts; call "
                 "cache.expect_prompt(prompt_tokens)"
             )
+        if tokens := self.tokens_behind(new_tokens):
+            raise CacheMismatchError(
+                "past_key_values: expected a forward pass to end where the prompt does, got one "
+                f"with {tokens:,} tokens behind it; read them in a pass of their own"
+            )
+
+    def tokens_behind(self, new_tokens: int) -> int:
+        """How many of a pass that ends the prompt stand behind it; 0 of any other pass."""
+        if self.prompt_end is None or new_tokens <= 1 or not self.is_announced:
+            return 0
+        return max(0, self.seen_tokens + new_tokens - self.prompt_end)
 
     def require_choice(self, new_tokens: int) -> None:
         """Refuse a prompt's end at which the method cannot choose, before a layer has changed."""
         policy, end = self.policy, self.prompt_end
-        if "all_layers" not in policy.needs:
+        needs_all = "all_layers" in policy.needs and policy.reads_context
+        if not needs_all or self.layers[0].slots.is_compressed:
             return
         seen = self.seen_tokens
-        reads_end = end is None or seen < end <= seen + new_tokens
-        if policy.reads_context and reads_end and not self.layers[0].slots.is_compressed:
+        if end is None or seen < end <= seen + new_tokens:
             remedy = "fill the cache with snapkv.kvzip.read_context(model, input_ids, policy)"
             raise one_reading_refusal(policy, remedy)
-        if end is not None and seen < end < seen + new_tokens:
-            raise InvalidArgumentError(
-                "policy: expected one whose layers choose by themselves where drafts are verified "
-                "in the pass that ends the prompt (assistant model, prompt lookup), got "
-                f"{policy.name}; use SnapKV, or generate without drafts"
-            )
 
     def expect_prompt(self, prompt_tokens: int) -> None:
         """Announce that the prompt ends after that many tokens; see `CompressedCache`."""

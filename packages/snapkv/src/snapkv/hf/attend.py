@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from snapkv import ops
 from snapkv.cache.layer import CompressedLayer
 from snapkv.hf.forward_context import Candidates, is_recording
-from snapkv.hf.masks import prompt_mask, stored_mask, tree_mask
+from snapkv.hf.masks import stored_mask, tree_mask
 from snapkv.storage.base import HeadStates
 
 _KERNELS = (can_use_flash_attention, can_use_cudnn_attention, can_use_efficient_attention)
@@ -53,19 +53,6 @@ class AttentionCall:
             softcap=self.options.get("softcap"),
             sink_logits=self.options.get("s_aux"),
         )
-
-    def before(self, drafts: int) -> "AttentionCall":
-        """The call without its last tokens; the mask is still for all of them."""
-        if not drafts:
-            return self
-        query, key, value = (states[:, :, :-drafts] for states in self._states)
-        return replace(self, query=query, key=key, value=value)
-
-    def before_masked(self, drafts: int, pads: Tensor | None) -> "AttentionCall":
-        """`before`, with the part of the mask that is the prompt's."""
-        read, slots = self.before(drafts), self.key.shape[2] - drafts
-        mask = prompt_mask(self.implementation, self.mask, read.query, slots, pads)
-        return replace(read, mask=mask)
 
     @property
     def _states(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -136,14 +123,12 @@ class AttentionCall:
         return heads.transpose(1, 2).contiguous()
 
 
-def attend_stored(
-    call: AttentionCall, layer: CompressedLayer, rebuild_mask: bool = False, drafts: int = 0
-) -> Attended:
+def attend_stored(call: AttentionCall, layer: CompressedLayer) -> Attended:
     """Attend to what a compressed layer stores, the queries' own tokens last.
 
     The model makes one mask for all layers, as wide as the first one, or none where that one has
     nothing to hide; a layer that stores another number of tokens, or hides other slots than the
-    padding mask does, needs its own. The last `drafts` stored tokens come after the queries'.
+    padding mask does, needs its own.
     """
     store, slots = layer.store, layer.slots
     if store.ragged is not None:
@@ -151,8 +136,8 @@ def attend_stored(
     mask = call.mask
     other_width = mask is not None and mask.shape[-1] != call.key.shape[2]
     unmasked = mask is None and slots.hides_slots
-    if rebuild_mask or other_width or unmasked or slots.needs_own_mask:
-        call = _with_own_mask(call, layer, drafts)
+    if other_width or unmasked or slots.needs_own_mask:
+        call = _with_own_mask(call, layer)
     if slots.kept is not None and call.key.shape[1] == call.query.shape[1]:
         call = replace(call, module=_Ungrouped(call.module))
     return call.attend()
@@ -170,9 +155,9 @@ def fitting(call: AttentionCall, layer: CompressedLayer) -> AttentionCall:
     return _with_own_mask(call, layer) if is_other else call
 
 
-def _with_own_mask(call: AttentionCall, layer: CompressedLayer, drafts: int = 0) -> AttentionCall:
+def _with_own_mask(call: AttentionCall, layer: CompressedLayer) -> AttentionCall:
     store, slots, new = layer.store, layer.slots, call.query.shape[2]
-    past = slots.visible(store, store.slots - drafts - new)
+    past = slots.visible(store, store.slots - new)
     return replace(call, mask=stored_mask(call.implementation, past, call.query))
 
 

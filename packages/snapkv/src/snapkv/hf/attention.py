@@ -29,9 +29,7 @@ from snapkv.policies import (
     DecodeStep,
     EvictingPolicy,
     PromptLayer,
-    Selection,
 )
-from snapkv.storage.base import keep_tokens
 
 _PREFIX = "snapkv|"
 
@@ -164,56 +162,46 @@ def _read_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
 
 def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
     """The prompt ends in this pass: attend to all of it, then let the layer keep its part."""
-    layer, drafts = context.layer, context.drafts
+    layer = context.layer
     call = fitting(call, layer)
-    read = call.before(drafts)
-    own, slots = read.query.shape[2], read.key.shape[2]
+    own, slots = call.query.shape[2], call.key.shape[2]
     pads = leading_pads(call.mask, own - 1, slots, layer.policy.query_tokens)
-    prompt = context.check.later(_prompt_layer(read, layer, pads))
+    prompt = context.check.later(_prompt_layer(call, layer, pads))
     if context.reading.narrowing is not None:
         context.reading.narrowing.on_prompt(replace(prompt, queries=call.query))
-    if not drafts:
-        attended = _attend_prompt(call, layer)
-        _check_votes(call, context, prompt, attended[0][:, own - 1])
-        context.reading.end_prompt(layer, prompt)
-        context.check.require_numbers(prompt)
-        return attended
-    selection = layer.choose(prompt)
+    attended = _attend_prompt(call, layer)
+    _check_votes(call, context, prompt, attended[0][:, -1])
+    context.reading.end_prompt(layer, prompt)
     context.check.require_numbers(prompt)
-    at_once = selection is None and layer.storage.codes is None
-    attended = _attend_prompt(call, layer) if at_once else call.before_masked(drafts, pads).attend()
-    _check_votes(call, context, prompt, attended[0][:, own - 1])
-    layer.end_prompt(selection, prompt)
-    return attended if at_once else _verify(call, layer, selection, drafts, attended[0])
+    return attended
 
 
 def _read_turn(call: AttentionCall, context: ForwardContext) -> Attended:
     """A later prompt is read over what was kept, and stored whole."""
-    layer, drafts = context.layer, context.drafts
+    layer = context.layer
     attended = attend_stored(call, layer)
-    if drafts >= 0:
-        _evict(call, layer, context.turn_tokens + drafts)
+    if context.reads_end:
+        _evict(call, layer, context.turn_tokens)
     elif isinstance(layer.policy, EvictingPolicy):  # evicts at the end, as if it came at once
         layer.remember_queries(call.query, context.turn_tokens)
-    _follow(call, layer, max(0, drafts))
-    layer.store.finalize_step(max(0, drafts))
+    _follow(call, layer, 0)
+    layer.store.finalize_step()
     return attended
 
 
 def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
     """A later prompt ends in this pass: read it over what is stored, then let it vote on that."""
-    layer, drafts = context.layer, context.drafts
-    read = call.before(drafts)
-    attended = attend_stored(read, layer, rebuild_mask=drafts > 0, drafts=drafts)
-    prompt = context.check.later(_prompt_layer(read, layer, layer.slots.fillers))
+    layer = context.layer
+    attended = attend_stored(call, layer)
+    prompt = context.check.later(_prompt_layer(call, layer, layer.slots.fillers))
     selection = layer.choose(prompt)
     context.check.require_numbers(prompt)
     if selection is not None:
         layer.end_prompt(selection, prompt)
     else:
-        layer.look_back(read.query)
+        layer.look_back(call.query)
         layer.encode(prompt.keys.shape[2])
-    return _verify(call, layer, selection, drafts, attended[0]) if drafts else attended
+    return attended
 
 
 def _decode(call: AttentionCall, context: ForwardContext) -> Attended:
@@ -239,49 +227,15 @@ _PHASES: dict[Phase, Callable[[AttentionCall, ForwardContext], Attended]] = {
 def _attend_shared(call: AttentionCall, shared: Shared) -> Attended:
     """Attend to what an earlier layer has stored, as it did before it chose what to keep."""
     context, layer = shared.context, shared.context.layer
-    phase, drafts = context.phase, context.drafts
-    if phase in (Phase.READ_PROMPT, Phase.END_PROMPT):
-        call = fitting(call, layer)
-        if drafts <= 0 or shared.layer.holds_all:
-            return _attend_prompt(call, layer)
-        attended = call.before_masked(drafts, shared.layer.slots.pads).attend()
-    elif phase is Phase.END_TURN and drafts:
-        attended = attend_stored(call.before(drafts), layer, rebuild_mask=True, drafts=drafts)
-    else:
-        return attend_stored(call, layer)
-    store = shared.layer.store
-    behind = replace(call, query=call.query[:, :, -drafts:], key=store.keys, value=store.values)
-    verified, _ = attend_stored(behind, shared.layer, rebuild_mask=True)
-    return torch.cat([attended[0], verified], dim=1), None
+    if context.phase in (Phase.READ_PROMPT, Phase.END_PROMPT):
+        return _attend_prompt(fitting(call, layer), layer)
+    return attend_stored(call, layer)
 
 
 def _attend_prompt(call: AttentionCall, layer: CompressedLayer) -> Attended:
     """Attend to the prompt as far as it has been read, or to what is held of it."""
     holds_less = layer.slots.is_partial and layer.store.slots > call.query.shape[2]
     return attend_stored(call, layer) if holds_less else call.attend()
-
-
-def _verify(
-    call: AttentionCall,
-    layer: CompressedLayer,
-    selection: Selection | None,
-    drafts: int,
-    output: Tensor,
-) -> Attended:
-    """The prompt's own output, then the drafts' attention to what was kept, as in decoding."""
-    behind = replace(call, query=call.query[:, :, -drafts:])
-    if layer.store.ragged is not None:  # the tail alone; the rest is with the heads
-        behind = replace(behind, key=layer.store.keys, value=layer.store.values)
-    elif not layer.store.is_exact:
-        key, value = layer.store.padded()
-        behind = replace(behind, key=key, value=value)
-    elif selection is not None:
-        indices, tokens = selection.keep_indices, selection.prompt_tokens
-        key, value = (keep_tokens(states, indices, tokens) for states in (call.key, call.value))
-        behind = replace(behind, key=key, value=value)
-    verified, _ = attend_stored(behind, layer, rebuild_mask=True)
-    _evict(behind, layer, drafts)
-    return torch.cat([output, verified], dim=1), None
 
 
 def _follow(call: AttentionCall, layer: CompressedLayer, drafts: int) -> None:
@@ -418,11 +372,10 @@ def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
                 "which rearranges them after the cache; heads that keep different tokens would be "
                 "mixed, so it cannot be compressed"
             )
-    if call.implementation == "eager" and _asks_for_weights(call) and _gives_no_weights(context):
+    if call.implementation == "eager" and store.ragged is not None and _asks_for_weights(call):
         return UnsupportedModelError(
             "output_attentions: expected False where attention gives no weights, as behind heads "
-            "of different length, codes, or drafts in the prompt's own pass, got True; leave it "
-            "out, or use SnapKV without quantize and drafts"
+            "of different length or codes, got True; leave it out, or use SnapKV without quantize"
         )
     if refusal := _refusal_of_images(name, context):
         return refusal
@@ -454,12 +407,6 @@ def _asks_for_weights(call: AttentionCall) -> bool:
     config = getattr(call.module, "config", None)
     asked = call.options.get("output_attentions", getattr(config, "output_attentions", False))
     return bool(asked)
-
-
-def _gives_no_weights(context: ForwardContext) -> bool:
-    """Whether a pass attends by heads, or ends a prompt that drafts stand behind."""
-    layer, ends = context.layer, context.phase in (Phase.END_PROMPT, Phase.END_TURN)
-    return layer.store.ragged is not None or (ends and context.drafts > 0)
 
 
 def _same(states: Tensor, stored: Tensor) -> bool:

@@ -218,7 +218,7 @@ class CompressedCache(Cache):
         _require_reached(self.model)
         if rows is not None:
             self.require_rows(rows)
-        reading.require_end()
+        reading.require_end(new_tokens)
         reading.require_choice(new_tokens)
         if reading.prompt_end is None:
             reading.require_queries(reading.seen_tokens + new_tokens)

@@ -88,9 +88,9 @@ class ForwardContext:
         return self.prompt_end - self.reading.turn_start
 
     @property
-    def drafts(self) -> int:
-        """How many of the tokens seen come after the prompt's end; negative before it."""
-        return self.layer.seen_tokens - self.prompt_end
+    def reads_end(self) -> bool:
+        """Whether the prompt or turn ends with this pass."""
+        return self.layer.seen_tokens >= self.prompt_end
 
     def take_back(self) -> None:
         """Undo the update, whose attention is refused; what layers before it did stays done."""

@@ -7,17 +7,20 @@ wrapped on the instance: `generate` announces the prompt's length to a `Compress
 
 In ``model.generate(ids, past_key_values=CompressedCache(model))`` Python has looked `generate` up
 before there was a cache, and the model's own runs. For that `_prefill` announces what was not, and
-`_extract_generation_mode_kwargs` passes a streamer on. Where `_valid_auto_compile_criteria` lets
+`_extract_generation_mode_kwargs` passes a streamer on. `_get_candidate_generator` is called before
+drafts are read, and sees that the prompt is read first. Where `_valid_auto_compile_criteria` lets
 `generate` compile the steps, they are recorded, and `get_compiled_call` gives their replay.
 """
 
 import contextlib
 import copy
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -119,6 +122,61 @@ def _prefill(
     return output
 
 
+def _candidates(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Read the prompt in a pass of its own: the drafts behind it attend to what was kept of it."""
+    given = kwargs.get("model_kwargs") or {}
+    if (reading := _reading_of(given)) is not None and "forward" not in vars(model):
+        if not reading.is_announced:
+            reading.expect_prompt(_prompt_tokens((kwargs["input_ids"],), given))
+        vars(model)["forward"] = functools.partial(_prompt_first, model, reading, model.forward)
+    return own(model, *args, **kwargs)
+
+
+def _prompt_first(model: Any, reading: Reading, forward: Callable[..., Any], **given: Any) -> Any:
+    """The forward pass that ends the prompt, in two where it goes on behind it."""
+    if _reading_of(given) is not reading:
+        return forward(**given)
+    del vars(model)["forward"]
+    ids = given.get("input_ids")
+    tokens = (given["inputs_embeds"] if ids is None else ids).shape[1]
+    if not (behind := reading.tokens_behind(tokens)):
+        return forward(**given)
+    if given.get("output_attentions"):
+        raise UnsupportedModelError(
+            "output_attentions: expected False where drafts are verified, whose weights are as "
+            "wide as what was kept, got True; leave it out, or generate without drafts"
+        )
+    first = forward(**_part(given, 0, tokens - behind, tokens))
+    rest = forward(**_part(given, tokens - behind, tokens, tokens))
+    rest["logits"] = torch.cat([first.logits, rest.logits], dim=1)
+    if first.get("hidden_states") is not None:
+        pairs = zip(first.hidden_states, rest.hidden_states, strict=True)
+        rest["hidden_states"] = tuple(torch.cat(pair, dim=1) for pair in pairs)
+    return rest
+
+
+_BY_TOKEN = {"input_ids": 1, "inputs_embeds": 1, "token_type_ids": 1, "mm_token_type_ids": 1}
+_BY_TOKEN |= {"position_ids": -1, "cache_position": 0}
+"""Along which axis a model's arguments have its tokens."""
+
+
+def _part(given: dict[str, Any], start: int, stop: int, tokens: int) -> dict[str, Any]:
+    """What a pass over some of its tokens is given; images and the like with the first of them."""
+    own = dict(given)
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            continue
+        if name == "attention_mask":
+            own[name] = value[:, : value.shape[1] - tokens + stop]
+        elif name in _BY_TOKEN:
+            own[name] = value.narrow(_BY_TOKEN[name], start, stop - start)
+        elif start:
+            del own[name]
+    return own | (
+        {"logits_to_keep": stop - start if start else 1} if "logits_to_keep" in own else {}
+    )
+
+
 def _modes(
     own: Callable[..., Any], model: Any, custom_generate: Any, kwargs: Any, *modes: Any
 ) -> Any:
@@ -153,6 +211,7 @@ _AROUND: dict[str, Callable[..., Any]] = {
     "generate": _generate,
     "prepare_inputs_for_generation": _prepare_inputs,
     "_prefill": _prefill,
+    "_get_candidate_generator": _candidates,
     "_extract_generation_mode_kwargs": _modes,
     "_valid_auto_compile_criteria": step_graph.compiles,
     "get_compiled_call": step_graph.compiled,

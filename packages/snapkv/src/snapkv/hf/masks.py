@@ -189,24 +189,3 @@ def tree_mask(implementation: str, mask: Any, visible: Tensor, query: Tensor, sl
     hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
     rows = mask.index_select(2, depths).index_select(3, stands_at)
     return rows.masked_fill(apart, hidden)
-
-
-def prompt_mask(
-    implementation: str, mask: Any, query: Tensor, prompt_tokens: int, pads: Tensor | None
-) -> Any:
-    """The part of a mask that belongs to a prompt of so many tokens, where drafts follow it.
-
-    `query` are the prompt's (B, Hq, Q, D) queries of this pass, the first rows of the mask.
-    """
-    if isinstance(mask, BlockMask):
-        earlier = prompt_tokens - query.shape[2]
-        if pads is not None:
-            raise UnsupportedModelError(
-                "attention_mask: expected no padding where drafts are verified by flex attention, "
-                "got left padding; load the model with attn_implementation='sdpa'"
-            )
-        visible = torch.ones(query.shape[0], earlier, dtype=torch.bool, device=query.device)
-        return stored_mask(implementation, visible, query)
-    if mask is None or mask.ndim == 2:
-        return mask if mask is None else mask[:, :prompt_tokens]
-    return mask[:, :, : query.shape[2], :prompt_tokens]
