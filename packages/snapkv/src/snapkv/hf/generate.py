@@ -50,8 +50,11 @@ def _generate(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
     reading.require_room(end, _new_tokens(model, kwargs, end))
     if piece := _asked(model, kwargs, "prefill_chunk_size"):
         cache_among(kwargs).require_pieces(end, piece, kwargs.get("attention_mask"))
-    with reading.announced(end) if end else contextlib.nullcontext():
-        return own(model, *args, **kwargs)
+    try:
+        with reading.announced(end) if end else contextlib.nullcontext():
+            return own(model, *args, **kwargs)
+    finally:
+        _forget_split(model)
 
 
 def _prepare_inputs(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -125,6 +128,7 @@ def _prefill(
 def _candidates(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Read the prompt in a pass of its own: the drafts behind it attend to what was kept of it."""
     given = kwargs.get("model_kwargs") or {}
+    _forget_split(model)
     if (reading := _reading_of(given)) is not None and "forward" not in vars(model):
         if not reading.is_announced:
             reading.expect_prompt(_prompt_tokens((kwargs["input_ids"],), given))
@@ -136,7 +140,7 @@ def _prompt_first(model: Any, reading: Reading, forward: Callable[..., Any], **g
     """The forward pass that ends the prompt, in two where it goes on behind it."""
     if _reading_of(given) is not reading:
         return forward(**given)
-    del vars(model)["forward"]
+    _forget_split(model)
     ids = given.get("input_ids")
     tokens = (given["inputs_embeds"] if ids is None else ids).shape[1]
     if not (behind := reading.tokens_behind(tokens)):
@@ -153,6 +157,12 @@ def _prompt_first(model: Any, reading: Reading, forward: Callable[..., Any], **g
         pairs = zip(first.hidden_states, rest.hidden_states, strict=True)
         rest["hidden_states"] = tuple(torch.cat(pair, dim=1) for pair in pairs)
     return rest
+
+
+def _forget_split(model: Any) -> None:
+    """Take `_prompt_first` away, also where no pass was read behind it."""
+    if getattr(vars(model).get("forward"), "func", None) is _prompt_first:
+        del vars(model)["forward"]
 
 
 _BY_TOKEN = {"input_ids": 1, "inputs_embeds": 1, "token_type_ids": 1, "mm_token_type_ids": 1}
