@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from snapkv.cache.reading import Reading
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.hf import step_graph
-from snapkv.hf.cache_argument import cache_among, with_cache
+from snapkv.hf.cache_argument import cache_among, passed, with_cache
 
 INSTALLATION = "_snapkv_installation"
 """Where a model carries its `Installation`, so that it is copied and pickled with the model."""
@@ -59,10 +59,12 @@ def _generate(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
 
 def _prepare_inputs(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Tell a `CompressedCache` which tokens will be read."""
-    inputs = own(model, *args, **kwargs)
-    reading, token_ids = _reading_of(kwargs), inputs.get("input_ids")
+    reading = _reading_of(kwargs)
     if reading is None:
-        return inputs
+        return own(model, *args, **kwargs)
+    splits = _is_split(model) and not reading.seen_tokens  # no mask is made of both parts
+    inputs = own(model, *args, **(kwargs | passed(None) if splits else kwargs))
+    token_ids = inputs.get("input_ids")
     if cache_among(inputs) is not cache_among(kwargs):
         inputs = _with_dropped(model, inputs, cache_among(kwargs))
     if token_ids is not None:
@@ -161,8 +163,13 @@ def _prompt_first(model: Any, reading: Reading, forward: Callable[..., Any], **g
 
 def _forget_split(model: Any) -> None:
     """Take `_prompt_first` away, also where no pass was read behind it."""
-    if getattr(vars(model).get("forward"), "func", None) is _prompt_first:
+    if _is_split(model):
         del vars(model)["forward"]
+
+
+def _is_split(model: Any) -> bool:
+    """Whether the next pass is read in two parts."""
+    return getattr(vars(model).get("forward"), "func", None) is _prompt_first
 
 
 _BY_TOKEN = {"input_ids": 1, "inputs_embeds": 1, "token_type_ids": 1, "mm_token_type_ids": 1}
