@@ -12,10 +12,10 @@ from snapkv import (
     CompressedCache,
     CriticalKV,
     InvalidArgumentError,
+    KeyDiff,
     KVCodes,
     KVzap,
     KVzip,
-    SnapKV,
     UnsupportedModelError,
 )
 from snapkv.app.observing import record_prompt_twice
@@ -172,7 +172,7 @@ def test_a_model_goes_on_with_what_is_kept(policy, options, tmp_path):
 
 def test_what_cannot_be_is_refused_by_name():
     model, ids = tiny_model("llama"), random_ids(1, TOKENS)
-    for policy in (SnapKV(40), CriticalKV(KVzip(40))):
+    for policy in (KeyDiff(40), CriticalKV(KVzip(40))):
         with pytest.raises(InvalidArgumentError, match=r"policy: .* the same in every layer, got"):
             AcrossLayers(policy)
     policy = METHODS["kvzap"]
