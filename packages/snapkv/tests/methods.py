@@ -32,6 +32,9 @@ METHODS = {
     "snapkv": SNAPKV,
     "snapkv by query head": SnapKV(group_reduce="none", **BOTH),
     "snapkv fading": SnapKV(pooling="fading", **BOTH),
+    "snapkv by the largest": SnapKV(
+        pooling="fading", window_reduce="max", group_reduce="max", **BOTH
+    ),
     "snapkv by ratio": SnapKV(keep_ratio=0.4, window_size=8),
     "snapkv by itself": OWN_BUDGET,
     "adakv by itself": AdaKV(OWN_BUDGET),

@@ -54,6 +54,7 @@ DEFAULT_EVERY = 128
 
 POOLINGS = ("max", "avg", "fading")
 GROUP_REDUCTIONS = ("mean", "max", "sum", "none")
+WINDOW_REDUCTIONS = ("mean", "max")
 
 MOST = 2**63 - 1
 """The largest whole number that a tensor holds."""

@@ -85,7 +85,8 @@ def _plain(text: str) -> str:
 
     Nor with parameters that came later, where they are at their defaults.
     """
-    text = text.replace("decay=None, sink_tokens=0, ", "")
+    for later in ("decay=None, sink_tokens=0, ", ", window_reduce='mean'"):
+        text = text.replace(later, "")
     text = re.sub(re.escape(tempfile.gettempdir()) + r"/[^'\s;,]*", "FOLDER", text)
     text = re.sub(r"0x[0-9a-f]+", "ADDRESS", text)
     return re.sub(r"snapkv(\.\w+)*\.(\w+)", r"\2", text)

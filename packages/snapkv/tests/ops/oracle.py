@@ -138,34 +138,47 @@ def pooled_scores(
     pooling: str,
     decay: float | None = None,
     group_reduce: str,
+    window_reduce: str = "mean",
     first_tokens: int = 0,
 ) -> list[Row]:
     """Pooled votes of every KV head, or of every query head for "none".
 
-    The votes of the first tokens are not pooled: they stay where they are and lift nothing.
+    The votes of the first tokens are not pooled: they stay where they are and lift nothing. For
+    "max" every query's are pooled, scaled back to what they were in sum, and the largest taken.
     """
     group_size = len(queries) // len(keys)
+
+    def lifted(votes: Row) -> Row:
+        first, zeros = votes[:first_tokens], [0.0] * len(votes[:first_tokens])
+        others = zeros + votes[first_tokens:]
+        if pooling == "fading":
+            assert decay is not None
+            return first + fade(others, decay)[first_tokens:]
+        assert kernel_size is not None
+        return first + pool(others, kernel_size, pooling)[first_tokens:]
+
     votes = []
     for head, head_queries in enumerate(queries):
         sink = None if sinks is None else sinks[head]
-        votes.append(head_votes(head_queries, keys[head // group_size], scaling, softcap, sink))
+        head_keys, prefix = keys[head // group_size], len(keys[0]) - len(head_queries)
+        if window_reduce == "mean":
+            votes.append(head_votes(head_queries, head_keys, scaling, softcap, sink))
+            continue
+        largest = [0.0] * prefix
+        for index, query in enumerate(head_queries):
+            seen = head_keys[: prefix + index + 1]
+            weights = attention_weights(query, seen, scaling, softcap, sink)[:prefix]
+            others, now = sum(weights[first_tokens:]), lifted(weights)
+            scale = others / sum(now[first_tokens:])
+            scaled = now[:first_tokens] + [vote * scale for vote in now[first_tokens:]]
+            largest = [max(pair) for pair in zip(largest, scaled, strict=True)]
+        votes.append(largest)
     if group_reduce != "none":
         votes = [
             reduce_group(votes[first : first + group_size], group_reduce)
             for first in range(0, len(votes), group_size)
         ]
-    pooled = []
-    for head in votes:
-        first, zeros = head[:first_tokens], [0.0] * len(head[:first_tokens])
-        others = zeros + head[first_tokens:]
-        if pooling == "fading":
-            assert decay is not None
-            lifted = fade(others, decay)
-        else:
-            assert kernel_size is not None
-            lifted = pool(others, kernel_size, pooling)
-        pooled.append(first + lifted[first_tokens:])
-    return pooled
+    return votes if window_reduce == "max" else [lifted(head) for head in votes]
 
 
 def kept_prefix_tokens(

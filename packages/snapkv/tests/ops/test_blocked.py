@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from snapkv import InvalidArgumentError, ops
-from snapkv.ops import ScoreOptions
-from snapkv.ops.votes import api, blocked, by_head, reference
+from snapkv.ops import Fading, Pooling, ScoreOptions
+from snapkv.ops.votes import api, blocked, by_head, largest, reference
 from tests.ops.vote_cases import (
+    REDUCES,
     SHAPES,
     options_of,
     require_fading,
@@ -31,6 +32,38 @@ def test_blocked_votes_equal_the_reference(shape, block_tokens, extras):
     votes = blocked.window_votes(queries, keys, block_tokens=block_tokens, **options)
     assert votes.dtype == torch.float32
     torch.testing.assert_close(votes, expected, atol=1e-6 * shape[3], rtol=1e-5)
+
+
+LIFTS = [Fading(0.8), Fading(1e-300), Pooling(5, "max"), Pooling((0, 4), "avg")]
+
+
+@pairs(
+    shape={name: SHAPES[name] for name in ("gqa-63", "mha-d80", "mqa-d96", "no prefix")},
+    lift=LIFTS,
+    extras=["", "softcap", "sinks", "pads", "all"],
+    group_reduce=REDUCES,
+    most_bytes=[1, 1 << 13, 1 << 30],
+    more=[0, 3],
+    sink_tokens=[0, 2, 70],
+)
+def test_the_largest_votes_equal_the_reference(
+    monkeypatch, shape, lift, extras, group_reduce, most_bytes, more, sink_tokens
+):
+    """Also of positions among the voters, which only later ones look at."""
+    monkeypatch.setattr(largest, "MOST_BYTES", most_bytes)
+    queries, keys = states(shape)
+    options = options_of(shape, extras) | {"group_reduce": group_reduce}
+    options |= {"prefix_tokens": shape[4] - shape[3] + more, "sink_tokens": sink_tokens}
+    expected = reference.largest_votes(queries, keys, lift=lift, **options)
+    for row, pads in enumerate(options.get("pad_tokens", torch.tensor([])).tolist()):
+        keys[row, :, :pads] = float("nan")
+    found = largest.largest_votes(queries, keys, lift=lift, **options)
+    torch.testing.assert_close(found, expected, atol=1e-6 * shape[3], rtol=1e-5)
+    assert (
+        group_reduce == "sum"
+        or not found[0].numel()
+        or 0 <= found[0].min() <= found[0].max() <= 1.000001
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

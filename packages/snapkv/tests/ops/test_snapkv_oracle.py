@@ -34,6 +34,7 @@ def oracle_scores(layer, policy, row=0):
         pooling=policy.pooling,
         decay=policy.decay,
         group_reduce=policy.group_reduce,
+        window_reduce=policy.window_reduce,
         first_tokens=policy.sink_tokens,
     )
 
@@ -114,15 +115,17 @@ def test_pooling_equals_the_loops(prefix_tokens, pooling, kernel_size):
 
 
 @pairs(
+    window_reduce=["mean", "max"],
     group_reduce=["mean", "max", "sum", "none"],
     pooling=POOLINGS,
     with_sinks=[False, True],
     softcap=[None, 3.0],
 )
-def test_every_mode_equals_the_loops(group_reduce, pooling, with_sinks, softcap):
-    policy = SnapKV(budget=18, window_size=6, group_reduce=group_reduce, **pooling)
+def test_every_mode_equals_the_loops(window_reduce, group_reduce, pooling, with_sinks, softcap):
+    reduced = {"window_reduce": window_reduce, "group_reduce": group_reduce}
+    policy = SnapKV(budget=18, window_size=6, **reduced, **pooling)
     layer = random_layer(
-        11,
+        22,
         batch=2,
         query_heads=6,
         prompt_tokens=45,

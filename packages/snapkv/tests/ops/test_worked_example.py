@@ -12,6 +12,7 @@ Votes: 1/9 + 1/6 = 5/18, 2/9 + 1/6 = 7/18, 5/18, 4/9 + 1/6 = 11/18.
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ import torch
 from snapkv import ops
 from snapkv.policies import PromptLayer, SnapKV
 from tests.ops import oracle
+from tests.ops.states import worked_prompt
 
 LN2 = math.log(2)
 KEYS = [0.0, 1.0, 0.0, 2.0, 0.0, 0.0]
@@ -250,6 +252,46 @@ def test_selection_of_the_worked_example(kernel_size, budget, expected):
 def test_selection_of_the_worked_example_where_votes_fade(decay, expected):
     policy = SnapKV(budget=5, window_size=2, pooling="fading", decay=decay, sink_tokens=0)
     assert policy.select(worked_layer()).keep_indices.tolist() == [[expected]]
+
+
+# Two queries, two prefix positions on from the first each is lifted to half of the one before it.
+#
+#     position        0    1    2    3  |  4    5
+#     query 4        .4    0   .2    0  | .4             of these .6 are on the prefix
+#     faded          .4   .2   .2   .1                   .9 in all, so times 2/3
+#     query 5        .1    0    0   .3  | .3   .3        .4
+#     faded          .1  .05 .025   .3                   .475, so times 16/19
+#
+# With the first position a sink, which lifts nothing, query 4 has 0, .2, .1 instead of 0, .2, 0, so
+# times 2/3, and query 5 has 0, 0, .3 as before.
+BY_QUERY = [[0.4, 0.0, 0.2, 0.0, 0.4], [0.1, 0.0, 0.0, 0.3, 0.3, 0.3]]
+LARGEST = {0: [4 / 15, 2 / 15, 2 / 15, 24 / 95], 1: [0.4, 0.0, 2 / 15, 0.3]}
+
+
+@pytest.mark.parametrize("impl", ["reference", "blocked"])
+@pytest.mark.parametrize("sinks", LARGEST)
+def test_the_largest_vote_of_the_worked_example(sinks, impl):
+    layer = worked_prompt(BY_QUERY, 6)
+    largest, summed = ops.largest_votes(
+        layer.queries,
+        layer.keys,
+        layer.score_options,
+        ops.Fading(0.5),
+        prefix_tokens=4,
+        sink_tokens=sinks,
+        impl=impl,
+    )
+    assert largest[0, 0].tolist() == close(LARGEST[sinks])
+    assert summed[0, 0].tolist() == close([0.5, 0.0, 0.2, 0.3])
+
+
+def test_votes_below_the_mean_are_raised_to_it_in_their_order():
+    """The mean of 4/15, 2/15, 2/15, 24/95 is 56/285; that of 0, 2/15, .3 without the sink 13/90."""
+    policy = SnapKV(6, window_size=2, pooling="fading", decay=0.5, window_reduce="max")
+    for sinks, mean in ((0, 56 / 285), (1, 13 / 90)):
+        scores = replace(policy, sink_tokens=sinks).score(worked_prompt(BY_QUERY, 6))[0, 0]
+        near = [max(vote, mean + (vote - mean) / 1024) for vote in LARGEST[sinks]]
+        assert scores.tolist() == close(near)
 
 
 def test_gathered_rows_are_exact_copies_in_the_given_order():

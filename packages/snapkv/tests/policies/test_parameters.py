@@ -90,6 +90,7 @@ REFUSED = [
     (SnapKV, {"pooling": "fading", "kernel_size": 7}, VALUE, "kernel_size", "got 7"),
     (SnapKV, {"pooling": ["max"]}, VALUE, "pooling", "got ['max']"),
     (SnapKV, {"group_reduce": None}, VALUE, "group_reduce", "got None"),
+    (SnapKV, {"window_reduce": "sum"}, VALUE, "window_reduce", "got 'sum'"),
     (PyramidKV, {"beta": 0}, VALUE, "beta", "got 0"),
     (ExpectedAttention, {"future_tokens": 0}, VALUE, "future_tokens", "got 0"),
     (LagKV, {"lag_size": 1}, VALUE, "lag_size", "got 1"),
@@ -180,10 +181,17 @@ def test_the_smallest_parameters_are_accepted():
 
 def test_parameters_are_stored_unchanged_and_defaults_are_filled_in():
     given = {"budget": 77, "window_size": 9, "kernel_size": 3, "pooling": "avg"}
-    given |= {"group_reduce": "sum", "keep_ratio": None, "decay": None, "sink_tokens": 0}
+    given |= {
+        "group_reduce": "sum",
+        "window_reduce": "max",
+        "keep_ratio": None,
+        "decay": None,
+        "sink_tokens": 0,
+    }
     assert dataclasses.asdict(SnapKV(**given)) == given
     usual = {"budget": 1024, "keep_ratio": None, "window_size": 32, "sink_tokens": 0}
     pooling = {"kernel_size": 7, "pooling": "max", "decay": None, "group_reduce": "mean"}
+    pooling |= {"window_reduce": "mean"}
     assert dataclasses.asdict(SnapKV()) == usual | pooling
     assert dataclasses.asdict(Random(seed=3)) == usual | {"seed": 3}
     assert SnapKV(keep_ratio=0.25).budget is None
@@ -204,6 +212,7 @@ def test_policies_are_values():
         {"kernel_size": (3, 3)},
         {"pooling": "fading", "kernel_size": None},
         {"group_reduce": "max"},
+        {"window_reduce": "max"},
     ):
         other = dataclasses.replace(plain, **change)
         assert len({plain, SnapKV(), other, dataclasses.replace(plain, **change)}) == 2

@@ -27,6 +27,7 @@ from snapkv.validation import (
     FADING_SINKS,
     GROUP_REDUCTIONS,
     SMALL_WINDOW,
+    WINDOW_REDUCTIONS,
     nearest,
     require_budget,
     require_choice,
@@ -80,6 +81,7 @@ OWN_FLAGS = (
     "pooling",
     "decay",
     "group_reduce",
+    "window_reduce",
 )
 """Method parameters that have their own option; all others are given with ``--set``."""
 
@@ -121,6 +123,9 @@ class PolicyOptions(ModelOptions):
     group_reduce: Annotated[
         str | None, panels.policy(help="mean, max, sum or none, over heads that share keys")
     ] = None
+    window_reduce: Annotated[
+        str | None, panels.policy(help="mean or max, over the queries of the window")
+    ] = None
     set_: Annotated[
         list[str] | None,
         panels.policy("--set", metavar="NAME=VALUE", help="Any other parameter of the method"),
@@ -146,6 +151,8 @@ class PolicyOptions(ModelOptions):
             require_pooling(pooling, width, self.decay)
         if self.group_reduce is not None:
             require_choice("group_reduce", self.group_reduce, GROUP_REDUCTIONS)
+        if self.window_reduce is not None:
+            require_choice("window_reduce", self.window_reduce, WINDOW_REDUCTIONS)
         if self.keep_ratio is not None:
             require_budget(self.budget, self.keep_ratio, 1)
         elif self.policy in (DEFAULT, "snapkv") and not self.set_:

@@ -68,8 +68,7 @@ def _scored(
     layer = replace(layer, queries=last_tokens(layer.queries, scorer.query_tokens))
     if not isinstance(scorer, SnapKV) or scorer.kernel_size == 1:
         return None, scorer.score(layer)
-    votes = scorer.votes(layer)
-    return votes, scorer.pool(votes, layer)
+    return scorer.votes(layer), scorer.score(layer)
 
 
 def scorer_of(policy: Policy) -> PrefixPolicy | None:

@@ -8,9 +8,11 @@ from snapkv.ops.ragged.layout import RaggedLayout
 from snapkv.ops.redundancy import redundancy
 from snapkv.ops.scores import ScoreOptions
 from snapkv.ops.token_cost import TokenCost
-from snapkv.ops.votes.api import Implementation, fade_votes, window_votes
+from snapkv.ops.votes.api import Implementation, fade_votes, largest_votes, window_votes
 from snapkv.ops.votes.blocked import gather_tokens
+from snapkv.ops.votes.lifts import Fading, Pooling
 from snapkv.ops.votes.reference import (
+    Lift,
     attention_of_groups,
     attention_received,
     attention_received_by_distance,
@@ -27,7 +29,10 @@ from snapkv.ops.votes.top_k import best_of, keep_best, kept_indices
 __all__ = [
     "BlockLayout",
     "Codes",
+    "Fading",
     "Implementation",
+    "Lift",
+    "Pooling",
     "RaggedLayout",
     "ScoreOptions",
     "TokenCost",
@@ -44,6 +49,7 @@ __all__ = [
     "gather_tokens",
     "keep_best",
     "kept_indices",
+    "largest_votes",
     "pool_votes",
     "ragged_attention",
     "reduce_group",

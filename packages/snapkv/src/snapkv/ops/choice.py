@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import os
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LEAST_CAPABILITY = 8, 0
 """Of a GPU; older ones have less memory in a multiprocessor than the kernels take."""
 
+_Result = TypeVar("_Result")
 _log = logging.getLogger("snapkv.ops")
 
 
@@ -26,12 +28,12 @@ def implementation(
     operation: str,
     impl: str,
     states: Tensor,
-    in_torch: Mapping[str, Callable[..., Tensor]],
+    in_torch: Mapping[str, Callable[..., _Result]],
     *,
     fitting: str,
     kernels: str,
     obstacle: Callable[[], str | None],
-) -> Callable[..., Tensor]:
+) -> Callable[..., _Result]:
     """The implementation of that name; for "auto" the kernel, or the `fitting` one in torch.
 
     `kernels` is the module of the kernel, imported only where that is to run; `obstacle` says why
@@ -51,7 +53,7 @@ def implementation(
         raise InvalidArgumentError(
             f"impl: expected one that can run here, got 'triton' {reason}; pass impl='auto'"
         )
-    kernel: Callable[..., Tensor] = getattr(importlib.import_module(kernels), operation)
+    kernel: Callable[..., _Result] = getattr(importlib.import_module(kernels), operation)
     return kernel
 
 

@@ -1,5 +1,6 @@
 """SnapKV (Li et al., NeurIPS 2024): an observation window votes on the prompt before it."""
 
+from collections.abc import Hashable
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Literal
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
+from snapkv.policies.prefix import Prefix
 from snapkv.policies.prefix_policy import PrefixPolicy
 from snapkv.policies.states import PromptLayer, VotesAtStake
 from snapkv.validation import (
@@ -14,9 +16,13 @@ from snapkv.validation import (
     DEFAULT_KERNEL,
     FADING_SINKS,
     GROUP_REDUCTIONS,
+    WINDOW_REDUCTIONS,
     require_choice,
     require_pooling,
 )
+
+_ORDER_BELOW_THE_MEAN = 2.0**-10
+"""By how much a vote below its head's mean still counts, so that the better one stays."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,11 @@ class SnapKV(PrefixPolicy):
         group_reduce: how the query heads of a KV head are combined: "mean", "max", "sum"; "none"
             lets every query head keep its own set, as the paper does, at the price of storing
             keys and values once per query head.
+        window_reduce: how the queries of the window are combined: "mean", as in the paper, which
+            adds their weights up and then pools; "max" pools the weights of each query, scaled
+            back to their own sum, and takes the largest, so that what one query needs counts
+            whatever the others look at (DefensiveKV, Feng et al., ICLR 2026). Where heads or layers
+            share a budget, a head's scores are then at least its mean, within a thousandth.
     """
 
     name: ClassVar[str] = "snapkv"
@@ -58,6 +69,7 @@ class SnapKV(PrefixPolicy):
     decay: float | None = None
     sink_tokens: int | None = None  # type: ignore[assignment] # a number from __post_init__ on
     group_reduce: Literal["mean", "max", "sum", "none"] = "mean"
+    window_reduce: Literal["mean", "max"] = "mean"
 
     def __post_init__(self) -> None:
         require_pooling(self.pooling, self.kernel_size, self.decay)
@@ -72,6 +84,7 @@ class SnapKV(PrefixPolicy):
         elif self.kernel_size is None:
             object.__setattr__(self, "kernel_size", DEFAULT_KERNEL)
         require_choice("group_reduce", self.group_reduce, GROUP_REDUCTIONS)
+        require_choice("window_reduce", self.window_reduce, WINDOW_REDUCTIONS)
 
     @property
     def query_tokens(self) -> int:
@@ -81,28 +94,48 @@ class SnapKV(PrefixPolicy):
     def per_query_head(self) -> bool:
         return self.group_reduce == "none"
 
+    @property
+    def lift(self) -> ops.Lift:
+        """What pooling makes of votes along the prefix."""
+        if self.pooling == "fading":
+            assert self.decay is not None
+            return ops.Fading(self.decay)
+        assert self.kernel_size is not None
+        return ops.Pooling(self.kernel_size, self.pooling)
+
     def score(self, layer: PromptLayer) -> Tensor:
-        """Pooled votes of the window: (B, Hkv, P) float32, Hq instead of Hkv for "none"."""
-        pooling = self.pooling, self.kernel_size, self.decay, self.sink_tokens
-        own = ("score", self.window_size, self.group_reduce, *pooling)
-        return layer.once(own, lambda: self.pool(self.votes(layer), layer))
+        """Votes of the window, pooled: (B, Hkv, P) float32, Hq instead of Hkv for "none"."""
+        return layer.once(("score", *self._voting), lambda: self._score(layer))
+
+    def _score(self, layer: PromptLayer) -> Tensor:
+        if self.window_reduce == "mean":
+            return self.pool(self.votes(layer), layer)
+        return self._raised_to_mean(self._largest_votes(layer)[0], layer)
+
+    @property
+    def _voting(self) -> tuple[Hashable, ...]:
+        """What the scores go by."""
+        reduced = self.window_reduce, self.group_reduce
+        return (self.window_size, *reduced, self.lift, self.sink_tokens)
+
+    def rated(self, prefix: Prefix) -> Tensor:
+        """As shares of attention; none is raised to its head's mean."""
+        if self.window_reduce == "mean":
+            return super().rated(prefix)
+        largest = self._largest_votes(prefix.layer)[0]
+        return prefix.ranked(largest / self.summed_weights(prefix.layer))
 
     def pool(self, votes: Tensor, layer: PromptLayer) -> Tensor:
         """What the layer's votes become before the best are chosen, the same shape."""
         if not self.sink_tokens:
-            return self._pooled(votes)
+            return self.lift.of(votes)
         sinks = layer.is_among_first(self.sink_tokens, votes.shape[-1])
-        return torch.where(sinks, votes, self._pooled(votes.masked_fill(sinks, 0.0)))
-
-    def _pooled(self, votes: Tensor) -> Tensor:
-        if self.pooling == "fading":
-            assert self.decay is not None
-            return ops.fade_votes(votes, self.decay)
-        assert self.kernel_size is not None
-        return ops.pool_votes(votes, self.kernel_size, self.pooling)
+        return torch.where(sinks, votes, self.lift.of(votes.masked_fill(sinks, 0.0)))
 
     def votes(self, layer: PromptLayer) -> Tensor:
-        """Votes of the window before pooling, shape as of `score`."""
+        """Votes of the window before pooling, their sum over its queries, shape as of `score`."""
+        if self.window_reduce == "max":
+            return self._largest_votes(layer)[1]
         return layer.once(("votes", self.window_size, self.group_reduce), lambda: self._vote(layer))
 
     def _vote(self, layer: PromptLayer) -> Tensor:
@@ -115,20 +148,73 @@ class SnapKV(PrefixPolicy):
             score_options=layer.score_options,
             impl=layer.votes_impl,
         )
-        if not own_keys:
-            votes = ops.reduce_group(votes, layer.num_kv_heads, self.group_reduce)
-        prefix_tokens = layer.keys.shape[2] - self.window_size  # fewer queries may have voted
-        return votes[..., :prefix_tokens]
+        return self._of_stored_heads(votes, layer)[..., : self.prefix(layer).slots]
+
+    def _largest_votes(self, layer: PromptLayer) -> tuple[Tensor, Tensor]:
+        """The largest vote of any query, lifted, and the sum of all before that."""
+        return layer.once(("largest", *self._voting), lambda: self._largest_vote(layer))
+
+    def _largest_vote(self, layer: PromptLayer) -> tuple[Tensor, Tensor]:
+        prefix = self.prefix(layer)
+        largest, summed = ops.largest_votes(
+            layer.queries,
+            layer.keys,
+            layer.score_options,
+            self.lift,
+            prefix_tokens=prefix.slots,
+            sink_tokens=prefix.sink_tokens,
+            pad_tokens=layer.pad_tokens,
+            group_reduce=self.group_reduce if layer.stored_heads is None else "none",
+            impl=layer.votes_impl,
+        )
+        return self._of_stored_heads(largest, layer), self._of_stored_heads(summed, layer)
+
+    def _of_stored_heads(self, votes: Tensor, layer: PromptLayer) -> Tensor:
+        """Votes of query heads reduced where heads of several keys share what is stored."""
+        if layer.stored_heads is None:
+            return votes
+        return ops.reduce_group(votes, layer.num_kv_heads, self.group_reduce)
+
+    def _raised_to_mean(self, votes: Tensor, layer: PromptLayer) -> Tensor:
+        """Votes below the mean of their head nearly as high as that, in the same order.
+
+        What a head pays even attention to counts as much together as what one looks at sharply.
+        Sinks, which get most, are not in the mean; nor are positions from the first voter on, which
+        look at themselves and their neighbours.
+        """
+        slots = votes.shape[-1]
+        stop = min(slots, layer.keys.shape[2] - layer.queries.shape[2])
+        counted = ~layer.is_among_first(self.prefix(layer).sink_tokens, slots)
+        counted = counted & (torch.arange(slots, device=votes.device) < stop)
+        means = (votes * counted).sum(-1, True) / counted.sum(-1, True).clamp(min=1)
+        return votes.maximum(means.lerp(votes, _ORDER_BELOW_THE_MEAN))
 
     @torch.no_grad()
+<<<<<<< HEAD
     def votes_at_stake(self, layer: PromptLayer) -> VotesAtStake:
         """The votes, and as shares of the window's attention, lifted by those before them."""
         votes = self.votes(layer)
         first = layer.is_among_first(FADING_SINKS, votes.shape[-1])
         lifted = ops.fade_votes(votes.masked_fill(first, 0.0), DEFAULT_DECAY)
         return votes, lifted / self.summed_weights(layer)
+=======
+    def lost_votes(self, layer: PromptLayer, selection: Selection) -> LostVotes:
+        """The votes on what was dropped, and the highest, lifted by those before it or not.
+
+        Sums over the window, whatever `window_reduce` makes of them.
+        """
+        votes = self.votes(layer)
+        first = layer.is_among_first(FADING_SINKS, votes.shape[-1])
+        lifted = ops.fade_votes(votes.masked_fill(first, 0.0), DEFAULT_DECAY)
+        summed = layer.queries.shape[2] * self._heads_summed(layer)
+        return LostVotes.of(votes, lifted / summed, selection.keep_indices)
+>>>>>>> votes
 
     def summed_weights(self, layer: PromptLayer) -> int:
         """One of every query that votes; of every head of a group too where these are summed."""
-        heads, queries = layer.queries.shape[1:3]
-        return queries * (heads // layer.num_kv_heads if self.group_reduce == "sum" else 1)
+        queries = layer.queries.shape[2] if self.window_reduce == "mean" else 1
+        return queries * self._heads_summed(layer)
+
+    def _heads_summed(self, layer: PromptLayer) -> int:
+        group = layer.queries.shape[1] // layer.num_kv_heads
+        return group if self.group_reduce == "sum" else 1

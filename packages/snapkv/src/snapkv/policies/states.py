@@ -3,13 +3,15 @@
 import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from snapkv import ops
 from snapkv.ops import Implementation, ScoreOptions, TokenCost
+
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,11 +94,12 @@ class PromptLayer(LayerStates):
     votes_impl: Implementation = "auto"
     unasked: list[tuple[Tensor, str]] | None = None
 
-    def once(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
+    def once(self, key: Hashable, compute: Callable[[], _Found]) -> _Found:
         """What `compute` gives, computed the first time somebody asks for it by that key."""
         if key not in self._found:
             self._found[key] = compute()
-        return self._found[key]
+        found: _Found = self._found[key]
+        return found
 
     def costing(self, token_cost: Callable[[int], TokenCost]) -> "PromptLayer":
         """The same where tokens cost something else; what was computed once stays so."""
@@ -105,7 +108,7 @@ class PromptLayer(LayerStates):
         return other
 
     @functools.cached_property
-    def _found(self) -> dict[Hashable, Tensor]:
+    def _found(self) -> dict[Hashable, Any]:
         return {}
 
     def is_among_first(self, tokens: int, slots: int) -> Tensor:

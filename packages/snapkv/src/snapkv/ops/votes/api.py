@@ -1,24 +1,30 @@
-"""The vote and its fading, each by the implementation that is asked for or fits."""
+"""The votes and their fading, each by the implementation that is asked for or fits."""
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
 from snapkv.ops.choice import implementation, triton_obstacle
 from snapkv.ops.scores import ScoreOptions
-from snapkv.ops.votes import blocked, by_head, reference
+from snapkv.ops.votes import blocked, by_head, largest, reference
+from snapkv.ops.votes.reference import Lift
 
 Implementation = Literal["auto", "reference", "blocked", "by_head", "scan", "triton"]
 
 MOST_HEAD_DIM = 256
 """Wider rows of keys do not fit with the queries into the memory of a multiprocessor."""
 
-_IN_TORCH: dict[str, dict[str, Callable[..., Tensor]]] = {
+_IN_TORCH: dict[str, dict[str, Callable[..., Any]]] = {
     "window_votes": {
         "reference": reference.window_votes,
         "blocked": blocked.window_votes,
         "by_head": by_head.window_votes,
+    },
+    "largest_votes": {
+        "reference": reference.largest_votes,
+        "blocked": largest.largest_votes,
+        "by_head": largest.largest_votes,
     },
     "fade_votes": {"reference": reference.fade_votes, "scan": blocked.fade_votes},
 }
@@ -52,7 +58,59 @@ def window_votes(
         InvalidArgumentError: an unknown implementation, or one that cannot run here.
     """
     vote = _implementation("window_votes", impl, keys, "blocked")
-    return vote(queries, keys, score_options, pad_tokens=pad_tokens, group_reduce=group_reduce)
+    votes: Tensor = vote(
+        queries, keys, score_options, pad_tokens=pad_tokens, group_reduce=group_reduce
+    )
+    return votes
+
+
+def largest_votes(
+    queries: Tensor,
+    keys: Tensor,
+    score_options: ScoreOptions,
+    lift: Lift,
+    *,
+    prefix_tokens: int,
+    sink_tokens: int = 0,
+    pad_tokens: Tensor | None = None,
+    group_reduce: str = "none",
+    impl: Implementation = "auto",
+) -> tuple[Tensor, Tensor]:
+    """The largest attention weight that a position receives from a query of the window, lifted.
+
+    The weights of every query are lifted by themselves and scaled back to their own sum, so that
+    no query has more to give for being lifted.
+
+    Args:
+        queries: as in `window_votes`.
+        keys: as there.
+        score_options: as there.
+        lift: what becomes of a query's weights along the prefix.
+        prefix_tokens: the first positions, which are voted on.
+        sink_tokens: first tokens of each row whose weights stay as they are, and lift none.
+        pad_tokens: as in `window_votes`.
+        group_reduce: as there.
+        impl: "reference" or "blocked", which holds the weights of a few heads or queries.
+
+    Returns:
+        The largest, in [0, 1], but for the "sum" of a group; and their sum before they are lifted,
+        as `window_votes` gives it. Both (B, Hkv, prefix_tokens) float32; (B, Hq, prefix_tokens) for
+        "none". Without gradients.
+
+    Raises:
+        InvalidArgumentError: an unknown implementation, or one that cannot run here.
+    """
+    votes: tuple[Tensor, Tensor] = _implementation("largest_votes", impl, keys, "blocked")(
+        queries,
+        keys,
+        score_options,
+        lift,
+        prefix_tokens=prefix_tokens,
+        sink_tokens=sink_tokens,
+        pad_tokens=pad_tokens,
+        group_reduce=group_reduce,
+    )
+    return votes
 
 
 def fade_votes(votes: Tensor, decay: float, *, impl: Implementation = "auto") -> Tensor:
@@ -61,12 +119,11 @@ def fade_votes(votes: Tensor, decay: float, *, impl: Implementation = "auto") ->
     `impl` is "reference", a loop; "scan", doubling steps; "triton", one pass. "auto" takes the
     kernel where it can run, else "scan".
     """
-    return _implementation("fade_votes", impl, votes, "scan")(votes, decay)
+    faded: Tensor = _implementation("fade_votes", impl, votes, "scan")(votes, decay)
+    return faded
 
 
-def _implementation(
-    operation: str, impl: str, states: Tensor, fitting: str
-) -> Callable[..., Tensor]:
+def _implementation(operation: str, impl: str, states: Tensor, fitting: str) -> Callable[..., Any]:
     return implementation(
         operation,
         impl,
@@ -79,6 +136,8 @@ def _implementation(
 
 
 def _obstacle(operation: str, states: Tensor) -> str | None:
+    if operation == "largest_votes":
+        return "for the largest votes, of which there is no kernel"
     if operation == "window_votes" and states.shape[-1] > MOST_HEAD_DIM:
         return f"with a head_dim of {states.shape[-1]}, over {MOST_HEAD_DIM}"
     return triton_obstacle(states)

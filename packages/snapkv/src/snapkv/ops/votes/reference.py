@@ -4,6 +4,7 @@ Axes: B batch, Hq query heads, Hkv KV heads, G group (Hq / Hkv), T prompt, W win
 (T - W), K kept, D head_dim. Scores and votes are float32 whatever the dtype of the model.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from itertools import accumulate
 
@@ -12,6 +13,27 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from snapkv.ops.scores import ScoreOptions
+
+LEAST_SUM = torch.finfo(torch.float32).tiny
+"""What a row of weights is divided by that adds up to less, so that nothing becomes NaN."""
+
+CHUNK = 32
+"""Rows of weights come in a multiple of so many positions, to `Lift.of_rows`."""
+
+
+class Lift(ABC):
+    """How votes lift what stands near them along the prefix; see `snapkv.ops.votes.lifts`."""
+
+    @abstractmethod
+    def of(self, votes: Tensor) -> Tensor:
+        """Of (B, H, P) float32 votes, the same shape."""
+
+    @abstractmethod
+    def of_rows(self, weights: Tensor) -> Tensor:
+        """Of the weights of R queries, (N, P, R) float32, none negative, P a multiple of `CHUNK`.
+
+        The same shape; may change what is given.
+        """
 
 
 def window_votes(
@@ -30,6 +52,34 @@ def window_votes(
     weights = attention_weights(queries, keys, score_options, pad_tokens=pad_tokens)
     votes = weights[..., : keys.shape[2] - queries.shape[2]].sum(dim=-2)
     return reduce_group(votes, keys.shape[1], group_reduce)
+
+
+def largest_votes(
+    queries: Tensor,
+    keys: Tensor,
+    score_options: ScoreOptions,
+    lift: Lift,
+    *,
+    prefix_tokens: int,
+    sink_tokens: int = 0,
+    pad_tokens: Tensor | None = None,
+    group_reduce: str = "none",
+) -> tuple[Tensor, Tensor]:
+    """The largest vote of any query of the window on each position, and the sum of all.
+
+    Before it is compared, every query's row of weights is lifted and scaled back to its own sum.
+    """
+    Hkv, P = keys.shape[1], prefix_tokens
+    weights = attention_weights(queries, keys, score_options, pad_tokens=pad_tokens)[..., :P]
+    pads = 0 if pad_tokens is None else pad_tokens[:, None, None, None]
+    stays = torch.arange(P, device=keys.device) < pads + sink_tokens
+    others = weights.masked_fill(stays, 0.0)
+    lifted = lift.of(others.flatten(1, 2)).view_as(weights).masked_fill(stays, 0.0)
+    own_sum, sum_now = others.sum(dim=-1, keepdim=True), lifted.sum(dim=-1, keepdim=True)
+    scaled = lifted * (own_sum / sum_now.clamp(min=LEAST_SUM))
+    largest = torch.where(stays, weights, scaled).amax(dim=2)
+    summed = weights.sum(dim=2)
+    return reduce_group(largest, Hkv, group_reduce), reduce_group(summed, Hkv, group_reduce)
 
 
 def attention_weights(

@@ -1,0 +1,136 @@
+"""The largest vote of a window's queries, of a few KV heads at a time.
+
+The weights of every query are lifted by themselves, so those of a few heads or queries are there
+at once, changed in place. Positions go down, queries across: a lift then takes one position of all
+queries, which stand side by side, at a step. Axes as in `snapkv.ops.votes.reference`; N heads and Q
+queries of each of their query heads are a block, R = G * Q.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from snapkv.ops.scores import ScoreOptions
+from snapkv.ops.votes.reference import CHUNK, LEAST_SUM, Lift, reduce_group
+
+MOST_BYTES = 8 << 20
+"""Of weights at a time, unless one query of a KV head has more."""
+
+_LOG2_E = math.log2(math.e)
+
+
+@torch.no_grad()
+def largest_votes(
+    queries: Tensor,
+    keys: Tensor,
+    score_options: ScoreOptions,
+    lift: Lift,
+    *,
+    prefix_tokens: int,
+    sink_tokens: int = 0,
+    pad_tokens: Tensor | None = None,
+    group_reduce: str = "none",
+) -> tuple[Tensor, Tensor]:
+    """As `snapkv.ops.votes.reference.largest_votes`, up to rounding."""
+    (B, Hq, W, _), (Hkv, T) = queries.shape, keys.shape[1:3]
+    G, sinks = Hq // Hkv, score_options.sink_logits
+    grouped = queries.view(B, Hkv, G, W, -1)
+    largest = queries.new_zeros((B, Hkv, G, prefix_tokens), dtype=torch.float32)
+    summed = torch.zeros_like(largest)
+    for row, pads in enumerate([0] * B if pad_tokens is None else pad_tokens.tolist()):
+        own, prefix = T - pads, prefix_tokens - pads
+        if prefix <= 0:
+            continue
+        fill = -prefix % CHUNK
+        for heads, some in _blocks(Hkv, range(max(0, W - own), W), 4 * G * own):
+            of_heads = None if sinks is None else sinks.view(Hkv, G)[heads]
+            weights, shares = _exponentials(
+                grouped[row, heads, :, some],
+                keys[row, heads, pads:],
+                score_options,
+                of_heads,
+                fill,
+                some.start + own - W,
+            )
+            received = weights[:, : fill + prefix]
+            summed[row, heads, :, pads:] += _summed(received, shares)[..., fill:]
+            found = _lifted(received, shares.flatten(1), lift, fill, sink_tokens)
+            into = largest[row, heads, :, pads:]
+            torch.maximum(into, found.reshape(*found.shape[:2], G, -1).amax(-1).mT, out=into)
+    return (
+        reduce_group(largest.flatten(1, 2), Hkv, group_reduce),
+        reduce_group(summed.flatten(1, 2), Hkv, group_reduce),
+    )
+
+
+def _blocks(heads: int, queries: range, bytes_of_a_query: int) -> Iterator[tuple[slice, slice]]:
+    """Heads and queries whose weights are there at once."""
+    most = max(1, MOST_BYTES // bytes_of_a_query)
+    for first in range(0, heads, step := max(1, most // len(queries))):
+        for start in queries[::most]:
+            yield slice(first, first + step), slice(start, min(start + most, queries.stop))
+
+
+def _exponentials(
+    queries: Tensor,
+    keys: Tensor,
+    score_options: ScoreOptions,
+    sinks: Tensor | None,
+    fill: int,
+    first_voter: int,
+) -> tuple[Tensor, Tensor]:
+    """What each query, (N, G, Q, D), looks at, of T keys, (N, T, D), behind `fill` zeros.
+
+    Weights before they are divided by their sum, (N, fill + T, R), and what one of them is worth,
+    (N, G, Q). `first_voter` is the position of the first query.
+    """
+    (N, G, Q, _), T = queries.shape, keys.shape[1]
+    rows = queries.float().mul(score_options.scaling).flatten(1, 2)
+    scores = rows.new_empty(N, fill + T, G * Q)
+    torch.bmm(keys.float(), rows.mT, out=scores[:, fill:])
+    if (softcap := score_options.softcap) is not None:
+        scores.div_(softcap).tanh_().mul_(softcap)
+    scores[:, :fill] = -math.inf
+    ahead = torch.ones(T - first_voter, Q, dtype=torch.bool, device=keys.device).tril_(-1)
+    seen = scores.view(N, -1, G, Q)[:, fill + first_voter :]
+    seen.masked_fill_(ahead[:, None], -math.inf)
+    highest = _highest(scores)
+    if sinks is not None:
+        sinks = sinks.float().repeat_interleave(Q, dim=-1)[:, None]
+        highest = highest.maximum(sinks)
+    total = scores.sub_(highest).mul_(_LOG2_E).exp2_().sum(dim=1, keepdim=True)
+    if sinks is not None:
+        total += (sinks - highest).mul_(_LOG2_E).exp2_()
+    return scores, total.reciprocal_().view(N, G, Q)
+
+
+def _highest(scores: Tensor) -> Tensor:
+    """The highest of every column, (N, 1, R), by halves: torch goes one by one along that axis."""
+    while (rows := scores.shape[1]) > CHUNK:
+        half = -(-rows // 2)
+        scores = torch.maximum(scores[:, :half], scores[:, -half:])
+    return scores.amax(dim=1, keepdim=True)
+
+
+def _summed(weights: Tensor, shares: Tensor) -> Tensor:
+    """The sum over the queries of each query head, (N, G, positions)."""
+    (N, P, _), (G, Q) = weights.shape, shares.shape[1:]
+    return torch.einsum("npgq,ngq->ngp", weights.view(N, P, G, Q), shares)
+
+
+def _lifted(weights: Tensor, shares: Tensor, lift: Lift, fill: int, sink_tokens: int) -> Tensor:
+    """Every query's weights, lifted and scaled back to their own sum, (N, positions, R).
+
+    Those of the sinks stay as they are. Changes what is given.
+    """
+    first = fill + sink_tokens
+    of_sinks = weights[:, fill:first] * shares[:, None]
+    weights[:, fill:first] = 0.0
+    own = weights.sum(dim=1, keepdim=True)
+    lifted = lift.of_rows(weights)
+    lifted[:, :first] = 0.0
+    lifted *= own * shares[:, None] / lifted.sum(dim=1, keepdim=True).clamp_(min=LEAST_SUM)
+    lifted[:, fill:first] = of_sinks
+    return lifted[:, fill:]

@@ -1,0 +1,49 @@
+"""How a vote lifts what stands near it: pooling over neighbours, or fading."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from snapkv.ops.votes.api import fade_votes
+from snapkv.ops.votes.reference import CHUNK, Lift, pool_votes
+
+
+@dataclass(frozen=True)
+class Pooling(Lift):
+    """Over the neighbours, as `snapkv.ops.pool_votes`."""
+
+    kernel_size: int | tuple[int, int]
+    how: str
+
+    def of(self, votes: Tensor) -> Tensor:
+        return pool_votes(votes, self.kernel_size, self.how)
+
+    def of_rows(self, weights: Tensor) -> Tensor:
+        return pool_votes(weights.mT, self.kernel_size, self.how).mT
+
+
+@dataclass(frozen=True)
+class Fading(Lift):
+    """Onto what stands behind, as `snapkv.ops.fade_votes`."""
+
+    decay: float
+
+    def of(self, votes: Tensor) -> Tensor:
+        return fade_votes(votes, self.decay)
+
+    def of_rows(self, weights: Tensor) -> Tensor:
+        """Twice through every chunk: for what it carries on, then with what came in."""
+        N, P, R = weights.shape
+        first, *others = weights.view(N, P // CHUNK, CHUNK, R).unbind(2)
+        carried = first.clone()
+        for place in others:
+            torch.maximum(carried.mul_(self.decay), place, out=carried)
+        carried = fade_votes(carried.mT, self.decay**CHUNK).mT
+        brought = torch.zeros_like(first)
+        torch.mul(carried[:, :-1], self.decay, out=brought[:, 1:])
+        last = torch.maximum(first, brought, out=first)
+        for place in others:
+            torch.mul(last, self.decay, out=brought)
+            last = torch.maximum(place, brought, out=place)
+        return weights
