@@ -190,25 +190,15 @@ class SnapKV(PrefixPolicy):
         return votes.maximum(means.lerp(votes, _ORDER_BELOW_THE_MEAN))
 
     @torch.no_grad()
-<<<<<<< HEAD
     def votes_at_stake(self, layer: PromptLayer) -> VotesAtStake:
-        """The votes, and as shares of the window's attention, lifted by those before them."""
-        votes = self.votes(layer)
-        first = layer.is_among_first(FADING_SINKS, votes.shape[-1])
-        lifted = ops.fade_votes(votes.masked_fill(first, 0.0), DEFAULT_DECAY)
-        return votes, lifted / self.summed_weights(layer)
-=======
-    def lost_votes(self, layer: PromptLayer, selection: Selection) -> LostVotes:
-        """The votes on what was dropped, and the highest, lifted by those before it or not.
+        """The votes, and as shares of the window's attention, lifted by those before them.
 
         Sums over the window, whatever `window_reduce` makes of them.
         """
         votes = self.votes(layer)
         first = layer.is_among_first(FADING_SINKS, votes.shape[-1])
         lifted = ops.fade_votes(votes.masked_fill(first, 0.0), DEFAULT_DECAY)
-        summed = layer.queries.shape[2] * self._heads_summed(layer)
-        return LostVotes.of(votes, lifted / summed, selection.keep_indices)
->>>>>>> votes
+        return votes, lifted / (layer.queries.shape[2] * self._heads_summed(layer))
 
     def summed_weights(self, layer: PromptLayer) -> int:
         """One of every query that votes; of every head of a group too where these are summed."""
