@@ -16,6 +16,7 @@ from snapkv import (
     KVCodes,
     KVzap,
     KVzip,
+    SnapKV,
     UnsupportedModelError,
 )
 from snapkv.app.observing import record_prompt_twice
@@ -184,3 +185,25 @@ def test_what_cannot_be_is_refused_by_name():
         policy.select(random_layer(0, prompt_tokens=TOKENS, query_tokens=0))
     with pytest.raises(UnsupportedModelError, match="layer where all layers share a budget"):
         read_context(tiny_model("gemma3_text"), ids, policy)
+
+
+@pytest.mark.parametrize("group_reduce", ["max", "none"])
+def test_layers_share_a_budget_by_the_largest_votes(group_reduce):
+    reduced = {"window_reduce": "max", "group_reduce": group_reduce}
+    policy = AcrossLayers(SnapKV(16, window_size=4, pooling="fading", voters=6, **reduced))
+    rows = [
+        [
+            random_layer(seed + row, prompt_tokens=tokens, query_tokens=6)
+            for row, tokens in enumerate((30, 22))
+        ]
+        for seed in (0, 5)
+    ]
+    layers = [pad_left(own, query_tokens=6) for own in rows]
+    if group_reduce == "max":
+        expected = [best_of_all(policy, layers, row) for row in (0, 1)]
+        assert kept_of(policy, layers) == [
+            [[{at for at in head if at >= first} for head in layer] for layer in row]
+            for row, first in zip(expected, (0, 8), strict=True)
+        ]
+    kept = [sum(len(head) for layer in row for head in layer) for row in kept_of(policy, layers)]
+    assert kept == [16 * len(layers) * (4 if group_reduce == "none" else 2)] * 2

@@ -185,6 +185,7 @@ def test_parameters_are_stored_unchanged_and_defaults_are_filled_in():
     given |= {
         "group_reduce": "sum",
         "window_reduce": "max",
+        "voters": 64,
         "keep_ratio": None,
         "decay": None,
         "sink_tokens": 0,
