@@ -35,6 +35,7 @@ METHODS = {
     "snapkv by the largest": SnapKV(
         pooling="fading", window_reduce="max", group_reduce="max", **BOTH
     ),
+    "snapkv, more voters": SnapKV(voters=20, **BOTH),
     "snapkv by ratio": SnapKV(keep_ratio=0.4, window_size=8),
     "snapkv by itself": OWN_BUDGET,
     "adakv by itself": AdaKV(OWN_BUDGET),

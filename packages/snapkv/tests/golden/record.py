@@ -85,7 +85,7 @@ def _plain(text: str) -> str:
 
     Nor with parameters that came later, where they are at their defaults.
     """
-    for later in ("decay=None, sink_tokens=0, ", ", window_reduce='mean'"):
+    for later in ("decay=None, sink_tokens=0, ", ", window_reduce='mean', voters=None"):
         text = text.replace(later, "")
     text = re.sub(re.escape(tempfile.gettempdir()) + r"/[^'\s;,]*", "FOLDER", text)
     text = re.sub(r"0x[0-9a-f]+", "ADDRESS", text)

@@ -44,12 +44,13 @@ def numbers(text):
 @pytest.mark.parametrize("sinks", [None, torch.tensor([3.0, 0.0, 1.0, 2.0])], ids=["", "sinks"])
 @pytest.mark.parametrize("how", ["mean", "sum", "none"])
 @pytest.mark.parametrize("pooling", [{"pooling": "fading"}, {"kernel_size": 1}], ids=str)
-def test_the_rows_add_up_to_the_votes(how, pooling, sinks):
-    policy = SnapKV(16, window_size=4, group_reduce=how, **pooling)
+@pytest.mark.parametrize("voters", [2, 4, 7])
+def test_the_rows_add_up_to_the_votes(voters, how, pooling, sinks):
+    policy = SnapKV(16, window_size=4, voters=voters, group_reduce=how, **pooling)
     seen = SeenLayer.of(policy, layer(sink_logits=sinks))
     for head in range(QUERY_HEADS if how == "none" else KV_HEADS):
         weights = window_weights(seen, head)
-        assert weights.shape == (4, TOKENS - 4)
+        assert weights.shape == (voters, TOKENS - 4)
         votes = seen.scores if seen.votes is None else seen.votes
         torch.testing.assert_close(weights.sum(0), votes[head])
 

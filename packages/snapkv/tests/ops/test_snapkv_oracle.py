@@ -182,6 +182,34 @@ def test_fewer_queries_than_the_window_vote_on_the_prefix_only(group_reduce):
     assert our_kept(policy.select(layer), layer) == expected
 
 
+@pairs(window_reduce=["mean", "max"], voters=[2, 6, 16], group_reduce=["mean", "max", "none"])
+def test_more_or_fewer_tokens_vote_than_are_kept(window_reduce, voters, group_reduce):
+    """Of all positions before the window, also of voters, on which those after them vote."""
+    reduced = {"window_reduce": window_reduce, "group_reduce": group_reduce}
+    policy = SnapKV(budget=18, window_size=6, kernel_size=1, voters=voters, **reduced)
+    assert policy.query_tokens == voters
+    layer = random_layer(4, prompt_tokens=45, query_tokens=voters)
+    expected = []
+    for head, queries in enumerate(layer.queries[0].tolist()):
+        rows = [
+            oracle.attention_weights(
+                query, layer.keys[0, head // 2, : 46 - voters + at].tolist(), 8**-0.5
+            )
+            for at, query in enumerate(queries)
+        ]
+        rows = [(row + [0.0] * voters)[:39] for row in rows]
+        how = "max" if window_reduce == "max" else "sum"
+        expected.append(oracle.reduce_group(rows, how))
+    if group_reduce != "none":
+        expected = [oracle.reduce_group(expected[at : at + 2], group_reduce) for at in (0, 2)]
+    assert all(oracle.cut_gap(head, 12) > ROUNDING * voters for head in expected)
+    kept = [oracle.kept_positions(head, 45, 12) for head in expected]
+    assert our_kept(policy.select(layer), layer) == kept
+    if window_reduce == "max":
+        counted = torch.tensor(expected)[:, : 45 - max(voters, 6)]
+        assert torch.all(policy.score(layer)[0] >= counted.mean(-1, True) * 0.998)
+
+
 @pytest.mark.parametrize("pooling", ["max", "avg"])
 def test_a_kernel_wider_than_the_prefix(pooling):
     votes = torch.rand(1, 2, 10)

@@ -52,7 +52,8 @@ def kept_of(policy, prompts):
     reading = Reading(layers=layers)
     for layer, prompt in zip(layers, prompts, strict=True):
         layer.update(prompt.keys, prompt.values)
-        reading.end_prompt(layer, prompt)
+        at = layer.identity.depth
+        reading.end_prompt(layer, replace(prompt, depth=at, num_layers=count))
     assert reading.shared is None
     pads = prompts[0].pad_tokens
     firsts = [0] * len(prompts[0].keys) if pads is None else pads.tolist()
@@ -286,3 +287,25 @@ def test_layers_with_a_window_of_their_own_take_no_part():
     cache = read(tiny_model("gemma3_text"), random_ids(1, TOKENS), METHODS["snapkv"])
     assert 0 < len(cache.compressed_layers) < len(cache.layers)
     assert cache.report().kept_tokens == 24
+
+
+@pytest.mark.parametrize("group_reduce", ["max", "none"])
+def test_layers_share_a_budget_by_the_largest_votes(group_reduce):
+    reduced = {"window_reduce": "max", "group_reduce": group_reduce}
+    policy = AcrossLayers(SnapKV(16, window_size=4, pooling="fading", voters=6, **reduced))
+    rows = [
+        [
+            random_layer(seed + row, prompt_tokens=tokens, query_tokens=6)
+            for row, tokens in enumerate((30, 22))
+        ]
+        for seed in (0, 5)
+    ]
+    layers = [pad_left(own, query_tokens=6) for own in rows]
+    if group_reduce == "max":
+        expected = [best_of_all(policy, layers, row) for row in (0, 1)]
+        assert kept_of(policy, layers) == [
+            [[{at for at in head if at >= first} for head in layer] for layer in row]
+            for row, first in zip(expected, (0, 8), strict=True)
+        ]
+    kept = [sum(len(head) for layer in row for head in layer) for row in kept_of(policy, layers)]
+    assert kept == [16 * len(layers) * (4 if group_reduce == "none" else 2)] * 2

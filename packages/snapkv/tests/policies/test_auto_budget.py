@@ -58,17 +58,23 @@ def test_floor_and_cap(voted, expected):
 
 @pytest.mark.parametrize("group_reduce", ["mean", "max", "sum", "none"])
 @pytest.mark.parametrize("window_size", [1, 3, 8])
-def test_votes_are_compared_as_mean_attention_whatever_the_window(window_size, group_reduce):
-    policy = SnapKV("auto", window_size=window_size, kernel_size=1, group_reduce=group_reduce)
+@pytest.mark.parametrize("window_reduce", ["mean", "max"])
+def test_votes_are_compared_as_attention_whatever_the_window(
+    window_reduce, window_size, group_reduce
+):
+    """As its mean, or the largest of any query, none of which is raised to its head's mean."""
+    reduced = {"window_reduce": window_reduce, "group_reduce": group_reduce}
+    policy = SnapKV("auto", window_size=window_size, kernel_size=1, **reduced)
     layer = random_layer(0, prompt_tokens=30, query_tokens=window_size)
     keys = layer.keys.repeat_interleave(2, dim=1)
     logits = layer.queries @ keys.mT * layer.score_options.scaling
     hidden = torch.ones(window_size, 30, dtype=torch.bool).triu(31 - window_size)
-    weights = logits.masked_fill(hidden, -torch.inf).softmax(dim=-1)
-    means = weights[..., : 30 - window_size].mean(dim=2).view(1, 2, 2, -1)
-    expected = {"max": means.amax(dim=2), "none": means.flatten(1, 2)}
+    weights = logits.masked_fill(hidden, -torch.inf).softmax(dim=-1)[..., : 30 - window_size]
+    votes = weights.mean(dim=2) if window_reduce == "mean" else weights.amax(dim=2)
+    votes = votes.view(1, 2, 2, -1)
+    expected = {"max": votes.amax(dim=2), "none": votes.flatten(1, 2)}
     rated = policy.rated(policy.prefix(layer))
-    torch.testing.assert_close(rated, expected.get(group_reduce, means.mean(dim=2)))
+    torch.testing.assert_close(rated, expected.get(group_reduce, votes.mean(dim=2)))
 
 
 def test_lost_votes_of_a_hand_worked_choice():

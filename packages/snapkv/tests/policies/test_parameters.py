@@ -91,6 +91,7 @@ REFUSED = [
     (SnapKV, {"pooling": ["max"]}, VALUE, "pooling", "got ['max']"),
     (SnapKV, {"group_reduce": None}, VALUE, "group_reduce", "got None"),
     (SnapKV, {"window_reduce": "sum"}, VALUE, "window_reduce", "got 'sum'"),
+    (SnapKV, {"voters": 0}, VALUE, "voters", "got 0"),
     (PyramidKV, {"beta": 0}, VALUE, "beta", "got 0"),
     (ExpectedAttention, {"future_tokens": 0}, VALUE, "future_tokens", "got 0"),
     (LagKV, {"lag_size": 1}, VALUE, "lag_size", "got 1"),
@@ -184,6 +185,7 @@ def test_parameters_are_stored_unchanged_and_defaults_are_filled_in():
     given |= {
         "group_reduce": "sum",
         "window_reduce": "max",
+        "voters": 64,
         "keep_ratio": None,
         "decay": None,
         "sink_tokens": 0,
@@ -191,7 +193,7 @@ def test_parameters_are_stored_unchanged_and_defaults_are_filled_in():
     assert dataclasses.asdict(SnapKV(**given)) == given
     usual = {"budget": 1024, "keep_ratio": None, "window_size": 32, "sink_tokens": 0}
     pooling = {"kernel_size": 7, "pooling": "max", "decay": None, "group_reduce": "mean"}
-    pooling |= {"window_reduce": "mean"}
+    pooling |= {"window_reduce": "mean", "voters": None}
     assert dataclasses.asdict(SnapKV()) == usual | pooling
     assert dataclasses.asdict(Random(seed=3)) == usual | {"seed": 3}
     assert SnapKV(keep_ratio=0.25).budget is None
@@ -213,6 +215,7 @@ def test_policies_are_values():
         {"pooling": "fading", "kernel_size": None},
         {"group_reduce": "max"},
         {"window_reduce": "max"},
+        {"voters": 8},
     ):
         other = dataclasses.replace(plain, **change)
         assert len({plain, SnapKV(), other, dataclasses.replace(plain, **change)}) == 2

@@ -40,6 +40,7 @@ def _voting(draw: Draw) -> kv.SnapKV:
     pooling = draw.choice(["max", "max", "avg", "fading"])
     sinks = draw.choice([0, 1, 4]) if pooling == "fading" else 0
     options = {**_limits(draw, sinks), "group_reduce": draw.choice(["mean", "mean", "max", "sum"])}
+    options |= _reduced(options)
     if pooling == "fading":
         return kv.SnapKV(**options, pooling=pooling, sink_tokens=sinks)
     kernel = draw.choice([1, 3, 5, 7, (0, 4)])
@@ -47,6 +48,15 @@ def _voting(draw: Draw) -> kv.SnapKV:
         options.pop("budget", None)
         options |= {"keep_ratio": None, "budget": _auto(draw)}
     return kv.SnapKV(**options, pooling=pooling, kernel_size=kernel)
+
+
+def _reduced(options: dict[str, Any]) -> dict[str, Any]:
+    """Drawn from what is drawn, so that all else stays as it was before these could be drawn."""
+    draw = Draw(str(options))
+    return {
+        "window_reduce": draw.choice(["mean", "mean", "max"]),
+        "voters": draw.choice([None, None, None, 2, 20]),
+    }
 
 
 def _auto(draw: Draw) -> kv.AutoBudget:

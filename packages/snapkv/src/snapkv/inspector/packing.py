@@ -151,7 +151,7 @@ def window_weights(seen: SeenLayer, head: int) -> Tensor | None:
     scorer, states = scorer_of(seen.policy), seen.states
     if not isinstance(scorer, SnapKV) or seen.scores is None:
         return None
-    queries = states.queries[:, :, -scorer.window_size :]
+    queries = states.queries[:, :, -scorer.query_tokens :]
     query_heads, key_heads = queries.shape[1], states.keys.shape[1]
     per_head = query_heads // len(seen.scores)
     own = slice(head * per_head, (head + 1) * per_head)
@@ -160,6 +160,7 @@ def window_weights(seen: SeenLayer, head: int) -> Tensor | None:
     options = states.score_options
     if options.sink_logits is not None:
         options = replace(options, sink_logits=options.sink_logits[own])
-    weights = ops.attention_weights(queries[:, own], keys, options)[0, ..., : -queries.shape[2]]
+    weights = ops.attention_weights(queries[:, own], keys, options)[0]
+    weights = weights[..., : seen.scores.shape[-1]]
     how = "mean" if scorer.group_reduce == "none" else scorer.group_reduce  # of one head, itself
     return ops.reduce_group(weights.flatten(1)[None], 1, how)[0, 0].view(weights.shape[1:]).cpu()

@@ -18,6 +18,7 @@ from snapkv.validation import (
     GROUP_REDUCTIONS,
     WINDOW_REDUCTIONS,
     require_choice,
+    require_int,
     require_pooling,
 )
 
@@ -56,6 +57,8 @@ class SnapKV(PrefixPolicy):
             back to their own sum, and takes the largest, so that what one query needs counts
             whatever the others look at (DefensiveKV, Feng et al., ICLR 2026). Where heads or layers
             share a budget, a head's scores are then at least its mean, within a thousandth.
+        voters: how many of the last tokens vote, where not `window_size`: fewer, or more than are
+            kept for being last. Votes on a voter are those of the ones after it.
     """
 
     name: ClassVar[str] = "snapkv"
@@ -70,6 +73,7 @@ class SnapKV(PrefixPolicy):
     sink_tokens: int | None = None  # type: ignore[assignment] # a number from __post_init__ on
     group_reduce: Literal["mean", "max", "sum", "none"] = "mean"
     window_reduce: Literal["mean", "max"] = "mean"
+    voters: int | None = None
 
     def __post_init__(self) -> None:
         require_pooling(self.pooling, self.kernel_size, self.decay)
@@ -85,10 +89,12 @@ class SnapKV(PrefixPolicy):
             object.__setattr__(self, "kernel_size", DEFAULT_KERNEL)
         require_choice("group_reduce", self.group_reduce, GROUP_REDUCTIONS)
         require_choice("window_reduce", self.window_reduce, WINDOW_REDUCTIONS)
+        if self.voters is not None:
+            require_int("voters", self.voters, minimum=1)
 
     @property
     def query_tokens(self) -> int:
-        return self.window_size
+        return self.window_size if self.voters is None else self.voters
 
     @property
     def per_query_head(self) -> bool:
@@ -116,7 +122,7 @@ class SnapKV(PrefixPolicy):
     def _voting(self) -> tuple[Hashable, ...]:
         """What the scores go by."""
         reduced = self.window_reduce, self.group_reduce
-        return (self.window_size, *reduced, self.lift, self.sink_tokens)
+        return (self.window_size, self.query_tokens, *reduced, self.lift, self.sink_tokens)
 
     def rated(self, prefix: Prefix) -> Tensor:
         """As shares of attention; none is raised to its head's mean."""
@@ -134,9 +140,10 @@ class SnapKV(PrefixPolicy):
 
     def votes(self, layer: PromptLayer) -> Tensor:
         """Votes of the window before pooling, their sum over its queries, shape as of `score`."""
-        if self.window_reduce == "max":
-            return self._largest_votes(layer)[1]
-        return layer.once(("votes", self.window_size, self.group_reduce), lambda: self._vote(layer))
+        if self.window_reduce == "max" or self.query_tokens > self.window_size:
+            return self._largest_votes(layer)[1]  # `ops.window_votes` has none on the voters
+        own = ("votes", self.window_size, self.query_tokens, self.group_reduce)
+        return layer.once(own, lambda: self._vote(layer))
 
     def _vote(self, layer: PromptLayer) -> Tensor:
         own_keys = layer.stored_heads is None  # or heads of several keys share what is stored

@@ -65,7 +65,7 @@ class _TokensThatGoOn(SnapKV):
     def choose(self, layer: PromptLayer) -> Selection | None:
         """Which tokens go on, for all heads; None for all of them."""
         with torch.no_grad():
-            return self.select(replace(layer, queries=layer.queries[:, :, -self.window_size :]))
+            return self.select(replace(layer, queries=layer.queries[:, :, -self.query_tokens :]))
 
 
 def _voting(keep_ratio: float, least_tokens: int) -> _TokensThatGoOn:

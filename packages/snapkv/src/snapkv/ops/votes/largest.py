@@ -6,6 +6,7 @@ queries, which stand side by side, at a step. Axes as in `snapkv.ops.votes.refer
 queries of each of their query heads are a block, R = G * Q.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -37,28 +38,29 @@ def largest_votes(
     (B, Hq, W, _), (Hkv, T) = queries.shape, keys.shape[1:3]
     G, sinks = Hq // Hkv, score_options.sink_logits
     grouped = queries.view(B, Hkv, G, W, -1)
-    largest = queries.new_zeros((B, Hkv, G, prefix_tokens), dtype=torch.float32)
-    summed = torch.zeros_like(largest)
+    apart = 1 if group_reduce == "max" else G  # the largest of all, without one of each head
+    largest = queries.new_zeros((B, Hkv, apart, prefix_tokens), dtype=torch.float32)
+    summed = queries.new_zeros((B, Hkv, G, prefix_tokens), dtype=torch.float32)
     for row, pads in enumerate([0] * B if pad_tokens is None else pad_tokens.tolist()):
         own, prefix = T - pads, prefix_tokens - pads
         if prefix <= 0:
             continue
         fill = -prefix % CHUNK
         for heads, some in _blocks(Hkv, range(max(0, W - own), W), 4 * G * own):
-            of_heads = None if sinks is None else sinks.view(Hkv, G)[heads]
             weights, shares = _exponentials(
                 grouped[row, heads, :, some],
                 keys[row, heads, pads:],
                 score_options,
-                of_heads,
+                None if sinks is None else sinks.view(Hkv, G)[heads],
                 fill,
                 some.start + own - W,
             )
             received = weights[:, : fill + prefix]
-            summed[row, heads, :, pads:] += _summed(received, shares)[..., fill:]
-            found = _lifted(received, shares.flatten(1), lift, fill, sink_tokens)
+            _add_votes(summed[row, heads, :, pads:], received[:, fill:], shares)
+            lifted = _lifted(received, shares.flatten(1), lift, fill, sink_tokens)
+            found = lifted.reshape(*lifted.shape[:2], apart, -1).amax(dim=-1).mT
             into = largest[row, heads, :, pads:]
-            torch.maximum(into, found.reshape(*found.shape[:2], G, -1).amax(-1).mT, out=into)
+            torch.maximum(into, found, out=into)
     return (
         reduce_group(largest.flatten(1, 2), Hkv, group_reduce),
         reduce_group(summed.flatten(1, 2), Hkv, group_reduce),
@@ -87,22 +89,23 @@ def _exponentials(
     (N, G, Q). `first_voter` is the position of the first query.
     """
     (N, G, Q, _), T = queries.shape, keys.shape[1]
-    rows = queries.float().mul(score_options.scaling).flatten(1, 2)
+    softcap, slope = score_options.softcap, score_options.scaling
+    rows = queries.float().mul(slope if softcap is not None else slope * _LOG2_E).flatten(1, 2)
     scores = rows.new_empty(N, fill + T, G * Q)
     torch.bmm(keys.float(), rows.mT, out=scores[:, fill:])
-    if (softcap := score_options.softcap) is not None:
-        scores.div_(softcap).tanh_().mul_(softcap)
+    if softcap is not None:
+        scores.div_(softcap).tanh_().mul_(softcap * _LOG2_E)
     scores[:, :fill] = -math.inf
     ahead = torch.ones(T - first_voter, Q, dtype=torch.bool, device=keys.device).tril_(-1)
     seen = scores.view(N, -1, G, Q)[:, fill + first_voter :]
     seen.masked_fill_(ahead[:, None], -math.inf)
     highest = _highest(scores)
     if sinks is not None:
-        sinks = sinks.float().repeat_interleave(Q, dim=-1)[:, None]
+        sinks = sinks.float().mul(_LOG2_E).repeat_interleave(Q, dim=-1)[:, None]
         highest = highest.maximum(sinks)
-    total = scores.sub_(highest).mul_(_LOG2_E).exp2_().sum(dim=1, keepdim=True)
+    total = scores.sub_(highest).exp2_().sum(dim=1, keepdim=True)
     if sinks is not None:
-        total += (sinks - highest).mul_(_LOG2_E).exp2_()
+        total += (sinks - highest).exp2_()
     return scores, total.reciprocal_().view(N, G, Q)
 
 
@@ -114,10 +117,12 @@ def _highest(scores: Tensor) -> Tensor:
     return scores.amax(dim=1, keepdim=True)
 
 
-def _summed(weights: Tensor, shares: Tensor) -> Tensor:
-    """The sum over the queries of each query head, (N, G, positions)."""
-    (N, P, _), (G, Q) = weights.shape, shares.shape[1:]
-    return torch.einsum("npgq,ngq->ngp", weights.view(N, P, G, Q), shares)
+def _add_votes(votes: Tensor, weights: Tensor, shares: Tensor) -> None:
+    """Add up what each query head's queries give: onto (N, G, P) votes, of (N, P, R) weights."""
+    queries = shares.shape[2]
+    for head, member in itertools.product(range(shares.shape[0]), range(shares.shape[1])):
+        own = weights[head, :, member * queries : (member + 1) * queries]
+        votes[head, member] += own @ shares[head, member]
 
 
 def _lifted(weights: Tensor, shares: Tensor, lift: Lift, fill: int, sink_tokens: int) -> Tensor:

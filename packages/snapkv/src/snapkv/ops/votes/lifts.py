@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from snapkv.ops.votes.api import fade_votes
-from snapkv.ops.votes.reference import CHUNK, Lift, pool_votes
+from snapkv.ops.votes.reference import CHUNK, LEAST_SUM, Lift, pool_votes
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Fading(Lift):
         carried = first.clone()
         for place in others:
             torch.maximum(carried.mul_(self.decay), place, out=carried)
-        carried = fade_votes(carried.mT, self.decay**CHUNK).mT
+        self._carry_on(carried, self.decay**CHUNK)
         brought = torch.zeros_like(first)
         torch.mul(carried[:, :-1], self.decay, out=brought[:, 1:])
         last = torch.maximum(first, brought, out=first)
@@ -47,3 +47,11 @@ class Fading(Lift):
             torch.mul(last, self.decay, out=brought)
             last = torch.maximum(place, brought, out=place)
         return weights
+
+    def _carry_on(self, carried: Tensor, factor: float) -> None:
+        """Fade (N, chunks, R) along the chunks, in steps that double, while there is a factor."""
+        width = 1
+        while width < carried.shape[1] and factor > LEAST_SUM:
+            behind = carried[:, width:]
+            torch.maximum(behind, carried[:, :-width] * factor, out=behind)
+            width, factor = 2 * width, factor * factor

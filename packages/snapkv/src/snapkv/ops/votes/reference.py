@@ -17,7 +17,7 @@ from snapkv.ops.scores import ScoreOptions
 LEAST_SUM = torch.finfo(torch.float32).tiny
 """What a row of weights is divided by that adds up to less, so that nothing becomes NaN."""
 
-CHUNK = 32
+CHUNK = 8
 """Rows of weights come in a multiple of so many positions, to `Lift.of_rows`."""
 
 
