@@ -562,7 +562,7 @@ class CompressedLayer(DynamicLayer):
         """Put all that was seen off the device, for less to take its place."""
         assert self.offloaded is not None
         if tokens := self.columns - self.offloaded.tokens:
-            self.offloaded.append(*self.store.tail(tokens), is_limited=False)
+            self.offloaded.append(*self.store.last(tokens), is_limited=False)
 
     # What was dropped and comes back.
 
@@ -607,7 +607,7 @@ class CompressedLayer(DynamicLayer):
         self.offloaded.is_due = False
         if self.holds_all:
             return
-        tail = self.store.tail(self.columns - self.offloaded.tokens)
+        tail = self.store.last(self.columns - self.offloaded.tokens)
         # Of static storage the last queries did not pass by.
         queries = None if self.store.is_static else self.notes.last_queries
         self._note(last_queries=queries)

@@ -34,42 +34,32 @@ class AppendBuffer:
 
     def append(self, stored: Tensor, new: Tensor) -> Tensor:
         """(B, H, S + N, D): the new states after the others."""
-        tokens = new.shape[2]
-        if tokens > ROOM_TOKENS or not _in_place(stored) or not _alike(stored, new):
+        B, H, tokens, D = new.shape
+        if tokens > ROOM_TOKENS or not _fits_in_place(stored, new):
             return torch.cat([stored, new], dim=-2)
         is_last = self._last is not None and self._last() is stored
         if not is_last or self._stored + tokens > self._slots:
             self._stored = stored.shape[2]
             self._slots = self._stored + tokens + ROOM_TOKENS
-            stored = _with_room(stored, self._slots)
-        grown = _grown(stored, self._stored, new)
-        self._last, self._stored = weakref.ref(grown), self._stored + tokens
+            stored = stored.new_empty(B, H, self._slots, D)[:, :, : self._stored].copy_(stored)
+        strides, begin = stored.stride(), self._stored * D
+        stored.as_strided(new.shape, strides, begin).copy_(new)
+        self._stored += tokens
+        grown = stored.as_strided((B, H, self._stored, D), strides)
+        self._last = weakref.ref(grown)
         return grown
 
 
-def _in_place(stored: Tensor) -> bool:
-    """Whether nothing would miss that a tensor changes: a query may need what it saw."""
+def _fits_in_place(stored: Tensor, new: Tensor) -> bool:
+    """Whether they differ in tokens alone, and nothing would miss that a tensor changes.
+
+    A query may need what it saw.
+    """
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
-    return torch.is_inference_mode_enabled() or not stored.is_inference()
-
-
-def _alike(stored: Tensor, new: Tensor) -> bool:
-    """Whether they differ in the number of tokens at most."""
+    if stored.is_inference() and not torch.is_inference_mode_enabled():
+        return False
+    if stored.dtype != new.dtype or stored.device != new.device:
+        return False
     B, H, _, D = stored.shape
-    same_kind = stored.dtype == new.dtype and stored.device == new.device
-    return same_kind and new.shape == (B, H, new.shape[2], D)
-
-
-def _with_room(stored: Tensor, slots: int) -> Tensor:
-    """The first slots of a new buffer, filled with what is stored."""
-    B, H, S, D = stored.shape
-    return stored.new_empty(B, H, slots, D)[:, :, :S].copy_(stored)
-
-
-def _grown(first: Tensor, stored: int, new: Tensor) -> Tensor:
-    """The first slots of a buffer and those after them, which hold new tokens from now on."""
-    B, H, N, D = new.shape
-    strides = first.stride()
-    first.as_strided(new.shape, strides, stored * D).copy_(new)
-    return first.as_strided((B, H, stored + N, D), strides)
+    return new.shape == (B, H, new.shape[2], D)

@@ -70,7 +70,7 @@ class Dynamic:
     def restored(self, kind: str, state: dict[str, Any]) -> TokenStore:
         """The store of that kind."""
         if kind == RaggedStore.kind:
-            return RaggedStore(**state)
+            return RaggedStore(**state, in_place=self.in_place)
         if kind == CodedStore.kind:
             return CodedStore(**state)
         if kind != DenseStore.kind:

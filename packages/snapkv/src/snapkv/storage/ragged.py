@@ -14,12 +14,11 @@ from torch import Tensor
 
 from snapkv import ops
 from snapkv.ops import RaggedLayout, ScoreOptions, ragged_attention
-from snapkv.storage.base import HeadStates, KVTensor, TokenStore
+from snapkv.storage.base import HeadStates, TokenStore
+from snapkv.storage.tail import GrowingTail, Pair
 
 Counts = tuple[tuple[int, ...], ...]
 """Tokens of each head, row by row: B lists of H numbers."""
-
-Pair = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,19 +185,22 @@ class RaggedStore(TokenStore):
         keys: Tensor,
         values: Tensor,
         num_kv_heads: int,
+        in_place: bool = True,
     ) -> None:
-        tail = (KVTensor(part, in_place=False) for part in (keys, values))
-        super().__init__(num_kv_heads, *tail)
+        super().__init__(num_kv_heads, GrowingTail(keys, values, in_place=in_place))
         self.ragged = states
 
     @classmethod
-    def gather(cls, store: TokenStore, indices: Tensor, tokens: int) -> "RaggedStore":
+    def gather(
+        cls, store: TokenStore, indices: Tensor, tokens: int, *, in_place: bool = True
+    ) -> "RaggedStore":
         """Keep some of the first tokens of a store; what comes after them is the tail.
 
         Args:
             store: one whose heads hold as many tokens each.
             indices: (B, H, K) int64, slots, ascending after a leading run of -1.
             tokens: how many slots `indices` points into.
+            in_place: as in `DenseStore`.
         """
         whole_keys, whole_values = store.keys, store.values
         repeats = indices.shape[1] // whole_keys.shape[1]
@@ -207,63 +209,89 @@ class RaggedStore(TokenStore):
             for states in (whole_keys, whole_values)
         )
         states = RaggedStates.gather(whole_keys, whole_values, indices)
-        return cls(states=states, keys=keys, values=values, num_kv_heads=store.num_kv_heads)
+        heads = store.num_kv_heads
+        return cls(states=states, keys=keys, values=values, num_kv_heads=heads, in_place=in_place)
 
     @property
     def slots(self) -> int:
         """Slots of the padded layout, and after them those of the tail."""
-        return self.ragged.longest_tokens + super().slots
+        return self.ragged.longest_tokens + self.tail.tokens
+
+    @property
+    def unmasked_slots(self) -> int:
+        return self.ragged.longest_tokens + self.front_tokens
+
+    @property
+    def mean_tokens(self) -> float:
+        return self.ragged.mean_tokens + self.tail.tokens
+
+    def heads(self) -> RaggedStates:
+        """What the heads hold, or what their codes stand for."""
+        return self._heads_with_front().decoded()
+
+    def _heads_with_front(self) -> HeadStates:
+        """What the heads hold, and what of them the tail does."""
+        return self.ragged
+
+    def _behind(self) -> Pair:
+        """The tail without its front."""
+        keys, values = self.tail.written
+        return keys[:, :, self.front_tokens :], values[:, :, self.front_tokens :]
+
+    def _decode(self) -> RaggedStates:
+        """Have heads hold what their codes stand for; returns that."""
+        self.ragged, behind = self.heads(), self._behind()
+        self.front_tokens = 0
+        self.tail.hold(*behind)
+        return self.ragged
 
     def absorb_tail(self) -> None:
         """Give every head its part of the tail, which is empty then."""
+        slots, heads = self.slots, self._decode()
         B, H, N, _ = self.keys.shape
-        keys, values = (states.flatten(0, 2) for states in (self.keys, self.values))
+        keys, values = (states.flatten(0, 2) for states in self.tail.written)
         tail = RaggedStates(keys=keys, values=values, head_tokens=((N,) * H,) * B)
-        self.ragged = replace(self.ragged.decoded().joined(tail), least_slots=self.slots)
-        for tensor in self.tensors:
-            tensor.states = tensor.states[..., :0, :].clone()
+        self.ragged = replace(heads.joined(tail), least_slots=slots)
+        self._hold(lambda states: states[..., :0, :].clone())
 
     def keep(self, indices: Tensor, tokens: int, *, ragged: bool = True) -> TokenStore:
         """Keep some of what the heads keep; the tail comes after those slots, or is absorbed."""
-        assert tokens == self.ragged.longest_tokens
-        self.ragged = self.ragged.decoded().keep(indices)
+        assert tokens == self.unmasked_slots
+        self.ragged = self._decode().keep(indices)
         return self
 
     def only(self, stays: Tensor) -> TokenStore:
         """Hold some slots; the tail keeps as many tokens of all heads, the others go to theirs."""
-        heads, longest = self.ragged.decoded(), self.ragged.longest_tokens
+        longest, heads = self.unmasked_slots, self._decode()
         tail = ops.kept_indices(stays[..., longest:])
         last = int(stays[..., longest:].sum(dim=-1).min())
         self.ragged = heads.only(stays[..., :longest])
         if more := tail.shape[-1] - last:
             older = RaggedStates.gather(self.keys, self.values, tail[..., :more])
-            self.ragged = self.ragged.decoded().joined(older)
-        for tensor in self.tensors:
-            tensor.states = ops.gather_tokens(tensor.states, tail[..., more:])
+            self.ragged = self.ragged.joined(older)
+        self._hold(lambda states: ops.gather_tokens(states, tail[..., more:]))
         return self
 
     def crop(self, tokens: int) -> TokenStore:
         """Forget the last tokens, of every head as many: those of the tail, then its own."""
-        if (own := tokens - self.tail_tokens) > 0:
-            heads: RaggedStates = self.ragged.decoded()
-            self.ragged = heads.keep(heads.slots()[..., : heads.longest_tokens - own])
         last = min(tokens, self.tail_tokens)
+        if own := tokens - last:
+            heads = self._decode()
+            self.ragged = heads.keep(heads.slots()[..., : heads.longest_tokens - own])
         return super().crop(last) if last else self
 
-    def tail(self, tokens: int) -> Pair:
-        """As `TokenStore.tail`; what is with the heads by what that stands for."""
+    def last(self, tokens: int) -> Pair:
+        """As of every store; what is with the heads by what that stands for."""
         if tokens <= self.tail_tokens:
-            return super().tail(tokens)
-        repeats = self.keys.shape[1] // self.num_kv_heads
-        keys, values = (states[:, ::repeats, -tokens:] for states in self.padded())
-        return keys, values
+            return super().last(tokens)
+        return self._of_kv_heads(*self.padded(), tokens)
 
-    def padded(self) -> tuple[Tensor, Tensor]:
-        heads = self.ragged.decoded()
-        keys, values = heads.padded_keys(), heads.padded_values()
+    def padded(self) -> Pair:
+        heads, (keys, values) = self.heads(), self._behind()
+        padded = heads.padded_keys(), heads.padded_values()
         if not self.tail_tokens:
-            return keys, values
-        return torch.cat([keys, self.keys], dim=2), torch.cat([values, self.values], dim=2)
+            return padded
+        return torch.cat([padded[0], keys], dim=2), torch.cat([padded[1], values], dim=2)
 
     def select_rows(self, rows: Tensor) -> TokenStore:
         """Put the rows in another order; the longest head may be gone with its row."""
@@ -279,4 +307,6 @@ class RaggedStore(TokenStore):
         return self.ragged.index_bytes
 
     def state(self) -> dict[str, Any]:
-        return {"states": self.ragged, **super().state()}
+        keys, values = self._behind()
+        states = self._heads_with_front()
+        return {**super().state(), "states": states, "keys": keys, "values": values}

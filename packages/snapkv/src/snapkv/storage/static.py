@@ -11,11 +11,11 @@ from torch import Tensor
 
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.ops import Codes, TokenCost
-from snapkv.storage.base import KVTensor, TokenStore
+from snapkv.storage.base import TokenStore
 from snapkv.storage.bits import KVCodes
 from snapkv.storage.coded import both, encoded
 from snapkv.storage.dense import DenseStore
-from snapkv.storage.ragged import Pair
+from snapkv.storage.tail import GrowingTail, Pair
 
 
 class StaticStore(TokenStore):
@@ -32,7 +32,7 @@ class StaticStore(TokenStore):
     is_static = True
 
     def __init__(self, storage: "Static", store: TokenStore) -> None:
-        super().__init__(store.num_kv_heads)
+        super().__init__(store.num_kv_heads, GrowingTail(None, None, in_place=False))
         self.storage = storage
         self._move_in(store.keys, store.values, store.slots)
 
@@ -82,7 +82,7 @@ class StaticStore(TokenStore):
     def room_for(self, tokens: int) -> None:
         require_room(self.slots + tokens, self.storage.slots)
 
-    def tail(self, tokens: int) -> tuple[Tensor, Tensor]:
+    def last(self, tokens: int) -> tuple[Tensor, Tensor]:
         end = self.slots
         return self.keys[:, :, end - tokens : end], self.values[:, :, end - tokens : end]
 
@@ -97,7 +97,7 @@ class StaticStore(TokenStore):
         *buffers, self.filled = self.storage.buffers_for(
             (keys, {2: slots}), (values, {2: slots}), (filled, {})
         )
-        self.tensors = tuple(KVTensor(buffer, in_place=False) for buffer in buffers)
+        self.tail.hold(*buffers)
         for buffer, states in zip(buffers, (keys, values), strict=True):
             buffer[:, :, :tokens] = states[:, :, :tokens]
         self.filled.fill_(tokens)
@@ -133,7 +133,7 @@ class StaticCodedStore(StaticStore):
         coded_tokens: int,
         num_kv_heads: int,
     ) -> None:
-        TokenStore.__init__(self, num_kv_heads)
+        TokenStore.__init__(self, num_kv_heads, GrowingTail(None, None, in_place=False))
         assert storage.codes is not None
         self.storage, self.first_tokens = storage, first_tokens
         self._heads, self._group = keys.shape[:2], storage.codes.group_size
@@ -187,10 +187,10 @@ class StaticCodedStore(StaticStore):
             *((part, {}) for part in (number, number, order)),
             *sizes,
         )
-        self.tensors = tuple(KVTensor(buffer, in_place=False) for buffer in made[:2])
+        self.tail.hold(*made[:2])
         self.filled, self._coded, self._order, *buffers = made[2:]
-        for tensor, part in zip(self.tensors, ends, strict=True):
-            tensor.states[:, :, :tokens] = part
+        for buffer, part in zip(made[:2], ends, strict=True):
+            buffer[:, :, :tokens] = part
         for buffer, part in zip(buffers, blocks, strict=True):
             buffer[:, : part.shape[1]] = part
         self._codes = both(_with_parts, codes, (buffers[:3], buffers[3:]))
@@ -251,7 +251,7 @@ class StaticCodedStore(StaticStore):
     def room_for(self, tokens: int) -> None:
         require_room(self.slots - int(self._coded) + tokens, self.storage.end_slots)
 
-    def tail(self, tokens: int) -> Pair:
+    def last(self, tokens: int) -> Pair:
         end = self.slots
         return both(lambda part: part[:, :, end - tokens : end], self._whole)
 
