@@ -119,12 +119,6 @@ class CodedStates(HeadStates):
             own_visible=own_visible,
         )
 
-    def after(self, first: Pair | None) -> "CodedStates":
-        """The same codes after these first tokens instead."""
-        made = replace(self, first=first)
-        more = made._first_tokens - self._first_tokens
-        return replace(made, least_slots=max(0, self.least_slots + more))
-
     def grown(self, keys: Tensor, values: Tensor) -> "CodedStates":
         """With (B, H, N, D) tokens after them, N a number of whole blocks."""
         B, H, N, _ = keys.shape
@@ -296,15 +290,17 @@ class CodedStore(RaggedStore):
     def _put(self, states: CodedStates, *behind: Pair) -> None:
         """Hold codes, and a tail of their first tokens and these."""
         assert states.first is not None
-        self.front_tokens = states.first[0].shape[2]
+        self.front_tokens = front = states.first[0].shape[2]
         self.tail.hold(*both(_in_a_row, states.first, *behind))
-        self.ragged = states.after(None)
+        least = max(0, states.least_slots - front)
+        self.ragged = replace(states, first=None, least_slots=least)
 
     def _heads_with_front(self) -> HeadStates:
         if not isinstance(self.ragged, CodedStates):
             return self.ragged
         front = self.front_tokens
-        return self.ragged.after(both(lambda part: part[:, :, :front], self.tail.written))
+        first = both(lambda part: part[:, :, :front], self.tail.written)
+        return replace(self.ragged, first=first, least_slots=self.ragged.least_slots + front)
 
     def dense(self) -> tuple[DenseStore, Tensor]:
         """What all of it stands for with as many slots in every head, and each row's empty ones."""

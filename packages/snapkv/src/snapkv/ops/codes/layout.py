@@ -23,11 +23,14 @@ class BlockLayout:
         sections: tokens of each head in every section, the earlier tokens first.
         block_tokens: G, tokens of a whole block.
         device: where its tensors are made, when they are first asked for.
+        room: blocks of each head, counted over all rows, where those stay and the last of them may
+            hold no token; then no shape depends on how many do. None for as many as hold some.
     """
 
     sections: tuple[HeadTokens, ...]
     block_tokens: int
     device: torch.device
+    room: tuple[int, ...] | None = None
 
     @functools.cached_property
     def head_tokens(self) -> HeadTokens:
@@ -38,6 +41,8 @@ class BlockLayout:
     @functools.cached_property
     def head_blocks(self) -> list[int]:
         """Blocks of each head, counted over all rows."""
+        if self.room is not None:
+            return list(self.room)
         of_sections = (
             [-(-count // self.block_tokens) for row in section for count in row]
             for section in self.sections
@@ -53,6 +58,12 @@ class BlockLayout:
         return max(1, math.gcd(*self.head_blocks))
 
     @functools.cached_property
+    def piece_heads(self) -> Tensor | None:
+        """(P,) int64: the head of every piece, counted over all rows; None for one a head."""
+        n = self.piece_blocks
+        return None if set(self.head_blocks) == {n} else self.heads[::n]
+
+    @functools.cached_property
     def heads(self) -> Tensor:
         """(M,) int64: the head of every block, counted over all rows."""
         with torch.inference_mode(False):  # for callers that want gradients, too
@@ -66,6 +77,13 @@ class BlockLayout:
             slots = self._is_empty().nonzero()[:, 0].to(self.device)
             tokens = self.piece_blocks * self.block_tokens
             return slots // tokens, slots % tokens
+
+    @functools.cached_property
+    def hidden_in_room(self) -> Tensor:
+        """(P, 1, T) bool, the same of all slots: a size that no head's tokens change."""
+        with torch.inference_mode(False):
+            tokens = self.piece_blocks * self.block_tokens
+            return self._is_empty().view(-1, 1, tokens).to(self.device)
 
     @functools.cached_property
     def table(self) -> tuple[Tensor, Tensor]:
@@ -117,15 +135,21 @@ class BlockLayout:
     def _blocks(self) -> list[tuple[int, int, int]]:
         """Head, first token in its section and number of tokens of every block."""
         sections = ([count for row in section for count in row] for section in self.sections)
-        return [
-            (head, start, min(self.block_tokens, count - start))
-            for head, counts in enumerate(zip(*sections, strict=True))
-            for count in counts
-            for start in range(0, count, self.block_tokens)
-        ]
+        made: list[tuple[int, int, int]] = []
+        for head, counts in enumerate(zip(*sections, strict=True)):
+            blocks = [
+                (head, start, min(self.block_tokens, count - start))
+                for count in counts
+                for start in range(0, count, self.block_tokens)
+            ]
+            made += blocks
+            if self.room is not None:
+                made += [(head, 0, 0)] * (self.room[head] - len(blocks))
+        return made
 
     @property
     def nbytes(self) -> int:
         """Of what attention needs, and of the table where a kernel has asked for it."""
-        tensors = [self.heads, *self.hidden, *(self.table if "table" in vars(self) else ())]
+        tensors = [self.heads, *(self.table if "table" in vars(self) else ())]
+        tensors += self.hidden if self.room is None else [self.hidden_in_room]
         return sum(tensor.nbytes for tensor in tensors)
