@@ -58,11 +58,7 @@ REFUSED = [
     ("recall='host'", OWN_BUDGET, COMPRESS),
     (r"expected .*share=0\.12", BYTES, COMPRESS),
     # Static storage.
-    *(
-        ("storage: expected a policy that keeps a budg", METHODS[name], STATIC)
-        for name in ("full", "h2o", "snapkv by ratio", "adakv", "pyramidkv", "snapkv by query head")
-    ),
-    (r"expected .*share=0\.12", BYTES, STATIC),
+    ("storage: expected a policy that only compresses prompts", EVICTS, STATIC),
     # Few bits.
     *(
         (f"quantize: expected int8 or int4, keys .*, got '{gone}'", SNAPKV, {"quantize": gone})
@@ -74,7 +70,7 @@ REFUSED = [
     # Budgets of all layers.
     *(
         (f"{next(iter(options))}|policy", METHODS["across-layers"], options)
-        for options in (STATIC, HOST, COMPRESS)
+        for options in (HOST, COMPRESS)
     ),
     # Protected spans.
     ("positions='original'", StreamingLLM(40), {"protect": [(0, 1)]}),
@@ -115,6 +111,7 @@ PER_QUERY_HEAD = METHODS["snapkv by query head"]
 MODELS = [
     ("llama", FastGen(), {}, "with_tokenizer"),
     ("sliding", SNAPKV, STATIC, "DynamicSlidingWindowLayer"),
+    ("latent", METHODS["pyramidkv"], STATIC, "'static' of latent attention"),
     ("latent", SNAPKV, {"quantize": "int8"}, "none for latent attention"),
     ("latent", PER_QUERY_HEAD, {}, "'mean' for latent attention"),
     ("linear latent", PER_QUERY_HEAD, {}, "'mean' for latent attention"),

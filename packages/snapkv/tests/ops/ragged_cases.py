@@ -96,7 +96,7 @@ def with_room(arguments, tokens):
 def roomy(states, axis, size):
     shape = list(states.shape)
     shape[axis] = size
-    buffer = states.new_full(shape, 1000)
+    buffer = states.new_full(shape, 100)
     buffer.narrow(axis, 0, states.shape[axis]).copy_(states)
     return buffer
 

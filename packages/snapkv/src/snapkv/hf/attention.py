@@ -232,8 +232,10 @@ _PHASES: dict[Phase, Callable[[AttentionCall, ForwardContext], Attended]] = {
 
 def _attend_shared(call: AttentionCall, shared: Shared) -> Attended:
     """Attend to what an earlier layer has stored, as it did before it chose what to keep."""
-    context, layer = shared.context, shared.context.layer
-    phase, drafts = context.phase, context.drafts
+    context = shared.context
+    if context is None:
+        return _attend_in_place(call, shared)
+    layer, phase, drafts = context.layer, context.phase, context.drafts
     if phase in (Phase.READ_PROMPT, Phase.END_PROMPT):
         call = fitting(call, layer)
         if drafts <= 0 or shared.layer.holds_all:
@@ -247,6 +249,14 @@ def _attend_shared(call: AttentionCall, shared: Shared) -> Attended:
     behind = replace(call, query=call.query[:, :, -drafts:], key=store.keys, value=store.values)
     verified, _ = attend_stored(behind, shared.layer, rebuild_mask=True)
     return torch.cat([attended[0], verified], dim=1), None
+
+
+def _attend_in_place(call: AttentionCall, shared: Shared) -> Attended:
+    """Attend to heads in the buffers of static storage, and to the tail after them."""
+    if call.implementation == "eager" and _asks_for_weights(call):
+        with shared.reading.attending():
+            raise _without_weights()
+    return attend_stored(call, shared.layer)
 
 
 def _attend_prompt(call: AttentionCall, layer: CompressedLayer) -> Attended:
@@ -425,11 +435,7 @@ def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
                 "mixed, so it cannot be compressed"
             )
     if call.implementation == "eager" and _asks_for_weights(call) and _gives_no_weights(context):
-        return UnsupportedModelError(
-            "output_attentions: expected False where attention gives no weights, as behind heads "
-            "of different length, codes, or drafts in the prompt's own pass, got True; leave it "
-            "out, or use SnapKV without quantize and drafts"
-        )
+        return _without_weights()
     if refusal := _refusal_of_images(name, context):
         return refusal
     is_own = context.has_own_mask and getattr(call.mask, "ndim", 0) == 4
@@ -453,6 +459,14 @@ def _refusal_of_images(name: str, context: ForwardContext) -> UnsupportedModelEr
         f"policy: expected one that does not ask where tokens stand behind an image, whose "
         f"positions in {name} count no tokens, got {layer.policy.name}; use SnapKV, or set the "
         "model's `rope_deltas` to None if it has read no image"
+    )
+
+
+def _without_weights() -> UnsupportedModelError:
+    return UnsupportedModelError(
+        "output_attentions: expected False where attention gives no weights, as behind heads "
+        "of different length, codes, or drafts in the prompt's own pass, got True; leave it "
+        "out, or use SnapKV without quantize and drafts"
     )
 
 

@@ -138,10 +138,8 @@ def _require_together(model: PreTrainedModel, readers: dict[int, list[int]]) -> 
 def storage_for(setup: Setup) -> StorageMaker:
     """How the storage of each layer is made."""
     if setup.is_static:
-        room = setup.room_tokens
-        assert setup.policy.most_tokens is not None
-        slots = setup.policy.most_tokens + room
-        return functools.partial(Static, slots=slots, room_tokens=room, codes=setup.codes)
+        most = setup.policy.most_tokens if setup.has_one_mask else None
+        return functools.partial(Static, setup.room_tokens, most, setup.codes)
     # Evicting moves all of it at every step.
     return functools.partial(Dynamic, in_place=not setup.evicts, codes=setup.codes)
 

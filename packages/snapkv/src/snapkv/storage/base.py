@@ -9,7 +9,11 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.storage.tail import GrowingTail, Pair, Tail
+from snapkv.storage.buffers import Buffers
+from snapkv.storage.tail import Pair, Tail
+
+UNSAVED = {"saved": False}
+"""Of a record's field: whether a file has it."""
 
 
 class HeadStates(ABC):
@@ -47,12 +51,21 @@ class HeadStates(ABC):
         """The rows in that order, each as often as it is named."""
 
     @abstractmethod
+    def settled(self, buffers: Buffers) -> "HeadStates":
+        """The same in buffers, whose shapes do not depend on how many tokens which head holds."""
+
+    @abstractmethod
+    def alone(self) -> "HeadStates":
+        """The same without the room of buffers."""
+
+    @abstractmethod
     def attend(
         self,
         queries: Tensor,
         tail: Pair,
         score_options: ops.ScoreOptions,
         own_visible: Tensor | None = None,
+        tail_tokens: Tensor | None = None,
     ) -> Tensor:
         """(B, Hq, Q, Dv): attention to them and to a tail, see `snapkv.ops.ragged_attention`."""
 
@@ -69,14 +82,14 @@ class TokenStore(ABC):
         num_kv_heads: heads of what is appended. H is more where a policy keeps one set per query
             head.
         kind: name of the layout, as saved files have it.
-        is_static: whether it is buffers of fixed size and place, whose attention leaves snapkv out.
+        is_static: whether it is buffers of fixed size and place, whose steps ask the host nothing.
         is_exact: whether keys and values are held as they were appended, none as codes.
         ragged: what heads of different length hold; None where all hold as many.
         front_tokens: how many tokens of the tail stand before what the heads hold.
     """
 
-    kind: ClassVar[str]
-    is_static: ClassVar[bool] = False
+    kind: str
+    is_static: bool = False
     is_exact: ClassVar[bool] = True
     ragged: "HeadStates | None" = None
     front_tokens: int = 0
@@ -106,12 +119,14 @@ class TokenStore(ABC):
     @property
     def written_tokens(self) -> int:
         """How many of `keys` are written; static storage has empty places after them."""
-        return min(int(self.keys.shape[2]), self.slots)
+        return self.tail.tokens
 
     @property
     def slot_count(self) -> int | Tensor:
         """`slots`, on the device where a step counts them there."""
-        return self.slots
+        if self.tail.count is None:
+            return self.slots
+        return self.tail.count + (self.unmasked_slots - self.front_tokens)
 
     @property
     def unmasked_slots(self) -> int:
@@ -212,9 +227,9 @@ class TokenStore(ABC):
         self.keys[..., :sink_tokens, :] = torch.where(moved, turned, sinks)
         return sinks, moved
 
-    def room_for(self, tokens: int) -> None:
-        """Raise unless that many tokens more can be appended."""
-        del tokens
+    def move_into(self, tail: Tail) -> None:
+        """Lie in buffers from now on, as this tail does, which holds what the other one did."""
+        self.tail, self.is_static = tail, True
 
     def last(self, tokens: int) -> Pair:
         """Keys and values of the last tokens, (B, num_kv_heads, tokens, D)."""

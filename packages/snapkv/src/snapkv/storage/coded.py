@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -15,8 +15,9 @@ from snapkv.ops import (
     coded_attention,
     encode,
 )
-from snapkv.storage.base import HeadStates
+from snapkv.storage.base import UNSAVED, HeadStates
 from snapkv.storage.bits import KVCodes
+from snapkv.storage.buffers import Buffers
 from snapkv.storage.dense import DenseStore
 from snapkv.storage.ragged import Counts, RaggedStates, RaggedStore
 from snapkv.storage.tail import Pair
@@ -35,6 +36,7 @@ class CodedStates(HeadStates):
         sections: tokens of each head in codes, by when they were encoded.
         how: with how many bits.
         least_slots: slots of the padded layout when the first section was encoded, at least.
+        room: blocks of the buffers that codes are; None where they have no room.
     """
 
     first: Pair | None
@@ -42,6 +44,7 @@ class CodedStates(HeadStates):
     sections: tuple[Counts, ...]
     how: KVCodes
     least_slots: int = 0
+    room: int | None = field(default=None, metadata=UNSAVED)
 
     @classmethod
     def of(cls, states: RaggedStates, first_tokens: int, how: KVCodes) -> "CodedStates":
@@ -65,7 +68,9 @@ class CodedStates(HeadStates):
     @functools.cached_property
     def layout(self) -> BlockLayout:
         """Where each head's blocks are, as attention asks for it."""
-        return BlockLayout(self.sections, self.how.group_size, self.codes[0].packed.device)
+        return BlockLayout(
+            self.sections, self.how.group_size, self.codes[0].packed.device, self.room
+        )
 
     @functools.cached_property
     def head_tokens(self) -> Counts:
@@ -106,6 +111,7 @@ class CodedStates(HeadStates):
         tail: Pair,
         score_options: ScoreOptions,
         own_visible: Tensor | None = None,
+        tail_tokens: Tensor | None = None,
     ) -> Tensor:
         keys, values = self.codes
         return coded_attention(
@@ -117,7 +123,30 @@ class CodedStates(HeadStates):
             tail[1],
             score_options,
             own_visible=own_visible,
+            tail_tokens=tail_tokens,
         )
+
+    def settled(self, buffers: Buffers) -> "CodedStates":
+        alone, rows = self.alone(), len(self.sections[0])
+        blocks = torch.tensor(alone.layout.head_blocks).view(rows, -1).sum(dim=1)
+        room = buffers.most("blocks", rows * int(blocks.max()))
+
+        def held(codes: Codes, name: str) -> Codes:
+            def hold(kind: str) -> Tensor:
+                return buffers.hold(f"{kind} {name}", getattr(codes, kind), room)
+
+            return replace(codes, packed=hold("packed"), scale=hold("scale"), least=hold("least"))
+
+        made = replace(alone, codes=both(held, alone.codes, ("keys", "values")), room=room)
+        _ = made.layout.piece_heads, made.layout.hidden_in_room  # made now, not by the next token
+        return made
+
+    def alone(self) -> "CodedStates":
+        if self.room is None:
+            return self
+        alone = replace(self, room=None)
+        own = slice(sum(alone.layout.head_blocks))
+        return replace(alone, codes=both(lambda part: part.blocks(own), self.codes))
 
     def grown(self, keys: Tensor, values: Tensor) -> "CodedStates":
         """With (B, H, N, D) tokens after them, N a number of whole blocks."""
@@ -247,6 +276,7 @@ class CodedStore(RaggedStore):
     @classmethod
     def of(cls, store: RaggedStore, how: KVCodes) -> "CodedStore":
         """Encode what heads keep; what comes after it may be drafts, and waits for a step."""
+        assert isinstance(store.ragged, RaggedStates)
         made = cls(
             states=store.ragged,
             keys=store.keys,
@@ -295,12 +325,19 @@ class CodedStore(RaggedStore):
         least = max(0, states.least_slots - front)
         self.ragged = replace(states, first=None, least_slots=least)
 
+    def _settle(self, heads: RaggedStates) -> None:
+        self.ragged = heads
+        if self.is_static:  # where no step comes to an end that encodes
+            self._encode(heads)
+            self.ragged = self.tail.settled(self.ragged)
+
     def _heads_with_front(self) -> HeadStates:
         if not isinstance(self.ragged, CodedStates):
             return self.ragged
         front = self.front_tokens
         first = both(lambda part: part[:, :, :front], self.tail.written)
-        return replace(self.ragged, first=first, least_slots=self.ragged.least_slots + front)
+        states = self.ragged.alone()
+        return replace(states, first=first, least_slots=states.least_slots + front)
 
     def dense(self) -> tuple[DenseStore, Tensor]:
         """What all of it stands for with as many slots in every head, and each row's empty ones."""

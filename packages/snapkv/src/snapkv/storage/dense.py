@@ -8,7 +8,7 @@ from torch import Tensor
 from snapkv import ops
 from snapkv.storage.base import TokenStore, keep_tokens
 from snapkv.storage.ragged import RaggedStore
-from snapkv.storage.tail import GrowingTail, Pair
+from snapkv.storage.tail import GrowingTail, Pair, Tail
 
 
 class DenseStore(TokenStore):
@@ -20,10 +20,10 @@ class DenseStore(TokenStore):
     """
 
     kind = "dense"
-    tail: GrowingTail
 
     def __init__(self, *, in_place: bool = True) -> None:
         super().__init__(0, GrowingTail(None, None, in_place=in_place))
+        self._in_place = in_place
 
     def fill(self, keys: Tensor | None, values: Tensor | None, num_kv_heads: int) -> "DenseStore":
         """Hold these from now on; a file of an empty one has None."""
@@ -42,9 +42,13 @@ class DenseStore(TokenStore):
         self.fill(keys, values, keys.shape[1])
         return keys, values
 
+    def move_into(self, tail: Tail) -> None:
+        super().move_into(tail)
+        self.kind = "static"
+
     def keep(self, indices: Tensor, tokens: int, *, ragged: bool = False) -> TokenStore:
         if ragged:
-            return RaggedStore.gather(self, indices, tokens, in_place=self.tail.in_place)
+            return RaggedStore.gather(self, indices, tokens, in_place=self._in_place)
         self._hold(lambda states: keep_tokens(states, indices, tokens))
         return self
 

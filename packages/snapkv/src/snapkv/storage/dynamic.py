@@ -40,11 +40,8 @@ class Dynamic:
         """A store without tokens."""
         return DenseStore(in_place=self.in_place)
 
-    def finalize(
-        self, store: TokenStore, kept_tokens: int, policy: str, empty: Tensor | None
-    ) -> TokenStore:
+    def finalize(self, store: TokenStore, kept_tokens: int, empty: Tensor | None) -> TokenStore:
         """The store, what it keeps of a prompt in few bits."""
-        del policy
         if self.codes is None or not kept_tokens:
             return store
         if isinstance(store, DenseStore):
@@ -67,8 +64,9 @@ class Dynamic:
         blocks = heads * block_bytes(store.padded(), self.codes)
         return self.codes.costing(one, blocks, shortest_tokens)
 
-    def restored(self, kind: str, state: dict[str, Any]) -> TokenStore:
+    def restored(self, kind: str, state: dict[str, Any], empty: Tensor | None) -> TokenStore:
         """The store of that kind."""
+        del empty
         if kind == RaggedStore.kind:
             return RaggedStore(**state, in_place=self.in_place)
         if kind == CodedStore.kind:

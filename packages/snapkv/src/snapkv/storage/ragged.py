@@ -6,7 +6,7 @@ has as many slots as the longest one, and its tokens are the last of them.
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,8 +14,10 @@ from torch import Tensor
 
 from snapkv import ops
 from snapkv.ops import RaggedLayout, ScoreOptions, ragged_attention
-from snapkv.storage.base import HeadStates, TokenStore
-from snapkv.storage.tail import GrowingTail, Pair
+from snapkv.ops.ragged.layout import BLOCK_TOKENS
+from snapkv.storage.base import UNSAVED, HeadStates, TokenStore
+from snapkv.storage.buffers import Buffers
+from snapkv.storage.tail import GrowingTail, Pair, Tail
 
 Counts = tuple[tuple[int, ...], ...]
 """Tokens of each head, row by row: B lists of H numbers."""
@@ -30,12 +32,14 @@ class RaggedStates(HeadStates):
         values: (N, Dv).
         head_tokens: tokens of each head.
         least_slots: slots of the padded layout, at least.
+        room: rows of the flat buffers that keys and values are; None where they have no room.
     """
 
     keys: Tensor
     values: Tensor
     head_tokens: Counts
     least_slots: int = 0
+    room: int | None = field(default=None, metadata=UNSAVED)
 
     @classmethod
     def gather(cls, keys: Tensor, values: Tensor, index: Tensor) -> "RaggedStates":
@@ -96,13 +100,31 @@ class RaggedStates(HeadStates):
     def _segments(self) -> list[list[Pair]]:
         """For each row and head its (keys, values), views of (n, D) and (n, Dv)."""
         counts = [count for row in self.head_tokens for count in row]
-        pairs = zip(torch.split(self.keys, counts), torch.split(self.values, counts), strict=True)
+        alone = self.alone()
+        parts = (torch.split(states, counts) for states in (alone.keys, alone.values))
+        pairs = zip(*parts, strict=True)
         return [[next(pairs) for _ in row] for row in self.head_tokens]
 
     @functools.cached_property
     def layout(self) -> RaggedLayout:
         """Where each head's tokens are, as attention asks for it."""
-        return RaggedLayout(self.head_tokens, self.keys.device)
+        return RaggedLayout(self.head_tokens, self.keys.device, self.room)
+
+    def settled(self, buffers: Buffers) -> "RaggedStates":
+        rows, most = len(self.head_tokens), max(map(sum, self.head_tokens))
+        room = buffers.most("rows", rows * BLOCK_TOKENS * max(1, -(-most // BLOCK_TOKENS)))
+        alone = self.alone()
+        keys = buffers.hold("flat keys", alone.keys, room)
+        values = buffers.hold("flat values", alone.values, room)
+        made = replace(alone, keys=keys, values=values, room=room)
+        _ = made.layout.pieces  # made now, not by the next token
+        return made
+
+    def alone(self) -> "RaggedStates":
+        if self.room is None:
+            return self
+        rows = sum(map(sum, self.head_tokens))
+        return replace(self, keys=self.keys[:rows], values=self.values[:rows], room=None)
 
     def padded_keys(self) -> Tensor:
         """(B, H, S, D), S the tokens of the longest head; any key in the slots of no token."""
@@ -132,7 +154,8 @@ class RaggedStates(HeadStates):
 
     @property
     def mean_tokens(self) -> float:
-        return self.keys.shape[0] / (len(self.head_tokens) * len(self.head_tokens[0]))
+        counts = [count for row in self.head_tokens for count in row]
+        return sum(counts) / len(counts)
 
     @property
     def nbytes(self) -> int:
@@ -148,6 +171,7 @@ class RaggedStates(HeadStates):
         tail: Pair,
         score_options: ScoreOptions,
         own_visible: Tensor | None = None,
+        tail_tokens: Tensor | None = None,
     ) -> Tensor:
         return ragged_attention(
             queries,
@@ -157,6 +181,7 @@ class RaggedStates(HeadStates):
             *tail,
             score_options,
             own_visible=own_visible,
+            tail_tokens=tail_tokens,
         )
 
 
@@ -227,11 +252,12 @@ class RaggedStore(TokenStore):
 
     def heads(self) -> RaggedStates:
         """What the heads hold, or what their codes stand for."""
-        return self._heads_with_front().decoded()
+        heads: RaggedStates = self._heads_with_front().decoded()
+        return heads
 
     def _heads_with_front(self) -> HeadStates:
         """What the heads hold, and what of them the tail does."""
-        return self.ragged
+        return self.ragged.alone()
 
     def _behind(self) -> Pair:
         """The tail without its front."""
@@ -240,10 +266,12 @@ class RaggedStore(TokenStore):
 
     def _decode(self) -> RaggedStates:
         """Have heads hold what their codes stand for; returns that."""
-        self.ragged, behind = self.heads(), self._behind()
-        self.front_tokens = 0
-        self.tail.hold(*behind)
-        return self.ragged
+        self.ragged = heads = self.heads()
+        if self.front_tokens:
+            behind = [states.clone() for states in self._behind()]
+            self.front_tokens = 0
+            self.tail.hold(*behind)
+        return heads
 
     def absorb_tail(self) -> None:
         """Give every head its part of the tail, which is empty then."""
@@ -275,10 +303,20 @@ class RaggedStore(TokenStore):
     def crop(self, tokens: int) -> TokenStore:
         """Forget the last tokens, of every head as many: those of the tail, then its own."""
         last = min(tokens, self.tail_tokens)
+        if last:
+            super().crop(last)
         if own := tokens - last:
             heads = self._decode()
-            self.ragged = heads.keep(heads.slots()[..., : heads.longest_tokens - own])
-        return super().crop(last) if last else self
+            self._settle(heads.keep(heads.slots()[..., : heads.longest_tokens - own]))
+        return self
+
+    def _settle(self, heads: RaggedStates) -> None:
+        """Have the heads hold these, where the tail lies."""
+        self.ragged = self.tail.settled(heads)
+
+    def move_into(self, tail: Tail) -> None:
+        super().move_into(tail)
+        self.ragged = tail.settled(self.ragged)
 
     def last(self, tokens: int) -> Pair:
         """As of every store; what is with the heads by what that stands for."""
@@ -295,8 +333,10 @@ class RaggedStore(TokenStore):
 
     def select_rows(self, rows: Tensor) -> TokenStore:
         """Put the rows in another order; the longest head may be gone with its row."""
-        self.ragged = self.ragged.select_rows(rows)
-        return super().select_rows(rows)
+        heads = self.ragged.alone().select_rows(rows)
+        super().select_rows(rows)
+        self.ragged = self.tail.settled(heads)
+        return self
 
     @property
     def held_bytes(self) -> int:

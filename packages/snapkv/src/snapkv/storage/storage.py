@@ -27,10 +27,8 @@ class Storage(Protocol):
     def empty(self) -> DenseStore:
         """A store without tokens."""
 
-    def finalize(
-        self, store: TokenStore, kept_tokens: int, policy: str, empty: Tensor | None
-    ) -> TokenStore:
-        """The store after a prompt, of which a policy of that name has kept the first slots.
+    def finalize(self, store: TokenStore, kept_tokens: int, empty: Tensor | None) -> TokenStore:
+        """The store after a prompt, of which the first slots hold what was kept.
 
         `empty` is (B,): how many leading slots of each row hold no token; or None.
         """
@@ -38,5 +36,5 @@ class Storage(Protocol):
     def token_cost(self, store: TokenStore, heads: int, shortest_tokens: int) -> TokenCost:
         """What tokens of a store cost that so many heads keep; its shortest row has so many."""
 
-    def restored(self, kind: str, state: dict[str, Any]) -> TokenStore:
-        """The store of that kind whose `state` this is."""
+    def restored(self, kind: str, state: dict[str, Any], empty: Tensor | None) -> TokenStore:
+        """The store of that kind whose `state` this is; `empty` as in `finalize`."""

@@ -12,18 +12,19 @@ Pair = tuple[Tensor, Tensor]
 
 
 class Tail(Protocol):
-    """Keys and values of tokens that come one after the other.
+    """Keys and values of tokens that come one after the other."""
 
-    Attributes:
-        keys: (B, H, S, D), what attention is handed; None while empty.
-        values: (B, H, S, Dv).
-        count: () int64 on the device, how many of the S are written, where they lie in a buffer
-            that stays; None where all are.
-    """
+    @property
+    def keys(self) -> Any:
+        """(B, H, S, D), what attention is handed; None while empty."""
 
-    keys: Any
-    values: Any
-    count: Tensor | None
+    @property
+    def values(self) -> Any:
+        """(B, H, S, Dv), likewise."""
+
+    @property
+    def count(self) -> Tensor | None:
+        """() int64, how many of the S are written, where only the device is to know; else None."""
 
     @property
     def tokens(self) -> int:
@@ -44,6 +45,9 @@ class Tail(Protocol):
 
     def columns(self, new_tokens: int) -> int:
         """Tokens that attention is handed when so many more have been appended."""
+
+    def settled(self, heads: Any) -> Any:
+        """What heads hold, `HeadStates`, where the tail lies: with room for more if that has."""
 
 
 class GrowingTail:
@@ -91,6 +95,9 @@ class GrowingTail:
 
     def columns(self, new_tokens: int) -> int:
         return self.tokens + new_tokens
+
+    def settled(self, heads: Any) -> Any:
+        return heads
 
     def __copy__(self) -> "GrowingTail":
         """One that goes on by itself: only one may write after what both hold."""
