@@ -396,7 +396,7 @@ def _take_context(call: AttentionCall) -> ForwardContext | None:
     """The layer whose update preceded this call, or None for a cache that is not ours."""
     context = forward_context.take()
     store = None if context is None else context.layer.store
-    if context is None or store is None or call.key.shape[2] != store.handed_tokens:
+    if context is None or store is None or call.key.shape[2] != store.keys.shape[2]:
         return None
     refusal = _refusal(call, context)
     if refusal is not None:

@@ -117,11 +117,6 @@ class TokenStore(ABC):
         return self.tail.tokens
 
     @property
-    def written_tokens(self) -> int:
-        """How many of `keys` are written; static storage has empty places after them."""
-        return self.tail.tokens
-
-    @property
     def slot_count(self) -> int | Tensor:
         """`slots`, on the device where a step counts them there."""
         if self.tail.count is None:
@@ -137,11 +132,6 @@ class TokenStore(ABC):
     def tail_tokens(self) -> int:
         """Tokens after ragged heads, as many of each; all where none are ragged."""
         return self.slots - self.unmasked_slots
-
-    @property
-    def handed_tokens(self) -> int:
-        """Of how many slots the last `append` has returned the keys."""
-        return int(self.keys.shape[2])
 
     @property
     def mean_tokens(self) -> float:

@@ -8,7 +8,7 @@ from torch import Tensor
 from snapkv import ops
 from snapkv.storage.base import TokenStore, keep_tokens
 from snapkv.storage.ragged import RaggedStore
-from snapkv.storage.tail import GrowingTail, Pair, Tail
+from snapkv.storage.tail import Pair, Tail
 
 
 class DenseStore(TokenStore):
@@ -22,8 +22,7 @@ class DenseStore(TokenStore):
     kind = "dense"
 
     def __init__(self, *, in_place: bool = True) -> None:
-        super().__init__(0, GrowingTail(None, None, in_place=in_place))
-        self._in_place = in_place
+        super().__init__(0, Tail(in_place=in_place))
 
     def fill(self, keys: Tensor | None, values: Tensor | None, num_kv_heads: int) -> "DenseStore":
         """Hold these from now on; a file of an empty one has None."""
@@ -48,7 +47,7 @@ class DenseStore(TokenStore):
 
     def keep(self, indices: Tensor, tokens: int, *, ragged: bool = False) -> TokenStore:
         if ragged:
-            return RaggedStore.gather(self, indices, tokens, in_place=self._in_place)
+            return RaggedStore.gather(self, indices, tokens, in_place=self.tail.in_place)
         self._hold(lambda states: keep_tokens(states, indices, tokens))
         return self
 

@@ -17,7 +17,7 @@ from snapkv.ops import RaggedLayout, ScoreOptions, ragged_attention
 from snapkv.ops.ragged.layout import BLOCK_TOKENS
 from snapkv.storage.base import UNSAVED, HeadStates, TokenStore
 from snapkv.storage.buffers import Buffers
-from snapkv.storage.tail import GrowingTail, Pair, Tail
+from snapkv.storage.tail import Pair, Tail
 
 Counts = tuple[tuple[int, ...], ...]
 """Tokens of each head, row by row: B lists of H numbers."""
@@ -212,7 +212,7 @@ class RaggedStore(TokenStore):
         num_kv_heads: int,
         in_place: bool = True,
     ) -> None:
-        super().__init__(num_kv_heads, GrowingTail(keys, values, in_place=in_place))
+        super().__init__(num_kv_heads, Tail(keys, values, in_place=in_place))
         self.ragged = states
 
     @classmethod

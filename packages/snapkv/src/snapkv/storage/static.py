@@ -4,23 +4,23 @@ They stay where they are, so that a decoding step can be captured as a CUDA grap
 be replayed for every later token.
 """
 
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from snapkv.errors import InvalidArgumentError
-from snapkv.ops import Codes, TokenCost
+from snapkv.ops import Codes
 from snapkv.storage.base import TokenStore
-from snapkv.storage.bits import KVCodes
 from snapkv.storage.buffers import Buffers
 from snapkv.storage.coded import CodedStates, CodedStore, both
 from snapkv.storage.dense import DenseStore
-from snapkv.storage.dynamic import Dynamic
-from snapkv.storage.tail import Pair
+from snapkv.storage.storage import Storage
+from snapkv.storage.tail import Pair, Tail
 
 
-class FixedTail:
+class FixedTail(Tail):
     """In buffers with room, all of which attention is handed; how many are written is a tensor.
 
     A step counts it up by itself. The model's mask hides what is not written, or attention to what
@@ -33,11 +33,10 @@ class FixedTail:
         values: (B, H, S, Dv).
     """
 
-    keys: Tensor
-    values: Tensor
     count: Tensor
 
     def __init__(self, buffers: Buffers, slots: int, keys: Tensor, values: Tensor) -> None:
+        super().__init__()
         self.buffers, self.slots = buffers, slots
         self.hold(keys, values)
 
@@ -79,38 +78,23 @@ class FixedTail:
         return heads.settled(self.buffers)
 
 
-class Static:
+@dataclass(frozen=True, kw_only=True)
+class Static(Storage):
     """Storage in buffers that are made for the first prompt and used again for every other one.
 
     Until a prompt ends it grows as any other does; then what is kept of it moves in.
 
-    Args:
+    Attributes:
         room_tokens: tokens that there is room for behind a prompt.
         most_tokens: of a prompt that every head and layer keeps at most, all as many, so that one
             mask of the model's own does for all; None where they differ, or attention goes by head.
-        codes: how what is kept of a prompt is held in few bits; None for unquantized.
     """
 
-    is_compileable = True
+    is_compileable: ClassVar[bool] = True
 
-    def __init__(
-        self, room_tokens: int, most_tokens: int | None, codes: KVCodes | None = None
-    ) -> None:
-        self.room_tokens, self.most_tokens = room_tokens, most_tokens
-        self._grows = Dynamic(codes=codes)
-        self._buffers = Buffers()
-
-    @property
-    def codes(self) -> KVCodes | None:
-        return self._grows.codes
-
-    def at(self, depth: int, num_layers: int) -> "Static":
-        made = Static(self.room_tokens, self.most_tokens)
-        made._grows = self._grows.at(depth, num_layers)
-        return made
-
-    def empty(self) -> DenseStore:
-        return self._grows.empty()
+    room_tokens: int
+    most_tokens: int | None = None
+    _buffers: Buffers = field(default_factory=Buffers, init=False)
 
     def finalize(self, store: TokenStore, kept_tokens: int, empty: Tensor | None) -> TokenStore:
         """What is stored, in the buffers.
@@ -118,21 +102,16 @@ class Static:
         Raises:
             InvalidArgumentError: it has more tokens than there are slots.
         """
-        store = self._grows.finalize(store, kept_tokens, empty)
+        store = super().finalize(store, kept_tokens, empty)
         if isinstance(store, DenseStore) and self.most_tokens is None:
             store = store.ragged_from(empty, kept_tokens)
         return self._moved_in(store)
 
-    def token_cost(self, store: TokenStore, heads: int, shortest_tokens: int) -> TokenCost:
-        return self._grows.token_cost(store, heads, shortest_tokens)
-
     def restored(self, kind: str, state: dict[str, Any], empty: Tensor | None) -> TokenStore:
-        if kind == DenseStore.kind:  # of a prompt that has not ended
-            return self._grows.restored(kind, state, empty)
         if kind == "static coded":
             return self._restored_codes(empty, **state)
-        grows = DenseStore.kind if kind == "static" else kind
-        return self._moved_in(self._grows.restored(grows, state, empty))
+        store = super().restored("dense" if kind == "static" else kind, state, empty)
+        return store if kind == "dense" else self._moved_in(store)  # a prompt that has not ended
 
     def _restored_codes(
         self,
