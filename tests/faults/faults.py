@@ -482,8 +482,14 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
     "snapkv/ops/ragged/blocked.py": [
         (
             "ragged attention lets a token see the next one",
-            "hidden.triu(tokens - queries + 1)",
-            "hidden.triu(tokens - queries + 2)",
+            "hidden = places >= own",
+            "hidden = places > own",
+            "ops/test_ragged.py",
+        ),
+        (
+            "ragged attention sees slots of a buffer that nothing is written to",
+            "end = tokens if self.tokens is None else self.tokens + before",
+            "end = tokens",
             "ops/test_ragged.py",
         ),
     ],
@@ -493,6 +499,12 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "(edges if offset or block == whole else blocks)",
             "(edges if offset and block < whole else blocks)",
             "ops/test_ragged.py",
+        ),
+        (
+            "the shapes of ragged heads in a buffer are those of what they hold",
+            "edges += [(0, 0, 0)] * (len(counts) - len(edges))",
+            "pass",
+            "models/test_static.py",
         ),
     ],
     "snapkv/ops/redundancy.py": [
@@ -723,36 +735,29 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "policies/test_evicting.py",
         ),
     ],
-    "snapkv/storage/append_buffer.py": [
-        (
-            "the append buffer writes over the last token that it handed out",
-            "first.as_strided(new.shape, strides, stored * D)",
-            "first.as_strided(new.shape, strides, (stored - 1) * D)",
-            "storage/test_append_buffer.py",
-        ),
-        (
-            "a copy of a cache is written over by the other",
-            "self._last is not None and self._last() is stored",
-            "self._last is not None",
-            "storage/test_append_buffer.py",
-        ),
-    ],
     "snapkv/storage/base.py": [
-        (
-            "a crop leaves the values of the tokens behind",
-            "        for tensor in self.tensors:\n"
-            "            tensor.states = tensor.states[..., :-tokens, :]\n",
-            "        keys, values = self.tensors\n"
-            "        keys.states = keys.states[..., :-tokens, :]\n"
-            "        values.states = values.states[..., tokens:, :]\n",
-            "hf/test_cache.py",
-        ),
         (
             "sinks are turned from where they were turned to before",
             "sinks = torch.where(were_moved, original, sinks)",
             "sinks = torch.where(were_moved, sinks, sinks)",
             "policies/test_sinks.py",
             "policies/test_streaming.py",
+        ),
+    ],
+    "snapkv/storage/buffers.py": [
+        (
+            "what an earlier prompt has left stays in a buffer",
+            "        buffer.narrow(axis, tokens, slots - tokens).zero_()\n",
+            "",
+            "models/test_static.py",
+        ),
+    ],
+    "snapkv/storage/coded.py": [
+        (
+            "heads in codes that are cropped in static storage lose their tail",
+            "            self.ragged = self.tail.settled(self.ragged)\n",
+            "",
+            "models/test_static.py",
         ),
     ],
     "snapkv/storage/offload.py": [
@@ -810,9 +815,35 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
     "snapkv/storage/static.py": [
         (
             "static storage counts a crop as one token",
-            "self.filled.sub_(tokens)",
-            "self.filled.sub_(1)",
+            "self.count.sub_(tokens)",
+            "self.count.sub_(1)",
             "models/test_static.py",
+        ),
+        (
+            "codes of 0.2.0 are held for rows that have empty slots, too",
+            "        if empty is None:\n",
+            "        if True:\n",
+            "models/test_static.py",
+        ),
+    ],
+    "snapkv/storage/tail.py": [
+        (
+            "the append buffer writes over the last token that it handed out",
+            "stored.as_strided(new.shape, strides, S * D)",
+            "stored.as_strided(new.shape, strides, (S - 1) * D)",
+            "storage/test_tail.py",
+        ),
+        (
+            "a copy of a cache is written over by the other",
+            "self.keys, self.values, self._room = keys, values, 0",
+            "self.keys, self.values = keys, values",
+            "storage/test_tail.py",
+        ),
+        (
+            "a crop leaves the values of the tokens behind",
+            "self.hold(self.keys[:, :, :left], self.values[:, :, :left])",
+            "self.hold(self.keys[:, :, :left], self.values[:, :, tokens:])",
+            "hf/test_cache.py",
         ),
     ],
     "snapkv_vllm/blocks.py": [

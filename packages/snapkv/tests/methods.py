@@ -8,6 +8,7 @@ from snapkv.policies import (
     AdaKV,
     AutoBudget,
     CriticalKV,
+    EvictingPolicy,
     ExpectedAttention,
     FastGen,
     FullCache,
@@ -70,6 +71,9 @@ METHODS = {
     "across-layers of kvzip": AcrossLayers(KVzip(**BOTH)),
 }
 
+COMPRESSING = [name for name, made in METHODS.items() if not isinstance(made, EvictingPolicy)]
+"""Those that only compress prompts."""
+
 STORED = {
     "static": {"storage": "static", "room_tokens": 96},
     "int8": {"quantize": "int8"},
@@ -83,5 +87,7 @@ STORED = {
 CACHES = {
     **{name: (policy, {}) for name, policy in METHODS.items() if not policy.reads_context},
     **{name: (SNAPKV, options) for name, options in STORED.items()},
+    "adakv, static": (METHODS["adakv"], STORED["static"]),
+    "adakv, static int8": (METHODS["adakv"], STORED["static int8"]),
 }
 """A method and options of a cache: every method as it is, and SnapKV in every way to store."""

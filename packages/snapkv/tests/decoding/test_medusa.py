@@ -74,7 +74,7 @@ def generate(model, ids, cache, **options):
 def stored(cache):
     """What every layer holds behind the prompt's part, keys and values."""
     for layer in cache.layers:
-        filled = layer.store.written_tokens if hasattr(layer, "store") else layer.keys.shape[-2]
+        filled = layer.store.tail.tokens if hasattr(layer, "store") else layer.keys.shape[-2]
         yield layer.keys[..., :filled, :], layer.values[..., :filled, :]
 
 

@@ -19,7 +19,7 @@ from snapkv import (
     ops,
 )
 from snapkv.prefill import selective
-from snapkv.storage.append_buffer import ROOM_TOKENS
+from snapkv.storage.tail import ROOM_TOKENS
 from tests.families import VOCABULARY, call, random_ids, tiny_model
 from tests.methods import METHODS
 from tests.oracle import unwrapped

@@ -10,8 +10,10 @@ from transformers import GenerationMixin
 from snapkv import CompressedCache, InvalidArgumentError, SnapKV
 from snapkv.hf import forward_context, step_graph
 from snapkv.hf.cache_argument import cache_among
+from snapkv.kvzip import read_twice
 from tests.families import peaked_model, random_ids, tiny_config, tiny_model
 from tests.hf.tape import TapeRecorder
+from tests.methods import COMPRESSING, METHODS
 
 POLICY = SnapKV(40, window_size=8)
 
@@ -58,6 +60,19 @@ def test_a_replayed_step_is_the_eager_one_for_every_prompt(family, quantize):
         assert torch.equal(got, expected)
         assert torch.equal(cache.kept_positions(0), eager.kept_positions(0))
         assert (cache.report()["steps"], eager.report()["steps"]) == ("one graph", None)
+
+
+@pytest.mark.parametrize("quantize", [None, "int4"])
+@pytest.mark.parametrize("name", COMPRESSING)
+def test_the_steps_of_every_method_are_one_graph(name, quantize):
+    model, ids, answers = tiny_model("llama"), random_ids(2, 90), []
+    for options in ({}, {"disable_compile": True}):
+        cache = static(model, METHODS[name], quantize=quantize)
+        if cache.policy.reads_context:
+            read_twice(model, ids[:, :80], cache)
+        answers.append(generated(model, cache, ids, **options))
+        assert cache.report()["steps"] == (None if options else "one graph")
+    assert torch.equal(*answers)
 
 
 def test_every_call_records_for_its_own_batch_and_cache():

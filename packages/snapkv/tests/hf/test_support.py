@@ -58,11 +58,7 @@ REFUSED = [
     ("recall='host'", OWN_BUDGET, COMPRESS),
     (r"expected .*share=0\.12", BYTES, COMPRESS),
     # Static storage.
-    *(
-        ("storage: expected a policy that keeps a budg", METHODS[name], STATIC)
-        for name in ("full", "h2o", "snapkv by ratio", "adakv", "pyramidkv", "snapkv by query head")
-    ),
-    (r"expected .*share=0\.12", BYTES, STATIC),
+    ("storage: expected a policy that only compresses prompts", EVICTS, STATIC),
     # Few bits.
     *(
         (f"quantize: expected int8 or int4, keys .*, got '{gone}'", SNAPKV, {"quantize": gone})
@@ -75,8 +71,8 @@ REFUSED = [
     *(
         (f"{next(iter(options))}|policy", METHODS[name], options)
         for name, *given in (
-            ("across-layers", STATIC, COMPRESS),
-            ("across-layers of kvzip", STATIC, HOST, COMPRESS),
+            ("across-layers", COMPRESS),
+            ("across-layers of kvzip", HOST, COMPRESS),
         )
         for options in given
     ),
@@ -119,6 +115,7 @@ PER_QUERY_HEAD = METHODS["snapkv by query head"]
 MODELS = [
     ("llama", FastGen(), {}, "with_tokenizer"),
     ("sliding", SNAPKV, STATIC, "DynamicSlidingWindowLayer"),
+    ("latent", METHODS["pyramidkv"], STATIC, "'static' of latent attention"),
     ("latent", SNAPKV, {"quantize": "int8"}, "none for latent attention"),
     ("latent", PER_QUERY_HEAD, {}, "'mean' for latent attention"),
     ("linear latent", PER_QUERY_HEAD, {}, "'mean' for latent attention"),

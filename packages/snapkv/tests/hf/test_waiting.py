@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from snapkv import H2O, RKV, CompressedCache, SnapKV
+from snapkv import H2O, RKV, AdaKV, CompressedCache, SnapKV
 from snapkv.hf import fidelity
 from snapkv.ops.votes import top_k
 from tests.families import random_ids, tiny_model
@@ -63,8 +63,10 @@ def asked(monkeypatch):
         (RKV(24, window_size=4, evict_every=1), "dynamic", [1, 0, 0, 3], [0, 0, 0, 0]),
         # how many slots are filled: once per pass, and for the mask behind a prompt
         (SNAPKV, "static", [1, 1, 1, 5], [2, 0, 0, 0]),
+        (AdaKV(SNAPKV), "dynamic", [7, 6, 6, 10], [0, 0, 0, 0]),
+        (AdaKV(SNAPKV), "static", [7, 7, 7, 11], [2, 0, 0, 0]),
     ],
-    ids=["snapkv", "h2o", "r-kv", "static"],
+    ids=["snapkv", "h2o", "r-kv", "static", "adakv", "static adakv"],
 )
 def test_the_layers_between_the_first_and_the_last_are_not_waited_for(
     policy, storage, prompt, token, asked

@@ -120,17 +120,18 @@ def test_recall_over_turns_keeps_what_a_fresh_compression_keeps(family):
 
 
 @pytest.mark.parametrize("quantize", [None, "int8", "int4"])
+@pytest.mark.parametrize("policy", [POLICY, AdaKV(POLICY)], ids=["even", "uneven"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
-def test_a_step_that_is_a_graph_answers_as_an_eager_one(family, quantize):
+def test_a_step_that_is_a_graph_answers_as_an_eager_one(family, policy, quantize):
     model = on_cuda(family, "sdpa", torch.float32)
     made = {"storage": "static", "room_tokens": 32, "quantize": quantize}
-    cache = CompressedCache(model, POLICY, **made)
+    cache = CompressedCache(model, policy, **made)
     for rows, tokens in ((2, PROMPT), (2, 50), (1, 200)):
         ids = random_ids(rows, tokens).cuda()
         options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
         cache.reset()
         got = model.generate(ids, past_key_values=cache, **options)
-        eager = CompressedCache(model, POLICY, **made)
+        eager = CompressedCache(model, policy, **made)
         options["disable_compile"] = True
         assert torch.equal(model.generate(ids, past_key_values=eager, **options), got)
         assert cache.report()["steps"] == "one graph"

@@ -13,19 +13,36 @@ from torch.testing import assert_close
 from transformers import CompileConfig
 
 from snapkv import (
+    AdaKV,
     CompressedCache,
     InvalidArgumentError,
+    KVCodes,
+    PyramidKV,
     SnapKV,
     UnsupportedModelError,
 )
+from snapkv.kvzip import read_twice
+from snapkv.ops import Codes
 from snapkv.prefill import layer_by_layer
-from tests.families import peaked_model, random_ids, tiny_config, tiny_model
+from snapkv.storage.base import TokenStore
+from snapkv.storage.coded import CodedStates, encoded
+from snapkv.storage.ragged import RaggedStates
+from snapkv.storage.static import FixedTail
+from tests.families import ONCE, call, peaked_model, random_ids, tiny_config, tiny_model
+from tests.methods import COMPRESSING, METHODS
 
 POLICY = SnapKV(40, window_size=8)
+FINE = KVCodes(8, 8, recent_tokens=5, sink_tokens=2)
+FULL = [
+    case
+    for case in ONCE
+    if len(CompressedCache(tiny_model(*case), POLICY).compressed_layers) == 4
+    and case[0] != "deepseek_v3"  # latents are refused
+]
 
 
-def static(model, policy=POLICY, room_tokens=32):
-    return CompressedCache(model, policy, storage="static", room_tokens=room_tokens)
+def static(model, policy=POLICY, room_tokens=32, storage="static", **options):
+    return CompressedCache(model, policy, storage=storage, room_tokens=room_tokens, **options)
 
 
 def generated(model, cache, ids, **options):
@@ -33,47 +50,156 @@ def generated(model, cache, ids, **options):
     return model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False, **options)
 
 
-def test_tokens_are_taken_back_as_with_dynamic_storage():
-    model, ids, logits = tiny_model("qwen3"), random_ids(2, 96), []
+@pytest.mark.parametrize("quantize", [None, FINE], ids=["exact", "codes"])
+@pytest.mark.parametrize("name", COMPRESSING)
+def test_steps_and_crops_are_those_of_dynamic_storage(name, quantize):
+    """In a batch of which one row is short; into what heads have kept, where all hold it."""
+    model, ids, later = tiny_model("llama"), random_ids(2, 90), random_ids(2, 8, 1)
+    mask = torch.ones(2, 98, dtype=torch.int64)
+    mask[1, :40] = 0
+    caches, logits = [], []
     for storage in ("dynamic", "static"):
-        cache = CompressedCache(model, POLICY, storage=storage)
-        with torch.no_grad():
-            for start, stop in ((0, 90), (90, 96)):
-                model(ids[:, start:stop], past_key_values=cache)
-            cache.crop(-4)
-            logits.append(model(ids[:, 92:], past_key_values=cache).logits)
-    assert_close(*logits)
+        cache = static(model, METHODS[name], quantize=quantize, storage=storage)
+        if cache.policy.reads_context:
+            mask = torch.ones_like(mask)
+            read_twice(model, ids, cache)
+        else:
+            call(model, cache, ids, attention_mask=mask[:, :90])
+        steps = [
+            call(model, cache, token, attention_mask=mask[:, : 91 + step])
+            for step, token in enumerate(later.split(1, dim=1))
+        ]
+        cache.crop(-11)
+        for start, stop in ((87, 90), (90, 98)):
+            more = torch.cat([ids, later], dim=1)[:, start:stop]
+            steps.append(call(model, cache, more, attention_mask=mask[:, :stop]))
+        caches.append(cache)
+        logits.append(torch.cat(steps, dim=1))
+    assert_close(*logits, atol=1e-4 * logits[0].abs().max(), rtol=0)
+    dynamic, fixed = caches
+    for layer in dynamic.compressed_layers:
+        assert torch.equal(fixed.kept_positions(layer), dynamic.kept_positions(layer))
+        fixed.layers[layer].check_integrity()
 
 
-def test_the_buffers_stay_where_they_are_from_prompt_to_prompt():
+@pytest.mark.parametrize(("family", "implementation"), FULL)
+@pytest.mark.parametrize("quantize", [None, FINE], ids=["exact", "codes"])
+def test_every_family_attends_to_heads_in_buffers(family, implementation, quantize):
+    model, logits = tiny_model(family, implementation), []
+    for storage in ("dynamic", "static"):
+        cache = static(model, METHODS["adakv"], quantize=quantize, storage=storage)
+        call(model, cache, random_ids(2, 90))
+        logits.append([call(model, cache, token) for token in random_ids(2, 3, 1).split(1, dim=1)])
+    for got, wanted in zip(*logits, strict=True):
+        assert_close(got, wanted, atol=1e-4 * wanted.abs().max(), rtol=0)
+
+
+def tensors_of(held):
+    """All tensors in a store, by their place."""
+    if isinstance(held, torch.Tensor):
+        yield held
+    elif isinstance(held, tuple | list):
+        for part in held:
+            yield from tensors_of(part)
+    elif isinstance(held, TokenStore | FixedTail | RaggedStates | CodedStates | Codes):
+        for part in vars(held).values():
+            yield from tensors_of(part)
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "adakv"])
+@pytest.mark.parametrize("quantize", [None, FINE], ids=["exact", "codes"])
+def test_the_buffers_stay_where_they_are_from_prompt_to_prompt(policy, quantize):
     model = tiny_model("llama")
-    cache = static(model)
+    cache = static(model, METHODS[policy], quantize=quantize)
     places = set()
-    for tokens in (90, 20, 120):
+    for tokens in (90, 60, 120):
         cache.reset()
         generated(model, cache, random_ids(2, tokens, seed=tokens))
-        places.add(tuple(layer.keys.data_ptr() for layer in cache.layers))
-        assert cache.layers[0].keys.shape[2] == 40 + 32
+        held = [list(tensors_of(layer.store)) for layer in cache.layers]
+        places.add(tuple((part.data_ptr(), part.shape) for each in held for part in each))
     assert len(places) == 1
     copied = copy.deepcopy(cache)
-    assert copied.layers[0].keys.data_ptr() not in {place[0] for place in places}
+    own = {part.data_ptr() for layer in copied.layers for part in tensors_of(layer.store)}
+    assert not own & {place for place, _ in places.pop()}
 
 
-@pytest.mark.parametrize("piece", [None, 50])
-def test_one_graph_decodes_every_prompt_of_every_cache(piece):
+def test_numbers_of_an_earlier_prompt_are_gone_from_the_buffers():
+    """A weight of nothing would not hide what is no number."""
+    model, ids = tiny_model("llama"), random_ids(1, 90)
+    cache = static(model, METHODS["adakv"])
+    call(model, cache, ids)
+    for layer in cache.layers:
+        for part in tensors_of(layer.store):
+            if part.is_floating_point():
+                part.fill_(torch.nan)
+    cache.reset()
+    call(model, cache, random_ids(1, 60))
+    assert call(model, cache, random_ids(1, 1)).isfinite().all()
+
+
+def test_bytes_are_those_of_the_buffers():
+    """53 tokens in two blocks, with scales and least numbers of 16 bits; 7 and 24 as they came."""
+    model, how = tiny_model("llama"), KVCodes(8, 4, recent_tokens=5, sink_tokens=2)
+    cache = static(model, SnapKV(60, window_size=8), room_tokens=24, quantize=how)
+    call(model, cache, random_ids(1, 90))
+    store = cache.layers[1].store
+    H, D = store.keys.shape[1], store.keys.shape[3]
+    keys, values = 64 * H * D + 2 * H * D * 4, 64 * H * D // 2 + 64 * H * 4
+    assert store.held_bytes == 2 * (7 + 24) * H * D * 4 + keys + values
+
+
+@pytest.mark.parametrize("pads", [0, 70])
+def test_codes_that_0_2_0_has_saved_are_held(pads):
+    """Of every head as many, between both ends of it; those of pads are left out."""
+    model, how = tiny_model("llama"), KVCodes(8, 8, recent_tokens=5, sink_tokens=2)
+    cache, mask = static(model, POLICY, quantize=how), torch.ones(2, 90, dtype=torch.int64)
+    mask[1, :pads] = 0
+    call(model, cache, random_ids(2, 90), attention_mask=mask)
+    exact = static(model, POLICY)
+    call(model, exact, random_ids(2, 90), attention_mask=mask)
+    for layer, own in zip(cache.layers, exact.layers, strict=True):
+        held = own.store.padded()
+        blocks = (part[:, :, 2:35].flatten(0, 1) for part in held)
+        filled = (torch.cat([part, part[:, -1:].expand(-1, 31, -1)], 1) for part in blocks)
+        in_groups = [part.reshape(-1, 32, part.shape[2]) for part in filled]
+        ends = (torch.cat([part[:, :, :2], part[:, :, 35:]], dim=2) for part in held)
+        state = dict(zip(("keys", "values"), ends, strict=True))
+        state["codes"] = encoded(in_groups, how)
+        numbers = {"first_tokens": 2, "coded_tokens": 33, "num_kv_heads": own.store.num_kv_heads}
+        layer.restore("static coded", state | numbers, own.slots)
+        for found, wanted in zip(layer.store.padded(), held, strict=True):
+            is_held = (own.stored_positions() >= 0)[..., None]
+            assert_close(found.where(is_held, 0), wanted.where(is_held, 0), atol=0.1, rtol=0)
+    assert_close(
+        *(call(model, each, random_ids(2, 1, 1)) for each in (cache, exact)), atol=0.2, rtol=0.1
+    )
+
+
+@pytest.mark.parametrize(
+    ("policy", "quantize", "piece"),
+    [
+        (POLICY, None, None),
+        (POLICY, None, 50),
+        (POLICY, FINE, None),
+        (AdaKV(POLICY), None, None),
+        (PyramidKV(40, window_size=8), FINE, None),
+    ],
+)
+def test_one_graph_decodes_every_prompt_of_every_cache(policy, quantize, piece):
     """Also of the next cache, when the last one and what the model carried for it are gone."""
-    model, policy = tiny_model.__wrapped__("mistral"), SnapKV(36, window_size=8)
+    model = tiny_model.__wrapped__("mistral")
     torch._dynamo.reset()
     counters.clear()
     for lengths in ((90, 20), (120,)):
-        cache = static(model, policy)
+        cache = static(model, policy, quantize=quantize)
         for tokens in lengths:
             ids = random_ids(2, tokens, seed=tokens)
             cache.reset()
             options = {"compile_config": compiled_on_a_cpu(), "prefill_chunk_size": piece}
             compiled = generated(model, cache, ids, **options)
-            assert torch.equal(compiled, generated(model, CompressedCache(model, policy), ids))
-        del cache
+            eager = static(model, policy, quantize=quantize)
+            assert torch.equal(compiled, generated(model, eager, ids, disable_compile=True))
+        del cache, eager
         gc.collect()
         assert model.config._attn_implementation == "sdpa"
     of_each_cache = 2 if torch.__version__ < "2.11" else 1  # older ones look at what a cache is

@@ -1,12 +1,14 @@
 """Heads in few bits, of odd lengths and in several sections, and what attention makes of them."""
 
 import sys
+from dataclasses import replace
 
 import torch
 
 from snapkv.ops import BlockLayout, coded_attention, encode
-from tests.ops.ragged_cases import LENGTHS, OPTIONS, states, with_options
+from tests.ops.ragged_cases import LENGTHS, OPTIONS, roomy, states, with_options, with_room
 
+PARTS = ("packed", "scale", "least")
 BITS = ((4, 4), (8, 4), (4, 8))
 CASES = LENGTHS | {
     "as many blocks": ((70, 90), (65, 96)),
@@ -43,6 +45,17 @@ def blocks_of(flat, layout):
     return flat[counts.cumsum(0)[layout.heads][:, None] + layout.places]
 
 
+def in_buffers(given):
+    """The same in buffers with room, which hold other numbers behind what is written."""
+    room = sum(given["layout"].head_blocks) + 3
+    made = {
+        name: replace(codes, **{part: roomy(getattr(codes, part), 0, room) for part in PARTS})
+        for name, codes in ((name, given[name]) for name in ("keys", "values"))
+    }
+    tail = with_room(given, given["tail_keys"].shape[2])
+    return given | made | tail | {"layout": replace(given["layout"], room=room)}
+
+
 def require_reference(impl, *, cases=tuple(CASES), query_counts=(1, 3, 40)):
     """The cases of an implementation against the reference."""
     for turn, lengths in enumerate(map(CASES.get, cases)):
@@ -51,9 +64,10 @@ def require_reference(impl, *, cases=tuple(CASES), query_counts=(1, 3, 40)):
             given = coded_states(lengths, queries, bits, grown=(turn + place) % 2 == 1)
             for options in OPTIONS.values():
                 given = with_options(given, options)
-                got = coded_attention(**given, impl=impl)
                 expected = coded_attention(**given, impl="reference")
-                torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+                for stored in (given, in_buffers(given)):
+                    got = coded_attention(**stored, impl=impl)
+                    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
 if __name__ == "__main__":

@@ -79,6 +79,28 @@ def wide(arguments):
     }
 
 
+def in_buffers(arguments):
+    """The same in buffers with room, which hold other numbers behind what is written."""
+    layout, S = arguments["layout"], arguments["tail_keys"].shape[2]
+    room = 2 * 64 * (max(map(sum, layout.head_tokens)) // 64 + 2)
+    made = {name: roomy(arguments[name], 0, room) for name in ("keys", "values")}
+    return arguments | made | with_room(arguments, S) | {"layout": replace(layout, room=room)}
+
+
+def with_room(arguments, tokens):
+    """A tail of so many tokens with room for seven more."""
+    tail = {name: roomy(arguments[name], 2, tokens + 7) for name in ("tail_keys", "tail_values")}
+    return tail | {"tail_tokens": torch.tensor(tokens, device=tail["tail_keys"].device)}
+
+
+def roomy(states, axis, size):
+    shape = list(states.shape)
+    shape[axis] = size
+    buffer = states.new_full(shape, 100)
+    buffer.narrow(axis, 0, states.shape[axis]).copy_(states)
+    return buffer
+
+
 def require_reference(impl, device="cpu", *, cases=tuple(LENGTHS), query_counts=QUERIES):
     """The cases of an implementation against the reference."""
     for lengths in map(LENGTHS.get, cases):
@@ -86,9 +108,10 @@ def require_reference(impl, device="cpu", *, cases=tuple(LENGTHS), query_counts=
             arguments = states(lengths, queries, device=device)
             for options in OPTIONS.values():
                 given = with_options(arguments, options, device)
-                got = ragged_attention(**given, impl=impl)
                 expected = ragged_attention(**given, impl="reference")
-                torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+                for stored in (given, in_buffers(given)):
+                    got = ragged_attention(**stored, impl=impl)
+                    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
 def require_no_more_error_than_eager(impl, dtype, device="cpu"):

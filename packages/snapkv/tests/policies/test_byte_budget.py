@@ -20,7 +20,7 @@ from snapkv.ops import ScoreOptions, TokenCost
 from snapkv.policies import PromptLayer
 from snapkv.policies.prefix import Prefix
 from snapkv.storage.bits import KVCodes
-from snapkv.storage.dynamic import Dynamic
+from snapkv.storage.storage import Storage
 from tests.families import call, random_ids, tiny_model
 
 CODES = TokenCost(full_bytes=8, token_bytes=8, block_bytes=12, block_tokens=4, exact_tokens=3)
@@ -75,12 +75,12 @@ def test_a_share_is_of_each_rows_own_prompt_and_bytes_are_not():
 def test_what_tokens_cost_on_paper():
     """Two heads of 32 numbers, float32: 512 bytes a token. Scales and least numbers take two."""
     states = torch.ones(1, 2, 50, 32)
-    store = Dynamic().empty().fill(states, states, 2)
-    assert Dynamic().token_cost(store, 2, 50) == TokenCost(
+    store = Storage().empty().fill(states, states, 2)
+    assert Storage().token_cost(store, 2, 50) == TokenCost(
         full_bytes=512, token_bytes=512, block_bytes=512
     )
     keys, values = 32 * 32 + 32 * 4, 32 * 16 + 32 * 4
-    found = Dynamic(codes=KVCodes(8, 4)).token_cost(store, 4, 50)  # each query head its own
+    found = Storage(codes=KVCodes(8, 4)).token_cost(store, 4, 50)  # each query head its own
     assert found == TokenCost(
         full_bytes=512,
         token_bytes=1024,
@@ -88,14 +88,14 @@ def test_what_tokens_cost_on_paper():
         block_tokens=32,
         exact_tokens=36,
     )
-    assert Dynamic(codes=KVCodes()).token_cost(store, 2, 33).exact_tokens == 32
-    assert Dynamic(codes=KVCodes()).token_cost(store, 2, 20).exact_tokens == 20
+    assert Storage(codes=KVCodes()).token_cost(store, 2, 33).exact_tokens == 32
+    assert Storage(codes=KVCodes()).token_cost(store, 2, 20).exact_tokens == 20
 
 
 def test_numbers_beyond_float16_cost_wider_scales():
     states = torch.full((1, 2, 50, 32), 1e5)
-    store = Dynamic().empty().fill(states, states, 2)
-    assert Dynamic(codes=KVCodes(8, 8)).token_cost(store, 2, 50).block_bytes == 4 * (1024 + 256)
+    store = Storage().empty().fill(states, states, 2)
+    assert Storage(codes=KVCodes(8, 8)).token_cost(store, 2, 50).block_bytes == 4 * (1024 + 256)
 
 
 WINDOW = {"window_size": 8}

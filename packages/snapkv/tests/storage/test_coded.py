@@ -60,8 +60,7 @@ def test_every_family_attends_to_what_the_codes_stand_for(family, implementation
 def give_what_codes_stand_for(store, coded):
     keys, values = coded.padded()
     if store.ragged is None:
-        for tensor, states in zip(store.tensors, (keys, values), strict=True):
-            tensor.states = states
+        store.tail.hold(keys, values)
     else:
         store.ragged = RaggedStates.gather(keys, values, store.ragged.slots())
 

@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from snapkv.hf import fidelity
-from snapkv.storage.append_buffer import ROOM_TOKENS
+from snapkv.storage.tail import ROOM_TOKENS
 from snapkv_lab.experiments import experiment, gpu
 from snapkv_lab.experiments.experiment import Size
 from snapkv_lab.measure import contenders

@@ -276,7 +276,7 @@ class CompressedLayer(DynamicLayer):
     @property
     def reads_over_kept(self) -> bool:
         """Whether the next tokens attend to what heads chose for themselves, as they come."""
-        return self.slots.is_compressed and not (self.recall_due or self.store.is_static)
+        return self.slots.is_compressed and not self.recall_due
 
     def stored_positions(self) -> Tensor:
         """(B, H, S) int64: true position of every stored token, ascending; -1 for a pad."""
@@ -371,7 +371,8 @@ class CompressedLayer(DynamicLayer):
         self, kind: str, state: dict[str, Any], slots: SlotMap, notes: DecodeNotes | None = None
     ) -> None:
         """Hold what a file or a document holds: a store of that kind, by its `state`."""
-        self.store, self.slots = self.storage.restored(kind, state), slots
+        self.store = self.storage.restored(kind, state, slots.empty)
+        self.slots = slots if self.store.ragged is None else slots.without_fillers()
         self.notes = self.notes if notes is None else notes
         self._seen_tokens = self._counted_tokens
 
@@ -456,7 +457,7 @@ class CompressedLayer(DynamicLayer):
         Where tokens were dropped, all of them have been.
         """
         whole, empty = self.store, self.slots.empty
-        self.store = self.storage.finalize(whole, kept_tokens, self.policy.name, empty)
+        self.store = self.storage.finalize(whole, kept_tokens, empty)
         if self.store.ragged is not None:
             self.slots = self.slots.without_fillers()
         if self.slots.kept is None and not self.store.is_exact:
@@ -565,7 +566,7 @@ class CompressedLayer(DynamicLayer):
         """Put all that was seen off the device, for less to take its place."""
         assert self.offloaded is not None
         if tokens := self.columns - self.offloaded.tokens:
-            self.offloaded.append(*self.store.tail(tokens), is_limited=False)
+            self.offloaded.append(*self.store.last(tokens), is_limited=False)
 
     # What was dropped and comes back.
 
@@ -613,7 +614,7 @@ class CompressedLayer(DynamicLayer):
         self.offloaded.is_due = False
         if self.holds_all:
             return
-        tail = self.store.tail(self.columns - self.offloaded.tokens)
+        tail = self.store.last(self.columns - self.offloaded.tokens)
         # Of static storage the last queries did not pass by.
         queries = None if self.store.is_static else self.notes.last_queries
         self._note(last_queries=queries)

@@ -18,6 +18,7 @@ from snapkv.errors import (
     UnsupportedModelError,
 )
 from snapkv.policies import AcrossLayers, EvictingPolicy, Policy, PromptLayer, Selection
+from snapkv.storage.static import room_refusal
 from snapkv.validation import require_int
 
 
@@ -404,9 +405,25 @@ class Reading:
             )
 
     @property
-    def tightest(self) -> CompressedLayer:
-        """The layer that has no more room than any other: in the middle, where codes are if any."""
-        return self.layers[len(self.layers) // 2]
+    def free_slots(self) -> int | None:
+        """For how many tokens every layer has room in static storage; None where they grow."""
+        rooms = self._rooms()
+        return min(slots - tokens for tokens, slots in rooms) if rooms else None
+
+    def require_slots(self, new_tokens: int) -> None:
+        """Refuse more tokens than every layer has room for in static storage."""
+        for tokens, slots in self._rooms():
+            if tokens + new_tokens > slots:
+                raise room_refusal(tokens + new_tokens, slots)
+
+    def _rooms(self) -> list[tuple[int, int]]:
+        """Tokens in every layer's buffers, and their slots; a GPU is waited for once."""
+        tails = [layer.store.tail for layer in self.layers]
+        counts = [tail.count for tail in tails if tail.count is not None]
+        if not counts:
+            return []
+        tokens = torch.stack([count.to(counts[0].device) for count in counts]).tolist()
+        return [(count, tail.columns(0)) for count, tail in zip(tokens, tails, strict=True)]
 
     def require_room(self, prompt_tokens: int, new_tokens: int = 0) -> None:
         """Refuse a prompt that ends there, and new tokens, without room in static storage."""
@@ -416,9 +433,8 @@ class Reading:
                 f"this cache behind the prompt, got {new_tokens:,}; make the CompressedCache with "
                 "a larger room_tokens"
             )
-        layer = self.tightest
-        if layer.offloaded is None:  # or the turn is read into a store that grows
-            layer.store.room_for(prompt_tokens - self.seen_tokens + max(0, new_tokens - 1))
+        if self.layers[0].offloaded is None:  # or the turn is read into a store that grows
+            self.require_slots(prompt_tokens - self.seen_tokens + max(0, new_tokens - 1))
 
     # Which tokens come.
 

@@ -273,7 +273,7 @@ def _gather(layer: Any, path: Tensor, read_tokens: int) -> None:
     """Move the path's keys, values and queries to the front of the tokens read."""
     end = layer.keys.shape[-2]
     if isinstance(layer, CompressedLayer):  # static storage has empty slots after them
-        end = layer.store.written_tokens
+        end = layer.store.tail.tokens
         layer.move_queries(lambda held: _moved(held.clone(), path, read_tokens, held.shape[-2]))
     for states in (layer.keys, layer.values):
         _moved(states, path, read_tokens, end)

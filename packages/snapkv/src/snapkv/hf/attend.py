@@ -19,7 +19,7 @@ from snapkv import ops
 from snapkv.cache.layer import CompressedLayer
 from snapkv.hf.forward_context import Candidates, is_recording
 from snapkv.hf.masks import stored_mask, tree_mask
-from snapkv.storage.base import HeadStates
+from snapkv.storage.base import TokenStore
 
 _KERNELS = (can_use_flash_attention, can_use_cudnn_attention, can_use_efficient_attention)
 
@@ -132,7 +132,7 @@ def attend_stored(call: AttentionCall, layer: CompressedLayer) -> Attended:
     """
     store, slots = layer.store, layer.slots
     if store.ragged is not None:
-        return _attend_ragged(call, store.ragged), None
+        return _attend_ragged(call, store), None
     mask = call.mask
     other_width = mask is not None and mask.shape[-1] != call.key.shape[2]
     unmasked = mask is None and slots.hides_slots
@@ -161,10 +161,12 @@ def _with_own_mask(call: AttentionCall, layer: CompressedLayer) -> AttentionCall
     return replace(call, mask=stored_mask(call.implementation, past, call.query))
 
 
-def _attend_ragged(call: AttentionCall, ragged: HeadStates) -> Tensor:
+def _attend_ragged(call: AttentionCall, store: TokenStore) -> Tensor:
     """Attend to heads of different length and to the common tail after the prompt."""
+    assert store.ragged is not None
     visible = None if call.candidates is None else call.candidates.visible
-    output = ragged.attend(call.query, (call.key, call.value), call.score_options, visible)
+    tail, written = (call.key, call.value), store.tail.count
+    output = store.ragged.attend(call.query, tail, call.score_options, visible, written)
     return output.transpose(1, 2).contiguous()
 
 

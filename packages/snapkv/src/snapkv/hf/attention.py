@@ -226,10 +226,19 @@ _PHASES: dict[Phase, Callable[[AttentionCall, ForwardContext], Attended]] = {
 
 def _attend_shared(call: AttentionCall, shared: Shared) -> Attended:
     """Attend to what an earlier layer has stored, as it did before it chose what to keep."""
-    context, layer = shared.context, shared.context.layer
+    if (context := shared.context) is None:
+        return _attend_in_place(call, shared)
     if context.phase in (Phase.READ_PROMPT, Phase.END_PROMPT):
-        return _attend_prompt(fitting(call, layer), layer)
-    return attend_stored(call, layer)
+        return _attend_prompt(fitting(call, context.layer), context.layer)
+    return attend_stored(call, context.layer)
+
+
+def _attend_in_place(call: AttentionCall, shared: Shared) -> Attended:
+    """Attend to heads in the buffers of static storage, and to the tail after them."""
+    if call.implementation == "eager" and _asks_for_weights(call):
+        with shared.reading.attending():
+            raise _without_weights()
+    return attend_stored(call, shared.layer)
 
 
 def _attend_prompt(call: AttentionCall, layer: CompressedLayer) -> Attended:
@@ -334,7 +343,7 @@ def _take_context(call: AttentionCall) -> ForwardContext | None:
     """The layer whose update preceded this call, or None for a cache that is not ours."""
     context = forward_context.take()
     store = None if context is None else context.layer.store
-    if context is None or store is None or call.key.shape[2] != store.handed_tokens:
+    if context is None or store is None or call.key.shape[2] != store.keys.shape[2]:
         return None
     refusal = _refusal(call, context)
     if refusal is not None:
@@ -373,10 +382,7 @@ def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
                 "mixed, so it cannot be compressed"
             )
     if call.implementation == "eager" and store.ragged is not None and _asks_for_weights(call):
-        return UnsupportedModelError(
-            "output_attentions: expected False where attention gives no weights, as behind heads "
-            "of different length or codes, got True; leave it out, or use SnapKV without quantize"
-        )
+        return _without_weights()
     if refusal := _refusal_of_images(name, context):
         return refusal
     is_own = context.has_own_mask and getattr(call.mask, "ndim", 0) == 4
@@ -400,6 +406,13 @@ def _refusal_of_images(name: str, context: ForwardContext) -> UnsupportedModelEr
         f"policy: expected one that does not ask where tokens stand behind an image, whose "
         f"positions in {name} count no tokens, got {layer.policy.name}; use SnapKV, or set the "
         "model's `rope_deltas` to None if it has read no image"
+    )
+
+
+def _without_weights() -> UnsupportedModelError:
+    return UnsupportedModelError(
+        "output_attentions: expected False where attention gives no weights, as behind heads "
+        "of different length or codes, got True; leave it out, or use SnapKV without quantize"
     )
 
 

@@ -18,7 +18,6 @@ from snapkv.hf.model_parts import output_projections, rotations_of
 from snapkv.hf.placement import layer_devices
 from snapkv.hf.support import Setup
 from snapkv.policies import Policy
-from snapkv.storage.dynamic import Dynamic
 from snapkv.storage.static import Static
 from snapkv.storage.storage import Storage
 
@@ -65,7 +64,7 @@ def other_kinds(layers: Sequence[Any]) -> tuple[str, ...]:
 
 
 def layers_for(
-    model: PreTrainedModel, policy: Policy, storage: StorageMaker = Dynamic
+    model: PreTrainedModel, policy: Policy, storage: StorageMaker = Storage
 ) -> list[CacheLayerMixin]:
     """transformers' own choice of layers for the model, the full-attention ones compressed."""
     layers = plain_layers(model)
@@ -138,12 +137,14 @@ def _require_together(model: PreTrainedModel, readers: dict[int, list[int]]) -> 
 def storage_for(setup: Setup) -> StorageMaker:
     """How the storage of each layer is made."""
     if setup.is_static:
-        room = setup.room_tokens
-        assert setup.policy.most_tokens is not None
-        slots = setup.policy.most_tokens + room
-        return functools.partial(Static, slots=slots, room_tokens=room, codes=setup.codes)
+        return functools.partial(
+            Static,
+            codes=setup.codes,
+            room_tokens=setup.room_tokens,
+            most_tokens=setup.policy.most_tokens if setup.has_one_mask else None,
+        )
     # Evicting moves all of it at every step.
-    return functools.partial(Dynamic, in_place=not setup.evicts, codes=setup.codes)
+    return functools.partial(Storage, in_place=not setup.evicts, codes=setup.codes)
 
 
 def _require_decoder(model: PreTrainedModel, config: Any) -> None:

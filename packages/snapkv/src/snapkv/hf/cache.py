@@ -163,7 +163,9 @@ class CompressedCache(Cache):
             is_piece = self.reading.is_piecewise  # of what was asked for as a whole
             if layer_idx == self._first and not (is_piece or forward_context.is_traced()):
                 self.require_slots(new_tokens)
-            return layer.update(key_states, value_states)
+            keys, values = layer.update(key_states, value_states)
+            forward_context.share_heads(layer, self.reading, keys)
+            return keys, values
         if torch.compiler.is_compiling():
             _refuse_compiled()
         self._padding.take_made()
@@ -196,7 +198,7 @@ class CompressedCache(Cache):
                 "slots are no columns of the text, got a 4-D one; pass (batch, tokens) zeros and "
                 "ones"
             )
-        self.reading.tightest.store.room_for(new_tokens)
+        self.reading.require_slots(new_tokens)
 
     def require_rows(self, rows: int) -> None:
         """Refuse another batch than the one that was read."""

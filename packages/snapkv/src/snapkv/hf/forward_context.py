@@ -100,16 +100,18 @@ class ForwardContext:
         self.reading.is_broken = layer.identity.layer_idx > 0 or bool(layer.beside)
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class Shared:
     """Keys and values that a layer has handed out, for later layers which attend to the same.
 
     `context` is that of the layer as it was when it attended itself, before it chose what to keep;
-    `layer` is the one that goes on. `left` counts the layers that are still to come.
+    `layer` is the one that goes on. `left` counts the layers that are still to come. In static
+    storage there is none behind a prompt, and the layer that has stored is the first of them.
     """
 
-    context: ForwardContext
+    context: ForwardContext | None
     layer: CompressedLayer
+    reading: Reading
     keys: Tensor  # by which its readers are known
     left: int
 
@@ -189,17 +191,23 @@ def leave(reading: Reading) -> bool:
 
 def share(context: ForwardContext, keys: Tensor) -> None:
     """Before a layer attends and chooses: let its readers, if any, attend to the same."""
-    layer = context.layer
-    _current.shared = [
-        each
-        for each in _current.shared
-        if each.layer.identity.layer_idx < layer.identity.layer_idx  # else of an earlier pass
-    ]
-    if layer.identity.readers:
+    layer, readers = context.layer, context.layer.identity.readers
+    if readers or _current.shared:
         before = replace(context, layer=copy.copy(layer))
-        _current.shared.append(
-            Shared(context=before, layer=layer, keys=keys, left=layer.identity.readers)
-        )
+        _share(Shared(before, layer, context.reading, keys, readers))
+
+
+def share_heads(layer: CompressedLayer, reading: Reading, keys: Tensor) -> None:
+    """Before it attends in static storage: where heads hold more than the keys it is handed."""
+    if layer.store.ragged is not None:
+        _share(Shared(None, layer, reading, keys, 1 + layer.identity.readers))
+
+
+def _share(shared: Shared) -> None:
+    """What that layer or a later one has shared before is of an earlier pass."""
+    layer_idx = shared.layer.identity.layer_idx
+    earlier = [each for each in _current.shared if each.layer.identity.layer_idx < layer_idx]
+    _current.shared = [*earlier, shared] if shared.left else earlier
 
 
 def take_shared(keys: Tensor) -> Shared | None:

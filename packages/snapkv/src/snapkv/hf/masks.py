@@ -118,8 +118,8 @@ def sees_ahead(mask: Any, new_tokens: int) -> bool:
     if mask is None or len(mask.shape) != 4:
         return False
     rows, columns = mask.shape[-2:]
-    own = _visible(mask, rows - new_tokens, new_tokens, columns)[..., columns - new_tokens :]
-    return bool((own != torch.ones_like(own).tril()).any())
+    seen = _visible(mask, rows - new_tokens, new_tokens, columns).sum(dim=-1)
+    return bool((seen.diff(dim=-1) != 1).any())  # each sees one more than the one before
 
 
 def stored_mask(implementation: str, visible: Tensor, query: Tensor) -> Any:

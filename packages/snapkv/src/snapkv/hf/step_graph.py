@@ -27,7 +27,6 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from snapkv.hf import forward_context
 from snapkv.hf.cache_argument import cache_among
-from snapkv.storage.static import StaticStore
 from snapkv.validation import first_line
 
 _log = logging.getLogger("snapkv")
@@ -160,7 +159,7 @@ class StepGraph:
         """Refuse tokens that the buffers have no room for, which a graph would write beyond."""
         self._free_slots -= new_tokens
         if self._free_slots < 0:
-            self._cache.reading.tightest.store.room_for(new_tokens)
+            self._cache.reading.require_slots(new_tokens)
 
     def _record(self, leaves: list[Any], spec: Any) -> str:
         """Record the step that was asked for; why it cannot be, or empty.
@@ -169,14 +168,14 @@ class StepGraph:
         """
         own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._held = [leaf for leaf in own if isinstance(leaf, Tensor)]
-        self._free_slots = self._cache.reading.tightest.store.free_slots
+        self._free_slots = self._cache.reading.free_slots
         given = tree_unflatten(own, spec)
 
         def step() -> None:
             self._output = self._model(**given)
 
         recorder = RECORDERS[self._model.device.type]()
-        counts = [store.filled for store in _stores(self._cache)]
+        counts = _counts(self._cache)
         before = [count.clone() for count in counts]
         try:
             with forward_context.recording():
@@ -199,10 +198,10 @@ def described(cache: Cache) -> str | None:
     return _said.get(cache)
 
 
-def _stores(cache: Any) -> list[StaticStore]:
-    """What the layers store, where a prompt has ended."""
-    stores = (layer.store for layer in cache.reading.layers)
-    return [store for store in stores if isinstance(store, StaticStore)]
+def _counts(cache: Any) -> list[Tensor]:
+    """How much of every layer's buffers is written, where a prompt has ended."""
+    counts = (layer.store.tail.count for layer in cache.reading.layers)
+    return [count for count in counts if count is not None]
 
 
 def _kind(leaf: Any) -> Any:
@@ -212,7 +211,7 @@ def _kind(leaf: Any) -> Any:
 
 def _obstacle(model: PreTrainedModel, cache: Cache) -> str:
     """Why no step of this model with this cache can be recorded; empty where one can."""
-    if not _stores(cache):
+    if not _counts(cache):
         return "no prompt has ended"
     if model.training:
         return "the model is in training mode"

@@ -126,6 +126,11 @@ class Setup:
         return most is not None and most == getattr(self.policy, "budget", None)
 
     @property
+    def has_one_mask(self) -> bool:
+        """Whether one mask does for all layers, so that attention may be the model's own."""
+        return self.keeps_alike and not self.policy.per_query_head
+
+    @property
     def shares_bytes(self) -> bool:
         """Whether layers share a budget of bytes by something else than what each of them holds."""
         inner = self.policy
@@ -176,10 +181,16 @@ RULES = (
         " got {s.policy!r} without; pass policy.with_tokenizer(tokenizer)",
     ),
     Rule(
-        meets=lambda s: s.is_static and (not s.keeps_alike or s.evicts or s.policy.per_query_head),
-        line="storage: expected a policy that keeps a budget of tokens, the same in all layers, "
-        "one set per KV head, and all behind it for storage='static', whose layers share one "
-        "mask, got {s.policy!r}; use SnapKV(budget=...) with a number, or storage='dynamic'",
+        meets=lambda s: s.is_static and s.evicts,
+        line="storage: expected a policy that only compresses prompts for storage='static', where "
+        "all that is generated stays, got {s.policy.name}; use SnapKV, or storage='dynamic'",
+    ),
+    Rule(
+        meets=lambda s: s.is_static and s.shares_latent and not s.has_one_mask,
+        line="storage: expected a policy that keeps a budget of tokens, the same in all layers, for"
+        " storage='static' of latent attention, whose heads share what is stored, got "
+        "{s.policy!r}; use SnapKV(budget=...) with a number, or storage='dynamic'",
+        error=UnsupportedModelError,
     ),
     Rule(
         meets=lambda s: s.is_static and bool(s.other_layers),

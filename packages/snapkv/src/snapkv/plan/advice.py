@@ -20,7 +20,7 @@ from snapkv.plan.footprint import (
     weights_bytes,
 )
 from snapkv.plan.shapes import SHAPES
-from snapkv.storage.append_buffer import ROOM_TOKENS
+from snapkv.storage.tail import ROOM_TOKENS
 from snapkv.validation import format_bytes
 
 _WIDTH = torch.bfloat16.itemsize

@@ -10,9 +10,9 @@ from snapkv.errors import BudgetTooSmallError
 from snapkv.ops import TokenCost
 from snapkv.plan.footprint import Footprint, FullLayer
 from snapkv.policies.budget import ByteBudget, share_of
-from snapkv.storage.append_buffer import ROOM_TOKENS, slots_behind
 from snapkv.storage.bits import KVCodes
 from snapkv.storage.coded import block_bytes
+from snapkv.storage.tail import ROOM_TOKENS, slots_behind
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -226,7 +226,7 @@ class Plan:
     def _answering(self, tokens: int, compressed: bool) -> int:
         """Memory of one request's cache when its answer is complete.
 
-        It includes append buffers, see `snapkv.storage.append_buffer`, and in sliding layers the
+        It includes append buffers, see `snapkv.storage.tail`, and in sliding layers the
         token that has just left the window.
         """
         model, new = self.footprint, self.request.new_tokens

@@ -9,27 +9,11 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.storage.append_buffer import AppendBuffer
+from snapkv.storage.buffers import Buffers
+from snapkv.storage.tail import Pair, Tail
 
-
-class KVTensor:
-    """The keys of a layer, or its values, (B, H, S, D).
-
-    Attributes:
-        states: what attention is handed.
-    """
-
-    def __init__(self, states: Tensor, *, in_place: bool) -> None:
-        self.states = states
-        self._buffer = AppendBuffer() if in_place else None
-
-    def append(self, new: Tensor) -> None:
-        states, buffer = self.states, self._buffer
-        self.states = torch.cat([states, new], -2) if buffer is None else buffer.append(states, new)
-
-    def __copy__(self) -> "KVTensor":
-        """One that goes on by itself: only one may write after what both hold."""
-        return KVTensor(self.states, in_place=self._buffer is not None)
+UNSAVED = {"saved": False}
+"""Of a record's field: whether a file has it."""
 
 
 class HeadStates(ABC):
@@ -67,12 +51,21 @@ class HeadStates(ABC):
         """The rows in that order, each as often as it is named."""
 
     @abstractmethod
+    def settled(self, buffers: Buffers) -> "HeadStates":
+        """The same in buffers, whose shapes do not depend on how many tokens which head holds."""
+
+    @abstractmethod
+    def alone(self) -> "HeadStates":
+        """The same without the room of buffers."""
+
+    @abstractmethod
     def attend(
         self,
         queries: Tensor,
-        tail: tuple[Tensor, Tensor],
+        tail: Pair,
         score_options: ops.ScoreOptions,
         own_visible: Tensor | None = None,
+        tail_tokens: Tensor | None = None,
     ) -> Tensor:
         """(B, Hq, Q, Dv): attention to them and to a tail, see `snapkv.ops.ragged_attention`."""
 
@@ -85,56 +78,55 @@ class TokenStore(ABC):
     on with, which may be of another layout.
 
     Attributes:
-        tensors: keys and values; none while empty.
+        tail: keys and values of tokens that all heads hold; all of them but for `ragged`.
         num_kv_heads: heads of what is appended. H is more where a policy keeps one set per query
             head.
         kind: name of the layout, as saved files have it.
-        is_static: whether it is buffers of fixed size and place, whose attention leaves snapkv out.
+        is_static: whether it is buffers of fixed size and place, whose steps ask the host nothing.
         is_exact: whether keys and values are held as they were appended, none as codes.
         ragged: what heads of different length hold; None where all hold as many.
+        front_tokens: how many tokens of the tail stand before what the heads hold.
     """
 
-    kind: ClassVar[str]
-    is_static: ClassVar[bool] = False
+    kind: str
+    is_static: bool = False
     is_exact: ClassVar[bool] = True
     ragged: "HeadStates | None" = None
+    front_tokens: int = 0
 
-    def __init__(self, num_kv_heads: int = 0, *tensors: KVTensor) -> None:
-        self.num_kv_heads, self.tensors = num_kv_heads, tensors
+    def __init__(self, num_kv_heads: int, tail: Tail) -> None:
+        self.num_kv_heads, self.tail = num_kv_heads, tail
 
     @property
     def keys(self) -> Any:
         """(B, H, S, D), what attention is handed; None while empty."""
-        return self.tensors[0].states if self.tensors else None
+        return self.tail.keys
 
     @property
     def values(self) -> Any:
         """(B, H, S, Dv), what attention is handed; None while empty."""
-        return self.tensors[1].states if self.tensors else None
+        return self.tail.values
 
     @property
     def is_filled(self) -> bool:
-        return bool(self.tensors)
+        return self.tail.keys is not None
 
     @property
     def slots(self) -> int:
         """Slots of every head and row."""
-        return int(self.keys.shape[2]) if self.tensors else 0
-
-    @property
-    def written_tokens(self) -> int:
-        """How many of `keys` are written; static storage has empty places after them."""
-        return min(int(self.keys.shape[2]), self.slots)
+        return self.tail.tokens
 
     @property
     def slot_count(self) -> int | Tensor:
         """`slots`, on the device where a step counts them there."""
-        return self.slots
+        if self.tail.count is None:
+            return self.slots
+        return self.tail.count + (self.unmasked_slots - self.front_tokens)
 
     @property
     def unmasked_slots(self) -> int:
         """How many of the slots are no columns of the model's mask: those of ragged heads."""
-        return 0 if self.ragged is None else self.ragged.longest_tokens
+        return 0
 
     @property
     def tail_tokens(self) -> int:
@@ -142,18 +134,13 @@ class TokenStore(ABC):
         return self.slots - self.unmasked_slots
 
     @property
-    def handed_tokens(self) -> int:
-        """Of how many slots the last `append` has returned the keys."""
-        return int(self.keys.shape[2])
-
-    @property
     def mean_tokens(self) -> float:
         """Tokens per row and head, on average where they differ."""
-        return self.tail_tokens + (0 if self.ragged is None else self.ragged.mean_tokens)
+        return self.slots
 
     def mask_columns(self, new_tokens: int) -> int:
         """Columns of the mask of a forward pass that appends that many tokens."""
-        return self.tail_tokens + new_tokens
+        return self.tail.columns(new_tokens) - self.front_tokens
 
     def absorb_tail(self) -> None:
         """Give every ragged head its part of the tail, which is empty then."""
@@ -162,9 +149,9 @@ class TokenStore(ABC):
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store new tokens, (B, num_kv_heads, N, D); returns `keys` and `values`, they are last."""
         repeats = self.keys.shape[1] // keys.shape[1]  # heads that keep a set of their own
-        for tensor, new in zip(self.tensors, (keys, values), strict=True):
-            tensor.append(new if repeats == 1 else new.repeat_interleave(repeats, dim=1))
-        return self.keys, self.values
+        if repeats > 1:
+            keys, values = (new.repeat_interleave(repeats, dim=1) for new in (keys, values))
+        return self.tail.append(keys, values)
 
     @abstractmethod
     def keep(self, indices: Tensor, tokens: int, *, ragged: bool = False) -> "TokenStore":
@@ -185,14 +172,18 @@ class TokenStore(ABC):
         """
 
     def crop(self, tokens: int) -> "TokenStore":
-        for tensor in self.tensors:
-            tensor.states = tensor.states[..., :-tokens, :]
+        self.tail.crop(tokens)
         return self
 
     def select_rows(self, rows: Tensor) -> "TokenStore":
-        for tensor in self.tensors:
-            tensor.states = tensor.states.index_select(0, rows.to(tensor.states.device))
+        rows = rows.to(self.keys.device)
+        self._hold(lambda states: states.index_select(0, rows))
         return self
+
+    def _hold(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Hold what becomes of the keys of the tail, and of its values, in their place."""
+        keys, values = self.tail.written
+        self.tail.hold(change(keys), change(values))
 
     def finalize_step(self, drafts: int = 0) -> None:
         """Called after every step: go back to what is held between steps.
@@ -226,30 +217,32 @@ class TokenStore(ABC):
         self.keys[..., :sink_tokens, :] = torch.where(moved, turned, sinks)
         return sinks, moved
 
-    def room_for(self, tokens: int) -> None:
-        """Raise unless that many tokens more can be appended."""
-        del tokens
+    def move_into(self, tail: Tail) -> None:
+        """Lie in buffers from now on, as this tail does, which holds what the other one did."""
+        self.tail, self.is_static = tail, True
 
-    def tail(self, tokens: int) -> tuple[Tensor, Tensor]:
+    def last(self, tokens: int) -> Pair:
         """Keys and values of the last tokens, (B, num_kv_heads, tokens, D)."""
-        repeats = self.keys.shape[1] // self.num_kv_heads
-        keys, values = self.keys[:, ::repeats], self.values[:, ::repeats]
-        start = keys.shape[2] - tokens
-        return keys[:, :, start:], values[:, :, start:]
+        return self._of_kv_heads(*self.tail.written, tokens)
 
-    def padded(self) -> tuple[Tensor, Tensor]:
+    def _of_kv_heads(self, keys: Tensor, values: Tensor, tokens: int) -> Pair:
+        """The last tokens, once where query heads of a KV head keep sets of their own."""
+        repeats, start = keys.shape[1] // self.num_kv_heads, keys.shape[2] - tokens
+        return keys[:, ::repeats, start:], values[:, ::repeats, start:]
+
+    def padded(self) -> Pair:
         """Keys and values of all slots, (B, num_kv_heads, slots, D); any in slots of no token."""
-        return self.tail(self.slots)
+        return self.last(self.slots)
 
     @property
     def held_bytes(self) -> int:
         """Bytes of the keys and values, measured on the tensors."""
-        return sum(tensor.states.nbytes for tensor in self.tensors)
+        return int(self.keys.nbytes + self.values.nbytes) if self.is_filled else 0
 
     @property
     def bits(self) -> str:
         """Bits of a number that is kept of a prompt, such as "16"; of keys and values, "8/4"."""
-        return str(8 * self.keys.element_size()) if self.tensors else "0"
+        return str(8 * self.keys.element_size()) if self.is_filled else "0"
 
     @property
     def index_bytes(self) -> int:
@@ -258,13 +251,14 @@ class TokenStore(ABC):
 
     def state(self) -> dict[str, Any]:
         """What a file has to say to make it again: tensors, numbers and records."""
-        return {"keys": self.keys, "values": self.values, "num_kv_heads": self.num_kv_heads}
+        keys, values = self.tail.written
+        return {"keys": keys, "values": values, "num_kv_heads": self.num_kv_heads}
 
     def __copy__(self) -> Self:
         """One that goes on by itself; no tensor is copied."""
         copied = type(self).__new__(type(self))
         copied.__dict__.update(self.__dict__)
-        copied.tensors = tuple(map(copy.copy, self.tensors))
+        copied.tail = copy.copy(self.tail)
         return copied
 
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -15,10 +15,12 @@ from snapkv.ops import (
     coded_attention,
     encode,
 )
-from snapkv.storage.base import HeadStates
+from snapkv.storage.base import UNSAVED, HeadStates
 from snapkv.storage.bits import KVCodes
+from snapkv.storage.buffers import Buffers
 from snapkv.storage.dense import DenseStore
-from snapkv.storage.ragged import Counts, Pair, RaggedStates, RaggedStore
+from snapkv.storage.ragged import Counts, RaggedStates, RaggedStore
+from snapkv.storage.tail import Pair
 
 Made = TypeVar("Made")
 
@@ -28,18 +30,21 @@ class CodedStates(HeadStates):
     """What every head of every row has kept, in blocks of codes; does what `RaggedStates` does.
 
     Attributes:
-        first: keys and values of the first tokens of every head unquantized, (B, H, N, D) each.
+        first: keys and values of the first tokens of every head unquantized, (B, H, N, D) each;
+            None in a store, whose tail begins with them.
         codes: of the keys and of the values after them.
         sections: tokens of each head in codes, by when they were encoded.
         how: with how many bits.
         least_slots: slots of the padded layout when the first section was encoded, at least.
+        room: blocks of the buffers that codes are; None where they have no room.
     """
 
-    first: Pair
+    first: Pair | None
     codes: tuple[Codes, Codes]
     sections: tuple[Counts, ...]
     how: KVCodes
     least_slots: int = 0
+    room: int | None = field(default=None, metadata=UNSAVED)
 
     @classmethod
     def of(cls, states: RaggedStates, first_tokens: int, how: KVCodes) -> "CodedStates":
@@ -63,12 +68,14 @@ class CodedStates(HeadStates):
     @functools.cached_property
     def layout(self) -> BlockLayout:
         """Where each head's blocks are, as attention asks for it."""
-        return BlockLayout(self.sections, self.how.group_size, self.first[0].device)
+        return BlockLayout(
+            self.sections, self.how.group_size, self.codes[0].packed.device, self.room
+        )
 
     @functools.cached_property
     def head_tokens(self) -> Counts:
         """Tokens of each head."""
-        first = self.first[0].shape[2]
+        first = self._first_tokens
         return tuple(tuple(first + count for count in row) for row in self.layout.head_tokens)
 
     @functools.cached_property
@@ -84,8 +91,15 @@ class CodedStates(HeadStates):
     @property
     def nbytes(self) -> int:
         """Of codes, scales, and the first tokens."""
-        first: int = self.first[0].nbytes + self.first[1].nbytes
-        return first + self.codes[0].nbytes + self.codes[1].nbytes
+        return self._first_bytes + self.codes[0].nbytes + self.codes[1].nbytes
+
+    @property
+    def _first_tokens(self) -> int:
+        return 0 if self.first is None else int(self.first[0].shape[2])
+
+    @property
+    def _first_bytes(self) -> int:
+        return 0 if self.first is None else int(self.first[0].nbytes + self.first[1].nbytes)
 
     @property
     def index_bytes(self) -> int:
@@ -97,9 +111,8 @@ class CodedStates(HeadStates):
         tail: Pair,
         score_options: ScoreOptions,
         own_visible: Tensor | None = None,
+        tail_tokens: Tensor | None = None,
     ) -> Tensor:
-        if self.first[0].shape[2]:
-            tail = both(_behind, self.first, tail)
         keys, values = self.codes
         return coded_attention(
             queries,
@@ -110,7 +123,30 @@ class CodedStates(HeadStates):
             tail[1],
             score_options,
             own_visible=own_visible,
+            tail_tokens=tail_tokens,
         )
+
+    def settled(self, buffers: Buffers) -> "CodedStates":
+        alone, rows = self.alone(), len(self.sections[0])
+        blocks = torch.tensor(alone.layout.head_blocks).view(rows, -1).sum(dim=1)
+        room = buffers.most("blocks", rows * int(blocks.max()))
+
+        def held(codes: Codes, name: str) -> Codes:
+            def hold(kind: str) -> Tensor:
+                return buffers.hold(f"{kind} {name}", getattr(codes, kind), room)
+
+            return replace(codes, packed=hold("packed"), scale=hold("scale"), least=hold("least"))
+
+        made = replace(alone, codes=both(held, alone.codes, ("keys", "values")), room=room)
+        _ = made.layout.piece_heads, made.layout.hidden_in_room  # made now, not by the next token
+        return made
+
+    def alone(self) -> "CodedStates":
+        if self.room is None:
+            return self
+        alone = replace(self, room=None)
+        own = slice(sum(alone.layout.head_blocks))
+        return replace(alone, codes=both(lambda part: part.blocks(own), self.codes))
 
     def grown(self, keys: Tensor, values: Tensor) -> "CodedStates":
         """With (B, H, N, D) tokens after them, N a number of whole blocks."""
@@ -138,9 +174,10 @@ class CodedStates(HeadStates):
         if least < 0 or len(rows) != 1 or any(len(codes) != blocks for codes in self.codes):
             raise ValueError(f"{blocks} blocks of codes in {rows}")
         widths = (codes.channels * getattr(torch, codes.dtype).itemsize for codes in self.codes)
-        return int(tokens * sum(widths) + self.first[0].nbytes + self.first[1].nbytes)
+        return int(tokens * sum(widths) + self._first_bytes)
 
     def decoded(self) -> RaggedStates:
+        assert self.first is not None
         layout, (first_keys, first_values) = self.layout, self.first
         B, H, N, _ = first_keys.shape
         keys, values = (
@@ -158,10 +195,10 @@ class CodedStates(HeadStates):
         order = rows.tolist()
         chosen = self.layout.blocks_of_rows(order)
         sections = tuple(tuple(section[row] for row in order) for section in self.sections)
-        keys, values = self.first
+        first = self.first and both(lambda part: part[rows.to(part.device)], self.first)
         return replace(
             self,
-            first=(keys[rows.to(keys.device)], values[rows.to(keys.device)]),
+            first=first,
             codes=both(lambda part: part.blocks(chosen), self.codes),
             sections=sections,
         )
@@ -209,8 +246,8 @@ def both(make: Callable[..., Made], *pairs: tuple[Any, Any]) -> tuple[Made, Made
     return make(*(pair[0] for pair in pairs)), make(*(pair[1] for pair in pairs))
 
 
-def _behind(before: Tensor, states: Tensor) -> Tensor:
-    return torch.cat([before, states], dim=2)
+def _in_a_row(*parts: Tensor) -> Tensor:
+    return torch.cat(parts, dim=2)
 
 
 def block_bytes(states: Pair, how: KVCodes) -> int:
@@ -226,11 +263,11 @@ def encoded(blocks: Pair, how: KVCodes) -> tuple[Codes, Codes]:
 
 
 class CodedStore(RaggedStore):
-    """Heads in few bits; `keys` and `values` are their last tokens unquantized, as many in each.
+    """Heads in few bits; the tail is the tokens at both ends of them unquantized, as many in each.
 
-    Those are the last tokens of the prompt and what came after it. All of them give way to codes,
-    a block at a time, but for `KVCodes.recent_tokens`. What changes the heads decodes them; the end
-    of the next step encodes them again.
+    Those are the first tokens, its front, then the last ones of the prompt and what came after it.
+    The latter give way to codes, a block at a time, but for `KVCodes.recent_tokens`. What changes
+    the heads decodes them; the end of the next step encodes them again.
     """
 
     kind = "coded"
@@ -253,6 +290,8 @@ class CodedStore(RaggedStore):
     def __init__(self, *, how: KVCodes, **held: Any) -> None:
         super().__init__(**held)
         self.how = how
+        if isinstance(self.ragged, CodedStates):
+            self._put(self.ragged, self.tail.written)
 
     def finalize_step(self, drafts: int = 0) -> None:
         """Encode whole blocks of tokens that are no longer recent, nor drafts."""
@@ -262,8 +301,10 @@ class CodedStore(RaggedStore):
         old = max(0, self.tail_tokens - max(self.how.recent_tokens, drafts)) // G * G
         if old:
             assert isinstance(self.ragged, CodedStates)
-            self.ragged = self.ragged.grown(self.keys[:, :, :old], self.values[:, :, :old])
-            self._hold(self.keys[:, :, old:].clone(), self.values[:, :, old:].clone())
+            keys, values = self._behind()
+            self.ragged = self.ragged.grown(keys[:, :, :old], values[:, :, :old])
+            front = self.front_tokens
+            self._hold(lambda part: _in_a_row(part[:, :, :front], part[:, :, front + old :]))
 
     def _encode(self, states: RaggedStates) -> None:
         """Their last tokens go before the tail; where heads are as short as those, so are they."""
@@ -274,16 +315,33 @@ class CodedStore(RaggedStore):
         recent = both(lambda part: part[:, :, longest - last :], padded)
         older = states.keep(states.slots()[..., : longest - last])
         older = replace(older, least_slots=longest - last)
-        self.ragged = CodedStates.of(older, first, self.how)
-        self._hold(*both(_behind, recent, (self.keys, self.values)))
+        self._put(CodedStates.of(older, first, self.how), recent, self.tail.written)
 
-    def _hold(self, keys: Tensor, values: Tensor) -> None:
-        for tensor, states in zip(self.tensors, (keys, values), strict=True):
-            tensor.states = states
+    def _put(self, states: CodedStates, *behind: Pair) -> None:
+        """Hold codes, and a tail of their first tokens and these."""
+        assert states.first is not None
+        self.front_tokens = front = states.first[0].shape[2]
+        self.tail.hold(*both(_in_a_row, states.first, *behind))
+        least = max(0, states.least_slots - front)
+        self.ragged = replace(states, first=None, least_slots=least)
+
+    def _settle(self, heads: RaggedStates) -> None:
+        self.ragged = heads
+        if self.is_static:  # where no step comes to an end that encodes
+            self._encode(heads)
+            self.ragged = self.tail.settled(self.ragged)
+
+    def _heads_with_front(self) -> HeadStates:
+        if not isinstance(self.ragged, CodedStates):
+            return self.ragged
+        front = self.front_tokens
+        first = both(lambda part: part[:, :, :front], self.tail.written)
+        states = self.ragged.alone()
+        return replace(states, first=first, least_slots=states.least_slots + front)
 
     def dense(self) -> tuple[DenseStore, Tensor]:
         """What all of it stands for with as many slots in every head, and each row's empty ones."""
-        self.ragged = heads = self.ragged.decoded()
+        heads = self._decode()
         store = DenseStore(in_place=False).fill(*self.padded(), self.num_kv_heads)
         counts = torch.tensor([row[0] for row in heads.head_tokens], device=self.keys.device)
         return store, heads.longest_tokens - counts

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.storage.base import KVTensor, TokenStore, keep_tokens
+from snapkv.storage.base import TokenStore, keep_tokens
 from snapkv.storage.ragged import RaggedStore
+from snapkv.storage.tail import Pair, Tail
 
 
 class DenseStore(TokenStore):
@@ -21,20 +22,16 @@ class DenseStore(TokenStore):
     kind = "dense"
 
     def __init__(self, *, in_place: bool = True) -> None:
-        super().__init__()
-        self._in_place = in_place
+        super().__init__(0, Tail(in_place=in_place))
 
     def fill(self, keys: Tensor | None, values: Tensor | None, num_kv_heads: int) -> "DenseStore":
         """Hold these from now on; a file of an empty one has None."""
         self.num_kv_heads = num_kv_heads
-        self.tensors = tuple(
-            KVTensor(states, in_place=self._in_place)
-            for states in (keys, values)
-            if states is not None
-        )
+        if keys is not None and values is not None:
+            self.tail.hold(keys, values)
         return self
 
-    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def append(self, keys: Tensor, values: Tensor) -> Pair:
         """Store new tokens; those that attention computes with are views, the first are copied."""
         if self.is_filled:
             return super().append(keys, values)
@@ -44,11 +41,14 @@ class DenseStore(TokenStore):
         self.fill(keys, values, keys.shape[1])
         return keys, values
 
+    def move_into(self, tail: Tail) -> None:
+        super().move_into(tail)
+        self.kind = "static"
+
     def keep(self, indices: Tensor, tokens: int, *, ragged: bool = False) -> TokenStore:
         if ragged:
-            return RaggedStore.gather(self, indices, tokens)
-        for tensor in self.tensors:
-            tensor.states = keep_tokens(tensor.states, indices, tokens)
+            return RaggedStore.gather(self, indices, tokens, in_place=self.tail.in_place)
+        self._hold(lambda states: keep_tokens(states, indices, tokens))
         return self
 
     def only(self, stays: Tensor) -> TokenStore:
@@ -62,8 +62,7 @@ class DenseStore(TokenStore):
         alike = (stays == stays[:1, :1]).flatten(0, 1).all(dim=0)
         first = self.slots - int(alike.flip(0).cumprod(0).sum())
         store = RaggedStore.gather(self, ops.kept_indices(stays[..., :first]), first)
-        for tensor in store.tensors:
-            tensor.states = tensor.states[:, :, stays[0, 0, first:]]
+        store._hold(lambda states: states[:, :, stays[0, 0, first:]])
         return store
 
     def ragged_from(self, empty: Tensor | None, tokens: int) -> RaggedStore:

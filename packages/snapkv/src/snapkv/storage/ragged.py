@@ -6,7 +6,7 @@ has as many slots as the longest one, and its tokens are the last of them.
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,12 +14,13 @@ from torch import Tensor
 
 from snapkv import ops
 from snapkv.ops import RaggedLayout, ScoreOptions, ragged_attention
-from snapkv.storage.base import HeadStates, KVTensor, TokenStore
+from snapkv.ops.ragged.layout import BLOCK_TOKENS
+from snapkv.storage.base import UNSAVED, HeadStates, TokenStore
+from snapkv.storage.buffers import Buffers
+from snapkv.storage.tail import Pair, Tail
 
 Counts = tuple[tuple[int, ...], ...]
 """Tokens of each head, row by row: B lists of H numbers."""
-
-Pair = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +32,14 @@ class RaggedStates(HeadStates):
         values: (N, Dv).
         head_tokens: tokens of each head.
         least_slots: slots of the padded layout, at least.
+        room: rows of the flat buffers that keys and values are; None where they have no room.
     """
 
     keys: Tensor
     values: Tensor
     head_tokens: Counts
     least_slots: int = 0
+    room: int | None = field(default=None, metadata=UNSAVED)
 
     @classmethod
     def gather(cls, keys: Tensor, values: Tensor, index: Tensor) -> "RaggedStates":
@@ -97,13 +100,31 @@ class RaggedStates(HeadStates):
     def _segments(self) -> list[list[Pair]]:
         """For each row and head its (keys, values), views of (n, D) and (n, Dv)."""
         counts = [count for row in self.head_tokens for count in row]
-        pairs = zip(torch.split(self.keys, counts), torch.split(self.values, counts), strict=True)
+        alone = self.alone()
+        parts = (torch.split(states, counts) for states in (alone.keys, alone.values))
+        pairs = zip(*parts, strict=True)
         return [[next(pairs) for _ in row] for row in self.head_tokens]
 
     @functools.cached_property
     def layout(self) -> RaggedLayout:
         """Where each head's tokens are, as attention asks for it."""
-        return RaggedLayout(self.head_tokens, self.keys.device)
+        return RaggedLayout(self.head_tokens, self.keys.device, self.room)
+
+    def settled(self, buffers: Buffers) -> "RaggedStates":
+        rows, most = len(self.head_tokens), max(map(sum, self.head_tokens))
+        room = buffers.most("rows", rows * BLOCK_TOKENS * max(1, -(-most // BLOCK_TOKENS)))
+        alone = self.alone()
+        keys = buffers.hold("flat keys", alone.keys, room)
+        values = buffers.hold("flat values", alone.values, room)
+        made = replace(alone, keys=keys, values=values, room=room)
+        _ = made.layout.pieces  # made now, not by the next token
+        return made
+
+    def alone(self) -> "RaggedStates":
+        if self.room is None:
+            return self
+        rows = sum(map(sum, self.head_tokens))
+        return replace(self, keys=self.keys[:rows], values=self.values[:rows], room=None)
 
     def padded_keys(self) -> Tensor:
         """(B, H, S, D), S the tokens of the longest head; any key in the slots of no token."""
@@ -133,7 +154,8 @@ class RaggedStates(HeadStates):
 
     @property
     def mean_tokens(self) -> float:
-        return self.keys.shape[0] / (len(self.head_tokens) * len(self.head_tokens[0]))
+        counts = [count for row in self.head_tokens for count in row]
+        return sum(counts) / len(counts)
 
     @property
     def nbytes(self) -> int:
@@ -149,6 +171,7 @@ class RaggedStates(HeadStates):
         tail: Pair,
         score_options: ScoreOptions,
         own_visible: Tensor | None = None,
+        tail_tokens: Tensor | None = None,
     ) -> Tensor:
         return ragged_attention(
             queries,
@@ -158,6 +181,7 @@ class RaggedStates(HeadStates):
             *tail,
             score_options,
             own_visible=own_visible,
+            tail_tokens=tail_tokens,
         )
 
 
@@ -186,19 +210,22 @@ class RaggedStore(TokenStore):
         keys: Tensor,
         values: Tensor,
         num_kv_heads: int,
+        in_place: bool = True,
     ) -> None:
-        tail = (KVTensor(part, in_place=False) for part in (keys, values))
-        super().__init__(num_kv_heads, *tail)
+        super().__init__(num_kv_heads, Tail(keys, values, in_place=in_place))
         self.ragged = states
 
     @classmethod
-    def gather(cls, store: TokenStore, indices: Tensor, tokens: int) -> "RaggedStore":
+    def gather(
+        cls, store: TokenStore, indices: Tensor, tokens: int, *, in_place: bool = True
+    ) -> "RaggedStore":
         """Keep some of the first tokens of a store; what comes after them is the tail.
 
         Args:
             store: one whose heads hold as many tokens each.
             indices: (B, H, K) int64, slots, ascending after a leading run of -1.
             tokens: how many slots `indices` points into.
+            in_place: as in `DenseStore`.
         """
         whole_keys, whole_values = store.keys, store.values
         repeats = indices.shape[1] // whole_keys.shape[1]
@@ -207,68 +234,109 @@ class RaggedStore(TokenStore):
             for states in (whole_keys, whole_values)
         )
         states = RaggedStates.gather(whole_keys, whole_values, indices)
-        return cls(states=states, keys=keys, values=values, num_kv_heads=store.num_kv_heads)
+        heads = store.num_kv_heads
+        return cls(states=states, keys=keys, values=values, num_kv_heads=heads, in_place=in_place)
 
     @property
     def slots(self) -> int:
         """Slots of the padded layout, and after them those of the tail."""
-        return self.ragged.longest_tokens + super().slots
+        return self.ragged.longest_tokens + self.tail.tokens
+
+    @property
+    def unmasked_slots(self) -> int:
+        return self.ragged.longest_tokens + self.front_tokens
+
+    @property
+    def mean_tokens(self) -> float:
+        return self.ragged.mean_tokens + self.tail.tokens
+
+    def heads(self) -> RaggedStates:
+        """What the heads hold, or what their codes stand for."""
+        heads: RaggedStates = self._heads_with_front().decoded()
+        return heads
+
+    def _heads_with_front(self) -> HeadStates:
+        """What the heads hold, and what of them the tail does."""
+        return self.ragged.alone()
+
+    def _behind(self) -> Pair:
+        """The tail without its front."""
+        keys, values = self.tail.written
+        return keys[:, :, self.front_tokens :], values[:, :, self.front_tokens :]
+
+    def _decode(self) -> RaggedStates:
+        """Have heads hold what their codes stand for; returns that."""
+        self.ragged = heads = self.heads()
+        if self.front_tokens:
+            behind = [states.clone() for states in self._behind()]
+            self.front_tokens = 0
+            self.tail.hold(*behind)
+        return heads
 
     def absorb_tail(self) -> None:
         """Give every head its part of the tail, which is empty then."""
+        slots, heads = self.slots, self._decode()
         B, H, N, _ = self.keys.shape
-        keys, values = (states.flatten(0, 2) for states in (self.keys, self.values))
+        keys, values = (states.flatten(0, 2) for states in self.tail.written)
         tail = RaggedStates(keys=keys, values=values, head_tokens=((N,) * H,) * B)
-        self.ragged = replace(self.ragged.decoded().joined(tail), least_slots=self.slots)
-        for tensor in self.tensors:
-            tensor.states = tensor.states[..., :0, :].clone()
+        self.ragged = replace(heads.joined(tail), least_slots=slots)
+        self._hold(lambda states: states[..., :0, :].clone())
 
     def keep(self, indices: Tensor, tokens: int, *, ragged: bool = True) -> TokenStore:
         """Keep some of what the heads keep; the tail comes after those slots, or is absorbed."""
-        assert tokens == self.ragged.longest_tokens
-        self.ragged = self.ragged.decoded().keep(indices)
+        assert tokens == self.unmasked_slots
+        self.ragged = self._decode().keep(indices)
         return self
 
     def only(self, stays: Tensor) -> TokenStore:
         """Hold some slots; the tail keeps as many tokens of all heads, the others go to theirs."""
-        heads, longest = self.ragged.decoded(), self.ragged.longest_tokens
+        longest, heads = self.unmasked_slots, self._decode()
         tail = ops.kept_indices(stays[..., longest:])
         last = int(stays[..., longest:].sum(dim=-1).min())
         self.ragged = heads.only(stays[..., :longest])
         if more := tail.shape[-1] - last:
             older = RaggedStates.gather(self.keys, self.values, tail[..., :more])
-            self.ragged = self.ragged.decoded().joined(older)
-        for tensor in self.tensors:
-            tensor.states = ops.gather_tokens(tensor.states, tail[..., more:])
+            self.ragged = self.ragged.joined(older)
+        self._hold(lambda states: ops.gather_tokens(states, tail[..., more:]))
         return self
 
     def crop(self, tokens: int) -> TokenStore:
         """Forget the last tokens, of every head as many: those of the tail, then its own."""
-        if (own := tokens - self.tail_tokens) > 0:
-            heads: RaggedStates = self.ragged.decoded()
-            self.ragged = heads.keep(heads.slots()[..., : heads.longest_tokens - own])
         last = min(tokens, self.tail_tokens)
-        return super().crop(last) if last else self
+        if last:
+            super().crop(last)
+        if own := tokens - last:
+            heads = self._decode()
+            self._settle(heads.keep(heads.slots()[..., : heads.longest_tokens - own]))
+        return self
 
-    def tail(self, tokens: int) -> Pair:
-        """As `TokenStore.tail`; what is with the heads by what that stands for."""
+    def _settle(self, heads: RaggedStates) -> None:
+        """Have the heads hold these, where the tail lies."""
+        self.ragged = self.tail.settled(heads)
+
+    def move_into(self, tail: Tail) -> None:
+        super().move_into(tail)
+        self.ragged = tail.settled(self.ragged)
+
+    def last(self, tokens: int) -> Pair:
+        """As of every store; what is with the heads by what that stands for."""
         if tokens <= self.tail_tokens:
-            return super().tail(tokens)
-        repeats = self.keys.shape[1] // self.num_kv_heads
-        keys, values = (states[:, ::repeats, -tokens:] for states in self.padded())
-        return keys, values
+            return super().last(tokens)
+        return self._of_kv_heads(*self.padded(), tokens)
 
-    def padded(self) -> tuple[Tensor, Tensor]:
-        heads = self.ragged.decoded()
-        keys, values = heads.padded_keys(), heads.padded_values()
+    def padded(self) -> Pair:
+        heads, (keys, values) = self.heads(), self._behind()
+        padded = heads.padded_keys(), heads.padded_values()
         if not self.tail_tokens:
-            return keys, values
-        return torch.cat([keys, self.keys], dim=2), torch.cat([values, self.values], dim=2)
+            return padded
+        return torch.cat([padded[0], keys], dim=2), torch.cat([padded[1], values], dim=2)
 
     def select_rows(self, rows: Tensor) -> TokenStore:
         """Put the rows in another order; the longest head may be gone with its row."""
-        self.ragged = self.ragged.select_rows(rows)
-        return super().select_rows(rows)
+        heads = self.ragged.alone().select_rows(rows)
+        super().select_rows(rows)
+        self.ragged = self.tail.settled(heads)
+        return self
 
     @property
     def held_bytes(self) -> int:
@@ -279,4 +347,6 @@ class RaggedStore(TokenStore):
         return self.ragged.index_bytes
 
     def state(self) -> dict[str, Any]:
-        return {"states": self.ragged, **super().state()}
+        keys, values = self._behind()
+        states = self._heads_with_front()
+        return {**super().state(), "states": states, "keys": keys, "values": values}

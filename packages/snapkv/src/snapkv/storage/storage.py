@@ -1,42 +1,80 @@
-"""What makes the stores of a layer: one protocol, of `dynamic` and `static`."""
+"""What makes the stores of a layer, and what they become behind a prompt."""
 
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
 from snapkv.ops import TokenCost
 from snapkv.storage.base import TokenStore
 from snapkv.storage.bits import KVCodes
+from snapkv.storage.coded import CodedStore, block_bytes
 from snapkv.storage.dense import DenseStore
+from snapkv.storage.ragged import RaggedStore
 
 
-class Storage(Protocol):
-    """How a layer stores: what it begins with, and what it goes on with after a prompt."""
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """How a layer stores: dense, by heads of different length, or in codes; grows with every token.
 
-    @property
-    def is_compileable(self) -> bool:
-        """Whether the decoding step can be compiled."""
+    Attributes:
+        in_place: as in `DenseStore`.
+        codes: how what is kept of a prompt is held in few bits; None for unquantized.
+        alike: whether all layers hold what they keep in as many bits.
+        is_compileable: whether the decoding step can be compiled.
+    """
 
-    @property
-    def codes(self) -> KVCodes | None:
-        """How what is kept of a prompt is held in few bits; None for unquantized."""
+    in_place: bool = True
+    codes: KVCodes | None = None
+    alike: bool = True
+    is_compileable: ClassVar[bool] = False
 
-    def at(self, depth: int, num_layers: int) -> "Storage":
+    def at(self, depth: int, num_layers: int) -> Self:
         """That of one of the compressed layers, of which the outer ones may hold no codes."""
+        if self.codes is None:
+            return self
+        in_codes = self.codes.has_layer(depth, num_layers)
+        alike = not self.codes.exact_layers
+        return replace(self, codes=self.codes if in_codes else None, alike=alike)
 
     def empty(self) -> DenseStore:
         """A store without tokens."""
+        return DenseStore(in_place=self.in_place)
 
-    def finalize(
-        self, store: TokenStore, kept_tokens: int, policy: str, empty: Tensor | None
-    ) -> TokenStore:
-        """The store after a prompt, of which a policy of that name has kept the first slots.
+    def finalize(self, store: TokenStore, kept_tokens: int, empty: Tensor | None) -> TokenStore:
+        """The store after a prompt, of which the first slots hold what was kept.
 
         `empty` is (B,): how many leading slots of each row hold no token; or None.
         """
+        if self.codes is None or not kept_tokens:
+            return store
+        if isinstance(store, DenseStore):
+            store = store.ragged_from(empty, kept_tokens)
+        assert isinstance(store, RaggedStore)
+        return CodedStore.of(store, self.codes)
 
     def token_cost(self, store: TokenStore, heads: int, shortest_tokens: int) -> TokenCost:
         """What tokens of a store cost that so many heads keep; its shortest row has so many."""
+        keys, values = store.keys, store.values
+        per_head = keys.element_size() * (keys.shape[-1] + values.shape[-1])
+        one = TokenCost(
+            full_bytes=store.num_kv_heads * per_head,
+            token_bytes=heads * per_head,
+            block_bytes=heads * per_head,
+            alike=self.alike,
+        )
+        if self.codes is None:
+            return one
+        blocks = heads * block_bytes(store.padded(), self.codes)
+        return self.codes.costing(one, blocks, shortest_tokens)
 
-    def restored(self, kind: str, state: dict[str, Any]) -> TokenStore:
-        """The store of that kind whose `state` this is."""
+    def restored(self, kind: str, state: dict[str, Any], empty: Tensor | None) -> TokenStore:
+        """The store of that kind whose `state` this is; `empty` as in `finalize`."""
+        del empty
+        if kind == RaggedStore.kind:
+            return RaggedStore(**state, in_place=self.in_place)
+        if kind == CodedStore.kind:
+            return CodedStore(**state)
+        if kind != DenseStore.kind:
+            raise ValueError(f"a {kind} store where stores grow")
+        return self.empty().fill(**state)

@@ -175,7 +175,8 @@ def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         return [_encode(part, f"{name}.{place}", tensors) for place, part in enumerate(value)]
     for record, kind in _RECORDS.items():
         if type(value) is kind:
-            parts = {field.name: getattr(value, field.name) for field in fields(value)}
+            saved = (part.name for part in fields(value) if part.metadata.get("saved", True))
+            parts = {name: getattr(value, name) for name in saved}
             return {"record": record, "parts": _encode(parts, name, tensors)}
     return value
 

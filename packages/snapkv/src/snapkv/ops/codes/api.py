@@ -30,6 +30,7 @@ def coded_attention(
     score_options: ScoreOptions,
     *,
     own_visible: Tensor | None = None,
+    tail_tokens: Tensor | None = None,
     impl: CodedImplementation = "auto",
 ) -> Tensor:
     """As `snapkv.ops.ragged_attention`, where what the heads keep is held in few bits.
@@ -43,6 +44,7 @@ def coded_attention(
         tail_values: (B, H, S, Dv).
         score_options: what the model's attention does to its scores.
         own_visible: see `snapkv.ops.ragged_attention`.
+        tail_tokens: likewise.
         impl: "reference", by way of what the codes stand for; "blocked", a few products that take
             the integers as they are; "triton", a kernel for CUDA. "auto" takes the kernel where it
             can run, else "blocked".
@@ -62,8 +64,8 @@ def coded_attention(
         kernels="snapkv.ops.codes.triton",
         obstacle=lambda: _obstacle(queries, keys, values, own_visible),
     )
-    tail = tail_keys, tail_values
-    return attend(queries, keys, values, layout, *tail, score_options, own_visible=own_visible)
+    states = queries, keys, values, layout, tail_keys, tail_values
+    return attend(*states, score_options, own_visible=own_visible, tail_tokens=tail_tokens)
 
 
 def _obstacle(

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from snapkv.ops.codes.coding import Codes
 from snapkv.ops.codes.layout import BlockLayout
-from snapkv.ops.ragged.blocked import attend_pieces
+from snapkv.ops.ragged.blocked import Tail, attend_pieces
 from snapkv.ops.scores import ScoreOptions
 
 SPREAD_ELEMENTS = 2**19
@@ -31,10 +31,12 @@ def coded_attention(
     score_options: ScoreOptions,
     *,
     own_visible: Tensor | None,
+    tail_tokens: Tensor | None,
 ) -> Tensor:
     """As `snapkv.ops.coded_attention`; products and softmax in float32."""
     pieces = _CodedPieces(keys, values, layout)
-    return attend_pieces(queries, pieces, tail_keys, tail_values, score_options, own_visible)
+    tail = Tail(tail_keys, tail_values, tail_tokens)
+    return attend_pieces(queries, pieces, tail, score_options, own_visible)
 
 
 class _CodedPieces:
@@ -46,9 +48,7 @@ class _CodedPieces:
     def __init__(self, keys: Codes, values: Codes, layout: BlockLayout) -> None:
         self._keys, self._values = keys, values
         self._n, self._G = layout.piece_blocks, layout.block_tokens
-        alike = set(layout.head_blocks) == {self._n}
-        self.heads = None if alike else layout.heads[:: self._n]
-        self._hidden = layout.hidden
+        self.heads, self._layout = layout.piece_heads, layout
 
     def products(self, asked: Tensor) -> Tensor:
         """(P, R, n * G) float32 products of every piece's queries, (P, R, D), and its keys."""
@@ -58,7 +58,11 @@ class _CodedPieces:
         return multiply(asked, self._keys, self._n)[:, :rows].flatten(2)
 
     def hide(self, scores: Tensor) -> Tensor:
-        pieces, tokens = self._hidden
+        if self._layout.room is not None:
+            of_kept = scores[:, :, : self._n * self._G]
+            of_kept.masked_fill_(self._layout.hidden_in_room, float("-inf"))
+            return scores
+        pieces, tokens = self._layout.hidden
         if len(pieces):
             scores[pieces, :, tokens] = float("-inf")
         return scores

@@ -24,10 +24,18 @@ def coded_attention(
     score_options: ScoreOptions,
     *,
     own_visible: Tensor | None,
+    tail_tokens: Tensor | None,
 ) -> Tensor:
     """As `snapkv.ops.coded_attention`, in float32 or wider."""
     ragged = RaggedLayout(layout.head_tokens, layout.device)
     states = flat_states(keys, layout), flat_states(values, layout)
     return reference.ragged_attention(
-        queries, *states, ragged, tail_keys, tail_values, score_options, own_visible=own_visible
+        queries,
+        *states,
+        ragged,
+        tail_keys,
+        tail_values,
+        score_options,
+        own_visible=own_visible,
+        tail_tokens=tail_tokens,
     )

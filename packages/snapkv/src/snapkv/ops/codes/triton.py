@@ -16,7 +16,7 @@ from torch import Tensor
 
 from snapkv.ops.codes.coding import Codes
 from snapkv.ops.codes.layout import BlockLayout
-from snapkv.ops.ragged.triton import _put_together, _step, _weigh, split_tokens, tiles
+from snapkv.ops.ragged.triton import _put_together, _step, _weigh, in_rows, split_tokens, tiles
 from snapkv.ops.scores import ScoreOptions
 
 
@@ -30,21 +30,22 @@ def coded_attention(
     score_options: ScoreOptions,
     *,
     own_visible: None = None,
+    tail_tokens: Tensor | None = None,
 ) -> Tensor:
     """As `snapkv.ops.coded_attention`; no gradients."""
     softcap, sinks = score_options.softcap, score_options.sink_logits
     B, Hq, Q, D = queries.shape
     H, S, Dv = tail_keys.shape[1], tail_keys.shape[2], values.channels
     rows, G = Hq // H * Q, layout.block_tokens
-    tail_keys, tail_values = tail_keys.contiguous(), tail_values.contiguous()
+    tail_keys, tail_values, apart = in_rows(tail_keys, tail_values)
     tile, key_tokens = tiles(queries, max(D, Dv), rows)
     most = 32 if max(D, Dv) <= 128 else 16  # the registers also hold codes and scales
     tile, key_tokens = min(tile, most), min(key_tokens, most)
     begins, tokens = layout.table
-    longest = -(-max(max(row) for row in layout.head_tokens) // G) * G
-    longest += G * (len(layout.sections) - 1) + S  # a section may end within a block
     split = split_tokens(len(keys) * G + B * H * S)
-    splits = triton.cdiv(longest, split)
+    splits = triton.cdiv(max(layout.head_blocks) * G + S, split)
+    count = begins if tail_tokens is None else tail_tokens
+    is_counted = tail_tokens is not None
     sums = queries.new_empty(B * H, splits, rows, Dv, dtype=torch.float32)
     marks = queries.new_empty(B * H, splits, rows, 2, dtype=torch.float32)
     output = tail_values.new_empty(B, Hq, Q, Dv)
@@ -60,14 +61,17 @@ def coded_attention(
             tail_values,
             sums,
             marks,
+            count,
             rows,
             Q,
             S,
             split,
             splits,
+            apart,
             score_options.scaling,
             0.0 if softcap is None else softcap,
             CAPPED=softcap is not None,
+            COUNTED=is_counted,
             D=D,
             D_BLOCK=max(16, triton.next_power_of_2(D)),
             TILE=tile,
@@ -88,6 +92,7 @@ def coded_attention(
             begins * G,
             sums if sinks is None else sinks.float().contiguous(),
             output,
+            count,
             rows,
             Q,
             S,
@@ -95,6 +100,7 @@ def coded_attention(
             splits,
             H,
             HAS_SINKS=sinks is not None,
+            COUNTED=is_counted,
             **widths,
         )
     return output
@@ -108,18 +114,20 @@ def _integers(packed_at, row, column, there, BITS: tl.constexpr, ROWS: tl.conste
     return ((bytes_ >> (row // ROWS * BITS).to(tl.uint8)) & (2**BITS - 1)).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["rows", "Q", "S", "split", "splits"])
+@triton.jit(do_not_specialize=["rows", "Q", "S", "split", "splits", "apart"])
 def _attend_codes(
     queries_at, key_codes_at, key_scale_at, key_least_at, value_codes_at, value_scale_at,
     value_least_at, begins_at, tokens_at, tail_keys_at, tail_values_at, sums_at, marks_at,
-    rows, Q, S, split, splits, scaling, softcap,
-    CAPPED: tl.constexpr,
+    count_at, rows, Q, S, split, splits, apart, scaling, softcap,
+    CAPPED: tl.constexpr, COUNTED: tl.constexpr,
     D: tl.constexpr, D_BLOCK: tl.constexpr, DV: tl.constexpr, DV_BLOCK: tl.constexpr,
     TILE: tl.constexpr, KEYS: tl.constexpr, G: tl.constexpr,
     KEY_BITS: tl.constexpr, KEY_ROWS: tl.constexpr,
     VALUE_BITS: tl.constexpr, VALUE_ROWS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One tile of one head's rows over one split: unnormalised sums, highest score, their total."""
+    if COUNTED:
+        S = tl.load(count_at).to(tl.int32)
     per_head = tl.cdiv(rows, TILE)
     head = (tl.program_id(0) // per_head).to(tl.int64)
     part = tl.program_id(1)
@@ -174,7 +182,8 @@ def _attend_codes(
         seen = seen & (row < rows)[:, None]
         most, total, sums = _step(
             queries,
-            tail_keys_at + (head * S + place) * D, tail_values_at + (head * S + place) * DV, seen,
+            tail_keys_at + (head * apart + place) * D,
+            tail_values_at + (head * apart + place) * DV, seen,
             most, total, sums, scaling, softcap, CAPPED, D, D_BLOCK, DV, DV_BLOCK,
         )  # fmt: skip
     slot = (head * splits + part) * rows + row

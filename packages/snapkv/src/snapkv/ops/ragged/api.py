@@ -32,6 +32,7 @@ def ragged_attention(
     score_options: ScoreOptions,
     *,
     own_visible: Tensor | None = None,
+    tail_tokens: Tensor | None = None,
     impl: RaggedImplementation = "auto",
 ) -> Tensor:
     """Varlen attention of the last Q tokens: to what their head keeps and to the common tail.
@@ -47,6 +48,8 @@ def ragged_attention(
         score_options: what the model's attention does to its scores.
         own_visible: (Q, Q) bool, lower triangular: which of the queries' own tokens each of them
             sees, where they are a tree of candidates; None for itself and those before it.
+        tail_tokens: () int64, how many of the S are written, where that is to be known to the
+            device alone; None for all.
         impl: "reference", the plain definition; "grouped", one matrix product per head; "blocked",
             a few products for all heads; "triton", a kernel for CUDA. "auto" takes the kernel where
             it can run, else "grouped" for small layers on a CPU and "blocked" for the others.
@@ -58,7 +61,7 @@ def ragged_attention(
         InvalidArgumentError: an unknown implementation, or one that cannot run here.
     """
     # Several queries make scores that "blocked" holds for some of them at a time.
-    small = keys.numel() <= GROUPED_ELEMENTS and queries.shape[2] <= 32
+    small = keys.numel() <= GROUPED_ELEMENTS and queries.shape[2] <= 32 and layout.room is None
     attend = implementation(
         "ragged_attention",
         impl,
@@ -69,7 +72,7 @@ def ragged_attention(
         obstacle=lambda: _obstacle(queries, own_visible),
     )
     states = queries, keys, values, layout, tail_keys, tail_values
-    return attend(*states, score_options, own_visible=own_visible)
+    return attend(*states, score_options, own_visible=own_visible, tail_tokens=tail_tokens)
 
 
 def _obstacle(queries: Tensor, own_visible: Tensor | None) -> str | None:

@@ -6,6 +6,7 @@ thousands of keys spends more time on sharing than on its work. The query heads 
 of one product, so a key is read once for all of them. The softmax puts a head's pieces together.
 """
 
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -45,10 +46,52 @@ def ragged_attention(
     score_options: ScoreOptions,
     *,
     own_visible: Tensor | None,
+    tail_tokens: Tensor | None,
 ) -> Tensor:
     """As `snapkv.ops.ragged_attention`; products in the dtype of the states, softmax in float32."""
     pieces = _FlatPieces(layout.pieces, keys, values)
-    return attend_pieces(queries, pieces, tail_keys, tail_values, score_options, own_visible)
+    tail = Tail(tail_keys, tail_values, tail_tokens)
+    return attend_pieces(queries, pieces, tail, score_options, own_visible)
+
+
+@dataclass(frozen=True)
+class Tail:
+    """The tokens after what heads keep, the last Q of them the queries' own.
+
+    Attributes:
+        keys: (B, H, S, D).
+        values: (B, H, S, Dv).
+        tokens: () int64, how many of the S there are, where only the device is to know; None for
+            all.
+    """
+
+    keys: Tensor
+    values: Tensor
+    tokens: Tensor | None
+
+    def before(self, count: int) -> "Tail":
+        """Without the last ones."""
+        if not count:
+            return self
+        if self.tokens is not None:
+            return replace(self, tokens=self.tokens - count)
+        return replace(self, keys=self.keys[:, :, :-count], values=self.values[:, :, :-count])
+
+    def hidden(self, queries: int, own_visible: Tensor | None, before: int = 0) -> Tensor:
+        """(queries, before + S) bool: which of it, and of what is before, each query does not see.
+
+        `own_visible` is (Q, N) bool, which of the last N tokens each of the queries sees.
+        """
+        tokens = before + self.keys.shape[2]
+        end = tokens if self.tokens is None else self.tokens + before
+        places = torch.arange(tokens, device=self.keys.device)
+        own = torch.arange(1 - queries, 1, device=self.keys.device)[:, None] + end
+        hidden = places >= own
+        if own_visible is None:
+            return hidden
+        among = places - end + own_visible.shape[1]
+        apart = ~own_visible[:, among.clamp(0, own_visible.shape[1] - 1)]
+        return hidden | (apart & (among >= 0))
 
 
 class _FlatPieces:
@@ -75,27 +118,24 @@ class _FlatPieces:
 def attend_pieces(
     queries: Tensor,
     pieces: KeptPieces,
-    tail_keys: Tensor,
-    tail_values: Tensor,
+    tail: Tail,
     score_options: ScoreOptions,
     own_visible: Tensor | None,
 ) -> Tensor:
     """(B, Hq, Q, Dv): attention to pieces and to a tail, so many queries at a time."""
-    Q, S = queries.shape[2], tail_keys.shape[2]
-    outputs = []
+    Q, outputs = queries.shape[2], []
     for start in range(0, Q, QUERY_BLOCK_TOKENS):
         stop = min(start + QUERY_BLOCK_TOKENS, Q)
-        tail = tail_keys[:, :, : S - Q + stop], tail_values[:, :, : S - Q + stop]
         seen = None if own_visible is None else own_visible[start:stop, :stop]
-        outputs.append(_attend_block(queries[:, :, start:stop], pieces, *tail, score_options, seen))
+        block = queries[:, :, start:stop]
+        outputs.append(_attend_block(block, pieces, tail.before(Q - stop), score_options, seen))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
 def _attend_block(
     queries: Tensor,
     pieces: KeptPieces,
-    tail_keys: Tensor,
-    tail_values: Tensor,
+    tail: Tail,
     score_options: ScoreOptions,
     own_visible: Tensor | None,
 ) -> Tensor:
@@ -104,18 +144,18 @@ def _attend_block(
     `own_visible` is (Q, N) bool: which of the last N tokens of the tail each of them sees.
     """
     B, Hq, Q, D = queries.shape
-    H, S = tail_keys.shape[1], tail_keys.shape[2]
-    heads, dtype = pieces.heads, tail_values.dtype
+    H, S = tail.keys.shape[1], tail.keys.shape[2]
+    heads, dtype = pieces.heads, tail.values.dtype
     rows = queries.reshape(B * H, Hq // H * Q, D)
     logits = sinks_of_rows(score_options, rows, Q)
-    of_tail = torch.bmm(rows, tail_keys.flatten(0, 1).mT).float()
+    of_tail = torch.bmm(rows, tail.keys.flatten(0, 1).mT).float()
     hidden = None
-    if Q > 1:
-        hidden = hidden_ahead(Q, S, own_visible, rows.device).repeat(Hq // H, 1)
+    if Q > 1 or own_visible is not None or tail.tokens is not None:
+        hidden = tail.hidden(Q, own_visible).repeat(Hq // H, 1)
     if heads is None:
         of_kept = pieces.products(rows).float()
         weights = _weights_of_heads(of_kept, of_tail, pieces, score_options, hidden, logits)
-        output = torch.bmm(weights[..., -S:].to(dtype), tail_values.flatten(0, 1)).float()
+        output = torch.bmm(weights[..., -S:].to(dtype), tail.values.flatten(0, 1)).float()
         output = output + pieces.mixed(weights[..., :-S]).float()
         return output.to(dtype).view(B, Hq, Q, -1)
     of_tail = score_options.scores(of_tail)
@@ -130,7 +170,7 @@ def _attend_block(
     total = total.index_add(0, heads, of_kept.sum(dim=-1, keepdim=True))
     if logits is not None:
         total = total + (logits - most).exp()
-    output = torch.bmm(of_tail.to(dtype), tail_values.flatten(0, 1)).float()
+    output = torch.bmm(of_tail.to(dtype), tail.values.flatten(0, 1)).float()
     output = output.index_add(0, heads, pieces.mixed(of_kept).float()) / total
     return output.to(dtype).view(B, Hq, Q, -1)
 
@@ -151,17 +191,6 @@ def _weights_of_heads(
     if logits is None:
         return scores.softmax(dim=-1)
     return torch.cat([scores, logits], dim=-1).softmax(dim=-1)[..., : T + S]
-
-
-def hidden_ahead(
-    queries: int, tokens: int, own_visible: Tensor | None, device: torch.device
-) -> Tensor:
-    """Which of the tokens, the last of them the queries' own, each query does not see: bool."""
-    hidden = torch.ones(queries, tokens, dtype=torch.bool, device=device)
-    hidden = hidden.triu(tokens - queries + 1)
-    if own_visible is not None:
-        hidden[:, tokens - own_visible.shape[1] :] |= ~own_visible
-    return hidden
 
 
 def sinks_of_rows(score_options: ScoreOptions, rows: Tensor, queries: int) -> Tensor | None:

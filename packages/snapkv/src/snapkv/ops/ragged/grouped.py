@@ -8,7 +8,7 @@ length: they are few compared with keys and values, and one softmax then does fo
 import torch
 from torch import Tensor
 
-from snapkv.ops.ragged.blocked import hidden_ahead, sinks_of_rows
+from snapkv.ops.ragged.blocked import Tail, sinks_of_rows
 from snapkv.ops.ragged.layout import RaggedLayout
 from snapkv.ops.scores import ScoreOptions
 
@@ -23,6 +23,7 @@ def ragged_attention(
     score_options: ScoreOptions,
     *,
     own_visible: Tensor | None,
+    tail_tokens: Tensor | None,
 ) -> Tensor:
     """As `snapkv.ops.ragged_attention`; products in the dtype of the states, softmax in float32."""
     B, Hq, Q, D = queries.shape
@@ -34,20 +35,21 @@ def ragged_attention(
         (*rows.shape[:2], longest + S), float("-inf"), dtype=torch.float32, device=rows.device
     )
     scores[..., longest:] = torch.bmm(rows, tail_keys.flatten(0, 1).mT)
-    for head, stored in enumerate(torch.split(keys, counts)):
+    for head, stored in enumerate(torch.split(keys[: sum(counts)], counts)):
         scores[head, :, longest - len(stored) : longest] = torch.mm(rows[head], stored.T)
     capped = score_options.scores(scores)
     if capped is not scores:
         scores = capped.masked_fill(scores.isneginf(), float("-inf"))
-    if Q > 1:
-        hidden = hidden_ahead(Q, longest + S, own_visible, rows.device)
+    if Q > 1 or tail_tokens is not None:
+        tail = Tail(tail_keys, tail_values, tail_tokens)
+        hidden = tail.hidden(Q, own_visible, before=longest)
         scores = scores.masked_fill(hidden.repeat(Hq // H, 1), float("-inf"))
     if (logits := sinks_of_rows(score_options, rows, Q)) is not None:
         scores = torch.cat([scores, logits], dim=-1)
     weights = scores.softmax(dim=-1)[..., : longest + S].to(values.dtype)
     mixed = [
         torch.mm(of_head[:, longest - len(stored) : longest], stored)
-        for of_head, stored in zip(weights, torch.split(values, counts), strict=True)
+        for of_head, stored in zip(weights, torch.split(values[: sum(counts)], counts), strict=True)
     ]
     tail_weights = weights[..., longest:]
     output = torch.baddbmm(torch.stack(mixed), tail_weights, tail_values.flatten(0, 1))

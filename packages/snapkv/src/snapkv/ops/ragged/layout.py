@@ -15,7 +15,8 @@ class Pieces:
     """Flat states in pieces of equal size: first all whole blocks, then the edges.
 
     A block belongs to the head of its first token. What it holds of the heads after is hidden
-    there and comes once more in edges, about one per head.
+    there and comes once more in edges, at most one per head. Where states have room for more than
+    heads hold there are as many of both whatever the heads hold, and in some all is hidden.
 
     Attributes:
         heads: (P,) int64, the head that each piece belongs to, counted over all rows.
@@ -42,10 +43,20 @@ class RaggedLayout:
     Attributes:
         head_tokens: tokens of each head, row by row: B lists of H numbers.
         device: where its tensors are made, when they are first asked for.
+        room: rows of the flat states, whole blocks, where those stay and heads may hold fewer; then
+            no shape depends on what they hold. None for as many as they hold.
     """
 
     head_tokens: tuple[tuple[int, ...], ...]
     device: torch.device
+    room: int | None = None
+
+    @functools.cached_property
+    def longest_tokens(self) -> int:
+        """Tokens that no head has more of."""
+        if self.room is not None:
+            return self.room // len(self.head_tokens)
+        return max(max(row) for row in self.head_tokens)
 
     @functools.cached_property
     def starts(self) -> Tensor:
@@ -65,7 +76,7 @@ class RaggedLayout:
             return Pieces(
                 heads=heads,
                 hidden=(rows >= stops[:, None])[:, None],
-                edge_rows=rows[len(blocks) :].clamp(max=int(self.starts[-1]) - 1),
+                edge_rows=rows[len(blocks) :].clamp(max=(self.room or sum(self._counts)) - 1),
             )
 
     @property
@@ -78,8 +89,8 @@ class RaggedLayout:
 
     def _cut(self) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
         """(start, stop, head) of every block and of every edge."""
-        counts = [count for row in self.head_tokens for count in row]
-        whole = sum(counts) // BLOCK_TOKENS
+        counts = self._counts
+        whole = (self.room or sum(counts)) // BLOCK_TOKENS
         blocks: list[tuple[int, int, int]] = []
         edges: list[tuple[int, int, int]] = []
         start = 0
@@ -90,4 +101,12 @@ class RaggedLayout:
                 stop = min(start + BLOCK_TOKENS - offset, end)
                 (edges if offset or block == whole else blocks).append((start, stop, head))
                 start = stop
+        if self.room is not None:
+            blocks += [(0, 0, 0)] * (whole - len(blocks))
+            edges += [(0, 0, 0)] * (len(counts) - len(edges))
         return blocks, edges
+
+    @property
+    def _counts(self) -> list[int]:
+        """Tokens of each head, counted over all rows."""
+        return [count for row in self.head_tokens for count in row]

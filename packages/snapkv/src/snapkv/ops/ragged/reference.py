@@ -17,9 +17,12 @@ def ragged_attention(
     score_options: ScoreOptions,
     *,
     own_visible: Tensor | None,
+    tail_tokens: Tensor | None,
 ) -> Tensor:
     """As `snapkv.ops.ragged_attention`, one query head after the other, in float32 or wider."""
     B, Hq, Q, _ = queries.shape
+    if tail_tokens is not None:
+        tail_keys, tail_values = (part[:, :, :tail_tokens] for part in (tail_keys, tail_values))
     H, S = tail_keys.shape[1], tail_keys.shape[2]
     wide = torch.promote_types(queries.dtype, torch.float32)
     output = values.new_empty(B, Hq, Q, values.shape[-1])

@@ -32,6 +32,7 @@ def ragged_attention(
     score_options: ScoreOptions,
     *,
     own_visible: None = None,
+    tail_tokens: Tensor | None = None,
 ) -> Tensor:
     """As `snapkv.ops.ragged_attention`; no gradients."""
     softcap, sinks = score_options.softcap, score_options.sink_logits
@@ -39,11 +40,10 @@ def ragged_attention(
     H, S, Dv = tail_keys.shape[1], tail_keys.shape[2], values.shape[1]
     rows = Hq // H * Q
     keys, values = keys.contiguous(), values.contiguous()
-    tail_keys, tail_values = tail_keys.contiguous(), tail_values.contiguous()
+    tail_keys, tail_values, apart = in_rows(tail_keys, tail_values)
     tile, key_tokens = tiles(queries, max(D, Dv), rows)
-    longest = max(max(row) for row in layout.head_tokens) + S
     split = split_tokens(len(keys) + B * H * S)
-    splits = triton.cdiv(longest, split)
+    splits = triton.cdiv(layout.longest_tokens + S, split)
     sums = queries.new_empty(B * H, splits, rows, Dv, dtype=torch.float32)
     # Highest score and sum of exponentials, of each split.
     marks = queries.new_empty(B * H, splits, rows, 2, dtype=torch.float32)
@@ -51,18 +51,36 @@ def ragged_attention(
     widths: dict[str, Any] = {"DV": Dv, "DV_BLOCK": max(16, triton.next_power_of_2(Dv))}
     blocks: dict[str, Any] = {"D": D, "D_BLOCK": max(16, triton.next_power_of_2(D)), "TILE": tile}
     stored = queries.contiguous(), keys, values, layout.starts, tail_keys, tail_values
-    sizes, scores = (rows, Q, S, split, splits), (score_options.scaling, softcap or 0.0)
+    count = layout.starts if tail_tokens is None else tail_tokens
+    sizes, scores = (count, rows, Q, S, split, splits), (score_options.scaling, softcap or 0.0)
+    is_counted = tail_tokens is not None
     capped, logits = softcap is not None, sums if sinks is None else sinks.float().contiguous()
     with torch.cuda.device_of(queries):
         launch = _attend_split[(B * H * triton.cdiv(rows, tile), splits)]
         launch(
-            *stored, sums, marks, *sizes, *scores,
-            CAPPED=capped, KEYS=key_tokens, num_stages=2, **blocks, **widths,
+            *stored, sums, marks, *sizes, apart, *scores,
+            CAPPED=capped, COUNTED=is_counted, KEYS=key_tokens, num_stages=2, **blocks, **widths,
         )  # fmt: skip
         merge = _put_together[(B * H, rows)]
         has_sinks = sinks is not None
-        merge(sums, marks, layout.starts, logits, output, *sizes, H, HAS_SINKS=has_sinks, **widths)
+        merge(
+            sums, marks, layout.starts, logits, output, *sizes, H,
+            HAS_SINKS=has_sinks, COUNTED=is_counted, **widths,
+        )  # fmt: skip
     return output
+
+
+def in_rows(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, int]:
+    """The tail, and by how many tokens its heads begin apart: a buffer has room after each."""
+    apart = keys.stride(1) // keys.shape[3]
+    if all(_lies_apart(states, apart) for states in (keys, values)):
+        return keys, values, apart
+    return keys.contiguous(), values.contiguous(), keys.shape[2]
+
+
+def _lies_apart(states: Tensor, tokens: int) -> bool:
+    _, H, _, D = states.shape
+    return states.stride() == (H * tokens * D, tokens * D, D, 1)
 
 
 def tiles(queries: Tensor, width: int, rows: int) -> tuple[int, int]:
@@ -112,15 +130,17 @@ def _step(
     return most, total * faded + tl.sum(weights, axis=1), sums
 
 
-@triton.jit(do_not_specialize=["rows", "Q", "S", "split", "splits"])
+@triton.jit(do_not_specialize=["rows", "Q", "S", "split", "splits", "apart"])
 def _attend_split(
     queries_at, keys_at, values_at, starts_at, tail_keys_at, tail_values_at, sums_at, marks_at,
-    rows, Q, S, split, splits, scaling, softcap,
-    CAPPED: tl.constexpr,
+    count_at, rows, Q, S, split, splits, apart, scaling, softcap,
+    CAPPED: tl.constexpr, COUNTED: tl.constexpr,
     D: tl.constexpr, D_BLOCK: tl.constexpr, DV: tl.constexpr, DV_BLOCK: tl.constexpr,
     TILE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """One tile of one head's rows over one split: unnormalised sums, highest score, their total."""
+    if COUNTED:
+        S = tl.load(count_at).to(tl.int32)
     per_head = tl.cdiv(rows, TILE)
     head = (tl.program_id(0) // per_head).to(tl.int64)
     part = tl.program_id(1)
@@ -152,7 +172,8 @@ def _attend_split(
         seen = seen & (row < rows)[:, None]
         most, total, sums = _step(
             queries,
-            tail_keys_at + (head * S + place) * D, tail_values_at + (head * S + place) * DV, seen,
+            tail_keys_at + (head * apart + place) * D,
+            tail_values_at + (head * apart + place) * DV, seen,
             most, total, sums, scaling, softcap, CAPPED, D, D_BLOCK, DV, DV_BLOCK,
         )  # fmt: skip
     slot = (head * splits + part) * rows + row
@@ -165,10 +186,12 @@ def _attend_split(
 @triton.jit(do_not_specialize=["rows", "Q", "S", "split", "splits", "H"])
 def _put_together(
     sums_at, marks_at, starts_at, sinks_at, output_at,
-    rows, Q, S, split, splits, H,
-    HAS_SINKS: tl.constexpr, DV: tl.constexpr, DV_BLOCK: tl.constexpr,
+    count_at, rows, Q, S, split, splits, H,
+    HAS_SINKS: tl.constexpr, COUNTED: tl.constexpr, DV: tl.constexpr, DV_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add up the splits of one row of queries, and its sink."""
+    if COUNTED:
+        S = tl.load(count_at).to(tl.int32)
     head, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kept = (tl.load(starts_at + head + 1) - tl.load(starts_at + head)).to(tl.int32)
     across = tl.arange(0, DV_BLOCK)

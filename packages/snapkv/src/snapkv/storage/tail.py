@@ -1,0 +1,124 @@
+"""The append buffer: tokens go after stored ones without copying those for every token."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROOM_TOKENS = 64
+"""Tokens that there is room for after those that had to be copied."""
+
+Pair = tuple[Tensor, Tensor]
+"""Keys (B, H, S, D) and values (B, H, S, Dv)."""
+
+
+def slots_behind(stored_tokens: int, new_tokens: int) -> int:
+    """Slots of a buffer when that many tokens have come one by one after those that are stored."""
+    rounds = -(-new_tokens // (ROOM_TOKENS + 1))
+    return stored_tokens + rounds * (ROOM_TOKENS + 1)
+
+
+class Tail:
+    """Keys and values of tokens that more are appended to, in place as long as there is room.
+
+    What it hands out are views of the first slots of buffers. It writes after the last of them
+    only: what was handed out before stays as it is, and what it is given to hold is copied to where
+    there is room.
+
+    Args:
+        keys: (B, H, S, D), None while empty.
+        values: (B, H, S, Dv).
+        in_place: whether appended tokens find room. Not where all of it is moved at every step
+            anyway.
+
+    Attributes:
+        keys: what attention is handed, likewise `values`.
+        count: () int64, how many of the S are written, where only the device is to know; None where
+            all are.
+    """
+
+    count: Tensor | None = None
+
+    def __init__(
+        self, keys: Tensor | None = None, values: Tensor | None = None, *, in_place: bool = True
+    ) -> None:
+        self.keys: Any = keys
+        self.values: Any = values
+        self.in_place, self._room = in_place, 0
+
+    @property
+    def tokens(self) -> int:
+        """How many it holds."""
+        return 0 if self.keys is None else int(self.keys.shape[2])
+
+    @property
+    def written(self) -> Pair:
+        """Keys and values of those."""
+        return self.keys, self.values
+
+    def hold(self, keys: Tensor, values: Tensor) -> None:
+        """Hold these from now on, in the place of the others."""
+        self.keys, self.values, self._room = keys, values, 0
+
+    def append(self, keys: Tensor, values: Tensor) -> Pair:
+        """Store (B, H, N, D) new tokens; returns what attention is handed, they are last."""
+        tokens = keys.shape[2]
+        if not self._takes_in_place(keys, values):
+            whole = torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
+            self.hold(*whole)
+            return whole
+        if self._room < tokens:
+            self._room = tokens + ROOM_TOKENS
+            self.keys, self.values = map(self._with_room, (self.keys, self.values))
+        self._room -= tokens
+        self.keys, self.values = _grown(self.keys, keys), _grown(self.values, values)
+        return self.keys, self.values
+
+    def crop(self, tokens: int) -> None:
+        """Forget the last ones."""
+        left = self.tokens - tokens
+        self.hold(self.keys[:, :, :left], self.values[:, :, :left])
+
+    def columns(self, new_tokens: int) -> int:
+        """Tokens that attention is handed when so many more have been appended."""
+        return self.tokens + new_tokens
+
+    def settled(self, heads: Any) -> Any:
+        """What heads hold, `HeadStates`, where the tail lies: with room for more if that has."""
+        return heads
+
+    def _takes_in_place(self, keys: Tensor, values: Tensor) -> bool:
+        """Whether they differ in tokens alone, and nothing would miss that a tensor changes.
+
+        A query may need what it saw.
+        """
+        if not self.in_place or keys.shape[2] > ROOM_TOKENS:
+            return False
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return False
+        if self.keys.is_inference() and not torch.is_inference_mode_enabled():
+            return False
+        for stored, new in ((self.keys, keys), (self.values, values)):
+            B, H, _, D = stored.shape
+            if stored.dtype != new.dtype or stored.device != new.device:
+                return False
+            if new.shape != (B, H, keys.shape[2], D):
+                return False
+        return True
+
+    def _with_room(self, stored: Tensor) -> Tensor:
+        """The first slots of a new buffer, filled with what is stored."""
+        B, H, S, D = stored.shape
+        return stored.new_empty(B, H, S + self._room, D)[:, :, :S].copy_(stored)
+
+    def __copy__(self) -> "Tail":
+        """One that goes on by itself: only one may write after what both hold."""
+        return Tail(self.keys, self.values, in_place=self.in_place)
+
+
+def _grown(stored: Tensor, new: Tensor) -> Tensor:
+    """The first slots of a buffer and those after them, which hold new tokens from now on."""
+    B, H, S, D = stored.shape
+    strides, tokens = stored.stride(), new.shape[2]
+    stored.as_strided(new.shape, strides, S * D).copy_(new)
+    return stored.as_strided((B, H, S + tokens, D), strides)
