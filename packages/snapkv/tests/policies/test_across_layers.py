@@ -26,7 +26,7 @@ from snapkv.hf.forward_context import Hook, hooked
 from snapkv.kvzip import read_twice
 from snapkv.ops import TokenCost
 from snapkv.prefill import layer_by_layer
-from snapkv.storage.dynamic import Dynamic
+from snapkv.storage.storage import Storage
 from tests.families import call, peaked_model, random_ids, tiny_config, tiny_model
 from tests.gates import drawn_gate
 from tests.ops.states import layer_with_scores, pad_left, random_layer
@@ -46,7 +46,7 @@ def kept_of(policy, prompts):
     """For every row, layer and head the positions that layers keep that read them in order."""
     count = len(prompts)
     layers = [
-        CompressedLayer(policy, LayerIdentity(layer_idx=at, depth=at, num_layers=count), Dynamic())
+        CompressedLayer(policy, LayerIdentity(layer_idx=at, depth=at, num_layers=count), Storage())
         for at in range(count)
     ]
     reading = Reading(layers=layers)
