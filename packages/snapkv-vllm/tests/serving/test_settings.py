@@ -54,7 +54,8 @@ def test_zero_turns_it_off_for_a_request_or_until_a_request_asks():
 def test_the_log_is_told_all_that_decides_what_is_kept():
     assert ServingSettings().summary == (
         "policy snapkv, budget 1024, window_size 32, kernel_size 7, pooling max, sink_tokens 0, "
-        "group_reduce mean, protect_first 0, max_window_size 128, max_kernel_size 129, "
+        "group_reduce mean, window_reduce mean, protect_first 0, max_window_size 128, "
+        "max_kernel_size 129, "
         "decode_budget 0, decode_policy r-kv, evict_every 128, share no, sessions no"
     )
     own = {"safeguard": 0.5, "pooling": "fading", "decay": 0.9}

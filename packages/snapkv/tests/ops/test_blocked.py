@@ -1,5 +1,6 @@
 """What runs in torch on a CPU equals the reference, in bounded memory."""
 
+import functools
 import itertools
 
 import pytest
@@ -117,6 +118,9 @@ def test_memory_is_bounded_by_the_block(monkeypatch):
     assert peak(blocked.window_votes, block_tokens=256) < scores / 4
     monkeypatch.setattr(by_head, "MOST_BYTES", scores // 2)
     assert peak(by_head.window_votes) < 0.9 * scores  # half of them, and a copy of half the keys
+    monkeypatch.setattr(largest, "MOST_BYTES", scores // 8)
+    by_query = functools.partial(largest.largest_votes, lift=Fading(0.9), prefix_tokens=4064)
+    assert peak(by_query) < 0.7 * scores  # twice an eighth, half the keys, and what is returned
 
 
 def test_the_implementation_goes_by_name(monkeypatch):
