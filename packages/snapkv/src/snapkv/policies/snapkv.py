@@ -1,5 +1,6 @@
 """SnapKV (Li et al., NeurIPS 2024): an observation window votes on the prompt before it."""
 
+import functools
 from collections.abc import Hashable
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Literal
@@ -92,7 +93,7 @@ class SnapKV(PrefixPolicy):
         if self.voters is not None:
             require_int("voters", self.voters, minimum=1)
 
-    @property
+    @functools.cached_property
     def query_tokens(self) -> int:
         return self.window_size if self.voters is None else self.voters
 
@@ -100,7 +101,7 @@ class SnapKV(PrefixPolicy):
     def per_query_head(self) -> bool:
         return self.group_reduce == "none"
 
-    @property
+    @functools.cached_property
     def lift(self) -> ops.Lift:
         """What pooling makes of votes along the prefix."""
         if self.pooling == "fading":
@@ -118,7 +119,7 @@ class SnapKV(PrefixPolicy):
             return self.pool(self.votes(layer), layer)
         return self._raised_to_mean(self._largest_votes(layer)[0], layer)
 
-    @property
+    @functools.cached_property
     def _voting(self) -> tuple[Hashable, ...]:
         """What the scores go by."""
         reduced = self.window_reduce, self.group_reduce
