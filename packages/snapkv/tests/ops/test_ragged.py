@@ -20,7 +20,7 @@ from tests.ops.ragged_cases import (
     with_options,
 )
 
-FAST = ("grouped", "blocked")
+FAST = ("flash", "blocked")
 
 
 def test_two_heads_by_hand():
@@ -75,11 +75,25 @@ def test_low_precision_errs_no_more_than_twice_as_much_as_eager(impl, dtype):
     require_no_more_error_than_eager(impl, dtype)
 
 
-@pytest.mark.parametrize("impl", FAST)
-def test_gradients_are_those_of_the_definition(impl):
+def test_what_flash_attention_cannot_do_is_refused_and_auto_does_it_in_blocks():
+    plain = states(LENGTHS["whole blocks"], 3, dim_v=20)
+    wanting = {**plain, "queries": plain["queries"].clone().requires_grad_()}
+    for given, why in (
+        (with_options(plain, OPTIONS["softcap"]), "capped scores"),
+        (states(LENGTHS["whole blocks"], 3), "values of another width"),
+        (states(LENGTHS["tiny"], 3, dim_v=20), "heads that hold nothing"),
+        (wanting, "gradients"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=f"'flash' with {why}"):
+            ragged_attention(**given, impl="flash")
+        same = ragged_attention(**given, impl="blocked")
+        assert torch.equal(ragged_attention(**given), same)
+
+
+def test_gradients_are_those_of_the_definition():
     names = ("queries", "keys", "values", "tail_keys", "tail_values")
     found = []
-    for attend in (lambda given: ragged_attention(**given, impl=impl), eager):
+    for attend in (lambda given: ragged_attention(**given), eager):
         arguments = wide(states(LENGTHS["one past a block"], 3))
         for name in names:
             arguments[name].requires_grad_()
@@ -111,10 +125,9 @@ def test_auto_takes_what_fits_the_size(monkeypatch):
     taken = []
     for impl in FAST:
         monkeypatch.setitem(ragged._IN_TORCH, impl, lambda *a, i=impl, **o: taken.append(i))
-    for tokens in (64, ragged.GROUPED_ELEMENTS // 20 + 1):
-        ragged_attention(**states(((tokens, 0), (0, 0)), 1))
-    ragged_attention(**states(LENGTHS["tiny"], 40))
-    assert taken == ["grouped", "blocked", "blocked"]
+    for tokens, queries in ((64, 1), (ragged.FLASH_ELEMENTS // 20 + 1, 1), (70_000, 2)):
+        ragged_attention(**states(((tokens, 1), (1, 1)), queries, dim_v=20))
+    assert taken == ["flash", "blocked", "flash"]
 
 
 on_cuda = [
@@ -146,7 +159,8 @@ def test_auto_takes_the_kernel_on_a_device_where_no_gradient_is_wanted(device, m
 @pytest.mark.parametrize("impl", ["reference", *FAST])
 def test_a_tree_of_queries_is_as_if_each_path_were_alone(impl, queries):
     """Every query's output is what it gets where only its ancestors and it are read."""
-    arguments = states(LENGTHS["tiny"], queries)
+    lengths, dim_v = (((5, 2), (1, 7)), 20) if impl == "flash" else (LENGTHS["tiny"], 6)
+    arguments = states(lengths, queries, dim_v=dim_v)
     parents = [0, *(max(0, node - 1 - node % 3) for node in range(1, queries))]
     visible = torch.eye(queries, dtype=torch.bool)
     for node in range(1, queries):

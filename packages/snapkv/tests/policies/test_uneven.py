@@ -50,7 +50,7 @@ def test_bytes_held_are_those_of_the_tokens_kept(policy):
 
 def test_what_the_heads_keep_stays_where_it_is_while_tokens_come(monkeypatch):
     """A new token costs a copy of what came behind the prompt, not of what is kept."""
-    monkeypatch.setattr(ragged, "GROUPED_ELEMENTS", 0)
+    monkeypatch.setattr(ragged, "FLASH_ELEMENTS", 0)
     model = tiny_model("llama")
     cache = read(model, METHODS["adakv"], random_ids(2, PROMPT))
     noted = cache.report()["index_bytes"]

@@ -5,19 +5,20 @@ from typing import Literal
 
 from torch import Tensor
 
+from snapkv.errors import InvalidArgumentError
 from snapkv.ops.choice import implementation, triton_obstacle
-from snapkv.ops.ragged import blocked, grouped, reference
+from snapkv.ops.ragged import blocked, flash, reference
 from snapkv.ops.ragged.layout import RaggedLayout
 from snapkv.ops.scores import ScoreOptions
 
-RaggedImplementation = Literal["auto", "reference", "grouped", "blocked", "triton"]
+RaggedImplementation = Literal["auto", "reference", "flash", "blocked", "triton"]
 
-GROUPED_ELEMENTS = 2**18
-"""On a CPU, layers with no more elements of keys than this take a product per head."""
+FLASH_ELEMENTS = 2**20
+"""On a CPU, one query of layers with no more elements of keys than this takes a call per head."""
 
 _IN_TORCH: dict[str, Callable[..., Tensor]] = {
     "reference": reference.ragged_attention,
-    "grouped": grouped.ragged_attention,
+    "flash": flash.ragged_attention,
     "blocked": blocked.ragged_attention,
 }
 
@@ -50,9 +51,10 @@ def ragged_attention(
             sees, where they are a tree of candidates; None for itself and those before it.
         tail_tokens: () int64, how many of the S are written, where that is to be known to the
             device alone; None for all.
-        impl: "reference", the plain definition; "grouped", one matrix product per head; "blocked",
-            a few products for all heads; "triton", a kernel for CUDA. "auto" takes the kernel where
-            it can run, else "grouped" for small layers on a CPU and "blocked" for the others.
+        impl: "reference", the plain definition; "flash", torch's attention for CPUs, once per head;
+            "blocked", a few products for all heads; "triton", a kernel for CUDA. "auto" takes the
+            kernel where it can run, else "flash" on a CPU, and "blocked" for one query of a large
+            layer and wherever "flash" cannot run.
 
     Returns:
         (B, Hq, Q, Dv), in the dtype of the values.
@@ -60,14 +62,18 @@ def ragged_attention(
     Raises:
         InvalidArgumentError: an unknown implementation, or one that cannot run here.
     """
-    # Several queries make scores that "blocked" holds for some of them at a time.
-    small = keys.numel() <= GROUPED_ELEMENTS and queries.shape[2] <= 32 and layout.room is None
+    against_flash = flash.obstacle(queries, values, layout, score_options)
+    if impl == "flash" and against_flash is not None:
+        raise InvalidArgumentError(
+            f"impl: expected one that can run here, got 'flash' {against_flash}; pass impl='auto'"
+        )
+    fits = layout.room is None and (queries.shape[2] > 1 or keys.numel() <= FLASH_ELEMENTS)
     attend = implementation(
         "ragged_attention",
         impl,
         queries,
         _IN_TORCH,
-        fitting="grouped" if small and queries.device.type == "cpu" else "blocked",
+        fitting="flash" if fits and against_flash is None else "blocked",
         kernels="snapkv.ops.ragged.triton",
         obstacle=lambda: _obstacle(queries, own_visible),
     )
