@@ -25,6 +25,7 @@ AUTO = "auto"
 """A budget that the votes choose."""
 
 LOST_VOTE = 0.0015
+LOST_LARGEST_VOTE = 0.004
 LEAST_VOTED = 32
 """Of `AutoBudget`."""
 

@@ -33,6 +33,7 @@ class SharedBudget:
     @torch.no_grad()
     def take(self, layer: CompressedLayer, prompt: PromptLayer) -> None:
         """A layer has read the prompt; after the last one all hold what they keep."""
+        self._even[prompt.depth] = self._policy.even_counts(prompt)[prompt.depth]
         scores = self._scores(prompt)
         layer.note_end(prompt, layer.columns)
         self._heads.append(scores.shape[1])
@@ -53,7 +54,9 @@ class SharedBudget:
             if min(counts) <= sinks:
                 window = min(prompt.row_lengths[row], self._policy.policy.window_size)
                 best = ops.best_of(ranked[row : row + 1], [counts[prompt.depth] + window])[0]
-                ranked[row] = ranked[row].where(best & (ranked[row] > -math.inf), -math.inf)
+                is_dropped = ~best & (ranked[row] > -math.inf)
+                ranked[row] = ranked[row].masked_fill(is_dropped, -math.inf)
+                self._has_chosen = self._has_chosen or bool(is_dropped.any())
         return ranked
 
     def _entries(self, prompt: PromptLayer) -> list[int]:
@@ -66,14 +69,15 @@ class SharedBudget:
                 "model: expected no more heads in a layer than in the first where layers share a "
                 f"budget, got {self._heads[0]} and {self._heads[-1]}; use SnapKV or AdaKV"
             )
-        to_come = [self._heads[0]] * (prompt.num_layers - len(self._heads))
-        windows = [min(own, self._policy.policy.window_size) for own in prompt.row_lengths]
+        policy, seen = self._policy.policy, len(self._heads)
+        heads = self._heads + [self._heads[0]] * (prompt.num_layers - seen)
+        room = (policy.most_tokens or 0) - policy.window_size  # of layers that may hold more
+        most = [[max(count, room) for count in counts] for counts in self._even[seen:]]
+        counts = self._even[:seen] + most
+        windows = [min(own, policy.window_size) for own in prompt.row_lengths]
         return [
-            sum(
-                heads * (count + window)
-                for heads, count in zip(self._heads + to_come, counts, strict=True)
-            )
-            for window, counts in zip(windows, zip(*self._even, strict=True), strict=True)
+            sum(each * (count + window) for each, count in zip(heads, own, strict=True))
+            for window, own in zip(windows, zip(*counts, strict=True), strict=True)
         ]
 
     def _prune(self, entries: list[int]) -> None:

@@ -10,7 +10,7 @@ from snapkv.cli.methods import known_method, specs
 from snapkv.cli.options import OWN_FLAGS, PolicyOptions, RunOptions
 from snapkv.errors import InvalidArgumentError
 from snapkv.hf.model_parts import shares_latent
-from snapkv.policies import POLICIES, Policy, SnapKV
+from snapkv.policies import POLICIES, AcrossLayers, Policy
 from snapkv.policies.budget import ByteBudget, budget_of
 from snapkv.policies.default import default_parameters
 from snapkv.storage.bits import Bits
@@ -113,7 +113,7 @@ def parameters(policy: type[Policy]) -> dict[str, Any]:
 
 
 def _named(name: str) -> type[Policy]:
-    kinds: dict[str, type[Policy]] = {DEFAULT: SnapKV, **POLICIES}
+    kinds: dict[str, type[Policy]] = {DEFAULT: AcrossLayers, **POLICIES}
     return kinds[known_method(name)]
 
 

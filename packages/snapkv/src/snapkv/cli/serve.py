@@ -188,14 +188,14 @@ def _settings(
 ) -> "ServingSettings":
     from snapkv.cli.policy import typed_assignments  # imports torch
     from snapkv.policies import SnapKV
-    from snapkv.policies.default import default_parameters
+    from snapkv.policies.default import fading_parameters
     from snapkv_vllm import Limits, ServingSettings
     from snapkv_vllm.agents.held import Sessions
     from snapkv_vllm.documents.sharing import Sharing
 
     policy, parameters = options.policy, typed_assignments(options.policy, options.set_ or [])
     if policy == DEFAULT:
-        policy, parameters = SnapKV.name, default_parameters(parameters)
+        policy, parameters = SnapKV.name, fading_parameters(parameters)
     return ServingSettings(
         policy=policy,
         parameters=parameters,

@@ -73,6 +73,10 @@ class AcrossLayers(AroundScores):
         at_depth = (replace(layer, depth=depth) for depth in range(layer.num_layers))
         return [self.policy.counts(self._prefix(each)) for each in at_depth]
 
+    @property
+    def chooses_from_a_part(self) -> bool:
+        return self.policy.chooses_from_a_part
+
     def ranked(self, layer: PromptLayer) -> Tensor:
         """(B, H, T) float32: scores, infinite for what must stay, and minus infinity for pads."""
         prefix, least = self._prefix(layer), torch.finfo(torch.float32).min

@@ -1,14 +1,15 @@
-"""What somebody gets who chooses no method: the paper's votes, pooled for what is copied next."""
+"""What somebody gets who chooses no method: the largest votes, and one budget for all layers."""
 
 from collections.abc import Mapping
 from typing import Any
 
+from snapkv.policies.across_layers import AcrossLayers
 from snapkv.policies.budget import AutoBudget, ByteBudget
 from snapkv.policies.snapkv import SnapKV
-from snapkv.validation import DEFAULT, SMALL_WINDOW
+from snapkv.validation import AUTO, DEFAULT, LOST_LARGEST_VOTE, SMALL_WINDOW
 
 
-def default_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
+def fading_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
     """Parameters of `SnapKV`: fading and a small window, but for what is given.
 
     A width asks for pooling over neighbours, so there is no fading beside one.
@@ -17,17 +18,32 @@ def default_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
     return {"window_size": SMALL_WINDOW, **pooling, **given}
 
 
+def default_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the default's `SnapKV`, whose votes are the largest of any query and head.
+
+    A budget that these choose goes by a bound of its own: each is as large as any query's, where a
+    mean over the window is smaller.
+    """
+    found = fading_parameters({"window_reduce": "max", "group_reduce": "max", **given})
+    if found.get("budget") == AUTO and found["window_reduce"] == "max":
+        found["budget"] = AutoBudget(lost_vote=LOST_LARGEST_VOTE)
+    return found
+
+
 def default_policy(
     budget: int | str | AutoBudget | ByteBudget | None = None, **given: Any
-) -> SnapKV:
-    """SnapKV with fading pooling and a small window, for those who choose no method.
+) -> AcrossLayers:
+    """For those who choose no method: the best of all layers by the largest faded votes.
+
+    `AcrossLayers` around `SnapKV` with a small window, whose votes fade and are the largest of any
+    query and head, as in DefensiveKV (arXiv 2510.13334).
 
     Args:
-        budget: tokens kept per KV head and layer, window included, "auto", or bytes as "12%" or
-            "64MiB"; 1024 by default.
+        budget: tokens kept per KV head and layer on average, window included, "auto", or bytes as
+            "12%" or "64MiB"; 1024 by default.
         given: any other parameters of `SnapKV`.
     """
-    return SnapKV(budget, **default_parameters(given))
+    return AcrossLayers(SnapKV(**default_parameters({"budget": budget, **given})))
 
 
 def method_name(described: Mapping[str, Any]) -> str:
@@ -36,9 +52,15 @@ def method_name(described: Mapping[str, Any]) -> str:
     That is `DEFAULT` where all but how much it keeps is the default's; and the paper's name alone
     does not stand for votes that fade.
     """
-    usual = default_policy().describe()
-    own = {name for name, value in described.items() if value != usual.get(name)}
-    if own <= {"budget", "keep_ratio"}:
+    if _without_budget(described) == _without_budget(default_policy().describe()):
         return DEFAULT
     name = str(described["name"])
     return f"{name}, fading" if described.get("pooling") == "fading" else name
+
+
+def _without_budget(described: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _without_budget(value) if name == "policy" and isinstance(value, Mapping) else value
+        for name, value in described.items()
+        if name not in ("budget", "keep_ratio")
+    }

@@ -28,19 +28,15 @@ def ragged_attention(
     """As `snapkv.ops.ragged_attention`; softmax in float32, no gradients."""
     B, Hq, Q, D = queries.shape
     H, scale = tail_keys.shape[1], score_options.scaling
-    counts = [count for row in layout.head_tokens for count in row]
+    counts = layout.counts
     rows = queries.reshape(1, B * H, Hq // H * Q, D)
-    heads = [
-        _attend(rows[:, head : head + 1], stored[None, None], mixed[None, None], None, scale)
-        for head, (stored, mixed) in enumerate(
-            zip(
-                torch.split(keys[: sum(counts)], counts),
-                torch.split(values[: sum(counts)], counts),
-                strict=True,
-            )
-        )
-    ]
-    of_kept, kept = (torch.cat(parts, dim=1) for parts in zip(*heads, strict=True))
+    found, start = [], 0
+    for head, count in enumerate(counts):
+        mine, own = slice(start, start + count), rows[:, head : head + 1]
+        found.append(_attend(own, keys[None, None, mine], values[None, None, mine], None, scale))
+        start += count
+    of_heads, of_sums = zip(*found, strict=True)
+    of_kept, kept = torch.cat(of_heads, dim=1), torch.cat(of_sums, dim=1)
     mask = None
     if Q > 1 or tail_tokens is not None:
         hidden = Tail(tail_keys, tail_values, tail_tokens).hidden(Q, own_visible)
@@ -79,6 +75,6 @@ def obstacle(
         return "with capped scores"
     if values.shape[-1] != queries.shape[-1]:
         return "with values of another width than keys"
-    if not all(count for row in layout.head_tokens for count in row):
+    if not layout.fewest_tokens:
         return "with heads that hold nothing"
     return None

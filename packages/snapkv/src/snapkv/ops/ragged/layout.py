@@ -76,7 +76,7 @@ class RaggedLayout:
             return Pieces(
                 heads=heads,
                 hidden=(rows >= stops[:, None])[:, None],
-                edge_rows=rows[len(blocks) :].clamp(max=(self.room or sum(self._counts)) - 1),
+                edge_rows=rows[len(blocks) :].clamp(max=(self.room or sum(self.counts)) - 1),
             )
 
     @property
@@ -89,7 +89,7 @@ class RaggedLayout:
 
     def _cut(self) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
         """(start, stop, head) of every block and of every edge."""
-        counts = self._counts
+        counts = self.counts
         whole = (self.room or sum(counts)) // BLOCK_TOKENS
         blocks: list[tuple[int, int, int]] = []
         edges: list[tuple[int, int, int]] = []
@@ -106,7 +106,12 @@ class RaggedLayout:
             edges += [(0, 0, 0)] * (len(counts) - len(edges))
         return blocks, edges
 
-    @property
-    def _counts(self) -> list[int]:
+    @functools.cached_property
+    def counts(self) -> list[int]:
         """Tokens of each head, counted over all rows."""
         return [count for row in self.head_tokens for count in row]
+
+    @functools.cached_property
+    def fewest_tokens(self) -> int:
+        """Tokens that every head has."""
+        return min(self.counts)
