@@ -504,7 +504,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "the shapes of ragged heads in a buffer are those of what they hold",
             "edges += [(0, 0, 0)] * (len(counts) - len(edges))",
             "pass",
-            "models/test_static.py",
+            "ops/test_ragged.py",
         ),
     ],
     "snapkv/ops/redundancy.py": [

@@ -53,7 +53,10 @@ def generated(model, cache, ids, **options):
 @pytest.mark.parametrize("quantize", [None, FINE], ids=["exact", "codes"])
 @pytest.mark.parametrize("name", COMPRESSING)
 def test_steps_and_crops_are_those_of_dynamic_storage(name, quantize):
-    """In a batch of which one row is short; into what heads have kept, where all hold it."""
+    """In a batch of which one row is short; into what heads have kept, where all hold it.
+
+    Codes that are cropped are encoded again, in dynamic storage a step later.
+    """
     model, ids, later = tiny_model("llama"), random_ids(2, 90), random_ids(2, 8, 1)
     mask = torch.ones(2, 98, dtype=torch.int64)
     mask[1, :40] = 0
@@ -69,17 +72,22 @@ def test_steps_and_crops_are_those_of_dynamic_storage(name, quantize):
             call(model, cache, token, attention_mask=mask[:, : 91 + step])
             for step, token in enumerate(later.split(1, dim=1))
         ]
-        cache.crop(-11)
-        for start, stop in ((87, 90), (90, 98)):
+        cache.crop(-14)
+        for start, stop in ((84, 90), (90, 98)):
             more = torch.cat([ids, later], dim=1)[:, start:stop]
             steps.append(call(model, cache, more, attention_mask=mask[:, :stop]))
         caches.append(cache)
         logits.append(torch.cat(steps, dim=1))
-    assert_close(*logits, atol=1e-4 * logits[0].abs().max(), rtol=0)
+    wanted, got = logits
+    apart = (got - wanted).abs().amax(dim=(0, 2)) / wanted.abs().max()
+    assert apart[:8].max() <= 1e-4
+    assert apart[8:].max() <= (1e-4 if quantize is None else 5e-3)
     dynamic, fixed = caches
     for layer in dynamic.compressed_layers:
         assert torch.equal(fixed.kept_positions(layer), dynamic.kept_positions(layer))
         fixed.layers[layer].check_integrity()
+        held = fixed.layers[layer].store.ragged
+        assert held is None or held.room is not None, "in buffers again"
 
 
 @pytest.mark.parametrize(("family", "implementation"), FULL)

@@ -63,10 +63,10 @@ class CompressedCache(Cache):
     Args:
         model: a decoder-only transformers model.
         policy: what to keep; `snapkv.default_policy()` by default: SnapKV with fading pooling.
-        storage: "dynamic" grows with every token. "static" moves what is kept into buffers of the
-            budget and `room_tokens`, so that on a GPU `generate` records the decoding step as a
-            CUDA graph and replays it. Call `reset()` and use the cache again: its buffers stay. It
-            needs a policy with a budget, the same for all heads and layers.
+        storage: "dynamic" grows with every token. "static" moves what is kept into buffers with
+            room for `room_tokens`, so that on a GPU `generate` records the decoding step as a CUDA
+            graph and replays it. Call `reset()` and use the cache again: its buffers stay. It needs
+            a policy that only compresses prompts.
         room_tokens: for "static", how many tokens behind the prompt there is room for.
         turns: what becomes of a later prompt. "append", the default, stores it whole behind what
             was kept; "compress" reads it over what was kept, lets its end vote on all of that, and

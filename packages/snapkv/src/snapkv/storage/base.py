@@ -1,4 +1,13 @@
-"""What holds the keys and values of one layer: two tensors, in one of several layouts."""
+"""What holds the keys and values of one layer: what heads kept of a prompt, and a tail.
+
+    KV head 0    t5  t9  t11 t12 | t13 t14 t15  .   .    kept: 4 tokens    tail: 3, room for two
+    KV head 1            t8  t12 | t13 t14 t15  .   .    kept: 2 tokens
+    slot         0   1   2   3     4   5   6             padded layout: a head's tokens are the last
+
+A slot's column is its token's place in all that was seen, and its position that without the row's
+pads; `snapkv.cache.slots` knows them. Dense stores have a tail alone. Attention is handed the tail,
+and reads beside it what heads kept, flat or in codes (`HeadStates`).
+"""
 
 import copy
 from abc import ABC, abstractmethod
@@ -17,7 +26,7 @@ UNSAVED = {"saved": False}
 
 
 class HeadStates(ABC):
-    """Keys and values of heads that hold different numbers of tokens, exact or in codes.
+    """What heads kept, different numbers of tokens, exact or in codes.
 
     In the padded layout every head has as many slots as the longest one; its tokens are the last.
     """
