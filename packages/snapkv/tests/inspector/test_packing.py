@@ -25,6 +25,10 @@ from snapkv.policies import PromptLayer
 TOKENS, QUERY_HEADS, KV_HEADS = 40, 4, 2
 
 
+def seen_of(policy, layer):
+    return SeenLayer.of_all(policy, [layer])[0]
+
+
 def layer(seed=0, sink_logits=None):
     generator = torch.Generator().manual_seed(seed)
     keys, values = torch.randn(2, 1, KV_HEADS, TOKENS, 8, generator=generator)
@@ -47,7 +51,7 @@ def numbers(text):
 @pytest.mark.parametrize("voters", [2, 4, 7])
 def test_the_rows_add_up_to_the_votes(voters, how, pooling, sinks):
     policy = SnapKV(16, window_size=4, voters=voters, group_reduce=how, **pooling)
-    seen = SeenLayer.of(policy, layer(sink_logits=sinks))
+    seen = seen_of(policy, layer(sink_logits=sinks))
     for head in range(QUERY_HEADS if how == "none" else KV_HEADS):
         weights = window_weights(seen, head)
         assert weights.shape == (voters, TOKENS - 4)
@@ -58,7 +62,7 @@ def test_the_rows_add_up_to_the_votes(voters, how, pooling, sinks):
 def test_the_rows_are_the_softmax_of_every_query():
     """Two query heads share a key head; the maximum over both, by a loop."""
     states = layer()
-    seen = SeenLayer.of(SnapKV(16, window_size=2, group_reduce="max"), states)
+    seen = seen_of(SnapKV(16, window_size=2, group_reduce="max"), states)
     expected = torch.zeros(2, TOKENS - 2)
     for row, head in itertools.product(range(2), range(2)):
         at = TOKENS - 2 + row
@@ -80,7 +84,7 @@ def test_the_rows_are_the_softmax_of_every_query():
     ids=str,
 )
 def test_the_order_gives_what_a_real_selection_keeps(policy):
-    seen = SeenLayer.of(policy, layer())
+    seen = seen_of(policy, layer())
     for head, kept in enumerate(seen.kept):
         order = win_order(seen, head)
         prefix = kept[: len(order)]
@@ -91,31 +95,31 @@ def test_the_order_gives_what_a_real_selection_keeps(policy):
 
 @pytest.mark.parametrize("budget", [5, 20, 35])
 def test_the_order_of_one_budget_gives_every_other_one(budget):
-    order = win_order(SeenLayer.of(SnapKV(16, window_size=4), layer()), 1)
-    kept = SeenLayer.of(SnapKV(budget, window_size=4), layer()).kept[1]
+    order = win_order(seen_of(SnapKV(16, window_size=4), layer()), 1)
+    kept = seen_of(SnapKV(budget, window_size=4), layer()).kept[1]
     assert sorted(order[: budget - 4].tolist()) == kept[:-4].nonzero()[:, 0].tolist()
 
 
 @pytest.mark.parametrize("policy", [H2O(16), StreamingLLM(16)], ids=str)
 def test_a_method_that_chooses_otherwise_has_no_order(policy):
-    assert win_order(SeenLayer.of(policy, layer()), 0) is None
+    assert win_order(seen_of(policy, layer()), 0) is None
 
 
 def test_an_order_that_does_not_give_what_was_kept_is_none():
-    seen = SeenLayer.of(SnapKV(16, window_size=4), layer())
+    seen = seen_of(SnapKV(16, window_size=4), layer())
     seen.kept[0, :-4] = ~seen.kept[0, :-4]
     assert win_order(seen, 0) is None
 
 
 def test_a_head_that_keeps_more_than_the_slider_follows_has_none(monkeypatch):
-    seen = SeenLayer.of(SnapKV(16, window_size=4), layer())
+    seen = seen_of(SnapKV(16, window_size=4), layer())
     assert heat([seen], (0, 1, 0.5)).order is not None
     monkeypatch.setattr("snapkv.inspector.packing.MOST_RANKS", 11)
     assert heat([seen], (0, 1, 0.5)).order is None
 
 
 def test_the_picture_of_a_head():
-    seen = SeenLayer.of(SnapKV(16, window_size=4), layer())
+    seen = seen_of(SnapKV(16, window_size=4), layer())
     made = heat([seen], (0, 1, 0.25))
     assert (made.layer, made.head, made.share, made.rows, made.bin_tokens) == (5, 1, 0.25, 4, 1)
     assert made.best_tokens == 12
@@ -129,7 +133,7 @@ def test_the_picture_of_a_head():
 
 
 def test_a_method_without_a_window_has_bars_only():
-    made = heat([SeenLayer.of(KeyDiff(16, window_size=4), layer())], (0, 0, 0.5))
+    made = heat([seen_of(KeyDiff(16, window_size=4), layer())], (0, 0, 0.5))
     bars = Heat(layer=5, head=0, share=0.5, prefix_tokens=36, best_tokens=12)
     assert made == replace(bars, order=made.order)
 
@@ -137,7 +141,7 @@ def test_a_method_without_a_window_has_bars_only():
 def test_long_prompts_stay_small(monkeypatch):
     monkeypatch.setattr("snapkv.inspector.packing.MOST_WEIGHT_BYTES", 50)
     monkeypatch.setattr("snapkv.inspector.packing.MOST_RANKS", 12)
-    seen = SeenLayer.of(SnapKV(16, window_size=4), layer())
+    seen = seen_of(SnapKV(16, window_size=4), layer())
     made = heat([seen], (0, 0, 0.5))
     assert made.bin_tokens == 3
     assert len(base64.b64decode(made.weights)) == 4 * 12

@@ -154,8 +154,12 @@ def test_what_is_kept_is_the_best_of_all(lengths, heads, limit, window, sinks, p
         kept = kept_of(policy, layers)
     except InvalidArgumentError:  # no room for what must stay
         assume(False)
+    plainly = policy.select_all(layers)
     for row in range(len(lengths)):
-        assert kept[row] == best_of_all(policy, layers, row)
+        best = best_of_all(policy, layers, row)
+        assert kept[row] == best
+        heads = [selection.keep_indices[row] for selection in plainly]
+        assert [[set(head[head >= 0].tolist()) for head in own] for own in heads] == best
 
 
 def numbers(cache):

@@ -56,7 +56,8 @@ def chat(
 
     from snapkv.cli.policy import build_policy, usual_bits  # imports torch, after the checks above
 
-    policy = build_policy(_with_number(options, recall))
+    by_layer = bool(_forgets(options, recall))
+    policy = build_policy(_with_number(options, recall), by_layer=by_layer)
     _require_tokens(policy, options, recall)
 
     from snapkv.app.conversation import Conversation

@@ -20,10 +20,12 @@ BITS_WITHIN_BYTES: Bits = "K8V4"
 """The bits of the default method with a budget of bytes."""
 
 
-def build_policy(options: PolicyOptions) -> Policy:
+def build_policy(options: PolicyOptions, *, by_layer: bool = False) -> Policy:
     """The policy that the options ask for, with its defaults for everything left out.
 
-    Without a policy and a budget, the votes choose the budget.
+    Without a policy and a budget, the votes choose the budget. Where layers hold other tokens than
+    each other, or choose of what was kept before, every layer of the default chooses by itself:
+    `by_layer`, and where not all of a prompt is read.
     """
     given = {name: value for name in OWN_FLAGS if (value := getattr(options, name)) is not None}
     if "kernel_size" in given:
@@ -33,7 +35,11 @@ def build_policy(options: PolicyOptions) -> Policy:
         given.setdefault("budget", AUTO)
     if options.seed is not None and "seed" in accepted(options.policy, given):
         given.setdefault("seed", options.seed)
-    return make_policy(options.policy, given)
+    made = make_policy(options.policy, given)
+    by_layer = by_layer or (isinstance(options, RunOptions) and not options.reading.holds_all)
+    if by_layer and options.policy == DEFAULT and isinstance(made, AcrossLayers):
+        return made.policy
+    return made
 
 
 def usual_bits(
@@ -122,7 +128,8 @@ def typed_assignments(name: str, assignments: Iterable[str]) -> dict[str, Any]:
     hints = parameters(_named(name))
     if wrapped(name, {}):  # including those of any wrapped policy
         others = [parameters(policy) for policy in POLICIES.values() if policy is not _named(name)]
-        hints = {key: hint for inner in others for key, hint in inner.items()} | hints
+        usual = [parameters(_named(part)) for part in wrapped(name, {}).values()]
+        hints = {key: hint for inner in others + usual for key, hint in inner.items()} | hints
     given = {}
     for assignment in assignments:
         parameter, equals, text = (part.strip() for part in assignment.partition("="))

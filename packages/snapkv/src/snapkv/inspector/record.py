@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -257,9 +257,11 @@ def _looked_at(
         loaded,
         ids,
         max(policy.query_tokens for policy in policies),
-        lambda layer: [SeenLayer.of(policy, layer) for policy in policies],
+        lambda layer: replace(layer, queries=layer.queries.clone()),  # frees the others
         frozenset().union(*(policy.needs for policy in policies)),
     )
+    layers = list(reading.seen.values())
+    by_method = [SeenLayer.of_all(policy, layers) for policy in policies]
     begin_next()
     left_out = leave_out(
         loaded.model,
@@ -271,8 +273,7 @@ def _looked_at(
         end_ids=end_token_ids(loaded.model, settings),
     )
     needed = needed_spans(left_out.spans)
-    by_method = zip(*reading.seen.values(), strict=True)
-    shown = [_shown(layers, needed, ids.shape[1]) for layers in by_method]
+    shown = [_shown(seen, needed, ids.shape[1]) for seen in by_method]
     return shown, left_out, len(reading.cache.layers) - len(reading.seen)
 
 

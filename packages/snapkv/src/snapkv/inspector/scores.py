@@ -99,11 +99,17 @@ class SeenLayer:
     cuts: Tensor | None
 
     @classmethod
-    def of(cls, policy: Policy, states: PromptLayer) -> "SeenLayer":
-        """Ask a policy about a layer, as `snapkv.hf.attention` would."""
-        queries = last_tokens(states.queries, policy.query_tokens).clone()  # frees the others
-        layer = replace(states, queries=queries)
-        selection = policy.select(layer)
+    def of_all(cls, policy: Policy, layers: Sequence[PromptLayer]) -> "list[SeenLayer]":
+        """Ask a policy about all layers of a prompt, as they are seen while it is read."""
+        shown = [
+            replace(layer, queries=last_tokens(layer.queries, policy.query_tokens))
+            for layer in layers
+        ]
+        chosen = policy.select_all(shown)
+        return [cls._of(policy, *each) for each in zip(shown, chosen, strict=True)]
+
+    @classmethod
+    def _of(cls, policy: Policy, layer: PromptLayer, selection: Selection | None) -> "SeenLayer":
         kept = kept_mask(selection, layer)
         rated = rating(policy, layer, selection, kept)
         return cls(

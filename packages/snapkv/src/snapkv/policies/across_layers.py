@@ -1,6 +1,7 @@
 """One budget for all layers and heads, as KVzip (Kim et al., NeurIPS 2025) shares it out."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from snapkv import ops
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies.around import AroundScores
 from snapkv.policies.base import Need
@@ -85,6 +87,32 @@ class AcrossLayers(AroundScores):
         window = layer.keys.shape[2] - prefix.slots
         ranked = F.pad(ranked, (0, window), value=math.inf)
         return ranked if layer.pads is None else ranked.masked_fill(layer.pads, -math.inf)
+
+    def select_all(self, layers: Sequence[PromptLayer]) -> list[Selection | None]:
+        """As chosen while they are read, plainly: all scores of a row are ranked in one list."""
+        if not self.shares:
+            return super().select_all(layers)
+        even, ranked = self.even_counts(layers[0]), [self.ranked(layer) for layer in layers]
+        rows = []
+        for row, tokens in enumerate(layers[0].row_lengths):
+            of_row = [scores[row : row + 1] for scores in ranked]
+            kept = [counts[row] + min(tokens, self.policy.window_size) for counts in even]
+            if min(counts[row] for counts in even) <= self.policy.sink_tokens:
+                best = [
+                    ops.best_of(*each) for each in zip(of_row, ([n] for n in kept), strict=True)
+                ]
+            else:
+                every = torch.cat([scores.flatten() for scores in of_row])
+                total = sum(n * of.shape[1] for n, of in zip(kept, of_row, strict=True))
+                sizes = [scores.numel() for scores in of_row]
+                parts = torch.split(ops.best_of(every[None, None], [total]).flatten(), sizes)
+                best = [part.view_as(of) for part, of in zip(parts, of_row, strict=True)]
+            rows.append(best)
+        masks = [
+            torch.cat(best) & (scores > -math.inf)
+            for best, scores in zip(zip(*rows, strict=True), ranked, strict=True)
+        ]
+        return [Selection.of_mask(mask, per_head_budget=mask.shape[1] > 1) for mask in masks]
 
     def select(self, layer: PromptLayer) -> Selection | None:
         """Keep in every head what a budget by votes asks for, and the window."""
