@@ -64,7 +64,7 @@ def test_json_is_one_object_and_nothing_else(asked, demo_only, document):
     }  # fmt: skip
     (answer,) = record["runs"]
     assert record["answer"] == answer["text"] == "The key is under the blue stone."
-    assert answer["policy"]["kernel_size"] == 13
+    assert answer["policy"]["policy"]["kernel_size"] == 13
     assert answer["kept_tokens"] == 48
     assert answer["cache"]["held_bytes"] < answer["cache"]["full_bytes"]
     assert "layers" not in answer["cache"]
@@ -105,13 +105,13 @@ def test_compare_shows_both_caches_side_by_side(snapkv, asked, demo_only, docume
     done = snapkv("ask", document, *ASK, *SMALL, "--compare")
     assert (done.status, done.err) == (0, "")
     _, header, *_ = done.out.splitlines()
-    assert "snapkv" in header
+    assert "across-layers" in header
     assert "full" in header
     assert done.out.count("The key is under the blue stone.") == 2
     assert done.out.splitlines()[-1] == "same answer"
     record = asked(*SMALL, "--compare")
     compressed, full = record["runs"]
-    assert [compressed["policy"]["name"], full["policy"]["name"]] == ["snapkv", "full"]
+    assert [compressed["policy"]["name"], full["policy"]["name"]] == ["across-layers", "full"]
     assert full["cache"]["held_bytes"] == full["cache"]["full_bytes"]
     assert compressed["token_ids"] == full["token_ids"]
     assert record["comparison"]["same"]

@@ -9,6 +9,7 @@ import pytest
 from snapkv import (
     H2O,
     TOVA,
+    AcrossLayers,
     AdaKV,
     AutoBudget,
     ByteBudget,
@@ -102,25 +103,28 @@ def test_options_become_the_policy(name, set_, options, policy):
     assert built(name, set_, **options) == policy
 
 
-AUTO = SnapKV("auto", window_size=16, pooling="fading")
-MAX = SnapKV("auto", window_size=16)
+LARGEST = {"window_size": 16, "window_reduce": "max", "group_reduce": "max"}
+VOTED = AutoBudget(lost_vote=0.004)
+
+
+def default(budget=VOTED, *, pooling="fading", **changes):
+    return AcrossLayers(SnapKV(budget, pooling=pooling, **{**LARGEST, **changes}))
 
 
 @pytest.mark.parametrize(
     ("set_", "options", "policy", "name"),
     [
-        ("", {}, AUTO, "default"),
-        ("budget=auto", {}, AUTO, "default"),
-        ("", {"budget": 64}, replace(AUTO, budget=64), "default"),
-        ("keep_ratio=0.25", {}, replace(AUTO, budget=None, keep_ratio=0.25), "default"),
-        ("", {"kernel_size": "5"}, replace(MAX, kernel_size=5), "snapkv"),
-        ("kernel_size=0+12", {}, replace(MAX, kernel_size=(0, 12)), "snapkv"),
-        ("pooling=max", {}, MAX, "snapkv"),
-        ("", {"window_size": 32}, replace(AUTO, window_size=32), "snapkv, fading"),
-        ("sink_tokens=0", {"decay": 0.8}, replace(AUTO, decay=0.8, sink_tokens=0), None),
-        ("budget=auto:most=4k", {}, replace(AUTO, budget=AutoBudget(most=4096)), None),
-        ("", {"budget": {"auto": {"lost_vote": 0.01}}},
-         replace(AUTO, budget=AutoBudget(lost_vote=0.01)), None),
+        ("", {}, default(), "default"),
+        ("budget=auto", {}, default(), "default"),
+        ("", {"budget": 64}, default(64), "default"),
+        ("keep_ratio=0.25", {}, default(None, keep_ratio=0.25), "default"),
+        ("", {"kernel_size": "5"}, default(pooling="max", kernel_size=5), "across-layers"),
+        ("kernel_size=0+12", {}, default(pooling="max", kernel_size=(0, 12)), "across-layers"),
+        ("pooling=max", {}, default(pooling="max"), "across-layers"),
+        ("", {"window_size": 32}, default(window_size=32), "across-layers"),
+        ("sink_tokens=0", {"decay": 0.8}, default(decay=0.8, sink_tokens=0), "across-layers"),
+        ("budget=auto:most=4k", {}, default(replace(VOTED, most=4096)), "default"),
+        ("", {"budget": {"auto": {"lost_vote": 0.01}}}, default(AutoBudget(lost_vote=0.01)), None),
     ],
     ids=str,
 )  # fmt: skip
@@ -141,7 +145,7 @@ def test_who_names_no_method_gets_the_default(set_, options, policy, name):
         ("default", "=5", {}, "expected NAME=VALUE"),
         ("default", "budget=many", {}, "'auto', or bytes as '12%' or '64MiB', got 'many'"),
         ("default", "budget=auto:some=4", {}, "budget: expected auto with lost_vote, least or"),
-        ("default", "seed=1", {}, "expected a parameter of default, which has budget, keep_ratio"),
+        ("default", "seed=1", {}, "expected a parameter of snapkv, which has budget, keep_ratio"),
         ("default", "", {"budget": 19}, "at least window_size=16 + sink_tokens=4"),
         ("default", "", {"budget": "auto", "keep_ratio": 0.5}, "expected one of them"),
         ("default", "", {"budget": {"auto": {"most": 16, "least": 4}}}, "more than window_size"),
@@ -199,7 +203,9 @@ def test_the_list_names_every_policy_and_parameter(snapkv):
     assert "    kernel_size=7  (int or pair of int or None)" in done.out
     assert "    pooling=max  (max, avg, fading)" in done.out
     default, _, others = done.out.partition("\nsnapkv: ")
-    assert default.startswith("default: SnapKV with fading pooling and a small window")
+    assert default.startswith(
+        "default: One budget for all layers, spent by the largest fading votes"
+    )
     assert "\n    budget=auto  (int or auto or bytes or None)\n" in default
     assert "\n    budget=1024  (int or auto or bytes or None)\n" in others
     listed = json.loads(snapkv("policies", "--json").out)

@@ -93,7 +93,8 @@ class PolicyOptions(ModelOptions):
     policy: Annotated[
         str,
         panels.policy(
-            help="Method; `snapkv policies` lists them", show_default="snapkv with fading pooling"
+            help="Method; `snapkv policies` lists them",
+            show_default="snapkv's largest votes, one budget for all layers",
         ),
     ] = DEFAULT
     budget: Annotated[

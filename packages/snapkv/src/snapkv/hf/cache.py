@@ -62,7 +62,7 @@ class CompressedCache(Cache):
 
     Args:
         model: a decoder-only transformers model.
-        policy: what to keep; `snapkv.default_policy()` by default: SnapKV with fading pooling.
+        policy: what to keep; `snapkv.default_policy()` by default.
         storage: "dynamic" grows with every token. "static" moves what is kept into buffers with
             room for `room_tokens`, so that on a GPU `generate` records the decoding step as a CUDA
             graph and replays it. Call `reset()` and use the cache again: its buffers stay. It needs

@@ -25,15 +25,17 @@ def default_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
     mean over the window is smaller.
     """
     found = fading_parameters({"window_reduce": "max", "group_reduce": "max", **given})
-    if found.get("budget") == AUTO and found["window_reduce"] == "max":
-        found["budget"] = AutoBudget(lost_vote=LOST_LARGEST_VOTE)
+    budget = found.get("budget")
+    auto = {} if budget == AUTO else budget.get(AUTO) if isinstance(budget, dict) else None
+    if auto is not None and found["window_reduce"] == "max":
+        found["budget"] = {AUTO: {"lost_vote": LOST_LARGEST_VOTE, **auto}}
     return found
 
 
 def default_policy(
     budget: int | str | AutoBudget | ByteBudget | None = None, **given: Any
 ) -> AcrossLayers:
-    """For those who choose no method: the best of all layers by the largest faded votes.
+    """One budget for all layers, spent by the largest fading votes: for those who choose no method.
 
     `AcrossLayers` around `SnapKV` with a small window, whose votes fade and are the largest of any
     query and head, as in DefensiveKV (arXiv 2510.13334).
