@@ -141,6 +141,12 @@ CASES = {
         (do.Turn(10, pads=(0, 4)), do.Rows("reorder_cache", (1,)), do.Turn(17)),
         {"quantize": KVCodes(8, 8, recent_tokens=3, sink_tokens=1)},
     ),
+    # All that was seen counted as no more than the row that was left.
+    "static, a row of a layer by itself behind a longer one that is gone": llama(
+        kv.PyramidKV(40, window_size=2),
+        (do.Turn(16, pads=(6, 0)), do.Rows("batch_select_indices", (0,)), do.Step(2)),
+        STATIC,
+    ),
     # The row that had codes was gone, and its slots were read out of nothing.
     "codes of no token": llama(
         kv.KeyDiff(10, window_size=8),

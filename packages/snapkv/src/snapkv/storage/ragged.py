@@ -82,7 +82,8 @@ class RaggedStates(HeadStates):
     def select_rows(self, rows: Tensor) -> "RaggedStates":
         segments = self._segments()
         counts = tuple(self.head_tokens[row] for row in rows.tolist())
-        return _concatenated((pair for row in rows.tolist() for pair in segments[row]), counts)
+        chosen = _concatenated((pair for row in rows.tolist() for pair in segments[row]), counts)
+        return replace(chosen, least_slots=self.least_slots)
 
     def joined(self, other: "RaggedStates") -> "RaggedStates":
         """Every head's tokens, and after them those that the other has of the same head."""
