@@ -15,7 +15,7 @@ from snapkv.validation import AUTO, DEFAULT
 def described() -> dict[str, Any]:
     """As `snapkv.cli.methods.methods` has it."""
     found = {name: told_of(policy, policy()) for name, policy in POLICIES.items()}
-    return {DEFAULT: told_of(default_policy, default_policy(AUTO))} | found
+    return {DEFAULT: told_of(default_policy, default_policy(AUTO).policy)} | found
 
 
 def told_of(made_by: Any, policy: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How many answers are right from the same bytes: 16 bits or few, the window's votes or a draft's.
+"""How many answers are right from the same bytes: 16 bits or few, the mean or the largest votes.
 
 Texts of about a thousand tokens, of the kinds that the pooling was chosen by but others than those,
 the right answer fed. A budget is a share of the bytes of the full cache in the model's dtype.
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from statistics import fmean
 from typing import Any
 
-from snapkv import AdaKV, KVCodes, SnapKV, default_policy
+from snapkv import KVCodes, SnapKV, default_policy
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.pages import Listing
 from snapkv_lab.experiments.texts import (
@@ -25,7 +25,7 @@ from snapkv_lab.experiments.texts import (
 from snapkv_lab.report.tables import Pivot
 from snapkv_lab.rows import Row, grouped
 
-SHARES = {"1/16": 1 / 16, "1/8": 1 / 8, "1/4": 1 / 4}
+SHARES = {"1/32": 1 / 32, "1/16": 1 / 16, "1/8": 1 / 8}
 CODES: dict[str, Any] = {
     "as it came": None,
     "int8": KVCodes(8, 8, recent_tokens=16),
@@ -34,13 +34,12 @@ CODES: dict[str, Any] = {
 }
 METHODS: dict[str, Any] = {
     "paper's": SnapKV,
+    "mean votes": lambda budget: SnapKV(budget, window_size=16, pooling="fading"),
     "default": default_policy,
-    "default, by head": lambda budget: AdaKV(default_policy(budget)),
 }
 MEASURED = (
     *((method, "as it came") for method in METHODS),
-    *((method, "int4") for method in METHODS if "by head" not in method),
-    *(("default", codes) for codes in ("int8", "keys 8, values 4")),
+    *(("default", codes) for codes in CODES if codes != "as it came"),
 )
 
 NAMES = {"paper's": "SnapKV", "as it came": "16 bits", "keys 8, values 4": "K8V4"}  # in tables
