@@ -215,7 +215,7 @@ def test_the_list_names_every_policy_and_parameter(snapkv):
     own = {name: each["default"] for name, each in listed["default"]["parameters"].items()}
     assert own == {
         "budget": "auto", "keep_ratio": None, "window_size": 16, "kernel_size": None,
-        "pooling": "fading", "decay": 0.935, "sink_tokens": 4, "group_reduce": "mean",
-        "window_reduce": "mean", "voters": None,
+        "pooling": "fading", "decay": 0.935, "sink_tokens": 4, "group_reduce": "max",
+        "window_reduce": "max", "voters": None,
     }  # fmt: skip
     assert listed["full"]["parameters"] == {}
