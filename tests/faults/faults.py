@@ -345,6 +345,12 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
     ],
     "snapkv/hf/generate.py": [
         (
+            "a prompt and its drafts are read in one pass",
+            "behind := reading.tokens_behind(tokens)",
+            "behind := 0 * reading.tokens_behind(tokens)",
+            "hf/test_generate.py",
+        ),
+        (
             "a method that decodes by itself loses its streamer",
             'given |= {"streamer": modes[-1]} if streams else {}',
             "given |= {}",
@@ -601,10 +607,33 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
     ],
     "snapkv/policies/across_layers.py": [
         (
-            "Layers share out a token too few",
-            "even.sum(dim=-1).tolist()",
-            "(even.sum(dim=-1) - 1).tolist()",
+            "the window counts against what all layers share",
+            "kept = [counts[row] + min(tokens, self.policy.window_size) for counts in even]",
+            "kept = [counts[row] for counts in even]",
             "policies/test_across_layers.py",
+        ),
+    ],
+    "snapkv/cache/shared_budget.py": [
+        (
+            "layers share out a token too few",
+            "sum(each * (count + window) for each",
+            "sum(each * (count + window) - 1 for each",
+            "policies/test_across_layers.py",
+        ),
+        (
+            "layers are pruned to half of what they share",
+            "if is_last or self._held_entries > 2 * max(entries):",
+            "if self._held_entries > max(entries) // 2:\n"
+            "            entries = entries if is_last else [n // 2 for n in entries]",
+            "policies/test_across_layers.py",
+        ),
+    ],
+    "snapkv/ops/ragged/flash.py": [
+        (
+            "what heads keep weighs as if the tail were less",
+            "share = (kept - tailed).sigmoid_()[..., None]",
+            "share = (kept - 0.9 * tailed).sigmoid_()[..., None]",
+            "ops/test_ragged.py",
         ),
     ],
     "snapkv/policies/budget.py": [
