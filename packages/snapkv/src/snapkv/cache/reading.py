@@ -419,11 +419,12 @@ class Reading:
     def _rooms(self) -> list[tuple[int, int]]:
         """Tokens in every layer's buffers, and their slots; a GPU is waited for once."""
         tails = [layer.store.tail for layer in self.layers]
-        counts = [tail.count for tail in tails if tail.count is not None]
+        counts = {tail: tail.count for tail in tails if tail.count is not None}
         if not counts:
             return []
-        tokens = torch.stack([count.to(counts[0].device) for count in counts]).tolist()
-        return [(count, tail.columns(0)) for count, tail in zip(tokens, tails, strict=True)]
+        device = next(iter(counts.values())).device
+        tokens = torch.stack([count.to(device) for count in counts.values()]).tolist()
+        return [(count, tail.columns(0)) for count, tail in zip(tokens, counts, strict=True)]
 
     def require_room(self, prompt_tokens: int, new_tokens: int = 0) -> None:
         """Refuse a prompt that ends there, and new tokens, without room in static storage."""

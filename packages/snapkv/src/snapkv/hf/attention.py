@@ -371,11 +371,7 @@ def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
         )
     if not (_same(call.key, store.keys) and _same(call.value, store.values)):
         layer = context.layer
-        if (
-            store.keys.shape[1] > 1
-            or layer.policy.per_query_head
-            or layer.storage.codes is not None
-        ):
+        if store.keys.shape[1] > 1 or layer.policy.per_query_head or layer.storage.attends_by_head:
             return UnsupportedModelError(
                 f"model: expected attention to the keys and values as they are stored, got {name}, "
                 "which rearranges them after the cache; heads that keep different tokens would be "

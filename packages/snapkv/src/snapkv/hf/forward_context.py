@@ -193,7 +193,7 @@ def share(context: ForwardContext, keys: Tensor) -> None:
     """Before a layer attends and chooses: let its readers, if any, attend to the same."""
     layer, readers = context.layer, context.layer.identity.readers
     if readers or _current.shared:
-        before = replace(context, layer=copy.copy(layer))
+        before = replace(context, layer=copy.copy(layer)) if readers else context
         _share(Shared(before, layer, context.reading, keys, readers))
 
 

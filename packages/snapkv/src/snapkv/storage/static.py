@@ -96,6 +96,10 @@ class Static(Storage):
     most_tokens: int | None = None
     _buffers: Buffers = field(default_factory=Buffers, init=False)
 
+    @property
+    def attends_by_head(self) -> bool:
+        return self.codes is not None or self.most_tokens is None
+
     def finalize(self, store: TokenStore, kept_tokens: int, empty: Tensor | None) -> TokenStore:
         """What is stored, in the buffers.
 

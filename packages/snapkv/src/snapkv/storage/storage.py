@@ -29,6 +29,11 @@ class Storage:
     alike: bool = True
     is_compileable: ClassVar[bool] = False
 
+    @property
+    def attends_by_head(self) -> bool:
+        """Whether attention behind every prompt is to what heads kept, and not the model's own."""
+        return self.codes is not None
+
     def at(self, depth: int, num_layers: int) -> Self:
         """That of one of the compressed layers, of which the outer ones may hold no codes."""
         if self.codes is None:
