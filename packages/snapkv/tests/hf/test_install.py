@@ -1,6 +1,7 @@
 """What a model carries while it has caches, and that nothing of it is left afterwards."""
 
 import copy
+import functools
 import gc
 import pickle
 import threading
@@ -224,6 +225,18 @@ def test_a_cache_made_in_the_call_streams_and_is_refused_as_one_made_before(llam
 
 
 # What others do in the meantime.
+
+
+def test_drafts_go_through_a_forward_that_others_have_put_on_the_model(llama):
+    """As accelerate does; it is there again when the prompt has been read."""
+    ids, own = random_ids(1, 60) % 9 + 3, llama.forward
+    llama.forward = hooked = functools.partial(own)
+    options = {"past_key_values": CompressedCache(llama, POLICY), **OPTIONS}
+    looked = llama.generate(ids, **options, prompt_lookup_num_tokens=3)
+    assert llama.forward is hooked
+    del llama.forward
+    plain = {**OPTIONS, "past_key_values": CompressedCache(llama, POLICY)}
+    assert torch.equal(looked, llama.generate(ids, **plain))
 
 
 def test_attention_that_the_user_chose_meanwhile_stays(model):

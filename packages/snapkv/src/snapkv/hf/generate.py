@@ -131,15 +131,23 @@ def _candidates(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) 
     """Read the prompt in a pass of its own: the drafts behind it attend to what was kept of it."""
     given = kwargs.get("model_kwargs") or {}
     _forget_split(model)
-    if (reading := _reading_of(given)) is not None and "forward" not in vars(model):
+    if (reading := _reading_of(given)) is not None:
         if not reading.is_announced:
             reading.expect_prompt(_prompt_tokens((kwargs["input_ids"],), given))
-        vars(model)["forward"] = functools.partial(_prompt_first, model, reading, model.forward)
+        others = vars(model).get("forward")
+        split = functools.partial(_prompt_first, model, others, reading, model.forward)
+        vars(model)["forward"] = split
     return own(model, *args, **kwargs)
 
 
-def _prompt_first(model: Any, reading: Reading, forward: Callable[..., Any], **given: Any) -> Any:
-    """The forward pass that ends the prompt, in two where it goes on behind it."""
+def _prompt_first(
+    model: Any, others: Any, reading: Reading, forward: Callable[..., Any], **given: Any
+) -> Any:
+    """The forward pass that ends the prompt, in two where it goes on behind it.
+
+    It stands for `forward`, and for what was in its place on the instance, if anything was.
+    """
+    del others
     if _reading_of(given) is not reading:
         return forward(**given)
     _forget_split(model)
@@ -163,8 +171,13 @@ def _prompt_first(model: Any, reading: Reading, forward: Callable[..., Any], **g
 
 def _forget_split(model: Any) -> None:
     """Take `_prompt_first` away, also where no pass was read behind it."""
-    if _is_split(model):
+    if not _is_split(model):
+        return
+    _, others, *_ = vars(model)["forward"].args
+    if others is None:
         del vars(model)["forward"]
+    else:
+        vars(model)["forward"] = others
 
 
 def _is_split(model: Any) -> bool:
