@@ -12,6 +12,7 @@ from snapkv.cli.options import SweepOptions
 from snapkv.cli.policy import named_policies
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import FullCache
+from snapkv.policies.default import by_layer
 from snapkv.storage.bits import KVCodes
 from snapkv.validation import DEFAULT, require_choice
 from snapkv_lab.evaluate.asking import LATER, Later, Method
@@ -81,6 +82,8 @@ def with_turns(compared: Sequence[Method], texts: Sequence[str] | None) -> list[
         )
     made = []
     for method, (place, way) in itertools.product(compared, enumerate(ways)):
+        if way == "compress" and method.label.startswith(DEFAULT):
+            method = replace(method, policy=by_layer(method.policy))
         if not isinstance(method.policy, FullCache):
             label = method.label + ("" if way == "append" else f" {way}")
             made.append(replace(method, label=label, later=cast(Later, way)))

@@ -178,10 +178,11 @@ class EarlyLayer(DocumentStudy):
 
         device = loaded.model.device
         prompt, answer = (torch.tensor([ids], device=device) for ids in (copy.prompt, copy.answer))
+        policy = default_policy(self.budget).policy  # layers hold other tokens than each other
         found: list[tuple[float, bool]] = []
 
         def read() -> None:
-            found.append(log_likelihood(loaded, prompt, answer, default_policy(self.budget)))
+            found.append(log_likelihood(loaded, prompt, answer, policy))
 
         with way.within(loaded.model):
             spent = spent_on(read)

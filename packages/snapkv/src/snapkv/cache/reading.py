@@ -347,7 +347,11 @@ class Reading:
         if first.chooses_again or policy.reads_context or isinstance(policy, EvictingPolicy):
             return
         compressed = [layer for layer in self.layers if layer.slots.is_compressed]
-        whole = max((each.slots.whole_rows(each.store) for each in compressed), default=0)
+        if not compressed:
+            return
+        of_layers = torch.stack([each.slots.whole_rows(each.store) for each in compressed])
+        together = "all_layers" in policy.needs  # where one may hold all and others do not
+        whole = int((of_layers.all(dim=0) if together else of_layers.any(dim=0)).sum())
         if whole:
             raise CacheMismatchError(
                 f"past_key_values: expected rows that were all compressed where a turn is stored "

@@ -153,16 +153,16 @@ class SlotMap(RowRecord):
         none = torch.zeros(store.keys.shape[0], dtype=torch.int64, device=store.keys.device)
         return _from(self.gone + (none if self.pads is None else self.pads), columns, store)
 
-    def whole_rows(self, store: TokenStore) -> int:
-        """How many rows of a compressed layer fitted their budget and were not compressed.
+    def whole_rows(self, store: TokenStore) -> Tensor:
+        """(B,) bool: which rows of a compressed layer hold all that was seen.
 
-        None where rows and heads hold as many tokens each.
+        None of them where rows and heads hold as many tokens each.
         """
         if self.pads is None and self.fillers is None and not store.unmasked_slots:
-            return 0
+            return torch.zeros(len(store.keys), dtype=torch.bool)
         held = (self.positions(store) >= 0).sum(dim=-1).amin(dim=-1)
         pads = 0 if self.pads is None else self.pads
-        return int((held == self.columns_by(store.slots) - pads).sum())
+        return (held == self.columns_by(store.slots) - pads).cpu()
 
     def whole_tail(self, store: TokenStore) -> int:
         """How many of the last tokens every head and row still stores, and another before them."""

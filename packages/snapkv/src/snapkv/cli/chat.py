@@ -56,8 +56,8 @@ def chat(
 
     from snapkv.cli.policy import build_policy, usual_bits  # imports torch, after the checks above
 
-    by_layer = bool(_forgets(options, recall))
-    policy = build_policy(_with_number(options, recall), by_layer=by_layer)
+    alone = bool(_forgets(options, recall))
+    policy = build_policy(_with_number(options, recall), alone=alone)
     _require_tokens(policy, options, recall)
 
     from snapkv.app.conversation import Conversation

@@ -12,7 +12,7 @@ from snapkv.errors import InvalidArgumentError
 from snapkv.hf.model_parts import shares_latent
 from snapkv.policies import POLICIES, AcrossLayers, Policy
 from snapkv.policies.budget import ByteBudget, budget_of
-from snapkv.policies.default import default_parameters
+from snapkv.policies.default import by_layer, default_parameters
 from snapkv.storage.bits import Bits
 from snapkv.validation import AUTO, DEFAULT, nearest
 
@@ -20,12 +20,12 @@ BITS_WITHIN_BYTES: Bits = "K8V4"
 """The bits of the default method with a budget of bytes."""
 
 
-def build_policy(options: PolicyOptions, *, by_layer: bool = False) -> Policy:
+def build_policy(options: PolicyOptions, *, alone: bool = False) -> Policy:
     """The policy that the options ask for, with its defaults for everything left out.
 
     Without a policy and a budget, the votes choose the budget. Where layers hold other tokens than
-    each other, or choose of what was kept before, every layer of the default chooses by itself:
-    `by_layer`, and where not all of a prompt is read.
+    each other, or choose of what was kept before, every layer of the default chooses `alone`, as
+    where not all of a prompt is read.
     """
     given = {name: value for name in OWN_FLAGS if (value := getattr(options, name)) is not None}
     if "kernel_size" in given:
@@ -36,10 +36,8 @@ def build_policy(options: PolicyOptions, *, by_layer: bool = False) -> Policy:
     if options.seed is not None and "seed" in accepted(options.policy, given):
         given.setdefault("seed", options.seed)
     made = make_policy(options.policy, given)
-    by_layer = by_layer or (isinstance(options, RunOptions) and not options.reading.holds_all)
-    if by_layer and options.policy == DEFAULT and isinstance(made, AcrossLayers):
-        return made.policy
-    return made
+    alone = alone or (isinstance(options, RunOptions) and not options.reading.holds_all)
+    return by_layer(made) if alone and options.policy == DEFAULT else made
 
 
 def usual_bits(

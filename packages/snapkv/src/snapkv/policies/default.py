@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from snapkv.policies.across_layers import AcrossLayers
+from snapkv.policies.base import Policy
 from snapkv.policies.budget import AutoBudget, ByteBudget
 from snapkv.policies.snapkv import SnapKV
 from snapkv.validation import AUTO, DEFAULT, LOST_LARGEST_VOTE, SMALL_WINDOW
@@ -46,6 +47,11 @@ def default_policy(
         given: any other parameters of `SnapKV`.
     """
     return AcrossLayers(SnapKV(**default_parameters({"budget": budget, **given})))
+
+
+def by_layer(policy: Policy) -> Policy:
+    """The default's method where every layer must choose by itself; any other as it is."""
+    return policy.policy if isinstance(policy, AcrossLayers) else policy
 
 
 def method_name(described: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from snapkv.errors import InvalidArgumentError
@@ -62,18 +63,21 @@ def ragged_attention(
     Raises:
         InvalidArgumentError: an unknown implementation, or one that cannot run here.
     """
-    against_flash = flash.obstacle(queries, values, layout, score_options)
-    if impl == "flash" and against_flash is not None:
-        raise InvalidArgumentError(
-            f"impl: expected one that can run here, got 'flash' {against_flash}; pass impl='auto'"
-        )
     fits = layout.room is None and (queries.shape[2] > 1 or keys.numel() <= FLASH_ELEMENTS)
+    reason = None
+    if impl == "flash" or (fits and impl == "auto" and not torch.compiler.is_compiling()):
+        reason = flash.obstacle(queries, values, layout, score_options)
+        fits = reason is None
+    if impl == "flash" and reason is not None:
+        raise InvalidArgumentError(
+            f"impl: expected one that can run here, got 'flash' {reason}; pass impl='auto'"
+        )
     attend = implementation(
         "ragged_attention",
         impl,
         queries,
         _IN_TORCH,
-        fitting="flash" if fits and against_flash is None else "blocked",
+        fitting="flash" if fits and not torch.compiler.is_compiling() else "blocked",
         kernels="snapkv.ops.ragged.triton",
         obstacle=lambda: _obstacle(queries, own_visible),
     )
