@@ -149,6 +149,8 @@ def test_lost_votes_call_for_a_larger_budget(lost, peak, ending):
     assert len(plain(note)) == (ending is not None)
     beside = votes_note([ours, answered()], SNAPKV, TYPED)  # the full cache's answer
     assert (plain(beside), beside.record["command"]) == ([], None)
+    by_votes = answered(options=RunOptions(), lost_votes=lost, lost_vote_peak=peak)
+    assert votes_note([by_votes], RunOptions(), TYPED[:-1]).record["command"] is None
 
 
 def test_a_larger_budget_that_holds_everything_is_the_full_cache():

@@ -17,6 +17,7 @@ from snapkv.cli.changes import (
 )
 from snapkv.cli.options import RunOptions
 from snapkv.policies.budget import dilution
+from snapkv.validation import AUTO
 
 DIFFERS = 3
 """Exit status of `--check` where the answer is not the full cache's."""
@@ -114,16 +115,25 @@ def notes_on(
 def votes_note(answers: Sequence[Answer], options: RunOptions, typed: Sequence[str]) -> Note:
     """The share of lost votes and, if it is large, the command with a larger budget.
 
-    No command is given where the full cache's answer is compared anyway.
+    No command is given where the full cache's answer is compared anyway, or the votes chose.
     """
     ours, *full = answers
-    is_much = is_little_lost(ours.cache) is False and not full
+    is_asked = not full and not _is_chosen_by_votes(ours.policy)
+    is_much = is_asked and is_little_lost(ours.cache) is False
     change = larger_budget(options, ours) if is_much else None
     command = None if change is None else changed_command(typed, change)
     share, peak = ours.cache.get("lost_votes"), ours.cache.get("lost_vote_peak")
     record = {"share": share, "peak": peak, "safe": is_safe(answers, options)}
     lines = [Text(f"for a larger budget: {command}")] if command else []
     return Note(key="lost_votes", record=record | {"command": command}, lines=lines)
+
+
+def _is_chosen_by_votes(policy: Mapping[str, Any]) -> bool:
+    """Whether nobody has set the budget of a method, or of the one that it wraps."""
+    budget, inner = policy.get("budget"), policy.get("policy")
+    if isinstance(inner, Mapping):
+        return _is_chosen_by_votes(inner)
+    return isinstance(budget, Mapping) and AUTO in budget
 
 
 def checked_note(answer: Answer, full: Answer, tokens: int) -> Note:
