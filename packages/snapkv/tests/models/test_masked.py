@@ -17,6 +17,7 @@ from snapkv import (
     PyramidKV,
     SnapKV,
     UnsupportedModelError,
+    default_policy,
 )
 from snapkv.prefill import layer_by_layer
 from tests.families import HYBRID, ONCE, random_ids, tiny_model
@@ -31,6 +32,7 @@ CACHES = {
     "ratio": (RATIO, {}),
     "per query head": (SnapKV(BUDGET, window_size=8, kernel_size=5, group_reduce="none"), {}),
     "adakv": (AdaKV(SNAPKV), {}),
+    "default": (default_policy(BUDGET, window_size=8), {}),
     "pyramidkv": (PyramidKV(BUDGET, window_size=8), {}),
     "keydiff": (KeyDiff(BUDGET, window_size=8), {}),
     "static": (SNAPKV, {"storage": "static"}),
