@@ -161,6 +161,7 @@ def _prompt_first(
             "wide as what was kept, got True; leave it out, or generate without drafts"
         )
     first = forward(**_part(given, 0, tokens - behind, tokens))
+    cache_among(given).crop(0)  # layers with a window hold no more than the next pass needs
     rest = forward(**_part(given, tokens - behind, tokens, tokens))
     rest["logits"] = torch.cat([first.logits, rest.logits], dim=1)
     if first.get("hidden_states") is not None:
