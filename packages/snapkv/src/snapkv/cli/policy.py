@@ -19,6 +19,10 @@ from snapkv.validation import AUTO, DEFAULT, nearest
 BITS_WITHIN_BYTES: Bits = "K8V4"
 """The bits of the default method with a budget of bytes."""
 
+FEWEST_IN_CODES = 64
+"""From a share of so many tokens on, few bits hold more of them: the last and the first of every
+head stay unquantized, and codes come in whole blocks."""
+
 
 def build_policy(options: PolicyOptions, *, alone: bool = False) -> Policy:
     """The policy that the options ask for, with its defaults for everything left out.
@@ -41,16 +45,21 @@ def build_policy(options: PolicyOptions, *, alone: bool = False) -> Policy:
 
 
 def usual_bits(
-    policy: Policy, model: Any, options: RunOptions | None = None
+    policy: Policy, model: Any, options: RunOptions | None = None, *, prompt_tokens: int = 0
 ) -> tuple[Bits | None, str]:
-    """The `storage` of `CompressedCache`, and a reason if codes are impossible.
+    """The `quantize` of `CompressedCache`, and a reason if there are to be no codes.
+
+    `prompt_tokens` is 0 where nobody knows how long the prompt will be.
 
     The default method with a budget of bytes stores codes: more tokens fit, but each decoding step
     takes longer.
     """
     is_asked = options is None or (options.policy == DEFAULT and not options.exact_bits)
-    if not is_asked or not isinstance(budget_of(policy), ByteBudget):
+    budget = budget_of(policy)
+    if not is_asked or not isinstance(budget, ByteBudget):
         return None, ""
+    if prompt_tokens and budget.share and budget.share * prompt_tokens < FEWEST_IN_CODES:
+        return None, f"unquantized, since few bits gain nothing below {FEWEST_IN_CODES} tokens"
     if shares_latent(model):
         return None, "unquantized, since all heads of this model share one latent"
     return BITS_WITHIN_BYTES, ""
