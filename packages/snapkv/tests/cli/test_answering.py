@@ -206,10 +206,11 @@ def test_progress_is_drawn_on_terminals_only(snapkv, tiny_only, monkeypatch, ter
         ((), "32"),
         (("--budget", 64), "32"),
         (("--keep-ratio", 0.3), "32"),
-        (("--budget", "30%"), "8/4"),
+        (("--budget", "80%"), "8/4"),
+        (("--budget", "30%"), "32"),  # fewer than 64 tokens
         (("--budget", "100kB"), "8/4"),
-        (("--budget", "30%", "--exact-bits"), "32"),
-        (("--budget", "30%", "--policy", "snapkv"), "32"),
+        (("--budget", "80%", "--exact-bits"), "32"),
+        (("--budget", "80%", "--policy", "snapkv"), "32"),
     ],
 )
 def test_few_bits_by_themselves_are_within_bytes_only(asked, tiny_only, options, bits):
