@@ -24,8 +24,8 @@ class PyramidKV(SnapKV):
     Args:
         budget: mean tokens kept per KV head and layer, window included; 1024 if neither is given.
         keep_ratio: instead of `budget`, the mean fraction of the prefix to keep.
-        window_size, kernel_size, pooling, decay, sink_tokens, group_reduce, window_reduce,
-            voters: as in `SnapKV`.
+        window_size, voters, kernel_size, pooling, decay, sink_tokens: as in `SnapKV`.
+        group_reduce, window_reduce: as in `SnapKV`.
         beta: how steep the pyramid is; 1 gives every layer the same.
         published: the authors' rounding instead of exact budgets.
     """
