@@ -216,7 +216,7 @@ def take_shared(keys: Tensor) -> Shared | None:
         if shared.keys is keys:
             shared.left -= 1
             if not shared.left:
-                _current.shared.remove(shared)
+                _current.shared = [each for each in _current.shared if each is not shared]
             return shared
     return None
 
