@@ -1,7 +1,7 @@
 """From options, or a text such as ``snapkv:kernel_size=13``, to a policy in the table."""
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
@@ -45,11 +45,15 @@ def build_policy(options: PolicyOptions, *, alone: bool = False) -> Policy:
 
 
 def usual_bits(
-    policy: Policy, model: Any, options: RunOptions | None = None, *, prompt_tokens: int = 0
+    policy: Policy,
+    model: Any,
+    options: RunOptions | None = None,
+    *,
+    count: Callable[[], int] | None = None,
 ) -> tuple[Bits | None, str]:
     """The `quantize` of `CompressedCache`, and a reason if there are to be no codes.
 
-    `prompt_tokens` is 0 where nobody knows how long the prompt will be.
+    `count` gives the tokens of the prompt, where that is known already.
 
     The default method with a budget of bytes stores codes: more tokens fit, but each decoding step
     takes longer.
@@ -58,7 +62,7 @@ def usual_bits(
     budget = budget_of(policy)
     if not is_asked or not isinstance(budget, ByteBudget):
         return None, ""
-    if prompt_tokens and budget.share and budget.share * prompt_tokens < FEWEST_IN_CODES:
+    if count and budget.share and budget.share * count() < FEWEST_IN_CODES:
         return None, f"unquantized, since few bits gain nothing below {FEWEST_IN_CODES} tokens"
     if shares_latent(model):
         return None, "unquantized, since all heads of this model share one latent"
