@@ -16,7 +16,7 @@ DEFAULT_BUDGET = 1024
 DEFAULT_WINDOW = 32
 
 DEFAULT = "default"
-"""The method of `snapkv.policies.default` by name; what it makes is `AcrossLayers` around a `SnapKV`."""
+"""The method of `snapkv.policies.default` by name: `AcrossLayers` around a `SnapKV`."""
 
 SMALL_WINDOW = 16
 """The window of `DEFAULT`."""

@@ -227,9 +227,13 @@ def test_a_larger_budget_is_asked_for(snapkv, tiny_only, document):
 
 def test_a_shared_latent_and_a_small_share_keep_their_bits_and_it_is_said_why():
     latent, other, within = small_model("latent"), small_model("llama"), default_policy("30%")
-    assert usual_bits(within, other) == usual_bits(within, other, count=lambda: 214) == ("K8V4", "")
+    assert (
+        usual_bits(within, other)
+        == usual_bits(within, other, prompt_tokens=lambda: 214)
+        == ("K8V4", "")
+    )
     short = "unquantized, since few bits gain nothing below 64 tokens"
-    assert usual_bits(within, other, count=lambda: 213) == (None, short)
+    assert usual_bits(within, other, prompt_tokens=lambda: 213) == (None, short)
     assert usual_bits(within, latent) == (
         None,
         "unquantized, since all heads of this model share one latent",

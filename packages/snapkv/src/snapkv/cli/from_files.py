@@ -41,7 +41,10 @@ def answer_from_files(
     drafts = _draft_method(options, loaded)
     prompt = make_prompt(loaded.tokenizer)
     quantize, own_bits = usual_bits(
-        policy, loaded.model, options, count=lambda: len(prompt.encoded(loaded.tokenizer)[0])
+        policy,
+        loaded.model,
+        options,
+        prompt_tokens=lambda: len(prompt.encoded(loaded.tokenizer)[0]),
     )
 
     def read(who: Policy, how: GenerationSettings, on_text: TextSink | None, **ways: Any) -> Answer:

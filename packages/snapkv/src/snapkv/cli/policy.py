@@ -49,11 +49,11 @@ def usual_bits(
     model: Any,
     options: RunOptions | None = None,
     *,
-    count: Callable[[], int] | None = None,
+    prompt_tokens: Callable[[], int] | None = None,
 ) -> tuple[Bits | None, str]:
     """The `quantize` of `CompressedCache`, and a reason if there are to be no codes.
 
-    `count` gives the tokens of the prompt, where that is known already.
+    `prompt_tokens` counts those of the prompt, where that is known already.
 
     The default method with a budget of bytes stores codes: more tokens fit, but each decoding step
     takes longer.
@@ -62,7 +62,7 @@ def usual_bits(
     budget = budget_of(policy)
     if not is_asked or not isinstance(budget, ByteBudget):
         return None, ""
-    if count and budget.share and budget.share * count() < FEWEST_IN_CODES:
+    if prompt_tokens and budget.share and budget.share * prompt_tokens() < FEWEST_IN_CODES:
         return None, f"unquantized, since few bits gain nothing below {FEWEST_IN_CODES} tokens"
     if shares_latent(model):
         return None, "unquantized, since all heads of this model share one latent"
