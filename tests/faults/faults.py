@@ -608,16 +608,16 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
     "snapkv/policies/across_layers.py": [
         (
             "the window counts against what all layers share",
-            "kept = [counts[row] + min(tokens, self.policy.window_size) for counts in even]",
-            "kept = [counts[row] for counts in even]",
+            "zip(self.policy.counts(self._prefix(shown)), windows, strict=True)",
+            "zip(self.policy.counts(self._prefix(shown)), strict=True)",
             "policies/test_across_layers.py",
         ),
     ],
     "snapkv/cache/shared_budget.py": [
         (
             "layers share out a token too few",
-            "sum(each * (count + window) for each",
-            "sum(each * (count + window) - 1 for each",
+            "return [sum(map(operator.mul, heads, counts)) for counts in rows]",
+            "return [sum(map(operator.mul, heads, counts)) - 1 for counts in rows]",
             "policies/test_across_layers.py",
         ),
         (

@@ -423,7 +423,8 @@ class CompressedLayer(DynamicLayer):
     def with_token_cost(self, prompt: PromptLayer) -> PromptLayer:
         """The prompt, whose tokens cost what they do in this layer's storage."""
         heads = prompt.queries.shape[1] if self.policy.per_query_head else prompt.num_kv_heads
-        return prompt.costing(functools.partial(self.storage.token_cost, self.store, heads))
+        cost = functools.partial(self.storage.token_cost, self.store, heads)
+        return prompt.changed(token_cost=cost)
 
     def end_prompt(self, selection: Selection | None, prompt: PromptLayer) -> None:
         """Note that the prompt has been read, and keep of it what was chosen.

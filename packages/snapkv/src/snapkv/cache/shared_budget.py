@@ -7,16 +7,17 @@ scores the earlier layer, head and position wins, whenever entries go.
 """
 
 import math
+import operator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from snapkv import ops
 from snapkv.cache.layer import CompressedLayer
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies import AcrossLayers, PromptLayer, Selection
+from snapkv.policies.across_layers import best_of_layers
 from snapkv.policies.states import LEAST_VOTES
 
 
@@ -24,22 +25,23 @@ class SharedBudget:
     """What the layers of one prompt hold while it is read; `once` as in `Reading.end_prompt`."""
 
     def __init__(self, policy: AcrossLayers, first: PromptLayer, *, once: bool) -> None:
-        self._policy, self._even = policy, policy.even_counts(first)
+        self._policy, self._once = policy, once
+        self._even = [policy.even_counts(first, depth) for depth in range(first.num_layers)]
         self._parts: list[_Part] = []
-        self._heads: list[int] = []  # of every layer so far
+        self._tokens = 0  # of all rows and heads
         self._held_entries = 0  # of a row, at most
-        self._has_chosen = once
 
     @torch.no_grad()
     def take(self, layer: CompressedLayer, prompt: PromptLayer) -> None:
         """A layer has read the prompt; after the last one all hold what they keep."""
-        self._even[prompt.depth] = self._policy.even_counts(prompt)[prompt.depth]
-        scores = self._scores(prompt)
-        layer.note_end(prompt, layer.columns)
-        self._heads.append(scores.shape[1])
+        if self._parts:
+            self._even[prompt.depth] = self._policy.even_counts(prompt, prompt.depth)
+        scores = self._policy.ranked(prompt, self._even)
         self._parts.append(_Part.of(layer, scores, self._policy.votes_at_stake(prompt)))
+        entries = self._entries(prompt.num_layers)
+        layer.note_end(prompt, layer.columns)
+        self._tokens += scores.shape[1] * sum(prompt.row_lengths)
         self._held_entries += scores.shape[1] * scores.shape[2]
-        entries = self._entries(prompt)
         is_last = prompt.depth == prompt.num_layers - 1
         if is_last or self._held_entries > 2 * max(entries):
             self._prune(entries)
@@ -47,52 +49,32 @@ class SharedBudget:
             for part in self._parts:
                 part.end(prompt.keys.shape[2])
 
-    def _scores(self, prompt: PromptLayer) -> Tensor:
-        """(B, H, T): what decides; rows with no room beside the sinks split it evenly."""
-        ranked, sinks = self._policy.ranked(prompt), self._policy.policy.sink_tokens
-        for row, counts in enumerate(zip(*self._even, strict=True)):
-            if min(counts) <= sinks:
-                window = min(prompt.row_lengths[row], self._policy.policy.window_size)
-                best = ops.best_of(ranked[row : row + 1], [counts[prompt.depth] + window])[0]
-                is_dropped = ~best & (ranked[row] > -math.inf)
-                ranked[row] = ranked[row].masked_fill(is_dropped, -math.inf)
-                self._has_chosen = self._has_chosen or bool(is_dropped.any())
-        return ranked
+    def _entries(self, num_layers: int) -> list[int]:
+        """B numbers: N, what a row keeps in all layers.
 
-    def _entries(self, prompt: PromptLayer) -> list[int]:
-        """B numbers: N, what a row keeps in all layers, its window included.
-
-        Layers to come have as many heads as the first one, or fewer.
+        Layers to come have as many heads as the first one, or fewer, and may hold more tokens.
         """
-        if self._heads[-1] > self._heads[0]:
+        heads = [part.scores.shape[1] for part in self._parts]
+        if heads[-1] > heads[0]:
             raise UnsupportedModelError(
                 "model: expected no more heads in a layer than in the first where layers share a "
-                f"budget, got {self._heads[0]} and {self._heads[-1]}; use SnapKV or AdaKV"
+                f"budget, got {heads[0]} and {heads[-1]}; use SnapKV or AdaKV"
             )
-        policy, seen = self._policy.policy, len(self._heads)
-        heads = self._heads + [self._heads[0]] * (prompt.num_layers - seen)
-        room = (policy.most_tokens or 0) - policy.window_size  # of layers that may hold more
-        most = [[max(count, room) for count in counts] for counts in self._even[seen:]]
-        counts = self._even[:seen] + most
-        windows = [min(own, policy.window_size) for own in prompt.row_lengths]
-        return [
-            sum(each * (count + window) for each, count in zip(heads, own, strict=True))
-            for window, own in zip(windows, zip(*counts, strict=True), strict=True)
-        ]
+        seen, most = len(heads), self._policy.policy.most_tokens or 0
+        to_come = [[max(count, most) for count in counts] for counts in self._even[seen:]]
+        heads += heads[:1] * (num_layers - seen)
+        rows = zip(*self._even[:seen], *to_come, strict=True)
+        return [sum(map(operator.mul, heads, counts)) for counts in rows]
 
     def _prune(self, entries: list[int]) -> None:
         """Hold the best so many of each row."""
-        device = self._parts[0].scores.device
-        scores = torch.cat([part.scores.flatten(1).to(device) for part in self._parts], dim=1)
-        is_entry = scores > -math.inf
-        best = ops.best_of(scores[:, None], entries)[:, 0] & is_entry
+        best = best_of_layers([part.scores for part in self._parts], entries)
         self._held_entries = max(entries)
-        self._has_chosen = self._has_chosen or bool((best != is_entry).any())
-        if not self._has_chosen:
-            return
-        sizes = [part.scores[0].numel() for part in self._parts]
-        for part, stays in zip(self._parts, torch.split(best, sizes, dim=1), strict=True):
-            part.keep(stays.view_as(part.scores).to(part.scores.device))
+        device = best[0].device
+        stay = torch.stack([stays.sum().to(device) for stays in best]).sum()  # waited for once
+        if self._once or int(stay) < self._tokens:
+            for part, stays in zip(self._parts, best, strict=True):
+                part.keep(stays)
 
 
 @dataclass(kw_only=True)

@@ -1,8 +1,9 @@
 """One budget for all layers and heads, as KVzip (Kim et al., NeurIPS 2025) shares it out."""
 
 import math
+import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -67,51 +68,48 @@ class AcrossLayers(AroundScores):
         """Whether what a layer keeps depends on the others, and not on its votes alone."""
         return not isinstance(self.policy.allocation, AutoBudget)
 
-    def even_counts(self, layer: PromptLayer) -> list[list[int]]:
-        """For every layer B numbers: positions before the window, the mean over its heads.
-
-        Raises InvalidArgumentError where what must stay does not fit.
-        """
-        at_depth = (replace(layer, depth=depth) for depth in range(layer.num_layers))
-        return [self.policy.counts(self._prefix(each)) for each in at_depth]
-
     @property
     def chooses_from_a_part(self) -> bool:
         return self.policy.chooses_from_a_part
 
-    def ranked(self, layer: PromptLayer) -> Tensor:
-        """(B, H, T) float32: scores, infinite for what must stay, and minus infinity for pads."""
-        prefix, least = self._prefix(layer), torch.finfo(torch.float32).min
-        scores = self.policy.scored(prefix) / self.policy.summed_weights(layer)
-        ranked = prefix.ranked(scores.float().clamp(min=least))
+    def even_counts(self, layer: PromptLayer, depth: int) -> list[int]:
+        """B numbers: what a head of that layer keeps on average, its window included.
+
+        Raises InvalidArgumentError where what must stay does not fit.
+        """
+        shown = layer.changed(depth=depth)
+        windows = (min(own, self.policy.window_size) for own in shown.row_lengths)
+        return list(map(sum, zip(self.policy.counts(self._prefix(shown)), windows, strict=True)))
+
+    def ranked(self, layer: PromptLayer, even: Sequence[Sequence[int]]) -> Tensor:
+        """(B, H, T) float32: scores, infinite for what must stay, minus infinity for pads.
+
+        `even` are `even_counts` of all layers. Where one leaves no room beside the sinks, every
+        head of the row keeps as many, and the rest is minus infinity, too.
+        """
+        policy, prefix = self.policy, self._prefix(layer)
+        scores = policy.scored(prefix) / policy.summed_weights(layer)
+        ranked = prefix.ranked(scores.float().clamp(min=torch.finfo(torch.float32).min))
         window = layer.keys.shape[2] - prefix.slots
         ranked = F.pad(ranked, (0, window), value=math.inf)
-        return ranked if layer.pads is None else ranked.masked_fill(layer.pads, -math.inf)
+        if layer.pads is not None:
+            ranked = ranked.masked_fill(layer.pads, -math.inf)
+        for row, counts in enumerate(zip(*even, strict=True)):
+            window = min(layer.row_lengths[row], policy.window_size)
+            if min(counts) - window <= policy.sink_tokens:
+                best = ops.best_of(ranked[row : row + 1], [counts[layer.depth]])[0]
+                ranked[row] = ranked[row].masked_fill(~best, -math.inf)
+        return ranked
 
     def select_all(self, layers: Sequence[PromptLayer]) -> list[Selection | None]:
         """As chosen while they are read, plainly: all scores of a row are ranked in one list."""
         if not self.shares:
             return super().select_all(layers)
-        even, ranked = self.even_counts(layers[0]), [self.ranked(layer) for layer in layers]
-        rows = []
-        for row, tokens in enumerate(layers[0].row_lengths):
-            of_row = [scores[row : row + 1] for scores in ranked]
-            kept = [counts[row] + min(tokens, self.policy.window_size) for counts in even]
-            if min(counts[row] for counts in even) <= self.policy.sink_tokens:
-                best = [
-                    ops.best_of(*each) for each in zip(of_row, ([n] for n in kept), strict=True)
-                ]
-            else:
-                every = torch.cat([scores.flatten() for scores in of_row])
-                total = sum(n * of.shape[1] for n, of in zip(kept, of_row, strict=True))
-                sizes = [scores.numel() for scores in of_row]
-                parts = torch.split(ops.best_of(every[None, None], [total]).flatten(), sizes)
-                best = [part.view_as(of) for part, of in zip(parts, of_row, strict=True)]
-            rows.append(best)
-        masks = [
-            torch.cat(best) & (scores > -math.inf)
-            for best, scores in zip(zip(*rows, strict=True), ranked, strict=True)
-        ]
+        even = [self.even_counts(layers[0], depth) for depth in range(len(layers))]
+        ranked = [self.ranked(layer, even) for layer in layers]
+        heads = [scores.shape[1] for scores in ranked]
+        totals = [sum(map(operator.mul, heads, counts)) for counts in zip(*even, strict=True)]
+        masks = best_of_layers(ranked, totals)
         return [Selection.of_mask(mask, per_head_budget=mask.shape[1] > 1) for mask in masks]
 
     def select(self, layer: PromptLayer) -> Selection | None:
@@ -134,3 +132,15 @@ class AcrossLayers(AroundScores):
 
     def _prefix(self, layer: PromptLayer) -> Prefix:
         return self.policy.prefix(layer, per_head_budget=True)
+
+
+def best_of_layers(ranked: Sequence[Tensor], totals: Sequence[int]) -> list[Tensor]:
+    """Which of the (B, H, K) scores of each layer are among the best so many of their row.
+
+    Of equal ones the earlier layer, head and place wins; minus infinity never does.
+    """
+    device, sizes = ranked[0].device, [scores[0].numel() for scores in ranked]
+    scores = torch.cat([each.flatten(1).to(device) for each in ranked], dim=1)
+    best = ops.best_of(scores[:, None], totals)[:, 0] & (scores > -math.inf)
+    parts = torch.split(best, sizes, dim=1)
+    return [part.view_as(of).to(of.device) for part, of in zip(parts, ranked, strict=True)]

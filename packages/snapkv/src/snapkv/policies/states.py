@@ -101,10 +101,10 @@ class PromptLayer(LayerStates):
         found: _Found = self._found[key]
         return found
 
-    def costing(self, token_cost: Callable[[int], TokenCost]) -> "PromptLayer":
-        """The same where tokens cost something else; what was computed once stays so."""
-        other = replace(self, token_cost=token_cost)
-        other.__dict__["_found"] = self._found
+    def changed(self, **changes: Any) -> "PromptLayer":
+        """The same with another depth or cost of tokens; what was computed once stays so."""
+        other = replace(self, **changes)
+        other.__dict__.update(_found=self._found, row_lengths=self.row_lengths)
         return other
 
     @functools.cached_property
