@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from snapkv import CompressedCache, FullCache, KVCodes, SnapKV, default_policy
+from snapkv import CompressedCache, FullCache, KVCodes, SnapKV, default_policy, ops
 from snapkv.app.models import load
 from snapkv.policies import Policy, PromptLayer
-from snapkv.storage.base import keep_tokens
 from snapkv.validation import AUTO
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.measuring import Turns, in_own_process
@@ -131,11 +130,11 @@ def overhead(model: Any, ids: Tensor, policy: Policy, rounds: int) -> Row:
 
 def _compress(layers: Sequence[PromptLayer], policy: Policy) -> None:
     """What every layer of a compressed cache does where the prompt ends."""
-    for layer in map(replace, layers):  # a layer knows the votes that were counted once
-        selection = policy.select(layer)
+    shown = list(map(replace, layers))  # a layer knows the votes that were counted once
+    for layer, selection in zip(shown, policy.select_all(shown), strict=True):
         if selection is not None:
             for states in (layer.keys, layer.values):
-                keep_tokens(states, selection.keep_indices, selection.prompt_tokens)
+                ops.gather_tokens(states, selection.keep_indices)
 
 
 _NAMES = {"full": "snapkv, every token kept", "snapkv": "snapkv, compressed"}

@@ -186,11 +186,6 @@ def _is_split(model: Any) -> bool:
     return getattr(vars(model).get("forward"), "func", None) is _prompt_first
 
 
-_BY_TOKEN = {"input_ids": 1, "inputs_embeds": 1, "token_type_ids": 1, "mm_token_type_ids": 1}
-_BY_TOKEN |= {"position_ids": -1, "cache_position": 0}
-"""Along which axis a model's arguments have its tokens."""
-
-
 def _part(given: dict[str, Any], start: int, stop: int, tokens: int) -> dict[str, Any]:
     """What a pass over some of its tokens is given; images and the like with the first of them."""
     own = dict(given)
@@ -199,13 +194,15 @@ def _part(given: dict[str, Any], start: int, stop: int, tokens: int) -> dict[str
             continue
         if name == "attention_mask":
             own[name] = value[:, : value.shape[1] - tokens + stop]
-        elif name in _BY_TOKEN:
-            own[name] = value.narrow(_BY_TOKEN[name], start, stop - start)
+        elif name == "inputs_embeds":
+            own[name] = value[:, start:stop]
+        elif name.endswith("_ids") or name == "cache_position":
+            own[name] = value[..., start:stop]
         elif start:
             del own[name]
-    return own | (
-        {"logits_to_keep": stop - start if start else 1} if "logits_to_keep" in own else {}
-    )
+    if "logits_to_keep" in own:
+        own["logits_to_keep"] = stop - start if start else 1
+    return own
 
 
 def _modes(

@@ -269,18 +269,3 @@ class TokenStore(ABC):
         copied.__dict__.update(self.__dict__)
         copied.tail = copy.copy(self.tail)
         return copied
-
-
-def keep_tokens(states: Tensor, indices: Tensor, tokens: int) -> Tensor:
-    """(B, H or H', K + N, D): some of the first tokens of keys or values, and all after them.
-
-    Args:
-        states: (B, H, tokens + N, D).
-        indices: (B, H', K) int64, H' is H, a multiple of it, or 1.
-        tokens: how many slots `indices` points into.
-    """
-    kept = ops.gather_tokens(states, indices)
-    if tokens == states.shape[-2]:
-        return kept
-    behind = states[..., tokens:, :]
-    return torch.cat([kept, behind.repeat_interleave(kept.shape[1] // states.shape[1], dim=1)], -2)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.storage.base import TokenStore, keep_tokens
+from snapkv.storage.base import TokenStore
 from snapkv.storage.ragged import RaggedStore
 from snapkv.storage.tail import Pair, Tail
 
@@ -48,7 +48,8 @@ class DenseStore(TokenStore):
     def keep(self, indices: Tensor, tokens: int, *, ragged: bool = False) -> TokenStore:
         if ragged:
             return RaggedStore.gather(self, indices, tokens, in_place=self.tail.in_place)
-        self._hold(lambda states: keep_tokens(states, indices, tokens))
+        assert tokens == self.slots
+        self._hold(lambda states: ops.gather_tokens(states, indices))
         return self
 
     def only(self, stays: Tensor) -> TokenStore:
