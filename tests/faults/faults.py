@@ -49,10 +49,10 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "notes stay in their row where rows change places",
-            "self.slots, self.notes = self.slots.select_rows(beam_idx), "
-            "self.notes.select_rows(beam_idx)",
+            "self.slots, self.state = self.slots.select_rows(beam_idx), "
+            "self.state.select_rows(beam_idx)",
             "self.slots = self.slots.select_rows(beam_idx)",
-            "cache/test_notes.py",
+            "cache/test_layer_state.py",
         ),
         (
             "a later turn is offloaded together with what is there",
@@ -87,7 +87,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "hf/test_read_ids.py",
         ),
     ],
-    "snapkv/cache/reading.py": [
+    "snapkv/cache/prompt_state.py": [
         (
             "an announced prompt is still to come when it has ended",
             "return self.prompt_end is not None and self.seen_tokens < self.prompt_end\n",
@@ -124,13 +124,13 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "a crop keeps as many of the last queries as there are slots",
             'left = tensor.shape[axes["token_axis"]] - tokens',
             "left = slots",
-            "cache/test_notes.py",
+            "cache/test_layer_state.py",
         ),
         (
             "what is only measured counts as held",
             'for value, axes in self._found().values() if not axes["measured"])',
             "for value, axes in self._found().values())",
-            "cache/test_notes.py",
+            "cache/test_layer_state.py",
         ),
     ],
     "snapkv/cache/saving/encoding.py": [
@@ -210,8 +210,8 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "a span that was dropped counts twice for the positions behind it",
-            "behind = self.erased[..., 0] - (sums - lengths)",
-            "behind = self.erased[..., 0] - sums",
+            "behind = self.removed_spans[..., 0] - (sums - lengths)",
+            "behind = self.removed_spans[..., 0] - sums",
             "cache/test_spans.py",
             "sequences/test_sequences.py",
         ),
@@ -229,8 +229,8 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "tokens that a row was told to drop were never seen",
-            "own = own + (lengths - self.gone).cpu()",
-            "own = own - self.gone",
+            "own = own + (lengths - self.removed_tokens).cpu()",
+            "own = own - self.removed_tokens",
             "cache/test_spans.py",
             "sequences/test_sequences.py",
         ),
@@ -346,8 +346,8 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
     "snapkv/hf/generate.py": [
         (
             "a prompt and its drafts are read in one pass",
-            "behind := reading.tokens_behind(tokens)",
-            "behind := 0 * reading.tokens_behind(tokens)",
+            "behind := prompt_state.tokens_behind(tokens)",
+            "behind := 0 * prompt_state.tokens_behind(tokens)",
             "hf/test_generate.py",
         ),
         (

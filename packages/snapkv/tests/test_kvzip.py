@@ -191,8 +191,8 @@ def test_a_prompt_that_is_read_once_is_refused_before_any_layer_has_changed(fami
             ids, past_key_values=cache, max_new_tokens=2, prefill_chunk_size=pieces, do_sample=False
         )
     assert not any(layer.is_initialized for layer in cache.layers)
-    assert not cache.reading.is_broken
+    assert not cache.prompt_state.is_broken
     with pytest.raises(InvalidArgumentError, match="policy: expected one that chooses when a lay"):
         model(ids, past_key_values=cache)
     assert not any(layer.is_initialized for layer in cache.layers)
-    assert not cache.reading.is_broken
+    assert not cache.prompt_state.is_broken

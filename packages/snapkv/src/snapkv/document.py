@@ -109,7 +109,7 @@ class Document:
         ids = pad_sequence(rows, batch_first=True, padding_side="left")
         mask = torch.arange(ids.shape[1]) >= pads[:, None]
         cache = self._cache_for(pads, longest)
-        cache.reading.note_text(ids)
+        cache.prompt_state.note_text(ids)
         return {
             "input_ids": ids,
             "attention_mask": mask.long().to(ids.device),
@@ -123,7 +123,7 @@ class Document:
         and as much of it as the window reaches back, since only its own queries tell what to keep.
         """
         cache = copy.deepcopy(self._cache)
-        cache.reading.prompt_end = None
+        cache.prompt_state.prompt_end = None
         hybrid = cache.is_hybrid
         if hybrid and bool(pads.any()):
             raise InvalidArgumentError(

@@ -248,12 +248,12 @@ def _faults_of_notes(notes: Mapping[str, Any], input_ids: Tensor | None) -> Iter
 
 def _faults_of_layer(layer: CompressedLayer) -> Iterator[str]:
     store, slots = layer.store, layer.slots
-    pads = (slots.pads, slots.fillers)
+    pads = (slots.pads, slots.padding_slots)
     if len(store.keys) != 1 or any(marks is not None and bool(marks.any()) for marks in pads):
         yield "of several rows, or of a prompt with pads"
     if store.keys.shape[1] != store.num_kv_heads:
         yield f"with sets of their own for {store.keys.shape[1]} query heads"
-    if layer.notes.sink_keys is not None:
+    if layer.state.sink_keys is not None:
         yield "whose sinks were moved to other positions"
     if isinstance(layer.policy, EvictingPolicy):
         yield f"of {layer.policy.name}, which evicts while it generates"

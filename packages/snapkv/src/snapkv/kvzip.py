@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from snapkv.cache.reading import one_reading_refusal
+from snapkv.cache.prompt_state import one_reading_refusal
 from snapkv.errors import (
     CacheMismatchError,
     InvalidArgumentError,
@@ -85,10 +85,10 @@ def read_twice(
         )
     try:
         prompts = read_layers(model, input_ids, cache, instruction_ids=instruction_ids)
-        with cache.reading.attending():
-            for layer, prompt in zip(cache.reading.layers, prompts, strict=True):
-                cache.reading.end_prompt(layer, prompt, once=True)  # what follows is read once
-        cache.reading.note_text(input_ids)
+        with cache.prompt_state.attending():
+            for layer, prompt in zip(cache.prompt_state.layers, prompts, strict=True):
+                cache.prompt_state.end_prompt(layer, prompt, once=True)  # what follows is read once
+        cache.prompt_state.note_text(input_ids)
     except BaseException:
         cache.reset()
         raise
@@ -104,7 +104,7 @@ def read_as_wanted(
         return
     cache.expect_tokens(input_ids)
     model(input_ids, **passed(cache), logits_to_keep=1)
-    cache.reading.note_text(input_ids)
+    cache.prompt_state.note_text(input_ids)
 
 
 def instruction_of(tokenizer: Any) -> list[int]:
@@ -150,7 +150,7 @@ def read_layers(
             model(repeated, **passed(cache), logits_to_keep=1)
             for layer in cache.layers:
                 layer.crop(-repeated.shape[1])
-    cache.reading.prompt_end = tokens
+    cache.prompt_state.prompt_end = tokens
     return [observer.prompt() for observer in observers]
 
 

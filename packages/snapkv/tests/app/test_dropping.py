@@ -26,7 +26,7 @@ def talk(tiny, **options):
 
 
 def dropped(conversation):
-    return conversation.cache.reading.layers[0].slots.erased_spans(1)[0]
+    return conversation.cache.prompt_state.layers[0].slots.removed_spans_of(1)[0]
 
 
 def text_of(conversation, span):

@@ -51,7 +51,7 @@ def decoded(model, cache, tokens):
 def stored(cache):
     """For each layer, row and head the positions, keys and values that it holds, in order."""
     found = []
-    for layer in cache.reading.layers:
+    for layer in cache.prompt_state.layers:
         keys, values = layer.store.padded()
         for row, heads in enumerate(layer.stored_positions()):
             for head, positions in enumerate(heads):
@@ -123,9 +123,9 @@ def test_a_dropped_span_leaves_the_pool_and_the_next_turn_chooses_as_without_it(
 
 def test_queries_of_dropped_tokens_do_not_vote():
     _, cache = read(SNAPKV, random_ids(1, 90), recall="host")
-    before = cache.reading.layers[0].notes.last_queries
+    before = cache.prompt_state.layers[0].state.last_queries
     cache.drop([(20, 30), (84, 87)])
-    after = cache.reading.layers[0].notes.last_queries
+    after = cache.prompt_state.layers[0].state.last_queries
     assert torch.equal(after, before[:, :, [0, 1, 5, 6, 7]])
 
 
@@ -140,7 +140,7 @@ def test_under_a_limit_a_drop_needs_no_more_room():
     cache.drop(SPANS)
     assert shared.report().host_bytes == limit > cache.report().host_bytes
     del shared
-    pool = cache.reading.layers[0].offloaded.pool
+    pool = cache.prompt_state.layers[0].offloaded.pool
     assert pool.taken_bytes == cache.report().host_bytes
 
 

@@ -118,4 +118,4 @@ def test_a_model_that_replaces_the_cache_is_refused(mode):
     cache = CompressedCache(model, POLICY)
     with pytest.raises(UnsupportedModelError, match=r"into the cache it is given, got 0 of 80"):
         model.generate(random_ids(1, PROMPT), past_key_values=cache, **OPTIONS, **mode)
-    assert not cache.reading.is_announced
+    assert not cache.prompt_state.is_announced

@@ -60,7 +60,7 @@ def test_another_text_is_refused_by_the_first_token_that_differs(mode):
         with pytest.raises(CacheMismatchError, match=f"at token {place} of row 0; pass the whole"):
             go_on(model, cache, with_turn(text, place))
         assert cache.report() == before
-        assert not cache.reading.is_announced
+        assert not cache.prompt_state.is_announced
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "beams"])
@@ -73,9 +73,9 @@ def test_the_same_text_goes_on(mode):
 
 def test_rows_of_beams_follow_their_texts():
     model, cache, _ = read("beams")
-    (_, known), *_ = cache.reading.read_ids.parts
+    (_, known), *_ = cache.prompt_state.read_ids.parts
     go_on(model, cache, with_turn(known[:, : cache.get_seq_length()].long()))
-    assert cache.reading.rows == 2
+    assert cache.prompt_state.rows == 2
 
 
 def test_parts_are_cut_and_each_row_of_beams_is_compared_with_its_own():
@@ -183,7 +183,7 @@ def test_a_pipeline_refuses_its_second_text(demo):
 def test_steps_hold_no_more_than_the_ids_that_generate_holds():
     """One part, whatever the answer's length; on the host when it has ended."""
     _, cache, text = read("greedy")
-    ((start, known),) = cache.reading.read_ids.parts
+    ((start, known),) = cache.prompt_state.read_ids.parts
     assert start == 0
     assert known.dtype == torch.int32
     assert torch.equal(known, text[:, :-1].int())

@@ -139,7 +139,7 @@ def test_a_cache_has_a_known_name_wherever_it_is_passed(model):
     )
     assert found == [cache] * 12
     assert cache_among(vars(output)) is cache
-    assert cache.reading.prompt_end == 40
+    assert cache.prompt_state.prompt_end == 40
 
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])

@@ -60,7 +60,7 @@ def oracle_kept(layer, policy, row=0):
 def our_kept(selection, layer, row=0):
     """What each head of one row keeps, positions counted from the row's first real token."""
     pads = 0 if layer.pad_tokens is None else int(layer.pad_tokens[row])
-    filler = 0 if selection.filler_tokens is None else int(selection.filler_tokens[row])
+    filler = 0 if selection.padding_slots is None else int(selection.padding_slots[row])
     indices = selection.keep_indices[row]
     assert (indices[:, :filler] < pads).all(), "a filler must be a pad"
     return [[slot - pads for slot in head] for head in indices[:, filler:].tolist()]
@@ -134,7 +134,7 @@ def test_every_mode_equals_the_loops(window_reduce, group_reduce, pooling, with_
         with_sinks=with_sinks,
     )
     selection = policy.select(layer)
-    assert selection.filler_tokens is None
+    assert selection.padding_slots is None
     for row in range(2):
         assert our_kept(selection, layer, row) == oracle_kept(layer, policy, row)
 

@@ -21,7 +21,7 @@ from snapkv import (
 )
 from snapkv.app.observing import Recorder, record_prompt
 from snapkv.cache.layer import CompressedLayer, LayerIdentity
-from snapkv.cache.reading import Reading
+from snapkv.cache.prompt_state import PromptState
 from snapkv.hf.forward_context import Hook, hooked
 from snapkv.kvzip import read_twice
 from snapkv.ops import TokenCost
@@ -49,12 +49,12 @@ def kept_of(policy, prompts):
         CompressedLayer(policy, LayerIdentity(layer_idx=at, depth=at, num_layers=count), Storage())
         for at in range(count)
     ]
-    reading = Reading(layers=layers)
+    prompt_state = PromptState(layers=layers)
     for layer, prompt in zip(layers, prompts, strict=True):
         layer.update(prompt.keys, prompt.values)
         at = layer.identity.depth
-        reading.end_prompt(layer, replace(prompt, depth=at, num_layers=count))
-    assert reading.shared is None
+        prompt_state.end_prompt(layer, replace(prompt, depth=at, num_layers=count))
+    assert prompt_state.shared is None
     pads = prompts[0].pad_tokens
     firsts = [0] * len(prompts[0].keys) if pads is None else pads.tolist()
     return [
@@ -268,7 +268,7 @@ def test_twice_the_budget_and_a_layer_are_held_at_most():
 
     class Watch(Hook):
         def on_attention(self, call, attended):
-            held.append(sum(layer.held_bytes for layer in cache.reading.layers))
+            held.append(sum(layer.held_bytes for layer in cache.prompt_state.layers))
 
     with hooked(Watch()):
         call(model, cache, ids)

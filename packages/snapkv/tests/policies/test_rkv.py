@@ -20,7 +20,7 @@ REPEATED = torch.tensor([[1.0, 0, 0, 0]] * 3 + [[0, 1, 0, 0], [0, 0, 1, 0], [0, 
 """The first three keys are the same; nothing is like the others."""
 
 
-def step_of(layer, fillers=None, **fields):
+def step_of(layer, padding_slots=None, **fields):
     """A step behind which the layer's states are all that is stored."""
     columns = torch.arange(layer.keys.shape[2]).expand(*layer.keys.shape[:2], -1)
     common = {
@@ -30,7 +30,7 @@ def step_of(layer, fillers=None, **fields):
         "layer_idx": 0,
         "columns": columns,
         "seen_tokens": columns.shape[2],
-        "filler_tokens": fillers,
+        "padding_slots": padding_slots,
     }
     return DecodeStep(**common | fields)
 
@@ -205,7 +205,7 @@ def test_what_stays_equals_the_definition(pads, stored_heads):
             kept = 16 if held > 18 else held
             best = [-slot for _, slot in sorted(scores, reverse=True)[: max(kept - 4, 0)]]
             expected = [*sorted(best), *range(26, 30)][-kept:]
-            found = eviction.keep_indices[row, head, int(eviction.filler_tokens[row]) :]
+            found = eviction.keep_indices[row, head, int(eviction.padding_slots[row]) :]
             assert found.tolist() == expected
 
 

@@ -117,7 +117,7 @@ def kept_sets(policy, layer, row=0):
     pads = 0 if layer.pad_tokens is None else int(layer.pad_tokens[row])
     if selection is None:
         return [list(range(layer.keys.shape[2] - pads))] * heads_of(policy)
-    filler = 0 if selection.filler_tokens is None else int(selection.filler_tokens[row])
+    filler = 0 if selection.padding_slots is None else int(selection.padding_slots[row])
     return [
         [slot - pads for slot in head[filler:]] for head in selection.keep_indices[row].tolist()
     ]
@@ -155,7 +155,7 @@ def test_a_selection_is_ascending_in_range_and_exactly_as_long_as_promised(
     if keep == prefix_tokens:
         assert selection is None
         return
-    assert selection.filler_tokens is None
+    assert selection.padding_slots is None
     assert selection.keep_indices.dtype == torch.int64
     assert selection.keep_indices.shape == (2, heads_of(policy), keep + window_size)
     for kept in selection.keep_indices.flatten(0, 1).tolist():
@@ -208,11 +208,11 @@ def test_a_left_padded_row_keeps_exactly_what_it_keeps_alone_behind_its_fillers(
     rows, layer = batch_for(policy, lengths, seed, extra)
     selection = policy.select(layer)
     for row, tokens in enumerate(lengths) if selection is not None else ():
-        fillers, pads = int(selection.filler_tokens[row]), int(layer.pad_tokens[row])
+        padding_slots, pads = int(selection.padding_slots[row]), int(layer.pad_tokens[row])
         real = kept_prefix(policy, tokens) + min(tokens, window_size)
-        assert fillers == selection.keep_indices.shape[-1] - real
+        assert padding_slots == selection.keep_indices.shape[-1] - real
         for kept in selection.keep_indices[row].tolist():
-            assert sum(slot < pads for slot in kept) == fillers
+            assert sum(slot < pads for slot in kept) == padding_slots
             named = [slot for slot in kept if slot >= 0]
             assert kept == [-1] * (len(kept) - len(named)) + sorted(set(named))
             # Only the window, which is kept as it stands, may name a pad.

@@ -123,7 +123,7 @@ def test_only_the_keys_of_the_sinks_are_turned(family):
         assert torch.equal(one.values, other.values)
         assert torch.equal(one.keys[:, :, START:], other.keys[:, :, START:])
         assert torch.equal(moved.kept_positions(index), still.kept_positions(index))
-        assert torch.equal(one.notes.sink_keys, other.keys[:, :, :START])
+        assert torch.equal(one.state.sink_keys, other.keys[:, :, :START])
         turned = not torch.equal(one.keys, other.keys)
         assert turned is (one.identity.rotation.apply is not None)
         norms = [layer.keys[:, :, :START].norm(dim=-1) for layer in (one, other)]
@@ -158,7 +158,7 @@ def test_rounding_does_not_add_up():
             model(token, past_key_values=cache)
     layer = cache.layers[2]
     by = torch.tensor([[120 - BUDGET]])
-    expected = layer.identity.rotation(layer.notes.sink_keys, by.expand(1, START)).bfloat16()
+    expected = layer.identity.rotation(layer.state.sink_keys, by.expand(1, START)).bfloat16()
     assert torch.equal(layer.keys[:, :, :START], expected)
 
 

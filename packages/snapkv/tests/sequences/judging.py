@@ -195,10 +195,10 @@ class Judge:
     def check(self, state: State) -> None:
         """What holds at any time."""
         cache = state.cache
-        seen = {layer.seen_tokens for layer in cache.reading.layers}
+        seen = {layer.seen_tokens for layer in cache.prompt_state.layers}
         if seen != {state.seen}:
             raise WrongError(f"layers: expected all to have seen {state.seen} tokens, got {seen}")
-        for layer in cache.reading.layers:
+        for layer in cache.prompt_state.layers:
             layer.check_integrity()
         report = cache.report()
         for layer, row in zip(cache.layers, report["layers"], strict=True):
@@ -400,7 +400,7 @@ def _require_bytes(kept: Tensor, layer: Any, row: dict[str, Any], options: dict[
     keys, values = layer.keys, layer.values
     size = keys.element_size() * (keys.shape[-1] + values.shape[-1])
     slots = kept.numel() if layer.store.kind == "dense" else int((kept >= 0).sum())
-    beside = 0 if layer.notes.sink_keys is None else layer.notes.sink_keys.nbytes
+    beside = 0 if layer.state.sink_keys is None else layer.state.sink_keys.nbytes
     states = [layer.beside.get(name, {}) for name in ("conv_states", "recurrent_states")]
     beside += sum(state.nbytes for each in states for state in each.values() if state is not None)
     if row["held_bytes"] != slots * size + beside:

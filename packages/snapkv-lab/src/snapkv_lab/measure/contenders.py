@@ -183,7 +183,7 @@ def _end_prompt(
         output_weight=output_weight(layer.identity.output_projection),
         token_cost=partial(layer.storage.token_cost, layer.store, layer.keys.shape[1]),
     )
-    cache.reading.end_prompt(layer, prompt)
+    cache.prompt_state.end_prompt(layer, prompt)
 
 
 def _random(model: PreTrainedModel, batch: int, tokens: int, kind: str) -> Any:

@@ -19,7 +19,7 @@ def cache_bytes(cache: Cache) -> int:
     sizes: dict[int, int] = {}
     for layer in cache.layers:
         ours = isinstance(layer, CompressedLayer)
-        parts = [layer.store, layer.slots, layer.notes] if ours else list(vars(layer).values())
+        parts = [layer.store, layer.slots, layer.state] if ours else list(vars(layer).values())
         for tensor in _tensors(parts):
             storage = tensor.untyped_storage()
             sizes[storage.data_ptr()] = storage.nbytes()

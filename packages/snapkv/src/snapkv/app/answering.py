@@ -140,7 +140,7 @@ def answer_ids(
 
 def _stored_of(cache: CompressedCache, tokens: int) -> float:
     """How many of the first tokens a one-row cache stores, mean over heads and layers."""
-    stored = [layer.stored_positions() for layer in cache.reading.layers]
+    stored = [layer.stored_positions() for layer in cache.prompt_state.layers]
     return fmean(float(((at >= 0) & (at < tokens)).sum(-1).double().mean()) for at in stored)
 
 

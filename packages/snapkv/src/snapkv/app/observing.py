@@ -128,14 +128,14 @@ class RecordedPrompt:
                 own.take_beside(other)
             else:
                 cache.layers[index] = copy.deepcopy(other)
-        for layer, shown in zip(cache.reading.layers, self._filling(cache), strict=True):
-            cache.reading.end_prompt(layer, shown)
+        for layer, shown in zip(cache.prompt_state.layers, self._filling(cache), strict=True):
+            cache.prompt_state.end_prompt(layer, shown)
         return cache
 
     def _filling(self, cache: CompressedCache) -> Iterator[PromptLayer]:
         """Fill one layer after the other, and show it as the cache's policy is to see it."""
         policy = cache.policy
-        for layer, states in zip(cache.reading.layers, self.layers, strict=True):
+        for layer, states in zip(cache.prompt_state.layers, self.layers, strict=True):
             layer.update(states.keys, states.values)
             if "token_ids" in policy.needs and states.token_ids is not None:
                 layer.remember_ids(states.token_ids)

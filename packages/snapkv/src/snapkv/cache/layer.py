@@ -11,12 +11,12 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from snapkv import ops
-from snapkv.cache.slots import DecodeNotes, SlotMap, require_removable
+from snapkv.cache.slots import LayerState, SlotMap, require_removable
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import EvictingPolicy, Eviction, Policy, PromptLayer, Selection
 from snapkv.policies.base import ALL_QUERIES
 from snapkv.policies.spans import Spans
-from snapkv.policies.states import LostVotes, fillers_left
+from snapkv.policies.states import LostVotes, padding_left
 from snapkv.storage.base import TokenStore
 from snapkv.storage.coded import CodedStore
 from snapkv.storage.dense import DenseStore
@@ -60,7 +60,7 @@ class CompressedLayer(DynamicLayer):
         storage: what `store` is made by, and what it becomes behind a prompt.
         store: keys and values of the stored tokens.
         slots: which token stands in which slot of the store.
-        notes: what else is known of the tokens.
+        state: what else is known of the tokens.
         offloaded: all tokens of the turns so far, off the device; None where dropped is dropped.
         turns: what becomes of a later prompt.
         protect: positions of the whole conversation that must stay; None for none.
@@ -72,7 +72,7 @@ class CompressedLayer(DynamicLayer):
         # Not transformers' own, which would assign keys and values.
         self.policy, self.identity, self.storage = policy, identity, storage
         self.store: TokenStore = storage.empty()
-        self.slots, self.notes, self._seen_tokens = SlotMap(), DecodeNotes(), 0
+        self.slots, self.state, self._seen_tokens = SlotMap(), LayerState(), 0
         self.offloaded: OffloadedTokens | None = None
         self.turns: Turns = "append"
         self.protect: Spans | None = None
@@ -129,12 +129,15 @@ class CompressedLayer(DynamicLayer):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(columns, offset): the stored slots stand for the last columns of the full mask."""
         if self.recall_due or (self.slots.kept is None and not self.store.is_static):
-            return self.columns + query_length, self.slots.gone
+            return self.columns + query_length, self.slots.removed_tokens
         columns = self.store.mask_columns(query_length)
-        return columns, self.slots.gone + self.slots.dropped + self.store.unmasked_slots
+        return (
+            columns,
+            self.slots.removed_tokens + self.slots.evicted_tokens + self.store.unmasked_slots,
+        )
 
     def reset(self) -> None:
-        self.store, self.slots, self.notes = self.storage.empty(), SlotMap(), type(self.notes)()
+        self.store, self.slots, self.state = self.storage.empty(), SlotMap(), type(self.state)()
         self._seen_tokens = 0
         if self.offloaded is not None:
             self.offloaded.clear()
@@ -145,13 +148,13 @@ class CompressedLayer(DynamicLayer):
             return
         before = self.store.slots
         self.store = self.store.select_rows(beam_idx)
-        self.slots, self.notes = self.slots.select_rows(beam_idx), self.notes.select_rows(beam_idx)
+        self.slots, self.state = self.slots.select_rows(beam_idx), self.state.select_rows(beam_idx)
         if self.offloaded is not None:
             self.offloaded.select_rows(beam_idx)
         unused = before - self.store.slots  # where the row of the longest head is gone
         if unused:
             self.slots = self.slots.without_first(unused)
-            self.notes = self.notes.without_first(unused)
+            self.state = self.state.without_first(unused)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens, a non-positive count, as transformers has it."""
@@ -165,14 +168,14 @@ class CompressedLayer(DynamicLayer):
         """Refuse to take back tokens that some head does not hold, and that cannot be recalled."""
         is_compressed = self.slots.kept is not None
         can_recall = self.offloaded is not None and count <= self.seen_tokens
-        erased = self._erased_among_last(min(count, self.seen_tokens))
-        if len(set(erased)) > 1:
+        removed = self._removed_among_last(min(count, self.seen_tokens))
+        if len(set(removed)) > 1:
             raise InvalidArgumentError(
                 f"tokens_to_remove: expected tokens of which each row has dropped as many, got "
-                f"{count}, of which the rows have dropped {', '.join(map(str, erased))}; take back "
-                "fewer, or give each conversation a cache of its own"
+                f"{count}, of which the rows have dropped {', '.join(map(str, removed))}; take "
+                "back fewer, or give each conversation a cache of its own"
             )
-        count -= erased[0]
+        count -= removed[0]
         if not count or (is_compressed and can_recall):
             return
         if is_compressed and not self.is_croppable:
@@ -189,7 +192,7 @@ class CompressedLayer(DynamicLayer):
 
         Where nothing was dropped, what would be left must be as it came: codes are not.
         """
-        count -= self._erased_among_last(count)[0]
+        count -= self._removed_among_last(count)[0]
         if not count or self.offloaded is None:
             return False
         if self.slots.kept is None:
@@ -200,20 +203,20 @@ class CompressedLayer(DynamicLayer):
         """Forget the last tokens, which are whole: rejected ones, or those of a refused pass."""
         if not count:
             return
-        slots = self.slots.forgetting(count, self.store)
-        count -= self._erased_among_last(count)[0]
+        slots = self.slots.truncated(count, self.store)
+        count -= self._removed_among_last(count)[0]
         left = self.store.slots - count
         self.store = self.store.crop(count) if count else self.store
-        self.slots, self.notes = slots.cropped(count, left), self.notes.cropped(count, left)
+        self.slots, self.state = slots.cropped(count, left), self.state.cropped(count, left)
         self._seen_tokens = self._counted_tokens
         if self.offloaded is not None:
             self.offloaded.crop(self.columns)
 
-    def _erased_among_last(self, count: int) -> list[int]:
+    def _removed_among_last(self, count: int) -> list[int]:
         """How many of the last tokens seen each row was told to drop."""
-        if self.slots.erased is None:
+        if self.slots.removed_spans is None:
             return [0]
-        return self.slots.erased_among_last(count, self.store)
+        return self.slots.removed_among_last(count, self.store)
 
     def __copy__(self) -> Self:
         """A layer that goes on by itself; no tensor is copied but those that are written over."""
@@ -246,7 +249,7 @@ class CompressedLayer(DynamicLayer):
         assert self.seen_tokens == self._counted_tokens, "tokens seen"
         assert slots.chosen_slots <= store.slots, "slots of what was chosen"
         assert slots.chosen_at <= self.seen_tokens, "tokens seen at the last choice"
-        assert 0 <= slots.gone <= self.seen_tokens, "tokens that are no columns"
+        assert 0 <= slots.removed_tokens <= self.seen_tokens, "tokens that are no columns"
 
     @property
     def columns(self) -> int:
@@ -261,7 +264,7 @@ class CompressedLayer(DynamicLayer):
     @property
     def index_bytes(self) -> int:
         """Bytes of what is held beside the keys and values, measured on the tensors."""
-        noted = self.slots.nbytes + self.notes.nbytes - self._sink_bytes
+        noted = self.slots.nbytes + self.state.nbytes - self._sink_bytes
         return noted + self.store.index_bytes
 
     @property
@@ -271,7 +274,7 @@ class CompressedLayer(DynamicLayer):
 
     @property
     def _sink_bytes(self) -> int:
-        return 0 if self.notes.sink_keys is None else self.notes.sink_keys.nbytes
+        return 0 if self.state.sink_keys is None else self.state.sink_keys.nbytes
 
     @property
     def reads_over_kept(self) -> bool:
@@ -306,7 +309,7 @@ class CompressedLayer(DynamicLayer):
 
     def forget_queries(self) -> None:
         """A turn has ended, in which no later one begins."""
-        if not self.history_tokens and self.notes.last_queries is not None:
+        if not self.history_tokens and self.state.last_queries is not None:
             self._note(last_queries=None)
 
     def look_back(self, queries: Tensor, ahead_tokens: int = 0) -> Tensor:
@@ -320,7 +323,7 @@ class CompressedLayer(DynamicLayer):
             queries = self._behind_remembered(queries)
             self.forget_queries()
             return queries
-        if (held := self.notes.last_queries) is not None:  # no more of it than stays
+        if (held := self.state.last_queries) is not None:  # no more of it than stays
             self._note(last_queries=last_tokens(held, history + ahead_tokens - queries.shape[-2]))
         queries = last_tokens(self._behind_remembered(queries), history + ahead_tokens)
         self._note(last_queries=queries)
@@ -329,27 +332,27 @@ class CompressedLayer(DynamicLayer):
     @property
     def last_queries(self) -> Tensor | None:
         """(B, Hq, N, D): those that vote with the next turn, where any are held."""
-        held = self.notes.last_queries
+        held = self.state.last_queries
         return held if held is None else last_tokens(held, self.history_tokens)
 
     def move_queries(self, move: Callable[[Tensor], Tensor]) -> None:
         """Put the last ones into another order; those of static storage did not pass by."""
-        if self.notes.last_queries is not None and not self.store.is_static:
-            self._note(last_queries=move(self.notes.last_queries))
+        if self.state.last_queries is not None and not self.store.is_static:
+            self._note(last_queries=move(self.state.last_queries))
 
     def _behind_remembered(self, queries: Tensor) -> Tensor:
-        held = self.notes.last_queries
+        held = self.state.last_queries
         return queries if held is None else torch.cat([held, queries.detach()], dim=-2)
 
-    def _note(self, **notes: Any) -> None:
-        self.notes = replace(self.notes, **notes)
+    def _note(self, **known: Any) -> None:
+        self.state = replace(self.state, **known)
 
     # What else the attention seam asks of a layer.
 
     def remember_ids(self, token_ids: Tensor) -> None:
         """Take the new tokens' ids, behind those of its turn, or instead of the last step's."""
-        known = self.notes.token_ids
-        if self.notes.last_queries is not None and known is not None:
+        known = self.state.token_ids
+        if self.state.last_queries is not None and known is not None:
             token_ids = torch.cat([known, token_ids], dim=1)
         self._note(token_ids=token_ids)
 
@@ -368,12 +371,12 @@ class CompressedLayer(DynamicLayer):
     # What becomes of its tokens.
 
     def restore(
-        self, kind: str, state: dict[str, Any], slots: SlotMap, notes: DecodeNotes | None = None
+        self, kind: str, stored: dict[str, Any], slots: SlotMap, state: LayerState | None = None
     ) -> None:
-        """Hold what a file or a document holds: a store of that kind, by its `state`."""
-        self.store = self.storage.restored(kind, state, slots.empty)
-        self.slots = slots if self.store.ragged is None else slots.without_fillers()
-        self.notes = self.notes if notes is None else notes
+        """Hold what a file or a document holds: a store of that kind, by its `state()`."""
+        self.store = self.storage.restored(kind, stored, slots.empty)
+        self.slots = slots if self.store.ragged is None else slots.without_padding()
+        self.state = self.state if state is None else state
         self._seen_tokens = self._counted_tokens
 
     def restore_chosen(
@@ -393,11 +396,13 @@ class CompressedLayer(DynamicLayer):
         self.restore(kind, state, SlotMap().chosen(places, tokens, chosen_at=tokens))
 
     def note_columns(
-        self, columns: Tensor, tokens: int, pads: Tensor | None, fillers: Tensor | None
+        self, columns: Tensor, tokens: int, pads: Tensor | None, padding_slots: Tensor | None
     ) -> None:
         """Of a prompt of so many tokens, those at (B, 1, K) columns have reached the layer."""
         columns = columns.expand(-1, self.keys.shape[1], -1)
-        self.slots = self.slots.chosen(columns, tokens, is_partial=True, pads=pads, fillers=fillers)
+        self.slots = self.slots.chosen(
+            columns, tokens, is_partial=True, pads=pads, padding_slots=padding_slots
+        )
         self._seen_tokens = self._counted_tokens
 
     def _keep_slots(
@@ -441,7 +446,7 @@ class CompressedLayer(DynamicLayer):
             self.keep(selection, at)
         self.finalize(prompt.keys.shape[2] if self.slots.kept is None else self.slots.chosen_slots)
         if lost is not None:
-            self.notes = replace(self.notes, lost_mass=lost.mass, lost_peak=lost.peak)
+            self.state = replace(self.state, lost_mass=lost.mass, lost_peak=lost.peak)
 
     def note_end(self, prompt: PromptLayer, at: int) -> None:
         """Note that the prompt has been read, which ended after so many columns."""
@@ -450,7 +455,9 @@ class CompressedLayer(DynamicLayer):
             queries = prompt.queries[:, :, -history:].clone()
         self._note(last_queries=queries, lost_mass=None, lost_peak=None)
         pads = prompt.pad_tokens if slots.is_whole else slots.pads
-        self.slots = replace(slots, pads=pads, is_partial=False, chosen_at=slots.gone + at)
+        self.slots = replace(
+            slots, pads=pads, is_partial=False, chosen_at=slots.removed_tokens + at
+        )
 
     def finalize(self, kept_tokens: int) -> None:
         """Store the first slots as it is done behind a prompt; what that would change is offloaded.
@@ -460,7 +467,7 @@ class CompressedLayer(DynamicLayer):
         whole, empty = self.store, self.slots.empty
         self.store = self.storage.finalize(whole, kept_tokens, empty)
         if self.store.ragged is not None:
-            self.slots = self.slots.without_fillers()
+            self.slots = self.slots.without_padding()
         if self.slots.kept is None and not self.store.is_exact:
             self._offload(whole, kept_tokens)
 
@@ -468,9 +475,9 @@ class CompressedLayer(DynamicLayer):
         """Keep the selected slots of a prompt that ended after so many columns."""
         tokens, kept = selection.prompt_tokens, selection.keep_indices
         self._offload(self.store, tokens)
-        ragged, fillers = selection.head_tokens is not None, selection.filler_tokens
-        self._keep_slots(kept, tokens, at=at, ragged=ragged, fillers=fillers)
-        ids, scores = self.notes.token_ids, self.notes.slot_scores
+        ragged, padding_slots = selection.head_tokens is not None, selection.padding_slots
+        self._keep_slots(kept, tokens, at=at, ragged=ragged, padding_slots=padding_slots)
+        ids, scores = self.state.token_ids, self.state.slot_scores
         if selection.scores is not None:
             scores = _of_slots(selection.scores, kept, self.keys.shape[1])
         ids = None if ids is None else ids[:, tokens:]
@@ -485,12 +492,12 @@ class CompressedLayer(DynamicLayer):
             return
         slots, kept = self.store.slots, eviction.keep_indices.expand(-1, heads, -1)
         self._note(slot_scores=None if scores is None else _of_slots(scores, kept, heads))
-        ragged, fillers = eviction.per_head_budget, eviction.filler_tokens
+        ragged, padding_slots = eviction.per_head_budget, eviction.padding_slots
         if ragged or self.store.ragged is not None:  # whose heads hold none
-            fillers = None
-        elif fillers is None:
-            fillers = fillers_left(slots, kept.shape[-1], self.slots.fillers)
-        self._keep_slots(kept, slots, ragged=ragged, fillers=fillers)
+            padding_slots = None
+        elif padding_slots is None:
+            padding_slots = padding_left(slots, kept.shape[-1], self.slots.padding_slots)
+        self._keep_slots(kept, slots, ragged=ragged, padding_slots=padding_slots)
         self._move_sinks(eviction.sink_tokens)
 
     def absorb_tail(self) -> None:
@@ -499,13 +506,13 @@ class CompressedLayer(DynamicLayer):
         if self.store.ragged is None or not tail:
             return
         columns, end = self.slots.columns(self.store), self.columns
-        self._note(slot_scores=self.notes.scores_with(tail))
+        self._note(slot_scores=self.state.scores_with(tail))
         self.store.absorb_tail()
         self.slots = self.slots.chosen(columns, end)
 
     def _move_sinks(self, sink_tokens: int) -> None:
         """Number the first tokens by their place in the cache."""
-        if not sink_tokens or not self.slots.dropped:
+        if not sink_tokens or not self.slots.evicted_tokens:
             return
         if self.store.ragged is not None:
             raise InvalidArgumentError(
@@ -513,8 +520,8 @@ class CompressedLayer(DynamicLayer):
                 f"{sink_tokens} of {self.policy.name}; leave the sinks at their own positions"
             )
         assert self.identity.rotation is not None
-        gap, notes = self.slots.dropped_tokens(self.store), self.notes
-        before = (notes.sink_keys, notes.sinks_moved)
+        gap, state = self.slots.evicted_by_row(self.store), self.state
+        before = (state.sink_keys, state.sinks_moved)
         keys, moved = self.store.move_sinks(sink_tokens, gap, self.identity.rotation, before)
         self._note(sink_keys=keys, sinks_moved=moved)
 
@@ -523,7 +530,7 @@ class CompressedLayer(DynamicLayer):
         if isinstance(self.store, CodedStore):
             self.store, empty = self.store.dense()
             if self.slots.kept is not None and bool(empty.any()):
-                self.slots = replace(self.slots, fillers=empty)
+                self.slots = replace(self.slots, padding_slots=empty)
 
     def encode(self, tokens: int) -> None:
         """Hold the first tokens as codes again, where the end of a turn has dropped nothing."""
@@ -542,7 +549,7 @@ class CompressedLayer(DynamicLayer):
         if self.offloaded is not None and self.offloaded.tokens:
             self._offload_tail()
             self.offloaded.only(left & (positions[:, 0] >= 0))
-        if (held := self.notes.last_queries) is not None:
+        if (held := self.state.last_queries) is not None:
             self._note(last_queries=_queries_left(held, left, positions[:, 0]))
         self.slots = slots.without(spans, store, stays)
         self._hold_only(stays)
@@ -558,10 +565,12 @@ class CompressedLayer(DynamicLayer):
         self.store.finalize_step()
         if self.slots.kept is None:
             return
-        fillers = None  # of which ragged heads hold none
+        padding_slots = None  # of which ragged heads hold none
         if self.store.ragged is None:
-            fillers = self.store.slots - stays[:, 0].sum(dim=-1)
-        self.slots = self.slots.chosen(self.slots.kept, self.slots.start, fillers=fillers)
+            padding_slots = self.store.slots - stays[:, 0].sum(dim=-1)
+        self.slots = self.slots.chosen(
+            self.slots.kept, self.slots.start, padding_slots=padding_slots
+        )
 
     def _offload_tail(self) -> None:
         """Put all that was seen off the device, for less to take its place."""
@@ -617,7 +626,7 @@ class CompressedLayer(DynamicLayer):
             return
         tail = self.store.last(self.columns - self.offloaded.tokens)
         # Of static storage the last queries did not pass by.
-        queries = None if self.store.is_static else self.notes.last_queries
+        queries = None if self.store.is_static else self.state.last_queries
         self._note(last_queries=queries)
         keys, values = self.offloaded.with_tail(*tail)
         self.store = self.storage.empty().fill(keys, values, self.store.num_kv_heads)

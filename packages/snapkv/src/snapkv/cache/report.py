@@ -60,7 +60,7 @@ class CacheReport(dict[str, Any]):
         return cls(
             policy=policy,
             seen_tokens=compressed[0].seen_tokens,
-            dropped_tokens=_whole_number(compressed[0].slots.mean_erased),
+            dropped_tokens=_whole_number(compressed[0].slots.mean_removed),
             chosen_at=compressed[0].slots.chosen_at,
             kept_tokens=_whole_number(mean),
             later_tokens=_later_tokens(compressed[0]),
@@ -193,7 +193,7 @@ def _bits(layers: Sequence[CompressedLayer]) -> dict[str, int]:
 
 def _lost(layer: CompressedLayer, note: str) -> float | None:
     """The mean of one of its notes of lost votes; 0 where nothing was dropped."""
-    noted = getattr(layer.notes, note)
+    noted = getattr(layer.state, note)
     if noted is None:
         return 0.0 if layer.slots.is_whole else None
     return round(float(noted.mean()), 6)

@@ -22,7 +22,7 @@ from snapkv.policies.states import LEAST_VOTES
 
 
 class SharedBudget:
-    """What the layers of one prompt hold while it is read; `once` as in `Reading.end_prompt`."""
+    """What a prompt's layers hold while it is read; `once` as in `PromptState.end_prompt`."""
 
     def __init__(self, policy: AcrossLayers, first: PromptLayer, *, once: bool) -> None:
         self._policy, self._once = policy, once
@@ -127,4 +127,4 @@ class _Part:
         layer.finalize(prompt_tokens if layer.slots.kept is None else layer.slots.chosen_slots)
         if self.votes is not None and layer.slots.is_compressed:
             mass = self.lost / self.all_votes.clamp(min=LEAST_VOTES)
-            layer.notes = replace(layer.notes, lost_mass=mass, lost_peak=self.peak)
+            layer.state = replace(layer.state, lost_mass=mass, lost_peak=self.peak)

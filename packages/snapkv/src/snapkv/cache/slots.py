@@ -8,7 +8,7 @@ here, and nowhere else.
 import functools
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self, SupportsIndex
 
 import torch
@@ -33,23 +33,23 @@ class SlotMap(RowRecord):
         kept: (B, H, K) int32, columns of the first K slots, -1 where they hold none; None while
             nothing was dropped.
         pads: (B,) int64, leading columns of each row that are no tokens, or None.
-        fillers: (B,) int64, leading slots that hold no token, or None.
+        padding_slots: (B,) int64, leading slots that hold no token, or None.
         chosen_at: tokens seen when the layer last chose; 0 before the first prompt has ended.
         is_partial: whether the prompt is still coming in and the layer holds a part of it only.
-        erased: (B, N, 2) int64, half-open spans of positions that each row was told to drop, and
-            that are no columns any more, ascending, empty ones first; None where there are none.
-        gone: tokens that were seen and are no columns: the fewest that a row is without. A row that
-            is without more has pads for them.
+        removed_spans: (B, N, 2) int64, half-open spans of positions that each row was told to drop,
+            which are no columns any more, ascending, empty ones first; None where there are none.
+        removed_tokens: tokens that were seen and are no columns: the fewest that a row is without.
+            A row that is without more has pads for them.
     """
 
     start: int = 0
     kept: Tensor | None = per_row(slot_axis=2)
     pads: Tensor | None = per_row()
-    fillers: Tensor | None = per_row()
+    padding_slots: Tensor | None = per_row(saved_as="fillers")
     chosen_at: int = 0
     is_partial: bool = False
-    erased: Tensor | None = per_row()
-    gone: int = 0
+    removed_spans: Tensor | None = per_row(saved_as="erased")
+    removed_tokens: int = field(default=0, metadata={"saved_as": "gone"})
 
     @classmethod
     def restored(cls, state: Mapping[str, Any]) -> Self:
@@ -61,7 +61,7 @@ class SlotMap(RowRecord):
         return 0 if self.kept is None else self.kept.shape[-1]
 
     @property
-    def dropped(self) -> int:
+    def evicted_tokens(self) -> int:
         """Columns that no slot holds, where all heads and rows hold as many."""
         return self.start - self.chosen_slots
 
@@ -80,19 +80,19 @@ class SlotMap(RowRecord):
 
     def seen(self, slots: int) -> int:
         """Tokens seen, whatever became of them."""
-        return self.gone + self.columns_by(slots)
+        return self.removed_tokens + self.columns_by(slots)
 
     @functools.cached_property
     def needs_own_mask(self) -> bool:
         """Whether the padding mask, shifted to the stored slots, hides too few of them.
 
-        Where every row keeps the same budget, exactly its fillers fall on pads. Rows with budgets
-        of their own, or that evict at times of their own, can hold more fillers than that.
+        Where every row keeps the same budget, exactly its padding slots are pads. Rows with budgets
+        of their own, or that evict at times of their own, can hold more than that.
         """
-        if self.fillers is None or self.kept is None:
+        if self.padding_slots is None or self.kept is None:
             return False
-        pads = torch.zeros_like(self.fillers) if self.pads is None else self.pads
-        return bool((self.fillers != (pads - self.dropped).clamp(min=0)).any())
+        pads = torch.zeros_like(self.padding_slots) if self.pads is None else self.pads
+        return bool((self.padding_slots != (pads - self.evicted_tokens).clamp(min=0)).any())
 
     @functools.cached_property
     def hides_slots(self) -> bool:
@@ -103,7 +103,7 @@ class SlotMap(RowRecord):
     @property
     def empty(self) -> Tensor | None:
         """(B,) leading slots that hold no token."""
-        return self.pads if self.kept is None else self.fillers
+        return self.pads if self.kept is None else self.padding_slots
 
     # Where the tokens of a store are.
 
@@ -135,30 +135,34 @@ class SlotMap(RowRecord):
         """The positions of (B, H, S) columns; -1 for a pad."""
         ranks = columns if self.pads is None else columns - self.pads[:, None, None]
         ranks = ranks.clamp(min=-1)
-        if self.erased is None:
+        if self.removed_spans is None:
             return ranks
-        lengths = self.erased[..., 1] - self.erased[..., 0]
+        lengths = self.removed_spans[..., 1] - self.removed_spans[..., 0]
         sums = lengths.cumsum(-1)
-        behind = self.erased[..., 0] - (sums - lengths)  # the rank of the token after each span
+        behind = self.removed_spans[..., 0] - (
+            sums - lengths
+        )  # the rank of the token after each span
         return ranks + _sum_up_to(ranks, behind, sums)
 
     def visible(self, store: TokenStore, slots: int) -> Tensor:
-        """(B, slots) bool: which of the first slots hold a token and no filler."""
+        """(B, slots) bool: which of the first slots hold a token and no padding."""
         return _from(self.empty, slots, store)
 
     def visible_columns(self, store: TokenStore, columns: int) -> Tensor:
         """(B, columns) bool: which of the first columns, seen or to come, are no pads."""
-        if not self.gone:
+        if not self.removed_tokens:
             return _from(self.pads, columns, store)
         none = torch.zeros(store.keys.shape[0], dtype=torch.int64, device=store.keys.device)
-        return _from(self.gone + (none if self.pads is None else self.pads), columns, store)
+        return _from(
+            self.removed_tokens + (none if self.pads is None else self.pads), columns, store
+        )
 
     def whole_rows(self, store: TokenStore) -> Tensor:
         """(B,) bool: which rows of a compressed layer hold all that was seen.
 
         None of them where rows and heads hold as many tokens each.
         """
-        if self.pads is None and self.fillers is None and not store.unmasked_slots:
+        if self.pads is None and self.padding_slots is None and not store.unmasked_slots:
             return torch.zeros(len(store.keys), dtype=torch.bool)
         held = (self.positions(store) >= 0).sum(dim=-1).amin(dim=-1)
         pads = 0 if self.pads is None else self.pads
@@ -183,12 +187,12 @@ class SlotMap(RowRecord):
                 "shorter prompt again"
             )
 
-    def dropped_tokens(self, store: TokenStore) -> Tensor:
+    def evicted_by_row(self, store: TokenStore) -> Tensor:
         """(B,) int64: tokens of each row that have been seen and are not stored; pads are none."""
-        dropped = torch.full((store.keys.shape[0],), self.dropped, device=store.keys.device)
+        dropped = torch.full((store.keys.shape[0],), self.evicted_tokens, device=store.keys.device)
         if self.pads is not None:
             dropped = dropped - self.pads
-        return dropped if self.fillers is None else dropped + self.fillers
+        return dropped if self.padding_slots is None else dropped + self.padding_slots
 
     # What becomes of it.
 
@@ -199,15 +203,15 @@ class SlotMap(RowRecord):
         return made
 
     def whole(self) -> Self:
-        return replace(self, kept=None, start=0, fillers=None)
+        return replace(self, kept=None, start=0, padding_slots=None)
 
-    def without_fillers(self) -> Self:
+    def without_padding(self) -> Self:
         """For heads of different length, which hold none."""
-        if self.fillers is None or self.kept is None:
-            return replace(self, fillers=None)
+        if self.padding_slots is None or self.kept is None:
+            return replace(self, padding_slots=None)
         slots = torch.arange(self.chosen_slots, device=self.kept.device)
-        is_filler = slots < self.fillers[:, None, None]
-        return replace(self, kept=self.kept.masked_fill(is_filler, -1), fillers=None)
+        is_padding = slots < self.padding_slots[:, None, None]
+        return replace(self, kept=self.kept.masked_fill(is_padding, -1), padding_slots=None)
 
     def cropped(self, tokens: int, slots: int) -> Self:
         """Without the last tokens; so many slots are left."""
@@ -228,77 +232,84 @@ class SlotMap(RowRecord):
         own = torch.full((store.keys.shape[0],), self.seen(store.slots))
         if self.pads is not None:
             own = own - self.pads.cpu()
-        if self.erased is not None:
-            lengths = (self.erased[..., 1] - self.erased[..., 0]).sum(dim=-1)
-            own = own + (lengths - self.gone).cpu()
+        if self.removed_spans is not None:
+            lengths = (self.removed_spans[..., 1] - self.removed_spans[..., 0]).sum(dim=-1)
+            own = own + (lengths - self.removed_tokens).cpu()
         return [int(tokens) for tokens in own]
 
     @property
-    def mean_erased(self) -> float:
+    def mean_removed(self) -> float:
         """Tokens that a row was told to drop, on average."""
-        if self.erased is None:
+        if self.removed_spans is None:
             return 0
-        return float((self.erased[..., 1] - self.erased[..., 0]).sum(dim=-1).float().mean())
+        return float(
+            (self.removed_spans[..., 1] - self.removed_spans[..., 0]).sum(dim=-1).float().mean()
+        )
 
-    def erased_spans(self, rows: int) -> list[Spans]:
+    def removed_spans_of(self, rows: int) -> list[Spans]:
         """What each of the rows was told to drop."""
-        if self.erased is None:
+        if self.removed_spans is None:
             return [Spans(())] * rows
         return [
             Spans(tuple((start, stop) for start, stop in row if start < stop))
-            for row in self.erased.tolist()
+            for row in self.removed_spans.tolist()
         ]
 
     def without(self, spans: Sequence[Spans], store: TokenStore, stays: Tensor) -> Self:
         """The map when each row's spans are no columns any more: (B, H, S) bool slots stay."""
         rows, device = len(spans), store.keys.device
-        erased = [
-            before.union(more) for before, more in zip(self.erased_spans(rows), spans, strict=True)
+        removed_spans = [
+            before.union(more)
+            for before, more in zip(self.removed_spans_of(rows), spans, strict=True)
         ]
         tokens = self.row_tokens(store)
-        left = torch.tensor([own - each.tokens for own, each in zip(tokens, erased, strict=True)])
+        left = torch.tensor(
+            [own - each.tokens for own, each in zip(tokens, removed_spans, strict=True)]
+        )
         columns = int(left.max())
         pads = (columns - left).to(device)
         moved = replace(
             self,
-            erased=_padded(erased).to(device),
-            gone=self.seen(store.slots) - columns,
+            removed_spans=_padded(removed_spans).to(device),
+            removed_tokens=self.seen(store.slots) - columns,
             pads=pads if bool(pads.any()) else None,
         )
         if self.kept is None:
             return moved
         positions, slots = self.positions(store), ops.kept_indices(stays)
-        starts, stops = moved.erased.unbind(dim=-1)  # type: ignore[union-attr] # just made
+        starts, stops = moved.removed_spans.unbind(dim=-1)  # type: ignore[union-attr] # just made
         ranks = positions - _sum_up_to(positions, starts, (stops - starts).cumsum(-1))
         places = (ranks + pads[:, None, None]).gather(2, slots.clamp(min=0))
         return moved.chosen(places.masked_fill(slots < 0, -1), columns)
 
-    def erased_among_last(self, tokens: int, store: TokenStore) -> list[int]:
+    def removed_among_last(self, tokens: int, store: TokenStore) -> list[int]:
         """B numbers: how many of a row's last tokens it was told to drop."""
         own = self.row_tokens(store)
-        erased = self.erased_spans(len(own))
+        removed_spans = self.removed_spans_of(len(own))
         return [
             each.tokens - each.among_first(max(0, seen - tokens))
-            for seen, each in zip(own, erased, strict=True)
+            for seen, each in zip(own, removed_spans, strict=True)
         ]
 
-    def forgetting(self, tokens: int, store: TokenStore) -> Self:
+    def truncated(self, tokens: int, store: TokenStore) -> Self:
         """Without what was dropped of the last tokens, as many in every row."""
-        if self.erased is None:
+        if self.removed_spans is None:
             return self
-        own, count = self.row_tokens(store), self.erased_among_last(tokens, store)[0]
-        last = torch.tensor(own, device=self.erased.device)[:, None, None] - tokens
-        erased = self.erased.minimum(last.clamp(min=0))
-        is_empty = erased[..., 0] >= erased[..., 1]
-        erased = erased.masked_fill(is_empty[..., None], 0)
-        order = erased[..., 0].argsort(dim=-1, stable=True)  # empty ones are first again
-        erased = erased.gather(1, order[..., None].expand_as(erased))
-        return replace(self, erased=erased, gone=self.gone - count)
+        own, count = self.row_tokens(store), self.removed_among_last(tokens, store)[0]
+        last = torch.tensor(own, device=self.removed_spans.device)[:, None, None] - tokens
+        removed_spans = self.removed_spans.minimum(last.clamp(min=0))
+        is_empty = removed_spans[..., 0] >= removed_spans[..., 1]
+        removed_spans = removed_spans.masked_fill(is_empty[..., None], 0)
+        order = removed_spans[..., 0].argsort(dim=-1, stable=True)  # empty ones are first again
+        removed_spans = removed_spans.gather(1, order[..., None].expand_as(removed_spans))
+        return replace(
+            self, removed_spans=removed_spans, removed_tokens=self.removed_tokens - count
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeNotes(RowRecord):
-    """Notes of one layer; a field that is added here follows rows, crops, bytes and files.
+class LayerState(RowRecord):
+    """What else is known of a layer's tokens; a field added here follows rows, crops and files.
 
     Attributes:
         slot_scores: (B, H, S) float32, what an evicting policy has noted of every slot.

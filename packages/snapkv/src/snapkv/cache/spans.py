@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from snapkv.cache.layer import CompressedLayer
-from snapkv.cache.reading import Reading
+from snapkv.cache.prompt_state import PromptState
 from snapkv.errors import InvalidArgumentError
 from snapkv.ops import ScoreOptions
 from snapkv.policies import PromptLayer
@@ -50,15 +50,15 @@ def _is_list_of_spans(each: Any) -> bool:
     return isinstance(each, list | tuple) and (not each or isinstance(each[0], list | tuple))
 
 
-def require_between_turns(reading: Reading) -> None:
+def require_between_turns(prompt_state: PromptState) -> None:
     """Refuse spans of a text that is still coming in."""
-    slots = reading.layers[0].slots
-    begun = reading.is_announced and reading.seen_tokens != reading.turn_start
-    if begun or reading.prompt_end is None or slots.is_partial or not slots.chosen_at:
+    slots = prompt_state.layers[0].slots
+    begun = prompt_state.is_announced and prompt_state.seen_tokens != prompt_state.turn_start
+    if begun or prompt_state.prompt_end is None or slots.is_partial or not slots.chosen_at:
         raise InvalidArgumentError(
             f"spans: expected a prompt that was read to its end for drop, got "
-            f"{reading.seen_tokens:,} tokens of one; drop after it, or leave the span out of the "
-            "prompt"
+            f"{prompt_state.seen_tokens:,} tokens of one; drop after it, or leave the span out of "
+            "the prompt"
         )
 
 
@@ -67,7 +67,7 @@ def require_droppable(layers: Sequence[CompressedLayer], rows: Sequence[Spans]) 
     first = layers[0]
     _require_unprotected(first.protect, rows)
     for row, (own, seen) in enumerate(zip(rows, first.slots.row_tokens(first.store), strict=True)):
-        gone = own.union(first.slots.erased_spans(len(rows))[row])
+        gone = own.union(first.slots.removed_spans_of(len(rows))[row])
         if gone.tokens >= seen:
             raise InvalidArgumentError(
                 f"spans: expected to leave a token of row {row}, got all its {seen:,}; call "

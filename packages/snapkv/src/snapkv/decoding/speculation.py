@@ -68,7 +68,9 @@ class Request:
     def read_prompt(self, most_drafts: int) -> Tensor:
         """Read what the cache has not seen of the prompt; (V,) logits after its last token."""
         prompt_tokens = self.ids.shape[1]
-        self.cache.reading.require_room(prompt_tokens, self.limit - prompt_tokens + most_drafts)
+        self.cache.prompt_state.require_room(
+            prompt_tokens, self.limit - prompt_tokens + most_drafts
+        )
         seen = self.cache.get_seq_length()
         if seen >= self.ids.shape[1]:
             raise CacheMismatchError(

@@ -18,7 +18,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from snapkv.cache.layer import CompressedLayer
-from snapkv.cache.reading import PaddingTracker, Reading
+from snapkv.cache.prompt_state import PaddingTracker, PromptState
 from snapkv.errors import CacheMismatchError, UnsupportedModelError
 from snapkv.hf import forward_context
 from snapkv.hf.attend import Attended, AttentionCall, attend_stored, fitting
@@ -137,7 +137,7 @@ def attend(call: AttentionCall) -> Attended:
         _require_taken(call)
         shared = forward_context.take_shared(call.key)
         return call.attend() if shared is None else _attend_shared(call, shared)
-    with context.reading.attending():
+    with context.prompt_state.attending():
         forward_context.share(context, call.key)
         return _PHASES[context.phase](call, context)
 
@@ -155,7 +155,7 @@ def _read_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
     if type(hook) is not forward_context.Hook:
         hook.on_prompt(replace(_prompt_layer(call, layer, None), queries=call.query))
     layer.store.finalize_step()
-    if not context.reading.is_piecewise:
+    if not context.prompt_state.is_piecewise:
         layer.set_aside()
     return attended
 
@@ -167,11 +167,11 @@ def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
     own, slots = call.query.shape[2], call.key.shape[2]
     pads = leading_pads(call.mask, own - 1, slots, layer.policy.query_tokens)
     prompt = context.check.later(_prompt_layer(call, layer, pads))
-    if context.reading.narrowing is not None:
-        context.reading.narrowing.on_prompt(replace(prompt, queries=call.query))
+    if context.prompt_state.narrowing is not None:
+        context.prompt_state.narrowing.on_prompt(replace(prompt, queries=call.query))
     attended = _attend_prompt(call, layer)
     _check_votes(call, context, prompt, attended[0][:, -1])
-    context.reading.end_prompt(layer, prompt)
+    context.prompt_state.end_prompt(layer, prompt)
     context.check.require_numbers(prompt)
     return attended
 
@@ -193,7 +193,7 @@ def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
     """A later prompt ends in this pass: read it over what is stored, then let it vote on that."""
     layer = context.layer
     attended = attend_stored(call, layer)
-    prompt = context.check.later(_prompt_layer(call, layer, layer.slots.fillers))
+    prompt = context.check.later(_prompt_layer(call, layer, layer.slots.padding_slots))
     selection = layer.choose(prompt)
     context.check.require_numbers(prompt)
     if selection is not None:
@@ -208,7 +208,7 @@ def _decode(call: AttentionCall, context: ForwardContext) -> Attended:
     """Tokens behind the prompt attend to what is stored, and may make a method evict."""
     layer = context.layer
     attended = attend_stored(call, layer)
-    drafts = call.query.shape[2] if context.reading.verifies_drafts else 0
+    drafts = call.query.shape[2] if context.prompt_state.verifies_drafts else 0
     _evict(call, layer, call.query.shape[2])
     _follow(call, layer, drafts)
     layer.store.finalize_step(drafts)
@@ -236,7 +236,7 @@ def _attend_shared(call: AttentionCall, shared: Shared) -> Attended:
 def _attend_in_place(call: AttentionCall, shared: Shared) -> Attended:
     """Attend to heads in the buffers of static storage, and to the tail after them."""
     if call.implementation == "eager" and _asks_for_weights(call):
-        with shared.reading.attending():
+        with shared.prompt_state.attending():
             raise _without_weights()
     return attend_stored(call, shared.layer)
 
@@ -262,11 +262,11 @@ def _evict(call: AttentionCall, layer: CompressedLayer, new_tokens: int) -> None
     if not isinstance(policy, EvictingPolicy):
         return
     layer.absorb_tail()
-    store, slots, notes = layer.store, layer.slots, layer.notes
+    store, slots, state = layer.store, layer.slots, layer.state
     if store.ragged is not None:
-        keys, scores = store.ragged.decoded().padded_keys(), notes.slot_scores
+        keys, scores = store.ragged.decoded().padded_keys(), state.slot_scores
     else:
-        keys, scores = call.key, notes.scores_with(new_tokens)
+        keys, scores = call.key, state.scores_with(new_tokens)
     columns, pads = slots.columns(store), slots.pads
     spans = layer.protect
     positions = columns if pads is None else columns - pads[:, None, None]
@@ -274,9 +274,9 @@ def _evict(call: AttentionCall, layer: CompressedLayer, new_tokens: int) -> None
         queries=layer.look_back(call.query),
         keys=keys,
         scores=scores,
-        head_notes=notes.head_notes,
-        token_ids=notes.token_ids,
-        filler_tokens=slots.fillers,
+        head_notes=state.head_notes,
+        token_ids=state.token_ids,
+        padding_slots=slots.padding_slots,
         columns=columns,
         pad_tokens=pads,
         protected=None if spans is None else spans.cover(positions),
@@ -302,7 +302,7 @@ def _of_layer(call: AttentionCall, layer: CompressedLayer) -> dict[str, Any]:
 
 def _prompt_layer(call: AttentionCall, layer: CompressedLayer, pads: Tensor | None) -> PromptLayer:
     """The states of a layer at the end of the prompt, or of a part of it, for the policy."""
-    options, ids, slots = call.options, layer.notes.token_ids, call.key.shape[2]
+    options, ids, slots = call.options, layer.state.token_ids, call.key.shape[2]
     if options.get("position_bias") is not None:
         raise UnsupportedModelError(
             f"model: expected attention without a position bias, got {type(call.module).__name__}, "
@@ -354,7 +354,7 @@ def _take_context(call: AttentionCall) -> ForwardContext | None:
 
 def _require_taken(call: AttentionCall) -> None:
     """Refuse a cache under the name of transformers 5.24 where an older one passes it through."""
-    if isinstance(getattr(call.options.get("cache"), "reading", None), Reading):
+    if isinstance(getattr(call.options.get("cache"), "prompt_state", None), PromptState):
         raise CacheMismatchError(
             "cache: expected no such argument before transformers 5.24, whose models leave it "
             "unused, got a CompressedCache; pass past_key_values=cache"

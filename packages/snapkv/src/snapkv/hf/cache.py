@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from snapkv.cache.layer import CompressedLayer, Turns
-from snapkv.cache.reading import PaddingTracker, Reading
+from snapkv.cache.prompt_state import PaddingTracker, PromptState
 from snapkv.cache.report import CacheReport
 from snapkv.cache.slots import require_removable
 from snapkv.cache.spans import (
@@ -141,7 +141,7 @@ class CompressedCache(Cache):
         self._use = use(model)
         self.policy, self.setup = policy, setup
         room = room_tokens if setup.is_static else None
-        self.reading = Reading(layers=compressed, room_tokens=room)
+        self.prompt_state = PromptState(layers=compressed, room_tokens=room)
         self._first = compressed[0].identity.layer_idx
         self._padding = PaddingTracker(compressed, has_states=has_states)
         self._check = VoteCheck()
@@ -160,29 +160,29 @@ class CompressedCache(Cache):
             uncompressed.let_go_of_the_past(layer, new_tokens)
             return keys, values
         if layer.store.is_static and not layer.recall_due:
-            is_piece = self.reading.is_piecewise  # of what was asked for as a whole
+            is_piece = self.prompt_state.is_piecewise  # of what was asked for as a whole
             if layer_idx == self._first and not (is_piece or forward_context.is_traced()):
                 self.require_slots(new_tokens)
             keys, values = layer.update(key_states, value_states)
-            forward_context.share_heads(layer, self.reading, keys)
+            forward_context.share_heads(layer, self.prompt_state, keys)
             return keys, values
         if torch.compiler.is_compiling():
             _refuse_compiled()
         self._padding.take_made()
-        reading, new_tokens = self.reading, self.reading.read_by(layer, new_tokens)
+        prompt_state, new_tokens = self.prompt_state, self.prompt_state.read_by(layer, new_tokens)
         self._require_finished_forward(layer, new_tokens)
-        is_open = layer.seen_tokens < reading.end_by(layer.seen_tokens + new_tokens)
+        is_open = layer.seen_tokens < prompt_state.end_by(layer.seen_tokens + new_tokens)
         keys, values = layer.update(key_states, value_states, chooses=is_open)
-        if reading.narrowing is not None:
-            reading.narrowing.note(layer)
-        if reading.coming_ids is not None:
-            layer.remember_ids(reading.coming_ids[1].to(key_states.device))
-        read_to = reading.prompt_end if reading.is_piecewise else layer.seen_tokens
+        if prompt_state.narrowing is not None:
+            prompt_state.narrowing.note(layer)
+        if prompt_state.coming_ids is not None:
+            layer.remember_ids(prompt_state.coming_ids[1].to(key_states.device))
+        read_to = prompt_state.prompt_end if prompt_state.is_piecewise else layer.seen_tokens
         forward_context.enter(
             forward_context.ForwardContext(
                 layer=layer,
                 new_tokens=new_tokens,
-                reading=reading,
+                prompt_state=prompt_state,
                 modules=self._use.modules,
                 check=self._check,
                 has_own_mask=self._padding.masked_to != read_to,
@@ -198,11 +198,11 @@ class CompressedCache(Cache):
                 "slots are no columns of the text, got a 4-D one; pass (batch, tokens) zeros and "
                 "ones"
             )
-        self.reading.require_slots(new_tokens)
+        self.prompt_state.require_slots(new_tokens)
 
     def require_rows(self, rows: int) -> None:
         """Refuse another batch than the one that was read."""
-        if (read := self.reading.rows) not in (0, rows):
+        if (read := self.prompt_state.rows) not in (0, rows):
             raise CacheMismatchError(
                 f"past_key_values: expected a batch of {read}, the size the cache was filled "
                 f"with, got {rows}; call cache.reset() or make a new CompressedCache"
@@ -213,29 +213,29 @@ class CompressedCache(Cache):
 
         So it is asked when their mask is made; what made one itself is asked by its first layer.
         """
-        reading = self.reading
-        reading.require_ids(new_tokens, rows)
+        prompt_state = self.prompt_state
+        prompt_state.require_ids(new_tokens, rows)
         if forward_context.is_traced():
             return
         _require_reached(self.model)
         if rows is not None:
             self.require_rows(rows)
-        reading.require_end(new_tokens)
-        reading.require_choice(new_tokens)
-        if reading.prompt_end is None:
-            reading.require_queries(reading.seen_tokens + new_tokens)
-        if self._check.doubts or reading.is_broken or not self._use.is_in_place:
+        prompt_state.require_end(new_tokens)
+        prompt_state.require_choice(new_tokens)
+        if prompt_state.prompt_end is None:
+            prompt_state.require_queries(prompt_state.seen_tokens + new_tokens)
+        if self._check.doubts or prompt_state.is_broken or not self._use.is_in_place:
             raise _interrupted()
         begins_anew = self.setup.states is States.BEGIN_ANEW
-        if begins_anew and reading.seen_tokens and not reading.is_piecewise:
+        if begins_anew and prompt_state.seen_tokens and not prompt_state.is_piecewise:
             self._require_states(new_tokens)
 
     def require_pieces(self, prompt_end: int, piece_tokens: int, visible: Tensor | None) -> None:
         """Refuse a prompt in such pieces before the first one is read; `visible` as its mask."""
-        left = prompt_end - self.reading.seen_tokens
+        left = prompt_end - self.prompt_state.seen_tokens
         if left <= piece_tokens:
             return
-        self.reading.require_choice(left)
+        self.prompt_state.require_choice(left)
         self._require_states(min(piece_tokens, left - piece_tokens))
         if piece_tokens == 1:
             self._padding.require_token(visible)
@@ -251,11 +251,11 @@ class CompressedCache(Cache):
 
     def _require_finished_forward(self, layer: CompressedLayer, new_tokens: int) -> None:
         """Refuse to go on after a forward pass that did not reach every layer's attention."""
-        first = self.reading.layers[0]
-        uneven = not (self.reading.is_piecewise or layer is first) and (
+        first = self.prompt_state.layers[0]
+        uneven = not (self.prompt_state.is_piecewise or layer is first) and (
             layer.seen_tokens + new_tokens != first.seen_tokens
         )
-        if forward_context.leave(self.reading) or uneven:
+        if forward_context.leave(self.prompt_state) or uneven:
             raise _interrupted()
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -273,7 +273,7 @@ class CompressedCache(Cache):
         ]
         for index, layer in others:
             uncompressed.require_croppable(layer, count, index)
-        self.reading.crop(count)
+        self.prompt_state.crop(count)
         for _, layer in others:
             uncompressed.crop(layer, count)
 
@@ -284,48 +284,48 @@ class CompressedCache(Cache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row of all layers `repeats` times, an integer of at least 1."""
         require_int("repeats", repeats, minimum=1)
-        self._take_rows(torch.arange(self.reading.rows).repeat_interleave(repeats))
+        self._take_rows(torch.arange(self.prompt_state.rows).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows in `indices` in all layers; errors as in `reorder_cache`."""
         self._take_rows(indices)
 
     def _take_rows(self, rows: Tensor) -> None:
-        if not self.reading.rows:
+        if not self.prompt_state.rows:
             return
         try:
-            chosen = torch.arange(self.reading.rows, device=rows.device)[rows]
+            chosen = torch.arange(self.prompt_state.rows, device=rows.device)[rows]
         except (AttributeError, IndexError):  # no tensor; a row that is not there, or no integers
             chosen = torch.empty(0)
         if chosen.ndim != 1 or not len(chosen):
             got = rows.tolist() if isinstance(rows, Tensor) else repr(rows)
             raise InvalidArgumentError(
-                f"rows: expected some of the {self.reading.rows} rows of the batch, got {got}; "
+                f"rows: expected some of the {self.prompt_state.rows} rows of the batch, got {got}; "
                 "pass a 1-D tensor of integers, 0 for the first one"
             )
         for layer in self.layers:
             layer.reorder_cache(chosen)
-        self.reading.read_ids = self.reading.read_ids.select_rows(chosen)
+        self.prompt_state.read_ids = self.prompt_state.read_ids.select_rows(chosen)
 
     def reset(self) -> None:
         """Empty the cache for another prompt, of any length and batch size."""
         for layer in self.layers:
             uncompressed.reset(layer)
-        forward_context.leave(self.reading)
+        forward_context.leave(self.prompt_state)
         self._check.doubts.clear()
-        self.reading.forget()
+        self.prompt_state.forget()
 
     def activate_past_recording(self) -> None:
         """Called before drafts are verified: from now on a forward pass may hold drafts."""
         self.setup.require("drafts")
-        if self.get_seq_length() and self.reading.is_coming:
+        if self.get_seq_length() and self.prompt_state.is_coming:
             raise InvalidArgumentError(
                 f"past_key_values: expected an empty cache where drafts are verified (assistant "
                 f"model, prompt lookup), since transformers reads the text from its start into it, "
                 f"got one that has seen {self.get_seq_length():,} tokens; generate without drafts"
             )
         super().activate_past_recording()
-        self.reading.verifies_drafts = True
+        self.prompt_state.verifies_drafts = True
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """(columns, offset) of a mask, which this thread will make next."""
@@ -344,7 +344,7 @@ class CompressedCache(Cache):
         """Where the next query stands; a tensor where static storage counts on the device."""
         layer = self.layers[layer_idx]
         if isinstance(layer, CompressedLayer) and layer.store.is_static:
-            return layer.store.slot_count + layer.slots.dropped
+            return layer.store.slot_count + layer.slots.evicted_tokens
         return super().get_query_offset(layer_idx)
 
     # What users tell and ask a cache.
@@ -363,7 +363,7 @@ class CompressedCache(Cache):
                 (`ExpectedAttention` behind a prompt that fitted its budget); or static storage has
                 no room for the turn.
         """
-        self.reading.expect_prompt(prompt_tokens)
+        self.prompt_state.expect_prompt(prompt_tokens)
 
     def expect_tokens(self, token_ids: Tensor) -> None:
         """Announce the ids of the tokens of the next forward pass, pads included: (B, N) integers.
@@ -374,7 +374,7 @@ class CompressedCache(Cache):
         Raises:
             InvalidTypeError: not a tensor of that kind.
         """
-        self.reading.expect_tokens(token_ids)
+        self.prompt_state.expect_tokens(token_ids)
 
     def drop(self, spans: RowSpans) -> None:
         """Forget spans of the text, behind a prompt's end: their memory is free for good.
@@ -395,21 +395,21 @@ class CompressedCache(Cache):
                 storage). Nothing has changed then.
             InvalidTypeError: something else than spans.
         """
-        rows, layers = self._rows_of(spans), self.reading.layers
+        rows, layers = self._rows_of(spans), self.prompt_state.layers
         require_droppable(layers, rows)
         require_turns_can_follow(layers, rows)
         if any(own.parts for own in rows):
-            with self.reading.attending():
+            with self.prompt_state.attending():
                 for layer in layers:
                     layer.drop(rows)
 
     def _rows_of(self, spans: RowSpans) -> list[Spans]:
         """The spans of every row, of a cache that can obey."""
-        if self.reading.is_broken:
+        if self.prompt_state.is_broken:
             raise _interrupted()
         self.setup.require("drop")
-        require_between_turns(self.reading)
-        layer = self.reading.layers[0]
+        require_between_turns(self.prompt_state)
+        layer = self.prompt_state.layers[0]
         return spans_of_rows(spans, layer.slots.row_tokens(layer.store))
 
     @property
@@ -425,7 +425,7 @@ class CompressedCache(Cache):
     @property
     def compressed_layers(self) -> list[int]:
         """Indices of the layers that are compressed; the others stay transformers' own."""
-        return [layer.identity.layer_idx for layer in self.reading.layers]
+        return [layer.identity.layer_idx for layer in self.prompt_state.layers]
 
     @property
     def is_hybrid(self) -> bool:
@@ -442,7 +442,7 @@ class CompressedCache(Cache):
         Raises:
             InvalidArgumentError: the layer is not one of `compressed_layers`.
         """
-        for layer in self.reading.layers:
+        for layer in self.prompt_state.layers:
             if layer.identity.layer_idx == layer_idx:
                 return layer.stored_positions()
         raise InvalidArgumentError(
@@ -482,7 +482,7 @@ class CompressedCache(Cache):
             UnsupportedModelError: an image has moved the positions behind it (M-RoPE); how far is
                 known to the model alone.
         """
-        if self.reading.is_broken:
+        if self.prompt_state.is_broken:
             raise _interrupted()
         saved.require_plain_positions(self.model)
         codes = None if bits is None else KVCodes.of(bits, "bits")
@@ -535,7 +535,7 @@ class CompressedCache(Cache):
         copied.__dict__.update(self.__dict__)
         copied.layers = [_branch(layer) for layer in self.layers]
         compressed = [layer for layer in copied.layers if isinstance(layer, CompressedLayer)]
-        copied.reading = self.reading.of(compressed)
+        copied.prompt_state = self.prompt_state.of(compressed)
         copied._padding, copied._check = self._padding.of(compressed), VoteCheck()
         return copied
 

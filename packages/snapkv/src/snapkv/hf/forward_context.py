@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from snapkv.cache.layer import CompressedLayer, Turns
-from snapkv.cache.reading import PaddingTracker, Reading
+from snapkv.cache.prompt_state import PaddingTracker, PromptState
 from snapkv.hf.fidelity import VoteCheck
 from snapkv.policies import PromptLayer
 
@@ -63,7 +63,7 @@ class ForwardContext:
 
     layer: CompressedLayer
     new_tokens: int
-    reading: Reading
+    prompt_state: PromptState
     modules: "weakref.WeakSet[Any]"  # of the model that the cache is for
     check: VoteCheck
     has_own_mask: bool = False  # whether a mask that comes with this pass is the user's own
@@ -79,13 +79,13 @@ class ForwardContext:
     @property
     def prompt_end(self) -> int:
         """Tokens seen when the prompt or turn ends, counted from the start of the cache."""
-        assert self.reading.prompt_end is not None
-        return self.reading.prompt_end
+        assert self.prompt_state.prompt_end is not None
+        return self.prompt_state.prompt_end
 
     @property
     def turn_tokens(self) -> int:
         """How many tokens the prompt or turn has, whether it comes in pieces or not."""
-        return self.prompt_end - self.reading.turn_start
+        return self.prompt_end - self.prompt_state.turn_start
 
     @property
     def reads_end(self) -> bool:
@@ -96,8 +96,8 @@ class ForwardContext:
         """Undo the update, whose attention is refused; what layers before it did stays done."""
         layer, seen = self.layer, self.layer.seen_tokens
         layer.take_back(self.new_tokens)
-        self.reading.forget_end_within(seen)
-        self.reading.is_broken = layer.identity.layer_idx > 0 or bool(layer.beside)
+        self.prompt_state.forget_end_within(seen)
+        self.prompt_state.is_broken = layer.identity.layer_idx > 0 or bool(layer.beside)
 
 
 @dataclass(eq=False)
@@ -111,7 +111,7 @@ class Shared:
 
     context: ForwardContext | None
     layer: CompressedLayer
-    reading: Reading
+    prompt_state: PromptState
     keys: Tensor  # by which its readers are known
     left: int
 
@@ -181,9 +181,9 @@ def take() -> ForwardContext | None:
     return context
 
 
-def leave(reading: Reading) -> bool:
+def leave(prompt_state: PromptState) -> bool:
     """Take back what a cache has left and no attention call has taken; whether there was any."""
-    left = _current.context is not None and _current.context.reading is reading
+    left = _current.context is not None and _current.context.prompt_state is prompt_state
     if left:
         _current.context = None
     return left
@@ -194,13 +194,13 @@ def share(context: ForwardContext, keys: Tensor) -> None:
     layer, readers = context.layer, context.layer.identity.readers
     if readers or _current.shared:
         before = replace(context, layer=copy.copy(layer)) if readers else context
-        _share(Shared(before, layer, context.reading, keys, readers))
+        _share(Shared(before, layer, context.prompt_state, keys, readers))
 
 
-def share_heads(layer: CompressedLayer, reading: Reading, keys: Tensor) -> None:
+def share_heads(layer: CompressedLayer, prompt_state: PromptState, keys: Tensor) -> None:
     """Before it attends in static storage: where heads hold more than the keys it is handed."""
     if layer.store.ragged is not None:
-        _share(Shared(None, layer, reading, keys, 1 + layer.identity.readers))
+        _share(Shared(None, layer, prompt_state, keys, 1 + layer.identity.readers))
 
 
 def _share(shared: Shared) -> None:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from snapkv.cache.reading import Reading
+from snapkv.cache.prompt_state import PromptState
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.hf import step_graph
 from snapkv.hf.cache_argument import cache_among, passed, with_cache
@@ -35,23 +35,23 @@ INSTALLATION = "_snapkv_installation"
 
 def _generate(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Tell a `CompressedCache` how long the prompt is."""
-    reading = _reading_of(kwargs)
-    if reading is None:
+    prompt_state = _prompt_state_of(kwargs)
+    if prompt_state is None:
         return own(model, *args, **kwargs)
     _require_plain_prompt(model, kwargs)
-    if reading.looks_at_tokens and kwargs.get("inputs_embeds") is not None:
+    if prompt_state.looks_at_tokens and kwargs.get("inputs_embeds") is not None:
         raise InvalidArgumentError(
-            f"inputs_embeds: expected the prompt as token ids, since {reading.policy.name} looks "
-            "at tokens, got embeddings; pass input_ids"
+            f"inputs_embeds: expected the prompt as token ids, since {prompt_state.policy.name} "
+            "looks at tokens, got embeddings; pass input_ids"
         )
     end = _prompt_tokens(args, kwargs)
     if (ids := _prompt_ids(args, kwargs)) is not None:
-        reading.expect_text(ids, end, kwargs.get("attention_mask"))
-    reading.require_room(end, _new_tokens(model, kwargs, end))
+        prompt_state.expect_text(ids, end, kwargs.get("attention_mask"))
+    prompt_state.require_room(end, _new_tokens(model, kwargs, end))
     if piece := _asked(model, kwargs, "prefill_chunk_size"):
         cache_among(kwargs).require_pieces(end, piece, kwargs.get("attention_mask"))
     try:
-        with reading.announced(end) if end else contextlib.nullcontext():
+        with prompt_state.announced(end) if end else contextlib.nullcontext():
             return own(model, *args, **kwargs)
     finally:
         _forget_split(model)
@@ -59,17 +59,17 @@ def _generate(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
 
 def _prepare_inputs(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Tell a `CompressedCache` which tokens will be read."""
-    reading = _reading_of(kwargs)
-    if reading is None:
+    prompt_state = _prompt_state_of(kwargs)
+    if prompt_state is None:
         return own(model, *args, **kwargs)
-    splits = _is_split(model) and not reading.seen_tokens  # no mask is made of both parts
+    splits = _is_split(model) and not prompt_state.seen_tokens  # no mask is made of both parts
     inputs = own(model, *args, **(kwargs | passed(None) if splits else kwargs))
     token_ids = inputs.get("input_ids")
     if cache_among(inputs) is not cache_among(kwargs):
         inputs = _with_dropped(model, inputs, cache_among(kwargs))
     if token_ids is not None:
-        reading.expect_tokens(token_ids)
-        reading.note_text(args[0] if args else kwargs["input_ids"])
+        prompt_state.expect_tokens(token_ids)
+        prompt_state.note_text(args[0] if args else kwargs["input_ids"])
     return inputs
 
 
@@ -107,8 +107,8 @@ def _prefill(
 
     Its pieces are read as they are: only steps after it are compiled.
     """
-    reading = _reading_of(model_kwargs)
-    if reading is None:
+    prompt_state = _prompt_state_of(model_kwargs)
+    if prompt_state is None:
         return own(model, input_ids, generation_config, model_kwargs, **options)
     cache, mask = cache_among(model_kwargs), model_kwargs.get("attention_mask")
     cache.require_rows(len(input_ids))
@@ -116,14 +116,14 @@ def _prefill(
     generation_config.disable_compile = True
     masked = getattr(generation_config, "_mask_length", None) or 0  # of one that hides nothing
     end = max(masked, _prompt_tokens((input_ids,), model_kwargs))
-    reading.expect_text(input_ids, end, mask)
+    prompt_state.expect_text(input_ids, end, mask)
     announcement: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if not reading.is_announced:
+    if not prompt_state.is_announced:
         _require_use_cache(generation_config.use_cache)
-        announcement = reading.announced(end)
-    with announcement, reading.reading_text(input_ids):
+        announcement = prompt_state.announced(end)
+    with announcement, prompt_state.reading_text(input_ids):
         output = own(model, input_ids, generation_config, model_kwargs, **options)
-        reading.require_arrived()
+        prompt_state.require_arrived()
     return output
 
 
@@ -131,29 +131,29 @@ def _candidates(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) 
     """Read the prompt in a pass of its own: the drafts behind it attend to what was kept of it."""
     given = kwargs.get("model_kwargs") or {}
     _forget_split(model)
-    if (reading := _reading_of(given)) is not None:
-        if not reading.is_announced:
-            reading.expect_prompt(_prompt_tokens((kwargs["input_ids"],), given))
+    if (prompt_state := _prompt_state_of(given)) is not None:
+        if not prompt_state.is_announced:
+            prompt_state.expect_prompt(_prompt_tokens((kwargs["input_ids"],), given))
         others = vars(model).get("forward")
-        split = functools.partial(_prompt_first, model, others, reading, model.forward)
+        split = functools.partial(_prompt_first, model, others, prompt_state, model.forward)
         vars(model)["forward"] = split
     return own(model, *args, **kwargs)
 
 
 def _prompt_first(
-    model: Any, others: Any, reading: Reading, forward: Callable[..., Any], **given: Any
+    model: Any, others: Any, prompt_state: PromptState, forward: Callable[..., Any], **given: Any
 ) -> Any:
     """The forward pass that ends the prompt, in two where it goes on behind it.
 
     It stands for `forward`, and for what was in its place on the instance, if anything was.
     """
     del others
-    if _reading_of(given) is not reading:
+    if _prompt_state_of(given) is not prompt_state:
         return forward(**given)
     _forget_split(model)
     ids = given.get("input_ids")
     tokens = (given["inputs_embeds"] if ids is None else ids).shape[1]
-    if not (behind := reading.tokens_behind(tokens)):
+    if not (behind := prompt_state.tokens_behind(tokens)):
         return forward(**given)
     if given.get("output_attentions"):
         raise UnsupportedModelError(
@@ -213,7 +213,7 @@ def _modes(
     transformers passes none to a decoding method of one's own, even if it can stream.
     """
     given = own(model, custom_generate, kwargs, *modes)
-    if modes[-1] is not None and callable(custom_generate) and _reading_of(kwargs) is not None:
+    if modes[-1] is not None and callable(custom_generate) and _prompt_state_of(kwargs) is not None:
         streams = "streamer" in inspect.signature(custom_generate).parameters
         given |= {"streamer": modes[-1]} if streams else {}
     return given
@@ -300,10 +300,10 @@ def stop_announcing(model: PreTrainedModel) -> None:
             del vars(model)[name]
 
 
-def _reading_of(kwargs: dict[str, Any]) -> Reading | None:
+def _prompt_state_of(kwargs: dict[str, Any]) -> PromptState | None:
     """What a compressed cache among the arguments is told of its reading; None for other caches."""
-    reading = getattr(cache_among(kwargs), "reading", None)
-    return reading if isinstance(reading, Reading) else None
+    prompt_state = getattr(cache_among(kwargs), "prompt_state", None)
+    return prompt_state if isinstance(prompt_state, PromptState) else None
 
 
 def _prompt_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

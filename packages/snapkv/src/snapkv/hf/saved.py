@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from snapkv.cache.prompt_state import PromptState
 from snapkv.cache.read_ids import ReadIds
-from snapkv.cache.reading import Reading
 from snapkv.cache.saving.encoding import decode_layer, encode_layer, outdated
 from snapkv.cache.saving.files import SealedFile, read_sealed, write_sealed
 from snapkv.errors import CacheFileError, CacheMismatchError, SnapKVError, UnsupportedModelError
@@ -54,13 +54,13 @@ def write(
     is known, need not be found again.
     """
     model = identity or identity_of(cache.model)
-    tensors, notes = encoded(cache.layers, cache.reading, options, model, beside, codes)
+    tensors, notes = encoded(cache.layers, cache.prompt_state, options, model, beside, codes)
     write_sealed(path, tensors, notes, sweep=sweep)
 
 
 def encoded(
     layers: Sequence[Any],
-    reading: Reading,
+    prompt_state: PromptState,
     options: Mapping[str, Any],
     model: Mapping[str, Any],
     beside: Mapping[str, Tensor],
@@ -68,15 +68,15 @@ def encoded(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the notes of the file of a cache."""
     tensors = {f"{_BESIDE}{name}": value for name, value in beside.items()}
-    tensors |= reading.read_ids.up_to(reading.seen_tokens).state()
+    tensors |= prompt_state.read_ids.up_to(prompt_state.seen_tokens).state()
     notes = {
         "model": dict(model),
-        "policy": reading.policy.as_saved(),
+        "policy": prompt_state.policy.as_saved(),
         "options": {name: options[name] for name in _OPTIONS},
         "recalls": options["turns"] == "recall",
-        "seen_tokens": reading.seen_tokens,
-        "prompt_end": reading.prompt_end,
-        "turn_start": reading.turn_start,
+        "seen_tokens": prompt_state.seen_tokens,
+        "prompt_end": prompt_state.prompt_end,
+        "turn_start": prompt_state.turn_start,
         "layers": [
             encode_layer(layer, f"layers.{index}", tensors, codes)
             for index, layer in enumerate(layers)
@@ -157,9 +157,9 @@ def _rebuilt(
     places, elsewhere = layer_devices(model), device_of(model)
     for index, (layer, saved) in enumerate(zip(cache.layers, notes["layers"], strict=True)):
         decode_layer(layer, saved, tensors, places.get(index, elsewhere))
-    cache.reading.prompt_end = notes["prompt_end"]
-    cache.reading.turn_start = notes["turn_start"]
-    cache.reading.read_ids = ReadIds.restored(tensors, cache.reading.rows)
+    cache.prompt_state.prompt_end = notes["prompt_end"]
+    cache.prompt_state.turn_start = notes["turn_start"]
+    cache.prompt_state.read_ids = ReadIds.restored(tensors, cache.prompt_state.rows)
     return cache
 
 

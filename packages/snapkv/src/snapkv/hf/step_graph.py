@@ -159,7 +159,7 @@ class StepGraph:
         """Refuse tokens that the buffers have no room for, which a graph would write beyond."""
         self._free_slots -= new_tokens
         if self._free_slots < 0:
-            self._cache.reading.require_slots(new_tokens)
+            self._cache.prompt_state.require_slots(new_tokens)
 
     def _record(self, leaves: list[Any], spec: Any) -> str:
         """Record the step that was asked for; why it cannot be, or empty.
@@ -168,7 +168,7 @@ class StepGraph:
         """
         own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._held = [leaf for leaf in own if isinstance(leaf, Tensor)]
-        self._free_slots = self._cache.reading.free_slots
+        self._free_slots = self._cache.prompt_state.free_slots
         given = tree_unflatten(own, spec)
 
         def step() -> None:
@@ -200,7 +200,7 @@ def described(cache: Cache) -> str | None:
 
 def _counts(cache: Any) -> list[Tensor]:
     """How much of every layer's buffers is written, where a prompt has ended."""
-    counts = (layer.store.tail.count for layer in cache.reading.layers)
+    counts = (layer.store.tail.count for layer in cache.prompt_state.layers)
     return [count for count in counts if count is not None]
 
 
@@ -245,7 +245,7 @@ def compiles(own: Callable[..., Any], model: Any, model_kwargs: Any, generation_
     """
     compiles, asked = own(model, model_kwargs, generation_config), generation_config.compile_config
     cache = cache_among(model_kwargs)
-    if not compiles or not hasattr(cache, "reading"):
+    if not compiles or not hasattr(cache, "prompt_state"):
         return compiles
     if asked is None and model.device.type in RECORDERS:
         generation_config.compile_config = _Recorded(forward=StepGraph(model, cache))

@@ -152,7 +152,7 @@ def _greedy(
 def _without(cache: CompressedCache, start: int, stop: int) -> CompressedCache:
     """A copy that has dropped these tokens, in every layer that can be compressed."""
     rest = copy.copy(cache)
-    for layer in rest.reading.layers:
+    for layer in rest.prompt_state.layers:
         slots = torch.arange(layer.store.slots, device=layer.keys.device)
         kept = slots[(slots < start) | (slots >= stop)]
         layer.apply_eviction(Eviction(keep_indices=kept.expand(1, 1, -1)))

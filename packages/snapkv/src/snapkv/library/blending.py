@@ -89,8 +89,8 @@ def blend(
     if any(counts):
         joined = read_again(model, ids, joined, counts)
     _fill(cache, joined, held)
-    if cache.reading.looks_at_tokens:
-        for layer in cache.reading.layers:
+    if cache.prompt_state.looks_at_tokens:
+        for layer in cache.prompt_state.layers:
             layer.remember_ids(ids)
     return cache
 
@@ -101,7 +101,7 @@ def _read(model: PreTrainedModel, ids: Tensor, cache: CompressedCache) -> None:
     cache.expect_prompt(ids.shape[1] + 1)
     cache.expect_tokens(ids)
     model(ids, **passed(cache), logits_to_keep=1)
-    cache.reading.prompt_end = None
+    cache.prompt_state.prompt_end = None
 
 
 def _held(joined: Sequence[JoinedLayer]) -> Held:
@@ -118,7 +118,7 @@ def _fill(cache: CompressedCache, joined: Sequence[JoinedLayer], held: Held) -> 
     If all heads hold equally many tokens, the cache is in the middle of a prompt, otherwise after
     one.
     """
-    for layer, one in zip(cache.reading.layers, joined, strict=True):
+    for layer, one in zip(cache.prompt_state.layers, joined, strict=True):
         keys, values = one.key_states, one.value_states
         state: dict[str, Any] = dict(keys=keys, values=values, num_kv_heads=keys.shape[1])
         if held == "whole":
@@ -129,7 +129,7 @@ def _fill(cache: CompressedCache, joined: Sequence[JoinedLayer], held: Held) -> 
         else:
             layer.restore_chosen(keys, values, one.places, one.tokens, per_head_budget=True)
     if held == "uneven":
-        cache.reading.prompt_end = joined[0].tokens
+        cache.prompt_state.prompt_end = joined[0].tokens
 
 
 def _require_going_on(cache: CompressedCache, held: Held) -> None:

@@ -72,7 +72,7 @@ class Part:
 
     def _require_read(self) -> None:
         """Refuse a cache that has not read these tokens and holds them at their places."""
-        layers, seen = self.cache.reading.layers, self.cache.get_seq_length()
+        layers, seen = self.cache.prompt_state.layers, self.cache.get_seq_length()
         if seen != self.tokens:
             raise CacheMismatchError(
                 f"cache: expected one that has seen the {self.tokens:,} tokens of input_ids, got "
@@ -88,7 +88,7 @@ class Part:
                 "cache: expected keys and values on the device, got a cache with recall; read the "
                 "document without recall"
             )
-        if any(layer.notes.sink_keys is not None for layer in layers):
+        if any(layer.state.sink_keys is not None for layer in layers):
             raise InvalidArgumentError(
                 f"cache: expected keys at their tokens' own positions, got those of "
                 f"{self.cache.policy.name}, whose sinks were moved; read the document with "
@@ -129,7 +129,9 @@ def require_joinable(model: PreTrainedModel, parts: Sequence[Part]) -> None:
                 f"{prefix.shape[1]} tokens, got another one in part {number}; read it again after "
                 "that prefix"
             )
-        if any(each.keys.shape[1] != each.store.num_kv_heads for each in part.cache.reading.layers):
+        if any(
+            each.keys.shape[1] != each.store.num_kv_heads for each in part.cache.prompt_state.layers
+        ):
             raise InvalidArgumentError(
                 f"parts: expected one set of tokens per KV head, got one per query head in part "
                 f"{number}, of {part.cache.policy.name}; read it with another group_reduce than "
@@ -240,7 +242,7 @@ def join(model: PreTrainedModel, parts: Sequence[Part]) -> list[JoinedLayer]:
     for index in layers:
         held = [
             _moved(
-                part.cache.reading.layers[index],
+                part.cache.prompt_state.layers[index],
                 rotations[index],
                 prefix_tokens=part.prefix_tokens if number else 0,
                 step=step,

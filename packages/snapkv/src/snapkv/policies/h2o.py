@@ -51,7 +51,7 @@ class H2O(SplitBudget):
             states.queries,
             states.keys,
             states.score_options,
-            pad_tokens=states.leading_fillers,
+            pad_tokens=states.leading_padding,
         )
         return ops.reduce_group(received, states.num_kv_heads, "mean")
 

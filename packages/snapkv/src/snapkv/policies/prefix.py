@@ -126,11 +126,13 @@ class Prefix:
         """Keep so much of every row, the same number in all heads, and the window."""
         best = self.best(scores, kept)
         tokens, window = self.layer.keys.shape[2], self._window(best)
-        keep_indices, fillers = torch.cat([best, window], dim=-1), None
+        keep_indices, padding_slots = torch.cat([best, window], dim=-1), None
         if self.layer.pad_tokens is not None or min(kept) < max(kept):
             own = torch.tensor(kept, device=best.device) + self._window_tokens
-            fillers = keep_indices.shape[-1] - own
-        return Selection(keep_indices=keep_indices, prompt_tokens=tokens, filler_tokens=fillers)
+            padding_slots = keep_indices.shape[-1] - own
+        return Selection(
+            keep_indices=keep_indices, prompt_tokens=tokens, padding_slots=padding_slots
+        )
 
     def select_by_head(self, scores: Tensor, kept: Tensor) -> Selection:
         """The same, right-aligned, where heads keep (B, H) numbers of their own."""
@@ -144,7 +146,7 @@ class Prefix:
             keep_indices=keep_indices,
             prompt_tokens=self.layer.keys.shape[2],
             head_tokens=kept if parts else None,
-            filler_tokens=None if parts else keep_indices.shape[-1] - kept[:, 0],
+            padding_slots=None if parts else keep_indices.shape[-1] - kept[:, 0],
         )
 
     def _window(self, best: Tensor) -> Tensor:

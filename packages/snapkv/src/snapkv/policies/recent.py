@@ -48,19 +48,19 @@ class BestAndRecent(EvictingPolicy):
             return Eviction()
         kept = [self.of_step(tokens, step) for tokens in step.row_lengths]
         keep_indices = self.keep(step, self.rate(step), kept)
-        if step.filler_tokens is None:
+        if step.padding_slots is None:
             return Eviction(keep_indices=keep_indices)
         own = torch.tensor(kept, device=keep_indices.device)
-        return Eviction(keep_indices=keep_indices, filler_tokens=keep_indices.shape[-1] - own)
+        return Eviction(keep_indices=keep_indices, padding_slots=keep_indices.shape[-1] - own)
 
     def keep(self, states: LayerStates, scores: Tensor, kept: list[int]) -> Tensor:
-        """So many slots of every row: (B, H, max(kept)) int64, ascending; fillers come first."""
+        """So many slots of every row: (B, H, max(kept)) int64, ascending; padding comes first."""
         slots, recent = states.keys.shape[2], self.recent_tokens
         older, protected = max(slots - recent, 0), states.protected
         best = ops.keep_best(
             scores[..., :older],
             [own - min(held, recent) for own, held in zip(kept, states.row_lengths, strict=True)],
-            states.leading_fillers,
+            states.leading_padding,
             protected=None if protected is None else protected[..., :older],
         )
         last = torch.arange(older, slots, device=scores.device)

@@ -104,7 +104,7 @@ class RKV(BestAndRecent):
             states.keys,
             threshold=self.threshold,
             exempt=self.exempt,
-            pad_tokens=states.leading_fillers,
+            pad_tokens=states.leading_padding,
         )
         repeated = ops.reduce_group(repeated, states.num_kv_heads, "mean")
         scores = -(1 - self.mix_lambda) * repeated
@@ -113,7 +113,7 @@ class RKV(BestAndRecent):
             states.keys[:, :, : -self.window_size],
             states.score_options,
             num_kv_heads=states.num_kv_heads,
-            pad_tokens=states.leading_fillers,
+            pad_tokens=states.leading_padding,
         )
         importance = ops.pool_votes(received, self.kernel_size, "max")
         scores[..., : -self.window_size] += self.mix_lambda * importance

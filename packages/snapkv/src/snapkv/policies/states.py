@@ -41,7 +41,7 @@ class LayerStates:
     protected: Tensor | None = None
 
     @property
-    def leading_fillers(self) -> Tensor | None:
+    def leading_padding(self) -> Tensor | None:
         """(B,) leading slots of each row that hold no token, or None: here the pads."""
         return self.pad_tokens
 
@@ -49,15 +49,15 @@ class LayerStates:
     def row_tokens(self) -> Tensor:
         """(B,) int64: slots of each row that hold a token."""
         total = torch.full((self.keys.shape[0],), self.keys.shape[2], device=self.keys.device)
-        return total if self.leading_fillers is None else total - self.leading_fillers
+        return total if self.leading_padding is None else total - self.leading_padding
 
     @functools.cached_property
     def row_lengths(self) -> list[int]:
-        """`row_tokens` as B numbers, for which a GPU is waited for only where there are fillers."""
+        """`row_tokens` as B numbers, for which a GPU is waited for only where there is padding."""
         B, total = self.keys.shape[0], self.keys.shape[2]
-        if self.leading_fillers is None:
+        if self.leading_padding is None:
             return [total] * B
-        return [total - fillers for fillers in self.leading_fillers.tolist()]
+        return [total - padding_slots for padding_slots in self.leading_padding.tolist()]
 
     @property
     def num_kv_heads(self) -> int:
@@ -131,7 +131,7 @@ class Selection:
             run of -1 where a row or head keeps fewer than K. H is Hkv, or Hq where every query head
             keeps its own set, or 1 where all heads share one.
         prompt_tokens: T, the length of the prompt the indices point into.
-        filler_tokens: (B,) int64, how many leading entries of a row are -1; None where no row has
+        padding_slots: (B,) int64, how many leading entries of a row are -1; None where no row has
             any.
         head_tokens: (B, H) int64 where heads keep different numbers of tokens: how many of the last
             entries along K are indices. None where all heads of a row keep the same number.
@@ -147,7 +147,7 @@ class Selection:
 
     keep_indices: Tensor
     prompt_tokens: int
-    filler_tokens: Tensor | None = None
+    padding_slots: Tensor | None = None
     head_tokens: Tensor | None = None
     scores: Tensor | None = None
     head_notes: Tensor | None = None
@@ -157,8 +157,8 @@ class Selection:
     def of(cls, layer: PromptLayer, keep_indices: Tensor, **noted: Any) -> Self:
         """A selection whose rows drop their pads before their tokens."""
         T, K = layer.keys.shape[2], keep_indices.shape[-1]
-        fillers = fillers_left(T, K, layer.pad_tokens)
-        return cls(keep_indices=keep_indices, prompt_tokens=T, filler_tokens=fillers, **noted)
+        padding_slots = padding_left(T, K, layer.pad_tokens)
+        return cls(keep_indices=keep_indices, prompt_tokens=T, padding_slots=padding_slots, **noted)
 
     @classmethod
     def whole(cls, layer: PromptLayer) -> Self:
@@ -174,7 +174,7 @@ class Selection:
             keep_indices=keep_indices,
             prompt_tokens=kept.shape[-1],
             head_tokens=counts if per_head_budget else None,
-            filler_tokens=None if per_head_budget else keep_indices.shape[-1] - counts[:, 0],
+            padding_slots=None if per_head_budget else keep_indices.shape[-1] - counts[:, 0],
             **noted,
         )
 
@@ -229,7 +229,7 @@ class DecodeStep(LayerStates):
             None where it notes nothing.
         head_notes: (B, H, N) int64, what the policy has noted of every head, or None.
         token_ids: (B, N) int64, of the tokens of this step; for `Policy.needs`.
-        filler_tokens: (B,) leading slots that hold pads, or None.
+        padding_slots: (B,) leading slots that hold pads, or None.
         seen_tokens: tokens seen since the start of the cache, dropped ones included.
     """
 
@@ -238,12 +238,12 @@ class DecodeStep(LayerStates):
     scores: Tensor | None = None
     head_notes: Tensor | None = None
     token_ids: Tensor | None = None
-    filler_tokens: Tensor | None = None
+    padding_slots: Tensor | None = None
 
     @property
-    def leading_fillers(self) -> Tensor | None:
-        """The fillers; those of the prompt's pads that are still stored are among them."""
-        return self.filler_tokens
+    def leading_padding(self) -> Tensor | None:
+        """Its padding slots; those of the prompt's pads that are still stored are among them."""
+        return self.padding_slots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,27 +255,27 @@ class Eviction:
             keeps all.
         scores: (B, H or 1, S) float32 for the slots before eviction, to be noted; or None.
         sink_tokens: as in `Selection`.
-        filler_tokens: (B,) int64, leading entries of `keep_indices` that hold no token; None where
-            every row drops its fillers before its tokens.
+        padding_slots: (B,) int64, leading entries of `keep_indices` that hold no token; None where
+            every row drops its padding before its tokens.
         per_head_budget: whether heads may keep different numbers of tokens from now on.
     """
 
     keep_indices: Tensor | None = None
     scores: Tensor | None = None
     sink_tokens: int = 0
-    filler_tokens: Tensor | None = None
+    padding_slots: Tensor | None = None
     per_head_budget: bool = False
 
     @classmethod
     def of_mask(cls, kept: Tensor, **noted: Any) -> Self:
         """What a mask keeps: (B, H, S) bool."""
         keep_indices = ops.kept_indices(kept)
-        fillers = keep_indices.shape[-1] - kept[:, 0].sum(dim=-1)
-        return cls(keep_indices=keep_indices, filler_tokens=fillers, **noted)
+        padding_slots = keep_indices.shape[-1] - kept[:, 0].sum(dim=-1)
+        return cls(keep_indices=keep_indices, padding_slots=padding_slots, **noted)
 
 
-def fillers_left(slots: int, kept_slots: int, filler_tokens: Tensor | None) -> Tensor | None:
-    """(B,) fillers that remain where rows drop their fillers before their tokens."""
-    if filler_tokens is None:
+def padding_left(slots: int, kept_slots: int, padding_slots: Tensor | None) -> Tensor | None:
+    """(B,) padding slots that remain where rows drop those before their tokens."""
+    if padding_slots is None:
         return None
-    return (filler_tokens - (slots - kept_slots)).clamp(min=0)
+    return (padding_slots - (slots - kept_slots)).clamp(min=0)

@@ -70,8 +70,10 @@ class StreamingLLM(SplitBudget):
         """The sinks and the recent ones; what is protected takes the place of recent ones."""
         if states.protected is None:
             return super().keep(states, scores, kept)
-        fillers, protected = states.leading_fillers, states.protected
-        return ops.keep_best(-scores, kept, fillers, first_tokens=self.start, protected=protected)
+        padding_slots, protected = states.leading_padding, states.protected
+        return ops.keep_best(
+            -scores, kept, padding_slots, first_tokens=self.start, protected=protected
+        )
 
     def select(self, layer: PromptLayer) -> Selection:
         return replace(super().select(layer), sink_tokens=self._moved_tokens)

@@ -45,7 +45,7 @@ class TOVA(BestAndRecent):
         weights = ops.attention_weights(
             states.queries[:, :, -1:],
             states.keys,
-            pad_tokens=states.leading_fillers,
+            pad_tokens=states.leading_padding,
             score_options=states.score_options,
         )
         return weights[:, :, -1].mean(dim=1, keepdim=True)

@@ -80,16 +80,16 @@ def _read_layer(
         return forward(hidden_states, *args, **kwargs)
     if forward_context.candidates() is not None:  # a tree, in which each token sees its branch
         return forward(hidden_states, *args, **kwargs)
-    cache.reading.require_pieces()
+    cache.prompt_state.require_pieces()
     require_by_token(args, kwargs, tokens)
     if layer_idx not in cache.compressed_layers:
         return forward(hidden_states, *args, **kwargs)
     watch.note(cache, tokens)
     layer = cache.layers[layer_idx]
     grows = not layer.store.is_static or layer.recall_due  # or every slot of a buffer has a column
-    if not grows and layer is cache.reading.layers[0]:
+    if not grows and layer is cache.prompt_state.layers[0]:
         cache.require_slots(tokens)
-    with cache.reading.in_pieces(layer, tokens):
+    with cache.prompt_state.in_pieces(layer, tokens):
         for start in range(0, tokens, chunk_tokens):
             stop = min(start + chunk_tokens, tokens)
             own = {name: part_of(value, start, stop, grows=grows) for name, value in kwargs.items()}

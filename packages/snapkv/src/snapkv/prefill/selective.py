@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from snapkv.cache.reading import Narrowing, only_tokens
+from snapkv.cache.prompt_state import Narrowing, only_tokens
 from snapkv.errors import InvalidArgumentError
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import cache_among, with_cache
@@ -112,8 +112,8 @@ class _Rule:
         if cache.get_seq_length() or tokens == 1:
             return None
         cache.setup.require("selective")
-        end = cache.reading.prompt_end
-        if cache.reading.verifies_drafts or (end is not None and end != tokens):
+        end = cache.prompt_state.prompt_end
+        if cache.prompt_state.verifies_drafts or (end is not None and end != tokens):
             raise InvalidArgumentError(
                 f"input_ids: expected the whole prompt and nothing after it in one forward pass "
                 f"where only some tokens go on, got {tokens:,} tokens of a prompt announced to "
@@ -174,7 +174,7 @@ def _read(rule: _Rule, forward: Callable[..., Any], *args: Any, **kwargs: Any) -
     if not isinstance(cache, CompressedCache):
         return forward(*args, **kwargs)
     tokens = _tokens(args, kwargs)
-    with cache.reading.narrowed(rule.narrowing(cache, tokens)):
+    with cache.prompt_state.narrowed(rule.narrowing(cache, tokens)):
         return forward(*args, **kwargs)
 
 
@@ -188,7 +188,7 @@ def _read_layer(
 ) -> Any:
     """A layer's forward, of the tokens that reach it."""
     cache = cache_among(kwargs)
-    narrowing = cache.reading.narrowing if isinstance(cache, CompressedCache) else None
+    narrowing = cache.prompt_state.narrowing if isinstance(cache, CompressedCache) else None
     places = None if narrowing is None else narrowing.places(layer_idx)
     if narrowing is None or places is None:
         return forward(hidden_states, *args, **kwargs)
@@ -231,7 +231,7 @@ def _read_if_more(
 ) -> Any:
     """The first layer's forward that only chosen tokens reach, where they are not yet chosen."""
     cache = cache_among(kwargs)
-    narrowing = cache.reading.narrowing if isinstance(cache, CompressedCache) else None
+    narrowing = cache.prompt_state.narrowing if isinstance(cache, CompressedCache) else None
     if narrowing is not None and narrowing.choose is not None:
         raise ReadEnough
     return forward(hidden_states, *args, **kwargs)
@@ -248,13 +248,13 @@ def _read_chosen(rule: _Rule, forward: Callable[..., Any], *args: Any, **kwargs:
         return forward(*args, **kwargs)
     _require_no_pads(kwargs.get("attention_mask"))
     once = CompressedCache(rule.model, FullCache(), protect=cache.options["protect"])
-    with once.reading.narrowed(narrowing), contextlib.suppress(ReadEnough):
+    with once.prompt_state.narrowed(narrowing), contextlib.suppress(ReadEnough):
         forward(*args, **with_cache(kwargs, once))
     del once
     if narrowing.chosen is None:
         return forward(*args, **kwargs)
     places = narrowing.chosen.keep_indices[:, 0]
-    with cache.reading.narrowed(only_tokens(tokens, places)):
+    with cache.prompt_state.narrowed(only_tokens(tokens, places)):
         return forward(**_chosen_inputs(rule, args, kwargs, places))
 
 

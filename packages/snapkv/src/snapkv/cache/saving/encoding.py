@@ -39,7 +39,11 @@ def encode_layer(
     if not isinstance(layer, CompressedLayer):
         state = _saveable(vars(layer))
         return {"kind": type(layer).__name__, **_encode({"state": state}, name, tensors)}
-    parts = {name: getattr(layer, name).state() for name in ("store", "slots", "notes")}
+    parts: dict[str, Any] = {
+        "store": layer.store.state(),
+        "slots": layer.slots.state(),
+        "notes": layer.state.state(),
+    }
     if layer.offloaded is not None and layer.offloaded.held_bytes:
         parts["offloaded"] = layer.offloaded.on_host()
     identity = layer.identity
@@ -93,9 +97,9 @@ def decode_layer(
             "path: expected rows without padding after their first token, got a cache of an "
             "earlier version with some; read each conversation into a cache of its own"
         )
-    notes = layer.notes.restored(on_device(saved["notes"]))
+    state = layer.state.restored(on_device(saved["notes"]))
     store = state_spread(on_device(saved["store"]))
-    layer.restore(saved["store_kind"], store, SlotMap.restored(slots), notes)
+    layer.restore(saved["store_kind"], store, SlotMap.restored(slots), state)
     _require_fitting(layer)
 
 
@@ -111,8 +115,8 @@ def _require_fitting(layer: CompressedLayer) -> None:
     """Refuse parts that are no tensors of one batch, or do not say what is in the slots."""
     store, slots = layer.store, layer.slots
     keys, values, kept = store.keys, store.values, slots.kept
-    numbers = (slots.start, slots.chosen_at, slots.gone, store.num_kv_heads)
-    tensors = [*slots.tensors.values(), *layer.notes.tensors.values()]
+    numbers = (slots.start, slots.chosen_at, slots.removed_tokens, store.num_kv_heads)
+    tensors = [*slots.tensors.values(), *layer.state.tensors.values()]
     fits = type(slots.is_partial) is bool
     fits &= all(type(number) is int and number >= 0 for number in numbers)
     if not store.is_filled:
@@ -126,7 +130,7 @@ def _require_fitting(layer: CompressedLayer) -> None:
             and keys.shape[1] % store.num_kv_heads == 0
             and all(len(tensor) == len(keys) for tensor in tensors)
             and (kept is not None or not slots.start)
-            and (slots.erased is None or slots.erased.shape[2:] == (2,))
+            and (slots.removed_spans is None or slots.removed_spans.shape[2:] == (2,))
         )
         if kept is not None:
             fits = fits and kept.shape[:2] == keys.shape[:2] and kept.shape[2] <= store.slots

@@ -71,9 +71,9 @@ class Narrowing:
         """Tell a layer, which has just stored the tokens that reached it, which ones they are."""
         chosen = self.chosen
         if chosen is not None and layer.identity.layer_idx >= self.first_layer:
-            on, told = layer.keys.device, (self.pads, chosen.filler_tokens)
-            pads, fillers = (None if each is None else each.to(on) for each in told)
-            layer.note_columns(chosen.keep_indices.to(on), self.prompt_tokens, pads, fillers)
+            on, told = layer.keys.device, (self.pads, chosen.padding_slots)
+            pads, padding_slots = (None if each is None else each.to(on) for each in told)
+            layer.note_columns(chosen.keep_indices.to(on), self.prompt_tokens, pads, padding_slots)
 
 
 def only_tokens(tokens: int, places: Tensor) -> Narrowing:
@@ -166,7 +166,7 @@ def _whole(visible: Tensor, total: int) -> Tensor:
 
 
 @dataclass(kw_only=True)
-class Reading:
+class PromptState:
     """What a cache has been told of the prompt or turn that it reads.
 
     The attention seam depends on this, not on the cache.
@@ -364,10 +364,10 @@ class Reading:
         layer, most = self.layers[0], self.policy.most_tokens
         if not self.seen_tokens or "queries" not in self.policy.needs:
             return
-        held = 0 if layer.notes.last_queries is None else layer.notes.last_queries.shape[2]
+        held = 0 if layer.state.last_queries is None else layer.state.last_queries.shape[2]
         if held >= self.seen_tokens:
             return
-        choosing = prompt_tokens - layer.slots.gone
+        choosing = prompt_tokens - layer.slots.removed_tokens
         if layer.slots.kept is None and (most is None or choosing > most):
             raise InvalidArgumentError(
                 f"policy: expected one that does not ask for the queries of earlier turns where "

@@ -1,4 +1,4 @@
-"""A field of a layer's notes follows rows, crops, bytes, resets and files, whoever adds it."""
+"""A field of a layer's state follows rows, crops, bytes, resets and files, whoever adds it."""
 
 import copy
 from dataclasses import dataclass, fields, replace
@@ -10,15 +10,15 @@ from torch import Tensor
 
 from snapkv import CompressedCache, SnapKV
 from snapkv.cache.rows import RowRecord, per_row
-from snapkv.cache.slots import DecodeNotes, SlotMap
+from snapkv.cache.slots import LayerState, SlotMap
 from tests.families import random_ids, tiny_model
 
 BUDGET, PROMPT, ANSWER = 24, 60, 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoreNotes(DecodeNotes):
-    """Notes with a field of every kind that nothing in the package has heard of."""
+class MoreState(LayerState):
+    """State with a field of every kind that nothing in the package has heard of."""
 
     of_rows: Tensor | None = per_row()
     of_slots: Tensor | None = per_row(slot_axis=1)
@@ -29,12 +29,12 @@ NAMES = ("of_rows", "of_slots", "of_tokens")
 
 
 def noted(cache, rows=2):
-    """The cache's layers with such notes: numbers that say their row and their place."""
+    """The cache's layers with such state: numbers that say their row and their place."""
     for layer in cache.layers:
         row = torch.arange(rows) * 100
         slots = layer.store.slots
-        layer.notes = MoreNotes(
-            **{field.name: getattr(layer.notes, field.name) for field in fields(DecodeNotes)},
+        layer.state = MoreState(
+            **{field.name: getattr(layer.state, field.name) for field in fields(LayerState)},
             of_rows=row[:, None],
             of_slots=row[:, None] + torch.arange(slots),
             of_tokens=row[:, None, None] + torch.arange(layer.seen_tokens),
@@ -53,7 +53,7 @@ def cache():
 
 
 def values(cache):
-    return [{name: layer.notes.tensors.get(name) for name in NAMES} for layer in cache.layers]
+    return [{name: layer.state.tensors.get(name) for name in NAMES} for layer in cache.layers]
 
 
 @pytest.mark.parametrize(
@@ -89,33 +89,33 @@ def test_their_bytes_are_reported(cache):
     with_them = cache.report()["index_bytes"]
     added = sum(part.nbytes for each in values(cache) for part in each.values())
     for layer in cache.layers:
-        layer.notes = replace(layer.notes, **dict.fromkeys(NAMES))
+        layer.state = replace(layer.state, **dict.fromkeys(NAMES))
     assert with_them - cache.report()["index_bytes"] == added > 0
 
 
 def test_what_is_only_measured_is_not_held(cache):
     before = cache.report()["index_bytes"]
     for layer in cache.layers:
-        assert layer.notes.lost_mass is not None
-        layer.notes = replace(layer.notes, lost_mass=None)
+        assert layer.state.lost_mass is not None
+        layer.state = replace(layer.state, lost_mass=None)
     assert cache.report()["index_bytes"] == before
 
 
 def test_they_are_emptied_with_the_cache(cache):
     cache.reset()
     assert values(cache) == [dict.fromkeys(NAMES)] * len(cache.layers)
-    assert all(isinstance(layer.notes, MoreNotes) for layer in cache.layers)
+    assert all(isinstance(layer.state, MoreState) for layer in cache.layers)
 
 
 def test_they_are_saved(cache, tmp_path, monkeypatch):
     cache.save(tmp_path / "cache")
-    monkeypatch.setattr("snapkv.cache.layer.DecodeNotes", MoreNotes)
+    monkeypatch.setattr("snapkv.cache.layer.LayerState", MoreState)
     loaded = CompressedCache.load(tmp_path / "cache", cache.model)
     for old, new in zip(values(cache), values(loaded), strict=True):
         assert all(torch.equal(new[name], old[name]) for name in NAMES)
 
 
-@pytest.mark.parametrize("record", [DecodeNotes, SlotMap])
+@pytest.mark.parametrize("record", [LayerState, SlotMap])
 def test_every_tensor_of_a_record_declares_its_axes(record):
     """A tensor that did not would stay behind when rows change; so would a record of some."""
     hints = get_type_hints(record)
