@@ -1,5 +1,6 @@
 """One budget for all layers: the best scores of all of them are kept, and their number is exact."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -25,6 +26,7 @@ from snapkv.cache.prompt_state import PromptState
 from snapkv.hf.forward_context import Hook, hooked
 from snapkv.kvzip import read_twice
 from snapkv.ops import TokenCost
+from snapkv.policies.across_layers import in_blocks
 from snapkv.prefill import layer_by_layer
 from snapkv.storage.storage import Storage
 from tests.families import call, peaked_model, random_ids, tiny_config, tiny_model
@@ -42,11 +44,11 @@ METHODS = {
 methods = pytest.mark.parametrize("policy", METHODS.values(), ids=METHODS)
 
 
-def kept_of(policy, prompts):
-    """For every row, layer and head the positions that layers keep that read them in order."""
-    count = len(prompts)
+def ended(policy, prompts, storage=None):
+    """Layers that have read these prompts in order, and hold what they keep."""
+    count, storage = len(prompts), storage or Storage()
     layers = [
-        CompressedLayer(policy, LayerIdentity(layer_idx=at, depth=at, num_layers=count), Storage())
+        CompressedLayer(policy, LayerIdentity(layer_idx=at, depth=at, num_layers=count), storage)
         for at in range(count)
     ]
     prompt_state = PromptState(layers=layers)
@@ -55,6 +57,12 @@ def kept_of(policy, prompts):
         at = layer.identity.depth
         prompt_state.end_prompt(layer, replace(prompt, depth=at, num_layers=count))
     assert prompt_state.shared is None
+    return layers
+
+
+def kept_of(policy, prompts, layers=None):
+    """For every row, layer and head the positions that such layers keep."""
+    layers = ended(policy, prompts) if layers is None else layers
     pads = prompts[0].pad_tokens
     firsts = [0] * len(prompts[0].keys) if pads is None else pads.tolist()
     return [
@@ -160,6 +168,59 @@ def test_what_is_kept_is_the_best_of_all(lengths, heads, limit, window, sinks, p
         heads = [selection.keep_indices[row] for selection in plainly]
         same = [[set(head[head >= 0].tolist()) for head in own] for own in heads]
         assert kept[row] == same == best
+
+
+def test_heads_win_blocks_of_codes_by_hand():
+    """A window of 1; two tokens a block: 0.9 and 0.5, then 0.3 and 0.2; 0.1 would fill half."""
+    i = math.inf
+    ranked = torch.tensor([[0.9, 0.1, 0.5, 0.3, 0.2, i], [0.1, 0.4, 0.6, 0.2, -i, i]])
+    expected = [[0.7, -i, 0.7, 0.25, 0.25, i], [0.15, 0.5, 0.5, 0.15, -i, i]]
+    torch.testing.assert_close(in_blocks(ranked, 2, 1), torch.tensor(expected))
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.integers(120, 250), min_size=1, max_size=2),
+    heads=st.integers(1, 3),
+    depth=st.integers(1, 4),
+    share=st.integers(9, 20),
+    recent=st.integers(0, 7),
+    seed=st.integers(0, 1000),
+)
+def test_of_bytes_in_few_bits_heads_win_whole_blocks(lengths, heads, depth, share, recent, seed):
+    """Each keeps its best; no block that is left is better than one kept; the bytes are spent."""
+    policy = AcrossLayers(KVzip(f"{share}%", window_size=2, sink_tokens=1))
+    prompts, full_bytes = [], 0
+    sizes = {"kv_heads": heads, "query_heads": heads, "query_tokens": 0, "head_dim": 32}
+    for at in range(depth):
+        rows = [
+            random_layer(seed + 9 * at + row, prompt_tokens=tokens, **sizes)
+            for row, tokens in enumerate(lengths)
+        ]
+        prompt = pad_left(rows, query_tokens=0)
+        finite = {name: getattr(prompt, name).nan_to_num() for name in ("keys", "values")}
+        prompts.append(replace(prompt, **finite))
+        full_bytes += sum(lengths) * heads * 2 * 32 * 4
+    codes = KVCodes(8, 4, recent_tokens=recent, sink_tokens=0)
+    layers = ended(policy, prompts, Storage(codes=codes))
+    for row, kept in enumerate(kept_of(policy, prompts, layers)):
+        first, best_left, worst_kept = max(lengths) - lengths[row], -math.inf, math.inf
+        for prompt, of_layer in zip(prompts, kept, strict=True):
+            scores = prompt.received[row].clone()
+            scores[:, first : first + 1] = scores[:, -2:] = math.inf
+            for ranked, places in zip(scores[:, first:], of_layer, strict=True):
+                order = ranked.argsort(descending=True, stable=True)
+                blocks = ranked[order][recent:].split(32)
+                whole, part = divmod(len(places) - recent, 32)
+                assert not part
+                assert places == {int(place) + first for place in order[: len(places)]}
+                worst_kept = min([worst_kept, *(float(each.mean()) for each in blocks[:whole])])
+                left = (float(each.mean()) for each in blocks[whole:] if len(each) == 32)
+                best_left = max([best_left, *left])
+        assert best_left <= worst_kept
+    spent, given = sum(layer.held_bytes for layer in layers), share * full_bytes // 100
+    assert spent <= given
+    assert given - spent < 1792 * heads * len(lengths), "a block of every head of a row"
 
 
 def numbers(cache):

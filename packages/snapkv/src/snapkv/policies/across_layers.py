@@ -12,9 +12,10 @@ from torch.nn import functional as F
 
 from snapkv import ops
 from snapkv.errors import InvalidArgumentError
+from snapkv.ops import TokenCost
 from snapkv.policies.around import AroundScores
 from snapkv.policies.base import Need
-from snapkv.policies.budget import AutoBudget
+from snapkv.policies.budget import AutoBudget, ByteBudget
 from snapkv.policies.prefix import Prefix
 from snapkv.policies.prefix_policy import PrefixPolicy
 from snapkv.policies.snapkv import SnapKV
@@ -34,7 +35,8 @@ class AcrossLayers(AroundScores):
     It chooses while the prompt is read: what is not among the best of the layers read so far is
     dropped, since it cannot be among the best of all. So twice the budget and one layer are held at
     most (`snapkv.cache.shared_budget`). Of a budget that the votes choose, every head keeps what it
-    asks for, and layers share nothing.
+    asks for, and layers share nothing. Of bytes in few bits heads win whole blocks of codes, which
+    cost as much filled in part.
 
     Args:
         policy: the method that scores, with its budget: tokens per head on average. Its scores must
@@ -77,9 +79,9 @@ class AcrossLayers(AroundScores):
 
         Raises InvalidArgumentError where what must stay does not fit.
         """
-        shown = layer.changed(depth=depth)
-        windows = (min(own, self.policy.window_size) for own in shown.row_lengths)
-        return list(map(sum, zip(self.policy.counts(self._prefix(shown)), windows, strict=True)))
+        prefix = self.policy.prefix(layer.changed(depth=depth))
+        windows = (min(own, prefix.window_size) for own in layer.row_lengths)
+        return list(map(sum, zip(self.policy.counts(prefix), windows, strict=True)))
 
     def ranked(self, layer: PromptLayer, even: Sequence[Sequence[int]]) -> Tensor:
         """(B, H, T) float32: scores, infinite for what must stay, minus infinity for pads.
@@ -94,12 +96,22 @@ class AcrossLayers(AroundScores):
         ranked = F.pad(ranked, (0, window), value=math.inf)
         if layer.pads is not None:
             ranked = ranked.masked_fill(layer.pads, -math.inf)
+        cost = self._cost_of_blocks(layer)
         for row, counts in enumerate(zip(*even, strict=True)):
-            window = min(layer.row_lengths[row], policy.window_size)
-            if min(counts) - window <= policy.sink_tokens:
+            tokens = layer.row_lengths[row]
+            if min(counts) - min(tokens, policy.window_size) <= policy.sink_tokens:
                 best = ops.best_of(ranked[row : row + 1], [counts[layer.depth]])[0]
                 ranked[row] = ranked[row].masked_fill(~best, -math.inf)
+            elif cost is not None and min(counts) < tokens:
+                ranked[row] = in_blocks(ranked[row], cost.block_tokens, cost.exact_tokens)
         return ranked
+
+    def _cost_of_blocks(self, layer: PromptLayer) -> TokenCost | None:
+        """What tokens cost where a budget of bytes buys blocks of codes; else None."""
+        if not isinstance(self.policy.allocation, ByteBudget) or layer.token_cost is None:
+            return None
+        cost = layer.token_cost(min(layer.row_lengths))
+        return cost if cost.block_tokens > 1 else None
 
     def select_all(self, layers: Sequence[PromptLayer]) -> list[Selection | None]:
         """As chosen while they are read, plainly: all scores of a row are ranked in one list."""
@@ -132,6 +144,23 @@ class AcrossLayers(AroundScores):
 
     def _prefix(self, layer: PromptLayer) -> Prefix:
         return self.policy.prefix(layer, per_head_budget=True)
+
+
+def in_blocks(ranked: Tensor, block_tokens: int, exact_tokens: int) -> Tensor:
+    """Of each of a layer's (H, T) scores the mean of the block that its token would stand in.
+
+    A head fills its blocks with its best tokens first, after those that stay unquantized, which are
+    infinite. What would fill a block in part is minus infinity: it costs as much as a whole one.
+    """
+    ordered, places = ranked.sort(dim=-1, descending=True, stable=True)
+    whole = (ranked.shape[-1] - exact_tokens) // block_tokens * block_tokens
+    blocks = ordered[:, exact_tokens : exact_tokens + whole].unflatten(-1, (-1, block_tokens))
+    means = blocks.mean(dim=-1, keepdim=True).nan_to_num(math.inf, math.inf, -math.inf)
+    found = torch.full_like(ranked, -math.inf)
+    found[:, :exact_tokens] = math.inf
+    found[:, exact_tokens : exact_tokens + whole] = means.expand_as(blocks).flatten(1)
+    found = torch.empty_like(found).scatter_(-1, places, found)
+    return torch.where(ranked.isinf(), ranked, found)  # what must stay, and pads
 
 
 def best_of_layers(ranked: Sequence[Tensor], totals: Sequence[int]) -> list[Tensor]:
