@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from snapkv import default_policy
+from snapkv import KVCodes, default_policy
 from snapkv.app.prefills import Exact, GemFilter, LayerByLayer, Selective
 from snapkv.cli.options import RunOptions, read_prefill, read_prefills
 from snapkv.cli.policy import usual_bits
@@ -207,7 +207,7 @@ def test_progress_is_drawn_on_terminals_only(snapkv, tiny_only, monkeypatch, ter
         (("--budget", 64), "32"),
         (("--keep-ratio", 0.3), "32"),
         (("--budget", "80%"), "8/4"),
-        (("--budget", "30%"), "32"),  # fewer than 64 tokens
+        (("--budget", "30%"), "8/4"),
         (("--budget", "100kB"), "8/4"),
         (("--budget", "80%", "--exact-bits"), "32"),
         (("--budget", "80%", "--policy", "snapkv"), "32"),
@@ -225,15 +225,9 @@ def test_a_larger_budget_is_asked_for(snapkv, tiny_only, document):
     assert "96 of" in snapkv(*shlex.split(command)[1:]).err
 
 
-def test_a_shared_latent_and_a_small_share_keep_their_bits_and_it_is_said_why():
+def test_a_shared_latent_keeps_its_bits_and_it_is_said_why():
     latent, other, within = small_model("latent"), small_model("llama"), default_policy("30%")
-    assert (
-        usual_bits(within, other)
-        == usual_bits(within, other, prompt_tokens=lambda: 214)
-        == ("K8V4", "")
-    )
-    short = "unquantized, since few bits gain nothing below 64 tokens"
-    assert usual_bits(within, other, prompt_tokens=lambda: 213) == (None, short)
+    assert usual_bits(within, other) == (KVCodes(8, 4, recent_tokens=0, sink_tokens=0), "")
     assert usual_bits(within, latent) == (
         None,
         "unquantized, since all heads of this model share one latent",

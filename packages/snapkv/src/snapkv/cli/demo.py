@@ -83,7 +83,7 @@ def _both(loaded: Any, text: str, policy: Any) -> Iterator[tuple[str, str]]:
     def answered(text: str, policy: Any) -> Any:
         prompt = question_prompt(loaded.tokenizer, text, FIRST, answer_start=FIRST_START)
         with reading_progress(method_name(policy.describe())) as progress:
-            bits, _ = usual_bits(policy, loaded.model, prompt_tokens=lambda: tokens)
+            bits, _ = usual_bits(policy, loaded.model)
             return answer(loaded, prompt, policy, settings, quantize=bits, **progress)
 
     tokens = len(loaded.tokenizer(text).input_ids)

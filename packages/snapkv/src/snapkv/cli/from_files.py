@@ -40,12 +40,7 @@ def answer_from_files(
     loaded = load_model(options)
     drafts = _draft_method(options, loaded)
     prompt = make_prompt(loaded.tokenizer)
-    quantize, own_bits = usual_bits(
-        policy,
-        loaded.model,
-        options,
-        prompt_tokens=lambda: len(prompt.encoded(loaded.tokenizer)[0]),
-    )
+    quantize, own_bits = usual_bits(policy, loaded.model, options)
 
     def read(who: Policy, how: GenerationSettings, on_text: TextSink | None, **ways: Any) -> Answer:
         with reading_progress(method_name(who.describe()), on_text) as progress:

@@ -1,7 +1,7 @@
 """From options, or a text such as ``snapkv:kernel_size=13``, to a policy in the table."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
@@ -13,15 +13,12 @@ from snapkv.hf.model_parts import shares_latent
 from snapkv.policies import POLICIES, AcrossLayers, Policy
 from snapkv.policies.budget import ByteBudget, budget_of
 from snapkv.policies.default import by_layer, default_parameters
-from snapkv.storage.bits import Bits
+from snapkv.storage.bits import KVCodes
 from snapkv.validation import AUTO, DEFAULT, nearest
 
-BITS_WITHIN_BYTES: Bits = "K8V4"
-"""The bits of the default method with a budget of bytes."""
-
-FEWEST_IN_CODES = 64
-"""From a share of so many tokens on, few bits hold more of them: the last and the first of every
-head stay unquantized, and codes come in whole blocks."""
+BITS_WITHIN_BYTES = KVCodes(keys=8, values=4, recent_tokens=0, sink_tokens=0)
+"""How the default method stores within a budget of bytes: nothing it keeps of a prompt stays
+unquantized, which would cost as much as two or three tokens in few bits."""
 
 
 def build_policy(options: PolicyOptions, *, alone: bool = False) -> Policy:
@@ -45,25 +42,16 @@ def build_policy(options: PolicyOptions, *, alone: bool = False) -> Policy:
 
 
 def usual_bits(
-    policy: Policy,
-    model: Any,
-    options: RunOptions | None = None,
-    *,
-    prompt_tokens: Callable[[], int] | None = None,
-) -> tuple[Bits | None, str]:
+    policy: Policy, model: Any, options: RunOptions | None = None
+) -> tuple[KVCodes | None, str]:
     """The `quantize` of `CompressedCache`, and a reason if there are to be no codes.
-
-    `prompt_tokens` counts those of the prompt, where that is known already.
 
     The default method with a budget of bytes stores codes: more tokens fit, but each decoding step
     takes longer.
     """
     is_asked = options is None or (options.policy == DEFAULT and not options.exact_bits)
-    budget = budget_of(policy)
-    if not is_asked or not isinstance(budget, ByteBudget):
+    if not is_asked or not isinstance(budget_of(policy), ByteBudget):
         return None, ""
-    if prompt_tokens and budget.share and budget.share * prompt_tokens() < FEWEST_IN_CODES:
-        return None, f"unquantized, since few bits gain nothing below {FEWEST_IN_CODES} tokens"
     if shares_latent(model):
         return None, "unquantized, since all heads of this model share one latent"
     return BITS_WITHIN_BYTES, ""

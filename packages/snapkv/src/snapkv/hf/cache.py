@@ -300,8 +300,8 @@ class CompressedCache(Cache):
         if chosen.ndim != 1 or not len(chosen):
             got = rows.tolist() if isinstance(rows, Tensor) else repr(rows)
             raise InvalidArgumentError(
-                f"rows: expected some of the {self.prompt_state.rows} rows of the batch, got {got}; "
-                "pass a 1-D tensor of integers, 0 for the first one"
+                f"rows: expected some of the {self.prompt_state.rows} rows of the batch, got "
+                f"{got}; pass a 1-D tensor of integers, 0 for the first one"
             )
         for layer in self.layers:
             layer.reorder_cache(chosen)

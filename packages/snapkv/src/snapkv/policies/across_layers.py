@@ -154,7 +154,7 @@ def in_blocks(ranked: Tensor, block_tokens: int, exact_tokens: int) -> Tensor:
     """
     ordered, places = ranked.sort(dim=-1, descending=True, stable=True)
     whole = (ranked.shape[-1] - exact_tokens) // block_tokens * block_tokens
-    blocks = ordered[:, exact_tokens : exact_tokens + whole].unflatten(-1, (-1, block_tokens))
+    blocks = ordered[:, exact_tokens : exact_tokens + whole].view(len(ranked), -1, block_tokens)
     means = blocks.mean(dim=-1, keepdim=True).nan_to_num(math.inf, math.inf, -math.inf)
     found = torch.full_like(ranked, -math.inf)
     found[:, :exact_tokens] = math.inf
