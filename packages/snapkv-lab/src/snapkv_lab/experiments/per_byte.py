@@ -28,9 +28,9 @@ from snapkv_lab.rows import Row, grouped
 SHARES = {"1/32": 1 / 32, "1/16": 1 / 16, "1/8": 1 / 8}
 CODES: dict[str, Any] = {
     "as it came": None,
-    "int8": KVCodes(8, 8, recent_tokens=16),
-    "int4": KVCodes(4, 4, recent_tokens=16),
-    "keys 8, values 4": KVCodes(8, 4, recent_tokens=16),
+    "int8": KVCodes(8, 8),
+    "int4": KVCodes(4, 4),
+    "keys 8, values 4": KVCodes(8, 4),
 }
 METHODS: dict[str, Any] = {
     "paper's": SnapKV,

@@ -13,12 +13,11 @@ from snapkv.hf.model_parts import shares_latent
 from snapkv.policies import POLICIES, AcrossLayers, Policy
 from snapkv.policies.budget import ByteBudget, budget_of
 from snapkv.policies.default import by_layer, default_parameters
-from snapkv.storage.bits import KVCodes
+from snapkv.storage.bits import Bits
 from snapkv.validation import AUTO, DEFAULT, nearest
 
-BITS_WITHIN_BYTES = KVCodes(keys=8, values=4, recent_tokens=0, sink_tokens=0)
-"""How the default method stores within a budget of bytes: nothing it keeps of a prompt stays
-unquantized, which would cost as much as two or three tokens in few bits."""
+BITS_WITHIN_BYTES: Bits = "K8V4"
+"""The bits of the default method with a budget of bytes."""
 
 
 def build_policy(options: PolicyOptions, *, alone: bool = False) -> Policy:
@@ -43,7 +42,7 @@ def build_policy(options: PolicyOptions, *, alone: bool = False) -> Policy:
 
 def usual_bits(
     policy: Policy, model: Any, options: RunOptions | None = None
-) -> tuple[KVCodes | None, str]:
+) -> tuple[Bits | None, str]:
     """The `quantize` of `CompressedCache`, and a reason if there are to be no codes.
 
     The default method with a budget of bytes stores codes: more tokens fit, but each decoding step

@@ -26,7 +26,8 @@ class KVCodes:
         group_size: numbers that share a scale and a least number of 16 bits each, 32 or 64.
         recent_tokens: the last tokens that stay in the model's dtype; those after a prompt are
             encoded in blocks of `group_size` when so many come after them.
-        sink_tokens: the first kept tokens of every head that stay in the model's dtype.
+        sink_tokens: the first kept tokens of every head that stay in the model's dtype. Both are 0:
+            one such token costs as much as two or three in few bits.
         exact_layers: how many of the first and of the last compressed layers hold no codes.
 
     Raises:
@@ -37,8 +38,8 @@ class KVCodes:
     keys: Number = 4
     values: Number = 4
     group_size: int = 32
-    recent_tokens: int = 32
-    sink_tokens: int = 4
+    recent_tokens: int = 0
+    sink_tokens: int = 0
     exact_layers: int = 0
 
     def __post_init__(self) -> None:
