@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from snapkv.library.records import Record
 from snapkv.validation import format_bytes
-from snapkv_vllm.documents.library import OfLibrary
+from snapkv_vllm.documents.prefix import CachedPrefix
 from snapkv_vllm.names import DOCUMENT, NO_ROOM, PREFIX, TAKEN, UNKNOWN, shown, wrong
 from snapkv_vllm.shares import going
 
@@ -46,13 +47,11 @@ class SharedDocument:
     document_id: str  # the engine's name for it, which no client learns
     tenant: str  # whose it is
     name: str  # what its tenant calls it
-    token_ids: tuple[int, ...]  # what prompts that name it begin with
-    # it as a chat, of which `rendered_ids` are the rendering; None for plain text
-    messages: list[dict[str, Any]] | None
-    kept_tokens: int  # per KV head and layer
+    prefix: CachedPrefix  # what prompts that name it begin with
     bytes: int  # what it takes of the engine's cache
-    rendered_ids: tuple[int, ...] = ()  # for which `token_ids` stand
-    source: OfLibrary | None = None  # where it is a library's
+    messages: list[dict[str, Any]] | None = None  # it as a chat; None for plain text
+    rendered_ids: tuple[int, ...] = ()  # of a chat about it, for which the prefix stands
+    source: Record | None = None  # where it is a library's
     created: float = field(default_factory=time.time)  # seconds since the epoch
     last_used: float = 0.0  # when a request named it last, or `created`
     requests: int = 0  # under way
@@ -63,7 +62,9 @@ class SharedDocument:
 
     @property
     def kind(self) -> str:
-        """The field of a request's body that it is the beginning of."""
+        """The field of a request's body that it is the beginning of; of a library's either."""
+        if self.source is not None:
+            return LIBRARY
         return "prompt" if self.messages is None else "messages"
 
     @property
@@ -71,9 +72,9 @@ class SharedDocument:
         """What its tenant is told of it, ready for JSON."""
         return {
             "name": self.name,
-            "kind": self.kind if self.source is None else LIBRARY,
-            "tokens": len(self.token_ids),
-            "kept_tokens": self.kept_tokens,
+            "kind": self.kind,
+            "tokens": len(self.prefix.token_ids),
+            "kept_tokens": self.prefix.kept_tokens,
             "bytes": self.bytes,
             "requests": self.requests,
             "created": int(self.created),
@@ -106,7 +107,7 @@ class Catalogue:
         found = (one for one in self._standing if (one.tenant, one.name) == (tenant, name))
         return next(found, None)
 
-    def of(self, tenant: str) -> list[SharedDocument]:
+    def all_of(self, tenant: str) -> list[SharedDocument]:
         own = [one for one in self._standing if one.tenant == tenant]
         return sorted(own, key=lambda one: one.name)
 
