@@ -16,7 +16,7 @@ from snapkv_vllm.memory_profile import Largest, profiled
 from snapkv_vllm.metrics import Stopwatch, compression_stopwatch
 from snapkv_vllm.plans import Move, Order, PrefixReuse
 from snapkv_vllm.refusals import compressible_layers, require_heads_apart
-from snapkv_vllm.scheduler import PREFIX_REUSES, FORGOTTEN, ORDERS
+from snapkv_vllm.scheduler import FORGOTTEN, ORDERS, PREFIX_REUSES
 from snapkv_vllm.settings import ServingSettings
 
 

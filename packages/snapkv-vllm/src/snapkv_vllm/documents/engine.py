@@ -84,8 +84,9 @@ class ServerEngine:
     async def look_at(self, path: Path, seal: str) -> CachedPrefix:
         """Read and check the file of a document; with the first, the model is asked who it is."""
         model, room = await self.identity(), await self.room()
-        given = {"model": model, "seal": seal, "most_bytes": room.most_file_bytes}
-        found = await asyncio.to_thread(read_document, path, **given)
+        found = await asyncio.to_thread(
+            read_document, path, model=model, seal=seal, most_bytes=room.most_file_bytes
+        )
         tokens, head_tokens = len(found.token_ids), found.head_tokens
         if tokens >= (longest := self._client.model_config.max_model_len):
             raise wrong("file", f"fewer than {longest:,} tokens", tokens, "raise --max-model-len")

@@ -34,7 +34,7 @@ class ServedLibrary:
 
     @property
     def prefix_ids(self) -> tuple[int, ...]:
-        """What the template writes before what a user says, and chats about documents begin with."""
+        """What chats about a document begin with, before what a user says."""
         return self._about.prefix_ids
 
     def cache_file(self, record: Record) -> Path:

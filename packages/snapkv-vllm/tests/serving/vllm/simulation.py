@@ -14,7 +14,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from snapkv_vllm.layouts import slots
 from snapkv_vllm.plans import Move, Order
-from snapkv_vllm.scheduler import PREFIX_REUSES, ORDERS
+from snapkv_vllm.scheduler import ORDERS, PREFIX_REUSES
 
 Token = int | tuple[int, int]
 """One of a request's own by its position; else its id and position, where it is read ahead."""
