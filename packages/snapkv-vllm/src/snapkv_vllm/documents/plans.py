@@ -54,21 +54,20 @@ class ReadTwice(RequestPlan):
     It remembers which piece is due. A request that is preempted begins with the first again.
     """
 
-    document_ids: Sequence[int]  # the text's T tokens
+    prefix: CachedPrefix  # the text's T tokens, and how many stay, fewer than T
     instruction_ids: Sequence[int]  # stand before every piece
     chunk_tokens: int  # of the text, in one piece; at most T with the instruction
-    kept_tokens: int  # how many stay, fewer than T
     choice: SecondReading  # what chooses them
     _piece: int = field(default=0, init=False)
 
     @property
     def tokens(self) -> int:
-        return len(self.document_ids)
+        return len(self.prefix.token_ids)
 
     def piece(self, number: int) -> tuple[int, ...]:
         """The ids of a piece with its instruction; none after the last one."""
         start = number * self.chunk_tokens
-        text = tuple(self.document_ids[start : start + self.chunk_tokens])
+        text = self.prefix.token_ids[start : start + self.chunk_tokens]
         return (*self.instruction_ids, *text) if text else ()
 
     def step_tokens(self, seen_tokens: int, held_tokens: int, offered_tokens: int) -> int:
@@ -102,7 +101,7 @@ class ReadTwice(RequestPlan):
         if kept is None:
             back = len(self.piece(self._piece))
             ends = not back
-            kept = self.kept_tokens if ends else self.tokens
+            kept = self.prefix.kept_tokens if ends else self.tokens
         return Order(
             choice=self.choice,
             query_tokens=0 if ahead is None else len(ahead.token_ids),
@@ -119,7 +118,7 @@ class ReadTwice(RequestPlan):
         """See `RequestPlan`; what is kept fills its blocks."""
         read = held_tokens + step_tokens - self.tokens
         is_last = not self.piece(self._piece + 1) and read == len(self.piece(self._piece))
-        return self.kept_tokens if held_tokens > seen_tokens and is_last else 0
+        return self.prefix.kept_tokens if held_tokens > seen_tokens and is_last else 0
 
     @property
     def shared_tokens(self) -> int:

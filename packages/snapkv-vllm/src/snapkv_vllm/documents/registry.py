@@ -1,7 +1,7 @@
 """The documents of an engine: whose blocks they are, and who is using them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from vllm.utils.math_utils import cdiv
@@ -31,9 +31,7 @@ class RegisteredDocument:
     """One document; `plan` is that of requests that begin with it."""
 
     plan: FromDocument
-    blocks: Sequence[list[Any]] | None = None  # of every group; None while it is being read
-    requests: set[str] = field(default_factory=set)  # that begin with it and have not ended
-    is_dropped: bool = False  # whether no other request may name it
+    blocks: Sequence[list[Any]] = ()  # of every group; none while it is being read
 
     @property
     def prefix(self) -> CachedPrefix:
@@ -42,7 +40,7 @@ class RegisteredDocument:
     @property
     def described(self) -> dict[str, Any]:
         """What whoever registers or adopts it is told, once it has blocks."""
-        blocks = [[block.block_id for block in of_group] for of_group in self.blocks or ()]
+        blocks = [[block.block_id for block in of_group] for of_group in self.blocks]
         tokens, kept = len(self.prefix.token_ids), self.prefix.kept_tokens
         return {"tokens": tokens, "kept_tokens": kept, "blocks": blocks}
 
@@ -61,8 +59,8 @@ class Registry:
     ) -> None:
         self._managers, self._room, self._safeguard = managers, room, safeguard
         self._chunk_tokens, self._max_model_len = chunk_tokens, max_model_len
-        self._held: dict[str, RegisteredDocument] = {}
-        self._used_by: dict[str, RegisteredDocument] = {}
+        self._held: dict[str, RegisteredDocument] = {}  # that requests may name
+        self._used_by: dict[str, RegisteredDocument] = {}  # which request begins with which
         self._registering: dict[str, str] = {}
         self._answers: dict[str, dict[str, Any]] = {}
 
@@ -78,7 +76,7 @@ class Registry:
 
     def _begin(self, asked: DocumentRequest, request: Any) -> RequestPlan:
         held = self._held.get(asked.document_id)
-        if held is None or held.blocks is None:
+        if held is None or not held.blocks:
             got = "one that is not, or not any more"
             raise wrong(DOCUMENT, "a document that is registered", got, "register it again")
         tokens, length = len(held.prefix.token_ids), request.num_prompt_tokens
@@ -88,7 +86,6 @@ class Registry:
         if tuple(request.prompt_token_ids[:tokens]) != held.prefix.token_ids:
             expected = "a prompt that begins with the document's tokens"
             raise wrong(DOCUMENT, expected, "one that does not", "begin it with them")
-        held.requests.add(request.request_id)
         self._used_by[request.request_id] = held
         return held.plan
 
@@ -101,38 +98,34 @@ class Registry:
         size = self._room.block_tokens
         whole, kept = len(ids) // size * size, self._room.kept_tokens(len(ids), asked.budget)
         self._require_free(kept)
-        plan: RequestPlan
-        if kept == whole:  # what its last block lacks is read with every request
-            prefix = CachedPrefix(token_ids=ids[:whole], kept_tokens=whole, reused_tokens=whole)
-            plan = Plan(prompt_tokens=len(ids) + 1)
-        else:
-            plan = self._read_twice(ids, kept, asked.instruction_ids)
-            prefix = CachedPrefix(
-                token_ids=ids,
-                kept_tokens=kept,
-                reused_tokens=kept,
-                per_head_budget=plan.choice.per_head_budget,
-            )
+        is_whole = kept == whole  # what its last block lacks is read with every request
+        prefix = CachedPrefix(
+            token_ids=ids[:whole] if is_whole else ids,
+            kept_tokens=kept,
+            reused_tokens=kept,
+            per_head_budget=self._safeguard is not None and not is_whole,
+        )
+        plan: RequestPlan = Plan(prompt_tokens=len(ids) + 1)
+        if not is_whole:
+            plan = self._read_twice(prefix, asked.instruction_ids)
         self._held[asked.document_id] = RegisteredDocument(plan=FromDocument(prefix=prefix))
         self._registering[request.request_id] = asked.document_id
         return plan
 
-    def _read_twice(
-        self, ids: tuple[int, ...], kept: int, instruction: tuple[int, ...]
-    ) -> ReadTwice:
-        positions = self._max_model_len - len(ids)
-        chunk = piece_tokens(len(ids), len(instruction), self._chunk_tokens, positions)
+    def _read_twice(self, prefix: CachedPrefix, instruction: tuple[int, ...]) -> ReadTwice:
+        tokens, kept = len(prefix.token_ids), prefix.kept_tokens
+        positions = self._max_model_len - tokens
+        chunk = piece_tokens(tokens, len(instruction), self._chunk_tokens, positions)
         scores = KVzip(kept, window_size=min(DEFAULT_WINDOW, kept // 2), chunk_tokens=chunk)
         policy: Policy = scores
         if self._safeguard is not None:
             page_tokens = self._room.block_tokens
             policy = AdaKV(scores, safeguard=self._safeguard, page_tokens=page_tokens)
         return ReadTwice(
-            document_ids=ids,
+            prefix=prefix,
             instruction_ids=instruction,
             chunk_tokens=chunk,
-            kept_tokens=kept,
-            choice=SecondReading(policy, len(ids)),
+            choice=SecondReading(policy, tokens),
         )
 
     def _adopt(self, asked: DocumentRequest, request: Any) -> RequestPlan:
@@ -180,9 +173,8 @@ class Registry:
 
     def _drop(self, asked: DocumentRequest, request: Any) -> RequestPlan:
         held = self._held.get(asked.document_id)
-        if held is not None and held.blocks is not None:
+        if held is not None and held.blocks:
             del self._held[asked.document_id]
-            held.is_dropped = True
             self._release(held)
         return Plan(prompt_tokens=request.num_prompt_tokens)
 
@@ -193,7 +185,7 @@ class Registry:
     def reused_blocks(self, request_id: str) -> tuple[FromDocument, tuple[list[Any], ...]] | None:
         """What a request begins with: the plan, and the blocks of every group."""
         held = self._used_by.get(request_id)
-        if held is None or held.blocks is None:
+        if held is None:
             return None
         for manager in self._managers:
             manager.begin_with(request_id, held.prefix.dropped_tokens)
@@ -204,7 +196,7 @@ class Registry:
     def prefix_reuse(self, request_id: str) -> PrefixReuse | None:
         """What workers are told of a request that begins with a document; None for all others."""
         held = self._used_by.get(request_id)
-        if held is None or held.blocks is None:
+        if held is None:
             return None
         first_block = held.blocks[0][0].block_id if held.prefix.per_head_budget else None
         of_groups = zip(self._managers, held.blocks, strict=True)
@@ -226,7 +218,6 @@ class Registry:
             None of one that was to be registered and is not.
         """
         if (held := self._used_by.pop(request_id, None)) is not None:
-            held.requests.discard(request_id)
             self._release(held)
         document_id = self._registering.pop(request_id, None)
         if document_id is None:
@@ -244,11 +235,10 @@ class Registry:
 
     def _release(self, held: RegisteredDocument) -> None:
         """Free the blocks of a document that nobody can name and nobody uses."""
-        if not held.is_dropped or held.requests or held.blocks is None:
+        if any(held is one for one in (*self._held.values(), *self._used_by.values())):
             return
         for manager, blocks in zip(self._managers, held.blocks, strict=True):
             manager.give_up(blocks)
-        held.blocks = None
 
 
 def registry(

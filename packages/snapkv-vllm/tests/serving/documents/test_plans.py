@@ -89,10 +89,9 @@ CHOICE = SecondReading(KVzip(4, window_size=1, sink_tokens=1), 10)
 
 def plan_of(tokens=10, instruction=(90, 91), chunk=6, kept=4):
     return ReadTwice(
-        document_ids=range(tokens),
+        prefix=CachedPrefix(token_ids=tuple(range(tokens)), kept_tokens=kept, reused_tokens=0),
         instruction_ids=instruction,
         chunk_tokens=chunk,
-        kept_tokens=kept,
         choice=CHOICE,
     )
 
