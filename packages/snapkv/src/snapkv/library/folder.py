@@ -82,6 +82,7 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._known: dict[str, tuple[Stamp, Record | Fault]] = {}
+        self._changed: set[str] = set()
 
     def about(self) -> About | None:
         """How documents were read; None where there is no library yet."""
@@ -225,10 +226,11 @@ class Folder:
     # Who changes it is alone.
 
     @contextlib.contextmanager
-    def changing(self) -> Iterator[None]:
+    def changing(self) -> Iterator[set[str]]:
         """Within this block nobody else changes the library; the folder is made.
 
         The lock says who changes it until all is done: so what a killed one has left is known.
+        Yields the keys of documents that have been written or removed so far.
         """
         path = self.path / _LOCK
         with naming(path):
@@ -243,7 +245,8 @@ class Folder:
                 _write_if_room(lock, b"%d\n" % os.getpid())
             if is_left:
                 self._clean()
-            yield
+            self._changed = set()
+            yield self._changed
             with naming(path):
                 lock.truncate(0)
 
@@ -267,6 +270,7 @@ class Folder:
 
         Where that fails, what was there still is, and what was written of the file goes.
         """
+        self._changed.add(text.key)
         sha256 = digest_of(text.text)
         file = self.path / _CACHES / f"{text.key}-{sha256[:16]}-{uuid.uuid4().hex[:8]}.safetensors"
         place = self._record_file(text.key)
@@ -301,14 +305,18 @@ class Folder:
             self._remove_caches(text.key, kept=file.name)
         return record
 
-    def remove(self, records: Iterable[Record]) -> None:
+    def remove(self, keys: Iterable[str]) -> list[Record]:
         """Forget documents; records go first, so that nobody looks for a cache that is gone."""
+        keys = list(keys)
+        self._changed.update(keys)
+        records = [record for record in map(self.record, keys) if record is not None]
         for record in records:
             place = self._record_file(record.key)
             with naming(place):
                 place.unlink(missing_ok=True)
             _unlink(self.cache_file(record))
             _unlink(self.path / _ASKED / record.key)
+        return records
 
     def _clean(self) -> None:
         """Remove what killed adders have left, under names of ours only."""

@@ -165,15 +165,14 @@ class Library:
             OutputError: a file cannot be written; the documents before it are there.
         """
         texts = each_once(documents)
-        with self._folder.changing():
+        with self._changing():
             reader = self._begun(model, tokenizer, policy, bits, model_name)
             names = self._passages.asked(lambda index: _names(index, texts))
             room, outcomes = self._room({text.key for text in texts}), []
-            with self._followed() as changed:
-                for done, text in enumerate(texts):
-                    if on_progress:
-                        on_progress(text.name, done, len(texts))
-                    outcomes.append(self._add(reader, text, names, room, changed))
+            for done, text in enumerate(texts):
+                if on_progress:
+                    on_progress(text.name, done, len(texts))
+                outcomes.append(self._add(reader, text, names, room))
         return [*outcomes, *(Outcome(name=entry.name, what="evicted") for entry in room.evicted)]
 
     def limit(self, max_bytes: int | None, *, evict: bool = False) -> list[Entry]:
@@ -198,7 +197,7 @@ class Library:
         if max_bytes is not None:
             require_int("max_bytes", max_bytes, minimum=0, maximum=None)
         self.required()
-        with self._folder.changing():
+        with self._changing():
             entries = self._passages.asked(lambda index: index.entries())
             most_bytes = math.inf if max_bytes is None else max_bytes
             going = Room(self._folder, entries, most_bytes).too_many()
@@ -210,8 +209,7 @@ class Library:
                     "documents have to go; pass evict=True (--evict) to let them"
                 )
             self._folder.begin(replace(self.required(), max_bytes=max_bytes))
-            with self._followed() as changed:
-                self._evict(going, changed)
+            self._folder.remove(entry.key for entry in going)
         return going
 
     def remove(self, names: Iterable[str]) -> list[Record]:
@@ -223,14 +221,9 @@ class Library:
             OutputError: the folder cannot be written.
         """
         self.required()
-        with self._folder.changing():
+        with self._changing():
             asked = [entry for name in names for entry in self._entries_of(name)]
-            keys = dict.fromkeys(entry.key for entry in asked)
-            records = [each for each in map(self._folder.record, keys) if each is not None]
-            with self._followed() as changed:
-                changed.update(keys)
-                self._folder.remove(records)
-        return records
+            return self._folder.remove(dict.fromkeys(entry.key for entry in asked))
 
     def _room(self, stay: set[str]) -> Room:
         """What the library's bound leaves besides documents that stay."""
@@ -239,11 +232,6 @@ class Library:
             return Room(self._folder, (), math.inf)
         entries = self._passages.asked(lambda index: index.entries())
         return Room(self._folder, entries, most_bytes, stay)
-
-    def _evict(self, entries: Sequence[Entry], changed: set[str]) -> None:
-        changed.update(entry.key for entry in entries)
-        records = (self._folder.record(entry.key) for entry in entries)
-        self._folder.remove([record for record in records if record is not None])
 
     def below(self, place: str) -> list[Entry]:
         """The documents that were read from that file, or from files in that folder."""
@@ -266,17 +254,17 @@ class Library:
         return self._passages.asked(found)
 
     @contextlib.contextmanager
-    def _followed(self) -> Iterator[set[str]]:
-        """Takes the keys of documents that this block changes; the index then knows them.
+    def _changing(self) -> Iterator[None]:
+        """Within this block nobody else changes the library, and it asks the index before it does.
 
-        It must have been asked within the same `changing`.
+        That knows all changes at the end.
         """
-        changed: set[str] = set()
-        try:
-            yield changed
-        finally:
-            if changed:
-                self._passages.follow(changed)
+        with self._folder.changing() as changed:
+            try:
+                yield
+            finally:
+                if changed:
+                    self._passages.follow(changed)
 
     def verify(self) -> list[Fault]:
         """What is damaged: every byte of all files is read.
@@ -436,7 +424,6 @@ class Library:
         text: Text,
         names: dict[str, set[str]],
         room: Room,
-        changed: set[str],
     ) -> Outcome:
         """Read a text unless it is unchanged; `names`: documents by name."""
         known = self._folder.record(text.key)
@@ -450,12 +437,12 @@ class Library:
         start = time.perf_counter()
         taken = names.get(text.name, set()) - {text.key}
         named = replace(text, name=text.source if taken and text.source else text.name)
-        changed.add(text.key)
         try:
             record = self._written(reader, named, reader.read(named), known, room)
         except (InvalidArgumentError, OutOfMemoryError) as error:
             return Outcome(name=text.name, what="failed", reason=str(error))
-        self._evict(room.admit(Entry(record.key, record.name, None, record.bytes)), changed)
+        evicted = room.admit(Entry(record.key, record.name, None, record.bytes))
+        self._folder.remove(entry.key for entry in evicted)
         if known is not None:
             names.get(known.name, set()).discard(text.key)
         names.setdefault(record.name, set()).add(text.key)
