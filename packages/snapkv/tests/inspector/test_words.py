@@ -94,7 +94,7 @@ def place(text, name, pieces=None, wanted="X", others=()):
     pieces = pieces or ["<user>\n", *text, "\n\nWhen?"]
     documents = [Text(name=name, text=text), *others]
     at = pieces.index(wanted)
-    return Places(pieces, documents).of(at, at + 1)
+    return Places(pieces, documents).place_name(at, at + 1)
 
 
 def test_the_last_heading_before_it_or_a_line_and_how_far_in():
@@ -109,13 +109,13 @@ def test_several_documents_are_named():
     pieces = ["===== a.md =====\n", first, "\n\n===== b.md =====\n", *second, "\n\nWhen?"]
     documents = [Text(name="a.md", text=first), Text(name="b.md", text=second)]
     at = pieces.index("X")
-    assert Places(pieces, documents).of(at, at + 1) == "“Two” of b.md"
+    assert Places(pieces, documents).place_name(at, at + 1) == "“Two” of b.md"
 
 
 def test_before_and_behind_the_document():
     pieces = ["<user>\n", "text", "\n\nWhen?"]
     places = Places(pieces, [Text(name="a.txt", text="text")])
-    assert [places.of(i, i + 1) for i in range(3)] == [
+    assert [places.place_name(i, i + 1) for i in range(3)] == [
         "the beginning of the prompt",
         "50% into a.txt",
         "the question",
@@ -125,13 +125,13 @@ def test_before_and_behind_the_document():
 def test_a_part_lies_where_its_middle_does():
     pieces = ["# One\n\nabc\n\n", "# Two\n\nabcdefghijklmnop"]
     places = Places(pieces, [Text(name="a.md", text="".join(pieces))])
-    assert places.of(0, 2) == "“Two”"
-    assert places.of(0, 1) == "“One”"
+    assert places.place_name(0, 2) == "“Two”"
+    assert places.place_name(0, 1) == "“One”"
 
 
 @pytest.mark.parametrize("documents", [[], [Text(name="a.txt", text="rewritten")]])
 def test_a_share_of_the_prompt_where_documents_are_not_found(documents):
-    assert Places(["aaaa", "bbbb"], documents).of(1, 2) == "the text 75% into the prompt"
+    assert Places(["aaaa", "bbbb"], documents).place_name(1, 2) == "the text 75% into the prompt"
 
 
 def test_the_part_that_is_missed_most_comes_first_and_only_what_changes_the_answer():

@@ -67,7 +67,7 @@ def read(
     if list(sources).count(STDIN) > 1:
         raise DocumentError("files: expected - once at most, got it more often; pass it once")
     files = _Files(without)
-    found = [document for source in sources for document in files.of(source)]
+    found = [document for source in sources for document in files.read(source)]
     for what, reason in files.notices.items():
         on_notice(f"{what}: {reason}")
     return found
@@ -98,7 +98,7 @@ class _Files:
         self._without = without
         self.notices: dict[str, str] = {}
 
-    def of(self, source: str) -> list[Text]:
+    def read(self, source: str) -> list[Text]:
         if source == STDIN:
             return [self._parsed(None, sys.stdin.buffer.read())]
         if not source:

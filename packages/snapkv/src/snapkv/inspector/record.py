@@ -212,8 +212,8 @@ def inspect_prompt(
             for (label, policy), seen in zip(policies, shown, strict=True)
         ],
         leave_out=left_out,
-        places=[places.of(span.start, span.stop) for span in left_out.spans],
-        needed=[places.of(span.start, span.stop) for span in needed_spans(left_out.spans)],
+        places=[places.place_name(span.start, span.stop) for span in left_out.spans],
+        needed=[places.place_name(span.start, span.stop) for span in needed_spans(left_out.spans)],
         answer_start=loaded.tokenizer.decode(left_out.answer_ids, skip_special_tokens=True),
         other_layers=other_layers,
         curve=[point(budget, policy) for budget, policy in budgets],

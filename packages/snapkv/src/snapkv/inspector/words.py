@@ -77,7 +77,7 @@ class Places:
             reached = start + len(document.text)
             self._documents.append(_placed(document, start))
 
-    def of(self, start: int, stop: int) -> str:
+    def place_name(self, start: int, stop: int) -> str:
         """The place of the middle of the tokens from `start` to before `stop`."""
         character = (self._starts[start] + self._starts[stop]) // 2
         for document in self._documents:

@@ -243,7 +243,7 @@ class Library:
         """The documents of that name or file; refused if there are none."""
 
         def found(index: Index) -> list[Entry]:
-            own = [*index.of_name(name), *index.of_source(name, os.path.abspath(name))]
+            own = [*index.named(name), *index.read_from(name, os.path.abspath(name))]
             if own:
                 return own
             raise LibraryError(
@@ -502,7 +502,7 @@ class Library:
 
 def _names(index: Index, texts: Iterable[Text]) -> dict[str, set[str]]:
     """Which documents have the names of texts that are to come."""
-    return {text.name: {entry.key for entry in index.of_name(text.name)} for text in texts}
+    return {text.name: {entry.key for entry in index.named(text.name)} for text in texts}
 
 
 def _outcome(what: What, record: Record, seconds: float = 0.0) -> Outcome:
