@@ -209,10 +209,8 @@ def converse(
             context_tokens = prompt.context_tokens(tokenizer)
         else:
             later, is_chat = turn.later_turn(tokenizer, template), turn.is_chat(tokenizer, template)
-            ids, context_tokens = (
-                with_turn(loaded, said, later, turn.settings, is_chat=is_chat),
-                None,
-            )
+            ids = with_turn(loaded, said, later, turn.settings, is_chat=is_chat)
+            context_tokens = None
             require_positions(loaded, ids.shape[1], turn.settings)
         found, said = answer_ids(
             loaded,
