@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from snapkv.document_files import model_identity, read_document
+from snapkv.library.stored import model_identity, read_document
 from snapkv.policies import AdaKV
 from snapkv_vllm.documents import protocol
 from snapkv_vllm.documents.plans import piece_tokens

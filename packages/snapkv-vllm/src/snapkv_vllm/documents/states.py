@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snapkv.document_files import StoredDocument, read_document
 from snapkv.errors import InvalidArgumentError, SnapKVError
+from snapkv.library.stored import StoredDocument, read_document
 from snapkv_vllm.documents.prefix import CachedPrefix
 from snapkv_vllm.heads import HeadPlaces, HeadsAttention
 from snapkv_vllm.layers import LayerRun

@@ -5,8 +5,8 @@ import torch
 
 from snapkv import CompressedCache, FullCache, SnapKV
 from snapkv.cache.saving.files import seal_of
-from snapkv.document_files import model_identity
 from snapkv.hf.identity import identity_of
+from snapkv.library.stored import model_identity
 from snapkv_vllm.documents.protocol import ADOPT, KEPT, PER_HEAD, REUSED, ROOM, TOKENS
 from tests.serving.vllm.engines import greedy, small_engine
 from tests.serving.vllm.models import SmallModel, generated, ids_of

@@ -15,11 +15,11 @@ from snapkv import (
     PyramidKV,
 )
 from snapkv.cache.saving.files import seal_of
-from snapkv.document_files import read_document
 from snapkv.hf.identity import identity_of
 from snapkv.kvzip import read_context
 from snapkv.library.blending import blend
 from snapkv.library.joining import Part
+from snapkv.library.stored import read_document
 from snapkv_vllm.documents.prefix import CachedPrefix
 from snapkv_vllm.documents.protocol import adoption
 from tests.gates import drawn_gate

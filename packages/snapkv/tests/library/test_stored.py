@@ -27,9 +27,9 @@ from snapkv import (
 )
 from snapkv.app.models import place_of
 from snapkv.cache.saving.files import read_sealed, seal_of, write_sealed
-from snapkv.document_files import model_identity, read_document
 from snapkv.hf.identity import identity_of
 from snapkv.kvzip import read_context
+from snapkv.library.stored import model_identity, read_document
 from tests.families import random_ids, tiny_config, tiny_model
 
 TOKENS, BUDGET = 70, 32
