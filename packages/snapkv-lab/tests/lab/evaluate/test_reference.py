@@ -16,7 +16,7 @@ from snapkv import (
 )
 from snapkv.app import likelihood as reference_module
 from snapkv.app.answering import answer_ids
-from snapkv.app.conversation import with_turn
+from snapkv.app.conversation import joined
 from snapkv.app.likelihood import References
 from snapkv.app.prefills import Exact, GemFilter, LayerByLayer, Selective
 from snapkv.app.prompts import Prompt
@@ -205,7 +205,7 @@ def test_every_turn_has_the_loss_of_its_own_reference(tiny, tmp_path, policy, la
             ids = prompt.token_ids(tiny.tokenizer)
             if said is not None:
                 asked = earlier.later_turn(tiny.tokenizer, "none")
-                ids = with_turn(tiny, said, asked, earlier.settings, is_chat=False)
+                ids = joined(tiny, said, asked, earlier.settings, is_chat=False)
             if earlier is not turn:
                 _, said = answer_ids(tiny, ids, cache, earlier.settings)
         own = tiny.tokenizer(f" {turn.references[0]}")["input_ids"]

@@ -51,8 +51,6 @@ _MOST_RECORD_BYTES = 1 << 28
 _SETTLED_NS = 2_000_000_000
 """No file system's clock is coarser."""
 
-Stamp = tuple[int, int, int]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
@@ -81,7 +79,7 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._known: dict[str, tuple[Stamp, Record | Fault]] = {}
+        self._known: dict[str, tuple[str, Record | Fault]] = {}  # with the record's stamp
         self._changed: set[str] = set()
 
     def about(self) -> About | None:
@@ -123,10 +121,10 @@ class Folder:
 
     def records(self) -> tuple[dict[str, Record], list[Fault]]:
         """All documents by their keys, in the order of their names; and damaged records."""
-        files = _files(self.path / _DOCUMENTS, _NAMES[_DOCUMENTS])
-        found = [entry for file in files if (entry := self._entry(file)) is not None]
-        there = {file.stem for file in files}
-        self._known = {key: known for key, known in self._known.items() if key in there}
+        stamps = self.stamps()
+        entries = [self._entry(key, stamps[key]) for key in sorted(stamps)]
+        found = [entry for entry in entries if entry is not None]
+        self._known = {key: known for key, known in self._known.items() if key in stamps}
         whole = [entry for entry in found if isinstance(entry, Record)]
         named = {record.key: record for record in sorted(whole, key=lambda each: each.name)}
         return named, [entry for entry in found if isinstance(entry, Fault)]
@@ -138,7 +136,7 @@ class Folder:
 
     def entry(self, key: str) -> Record | Fault | None:
         """The document of that key, or what is wrong with its record; None where it is gone."""
-        return self._entry(self._record_file(key))
+        return self._entry(key, self.stamp_of(key))
 
     def stamps(self) -> dict[str, str]:
         """Of every record, by the document's key, what changes when it is written again."""
@@ -187,15 +185,16 @@ class Folder:
         """What all records say, and where words are found, see `index`."""
         return self.path / _INDEX
 
-    def _entry(self, file: Path) -> Record | Fault | None:
-        """What a record says, read again where its file has changed; None where that is gone."""
-        try:
-            stamp = _stamp(file)
-            if self._known.get(file.stem, (None,))[0] != stamp:
-                self._known[file.stem] = stamp, _read_record(file)
-        except FileNotFoundError:
+    def _entry(self, key: str, stamp: str | None) -> Record | Fault | None:
+        """What a record says, read again where its stamp has changed; None where it is gone."""
+        if stamp is None:
             return None
-        return self._known[file.stem][1]
+        if self._known.get(key, ("",))[0] != stamp:
+            try:
+                self._known[key] = stamp, _read_record(self._record_file(key))
+            except FileNotFoundError:
+                return None
+        return self._known[key][1]
 
     def cache_file(self, record: Record) -> Path:
         return self.path / _CACHES / record.cache
@@ -372,16 +371,8 @@ def _time_of(file: Path) -> int | None:
         return None
 
 
-def _stamp(file: Path) -> Stamp:
-    return _numbers(file.stat())
-
-
-def _numbers(status: os.stat_result) -> Stamp:
-    return status.st_ino, status.st_size, status.st_mtime_ns
-
-
 def _said(status: os.stat_result) -> str:
-    return " ".join(map(str, _numbers(status)))
+    return f"{status.st_ino} {status.st_size} {status.st_mtime_ns}"
 
 
 def _read_record(file: Path) -> Record | Fault:
