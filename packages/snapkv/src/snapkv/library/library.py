@@ -21,7 +21,7 @@ from snapkv.errors import (
 from snapkv.library.about import About, question_ids
 from snapkv.library.bound import Room
 from snapkv.library.folder import Fault, Folder
-from snapkv.library.index import Entry, Index
+from snapkv.library.index import Entry, Index, fault_of
 from snapkv.library.records import Record, Text, each_once
 from snapkv.library.searching import Hit, Passages
 from snapkv.validation import DEFAULT_RECOMPUTE, format_bytes, nearest, require_int
@@ -275,7 +275,7 @@ class Library:
         self.required()
         records, faults = self._folder.records()
         checked = (self._folder.fault_of(record, checked=True) for record in records.values())
-        found = [*checked, self._passages.fault()]
+        found = [*checked, fault_of(self._folder)]
         return [*faults, *(fault for fault in found if fault is not None)]
 
     def search(self, question: str, documents: int = 3) -> list[Hit]:
