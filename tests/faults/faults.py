@@ -945,12 +945,12 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "heads/test_step.py",
         ),
     ],
-    "snapkv_vllm/held.py": [
+    "snapkv_vllm/kept_lengths.py": [
         (
             "vLLM is told the slots of tokens that were dropped",
             "right=True",
             "right=False",
-            "test_held.py",
+            "test_kept_lengths.py",
         ),
     ],
     "snapkv_vllm/limits.py": [

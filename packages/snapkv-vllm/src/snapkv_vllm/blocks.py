@@ -73,8 +73,8 @@ class CompressedManager(FullAttentionManager):
         self.dropped_tokens: dict[str, int] = {}
         self.plans: Mapping[str, RequestPlan] = {}
         self.lacking_blocks = 0
-        self._lendable: Counter[int] = Counter()
-        self._borrows: set[str] = set()
+        self._reusable: Counter[int] = Counter()
+        self._reuses: set[str] = set()
         self._rooms: dict[str, tuple[list[KVCacheBlock], list[KVCacheBlock]]] = {}
 
     def unshared_blocks(self, request_id: str) -> list[KVCacheBlock]:
@@ -102,7 +102,7 @@ class CompressedManager(FullAttentionManager):
 
     def _shares(self, request_id: str) -> bool:
         """Whether others may read the blocks of a request."""
-        if request_id in self._borrows:
+        if request_id in self._reuses:
             return True
         return bool(self.enable_caching) and self.dropped_tokens.get(request_id, 0) <= 0
 
@@ -121,7 +121,7 @@ class CompressedManager(FullAttentionManager):
         sources = _ids(blocks[: cdiv(order.held_tokens, self.block_size)])
         in_place: list[KVCacheBlock] = blocks[: cdiv(room, self.block_size)]
         assert request_id in self._rooms or not self._shares(request_id), "others may read these"
-        self._borrows.discard(request_id)
+        self._reuses.discard(request_id)
         fresh, own = self._rooms.pop(request_id, ([], in_place))
         stay = set(_ids(own))
         self.block_pool.free_blocks(one for one in reversed(blocks) if one.block_id not in stay)
@@ -146,29 +146,29 @@ class CompressedManager(FullAttentionManager):
         of_request: list[KVCacheBlock] = self.req_to_blocks[request_id]
         blocks = of_request[: cdiv(tokens, self.block_size)]
         self.block_pool.touch(blocks)
-        self._lendable.update(_ids(blocks))
+        self._reusable.update(_ids(blocks))
         return blocks
 
     def take_for_others(self, tokens: int) -> list[KVCacheBlock]:
         """Free blocks for so many tokens, for workers to fill; there must be as many."""
         blocks: list[KVCacheBlock] = self.block_pool.get_new_blocks(cdiv(tokens, self.block_size))
-        self._lendable.update(_ids(blocks))
+        self._reusable.update(_ids(blocks))
         return blocks
 
     def give_up(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Free what `keep_for_others` has kept, or `take_for_others` taken."""
-        self._lendable -= Counter(_ids(blocks))
+        self._reusable -= Counter(_ids(blocks))
         self.block_pool.free_blocks(reversed(blocks))
 
-    def copies(self, request_id: str, blocks: Sequence[KVCacheBlock], lent_tokens: int) -> Move:
-        """Where a request that is lent the first of these blocks has copies of the others."""
-        own, lent = self.req_to_blocks[request_id], lent_tokens // self.block_size
-        targets = _ids(own[lent : len(blocks)])
-        return Move(group=self.kv_cache_group_id, sources=_ids(blocks[lent:]), targets=targets)
+    def copies(self, request_id: str, blocks: Sequence[KVCacheBlock], reused_tokens: int) -> Move:
+        """Where a request that reuses the first of these blocks has copies of the others."""
+        own, reused = self.req_to_blocks[request_id], reused_tokens // self.block_size
+        targets = _ids(own[reused : len(blocks)])
+        return Move(group=self.kv_cache_group_id, sources=_ids(blocks[reused:]), targets=targets)
 
     def begin_with(self, request_id: str, dropped_tokens: int) -> None:
-        """Count that the blocks which a request is lent hold fewer tokens than they stand for."""
-        self._borrows.add(request_id)
+        """Count that the blocks which a request reuses hold fewer tokens than they stand for."""
+        self._reuses.add(request_id)
         if dropped_tokens:
             self.dropped_tokens[request_id] = dropped_tokens
 
@@ -177,8 +177,8 @@ class CompressedManager(FullAttentionManager):
     def _has_partial_local_hit(
         self, new_computed_blocks: Sequence[KVCacheBlock], *args: Any
     ) -> bool:
-        """What is lent are full blocks, however many tokens they stand for."""
-        if self._lendable.keys() >= set(_ids(new_computed_blocks)):
+        """What is reused are full blocks, however many tokens they stand for."""
+        if self._reusable.keys() >= set(_ids(new_computed_blocks)):
             return False
         partial: bool = super()._has_partial_local_hit(new_computed_blocks, *args)
         return partial
@@ -254,7 +254,7 @@ class CompressedManager(FullAttentionManager):
     def pop_blocks_for_free(self, request_id: str) -> Sequence[KVCacheBlock]:
         """Forget a request that has finished, was aborted or is preempted."""
         self.dropped_tokens.pop(request_id, None)
-        self._borrows.discard(request_id)
+        self._reuses.discard(request_id)
         fresh, _ = self._rooms.pop(request_id, ([], []))
         return [*super().pop_blocks_for_free(request_id), *fresh]
 

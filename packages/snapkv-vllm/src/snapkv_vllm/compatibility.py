@@ -36,8 +36,8 @@ _Look = Callable[[Any], object]
 
 
 @dataclass(frozen=True)
-class Beside:
-    """Something that an argument cannot be combined with."""
+class Case:
+    """Something that an option cannot be combined with."""
 
     part: str  # where to look for it, one of `Parts`
     words: str
@@ -46,47 +46,47 @@ class Beside:
 
 
 @dataclass(frozen=True)
-class Given:
-    """An argument that may be refused."""
+class Option:
+    """An option that may be refused."""
 
     part: str  # where to look for it, one of `Parts`
-    argument: str  # "": what is found is its name
+    name: str  # "": what is found is its name
     found: _Look
     expected: str = "none"
 
 
 @dataclass(frozen=True)
 class Row:
-    """An argument, what it cannot be combined with, why (if not obvious), and what to do.
+    """An option, what it cannot be combined with, why (if not obvious), and what to do.
 
     By default, one of the two must be left out.
     """
 
-    given: Given
-    beside: Beside
+    option: Option
+    case: Case
     why: str = ""
     remedy: str = ""
 
     @property
     def parts(self) -> set[str]:
-        return {self.given.part, self.beside.part}
+        return {self.option.part, self.case.part}
 
     def refuse(self, parts: Mapping[str, Any]) -> None:
         """Raise if both are given, see `require_compatible`."""
-        given, beside = self.given, self.beside
-        if not beside.found(parts[beside.part]) or not (got := given.found(parts[given.part])):
+        option, case = self.option, self.case
+        if not case.found(parts[case.part]) or not (got := option.found(parts[option.part])):
             return
         because = f", since {self.why}" if self.why else ""
-        name, shows = (given.argument, got) if given.argument else (shown(str(got)), "one")
-        leave = " or ".join(filter(None, (_typed(given.part, name), beside.option)))
+        name, shows = (option.name, got) if option.name else (shown(str(got)), "one")
+        leave = " or ".join(filter(None, (_typed(option.part, name), case.option)))
         remedy = self.remedy or f"leave {leave} out"
-        error = wrong(name, f"{given.expected} {beside.words}{because}", shows, remedy)
+        error = wrong(name, f"{option.expected} {case.words}{because}", shows, remedy)
         is_engine = "engine" in self.parts and "request" not in self.parts
         raise UnsupportedModelError(str(error)) if is_engine else error
 
 
 def _typed(part: str, name: str) -> str:
-    """An argument as the user typed it; "" if the user cannot leave it out."""
+    """An option as the user typed it; "" if the user cannot leave it out."""
     if name in ("model", "prompt"):
         return ""
     return name if part in ("given", "params", "request") else f"--{name.replace('_', '-')}"
@@ -124,34 +124,34 @@ def _too_parallel(config: Any) -> object:
     return processes > heads and f"{processes} processes for {heads}"
 
 
-def _of_model(attribute: str, words: str, argument: str = "model") -> Given:
-    return Given("engine", argument, lambda c: getattr(c.model_config, attribute) and words)
+def _of_model(attribute: str, words: str, argument: str = "model") -> Option:
+    return Option("engine", argument, lambda c: getattr(c.model_config, attribute) and words)
 
 
-def _several(argument: str, attribute: str = "") -> Given:
+def _several(argument: str, attribute: str = "") -> Option:
     """Processes of a kind; not every vLLM has every kind."""
 
     def found(config: Any) -> object:
         count = getattr(config.parallel_config, attribute or argument, 1)
         return count > 1 and count
 
-    return Given("engine", argument, found)
+    return Option("engine", argument, found)
 
 
-def _other_format(names: tuple[str, ...]) -> Given:
+def _other_format(names: tuple[str, ...]) -> Option:
     def found(config: Any) -> object:
         given = config.cache_config.cache_dtype
         return given not in names and given
 
-    return Given("engine", "kv_cache_dtype", found, f"one of {', '.join(names)}")
+    return Option("engine", "kv_cache_dtype", found, f"one of {', '.join(names)}")
 
 
-def _is(argument: str, value: str, look: _Look) -> Given:
-    return Given("engine", argument, lambda c: look(c) == value and value)
+def _is(argument: str, value: str, look: _Look) -> Option:
+    return Option("engine", argument, lambda c: look(c) == value and value)
 
 
-DRAFTS = Given("engine", "speculative_config", _drafts)
-MODEL_DRAFTS = Given(
+DRAFTS = Option("engine", "speculative_config", _drafts)
+MODEL_DRAFTS = Option(
     "engine",
     "speculative_config",
     lambda c: (method := _drafts(c)) != "ngram" and method,
@@ -162,10 +162,10 @@ CONTEXTS = _several("prefill_context_parallel_size")
 TENSOR, PIPELINE = _several("tensor_parallel_size"), _several("pipeline_parallel_size")
 DATA = _several("data_parallel_size")
 API_PROCESSES = _several("api_server_count", "_api_process_count")
-TOO_PARALLEL = Given("engine", "tensor_parallel_size", _too_parallel, "a KV head for each process")
-MICRO_BATCHES = Given("engine", "enable_dbo", lambda c: c.parallel_config.use_ubatching and "it")
-CONNECTOR = Given("engine", "kv_transfer_config", lambda c: c.kv_transfer_config and "a connector")
-ADAPTERS = Given("engine", "enable_lora", lambda c: c.lora_config and "it")
+TOO_PARALLEL = Option("engine", "tensor_parallel_size", _too_parallel, "a KV head for each process")
+MICRO_BATCHES = Option("engine", "enable_dbo", lambda c: c.parallel_config.use_ubatching and "it")
+CONNECTOR = Option("engine", "kv_transfer_config", lambda c: c.kv_transfer_config and "a connector")
+ADAPTERS = Option("engine", "enable_lora", lambda c: c.lora_config and "it")
 LATENT = _of_model("use_mla", "one with latent attention (MLA)")
 DIMENSIONS = _of_model("uses_mrope", "one with positions in several dimensions (M-RoPE)")
 NO_ATTENTION = _of_model("is_attention_free", "one without attention")
@@ -173,12 +173,12 @@ ENCODER = _of_model("is_encoder_decoder", "an encoder-decoder")
 POOLING = _is("model", "pooling", lambda c: c.model_config.runner_type)
 SLEEP = _of_model("enable_sleep_mode", "it", "enable_sleep_mode")
 CHANGED = _of_model("hf_overrides", "some", "hf_overrides")
-QUANTIZED = Given("engine", "quantization", lambda c: c.model_config.quantization)
+QUANTIZED = Option("engine", "quantization", lambda c: c.model_config.quantization)
 RAY = _is(
     "distributed_executor_backend", "ray", lambda c: c.parallel_config.distributed_executor_backend
 )
 MADE_UP = _is("load_format", "dummy", lambda c: c.load_config.load_format)
-NO_FOLDER = Given(
+NO_FOLDER = Option(
     "engine",
     "model",
     lambda c: not Path(model := c.model_config.model).is_dir() and f"'{shown(model)}'",
@@ -186,14 +186,14 @@ NO_FOLDER = Given(
 )
 OTHER_WEIGHTS = QUANTIZED, CHANGED, MADE_UP
 NOT_MOVABLE, NOT_PLAIN = _other_format(MOVABLE), _other_format(_PLAIN)
-GRAPHS = Given("engine", "cudagraph_mode", _graphs_of_prompts, "none of whole prompt steps")
-API_SERVERS = Given(
+GRAPHS = Option("engine", "cudagraph_mode", _graphs_of_prompts, "none of whole prompt steps")
+API_SERVERS = Option(
     "options", "api_server_count", lambda o: (o.api_server_count or 1) > 1 and o.api_server_count
 )
 
-WITH_LATENTS = Beside("engine", "with latent attention (MLA)", LATENT.found)
-IN_PARALLEL = Beside("engine", "in several processes", TENSOR.found)
-WITH_DIMENSIONS = Beside("engine", "where positions have several dimensions", DIMENSIONS.found)
+WITH_LATENTS = Case("engine", "with latent attention (MLA)", LATENT.found)
+IN_PARALLEL = Case("engine", "in several processes", TENSOR.found)
+WITH_DIMENSIONS = Case("engine", "where positions have several dimensions", DIMENSIONS.found)
 
 # Of a server's settings.
 
@@ -210,26 +210,26 @@ def _shares(look: _Look) -> _Look:
     return lambda s: s.sharing is not None and look(s)
 
 
-HELD = Given("settings", DECODE_BUDGET, lambda s: s.limits.decode_budget)
-UNEVEN = Given("settings", "policy", _has_adakv, "one whose heads keep the same number of tokens")
+HELD = Option("settings", DECODE_BUDGET, lambda s: s.limits.decode_budget)
+UNEVEN = Option("settings", "policy", _has_adakv, "one whose heads keep the same number of tokens")
 
-ALWAYS = Beside("settings", "where prompts are compressed", lambda s: True)
-WHERE_HELD = Beside("settings", "where answers are held to a budget", HELD.found, "--decode-budget")
-HELD_BY_RKV = Beside("settings", "where answers are held by r-kv", _evicts_by(RKV.name))
-HELD_BY_TOVA = Beside("settings", "where answers are held by tova", _evicts_by(TOVA.name))
-BY_TOVA = Beside("settings", "with tova", lambda s: s.policy == TOVA.name, "--policy tova")
-BY_ADAKV = Beside("settings", "with adakv", _has_adakv, "--policy adakv")
-SHARED = Beside("settings", "where documents are shared", lambda s: s.sharing, "--share")
-SHARED_BY_ADAKV = Beside("settings", "where documents are shared by adakv", _shares(_has_adakv))
-LIBRARY = Beside(
+ALWAYS = Case("settings", "where prompts are compressed", lambda s: True)
+WHERE_HELD = Case("settings", "where answers are held to a budget", HELD.found, "--decode-budget")
+HELD_BY_RKV = Case("settings", "where answers are held by r-kv", _evicts_by(RKV.name))
+HELD_BY_TOVA = Case("settings", "where answers are held by tova", _evicts_by(TOVA.name))
+BY_TOVA = Case("settings", "with tova", lambda s: s.policy == TOVA.name, "--policy tova")
+BY_ADAKV = Case("settings", "with adakv", _has_adakv, "--policy adakv")
+SHARED = Case("settings", "where documents are shared", lambda s: s.sharing, "--share")
+SHARED_BY_ADAKV = Case("settings", "where documents are shared by adakv", _shares(_has_adakv))
+LIBRARY = Case(
     "settings",
     "with a library's documents",
     _shares(lambda s: s.sharing.library),
     "--share-library",
 )
-SESSIONS = Beside("settings", "where sessions are held", lambda s: s.sessions, "--sessions")
-UNSHARED = Beside("settings", "on a server that shares no documents", lambda s: not s.sharing)
-NO_SESSIONS = Beside("settings", "on a server that holds no sessions", lambda s: not s.sessions)
+SESSIONS = Case("settings", "where sessions are held", lambda s: s.sessions, "--sessions")
+UNSHARED = Case("settings", "on a server that shares no documents", lambda s: not s.sharing)
+NO_SESSIONS = Case("settings", "on a server that holds no sessions", lambda s: not s.sessions)
 
 # Of requests.
 
@@ -239,8 +239,8 @@ def _first_own(given: Mapping[Any, Any], but: str = "") -> object:
     return next((name for name in own if name != but), None)
 
 
-def _field(name: str) -> Given:
-    return Given("request", name, lambda r: getattr(r, name, None) is not None and "some")
+def _field(name: str) -> Option:
+    return Option("request", name, lambda r: getattr(r, name, None) is not None and "some")
 
 
 def _echo(request: Any) -> object:
@@ -253,27 +253,27 @@ def _not_text(request: Any) -> object:
     return (has_embeddings or getattr(request, "mm_features", ())) and "embeddings or images"
 
 
-ABOUT_DOCUMENT = Given("given", "", lambda g: next((verb for verb in VERBS if verb in g), None))
-IN_SESSION = Given(
+ABOUT_DOCUMENT = Option("given", "", lambda g: next((verb for verb in VERBS if verb in g), None))
+IN_SESSION = Option(
     "given", PREFIX + SESSION, lambda g: g.get(PREFIX + SESSION) is not None and "one"
 )
-SPANS_NAMED = Given("given", PREFIX + SPANS, lambda g: PREFIX + SPANS in g and "some")
-ANYTHING = Given("given", "", _first_own)
-ANYTHING_ELSE = Given("given", "", lambda g: _first_own(g, but=DOCUMENT))
-ECHO = Given("request", "echo", _echo)
+SPANS_NAMED = Option("given", PREFIX + SPANS, lambda g: PREFIX + SPANS in g and "some")
+ANYTHING = Option("given", "", _first_own)
+ANYTHING_ELSE = Option("given", "", lambda g: _first_own(g, but=DOCUMENT))
+ECHO = Option("request", "echo", _echo)
 PROMPT_LOGPROBS, EMBEDS = _field("prompt_logprobs"), _field("prompt_embeds")
 TRUNCATED, TRANSFER = _field("truncate_prompt_tokens"), _field("kv_transfer_params")
-LOGPROBS = Given("params", "prompt_logprobs", lambda p: p.prompt_logprobs is not None and "some")
-NOT_TEXT = Given("request", "prompt", _not_text, "tokens alone")
-IMAGES = Given("request", "prompt", lambda r: r.mm_features and "images", "text alone")
-GROWING = Given(
+LOGPROBS = Option("params", "prompt_logprobs", lambda p: p.prompt_logprobs is not None and "some")
+NOT_TEXT = Option("request", "prompt", _not_text, "tokens alone")
+IMAGES = Option("request", "prompt", lambda r: r.mm_features and "images", "text alone")
+GROWING = Option(
     "request", "prompt", lambda r: getattr(r, "resumable", False) and "a session's", "a whole one"
 )
 
-WITH_DOCUMENT = Beside("given", f"with {DOCUMENT}", lambda g: DOCUMENT in g)
-ABOUT_ANY = Beside("given", "with a document", ABOUT_DOCUMENT.found)
-WITH_SPANS = Beside("given", f"with {PREFIX}{SPANS}", SPANS_NAMED.found)
-WITH_BEAMS = Beside(
+WITH_DOCUMENT = Case("given", f"with {DOCUMENT}", lambda g: DOCUMENT in g)
+ABOUT_ANY = Case("given", "with a document", ABOUT_DOCUMENT.found)
+WITH_SPANS = Case("given", f"with {PREFIX}{SPANS}", SPANS_NAMED.found)
+WITH_BEAMS = Case(
     "body", "with use_beam_search", lambda b: b.get("use_beam_search"), "use_beam_search"
 )
 
@@ -287,7 +287,7 @@ _SLEEPS = "an engine that sleeps forgets its cache"
 _UNREAD = "a document is not read with the request"
 _UNTESTED = "the two were never tested together"
 
-_TABLE: dict[Beside, tuple[tuple[Given, *tuple[str, ...]], ...]] = {
+_TABLE: dict[Case, tuple[tuple[Option, *tuple[str, ...]], ...]] = {
     ALWAYS: (
         (MODEL_DRAFTS, "a model that drafts has a cache of its own, in which no window votes"),
         (DECODE_CONTEXTS, "a prompt's blocks are spread over processes"),
@@ -359,5 +359,5 @@ _TABLE: dict[Beside, tuple[tuple[Given, *tuple[str, ...]], ...]] = {
     WITH_SPANS: ((GROWING, _GOES_ON, "send it as a request of its own"),),
     WITH_BEAMS: ((ANYTHING, "requests of a beam carry no settings inside vLLM"),),
 }
-ROWS = tuple(Row(row[0], beside, *row[1:]) for beside, rows in _TABLE.items() for row in rows)
+ROWS = tuple(Row(row[0], case, *row[1:]) for case, rows in _TABLE.items() for row in rows)
 """Every argument with what it does not go with."""

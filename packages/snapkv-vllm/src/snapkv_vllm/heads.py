@@ -25,7 +25,7 @@ class HeadPlaces:
     page_tokens: int
     # (..., H or 1) bool, whether others read the full pages of these; pages that are not full lie
     # after them then, side by side, to be copied
-    are_lent: Tensor | bool = False
+    are_reused: Tensor | bool = False
 
     def of_pages(self, pages: Tensor) -> Tensor:
         """The places of some pages of every head.
@@ -66,11 +66,11 @@ class HeadPlaces:
     def _at_the_end(self) -> tuple[Tensor, Tensor, Tensor]:
         """(..., H) pages at the prompt's end, pages of the heads before, and each head's turn.
 
-        Heads with the least room take a place first. Where pages are lent, the full ones count.
+        Heads with the least room take a place first. Where pages are reused, the full ones count.
         """
         full = self.kept // self.page_tokens
-        lent = torch.as_tensor(self.are_lent, device=full.device)
-        pages = torch.where(lent, full, -(-self.kept // self.page_tokens))
+        reused = torch.as_tensor(self.are_reused, device=full.device)
+        pages = torch.where(reused, full, -(-self.kept // self.page_tokens))
         turn = (pages * self.page_tokens - self.kept).argsort(dim=-1, stable=True).argsort(dim=-1)
         return pages, pages.cumsum(dim=-1) - pages, turn
 
@@ -231,7 +231,7 @@ class _KeptHeads:
     """What the heads of a request kept of its prompt, layer by layer."""
 
     prompt_tokens: int
-    are_lent: bool = False  # whether it begins with a document, whose pages others read
+    are_reused: bool = False  # whether it begins with a document, whose pages others read
     most_tokens: int = 0
     of_layers: dict[str, Tensor] = field(default_factory=dict)
 
@@ -403,8 +403,8 @@ class HeadsAttention:
         requests, places = self._places.get(names[0], ((), None))
         if places is None or requests != self._batch.requests:
             layers = [torch.stack([one.of_layers[name] for one in kept]) for name in names]
-            lent = torch.tensor([[one.are_lent] for one in kept], device=layers[0].device)
-            places = HeadPlaces(torch.stack(layers), pages.cache.shape[2], lent)
+            reused = torch.tensor([[one.are_reused] for one in kept], device=layers[0].device)
+            places = HeadPlaces(torch.stack(layers), pages.cache.shape[2], reused)
             self._places[names[0]] = self._batch.requests, places
         return places
 

@@ -351,7 +351,7 @@ class Plan(RequestPlan):
 class TurnPlan(Plan):
     """The plan of a session's request, whose prompt may begin with a history that is held."""
 
-    lent_tokens: int = 0  # that the blocks stand for which it is lent
+    prefix_tokens: int = 0  # that the blocks stand for with which it begins
     dropped_tokens: int = 0  # of those
 
     def _at_the_end(self, held_then: int) -> Compression | None:
@@ -367,7 +367,7 @@ class TurnPlan(Plan):
     @property
     def reusable_tokens(self) -> int | None:
         """See `RequestPlan`; what a request with a history reuses is that alone."""
-        return 0 if self.lent_tokens else super().reusable_tokens
+        return 0 if self.prefix_tokens else super().reusable_tokens
 
     def most_held(self, tokens: int) -> int:
-        return tokens - self.dropped_tokens if self.lent_tokens else super().most_held(tokens)
+        return tokens - self.dropped_tokens if self.prefix_tokens else super().most_held(tokens)

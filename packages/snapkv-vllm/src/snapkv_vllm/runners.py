@@ -10,13 +10,13 @@ from snapkv_vllm.blocks import compressed, is_compressed
 from snapkv_vllm.compatibility import require_compatible
 from snapkv_vllm.compressor import Compressor, QueryRecorder
 from snapkv_vllm.heads import HeadsAttention
-from snapkv_vllm.held import HeldTokens
+from snapkv_vllm.kept_lengths import KeptLengths
 from snapkv_vllm.layers import attention_layers
 from snapkv_vllm.memory_profile import Largest, profiled
 from snapkv_vllm.metrics import Stopwatch, compression_stopwatch
 from snapkv_vllm.plans import Move, Order, PrefixReuse
 from snapkv_vllm.refusals import compressible_layers, require_heads_apart
-from snapkv_vllm.scheduler import BEGINNINGS, FORGOTTEN, ORDERS
+from snapkv_vllm.scheduler import FORGOTTEN, ORDERS, PREFIX_REUSES
 from snapkv_vllm.settings import ServingSettings
 
 
@@ -32,7 +32,7 @@ class CompressingRunner:
     _compressed: dict[str, Order]
     _recorder: QueryRecorder
     _compressor: Compressor
-    _held: HeldTokens
+    _held: KeptLengths
     _heads: HeadsAttention
     _parts_heads: bool  # of this step
     _serves_heads_apart: bool
@@ -49,7 +49,7 @@ class CompressingRunner:
         runner.__class__ = type(f"Compressing{kind.__name__}", (cls, kind), {})
         runner._orders, runner._dropped, runner._compressed = {}, {}, {}
         runner._recorder = QueryRecorder()
-        runner._held = HeldTokens(runner.max_num_reqs, runner.device)
+        runner._held = KeptLengths(runner.max_num_reqs, runner.device)
         runner._heads, runner._parts_heads = HeadsAttention(), False
         runner._serves_heads_apart = settings.safeguard is not None
         runner._stopwatch = compression_stopwatch(config, runner.device)
@@ -119,7 +119,7 @@ class CompressingRunner:
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a step, and carry out the orders that came with it after the model."""
         self._forget(requests_that_begin_anew(scheduler_output))
-        self._begin(getattr(scheduler_output, BEGINNINGS, {}))
+        self._begin(getattr(scheduler_output, PREFIX_REUSES, {}))
         if forgotten := getattr(scheduler_output, FORGOTTEN, ()):
             self._compressor.positions.forget(forgotten)
         for request_id, order in self._compressed.items():
@@ -146,13 +146,13 @@ class CompressingRunner:
             self._compressor.forget(request_id)
             self._heads.forget(request_id)
 
-    def _begin(self, beginnings: Mapping[str, PrefixReuse]) -> None:
-        for request_id, begun in beginnings.items():
-            self._compressor.copy(begun.copies)
-            if begun.first_block is not None:
-                self._heads.begin_with(request_id, begun.first_block)
-            elif begun.dropped_tokens:
-                self._dropped[request_id] = begun.dropped_tokens
+    def _begin(self, reuses: Mapping[str, PrefixReuse]) -> None:
+        for request_id, reuse in reuses.items():
+            self._compressor.copy(reuse.copies)
+            if reuse.first_block is not None:
+                self._heads.begin_with(request_id, reuse.first_block)
+            elif reuse.dropped_tokens:
+                self._dropped[request_id] = reuse.dropped_tokens
 
     def _enter_batch(self, requests: Sequence[str], query_ends: Sequence[int]) -> None:
         """Note what this step's requests hold, and whose queries to put aside.

@@ -33,8 +33,8 @@ ORDERS = "snapkv_orders"
 
 _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
-BEGINNINGS = "snapkv_beginnings"
-"""Attribute of the same that carries a `PrefixReuse` for every request that is lent blocks."""
+PREFIX_REUSES = "snapkv_prefix_reuses"
+"""Attribute of the same that carries a `PrefixReuse` for every request that begins with blocks."""
 
 FORGOTTEN = "snapkv_forgotten"
 """Attribute of the same that says which histories are gone, by their first blocks."""
@@ -165,11 +165,11 @@ class _CompressingScheduler(Scheduler):
     ) -> tuple[Any, int, int, bool]:
         if self._sessions is not None and (plan := self._sessions.begin(request.request_id)):
             self._plans[request.request_id] = plan
-        for lender in self._lenders:
-            if (lent := lender.lent(request.request_id)) is not None:
-                begun, found = lent
+        for prefixes in self._prefixes:
+            if (reused := prefixes.reused_blocks(request.request_id)) is not None:
+                begun, found = reused
                 blocks = self.kv_cache_manager.create_kv_cache_blocks(found)
-                return blocks, begun.lent_tokens, 0, False
+                return blocks, begun.prefix_tokens, 0, False
         found_by_vllm = super()._get_local_prefix_cache_hit(request, *args, **kwargs)
         blocks, cached, boundary, diverged = found_by_vllm
         plan = self._plans.get(request.request_id)
@@ -204,7 +204,7 @@ class _CompressingScheduler(Scheduler):
             if order is not None:
                 orders[request_id] = order
         setattr(scheduler_output, ORDERS, orders)
-        setattr(scheduler_output, BEGINNINGS, self._begun(scheduler_output))
+        setattr(scheduler_output, PREFIX_REUSES, self._reuses(scheduler_output))
         forgotten = () if self._sessions is None else self._sessions.forgotten()
         setattr(scheduler_output, FORGOTTEN, forgotten)
 
@@ -222,19 +222,19 @@ class _CompressingScheduler(Scheduler):
             )
 
     @property
-    def _lenders(self) -> list[Any]:
-        """What lends blocks to requests that begin with them."""
+    def _prefixes(self) -> list[Any]:
+        """What holds blocks that requests begin with."""
         return [one for one in (self._documents, self._sessions) if one is not None]
 
-    def _begun(self, scheduler_output: Any) -> dict[str, PrefixReuse]:
-        """What the workers are told of those requests that begin with blocks they are lent."""
+    def _reuses(self, scheduler_output: Any) -> dict[str, PrefixReuse]:
+        """What the workers are told of those requests that begin with blocks of others."""
         names = [one.req_id for one in scheduler_output.scheduled_new_reqs]
         names += scheduler_output.scheduled_cached_reqs.resumed_req_ids
         return {
-            name: begun
+            name: reuse
             for name in names
-            for lender in self._lenders
-            if (begun := lender.beginning(name)) is not None
+            for prefixes in self._prefixes
+            if (reuse := prefixes.prefix_reuse(name)) is not None
         }
 
     def _order(self, request: Any, step_tokens: int) -> Order | None:

@@ -41,7 +41,7 @@ class Entry:
     budget: int = 0  # tokens that stay of each span that is compressed
     messages: tuple[tuple[str, str | int], ...] = ()  # fields and what they are
 
-    def over(self, span: Span) -> Self:
+    def placed(self, span: Span) -> Self:
         """The same of a span of tokens."""
         return replace(self, span=span, messages=())
 

@@ -10,6 +10,7 @@ from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
 
 from snapkv.app import text_files
 from snapkv.errors import DocumentError, MissingDependencyError
+from snapkv.library.records import Text
 
 
 def named(**parts):
@@ -34,6 +35,7 @@ def write_pdf(path, pages, password=None):
 
 def text_of(path):
     (document,) = text_files.read([str(path)])
+    assert (document.name, document.source) == (str(path), str(path.absolute()))
     return document.text
 
 
@@ -67,7 +69,7 @@ def test_pdf_gives_the_text_of_every_page(tmp_path, name):
 
 def test_standard_input(monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"piped text\n")))
-    assert text_files.read(["-"]) == [text_files.TextFile(name="standard input", text="piped text")]
+    assert text_files.read(["-"]) == [Text(name="standard input", text="piped text")]
 
 
 def test_several_documents_are_joined_under_their_names(tmp_path):

@@ -24,10 +24,10 @@ from snapkv.app.models import LoadedModel
 from snapkv.app.observing import observed
 from snapkv.app.prompts import Prompt, question_prompt
 from snapkv.app.settings import GenerationSettings
-from snapkv.app.text_files import TextFile
 from snapkv.inspector import inspect_prompt
 from snapkv.inspector.leave_out import SINK_TOKENS, leave_out
 from snapkv.inspector.record import token_texts
+from snapkv.library.records import Text
 from tests.families import FAMILIES, IMPLEMENTATIONS, random_ids, tiny_model
 
 FILLER = "The garden is quiet, the path is long and the wall is old. "
@@ -57,7 +57,7 @@ def prompt(demo):
 def inspection(demo, prompt):
     policies = [(policy.name, policy) for policy in POLICIES]
     settings = GenerationSettings(max_new_tokens=3)
-    documents = [TextFile(name="garden.txt", text=DOCUMENT.strip("\n"))]
+    documents = [Text(name="garden.txt", text=DOCUMENT.strip("\n"))]
     budgets = [(tokens, SnapKV(tokens, window_size=16)) for tokens in (20, 96)]
     return inspect_prompt(
         demo, prompt, policies, settings, checks=24, budgets=budgets, documents=documents

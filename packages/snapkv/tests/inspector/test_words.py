@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapkv.app.text_files import TextFile
 from snapkv.inspector.leave_out import Span, needed_spans
 from snapkv.inspector.scores import KeptOf
 from snapkv.inspector.words import Places, headings, sentence, word_changes
+from snapkv.library.records import Text
 
 ANSWERS = st.text(st.sampled_from("ab .\n"), max_size=30)
 SPANS = [
@@ -92,9 +92,9 @@ def test_marks_within_a_heading_stay_in_it_and_comments_of_source_code_are_none(
 def place(text, name, pieces=None, wanted="X", others=()):
     """Of the piece that is wanted, in a prompt with something before and behind the document."""
     pieces = pieces or ["<user>\n", *text, "\n\nWhen?"]
-    documents = [TextFile(name=name, text=text), *others]
+    documents = [Text(name=name, text=text), *others]
     at = pieces.index(wanted)
-    return Places(pieces, documents).of(at, at + 1)
+    return Places(pieces, documents).place_name(at, at + 1)
 
 
 def test_the_last_heading_before_it_or_a_line_and_how_far_in():
@@ -107,15 +107,15 @@ def test_the_last_heading_before_it_or_a_line_and_how_far_in():
 def test_several_documents_are_named():
     first, second = "# One\n\ntext", "# Two\n\nX"
     pieces = ["===== a.md =====\n", first, "\n\n===== b.md =====\n", *second, "\n\nWhen?"]
-    documents = [TextFile(name="a.md", text=first), TextFile(name="b.md", text=second)]
+    documents = [Text(name="a.md", text=first), Text(name="b.md", text=second)]
     at = pieces.index("X")
-    assert Places(pieces, documents).of(at, at + 1) == "“Two” of b.md"
+    assert Places(pieces, documents).place_name(at, at + 1) == "“Two” of b.md"
 
 
 def test_before_and_behind_the_document():
     pieces = ["<user>\n", "text", "\n\nWhen?"]
-    places = Places(pieces, [TextFile(name="a.txt", text="text")])
-    assert [places.of(i, i + 1) for i in range(3)] == [
+    places = Places(pieces, [Text(name="a.txt", text="text")])
+    assert [places.place_name(i, i + 1) for i in range(3)] == [
         "the beginning of the prompt",
         "50% into a.txt",
         "the question",
@@ -124,14 +124,14 @@ def test_before_and_behind_the_document():
 
 def test_a_part_lies_where_its_middle_does():
     pieces = ["# One\n\nabc\n\n", "# Two\n\nabcdefghijklmnop"]
-    places = Places(pieces, [TextFile(name="a.md", text="".join(pieces))])
-    assert places.of(0, 2) == "“Two”"
-    assert places.of(0, 1) == "“One”"
+    places = Places(pieces, [Text(name="a.md", text="".join(pieces))])
+    assert places.place_name(0, 2) == "“Two”"
+    assert places.place_name(0, 1) == "“One”"
 
 
-@pytest.mark.parametrize("documents", [[], [TextFile(name="a.txt", text="rewritten")]])
+@pytest.mark.parametrize("documents", [[], [Text(name="a.txt", text="rewritten")]])
 def test_a_share_of_the_prompt_where_documents_are_not_found(documents):
-    assert Places(["aaaa", "bbbb"], documents).of(1, 2) == "the text 75% into the prompt"
+    assert Places(["aaaa", "bbbb"], documents).place_name(1, 2) == "the text 75% into the prompt"
 
 
 def test_the_part_that_is_missed_most_comes_first_and_only_what_changes_the_answer():

@@ -10,6 +10,7 @@ import torch
 from snapkv import Library, LibraryError
 from snapkv.errors import InvalidArgumentError
 from snapkv.library.bound import Room
+from snapkv.library.folder import Folder
 from snapkv.library.index import Entry
 from tests.library.conftest import TEXTS
 
@@ -137,7 +138,7 @@ def test_who_is_killed_before_others_go_has_lost_nothing_and_the_next_one_drops_
     sizes = there(library)
     library.limit(sum(sizes.values()))
     with monkeypatch.context() as patch:
-        patch.setattr(Library, "_evict", lambda *asked: 1 / 0)
+        patch.setattr(Folder, "remove", lambda *asked: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             library.add(tiny.model, tiny.tokenizer, [("new", TEXTS["loan"])])
     assert there(library).keys() == {*sizes, "new"}

@@ -22,7 +22,7 @@ from snapkv import (
 )
 from snapkv.app.models import LoadedModel
 from snapkv.hf import identity
-from snapkv.library import folder
+from snapkv.library.folder import Folder
 from tests.families import tiny_model
 from tests.lab.evaluate.tiny import tiny_loaded
 from tests.library.conftest import TEXTS
@@ -74,8 +74,8 @@ def test_a_second_add_reads_what_is_new_and_what_has_changed(library, tiny):
 
 def test_an_add_looks_at_no_document_but_those_that_come(library, tiny, monkeypatch):
     looks = Counter()
-    stamp, scan = folder._stamp, os.scandir
-    monkeypatch.setattr(folder, "_stamp", lambda file: looks.update([file.name]) or stamp(file))
+    stamp, scan = Folder.stamp_of, os.scandir
+    monkeypatch.setattr(Folder, "stamp_of", lambda *key: looks.update(key[1:]) or stamp(*key))
     for looker in ("iterdir", "glob"):
         monkeypatch.setattr(Path, looker, lambda *asked: pytest.fail("looked at a folder"))
     monkeypatch.setattr(os, "scandir", lambda *asked: looks.update("/") or scan(*asked))
@@ -94,10 +94,10 @@ def test_an_add_looks_at_no_document_but_those_that_come(library, tiny, monkeypa
 def test_a_model_is_known_by_its_weights_once_a_call_and_only_what_was_found_is_looked_at(
     library, tiny, monkeypatch
 ):
-    hits, looks, stamp = library.search("rent", 1), [], folder._stamp
+    hits, looks, stamp = library.search("rent", 1), [], Folder.stamp_of
     calls, weights = [], identity._weights
     monkeypatch.setattr(identity, "_weights", lambda *asked: calls.append(1) or weights(*asked))
-    monkeypatch.setattr(folder, "_stamp", lambda file: looks.append(file.stem) or stamp(file))
+    monkeypatch.setattr(Folder, "stamp_of", lambda *key: looks.extend(key[1:]) or stamp(*key))
     library.parts(tiny.model, tiny.tokenizer, hits)
     assert looks == [hits[0].key]
     assert len(calls) == 1

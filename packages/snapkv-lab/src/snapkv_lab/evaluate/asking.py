@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, Self
 import torch
 
 from snapkv.app.answering import Answer, answer_ids, costs, prompt_ids, require_positions
-from snapkv.app.conversation import behind
+from snapkv.app.conversation import joined
 from snapkv.app.likelihood import References
 from snapkv.app.models import LoadedModel
 from snapkv.app.prefills import Exact, Prefill
@@ -180,7 +180,7 @@ class Answerer:
         for turn in asked.sample.turns:
             if turn is not asked.sample:
                 prompt = turn.later_turn(self.loaded.tokenizer, asked.template)
-            found[turn.name] = References.behind(prompt, turn.references, self.loaded)
+            found[turn.name] = References.after(prompt, turn.references, self.loaded)
         return found
 
 
@@ -209,7 +209,7 @@ def converse(
             context_tokens = prompt.context_tokens(tokenizer)
         else:
             later, is_chat = turn.later_turn(tokenizer, template), turn.is_chat(tokenizer, template)
-            ids, context_tokens = behind(loaded, said, later, turn.settings, is_chat=is_chat), None
+            ids, context_tokens = joined(loaded, said, later, turn.settings, is_chat=is_chat), None
             require_positions(loaded, ids.shape[1], turn.settings)
         found, said = answer_ids(
             loaded,

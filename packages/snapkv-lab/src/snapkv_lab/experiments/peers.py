@@ -107,7 +107,7 @@ class Answers:
     loaded: LoadedModel
     theirs: Kvpress
 
-    def of(self, method: Ours | Theirs, share: float, asked: AskedPrompt) -> list[Row]:
+    def rows(self, method: Ours | Theirs, share: float, asked: AskedPrompt) -> list[Row]:
         """For every case which parts are right, the loss, and the share of the bytes held."""
         made = self._ours if isinstance(method, Ours) else self._theirs
         held, answers = made(method, share, asked)  # type: ignore[arg-type]
@@ -155,7 +155,7 @@ def _measure(given: RunContext, text: Text) -> Iterator[Row]:
         answers = Answers(loaded, theirs)
         for name, setting in SETTINGS.items():
             for asked in asked_of(read, text, name):
-                found = [answers.of(each, share, asked) for each, share in setting.compared]
+                found = [answers.rows(each, share, asked) for each, share in setting.compared]
                 for place, case in enumerate(asked.cases):
                     yield {
                         "setting": name,

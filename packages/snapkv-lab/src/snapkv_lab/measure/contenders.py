@@ -54,7 +54,7 @@ class Contender:
         peak = peak_growth_bytes(lambda: caches.append(self._read(model, ids, pieces)), ids.device)
         return {"peak_growth_bytes": peak, "held_bytes": cache_bytes(caches[0])}
 
-    def behind(self, model: PreTrainedModel, batch: int, length: int) -> "Decoder":
+    def decoder(self, model: PreTrainedModel, batch: int, length: int) -> "Decoder":
         """A cache after a prompt of that many tokens that was never read."""
         return Decoder(self, model, batch, length)
 
@@ -71,7 +71,7 @@ class Contender:
     @torch.no_grad()
     def _read(self, model: PreTrainedModel, ids: Tensor, pieces: Pieces) -> Cache:
         explained = out_of_memory_explained(lambda: self.label)
-        with self.at_work(model), explained, pieces(model), self.prefill.within(model):
+        with self.at_work(model), explained, pieces(model), self.prefill.installed(model):
             cache = self.make(model, ids.shape[1])
             model(ids, past_key_values=cache, logits_to_keep=1)
         return cache

@@ -95,7 +95,7 @@ class DecodeBench:
         decoders: dict[str, Decoder] = {}
 
         def attempt(contender: Contender) -> Callable[[], float]:
-            decoder = contender.behind(self.model, batch, length)
+            decoder = contender.decoder(self.model, batch, length)
             decoder(1)
             decoders[contender.label] = decoder
             return partial(decoder, self.tokens)
@@ -164,7 +164,7 @@ class ThroughputBench:
         """How many requests' caches fit with the weights."""
         try:
             with out_of_memory_explained(lambda: contender.label):
-                one = contender.behind(self.model, 1, length).held_bytes
+                one = contender.decoder(self.model, 1, length).held_bytes
         except OutOfMemoryError:
             return 0
         room = self.memory_bytes - weights_bytes(self.model)

@@ -184,7 +184,7 @@ class EarlyLayer(DocumentStudy):
         def read() -> None:
             found.append(log_likelihood(loaded, prompt, answer, policy))
 
-        with way.within(loaded.model):
+        with way.installed(loaded.model):
             spent = spent_on(read)
         ((chance, right),) = found
         return {"loss": -chance / len(copy.answer), "right": right, "ms": spent.wall_ms}

@@ -159,7 +159,7 @@ class _States:
         self.tokens = torch.tensor(sorted(seen), device=model.device)
 
     @torch.no_grad()
-    def of(self, place: int) -> Tensor:
+    def states_before(self, place: int) -> Tensor:
         """(N, d): the states before each token of an answer, as the answer was generated."""
         if place in self._held:
             return self._held[place]
@@ -182,7 +182,7 @@ class _States:
         for place in places:
             answer = torch.tensor(self._exchanges[place].answer, device=self.model.device)
             padded = torch.nn.functional.pad(answer, (0, num_heads), value=_NO_LABEL)
-            states.append(self.of(place))
+            states.append(self.states_before(place))
             labels.append(padded.unfold(0, num_heads + 1, 1)[:, 1:])
         return torch.cat(states), torch.cat(labels)
 

@@ -16,7 +16,7 @@ from snapkv import (
 )
 from snapkv.app import likelihood as reference_module
 from snapkv.app.answering import answer_ids
-from snapkv.app.conversation import behind
+from snapkv.app.conversation import joined
 from snapkv.app.likelihood import References
 from snapkv.app.prefills import Exact, GemFilter, LayerByLayer, Selective
 from snapkv.app.prompts import Prompt
@@ -68,7 +68,7 @@ def plain_loss(model, ids, own):
 
 def generated_loss(loaded, ids, own, cache, context_tokens=None, prefill=None):
     """As generation says it: `generate` itself, which is allowed no other token."""
-    with (prefill or Exact()).within(loaded.model):
+    with (prefill or Exact()).installed(loaded.model):
         if context_tokens is not None:
             read_as_wanted(loaded.model, loaded.tokenizer, ids[:, :context_tokens], cache)
         out = loaded.model.generate(
@@ -100,7 +100,7 @@ def generated_loss(loaded, ids, own, cache, context_tokens=None, prefill=None):
     ],
 )
 def test_a_reference_follows_the_prompt_as_the_model_would_go_on(tiny, prompt, reference, expected):
-    (own,) = References.behind(prompt, [reference], tiny).token_ids
+    (own,) = References.after(prompt, [reference], tiny).token_ids
     before = prompt.token_ids(tiny.tokenizer)[0].tolist()
     said = tiny.tokenizer.decode([*before, *own])
     assert said == tiny.tokenizer.decode(before) + expected
@@ -205,7 +205,7 @@ def test_every_turn_has_the_loss_of_its_own_reference(tiny, tmp_path, policy, la
             ids = prompt.token_ids(tiny.tokenizer)
             if said is not None:
                 asked = earlier.later_turn(tiny.tokenizer, "none")
-                ids = behind(tiny, said, asked, earlier.settings, is_chat=False)
+                ids = joined(tiny, said, asked, earlier.settings, is_chat=False)
             if earlier is not turn:
                 _, said = answer_ids(tiny, ids, cache, earlier.settings)
         own = tiny.tokenizer(f" {turn.references[0]}")["input_ids"]

@@ -211,6 +211,6 @@ def spans_of(entries: Sequence[Entry], chat: Chat) -> list[Entry]:
             raise wrong(NAME, f"a message with {like}", "none", "leave it out, or name another")
         whole = entry.do == PROTECT
         spans = [span for number in chosen for span in chat.texts(number, whole=whole)]
-        resolved += [entry.over(span) for span in spans]
+        resolved += [entry.placed(span) for span in spans]
         require_few(resolved)
     return resolved

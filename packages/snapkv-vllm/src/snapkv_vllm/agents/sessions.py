@@ -2,7 +2,7 @@
 
 What a session's last request had read and answered stays in its blocks. The next one sends all of
 it again, token by token; as far as it is the same, those blocks are what it begins with. Full ones
-are lent to any number of requests, and what follows them is read again. Where no block ends after
+are reused by any number of requests, and what follows them is read again. Where no block ends after
 what was compressed, a single request goes on in the last one. One that is preempted begins with the
 same blocks again; one that has not begun has none. Whoever lacks a block makes histories give back.
 """
@@ -189,7 +189,7 @@ class HeldSessions:
         if turn.may_go_on and turn.history is None:
             self._go_on(turn)
             if turn.history is not None:
-                self._lend(turn.history, request_id, turn.plan)
+                self._take_up(turn.history, request_id, turn.plan)
         return turn.plan
 
     def _go_on(self, turn: _Turn) -> None:
@@ -214,30 +214,30 @@ class HeldSessions:
                 turn.plan = TurnPlan(
                     prompt_tokens=tokens,
                     policy=plan.policy,
-                    lent_tokens=begins,
+                    prefix_tokens=begins,
                     dropped_tokens=at.dropped_tokens,
                 )
 
-    def _lend(self, history: History, request_id: str, plan: TurnPlan) -> None:
+    def _take_up(self, history: History, request_id: str, plan: TurnPlan) -> None:
         """Make a history the most recently used, for as long as the request is under way."""
         history.requests.add(request_id)
         self._held.remove(history)
         self._held.append(history)
-        if (plan.lent_tokens - plan.dropped_tokens) % self._block_tokens:
-            history.token_ids = history.token_ids[: plan.lent_tokens]
+        if (plan.prefix_tokens - plan.dropped_tokens) % self._block_tokens:
+            history.token_ids = history.token_ids[: plan.prefix_tokens]
 
-    def lent(self, request_id: str) -> tuple[TurnPlan, tuple[list[Any], ...]] | None:
+    def reused_blocks(self, request_id: str) -> tuple[TurnPlan, tuple[list[Any], ...]] | None:
         """What a request begins with: its plan, and the blocks of every group."""
         turn = self._turns.get(request_id)
         if turn is None or turn.history is None:
             return None
-        held = turn.plan.lent_tokens - turn.plan.dropped_tokens
+        held = turn.plan.prefix_tokens - turn.plan.dropped_tokens
         for manager in self._managers:
             manager.begin_with(request_id, turn.plan.dropped_tokens)
         of_groups = zip(turn.history.blocks, self._sizes, strict=True)
         return turn.plan, tuple(blocks[: cdiv(held, size)] for blocks, size in of_groups)
 
-    def beginning(self, request_id: str) -> PrefixReuse | None:
+    def prefix_reuse(self, request_id: str) -> PrefixReuse | None:
         """What workers are told of a request that begins with a history."""
         turn = self._turns.get(request_id)
         if turn is None or turn.history is None:
@@ -278,7 +278,7 @@ class HeldSessions:
         if turn.history is not None:
             turn.history.requests.discard(request.request_id)
             if request.num_computed_tokens >= request.num_prompt_tokens:
-                self._metrics.went_on(turn.plan.lent_tokens)
+                self._metrics.went_on(turn.plan.prefix_tokens)
         made = self._made(turn, request)
         replaced = [] if made is None else self._replaced(made, turn.history)
         if made is not None and self._make_room(made, replaced):

@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from snapkv.library.records import Record
 from snapkv.validation import format_bytes
-from snapkv_vllm.documents.library import OfLibrary
+from snapkv_vllm.documents.prefix import CachedPrefix
 from snapkv_vllm.names import DOCUMENT, NO_ROOM, PREFIX, TAKEN, UNKNOWN, shown, wrong
 from snapkv_vllm.shares import going
 
@@ -39,31 +40,30 @@ def shown_tenant(tenant: str) -> str:
     return names.get(tenant, f"key {tenant[:8]}")
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class SharedDocument:
     """A document that the engine keeps."""
 
     document_id: str  # the engine's name for it, which no client learns
     tenant: str  # whose it is
     name: str  # what its tenant calls it
-    token_ids: tuple[int, ...]  # what prompts that name it begin with
-    # it as a chat, of which `rendered_ids` are the rendering; None for plain text
-    messages: list[dict[str, Any]] | None
-    kept_tokens: int  # per KV head and layer
+    prefix: CachedPrefix  # what prompts that name it begin with
     bytes: int  # what it takes of the engine's cache
-    rendered_ids: tuple[int, ...] = ()  # for which `token_ids` stand
-    source: OfLibrary | None = None  # where it is a library's
+    messages: list[dict[str, Any]] | None = None  # it as a chat; None for plain text
+    rendered_ids: tuple[int, ...] = ()  # of a chat about it, for which the prefix stands
+    source: Record | None = None  # where it is a library's
     created: float = field(default_factory=time.time)  # seconds since the epoch
     last_used: float = 0.0  # when a request named it last, or `created`
     requests: int = 0  # under way
-    is_deleted: bool = False  # no request may name it any more
 
     def __post_init__(self) -> None:
         self.last_used = self.last_used or self.created
 
     @property
     def kind(self) -> str:
-        """The field of a request's body that it is the beginning of."""
+        """The field of a request's body that it is the beginning of; of a library's either."""
+        if self.source is not None:
+            return LIBRARY
         return "prompt" if self.messages is None else "messages"
 
     @property
@@ -71,9 +71,9 @@ class SharedDocument:
         """What its tenant is told of it, ready for JSON."""
         return {
             "name": self.name,
-            "kind": self.kind if self.source is None else LIBRARY,
-            "tokens": len(self.token_ids),
-            "kept_tokens": self.kept_tokens,
+            "kind": self.kind,
+            "tokens": len(self.prefix.token_ids),
+            "kept_tokens": self.prefix.kept_tokens,
             "bytes": self.bytes,
             "requests": self.requests,
             "created": int(self.created),
@@ -85,29 +85,29 @@ class Catalogue:
     """Documents by tenant and name, within a number of bytes."""
 
     def __init__(self) -> None:
-        self._held: dict[str, SharedDocument] = {}  # least recently used first
+        self._standing: dict[tuple[str, str], SharedDocument] = {}  # least recently used first
+        self._deleted: list[SharedDocument] = []  # under which requests are under way
+
+    @property
+    def _held(self) -> list[SharedDocument]:
+        return [*self._standing.values(), *self._deleted]
 
     @property
     def bytes(self) -> int:
-        return sum(one.bytes for one in self._held.values())
-
-    @property
-    def _standing(self) -> list[SharedDocument]:
-        return [one for one in self._held.values() if not one.is_deleted]
+        return sum(one.bytes for one in self._held)
 
     def __len__(self) -> int:
         return len(self._standing)
 
     def __contains__(self, whose: tuple[str, str]) -> bool:
-        return self.get(*whose) is not None
+        return whose in self._standing
 
     def get(self, tenant: str, name: str) -> SharedDocument | None:
         """A tenant's document; None where there is none of that name."""
-        found = (one for one in self._standing if (one.tenant, one.name) == (tenant, name))
-        return next(found, None)
+        return self._standing.get((tenant, name))
 
-    def of(self, tenant: str) -> list[SharedDocument]:
-        own = [one for one in self._standing if one.tenant == tenant]
+    def all_of(self, tenant: str) -> list[SharedDocument]:
+        own = [one for one in self._standing.values() if one.tenant == tenant]
         return sorted(own, key=lambda one: one.name)
 
     def find(self, tenant: str, name: str) -> SharedDocument:
@@ -129,9 +129,9 @@ class Catalogue:
         Where even then there is too little room, nothing is forgotten, and the document refused.
         """
         taken = Counter({tenant: needed_bytes})
-        for one in self._held.values():
+        for one in self._held:
             taken[one.tenant] += one.bytes
-        idle = [one for one in self._standing if not one.requests]
+        idle = [one for one in self._standing.values() if not one.requests]
         leaving, lacking = going(idle, taken, most_bytes, lambda one: one.bytes)
         if lacking:
             left = format_bytes(needed_bytes - lacking)
@@ -145,31 +145,31 @@ class Catalogue:
                 status=NO_ROOM,
             )
         for one in leaving:
-            del self._held[one.document_id]
+            del self._standing[one.tenant, one.name]
         return leaving
 
     def add(self, document: SharedDocument) -> None:
         assert (document.tenant, document.name) not in self
-        self._held[document.document_id] = document
+        self._standing[document.tenant, document.name] = document
 
     def begin(self, document: SharedDocument) -> None:
         """A request stands on it from now on, which makes it the most recently used."""
         document.requests += 1
         document.last_used = time.time()
-        self._held[document.document_id] = self._held.pop(document.document_id)
+        whose = document.tenant, document.name
+        self._standing[whose] = self._standing.pop(whose)
 
     def end(self, document: SharedDocument) -> bool:
         """Such a request has ended; whether the document is gone with it, to be dropped."""
         document.requests -= 1
-        return self._is_gone(document)
+        is_gone = document in self._deleted and not document.requests
+        if is_gone:
+            self._deleted.remove(document)
+        return is_gone
 
     def delete(self, document: SharedDocument) -> bool:
         """Take its name away; whether it is gone with that, or else with its last request."""
-        document.is_deleted = True
-        return self._is_gone(document)
-
-    def _is_gone(self, document: SharedDocument) -> bool:
-        if document.requests or not document.is_deleted:
-            return False
-        del self._held[document.document_id]
-        return True
+        del self._standing[document.tenant, document.name]
+        if document.requests:
+            self._deleted.append(document)
+        return not document.requests

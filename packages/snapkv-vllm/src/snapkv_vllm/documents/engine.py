@@ -2,15 +2,15 @@
 
 import asyncio
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from snapkv.document_files import model_identity, read_document
+from snapkv.library.stored import model_identity, read_document
 from snapkv.policies import AdaKV
 from snapkv_vllm.documents import protocol
-from snapkv_vllm.documents.plans import Places, piece_tokens
+from snapkv_vllm.documents.plans import piece_tokens
+from snapkv_vllm.documents.prefix import CachedPrefix
 from snapkv_vllm.documents.protocol import Room
 from snapkv_vllm.names import NO_ROOM, RefusedError, wrong
 from snapkv_vllm.settings import ServingSettings
@@ -20,24 +20,6 @@ _TRIES = 3
 
 _BEHIND = 2
 """Tokens that find positions after a document: one that asks, and one that answers."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kept:
-    """What a document holds: tokens per KV head and layer, in blocks of every KV cache group."""
-
-    kept_tokens: int
-    blocks: Sequence[Sequence[int]] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Saved:
-    """A document in a file with this seal, which belongs to the engine's model."""
-
-    path: Path
-    seal: str
-    token_ids: tuple[int, ...]
-    places: Places
 
 
 class ServerEngine:
@@ -62,9 +44,12 @@ class ServerEngine:
             self._room = Room(**said)
         return self._room
 
-    async def bytes_of(self, tokens: int, *, budget: int | None, instruction_tokens: int) -> int:
-        """What a document of so many tokens will take; one that cannot be read twice is refused."""
+    async def planned(
+        self, token_ids: Sequence[int], budget: int | None, *, instruction_tokens: int
+    ) -> CachedPrefix:
+        """What will be held of a document; one that cannot be read twice is refused."""
         room, positions = await self.room(), self._client.model_config.max_model_len
+        tokens = len(token_ids)
         if tokens > positions - _BEHIND:
             room_to_ask = "with room to ask and answer after them"
             most, remedy = positions - _BEHIND, "shorten it, or raise --max-model-len"
@@ -74,71 +59,58 @@ class ServerEngine:
         kept = room.kept_tokens(tokens, budget)
         if kept < tokens // room.block_tokens * room.block_tokens:
             piece_tokens(tokens, instruction_tokens, self._chunk_tokens, positions - tokens)
-        return kept * room.bytes_per_token
+        return CachedPrefix(token_ids=tuple(token_ids), kept_tokens=kept, reused_tokens=kept)
 
     async def register(
-        self,
-        document_id: str,
-        token_ids: Sequence[int],
-        *,
-        budget: int | None,
-        instruction_ids: Sequence[int],
-    ) -> Kept:
+        self, document_id: str, prefix: CachedPrefix, instruction_ids: Sequence[int]
+    ) -> None:
         """Read a document and keep its blocks until it is dropped."""
-        own: dict[str, Any] = {
+        ids = prefix.token_ids
+        own = {
             protocol.REGISTER: document_id,
             protocol.INSTRUCTION: list(instruction_ids),
+            protocol.BUDGET: prefix.kept_tokens,
         }
-        own |= {} if budget is None else {protocol.BUDGET: budget}
         for _ in range(_TRIES):
-            if said := await self._send([*token_ids, token_ids[-1]], own):
-                return _kept(said)
-        blocks = f"blocks for its {len(token_ids):,} tokens while it is read"
+            if await self._send([*ids, ids[-1]], own):
+                return
+        blocks = f"blocks for its {len(ids):,} tokens while it is read"
         got, remedy = "none that other requests left", "try again when there are fewer"
         raise wrong("document", blocks, got, remedy, status=NO_ROOM)
 
     async def drop(self, document_id: str) -> None:
         await self._send([0], {protocol.DROP: document_id})
 
-    async def look_at(self, path: Path) -> Saved:
+    async def look_at(self, path: Path, seal: str) -> CachedPrefix:
         """Read and check the file of a document; with the first, the model is asked who it is."""
         model, room = await self.identity(), await self.room()
-        most_bytes = room.most_file_bytes
-        found = await asyncio.to_thread(read_document, path, model=model, most_bytes=most_bytes)
+        found = await asyncio.to_thread(
+            read_document, path, model=model, seal=seal, most_bytes=room.most_file_bytes
+        )
         tokens, head_tokens = len(found.token_ids), found.head_tokens
         if tokens >= (longest := self._client.model_config.max_model_len):
             raise wrong("file", f"fewer than {longest:,} tokens", tokens, "raise --max-model-len")
-        places = Places.of(head_tokens.tolist(), room.block_tokens)
-        if places.per_head_budget and self._method != AdaKV.name:
+        ids = found.token_ids.tolist()
+        prefix = CachedPrefix.laid_out(ids, head_tokens.tolist(), room.block_tokens)
+        if prefix.per_head_budget and self._method != AdaKV.name:
             alike = "as many kept tokens in every layer and head"
             got = f"from {int(head_tokens.min()):,} to {int(head_tokens.max()):,}"
             raise wrong("file", alike, got, "start the server with --policy adakv")
-        ids = tuple(found.token_ids.tolist())
-        return Saved(path=path, seal=found.seal, token_ids=ids, places=places)
+        return prefix
 
-    async def adopt(self, document_id: str, saved: Saved) -> Kept:
-        """Hold a document that is in a file until it is dropped, without reading its text."""
+    async def adopt(self, document_id: str, prefix: CachedPrefix, path: Path, seal: str) -> None:
+        """Hold the document of a file until it is dropped, without reading its text."""
         model, room = await self.identity(), await self.room()
-        own = {
-            protocol.ADOPT: document_id,
-            protocol.TOKENS: list(saved.token_ids),
-            protocol.KEPT: saved.places.held_tokens,
-            protocol.LENT: saved.places.lent_tokens,
-            protocol.PARTS: saved.places.per_head_budget,
-        }
         try:
-            said = await self._send([0], own)
+            said = await self._send([0], protocol.adoption(document_id, prefix))
             if said is None:
-                blocks = f"free blocks for {saved.places.held_tokens:,} tokens"
+                blocks = f"free blocks for {prefix.kept_tokens:,} tokens"
                 remedy = "try again when there are fewer requests"
                 raise wrong("document", blocks, "fewer", remedy, status=NO_ROOM)
-            kept = _kept(said)
-            given = str(saved.path), kept.blocks, model, saved.seal, room.most_file_bytes
-            await self._fill(given)
+            await self._fill((str(path), said["blocks"], model, seal, room.most_file_bytes))
         except BaseException:
             await asyncio.shield(self.drop(document_id))
             raise
-        return kept
 
     async def identity(self) -> dict[str, Any]:
         """Who the model is; the first to ask waits until it has been loaded once more."""
@@ -179,7 +151,3 @@ class ServerEngine:
         async for output in self._client.generate({"prompt_token_ids": prompt}, sampling, name):
             last = output
         return None if last is None else last.kv_transfer_params
-
-
-def _kept(said: Mapping[str, Any]) -> Kept:
-    return Kept(kept_tokens=said["kept_tokens"], blocks=said["blocks"])

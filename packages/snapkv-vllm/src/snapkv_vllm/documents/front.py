@@ -85,22 +85,22 @@ class FrontEnd:
         """Have vLLM's renderer put a document in front of the requests that name one."""
 
         def joining(kind: str, render: Render) -> Render:
-            async def render_behind(request: Any, **options: Any) -> Any:
+            async def render_joined(request: Any, **options: Any) -> Any:
                 visit, named = _visit.get(), (getattr(request, XARGS) or {}).get(DOCUMENT)
                 if visit is None or named is None:
                     return await render(request, **options)
                 standing = self._documents.named(visit.tenant, named)
                 try:
                     document = await visit.until_answered.enter_async_context(standing)
-                    made = await self._prompts.behind(document, request, kind, render)
+                    made = await self._prompts.render_after(document, request, kind, render)
                 except SnapKVError as error:
                     status = HTTPStatus(status_of(error))
                     return renderer.create_error_response(str(error), status.phrase, status)
                 prompts = len(request.prompt) if kind == "prompt" else 1
-                visit.tokens_not_read = prompts * len(document.token_ids)
+                visit.tokens_not_read = prompts * len(document.prefix.token_ids)
                 return made
 
-            return render_behind
+            return render_joined
 
         renderer.render_completion = joining("prompt", renderer.render_completion)
         renderer.render_chat = joining("messages", renderer.render_chat)

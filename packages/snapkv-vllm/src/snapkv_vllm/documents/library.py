@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +10,6 @@ from snapkv.library.about import About, fingerprint_of
 from snapkv.library.folder import Folder
 from snapkv.library.library import Library
 from snapkv.library.records import Record
-
-
-@dataclass(frozen=True, kw_only=True)
-class OfLibrary:
-    """A document as a library has it: the file with its cache, that file's seal, what is before.
-
-    Chats about it begin with the `prefix_ids`, which the template writes before what a user says.
-    """
-
-    path: Path
-    seal: str
-    prefix_ids: tuple[int, ...]
 
 
 class ServedLibrary:
@@ -44,15 +32,20 @@ class ServedLibrary:
         found = replace(own, model=dict(model), tokenizer=fingerprint_of(tokenizer))
         own.require_same(found)
 
-    def find(self, name: str) -> OfLibrary | None:
+    @property
+    def prefix_ids(self) -> tuple[int, ...]:
+        """What chats about a document begin with, before what a user says."""
+        return self._about.prefix_ids
+
+    def cache_file(self, record: Record) -> Path:
+        return self._folder.cache_file(record)
+
+    def find(self, name: str) -> Record | None:
         """The document of that name as it is now; None where there is none."""
         with self._one_thread:
             key = self._all_keys().get(name)
             record = None if key is None else self._folder.record(key)
-        if record is None or record.name != name:
-            return None
-        path, prefix = self._folder.cache_file(record), self._about.prefix_ids
-        return OfLibrary(path=path, seal=record.seal, prefix_ids=prefix)
+        return record if record is not None and record.name == name else None
 
     def records(self) -> list[Record]:
         """All documents that are whole, in the order of their names."""

@@ -9,52 +9,13 @@ place, and its keys and values after the text's.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Self
 
 from snapkv.errors import InvalidArgumentError
+from snapkv_vllm.documents.prefix import CachedPrefix
 from snapkv_vllm.plans import Ahead, Order, RequestPlan, SecondReading
 
 STEP_TOKENS = 256
 """Tokens of a piece that one step reads: their queries of all layers wait until it is done."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Places:
-    """How a document lies in blocks, of which requests read the full ones and copy the others.
-
-    Attributes:
-        held_tokens: that are counted as held, per KV head and layer.
-        lent_tokens: of those, in blocks that are full in every layer.
-        per_head_budget: whether heads or layers hold different numbers of tokens.
-    """
-
-    held_tokens: int
-    lent_tokens: int
-    per_head_budget: bool
-
-    @classmethod
-    def of(cls, head_tokens: Sequence[Sequence[int]], block_tokens: int) -> Self:
-        """Where the heads of every layer hold so many tokens.
-
-        Heads of different length fill pages, of which a block is as many as there are heads: first
-        their full ones, and after those the others, see `snapkv_vllm.heads.HeadPlaces`.
-        """
-        numbers = {tokens for of_layer in head_tokens for tokens in of_layer}
-        if len(numbers) == 1:
-            (tokens,) = numbers
-            return cls(
-                held_tokens=tokens,
-                lent_tokens=tokens // block_tokens * block_tokens,
-                per_head_budget=False,
-            )
-        heads = len(head_tokens[0])
-        full = [sum(tokens // block_tokens for tokens in of_layer) for of_layer in head_tokens]
-        rest = max(tokens % block_tokens for tokens in numbers)
-        return cls(
-            held_tokens=-(-max(full) // heads) * block_tokens + rest,
-            lent_tokens=min(full) // heads * block_tokens,
-            per_head_budget=True,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,22 +26,17 @@ class FromDocument(RequestPlan):
     other requests would compute.
     """
 
-    document_tokens: int
-    kept_tokens: int  # as they are counted, see `Places`
+    prefix: CachedPrefix
     is_adopted: bool = False
 
     @property
-    def dropped_tokens(self) -> int:
-        return self.document_tokens - self.kept_tokens
-
-    @property
-    def lent_tokens(self) -> int:
-        """That the blocks stand for which it is lent."""
-        return self.document_tokens
+    def prefix_tokens(self) -> int:
+        """That the blocks stand for with which it begins."""
+        return len(self.prefix.token_ids)
 
     @property
     def shared_tokens(self) -> int | None:
-        return 0 if self.dropped_tokens or self.is_adopted else None
+        return 0 if self.prefix.dropped_tokens or self.is_adopted else None
 
     @property
     def reusable_tokens(self) -> int:
@@ -88,7 +44,7 @@ class FromDocument(RequestPlan):
         return 0
 
     def most_held(self, tokens: int) -> int:
-        return tokens - self.dropped_tokens
+        return tokens - self.prefix.dropped_tokens
 
 
 @dataclass(kw_only=True)
@@ -98,21 +54,20 @@ class ReadTwice(RequestPlan):
     It remembers which piece is due. A request that is preempted begins with the first again.
     """
 
-    document_ids: Sequence[int]  # the text's T tokens
+    prefix: CachedPrefix  # the text's T tokens, and how many stay, fewer than T
     instruction_ids: Sequence[int]  # stand before every piece
     chunk_tokens: int  # of the text, in one piece; at most T with the instruction
-    kept_tokens: int  # how many stay, fewer than T
     choice: SecondReading  # what chooses them
     _piece: int = field(default=0, init=False)
 
     @property
     def tokens(self) -> int:
-        return len(self.document_ids)
+        return len(self.prefix.token_ids)
 
     def piece(self, number: int) -> tuple[int, ...]:
         """The ids of a piece with its instruction; none after the last one."""
         start = number * self.chunk_tokens
-        text = tuple(self.document_ids[start : start + self.chunk_tokens])
+        text = self.prefix.token_ids[start : start + self.chunk_tokens]
         return (*self.instruction_ids, *text) if text else ()
 
     def step_tokens(self, seen_tokens: int, held_tokens: int, offered_tokens: int) -> int:
@@ -146,7 +101,7 @@ class ReadTwice(RequestPlan):
         if kept is None:
             back = len(self.piece(self._piece))
             ends = not back
-            kept = self.kept_tokens if ends else self.tokens
+            kept = self.prefix.kept_tokens if ends else self.tokens
         return Order(
             choice=self.choice,
             query_tokens=0 if ahead is None else len(ahead.token_ids),
@@ -163,7 +118,7 @@ class ReadTwice(RequestPlan):
         """See `RequestPlan`; what is kept fills its blocks."""
         read = held_tokens + step_tokens - self.tokens
         is_last = not self.piece(self._piece + 1) and read == len(self.piece(self._piece))
-        return self.kept_tokens if held_tokens > seen_tokens and is_last else 0
+        return self.prefix.kept_tokens if held_tokens > seen_tokens and is_last else 0
 
     @property
     def shared_tokens(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 from snapkv.errors import InvalidArgumentError
 from snapkv_vllm.agents.messages import marked
 from snapkv_vllm.compatibility import require_compatible
-from snapkv_vllm.documents.catalogue import SharedDocument
+from snapkv_vllm.documents.catalogue import LIBRARY, SharedDocument
 from snapkv_vllm.documents.content import chat_spelt_out, spelt_out
 from snapkv_vllm.documents.protocol import DOCUMENT
 from snapkv_vllm.names import ENDPOINTS, XARGS, RefusedError, shown, wrong
@@ -123,69 +123,51 @@ class Prompts:
 
     # Of requests.
 
-    async def behind(
+    async def render_after(
         self, document: SharedDocument, request: Any, kind: str, render: Render
     ) -> Any:
         """What vLLM renders of a request, which names a document, with its tokens in front."""
-        if document.kind != kind and document.source is None:
+        if document.kind not in (kind, LIBRARY):
             right = next(path for path, field in ENDPOINTS.items() if field == document.kind)
             remedy = f"send the request to {right}, or register the document as {kind}"
             raise wrong(DOCUMENT, f"a document of {kind}", f"one of {document.kind}", remedy)
         require_compatible(given={DOCUMENT: document.name}, request=request)
         setattr(request, XARGS, {**getattr(request, XARGS), DOCUMENT: document.document_id})
         if kind == "prompt":
-            request.prompt = await self._prompts_behind(document, request.prompt)
+            request.prompt = await self._prompts_after(document.prefix.token_ids, request.prompt)
             return await render(request)
-        if document.source is not None:
-            return await self._chat_about(document, document.source.prefix_ids, request, render)
-        return await self._chat_behind(document, request, render)
+        return await self._chat_after(document, request, render)
 
-    async def _prompts_behind(self, document: SharedDocument, prompt: object) -> list[list[int]]:
+    async def _prompts_after(self, begins: Sequence[int], prompt: object) -> list[list[int]]:
         questions = [prompt] if _is_one_prompt(prompt) else prompt
         expected = "a question after the document"
         if not isinstance(questions, list) or not questions:
             raise _unfit("prompt", expected, prompt)
         if not all(map(_is_one_prompt, questions)):
             raise _unfit("prompt", expected, prompt)
-        begins, asks = len(document.token_ids), len(questions)
-        if asks > 1 and asks * begins > _MOST_TOGETHER:
-            most = f"at most {max(1, _MOST_TOGETHER // begins):,} questions at once"
-            each = f"of which each begins with the document's {begins:,} tokens"
+        tokens, asks = len(begins), len(questions)
+        if asks > 1 and asks * tokens > _MOST_TOGETHER:
+            most = f"at most {max(1, _MOST_TOGETHER // tokens):,} questions at once"
+            each = f"of which each begins with the document's {tokens:,} tokens"
             raise wrong("prompt", f"{most}, {each}", f"{asks:,}", "send several requests")
         asked = [await self.tokenize(one, special_tokens=False) for one in questions]
         if not all(asked):
             raise _unfit("prompt", expected, prompt)
-        return [[*document.token_ids, *ids] for ids in asked]
+        return [[*begins, *ids] for ids in asked]
 
-    async def _chat_behind(self, document: SharedDocument, request: Any, render: Render) -> Any:
+    async def _chat_after(self, document: SharedDocument, request: Any, render: Render) -> Any:
+        """A chat with the document before it, or before what the user says first."""
         if not request.messages:
             raise _unfit("messages", "a question after the document", request.messages)
-        own = type(request)(messages=copy.deepcopy(document.messages)).messages
-        request.messages = [*own, *request.messages]
+        if document.messages is not None:
+            own = type(request)(messages=copy.deepcopy(document.messages)).messages
+            request.messages = [*own, *request.messages]
         made = await render(request)
         if isinstance(made, tuple):  # and no error of vLLM's
             ids, rendered = _ids_of_chat(made), document.rendered_ids
             _require_begins(ids, rendered)
             _, (engine_input,) = made
-            engine_input["prompt_token_ids"] = [*document.token_ids, *ids[len(rendered) :]]
-        return made
-
-    async def _chat_about(
-        self, document: SharedDocument, prefix_ids: Sequence[int], request: Any, render: Render
-    ) -> Any:
-        """A chat in which a library's document stands before what the user says first."""
-        made = await render(request)
-        if isinstance(made, tuple):  # and no error of vLLM's
-            ids, begins = _ids_of_chat(made), len(prefix_ids)
-            if tuple(ids[:begins]) != tuple(prefix_ids):
-                raise wrong(
-                    "messages",
-                    "a chat that begins with the user's message, as the library's documents do",
-                    "one in which the chat template puts other tokens first",
-                    "leave out system messages, tools and chat_template_kwargs",
-                )
-            _, (engine_input,) = made
-            engine_input["prompt_token_ids"] = [*document.token_ids, *ids[begins:]]
+            engine_input["prompt_token_ids"] = [*document.prefix.token_ids, *ids[len(rendered) :]]
         return made
 
 
@@ -222,7 +204,7 @@ def _require_begins(ids: Sequence[int], rendered: tuple[int, ...]) -> None:
             "messages",
             f"a chat whose first {begins} tokens are the document's",
             "one in which the chat template puts others there",
-            "ask as user, without what changes the template's beginning (tools, "
+            "ask as user, without what changes the template's beginning (system messages, tools, "
             "chat_template_kwargs), or register the document again",
         )
 

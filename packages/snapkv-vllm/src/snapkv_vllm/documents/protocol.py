@@ -10,6 +10,7 @@ from typing import Any
 
 from snapkv.validation import require_int
 from snapkv_vllm import names
+from snapkv_vllm.documents.prefix import CachedPrefix
 from snapkv_vllm.names import PREFIX, wrong
 
 # What a request does, each with a document's identifier.
@@ -24,13 +25,13 @@ INSTRUCTION = PREFIX + "instruction"  # ids of the tokens before every piece tha
 BUDGET = PREFIX + "budget"  # tokens that are kept, rounded up to whole blocks
 TOKENS = PREFIX + "tokens"  # ids of all tokens of a document that is adopted
 KEPT = PREFIX + "kept"  # how many of them are counted as held
-LENT = PREFIX + "lent"  # how many of those lie in blocks that requests only read
-PARTS = PREFIX + "parts_heads"  # whether its heads hold different numbers of tokens
+REUSED = PREFIX + "reused"  # how many of those lie in blocks that requests only read
+PER_HEAD = PREFIX + "per_head_budget"  # whether its heads hold different numbers of tokens
 
 _BESIDE = {
     DOCUMENT: (),
     REGISTER: (BUDGET, INSTRUCTION),
-    ADOPT: (TOKENS, KEPT, LENT, PARTS),
+    ADOPT: (TOKENS, KEPT, REUSED, PER_HEAD),
     DROP: (),
     ROOM: (),
 }
@@ -47,10 +48,7 @@ class DocumentRequest:
     document_id: str
     budget: int | None = None
     instruction_ids: tuple[int, ...] = ()
-    token_ids: tuple[int, ...] = ()
-    kept_tokens: int = 0
-    lent_tokens: int = 0
-    per_head_budget: bool = False
+    prefix: CachedPrefix | None = None  # what is adopted
 
 
 def document_request(extra_args: Mapping[str, Any] | None) -> DocumentRequest | None:
@@ -75,23 +73,42 @@ def document_request(extra_args: Mapping[str, Any] | None) -> DocumentRequest | 
         raise wrong(name, none, "one", "leave it out")
     if (budget := given.get(BUDGET)) is not None:
         require_int(BUDGET, budget, minimum=1)
-    if verb == ADOPT:
-        require_int(KEPT, given.get(KEPT), minimum=1)
-        require_int(LENT, given.get(LENT), minimum=0)
-    ids = {field: tuple(given.get(field, ())) for field in (INSTRUCTION, TOKENS)}
-    for name, of_name in ids.items():
-        for token_id in of_name:
-            require_int(name, token_id, minimum=0)
     return DocumentRequest(
         verb=verb,
         document_id=document_id,
         budget=budget,
-        instruction_ids=ids[INSTRUCTION],
-        token_ids=ids[TOKENS],
-        kept_tokens=given.get(KEPT, 0),
-        lent_tokens=given.get(LENT, 0),
-        per_head_budget=bool(given.get(PARTS)),
+        instruction_ids=_ids(INSTRUCTION, given),
+        prefix=_prefix(given) if verb == ADOPT else None,
     )
+
+
+def _prefix(given: Mapping[str, Any]) -> CachedPrefix:
+    require_int(KEPT, given.get(KEPT), minimum=1)
+    require_int(REUSED, given.get(REUSED), minimum=0)
+    return CachedPrefix(
+        token_ids=_ids(TOKENS, given),
+        kept_tokens=given[KEPT],
+        reused_tokens=given[REUSED],
+        per_head_budget=bool(given.get(PER_HEAD)),
+    )
+
+
+def _ids(name: str, given: Mapping[str, Any]) -> tuple[int, ...]:
+    ids = tuple(given.get(name, ()))
+    for token_id in ids:
+        require_int(name, token_id, minimum=0)
+    return ids
+
+
+def adoption(document_id: str, prefix: CachedPrefix) -> dict[str, Any]:
+    """What a request says that has blocks taken for a document."""
+    return {
+        ADOPT: document_id,
+        TOKENS: list(prefix.token_ids),
+        KEPT: prefix.kept_tokens,
+        REUSED: prefix.reused_tokens,
+        PER_HEAD: prefix.per_head_budget,
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

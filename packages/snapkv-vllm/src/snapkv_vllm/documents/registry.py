@@ -1,8 +1,8 @@
 """The documents of an engine: whose blocks they are, and who is using them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Self
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from vllm.utils.math_utils import cdiv
 
@@ -11,6 +11,7 @@ from snapkv.policies import AdaKV, KVzip, Policy
 from snapkv.validation import DEFAULT_BUDGET, DEFAULT_WINDOW, format_bytes
 from snapkv_vllm.blocks import CompressedManager
 from snapkv_vllm.documents.plans import FromDocument, ReadTwice, piece_tokens
+from snapkv_vllm.documents.prefix import CachedPrefix
 from snapkv_vllm.documents.protocol import (
     ADOPT,
     DOCUMENT,
@@ -26,29 +27,22 @@ from snapkv_vllm.settings import ServingSettings
 
 
 @dataclass(kw_only=True)
-class Held:
+class RegisteredDocument:
     """One document; `plan` is that of requests that begin with it."""
 
-    token_ids: tuple[int, ...]
     plan: FromDocument
-    per_head_budget: bool = False  # whether heads hold different numbers of tokens
-    lent_tokens: int  # of those held, in blocks that requests read; they copy the others
-    blocks: Sequence[list[Any]] | None = None  # of every group; None while it is being read
-    requests: set[str] = field(default_factory=set)  # that begin with it and have not ended
-    is_dropped: bool = False  # whether no other request may name it
+    blocks: Sequence[list[Any]] = ()  # of every group; none while it is being read
 
-    @classmethod
-    def of(cls, token_ids: tuple[int, ...], kept_tokens: int, **more: Any) -> Self:
-        """A document of which so many tokens are held, that was read here."""
-        plan = FromDocument(document_tokens=len(token_ids), kept_tokens=kept_tokens)
-        return cls(token_ids=token_ids, plan=plan, lent_tokens=kept_tokens, **more)
+    @property
+    def prefix(self) -> CachedPrefix:
+        return self.plan.prefix
 
     @property
     def described(self) -> dict[str, Any]:
         """What whoever registers or adopts it is told, once it has blocks."""
-        blocks = [[block.block_id for block in of_group] for of_group in self.blocks or ()]
-        kept = self.plan.kept_tokens
-        return {"tokens": len(self.token_ids), "kept_tokens": kept, "blocks": blocks}
+        blocks = [[block.block_id for block in of_group] for of_group in self.blocks]
+        tokens, kept = len(self.prefix.token_ids), self.prefix.kept_tokens
+        return {"tokens": tokens, "kept_tokens": kept, "blocks": blocks}
 
 
 class Registry:
@@ -65,8 +59,8 @@ class Registry:
     ) -> None:
         self._managers, self._room, self._safeguard = managers, room, safeguard
         self._chunk_tokens, self._max_model_len = chunk_tokens, max_model_len
-        self._held: dict[str, Held] = {}
-        self._used_by: dict[str, Held] = {}
+        self._held: dict[str, RegisteredDocument] = {}  # that requests may name
+        self._used_by: dict[str, RegisteredDocument] = {}  # which request begins with which
         self._registering: dict[str, str] = {}
         self._answers: dict[str, dict[str, Any]] = {}
 
@@ -82,17 +76,16 @@ class Registry:
 
     def _begin(self, asked: DocumentRequest, request: Any) -> RequestPlan:
         held = self._held.get(asked.document_id)
-        if held is None or held.blocks is None:
+        if held is None or not held.blocks:
             got = "one that is not, or not any more"
             raise wrong(DOCUMENT, "a document that is registered", got, "register it again")
-        tokens, length = len(held.token_ids), request.num_prompt_tokens
+        tokens, length = len(held.prefix.token_ids), request.num_prompt_tokens
         if length <= tokens:
             expected = f"something asked after the document's {tokens:,} tokens"
             raise wrong(DOCUMENT, expected, f"a prompt of {length:,}", "ask something")
-        if tuple(request.prompt_token_ids[:tokens]) != held.token_ids:
+        if tuple(request.prompt_token_ids[:tokens]) != held.prefix.token_ids:
             expected = "a prompt that begins with the document's tokens"
             raise wrong(DOCUMENT, expected, "one that does not", "begin it with them")
-        held.requests.add(request.request_id)
         self._used_by[request.request_id] = held
         return held.plan
 
@@ -105,45 +98,47 @@ class Registry:
         size = self._room.block_tokens
         whole, kept = len(ids) // size * size, self._room.kept_tokens(len(ids), asked.budget)
         self._require_free(kept)
-        plan: RequestPlan
-        if kept == whole:  # what its last block lacks is read with every request
-            held = Held.of(ids[:whole], whole)
-            plan = Plan(prompt_tokens=len(ids) + 1)
-        else:
-            plan = self._read_twice(ids, kept, asked.instruction_ids)
-            held = Held.of(ids, kept, per_head_budget=plan.choice.per_head_budget)
-        self._held[asked.document_id] = held
+        is_whole = kept == whole  # what its last block lacks is read with every request
+        prefix = CachedPrefix(
+            token_ids=ids[:whole] if is_whole else ids,
+            kept_tokens=kept,
+            reused_tokens=kept,
+            per_head_budget=self._safeguard is not None and not is_whole,
+        )
+        plan: RequestPlan = Plan(prompt_tokens=len(ids) + 1)
+        if not is_whole:
+            plan = self._read_twice(prefix, asked.instruction_ids)
+        self._held[asked.document_id] = RegisteredDocument(plan=FromDocument(prefix=prefix))
         self._registering[request.request_id] = asked.document_id
         return plan
 
-    def _read_twice(
-        self, ids: tuple[int, ...], kept: int, instruction: tuple[int, ...]
-    ) -> ReadTwice:
-        positions = self._max_model_len - len(ids)
-        chunk = piece_tokens(len(ids), len(instruction), self._chunk_tokens, positions)
+    def _read_twice(self, prefix: CachedPrefix, instruction: tuple[int, ...]) -> ReadTwice:
+        tokens, kept = len(prefix.token_ids), prefix.kept_tokens
+        positions = self._max_model_len - tokens
+        chunk = piece_tokens(tokens, len(instruction), self._chunk_tokens, positions)
         scores = KVzip(kept, window_size=min(DEFAULT_WINDOW, kept // 2), chunk_tokens=chunk)
         policy: Policy = scores
         if self._safeguard is not None:
             page_tokens = self._room.block_tokens
             policy = AdaKV(scores, safeguard=self._safeguard, page_tokens=page_tokens)
         return ReadTwice(
-            document_ids=ids,
+            prefix=prefix,
             instruction_ids=instruction,
             chunk_tokens=chunk,
-            kept_tokens=kept,
-            choice=SecondReading(policy, len(ids)),
+            choice=SecondReading(policy, tokens),
         )
 
     def _adopt(self, asked: DocumentRequest, request: Any) -> RequestPlan:
         """Take blocks for a document that workers are given; nobody may name it before they are."""
         self._require_new(asked)
-        tokens, kept, lent = len(asked.token_ids), asked.kept_tokens, asked.lent_tokens
-        size = self._room.block_tokens
-        if tokens >= self._max_model_len or lent % size or lent > kept:
-            expected = f"fewer than {self._max_model_len:,} tokens, lent in blocks of {size}"
-            got = f"{tokens:,}, of {kept:,} {lent:,} lent"
+        assert asked.prefix is not None
+        tokens, kept = len(asked.prefix.token_ids), asked.prefix.kept_tokens
+        reused, size = asked.prefix.reused_tokens, self._room.block_tokens
+        if tokens >= self._max_model_len or reused % size or reused > kept:
+            expected = f"fewer than {self._max_model_len:,} tokens, reused in blocks of {size}"
+            got = f"{tokens:,}, of {kept:,} {reused:,} reused"
             raise wrong(ADOPT, expected, got, "adopt another document")
-        if asked.per_head_budget and self._safeguard is None:
+        if asked.prefix.per_head_budget and self._safeguard is None:
             alike, remedy = "as many tokens in every layer and head", "serve with --policy adakv"
             raise wrong(ADOPT, alike, "different numbers", remedy)
         self._require_free(kept)
@@ -153,14 +148,8 @@ class Registry:
             remedy = "adopt it when fewer requests are under way"
             raise wrong(ADOPT, f"{needed} free blocks", free, remedy)
         blocks = [manager.take_for_others(kept) for manager in self._managers]
-        plan = FromDocument(document_tokens=tokens, kept_tokens=kept, is_adopted=True)
-        held = Held(
-            token_ids=asked.token_ids,
-            plan=plan,
-            lent_tokens=lent,
-            per_head_budget=asked.per_head_budget,
-            blocks=blocks,
-        )
+        plan = FromDocument(prefix=asked.prefix, is_adopted=True)
+        held = RegisteredDocument(plan=plan, blocks=blocks)
         self._held[asked.document_id] = held
         self._answers[request.request_id] = held.described
         return Plan(prompt_tokens=request.num_prompt_tokens)
@@ -173,7 +162,7 @@ class Registry:
         """Refuse more than documents may hold, those that were dropped in use among them."""
         held = {id(one): one for one in (*self._held.values(), *self._used_by.values())}
         size = self._room.block_tokens
-        taken = sum(cdiv(one.plan.kept_tokens, size) * size for one in held.values())
+        taken = sum(cdiv(one.prefix.kept_tokens, size) * size for one in held.values())
         kept_tokens = cdiv(kept_tokens, size) * size
         if taken + kept_tokens > self._room.most_tokens:
             raise InvalidArgumentError(
@@ -184,9 +173,8 @@ class Registry:
 
     def _drop(self, asked: DocumentRequest, request: Any) -> RequestPlan:
         held = self._held.get(asked.document_id)
-        if held is not None and held.blocks is not None:
+        if held is not None and held.blocks:
             del self._held[asked.document_id]
-            held.is_dropped = True
             self._release(held)
         return Plan(prompt_tokens=request.num_prompt_tokens)
 
@@ -194,32 +182,33 @@ class Registry:
         self._answers[request.request_id] = asdict(self._room)
         return Plan(prompt_tokens=request.num_prompt_tokens)
 
-    def lent(self, request_id: str) -> tuple[FromDocument, tuple[list[Any], ...]] | None:
+    def reused_blocks(self, request_id: str) -> tuple[FromDocument, tuple[list[Any], ...]] | None:
         """What a request begins with: the plan, and the blocks of every group."""
         held = self._used_by.get(request_id)
-        if held is None or held.blocks is None:
+        if held is None:
             return None
         for manager in self._managers:
-            manager.begin_with(request_id, held.plan.dropped_tokens)
-        lent = (held.lent_tokens // manager.block_size for manager in self._managers)
-        blocks = zip(held.blocks, lent, strict=True)
+            manager.begin_with(request_id, held.prefix.dropped_tokens)
+        counts = (held.prefix.reused_tokens // manager.block_size for manager in self._managers)
+        blocks = zip(held.blocks, counts, strict=True)
         return held.plan, tuple(of_group[:count] for of_group, count in blocks)
 
-    def beginning(self, request_id: str) -> PrefixReuse | None:
+    def prefix_reuse(self, request_id: str) -> PrefixReuse | None:
         """What workers are told of a request that begins with a document; None for all others."""
         held = self._used_by.get(request_id)
-        if held is None or held.blocks is None:
+        if held is None:
             return None
-        first_block = held.blocks[0][0].block_id if held.per_head_budget else None
+        first_block = held.blocks[0][0].block_id if held.prefix.per_head_budget else None
         of_groups = zip(self._managers, held.blocks, strict=True)
         moves = (
-            manager.copies(request_id, blocks, held.lent_tokens) for manager, blocks in of_groups
+            manager.copies(request_id, blocks, held.prefix.reused_tokens)
+            for manager, blocks in of_groups
         )
         copies = tuple(move for move in moves if move.sources)
-        return PrefixReuse(held.plan.dropped_tokens, first_block, copies)
+        return PrefixReuse(held.prefix.dropped_tokens, first_block, copies)
 
     def request_ends(self, request_id: str, *, is_complete: bool) -> dict[str, Any] | None:
-        """Take over what a request has registered, or give back what it was lent.
+        """Take over what a request has registered, or give back what it reuses.
 
         To be called before its blocks are freed; `is_complete` says that it was not aborted.
 
@@ -229,13 +218,12 @@ class Registry:
             None of one that was to be registered and is not.
         """
         if (held := self._used_by.pop(request_id, None)) is not None:
-            held.requests.discard(request_id)
             self._release(held)
         document_id = self._registering.pop(request_id, None)
         if document_id is None:
             return self._answers.pop(request_id, None)
         held = self._held[document_id]
-        kept, dropped = held.plan.kept_tokens, held.plan.dropped_tokens
+        kept, dropped = held.prefix.kept_tokens, held.prefix.dropped_tokens
         # One that was preempted may end with a token sampled before; it holds nothing then.
         if not is_complete or not all(
             manager.holds(request_id, kept, dropped) for manager in self._managers
@@ -245,13 +233,12 @@ class Registry:
         held.blocks = [manager.keep_for_others(request_id, kept) for manager in self._managers]
         return held.described
 
-    def _release(self, held: Held) -> None:
+    def _release(self, held: RegisteredDocument) -> None:
         """Free the blocks of a document that nobody can name and nobody uses."""
-        if not held.is_dropped or held.requests or held.blocks is None:
+        if any(held is one for one in (*self._held.values(), *self._used_by.values())):
             return
         for manager, blocks in zip(self._managers, held.blocks, strict=True):
             manager.give_up(blocks)
-        held.blocks = None
 
 
 def registry(

@@ -6,10 +6,9 @@ import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
-from snapkv.errors import CacheFileError
+from snapkv.library.records import Record
 from snapkv.policies.kvzip import INSTRUCTION
 from snapkv.validation import format_bytes, require_int
 from snapkv_vllm.admission import require_document_name
@@ -19,8 +18,9 @@ from snapkv_vllm.documents.catalogue import (
     SharedDocument,
     shown_tenant,
 )
-from snapkv_vllm.documents.engine import Kept, ServerEngine
-from snapkv_vllm.documents.library import OfLibrary, ServedLibrary
+from snapkv_vllm.documents.engine import ServerEngine
+from snapkv_vllm.documents.library import ServedLibrary
+from snapkv_vllm.documents.prefix import CachedPrefix
 from snapkv_vllm.documents.prompts import Prompts
 from snapkv_vllm.names import BUSY, TAKEN, shown, wrong
 
@@ -30,16 +30,6 @@ _MOST_UNDER_WAY = 64
 """Registrations of a tenant; bodies are held until their turn comes, also if clients go away."""
 
 _logger = logging.getLogger("vllm.snapkv")
-
-
-@dataclass(frozen=True)
-class _Source:
-    """Where a document comes from: its tokens, what it takes, how the engine gets it."""
-
-    token_ids: tuple[int, ...]
-    rendered_ids: tuple[int, ...]
-    bytes: int
-    hold: Callable[[str], Awaitable[Kept]]
 
 
 class SharedDocuments:
@@ -128,23 +118,33 @@ class SharedDocuments:
                 return self.catalogue.find(tenant, name)
             return await self._loaded(self._library, name, source)
 
-    async def _in_library(self, name: str) -> OfLibrary | None:
+    async def _in_library(self, name: str) -> Record | None:
         return None if self._library is None else await asyncio.to_thread(self._library.find, name)
 
-    async def _loaded(self, library: ServedLibrary, name: str, source: OfLibrary) -> SharedDocument:
+    async def _loaded(self, library: ServedLibrary, name: str, source: Record) -> SharedDocument:
         model = await self._engine.identity()
         await asyncio.to_thread(library.require_read_by, model, self._prompts.tokenizer)
-        return await self._held(LIBRARY, name, None, await self._file(source), source)
+        file = library.cache_file(source), source.seal
+        prefix = await self._engine.look_at(*file)
+        await self._prompts.tokenize(list(prefix.token_ids), special_tokens=False)  # checks them
+        return await self._held(
+            LIBRARY,
+            name,
+            prefix,
+            lambda document_id: self._engine.adopt(document_id, prefix, *file),
+            rendered_ids=library.prefix_ids,
+            source=source,
+        )
 
     async def listed(self, tenant: str) -> list[dict[str, Any]]:
         """What a tenant may name, ready for JSON, the library's documents after its own.
 
         One of these that is not loaded has no `kept_tokens`, and takes no `bytes`.
         """
-        own = [one.described for one in self.catalogue.of(tenant)]
+        own = [one.described for one in self.catalogue.all_of(tenant)]
         if self._library is None:
             return own
-        held = {one.name: one.described for one in self.catalogue.of(LIBRARY)}
+        held = {one.name: one.described for one in self.catalogue.all_of(LIBRARY)}
         records = await asyncio.to_thread(self._library.records)
         of_library = [
             {"name": one.name, "kind": "library", "tokens": one.tokens, "kept_tokens": 0}
@@ -163,84 +163,56 @@ class SharedDocuments:
             if await self._in_library(name) is not None:
                 got, remedy = f"'{shown(name)}', which the library has", "choose another one"
                 raise wrong("name", "one that is free", got, remedy, status=TAKEN)
-            source = await self._text(body.get("prompt"), messages, body.get("budget"))
-            return await self._held(tenant, name, messages, source)
-
-    async def _text(self, prompt: object, messages: object, budget: int | None) -> _Source:
-        if messages is None:
-            rendered = ids = await self._prompts.ids_of_text(prompt)
-        else:
-            rendered, ids = await self._prompts.ids_of_messages(messages)
-        instruction = await self._prompts.tokenize(INSTRUCTION, special_tokens=False)
-        needed = await self._engine.bytes_of(
-            len(ids), budget=budget, instruction_tokens=len(instruction)
-        )
-        return _Source(
-            token_ids=ids,
-            rendered_ids=rendered,
-            bytes=needed,
-            hold=lambda document_id: self._engine.register(
-                document_id, ids, budget=budget, instruction_ids=instruction
-            ),
-        )
-
-    async def _file(self, of_library: OfLibrary) -> _Source:
-        """A document in a library's file."""
-        saved = await self._engine.look_at(of_library.path)
-        if saved.seal != of_library.seal:
-            raise CacheFileError(
-                f"document: expected the file that was recorded, got another one at "
-                f"{str(of_library.path)!r}; add the document to the library again"
+            if messages is None:
+                rendered = ids = await self._prompts.ids_of_text(body.get("prompt"))
+            else:
+                rendered, ids = await self._prompts.ids_of_messages(messages)
+            instruction = await self._prompts.tokenize(INSTRUCTION, special_tokens=False)
+            prefix = await self._engine.planned(
+                ids, body.get("budget"), instruction_tokens=len(instruction)
             )
-        await self._prompts.tokenize(list(saved.token_ids), special_tokens=False)  # checks them
-        room = await self._engine.room()
-        return _Source(
-            token_ids=saved.token_ids,
-            rendered_ids=saved.token_ids,
-            bytes=room.bytes_of(saved.places.held_tokens),
-            hold=lambda document_id: self._engine.adopt(document_id, saved),
-        )
+            return await self._held(
+                tenant,
+                name,
+                prefix,
+                lambda document_id: self._engine.register(document_id, prefix, instruction),
+                messages=messages,
+                rendered_ids=rendered,
+            )
 
     async def _held(
         self,
         tenant: str,
         name: str,
-        messages: Any,
-        source: _Source,
-        of_library: OfLibrary | None = None,
+        prefix: CachedPrefix,
+        hold: Callable[[str], Awaitable[None]],
+        **told: Any,
     ) -> SharedDocument:
         """A document that the engine holds, under its name, from now on."""
-        await self._make_room(tenant, source.bytes)
+        room = await self._engine.room()
+        needed = room.bytes_of(prefix.kept_tokens)
+        await self._make_room(tenant, needed, room.most_bytes)
         document_id = uuid.uuid4().hex
-        kept = await source.hold(document_id)
+        await hold(document_id)
         document = SharedDocument(
-            document_id=document_id,
-            tenant=tenant,
-            name=name,
-            token_ids=source.token_ids,
-            rendered_ids=source.rendered_ids,
-            messages=messages,
-            kept_tokens=kept.kept_tokens,
-            bytes=source.bytes,
-            source=of_library,
+            document_id=document_id, tenant=tenant, name=name, prefix=prefix, bytes=needed, **told
         )
         self.catalogue.add(document)
         _logger.info(
             "Document %r of %s is registered: %s of %s tokens kept, %s",
-            document.name,
-            shown_tenant(document.tenant),
-            f"{document.kept_tokens:,}",
-            f"{len(document.token_ids):,}",
-            format_bytes(document.bytes),
+            name,
+            shown_tenant(tenant),
+            f"{prefix.kept_tokens:,}",
+            f"{len(prefix.token_ids):,}",
+            format_bytes(needed),
         )
         self._count()
         return document
 
     # How they go.
 
-    async def _make_room(self, tenant: str, needed_bytes: int) -> None:
-        room = await self._engine.room()
-        for one in self.catalogue.make_room(tenant, needed_bytes, room.most_bytes):
+    async def _make_room(self, tenant: str, needed_bytes: int, most_bytes: int) -> None:
+        for one in self.catalogue.make_room(tenant, needed_bytes, most_bytes):
             whose, needs = shown_tenant(one.tenant), shown_tenant(tenant)
             _logger.info("Document %r of %s is dropped: %s needs room", one.name, whose, needs)
             self._counts.dropped("least_used")

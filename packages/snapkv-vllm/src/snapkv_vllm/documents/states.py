@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snapkv.document_files import StoredDocument, read_document
-from snapkv.errors import CacheFileError, InvalidArgumentError, SnapKVError
-from snapkv_vllm.documents.plans import Places
+from snapkv.errors import InvalidArgumentError, SnapKVError
+from snapkv.library.stored import StoredDocument, read_document
+from snapkv_vllm.documents.prefix import CachedPrefix
 from snapkv_vllm.heads import HeadPlaces, HeadsAttention
 from snapkv_vllm.layers import LayerRun
 from snapkv_vllm.layouts import padded, slots
@@ -56,12 +56,7 @@ class DocumentStates:
 
         `vocabulary` is how many tokens the model knows; see `read_document` for the rest.
         """
-        document = read_document(path, model=model, most_bytes=most_bytes)
-        if document.seal != seal:
-            raise CacheFileError(
-                f"path: expected the file that was looked at, got another one at {path!r} by now; "
-                "register it again"
-            )
+        document = read_document(path, model=model, seal=seal, most_bytes=most_bytes)
         highest = int(document.token_ids.max())
         if highest >= vocabulary:
             raise InvalidArgumentError(
@@ -136,7 +131,7 @@ class DocumentStates:
                 f"document: expected blocks of {cache.shape[2]} tokens where heads keep different "
                 f"numbers of them, got {size}; start the server with --block-size {cache.shape[2]}"
             )
-        held = Places.of([kept.tolist()], size).held_tokens
+        held = CachedPrefix.laid_out((), [kept.tolist()], size).kept_tokens
         if held > tokens:
             raise InvalidArgumentError(
                 f"document: expected at most the {tokens:,} tokens that blocks were taken for, got "

@@ -1,13 +1,11 @@
 """An engine and a tokenizer that can be checked by hand."""
 
 import asyncio
-from types import SimpleNamespace
 
 from snapkv.cache.saving.files import read_sealed, seal_of, write_sealed
 from snapkv.errors import CacheFileError, InvalidArgumentError, LibraryError
-from snapkv_vllm.documents.engine import Kept, Saved
-from snapkv_vllm.documents.library import OfLibrary
-from snapkv_vllm.documents.plans import Places
+from snapkv.library.records import Record
+from snapkv_vllm.documents.prefix import CachedPrefix
 from snapkv_vllm.documents.prompts import Prompts
 from snapkv_vllm.documents.protocol import Room
 from snapkv_vllm.documents.shared import SharedDocuments
@@ -60,22 +58,26 @@ def characters(text):
 class FakeLibrary:
     """Documents of which an engine keeps so many tokens each, in files of `FakeEngine`."""
 
+    prefix_ids = (BEGIN,)
+
     def __init__(self, folder):
-        self.folder, self.kept = folder, {}
+        self.folder, self.of_name = folder, {}
         self.is_others = False
 
     def write(self, name, ids, kept):
-        self.kept[name] = kept
         write_sealed(self.folder / name, {}, {"ids": ids, "kept": kept})
+        seal, size = seal_of(self.folder / name), dict.fromkeys(("size", "bytes"), kept)
+        told = {"text": name, "sha256": "", "chunks": (), "tokens": len(ids), "seal": seal}
+        self.of_name[name] = Record(name=name, cache=name, **told, **size)
+
+    def cache_file(self, record):
+        return self.folder / record.cache
 
     def find(self, name):
-        if name not in self.kept:
-            return None
-        path = self.folder / name
-        return OfLibrary(path=path, seal=seal_of(path), prefix_ids=(BEGIN,))
+        return self.of_name.get(name)
 
     def records(self):
-        return [SimpleNamespace(name=name, tokens=kept) for name, kept in self.kept.items()]
+        return list(self.of_name.values())
 
     def require_read_by(self, model, tokenizer):
         if self.is_others:
@@ -95,11 +97,12 @@ class FakeEngine:
     async def room(self):
         return Room(block_tokens=1, bytes_per_token=10, most_tokens=self.most_bytes // 10, budget=8)
 
-    async def bytes_of(self, tokens, *, budget, instruction_tokens):
+    async def planned(self, token_ids, budget, *, instruction_tokens):
         assert instruction_tokens
-        if tokens > self.longest:
+        if len(token_ids) > self.longest:
             raise InvalidArgumentError("document: expected a shorter one")
-        return 10 * (await self.room()).kept_tokens(tokens, budget)
+        kept = (await self.room()).kept_tokens(len(token_ids), budget)
+        return CachedPrefix(token_ids=token_ids, kept_tokens=kept, reused_tokens=kept)
 
     async def _hold(self, document_id, kept_tokens):
         await self.reading.wait()
@@ -108,16 +111,13 @@ class FakeEngine:
         if 10 * kept_tokens + sum(self.held.values()) > self.most_bytes:
             raise RefusedError("document: expected room for it", NO_ROOM)
         self.held[document_id] = 10 * kept_tokens
-        return Kept(kept_tokens=kept_tokens)
 
-    async def register(self, document_id, token_ids, *, budget, instruction_ids):
+    async def register(self, document_id, prefix, instruction_ids):
         assert instruction_ids
-        return await self._hold(
-            document_id, (await self.room()).kept_tokens(len(token_ids), budget)
-        )
+        await self._hold(document_id, prefix.kept_tokens)
 
-    async def adopt(self, document_id, saved):
-        return await self._hold(document_id, saved.places.held_tokens)
+    async def adopt(self, document_id, prefix, path, seal):
+        await self._hold(document_id, prefix.kept_tokens)
 
     async def drop(self, document_id):
         self.held.pop(document_id, None)  # as the engine, which knows nothing of others
@@ -125,12 +125,11 @@ class FakeEngine:
     async def identity(self):
         return {"class": "Small", "dtype": "float32"}
 
-    async def look_at(self, path):
-        if not path.is_file():
-            raise CacheFileError("path: expected a cache that was saved before")
-        _, notes, seal = read_sealed(path)
-        places = Places.of([[notes["kept"]]], 1)
-        return Saved(path=path, seal=seal, token_ids=tuple(notes["ids"]), places=places)
+    async def look_at(self, path, seal):
+        _, notes, found = read_sealed(path)
+        if found != seal:
+            raise CacheFileError("path: expected the file that was recorded")
+        return CachedPrefix.laid_out(notes["ids"], [[notes["kept"]]], 1)
 
 
 class World:
@@ -151,7 +150,7 @@ class World:
         self.reasons.append(reason)
 
     def names(self, tenant=""):
-        return [one.name for one in self.documents.catalogue.of(tenant)]
+        return [one.name for one in self.documents.catalogue.all_of(tenant)]
 
     def require_in_step(self):
         held = sum(self.engine.held.values())

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from snapkv_vllm.documents.catalogue import EVERYBODY, Catalogue, SharedDocument, tenant_of
+from snapkv_vllm.documents.prefix import CachedPrefix
 from snapkv_vllm.names import RefusedError
 
 
@@ -15,9 +16,7 @@ def document(name, size=10, tenant="a"):
         document_id=f"{tenant}-{name}",
         tenant=tenant,
         name=name,
-        token_ids=(1, 2),
-        messages=None,
-        kept_tokens=2,
+        prefix=CachedPrefix(token_ids=(1, 2), kept_tokens=2, reused_tokens=2),
         bytes=size,
     )
 
@@ -49,9 +48,9 @@ def test_a_document_is_found_by_its_own_tenant_alone():
     mine, theirs = document("contract"), document("contract", tenant="b")
     catalogue = catalogue_of(mine, theirs, document("law"))
     assert catalogue.find("a", "contract") is mine
-    assert names(catalogue.of("a")) == ["contract", "law"]
-    assert catalogue.of("b") == [theirs]
-    assert catalogue.of("c") == []
+    assert names(catalogue.all_of("a")) == ["contract", "law"]
+    assert catalogue.all_of("b") == [theirs]
+    assert catalogue.all_of("c") == []
     with pytest.raises(RefusedError, match=r"one of this key's documents, got 'law'") as refused:
         catalogue.find("b", "law")
     assert refused.value.status == 404
@@ -64,7 +63,7 @@ def test_nobody_makes_another_tenants_documents_go_that_are_within_its_share():
     assert names(catalogue.make_room("a", 50, 100)) == ["y", "z"]
     with pytest.raises(RefusedError, match=r"at most 50 B.* within other keys' shares, got 51 B"):
         catalogue.make_room("a", 51, 100)
-    assert names(catalogue.of("b")) == ["law"]
+    assert names(catalogue.all_of("b")) == ["law"]
 
 
 def test_who_has_most_gives_back_first():
@@ -74,7 +73,7 @@ def test_who_has_most_gives_back_first():
     ]
     catalogue = catalogue_of(*held)
     assert names(catalogue.make_room("c", 14, 60)) == ["x"]
-    assert [names(catalogue.of(tenant)) for tenant in "ab"] == [["y"], ["x", "y"]]
+    assert [names(catalogue.all_of(tenant)) for tenant in "ab"] == [["y"], ["x", "y"]]
 
 
 def test_a_deleted_document_takes_its_bytes_until_its_last_request_has_ended():
@@ -195,8 +194,8 @@ class Oracle:
         assert all(one.document_id in self.engine for one in self.under_way)
         for tenant in TENANTS:
             own = sorted(name for owner, name in self.order if owner == tenant)
-            assert names(self.catalogue.of(tenant)) == own
-            assert all(one.tenant == tenant for one in self.catalogue.of(tenant))
+            assert names(self.catalogue.all_of(tenant)) == own
+            assert all(one.tenant == tenant for one in self.catalogue.all_of(tenant))
         assert len(self.catalogue) == len(self.order)
 
 

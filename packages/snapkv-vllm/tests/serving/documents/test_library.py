@@ -31,11 +31,12 @@ async def test_a_document_is_loaded_once_for_all_who_name_it(library):
     async def asks(tenant):
         async with world.documents.named(tenant, "two") as document:
             await asyncio.sleep(0)
-            return document.document_id, document.kept_tokens, document.token_ids
+            return document.document_id, document.prefix
 
     found = await asyncio.gather(*map(asks, "abab"))
     assert len(set(found)) == len(world.engine.held) == 1
-    assert found[0][1:] == (4, tuple(range(9)))
+    prefix = found[0][1]
+    assert (prefix.kept_tokens, prefix.token_ids) == (4, tuple(range(9)))
     assert [one["bytes"] for one in await world.documents.listed("b")] == [0, 40, 0]
     world.require_in_step()
 
@@ -56,14 +57,14 @@ async def test_those_that_nobody_uses_make_room_and_come_back(library):
 
 async def test_one_that_was_replaced_goes_when_its_requests_have_ended(library):
     world = World(library=library)
-    async with world.documents.named("", "two") as before:
+    async with world.documents.named("", "two"):
         library.write("two", [1, 2, 3], 2)
         async with world.documents.named("", "two") as document:
-            assert document.token_ids == (1, 2, 3)
+            assert document.prefix.token_ids == (1, 2, 3)
             assert len(world.engine.held) == 2
-        assert before.is_deleted
+        assert world.documents.catalogue.bytes == 60
     assert list(world.engine.held) == [document.document_id]
-    del library.kept["two"]
+    del library.of_name["two"]
     with pytest.raises(RefusedError, match="one of this key's documents") as refused:
         async with world.documents.named("", "two"):
             pass
@@ -82,7 +83,7 @@ async def test_names_of_the_library_are_taken_and_those_that_stood_before_stay(l
     async with world.documents.named("a", "mine") as own:
         assert own.source is None
     async with world.documents.named("b", "mine") as other:
-        assert other.token_ids == (1, 2, 3)
+        assert other.prefix.token_ids == (1, 2, 3)
 
 
 async def test_what_another_model_has_read_is_refused_and_nothing_held(library):
@@ -108,8 +109,8 @@ def test_a_library_says_who_has_read_it_and_what_is_in_it(real):
     demo, served = load("demo"), ServedLibrary(real.path)
     served.require_read_by(identity_of(demo.model), demo.tokenizer)
     found, record = served.find("note"), next(one for one in real.documents if one.name == "note")
-    assert found.path.name == record.cache
-    assert (found.seal, found.prefix_ids) == (record.seal, real.about.prefix_ids)
+    assert (found, served.prefix_ids) == (record, real.about.prefix_ids)
+    assert served.cache_file(found) == real.path / "caches" / record.cache
     assert served.find("no") is None
     assert [one.name for one in served.records()] == ["list", "note"]
     other = identity_of(demo.model) | {"weights": "0"}

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from snapkv import KVzip
 from snapkv.errors import InvalidArgumentError, SnapKVError
 from snapkv_vllm.documents.plans import STEP_TOKENS, ReadTwice, piece_tokens
+from snapkv_vllm.documents.prefix import CachedPrefix
 from snapkv_vllm.documents.protocol import (
     ADOPT,
     BUDGET,
@@ -14,16 +15,19 @@ from snapkv_vllm.documents.protocol import (
     DROP,
     INSTRUCTION,
     KEPT,
-    LENT,
-    PARTS,
+    PER_HEAD,
     REGISTER,
+    REUSED,
     ROOM,
     TOKENS,
     DocumentRequest,
     Room,
+    adoption,
     document_request,
 )
 from snapkv_vllm.plans import Ahead, Order, SecondReading
+
+PREFIX = CachedPrefix(token_ids=(7, 8, 9), kept_tokens=2, reused_tokens=1, per_head_budget=True)
 
 
 @pytest.mark.parametrize(
@@ -40,16 +44,10 @@ from snapkv_vllm.plans import Ahead, Order, SecondReading
             DocumentRequest(verb=REGISTER, document_id="a", budget=64, instruction_ids=(1, 2)),
         ),
         (
-            {ADOPT: "a", TOKENS: [7, 8, 9], KEPT: 2, LENT: 1, PARTS: True},
-            DocumentRequest(
-                verb=ADOPT,
-                document_id="a",
-                token_ids=(7, 8, 9),
-                kept_tokens=2,
-                lent_tokens=1,
-                per_head_budget=True,
-            ),
+            {ADOPT: "a", TOKENS: [7, 8, 9], KEPT: 2, REUSED: 1, PER_HEAD: True},
+            DocumentRequest(verb=ADOPT, document_id="a", prefix=PREFIX),
         ),
+        (adoption("b", PREFIX), DocumentRequest(verb=ADOPT, document_id="b", prefix=PREFIX)),
     ],
 )
 def test_what_a_request_does_with_a_document(given, expected):
@@ -66,8 +64,8 @@ def test_what_a_request_does_with_a_document(given, expected):
         ({DROP: "a", INSTRUCTION: [1]}, "snapkv_instruction: expected none"),
         ({REGISTER: "a", BUDGET: 0}, "snapkv_budget: expected at least 1"),
         ({ADOPT: "a", TOKENS: [1]}, "snapkv_kept: expected an integer"),
-        ({ADOPT: "a", TOKENS: [1], KEPT: 1, LENT: -1}, "snapkv_lent: expected at least 0"),
-        ({ADOPT: "a", TOKENS: [-1], KEPT: 1, LENT: 0}, "snapkv_tokens: expected at"),
+        ({ADOPT: "a", TOKENS: [1], KEPT: 1, REUSED: -1}, "snapkv_reused: expected at least 0"),
+        ({ADOPT: "a", TOKENS: [-1], KEPT: 1, REUSED: 0}, "snapkv_tokens: expected at"),
         ({REGISTER: "a", KEPT: 1}, "snapkv_kept: expected none with"),
         ({REGISTER: "a", INSTRUCTION: ["x"]}, "snapkv_instruction: expected"),
     ],
@@ -91,10 +89,9 @@ CHOICE = SecondReading(KVzip(4, window_size=1, sink_tokens=1), 10)
 
 def plan_of(tokens=10, instruction=(90, 91), chunk=6, kept=4):
     return ReadTwice(
-        document_ids=range(tokens),
+        prefix=CachedPrefix(token_ids=tuple(range(tokens)), kept_tokens=kept, reused_tokens=0),
         instruction_ids=instruction,
         chunk_tokens=chunk,
-        kept_tokens=kept,
         choice=CHOICE,
     )
 

@@ -7,6 +7,7 @@ import pytest
 
 from snapkv_vllm.documents import prompts as room
 from snapkv_vllm.documents.catalogue import SharedDocument
+from snapkv_vllm.documents.prefix import CachedPrefix
 from snapkv_vllm.names import RefusedError
 from tests.serving.documents.fakes import BEGIN, DOUBLE, END, ROLES, CharacterPrompts
 
@@ -27,14 +28,14 @@ def ids_of(prompt=None, messages=None, prompts=None):
 
 
 def document(messages=None):
+    ids = TEXT_IDS if messages is None else CHAT_IDS
     return SharedDocument(
         document_id="0123abcd",
         tenant="",
         name="contract",
-        token_ids=TEXT_IDS if messages is None else CHAT_IDS,
-        rendered_ids=TEXT_IDS if messages is None else CHAT_IDS,
+        prefix=CachedPrefix(token_ids=ids, kept_tokens=3, reused_tokens=3),
+        rendered_ids=ids,
         messages=messages,
-        kept_tokens=3,
         bytes=30,
     )
 
@@ -52,7 +53,7 @@ def rendered(kind, named=None, **body):
 
     if named is None:
         named = document([SYSTEM] if kind == "messages" else None)
-    made = asyncio.run(prompts.behind(named, request, kind, render))
+    made = asyncio.run(prompts.render_after(named, request, kind, render))
     assert request.vllm_xargs == {"snapkv_document": "0123abcd", "session": "mine"}
     return made
 

@@ -18,13 +18,13 @@ MESSAGES = [{"role": "system", "content": "abc"}]
 async def test_a_document_is_read_kept_and_deleted():
     world = World()
     found = await world.documents.register("a", BODY)
-    told = found.kind, len(found.token_ids), found.kept_tokens, found.bytes
+    told = found.kind, len(found.prefix.token_ids), found.prefix.kept_tokens, found.bytes
     assert told == ("prompt", 4, 4, 40)
     assert found.document_id in world.engine.held
     assert found.document_id != found.name
     chat = {"name": "rules", "messages": MESSAGES, "budget": 5}
     found = await world.documents.register("a", chat)
-    assert (found.kind, found.kept_tokens, found.messages) == ("messages", 5, MESSAGES)
+    assert (found.kind, found.prefix.kept_tokens, found.messages) == ("messages", 5, MESSAGES)
     world.require_in_step()
     assert found.last_used == found.created
     async with world.documents.named("a", "rules") as used:
@@ -177,7 +177,7 @@ async def test_every_key_has_a_line_of_its_own_and_the_lines_take_turns():
     world.engine.reading.set()
     await asyncio.gather(*line)
     made = sorted(
-        (one for tenant in "abc" for one in world.documents.catalogue.of(tenant)),
+        (one for tenant in "abc" for one in world.documents.catalogue.all_of(tenant)),
         key=lambda one: list(world.engine.held).index(one.document_id),
     )
     assert [one.tenant for one in made] == [*"abcab", *"a" * 62]

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from snapkv_vllm.documents.plans import Places
+from snapkv_vllm.documents.prefix import CachedPrefix
 from snapkv_vllm.heads import HeadPlaces
 from tests.serving.heads import held_tokens
 
@@ -130,32 +130,33 @@ def test_pages_of_a_document_by_hand():
         [4, 7, 10, 13],
         [1, 2, 5, 8],  # its third is empty
     ]
-    places = Places.of([kept.tolist()], 4)
-    assert places == Places(held_tokens=5, lent_tokens=4, per_head_budget=True)
+    assert CachedPrefix.laid_out((), [kept.tolist()], 4) == CachedPrefix(
+        token_ids=(), kept_tokens=5, reused_tokens=4, per_head_budget=True
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_full_pages_are_lent_and_what_is_counted_has_blocks_enough(seed):
+def test_full_pages_are_reused_and_what_is_counted_has_blocks_enough(seed):
     """Of several layers, while requests grow behind it."""
     draw = random.Random(seed)
     heads, page_tokens, longest = draw.randint(1, 6), draw.choice([1, 2, 4, 7]), 60
     kept = torch.tensor([[draw.randint(0, 30) for _ in range(heads)] for _ in range(3)])
     kept[0, 0] = 30
-    counted = Places.of(kept.tolist(), page_tokens)
+    counted = CachedPrefix.laid_out((), kept.tolist(), page_tokens)
     places = HeadPlaces(kept, page_tokens, True).of_pages(torch.arange(longest)[None])
-    lent = counted.lent_tokens // page_tokens * heads
+    reused = counted.reused_tokens // page_tokens * heads
     for grown in range(25):
         used = -(-(kept + grown) // page_tokens)
-        blocks = -(-(counted.held_tokens + grown) // page_tokens)
+        blocks = -(-(counted.kept_tokens + grown) // page_tokens)
         for layer, head in itertools.product(range(3), range(heads)):
             mine = places[layer, head]
             full, pages = int(kept[layer, head]) // page_tokens, int(used[layer, head])
             assert (mine[:pages] < blocks * heads).all()
-            assert (mine[full:] >= lent).all()
+            assert (mine[full:] >= reused).all()
     assert all(len(set(layer.flatten().tolist())) == layer.numel() for layer in places)
 
 
 def test_equal_heads_are_no_parted_ones():
-    assert Places.of([[70, 70], [70, 70]], 32) == Places(
-        held_tokens=70, lent_tokens=64, per_head_budget=False
+    assert CachedPrefix.laid_out((), [[70, 70], [70, 70]], 32) == CachedPrefix(
+        token_ids=(), kept_tokens=70, reused_tokens=64
     )

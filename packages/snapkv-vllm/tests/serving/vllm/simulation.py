@@ -14,7 +14,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from snapkv_vllm.layouts import slots
 from snapkv_vllm.plans import Move, Order
-from snapkv_vllm.scheduler import BEGINNINGS, ORDERS
+from snapkv_vllm.scheduler import ORDERS, PREFIX_REUSES
 
 Token = int | tuple[int, int]
 """One of a request's own by its position; else its id and position, where it is read ahead."""
@@ -90,13 +90,13 @@ class SimulatedWorker:
             elif new is not None:
                 for blocks, more in zip(self.blocks[name], new, strict=True):
                     blocks += more
-        beginnings = getattr(output, BEGINNINGS)
+        reuses = getattr(output, PREFIX_REUSES)
         for name in (*(one.req_id for one in output.scheduled_new_reqs), *cached.resumed_req_ids):
             self.held[name] = [list(range(begin[name])) for _ in self.windows]
-            begun = beginnings.get(name)
-            if begun is not None and begun.dropped_tokens:
+            reuse = reuses.get(name)
+            if reuse is not None and reuse.dropped_tokens:
                 kept = [list(self.documents[first]) for first, *_ in self.blocks[name]]
-                held = begin[name] - begun.dropped_tokens
+                held = begin[name] - reuse.dropped_tokens
                 assert all(len(one) <= held for one in kept)
                 self.held[name] = [  # behind what was kept a history goes on
                     [*one, *range(begin[name] - held + len(one), begin[name])] for one in kept

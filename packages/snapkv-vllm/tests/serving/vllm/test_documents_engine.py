@@ -8,16 +8,15 @@ import pytest
 
 from snapkv.errors import SnapKVError
 from snapkv_vllm import ServingSettings
-from snapkv_vllm.documents.engine import Kept, Saved, ServerEngine
-from snapkv_vllm.documents.plans import Places
+from snapkv_vllm.documents.engine import ServerEngine
+from snapkv_vllm.documents.prefix import CachedPrefix
 from snapkv_vllm.documents.protocol import ADOPT, DROP, ROOM
 from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.names import status_of
 
 ROOM_SAID = {"block_tokens": 4, "bytes_per_token": 10, "most_tokens": 1000, "budget": 8}
 KEPT = {"tokens": 20, "kept_tokens": 16, "blocks": [[7]]}
-PLACES = Places.of([[16]], 4)
-SAVED = Saved(path=Path("/kept/one"), seal="5", token_ids=tuple(range(20)), places=PLACES)
+SAVED = (CachedPrefix.laid_out(range(20), [[16]], 4), Path("/kept/one"), "5")
 
 
 class Client:
@@ -61,19 +60,18 @@ def made(client):
 )
 def test_a_document_that_the_engine_could_not_read_is_refused(tokens, budget, found):
     instruction = 5 if tokens > 13 else 7
-    needed = made(Client()).bytes_of(tokens, budget=budget, instruction_tokens=instruction)
+    planned = made(Client()).planned(range(tokens), budget, instruction_tokens=instruction)
     if isinstance(found, int):
-        assert asyncio.run(needed) == found
+        assert 10 * asyncio.run(planned).kept_tokens == found
     else:
         with pytest.raises(SnapKVError, match=found):
-            asyncio.run(needed)
+            asyncio.run(planned)
 
 
 def test_workers_are_told_where_and_what():
     client = Client(KEPT)
     engine = made(client)
-    kept = asyncio.run(engine.adopt("a", SAVED))
-    assert kept == Kept(kept_tokens=16, blocks=[[7]])
+    asyncio.run(engine.adopt("a", *SAVED))
     most = 2 * 10_000 + (16 << 20)
     assert client.calls == [
         ("snapkv_fill_document", "/kept/one", [[7]], {"class": "Small"}, "5", most),
@@ -92,7 +90,7 @@ def test_workers_are_told_where_and_what():
 def test_what_is_not_filled_is_dropped(adopted, worker, status, words):
     client = Client(adopted, worker)
     with pytest.raises(SnapKVError, match=words) as refused:
-        asyncio.run(made(client).adopt("a", SAVED))
+        asyncio.run(made(client).adopt("a", *SAVED))
     assert status_of(refused.value) == status
     assert client.verbs[-1] == DROP
 
@@ -101,4 +99,4 @@ def test_a_dead_engine_says_so_itself():
     from vllm.v1.engine.exceptions import EngineDeadError
 
     with pytest.raises(EngineDeadError):
-        asyncio.run(made(Client(KEPT, EngineDeadError())).adopt("a", SAVED))
+        asyncio.run(made(Client(KEPT, EngineDeadError())).adopt("a", *SAVED))

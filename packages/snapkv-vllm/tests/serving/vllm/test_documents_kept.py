@@ -5,9 +5,9 @@ import torch
 
 from snapkv import CompressedCache, FullCache, SnapKV
 from snapkv.cache.saving.files import seal_of
-from snapkv.document_files import model_identity
 from snapkv.hf.identity import identity_of
-from snapkv_vllm.documents.protocol import ADOPT, KEPT, LENT, PARTS, ROOM, TOKENS
+from snapkv.library.stored import model_identity
+from snapkv_vllm.documents.protocol import ADOPT, KEPT, PER_HEAD, REUSED, ROOM, TOKENS
 from tests.serving.vllm.engines import greedy, small_engine
 from tests.serving.vllm.models import SmallModel, generated, ids_of
 from tests.serving.vllm.test_documents import SHARING, SIZES, ask, drop
@@ -39,7 +39,7 @@ def engine(small):
 
 
 def adopt(engine, name, ids, kept):
-    own = {ADOPT: name, TOKENS: ids, KEPT: kept, LENT: kept // 32 * 32}
+    own = {ADOPT: name, TOKENS: ids, KEPT: kept, REUSED: kept // 32 * 32}
     (output,) = engine.outputs([[0]], greedy(1, extra_args=own))
     return output.kv_transfer_params
 
@@ -124,13 +124,13 @@ def test_what_does_not_fit_is_refused_in_a_line_and_the_engine_goes_on(engine, s
 
 @pytest.mark.parametrize(
     ("tokens", "told"),
-    [(2048, {}), (300, {LENT: 65}), (300, {LENT: 96}), (300, {PARTS: True})],
+    [(2048, {}), (300, {REUSED: 65}), (300, {REUSED: 96}), (300, {PER_HEAD: True})],
     ids=str,
 )
 def test_what_cannot_be_adopted_takes_no_block(engine, tokens, told):
-    """It is too long, or lent in parts of blocks, or more than is held; or parts its heads."""
+    """It is too long, or reused in parts of blocks, or more than is held; or parts its heads."""
     before = engine.free_blocks
-    own = {ADOPT: "one", TOKENS: ids_of(tokens), KEPT: 64, LENT: 64, **told}
+    own = {ADOPT: "one", TOKENS: ids_of(tokens), KEPT: 64, REUSED: 64, **told}
     (output,) = engine.outputs([[0]], greedy(1, extra_args=own))
     assert output.kv_transfer_params is None
     assert engine.free_blocks == before

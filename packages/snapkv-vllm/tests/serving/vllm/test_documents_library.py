@@ -122,7 +122,7 @@ def test_what_cannot_be_served_is_said_in_a_line(served, tokenizer, library, ser
         "nothing": (chat(server, "nothing"), "snapkv_document: expected one of"),
         "system": (
             chat(server, "loan", [{"role": "system", "content": "Be brief."}]),
-            "a chat that begins with the user's message",
+            "in which the chat template puts others there",
         ),
     }
     library.remove(["long"])

@@ -15,13 +15,13 @@ from snapkv import (
     PyramidKV,
 )
 from snapkv.cache.saving.files import seal_of
-from snapkv.document_files import read_document
 from snapkv.hf.identity import identity_of
 from snapkv.kvzip import read_context
 from snapkv.library.blending import blend
 from snapkv.library.joining import Part
-from snapkv_vllm.documents.plans import Places
-from snapkv_vllm.documents.protocol import ADOPT, KEPT, LENT, PARTS, TOKENS
+from snapkv.library.stored import read_document
+from snapkv_vllm.documents.prefix import CachedPrefix
+from snapkv_vllm.documents.protocol import adoption
 from tests.gates import drawn_gate
 from tests.serving.vllm.engines import greedy, small_engine
 from tests.serving.vllm.models import SmallModel, generated, ids_of
@@ -69,17 +69,15 @@ def read(small, ids, policy):
 
 
 def held(engine, small, name, path):
-    """Have an engine hold the document of a file; how it lies there."""
+    """Have an engine hold the document of a file."""
     model = identity_of(small.model)
     document = read_document(path, model=model)
-    places = Places.of(document.head_tokens.tolist(), PAGE)
-    own = {ADOPT: name, TOKENS: document.token_ids.tolist()}
-    own |= {KEPT: places.held_tokens, LENT: places.lent_tokens, PARTS: places.per_head_budget}
+    ids, head_tokens = document.token_ids.tolist(), document.head_tokens.tolist()
+    own = adoption(name, CachedPrefix.laid_out(ids, head_tokens, PAGE))
     (output,) = engine.outputs([[0]], greedy(1, extra_args=own))
     said = output.kv_transfer_params
     given = (str(path), said["blocks"], model, seal_of(path), 1 << 28)
     assert engine.llm.collective_rpc("snapkv_fill_document", args=given) == [""]
-    return places
 
 
 def librarys(small, path, prompts):

@@ -127,11 +127,11 @@ def test_capture_of_tritons_attention_reads_our_lengths():
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
 
-    from snapkv_vllm.held import HeldTokens
+    from snapkv_vllm.kept_lengths import KeptLengths
 
     builder = object.__new__(TritonAttentionMetadataBuilder)
     builder.__dict__ |= dict.fromkeys(SCRATCH, 0) | {"rswa_window": None}
-    held = HeldTokens(4, torch.device("cpu"))
+    held = KeptLengths(4, torch.device("cpu"))
     held.tell(builder)
     lengths = torch.tensor([200, 100], dtype=torch.int32)
     starts = torch.tensor([0, 1, 2], dtype=torch.int32)

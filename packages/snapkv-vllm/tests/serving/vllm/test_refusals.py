@@ -139,22 +139,22 @@ def parts_of(config, row, *facts):
 
 
 @pytest.mark.parametrize(
-    "row", rules.ROWS, ids=lambda row: f"{row.given.argument or 'any'} {row.beside.words}"
+    "row", rules.ROWS, ids=lambda row: f"{row.option.name or 'any'} {row.case.words}"
 )
 def test_what_does_not_go_together_is_refused_by_name_with_what_to_do(config, row):
-    given, beside = row.given, row.beside
+    option, case = row.option, row.case
     assert row.parts <= rules.Parts.__annotations__.keys()
-    require_compatible(**parts_of(config, row, beside))
-    if SCENES[beside]:
-        require_compatible(**parts_of(config, row, given))
-    parts = parts_of(config, row, given, beside)
+    require_compatible(**parts_of(config, row, case))
+    if SCENES[case]:
+        require_compatible(**parts_of(config, row, option))
+    parts = parts_of(config, row, option, case)
     before = {name: copy.copy(part) for name, part in parts.items()}
     of_engine = "engine" in row.parts and "request" not in row.parts
     error = UnsupportedModelError if of_engine else InvalidArgumentError
     with pytest.raises(error) as refused:
         require_compatible(**parts)
-    name = given.argument or next(iter(SCENES[given]))
-    expected = re.escape(f"{given.expected} {beside.words}")
+    name = option.name or next(iter(SCENES[option]))
+    expected = re.escape(f"{option.expected} {case.words}")
     line = rf"{name}: expected {expected}(, since {re.escape(row.why)})?, got [^;]+; \w[^;]+"
     assert re.fullmatch(line, str(refused.value))
     assert parts == before, "nothing has changed"

@@ -41,7 +41,7 @@ def own(name, **more):
     return {PREFIX + SESSION: name, **more}
 
 
-def lent(engine):
+def reused(engine):
     """How many tokens of histories have not been read again."""
     return int(engine.scheduler._sessions._metrics._series["not_read"]._value.get())
 
@@ -59,7 +59,7 @@ def test_every_turn_answers_as_one_cache_of_the_library(engine, small):
     draw = random.Random(1)
     policy = SnapKV(BUDGET, window_size=WINDOW)
     cache = CompressedCache(small.model, policy, turns="compress")
-    ids, read, before = [], 0, lent(engine)
+    ids, read, before = [], 0, reused(engine)
     for turn in range(TURNS):
         ids += ids_of(draw.choice([40, 90, 150]), seed=turn)
         tokens = draw.choice([5, 40, 70])
@@ -68,7 +68,7 @@ def test_every_turn_answers_as_one_cache_of_the_library(engine, small):
         assert found == expected, turn
         read += len(ids)
         ids += found
-    assert lent(engine) - before > read / 2
+    assert reused(engine) - before > read / 2
     forget(engine)
 
 
@@ -128,7 +128,7 @@ def agents_turns(seed, turns=TURNS):
 def test_results_that_stood_whole_are_dropped_later_without_reading_again(engine, small, seed):
     """All but the last two results go, each at the end of the turn that no longer asks for it."""
     ids, results, plain, turns = [], [], Plain(small.model), 0
-    before, requests = lent(engine), went_on(engine)
+    before, requests = reused(engine), went_on(engine)
     for texts, (start, end), tokens in agents_turns(seed):
         results.append((len(ids) + start, len(ids) + end))
         ids += texts
@@ -140,7 +140,7 @@ def test_results_that_stood_whole_are_dropped_later_without_reading_again(engine
         assert found == plain.answer(ids, gone, tokens), turns
         ids += found
         turns += 1
-    assert lent(engine) - before > len(ids)
+    assert reused(engine) - before > len(ids)
     assert went_on(engine) - requests == turns - 1
     forget(engine)
 

@@ -104,7 +104,7 @@ def test_every_request_finds_its_historys_tokens_and_every_block_comes_back(
     assert pool.get_num_free_blocks() == free
     assert not any((held._held, held._turns, scheduler._plans))
     for manager in scheduler._blocks._managers.values():
-        assert not any((manager.dropped_tokens, manager._borrows, +manager._lendable))
+        assert not any((manager.dropped_tokens, manager._reuses, +manager._reusable))
 
 
 # Who waits, and whose histories go.

@@ -191,7 +191,7 @@ def continue_ids(
     model = loaded.model
     if context_tokens is None and not cache.get_seq_length():
         require_one_reading(cache.policy, "hide the question from it (snapkv ask does)")
-    reading = (prefill or Exact()).within(model)
+    reading = (prefill or Exact()).installed(model)
     telling = telling_of_prompt_end(model, cache, ids.shape[1], on_prompt_end)
     explained = prompt_memory_explained(model, ids.shape[1])
     with explained, _seeded(settings.seed, device_of(model)), reading:

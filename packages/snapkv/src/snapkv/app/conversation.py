@@ -111,7 +111,7 @@ class Conversation:
         tokenizer, device = self._loaded.tokenizer, device_of(self._loaded.model)
         if self._ids is not None:
             later, is_chat = next_turn(tokenizer, question), bool(tokenizer.chat_template)
-            ids = behind(self._loaded, self._ids, later, self._settings, is_chat=is_chat)
+            ids = joined(self._loaded, self._ids, later, self._settings, is_chat=is_chat)
             new = later.token_ids(tokenizer).shape[1]
             asked = Part(role="user", span=(ids.shape[1] - new, ids.shape[1]))
             return ids, [*self._parts, asked]
@@ -234,7 +234,7 @@ class Conversation:
         return conversation
 
 
-def behind(
+def joined(
     loaded: LoadedModel, said: Tensor, turn: Prompt, settings: GenerationSettings, *, is_chat: bool
 ) -> Tensor:
     """The conversation, (1, T) int64, with a new turn, with or without a chat template.

@@ -33,14 +33,13 @@ def find(sources: Sequence[str], library: Library) -> Found:
         place = os.path.abspath(source)
         before = library.below(place)
         try:
-            read = text_files.read([source], on_notice=found.notices.append, without=library.path)
+            texts = text_files.read([source], on_notice=found.notices.append, without=library.path)
         except DocumentError as error:
             gone = [record for record in before if not os.path.lexists(_path(record))]
             found.gone.extend(gone)
             if not gone or os.path.isfile(source) or len(gone) < len(before):
                 found.failed[printable(source)] = str(error)
             continue
-        texts = [_text(document, source) for document in read]
         found.texts.extend(texts)
         there = {text.source for text in texts}
         for record in (each for each in before if each.source not in there):
@@ -49,11 +48,6 @@ def find(sources: Sequence[str], library: Library) -> Found:
             else:
                 found.gone.append(record)
     return found
-
-
-def _text(document: text_files.TextFile, source: str) -> Text:
-    file = None if source == text_files.STDIN else os.path.abspath(document.name)
-    return Text(name=document.name, text=document.text, source=file)
 
 
 def _path(record: Entry) -> str:

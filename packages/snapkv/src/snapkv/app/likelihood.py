@@ -124,7 +124,7 @@ class References:
     token_ids: Sequence[Sequence[int]]
 
     @classmethod
-    def behind(cls, prompt: Prompt, references: Sequence[str], loaded: LoadedModel) -> "References":
+    def after(cls, prompt: Prompt, references: Sequence[str], loaded: LoadedModel) -> "References":
         """As the model would go on: a space goes before them where a word would begin with one.
 
         The prompt's tokens stay what they are. No reference is empty.

@@ -17,7 +17,7 @@ class Prefill:
     holds_all: ClassVar[bool] = True
     """Whether every layer has read every token, so that later turns can recall it."""
 
-    def within(self, model: Any) -> contextlib.AbstractContextManager[None]:
+    def installed(self, model: Any) -> contextlib.AbstractContextManager[None]:
         """A block in which the model reads prompts this way."""
         from snapkv import prefill
 
@@ -40,7 +40,7 @@ class Exact(Prefill):
 
     name: ClassVar[str] = "exact"
 
-    def within(self, model: Any) -> contextlib.AbstractContextManager[None]:
+    def installed(self, model: Any) -> contextlib.AbstractContextManager[None]:
         """Nothing is changed."""
         del model
         return contextlib.nullcontext()

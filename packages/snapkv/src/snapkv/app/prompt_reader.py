@@ -34,7 +34,7 @@ class _ReadBefore(Prefill):
 
     reading: SharedReading
 
-    def within(self, model: Any) -> contextlib.AbstractContextManager[None]:
+    def installed(self, model: Any) -> contextlib.AbstractContextManager[None]:
         return self.reading.given()
 
 

@@ -9,12 +9,12 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
 
 from snapkv.errors import DocumentError, missing_package
+from snapkv.library.records import Text
 from snapkv.validation import nearest, printable
 
 STDIN = "-"
@@ -44,22 +44,14 @@ _CLOSED = re.compile(r"</html\s*>", re.IGNORECASE)
 _END_OF_PDF = b"%%EOF"
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextFile:
-    """The text of a file, and where it came from."""
-
-    name: str  # the path as given, or below the folder that was; bytes not in UTF-8 are escaped
-    text: str  # never empty
-
-
 def _to_stderr(line: str) -> None:
     sys.stderr.write(f"{line}\n")
 
 
 def read(
     sources: Sequence[str], *, on_notice: NoticeSink = _to_stderr, without: Path | None = None
-) -> list[TextFile]:
-    """Read every source, in the order given.
+) -> list[Text]:
+    """Read every source, in the order given; bytes of a name that are not UTF-8 are escaped.
 
     A source is a file (text, Markdown, source code, HTML or PDF), a folder, or "-" for standard
     input. A folder stands for all text files below it, sorted by path; hidden files, folders of
@@ -75,13 +67,13 @@ def read(
     if list(sources).count(STDIN) > 1:
         raise DocumentError("files: expected - once at most, got it more often; pass it once")
     files = _Files(without)
-    found = [document for source in sources for document in files.of(source)]
+    found = [document for source in sources for document in files.read(source)]
     for what, reason in files.notices.items():
         on_notice(f"{what}: {reason}")
     return found
 
 
-def read_noting(sources: Sequence[str]) -> tuple[list[TextFile], list[str]]:
+def read_noting(sources: Sequence[str]) -> tuple[list[Text], list[str]]:
     """As `read`, with the lines about what was left out, which go to standard error too."""
     lines: list[str] = []
 
@@ -92,7 +84,7 @@ def read_noting(sources: Sequence[str]) -> tuple[list[TextFile], list[str]]:
     return read(sources, on_notice=note), lines
 
 
-def join(documents: Sequence[TextFile]) -> str:
+def join(documents: Sequence[Text]) -> str:
     """The documents as one text, each under a line with its name where there are several."""
     if len(documents) == 1:
         return documents[0].text
@@ -106,9 +98,9 @@ class _Files:
         self._without = without
         self.notices: dict[str, str] = {}
 
-    def of(self, source: str) -> list[TextFile]:
+    def read(self, source: str) -> list[Text]:
         if source == STDIN:
-            return [self._parsed("standard input", sys.stdin.buffer.read(), suffix="")]
+            return [self._parsed(None, sys.stdin.buffer.read())]
         if not source:
             raise DocumentError(
                 "file: expected a file or folder, got an empty name; pass a path or -"
@@ -123,13 +115,13 @@ class _Files:
             if path.is_dir():
                 return self._below(path)
             _require_file(path)
-            return [self._parsed(str(path), path.read_bytes(), suffix=path.suffix.lower())]
+            return [self._parsed(path, path.read_bytes())]
         except OSError as error:
             raise _unreadable(error, source) from error
 
-    def _below(self, folder: Path) -> list[TextFile]:
+    def _below(self, folder: Path) -> list[Text]:
         """What can be read below a folder; notes why a file that should have text cannot."""
-        found: list[TextFile] = []
+        found: list[Text] = []
         reasons: dict[str, str] = {}
         for path in _files_below(folder, self._without):
             try:
@@ -148,7 +140,7 @@ class _Files:
         self.notices |= {f"skipped: {name}": reason for name, reason in reasons.items()}
         return found
 
-    def _if_text(self, path: Path) -> list[TextFile]:
+    def _if_text(self, path: Path) -> list[Text]:
         """The document in a file; none where it is empty, or binary and not called a text."""
         try:
             data = path.read_bytes()
@@ -160,11 +152,12 @@ class _Files:
             if str(mimetypes.guess_type(path.name)[0]).startswith("text/"):
                 raise DocumentError("file: expected text, got binary data")
             return []
-        return [self._parsed(str(path), data, suffix=path.suffix.lower())]
+        return [self._parsed(path, data)]
 
-    def _parsed(self, name: str, data: bytes, *, suffix: str) -> TextFile:
+    def _parsed(self, path: Path | None, data: bytes) -> Text:
         """The text of a file's content, by suffix or, without a telling one, by its first bytes."""
-        name, lost = printable(name), list[str]()
+        name = "standard input" if path is None else printable(str(path))
+        suffix, lost = "" if path is None else path.suffix.lower(), list[str]()
         if suffix == ".pdf" or data.startswith(b"%PDF-"):
             text, lost = _pdf_text(name, data)
         elif suffix in (".html", ".htm", ".xhtml") or _looks_like_html(data):
@@ -177,7 +170,8 @@ class _Files:
             )
         if lost:
             self.notices[f"partly read: {name}"] = "; ".join(lost)
-        return TextFile(name=name, text=text.strip("\n"))
+        source = None if path is None else os.path.abspath(name)
+        return Text(name=name, text=text.strip("\n"), source=source)
 
 
 def _unreadable(error: OSError, name: str) -> DocumentError:

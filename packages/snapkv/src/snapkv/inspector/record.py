@@ -18,11 +18,11 @@ from snapkv.app.prompt_reader import PromptReader
 from snapkv.app.prompts import Prompt
 from snapkv.app.protection import Protection
 from snapkv.app.settings import GenerationSettings
-from snapkv.app.text_files import TextFile
 from snapkv.inspector.leave_out import LeaveOut, Span, leave_out, needed_spans
 from snapkv.inspector.packing import Heat, heat, is_logarithmic, levels, packed_bits, packed_scores
 from snapkv.inspector.scores import KeptOf, SeenLayer, telling_head
 from snapkv.inspector.words import Places, sentence, word_changes
+from snapkv.library.records import Text
 from snapkv.policies import FullCache, Policy
 
 MOST_SCORE_BYTES = 4 * 2**20
@@ -153,7 +153,7 @@ def inspect_prompt(
     *,
     checks: int = 64,
     budgets: Sequence[tuple[int, Policy]] = (),
-    documents: Sequence[TextFile] = (),
+    documents: Sequence[Text] = (),
     on_step: Callable[[str, int, int], None] | None = None,
 ) -> Inspection:
     """Read a prompt once for all methods, then answer from the full cache and from each of theirs.
@@ -212,8 +212,8 @@ def inspect_prompt(
             for (label, policy), seen in zip(policies, shown, strict=True)
         ],
         leave_out=left_out,
-        places=[places.of(span.start, span.stop) for span in left_out.spans],
-        needed=[places.of(span.start, span.stop) for span in needed_spans(left_out.spans)],
+        places=[places.place_name(span.start, span.stop) for span in left_out.spans],
+        needed=[places.place_name(span.start, span.stop) for span in needed_spans(left_out.spans)],
         answer_start=loaded.tokenizer.decode(left_out.answer_ids, skip_special_tokens=True),
         other_layers=other_layers,
         curve=[point(budget, policy) for budget, policy in budgets],

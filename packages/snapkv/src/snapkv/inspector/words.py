@@ -9,9 +9,9 @@ from itertools import accumulate, zip_longest
 from pathlib import PurePath
 from typing import Literal
 
-from snapkv.app.text_files import TextFile
 from snapkv.inspector.leave_out import Span
 from snapkv.inspector.scores import KeptOf
+from snapkv.library.records import Text
 
 Change = tuple[Literal["same", "gone", "new"], str]
 """A run of words in both answers, only in the first, or only in the second."""
@@ -62,7 +62,7 @@ class _Placed:
 class Places:
     """Places in a prompt; in a document that is not found, a share of the prompt."""
 
-    def __init__(self, pieces: Sequence[str], documents: Sequence[TextFile]) -> None:
+    def __init__(self, pieces: Sequence[str], documents: Sequence[Text]) -> None:
         text = "".join(pieces)
         self._starts = list(accumulate(map(len, pieces), initial=0))
         self._several = len(documents) > 1
@@ -77,7 +77,7 @@ class Places:
             reached = start + len(document.text)
             self._documents.append(_placed(document, start))
 
-    def of(self, start: int, stop: int) -> str:
+    def place_name(self, start: int, stop: int) -> str:
         """The place of the middle of the tokens from `start` to before `stop`."""
         character = (self._starts[start] + self._starts[stop]) // 2
         for document in self._documents:
@@ -149,7 +149,7 @@ def _quoted(title: str) -> str:
     return f"“{short}”"
 
 
-def _placed(document: TextFile, start: int) -> _Placed:
+def _placed(document: Text, start: int) -> _Placed:
     text = document.text
     lengths = (len(line) + 1 for line in text.split("\n")[:-1])
     return _Placed(

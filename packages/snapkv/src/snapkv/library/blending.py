@@ -29,7 +29,7 @@ from snapkv.validation import DEFAULT_RECOMPUTE, require_share
 
 _WHOLE = "keep the documents whole (FullCache)"
 
-Held = Literal["whole", "even", "uneven"]
+Evenness = Literal["whole", "even", "uneven"]
 """What joined documents hold: all tokens, equally many in all heads and layers, or not."""
 
 
@@ -104,7 +104,7 @@ def _read(model: PreTrainedModel, ids: Tensor, cache: CompressedCache) -> None:
     cache.prompt_state.prompt_end = None
 
 
-def _held(joined: Sequence[JoinedLayer]) -> Held:
+def _held(joined: Sequence[JoinedLayer]) -> Evenness:
     """What kind it is; by all layers, since they share the masks of a prompt that goes on."""
     if all(layer.is_whole for layer in joined):
         return "whole"
@@ -112,7 +112,7 @@ def _held(joined: Sequence[JoinedLayer]) -> Held:
     return "even" if alike else "uneven"
 
 
-def _fill(cache: CompressedCache, joined: Sequence[JoinedLayer], held: Held) -> None:
+def _fill(cache: CompressedCache, joined: Sequence[JoinedLayer], held: Evenness) -> None:
     """Put the documents into a new cache.
 
     If all heads hold equally many tokens, the cache is in the middle of a prompt, otherwise after
@@ -132,7 +132,7 @@ def _fill(cache: CompressedCache, joined: Sequence[JoinedLayer], held: Held) -> 
         cache.prompt_state.prompt_end = joined[0].tokens
 
 
-def _require_going_on(cache: CompressedCache, held: Held) -> None:
+def _require_going_on(cache: CompressedCache, held: Evenness) -> None:
     """Raise unless the policy and the options of a new cache fit what it will hold."""
     policy = cache.policy
     if held == "uneven":

@@ -51,8 +51,6 @@ _MOST_RECORD_BYTES = 1 << 28
 _SETTLED_NS = 2_000_000_000
 """No file system's clock is coarser."""
 
-Stamp = tuple[int, int, int]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
@@ -81,7 +79,8 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._known: dict[str, tuple[Stamp, Record | Fault]] = {}
+        self._known: dict[str, tuple[str, Record | Fault]] = {}  # with the record's stamp
+        self._changed: set[str] = set()
 
     def about(self) -> About | None:
         """How documents were read; None where there is no library yet."""
@@ -122,10 +121,10 @@ class Folder:
 
     def records(self) -> tuple[dict[str, Record], list[Fault]]:
         """All documents by their keys, in the order of their names; and damaged records."""
-        files = _files(self.path / _DOCUMENTS, _NAMES[_DOCUMENTS])
-        found = [entry for file in files if (entry := self._entry(file)) is not None]
-        there = {file.stem for file in files}
-        self._known = {key: known for key, known in self._known.items() if key in there}
+        stamps = self.stamps()
+        entries = [self._entry(key, stamps[key]) for key in sorted(stamps)]
+        found = [entry for entry in entries if entry is not None]
+        self._known = {key: known for key, known in self._known.items() if key in stamps}
         whole = [entry for entry in found if isinstance(entry, Record)]
         named = {record.key: record for record in sorted(whole, key=lambda each: each.name)}
         return named, [entry for entry in found if isinstance(entry, Fault)]
@@ -137,7 +136,7 @@ class Folder:
 
     def entry(self, key: str) -> Record | Fault | None:
         """The document of that key, or what is wrong with its record; None where it is gone."""
-        return self._entry(self._record_file(key))
+        return self._entry(key, self.stamp_of(key))
 
     def stamps(self) -> dict[str, str]:
         """Of every record, by the document's key, what changes when it is written again."""
@@ -186,15 +185,16 @@ class Folder:
         """What all records say, and where words are found, see `index`."""
         return self.path / _INDEX
 
-    def _entry(self, file: Path) -> Record | Fault | None:
-        """What a record says, read again where its file has changed; None where that is gone."""
-        try:
-            stamp = _stamp(file)
-            if self._known.get(file.stem, (None,))[0] != stamp:
-                self._known[file.stem] = stamp, _read_record(file)
-        except FileNotFoundError:
+    def _entry(self, key: str, stamp: str | None) -> Record | Fault | None:
+        """What a record says, read again where its stamp has changed; None where it is gone."""
+        if stamp is None:
             return None
-        return self._known[file.stem][1]
+        if self._known.get(key, ("",))[0] != stamp:
+            try:
+                self._known[key] = stamp, _read_record(self._record_file(key))
+            except FileNotFoundError:
+                return None
+        return self._known[key][1]
 
     def cache_file(self, record: Record) -> Path:
         return self.path / _CACHES / record.cache
@@ -225,10 +225,11 @@ class Folder:
     # Who changes it is alone.
 
     @contextlib.contextmanager
-    def changing(self) -> Iterator[None]:
+    def changing(self) -> Iterator[set[str]]:
         """Within this block nobody else changes the library; the folder is made.
 
         The lock says who changes it until all is done: so what a killed one has left is known.
+        Yields the keys of documents that have been written or removed so far.
         """
         path = self.path / _LOCK
         with naming(path):
@@ -243,7 +244,8 @@ class Folder:
                 _write_if_room(lock, b"%d\n" % os.getpid())
             if is_left:
                 self._clean()
-            yield
+            self._changed = set()
+            yield self._changed
             with naming(path):
                 lock.truncate(0)
 
@@ -267,6 +269,7 @@ class Folder:
 
         Where that fails, what was there still is, and what was written of the file goes.
         """
+        self._changed.add(text.key)
         sha256 = digest_of(text.text)
         file = self.path / _CACHES / f"{text.key}-{sha256[:16]}-{uuid.uuid4().hex[:8]}.safetensors"
         place = self._record_file(text.key)
@@ -301,14 +304,18 @@ class Folder:
             self._remove_caches(text.key, kept=file.name)
         return record
 
-    def remove(self, records: Iterable[Record]) -> None:
+    def remove(self, keys: Iterable[str]) -> list[Record]:
         """Forget documents; records go first, so that nobody looks for a cache that is gone."""
+        keys = list(keys)
+        self._changed.update(keys)
+        records = [record for record in map(self.record, keys) if record is not None]
         for record in records:
             place = self._record_file(record.key)
             with naming(place):
                 place.unlink(missing_ok=True)
             _unlink(self.cache_file(record))
             _unlink(self.path / _ASKED / record.key)
+        return records
 
     def _clean(self) -> None:
         """Remove what killed adders have left, under names of ours only."""
@@ -364,16 +371,8 @@ def _time_of(file: Path) -> int | None:
         return None
 
 
-def _stamp(file: Path) -> Stamp:
-    return _numbers(file.stat())
-
-
-def _numbers(status: os.stat_result) -> Stamp:
-    return status.st_ino, status.st_size, status.st_mtime_ns
-
-
 def _said(status: os.stat_result) -> str:
-    return " ".join(map(str, _numbers(status)))
+    return f"{status.st_ino} {status.st_size} {status.st_mtime_ns}"
 
 
 def _read_record(file: Path) -> Record | Fault:

@@ -73,10 +73,10 @@ class Index:
         asked = f"{_ENTRIES} {where and 'where ' + where} order by name"
         return [Entry(*row) for row in self.connection.execute(asked, tuple(map(printable, given)))]
 
-    def of_name(self, name: str) -> list[Entry]:
+    def named(self, name: str) -> list[Entry]:
         return self.entries("name = ?", [name])
 
-    def of_source(self, *sources: str) -> list[Entry]:
+    def read_from(self, *sources: str) -> list[Entry]:
         return self.entries(f"source in ({', '.join('?' * len(sources))})", sources)
 
     def below(self, place: str) -> list[Entry]:

@@ -21,7 +21,7 @@ from snapkv.errors import (
 from snapkv.library.about import About, question_ids
 from snapkv.library.bound import Room
 from snapkv.library.folder import Fault, Folder
-from snapkv.library.index import Entry, Index
+from snapkv.library.index import Entry, Index, fault_of
 from snapkv.library.records import Record, Text, each_once
 from snapkv.library.searching import Hit, Passages
 from snapkv.validation import DEFAULT_RECOMPUTE, format_bytes, nearest, require_int
@@ -165,15 +165,14 @@ class Library:
             OutputError: a file cannot be written; the documents before it are there.
         """
         texts = each_once(documents)
-        with self._folder.changing():
+        with self._changing():
             reader = self._begun(model, tokenizer, policy, bits, model_name)
             names = self._passages.asked(lambda index: _names(index, texts))
             room, outcomes = self._room({text.key for text in texts}), []
-            with self._followed() as changed:
-                for done, text in enumerate(texts):
-                    if on_progress:
-                        on_progress(text.name, done, len(texts))
-                    outcomes.append(self._add(reader, text, names, room, changed))
+            for done, text in enumerate(texts):
+                if on_progress:
+                    on_progress(text.name, done, len(texts))
+                outcomes.append(self._add(reader, text, names, room))
         return [*outcomes, *(Outcome(name=entry.name, what="evicted") for entry in room.evicted)]
 
     def limit(self, max_bytes: int | None, *, evict: bool = False) -> list[Entry]:
@@ -198,7 +197,7 @@ class Library:
         if max_bytes is not None:
             require_int("max_bytes", max_bytes, minimum=0, maximum=None)
         self.required()
-        with self._folder.changing():
+        with self._changing():
             entries = self._passages.asked(lambda index: index.entries())
             most_bytes = math.inf if max_bytes is None else max_bytes
             going = Room(self._folder, entries, most_bytes).too_many()
@@ -210,8 +209,7 @@ class Library:
                     "documents have to go; pass evict=True (--evict) to let them"
                 )
             self._folder.begin(replace(self.required(), max_bytes=max_bytes))
-            with self._followed() as changed:
-                self._evict(going, changed)
+            self._folder.remove(entry.key for entry in going)
         return going
 
     def remove(self, names: Iterable[str]) -> list[Record]:
@@ -223,14 +221,9 @@ class Library:
             OutputError: the folder cannot be written.
         """
         self.required()
-        with self._folder.changing():
+        with self._changing():
             asked = [entry for name in names for entry in self._entries_of(name)]
-            keys = dict.fromkeys(entry.key for entry in asked)
-            records = [each for each in map(self._folder.record, keys) if each is not None]
-            with self._followed() as changed:
-                changed.update(keys)
-                self._folder.remove(records)
-        return records
+            return self._folder.remove(dict.fromkeys(entry.key for entry in asked))
 
     def _room(self, stay: set[str]) -> Room:
         """What the library's bound leaves besides documents that stay."""
@@ -239,11 +232,6 @@ class Library:
             return Room(self._folder, (), math.inf)
         entries = self._passages.asked(lambda index: index.entries())
         return Room(self._folder, entries, most_bytes, stay)
-
-    def _evict(self, entries: Sequence[Entry], changed: set[str]) -> None:
-        changed.update(entry.key for entry in entries)
-        records = (self._folder.record(entry.key) for entry in entries)
-        self._folder.remove([record for record in records if record is not None])
 
     def below(self, place: str) -> list[Entry]:
         """The documents that were read from that file, or from files in that folder."""
@@ -255,7 +243,7 @@ class Library:
         """The documents of that name or file; refused if there are none."""
 
         def found(index: Index) -> list[Entry]:
-            own = [*index.of_name(name), *index.of_source(name, os.path.abspath(name))]
+            own = [*index.named(name), *index.read_from(name, os.path.abspath(name))]
             if own:
                 return own
             raise LibraryError(
@@ -266,17 +254,17 @@ class Library:
         return self._passages.asked(found)
 
     @contextlib.contextmanager
-    def _followed(self) -> Iterator[set[str]]:
-        """Takes the keys of documents that this block changes; the index then knows them.
+    def _changing(self) -> Iterator[None]:
+        """Within this block nobody else changes the library, and it asks the index before it does.
 
-        It must have been asked within the same `changing`.
+        That knows all changes at the end.
         """
-        changed: set[str] = set()
-        try:
-            yield changed
-        finally:
-            if changed:
-                self._passages.follow(changed)
+        with self._folder.changing() as changed:
+            try:
+                yield
+            finally:
+                if changed:
+                    self._passages.follow(changed)
 
     def verify(self) -> list[Fault]:
         """What is damaged: every byte of all files is read.
@@ -287,7 +275,7 @@ class Library:
         self.required()
         records, faults = self._folder.records()
         checked = (self._folder.fault_of(record, checked=True) for record in records.values())
-        found = [*checked, self._passages.fault()]
+        found = [*checked, fault_of(self._folder)]
         return [*faults, *(fault for fault in found if fault is not None)]
 
     def search(self, question: str, documents: int = 3) -> list[Hit]:
@@ -436,7 +424,6 @@ class Library:
         text: Text,
         names: dict[str, set[str]],
         room: Room,
-        changed: set[str],
     ) -> Outcome:
         """Read a text unless it is unchanged; `names`: documents by name."""
         known = self._folder.record(text.key)
@@ -450,12 +437,12 @@ class Library:
         start = time.perf_counter()
         taken = names.get(text.name, set()) - {text.key}
         named = replace(text, name=text.source if taken and text.source else text.name)
-        changed.add(text.key)
         try:
             record = self._written(reader, named, reader.read(named), known, room)
         except (InvalidArgumentError, OutOfMemoryError) as error:
             return Outcome(name=text.name, what="failed", reason=str(error))
-        self._evict(room.admit(Entry(record.key, record.name, None, record.bytes)), changed)
+        evicted = room.admit(Entry(record.key, record.name, None, record.bytes))
+        self._folder.remove(entry.key for entry in evicted)
         if known is not None:
             names.get(known.name, set()).discard(text.key)
         names.setdefault(record.name, set()).add(text.key)
@@ -515,7 +502,7 @@ class Library:
 
 def _names(index: Index, texts: Iterable[Text]) -> dict[str, set[str]]:
     """Which documents have the names of texts that are to come."""
-    return {text.name: {entry.key for entry in index.of_name(text.name)} for text in texts}
+    return {text.name: {entry.key for entry in index.named(text.name)} for text in texts}
 
 
 def _outcome(what: What, record: Record, seconds: float = 0.0) -> Outcome:

@@ -68,7 +68,12 @@ class Text:
 
 @dataclass(frozen=True, kw_only=True)
 class Record(Text):
-    """A document of a library: a text that was read, and the file that holds its cache."""
+    """A document of a library: a text that was read, and the file with what is kept of it.
+
+    `About` says who read it, and how. The file holds its token ids with keys and values: `Reader`
+    makes a `Part` of them, which other parts can join, and `stored` what an engine puts into its
+    blocks. There it is `CachedPrefix` of `snapkv_vllm`, which everybody may use who may name it.
+    """
 
     size: int  # bytes of the text in UTF-8
     sha256: str  # of them

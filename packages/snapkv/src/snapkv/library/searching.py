@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeVar
 
-from snapkv.library.folder import Fault, Folder
+from snapkv.library.folder import Folder
 from snapkv.library.index import (
     SINGLE,
     Index,
@@ -21,7 +21,6 @@ from snapkv.library.index import (
     as_it_was,
     cannot_be_written,
     explained,
-    fault_of,
 )
 from snapkv.library.records import WITHOUT_SPACES, Span
 
@@ -94,10 +93,6 @@ class Passages:
                 return
             with closing(Index(str(self._folder.index_file), self._folder, self._on_notice)) as own:
                 own.follow(keys)
-
-    def fault(self) -> Fault | None:
-        """What is wrong with the file of the index; None where there is none, or nothing."""
-        return fault_of(self._folder)
 
 
 _FOUND = "select rowid, bm25(passages) from passages where passages match ?"

@@ -40,7 +40,7 @@ class _Step:
     call: AttentionCall | None = None
     last_output: Tensor | None = None
 
-    def into(self, cache: CompressedCache) -> None:
+    def append_to(self, cache: CompressedCache) -> None:
         """Append the same to another cache, which chooses as it does where it reads itself."""
         assert self.call is not None
         assert self.last_output is not None
@@ -122,7 +122,7 @@ class SharedReading:
             if not (is_empty and is_read and _is_plain(kwargs)):
                 return own(*args, **kwargs)
             for step in self._steps:
-                step.into(cache)
+                step.append_to(cache)
             return dataclasses.replace(self._output, **passed(cache))
 
         with standing_in({self._model: forward}):

@@ -72,7 +72,7 @@ class Puzzle:
     answer_start: str
     references: tuple[str, ...]
 
-    def behind(self, example: "Puzzle", answer: str, gap: str) -> "Puzzle":
+    def after_example(self, example: "Puzzle", answer: str, gap: str) -> "Puzzle":
         """The same after a worked example, which is solved by `answer`."""
         solved = f"{example.context}{example.question} {example.answer_start}{answer}{gap}"
         return Puzzle(**vars(self) | {"context": solved + self.context})
@@ -176,7 +176,7 @@ def _tracing(wanted: Wanted, parts: int) -> Puzzle:
     draw = wanted.draw()
     example = _chain(draw, _EXAMPLE_NOISES, letters=3)
     asked = _chain(draw, parts, letters=5)
-    return asked.behind(example, f" {' '.join(example.references)}", "\n\n\n\n")
+    return asked.after_example(example, f" {' '.join(example.references)}", "\n\n\n\n")
 
 
 def _chain(draw: random.Random, noises: int, *, letters: int) -> Puzzle:
@@ -209,7 +209,7 @@ def _common_words(wanted: Wanted, parts: int) -> Puzzle:
     is_short = wanted.length < _SHORT
     example = _listed(draw, 20, 3, 1) if is_short else _listed(draw, 40, 10, 3)
     asked = _listed(draw, parts, 6, 1) if is_short else _listed(draw, parts, 30, 3)
-    return asked.behind(example, _numbered(example.references), "\n")
+    return asked.after_example(example, _numbered(example.references), "\n")
 
 
 def _listed(draw: random.Random, count: int, often: int, seldom: int) -> Puzzle:

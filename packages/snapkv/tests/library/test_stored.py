@@ -27,9 +27,9 @@ from snapkv import (
 )
 from snapkv.app.models import place_of
 from snapkv.cache.saving.files import read_sealed, seal_of, write_sealed
-from snapkv.document_files import model_identity, read_document
 from snapkv.hf.identity import identity_of
 from snapkv.kvzip import read_context
+from snapkv.library.stored import model_identity, read_document
 from tests.families import random_ids, tiny_config, tiny_model
 
 TOKENS, BUDGET = 70, 32
@@ -74,10 +74,9 @@ def test_an_engine_reads_of_a_file_what_the_library_loads_of_it(family, policy, 
     policy, options = KEPT_BY[policy]
     cache = read(CompressedCache(model, policy, **options))
     cache.save(path, beside={"input_ids": IDS}, bits=bits)
-    document = read_document(path, model=identity_of(model))
+    document = read_document(path, model=identity_of(model), seal=seal_of(path))
     assert torch.equal(document.token_ids, IDS[0])
     assert {document.token_ids.dtype, *(kept.dtype for kept in document.kept)} == {torch.int64}
-    assert document.seal == seal_of(path)
     for index, layer in enumerate(CompressedCache.load(path, model).layers):
         held = document.kept[index] >= 0
         assert torch.equal(document.kept[index], cache.kept_positions(index)[0])

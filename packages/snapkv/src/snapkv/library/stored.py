@@ -43,41 +43,31 @@ class StoredDocument:
     kept: Sequence[Tensor]
     keys: Sequence[Tensor]  # of every layer (Hkv, K, D), in the model's dtype; any for -1
     values: Sequence[Tensor]  # of every layer (Hkv, K, Dv)
-    seal: str  # SHA-256 of the file
 
     @property
     def head_tokens(self) -> Tensor:
         """(layers, Hkv) int64, how many tokens every head keeps."""
         return torch.stack([(kept >= 0).sum(dim=-1) for kept in self.kept])
 
-    def fault(self, dtype: str) -> str | None:
-        """What is wrong with its tensors for a model of this dtype; None for nothing."""
-        ids = self.token_ids
-        if not _are_indices(ids, 1, least=0):
-            return f"token ids of {_said(ids)}"
+    def require_whole(self, dtype: str) -> None:
+        """Raise a ValueError unless its tensors are those of a document, for a model in `dtype`."""
+        if not _are_indices(self.token_ids, 1, least=0):
+            raise ValueError(f"token ids of {_said(self.token_ids)}")
         if len({len(kept) for kept in self.kept}) != 1:
-            return "no layers, or some with other heads"
-        parts = zip(self.kept, self.keys, self.values, strict=True)
-        faults = (_fault_of_layer(*layer, tokens=len(ids), dtype=dtype) for layer in parts)
-        return next(filter(None, faults), None)
+            raise ValueError("no layers, or some with other heads")
+        for kept, *states in zip(self.kept, self.keys, self.values, strict=True):
+            _require_kept(kept, len(self.token_ids))
+            for each in states:
+                if each.ndim != 3 or each.shape[:2] != kept.shape or not each.shape[2]:
+                    raise ValueError(f"keys or values of {_said(each)} at {_said(kept)}")
+                if str(each.dtype) != f"torch.{dtype}" or not bool(torch.isfinite(each).all()):
+                    raise ValueError(f"keys or values of {_said(each)}, not all finite {dtype}")
 
 
-def _fault_of_layer(
-    kept: Tensor, keys: Tensor, values: Tensor, *, tokens: int, dtype: str
-) -> str | None:
-    if not _are_indices(kept, 2, least=-1):
-        return f"kept positions of {_said(kept)}"
+def _require_kept(kept: Tensor, tokens: int) -> None:
     falls = (kept[:, 1:] <= kept[:, :-1]) & (kept[:, :-1] >= 0)
-    if int(kept.max()) >= tokens or bool(falls.any()):
-        return f"kept positions that are not ascending below {tokens}"
-    for states in (keys, values):
-        if states.ndim != 3 or states.shape[:2] != kept.shape or not states.shape[2]:
-            return f"keys or values of {_said(states)} for positions of {_said(kept)}"
-        if str(states.dtype) != f"torch.{dtype}":
-            return f"keys or values of {_said(states)} for a model in {dtype}"
-        if not bool(torch.isfinite(states).all()):
-            return "keys or values that are infinite or no numbers"
-    return None
+    if not _are_indices(kept, 2, least=-1) or int(kept.max()) >= tokens or bool(falls.any()):
+        raise ValueError(f"kept positions of {_said(kept)}, not ascending below {tokens}")
 
 
 def _are_indices(tensor: Tensor, axes: int, *, least: int) -> bool:
@@ -127,7 +117,11 @@ def model_identity(
 
 
 def read_document(
-    path: str | Path, *, model: Mapping[str, Any], most_bytes: int | None = None
+    path: str | Path,
+    *,
+    model: Mapping[str, Any],
+    seal: str | None = None,
+    most_bytes: int | None = None,
 ) -> StoredDocument:
     """The document in a file that a library has written.
 
@@ -138,15 +132,22 @@ def read_document(
     Args:
         path: the file.
         model: the `model_identity` of the model that is to go on from it.
+        seal: the digest that it must have, see `snapkv.library.records.Record`; None for any.
         most_bytes: refuse a larger file before it is read, or one that unpacks to more.
 
     Raises:
-        CacheFileError: no such file, a larger one, or not one that was saved, whole and unchanged.
+        CacheFileError: no such file, a larger one, another one than has this seal, or not one that
+            was saved, whole and unchanged.
         CacheMismatchError: it belongs to another model or dtype.
         InvalidArgumentError: a cache that no engine can hold; the message says why.
     """
     path = Path(path)
     file = read_sealed(path, most_bytes=most_bytes)
+    if seal not in (None, file.seal):
+        raise CacheFileError(
+            f"path: expected the file that was recorded, got another one at {str(path)!r} by now; "
+            "add the document to the library again"
+        )
     with fitting_together(path):
         _require_within(path, _spread_bytes(file), most_bytes)
         tensors, notes = contents(file)
@@ -157,15 +158,8 @@ def read_document(
         layers = _layers(path, notes, tensors)
         _require_within(path, sum(map(_padded_bytes, layers)), most_bytes)
         kept, keys, values = zip(*map(_of_heads, layers), strict=True)
-        document = StoredDocument(
-            token_ids=ids.flatten(),
-            kept=kept,
-            keys=keys,
-            values=values,
-            seal=file.seal,
-        )
-        if (fault := document.fault(model["dtype"])) is not None:
-            raise ValueError(fault)
+        document = StoredDocument(token_ids=ids.flatten(), kept=kept, keys=keys, values=values)
+        document.require_whole(model["dtype"])
     return document
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class HeldTokens:
+class KeptLengths:
     """Lengths in stored tokens, next to the runner's own lengths, which count all tokens.
 
     The buffers live as long as the runner, so CUDA graphs that read them at their capture read the

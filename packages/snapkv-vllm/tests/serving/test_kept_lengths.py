@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from snapkv_vllm.held import HeldTokens
+from snapkv_vllm.kept_lengths import KeptLengths
 
 CPU = torch.device("cpu")
 
@@ -33,7 +33,7 @@ def metadata(*lengths, bound=None, longest=None):
 
 
 def held_by(requests, dropped, most=4):
-    held = HeldTokens(most, CPU)
+    held = KeptLengths(most, CPU)
     held.enter(requests, dropped)
     return held
 
@@ -69,7 +69,7 @@ def test_padded_rows_and_padded_tokens_take_nothing_from_anybody():
 
 def test_lengths_of_all_steps_lie_in_one_buffer():
     """A CUDA graph reads at its replay what it read at its capture."""
-    held = HeldTokens(4, CPU)
+    held = KeptLengths(4, CPU)
     captured = held.as_held(metadata(1, 1, 1, 1)).seq_lens
     held.enter(["a", "b"], {"a": 60})
     told = held.as_held(metadata(71, 41)).seq_lens
