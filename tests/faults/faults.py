@@ -210,8 +210,8 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "a span that was dropped counts twice for the positions behind it",
-            "behind = self.removed_spans[..., 0] - (sums - lengths)",
-            "behind = self.removed_spans[..., 0] - sums",
+            "after = self.removed_spans[..., 0] - (sums - lengths)",
+            "after = self.removed_spans[..., 0] - sums",
             "cache/test_spans.py",
             "sequences/test_sequences.py",
         ),

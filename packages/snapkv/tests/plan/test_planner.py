@@ -100,16 +100,16 @@ def test_codes_hold_what_was_planned_also_behind_an_answer(budget, bits):
 
 
 def test_a_share_of_bytes_is_planned_as_it_is_kept():
-    """By hand: a quarter of 1,000 tokens; and in int4 32 and 4 tokens stay as they came."""
+    """By hand: a quarter of 1,000 tokens, and of as many bytes in blocks of int4."""
     plan = shaped("llama-3.1-8b", context_tokens=1000, budget="25%")
     assert plan.kept_tokens == 250
     assert plan.compressed.cache_bytes * 4 == plan.full.cache_bytes
     plan = shaped("llama-3.1-8b", context_tokens=1000, budget="25%", bits="int4")
     block = 8 * 2 * (32 * 128 // 2 + 4 * 128)  # heads, keys and values, codes, scales
     per_layer, layers = 250 * 4096, 32
-    blocks = (layers * (per_layer - 36 * 4096)) // block
-    assert plan.kept_tokens == 36 + 32 * blocks / layers
-    assert plan.compressed.cache_bytes == layers * 36 * 4096 + blocks * block
+    blocks = layers * per_layer // block
+    assert plan.kept_tokens == 32 * blocks / layers
+    assert plan.compressed.cache_bytes == blocks * block
 
 
 def in_memory(cache):

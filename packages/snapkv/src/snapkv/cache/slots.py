@@ -139,10 +139,8 @@ class SlotMap(RowRecord):
             return ranks
         lengths = self.removed_spans[..., 1] - self.removed_spans[..., 0]
         sums = lengths.cumsum(-1)
-        behind = self.removed_spans[..., 0] - (
-            sums - lengths
-        )  # the rank of the token after each span
-        return ranks + _sum_up_to(ranks, behind, sums)
+        after = self.removed_spans[..., 0] - (sums - lengths)  # rank of the token after each span
+        return ranks + _sum_up_to(ranks, after, sums)
 
     def visible(self, store: TokenStore, slots: int) -> Tensor:
         """(B, slots) bool: which of the first slots hold a token and no padding."""
