@@ -608,8 +608,14 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
     "snapkv/policies/across_layers.py": [
         (
             "the window counts against what all layers share",
-            "zip(self.policy.counts(self._prefix(shown)), windows, strict=True)",
-            "zip(self.policy.counts(self._prefix(shown)), strict=True)",
+            "zip(self.policy.counts(prefix), windows, strict=True)",
+            "zip(self.policy.counts(prefix), strict=True)",
+            "policies/test_across_layers.py",
+        ),
+        (
+            "tokens that fill a block of codes in part are kept, too",
+            "found = torch.full_like(ranked, -math.inf)",
+            "found = torch.full_like(ranked, math.inf)",
             "policies/test_across_layers.py",
         ),
     ],
