@@ -42,6 +42,7 @@ class RunContext(SimpleNamespace):
         parts: names of those that are wanted.
         small: whether little is measured, for a look.
         model: what `snapkv ask --model` takes.
+        of_model: the one whose rows are for `docs/results`; None for any.
         dtype: of its weights and its cache.
         started: when, by `time.monotonic`.
     """
@@ -49,6 +50,7 @@ class RunContext(SimpleNamespace):
     parts: Sequence[str] = ()
     small: bool = False
     model: str = "demo"
+    of_model: str | None = "demo"
     dtype: str = "auto"
     started: float = 0.0
 
@@ -64,7 +66,7 @@ class RunContext(SimpleNamespace):
     @property
     def stored(self) -> bool:
         """Whether the rows are for `docs/results`, not for a look."""
-        return not self.small and self.model == RunContext.model
+        return not self.small and self.of_model in (None, self.model)
 
     def prompt(self, tokens: int) -> list[int]:
         """Token ids of that length."""

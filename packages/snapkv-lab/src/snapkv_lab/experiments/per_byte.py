@@ -5,6 +5,7 @@ the right answer fed. A budget is a share of the bytes of the full cache in the 
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -91,4 +92,12 @@ PER_BYTE = Experiment(
         Listing(Pivot("method, bits", "{name}", "{share}", of), title, made=_cells)
         for of, title in _TABLES.items()
     ],
+)
+
+PER_BYTE_LARGER = replace(
+    PER_BYTE,
+    name="per_byte_larger",
+    title="Right answers from the same bytes, on a larger model",
+    takes="two hours with 1.5 billion parameters; give it --model FOLDER or FILE.gguf",
+    options={**PER_BYTE.options, "tokens": Size(768, 768), "rounds": Size(2, 1), "of_model": None},
 )
