@@ -10,15 +10,16 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from snapkv import CompressedCache, FullCache, SnapKV, StreamingLLM
+from snapkv import CompressedCache, FullCache, SnapKV, StreamingLLM, default_policy
 from snapkv.app.answering import _Stopwatch, answer, answers_together
 from snapkv.app.comparison import Comparison
 from snapkv.app.models import LoadedModel
 from snapkv.app.prefills import PREFILLS
 from snapkv.app.prompt_end import telling_of_prompt_end
-from snapkv.app.prompts import Prompt, text_prompt
+from snapkv.app.prompts import Prompt, question_prompt, text_prompt
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, PromptTooLongError
+from snapkv.policies.default import asked_by, method_name
 from tests.app.conftest import DOCUMENT
 
 START = "The key is under the"
@@ -226,6 +227,40 @@ def test_a_hidden_question_does_not_vote(tiny):
         answer(tiny, prompt, SnapKV(48), SHORT, on_prompt_end=ends.append)
         kept.append(ends[0].cache.kept_positions(1)[..., :48])
     assert torch.equal(*kept)
+
+
+@pytest.mark.parametrize("answer_start", ["", "It lies"])
+def test_the_questions_tokens_vote(tiny, answer_start):
+    """From its first one on, wherever else the text asks it, for the default's method alone."""
+    question = "Where does the key lie, if it lies anywhere, and for how long has it been there?"
+    prompt = question_prompt(
+        tiny.tokenizer, f"{question} {DOCUMENT}", question, answer_start=answer_start
+    )
+    ids = prompt.token_ids(tiny.tokenizer)[0]
+    tokens = prompt.question_tokens(tiny.tokenizer)
+    assert tiny.tokenizer.decode(ids[-tokens:]).lstrip().startswith(question)
+    assert question not in tiny.tokenizer.decode(ids[-tokens:])[len(question) :]
+    given = answer(tiny, prompt, default_policy(48), SHORT)
+    assert given.policy == default_policy(48, voters=tokens).describe()
+    assert text_prompt(tiny.tokenizer, question).question_tokens(tiny.tokenizer) is None
+
+
+@pytest.mark.parametrize(
+    ("policy", "tokens", "asked"),
+    [
+        (default_policy(64), 40, default_policy(64, voters=40)),
+        (default_policy(64).policy, 40, default_policy(64, voters=40).policy),
+        (default_policy(64), 9, default_policy(64, voters=16)),
+        (default_policy(64), 900, default_policy(64, voters=128)),
+        (default_policy(64), None, default_policy(64)),
+        (default_policy(64, voters=20), 40, default_policy(64, voters=20)),
+        (SnapKV(64), 40, SnapKV(64)),
+        (StreamingLLM(64), 40, StreamingLLM(64)),
+    ],
+)
+def test_who_votes_on_a_question(policy, tokens, asked):
+    assert asked_by(policy, tokens) == asked
+    assert method_name(asked.describe()) == method_name(policy.describe())
 
 
 @pytest.mark.parametrize("inside", [0, 2, 7])

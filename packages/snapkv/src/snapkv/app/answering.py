@@ -80,7 +80,7 @@ def answer(
     layer begins to read the prompt; `on_prompt_end` after the prompt, but not with `drafts`.
     `quantize` is as for `CompressedCache`.
     """
-    policy = loaded.completed(policy)
+    policy = loaded.completed(policy, prompt.question_tokens(loaded.tokenizer))
     spans = [] if protection is None else protection.spans(prompt, policy, loaded.tokenizer)
     cache = _WatchedCache(loaded.model, policy, on_layer, protect=spans, quantize=quantize)
     found, _ = answer_ids(

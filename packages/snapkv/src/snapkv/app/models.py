@@ -44,6 +44,7 @@ from snapkv.plan import (
 )
 from snapkv.plan.shapes import SHAPES, config_of, shape_of
 from snapkv.policies import FullCache, Policy
+from snapkv.policies.default import asked_by
 from snapkv.validation import first_line, nearest, require_choice, require_dtype
 
 DEMO = "demo"
@@ -75,9 +76,10 @@ class LoadedModel:
         """Positions the model has for prompt and answer together; None where there is no limit."""
         return max_positions(self.model)
 
-    def completed(self, policy: Policy) -> Policy:
-        """The policy with what it needs to know of the tokenizer, and of the model's heads."""
-        return with_known(self.model, policy.with_tokenizer(self.tokenizer))
+    def completed(self, policy: Policy, question_tokens: int | None = None) -> Policy:
+        """The policy with what it needs to know of tokenizer, heads and question (`asked_by`)."""
+        known = with_known(self.model, policy.with_tokenizer(self.tokenizer))
+        return asked_by(known, question_tokens)
 
     def description(self) -> dict[str, Any]:
         """What a result must say about the model it was made with."""

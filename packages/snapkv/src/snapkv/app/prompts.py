@@ -24,6 +24,7 @@ class Prompt:
     answer_start: str = ""  # the end of `text` that belongs to the answer
     has_special_tokens: bool = False  # written by a chat template
     context_characters: int | None = None
+    question: str = ""  # the last that is asked; empty where nobody knows
     system_characters: int = 0  # of the system message that a chat begins with
     cuts: tuple[int, ...] = ()  # within control words of what a template did not write, see below
 
@@ -68,12 +69,23 @@ class Prompt:
             )
         return tokens
 
+    def question_tokens(self, tokenizer: Any) -> int | None:
+        """How many tokens the prompt has from the question's first on; None where it has none."""
+        place = self._last_place(self.question)
+        if place < 1:
+            return None
+        whole, _ = self.encoded(tokenizer)
+        return len(whole) - _alike(whole, self.encoded(tokenizer, end=place)[0])
+
+    def _last_place(self, question: str) -> int:
+        """Where it is asked last in the text; -1 for nowhere."""
+        question = question.strip()
+        return self.text.removesuffix(self.answer_start).rfind(question) if question else -1
+
     def hiding(self, question: str) -> "Prompt":
         """The same prompt, compressed before the question; everything after it is hidden, too."""
-        asked = self.text.removesuffix(self.answer_start)
-        question = question.strip()
-        place = asked.rfind(question)
-        if not question or place < 0:
+        place = self._last_place(question)
+        if place < 0:
             raise InvalidArgumentError(
                 f"question: expected to find it in the prompt to hide it, got a template that "
                 f"rewrites {question[:40]!r}; use the template none, or let the question vote"
@@ -126,10 +138,11 @@ def question_prompt(
     `answer_start`. Without one, the model continues "Question: ... Answer: ...".
     """
     if tokenizer.chat_template:
-        return chat_prompt(tokenizer, f"{document}\n\n{question}", answer_start=answer_start)
+        made = chat_prompt(tokenizer, f"{document}\n\n{question}", answer_start=answer_start)
+        return replace(made, question=question)
     text = f"{document}\n\nQuestion: {question}\nAnswer:"
     text += f" {answer_start}" if answer_start else ""
-    return Prompt(text=text, answer_start=answer_start)
+    return Prompt(text=text, answer_start=answer_start, question=question)
 
 
 def text_prompt(tokenizer: Any, text: str, *, answer_start: str = "") -> Prompt:

@@ -182,7 +182,8 @@ def inspect_prompt(
         if on_step:
             on_step(name, done, len(names))
 
-    known = [loaded.completed(policy) for _, policy in policies]
+    asked = prompt.question_tokens(loaded.tokenizer)
+    known = [loaded.completed(policy, asked) for _, policy in policies]
     shown, left_out, other_layers = _looked_at(loaded, prompt, known, settings, checks, begin_next)
     reader = PromptReader(loaded, prompt, settings, [Exact()] * (1 + len(policies) + len(budgets)))
 

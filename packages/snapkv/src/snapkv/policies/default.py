@@ -1,6 +1,7 @@
 """What somebody gets who chooses no method: the largest votes, and one budget for all layers."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from snapkv.policies.across_layers import AcrossLayers
@@ -8,6 +9,9 @@ from snapkv.policies.base import Policy
 from snapkv.policies.budget import AutoBudget, ByteBudget
 from snapkv.policies.snapkv import SnapKV
 from snapkv.validation import AUTO, DEFAULT, LOST_LARGEST_VOTE, SMALL_WINDOW
+
+MOST_VOTERS = 128
+"""Of a question, its last tokens; the time to count votes grows with their number."""
 
 
 def fading_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,6 +53,22 @@ def default_policy(
     return AcrossLayers(SnapKV(**default_parameters({"budget": budget, **given})))
 
 
+def asked_by(policy: Policy, question_tokens: int | None) -> Policy:
+    """The default's method, whose voters are the question's tokens; any other as it is.
+
+    Those are all from the question's first one to the prompt's end, and no fewer than its window:
+    what a question asks for may stand well before its end. None: nobody knows where it begins.
+    """
+    votes = by_layer(policy)
+    if question_tokens is None or not isinstance(votes, SnapKV):
+        return policy
+    if votes.window_reduce != "max" or votes.voters is not None:
+        return policy
+    voters = min(max(question_tokens, votes.window_size), MOST_VOTERS)
+    asked = replace(votes, voters=voters)
+    return asked if votes is policy else AcrossLayers(asked)
+
+
 def by_layer(policy: Policy) -> Policy:
     """The default's method where every layer must choose by itself; any other as it is."""
     return policy.policy if isinstance(policy, AcrossLayers) else policy
@@ -57,8 +77,8 @@ def by_layer(policy: Policy) -> Policy:
 def method_name(described: Mapping[str, Any]) -> str:
     """What people call the policy that `Policy.describe` has described.
 
-    That is `DEFAULT` where all but how much it keeps is the default's; and the paper's name alone
-    does not stand for votes that fade.
+    That is `DEFAULT` where all but how much it keeps and who votes is the default's; and the
+    paper's name alone does not stand for votes that fade.
     """
     if _without_budget(described) == _without_budget(default_policy().describe()):
         return DEFAULT
@@ -70,5 +90,5 @@ def _without_budget(described: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: _without_budget(value) if name == "policy" and isinstance(value, Mapping) else value
         for name, value in described.items()
-        if name not in ("budget", "keep_ratio")
+        if name not in ("budget", "keep_ratio", "voters")
     }
