@@ -112,9 +112,7 @@ def answer_ids(
 ) -> tuple[Answer, Tensor]:
     """The answer after (1, T) ids, see `continue_ids`, and all ids, (1, T + new)."""
     prompt_tokens = ids.shape[1]
-    watch = _Stopwatch(loaded.tokenizer, on_text, settings.stop_strings)
-    if on_text:
-        on_text(answer_start)
+    watch = _Stopwatch(loaded.tokenizer, on_text, settings.stop_strings, answer_start)
     output = continue_ids(loaded, ids, cache, settings, streamer=watch, **how)
     new_ids = output[0, prompt_tokens:].tolist()
     text = loaded.tokenizer.decode(new_ids, skip_special_tokens=True)
@@ -279,13 +277,20 @@ class _WatchedCache(CompressedCache):
 
 
 class _Stopwatch(TextStreamer):
-    """Passes finished text on, up to a stop string, and records the time of every token."""
+    """Passes finished text on, up to a stop string, and records the time of every token.
+
+    The first token is preceded by `answer_start`: until then the prompt is read.
+    """
 
     def __init__(
-        self, tokenizer: Any, on_text: TextSink | None, stop_strings: Sequence[str]
+        self,
+        tokenizer: Any,
+        on_text: TextSink | None,
+        stop_strings: Sequence[str],
+        answer_start: str = "",
     ) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._on_text = on_text
+        self._on_text, self._answer_start = on_text, answer_start
         self._stop_strings = stop_strings
         self._text, self._passed = "", 0
         self._start = time.perf_counter()
@@ -294,6 +299,8 @@ class _Stopwatch(TextStreamer):
 
     def put(self, value: Tensor) -> None:
         if not self.next_tokens_are_prompt:
+            if self._on_text and not self._arrivals:
+                self._on_text(self._answer_start)
             self._arrivals.append(time.perf_counter())
             self._counts.append(value.numel())
         super().put(value)

@@ -8,7 +8,6 @@ that a changed file is never mistaken for the one converted before.
 import contextlib
 import functools
 import hashlib
-import importlib.util
 import logging
 import os
 import tempfile
@@ -24,6 +23,7 @@ from transformers import AutoTokenizer
 from snapkv.cache_folder import cache_folder
 from snapkv.errors import InvalidArgumentError, SnapKVError, missing_package
 from snapkv.hf.checkpoint import load_complete
+from snapkv.packages import absent_for_gguf
 from snapkv.validation import first_line
 
 _log = logging.getLogger(__name__)
@@ -65,8 +65,7 @@ def convert_once(path: Path) -> ConvertedModel:
 
 
 def _convert(path: Path, folder: Path) -> None:
-    absent = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
-    if absent:
+    if absent := absent_for_gguf():
         raise missing_package("model: reading GGUF files", *absent)
     model, tokenizer = _unpack(path)
     try:
