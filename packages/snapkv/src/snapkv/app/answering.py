@@ -33,9 +33,6 @@ from snapkv.storage.bits import Quantize
 TextSink = Callable[[str], None]
 """Called with the next piece of an answer."""
 
-LayerSink = Callable[[int, int], None]
-"""Called with the number of layers that have read the prompt, and of all layers."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
@@ -71,18 +68,16 @@ def answer(
     prefill: Prefill | None = None,
     quantize: Quantize | None = None,
     on_text: TextSink | None = None,
-    on_layer: LayerSink | None = None,
     on_prompt_end: PromptEndSink | None = None,
 ) -> Answer:
     """Read the prompt into a cache that the policy compresses, and generate the answer.
 
-    `on_text` is called with every finished piece of it, `answer_start` first; `on_layer` when a
-    layer begins to read the prompt; `on_prompt_end` after the prompt, but not with `drafts`.
-    `quantize` is as for `CompressedCache`.
+    `on_text` is called with every finished piece of it, `answer_start` first; `on_prompt_end` after
+    the prompt, but not with `drafts`. `quantize` is as for `CompressedCache`.
     """
     policy = loaded.completed(policy)
     spans = [] if protection is None else protection.spans(prompt, policy, loaded.tokenizer)
-    cache = _WatchedCache(loaded.model, policy, on_layer, protect=spans, quantize=quantize)
+    cache = _CountingCache(loaded.model, policy, protect=spans, quantize=quantize)
     found, _ = answer_ids(
         loaded,
         prompt_ids(loaded, prompt, settings),
@@ -255,24 +250,15 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-class _WatchedCache(CompressedCache):
-    """Reports which layer reads the prompt, and counts forward passes."""
+class _CountingCache(CompressedCache):
+    """Counts forward passes."""
 
-    def __init__(
-        self, model: Any, policy: Policy, on_layer: LayerSink | None, **options: Any
-    ) -> None:
-        super().__init__(model, policy, **options)
-        self._on_layer = on_layer
-        self.passes = 0
+    passes = 0
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         self.passes += layer_idx == self._first
-        if self._on_layer:
-            self._on_layer(layer_idx + 1, len(self.layers))
-            if layer_idx + 1 == len(self.layers):
-                self._on_layer = None
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 

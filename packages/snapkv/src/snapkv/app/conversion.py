@@ -92,7 +92,7 @@ def _unpack(path: Path) -> tuple[Any, Any]:
     """Read model and tokenizer out of a GGUF file, every tensor as float32."""
     _log.info("converting %s to a folder that opens in a moment; this is done once", path.name)
     try:
-        with _without_progress_bars():
+        with _bar_on_terminals():
             tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
             _name_special_tokens(tokenizer, path)
             model = load_complete(
@@ -131,9 +131,9 @@ def _name_special_tokens(tokenizer: Any, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    """Within this block transformers draws no bar for the tensors of a GGUF file."""
-    gguf_reading.tqdm = functools.partial(_draw_progress, disable=True)
+def _bar_on_terminals() -> Iterator[None]:
+    """Within this block transformers' bar of a GGUF file's tensors is for terminals only."""
+    gguf_reading.tqdm = functools.partial(_draw_progress, disable=None, leave=False)
     try:
         yield
     finally:

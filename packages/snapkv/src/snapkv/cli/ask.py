@@ -13,7 +13,9 @@ from snapkv.app.prompts import (
     text_prompt,
 )
 from snapkv.cli import panels
+from snapkv.cli.announcing import announce, announce_model
 from snapkv.cli.fields import with_options
+from snapkv.cli.library import opened
 from snapkv.cli.options import AskOptions, RunOptions
 from snapkv.errors import InvalidArgumentError
 
@@ -43,6 +45,8 @@ def ask(
             f"{EXAMPLES['ask'][0]}"
         )
     if not files:
+        opened(str(options.library), quiet=True).required()
+        announce(f"opening {options.library}")
         from snapkv.cli.from_library import answer_from_library  # imports torch
 
         answer_from_library(options, question, context.obj)
@@ -98,6 +102,7 @@ def _begun(files: list[str], options: RunOptions) -> tuple[str, Any, dict[str, A
     options.settings()
     read, warnings = text_files.read_noting(files) if files else ([], [])
 
+    announce_model(options.model)
     from snapkv.cli.policy import build_policy  # imports torch, after the checks above
 
     documents = [document.name for document in read]

@@ -14,6 +14,7 @@ from rich.text import Text
 from snapkv.app.settings import GenerationSettings
 from snapkv.cli import panels
 from snapkv.cli.amounts import TokenBudget, WholeNumber
+from snapkv.cli.announcing import announce_model
 from snapkv.cli.fields import with_options
 from snapkv.cli.options import ModelOptions
 from snapkv.cli.standard_output import write
@@ -63,6 +64,7 @@ def demo(
     """
     if options.model is None:
         demo_file()  # refused before torch is imported
+    announce_model(options.model)
     from snapkv.app.answering import answer
     from snapkv.app.prompts import question_prompt
     from snapkv.cli.grid import say
@@ -85,8 +87,9 @@ def demo(
         def labelled(text: str) -> None:  # the label when the answer begins, behind the bar
             write(next(labels, "") + text)
 
-        with reading_progress(method_name(who.describe()), labelled) as progress:
-            given = answer(loaded, prompt, who, settings, quantize=bits, **progress)
+        with reading_progress(loaded.model, method_name(who.describe())) as bar:
+            on_text = bar.before(labelled)
+            given = answer(loaded, prompt, who, settings, quantize=bits, on_text=on_text)
         write("\n")
         return given
 

@@ -48,8 +48,9 @@ def answer_from_files(
     )
 
     def read(who: Policy, how: GenerationSettings, on_text: TextSink | None, **ways: Any) -> Answer:
-        with reading_progress(method_name(who.describe()), on_text) as progress:
-            return answer(loaded, prompt, who, how, protection=protection, **ways, **progress)
+        with reading_progress(loaded.model, method_name(who.describe())) as bar:
+            ways |= {"protection": protection, "on_text": on_text and bar.before(on_text)}
+            return answer(loaded, prompt, who, how, **ways)
 
     def full(tokens: int | None) -> Answer:
         limit = settings.max_new_tokens if tokens is None else tokens
