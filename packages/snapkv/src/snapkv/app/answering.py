@@ -149,7 +149,7 @@ def require_positions(
 ) -> None:
     """Refuse a prompt that leaves too few positions for the answer."""
     max_tokens, new_tokens = loaded.max_tokens, settings.max_new_tokens
-    if max_tokens is None or prompt_tokens + new_tokens <= max_tokens:
+    if max_tokens is None or loaded.has_positions(prompt_tokens + new_tokens):
         return
     remedies = []
     if prompt_tokens < max_tokens:

@@ -75,6 +75,10 @@ class LoadedModel:
         """Positions the model has for prompt and answer together; None where there is no limit."""
         return max_positions(self.model)
 
+    def has_positions(self, tokens: int) -> bool:
+        """Whether prompt and answer may be so long together."""
+        return self.max_tokens is None or tokens <= self.max_tokens
+
     def completed(self, policy: Policy) -> Policy:
         """The policy with what it needs to know of the tokenizer, and of the model's heads."""
         return with_known(self.model, policy.with_tokenizer(self.tokenizer))
