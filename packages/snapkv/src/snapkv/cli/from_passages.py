@@ -35,7 +35,7 @@ def answer_from_passages(
 ) -> None:
     """Answer from the documents; where they are too long, say what to type or what was read."""
     said: list[Text] = []
-    request |= {"question": question, "passages": None}
+    request["question"] = question
 
     def made(loaded: LoadedModel, read: Sequence[TextFile]) -> Prompt:
         text = text_files.join(read)
