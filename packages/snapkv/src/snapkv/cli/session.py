@@ -23,7 +23,6 @@ from snapkv.hf.placement import device_of
 from snapkv.policies.default import method_name
 from snapkv.validation import format_bytes
 
-
 _REQUEST = (
     *("question", "prompt", "documents", "warnings"),
     *("library", "sources", "recompute", "passages"),
