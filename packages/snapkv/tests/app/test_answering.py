@@ -14,9 +14,10 @@ from snapkv import CompressedCache, FullCache, SnapKV, StreamingLLM, default_pol
 from snapkv.app.answering import _Stopwatch, answer, answers_together
 from snapkv.app.comparison import Comparison
 from snapkv.app.models import LoadedModel
-from snapkv.app.prefills import PREFILLS
+from snapkv.app.prefills import PREFILLS, Exact, LayerByLayer
 from snapkv.app.prompt_end import telling_of_prompt_end
 from snapkv.app.prompts import Prompt, question_prompt, text_prompt
+from snapkv.app.reading import telling_of_reading
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, PromptTooLongError
 from snapkv.policies.default import asked_by, method_name
@@ -76,16 +77,17 @@ def test_what_was_evicted_for_the_answers_own_tokens_is_not_kept(tiny, prompt):
     assert result.kept_tokens == 48 - (result.new_tokens - 1)
 
 
-def test_every_layer_and_every_piece_of_text_is_told_of_as_it_comes(tiny, prompt):
+@pytest.mark.parametrize("way", [Exact(), LayerByLayer(chunk_tokens=64)])
+def test_how_far_the_prompt_is_read_and_then_every_piece_of_text_is_told(tiny, prompt, way):
     events = []
-    result = answer(
-        tiny, prompt, SnapKV(48), SHORT, on_text=events.append,
-        on_layer=lambda *layers: events.append(layers),
-    )  # fmt: skip
-    assert events[0] == START  # known before anything is read
-    assert events[1:3] == [(1, 2), (2, 2)]
+    with telling_of_reading(tiny.model, lambda *tokens: events.append(tokens)):
+        result = answer(tiny, prompt, SnapKV(48), SHORT, on_text=events.append, prefill=way)
+    tokens = result.prompt_tokens
+    assert events[:2] == [(tokens // 2, tokens), (tokens, tokens)]  # it has two layers
+    assert events[2] == START  # known before, but until the prompt is read a bar is drawn
     assert len(events) > 5
-    assert "".join([START, *events[3:]]) == result.text
+    assert "".join(events[2:]) == result.text
+    assert not any(layer._forward_hooks for layer in tiny.model.model.layers)
 
 
 @pytest.mark.parametrize("seed", [1, 3])

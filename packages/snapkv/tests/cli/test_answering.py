@@ -50,10 +50,10 @@ def test_the_answer_alone_is_on_standard_output(snapkv, demo_only, document):
 
 def test_json_is_one_object_and_nothing_else(asked, demo_only, document):
     record = asked(*SMALL)
-    assert list(record) == [
-        "answer", "model", "documents", "warnings", "question", "prefill", "settings", "runs",
-        "lost_votes", "snapkv", "torch", "transformers",
-    ]  # fmt: skip
+    assert list(record)[:4] == ["answer", "model", "question", "prompt"]
+    assert {name for name, value in record.items() if value is None} == {
+        "prompt", "library", "sources", "recompute", "passages", "comparison", "check", "bits",
+    }  # fmt: skip
     assert record["model"]["name"] == "demo"
     assert record["documents"] == [str(document)]
     assert record["question"] == "Where is the key?"
@@ -190,14 +190,23 @@ def test_only_options_that_were_given_reach_the_loader(snapkv, tiny_only):
     assert tiny_only == [{}, {"name": "x", "dtype": "float32"}]
 
 
+@pytest.mark.parametrize("as_json", [True, False])
 @pytest.mark.parametrize("terminal", [True, False])
-def test_progress_is_drawn_on_terminals_only(snapkv, tiny_only, monkeypatch, terminal):
+def test_progress_is_drawn_on_terminals_only(
+    snapkv, tiny_only, document, monkeypatch, terminal, as_json
+):
+    """What is loaded is said first, then how many tokens are read, of a streamed answer too."""
     if terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")
         monkeypatch.setenv("TTY_COMPATIBLE", "1")
-    done = snapkv("generate", "-p", "Hi", "--max-new-tokens", 1, "--json")
-    json.loads(done.out)
-    assert ("reading the prompt" in done.err) == terminal
+    record = ("--json",) if as_json else ()
+    done = snapkv("ask", document, *ASK, "--max-new-tokens", 1, "--compare", *record)
+    drawn = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", done.err)
+    assert drawn.startswith("snapkv: loading the demo model\n") == terminal
+    for method in ("default", "full"):
+        assert (f"reading ({method})" in drawn) == terminal
+    one = snapkv("ask", document, *ASK, "--max-new-tokens", 1, *record)
+    assert bool(re.search(r"(\d+) of \1 tokens", one.err)) == terminal
 
 
 @pytest.mark.parametrize(

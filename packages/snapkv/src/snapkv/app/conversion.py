@@ -8,7 +8,6 @@ that a changed file is never mistaken for the one converted before.
 import contextlib
 import functools
 import hashlib
-import importlib.util
 import logging
 import os
 import tempfile
@@ -24,6 +23,7 @@ from transformers import AutoTokenizer
 from snapkv.cache_folder import cache_folder
 from snapkv.errors import InvalidArgumentError, SnapKVError, missing_package
 from snapkv.hf.checkpoint import load_complete
+from snapkv.packages import absent_for_gguf
 from snapkv.validation import first_line
 
 _log = logging.getLogger(__name__)
@@ -65,8 +65,7 @@ def convert_once(path: Path) -> ConvertedModel:
 
 
 def _convert(path: Path, folder: Path) -> None:
-    absent = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
-    if absent:
+    if absent := absent_for_gguf():
         raise missing_package("model: reading GGUF files", *absent)
     model, tokenizer = _unpack(path)
     try:
@@ -93,7 +92,7 @@ def _unpack(path: Path) -> tuple[Any, Any]:
     """Read model and tokenizer out of a GGUF file, every tensor as float32."""
     _log.info("converting %s to a folder that opens in a moment; this is done once", path.name)
     try:
-        with _without_progress_bars():
+        with _bar_on_terminals():
             tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
             _name_special_tokens(tokenizer, path)
             model = load_complete(
@@ -132,9 +131,9 @@ def _name_special_tokens(tokenizer: Any, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    """Within this block transformers draws no bar for the tensors of a GGUF file."""
-    gguf_reading.tqdm = functools.partial(_draw_progress, disable=True)
+def _bar_on_terminals() -> Iterator[None]:
+    """Within this block transformers' bar of a GGUF file's tensors is for terminals only."""
+    gguf_reading.tqdm = functools.partial(_draw_progress, disable=None, leave=False)
     try:
         yield
     finally:

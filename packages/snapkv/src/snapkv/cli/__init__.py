@@ -5,8 +5,7 @@ from snapkv.cli.entry import main
 __all__ = ["main"]
 
 SUMMARIES = {
-    "demo": "Ask about the source of Python's gzip module: what a small cache holds, takes and "
-    "answers.",
+    "demo": "Ask about the source of Python's gzip module: what a small cache holds and answers.",
     "ask": "Answer a question about documents, from a cache smaller than they are.",
     "generate": "Continue a text, from a cache smaller than it is.",
     "chat": "Answer questions about documents, one after another, in one small cache.",

@@ -8,14 +8,16 @@ from snapkv.app import text_files
 from snapkv.app.prompts import (
     Prompt,
     chat_prompt,
-    question_prompt,
     require_unicode,
     text_prompt,
 )
 from snapkv.cli import panels
+from snapkv.cli.announcing import announce, announce_model
 from snapkv.cli.fields import with_options
+from snapkv.cli.library import opened
 from snapkv.cli.options import AskOptions, RunOptions
 from snapkv.errors import InvalidArgumentError
+from snapkv.library.records import Text
 
 EXAMPLES = {
     "ask": (
@@ -43,20 +45,17 @@ def ask(
             f"{EXAMPLES['ask'][0]}"
         )
     if not files:
+        opened(str(options.library), quiet=True).required()
+        announce(f"opening {options.library}")
         from snapkv.cli.from_library import answer_from_library  # imports torch
 
         answer_from_library(options, question, context.obj)
         return
     read, policy, request = _begun(files, options)
 
-    def prompt(tokenizer: Any) -> Prompt:
-        made = question_prompt(tokenizer, read, question, answer_start=options.answer_start)
-        return made.hiding(question) if policy.reads_context else made
+    from snapkv.cli.from_passages import answer_from_passages
 
-    from snapkv.cli.from_files import answer_from_files
-
-    request["question"] = question
-    answer_from_files(options, policy, prompt, request, context.obj, system=None)
+    answer_from_passages(options, policy, read, question, request, context.obj)
 
 
 @with_options(RunOptions)
@@ -82,10 +81,10 @@ def generate(
     require_unicode("prompt", prompt)
     read, policy, request = _begun(files or [], options)
 
-    def made(tokenizer: Any) -> Prompt:
-        text = "\n\n".join(filter(None, [read, prompt]))
+    def made(loaded: Any) -> Prompt:
+        text = "\n\n".join(filter(None, [text_files.join(read), prompt]))
         make = chat_prompt if chat else text_prompt
-        return make(tokenizer, text, answer_start=options.answer_start)
+        return make(loaded.tokenizer, text, answer_start=options.answer_start)
 
     from snapkv.cli.from_files import answer_from_files
 
@@ -93,13 +92,14 @@ def generate(
     answer_from_files(options, policy, made, request, context.obj, system=False)
 
 
-def _begun(files: list[str], options: RunOptions) -> tuple[str, Any, dict[str, Any]]:
-    """The text of the files, the policy, and both as parts of the JSON object."""
+def _begun(files: list[str], options: RunOptions) -> tuple[list[Text], Any, dict[str, Any]]:
+    """The files, the policy, and both as parts of the JSON object."""
     options.settings()
     read, warnings = text_files.read_noting(files) if files else ([], [])
 
+    announce_model(options.model)
     from snapkv.cli.policy import build_policy  # imports torch, after the checks above
 
     documents = [document.name for document in read]
     request: dict[str, Any] = {"documents": documents, "warnings": warnings}
-    return text_files.join(read), build_policy(options), request
+    return read, build_policy(options), request

@@ -12,6 +12,7 @@ import typer
 
 from snapkv.app import text_files
 from snapkv.cache.saving.writing import replacing
+from snapkv.cli.announcing import announce_model
 from snapkv.cli.fields import with_options
 from snapkv.cli.options import DRAFTS, RunOptions
 from snapkv.cli.outputs import Output, require_output
@@ -54,6 +55,7 @@ def chat(
     settings = options.settings()
     read, warnings = text_files.read_noting(files) if files else ([], [])
 
+    announce_model(options.model)
     from snapkv.cli.policy import build_policy, usual_bits  # imports torch, after the checks above
 
     alone = bool(_forgets(options, recall))
@@ -80,6 +82,7 @@ def chat(
             quantize=quantize,
             **ways,
         ),
+        model=loaded.model,
         load=lambda path: Conversation.load(path, loaded, settings, policy, **ways),
         inputs=[*(files or []), *([options.model] if options.model else [])],
         as_json=options.json,
@@ -145,6 +148,7 @@ class Chat:
     """Reads lines and answers questions or runs commands."""
 
     conversation: "Conversation"
+    model: Any
     load: Callable[[str], "Conversation"]  # loads a saved one
     inputs: Sequence[str]  # files and folders that were read, never overwritten by /save
     as_json: bool
@@ -198,13 +202,16 @@ class Chat:
         commands[name](argument.strip())
 
     def _answer(self, question: str) -> None:
+        from snapkv.cli.loading import reading_progress  # imports torch
+        from snapkv.cli.session import answer_record
+
+        with reading_progress(self.model, "chat") as bar:
+            on_text = None if self.as_json else bar.before(write)
+            answer = self.conversation.ask(question, on_text=on_text)
         if not self.as_json:
-            self.conversation.ask(question, on_text=write)
             write("\n")
             return
-        from snapkv.cli.session import answer_record  # imports torch
-
-        record = answer_record(self.conversation.ask(question), with_layers=self.with_layers)
+        record = answer_record(answer, with_layers=self.with_layers)
         answered = {"question": question, **record, "warnings": self.warnings}
         write_json(answered, indent=None)
 

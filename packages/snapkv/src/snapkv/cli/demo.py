@@ -1,9 +1,9 @@
-"""`snapkv demo`: a real document, asked from a compressed and a full cache and from a library."""
+"""`snapkv demo`: a question about a real document, from a compressed and from the full cache."""
 
 import gzip
-import tempfile
-import time
-from collections.abc import Iterator
+import shlex
+import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,20 +14,25 @@ from rich.text import Text
 from snapkv.app.settings import GenerationSettings
 from snapkv.cli import panels
 from snapkv.cli.amounts import TokenBudget, WholeNumber
+from snapkv.cli.announcing import announce_model
 from snapkv.cli.fields import with_options
 from snapkv.cli.options import ModelOptions
+from snapkv.cli.standard_output import write
+from snapkv.packages import demo_file
 from snapkv.validation import AUTO, format_bytes
 
 EXAMPLES = {"demo": ("snapkv demo", "snapkv demo --budget 256")}
 
-WARM_UP_CHARACTERS = 2_000
+QUESTION = "Which RFC requires the FNAME field to be Latin-1?"
+START = "The FNAME field is required to be Latin-1 by RFC"
+"""About the source of Python's gzip module, and how the answer begins."""
 
-
-FIRST = "Which RFC requires the FNAME field to be Latin-1?"
-FIRST_START = "The FNAME field is required to be Latin-1 by RFC"
-SECOND = "Whose minigzip.py is this module based on?"
-SECOND_START = "It is based on Andrew"
-"""Questions about the source of Python's gzip module, and how their answers begin."""
+NEXT = (
+    "ask {} -q 'Whose minigzip.py is this based on?' --answer-start 'It is based on Andrew'",
+    "chat {}",
+    "plan --model llama-3.1-8b --context 120k --gpu-memory 80GB",
+)
+"""Commands to type next; the braces are the document."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,88 +51,64 @@ class DemoOptions(ModelOptions):
 @with_options(DemoOptions)
 def demo(
     characters: Annotated[
-        int | None,
-        typer.Option(help="How much of the document to read", show_default="all of it"),
+        int,
+        typer.Option(help="How much of the document to read; the answer is in its first 10,000"),
         WholeNumber(1),
-    ] = None,
+    ] = 12_000,
     *,
     options: DemoOptions,
 ) -> None:
-    """Ask about the source of Python's gzip module: what a small cache holds, takes and answers.
+    """Ask about the source of Python's gzip module: what a small cache holds and answers.
 
-    After a warm-up, the compressed and the full cache answer. Then the document is read into a
-    library, and a second question is answered from the library and by reading everything again.
+    The compressed cache answers, then the full cache.
     """
+    if options.model is None:
+        demo_file()  # refused before torch is imported
+    announce_model(options.model)
+    from snapkv.app.answering import answer
+    from snapkv.app.prompts import question_prompt
     from snapkv.cli.grid import say
-    from snapkv.cli.loading import load_model
-    from snapkv.policies import default_policy
+    from snapkv.cli.loading import load_model, reading_progress
+    from snapkv.cli.policy import usual_bits
+    from snapkv.policies import FullCache, default_policy
+    from snapkv.policies.default import method_name
 
     loaded, policy = load_model(options), default_policy(options.budget)
     text = Path(gzip.__file__).read_text(encoding="utf-8")[:characters]
-    for lines in (_both(loaded, text, policy), _again(loaded, text, policy)):
-        for label, line in lines:
-            say([Text.assemble((f"{label:<13}", "bold"), line)])
+    prompt = question_prompt(loaded.tokenizer, text, QUESTION, answer_start=START)
+    tokens = len(prompt.encoded(loaded.tokenizer)[0])
+    write(f"{_label('document')}from the source of Python's gzip module, {tokens:,} tokens\n")
+    write(f"{_label('question')}{QUESTION}\n")
+
+    def answered(label: str, who: Any) -> Any:
+        bits, _ = usual_bits(who, loaded.model)
+        settings, labels = GenerationSettings(max_new_tokens=6), iter([_label(label)])
+
+        def labelled(text: str) -> None:  # the label when the answer begins, behind the bar
+            write(next(labels, "") + text)
+
+        with reading_progress(loaded.model, method_name(who.describe())) as bar:
+            on_text = bar.before(labelled)
+            given = answer(loaded, prompt, who, settings, quantize=bits, on_text=on_text)
+        write("\n")
+        return given
+
+    ours, full = answered("answer", policy), answered("full cache", FullCache())
+    write(f"{_saved(ours, same=ours.text == full.text)}\n\nType next:\n")
+    typed = sys.argv[0]
+    on_path = shutil.which("snapkv") or Path(typed).name != "snapkv"
+    program = "snapkv" if on_path else shlex.quote(typed)
+    say(Text(f"  {program} {line.format(shlex.quote(gzip.__file__))}") for line in NEXT)
 
 
-def _both(loaded: Any, text: str, policy: Any) -> Iterator[tuple[str, str]]:
-    """The first question, answered from the compressed and from the full cache."""
-    from snapkv.app.answering import answer
-    from snapkv.app.prompts import question_prompt
-    from snapkv.cli.loading import reading_progress
-    from snapkv.cli.policy import usual_bits
-    from snapkv.policies import FullCache
-    from snapkv.policies.default import method_name
-
-    settings = GenerationSettings(max_new_tokens=6)
-
-    def answered(text: str, policy: Any) -> Any:
-        prompt = question_prompt(loaded.tokenizer, text, FIRST, answer_start=FIRST_START)
-        with reading_progress(method_name(policy.describe())) as progress:
-            bits, _ = usual_bits(policy, loaded.model)
-            return answer(loaded, prompt, policy, settings, quantize=bits, **progress)
-
-    tokens = len(loaded.tokenizer(text).input_ids)
-    yield "document", f"the source of Python's gzip module, {tokens:,} tokens"
-    yield "question", FIRST
-    for who in (policy, FullCache()):
-        answered(text[:WARM_UP_CHARACTERS], who)
-    for who in (policy, FullCache()):
-        given = answered(text, who)
-        held, share = given.cache.held_bytes, given.cache.held_bytes / given.cache.full_bytes
-        yield "full cache" if share == 1 else f"{share:.0%} of cache", _on_one_line(given)
-        yield (
-            "",
-            f"{format_bytes(held)} of cache; {given.first_token_ms / 1000:.1f} s to the first "
-            f"token, {given.token_ms or 0:.0f} ms for each one after it",
-        )
+def _label(text: str) -> str:
+    return f"{text:<13}"
 
 
-def _again(loaded: Any, text: str, policy: Any) -> Iterator[tuple[str, str]]:
-    """A second question, answered from a library and by reading everything again."""
-    from snapkv.app.library_answers import search, take
-    from snapkv.cli.loading import reading_progress
-    from snapkv.library.library import Library
-
-    with tempfile.TemporaryDirectory(prefix="snapkv-demo-") as folder:
-        library = Library(Path(folder) / "library")
-        begin = time.perf_counter()
-        with reading_progress("library"):
-            library.add(loaded.model, loaded.tokenizer, [("gzip.py", text)])
-        seconds = time.perf_counter() - begin
-        held = format_bytes(sum(record.bytes for record in library.documents))
-        yield "library", f"the document, read once in {seconds:.1f} s, {held} on disk"
-        yield "question", SECOND
-        settings = GenerationSettings(max_new_tokens=8)
-        hits = search(library, SECOND, 1)
-        found = take(loaded, library, SECOND, hits, settings, answer_start=SECOND_START)
-        with reading_progress("library"):
-            ours = found.answer(policy)
-        yield "library", f"{_on_one_line(ours)} ({ours.total_ms / 1000:.1f} s)"
-        with reading_progress("full"):
-            full = found.answer_in_full()
-        seconds = full.total_ms / 1000
-        yield "full cache", f"{_on_one_line(full)} ({seconds:.1f} s, all of it read again)"
-
-
-def _on_one_line(answer: Any) -> str:
-    return " ".join(answer.text.split())
+def _saved(ours: Any, *, same: bool) -> str:
+    held, whole = ours.cache.held_bytes, ours.cache.full_bytes
+    return (
+        f"Saved: {1 - held / whole:.0%} of the cache, {format_bytes(held)} instead of "
+        f"{format_bytes(whole)}, and the full cache gives {'the same' if same else 'another'} "
+        "answer."
+    )

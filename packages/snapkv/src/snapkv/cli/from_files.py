@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rich.text import Text
+
 from snapkv.app import draft_methods
 from snapkv.app.answering import Answer, TextSink, answer
 from snapkv.app.draft_methods import DraftMethod
@@ -24,11 +26,12 @@ from snapkv.policies.default import method_name
 def answer_from_files(
     options: RunOptions,
     policy: Policy,
-    make_prompt: Callable[[Any], Prompt],
+    make_prompt: Callable[[LoadedModel], Prompt],
     request: dict[str, Any],
     typed: Sequence[str],
     *,
     system: bool | None,
+    sources: Callable[[], Sequence[Text]] = tuple,
 ) -> None:
     """Load the model, answer once or, to compare, twice; then print the results.
 
@@ -39,12 +42,13 @@ def answer_from_files(
     _require_drafts_that_fit(options, policy)
     loaded = load_model(options)
     drafts = _draft_method(options, loaded)
-    prompt = make_prompt(loaded.tokenizer)
+    prompt = make_prompt(loaded)
     quantize, own_bits = usual_bits(policy, loaded.model, options)
 
     def read(who: Policy, how: GenerationSettings, on_text: TextSink | None, **ways: Any) -> Answer:
-        with reading_progress(method_name(who.describe()), on_text) as progress:
-            return answer(loaded, prompt, who, how, protection=protection, **ways, **progress)
+        with reading_progress(loaded.model, method_name(who.describe())) as bar:
+            ways |= {"protection": protection, "on_text": on_text and bar.before(on_text)}
+            return answer(loaded, prompt, who, how, **ways)
 
     def full(tokens: int | None) -> Answer:
         limit = settings.max_new_tokens if tokens is None else tokens
@@ -59,6 +63,7 @@ def answer_from_files(
         full=full,
         exactly={} if options.reading.holds_all else {"prefill": None},
         own_bits=own_bits,
+        sources=sources,
     )
     show_answers(asked, options, request, typed)
 

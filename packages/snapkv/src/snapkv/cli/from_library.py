@@ -7,6 +7,7 @@ from rich.text import Text
 
 from snapkv.app.answering import Answer, TextSink
 from snapkv.app.library_answers import search, take
+from snapkv.cli.announcing import announce_model
 from snapkv.cli.library import like
 from snapkv.cli.loading import load_model, reading_progress
 from snapkv.cli.options import AskOptions
@@ -33,7 +34,9 @@ def answer_from_library(options: AskOptions, question: str, typed: Sequence[str]
         options, policy = replace(options, policy=FullCache.name), FullCache()  # not changed
     documents = _DOCUMENTS if options.documents is None else options.documents
     hits = search(library, question, documents)
-    loaded = load_model(like(library, options))
+    options = like(library, options)
+    announce_model(options.model)
+    loaded = load_model(options)
     found = take(
         loaded,
         library,
@@ -56,11 +59,11 @@ def answer_from_library(options: AskOptions, question: str, typed: Sequence[str]
     }
 
     def answered(on_text: TextSink | None) -> Answer:
-        with reading_progress(method_name(policy.describe()), on_text) as progress:
-            return found.answer(policy, progress["on_text"])
+        with reading_progress(loaded.model, method_name(policy.describe())) as bar:
+            return found.answer(policy, on_text and bar.before(on_text))
 
     def full(tokens: int | None) -> Answer:
-        with reading_progress(FullCache.name):
+        with reading_progress(loaded.model, FullCache.name):
             return found.answer_in_full(tokens)
 
     asked = Asked(

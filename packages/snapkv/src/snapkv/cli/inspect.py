@@ -11,6 +11,7 @@ from snapkv.app.prompts import question_prompt
 from snapkv.cache.saving.writing import replace_file
 from snapkv.cli import panels
 from snapkv.cli.amounts import WholeNumber, integers, token_budget
+from snapkv.cli.announcing import announce_model
 from snapkv.cli.fields import with_options
 from snapkv.cli.methods import known_method, specs
 from snapkv.cli.options import MethodOptions
@@ -79,6 +80,7 @@ def inspect(files: panels.Documents, question: panels.Question, options: Inspect
     settings, budgets = options.settings(), _budgets(options)
     read, warnings = text_files.read_noting(files)
 
+    announce_model(options.model)
     from snapkv.cli.policy import build_policy  # imports torch, after the checks above
 
     policy = build_policy(options)

@@ -11,6 +11,7 @@ import typer
 
 from snapkv.cli import panels
 from snapkv.cli.amounts import byte_count
+from snapkv.cli.announcing import announce_model
 from snapkv.cli.fields import with_options
 from snapkv.cli.grid import Grid, give
 from snapkv.cli.options import PolicyOptions
@@ -110,24 +111,30 @@ app = typer.Typer(
 @with_options(AddOptions)
 def add(sources: panels.Documents, *, options: AddOptions) -> None:
     """Read new and changed documents; remove those whose files were deleted."""
-    from snapkv.app import library_files  # imports torch, after the checks above
-    from snapkv.cli.loading import answers_progress, load_model
-    from snapkv.cli.policy import build_policy
+    from snapkv.app import library_files
     from snapkv.library.library import Outcome
-    from snapkv.policies.base import ALL_QUERIES
 
     library = opened(options.to)
     found = library_files.find(sources, library)
-    policy, notices = None if options.policy == _AS_IT_IS else build_policy(options), found.notices
-    if policy and not policy.reads_context and 0 < policy.query_tokens < ALL_QUERIES:
-        notices = [*notices, _VOTES.format(policy.name)]
+    policy, notices = None, found.notices
+    if found.texts or options.policy != _AS_IT_IS:
+        announce_model(like(library, options).model)
+    if options.policy != _AS_IT_IS:
+        from snapkv.cli.policy import build_policy  # imports torch, after the checks above
+        from snapkv.policies.base import ALL_QUERIES
+
+        policy = build_policy(options)
+        if not policy.reads_context and 0 < policy.query_tokens < ALL_QUERIES:
+            notices = [*notices, _VOTES.format(policy.name)]
     _tell(notices)
     outcomes = [
         Outcome(name=name, what="failed", reason=reason) for name, reason in found.failed.items()
     ]
     if found.texts:
+        from snapkv.cli.loading import load_model, reading_progress  # imports torch
+
         loaded = load_model(like(library, options))
-        with answers_progress("reading") as advance:
+        with reading_progress(loaded.model, str(library.path)) as bar:
             outcomes += library.add(
                 loaded.model,
                 loaded.tokenizer,
@@ -135,7 +142,7 @@ def add(sources: panels.Documents, *, options: AddOptions) -> None:
                 policy,
                 bits=options.bits,  # type: ignore[arg-type] # one of them, see `AddOptions`
                 model_name=loaded.name,
-                on_progress=advance,
+                on_progress=bar.next,
             )
     if found.gone:
         gone = library.remove([record.where for record in found.gone])

@@ -8,8 +8,8 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import transformers
@@ -20,6 +20,7 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     ProgressColumn,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -28,6 +29,8 @@ from rich.progress import (
 from snapkv.app import conversion
 from snapkv.app.answering import TextSink
 from snapkv.app.models import LoadedModel, load
+from snapkv.app.reading import telling_of_reading
+from snapkv.cli.announcing import announce
 from snapkv.cli.interrupts import started
 from snapkv.cli.options import ModelOptions
 from snapkv.errors import SnapKVError
@@ -36,10 +39,9 @@ _LOAD_OPTIONS = ("device", "dtype", "revision", "attn_implementation", "trust_re
 
 
 def load_model(options: ModelOptions) -> LoadedModel:
-    """Load the model that the options name, with a message on standard error meanwhile."""
+    """Load the model that the options name."""
     begin(verbose=options.verbose)
-    with Console(stderr=True).status(f"loading {options.model or 'the demo model'}"):
-        return load(**load_arguments(options))
+    return load(**load_arguments(options))
 
 
 def load_arguments(options: ModelOptions) -> dict[str, Any]:
@@ -50,6 +52,7 @@ def load_arguments(options: ModelOptions) -> dict[str, Any]:
 
 def load_other(name: str, options: ModelOptions) -> LoadedModel:
     """Load a draft model, on the device and in the dtype of the main model."""
+    announce(f"loading {name}")
     try:
         return load_model(replace(options, model=name, revision=None, attn_implementation=None))
     except SnapKVError as error:  # the message names the main model's option
@@ -84,35 +87,43 @@ class _ToStandardError(logging.Handler):
         sys.stderr.write(f"snapkv: {record.getMessage()}\n")
 
 
-@contextmanager
-def reading_progress(label: str, on_text: TextSink | None = None) -> Iterator[dict[str, Any]]:
-    """Show which layer reads the prompt, until the answer begins.
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """The bar of `reading_progress`."""
 
-    Args:
-        label: the method that is shown.
-        on_text: called with text of the answer as it is generated; None to show none.
+    bar: Progress
+    task: TaskID
 
-    Yields:
-        Callbacks for `answer`: one for every layer that begins, one for text without the bar.
-    """
-    with _bar(
-        TextColumn("reading the prompt ({task.description})"),
-        BarColumn(),
-        TextColumn("{task.fields[reached]}"),
-        TimeElapsedColumn(),
-    ) as bar:
-        task = bar.add_task(label, total=None, reached="")
+    def show(self, tokens: int, of_tokens: int) -> None:
+        reached = f"{tokens:,} of {of_tokens:,} tokens"
+        self.bar.update(self.task, completed=tokens, total=of_tokens, reached=reached)
 
-        def advance(layers: int, of_layers: int) -> None:
-            reached = f"layer {layers} of {of_layers}"
-            bar.update(task, completed=layers, total=of_layers, reached=reached)
+    def next(self, description: str, done: int, total: int) -> None:
+        """Another text is read; `done` of `total` have been."""
+        self.bar.reset(self.task, description=f"{description}, {done + 1:,} of {total:,}")
+
+    def before(self, on_text: TextSink) -> TextSink:
+        """A sink that removes the bar before the text of the answer."""
 
         def write(text: str) -> None:
-            assert on_text is not None
-            bar.stop()
+            self.bar.stop()
             on_text(text)
 
-        yield {"on_layer": advance, "on_text": write if on_text else None}
+        return write
+
+
+@contextmanager
+def reading_progress(model: Any, label: str) -> Iterator[Reading]:
+    """Show how many tokens of a text the model has read, and the time left."""
+    with _bar(
+        TextColumn("reading ({task.description})"),
+        BarColumn(),
+        TextColumn("{task.fields[reached]}"),
+        TimeRemainingColumn(),
+    ) as bar:
+        found = Reading(bar=bar, task=bar.add_task(label, total=None, reached=""))
+        with nullcontext() if bar.disable else telling_of_reading(model, found.show):
+            yield found
 
 
 @contextmanager

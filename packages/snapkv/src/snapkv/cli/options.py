@@ -292,6 +292,14 @@ DRAFTS = ("medusa", "assistant", "prompt_lookup")
 class AskOptions(RunOptions):
     """The options of `ask`, which reads files or a library."""
 
+    passages: Annotated[
+        bool,
+        panels.material(
+            "--passages",
+            help="Of documents longer than the model, read the passages that fit the question best "
+            "by BM25",
+        ),
+    ] = False
     library: Annotated[
         str | None,
         panels.library(metavar="FOLDER", help="Answer from documents that `library add` has read"),
@@ -323,6 +331,7 @@ class AskOptions(RunOptions):
             expected = "none with --library"
             given = {name: getattr(self, name) or None for name in (*DRAFTS, "protect_first")}
             given |= {"protect": self.protect, "protect_system": self.protect_system}
+            given["passages"] = self.passages or None
             given["prefill"] = None if self.reading == Exact() else self.prefill
         for name, value in given.items():
             if value is not None:

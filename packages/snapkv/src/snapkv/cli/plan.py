@@ -8,6 +8,7 @@ import typer
 
 from snapkv.cli import panels
 from snapkv.cli.amounts import EXACT, POSITIVE, TokenBudget, byte_count, count, one_storage
+from snapkv.cli.announcing import announce
 from snapkv.cli.fields import with_options
 from snapkv.cli.grid import Grid, give
 from snapkv.errors import InvalidArgumentError
@@ -114,6 +115,7 @@ def plan(*, options: PlanOptions) -> None:
         for name in ("gpu_memory", "reserve", "bandwidth")
     )
 
+    announce(f"planning for {options.model or 'the demo model'}")
     from snapkv.app.models import DEMO, load_outline  # imports torch, after the checks above
     from snapkv.cli.loading import begin
     from snapkv.plan import Plan, Request, footprint_of, verdict

@@ -23,6 +23,13 @@ from snapkv.hf.placement import device_of
 from snapkv.policies.default import method_name
 from snapkv.validation import format_bytes
 
+_REQUEST = (
+    *("question", "prompt", "documents", "warnings"),
+    *("library", "sources", "recompute", "passages"),
+)
+_NOTES = ("lost_votes", "comparison", "check", "bits")
+"""Keys of the JSON object that are null where there is nothing to say."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
@@ -63,11 +70,11 @@ def show_answers(
         line = Text(f"bits: {asked.own_bits}")
         notes.append(Note(key="bits", record={"note": asked.own_bits}, lines=[line]))
     if options.json:
-        about = {"model": asked.loaded.description(), **request}
+        about = {"model": asked.loaded.description(), **dict.fromkeys(_REQUEST), **request}
         about["prefill"] = options.reading.describe()
         about["settings"] = asdict(asked.settings)
         runs = [answer_record(each, with_layers=options.verbose) for each in answers]
-        told = {note.key: note.record for note in notes}
+        told = dict.fromkeys(_NOTES) | {note.key: note.record for note in notes}
         write_json({"answer": runs[0]["text"]} | about | {"runs": runs} | told | versions())
     else:
         say([line for note in notes for line in note.lines], to_errors=not options.compare)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any, cast
@@ -61,5 +62,10 @@ def write(text: str) -> None:
 
 
 def write_json(record: dict[str, Any], *, indent: int | None = 2) -> None:
-    """Write one JSON object to standard output."""
-    write(json.dumps(record, indent=indent) + "\n")
+    """Write one JSON object to standard output; numbers of a list, such as tokens, on one line."""
+    text = json.dumps(record, indent=indent)
+    write(_NUMBERS.sub(lambda found: " ".join(found[0].split()), text) + "\n")
+
+
+_NUMBERS = re.compile(r"(?<=\[)\n[-+.\deE,\s]+(?=\])")
+"""What is between the brackets of such a list; texts in JSON have no line breaks of their own."""

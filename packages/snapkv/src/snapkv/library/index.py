@@ -61,7 +61,7 @@ class Index:
 
     def __init__(self, place: str, folder: Folder, on_notice: Callable[[str], None]) -> None:
         self._folder, self._on_notice = folder, on_notice
-        self.connection = _opened(place)
+        self.connection = opened(place)
 
     def close(self) -> None:
         self.connection.close()
@@ -237,7 +237,7 @@ def cannot_be_written(error: sqlite3.Error) -> bool:
     )
 
 
-def _opened(place: str) -> sqlite3.Connection:
+def opened(place: str) -> sqlite3.Connection:
     index = sqlite3.connect(
         place, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
     )

@@ -7,11 +7,11 @@ import sqlite3
 import threading
 import unicodedata
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from snapkv.library.folder import Folder
 from snapkv.library.index import (
@@ -21,6 +21,7 @@ from snapkv.library.index import (
     as_it_was,
     cannot_be_written,
     explained,
+    opened,
 )
 from snapkv.library.records import WITHOUT_SPACES, Span
 
@@ -105,7 +106,7 @@ _HIT = (
 def _best(index: Index, question: str, documents: int) -> list[Hit]:
     with index.unchanging():
         hits: dict[str, Hit] = {}
-        for place, score in _ranked(index, question):
+        for place, score in _ranked(index.connection, question, index.place_of):
             if len(hits) == documents:
                 break
             row = index.connection.execute(_HIT, (place,)).fetchone()
@@ -114,19 +115,30 @@ def _best(index: Index, question: str, documents: int) -> list[Hit]:
         return list(hits.values())
 
 
-def _ranked(index: Index, question: str) -> list[tuple[int, float]]:
+def ranked(passages: Sequence[str], question: str) -> list[int]:
+    """The numbers of the passages that have a word of the question, the best by BM25 first."""
+    rows = [(place, as_indexed(text)) for place, text in enumerate(passages)]
+    with explained(), closing(opened(":memory:")) as index:
+        index.executemany("insert into spans(id) values (?)", [(place,) for place, _ in rows])
+        index.executemany("insert into passages(rowid, words) values (?, ?)", rows)
+        return [place for place, _ in _ranked(index, question, int)]
+
+
+def _ranked(
+    index: sqlite3.Connection, question: str, order: Callable[[int], Any]
+) -> list[tuple[int, float]]:
     """The passages that have a word of the question, and their BM25, the best first.
 
-    Equal ones are in the order of their documents' keys, whenever those were added.
+    Equal ones are in that order: in an index of documents by their keys, whenever those were added.
 
     SQLite weighs a word that is in half of the passages or more with nothing, which in a few
     documents is most of them; Lucene's weight, log(1 + (N - n + 0.5) / (n + 0.5)), is always above
     zero. So every word is asked for by itself, and its share weighed again.
     """
-    (total,) = index.connection.execute("select count(*) from spans").fetchone()
+    (total,) = index.execute("select count(*) from spans").fetchone()
     scores: dict[int, float] = defaultdict(float)
     for word in _words(question):
-        rows = index.connection.execute(_FOUND, (f'"{as_indexed(word)}"',)).fetchall()
+        rows = index.execute(_FOUND, (f'"{as_indexed(word)}"',)).fetchall()
         odds = (total - len(rows) + 0.5) / (len(rows) + 0.5)
         weight = math.log1p(odds) / max(math.log(odds), 1e-6)
         for place, score in rows:
@@ -135,7 +147,7 @@ def _ranked(index: Index, question: str) -> list[tuple[int, float]]:
     found: list[tuple[int, float]] = []
     for _, equal in groupby(ranked, key=lambda each: each[1]):
         tied = list(equal)
-        found += tied if len(tied) == 1 else sorted(tied, key=lambda each: index.place_of(each[0]))
+        found += tied if len(tied) == 1 else sorted(tied, key=lambda each: order(each[0]))
     return found
 
 

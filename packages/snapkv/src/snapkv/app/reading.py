@@ -1,0 +1,42 @@
+"""How far a model has read a text, told while it reads."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from snapkv.errors import UnsupportedModelError
+from snapkv.prefill.decoder import decoder_layers
+
+TokenSink = Callable[[int, int], None]
+"""Called with the tokens that are read, and those of the text."""
+
+
+@contextlib.contextmanager
+def telling_of_reading(model: Any, on_tokens: TokenSink) -> Iterator[None]:
+    """Within this block `on_tokens` is told how far a text is read, after every layer.
+
+    A text counts as read in the share of the layers that have read it. Steps of one token are not
+    told, and nothing is where the model's layers cannot be found.
+    """
+    try:
+        layers = decoder_layers(model)
+    except UnsupportedModelError:
+        layers = []
+    text = 0
+
+    def tell(place: int, output: Any) -> None:
+        nonlocal text
+        states: Tensor = output[0] if isinstance(output, tuple) else output
+        text = states.shape[1] if place == 0 else text  # later layers may read fewer tokens
+        if text > 1:
+            on_tokens(text * (place + 1) // len(layers), text)
+
+    def hook(place: int) -> Callable[[nn.Module, Any, Any], None]:
+        return lambda _module, _arguments, output: tell(place, output)
+
+    with contextlib.ExitStack() as hooked:
+        for place, layer in enumerate(layers):
+            hooked.callback(layer.register_forward_hook(hook(place)).remove)
+        yield

@@ -1,0 +1,84 @@
+"""`ask` of files: all of them, or of longer ones the passages that fit the question best."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import groupby
+from typing import Any
+
+from rich.text import Text
+
+from snapkv.app import text_files
+from snapkv.app.models import LoadedModel
+from snapkv.app.passages import Excerpts, best_passages
+from snapkv.app.prompts import Prompt, question_prompt
+from snapkv.cli.changes import changed_command
+from snapkv.cli.from_files import answer_from_files
+from snapkv.cli.options import AskOptions
+from snapkv.errors import PromptTooLongError
+from snapkv.library import records
+from snapkv.policies import Policy
+
+_MOST_CHARACTERS_PER_TOKEN = 32
+"""A longer text is not counted to know that the model has too few positions for it."""
+
+_MOST_PLACES = 12
+"""As many are named in the line below an answer; `--json` has all."""
+
+
+def answer_from_passages(
+    options: AskOptions,
+    policy: Policy,
+    documents: Sequence[records.Text],
+    question: str,
+    request: dict[str, Any],
+    typed: Sequence[str],
+) -> None:
+    """Answer from the documents; where they are too long, say what to type or what was read."""
+    said: list[Text] = []
+    request["question"] = question
+
+    def made(loaded: LoadedModel, read: Sequence[records.Text]) -> Prompt:
+        text = text_files.join(read)
+        prompt = question_prompt(
+            loaded.tokenizer, text, question, answer_start=options.answer_start
+        )
+        return prompt.hiding(question) if policy.reads_context else prompt
+
+    def fits(loaded: LoadedModel, read: Sequence[records.Text]) -> bool:
+        if loaded.max_tokens is None:
+            return True
+        if sum(len(each.text) for each in read) > _MOST_CHARACTERS_PER_TOKEN * loaded.max_tokens:
+            return False
+        tokens = len(made(loaded, read).encoded(loaded.tokenizer)[0])
+        return loaded.has_positions(tokens + options.max_new_tokens)
+
+    def prompt(loaded: LoadedModel) -> Prompt:
+        if not options.passages or fits(loaded, documents):
+            return made(loaded, documents)
+        found = best_passages(documents, question, lambda read: fits(loaded, read))
+        request["passages"] = {name: asdict(found)[name] for name in ("read", "of", "places")}
+        said.append(Text(_line(found, is_of_one=len(documents) == 1)))
+        return made(loaded, found.documents)
+
+    try:
+        answer_from_files(
+            options, policy, prompt, request, typed, system=None, sources=lambda: said
+        )
+    except PromptTooLongError as error:
+        if options.passages:
+            raise
+        command = changed_command(typed, {"passages": True})
+        raise PromptTooLongError(
+            f"{error}; to read the passages that fit the question best: {command}"
+        ) from error
+
+
+def _line(found: Excerpts, *, is_of_one: bool) -> str:
+    """Which passages were read, and where they are."""
+    shown, places = [], found.places[:_MOST_PLACES]
+    for name, own in groupby(places, key=lambda place: place.document):
+        lines = ", ".join(f"{first:,}-{last:,}" for first, last in (each.lines for each in own))
+        shown.append(f"lines {lines}" if is_of_one else f"{name}, lines {lines}")
+    if more := len(found.places) - len(places):
+        shown.append(f"and {more:,} more places")
+    return f"read {found.read:,} of {found.of:,} passages: {'; '.join(shown)}"
