@@ -311,7 +311,7 @@ def test_what_is_no_way_of_reading_is_refused_in_one_line(text, message):
 
 
 @pytest.mark.parametrize("way", ["selective", "gemfilter"])
-def test_ask_reads_so_and_calls_no_answer_safe(snapkv, asked, demo_only, document, way):
+def test_ask_reads_so(snapkv, asked, demo_only, document, way):
     few = (*SMALL, "--prefill", f"{way}:least_tokens=8")
     done = snapkv("ask", document, *ASK, *few)
     record = asked(*few, "--compare", "--verbose")
@@ -320,7 +320,6 @@ def test_ask_reads_so_and_calls_no_answer_safe(snapkv, asked, demo_only, documen
         "name": way, "layer": None, "keep_ratio": 0.15, "least_tokens": 8,
     }  # fmt: skip
     assert ours["text"] == done.out.strip()
-    assert record["lost_votes"]["safe"] is False
     kept = [each["kept_tokens"] for each in ours["cache"]["layers"]]
     assert kept[-1] < 48 + 6  # fewer went on than the budget holds
     assert (kept[0] > kept[-1]) == (way == "selective")

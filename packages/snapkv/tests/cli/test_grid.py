@@ -48,7 +48,7 @@ def plan():
 
 
 GRIDS = {
-    "ask": answers_table(answers(), with_text=True, safe=False),
+    "ask": answers_table(answers(), with_text=True),
     "plan": plan_table(plan()),
     "many columns": Grid(
         title=f"of {FILE}",

@@ -16,12 +16,11 @@ from snapkv.cli.changes import (
     next_change,
 )
 from snapkv.cli.notes import (
-    SAFE_BELOW,
-    SAFE_SUM_BELOW,
+    LITTLE_SUM,
+    LITTLE_VOTE,
     checked_note,
     compared_note,
     is_little_lost,
-    is_safe,
     said_of_votes,
     votes_note,
 )
@@ -166,14 +165,14 @@ NAN = float("nan")
     ("peak", "share", "tokens", "little"),
     [
         (0.0, 0.0, 1024, True),
-        (SAFE_BELOW - 0.0001, SAFE_SUM_BELOW - 0.01, 1024, True),
-        (SAFE_BELOW, 0.0, 1024, False),
-        (0.0, SAFE_SUM_BELOW, 1024, False),
+        (LITTLE_VOTE - 0.0001, LITTLE_SUM - 0.01, 1024, True),
+        (LITTLE_VOTE, 0.0, 1024, False),
+        (0.0, LITTLE_SUM, 1024, False),
         (NAN, 0.0, 1024, False),
         (0.0, NAN, 1024, False),
-        (SAFE_BELOW / 8, SAFE_SUM_BELOW / 8, 7 * 1024, True),  # a longer prompt dilutes them
-        (SAFE_BELOW / 2, 0.0, 2 * 1024, False),
-        (0.0, SAFE_SUM_BELOW / 8, 8 * 1024, False),
+        (LITTLE_VOTE / 8, LITTLE_SUM / 8, 7 * 1024, True),  # a longer prompt dilutes them
+        (LITTLE_VOTE / 2, 0.0, 2 * 1024, False),
+        (0.0, LITTLE_SUM / 8, 8 * 1024, False),
     ],
 )
 def test_what_is_lost_is_little_or_not_and_the_borders_are_not(peak, share, tokens, little):
@@ -182,42 +181,17 @@ def test_what_is_lost_is_little_or_not_and_the_borders_are_not(peak, share, toke
     assert is_little_lost(report) == little
 
 
-def test_a_report_says_the_share_and_the_word_or_nothing():
-    def said(safe=False, **values):
-        report = {"kept_tokens": 256, "seen_tokens": 1024, **values}
-        return said_of_votes(report, safe=safe)
+def test_a_report_says_the_share_or_nothing():
+    def said(**values):
+        return said_of_votes({"kept_tokens": 256, "seen_tokens": 1024, **values})
 
     assert said(lost_votes=0.072, lost_vote_peak=0.0007) == "7 %"
-    assert said(lost_votes=0.072, lost_vote_peak=0.0007, safe=True) == "7 % (safe)"
     assert said() == said(lost_votes=None) == "-"
-    assert said(kept_tokens=1024, lost_votes=0.5, safe=True) == "nothing was dropped"
-
-
-@pytest.mark.parametrize(
-    ("votes", "given", "full", "safe"),
-    [
-        ({}, {}, [], True),
-        ({"bits": {"16": 30}}, {}, [], True),
-        ({"bits": {"4": 30}}, {}, [], False),
-        ({"bits": {"32": 29, "8/4": 1}}, {}, [], False),
-        ({}, {"prefill": "selective"}, [], False),
-        ({}, {"prefill": "layer-by-layer"}, [], True),
-        ({}, {}, ["a b"], True),
-        ({}, {}, ["a c"], False),
-        ({"lost_vote_peak": 0.01}, {}, [], False),
-        ({"lost_votes": None}, {}, [], False),
-    ],
-)
-def test_safe_covers_tokens_bits_and_reading_and_what_was_seen(votes, given, full, safe):
-    ours = answered(**{"lost_votes": 0.05, "lost_vote_peak": 0.001, **votes})
-    options = RunOptions(policy="snapkv", budget=64, **given)
-    answers = [ours, *map(answered, full)]
-    assert is_safe(answers, options) == safe
-    assert votes_note(answers, options, TYPED).record["safe"] == safe
+    assert said(kept_tokens=1024, lost_votes=0.5) == "nothing was dropped"
 
 
 @torch.no_grad()
-def test_the_word_is_that_of_the_prompt_however_much_follows():
+def test_lost_votes_are_those_of_the_prompt_however_much_follows():
     model = tiny_model("llama")
     cache = CompressedCache(model, SnapKV(24, window_size=8))
     model(random_ids(1, 60), past_key_values=cache)

@@ -11,7 +11,6 @@ from snapkv.app.comparison import Comparison
 from snapkv.cli.changes import (
     Change,
     changed_command,
-    has_few_bits,
     larger_budget,
     next_change,
 )
@@ -22,12 +21,12 @@ from snapkv.validation import AUTO
 DIFFERS = 3
 """Exit status of `--check` where the answer is not the full cache's."""
 
-SAFE_BELOW = 0.00125
-"""An answer is called safe if every dropped position had less than this share of the window's
-attention, on average over heads and layers, and all of them together less than `SAFE_SUM_BELOW`.
-Both are for prompts of 1,024 tokens, and are lower for longer ones, which dilute votes."""
+LITTLE_VOTE = 0.00125
+"""Little is lost if every dropped position had less than this share of the window's attention, on
+average over heads and layers, and all of them together less than `LITTLE_SUM`. Both are for prompts
+of 1,024 tokens, and are lower for longer ones, which dilute votes."""
 
-SAFE_SUM_BELOW = 0.15
+LITTLE_SUM = 0.15
 """Share of all votes, for answers whose votes are spread over many positions."""
 
 
@@ -44,28 +43,15 @@ def is_little_lost(report: Mapping[str, Any]) -> bool | None:
     if share is None or peak is None:
         return None
     diluted = dilution(report.get("chosen_at", report["seen_tokens"]))
-    return bool(peak * diluted < SAFE_BELOW and share * diluted < SAFE_SUM_BELOW)
+    return bool(peak * diluted < LITTLE_VOTE and share * diluted < LITTLE_SUM)
 
 
-def is_safe(answers: Sequence[Answer], options: RunOptions) -> bool:
-    """Whether the compressed answer is called safe.
-
-    Votes say nothing about quantization or about tokens that layers skipped in the prefill. A full
-    answer that differs, where there is one, rules safe out.
-    """
-    ours, *full = answers
-    same = all(Comparison.of(ours, other).same for other in full)
-    exact = options.reading.holds_all and not has_few_bits(ours.cache)
-    return same and exact and bool(is_little_lost(ours.cache))
-
-
-def said_of_votes(report: Mapping[str, Any], *, safe: bool) -> str:
-    """The table cell for the share of lost votes, marked if the answer is safe."""
+def said_of_votes(report: Mapping[str, Any]) -> str:
+    """The table cell for the share of lost votes."""
     if drops_nothing(report):
         return "nothing was dropped"
     share = report.get("lost_votes")
-    said = "-" if share is None else f"{100 * share:.0f} %"
-    return f"{said} (safe)" if safe else said
+    return "-" if share is None else f"{100 * share:.0f} %"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +109,7 @@ def votes_note(answers: Sequence[Answer], options: RunOptions, typed: Sequence[s
     change = larger_budget(options, ours) if is_much else None
     command = None if change is None else changed_command(typed, change)
     share, peak = ours.cache.get("lost_votes"), ours.cache.get("lost_vote_peak")
-    record = {"share": share, "peak": peak, "safe": is_safe(answers, options)}
+    record = {"share": share, "peak": peak}
     lines = [Text(f"for a larger budget: {command}")] if command else []
     return Note(key="lost_votes", record=record | {"command": command}, lines=lines)
 

@@ -16,7 +16,7 @@ from snapkv.app.models import LoadedModel
 from snapkv.app.settings import GenerationSettings
 from snapkv.cli.changes import Change
 from snapkv.cli.grid import Grid, say, show
-from snapkv.cli.notes import Note, is_safe, notes_on, said_of_votes
+from snapkv.cli.notes import Note, notes_on, said_of_votes
 from snapkv.cli.options import RunOptions
 from snapkv.cli.standard_output import write, write_json
 from snapkv.hf.placement import device_of
@@ -64,11 +64,10 @@ def show_answers(
     else:
         answers = [asked.answered(None if options.json else write)]
     if not options.json:
-        _show(answers, asked.sources(), safe=is_safe(answers, options))
+        _show(answers, asked.sources())
     notes = notes_on(answers, options, typed, exactly=asked.exactly, full_start=asked.full)
-    if asked.own_bits:
-        line = Text(f"bits: {asked.own_bits}")
-        notes.append(Note(key="bits", record={"note": asked.own_bits}, lines=[line]))
+    lines = [Text(f"bits: {asked.own_bits}")] if asked.own_bits else []
+    notes.append(Note(key="bits", record={"note": asked.own_bits or None}, lines=lines))
     if options.json:
         about = {"model": asked.loaded.description(), **dict.fromkeys(_REQUEST), **request}
         about["prefill"] = options.reading.describe()
@@ -82,15 +81,15 @@ def show_answers(
         raise typer.Exit(status)
 
 
-def _show(answers: Sequence[Answer], sources: Sequence[Text], *, safe: bool) -> None:
+def _show(answers: Sequence[Answer], sources: Sequence[Text]) -> None:
     """Print two answers side by side on standard output, or the costs of a printed one."""
     if len(answers) > 1:
-        show(answers_table(answers, with_text=True, safe=safe))
+        show(answers_table(answers, with_text=True))
         say(sources)
     else:
         write("\n")
         say(sources, to_errors=True)
-        Console(stderr=True).print(answers_table(answers, with_text=False, safe=safe))
+        Console(stderr=True).print(answers_table(answers, with_text=False))
 
 
 def _warm_up(model: Any) -> None:
@@ -99,9 +98,9 @@ def _warm_up(model: Any) -> None:
         model(torch.zeros(1, 1, dtype=torch.int64, device=device_of(model)))
 
 
-def answers_table(answers: Sequence[Answer], *, with_text: bool, safe: bool) -> Grid:
+def answers_table(answers: Sequence[Answer], *, with_text: bool) -> Grid:
     """A column per answer: its text if not printed yet, and its costs."""
-    columns = [_costs(answer, safe=safe) for answer in answers]
+    columns = [_costs(answer) for answer in answers]
     rows = [(name, *(column.get(name, "-") for column in columns)) for name in columns[0]]
     if with_text:
         rows.insert(0, ("answer", *(answer.text.strip() for answer in answers)))
@@ -109,13 +108,13 @@ def answers_table(answers: Sequence[Answer], *, with_text: bool, safe: bool) -> 
     return Grid(headings=("", *names), rows=tuple(rows), left=1 + len(answers), ruled=with_text)
 
 
-def _costs(answer: Answer, *, safe: bool) -> dict[str, str]:
+def _costs(answer: Answer) -> dict[str, str]:
     cache = answer.cache
     costs = {
         "prompt tokens": f"{answer.prompt_tokens:,}",
         "kept tokens": f"{answer.kept_tokens:,.0f} of {answer.prompt_tokens:,}",
         "generated": f"{answer.new_tokens:,}",
-        "lost votes": said_of_votes(cache, safe=safe),
+        "lost votes": said_of_votes(cache),
         "cache": f"{format_bytes(cache.held_bytes)} ({cache.held_bytes / cache.full_bytes:.0%})",
         "full cache": format_bytes(cache.full_bytes),
         "first token": f"{answer.first_token_ms / 1000:.1f} s",
