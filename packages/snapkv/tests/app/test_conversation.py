@@ -13,10 +13,12 @@ from snapkv import (
     KVzip,
     PromptTooLongError,
     SnapKV,
+    default_policy,
 )
 from snapkv.app.conversation import Conversation
 from snapkv.app.prompts import next_turn
 from snapkv.app.settings import GenerationSettings
+from snapkv.policies.default import by_layer
 
 SHORT = GenerationSettings(max_new_tokens=6)
 DOCUMENT = (
@@ -38,6 +40,19 @@ def test_the_second_question_finds_what_the_first_one_did_not_need(demo):
     full = Conversation(demo, FullCache(), SHORT, document=DOCUMENT)
     assert conversation.ask(QUESTIONS[1]).text[:10] == full.ask(QUESTIONS[1]).text[:10]
     assert "blue" in conversation.ask("The key is under which stone?").text
+
+
+@pytest.mark.parametrize("recall", [None, "none"])
+def test_the_tokens_of_each_turns_question_vote(tiny, recall):
+    policy = default_policy(64) if recall is None else default_policy(64).policy
+    conversation = Conversation(tiny, policy, SHORT, document=DOCUMENT, recall=recall)
+    long = "And when, if it is not too much to ask, does the gate open in the morning, and why?"
+    for question in (QUESTIONS[0], long, QUESTIONS[2]):
+        conversation.ask(question)
+        tokens = by_layer(conversation.cache.prompt_state.policy).voters
+        expected = next_turn(tiny.tokenizer, question).question_tokens(tiny.tokenizer)
+        assert tokens == max(16, expected)
+        assert by_layer(conversation.cache.policy).voters is None
 
 
 def test_every_turn_reads_all_that_was_said_and_stays_within_the_budget(tiny):

@@ -52,7 +52,7 @@ def test_json_is_one_object_and_nothing_else(asked, demo_only, document):
     record = asked(*SMALL)
     assert list(record)[:4] == ["answer", "model", "question", "prompt"]
     assert {name for name, value in record.items() if value is None} == {
-        "prompt", "library", "sources", "recompute", "passages", "comparison", "check", "bits",
+        "prompt", "library", "sources", "recompute", "passages", "comparison", "check",
     }  # fmt: skip
     assert record["model"]["name"] == "demo"
     assert record["documents"] == [str(document)]

@@ -87,9 +87,10 @@ class Conversation:
         if not question.strip():
             raise InvalidArgumentError("question: expected a question, got an empty text; ask one")
         require_unicode("question", question)
-        ids, parts = self._with(question)
+        ids, parts, asked = self._with(question)
         require_positions(self._loaded, ids.shape[1], self._settings)
         before = copy.copy(self.cache)
+        self.cache.expect_question(asked.question_tokens(self._loaded.tokenizer))
         try:
             found, self._ids = answer_ids(
                 self._loaded,
@@ -106,19 +107,19 @@ class Conversation:
         self._parts = [*parts, answer]
         return found
 
-    def _with(self, question: str) -> tuple[Tensor, list[Part]]:
-        """(1, T) int64, the conversation and the question; and its parts."""
+    def _with(self, question: str) -> tuple[Tensor, list[Part], Prompt]:
+        """(1, T) int64, the conversation and the question; its parts; and what is new of it."""
         tokenizer, device = self._loaded.tokenizer, device_of(self._loaded.model)
         if self._ids is not None:
             later, is_chat = next_turn(tokenizer, question), bool(tokenizer.chat_template)
             ids = joined(self._loaded, self._ids, later, self._settings, is_chat=is_chat)
             new = later.token_ids(tokenizer).shape[1]
             asked = Part(role="user", span=(ids.shape[1] - new, ids.shape[1]))
-            return ids, [*self._parts, asked]
+            return ids, [*self._parts, asked], later
         prompt = question_prompt(tokenizer, self._document, question)
         self._protect(prompt)
         begun: Tensor = prompt.token_ids(tokenizer)
-        return begun.to(device), question_parts(tokenizer, prompt, self._document)
+        return begun.to(device), question_parts(tokenizer, prompt, self._document), prompt
 
     def drop(self, what: str) -> dict[str, Any]:
         """Drop parts of the conversation from the cache; see `CompressedCache.drop`.

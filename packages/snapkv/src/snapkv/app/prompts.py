@@ -167,7 +167,7 @@ def next_turn(tokenizer: Any, question: str) -> Prompt:
     """What stands between the end of an answer and the beginning of the next one."""
     asked = quoted(tokenizer, question)
     if not tokenizer.chat_template:
-        return Prompt.written(f"\n\nQuestion: {asked}\nAnswer:")
+        return Prompt.written(f"\n\nQuestion: {asked}\nAnswer:", question=question)
     turns = [
         {"role": "user", "content": "What?"},
         {"role": "assistant", "content": _ANSWER},
@@ -180,7 +180,7 @@ def next_turn(tokenizer: Any, question: str) -> Prompt:
             "chat: expected a chat template that repeats earlier answers, got one that does not; "
             "ask every question by itself"
         )
-    return Prompt.written(behind)
+    return Prompt.written(behind, question=question)
 
 
 def system_message(tokenizer: Any) -> str:

@@ -35,6 +35,7 @@ from snapkv.hf.known_gates import with_known
 from snapkv.hf.model_parts import States, shares_latent, states_of
 from snapkv.hf.support import Setup
 from snapkv.policies import Policy, default_policy
+from snapkv.policies.default import asked_by
 from snapkv.policies.spans import Span, Spans
 from snapkv.storage import uncompressed
 from snapkv.storage.bits import Bits, KVCodes, Quantize
@@ -364,6 +365,16 @@ class CompressedCache(Cache):
                 no room for the turn.
         """
         self.prompt_state.expect_prompt(prompt_tokens)
+
+    def expect_question(self, question_tokens: int | None) -> None:
+        """Say how many tokens the next prompt has from its question's first one on.
+
+        All of them vote then, where the policy is `snapkv.default_policy`; None: nobody knows.
+        """
+        if question_tokens is not None:
+            require_int("question_tokens", question_tokens, minimum=1)
+        for layer in self.prompt_state.layers:
+            layer.policy = asked_by(self.policy, question_tokens)
 
     def expect_tokens(self, token_ids: Tensor) -> None:
         """Announce the ids of the tokens of the next forward pass, pads included: (B, N) integers.

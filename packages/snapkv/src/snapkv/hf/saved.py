@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from snapkv.cache.prompt_state import PromptState
 from snapkv.cache.read_ids import ReadIds
 from snapkv.cache.saving.encoding import decode_layer, encode_layer, outdated
 from snapkv.cache.saving.files import SealedFile, read_sealed, write_sealed
@@ -54,24 +53,24 @@ def write(
     is known, need not be found again.
     """
     model = identity or identity_of(cache.model)
-    tensors, notes = encoded(cache.layers, cache.prompt_state, options, model, beside, codes)
+    tensors, notes = encoded(cache, options, model, beside, codes)
     write_sealed(path, tensors, notes, sweep=sweep)
 
 
 def encoded(
-    layers: Sequence[Any],
-    prompt_state: PromptState,
+    cache: Any,
     options: Mapping[str, Any],
     model: Mapping[str, Any],
     beside: Mapping[str, Tensor],
     codes: KVCodes | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the notes of the file of a cache."""
+    prompt_state = cache.prompt_state
     tensors = {f"{_BESIDE}{name}": value for name, value in beside.items()}
     tensors |= prompt_state.read_ids.up_to(prompt_state.seen_tokens).state()
     notes = {
         "model": dict(model),
-        "policy": prompt_state.policy.as_saved(),
+        "policy": cache.policy.as_saved(),
         "options": {name: options[name] for name in _OPTIONS},
         "recalls": options["turns"] == "recall",
         "seen_tokens": prompt_state.seen_tokens,
@@ -79,7 +78,7 @@ def encoded(
         "turn_start": prompt_state.turn_start,
         "layers": [
             encode_layer(layer, f"layers.{index}", tensors, codes)
-            for index, layer in enumerate(layers)
+            for index, layer in enumerate(cache.layers)
         ],
     }
     return tensors, notes
