@@ -1,5 +1,6 @@
 """Loading models: what is converted is exact, what cannot work is refused in one line."""
 
+import functools
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -82,9 +83,10 @@ def tiny_gguf(tmp_path, cache_folder):
     return write_gguf(tmp_path / "tiny.gguf")
 
 
-def test_a_gguf_file_is_loaded_bit_for_bit(tiny_gguf):
+@pytest.mark.parametrize(("asked", "dtype"), [("auto", torch.bfloat16), ("float32", torch.float32)])
+def test_a_gguf_file_is_loaded_bit_for_bit(tiny_gguf, asked, dtype):
     path, tensors = tiny_gguf
-    loaded = models.load(str(path), device="cpu")
+    loaded = models.load(str(path), device="cpu", dtype=asked)
     layer = loaded.model.model.layers[0]
     places = {
         "token_embd.weight": loaded.model.model.embed_tokens,
@@ -92,8 +94,8 @@ def test_a_gguf_file_is_loaded_bit_for_bit(tiny_gguf):
         "blk.0.ffn_down.weight": layer.mlp.down_proj,
     }
     for name, module in places.items():
-        assert torch.equal(module.weight, torch.from_numpy(tensors[name])), name
-    assert loaded.model.dtype == torch.float32
+        assert torch.equal(module.weight, torch.from_numpy(tensors[name]).to(dtype)), name
+    assert loaded.model.dtype == dtype
     assert not loaded.model.training
     assert loaded.max_tokens == 256
     assert loaded.revision.startswith("sha256:")
@@ -108,21 +110,22 @@ def test_a_file_is_converted_once_and_again_when_it_or_the_converter_changes(
     tiny_gguf, cache_folder, monkeypatch
 ):
     path, _ = tiny_gguf
-    unpacked = conversion._unpack(path)
+    unpacked = conversion._unpack(path, torch.float32)
+    convert = functools.partial(conversion.convert_once, dtype=torch.float32)
     with monkeypatch.context() as patch:
-        patch.setattr(conversion, "_unpack", lambda path: unpacked)
+        patch.setattr(conversion, "_unpack", lambda *_: unpacked)
         with ThreadPoolExecutor(2) as pool:
-            first, second = pool.map(conversion.convert_once, [path, path])
+            first, second = pool.map(convert, [path, path])
         assert first == second
         assert [folder.name for folder in cache_folder.iterdir()] == [first.folder.name]
         patch.setattr(conversion, "_unpack", None)
-        assert conversion.convert_once(path) == first
+        assert convert(path) == first
     os.replace(first.folder, cache_folder / first.folder.name.replace("-complete-2", ""))
-    assert conversion.convert_once(path) == first  # what was not checked is not trusted
+    assert convert(path) == first  # what was not checked is not trusted
     data = bytearray(path.read_bytes())
     data[-1] ^= 1  # the last bit of the last tensor: same name, same size
     path.write_bytes(data)
-    third = conversion.convert_once(path)
+    third = convert(path)
     assert third.folder != first.folder
     before, after = (load_file(each.folder / "model.safetensors") for each in (first, third))
     assert any(not torch.equal(before[name], after[name]) for name in before)
@@ -156,7 +159,7 @@ def test_an_interrupted_conversion_leaves_nothing(tiny_gguf, cache_folder, monke
 
     monkeypatch.setattr(os, "replace", interrupt)
     with pytest.raises((KeyboardInterrupt, InvalidArgumentError), match=r"^$|No space left"):
-        conversion.convert_once(path)
+        conversion.convert_once(path, torch.float32)
     assert list(cache_folder.iterdir()) == []
 
 
@@ -203,7 +206,7 @@ def test_the_demo_is_the_packaged_model(demo):
 def save_llama(folder):
     """A complete folder as `save_pretrained` writes it, in bfloat16."""
     path, _ = write_gguf(folder / "tiny.gguf")
-    model, tokenizer = conversion._unpack(path)
+    model, tokenizer = conversion._unpack(path, torch.float32)
     model.to(torch.bfloat16).save_pretrained(folder / "llama")
     tokenizer.save_pretrained(folder / "llama")
     return folder / "llama"

@@ -43,12 +43,14 @@ _SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding
 class ConvertedModel:
     """A GGUF file's model and tokenizer as transformers saves them."""
 
-    folder: Path  # what `from_pretrained` takes; every tensor in it is float32
+    folder: Path  # what `from_pretrained` takes; every tensor in it is of the dtype asked for
     sha256: str  # of the GGUF file's content, in hexadecimal
 
 
-def convert_once(path: Path) -> ConvertedModel:
+def convert_once(path: Path, dtype: torch.dtype) -> ConvertedModel:
     """The converted model of a GGUF file, made if it is not in the cache folder yet.
+
+    bfloat16 rounds by less than a quantized file has, and takes half the room of float32.
 
     Several processes may convert the same file at the same time: each works in a folder of its
     own and the first to finish moves it into place. An interrupted conversion leaves no folder
@@ -58,23 +60,25 @@ def convert_once(path: Path) -> ConvertedModel:
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     name = f"{path.stem}-{path.stat().st_size}-{sha256[:16]}-{_COMPLETE}"
+    if dtype != torch.float32:
+        name += f"-{str(dtype).removeprefix('torch.')}"
     folder = cache_folder() / name
     if not folder.is_dir():
-        _convert(path, folder)
+        _convert(path, folder, dtype)
     return ConvertedModel(folder=folder, sha256=sha256)
 
 
-def _convert(path: Path, folder: Path) -> None:
+def _convert(path: Path, folder: Path, dtype: torch.dtype) -> None:
     if absent := absent_for_gguf():
         raise missing_package("model: reading GGUF files", *absent)
-    model, tokenizer = _unpack(path)
+    model, tokenizer = _unpack(path, dtype)
     try:
         _save(model, tokenizer, folder)
     except OSError as error:
         raise InvalidArgumentError(
-            f"SNAPKV_CACHE_DIR: expected a folder with room for {path.name} as float32 "
-            f"({model.num_parameters() * 4:,} bytes), got {error.strerror or error} in "
-            f"{folder.parent}; set SNAPKV_CACHE_DIR to another folder"
+            f"SNAPKV_CACHE_DIR: expected a folder with room for {path.name}, unpacked "
+            f"({model.num_parameters() * dtype.itemsize:,} bytes), got {error.strerror or error} "
+            f"in {folder.parent}; set SNAPKV_CACHE_DIR to another folder"
         ) from error
 
 
@@ -88,8 +92,8 @@ def _require_gguf(path: Path) -> None:
         )
 
 
-def _unpack(path: Path) -> tuple[Any, Any]:
-    """Read model and tokenizer out of a GGUF file, every tensor as float32."""
+def _unpack(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Read model and tokenizer out of a GGUF file, every tensor in that dtype."""
     _log.info("converting %s to a folder that opens in a moment; this is done once", path.name)
     try:
         with _bar_on_terminals():
@@ -101,7 +105,7 @@ def _unpack(path: Path) -> tuple[Any, Any]:
                 gguf_file=path.name,
                 told_by="header",
                 remedy="fetch the file again, or use the original model instead",
-                dtype=torch.float32,
+                dtype=dtype,
             )
     except SnapKVError:
         raise
@@ -112,7 +116,7 @@ def _unpack(path: Path) -> tuple[Any, Any]:
             "instead"
         ) from error
     # The loader notes that the weights came out of a quantised file, and `save_pretrained` then
-    # refuses; they are ordinary float32 tensors by now.
+    # refuses; they are ordinary tensors by now.
     model.hf_quantizer = None
     del model.config.quantization_config
     return model, tokenizer
