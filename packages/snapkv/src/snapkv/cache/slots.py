@@ -56,21 +56,21 @@ class SlotMap(RowRecord):
         """As a record is; files of earlier releases have dropped nothing."""
         return super().restored({"erased": None, "gone": 0, **state})
 
-    @property
+    @functools.cached_property
     def chosen_slots(self) -> int:
         return 0 if self.kept is None else self.kept.shape[-1]
 
-    @property
+    @functools.cached_property
     def evicted_tokens(self) -> int:
         """Columns that no slot holds, where all heads and rows hold as many."""
         return self.start - self.chosen_slots
 
-    @property
+    @functools.cached_property
     def is_compressed(self) -> bool:
         """Whether a prompt has ended and some of it was dropped."""
         return self.kept is not None and not self.is_partial
 
-    @property
+    @functools.cached_property
     def is_whole(self) -> bool:
         return self.kept is None and not self.is_partial
 
@@ -100,7 +100,7 @@ class SlotMap(RowRecord):
         hidden = self.empty
         return hidden is not None and bool(hidden.any())
 
-    @property
+    @functools.cached_property
     def empty(self) -> Tensor | None:
         """(B,) leading slots that hold no token."""
         return self.pads if self.kept is None else self.padding_slots

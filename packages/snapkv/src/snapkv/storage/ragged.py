@@ -5,6 +5,7 @@ has as many slots as the longest one, and its tokens are the last of them.
 """
 
 import functools
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -43,16 +44,12 @@ class RaggedStates(HeadStates):
 
     @classmethod
     def gather(cls, keys: Tensor, values: Tensor, index: Tensor) -> "RaggedStates":
-        """Copy the tokens of (B, H, K) slots out of (B, Hkv, T, D) states; -1 is none."""
-        heads = torch.arange(index.shape[1], device=index.device) * keys.shape[1] // index.shape[1]
-        rows = torch.arange(index.shape[0], device=index.device)
-        kept = index >= 0
-        where = (
-            rows[:, None, None].expand_as(index)[kept],
-            heads[None, :, None].expand_as(index)[kept],
-            index[kept],
-        )
-        return cls(keys=keys[where], values=values[where], head_tokens=_counts(kept))
+        """Copy the tokens of (B, H, K) slots out of (B, Hkv, T, D) states; first -1, for none."""
+        counts, rows = _counts(index >= 0), ops.flat_rows(keys, index).flatten(0, 1)
+        pairs = zip(rows, itertools.chain(*counts), strict=True)
+        where = torch.cat([head[len(head) - count :] for head, count in pairs])
+        keys, values = (states.flatten(0, 2).index_select(0, where) for states in (keys, values))
+        return cls(keys=keys, values=values, head_tokens=counts)
 
     def keep(self, keep_indices: Tensor) -> "RaggedStates":
         """Copy the tokens of (B, H, K) slots of the padded layout; -1, ahead of them, is none."""
