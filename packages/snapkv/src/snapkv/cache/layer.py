@@ -479,8 +479,7 @@ class CompressedLayer(DynamicLayer):
             scores = _of_slots(selection.scores, kept, self.keys.shape[1])
         ids = None if ids is None else ids[:, tokens:]
         self._note(head_notes=selection.head_notes, slot_scores=scores, token_ids=ids)
-        if selection.sink_tokens:
-            self._move_sinks(selection.sink_tokens)
+        self._move_sinks(selection.sink_tokens)
 
     def apply_eviction(self, eviction: Eviction) -> None:
         """Drop what a step of decoding evicts, and keep what the policy notes of the rest."""
@@ -496,8 +495,7 @@ class CompressedLayer(DynamicLayer):
         elif padding_slots is None:
             padding_slots = padding_left(slots, kept.shape[-1], self.slots.padding_slots)
         self._keep_slots(kept, slots, ragged=ragged, padding_slots=padding_slots)
-        if eviction.sink_tokens:
-            self._move_sinks(eviction.sink_tokens)
+        self._move_sinks(eviction.sink_tokens)
 
     def absorb_tail(self) -> None:
         """Give every head of different length its part of the tokens behind the prompt."""
@@ -511,7 +509,7 @@ class CompressedLayer(DynamicLayer):
 
     def _move_sinks(self, sink_tokens: int) -> None:
         """Number the first tokens by their place in the cache."""
-        if not self.slots.evicted_tokens:
+        if not sink_tokens or not self.slots.evicted_tokens:
             return
         if self.store.ragged is not None:
             raise InvalidArgumentError(

@@ -122,7 +122,7 @@ class SlotMap(RowRecord):
             indices = indices.expand(-1, heads, -1)
         if self.kept is None:
             return indices
-        columns = self.columns(store)
+        columns = self.kept if store.slots == self.chosen_slots else self.columns(store)
         if heads > stored:
             columns = columns.repeat_interleave(heads // stored, dim=1)
         return columns.gather(2, indices.clamp(min=0)).masked_fill(indices < 0, -1)

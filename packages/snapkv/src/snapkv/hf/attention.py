@@ -175,9 +175,8 @@ def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
         context.prompt_state.narrowing.on_prompt(replace(prompt, queries=call.query))
     attended = _attend_prompt(call, layer)
     if layer.policy.query_tokens:  # it scores by attention, which must be the model's
-        rounds_scores = call.implementation == "eager"
-        last_output = attended[0][:, -1]
-        context.check.judge(prompt, last_output, call.module, rounds_scores=rounds_scores)
+        eager, last_output = call.implementation == "eager", attended[0][:, -1]
+        context.check.judge(prompt, last_output, call.module, rounds_scores=eager)
     context.prompt_state.end_prompt(layer, prompt)
     context.check.require_numbers(prompt)
     return attended

@@ -313,7 +313,7 @@ class CompressedCache(Cache):
         for layer in self.layers:
             uncompressed.reset(layer)
         forward_context.leave(self.prompt_state)
-        self._check.forget()
+        self._check = VoteCheck()
         self.prompt_state.forget()
 
     def activate_past_recording(self) -> None:

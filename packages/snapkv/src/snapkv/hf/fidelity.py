@@ -53,11 +53,6 @@ class VoteCheck:
             require_numbers(self.unasked)
             self.unasked.clear()
 
-    def forget(self) -> None:
-        """A forward pass has not come to its end."""
-        self.doubts.clear()
-        self.unasked.clear()
-
     def judge(
         self, layer: PromptLayer, output: Tensor, module: Any, *, rounds_scores: bool
     ) -> None:
@@ -137,14 +132,14 @@ def _last_query_scores(layer: PromptLayer) -> Tensor:
     products = [grouped @ block.float().transpose(-1, -2) for block in blocks]
     scores = products[0] if len(products) == 1 else torch.cat(products, dim=-1)
     scores = layer.score_options.scores(scores)
-    return scores if layer.pads is None else scores.masked_fill(layer.pads[:, :, None], 0.0)
+    return scores if (pads := layer.pads) is None else scores.masked_fill(pads[:, :, None], 0.0)
 
 
 def _attend(layer: PromptLayer, scores: Tensor) -> Tensor:
     """Attention output of the prompt's last query, from the states alone: (B, Hq, Dv) float32."""
     logits = layer.score_options.sink_logits
-    if layer.pads is not None:
-        scores = scores.masked_fill(layer.pads[:, :, None], -math.inf)
+    if (pads := layer.pads) is not None:
+        scores = scores.masked_fill(pads[:, :, None], -math.inf)
     if logits is None:
         weights = scores.softmax(dim=-1)
     else:

@@ -137,8 +137,8 @@ class Prefix:
             window = window.masked_fill(window < pads[:, None, None], -1)
         keep_indices = torch.cat([best, window], dim=-1)
         rows = zip(kept, self._window_tokens, strict=True)
-        own = torch.tensor([[each + more for each in row] for row, more in rows])
-        own = own.to(best.device)
+        tokens = [[each + more for each in row] for row, more in rows]
+        own = torch.tensor(tokens, device=best.device)
         parts = own.shape[1] > 1  # one head, or one latent for all: only rows differ
         return Selection(
             keep_indices=keep_indices,

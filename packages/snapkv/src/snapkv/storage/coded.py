@@ -193,15 +193,10 @@ class CodedStates(HeadStates):
     def decoded(self) -> RaggedStates:
         assert self.first is not None
         layout, (first_keys, first_values) = self.layout, self.first
-        B, H, N, _ = first_keys.shape
         keys, values = (
             part.decoded().flatten(0, 1).index_select(0, layout.flat) for part in self.codes
         )
-        first = RaggedStates(
-            keys=first_keys.flatten(0, 2),
-            values=first_values.flatten(0, 2),
-            head_tokens=((N,) * H,) * B,
-        )
+        first = RaggedStates.whole(first_keys, first_values)
         coded = RaggedStates(keys=keys, values=values, head_tokens=layout.head_tokens)
         return replace(first.joined(coded), least_slots=self.longest_tokens)
 
@@ -228,10 +223,7 @@ def state_in_codes(state: dict[str, Any], how: KVCodes) -> dict[str, Any]:
     if "states" in state:
         states, others = state["states"], state
     else:
-        keys, values = state["keys"], state["values"]
-        B, H, N, _ = keys.shape
-        flat, counts = (keys.flatten(0, 2), values.flatten(0, 2)), ((N,) * H,) * B
-        states = RaggedStates(keys=flat[0], values=flat[1], head_tokens=counts)
+        states = RaggedStates.whole(state["keys"], state["values"])
         others = {name: part for name, part in state.items() if name not in ("keys", "values")}
     if not len(states.keys):
         return state
@@ -257,7 +249,8 @@ def state_spread(state: dict[str, Any]) -> dict[str, Any]:
 
 def both(make: Callable[..., Made], *pairs: tuple[Any, Any]) -> tuple[Made, Made]:
     """What is made of the keys of pairs, and of their values."""
-    return make(*(pair[0] for pair in pairs)), make(*(pair[1] for pair in pairs))
+    keys, values = zip(*pairs, strict=True)
+    return make(*keys), make(*values)
 
 
 def _in_a_row(*parts: Tensor) -> Tensor:

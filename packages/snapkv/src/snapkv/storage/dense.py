@@ -59,19 +59,14 @@ class DenseStore(TokenStore):
     def ragged_from(self, empty: Tensor | None, tokens: int) -> RaggedStore:
         """The first tokens by heads, without (B,) leading slots that hold none; others after."""
         keys, values = self.tail.written
-        B, H = keys.shape[:2]
         if empty is None:
             return RaggedStore(
-                states=RaggedStates(
-                    keys=keys[:, :, :tokens].flatten(0, 2),
-                    values=values[:, :, :tokens].flatten(0, 2),
-                    head_tokens=((tokens,) * H,) * B,
-                ),
+                states=RaggedStates.whole(keys[:, :, :tokens], values[:, :, :tokens]),
                 keys=keys[:, :, tokens:],
                 values=values[:, :, tokens:],
                 num_kv_heads=self.num_kv_heads,
             )
-        slots = torch.arange(tokens, device=keys.device).expand(B, H, -1)
+        slots = torch.arange(tokens, device=keys.device).expand(*keys.shape[:2], -1)
         slots = slots.masked_fill(slots < empty[:, None, None], -1)
         store = RaggedStore.gather(self, slots, tokens)
         store.ragged = replace(store.ragged.decoded(), least_slots=tokens)

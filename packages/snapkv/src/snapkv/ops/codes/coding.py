@@ -117,7 +117,7 @@ def encode(states: Tensor, bits: int, *, along: Along) -> Codes:
 def encode_all(parts: Sequence[tuple[Tensor, int, Along]]) -> list[Codes]:
     """`encode` of several states, in as many bits, whose steps are computed together."""
     grouped = [_grouped(*part) for part in parts]
-    lows, highs = zip(*(torch.aminmax(groups, dim=-1) for groups in grouped), strict=True)
+    lows, highs = zip(*[torch.aminmax(groups, dim=-1) for groups in grouped], strict=True)
     ends = torch.cat([each.flatten() for each in (*lows, *highs)])
     (lowest, highest), bits, largest = ends.chunk(2), parts[0][1], _largest(ends)
     narrow = torch.float16 if largest <= torch.finfo(torch.float16).max else torch.float32
@@ -129,10 +129,10 @@ def encode_all(parts: Sequence[tuple[Tensor, int, Along]]) -> list[Codes]:
     step = ((highest - shift) / (2**bits - 1)).clamp(min=_SMALLEST_STEP)
     scale = _rounded(step, narrow, 1)
     sizes = [low.numel() for low in lows]
-    shared = (torch.split(each, sizes) for each in (least, scale, shift, scale.float()))
+    shared = [torch.split(each, sizes) for each in (least, scale, shift, scale.float())]
     made = []
     for (states, _, along), groups, low, *own in zip(parts, grouped, lows, *shared, strict=True):
-        D, (least, scale, shift, step) = states.shape[2], (each.view_as(low) for each in own)
+        D, (least, scale, shift, step) = states.shape[2], [each.view_as(low) for each in own]
         steps = groups.sub(shift[..., None]).div_(step[..., None]).round_()
         if largest > torch.finfo(states.dtype).max / 2:  # or all of them are in its range
             room = (torch.finfo(states.dtype).max - shift) / step
@@ -163,10 +163,10 @@ def _grouped(states: Tensor, bits: int, along: Along) -> Tensor:
 
 
 def _packed(numbers: Tensor, bits: int) -> Tensor:
-    packed, *others = numbers.chunk(8 // bits, dim=-2)
-    for place, other in enumerate(others, start=1):
-        packed = packed | other << bits * place
-    return packed.contiguous()
+    if bits == 4:
+        low, high = numbers.chunk(2, dim=-2)
+        numbers = low | high << 4
+    return numbers.contiguous()
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -52,6 +52,8 @@ def window_votes(
         if before is not None:
             total += carried * (before - shift).exp_()
         before, carried = highest, total
+        if block_tokens < T:
+            del scores  # or there would be two blocks at a time
     if pad_tokens is not None:
         total = total.masked_fill(total == 0, 1.0)
     shares = total.reciprocal_().transpose(-1, -2)
@@ -107,9 +109,7 @@ def gather_tokens(states: Tensor, keep_indices: Tensor) -> Tensor:
     """As `snapkv.ops.votes.reference.gather_tokens`, one index and one copy for every token."""
     if not states.is_contiguous():  # to make them so would copy what is dropped, too
         return reference.gather_tokens(states, keep_indices)
-    rows = flat_rows(states, keep_indices.clamp(min=0))
-    flat = states.flatten(0, 2).index_select(0, rows.flatten())
-    return flat.view(*rows.shape, states.shape[-1])
+    return _copied(states, flat_rows(states, keep_indices.clamp(min=0)))
 
 
 def gather_pair(keys: Tensor, values: Tensor, keep_indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,18 +117,18 @@ def gather_pair(keys: Tensor, values: Tensor, keep_indices: Tensor) -> tuple[Ten
     if not (keys.is_contiguous() and values.is_contiguous()):
         return gather_tokens(keys, keep_indices), gather_tokens(values, keep_indices)
     rows = flat_rows(keys, keep_indices.clamp(min=0))
-    flat, kept = rows.flatten(), rows.shape
-    return (
-        keys.flatten(0, 2).index_select(0, flat).view(*kept, keys.shape[-1]),
-        values.flatten(0, 2).index_select(0, flat).view(*kept, values.shape[-1]),
-    )
+    return _copied(keys, rows), _copied(values, rows)
+
+
+def _copied(states: Tensor, rows: Tensor) -> Tensor:
+    flat = states.flatten(0, 2).index_select(0, rows.flatten())
+    return flat.view(*rows.shape, states.shape[-1])
 
 
 def flat_rows(states: Tensor, keep_indices: Tensor) -> Tensor:
     """(B, max(H, Hs), K): where in (B, Hs, T, D) states, one head after the other, slots are."""
     B, Hs, T, _ = states.shape
-    heads = max(keep_indices.shape[1], Hs)
-    step = max(1, T)
+    heads, step = max(keep_indices.shape[1], Hs), max(1, T)
     begins = torch.arange(0, B * Hs * step, step, device=states.device).view(B, Hs, 1, 1)
     rows = keep_indices.expand(-1, heads, -1).view(B, Hs, heads // Hs, -1) + begins
     return rows.flatten(1, 2)

@@ -89,10 +89,8 @@ def kept_indices(kept: Tensor) -> Tensor:
 
     K is the most that any head keeps.
     """
-    slots = torch.arange(kept.shape[-1], device=kept.device)
-    ranks = kept.cumsum(dim=-1)
-    counts = ranks[..., -1:]
+    counts = kept.sum(dim=-1, keepdim=True)
     most = int(counts.max()) if counts.numel() else 0
-    places = (ranks + (most - 1 - counts)).masked_fill(~kept, most)
-    found = torch.full((*kept.shape[:-1], most + 1), -1, device=kept.device)
-    return found.scatter_(-1, places, slots.expand_as(places))[..., :most]
+    order = torch.sort(kept.view(torch.uint8), dim=-1, stable=True).indices
+    is_none = torch.arange(most, device=kept.device) < most - counts
+    return order[..., kept.shape[-1] - most :].masked_fill(is_none, -1)
