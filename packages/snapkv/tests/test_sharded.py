@@ -20,13 +20,12 @@ from snapkv import (
     prefill,
 )
 from snapkv.decoding import CandidateTree, Medusa
-from snapkv.hf import fidelity
 from snapkv.hf.placement import layer_devices
 from snapkv.kvzip import read_context
 from tests.decoding.heads import random_heads
 from tests.families import KINDS, random_ids, small_model, tiny_model
 from tests.methods import BOTH, CACHES, SNAPKV
-from tests.pretended import Pretended, device, pretending
+from tests.pretended import device, pretending
 
 pytestmark = pytest.mark.devices
 IDS = random_ids(2, 64) % 64
@@ -91,9 +90,8 @@ def require_in_place(cache):
 
 
 @pytest.fixture
-def require_same(monkeypatch):
+def require_same():
     """Run something with a model on the CPU, and spread over both devices: the same comes out."""
-    monkeypatch.setattr(fidelity, "_is_behind", lambda states: isinstance(states, Pretended))
 
     def require(run, model=None, split=None):
         here = tiny_model("llama") if model is None else model

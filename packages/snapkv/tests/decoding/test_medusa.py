@@ -277,7 +277,7 @@ def test_a_chain_is_read_as_plain_text():
     medusa = Medusa(KnowingHeads.of(model, cache, text), CandidateTree.chain(3))
     seen = []
     hook = model.model.layers[0].register_forward_pre_hook(
-        lambda *_: seen.append(forward_context.candidates())
+        lambda *_: seen.append(forward_context.current.candidates)
     )
     with hook:
         assert torch.equal(generate(model, ids, cache, custom_generate=medusa), text)

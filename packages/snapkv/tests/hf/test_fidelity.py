@@ -170,7 +170,6 @@ def test_where_to_ask_is_to_wait_the_layers_are_asked_at_the_prompts_end(wrong, 
         judged.append([doubt.layer_idx for doubt in doubts])
         require_faithful(doubts)
 
-    monkeypatch.setattr(fidelity, "_is_behind", lambda states: True)
     monkeypatch.setattr(fidelity, "doubt_scores", doubtful)
     monkeypatch.setattr(fidelity, "require_faithful", watched)
     cache = CompressedCache(model, SnapKV(budget=8, window_size=4))
@@ -188,9 +187,8 @@ def test_where_to_ask_is_to_wait_the_layers_are_asked_at_the_prompts_end(wrong, 
 
 
 @pytest.mark.parametrize("storage", ["dynamic", "static"])
-def test_doubts_of_a_pass_that_ended_early_are_forgotten_with_it(storage, monkeypatch):
+def test_doubts_of_a_pass_that_ended_early_are_forgotten_with_it(storage):
     model, ids = tiny_model("llama"), random_ids(1, 32)
-    monkeypatch.setattr(fidelity, "_is_behind", lambda states: True)
     cache = CompressedCache(model, SnapKV(budget=8, window_size=4), storage=storage)
     model(ids, past_key_values=cache)
     cache._check.doubts.append(doubt_scores(states(), whole_output(states()) * 2, module()))

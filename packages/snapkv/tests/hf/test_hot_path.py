@@ -12,7 +12,7 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
-from snapkv import AdaKV, CompressedCache, SnapKV
+from snapkv import AdaKV, CompressedCache, SnapKV, default_policy
 from tests.families import call, random_ids, tiny_model
 
 LAYERS, PROMPT = 4, 400
@@ -21,6 +21,7 @@ WAYS = {
     "snapkv": (POLICY, {}),
     "adakv": (AdaKV(POLICY), {}),
     "int4": (POLICY, {"quantize": "int4"}),
+    "default": (default_policy(128), {}),
 }
 VIEWS = {
     "_unsafe_view", "alias", "as_strided", "detach", "expand", "lift_fresh", "permute", "select",
@@ -71,7 +72,12 @@ def per_layer(count, cache):
 
 RELEASES = torch.__version__[:4], transformers.__version__[:4]
 # At the prompt's end, in a step: operations above transformers' own, calls.
-LIMITS = {"snapkv": (118, 0, 198, 70), "adakv": (128, 7, 223, 76), "int4": (266, 27, 314, 98)}
+LIMITS = {
+    "snapkv": (66, 0, 144, 30),
+    "adakv": (79, 7, 173, 40),
+    "int4": (112, 27, 227, 63),
+    "default": (193, 7, 233, 44),
+}
 
 
 @pytest.mark.skipif(RELEASES != ("2.13", "5.24"), reason="other releases do other work")

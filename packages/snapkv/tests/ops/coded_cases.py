@@ -1,5 +1,6 @@
 """Heads in few bits, of odd lengths and in several sections, and what attention makes of them."""
 
+import itertools
 import sys
 from dataclasses import replace
 
@@ -41,8 +42,8 @@ def coded_states(lengths, queries, bits, *, block_tokens=32, grown=False, dtype=
 
 def blocks_of(flat, layout):
     """(M, G, D): flat states in the blocks of a layout of one section."""
-    counts = torch.tensor([0, *(count for row in layout.sections[0] for count in row)])
-    return flat[counts.cumsum(0)[layout.heads][:, None] + layout.places]
+    counts = itertools.chain(*layout.sections[0])
+    return flat[layout.rows(list(itertools.accumulate(counts, initial=0)))]
 
 
 def in_buffers(given):

@@ -194,7 +194,7 @@ def test_fading_of_the_worked_example(votes, decay, expected, impl):
 )
 def test_of_equal_scores_the_lower_position_wins(keep, expected):
     scores = torch.tensor([[[7.0, 7.0, 11.0, 11.0]]])
-    assert ops.keep_best(scores, torch.tensor([keep]))[0, 0].tolist() == expected
+    assert ops.keep_best(scores, [keep])[0, 0].tolist() == expected
 
 
 @pytest.mark.parametrize("counts", [[1, 1], [5, 5], [17, 17], [3, 12], [30, 1]])
@@ -219,9 +219,9 @@ def test_a_score_that_is_no_number_is_kept():
 
 def test_rows_and_heads_that_keep_fewer_begin_with_minus_one():
     scores = torch.tensor([[[9.0, 1.0, 5.0, 7.0, 3.0]], [[99.0, 98.0, 97.0, 2.0, 1.0]]])
-    kept = ops.keep_best(scores, torch.tensor([3, 1]), torch.tensor([0, 3]))
+    kept = ops.keep_best(scores, [3, 1], torch.tensor([0, 3]))
     assert kept[:, 0].tolist() == [[0, 2, 3], [-1, -1, 3]]
-    heads = ops.keep_best(scores.transpose(0, 1), torch.tensor([[3, 1]]), torch.tensor([0]))
+    heads = ops.keep_best(scores.transpose(0, 1), [[3, 1]], torch.tensor([0]))
     assert heads[0].tolist() == [[0, 2, 3], [-1, -1, 0]]
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from snapkv import AdaKV, CompressedCache, CriticalKV, InvalidArgumentError
-from snapkv.hf import fidelity
 from snapkv.policies import PrefixPolicy
 from tests.families import call, random_ids, tiny_model
 
@@ -50,11 +49,9 @@ def test_scores_of_another_shape_or_kind_are_refused(wrapped, scored_by, got):
         call(model, cache, random_ids(2, 60))
 
 
-@pytest.mark.parametrize("is_gpu", [False, True], ids=["cpu", "as on a GPU"])
 @pytest.mark.parametrize("wrapped", [None, AdaKV, CriticalKV], ids=["alone", "adakv", "criticalkv"])
-def test_scores_that_are_no_numbers_are_refused_by_name(wrapped, is_gpu, monkeypatch):
-    """In one layer, whose scores a GPU is asked of behind the last."""
-    monkeypatch.setattr(fidelity, "_is_behind", lambda states: is_gpu)
+def test_scores_that_are_no_numbers_are_refused_by_name(wrapped):
+    """In one layer, whose scores are asked of behind the last."""
     asked = iter(range(100))
 
     def in_the_second_layer(scores):
@@ -66,7 +63,7 @@ def test_scores_that_are_no_numbers_are_refused_by_name(wrapped, is_gpu, monkeyp
     )
     with pytest.raises(InvalidArgumentError, match=r"^score: expected numbers from own, .*got NaN"):
         call(model, cache, random_ids(2, 60))
-    assert next(asked) == (4 if is_gpu else 2)
+    assert next(asked) == 4
     cache.reset()
     call(model, cache, random_ids(2, 60))
     assert cache.report().kept_tokens == 24

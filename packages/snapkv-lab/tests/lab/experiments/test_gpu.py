@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from snapkv.hf import fidelity
 from snapkv.storage.tail import ROOM_TOKENS
 from snapkv_lab.experiments import experiment, gpu
 from snapkv_lab.experiments.experiment import Size
@@ -140,7 +139,6 @@ def test_all_parts_run_on_a_device_that_is_not_there(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu, "random_model", tiny_model)
     monkeypatch.setattr(gpu, "_dtype", lambda given: torch.float32)  # a module keeps its own there
     monkeypatch.setattr(contenders, "cache_bytes", lambda cache: 1)  # whose tensors lie nowhere
-    monkeypatch.setattr(fidelity, "_is_behind", lambda states: True)
     small = SMALL | {"lengths": (256,), "cells": ((2, 96),)}
     # In pieces, torch's bias of a causal mask cannot be made there; the core's tests pass a mask.
     parts = [part for part in gpu.GPU.parts if not part.endswith(" prefill")]

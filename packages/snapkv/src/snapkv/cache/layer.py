@@ -1,7 +1,6 @@
 """One layer of a compressed cache: stores fewer tokens than it has seen."""
 
 import copy
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
@@ -114,9 +113,9 @@ class CompressedLayer(DynamicLayer):
 
         `chooses` says that they are of a prompt at whose end the policy may choose.
         """
-        if self.recall_due:
+        if self.offloaded is not None and self.offloaded.is_due:
             self.recall()
-        elif chooses and (self.slots.kept is None or self.chooses_again):
+        elif chooses and (self.slots.kept is None or self.turns != "append"):
             self.decode()
         if not self.store.is_static:
             self._seen_tokens += key_states.shape[-2]
@@ -295,7 +294,7 @@ class CompressedLayer(DynamicLayer):
         if isinstance(self.policy, EvictingPolicy):
             return self.policy.history_tokens
         wanted = self.policy.query_tokens
-        return wanted if self.chooses_again and wanted != ALL_QUERIES else 0
+        return wanted if self.turns != "append" and wanted != ALL_QUERIES else 0
 
     def with_remembered(self, queries: Tensor, ahead_tokens: int = 0) -> Tensor:
         """(B, Hq, up to `query_tokens` + ahead, D): the last queries of the prompt so far."""
@@ -423,13 +422,11 @@ class CompressedLayer(DynamicLayer):
     @torch.no_grad()
     def choose(self, prompt: PromptLayer) -> Selection | None:
         """What of a prompt that has been read the policy keeps; None for all of it."""
-        return self.policy.select(self.with_token_cost(prompt))
+        return self.policy.select(prompt)
 
-    def with_token_cost(self, prompt: PromptLayer) -> PromptLayer:
-        """The prompt, whose tokens cost what they do in this layer's storage."""
-        heads = prompt.queries.shape[1] if self.policy.per_query_head else prompt.num_kv_heads
-        cost = functools.partial(self.storage.token_cost, self.store, heads)
-        return prompt.changed(token_cost=cost)
+    def token_cost(self, heads: int, shortest_tokens: int) -> ops.TokenCost:
+        """What tokens cost that so many heads keep; the prompt's shortest row has so many."""
+        return self.storage.token_cost(self.store, heads, shortest_tokens)
 
     def end_prompt(self, selection: Selection | None, prompt: PromptLayer) -> None:
         """Note that the prompt has been read, and keep of it what was chosen.
@@ -440,7 +437,7 @@ class CompressedLayer(DynamicLayer):
         at, lost = self.slots.columns_by(prompt.keys.shape[2]), None
         if selection is not None and self.slots.is_whole:
             votes = self.policy.votes_at_stake(prompt)
-            lost = None if votes is None else LostVotes.of(*votes, selection.keep_indices)
+            lost = None if votes is None else LostVotes.of(*votes, selection)
         self.note_end(prompt, at)
         if selection is not None:
             self.keep(selection, at)

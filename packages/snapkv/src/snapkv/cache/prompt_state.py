@@ -87,7 +87,8 @@ class PaddingTracker:
 
     Pads stand in front of a row, and nowhere else. Those in front of a prompt are read where it
     ends. A batch whose turns or answers differ in length is refused before anything is read.
-    The last mask was made for a pass by whose end `masked_to` tokens have been seen.
+    The last mask was made for a pass by whose end `masked_to` tokens have been seen; `is_made` says
+    whether that of the pass that begins was made here, and is not the user's own.
     """
 
     def __init__(
@@ -98,19 +99,14 @@ class PaddingTracker:
         has_states: bool = False,
     ) -> None:
         self.layers, self.masked_to, self.has_states = layers, masked_to, has_states
-        self._is_made = False
-
-    def take_made(self) -> bool:
-        """Whether the mask of the pass that begins was made here, and is not the user's own."""
-        is_made, self._is_made = self._is_made, False
-        return is_made
+        self.is_made = False
 
     def expect(self, visible: Tensor | None, new_tokens: int) -> Tensor | None:
         """(B, tokens seen + new) bool, which are no pads, to make masks of; None for all.
 
         Of the same as the model was given it; pads behind a row's first token are refused.
         """
-        layer, self._is_made = self.layers[0], True
+        layer, self.is_made = self.layers[0], True
         if not layer.storage.is_compileable:
             self.masked_to = layer.seen_tokens + new_tokens
         if new_tokens == 1 and visible is not None:
@@ -185,6 +181,7 @@ class PromptState:
         narrowing: which tokens of the prompt do not reach all layers; None where all do.
         is_broken: whether a layer's attention has begun and not come to its end.
         shared: the budget that the layers of the prompt share whose end is being read, if any.
+        policy: that of all layers; `looks_at_tokens` says whether it is told the ids of all tokens.
     """
 
     layers: Sequence[CompressedLayer]
@@ -200,9 +197,9 @@ class PromptState:
     is_broken: bool = False
     shared: SharedBudget | None = None
 
-    @property
-    def policy(self) -> Policy:
-        return self.layers[0].policy
+    def __post_init__(self) -> None:
+        self.policy = self.layers[0].policy
+        self.looks_at_tokens = "token_ids" in self.policy.needs
 
     @property
     def seen_tokens(self) -> int:
@@ -276,7 +273,6 @@ class PromptState:
                 selection = Selection.whole(prompt)
             layer.end_prompt(selection, prompt)
             return
-        prompt = layer.with_token_cost(prompt)
         if self.shared is None or not prompt.depth:
             self.shared = SharedBudget(policy, prompt, once=once)
         self.shared.take(layer, prompt)
@@ -443,11 +439,6 @@ class PromptState:
 
     # Which tokens come.
 
-    @property
-    def looks_at_tokens(self) -> bool:
-        """Whether the policy has to be told the ids of all tokens."""
-        return "token_ids" in self.policy.needs
-
     def expect_tokens(self, token_ids: Tensor) -> None:
         """Announce the ids of the tokens of the next forward pass; see `CompressedCache`."""
         is_tensor = isinstance(token_ids, Tensor)
@@ -521,10 +512,6 @@ class PromptState:
     def narrowed(self, narrowing: Narrowing | None) -> contextlib.AbstractContextManager[None]:
         """Within this block some tokens of the prompt do not reach all layers."""
         return self._while(narrowing=narrowing)
-
-    def read_by(self, layer: CompressedLayer, new_tokens: int) -> int:
-        """How many tokens of the text a pass reads of which so many reach that layer."""
-        return new_tokens if self.narrowing is None else self.narrowing.arrived(layer, new_tokens)
 
     def require_pieces(self) -> None:
         """Refuse to read one layer after the other, in pieces: ids are announced all at once."""

@@ -111,15 +111,15 @@ class _Part:
     def keep(self, stays: Tensor) -> None:
         """Hold only some slots, (B, H, K) bool."""
         selection = Selection.of_mask(stays, per_head_budget=stays.shape[1] > 1)
-        slots = selection.keep_indices
+        slots, none = selection.keep_indices.clamp(min=0), selection.keep_indices < 0
         self.layer.keep(selection, self.layer.columns)
         if self.votes is not None:
             dropped = self.votes.masked_fill(stays, 0.0)
             self.lost = self.lost + dropped[0].sum(dim=-1)
             self.peak = self.peak.maximum(dropped[1].amax(dim=-1))
-            of_both = slots.clamp(min=0).expand(2, *slots.shape)
-            self.votes = self.votes.gather(-1, of_both).masked_fill(slots < 0, 0.0)
-        self.scores = self.scores.gather(-1, slots.clamp(min=0)).masked_fill(slots < 0, -math.inf)
+            of_both = slots.expand(2, *slots.shape)
+            self.votes = self.votes.gather(-1, of_both).masked_fill_(none, 0.0)
+        self.scores = self.scores.gather(-1, slots).masked_fill_(none, -math.inf)
 
     def end(self, prompt_tokens: int) -> None:
         """Note what was lost, and store as it is done behind a prompt of so many tokens."""

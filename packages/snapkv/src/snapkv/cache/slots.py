@@ -56,21 +56,21 @@ class SlotMap(RowRecord):
         """As a record is; files of earlier releases have dropped nothing."""
         return super().restored({"erased": None, "gone": 0, **state})
 
-    @property
+    @functools.cached_property
     def chosen_slots(self) -> int:
         return 0 if self.kept is None else self.kept.shape[-1]
 
-    @property
+    @functools.cached_property
     def evicted_tokens(self) -> int:
         """Columns that no slot holds, where all heads and rows hold as many."""
         return self.start - self.chosen_slots
 
-    @property
+    @functools.cached_property
     def is_compressed(self) -> bool:
         """Whether a prompt has ended and some of it was dropped."""
         return self.kept is not None and not self.is_partial
 
-    @property
+    @functools.cached_property
     def is_whole(self) -> bool:
         return self.kept is None and not self.is_partial
 
@@ -100,7 +100,7 @@ class SlotMap(RowRecord):
         hidden = self.empty
         return hidden is not None and bool(hidden.any())
 
-    @property
+    @functools.cached_property
     def empty(self) -> Tensor | None:
         """(B,) leading slots that hold no token."""
         return self.pads if self.kept is None else self.padding_slots
@@ -122,7 +122,7 @@ class SlotMap(RowRecord):
             indices = indices.expand(-1, heads, -1)
         if self.kept is None:
             return indices
-        columns = self.columns(store)
+        columns = self.kept if store.slots == self.chosen_slots else self.columns(store)
         if heads > stored:
             columns = columns.repeat_interleave(heads // stored, dim=1)
         return columns.gather(2, indices.clamp(min=0)).masked_fill(indices < 0, -1)

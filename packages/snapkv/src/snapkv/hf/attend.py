@@ -17,7 +17,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from snapkv import ops
 from snapkv.cache.layer import CompressedLayer
-from snapkv.hf.forward_context import Candidates, is_recording
+from snapkv.hf import forward_context
+from snapkv.hf.forward_context import Candidates
 from snapkv.hf.masks import stored_mask, tree_mask
 from snapkv.storage.base import TokenStore
 
@@ -54,10 +55,6 @@ class AttentionCall:
             sink_logits=self.options.get("s_aux"),
         )
 
-    @property
-    def _states(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.query, self.key, self.value
-
     def attend(self) -> Attended:
         """Run the wrapped attention; outputs are (B, Q, Hq, D)."""
         mask, Q, S = self.mask, self.query.shape[2], self.key.shape[2]
@@ -71,10 +68,11 @@ class AttentionCall:
             mask = causal_lower_right(Q, S)  # sdpa's own causal mask is for the first queries
         if few and (mask is None or mask.shape[1] == 1):
             return self._attend_in_groups(mask), None
-        if self._has_kernel_of_groups(mask):
+        states = self.query, self.key, self.value
+        if forward_context.current.is_recording and self._has_kernel_of_groups(mask):
             options = {"attn_mask": mask, "scale": self.options.get("scaling"), "enable_gqa": True}
-            return scaled_dot_product_attention(*self._states, **options).transpose(1, 2), None
-        output, weights = self.function(self.module, *self._states, mask, **self.options)
+            return scaled_dot_product_attention(*states, **options).transpose(1, 2), None
+        output, weights = self.function(self.module, *states, mask, **self.options)
         return output, weights
 
     def _has_kernel_of_groups(self, mask: Any) -> bool:
@@ -83,11 +81,11 @@ class AttentionCall:
         transformers repeats them once per query head where there is a mask, which takes longer than
         all else in the step.
         """
-        if not (is_recording() and self.query.is_cuda and isinstance(mask, Tensor)):
+        if not (self.query.is_cuda and isinstance(mask, Tensor)):
             return False
         if self.implementation != "sdpa" or self.query.shape[1] == self.key.shape[1]:
             return False
-        asked = SDPAParams(*self._states, mask, 0.0, False, True)
+        asked = SDPAParams(self.query, self.key, self.value, mask, 0.0, False, True)
         return any(can_use(asked) for can_use in _KERNELS)
 
     def _tree_mask(self, candidates: Candidates) -> Any:

@@ -123,10 +123,11 @@ def _attention(
         value=value,
         mask=attention_mask,
         options=options,
-        candidates=forward_context.candidates(),
+        candidates=forward_context.current.candidates,
     )
     attended = attend(call)
-    forward_context.hook().on_attention(call, attended)
+    if (hook := forward_context.current.hook) is not None:
+        hook.on_attention(call, attended)
     return attended
 
 
@@ -137,9 +138,13 @@ def attend(call: AttentionCall) -> Attended:
         _require_taken(call)
         shared = forward_context.take_shared(call.key)
         return call.attend() if shared is None else _attend_shared(call, shared)
-    with context.prompt_state.attending():
+    prompt_state = context.prompt_state
+    prompt_state.is_broken = True  # until it comes to its end, as in `PromptState.attending`
+    if context.layer.identity.readers or forward_context.current.shared:
         forward_context.share(context, call.key)
-        return _PHASES[context.phase](call, context)
+    attended = _PHASES[context.phase](call, context)
+    prompt_state.is_broken = False
+    return attended
 
 
 # What a call does, by where in the conversation it lies.
@@ -151,9 +156,8 @@ def _read_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
     call = fitting(call, layer)
     attended = _attend_prompt(call, layer)
     layer.remember_queries(call.query)
-    hook = forward_context.hook()
-    if type(hook) is not forward_context.Hook:
-        hook.on_prompt(replace(_prompt_layer(call, layer, None), queries=call.query))
+    if (hook := forward_context.current.hook) is not None:
+        hook.on_prompt(replace(_prompt_layer(call, layer, None, None), queries=call.query))
     layer.store.finalize_step()
     if not context.prompt_state.is_piecewise:
         layer.set_aside()
@@ -166,11 +170,13 @@ def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
     call = fitting(call, layer)
     own, slots = call.query.shape[2], call.key.shape[2]
     pads = leading_pads(call.mask, own - 1, slots, layer.policy.query_tokens)
-    prompt = context.check.later(_prompt_layer(call, layer, pads))
+    prompt = _prompt_layer(call, layer, pads, context.check.unasked)
     if context.prompt_state.narrowing is not None:
         context.prompt_state.narrowing.on_prompt(replace(prompt, queries=call.query))
     attended = _attend_prompt(call, layer)
-    _check_votes(call, context, prompt, attended[0][:, -1])
+    if layer.policy.query_tokens:  # it scores by attention, which must be the model's
+        eager, last_output = call.implementation == "eager", attended[0][:, -1]
+        context.check.judge(prompt, last_output, call.module, rounds_scores=eager)
     context.prompt_state.end_prompt(layer, prompt)
     context.check.require_numbers(prompt)
     return attended
@@ -180,11 +186,13 @@ def _read_turn(call: AttentionCall, context: ForwardContext) -> Attended:
     """A later prompt is read over what was kept, and stored whole."""
     layer = context.layer
     attended = attend_stored(call, layer)
-    if context.reads_end:
-        _evict(call, layer, context.turn_tokens)
-    elif isinstance(layer.policy, EvictingPolicy):  # evicts at the end, as if it came at once
-        layer.remember_queries(call.query, context.turn_tokens)
-    _follow(call, layer, 0)
+    if isinstance(policy := layer.policy, EvictingPolicy):
+        if context.reads_end:  # as if the turn came at once
+            _evict(call, layer, policy, context.turn_tokens)
+        else:
+            layer.remember_queries(call.query, context.turn_tokens)
+    if layer.turns != "append":
+        layer.look_back(call.query)
     layer.store.finalize_step()
     return attended
 
@@ -193,7 +201,7 @@ def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
     """A later prompt ends in this pass: read it over what is stored, then let it vote on that."""
     layer = context.layer
     attended = attend_stored(call, layer)
-    prompt = context.check.later(_prompt_layer(call, layer, layer.slots.padding_slots))
+    prompt = _prompt_layer(call, layer, layer.slots.padding_slots, context.check.unasked)
     selection = layer.choose(prompt)
     context.check.require_numbers(prompt)
     if selection is not None:
@@ -209,8 +217,10 @@ def _decode(call: AttentionCall, context: ForwardContext) -> Attended:
     layer = context.layer
     attended = attend_stored(call, layer)
     drafts = call.query.shape[2] if context.prompt_state.verifies_drafts else 0
-    _evict(call, layer, call.query.shape[2])
-    _follow(call, layer, drafts)
+    if isinstance(policy := layer.policy, EvictingPolicy):
+        _evict(call, layer, policy, call.query.shape[2])
+    if layer.turns != "append":
+        layer.look_back(call.query, drafts)
     layer.store.finalize_step(drafts)
     return attended
 
@@ -247,20 +257,13 @@ def _attend_prompt(call: AttentionCall, layer: CompressedLayer) -> Attended:
     return attend_stored(call, layer) if holds_less else call.attend()
 
 
-def _follow(call: AttentionCall, layer: CompressedLayer, drafts: int) -> None:
-    """Hold the last queries for the next turn."""
-    if layer.chooses_again:
-        layer.look_back(call.query, drafts)
-
-
 # What the policy is shown and asked.
 
 
-def _evict(call: AttentionCall, layer: CompressedLayer, new_tokens: int) -> None:
+def _evict(
+    call: AttentionCall, layer: CompressedLayer, policy: EvictingPolicy, new_tokens: int
+) -> None:
     """Let a policy that evicts while generating see these last tokens and drop what it will."""
-    policy = layer.policy
-    if not isinstance(policy, EvictingPolicy):
-        return
     layer.absorb_tail()
     store, slots, state = layer.store, layer.slots, layer.state
     if store.ragged is not None:
@@ -300,7 +303,12 @@ def _of_layer(call: AttentionCall, layer: CompressedLayer) -> dict[str, Any]:
     }
 
 
-def _prompt_layer(call: AttentionCall, layer: CompressedLayer, pads: Tensor | None) -> PromptLayer:
+def _prompt_layer(
+    call: AttentionCall,
+    layer: CompressedLayer,
+    pads: Tensor | None,
+    unasked: list[tuple[Tensor, str]] | None,
+) -> PromptLayer:
     """The states of a layer at the end of the prompt, or of a part of it, for the policy."""
     options, ids, slots = call.options, layer.state.token_ids, call.key.shape[2]
     if options.get("position_bias") is not None:
@@ -314,6 +322,7 @@ def _prompt_layer(call: AttentionCall, layer: CompressedLayer, pads: Tensor | No
             f"model: expected causal attention, got {type(call.module).__name__}, whose tokens see "
             "each other in both directions; only a causal decoder has a prompt to compress"
         )
+    heads = (call.query if layer.policy.per_query_head else layer.store.keys).shape[1]
     return PromptLayer(
         queries=layer.with_remembered(call.query).detach(),
         keys=call.key,
@@ -323,6 +332,8 @@ def _prompt_layer(call: AttentionCall, layer: CompressedLayer, pads: Tensor | No
         rotation=layer.identity.rotation,
         output_weight=output_weight(layer.identity.output_projection),
         protected=layer.protected_slots(slots, pads),
+        token_cost=functools.partial(layer.token_cost, heads),
+        unasked=unasked,
         **_of_layer(call, layer),
     )
 
@@ -330,20 +341,11 @@ def _prompt_layer(call: AttentionCall, layer: CompressedLayer, pads: Tensor | No
 # Whose call it is, and what is refused.
 
 
-def _check_votes(
-    call: AttentionCall, context: ForwardContext, prompt: PromptLayer, last_output: Tensor
-) -> None:
-    """Where a policy scores by attention, it must be the model's."""
-    if context.layer.policy.query_tokens:
-        eager = call.implementation == "eager"
-        context.check.judge(prompt, last_output, call.module, rounds_scores=eager)
-
-
 def _take_context(call: AttentionCall) -> ForwardContext | None:
     """The layer whose update preceded this call, or None for a cache that is not ours."""
-    context = forward_context.take()
-    store = None if context is None else context.layer.store
-    if context is None or store is None or call.key.shape[2] != store.keys.shape[2]:
+    current = forward_context.current
+    context, current.context = current.context, None  # it is left only once
+    if context is None or call.key.shape[2] != context.keys.shape[2]:
         return None
     refusal = _refusal(call, context)
     if refusal is not None:
@@ -363,26 +365,26 @@ def _require_taken(call: AttentionCall) -> None:
 
 def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
     """Why this call cannot be compressed correctly; None where it can."""
-    name, store = type(call.module).__name__, context.layer.store
+    name, layer = type(call.module).__name__, context.layer
     if call.module not in context.modules:
         return CacheMismatchError(
             f"past_key_values: expected the model the cache was made for, got another {name}; make "
             "a CompressedCache for this model"
         )
-    if not (_same(call.key, store.keys) and _same(call.value, store.values)):
-        layer = context.layer
-        if store.keys.shape[1] > 1 or layer.policy.per_query_head or layer.storage.attends_by_head:
-            return UnsupportedModelError(
-                f"model: expected attention to the keys and values as they are stored, got {name}, "
-                "which rearranges them after the cache; heads that keep different tokens would be "
-                "mixed, so it cannot be compressed"
-            )
-    if call.implementation == "eager" and store.ragged is not None and _asks_for_weights(call):
+    is_stored = call.key is context.keys and call.value is context.values
+    if not is_stored and _rearranges(call, context):
+        return UnsupportedModelError(
+            f"model: expected attention to the keys and values as they are stored, got {name}, "
+            "which rearranges them after the cache; heads that keep different tokens would be "
+            "mixed, so it cannot be compressed"
+        )
+    is_ragged = layer.store.ragged is not None
+    if is_ragged and call.implementation == "eager" and _asks_for_weights(call):
         return _without_weights()
-    if refusal := _refusal_of_images(name, context):
-        return refusal
+    if not layer.identity.depth and (refusal := _refusal_of_images(name, context)):
+        return refusal  # asked once a pass
     is_own = context.has_own_mask and getattr(call.mask, "ndim", 0) == 4
-    if is_own and context.layer.slots.is_compressed:
+    if is_own and layer.slots.is_compressed:
         return UnsupportedModelError(
             "attention_mask: expected a 2-D one behind a compressed prompt, whose heads keep "
             "tokens of their own, got a 4-D one; drop tokens with cache.drop(spans), read "
@@ -392,9 +394,9 @@ def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
 
 
 def _refusal_of_images(name: str, context: ForwardContext) -> UnsupportedModelError | None:
-    """Why a method that turns states by how many tokens precede them cannot; asked once a pass."""
+    """Why a method that turns states by how many tokens precede them cannot."""
     layer = context.layer
-    if layer.identity.depth or "rotation" not in layer.policy.needs:
+    if "rotation" not in layer.policy.needs:
         return None
     if context.phase is Phase.DECODE or not has_images_positions(context.modules):
         return None
@@ -418,5 +420,14 @@ def _asks_for_weights(call: AttentionCall) -> bool:
     return bool(asked)
 
 
-def _same(states: Tensor, stored: Tensor) -> bool:
+def _rearranges(call: AttentionCall, context: ForwardContext) -> bool:
+    """Whether heads that keep different tokens are not read where they are stored."""
+    layer, stored = context.layer, (context.keys, context.values)
+    if all(map(_is_same, (call.key, call.value), stored)):
+        return False
+    by_head = layer.policy.per_query_head or layer.storage.attends_by_head
+    return by_head or context.keys.shape[1] > 1
+
+
+def _is_same(states: Tensor, stored: Tensor) -> bool:
     return states.data_ptr() == stored.data_ptr() and states.shape == stored.shape

@@ -30,6 +30,7 @@ from snapkv.errors import (
 from snapkv.hf import forward_context, saved, step_graph
 from snapkv.hf.build import layers_for, other_kinds, plain_layers, storage_for
 from snapkv.hf.fidelity import VoteCheck
+from snapkv.hf.forward_context import ForwardContext, phase_of
 from snapkv.hf.install import use
 from snapkv.hf.known_gates import with_known
 from snapkv.hf.model_parts import States, shares_latent, states_of
@@ -169,31 +170,40 @@ class CompressedCache(Cache):
             return keys, values
         if torch.compiler.is_compiling():
             _refuse_compiled()
-        self._padding.take_made()
-        prompt_state, new_tokens = self.prompt_state, self.prompt_state.read_by(layer, new_tokens)
-        self._require_finished_forward(layer, new_tokens)
-        is_open = layer.seen_tokens < prompt_state.end_by(layer.seen_tokens + new_tokens)
-        keys, values = layer.update(key_states, value_states, chooses=is_open)
+        padding, prompt_state, seen = self._padding, self.prompt_state, layer.seen_tokens
+        padding.is_made = False
+        if prompt_state.narrowing is not None:
+            new_tokens = prompt_state.narrowing.arrived(layer, new_tokens)
+        first, is_piece = prompt_state.layers[0], prompt_state.is_piecewise
+        uneven = not (is_piece or layer is first) and seen + new_tokens != first.seen_tokens
+        current = forward_context.current
+        if uneven or (current.context is not None and forward_context.leave(prompt_state)):
+            raise _interrupted()  # the pass before this one, whose attention a layer has missed
+        end = prompt_state.prompt_end or prompt_state.end_by(seen + new_tokens)
+        keys, values = layer.update(key_states, value_states, chooses=seen < end)
+        seen += new_tokens
         if prompt_state.narrowing is not None:
             prompt_state.narrowing.note(layer)
         if prompt_state.coming_ids is not None:
             layer.remember_ids(prompt_state.coming_ids[1].to(key_states.device))
-        read_to = prompt_state.prompt_end if prompt_state.is_piecewise else layer.seen_tokens
-        forward_context.enter(
-            forward_context.ForwardContext(
-                layer=layer,
-                new_tokens=new_tokens,
-                prompt_state=prompt_state,
-                modules=self._use.modules,
-                check=self._check,
-                has_own_mask=self._padding.masked_to != read_to,
-            )
+        turn = layer.turns if layer.slots.is_compressed else None
+        current.context = ForwardContext(
+            layer=layer,
+            keys=keys,
+            values=values,
+            new_tokens=new_tokens,
+            phase=phase_of(seen, new_tokens, end, turn),
+            prompt_state=prompt_state,
+            modules=self._use.modules,
+            check=self._check,
+            has_own_mask=padding.masked_to != (end if is_piece else seen),
         )
         return keys, values
 
     def require_slots(self, new_tokens: int) -> None:
         """Refuse what has no slots in static storage, and a mask that was not made for them."""
-        if not self._padding.take_made():
+        is_made, self._padding.is_made = self._padding.is_made, False
+        if not is_made:  # but it is the user's own
             raise UnsupportedModelError(
                 "attention_mask: expected a 2-D mask behind a prompt with storage='static', whose "
                 "slots are no columns of the text, got a 4-D one; pass (batch, tokens) zeros and "
@@ -250,15 +260,6 @@ class CompressedCache(Cache):
                 "in one forward pass, or go on by one token at a time"
             )
 
-    def _require_finished_forward(self, layer: CompressedLayer, new_tokens: int) -> None:
-        """Refuse to go on after a forward pass that did not reach every layer's attention."""
-        first = self.prompt_state.layers[0]
-        uneven = not (self.prompt_state.is_piecewise or layer is first) and (
-            layer.seen_tokens + new_tokens != first.seen_tokens
-        )
-        if forward_context.leave(self.prompt_state) or uneven:
-            raise _interrupted()
-
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens, such as rejected drafts.
 
@@ -313,7 +314,7 @@ class CompressedCache(Cache):
         for layer in self.layers:
             uncompressed.reset(layer)
         forward_context.leave(self.prompt_state)
-        self._check.doubts.clear()
+        self._check = VoteCheck()
         self.prompt_state.forget()
 
     def activate_past_recording(self) -> None:

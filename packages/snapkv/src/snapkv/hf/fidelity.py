@@ -2,13 +2,13 @@
 
 A family may do something to its scores that the votes do not know of (a bias, a temperature). So at
 the end of every prompt the attention of the last query is computed once from the states the policy
-sees, and compared with what the model's own attention returned for it. On a GPU it is judged later,
-since to ask there is to wait.
+sees, and compared with what the model's own attention returned for it. It is judged later, since on
+a GPU to ask is to wait.
 """
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,37 +45,28 @@ class VoteCheck:
 
     def __init__(self) -> None:
         self.doubts: list[Doubt] = []  # what layers have left open in this forward pass
-        self.unasked: list[tuple[Tensor, str]] = []  # see `PromptLayer`
-
-    def later(self, layer: PromptLayer) -> PromptLayer:
-        """The layer whose scores are asked whether they are NaN with those of all layers."""
-        if not layer.depth:
-            self.unasked.clear()
-        return replace(layer, unasked=self.unasked) if _is_behind(layer.keys) else layer
+        self.unasked: list[tuple[Tensor, str]] = []  # of all layers, see `PromptLayer`
 
     def require_numbers(self, layer: PromptLayer) -> None:
         """Raise in the last layer where the scores of one are NaN."""
         if layer.depth == layer.num_layers - 1:
             require_numbers(self.unasked)
+            self.unasked.clear()
 
     def judge(
         self, layer: PromptLayer, output: Tensor, module: Any, *, rounds_scores: bool
     ) -> None:
         """Compare a layer's attention with its votes; arguments as in `doubt_scores`.
 
-        A GPU is waited for at the first layer, which tells on nearly every family, and at the last.
+        It is asked at the first layer, which tells on nearly every family, and at the last: on a
+        GPU to ask is to wait.
         """
         found = doubt_scores(layer, output.detach(), module, rounds_scores=rounds_scores)
         if found is not None:
             self.doubts.append(found)
-        if not _is_behind(output) or layer.depth in (0, layer.num_layers - 1):
+        if layer.depth in (0, layer.num_layers - 1):
             require_faithful(self.doubts)
             self.doubts.clear()
-
-
-def _is_behind(states: Tensor) -> bool:
-    """Whether these are still being computed while Python goes on."""
-    return states.is_cuda
 
 
 @torch.no_grad()
@@ -97,11 +88,10 @@ def doubt_scores(
     if getattr(module, "training", False):
         return None
     scores = _last_query_scores(layer)
-    expected = _attend(layer, scores)
-    largest = scores.masked_fill(scores.isinf(), 0.0)
-    found = [(expected - output.float()).norm(), expected.norm(), largest.abs().max()]
+    largest, expected = torch.linalg.vector_norm(scores, math.inf), _attend(layer, scores)
+    difference = expected - output.float()
     return Doubt(
-        found=torch.stack(found),
+        found=torch.stack([difference.norm(), expected.norm(), largest]),
         tolerance=_TOLERANCE.get(output.dtype, _LOW_PRECISION_TOLERANCE),
         epsilon=_epsilon(output, rounds_scores),
         attention=type(module).__name__,
@@ -134,19 +124,22 @@ def _epsilon(output: Tensor, rounds_scores: bool) -> float:
 
 
 def _last_query_scores(layer: PromptLayer) -> Tensor:
-    """Scores of the prompt's last query: (B, Hkv, G, T) float32, minus infinity at pads."""
+    """Scores of the prompt's last query: (B, Hkv, G, T) float32, 0 at pads."""
     B, Hq, _, D = layer.queries.shape
     Hkv = layer.keys.shape[1]
     grouped = layer.queries[:, :, -1].reshape(B, Hkv, Hq // Hkv, D).float()
     blocks = torch.split(layer.keys, _BLOCK_TOKENS, dim=2)  # a float32 copy of all keys may not fit
-    scores = torch.cat([grouped @ block.float().transpose(-1, -2) for block in blocks], dim=-1)
+    products = [grouped @ block.float().transpose(-1, -2) for block in blocks]
+    scores = products[0] if len(products) == 1 else torch.cat(products, dim=-1)
     scores = layer.score_options.scores(scores)
-    return scores if layer.pads is None else scores.masked_fill(layer.pads[:, :, None], -math.inf)
+    return scores if (pads := layer.pads) is None else scores.masked_fill(pads[:, :, None], 0.0)
 
 
 def _attend(layer: PromptLayer, scores: Tensor) -> Tensor:
     """Attention output of the prompt's last query, from the states alone: (B, Hq, Dv) float32."""
     logits = layer.score_options.sink_logits
+    if (pads := layer.pads) is not None:
+        scores = scores.masked_fill(pads[:, :, None], -math.inf)
     if logits is None:
         weights = scores.softmax(dim=-1)
     else:

@@ -62,19 +62,14 @@ class ForwardContext:
     """A layer whose new tokens are already stored, for the attention call that follows."""
 
     layer: CompressedLayer
+    keys: Tensor  # what it has handed out, likewise `values`
+    values: Tensor
     new_tokens: int
+    phase: Phase  # where in the conversation the pass lies, before the layer changes
     prompt_state: PromptState
     modules: "weakref.WeakSet[Any]"  # of the model that the cache is for
     check: VoteCheck
     has_own_mask: bool = False  # whether a mask that comes with this pass is the user's own
-
-    @property
-    def phase(self) -> Phase:
-        """Where in the conversation the pass lies; asked before the layer changes."""
-        turn: Turns | None = None
-        if self.layer.slots.is_compressed:
-            turn = self.layer.turns
-        return phase_of(self.layer.seen_tokens, self.new_tokens, self.prompt_end, turn)
 
     @property
     def prompt_end(self) -> int:
@@ -142,59 +137,43 @@ class _Current(threading.local):
         self.context: ForwardContext | None = None
         self.padding: weakref.ref[PaddingTracker] | None = None
         self.candidates: Candidates | None = None
-        self.hook = Hook()
+        self.hook: Hook | None = None
         self.is_recording = False
         self.shared: list[Shared] = []
 
 
-_current = _Current()
+current = _Current()
+"""Of this thread, likewise what follows its forward passes, and the tree that one reads."""
 
 
 def is_traced() -> bool:
     """Whether this pass will be run again without Python, so that it may ask for no number."""
-    return torch.compiler.is_compiling() or _current.is_recording
-
-
-def is_recording() -> bool:
-    """Whether this thread's pass is recorded, or tried before it is."""
-    return _current.is_recording
+    return torch.compiler.is_compiling() or current.is_recording
 
 
 @contextlib.contextmanager
 def recording() -> Iterator[None]:
     """Within this block, passes of this thread are recorded."""
-    _current.is_recording = True
+    current.is_recording = True
     try:
         yield
     finally:
-        _current.is_recording = False
-
-
-def enter(context: ForwardContext) -> None:
-    """Leave a layer for the next attention call of this thread."""
-    _current.context = context
-
-
-def take() -> ForwardContext | None:
-    """The layer left for this attention call, if any; it is left only once."""
-    context, _current.context = _current.context, None
-    return context
+        current.is_recording = False
 
 
 def leave(prompt_state: PromptState) -> bool:
     """Take back what a cache has left and no attention call has taken; whether there was any."""
-    left = _current.context is not None and _current.context.prompt_state is prompt_state
+    left = current.context is not None and current.context.prompt_state is prompt_state
     if left:
-        _current.context = None
+        current.context = None
     return left
 
 
 def share(context: ForwardContext, keys: Tensor) -> None:
     """Before a layer attends and chooses: let its readers, if any, attend to the same."""
     layer, readers = context.layer, context.layer.identity.readers
-    if readers or _current.shared:
-        before = replace(context, layer=copy.copy(layer)) if readers else context
-        _share(Shared(before, layer, context.prompt_state, keys, readers))
+    before = replace(context, layer=copy.copy(layer)) if readers else context
+    _share(Shared(before, layer, context.prompt_state, keys, readers))
 
 
 def share_heads(layer: CompressedLayer, prompt_state: PromptState, keys: Tensor) -> None:
@@ -206,57 +185,47 @@ def share_heads(layer: CompressedLayer, prompt_state: PromptState, keys: Tensor)
 def _share(shared: Shared) -> None:
     """What that layer or a later one has shared before is of an earlier pass."""
     layer_idx = shared.layer.identity.layer_idx
-    earlier = [each for each in _current.shared if each.layer.identity.layer_idx < layer_idx]
-    _current.shared = [*earlier, shared] if shared.left else earlier
+    earlier = [each for each in current.shared if each.layer.identity.layer_idx < layer_idx]
+    current.shared = [*earlier, shared] if shared.left else earlier
 
 
 def take_shared(keys: Tensor) -> Shared | None:
     """Whose keys a layer attends to that has stored none; None for another cache's."""
-    for shared in _current.shared:
+    for shared in current.shared:
         if shared.keys is keys:
             shared.left -= 1
             if not shared.left:
-                _current.shared = [each for each in _current.shared if each is not shared]
+                current.shared = [each for each in current.shared if each is not shared]
             return shared
     return None
 
 
 def enter_padding(watch: PaddingTracker) -> None:
     """Leave a cache's watch for the mask that this thread makes next."""
-    _current.padding = weakref.ref(watch)
+    current.padding = weakref.ref(watch)
 
 
 def take_padding() -> PaddingTracker | None:
     """Whose watch a mask is made for, if any; it is left only once, and not kept alive."""
-    padding, _current.padding = _current.padding, None
+    padding, current.padding = current.padding, None
     return None if padding is None else padding()
-
-
-def candidates() -> Candidates | None:
-    """The tree that this thread's forward pass reads; None for plain text."""
-    return _current.candidates
 
 
 @contextlib.contextmanager
 def reading_candidates(visible: Tensor) -> Iterator[None]:
     """Within this block, forward passes of this thread read a tree; `visible` as `Candidates`'."""
-    _current.candidates = Candidates(visible=visible)
+    current.candidates = Candidates(visible=visible)
     try:
         yield
     finally:
-        _current.candidates = None
-
-
-def hook() -> Hook:
-    """What follows this thread's forward passes."""
-    return _current.hook
+        current.candidates = None
 
 
 @contextlib.contextmanager
 def hooked(follower: Hook) -> Iterator[None]:
     """Within this block, it is told of every attention call of this thread."""
-    before, _current.hook = _current.hook, follower
+    before, current.hook = current.hook, follower
     try:
         yield
     finally:
-        _current.hook = before
+        current.hook = before

@@ -217,7 +217,7 @@ def _obstacle(model: PreTrainedModel, cache: Cache) -> str:
         return "the model is in training mode"
     if len({parameter.device for parameter in model.parameters()}) > 1:
         return "the model is on several devices"
-    if type(forward_context.hook()) is not forward_context.Hook:
+    if forward_context.current.hook is not None:
         return "something follows every attention call"
     if _global_forward_hooks or _global_forward_pre_hooks:
         return "all modules have hooks"

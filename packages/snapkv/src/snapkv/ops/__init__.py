@@ -1,7 +1,7 @@
 """Votes, redundancy, pooling, group reduce, top-k, gather, pages; attention to ragged heads."""
 
 from snapkv.ops.codes.api import coded_attention
-from snapkv.ops.codes.coding import Codes, encode
+from snapkv.ops.codes.coding import Codes, encode, encode_all
 from snapkv.ops.codes.layout import BlockLayout
 from snapkv.ops.ragged.api import ragged_attention
 from snapkv.ops.ragged.layout import RaggedLayout
@@ -9,7 +9,7 @@ from snapkv.ops.redundancy import redundancy
 from snapkv.ops.scores import ScoreOptions
 from snapkv.ops.token_cost import TokenCost
 from snapkv.ops.votes.api import Implementation, fade_votes, largest_votes, window_votes
-from snapkv.ops.votes.blocked import gather_tokens
+from snapkv.ops.votes.blocked import flat_rows, gather_pair, gather_tokens
 from snapkv.ops.votes.lifts import Fading, Pooling
 from snapkv.ops.votes.reference import (
     Lift,
@@ -24,7 +24,7 @@ from snapkv.ops.votes.reference import (
     times_above,
     window_visibility,
 )
-from snapkv.ops.votes.top_k import best_of, keep_best, kept_indices
+from snapkv.ops.votes.top_k import best_of, fill_first, keep_best, kept_indices
 
 __all__ = [
     "BlockLayout",
@@ -45,7 +45,11 @@ __all__ = [
     "best_of",
     "coded_attention",
     "encode",
+    "encode_all",
     "fade_votes",
+    "fill_first",
+    "flat_rows",
+    "gather_pair",
     "gather_tokens",
     "keep_best",
     "kept_indices",

@@ -90,7 +90,9 @@ class AcrossLayers(AroundScores):
         head of the row keeps as many, and the rest is minus infinity, too.
         """
         policy, prefix = self.policy, self._prefix(layer)
-        scores = policy.scored(prefix) / policy.summed_weights(layer)
+        scores = policy.scored(prefix)
+        if (weights := policy.summed_weights(layer)) != 1:
+            scores = scores / weights
         ranked = prefix.ranked(scores.float().clamp(min=torch.finfo(torch.float32).min))
         window = layer.keys.shape[2] - prefix.slots
         ranked = F.pad(ranked, (0, window), value=math.inf)
@@ -140,7 +142,7 @@ class AcrossLayers(AroundScores):
         voted = budget.voted(self.policy.rated(prefix)).clamp(min=budget.least).minimum(own)
         if budget.most is not None:
             voted = voted.clamp(max=budget.most - prefix.window_size)
-        return prefix.select_by_head(self.policy.scored(prefix), voted)
+        return prefix.select_by_head(self.policy.scored(prefix), voted.tolist())
 
     def _prefix(self, layer: PromptLayer) -> Prefix:
         return self.policy.prefix(layer, per_head_budget=True)

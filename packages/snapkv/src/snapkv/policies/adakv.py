@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from snapkv.errors import InvalidArgumentError
@@ -74,12 +73,11 @@ class AdaKV(AroundScores):
     def chooses_from_a_part(self) -> bool:
         return self.policy.chooses_from_a_part
 
-    def _head_budgets(self, prefix: Prefix, scores: Tensor, means: list[int]) -> Tensor:
-        """(B, H) int64: how many positions each head keeps, `means` on average over a row's."""
+    def _head_budgets(self, prefix: Prefix, scores: Tensor, means: list[int]) -> list[list[int]]:
+        """B lists of H numbers: positions of each head, `means` on average over a row's."""
         heads, sure = scores.shape[1], prefix.needed or prefix.sinks
         won = counts_of_best(prefix.ranked(scores), [mean * heads for mean in means]).tolist()
-        rows = map(self._of_row, won, means, sure)
-        return torch.tensor(list(rows), device=scores.device)
+        return list(map(self._of_row, won, means, sure))
 
     def _of_row(self, won: list[int], mean: int, sure: int) -> list[int]:
         """Positions of each head that has won so many, of which so many are sure in every head."""

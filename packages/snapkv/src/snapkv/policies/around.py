@@ -1,5 +1,7 @@
 """Methods that go around another one and make their choice of its scores."""
 
+import functools
+
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.policies.base import Need, Policy
 from snapkv.policies.prefix_policy import PrefixPolicy
@@ -25,7 +27,7 @@ class AroundScores(Policy):
                 "which chooses by itself; pass SnapKV, PyramidKV, KeyDiff or another of that kind"
             )
 
-    @property
+    @functools.cached_property
     def query_tokens(self) -> int:
         return self.policy.query_tokens
 

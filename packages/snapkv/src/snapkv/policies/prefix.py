@@ -2,6 +2,7 @@
 
 import functools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,10 +18,10 @@ def require_numbers(unasked: Sequence[tuple[Tensor, str]]) -> None:
     """Raise where somebody's scores are NaN; as `PromptLayer.unasked` has them. Waits once."""
     if not unasked:
         return
-    last, names = unasked[-1][0].device, [name for _, name in unasked]
-    are_nan = torch.stack([is_nan.to(last) for is_nan, _ in unasked]).tolist()
-    for name, is_nan in zip(names, are_nan, strict=True):
-        if is_nan:
+    last = unasked[-1][0].device
+    highest = torch.stack([score.to(last) for score, _ in unasked]).tolist()
+    for score, (_, name) in zip(highest, unasked, strict=True):
+        if math.isnan(score):
             raise InvalidArgumentError(
                 f"score: expected numbers from {name}, of which the best are kept, got NaN; divide "
                 "by nothing that may be 0, and compute in float32"
@@ -91,13 +92,10 @@ class Prefix:
                 f"one for each KV head and each position before the window, got {got}{kind}; "
                 "score layer.keys[:, :, : -self.window_size], not the window"
             )
-        is_nan = scores.isnan()
-        if (pads := self.layer.pads) is not None:
-            is_nan &= ~pads[..., :tokens]
-        unasked = [] if self.layer.unasked is None else self.layer.unasked
-        unasked.append((is_nan.any(), name))
-        if self.layer.unasked is None:
-            require_numbers(unasked)
+        if tokens:
+            own, unasked = ops.fill_first(scores, 0, 0.0, self.layer.pad_tokens), self.layer.unasked
+            asked = [(own.amax(), name)]
+            require_numbers(asked) if unasked is None else unasked.extend(asked)
         return scores
 
     def ranked(self, scores: Tensor) -> Tensor:
@@ -105,14 +103,11 @@ class Prefix:
         if (must_stay := self.must_stay) is not None:
             heads = scores.shape[1] // must_stay.shape[1]
             scores = scores.masked_fill(must_stay.repeat_interleave(heads, dim=1), math.inf)
-        layer, slots = self.layer, scores.shape[-1]
-        if self.sink_tokens:
-            scores = scores.masked_fill(layer.is_among_first(self.sink_tokens, slots), math.inf)
-        if layer.pad_tokens is not None:
-            scores = scores.masked_fill(layer.is_among_first(0, slots), -math.inf)
-        return scores
+        pads = self.layer.pad_tokens
+        scores = ops.fill_first(scores, self.sink_tokens, math.inf, pads)
+        return ops.fill_first(scores, 0, -math.inf, pads)
 
-    def best(self, scores: Tensor, kept: Sequence[int] | Tensor) -> Tensor:
+    def best(self, scores: Tensor, kept: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         """What must stay and the best, as `ops.keep_best`."""
         return ops.keep_best(
             scores,
@@ -128,25 +123,28 @@ class Prefix:
         tokens, window = self.layer.keys.shape[2], self._window(best)
         keep_indices, padding_slots = torch.cat([best, window], dim=-1), None
         if self.layer.pad_tokens is not None or min(kept) < max(kept):
-            own = torch.tensor(kept, device=best.device) + self._window_tokens
-            padding_slots = keep_indices.shape[-1] - own
+            own = list(map(operator.add, kept, self._window_tokens))
+            padding_slots = keep_indices.shape[-1] - torch.tensor(own, device=best.device)
         return Selection(
             keep_indices=keep_indices, prompt_tokens=tokens, padding_slots=padding_slots
         )
 
-    def select_by_head(self, scores: Tensor, kept: Tensor) -> Selection:
-        """The same, right-aligned, where heads keep (B, H) numbers of their own."""
+    def select_by_head(self, scores: Tensor, kept: list[list[int]]) -> Selection:
+        """The same, right-aligned, where heads keep B lists of H numbers of their own."""
         best, pads = self.best(scores, kept), self.layer.pad_tokens
         window = self._window(best)
         if pads is not None:
             window = window.masked_fill(window < pads[:, None, None], -1)
-        keep_indices, kept = torch.cat([best, window], dim=-1), kept + self._window_tokens[:, None]
-        parts = kept.shape[1] > 1  # one head, or one latent for all: only rows differ
+        keep_indices = torch.cat([best, window], dim=-1)
+        rows = zip(kept, self._window_tokens, strict=True)
+        tokens = [[each + more for each in row] for row, more in rows]
+        own = torch.tensor(tokens, device=best.device)
+        parts = own.shape[1] > 1  # one head, or one latent for all: only rows differ
         return Selection(
             keep_indices=keep_indices,
             prompt_tokens=self.layer.keys.shape[2],
-            head_tokens=kept if parts else None,
-            padding_slots=None if parts else keep_indices.shape[-1] - kept[:, 0],
+            head_tokens=own if parts else None,
+            padding_slots=None if parts else keep_indices.shape[-1] - own[:, 0],
         )
 
     def _window(self, best: Tensor) -> Tensor:
@@ -155,7 +153,6 @@ class Prefix:
         return window.expand(*best.shape[:2], -1)
 
     @property
-    def _window_tokens(self) -> Tensor:
-        """(B,) int64: how many tokens of each row stand in the window."""
-        tokens = [min(own, self.window_size) for own in self.layer.row_lengths]
-        return torch.tensor(tokens, device=self.layer.keys.device)
+    def _window_tokens(self) -> list[int]:
+        """B numbers: how many tokens of each row stand in the window."""
+        return [min(own, self.window_size) for own in self.layer.row_lengths]

@@ -1,5 +1,6 @@
 """A method that is a score and a budget: the best of what stands before the window stay."""
 
+import functools
 from abc import abstractmethod
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import ClassVar
@@ -71,7 +72,7 @@ class PrefixPolicy(Policy):
         """
         return 0
 
-    @property
+    @functools.cached_property
     def allocation(self) -> Budget:
         """Where the budget becomes positions of every layer."""
         if isinstance(self.budget, Budget):

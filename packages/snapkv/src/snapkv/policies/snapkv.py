@@ -112,7 +112,7 @@ class SnapKV(PrefixPolicy):
 
     def score(self, layer: PromptLayer) -> Tensor:
         """Votes of the window, pooled: (B, Hkv, P) float32, Hq instead of Hkv for "none"."""
-        return layer.once(("score", *self._voting), lambda: self._score(layer))
+        return layer.once(("score", *self._voting), self._score)
 
     def _score(self, layer: PromptLayer) -> Tensor:
         if self.window_reduce == "mean":
@@ -136,15 +136,15 @@ class SnapKV(PrefixPolicy):
         """What the layer's votes become before the best are chosen, the same shape."""
         if not self.sink_tokens:
             return self.lift.of(votes)
-        sinks = layer.is_among_first(self.sink_tokens, votes.shape[-1])
-        return torch.where(sinks, votes, self.lift.of(votes.masked_fill(sinks, 0.0)))
+        lifted = self.lift.of(ops.fill_first(votes, self.sink_tokens, 0.0, layer.pad_tokens))
+        return votes.where(layer.is_among_first(self.sink_tokens, votes.shape[-1]), lifted)
 
     def votes(self, layer: PromptLayer) -> Tensor:
         """Votes of the window before pooling, their sum over its queries, shape as of `score`."""
         if self.window_reduce == "max" or self.query_tokens > self.window_size:
             return self._largest_votes(layer)[1]  # `ops.window_votes` has none on the voters
         own = ("votes", self.window_size, self.query_tokens, self.group_reduce)
-        return layer.once(own, lambda: self._vote(layer))
+        return layer.once(own, self._vote)
 
     def _vote(self, layer: PromptLayer) -> Tensor:
         own_keys = layer.stored_heads is None  # or heads of several keys share what is stored
@@ -160,7 +160,7 @@ class SnapKV(PrefixPolicy):
 
     def _largest_votes(self, layer: PromptLayer) -> tuple[Tensor, Tensor]:
         """The largest vote of any query, lifted, and the sum of all before that."""
-        return layer.once(("largest", *self._voting), lambda: self._largest_vote(layer))
+        return layer.once(("largest", *self._voting), self._largest_vote)
 
     def _largest_vote(self, layer: PromptLayer) -> tuple[Tensor, Tensor]:
         prefix = self.prefix(layer)
@@ -190,10 +190,10 @@ class SnapKV(PrefixPolicy):
         Sinks, which get most, are not in the mean; nor are positions from the first voter on, which
         look at themselves and their neighbours.
         """
-        slots = votes.shape[-1]
-        stop = min(slots, layer.keys.shape[2] - layer.queries.shape[2])
-        counted = ~layer.is_among_first(self.prefix(layer).sink_tokens, slots)
-        counted = counted & (torch.arange(slots, device=votes.device) < stop)
+        counted = votes.new_ones(1, 1, votes.shape[-1])
+        counted[..., layer.keys.shape[2] - layer.queries.shape[2] :] = 0.0
+        sinks = self.prefix(layer).sink_tokens
+        counted = ops.fill_first(counted, sinks, 0.0, layer.pad_tokens)
         means = (votes * counted).sum(-1, True) / counted.sum(-1, True).clamp(min=1)
         return votes.maximum(means.lerp(votes, _ORDER_BELOW_THE_MEAN))
 
@@ -204,8 +204,8 @@ class SnapKV(PrefixPolicy):
         Sums over the window, whatever `window_reduce` makes of them.
         """
         votes = self.votes(layer)
-        first = layer.is_among_first(FADING_SINKS, votes.shape[-1])
-        lifted = ops.fade_votes(votes.masked_fill(first, 0.0), DEFAULT_DECAY)
+        others = ops.fill_first(votes, FADING_SINKS, 0.0, layer.pad_tokens)
+        lifted = ops.fade_votes(others, DEFAULT_DECAY)
         return votes, lifted / (layer.queries.shape[2] * self._heads_summed(layer))
 
     def summed_weights(self, layer: PromptLayer) -> int:

@@ -81,7 +81,7 @@ class PromptLayer(LayerStates):
         token_cost: what a token costs in bytes, by the tokens of the batch's shortest row; for a
             `ByteBudget`.
         votes_impl: the implementation of `snapkv.ops.window_votes` that counts the window's votes.
-        unasked: takes whether scores are NaN, () bool, and whose they are, to be asked behind the
+        unasked: takes the highest score, NaN where one is, and whose it is, to be asked behind the
             last layer, since a GPU is waited for then; None to ask at once.
     """
 
@@ -94,10 +94,10 @@ class PromptLayer(LayerStates):
     votes_impl: Implementation = "auto"
     unasked: list[tuple[Tensor, str]] | None = None
 
-    def once(self, key: Hashable, compute: Callable[[], _Found]) -> _Found:
-        """What `compute` gives, computed the first time somebody asks for it by that key."""
+    def once(self, key: Hashable, compute: Callable[[Self], _Found]) -> _Found:
+        """What `compute` gives of it, computed the first time somebody asks for it by that key."""
         if key not in self._found:
-            self._found[key] = compute()
+            self._found[key] = compute(self)
         found: _Found = self._found[key]
         return found
 
@@ -201,14 +201,14 @@ class LostVotes:
     peak: Tensor
 
     @classmethod
-    def of(cls, votes: Tensor, lifted: Tensor, keep_indices: Tensor) -> "LostVotes":
+    def of(cls, votes: Tensor, lifted: Tensor, selection: Selection) -> "LostVotes":
         """Measured on votes and, after fading, shares, both (B, H, P), and on what was kept."""
+        keep_indices, slots = selection.keep_indices, selection.prompt_tokens + 1
         P, shared = votes.shape[-1], votes.shape[1] // keep_indices.shape[1]
         if shared > 1:  # every query head has votes of its own
             keep_indices = keep_indices.repeat_interleave(shared, dim=1)
-        is_dropped = votes.new_ones(*votes.shape[:2], P + 2)  # a place before it, one behind it
-        is_dropped.scatter_(2, keep_indices.clamp(max=P) + 1, 0.0)
-        dropped = is_dropped[..., 1 : P + 1]
+        is_dropped = votes.new_ones(*votes.shape[:2], slots)  # -1 has the last one
+        dropped = is_dropped.scatter_(2, keep_indices % slots, 0.0)[..., :P]
         lost = (votes * dropped).sum(dim=-1)
         peak = torch.zeros_like(lost) if not P else (lifted * dropped).amax(dim=-1)
         return cls(mass=lost / votes.sum(dim=-1).clamp(min=LEAST_VOTES), peak=peak)

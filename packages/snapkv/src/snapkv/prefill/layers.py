@@ -78,7 +78,7 @@ def _read_layer(
     tokens = hidden_states.shape[1]
     if not isinstance(cache, CompressedCache) or tokens <= chunk_tokens or torch.is_grad_enabled():
         return forward(hidden_states, *args, **kwargs)
-    if forward_context.candidates() is not None:  # a tree, in which each token sees its branch
+    if forward_context.current.candidates is not None:  # a tree: each token sees its branch
         return forward(hidden_states, *args, **kwargs)
     cache.prompt_state.require_pieces()
     require_by_token(args, kwargs, tokens)

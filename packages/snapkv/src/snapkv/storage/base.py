@@ -156,8 +156,17 @@ class TokenStore(ABC):
         return
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store new tokens, (B, num_kv_heads, N, D); returns `keys` and `values`, they are last."""
-        repeats = self.keys.shape[1] // keys.shape[1]  # heads that keep a set of their own
+        """Store new tokens, (B, num_kv_heads, N, D); returns `keys` and `values`, they are last.
+
+        Those that attention computes with are views: the first ones are copied.
+        """
+        if self.tail.keys is None:
+            self.num_kv_heads = keys.shape[1]
+            keys = keys.clone(memory_format=torch.contiguous_format)
+            values = values.clone(memory_format=torch.contiguous_format)
+            self.tail.hold(keys, values)
+            return keys, values
+        repeats = self.tail.keys.shape[1] // keys.shape[1]  # heads that keep a set of their own
         if repeats > 1:
             keys, values = (new.repeat_interleave(repeats, dim=1) for new in (keys, values))
         return self.tail.append(keys, values)

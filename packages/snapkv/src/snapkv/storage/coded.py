@@ -1,6 +1,7 @@
 """Keys and values in few bits: what heads keep as codes."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ from snapkv.ops import (
     Codes,
     ScoreOptions,
     coded_attention,
-    encode,
+    encode_all,
 )
 from snapkv.storage.base import UNSAVED, HeadStates
 from snapkv.storage.bits import KVCodes
@@ -47,23 +48,36 @@ class CodedStates(HeadStates):
     room: int | None = field(default=None, metadata=UNSAVED)
 
     @classmethod
-    def of(cls, states: RaggedStates, first_tokens: int, how: KVCodes) -> "CodedStates":
-        """Encode all but the first tokens of every head, of which each has as many at least."""
-        B, H = len(states.head_tokens), len(states.head_tokens[0])
-        device, G = states.keys.device, how.group_size
-        own = tuple(tuple(count - first_tokens for count in row) for row in states.head_tokens)
-        layout = BlockLayout((own,), G, device)
-        begins = states.layout.starts[:-1]
-        lead = (begins[:, None] + torch.arange(first_tokens, device=device)).flatten()
-        rows = begins[layout.heads][:, None] + first_tokens + layout.places
-        flat = states.keys, states.values
-        return cls(
-            first=both(lambda part: part[lead].view(B, H, first_tokens, part.shape[1]), flat),
-            codes=encoded(both(lambda part: part[rows], flat), how),
+    def of(
+        cls, states: RaggedStates, how: KVCodes, first_tokens: int, last_tokens: int = 0
+    ) -> tuple["CodedStates", Pair]:
+        """Encode all but the first tokens of every head, and its last, which are given back.
+
+        Every head has as many of both at least.
+        """
+        rows, heads = len(states.head_tokens), len(states.head_tokens[0])
+        exact = first_tokens + last_tokens
+        own = tuple(tuple(count - exact for count in row) for row in states.head_tokens)
+        stops = list(itertools.accumulate(itertools.chain(*states.head_tokens), initial=0))
+        ends = [
+            [*range(start, start + first_tokens), *range(stop - last_tokens, stop)]
+            for start, stop in itertools.pairwise(stops)
+        ]
+        flat, device = (states.keys, states.values), states.keys.device
+        outer = torch.tensor(ends, dtype=torch.int64, device=device).flatten()
+        layout = BlockLayout((own,), how.group_size, device)
+        inner = layout.rows([start + first_tokens for start in stops])
+        whole = both(
+            lambda part: part.index_select(0, outer).view(rows, heads, exact, part.shape[1]), flat
+        )
+        made = cls(
+            first=both(lambda part: part[:, :, :first_tokens], whole),
+            codes=encoded(both(lambda part: part[inner], flat), how),
             sections=(own,),
             how=how,
-            least_slots=states.longest_tokens,
+            least_slots=states.longest_tokens - last_tokens,
         )
+        return made, both(lambda part: part[:, :, first_tokens:], whole)
 
     @functools.cached_property
     def layout(self) -> BlockLayout:
@@ -179,15 +193,10 @@ class CodedStates(HeadStates):
     def decoded(self) -> RaggedStates:
         assert self.first is not None
         layout, (first_keys, first_values) = self.layout, self.first
-        B, H, N, _ = first_keys.shape
         keys, values = (
             part.decoded().flatten(0, 1).index_select(0, layout.flat) for part in self.codes
         )
-        first = RaggedStates(
-            keys=first_keys.flatten(0, 2),
-            values=first_values.flatten(0, 2),
-            head_tokens=((N,) * H,) * B,
-        )
+        first = RaggedStates.whole(first_keys, first_values)
         coded = RaggedStates(keys=keys, values=values, head_tokens=layout.head_tokens)
         return replace(first.joined(coded), least_slots=self.longest_tokens)
 
@@ -214,16 +223,13 @@ def state_in_codes(state: dict[str, Any], how: KVCodes) -> dict[str, Any]:
     if "states" in state:
         states, others = state["states"], state
     else:
-        keys, values = state["keys"], state["values"]
-        B, H, N, _ = keys.shape
-        flat, counts = (keys.flatten(0, 2), values.flatten(0, 2)), ((N,) * H,) * B
-        states = RaggedStates(keys=flat[0], values=flat[1], head_tokens=counts)
+        states = RaggedStates.whole(state["keys"], state["values"])
         others = {name: part for name, part in state.items() if name not in ("keys", "values")}
     if not len(states.keys):
         return state
     shortest = min(min(row) for row in states.head_tokens)
     first, _ = replace(how, recent_tokens=0).exact_tokens(shortest)
-    return others | {"states": CodedStates.of(states, first, how)}
+    return others | {"states": CodedStates.of(states, how, first)[0]}
 
 
 def state_spread(state: dict[str, Any]) -> dict[str, Any]:
@@ -243,7 +249,8 @@ def state_spread(state: dict[str, Any]) -> dict[str, Any]:
 
 def both(make: Callable[..., Made], *pairs: tuple[Any, Any]) -> tuple[Made, Made]:
     """What is made of the keys of pairs, and of their values."""
-    return make(*(pair[0] for pair in pairs)), make(*(pair[1] for pair in pairs))
+    keys, values = zip(*pairs, strict=True)
+    return make(*keys), make(*values)
 
 
 def _in_a_row(*parts: Tensor) -> Tensor:
@@ -258,8 +265,10 @@ def block_bytes(states: Pair, how: KVCodes) -> int:
 
 def encoded(blocks: Pair, how: KVCodes) -> tuple[Codes, Codes]:
     """(M, G, D) blocks of keys and values in codes."""
-    keys, values = blocks
-    return encode(keys, how.keys, along="tokens"), encode(values, how.values, along="channels")
+    keys, values = encode_all(
+        [(blocks[0], how.keys, "tokens"), (blocks[1], how.values, "channels")]
+    )
+    return keys, values
 
 
 class CodedStore(RaggedStore):
@@ -309,13 +318,8 @@ class CodedStore(RaggedStore):
     def _encode(self, states: RaggedStates) -> None:
         """Their last tokens go before the tail; where heads are as short as those, so are they."""
         shortest = min(min(row) for row in states.head_tokens)
-        first, last = self.how.exact_tokens(shortest)
-        longest = states.longest_tokens
-        padded = states.padded_keys(), states.padded_values()
-        recent = both(lambda part: part[:, :, longest - last :], padded)
-        older = states.keep(states.slots()[..., : longest - last])
-        older = replace(older, least_slots=longest - last)
-        self._put(CodedStates.of(older, first, self.how), recent, self.tail.written)
+        coded, recent = CodedStates.of(states, self.how, *self.how.exact_tokens(shortest))
+        self._put(coded, recent, self.tail.written)
 
     def _put(self, states: CodedStates, *behind: Pair) -> None:
         """Hold codes, and a tail of their first tokens and these."""

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from snapkv import ops
 from snapkv.storage.base import TokenStore
-from snapkv.storage.ragged import RaggedStore
-from snapkv.storage.tail import Pair, Tail
+from snapkv.storage.ragged import RaggedStates, RaggedStore
+from snapkv.storage.tail import Tail
 
 
 class DenseStore(TokenStore):
@@ -31,16 +31,6 @@ class DenseStore(TokenStore):
             self.tail.hold(keys, values)
         return self
 
-    def append(self, keys: Tensor, values: Tensor) -> Pair:
-        """Store new tokens; those that attention computes with are views, the first are copied."""
-        if self.is_filled:
-            return super().append(keys, values)
-        keys, values = (
-            states.clone(memory_format=torch.contiguous_format) for states in (keys, values)
-        )
-        self.fill(keys, values, keys.shape[1])
-        return keys, values
-
     def move_into(self, tail: Tail) -> None:
         super().move_into(tail)
         self.kind = "static"
@@ -49,7 +39,7 @@ class DenseStore(TokenStore):
         if ragged:
             return RaggedStore.gather(self, indices, tokens, in_place=self.tail.in_place)
         assert tokens == self.slots
-        self._hold(lambda states: ops.gather_tokens(states, indices))
+        self.tail.hold(*ops.gather_pair(*self.tail.written, indices))
         return self
 
     def only(self, stays: Tensor) -> TokenStore:
@@ -68,10 +58,16 @@ class DenseStore(TokenStore):
 
     def ragged_from(self, empty: Tensor | None, tokens: int) -> RaggedStore:
         """The first tokens by heads, without (B,) leading slots that hold none; others after."""
-        B, H = self.keys.shape[:2]
-        slots = torch.arange(tokens, device=self.keys.device).expand(B, H, -1)
-        if empty is not None:
-            slots = slots.masked_fill(slots < empty[:, None, None], -1)
+        keys, values = self.tail.written
+        if empty is None:
+            return RaggedStore(
+                states=RaggedStates.whole(keys[:, :, :tokens], values[:, :, :tokens]),
+                keys=keys[:, :, tokens:],
+                values=values[:, :, tokens:],
+                num_kv_heads=self.num_kv_heads,
+            )
+        slots = torch.arange(tokens, device=keys.device).expand(*keys.shape[:2], -1)
+        slots = slots.masked_fill(slots < empty[:, None, None], -1)
         store = RaggedStore.gather(self, slots, tokens)
         store.ragged = replace(store.ragged.decoded(), least_slots=tokens)
         return store

@@ -5,6 +5,7 @@ has as many slots as the longest one, and its tokens are the last of them.
 """
 
 import functools
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -43,28 +44,36 @@ class RaggedStates(HeadStates):
 
     @classmethod
     def gather(cls, keys: Tensor, values: Tensor, index: Tensor) -> "RaggedStates":
-        """Copy the tokens of (B, H, K) slots out of (B, Hkv, T, D) states; -1 is none."""
-        heads = torch.arange(index.shape[1], device=index.device) * keys.shape[1] // index.shape[1]
-        rows = torch.arange(index.shape[0], device=index.device)
-        kept = index >= 0
-        where = (
-            rows[:, None, None].expand_as(index)[kept],
-            heads[None, :, None].expand_as(index)[kept],
-            index[kept],
+        """Copy the tokens of (B, H, K) slots out of (B, Hkv, T, D) states; first -1, for none."""
+        rows, is_token = ops.flat_rows(keys, index), index >= 0
+        return cls._of_rows(keys.flatten(0, 2), values.flatten(0, 2), rows, is_token)
+
+    @classmethod
+    def _of_rows(
+        cls, keys: Tensor, values: Tensor, rows: Tensor, is_token: Tensor
+    ) -> "RaggedStates":
+        """Copy of flat states those at (B, H, K) rows that are tokens, the last ones of a head."""
+        counts = tuple(map(tuple, is_token.sum(dim=-1).tolist()))
+        heads = zip(rows.flatten(0, 1), itertools.chain(*counts), strict=True)
+        where = torch.cat([head[len(head) - count :] for head, count in heads])
+        return cls(
+            keys=keys.index_select(0, where),
+            values=values.index_select(0, where),
+            head_tokens=counts,
         )
-        return cls(keys=keys[where], values=values[where], head_tokens=_counts(kept))
+
+    @classmethod
+    def whole(cls, keys: Tensor, values: Tensor) -> "RaggedStates":
+        """All of (B, H, N, D) states, without a copy where those lie in one block."""
+        B, H, N, _ = keys.shape
+        return cls(
+            keys=keys.flatten(0, 2), values=values.flatten(0, 2), head_tokens=((N,) * H,) * B
+        )
 
     def keep(self, keep_indices: Tensor) -> "RaggedStates":
         """Copy the tokens of (B, H, K) slots of the padded layout; -1, ahead of them, is none."""
-        places = self._places(keep_indices)
-        kept = (keep_indices >= 0) & (places >= 0)
-        places = places[kept]
-        return RaggedStates(
-            keys=self.keys.index_select(0, places),
-            values=self.values.index_select(0, places),
-            head_tokens=_counts(kept),
-            least_slots=keep_indices.shape[-1],
-        )
+        kept = self._of_rows(self.keys, self.values, *self._rows(keep_indices))
+        return replace(kept, least_slots=keep_indices.shape[-1])
 
     def only(self, stays: Tensor) -> "RaggedStates":
         """Copy the tokens of some slots of the padded layout, (B, H, S) bool."""
@@ -136,18 +145,18 @@ class RaggedStates(HeadStates):
 
     def _padded(self, states: Tensor) -> Tensor:
         slots = torch.arange(self.longest_tokens, device=states.device)
-        places = self._places(slots).clamp(min=0)
+        rows = self._rows(slots)[0].clamp(min=0)
         if not len(states):  # no head holds a token
-            return states.new_zeros(*places.shape, states.shape[-1])
-        return states.index_select(0, places.flatten()).view(*places.shape, states.shape[-1])
+            return states.new_zeros(*rows.shape, states.shape[-1])
+        return states.index_select(0, rows.flatten()).view(*rows.shape, states.shape[-1])
 
-    def _places(self, slots: Tensor) -> Tensor:
-        """Where the tokens of slots of the padded layout are: (B, H, K); negative for none."""
-        counts = torch.tensor(self.head_tokens, device=self.keys.device)
-        ends = counts.flatten().cumsum(0).view_as(counts)
-        from_end = self.longest_tokens - slots
-        places = ends[..., None] - from_end
-        return places.masked_fill(from_end > counts[..., None], -1)
+    def _rows(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, H, K): the flat rows of slots of the padded layout, and which hold a token."""
+        longest, counts = self.longest_tokens, list(itertools.chain(*self.head_tokens))
+        ends = itertools.accumulate(counts)
+        heads = [[end - longest, longest - count] for end, count in zip(ends, counts, strict=True)]
+        both = torch.tensor(heads, device=self.keys.device).view(len(self.head_tokens), -1, 1, 2)
+        return slots + both[..., 0], slots >= both[..., 1]
 
     @functools.cached_property
     def longest_tokens(self) -> int:
@@ -184,10 +193,6 @@ class RaggedStates(HeadStates):
             own_visible=own_visible,
             tail_tokens=tail_tokens,
         )
-
-
-def _counts(kept: Tensor) -> Counts:
-    return tuple(tuple(row) for row in kept.sum(dim=-1).tolist())
 
 
 def _concatenated(pairs: Iterable[Pair], counts: Counts) -> RaggedStates:
@@ -277,9 +282,7 @@ class RaggedStore(TokenStore):
     def absorb_tail(self) -> None:
         """Give every head its part of the tail, which is empty then."""
         slots, heads = self.slots, self._decode()
-        B, H, N, _ = self.keys.shape
-        keys, values = (states.flatten(0, 2) for states in self.tail.written)
-        tail = RaggedStates(keys=keys, values=values, head_tokens=((N,) * H,) * B)
+        tail = RaggedStates.whole(*self.tail.written)
         self.ragged = replace(heads.joined(tail), least_slots=slots)
         self._hold(lambda states: states[..., :0, :].clone())
 

@@ -71,7 +71,12 @@ class Tail:
             self._room = tokens + ROOM_TOKENS
             self.keys, self.values = map(self._with_room, (self.keys, self.values))
         self._room -= tokens
-        self.keys, self.values = _grown(self.keys, keys), _grown(self.values, values)
+        written = []
+        for stored, new in ((self.keys, keys), (self.values, values)):
+            (B, H, S, D), strides = stored.shape, stored.stride()
+            stored.as_strided(new.shape, strides, S * D).copy_(new)
+            written.append(stored.as_strided((B, H, S + tokens, D), strides))
+        self.keys, self.values = written
         return self.keys, self.values
 
     def crop(self, tokens: int) -> None:
@@ -114,11 +119,3 @@ class Tail:
     def __copy__(self) -> "Tail":
         """One that goes on by itself: only one may write after what both hold."""
         return Tail(self.keys, self.values, in_place=self.in_place)
-
-
-def _grown(stored: Tensor, new: Tensor) -> Tensor:
-    """The first slots of a buffer and those after them, which hold new tokens from now on."""
-    B, H, S, D = stored.shape
-    strides, tokens = stored.stride(), new.shape[2]
-    stored.as_strided(new.shape, strides, S * D).copy_(new)
-    return stored.as_strided((B, H, S + tokens, D), strides)

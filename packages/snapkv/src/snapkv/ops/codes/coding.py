@@ -11,6 +11,8 @@ widened by at most the spacing of float16 at its least number, over the number o
 1000th of that or 2**-24 more.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -109,53 +111,80 @@ def encode(states: Tensor, bits: int, *, along: Along) -> Codes:
     Raises:
         InvalidArgumentError: a number that is not finite, or beyond half of float32's range.
     """
-    M, G, D = states.shape
-    largest, per_byte = _largest(states, bits), 8 // bits
-    if along == "tokens":
-        grouped = _padded(states.float(), -D % per_byte).mT  # a group is a row
-    else:
-        width = min(G, D)
-        padded = _padded(states.float(), -D % width)
-        grouped = padded.view(M, G, padded.shape[-1] // width, width).transpose(1, 2)
-    lowest, highest = grouped.amin(dim=-1, keepdim=True), grouped.amax(dim=-1, keepdim=True)
+    return encode_all([(states, bits, along)])[0]
+
+
+def encode_all(parts: Sequence[tuple[Tensor, int, Along]]) -> list[Codes]:
+    """`encode` of several states, in as many bits, whose steps are computed together."""
+    grouped = [_grouped(*part) for part in parts]
+    lows, highs = zip(*[torch.aminmax(groups, dim=-1) for groups in grouped], strict=True)
+    ends = torch.cat([each.flatten() for each in (*lows, *highs)])
+    (lowest, highest), bits, largest = ends.chunk(2), parts[0][1], _largest(ends)
     narrow = torch.float16 if largest <= torch.finfo(torch.float16).max else torch.float32
-    least = _rounded_down(lowest, narrow)
-    levels = 2**bits - 1
-    step = ((highest - least.float()) / levels).clamp(min=_SMALLEST_STEP)
-    scale = -_rounded_down(-step, narrow)
-    room = (torch.finfo(states.dtype).max - least.float()) / scale.float()
-    steps = ((grouped - least.float()) / scale.float()).round()
-    numbers = steps.minimum(room.floor().clamp(max=levels)).to(torch.uint8)
-    packed, *others = numbers.chunk(per_byte, dim=-2)
-    for place, other in enumerate(others, start=1):
-        packed = packed | other << bits * place
-    own = slice(D) if along == "tokens" else slice(None)
-    return Codes(
-        packed=packed.contiguous(),
-        scale=scale[:, own, ..., 0].contiguous(),
-        least=least[:, own, ..., 0].contiguous(),
-        bits=bits,
-        along=along,
-        channels=D,
-        dtype=_name(states.dtype),
-    )
+    if len(parts) > 1 and (narrow is torch.float32 or any(part[1] != bits for part in parts)):
+        return [encode_all([part])[0] for part in parts]
+    _require_range(largest, bits)
+    least = _rounded(lowest, narrow, -1)
+    shift = least.float()
+    step = ((highest - shift) / (2**bits - 1)).clamp(min=_SMALLEST_STEP)
+    scale = _rounded(step, narrow, 1)
+    sizes = [low.numel() for low in lows]
+    shared = [torch.split(each, sizes) for each in (least, scale, shift, scale.float())]
+    made = []
+    for (states, _, along), groups, low, *own in zip(parts, grouped, lows, *shared, strict=True):
+        D, (least, scale, shift, step) = states.shape[2], [each.view_as(low) for each in own]
+        steps = groups.sub(shift[..., None]).div_(step[..., None]).round_()
+        if largest > torch.finfo(states.dtype).max / 2:  # or all of them are in its range
+            room = (torch.finfo(states.dtype).max - shift) / step
+            steps = steps.minimum(room.floor().clamp(max=2**bits - 1)[..., None])
+        channels = slice(D) if along == "tokens" else slice(None)
+        made.append(
+            Codes(
+                packed=_packed(steps.to(torch.uint8), bits),
+                scale=scale[:, channels].contiguous(),
+                least=least[:, channels].contiguous(),
+                bits=bits,
+                along=along,
+                channels=D,
+                dtype=_name(states.dtype),
+            )
+        )
+    return made
+
+
+def _grouped(states: Tensor, bits: int, along: Along) -> Tensor:
+    """The states in float32; a group is a row."""
+    M, G, D = states.shape
+    if along == "tokens":
+        return _padded(states.float(), -D % (8 // bits)).mT
+    width = min(G, D)
+    padded = _padded(states.float(), -D % width)
+    return padded.view(M, G, padded.shape[-1] // width, width).transpose(1, 2)
+
+
+def _packed(numbers: Tensor, bits: int) -> Tensor:
+    if bits == 4:
+        low, high = numbers.chunk(2, dim=-2)
+        numbers = low | high << 4
+    return numbers.contiguous()
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _largest(states: Tensor, bits: int) -> float:
+def _largest(numbers: Tensor) -> float:
     """The largest absolute number; a GPU is waited for."""
-    if not states.numel():
-        return 0.0
-    largest, most = float(states.abs().amax()), torch.finfo(torch.float32).max / 2
+    return float(torch.linalg.vector_norm(numbers, math.inf)) if len(numbers) else 0.0
+
+
+def _require_range(largest: float, bits: int) -> None:
+    most = torch.finfo(torch.float32).max / 2
     if not largest <= most:  # nor is nan
         raise InvalidArgumentError(
             f"quantize: expected keys and values of at most {most:.1e} to hold in {bits} bits, got "
             f"{largest}; hold them in the model's own dtype"
         )
-    return largest
 
 
 def _padded(states: Tensor, missing: int) -> Tensor:
@@ -163,8 +192,9 @@ def _padded(states: Tensor, missing: int) -> Tensor:
     return F.pad(states, (0, missing), mode="replicate") if missing else states
 
 
-def _rounded_down(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """The nearest numbers of a dtype that are no higher than these float32 ones."""
+def _rounded(numbers: Tensor, dtype: torch.dtype, way: int) -> Tensor:
+    """The nearest numbers of a dtype no lower than these float32 ones, or no higher for -1."""
     nearest, ends = numbers.to(dtype), torch.finfo(dtype)
-    half_spacing = (numbers.abs() + ends.smallest_normal) * (ends.eps / 2)
-    return nearest.where(nearest <= numbers, (numbers - half_spacing).to(dtype))
+    fits = nearest >= numbers if way > 0 else nearest <= numbers
+    spacing = numbers.abs() + ends.smallest_normal
+    return nearest.where(fits, torch.add(numbers, spacing, alpha=way * ends.eps / 2).to(dtype))

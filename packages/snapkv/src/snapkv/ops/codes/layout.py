@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -110,10 +111,12 @@ class BlockLayout:
         slots = torch.arange(self.block_tokens)
         return (slots >= tokens.view(-1, 1)).flatten()
 
-    @property
-    def places(self) -> Tensor:
-        """(M, G) int64: which of its head's tokens in the section each slot is, or its last one."""
-        bounds = [[start, count - 1] for _, start, count in self._blocks]
+    def rows(self, begins: Sequence[int]) -> Tensor:
+        """(M, G) int64: the flat row of each slot of the section, whose heads begin there.
+
+        A slot of no token has the row of the last one before it.
+        """
+        bounds = [[begins[head] + start, count - 1] for head, start, count in self._blocks]
         last = torch.tensor(bounds, dtype=torch.int64)
         last = last.to(self.device).view(-1, 2, 1)
         within = torch.arange(self.block_tokens, device=self.device)

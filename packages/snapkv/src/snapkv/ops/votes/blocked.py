@@ -8,6 +8,7 @@ the second adds up the weights. Axes as in `snapkv.ops.votes.reference`.
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from snapkv.ops.scores import ScoreOptions
 from snapkv.ops.votes import reference
@@ -38,42 +39,37 @@ def window_votes(
             scores.div_(softcap).tanh_().mul_(softcap)
         return hide_unseen(scores, start, T, pad_tokens)
 
-    highest = queries.new_full((B, Hq, W, 1), float("-inf"), dtype=torch.float32)
-    total = torch.zeros_like(highest)
-    if sinks is not None:
-        highest, total = highest.maximum(sinks.float().view(1, Hq, 1, 1)), total + 1
-    whole = scores_of(0, T) if block_tokens >= T else None  # exponentials after the first pass
+    # The highest score so far, and the sum of exponentials; at first those of a sink.
+    before = None if sinks is None else sinks.float().view(1, Hq, 1, 1)
+    carried: Tensor | float = 1.0
     for start in range(0, T, block_tokens):
-        scores = scores_of(start, min(start + block_tokens, T)) if whole is None else whole
-        highest, total = _add_block(scores, highest, total)
-        del scores
-    shares = total.masked_fill(total == 0, 1.0).reciprocal_().transpose(-1, -2)
-    heads = Hq if group_reduce == "none" else Hkv
-    votes = queries.new_empty((B, heads, T - W), dtype=torch.float32)
-    for start in range(0, T - W, block_tokens):
-        stop = min(start + block_tokens, T - W)
-        if whole is None:
-            received = shares @ scores_of(start, stop).sub_(finite(highest)).exp_()
-        else:
-            received = shares @ whole[..., :stop]
-        received = received.squeeze(-2)
-        votes[..., start:stop] = reduce_group(received, Hkv, group_reduce)
-    return votes
+        scores = scores_of(start, min(start + block_tokens, T))
+        highest = scores.amax(dim=-1, keepdim=True)
+        if before is not None:
+            highest = torch.maximum(highest, before)
+        shift = finite(highest, pad_tokens)
+        total = scores.sub_(shift).exp_().sum(dim=-1, keepdim=True)
+        if before is not None:
+            total += carried * (before - shift).exp_()
+        before, carried = highest, total
+        if block_tokens < T:
+            del scores  # or there would be two blocks at a time
+    if pad_tokens is not None:
+        total = total.masked_fill(total == 0, 1.0)
+    shares = total.reciprocal_().transpose(-1, -2)
+    if block_tokens >= T:  # the scores are all exponentials by now
+        return reduce_group((shares @ scores[..., : T - W]).squeeze(-2), Hkv, group_reduce)
+    votes = []
+    for start in range(0, max(1, T - W), block_tokens):
+        scores = scores_of(start, min(start + block_tokens, T - W)).sub_(shift).exp_()
+        votes.append(reduce_group((shares @ scores).squeeze(-2), Hkv, group_reduce))
+    return torch.cat(votes, dim=-1)
 
 
-def _add_block(scores: Tensor, highest: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    """Highest score and sum of exponentials of every row, a block later.
-
-    Turns the block's scores into exponentials.
-    """
-    higher = torch.maximum(scores.amax(dim=-1, keepdim=True), highest)
-    shift = finite(higher)
-    of_block = scores.sub_(shift).exp_().sum(dim=-1, keepdim=True)
-    return higher, total * (highest - shift).exp_() + of_block
-
-
-def finite(highest: Tensor) -> Tensor:
-    """What is subtracted before the exponential; rows that have seen nothing stay at zero."""
+def finite(highest: Tensor, pad_tokens: Tensor | None) -> Tensor:
+    """The highest scores; zero in rows that have seen nothing, as only those of pads do."""
+    if pad_tokens is None:
+        return highest
     return highest.masked_fill(highest.isneginf(), 0.0)
 
 
@@ -82,8 +78,8 @@ def hide_unseen(scores: Tensor, start: int, tokens: int, pad_tokens: Tensor | No
     W, stop = scores.shape[2], start + scores.shape[3]
     first = max(start, tokens - W)  # before it, the whole window sees every token
     if first < stop:
-        own = torch.arange(tokens - W, tokens, device=scores.device)[:, None]
-        ahead = torch.arange(first, stop, device=scores.device) > own
+        ahead = torch.ones(W, stop - first, dtype=torch.bool, device=scores.device)
+        ahead.triu_(tokens - W - first + 1)
         scores[..., first - start :].masked_fill_(ahead, float("-inf"))
     if pad_tokens is not None:
         slots = torch.arange(start, stop, device=scores.device)
@@ -99,11 +95,13 @@ def fade_votes(votes: Tensor, decay: float) -> Tensor:
     factor has left float32, no vote reaches further.
     """
     least = torch.finfo(torch.float32).tiny
-    faded, width, factor = votes, 1, 1.0
-    while width < votes.shape[-1] and factor > least:
-        factor = max(decay**width, least)
-        lifted = torch.maximum(faded[..., width:], faded[..., :-width] * factor)
-        faded, width = torch.cat([faded[..., :width], lifted], dim=-1), 2 * width
+    factors, width = [1.0], 1
+    while width < votes.shape[-1] and factors[-1] > least:
+        factors.append(max(decay**width, least))
+        width *= 2
+    faded = F.pad(votes, (width - 1, 0), value=float("-inf"))  # which lifts nothing
+    for step, factor in enumerate(factors[1:]):
+        faded = torch.maximum(faded[..., 2**step :], faded[..., : -(2**step)] * factor)
     return faded
 
 
@@ -111,8 +109,26 @@ def gather_tokens(states: Tensor, keep_indices: Tensor) -> Tensor:
     """As `snapkv.ops.votes.reference.gather_tokens`, one index and one copy for every token."""
     if not states.is_contiguous():  # to make them so would copy what is dropped, too
         return reference.gather_tokens(states, keep_indices)
-    B, Hs, T, D = states.shape
-    heads, K = max(keep_indices.shape[1], Hs), keep_indices.shape[2]
-    stored = torch.arange(B * heads, device=states.device).view(B, heads, 1) // (heads // Hs)
-    kept = keep_indices.clamp(min=0) + stored * T
-    return states.view(-1, D).index_select(0, kept.flatten()).view(B, heads, K, D)
+    return _copied(states, flat_rows(states, keep_indices.clamp(min=0)))
+
+
+def gather_pair(keys: Tensor, values: Tensor, keep_indices: Tensor) -> tuple[Tensor, Tensor]:
+    """`gather_tokens` of both, the indices of whose rows are the same."""
+    if not (keys.is_contiguous() and values.is_contiguous()):
+        return gather_tokens(keys, keep_indices), gather_tokens(values, keep_indices)
+    rows = flat_rows(keys, keep_indices.clamp(min=0))
+    return _copied(keys, rows), _copied(values, rows)
+
+
+def _copied(states: Tensor, rows: Tensor) -> Tensor:
+    flat = states.flatten(0, 2).index_select(0, rows.flatten())
+    return flat.view(*rows.shape, states.shape[-1])
+
+
+def flat_rows(states: Tensor, keep_indices: Tensor) -> Tensor:
+    """(B, max(H, Hs), K): where in (B, Hs, T, D) states, one head after the other, slots are."""
+    B, Hs, T, _ = states.shape
+    heads, step = max(keep_indices.shape[1], Hs), max(1, T)
+    begins = torch.arange(0, B * Hs * step, step, device=states.device).view(B, Hs, 1, 1)
+    rows = keep_indices.expand(-1, heads, -1).view(B, Hs, heads // Hs, -1) + begins
+    return rows.flatten(1, 2)

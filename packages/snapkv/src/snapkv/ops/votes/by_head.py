@@ -61,7 +61,7 @@ def window_votes(
             scores.mul_(score_options.scaling / softcap).tanh_()
         own = None if pads is None else pads[some]
         blocked.hide_unseen(scores.view(len(scores), -1, W, T), 0, T, own)
-        shares = _shares(scores, slope, None if sinks is None else sinks[some])
+        shares = _shares(scores, slope, own, None if sinks is None else sinks[some])
         by_part = scores.view(len(scores), apart, -1, T)[..., : T - W]
         votes[some] = (shares.view(len(scores), apart, 1, -1) @ by_part).squeeze(2)
         del scores, by_part  # free them before the next ones
@@ -71,12 +71,12 @@ def window_votes(
     return reduce_group(votes, Hkv, "max") if group_reduce == "max" else votes
 
 
-def _shares(scores: Tensor, slope: float, sinks: Tensor | None) -> Tensor:
+def _shares(scores: Tensor, slope: float, pads: Tensor | None, sinks: Tensor | None) -> Tensor:
     """What each exponential of a row is worth, (N, G * W, 1); turns the scores into them."""
     highest = scores.amax(dim=-1, keepdim=True)
     if sinks is not None:
         highest = highest.maximum(sinks)
-    shift = blocked.finite(highest)
+    shift = blocked.finite(highest, pads)
     total = scores.sub_(shift).mul_(slope).exp2_().sum(dim=-1, keepdim=True)
     if sinks is not None:
         total += (sinks - shift).mul_(slope).exp2_()

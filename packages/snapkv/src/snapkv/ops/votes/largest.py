@@ -61,8 +61,9 @@ def largest_votes(
             found = lifted.reshape(*lifted.shape[:2], apart, -1).amax(dim=-1).mT
             into = largest[row, heads, :, pads:]
             torch.maximum(into, found, out=into)
+    reduced = "none" if group_reduce == "max" else group_reduce  # which it is of a group by now
     return (
-        reduce_group(largest.flatten(1, 2), Hkv, group_reduce),
+        reduce_group(largest.flatten(1, 2), Hkv, reduced),
         reduce_group(summed.flatten(1, 2), Hkv, group_reduce),
     )
 
@@ -99,7 +100,7 @@ def _exponentials(
     ahead = torch.ones(T - first_voter, Q, dtype=torch.bool, device=keys.device).tril_(-1)
     seen = scores.view(N, -1, G, Q)[:, fill + first_voter :]
     seen.masked_fill_(ahead[:, None], -math.inf)
-    highest = _highest(scores)
+    highest = scores.amax(dim=1, keepdim=True)
     if sinks is not None:
         sinks = sinks.float().mul(_LOG2_E).repeat_interleave(Q, dim=-1)[:, None]
         highest = highest.maximum(sinks)
@@ -109,20 +110,12 @@ def _exponentials(
     return scores, total.reciprocal_().view(N, G, Q)
 
 
-def _highest(scores: Tensor) -> Tensor:
-    """The highest of every column, (N, 1, R), by halves: torch goes one by one along that axis."""
-    while (rows := scores.shape[1]) > CHUNK:
-        half = -(-rows // 2)
-        scores = torch.maximum(scores[:, :half], scores[:, -half:])
-    return scores.amax(dim=1, keepdim=True)
-
-
 def _add_votes(votes: Tensor, weights: Tensor, shares: Tensor) -> None:
     """Add up what each query head's queries give: onto (N, G, P) votes, of (N, P, R) weights."""
     queries = shares.shape[2]
     for head, member in itertools.product(range(shares.shape[0]), range(shares.shape[1])):
         own = weights[head, :, member * queries : (member + 1) * queries]
-        votes[head, member] += own @ shares[head, member]
+        votes[head, member].addmv_(own, shares[head, member])
 
 
 def _lifted(weights: Tensor, shares: Tensor, lift: Lift, fill: int, sink_tokens: int) -> Tensor:

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 def keep_best(
     scores: Tensor,
-    keep_tokens: Sequence[int] | Tensor,
+    keep_tokens: Sequence[int] | Sequence[Sequence[int]],
     pad_tokens: Tensor | None = None,
     *,
     first_tokens: int = 0,
@@ -21,8 +22,8 @@ def keep_best(
 
     Args:
         scores: (B, H, P) float32.
-        keep_tokens: B numbers, how many real positions each row keeps, 0 to P; or a tensor of
-            them, (B,) or (B, H) int64, for which a GPU has to be waited for.
+        keep_tokens: B numbers, how many real positions each row keeps, 0 to P; or B lists of
+            H numbers, of each head.
         pad_tokens: (B,), leading pads of each row; a pad never beats a token.
         first_tokens: how many of a row's first real positions come before all others, whatever
             their scores; they count among `keep_tokens`.
@@ -38,39 +39,29 @@ def keep_best(
         scores = scores.repeat_interleave(heads // scores.shape[1], dim=1)
         protected = protected.repeat_interleave(heads // protected.shape[1], dim=1)
         scores = scores.masked_fill(protected, float("inf"))
-    slots = torch.arange(scores.shape[-1], device=scores.device)
-    pads = 0 if pad_tokens is None else pad_tokens[:, None, None]
     if first_tokens:
-        scores = scores.masked_fill(slots < pads + first_tokens, float("inf"))
+        scores = fill_first(scores, first_tokens, float("inf"), pad_tokens)
     if pad_tokens is not None:
-        scores = scores.masked_fill(slots < pads, float("-inf"))
-    if isinstance(keep_tokens, Tensor):
-        least, most = 0, int(keep_tokens.max())
-    else:
-        least, most = min(keep_tokens), max(keep_tokens)
-    if 0 < least == most and _is_at_hand(scores):
-        highest = torch.topk(scores, most, dim=-1, sorted=False).values
-        lowest = highest.amin(dim=-1, keepdim=True)  # NaN where one of them is
-        if not lowest.isnan().any():
-            return _places(scores, highest, lowest)
+        scores = fill_first(scores, 0, float("-inf"), pad_tokens)
+    rows = [[each] if isinstance(each, int) else each for each in keep_tokens]
+    least, most = min(map(min, rows)), max(map(max, rows))
     order = torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :most]
     if least < most:
-        wanted = torch.as_tensor(keep_tokens, device=scores.device).view(scores.shape[0], -1, 1)
+        wanted = torch.tensor(rows, device=scores.device)[..., None]
         order = order.masked_fill(torch.arange(most, device=scores.device) >= wanted, -1)
     return order.sort(dim=-1).values
 
 
-def _is_at_hand(states: Tensor) -> bool:
-    """Whether Python may ask for a value without waiting for a device."""
-    return states.is_cpu
-
-
-def _places(scores: Tensor, highest: Tensor, least: Tensor) -> Tensor:
-    """Where the K highest scores, (B, H, K), are, without putting all the others in order."""
-    places = (scores >= least).nonzero()
-    if len(places) > highest.numel():
-        places = _first_of_equals(scores, least, highest.shape[-1]).nonzero()
-    return places[:, -1].view(highest.shape)
+def fill_first(
+    scores: Tensor, first_tokens: int, value: float, pad_tokens: Tensor | None = None
+) -> Tensor:
+    """(B, H, P) scores that are `value` at so many first tokens of each row, and at its pads."""
+    slots = scores.shape[-1]
+    if pad_tokens is None:
+        first = min(first_tokens, slots)
+        return F.pad(scores[..., first:], (first, 0), value=value) if first else scores
+    order = torch.arange(slots, device=scores.device)
+    return scores.masked_fill(order < pad_tokens[:, None, None] + first_tokens, value)
 
 
 def best_of(scores: Tensor, counts: Sequence[int]) -> Tensor:
@@ -98,10 +89,8 @@ def kept_indices(kept: Tensor) -> Tensor:
 
     K is the most that any head keeps.
     """
-    slots = torch.arange(kept.shape[-1], device=kept.device)
-    ranks = kept.cumsum(dim=-1)
-    counts = ranks[..., -1:]
+    counts = kept.sum(dim=-1, keepdim=True)
     most = int(counts.max()) if counts.numel() else 0
-    places = (ranks + (most - 1 - counts)).masked_fill(~kept, most)
-    found = torch.full((*kept.shape[:-1], most + 1), -1, device=kept.device)
-    return found.scatter_(-1, places, slots.expand_as(places))[..., :most]
+    order = torch.sort(kept.view(torch.uint8), dim=-1, stable=True).indices
+    is_none = torch.arange(most, device=kept.device) < most - counts
+    return order[..., kept.shape[-1] - most :].masked_fill(is_none, -1)
