@@ -1,5 +1,6 @@
 """One budget for all layers: the best scores of all of them are kept, and their number is exact."""
 
+import functools
 import math
 from dataclasses import replace
 
@@ -54,8 +55,9 @@ def ended(policy, prompts, storage=None):
     prompt_state = PromptState(layers=layers)
     for layer, prompt in zip(layers, prompts, strict=True):
         layer.update(prompt.keys, prompt.values)
-        at = layer.identity.depth
-        prompt_state.end_prompt(layer, replace(prompt, depth=at, num_layers=count))
+        at, cost = layer.identity.depth, functools.partial(layer.token_cost, prompt.keys.shape[1])
+        shown = replace(prompt, depth=at, num_layers=count, token_cost=cost)
+        prompt_state.end_prompt(layer, shown)
     assert prompt_state.shared is None
     return layers
 
