@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from snapkv import CompressedCache, FullCache, SnapKV
+from snapkv import CompressedCache, FullCache, SnapKV, default_policy
 from snapkv.app.observing import Recorder, record_prompt
 from snapkv.errors import UnsupportedModelError
 from snapkv.hf.cache_argument import passed
@@ -40,6 +40,18 @@ def test_a_cache_of_a_recorded_prompt_goes_on_as_one_that_has_read_it(kind):
         expected = logits_behind(model, cache, behind)
         found = logits_behind(model, recorded.compressed(policy), behind)
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("policy", [default_policy("40%"), SnapKV("40%", group_reduce="none")])
+def test_tokens_cost_what_they_do_in_the_cache_that_is_filled(policy):
+    """Not what they did in the one that was read into."""
+    model, prompt = small_model("llama"), tokens(160)
+    cache = CompressedCache(model, policy, quantize="K8V4")
+    logits_behind(model, cache, prompt)
+    found = record_prompt(model, prompt, RECORDER(recorded_queries=32)).compressed(
+        policy, quantize="K8V4"
+    )
+    assert found.report() == cache.report()
 
 
 @pytest.mark.parametrize("kind", LATENT)

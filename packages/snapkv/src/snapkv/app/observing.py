@@ -6,6 +6,7 @@ asked as it would be while reading. The copies equal real compressed prefills bi
 """
 
 import copy
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, TypeVar
@@ -139,9 +140,12 @@ class RecordedPrompt:
             layer.update(states.keys, states.values)
             if "token_ids" in policy.needs and states.token_ids is not None:
                 layer.remember_ids(states.token_ids)
+            queries = self._last_queries(states, policy)
+            heads = (queries if policy.per_query_head else states.keys).shape[1]
             yield replace(
                 states,
-                queries=self._last_queries(states, policy),
+                queries=queries,
+                token_cost=functools.partial(layer.token_cost, heads),
                 protected=layer.protected_slots(self.prompt_tokens, states.pad_tokens),
             )
 

@@ -257,6 +257,12 @@ class PromptState:
             self.prompt_end = None
         self._recall_for_a_turn()
 
+    def choose_by(self, policy: Policy) -> None:
+        """Choose of the next prompts by the same policy with other voters."""
+        self.policy = policy
+        for layer in self.layers:
+            layer.policy = policy
+
     def end_prompt(
         self, layer: CompressedLayer, prompt: PromptLayer, *, once: bool = False
     ) -> None:

@@ -374,8 +374,7 @@ class CompressedCache(Cache):
         """
         if question_tokens is not None:
             require_int("question_tokens", question_tokens, minimum=1)
-        for layer in self.prompt_state.layers:
-            layer.policy = asked_by(self.policy, question_tokens)
+        self.prompt_state.choose_by(asked_by(self.policy, question_tokens))
 
     def expect_tokens(self, token_ids: Tensor) -> None:
         """Announce the ids of the tokens of the next forward pass, pads included: (B, N) integers.
