@@ -8,6 +8,7 @@ import torch
 from transformers import GenerationMixin
 
 from snapkv import CompressedCache, InvalidArgumentError, SnapKV
+from snapkv.app.reading import telling_of_reading
 from snapkv.hf import forward_context, step_graph
 from snapkv.hf.cache_argument import cache_among
 from snapkv.kvzip import read_twice
@@ -153,6 +154,15 @@ def with_a_hook():
 def with_frequencies_by_length():
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     return peaked_model(tiny_config("llama", rope_parameters=rope), "sdpa")
+
+
+def test_a_step_is_recorded_while_a_bar_follows_the_reading():
+    model, ids, told = tiny_model("llama"), random_ids(1, 60), []
+    with telling_of_reading(model, lambda *read: told.append(read)):
+        cache = static(model)
+        generated(model, cache, ids)
+    assert cache.report()["steps"] == "one graph"
+    assert told[-1] == (60, 60)
 
 
 @pytest.mark.parametrize(

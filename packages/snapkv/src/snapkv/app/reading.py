@@ -1,6 +1,7 @@
 """How far a model has read a text, told while it reads."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,17 +27,16 @@ def telling_of_reading(model: Any, on_tokens: TokenSink) -> Iterator[None]:
         layers = []
     text = 0
 
-    def tell(place: int, output: Any) -> None:
+    def tell(place: int, _module: nn.Module, _arguments: Any, output: Any) -> None:
         nonlocal text
         states: Tensor = output[0] if isinstance(output, tuple) else output
         text = states.shape[1] if place == 0 else text  # later layers may read fewer tokens
         if text > 1:
             on_tokens(text * (place + 1) // len(layers), text)
 
-    def hook(place: int) -> Callable[[nn.Module, Any, Any], None]:
-        return lambda _module, _arguments, output: tell(place, output)
-
     with contextlib.ExitStack() as hooked:
         for place, layer in enumerate(layers):
-            hooked.callback(layer.register_forward_hook(hook(place)).remove)
+            hook = functools.partial(tell, place)
+            hook.of_texts_only = True  # type: ignore[attr-defined] # so that steps are recorded
+            hooked.callback(layer.register_forward_hook(hook).remove)
         yield

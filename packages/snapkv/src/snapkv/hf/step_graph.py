@@ -223,10 +223,14 @@ def _obstacle(model: PreTrainedModel, cache: Cache) -> str:
         return "all modules have hooks"
     for name, module in model.named_modules():
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        known = (getattr(hook, "__module__", "") == _COLLECTING for hook in hooks)
-        if not all(known) or "forward" in vars(module):
+        if not all(map(_is_known, hooks)) or "forward" in vars(module):
             return f"{name or type(model).__name__} has hooks, or a forward of its own"
     return ""
+
+
+def _is_known(hook: Any) -> bool:
+    """Whether a recorded step, of one token, may do without it."""
+    return getattr(hook, "of_texts_only", False) or getattr(hook, "__module__", "") == _COLLECTING
 
 
 @dataclass
