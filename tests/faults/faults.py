@@ -332,7 +332,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "a tree is still being read when it is over",
-            "        _current.candidates = None\n",
+            "        current.candidates = None\n",
             "        pass\n",
             "decoding/test_medusa.py",
         ),
@@ -444,8 +444,8 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "a step is recorded of a model with hooks",
-            'if not all(known) or "forward" in vars(module):',
-            'if "forward" in vars(module):',
+            "if not all(map(_is_known, hooks)) or",
+            "if",
             "hf/test_step_graph.py",
         ),
     ],
@@ -460,8 +460,8 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
     "snapkv/ops/codes/coding.py": [
         (
             "codes are a step too fine",
-            "least.float()) / levels)",
-            "least.float()) / (levels + 1))",
+            "/ (2**bits - 1)).clamp(min=_SMALLEST_STEP)",
+            "/ 2**bits).clamp(min=_SMALLEST_STEP)",
             "ops/test_codes.py",
         ),
         (
@@ -524,8 +524,8 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
     "snapkv/ops/votes/blocked.py": [
         (
             "in blocks, a query of the window does not see its own token",
-            "device=scores.device) > own",
-            "device=scores.device) >= own",
+            "ahead.triu_(tokens - W - first + 1)",
+            "ahead.triu_(tokens - W - first)",
             "ops",
         ),
         (
@@ -535,9 +535,16 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "ops",
         ),
         (
+            "heads are gathered from the KV head of another group",
+            ".view(B, Hs, heads // Hs, -1) + begins",
+            ".view(B, heads // Hs, Hs, -1).transpose(1, 2) + begins",
+            "sequences/test_sequences.py",
+            "ops",
+        ),
+        (
             "in blocks, a sink's share of the softmax is forgotten",
-            "total + 1",
-            "total",
+            "carried: Tensor | float = 1.0",
+            "carried: Tensor | float = 0.0",
             "ops",
         ),
     ],
@@ -599,8 +606,8 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "one pad of a row can win",
-            "scores.masked_fill(slots < pads, float",
-            "scores.masked_fill(slots < pads - 1, float",
+            "order < pad_tokens[:, None, None] + first_tokens",
+            "order < pad_tokens[:, None, None] + first_tokens - 1",
             "policies/test_selection_contract.py",
             "ops",
         ),
@@ -829,15 +836,9 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "storage/test_coded.py",
         ),
         (
-            "ragged heads are gathered from the KV head of another group",
-            "* keys.shape[1] // index.shape[1]",
-            "% keys.shape[1]",
-            "sequences/test_sequences.py",
-        ),
-        (
             "the first token of a ragged head is taken for none",
-            "from_end > counts[..., None]",
-            "from_end >= counts[..., None]",
+            "slots >= both[..., 1]",
+            "slots > both[..., 1]",
             "sequences/test_sequences.py",
         ),
         (
