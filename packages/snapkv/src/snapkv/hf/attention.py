@@ -91,7 +91,7 @@ def _make_mask(
 
 
 def _require_causal(watch: PaddingTracker, mask: Any, new_tokens: int) -> None:
-    """Refuse tokens that see later ones behind a compressed prompt, before any are stored."""
+    """Refuse tokens, such as an image's, that see later ones behind a compressed prompt."""
     is_over_kept = any(layer.reads_over_kept for layer in watch.layers)
     if is_over_kept and sees_ahead(mask, new_tokens):
         raise UnsupportedModelError(
