@@ -61,12 +61,12 @@ def test_an_answer_is_judged_as_here(between):
             LoadedModel(model=model, tokenizer=None, name="tiny", revision=None), theirs
         )
         for share, press, ours in ((0.5, "SnapKVPress", same), (1.0, None, whole)):
-            here, again = answers.of(ours, share, asked)
-            for there in answers.of(Theirs("ours", press), share, asked):
+            here, again = answers.rows(ours, share, asked)
+            for there in answers.rows(Theirs("ours", press), share, asked):
                 assert there == here | {"nll": pytest.approx(here["nll"], abs=2e-4)}
             assert here == again
             assert here["held"] == share
-        (few, _) = answers.of(Theirs("few", "SnapKVPress", 4), 1 / 8, asked)
+        (few, _) = answers.rows(Theirs("few", "SnapKVPress", 4), 1 / 8, asked)
         assert few["held"] == pytest.approx(1 / 8, abs=0.02)
 
 
