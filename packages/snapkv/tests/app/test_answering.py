@@ -257,6 +257,7 @@ def test_the_questions_tokens_vote(tiny, answer_start):
         (default_policy(64), None, default_policy(64)),
         (default_policy(64, voters=20), 40, default_policy(64, voters=20)),
         (SnapKV(64), 40, SnapKV(64)),
+        (SnapKV(64, window_reduce="max"), 40, SnapKV(64, window_reduce="max")),
         (StreamingLLM(64), 40, StreamingLLM(64)),
     ],
 )

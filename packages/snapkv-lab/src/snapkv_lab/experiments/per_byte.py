@@ -98,6 +98,6 @@ PER_BYTE_LARGER = replace(
     PER_BYTE,
     name="per_byte_larger",
     title="Right answers from the same bytes, on a larger model",
-    takes="two hours with 1.5 billion parameters; give it --model FOLDER or FILE.gguf",
+    takes="half an hour with 1.5 billion parameters; give it --model FOLDER or FILE.gguf",
     options={**PER_BYTE.options, "tokens": Size(768, 768), "rounds": Size(2, 1), "of_model": None},
 )

@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -70,12 +70,15 @@ class Prompt:
         return tokens
 
     def question_tokens(self, tokenizer: Any) -> int | None:
-        """How many tokens the prompt has from the question's first on; None where it has none."""
+        """How many tokens the prompt has from the question's first on; None where it has none.
+
+        What stands before the question, which may be long, is not tokenized again.
+        """
         place = self._last_place(self.question)
-        if place < 1:
+        if place < 0:
             return None
-        whole, _ = self.encoded(tokenizer)
-        return len(whole) - _alike(whole, self.encoded(tokenizer, end=place)[0])
+        cuts = [cut - place for cut in self._cuts(tokenizer) if cut > place]
+        return len(tokenized(tokenizer, self.text[place:], cuts)[0])
 
     def _last_place(self, question: str) -> int:
         """Where it is asked last in the text; -1 for nowhere."""
@@ -108,16 +111,19 @@ class Prompt:
 
         A text that no template wrote has no control tokens but those that are around it.
         """
-        cuts = self.cuts
-        if not self.has_special_tokens:
-            _, cuts = unquoted(quoted(tokenizer, self.text))
         return tokenized(
             tokenizer,
             self.text[:end],
-            cuts,
+            self._cuts(tokenizer),
             special_tokens=not self.has_special_tokens,
             offsets=offsets,
         )
+
+    def _cuts(self, tokenizer: Any) -> Sequence[int]:
+        """Places in control words that are text."""
+        if self.has_special_tokens:
+            return self.cuts
+        return unquoted(quoted(tokenizer, self.text))[1]
 
 
 def require_unicode(argument: str, text: str) -> None:

@@ -110,10 +110,8 @@ class AcrossLayers(AroundScores):
 
     def _cost_of_blocks(self, layer: PromptLayer) -> TokenCost | None:
         """What tokens cost where a budget of bytes buys blocks of codes; else None."""
-        if not isinstance(self.policy.allocation, ByteBudget) or layer.token_cost is None:
-            return None
-        cost = layer.token_cost(min(layer.row_lengths))
-        return cost if cost.block_tokens > 1 else None
+        cost = layer.cost if isinstance(self.policy.allocation, ByteBudget) else None
+        return None if cost is None or cost.block_tokens == 1 else cost
 
     def select_all(self, layers: Sequence[PromptLayer]) -> list[Selection | None]:
         """As chosen while they are read, plainly: all scores of a row are ranked in one list."""

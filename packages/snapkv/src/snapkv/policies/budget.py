@@ -227,12 +227,11 @@ class ByteBudget(Budget):
     def counts(self, prefix: Prefix, votes: Votes | None) -> list[int]:
         """What the bytes hold beside the window; the sinks at least."""
         layer, window = prefix.layer, prefix.window_size
-        if layer.token_cost is None:
+        if (cost := layer.cost) is None:
             raise InvalidArgumentError(
                 f"budget: expected a number of tokens where it is not known what they cost, got "
                 f"{self!r}; pass a number"
             )
-        cost = layer.token_cost(min(layer.row_lengths))
         cost = replace(cost, uneven=cost.uneven or prefix.per_head_budget)
         least, at = max(window + prefix.sink_tokens, cost.exact_tokens), layer.depth
         fit = (

@@ -59,13 +59,12 @@ def asked_by(policy: Policy, question_tokens: int | None) -> Policy:
     Those are all from the question's first one to the prompt's end, and no fewer than its window:
     what a question asks for may stand well before its end. None: nobody knows where it begins.
     """
-    votes = by_layer(policy)
-    if question_tokens is None or not isinstance(votes, SnapKV):
+    votes, usual = by_layer(policy), default_policy().policy
+    if question_tokens is None or not isinstance(votes, SnapKV) or votes.voters is not None:
         return policy
-    if votes.window_reduce != "max" or votes.voters is not None:
+    if _without_budget(votes.describe()) != _without_budget(usual.describe()):
         return policy
-    voters = min(max(question_tokens, votes.window_size), MOST_VOTERS)
-    asked = replace(votes, voters=voters)
+    asked = replace(votes, voters=min(max(question_tokens, votes.window_size), MOST_VOTERS))
     return asked if votes is policy else AcrossLayers(asked)
 
 

@@ -107,6 +107,13 @@ class PromptLayer(LayerStates):
         other.__dict__.update(_found=self._found, row_lengths=self.row_lengths)
         return other
 
+    @property
+    def cost(self) -> TokenCost | None:
+        """What a token costs in bytes, computed once; None where that is not known."""
+        if (cost := self.token_cost) is None:
+            return None
+        return self.once("cost", lambda layer: cost(min(layer.row_lengths)))
+
     @functools.cached_property
     def _found(self) -> dict[Hashable, Any]:
         return {}
