@@ -123,7 +123,7 @@ def test_the_default_is_not_called_by_the_papers_name(snapkv, asked, tiny_only, 
     assert "snapkv" not in shown.splitlines()[1]
     (run,) = asked("--budget", 48, "--max-new-tokens", 2)["runs"]
     assert run["method"] == "default"
-    assert policy_of(run["policy"]) == default_policy(48, voters=18)  # the question's tokens
+    assert policy_of(run["policy"]) == default_policy(48, voters=16)  # the question's tokens
 
 
 @pytest.fixture
