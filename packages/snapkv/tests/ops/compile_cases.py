@@ -64,8 +64,8 @@ def resources(cubin):
 
 def run_all(dtype):
     """Ask for every kernel; on this device each is compiled and none runs."""
-    from snapkv.ops import ScoreOptions
-    from snapkv.ops.votes import triton
+    from snapkv.ops import Fading, ScoreOptions
+    from snapkv.ops.votes import triton, triton_largest
 
     reduces = itertools.cycle(("mean", "max", "none"))  # three for every two kinds of a shape
     for shape, extras in itertools.product(SHAPES.values(), (False, True)):
@@ -76,7 +76,12 @@ def run_all(dtype):
         if extras:
             options = ScoreOptions(scaling=1.0, softcap=50.0, sink_logits=torch.zeros(Hq))
             pads = torch.zeros(B, dtype=torch.int64)
-        triton.window_votes(queries, keys, options, group_reduce=next(reduces), pad_tokens=pads)
+        given, reduced = (
+            (queries, keys, options),
+            {"group_reduce": next(reduces), "pad_tokens": pads},
+        )
+        triton.window_votes(*given, **reduced)
+        triton_largest.largest_votes(*given, Fading(0.9), prefix_tokens=T - 16, **reduced)
         run_ragged(queries[:, :, :1], Hkv, options)
         run_ragged(queries, Hkv, options)
         run_coded(queries[:, :, :1], Hkv, options)
@@ -136,6 +141,9 @@ KERNELS = {
     "_sum_exponentials",
     "_add_up",
     "_fade",
+    "_carry",
+    "_sum_faded",
+    "_largest",
     "_attend_codes",
     "_attend_split",
     "_put_together",

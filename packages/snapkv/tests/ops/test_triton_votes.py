@@ -9,13 +9,28 @@ from snapkv import CompressedCache, InvalidArgumentError, SnapKV, ops
 from snapkv.ops import ScoreOptions, choice
 from snapkv.ops.votes import api
 from tests.families import random_ids, tiny_model
-from tests.ops.vote_cases import SHAPES, require_fading, require_votes, states
+from tests.ops.vote_cases import (
+    FADED_CASES,
+    SHAPES,
+    require_fading,
+    require_largest,
+    require_unlike_numbers,
+    require_votes,
+    states,
+)
 
 OPERATIONS = {
     "window_votes": lambda impl: ops.window_votes(
         *states(SHAPES["gqa-63"]), ScoreOptions(scaling=0.2), impl=impl
     ),
     "fade_votes": lambda impl: ops.fade_votes(torch.rand(1, 2, 9), 0.9, impl=impl),
+    "largest_votes": lambda impl: ops.largest_votes(
+        *states(SHAPES["gqa-63"]),
+        ScoreOptions(scaling=0.2),
+        ops.Fading(0.9),
+        prefix_tokens=55,
+        impl=impl,
+    ),
 }
 
 
@@ -35,6 +50,7 @@ def test_what_the_kernels_do_not_know_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     wide = torch.zeros(1, 1, 4, 264)
     assert "head_dim of 264" in api._obstacle("window_votes", wide)
+    assert "pooled" in api._obstacle("largest_votes", wide, ops.Pooling(5, "max"))
     assert api._obstacle("fade_votes", wide) is None
     assert "torch.float64" in api._obstacle("fade_votes", wide.double())
     wide.requires_grad_()
@@ -63,6 +79,12 @@ def test_the_kernels_on_a_device_err_no_more_than_the_reference(impl, dtype):
     few = {"kinds": ("", "all"), "reduces": ("none", "mean")}  # a second of compiling for each
     require_votes(impl, dtype, "cuda", shapes=("gqa-63", "several splits", "window 1"), **few)
     require_fading(impl, "cuda", lengths=(0, 1, 1025, 2100), decays=(1e-300, 0.9, 1 - 1e-9))
+    require_largest(impl, dtype, "cuda", cases=FADED_CASES)
+
+
+@pytest.mark.parametrize("impl", ["reference", "blocked", pytest.param("triton", marks=on_cuda)])
+def test_a_largest_vote_that_is_no_number_stays_none(impl):
+    require_unlike_numbers(impl, "cuda" if impl == "triton" else "cpu")
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_cuda)])

@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-from snapkv.ops import ScoreOptions, fade_votes, reduce_group, window_votes
+from snapkv.ops import Fading, ScoreOptions, fade_votes, largest_votes, reduce_group, window_votes
 
 SHAPES = {  # B, Hq, Hkv, W, T, D
     "gqa-63": (2, 4, 2, 8, 63, 16),
@@ -126,6 +126,45 @@ def require_fading(impl, device="cpu", *, lengths=LENGTHS, decays=DECAYS):
             assert error <= steps * rounding + 1e-36, f"{impl}, {tokens}, {decay}: {error:.2e}"
 
 
+def require_largest(impl, dtype, device="cpu", *, cases):
+    """Against the reference in float32, of the same states: no further than rounding."""
+    for name, extras, how, decay, (more, sinks) in cases:
+        shape = SHAPES[name]
+        queries, keys = states(shape, dtype, device)
+        options = options_of(shape, extras, device) | {"group_reduce": how, "lift": Fading(decay)}
+        options |= {
+            "prefix_tokens": shape[4] - shape[3] + min(more, shape[3]),
+            "sink_tokens": sinks,
+        }
+        wide = queries.float(), keys.float()
+        expected = largest_votes(*wide, impl="reference", **options)
+        for row, pads in enumerate(options.get("pad_tokens", torch.tensor([])).tolist()):
+            keys[row, :, :pads] = float("nan")
+        got = largest_votes(queries, keys, impl=impl, **options)
+        case = f"{impl}, {dtype}, {name}, {extras or 'plain'}, {how}, {decay}, {more}, {sinks}"
+        near = {"rtol": 1e-4, "atol": 1e-6 * shape[3], "msg": lambda said, at=case: f"{at}: {said}"}
+        torch.testing.assert_close(got, expected, **near)
+
+
+FADED_CASES = [
+    ("gqa-63", "all", "mean", 0.8, (3, 4)),
+    ("mqa-d96", "", "max", 0.999, (0, 0)),
+    ("several splits", "pads", "max", 0.935, (0, 4)),
+    ("several splits", "all", "none", 1e-300, (40, 4)),
+    ("window 1", "sinks", "sum", 0.935, (0, 70)),
+]
+
+
+def require_unlike_numbers(impl, device="cpu"):
+    """A score that is no number is none in what it touches: a maximum must not lose it."""
+    queries, keys = states(SHAPES["several splits"], device=device)
+    keys[0, 1, 300] = float("nan")
+    options = {"lift": Fading(0.9), "prefix_tokens": 568, "group_reduce": "max"}
+    for votes in largest_votes(queries, keys, ScoreOptions(scaling=0.1), impl=impl, **options):
+        assert votes[0, 1].isnan().any()
+        assert votes[[0, 1, 1], [0, 0, 1]].isfinite().all()
+
+
 if __name__ == "__main__":
     kernel = sys.argv[1]
     require_votes(kernel, torch.float32, reduces=("none", "mean"))
@@ -133,5 +172,10 @@ if __name__ == "__main__":
     # The interpreter multiplies no bfloat16 matrices.
     in_float16 = ("gqa-63", "mqa-d96", "several splits")
     require_votes(kernel, torch.float16, shapes=in_float16, reduces=("mean",))
+    of_shapes = ("mha-d80", "gqa-d256", "no prefix", "one of prefix")
+    for_shapes = [(name, "all", "max", 0.9, (2, 1)) for name in of_shapes]
+    require_largest(kernel, torch.float32, cases=FADED_CASES[:1] + for_shapes)
+    require_largest(kernel, torch.float16, cases=FADED_CASES)
+    require_unlike_numbers(kernel)
     require_fading(kernel, lengths=(0, 1, 63), decays=(1e-300, 0.5, 0.9))  # in Python, each vote
     require_fading(kernel, lengths=(1025,), decays=(0.999,))

@@ -20,6 +20,7 @@ from snapkv.cache.layer import CompressedLayer
 from snapkv.hf import forward_context
 from snapkv.hf.forward_context import Candidates
 from snapkv.hf.masks import stored_mask, tree_mask
+from snapkv.ops.causal import attend_in_parts, is_faster_in_parts
 from snapkv.storage.base import TokenStore
 
 _KERNELS = (can_use_flash_attention, can_use_cudnn_attention, can_use_efficient_attention)
@@ -65,6 +66,10 @@ class AttentionCall:
             past = torch.ones(len(self.query), S - Q, dtype=torch.bool, device=self.query.device)
             mask = stored_mask(self.implementation, past, self.query)
         elif mask is None and self.implementation == "sdpa" and 1 < Q < S:
+            states = self.query, self.key, self.value
+            if not self.options.get("dropout") and is_faster_in_parts(*states):
+                attended = attend_in_parts(*states, self.options.get("scaling"))
+                return attended.transpose(1, 2), None
             mask = causal_lower_right(Q, S)  # sdpa's own causal mask is for the first queries
         if few and (mask is None or mask.shape[1] == 1):
             return self._attend_in_groups(mask), None

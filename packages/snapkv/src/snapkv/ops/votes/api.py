@@ -29,6 +29,12 @@ _IN_TORCH: dict[str, dict[str, Callable[..., Any]]] = {
     "fade_votes": {"reference": reference.fade_votes, "scan": blocked.fade_votes},
 }
 
+_KERNELS = {
+    "window_votes": "snapkv.ops.votes.triton",
+    "largest_votes": "snapkv.ops.votes.triton_largest",
+    "fade_votes": "snapkv.ops.votes.triton",
+}
+
 
 def window_votes(
     queries: Tensor,
@@ -90,7 +96,8 @@ def largest_votes(
         sink_tokens: first tokens of each row whose weights stay as they are, and lift none.
         pad_tokens: as in `window_votes`.
         group_reduce: as there.
-        impl: "reference" or "blocked", which holds the weights of a few heads or queries.
+        impl: "reference"; "blocked", which holds the weights of a few heads or queries; "triton",
+            kernels for CUDA that hold none, of a `Fading` lift.
 
     Returns:
         The largest, in [0, 1], but for the "sum" of a group; and their sum before they are lifted,
@@ -100,7 +107,7 @@ def largest_votes(
     Raises:
         InvalidArgumentError: an unknown implementation, or one that cannot run here.
     """
-    votes: tuple[Tensor, Tensor] = _implementation("largest_votes", impl, keys, "blocked")(
+    votes: tuple[Tensor, Tensor] = _implementation("largest_votes", impl, keys, "blocked", lift)(
         queries,
         keys,
         score_options,
@@ -123,21 +130,23 @@ def fade_votes(votes: Tensor, decay: float, *, impl: Implementation = "auto") ->
     return faded
 
 
-def _implementation(operation: str, impl: str, states: Tensor, fitting: str) -> Callable[..., Any]:
+def _implementation(
+    operation: str, impl: str, states: Tensor, fitting: str, lift: Lift | None = None
+) -> Callable[..., Any]:
     return implementation(
         operation,
         impl,
         states,
         _IN_TORCH[operation],
         fitting=fitting,
-        kernels="snapkv.ops.votes.triton",
-        obstacle=lambda: _obstacle(operation, states),
+        kernels=_KERNELS[operation],
+        obstacle=lambda: _obstacle(operation, states, lift),
     )
 
 
-def _obstacle(operation: str, states: Tensor) -> str | None:
-    if operation == "largest_votes":
-        return "for the largest votes, of which there is no kernel"
-    if operation == "window_votes" and states.shape[-1] > MOST_HEAD_DIM:
+def _obstacle(operation: str, states: Tensor, lift: Lift | None = None) -> str | None:
+    if lift is not None and not hasattr(lift, "decay"):
+        return "for pooled largest votes, only for those that fade"
+    if operation != "fade_votes" and states.shape[-1] > MOST_HEAD_DIM:
         return f"with a head_dim of {states.shape[-1]}, over {MOST_HEAD_DIM}"
     return triton_obstacle(states)

@@ -10,6 +10,7 @@ Importing this module imports triton; `snapkv.ops` does so only where the kernel
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from snapkv.ops.scores import ScoreOptions
 _SPLIT_TOKENS = 256, 4096  # the smallest and the largest split of the first pass
 _PROGRAMS = 512  # programs to aim at: a few for each multiprocessor of a large device
 _BLOCK_BYTES = 65536  # keys that a program of the second pass holds
-_FLOAT32_TILES = 16, 16  # multiplied without tensor cores, out of registers
+FLOAT32_TILES = 16, 16  # multiplied without tensor cores, out of registers
 _FADED = 1024  # votes of one step of a program
 _LEAST_FACTOR = tl.constexpr(
     1e-37
@@ -39,48 +40,85 @@ def window_votes(
     group_reduce: str = "none",
 ) -> Tensor:
     """As `snapkv.ops.window_votes`; no gradients."""
-    B, Hq, W, D = queries.shape
-    Hkv, T = keys.shape[1], keys.shape[2]
-    keys = keys if keys.stride(-1) == 1 else keys.contiguous()
-    queries = queries.contiguous()
-    softcap, sinks = score_options.softcap, score_options.sink_logits
-    slope, ceiling = score_options.scaling * _LOG2_E, 0.0
-    if softcap is not None:  # c tanh(x / c) is c (2 sigmoid(2 x / c) - 1)
-        slope, ceiling = 2 * score_options.scaling / softcap, softcap * _LOG2_E
-    common: dict[str, Any] = {
-        "CAPPED": softcap is not None,
-        "PADDED": pad_tokens is not None,
-        "D": D,
-        "D_BLOCK": max(16, triton.next_power_of_2(D)),
-    }
-    pads = queries if pad_tokens is None else pad_tokens.to(torch.int64)
-    numbers = (Hkv, T, W, *keys.stride()[:3], slope, ceiling)
+    given = Given.of(queries, keys, score_options, pad_tokens)
     with torch.cuda.device_of(keys):
-        marks = _split_marks(queries, keys, pads, numbers, common)
+        return _votes(given, given.totals(score_options.sink_logits), group_reduce)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What kernels of votes are given: states whose rows lie together, and what scores them.
+
+    Attributes:
+        pads: (B,) int64; any tensor where there are none.
+        numbers: Hkv, T, W, the strides of the keys, and what `in_base_two` multiplies by.
+        common: what kernels are compiled for.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    pads: Tensor
+    numbers: tuple[Any, ...]
+    common: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls, queries: Tensor, keys: Tensor, options: ScoreOptions, pad_tokens: Tensor | None
+    ) -> "Given":
+        keys = keys if keys.stride(-1) == 1 else keys.contiguous()
+        queries, D = queries.contiguous(), queries.shape[3]
+        slope, ceiling = options.scaling * _LOG2_E, 0.0
+        if options.softcap is not None:  # c tanh(x / c) is c (2 sigmoid(2 x / c) - 1)
+            slope, ceiling = 2 * options.scaling / options.softcap, options.softcap * _LOG2_E
+        return cls(
+            queries=queries,
+            keys=keys,
+            pads=queries if pad_tokens is None else pad_tokens.to(torch.int64),
+            numbers=(*keys.shape[1:3], queries.shape[2], *keys.stride()[:3], slope, ceiling),
+            common={
+                "CAPPED": options.softcap is not None,
+                "PADDED": pad_tokens is not None,
+                "D": D,
+                "D_BLOCK": max(16, triton.next_power_of_2(D)),
+            },
+        )
+
+    @property
+    def states(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What a kernel begins with."""
+        return self.queries, self.keys, self.pads
+
+    def totals(self, sinks: Tensor | None) -> Tensor:
+        """Base-two logarithm of the sum of exponentials of every row: (B * Hkv, G * W)."""
+        marks = _split_marks(self)
         if sinks is not None:  # one more split, of one exponential
+            (B, Hq, W, _), heads = self.queries.shape, len(marks)
             column = sinks.float().mul(_LOG2_E).view(1, 1, Hq, 1).expand(B, 1, Hq, W)
-            column = column.reshape(B * Hkv, 1, -1)
+            column = column.reshape(heads, 1, -1)
             of_sinks = torch.stack([column, torch.ones_like(column)], dim=-1)
             marks = torch.cat([marks, of_sinks], dim=1)
-        totals = _put_together(marks)
-        return _votes(queries, keys, pads, totals, numbers, common, group_reduce)
+        return _put_together(marks)
 
 
-def _split_marks(
-    queries: Tensor, keys: Tensor, pads: Tensor, numbers: tuple[Any, ...], common: dict[str, Any]
-) -> Tensor:
+def _split_marks(given: Given) -> Tensor:
     """Highest score and sum of exponentials per split and row: (B * Hkv, splits, G * W, 2)."""
-    B, Hkv, T, _ = keys.shape
-    rows = queries.shape[1] // Hkv * queries.shape[2]
-    tile, block = _first_tiles(keys, common["D_BLOCK"], rows)
+    (B, Hkv, T, _), (_, Hq, W, _) = given.keys.shape, given.queries.shape
+    rows = Hq // Hkv * W
+    tile, block = _first_tiles(given.keys, given.common["D_BLOCK"], rows)
     tiles = B * Hkv * triton.cdiv(rows, tile)
-    least, most = _SPLIT_TOKENS
-    split = min(most, max(least, triton.next_power_of_2(triton.cdiv(T * tiles, _PROGRAMS))))
-    marks = queries.new_empty(B * Hkv, triton.cdiv(T, split), rows, 2, dtype=torch.float32)
+    split = split_tokens(T, tiles)
+    marks = given.queries.new_empty(B * Hkv, triton.cdiv(T, split), rows, 2, dtype=torch.float32)
     blocks: dict[str, Any] = {"TILE": tile, "KEYS": block, "num_warps": 8 if tile == 128 else 4}
     launch = _sum_exponentials[(tiles, marks.shape[1])]
-    launch(queries, keys, pads, marks, *numbers, rows, split, **blocks, **common)
+    launch(*given.states, marks, *given.numbers, rows, split, **blocks, **given.common)
     return marks
+
+
+def split_tokens(tokens: int, tiles: int) -> int:
+    """Tokens of one split, so that there are enough programs where each split has `tiles`."""
+    least, most = _SPLIT_TOKENS
+    split: int = triton.next_power_of_2(triton.cdiv(tokens * tiles, _PROGRAMS))
+    return min(most, max(least, split))
 
 
 def _put_together(marks: Tensor) -> Tensor:
@@ -95,35 +133,29 @@ def _put_together(marks: Tensor) -> Tensor:
     return (most.squeeze(1) + total.log2()).masked_fill(total == 0, float("inf"))
 
 
-def _votes(
-    queries: Tensor,
-    keys: Tensor,
-    pads: Tensor,
-    totals: Tensor,
-    numbers: tuple[Any, ...],
-    common: dict[str, Any],
-    group_reduce: str,
-) -> Tensor:
+def _votes(given: Given, totals: Tensor, group_reduce: str) -> Tensor:
     """The weights of every key, added up: (B, Hkv, P), or (B, Hq, P) for "none", float32."""
-    (B, Hq, W, _), (Hkv, T) = queries.shape, keys.shape[1:3]
-    G = Hq // Hkv
-    votes = queries.new_empty(B, Hq if group_reduce == "none" else Hkv, T - W, dtype=torch.float32)
+    (B, Hq, W, _), (Hkv, T) = given.queries.shape, given.keys.shape[1:3]
+    G, heads = Hq // Hkv, Hq if group_reduce == "none" else Hkv
+    votes = given.queries.new_empty(B, heads, T - W, dtype=torch.float32)
     # What is added up needs no border between the query heads of a group.
     heads, rows = (G, W) if group_reduce in ("none", "max") else (1, G * W)
-    tile, block = _second_tiles(keys, common["D_BLOCK"], rows)
+    tile, block = _second_tiles(given.keys, given.common["D_BLOCK"], rows)
     share, each = 1 / G if group_reduce == "mean" else 1.0, group_reduce == "none"
     blocks: dict[str, Any] = {"TILE": tile, "KEYS": block, "num_warps": 8 if block == 256 else 4}
     if votes.numel():
         launch = _add_up[(triton.cdiv(T - W, block), B * Hkv)]
-        given = queries, keys, pads, totals, votes, *numbers, heads, rows, share
-        launch(*given, EACH=each, num_stages=2, **blocks, **common)
+        launch(
+            *given.states, totals, votes, *given.numbers, heads, rows, share,
+            EACH=each, num_stages=2, **blocks, **given.common,
+        )  # fmt: skip
     return votes
 
 
 def _first_tiles(keys: Tensor, width: int, rows: int) -> tuple[int, int]:
     """Rows of queries of a program of the first pass, and keys of one of its steps."""
     if keys.dtype == torch.float32:
-        return _FLOAT32_TILES
+        return FLOAT32_TILES
     most_rows = 128 if width <= 128 else 64
     return min(most_rows, max(16, triton.next_power_of_2(rows))), 64
 
@@ -131,7 +163,7 @@ def _first_tiles(keys: Tensor, width: int, rows: int) -> tuple[int, int]:
 def _second_tiles(keys: Tensor, width: int, rows: int) -> tuple[int, int]:
     """Rows of queries of one step of a program of the second pass, and the keys it holds."""
     if keys.dtype == torch.float32:
-        return _FLOAT32_TILES
+        return FLOAT32_TILES
     most_rows = 64 if width <= 128 else 32
     block = min(256, _BLOCK_BYTES // (width * keys.element_size()))
     return min(most_rows, max(16, triton.next_power_of_2(rows))), block
@@ -149,7 +181,7 @@ def fade_votes(votes: Tensor, decay: float) -> Tensor:
 
 
 @triton.jit
-def _in_base_two(products, slope, ceiling, CAPPED: tl.constexpr):
+def in_base_two(products, slope, ceiling, CAPPED: tl.constexpr):
     """Scores times log2(e), from products of queries and keys."""
     if CAPPED:
         return ceiling * (2 * tl.sigmoid(slope * products) - 1)
@@ -157,7 +189,7 @@ def _in_base_two(products, slope, ceiling, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def _rows(at, begin, there, D: tl.constexpr, D_BLOCK: tl.constexpr):
+def rows_at(at, begin, there, D: tl.constexpr, D_BLOCK: tl.constexpr):
     """Rows of D numbers that begin at these pointers; zeros outside."""
     across = tl.arange(0, D_BLOCK)
     inside = there[:, None] & (across < D)[None, :]
@@ -171,9 +203,9 @@ def _step(
     D: tl.constexpr, D_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Highest score and sum of exponentials of a tile of rows, some keys later."""
-    keys = _rows(keys_at, place.to(tl.int64) * per_token, place < T, D, D_BLOCK)
+    keys = rows_at(keys_at, place.to(tl.int64) * per_token, place < T, D, D_BLOCK)
     products = tl.dot(queries, tl.trans(keys), input_precision="ieee")
-    scores = _in_base_two(products, slope, ceiling, CAPPED)
+    scores = in_base_two(products, slope, ceiling, CAPPED)
     if MASKED:
         seen = place[None, :] <= own[:, None]
         if PADDED:
@@ -197,7 +229,7 @@ def _sum_exponentials(
     head, part = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1)
     row = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
     own = T - W + row % W
-    queries = _rows(queries_at, (head * rows + row) * D, row < rows, D, D_BLOCK)
+    queries = rows_at(queries_at, (head * rows + row) * D, row < rows, D, D_BLOCK)
     first = 0
     if PADDED:
         first = tl.load(pads_at + head // Hkv)
@@ -239,7 +271,7 @@ def _add_up(
     place = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
     there = place < prefix
     start = keys_at + head // Hkv * per_batch + head % Hkv * per_head
-    keys = _rows(start, place.to(tl.int64) * per_token, there, D, D_BLOCK)
+    keys = rows_at(start, place.to(tl.int64) * per_token, there, D, D_BLOCK)
     given = there
     if PADDED:
         given = there & (place >= tl.load(pads_at + head // Hkv))
@@ -249,10 +281,10 @@ def _add_up(
         for begin in range(0, rows, TILE):
             row = begin + tl.arange(0, TILE)
             slot = (head * heads + member) * rows + row
-            queries = _rows(queries_at, slot * D, row < rows, D, D_BLOCK)
+            queries = rows_at(queries_at, slot * D, row < rows, D, D_BLOCK)
             totals = tl.load(totals_at + slot, mask=row < rows, other=float("inf"))
             products = tl.dot(keys, tl.trans(queries), input_precision="ieee")
-            scores = _in_base_two(products, slope, ceiling, CAPPED)
+            scores = in_base_two(products, slope, ceiling, CAPPED)
             votes += tl.sum(tl.exp2(scores - totals[None, :]), axis=1)
         votes = tl.where(given, votes, 0.0)
         if EACH:

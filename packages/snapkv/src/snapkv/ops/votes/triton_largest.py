@@ -1,0 +1,255 @@
+"""The largest votes, faded query by query, as Triton kernels for CUDA.
+
+The weights of a query fade along the prefix, by a factor for each position; a factor is a slope of
+their logarithms, and what is carried on to a position the highest point of all those lines. The
+keys are read four times: for the sum of each row's exponentials; for what every split carries on by
+itself; for the sum of the weights and of the faded weights, with what the splits before carry on;
+and for the largest of a block's, scaled. No weight leaves a multiprocessor. Logarithms are to the
+base of two, sums float32.
+"""
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from snapkv.ops.scores import ScoreOptions
+from snapkv.ops.votes.lifts import Fading
+from snapkv.ops.votes.reference import LEAST_SUM, reduce_group
+from snapkv.ops.votes.triton import FLOAT32_TILES, Given, in_base_two, rows_at, split_tokens
+
+_NOTHING = 150.0
+"""So many powers of two below one there is no float32."""
+
+
+def largest_votes(
+    queries: Tensor,
+    keys: Tensor,
+    score_options: ScoreOptions,
+    lift: Fading,
+    *,
+    prefix_tokens: int,
+    sink_tokens: int = 0,
+    pad_tokens: Tensor | None = None,
+    group_reduce: str = "none",
+) -> tuple[Tensor, Tensor]:
+    """As `snapkv.ops.largest_votes`; no gradients."""
+    given = Given.of(queries, keys, score_options, pad_tokens)
+    (B, Hq, W, _), Hkv = queries.shape, keys.shape[1]
+    each = group_reduce != "max"
+    shape = B, Hq if each else Hkv, prefix_tokens
+    largest, summed = queries.new_empty(2, *shape, dtype=torch.float32)
+    if largest.numel():
+        with torch.cuda.device_of(keys):
+            totals = given.totals(score_options.sink_logits)
+            fades = _Fades(given, totals, lift.decay, prefix_tokens, sink_tokens)
+            starts, scales = fades.starts_and_scales()
+            _largest[(starts.shape[1], B * Hkv)](
+                *given.states, totals, starts, scales, largest, summed, *given.numbers,
+                Hq // Hkv, *fades.numbers, EACH=each, **fades.tiles(W), **fades.common,
+            )  # fmt: skip
+    reduced = group_reduce if each else "none"
+    return reduce_group(largest, Hkv, reduced), reduce_group(summed, Hkv, reduced)
+
+
+class _Fades:
+    """How the weights of every row fade along the prefix."""
+
+    def __init__(
+        self, given: Given, totals: Tensor, decay: float, prefix_tokens: int, sink_tokens: int
+    ) -> None:
+        wide, is_float32 = given.common["D_BLOCK"] > 128, given.keys.dtype == torch.float32
+        self._most_rows, keys = FLOAT32_TILES if is_float32 else (32 if wide else 64, 128)
+        self._fading = max(math.log2(decay), -_NOTHING)
+        self.numbers = prefix_tokens, sink_tokens, self._fading
+        self.common: dict[str, Any] = {"KEYS": keys, "num_stages": 1, **given.common}
+        self._given, self._totals, self._prefix = given, totals, prefix_tokens
+
+    def tiles(self, rows: int) -> dict[str, int]:
+        """Rows at a time, where that many lie together, and warps for them."""
+        tile = min(self._most_rows, max(16, triton.next_power_of_2(rows)))
+        return {"TILE": tile, "num_warps": 8 if tile == 64 else 4}
+
+    def starts_and_scales(self) -> tuple[Tensor, Tensor]:
+        """What each block of keys is begun with, and what each row is multiplied by.
+
+        (B * Hkv, blocks, G * W), logarithms, and (B * Hkv, G * W), float32.
+        """
+        heads, rows = self._totals.shape
+        options: dict[str, Any] = self.tiles(rows) | self.common
+        tiles = heads * triton.cdiv(rows, options["TILE"])
+        split = split_tokens(self._prefix, tiles)
+        carried = self._totals.new_empty(heads, triton.cdiv(self._prefix, split), rows)
+        blocks = triton.cdiv(self._prefix, self.common["KEYS"])
+        starts = self._totals.new_empty(heads, blocks, rows)
+        sums = carried.new_empty(2, *carried.shape)
+        grid, read = (tiles, carried.shape[1]), (*self._given.states, self._totals)
+        numbers = *self._given.numbers, rows, split, *self.numbers
+        _carry[grid](*read, carried, *numbers, **options)
+        reach = math.ceil(min(_NOTHING / -self._fading / split, carried.shape[1])) + 1
+        _sum_faded[grid](*read, carried, starts, sums, *numbers, reach, **options)
+        own, faded = sums.sum(dim=2)
+        return starts, own / faded.clamp_(min=LEAST_SUM)
+
+
+@triton.jit
+def _logarithms(
+    queries, keys, totals, place, own, first, prefix, slope, ceiling, CAPPED: tl.constexpr
+):
+    """Of the weights of a tile of rows; minus infinity where a row does not see a place."""
+    products = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+    scores = in_base_two(products, slope, ceiling, CAPPED)
+    seen = (place[None, :] <= own[:, None]) & (place >= first)[None, :] & (place < prefix)[None, :]
+    return tl.where(seen, scores - totals[:, None], float("-inf"))
+
+
+@triton.jit
+def _higher(one, other):
+    return tl.maximum(one, other)
+
+
+@triton.jit
+def _faded(logarithms, carried, fading, KEYS: tl.constexpr):
+    """A block of logarithms faded along its keys, behind what is carried on to it."""
+    down = fading * tl.arange(0, KEYS)
+    within = tl.associative_scan(logarithms - down[None, :], 1, _higher) + down[None, :]
+    behind = carried[:, None] + (down + fading)[None, :]
+    return tl.maximum(logarithms, tl.maximum(within, behind))
+
+
+@triton.jit(do_not_specialize=["Hkv", "T", "W", "rows", "split", "prefix", "sinks"])
+def _carry(
+    queries_at, keys_at, pads_at, totals_at, carried_at,
+    Hkv, T, W, per_batch, per_head, per_token, slope, ceiling, rows, split, prefix, sinks, fading,
+    CAPPED: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
+    KEYS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """What one split carries on from one tile of one KV head's rows, to its last place."""
+    tiles = tl.cdiv(rows, TILE)
+    head, part = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
+    own = T - W + row % W
+    queries = rows_at(queries_at, (head * rows + row) * D, row < rows, D, D_BLOCK)
+    totals = tl.load(totals_at + head * rows + row, mask=row < rows, other=float("inf"))
+    first = sinks
+    if PADDED:
+        first += tl.load(pads_at + head // Hkv)
+    start = keys_at + head // Hkv * per_batch + head % Hkv * per_head
+    away = fading * (KEYS - 1 - tl.arange(0, KEYS))
+    carried = tl.full((TILE,), float("-inf"), tl.float32)
+    for at in range(part * split, tl.minimum((part + 1) * split, prefix), KEYS):
+        place = at + tl.arange(0, KEYS)
+        keys = rows_at(start, place.to(tl.int64) * per_token, place < prefix, D, D_BLOCK)
+        logarithms = _logarithms(
+            queries, keys, totals, place, own, first, prefix, slope, ceiling, CAPPED
+        )
+        carried = tl.maximum(carried + fading * KEYS, tl.max(logarithms + away[None, :], axis=1))
+    slot = (head * tl.num_programs(1) + part) * rows + row
+    tl.store(carried_at + slot, carried, mask=row < rows)
+
+
+@triton.jit(do_not_specialize=["Hkv", "T", "W", "rows", "split", "prefix", "sinks", "reach"])
+def _sum_faded(
+    queries_at, keys_at, pads_at, totals_at, carried_at, starts_at, sums_at,
+    Hkv, T, W, per_batch, per_head, per_token, slope, ceiling, rows, split, prefix, sinks, fading,
+    reach,
+    CAPPED: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
+    KEYS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """One split's sums of weights and of faded weights, and what each of its blocks begins with."""
+    tiles = tl.cdiv(rows, TILE)
+    head, part, parts = (
+        (tl.program_id(0) // tiles).to(tl.int64),
+        tl.program_id(1),
+        tl.num_programs(1),
+    )
+    row = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
+    own, there = T - W + row % W, row < rows
+    queries = rows_at(queries_at, (head * rows + row) * D, there, D, D_BLOCK)
+    totals = tl.load(totals_at + head * rows + row, mask=there, other=float("inf"))
+    first = sinks
+    if PADDED:
+        first += tl.load(pads_at + head // Hkv)
+    start = keys_at + head // Hkv * per_batch + head % Hkv * per_head
+    across = tl.arange(0, KEYS)
+    carried = tl.full((TILE,), float("-inf"), tl.float32)
+    for earlier in range(tl.maximum(part - reach, 0), part):
+        of_part = tl.load(
+            carried_at + (head * parts + earlier) * rows + row, mask=there, other=float("-inf")
+        )
+        carried = tl.maximum(carried + fading * split, of_part)
+    weights = tl.zeros((TILE,), tl.float32)
+    faded_weights = tl.zeros((TILE,), tl.float32)
+    for at in range(part * split, tl.minimum((part + 1) * split, prefix), KEYS):
+        block = head * tl.cdiv(prefix, KEYS) + at // KEYS
+        tl.store(starts_at + block * rows + row, carried, mask=there)
+        place = at + across
+        keys = rows_at(start, place.to(tl.int64) * per_token, place < prefix, D, D_BLOCK)
+        logarithms = _logarithms(
+            queries, keys, totals, place, own, first, prefix, slope, ceiling, CAPPED
+        )
+        faded = _faded(logarithms, carried, fading, KEYS)
+        weights += tl.sum(tl.exp2(logarithms), axis=1)
+        faded_weights += tl.sum(tl.where((place < prefix)[None, :], tl.exp2(faded), 0.0), axis=1)
+        carried = tl.max(tl.where((across == KEYS - 1)[None, :], faded, float("-inf")), axis=1)
+    slot = (head * parts + part) * rows + row
+    tl.store(sums_at + slot, weights, mask=there)
+    both = tl.num_programs(0) // tiles * parts
+    tl.store(sums_at + both * rows + slot, faded_weights, mask=there)
+
+
+@triton.jit(do_not_specialize=["Hkv", "T", "W", "members", "prefix", "sinks"])
+def _largest(
+    queries_at, keys_at, pads_at, totals_at, starts_at, scales_at, largest_at, summed_at,
+    Hkv, T, W, per_batch, per_head, per_token, slope, ceiling, members, prefix, sinks, fading,
+    EACH: tl.constexpr,
+    CAPPED: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
+    KEYS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """What one block of the prefix receives from the voters of one KV head's query heads.
+
+    The largest faded weight and the sum of all weights, of each query head or the largest of these.
+    """
+    block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    place = block * KEYS + tl.arange(0, KEYS)
+    there, rows = place < prefix, members * W
+    start = keys_at + head // Hkv * per_batch + head % Hkv * per_head
+    keys = rows_at(start, place.to(tl.int64) * per_token, there, D, D_BLOCK)
+    first = 0
+    if PADDED:
+        first = tl.load(pads_at + head // Hkv).to(tl.int32)
+    lifts = (place >= first + sinks)[None, :]
+    best, most = tl.zeros((KEYS,), tl.float32), tl.zeros((KEYS,), tl.float32)
+    for member in range(0, members):
+        highest, votes = tl.zeros((KEYS,), tl.float32), tl.zeros((KEYS,), tl.float32)
+        for begin in range(0, W, TILE):
+            voter = begin + tl.arange(0, TILE)
+            votes_at_all, row = voter < W, member * W + voter
+            slot = head * rows + row
+            queries = rows_at(queries_at, slot * D, votes_at_all, D, D_BLOCK)
+            totals = tl.load(totals_at + slot, mask=votes_at_all, other=float("inf"))
+            scales = tl.load(scales_at + slot, mask=votes_at_all, other=0.0)
+            at_start = (head * tl.num_programs(0) + block) * rows + row
+            carried = tl.load(starts_at + at_start, mask=votes_at_all, other=float("-inf"))
+            logarithms = _logarithms(
+                queries, keys, totals, place, T - W + voter, first, prefix, slope, ceiling, CAPPED
+            )
+            faded = _faded(tl.where(lifts, logarithms, float("-inf")), carried, fading, KEYS)
+            weights = tl.exp2(logarithms)
+            lifted = tl.where(lifts, tl.exp2(faded) * scales[:, None], weights)
+            highest = tl.maximum(highest, tl.max(lifted, axis=0))
+            votes += tl.sum(weights, axis=0)
+        highest = tl.where(votes == votes, highest, votes)  # NaN, which a maximum may lose
+        if EACH:
+            slots = (head * members + member) * prefix + place
+            tl.store(largest_at + slots, highest, mask=there)
+            tl.store(summed_at + slots, votes, mask=there)
+        else:
+            best = tl.maximum(best, highest, propagate_nan=tl.PropagateNan.ALL)
+            most = tl.maximum(most, votes, propagate_nan=tl.PropagateNan.ALL)
+    if not EACH:
+        tl.store(largest_at + head * prefix + place, best, mask=there)
+        tl.store(summed_at + head * prefix + place, most, mask=there)

@@ -1,0 +1,68 @@
+"""A piece of a prompt that attends to what stands before it, then to itself."""
+
+import pytest
+import torch
+
+from snapkv.ops.causal import attend_in_parts, is_faster_in_parts
+from tests.pairs import pairs
+
+
+def by_the_book(queries, keys, values, scaling):
+    """(B, Hq, Q, Dv) float64."""
+    groups = queries.shape[1] // keys.shape[1]
+    keys, values = (states.double().repeat_interleave(groups, dim=1) for states in (keys, values))
+    scores = queries.double() @ keys.mT * scaling
+    past = keys.shape[2] - queries.shape[2]
+    ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=keys.device).triu_(past + 1)
+    return scores.masked_fill(ahead, float("-inf")).softmax(dim=-1) @ values
+
+
+def on_a_cpu(queries, keys, values, is_causal, scaling):
+    groups = queries.shape[1] // keys.shape[1]
+    keys, values = (states.repeat_interleave(groups, dim=1) for states in (keys, values))
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return attend(queries, keys, values, 0.0, is_causal, scale=scaling)
+
+
+def states(device, dtype, heads, kv_heads, new, past, head_dim=64):
+    generator = torch.Generator().manual_seed(new)
+    made = (
+        torch.randn(2, count, tokens, head_dim, generator=generator).to(device, dtype)
+        for count, tokens in ((heads, new), (kv_heads, past + new), (kv_heads, past + new))
+    )
+    return tuple(made)
+
+
+def test_two_tokens_behind_one():
+    """Weights 1/2 and 1/2, then 1/4, 1/2 and 1/4: the scores are logarithms."""
+    keys = torch.tensor([[[[0.0], [2.0], [0.0]]]]).mul_(torch.log(torch.tensor(2.0)) / 2)
+    queries, values = torch.tensor([[[[0.0], [1.0]]]]), torch.tensor([[[[4.0], [8.0], [16.0]]]])
+    attended = attend_in_parts(queries, keys, values, 1.0, kernel=on_a_cpu)
+    torch.testing.assert_close(attended, torch.tensor([[[[6.0], [9.0]]]]))
+
+
+@pairs(heads=(4, 6), kv_heads=(1, 2), new=(2, 65, 130), past=(1, 64, 200), scaling=(0.3, 0.125))
+def test_the_parts_put_together_are_the_whole(heads, kv_heads, new, past, scaling):
+    given = states("cpu", torch.float32, heads, kv_heads, new, past)
+    attended = attend_in_parts(*given, scaling, kernel=on_a_cpu)
+    expected = by_the_book(*given, scaling).float()
+    torch.testing.assert_close(attended, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_cpu_attends_at_once():
+    assert not is_faster_in_parts(*states("cpu", torch.float32, 4, 2, 10, 20))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+def test_a_piece_on_a_device_attends_as_by_the_book(dtype, kv_heads):
+    given = states("cuda", dtype, 8, kv_heads, 300, 500, head_dim=128)
+    if not is_faster_in_parts(*given):
+        pytest.skip("cuDNN attends in parts on Hopper and later")
+    expected = by_the_book(*given, 0.1)
+    differs = (attend_in_parts(*given, 0.1).double() - expected).norm() / expected.norm()
+    assert differs < 1e-2
+    given[0].requires_grad_()
+    assert not is_faster_in_parts(*given)
