@@ -16,11 +16,11 @@ from snapkv.policies import EvictingPolicy, Eviction, Policy, PromptLayer, Selec
 from snapkv.policies.base import ALL_QUERIES
 from snapkv.policies.spans import Spans
 from snapkv.policies.states import LostVotes, padding_left
-from snapkv.storage.base import TokenStore
+from snapkv.storage.base import Counts, TokenStore
 from snapkv.storage.coded import CodedStore
 from snapkv.storage.dense import DenseStore
 from snapkv.storage.offload import OffloadedTokens
-from snapkv.storage.ragged import RaggedStore
+from snapkv.storage.ragged import RaggedStore, tokens_of
 from snapkv.storage.storage import Storage
 
 Turns = Literal["append", "compress", "recall"]
@@ -410,13 +410,13 @@ class CompressedLayer(DynamicLayer):
         tokens: int,
         *,
         at: int | None = None,
-        ragged: bool = False,
+        counts: Counts | None = None,
         **changes: Any,
     ) -> None:
         """Keep some of the first slots, all that was seen by `at` or by now having been chosen."""
         columns = self.slots.columns_of(kept, self.store)
         at = self.columns if at is None else at
-        self.store = self.store.keep(kept, tokens, ragged=ragged)
+        self.store = self.store.keep(kept, tokens, counts)
         self.slots = self.slots.chosen(columns, at, **changes)
 
     @torch.no_grad()
@@ -472,8 +472,8 @@ class CompressedLayer(DynamicLayer):
         """Keep the selected slots of a prompt that ended after so many columns."""
         tokens, kept = selection.prompt_tokens, selection.keep_indices
         self._offload(self.store, tokens)
-        ragged, padding_slots = selection.head_tokens is not None, selection.padding_slots
-        self._keep_slots(kept, tokens, at=at, ragged=ragged, padding_slots=padding_slots)
+        counts, padding_slots = selection.head_counts, selection.padding_slots
+        self._keep_slots(kept, tokens, at=at, counts=counts, padding_slots=padding_slots)
         ids, scores = self.state.token_ids, self.state.slot_scores
         if selection.scores is not None:
             scores = _of_slots(selection.scores, kept, self.keys.shape[1])
@@ -494,7 +494,8 @@ class CompressedLayer(DynamicLayer):
             padding_slots = None
         elif padding_slots is None:
             padding_slots = padding_left(slots, kept.shape[-1], self.slots.padding_slots)
-        self._keep_slots(kept, slots, ragged=ragged, padding_slots=padding_slots)
+        counts = tokens_of(kept) if ragged and self.store.ragged is None else None
+        self._keep_slots(kept, slots, counts=counts, padding_slots=padding_slots)
         self._move_sinks(eviction.sink_tokens)
 
     def absorb_tail(self) -> None:

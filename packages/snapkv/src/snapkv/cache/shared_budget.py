@@ -70,11 +70,12 @@ class SharedBudget:
         """Hold the best so many of each row."""
         best = best_of_layers([part.scores for part in self._parts], entries)
         self._held_entries = max(entries)
-        device = best[0].device
-        stay = torch.stack([stays.sum().to(device) for stays in best]).sum()  # waited for once
-        if self._once or int(stay) < self._tokens:
-            for part, stays in zip(self._parts, best, strict=True):
-                part.keep(stays)
+        counts = [stays.sum(dim=-1).flatten().to(best[0].device) for stays in best]
+        kept = torch.cat(counts).cpu()  # waited for once
+        if self._once or int(kept.sum()) < self._tokens:
+            of_parts = torch.split(kept, [len(each) for each in counts])
+            for part, stays, own in zip(self._parts, best, of_parts, strict=True):
+                part.keep(stays, own.view(stays.shape[:2]))
 
 
 @dataclass(kw_only=True)
@@ -108,9 +109,9 @@ class _Part:
             layer=layer, scores=scores, votes=held, all_votes=all_votes, lost=none, peak=none
         )
 
-    def keep(self, stays: Tensor) -> None:
-        """Hold only some slots, (B, H, K) bool."""
-        selection = Selection.of_mask(stays, per_head_budget=stays.shape[1] > 1)
+    def keep(self, stays: Tensor, counts: Tensor) -> None:
+        """Hold only some slots, (B, H, K) bool, so many of each head, (B, H), not on the device."""
+        selection = Selection.of_mask(stays, counts, per_head_budget=stays.shape[1] > 1)
         slots, none = selection.keep_indices.clamp(min=0), selection.keep_indices < 0
         self.layer.keep(selection, self.layer.columns)
         if self.votes is not None:

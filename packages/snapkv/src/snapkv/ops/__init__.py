@@ -3,6 +3,7 @@
 from snapkv.ops.codes.api import coded_attention
 from snapkv.ops.codes.coding import Codes, encode, encode_all
 from snapkv.ops.codes.layout import BlockLayout
+from snapkv.ops.numbers import on_device
 from snapkv.ops.ragged.api import ragged_attention
 from snapkv.ops.ragged.layout import RaggedLayout
 from snapkv.ops.redundancy import redundancy
@@ -54,6 +55,7 @@ __all__ = [
     "keep_best",
     "kept_indices",
     "largest_votes",
+    "on_device",
     "pool_votes",
     "ragged_attention",
     "reduce_group",

@@ -136,7 +136,7 @@ class AcrossLayers(AroundScores):
             return None
         if layer.num_kv_heads == 1 and not self.per_query_head:
             return prefix.select(self.policy.scored(prefix), means)
-        own = torch.tensor(prefix.lengths, device=layer.keys.device)[:, None]
+        own = ops.on_device(prefix.lengths, layer.keys.device)[:, None]
         voted = budget.voted(self.policy.rated(prefix)).clamp(min=budget.least).minimum(own)
         if budget.most is not None:
             voted = voted.clamp(max=budget.most - prefix.window_size)

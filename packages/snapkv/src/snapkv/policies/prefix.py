@@ -124,7 +124,7 @@ class Prefix:
         keep_indices, padding_slots = torch.cat([best, window], dim=-1), None
         if self.layer.pad_tokens is not None or min(kept) < max(kept):
             own = list(map(operator.add, kept, self._window_tokens))
-            padding_slots = keep_indices.shape[-1] - torch.tensor(own, device=best.device)
+            padding_slots = keep_indices.shape[-1] - ops.on_device(own, best.device)
         return Selection(
             keep_indices=keep_indices, prompt_tokens=tokens, padding_slots=padding_slots
         )
@@ -138,13 +138,15 @@ class Prefix:
         keep_indices = torch.cat([best, window], dim=-1)
         rows = zip(kept, self._window_tokens, strict=True)
         tokens = [[each + more for each in row] for row, more in rows]
-        own = torch.tensor(tokens, device=best.device)
+        own = torch.tensor(tokens)
         parts = own.shape[1] > 1  # one head, or one latent for all: only rows differ
         return Selection(
             keep_indices=keep_indices,
             prompt_tokens=self.layer.keys.shape[2],
             head_tokens=own if parts else None,
-            padding_slots=None if parts else keep_indices.shape[-1] - own[:, 0],
+            padding_slots=None
+            if parts
+            else keep_indices.shape[-1] - ops.on_device(own[:, 0].tolist(), best.device),
         )
 
     def _window(self, best: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ class BestAndRecent(EvictingPolicy):
         keep_indices = self.keep(step, self.rate(step), kept)
         if step.padding_slots is None:
             return Eviction(keep_indices=keep_indices)
-        own = torch.tensor(kept, device=keep_indices.device)
+        own = ops.on_device(kept, keep_indices.device)
         return Eviction(keep_indices=keep_indices, padding_slots=keep_indices.shape[-1] - own)
 
     def keep(self, states: LayerStates, scores: Tensor, kept: list[int]) -> Tensor:

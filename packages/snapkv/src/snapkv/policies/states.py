@@ -141,7 +141,8 @@ class Selection:
         padding_slots: (B,) int64, how many leading entries of a row are -1; None where no row has
             any.
         head_tokens: (B, H) int64 where heads keep different numbers of tokens: how many of the last
-            entries along K are indices. None where all heads of a row keep the same number.
+            entries along K are indices. None where all heads of a row keep the same number. Not on
+            the device, or it is waited for.
         scores: (B, H or 1, T) float32, what an `EvictingPolicy` has noted of every token of the
             prompt; it comes back with each `DecodeStep`, for every head. None where nothing needs
             to be remembered.
@@ -160,6 +161,11 @@ class Selection:
     head_notes: Tensor | None = None
     sink_tokens: int = 0
 
+    @property
+    def head_counts(self) -> tuple[tuple[int, ...], ...] | None:
+        """B rows of H numbers, those of `head_tokens`; None where there are none."""
+        return None if self.head_tokens is None else tuple(map(tuple, self.head_tokens.tolist()))
+
     @classmethod
     def of(cls, layer: PromptLayer, keep_indices: Tensor, **noted: Any) -> Self:
         """A selection whose rows drop their pads before their tokens."""
@@ -174,14 +180,21 @@ class Selection:
         return cls.of(layer, every.expand(layer.keys.shape[0], layer.num_kv_heads, -1))
 
     @classmethod
-    def of_mask(cls, kept: Tensor, *, per_head_budget: bool, **noted: Any) -> Self:
-        """What a mask keeps, (B, H, T) bool; the same number in all heads, or heads their own."""
-        counts, keep_indices = kept.sum(dim=-1), ops.kept_indices(kept)
+    def of_mask(
+        cls, kept: Tensor, counts: Tensor | None = None, *, per_head_budget: bool, **noted: Any
+    ) -> Self:
+        """What a mask keeps, (B, H, T) bool; the same number in all heads, or heads their own.
+
+        A GPU is waited for where `counts`, (B, H), of what each head keeps are not given.
+        """
+        counts = kept.sum(dim=-1).cpu() if counts is None else counts
+        keep_indices = ops.kept_indices(kept, int(counts.max()))
+        padding_slots = keep_indices.shape[-1] - kept[:, 0].sum(dim=-1)
         return cls(
             keep_indices=keep_indices,
             prompt_tokens=kept.shape[-1],
             head_tokens=counts if per_head_budget else None,
-            padding_slots=None if per_head_budget else keep_indices.shape[-1] - counts[:, 0],
+            padding_slots=None if per_head_budget else padding_slots,
             **noted,
         )
 

@@ -21,6 +21,9 @@ from snapkv import ops
 from snapkv.storage.buffers import Buffers
 from snapkv.storage.tail import Pair, Tail
 
+Counts = tuple[tuple[int, ...], ...]
+"""Tokens of each head, row by row: B lists of H numbers."""
+
 UNSAVED = {"saved": False}
 """Of a record's field: whether a file has it."""
 
@@ -172,14 +175,15 @@ class TokenStore(ABC):
         return self.tail.append(keys, values)
 
     @abstractmethod
-    def keep(self, indices: Tensor, tokens: int, *, ragged: bool = False) -> "TokenStore":
+    def keep(self, indices: Tensor, tokens: int, counts: Counts | None = None) -> "TokenStore":
         """Of the first tokens keep some, bit for bit, and all that come after them.
 
         Args:
             indices: (B, H or 1, K) int64, slots; -1 for any. More heads than are stored: each of
                 the groups keeps a set of its own.
             tokens: how many slots `indices` points into.
-            ragged: whether -1 is none, and heads hold different numbers of tokens from now on.
+            counts: how many of them each head keeps, where it is not as many in all: its last
+                ones, after a run of -1, for none.
         """
 
     @abstractmethod

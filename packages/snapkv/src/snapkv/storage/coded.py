@@ -15,12 +15,13 @@ from snapkv.ops import (
     ScoreOptions,
     coded_attention,
     encode_all,
+    on_device,
 )
-from snapkv.storage.base import UNSAVED, HeadStates
+from snapkv.storage.base import UNSAVED, Counts, HeadStates
 from snapkv.storage.bits import KVCodes
 from snapkv.storage.buffers import Buffers
 from snapkv.storage.dense import DenseStore
-from snapkv.storage.ragged import Counts, RaggedStates, RaggedStore
+from snapkv.storage.ragged import RaggedStates, RaggedStore
 from snapkv.storage.tail import Pair
 
 Made = TypeVar("Made")
@@ -64,7 +65,7 @@ class CodedStates(HeadStates):
             for start, stop in itertools.pairwise(stops)
         ]
         flat, device = (states.keys, states.values), states.keys.device
-        outer = torch.tensor(ends, dtype=torch.int64, device=device).flatten()
+        outer = on_device(ends, device).flatten()
         layout = BlockLayout((own,), how.group_size, device)
         inner = layout.rows([start + first_tokens for start in stops])
         whole = both(
@@ -347,7 +348,7 @@ class CodedStore(RaggedStore):
         """What all of it stands for with as many slots in every head, and each row's empty ones."""
         heads = self._decode()
         store = DenseStore(in_place=False).fill(*self.padded(), self.num_kv_heads)
-        counts = torch.tensor([row[0] for row in heads.head_tokens], device=self.keys.device)
+        counts = on_device([row[0] for row in heads.head_tokens], self.keys.device)
         return store, heads.longest_tokens - counts
 
     @property

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.storage.base import TokenStore
+from snapkv.storage.base import Counts, TokenStore
 from snapkv.storage.ragged import RaggedStates, RaggedStore
 from snapkv.storage.tail import Tail
 
@@ -35,9 +35,9 @@ class DenseStore(TokenStore):
         super().move_into(tail)
         self.kind = "static"
 
-    def keep(self, indices: Tensor, tokens: int, *, ragged: bool = False) -> TokenStore:
-        if ragged:
-            return RaggedStore.gather(self, indices, tokens, in_place=self.tail.in_place)
+    def keep(self, indices: Tensor, tokens: int, counts: Counts | None = None) -> TokenStore:
+        if counts is not None:
+            return RaggedStore.gather(self, indices, tokens, counts, in_place=self.tail.in_place)
         assert tokens == self.slots
         self.tail.hold(*ops.gather_pair(*self.tail.written, indices))
         return self

@@ -16,12 +16,9 @@ from torch import Tensor
 from snapkv import ops
 from snapkv.ops import RaggedLayout, ScoreOptions, ragged_attention
 from snapkv.ops.ragged.layout import BLOCK_TOKENS
-from snapkv.storage.base import UNSAVED, HeadStates, TokenStore
+from snapkv.storage.base import UNSAVED, Counts, HeadStates, TokenStore
 from snapkv.storage.buffers import Buffers
 from snapkv.storage.tail import Pair, Tail
-
-Counts = tuple[tuple[int, ...], ...]
-"""Tokens of each head, row by row: B lists of H numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,17 +40,20 @@ class RaggedStates(HeadStates):
     room: int | None = field(default=None, metadata=UNSAVED)
 
     @classmethod
-    def gather(cls, keys: Tensor, values: Tensor, index: Tensor) -> "RaggedStates":
-        """Copy the tokens of (B, H, K) slots out of (B, Hkv, T, D) states; first -1, for none."""
-        rows, is_token = ops.flat_rows(keys, index), index >= 0
-        return cls._of_rows(keys.flatten(0, 2), values.flatten(0, 2), rows, is_token)
+    def gather(
+        cls, keys: Tensor, values: Tensor, index: Tensor, counts: Counts | None = None
+    ) -> "RaggedStates":
+        """Copy the tokens of (B, H, K) slots out of (B, Hkv, T, D) states; first -1, for none.
+
+        `counts` are the tokens of each head; without them a GPU is waited for.
+        """
+        counts = counts or tokens_of(index)
+        rows = ops.flat_rows(keys, index)
+        return cls._of_rows(keys.flatten(0, 2), values.flatten(0, 2), rows, counts)
 
     @classmethod
-    def _of_rows(
-        cls, keys: Tensor, values: Tensor, rows: Tensor, is_token: Tensor
-    ) -> "RaggedStates":
+    def _of_rows(cls, keys: Tensor, values: Tensor, rows: Tensor, counts: Counts) -> "RaggedStates":
         """Copy of flat states those at (B, H, K) rows that are tokens, the last ones of a head."""
-        counts = tuple(map(tuple, is_token.sum(dim=-1).tolist()))
         heads = zip(rows.flatten(0, 1), itertools.chain(*counts), strict=True)
         where = torch.cat([head[len(head) - count :] for head, count in heads])
         return cls(
@@ -70,9 +70,14 @@ class RaggedStates(HeadStates):
             keys=keys.flatten(0, 2), values=values.flatten(0, 2), head_tokens=((N,) * H,) * B
         )
 
-    def keep(self, keep_indices: Tensor) -> "RaggedStates":
-        """Copy the tokens of (B, H, K) slots of the padded layout; -1, ahead of them, is none."""
-        kept = self._of_rows(self.keys, self.values, *self._rows(keep_indices))
+    def keep(self, keep_indices: Tensor, counts: Counts | None = None) -> "RaggedStates":
+        """Copy the tokens of (B, H, K) slots of the padded layout; -1, ahead of them, is none.
+
+        A slot that holds no token counts as -1 where `counts` are not given, as in `gather`.
+        """
+        rows, is_token = self._rows(keep_indices)
+        counts = counts or tokens_of(keep_indices.where(is_token, -1))
+        kept = self._of_rows(self.keys, self.values, rows, counts)
         return replace(kept, least_slots=keep_indices.shape[-1])
 
     def only(self, stays: Tensor) -> "RaggedStates":
@@ -82,7 +87,7 @@ class RaggedStates(HeadStates):
     def slots(self) -> Tensor:
         """(B, H, S) int64: the slots of the padded layout; -1, ahead of them, for no token."""
         slots = torch.arange(self.longest_tokens, device=self.keys.device)
-        counts = torch.tensor(self.head_tokens, device=self.keys.device)[..., None]
+        counts = ops.on_device(self.head_tokens, self.keys.device)[..., None]
         return slots.where(slots >= self.longest_tokens - counts, -1)
 
     def decoded(self) -> "RaggedStates":
@@ -155,7 +160,7 @@ class RaggedStates(HeadStates):
         longest, counts = self.longest_tokens, list(itertools.chain(*self.head_tokens))
         ends = itertools.accumulate(counts)
         heads = [[end - longest, longest - count] for end, count in zip(ends, counts, strict=True)]
-        both = torch.tensor(heads, device=self.keys.device).view(len(self.head_tokens), -1, 1, 2)
+        both = ops.on_device(heads, self.keys.device).view(len(self.head_tokens), -1, 1, 2)
         return slots + both[..., 0], slots >= both[..., 1]
 
     @functools.cached_property
@@ -195,6 +200,11 @@ class RaggedStates(HeadStates):
         )
 
 
+def tokens_of(index: Tensor) -> Counts:
+    """How many of (B, H, K) slots are tokens and not -1; a GPU is waited for."""
+    return tuple(map(tuple, (index >= 0).sum(dim=-1).tolist()))
+
+
 def _concatenated(pairs: Iterable[Pair], counts: Counts) -> RaggedStates:
     keys, values = map(torch.cat, zip(*pairs, strict=True))
     return RaggedStates(keys=keys, values=values, head_tokens=counts)
@@ -223,7 +233,13 @@ class RaggedStore(TokenStore):
 
     @classmethod
     def gather(
-        cls, store: TokenStore, indices: Tensor, tokens: int, *, in_place: bool = True
+        cls,
+        store: TokenStore,
+        indices: Tensor,
+        tokens: int,
+        counts: Counts | None = None,
+        *,
+        in_place: bool = True,
     ) -> "RaggedStore":
         """Keep some of the first tokens of a store; what comes after them is the tail.
 
@@ -231,6 +247,7 @@ class RaggedStore(TokenStore):
             store: one whose heads hold as many tokens each.
             indices: (B, H, K) int64, slots, ascending after a leading run of -1.
             tokens: how many slots `indices` points into.
+            counts: as in `RaggedStates.gather`.
             in_place: as in `DenseStore`.
         """
         whole_keys, whole_values = store.keys, store.values
@@ -239,7 +256,7 @@ class RaggedStore(TokenStore):
             states[..., tokens:, :].repeat_interleave(repeats, dim=1)  # a copy, no view
             for states in (whole_keys, whole_values)
         )
-        states = RaggedStates.gather(whole_keys, whole_values, indices)
+        states = RaggedStates.gather(whole_keys, whole_values, indices, counts)
         heads = store.num_kv_heads
         return cls(states=states, keys=keys, values=values, num_kv_heads=heads, in_place=in_place)
 
@@ -286,10 +303,10 @@ class RaggedStore(TokenStore):
         self.ragged = replace(heads.joined(tail), least_slots=slots)
         self._hold(lambda states: states[..., :0, :].clone())
 
-    def keep(self, indices: Tensor, tokens: int, *, ragged: bool = True) -> TokenStore:
+    def keep(self, indices: Tensor, tokens: int, counts: Counts | None = None) -> TokenStore:
         """Keep some of what the heads keep; the tail comes after those slots, or is absorbed."""
         assert tokens == self.unmasked_slots
-        self.ragged = self._decode().keep(indices)
+        self.ragged = self._decode().keep(indices, counts)
         return self
 
     def only(self, stays: Tensor) -> TokenStore:

@@ -14,7 +14,7 @@ widened by at most the spacing of float16 at its least number, over the number o
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -115,23 +115,23 @@ def encode(states: Tensor, bits: int, *, along: Along) -> Codes:
 
 
 def encode_all(parts: Sequence[tuple[Tensor, int, Along]]) -> list[Codes]:
-    """`encode` of several states, in as many bits, whose steps are computed together."""
+    """`encode` of several states, whose steps are computed together; a GPU is waited for once."""
     grouped = [_grouped(*part) for part in parts]
     lows, highs = zip(*[torch.aminmax(groups, dim=-1) for groups in grouped], strict=True)
     ends = torch.cat([each.flatten() for each in (*lows, *highs)])
-    (lowest, highest), bits, largest = ends.chunk(2), parts[0][1], _largest(ends)
+    (lowest, highest), largest = ends.chunk(2), _largest(ends)
     narrow = torch.float16 if largest <= torch.finfo(torch.float16).max else torch.float32
-    if len(parts) > 1 and (narrow is torch.float32 or any(part[1] != bits for part in parts)):
+    if len(parts) > 1 and narrow is torch.float32:
         return [encode_all([part])[0] for part in parts]
-    _require_range(largest, bits)
+    _require_range(largest, parts[0][1])
     least = _rounded(lowest, narrow, -1)
     shift = least.float()
-    step = ((highest - shift) / (2**bits - 1)).clamp(min=_SMALLEST_STEP)
+    step = ((highest - shift) / _steps(lows, parts)).clamp(min=_SMALLEST_STEP)
     scale = _rounded(step, narrow, 1)
     sizes = [low.numel() for low in lows]
     shared = [torch.split(each, sizes) for each in (least, scale, shift, scale.float())]
     made = []
-    for (states, _, along), groups, low, *own in zip(parts, grouped, lows, *shared, strict=True):
+    for (states, bits, along), groups, low, *own in zip(parts, grouped, lows, *shared, strict=True):
         D, (least, scale, shift, step) = states.shape[2], [each.view_as(low) for each in own]
         steps = groups.sub(shift[..., None]).div_(step[..., None]).round_()
         if largest > torch.finfo(states.dtype).max / 2:  # or all of them are in its range
@@ -150,6 +150,14 @@ def encode_all(parts: Sequence[tuple[Tensor, int, Along]]) -> list[Codes]:
             )
         )
     return made
+
+
+def _steps(lows: Sequence[Tensor], parts: Sequence[tuple[Tensor, int, Along]]) -> Any:
+    """How many steps a group has: a number, or one for each where parts differ in bits."""
+    steps = [2**bits - 1 for _, bits, _ in parts]
+    if len(set(steps)) == 1:
+        return steps[0]
+    return torch.cat([low.new_full((low.numel(),), n) for low, n in zip(lows, steps, strict=True)])
 
 
 def _grouped(states: Tensor, bits: int, along: Along) -> Tensor:

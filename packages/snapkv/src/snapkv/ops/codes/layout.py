@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from snapkv.ops.numbers import on_device
+
 HeadTokens = tuple[tuple[int, ...], ...]
 """Tokens of each head, row by row: B tuples of H numbers."""
 
@@ -73,7 +75,7 @@ class BlockLayout:
         """(M,) int64: the head of every block, counted over all rows."""
         with torch.inference_mode(False):  # for callers that want gradients, too
             heads = [head for head, *_ in self._blocks]
-            return torch.tensor(heads, dtype=torch.int64, device=self.device)
+            return on_device(heads, self.device)
 
     @functools.cached_property
     def hidden(self) -> tuple[Tensor, Tensor]:
@@ -96,8 +98,8 @@ class BlockLayout:
             begins = [0, *itertools.accumulate(self.head_blocks)]
             tokens = [count for *_, count in self._blocks]
             return (
-                torch.tensor(begins, device=self.device),
-                torch.tensor(tokens, dtype=torch.int64, device=self.device),
+                on_device(begins, self.device),
+                on_device(tokens, self.device),
             )
 
     @property
@@ -117,8 +119,7 @@ class BlockLayout:
         A slot of no token has the row of the last one before it.
         """
         bounds = [[begins[head] + start, count - 1] for head, start, count in self._blocks]
-        last = torch.tensor(bounds, dtype=torch.int64)
-        last = last.to(self.device).view(-1, 2, 1)
+        last = on_device(bounds, self.device).view(-1, 2, 1)
         within = torch.arange(self.block_tokens, device=self.device)
         return last[:, 0] + within.minimum(last[:, 1])
 
@@ -126,7 +127,7 @@ class BlockLayout:
         """The blocks of these rows, each as often as it is named."""
         H, begins = len(self.sections[0][0]), [0, *itertools.accumulate(self.head_blocks)]
         chosen = [block for row in rows for block in range(begins[row * H], begins[(row + 1) * H])]
-        return torch.tensor(chosen, dtype=torch.int64, device=self.device)
+        return on_device(chosen, self.device)
 
     def joined(self, section: HeadTokens) -> tuple["BlockLayout", Tensor]:
         """The same and a section after it, and the order of all blocks in which that is so.

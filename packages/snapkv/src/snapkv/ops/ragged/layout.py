@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from snapkv.ops.numbers import on_device
+
 BLOCK_TOKENS = 64
 """Tokens of a piece: few, so that little is copied for heads that begin in the middle of one."""
 
@@ -62,7 +64,7 @@ class RaggedLayout:
     def starts(self) -> Tensor:
         """(B * H + 1,) int64: where each head begins, and where the last one ends."""
         with torch.inference_mode(False):  # for callers that want gradients, too
-            counts = torch.tensor(self.head_tokens, device=self.device).flatten()
+            counts = on_device(self.head_tokens, self.device).flatten()
             return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
 
     @functools.cached_property
@@ -70,7 +72,7 @@ class RaggedLayout:
         """The flat states in pieces of equal size."""
         blocks, edges = self._cut()
         with torch.inference_mode(False):
-            both = torch.tensor([*blocks, *edges], dtype=torch.int64, device=self.device)
+            both = on_device([*blocks, *edges], self.device)
             starts, stops, heads = both.view(-1, 3).unbind(dim=1)
             rows = starts[:, None] + torch.arange(BLOCK_TOKENS, device=self.device)
             return Pieces(

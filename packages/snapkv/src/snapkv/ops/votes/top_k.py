@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from snapkv.ops.numbers import on_device
+
 
 def keep_best(
     scores: Tensor,
@@ -47,7 +49,7 @@ def keep_best(
     least, most = min(map(min, rows)), max(map(max, rows))
     order = torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :most]
     if least < most:
-        wanted = torch.tensor(rows, device=scores.device)[..., None]
+        wanted = on_device(rows, scores.device)[..., None]
         order = order.masked_fill(torch.arange(most, device=scores.device) >= wanted, -1)
     return order.sort(dim=-1).values
 
@@ -69,12 +71,19 @@ def best_of(scores: Tensor, counts: Sequence[int]) -> Tensor:
 
     B counts say how many of a row's heads, at least one; where one has fewer slots, all.
     """
-    lowest = [max(1, scores.shape[-1] - count + 1) for count in counts]
+    slots = scores.shape[-1]
     least = torch.stack(
-        [row.kthvalue(k, keepdim=True).values for row, k in zip(scores, lowest, strict=True)]
+        [_least_of_best(row, min(count, slots)) for row, count in zip(scores, counts, strict=True)]
     )
-    wanted = torch.as_tensor(counts, device=scores.device).view(-1, 1, 1)
+    wanted = on_device(counts, scores.device).view(-1, 1, 1)
     return _first_of_equals(scores, least, wanted)
+
+
+def _least_of_best(scores: Tensor, count: int) -> Tensor:
+    """(H, 1): the lowest of so many of each head's highest scores."""
+    if scores.is_cuda:  # where the k-th of a long row is found by one block of threads
+        return scores.topk(count, sorted=False).values.amin(dim=-1, keepdim=True)
+    return scores.kthvalue(scores.shape[-1] - count + 1, keepdim=True).values
 
 
 def _first_of_equals(scores: Tensor, least: Tensor, counts: Tensor | int) -> Tensor:
@@ -84,13 +93,14 @@ def _first_of_equals(scores: Tensor, least: Tensor, counts: Tensor | int) -> Ten
     return above | (tied & (tied.cumsum(dim=-1) <= room))
 
 
-def kept_indices(kept: Tensor) -> Tensor:
+def kept_indices(kept: Tensor, most: int | None = None) -> Tensor:
     """Which slots a mask keeps, (B, H, S): ascending indices, (B, H, K), after a run of -1.
 
-    K is the most that any head keeps.
+    K is the most that any head keeps; a GPU is waited for where that is not given.
     """
     counts = kept.sum(dim=-1, keepdim=True)
-    most = int(counts.max()) if counts.numel() else 0
+    if most is None:
+        most = int(counts.max()) if counts.numel() else 0
     order = torch.sort(kept.view(torch.uint8), dim=-1, stable=True).indices
     is_none = torch.arange(most, device=kept.device) < most - counts
     return order[..., kept.shape[-1] - most :].masked_fill(is_none, -1)
