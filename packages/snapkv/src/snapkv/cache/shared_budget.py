@@ -29,7 +29,7 @@ class SharedBudget:
         self._even = [policy.even_counts(first, depth) for depth in range(first.num_layers)]
         self._parts: list[_Part] = []
         self._tokens = 0  # of all rows and heads
-        self._held_entries = 0  # of a row, at most
+        self._whole = 0  # from which layer on nothing has gone
 
     @torch.no_grad()
     def take(self, layer: CompressedLayer, prompt: PromptLayer) -> None:
@@ -41,13 +41,16 @@ class SharedBudget:
         entries = self._entries(prompt.num_layers)
         layer.note_end(prompt, layer.columns)
         self._tokens += scores.shape[1] * sum(prompt.row_lengths)
-        self._held_entries += scores.shape[1] * scores.shape[2]
         is_last = prompt.depth == prompt.num_layers - 1
-        if is_last or self._held_entries > 2 * max(entries):
-            self._prune(entries)
+        if is_last or self._held_entries() > 2 * max(entries):
+            self._prune(entries, since=0 if is_last else self._whole)
         if is_last:
             for part in self._parts:
                 part.end(prompt.keys.shape[2])
+
+    def _held_entries(self) -> int:
+        """Of a row, at most."""
+        return sum(part.entries for part in self._parts)
 
     def _entries(self, num_layers: int) -> list[int]:
         """B numbers: N, what a row keeps in all layers.
@@ -66,16 +69,30 @@ class SharedBudget:
         rows = zip(*self._even[:seen], *to_come, strict=True)
         return [sum(map(operator.mul, heads, counts)) for counts in rows]
 
-    def _prune(self, entries: list[int]) -> None:
-        """Hold the best so many of each row."""
+    def _prune(self, entries: list[int], since: int) -> None:
+        """Hold the best so many of each row, in the layers from one on.
+
+        In those before it, of which some entries have gone already, too where all would be more
+        than twice as many.
+        """
         best = best_of_layers([part.scores for part in self._parts], entries)
-        self._held_entries = max(entries)
         counts = [stays.sum(dim=-1).flatten().to(best[0].device) for stays in best]
         kept = torch.cat(counts).cpu()  # waited for once
-        if self._once or int(kept.sum()) < self._tokens:
-            of_parts = torch.split(kept, [len(each) for each in counts])
-            for part, stays, own in zip(self._parts, best, of_parts, strict=True):
-                part.keep(stays, own.view(stays.shape[:2]))
+        if not self._once and int(kept.sum()) == self._tokens:
+            return
+        split = torch.split(kept, [len(each) for each in counts])
+        of_parts = [own.view(stays.shape[:2]) for own, stays in zip(split, best, strict=True)]
+        held = sum(part.entries for part in self._parts[:since])
+        if held + sum(_most_entries(own) for own in of_parts[since:]) > 2 * max(entries):
+            since = 0
+        for part, stays, own in list(zip(self._parts, best, of_parts, strict=True))[since:]:
+            part.keep(stays, own)
+        self._whole = len(self._parts)
+
+
+def _most_entries(counts: Tensor) -> int:
+    """Of a row, of (B, H)."""
+    return int(counts.sum(dim=1).max())
 
 
 @dataclass(kw_only=True)
@@ -87,6 +104,7 @@ class _Part:
         votes: (2, B, H, K) float32, see `snapkv.policies.states.VotesAtStake`; None without votes.
         all_votes: (B, H) float32, the sum of the prompt's.
         lost, peak: (B, H) float32, the sum of those that were dropped, and the highest lifted one.
+        entries: slots of a row that hold a token, at most.
     """
 
     layer: CompressedLayer
@@ -95,6 +113,7 @@ class _Part:
     all_votes: Tensor
     lost: Tensor
     peak: Tensor
+    entries: int
 
     @classmethod
     def of(
@@ -106,12 +125,19 @@ class _Part:
             held = F.pad(torch.stack(votes), (0, scores.shape[2] - votes[0].shape[2]))
         all_votes = none if held is None else held[0].sum(dim=-1)
         return cls(
-            layer=layer, scores=scores, votes=held, all_votes=all_votes, lost=none, peak=none
+            layer=layer,
+            scores=scores,
+            votes=held,
+            all_votes=all_votes,
+            lost=none,
+            peak=none,
+            entries=scores.shape[1] * scores.shape[2],
         )
 
     def keep(self, stays: Tensor, counts: Tensor) -> None:
         """Hold only some slots, (B, H, K) bool, so many of each head, (B, H), not on the device."""
         selection = Selection.of_mask(stays, counts, per_head_budget=stays.shape[1] > 1)
+        self.entries = _most_entries(counts)
         slots, none = selection.keep_indices.clamp(min=0), selection.keep_indices < 0
         self.layer.keep(selection, self.layer.columns)
         if self.votes is not None:
