@@ -141,6 +141,7 @@ KERNELS = {
     "_sum_exponentials",
     "_add_up",
     "_fade",
+    "_total",
     "_carry",
     "_sum_faded",
     "_largest",

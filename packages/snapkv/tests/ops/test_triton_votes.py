@@ -79,7 +79,7 @@ def test_the_kernels_on_a_device_err_no_more_than_the_reference(impl, dtype):
     few = {"kinds": ("", "all"), "reduces": ("none", "mean")}  # a second of compiling for each
     require_votes(impl, dtype, "cuda", shapes=("gqa-63", "several splits", "window 1"), **few)
     require_fading(impl, "cuda", lengths=(0, 1, 1025, 2100), decays=(1e-300, 0.9, 1 - 1e-9))
-    require_largest(impl, dtype, "cuda", cases=FADED_CASES)
+    require_largest(impl, dtype, "cuda", cases=FADED_CASES[1:3])
 
 
 @pytest.mark.parametrize("impl", ["reference", "blocked", pytest.param("triton", marks=on_cuda)])

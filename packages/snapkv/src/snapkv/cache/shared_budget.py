@@ -29,6 +29,7 @@ class SharedBudget:
         self._even = [policy.even_counts(first, depth) for depth in range(first.num_layers)]
         self._parts: list[_Part] = []
         self._tokens = 0  # of all rows and heads
+        self._held_entries = 0  # of a row, at most
         self._whole = 0  # from which layer on nothing has gone
 
     @torch.no_grad()
@@ -41,16 +42,13 @@ class SharedBudget:
         entries = self._entries(prompt.num_layers)
         layer.note_end(prompt, layer.columns)
         self._tokens += scores.shape[1] * sum(prompt.row_lengths)
+        self._held_entries += self._parts[-1].entries
         is_last = prompt.depth == prompt.num_layers - 1
-        if is_last or self._held_entries() > 2 * max(entries):
+        if is_last or self._held_entries > 2 * max(entries):
             self._prune(entries, since=0 if is_last else self._whole)
         if is_last:
             for part in self._parts:
                 part.end(prompt.keys.shape[2])
-
-    def _held_entries(self) -> int:
-        """Of a row, at most."""
-        return sum(part.entries for part in self._parts)
 
     def _entries(self, num_layers: int) -> list[int]:
         """B numbers: N, what a row keeps in all layers.
@@ -82,17 +80,14 @@ class SharedBudget:
             return
         split = torch.split(kept, [len(each) for each in counts])
         of_parts = [own.view(stays.shape[:2]) for own, stays in zip(split, best, strict=True)]
-        held = sum(part.entries for part in self._parts[:since])
-        if held + sum(_most_entries(own) for own in of_parts[since:]) > 2 * max(entries):
+        left = [int(own.sum(dim=1).max()) for own in of_parts]
+        held = [part.entries for part in self._parts]
+        if sum(held[:since]) + sum(left[since:]) > 2 * max(entries):
             since = 0
-        for part, stays, own in list(zip(self._parts, best, of_parts, strict=True))[since:]:
-            part.keep(stays, own)
+        self._held_entries = sum(held[:since]) + sum(left[since:])
+        for place in range(since, len(self._parts)):
+            self._parts[place].keep(best[place], of_parts[place], left[place])
         self._whole = len(self._parts)
-
-
-def _most_entries(counts: Tensor) -> int:
-    """Of a row, of (B, H)."""
-    return int(counts.sum(dim=1).max())
 
 
 @dataclass(kw_only=True)
@@ -134,10 +129,10 @@ class _Part:
             entries=scores.shape[1] * scores.shape[2],
         )
 
-    def keep(self, stays: Tensor, counts: Tensor) -> None:
+    def keep(self, stays: Tensor, counts: Tensor, entries: int) -> None:
         """Hold only some slots, (B, H, K) bool, so many of each head, (B, H), not on the device."""
         selection = Selection.of_mask(stays, counts, per_head_budget=stays.shape[1] > 1)
-        self.entries = _most_entries(counts)
+        self.entries = entries
         slots, none = selection.keep_indices.clamp(min=0), selection.keep_indices < 0
         self.layer.keep(selection, self.layer.columns)
         if self.votes is not None:

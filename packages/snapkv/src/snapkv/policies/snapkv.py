@@ -190,11 +190,13 @@ class SnapKV(PrefixPolicy):
         Sinks, which get most, are not in the mean; nor are positions from the first voter on, which
         look at themselves and their neighbours.
         """
-        counted = votes.new_ones(1, 1, votes.shape[-1])
-        counted[..., layer.keys.shape[2] - layer.queries.shape[2] :] = 0.0
-        sinks = self.prefix(layer).sink_tokens
-        counted = ops.fill_first(counted, sinks, 0.0, layer.pad_tokens)
-        means = (votes * counted).sum(-1, True) / counted.sum(-1, True).clamp(min=1)
+        counted = votes[..., : layer.keys.shape[2] - layer.queries.shape[2]]
+        sinks, slots = self.prefix(layer).sink_tokens, counted.shape[-1]
+        if layer.pad_tokens is None:
+            means = counted[..., sinks:].sum(-1, True) / max(1, slots - sinks)
+        else:
+            tokens = (slots - sinks - layer.pad_tokens).clamp(min=1)[:, None, None]
+            means = ops.fill_first(counted, sinks, 0.0, layer.pad_tokens).sum(-1, True) / tokens
         return votes.maximum(means.lerp(votes, _ORDER_BELOW_THE_MEAN))
 
     @torch.no_grad()

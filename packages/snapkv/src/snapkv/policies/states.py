@@ -189,14 +189,11 @@ class Selection:
         """
         counts = kept.sum(dim=-1).cpu() if counts is None else counts
         keep_indices = ops.kept_indices(kept, int(counts.max()))
-        padding_slots = keep_indices.shape[-1] - kept[:, 0].sum(dim=-1)
-        return cls(
-            keep_indices=keep_indices,
-            prompt_tokens=kept.shape[-1],
-            head_tokens=counts if per_head_budget else None,
-            padding_slots=None if per_head_budget else padding_slots,
-            **noted,
-        )
+        if per_head_budget:
+            noted["head_tokens"] = counts
+        else:
+            noted["padding_slots"] = keep_indices.shape[-1] - kept[:, 0].sum(dim=-1)
+        return cls(keep_indices=keep_indices, prompt_tokens=kept.shape[-1], **noted)
 
 
 VotesAtStake = tuple[Tensor, Tensor]

@@ -252,10 +252,10 @@ class RaggedStore(TokenStore):
         """
         whole_keys, whole_values = store.keys, store.values
         repeats = indices.shape[1] // whole_keys.shape[1]
-        keys, values = (
+        keys, values = [
             states[..., tokens:, :].repeat_interleave(repeats, dim=1)  # a copy, no view
             for states in (whole_keys, whole_values)
-        )
+        ]
         states = RaggedStates.gather(whole_keys, whole_values, indices, counts)
         heads = store.num_kv_heads
         return cls(states=states, keys=keys, values=values, num_kv_heads=heads, in_place=in_place)

@@ -25,6 +25,7 @@ _PROGRAMS = 512  # programs to aim at: a few for each multiprocessor of a large 
 _BLOCK_BYTES = 65536  # keys that a program of the second pass holds
 FLOAT32_TILES = 16, 16  # multiplied without tensor cores, out of registers
 _FADED = 1024  # votes of one step of a program
+_TOTALS = 32  # rows of queries whose splits a program puts together
 _LEAST_FACTOR = tl.constexpr(
     1e-37
 )  # factors do not become zero, which times minus infinity is no number
@@ -126,11 +127,10 @@ def _put_together(marks: Tensor) -> Tensor:
 
     Infinite for the row of a pad, which sees nothing and so gives nothing.
     """
-    highest, sums = marks.unbind(dim=-1)
-    most = highest.amax(dim=1, keepdim=True)
-    most = most.masked_fill(most.isneginf(), 0.0)
-    total = (sums * (highest - most).exp2()).sum(dim=1)
-    return (most.squeeze(1) + total.log2()).masked_fill(total == 0, float("inf"))
+    heads, splits, rows, _ = marks.shape
+    totals = marks.new_empty(heads, rows)
+    _total[(heads, triton.cdiv(rows, _TOTALS))](marks, totals, splits, rows, ROWS=_TOTALS)
+    return totals
 
 
 def _votes(given: Given, totals: Tensor, group_reduce: str) -> Tensor:
@@ -252,6 +252,24 @@ def _sum_exponentials(
     slot = (head * tl.num_programs(1) + part) * rows + row
     tl.store(marks_at + slot * 2, most, mask=row < rows)
     tl.store(marks_at + slot * 2 + 1, total, mask=row < rows)
+
+
+@triton.jit(do_not_specialize=["splits", "rows"])
+def _total(marks_at, totals_at, splits, rows, ROWS: tl.constexpr):
+    """The splits of some rows of one KV head, put together."""
+    head, row = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    most = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    for split in range(0, splits):
+        slot = ((head * splits + split) * rows + row) * 2
+        highest = tl.load(marks_at + slot, mask=row < rows, other=float("-inf"))
+        of_split = tl.load(marks_at + slot + 1, mask=row < rows, other=0.0)
+        higher = tl.maximum(most, highest)
+        shift = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp2(most - shift) + of_split * tl.exp2(highest - shift)
+        most = higher
+    sum_of_all = tl.where(total == 0, float("inf"), most + tl.log2(total))
+    tl.store(totals_at + head * rows + row, sum_of_all, mask=row < rows)
 
 
 @triton.jit(do_not_specialize=["Hkv", "T", "W", "heads", "rows"])

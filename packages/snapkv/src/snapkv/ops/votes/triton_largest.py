@@ -49,7 +49,7 @@ def largest_votes(
             starts, scales = fades.starts_and_scales()
             _largest[(starts.shape[1], B * Hkv)](
                 *given.states, totals, starts, scales, largest, summed, *given.numbers,
-                Hq // Hkv, *fades.numbers, EACH=each, **fades.tiles(W), **fades.common,
+                Hq // Hkv, *fades.numbers, EACH=each, TILE=fades.tile(W), **fades.common,
             )  # fmt: skip
     reduced = group_reduce if each else "none"
     return reduce_group(largest, Hkv, reduced), reduce_group(summed, Hkv, reduced)
@@ -65,13 +65,17 @@ class _Fades:
         self._most_rows, keys = FLOAT32_TILES if is_float32 else (32 if wide else 64, 128)
         self._fading = max(math.log2(decay), -_NOTHING)
         self.numbers = prefix_tokens, sink_tokens, self._fading
-        self.common: dict[str, Any] = {"KEYS": keys, "num_stages": 1, **given.common}
+        self.common: dict[str, Any] = {
+            "KEYS": keys,
+            "num_stages": 1,
+            "num_warps": 8,
+            **given.common,
+        }
         self._given, self._totals, self._prefix = given, totals, prefix_tokens
 
-    def tiles(self, rows: int) -> dict[str, int]:
-        """Rows at a time, where that many lie together, and warps for them."""
-        tile = min(self._most_rows, max(16, triton.next_power_of_2(rows)))
-        return {"TILE": tile, "num_warps": 8 if tile == 64 else 4}
+    def tile(self, rows: int) -> int:
+        """Rows at a time, where that many lie together."""
+        return min(self._most_rows, max(16, int(triton.next_power_of_2(rows))))
 
     def starts_and_scales(self) -> tuple[Tensor, Tensor]:
         """What each block of keys is begun with, and what each row is multiplied by.
@@ -79,7 +83,7 @@ class _Fades:
         (B * Hkv, blocks, G * W), logarithms, and (B * Hkv, G * W), float32.
         """
         heads, rows = self._totals.shape
-        options: dict[str, Any] = self.tiles(rows) | self.common
+        options: dict[str, Any] = {"TILE": self.tile(rows), **self.common}
         tiles = heads * triton.cdiv(rows, options["TILE"])
         split = split_tokens(self._prefix, tiles)
         carried = self._totals.new_empty(heads, triton.cdiv(self._prefix, split), rows)
