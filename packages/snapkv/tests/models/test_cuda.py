@@ -12,6 +12,7 @@ from snapkv import AdaKV, CompressedCache, FullCache, SnapKV
 from snapkv.ops.ragged import api as ragged
 from snapkv.policies.default import default_policy
 from tests.families import IMPLEMENTATIONS, random_ids, tiny_model
+from tests.ops.coded_cases import require_encoding
 
 pytestmark = [
     pytest.mark.gpu,
@@ -88,6 +89,10 @@ def test_uneven_heads_decode_alike_with_the_kernel_and_without(dtype, at_once, m
             logits.append(model(tokens, past_key_values=states).logits.float())
     near = 1e-4 if dtype == torch.float32 else 5e-2
     torch.testing.assert_close(*logits, atol=near, rtol=near)
+
+
+def test_a_kernel_encodes_what_torch_does():
+    require_encoding("cuda")
 
 
 def test_the_prompt_is_freed_while_it_is_read():

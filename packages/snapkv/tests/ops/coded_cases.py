@@ -71,6 +71,26 @@ def require_reference(impl, *, cases=tuple(CASES), query_counts=(1, 3, 40)):
                     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
+def require_encoding(device="cpu", dtypes=(torch.float16, torch.bfloat16, torch.float32)):
+    """The kernel's scales and least numbers are torch's, its codes but for those half way."""
+    from snapkv.ops.codes import triton_coding
+
+    for dtype, bits, along in itertools.product(dtypes, (4, 8), ("tokens", "channels")):
+        generator = torch.Generator().manual_seed(bits)
+        for G, D in ((32, 64), (64, 32), (16, 48)):
+            states = torch.randn(5, G, D, generator=generator).mul_(4)
+            states[1], states[2, :, 0] = 3.0, states[2, :, 0] * 1000
+            given = states.to(dtype), bits
+            expected = encode(*given, along=along)
+            got = triton_coding.encode(given[0].to(device), bits, along)
+            for part in ("scale", "least"):
+                assert torch.equal(getattr(got, part).cpu(), getattr(expected, part)), part
+            apart = (got.integers().cpu() - expected.integers()).abs()
+            assert apart.max() <= 1
+            assert apart.mean() < 0.005
+
+
 if __name__ == "__main__":
     require_reference(sys.argv[1], cases=("one past a block",), query_counts=(3,))
     require_reference(sys.argv[1], cases=("as many blocks", "tiny"), query_counts=(1,))
+    require_encoding()

@@ -102,7 +102,7 @@ def run_ragged(queries, kv_heads, options):
 
 def run_coded(queries, kv_heads, options):
     from snapkv.ops import BlockLayout, encode
-    from snapkv.ops.codes import triton
+    from snapkv.ops.codes import triton, triton_coding
 
     B, D = queries.shape[0], queries.shape[-1]
     if queries.dtype == torch.float32 and D > 64:
@@ -110,6 +110,8 @@ def run_coded(queries, kv_heads, options):
     layout = BlockLayout((((96,) * kv_heads,) * B,), 32, queries.device)
     blocks = torch.zeros(len(layout.heads), 32, D, dtype=queries.dtype)
     keys, values = encode(blocks, 4, along="tokens"), encode(blocks, 4, along="channels")
+    for bits, along in itertools.product((4, 8), ("tokens", "channels")):
+        triton_coding.encode(blocks[..., : D // 32 * 32], bits, along)
     tail = queries.new_empty(B, kv_heads, 64, D)
     triton.coded_attention(queries, keys, values, layout, tail, tail, options)
 
@@ -146,6 +148,7 @@ KERNELS = {
     "_sum_faded",
     "_largest",
     "_attend_codes",
+    "_encode",
     "_attend_split",
     "_put_together",
 }

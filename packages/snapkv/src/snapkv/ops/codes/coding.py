@@ -11,6 +11,7 @@ widened by at most the spacing of float16 at its least number, over the number o
 1000th of that or 2**-24 more.
 """
 
+import importlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from snapkv.errors import InvalidArgumentError
+from snapkv.ops.choice import triton_obstacle
 
 Along = Literal["tokens", "channels"]
 
@@ -116,6 +118,11 @@ def encode(states: Tensor, bits: int, *, along: Along) -> Codes:
 
 def encode_all(parts: Sequence[tuple[Tensor, int, Along]]) -> list[Codes]:
     """`encode` of several states, whose steps are computed together; a GPU is waited for once."""
+    if all(_has_kernel(*part) for part in parts):
+        largest = max(torch.stack([_norm(states) for states, *_ in parts]).tolist(), default=0.0)
+        if largest <= torch.finfo(torch.float16).max:
+            kernels = importlib.import_module("snapkv.ops.codes.triton_coding")
+            return [kernels.encode(*part) for part in parts]
     grouped = [_grouped(*part) for part in parts]
     lows, highs = zip(*[torch.aminmax(groups, dim=-1) for groups in grouped], strict=True)
     ends = torch.cat([each.flatten() for each in (*lows, *highs)])
@@ -181,9 +188,24 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _has_kernel(states: Tensor, bits: int, along: Along) -> bool:
+    """Whether a kernel encodes these states where they are, and makes of them whole bytes."""
+    (_, G, D), device = states.shape, states.device.type
+    whole = D % 2 == 0 if along == "tokens" else D % min(G, D) == G % 2 == 0
+    return device == "cuda" and whole and (G & (G - 1)) == 0 and triton_obstacle(states) is None
+
+
+def _norm(numbers: Tensor) -> Tensor:
+    """The largest absolute number, float32."""
+    if not numbers.numel():
+        return numbers.new_zeros((), dtype=torch.float32)
+    largest: Tensor = torch.linalg.vector_norm(numbers, math.inf, dtype=torch.float32)
+    return largest
+
+
 def _largest(numbers: Tensor) -> float:
     """The largest absolute number; a GPU is waited for."""
-    return float(torch.linalg.vector_norm(numbers, math.inf)) if len(numbers) else 0.0
+    return float(_norm(numbers))
 
 
 def _require_range(largest: float, bits: int) -> None:
