@@ -3,7 +3,6 @@
 import shutil
 
 import pytest
-
 from snapkv.inspector.page import filled_page
 
 _FLAGS = (

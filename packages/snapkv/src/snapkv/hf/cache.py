@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 from snapkv.cache.layer import CompressedLayer, Turns
 from snapkv.cache.prompt_state import PaddingTracker, PromptState
 from snapkv.cache.report import CacheReport
+from snapkv.cache.shown import page_of
 from snapkv.cache.slots import require_removable
 from snapkv.cache.spans import (
     RowSpans,
@@ -34,7 +35,6 @@ from snapkv.hf.forward_context import ForwardContext, phase_of
 from snapkv.hf.install import use
 from snapkv.hf.known_gates import with_known
 from snapkv.hf.model_parts import States, shares_latent, states_of
-from snapkv.hf.shown import page_of
 from snapkv.hf.support import Setup
 from snapkv.page import Page
 from snapkv.policies import Policy, default_policy
@@ -483,7 +483,7 @@ class CompressedCache(Cache):
             InvalidArgumentError: several rows, or ids that are missing.
             InvalidTypeError: something else than a tokenizer or ids.
         """
-        return page_of(self, tokenizer, input_ids)
+        return page_of(self.prompt_state, self.report(), tokenizer, input_ids)
 
     def save(
         self,

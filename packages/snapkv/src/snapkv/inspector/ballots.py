@@ -43,11 +43,14 @@ def ballots(loaded: LoadedModel, ids: Tensor, policies: Sequence[Policy]) -> lis
     if most:
         observed(loaded, ids, most, look)
     return [
-        None
-        if scorer is None or votes is None
-        else Ballot(votes=votes, sink_tokens=scorer.sink_tokens, window_tokens=scorer.window_size)
+        _ballot(scorer, votes) if scorer is not None and votes is not None else None
         for scorer, votes in zip(voting, counted, strict=True)
     ]
+
+
+def _ballot(scorer: SnapKV, votes: Tensor) -> Ballot:
+    sinks = scorer.sink_tokens or 0
+    return Ballot(votes=votes, sink_tokens=sinks, window_tokens=scorer.window_size)
 
 
 def layer_votes(scorer: SnapKV, layer: PromptLayer) -> Tensor:

@@ -18,11 +18,11 @@ from snapkv.app.prompt_reader import PromptReader
 from snapkv.app.prompts import Prompt
 from snapkv.app.protection import Protection
 from snapkv.app.settings import GenerationSettings
-from snapkv.hf.shown import kept_counts, token_texts
+from snapkv.cache.shown import kept_counts, kept_of, token_texts
 from snapkv.inspector.ballots import ballots
 from snapkv.page import Page, Shown, Stop
 from snapkv.page.packing import Ballot
-from snapkv.page.words import answer_sentence, kept_sentence, word_changes
+from snapkv.page.words import answer_sentence, word_changes
 from snapkv.policies import FullCache, Policy
 
 CHOSEN = "chosen"
@@ -38,12 +38,14 @@ class BudgetRecord:
     Attributes:
         label: its budget.
         answer: from that cache.
+        said: what it keeps at the prompt's end, in words.
         counts: (T,) int64, how many heads of all layers kept each token of the prompt.
         heads: number of heads in all layers.
     """
 
     label: str
     answer: Answer
+    said: str
     counts: Tensor
     heads: int
 
@@ -112,16 +114,12 @@ class Inspection:
         )
 
     def _stop(self, record: BudgetRecord) -> Stop:
-        given, cache = record.answer, record.answer.cache
+        given = record.answer
         same = Comparison.of(given, self.full).same
         cut_after = given.new_tokens if given.finish_reason == "length" else None
-        tokens, held, whole = given.prompt_tokens, cache.held_bytes, cache.full_bytes
         return Stop(
             label=record.label,
-            sentences=(
-                kept_sentence(given.kept_tokens, tokens, held, whole),
-                answer_sentence(same, cut_after),
-            ),
+            sentences=(record.said, answer_sentence(same, cut_after)),
             counts=record.counts,
             heads=record.heads,
             answer={
@@ -171,8 +169,10 @@ def inspect_prompt(
         begin_next()
         ends: list[PromptEnd] = []
         given = reader.answer(policy, Exact(), Protection(), ends)
-        counts, heads = kept_counts(ends.pop().cache, given.prompt_tokens)
-        return BudgetRecord(label=label, answer=given, counts=counts, heads=heads)
+        cache = ends.pop().cache
+        counts, heads = kept_counts(cache.prompt_state.layers, given.prompt_tokens)
+        said = kept_of(cache.report(), counts, heads)
+        return BudgetRecord(label=label, answer=given, said=said, counts=counts, heads=heads)
 
     begin_next()
     ids = prompt_ids(loaded, prompt, settings)[:, : prompt.context_tokens(loaded.tokenizer)]

@@ -48,13 +48,13 @@ class Ballot:
 
     @property
     def strongest(self) -> int:
-        """The token that a single voter votes for most, but for sinks and what is near the voters.
+        """The token that a single voter votes for most, not near an end of the text.
 
-        What stands next to a question gets votes whatever it says.
+        Attention sinks, and what stands next to a question, get votes whatever they say.
         """
         voters, tokens = self.votes.shape
-        far = self.votes[:, self.sink_tokens : max(self.sink_tokens, tokens - 2 * voters)]
-        return self.sink_tokens + int(far.amax(dim=0).argmax()) if far.numel() else 0
+        far = self.votes[:, voters : max(voters, tokens - 2 * voters)]
+        return voters + int(far.amax(dim=0).argmax()) if far.numel() else 0
 
     def data(self) -> dict[str, Any]:
         """In the page's format: of every place the top voters, and their parts of its votes."""
@@ -77,4 +77,5 @@ class Ballot:
 
 def _bins(numbers: Tensor, size: int) -> Tensor:
     """(N, T) as (N, bins, size), zeros behind the end."""
-    return torch.nn.functional.pad(numbers, (0, -numbers.shape[1] % size)).unflatten(1, (-1, size))
+    rows, tokens = numbers.shape
+    return torch.nn.functional.pad(numbers, (0, -tokens % size)).view(rows, -1, size)

@@ -16,17 +16,19 @@ MOST_WORDS = 500
 the cube of the length."""
 
 
-def kept_sentence(kept: float, tokens: int, held_bytes: int, full_bytes: int) -> str:
-    """How much of a prompt was kept, in tokens and bytes.
+def kept_sentence(kept: float, tokens: int, later: float, held_bytes: int, full_bytes: int) -> str:
+    """How much of a prompt a cache keeps, in tokens and bytes.
 
     Args:
-        kept: tokens per head and layer, the mean.
+        kept: prompt tokens per head and layer, the mean.
         tokens: of the prompt.
+        later: tokens behind the prompt that it holds, too.
         held_bytes: of the cache.
         full_bytes: of the full cache after the same tokens.
     """
+    behind = f", and {later:,.0f} later ones" if later else ""
     return (
-        f"The cache keeps {kept:,.0f} of {tokens:,} prompt tokens per head on average: "
+        f"The cache keeps {kept:,.0f} of {tokens:,} prompt tokens per head on average{behind}: "
         f"{format_bytes(held_bytes)} instead of {format_bytes(full_bytes)} "
         f"({_percent(held_bytes / full_bytes)})."
     )

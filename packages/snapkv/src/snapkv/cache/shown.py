@@ -1,41 +1,42 @@
 """What a cache kept of the text that it has read, as a page."""
 
+import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from snapkv.cache.layer import CompressedLayer
+from snapkv.cache.prompt_state import PromptState
+from snapkv.cache.report import CacheReport
 from snapkv.errors import CacheMismatchError, InvalidArgumentError, InvalidTypeError
 from snapkv.page import Page, Shown, Stop
 from snapkv.page.words import kept_sentence
-
-if TYPE_CHECKING:
-    from snapkv.hf.cache import CompressedCache
 
 _NOT_KNOWN = "Who voted, and whether the full cache answers the same, snapkv inspect shows."
 _HALF_A_CHARACTER = "\ufffd"
 
 
-def page_of(cache: "CompressedCache", tokenizer: Any, input_ids: Tensor | None) -> Page:
+def page_of(
+    state: PromptState, report: CacheReport, tokenizer: Any, input_ids: Tensor | None
+) -> Page:
     """The page of `CompressedCache.show`."""
     if not hasattr(tokenizer, "decode"):
         raise InvalidTypeError(
             f"tokenizer: expected that of the model, got {tokenizer!r}; pass the tokenizer that "
             "made the input_ids"
         )
-    _require_ended(cache)
-    slots = cache.prompt_state.layers[0].slots
+    _require_ended(state)
+    slots = state.layers[0].slots
     pads = 0 if slots.pads is None else int(slots.pads)
-    ids = _ids_read(cache, input_ids)[pads:].tolist()
+    ids = _ids_read(state, input_ids)[pads:].tolist()
     prompt_tokens = slots.chosen_at - pads
-    counts, heads = kept_counts(cache, len(ids))
-    report, kept = cache.report(), counts[:prompt_tokens].sum().item() / heads
-    said = kept_sentence(kept, prompt_tokens, report.held_bytes, report.full_bytes)
+    counts, heads = kept_counts(state.layers, len(ids))
     answer = {"text": tokenizer.decode(ids[prompt_tokens:], skip_special_tokens=True)}
     stop = Stop(
         label="",
-        sentences=(said, _NOT_KNOWN),
+        sentences=(kept_of(report, counts[:prompt_tokens], heads), _NOT_KNOWN),
         counts=counts,
         heads=heads,
         answer=answer if answer["text"] else None,
@@ -44,19 +45,26 @@ def page_of(cache: "CompressedCache", tokenizer: Any, input_ids: Tensor | None) 
         title="What the cache kept",
         question="",
         pieces=token_texts(tokenizer, ids),
-        methods=[Shown(label=cache.policy.name, stops=[stop], unvoted="")],
-        request={"model": type(cache.model).__name__, "policy": cache.policy.describe()},
+        methods=[Shown(label=state.policy.name, stops=[stop], unvoted="")],
+        request={"policy": state.policy.describe()},
     )
 
 
-def kept_counts(cache: "CompressedCache", tokens: int) -> tuple[Tensor, int]:
+def kept_of(report: CacheReport, counts: Tensor, heads: int) -> str:
+    """How much a cache keeps of its prompt, in words; see `kept_counts`."""
+    kept = counts.sum().item() / heads
+    sizes = report.held_bytes, report.full_bytes
+    return kept_sentence(kept, len(counts), report["later_tokens"], *sizes)
+
+
+def kept_counts(layers: Sequence[CompressedLayer], tokens: int) -> tuple[Tensor, int]:
     """How many heads of all layers keep each of the first tokens of a cache with one row.
 
     Returns:
         (tokens,) int64 in main memory, and the number of heads.
     """
     counts, heads = torch.zeros(tokens, dtype=torch.int64), 0
-    for layer in cache.prompt_state.layers:
+    for layer in layers:
         positions = layer.stored_positions()[0].cpu()
         heads += len(positions)
         counts += torch.bincount(
@@ -70,9 +78,10 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 
     If several tokens make one character, the last one has it and the others are empty.
     """
+    decode = functools.partial(tokenizer.decode, clean_up_tokenization_spaces=False)
     texts, begin, end = [], 0, 0
     for place in range(1, len(ids) + 1):
-        before, whole = (tokenizer.decode(ids[begin:to]) for to in (end, place))
+        before, whole = (decode(ids[begin:to]) for to in (end, place))
         is_half = whole.endswith(_HALF_A_CHARACTER) and place < len(ids) and place - end < 4
         texts.append("" if is_half else whole[len(before) :])
         if not is_half:
@@ -80,9 +89,8 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     return texts
 
 
-def _require_ended(cache: "CompressedCache") -> None:
+def _require_ended(state: PromptState) -> None:
     """Refuse a cache that has chosen nothing of a single text yet."""
-    state = cache.prompt_state
     slots, rows = state.layers[0].slots, state.rows
     if rows > 1:
         raise InvalidArgumentError(
@@ -92,7 +100,7 @@ def _require_ended(cache: "CompressedCache") -> None:
     if not rows or not slots.chosen_at:
         raise CacheMismatchError(
             f"cache: expected one that has read a prompt to its end, got one that has seen "
-            f"{cache.get_seq_length():,} tokens of it; pass it to model.generate first"
+            f"{state.seen_tokens:,} tokens of it; pass it to model.generate first"
         )
     if slots.removed_spans is not None:
         raise CacheMismatchError(
@@ -101,9 +109,9 @@ def _require_ended(cache: "CompressedCache") -> None:
         )
 
 
-def _ids_read(cache: "CompressedCache", given: Tensor | None) -> Tensor:
+def _ids_read(state: PromptState, given: Tensor | None) -> Tensor:
     """(seen,) ids of what a cache of one row has read: the given ones, or those it was told."""
-    read, seen = cache.prompt_state.read_ids, cache.get_seq_length()
+    read, seen = state.read_ids, state.seen_tokens
     if given is None:
         told = read.from_the_first()
         if told.shape[1] < seen:
