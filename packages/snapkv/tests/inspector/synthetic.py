@@ -48,7 +48,7 @@ def method(label, tokens, seed):
     made = ((64, "ten"), (128, FULL), (512, f"{label} says <i>nine</i>"))
     return Shown(
         label=label,
-        stops=[stop(f"1/{tokens // n}", tokens, n, text, generator) for n, text in made],
+        stops=[stop(str(n), tokens, n, text, generator) for n, text in made],
         chosen=1,
         ballot=Ballot(votes=votes, sink_tokens=SINKS, window_tokens=WINDOW),
         unvoted="this method counts no votes",
