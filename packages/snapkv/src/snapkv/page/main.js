@@ -61,7 +61,7 @@ class View {
     byId("status").textContent = [kept, this.reason(token, most)].filter(Boolean).join("; ");
     for (const [voter, element] of this.voters) {
       const vote = most.find((one) => one.token === voter);
-      element.className = vote ? `k${Math.max(1, Math.round(10 * vote.part))}` : "";
+      element.className = vote ? `k${Math.max(1, Math.round((8 * vote.part) / most[0].part))}` : "";
     }
   }
 
