@@ -74,7 +74,7 @@ class InspectOptions(MethodOptions, WritingOptions):
 
 @with_options(InspectOptions)
 def inspect(files: panels.Documents, question: panels.Question, options: InspectOptions) -> None:
-    """Show on one page what was kept of documents for a question, who voted, and the answers."""
+    """Show on one page what was kept of documents, who voted for it, and the answers."""
     panels.require_question(question)
     settings, sizes = options.settings(), _sizes(options)
     read, warnings = text_files.read_noting(files)
