@@ -148,6 +148,18 @@ def test_tokens_that_need_no_vote_are_told_apart(opened):
     assert not seen.one("#found").text
 
 
+def test_a_question_that_is_read_later_neither_votes_nor_is_voted_for(opened):
+    made = page(400)
+    later = Page(made.title, "", [*made.pieces, " when", "?"], made.methods, made.full)
+    later.methods[0].stops[1].counts.resize_(402)[-2:] = HEADS
+    seen = opened(later)
+    assert len(seen.all("#voters span")) == VOTERS
+    seen.one(".text").send_keys(END)
+    assert seen.one("#status").text == '"?": kept by 90 of 90 heads; read after the votes'
+    seen.one(".text").send_keys(LEFT, LEFT)
+    assert seen.one("#status").text.endswith("; always kept, as one of the last tokens")
+
+
 def test_other_methods_are_picked_and_say_that_nobody_voted(opened):
     made = page(400, labels=("snapkv", "h2o"))
     silent = Shown(label="h2o", stops=made.methods[1].stops[:1], unvoted=made.methods[1].unvoted)

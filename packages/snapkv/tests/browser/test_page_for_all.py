@@ -12,11 +12,11 @@ CONTRAST = """
 const linear = (c) => (c /= 255) <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
 const light = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
 const parts = (text) => [...text.match(/[\\d.]+/g).map(Number), 1].slice(0, 4);
-const over = (top, ground) => [0, 1, 2].map((i) => top[i] * top[3] + ground[i] * (1 - top[3]));
-function ground(element) {
+const over = (top, below) => [0, 1, 2].map((i) => top[i] * top[3] + below[i] * (1 - top[3]));
+function behind(element) {
   const own = parts(getComputedStyle(element).backgroundColor);
   const isLast = own[3] === 1 || !element.parentElement;
-  return isLast ? own.slice(0, 3) : over(own, ground(element.parentElement));
+  return isLast ? own.slice(0, 3) : over(own, behind(element.parentElement));
 }
 const low = [];
 const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
@@ -24,9 +24,9 @@ while (walker.nextNode()) {
   const element = walker.currentNode.parentElement;
   const unseen = element.closest("script, .heard, noscript, option") || !element.checkVisibility();
   if (unseen || !walker.currentNode.data.trim()) continue;
-  const behind = ground(element);
-  const text = light(over(parts(getComputedStyle(element).color), behind));
-  const [dark, bright] = [text, light(behind)].sort((one, other) => one - other);
+  const back = behind(element);
+  const text = light(over(parts(getComputedStyle(element).color), back));
+  const [dark, bright] = [text, light(back)].sort((one, other) => one - other);
   const ratio = (bright + 0.05) / (dark + 0.05);
   if (ratio < 4.5) low.push([ratio, element.className, walker.currentNode.data.trim()]);
 }

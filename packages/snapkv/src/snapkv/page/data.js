@@ -14,6 +14,7 @@ class Ballot {
   }
 
   of(token) {
+    if (token >= this.tokens) return [];
     const place = Math.floor(token / this.bin_tokens) * this.named;
     const found = [];
     for (let i = place; i < place + this.named; i += 1) {

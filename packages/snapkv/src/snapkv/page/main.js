@@ -24,7 +24,7 @@ class View {
     byId("budget").value = String(chosen);
     byId("marks").replaceChildren(...stops.map((stop) => made("span", { class: stop.answer?.same ? "same" : "other" }, `${stop.answer?.same ? "✓" : "≠"} ${stop.label}`)));
     this.voters = new Map();
-    if (this.ballot) for (let i = this.ballot.first; i < this.words.pieces.length; i += 1) this.voters.set(i, made("span", {}, shown(this.words.pieces[i])));
+    if (this.ballot) for (let i = this.ballot.first; i < this.ballot.tokens; i += 1) this.voters.set(i, made("span", {}, shown(this.words.pieces[i])));
     byId("voters").replaceChildren(...this.voters.values());
     byId("voting").hidden = !this.ballot;
     this.draw();
@@ -68,8 +68,9 @@ class View {
   reason(token, most) {
     const { ballot, method, words } = this;
     if (!ballot) return method.unvoted;
+    if (token >= ballot.tokens) return "read after the votes";
     if (token < ballot.sink_tokens) return "always kept, as one of the first tokens";
-    if (token >= words.pieces.length - ballot.window_tokens) return "always kept, as one of the last tokens";
+    if (token >= ballot.tokens - ballot.window_tokens) return "always kept, as one of the last tokens";
     if (!most.length) return "no votes";
     return `most votes from ${most.map((one) => `${JSON.stringify(words.pieces[one.token])} (${percentText(one.part)})`).join(", ")}`;
   }

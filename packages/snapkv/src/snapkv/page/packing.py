@@ -34,7 +34,7 @@ def bin_tokens(tokens: int, most: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Ballot:
-    """Who voted for which tokens of a prompt.
+    """Who voted for which of the T tokens of a prompt that a cache chose from.
 
     Attributes:
         votes: (W, T) float32, of each of the last W tokens for every token.
@@ -65,6 +65,7 @@ class Ballot:
         parts = most / votes.sum(dim=0).clamp(min=torch.finfo(torch.float32).tiny)
         return {
             "first": tokens - voters,
+            "tokens": tokens,
             "strongest": self.strongest,
             "bin_tokens": size,
             "named": len(who),
