@@ -57,17 +57,14 @@ class MethodRecord:
     Attributes:
         label: its name on the page.
         budgets: the least memory first.
+        chosen: the one of them that the method was asked with.
         ballot: who voted for what; None where a method counts no votes.
     """
 
     label: str
     budgets: list[BudgetRecord]
+    chosen: BudgetRecord
     ballot: Ballot | None
-
-    @property
-    def chosen(self) -> BudgetRecord:
-        """With the budget that the method was asked with."""
-        return next(each for each in self.budgets if each.label == CHOSEN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +105,7 @@ class Inspection:
         return Shown(
             label=method.label,
             stops=[self._stop(each) for each in method.budgets],
-            chosen=method.budgets.index(method.chosen),
+            chosen=[each is method.chosen for each in method.budgets].index(True),
             ballot=method.ballot,
             unvoted=_UNVOTED,
         )
@@ -183,8 +180,9 @@ def inspect_prompt(
     others = [ask(label, policy) for label, policy in budgets]
     methods = []
     for (label, policy), ballot in zip(policies, voted, strict=True):
-        made = sorted([*others, ask(CHOSEN, policy)], key=lambda each: each.answer.cache.held_bytes)
-        methods.append(MethodRecord(label=label, budgets=made, ballot=ballot))
+        chosen = ask(CHOSEN, policy)
+        made = sorted([*others, chosen], key=lambda each: each.answer.cache.held_bytes)
+        methods.append(MethodRecord(label=label, budgets=made, chosen=chosen, ballot=ballot))
         others = []
     return Inspection(
         question=prompt.question,
