@@ -180,6 +180,7 @@ def test_what_a_cache_alone_knows_is_shown(opened):
     shown = Shown(label="snapkv", stops=[stop], unvoted="")
     seen = opened(Page("What the cache kept", "", made.pieces, [shown]))
     assert seen.browser.title == "What the cache kept"
+    assert seen.one("#map-title").text == "Kept tokens"
     for selector in ("#question", "#stops", "#method-label", "#voting"):
         assert not seen.one(selector).is_displayed()
     assert [card.text for card in seen.all(".card")] == ["Answer\nten"]

@@ -14,7 +14,9 @@ from snapkv.errors import CacheMismatchError, InvalidArgumentError, InvalidTypeE
 from snapkv.page import Page, Shown, Stop
 from snapkv.page.words import kept_sentence
 
-_NOT_KNOWN = "Who voted, and whether the full cache answers the same, snapkv inspect shows."
+_NOT_KNOWN = (
+    "A cache knows neither who voted nor the full cache's answer; snapkv inspect shows both."
+)
 _HALF_A_CHARACTER = "\ufffd"
 
 

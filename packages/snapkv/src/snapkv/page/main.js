@@ -27,6 +27,7 @@ class View {
     if (this.ballot) for (let i = this.ballot.first; i < this.ballot.tokens; i += 1) this.voters.set(i, made("span", {}, shown(this.words.pieces[i])));
     byId("voters").replaceChildren(...this.voters.values());
     byId("voting").hidden = !this.ballot;
+    byId("map-title").textContent = this.ballot ? "Kept tokens, and who voted for them" : "Kept tokens";
     this.draw();
   }
 
@@ -37,7 +38,7 @@ class View {
     this.counts = (token) => bins[Math.floor(token / this.data.bin_tokens)];
     byId("kept").textContent = sentences[0];
     byId("verdict").textContent = sentences[1];
-    byId("verdict").className = answer?.same === undefined ? "" : answer.same ? "same" : "other";
+    byId("verdict").className = answer?.same === undefined ? "legend" : answer.same ? "same" : "other";
     byId("budget").setAttribute("aria-valuetext", `${label}: ${sentences[0]} ${sentences[1]}`);
     for (const [i, mark] of [...byId("marks").children].entries()) mark.classList.toggle("at", i === Number(byId("budget").value));
     byId("answers").replaceChildren(...this.answers(answer));
