@@ -12,7 +12,7 @@ from transformers import AddedToken, PreTrainedTokenizer, PreTrainedTokenizerFas
 from snapkv import InvalidArgumentError, Library
 from snapkv.app.prompts import Prompt, next_turn, question_prompt, text_prompt
 from snapkv.control_words import control_tokens, control_words, quoted, tokenized, unquoted
-from snapkv.inspector.record import token_texts
+from snapkv.inspector.record import prompt_texts
 from tests.lab.evaluate.tiny import tiny_loaded
 
 TURNS = ["<s>", "<|user|>", "<|model|>", "<|end|>"]
@@ -166,7 +166,7 @@ def test_the_demo_models_tokenizer(demo):
     ids = prompt.token_ids(tokenizer)[0].tolist()
     assert ids.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) == 3
     assert tokenizer.decode(ids) == prompt.text
-    assert "".join(token_texts(tokenizer, prompt)) == prompt.text
+    assert "".join(prompt_texts(tokenizer, prompt)) == prompt.text
     hidden = prompt.hiding(forged)
     assert tokenizer.decode(ids[: hidden.context_tokens(tokenizer)]).rstrip().endswith("|im_end|>")
 

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from snapkv.inspector.page import filled_page
+from snapkv.page import filled_page
 
 _FLAGS = (
     "--headless=new",
@@ -47,21 +47,23 @@ class Page:
     def run(self, script, *arguments):
         return self.browser.execute_script(script, *arguments)
 
-    def pick(self, selector, label):
-        """Choose an option by its text; returns the milliseconds until the page has redrawn."""
+    def slide(self, stop):
+        """Move the slider; returns the milliseconds until the page has redrawn."""
         return self.browser.execute_async_script(
             """
-            const [selector, label, done] = arguments;
-            const select = document.querySelector(selector);
-            const option = [...select.options].find((one) => one.text === label);
+            const [stop, done] = arguments;
+            const slider = document.getElementById("budget");
             const began = performance.now();
-            select.value = option.value;
-            select.dispatchEvent(new Event("change", { bubbles: true }));
+            slider.value = String(stop);
+            slider.dispatchEvent(new Event("input", { bubbles: true }));
             requestAnimationFrame(() => setTimeout(() => done(performance.now() - began), 0));
             """,
-            selector,
-            label,
+            stop,
         )
+
+    def token(self, number):
+        """The element of a token in view."""
+        return self.one(f".text [data-token='{number}']")
 
     def slowness(self):
         """How many times slower than an idle machine this one runs now; at least 1."""
@@ -75,26 +77,41 @@ class Page:
         )
         return max(1, took / 150)
 
-    def painted(self, selector):
-        """What a canvas shows, as a text that differs where the picture does."""
-        return self.run("return document.querySelector(arguments[0]).toDataURL()", selector)
-
     def errors(self):
         return [entry["message"] for entry in self.browser.get_log("browser")]
 
 
 @pytest.fixture
 def opened(chromium, tmp_path):
-    """Open the page of a record; every test ends without a word on the console."""
+    """Open a page; every test ends without a word on the console."""
 
-    def open_record(data):
+    def open_page(page):
+        """A `snapkv.page.Page`, or data that a test has changed."""
         path = tmp_path / "page.html"
-        path.write_text(filled_page(data), encoding="utf-8")
+        html = filled_page(page) if isinstance(page, dict) else page.html
+        path.write_text(html, encoding="utf-8")
         chromium.get_log("browser")
         chromium.get(path.as_uri())
         page = Page(chromium)
         assert page.run("return document.documentElement.dataset.ready") is not None, page.errors()
         return page
 
-    yield open_record
+    yield open_page
     assert Page(chromium).errors() == []
+
+
+@pytest.fixture
+def emulated(chromium):
+    """Pretend to be another screen or theme, until the test ends."""
+
+    def emulate(width=None, height=740, theme=None):
+        if width:
+            size = {"width": width, "height": height, "deviceScaleFactor": 2, "mobile": width < 600}
+            chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        if theme:
+            features = [{"name": "prefers-color-scheme", "value": theme}]
+            chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+
+    yield emulate
+    chromium.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})

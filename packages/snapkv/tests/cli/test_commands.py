@@ -10,13 +10,14 @@ from snapkv import default_policy
 from snapkv.cli.ask import AskOptions
 from snapkv.cli.demo import DemoOptions
 from snapkv.cli.policy import build_policy
+from snapkv.inspector.record import CHOSEN
 from snapkv.plan.shapes import SHAPES
 from snapkv_vllm import server
 from snapkv_vllm.documents.sharing import Sharing
 from tests.families import tiny_config
 
 NEXT_COMMANDS = ("ask", "chat", "plan")
-INSPECT = ("-q", "Where is the key?", "--max-new-tokens", 2, "--checks", 0)
+INSPECT = ("-q", "Where is the key?", "--max-new-tokens", 2)
 
 
 def test_without_options_the_demo_keeps_what_ask_keeps():
@@ -70,7 +71,8 @@ def test_methods_and_budgets_stand_on_one_page(inspected):
         *("--beside", "h2o", "--beside", "snapkv:window_size=16@56"),
         *("--budgets", "96,0.046875k,48"),
     )
-    shown = {method["label"]: method["policy"] for method in data["methods"]}
+    shown = data["request"]["methods"]
+    assert list(shown) == [method["label"] for method in data["methods"]]
     assert list(shown) == [
         *("adakv", "adakv@48", "streaming-llm@40", "h2o@64", "snapkv:window_size=16@56"),
     ]
@@ -79,15 +81,37 @@ def test_methods_and_budgets_stand_on_one_page(inspected):
     assert shown["adakv@48"] == shown["adakv"] | {"policy": inner | {"budget": 48}}
     assert shown["streaming-llm@40"]["budget"] == 40
     assert shown["snapkv:window_size=16@56"]["budget"] == 56
-    assert [point["budget"] for point in data["curve"]] == data["request"]["budgets"] == [48, 96]
-    assert all(0 < point["likelihood"] <= 1 for point in data["curve"])
-    assert data["curve"][0]["held_bytes"] < data["curve"][1]["held_bytes"]
+    stops = [[stop["label"] for stop in method["stops"]] for method in data["methods"]]
+    assert stops == [["48", CHOSEN, "96"], *[[CHOSEN]] * 4]
+    assert data["methods"][0]["chosen"] == 1
+    assert data["request"]["budgets"] == ["48", "96"]
 
 
 def test_beside_a_budget_that_the_votes_choose_another_method_has_the_usual_one(inspected):
     data = inspected("--beside", "streaming-llm")
     assert [method["label"] for method in data["methods"]] == ["default", "streaming-llm@1024"]
-    assert data["curve"] == []
+
+
+@pytest.mark.parametrize(
+    ("method", "window"),
+    [
+        (("--window-size", 1), 1),
+        (("--window-size", 8), 8),
+        (("--policy", "snapkv", "--window-size", 16, "--budget", 64), 16),
+        (("--policy", "fastgen"), None),  # has no budget
+        (("--policy", "snapkv", "--set", "budget=64"), None),
+    ],
+    ids=str,
+)
+def test_without_budgets_the_slider_has_the_parts_of_the_prompt_that_hold_a_window(
+    inspected, method, window
+):
+    data = inspected(*method)
+    tokens = len(data["pieces"])
+    fitting = [part for part in (32, 16, 8, 4) if window and tokens // part > window]
+    assert data["request"]["budgets"] == [f"1/{part}" for part in fitting]
+    assert len(data["methods"][0]["stops"]) == 1 + len(fitting)
+    assert not window or fitting
 
 
 def test_a_plan_answers_from_a_shape(snapkv, monkeypatch):

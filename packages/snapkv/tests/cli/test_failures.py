@@ -191,7 +191,7 @@ def test_a_bench_is_shown_although_a_file_is_lost(snapkv, here, monkeypatch, ful
 
 def test_an_inspection_prints_its_answers_where_its_page_is_lost(snapkv, tiny_only, document, here):
     fill(here / "page.html")
-    done = snapkv("inspect", document, *QUESTION, "-o", "page.html", "--checks", 0, *SMALL)
+    done = snapkv("inspect", document, *QUESTION, "-o", "page.html", *SMALL)
     require_one_line(done, "page.html")
     labels = [line.partition(":")[0] for line in done.out.splitlines()]
     assert [label for label in labels if label in ("full cache", "default")] == [
@@ -248,6 +248,6 @@ def test_in_a_conversation_with_every_answer_and_on_the_inspectors_page(
     line = said(done, cut_off)
     assert [json.loads(answer)["warnings"] for answer in done.out.splitlines()] == [[line]] * 2
     assert json.loads(talk(f"/load {here / 'talk'}", "Where?").out)["warnings"] == []
-    done = snapkv("inspect", cut_off, *QUESTION, *SMALL, "--checks", 0, "-o", "page.html")
+    done = snapkv("inspect", cut_off, *QUESTION, *SMALL, "-o", "page.html")
     shown = json.dumps(said(done, cut_off))[1:-1]
     assert shown in (here / "page.html").read_text(encoding="utf-8")

@@ -2,11 +2,11 @@
 
 import base64
 import hashlib
+import html
 import json
 import re
 
-from snapkv.inspector.page import filled_page
-from tests.inspector.synthetic import record
+from tests.inspector.synthetic import page as made
 
 NASTY = [
     "</script><script>alert(1)</script>",
@@ -24,14 +24,17 @@ def data_of(page):
     return json.loads(re.search(r'id="data">(.*?)</script>', page, re.S)[1])
 
 
+def nasty():
+    return made(0, pieces=[*NASTY, *"abcdefghij" * 10], question=NASTY[0], labels=NASTY[:2])
+
+
 def test_the_data_is_what_was_given():
-    data = record(0, pieces=[*NASTY, *"abcdefghij" * 10], question=NASTY[0])
-    assert data_of(filled_page(data)) == data
+    page = nasty()
+    assert data_of(page.html) == json.loads(json.dumps(page.data()))
 
 
 def test_nothing_of_the_document_ends_its_block():
-    page = filled_page(record(0, pieces=[*NASTY, *"abcdefghij" * 10], question=NASTY[0]))
-    plain = filled_page(record(200))
+    page, plain = nasty().html, made(200).html
     assert page.count("<script") == plain.count("<script") == 2
     assert "alert(1)</script>" not in page
     assert "<img" not in page
@@ -39,7 +42,7 @@ def test_nothing_of_the_document_ends_its_block():
 
 
 def test_the_only_script_that_may_run_is_the_pages_own():
-    page = filled_page(record(64))
+    page = made(64).html
     script = re.search(r"<script>(.*?)</script>", page, re.S)[1]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert f"script-src 'sha256-{digest}'" in page
@@ -47,11 +50,22 @@ def test_the_only_script_that_may_run_is_the_pages_own():
 
 
 def test_the_page_asks_the_network_for_nothing():
-    page = re.sub(r'id="data">.*?</script>', "", filled_page(record(64)), flags=re.S)
+    page = re.sub(r'id="data">.*?</script>', "", made(64).html, flags=re.S)
     page = re.sub(r"'sha256-[^']*'", "", page)  # a digest may have any letters
     assert not re.search(r"https?://|//\w|@import|url\(|fetch\(|XMLHttp|import\(", page)
     assert "innerHTML" not in page
 
 
 def test_no_placeholder_is_left():
-    assert "{{" not in re.sub(r'id="data">.*?</script>', "", filled_page(record(64)), flags=re.S)
+    assert "{{" not in re.sub(r'id="data">.*?</script>', "", made(64).html, flags=re.S)
+
+
+def test_a_notebook_shows_the_whole_page_in_a_frame_of_its_own():
+    page = nasty()
+    frame = page._repr_html_()
+    assert frame.count("<") == frame.count(">") == 2, "the page is text of an attribute"
+    assert "allow-same-origin" not in frame
+    begin, end = frame.index('srcdoc="') + 8, frame.index('" title=')
+    assert '"' not in frame[begin:end]
+    assert html.unescape(frame[begin:end]) == page.html
+    assert repr(page).startswith("The cache keeps 128 of 108 prompt tokens")

@@ -106,18 +106,15 @@ OVERVIEW = Experiment(
 )
 
 _WIDE, _COLOURS_KEPT = 1200, 128
-_PICTURES = (  # name, what stands at its top, width, height
-    ("inspector-text", "body", _WIDE, 1300),
-    ("inspector-votes", "h4", _WIDE, 1000),
-    ("inspector-memory", "#memory-title", _WIDE, 560),
-    ("inspector-needs", "#spans-title", _WIDE, 640),
-    ("inspector-phone", "body", 390, 844),
+_PICTURES = (  # name, width, height
+    ("inspector-page", _WIDE, 860),
+    ("inspector-phone", 390, 844),
 )
 _INSPECT = (
     *("--question", "Which RFC requires the FNAME field to be Latin-1?"),
     *("--answer-start", "The FNAME field is required to be Latin-1 by RFC"),
-    *("--budget", "256", "--max-new-tokens", "8", "--budgets", "32,64,128,256,512,1k"),
-    *("--checks", "32", "--beside", "streaming-llm", "--output", "page.html"),
+    *("--budget", "128", "--budgets", "20,32,64,256,512", "--max-new-tokens", "8"),
+    *("--output", "page.html"),
 )
 
 
@@ -148,18 +145,13 @@ def _browser() -> Any:
     return webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
 
 
-def _take(browser: Any, name: str, selector: str, width: int, height: int) -> None:
-    """What is in view when an element stands at the top, in few colours."""
+def _take(browser: Any, name: str, width: int, height: int) -> None:
+    """The top of the page on a screen of that size, in few colours."""
     from PIL import Image
 
     size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < _WIDE}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     browser.execute_async_script("setTimeout(arguments[0], 1000)")  # the page redraws
-    script = (
-        "document.getElementById('controls').style.position = 'static';"
-        "document.querySelector(arguments[0]).scrollIntoView()"
-    )
-    browser.execute_script(script, selector)
     picture = Image.open(io.BytesIO(browser.get_screenshot_as_png()))
     picture.quantize(_COLOURS_KEPT).save(ROOT / "docs" / f"{name}.png", optimize=True)
 

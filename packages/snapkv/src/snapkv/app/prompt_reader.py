@@ -82,6 +82,11 @@ class PromptReader:
             torch.cuda.empty_cache()  # does nothing where CUDA was not used
         return self._answer(policy, way, *how)
 
+    def given(self) -> contextlib.AbstractContextManager[None]:
+        """A block in which the model need not read the prompt, if it was read for all methods."""
+        shared = self._reading()
+        return contextlib.nullcontext() if shared is None else shared.given()
+
     def _answer(
         self,
         policy: Policy,

@@ -30,6 +30,15 @@ class ReadIds:
         """With ids from that column on, instead of what stood there."""
         return type(self)((*self.up_to(start).parts, (start, ids)))
 
+    def from_the_first(self) -> Tensor:
+        """(B, N) ids of the first N columns, up to the first that nobody told."""
+        known: list[Tensor] = []
+        for start, ids in self.parts:
+            if start != sum(part.shape[1] for part in known):
+                break
+            known.append(ids.cpu())
+        return torch.cat(known, dim=1) if known else torch.empty(1, 0, dtype=torch.int64)
+
     def select_rows(self, rows: Tensor) -> Self:
         """The rows in another order; some may go, some come twice."""
         return type(self)(tuple((start, ids[rows.to(ids.device)]) for start, ids in self.parts))

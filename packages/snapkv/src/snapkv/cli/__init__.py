@@ -9,7 +9,7 @@ SUMMARIES = {
     "ask": "Answer a question about documents, from a cache smaller than they are.",
     "generate": "Continue a text, from a cache smaller than it is.",
     "chat": "Answer questions about documents, one after another, in one small cache.",
-    "inspect": "Show on one page which tokens of documents were kept for a question, and why.",
+    "inspect": "Show on one page what was kept of documents, who voted for it, and the answers.",
     "plan": "Estimate a long prompt's memory and what compression gains, from the "
     "configuration alone.",
     "policies": "List the methods with their parameters and defaults.",

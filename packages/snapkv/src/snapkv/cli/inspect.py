@@ -1,5 +1,6 @@
-"""`snapkv inspect`: a page that shows what was kept of a document, and why."""
+"""`snapkv inspect`: a page that shows what was kept of a document, and who voted for it."""
 
+import contextlib
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +11,7 @@ from snapkv.app import text_files
 from snapkv.app.prompts import question_prompt
 from snapkv.cache.saving.writing import replace_file
 from snapkv.cli import panels
-from snapkv.cli.amounts import WholeNumber, integers, token_budget
+from snapkv.cli.amounts import integers, token_budget
 from snapkv.cli.announcing import announce_model
 from snapkv.cli.fields import with_options
 from snapkv.cli.methods import known_method, specs
@@ -25,7 +26,10 @@ EXAMPLES = {
 }
 
 MOST_BUDGETS = 12
-"""Limit of budgets for the curve of quality against memory."""
+"""Limit of budgets for the slider."""
+
+PARTS = (32, 16, 8, 4)
+"""Parts of the prompt that the budgets of the slider are where none are given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,16 +47,11 @@ class InspectOptions(MethodOptions, WritingOptions):
     budgets: Annotated[
         str,
         panels.policy(
-            help="Also answer with these budgets, separated by commas, for the plot of "
-            "quality against memory: 64,256,1k",
-            show_default="none",
+            help="Budgets of the slider, each of which is another answer, separated by commas: "
+            "64,256,1k",
+            show_default="1/32, 1/16, 1/8 and 1/4 of the prompt",
         ),
     ] = ""
-    checks: Annotated[
-        int,
-        panels.answer(help="Parts of the prompt to mask, one by one, for what the answer needs"),
-        WholeNumber(0),
-    ] = 64
     output: Annotated[str, panels.output("--output", "-o", help="The page to write"), Output()] = (
         "inspection.html"
     )
@@ -75,20 +74,20 @@ class InspectOptions(MethodOptions, WritingOptions):
 
 @with_options(InspectOptions)
 def inspect(files: panels.Documents, question: panels.Question, options: InspectOptions) -> None:
-    """Show on one page which tokens of documents were kept for a question, and why."""
+    """Show on one page what was kept of documents, who voted for it, and the answers."""
     panels.require_question(question)
-    settings, budgets = options.settings(), _budgets(options)
+    settings, sizes = options.settings(), _sizes(options)
     read, warnings = text_files.read_noting(files)
 
     announce_model(options.model)
     from snapkv.cli.policy import build_policy  # imports torch, after the checks above
 
     policy = build_policy(options)
-    at_budgets = [(budget, _with_budget(options, budget)) for budget in budgets]
+    budgets = [(f"{size:,}", _with_budget(options, size)) for size in sizes or ()]
 
     from snapkv.cli.loading import answers_progress, load_model
     from snapkv.cli.session import versions
-    from snapkv.inspector import as_page, inspect_prompt
+    from snapkv.inspector import inspect_prompt
     from snapkv.policies.default import method_name
 
     policies = [(method_name(policy.describe()), policy), *_beside(options, policy)]
@@ -96,42 +95,34 @@ def inspect(files: panels.Documents, question: panels.Question, options: Inspect
     prompt = question_prompt(
         loaded.tokenizer, text_files.join(read), question, answer_start=options.answer_start
     )
+    if sizes is None:
+        budgets = _parts_of(options, prompt.token_ids(loaded.tokenizer).shape[1])
     with answers_progress("inspecting") as advance:
-        found = inspect_prompt(
-            loaded,
-            prompt,
-            policies,
-            settings,
-            checks=options.checks,
-            budgets=at_budgets,
-            documents=read,
-            on_step=advance,
-        )
+        found = inspect_prompt(loaded, prompt, policies, settings, budgets=budgets, on_step=advance)
     request = {
         "documents": [document.name for document in read],
         "warnings": warnings or None,
         "question": question,
         "model": loaded.description(),
         "settings": asdict(settings),
-        "checks": options.checks,
-        "budgets": budgets or None,
+        "budgets": [label for label, _ in budgets],
         **versions(),
     }
-    page, target = as_page(found, request), Path(options.output)
+    page, target = found.page(request).html, Path(options.output)
     try:
         replace_file(target, page)
     except OutputError:  # the answers took minutes: print them even if the page cannot be written
         write(f"full cache: {found.full.text.strip()}\n")
         for method in found.methods:
-            write(f"{method.label}: {method.answer.text.strip()}\n")
+            write(f"{method.label}: {method.chosen.answer.text.strip()}\n")
         raise
     typer.echo(f"{target}: {len(page.encode()):,} bytes, open it in a browser")
 
 
-def _budgets(options: InspectOptions) -> list[int]:
-    """The budgets of the curve, each once, the smallest first."""
+def _sizes(options: InspectOptions) -> list[int] | None:
+    """The budgets that were asked for, each once, the smallest first; None if none were."""
     if not options.budgets:
-        return []
+        return None
     budgets = sorted(set(integers("budgets", options.budgets)))
     if len(budgets) > MOST_BUDGETS:
         raise InvalidArgumentError(
@@ -139,6 +130,15 @@ def _budgets(options: InspectOptions) -> list[int]:
             f"{len(budgets)}; leave some out"
         )
     return budgets
+
+
+def _parts_of(options: InspectOptions, prompt_tokens: int) -> list[tuple[str, Any]]:
+    """The method at parts of the prompt, but for those that it refuses, as below its window."""
+    found = []
+    for part in PARTS:
+        with contextlib.suppress(InvalidArgumentError):
+            found.append((f"1/{part}", _with_budget(options, prompt_tokens // part)))
+    return found
 
 
 def _with_budget(options: InspectOptions, budget: Any) -> Any:
@@ -157,7 +157,7 @@ def _with_budget(options: InspectOptions, budget: Any) -> Any:
 def _beside(options: InspectOptions, policy: Any) -> list[tuple[str, Any]]:
     """The methods of --beside: a label and a policy each."""
     from snapkv.cli.policy import named_policies, parsed, takes_budget
-    from snapkv.inspector.scores import scorer_of
+    from snapkv.inspector.ballots import scorer_of
     from snapkv.policies.default import method_name
 
     own = getattr(scorer_of(policy) or policy, "budget", None)

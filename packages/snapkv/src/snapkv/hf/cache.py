@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 from snapkv.cache.layer import CompressedLayer, Turns
 from snapkv.cache.prompt_state import PaddingTracker, PromptState
 from snapkv.cache.report import CacheReport
+from snapkv.cache.shown import page_of
 from snapkv.cache.slots import require_removable
 from snapkv.cache.spans import (
     RowSpans,
@@ -35,6 +36,7 @@ from snapkv.hf.install import use
 from snapkv.hf.known_gates import with_known
 from snapkv.hf.model_parts import States, shares_latent, states_of
 from snapkv.hf.support import Setup
+from snapkv.page import Page
 from snapkv.policies import Policy, default_policy
 from snapkv.policies.default import asked_by
 from snapkv.policies.spans import Span, Spans
@@ -466,6 +468,22 @@ class CompressedCache(Cache):
         """Tokens seen and kept, bytes held and bytes a full cache would hold."""
         steps = step_graph.described(self)
         return CacheReport.of(self.policy.name, self.layers, steps)
+
+    def show(self, tokenizer: Any, input_ids: Tensor | None = None) -> Page:
+        """A page of what was kept of the text, which a notebook shows; ``.html`` is a file.
+
+        Args:
+            tokenizer: that of the model.
+            input_ids: (1, tokens) integers, what the cache has read or `generate` returned; None
+                where `generate` has told the cache all of them.
+
+        Raises:
+            CacheMismatchError: the prompt has not ended, tokens were dropped, or other ids were
+                read.
+            InvalidArgumentError: several rows, or ids that are missing.
+            InvalidTypeError: something else than a tokenizer or ids.
+        """
+        return page_of(self.prompt_state, self.report(), tokenizer, input_ids)
 
     def save(
         self,

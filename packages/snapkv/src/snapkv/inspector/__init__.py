@@ -1,6 +1,5 @@
-"""What a method kept of a prompt, and why: recorded once, shown on one page."""
+"""What methods keep of a prompt at several budgets, who voted for it, and what they answer."""
 
-from snapkv.inspector.page import as_page
-from snapkv.inspector.record import Inspection, MethodRecord, inspect_prompt
+from snapkv.inspector.record import BudgetRecord, Inspection, MethodRecord, inspect_prompt
 
-__all__ = ["Inspection", "MethodRecord", "as_page", "inspect_prompt"]
+__all__ = ["BudgetRecord", "Inspection", "MethodRecord", "inspect_prompt"]

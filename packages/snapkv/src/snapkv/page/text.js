@@ -36,20 +36,30 @@ class Rows {
   }
 }
 
+// A piece of the text in one line.
+function shown(piece) {
+  return piece.replaceAll("\t", TAB).replaceAll("\n", " ");
+}
+
 class TextPane {
-  constructor(words, label, onMove) {
+  // `onToken` is called with the token under the pointer, or under the cursor.
+  constructor(words, onToken) {
     this.words = words;
-    this.onMove = onMove;
+    this.onToken = onToken;
     this.current = 0;
-    this.element = made("div", { class: "text", tabindex: "0", role: "region", "aria-label": label });
+    this.element = made("div", { class: "text", tabindex: "0", role: "region", "aria-label": "Map of the text" });
     this.inner = made("div", {});
     this.element.append(this.inner);
     this.element.addEventListener("scroll", () => this.draw());
     this.element.addEventListener("keydown", (event) => this.pressed(event));
-    this.element.addEventListener("click", (event) => {
-      const token = event.target.dataset?.token;
-      if (token !== undefined) onMove(Number(token));
-    });
+    this.element.addEventListener("click", (event) => this.pointed(event, (token) => this.show(token)));
+    this.element.addEventListener("pointerover", (event) => this.pointed(event, this.onToken));
+    this.element.addEventListener("pointerleave", () => this.onToken(this.current));
+  }
+
+  pointed(event, act) {
+    const token = event.target.dataset?.token;
+    if (token !== undefined) act(Number(token));
   }
 
   // Call this once the pane is in the page, and after its width has changed.
@@ -66,14 +76,13 @@ class TextPane {
     this.inner.style.height = `${this.rows.count * this.height}px`;
   }
 
-  // Drawn by the next `show`.
-  shade(counts, heads) {
-    this.counts = counts;
-    this.heads = heads;
+  // By a function that gives the share of heads that keep a token; drawn by the next `draw`.
+  shade(share) {
+    this.share = share;
   }
 
   draw() {
-    if (!this.rows || !this.counts) return;
+    if (!this.rows || !this.share) return;
     const first = Math.max(0, Math.floor(this.element.scrollTop / this.height) - ROWS_AROUND);
     const inView = Math.ceil(this.element.clientHeight / this.height) + 2 * ROWS_AROUND;
     const last = Math.min(this.rows.count, first + inView);
@@ -89,12 +98,11 @@ class TextPane {
     for (let i = firsts[row]; i < firsts[row + 1]; i += 1) {
       const token = tokens[i];
       const span = document.createElement("span");
-      const kept = this.counts[token];
-      let level = Math.round((10 * kept) / this.heads);
-      if (kept) level = Math.max(1, level);
-      span.className = `k${level}${this.words.needed[token] ? " need" : ""}${token === this.current ? " current" : ""}`;
+      const share = this.share(token);
+      const level = share ? Math.max(1, Math.round(10 * share)) : 0;
+      span.className = `k${level}${token === this.current ? " current" : ""}`;
       span.dataset.token = token;
-      span.textContent = this.words.pieces[token].slice(froms[i], tos[i]).replaceAll("\t", TAB).replaceAll("\n", " ");
+      span.textContent = shown(this.words.pieces[token].slice(froms[i], tos[i]));
       element.append(span);
     }
     return element;
@@ -108,6 +116,7 @@ class TextPane {
       this.element.scrollTop = top - clientHeight / 2;
     }
     this.draw();
+    this.onToken(token);
   }
 
   pressed(event) {
@@ -115,6 +124,6 @@ class TextPane {
     const moves = { ArrowRight: this.current + 1, ArrowLeft: this.current - 1, Home: 0, End: last };
     if (!(event.key in moves) || event.altKey || event.metaKey) return;
     event.preventDefault();
-    this.onMove(Math.max(0, Math.min(last, moves[event.key])));
+    this.show(Math.max(0, Math.min(last, moves[event.key])));
   }
 }

@@ -1,0 +1,155 @@
+"""The page of what a cache kept: one file with data, style and script that needs no network."""
+
+import base64
+import functools
+import hashlib
+import html
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from snapkv.page.packing import MOST_COUNTS, Ballot, bin_tokens, packed_counts
+
+_ASSETS = Path(__file__).parent
+_SCRIPTS = ("data.js", "text.js", "main.js")
+_FRAME_HEIGHT = 760
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    """What one cache kept.
+
+    Attributes:
+        label: its budget, in a word or two.
+        sentences: what it kept, and whether its answer is the full cache's.
+        counts: (T,) int64, how many heads of all layers keep each token of the text.
+        heads: number of heads in all layers.
+        answer: `text`, `changes` (see `word_changes`) and `same`; None if none is known.
+    """
+
+    label: str
+    sentences: Sequence[str]
+    counts: Tensor
+    heads: int
+    answer: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """A method at one or several budgets.
+
+    Attributes:
+        label: its name.
+        stops: one for every budget, the least memory first.
+        chosen: which of them the page opens with.
+        ballot: who voted; None if nobody did, or it is not known.
+        unvoted: what the page says of a token then.
+    """
+
+    label: str
+    stops: Sequence[Stop]
+    chosen: int = 0
+    ballot: Ballot | None = None
+    unvoted: str
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page, which a notebook shows as it is; `html` is the file.
+
+    Attributes:
+        title: what was kept of what.
+        question: empty if unknown.
+        pieces: the text of every token.
+        methods: the first is shown first.
+        full: the text of the full cache's answer; None if unknown.
+        request: what else is needed to reproduce the page.
+    """
+
+    title: str
+    question: str
+    pieces: Sequence[str]
+    methods: Sequence[Shown]
+    full: str | None = None
+    request: dict[str, Any] = field(default_factory=dict)
+
+    def data(self) -> dict[str, Any]:
+        """In the page's format."""
+        stops = sum(len(method.stops) for method in self.methods)
+        size = bin_tokens(len(self.pieces) * stops, MOST_COUNTS)
+        return {
+            "title": self.title,
+            "question": self.question,
+            "pieces": list(self.pieces),
+            "full": self.full,
+            "bin_tokens": size,
+            "methods": [
+                {
+                    "label": method.label,
+                    "chosen": method.chosen,
+                    "unvoted": method.unvoted,
+                    "ballot": None if method.ballot is None else method.ballot.data(),
+                    "stops": [
+                        {
+                            "label": stop.label,
+                            "sentences": list(stop.sentences),
+                            "answer": stop.answer,
+                            "heads": stop.heads,
+                            "counts": packed_counts(stop.counts, size),
+                        }
+                        for stop in method.stops
+                    ],
+                }
+                for method in self.methods
+            ],
+            "request": self.request,
+        }
+
+    @functools.cached_property
+    def html(self) -> str:
+        """The file."""
+        return filled_page(self.data())
+
+    def _repr_html_(self) -> str:
+        """The page in a frame that reaches neither the notebook nor a network."""
+        return (
+            f'<iframe sandbox="allow-scripts" srcdoc="{html.escape(self.html)}" title="SnapKV" '
+            f'style="border: 0; height: {_FRAME_HEIGHT}px; width: 100%"></iframe>'
+        )
+
+    def __repr__(self) -> str:
+        """What a terminal shows instead."""
+        stop = self.methods[0].stops[self.methods[0].chosen]
+        return " ".join(stop.sentences)
+
+
+def filled_page(data: dict[str, Any]) -> str:
+    """The page around data; see `Page.data`."""
+    script = "\n".join(['"use strict";', *map(_asset, _SCRIPTS)])
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    parts = {
+        "policy": "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
+        f"script-src 'sha256-{digest}'",
+        "style": _asset("page.css"),
+        "script": script,
+        "data": _harmless(json.dumps(data, ensure_ascii=False, separators=(",", ":"))),
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _asset("page.html"))
+
+
+def _asset(name: str) -> str:
+    return (_ASSETS / name).read_text(encoding="utf-8")
+
+
+def _harmless(text: str) -> str:
+    """JSON without characters that could begin or end markup; parses to the same values.
+
+    Lone surrogates, which UTF-8 cannot encode, are escaped, too.
+    """
+    risky = re.compile("[<>&\u2028\u2029\ud800-\udfff]")
+    return risky.sub(lambda found: f"\\u{ord(found[0]):04x}", text)

@@ -1,0 +1,77 @@
+"""What a cache kept and whether its answer is the same, in words; how two answers differ."""
+
+import re
+from collections.abc import Iterator
+from difflib import SequenceMatcher
+from itertools import zip_longest
+from typing import Literal
+
+from snapkv.validation import format_bytes
+
+Change = tuple[Literal["same", "gone", "new"], str]
+"""A run of words in both answers, only in the first, or only in the second."""
+
+MOST_WORDS = 500
+"""Limit per text, after the common beginning, for a comparison word by word: its time can grow with
+the cube of the length."""
+
+
+def kept_sentence(kept: float, tokens: int, later: float, held_bytes: int, full_bytes: int) -> str:
+    """How much of a prompt a cache keeps, in tokens and bytes.
+
+    Args:
+        kept: prompt tokens per head and layer, the mean.
+        tokens: of the prompt.
+        later: tokens behind the prompt that it holds, too.
+        held_bytes: of the cache.
+        full_bytes: of the full cache after the same tokens.
+    """
+    behind = f", and {later:,.0f} later ones" if later else ""
+    return (
+        f"The cache keeps {kept:,.0f} of {tokens:,} prompt tokens per head on average{behind}: "
+        f"{format_bytes(held_bytes)} instead of {format_bytes(full_bytes)} "
+        f"({_percent(held_bytes / full_bytes)})."
+    )
+
+
+def answer_sentence(same: bool, cut_after: int | None) -> str:
+    """Whether an answer is the full cache's; `cut_after`: tokens if both were cut off there."""
+    if not same:
+        return "Its answer differs from the full cache's."
+    far = "" if cut_after is None else f", as far as both go: {cut_after:,} tokens"
+    return f"Its answer is the same as the full cache's{far}."
+
+
+def _percent(share: float) -> str:
+    """A share in percent; 0% and 100% only if exact."""
+    if 0 < share < 0.1:
+        return f"{max(share, 0.001):.1%}"
+    return f"{share:.0%}" if share in (0, 1) else f"{min(max(share, 0.1), 0.99):.0%}"
+
+
+def word_changes(before: str, after: str) -> list[Change]:
+    """How one text becomes the other: all runs but "new" are the first, all but "gone" the second.
+
+    If both differ in too many words, everything after the first difference is one change.
+    """
+    ours, theirs = (re.findall(r"\s*\S+|\s+\Z", text) for text in (before, after))
+    pairs = enumerate(zip_longest(ours, theirs))
+    alike = next((place for place, (one, other) in pairs if one != other), len(ours))
+    left = ours[alike:], theirs[alike:]
+    if max(map(len, left)) <= MOST_WORDS:
+        changes = list(_changed_runs(*left))
+    else:
+        changes = [("gone", "".join(left[0])), ("new", "".join(left[1]))]
+    return [run for run in [("same", "".join(ours[:alike])), *changes] if run[1]]
+
+
+def _changed_runs(ours: list[str], theirs: list[str]) -> Iterator[Change]:
+    matcher = SequenceMatcher(None, ours, theirs, autojunk=False)
+    for what, first, last, new_first, new_last in matcher.get_opcodes():
+        if what == "equal":
+            yield "same", "".join(ours[first:last])
+            continue
+        if gone := "".join(ours[first:last]):
+            yield "gone", gone
+        if new := "".join(theirs[new_first:new_last]):
+            yield "new", new

@@ -1,0 +1,116 @@
+"""`cache.show`: a page of what a cache keeps, by what it knows itself and a tokenizer."""
+
+import base64
+import copy
+
+import pytest
+import torch
+
+from snapkv import CompressedCache, SnapKV
+from snapkv.errors import CacheMismatchError, InvalidArgumentError, InvalidTypeError
+from tests.families import random_ids, tiny_model
+from tests.methods import CACHES
+
+PROMPT, NEW = 90, 4
+POLICY = SnapKV(40, window_size=8)
+
+
+class Numbers:
+    """A tokenizer whose tokens are their numbers."""
+
+    def decode(self, ids, **options):
+        del options
+        return "".join(f"<{number}>" for number in ids)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("llama")
+
+
+def generated(model, policy=POLICY, **options):
+    cache = CompressedCache(model, policy, **options)
+    more = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    return cache, model.generate(random_ids(1, PROMPT), past_key_values=cache, **more)
+
+
+def counts_of(page):
+    data = page.data()
+    raw = base64.b64decode(data["methods"][0]["stops"][0]["counts"])
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint16).tolist()
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_what_generate_has_read_is_shown_with_how_many_heads_keep_each_token(model, name):
+    policy, options = CACHES[name]
+    cache, output = generated(model, policy, **options)
+    page, seen = cache.show(Numbers()), PROMPT + NEW - 1
+    assert page.pieces == [f"<{number}>" for number in output[0, :seen].tolist()]
+    expected = [0] * seen
+    for layer in cache.compressed_layers:
+        for head in cache.kept_positions(layer)[0].tolist():
+            for position in head:
+                expected[position] += position >= 0
+    assert counts_of(page) == expected
+    assert cache.show(Numbers(), output).data() == page.data()
+    (stop,) = page.methods[0].stops
+    assert stop.answer == {"text": "".join(page.pieces[PROMPT:])}
+    mean = sum(expected[:PROMPT]) / stop.heads
+    assert stop.sentences[0].startswith(f"The cache keeps {mean:,.0f} of 90 prompt tokens per head")
+    assert "snapkv inspect" in stop.sentences[1]
+
+
+@pytest.mark.parametrize("storage", ["dynamic", "static"])
+def test_ids_of_plain_calls_are_given(model, storage):
+    ids = random_ids(1, PROMPT)
+    cache = CompressedCache(model, POLICY, storage=storage)
+    with torch.inference_mode():
+        model(ids, past_key_values=cache)
+    with pytest.raises(InvalidArgumentError, match=r"all 90 tokens.*first 0; pass input_ids"):
+        cache.show(Numbers())
+    page = cache.show(Numbers(), ids[0])
+    assert page.pieces == [f"<{number}>" for number in ids[0].tolist()]
+    assert page.methods[0].stops[0].answer is None
+
+
+def test_one_row_of_a_padded_batch_is_shown_without_its_pads(model):
+    ids = random_ids(2, PROMPT)
+    ids[1, :30] = 0
+    mask = (ids != 0).long()
+    cache = CompressedCache(model, POLICY)
+    model.generate(
+        ids, attention_mask=mask, past_key_values=cache, max_new_tokens=2, pad_token_id=0
+    )
+    with pytest.raises(InvalidArgumentError, match=r"one row to show, got 2; pick one"):
+        cache.show(Numbers())
+    row = copy.copy(cache)
+    row.batch_select_indices(torch.tensor([1]))
+    page = row.show(Numbers())
+    assert page.pieces[:60] == [f"<{number}>" for number in ids[1, 30:].tolist()]
+    assert counts_of(page)[52:60] == [page.methods[0].stops[0].heads] * 8  # the window
+
+
+def test_what_is_missing_is_said_in_one_line(model):
+    cache = CompressedCache(model, POLICY)
+    with pytest.raises(CacheMismatchError, match=r"has seen 0 tokens of it; pass it to model"):
+        cache.show(Numbers())
+    cache.expect_prompt(PROMPT)
+    with torch.inference_mode():
+        model(random_ids(1, 30), past_key_values=cache)
+    with pytest.raises(CacheMismatchError, match=r"has seen 30 tokens of it"):
+        cache.show(Numbers())
+    cache, output = generated(model)
+    with pytest.raises(InvalidTypeError, match=r"tokenizer: expected that of the model, got None"):
+        cache.show(None)
+    with pytest.raises(InvalidTypeError, match=r"input_ids: expected \(1, tokens\) integers"):
+        cache.show(Numbers(), [1, 2])
+    for wrong in (output[:, :40], output.repeat(2, 1)):
+        with pytest.raises(InvalidArgumentError, match=r"one row of at least the 93 tokens"):
+            cache.show(Numbers(), wrong)
+    changed = output.clone()
+    changed[0, 7] += 1
+    with pytest.raises(CacheMismatchError, match=r"at token 7 of row 0"):
+        cache.show(Numbers(), changed)
+    cache.drop([(10, 20)])
+    with pytest.raises(CacheMismatchError, match=r"told to drop nothing"):
+        cache.show(Numbers())
