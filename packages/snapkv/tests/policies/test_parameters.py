@@ -259,5 +259,5 @@ def test_kvpress_idioms_point_to_the_page_about_it(name):
     with pytest.raises(InvalidTypeError, match=r"CompressedCache\(model, .*see docs/migrating\.md"):
         SnapKV()(object())
     press = f"{POLICIES[name].__name__}Press"
-    with pytest.raises(ImportError, match=rf"kvpress's {press}; see docs/migrating\.md"):
+    with pytest.raises(ImportError, match=rf"kvpress's {press}; .*see docs/migrating\.md"):
         getattr(snapkv, press)

@@ -330,7 +330,7 @@ def _prompt_layer(
         pad_tokens=pads,
         token_ids=None if ids is None else ids[:, :slots],
         rotation=layer.identity.rotation,
-        output_weight=output_weight(layer.identity.output_projection),
+        output_weight=output_weight(layer.identity.output_projection, call.value.dtype),
         protected=layer.protected_slots(slots, pads),
         token_cost=functools.partial(layer.token_cost, heads),
         unasked=unasked,
