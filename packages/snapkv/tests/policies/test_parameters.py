@@ -83,7 +83,7 @@ REFUSED = [
     (SnapKV, {"kernel_size": 5.0}, TYPE, "kernel_size", "got 5.0 of type float"),
     (SnapKV, {"kernel_size": (3,)}, VALUE, "kernel_size", "got (3,)"),
     (SnapKV, {"kernel_size": (-1, 2)}, VALUE, "kernel_size, before", "got -1"),
-    (SnapKV, {"kernel_size": (0, 2.0)}, TYPE, "kernel_size, behind", "got 2.0 of type"),
+    (SnapKV, {"kernel_size": (0, 2.0)}, TYPE, "kernel_size, after", "got 2.0 of type"),
     (SnapKV, {"pooling": "fading", "decay": 1.0}, VALUE, "decay", "got 1.0"),
     (SnapKV, {"pooling": "fading", "decay": "0.9"}, TYPE, "decay", "got '0.9' of type str"),
     (SnapKV, {"decay": 0.9}, VALUE, "decay", "got 0.9"),

@@ -207,7 +207,7 @@ class CompressedCache(Cache):
         is_made, self._padding.is_made = self._padding.is_made, False
         if not is_made:  # but it is the user's own
             raise UnsupportedModelError(
-                "attention_mask: expected a 2-D mask behind a prompt with storage='static', whose "
+                "attention_mask: expected a 2-D mask after a prompt with storage='static', whose "
                 "slots are no columns of the text, got a 4-D one; pass (batch, tokens) zeros and "
                 "ones"
             )
