@@ -154,7 +154,7 @@ LATER = [
     (read_in_part, "sliding", SNAPKV, {}, "layer_by_layer"),
     (read_in_part, "llama", SNAPKV, HOST, "turns: expected no recall"),
     (read_in_part, "llama", SNAPKV, STATIC, "storage: expected none"),
-    (read_in_part, "llama", ExpectedAttention(**BOTH), {}, "by attention alone"),
+    (read_in_part, "llama", ExpectedAttention(**BOTH), {}, "uses attention alone"),
 ]
 
 

@@ -30,8 +30,6 @@ SHOWN = (
 
 _INTRODUCTION = """# Which models work
 
-After reading this page you can tell what works with your model, and why something is refused.
-
 Made by `make families` with transformers {version}. Every causal language model of that release is
 built tiny, with random weights, and judged: a cache that has dropped tokens must answer as a full
 one whose attention hides them. Other models are accepted or refused by the layers they have.
