@@ -1,4 +1,4 @@
-"""kvpress's names and what to write instead, as the tables of docs/migrating.md have them."""
+"""kvpress's names (0.5.5) and what to write instead; the page about it is docs/migrating.md."""
 
 from typing import Any
 
