@@ -76,7 +76,8 @@ def is_kvpress_name(name: str) -> bool:
 
 def instead_of(name: str, compression_ratio: Any = 0.75) -> str:
     """What to write for a name of kvpress, and the page that says more."""
-    ratio = compression_ratio if isinstance(compression_ratio, int | float) else 0.75
+    is_ratio = isinstance(compression_ratio, int | float) and 0 < compression_ratio < 1
+    ratio = compression_ratio if is_ratio else 0.75
     page = "see docs/migrating.md"
     if name in _INSTEAD:
         return f"write {_INSTEAD[name].format(keep=f'{1 - ratio:.3g}')}; {page}"

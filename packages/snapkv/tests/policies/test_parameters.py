@@ -252,6 +252,12 @@ def test_what_a_wrapper_says_of_itself():
     assert (critical.budget, critical.window_size) == (64, 32)
 
 
+@pytest.mark.parametrize(("ratio", "kept"), [(0.4, "0.6"), (2, "0.25"), ("half", "0.25")])
+def test_a_ratio_to_remove_becomes_one_to_keep(ratio, kept):
+    with pytest.raises(InvalidTypeError, match=rf"write SnapKV\(keep_ratio={kept}, window_size=64"):
+        SnapKV(compression_ratio=ratio)
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_kvpress_idioms_point_to_the_page_about_it(name):
     with pytest.raises(InvalidTypeError, match=r"expected keep_ratio=.*see docs/migrating\.md"):

@@ -64,7 +64,7 @@ class CompressedCache(Cache):
     one is gone, the model is as it was; see `snapkv.install` and `snapkv.uninstall`.
 
     Args:
-        model: a decoder-only transformers model.
+        model: a decoder-only transformers model, or one in a `PeftModel`.
         policy: what to keep; `snapkv.default_policy()` by default.
         storage: "dynamic" grows with every token. "static" moves what is kept into buffers with
             room for `room_tokens`, so that on a GPU `generate` records the decoding step as a CUDA
