@@ -11,6 +11,7 @@ DEMO := .venv/.demo
 OLDEST := .transformers-oldest
 NEWEST := .transformers-newest
 TRITON := .triton
+TOOLS := .tools
 KVPRESS := .venv-kvpress
 SERVING := .venv-vllm/.installed
 RAY := .venv-ray/.installed
@@ -23,7 +24,7 @@ SECOND_RUNNER := $(CURDIR)/$(PLUGIN)/vllm/interpreter
 export OMP_WAIT_POLICY ?= PASSIVE
 export GOMP_SPINCOUNT ?= 0
 
-.PHONY: help demo test test-slow test-oldest test-newest test-torch test-families families test-devices test-kernels test-kvpress \
+.PHONY: help demo test test-slow test-oldest test-newest test-torch test-families families test-devices test-kernels test-kvpress test-tools \
     test-serving test-serving-first test-serving-second test-serving-oldest test-serving-slow soak fuzz test-ray \
     test-browser test-sweeps release-check docs check format results kvpress clean
 
@@ -84,6 +85,11 @@ docs: $(INSTALLED) ## The documentation, into build/docs, with every link checke
 test-kvpress: $(INSTALLED) $(KVPRESS)/.installed ## Its SnapKV beside ours, in `python -m snapkv_lab.experiments kvpress`
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m kvpress $(LAB)/experiments
 
+test-tools: $(INSTALLED) ## docs/other-tools.md: what is tried with packages that snapkv does not need
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(TOOLS) \
+	    peft trl bitsandbytes torchao optimum-quanto
+	PYTHONPATH=$(PYTHONPATH):$(TOOLS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(CORE)/hf/test_other_tools.py
+
 # vLLM's second runner is its default and the one to stay; the first is about to go.
 test-serving: $(SERVING) ## The tests of the vLLM plugin on both of its runners, in an environment of their own
 	$(MAKE) --no-print-directory -j 2 -O test-serving-second test-serving-first
@@ -142,7 +148,7 @@ EXPERIMENTS := per_byte methods method_times recall studies evaluation library s
 kvpress: $(KVPRESS)/.installed ## kvpress in an environment of its own, to be measured beside this
 
 clean: ## Remove the virtual environment and everything made
-	rm -rf .venv .torch-* .venv-vllm .venv-vllm-oldest .venv-ray $(OLDEST) $(NEWEST) $(TRITON) $(KVPRESS) dist build .pytest_cache .hypothesis .mypy_cache \
+	rm -rf .venv .torch-* .venv-vllm .venv-vllm-oldest .venv-ray $(OLDEST) $(NEWEST) $(TRITON) $(TOOLS) $(KVPRESS) dist build .pytest_cache .hypothesis .mypy_cache \
 	    .ruff_cache
 
 # What the demo needs and nothing else; pip shows how far it is.

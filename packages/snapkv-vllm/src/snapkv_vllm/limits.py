@@ -111,7 +111,7 @@ class Limits(Entry):
         try:
             return cast(EvictingPolicy, kind(budget=kept_tokens, **own))
         except InvalidArgumentError as error:
-            beside = f"besides the {self.evict_every} tokens between two evictions"
+            beside = f"next to the {self.evict_every} tokens between two evictions"
             room, tokens = f"room for {self.decode_policy} {beside}", kept_tokens + self.evict_every
             raise wrong("decode_budget", room, tokens, f"raise it ({error})") from None
 

@@ -111,7 +111,7 @@ def _entry(given: object) -> Entry:
     if bool(messages) == ("start" in given or "end" in given):
         places = f"start and end, or some of {', '.join(OF_MESSAGES)}"
         got = "both" if messages else "neither"
-        raise wrong(NAME, places, got, "say where the span lies in one way")
+        raise wrong(NAME, places, got, "give the span's place in one way")
     if messages:
         return Entry(do=do, budget=budget, messages=messages)
     start, end = _number(given, "start"), _number(given, "end")

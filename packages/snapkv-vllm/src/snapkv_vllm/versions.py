@@ -35,6 +35,6 @@ def require_supported_version() -> None:
         raise MissingDependencyError(f"vllm: expected vLLM, which is not installed; {_INSTALL}")
     if not supported_version():
         raise MissingDependencyError(
-            f"vllm: expected version {BOUNDS}, on whose inner parts this plugin stands, got "
+            f"vllm: expected version {BOUNDS}, whose inner parts this plugin uses, got "
             f"{version}; {_INSTALL}"
         )

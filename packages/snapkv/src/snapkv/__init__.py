@@ -3,6 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from snapkv.kvpress_names import instead_of, is_kvpress_name
+
 if TYPE_CHECKING:
     from snapkv.cache.report import CacheReport
     from snapkv.document import Document
@@ -111,10 +113,10 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use, so that the command line starts without torch."""
-    if name.endswith("Press"):  # an AttributeError's words do not reach `from snapkv import ...`
+    if is_kvpress_name(name):  # an AttributeError's words do not reach `from snapkv import ...`
         raise ImportError(
-            f"snapkv: expected the name of a method, such as SnapKV, got kvpress's {name}; see "
-            "docs/migrating.md"
+            f"snapkv: expected the name of a method, such as SnapKV, got kvpress's {name}; "
+            f"{instead_of(name)}"
         )
     if name not in __all__:
         raise AttributeError(f"module 'snapkv' has no attribute {name!r}")

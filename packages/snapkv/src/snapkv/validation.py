@@ -199,7 +199,7 @@ def require_kernel(kernel_size: Any) -> None:
                 f"kernel_size: expected a width or a pair (before, after), got {kernel_size!r}; "
                 "pass for instance (0, 12)"
             )
-        for name, reach in zip(("before", "behind"), kernel_size, strict=True):
+        for name, reach in zip(("before", "after"), kernel_size, strict=True):
             require_int(f"kernel_size, {name}", reach, minimum=0)
         return
     require_int("kernel_size", kernel_size, minimum=1)

@@ -173,7 +173,7 @@ def test_out_of_memory_says_what_was_needed(tiny, prompt, monkeypatch):
     with pytest.raises(OutOfMemoryError) as raised:
         answer(tiny, prompt, SnapKV(48), SHORT)
     message = str(raised.value)
-    assert "besides weights of" in message
+    assert "plus weights of" in message
     assert "tokens would fit" not in message  # so short a prompt would, by the arithmetic
     assert "shorten the prompt, or choose dtype bfloat16" in message
 

@@ -206,7 +206,7 @@ def test_drafts_are_read_in_a_pass_of_their_own():
             assert torch.equal(tokens, generate(model, ids, policy)[0])
     cache = CompressedCache(model, POLICY)
     cache.expect_prompt(PROMPT - 3)
-    with pytest.raises(CacheMismatchError, match="3 tokens behind it"):
+    with pytest.raises(CacheMismatchError, match="3 tokens after it"):
         model(ids, past_key_values=cache)
 
 

@@ -53,7 +53,7 @@ REFUSED = [
     ("a budget that is the same for all heads", RATIO, COMPRESS),
     ("the same for all heads and layers", PyramidKV(**BOTH), COMPRESS),
     ("chooses by the last queries or none", ExpectedAttention(**BOTH), COMPRESS),
-    ("does not ask where tokens stand", KVzap(64, gate=drawn_gate()), COMPRESS),
+    ("does not ask for positions", KVzap(64, gate=drawn_gate()), COMPRESS),
     ("storage: expected 'dynamic'", SNAPKV, COMPRESS | STATIC),
     ("recall='host'", OWN_BUDGET, COMPRESS),
     (r"expected .*share=0\.12", BYTES, COMPRESS),
@@ -148,13 +148,13 @@ def read_in_part(model, cache):
 LATER = [
     (drop, "llama", EVICTS, {}, "policy: expected one that only compresses prompts for drop"),
     (drop, "llama", SNAPKV, STATIC, "storage: expected 'dynamic' for drop"),
-    (drop, "llama", ExpectedAttention(**BOTH), {}, "where tokens stand for drop"),
+    (drop, "llama", ExpectedAttention(**BOTH), {}, "for positions, for drop"),
     (verify_drafts, "linear", SNAPKV, {}, "got recurrent states"),
     (verify_drafts, "llama", EVICTS, {}, "where drafts are verified"),
     (read_in_part, "sliding", SNAPKV, {}, "layer_by_layer"),
     (read_in_part, "llama", SNAPKV, HOST, "turns: expected no recall"),
     (read_in_part, "llama", SNAPKV, STATIC, "storage: expected none"),
-    (read_in_part, "llama", ExpectedAttention(**BOTH), {}, "by attention alone"),
+    (read_in_part, "llama", ExpectedAttention(**BOTH), {}, "uses attention alone"),
 ]
 
 

@@ -30,11 +30,9 @@ SHOWN = (
 
 _INTRODUCTION = """# Which models work
 
-After reading this page you can tell what works with your model, and why something is refused.
-
-Made by `make families` with transformers {version}. Every causal language model of that release is
-built tiny, with random weights, and judged: a cache that has dropped tokens must answer as a full
-one whose attention hides them. Other models are accepted or refused by the layers they have.
+Made by `make families` with transformers {version}. Every causal language model of that release,
+tiny and with random weights, must answer from a cache that has dropped tokens as a full one does
+whose attention hides them. Other models are accepted or refused by the layers they have.
 
 - **grow**: how many of all layers have a cache that grows with the context (\\*: of the tiny
   model). Only they are compressed; layers with a sliding window or a recurrent state stay as they

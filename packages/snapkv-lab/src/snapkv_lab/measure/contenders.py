@@ -180,7 +180,7 @@ def _end_prompt(
         depth=layer.identity.depth,
         num_layers=layer.identity.num_layers,
         rotation=layer.identity.rotation,
-        output_weight=output_weight(layer.identity.output_projection),
+        output_weight=output_weight(layer.identity.output_projection, layer.keys.dtype),
         token_cost=partial(layer.storage.token_cost, layer.store, layer.keys.shape[1]),
     )
     cache.prompt_state.end_prompt(layer, prompt)

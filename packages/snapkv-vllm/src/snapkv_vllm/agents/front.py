@@ -177,7 +177,7 @@ def _chat_of(
     if isinstance(text, str) and isinstance(marked_text, str):
         tokens = tokens_of(tokenizer, text, of_texts.get("prompt_token_ids", ()))
     if tokens is None:
-        says = "a model whose tokenizer says where the tokens of a chat's text lie"
+        says = "a model whose tokenizer says where the tokens of a chat's text are"
         raise wrong(NAME, says, "another", _BY_TOKENS)
     return Chat(messages, located(str(text), str(marked_text), marks.pieces), tokens)
 

@@ -138,7 +138,7 @@ class Catalogue:
             raise wrong(
                 "document",
                 f"at most {left}, what is left of --share-bytes {format_bytes(most_bytes)} "
-                "besides documents in use and those within other keys' shares",
+                "without documents in use and those within other keys' shares",
                 format_bytes(needed_bytes),
                 "wait for requests to end, register a shorter one, or start the server with "
                 "more --share-bytes",

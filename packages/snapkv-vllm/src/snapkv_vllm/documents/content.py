@@ -51,7 +51,7 @@ def chat_spelt_out(
         return list(ids)
     tokens = None if text is None else tokens_of(tokenizer, text, ids)
     if tokens is None or marked_text is None:
-        raise _unclear("a tokenizer that does not say where they lie")
+        raise _unclear("a tokenizer that does not say where they are")
     try:
         spans = sorted(located(str(text), marked_text, marks.pieces).values())
     except RefusedError:

@@ -156,7 +156,7 @@ class Registry:
 
     def _require_new(self, asked: DocumentRequest) -> None:
         if asked.document_id in self._held:
-            raise wrong(asked.verb, "a new identifier", "one that stands", "pass another one")
+            raise wrong(asked.verb, "a new identifier", "one in use", "pass another one")
 
     def _require_free(self, kept_tokens: int) -> None:
         """Refuse more than documents may hold, those that were dropped in use among them."""
@@ -166,7 +166,7 @@ class Registry:
         kept_tokens = cdiv(kept_tokens, size) * size
         if taken + kept_tokens > self._room.most_tokens:
             raise InvalidArgumentError(
-                f"document: expected room for {kept_tokens:,} tokens besides {taken:,} of other "
+                f"document: expected room for {kept_tokens:,} tokens next to {taken:,} of other "
                 f"documents, which may hold {self._room.most_tokens:,} together; drop one, or "
                 "start the server with more --share-bytes"
             )
@@ -287,7 +287,7 @@ def room_of(
     if most_bytes > free_bytes or most_bytes < per_token * max(sizes):
         raise UnsupportedModelError(
             f"snapkv: cannot share documents, or hold sessions: expected "
-            f"{format_bytes(max(most_bytes, 1))} of the cache besides the longest request, "
+            f"{format_bytes(max(most_bytes, 1))} of the cache next to the longest request, "
             f"got {format_bytes(max(0, free_bytes))}; lower {option} or --max-model-len, or raise "
             "--kv-cache-memory-bytes"
         )

@@ -270,7 +270,7 @@ def _locate(name: str, also: Iterable[str] = (), *, dtype: str = "auto") -> _Sou
     hint = nearest(name, _known(also))
     if (shape := shape_of(name)) is not None:
         hint = f"; the weights of that shape are in {SHAPES[shape].repository}"
-    got = f"{name!r}, which is none of them{hint}"
+    got = f"{name!r}, which is not one of them{hint}"
     raise _not_found(got, f"{_ANY} such as Qwen/Qwen3-4B")
 
 

@@ -305,7 +305,7 @@ class PromptState:
         if tokens := self.tokens_behind(new_tokens):
             raise CacheMismatchError(
                 "past_key_values: expected a forward pass to end where the prompt does, got one "
-                f"with {tokens:,} tokens behind it; read them in a pass of their own"
+                f"with {tokens:,} tokens after it; read them in a pass of their own"
             )
 
     def tokens_behind(self, new_tokens: int) -> int:
@@ -357,7 +357,7 @@ class PromptState:
         if whole:
             raise CacheMismatchError(
                 f"past_key_values: expected rows that were all compressed where a turn is stored "
-                f"behind them, got {whole} of {self.rows} rows that have kept everything; give "
+                f"after them, got {whole} of {self.rows} rows that have kept everything; give "
                 "each conversation a cache of its own, or pass recall='host'"
             )
 
@@ -437,7 +437,7 @@ class PromptState:
         if self.room_tokens is not None and new_tokens > self.room_tokens:
             raise InvalidArgumentError(
                 f"max_new_tokens: expected at most room_tokens={self.room_tokens:,}, the room of "
-                f"this cache behind the prompt, got {new_tokens:,}; make the CompressedCache with "
+                f"this cache after the prompt, got {new_tokens:,}; make the CompressedCache with "
                 "a larger room_tokens"
             )
         if self.layers[0].offloaded is None:  # or the turn is read into a store that grows

@@ -109,7 +109,7 @@ def _require_unprotected(protect: Spans | None, rows: Sequence[Spans]) -> None:
     for own in rows:
         if both := own.overlap(protect or Spans(())).parts:
             raise InvalidArgumentError(
-                f"spans: expected none that is protected, got {both[0]}; drop what lies outside, "
+                f"spans: expected none that is protected, got {both[0]}; drop what is outside, "
                 "or make the cache without protecting it"
             )
 

@@ -290,5 +290,5 @@ def _documents_table(about: "About", records: "Sequence[Record]") -> Grid:
     return Grid(
         headings=("document", "tokens", "on disk", "passages", "from"),
         rows=tuple(rows),
-        caption=f"read by {about.who}, kept by {about.policy_in_words}{bits}{bound}",
+        caption=f"read by {about.who}, method {about.policy_in_words}{bits}{bound}",
     )

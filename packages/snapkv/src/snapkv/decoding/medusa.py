@@ -190,7 +190,7 @@ class _Candidates:
         if not hasattr(self._states, "value"):
             raise InvalidArgumentError(
                 "custom_generate: expected a model that reads the prompt where Medusa's heads look "
-                "at its last state, got one that a SharedReading stands in for; generate outside it"
+                "at its last state, got one inside a SharedReading; generate outside it"
             )
         self._hidden = self._states.value[0, -1]
         begin_verifying(self._request.cache)

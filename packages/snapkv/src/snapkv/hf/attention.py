@@ -95,7 +95,7 @@ def _require_causal(watch: PaddingTracker, mask: Any, new_tokens: int) -> None:
     is_over_kept = any(layer.reads_over_kept for layer in watch.layers)
     if is_over_kept and sees_ahead(mask, new_tokens):
         raise UnsupportedModelError(
-            "attention_mask: expected a causal mask behind a compressed prompt, got tokens that "
+            "attention_mask: expected a causal mask after a compressed prompt, got tokens that "
             "see each other in both directions, as those of an image do; pass recall='host', or "
             "read all images with the first prompt"
         )
@@ -330,7 +330,7 @@ def _prompt_layer(
         pad_tokens=pads,
         token_ids=None if ids is None else ids[:, :slots],
         rotation=layer.identity.rotation,
-        output_weight=output_weight(layer.identity.output_projection),
+        output_weight=output_weight(layer.identity.output_projection, call.value.dtype),
         protected=layer.protected_slots(slots, pads),
         token_cost=functools.partial(layer.token_cost, heads),
         unasked=unasked,
@@ -386,9 +386,9 @@ def _refusal(call: AttentionCall, context: ForwardContext) -> Exception | None:
     is_own = context.has_own_mask and getattr(call.mask, "ndim", 0) == 4
     if is_own and layer.slots.is_compressed:
         return UnsupportedModelError(
-            "attention_mask: expected a 2-D one behind a compressed prompt, whose heads keep "
+            "attention_mask: expected a 2-D one after a compressed prompt, whose heads keep "
             "tokens of their own, got a 4-D one; drop tokens with cache.drop(spans), read "
-            "branches each behind a copy of the cache"
+            "each branch after a copy of the cache"
         )
     return None
 
@@ -401,7 +401,7 @@ def _refusal_of_images(name: str, context: ForwardContext) -> UnsupportedModelEr
     if context.phase is Phase.DECODE or not has_images_positions(context.modules):
         return None
     return UnsupportedModelError(
-        f"policy: expected one that does not ask where tokens stand behind an image, whose "
+        f"policy: expected one that does not ask for positions after an image, whose "
         f"positions in {name} count no tokens, got {layer.policy.name}; use SnapKV, or set the "
         "model's `rope_deltas` to None if it has read no image"
     )
@@ -409,7 +409,7 @@ def _refusal_of_images(name: str, context: ForwardContext) -> UnsupportedModelEr
 
 def _without_weights() -> UnsupportedModelError:
     return UnsupportedModelError(
-        "output_attentions: expected False where attention gives no weights, as behind heads "
+        "output_attentions: expected False where attention gives no weights, as for heads "
         "of different length or codes, got True; leave it out, or use SnapKV without quantize"
     )
 

@@ -32,6 +32,7 @@ from snapkv.hf import forward_context, saved, step_graph
 from snapkv.hf.build import layers_for, other_kinds, plain_layers, storage_for
 from snapkv.hf.fidelity import VoteCheck
 from snapkv.hf.forward_context import ForwardContext, phase_of
+from snapkv.hf.identity import within
 from snapkv.hf.install import use
 from snapkv.hf.known_gates import with_known
 from snapkv.hf.model_parts import States, shares_latent, states_of
@@ -65,7 +66,7 @@ class CompressedCache(Cache):
     one is gone, the model is as it was; see `snapkv.install` and `snapkv.uninstall`.
 
     Args:
-        model: a decoder-only transformers model.
+        model: a decoder-only transformers model, or one in a `PeftModel`.
         policy: what to keep; `snapkv.default_policy()` by default.
         storage: "dynamic" grows with every token. "static" moves what is kept into buffers with
             room for `room_tokens`, so that on a GPU `generate` records the decoding step as a CUDA
@@ -108,6 +109,7 @@ class CompressedCache(Cache):
         quantize: Quantize | None = None,
         protect: Iterable[Span] | None = None,
     ) -> None:
+        model = within(model)
         policy = default_policy() if policy is None else policy
         if not isinstance(policy, Policy):
             raise InvalidTypeError(
@@ -207,7 +209,7 @@ class CompressedCache(Cache):
         is_made, self._padding.is_made = self._padding.is_made, False
         if not is_made:  # but it is the user's own
             raise UnsupportedModelError(
-                "attention_mask: expected a 2-D mask behind a prompt with storage='static', whose "
+                "attention_mask: expected a 2-D mask after a prompt with storage='static', whose "
                 "slots are no columns of the text, got a 4-D one; pass (batch, tokens) zeros and "
                 "ones"
             )

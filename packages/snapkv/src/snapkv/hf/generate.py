@@ -219,6 +219,16 @@ def _modes(
     return given
 
 
+def _generate_batch(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Continuous batching would pass over a cache in silence."""
+    if _prompt_state_of(kwargs) is not None:
+        raise InvalidArgumentError(
+            "past_key_values: expected none in generate_batch, which pages a cache of its own, got "
+            "a CompressedCache; call generate, or serve many requests with `snapkv serve`"
+        )
+    return own(model, *args, **kwargs)
+
+
 @contextlib.contextmanager
 def _batching(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
     """Continuous batching, which looks at the attention's name and has a cache of its own."""
@@ -243,6 +253,7 @@ _AROUND: dict[str, Callable[..., Any]] = {
     "_extract_generation_mode_kwargs": _modes,
     "_valid_auto_compile_criteria": step_graph.compiles,
     "get_compiled_call": step_graph.compiled,
+    "generate_batch": _generate_batch,
     "continuous_batching_context_manager": _batching,
     "init_continuous_batching": _init_batching,
 }
@@ -338,12 +349,25 @@ def _asked(model: PreTrainedModel, kwargs: dict[str, Any], name: str) -> Any:
 def _require_plain_prompt(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
     """Refuse what would leave the cache with something else than the prompt."""
     config = kwargs.get("generation_config") or model.generation_config
+    _require_no_learned_tokens(model)
     _require_use_cache(kwargs.get("use_cache", getattr(config, "use_cache", True)))
     if kwargs.get("token_healing", getattr(config, "token_healing", False)):
         raise InvalidArgumentError(
             "token_healing: expected False with a CompressedCache, since healing changes the "
             "prompt's length, got True; heal the tokens before calling generate"
         )
+
+
+def _require_no_learned_tokens(model: PreTrainedModel) -> None:
+    """Refuse PEFT's prompt and prefix tuning, whose tokens a cache cannot tell from the prompt."""
+    wrapping = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
+    for each in (model, wrapping):
+        config = getattr(each, "active_peft_config", None)
+        if getattr(config, "is_prompt_learning", False):
+            raise UnsupportedModelError(
+                "model: expected adapters that add no tokens, such as LoRA, with a "
+                f"CompressedCache, got {type(config).__name__}; generate without past_key_values"
+            )
 
 
 def _require_use_cache(use_cache: bool | None) -> None:

@@ -27,6 +27,11 @@ _SETTINGS = (
 )
 
 
+def within(model: Any) -> Any:
+    """The model that generates: itself, or what PEFT's wrapper holds, adapters included."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def identity_of(model: PreTrainedModel, *, in_any_dtype: bool = False) -> dict[str, Any]:
     """What tells a model from others, ready for JSON.
 
@@ -34,6 +39,7 @@ def identity_of(model: PreTrainedModel, *, in_any_dtype: bool = False) -> dict[s
     them, and reading all of a large model would take longer than reading most prompts. In any
     dtype, values are rounded to bfloat16, so that a model is the same however it was loaded.
     """
+    model = within(model)
     config = model.config.get_text_config(decoder=True)
     settings = {name: getattr(config, name, None) for name in _SETTINGS}
     dtype = {} if in_any_dtype else {"dtype": str(model.dtype).removeprefix("torch.")}
@@ -73,13 +79,17 @@ def require_identity(own: Mapping[str, Any], saved: Any) -> None:
 
 @torch.no_grad()
 def _weights(model: PreTrainedModel, dtype: torch.dtype | None) -> str:
-    """SHA-256 over all parameters' names and shapes and some of their values' bytes."""
+    """SHA-256 over names, shapes and some bytes of all parameters, and which adapters are on."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters(remove_duplicate=False)):
         owner, _, own = name.rpartition(".")
         values = weight_of(model.get_submodule(owner), own)
         digest.update(f"{name} {tuple(parameter.shape)}".encode())
         digest.update(_sample(values, dtype).numpy().tobytes())
+    for name, module in model.named_modules():
+        active = getattr(module, "active_adapters", None)  # of a layer of PEFT: those that are on
+        if isinstance(active, list):
+            digest.update(f"{name} {[] if module.disable_adapters else active}".encode())
     return digest.hexdigest()
 
 

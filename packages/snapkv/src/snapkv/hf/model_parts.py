@@ -17,7 +17,7 @@ from enum import Enum, auto
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.pytorch_utils import Conv1D
@@ -260,9 +260,9 @@ def output_projections(model: PreTrainedModel, layers: Sequence[int]) -> dict[in
     for index, modules in attention_modules(model, layers).items():
         named = (getattr(module, name, None) for module in modules for name in _PROJECTIONS)
         parts = [part for part in named if part is not None]
-        if len(parts) != 1 or not _is_plain(parts[0]):
+        if len(parts) != 1 or not _is_projection(parts[0]):
             raise UnsupportedModelError(
-                f"model: expected attention with an output projection of plain weights called "
+                "model: expected attention with an output projection called "
                 f"{', '.join(_PROJECTIONS[:-1])} or {_PROJECTIONS[-1]}, got {type(model).__name__} "
                 f"with {', '.join(type(part).__name__ for part in parts) or 'none'} in layer "
                 f"{index}; use a method that does not weigh values by it"
@@ -271,14 +271,23 @@ def output_projections(model: PreTrainedModel, layers: Sequence[int]) -> dict[in
     return found
 
 
-def output_weight(projection: Any) -> Tensor | None:
-    """(hidden, Hq * Dv) without gradient, or None where there is no projection."""
+@torch.no_grad()
+def output_weight(projection: Any, dtype: torch.dtype) -> Tensor | None:
+    """(hidden, Hq * Dv) in the states' dtype, or None where there is no projection.
+
+    What is no plain layer, such as one with adapters or with quantized weights, is tried out: it
+    maps unit vectors to the columns.
+    """
     if projection is None:
         return None
-    weight = weight_of(projection).to(device_of(projection))
-    return weight.T if isinstance(projection, Conv1D) else weight
+    if type(projection) is Conv1D:
+        return weight_of(projection).to(device_of(projection)).T
+    if type(projection) is nn.Linear and type(projection.weight) is nn.Parameter:
+        return weight_of(projection).to(device_of(projection))
+    units = torch.eye(projection.in_features, dtype=dtype, device=device_of(projection))
+    moved: Tensor = projection(units) - projection(torch.zeros_like(units[:1]))  # without a bias
+    return moved.T
 
 
-def _is_plain(projection: Any) -> bool:
-    weight = getattr(projection, "weight", None)
-    return isinstance(weight, Tensor) and weight.ndim == 2 and weight.is_floating_point()
+def _is_projection(module: Any) -> bool:
+    return isinstance(module, Conv1D) or hasattr(module, "in_features")

@@ -213,8 +213,8 @@ def _named_policy(saved: dict[str, Any]) -> Policy:
     name = parameters.pop("name")
     if name not in POLICIES:
         raise CacheMismatchError(
-            f"policy: expected the method {name!r} that the cache was saved with, which is none of "
-            f"{', '.join(POLICIES)}; pass it to load"
+            f"policy: expected the method {name!r} that the cache was saved with, which is not one "
+            f"of {', '.join(POLICIES)}; pass it to load"
         )
     if isinstance(parameters.get("gate"), str):  # a file may name no other file
         raise CacheMismatchError(

@@ -172,7 +172,7 @@ RULES = (
     ),
     Rule(
         meets=lambda s: s.recall_bytes is not None and not s.recalls,
-        line="recall_bytes: expected recall='host' or a folder beside it, got {s.recall_bytes} "
+        line="recall_bytes: expected recall='host' or a folder with it, got {s.recall_bytes} "
         "without; pass recall, or leave recall_bytes out",
     ),
     Rule(
@@ -249,7 +249,7 @@ RULES = (
             s.going_on == "compress" and (not s.keeps_alike or "rotation" in s.policy.needs)
         ),
         line="policy: expected one with a budget that is the same for all heads and layers, and "
-        "that does not ask where tokens stand, for turns='compress' without recall, got "
+        "that does not ask for positions, for turns='compress' without recall, got "
         "{s.policy!r}; use SnapKV(budget=...), or recall='host'",
     ),
     Rule(
@@ -267,7 +267,7 @@ RULES = (
     Rule(
         use="drop",
         meets=lambda s: bool(s.policy.needs & {"rotation", "queries"}),
-        line="policy: expected one that does not ask where tokens stand for drop, got "
+        line="policy: expected one that does not ask for positions, for drop, got "
         "{s.policy.name}; use SnapKV, KeyDiff or LagKV",
     ),
     Rule(
@@ -307,7 +307,7 @@ RULES = (
     Rule(
         use="selective",
         meets=lambda s: bool(s.needs_of_text),
-        line="policy: expected one that goes by attention alone where only some tokens go on, got "
+        line="policy: expected one that uses attention alone where only some tokens go on, got "
         "{s.policy.name}, which needs {s.needs_of_text[0]} of all tokens; use SnapKV, or read"
         " the prompt exactly",
     ),

@@ -247,7 +247,7 @@ class Library:
             if own:
                 return own
             raise LibraryError(
-                f"name: expected a document of the library, got {name!r}, which is none"
+                f"name: expected a document of the library, got {name!r}, which is not one"
                 f"{nearest(name, [entry.name for entry in index.entries()])}"
             )
 

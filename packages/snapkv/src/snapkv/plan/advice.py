@@ -91,7 +91,7 @@ def prompt_advice(model: Any, prompt_tokens: int, available_bytes: int | None) -
         full = footprint.cache_bytes(prompt_tokens, prompt_tokens)
         fits = _would_fit(takes, prompt_tokens, available_bytes, footprint.max_positions)
         return (
-            f"; reading them takes about {format_bytes(takes(prompt_tokens))} besides weights of "
+            f"; reading them takes about {format_bytes(takes(prompt_tokens))} plus weights of "
             f"{format_bytes(weights_bytes(model))} (and a full cache would hold "
             f"{format_bytes(full)}){_free(available_bytes)}{fits}"
         )
@@ -113,9 +113,7 @@ def layerwise_advice(
         takes = functools.partial(layerwise_bytes, footprint, chunk_tokens=chunk_tokens)
         needed = format_bytes(takes(prompt_tokens))
         fits = _would_fit(takes, prompt_tokens, available_bytes)
-        return (
-            f"; reading them takes about {needed} besides the weights{_free(available_bytes)}{fits}"
-        )
+        return f"; reading them takes about {needed} plus the weights{_free(available_bytes)}{fits}"
 
     return (
         f"prompt: expected {prompt_tokens:,} tokens to fit in the memory of {device_of(model)} "

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, NoReturn, Self
 from torch import Tensor
 
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
+from snapkv.kvpress_names import instead_of
 from snapkv.policies.spans import Spans, require_room
 from snapkv.policies.states import DecodeStep, Eviction, PromptLayer, Selection, VotesAtStake
 
@@ -44,7 +45,8 @@ class Policy(ABC):
         if "compression_ratio" in parameters:
             raise InvalidTypeError(
                 "compression_ratio: expected keep_ratio=, the share that is kept, or a budget, got "
-                f"kvpress's argument of {cls.__name__}; see docs/migrating.md"
+                f"kvpress's argument of {cls.__name__}; "
+                f"{instead_of(f'{cls.__name__}Press', parameters['compression_ratio'])}"
             )
         return super().__new__(cls)
 

@@ -76,4 +76,4 @@ class H2O(SplitBudget):
     def require_protection(self, spans: Spans) -> None:
         """Raise unless they fit among the heavy hitters."""
         assert self.heavy is not None
-        self._require_whole_spans(spans, self.heavy, f"beside its {self.recent} recent tokens")
+        self._require_whole_spans(spans, self.heavy, f"next to its {self.recent} recent tokens")

@@ -59,7 +59,7 @@ class PrefixPolicy(Policy):
             )
         if isinstance(self.budget, AutoBudget) and not self.scores_are_votes:
             raise InvalidArgumentError(
-                f"budget: expected a number of tokens with {self.name}, since 'auto' goes by the "
+                f"budget: expected a number of tokens with {self.name}, since 'auto' uses the "
                 "votes of SnapKV, got 'auto'; pass a number, or use SnapKV(budget='auto')"
             )
         self.allocation.require_valid(self.window_size, self.sink_tokens)

@@ -120,5 +120,5 @@ class RKV(BestAndRecent):
         return scores
 
     def require_protection(self, spans: Spans) -> None:
-        beside = f"beside its window of {self.window_size}"
+        beside = f"next to its window of {self.window_size}"
         self._require_whole_spans(spans, self.budget - self.window_size, beside)

@@ -134,7 +134,7 @@ class Scissorhands(BestAndRecent):
         """Raise unless the lowest layer has room for them right after a drop."""
         budget = self.max_decode_tokens
         room = budget + 1 - self._layer_drop(budget) - self.recent
-        beside = f"beside its {self.recent} recent tokens when it has dropped"
+        beside = f"next to its {self.recent} recent tokens when it has dropped"
         self._require_whole_spans(spans, room, beside)
 
     def _layer_budget(self, layer: LayerStates) -> int:

@@ -93,7 +93,7 @@ def require_span(argument: str, span: Any) -> Span:
     if start >= stop:
         raise InvalidArgumentError(
             f"{argument}: expected a start below its stop, got ({start}, {stop}), which holds no "
-            "position; the stop is the position behind the last one"
+            "position; the stop is the position after the last one"
         )
     return start, stop
 

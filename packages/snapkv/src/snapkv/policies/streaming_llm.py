@@ -92,5 +92,5 @@ class StreamingLLM(SplitBudget):
                 "the first tokens of the prompt start=N instead of protect"
             )
         assert self.recent is not None
-        beside = f"beside its {self.start} first tokens and its newest one"
+        beside = f"next to its {self.start} first tokens and its newest one"
         self._require_whole_spans(spans, self.recent - 1, beside)

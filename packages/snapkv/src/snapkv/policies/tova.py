@@ -52,4 +52,4 @@ class TOVA(BestAndRecent):
 
     def require_protection(self, spans: Spans) -> None:
         """Raise unless they leave room for the token that is being generated."""
-        self._require_whole_spans(spans, self.budget - 1, "beside its newest token")
+        self._require_whole_spans(spans, self.budget - 1, "next to its newest token")

@@ -83,7 +83,7 @@ class OffloadPool:
         """Refuse so many bytes more than are taken where that is beyond the limit."""
         if self.limit_bytes is not None and self.taken_bytes + wanted > self.limit_bytes:
             raise OutOfMemoryError(
-                f"recall_bytes: expected room for {format_bytes(wanted)} more beside the "
+                f"recall_bytes: expected room for {format_bytes(wanted)} more than the "
                 f"{format_bytes(self.taken_bytes)} that are off the device already, got a "
                 f"limit of {format_bytes(self.limit_bytes)}; raise recall_bytes, or shorten the "
                 "text"

@@ -160,7 +160,7 @@ def _beginning(tokenizer: Any, text: Haystack, tokens: int) -> list[int]:
     """The first tokens of the text, which begins again where it is too short."""
     if tokens < 1:
         raise InvalidArgumentError(
-            "lengths: expected room for some text besides the needle, got none; pass larger lengths"
+            "lengths: expected room for some text next to the needle, got none; pass larger lengths"
         )
     whole, characters = text.text, tokens * CHARACTERS_PER_TOKEN
     while True:

@@ -1,0 +1,317 @@
+"""Every row of docs/other-tools.md. `make test-tools` installs the packages that are not here."""
+
+import copy
+import inspect
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig, TorchAoConfig
+
+from snapkv import (
+    CacheMismatchError,
+    CompressedCache,
+    CriticalKV,
+    InvalidArgumentError,
+    SnapKV,
+    UnsupportedModelError,
+)
+from snapkv.hf.model_parts import output_weight
+from tests.families import peaked_model, random_ids, tiny_config, tiny_model
+
+PROMPT, BUDGET = 80, 24
+SNAP = SnapKV(BUDGET, window_size=8)
+METHODS = [SNAP, CriticalKV(SNAP)]  # votes alone, and with what the output projection adds
+OPTIONS = {"max_new_tokens": 8, "do_sample": False}
+PAGE = Path(__file__).parents[4] / "docs/other-tools.md"
+
+
+def generated(caller, cached, policy=SNAP, **options):
+    """What comes after the prompt, from a cache that is made for `cached`."""
+    cache, ids = CompressedCache(cached, policy), random_ids(1, PROMPT)
+    mask = torch.ones_like(ids)
+    found = caller.generate(
+        input_ids=ids, attention_mask=mask, past_key_values=cache, **OPTIONS, **options
+    )
+    assert cache.report().kept_tokens < PROMPT
+    return found[0, PROMPT:].tolist()
+
+
+def pipelines(tmp_path, demo):
+    from transformers import pipeline
+
+    pipe = pipeline("text-generation", model=demo.model, tokenizer=demo.tokenizer)
+    prompt = "The capital of France is Paris. " * 10 + "The capital of France is"
+    cache = CompressedCache(demo.model, SnapKV(48, window_size=16))
+    for _ in range(2):
+        text = pipe(prompt, max_new_tokens=1, do_sample=False, past_key_values=cache)
+        assert "Paris" in text[0]["generated_text"][len(prompt) :]
+        with pytest.raises(CacheMismatchError, match=r"call cache\.reset"):
+            pipe([prompt, "Another."], max_new_tokens=1, past_key_values=cache)
+        cache.reset()
+
+
+def continuous_batching(tmp_path, demo):
+    model = tiny_model("llama")
+    for name in ("past_key_values", "cache"):
+        cache = CompressedCache(model, SNAP)
+        with pytest.raises(InvalidArgumentError, match="pages a cache of its own"):
+            model.generate_batch([[5, 6, 7]], **{name: cache})
+    assert "past_key_values" not in inspect.signature(model.init_continuous_batching).parameters
+
+
+def served(tmp_path, demo):
+    """They take no cache yet: a day on which one does is a day to change the page."""
+    from transformers.cli.chat import Chat
+    from transformers.cli.serve import Serve
+
+    for command in (Serve, Chat):
+        options = inspect.signature(command.__init__).parameters
+        assert len(options) > 3
+        assert not [name for name in options if name in ("cache", "past_key_values", "policy")]
+
+
+def spread(tmp_path, demo):
+    model = tiny_model("llama")
+    offloaded = copy.deepcopy(model)
+    cpu_offload(offloaded)
+    for policy in METHODS:
+        assert generated(offloaded, offloaded, policy) == generated(model, model, policy)
+
+
+def adapters(tmp_path, demo):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    settings = {"r": 4, "lora_alpha": 64, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+    lora = peft.LoraConfig(target_modules=["q_proj", "k_proj", "o_proj"], **settings)
+    wrapped = peft.get_peft_model(copy.deepcopy(tiny_model("llama")), lora).eval()
+    merged = copy.deepcopy(wrapped).merge_and_unload()
+    for policy in METHODS:
+        for options in ({}, {"prompt_lookup_num_tokens": 3}):
+            expected = generated(merged, merged, policy, **options)
+            for cached in (wrapped, wrapped.get_base_model()):
+                assert generated(wrapped, cached, policy, **options) == expected
+    cache = CompressedCache(wrapped, SNAP)
+    with torch.no_grad():
+        wrapped(random_ids(1, PROMPT), past_key_values=cache)
+    cache.save(tmp_path / "cache")
+    CompressedCache.load(tmp_path / "cache", wrapped)
+    with wrapped.disable_adapter(), pytest.raises(CacheMismatchError, match="other weights"):
+        CompressedCache.load(tmp_path / "cache", wrapped)
+
+
+def learned_tokens(tmp_path, demo):
+    peft = pytest.importorskip("peft")
+    for kind in (peft.PromptTuningConfig, peft.PrefixTuningConfig):
+        settings = kind(num_virtual_tokens=4, task_type="CAUSAL_LM")
+        wrapped = peft.get_peft_model(copy.deepcopy(tiny_model("llama")), settings)
+        for cached in (wrapped, wrapped.get_base_model()):
+            with pytest.raises(UnsupportedModelError, match="adapters that add no tokens"):
+                generated(wrapped, cached)
+
+
+def quantized(package, *configs):
+    """A row of weights that transformers quantizes as it loads them."""
+
+    def check(tmp_path, demo):
+        pytest.importorskip(package)
+        changes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 16}
+        peaked = peaked_model(tiny_config("llama", **changes), "sdpa")
+        peaked.save_pretrained(tmp_path)
+        for config in configs:
+            given = {"quantization_config": config(), "dtype": torch.float32, "device_map": "cpu"}
+            model = AutoModelForCausalLM.from_pretrained(tmp_path, **given).eval()
+            for layer, own in zip(model.model.layers, peaked.model.layers, strict=True):
+                assert type(layer.self_attn.o_proj.weight) is not nn.Parameter
+                found = output_weight(layer.self_attn.o_proj, torch.float32)
+                weight = own.self_attn.o_proj.weight
+                assert 0 < (found - weight).norm() < 0.2 * weight.norm()
+            assert all(generated(model, model, policy) for policy in METHODS)
+
+    return check
+
+
+def fp8(tmp_path, demo):
+    """A checkpoint as DeepSeek's: blocks of weights with a scale each."""
+    peaked = peaked_model(tiny_config("llama"), "sdpa")
+    peaked.save_pretrained(tmp_path)
+    coded, weights = {}, load_file(tmp_path / "model.safetensors")
+    for name, weight in weights.items():
+        if name.endswith("_proj.weight"):
+            rows, columns = weight.shape
+            blocks = weight.view(rows // 16, 16, columns // 16, 16)
+            scales = blocks.abs().amax((1, 3)) / 448
+            weight = (blocks / scales[:, None, :, None]).view(rows, columns)
+            weight = weight.to(torch.float8_e4m3fn)
+            coded[f"{name}_scale_inv"] = scales
+        coded[name] = weight
+    save_file(coded, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    own = peaked.state_dict()
+    for name, weight in model.state_dict().items():
+        torch.testing.assert_close(weight, own[name], rtol=0.1, atol=0.01)
+    for policy in METHODS:
+        assert len(generated(model, model, policy)) == OPTIONS["max_new_tokens"]
+
+
+def untried(tmp_path, demo):
+    assert re.search(r"^\| AWQ, GPTQ \| untried \|", PAGE.read_text("utf-8"), re.MULTILINE)
+
+
+def rollouts(tmp_path, demo):
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+
+    kept = []
+
+    def roll(prompts, trainer):
+        found = {"prompt_ids": [], "completion_ids": [], "logprobs": []}
+        model = trainer.accelerator.unwrap_model(trainer.model).eval()
+        for prompt in prompts:
+            ids = demo.tokenizer(prompt, return_tensors="pt").input_ids
+            cache = CompressedCache(model, SnapKV(32, window_size=8))
+            options = {"max_new_tokens": 4, "output_scores": True, "return_dict_in_generate": True}
+            with torch.no_grad():
+                made = model.generate(ids, past_key_values=cache, **options)
+            sure = model.compute_transition_scores(
+                made.sequences, made.scores, normalize_logits=True
+            )
+            found["prompt_ids"].append(ids[0].tolist())
+            found["completion_ids"].append(made.sequences[0, ids.shape[1] :].tolist())
+            found["logprobs"].append(sure[0].tolist())
+            kept.append(cache.report().kept_tokens)
+        model.train()
+        return found
+
+    settings = trl.GRPOConfig(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=2,
+        num_generations=2,
+        max_completion_length=4,
+        max_steps=1,
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+    )
+    trainer = trl.GRPOTrainer(
+        model=copy.deepcopy(demo.model),
+        args=settings,
+        train_dataset=Dataset.from_dict({"prompt": ["One two three. " * 20] * 2}),
+        reward_funcs=lambda completions, **_: [float(len(each)) for each in completions],
+        processing_class=demo.tokenizer,
+        rollout_func=roll,
+    )
+    trainer.train()
+    assert len(kept) == 2
+    assert max(kept) < 40
+
+
+def _torchao():
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    return TorchAoConfig(Int8WeightOnlyConfig())
+
+
+ROWS = {
+    "`transformers.pipeline`": pipelines,
+    "`generate_batch`, `init_continuous_batching`": continuous_batching,
+    "`transformers serve`, `transformers chat`": served,
+    "accelerate: `device_map`, offloaded weights": spread,
+    "PEFT: LoRA and others that add no tokens": adapters,
+    "PEFT: prompt tuning, prefix tuning": learned_tokens,
+    "bitsandbytes, 4 and 8 bits": quantized(
+        "bitsandbytes",
+        lambda: BitsAndBytesConfig(load_in_4bit=True),
+        lambda: BitsAndBytesConfig(load_in_8bit=True),
+    ),
+    "torchao, 8 bits": quantized("torchao", _torchao),
+    "quanto, 4 and 8 bits": quantized(
+        "optimum.quanto", lambda: QuantoConfig("int4"), lambda: QuantoConfig("int8")
+    ),
+    "FP8 checkpoints": fp8,
+    "AWQ, GPTQ": untried,
+    "TRL: GRPO rollouts": rollouts,
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # other packages' own, which are not ours to mend
+@pytest.mark.parametrize("tool", ROWS)
+def test_a_row_of_the_page(tool, tmp_path, demo):
+    ROWS[tool](tmp_path, demo)
+
+
+def test_the_page_has_these_rows():
+    rows = re.findall(
+        r"^\| (.*?) \| (?:works|refused|no|untried) \|", PAGE.read_text("utf-8"), re.M
+    )
+    assert rows == list(ROWS)
+
+
+# The same without those packages.
+
+
+class Adapted(nn.Module):
+    """A layer with an adapter, as PEFT makes them: `weight` is that of the layer alone."""
+
+    disable_adapters = False
+
+    def __init__(self, base):
+        super().__init__()
+        self.base_layer, self.in_features = base, base.in_features
+        self.active_adapters = ["default"]
+        generator = torch.Generator().manual_seed(1)
+        self.register_buffer("added", torch.randn(base.weight.shape, generator=generator))
+
+    @property
+    def weight(self):
+        return self.base_layer.weight
+
+    def forward(self, states):
+        added = 0 if self.disable_adapters else states @ self.added.T
+        return self.base_layer(states) + added
+
+
+def test_what_a_projection_adds_is_counted_with_its_adapters_and_a_cache_is_theirs(tmp_path):
+    plain, adapted, merged = (copy.deepcopy(tiny_model("llama")) for _ in range(3))
+    for with_adapter, with_sum in zip(adapted.model.layers, merged.model.layers, strict=True):
+        made = Adapted(with_adapter.self_attn.o_proj)
+        with_adapter.self_attn.o_proj = made
+        with_sum.self_attn.o_proj.weight.data += made.added
+    policy = CriticalKV(SNAP)
+    expected = generated(merged, merged, policy)
+    assert generated(adapted, adapted, policy) == expected
+    assert generated(plain, plain, policy) != expected
+    cache = CompressedCache(adapted, SNAP)
+    with torch.no_grad():
+        adapted(random_ids(1, PROMPT), past_key_values=cache)
+    cache.save(tmp_path / "cache")
+    CompressedCache.load(tmp_path / "cache", adapted)
+    for layer in adapted.model.layers:
+        layer.self_attn.o_proj.disable_adapters = True
+    with pytest.raises(CacheMismatchError, match="other weights"):
+        CompressedCache.load(tmp_path / "cache", adapted)
+
+
+def test_learned_tokens_are_refused():
+    model = copy.deepcopy(tiny_model("llama"))
+    cache = CompressedCache(model, SNAP)
+
+    class Wrapping:
+        active_peft_config = SimpleNamespace(is_prompt_learning=True)
+
+        def prepare(self, *args, **kwargs):
+            raise AssertionError
+
+    model.prepare_inputs_for_generation = Wrapping().prepare
+    with pytest.raises(UnsupportedModelError, match="adapters that add no tokens"):
+        model.generate(random_ids(1, PROMPT), past_key_values=cache, **OPTIONS)
+    assert cache.get_seq_length() == 0
