@@ -1,4 +1,4 @@
-"""Everything that is measured on a GPU, in one call of at most forty minutes.
+"""What a GPU user sees: tokens, reading and votes, in one call of at most ten minutes.
 
     python -m snapkv_lab.experiments gpu  all parts, most valuable first
     python -m snapkv_lab.experiments gpu --part decode   one of them
@@ -12,33 +12,37 @@ or where the device was lost. A cell that failed has a row that says how, and is
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from snapkv import AdaKV, CompressedCache, SnapKV, ops
+from snapkv import AdaKV, CompressedCache, SnapKV, default_policy, ops
+from snapkv.app.prefills import LayerByLayer
 from snapkv.policies import Policy
 from snapkv.storage.bits import KVCodes
 from snapkv.validation import first_line
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.measuring import Turns
-from snapkv_lab.experiments.medusa import figure_9
 from snapkv_lab.experiments.pages import Listing
 from snapkv_lab.experiments.records import describe_environment
-from snapkv_lab.experiments.speed import appended, overhead
 from snapkv_lab.measure.contenders import Contender, compressed, full
-from snapkv_lab.measure.decode import DecodeBench, copy_bandwidth
 from snapkv_lab.measure.prefill import PrefillBench
 from snapkv_lab.measure.random_models import random_model
-from snapkv_lab.measure.timing import spent_on
-from snapkv_lab.report.tables import Pivot
+from snapkv_lab.measure.timing import spread
 from snapkv_lab.rows import Row, grouped
 
 K = 1024
+GRAPHS = ("snapkv", "adakv", "snapkv int8", "snapkv int4", "default", "default K8V4")
+VOTES = (
+    ("window_votes", 32, "triton"),
+    ("window_votes", 32, "reference"),
+    ("largest_votes", 16, "triton"),
+    ("largest_votes", 16, "blocked"),
+)
 
 
 def _device(given: RunContext) -> torch.device:
@@ -67,87 +71,123 @@ def _model(given: RunContext, shape: str) -> Any:
     return given.model_held[1]
 
 
-def _policies(budget: int) -> dict[str, Contender]:
-    snapkv = SnapKV(budget)
+def _caches(budget: int, storage: str) -> dict[str, Contender]:
+    """By the name that rows have for them."""
+    snapkv, default = SnapKV(budget), default_policy(budget)
     made = (
-        compressed(f"snapkv@{budget}", snapkv),
-        compressed(f"adakv@{budget}", AdaKV(snapkv)),
-        compressed(f"snapkv@{budget} int8", snapkv, codes=KVCodes.of("int8")),
-        compressed(f"snapkv@{budget} int4", snapkv, codes=KVCodes.of("int4")),
-        compressed(f"snapkv@{budget}, graph", snapkv, storage="static"),
-        compressed(
-            f"snapkv@{budget} int4, graph", snapkv, storage="static", codes=KVCodes.of("int4")
-        ),
+        ("snapkv", snapkv, None),
+        ("adakv", AdaKV(snapkv), None),
+        ("snapkv int8", snapkv, "int8"),
+        ("snapkv int4", snapkv, "int4"),
+        ("default", default, None),
+        ("default K8V4", default, "K8V4"),
     )
-    names = ("snapkv", "adakv", "int8", "int4", "static", "static int4")
-    return dict(zip(names, made, strict=True))
+    return {name: full(name) for name in ("transformers", "transformers-static")} | {
+        name: compressed(name, policy, storage=storage, codes=bits and KVCodes.of(bits))
+        for name, policy, bits in made
+    }
 
 
-def _states(given: RunContext, tokens: int) -> tuple[Tensor, Tensor, float]:
+def _token(given: RunContext, batch: int, length: int, name: str) -> Iterator[Row]:
+    """From one token of `generate` to the next, once steps run as they go on running."""
+    decoder = _caches(given.budget, "static")[name].decoder(
+        _model(given, given.shape), batch, length
+    )
+    if name == "transformers-static":
+        decoder(4)  # compiled in another call
+    first, gaps = decoder.first_and_gaps(given.tokens)
+    ms = spread(gaps, 3)
+    yield {
+        "cache": name,
+        "batch": batch,
+        "length": length,
+        "steps": decoder.steps,
+        "ms_per_token": ms,
+        "first_ms": round(first, 1),
+        "tokens_per_second": round(1000 * batch / ms["p50"], 1),
+        "held_bytes": decoder.held_bytes,
+    }
+
+
+def _reading(given: RunContext, length: int) -> Iterator[Row]:
+    """What compression adds to reading a prompt."""
+    caches = _caches(given.budget, "dynamic")
+    names = ("transformers", "snapkv", "adakv", "snapkv int4", "default", "default K8V4")
+    contenders = [caches[name] for name in names]
+    if length >= 2 * given.chunk_tokens:
+        layers = LayerByLayer(chunk_tokens=given.chunk_tokens)
+        contenders += [replace(caches["snapkv"], label="snapkv, layer by layer", prefill=layers)]
+    bench = PrefillBench(
+        model=_model(given, given.shape),
+        contenders=contenders,
+        lengths=[length],
+        rounds=given.rounds,
+    )
+    yield from bench.times()
+
+
+def _long_reading(given: RunContext, length: int) -> Iterator[Row]:
+    """A prompt of the paper's 7B multi-head shape beyond one pass, and the peak of memory."""
+    layers = LayerByLayer(chunk_tokens=given.chunk_tokens)
+    contender = replace(_caches(given.budget, "dynamic")["snapkv"], prefill=layers)
+    bench = PrefillBench(
+        model=_model(given, given.paper_shape), contenders=[contender], lengths=[length]
+    )
+    started = time.monotonic()
+    for row in bench.peaks():
+        yield row | {"reading_seconds": round(time.monotonic() - started, 1)}
+
+
+def _states(given: RunContext, voters: int) -> tuple[Tensor, Tensor, ops.ScoreOptions]:
     """Random queries of a window, keys of a layer, and what scales their scores."""
     text = _model(given, given.shape).config
     head_dim = text.hidden_size // text.num_attention_heads
     queries, keys = (
         torch.randn(1, heads, count, head_dim, device=_device(given), dtype=_dtype(given))
-        for heads, count in ((text.num_attention_heads, 32), (text.num_key_value_heads, tokens))
+        for heads, count in (
+            (text.num_attention_heads, voters),
+            (text.num_key_value_heads, given.vote_tokens),
+        )
     )
-    return queries, keys, head_dim**-0.5
+    return queries, keys, ops.ScoreOptions(scaling=head_dim**-0.5)
 
 
-def _operations(given: RunContext) -> dict[str, Callable[[str], Tensor]]:
-    """What has a kernel, as a function of the implementation."""
-    queries, keys, scaling = _states(given, given.kernel_tokens)
-    scores = ops.ScoreOptions(scaling=scaling)
-    heads, (tokens, head_dim) = keys.shape[1], keys.shape[2:]
-    tail, votes = keys[:, :, :64], torch.rand(1, heads, tokens, device=keys.device)
-    # Heads of which the first keeps least; blocks of 32 tokens.
-    lengths = tuple((head + 1) * tokens // (2 * heads) for head in range(heads))
-    ragged = keys[0, 0].repeat(heads, 1)[: sum(lengths)]
-    layout = ops.BlockLayout(((lengths,),), 32, keys.device)
-    blocks = keys[0].flatten(0, 1)[: 32 * (heads * tokens // 32)].view(-1, 32, head_dim)
-    blocks = blocks.repeat(2, 1, 1)[: len(layout.heads)]
-    coded = [ops.encode(blocks, 4, along=along) for along in ("tokens", "channels")]
-    last = queries[:, :, -1:]
-
-    def attended(operation: Any, first: Any, second: Any, layout: Any, impl: str) -> Tensor:
-        attended_to = (first, second, layout, tail, tail, scores)
-        return operation(last, *attended_to, impl=impl)  # type: ignore[no-any-return]
-
-    uneven = ops.RaggedLayout((lengths,), keys.device)
-    return {
-        "window_votes": lambda impl: ops.window_votes(
-            queries, keys, scores, group_reduce="mean", impl=impl
+def _votes(given: RunContext, operation: str, voters: int, impl: str) -> Iterator[Row]:
+    """A layer's votes: the device's own time, without that of the processor that launches."""
+    queries, keys, scores = _states(given, voters)
+    work: dict[str, Callable[[], Any]] = {
+        "window_votes": partial(
+            ops.window_votes, queries, keys, scores, group_reduce="mean", impl=impl
         ),
-        "fade_votes": lambda impl: ops.fade_votes(votes, 0.9, impl=impl),
-        "ragged_attention": lambda impl: attended(
-            ops.ragged_attention, ragged, ragged, uneven, impl
+        "largest_votes": partial(
+            ops.largest_votes, queries, keys, scores, ops.Fading(0.935), sink_tokens=4,
+            prefix_tokens=given.vote_tokens - voters, group_reduce="max", impl=impl,
         ),
-        "coded_attention": lambda impl: attended(ops.coded_attention, *coded, layout, impl),
-    }
-
-
-def _kernel(given: RunContext, operation: str) -> Iterator[Row]:
-    """What "auto" runs here against the reference: the largest difference, and the time."""
-    run = _operations(given)[operation]
-    expected, got = run("reference").float(), run("auto").float()
-    differs = float(((got - expected).abs().max() / expected.abs().max()).cpu())
-    work = {impl: partial(run, impl) for impl in ("reference", "auto")}
-    turns = Turns(work, rounds=given.rounds)
+    }  # fmt: skip
     yield {
         "operation": operation,
-        "tokens": given.kernel_tokens,
-        "dtype": str(_dtype(given)).removeprefix("torch."),
-        "of_largest": float(f"{differs:.3g}"),
-        "status": "ok" if differs <= given.may_differ else f"differs by {differs:.2%}",
-        "ms": turns.ms("auto", 4),
-        "reference_ms": turns.ms("reference", 4),
+        "impl": impl,
+        "voters": voters,
+        "length": given.vote_tokens,
+        "ms": _device_ms(given, work[operation]),
     }
+
+
+def _device_ms(given: RunContext, work: Callable[[], Any]) -> dict[str, float]:
+    if _device(given).type != "cuda":
+        return Turns({"": work}, rounds=given.rounds).ms("", 4)
+    from triton.testing import do_bench_cudagraph  # which torch for CUDA brings
+
+    low, median, high = do_bench_cudagraph(work, rep=30, quantiles=[0.2, 0.5, 0.8])
+    return {"p20": round(low, 4), "p50": round(median, 4), "p80": round(high, 4)}
 
 
 def _same_as_on_a_cpu(given: RunContext, name: str) -> Iterator[Row]:
     """A small model in float32: how many of the kept tokens are those of a CPU, and the logits."""
-    policy = AdaKV(SnapKV(given.budget)) if name == "adakv" else SnapKV(given.budget)
-    bits = name if name.startswith("int") else None
+    policy: Policy = SnapKV(given.budget)
+    if name != "int4":
+        policy = AdaKV(policy) if name == "adakv" else default_policy(given.budget)
+    bits = name if name == "int4" else None
     ids = torch.randint(1000, (1, given.same_tokens), generator=torch.Generator().manual_seed(0))
     kept, logits = _small_model(torch.device("cpu"), ids, policy, bits)
     kept_there, logits_there = _small_model(_device(given), ids, policy, bits)
@@ -181,127 +221,6 @@ def _share(here: Tensor, there: Tensor) -> float:
     return float(torch.isin(here[here >= 0], there).float().mean())
 
 
-def _decode(
-    given: RunContext, length: int, batch: int, baseline: str, ours: Sequence[str]
-) -> Iterator[Row]:
-    """Time per token against one of transformers' caches."""
-    policies = _policies(given.budget)
-    yield from DecodeBench(
-        model=_model(given, given.shape),
-        contenders=[*([full(baseline)] if baseline else ()), *(policies[name] for name in ours)],
-        lengths=[length],
-        batches=[batch],
-        tokens=given.tokens,
-        rounds=given.rounds,
-        bytes_per_second=copy_bandwidth(_device(given)),
-    ).rows()
-
-
-def _paper_cell(given: RunContext, storage: str) -> Iterator[Row]:
-    """The paper's cell: a 7B multi-head shape, 16k, batch 2, capacity 2048 (Fig. 7)."""
-    yield from DecodeBench(
-        model=_model(given, given.paper_shape),
-        contenders=[full("transformers"), _policies(given.paper_budget)[storage]],
-        lengths=[given.paper_length],
-        batches=[2],
-        tokens=given.tokens,
-        rounds=given.rounds,
-    ).rows()
-
-
-def _votes(given: RunContext, impl: str, reads: int) -> Iterator[Row]:
-    """The vote over all keys of a layer: time, and share of the copy bandwidth.
-
-    "of_ceiling" counts the keys once, "of_bandwidth" as often as they are read.
-    """
-    queries, keys, scaling = _states(given, given.prefill_length)
-    least = 1000 * keys.nbytes / copy_bandwidth(_device(given))
-    scores = ops.ScoreOptions(scaling=scaling)
-    vote = partial(ops.window_votes, queries, keys, scores, group_reduce="mean", impl=impl)
-    ms = Turns({impl: vote}, rounds=10).ms(impl, 4)
-    yield {
-        "impl": impl,
-        "length": given.prefill_length,
-        "ms": ms,
-        "of_ceiling": round(least / ms["p50"], 4),
-        "of_bandwidth": round(reads * least / ms["p50"], 4),
-    }
-
-
-def _prefill(given: RunContext) -> Iterator[Row]:
-    """What compression adds to reading a prompt, in time and at the peak of memory."""
-    bench = PrefillBench(
-        model=_model(given, given.shape),
-        contenders=[full("transformers"), _policies(given.budget)["snapkv"]],
-        lengths=[given.prefill_length],
-        rounds=given.rounds,
-    )
-    yield from bench.times()
-    if _device(given).type == "cuda":
-        yield from bench.peaks()
-
-
-def _overhead(given: RunContext) -> Iterator[Row]:
-    model = _model(given, given.shape)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(model.config.vocab_size, (1, given.prefill_length), generator=generator)
-    yield overhead(model, ids.to(_device(given)), SnapKV(given.budget), given.rounds)
-
-
-def _appending(given: RunContext, batch: int, stored: int) -> Iterator[Row]:
-    yield from appended(
-        _model(given, given.shape),
-        cells=[(batch, stored)],
-        prompt_tokens=4 * stored,
-        tokens=given.tokens,
-    )
-
-
-def _medusa(given: RunContext, length: int) -> Iterator[Row]:
-    """Figure 9 on the paper's shape: steps with and without heads, on full and small caches."""
-    yield from figure_9(
-        _model(given, given.paper_shape),
-        lengths=[length],
-        budget=given.budget,
-        tokens=2 * given.tokens,
-        rounds=given.rounds,
-    )
-
-
-def _long_prefill(given: RunContext, length: int) -> Iterator[Row]:
-    """A prompt far beyond one pass, layer by layer.
-
-    All weights are there; the model is cut to as many layers as the time for one of them allows
-    for, and the row says how many.
-    """
-    model = _model(given, given.shape)
-    every = model.config.num_hidden_layers
-    _, seconds = _of_layers(given, model, length, 1)
-    layers = max(1, min(every, int(given.long_seconds / seconds)))
-    rows, seconds = _of_layers(given, model, length, layers)
-    for row in rows:
-        yield row | {"reading_seconds": round(seconds, 1), "layers": layers, "of_layers": every}
-
-
-def _of_layers(given: RunContext, model: Any, length: int, layers: int) -> tuple[list[Row], float]:
-    """The peaks of a compressed cache read layer by layer, and the seconds that took."""
-    decoder, every = model.get_decoder(), model.config.num_hidden_layers
-    whole, model.config.num_hidden_layers = decoder.layers, layers
-    decoder.layers = whole[:layers]
-    try:
-        bench = PrefillBench(
-            model=model,
-            contenders=[_policies(given.budget)["snapkv"]],
-            lengths=[length],
-            chunk_tokens=given.chunk_tokens,
-        )
-        rows: list[Row] = []
-        ms = spent_on(lambda: rows.extend(bench.peaks())).wall_ms
-        return rows, ms / 1000
-    finally:
-        decoder.layers, model.config.num_hidden_layers = whole, every
-
-
 @dataclass(frozen=True)
 class Cell:
     """What is measured and stored at once.
@@ -323,53 +242,29 @@ def _cells(given: RunContext, part: str) -> Iterator[Cell]:
         yield Cell(f"{name}, {device}", seconds, lambda g, r=rows, a=arguments: r(g, *a))
 
 
-STEPS = {
-    "decode": (20, "transformers", ("static", "static int4")),
-    "eager": (40, "transformers", ("snapkv", "adakv", "int8", "int4")),
-    "compiled": (100, "transformers-static", ("static",)),
-}
-"""How steps run, by part: seconds, what they are compared with, and what is measured."""
-
-
-def _decode_cells(part: str, given: RunContext) -> Iterator[tuple[Any, ...]]:
-    """The length of batches comes first: one row and many, so that a short call has both."""
-    seconds, baseline, ours = STEPS[part]
-    length = given.batch_length
-    cells = [(1, length), (given.batches[0], length)]
-    cells += [(1, other) for other in given.lengths if other != length]
-    cells += [(batch, length) for batch in given.batches[1:]]
-    for batch, length in cells:
-        yield f"{batch} x {length}", seconds, _decode, length, batch, baseline, ours
-
-
 DECLARED: dict[str, Callable[[RunContext], Iterator[tuple[Any, ...]]]] = {
-    "kernels": lambda given: ((name, 10, _kernel, name) for name in OPERATIONS),
     "like a CPU": lambda given: (
-        (name, 10, _same_as_on_a_cpu, name) for name in ("snapkv", "adakv", "int4")
+        (name, 10, _same_as_on_a_cpu, name) for name in ("default", "adakv", "int4")
     ),
-    "paper cell": lambda given: (
-        (name, seconds, _paper_cell, name) for name, seconds in (("snapkv", 40), ("static", 90))
+    "token": lambda given: (
+        (f"{batch} x {length}, {name}", 5, _token, batch, length, name)
+        for batch, length, names in given.cells
+        for name in names
     ),
+    "reading": lambda given: ((f"{length}", 40, _reading, length) for length in given.lengths),
     "votes": lambda given: (
-        (impl, 8, _votes, impl, reads)  # how often each reads the keys
-        for impl, reads in (("reference", 1), ("blocked", 2), ("triton", 2))
-        if impl != "triton" or not given.small
+        (f"{operation}, {voters}, {impl}", 4, _votes, operation, voters, impl)
+        for operation, voters, impl in given.votes
     ),
-    **{part: partial(_decode_cells, part) for part in STEPS},
-    "prefill": lambda given: iter(
-        (("reading", 60, _prefill), ("vote, selection and gather", 30, _overhead))
+    "long reading": lambda given: (
+        (f"{length}", 45, _long_reading, length) for length in given.long_lengths
     ),
-    "appending": lambda given: (
-        (f"{batch} x {stored}", 10, _appending, batch, stored) for batch, stored in given.cells
-    ),
-    "medusa": lambda given: ((f"{length}", 60, _medusa, length) for length in given.draft_lengths),
-    "long prefill": lambda given: (
-        (f"{length}", 240, _long_prefill, length) for length in given.long_lengths
+    "compiled": lambda given: (
+        (f"1 x {length}", 80, _token, 1, length, "transformers-static")
+        for length in given.compiled_lengths
     ),
 }
 """By part: name, seconds, and what measures it with its arguments, for each cell."""
-
-OPERATIONS = ("window_votes", "fade_votes", "ragged_attention", "coded_attention")
 
 
 def _measured(given: RunContext, cell: Cell) -> Iterator[Row]:
@@ -438,32 +333,18 @@ def _measured_on(rows: list[Row]) -> str:
     return "; ".join(dict.fromkeys(said))
 
 
-_DECODING = {
+_TOKENS: Mapping[str, Any] = {
+    "cache": "{cache}",
     "batch": "{batch}",
     "prompt tokens": "{length:,}",
-    "cache": "{cache}",
     "ms per token": "{ms_per_token[p50]:.2f}",
-    "against the first": "{ratio:spread|.3f}",
+    "tokens per second": "{tokens_per_second:,.0f}",
     "bytes held": "{held_bytes:bytes}",
-}
-_PEAKS = {
-    "prompt tokens": "{length:,}",
-    "cache": "{cache}",
-    "peak": "{peak_growth_bytes:bytes}",
-    "held after it": "{held_bytes:bytes}",
+    "the first three tokens, ms": "{first_ms:,.0f}",
+    "steps": lambda row: str(row["steps"] or "transformers' own"),
 }
 
 TABLES = (
-    Listing(
-        {
-            "operation": "{operation}",
-            "largest difference": "{of_largest:.1e}",
-            "ms": "{ms[p50]:.3f}",
-            "reference, ms": "{reference_ms[p50]:.3f}",
-        },
-        "Kernels against the reference, {tokens:,} tokens, {dtype}; {device}",
-        {"part": "kernels"},
-    ),
     Listing(
         {
             "cache": "{cache}",
@@ -473,24 +354,9 @@ TABLES = (
         "A small model, GPU against CPU, {tokens:,} tokens; {device}",
         {"part": "like a CPU"},
     ),
-    Listing(_DECODING, "The paper's cell; {device}", {"part": "paper cell"}),
+    Listing(_TOKENS, "A token; {device}", {"part": "token"}),
     Listing(
-        {
-            "implementation": "{impl}",
-            "ms": "{ms[p50]:.3f}",
-            "of a single reading": "{of_ceiling:.1%}",
-            "of bandwidth": "{of_bandwidth:.1%}",
-        },
-        "The vote of a layer, {length:,} tokens; {device}",
-        {"part": "votes"},
-    ),
-    *(
-        Listing(
-            _DECODING | {"of ceiling": "{of_ceiling:.1%}"}, f"{named}; {{device}}", {"part": part}
-        )
-        for part, named in zip(
-            STEPS, ("Decoding by graphs", "Eager decoding", "Compiled decoding"), strict=True
-        )
+        _TOKENS, "A token of transformers' static cache, compiled; {device}", {"part": "compiled"}
     ),
     Listing(
         {
@@ -499,41 +365,28 @@ TABLES = (
             "ms": "{ms[p50]:,.0f}",
             "against the first": "{ratio:spread|.3f}",
         },
-        "Reading; {device}",
-        {"part": "prefill", "bench": "prefill"},
-    ),
-    Listing(_PEAKS, "Memory while reading; {device}", {"part": "prefill", "bench": "memory"}),
-    Listing(
-        {
-            "prompt tokens": "{prompt_tokens:,}",
-            "reading, ms": "{reading_ms[p50]:,.0f}",
-            "compressing, ms": "{compressing_ms[p50]:.1f}",
-            "share": "{share[p50]:.2%}",
-        },
-        "Vote, selection and gather; {device}",
-        {"part": "prefill", "benchmark": "overhead"},
+        "Reading a prompt; {device}",
+        {"part": "reading"},
     ),
     Listing(
         {
-            "batch": "{batch}",
-            "stored tokens": "{stored_tokens:,}",
-            "in place, ms": "{ms[p50]:.2f}",
-            "copying, ms": "{copying_ms[p50]:.2f}",
-            "ratio": "{ratio[p50]:.3f}",
+            "votes": "{operation}",
+            "voters": "{voters}",
+            "implementation": "{impl}",
+            "ms": "{ms[p50]:.3f}",
         },
-        "Appending in place; {device}",
-        {"part": "appending"},
+        "The votes of a layer, {length:,} tokens; {device}",
+        {"part": "votes"},
     ),
     Listing(
-        Pivot("way", "{contender}", "{length:,} tokens, ms", "{ms_per_token[p50]:.2f}"),
-        "Medusa, {acceptance_length:.1f} tokens a step: {acceptance}; {device}",
-        {"part": "medusa"},
-        lambda rows: sorted(rows, key=lambda row: row["length"]),
-    ),
-    Listing(
-        _PEAKS | {"seconds": "{reading_seconds:.1f}", "layers": "{layers} of {of_layers}"},
-        "Reading layer by layer; {device}",
-        {"part": "long prefill"},
+        {
+            "prompt tokens": "{length:,}",
+            "seconds": "{reading_seconds:.1f}",
+            "peak": "{peak_growth_bytes:bytes}",
+            "held after it": "{held_bytes:bytes}",
+        },
+        "Reading layer by layer, 7B multi-head; {device}",
+        {"part": "long reading"},
     ),
 )
 _FAILED = Listing(
@@ -549,34 +402,38 @@ _FAILED = Listing(
 
 GPU = Experiment(
     name="gpu",
-    title="Everything that is measured on a GPU",
-    takes="at most forty minutes on one",
+    title="What a GPU user sees",
+    takes="at most ten minutes on one",
     before=_announce,
     measure=dict.fromkeys(DECLARED, _measured),
     cases=_cells,
     described=lambda given: {"environment": describe_environment(_device(given))},
     options={
-        "minutes": 40.0,
+        "minutes": 10.0,
         "shape": Size("llama-3.1-8b", "smollm2-135m"),
         "paper_shape": Size("lwm-7b", "smollm2-135m"),
         "layers": Size(0, 2),
         "budget": Size(1024, 96),
-        "paper_budget": Size(2048, 128),
-        "kernel_tokens": Size(32 * K, 300),
-        "may_differ": 0.02,
         "same_tokens": Size(4 * K, 300),
-        "lengths": Size((1 * K, 16 * K, 128 * K), (256, 512)),
-        "batches": Size((16, 64, 192), (2,)),
-        "batch_length": Size(16 * K, 256),
-        "cells": Size(((1, K), (8, K), (32, K)), ((1, 64), (2, 128))),
-        "paper_length": Size(16 * K, 256),
-        "draft_lengths": Size((4 * K, 10 * K), (96,)),
-        "prefill_length": Size(32 * K, 256),
-        "long_lengths": Size((512 * K, 1024 * K), (512,)),
+        "cells": Size(
+            (
+                (1, 16 * K, ("transformers", *GRAPHS)),
+                (16, 16 * K, ("transformers", *GRAPHS)),
+                (1, 128 * K, ("transformers", "snapkv", "default K8V4")),
+                (1, K, ("transformers", "snapkv", "default K8V4")),
+                (24, 16 * K, ("transformers",)),
+                (192, 16 * K, ("snapkv", "default K8V4")),
+            ),
+            ((1, 256, ("transformers", *GRAPHS)), (2, 256, ("snapkv",))),
+        ),
+        "lengths": Size((4 * K, 32 * K), (256,)),
+        "votes": Size(VOTES, VOTES[1::2]),
+        "vote_tokens": Size(32 * K, 300),
+        "long_lengths": Size((128 * K,), (512,)),
+        "compiled_lengths": Size((16 * K, 128 * K), (256,)),
         "chunk_tokens": Size(16 * K, 128),
-        "long_seconds": Size(150.0, 60.0),
-        "tokens": Size(32, 2),
-        "rounds": Size(5, 2),
+        "tokens": Size(48, 6),
+        "rounds": Size(4, 2),
         "model_held": None,  # by its shape
         "over": None,  # why nothing more is measured
     },

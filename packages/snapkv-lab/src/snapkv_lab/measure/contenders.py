@@ -1,6 +1,8 @@
 """The caches that are timed against each other, and filling them as if a prompt had been read."""
 
 import contextlib
+import itertools
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -100,20 +102,45 @@ class Decoder:
             return self._cache.report().held_bytes
         return self.held_bytes
 
+    @property
+    def steps(self) -> str | None:
+        """How those of a compressed cache ran: "one graph", or why they did not."""
+        if isinstance(self._cache, CompressedCache):
+            return self._cache.report()["steps"]  # type: ignore[no-any-return]
+        return None
+
     def __call__(self, tokens: int) -> float:
-        def generate() -> None:
-            self._ids = self._model.generate(
-                self._ids,
-                attention_mask=torch.ones_like(self._ids),
-                past_key_values=self._cache,
-                max_new_tokens=tokens,
-                min_new_tokens=tokens,
-                do_sample=False,
-                pad_token_id=0,
-            )
+        with self._contender.at_work(self._model):
+            return spent_on(lambda: self._generate(tokens)).wall_ms / tokens
+
+    def first_and_gaps(self, tokens: int) -> tuple[float, list[float]]:
+        """Milliseconds of the first three tokens, and from each to the next after those.
+
+        The first of a `generate` prepare what runs for all others.
+        """
+        at = [time.perf_counter()]
+
+        def note(ids: Tensor, scores: Any, **_: Any) -> Tensor:
+            torch.cuda.synchronize() if ids.is_cuda else None
+            at.append(time.perf_counter())
+            return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
         with self._contender.at_work(self._model):
-            return spent_on(generate).wall_ms / tokens
+            self._generate(tokens, stopping_criteria=[note])
+        gaps = [1000 * (later - before) for before, later in itertools.pairwise(at)]
+        return sum(gaps[:3]), gaps[3:]
+
+    def _generate(self, tokens: int, **options: Any) -> None:
+        self._ids = self._model.generate(
+            self._ids,
+            attention_mask=torch.ones_like(self._ids),
+            past_key_values=self._cache,
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            do_sample=False,
+            pad_token_id=0,
+            **options,
+        )
 
 
 def compressed(
