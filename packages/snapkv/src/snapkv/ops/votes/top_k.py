@@ -98,9 +98,8 @@ def kept_indices(kept: Tensor, most: int | None = None) -> Tensor:
 
     K is the most that any head keeps; a GPU is waited for where that is not given.
     """
-    counts = kept.sum(dim=-1, keepdim=True)
     if most is None:
-        most = int(counts.max()) if counts.numel() else 0
-    order = torch.sort(kept.view(torch.uint8), dim=-1, stable=True).indices
-    is_none = torch.arange(most, device=kept.device) < most - counts
-    return order[..., kept.shape[-1] - most :].masked_fill(is_none, -1)
+        most = int(kept.sum(dim=-1).max()) if kept.numel() else 0
+    is_kept, order = torch.sort(kept.view(torch.uint8), dim=-1, stable=True)
+    last = kept.shape[-1] - most
+    return order[..., last:].masked_fill(is_kept[..., last:] == 0, -1)
