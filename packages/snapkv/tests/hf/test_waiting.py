@@ -54,13 +54,13 @@ def asked(monkeypatch):
 @pytest.mark.parametrize(
     ("policy", "storage", "prompt", "token"),
     [
-        (SNAPKV, "dynamic", [1, 0, 0, 4], [0, 0, 0, 0]),
-        (H2O(budget=24), "dynamic", [1, 0, 0, 3], [0, 0, 0, 0]),
-        (RKV(24, window_size=4, evict_every=1), "dynamic", [1, 0, 0, 3], [0, 0, 0, 0]),
+        (SNAPKV, "dynamic", [1, 0, 0, 2], [0, 0, 0, 0]),
+        (H2O(budget=24), "dynamic", [1, 0, 0, 1], [0, 0, 0, 0]),
+        (RKV(24, window_size=4, evict_every=1), "dynamic", [1, 0, 0, 1], [0, 0, 0, 0]),
         # how many slots are filled: once per pass, and for the mask behind a prompt
-        (SNAPKV, "static", [1, 1, 1, 5], [2, 0, 0, 0]),
-        (AdaKV(SNAPKV), "dynamic", [3, 2, 2, 6], [0, 0, 0, 0]),
-        (AdaKV(SNAPKV), "static", [3, 3, 3, 7], [2, 0, 0, 0]),
+        (SNAPKV, "static", [1, 1, 1, 3], [2, 0, 0, 0]),
+        (AdaKV(SNAPKV), "dynamic", [3, 2, 2, 4], [0, 0, 0, 0]),
+        (AdaKV(SNAPKV), "static", [3, 3, 3, 5], [2, 0, 0, 0]),
     ],
     ids=["snapkv", "h2o", "r-kv", "static", "adakv", "static adakv"],
 )

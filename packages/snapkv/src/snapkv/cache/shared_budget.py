@@ -85,8 +85,9 @@ class SharedBudget:
         if sum(held[:since]) + sum(left[since:]) > 2 * max(entries):
             since = 0
         self._held_entries = sum(held[:since]) + sum(left[since:])
+        is_last = len(self._parts) == self._parts[0].layer.identity.num_layers
         for place in range(since, len(self._parts)):
-            self._parts[place].keep(best[place], of_parts[place], left[place])
+            self._parts[place].keep(best[place], of_parts[place], left[place], is_last=is_last)
         self._whole = len(self._parts)
 
 
@@ -129,16 +130,19 @@ class _Part:
             entries=scores.shape[1] * scores.shape[2],
         )
 
-    def keep(self, stays: Tensor, counts: Tensor, entries: int) -> None:
+    def keep(self, stays: Tensor, counts: Tensor, entries: int, *, is_last: bool) -> None:
         """Hold only some slots, (B, H, K) bool, so many of each head, (B, H), not on the device."""
         selection = Selection.of_mask(stays, counts, per_head_budget=stays.shape[1] > 1)
         self.entries = entries
-        slots, none = selection.keep_indices.clamp(min=0), selection.keep_indices < 0
         self.layer.keep(selection, self.layer.columns)
         if self.votes is not None:
             dropped = self.votes.masked_fill(stays, 0.0)
             self.lost = self.lost + dropped[0].sum(dim=-1)
             self.peak = self.peak.maximum(dropped[1].amax(dim=-1))
+        if is_last:
+            return
+        slots, none = selection.keep_indices.clamp(min=0), selection.keep_indices < 0
+        if self.votes is not None:
             of_both = slots.expand(2, *slots.shape)
             self.votes = self.votes.gather(-1, of_both).masked_fill_(none, 0.0)
         self.scores = self.scores.gather(-1, slots).masked_fill_(none, -math.inf)

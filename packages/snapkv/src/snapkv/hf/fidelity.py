@@ -7,7 +7,7 @@ a GPU to ask is to wait.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,13 +99,16 @@ def doubt_scores(
     )
 
 
-def require_faithful(doubts: Iterable[Doubt]) -> None:
-    """Raise unless every difference is one that rounding explains.
+def require_faithful(doubts: Sequence[Doubt]) -> None:
+    """Raise unless every difference is one that rounding explains; a GPU is waited for once.
 
     Attention that rounds its scores errs by their size times epsilon.
     """
-    for doubt in doubts:
-        difference, size, largest = doubt.found.tolist()
+    if not doubts:
+        return
+    device = doubts[-1].found.device
+    found = torch.stack([doubt.found.to(device) for doubt in doubts]).tolist()
+    for doubt, (difference, size, largest) in zip(doubts, found, strict=True):
         difference /= max(size, _SMALLEST)
         explained = doubt.tolerance + math.expm1(min(doubt.epsilon * largest, _MOST_ROUNDING))
         if not difference <= explained:

@@ -118,7 +118,7 @@ def encode(states: Tensor, bits: int, *, along: Along) -> Codes:
 
 def encode_all(parts: Sequence[tuple[Tensor, int, Along]]) -> list[Codes]:
     """`encode` of several states, whose steps are computed together; a GPU is waited for once."""
-    if all(_has_kernel(*part) for part in parts):
+    if parts[0][0].is_cuda and all(_has_kernel(*part) for part in parts):
         largest = max(torch.stack([_norm(states) for states, *_ in parts]).tolist(), default=0.0)
         if largest <= torch.finfo(torch.float16).max:
             kernels = importlib.import_module("snapkv.ops.codes.triton_coding")
@@ -190,9 +190,9 @@ def _name(dtype: torch.dtype) -> str:
 
 def _has_kernel(states: Tensor, bits: int, along: Along) -> bool:
     """Whether a kernel encodes these states where they are, and makes of them whole bytes."""
-    (_, G, D), device = states.shape, states.device.type
+    _, G, D = states.shape
     whole = D % 2 == 0 if along == "tokens" else D % min(G, D) == G % 2 == 0
-    return device == "cuda" and whole and (G & (G - 1)) == 0 and triton_obstacle(states) is None
+    return whole and (G & (G - 1)) == 0 and triton_obstacle(states) is None
 
 
 def _norm(numbers: Tensor) -> Tensor:
