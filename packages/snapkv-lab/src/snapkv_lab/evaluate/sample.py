@@ -82,19 +82,22 @@ class Sample:
         """The text that the model continues."""
         if self.is_chat(tokenizer, template):
             question, text = self.question, self.context + self.question
-            prompt = chat_prompt(tokenizer, text, answer_start=self.answer_start)
+            said = {"question": question, "answer_start": self.answer_start}
+            prompt = chat_prompt(tokenizer, text, **said)
         else:
             question = self.plain_question or self.question
             text = self._plain(self.context + question, tokenizer, template)
-            prompt = Prompt(text=text, answer_start=self.answer_start)
-        return prompt if setting == "visible" else prompt.hiding(question)
+            prompt = Prompt(text=text, question=question, answer_start=self.answer_start)
+        return prompt if setting == "visible" else prompt.hiding_question()
 
     def later_turn(self, tokenizer: Any, template: Template) -> Prompt:
         """What stands between an answer and the answer to this one, of the same conversation."""
         if self.is_chat(tokenizer, template):
             return next_turn(tokenizer, self.question).followed_by(tokenizer, self.answer_start)
-        text = self._plain(self.plain_question or self.question, tokenizer, template)
-        return Prompt(text="", has_special_tokens=True).followed_by(tokenizer, text)
+        question = self.plain_question or self.question
+        text = self._plain(question, tokenizer, template)
+        nothing = Prompt(text="", question=question, has_special_tokens=True)
+        return nothing.followed_by(tokenizer, text)
 
     def _plain(self, text: str, tokenizer: Any, template: Template) -> str:
         """A turn without a chat template, and the beginning of the answer after it."""

@@ -16,6 +16,7 @@ from snapkv_lab.experiments.texts import (
     AskedPrompt,
     ReadText,
     Text,
+    TextMaker,
     answers_of,
     questions,
     right_and_loss,
@@ -26,6 +27,11 @@ from snapkv_lab.experiments.texts import (
 from snapkv_lab.report.tables import Pivot
 from snapkv_lab.rows import Row, grouped
 
+FIRST = 200
+TAIL = (
+    "Please answer in one short sentence, without any introduction, explanation or repetition of "
+    "the question, and do not mention anything else that the text above may say."
+)
 SHARES = {"1/32": 1 / 32, "1/16": 1 / 16, "1/8": 1 / 8}
 CODES: dict[str, Any] = {
     "as it came": None,
@@ -37,6 +43,7 @@ METHODS: dict[str, Any] = {
     "paper's": SnapKV,
     "mean votes": lambda budget: SnapKV(budget, window_size=16, pooling="fading"),
     "default": default_policy,
+    "the last 16 vote": lambda budget: default_policy(budget, voters=16),
 }
 MEASURED = (
     *((method, "as it came") for method in METHODS),
@@ -46,15 +53,25 @@ MEASURED = (
 NAMES = {"paper's": "SnapKV", "as it came": "16 bits", "keys 8, values 4": "K8V4"}  # in tables
 
 SIZES = ("kept", "bytes")
-_TABLES = {
-    "{right}": "Right answers, and the loss per token above the full cache's",
-    "{percent}": "Percent of the full cache's right answers",
-    "{kept}": "Tokens kept, and the share of bytes held",
-}
+_TABLES = (
+    ("{right}", "Right answers, and the loss per token above the full cache's", "visible"),
+    ("{percent}", "Percent of the full cache's right answers", "visible"),
+    ("{kept}", "Tokens kept, and the share of bytes held", "visible"),
+    ("{right}", "Right answers where the question has a long tail", "long-tailed"),
+)
+
+
+def _texts(given: RunContext, part: str) -> Iterator[Text]:
+    """Those of all kinds, then needles that are asked for in questions with a tail."""
+    make = TextMaker(given.loaded.tokenizer)
+    yield from texts_from(given, FIRST)
+    for index in range(FIRST, FIRST + given.rounds):
+        yield make.needles(given.tokens, index, tail=TAIL)
 
 
 def _measure(given: RunContext, text: Text) -> Iterator[Row]:
-    return questions(ReadText(given.loaded.model, text.ids), text, "visible", _answers)
+    setting = "long-tailed" if text.name.startswith("tails") else "visible"
+    return questions(ReadText(given.loaded.model, text.ids), text, setting, _answers)
 
 
 def _answers(asked: AskedPrompt) -> Iterator[list[Row]]:
@@ -86,11 +103,11 @@ PER_BYTE = Experiment(
     title="Right answers from the same bytes",
     takes="an hour",
     measure=_measure,
-    cases=lambda given, part: texts_from(given, 200),
+    cases=_texts,
     options={"tokens": Size(1024, 768), "rounds": Size(8, 1), "dtype": "bfloat16"},
     tables=[
-        Listing(Pivot("method, bits", "{name}", "{share}", of), title, made=_cells)
-        for of, title in _TABLES.items()
+        Listing(Pivot("method, bits", "{name}", "{share}", of), title, {"setting": setting}, _cells)
+        for of, title, setting in _TABLES
     ],
 )
 

@@ -20,12 +20,12 @@ from torch import Tensor
 from snapkv import CompressedCache
 from snapkv.app.observing import RecordedPrompt, Recorder, record_prompt, record_prompt_twice
 from snapkv.policies import Policy
+from snapkv.policies.default import MOST_VOTERS
 from snapkv.policies.kvzip import INSTRUCTION
 from snapkv_lab.evaluate.haystack import CHARACTERS_PER_TOKEN, CITIES, Haystack, encode
 
 DEPTHS = (0.1, 0.3, 0.5, 0.7)
 SEED = 1
-MOST_WINDOW_TOKENS = 64
 
 _NEEDLE = " Special magic number for {city} is {number}."
 _QUESTION = (
@@ -149,7 +149,7 @@ def _first_words(sentence: str) -> str:
 
 
 def read_prompt(
-    model: Any, prompt_ids: Sequence[int], *, recorded_queries: int = MOST_WINDOW_TOKENS
+    model: Any, prompt_ids: Sequence[int], *, recorded_queries: int = MOST_VOTERS
 ) -> RecordedPrompt:
     """Read one prompt with the full cache, recording it and its last queries."""
     ids = torch.tensor([list(prompt_ids)], device=model.device)

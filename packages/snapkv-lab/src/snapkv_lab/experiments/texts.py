@@ -21,6 +21,7 @@ from torch import Tensor
 from snapkv import CompressedCache, FullCache
 from snapkv.app.observing import RecordedPrompt, Recorder
 from snapkv.policies import EvictingPolicy
+from snapkv.policies.default import MOST_VOTERS
 from snapkv_lab.evaluate.corpora import Question, load_corpus
 from snapkv_lab.evaluate.haystack import (
     CITIES,
@@ -33,7 +34,7 @@ from snapkv_lab.evaluate.haystack import (
 )
 from snapkv_lab.evaluate.tasks.lines import Lines
 from snapkv_lab.evaluate.tasks.rag import phrase_questions, phrase_sample
-from snapkv_lab.experiments.prompts import MOST_WINDOW_TOKENS, quoted_document, stretch
+from snapkv_lab.experiments.prompts import quoted_document, stretch
 from snapkv_lab.rows import Row
 
 SEED = 7
@@ -80,9 +81,12 @@ class TextMaker:
         self._essays = load_haystack().text
         self._prose = [self._essays, python_topics().text]
 
-    def needles(self, tokens: int, index: int) -> Text:
-        """Six needles of different kinds in an essay, each asked for."""
-        name = f"needles/{tokens}/{index}"
+    def needles(self, tokens: int, index: int, *, tail: str = "") -> Text:
+        """Six needles of different kinds in an essay, each asked for.
+
+        Behind a tail of the question the answer does not begin with the question's own words.
+        """
+        name = f"{'tails' if tail else 'needles'}/{tokens}/{index}"
         draw = random.Random(f"{SEED}/{name}")
         cities = draw.sample(CITIES, len(_KINDS))
         values = [make(draw) for make, _ in _KINDS.values()]
@@ -96,7 +100,8 @@ class TextMaker:
         cases = [
             self._asked(
                 group,
-                f"\n\nQuestion: What is the {start.removesuffix(' is')}?\nAnswer: The {start}",
+                f"\n\nQuestion: What is the {start.removesuffix(' is')}?"
+                + (f" {tail}\nAnswer: It is" if tail else f"\nAnswer: The {start}"),
                 f" {value}",
             )
             for group, (start, value) in zip(_KINDS, pairs, strict=True)
@@ -253,7 +258,7 @@ class ReadText:
     """
 
     def __init__(
-        self, model: Any, context_ids: Sequence[int], recorded_queries: int = MOST_WINDOW_TOKENS
+        self, model: Any, context_ids: Sequence[int], recorded_queries: int = MOST_VOTERS
     ) -> None:
         self._model, self._recorder = model, Recorder(recorded_queries=recorded_queries)
         self._cache = CompressedCache(model, self._recorder)
@@ -269,7 +274,7 @@ class ReadText:
             replace(new, queries=torch.cat([old.queries, new.queries], dim=2)[:, :, -most:])
             for old, new in zip(self.prompt.layers, read.layers, strict=True)
         ]
-        return replace(read, layers=layers)
+        return replace(read, layers=layers, question_tokens=len(question_ids))
 
     @torch.inference_mode()
     def _read(self, cache: CompressedCache, ids: Sequence[int]) -> RecordedPrompt:

@@ -70,28 +70,29 @@ class Prompt:
         return tokens
 
     def question_tokens(self, tokenizer: Any) -> int | None:
-        """How many tokens the prompt has from the question's first on; None where it has none.
+        """How many tokens the prompt has from the question's first on; None where none is seen.
 
         What stands before the question, which may be long, is not tokenized again.
         """
-        place = self._last_place(self.question)
-        if place < 0:
+        place = self._question_place
+        if place < 0 or self.context_characters is not None:
             return None
         cuts = [cut - place for cut in self._cuts(tokenizer) if cut > place]
         return len(tokenized(tokenizer, self.text[place:], cuts)[0])
 
-    def _last_place(self, question: str) -> int:
+    @property
+    def _question_place(self) -> int:
         """Where it is asked last in the text; -1 for nowhere."""
-        question = question.strip()
+        question = self.question.strip()
         return self.text.removesuffix(self.answer_start).rfind(question) if question else -1
 
-    def hiding(self, question: str) -> "Prompt":
+    def hiding_question(self) -> "Prompt":
         """The same prompt, compressed before the question; everything after it is hidden, too."""
-        place = self._last_place(question)
+        place = self._question_place
         if place < 0:
             raise InvalidArgumentError(
                 f"question: expected to find it in the prompt to hide it, got a template that "
-                f"rewrites {question[:40]!r}; use the template none, or let the question vote"
+                f"rewrites {self.question[:40]!r}; use the template none, or let the question vote"
             )
         return replace(self, context_characters=place)
 
@@ -144,8 +145,8 @@ def question_prompt(
     `answer_start`. Without one, the model continues "Question: ... Answer: ...".
     """
     if tokenizer.chat_template:
-        made = chat_prompt(tokenizer, f"{document}\n\n{question}", answer_start=answer_start)
-        return replace(made, question=question)
+        asked = f"{document}\n\n{question}"
+        return chat_prompt(tokenizer, asked, question=question, answer_start=answer_start)
     text = f"{document}\n\nQuestion: {question}\nAnswer:"
     text += f" {answer_start}" if answer_start else ""
     return Prompt(text=text, answer_start=answer_start, question=question)
@@ -156,7 +157,7 @@ def text_prompt(tokenizer: Any, text: str, *, answer_start: str = "") -> Prompt:
     return Prompt(text=text + answer_start, answer_start=answer_start)
 
 
-def chat_prompt(tokenizer: Any, text: str, *, answer_start: str = "") -> Prompt:
+def chat_prompt(tokenizer: Any, text: str, *, question: str = "", answer_start: str = "") -> Prompt:
     """One message of the user, up to the point where the model's turn begins."""
     if not tokenizer.chat_template:
         raise InvalidArgumentError(
@@ -165,7 +166,8 @@ def chat_prompt(tokenizer: Any, text: str, *, answer_start: str = "") -> Prompt:
     turns = [{"role": "user", "content": quoted(tokenizer, text)}]
     turn = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     own = len(system_message(tokenizer))
-    prompt = Prompt.written(turn, answer_start=answer_start, system_characters=own)
+    said = {"question": question, "answer_start": answer_start}
+    prompt = Prompt.written(turn, **said, system_characters=own)
     return prompt.followed_by(tokenizer, answer_start)
 
 

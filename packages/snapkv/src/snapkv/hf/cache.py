@@ -316,6 +316,7 @@ class CompressedCache(Cache):
         forward_context.leave(self.prompt_state)
         self._check = VoteCheck()
         self.prompt_state.forget()
+        self.expect_question(None)
 
     def activate_past_recording(self) -> None:
         """Called before drafts are verified: from now on a forward pass may hold drafts."""
@@ -374,7 +375,9 @@ class CompressedCache(Cache):
         """
         if question_tokens is not None:
             require_int("question_tokens", question_tokens, minimum=1)
-        self.prompt_state.choose_by(asked_by(self.policy, question_tokens))
+        asked = asked_by(self.policy, question_tokens)
+        for layer in self.prompt_state.layers:
+            layer.policy = asked
 
     def expect_tokens(self, token_ids: Tensor) -> None:
         """Announce the ids of the tokens of the next forward pass, pads included: (B, N) integers.

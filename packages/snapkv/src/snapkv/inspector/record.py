@@ -24,6 +24,7 @@ from snapkv.inspector.scores import KeptOf, SeenLayer, telling_head
 from snapkv.inspector.words import Places, sentence, word_changes
 from snapkv.library.records import Text
 from snapkv.policies import FullCache, Policy
+from snapkv.policies.default import asked_by
 
 MOST_SCORE_BYTES = 4 * 2**20
 """Limit for a method's votes, and for its scores; beyond it, neighbours share a byte."""
@@ -183,7 +184,7 @@ def inspect_prompt(
             on_step(name, done, len(names))
 
     asked = prompt.question_tokens(loaded.tokenizer)
-    known = [loaded.completed(policy, asked) for _, policy in policies]
+    known = [asked_by(loaded.completed(policy), asked) for _, policy in policies]
     shown, left_out, other_layers = _looked_at(loaded, prompt, known, settings, checks, begin_next)
     reader = PromptReader(loaded, prompt, settings, [Exact()] * (1 + len(policies) + len(budgets)))
 
