@@ -310,7 +310,8 @@ def asked_of(read: ReadText, text: Text, setting: str) -> Iterator[AskedPrompt]:
             replace(each, between_ids=each.question_ids, parts=[range(len(each.answer_ids))])
             for each in text.cases
         ]
-        yield AskedPrompt(0, read.prompt, torch.tensor([list(text.ids)]), hidden)
+        prompt = replace(read.prompt, question_tokens=0)
+        yield AskedPrompt(0, prompt, torch.tensor([list(text.ids)]), hidden)
         return
     for place, case in enumerate(text.cases):
         ids = torch.tensor([[*text.ids, *case.question_ids]])

@@ -191,6 +191,7 @@ def continue_ids(
     with explained, _seeded(settings.seed, device_of(model)), reading:
         if context_tokens is not None:
             read_as_wanted(model, loaded.tokenizer, ids[:, :context_tokens], cache)
+            cache.expect_question(ids.shape[1] - context_tokens)
         with telling:
             output: Tensor = model.generate(
                 ids,

@@ -70,12 +70,12 @@ class Prompt:
         return tokens
 
     def question_tokens(self, tokenizer: Any) -> int | None:
-        """How many tokens the prompt has from the question's first on; None where none is seen.
+        """How many tokens the prompt has from the question's first on; None where it has none.
 
         What stands before the question, which may be long, is not tokenized again.
         """
         place = self._question_place
-        if place < 0 or self.context_characters is not None:
+        if place < 0:
             return None
         cuts = [cut - place for cut in self._cuts(tokenizer) if cut > place]
         return len(tokenized(tokenizer, self.text[place:], cuts)[0])

@@ -369,12 +369,13 @@ class CompressedCache(Cache):
         self.prompt_state.expect_prompt(prompt_tokens)
 
     def expect_question(self, question_tokens: int | None) -> None:
-        """Say how many tokens the next prompt has from its question's first one on.
+        """Say how many tokens the next prompts have from their question's first one on.
 
-        All of them vote then, where the policy is `snapkv.default_policy`; None: nobody knows.
+        Where the policy is `snapkv.default_policy`, all of them vote. 0: the text is read before it
+        is asked about, and its last 64 vote. None: nobody knows, and the last 16 vote.
         """
         if question_tokens is not None:
-            require_int("question_tokens", question_tokens, minimum=1)
+            require_int("question_tokens", question_tokens, minimum=0)
         asked = asked_by(self.policy, question_tokens)
         for layer in self.prompt_state.layers:
             layer.policy = asked
