@@ -235,7 +235,7 @@ def test_more_of_a_text_vote_before_it_is_asked_about(tiny):
     prompt, ends = hidden_behind(DOCUMENT, "\n\nWhen does the gate open?"), []
     answer(tiny, prompt, default_policy(48), SHORT, on_prompt_end=ends.append)
     tokens = prompt.context_tokens(tiny.tokenizer)
-    cache = CompressedCache(tiny.model, default_policy(48, voters=64, pooling="max", sink_tokens=4))
+    cache = CompressedCache(tiny.model, default_policy(48, voters=64, pooling="max"))
     with torch.no_grad():
         tiny.model(prompt.token_ids(tiny.tokenizer)[:, :tokens], past_key_values=cache)
     for layer in cache.compressed_layers:

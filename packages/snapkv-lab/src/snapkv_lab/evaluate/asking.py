@@ -207,10 +207,8 @@ def converse(
         if said is None:
             ids = prompt_ids(loaded, prompt, turn.settings)
         else:
-            is_chat, prompt = (
-                turn.is_chat(tokenizer, template),
-                turn.later_turn(tokenizer, template),
-            )
+            prompt = turn.later_turn(tokenizer, template)
+            is_chat = turn.is_chat(tokenizer, template)
             ids = joined(loaded, said, prompt, turn.settings, is_chat=is_chat)
             require_positions(loaded, ids.shape[1], turn.settings)
         cache.expect_question(prompt.question_tokens(tokenizer))

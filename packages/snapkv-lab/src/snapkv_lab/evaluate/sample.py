@@ -82,8 +82,7 @@ class Sample:
         """The text that the model continues."""
         if self.is_chat(tokenizer, template):
             question, text = self.question, self.context + self.question
-            said = {"question": question, "answer_start": self.answer_start}
-            prompt = chat_prompt(tokenizer, text, **said)
+            prompt = chat_prompt(tokenizer, text, question, answer_start=self.answer_start)
         else:
             question = self.plain_question or self.question
             text = self._plain(self.context + question, tokenizer, template)

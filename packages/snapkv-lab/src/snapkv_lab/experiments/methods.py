@@ -79,6 +79,7 @@ BY_QUESTION: dict[str, Made] = {
 their authors' evict half of the cache and 128: so they hold about their budget at every step."""
 
 BY_TEXT_ALONE: dict[str, Made] = {
+    "default, the last 16 vote": partial(default_policy, voters=16),
     "KVzip": KVzip,
     "AdaKV(KVzip)": lambda budget: AdaKV(KVzip(budget)),
     "AcrossLayers(KVzip)": lambda budget: AcrossLayers(KVzip(budget)),

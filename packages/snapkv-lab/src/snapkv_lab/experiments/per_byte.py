@@ -6,6 +6,7 @@ the right answer fed. A budget is a share of the bytes of the full cache in the 
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -43,7 +44,7 @@ METHODS: dict[str, Any] = {
     "paper's": SnapKV,
     "mean votes": lambda budget: SnapKV(budget, window_size=16, pooling="fading"),
     "default": default_policy,
-    "the last 16 vote": lambda budget: default_policy(budget, voters=16),
+    "the last 16 vote": partial(default_policy, voters=16),
 }
 MEASURED = (
     *((method, "as it came") for method in METHODS),
@@ -52,7 +53,6 @@ MEASURED = (
 
 NAMES = {"paper's": "SnapKV", "as it came": "16 bits", "keys 8, values 4": "K8V4"}  # in tables
 
-SIZES = ("kept", "bytes")
 _TABLES = (
     ("{right}", "Right answers, and the loss per token above the full cache's", "visible"),
     ("{percent}", "Percent of the full cache's right answers", "visible"),
@@ -65,8 +65,8 @@ def _texts(given: RunContext, part: str) -> Iterator[Text]:
     """Those of all kinds, then needles that are asked for in questions with a tail."""
     make = TextMaker(given.loaded.tokenizer)
     yield from texts_from(given, FIRST)
-    for index in range(FIRST, FIRST + given.rounds):
-        yield make.needles(given.tokens, index, tail=TAIL)
+    indices = range(FIRST, FIRST + given.rounds)
+    yield from (make.needles(given.tokens, index, tail=TAIL) for index in indices)
 
 
 def _measure(given: RunContext, text: Text) -> Iterator[Row]:
@@ -94,7 +94,8 @@ def _cells(rows: list[Row]) -> Iterator[Row]:
             "share": share,
             "right": right_and_loss(own),
             "percent": f"{right_of(own).share:.0%}",
-            "kept": "{:.0f} ({:.3f})".format(*(fmean(row[key] for row in own) for key in SIZES)),
+            "kept": f"{fmean(row['kept'] for row in own):.0f} "
+            f"({fmean(row['bytes'] for row in own):.3f})",
         }
 
 

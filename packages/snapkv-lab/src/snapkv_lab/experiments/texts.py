@@ -352,10 +352,6 @@ def _read(model: Any, cache: CompressedCache, ids: Tensor) -> Tensor:
     return logits
 
 
-def scored_full(prompt: RecordedPrompt, case: Case) -> Row:
-    return scored(prompt, prompt.compressed(FullCache()), case)
-
-
 def questions(
     read: ReadText, text: Text, setting: str, answers: Callable[[AskedPrompt], Iterable[list[Row]]]
 ) -> Iterator[Row]:
@@ -365,7 +361,8 @@ def questions(
     cache has no part right tell nothing apart: others are not asked.
     """
     for asked in asked_of(read, text, setting):
-        full = [scored_full(asked.prompt, case) for case in asked.cases]
+        prompt = asked.prompt
+        full = [scored(prompt, prompt.compressed(FullCache()), case) for case in asked.cases]
         known = [any(each["right"]) or not each["right"] for each in full]
         found = list(answers(asked)) if any(known) else []
         for place, case in enumerate(asked.cases):

@@ -146,7 +146,7 @@ def question_prompt(
     """
     if tokenizer.chat_template:
         asked = f"{document}\n\n{question}"
-        return chat_prompt(tokenizer, asked, question=question, answer_start=answer_start)
+        return chat_prompt(tokenizer, asked, question, answer_start=answer_start)
     text = f"{document}\n\nQuestion: {question}\nAnswer:"
     text += f" {answer_start}" if answer_start else ""
     return Prompt(text=text, answer_start=answer_start, question=question)
@@ -157,7 +157,7 @@ def text_prompt(tokenizer: Any, text: str, *, answer_start: str = "") -> Prompt:
     return Prompt(text=text + answer_start, answer_start=answer_start)
 
 
-def chat_prompt(tokenizer: Any, text: str, *, question: str = "", answer_start: str = "") -> Prompt:
+def chat_prompt(tokenizer: Any, text: str, question: str = "", *, answer_start: str = "") -> Prompt:
     """One message of the user, up to the point where the model's turn begins."""
     if not tokenizer.chat_template:
         raise InvalidArgumentError(
@@ -166,9 +166,8 @@ def chat_prompt(tokenizer: Any, text: str, *, question: str = "", answer_start: 
     turns = [{"role": "user", "content": quoted(tokenizer, text)}]
     turn = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     own = len(system_message(tokenizer))
-    said = {"question": question, "answer_start": answer_start}
-    prompt = Prompt.written(turn, **said, system_characters=own)
-    return prompt.followed_by(tokenizer, answer_start)
+    told = {"answer_start": answer_start, "question": question, "system_characters": own}
+    return Prompt.written(turn, **told).followed_by(tokenizer, answer_start)
 
 
 def next_turn(tokenizer: Any, question: str) -> Prompt:

@@ -13,9 +13,9 @@ from snapkv.validation import AUTO, DEFAULT, LOST_LARGEST_VOTE, SMALL_WINDOW
 MOST_VOTERS = 128
 """Tokens of a question, of which the last ones vote: the time to count votes grows with them."""
 
-_BEFORE_A_QUESTION: Mapping[str, Any] = {"voters": 64, "pooling": "max", "decay": None}
-"""Parameters where a text is compressed before it is asked about: what is asked for may stand on
-either side of what the text's end looks at."""
+_BEFORE_A_QUESTION = {"voters": 64, "pooling": "max", "decay": None, "sink_tokens": None}
+"""Where a text is compressed before it is asked about: what is asked for may stand on either side
+of what the text's end looks at."""
 
 
 def fading_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,12 +65,12 @@ def asked_by(policy: Policy, question_tokens: int | None) -> Policy:
     0: the text is read before it is asked about, and more of its end vote.
     """
     votes, usual = by_layer(policy), default_policy().policy
-    if question_tokens is None or not isinstance(votes, SnapKV) or votes.voters is not None:
+    if question_tokens is None or not isinstance(votes, SnapKV):
         return policy
-    if _without_budget(votes.describe()) != _without_budget(usual.describe()):
+    if replace(votes, budget=usual.budget, keep_ratio=None) != usual:
         return policy
-    voting = {"voters": min(max(question_tokens, votes.window_size), MOST_VOTERS)}
-    asked = replace(votes, **(voting if question_tokens else _BEFORE_A_QUESTION))
+    voters: Any = {"voters": min(max(question_tokens, votes.window_size), MOST_VOTERS)}
+    asked = replace(votes, **(voters if question_tokens else _BEFORE_A_QUESTION))
     return asked if votes is policy else AcrossLayers(asked)
 
 
