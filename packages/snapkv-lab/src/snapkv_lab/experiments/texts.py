@@ -21,7 +21,7 @@ from torch import Tensor
 from snapkv import CompressedCache, FullCache
 from snapkv.app.observing import RecordedPrompt, Recorder
 from snapkv.policies import EvictingPolicy
-from snapkv.policies.default import MOST_VOTERS
+from snapkv.policies.base import ALL_QUERIES
 from snapkv_lab.evaluate.corpora import Question, load_corpus
 from snapkv_lab.evaluate.haystack import (
     CITIES,
@@ -254,13 +254,10 @@ class ReadText:
     Args:
         model: the model.
         context_ids: the text.
-        recorded_queries: how many of the last queries a policy may look at.
     """
 
-    def __init__(
-        self, model: Any, context_ids: Sequence[int], recorded_queries: int = MOST_VOTERS
-    ) -> None:
-        self._model, self._recorder = model, Recorder(recorded_queries=recorded_queries)
+    def __init__(self, model: Any, context_ids: Sequence[int]) -> None:
+        self._model, self._recorder = model, Recorder(recorded_queries=ALL_QUERIES)
         self._cache = CompressedCache(model, self._recorder)
         self.prompt = self._read(self._cache, context_ids)
 
@@ -269,9 +266,8 @@ class ReadText:
         if not question_ids:
             return self.prompt
         read = self._read(copy.copy(self._cache), question_ids)
-        most = self._recorder.recorded_queries
         layers = [
-            replace(new, queries=torch.cat([old.queries, new.queries], dim=2)[:, :, -most:])
+            replace(new, queries=torch.cat([old.queries, new.queries], dim=2))
             for old, new in zip(self.prompt.layers, read.layers, strict=True)
         ]
         return replace(read, layers=layers, question_tokens=len(question_ids))

@@ -74,13 +74,12 @@ class Prompt:
 
         What stands before the question, which may be long, is not tokenized again.
         """
-        place = self._question_place
+        place = self._question_place()
         if place < 0:
             return None
         cuts = [cut - place for cut in self._cuts(tokenizer) if cut > place]
         return len(tokenized(tokenizer, self.text[place:], cuts)[0])
 
-    @property
     def _question_place(self) -> int:
         """Where it is asked last in the text; -1 for nowhere."""
         question = self.question.strip()
@@ -88,7 +87,7 @@ class Prompt:
 
     def hiding_question(self) -> "Prompt":
         """The same prompt, compressed before the question; everything after it is hidden, too."""
-        place = self._question_place
+        place = self._question_place()
         if place < 0:
             raise InvalidArgumentError(
                 f"question: expected to find it in the prompt to hide it, got a template that "
@@ -145,8 +144,8 @@ def question_prompt(
     `answer_start`. Without one, the model continues "Question: ... Answer: ...".
     """
     if tokenizer.chat_template:
-        asked = f"{document}\n\n{question}"
-        return chat_prompt(tokenizer, asked, question, answer_start=answer_start)
+        both = f"{document}\n\n{question}"
+        return chat_prompt(tokenizer, both, question, answer_start=answer_start)
     text = f"{document}\n\nQuestion: {question}\nAnswer:"
     text += f" {answer_start}" if answer_start else ""
     return Prompt(text=text, answer_start=answer_start, question=question)

@@ -85,15 +85,9 @@ def method_name(described: Mapping[str, Any]) -> str:
     That is `DEFAULT` where all but how much it keeps and who votes is the default's; and the
     paper's name alone does not stand for votes that fade.
     """
-    if _without_budget(described) == _without_budget(default_policy().describe()):
+    usual, own = default_policy().describe(), described.get("policy")
+    free = {name: usual["policy"][name] for name in ("budget", "keep_ratio", "voters")}
+    if isinstance(own, Mapping) and {**described, "policy": {**own, **free}} == usual:
         return DEFAULT
     name = str(described["name"])
     return f"{name}, fading" if described.get("pooling") == "fading" else name
-
-
-def _without_budget(described: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: _without_budget(value) if name == "policy" and isinstance(value, Mapping) else value
-        for name, value in described.items()
-        if name not in ("budget", "keep_ratio", "voters")
-    }
