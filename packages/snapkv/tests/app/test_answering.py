@@ -233,8 +233,10 @@ def test_a_hidden_question_does_not_vote(tiny):
 
 def test_more_of_a_text_vote_before_it_is_asked_about(tiny):
     prompt, ends = hidden_behind(DOCUMENT, "\n\nWhen does the gate open?"), []
-    answer(tiny, prompt, default_policy(48), SHORT, on_prompt_end=ends.append)
+    given = answer(tiny, prompt, default_policy(48), SHORT, on_prompt_end=ends.append)
     tokens = prompt.context_tokens(tiny.tokenizer)
+    behind = given.prompt_tokens - tokens
+    assert given.policy == default_policy(48, voters=max(16, behind)).describe()
     cache = CompressedCache(tiny.model, default_policy(48, voters=64, pooling="max"))
     with torch.no_grad():
         tiny.model(prompt.token_ids(tiny.tokenizer)[:, :tokens], past_key_values=cache)

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -92,11 +92,12 @@ class Sample:
     def later_turn(self, tokenizer: Any, template: Template) -> Prompt:
         """What stands between an answer and the answer to this one, of the same conversation."""
         if self.is_chat(tokenizer, template):
-            return next_turn(tokenizer, self.question).followed_by(tokenizer, self.answer_start)
+            turn = replace(next_turn(tokenizer, self.question), answer_start=self.answer_start)
+            return turn.followed_by(tokenizer, self.answer_start)
         question = self.plain_question or self.question
+        said = {"question": question, "answer_start": self.answer_start}
         text = self._plain(question, tokenizer, template)
-        nothing = Prompt(text="", question=question, has_special_tokens=True)
-        return nothing.followed_by(tokenizer, text)
+        return Prompt.written("", **said).followed_by(tokenizer, text)
 
     def _plain(self, text: str, tokenizer: Any, template: Template) -> str:
         """A turn without a chat template, and the beginning of the answer after it."""

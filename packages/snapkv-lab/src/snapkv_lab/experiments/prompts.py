@@ -177,7 +177,7 @@ def decoder(prompt: RecordedPrompt, cache: CompressedCache) -> Callable[[], None
     return step
 
 
-def generate(model: Any, ids: Sequence[int], cache: Any, tokens: int) -> list[int]:
+def generate(model: Any, ids: Sequence[int], cache: Any, tokens: int, **options: Any) -> list[int]:
     """Exactly so many greedy tokens after a prompt whose cache this is."""
     prompt = torch.tensor([list(ids)], device=model.device)
     output = model.generate(
@@ -188,6 +188,7 @@ def generate(model: Any, ids: Sequence[int], cache: Any, tokens: int) -> list[in
         min_new_tokens=tokens,
         do_sample=False,
         pad_token_id=0,
+        **options,
     )
     said: list[int] = output[0, len(ids) :].tolist()
     return said

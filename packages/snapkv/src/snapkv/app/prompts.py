@@ -135,6 +135,13 @@ def require_unicode(argument: str, text: str) -> None:
         )
 
 
+def require_question(question: str) -> None:
+    """Raise if the question is empty or not valid Unicode."""
+    if not question.strip():
+        raise InvalidArgumentError("question: expected a question, got an empty text; ask one")
+    require_unicode("question", question)
+
+
 def question_prompt(
     tokenizer: Any, document: str, question: str, *, answer_start: str = ""
 ) -> Prompt:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from snapkv.app import text_files
-from snapkv.app.prompts import question_prompt
+from snapkv.app.prompts import question_prompt, require_question
 from snapkv.cache.saving.writing import replace_file
 from snapkv.cli import panels
 from snapkv.cli.amounts import WholeNumber, integers, token_budget
@@ -76,7 +76,7 @@ class InspectOptions(MethodOptions, WritingOptions):
 @with_options(InspectOptions)
 def inspect(files: panels.Documents, question: panels.Question, options: InspectOptions) -> None:
     """Show on one page which tokens of documents were kept for a question, and why."""
-    panels.require_question(question)
+    require_question(question)
     settings, budgets = options.settings(), _budgets(options)
     read, warnings = text_files.read_noting(files)
 
