@@ -372,7 +372,8 @@ class CompressedCache(Cache):
         """Say how many tokens the next prompts have from their question's first one on.
 
         Where the policy is `snapkv.default_policy`, all of them vote. 0: the text is read before it
-        is asked about, and its last 64 vote. None: nobody knows, and the last 16 vote.
+        is asked about, and its last 64 vote. None, or more than 64, which hold a text of their own:
+        nobody knows, and the last 16 vote.
         """
         if question_tokens is not None:
             require_int("question_tokens", question_tokens, minimum=0)

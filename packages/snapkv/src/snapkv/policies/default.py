@@ -10,8 +10,8 @@ from snapkv.policies.budget import AutoBudget, ByteBudget
 from snapkv.policies.snapkv import SnapKV
 from snapkv.validation import AUTO, DEFAULT, LOST_LARGEST_VOTE, SMALL_WINDOW
 
-MOST_VOTERS = 128
-"""Tokens of a question, of which the last ones vote: the time to count votes grows with them."""
+MOST_VOTERS = 64
+"""Tokens of a question; a longer one holds a text of its own, which asks for nothing."""
 
 _BEFORE_A_QUESTION = {"voters": 64, "pooling": "max", "decay": None, "sink_tokens": None}
 """Where a text is compressed before it is asked about: what is asked for may stand on either side
@@ -61,15 +61,15 @@ def asked_by(policy: Policy, question_tokens: int | None) -> Policy:
     """The default's method, whose voters are the question's tokens; any other as it is.
 
     Those are all from the question's first one to the prompt's end, and no fewer than its window:
-    what a question asks for may stand well before its end. None: nobody knows where it begins.
-    0: the text is read before it is asked about, and more of its end vote.
+    what a question asks for may stand well before its end. None, or more than `MOST_VOTERS`: nobody
+    knows where it begins. 0: the text is read before it is asked about, and more of its end vote.
     """
     votes, usual = by_layer(policy), default_policy().policy
-    if question_tokens is None or not isinstance(votes, SnapKV):
+    if question_tokens is None or question_tokens > MOST_VOTERS or not isinstance(votes, SnapKV):
         return policy
     if replace(votes, budget=usual.budget, keep_ratio=None) != usual:
         return policy
-    voters: Any = {"voters": min(max(question_tokens, votes.window_size), MOST_VOTERS)}
+    voters: Any = {"voters": max(question_tokens, votes.window_size)}
     asked = replace(votes, **(voters if question_tokens else _BEFORE_A_QUESTION))
     return asked if votes is policy else AcrossLayers(asked)
 
