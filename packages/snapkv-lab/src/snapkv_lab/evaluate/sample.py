@@ -92,12 +92,12 @@ class Sample:
     def later_turn(self, tokenizer: Any, template: Template) -> Prompt:
         """What stands between an answer and the answer to this one, of the same conversation."""
         if self.is_chat(tokenizer, template):
-            turn = replace(next_turn(tokenizer, self.question), answer_start=self.answer_start)
-            return turn.followed_by(tokenizer, self.answer_start)
-        question = self.plain_question or self.question
-        said = {"question": question, "answer_start": self.answer_start}
-        text = self._plain(question, tokenizer, template)
-        return Prompt.written("", **said).followed_by(tokenizer, text)
+            turn, rest = next_turn(tokenizer, self.question), self.answer_start
+        else:
+            question = self.plain_question or self.question
+            turn = Prompt.written("", question=question)
+            rest = self._plain(question, tokenizer, template)
+        return replace(turn.followed_by(tokenizer, rest), answer_start=self.answer_start)
 
     def _plain(self, text: str, tokenizer: Any, template: Template) -> str:
         """A turn without a chat template, and the beginning of the answer after it."""

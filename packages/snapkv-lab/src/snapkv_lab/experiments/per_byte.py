@@ -78,8 +78,8 @@ def _texts(given: RunContext, setting: str) -> Iterable[Text]:
 
 
 def _measure(setting: str, given: RunContext, text: Text) -> Iterator[Row]:
-    answers = partial(_answers, setting)
-    return questions(ReadText(given.loaded.model, text.ids), text, setting, answers)
+    read = ReadText(given.loaded.model, text.ids)
+    return questions(read, text, setting, partial(_answers, setting))
 
 
 def _answers(setting: str, asked: AskedPrompt) -> Iterator[list[Row]]:

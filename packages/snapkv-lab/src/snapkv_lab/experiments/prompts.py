@@ -20,7 +20,6 @@ from torch import Tensor
 from snapkv import CompressedCache
 from snapkv.app.observing import RecordedPrompt, Recorder, record_prompt, record_prompt_twice
 from snapkv.policies import Policy
-from snapkv.policies.default import MOST_VOTERS
 from snapkv.policies.kvzip import INSTRUCTION
 from snapkv_lab.evaluate.haystack import CHARACTERS_PER_TOKEN, CITIES, Haystack, encode
 
@@ -149,7 +148,7 @@ def _first_words(sentence: str) -> str:
 
 
 def read_prompt(
-    model: Any, prompt_ids: Sequence[int], *, recorded_queries: int = MOST_VOTERS
+    model: Any, prompt_ids: Sequence[int], *, recorded_queries: int = 64
 ) -> RecordedPrompt:
     """Read one prompt with the full cache, recording it and its last queries."""
     ids = torch.tensor([list(prompt_ids)], device=model.device)

@@ -7,6 +7,7 @@ read after a branch of it. An answer is made of parts, each of which is right or
 import contextlib
 import copy
 import functools
+import itertools
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -82,10 +83,7 @@ class TextMaker:
         self._prose = [self._essays, python_topics().text]
 
     def needles(self, tokens: int, index: int, *, tail: str = "") -> Text:
-        """Six needles of different kinds in an essay, each asked for.
-
-        Behind a tail of the question the answer does not begin with the question's own words.
-        """
+        """Six needles of different kinds in an essay, each asked for, with a tail if there is one."""
         name = f"{'tails' if tail else 'needles'}/{tokens}/{index}"
         draw = random.Random(f"{SEED}/{name}")
         cities = draw.sample(CITIES, len(_KINDS))
@@ -250,10 +248,6 @@ class ReadText:
     """A text that a model has read with the full cache; questions are read after branches of it.
 
     The model must have full attention in every layer, as the demo model has.
-
-    Args:
-        model: the model.
-        context_ids: the text.
     """
 
     def __init__(self, model: Any, context_ids: Sequence[int]) -> None:
@@ -287,13 +281,11 @@ class AskedPrompt(NamedTuple):
     """What is read and compressed, and the cases whose answers follow.
 
     Attributes:
-        first: the place of the first case in its text.
         prompt: what was read.
         ids: its tokens, (1, T) int64.
         cases: the questions.
     """
 
-    first: int
     prompt: RecordedPrompt
     ids: Tensor
     cases: Sequence[Case]
@@ -307,11 +299,11 @@ def asked_of(read: ReadText, text: Text, setting: str) -> Iterator[AskedPrompt]:
             for each in text.cases
         ]
         prompt = replace(read.prompt, question_tokens=0)
-        yield AskedPrompt(0, prompt, torch.tensor([list(text.ids)]), hidden)
+        yield AskedPrompt(prompt, torch.tensor([list(text.ids)]), hidden)
         return
-    for place, case in enumerate(text.cases):
+    for case in text.cases:
         ids = torch.tensor([[*text.ids, *case.question_ids]])
-        yield AskedPrompt(place, read.asked(case.question_ids), ids, [case])
+        yield AskedPrompt(read.asked(case.question_ids), ids, [case])
 
 
 @torch.inference_mode()
@@ -356,6 +348,7 @@ def questions(
     `answers` gives a list for each of them, with a row for every case. Questions of which the full
     cache has no part right tell nothing apart: others are not asked.
     """
+    numbers = itertools.count()
     for asked in asked_of(read, text, setting):
         prompt = asked.prompt
         full = [scored(prompt, prompt.compressed(FullCache()), case) for case in asked.cases]
@@ -365,7 +358,7 @@ def questions(
             yield {
                 "setting": setting,
                 "text": text.name,
-                "question": asked.first + place,
+                "question": next(numbers),
                 "group": case.group,
                 "full": full[place],
                 "answers": [rows[place] for rows in found] if known[place] else [],
