@@ -83,7 +83,7 @@ class TextMaker:
         self._prose = [self._essays, python_topics().text]
 
     def needles(self, tokens: int, index: int, *, tail: str = "") -> Text:
-        """Six needles of different kinds in an essay, each asked for, with a tail if there is one."""
+        """Six needles of different kinds in an essay, each asked for; with a tail, if any."""
         name = f"{'tails' if tail else 'needles'}/{tokens}/{index}"
         draw = random.Random(f"{SEED}/{name}")
         cities = draw.sample(CITIES, len(_KINDS))
