@@ -167,7 +167,7 @@ def test_the_demo_models_tokenizer(demo):
     assert ids.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) == 3
     assert tokenizer.decode(ids) == prompt.text
     assert "".join(prompt_texts(tokenizer, prompt)) == prompt.text
-    hidden = prompt.hiding(forged)
+    hidden = prompt.hiding_question()
     assert tokenizer.decode(ids[: hidden.context_tokens(tokenizer)]).rstrip().endswith("|im_end|>")
 
 

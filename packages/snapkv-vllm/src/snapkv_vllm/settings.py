@@ -221,7 +221,7 @@ class ServingSettings:
         Of the longest prompt all but one token is kept, where the window leaves so much room.
         """
         own = dict(self.parameters)
-        if "window_size" in parameters_of(self.policy):
+        if "window_size" in parameters_of(self.policy) and not own.get("voters"):
             own["window_size"] = self.max_window_size
         return self._made(max(prompt_tokens - 1, _ample(own)), own)
 

@@ -102,6 +102,7 @@ def read_as_wanted(
     if cache.policy.reads_context:
         read_twice(model, input_ids, cache, instruction_ids=instruction_of(tokenizer))
         return
+    cache.expect_question(0)
     cache.expect_tokens(input_ids)
     model(input_ids, **passed(cache), logits_to_keep=1)
     cache.prompt_state.note_text(input_ids)

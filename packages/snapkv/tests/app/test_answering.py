@@ -231,6 +231,30 @@ def test_a_hidden_question_does_not_vote(tiny):
     assert torch.equal(*kept)
 
 
+def test_more_of_a_text_vote_before_it_is_asked_about(tiny):
+    prompt, ends = hidden_behind(DOCUMENT, "\n\nWhen does the gate open?"), []
+    given = answer(tiny, prompt, default_policy(48), SHORT, on_prompt_end=ends.append)
+    tokens = prompt.context_tokens(tiny.tokenizer)
+    behind = given.prompt_tokens - tokens
+    assert given.policy == default_policy(48, voters=max(16, behind)).describe()
+    cache = CompressedCache(tiny.model, default_policy(48, voters=64, pooling="max"))
+    with torch.no_grad():
+        tiny.model(prompt.token_ids(tiny.tokenizer)[:, :tokens], past_key_values=cache)
+    for layer in cache.compressed_layers:
+        for found, expected in zip(
+            ends[0].cache.kept_positions(layer)[0], cache.kept_positions(layer)[0], strict=True
+        ):
+            assert torch.equal(found[(found >= 0) & (found < tokens)], expected[expected >= 0])
+
+
+def test_an_empty_cache_knows_of_no_question(tiny):
+    cache = CompressedCache(tiny.model, default_policy(48))
+    cache.expect_question(40)
+    assert cache.prompt_state.policy == default_policy(48, voters=40)
+    cache.reset()
+    assert cache.prompt_state.policy == cache.policy == default_policy(48)
+
+
 @pytest.mark.parametrize("answer_start", ["", "It lies"])
 def test_the_questions_tokens_vote(tiny, answer_start):
     """From its first one on, wherever else the text asks it, for the default's method alone."""
@@ -253,7 +277,8 @@ def test_the_questions_tokens_vote(tiny, answer_start):
         (default_policy(64), 40, default_policy(64, voters=40)),
         (default_policy(64).policy, 40, default_policy(64, voters=40).policy),
         (default_policy(64), 9, default_policy(64, voters=16)),
-        (default_policy(64), 900, default_policy(64, voters=128)),
+        (default_policy(64), 64, default_policy(64, voters=64)),
+        (default_policy(64), 65, default_policy(64)),
         (default_policy(64), None, default_policy(64)),
         (default_policy(64, voters=20), 40, default_policy(64, voters=20)),
         (SnapKV(64), 40, SnapKV(64)),

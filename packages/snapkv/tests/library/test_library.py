@@ -19,6 +19,7 @@ from snapkv import (
     Library,
     LibraryError,
     SnapKV,
+    default_policy,
 )
 from snapkv.app.models import LoadedModel
 from snapkv.hf import identity
@@ -129,7 +130,11 @@ def test_one_document_is_answered_as_if_it_had_been_read_with_the_question(libra
     text = tiny.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     assert tiny.tokenizer.decode(inputs["input_ids"][0]) == text
     plain = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-    assert inputs["past_key_values"].get_seq_length() < plain["input_ids"].shape[1]
+    cache = library.inputs(tiny.model, tiny.tokenizer, "What does the bank lend?", hits)[
+        "past_key_values"
+    ]
+    asked = plain["input_ids"].shape[1] - cache.get_seq_length()
+    assert cache.prompt_state.policy == default_policy(voters=max(16, asked))
     assert torch.equal(answered(tiny, inputs), answered(tiny, plain))
 
 

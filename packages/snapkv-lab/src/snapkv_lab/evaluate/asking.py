@@ -206,18 +206,19 @@ def converse(
     for turn in conversation.turns:
         if said is None:
             ids = prompt_ids(loaded, prompt, turn.settings)
-            context_tokens = prompt.context_tokens(tokenizer)
         else:
-            later, is_chat = turn.later_turn(tokenizer, template), turn.is_chat(tokenizer, template)
-            ids, context_tokens = joined(loaded, said, later, turn.settings, is_chat=is_chat), None
+            prompt = turn.later_turn(tokenizer, template)
+            is_chat = turn.is_chat(tokenizer, template)
+            ids = joined(loaded, said, prompt, turn.settings, is_chat=is_chat)
             require_positions(loaded, ids.shape[1], turn.settings)
+        cache.expect_question(prompt.question_tokens(tokenizer))
         found, said = answer_ids(
             loaded,
             ids,
             cache,
             turn.settings,
             answer_start=turn.answer_start,
-            context_tokens=context_tokens,
+            context_tokens=prompt.context_tokens(tokenizer),
             prefill=method.prefill,
             on_prompt_end=None if ends is None else ends.append,
         )

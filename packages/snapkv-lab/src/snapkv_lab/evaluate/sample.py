@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -82,19 +82,22 @@ class Sample:
         """The text that the model continues."""
         if self.is_chat(tokenizer, template):
             question, text = self.question, self.context + self.question
-            prompt = chat_prompt(tokenizer, text, answer_start=self.answer_start)
+            prompt = chat_prompt(tokenizer, text, question, answer_start=self.answer_start)
         else:
             question = self.plain_question or self.question
             text = self._plain(self.context + question, tokenizer, template)
-            prompt = Prompt(text=text, answer_start=self.answer_start)
-        return prompt if setting == "visible" else prompt.hiding(question)
+            prompt = Prompt(text=text, question=question, answer_start=self.answer_start)
+        return prompt if setting == "visible" else prompt.hiding_question()
 
     def later_turn(self, tokenizer: Any, template: Template) -> Prompt:
         """What stands between an answer and the answer to this one, of the same conversation."""
         if self.is_chat(tokenizer, template):
-            return next_turn(tokenizer, self.question).followed_by(tokenizer, self.answer_start)
-        text = self._plain(self.plain_question or self.question, tokenizer, template)
-        return Prompt(text="", has_special_tokens=True).followed_by(tokenizer, text)
+            turn, rest = next_turn(tokenizer, self.question), self.answer_start
+        else:
+            question = self.plain_question or self.question
+            turn = Prompt.written("", question=question)
+            rest = self._plain(question, tokenizer, template)
+        return replace(turn.followed_by(tokenizer, rest), answer_start=self.answer_start)
 
     def _plain(self, text: str, tokenizer: Any, template: Template) -> str:
         """A turn without a chat template, and the beginning of the answer after it."""

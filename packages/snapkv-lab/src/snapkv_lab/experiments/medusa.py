@@ -30,6 +30,7 @@ from snapkv_lab.evaluate.haystack import encode, load_haystack
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.measuring import Turns
 from snapkv_lab.experiments.pages import Listing
+from snapkv_lab.experiments.prompts import generate
 from snapkv_lab.measure.timing import alternate, ratios, spread
 from snapkv_lab.report.tables import Pivot
 from snapkv_lab.rows import Row, grouped, of
@@ -297,15 +298,6 @@ def figure_9(
 
 
 def _stepped(model: Any, ids: Tensor, policy: Policy, medusa: Medusa | None, tokens: int) -> float:
-    clock = Clock()
-    model.generate(
-        ids,
-        past_key_values=CompressedCache(model, policy),
-        custom_generate=medusa,
-        streamer=clock,
-        max_new_tokens=tokens,
-        min_new_tokens=tokens,
-        do_sample=False,
-        pad_token_id=0,
-    )
+    clock, cache = Clock(), CompressedCache(model, policy)
+    generate(model, ids[0].tolist(), cache, tokens, custom_generate=medusa, streamer=clock)
     return clock.ms_per_token()

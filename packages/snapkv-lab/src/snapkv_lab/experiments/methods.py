@@ -51,9 +51,6 @@ from snapkv_lab.report.tables import Pivot
 from snapkv_lab.rows import Row, grouped
 
 FULL = "full cache"
-EVERY_QUERY = 2**16
-"""More than any text here has: some methods look at all."""
-
 Made = Callable[[int], Policy]
 """A policy of a budget in tokens."""
 
@@ -95,7 +92,7 @@ SHARES_OF = {"visible": {"1/8": 1 / 8, "1/4": 1 / 4}, "hidden": {"1/4": 1 / 4, "
 @torch.inference_mode()
 def _answers(given: RunContext, text: Text) -> Iterator[Row]:
     """What every method answers, where the full cache has some of an answer right."""
-    read = ReadText(given.loaded.model, text.ids, EVERY_QUERY)
+    read = ReadText(given.loaded.model, text.ids)
     for setting in METHODS_OF:
         yield from questions(read, text, setting, partial(_found, given, setting))
 

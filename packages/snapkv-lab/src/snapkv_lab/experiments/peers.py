@@ -9,6 +9,7 @@ is counted in both: some presses only mask what they drop.
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -26,11 +27,10 @@ from snapkv_lab.experiments.texts import (
     ReadText,
     Text,
     answers_of,
-    asked_of,
     loss_above,
+    questions,
     right_of,
     scored,
-    scored_full,
     texts_from,
     with_answers,
 )
@@ -107,6 +107,9 @@ class Answers:
     loaded: LoadedModel
     theirs: Kvpress
 
+    def of(self, setting: Setting, asked: AskedPrompt) -> Iterator[list[Row]]:
+        return (self.rows(method, share, asked) for method, share in setting.compared)
+
     def rows(self, method: Ours | Theirs, share: float, asked: AskedPrompt) -> list[Row]:
         """For every case which parts are right, the loss, and the share of the bytes held."""
         made = self._ours if isinstance(method, Ours) else self._theirs
@@ -154,17 +157,7 @@ def _measure(given: RunContext, text: Text) -> Iterator[Row]:
     with Kvpress(given.python, loaded.model, tokenizer=loaded.tokenizer) as theirs:
         answers = Answers(loaded, theirs)
         for name, setting in SETTINGS.items():
-            for asked in asked_of(read, text, name):
-                found = [answers.rows(each, share, asked) for each, share in setting.compared]
-                for place, case in enumerate(asked.cases):
-                    yield {
-                        "setting": name,
-                        "text": text.name,
-                        "question": asked.first + place,
-                        "group": case.group,
-                        "full": scored_full(asked.prompt, case),
-                        "answers": [rows[place] for rows in found],
-                    }
+            yield from questions(read, text, name, partial(answers.of, setting))
 
 
 def _cells(rows: list[Row]) -> Iterator[Row]:

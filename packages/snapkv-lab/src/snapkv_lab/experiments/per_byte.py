@@ -4,29 +4,39 @@ Texts of about a thousand tokens, of the kinds that the pooling was chosen by bu
 the right answer fed. A budget is a share of the bytes of the full cache in the model's dtype.
 """
 
-from collections.abc import Iterator
+import copy
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from statistics import fmean
 from typing import Any
 
-from snapkv import KVCodes, SnapKV, default_policy
+from snapkv import AcrossLayers, KVCodes, KVzap, SnapKV, default_policy
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
 from snapkv_lab.experiments.pages import Listing
 from snapkv_lab.experiments.texts import (
     AskedPrompt,
     ReadText,
     Text,
+    TextMaker,
     answers_of,
     questions,
     right_and_loss,
     right_of,
     scored,
     texts_from,
+    with_answers,
 )
 from snapkv_lab.report.tables import Pivot
 from snapkv_lab.rows import Row, grouped
 
-SHARES = {"1/32": 1 / 32, "1/16": 1 / 16, "1/8": 1 / 8}
+FIRST = 200
+TAIL = (
+    "Please answer in one short sentence, without any introduction, explanation or repetition of "
+    "the question, and do not mention anything else that the text above may say."
+)
+SHARES = {"1/32": 1 / 32, "1/16": 1 / 16, "1/8": 1 / 8, "1/4": 1 / 4}
 CODES: dict[str, Any] = {
     "as it came": None,
     "int8": KVCodes(8, 8),
@@ -35,38 +45,53 @@ CODES: dict[str, Any] = {
 }
 METHODS: dict[str, Any] = {
     "paper's": SnapKV,
-    "mean votes": lambda budget: SnapKV(budget, window_size=16, pooling="fading"),
+    "mean votes": partial(SnapKV, window_size=16, pooling="fading"),
     "default": default_policy,
+    "the last 16 vote": partial(default_policy, voters=16),
+    "AcrossLayers(KVzap)": lambda budget: AcrossLayers(KVzap(budget)),
 }
-MEASURED = (
-    *((method, "as it came") for method in METHODS),
-    *(("default", codes) for codes in CODES if codes != "as it came"),
-)
+MEASURED = {
+    "visible": {"paper's": 1, "mean votes": 1, "the last 16 vote": 1, "default": 4},
+    "long-tailed": {"the last 16 vote": 1, "default": 1},
+    "hidden": {"the last 16 vote": 1, "default": 4, "AcrossLayers(KVzap)": 4},
+}
+"""By setting, which methods answer, in how many of `CODES`."""
 
 NAMES = {"paper's": "SnapKV", "as it came": "16 bits", "keys 8, values 4": "K8V4"}  # in tables
 
-SIZES = ("kept", "bytes")
-_TABLES = {
-    "{right}": "Right answers, and the loss per token above the full cache's",
-    "{percent}": "Percent of the full cache's right answers",
-    "{kept}": "Tokens kept, and the share of bytes held",
-}
+_TABLES = (
+    ("{right}", "Right answers, and the loss per token above the full cache's", "visible"),
+    ("{percent}", "Percent of the full cache's right answers", "visible"),
+    ("{kept}", "Tokens kept, and the share of bytes held", "visible"),
+    ("{right}", "Right answers where the question has a long tail", "long-tailed"),
+    ("{right}", "Right answers where the question is hidden", "hidden"),
+)
 
 
-def _measure(given: RunContext, text: Text) -> Iterator[Row]:
-    return questions(ReadText(given.loaded.model, text.ids), text, "visible", _answers)
+def _texts(given: RunContext, setting: str) -> Iterable[Text]:
+    """Of all kinds, but needles alone for questions with a tail."""
+    if setting == "long-tailed":
+        make, indices = TextMaker(given.loaded.tokenizer), range(FIRST, FIRST + given.rounds)
+        return (make.needles(given.tokens, index, tail=TAIL) for index in indices)
+    texts = texts_from(given, FIRST)
+    return with_answers(texts) if setting == "hidden" else texts
 
 
-def _answers(asked: AskedPrompt) -> Iterator[list[Row]]:
-    (case,) = asked.cases
-    for share in SHARES:
-        for method, codes in MEASURED:
+def _measure(setting: str, given: RunContext, text: Text) -> Iterator[Row]:
+    read = ReadText(given.loaded.model, text.ids)
+    return questions(read, text, setting, partial(_answers, setting))
+
+
+def _answers(setting: str, asked: AskedPrompt) -> Iterator[list[Row]]:
+    shares = ["1/4"] if setting == "hidden" else ["1/32", "1/16", "1/8"]
+    for share, (method, most) in itertools.product(shares, MEASURED[setting].items()):
+        for codes in itertools.islice(CODES, most):
             policy = METHODS[method](f"{100 * SHARES[share]:g}%")
             cache = asked.prompt.compressed(policy, quantize=CODES[codes])
             report = cache.report()
             held = {"kept": report.kept_tokens, "bytes": report.held_bytes / report.full_bytes}
-            way = {"share": share, "method": method, "codes": codes}
-            yield [way | held | scored(asked.prompt, cache, case)]
+            way = {"share": share, "method": method, "codes": codes} | held
+            yield [way | scored(asked.prompt, copy.copy(cache), case) for case in asked.cases]
 
 
 def _cells(rows: list[Row]) -> Iterator[Row]:
@@ -77,7 +102,8 @@ def _cells(rows: list[Row]) -> Iterator[Row]:
             "share": share,
             "right": right_and_loss(own),
             "percent": f"{right_of(own).share:.0%}",
-            "kept": "{:.0f} ({:.3f})".format(*(fmean(row[key] for row in own) for key in SIZES)),
+            "kept": f"{fmean(row['kept'] for row in own):.0f} "
+            f"({fmean(row['bytes'] for row in own):.3f})",
         }
 
 
@@ -85,12 +111,13 @@ PER_BYTE = Experiment(
     name="per_byte",
     title="Right answers from the same bytes",
     takes="an hour",
-    measure=_measure,
-    cases=lambda given, part: texts_from(given, 200),
+    measure={setting: partial(_measure, setting) for setting in MEASURED},
+    cases=_texts,
+    part_key="setting",
     options={"tokens": Size(1024, 768), "rounds": Size(8, 1), "dtype": "bfloat16"},
     tables=[
-        Listing(Pivot("method, bits", "{name}", "{share}", of), title, made=_cells)
-        for of, title in _TABLES.items()
+        Listing(Pivot("method, bits", "{name}", "{share}", of), title, {"setting": setting}, _cells)
+        for of, title, setting in _TABLES
     ],
 )
 

@@ -25,7 +25,6 @@ from snapkv_lab.evaluate.haystack import CHARACTERS_PER_TOKEN, CITIES, Haystack,
 
 DEPTHS = (0.1, 0.3, 0.5, 0.7)
 SEED = 1
-MOST_WINDOW_TOKENS = 64
 
 _NEEDLE = " Special magic number for {city} is {number}."
 _QUESTION = (
@@ -149,7 +148,7 @@ def _first_words(sentence: str) -> str:
 
 
 def read_prompt(
-    model: Any, prompt_ids: Sequence[int], *, recorded_queries: int = MOST_WINDOW_TOKENS
+    model: Any, prompt_ids: Sequence[int], *, recorded_queries: int = 64
 ) -> RecordedPrompt:
     """Read one prompt with the full cache, recording it and its last queries."""
     ids = torch.tensor([list(prompt_ids)], device=model.device)
@@ -177,7 +176,7 @@ def decoder(prompt: RecordedPrompt, cache: CompressedCache) -> Callable[[], None
     return step
 
 
-def generate(model: Any, ids: Sequence[int], cache: Any, tokens: int) -> list[int]:
+def generate(model: Any, ids: Sequence[int], cache: Any, tokens: int, **options: Any) -> list[int]:
     """Exactly so many greedy tokens after a prompt whose cache this is."""
     prompt = torch.tensor([list(ids)], device=model.device)
     output = model.generate(
@@ -188,6 +187,7 @@ def generate(model: Any, ids: Sequence[int], cache: Any, tokens: int) -> list[in
         min_new_tokens=tokens,
         do_sample=False,
         pad_token_id=0,
+        **options,
     )
     said: list[int] = output[0, len(ids) :].tolist()
     return said

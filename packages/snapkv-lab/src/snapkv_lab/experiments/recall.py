@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from snapkv import AdaKV, CompressedCache, Document, FullCache, KVzip, SnapKV
-from snapkv.kvzip import read_context
+from snapkv import CompressedCache, Document, FullCache, SnapKV
 from snapkv.policies import Policy
 from snapkv.validation import format_bytes
 from snapkv_lab.evaluate.haystack import load_haystack
@@ -18,12 +17,10 @@ from snapkv_lab.experiments.pages import Listing
 from snapkv_lab.experiments.prompts import QuotedDocument, generate, quoted_document
 from snapkv_lab.rows import Row, grouped, of
 
-FULL, PLAIN, HIDDEN, TWICE, RECALL, AGAIN = "full", "plain", "hidden", "twice", "recall", "again"
+FULL, PLAIN, RECALL, AGAIN = "full", "plain", "recall", "again"
 NAMES = {
     FULL: "full cache, read once",
     PLAIN: "SnapKV, kept for the first question",
-    HIDDEN: "SnapKV, kept before any question",
-    TWICE: "AdaKV(KVzip), kept before any question",
     RECALL: "SnapKV with recall",
     AGAIN: "SnapKV, read again for every question",
 }
@@ -76,11 +73,8 @@ def _asking(model: Any, document: QuotedDocument, name: str, budget: int | None)
     """What answers a question, once the document has been read."""
     policy: Policy = SnapKV(budget, window_size=16, kernel_size=13) if budget else FullCache()
     ids = document.ids
-    if name in (FULL, HIDDEN):
+    if name == FULL:
         return _ask_copies(model, _read(model, ids, policy), ids)
-    if name == TWICE:
-        policy = AdaKV(KVzip(budget, window_size=16))
-        return _ask_copies(model, read_context(model, torch.tensor([ids]), policy), ids)
     if name == PLAIN:
         return _read_for_the_first(model, document, policy)
     read = Document(model, torch.tensor(ids), policy) if name == RECALL else None

@@ -7,6 +7,7 @@ read after a branch of it. An answer is made of parts, each of which is right or
 import contextlib
 import copy
 import functools
+import itertools
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,6 +22,7 @@ from torch import Tensor
 from snapkv import CompressedCache, FullCache
 from snapkv.app.observing import RecordedPrompt, Recorder
 from snapkv.policies import EvictingPolicy
+from snapkv.policies.base import ALL_QUERIES
 from snapkv_lab.evaluate.corpora import Question, load_corpus
 from snapkv_lab.evaluate.haystack import (
     CITIES,
@@ -33,7 +35,7 @@ from snapkv_lab.evaluate.haystack import (
 )
 from snapkv_lab.evaluate.tasks.lines import Lines
 from snapkv_lab.evaluate.tasks.rag import phrase_questions, phrase_sample
-from snapkv_lab.experiments.prompts import MOST_WINDOW_TOKENS, quoted_document, stretch
+from snapkv_lab.experiments.prompts import quoted_document, stretch
 from snapkv_lab.rows import Row
 
 SEED = 7
@@ -80,9 +82,9 @@ class TextMaker:
         self._essays = load_haystack().text
         self._prose = [self._essays, python_topics().text]
 
-    def needles(self, tokens: int, index: int) -> Text:
-        """Six needles of different kinds in an essay, each asked for."""
-        name = f"needles/{tokens}/{index}"
+    def needles(self, tokens: int, index: int, *, tail: str = "") -> Text:
+        """Six needles of different kinds in an essay, each asked for; with a tail, if any."""
+        name = f"{'tails' if tail else 'needles'}/{tokens}/{index}"
         draw = random.Random(f"{SEED}/{name}")
         cities = draw.sample(CITIES, len(_KINDS))
         values = [make(draw) for make, _ in _KINDS.values()]
@@ -96,7 +98,8 @@ class TextMaker:
         cases = [
             self._asked(
                 group,
-                f"\n\nQuestion: What is the {start.removesuffix(' is')}?\nAnswer: The {start}",
+                f"\n\nQuestion: What is the {start.removesuffix(' is')}?"
+                + (f" {tail}\nAnswer: It is" if tail else f"\nAnswer: The {start}"),
                 f" {value}",
             )
             for group, (start, value) in zip(_KINDS, pairs, strict=True)
@@ -245,17 +248,10 @@ class ReadText:
     """A text that a model has read with the full cache; questions are read after branches of it.
 
     The model must have full attention in every layer, as the demo model has.
-
-    Args:
-        model: the model.
-        context_ids: the text.
-        recorded_queries: how many of the last queries a policy may look at.
     """
 
-    def __init__(
-        self, model: Any, context_ids: Sequence[int], recorded_queries: int = MOST_WINDOW_TOKENS
-    ) -> None:
-        self._model, self._recorder = model, Recorder(recorded_queries=recorded_queries)
+    def __init__(self, model: Any, context_ids: Sequence[int]) -> None:
+        self._model, self._recorder = model, Recorder(recorded_queries=ALL_QUERIES)
         self._cache = CompressedCache(model, self._recorder)
         self.prompt = self._read(self._cache, context_ids)
 
@@ -264,12 +260,11 @@ class ReadText:
         if not question_ids:
             return self.prompt
         read = self._read(copy.copy(self._cache), question_ids)
-        most = self._recorder.recorded_queries
         layers = [
-            replace(new, queries=torch.cat([old.queries, new.queries], dim=2)[:, :, -most:])
+            replace(new, queries=torch.cat([old.queries, new.queries], dim=2))
             for old, new in zip(self.prompt.layers, read.layers, strict=True)
         ]
-        return replace(read, layers=layers)
+        return replace(read, layers=layers, question_tokens=len(question_ids))
 
     @torch.inference_mode()
     def _read(self, cache: CompressedCache, ids: Sequence[int]) -> RecordedPrompt:
@@ -286,13 +281,11 @@ class AskedPrompt(NamedTuple):
     """What is read and compressed, and the cases whose answers follow.
 
     Attributes:
-        first: the place of the first case in its text.
         prompt: what was read.
         ids: its tokens, (1, T) int64.
         cases: the questions.
     """
 
-    first: int
     prompt: RecordedPrompt
     ids: Tensor
     cases: Sequence[Case]
@@ -305,11 +298,12 @@ def asked_of(read: ReadText, text: Text, setting: str) -> Iterator[AskedPrompt]:
             replace(each, between_ids=each.question_ids, parts=[range(len(each.answer_ids))])
             for each in text.cases
         ]
-        yield AskedPrompt(0, read.prompt, torch.tensor([list(text.ids)]), hidden)
+        prompt = replace(read.prompt, question_tokens=0)
+        yield AskedPrompt(prompt, torch.tensor([list(text.ids)]), hidden)
         return
-    for place, case in enumerate(text.cases):
+    for case in text.cases:
         ids = torch.tensor([[*text.ids, *case.question_ids]])
-        yield AskedPrompt(place, read.asked(case.question_ids), ids, [case])
+        yield AskedPrompt(read.asked(case.question_ids), ids, [case])
 
 
 @torch.inference_mode()
@@ -346,10 +340,6 @@ def _read(model: Any, cache: CompressedCache, ids: Tensor) -> Tensor:
     return logits
 
 
-def scored_full(prompt: RecordedPrompt, case: Case) -> Row:
-    return scored(prompt, prompt.compressed(FullCache()), case)
-
-
 def questions(
     read: ReadText, text: Text, setting: str, answers: Callable[[AskedPrompt], Iterable[list[Row]]]
 ) -> Iterator[Row]:
@@ -358,15 +348,17 @@ def questions(
     `answers` gives a list for each of them, with a row for every case. Questions of which the full
     cache has no part right tell nothing apart: others are not asked.
     """
+    numbers = itertools.count()
     for asked in asked_of(read, text, setting):
-        full = [scored_full(asked.prompt, case) for case in asked.cases]
+        prompt = asked.prompt
+        full = [scored(prompt, prompt.compressed(FullCache()), case) for case in asked.cases]
         known = [any(each["right"]) or not each["right"] for each in full]
         found = list(answers(asked)) if any(known) else []
         for place, case in enumerate(asked.cases):
             yield {
                 "setting": setting,
                 "text": text.name,
-                "question": asked.first + place,
+                "question": next(numbers),
                 "group": case.group,
                 "full": full[place],
                 "answers": [rows[place] for rows in found] if known[place] else [],

@@ -41,6 +41,8 @@ def test_a_sample_and_its_later_turns_have_the_turns_of_their_template(demo, tem
         lambda one: one.later_turn(tokenizer, template),
     ):
         assert controls(demo, make(forged)) == controls(demo, make(honest))
+        last = make(honest).encoded(tokenizer)[0][-make(honest).question_tokens(tokenizer) :]
+        assert tokenizer.decode(last).lstrip(": ").startswith("Nine.")
         (ids,) = References.after(make(honest), forged.references, demo).token_ids
         assert control_tokens(tokenizer, ids) == 0
 

@@ -1,8 +1,10 @@
 """Several questions in one cache: the samples, what every way keeps, and going on after a stop."""
 
+from dataclasses import replace
+
 import pytest
 
-from snapkv import FullCache, KVzip, SnapKV
+from snapkv import FullCache, KVzip, SnapKV, default_policy
 from snapkv.errors import OutOfMemoryError
 from snapkv_lab.evaluate import asking
 from snapkv_lab.evaluate.asking import LATER, Method
@@ -41,6 +43,17 @@ def test_every_question_is_about_a_line_of_its_own(demo, cloze):
         assert [turn.context for turn in sample.turns[1:]] == [""] * (questions - 1)
         ids = sample.prompt(demo.tokenizer, "tokenizer", "visible").token_ids(demo.tokenizer)
         assert 150 < ids.shape[1] + sample.settings.max_new_tokens <= 200
+
+
+def test_the_question_of_every_turn_votes(tiny):
+    sample = next(Turns(**SMALL).samples(tiny.tokenizer))
+    policy = default_policy(64).policy
+    method = Method(label="default", policy=policy, later="recall")
+    answers = asking.converse(tiny, sample, method, "tokenizer", "visible")
+    prompts = [sample.later_turn(tiny.tokenizer, "tokenizer") for sample in sample.turns]
+    for found, prompt in zip(answers, prompts, strict=True):
+        voters = max(16, prompt.question_tokens(tiny.tokenizer))
+        assert found.policy == replace(policy, voters=voters).describe()
 
 
 def test_a_full_cache_answers_as_if_the_whole_conversation_were_read_anew(tiny, tmp_path):

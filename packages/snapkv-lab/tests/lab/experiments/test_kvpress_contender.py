@@ -53,7 +53,7 @@ def test_an_answer_is_judged_as_here(between):
     model, ids = tiny_model("llama"), random_ids(1, 200)
     case = Case(group="g", answer_ids=[3, 7, 9], parts=[[0], [1, 2]], between_ids=between)
     prompt = ReadText(model, ids[0].tolist()).prompt
-    asked = AskedPrompt(0, prompt, ids, [case, case])
+    asked = AskedPrompt(prompt, ids, [case, case])
     same = Ours("ours", lambda _: SnapKV(100, window_size=64, kernel_size=5, pooling="avg"))
     whole = Ours("ours", lambda _: FullCache())
     with Kvpress(PYTHON, model) as theirs:

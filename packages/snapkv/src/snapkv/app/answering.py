@@ -75,9 +75,10 @@ def answer(
     `on_text` is called with every finished piece of it, `answer_start` first; `on_prompt_end` after
     the prompt, but not with `drafts`. `quantize` is as for `CompressedCache`.
     """
-    policy = loaded.completed(policy, prompt.question_tokens(loaded.tokenizer))
+    policy = loaded.completed(policy)
     spans = [] if protection is None else protection.spans(prompt, policy, loaded.tokenizer)
     cache = _CountingCache(loaded.model, policy, protect=spans, quantize=quantize)
+    cache.expect_question(prompt.question_tokens(loaded.tokenizer))
     found, _ = answer_ids(
         loaded,
         prompt_ids(loaded, prompt, settings),
@@ -117,7 +118,7 @@ def answer_ids(
     found = Answer(
         text=answer_start + text[:before],
         finish_reason="length" if cut_off and not ended else "stop",
-        policy=cache.policy.describe(),
+        policy=cache.prompt_state.policy.describe(),
         prompt_tokens=prompt_tokens,
         new_tokens=len(new_ids),
         kept_tokens=_stored_of(cache, prompt_tokens),
@@ -190,6 +191,7 @@ def continue_ids(
     with explained, _seeded(settings.seed, device_of(model)), reading:
         if context_tokens is not None:
             read_as_wanted(model, loaded.tokenizer, ids[:, :context_tokens], cache)
+            cache.expect_question(ids.shape[1] - context_tokens)
         with telling:
             output: Tensor = model.generate(
                 ids,

@@ -17,7 +17,7 @@ from snapkv.app.answering import (
 from snapkv.app.models import LoadedModel
 from snapkv.app.parts import ROLES, Part, generation_tokens, question_parts, turn
 from snapkv.app.prefills import Exact, Prefill
-from snapkv.app.prompts import Prompt, next_turn, question_prompt, require_unicode
+from snapkv.app.prompts import Prompt, next_turn, question_prompt, require_question
 from snapkv.app.protection import Protection
 from snapkv.app.settings import GenerationSettings
 from snapkv.app.thinking import MARKS, thinking
@@ -84,9 +84,7 @@ class Conversation:
         return 0 if self._ids is None else int(self._ids.shape[1])
 
     def ask(self, question: str, *, on_text: TextSink | None = None) -> Answer:
-        if not question.strip():
-            raise InvalidArgumentError("question: expected a question, got an empty text; ask one")
-        require_unicode("question", question)
+        require_question(question)
         ids, parts, asked = self._with(question)
         require_positions(self._loaded, ids.shape[1], self._settings)
         before = copy.copy(self.cache)

@@ -36,10 +36,9 @@ class LibraryQuestion:
     def answer(self, policy: Policy, on_text: TextSink | None = None) -> Answer:
         """Answer from the library's caches."""
         start = time.perf_counter()
-        asked = question_ids(self.loaded.tokenizer, self.text, self.answer_start)
         inputs = self.library.inputs(
             *self._asked,
-            policy=self.loaded.completed(policy, len(asked)),
+            policy=self.loaded.completed(policy),
             recompute=self.recompute,
             answer_start=self.answer_start,
         )

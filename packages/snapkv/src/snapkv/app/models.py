@@ -44,7 +44,6 @@ from snapkv.plan import (
 )
 from snapkv.plan.shapes import SHAPES, config_of, shape_of
 from snapkv.policies import FullCache, Policy
-from snapkv.policies.default import asked_by
 from snapkv.validation import first_line, nearest, require_choice, require_dtype
 
 DEMO = "demo"
@@ -80,10 +79,9 @@ class LoadedModel:
         """Whether prompt and answer may be so long together."""
         return self.max_tokens is None or tokens <= self.max_tokens
 
-    def completed(self, policy: Policy, question_tokens: int | None = None) -> Policy:
-        """The policy with what it needs to know of tokenizer, heads and question (`asked_by`)."""
-        known = with_known(self.model, policy.with_tokenizer(self.tokenizer))
-        return asked_by(known, question_tokens)
+    def completed(self, policy: Policy) -> Policy:
+        """The policy with what it needs to know of the tokenizer and of the heads."""
+        return with_known(self.model, policy.with_tokenizer(self.tokenizer))
 
     def description(self) -> dict[str, Any]:
         """What a result must say about the model it was made with."""

@@ -113,6 +113,7 @@ class RecordedPrompt:
     layers: Sequence[PromptLayer]  # as a policy is shown them, one for each that it compresses
     last_logits: Tensor  # (1, 1, V), after the prompt; the same whatever is kept
     others: Mapping[int, Any] = field(default_factory=dict)  # what no policy is shown
+    question_tokens: int | None = None  # see `CompressedCache.expect_question`
 
     @property
     def prompt_tokens(self) -> int:
@@ -123,6 +124,7 @@ class RecordedPrompt:
         """A cache as it is after a prefill with that policy; the recording stays untouched."""
         cache = CompressedCache(self.model, policy, **options)
         cache.expect_prompt(self.prompt_tokens)
+        cache.expect_question(self.question_tokens)
         for index, other in self.others.items():
             own = cache.layers[index]
             if isinstance(own, HybridLayer):
@@ -135,7 +137,7 @@ class RecordedPrompt:
 
     def _filling(self, cache: CompressedCache) -> Iterator[PromptLayer]:
         """Fill one layer after the other, and show it as the cache's policy is to see it."""
-        policy = cache.policy
+        policy = cache.prompt_state.policy
         for layer, states in zip(cache.prompt_state.layers, self.layers, strict=True):
             layer.update(states.keys, states.values)
             if "token_ids" in policy.needs and states.token_ids is not None:

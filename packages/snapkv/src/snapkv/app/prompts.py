@@ -74,24 +74,24 @@ class Prompt:
 
         What stands before the question, which may be long, is not tokenized again.
         """
-        place = self._last_place(self.question)
+        place = self._question_place()
         if place < 0:
             return None
         cuts = [cut - place for cut in self._cuts(tokenizer) if cut > place]
         return len(tokenized(tokenizer, self.text[place:], cuts)[0])
 
-    def _last_place(self, question: str) -> int:
+    def _question_place(self) -> int:
         """Where it is asked last in the text; -1 for nowhere."""
-        question = question.strip()
+        question = self.question.strip()
         return self.text.removesuffix(self.answer_start).rfind(question) if question else -1
 
-    def hiding(self, question: str) -> "Prompt":
+    def hiding_question(self) -> "Prompt":
         """The same prompt, compressed before the question; everything after it is hidden, too."""
-        place = self._last_place(question)
+        place = self._question_place()
         if place < 0:
             raise InvalidArgumentError(
                 f"question: expected to find it in the prompt to hide it, got a template that "
-                f"rewrites {question[:40]!r}; use the template none, or let the question vote"
+                f"rewrites {self.question[:40]!r}; use the template none, or let the question vote"
             )
         return replace(self, context_characters=place)
 
@@ -135,6 +135,13 @@ def require_unicode(argument: str, text: str) -> None:
         )
 
 
+def require_question(question: str) -> None:
+    """Raise if the question is empty or not valid Unicode."""
+    if not question.strip():
+        raise InvalidArgumentError("question: expected a question, got an empty text; ask one")
+    require_unicode("question", question)
+
+
 def question_prompt(
     tokenizer: Any, document: str, question: str, *, answer_start: str = ""
 ) -> Prompt:
@@ -144,8 +151,8 @@ def question_prompt(
     `answer_start`. Without one, the model continues "Question: ... Answer: ...".
     """
     if tokenizer.chat_template:
-        made = chat_prompt(tokenizer, f"{document}\n\n{question}", answer_start=answer_start)
-        return replace(made, question=question)
+        both = f"{document}\n\n{question}"
+        return chat_prompt(tokenizer, both, question, answer_start=answer_start)
     text = f"{document}\n\nQuestion: {question}\nAnswer:"
     text += f" {answer_start}" if answer_start else ""
     return Prompt(text=text, answer_start=answer_start, question=question)
@@ -156,7 +163,7 @@ def text_prompt(tokenizer: Any, text: str, *, answer_start: str = "") -> Prompt:
     return Prompt(text=text + answer_start, answer_start=answer_start)
 
 
-def chat_prompt(tokenizer: Any, text: str, *, answer_start: str = "") -> Prompt:
+def chat_prompt(tokenizer: Any, text: str, question: str = "", *, answer_start: str = "") -> Prompt:
     """One message of the user, up to the point where the model's turn begins."""
     if not tokenizer.chat_template:
         raise InvalidArgumentError(
@@ -165,8 +172,8 @@ def chat_prompt(tokenizer: Any, text: str, *, answer_start: str = "") -> Prompt:
     turns = [{"role": "user", "content": quoted(tokenizer, text)}]
     turn = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     own = len(system_message(tokenizer))
-    prompt = Prompt.written(turn, answer_start=answer_start, system_characters=own)
-    return prompt.followed_by(tokenizer, answer_start)
+    told = {"answer_start": answer_start, "question": question, "system_characters": own}
+    return Prompt.written(turn, **told).followed_by(tokenizer, answer_start)
 
 
 def next_turn(tokenizer: Any, question: str) -> Prompt:

@@ -181,7 +181,7 @@ class PromptState:
         narrowing: which tokens of the prompt do not reach all layers; None where all do.
         is_broken: whether a layer's attention has begun and not come to its end.
         shared: the budget that the layers of the prompt share whose end is being read, if any.
-        policy: that of all layers; `looks_at_tokens` says whether it is told the ids of all tokens.
+        looks_at_tokens: whether the policy is told the ids of all tokens.
     """
 
     layers: Sequence[CompressedLayer]
@@ -198,8 +198,12 @@ class PromptState:
     shared: SharedBudget | None = None
 
     def __post_init__(self) -> None:
-        self.policy = self.layers[0].policy
         self.looks_at_tokens = "token_ids" in self.policy.needs
+
+    @property
+    def policy(self) -> Policy:
+        """That of all layers."""
+        return self.layers[0].policy
 
     @property
     def seen_tokens(self) -> int:
@@ -256,12 +260,6 @@ class PromptState:
         if self.prompt_end is not None and self.seen_tokens < self.prompt_end <= seen_tokens:
             self.prompt_end = None
         self._recall_for_a_turn()
-
-    def choose_by(self, policy: Policy) -> None:
-        """Choose of the next prompts by the same policy with other voters."""
-        self.policy = policy
-        for layer in self.layers:
-            layer.policy = policy
 
     def end_prompt(
         self, layer: CompressedLayer, prompt: PromptLayer, *, once: bool = False

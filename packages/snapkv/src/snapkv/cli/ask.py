@@ -5,12 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from snapkv.app import text_files
-from snapkv.app.prompts import (
-    Prompt,
-    chat_prompt,
-    require_unicode,
-    text_prompt,
-)
+from snapkv.app.prompts import Prompt, chat_prompt, require_question, require_unicode, text_prompt
 from snapkv.cli import panels
 from snapkv.cli.announcing import announce, announce_model
 from snapkv.cli.fields import with_options
@@ -37,7 +32,7 @@ def ask(
     options: AskOptions,
 ) -> None:
     """Answer a question about documents, from a cache smaller than they are."""
-    panels.require_question(question)
+    require_question(question)
     if bool(files) == (options.library is not None):
         got = "both" if files else "neither"
         raise InvalidArgumentError(

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from snapkv.app import text_files
-from snapkv.app.prompts import question_prompt
+from snapkv.app.prompts import question_prompt, require_question
 from snapkv.cache.saving.writing import replace_file
 from snapkv.cli import panels
 from snapkv.cli.amounts import integers, token_budget
@@ -75,7 +75,7 @@ class InspectOptions(MethodOptions, WritingOptions):
 @with_options(InspectOptions)
 def inspect(files: panels.Documents, question: panels.Question, options: InspectOptions) -> None:
     """Show on one page what was kept of documents, who voted for it, and the answers."""
-    panels.require_question(question)
+    require_question(question)
     settings, sizes = options.settings(), _sizes(options)
     read, warnings = text_files.read_noting(files)
 

@@ -5,9 +5,6 @@ from typing import Annotated
 
 import typer
 
-from snapkv.app.prompts import require_unicode
-from snapkv.errors import InvalidArgumentError
-
 model = partial(typer.Option, rich_help_panel="Model")
 material = partial(typer.Option, rich_help_panel="What to read")
 library = partial(typer.Option, rich_help_panel="Library")
@@ -40,10 +37,3 @@ SomeDocuments = Annotated[
     ),
 ]
 Question = Annotated[str, typer.Option("--question", "-q", help="What to answer")]
-
-
-def require_question(question: str) -> None:
-    """Raise if the question is empty or not valid Unicode."""
-    if not question.strip():
-        raise InvalidArgumentError("question: expected a question, got an empty text; ask one")
-    require_unicode("question", question)

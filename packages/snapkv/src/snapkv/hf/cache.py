@@ -320,6 +320,7 @@ class CompressedCache(Cache):
         forward_context.leave(self.prompt_state)
         self._check = VoteCheck()
         self.prompt_state.forget()
+        self.expect_question(None)
 
     def activate_past_recording(self) -> None:
         """Called before drafts are verified: from now on a forward pass may hold drafts."""
@@ -372,13 +373,17 @@ class CompressedCache(Cache):
         self.prompt_state.expect_prompt(prompt_tokens)
 
     def expect_question(self, question_tokens: int | None) -> None:
-        """Say how many tokens the next prompt has from its question's first one on.
+        """Say how many tokens the next prompts have from their question's first one on.
 
-        All of them vote then, where the policy is `snapkv.default_policy`; None: nobody knows.
+        Where the policy is `snapkv.default_policy`, all of them vote. 0: the text is read before it
+        is asked about, and its last 64 vote. None, or more than 64, which hold a text of their own:
+        nobody knows, and the last 16 vote.
         """
         if question_tokens is not None:
-            require_int("question_tokens", question_tokens, minimum=1)
-        self.prompt_state.choose_by(asked_by(self.policy, question_tokens))
+            require_int("question_tokens", question_tokens, minimum=0)
+        asked = asked_by(self.policy, question_tokens)
+        for layer in self.prompt_state.layers:
+            layer.policy = asked
 
     def expect_tokens(self, token_ids: Tensor) -> None:
         """Announce the ids of the tokens of the next forward pass, pads included: (B, N) integers.

@@ -24,6 +24,7 @@ from snapkv.page import Page, Shown, Stop
 from snapkv.page.packing import Ballot
 from snapkv.page.words import answer_sentence, word_changes
 from snapkv.policies import FullCache, Policy
+from snapkv.policies.default import asked_by
 
 CHOSEN = "chosen"
 """Label of the budget that a method was asked with."""
@@ -175,7 +176,9 @@ def inspect_prompt(
     ids = prompt_ids(loaded, prompt, settings)[:, : prompt.context_tokens(loaded.tokenizer)]
     asked = prompt.question_tokens(loaded.tokenizer)
     with reader.given():
-        voted = ballots(loaded, ids, [loaded.completed(policy, asked) for _, policy in policies])
+        voted = ballots(
+            loaded, ids, [asked_by(loaded.completed(policy), asked) for _, policy in policies]
+        )
     full = ask(CHOSEN, FullCache()).answer
     others = [ask(label, policy) for label, policy in budgets]
     methods = []

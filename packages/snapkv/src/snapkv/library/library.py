@@ -345,6 +345,7 @@ class Library:
                 "keep documents whole"
             )
         asked = torch.tensor([question_ids(tokenizer, question, answer_start)])
+        cache.expect_question(asked.shape[1])
         ids = torch.cat([joined_ids(parts), asked.to(device_of(model))], dim=1)
         mask = torch.ones_like(ids)
         return {"input_ids": ids, "attention_mask": mask, "past_key_values": cache}

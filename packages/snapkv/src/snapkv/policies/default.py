@@ -10,8 +10,12 @@ from snapkv.policies.budget import AutoBudget, ByteBudget
 from snapkv.policies.snapkv import SnapKV
 from snapkv.validation import AUTO, DEFAULT, LOST_LARGEST_VOTE, SMALL_WINDOW
 
-MOST_VOTERS = 128
-"""Of a question, its last tokens; the time to count votes grows with their number."""
+MOST_VOTERS = 64
+"""Tokens of a question; a longer one holds a text of its own, which asks for nothing."""
+
+_BEFORE_A_QUESTION = {"voters": 64, "pooling": "max", "decay": None, "sink_tokens": None}
+"""Where a text is compressed before it is asked about: what is asked for may stand on either side
+of what the text's end looks at."""
 
 
 def fading_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,14 +61,16 @@ def asked_by(policy: Policy, question_tokens: int | None) -> Policy:
     """The default's method, whose voters are the question's tokens; any other as it is.
 
     Those are all from the question's first one to the prompt's end, and no fewer than its window:
-    what a question asks for may stand well before its end. None: nobody knows where it begins.
+    what a question asks for may stand well before its end. None, or more than `MOST_VOTERS`: nobody
+    knows where it begins. 0: the text is read before it is asked about, and more of its end vote.
     """
     votes, usual = by_layer(policy), default_policy().policy
-    if question_tokens is None or not isinstance(votes, SnapKV) or votes.voters is not None:
+    if question_tokens is None or question_tokens > MOST_VOTERS or not isinstance(votes, SnapKV):
         return policy
-    if _without_budget(votes.describe()) != _without_budget(usual.describe()):
+    if replace(votes, budget=usual.budget, keep_ratio=None) != usual:
         return policy
-    asked = replace(votes, voters=min(max(question_tokens, votes.window_size), MOST_VOTERS))
+    voters: Any = {"voters": max(question_tokens, votes.window_size)}
+    asked = replace(votes, **(voters if question_tokens else _BEFORE_A_QUESTION))
     return asked if votes is policy else AcrossLayers(asked)
 
 
@@ -79,15 +85,9 @@ def method_name(described: Mapping[str, Any]) -> str:
     That is `DEFAULT` where all but how much it keeps and who votes is the default's; and the
     paper's name alone does not stand for votes that fade.
     """
-    if _without_budget(described) == _without_budget(default_policy().describe()):
+    usual, own = default_policy().describe(), described.get("policy")
+    free = {name: usual["policy"][name] for name in ("budget", "keep_ratio", "voters")}
+    if isinstance(own, Mapping) and {**described, "policy": {**own, **free}} == usual:
         return DEFAULT
     name = str(described["name"])
     return f"{name}, fading" if described.get("pooling") == "fading" else name
-
-
-def _without_budget(described: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: _without_budget(value) if name == "policy" and isinstance(value, Mapping) else value
-        for name, value in described.items()
-        if name not in ("budget", "keep_ratio", "voters")
-    }
