@@ -190,15 +190,15 @@ def test_a_step_that_cannot_be_a_graph_leaves_the_device_as_it_was(norm):
     assert torch.equal(answers[0], answers[2])
 
 
-def test_hundreds_of_prompts_leave_no_memory_behind():
+def test_a_hundred_prompts_leave_no_memory_behind():
     """A graph goes with the call that recorded it."""
     model, ids = on_cuda("llama", "sdpa", torch.bfloat16), random_ids(1, 120).cuda()
     options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
     held = []
     for _ in range(4):
-        for _ in range(3):
+        for _ in range(2):
             cache = CompressedCache(model, POLICY, storage="static", room_tokens=32)
-            for _ in range(20):
+            for _ in range(12):
                 cache.reset()
                 model.generate(ids, past_key_values=cache, **options)
             assert cache.report()["steps"] == "one graph"

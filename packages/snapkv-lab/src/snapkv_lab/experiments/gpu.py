@@ -9,6 +9,7 @@ as it is measured. A later call goes on after them: where one was cut off, where
 or where the device was lost. A cell that failed has a row that says how, and is not tried again.
 """
 
+import gc
 import sys
 import time
 import traceback
@@ -283,6 +284,9 @@ def _measured(given: RunContext, cell: Cell) -> Iterator[Row]:
         rows = [{"status": f"failed: {type(error).__name__}: {first_line(error)[:300]}"}]
         given.over = _lost()
     torch.compiler.reset()  # a limit of compiled variants holds for all cells together
+    gc.collect()  # a cell's caches and graphs leave no holes for the next one's
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     seconds = round(time.monotonic() - started, 1)
     named = {"text": cell.name, "device": _device_name(given)}
     yield from (named | row | {"seconds": seconds} for row in rows)
