@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 import torch
 
-from snapkv import CompressedCache, InvalidArgumentError, SnapKV, ops
+from snapkv import CompressedCache, InvalidArgumentError, SnapKV, default_policy, ops
 from snapkv.ops import ScoreOptions, choice
 from snapkv.ops.votes import api
 from tests.families import random_ids, tiny_model
@@ -99,9 +99,10 @@ def test_reading_a_prompt_on_a_device_runs_the_kernels(device, monkeypatch):
     monkeypatch.setattr(api, "_implementation", watched)
     model = tiny_model("llama").to(device)
     try:
-        with torch.no_grad():
-            cache = CompressedCache(model, SnapKV(40, window_size=8, pooling="fading"))
-            model(random_ids(1, 100).to(device), past_key_values=cache)
+        for policy in (SnapKV(40, window_size=8, pooling="fading"), default_policy(40)):
+            with torch.no_grad():
+                cache = CompressedCache(model, policy)
+                model(random_ids(1, 100).to(device), past_key_values=cache)
     finally:
         model.to("cpu")
-    assert set(ran) == {(name, "snapkv.ops.votes.triton") for name in OPERATIONS}
+    assert set(ran) == set(api._KERNELS.items())

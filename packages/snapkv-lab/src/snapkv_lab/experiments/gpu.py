@@ -426,7 +426,7 @@ GPU = Experiment(
                 (1, 128 * K, ("transformers", "snapkv", "default K8V4")),
                 (1, K, ("transformers", "snapkv", "default K8V4")),
                 (24, 16 * K, ("transformers",)),
-                (192, 16 * K, ("snapkv", "default K8V4")),
+                (128, 16 * K, ("snapkv", "default K8V4")),
             ),
             ((1, 256, ("transformers", *GRAPHS)), (2, 256, ("snapkv",))),
         ),
