@@ -281,6 +281,14 @@ def test_the_verdict_says_it_plainly(shape, request_, said):
     assert said in sentences[0] or said[0].islower() or said[0].isdigit()
 
 
+def test_where_one_row_gains_little_the_verdict_names_the_batch_that_gains():
+    rows = [shaped("llama-3.1-8b", context_tokens=16384, batch=batch) for batch in (1, 3, 4)]
+    assert [plan.batch_of_speedup(1.5) for plan in rows] == [4, 4, 4]
+    assert [plan.decode_speedup >= 1.5 for plan in rows] == [False, False, True]
+    said = ["a batch of 4 comes up to 1.5" in " ".join(verdict(plan)) for plan in rows]
+    assert said == [True, True, False]
+
+
 @pytest.mark.parametrize(
     ("request_", "error", "message"),
     [

@@ -30,6 +30,9 @@ FLOPS_PER_BYTE = 150
 
 _MOST_TOKENS = 2**27
 
+_FELT = 1.5
+"""Times as fast, from which on a reader of an answer notices."""
+
 _WORTH_SAYING = 1.1
 """A smaller speed-up does not count as help."""
 
@@ -157,6 +160,15 @@ class Plan:
     def decode_speedup(self) -> float:
         """Upper limit of the decoding speed-up, from the bytes that a step reads."""
         return self.full.step_bytes / self.compressed.step_bytes
+
+    def batch_of_speedup(self, speedup: float) -> int | None:
+        """The first number of rows that may decode so many times as fast; None beyond 1,024."""
+        tokens = self.request.context_tokens
+        for batch in range(1, 1025):
+            full = self._step_bytes(tokens, batch, compressed=False)
+            if full >= speedup * self._step_bytes(tokens, batch, compressed=True):
+                return batch
+        return None
 
     @property
     def prefill_share(self) -> float:
@@ -321,6 +333,12 @@ def _headline(plan: Plan) -> Iterator[str]:
             f"Compression helps: {format_bytes(saved)} of cache are saved, and tokens come up to "
             f"{plan.decode_speedup:.1f} times as fast."
         )
+        if plan.decode_speedup < _FELT and (rows := plan.batch_of_speedup(_FELT)) is not None:
+            yield (
+                f"A step mostly reads weights, so you will hardly feel it: a batch of {rows:,} "
+                f"comes up to {_FELT} times as fast. On a GPU few rows wait for the processor unless "
+                "steps are one CUDA graph: storage='static'."
+            )
 
 
 def _limits(plan: Plan) -> Iterator[str]:
