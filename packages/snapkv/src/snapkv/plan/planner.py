@@ -336,8 +336,8 @@ def _headline(plan: Plan) -> Iterator[str]:
         if plan.decode_speedup < _FELT and (rows := plan.batch_of_speedup(_FELT)) is not None:
             yield (
                 f"A step mostly reads weights, so you will hardly feel it: a batch of {rows:,} "
-                f"comes up to {_FELT} times as fast. On a GPU few rows wait for the processor unless "
-                "steps are one CUDA graph: storage='static'."
+                f"comes up to {_FELT} times as fast. On a GPU few rows wait for the processor "
+                "unless steps are one CUDA graph: storage='static'."
             )
 
 
