@@ -58,20 +58,19 @@ class Storage:
         assert isinstance(store, RaggedStore)
         return CodedStore.of(store, self.codes)
 
-    def token_cost(self, store: TokenStore, heads: int, shortest_tokens: int) -> TokenCost:
-        """What tokens of a store cost that so many heads keep; its shortest row has so many."""
+    def token_cost(self, store: TokenStore, heads: int) -> TokenCost:
+        """What tokens of a store cost that so many heads keep."""
         keys, values = store.keys, store.values
         per_head = keys.element_size() * (keys.shape[-1] + values.shape[-1])
         one = TokenCost(
             full_bytes=store.num_kv_heads * per_head,
-            token_bytes=heads * per_head,
             block_bytes=heads * per_head,
             alike=self.alike,
         )
         if self.codes is None:
             return one
         blocks = heads * block_bytes(store.padded(), self.codes)
-        return self.codes.costing(one, blocks, shortest_tokens)
+        return replace(one, block_bytes=blocks, block_tokens=self.codes.group_size)
 
     def restored(self, kind: str, state: dict[str, Any], empty: Tensor | None) -> TokenStore:
         """The store of that kind whose `state` this is; `empty` as in `finalize`."""

@@ -24,7 +24,7 @@ COMPRESSED = "compressed"
 
 _BOTH = ("keys", "values")
 
-_RECORDS: dict[str, Callable[..., Any]] = {
+_RECORDS: dict[str, Any] = {
     "RaggedStates": RaggedStates,
     "CodedStates": CodedStates,
     "BlockCodes": ops.Codes,
@@ -106,7 +106,7 @@ def decode_layer(
 def outdated(what: str) -> CacheFileError:
     """The refusal of a file whose codes are no longer read."""
     return CacheFileError(
-        f"path: expected an unquantized cache, or integers of 4 or 8 bits as 0.2.0 writes them, "
+        f"path: expected an unquantized cache, or integers of 4 or 8 bits as 0.3.0 writes them, "
         f"got one in {what}; read its text again"
     )
 
@@ -197,9 +197,8 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
         return {key: decode(part, tensor) for key, part in value["dict"]}
     if value.keys() == {"record", "parts"}:
         record, parts = _RECORDS[value["record"]], decode(value["parts"], tensor)
-        if parts.pop("is_float", False):
-            raise outdated("fp8")
-        parts.pop("own_sections", None)  # of 0.2.0
+        if parts.keys() - {part.name for part in fields(record)}:
+            raise outdated("the codes of 0.2.0")
         return record(**parts)
     return {key: decode(part, tensor) for key, part in value.items()}
 
