@@ -147,7 +147,7 @@ def test_without_a_chat_template_special_tokens_stand_once_in_front(tmp_path, de
     ("policy", "bits"),
     [
         (None, "int4"),
-        (None, KVCodes(8, 4, exact_layers=1)),
+        (None, KVCodes(8, 4, group_size=64)),
         (SnapKV(40), None),
         (H2O(40), "K8V4"),
         (AdaKV(KVzip(keep_ratio=0.5)), "int8"),

@@ -106,7 +106,7 @@ def contents(file: SealedFile) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the notes of a cache's file, as `encoded` gives them; none in old codes."""
     kinds = {layer.get("store_kind") for layer in file.notes["layers"]}
     if file.notes.get("packed") or kinds & {"quantized", "static coded"}:
-        raise outdated("the codes of an earlier version")
+        raise outdated()
     return file.tensors, file.notes
 
 

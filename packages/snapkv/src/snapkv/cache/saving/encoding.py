@@ -103,11 +103,11 @@ def decode_layer(
     _require_fitting(layer)
 
 
-def outdated(what: str) -> CacheFileError:
+def outdated() -> CacheFileError:
     """The refusal of a file whose codes are no longer read."""
     return CacheFileError(
-        f"path: expected an unquantized cache, or integers of 4 or 8 bits as 0.3.0 writes them, "
-        f"got one in {what}; read its text again"
+        "path: expected an unquantized cache, or integers of 4 or 8 bits as 0.3.0 writes them, got "
+        "one in the codes of an earlier version; read its text again"
     )
 
 
@@ -198,7 +198,7 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
     if value.keys() == {"record", "parts"}:
         record, parts = _RECORDS[value["record"]], decode(value["parts"], tensor)
         if parts.keys() - {part.name for part in fields(record)}:
-            raise outdated("the codes of 0.2.0")
+            raise outdated()
         return record(**parts)
     return {key: decode(part, tensor) for key, part in value.items()}
 
