@@ -694,8 +694,8 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "what heads may fill in part of a block is not set aside",
-            "* cost.block_tokens - cost.spare_tokens < least",
-            "* cost.block_tokens < least",
+            "return more * cost.block_tokens - cost.spare_tokens",
+            "return more * cost.block_tokens",
             "policies/test_byte_budget.py",
         ),
     ],
