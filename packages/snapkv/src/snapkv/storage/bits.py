@@ -1,7 +1,7 @@
 """How many bits hold the keys and values that are kept of a prompt."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from snapkv.errors import InvalidArgumentError
@@ -68,11 +68,6 @@ class KVCodes:
         if isinstance(given, KVCodes):
             return given
         if isinstance(given, Mapping):
-            if gone := given.keys() - {part.name for part in fields(cls)}:
-                raise InvalidArgumentError(
-                    f"{argument}: expected parameters of KVCodes, got {', '.join(sorted(gone))} of "
-                    "an earlier version; read the text again"
-                )
             return cls(**given)
         bits = code_bits(given) if isinstance(given, str) else None
         if bits is None:
