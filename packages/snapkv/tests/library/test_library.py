@@ -341,8 +341,8 @@ def test_a_record_of_somebody_else_is_not_replaced(library, tiny):
 
 def test_a_library_of_a_later_version_is_refused(library):
     file = library.path / "library.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": "snapkv library 2"}))
-    with pytest.raises(LibraryError, match="got 'snapkv library 2'"):
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": "snapkv library 3"}))
+    with pytest.raises(LibraryError, match="got 'snapkv library 3'"):
         Library(library.path)
 
 
