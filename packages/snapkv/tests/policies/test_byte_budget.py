@@ -49,8 +49,6 @@ def worked(cost, tokens, depth=0, pads=(0,)):
         # A fourth block is what heads may fill in part, 3 tokens of each.
         ("100B", replace(CODES, uneven=True), [13, 13]),
         ("90B", replace(CODES, uneven=True), [13, 9]),
-        # Bytes of its own, 59 and 60: four blocks and five
-        ("119B", replace(CODES, alike=False), [16, 20]),
         ("160B", BARE, [10, 10]),
         ("170B", BARE, [11, 10]),  # 10 left over: one token more, in the first layer
         ("10%", BARE, [5, 5]),  # 50 tokens take 400 bytes in a layer

@@ -164,8 +164,7 @@ def _options(draw: Draw, policy: Policy, model: str) -> dict[str, Any]:
     if is_static:
         options |= {"storage": "static", "room_tokens": draw.choice([24, 64])}
     if stored < 0.15 or (is_static and draw.random() < 0.4):
-        some = {"exact_layers": draw.choice([0, 0, 0, 1])}
-        options["quantize"] = draw.choice(["K8V4", KVCodes(8, 8, **some), KVCodes(4, 8, **some)])
+        options["quantize"] = draw.choice(["K8V4", "int8", KVCodes(4, 8)])
     return options
 
 

@@ -11,7 +11,6 @@ class TokenCost:
         full_bytes: of a token in the full cache.
         block_bytes: of a block of codes, filled or not; without codes that is one token.
         block_tokens: how many tokens a block holds.
-        alike: whether tokens cost as much in all layers.
         uneven: whether heads, or layers, keep other numbers of tokens and as many on average; then
             each may fill its last block in part.
     """
@@ -19,7 +18,6 @@ class TokenCost:
     full_bytes: int
     block_bytes: int
     block_tokens: int = 1
-    alike: bool = True
     uneven: bool = False
 
     @property

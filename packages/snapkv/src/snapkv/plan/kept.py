@@ -44,7 +44,7 @@ class Keeping:
             return [self._alike(prompt_tokens)] * len(layers)
         found = []
         for depth, layer in enumerate(layers):
-            cost = self._cost(layer, self._codes(depth))
+            cost = self._cost(layer)
             found.append(self._fit(cost, prompt_tokens, depth, at_least=at_least))
         return found
 
@@ -84,14 +84,13 @@ class Keeping:
 
         Generated tokens are quantized in whole blocks.
         """
-        for depth, (layer, tokens) in enumerate(zip(self.footprint.full_layers, kept, strict=True)):
-            codes = self._codes(depth)
-            if codes is None:
+        for layer, tokens in zip(self.footprint.full_layers, kept, strict=True):
+            if self.bits is None:
                 yield layer, 0, tokens + new_tokens
                 continue
-            grown, left = divmod(new_tokens, codes.group_size)
+            grown, left = divmod(new_tokens, self.bits.group_size)
             of_blocks = grown * self._block_bytes[layer]
-            yield layer, self._cost(layer, codes).held_bytes(tokens) + of_blocks, left
+            yield layer, self._cost(layer).held_bytes(tokens) + of_blocks, left
 
     def _alike(self, prompt_tokens: int) -> int:
         if self.budget is not None:
@@ -101,21 +100,15 @@ class Keeping:
         window = min(self.window_size, prompt_tokens)
         return window + share_of(prompt_tokens - window, self.keep_ratio)
 
-    def _codes(self, depth: int) -> KVCodes | None:
-        if self.bits is None:
-            return None
-        to_end = min(depth, len(self.footprint.full_layers) - 1 - depth)
-        return None if to_end < self.bits.exact_layers else self.bits
-
-    def _cost(self, layer: FullLayer, codes: KVCodes | None) -> TokenCost:
+    def _cost(self, layer: FullLayer) -> TokenCost:
         """Bytes of tokens; codes assume states within the range of 16-bit scales."""
         size = layer.token_bytes
-        if codes is None:
+        if self.bits is None:
             return TokenCost(full_bytes=size, block_bytes=size)
         return TokenCost(
             full_bytes=size,
             block_bytes=self._block_bytes[layer],
-            block_tokens=codes.group_size,
+            block_tokens=self.bits.group_size,
         )
 
     @cached_property

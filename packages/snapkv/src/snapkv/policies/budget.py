@@ -253,8 +253,6 @@ class ByteBudget(Budget):
         given = self.bytes if self.share is None else share_of(full, self.share)
         assert given is not None
         needed = layers * cost.held_bytes(least)
-        if not cost.alike:  # as many bytes of its own for each layer
-            given, depth, layers = given * (depth + 1) // layers - given * depth // layers, 0, 1
         blocks = given // cost.block_bytes
         if blocks // layers * cost.block_tokens - cost.spare_tokens < least:
             if self.share is None:

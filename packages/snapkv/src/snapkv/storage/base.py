@@ -32,7 +32,12 @@ class HeadStates(ABC):
     """What heads kept, different numbers of tokens, exact or in codes.
 
     In the padded layout every head has as many slots as the longest one; its tokens are the last.
+
+    Attributes:
+        head_tokens: tokens of each head.
     """
+
+    head_tokens: Counts
 
     @property
     @abstractmethod
@@ -40,9 +45,10 @@ class HeadStates(ABC):
         """Slots of the padded layout."""
 
     @property
-    @abstractmethod
     def mean_tokens(self) -> float:
         """Tokens per row and head, on average."""
+        counts = [count for row in self.head_tokens for count in row]
+        return sum(counts) / len(counts)
 
     @property
     @abstractmethod

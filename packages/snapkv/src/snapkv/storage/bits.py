@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from snapkv.errors import InvalidArgumentError
-from snapkv.validation import code_bits, require_int
+from snapkv.validation import code_bits
 
 Bits = Literal["int8", "int4", "K8V4"]
 
@@ -17,23 +17,20 @@ _GROUP_SIZES = (32, 64)
 
 @dataclass(frozen=True)
 class KVCodes:
-    """How many bits hold what is kept of a prompt, and which layers stay unquantized.
+    """How many bits hold what is kept of a prompt.
 
     Args:
         keys: bits of a key's integer, 8 or 4.
         values: of a value's.
         group_size: numbers that share a scale and a least number of 16 bits each, 32 or 64.
-        exact_layers: how many of the first and of the last compressed layers hold no codes.
 
     Raises:
         InvalidArgumentError: a number out of range.
-        InvalidTypeError: a value that is no integer.
     """
 
     keys: Number = 4
     values: Number = 4
     group_size: int = 32
-    exact_layers: int = 0
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -45,11 +42,6 @@ class KVCodes:
                     f"{name}: expected one of {', '.join(map(str, allowed))}, got "
                     f"{given!r}; pass for instance KVCodes(keys=4, values=4)"
                 )
-        require_int("exact_layers", self.exact_layers, minimum=0)
-
-    def has_layer(self, depth: int, num_layers: int) -> bool:
-        """Whether that one of the compressed layers holds codes."""
-        return min(depth, num_layers - 1 - depth) >= self.exact_layers
 
     @property
     def label(self) -> str:

@@ -65,20 +65,14 @@ class CodedStates(HeadStates):
             self.sections, self.how.group_size, self.codes[0].packed.device, self.room
         )
 
-    @property
-    def head_tokens(self) -> Counts:
-        """Tokens of each head."""
+    @functools.cached_property
+    def head_tokens(self) -> Counts:  # type: ignore[override] # never assigned
         return self.layout.head_tokens
 
     @functools.cached_property
     def longest_tokens(self) -> int:
         grown = sum(section[0][0] for section in self.sections[1:])
         return max(self.least_slots + grown, *(max(row) for row in self.head_tokens))
-
-    @property
-    def mean_tokens(self) -> float:
-        counts = [count for row in self.head_tokens for count in row]
-        return sum(counts) / len(counts)
 
     @property
     def nbytes(self) -> int:

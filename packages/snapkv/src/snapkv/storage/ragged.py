@@ -168,11 +168,6 @@ class RaggedStates(HeadStates):
         return max(self.least_slots, *(max(row) for row in self.head_tokens))
 
     @property
-    def mean_tokens(self) -> float:
-        counts = [count for row in self.head_tokens for count in row]
-        return sum(counts) / len(counts)
-
-    @property
     def nbytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
 

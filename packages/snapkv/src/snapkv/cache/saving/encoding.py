@@ -43,8 +43,7 @@ def encode_layer(
     }
     if layer.offloaded is not None and layer.offloaded.held_bytes:
         parts["offloaded"] = layer.offloaded.on_host()
-    identity = layer.identity
-    if codes is not None and codes.has_layer(identity.depth, identity.num_layers):
+    if codes is not None:
         parts["store"] = state_in_codes(parts["store"], codes)
         if "offloaded" in parts:
             both = dict(zip(_BOTH, parts["offloaded"], strict=True))
