@@ -165,7 +165,6 @@ def test_spans(require_same):
 READINGS = {
     "layer by layer": lambda model: prefill.layer_by_layer(model, chunk_tokens=16),
     "selective": lambda model: prefill.selective(model, layer=1, least_tokens=4),
-    "gemfilter": lambda model: prefill.gemfilter(model, layer=3, least_tokens=4),
 }
 
 

@@ -103,7 +103,7 @@ def test_a_folder_is_read_without_the_libraries_in_it(tmp_path):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"text of {name}")
-    (tmp_path / "below/made/library.json").write_text('{\n "format": "snapkv library 1",\n}')
+    (tmp_path / "below/made/library.json").write_text('{\n "format": "snapkv library 2",\n}')
     read = text_files.read([str(tmp_path)])
     assert [document.name for document in read] == [str(tmp_path / name) for name in kept]
 

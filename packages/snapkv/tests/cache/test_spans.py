@@ -10,7 +10,6 @@ from snapkv import (
     CompressedCache,
     FullCache,
     InvalidArgumentError,
-    KVCodes,
     SnapKV,
     SnapKVError,
 )
@@ -19,16 +18,15 @@ from tests.families import random_ids, tiny_model
 from tests.oracle import masked_decode_logits
 
 SNAPKV = SnapKV(40, window_size=8)
-FEW_BITS = KVCodes(8, 8, recent_tokens=4, sink_tokens=3)
 WAYS = {
     "dense": (SNAPKV, {}),
     "ragged": (AdaKV(SNAPKV), {}),
     "whole": (FullCache(), {}),
     "recall": (SNAPKV, {"recall": "host"}),
     "ragged recall": (AdaKV(SNAPKV), {"recall": "host"}),
-    "codes": (SNAPKV, {"quantize": FEW_BITS}),
-    "ragged codes": (AdaKV(SNAPKV), {"quantize": FEW_BITS}),
-    "whole codes": (FullCache(), {"quantize": FEW_BITS}),
+    "codes": (SNAPKV, {"quantize": "int8"}),
+    "ragged codes": (AdaKV(SNAPKV), {"quantize": "int8"}),
+    "whole codes": (FullCache(), {"quantize": "int8"}),
 }
 SPANS = [(3, 20), (60, 70)]
 

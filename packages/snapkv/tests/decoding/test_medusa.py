@@ -11,7 +11,6 @@ from snapkv import (
     FullCache,
     InvalidArgumentError,
     InvalidTypeError,
-    KVCodes,
     PyramidKV,
     SnapKV,
     UnsupportedModelError,
@@ -33,10 +32,10 @@ STORAGES = {
     "ragged": (AdaKV(POLICY), {}),
     "per query head": (SnapKV(36, window_size=8, group_reduce="none"), {}),
     "full": (FullCache(), {}),
-    "few bits": (POLICY, {"quantize": KVCodes(8, 8, recent_tokens=0)}),
+    "few bits": (POLICY, {"quantize": "int8"}),
     "few bits, static": (
         POLICY,
-        {"quantize": KVCodes(8, 8, recent_tokens=4), "storage": "static", "room_tokens": 60},
+        {"quantize": "int8", "storage": "static", "room_tokens": 60},
     ),
 }
 OPTIONS = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}

@@ -14,7 +14,6 @@ from snapkv import (
     FastGen,
     FullCache,
     KeyDiff,
-    KVCodes,
     KVzip,
     LagKV,
     PromptThenDecode,
@@ -71,13 +70,12 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "adakv-kvzip-plus": lambda: AdaKV(KVzip(BUDGET, chunk_tokens=32, plus=True, **_WINDOW)),
     "random": lambda: Random(BUDGET, sink_tokens=2, **_WINDOW),
 }
-_ENDS = {"recent_tokens": 32, "sink_tokens": 4}
 STORAGES: dict[str, dict[str, Any]] = {
     "dynamic": {},
     "static": {"storage": "static", "room_tokens": 64},
-    "int8": {"quantize": KVCodes(8, 8, **_ENDS)},
-    "int4": {"quantize": KVCodes(4, 4, **_ENDS)},
-    "static-int8": {"storage": "static", "room_tokens": 64, "quantize": KVCodes(8, 8, **_ENDS)},
+    "int8": {"quantize": "int8"},
+    "int4": {"quantize": "int4"},
+    "static-int8": {"storage": "static", "room_tokens": 64, "quantize": "int8"},
 }
 TURNS: dict[str, dict[str, Any]] = {
     "append": {},

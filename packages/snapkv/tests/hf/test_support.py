@@ -6,14 +6,12 @@ from snapkv import (
     CompressedCache,
     InvalidArgumentError,
     InvalidTypeError,
-    KVCodes,
     SnapKV,
     SnapKVError,
     UnsupportedModelError,
 )
 from snapkv.hf.support import RULES
 from snapkv.policies import (
-    AcrossLayers,
     AdaKV,
     ExpectedAttention,
     FastGen,
@@ -31,7 +29,6 @@ from tests.methods import BOTH, METHODS, OWN_BUDGET, SNAPKV
 LINE = r"^\w+: expected .* got .*; "
 RATIO, BYTES = METHODS["snapkv by ratio"], SnapKV("12%")
 HOST, COMPRESS, STATIC = {"recall": "host"}, {"turns": "compress"}, {"storage": "static"}
-FEW = {"quantize": KVCodes(exact_layers=1)}
 EVICTS = METHODS["h2o"]
 
 REFUSED = [
@@ -65,8 +62,6 @@ REFUSED = [
         for gone in ("int3", "int2", "fp8", "auto")
     ),
     ("quantize: expected a policy that only", EVICTS, {"quantize": "int8"}),
-    ("quantize: expected layers that all hold tokens in", AdaKV(PyramidKV("50%")), FEW),
-    ("where across-layers shares bytes out among", AcrossLayers(KVzip("30%")), FEW),
     # Budgets of all layers.
     *(
         (f"{next(iter(options))}|policy", METHODS[name], options)

@@ -152,7 +152,7 @@ def test_without_a_chat_template_special_tokens_stand_once_in_front(tmp_path, de
     ("policy", "bits"),
     [
         (None, "int4"),
-        (None, KVCodes(8, 4, sink_tokens=0)),
+        (None, KVCodes(8, 4, group_size=64)),
         (SnapKV(40), None),
         (H2O(40), "K8V4"),
         (AdaKV(KVzip(keep_ratio=0.5)), "int8"),
@@ -346,8 +346,8 @@ def test_a_record_of_somebody_else_is_not_replaced(library, tiny):
 
 def test_a_library_of_a_later_version_is_refused(library):
     file = library.path / "library.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": "snapkv library 2"}))
-    with pytest.raises(LibraryError, match="got 'snapkv library 2'"):
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": "snapkv library 3"}))
+    with pytest.raises(LibraryError, match="got 'snapkv library 3'"):
         Library(library.path)
 
 

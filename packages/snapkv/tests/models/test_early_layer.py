@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from snapkv import CompressedCache, InvalidArgumentError, OutputError, SnapKV
-from snapkv.prefill import gemfilter, selective
+from snapkv.prefill import selective
 from snapkv.prefill.early_layer import (
     default_early_layer,
     known_early_layer,
@@ -46,13 +46,12 @@ def test_a_model_is_the_same_in_another_dtype_and_with_caches_but_not_with_other
     assert known_early_layer(model) is None
 
 
-@pytest.mark.parametrize("block", [selective, gemfilter])
-def test_it_is_where_reading_selectively_begins(model, block):
+def test_it_is_where_reading_selectively_begins(model):
     """The tokens that go on, by how many layers have read all of them."""
 
     def kept(**options):
         cache = CompressedCache(model, SnapKV(30, window_size=8))
-        with torch.inference_mode(), block(model, keep_ratio=0.3, least_tokens=0, **options):
+        with torch.inference_mode(), selective(model, keep_ratio=0.3, least_tokens=0, **options):
             model(random_ids(1, 120), past_key_values=cache, logits_to_keep=1)
         return [cache.kept_positions(layer).tolist() for layer in range(LAYERS)]
 

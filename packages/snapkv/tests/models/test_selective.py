@@ -19,7 +19,7 @@ from snapkv import (
 )
 from snapkv.ops import ScoreOptions
 from snapkv.policies import EvictingPolicy, PromptLayer
-from snapkv.prefill import gemfilter, layer_by_layer, selective
+from snapkv.prefill import layer_by_layer, selective
 from snapkv.prefill.selective import _TokensThatGoOn, _voting
 from tests.families import HYBRID, ONCE, random_ids, tiny_model
 from tests.methods import METHODS
@@ -203,35 +203,16 @@ def test_where_all_tokens_go_on_reading_is_exact(options):
     model, ids = tiny_model("qwen3"), random_ids(2, TOKENS)
     cache, expected = (CompressedCache(model, SNAPKV) for _ in range(2))
     exact = read(model, expected, ids)
-    for reading in (selective, gemfilter):
-        cache.reset()
-        with reading(model, **(OPTIONS | options)):
-            assert torch.equal(read(model, cache, ids), exact)
-        for layer in range(4):
-            assert torch.equal(cache.kept_positions(layer), expected.kept_positions(layer))
+    with selective(model, **(OPTIONS | options)):
+        assert torch.equal(read(model, cache, ids), exact)
+    for layer in range(4):
+        assert torch.equal(cache.kept_positions(layer), expected.kept_positions(layer))
 
 
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
-def test_gemfilter_reads_the_chosen_tokens_at_their_places_alone(family):
-    model, ids = tiny_model(family), random_ids(1, TOKENS, seed=9)
-    chosen, new = chosen_positions(model, ids), random_ids(1, NEW, seed=10)
-    cache, plain = CompressedCache(model, FullCache()), DynamicCache()
-    expected = read(model, plain, ids[:, chosen], position_ids=chosen[None])
-    with gemfilter(model, **OPTIONS):
-        torch.testing.assert_close(read(model, cache, ids), expected, atol=1e-4, rtol=1e-4)
-        assert all(
-            cache.kept_positions(layer)[0, 0].tolist() == chosen.tolist() for layer in range(4)
-        )
-        for step, token in enumerate(new.split(1, dim=1)):
-            expected = read(model, plain, token, position_ids=torch.tensor([[TOKENS + step]]))
-            torch.testing.assert_close(read(model, cache, token), expected, atol=2e-4, rtol=1e-3)
-
-
-@pytest.mark.parametrize("reading", [selective, gemfilter])
-def test_protected_tokens_go_on(reading):
+def test_protected_tokens_go_on():
     model, ids = tiny_model("llama"), random_ids(1, TOKENS, seed=11)
     cache = CompressedCache(model, SnapKV(64, window_size=8), protect=[(30, 70)])
-    with reading(model, layer=2, keep_ratio=0.05, least_tokens=0):
+    with selective(model, layer=2, keep_ratio=0.05, least_tokens=0):
         read(model, cache, ids)
     for layer in range(4):
         assert set(range(30, 70)) <= set(cache.kept_positions(layer)[0, 0].tolist())
@@ -240,20 +221,19 @@ def test_protected_tokens_go_on(reading):
 def test_the_model_is_as_before_afterwards_and_after_an_error():
     model, ids = tiny_model("llama"), random_ids(1, 60)
     cache = CompressedCache(model, SNAPKV)
-    for reading in (selective, gemfilter):
-        with reading(model, **OPTIONS):
-            plain = model(ids).logits  # without a compressed cache: as ever
-        with pytest.raises(RuntimeError, match="stop"), reading(model, **OPTIONS):
-            raise RuntimeError("stop")
-        assert not any("forward" in vars(module) for module in model.modules())
-        assert torch.equal(model(ids).logits, plain)
-        with (
-            pytest.raises(UnsupportedModelError, match="wrapped already"),
-            reading(model),
-            layer_by_layer(model),
-        ):
-            pass
-        assert not any("forward" in vars(module) for module in model.modules())
+    with selective(model, **OPTIONS):
+        plain = model(ids).logits  # without a compressed cache: as ever
+    with pytest.raises(RuntimeError, match="stop"), selective(model, **OPTIONS):
+        raise RuntimeError("stop")
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert torch.equal(model(ids).logits, plain)
+    with (
+        pytest.raises(UnsupportedModelError, match="wrapped already"),
+        selective(model),
+        layer_by_layer(model),
+    ):
+        pass
+    assert not any("forward" in vars(module) for module in model.modules())
     assert cache.get_seq_length() == 0
 
 
@@ -267,35 +247,27 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("reading", [selective, gemfilter])
 @pytest.mark.parametrize(("said", "of_cache", "of_reading"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_read_selectively_is_refused(said, of_cache, of_reading, reading):
+def test_what_cannot_be_read_selectively_is_refused(said, of_cache, of_reading):
     model = tiny_model("llama")
     cache = CompressedCache(model, **{"policy": SNAPKV, **of_cache})
     refused = pytest.raises(InvalidArgumentError, match=said)
-    with refused, reading(model, **OPTIONS | of_reading):
+    with refused, selective(model, **OPTIONS | of_reading):
         read(model, cache, random_ids(1, 60))
     assert cache.get_seq_length() == 0
 
 
-@pytest.mark.parametrize("reading", [selective, gemfilter])
-def test_pieces_and_drafts_are_refused(reading):
+def test_pieces_and_drafts_are_refused():
     model, ids, cache = tiny_model("llama"), random_ids(1, 60), None
     for drafts in ({}, {"prompt_lookup_num_tokens": 3}):
         cache = CompressedCache(model, SNAPKV)
         if not drafts:
             cache.expect_prompt(100)
         refused = pytest.raises(InvalidArgumentError, match="whole prompt")
-        with refused, reading(model, **OPTIONS):
+        with refused, selective(model, **OPTIONS):
             if drafts:
                 model.generate(ids, past_key_values=cache, max_new_tokens=NEW, **drafts)
             read(model, cache, ids)
-
-
-def test_pads_are_refused_where_chosen_tokens_are_read_again():
-    model, (ids, mask) = tiny_model("llama"), left_padded((60, 30))
-    with pytest.raises(InvalidArgumentError, match="padding"), gemfilter(model, **OPTIONS):
-        read(model, CompressedCache(model, SNAPKV), ids, mask)
 
 
 def test_layers_of_another_kind_are_refused():

@@ -67,13 +67,13 @@ def test_every_family_holds_what_was_planned(family):
     assert plan.compressed.cache_bytes == held_bytes(model, ids, policy)
 
 
-CODES = ("int8", "int4", "k8v4", KVCodes(4, 8, group_size=64, recent_tokens=5))
+CODES = ("int8", "int4", "k8v4", KVCodes(4, 8, group_size=64))
 
 
 @pytest.mark.parametrize("bits", CODES, ids=str)
 @pytest.mark.parametrize("budget", [40, 33, 90, "45%", "70%", "14kB"])
 def test_codes_hold_what_was_planned_also_behind_an_answer(budget, bits):
-    """Scales, window, sinks and the recent tokens of the answer are the tensors' bytes."""
+    """Scales, and the tokens of the answer that fill no block yet, are the tensors' bytes."""
     model = tiny_model("qwen3")
     with torch.device("meta"):
         outline = type(model)(tiny_config("qwen3")).float()

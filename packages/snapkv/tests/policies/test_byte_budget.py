@@ -23,8 +23,8 @@ from snapkv.storage.bits import KVCodes
 from snapkv.storage.storage import Storage
 from tests.families import call, random_ids, tiny_model
 
-CODES = TokenCost(full_bytes=8, token_bytes=8, block_bytes=12, block_tokens=4, exact_tokens=3)
-BARE = TokenCost(full_bytes=8, token_bytes=8, block_bytes=8)
+CODES = TokenCost(full_bytes=8, block_bytes=12, block_tokens=4)
+BARE = TokenCost(full_bytes=8, block_bytes=8)
 
 
 def worked(cost, tokens, depth=0, pads=(0,)):
@@ -39,27 +39,22 @@ def worked(cost, tokens, depth=0, pads=(0,)):
         depth=depth,
         num_layers=2,
         pad_tokens=torch.tensor(pads) if any(pads) else None,
-        token_cost=lambda shortest: cost,
+        token_cost=lambda: cost,
     )
-
-
-ENDS = {"recent_tokens": 32, "sink_tokens": 4}
 
 
 @pytest.mark.parametrize(
     ("budget", "cost", "of_each"),
     [
-        # The fifth block is what heads of four may fill in part, 3 tokens of each.
-        ("100B", replace(CODES, uneven=True), [8, 8]),
-        ("90B", replace(CODES, uneven=True), [8, 4]),
-        # Bytes of its own, 59 and 60: 24 as they came, two blocks and three
-        ("119B", replace(CODES, alike=False), [11, 15]),
+        # A fourth block is what heads may fill in part, 3 tokens of each.
+        ("100B", replace(CODES, uneven=True), [13, 13]),
+        ("90B", replace(CODES, uneven=True), [13, 9]),
         ("160B", BARE, [10, 10]),
         ("170B", BARE, [11, 10]),  # 10 left over: one token more, in the first layer
         ("10%", BARE, [5, 5]),  # 50 tokens take 400 bytes in a layer
-        ("100B", CODES, [11, 11]),  # 2 * 3 * 8 as they came, 52 left, four blocks of 12
-        ("90B", CODES, [11, 7]),  # 42 left, three blocks
-        ("12%", CODES, [11, 11]),  # of 800 bytes 96, nothing left over
+        ("100B", CODES, [16, 16]),  # eight blocks of 12
+        ("90B", CODES, [16, 12]),  # seven
+        ("12%", CODES, [16, 16]),  # of 800 bytes 96, nothing left over
     ],
 )
 def test_on_paper(budget, cost, of_each):
@@ -79,26 +74,17 @@ def test_what_tokens_cost_on_paper():
     """Two heads of 32 numbers, float32: 512 bytes a token. Scales and least numbers take two."""
     states = torch.ones(1, 2, 50, 32)
     store = Storage().empty().fill(states, states, 2)
-    assert Storage().token_cost(store, 2, 50) == TokenCost(
-        full_bytes=512, token_bytes=512, block_bytes=512
-    )
+    assert Storage().token_cost(store, 2) == TokenCost(full_bytes=512, block_bytes=512)
     keys, values = 32 * 32 + 32 * 4, 32 * 16 + 32 * 4
-    found = Storage(codes=KVCodes(8, 4, **ENDS)).token_cost(store, 4, 50)  # each query head its own
-    assert found == TokenCost(
-        full_bytes=512,
-        token_bytes=1024,
-        block_bytes=4 * (keys + values),
-        block_tokens=32,
-        exact_tokens=36,
-    )
-    assert Storage(codes=KVCodes(**ENDS)).token_cost(store, 2, 33).exact_tokens == 32
-    assert Storage(codes=KVCodes(**ENDS)).token_cost(store, 2, 20).exact_tokens == 20
+    found = Storage(codes=KVCodes(8, 4)).token_cost(store, 4)  # each query head its own
+    block_bytes = 4 * (keys + values)
+    assert found == TokenCost(full_bytes=512, block_bytes=block_bytes, block_tokens=32)
 
 
 def test_numbers_beyond_float16_cost_wider_scales():
     states = torch.full((1, 2, 50, 32), 1e5)
     store = Storage().empty().fill(states, states, 2)
-    assert Storage(codes=KVCodes(8, 8)).token_cost(store, 2, 50).block_bytes == 4 * (1024 + 256)
+    assert Storage(codes=KVCodes(8, 8)).token_cost(store, 2).block_bytes == 4 * (1024 + 256)
 
 
 WINDOW = {"window_size": 8}
@@ -106,8 +92,8 @@ STORAGES = [
     None,
     "int8",
     "int4",
-    KVCodes(4, 8, group_size=64, recent_tokens=8, sink_tokens=0),
-    KVCodes(8, 4, recent_tokens=0, sink_tokens=40),
+    KVCodes(4, 8, group_size=64),
+    "K8V4",
 ]
 
 

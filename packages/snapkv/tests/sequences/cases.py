@@ -1,13 +1,11 @@
 """Sequences that failed once, made short; what was wrong with each stands above it."""
 
 import snapkv as kv
-from snapkv.storage.bits import KVCodes
 from tests.sequences import operations as do
 
 HOST = {"recall": "host"}
 STATIC = {"storage": "static", "room_tokens": 24}
 FITS = kv.SnapKV(18, window_size=6)
-FEW_EXACT = KVCodes(8, 8, recent_tokens=0, sink_tokens=0)
 
 
 def llama(policy, operations, options=None):
@@ -127,7 +125,7 @@ CASES = {
     ),
     # Of tokens that had become codes behind a prompt, recall brought back none.
     "codes of what was generated, under recall": llama(
-        FITS, (do.Turn(30), do.Step(40, together=True), do.Turn(3)), {**HOST, "quantize": FEW_EXACT}
+        FITS, (do.Turn(30), do.Step(40, together=True), do.Turn(3)), {**HOST, "quantize": "int8"}
     ),
     # Slots of pads counted as held, when heads held none any more.
     "codes of a row shorter than the window beside a longer one": llama(
@@ -139,7 +137,7 @@ CASES = {
     "codes of a row behind a longer one that is gone": llama(
         kv.SnapKV(8, window_size=4),
         (do.Turn(10, pads=(0, 4)), do.Rows("reorder_cache", (1,)), do.Turn(17)),
-        {"quantize": KVCodes(8, 8, recent_tokens=3, sink_tokens=1)},
+        {"quantize": "int8"},
     ),
     # All that was seen counted as no more than the row that was left.
     "static, a row of a layer by itself behind a longer one that is gone": llama(

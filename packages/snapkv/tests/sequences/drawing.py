@@ -164,11 +164,7 @@ def _options(draw: Draw, policy: Policy, model: str) -> dict[str, Any]:
     if is_static:
         options |= {"storage": "static", "room_tokens": draw.choice([24, 64])}
     if stored < 0.15 or (is_static and draw.random() < 0.4):
-        few = {"recent_tokens": draw.choice([0, 3, 8]), "sink_tokens": draw.choice([0, 1, 4])}
-        few["exact_layers"] = draw.choice([0, 0, 0, 1])
-        options["quantize"] = draw.choice(
-            ["int8", "K8V4", KVCodes(8, 8, **few), KVCodes(8, 8, **few), KVCodes(4, 8, **few)]
-        )
+        options["quantize"] = draw.choice(["K8V4", "int8", KVCodes(4, 8)])
     return options
 
 

@@ -23,8 +23,6 @@ from tests.families import ONCE, call, random_ids, tiny_model
 
 PROMPT, BUDGET = 90, 60
 POLICY = SnapKV(BUDGET, window_size=8)
-FINE = KVCodes(8, 8, recent_tokens=3, sink_tokens=2)
-"""Few tokens as they came, so that nearly all are codes."""
 
 
 def read(model, policy=POLICY, batch=2, **options):
@@ -46,7 +44,7 @@ IN_CODES = [case for case in ONCE if case[0] != "deepseek_v3"]  # latents are re
 def test_every_family_attends_to_what_the_codes_stand_for(family, implementation, policy):
     """A cache in the model's dtype that is given those numbers goes on with the same logits."""
     model, later = tiny_model(family, implementation), random_ids(2, 4, 1)
-    exact, packed = read(model, policy), read(model, policy, quantize=FINE)
+    exact, packed = read(model, policy), read(model, policy, quantize="int8")
     for layer in exact.compressed_layers:
         assert torch.equal(packed.kept_positions(layer), exact.kept_positions(layer))
         give_what_codes_stand_for(exact.layers[layer].store, packed.layers[layer].store)
@@ -76,30 +74,18 @@ def test_a_report_says_the_bits_of_what_is_held(family, options):
     assert set(read(model, **options).report()["bits"]) == {"32"}
 
 
-def test_first_and_last_tokens_stay_as_they_came():
-    model = tiny_model("llama")
-    how = KVCodes(4, 4, recent_tokens=8, sink_tokens=4)
-    exact, packed = (stored(read(model, quantize=bits)) for bits in (None, how))
-    assert torch.equal(packed[:, :, :4], exact[:, :, :4])
-    assert torch.equal(packed[:, :, -8:], exact[:, :, -8:])
-    assert not torch.equal(packed, exact)
-
-
-def test_bytes_are_those_of_codes_scales_and_what_stays():
-    """Of 60 tokens 49 are codes, in two blocks; a scale and a least number take four bytes."""
-    model = tiny_model("llama")
-    how = KVCodes(8, 4, recent_tokens=8, sink_tokens=3)
-    store = read(model, batch=1, quantize=how).layers[0].store
+def test_bytes_are_those_of_codes_and_scales():
+    """60 tokens are two blocks; a scale and a least number take four bytes."""
+    store = read(tiny_model("llama"), batch=1, quantize="K8V4").layers[0].store
     H, D = store.keys.shape[1], store.keys.shape[3]
-    exact = (8 + 3) * H * 2 * D * 4
     keys, values = 64 * H * D + 2 * H * D * 4, 64 * H * D // 2 + 64 * H * 4
-    assert store.held_bytes == exact + keys + values
+    assert store.held_bytes == keys + values
 
 
 @pytest.mark.parametrize("policy", [POLICY, AdaKV(POLICY)], ids=["even", "uneven"])
 def test_what_is_generated_is_encoded_in_blocks_and_can_be_taken_back(policy):
     model, later = tiny_model("llama"), random_ids(2, 80, 1)
-    caches = [read(model, policy, quantize=bits) for bits in (None, FINE)]
+    caches = [read(model, policy, quantize=bits) for bits in (None, "int8")]
     outputs = [[call(model, each, one) for one in later.split(1, dim=1)] for each in caches]
     for wanted, got in zip(*outputs, strict=True):
         assert (got - wanted).abs().max() <= 0.1 * wanted.abs().max()
@@ -119,9 +105,7 @@ def test_what_is_generated_is_encoded_in_blocks_and_can_be_taken_back(policy):
 
 def test_drafts_behind_a_prompt_do_not_see_each_other_as_codes():
     model, ids = tiny_model("llama"), random_ids(1, PROMPT)
-    caches = [
-        CompressedCache(model, POLICY, quantize=KVCodes(8, 8, recent_tokens=0)) for _ in range(2)
-    ]
+    caches = [CompressedCache(model, POLICY, quantize="int8") for _ in range(2)]
     drafts = random_ids(1, 40, 1)
     call(model, caches[0], ids)
     wanted = torch.cat([call(model, caches[0], one) for one in drafts.split(1, dim=1)[:30]], dim=1)
@@ -137,15 +121,6 @@ def test_drafts_behind_a_prompt_do_not_see_each_other_as_codes():
 def test_latents_are_refused(storage):
     with pytest.raises(UnsupportedModelError, match=r"^quantize: expected none for latent attent"):
         CompressedCache(tiny_model("deepseek_v3"), POLICY, quantize="int8", storage=storage)
-
-
-def test_the_first_and_the_last_layers_may_hold_no_codes():
-    cache = read(tiny_model("llama"), quantize=KVCodes(8, 8, exact_layers=1))
-    assert [layer.store.is_exact for layer in cache.layers] == [True, False, False, True]
-    token = random_ids(2, 1, 1)
-    wanted = call(tiny_model("llama"), read(tiny_model("llama")), token)
-    got = call(tiny_model("llama"), cache, token)
-    assert (got - wanted).abs().max() <= 0.1 * wanted.abs().max()
 
 
 @pytest.mark.parametrize(
@@ -187,13 +162,13 @@ def test_codes_that_are_none_are_refused(wrong, said):
 
 def by_hand(states, how, number, along):
     """(1, H, N, D) what codes stand for: blocks of a head's tokens, the last one filled up."""
-    G, first, heads = how.group_size, how.sink_tokens, []
+    G, heads = how.group_size, []
     for head in states[0]:
         blocks = []
-        for block in head[first:].split(G):
+        for block in head.split(G):
             filled = torch.cat([block, block[-1:].expand(G - len(block), -1)])
             blocks.append(encode(filled[None], number, along=along).decoded()[0, : len(block)])
-        heads.append(torch.cat([head[:first], *blocks]))
+        heads.append(torch.cat(blocks))
     return torch.stack(heads)[None]
 
 
@@ -206,19 +181,16 @@ KEEPING = {
 
 
 @pytest.mark.parametrize("kept", KEEPING)
-def test_a_file_in_few_bits_holds_blocks_of_codes_behind_the_sinks(kept, tmp_path):
+def test_a_file_in_few_bits_holds_blocks_of_codes(kept, tmp_path):
     family, policy, options = KEEPING[kept]
-    model, how = tiny_model(family), KVCodes(8, 4, sink_tokens=3, exact_layers=1)
+    model, how = tiny_model(family), KVCodes(8, 4)
     cache = read(model, policy, batch=1, **options)
     cache.save(tmp_path / "one", bits=how)
     loaded = CompressedCache.load(tmp_path / "one", model)
-    last = len(cache.layers) - 1
-    for depth, (own, other) in enumerate(zip(cache.layers, loaded.layers, strict=True)):
-        states, found = own.store.padded(), other.store.padded()
-        if 0 < depth < last:
-            made = zip(states, ((8, "tokens"), (4, "channels")), strict=True)
-            states = tuple(by_hand(part, how, *numbers) for part, numbers in made)
-        assert all(map(torch.equal, found, states))
+    for own, other in zip(cache.layers, loaded.layers, strict=True):
+        made = zip(own.store.padded(), ((8, "tokens"), (4, "channels")), strict=True)
+        states = tuple(by_hand(part, how, *numbers) for part, numbers in made)
+        assert all(map(torch.equal, other.store.padded(), states))
         assert torch.equal(other.stored_positions(), own.stored_positions())
     assert loaded.options["quantize"] is None
 

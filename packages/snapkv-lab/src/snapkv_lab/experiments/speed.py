@@ -432,8 +432,7 @@ def _of_shapes(given: RunContext, shapes: str, dtype: str) -> PreTrainedModel:
 
 def _tokens_of_bytes(keys: int, values: int, tokens: int) -> int:
     """How many tokens take as many bytes as so many in 16 bits, whatever the model's dtype."""
-    exact = KVCodes.recent_tokens + KVCodes.sink_tokens
-    return exact + int((tokens - exact) * 32 / (keys + values + 2 * 32 / KVCodes.group_size))
+    return int(tokens * 32 / (keys + values + 2 * 32 / KVCodes.group_size))
 
 
 @torch.inference_mode()

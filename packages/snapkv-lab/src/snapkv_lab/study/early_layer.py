@@ -39,7 +39,7 @@ class EarlyLayer(DocumentStudy):
     layers that choose the whole number in every prompt are tried: prompts are read exactly and
     selectively in turn, and then the number. The result is the first layer from which on the loss
     stays within the tolerance and no number is lost that exact prefill finds. It is stored for this
-    model, and `selective` and `gemfilter` start there from then on.
+    model, and `selective` starts there from then on.
 
     Args:
         documents: files, one text each; by default essays or Python's documentation.

@@ -18,7 +18,7 @@ from snapkv.app import likelihood as reference_module
 from snapkv.app.answering import answer_ids
 from snapkv.app.conversation import joined
 from snapkv.app.likelihood import References
-from snapkv.app.prefills import Exact, GemFilter, LayerByLayer, Selective
+from snapkv.app.prefills import Exact, LayerByLayer, Selective
 from snapkv.app.prompts import Prompt
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError
@@ -143,7 +143,7 @@ POLICIES = [
     FullCache(),
 ]
 FEWER = {"layer": 1, "keep_ratio": 0.4, "least_tokens": 0}
-WAYS = [Exact(), Selective(**FEWER), GemFilter(**FEWER), LayerByLayer(chunk_tokens=32)]
+WAYS = [Exact(), Selective(**FEWER), LayerByLayer(chunk_tokens=32)]
 CASES = [
     *((policy, Exact(), ("visible", "hidden")[at % 2]) for at, policy in enumerate(POLICIES)),
     *((policy, way, "visible") for policy in (SnapKV(40), FullCache()) for way in WAYS[1:]),

@@ -4,7 +4,7 @@ import pytest
 
 from snapkv import H2O, TOVA, AdaKV, FullCache, KVzip, SnapKV
 from snapkv.app.answering import answer
-from snapkv.app.prefills import GemFilter
+from snapkv.app.prefills import Selective
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, UnsupportedModelError
 from snapkv.prefill import SharedReading
@@ -161,9 +161,9 @@ def test_an_answer_lost_to_memory_is_asked_again_by_the_next_run(tiny, tmp_path,
 
 
 def test_methods_that_share_a_reading_answer_as_those_that_read_alone(tiny, tmp_path):
-    gem = Method(label="gem", policy=SnapKV(40), prefill=GemFilter(layer=1, least_tokens=16))
+    fewer = Method(label="fewer", policy=SnapKV(40), prefill=Selective(layer=1, least_tokens=16))
     policies = {"h2o": H2O(40), "tova": TOVA(40), "adakv": AdaKV(SnapKV(40)), "kvzip": TWICE.policy}
-    methods = [*METHODS, gem, *(Method(label=k, policy=p) for k, p in policies.items())]
+    methods = [*METHODS, fewer, *(Method(label=k, policy=p) for k, p in policies.items())]
     run(tiny, tmp_path / "together", methods=methods, questions=("hidden",))
     for method in methods:
         run(tiny, tmp_path / "alone", methods=[method], questions=("hidden",))
@@ -183,10 +183,10 @@ def test_a_prompt_is_read_once_for_all_methods_that_read_exactly(tiny, tmp_path,
         return SharedReading(model, ids)
 
     monkeypatch.setattr("snapkv.app.prompt_reader.SharedReading", counted)
-    gem = Method(label="gem", policy=SnapKV(40), prefill=GemFilter(layer=1, least_tokens=16))
-    run(tiny, tmp_path / "three", methods=[*METHODS, gem])
+    fewer = Method(label="fewer", policy=SnapKV(40), prefill=Selective(layer=1, least_tokens=16))
+    run(tiny, tmp_path / "three", methods=[*METHODS, fewer])
     assert len(read) == 4
-    for methods in (METHODS[:1], [METHODS[0], gem]):
+    for methods in (METHODS[:1], [METHODS[0], fewer]):
         run(tiny, tmp_path / f"{len(methods)}", methods=methods)
     assert len(read) == 4
 

@@ -47,9 +47,14 @@ class Exact(Prefill):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _WithChosenTokens(Prefill):
-    """After some layer only some tokens are computed; None: the known layer of the model."""
+class Selective(Prefill):
+    """After some layer only the tokens that the prompt's end votes for are computed.
 
+    Without a layer it is the one that is known of the model.
+    """
+
+    name: ClassVar[str] = "selective"
+    function: ClassVar[str] = "selective"
     holds_all: ClassVar[bool] = False
 
     layer: int | None = None
@@ -69,20 +74,6 @@ class _WithChosenTokens(Prefill):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Selective(_WithChosenTokens):
-    """After some layer only the tokens that the prompt's end votes for are computed."""
-
-    name = function = "selective"
-
-
-@dataclass(frozen=True, kw_only=True)
-class GemFilter(_WithChosenTokens):
-    """Only the tokens that the prompt's end votes for are read again, by all layers."""
-
-    name = function = "gemfilter"
-
-
-@dataclass(frozen=True, kw_only=True)
 class LayerByLayer(Prefill):
     """Every layer reads the whole prompt, in pieces, before the next: exact, less memory."""
 
@@ -95,6 +86,4 @@ class LayerByLayer(Prefill):
         require_at_least("chunk_tokens", self.chunk_tokens, 1)
 
 
-PREFILLS: dict[str, type[Prefill]] = {
-    kind.name: kind for kind in (Exact, Selective, GemFilter, LayerByLayer)
-}
+PREFILLS: dict[str, type[Prefill]] = {kind.name: kind for kind in (Exact, Selective, LayerByLayer)}

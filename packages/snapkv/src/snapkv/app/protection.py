@@ -113,5 +113,5 @@ def _require_room(policy: Policy, asked: list[Span], tokens: int) -> None:
     spans = Spans.of("protect", asked)
     if spans.parts:
         policy.require_protection(spans)
-    cost = TokenCost(full_bytes=1, token_bytes=1, block_bytes=1)  # right for a share
-    policy.require_room(layer_of_sizes(torch.arange(tokens), spans, 2, token_cost=lambda _: cost))
+    cost = TokenCost(full_bytes=1, block_bytes=1)  # right for a share
+    policy.require_room(layer_of_sizes(torch.arange(tokens), spans, 2, token_cost=lambda: cost))

@@ -424,9 +424,9 @@ class CompressedLayer(DynamicLayer):
         """What of a prompt that has been read the policy keeps; None for all of it."""
         return self.policy.select(prompt)
 
-    def token_cost(self, heads: int, shortest_tokens: int) -> ops.TokenCost:
-        """What tokens cost that so many heads keep; the prompt's shortest row has so many."""
-        return self.storage.token_cost(self.store, heads, shortest_tokens)
+    def token_cost(self, heads: int) -> ops.TokenCost:
+        """What tokens cost that so many heads keep."""
+        return self.storage.token_cost(self.store, heads)
 
     def end_prompt(self, selection: Selection | None, prompt: PromptLayer) -> None:
         """Note that the prompt has been read, and keep of it what was chosen.

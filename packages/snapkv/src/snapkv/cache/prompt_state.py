@@ -38,20 +38,20 @@ class Narrowing:
     Attributes:
         first_layer: index of the first layer of the model that only some of the tokens reach.
         prompt_tokens: T, how many tokens the prompt has, pads counted.
-        choose: picks them by the states of the layer before, unless they are given; None for all.
+        choose: picks them by the states of the layer before; None for all.
         chosen: the tokens that go on, the same for all heads; None until they are chosen.
         pads: (B,) leading pads of every row of the prompt, or None.
     """
 
     first_layer: int
     prompt_tokens: int
-    choose: Callable[[PromptLayer], Selection | None] | None = None
+    choose: Callable[[PromptLayer], Selection | None]
     chosen: Selection | None = None
     pads: Tensor | None = None
 
     def on_prompt(self, prompt: PromptLayer) -> None:
         """Choose, where a prompt has been read by the last layer that all tokens reach."""
-        if self.choose is not None and prompt.layer_idx == self.first_layer - 1:
+        if prompt.layer_idx == self.first_layer - 1:
             self.chosen, self.pads = self.choose(prompt), prompt.pad_tokens
 
     def places(self, layer_idx: int) -> Tensor | None:
@@ -74,12 +74,6 @@ class Narrowing:
             on, told = layer.keys.device, (self.pads, chosen.padding_slots)
             pads, padding_slots = (None if each is None else each.to(on) for each in told)
             layer.note_columns(chosen.keep_indices.to(on), self.prompt_tokens, pads, padding_slots)
-
-
-def only_tokens(tokens: int, places: Tensor) -> Narrowing:
-    """A prompt of T tokens of which all layers read only those at (B, n) ascending places."""
-    chosen = Selection(keep_indices=places[:, None], prompt_tokens=tokens)
-    return Narrowing(first_layer=0, prompt_tokens=tokens, chosen=chosen)
 
 
 class PaddingTracker:

@@ -5,7 +5,7 @@ list of names.
 """
 
 from collections.abc import Callable
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 from torch import Tensor
@@ -16,20 +16,16 @@ def per_row(
     slot_axis: int | None = None,
     token_axis: int | None = None,
     measured: bool = False,
-    saved_as: str | None = None,
 ) -> Any:
     """A field that is None, or a tensor whose first axis has the batch's rows.
 
     Args:
         slot_axis: axis with one place for every stored slot, or for the first of them.
         token_axis: axis with one place for every one of the last tokens that were seen.
-        measured: whether it is only measured for a report: it is no part of what is held, and a
-            saved cache need not have it.
-        saved_as: its name in files, where not the field's.
+        measured: whether it is only measured for a report, and no part of what is held.
     """
     axes = {"slot_axis": slot_axis, "token_axis": token_axis, "measured": measured}
-    named = {} if saved_as is None else {"saved_as": saved_as}
-    return field(default=None, metadata={"per_row": axes, **named})
+    return field(default=None, metadata={"per_row": axes})
 
 
 _PLAIN = {"measured": False}
@@ -72,18 +68,15 @@ class RowRecord:
         return {name: value for name, (value, _) in self._found().items()}
 
     def state(self) -> dict[str, Any]:
-        """What a file has to say to make it again, by the fields' names in files."""
-        return {_saved_name(part): getattr(self, part.name) for part in fields(self)}
+        """What a file has to say to make it again, by the fields' names."""
+        return {part.name: getattr(self, part.name) for part in fields(self)}
 
     @classmethod
     def restored(cls, state: dict[str, Any]) -> Self:
-        """The record whose `state` that is; what is only measured may be missing."""
-        names = {_saved_name(part): part.name for part in fields(cls)}
-        found = {names.get(name, name): value for name, value in state.items()}
-        required = {name for name, axes in cls._declared() if not axes["measured"]}
-        if missing := required - found.keys():
+        """The record whose `state` that is."""
+        if missing := {part.name for part in fields(cls)} - state.keys():
             raise ValueError(f"without {', '.join(sorted(missing))}")
-        return cls(**found)
+        return cls(**state)
 
     @classmethod
     def _declared(cls) -> list[tuple[str, dict[str, Any]]]:
@@ -101,10 +94,6 @@ class RowRecord:
             for name, value, axes in found
             if axes is not _PLAIN and value is not None
         }
-
-
-def _saved_name(part: Field[Any]) -> str:
-    return str(part.metadata.get("saved_as", part.name))
 
 
 def _from(tensor: Tensor, axis: int | None, start: int) -> Tensor:

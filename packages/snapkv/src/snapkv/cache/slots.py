@@ -7,8 +7,8 @@ here, and nowhere else.
 
 import functools
 import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Self, SupportsIndex
 
 import torch
@@ -45,16 +45,11 @@ class SlotMap(RowRecord):
     start: int = 0
     kept: Tensor | None = per_row(slot_axis=2)
     pads: Tensor | None = per_row()
-    padding_slots: Tensor | None = per_row(saved_as="fillers")
+    padding_slots: Tensor | None = per_row()
     chosen_at: int = 0
     is_partial: bool = False
-    removed_spans: Tensor | None = per_row(saved_as="erased")
-    removed_tokens: int = field(default=0, metadata={"saved_as": "gone"})
-
-    @classmethod
-    def restored(cls, state: Mapping[str, Any]) -> Self:
-        """As a record is; files of earlier releases have dropped nothing."""
-        return super().restored({"erased": None, "gone": 0, **state})
+    removed_spans: Tensor | None = per_row()
+    removed_tokens: int = 0
 
     @functools.cached_property
     def chosen_slots(self) -> int:

@@ -228,7 +228,7 @@ class RunOptions(MethodOptions):
         str,
         panels.answer(
             help="How the prompt is read: exact, layer-by-layer (also exact), or approximately: "
-            "selective or gemfilter, with parameters as in selective:layer=15,keep_ratio=0.2"
+            "selective, with parameters as in selective:layer=15,keep_ratio=0.2"
         ),
     ] = "exact"
     medusa: Annotated[

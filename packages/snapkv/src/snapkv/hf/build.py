@@ -69,13 +69,12 @@ def layers_for(
     """transformers' own choice of layers for the model, the full-attention ones compressed."""
     layers = plain_layers(model)
     full = [index for index, layer in enumerate(layers) if grows(layer)]
-    made = [storage().at(depth, len(full)) for depth in range(len(full))]
     shared = _readers(model.config.get_text_config(decoder=True))
     readers = {index: shared.get(index, []) for index in full}
     _require_together(model, readers)
-    for identity, own in zip(_identities(model, policy, readers), made, strict=True):
+    for identity in _identities(model, policy, readers):
         index = identity.layer_idx
-        layers[index] = _compressed(layers[index], policy, identity, own)
+        layers[index] = _compressed(layers[index], policy, identity, storage())
     return layers
 
 

@@ -507,8 +507,8 @@ class CompressedCache(Cache):
         Args:
             path: the file; a cache that was saved there is replaced, any other file is refused.
             beside: tensors to keep with it, such as the token ids; `load_with` gives them back.
-            bits: the file holds keys and values in so few, as for `quantize`, but for the first
-                `KVCodes.sink_tokens` of every head; what is loaded is what those stand for.
+            bits: the file holds keys and values in so few, as for `quantize`; what is loaded is
+                what those stand for.
 
         Raises:
             InvalidArgumentError: `bits` is none of those, or a number is not finite.

@@ -3,7 +3,6 @@
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,8 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from snapkv.cache.read_ids import ReadIds
-from snapkv.cache.saving.encoding import decode_layer, encode_layer, outdated
-from snapkv.cache.saving.files import SealedFile, read_sealed, write_sealed
+from snapkv.cache.saving.encoding import decode_layer, encode_layer
+from snapkv.cache.saving.files import read_sealed, write_sealed
 from snapkv.errors import CacheFileError, CacheMismatchError, SnapKVError, UnsupportedModelError
 from snapkv.hf.identity import identity_of, require_identity
 from snapkv.hf.model_parts import has_images_positions
@@ -72,7 +71,6 @@ def encoded(
         "model": dict(model),
         "policy": cache.policy.as_saved(),
         "options": {name: options[name] for name in _OPTIONS},
-        "recalls": options["turns"] == "recall",
         "seen_tokens": prompt_state.seen_tokens,
         "prompt_end": prompt_state.prompt_end,
         "turn_start": prompt_state.turn_start,
@@ -96,18 +94,9 @@ def read(
     """A cache of that class out of a file, and the further tensors in it."""
     file = read_sealed(path)
     with fitting_together(path):
-        tensors, notes = contents(file)
-        require_identity(identity or identity_of(model), notes["model"])
-        cache = _rebuilt(kind, tensors, notes, model, policy, recall, recall_bytes)
-    return cache, tensors_beside(tensors)
-
-
-def contents(file: SealedFile) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and the notes of a cache's file, as `encoded` gives them; none in old codes."""
-    kinds = {layer.get("store_kind") for layer in file.notes["layers"]}
-    if file.notes.get("packed") or "quantized" in kinds:
-        raise outdated("the codes of 0.1.0")
-    return file.tensors, file.notes
+        require_identity(identity or identity_of(model), file.notes["model"])
+        cache = _rebuilt(kind, file.tensors, file.notes, model, policy, recall, recall_bytes)
+    return cache, tensors_beside(file.tensors)
 
 
 def tensors_beside(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -143,10 +132,8 @@ def _rebuilt(
     recall_bytes: int | None,
 ) -> Any:
     """A cache out of what a file holds, of the same model."""
-    options = _known_options(notes)
-    if notes["recalls"]:
-        options["turns"] = "recall"  # earlier releases had another word, or none
-    elif recall is not None:
+    options = {name: notes["options"][name] for name in _OPTIONS}
+    if options["turns"] != "recall" and recall is not None:
         raise CacheMismatchError(
             f"recall: expected none for a cache that was saved without, whose dropped tokens "
             f"are gone, got {str(recall)!r}; leave recall out"
@@ -162,47 +149,14 @@ def _rebuilt(
     return cache
 
 
-def _known_options(notes: dict[str, Any]) -> dict[str, Any]:
-    """The options of a file; refused where one was used that 0.3.0 has left out."""
-    told = {**notes["options"], "pages": notes.get("pages")}
-    gone = {name: told[name] for name in told.keys() - set(_OPTIONS) if told[name] is not None}
-    if gone:
-        raise CacheFileError(
-            f"path: expected a cache with options that are still there, got one with "
-            f"{', '.join(f'{name}={value}' for name, value in gone.items())}, which 0.3.0 has left "
-            "out; read its text again"
-        )
-    return {name: told[name] for name in _OPTIONS}
-
-
-def _completed(saved: dict[str, Any]) -> dict[str, Any]:
-    """A saved description as today's policies have it, of a cache that kept what it kept."""
-    complete: dict[str, Any] = {
-        key: _completed(value) if isinstance(value, dict) and "name" in value else value
-        for key, value in saved.items()
-    }
-    kind = POLICIES.get(saved["name"])
-    known = [field for field in fields(kind) if field.init] if kind is not None else []
-    if any(field.name == "sink_tokens" for field in known):
-        complete.setdefault("sink_tokens", 0)
-        if isinstance(complete.get("budget"), int):
-            room = complete["budget"] - complete["window_size"]
-            complete["sink_tokens"] = min(complete["sink_tokens"], room)
-    for field in known:
-        if field.default is None:
-            complete.setdefault(field.name, None)
-    return complete
-
-
 def policy_of(description: dict[str, Any], given: Policy | None = None) -> Policy:
     """The policy that `Policy.describe` has described; one that is given must be the same."""
-    saved = _completed(description)
     if given is None:
-        return _named_policy(saved)
+        return _named_policy(description)
     known = (json.loads(json.dumps(own)) for own in (given.as_saved(), given.describe()))
-    if saved not in known:
+    if description not in known:
         raise CacheMismatchError(
-            f"policy: expected the one the cache was saved with, {saved}, got "
+            f"policy: expected the one the cache was saved with, {description}, got "
             f"{given.describe()}; leave policy out"
         )
     return given

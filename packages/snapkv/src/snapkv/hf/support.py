@@ -11,8 +11,7 @@ from typing import Any, Literal, get_args
 from snapkv.cache.layer import Turns
 from snapkv.errors import InvalidArgumentError, SnapKVError, UnsupportedModelError
 from snapkv.hf.model_parts import States
-from snapkv.policies import ByteBudget, EvictingPolicy, Policy, PyramidKV
-from snapkv.policies.budget import budget_of
+from snapkv.policies import EvictingPolicy, Policy
 from snapkv.policies.spans import Spans
 from snapkv.storage.bits import KVCodes, Quantize
 from snapkv.storage.offload import OffloadPool, Recall, pool_for
@@ -131,15 +130,6 @@ class Setup:
         return self.keeps_alike and not self.policy.per_query_head
 
     @property
-    def shares_bytes(self) -> bool:
-        """Whether layers share a budget of bytes by something else than what each of them holds."""
-        inner = self.policy
-        while hasattr(inner, "policy"):
-            inner = inner.policy
-        shares = isinstance(inner, PyramidKV) or "all_layers" in self.policy.needs
-        return shares and isinstance(budget_of(self.policy), ByteBudget)
-
-    @property
     def turns_asked(self) -> str:
         """The option by which later prompts choose, as a user wrote it."""
         return "recall" if self.recalls else "turns='compress'"
@@ -208,12 +198,6 @@ RULES = (
         meets=lambda s: s.quantize is not None and s.evicts,
         line="quantize: expected a policy that only compresses prompts, got {s.policy.name}; leave"
         " quantize out",
-    ),
-    Rule(
-        meets=lambda s: s.codes is not None and s.codes.exact_layers > 0 and s.shares_bytes,
-        line="quantize: expected layers that all hold tokens in as many bits where {s.policy.name}"
-        " shares bytes out among them, got {s.codes!r}; pass a number of tokens, 'int4', or "
-        "no exact_layers",
     ),
     Rule(
         meets=lambda s: s.quantize is not None and s.shares_latent,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # imports torch, which listing documents does not need
     LibraryBits = Bits | KVCodes | Literal["none"]
     """In how many bits keys and values are stored; "none" for the model's own dtype."""
 
-FORMAT = "snapkv library 1"
+FORMAT = "snapkv library 2"
 
 DEFAULT_BITS: "Bits" = "int4"
 """Of a new library: `docs/results.md` shows what is lost by it."""
@@ -69,16 +69,13 @@ class About:
         )
 
     def as_json(self) -> str:
-        told = asdict(self)
-        if self.max_bytes is None:  # as versions wrote it that knew no bound
-            del told["max_bytes"]
-        return json.dumps({"format": FORMAT} | told, indent=1) + "\n"
+        return json.dumps({"format": FORMAT} | asdict(self), indent=1) + "\n"
 
     @classmethod
     def from_json(cls, content: bytes, place: str) -> Self:
-        """Read what `as_json` wrote; anything else, and later versions, are refused."""
+        """Read what `as_json` wrote; anything else, and other versions, are refused."""
         try:
-            found = {"max_bytes": None} | json.loads(content)
+            found = json.loads(content)
             version = found.pop("format")
             is_bound = found["max_bytes"] is None or isinstance(found["max_bytes"], int)
             names = {field.name for field in fields(cls)}

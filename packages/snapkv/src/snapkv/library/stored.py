@@ -27,7 +27,7 @@ from snapkv.hf.cache import CompressedCache
 from snapkv.hf.checkpoint import load_complete
 from snapkv.hf.identity import identity_of, require_identity
 from snapkv.hf.model_parts import length_dependent_rope
-from snapkv.hf.saved import contents, fitting_together, policy_of, tensors_beside
+from snapkv.hf.saved import fitting_together, policy_of, tensors_beside
 from snapkv.policies import EvictingPolicy, FullCache
 from snapkv.storage.storage import Storage
 from snapkv.validation import first_line, format_bytes
@@ -150,7 +150,7 @@ def read_document(
         )
     with fitting_together(path):
         _require_within(path, _spread_bytes(file), most_bytes)
-        tensors, notes = contents(file)
+        tensors, notes = file.tensors, file.notes
         require_identity(model, notes["model"])
         ids = tensors_beside(tensors).get("input_ids")
         _refuse(path, _faults_of_notes(notes, ids))
@@ -232,7 +232,7 @@ def _faults_of_notes(notes: Mapping[str, Any], input_ids: Tensor | None) -> Iter
     for index, saved in enumerate(notes["layers"]):
         if saved["kind"] != COMPRESSED:
             yield f"whose layer {index} is a {saved['kind']}, which keeps its own"
-    if notes["recalls"] or options.get("quantize") or options.get("turns") not in (None, "append"):
+    if options.get("quantize") or options.get("turns") not in (None, "append"):
         yield "made with recall, quantize or turns, as no library makes one"
     if not seen or notes["turn_start"] or notes["prompt_end"] != seen:
         yield f"which has seen {seen} tokens, and not as one prompt"

@@ -9,21 +9,15 @@ class TokenCost:
 
     Attributes:
         full_bytes: of a token in the full cache.
-        token_bytes: of a kept token, unquantized.
         block_bytes: of a block of codes, filled or not; without codes that is one token.
         block_tokens: how many tokens a block holds.
-        exact_tokens: how many of those kept stay unquantized.
-        alike: whether tokens cost as much in all layers.
         uneven: whether heads, or layers, keep other numbers of tokens and as many on average; then
             each may fill its last block in part.
     """
 
     full_bytes: int
-    token_bytes: int
     block_bytes: int
     block_tokens: int = 1
-    exact_tokens: int = 0
-    alike: bool = True
     uneven: bool = False
 
     @property
@@ -32,6 +26,5 @@ class TokenCost:
         return self.block_tokens - 1 if self.uneven else 0
 
     def held_bytes(self, tokens: int) -> int:
-        """Of so many kept tokens, at least `exact_tokens`."""
-        blocks = -(-(tokens - self.exact_tokens + self.spare_tokens) // self.block_tokens)
-        return self.exact_tokens * self.token_bytes + blocks * self.block_bytes
+        """Of so many kept tokens."""
+        return -(-(tokens + self.spare_tokens) // self.block_tokens) * self.block_bytes

@@ -44,14 +44,14 @@ class Keeping:
             return [self._alike(prompt_tokens)] * len(layers)
         found = []
         for depth, layer in enumerate(layers):
-            cost = self._cost(layer, self._codes(depth), prompt_tokens)
+            cost = self._cost(layer)
             found.append(self._fit(cost, prompt_tokens, depth, at_least=at_least))
         return found
 
     def _fit(self, cost: TokenCost, prompt_tokens: int, depth: int, *, at_least: bool) -> int:
         """Tokens of one layer that fit in its bytes."""
         assert isinstance(self.budget, ByteBudget)
-        least = min(max(self.window_size, cost.exact_tokens), prompt_tokens)
+        least = min(self.window_size, prompt_tokens)
         layers = len(self.footprint.full_layers)
         try:
             fit = self.budget.tokens(cost, prompt_tokens, least, depth, layers)
@@ -64,40 +64,33 @@ class Keeping:
     def held_bytes(self, kept: Sequence[int], new_tokens: int) -> int:
         """Bytes of the compressed layers after that many generated tokens."""
         return sum(
-            first + codes + last * layer.token_bytes
-            for layer, first, codes, last in self._parts(kept, new_tokens)
+            codes + exact * layer.token_bytes
+            for layer, codes, exact in self._parts(kept, new_tokens)
         )
 
     def memory_bytes(self, kept: Sequence[int], new_tokens: int) -> int:
         """The same including the append buffers; with codes, an upper limit."""
         total = 0
-        for layer, first, codes, last in self._parts(kept, new_tokens):
+        for layer, codes, exact in self._parts(kept, new_tokens):
             if codes:
-                last += (ROOM_TOKENS + 1) * (new_tokens > 0)
+                exact += (ROOM_TOKENS + 1) * (new_tokens > 0)
             else:
-                last = slots_behind(last - new_tokens, new_tokens)
-            total += first + codes + last * layer.token_bytes
+                exact = slots_behind(exact - new_tokens, new_tokens)
+            total += codes + exact * layer.token_bytes
         return total
 
-    def _parts(
-        self, kept: Sequence[int], new_tokens: int
-    ) -> Iterator[tuple[FullLayer, int, int, int]]:
-        """For each layer: bytes of its unquantized first tokens and its codes, and later tokens.
+    def _parts(self, kept: Sequence[int], new_tokens: int) -> Iterator[tuple[FullLayer, int, int]]:
+        """For each layer: bytes of its codes, and tokens beside them, unquantized.
 
-        Generated tokens are quantized in whole blocks, except the last `KVCodes.recent_tokens`.
+        Generated tokens are quantized in whole blocks.
         """
-        for depth, (layer, tokens) in enumerate(zip(self.footprint.full_layers, kept, strict=True)):
-            codes = self._codes(depth)
-            if codes is None:
-                yield layer, 0, 0, tokens + new_tokens
+        for layer, tokens in zip(self.footprint.full_layers, kept, strict=True):
+            if self.bits is None:
+                yield layer, 0, tokens + new_tokens
                 continue
-            cost = self._cost(layer, codes, tokens)
-            first, last = codes.exact_tokens(tokens)
-            last += new_tokens
-            grown = max(0, last - codes.recent_tokens) // codes.group_size
-            blocks = -(-(tokens - cost.exact_tokens) // codes.group_size) + grown
-            left = last - grown * codes.group_size
-            yield layer, first * layer.token_bytes, blocks * cost.block_bytes, left
+            grown, left = divmod(new_tokens, self.bits.group_size)
+            of_blocks = grown * self._block_bytes[layer]
+            yield layer, self._cost(layer).held_bytes(tokens) + of_blocks, left
 
     def _alike(self, prompt_tokens: int) -> int:
         if self.budget is not None:
@@ -107,19 +100,16 @@ class Keeping:
         window = min(self.window_size, prompt_tokens)
         return window + share_of(prompt_tokens - window, self.keep_ratio)
 
-    def _codes(self, depth: int) -> KVCodes | None:
-        if self.bits is None:
-            return None
-        to_end = min(depth, len(self.footprint.full_layers) - 1 - depth)
-        return None if to_end < self.bits.exact_layers else self.bits
-
-    def _cost(self, layer: FullLayer, codes: KVCodes | None, tokens: int) -> TokenCost:
+    def _cost(self, layer: FullLayer) -> TokenCost:
         """Bytes of tokens; codes assume states within the range of 16-bit scales."""
         size = layer.token_bytes
-        exact = TokenCost(full_bytes=size, token_bytes=size, block_bytes=size)
-        if codes is None:
-            return exact
-        return codes.costing(exact, self._block_bytes[layer], tokens)
+        if self.bits is None:
+            return TokenCost(full_bytes=size, block_bytes=size)
+        return TokenCost(
+            full_bytes=size,
+            block_bytes=self._block_bytes[layer],
+            block_tokens=self.bits.group_size,
+        )
 
     @cached_property
     def _block_bytes(self) -> dict[FullLayer, int]:

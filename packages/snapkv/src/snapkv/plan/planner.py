@@ -77,11 +77,6 @@ class Request:
         if self.bits is not None:
             codes = KVCodes.of(self.bits)  # type: ignore[arg-type] # which refuses other words
             object.__setattr__(self, "bits", codes)
-            if isinstance(self.budget, ByteBudget) and codes.exact_layers:
-                raise InvalidArgumentError(
-                    f"bits: expected no exact_layers with a budget of bytes, got {codes}; pass a "
-                    "number of tokens, or leave them out"
-                )
         if self.memory_bytes is not None and self.memory_bytes <= self.reserve_bytes:
             raise InvalidArgumentError(
                 f"gpu_memory: expected more than the reserve of {self.reserve_bytes:,} bytes, got "

@@ -105,7 +105,7 @@ class AcrossLayers(AroundScores):
                 best = ops.best_of(ranked[row : row + 1], [counts[layer.depth]])[0]
                 ranked[row] = ranked[row].masked_fill(~best, -math.inf)
             elif cost is not None and min(counts) < tokens:
-                ranked[row] = in_blocks(ranked[row], cost.block_tokens, cost.exact_tokens)
+                ranked[row] = in_blocks(ranked[row], cost.block_tokens)
         return ranked
 
     def _cost_of_blocks(self, layer: PromptLayer) -> TokenCost | None:
@@ -146,19 +146,18 @@ class AcrossLayers(AroundScores):
         return self.policy.prefix(layer, per_head_budget=True)
 
 
-def in_blocks(ranked: Tensor, block_tokens: int, exact_tokens: int) -> Tensor:
+def in_blocks(ranked: Tensor, block_tokens: int) -> Tensor:
     """Of each of a layer's (H, T) scores the mean of the block that its token would stand in.
 
-    A head fills its blocks with its best tokens first, after those that stay unquantized, which are
-    infinite. What would fill a block in part is minus infinity: it costs as much as a whole one.
+    A head fills its blocks with its best tokens first. What would fill a block in part is minus
+    infinity: it costs as much as a whole one.
     """
     ordered, places = ranked.sort(dim=-1, descending=True, stable=True)
-    whole = (ranked.shape[-1] - exact_tokens) // block_tokens * block_tokens
-    blocks = ordered[:, exact_tokens : exact_tokens + whole].view(len(ranked), -1, block_tokens)
+    whole = ranked.shape[-1] // block_tokens * block_tokens
+    blocks = ordered[:, :whole].view(len(ranked), -1, block_tokens)
     means = blocks.mean(dim=-1, keepdim=True).nan_to_num(math.inf, math.inf, -math.inf)
     found = torch.full_like(ranked, -math.inf)
-    found[:, :exact_tokens] = math.inf
-    found[:, exact_tokens : exact_tokens + whole] = means.expand_as(blocks).flatten(1)
+    found[:, :whole] = means.expand_as(blocks).flatten(1)
     found = torch.empty_like(found).scatter_(-1, places, found)
     return torch.where(ranked.isinf(), ranked, found)  # what must stay, and pads
 

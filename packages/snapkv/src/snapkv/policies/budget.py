@@ -196,7 +196,7 @@ class ByteBudget(Budget):
     Raises:
         InvalidArgumentError: not one of them, or out of range.
         BudgetTooSmallError: at the end of a prompt, too few `bytes` for what must stay: the
-            window, the sinks, and the tokens that `quantize` leaves as they came.
+            window and the sinks.
     """
 
     key: ClassVar[str] = "bytes"
@@ -233,7 +233,7 @@ class ByteBudget(Budget):
                 f"{self!r}; pass a number"
             )
         cost = replace(cost, uneven=cost.uneven or prefix.per_head_budget)
-        least, at = max(window + prefix.sink_tokens, cost.exact_tokens), layer.depth
+        least, at = window + prefix.sink_tokens, layer.depth
         fit = (
             self.tokens(cost, own, min(least, own), at, layer.num_layers)
             for own in layer.row_lengths
@@ -253,21 +253,17 @@ class ByteBudget(Budget):
         given = self.bytes if self.share is None else share_of(full, self.share)
         assert given is not None
         needed = layers * cost.held_bytes(least)
-        if not cost.alike:  # as many bytes of its own for each layer
-            given, depth, layers = given * (depth + 1) // layers - given * depth // layers, 0, 1
-        blocks = (given - layers * cost.exact_tokens * cost.token_bytes) // cost.block_bytes
-        fewest = cost.exact_tokens - cost.spare_tokens
-        if fewest + blocks // layers * cost.block_tokens < least:
+        blocks = given // cost.block_bytes
+        if blocks // layers * cost.block_tokens - cost.spare_tokens < least:
             if self.share is None:
                 raise BudgetTooSmallError(
                     f"budget: expected at least {needed:,} bytes for {least} of {own:,} prompt "
-                    "tokens, which are the window, the sinks and what stays as it came, got "
-                    f"{self.bytes:,} bytes; raise it, lower those, or pass a share or a number of "
-                    "tokens"
+                    f"tokens, which are the window and the sinks, got {self.bytes:,} bytes; raise "
+                    "it, lower those, or pass a share or a number of tokens"
                 )
             return least
         more = -blocks * depth // layers - -blocks * (depth + 1) // layers
-        return fewest + more * cost.block_tokens
+        return more * cost.block_tokens - cost.spare_tokens
 
 
 def require_tokens(policy: Any) -> None:

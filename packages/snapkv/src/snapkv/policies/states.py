@@ -78,8 +78,7 @@ class PromptLayer(LayerStates):
         token_ids: (B, T) int64, pads included; for `Policy.needs`.
         received: (B, heads of the cache, T) float32, the most attention every position received
             while the text was read again; None where it was read once.
-        token_cost: what a token costs in bytes, by the tokens of the batch's shortest row; for a
-            `ByteBudget`.
+        token_cost: what a token costs in bytes, for a `ByteBudget`.
         votes_impl: the implementation of `snapkv.ops.window_votes` that counts the window's votes.
         unasked: takes the highest score, NaN where one is, and whose it is, to be asked behind the
             last layer, since a GPU is waited for then; None to ask at once.
@@ -90,7 +89,7 @@ class PromptLayer(LayerStates):
     output_weight: Tensor | None = None
     token_ids: Tensor | None = None
     received: Tensor | None = None
-    token_cost: Callable[[int], TokenCost] | None = None
+    token_cost: Callable[[], TokenCost] | None = None
     votes_impl: Implementation = "auto"
     unasked: list[tuple[Tensor, str]] | None = None
 
@@ -112,7 +111,7 @@ class PromptLayer(LayerStates):
         """What a token costs in bytes, computed once; None where that is not known."""
         if (cost := self.token_cost) is None:
             return None
-        return self.once("cost", lambda layer: cost(min(layer.row_lengths)))
+        return self.once("cost", lambda _: cost())
 
     @functools.cached_property
     def _found(self) -> dict[Hashable, Any]:

@@ -1,6 +1,6 @@
 """How many layers of a model have to read every token: what was found of it, from run to run.
 
-`snapkv study early-layer` finds the number; `selective` and `gemfilter` start from it. A file for
+`snapkv study early-layer` finds the number; `selective` starts from it. A file for
 each model lies in the folder `early-layers` of `snapkv.cache_folder`, named after what tells the
 model from others; what was found of the demo model comes with the package.
 """

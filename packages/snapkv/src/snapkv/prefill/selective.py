@@ -3,9 +3,8 @@
 After some layers only the tokens that the prompt's last ones vote for go further, at their true
 positions: FastKV's token-selective propagation (arXiv 2502.01068, Sec. 3), with this package's
 votes: pooled so that they fade forward, the mean over the query heads of a KV head and of these
-means the highest, where the authors take the mean over all query heads. GemFilter (arXiv
-2409.17422) reads the chosen tokens again from the model's first layer, so that no layer holds
-another. Neither is exact: what does not go on is lost for the upper layers, whatever is asked.
+means the highest, where the authors take the mean over all query heads. It is not exact: what does
+not go on is lost for the upper layers, whatever is asked.
 """
 
 import contextlib
@@ -18,16 +17,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from snapkv.cache.prompt_state import Narrowing, only_tokens
+from snapkv.cache.prompt_state import Narrowing
 from snapkv.errors import InvalidArgumentError
 from snapkv.hf.cache import CompressedCache
-from snapkv.hf.cache_argument import cache_among, with_cache
-from snapkv.hf.placement import device_of
-from snapkv.policies import FullCache, PromptLayer, Selection, SnapKV
+from snapkv.hf.cache_argument import cache_among
+from snapkv.policies import PromptLayer, Selection, SnapKV
 from snapkv.policies.budget import share_of
 from snapkv.policies.prefix import Prefix
 from snapkv.prefill.decoder import (
-    ReadEnough,
     at_places,
     decoder_layers,
     require_by_token,
@@ -197,87 +194,3 @@ def _read_layer(
         hidden_states = at_places(hidden_states, places)
     reached = {name: at_places(value, places) for name, value in kwargs.items()}
     return forward(hidden_states, **reached)
-
-
-@contextlib.contextmanager
-def gemfilter(
-    model: PreTrainedModel,
-    *,
-    layer: int | None = None,
-    keep_ratio: float = DEFAULT_KEEP_RATIO,
-    least_tokens: int = DEFAULT_LEAST_TOKENS,
-) -> Iterator[None]:
-    """As `selective`, but the tokens that go on are read again, by all layers from the first.
-
-    The layers before `layer` read the prompt twice, all of it and then the chosen tokens, which see
-    each other only. So no layer holds what was not chosen, and memory is that of the short prompt.
-    The chosen tokens keep their true positions, where the authors count them again.
-
-    Arguments and errors are those of `selective`; a padded batch is refused, too.
-    """
-    rule = _Rule.of(model, layer, keep_ratio, least_tokens)
-    parts = decoder_layers(model)
-    decoder = model.get_decoder()
-    forwards: dict[nn.Module, Callable[..., Any]] = {
-        parts[rule.first_layer]: functools.partial(_read_if_more, parts[rule.first_layer].forward),
-        decoder: functools.partial(_read_chosen, rule, decoder.forward),
-    }
-    with standing_in(forwards):
-        yield
-
-
-def _read_if_more(
-    forward: Callable[..., Any], hidden_states: Tensor, *args: Any, **kwargs: Any
-) -> Any:
-    """The first layer's forward that only chosen tokens reach, where they are not yet chosen."""
-    cache = cache_among(kwargs)
-    narrowing = cache.prompt_state.narrowing if isinstance(cache, CompressedCache) else None
-    if narrowing is not None and narrowing.choose is not None:
-        raise ReadEnough
-    return forward(hidden_states, *args, **kwargs)
-
-
-def _read_chosen(rule: _Rule, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The decoder's forward, of a first prompt's chosen tokens only."""
-    cache = cache_among(kwargs)
-    if not isinstance(cache, CompressedCache):
-        return forward(*args, **kwargs)
-    tokens = _tokens(args, kwargs)
-    narrowing = rule.narrowing(cache, tokens)
-    if narrowing is None:
-        return forward(*args, **kwargs)
-    _require_no_pads(kwargs.get("attention_mask"))
-    once = CompressedCache(rule.model, FullCache(), protect=cache.options["protect"])
-    with once.prompt_state.narrowed(narrowing), contextlib.suppress(ReadEnough):
-        forward(*args, **with_cache(kwargs, once))
-    del once
-    if narrowing.chosen is None:
-        return forward(*args, **kwargs)
-    places = narrowing.chosen.keep_indices[:, 0]
-    with cache.prompt_state.narrowed(only_tokens(tokens, places)):
-        return forward(**_chosen_inputs(rule, args, kwargs, places))
-
-
-def _require_no_pads(mask: Any) -> None:
-    if isinstance(mask, Tensor) and not (mask.ndim == 2 and bool(mask.all())):
-        raise InvalidArgumentError(
-            "attention_mask: expected rows without padding where chosen tokens are read again, got "
-            "a mask that hides something; read rows of different length one by one, or use "
-            "snapkv.prefill.selective"
-        )
-
-
-def _chosen_inputs(
-    rule: _Rule, args: tuple[Any, ...], kwargs: dict[str, Any], places: Tensor
-) -> dict[str, Any]:
-    """The decoder's arguments for the tokens at those places, at their true positions."""
-    inputs = kwargs | ({"input_ids": args[0]} if args else {})
-    inputs.pop("attention_mask", None)
-    places = places.to(device_of(rule.model))
-    for name in ("input_ids", "inputs_embeds"):
-        if inputs.get(name) is not None:
-            inputs[name] = at_places(inputs[name], places)
-    given = inputs.get("position_ids")
-    if given is not None:
-        given = given.take_along_dim(places.expand(*given.shape[:-2], -1, -1), dim=-1)
-    return inputs | {"position_ids": places if given is None else given}

@@ -32,7 +32,12 @@ class HeadStates(ABC):
     """What heads kept, different numbers of tokens, exact or in codes.
 
     In the padded layout every head has as many slots as the longest one; its tokens are the last.
+
+    Attributes:
+        head_tokens: tokens of each head.
     """
+
+    head_tokens: Counts
 
     @property
     @abstractmethod
@@ -40,9 +45,10 @@ class HeadStates(ABC):
         """Slots of the padded layout."""
 
     @property
-    @abstractmethod
     def mean_tokens(self) -> float:
         """Tokens per row and head, on average."""
+        counts = [count for row in self.head_tokens for count in row]
+        return sum(counts) / len(counts)
 
     @property
     @abstractmethod
@@ -97,14 +103,12 @@ class TokenStore(ABC):
         is_static: whether it is buffers of fixed size and place, whose steps ask the host nothing.
         is_exact: whether keys and values are held as they were appended, none as codes.
         ragged: what heads of different length hold; None where all hold as many.
-        front_tokens: how many tokens of the tail stand before what the heads hold.
     """
 
     kind: str
     is_static: bool = False
     is_exact: ClassVar[bool] = True
     ragged: "HeadStates | None" = None
-    front_tokens: int = 0
 
     def __init__(self, num_kv_heads: int, tail: Tail) -> None:
         self.num_kv_heads, self.tail = num_kv_heads, tail
@@ -133,7 +137,7 @@ class TokenStore(ABC):
         """`slots`, on the device where a step counts them there."""
         if self.tail.count is None:
             return self.slots
-        return self.tail.count + (self.unmasked_slots - self.front_tokens)
+        return self.tail.count + self.unmasked_slots
 
     @property
     def unmasked_slots(self) -> int:
@@ -152,7 +156,7 @@ class TokenStore(ABC):
 
     def mask_columns(self, new_tokens: int) -> int:
         """Columns of the mask of a forward pass that appends that many tokens."""
-        return self.tail.columns(new_tokens) - self.front_tokens
+        return self.tail.columns(new_tokens)
 
     def absorb_tail(self) -> None:
         """Give every ragged head its part of the tail, which is empty then."""

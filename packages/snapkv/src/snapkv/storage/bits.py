@@ -1,12 +1,11 @@
 """How many bits hold the keys and values that are kept of a prompt."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from snapkv.errors import InvalidArgumentError
-from snapkv.ops import TokenCost
-from snapkv.validation import code_bits, require_int
+from snapkv.validation import code_bits
 
 Bits = Literal["int8", "int4", "K8V4"]
 
@@ -18,29 +17,20 @@ _GROUP_SIZES = (32, 64)
 
 @dataclass(frozen=True)
 class KVCodes:
-    """How many bits hold what is kept of a prompt, and what stays unquantized.
+    """How many bits hold what is kept of a prompt.
 
     Args:
         keys: bits of a key's integer, 8 or 4.
         values: of a value's.
         group_size: numbers that share a scale and a least number of 16 bits each, 32 or 64.
-        recent_tokens: the last tokens that stay in the model's dtype; those after a prompt are
-            encoded in blocks of `group_size` when so many come after them.
-        sink_tokens: the first kept tokens of every head that stay in the model's dtype. Both are 0:
-            one such token costs as much as two or three in few bits.
-        exact_layers: how many of the first and of the last compressed layers hold no codes.
 
     Raises:
         InvalidArgumentError: a number out of range.
-        InvalidTypeError: a value that is no integer.
     """
 
     keys: Number = 4
     values: Number = 4
     group_size: int = 32
-    recent_tokens: int = 0
-    sink_tokens: int = 0
-    exact_layers: int = 0
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -52,35 +42,11 @@ class KVCodes:
                     f"{name}: expected one of {', '.join(map(str, allowed))}, got "
                     f"{given!r}; pass for instance KVCodes(keys=4, values=4)"
                 )
-        for name in ("recent_tokens", "sink_tokens", "exact_layers"):
-            require_int(name, getattr(self, name), minimum=0)
-
-    def has_layer(self, depth: int, num_layers: int) -> bool:
-        """Whether that one of the compressed layers holds codes."""
-        return min(depth, num_layers - 1 - depth) >= self.exact_layers
-
-    def exact_tokens(self, shortest_tokens: int) -> tuple[int, int]:
-        """First and last tokens that stay unquantized, where the shortest head has so many."""
-        last = min(self.recent_tokens, shortest_tokens)
-        first = self.sink_tokens if shortest_tokens >= self.sink_tokens + last else 0
-        return first, last
 
     @property
     def label(self) -> str:
         """Bits, such as "4"; of keys and of values where they differ, such as "8/4"."""
         return str(self.keys) if self.keys == self.values else f"{self.keys}/{self.values}"
-
-    def costing(self, exact: TokenCost, block_bytes: int, shortest_tokens: int) -> TokenCost:
-        """What tokens cost whose blocks take so many bytes in all heads, and `exact` unquantized.
-
-        The shortest row or head has so many tokens.
-        """
-        return replace(
-            exact,
-            block_bytes=block_bytes,
-            block_tokens=self.group_size,
-            exact_tokens=sum(self.exact_tokens(shortest_tokens)),
-        )
 
     @classmethod
     def of(

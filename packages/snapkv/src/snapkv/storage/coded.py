@@ -32,16 +32,13 @@ class CodedStates(HeadStates):
     """What every head of every row has kept, in blocks of codes; does what `RaggedStates` does.
 
     Attributes:
-        first: keys and values of the first tokens of every head unquantized, (B, H, N, D) each;
-            None in a store, whose tail begins with them.
-        codes: of the keys and of the values after them.
+        codes: of the keys and of the values.
         sections: tokens of each head in codes, by when they were encoded.
         how: with how many bits.
         least_slots: slots of the padded layout when the first section was encoded, at least.
         room: blocks of the buffers that codes are; None where they have no room.
     """
 
-    first: Pair | None
     codes: tuple[Codes, Codes]
     sections: tuple[Counts, ...]
     how: KVCodes
@@ -49,36 +46,17 @@ class CodedStates(HeadStates):
     room: int | None = field(default=None, metadata=UNSAVED)
 
     @classmethod
-    def of(
-        cls, states: RaggedStates, how: KVCodes, first_tokens: int, last_tokens: int = 0
-    ) -> tuple["CodedStates", Pair]:
-        """Encode all but the first tokens of every head, and its last, which are given back.
-
-        Every head has as many of both at least.
-        """
-        rows, heads = len(states.head_tokens), len(states.head_tokens[0])
-        exact = first_tokens + last_tokens
-        own = tuple(tuple(count - exact for count in row) for row in states.head_tokens)
-        stops = list(itertools.accumulate(itertools.chain(*states.head_tokens), initial=0))
-        ends = [
-            [*range(start, start + first_tokens), *range(stop - last_tokens, stop)]
-            for start, stop in itertools.pairwise(stops)
-        ]
-        flat, device = (states.keys, states.values), states.keys.device
-        outer = on_device(ends, device).flatten()
-        layout = BlockLayout((own,), how.group_size, device)
-        inner = layout.rows([start + first_tokens for start in stops])
-        whole = both(
-            lambda part: part.index_select(0, outer).view(rows, heads, exact, part.shape[1]), flat
-        )
-        made = cls(
-            first=both(lambda part: part[:, :, :first_tokens], whole),
-            codes=encoded(both(lambda part: part[inner], flat), how),
-            sections=(own,),
+    def of(cls, states: RaggedStates, how: KVCodes) -> "CodedStates":
+        """Encode what heads have kept."""
+        begins = list(itertools.accumulate(itertools.chain(*states.head_tokens), initial=0))
+        layout = BlockLayout((states.head_tokens,), how.group_size, states.keys.device)
+        rows = layout.rows(begins)
+        return cls(
+            codes=encoded((states.keys[rows], states.values[rows]), how),
+            sections=layout.sections,
             how=how,
-            least_slots=states.longest_tokens - last_tokens,
+            least_slots=states.longest_tokens,
         )
-        return made, both(lambda part: part[:, :, first_tokens:], whole)
 
     @functools.cached_property
     def layout(self) -> BlockLayout:
@@ -88,10 +66,8 @@ class CodedStates(HeadStates):
         )
 
     @functools.cached_property
-    def head_tokens(self) -> Counts:
-        """Tokens of each head."""
-        first = self._first_tokens
-        return tuple(tuple(first + count for count in row) for row in self.layout.head_tokens)
+    def head_tokens(self) -> Counts:  # type: ignore[override] # never assigned
+        return self.layout.head_tokens
 
     @functools.cached_property
     def longest_tokens(self) -> int:
@@ -99,22 +75,9 @@ class CodedStates(HeadStates):
         return max(self.least_slots + grown, *(max(row) for row in self.head_tokens))
 
     @property
-    def mean_tokens(self) -> float:
-        counts = [count for row in self.head_tokens for count in row]
-        return sum(counts) / len(counts)
-
-    @property
     def nbytes(self) -> int:
-        """Of codes, scales, and the first tokens."""
-        return self._first_bytes + self.codes[0].nbytes + self.codes[1].nbytes
-
-    @property
-    def _first_tokens(self) -> int:
-        return 0 if self.first is None else int(self.first[0].shape[2])
-
-    @property
-    def _first_bytes(self) -> int:
-        return 0 if self.first is None else int(self.first[0].nbytes + self.first[1].nbytes)
+        """Of codes and scales."""
+        return self.codes[0].nbytes + self.codes[1].nbytes
 
     @property
     def index_bytes(self) -> int:
@@ -189,36 +152,28 @@ class CodedStates(HeadStates):
         if least < 0 or len(rows) != 1 or any(len(codes) != blocks for codes in self.codes):
             raise ValueError(f"{blocks} blocks of codes in {rows}")
         widths = (codes.channels * getattr(torch, codes.dtype).itemsize for codes in self.codes)
-        return int(tokens * sum(widths) + self._first_bytes)
+        return int(tokens * sum(widths))
 
     def decoded(self) -> RaggedStates:
-        assert self.first is not None
-        layout, (first_keys, first_values) = self.layout, self.first
-        keys, values = (
-            part.decoded().flatten(0, 1).index_select(0, layout.flat) for part in self.codes
+        flat = self.layout.flat
+        keys, values = (part.decoded().flatten(0, 1).index_select(0, flat) for part in self.codes)
+        return RaggedStates(
+            keys=keys,
+            values=values,
+            head_tokens=self.head_tokens,
+            least_slots=self.longest_tokens,
         )
-        first = RaggedStates.whole(first_keys, first_values)
-        coded = RaggedStates(keys=keys, values=values, head_tokens=layout.head_tokens)
-        return replace(first.joined(coded), least_slots=self.longest_tokens)
 
     def select_rows(self, rows: Tensor) -> "CodedStates":
         order = rows.tolist()
         chosen = self.layout.blocks_of_rows(order)
         sections = tuple(tuple(section[row] for row in order) for section in self.sections)
-        first = self.first and both(lambda part: part[rows.to(part.device)], self.first)
-        return replace(
-            self,
-            first=first,
-            codes=both(lambda part: part.blocks(chosen), self.codes),
-            sections=sections,
-        )
+        codes = both(lambda part: part.blocks(chosen), self.codes)
+        return replace(self, codes=codes, sections=sections)
 
 
 def state_in_codes(state: dict[str, Any], how: KVCodes) -> dict[str, Any]:
-    """The state of a store for a file in few bits; that of one in codes as it is.
-
-    Heads keep their first `KVCodes.sink_tokens` as they are; what has a tail keeps that.
-    """
+    """The state of a store for a file in few bits, but for its tail; of one in codes as it is."""
     if "how" in state or state.get("keys") is None:
         return state
     if "states" in state:
@@ -226,11 +181,7 @@ def state_in_codes(state: dict[str, Any], how: KVCodes) -> dict[str, Any]:
     else:
         states = RaggedStates.whole(state["keys"], state["values"])
         others = {name: part for name, part in state.items() if name not in ("keys", "values")}
-    if not len(states.keys):
-        return state
-    shortest = min(min(row) for row in states.head_tokens)
-    first, _ = replace(how, recent_tokens=0).exact_tokens(shortest)
-    return others | {"states": CodedStates.of(states, how, first)[0]}
+    return others | {"states": CodedStates.of(states, how)} if len(states.keys) else state
 
 
 def state_spread(state: dict[str, Any]) -> dict[str, Any]:
@@ -254,10 +205,6 @@ def both(make: Callable[..., Made], *pairs: tuple[Any, Any]) -> tuple[Made, Made
     return make(*keys), make(*values)
 
 
-def _in_a_row(*parts: Tensor) -> Tensor:
-    return torch.cat(parts, dim=2)
-
-
 def block_bytes(states: Pair, how: KVCodes) -> int:
     """Bytes of one head's block of such keys and values: of one with the largest number."""
     blocks = both(lambda part: part.abs().amax().expand(1, how.group_size, part.shape[-1]), states)
@@ -273,11 +220,9 @@ def encoded(blocks: Pair, how: KVCodes) -> tuple[Codes, Codes]:
 
 
 class CodedStore(RaggedStore):
-    """Heads in few bits; the tail is the tokens at both ends of them unquantized, as many in each.
+    """Heads in few bits; the tail, what came after the prompt, is encoded a block at a time.
 
-    Those are the first tokens, its front, then the last ones of the prompt and what came after it.
-    The latter give way to codes, a block at a time, but for `KVCodes.recent_tokens`. What changes
-    the heads decodes them; the end of the next step encodes them again.
+    What changes the heads decodes them; the end of the next step encodes them again.
     """
 
     kind = "coded"
@@ -287,66 +232,38 @@ class CodedStore(RaggedStore):
     def of(cls, store: RaggedStore, how: KVCodes) -> "CodedStore":
         """Encode what heads keep; what comes after it may be drafts, and waits for a step."""
         assert isinstance(store.ragged, RaggedStates)
-        made = cls(
-            states=store.ragged,
-            keys=store.keys,
-            values=store.values,
+        return cls(
+            states=CodedStates.of(store.ragged, how),
+            keys=store.keys.clone(),  # alone in memory
+            values=store.values.clone(),
             num_kv_heads=store.num_kv_heads,
             how=how,
         )
-        made._encode(store.ragged)
-        return made
 
     def __init__(self, *, how: KVCodes, **held: Any) -> None:
         super().__init__(**held)
         self.how = how
-        if isinstance(self.ragged, CodedStates):
-            self._put(self.ragged, self.tail.written)
 
     def finalize_step(self, drafts: int = 0) -> None:
-        """Encode whole blocks of tokens that are no longer recent, nor drafts."""
+        """Encode whole blocks of the tail but for drafts."""
         if isinstance(self.ragged, RaggedStates):
-            self._encode(self.ragged)
+            self.ragged = CodedStates.of(self.ragged, self.how)
         G = self.how.group_size
-        old = max(0, self.tail_tokens - max(self.how.recent_tokens, drafts)) // G * G
+        old = max(0, self.tail_tokens - drafts) // G * G
         if old:
             assert isinstance(self.ragged, CodedStates)
-            keys, values = self._behind()
+            keys, values = self.tail.written
             self.ragged = self.ragged.grown(keys[:, :, :old], values[:, :, :old])
-            front = self.front_tokens
-            self._hold(lambda part: _in_a_row(part[:, :, :front], part[:, :, front + old :]))
-
-    def _encode(self, states: RaggedStates) -> None:
-        """Their last tokens go before the tail; where heads are as short as those, so are they."""
-        shortest = min(min(row) for row in states.head_tokens)
-        coded, recent = CodedStates.of(states, self.how, *self.how.exact_tokens(shortest))
-        self._put(coded, recent, self.tail.written)
-
-    def _put(self, states: CodedStates, *behind: Pair) -> None:
-        """Hold codes, and a tail of their first tokens and these."""
-        assert states.first is not None
-        self.front_tokens = front = states.first[0].shape[2]
-        self.tail.hold(*both(_in_a_row, states.first, *behind))
-        least = max(0, states.least_slots - front)
-        self.ragged = replace(states, first=None, least_slots=least)
+            self._hold(lambda part: part[:, :, old:].clone())
 
     def _settle(self, heads: RaggedStates) -> None:
         self.ragged = heads
         if self.is_static:  # where no step comes to an end that encodes
-            self._encode(heads)
-            self.ragged = self.tail.settled(self.ragged)
-
-    def _heads_with_front(self) -> HeadStates:
-        if not isinstance(self.ragged, CodedStates):
-            return self.ragged
-        front = self.front_tokens
-        first = both(lambda part: part[:, :, :front], self.tail.written)
-        states = self.ragged.alone()
-        return replace(states, first=first, least_slots=states.least_slots + front)
+            self.ragged = self.tail.settled(CodedStates.of(heads, self.how))
 
     def dense(self) -> tuple[DenseStore, Tensor]:
         """What all of it stands for with as many slots in every head, and each row's empty ones."""
-        heads = self._decode()
+        heads = self.heads()
         store = DenseStore(in_place=False).fill(*self.padded(), self.num_kv_heads)
         counts = on_device([row[0] for row in heads.head_tokens], self.keys.device)
         return store, heads.longest_tokens - counts

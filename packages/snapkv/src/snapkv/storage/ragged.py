@@ -168,11 +168,6 @@ class RaggedStates(HeadStates):
         return max(self.least_slots, *(max(row) for row in self.head_tokens))
 
     @property
-    def mean_tokens(self) -> float:
-        counts = [count for row in self.head_tokens for count in row]
-        return sum(counts) / len(counts)
-
-    @property
     def nbytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
 
@@ -267,7 +262,7 @@ class RaggedStore(TokenStore):
 
     @property
     def unmasked_slots(self) -> int:
-        return self.ragged.longest_tokens + self.front_tokens
+        return self.ragged.longest_tokens
 
     @property
     def mean_tokens(self) -> float:
@@ -275,30 +270,12 @@ class RaggedStore(TokenStore):
 
     def heads(self) -> RaggedStates:
         """What the heads hold, or what their codes stand for."""
-        heads: RaggedStates = self._heads_with_front().decoded()
-        return heads
-
-    def _heads_with_front(self) -> HeadStates:
-        """What the heads hold, and what of them the tail does."""
-        return self.ragged.alone()
-
-    def _behind(self) -> Pair:
-        """The tail without its front."""
-        keys, values = self.tail.written
-        return keys[:, :, self.front_tokens :], values[:, :, self.front_tokens :]
-
-    def _decode(self) -> RaggedStates:
-        """Have heads hold what their codes stand for; returns that."""
-        self.ragged = heads = self.heads()
-        if self.front_tokens:
-            behind = [states.clone() for states in self._behind()]
-            self.front_tokens = 0
-            self.tail.hold(*behind)
+        heads: RaggedStates = self.ragged.alone().decoded()
         return heads
 
     def absorb_tail(self) -> None:
         """Give every head its part of the tail, which is empty then."""
-        slots, heads = self.slots, self._decode()
+        slots, heads = self.slots, self.heads()
         tail = RaggedStates.whole(*self.tail.written)
         self.ragged = replace(heads.joined(tail), least_slots=slots)
         self._hold(lambda states: states[..., :0, :].clone())
@@ -306,12 +283,12 @@ class RaggedStore(TokenStore):
     def keep(self, indices: Tensor, tokens: int, counts: Counts | None = None) -> TokenStore:
         """Keep some of what the heads keep; the tail comes after those slots, or is absorbed."""
         assert tokens == self.unmasked_slots
-        self.ragged = self._decode().keep(indices, counts)
+        self.ragged = self.heads().keep(indices, counts)
         return self
 
     def only(self, stays: Tensor) -> TokenStore:
         """Hold some slots; the tail keeps as many tokens of all heads, the others go to theirs."""
-        longest, heads = self.unmasked_slots, self._decode()
+        longest, heads = self.unmasked_slots, self.heads()
         tail = ops.kept_indices(stays[..., longest:])
         last = int(stays[..., longest:].sum(dim=-1).min())
         self.ragged = heads.only(stays[..., :longest])
@@ -327,7 +304,7 @@ class RaggedStore(TokenStore):
         if last:
             super().crop(last)
         if own := tokens - last:
-            heads = self._decode()
+            heads = self.heads()
             self._settle(heads.keep(heads.slots()[..., : heads.longest_tokens - own]))
         return self
 
@@ -346,7 +323,7 @@ class RaggedStore(TokenStore):
         return self._of_kv_heads(*self.padded(), tokens)
 
     def padded(self) -> Pair:
-        heads, (keys, values) = self.heads(), self._behind()
+        heads, (keys, values) = self.heads(), self.tail.written
         padded = heads.padded_keys(), heads.padded_values()
         if not self.tail_tokens:
             return padded
@@ -368,6 +345,4 @@ class RaggedStore(TokenStore):
         return self.ragged.index_bytes
 
     def state(self) -> dict[str, Any]:
-        keys, values = self._behind()
-        states = self._heads_with_front()
-        return {**super().state(), "states": states, "keys": keys, "values": values}
+        return {**super().state(), "states": self.ragged.alone()}

@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from snapkv.errors import InvalidArgumentError
-from snapkv.ops import Codes
 from snapkv.storage.base import TokenStore
 from snapkv.storage.buffers import Buffers
-from snapkv.storage.coded import CodedStates, CodedStore, both
 from snapkv.storage.dense import DenseStore
 from snapkv.storage.storage import Storage
 from snapkv.storage.tail import Pair, Tail
@@ -112,54 +110,14 @@ class Static(Storage):
         return self._moved_in(store)
 
     def restored(self, kind: str, state: dict[str, Any], empty: Tensor | None) -> TokenStore:
-        if kind == "static coded":
-            return self._restored_codes(empty, **state)
         store = super().restored("dense" if kind == "static" else kind, state, empty)
         return store if kind == "dense" else self._moved_in(store)  # a prompt that has not ended
 
-    def _restored_codes(
-        self,
-        empty: Tensor | None,
-        *,
-        codes: tuple[Codes, Codes],
-        keys: Tensor,
-        values: Tensor,
-        first_tokens: int,
-        coded_tokens: int,
-        num_kv_heads: int,
-    ) -> TokenStore:
-        """What 0.2.0 has saved: of every head as many codes, and both ends of it one by the other.
-
-        Rows that have empty slots are encoded again without.
-        """
-        B, H = keys.shape[:2]
-        assert self.codes is not None
-        first, tail = (
-            both(lambda part, own=own: part[:, :, own], (keys, values))
-            for own in (slice(first_tokens), slice(first_tokens, None))
-        )
-        store = CodedStore(
-            states=CodedStates(
-                first=first, codes=codes, sections=(((coded_tokens,) * H,) * B,), how=self.codes
-            ),
-            keys=tail[0],
-            values=tail[1],
-            num_kv_heads=num_kv_heads,
-            how=self.codes,
-        )
-        if empty is None:
-            return self._moved_in(store)
-        kept = store.unmasked_slots + min(store.tail_tokens, self.codes.recent_tokens)
-        return self.finalize(store.dense()[0], kept, empty)
-
     def _moved_in(self, store: TokenStore) -> TokenStore:
-        most, slots = self.most_tokens, self.room_tokens
-        if isinstance(store, CodedStore):
-            exact = store.how.recent_tokens + store.how.sink_tokens
-            slots += exact if most is None else min(most, exact)
-        elif store.ragged is None:
-            assert most is not None
-            slots += most
+        slots = self.room_tokens
+        if store.ragged is None:
+            assert self.most_tokens is not None
+            slots += self.most_tokens
         store.move_into(FixedTail(self._buffers, slots, *store.tail.written))
         return store
 

@@ -1,7 +1,7 @@
 """What makes the stores of a layer, and what they become behind a prompt."""
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -20,27 +20,17 @@ class Storage:
     Attributes:
         in_place: as in `DenseStore`.
         codes: how what is kept of a prompt is held in few bits; None for unquantized.
-        alike: whether all layers hold what they keep in as many bits.
         is_compileable: whether the decoding step can be compiled.
     """
 
     in_place: bool = True
     codes: KVCodes | None = None
-    alike: bool = True
     is_compileable: ClassVar[bool] = False
 
     @property
     def attends_by_head(self) -> bool:
         """Whether attention behind every prompt is to what heads kept, and not the model's own."""
         return self.codes is not None
-
-    def at(self, depth: int, num_layers: int) -> Self:
-        """That of one of the compressed layers, of which the outer ones may hold no codes."""
-        if self.codes is None:
-            return self
-        in_codes = self.codes.has_layer(depth, num_layers)
-        alike = not self.codes.exact_layers
-        return replace(self, codes=self.codes if in_codes else None, alike=alike)
 
     def empty(self) -> DenseStore:
         """A store without tokens."""
@@ -58,20 +48,18 @@ class Storage:
         assert isinstance(store, RaggedStore)
         return CodedStore.of(store, self.codes)
 
-    def token_cost(self, store: TokenStore, heads: int, shortest_tokens: int) -> TokenCost:
-        """What tokens of a store cost that so many heads keep; its shortest row has so many."""
+    def token_cost(self, store: TokenStore, heads: int) -> TokenCost:
+        """What tokens of a store cost that so many heads keep."""
         keys, values = store.keys, store.values
         per_head = keys.element_size() * (keys.shape[-1] + values.shape[-1])
         one = TokenCost(
             full_bytes=store.num_kv_heads * per_head,
-            token_bytes=heads * per_head,
             block_bytes=heads * per_head,
-            alike=self.alike,
         )
         if self.codes is None:
             return one
         blocks = heads * block_bytes(store.padded(), self.codes)
-        return self.codes.costing(one, blocks, shortest_tokens)
+        return replace(one, block_bytes=blocks, block_tokens=self.codes.group_size)
 
     def restored(self, kind: str, state: dict[str, Any], empty: Tensor | None) -> TokenStore:
         """The store of that kind whose `state` this is; `empty` as in `finalize`."""

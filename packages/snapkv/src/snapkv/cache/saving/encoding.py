@@ -24,11 +24,8 @@ COMPRESSED = "compressed"
 
 _BOTH = ("keys", "values")
 
-_RECORDS: dict[str, Callable[..., Any]] = {
-    "RaggedStates": RaggedStates,
-    "CodedStates": CodedStates,
-    "BlockCodes": ops.Codes,
-    "KVCodes": KVCodes,
+_RECORDS: dict[str, Any] = {
+    kind.__name__: kind for kind in (RaggedStates, CodedStates, ops.Codes, KVCodes)
 }
 
 
@@ -46,8 +43,7 @@ def encode_layer(
     }
     if layer.offloaded is not None and layer.offloaded.held_bytes:
         parts["offloaded"] = layer.offloaded.on_host()
-    identity = layer.identity
-    if codes is not None and codes.has_layer(identity.depth, identity.num_layers):
+    if codes is not None:
         parts["store"] = state_in_codes(parts["store"], codes)
         if "offloaded" in parts:
             both = dict(zip(_BOTH, parts["offloaded"], strict=True))
@@ -92,23 +88,10 @@ def decode_layer(
             layer.offloaded.append(*offloaded, on=device)
         layer.offloaded.is_due = saved["recall_due"]
     slots = on_device(saved["slots"])
-    if slots.pop("gaps", None) is not None:
-        raise CacheFileError(
-            "path: expected rows without padding after their first token, got a cache of an "
-            "earlier version with some; read each conversation into a cache of its own"
-        )
     state = layer.state.restored(on_device(saved["notes"]))
     store = state_spread(on_device(saved["store"]))
     layer.restore(saved["store_kind"], store, SlotMap.restored(slots), state)
     _require_fitting(layer)
-
-
-def outdated(what: str) -> CacheFileError:
-    """The refusal of a file whose codes are no longer read."""
-    return CacheFileError(
-        f"path: expected an unquantized cache, or integers of 4 or 8 bits as 0.2.0 writes them, "
-        f"got one in {what}; read its text again"
-    )
 
 
 def _require_fitting(layer: CompressedLayer) -> None:
@@ -177,11 +160,10 @@ def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         return {"dict": pairs}
     if isinstance(value, list | tuple):
         return [_encode(part, f"{name}.{place}", tensors) for place, part in enumerate(value)]
-    for record, kind in _RECORDS.items():
-        if type(value) is kind:
-            saved = (part.name for part in fields(value) if part.metadata.get("saved", True))
-            parts = {name: getattr(value, name) for name in saved}
-            return {"record": record, "parts": _encode(parts, name, tensors)}
+    if type(value) in _RECORDS.values():
+        saved = (part.name for part in fields(value) if part.metadata.get("saved", True))
+        parts = {name: getattr(value, name) for name in saved}
+        return {"record": type(value).__name__, "parts": _encode(parts, name, tensors)}
     return value
 
 
@@ -196,11 +178,7 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
     if value.keys() == {"dict"}:
         return {key: decode(part, tensor) for key, part in value["dict"]}
     if value.keys() == {"record", "parts"}:
-        record, parts = _RECORDS[value["record"]], decode(value["parts"], tensor)
-        if parts.pop("is_float", False):
-            raise outdated("fp8")
-        parts.pop("own_sections", None)  # of 0.2.0
-        return record(**parts)
+        return _RECORDS[value["record"]](**decode(value["parts"], tensor))
     return {key: decode(part, tensor) for key, part in value.items()}
 
 

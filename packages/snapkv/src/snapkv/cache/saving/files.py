@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _FORMAT = "snapkv cache "
-_VERSION = 2
+_VERSION = 3
 _OWN = re.compile(rb'"format":"snapkv cache ')
 _UNSEALED = "0" * 64
 _SEAL = re.compile(rb'"sha256":"([0-9a-f]{64})"')
@@ -91,8 +91,8 @@ def read_sealed(path: Path, *, most_bytes: int | None = None) -> SealedFile:
     """What `write_sealed` has written.
 
     Raises:
-        CacheFileError: no such file, not such a file, one that is larger than `most_bytes` (before
-            any of it is read), or one that has changed since.
+        CacheFileError: no such file, not such a file, one of another version, one that is larger
+            than `most_bytes` (before any of it is read), or one that has changed since.
     """
     if is_stream(path):  # opening a pipe would wait for its other end
         raise _damaged(path, "it is no regular file")
@@ -120,7 +120,10 @@ def read_sealed(path: Path, *, most_bytes: int | None = None) -> SealedFile:
             raise
         raise _damaged(path, str(error)) from error
     if metadata.get("format") != f"{_FORMAT}{_VERSION}":
-        raise _damaged(path, f"its format is {metadata.get('format')!r}, not {_FORMAT}{_VERSION}")
+        raise CacheFileError(
+            f"path: expected a file of the format {f'{_FORMAT}{_VERSION}'!r}, got "
+            f"{metadata.get('format')!r} of another version at {str(path)!r}; read its text again"
+        )
     return SealedFile(tensors, notes, seal)
 
 
