@@ -2,25 +2,30 @@
 
 import codecs
 import contextlib
+import difflib
 import errno
 import logging
 import mimetypes
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from io import BytesIO, StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from snapkv.errors import DocumentError, missing_package
 from snapkv.library.records import Text
-from snapkv.validation import nearest, printable
+from snapkv.validation import format_bytes, nearest, printable
 
 STDIN = "-"
 
 NoticeSink = Callable[[str], None]
 """Takes a line about a file that was left out, or read in part."""
+
+_MOST_BYTES = 2**26
+"""Of a text, or of all texts of a folder: some 16 million tokens."""
 
 _SKIPPED_FOLDERS = {"__pycache__", "CVS", "node_modules", "site-packages", "vendor", "venv"}
 
@@ -32,6 +37,9 @@ _BYTE_ORDER_MARKS = {
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
+
+_OLD_ENCODINGS = ("windows-1252", "gb18030", "windows-1251", "shift_jis")
+"""What texts without a mark are in that are not in UTF-8, for people to choose from."""
 
 _INVISIBLE_TAGS = "script, style, template, noscript, [hidden]"
 _BLOCK_TAGS = re.compile(
@@ -100,7 +108,7 @@ class _Files:
 
     def read(self, source: str) -> list[Text]:
         if source == STDIN:
-            return [self._parsed(None, sys.stdin.buffer.read())]
+            return [self._parsed(None, _content(sys.stdin.buffer, "standard input"))]
         if not source:
             raise DocumentError(
                 "file: expected a file or folder, got an empty name; pass a path or -"
@@ -115,7 +123,8 @@ class _Files:
             if path.is_dir():
                 return self._below(path)
             _require_file(path)
-            return [self._parsed(path, path.read_bytes())]
+            with path.open("rb") as file:
+                return [self._parsed(path, _content(file, printable(str(path))))]
         except OSError as error:
             raise _unreadable(error, source) from error
 
@@ -123,11 +132,19 @@ class _Files:
         """What can be read below a folder; notes why a file that should have text cannot."""
         found: list[Text] = []
         reasons: dict[str, str] = {}
+        characters = 0
         for path in _files_below(folder, self._without):
             try:
-                found += self._if_text(path)
+                texts = self._if_text(path)
             except DocumentError as error:
                 reasons[printable(str(path))] = " ".join(str(error).removeprefix("file: ").split())
+                continue
+            found += texts
+            characters += sum(len(each.text) for each in texts)
+            if characters > _MOST_BYTES:
+                raise _too_large(
+                    f"the folder {folder}", "pass some of its files"
+                )
         if not found:
             unread = ""
             if reasons:
@@ -143,7 +160,8 @@ class _Files:
     def _if_text(self, path: Path) -> list[Text]:
         """The document in a file; none where it is empty, or binary and not called a text."""
         try:
-            data = path.read_bytes()
+            with path.open("rb") as file:
+                data = _content(file, printable(str(path)))
         except OSError as error:
             raise _unreadable(error, str(path)) from error
         if not data.strip():
@@ -174,6 +192,23 @@ class _Files:
         return Text(name=name, text=text.strip("\n"), source=source)
 
 
+def _content(file: BinaryIO, name: str) -> bytes:
+    """All bytes of a PDF, which may have large images, or of a text, which is bounded."""
+    begun = file.read(_MOST_BYTES + 1)
+    if len(begun) <= _MOST_BYTES:
+        return begun
+    if b"%PDF-" in begun[:1024]:
+        return begun + file.read()
+    if _is_binary(begun):
+        return begun  # which is enough to refuse it
+    raise _too_large(name, f"split it, for instance with split -C 32M {shlex.quote(name)} part-")
+
+
+def _too_large(name: str, remedy: str) -> DocumentError:
+    most = format_bytes(_MOST_BYTES)
+    return DocumentError(f"file: expected at most {most} of text, got more in {name}; {remedy}")
+
+
 def _unreadable(error: OSError, name: str) -> DocumentError:
     return DocumentError(
         f"file: expected a readable file, got {printable(str(error.filename or name))}: "
@@ -189,11 +224,22 @@ def _require_file(path: Path) -> None:
         raise DocumentError(f"file: expected a regular file or folder, got the device {path}")
     near = f"; there is no folder {path.parent}"
     if path.parent.is_dir():
-        near = nearest(path.name, os.listdir(path.parent))
+        near = _nearest_file(path)
     raise DocumentError(
         f"file: expected an existing file or folder, got {printable(str(path))}{link_fault(path)}"
         f"{near}"
     )
+
+
+def _nearest_file(path: Path) -> str:
+    """The files beside a missing one that are called like it, by more than their suffix."""
+    stem = path.stem.lower()
+    called = [name for name in os.listdir(path.parent) if _is_like(stem, Path(name).stem.lower())]
+    return nearest(path.name, called) or f"; see ls {shlex.quote(str(path.parent))}"
+
+
+def _is_like(name: str, other: str) -> bool:
+    return bool(difflib.get_close_matches(name, [other]))
 
 
 def link_fault(path: Path) -> str:
@@ -249,7 +295,7 @@ def _decode(name: str, data: bytes, declared: str | None = None) -> str:
     if _is_binary(data):
         raise DocumentError(
             f"file: expected text, got binary data in {name}; pass text, Markdown, source code, "
-            "HTML or PDF"
+            "HTML or PDF, or export it as one of them"
         )
     encoding = _encoding_mark(data) or declared or "utf-8"
     try:
@@ -257,13 +303,26 @@ def _decode(name: str, data: bytes, declared: str | None = None) -> str:
     except UnicodeDecodeError as error:
         raise DocumentError(
             f"file: expected {encoding} text, got byte 0x{data[error.start]:02x} at offset "
-            f"{error.start:,} in {name}; convert it, for instance with iconv -f LATIN1 -t UTF-8"
+            f"{error.start:,} in {name}{_in_old_encodings(data, error.start)}; convert it: "
+            f"iconv -f ENCODING -t UTF-8 {shlex.quote(name)} > {shlex.quote(name + '.utf8')}"
         ) from error
     except LookupError as error:
         raise DocumentError(
             f"file: expected an encoding that Python knows, got {encoding!r} declared in {name}; "
             "convert it to UTF-8"
         ) from error
+
+
+def _in_old_encodings(data: bytes, place: int) -> str:
+    """How the text around a byte reads in each, as a part of an error message."""
+    line, readings = data[data.rfind(b"\n", 0, place) + 1 :].split(b"\n", 1)[0], []
+    before = line[: place - data.rfind(b"\n", 0, place) - 1]
+    for encoding in _OLD_ENCODINGS:
+        with contextlib.suppress(UnicodeDecodeError):
+            data.decode(encoding)
+            at = len(before.decode(encoding, "ignore"))
+            readings.append(f"{line.decode(encoding)[max(0, at - 12) : at + 12]!r} in {encoding}")
+    return f", which reads {' or '.join(readings)}" if readings else ""
 
 
 def _html_text(name: str, data: bytes) -> tuple[str, list[str]]:
@@ -309,11 +368,12 @@ def _pdf_text(name: str, data: bytes) -> tuple[str, list[str]]:
     except (FileNotDecryptedError, DependencyError) as error:
         raise DocumentError(
             f"file: expected a PDF without a password, got the encrypted {name}; decrypt it, for "
-            "instance with qpdf --decrypt"
+            f"instance with qpdf --decrypt --password=PASSWORD {shlex.quote(name)} open.pdf"
         ) from error
     except Exception as error:  # a damaged file makes pypdf raise whatever it trips over
         raise DocumentError(
-            f"file: expected a complete PDF, got {name}: {error or type(error).__name__}"
+            f"file: expected a complete PDF, got {name}: {error or type(error).__name__}; download "
+            "or export it again"
         ) from error
     if len(drawn) == len(texts):
         raise DocumentError(

@@ -84,7 +84,8 @@ def chat(
         ),
         model=loaded.model,
         load=lambda path: Conversation.load(path, loaded, settings, policy, **ways),
-        inputs=[*(files or []), *([options.model] if options.model else [])],
+        files=files or [],
+        model_name=options.model,
         as_json=options.json,
         with_layers=options.verbose,
         warnings=warnings,
@@ -150,7 +151,8 @@ class Chat:
     conversation: "Conversation"
     model: Any
     load: Callable[[str], "Conversation"]  # loads a saved one
-    inputs: Sequence[str]  # files and folders that were read, never overwritten by /save
+    files: Sequence[str]  # files and folders that were read
+    model_name: str | None
     as_json: bool
     with_layers: bool
     warnings: list[str]
@@ -202,10 +204,13 @@ class Chat:
         commands[name](argument.strip())
 
     def _answer(self, question: str) -> None:
-        from snapkv.cli.loading import reading_progress  # imports torch
+        from snapkv.cli.changes import asked_with_passages, explained_length  # imports torch
+        from snapkv.cli.loading import reading_progress
         from snapkv.cli.session import answer_record
 
-        with reading_progress(self.model, "chat") as bar:
+        passages = asked_with_passages(self.files, question, self.model_name)
+        length = explained_length(passages if self.files else None)
+        with length, reading_progress(self.model, "chat") as bar:
             on_text = None if self.as_json else bar.before(write)
             answer = self.conversation.ask(question, on_text=on_text)
         if not self.as_json:
@@ -241,7 +246,8 @@ class Chat:
         forced = first == "--force"
         path = _named(rest.strip() if forced else argument)
         force = forced or os.path.realpath(path) in self.saved  # this conversation was saved there
-        require_output("save", path, Output(), inputs=self.inputs, force=force)
+        inputs = [*self.files, *([self.model_name] if self.model_name else [])]
+        require_output("save", path, Output(), inputs=inputs, force=force)
         if forced:  # the file may be anything
             with replacing(Path(path)) as partial:
                 self.conversation.save(partial)
