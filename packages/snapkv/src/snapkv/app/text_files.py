@@ -142,9 +142,7 @@ class _Files:
             found += texts
             characters += sum(len(each.text) for each in texts)
             if characters > _MOST_BYTES:
-                raise _too_large(
-                    f"the folder {folder}", "pass some of its files"
-                )
+                raise _too_large(f"the folder {folder}", "pass some of its files")
         if not found:
             unread = ""
             if reasons:
@@ -201,7 +199,7 @@ def _content(file: BinaryIO, name: str) -> bytes:
         return begun + file.read()
     if _is_binary(begun):
         return begun  # which is enough to refuse it
-    raise _too_large(name, f"split it, for instance with split -C 32M {shlex.quote(name)} part-")
+    raise _too_large(name, "split it, for instance with split -C 32M")
 
 
 def _too_large(name: str, remedy: str) -> DocumentError:

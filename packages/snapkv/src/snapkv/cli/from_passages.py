@@ -12,6 +12,7 @@ from snapkv.app.answering import MOST_CHARACTERS_PER_TOKEN
 from snapkv.app.models import LoadedModel
 from snapkv.app.passages import Excerpts, best_passages
 from snapkv.app.prompts import Prompt, question_prompt
+from snapkv.cli.announcing import announce
 from snapkv.cli.changes import changed_command, explained_length
 from snapkv.cli.from_files import answer_from_files
 from snapkv.cli.options import AskOptions
@@ -52,6 +53,7 @@ def answer_from_passages(
     def prompt(loaded: LoadedModel) -> Prompt:
         if not options.passages or fits(loaded, documents):
             return made(loaded, documents)
+        announce("looking for the passages that fit the question best")
         found = best_passages(documents, question, lambda read: fits(loaded, read))
         request["passages"] = {name: asdict(found)[name] for name in ("read", "of", "places")}
         said.append(Text(_line(found, is_of_one=len(documents) == 1)))
