@@ -129,15 +129,17 @@ def test_a_folder_is_read_without_what_cannot_be(tmp_path, capsys):
     names = write_unreadable(tmp_path)
     (tmp_path / "notes.txt").write_text("text")
     (tmp_path / "image.png").write_bytes(b"\x89PNG\0\0")
+    (tmp_path / "letter.docx").write_bytes(b"PK\3\4\0\0")
     (tmp_path / "zeros.txt").write_bytes(b"a text\0 with zeros")
     (tmp_path / "zone.md").symlink_to("nowhere.md")
     read = text_files.read([str(tmp_path), str(tmp_path)])
     assert [document.name for document in read] == [str(tmp_path / "notes.txt")] * 2
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(": ")[:2] for line in lines] == [
-        ["skipped", str(tmp_path / name)] for name in [*names, "zeros.txt", "zone.md"]
+        ["skipped", str(tmp_path / name)]
+        for name in sorted([*names, "letter.docx", "zeros.txt", "zone.md"])
     ]
-    assert "got byte 0xeb at offset 2" in lines[2]
+    assert "got byte 0xeb at offset 2" in lines[3]
 
 
 def test_a_file_that_may_not_be_read_is_refused_or_left_out_of_its_folder(
@@ -181,7 +183,7 @@ def two_lined(folder):
     ("make", "message"),
     [
         (lambda folder: folder / "report.txt", "did you mean reports.txt?"),
-        (lambda folder: folder / "missing.txt", "; see ls "),
+        (lambda folder: folder / "missing", "; see ls "),
         (lambda folder: folder / "nowhere" / "report.txt", "there is no folder"),
         (lambda folder: "https://example.com/a.txt", "address 'https://example.com/a.txt', which"),
         (lambda folder: two_lined(folder) / "lines.tx", r"did you mean li\nes.txt?"),

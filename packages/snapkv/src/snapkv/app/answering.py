@@ -33,6 +33,9 @@ from snapkv.storage.bits import Quantize
 TextSink = Callable[[str], None]
 """Called with the next piece of an answer."""
 
+_HALF = "\ufffd"
+"""What the tokens of an answer are decoded to where it is cut off within a character."""
+
 MOST_CHARACTERS_PER_TOKEN = 32
 """A longer text is not counted whole to know that the model has too few positions for it."""
 
@@ -114,7 +117,7 @@ def answer_ids(
     watch = _Stopwatch(loaded.tokenizer, on_text, settings.stop_strings, answer_start)
     output = continue_ids(loaded, ids, cache, settings, streamer=watch, **how)
     new_ids = output[0, prompt_tokens:].tolist()
-    text = whole_characters(loaded.tokenizer.decode(new_ids, skip_special_tokens=True))
+    text = loaded.tokenizer.decode(new_ids, skip_special_tokens=True).rstrip(_HALF)
     before = _first_stop(text, settings.stop_strings)
     cut_off = len(new_ids) == settings.max_new_tokens and before is None
     ended = new_ids[-1] in end_token_ids(loaded.model, settings)
@@ -133,11 +136,6 @@ def answer_ids(
         protected=cache.options["protect"] or [],
     )
     return found, output
-
-
-def whole_characters(text: str) -> str:
-    """Decoded tokens without the half of a character where the last of them was cut off."""
-    return text.rstrip("\ufffd")
 
 
 def _stored_of(cache: CompressedCache, tokens: int) -> float:
@@ -309,7 +307,7 @@ class _Stopwatch(TextStreamer):
         super().put(value)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self._text += whole_characters(text) if stream_end else text
+        self._text += text.rstrip(_HALF) if stream_end else text
         end = _first_stop(self._text, self._stop_strings)
         if end is None:  # hold back what may begin a stop string
             longest = max(map(len, self._stop_strings), default=1)
@@ -385,9 +383,8 @@ def answers_together(
         )
     texts = []
     for prompt, new_ids in zip(prompts, output[:, ids.shape[1] :].tolist(), strict=True):
-        text = whole_characters(
-            tokenizer.decode(until_end(new_ids, ends), skip_special_tokens=True)
-        )
+        kept = until_end(new_ids, ends)
+        text = tokenizer.decode(kept, skip_special_tokens=True).rstrip(_HALF)
         texts.append(prompt.answer_start + text[: _first_stop(text, settings.stop_strings)])
     return texts
 

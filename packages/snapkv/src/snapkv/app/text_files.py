@@ -2,7 +2,6 @@
 
 import codecs
 import contextlib
-import difflib
 import errno
 import logging
 import mimetypes
@@ -26,6 +25,9 @@ NoticeSink = Callable[[str], None]
 
 _MOST_BYTES = 2**26
 """Of a text, or of all texts of a folder: some 16 million tokens."""
+
+_OTHER_DOCUMENTS = {".doc", ".docx", ".epub", ".odp", ".ods", ".odt", ".pptx", ".xls", ".xlsx"}
+"""Suffixes of files with text that cannot be read."""
 
 _SKIPPED_FOLDERS = {"__pycache__", "CVS", "node_modules", "site-packages", "vendor", "venv"}
 
@@ -165,8 +167,11 @@ class _Files:
         if not data.strip():
             return []
         if _is_binary(data):
-            if str(mimetypes.guess_type(path.name)[0]).startswith("text/"):
-                raise DocumentError("file: expected text, got binary data")
+            kind = str(mimetypes.guess_type(path.name)[0])
+            if kind.startswith("text/") or path.suffix.lower() in _OTHER_DOCUMENTS:
+                raise DocumentError(
+                    "file: expected text, got binary data; export it as PDF or text"
+                )
             return []
         return [self._parsed(path, data)]
 
@@ -222,22 +227,12 @@ def _require_file(path: Path) -> None:
         raise DocumentError(f"file: expected a regular file or folder, got the device {path}")
     near = f"; there is no folder {path.parent}"
     if path.parent.is_dir():
-        near = _nearest_file(path)
+        see = f"; see ls {shlex.quote(str(path.parent))}"
+        near = nearest(path.name, os.listdir(path.parent)) or see
     raise DocumentError(
         f"file: expected an existing file or folder, got {printable(str(path))}{link_fault(path)}"
         f"{near}"
     )
-
-
-def _nearest_file(path: Path) -> str:
-    """The files beside a missing one that are called like it, by more than their suffix."""
-    stem = path.stem.lower()
-    called = [name for name in os.listdir(path.parent) if _is_like(stem, Path(name).stem.lower())]
-    return nearest(path.name, called) or f"; see ls {shlex.quote(str(path.parent))}"
-
-
-def _is_like(name: str, other: str) -> bool:
-    return bool(difflib.get_close_matches(name, [other]))
 
 
 def link_fault(path: Path) -> str:
@@ -293,7 +288,7 @@ def _decode(name: str, data: bytes, declared: str | None = None) -> str:
     if _is_binary(data):
         raise DocumentError(
             f"file: expected text, got binary data in {name}; pass text, Markdown, source code, "
-            "HTML or PDF, or export it as one of them"
+            "HTML or PDF, or export it as PDF or text"
         )
     encoding = _encoding_mark(data) or declared or "utf-8"
     try:
@@ -313,13 +308,12 @@ def _decode(name: str, data: bytes, declared: str | None = None) -> str:
 
 def _in_old_encodings(data: bytes, place: int) -> str:
     """How the text around a byte reads in each, as a part of an error message."""
-    line, readings = data[data.rfind(b"\n", 0, place) + 1 :].split(b"\n", 1)[0], []
-    before = line[: place - data.rfind(b"\n", 0, place) - 1]
+    readings = []
     for encoding in _OLD_ENCODINGS:
         with contextlib.suppress(UnicodeDecodeError):
             data.decode(encoding)
-            at = len(before.decode(encoding, "ignore"))
-            readings.append(f"{line.decode(encoding)[max(0, at - 12) : at + 12]!r} in {encoding}")
+            around = data[max(0, place - 12) : place + 24].decode(encoding, "ignore")
+            readings.append(f"{around.strip()!r} in {encoding}")
     return f", which reads {' or '.join(readings)}" if readings else ""
 
 

@@ -59,8 +59,8 @@ def changed_command(typed: Sequence[str], change: Change) -> str:
 
 def asked_with_passages(files: Sequence[str], question: str, model: str | None) -> str:
     """The command that answers from the best passages of files."""
-    chosen = [] if model is None else ["--model", model]
-    return shlex.join(["snapkv", "ask", *files, "-q", question, "--passages", *chosen])
+    words = ["ask", *files, "-q", question, *([] if model is None else ["--model", model])]
+    return changed_command(words, {"passages": True})
 
 
 @contextmanager
