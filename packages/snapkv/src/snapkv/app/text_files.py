@@ -24,7 +24,7 @@ NoticeSink = Callable[[str], None]
 """Takes a line about a file that was left out, or read in part."""
 
 _MOST_BYTES = 2**26
-"""Of a text, or of all texts of a folder: some 16 million tokens."""
+"""Of all texts that are read at once: some 16 million tokens."""
 
 _OTHER_DOCUMENTS = {".doc", ".docx", ".epub", ".odp", ".ods", ".odt", ".pptx", ".xls", ".xlsx"}
 """Suffixes of files with text that cannot be read."""
@@ -39,9 +39,6 @@ _BYTE_ORDER_MARKS = {
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
-
-_OLD_ENCODINGS = ("windows-1252", "gb18030", "windows-1251", "shift_jis")
-"""What texts without a mark are in that are not in UTF-8, for people to choose from."""
 
 _INVISIBLE_TAGS = "script, style, template, noscript, [hidden]"
 _BLOCK_TAGS = re.compile(
@@ -101,16 +98,20 @@ def join(documents: Sequence[Text]) -> str:
     return "\n\n".join(f"===== {document.name} =====\n{document.text}" for document in documents)
 
 
+class _TooMuchError(DocumentError):
+    """More text than can be read, of which no part is left out."""
+
+
 class _Files:
     """Reads sources, and notes once what has become of a file that was not read whole, and why."""
 
     def __init__(self, without: Path | None) -> None:
-        self._without = without
+        self._without, self._left = without, _MOST_BYTES
         self.notices: dict[str, str] = {}
 
     def read(self, source: str) -> list[Text]:
         if source == STDIN:
-            return [self._parsed(None, _content(sys.stdin.buffer, "standard input"))]
+            return [self._parsed(None, self._content(sys.stdin.buffer, "standard input"))]
         if not source:
             raise DocumentError(
                 "file: expected a file or folder, got an empty name; pass a path or -"
@@ -126,7 +127,7 @@ class _Files:
                 return self._below(path)
             _require_file(path)
             with path.open("rb") as file:
-                return [self._parsed(path, _content(file, printable(str(path))))]
+                return [self._parsed(path, self._content(file, printable(str(path))))]
         except OSError as error:
             raise _unreadable(error, source) from error
 
@@ -134,17 +135,13 @@ class _Files:
         """What can be read below a folder; notes why a file that should have text cannot."""
         found: list[Text] = []
         reasons: dict[str, str] = {}
-        characters = 0
         for path in _files_below(folder, self._without):
             try:
-                texts = self._if_text(path)
+                found += self._if_text(path)
+            except _TooMuchError:
+                raise
             except DocumentError as error:
                 reasons[printable(str(path))] = " ".join(str(error).removeprefix("file: ").split())
-                continue
-            found += texts
-            characters += sum(len(each.text) for each in texts)
-            if characters > _MOST_BYTES:
-                raise _too_large(f"the folder {folder}", "pass some of its files")
         if not found:
             unread = ""
             if reasons:
@@ -161,7 +158,7 @@ class _Files:
         """The document in a file; none where it is empty, or binary and not called a text."""
         try:
             with path.open("rb") as file:
-                data = _content(file, printable(str(path)))
+                data = self._content(file, printable(str(path)))
         except OSError as error:
             raise _unreadable(error, str(path)) from error
         if not data.strip():
@@ -174,6 +171,21 @@ class _Files:
                 )
             return []
         return [self._parsed(path, data)]
+
+    def _content(self, file: BinaryIO, name: str) -> bytes:
+        """All bytes of a PDF, which may have large images, or of a text, which is bounded."""
+        begun = file.read(self._left + 1)
+        if b"%PDF-" in begun[:1024]:
+            return begun + file.read()
+        if not _is_binary(begun):
+            self._left -= len(begun)
+        if self._left < 0:
+            most = format_bytes(_MOST_BYTES)
+            raise _TooMuchError(
+                f"file: expected at most {most} of text, got more with {name}; pass less, for "
+                "instance a part that split -C 32M makes"
+            )
+        return begun
 
     def _parsed(self, path: Path | None, data: bytes) -> Text:
         """The text of a file's content, by suffix or, without a telling one, by its first bytes."""
@@ -193,23 +205,6 @@ class _Files:
             self.notices[f"partly read: {name}"] = "; ".join(lost)
         source = None if path is None else os.path.abspath(name)
         return Text(name=name, text=text.strip("\n"), source=source)
-
-
-def _content(file: BinaryIO, name: str) -> bytes:
-    """All bytes of a PDF, which may have large images, or of a text, which is bounded."""
-    begun = file.read(_MOST_BYTES + 1)
-    if len(begun) <= _MOST_BYTES:
-        return begun
-    if b"%PDF-" in begun[:1024]:
-        return begun + file.read()
-    if _is_binary(begun):
-        return begun  # which is enough to refuse it
-    raise _too_large(name, "split it, for instance with split -C 32M")
-
-
-def _too_large(name: str, remedy: str) -> DocumentError:
-    most = format_bytes(_MOST_BYTES)
-    return DocumentError(f"file: expected at most {most} of text, got more in {name}; {remedy}")
 
 
 def _unreadable(error: OSError, name: str) -> DocumentError:
@@ -296,25 +291,14 @@ def _decode(name: str, data: bytes, declared: str | None = None) -> str:
     except UnicodeDecodeError as error:
         raise DocumentError(
             f"file: expected {encoding} text, got byte 0x{data[error.start]:02x} at offset "
-            f"{error.start:,} in {name}{_in_old_encodings(data, error.start)}; convert it: "
-            f"iconv -f ENCODING -t UTF-8 {shlex.quote(name)} > {shlex.quote(name + '.utf8')}"
+            f"{error.start:,} in {name}; convert it with iconv -f WINDOWS-1252 (GB18030 if it is "
+            "Chinese, WINDOWS-1251 Russian, SHIFT_JIS Japanese) -t UTF-8"
         ) from error
     except LookupError as error:
         raise DocumentError(
             f"file: expected an encoding that Python knows, got {encoding!r} declared in {name}; "
             "convert it to UTF-8"
         ) from error
-
-
-def _in_old_encodings(data: bytes, place: int) -> str:
-    """How the text around a byte reads in each, as a part of an error message."""
-    readings = []
-    for encoding in _OLD_ENCODINGS:
-        with contextlib.suppress(UnicodeDecodeError):
-            data.decode(encoding)
-            around = data[max(0, place - 12) : place + 24].decode(encoding, "ignore")
-            readings.append(f"{around.strip()!r} in {encoding}")
-    return f", which reads {' or '.join(readings)}" if readings else ""
 
 
 def _html_text(name: str, data: bytes) -> tuple[str, list[str]]:

@@ -4,6 +4,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -63,6 +64,7 @@ def chat(
     _require_tokens(policy, options, recall)
 
     from snapkv.app.conversation import Conversation
+    from snapkv.cli.changes import asked_with_passages, explained_length
     from snapkv.cli.from_files import protection_of
     from snapkv.cli.loading import load_model
 
@@ -84,8 +86,10 @@ def chat(
         ),
         model=loaded.model,
         load=lambda path: Conversation.load(path, loaded, settings, policy, **ways),
-        files=files or [],
-        model_name=options.model,
+        inputs=[*(files or []), *([options.model] if options.model else [])],
+        explained=lambda question: explained_length(
+            asked_with_passages(files, question, options.model) if files else None
+        ),
         as_json=options.json,
         with_layers=options.verbose,
         warnings=warnings,
@@ -151,8 +155,8 @@ class Chat:
     conversation: "Conversation"
     model: Any
     load: Callable[[str], "Conversation"]  # loads a saved one
-    files: Sequence[str]  # files and folders that were read
-    model_name: str | None
+    inputs: Sequence[str]  # files and folders that were read, never overwritten by /save
+    explained: Callable[[str], AbstractContextManager[None]]  # the errors of a question
     as_json: bool
     with_layers: bool
     warnings: list[str]
@@ -204,13 +208,10 @@ class Chat:
         commands[name](argument.strip())
 
     def _answer(self, question: str) -> None:
-        from snapkv.cli.changes import asked_with_passages, explained_length  # imports torch
-        from snapkv.cli.loading import reading_progress
+        from snapkv.cli.loading import reading_progress  # imports torch
         from snapkv.cli.session import answer_record
 
-        passages = asked_with_passages(self.files, question, self.model_name)
-        length = explained_length(passages if self.files else None)
-        with length, reading_progress(self.model, "chat") as bar:
+        with self.explained(question), reading_progress(self.model, "chat") as bar:
             on_text = None if self.as_json else bar.before(write)
             answer = self.conversation.ask(question, on_text=on_text)
         if not self.as_json:
@@ -246,8 +247,7 @@ class Chat:
         forced = first == "--force"
         path = _named(rest.strip() if forced else argument)
         force = forced or os.path.realpath(path) in self.saved  # this conversation was saved there
-        inputs = [*self.files, *([self.model_name] if self.model_name else [])]
-        require_output("save", path, Output(), inputs=inputs, force=force)
+        require_output("save", path, Output(), inputs=self.inputs, force=force)
         if forced:  # the file may be anything
             with replacing(Path(path)) as partial:
                 self.conversation.save(partial)
