@@ -166,9 +166,7 @@ class _Files:
         if _is_binary(data):
             kind = str(mimetypes.guess_type(path.name)[0])
             if kind.startswith("text/") or path.suffix.lower() in _OTHER_DOCUMENTS:
-                raise DocumentError(
-                    "file: expected text, got binary data; export it as PDF or text"
-                )
+                raise DocumentError("file: expected text, got binary data; export it as PDF")
             return []
         return [self._parsed(path, data)]
 
@@ -283,7 +281,7 @@ def _decode(name: str, data: bytes, declared: str | None = None) -> str:
     if _is_binary(data):
         raise DocumentError(
             f"file: expected text, got binary data in {name}; pass text, Markdown, source code, "
-            "HTML or PDF, or export it as PDF or text"
+            "HTML or PDF, or export it as PDF"
         )
     encoding = _encoding_mark(data) or declared or "utf-8"
     try:
