@@ -130,6 +130,20 @@ def test_settings_end_an_answer_and_its_stream(demo, prompt, given, text, new_to
     assert "".join(pieces) == result.text
 
 
+def test_no_answer_ends_within_a_character(demo):
+    prompt = text_prompt(demo.tokenizer, "青石镇的图书馆里有一只橘猫。" * 4 + "青石镇的图书馆里有")
+    halves = 0
+    for tokens in range(1, 7):
+        streamed: list[str] = []
+        limit = GenerationSettings(max_new_tokens=tokens)
+        found = answer(demo, prompt, FullCache(), limit, on_text=streamed.append)
+        (together,) = answers_together(demo, [prompt], FullCache(), limit)
+        assert found.text == "".join(streamed) == together
+        assert "\ufffd" not in found.text
+        halves += "\ufffd" in demo.tokenizer.decode(found.token_ids)
+    assert halves
+
+
 def test_a_token_ends_an_answer_when_it_is_long_enough_and_not_the_next_one(demo, prompt):
     (stone,) = demo.tokenizer.encode(" stone")
     ended = answer(demo, prompt, FullCache(), settings(stop_token_ids=(stone,)))

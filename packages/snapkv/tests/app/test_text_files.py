@@ -129,15 +129,17 @@ def test_a_folder_is_read_without_what_cannot_be(tmp_path, capsys):
     names = write_unreadable(tmp_path)
     (tmp_path / "notes.txt").write_text("text")
     (tmp_path / "image.png").write_bytes(b"\x89PNG\0\0")
+    (tmp_path / "letter.docx").write_bytes(b"PK\3\4\0\0")
     (tmp_path / "zeros.txt").write_bytes(b"a text\0 with zeros")
     (tmp_path / "zone.md").symlink_to("nowhere.md")
     read = text_files.read([str(tmp_path), str(tmp_path)])
     assert [document.name for document in read] == [str(tmp_path / "notes.txt")] * 2
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(": ")[:2] for line in lines] == [
-        ["skipped", str(tmp_path / name)] for name in [*names, "zeros.txt", "zone.md"]
+        ["skipped", str(tmp_path / name)]
+        for name in sorted([*names, "letter.docx", "zeros.txt", "zone.md"])
     ]
-    assert "got byte 0xeb at offset 2" in lines[2]
+    assert "got byte 0xeb at offset 2" in lines[3]
 
 
 def test_a_file_that_may_not_be_read_is_refused_or_left_out_of_its_folder(
@@ -145,14 +147,14 @@ def test_a_file_that_may_not_be_read_is_refused_or_left_out_of_its_folder(
 ):
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "b.txt").write_text("text")
-    read_bytes = Path.read_bytes
+    opened = Path.open
 
-    def refuse(self):
+    def refuse(self, *mode):
         if self.name == "a.txt":
             raise PermissionError(13, "Permission denied", str(self))
-        return read_bytes(self)
+        return opened(self, *mode)
 
-    monkeypatch.setattr("pathlib.Path.read_bytes", refuse)
+    monkeypatch.setattr("pathlib.Path.open", refuse)
     (document,) = text_files.read([str(tmp_path)])
     assert document.name == str(tmp_path / "b.txt")
     assert "a.txt: Permission denied" in capsys.readouterr().err
@@ -181,6 +183,7 @@ def two_lined(folder):
     ("make", "message"),
     [
         (lambda folder: folder / "report.txt", "did you mean reports.txt?"),
+        (lambda folder: folder / "missing", "; see ls "),
         (lambda folder: folder / "nowhere" / "report.txt", "there is no folder"),
         (lambda folder: "https://example.com/a.txt", "address 'https://example.com/a.txt', which"),
         (lambda folder: two_lined(folder) / "lines.tx", r"did you mean li\nes.txt?"),
@@ -191,6 +194,7 @@ def two_lined(folder):
         (bad_file("old.txt", "Zoë".encode("latin-1")), "got byte 0xeb at offset 2"),
         (bad_file("odd.html", b'<meta charset="klingon"><p>x</p>'), "'klingon' declared"),
         (bad_file("broken.pdf", b"%PDF-1.7\ngarbage"), "expected a complete PDF"),
+        (bad_file("cut.pdf", b"%PDF-1.7\n"), "; download or export it again"),
         (bad_file("no.pdf", b"not a pdf"), "expected a complete PDF"),
         (lambda folder: write_pdf(folder / "scan.pdf", [""]), "with images only"),
         (locked_pdf, "got the encrypted"),
@@ -204,6 +208,53 @@ def test_bad_files_are_refused(tmp_path, make, message):
         text_files.read([str(make(tmp_path))])
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding"),
+    [
+        ("Der Turm von Süderhöft", "windows-1252"),
+        ("青石镇的图书馆", "gb18030"),
+        ("Дом за рекой", "windows-1251"),
+        ("海辺の図書館", "shift_jis"),
+    ],
+)
+def test_a_text_in_an_old_encoding_is_refused_with_what_converts_it(tmp_path, text, encoding):
+    path = bad_file("old.txt", f"plain\n{text}\n".encode(encoding))(tmp_path)
+    with pytest.raises(DocumentError, match=f"iconv -f .*{encoding.upper()}.* -t UTF-8"):
+        text_files.read([str(path)])
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"word ", "at most 1.0 KiB of text, got more with {name}; pass less"),
+        (b"word\0", "got binary data"),
+    ],
+)
+@pytest.mark.parametrize("source", ["file", "pipe", "folder"])
+def test_a_text_without_end_is_read_up_to_a_bound(tmp_path, monkeypatch, source, content, said):
+    monkeypatch.setattr(text_files, "_MOST_BYTES", 1024)
+    endless = io.BytesIO(content * 1000)
+    name = tmp_path / "big.txt"
+    name.write_bytes(endless.getvalue())
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(endless))
+    asked = {"file": name, "pipe": "-", "folder": tmp_path}[source]
+    with pytest.raises(DocumentError) as error:
+        text_files.read([str(asked)])
+    shown = "standard input" if source == "pipe" else name
+    assert said.format(name=shown) in str(error.value)
+    assert endless.tell() <= 1025
+
+
+def test_the_texts_of_a_folder_are_bounded_together_and_a_pdf_by_its_text(tmp_path, monkeypatch):
+    path = write_pdf(tmp_path / "large.pdf", ["First page."])
+    monkeypatch.setattr(text_files, "_MOST_BYTES", 40)
+    assert text_of(path) == "First page."
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text("A line of text.\n" * 2)
+    with pytest.raises(DocumentError, match=r"of text, got more with .*b\.txt; pass less"):
+        text_files.read([str(tmp_path)])
 
 
 @pytest.mark.parametrize("sources", [[], ["-", "-"]], ids=["none", "stdin-twice"])

@@ -67,6 +67,7 @@ def test_what_is_no_kernel_is_refused_with_an_example(text):
         ("4k", 4096),
         (" 1 ", 1),
         (" auto ", "auto"),
+        ("AUTO", "auto"),
         (" 12% ", "12%"),
         ("1.5GB", "1.5GB"),
         ("auto:", "auto"),
@@ -82,7 +83,7 @@ def test_budgets_are_read(text, budget):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("Auto", "got 'Auto'; write for instance --budget 4k, --budget auto, 12% or 64MiB"),
+        ("all", "or auto, got 'all'; write for instance --budget 4k, or --policy full"),
         ("-4", "expected at least 1, got -4"),
         ("120%", "expected a share in (0, 100 %] or a number of bytes, got '120%'; pass"),
         ("auto:all", "expected auto with lost_vote, least or most, got 'all'"),

@@ -140,7 +140,7 @@ def test_a_check_is_a_line_and_a_status():
     ("lost", "peak", "ending"),
     [(None, None, None), (0.1, 0.0012, None), (0.12, 0.0013, "--budget 128")],
 )
-def test_lost_votes_call_for_a_larger_budget(lost, peak, ending):
+def test_lost_votes_call_for_a_larger_budget_or_for_a_comparison(lost, peak, ending):
     ours = answered(lost_votes=lost, lost_vote_peak=peak)
     note = votes_note([ours], SNAPKV, TYPED[:-1])
     assert note.record["share"] == lost
@@ -149,7 +149,10 @@ def test_lost_votes_call_for_a_larger_budget(lost, peak, ending):
     beside = votes_note([ours, answered()], SNAPKV, TYPED)  # the full cache's answer
     assert (plain(beside), beside.record["command"]) == ([], None)
     by_votes = answered(options=RunOptions(), lost_votes=lost, lost_vote_peak=peak)
-    assert votes_note([by_votes], RunOptions(), TYPED[:-1]).record["command"] is None
+    chosen = votes_note([by_votes], RunOptions(), TYPED[:-1])
+    assert (chosen.record["command"] or "").endswith("--compare" if ending else "")
+    assert len(plain(chosen)) == (ending is not None)
+    assert plain(votes_note([by_votes, answered()], RunOptions(), TYPED)) == []
 
 
 def test_a_larger_budget_that_holds_everything_is_the_full_cache():

@@ -1,5 +1,6 @@
 """`ask --passages`: documents longer than the model, of which the best passages are read."""
 
+import io
 import json
 import shlex
 
@@ -73,20 +74,38 @@ def test_what_no_passage_helps_is_refused(refused, tiny_only, long, more, said):
     assert "to read the passages" not in message
 
 
+@pytest.mark.parametrize("command", ["inspect", "chat"])
+def test_commands_without_passages_name_the_one_that_reads_them(
+    snapkv, tiny_only, long, monkeypatch, command
+):
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{QUESTION[1]}\n"))
+    done = snapkv(command, long, *(() if command == "chat" else QUESTION))
+    assert done.status
+    answers = shlex.split(done.err.strip().partition("best: ")[2])
+    assert answers == ["snapkv", "ask", long, *QUESTION, "--passages"]
+    assert snapkv(*answers[1:], "--max-new-tokens", 1).status == 0
+
+
+@pytest.mark.parametrize("command", ["ask", "ask --passages", "inspect", "chat"])
 def test_how_much_is_counted_depends_on_the_model_and_not_on_the_text(
-    snapkv, tiny_only, tiny, here, monkeypatch
+    snapkv, tiny_only, tiny, here, monkeypatch, command
 ):
     from snapkv.app.prompts import Prompt
 
     (here / "log.txt").write_text("\n".join(lines_of_filler(6000, "keys")))
     counted, encoded = [], Prompt.encoded
-    monkeypatch.setattr(
-        Prompt,
-        "encoded",
-        lambda self, *args, **more: counted.append(len(self.text)) or encoded(self, *args, **more),
-    )
-    done = snapkv("ask", "log.txt", "-q", "Which keys?", "--passages", "--max-new-tokens", 1)
-    assert done.status == 0
+
+    def counting(self, tokenizer, *, end=None, **more):
+        counted.append(len(self.text[:end]))
+        return encoded(self, tokenizer, end=end, **more)
+
+    monkeypatch.setattr(Prompt, "encoded", counting)
+    name, *more = command.split()
+    question = () if name == "chat" else ("-q", "Which keys?")
+    monkeypatch.setattr("sys.stdin", io.StringIO("Which keys?\n"))
+    done = snapkv(name, "log.txt", *question, *more, "--max-new-tokens", 1)
+    assert bool(more) == (done.status == 0)
+    assert bool(more) != ("got a prompt of more than" in done.err)
     assert max(counted) < 2 * 32 * tiny.max_tokens
     assert len(counted) < 20
 

@@ -33,6 +33,12 @@ from snapkv.storage.bits import Quantize
 TextSink = Callable[[str], None]
 """Called with the next piece of an answer."""
 
+_HALF = "\ufffd"
+"""What the tokens of an answer are decoded to where it is cut off within a character."""
+
+MOST_CHARACTERS_PER_TOKEN = 32
+"""A longer text is not counted whole to know that the model has too few positions for it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
@@ -75,13 +81,14 @@ def answer(
     `on_text` is called with every finished piece of it, `answer_start` first; `on_prompt_end` after
     the prompt, but not with `drafts`. `quantize` is as for `CompressedCache`.
     """
+    ids = prompt_ids(loaded, prompt, settings)
     policy = loaded.completed(policy)
     spans = [] if protection is None else protection.spans(prompt, policy, loaded.tokenizer)
     cache = _CountingCache(loaded.model, policy, protect=spans, quantize=quantize)
     cache.expect_question(prompt.question_tokens(loaded.tokenizer))
     found, _ = answer_ids(
         loaded,
-        prompt_ids(loaded, prompt, settings),
+        ids,
         cache,
         settings,
         answer_start=prompt.answer_start,
@@ -111,7 +118,7 @@ def answer_ids(
     watch = _Stopwatch(loaded.tokenizer, on_text, settings.stop_strings, answer_start)
     output = continue_ids(loaded, ids, cache, settings, streamer=watch, **how)
     new_ids = output[0, prompt_tokens:].tolist()
-    text = loaded.tokenizer.decode(new_ids, skip_special_tokens=True)
+    text = loaded.tokenizer.decode(new_ids, skip_special_tokens=True).rstrip(_HALF)
     before = _first_stop(text, settings.stop_strings)
     cut_off = len(new_ids) == settings.max_new_tokens and before is None
     ended = new_ids[-1] in end_token_ids(loaded.model, settings)
@@ -139,16 +146,24 @@ def _stored_of(cache: CompressedCache, tokens: int) -> float:
 
 
 def prompt_ids(loaded: LoadedModel, prompt: Prompt, settings: GenerationSettings) -> Tensor:
-    """A prompt's tokens on the model's device, (1, T) int64; refused if too long."""
+    """A prompt's tokens on the model's device, (1, T) int64; refused if too long.
+
+    Of a text that is far too long, only the beginning is tokenized, which is enough to know.
+    """
+    if loaded.max_tokens is not None:
+        most = MOST_CHARACTERS_PER_TOKEN * loaded.max_tokens
+        if len(prompt.text) > most:
+            begun, _ = prompt.encoded(loaded.tokenizer, end=most)
+            require_positions(loaded, len(begun), settings, "more than ")
     ids: Tensor = prompt.token_ids(loaded.tokenizer).to(device_of(loaded.model))
     require_positions(loaded, ids.shape[1], settings)
     return ids
 
 
 def require_positions(
-    loaded: LoadedModel, prompt_tokens: int, settings: GenerationSettings
+    loaded: LoadedModel, prompt_tokens: int, settings: GenerationSettings, about: str = ""
 ) -> None:
-    """Refuse a prompt that leaves too few positions for the answer."""
+    """Refuse a prompt that leaves too few positions for the answer; `about` precedes its length."""
     max_tokens, new_tokens = loaded.max_tokens, settings.max_new_tokens
     if max_tokens is None or loaded.has_positions(prompt_tokens + new_tokens):
         return
@@ -159,7 +174,7 @@ def require_positions(
         remedies.append(f"shorten the prompt to at most {max_tokens - new_tokens:,} tokens")
     raise PromptTooLongError(
         f"prompt: expected prompt and answer within the model's {max_tokens:,} positions, got a "
-        f"prompt of {prompt_tokens:,} tokens and an answer of up to {new_tokens:,}; "
+        f"prompt of {about}{prompt_tokens:,} tokens and an answer of up to {new_tokens:,}; "
         f"{', '.join([*remedies, 'or choose a model with more positions'])}"
     )
 
@@ -294,7 +309,7 @@ class _Stopwatch(TextStreamer):
         super().put(value)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self._text += text
+        self._text += text.rstrip(_HALF) if stream_end else text
         end = _first_stop(self._text, self._stop_strings)
         if end is None:  # hold back what may begin a stop string
             longest = max(map(len, self._stop_strings), default=1)
@@ -370,7 +385,8 @@ def answers_together(
         )
     texts = []
     for prompt, new_ids in zip(prompts, output[:, ids.shape[1] :].tolist(), strict=True):
-        text = tokenizer.decode(until_end(new_ids, ends), skip_special_tokens=True)
+        kept = until_end(new_ids, ends)
+        text = tokenizer.decode(kept, skip_special_tokens=True).rstrip(_HALF)
         texts.append(prompt.answer_start + text[: _first_stop(text, settings.stop_strings)])
     return texts
 

@@ -12,6 +12,7 @@ from snapkv.app.answering import (
     TextSink,
     answer_ids,
     end_token_ids,
+    prompt_ids,
     require_positions,
 )
 from snapkv.app.models import LoadedModel
@@ -107,7 +108,7 @@ class Conversation:
 
     def _with(self, question: str) -> tuple[Tensor, list[Part], Prompt]:
         """(1, T) int64, the conversation and the question; its parts; and what is new of it."""
-        tokenizer, device = self._loaded.tokenizer, device_of(self._loaded.model)
+        tokenizer = self._loaded.tokenizer
         if self._ids is not None:
             later, is_chat = next_turn(tokenizer, question), bool(tokenizer.chat_template)
             ids = joined(self._loaded, self._ids, later, self._settings, is_chat=is_chat)
@@ -115,9 +116,9 @@ class Conversation:
             asked = Part(role="user", span=(ids.shape[1] - new, ids.shape[1]))
             return ids, [*self._parts, asked], later
         prompt = question_prompt(tokenizer, self._document, question)
+        begun = prompt_ids(self._loaded, prompt, self._settings)
         self._protect(prompt)
-        begun: Tensor = prompt.token_ids(tokenizer)
-        return begun.to(device), question_parts(tokenizer, prompt, self._document), prompt
+        return begun, question_parts(tokenizer, prompt, self._document), prompt
 
     def drop(self, what: str) -> dict[str, Any]:
         """Drop parts of the conversation from the cache; see `CompressedCache.drop`.

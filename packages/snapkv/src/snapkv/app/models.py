@@ -261,8 +261,8 @@ def _locate(name: str, also: Iterable[str] = (), *, dtype: str = "auto") -> _Sou
         return _Source(place=str(path))
     fault, is_path = link_fault(path), name.startswith((".", "~", os.sep)) or name.count("/") > 1
     if fault or is_path or path.suffix == ".gguf":
-        got = f"{name!r}{fault}{nearest(name, _known(also))}"
-        raise _not_found(got, "an existing file or folder")
+        near = nearest(name, _known(also)) or f"; see ls {path.parent}"
+        raise _not_found(f"{name!r}{fault}{near}", "an existing file or folder")
     if name.strip("/").count("/") == 1 or name in _WITHOUT_OWNER or _is_cached(name, None):
         return _Source(place=name, on_hub=True)
     hint = nearest(name, _known(also))
@@ -283,7 +283,7 @@ def _hub_options(source: _Source, revision: str | None, also: Iterable[str] = ()
             why = "this process is offline (HF_HUB_OFFLINE)"
         raise _not_found(
             f"{name!r}: it is not in the hub's cache on this machine, and {why}"
-            f"{nearest(name, _known(also))}"
+            f"{nearest(name, _known(also)) or '; pass the folder of a model that is here'}"
         )
     return options | {"local_files_only": True}
 

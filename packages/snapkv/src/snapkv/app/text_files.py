@@ -7,20 +7,27 @@ import logging
 import mimetypes
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from io import BytesIO, StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from snapkv.errors import DocumentError, missing_package
 from snapkv.library.records import Text
-from snapkv.validation import nearest, printable
+from snapkv.validation import format_bytes, nearest, printable
 
 STDIN = "-"
 
 NoticeSink = Callable[[str], None]
 """Takes a line about a file that was left out, or read in part."""
+
+_MOST_BYTES = 2**26
+"""Of all texts that are read at once: some 16 million tokens."""
+
+_OTHER_DOCUMENTS = {".doc", ".docx", ".epub", ".odp", ".ods", ".odt", ".pptx", ".xls", ".xlsx"}
+"""Suffixes of files with text that cannot be read."""
 
 _SKIPPED_FOLDERS = {"__pycache__", "CVS", "node_modules", "site-packages", "vendor", "venv"}
 
@@ -91,16 +98,20 @@ def join(documents: Sequence[Text]) -> str:
     return "\n\n".join(f"===== {document.name} =====\n{document.text}" for document in documents)
 
 
+class _TooMuchError(DocumentError):
+    """More text than can be read, of which no part is left out."""
+
+
 class _Files:
     """Reads sources, and notes once what has become of a file that was not read whole, and why."""
 
     def __init__(self, without: Path | None) -> None:
-        self._without = without
+        self._without, self._left = without, _MOST_BYTES
         self.notices: dict[str, str] = {}
 
     def read(self, source: str) -> list[Text]:
         if source == STDIN:
-            return [self._parsed(None, sys.stdin.buffer.read())]
+            return [self._parsed(None, self._content(sys.stdin.buffer, "standard input"))]
         if not source:
             raise DocumentError(
                 "file: expected a file or folder, got an empty name; pass a path or -"
@@ -115,7 +126,8 @@ class _Files:
             if path.is_dir():
                 return self._below(path)
             _require_file(path)
-            return [self._parsed(path, path.read_bytes())]
+            with path.open("rb") as file:
+                return [self._parsed(path, self._content(file, printable(str(path))))]
         except OSError as error:
             raise _unreadable(error, source) from error
 
@@ -126,6 +138,8 @@ class _Files:
         for path in _files_below(folder, self._without):
             try:
                 found += self._if_text(path)
+            except _TooMuchError:
+                raise
             except DocumentError as error:
                 reasons[printable(str(path))] = " ".join(str(error).removeprefix("file: ").split())
         if not found:
@@ -143,16 +157,33 @@ class _Files:
     def _if_text(self, path: Path) -> list[Text]:
         """The document in a file; none where it is empty, or binary and not called a text."""
         try:
-            data = path.read_bytes()
+            with path.open("rb") as file:
+                data = self._content(file, printable(str(path)))
         except OSError as error:
             raise _unreadable(error, str(path)) from error
         if not data.strip():
             return []
         if _is_binary(data):
-            if str(mimetypes.guess_type(path.name)[0]).startswith("text/"):
-                raise DocumentError("file: expected text, got binary data")
+            kind = str(mimetypes.guess_type(path.name)[0])
+            if kind.startswith("text/") or path.suffix.lower() in _OTHER_DOCUMENTS:
+                raise DocumentError("file: expected text, got binary data; export it as PDF")
             return []
         return [self._parsed(path, data)]
+
+    def _content(self, file: BinaryIO, name: str) -> bytes:
+        """All bytes of a PDF, which may have large images, or of a text, which is bounded."""
+        begun = file.read(self._left + 1)
+        if b"%PDF-" in begun[:1024]:
+            return begun + file.read()
+        if not _is_binary(begun):
+            self._left -= len(begun)
+        if self._left < 0:
+            most = format_bytes(_MOST_BYTES)
+            raise _TooMuchError(
+                f"file: expected at most {most} of text, got more with {name}; pass less, for "
+                "instance a part that split -C 32M makes"
+            )
+        return begun
 
     def _parsed(self, path: Path | None, data: bytes) -> Text:
         """The text of a file's content, by suffix or, without a telling one, by its first bytes."""
@@ -189,7 +220,8 @@ def _require_file(path: Path) -> None:
         raise DocumentError(f"file: expected a regular file or folder, got the device {path}")
     near = f"; there is no folder {path.parent}"
     if path.parent.is_dir():
-        near = nearest(path.name, os.listdir(path.parent))
+        see = f"; see ls {shlex.quote(str(path.parent))}"
+        near = nearest(path.name, os.listdir(path.parent)) or see
     raise DocumentError(
         f"file: expected an existing file or folder, got {printable(str(path))}{link_fault(path)}"
         f"{near}"
@@ -249,7 +281,7 @@ def _decode(name: str, data: bytes, declared: str | None = None) -> str:
     if _is_binary(data):
         raise DocumentError(
             f"file: expected text, got binary data in {name}; pass text, Markdown, source code, "
-            "HTML or PDF"
+            "HTML or PDF, or export it as PDF"
         )
     encoding = _encoding_mark(data) or declared or "utf-8"
     try:
@@ -257,7 +289,8 @@ def _decode(name: str, data: bytes, declared: str | None = None) -> str:
     except UnicodeDecodeError as error:
         raise DocumentError(
             f"file: expected {encoding} text, got byte 0x{data[error.start]:02x} at offset "
-            f"{error.start:,} in {name}; convert it, for instance with iconv -f LATIN1 -t UTF-8"
+            f"{error.start:,} in {name}; convert it with iconv -f WINDOWS-1252 (GB18030 if it is "
+            "Chinese, WINDOWS-1251 Russian, SHIFT_JIS Japanese) -t UTF-8"
         ) from error
     except LookupError as error:
         raise DocumentError(
@@ -309,11 +342,12 @@ def _pdf_text(name: str, data: bytes) -> tuple[str, list[str]]:
     except (FileNotDecryptedError, DependencyError) as error:
         raise DocumentError(
             f"file: expected a PDF without a password, got the encrypted {name}; decrypt it, for "
-            "instance with qpdf --decrypt"
+            f"instance with qpdf --decrypt --password=PASSWORD {shlex.quote(name)} open.pdf"
         ) from error
     except Exception as error:  # a damaged file makes pypdf raise whatever it trips over
         raise DocumentError(
-            f"file: expected a complete PDF, got {name}: {error or type(error).__name__}"
+            f"file: expected a complete PDF, got {name}: {error or type(error).__name__}; download "
+            "or export it again"
         ) from error
     if len(drawn) == len(texts):
         raise DocumentError(

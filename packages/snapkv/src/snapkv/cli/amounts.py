@@ -71,7 +71,7 @@ def kernel(text: str) -> int | tuple[int, int]:
 def token_budget(text: str) -> int | str | dict[str, Any]:
     """A budget: a whole number of at least 1, auto or auto:most=4k, or bytes: 12% or 64MiB."""
     word, _, rest = text.strip().partition(":")
-    if word == AUTO:
+    if word.lower() == AUTO:
         given = dict(_auto_parameter(part) for part in rest.split(",") if part.strip())
         require_auto_budget(**given)
         return {AUTO: given} if given else AUTO
@@ -79,8 +79,11 @@ def token_budget(text: str) -> int | str | dict[str, Any]:
         return text.strip()
     try:
         number = count("budget", text)
-    except InvalidArgumentError as error:
-        raise InvalidArgumentError(f"{error}, --budget {AUTO}, 12% or 64MiB") from None
+    except InvalidArgumentError:
+        raise InvalidArgumentError(
+            f"budget: expected tokens as 4096 or 4k, a share as 12%, bytes as 64MiB, or {AUTO}, "
+            f"got {text!r}; write for instance --budget 4k, or --policy full to keep everything"
+        ) from None
     require_int("budget", number, 1)
     return number
 

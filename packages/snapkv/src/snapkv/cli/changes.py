@@ -2,11 +2,13 @@
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from snapkv.app.answering import Answer
 from snapkv.cli.options import OWN_FLAGS, RunOptions
 from snapkv.cli.policy import accepted
+from snapkv.errors import PromptTooLongError
 
 Change = Mapping[str, Any]
 """New values of options by name; None removes an option."""
@@ -53,6 +55,25 @@ def changed_command(typed: Sequence[str], change: Change) -> str:
         for word in ([_flag(name)] if value is True else [_flag(name), str(value)])
     ]
     return shlex.join(["snapkv", *_without(typed[:end], change), *new, *typed[end:]])
+
+
+def asked_with_passages(files: Sequence[str], question: str, model: str | None) -> str:
+    """The command that answers from the best passages of files."""
+    words = ["ask", *files, "-q", question, *([] if model is None else ["--model", model])]
+    return changed_command(words, {"passages": True})
+
+
+@contextmanager
+def explained_length(command: str | None) -> Iterator[None]:
+    """Say in the error of a prompt that is too long which command answers; None: none does."""
+    try:
+        yield
+    except PromptTooLongError as error:
+        if command is None:
+            raise
+        raise PromptTooLongError(
+            f"{error}; to read the passages that fit the question best: {command}"
+        ) from error
 
 
 def _without(words: Sequence[str], change: Change) -> Iterator[str]:

@@ -4,6 +4,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -63,6 +64,7 @@ def chat(
     _require_tokens(policy, options, recall)
 
     from snapkv.app.conversation import Conversation
+    from snapkv.cli.changes import asked_with_passages, explained_length
     from snapkv.cli.from_files import protection_of
     from snapkv.cli.loading import load_model
 
@@ -85,6 +87,9 @@ def chat(
         model=loaded.model,
         load=lambda path: Conversation.load(path, loaded, settings, policy, **ways),
         inputs=[*(files or []), *([options.model] if options.model else [])],
+        explained=lambda question: explained_length(
+            asked_with_passages(files, question, options.model) if files else None
+        ),
         as_json=options.json,
         with_layers=options.verbose,
         warnings=warnings,
@@ -151,6 +156,7 @@ class Chat:
     model: Any
     load: Callable[[str], "Conversation"]  # loads a saved one
     inputs: Sequence[str]  # files and folders that were read, never overwritten by /save
+    explained: Callable[[str], AbstractContextManager[None]]  # the errors of a question
     as_json: bool
     with_layers: bool
     warnings: list[str]
@@ -205,7 +211,7 @@ class Chat:
         from snapkv.cli.loading import reading_progress  # imports torch
         from snapkv.cli.session import answer_record
 
-        with reading_progress(self.model, "chat") as bar:
+        with self.explained(question), reading_progress(self.model, "chat") as bar:
             on_text = None if self.as_json else bar.before(write)
             answer = self.conversation.ask(question, on_text=on_text)
         if not self.as_json:

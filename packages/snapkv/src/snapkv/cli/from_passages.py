@@ -8,18 +8,16 @@ from typing import Any
 from rich.text import Text
 
 from snapkv.app import text_files
+from snapkv.app.answering import MOST_CHARACTERS_PER_TOKEN
 from snapkv.app.models import LoadedModel
 from snapkv.app.passages import Excerpts, best_passages
 from snapkv.app.prompts import Prompt, question_prompt
-from snapkv.cli.changes import changed_command
+from snapkv.cli.announcing import announce
+from snapkv.cli.changes import changed_command, explained_length
 from snapkv.cli.from_files import answer_from_files
 from snapkv.cli.options import AskOptions
-from snapkv.errors import PromptTooLongError
 from snapkv.library import records
 from snapkv.policies import Policy
-
-_MOST_CHARACTERS_PER_TOKEN = 32
-"""A longer text is not counted to know that the model has too few positions for it."""
 
 _MOST_PLACES = 12
 """As many are named in the line below an answer; `--json` has all."""
@@ -47,7 +45,7 @@ def answer_from_passages(
     def fits(loaded: LoadedModel, read: Sequence[records.Text]) -> bool:
         if loaded.max_tokens is None:
             return True
-        if sum(len(each.text) for each in read) > _MOST_CHARACTERS_PER_TOKEN * loaded.max_tokens:
+        if sum(len(each.text) for each in read) > MOST_CHARACTERS_PER_TOKEN * loaded.max_tokens:
             return False
         tokens = len(made(loaded, read).encoded(loaded.tokenizer)[0])
         return loaded.has_positions(tokens + options.max_new_tokens)
@@ -55,22 +53,16 @@ def answer_from_passages(
     def prompt(loaded: LoadedModel) -> Prompt:
         if not options.passages or fits(loaded, documents):
             return made(loaded, documents)
+        announce("looking for the passages that fit the question best")
         found = best_passages(documents, question, lambda read: fits(loaded, read))
         request["passages"] = {name: asdict(found)[name] for name in ("read", "of", "places")}
         said.append(Text(_line(found, is_of_one=len(documents) == 1)))
         return made(loaded, found.documents)
 
-    try:
+    with explained_length(None if options.passages else changed_command(typed, {"passages": True})):
         answer_from_files(
             options, policy, prompt, request, typed, system=None, sources=lambda: said
         )
-    except PromptTooLongError as error:
-        if options.passages:
-            raise
-        command = changed_command(typed, {"passages": True})
-        raise PromptTooLongError(
-            f"{error}; to read the passages that fit the question best: {command}"
-        ) from error
 
 
 def _line(found: Excerpts, *, is_of_one: bool) -> str:

@@ -99,18 +99,20 @@ def notes_on(
 
 
 def votes_note(answers: Sequence[Answer], options: RunOptions, typed: Sequence[str]) -> Note:
-    """The share of lost votes and, if it is large, the command with a larger budget.
+    """The share of lost votes and, if it is large, the command to type next.
 
-    No command is given where the full cache's answer is compared anyway, or the votes chose.
+    That has a larger budget or, where the votes chose it, compares with the full cache, which
+    then says whether a larger one helps. There is none where that is compared anyway.
     """
     ours, *full = answers
-    is_asked = not full and not _is_chosen_by_votes(ours.policy)
-    is_much = is_asked and is_little_lost(ours.cache) is False
-    change = larger_budget(options, ours) if is_much else None
-    command = None if change is None else changed_command(typed, change)
+    change, gain = larger_budget(options, ours), "for a larger budget"
+    if _is_chosen_by_votes(ours.policy):
+        change, gain = {"compare": True}, "to check it against the full cache"
+    is_much = not full and is_little_lost(ours.cache) is False
+    command = None if change is None or not is_much else changed_command(typed, change)
     share, peak = ours.cache.get("lost_votes"), ours.cache.get("lost_vote_peak")
     record = {"share": share, "peak": peak}
-    lines = [Text(f"for a larger budget: {command}")] if command else []
+    lines = [Text(f"{gain}: {command}")] if command else []
     return Note(key="lost_votes", record=record | {"command": command}, lines=lines)
 
 
