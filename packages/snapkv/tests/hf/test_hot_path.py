@@ -75,7 +75,7 @@ RELEASES = torch.__version__[:4], transformers.__version__[:4]
 LIMITS = {
     "snapkv": (66, 0, 145, 30),
     "adakv": (77, 7, 172, 40),
-    "int4": (112, 26, 227, 63),
+    "int4": (110, 26, 200, 63),
     "default": (177, 7, 233, 44),
 }
 
