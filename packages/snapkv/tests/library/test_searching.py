@@ -4,6 +4,7 @@ import functools
 import math
 import os
 import random
+import re
 import shutil
 import sqlite3
 import unicodedata
@@ -132,6 +133,19 @@ def test_a_flipped_byte_of_the_index_is_named_or_changes_nothing(tmp_path):
         if not faults:
             assert Library(library.path).search(QUESTION, 100) == wanted, place
     assert named > 50
+
+
+def test_a_word_of_the_index_that_is_another_is_named(tmp_path):
+    library = made(tmp_path / "l", drawn_texts(1, count=30))
+    library.search(QUESTION, 100)
+    file = library._folder.index_file
+    whole, named = file.read_bytes(), []
+    for found in re.finditer(rb"[a-z]{2}x(?=[\x01-\x1f])", whole):
+        place = found.end() - 1
+        file.write_bytes(whole[:place] + b"y" + whole[place + 1 :])
+        named.append(bool(library.verify()))
+    assert all(named)
+    assert len(named) > 20
 
 
 def test_many_search_at_once_while_documents_come(tmp_path):
