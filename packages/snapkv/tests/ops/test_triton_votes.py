@@ -51,6 +51,7 @@ def test_what_the_kernels_do_not_know_is_named(monkeypatch):
     wide = torch.zeros(1, 1, 4, 264)
     assert "head_dim of 264" in api._obstacle("window_votes", wide)
     assert "pooled" in api._obstacle("largest_votes", wide, ops.Pooling(5, "max"))
+    assert "more than 128 channels" in api._obstacle("largest_votes", wide, ops.Fading(0.9))
     assert api._obstacle("fade_votes", wide) is None
     assert "torch.float64" in api._obstacle("fade_votes", wide.double())
     wide.requires_grad_()

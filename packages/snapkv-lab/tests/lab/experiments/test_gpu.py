@@ -128,9 +128,10 @@ def test_all_parts_run_on_a_device_that_is_not_there(monkeypatch, tmp_path):
     monkeypatch.setattr(contenders, "cache_bytes", lambda cache: 1)  # whose tensors lie nowhere
     # In pieces, torch's bias of a causal mask cannot be made there; the core's tests pass a mask.
     parts = [part for part in gpu.GPU.parts if part != "long reading"]
+    whole = SMALL | {"chunk_tokens": 1000}
     with pretending() as device:
         monkeypatch.setattr(gpu, "_device", lambda given: device)
-        gpu.GPU.store(gpu.GPU.given(**SMALL, parts=parts))
+        gpu.GPU.store(gpu.GPU.given(**whole, parts=parts))
         gpu.GPU.write()
     rows = read_rows(gpu.GPU.rows)
     failed = [row for row in rows if row.get("status", "ok") != "ok"]

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from snapkv.ops.choice import implementation, triton_obstacle
@@ -147,6 +148,8 @@ def _implementation(
 def _obstacle(operation: str, states: Tensor, lift: Lift | None = None) -> str | None:
     if lift is not None and not hasattr(lift, "decay"):
         return "for pooled largest votes, only for those that fade"
+    if lift is not None and states.dtype == torch.float32 and states.shape[-1] > 128:
+        return "with float32 heads of more than 128 channels, which fill its registers"
     if operation != "fade_votes" and states.shape[-1] > MOST_HEAD_DIM:
         return f"with a head_dim of {states.shape[-1]}, over {MOST_HEAD_DIM}"
     return triton_obstacle(states)
