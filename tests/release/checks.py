@@ -32,7 +32,7 @@ OWN_COMMANDS = (
     ("ask text.txt", "red door", ""),
     ("generate text.txt", "", ""),
     ("chat text.txt", "", "Where does the key of the boathouse hang?\n"),
-    ("inspect text.txt --checks 0 --output page.html", "", ""),
+    ("inspect text.txt --output page.html", "", ""),
     ("library add text.txt --to texts.library", "text.txt", ""),
     ("library list texts.library", "text.txt", ""),
     ("ask --library texts.library", "red door", ""),
