@@ -25,7 +25,7 @@ from snapkv.policies import Policy, PromptLayer
 from snapkv.storage.bits import KVCodes
 from snapkv.validation import nearest
 from snapkv_lab.measure.held_bytes import cache_bytes, peak_growth_bytes
-from snapkv_lab.measure.timing import spent_on
+from snapkv_lab.measure.timing import spent_on, synchronize
 
 ROOM_TOKENS = 512
 """Tokens after the prompt that caches of a fixed size have room for."""
@@ -121,7 +121,7 @@ class Decoder:
         at = [time.perf_counter()]
 
         def note(ids: Tensor, scores: Any, **_: Any) -> Tensor:
-            torch.cuda.synchronize() if ids.is_cuda else None
+            synchronize()
             at.append(time.perf_counter())
             return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 

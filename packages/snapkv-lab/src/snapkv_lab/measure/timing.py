@@ -20,10 +20,10 @@ class Spent:
 
 
 def spent_on(work: Callable[[], Any]) -> Spent:
-    _synchronize()
+    synchronize()
     wall, cpu = time.perf_counter(), time.process_time()
     work()
-    _synchronize()
+    synchronize()
     return Spent(
         wall_ms=1000 * (time.perf_counter() - wall), cpu_ms=1000 * (time.process_time() - cpu)
     )
@@ -68,6 +68,6 @@ def spread(values: Sequence[float], digits: int) -> dict[str, float]:
     return {f"p{10 * cut}": round(cuts[cut - 1], digits) for cut in (2, 5, 8)}
 
 
-def _synchronize() -> None:
+def synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -472,7 +472,8 @@ class CompressedLayer(DynamicLayer):
         """Keep the selected slots of a prompt that ended after so many columns."""
         tokens, kept = selection.prompt_tokens, selection.keep_indices
         self._offload(self.store, tokens)
-        counts, padding_slots = selection.head_counts, selection.padding_slots
+        head_tokens, padding_slots = selection.head_tokens, selection.padding_slots
+        counts = None if head_tokens is None else tuple(map(tuple, head_tokens.tolist()))
         self._keep_slots(kept, tokens, at=at, counts=counts, padding_slots=padding_slots)
         ids, scores = self.state.token_ids, self.state.slot_scores
         if selection.scores is not None:

@@ -308,9 +308,10 @@ class PromptState:
 
     def require_choice(self, new_tokens: int) -> None:
         """Refuse a prompt's end at which the method cannot choose, before a layer has changed."""
-        policy, end = self.layers[0].policy, self.prompt_end
+        first, end = self.layers[0], self.prompt_end
+        policy = first.policy
         needs_all = "all_layers" in policy.needs and policy.reads_context
-        if not needs_all or self.layers[0].slots.is_compressed:
+        if not needs_all or first.slots.is_compressed:
             return
         seen = self.seen_tokens
         if end is None or seen < end <= seen + new_tokens:
@@ -337,7 +338,8 @@ class PromptState:
 
     def require_one_choice(self) -> None:
         """Refuse a turn behind what was kept, at whose end some rows alone would choose first."""
-        first, policy = self.layers[0], self.layers[0].policy
+        first = self.layers[0]
+        policy = first.policy
         if first.chooses_again or policy.reads_context or isinstance(policy, EvictingPolicy):
             return
         compressed = [layer for layer in self.layers if layer.slots.is_compressed]
@@ -355,7 +357,8 @@ class PromptState:
 
     def require_queries(self, prompt_tokens: int) -> None:
         """Refuse a prompt up to there whose end asks for queries that are not held."""
-        layer, most = self.layers[0], self.layers[0].policy.most_tokens
+        layer = self.layers[0]
+        most = layer.policy.most_tokens
         if not self.seen_tokens or "queries" not in layer.policy.needs:
             return
         held = 0 if layer.state.last_queries is None else layer.state.last_queries.shape[2]

@@ -29,7 +29,6 @@ class SharedBudget:
         self._even = [policy.even_counts(first, depth) for depth in range(first.num_layers)]
         self._parts: list[_Part] = []
         self._tokens = 0  # of all rows and heads
-        self._held_entries = 0  # of a row, at most
         self._whole = 0  # from which layer on nothing has gone
 
     @torch.no_grad()
@@ -42,10 +41,10 @@ class SharedBudget:
         entries = self._entries(prompt.num_layers)
         layer.note_end(prompt, layer.columns)
         self._tokens += scores.shape[1] * sum(prompt.row_lengths)
-        self._held_entries += self._parts[-1].entries
         is_last = prompt.depth == prompt.num_layers - 1
-        if is_last or self._held_entries > 2 * max(entries):
-            self._prune(entries, since=0 if is_last else self._whole)
+        held = [part.entries for part in self._parts]
+        if is_last or sum(held) > 2 * max(entries):
+            self._prune(entries, held, is_last=is_last)
         if is_last:
             for part in self._parts:
                 part.end(prompt.keys.shape[2])
@@ -67,11 +66,10 @@ class SharedBudget:
         rows = zip(*self._even[:seen], *to_come, strict=True)
         return [sum(map(operator.mul, heads, counts)) for counts in rows]
 
-    def _prune(self, entries: list[int], since: int) -> None:
-        """Hold the best so many of each row, in the layers from one on.
+    def _prune(self, entries: list[int], held: list[int], *, is_last: bool) -> None:
+        """Hold the best so many of each row, in the layers of which nothing has gone.
 
-        In those before it, of which some entries have gone already, too where all would be more
-        than twice as many.
+        In the others, too, after the last one, or where all would be more than twice as many.
         """
         best = best_of_layers([part.scores for part in self._parts], entries)
         counts = [stays.sum(dim=-1).flatten().to(best[0].device) for stays in best]
@@ -81,11 +79,9 @@ class SharedBudget:
         split = torch.split(kept, [len(each) for each in counts])
         of_parts = [own.view(stays.shape[:2]) for own, stays in zip(split, best, strict=True)]
         left = [int(own.sum(dim=1).max()) for own in of_parts]
-        held = [part.entries for part in self._parts]
-        if sum(held[:since]) + sum(left[since:]) > 2 * max(entries):
+        since = self._whole
+        if is_last or sum(held[:since]) + sum(left[since:]) > 2 * max(entries):
             since = 0
-        self._held_entries = sum(held[:since]) + sum(left[since:])
-        is_last = len(self._parts) == self._parts[0].layer.identity.num_layers
         for place in range(since, len(self._parts)):
             self._parts[place].keep(best[place], of_parts[place], left[place], is_last=is_last)
         self._whole = len(self._parts)
@@ -131,7 +127,10 @@ class _Part:
         )
 
     def keep(self, stays: Tensor, counts: Tensor, entries: int, *, is_last: bool) -> None:
-        """Hold only some slots, (B, H, K) bool, so many of each head, (B, H), not on the device."""
+        """Hold only some slots, (B, H, K) bool, so many of each head, (B, H), not on the device.
+
+        After the last layer nobody asks for their scores any more.
+        """
         selection = Selection.of_mask(stays, counts, per_head_budget=stays.shape[1] > 1)
         self.entries = entries
         self.layer.keep(selection, self.layer.columns)

@@ -138,15 +138,11 @@ class Prefix:
         keep_indices = torch.cat([best, window], dim=-1)
         rows = zip(kept, self._window_tokens, strict=True)
         tokens = [[each + more for each in row] for row, more in rows]
-        own = torch.tensor(tokens)
-        parts = own.shape[1] > 1  # one head, or one latent for all: only rows differ
-        return Selection(
-            keep_indices=keep_indices,
+        return Selection.of_counts(
+            keep_indices,
+            torch.tensor(tokens),
+            per_head_budget=len(tokens[0]) > 1,  # one head, or one latent for all: rows differ
             prompt_tokens=self.layer.keys.shape[2],
-            head_tokens=own if parts else None,
-            padding_slots=None
-            if parts
-            else keep_indices.shape[-1] - ops.on_device(own[:, 0].tolist(), best.device),
         )
 
     def _window(self, best: Tensor) -> Tensor:

@@ -160,11 +160,6 @@ class Selection:
     head_notes: Tensor | None = None
     sink_tokens: int = 0
 
-    @property
-    def head_counts(self) -> tuple[tuple[int, ...], ...] | None:
-        """B rows of H numbers, those of `head_tokens`; None where there are none."""
-        return None if self.head_tokens is None else tuple(map(tuple, self.head_tokens.tolist()))
-
     @classmethod
     def of(cls, layer: PromptLayer, keep_indices: Tensor, **noted: Any) -> Self:
         """A selection whose rows drop their pads before their tokens."""
@@ -187,12 +182,20 @@ class Selection:
         A GPU is waited for where `counts`, (B, H), of what each head keeps are not given.
         """
         counts = kept.sum(dim=-1).cpu() if counts is None else counts
-        keep_indices = ops.kept_indices(kept, int(counts.max()))
+        noted |= {"prompt_tokens": kept.shape[-1], "per_head_budget": per_head_budget}
+        return cls.of_counts(ops.kept_indices(kept, int(counts.max())), counts, **noted)
+
+    @classmethod
+    def of_counts(
+        cls, keep_indices: Tensor, counts: Tensor, *, per_head_budget: bool, **noted: Any
+    ) -> Self:
+        """Right-aligned slots of which each head keeps so many, (B, H), not on the device."""
         if per_head_budget:
             noted["head_tokens"] = counts
         else:
-            noted["padding_slots"] = keep_indices.shape[-1] - kept[:, 0].sum(dim=-1)
-        return cls(keep_indices=keep_indices, prompt_tokens=kept.shape[-1], **noted)
+            own = counts[:, 0].to(keep_indices.device, non_blocking=True)
+            noted["padding_slots"] = keep_indices.shape[-1] - own
+        return cls(keep_indices=keep_indices, **noted)
 
 
 VotesAtStake = tuple[Tensor, Tensor]

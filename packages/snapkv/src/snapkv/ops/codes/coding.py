@@ -11,7 +11,6 @@ widened by at most the spacing of float16 at its least number, over the number o
 1000th of that or 2**-24 more.
 """
 
-import importlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from snapkv.errors import InvalidArgumentError
-from snapkv.ops.choice import triton_obstacle
+from snapkv.ops.choice import implementation, triton_obstacle
 
 Along = Literal["tokens", "channels"]
 
@@ -118,18 +117,27 @@ def encode(states: Tensor, bits: int, *, along: Along) -> Codes:
 
 def encode_all(parts: Sequence[tuple[Tensor, int, Along]]) -> list[Codes]:
     """`encode` of several states, whose steps are computed together; a GPU is waited for once."""
-    if parts[0][0].is_cuda and all(_has_kernel(*part) for part in parts):
-        largest = max(torch.stack([_norm(states) for states, *_ in parts]).tolist(), default=0.0)
-        if largest <= torch.finfo(torch.float16).max:
-            kernels = importlib.import_module("snapkv.ops.codes.triton_coding")
-            return [kernels.encode(*part) for part in parts]
+    encode_them = implementation(
+        "encode_all",
+        "auto",
+        parts[0][0],
+        {"reference": encode_in_torch},
+        fitting="reference",
+        kernels="snapkv.ops.codes.triton_coding",
+        obstacle=lambda: next(filter(None, (_obstacle(*part) for part in parts)), None),
+    )
+    return encode_them(parts)
+
+
+def encode_in_torch(parts: Sequence[tuple[Tensor, int, Along]]) -> list[Codes]:
+    """`encode_all` by operations of torch."""
     grouped = [_grouped(*part) for part in parts]
     lows, highs = zip(*[torch.aminmax(groups, dim=-1) for groups in grouped], strict=True)
     ends = torch.cat([each.flatten() for each in (*lows, *highs)])
-    (lowest, highest), largest = ends.chunk(2), _largest(ends)
+    (lowest, highest), largest = ends.chunk(2), largest_of(ends)
     narrow = torch.float16 if largest <= torch.finfo(torch.float16).max else torch.float32
     if len(parts) > 1 and narrow is torch.float32:
-        return [encode_all([part])[0] for part in parts]
+        return [encode_in_torch([part])[0] for part in parts]
     _require_range(largest, parts[0][1])
     least = _rounded(lowest, narrow, -1)
     shift = least.float()
@@ -188,24 +196,18 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _has_kernel(states: Tensor, bits: int, along: Along) -> bool:
-    """Whether a kernel encodes these states where they are, and makes of them whole bytes."""
+def _obstacle(states: Tensor, bits: int, along: Along) -> str | None:
+    """Why no kernel encodes these states, or None."""
     _, G, D = states.shape
-    whole = D % 2 == 0 if along == "tokens" else D % min(G, D) == G % 2 == 0
-    return whole and (G & (G - 1)) == 0 and triton_obstacle(states) is None
+    whole = D % (8 // bits) == 0 if along == "tokens" else D % min(G, D) == G % (8 // bits) == 0
+    if not whole or G & (G - 1):
+        return f"with groups of {G} tokens and heads of {D} channels, which are not whole bytes"
+    return triton_obstacle(states)
 
 
-def _norm(numbers: Tensor) -> Tensor:
-    """The largest absolute number, float32."""
-    if not numbers.numel():
-        return numbers.new_zeros((), dtype=torch.float32)
-    largest: Tensor = torch.linalg.vector_norm(numbers, math.inf, dtype=torch.float32)
-    return largest
-
-
-def _largest(numbers: Tensor) -> float:
-    """The largest absolute number; a GPU is waited for."""
-    return float(_norm(numbers))
+def largest_of(numbers: Tensor) -> float:
+    """The largest absolute number, NaN if one is; a GPU is waited for."""
+    return float(torch.linalg.vector_norm(numbers, math.inf)) if len(numbers) else 0.0
 
 
 def _require_range(largest: float, bits: int) -> None:

@@ -4,16 +4,29 @@ A program encodes one section of a block: all its channels for keys, one group o
 values. Numbers half way between two steps go up, where torch goes to the even one.
 """
 
+import math
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from snapkv.ops.codes.coding import Along, Codes
+from snapkv.ops.codes.coding import Along, Codes, encode_in_torch, largest_of
 
+_MOST = torch.finfo(torch.float16).max
 _EPSILON = tl.constexpr(torch.finfo(torch.float16).eps / 2)
 _LEAST_NORMAL = tl.constexpr(torch.finfo(torch.float16).smallest_normal)
 _SMALLEST_STEP = tl.constexpr(2.0**-24)
+
+
+def encode_all(parts: Sequence[tuple[Tensor, int, Along]]) -> list[Codes]:
+    """As `snapkv.ops.encode_all`; torch encodes what float16 does not hold, or refuses it."""
+    whole = [states for states, *_ in parts if len(states)]
+    each = [torch.linalg.vector_norm(states, math.inf) for states in whole]
+    if not largest_of(torch.stack(each) if each else torch.empty(0)) <= _MOST:
+        return encode_in_torch(parts)
+    return [encode(*part) for part in parts]
 
 
 def encode(states: Tensor, bits: int, along: Along) -> Codes:

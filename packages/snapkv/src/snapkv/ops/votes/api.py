@@ -16,6 +16,9 @@ Implementation = Literal["auto", "reference", "blocked", "by_head", "scan", "tri
 MOST_HEAD_DIM = 256
 """Wider rows of keys do not fit with the queries into the memory of a multiprocessor."""
 
+MOST_FLOAT32_DIM = 128
+"""The same of float32 and of the largest votes."""
+
 _IN_TORCH: dict[str, dict[str, Callable[..., Any]]] = {
     "window_votes": {
         "reference": reference.window_votes,
@@ -148,8 +151,9 @@ def _implementation(
 def _obstacle(operation: str, states: Tensor, lift: Lift | None = None) -> str | None:
     if lift is not None and not hasattr(lift, "decay"):
         return "for pooled largest votes, only for those that fade"
-    if lift is not None and states.dtype == torch.float32 and states.shape[-1] > 128:
-        return "with float32 heads of more than 128 channels, which fill its registers"
+    if lift is not None and states.dtype == torch.float32 and states.shape[-1] > MOST_FLOAT32_DIM:
+        most = f"more than {MOST_FLOAT32_DIM} channels"
+        return f"with float32 heads of {most}, which fill its registers"
     if operation != "fade_votes" and states.shape[-1] > MOST_HEAD_DIM:
         return f"with a head_dim of {states.shape[-1]}, over {MOST_HEAD_DIM}"
     return triton_obstacle(states)

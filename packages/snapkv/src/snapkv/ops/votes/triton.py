@@ -197,6 +197,27 @@ def rows_at(at, begin, there, D: tl.constexpr, D_BLOCK: tl.constexpr):
 
 
 @triton.jit
+def rows_of_program(
+    queries_at, T, W, rows, TILE: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr
+):
+    """The KV head of a program, its rows of queries, their own places, and the queries."""
+    tiles = tl.cdiv(rows, TILE)
+    head = (tl.program_id(0) // tiles).to(tl.int64)
+    row = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
+    queries = rows_at(queries_at, (head * rows + row) * D, row < rows, D, D_BLOCK)
+    return head, row, T - W + row % W, queries
+
+
+@triton.jit
+def first_token(pads_at, head, Hkv, PADDED: tl.constexpr):
+    """The first place of a KV head's row of the batch that is no pad."""
+    first = 0
+    if PADDED:
+        first = tl.load(pads_at + head // Hkv).to(tl.int32)
+    return first
+
+
+@triton.jit
 def _step(
     queries, keys_at, place, own, first, most, total, per_token, slope, ceiling, T,
     MASKED: tl.constexpr, CAPPED: tl.constexpr, PADDED: tl.constexpr,
@@ -225,14 +246,8 @@ def _sum_exponentials(
     KEYS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One tile of one KV head's rows over one split of its keys."""
-    tiles = tl.cdiv(rows, TILE)
-    head, part = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1)
-    row = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
-    own = T - W + row % W
-    queries = rows_at(queries_at, (head * rows + row) * D, row < rows, D, D_BLOCK)
-    first = 0
-    if PADDED:
-        first = tl.load(pads_at + head // Hkv)
+    head, row, own, queries = rows_of_program(queries_at, T, W, rows, TILE, D, D_BLOCK)
+    part, first = tl.program_id(1), first_token(pads_at, head, Hkv, PADDED)
     start = keys_at + head // Hkv * per_batch + head % Hkv * per_head
     most = tl.full((TILE,), float("-inf"), tl.float32)
     total = tl.zeros((TILE,), tl.float32)

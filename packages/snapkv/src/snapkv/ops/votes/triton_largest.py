@@ -19,7 +19,15 @@ from torch import Tensor
 from snapkv.ops.scores import ScoreOptions
 from snapkv.ops.votes.lifts import Fading
 from snapkv.ops.votes.reference import LEAST_SUM, reduce_group
-from snapkv.ops.votes.triton import FLOAT32_TILES, Given, in_base_two, rows_at, split_tokens
+from snapkv.ops.votes.triton import (
+    FLOAT32_TILES,
+    Given,
+    first_token,
+    in_base_two,
+    rows_at,
+    rows_of_program,
+    split_tokens,
+)
 
 _NOTHING = 150.0
 """So many powers of two below one there is no float32."""
@@ -132,15 +140,9 @@ def _carry(
     KEYS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """What one split carries on from one tile of one KV head's rows, to its last place."""
-    tiles = tl.cdiv(rows, TILE)
-    head, part = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1)
-    row = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
-    own = T - W + row % W
-    queries = rows_at(queries_at, (head * rows + row) * D, row < rows, D, D_BLOCK)
+    head, row, own, queries = rows_of_program(queries_at, T, W, rows, TILE, D, D_BLOCK)
+    part, first = tl.program_id(1), first_token(pads_at, head, Hkv, PADDED) + sinks
     totals = tl.load(totals_at + head * rows + row, mask=row < rows, other=float("inf"))
-    first = sinks
-    if PADDED:
-        first += tl.load(pads_at + head // Hkv)
     start = keys_at + head // Hkv * per_batch + head % Hkv * per_head
     away = fading * (KEYS - 1 - tl.arange(0, KEYS))
     carried = tl.full((TILE,), float("-inf"), tl.float32)
@@ -164,19 +166,10 @@ def _sum_faded(
     KEYS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One split's sums of weights and of faded weights, and what each of its blocks begins with."""
-    tiles = tl.cdiv(rows, TILE)
-    head, part, parts = (
-        (tl.program_id(0) // tiles).to(tl.int64),
-        tl.program_id(1),
-        tl.num_programs(1),
-    )
-    row = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
-    own, there = T - W + row % W, row < rows
-    queries = rows_at(queries_at, (head * rows + row) * D, there, D, D_BLOCK)
+    head, row, own, queries = rows_of_program(queries_at, T, W, rows, TILE, D, D_BLOCK)
+    part, parts, there = tl.program_id(1), tl.num_programs(1), row < rows
+    first = first_token(pads_at, head, Hkv, PADDED) + sinks
     totals = tl.load(totals_at + head * rows + row, mask=there, other=float("inf"))
-    first = sinks
-    if PADDED:
-        first += tl.load(pads_at + head // Hkv)
     start = keys_at + head // Hkv * per_batch + head % Hkv * per_head
     across = tl.arange(0, KEYS)
     carried = tl.full((TILE,), float("-inf"), tl.float32)
@@ -201,7 +194,7 @@ def _sum_faded(
         carried = tl.max(tl.where((across == KEYS - 1)[None, :], faded, float("-inf")), axis=1)
     slot = (head * parts + part) * rows + row
     tl.store(sums_at + slot, weights, mask=there)
-    both = tl.num_programs(0) // tiles * parts
+    both = tl.num_programs(0) // tl.cdiv(rows, TILE) * parts
     tl.store(sums_at + both * rows + slot, faded_weights, mask=there)
 
 
@@ -222,9 +215,7 @@ def _largest(
     there, rows = place < prefix, members * W
     start = keys_at + head // Hkv * per_batch + head % Hkv * per_head
     keys = rows_at(start, place.to(tl.int64) * per_token, there, D, D_BLOCK)
-    first = 0
-    if PADDED:
-        first = tl.load(pads_at + head // Hkv).to(tl.int32)
+    first = first_token(pads_at, head, Hkv, PADDED)
     lifts = (place >= first + sinks)[None, :]
     best, most = tl.zeros((KEYS,), tl.float32), tl.zeros((KEYS,), tl.float32)
     for member in range(0, members):
