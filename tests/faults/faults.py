@@ -635,8 +635,8 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "layers are pruned to half of what they share",
-            "if is_last or self._held_entries > 2 * max(entries):",
-            "if self._held_entries > max(entries) // 2:\n"
+            "if is_last or sum(held) > 2 * max(entries):",
+            "if sum(held) > max(entries) // 2:\n"
             "            entries = entries if is_last else [n // 2 for n in entries]",
             "policies/test_across_layers.py",
         ),

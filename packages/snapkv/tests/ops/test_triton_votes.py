@@ -1,6 +1,7 @@
 """Every step by kernels: as right as the reference, chosen where they can run."""
 
 import importlib.util
+from functools import partial
 
 import pytest
 import torch
@@ -19,30 +20,22 @@ from tests.ops.vote_cases import (
     states,
 )
 
+GIVEN = *states(SHAPES["gqa-63"]), ScoreOptions(scaling=0.2)
 OPERATIONS = {
-    "window_votes": lambda impl: ops.window_votes(
-        *states(SHAPES["gqa-63"]), ScoreOptions(scaling=0.2), impl=impl
-    ),
-    "fade_votes": lambda impl: ops.fade_votes(torch.rand(1, 2, 9), 0.9, impl=impl),
-    "largest_votes": lambda impl: ops.largest_votes(
-        *states(SHAPES["gqa-63"]),
-        ScoreOptions(scaling=0.2),
-        ops.Fading(0.9),
-        prefix_tokens=55,
-        impl=impl,
-    ),
+    "window_votes": partial(ops.window_votes, *GIVEN),
+    "largest_votes": partial(ops.largest_votes, *GIVEN, ops.Fading(0.9), prefix_tokens=55),
+    "fade_votes": partial(ops.fade_votes, torch.rand(1, 2, 9), 0.9),
 }
 
 
 @pytest.mark.parametrize("run", OPERATIONS.values(), ids=OPERATIONS)
 def test_a_kernel_is_refused_where_it_cannot_run(run, monkeypatch):
-    missing = importlib.util.find_spec("triton") is None
-    reason = "without the package triton" if missing else "with tensors on cpu"
+    reason = "with tensors on cpu" if importlib.util.find_spec("triton") else "without the package"
     with pytest.raises(InvalidArgumentError, match=rf"'triton' {reason}.*impl='auto'"):
-        run("triton")
+        run(impl="triton")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InvalidArgumentError, match="without the package triton"):
-        run("triton")
+        run(impl="triton")
 
 
 def test_what_the_kernels_do_not_know_is_named(monkeypatch):

@@ -9,11 +9,12 @@ from snapkv.validation import require_at_least, require_ratio
 
 @dataclass(frozen=True, kw_only=True)
 class Prefill:
-    """How prompts are read into a compressed cache: a function of `snapkv.prefill`."""
+    """How prompts are read into a compressed cache.
+
+    But for `Exact` by the block of that name in `snapkv.prefill`, which takes the parameters.
+    """
 
     name: ClassVar[str]
-    function: ClassVar[str] = ""
-    """In `snapkv.prefill`, a block in which a model reads prompts so; it takes the parameters."""
     holds_all: ClassVar[bool] = True
     """Whether every layer has read every token, so that later turns can recall it."""
 
@@ -22,7 +23,7 @@ class Prefill:
         from snapkv import prefill
 
         block: contextlib.AbstractContextManager[None]
-        block = getattr(prefill, self.function)(model, **asdict(self))
+        block = getattr(prefill, self.name.replace("-", "_"))(model, **asdict(self))
         return block
 
     def completed(self, model: Any) -> Self:
@@ -54,7 +55,6 @@ class Selective(Prefill):
     """
 
     name: ClassVar[str] = "selective"
-    function: ClassVar[str] = "selective"
     holds_all: ClassVar[bool] = False
 
     layer: int | None = None
@@ -78,7 +78,6 @@ class LayerByLayer(Prefill):
     """Every layer reads the whole prompt, in pieces, before the next: exact, less memory."""
 
     name: ClassVar[str] = "layer-by-layer"
-    function: ClassVar[str] = "layer_by_layer"
 
     chunk_tokens: int = 4096
 

@@ -31,6 +31,10 @@ def one_reading_refusal(policy: Policy, remedy: str) -> InvalidArgumentError:
     )
 
 
+Choice = Callable[[PromptLayer], Selection | None]
+"""Picks tokens of a prompt by the states of a layer; None for all."""
+
+
 @dataclass(kw_only=True)
 class Narrowing:
     """Which tokens of a prompt, all of them read in one forward pass, go on from some layer.
@@ -45,7 +49,7 @@ class Narrowing:
 
     first_layer: int
     prompt_tokens: int
-    choose: Callable[[PromptLayer], Selection | None]
+    choose: Choice
     chosen: Selection | None = None
     pads: Tensor | None = None
 

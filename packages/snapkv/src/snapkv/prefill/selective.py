@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from snapkv.cache.prompt_state import Narrowing
+from snapkv.cache.prompt_state import Choice, Narrowing
 from snapkv.errors import InvalidArgumentError
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import cache_among
@@ -79,47 +79,18 @@ def tokens_that_go_on(layer: PromptLayer, *, keep_ratio: float) -> Selection | N
     return _voting(keep_ratio, least_tokens=0).choose(layer)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Rule:
-    """From which layer on which tokens are read."""
-
-    model: PreTrainedModel
-    first_layer: int
-    policy: _TokensThatGoOn
-
-    @classmethod
-    def of(
-        cls, model: PreTrainedModel, layer: int | None, keep_ratio: float, least_tokens: int
-    ) -> "_Rule":
-        require_int("least_tokens", least_tokens, minimum=0)
-        count = len(decoder_layers(model))
-        if layer is not None:
-            require_int("layer", layer, minimum=1)
-        first = default_early_layer(model) if layer is None else layer
-        if not 1 <= first < count:
-            raise InvalidArgumentError(
-                f"layer: expected 1 to {count - 1}, a layer of the model's {count} after the "
-                f"first, got {first}; about half of them serves most models"
-            )
-        policy = _voting(keep_ratio, least_tokens)
-        return cls(model=model, first_layer=first, policy=policy)
-
-    def narrowing(self, cache: CompressedCache, tokens: int) -> Narrowing | None:
-        """For a pass of so many tokens; None where all of them are read by all layers."""
-        if cache.get_seq_length() or tokens == 1:
-            return None
-        cache.setup.require("selective")
-        end = cache.prompt_state.prompt_end
-        if cache.prompt_state.verifies_drafts or (end is not None and end != tokens):
-            raise InvalidArgumentError(
-                f"input_ids: expected the whole prompt and nothing after it in one forward pass "
-                f"where only some tokens go on, got {tokens:,} tokens of a prompt announced to "
-                f"have {'another length' if end is None else f'{end:,}'}; leave out drafts and "
-                "pieces, or read it with snapkv.prefill.layer_by_layer"
-            )
-        return Narrowing(
-            first_layer=self.first_layer, prompt_tokens=tokens, choose=self.policy.choose
+def _first_layer(model: PreTrainedModel, layer: int | None) -> int:
+    """The first that only some tokens reach."""
+    count = len(decoder_layers(model))
+    if layer is not None:
+        require_int("layer", layer, minimum=1)
+    first = default_early_layer(model) if layer is None else layer
+    if not 1 <= first < count:
+        raise InvalidArgumentError(
+            f"layer: expected 1 to {count - 1}, a layer of the model's {count} after the "
+            f"first, got {first}; about half of them serves most models"
         )
+    return first
 
 
 @contextlib.contextmanager
@@ -154,25 +125,44 @@ def selective(
             see all tokens.
         UnsupportedModelError: the model's layers cannot be found, or are of several kinds.
     """
-    rule = _Rule.of(model, layer, keep_ratio, least_tokens)
+    require_int("least_tokens", least_tokens, minimum=0)
+    first, choose = _first_layer(model, layer), _voting(keep_ratio, least_tokens).choose
     decoder = model.get_decoder()
     forwards: dict[nn.Module, Callable[..., Any]] = {
         part: functools.partial(_read_layer, part.forward, index)
         for index, part in enumerate(decoder_layers(model))
     }
-    forwards[decoder] = functools.partial(_read, rule, decoder.forward)
+    forwards[decoder] = functools.partial(_read, first, choose, decoder.forward)
     with standing_in(forwards):
         yield
 
 
-def _read(rule: _Rule, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _read(
+    first_layer: int, choose: Choice, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     """The decoder's forward, some tokens of a first prompt going on."""
     cache = cache_among(kwargs)
     if not isinstance(cache, CompressedCache):
         return forward(*args, **kwargs)
-    tokens = _tokens(args, kwargs)
-    with cache.prompt_state.narrowed(rule.narrowing(cache, tokens)):
+    tokens, narrowing = _tokens(args, kwargs), None
+    if not cache.get_seq_length() and tokens > 1:
+        _require_whole(cache, tokens)
+        narrowing = Narrowing(first_layer=first_layer, prompt_tokens=tokens, choose=choose)
+    with cache.prompt_state.narrowed(narrowing):
         return forward(*args, **kwargs)
+
+
+def _require_whole(cache: CompressedCache, tokens: int) -> None:
+    """Refuse a prompt that does not come at once and alone, or a cache that has to see all."""
+    cache.setup.require("selective")
+    end = cache.prompt_state.prompt_end
+    if cache.prompt_state.verifies_drafts or (end is not None and end != tokens):
+        raise InvalidArgumentError(
+            f"input_ids: expected the whole prompt and nothing after it in one forward pass "
+            f"where only some tokens go on, got {tokens:,} tokens of a prompt announced to "
+            f"have {'another length' if end is None else f'{end:,}'}; leave out drafts and "
+            "pieces, or read it with snapkv.prefill.layer_by_layer"
+        )
 
 
 def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -91,18 +91,8 @@ class CodedStates(HeadStates):
         own_visible: Tensor | None = None,
         tail_tokens: Tensor | None = None,
     ) -> Tensor:
-        keys, values = self.codes
-        return coded_attention(
-            queries,
-            keys,
-            values,
-            self.layout,
-            tail[0],
-            tail[1],
-            score_options,
-            own_visible=own_visible,
-            tail_tokens=tail_tokens,
-        )
+        states = queries, *self.codes, self.layout, *tail, score_options
+        return coded_attention(*states, own_visible=own_visible, tail_tokens=tail_tokens)
 
     def settled(self, buffers: Buffers) -> "CodedStates":
         alone, rows = self.alone(), len(self.sections[0])

@@ -183,16 +183,8 @@ class RaggedStates(HeadStates):
         own_visible: Tensor | None = None,
         tail_tokens: Tensor | None = None,
     ) -> Tensor:
-        return ragged_attention(
-            queries,
-            self.keys,
-            self.values,
-            self.layout,
-            *tail,
-            score_options,
-            own_visible=own_visible,
-            tail_tokens=tail_tokens,
-        )
+        states = queries, self.keys, self.values, self.layout, *tail, score_options
+        return ragged_attention(*states, own_visible=own_visible, tail_tokens=tail_tokens)
 
 
 def tokens_of(index: Tensor) -> Counts:

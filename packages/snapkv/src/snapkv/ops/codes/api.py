@@ -62,15 +62,13 @@ def coded_attention(
         _IN_TORCH,
         fitting="blocked",
         kernels="snapkv.ops.codes.triton",
-        obstacle=lambda: _obstacle(queries, keys, values, own_visible),
+        obstacle=lambda: _obstacle(queries, values, own_visible),
     )
     states = queries, keys, values, layout, tail_keys, tail_values
     return attend(*states, score_options, own_visible=own_visible, tail_tokens=tail_tokens)
 
 
-def _obstacle(
-    queries: Tensor, keys: Codes, values: Codes, own_visible: Tensor | None
-) -> str | None:
+def _obstacle(queries: Tensor, values: Codes, own_visible: Tensor | None) -> str | None:
     """Why the kernel cannot run, or None."""
     if own_visible is not None:
         return "for a tree of candidates, whose branches it cannot hide from each other"
