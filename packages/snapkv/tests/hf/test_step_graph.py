@@ -1,15 +1,25 @@
 """A recorded step answers as an eager one, for every prompt, or says why it is not recorded."""
 
 import copy
+import functools
 import gc
 
 import pytest
 import torch
 from transformers import GenerationMixin
+from transformers.generation.streamers import BaseStreamer
 
-from snapkv import CompressedCache, InvalidArgumentError, SnapKV
+from snapkv import (
+    TOVA,
+    AdaKV,
+    CompressedCache,
+    InvalidArgumentError,
+    PyramidKV,
+    SnapKV,
+    default_policy,
+)
 from snapkv.app.reading import telling_of_reading
-from snapkv.hf import forward_context, step_graph
+from snapkv.hf import forward_context, room, step_graph
 from snapkv.hf.cache_argument import cache_among
 from snapkv.kvzip import read_twice
 from tests.families import peaked_model, random_ids, tiny_config, tiny_model
@@ -37,6 +47,9 @@ def static(model, policy=POLICY, **options):
     return CompressedCache(model, policy, storage="static", room_tokens=32, **options)
 
 
+MADE = {"static": static, "growing": CompressedCache}
+
+
 def generated(model, cache, ids, **options):
     options = {
         "do_sample": False,
@@ -46,34 +59,156 @@ def generated(model, cache, ids, **options):
     return model.generate(ids, past_key_values=cache, **options)
 
 
+@pytest.mark.parametrize("made", MADE.values(), ids=MADE)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
 @pytest.mark.parametrize("quantize", [None, "int8", "int4"])
-def test_a_replayed_step_is_the_eager_one_for_every_prompt(family, quantize):
-    model, cache = tiny_model(family), static(tiny_model(family), quantize=quantize)
+def test_a_replayed_step_is_the_eager_one_for_every_prompt(family, quantize, made):
+    model = tiny_model(family)
+    cache = made(model, POLICY, quantize=quantize)
     for tokens in (90, 20, 120):
         ids = random_ids(2, tokens, seed=tokens)
         mask = torch.ones_like(ids)
         mask[1, : tokens // 3] = 0
         cache.reset()
         got = generated(model, cache, ids, attention_mask=mask)
-        eager = static(model, quantize=quantize)
+        eager = made(model, POLICY, quantize=quantize)
         expected = generated(model, eager, ids, attention_mask=mask, disable_compile=True)
         assert torch.equal(got, expected)
         assert torch.equal(cache.kept_positions(0), eager.kept_positions(0))
         assert (cache.report()["steps"], eager.report()["steps"]) == ("one graph", None)
+        assert cache.get_seq_length() == eager.get_seq_length()
 
 
+@pytest.mark.parametrize("made", MADE.values(), ids=MADE)
 @pytest.mark.parametrize("quantize", [None, "int4"])
 @pytest.mark.parametrize("name", COMPRESSING)
-def test_the_steps_of_every_method_are_one_graph(name, quantize):
-    model, ids, answers = tiny_model("llama"), random_ids(2, 90), []
+def test_the_steps_of_every_method_are_one_graph(name, quantize, made):
+    model, ids, answers, positions = tiny_model("llama"), random_ids(2, 90), [], []
     for options in ({}, {"disable_compile": True}):
-        cache = static(model, METHODS[name], quantize=quantize)
+        cache = made(model, METHODS[name], quantize=quantize)
         if cache.policy.reads_context:
             read_twice(model, ids[:, :80], cache)
         answers.append(generated(model, cache, ids, **options))
+        positions.append([cache.kept_positions(layer) for layer in cache.compressed_layers])
         assert cache.report()["steps"] == (None if options else "one graph")
     assert torch.equal(*answers)
+    assert all(map(torch.equal, *positions))
+
+
+# A growing cache is lent room.
+
+
+def turns_of(model, cache, **options):
+    """Three turns of a conversation, the second one shorter than the window."""
+    ids = random_ids(1, 60)
+    for new in (0, 3, 30):
+        ids = torch.cat([ids, random_ids(1, new, seed=new)], dim=1)
+        ids = generated(model, cache, ids, **options)
+    return ids
+
+
+GOING_ON = [
+    (POLICY, {}),
+    (POLICY, {"turns": "compress"}),
+    (POLICY, {"recall": "host", "quantize": "int8"}),
+    (default_policy(40), {}),
+    (default_policy(40), {"recall": "host"}),
+    (PyramidKV(40, window_size=8), {"recall": "host"}),
+]
+
+
+@pytest.mark.parametrize(("policy", "going_on"), GOING_ON)
+def test_a_conversation_goes_on_as_if_no_room_had_been_lent(policy, going_on):
+    model = tiny_model("llama")
+    cache, eager = (CompressedCache(model, policy, **going_on) for _ in range(2))
+    got = turns_of(model, cache)
+    assert torch.equal(got, turns_of(model, eager, disable_compile=True))
+    assert cache.report()["steps"] == "one graph"
+    assert cache.report().held_bytes == eager.report().held_bytes
+    for layer in cache.compressed_layers:
+        assert torch.equal(cache.kept_positions(layer), eager.kept_positions(layer))
+        cache.layers[layer].check_integrity()
+
+
+def test_room_that_runs_out_is_doubled_and_recorded_again(monkeypatch):
+    monkeypatch.setattr(room, "FIRST_TOKENS", 4)
+    recorded, model, ids = [], tiny_model("llama"), random_ids(2, 60)
+    own = TapeRecorder.record
+    monkeypatch.setattr(TapeRecorder, "record", lambda *given: recorded.append(1) or own(*given))
+    cache, eager = (CompressedCache(model, AdaKV(POLICY)) for _ in range(2))
+    got = generated(model, cache, ids, max_new_tokens=40)
+    assert torch.equal(got, generated(model, eager, ids, max_new_tokens=40, disable_compile=True))
+    assert len(recorded) == 4, "for 4, 8, 16 and the last 11 tokens"
+
+
+class Stopping(BaseStreamer):
+    """Does something at the fifth token, and is called within a `generate`."""
+
+    def __init__(self, act):
+        self.act, self.left = act, 5
+
+    def put(self, value):
+        self.left -= 1
+        if not self.left:
+            self.act()
+
+    def end(self):
+        """Nothing is held back."""
+
+
+def test_a_branch_that_is_made_meanwhile_grows_by_itself():
+    model, ids, branches = tiny_model("llama"), random_ids(1, 60), []
+    cache = CompressedCache(model, POLICY)
+    branch = Stopping(lambda: branches.extend([copy.copy(cache), copy.deepcopy(cache)]))
+    got = generated(model, cache, ids, streamer=branch)
+    for each in branches:
+        seen = each.get_seq_length()
+        logits = model(got[:, seen:], past_key_values=each).logits
+        eager = CompressedCache(model, POLICY)
+        model(ids, past_key_values=eager)
+        for token in got[0, 60:seen]:
+            model(token.view(1, 1), past_key_values=eager)
+        torch.testing.assert_close(model(got[:, seen:], past_key_values=eager).logits, logits)
+
+
+@pytest.mark.parametrize("through_class", [False, True])
+def test_a_call_that_ends_in_an_error_leaves_a_cache_that_grows(through_class):
+    model, ids = tiny_model("llama"), random_ids(1, 60)
+    cache = CompressedCache(model, POLICY)
+    options = {"streamer": Stopping(lambda: 1 / 0), "max_new_tokens": 12, "do_sample": False}
+    generate = functools.partial(type(model).generate, model) if through_class else model.generate
+    with pytest.raises(ZeroDivisionError):
+        generate(ids, past_key_values=cache, **options)
+    assert all(not layer.store.is_static for layer in cache.prompt_state.layers)
+    assert cache.get_seq_length() == 63
+    model(random_ids(1, 300), past_key_values=cache)
+
+
+def with_a_hook():
+    model = copy.deepcopy(tiny_model("llama"))
+    model.model.layers[1].register_forward_hook(lambda *_: None)
+    return model
+
+
+NO_ROOM = {
+    "tova evicts": (lambda: tiny_model("llama"), TOVA(40), {}),
+    "layers of another kind": (lambda: tiny_model("gemma3_text"), POLICY, {}),
+    "share what is stored": (lambda: tiny_model("deepseek_v3"), POLICY, {}),
+    "fewer than 8 tokens": (lambda: tiny_model("llama"), POLICY, {"max_new_tokens": 7}),
+    "weights are asked": (lambda: tiny_model("llama"), POLICY, {"output_attentions": True}),
+    "has hooks": (with_a_hook, POLICY, {}),
+}
+
+
+@pytest.mark.parametrize("said", NO_ROOM)
+def test_a_cache_that_cannot_be_lent_room_grows_and_says_why(said):
+    made, policy, options = NO_ROOM[said]
+    model, ids = made(), random_ids(1, 60)
+    cache, eager = CompressedCache(model, policy), CompressedCache(model, policy)
+    got = generated(model, cache, ids, **options)
+    assert torch.equal(got, generated(model, eager, ids, disable_compile=True, **options))
+    assert cache.report()["steps"].startswith("eager: ")
+    assert said in cache.report()["steps"]
 
 
 def test_every_call_records_for_its_own_batch_and_cache():
@@ -143,12 +278,6 @@ def test_tokens_beyond_the_room_are_refused(quantize, options):
     own = type(model).generate
     with pytest.raises(InvalidArgumentError, match="room_tokens: expected room for"):
         own(model, ids, past_key_values=cache, max_new_tokens=12, do_sample=False, **options)
-
-
-def with_a_hook():
-    model = copy.deepcopy(tiny_model("llama"))
-    model.model.layers[1].register_forward_hook(lambda *_: None)
-    return model
 
 
 def with_frequencies_by_length():

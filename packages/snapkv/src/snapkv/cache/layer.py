@@ -21,6 +21,7 @@ from snapkv.storage.coded import CodedStore
 from snapkv.storage.dense import DenseStore
 from snapkv.storage.offload import OffloadedTokens
 from snapkv.storage.ragged import RaggedStore, tokens_of
+from snapkv.storage.static import LentTail
 from snapkv.storage.storage import Storage
 
 Turns = Literal["append", "compress", "recall"]
@@ -92,7 +93,7 @@ class CompressedLayer(DynamicLayer):
 
     @property
     def is_compileable(self) -> bool:
-        return self.storage.is_compileable
+        return self.storage.is_compileable or self.store.is_static
 
     @property
     def is_croppable(self) -> bool:
@@ -222,8 +223,9 @@ class CompressedLayer(DynamicLayer):
         copied = type(self).__new__(type(self))
         copied.__dict__.update(self.__dict__)
         copied.offloaded, copied.store = copy.copy(self.offloaded), copy.copy(self.store)
-        if self.storage.is_compileable:
+        if self.is_compileable:
             copied.storage, copied.store = copy.deepcopy((self.storage, self.store))
+            copied.leave_room()
         return copied
 
     @property
@@ -527,14 +529,58 @@ class CompressedLayer(DynamicLayer):
     def decode(self) -> None:
         """Hold what codes stand for: a prompt is to be read whose end chooses from all of it."""
         if isinstance(self.store, CodedStore):
-            self.store, empty = self.store.dense()
-            if self.slots.kept is not None and bool(empty.any()):
-                self.slots = replace(self.slots, padding_slots=empty)
+            self._hold_dense(self.store, in_place=False)
+
+    def _hold_dense(self, store: RaggedStore, *, in_place: bool) -> None:
+        self.store, empty = DenseStore.of(store, in_place=in_place)
+        if self.slots.kept is not None and bool(empty.any()):
+            self.slots = replace(self.slots, padding_slots=empty)
 
     def encode(self, tokens: int) -> None:
         """Hold the first tokens as codes again, where the end of a turn has dropped nothing."""
         if self.storage.codes is not None:
             self.finalize(tokens)
+
+    # Room for the steps of one `generate`, which may be replayed without Python.
+
+    @property
+    def free_slots(self) -> int | None:
+        """For how many more tokens there is room that was lent; None where none was."""
+        tail = self.store.tail
+        return tail.slots - tail.tokens if isinstance(tail, LentTail) else None
+
+    def take_room(self, tokens: int) -> None:
+        """Have room for so many more, at places that stay, until `leave_room`."""
+        store = self.store
+        is_dense = isinstance(store, DenseStore)
+        if isinstance(store, DenseStore):
+            store = store.ragged_from(self.slots.empty, store.slots)
+            self.slots = self.slots.without_padding()
+        elif isinstance(store.tail, LentTail):
+            is_dense = store.tail.stood_for_all
+        slots = store.tail_tokens + tokens
+        store.move_into(LentTail(slots, *store.tail.written, stood_for_all=is_dense))
+        self.store = store
+        if (held := self.last_queries) is not None:
+            self._note(last_queries=held.clone())  # that is written over
+
+    def leave_room(self) -> None:
+        """Grow again, as before; without effect where no room was lent."""
+        store, tail = self.store, self.store.tail
+        if not isinstance(tail, LentTail):
+            return
+        store.leave_room(in_place=self.storage.in_place)
+        if tail.stood_for_all:
+            assert isinstance(store, RaggedStore)
+            self._hold_dense(store, in_place=self.storage.in_place)
+        self._seen_tokens = self._counted_tokens
+        self.store.finalize_step()
+
+    def pass_queries(self, queries: Tensor) -> None:
+        """Hold a step's queries in the place of the oldest ones of those that vote with a turn."""
+        held = self.state.last_queries
+        if held is not None and isinstance(self.store.tail, LentTail):
+            held.copy_(torch.cat([held[:, :, queries.shape[2] :], queries], dim=2))
 
     # What a user says of spans.
 

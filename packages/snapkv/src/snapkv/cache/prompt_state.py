@@ -105,7 +105,7 @@ class PaddingTracker:
         Of the same as the model was given it; pads behind a row's first token are refused.
         """
         layer, self.is_made = self.layers[0], True
-        if not layer.storage.is_compileable:
+        if not (layer.storage.is_compileable or layer.store.is_static):
             self.masked_to = layer.seen_tokens + new_tokens
         if new_tokens == 1 and visible is not None:
             self.require_token(visible[:, : layer.seen_tokens + 1][:, -1])

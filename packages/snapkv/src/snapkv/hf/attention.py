@@ -248,6 +248,7 @@ def _attend_in_place(call: AttentionCall, shared: Shared) -> Attended:
     if call.implementation == "eager" and _asks_for_weights(call):
         with shared.prompt_state.attending():
             raise _without_weights()
+    shared.layer.pass_queries(call.query)
     return attend_stored(call, shared.layer)
 
 

@@ -581,6 +581,8 @@ class CompressedCache(Cache):
         copied = memo[id(self)] = type(self).__new__(type(self))
         for name, value in self.__dict__.items():
             copied.__dict__[name] = copy.deepcopy(value, memo)
+        for layer in copied.prompt_state.layers:
+            layer.leave_room()
         return copied
 
 

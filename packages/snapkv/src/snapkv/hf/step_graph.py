@@ -2,8 +2,8 @@
 
 An eager step of a large model keeps a GPU waiting for Python, which launches some 1,500 kernels one
 by one. A CUDA graph launches them all at once. It knows addresses, not tensors: the buffers of
-static storage and the model's weights must stay where they were, and what a step is given is
-copied to where it was when the step was recorded. A step that asks the device for a number cannot
+the cache and the model's weights must stay where they were, and what a step is given is
+copied to where it was when the step was recorded. A cache that grows is lent room for it. A step that asks the device for a number cannot
 be recorded; it runs eagerly, and the report of the cache says why.
 """
 
@@ -14,6 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -21,12 +22,13 @@ from torch import Tensor
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
-from transformers import CompileConfig, PreTrainedModel
+from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.utils.generic import is_flash_attention_requested
 
 from snapkv.hf import forward_context
-from snapkv.hf.cache_argument import cache_among
+from snapkv.hf.cache_argument import cache_among, with_cache
+from snapkv.hf.room import Room
 from snapkv.validation import first_line
 
 _log = logging.getLogger("snapkv")
@@ -125,35 +127,71 @@ class StepGraph:
     """The recorded step of one `generate` call; called as the model is.
 
     It lives no longer, so that nothing it takes for granted changes meanwhile: weights, hooks,
-    settings, where the cache holds what.
+    settings, where the cache holds what. A cache that grows has room for as long.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: Any) -> None:
+    def __init__(self, model: PreTrainedModel, cache: Any, config: GenerationConfig) -> None:
         self._model, self._cache = model, cache
+        self._room = None if cache.setup.is_static else Room(cache, config)
+        self._obstacle: str | None = None
         self._given: Any = None  # the kinds of what a step is given
         self._held: list[Tensor] = []  # that, where the graph reads it
         self._output: Any = None
         self._replay: Callable[[], None] | None = None
         self._free_slots = 0
+        if self._room is not None:
+            _running[cache] = weakref.ref(self)
+            weakref.finalize(self, self._room.leave).atexit = False
+
+    def expect(self, new_tokens: int) -> None:
+        """See that there is room for a step, before its mask is made."""
+        if self._room is None or self._obstacle or self._room.has_slots(new_tokens):
+            return
+        obstacle = _obstacle(self._model) or self._room.obstacle
+        if obstacle:
+            self._run_eagerly(obstacle)
+        else:
+            self._room.take(new_tokens)
+            self._given = None
+
+    def close(self) -> None:
+        """The call is over."""
+        if self._room is not None:
+            self._room.leave()
 
     def __call__(self, **given: Any) -> Any:
         leaves, spec = tree_flatten(given)
         kinds = spec, [_kind(leaf) for leaf in leaves]
-        if kinds != self._given:
+        if kinds != self._given and (self._room is None or not self._obstacle):
             self._given = kinds
-            obstacle = _obstacle(self._model, self._cache) or self._record(leaves, spec)
-            _said[self._cache] = f"eager: {obstacle}" if obstacle else "one graph"
-            if obstacle:
-                self._held, self._output, self._replay = [], None, None
-                _log.warning("decoding steps run eagerly: %s", obstacle)
+            self._begin(leaves, spec)
         if self._replay is None:
-            return self._model(**given)
+            made = self._model(**given)
+            self.close()
+            return made
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._require_slots(given["input_ids"].shape[1] if "input_ids" in given else 1)
         for held, tensor in zip(self._held, tensors, strict=True):
             held.copy_(tensor)
         self._replay()
         return tree_map_only(Tensor, torch.clone, self._output)
+
+    def _begin(self, leaves: list[Any], spec: Any) -> None:
+        """Record a step of this kind, or say why not."""
+        if not _counts(self._cache):
+            obstacle = "no prompt has ended"
+        else:
+            obstacle = _obstacle(self._model) or self._record(leaves, spec)
+        if obstacle:
+            self._run_eagerly(obstacle)
+        else:
+            self._obstacle, _said[self._cache] = None, "one graph"
+
+    def _run_eagerly(self, obstacle: str) -> None:
+        self._obstacle, _said[self._cache] = obstacle, f"eager: {obstacle}"
+        self._held, self._output, self._replay = [], None, None
+        level = logging.WARNING if self._room is None else logging.INFO  # if it was asked for
+        _log.log(level, "decoding steps run eagerly: %s", obstacle)
 
     def _require_slots(self, new_tokens: int) -> None:
         """Refuse tokens that the buffers have no room for, which a graph would write beyond."""
@@ -175,8 +213,8 @@ class StepGraph:
             self._output = self._model(**given)
 
         recorder = RECORDERS[self._model.device.type]()
-        counts = _counts(self._cache)
-        before = [count.clone() for count in counts]
+        changed = _written_over(self._cache)
+        before = [held.clone() for held in changed]
         try:
             with forward_context.recording():
                 with recorder.aside(), HostReads():  # type: ignore[no-untyped-call] # torch's
@@ -185,8 +223,8 @@ class StepGraph:
         except (_HostReadError, RuntimeError) as error:
             return f"a step of {type(self._model).__name__} {first_line(error)}"
         finally:
-            for count, number in zip(counts, before, strict=True):
-                count.copy_(number)
+            for held, states in zip(changed, before, strict=True):
+                held.copy_(states)
         return ""
 
 
@@ -198,10 +236,24 @@ def described(cache: Cache) -> str | None:
     return _said.get(cache)
 
 
+_running: "weakref.WeakKeyDictionary[Cache, weakref.ref[StepGraph]]" = weakref.WeakKeyDictionary()
+
+
+def running(cache: Cache) -> StepGraph | None:
+    """That of the `generate` which makes tokens into a cache that grows, if any."""
+    return graph() if (graph := _running.get(cache)) else None
+
+
 def _counts(cache: Any) -> list[Tensor]:
     """How much of every layer's buffers is written, where a prompt has ended."""
     counts = (layer.store.tail.count for layer in cache.prompt_state.layers)
     return [count for count in counts if count is not None]
+
+
+def _written_over(cache: Any) -> list[Tensor]:
+    """What a step changes besides slots that nobody reads before they are written."""
+    queries = (layer.last_queries for layer in cache.prompt_state.layers)
+    return [*_counts(cache), *(held for held in queries if held is not None)]
 
 
 def _kind(leaf: Any) -> Any:
@@ -209,10 +261,8 @@ def _kind(leaf: Any) -> Any:
     return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
 
 
-def _obstacle(model: PreTrainedModel, cache: Cache) -> str:
-    """Why no step of this model with this cache can be recorded; empty where one can."""
-    if not _counts(cache):
-        return "no prompt has ended"
+def _obstacle(model: PreTrainedModel) -> str:
+    """Why no step of this model can be recorded; empty where one can."""
     if model.training:
         return "the model is in training mode"
     if len({parameter.device for parameter in model.parameters()}) > 1:
@@ -240,6 +290,10 @@ class _Recorded(CompileConfig):
     forward: Any = None
 
 
+_LENT = SimpleNamespace(is_compileable=True)
+"""A cache as one is that grows once it is lent room."""
+
+
 def compiles(own: Callable[..., Any], model: Any, model_kwargs: Any, generation_config: Any) -> Any:
     """Around `_valid_auto_compile_criteria`, by which `generate` decides to compile its steps.
 
@@ -247,16 +301,20 @@ def compiles(own: Callable[..., Any], model: Any, model_kwargs: Any, generation_
     breaks, torch would go on without one, in silence. transformers' flash attention breaks it, and
     some models' own code; those compile as they do without a cache of this kind.
     """
-    compiles, asked = own(model, model_kwargs, generation_config), generation_config.compile_config
-    cache = cache_among(model_kwargs)
-    if not compiles or not hasattr(cache, "prompt_state"):
-        return compiles
-    if asked is None and model.device.type in RECORDERS:
-        generation_config.compile_config = _Recorded(forward=StepGraph(model, cache))
+    cache, asked = cache_among(model_kwargs), generation_config.compile_config
+    if not hasattr(cache, "prompt_state"):
+        return own(model, model_kwargs, generation_config)
+    records = asked is None and model.device.type in RECORDERS
+    given = with_cache(model_kwargs, _LENT) if records else model_kwargs
+    if not own(model, given, generation_config):
+        return False
+    if records:
+        forward = StepGraph(model, cache, generation_config)
+        generation_config.compile_config = _Recorded(forward=forward)
     elif model._can_compile_fullgraph and not is_flash_attention_requested(model.config):
         generation_config.compile_config = copy.copy(asked or CompileConfig())
         generation_config.compile_config.fullgraph = True
-    return compiles
+    return True
 
 
 def compiled(own: Callable[..., Any], model: Any, config: Any) -> Any:

@@ -247,6 +247,11 @@ class TokenStore(ABC):
         """Lie in buffers from now on, as this tail does, which holds what the other one did."""
         self.tail, self.is_static = tail, True
 
+    def leave_room(self, *, in_place: bool) -> None:
+        """Grow from now on, with a tail of what is written."""
+        self.tail = Tail(*(part.clone() for part in self.tail.written), in_place=in_place)
+        self.is_static = False
+
     def last(self, tokens: int) -> Pair:
         """Keys and values of the last tokens, (B, num_kv_heads, tokens, D)."""
         return self._of_kv_heads(*self.tail.written, tokens)

@@ -15,12 +15,10 @@ from snapkv.ops import (
     ScoreOptions,
     coded_attention,
     encode_all,
-    on_device,
 )
 from snapkv.storage.base import UNSAVED, Counts, HeadStates
 from snapkv.storage.bits import KVCodes
 from snapkv.storage.buffers import Buffers
-from snapkv.storage.dense import DenseStore
 from snapkv.storage.ragged import RaggedStates, RaggedStore
 from snapkv.storage.tail import Pair
 
@@ -250,13 +248,6 @@ class CodedStore(RaggedStore):
         self.ragged = heads
         if self.is_static:  # where no step comes to an end that encodes
             self.ragged = self.tail.settled(CodedStates.of(heads, self.how))
-
-    def dense(self) -> tuple[DenseStore, Tensor]:
-        """What all of it stands for with as many slots in every head, and each row's empty ones."""
-        heads = self.heads()
-        store = DenseStore(in_place=False).fill(*self.padded(), self.num_kv_heads)
-        counts = on_device([row[0] for row in heads.head_tokens], self.keys.device)
-        return store, heads.longest_tokens - counts
 
     @property
     def bits(self) -> str:

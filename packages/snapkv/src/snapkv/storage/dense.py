@@ -24,6 +24,17 @@ class DenseStore(TokenStore):
     def __init__(self, *, in_place: bool = True) -> None:
         super().__init__(0, Tail(in_place=in_place))
 
+    @classmethod
+    def of(cls, store: RaggedStore, *, in_place: bool) -> "tuple[DenseStore, Tensor]":
+        """What a store stands for, and (B,) leading slots of each row that hold no token.
+
+        The heads of each row hold as many tokens.
+        """
+        heads = store.heads()
+        made = cls(in_place=in_place).fill(*store.padded(), store.num_kv_heads)
+        counts = ops.on_device([row[0] for row in heads.head_tokens], store.keys.device)
+        return made, heads.longest_tokens - counts
+
     def fill(self, keys: Tensor | None, values: Tensor | None, num_kv_heads: int) -> "DenseStore":
         """Hold these from now on; a file of an empty one has None."""
         self.num_kv_heads = num_kv_heads

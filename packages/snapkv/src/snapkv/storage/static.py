@@ -76,6 +76,21 @@ class FixedTail(Tail):
         return heads.settled(self.buffers)
 
 
+class LentTail(FixedTail):
+    """Room for the tokens of one `generate`, behind heads that stay where they are.
+
+    Attributes:
+        stood_for_all: whether heads held nothing and the tail all tokens, before it had room.
+    """
+
+    def __init__(self, slots: int, keys: Tensor, values: Tensor, *, stood_for_all: bool) -> None:
+        super().__init__(Buffers(), slots, keys, values)
+        self.stood_for_all = stood_for_all
+
+    def settled(self, heads: Any) -> Any:
+        return heads
+
+
 @dataclass(frozen=True, kw_only=True)
 class Static(Storage):
     """Storage in buffers that are made for the first prompt and used again for every other one.

@@ -81,8 +81,10 @@ class BlockLayout:
     def hidden(self) -> tuple[Tensor, Tensor]:
         """(K,) int64 each: in which pieces there are slots of no token, and where in them."""
         with torch.inference_mode(False):
-            slots = self._is_empty().nonzero()[:, 0].to(self.device)
-            tokens = self.piece_blocks * self.block_tokens
+            G, tokens = self.block_tokens, self.piece_blocks * self.block_tokens
+            blocks = ((block, count) for block, (*_, count) in enumerate(self._blocks))
+            empty = [block * G + slot for block, count in blocks for slot in range(count, G)]
+            slots = on_device(empty, self.device)
             return slots // tokens, slots % tokens
 
     @functools.cached_property
