@@ -9,6 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.utils import is_flash_attn_2_available
 
 from snapkv import AdaKV, CompressedCache, FullCache, SnapKV
+from snapkv.hf import room
 from snapkv.ops.ragged import api as ragged
 from snapkv.policies.default import default_policy
 from tests.families import IMPLEMENTATIONS, random_ids, tiny_model
@@ -126,12 +127,16 @@ def test_recall_over_turns_keeps_what_a_fresh_compression_keeps(family):
         assert cache.layers[layer].offloaded.pieces[0].room.tensors[0].is_pinned()
 
 
+STATIC = {"storage": "static", "room_tokens": 32}
+
+
+@pytest.mark.parametrize("storage", [STATIC, {}, {"recall": "host"}], ids=["static", "", "recall"])
 @pytest.mark.parametrize("quantize", [None, "int8", "int4"])
 @pytest.mark.parametrize("policy", [POLICY, AdaKV(POLICY)], ids=["even", "uneven"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
-def test_a_step_that_is_a_graph_answers_as_an_eager_one(family, policy, quantize):
+def test_a_step_that_is_a_graph_answers_as_an_eager_one(family, policy, quantize, storage):
     model = on_cuda(family, "sdpa", torch.float32)
-    made = {"storage": "static", "room_tokens": 32, "quantize": quantize}
+    made = storage | {"quantize": quantize}
     cache = CompressedCache(model, policy, **made)
     for rows, tokens in ((2, PROMPT), (2, 50), (1, 200)):
         ids = random_ids(rows, tokens).cuda()
@@ -142,6 +147,19 @@ def test_a_step_that_is_a_graph_answers_as_an_eager_one(family, policy, quantize
         options["disable_compile"] = True
         assert torch.equal(model.generate(ids, past_key_values=eager, **options), got)
         assert cache.report()["steps"] == "one graph"
+
+
+def test_room_that_runs_out_is_recorded_again(monkeypatch):
+    monkeypatch.setattr(room, "FIRST_TOKENS", 8)
+    model, ids = on_cuda("llama", "sdpa", torch.float32), random_ids(2, PROMPT).cuda()
+    options = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0}
+    answers = []
+    for disable_compile in (False, True):
+        cache = CompressedCache(model, POLICY)
+        answers.append(
+            model.generate(ids, past_key_values=cache, disable_compile=disable_compile, **options)
+        )
+    assert torch.equal(*answers)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -190,14 +208,15 @@ def test_a_step_that_cannot_be_a_graph_leaves_the_device_as_it_was(norm):
     assert torch.equal(answers[0], answers[2])
 
 
-def test_a_hundred_prompts_leave_no_memory_behind():
+@pytest.mark.parametrize("storage", [STATIC, {}], ids=["static", ""])
+def test_a_hundred_prompts_leave_no_memory_behind(storage):
     """A graph goes with the call that recorded it."""
     model, ids = on_cuda("llama", "sdpa", torch.bfloat16), random_ids(1, 120).cuda()
-    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    options = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
     held = []
     for _ in range(4):
         for _ in range(2):
-            cache = CompressedCache(model, POLICY, storage="static", room_tokens=32)
+            cache = CompressedCache(model, POLICY, **storage)
             for _ in range(12):
                 cache.reset()
                 model.generate(ids, past_key_values=cache, **options)

@@ -1,10 +1,10 @@
 """A decoding step that is recorded once a `generate` and replayed for every token after it.
 
 An eager step of a large model keeps a GPU waiting for Python, which launches some 1,500 kernels one
-by one. A CUDA graph launches them all at once. It knows addresses, not tensors: the buffers of
-the cache and the model's weights must stay where they were, and what a step is given is
-copied to where it was when the step was recorded. A cache that grows is lent room for it. A step that asks the device for a number cannot
-be recorded; it runs eagerly, and the report of the cache says why.
+by one. A CUDA graph launches them all at once. It knows addresses, not tensors: the buffers of the
+cache and the model's weights must stay where they were, and what a step is given is copied to where
+it was when the step was recorded. A cache that grows is lent room for it. A step that asks the
+device for a number cannot be recorded; it runs eagerly, and the report of the cache says why.
 """
 
 import contextlib
