@@ -130,18 +130,30 @@ def test_a_conversation_goes_on_as_if_no_room_had_been_lent(policy, going_on):
         cache.layers[layer].check_integrity()
 
 
-def test_room_that_runs_out_is_doubled_and_recorded_again(monkeypatch):
+@pytest.mark.parametrize("new_tokens", [40, 31, 30])
+def test_room_that_runs_out_is_doubled_and_recorded_again(new_tokens, monkeypatch):
     monkeypatch.setattr(room, "FIRST_TOKENS", 4)
     recorded, model, ids = [], tiny_model("llama"), random_ids(2, 60)
     own = TapeRecorder.record
     monkeypatch.setattr(TapeRecorder, "record", lambda *given: recorded.append(1) or own(*given))
     cache, eager = (CompressedCache(model, AdaKV(POLICY)) for _ in range(2))
-    got = generated(model, cache, ids, max_new_tokens=40)
-    assert torch.equal(got, generated(model, eager, ids, max_new_tokens=40, disable_compile=True))
-    assert len(recorded) == 4, "for 4, 8, 16 and the last 11 tokens"
+    options = {"max_new_tokens": new_tokens}
+    got = generated(model, cache, ids, **options)
+    assert torch.equal(got, generated(model, eager, ids, disable_compile=True, **options))
+    assert len(recorded) == 3 + (new_tokens > 29), "of 4, 8, 16 tokens, and what is left"
 
 
-class Stopping(BaseStreamer):
+def test_a_hook_that_comes_in_the_midst_ends_the_room_where_it_runs_out(monkeypatch):
+    monkeypatch.setattr(room, "FIRST_TOKENS", 4)
+    model, ids = copy.deepcopy(tiny_model("llama")), random_ids(1, 60)
+    cache, eager = (CompressedCache(model, POLICY) for _ in range(2))
+    hook = model.model.layers[1].register_forward_hook
+    got = generated(model, cache, ids, streamer=Acting(lambda: hook(lambda *_: None)))
+    assert cache.report()["steps"].startswith("eager: model.layers.1 has hooks")
+    assert torch.equal(got, generated(model, eager, ids, disable_compile=True))
+
+
+class Acting(BaseStreamer):
     """Does something at the fifth token, and is called within a `generate`."""
 
     def __init__(self, act):
@@ -159,7 +171,7 @@ class Stopping(BaseStreamer):
 def test_a_branch_that_is_made_meanwhile_grows_by_itself():
     model, ids, branches = tiny_model("llama"), random_ids(1, 60), []
     cache = CompressedCache(model, POLICY)
-    branch = Stopping(lambda: branches.extend([copy.copy(cache), copy.deepcopy(cache)]))
+    branch = Acting(lambda: branches.extend([copy.copy(cache), copy.deepcopy(cache)]))
     got = generated(model, cache, ids, streamer=branch)
     for each in branches:
         seen = each.get_seq_length()
@@ -175,7 +187,7 @@ def test_a_branch_that_is_made_meanwhile_grows_by_itself():
 def test_a_call_that_ends_in_an_error_leaves_a_cache_that_grows(through_class):
     model, ids = tiny_model("llama"), random_ids(1, 60)
     cache = CompressedCache(model, POLICY)
-    options = {"streamer": Stopping(lambda: 1 / 0), "max_new_tokens": 12, "do_sample": False}
+    options = {"streamer": Acting(lambda: 1 / 0), "max_new_tokens": 12, "do_sample": False}
     generate = functools.partial(type(model).generate, model) if through_class else model.generate
     with pytest.raises(ZeroDivisionError):
         generate(ids, past_key_values=cache, **options)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snapkv import AdaKV, CompressedCache, SnapKV, default_policy, ops
+from snapkv import AdaKV, CompressedCache, FullCache, SnapKV, default_policy, ops
 from snapkv.app.prefills import LayerByLayer
 from snapkv.policies import Policy
 from snapkv.storage.bits import KVCodes
@@ -37,7 +37,7 @@ from snapkv_lab.measure.timing import spread
 from snapkv_lab.rows import Row, grouped
 
 K = 1024
-GRAPHS = ("snapkv", "adakv", "snapkv int8", "snapkv int4", "default", "default K8V4")
+GRAPHS = ("full", "snapkv", "adakv", "snapkv int8", "snapkv int4", "default", "default K8V4")
 VOTES = (
     ("window_votes", 32, "triton"),
     ("window_votes", 32, "reference"),
@@ -72,11 +72,13 @@ def _model(given: RunContext, shape: str) -> Any:
     return given.model_held[1]
 
 
-def _caches(budget: int, storage: str) -> dict[str, Contender]:
+def _caches(budget: int) -> dict[str, Contender]:
     """By the name that rows have for them."""
     snapkv, default = SnapKV(budget), default_policy(budget)
     made = (
+        ("full", FullCache(), None),
         ("snapkv", snapkv, None),
+        ("snapkv, eager", snapkv, None),
         ("adakv", AdaKV(snapkv), None),
         ("snapkv int8", snapkv, "int8"),
         ("snapkv int4", snapkv, "int4"),
@@ -84,19 +86,18 @@ def _caches(budget: int, storage: str) -> dict[str, Contender]:
         ("default K8V4", default, "K8V4"),
     )
     return {name: full(name) for name in ("transformers", "transformers-static")} | {
-        name: compressed(name, policy, storage=storage, codes=bits and KVCodes.of(bits))
+        name: compressed(name, policy, codes=bits and KVCodes.of(bits))
         for name, policy, bits in made
     }
 
 
 def _token(given: RunContext, batch: int, length: int, name: str) -> Iterator[Row]:
     """From one token of `generate` to the next, once steps run as they go on running."""
-    decoder = _caches(given.budget, "static")[name].decoder(
-        _model(given, given.shape), batch, length
-    )
+    decoder = _caches(given.budget)[name].decoder(_model(given, given.shape), batch, length)
     if name == "transformers-static":
         decoder(4)  # compiled in another call
-    first, gaps = decoder.first_and_gaps(given.tokens)
+    is_eager = name.endswith("eager")
+    first, gaps = decoder.first_and_gaps(given.tokens, disable_compile=is_eager)
     ms = spread(gaps, 3)
     yield {
         "cache": name,
@@ -112,7 +113,7 @@ def _token(given: RunContext, batch: int, length: int, name: str) -> Iterator[Ro
 
 def _reading(given: RunContext, length: int) -> Iterator[Row]:
     """What compression adds to reading a prompt."""
-    caches = _caches(given.budget, "dynamic")
+    caches = _caches(given.budget)
     names = ("transformers", "snapkv", "adakv", "snapkv int4", "default", "default K8V4")
     contenders = [caches[name] for name in names]
     if length >= 2 * given.chunk_tokens:
@@ -130,7 +131,7 @@ def _reading(given: RunContext, length: int) -> Iterator[Row]:
 def _long_reading(given: RunContext, length: int) -> Iterator[Row]:
     """A prompt of the paper's 7B multi-head shape beyond one pass, and the peak of memory."""
     layers = LayerByLayer(chunk_tokens=given.chunk_tokens)
-    contender = replace(_caches(given.budget, "dynamic")["snapkv"], prefill=layers)
+    contender = replace(_caches(given.budget)["snapkv"], prefill=layers)
     bench = PrefillBench(
         model=_model(given, given.paper_shape), contenders=[contender], lengths=[length]
     )
@@ -421,14 +422,14 @@ GPU = Experiment(
         "same_tokens": Size(4 * K, 300),
         "cells": Size(
             (
-                (1, 16 * K, ("transformers", *GRAPHS)),
+                (1, 16 * K, ("transformers", "snapkv, eager", *GRAPHS)),
                 (16, 16 * K, ("transformers", *GRAPHS)),
-                (1, 128 * K, ("transformers", "snapkv", "default K8V4")),
-                (1, K, ("transformers", "snapkv", "default K8V4")),
+                (1, 128 * K, ("transformers", "full", "snapkv", "default K8V4")),
+                (1, K, ("transformers", "full", "snapkv", "default K8V4")),
                 (24, 16 * K, ("transformers",)),
                 (128, 16 * K, ("snapkv", "default K8V4")),
             ),
-            ((1, 256, ("transformers", *GRAPHS)), (2, 256, ("snapkv",))),
+            ((1, 256, ("transformers", "snapkv, eager", *GRAPHS)), (2, 256, ("snapkv",))),
         ),
         "lengths": Size((4 * K, 32 * K), (256,)),
         "votes": Size(VOTES, VOTES[1::2]),

@@ -113,10 +113,10 @@ class Decoder:
         with self._contender.at_work(self._model):
             return spent_on(lambda: self._generate(tokens)).wall_ms / tokens
 
-    def first_and_gaps(self, tokens: int) -> tuple[float, list[float]]:
+    def first_and_gaps(self, tokens: int, **options: Any) -> tuple[float, list[float]]:
         """Milliseconds of the first three tokens, and from each to the next after those.
 
-        The first of a `generate` prepare what runs for all others.
+        The first of a `generate`, which is given the options, prepare what runs for all others.
         """
         at = [time.perf_counter()]
 
@@ -126,7 +126,7 @@ class Decoder:
             return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
         with self._contender.at_work(self._model):
-            self._generate(tokens, stopping_criteria=[note])
+            self._generate(tokens, stopping_criteria=[note], **options)
         gaps = [1000 * (later - before) for before, later in itertools.pairwise(at)]
         return sum(gaps[:3]), gaps[3:]
 

@@ -9,7 +9,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from snapkv_lab.experiments import experiment, gpu
 from snapkv_lab.experiments.experiment import Size
 from snapkv_lab.measure import contenders
-from snapkv_lab.measure.contenders import ROOM_TOKENS
 from snapkv_lab.rows import read_rows
 
 SMALL = {name: each.small for name, each in gpu.GPU.options.items() if isinstance(each, Size)}
@@ -25,12 +24,9 @@ def test_every_part_measures_something_in_half_precision(monkeypatch):
     assert {row["part"] for row in rows} == set(gpu.GPU.parts)
     assert all(row.get("status", "ok") == "ok" for row in rows), rows
     tokens = {row["cache"]: row for row in rows if row["part"] == "token" and row["batch"] == 1}
-    assert tokens.keys() == {"transformers", *gpu.GRAPHS}
+    assert tokens.keys() == {"transformers", "snapkv, eager", *gpu.GRAPHS}
     assert all(row["ms_per_token"]["p50"] > 0 and row["first_ms"] > 0 for row in tokens.values())
-    stored = (96 + ROOM_TOKENS) / (256 + 1 + SMALL["tokens"])
-    assert tokens["snapkv"]["held_bytes"] == pytest.approx(
-        stored * tokens["transformers"]["held_bytes"], rel=0.02
-    )
+    assert tokens["snapkv"]["held_bytes"] < 0.7 * tokens["full"]["held_bytes"]
 
 
 def test_all_of_it_takes_no_longer_than_it_says():

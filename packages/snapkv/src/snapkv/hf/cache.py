@@ -68,10 +68,10 @@ class CompressedCache(Cache):
     Args:
         model: a decoder-only transformers model, or one in a `PeftModel`.
         policy: what to keep; `snapkv.default_policy()` by default.
-        storage: "dynamic" grows with every token. "static" moves what is kept into buffers with
-            room for `room_tokens`, so that on a GPU `generate` records the decoding step as a CUDA
-            graph and replays it. Call `reset()` and use the cache again: its buffers stay. It needs
-            a policy that only compresses prompts.
+        storage: "dynamic" grows with every token; on a GPU it is lent room while `generate` makes
+            tokens, whose step is recorded as a CUDA graph and replayed. "static", for compiled
+            steps, moves what is kept into buffers with room for `room_tokens`. Call `reset()` and
+            use the cache again: its buffers stay. It needs a policy that only compresses prompts.
         room_tokens: for "static", how many tokens behind the prompt there is room for.
         turns: what becomes of a later prompt. "append", the default, stores it whole behind what
             was kept; "compress" reads it over what was kept, lets its end vote on all of that, and

@@ -43,7 +43,8 @@ class Room:
             return f"the heads of {setup.model} share what is stored"
         if self._asks_weights:
             return "attention weights are asked for"
-        if left is not None and left < LEAST_TOKENS:
+        is_first = self._next == FIRST_TOKENS
+        if is_first and left is not None and left < LEAST_TOKENS:
             return f"fewer than {LEAST_TOKENS} tokens may come"
         layer = prompt_state.layers[0]
         if history := layer.history_tokens:

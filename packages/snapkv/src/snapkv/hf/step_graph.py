@@ -150,6 +150,7 @@ class StepGraph:
         obstacle = _obstacle(self._model) or self._room.obstacle
         if obstacle:
             self._run_eagerly(obstacle)
+            self.close()
         else:
             self._room.take(new_tokens)
             self._given = None
