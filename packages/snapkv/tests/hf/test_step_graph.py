@@ -208,6 +208,7 @@ NO_ROOM = {
     "share what is stored": (lambda: tiny_model("deepseek_v3"), POLICY, {}),
     "fewer than 8 tokens": (lambda: tiny_model("llama"), POLICY, {"max_new_tokens": 7}),
     "weights are asked": (lambda: tiny_model("llama"), POLICY, {"output_attentions": True}),
+    "drafts are verified": (lambda: tiny_model("llama"), POLICY, {"prompt_lookup_num_tokens": 3}),
     "has hooks": (with_a_hook, POLICY, {}),
 }
 

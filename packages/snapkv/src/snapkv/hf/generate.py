@@ -65,7 +65,8 @@ def _prepare_inputs(own: Callable[..., Any], model: Any, *args: Any, **kwargs: A
     if prompt_state is None:
         return own(model, *args, **kwargs)
     if not prompt_state.is_coming and (steps := step_graph.running(cache_among(kwargs))):
-        steps.expect(kwargs.get("next_sequence_length") or 1)
+        ids = args[0] if args else kwargs["input_ids"]
+        steps.expect(kwargs.get("next_sequence_length") or ids.shape[1])
     splits = _is_split(model) and not prompt_state.seen_tokens  # no mask is made of both parts
     inputs = own(model, *args, **(kwargs | passed(None) if splits else kwargs))
     token_ids = inputs.get("input_ids")

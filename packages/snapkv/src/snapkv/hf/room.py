@@ -41,6 +41,8 @@ class Room:
             return f"{setup.model} has layers of another kind ({setup.other_names})"
         if setup.shares_latent:
             return f"the heads of {setup.model} share what is stored"
+        if prompt_state.verifies_drafts:
+            return "drafts are verified, as many as there are"
         if self._asks_weights:
             return "attention weights are asked for"
         is_first = self._next == FIRST_TOKENS
