@@ -629,14 +629,14 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
     "snapkv/cache/shared_budget.py": [
         (
             "layers share out a token too few",
-            "return [sum(map(operator.mul, heads, counts)) for counts in rows]",
-            "return [sum(map(operator.mul, heads, counts)) - 1 for counts in rows]",
+            "return [total + first * later[seen] for total, later in totals]",
+            "return [total + first * later[seen] - 1 for total, later in totals]",
             "policies/test_across_layers.py",
         ),
         (
             "layers are pruned to half of what they share",
-            "if is_last or sum(held) > 2 * max(entries):",
-            "if sum(held) > max(entries) // 2:\n"
+            "if is_last or self._held > 2 * max(entries):",
+            "if self._held > max(entries) // 2:\n"
             "            entries = entries if is_last else [n // 2 for n in entries]",
             "policies/test_across_layers.py",
         ),

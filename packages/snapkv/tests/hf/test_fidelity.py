@@ -163,7 +163,7 @@ def test_where_to_ask_is_to_wait_the_layers_are_asked_at_the_prompts_end(wrong, 
     def doubtful(prompt, *arguments, **options):
         doubt = doubt_scores(prompt, *arguments, **options)
         return replace(
-            doubt, found=doubt.found + torch.eye(3)[0] * (prompt.layer_idx == wrong) * 99
+            doubt, norms=doubt.norms + torch.eye(2)[0] * (prompt.layer_idx == wrong) * 99
         )
 
     def watched(doubts):

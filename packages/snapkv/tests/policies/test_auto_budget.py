@@ -16,7 +16,7 @@ from snapkv import (
     default_policy,
 )
 from snapkv.policies.prefix import Prefix
-from snapkv.policies.states import LostVotes, Selection
+from snapkv.policies.states import LostVotes
 from tests.families import random_ids, tiny_model
 from tests.ops.states import random_layer
 
@@ -81,7 +81,7 @@ def test_lost_votes_of_a_hand_worked_choice():
     votes = torch.tensor([[[4.0, 1.0, 3.0, 2.0], [0.0, 0.0, 0.0, 0.0]]])
     shares = torch.tensor([[[0.4, 0.4, 0.3, 0.3], [0.0, 0.0, 0.0, 0.0]]])
     kept = torch.tensor([[[-1, 0, 2, 4, 5], [0, 1, 2, 4, 5]]])  # 4 and 5 are the window
-    lost = LostVotes.of(votes, shares, Selection(keep_indices=kept, prompt_tokens=6))
+    lost = LostVotes.of(votes, shares, kept, 6)
     assert lost.mass[0].tolist() == pytest.approx([0.3, 0.0])  # 1 + 2 of 10; none of none
     assert lost.peak[0].tolist() == pytest.approx([0.4, 0.0])
 

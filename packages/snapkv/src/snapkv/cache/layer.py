@@ -15,7 +15,7 @@ from snapkv.errors import InvalidArgumentError
 from snapkv.policies import EvictingPolicy, Eviction, Policy, PromptLayer, Selection
 from snapkv.policies.base import ALL_QUERIES
 from snapkv.policies.spans import Spans
-from snapkv.policies.states import LostVotes, padding_left
+from snapkv.policies.states import padding_left
 from snapkv.storage.base import Counts, TokenStore
 from snapkv.storage.coded import CodedStore
 from snapkv.storage.dense import DenseStore
@@ -436,16 +436,11 @@ class CompressedLayer(DynamicLayer):
         Where turns follow, the prompt is all that was seen so far or, without recall, all that is
         stored.
         """
-        at, lost = self.slots.columns_by(prompt.keys.shape[2]), None
-        if selection is not None and self.slots.is_whole:
-            votes = self.policy.votes_at_stake(prompt)
-            lost = None if votes is None else LostVotes.of(*votes, selection)
+        at = self.slots.columns_by(prompt.keys.shape[2])
         self.note_end(prompt, at)
         if selection is not None:
             self.keep(selection, at)
         self.finalize(prompt.keys.shape[2] if self.slots.kept is None else self.slots.chosen_slots)
-        if lost is not None:
-            self.state = replace(self.state, lost_mass=lost.mass, lost_peak=lost.peak)
 
     def note_end(self, prompt: PromptLayer, at: int) -> None:
         """Note that the prompt has been read, which ended after so many columns."""
@@ -483,6 +478,18 @@ class CompressedLayer(DynamicLayer):
         ids = None if ids is None else ids[:, tokens:]
         self._note(head_notes=selection.head_notes, slot_scores=scores, token_ids=ids)
         self._move_sinks(selection.sink_tokens)
+
+    def keep_rows(self, rows: Tensor, counts: Counts, columns: Tensor) -> None:
+        """Keep (N,) rows of what heads hold, one after the other, so many of each head.
+
+        They stand in these (B, H, K) columns, behind a leading run of -1.
+        """
+        at, tokens, device = self.columns, self.store.slots, self.keys.device
+        self._offload(self.store, tokens)
+        self.store = self.store.keep_rows(rows.to(device), counts)
+        self.slots = self.slots.chosen(columns.to(device), at, padding_slots=None)
+        ids = self.state.token_ids
+        self._note(head_notes=None, token_ids=None if ids is None else ids[:, tokens:])
 
     def apply_eviction(self, eviction: Eviction) -> None:
         """Drop what a step of decoding evicts, and keep what the policy notes of the rest."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from snapkv.cache.layer import CompressedLayer
+from snapkv.cache.lost_votes import LostVotesOfLayers
 from snapkv.cache.read_ids import ReadIds
 from snapkv.cache.shared_budget import SharedBudget
 from snapkv.errors import (
@@ -179,6 +180,7 @@ class PromptState:
         narrowing: which tokens of the prompt do not reach all layers; None where all do.
         is_broken: whether a layer's attention has begun and not come to its end.
         shared: the budget that the layers of the prompt share whose end is being read, if any.
+        lost_votes: those of its layers that are still to be measured.
         looks_at_tokens: whether the policy is told the ids of all tokens.
     """
 
@@ -194,6 +196,7 @@ class PromptState:
     narrowing: Narrowing | None = None
     is_broken: bool = False
     shared: SharedBudget | None = None
+    lost_votes: LostVotesOfLayers = field(default_factory=LostVotesOfLayers, init=False)
 
     def __post_init__(self) -> None:
         self.looks_at_tokens = "token_ids" in self.policy.needs
@@ -236,6 +239,7 @@ class PromptState:
         self.prompt_end = self.coming_ids = self.narrowing = self.shared = None
         self.turn_start, self.verifies_drafts, self.is_broken = 0, False, False
         self.read_ids, self.ids_start = ReadIds(), 0
+        self.lost_votes = LostVotesOfLayers()
 
     def crop(self, count: int) -> None:
         """Take the last tokens back from all layers; where one refuses, none has changed."""
@@ -273,13 +277,23 @@ class PromptState:
             selection = layer.choose(prompt)
             if selection is None and once:
                 selection = Selection.whole(prompt)
-            layer.end_prompt(selection, prompt)
+            self.end_layer(layer, selection, prompt)
             return
         if self.shared is None or not prompt.depth:
             self.shared = SharedBudget(policy, prompt, once=once)
         self.shared.take(layer, prompt)
         if prompt.depth == prompt.num_layers - 1:
             self.shared = None
+
+    def end_layer(
+        self, layer: CompressedLayer, selection: Selection | None, prompt: PromptLayer
+    ) -> None:
+        """A layer keeps of a prompt what it has chosen; None for all of it."""
+        if selection is not None:
+            self.lost_votes.note(layer, selection, prompt)
+        layer.end_prompt(selection, prompt)
+        if prompt.depth == prompt.num_layers - 1:
+            self.lost_votes.measure()
 
     # Where the prompt ends.
 

@@ -4,21 +4,28 @@ Of a prompt a row keeps its N best entries, N being what the heads of all layers
 is not among the N best of the layers read so far cannot be among those of all, so it goes: at most
 2 N entries and one layer are held, and the work is linear in what was read. It is exact: of equal
 scores the earlier layer, head and position wins, whenever entries go.
+
+The entries of a row are listed layer by layer, one head after the other. So all layers are compared
+in a few operations; on a GPU those of each layer would take longer than the work that they are.
 """
 
+import itertools
 import math
 import operator
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from snapkv import ops
 from snapkv.cache.layer import CompressedLayer
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies import AcrossLayers, PromptLayer, Selection
-from snapkv.policies.across_layers import best_of_layers
-from snapkv.policies.states import LEAST_VOTES
+from snapkv.policies.across_layers import best_entries
+from snapkv.policies.states import LEAST_VOTES, VotesAtStake
 
 
 class SharedBudget:
@@ -27,9 +34,18 @@ class SharedBudget:
     def __init__(self, policy: AcrossLayers, first: PromptLayer, *, once: bool) -> None:
         self._policy, self._once = policy, once
         self._even = [policy.even_counts(first, depth) for depth in range(first.num_layers)]
+        self._seen = [0 for _ in first.keys]  # what a row keeps in the layers that were read
+        self._to_come = [
+            _sums_from(row, policy.policy.most_tokens or 0) for row in zip(*self._even, strict=True)
+        ]
+        self._rows = [_Row(first.keys.device) for _ in first.keys]
+        self._device = first.keys.device
         self._parts: list[_Part] = []
+        self._scores: list[Tensor] = []  # (B, H, T) of layers that are not listed
+        self._votes: list[VotesAtStake] = []  # of the same
         self._tokens = 0  # of all rows and heads
-        self._whole = 0  # from which layer on nothing has gone
+        self._held = 0  # slots of a row, at most
+        self._listed = 0  # of how many layers the entries are listed
 
     @torch.no_grad()
     def take(self, layer: CompressedLayer, prompt: PromptLayer) -> None:
@@ -37,119 +53,288 @@ class SharedBudget:
         if self._parts:
             self._even[prompt.depth] = self._policy.even_counts(prompt, prompt.depth)
         scores = self._policy.ranked(prompt, self._even)
-        self._parts.append(_Part.of(layer, scores, self._policy.votes_at_stake(prompt)))
-        entries = self._entries(prompt.num_layers)
+        part = _Part(layer, *scores.shape[1:])
+        self._parts.append(part)
+        self._scores.append(scores)
+        if (votes := self._policy.votes_at_stake(prompt)) is not None:
+            self._votes.append(votes)
+        entries = self._entries()
         layer.note_end(prompt, layer.columns)
-        self._tokens += scores.shape[1] * sum(prompt.row_lengths)
+        self._tokens += part.heads * sum(prompt.row_lengths)
         is_last = prompt.depth == prompt.num_layers - 1
-        held = [part.entries for part in self._parts]
-        if is_last or sum(held) > 2 * max(entries):
-            self._prune(entries, held, is_last=is_last)
+        self._held += part.slots
+        if is_last or self._held > 2 * max(entries):
+            self._prune(entries, is_last=is_last)
         if is_last:
-            for part in self._parts:
-                part.end(prompt.keys.shape[2])
+            self._end(prompt.keys.shape[2])
 
-    def _entries(self, num_layers: int) -> list[int]:
-        """B numbers: N, what a row keeps in all layers.
+    def _entries(self) -> list[int]:
+        """B numbers: N, what a row keeps in all layers, of which another one has been read.
 
         Layers to come have as many heads as the first one, or fewer, and may hold more tokens.
         """
-        heads = [part.scores.shape[1] for part in self._parts]
-        if heads[-1] > heads[0]:
+        first, heads, seen = self._parts[0].heads, self._parts[-1].heads, len(self._parts)
+        if heads > first:
             raise UnsupportedModelError(
                 "model: expected no more heads in a layer than in the first where layers share a "
-                f"budget, got {heads[0]} and {heads[-1]}; use SnapKV or AdaKV"
+                f"budget, got {first} and {heads}; use SnapKV or AdaKV"
             )
-        seen, most = len(heads), self._policy.policy.most_tokens or 0
-        to_come = [[max(count, most) for count in counts] for counts in self._even[seen:]]
-        heads += heads[:1] * (num_layers - seen)
-        rows = zip(*self._even[:seen], *to_come, strict=True)
-        return [sum(map(operator.mul, heads, counts)) for counts in rows]
+        counts = zip(self._seen, self._even[seen - 1], strict=True)
+        self._seen = [total + heads * count for total, count in counts]
+        totals = zip(self._seen, self._to_come, strict=True)
+        return [total + first * later[seen] for total, later in totals]
 
-    def _prune(self, entries: list[int], held: list[int], *, is_last: bool) -> None:
-        """Hold the best so many of each row, in the layers of which nothing has gone.
+    def _prune(self, entries: list[int], *, is_last: bool) -> None:
+        """List the best so many of each row; layers of which nothing has gone hold only these.
 
-        In the others, too, after the last one, or where all would be more than twice as many.
+        The others, too, after the last one, or where all would be more than twice as many.
         """
-        best = best_of_layers([part.scores for part in self._parts], entries)
-        counts = [stays.sum(dim=-1).flatten().to(best[0].device) for stays in best]
-        kept = torch.cat(counts).cpu()  # waited for once
-        if not self._once and int(kept.sum()) == self._tokens:
+        since, new = self._listed, self._parts[self._listed :]
+        scores = torch.cat([each.flatten(1).to(self._device) for each in self._scores], dim=1)
+        heads = [part.tokens for part in new for _ in range(part.heads)]
+        compared = [
+            row.compare(own, heads, total)
+            for row, own, total in zip(self._rows, scores, entries, strict=True)
+        ]
+        kept = torch.stack([row.before for row in compared]).tolist()  # waited for once
+        if not self._once and sum(before[-1] for before in kept) == self._tokens:
             return
-        split = torch.split(kept, [len(each) for each in counts])
-        of_parts = [own.view(stays.shape[:2]) for own, stays in zip(split, best, strict=True)]
-        left = [int(own.sum(dim=1).max()) for own in of_parts]
-        since = self._whole
-        if is_last or sum(held[:since]) + sum(left[since:]) > 2 * max(entries):
-            since = 0
-        for place in range(since, len(self._parts)):
-            self._parts[place].keep(best[place], of_parts[place], left[place], is_last=is_last)
-        self._whole = len(self._parts)
+        columns, votes = _columns(new, self._device), self._unlisted_votes(new)
+        for at, (row, found, before) in enumerate(zip(self._rows, compared, kept, strict=True)):
+            start = len(row.at)
+            for part in new:
+                part.gaps.append(start - at * part.slots * part.is_ragged)
+                start += part.slots
+            if votes is not None:
+                row.note_lost(found.best, votes[:, at], heads)
+            row.keep(found, before, columns[at], [part.heads for part in new])
+        self._listed, self._scores, self._votes = len(self._parts), [], []
+        left = [max(sum(row.counts[at]) for row in self._rows) for at in range(self._listed)]
+        older = self._held - scores.shape[1]
+        if is_last or older + sum(left[since:]) > 2 * max(entries):
+            since = older = 0
+        self._held = older + sum(left[since:])
+        self._let_go(since)
+
+    def _unlisted_votes(self, parts: "Sequence[_Part]") -> Tensor | None:
+        """(2, B, N) float32: votes of those layers, head by head, and what they are lifted to."""
+        if not self._votes:
+            return None
+        found = []
+        of_parts = zip(parts, self._votes, strict=True)
+        for tokens, group in itertools.groupby(of_parts, key=lambda each: each[0].tokens):
+            found.append(_with_lifted([votes for _, votes in group], tokens, self._device))
+        return torch.cat(found, dim=2)
+
+    def _let_go(self, since: int) -> None:
+        """The layers from there on hold nothing but what is listed."""
+        columns = self._columns_by_head(since)
+        counts = zip(*(row.counts[since:] for row in self._rows), strict=True)
+        places = zip(*(row.places(since) for row in self._rows), strict=True)
+        parts = zip(self._parts[since:], columns, counts, places, strict=True)
+        for part, own_columns, own_counts, own_places in parts:
+            part.keep(own_columns, own_counts, own_places)
+
+    def _columns_by_head(self, since: int) -> list[Tensor]:
+        """(B, H, K) int32 of each layer from there on: the columns its heads keep, behind -1.
+
+        They lie in one block of memory.
+        """
+        shapes = [
+            (len(self._rows), part.heads, max(max(row.counts[at]) for row in self._rows))
+            for at, part in enumerate(self._parts[since:], since)
+        ]
+        sizes = list(map(math.prod, shapes))
+        block = torch.full((sum(sizes),), -1, dtype=torch.int32, device=self._device)
+        for at, row in enumerate(self._rows):
+            begins = itertools.accumulate(sizes, initial=0)
+            row.put_columns(
+                block,
+                [
+                    begin + (at * heads + head + 1) * most
+                    for begin, (_, heads, most) in zip(begins, shapes, strict=False)
+                    for head in range(heads)
+                ],
+                since,
+            )
+        return [
+            each.view(shape) for each, shape in zip(torch.split(block, sizes), shapes, strict=True)
+        ]
+
+    def _end(self, prompt_tokens: int) -> None:
+        """Store as it is done behind a prompt of so many tokens, and note what was lost."""
+        for part in self._parts:
+            layer = part.layer
+            layer.finalize(prompt_tokens if layer.slots.kept is None else layer.slots.chosen_slots)
+        if not len(self._rows[0].lost):  # or there are no votes
+            return
+        mass = torch.stack([row.lost / row.votes_sum.clamp(min=LEAST_VOTES) for row in self._rows])
+        peak = torch.stack([row.peak for row in self._rows])
+        heads = [part.heads for part in self._parts]
+        lost = zip(torch.split(mass, heads, 1), torch.split(peak, heads, 1), strict=True)
+        for part, (own, highest) in zip(self._parts, lost, strict=True):
+            state, device = part.layer.state, part.layer.keys.device
+            part.layer.state = replace(
+                state, lost_mass=own.to(device), lost_peak=highest.to(device)
+            )
 
 
-@dataclass(kw_only=True)
+@dataclass
 class _Part:
-    """What one layer holds so far.
+    """One layer of the prompt, whose heads hold so many tokens each, `slots` together.
 
     Attributes:
-        scores: (B, H, K) float32, of each of its slots; minus infinity where one holds no token.
-        votes: (2, B, H, K) float32, see `snapkv.policies.states.VotesAtStake`; None without votes.
-        all_votes: (B, H) float32, the sum of the prompt's.
-        lost, peak: (B, H) float32, the sum of those that were dropped, and the highest lifted one.
-        entries: slots of a row that hold a token, at most.
+        gaps: how far each row's entries stand before their places in the list, in the store.
     """
 
     layer: CompressedLayer
-    scores: Tensor
-    votes: Tensor | None
-    all_votes: Tensor
-    lost: Tensor
-    peak: Tensor
-    entries: int
+    heads: int
+    tokens: int
+    gaps: list[int] = field(default_factory=list)
 
-    @classmethod
-    def of(
-        cls, layer: CompressedLayer, scores: Tensor, votes: tuple[Tensor, Tensor] | None
-    ) -> "_Part":
-        """The whole layer."""
-        none, held = scores.new_zeros(scores.shape[:2]), None
-        if votes is not None:
-            held = F.pad(torch.stack(votes), (0, scores.shape[2] - votes[0].shape[2]))
-        all_votes = none if held is None else held[0].sum(dim=-1)
-        return cls(
-            layer=layer,
-            scores=scores,
-            votes=held,
-            all_votes=all_votes,
-            lost=none,
-            peak=none,
-            entries=scores.shape[1] * scores.shape[2],
-        )
+    def __post_init__(self) -> None:
+        self.slots, self.is_ragged = self.heads * self.tokens, self.heads > 1
 
-    def keep(self, stays: Tensor, counts: Tensor, entries: int, *, is_last: bool) -> None:
-        """Hold only some slots, (B, H, K) bool, so many of each head, (B, H), not on the device.
+    def keep(
+        self,
+        columns: Tensor,
+        counts: Sequence[list[int]],
+        places: Sequence[tuple[int, Tensor]],
+    ) -> None:
+        """Hold only what stands at some places of each row's list, so many slots of each head.
 
-        After the last layer nobody asks for their scores any more.
+        `columns` are theirs, (B, H, K); each row's stand in its list from another place on now.
         """
-        selection = Selection.of_mask(stays, counts, per_head_budget=stays.shape[1] > 1)
-        self.entries = entries
-        self.layer.keep(selection, self.layer.columns)
-        if self.votes is not None:
-            dropped = self.votes.masked_fill(stays, 0.0)
-            self.lost = self.lost + dropped[0].sum(dim=-1)
-            self.peak = self.peak.maximum(dropped[1].amax(dim=-1))
-        if is_last:
-            return
-        slots, none = selection.keep_indices.clamp(min=0), selection.keep_indices < 0
-        if self.votes is not None:
-            of_both = slots.expand(2, *slots.shape)
-            self.votes = self.votes.gather(-1, of_both).masked_fill_(none, 0.0)
-        self.scores = self.scores.gather(-1, slots).masked_fill_(none, -math.inf)
+        layer, own = self.layer, list(map(sum, counts))
+        slots = [each - gap for gap, (_, each) in zip(self.gaps, places, strict=True)]
+        if self.is_ragged:
+            rows = slots[0] if len(slots) == 1 else torch.cat(slots)
+            layer.keep_rows(rows, tuple(map(tuple, counts)), columns)
+            firsts = [0, *itertools.accumulate(own)]
+        else:
+            firsts = [columns.shape[-1] - count for count in own]
+            padded = [
+                F.pad(row, (empty, 0), value=-1) for row, empty in zip(slots, firsts, strict=True)
+            ]
+            selection = Selection(
+                keep_indices=torch.stack(padded)[:, None].to(layer.keys.device),
+                prompt_tokens=layer.store.slots,
+                padding_slots=ops.on_device(firsts, layer.keys.device),
+            )
+            layer.keep(selection, layer.columns)
+        self.gaps = [start - first for (start, _), first in zip(places, firsts, strict=False)]
 
-    def end(self, prompt_tokens: int) -> None:
-        """Note what was lost, and store as it is done behind a prompt of so many tokens."""
-        layer = self.layer
-        layer.finalize(prompt_tokens if layer.slots.kept is None else layer.slots.chosen_slots)
-        if self.votes is not None and layer.slots.is_compressed:
-            mass = self.lost / self.all_votes.clamp(min=LEAST_VOTES)
-            layer.state = replace(layer.state, lost_mass=mass, lost_peak=self.peak)
+
+class _Compared(NamedTuple):
+    """Scores of a row's entries, those not listed before behind the others, and which are best.
+
+    `before` are (S + 1,) int64: how many of the best stand before each head, and in all.
+    """
+
+    scores: Tensor
+    best: Tensor
+    before: Tensor
+
+
+class _Row:
+    """The entries of one row of the batch that may be among its best, M of S heads.
+
+    Attributes:
+        counts: how many of them each head has, layer by layer.
+        scores: (M,) float32.
+        columns: (M,) int32.
+        at: (M,) int64, where in the list each stood when its layer let go of others.
+        votes: (2, M) float32, its votes and what these are lifted to, see `VotesAtStake`.
+        votes_sum, lost, peak: (S,) float32, of the prompt's votes on each head the sum, that of
+            those dropped, and the highest that a dropped entry is lifted to.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        none = torch.empty(0, dtype=torch.float32, device=device)
+        self.counts: list[list[int]] = []
+        self.scores, self.columns, self.at = none, none.int(), none.long()
+        self.votes, self.votes_sum, self.lost, self.peak = none.expand(2, -1), none, none, none
+
+    def compare(self, scores: Tensor, heads: list[int], total: int) -> _Compared:
+        """Which are the best so many, where there are more, of heads with so many each."""
+        scores = torch.cat([self.scores, scores])
+        best = best_entries(scores[None], [total])[0]
+        ends = itertools.accumulate([*itertools.chain(*self.counts), *heads], initial=0)
+        before = F.pad(best.cumsum(0), (1, 0))[ops.on_device(list(ends), scores.device)]
+        return _Compared(scores, best, before)
+
+    def note_lost(self, best: Tensor, votes: Tensor, heads: list[int]) -> None:
+        """Count the (2, N) votes of entries that were not listed, and of all those not best."""
+        counts = [*itertools.chain(*self.counts), *heads]
+        sizes = ops.on_device(counts, best.device)
+        of_head = torch.repeat_interleave(sizes, output_size=sum(counts))
+        before, self.votes = self.votes.shape[1], torch.cat([self.votes, votes], dim=1)
+        sums = F.pad(torch.stack([self.votes_sum, self.lost, self.peak]), (0, len(heads)))
+        dropped = self.votes.masked_fill(best, 0.0)
+        self.votes_sum = sums[0].index_add(0, of_head[before:], votes[0])
+        self.lost = sums[1].index_add(0, of_head, dropped[0])
+        self.peak = sums[2].scatter_reduce(0, of_head, dropped[1], "amax")
+
+    def keep(
+        self, compared: _Compared, before: list[int], columns: Tensor, heads: list[int]
+    ) -> None:
+        """List only the best; new layers, of so many heads, have these (N,) columns.
+
+        `before` are the numbers of `compared`.
+        """
+        chosen, old = compared.best.nonzero()[:, 0], before[sum(map(len, self.counts))]
+        self.scores = compared.scores[chosen]
+        self.columns = torch.cat([self.columns, columns])[chosen]
+        self.at = torch.cat([self.at[chosen[:old]], chosen[old:]])
+        if self.votes.shape[1]:
+            self.votes = self.votes[:, chosen]
+        each = map(operator.sub, before[1:], before)
+        layers = [*map(len, self.counts), *heads]
+        self.counts = [list(itertools.islice(each, count)) for count in layers]
+
+    def places(self, since: int) -> list[tuple[int, Tensor]]:
+        """Where each layer from there on begins in the list, and `at` of its entries until now."""
+        sizes = list(map(sum, self.counts[since:]))
+        begin = len(self.at) - sum(sizes)
+        before = torch.split(self.at[begin:], sizes)
+        now = torch.arange(begin, len(self.at), device=self.at.device)
+        self.at = torch.cat([self.at[:begin], now])
+        return list(zip(itertools.accumulate(sizes, initial=begin), before, strict=False))
+
+    def put_columns(self, block: Tensor, ends: list[int], since: int) -> None:
+        """Write those of each head of the layers from there on into a block, up to its end."""
+        counts = list(itertools.chain(*self.counts[since:]))
+        gaps = list(map(operator.sub, ends, itertools.accumulate(counts)))
+        sizes, gap = ops.on_device([counts, gaps], block.device)
+        begin = len(self.columns) - sum(counts)
+        places = gap.repeat_interleave(sizes, output_size=sum(counts))
+        places += torch.arange(len(places), device=block.device)
+        block[places] = self.columns[begin:]
+
+
+def _sums_from(counts: Sequence[int], least: int) -> list[int]:
+    """Of each number the sum from it on, with those of less as that many, and 0 at the end."""
+    from_last = [max(count, least) for count in reversed(counts)]
+    return [*itertools.accumulate(from_last, initial=0)][::-1]
+
+
+def _columns(parts: Sequence[_Part], device: torch.device) -> Tensor:
+    """(B, N) int32: the columns of all slots of layers that hold a prompt, head by head."""
+    rows, tokens = len(parts[0].layer.keys), {part.tokens for part in parts}
+    if len(tokens) == 1 and all(part.layer.slots.kept is None for part in parts):
+        slots = torch.arange(*tokens, dtype=torch.int32, device=device)
+        return slots.repeat(sum(part.heads for part in parts)).expand(rows, -1)
+    found = []
+    for part in parts:
+        layer = part.layer
+        slots = torch.arange(part.tokens, device=layer.keys.device).expand(rows, part.heads, -1)
+        columns = layer.slots.columns_of(slots, layer.store)
+        found.append(columns.flatten(1).to(device, torch.int32))
+    return torch.cat(found, dim=1)
+
+
+def _with_lifted(several: Sequence[VotesAtStake], tokens: int, device: torch.device) -> Tensor:
+    """(2, B, N) float32: votes on layers of so many tokens, head by head, and lifted ones."""
+    votes = VotesAtStake.joined(several, 1)
+    both = torch.stack([votes.votes, votes.lifted()])
+    return F.pad(both, (0, tokens - both.shape[-1])).flatten(2).to(device)

@@ -205,10 +205,12 @@ def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
     selection = layer.choose(prompt)
     context.check.require_numbers(prompt)
     if selection is not None:
-        layer.end_prompt(selection, prompt)
-    else:
-        layer.look_back(call.query)
-        layer.encode(prompt.keys.shape[2])
+        context.prompt_state.end_layer(layer, selection, prompt)
+        return attended
+    layer.look_back(call.query)
+    layer.encode(prompt.keys.shape[2])
+    if prompt.depth == prompt.num_layers - 1:
+        context.prompt_state.lost_votes.measure()
     return attended
 
 

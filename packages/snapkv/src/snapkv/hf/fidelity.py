@@ -29,11 +29,13 @@ _MOST_ROUNDING = 100.0  # where scores err by more, anything is explained
 class Doubt:
     """How far a layer's attention is from what the votes take it for.
 
-    `found` holds three float32 numbers on the layer's device: the norm of the difference between
-    both outputs, that of the expected one, and the largest score of the query.
+    Attributes:
+        norms: (2,) float32, of the difference between both outputs, and of the expected one.
+        largest: () float32, the largest score of the query.
     """
 
-    found: Tensor
+    norms: Tensor
+    largest: Tensor
     tolerance: float  # what the dtype explains of the relative difference
     epsilon: float  # how far scores are rounded, relative to their size
     attention: str
@@ -89,9 +91,9 @@ def doubt_scores(
         return None
     scores = _last_query_scores(layer)
     largest, expected = torch.linalg.vector_norm(scores, math.inf), _attend(layer, scores)
-    difference = expected - output.float()
     return Doubt(
-        found=torch.stack([difference.norm(), expected.norm(), largest]),
+        norms=torch.stack([expected - output, expected]).flatten(1).norm(dim=-1),
+        largest=largest,
         tolerance=_TOLERANCE.get(output.dtype, _LOW_PRECISION_TOLERANCE),
         epsilon=_epsilon(output, rounds_scores),
         attention=type(module).__name__,
@@ -106,8 +108,10 @@ def require_faithful(doubts: Sequence[Doubt]) -> None:
     """
     if not doubts:
         return
-    device = doubts[-1].found.device
-    found = torch.stack([doubt.found.to(device) for doubt in doubts]).tolist()
+    device = doubts[-1].largest.device
+    norms = torch.stack([doubt.norms.to(device) for doubt in doubts])
+    largest = torch.stack([doubt.largest.to(device) for doubt in doubts])
+    found = torch.cat([norms, largest[:, None]], dim=-1).tolist()
     for doubt, (difference, size, largest) in zip(doubts, found, strict=True):
         difference /= max(size, _SMALLEST)
         explained = doubt.tolerance + math.expm1(min(doubt.epsilon * largest, _MOST_ROUNDING))

@@ -163,12 +163,16 @@ def in_blocks(ranked: Tensor, block_tokens: int) -> Tensor:
 
 
 def best_of_layers(ranked: Sequence[Tensor], totals: Sequence[int]) -> list[Tensor]:
-    """Which of the (B, H, K) scores of each layer are among the best so many of their row.
+    """Which of the (B, H, K) scores of each layer are among the best so many of their row."""
+    device, sizes = ranked[0].device, [scores[0].numel() for scores in ranked]
+    scores = torch.cat([each.flatten(1).to(device) for each in ranked], dim=1)
+    parts = torch.split(best_entries(scores, totals), sizes, dim=1)
+    return [part.view_as(of).to(of.device) for part, of in zip(parts, ranked, strict=True)]
+
+
+def best_entries(scores: Tensor, totals: Sequence[int]) -> Tensor:
+    """Which (B, N) scores, those of layer after layer, are among the best so many of their row.
 
     Of equal ones the earlier layer, head and place wins; minus infinity never does.
     """
-    device, sizes = ranked[0].device, [scores[0].numel() for scores in ranked]
-    scores = torch.cat([each.flatten(1).to(device) for each in ranked], dim=1)
-    best = ops.best_of(scores[:, None], totals)[:, 0] & (scores > -math.inf)
-    parts = torch.split(best, sizes, dim=1)
-    return [part.view_as(of).to(of.device) for part, of in zip(parts, ranked, strict=True)]
+    return ops.best_of(scores[:, None], totals)[:, 0] & (scores > -math.inf)

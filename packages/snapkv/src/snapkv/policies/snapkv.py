@@ -201,14 +201,12 @@ class SnapKV(PrefixPolicy):
 
     @torch.no_grad()
     def votes_at_stake(self, layer: PromptLayer) -> VotesAtStake:
-        """The votes, and as shares of the window's attention, lifted by those before them.
-
-        Sums over the window, whatever `window_reduce` makes of them.
-        """
-        votes = self.votes(layer)
-        others = ops.fill_first(votes, FADING_SINKS, 0.0, layer.pad_tokens)
-        lifted = ops.fade_votes(others, DEFAULT_DECAY)
-        return votes, lifted / (layer.queries.shape[2] * self._heads_summed(layer))
+        """Sums over the window, whatever `window_reduce` makes of them."""
+        return VotesAtStake(
+            votes=self.votes(layer),
+            weights=layer.queries.shape[2] * self._heads_summed(layer),
+            pad_tokens=layer.pad_tokens,
+        )
 
     def summed_weights(self, layer: PromptLayer) -> int:
         """One of every query that votes; of every head of a group too where these are summed."""

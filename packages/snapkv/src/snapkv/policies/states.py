@@ -1,7 +1,7 @@
 """What a policy sees of one layer, and what it answers."""
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from snapkv import ops
 from snapkv.ops import Implementation, ScoreOptions, TokenCost
+from snapkv.validation import DEFAULT_DECAY, FADING_SINKS
 
 _Found = TypeVar("_Found")
 
@@ -174,14 +175,12 @@ class Selection:
         return cls.of(layer, every.expand(layer.keys.shape[0], layer.num_kv_heads, -1))
 
     @classmethod
-    def of_mask(
-        cls, kept: Tensor, counts: Tensor | None = None, *, per_head_budget: bool, **noted: Any
-    ) -> Self:
+    def of_mask(cls, kept: Tensor, *, per_head_budget: bool, **noted: Any) -> Self:
         """What a mask keeps, (B, H, T) bool; the same number in all heads, or heads their own.
 
-        A GPU is waited for where `counts`, (B, H), of what each head keeps are not given.
+        A GPU is waited for.
         """
-        counts = kept.sum(dim=-1).cpu() if counts is None else counts
+        counts = kept.sum(dim=-1).cpu()
         noted |= {"prompt_tokens": kept.shape[-1], "per_head_budget": per_head_budget}
         return cls.of_counts(ops.kept_indices(kept, int(counts.max())), counts, **noted)
 
@@ -198,9 +197,33 @@ class Selection:
         return cls(keep_indices=keep_indices, **noted)
 
 
-VotesAtStake = tuple[Tensor, Tensor]
-"""Both (B, H, P) float32: the votes of the window, and as shares of its attention, lifted by those
-before them."""
+@dataclass(frozen=True, kw_only=True)
+class VotesAtStake:
+    """Votes of the window on its prefix, which a choice may drop.
+
+    Attributes:
+        votes: (B, H, P) float32, each the sum of so many `weights` of attention.
+        pad_tokens: (B,) leading pads of each row, or None.
+    """
+
+    votes: Tensor
+    weights: int
+    pad_tokens: Tensor | None = None
+
+    @classmethod
+    def joined(cls, several: "Sequence[VotesAtStake]", axis: int) -> Self:
+        """Those of layers, which differ in votes alone, side by side as rows or as heads."""
+        device, pads = several[0].votes.device, several[0].pad_tokens
+        votes = torch.cat([each.votes.to(device) for each in several], axis)
+        if pads is not None and not axis:
+            pads = torch.cat([each.pad_tokens for each in several])  # type: ignore[misc] # all have
+        return cls(votes=votes, weights=several[0].weights, pad_tokens=pads)
+
+    def lifted(self) -> Tensor:
+        """As shares of the window's attention, lifted by those before them: (B, H, P) float32."""
+        others = ops.fill_first(self.votes, FADING_SINKS, 0.0, self.pad_tokens)
+        return ops.fade_votes(others, DEFAULT_DECAY) / self.weights
+
 
 LEAST_VOTES = torch.finfo(torch.float32).tiny
 
@@ -220,9 +243,14 @@ class LostVotes:
     peak: Tensor
 
     @classmethod
-    def of(cls, votes: Tensor, lifted: Tensor, selection: Selection) -> "LostVotes":
-        """Measured on votes and, after fading, shares, both (B, H, P), and on what was kept."""
-        keep_indices, slots = selection.keep_indices, selection.prompt_tokens + 1
+    def of(
+        cls, votes: Tensor, lifted: Tensor, keep_indices: Tensor, prompt_tokens: int
+    ) -> "LostVotes":
+        """Measured on votes and, after fading, shares, both (B, H, P), and on what was kept.
+
+        `keep_indices` and `prompt_tokens` are those of a `Selection`.
+        """
+        slots = prompt_tokens + 1
         P, shared = votes.shape[-1], votes.shape[1] // keep_indices.shape[1]
         if shared > 1:  # every query head has votes of its own
             keep_indices = keep_indices.repeat_interleave(shared, dim=1)

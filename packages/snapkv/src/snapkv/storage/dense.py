@@ -53,6 +53,9 @@ class DenseStore(TokenStore):
         self.tail.hold(*ops.gather_pair(*self.tail.written, indices))
         return self
 
+    def keep_rows(self, rows: Tensor, counts: Counts) -> TokenStore:
+        return RaggedStore.of_rows(self, rows, counts, in_place=self.tail.in_place)
+
     def only(self, stays: Tensor) -> TokenStore:
         """Hold some slots; ragged where heads of a row differ in how many.
 

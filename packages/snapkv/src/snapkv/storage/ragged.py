@@ -56,9 +56,14 @@ class RaggedStates(HeadStates):
         """Copy of flat states those at (B, H, K) rows that are tokens, the last ones of a head."""
         heads = zip(rows.flatten(0, 1), itertools.chain(*counts), strict=True)
         where = torch.cat([head[len(head) - count :] for head, count in heads])
+        return cls.at_rows(keys, values, where, counts)
+
+    @classmethod
+    def at_rows(cls, keys: Tensor, values: Tensor, rows: Tensor, counts: Counts) -> "RaggedStates":
+        """Copy (N,) rows of flat states, so many of each head."""
         return cls(
-            keys=keys.index_select(0, where),
-            values=values.index_select(0, where),
+            keys=keys.index_select(0, rows),
+            values=values.index_select(0, rows),
             head_tokens=counts,
         )
 
@@ -237,13 +242,31 @@ class RaggedStore(TokenStore):
             counts: as in `RaggedStates.gather`.
             in_place: as in `DenseStore`.
         """
-        whole_keys, whole_values = store.keys, store.values
-        repeats = indices.shape[1] // whole_keys.shape[1]
+        states = RaggedStates.gather(store.keys, store.values, indices, counts)
+        return cls._with_tail_of(store, states, tokens, in_place=in_place)
+
+    @classmethod
+    def of_rows(
+        cls, store: TokenStore, rows: Tensor, counts: Counts, *, in_place: bool = True
+    ) -> "RaggedStore":
+        """As `TokenStore.keep_rows`, of a store whose heads hold as many tokens each."""
+        tokens, repeats = store.slots, len(counts[0]) // store.keys.shape[1]
+        if repeats > 1:
+            rows = rows // (tokens * repeats) * tokens + rows % tokens
+        flat = store.keys.flatten(0, 2), store.values.flatten(0, 2)
+        states = RaggedStates.at_rows(*flat, rows, counts)
+        return cls._with_tail_of(store, states, tokens, in_place=in_place)
+
+    @classmethod
+    def _with_tail_of(
+        cls, store: TokenStore, states: RaggedStates, tokens: int, *, in_place: bool
+    ) -> "RaggedStore":
+        """What heads hold, and after it what stands behind so many tokens of a store."""
+        repeats = len(states.head_tokens[0]) // store.keys.shape[1]
         keys, values = [
-            states[..., tokens:, :].repeat_interleave(repeats, dim=1)  # a copy, no view
-            for states in (whole_keys, whole_values)
+            whole[..., tokens:, :].repeat_interleave(repeats, dim=1)  # a copy, no view
+            for whole in (store.keys, store.values)
         ]
-        states = RaggedStates.gather(whole_keys, whole_values, indices, counts)
         heads = store.num_kv_heads
         return cls(states=states, keys=keys, values=values, num_kv_heads=heads, in_place=in_place)
 
@@ -276,6 +299,11 @@ class RaggedStore(TokenStore):
         """Keep some of what the heads keep; the tail comes after those slots, or is absorbed."""
         assert tokens == self.unmasked_slots
         self.ragged = self.heads().keep(indices, counts)
+        return self
+
+    def keep_rows(self, rows: Tensor, counts: Counts) -> TokenStore:
+        heads = self.heads()
+        self.ragged = RaggedStates.at_rows(heads.keys, heads.values, rows, counts)
         return self
 
     def only(self, stays: Tensor) -> TokenStore:
