@@ -1,6 +1,5 @@
 """What to pass to vLLM so that it compresses prompts, and its OpenAI-compatible server."""
 
-import contextlib
 import json
 import os
 import shlex
@@ -15,7 +14,7 @@ from snapkv_vllm.compatibility import require_compatible
 from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.limits import Limits
 from snapkv_vllm.names import wrong
-from snapkv_vllm.plugin import METRICS, metrics_folder
+from snapkv_vllm.plugin import METRICS, metrics_folder, users_folder
 from snapkv_vllm.settings import ServingSettings
 from snapkv_vllm.versions import require_supported_version
 
@@ -150,7 +149,7 @@ def serve(
         MissingDependencyError: no vLLM, or one that is too old.
     """
     require_supported_version()
-    with contextlib.nullcontext() if METRICS in os.environ else metrics_folder():
+    with users_folder() if METRICS in os.environ else metrics_folder():
         _run(model, settings, options, name or model)
 
 
