@@ -75,7 +75,7 @@ class _CompressingScheduler(Scheduler):
             self._require_blocks(request)
         except SnapKVError as error:  # front ends answer 400; one of another make did not ask
             logger.error("Request %s is refused: %s", request.request_id, error)
-            self.grammar_compile_error_reqs.add(request.request_id)  # ended in the next step
+            self.encoder_cache_mismatch_reqs.add(request.request_id)  # ended in the next step
         super().add_request(request)
 
     def _plan_of(self, request: Any) -> RequestPlan:
