@@ -161,6 +161,8 @@ class _CompressingScheduler(Scheduler):
         if self._sessions is not None:
             registered = self._sessions.request_ends(request) or registered
         _, of_encoder = super()._free_request(request, *args, **kwargs)
+        if self._sessions is not None:
+            self._sessions.count()
         self._plans.pop(request.request_id, None)
         return registered, of_encoder
 

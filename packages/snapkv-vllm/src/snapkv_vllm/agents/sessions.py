@@ -11,7 +11,7 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -279,20 +279,18 @@ class HeldSessions:
 
     def waits(self, request_id: str) -> None:
         """A request finds no blocks though every history that is idle has given its own back."""
-        pinned = self._pinned_blocks(but=request_id)
+        pinned = self._unread_blocks(one for one in self._held if one.requests - {request_id})
         if pinned and request_id not in self._waiting:
             self._waiting.add(request_id)
             self._metrics.waits()
             said = "Request %s waits for blocks; histories of sessions in use pin %s"
             _logger.info(said, request_id, pinned)
 
-    def _pinned_blocks(self, *, but: str = "") -> int:
-        """Blocks that nobody holds but histories that requests, other than one, begin with."""
-        used = [one for one in self._held if one.requests - {but}]
-        return sum(
-            manager.blocks_without_request(one.blocks[group] for one in used)
-            for group, manager in enumerate(self._managers)
-        )
+    def _unread_blocks(self, histories: Iterable[History]) -> int:
+        """Blocks of histories that no request holds."""
+        of_groups = zip(*(one.blocks for one in histories), strict=True)
+        kept = zip(self._managers, of_groups, strict=False)
+        return sum(manager.blocks_without_request(blocks) for manager, blocks in kept)
 
     # What a front end asks.
 
@@ -326,7 +324,7 @@ class HeldSessions:
         if not requests:
             for one in own:
                 self._forget(one)
-            self._count()
+            self.count()
         return {"histories": len(own), "requests": requests}
 
     # Of requests that end.
@@ -360,7 +358,6 @@ class HeldSessions:
                 self._forget(one)
         elif turn.first_block is not None:
             self._forgotten.append(turn.first_block)
-        self._count()
 
     def _made(self, turn: _Turn, request: Any) -> History | None:
         """The history that a request leaves, still without blocks; None where it leaves none."""
@@ -417,7 +414,7 @@ class HeldSessions:
         idle = next((one for one in self._held if not one.requests), None)
         if idle is not None:
             self._drop(idle)
-            self._count()
+            self.count()
         return idle is not None
 
     def _drop(self, history: History) -> None:
@@ -428,7 +425,7 @@ class HeldSessions:
         """Forget all histories that no request begins with."""
         for one in [one for one in self._held if not one.requests]:
             self._forget(one)
-        self._count()
+        self.count()
 
     def _forget(self, history: History) -> None:
         self._held.remove(history)
@@ -436,20 +433,14 @@ class HeldSessions:
         for manager, blocks in zip(self._managers, history.blocks, strict=True):
             manager.give_up(blocks)
 
-    def _count(self) -> None:
+    def count(self) -> None:
+        """Tell what is held, once a request that has ended has given its blocks up."""
         blocks = sum(one.block_count(self._sizes) for one in self._held)
-        idle = {
-            (group, block.block_id)
-            for one in self._held
-            if not one.requests
-            for group, of_group in enumerate(one.blocks)
-            for block in of_group
-        }
         self._metrics.standing(
             len(self._held),
             blocks * self._block_bytes,
-            idle=len(idle),
-            pinned=self._pinned_blocks(),
+            idle=self._unread_blocks(one for one in self._held if not one.requests),
+            pinned=self._unread_blocks(one for one in self._held if one.requests),
         )
 
 
