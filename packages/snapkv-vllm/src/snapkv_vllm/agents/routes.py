@@ -14,10 +14,12 @@ PATH = "/v1/snapkv/sessions"
 
 
 def router(client: Any) -> APIRouter:
-    """Routes that ask all engines of vLLM's client, of the sessions of whoever calls them."""
+    """Routes that ask every engine of vLLM's client about the sessions of one tenant."""
+    config = client.vllm_config.parallel_config
+    only_local, size = config.local_engines_only, config.data_parallel_size
+    engines = range(config.data_parallel_size_local if only_local else size)
 
     async def asked(own: dict[str, Any]) -> list[dict[str, Any]]:
-        engines = range(client.vllm_config.parallel_config.data_parallel_size)
         answers = [await told(client, [0], own, data_parallel_rank=rank) for rank in engines]
         return [one for one in answers if one is not None]
 

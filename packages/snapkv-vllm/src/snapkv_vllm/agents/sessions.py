@@ -283,6 +283,7 @@ class HeldSessions:
         if pinned and request_id not in self._waiting:
             self._waiting.add(request_id)
             self._metrics.waits()
+            self.count()
             said = "Request %s waits for blocks; histories of sessions in use pin %s"
             _logger.info(said, request_id, pinned)
 
