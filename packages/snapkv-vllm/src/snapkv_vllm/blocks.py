@@ -1,7 +1,7 @@
 """Frees blocks of compressed requests: vLLM's manager for full attention, with fewer tokens."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -159,6 +159,11 @@ class CompressedManager(FullAttentionManager):
         """Free what `keep_for_others` has kept, or `take_for_others` taken."""
         self._reusable -= Counter(_ids(blocks))
         self.block_pool.free_blocks(reversed(blocks))
+
+    def blocks_without_request(self, kept: Iterable[Sequence[KVCacheBlock]]) -> int:
+        """How many of the blocks that `keep_for_others` has kept no request holds."""
+        blocks = {block.block_id: block for of_one in kept for block in of_one}
+        return sum(one.ref_cnt <= self._reusable[number] for number, one in blocks.items())
 
     def copies(self, request_id: str, blocks: Sequence[KVCacheBlock], reused_tokens: int) -> Move:
         """Where a request that reuses the first of these blocks has copies of the others."""

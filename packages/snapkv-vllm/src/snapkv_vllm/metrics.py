@@ -139,9 +139,16 @@ def _session_series() -> dict[str, Any]:
     went_on = "Requests that reused the stored history of their session."
     not_read = "Tokens of histories that requests did not recompute."
     dropped = "Histories evicted, least recently used first, to free blocks."
+    blocks = "Blocks that histories hold: idle ones are given to requests that wait for blocks, "
+    blocks += "pinned ones stay for requests that have begun with them, or are to."
+    waits = "Requests that waited for blocks while histories pinned some."
     return {
         "histories": Gauge("snapkv:session_histories", "Stored histories of sessions.", **now),
         "bytes": Gauge("snapkv:session_bytes", "Bytes of the cache that they take.", **now),
+        "blocks": Gauge(
+            "snapkv:session_blocks", blocks, (*_LABELS, "state"), multiprocess_mode="livesum"
+        ),
+        "waits": Counter("snapkv:session_waits", waits, _LABELS),
         "requests": Counter("snapkv:session_requests", went_on, _LABELS),
         "not_read": Counter("snapkv:session_tokens_not_read", not_read, _LABELS),
         "dropped": Counter("snapkv:session_histories_dropped", dropped, _LABELS),
@@ -152,12 +159,20 @@ class SessionMetrics:
     """Counts histories of sessions, in the process of their engine."""
 
     def __init__(self, vllm_config: Any) -> None:
-        labels = _labels(vllm_config)
-        self._series = {name: one.labels(*labels) for name, one in _session_series().items()}
+        labels, series = _labels(vllm_config), dict(_session_series())
+        blocks = series.pop("blocks")
+        self._series = {name: one.labels(*labels) for name, one in series.items()}
+        self._idle, self._pinned = (blocks.labels(*labels, one) for one in ("idle", "pinned"))
 
-    def standing(self, histories: int, held_bytes: int) -> None:
+    def standing(self, histories: int, held_bytes: int, *, idle: int, pinned: int) -> None:
+        """Set what there is: histories, their bytes, and their blocks by state."""
         self._series["histories"].set(histories)
         self._series["bytes"].set(held_bytes)
+        self._idle.set(idle)
+        self._pinned.set(pinned)
+
+    def waits(self) -> None:
+        self._series["waits"].inc()
 
     def went_on(self, tokens_not_read: int) -> None:
         self._series["requests"].inc()

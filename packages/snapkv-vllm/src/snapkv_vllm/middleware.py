@@ -2,7 +2,8 @@
 
 For vLLM's own ``--middleware snapkv_vllm.middleware.SettingsCheck``; `snapkv serve` passes it.
 vLLM itself looks at `extra_args` only when the engine is asked, and by then a streamed response has
-begun with status 200. On a server that shares documents, it also knows whose a request is.
+begun with status 200. It also knows whose a request is: what one API key's requests leave in the
+cache is found by requests of the same key alone.
 """
 
 import json
@@ -18,11 +19,13 @@ from snapkv_vllm.agents.front import (
     resolve_spans,
     saying_what_was_applied,
 )
-from snapkv_vllm.documents.catalogue import EVERYBODY, PATH, tenant_of
-from snapkv_vllm.documents.front import FrontEnd, has_keys
+from snapkv_vllm.agents.routes import router
+from snapkv_vllm.documents.catalogue import PATH
+from snapkv_vllm.documents.front import FrontEnd
 from snapkv_vllm.plugin import end_with_parent
 from snapkv_vllm.settings import ServingSettings
 from snapkv_vllm.streams import FirstEvent, Message, Send
+from snapkv_vllm.tenants import EVERYBODY, answering, has_keys, keep_prefixes_apart, tenant_of
 
 _Receive = Callable[[], Awaitable[Message]]
 _App = Callable[[Message, _Receive, Send], Awaitable[None]]
@@ -52,28 +55,39 @@ class SettingsCheck:
     async def __call__(self, scope: Message, receive: _Receive, send: Send) -> None:
         """Answer one request, or the server's start, which is the first to come."""
         settings = self._settings_of(scope)
-        if scope["type"] != "http" or scope["method"] != "POST":
-            await self._app(scope, receive, send)
-            return
+        has_owner = self._has_keys and "headers" in scope
+        with answering(tenant_of(scope["headers"]) if has_owner else EVERYBODY):
+            if scope["type"] == "http" and scope["method"] == "POST":
+                await self._checked(scope, settings, receive, send)
+            else:
+                await self._app(scope, receive, send)
+
+    async def _checked(
+        self, scope: Message, settings: ServingSettings, receive: _Receive, send: Send
+    ) -> None:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         checking = _checking(receive, settings, path)
-        tenant = tenant_of(scope["headers"]) if self._has_keys else EVERYBODY
-        with saying_what_was_applied(tenant, send) as send_and_say:
+        with saying_what_was_applied(send) as send_and_say:
             if self._documents is None:
                 await self._app(scope, checking, FirstEvent(send_and_say))
                 return
-            async with self._documents.visit(scope, send_and_say) as send_and_count:
+            async with self._documents.visit(send_and_say) as send_and_count:
                 await self._app(scope, checking, FirstEvent(send_and_count))
 
     def _settings_of(self, scope: Message) -> ServingSettings:
         if self._settings is None:
-            config = scope["app"].state.args.additional_config
-            self._settings = ServingSettings.from_config(config or {})
-            holds = self._settings.sessions is not None
-            self._has_keys = holds and has_keys(scope["app"].state.args)
-            resolve_spans(scope["app"].state, self._settings)
-            if self._settings.sharing is not None:
-                self._documents = FrontEnd(scope["app"], self._settings)
+            app = scope["app"]
+            state = app.state
+            self._settings = ServingSettings.from_config(state.args.additional_config or {})
+            self._has_keys = has_keys(state.args)
+            resolve_spans(state, self._settings)
+            sharing = self._settings.sharing
+            if sharing is None or not sharing.across_keys:
+                keep_prefixes_apart(state)
+            if sharing is not None:
+                self._documents = FrontEnd(app, self._settings)
+            if self._settings.sessions is not None:
+                app.include_router(router(state.engine_client))
         return self._settings
 
 

@@ -52,6 +52,27 @@ def metrics_folder() -> Iterator[None]:
                 del os.environ[name]
 
 
+@contextlib.contextmanager
+def users_folder() -> Iterator[None]:
+    """Hold the folder that the user has named, in which the counts of two servers would add up."""
+    import fcntl
+
+    from snapkv_vllm.names import wrong
+
+    folder = os.environ[METRICS]
+    os.makedirs(folder, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            alone, got = "a folder of this server alone", f"'{folder}', which another one uses"
+            raise wrong(METRICS, alone, got, "leave it out, or name another folder") from None
+        yield
+    finally:
+        os.close(handle)
+
+
 def own_folder() -> Path | None:
     """The folder of `metrics_folder`, in it and in what was started there; None elsewhere."""
     folder = os.environ.get(_OURS)

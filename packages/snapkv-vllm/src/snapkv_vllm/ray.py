@@ -14,7 +14,7 @@ from snapkv.errors import MissingDependencyError
 from snapkv.validation import nearest
 from snapkv_vllm.names import wrong
 from snapkv_vllm.plugin import METRICS, metrics_folder
-from snapkv_vllm.server import SETTINGS_CHECK, engine_args
+from snapkv_vllm.server import engine_args, parsed
 
 _PREFIXES = ("VLLM_", "HF_")
 _SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
@@ -123,15 +123,11 @@ class Replica:
 def _parsed(model: str, arguments: Mapping[str, Any]) -> Any:
     """The namespace that ``vllm serve`` would have made of these options."""
     options = engine_args(**arguments)
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
-    for name, value in {**options, "model": model}.items():
+    _, args = parsed(model, ())
+    for name, value in options.items():
         if not hasattr(args, name):
             option = "an option of vllm serve, with underscores"
             remedy = f"leave it out{nearest(name, list(vars(args)))}"
             raise wrong(name, option, f"{name}={value!r}", remedy)
         setattr(args, name, value)
-    args.middleware = [*args.middleware, SETTINGS_CHECK]
     return args

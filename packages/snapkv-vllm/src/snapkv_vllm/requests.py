@@ -6,27 +6,24 @@ to come back to the host for any of its kind. vLLM finds it by a name, in which 
 settings are written, since nothing else of them reaches that place.
 """
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from snapkv_vllm.versions import require_supported_version
 
 require_supported_version()
 
-from vllm.v1.sample.logits_processor import LogitsProcessor
-from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as SecondLogitsProcessor
-
 from snapkv_vllm.compatibility import require_compatible
 from snapkv_vllm.documents.protocol import document_request
 from snapkv_vllm.settings import ServingSettings
 
 
-class RequestCheck(LogitsProcessor, SecondLogitsProcessor):
+class RequestCheck:
     """Refuses requests whose settings are wrong; a subclass for each server's settings.
 
-    Abstract: it is asked as a class, and never made. Of both kinds, for front ends of both of
-    vLLM's runners.
+    Abstract: it is asked as a class, and never made.
     """
 
     settings: ServingSettings
@@ -44,6 +41,18 @@ class RequestCheck(LogitsProcessor, SecondLogitsProcessor):
             raise ValueError(str(error)) from error
 
 
+def _kinds() -> Iterator[type[Any]]:
+    """What each of vLLM's runners, as far as it is there, takes for a logits processor."""
+    with contextlib.suppress(ImportError):
+        from vllm.v1.sample.logits_processor import LogitsProcessor
+
+        yield LogitsProcessor
+    with contextlib.suppress(ImportError):
+        from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as OfSecond
+
+        yield OfSecond
+
+
 class _Checks:
     """Makes the check for the settings that an attribute's name spells out."""
 
@@ -53,7 +62,7 @@ class _Checks:
         except ValueError:
             raise AttributeError(name) from None
         settings = ServingSettings.from_config(config)
-        return type("RequestCheck", (RequestCheck,), {"settings": settings})
+        return type("RequestCheck", (RequestCheck, *_kinds()), {"settings": settings})
 
 
 checks = _Checks()

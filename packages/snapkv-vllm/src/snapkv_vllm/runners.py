@@ -327,6 +327,9 @@ class CompressingSecondRunner(CompressingRunner):
 
 
 def compress_in(runner: Any) -> None:
-    """Lay the abilities of a `CompressingRunner` over a runner that a worker has made."""
-    second = runner.vllm_config.use_v2_model_runner
-    (CompressingSecondRunner if second else CompressingFirstRunner).over(runner)
+    """Lay the abilities of a `CompressingRunner` over a runner that a worker has made.
+
+    Which of vLLM's it is, its methods say: a vLLM with one runner need not know of two.
+    """
+    is_second = hasattr(runner, "prepare_attn")
+    (CompressingSecondRunner if is_second else CompressingFirstRunner).over(runner)

@@ -17,7 +17,7 @@ from snapkv_vllm.agents.sessions import held_sessions
 from snapkv_vllm.blocks import CompressedBlocks, share_exact_blocks
 from snapkv_vllm.compatibility import require_compatible
 from snapkv_vllm.documents.plans import FromDocument, ReadTwice
-from snapkv_vllm.documents.protocol import document_request
+from snapkv_vllm.documents.protocol import OF_SESSIONS, document_request
 from snapkv_vllm.documents.registry import registry
 from snapkv_vllm.methods import require_spans_within
 from snapkv_vllm.metrics import PromptMetrics
@@ -75,7 +75,7 @@ class _CompressingScheduler(Scheduler):
             self._require_blocks(request)
         except SnapKVError as error:  # front ends answer 400; one of another make did not ask
             logger.error("Request %s is refused: %s", request.request_id, error)
-            self.grammar_compile_error_reqs.add(request.request_id)  # ended in the next step
+            self.encoder_cache_mismatch_reqs.add(request.request_id)  # ended in the next step
         super().add_request(request)
 
     def _plan_of(self, request: Any) -> RequestPlan:
@@ -85,8 +85,10 @@ class _CompressingScheduler(Scheduler):
         asked = document_request(given)
         require_compatible(settings=self._settings, given=given, params=params, request=request)
         if asked is not None:
-            assert self._documents is not None
-            return self._documents.plan_of(asked, request)
+            asks_sessions = asked.verb in OF_SESSIONS
+            held: Any = self._sessions if asks_sessions else self._documents
+            plan: RequestPlan = held.plan_of_asked(asked, request)
+            return plan
         if params is None or request.resumable:
             return Plan(prompt_tokens=request.num_prompt_tokens)
         plan = self._settings.plan_for(given, request.num_prompt_tokens)
@@ -132,6 +134,8 @@ class _CompressingScheduler(Scheduler):
         elif not runs:
             self._count_wait(request)
             self._waits = request.request_id
+            if self._sessions is not None:
+                self._sessions.waits(request.request_id)
         return slots
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
@@ -155,8 +159,10 @@ class _CompressingScheduler(Scheduler):
             complete = read and request.status in _COMPLETE
             registered = self._documents.request_ends(request.request_id, is_complete=complete)
         if self._sessions is not None:
-            self._sessions.request_ends(request)
+            registered = self._sessions.request_ends(request) or registered
         _, of_encoder = super()._free_request(request, *args, **kwargs)
+        if self._sessions is not None:
+            self._sessions.count()
         self._plans.pop(request.request_id, None)
         return registered, of_encoder
 

@@ -1,6 +1,5 @@
 """What to pass to vLLM so that it compresses prompts, and its OpenAI-compatible server."""
 
-import contextlib
 import json
 import os
 import shlex
@@ -15,7 +14,7 @@ from snapkv_vllm.compatibility import require_compatible
 from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.limits import Limits
 from snapkv_vllm.names import wrong
-from snapkv_vllm.plugin import METRICS, metrics_folder
+from snapkv_vllm.plugin import METRICS, metrics_folder, users_folder
 from snapkv_vllm.settings import ServingSettings
 from snapkv_vllm.versions import require_supported_version
 
@@ -150,24 +149,30 @@ def serve(
         MissingDependencyError: no vLLM, or one that is too old.
     """
     require_supported_version()
-    with contextlib.nullcontext() if METRICS in os.environ else metrics_folder():
+    with users_folder() if METRICS in os.environ else metrics_folder():
         _run(model, settings, options, name or model)
 
 
-def _run(model: str, settings: ServingSettings, options: Sequence[str], name: str) -> None:
-    from vllm.engine.arg_utils import AsyncEngineArgs
+def parsed(model: str, options: Sequence[str]) -> tuple[Any, Any]:
+    """vLLM's command ``serve`` and what it makes of such options, with our middleware."""
     from vllm.entrypoints.cli.serve import ServeSubcommand
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    cli_env_setup()
     parser = FlexibleArgumentParser(prog="snapkv")
     command = ServeSubcommand()
     command.subparser_init(parser.add_subparsers(dest="subparser"))
     args = parser.parse_args(["serve", model, *options])
     args.model = model
-    args.served_model_name = args.served_model_name or [name]
     args.middleware = [*args.middleware, SETTINGS_CHECK]
+    return command, args
+
+
+def _run(model: str, settings: ServingSettings, options: Sequence[str], name: str) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as vLLM's own command does
+    command, args = parsed(model, options)
+    args.served_model_name = args.served_model_name or [name]
     require_compatible(settings=settings, options=args)
     _leave_memory_free(args, AsyncEngineArgs.gpu_memory_utilization)
     given = {option: getattr(args, option) for option in OWN}

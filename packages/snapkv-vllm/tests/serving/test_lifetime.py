@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from snapkv.errors import InvalidArgumentError
 from snapkv_vllm import plugin
-from snapkv_vllm.plugin import METRICS, metrics_folder, own_folder
+from snapkv_vllm.plugin import METRICS, metrics_folder, own_folder, users_folder
 
 linux = pytest.mark.skipif(
     not hasattr(os, "pidfd_open"), reason="Linux only, as vLLM's engine on Ray"
@@ -112,6 +113,17 @@ print(receiving.recv())
 """
     done = subprocess.run([sys.executable, "-c", code], timeout=30, check=True, capture_output=True)
     assert done.stdout == b"[0, 1]\n"
+
+
+def test_two_servers_do_not_count_in_one_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv(METRICS, str(tmp_path / "metrics"))
+    for _ in range(2):  # the first has ended
+        with (
+            users_folder(),
+            pytest.raises(InvalidArgumentError, match=r"which another one uses; leave it out"),
+            users_folder(),
+        ):
+            pass
 
 
 def test_a_folder_of_metrics_is_there_meanwhile(monkeypatch):

@@ -18,7 +18,7 @@ from snapkv_lab.experiments.records import ROOT
 from snapkv_lab.report.tables import Cell, Pivot, cell, markdown_table, tabled
 from snapkv_lab.rows import Row, of
 
-PAGES = (ROOT / "docs/results.md", ROOT / "docs/gpu.md", ROOT / "README.md")
+PAGES = *(ROOT / f"docs/{name}.md" for name in ("results", "paper", "gpu")), ROOT / "README.md"
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,8 @@ def test_a_number_in_the_words_of_a_section_stands_in_the_tables_that_it_links_t
         for name in re.findall(r"\(results/tables/(\w+)\.md\)", section)
     )
     there = {number.replace(",", "") for number in re.findall(NUMBER, tables)}
-    words = re.sub(r"<!-- shown.*?<!-- end -->|`[^`]*`|\(\S*\)", "", section, flags=re.DOTALL)
+    others = r"<!-- shown.*?<!-- end -->|`[^`]*`|\(\S*\)|(?:Fig\.|Table) \d+(?:, \d+)*"
+    words = re.sub(others, "", section, flags=re.DOTALL)
     assert {number.replace(",", "") for number in re.findall(NUMBER, words)} <= there
 
 

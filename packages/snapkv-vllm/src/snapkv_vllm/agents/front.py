@@ -5,7 +5,6 @@ Bodies hold them next to their other fields, as clients of OpenAI and Anthropic 
 """
 
 import asyncio
-import hashlib
 import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,6 +35,7 @@ from snapkv_vllm.names import (
 from snapkv_vllm.settings import ServingSettings
 from snapkv_vllm.spans import DROP, NAME, PROTECT, Entry, entries_of
 from snapkv_vllm.streams import Message, Send
+from snapkv_vllm.tenants import owned
 
 _EDITS, _SESSION = PREFIX + EDITS, PREFIX + SESSION
 
@@ -93,8 +93,7 @@ def resolve_spans(state: Any, settings: ServingSettings) -> None:
             if visit is not None and visit.counted_edits is not None:
                 given = {**given, _EDITS: visit.counted_edits}
             if _SESSION in given and visit is not None:
-                own = _owner(visit.tenant, given[_SESSION])
-                given = {**given, _SESSION: own}
+                given = {**given, _SESSION: owned(given[_SESSION])}
                 setattr(request, XARGS, given)
             if not {NAME, _EDITS} & given.keys():
                 return await render(request, **options)
@@ -140,11 +139,6 @@ def resolve_spans(state: Any, settings: ServingSettings) -> None:
 
     renderer.render_completion = resolving(renderer.render_completion, of_completion)
     renderer.render_chat = resolving(render_chat, of_chat)
-
-
-def _owner(tenant: str, session: str) -> str:
-    """A session's name inside the engine, which no other tenant can write."""
-    return f"{tenant[:32]}/{hashlib.sha256(session.encode()).hexdigest()}"
 
 
 async def _looked_up(request: Any, made: Any, render: Render, renderer: Any) -> Chat:
@@ -204,7 +198,6 @@ def _require_fitting(
 class _Visit:
     """One HTTP request, and what its response says of the edits that were applied."""
 
-    tenant: str
     counted_edits: str | None = field(default=None, init=False)  # where tokens are counted
     said: dict[str, Any] | None = field(default=None, init=False)
     cleared_tokens: int = field(default=0, init=False)
@@ -223,9 +216,9 @@ _visit: ContextVar[_Visit | None] = ContextVar("snapkv_edits", default=None)
 
 
 @contextmanager
-def saying_what_was_applied(tenant: str, send: Send) -> Iterator[Send]:
+def saying_what_was_applied(send: Send) -> Iterator[Send]:
     """Answer one HTTP request; yields what sends its response, with `context_management`."""
-    visit = _Visit(tenant)
+    visit = _Visit()
     token = _visit.set(visit)
     try:
         yield _Saying(visit, send)

@@ -8,8 +8,10 @@ same blocks again; one that has not begun has none. Whoever lacks a block makes 
 """
 
 import hashlib
+import logging
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +22,7 @@ from vllm.utils.math_utils import cdiv
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies.spans import Spans
 from snapkv_vllm.blocks import CompressedManager
+from snapkv_vllm.documents.protocol import FORGET, DocumentRequest
 from snapkv_vllm.documents.registry import block_bytes, room_of
 from snapkv_vllm.metrics import SessionMetrics
 from snapkv_vllm.names import PREFIX, SESSION
@@ -27,6 +30,8 @@ from snapkv_vllm.plans import Order, Plan, PrefixReuse, RequestPlan, TurnPlan
 from snapkv_vllm.settings import ServingSettings
 from snapkv_vllm.shares import going
 from snapkv_vllm.spans import RequestSpans
+
+_logger = logging.getLogger("vllm.snapkv")
 
 _NAME = PREFIX + SESSION
 
@@ -83,11 +88,12 @@ class History:
     compressed: Compressed
     blocks: Sequence[list[Any]] = ()  # of every KV cache group
     requests: set[str] = field(default_factory=set)  # that begin with it and have not ended
+    last_used: float = field(default_factory=time.time)  # seconds since the epoch
 
     @property
     def tenant(self) -> str:
         """Whose the session is; of a server that keeps keys apart its key, hashed."""
-        return self.owner[0].rpartition("/")[0]
+        return self.owner[0].partition("/")[0]
 
     @property
     def first_block(self) -> int:
@@ -155,6 +161,8 @@ class HeldSessions:
         self._held: list[History] = []  # least recently used first
         self._turns: dict[str, _Turn] = {}
         self._forgotten: list[int] = []
+        self._answers: dict[str, dict[str, Any]] = {}
+        self._waiting: set[str] = set()  # requests, for blocks while histories pin some
 
     # Of requests that come.
 
@@ -221,6 +229,7 @@ class HeldSessions:
     def _take_up(self, history: History, request_id: str, plan: TurnPlan) -> None:
         """Make a history the most recently used, for as long as the request is under way."""
         history.requests.add(request_id)
+        history.last_used = time.time()
         self._held.remove(history)
         self._held.append(history)
         if (plan.prefix_tokens - plan.dropped_tokens) % self._block_tokens:
@@ -268,10 +277,70 @@ class HeldSessions:
             self._forgotten.append(turn.first_block)
             turn.first_block = None
 
+    def waits(self, request_id: str) -> None:
+        """A request finds no blocks though every history that is idle has given its own back."""
+        pinned = self._unread_blocks(one for one in self._held if one.requests - {request_id})
+        if pinned and request_id not in self._waiting:
+            self._waiting.add(request_id)
+            self._metrics.waits()
+            self.count()
+            said = "Request %s waits for blocks; histories of sessions in use pin %s"
+            _logger.info(said, request_id, pinned)
+
+    def _unread_blocks(self, histories: Iterable[History]) -> int:
+        """Blocks of histories that no request holds."""
+        of_groups = zip(*(one.blocks for one in histories), strict=True)
+        kept = zip(self._managers, of_groups, strict=False)
+        return sum(manager.blocks_without_request(blocks) for manager, blocks in kept)
+
+    # What a front end asks.
+
+    def plan_of_asked(self, asked: DocumentRequest, request: Any) -> RequestPlan:
+        """Do what a request of `snapkv_vllm.documents.protocol` asks; it is told at its end."""
+        answer = self._deleted if asked.verb == FORGET else self._listed
+        self._answers[request.request_id] = answer(asked.document_id)
+        return Plan(prompt_tokens=request.num_prompt_tokens)
+
+    def _listed(self, whose: str) -> dict[str, Any]:
+        """What there is of the sessions whose names begin so, least recently used first."""
+        return {
+            "sessions": [
+                {
+                    "session": one.owner[0].removeprefix(whose),
+                    "tokens": len(one.token_ids),
+                    "kept_tokens": one.held_tokens,
+                    "bytes": one.block_count(self._sizes) * self._block_bytes,
+                    "requests": len(one.requests),
+                    "last_used": int(one.last_used),
+                }
+                for one in self._held
+                if one.owner[0].startswith(whose)
+            ]
+        }
+
+    def _deleted(self, session: str) -> dict[str, int]:
+        """Forget the histories of a session, unless requests of it are under way."""
+        own = [one for one in self._held if one.owner[0] == session]
+        requests = sum(turn.owner[0] == session for turn in self._turns.values())
+        if not requests:
+            for one in own:
+                self._forget(one)
+            self.count()
+        return {"histories": len(own), "requests": requests}
+
     # Of requests that end.
 
-    def request_ends(self, request: Any) -> None:
-        """Hold what a request has seen, to be called before its blocks are freed."""
+    def request_ends(self, request: Any) -> dict[str, Any] | None:
+        """Hold what a request has seen, to be called before its blocks are freed.
+
+        Returns:
+            What whoever sent it is told, if it asked about sessions.
+        """
+        self._waiting.discard(request.request_id)
+        self._end_turn(request)
+        return self._answers.pop(request.request_id, None)
+
+    def _end_turn(self, request: Any) -> None:
         turn = self._turns.pop(request.request_id, None)
         if turn is None:
             return
@@ -290,7 +359,6 @@ class HeldSessions:
                 self._forget(one)
         elif turn.first_block is not None:
             self._forgotten.append(turn.first_block)
-        self._count()
 
     def _made(self, turn: _Turn, request: Any) -> History | None:
         """The history that a request leaves, still without blocks; None where it leaves none."""
@@ -347,7 +415,7 @@ class HeldSessions:
         idle = next((one for one in self._held if not one.requests), None)
         if idle is not None:
             self._drop(idle)
-            self._count()
+            self.count()
         return idle is not None
 
     def _drop(self, history: History) -> None:
@@ -358,7 +426,7 @@ class HeldSessions:
         """Forget all histories that no request begins with."""
         for one in [one for one in self._held if not one.requests]:
             self._forget(one)
-        self._count()
+        self.count()
 
     def _forget(self, history: History) -> None:
         self._held.remove(history)
@@ -366,9 +434,15 @@ class HeldSessions:
         for manager, blocks in zip(self._managers, history.blocks, strict=True):
             manager.give_up(blocks)
 
-    def _count(self) -> None:
+    def count(self) -> None:
+        """Tell what is held, once a request that has ended has given its blocks up."""
         blocks = sum(one.block_count(self._sizes) for one in self._held)
-        self._metrics.standing(len(self._held), blocks * self._block_bytes)
+        self._metrics.standing(
+            len(self._held),
+            blocks * self._block_bytes,
+            idle=self._unread_blocks(one for one in self._held if not one.requests),
+            pinned=self._unread_blocks(one for one in self._held if one.requests),
+        )
 
 
 def held_sessions(

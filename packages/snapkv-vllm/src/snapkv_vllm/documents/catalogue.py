@@ -4,10 +4,8 @@ A document is in one of three states: it stands under its name; it was deleted w
 under way, and takes its bytes until the last of them has ended; or it is gone.
 """
 
-import hashlib
 import time
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,22 +14,13 @@ from snapkv.validation import format_bytes
 from snapkv_vllm.documents.prefix import CachedPrefix
 from snapkv_vllm.names import DOCUMENT, NO_ROOM, PREFIX, TAKEN, UNKNOWN, shown, wrong
 from snapkv_vllm.shares import going
+from snapkv_vllm.tenants import EVERYBODY
 
 PATH = "/v1/snapkv/documents"
 """Where documents are registered, listed and deleted."""
 
-EVERYBODY = ""
-"""The one tenant of a server without API keys, or on which keys share their documents."""
-
 LIBRARY = "library"
 """The tenant whose documents are those of a library, which everybody may name."""
-
-
-def tenant_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """The tenant of a request that vLLM has let in: its API key, hashed."""
-    said = next((value for name, value in headers if name.lower() == b"authorization"), b"")
-    key = said.decode("latin-1").partition(" ")[2]
-    return hashlib.sha256(key.encode()).hexdigest()
 
 
 def shown_tenant(tenant: str) -> str:

@@ -16,7 +16,7 @@ from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.routing import APIRoute
 
 from snapkv.errors import SnapKVError
-from snapkv_vllm.documents.catalogue import EVERYBODY, PATH, tenant_of
+from snapkv_vllm.documents.catalogue import PATH
 from snapkv_vllm.documents.engine import ServerEngine
 from snapkv_vllm.documents.library import ServedLibrary
 from snapkv_vllm.documents.prompts import Prompts, Render
@@ -26,13 +26,13 @@ from snapkv_vllm.metrics import DocumentMetrics
 from snapkv_vllm.names import XARGS, status_of
 from snapkv_vllm.settings import ServingSettings
 from snapkv_vllm.streams import Message, Send
+from snapkv_vllm.tenants import EVERYBODY, current
 
 
 @dataclass
 class _Visit:
-    """One HTTP request: whose it is, the document it holds, and what it need not read of that."""
+    """One HTTP request: the document it holds, and what it need not read of that."""
 
-    tenant: str
     until_answered: AsyncExitStack
     tokens_not_read: int = field(default=0, init=False)
 
@@ -55,15 +55,15 @@ class FrontEnd:
             self._counts,
             ServedLibrary(Path(sharing.library)) if sharing.library else None,
         )
-        self._apart = has_keys(app.state.args) and not sharing.across_keys
+        self._across_keys = sharing.across_keys
         self._join_in(app.state.online_renderer)
-        app.include_router(_router(self._documents, self._tenant_of))
+        app.include_router(_router(self._documents, self._tenant))
 
-    def _tenant_of(self, scope: Message) -> str:
-        return tenant_of(scope["headers"]) if self._apart else EVERYBODY
+    def _tenant(self) -> str:
+        return EVERYBODY if self._across_keys else current()
 
     @asynccontextmanager
-    async def visit(self, scope: Message, send: Send) -> AsyncIterator[Send]:
+    async def visit(self, send: Send) -> AsyncIterator[Send]:
         """One HTTP request, whose document stays until its response has ended.
 
         Yields what sends the response, and counts it where it answers from a document.
@@ -76,7 +76,7 @@ class FrontEnd:
             await send(message)
 
         async with AsyncExitStack() as until_answered:
-            visit = _Visit(self._tenant_of(scope), until_answered)
+            visit = _Visit(until_answered)
             token = _visit.set(visit)
             until_answered.callback(_visit.reset, token)
             yield send_and_count
@@ -89,7 +89,7 @@ class FrontEnd:
                 visit, named = _visit.get(), (getattr(request, XARGS) or {}).get(DOCUMENT)
                 if visit is None or named is None:
                     return await render(request, **options)
-                standing = self._documents.named(visit.tenant, named)
+                standing = self._documents.named(self._tenant(), named)
                 try:
                     document = await visit.until_answered.enter_async_context(standing)
                     made = await self._prompts.render_after(document, request, kind, render)
@@ -106,7 +106,7 @@ class FrontEnd:
         renderer.render_chat = joining("messages", renderer.render_chat)
 
 
-class _Route(APIRoute):
+class Route(APIRoute):
     """Answers with errors of this package as vLLM does with its own."""
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
@@ -121,33 +121,25 @@ class _Route(APIRoute):
         return answer
 
 
-def _router(documents: SharedDocuments, tenant_of: Callable[[Message], str]) -> APIRouter:
+def _router(documents: SharedDocuments, tenant: Callable[[], str]) -> APIRouter:
 
-    async def register(body: dict[str, Any], request: Request) -> dict[str, Any]:
-        return (await documents.register(tenant_of(request.scope), body)).described
+    async def register(body: dict[str, Any]) -> dict[str, Any]:
+        return (await documents.register(tenant(), body)).described
 
-    async def every(request: Request) -> list[dict[str, Any]]:
-        return await documents.listed(tenant_of(request.scope))
+    async def every() -> list[dict[str, Any]]:
+        return await documents.listed(tenant())
 
-    async def one(name: str, request: Request) -> dict[str, Any]:
-        tenant = tenant_of(request.scope)
-        listed = (each for each in await documents.listed(tenant) if each["name"] == name)
-        return next(listed, None) or documents.catalogue.find(tenant, name).described
+    async def one(name: str) -> dict[str, Any]:
+        listed = (each for each in await documents.listed(tenant()) if each["name"] == name)
+        return next(listed, None) or documents.catalogue.find(tenant(), name).described
 
-    async def delete(name: str, request: Request) -> Response:
-        await documents.delete(tenant_of(request.scope), name)
+    async def delete(name: str) -> Response:
+        await documents.delete(tenant(), name)
         return Response(status_code=204)
 
-    router = APIRouter(prefix=PATH, route_class=_Route)
+    router = APIRouter(prefix=PATH, route_class=Route)
     router.add_api_route("", register, methods=["POST"], status_code=201)
     router.add_api_route("", every, methods=["GET"])
     router.add_api_route("/{name}", one, methods=["GET"])
     router.add_api_route("/{name}", delete, methods=["DELETE"], status_code=204)
     return router
-
-
-def has_keys(args: Any) -> bool:
-    """Whether vLLM lets only those in who have an API key."""
-    from vllm import envs
-
-    return any(args.api_key or [envs.VLLM_API_KEY])

@@ -1,4 +1,4 @@
-"""What the front end tells the scheduler of documents, in a request's `extra_args`, and is told.
+"""What the front end tells the scheduler in a request's `extra_args`, and is told in its answer.
 
 Whoever calls a server over HTTP writes a document's name; the front end puts an identifier in its
 place that nobody else knows. Neither torch nor vLLM is needed here.
@@ -13,12 +13,14 @@ from snapkv_vllm import names
 from snapkv_vllm.documents.prefix import CachedPrefix
 from snapkv_vllm.names import PREFIX, wrong
 
-# What a request does, each with a document's identifier.
+# What a request does, each with a document's identifier; those of sessions with (a part of) a name.
 DOCUMENT = PREFIX + names.DOCUMENT  # its prompt begins with the document
 REGISTER = PREFIX + "register"  # all of its prompt but the last token becomes the document
 ADOPT = PREFIX + "adopt"  # blocks are taken for the document, which workers fill from a file
 DROP = PREFIX + "drop"  # no later request may name the document
 ROOM = PREFIX + "room"  # it is told how much room there is, see `Room`
+SESSIONS = PREFIX + "sessions"  # it is told of all whose names begin so
+FORGET = PREFIX + "forget"  # a session's histories go, unless requests of it are under way
 
 # What it says besides.
 INSTRUCTION = PREFIX + "instruction"  # ids of the tokens before every piece that is read again
@@ -34,8 +36,11 @@ _BESIDE = {
     ADOPT: (TOKENS, KEPT, REUSED, PER_HEAD),
     DROP: (),
     ROOM: (),
+    SESSIONS: (),
+    FORGET: (),
 }
-VERBS = tuple(_BESIDE)
+OF_SESSIONS = (SESSIONS, FORGET)
+VERBS = tuple(verb for verb in _BESIDE if verb not in OF_SESSIONS)
 
 _FILE_EXTRA_BYTES = 16 << 20
 

@@ -64,7 +64,7 @@ class Registry:
         self._registering: dict[str, str] = {}
         self._answers: dict[str, dict[str, Any]] = {}
 
-    def plan_of(self, asked: DocumentRequest, request: Any) -> RequestPlan:
+    def plan_of_asked(self, asked: DocumentRequest, request: Any) -> RequestPlan:
         handle: dict[str, Callable[[DocumentRequest, Any], RequestPlan]] = {
             DOCUMENT: self._begin,
             REGISTER: self._register,

@@ -14,7 +14,8 @@ class Sharing(Entry):
     Args:
         most_bytes: of all documents together; 0 for a quarter of the engine's cache.
         chunk_tokens: of a document, read again at a time.
-        across_keys: whether every API key sees the documents of all others.
+        across_keys: whether every API key sees the documents of all others, and its requests begin
+            with what theirs have cached.
         library: the folder of a library (`snapkv library add`), whose documents everybody may name;
             it is never changed, "" for none.
 

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from snapkv_vllm.documents.catalogue import EVERYBODY, Catalogue, SharedDocument, tenant_of
+from snapkv_vllm.documents.catalogue import Catalogue, SharedDocument
 from snapkv_vllm.documents.prefix import CachedPrefix
 from snapkv_vllm.names import RefusedError
+from snapkv_vllm.tenants import EVERYBODY, tenant_of
 
 
 def document(name, size=10, tenant="a"):

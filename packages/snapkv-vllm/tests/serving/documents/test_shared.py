@@ -7,8 +7,8 @@ from contextlib import suppress
 import pytest
 
 from snapkv.errors import OutOfMemoryError, PromptTooLongError, SnapKVError
-from snapkv_vllm.documents.catalogue import tenant_of
 from snapkv_vllm.names import RefusedError, status_of
+from snapkv_vllm.tenants import tenant_of
 from tests.serving.documents.fakes import World
 
 BODY = {"name": "contract", "prompt": "abc"}

@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from snapkv_vllm.agents.held import Sessions
 from tests.serving.vllm.models import with_tokenizer
 
 # Engines on whatever core is free, and no output but errors; Ray's actors get these too.
@@ -22,7 +23,10 @@ OPTIONS = {
     "max_num_batched_tokens": 256,
     "enforce_eager": True,
     "served_model_name": ["demo"],
+    "sessions": Sessions(),
+    "enable_prompt_tokens_details": True,
 }
+ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
 
 def pytest_collection_modifyitems(items):
@@ -58,7 +62,10 @@ def ray_address(model):
             model.folder,
             replicas=2,
             actor_options={"num_cpus": 1},
-            deployment_options={"health_check_period_s": 1},
+            deployment_options={
+                "health_check_period_s": 1,
+                "request_router_config": {"request_router_class": ROUTER},
+            },
             **OPTIONS,
         )
     )

@@ -73,6 +73,25 @@ def test_replicas_answer_as_the_library_does(client, expected):
     assert len(processes(REPLICA)) == len(processes(ENGINE)) == 2
 
 
+def test_a_sessions_requests_reach_the_replica_that_holds_its_history(client):
+    """By the header that Ray's router uses; what is reused is all of the prompt before."""
+    prompts = {f"run{number}": ids_of(100, seed=10 + number) for number in range(6)}
+    before = dict.fromkeys(prompts, 0)
+    for turn in range(3):
+        for session, ids in prompts.items():
+            answer = client.completions.create(
+                model="demo",
+                prompt=ids,
+                max_tokens=16,
+                extra_headers={"x-session-id": session},
+                extra_body={"return_token_ids": True, "agent_hint": {"session_id": session}},
+            )
+            reused = answer.usage.prompt_tokens_details.cached_tokens or 0
+            assert before[session] <= reused <= 2 * before[session], (session, turn)
+            before[session] = len(ids)
+            ids += [*answer.choices[0].token_ids, *ids_of(50, seed=20 + turn)]
+
+
 def test_a_wrong_setting_is_a_400(client):
     import openai
 

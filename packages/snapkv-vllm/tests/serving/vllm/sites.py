@@ -1,6 +1,7 @@
 """vLLM's own middleware, errors and renderer around a made-up engine."""
 
 import asyncio
+from types import SimpleNamespace
 
 from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.settings import ServingSettings
@@ -16,6 +17,17 @@ def configured(folder):
     own = ["--model", folder, "--served-model-name", "demo", "--dtype", "float32"]
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(own)
     return args, AsyncEngineArgs.from_cli_args(args).create_engine_config()
+
+
+class Client:
+    """vLLM's, of an engine that says the same of every request and remembers what it was asked."""
+
+    def __init__(self, vllm_config):
+        self.vllm_config, self.asked, self.told = vllm_config, [], None
+
+    async def generate(self, prompt, sampling, request_id, **options):
+        self.asked.append((prompt, sampling))
+        yield SimpleNamespace(kv_transfer_params=self.told)
 
 
 class Site:
@@ -50,7 +62,7 @@ class Site:
         own = {"api_key": list(keys), "middleware": [SETTINGS_CHECK]}
         own["additional_config"] = settings.to_config()
         self.app.state.args = type(args)(**{**vars(args), **own})
-        self.app.state.engine_client = None
+        self.client = self.app.state.engine_client = Client(vllm_config)
         self.seen = []
         self._add_endpoints()
         init_exception_handler(self.app)
@@ -76,9 +88,12 @@ class Site:
                 yield b"data: {}\n\n"
                 await self.going_on.wait()
 
-        def answered(request, made):
+        async def answered(request, made):
             if isinstance(made, ErrorResponse):
                 return JSONResponse(made.model_dump(), status_code=made.error.code)
+            for one in made:
+                async for _ in self.client.generate(one, None, "request"):
+                    pass
             ids = [one["prompt_token_ids"] for one in made]
             self.seen.append((request.vllm_xargs, ids))
             if request.stream:
@@ -86,11 +101,11 @@ class Site:
             return JSONResponse(self.answer(ids))
 
         async def complete(request: CompletionRequest):
-            return answered(request, await renderer.render_completion(request))
+            return await answered(request, await renderer.render_completion(request))
 
         async def chat(request: ChatCompletionRequest):
             made = await renderer.render_chat(request)
-            return answered(request, made[1] if isinstance(made, tuple) else made)
+            return await answered(request, made[1] if isinstance(made, tuple) else made)
 
         async def other(body: dict):
             return body

@@ -319,7 +319,7 @@ def test_a_prompt_that_never_fits_is_refused_with_the_blocks_it_needs(config):
     scheduler = simulation(config, caching=True, ahead=0).scheduler
     long = request("long", [1] * (BLOCKS * PAGE), 1, {})
     scheduler.add_request(long)
-    assert scheduler.grammar_compile_error_reqs == {"long"}
+    assert scheduler.encoder_cache_mismatch_reqs == {"long"}
     with pytest.raises(InvalidArgumentError, match=r"the cache's 25 blocks.*which need 26;"):
         scheduler._require_blocks(long)
 

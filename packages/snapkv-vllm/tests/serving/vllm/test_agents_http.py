@@ -272,11 +272,76 @@ def test_a_session_belongs_to_its_key_and_nobody_can_name_it_inside(config, monk
             assert mine == again
             assert len({mine, theirs, other}) == 3
             assert mine.partition("/")[0] == other.partition("/")[0] != theirs.partition("/")[0]
-        for wrong in (7, "", "x" * 300):
+        for wrong in (7, "", "x" * 300, "x" * 40 + "/" + "y" * 256):
             body = {"model": "demo", "messages": [], "agent_hint": {"session_id": wrong}}
             answer = client.post(CHAT, json=body, headers={"Authorization": "Bearer mine"})
             assert answer.status_code == 400
             assert "1 to 256 characters" in answer.json()["error"]["message"]
+
+
+SALTED = [("mine", {}), ("mine", {}), ("theirs", {}), ("mine", 1), ("theirs", 1), ("mine", 1)]
+
+
+def salts(config, monkeypatch, path, **own):
+    """Of requests of two keys, some with a salt of their own, as the engine gets them."""
+    from starlette.testclient import TestClient
+
+    site = Answering(config, monkeypatch, **own)
+    with TestClient(site.app) as client:
+        for key, salted in SALTED:
+            body = {"model": "demo", "messages": MESSAGES, "prompt": "One two", "max_tokens": 2}
+            if path == ANTHROPIC:
+                body["messages"] = as_anthropic(MESSAGES)
+            body |= {"cache_salt": "own"} if salted else {}
+            headers = {"Authorization": f"Bearer {key}"}
+            assert client.post(path, json=body, headers=headers).status_code == 200
+    return [prompt.get("cache_salt") for prompt, _ in site.client.asked]
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, ANTHROPIC])
+def test_no_key_finds_what_anothers_requests_have_cached(config, monkeypatch, path):
+    mine, again, theirs, own, theirs_own, own_again = salts(config, monkeypatch, path, shares=False)
+    assert (mine, own) == (again, own_again)
+    assert len({mine, theirs, own, theirs_own}) == 4
+    assert None not in (mine, theirs)
+
+
+@pytest.mark.parametrize("own", [{"keys": (), "shares": False}, {"across_keys": True}], ids=str)
+def test_where_nobody_has_a_key_or_keys_share_salts_are_the_clients(config, monkeypatch, own):
+    expected = ["own" if salted else None for _, salted in SALTED]
+    assert salts(config, monkeypatch, TEXT, **own) == expected
+
+
+SESSION_PATH = "/v1/snapkv/sessions"
+
+
+@pytest.mark.parametrize("key", ["mine", "theirs"])
+def test_sessions_are_listed_and_deleted_by_their_key(config, monkeypatch, key):
+    from starlette.testclient import TestClient
+
+    site = Answering(config, monkeypatch, shares=False, sessions=Sessions())
+    headers = {"Authorization": f"Bearer {key}"}
+    with TestClient(site.app) as client:
+
+        def asked(method, name=""):
+            answer = client.request(method, SESSION_PATH + name, headers=headers)
+            return answer.status_code, answer.text, site.client.asked[-1][1].extra_args
+
+        hint = {"agent_hint": {"session_id": "a/b"}}
+        body = {"model": "demo", "prompt": "One two", **hint}
+        assert client.post(TEXT, json=body, headers=headers).status_code == 200
+        owner = site.seen[-1][0]["snapkv_session"]
+        site.client.told = {"sessions": [{"session": "a/b", "bytes": 9}]}
+        status, said, told = asked("GET")
+        assert (status, json.loads(said)) == (200, site.client.told["sessions"])
+        assert told == {"snapkv_sessions": owner.removesuffix("a/b")}
+        for histories, requests, expected in ((2, 0, 204), (0, 0, 404), (2, 1, 409)):
+            site.client.told = {"histories": histories, "requests": requests}
+            status, said, told = asked("DELETE", "/a%2Fb")
+            assert status == expected, said
+            assert told == {"snapkv_forget": owner}
+            assert (expected == 204) == (said == "")
+        assert client.get(SESSION_PATH).status_code == 401
 
 
 def test_a_server_without_sessions_ignores_the_hint_and_refuses_the_setting(client):

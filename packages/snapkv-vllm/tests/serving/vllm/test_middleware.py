@@ -23,7 +23,7 @@ def client():
 
     app = FastAPI()
     config = ServingSettings(budget=512, max_window_size=40).to_config()
-    app.state.args = SimpleNamespace(additional_config=config)
+    app.state.args = SimpleNamespace(additional_config=config, api_key=None)
     app.add_middleware(SettingsCheck)
 
     @app.post("/parsed")

@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import inspect
 import pkgutil
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +23,7 @@ OURS = ("blocks", "requests", "runners", "scheduler", "worker")
 LAID_OVER = {
     "CompressingFirstRunner": "v1.worker.gpu_model_runner.GPUModelRunner",
     "CompressingSecondRunner": "v1.worker.gpu.model_runner.GPUModelRunner",
+    "RequestCheck": "v1.sample.logits_processor.LogitsProcessor",
 }
 HEADS = ("cpu_attn.CPUAttentionBackendImpl", "flash_attn.FlashAttentionImpl")
 ATTENDS = "layer query key value kv_cache attn_metadata output"
@@ -278,6 +280,56 @@ def test_the_plugin_is_found_and_does_nothing_by_itself():
 
     for kind in (Scheduler, GPUModelRunner):
         assert all("snapkv" not in getattr(part, "__module__", "") for part in vars(kind).values())
+
+
+OF_FIRST = (
+    "v1.sample.logits_processor",
+    "v1.worker.gpu_model_runner",
+    "v1.worker.cpu_model_runner",
+)
+OF_SECOND = ("v1.worker.gpu",)
+
+
+def everything():
+    """Our package, with all of its modules imported."""
+    package = importlib.import_module("snapkv_vllm")
+    for module in pkgutil.walk_packages(package.__path__, "snapkv_vllm."):
+        importlib.import_module(module.name)
+    return package
+
+
+@pytest.mark.parametrize(
+    ("absent", "there"),
+    [(OF_FIRST, "v1.worker.gpu.sample"), (OF_SECOND, "v1.sample")],
+    ids=["without-the-first-runner", "without-the-second-runner"],
+)
+def test_nothing_of_a_runner_that_is_not_there_is_asked_for(monkeypatch, absent, there):
+    """Every module of ours is imported again, and a request's settings are checked."""
+    kind = part(f"{there}.logits_processor.LogitsProcessor")
+    everything()  # vLLM's own worker imports both of its runners
+    gone = tuple(f"vllm.{name}" for name in absent)
+    for name in list(sys.modules):
+        if name.startswith(gone):
+            monkeypatch.setitem(sys.modules, name, None)
+        elif name.partition(".")[0] == "snapkv_vllm":
+            monkeypatch.delitem(sys.modules, name)
+    ours = everything()
+    name = ours.requests.name_of_check(ours.ServingSettings(budget=64))
+    check = pkgutil.resolve_name(name)
+    assert issubclass(check, kind)
+    with pytest.raises(ValueError, match="snapkv_budget"):
+        check.validate_params(SimpleNamespace(extra_args={"snapkv_budget": -1}))
+
+
+def test_which_runner_it_is_says_the_runner(monkeypatch):
+    """Whose configuration need not know of another kind."""
+    from snapkv_vllm import runners
+
+    laid = []
+    for kind in (runners.CompressingFirstRunner, runners.CompressingSecondRunner):
+        monkeypatch.setattr(kind, "over", classmethod(lambda cls, runner: laid.append(cls)))
+        runners.compress_in(part(LAID_OVER[kind.__name__]))
+        assert laid.pop() is kind
 
 
 def test_only_the_runner_that_a_worker_has_made_is_changed():

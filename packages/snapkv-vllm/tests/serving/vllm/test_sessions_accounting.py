@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from snapkv_vllm.agents.held import Sessions
+from snapkv_vllm.documents.protocol import FORGET, SESSIONS, document_request
 from snapkv_vllm.names import PREFIX, SESSION
 from snapkv_vllm.spans import NAME
 from tests.serving.vllm.test_accounting import (
@@ -196,6 +197,64 @@ def test_a_turn_that_is_tried_again_replaces_what_it_left(large):
     turn(running, "other-text", "a/one", range(2, 31), budget=12)
     turn(running, "other-session", "a/two", text, budget=12)
     assert len(held._held) == 3
+
+
+def told(held, verb, name):
+    """What a front end is told of sessions, once its request has ended."""
+    asks = request("asks", [1], 1, {verb: name})
+    held.plan_of_asked(document_request(asks.sampling_params.extra_args), asks)
+    return held.request_ends(asks)
+
+
+def test_sessions_are_listed_and_deleted(large):
+    running = simulation(large, caching=False, ahead=0, full_blocks=POOL)
+    held, pool = running.scheduler._sessions, running.scheduler.kv_cache_manager.block_pool
+    free, text = pool.get_num_free_blocks(), range(1, 31)
+    turn(running, "r0", "a/one", text, budget=12)
+    turn(running, "r1", "a/two", text)
+    turn(running, "r2", "b/one", text)
+    one, two = told(held, SESSIONS, "a/")["sessions"]
+    assert (one["session"], one["tokens"], one["kept_tokens"]) == ("one", 30, 12)
+    assert (two["session"], two["tokens"], two["kept_tokens"]) == ("two", 28, 28)
+    assert one["bytes"] == 3 * PAGE * TOKEN_BYTES
+    assert told(held, FORGET, "a/three") == {"histories": 0, "requests": 0}
+    going_on = request("r3", [*range(1, 40)], 1, {PREFIX + SESSION: "a/one", "snapkv_budget": 12})
+    running.scheduler.add_request(going_on)
+    assert told(held, FORGET, "a/one") == {"histories": 1, "requests": 1}
+    while running.scheduler.requests:
+        running.step()
+    for name in ("a/one", "a/two", "b/one"):
+        assert told(held, FORGET, name) == {"histories": 1, "requests": 0}
+    assert pool.get_num_free_blocks() == free
+    assert not held._held
+
+
+def test_who_waits_because_histories_pin_blocks_is_counted_and_logged(large, caplog):
+    """A request that goes on from half of a history pins the rest of it."""
+    running = simulation(large, caching=False, ahead=0, full_blocks=POOL)
+    scheduler = running.scheduler
+    held, pool, series = scheduler._sessions, scheduler.kv_cache_manager.block_pool, {}
+    turn(running, "r0", "a/one", range(1, 41))
+    for name in ("idle", "pinned"):
+        series[name] = getattr(held._metrics, f"_{name}")._value
+    waits = held._metrics._series["waits"]._value
+    assert (series["idle"].get(), series["pinned"].get()) == (10, 0)
+    branch = [*range(1, 21), *range(60, 80)]
+    scheduler.add_request(request("r1", branch, 4, {PREFIX + SESSION: "a/one", "snapkv_budget": 0}))
+    running.step()
+    taken = pool.get_new_blocks(pool.get_num_free_blocks() - 8)
+    before = waits.get()
+    scheduler.add_request(request("r2", [*range(1, 60)], 1, {"snapkv_budget": 0}))
+    with caplog.at_level("INFO", logger="vllm.snapkv"):
+        for _ in range(2):
+            running.step()
+    assert waits.get() == before + 1
+    said = "Request r2 waits for blocks; histories of sessions in use pin 5"
+    assert caplog.messages.count(said) == 1
+    pool.free_blocks(taken)
+    while scheduler.requests:
+        running.step()
+    assert series["pinned"].get() == 0
 
 
 def test_a_history_too_short_to_begin_with_is_not_held(large):

@@ -88,7 +88,7 @@ class ServeOptions:
         typer.Option(help="Part of the cache for documents, such as 2GiB; default: a quarter"),
     ] = None
     share_across_keys: Annotated[
-        bool, typer.Option("--share-across-keys", help="All API keys may use all documents")
+        bool, typer.Option("--share-across-keys", help="API keys share documents and prefixes")
     ] = False
     share_library: Annotated[
         str | None, typer.Option(help="Serve the documents of a library, see snapkv library")

@@ -1,0 +1,43 @@
+"""The sessions whose histories a server holds: listed and deleted over HTTP."""
+
+from typing import Any
+
+from fastapi import APIRouter, Response
+
+from snapkv_vllm.documents.engine import told
+from snapkv_vllm.documents.front import Route
+from snapkv_vllm.documents.protocol import FORGET, SESSIONS
+from snapkv_vllm.names import TAKEN, UNKNOWN, shown, wrong
+from snapkv_vllm.tenants import owned
+
+PATH = "/v1/snapkv/sessions"
+
+
+def router(client: Any) -> APIRouter:
+    """Routes that ask every engine of vLLM's client about the sessions of one tenant."""
+    config = client.vllm_config.parallel_config
+    only_local, size = config.local_engines_only, config.data_parallel_size
+    engines = range(config.data_parallel_size_local if only_local else size)
+
+    async def asked(own: dict[str, Any]) -> list[dict[str, Any]]:
+        answers = [await told(client, [0], own, data_parallel_rank=rank) for rank in engines]
+        return [one for one in answers if one is not None]
+
+    async def every() -> list[dict[str, Any]]:
+        return [one for answer in await asked({SESSIONS: owned("")}) for one in answer["sessions"]]
+
+    async def delete(name: str) -> Response:
+        answers = await asked({FORGET: owned(name)})
+        if any(one["requests"] for one in answers):
+            remedy = "delete it when its requests have ended"
+            raise wrong("session", "one without requests under way", "some", remedy, status=TAKEN)
+        if not any(one["histories"] for one in answers):
+            asked_for, remedy = f"'{shown(name)}'", f"see GET {PATH}"
+            held = "one of this key's sessions that are held"
+            raise wrong("session", held, asked_for, remedy, status=UNKNOWN)
+        return Response(status_code=204)
+
+    routes = APIRouter(prefix=PATH, route_class=Route)
+    routes.add_api_route("", every, methods=["GET"])
+    routes.add_api_route("/{name:path}", delete, methods=["DELETE"], status_code=204)
+    return routes
