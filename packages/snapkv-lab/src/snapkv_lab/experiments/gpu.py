@@ -32,6 +32,7 @@ from snapkv_lab.experiments.pages import Listing
 from snapkv_lab.experiments.records import describe_environment
 from snapkv_lab.measure.contenders import Contender, compressed, full
 from snapkv_lab.measure.prefill import PrefillBench
+from snapkv_lab.measure.ragged import EVEN, KERNELS, RaggedHeads
 from snapkv_lab.measure.random_models import random_model
 from snapkv_lab.measure.timing import spread
 from snapkv_lab.rows import Row, grouped
@@ -175,6 +176,24 @@ def _votes(given: RunContext, operation: str, voters: int, impl: str) -> Iterato
     }
 
 
+def _ragged(given: RunContext, batch: int, kernel: str) -> Iterator[Row]:
+    """One query's attention to heads that hold the budget on average, as far apart as AdaKV's."""
+    text = _model(given, given.shape).config
+    heads, query_heads = text.num_key_value_heads, text.num_attention_heads
+    shape = batch, heads, query_heads // heads, text.hidden_size // query_heads
+    states = RaggedHeads.drawn(shape, given.budget, _device(given), _dtype(given))
+    attend, expected = states.attention(kernel), states.plainly().float()
+    differs = float((attend().float() - expected).abs().max() / expected.abs().max())
+    yield {
+        "kernel": kernel,
+        "batch": batch,
+        "tokens": given.budget,
+        "longest": max(map(max, states.counts)),
+        "ms": _device_ms(given, attend),
+        "differs": None if kernel == EVEN else float(f"{differs:.3g}"),
+    }
+
+
 def _device_ms(given: RunContext, work: Callable[[], Any]) -> dict[str, float]:
     if _device(given).type != "cuda":
         return Turns({"": work}, rounds=given.rounds).ms("", 4)
@@ -257,6 +276,11 @@ DECLARED: dict[str, Callable[[RunContext], Iterator[tuple[Any, ...]]]] = {
     "votes": lambda given: (
         (f"{operation}, {voters}, {impl}", 4, _votes, operation, voters, impl)
         for operation, voters, impl in given.votes
+    ),
+    "ragged attention": lambda given: (
+        (f"{batch} rows, {kernel}", 3, _ragged, batch, kernel)
+        for batch in (1, 16)
+        for kernel in given.kernels
     ),
     "long reading": lambda given: (
         (f"{length}", 45, _long_reading, length) for length in given.long_lengths
@@ -385,6 +409,17 @@ TABLES = (
     ),
     Listing(
         {
+            "rows": "{batch}",
+            "kernel": "{kernel}",
+            "longest head": "{longest:,}",
+            "ms": "{ms[p50]:.4f}",
+            "differs": lambda row: "" if row["differs"] is None else f"{row['differs']:.0e}",
+        },
+        "Attention to heads of different length, {tokens:,} tokens on average; {device}",
+        {"part": "ragged attention"},
+    ),
+    Listing(
+        {
             "prompt tokens": "{length:,}",
             "seconds": "{reading_seconds:.1f}",
             "peak": "{peak_growth_bytes:bytes}",
@@ -434,6 +469,7 @@ GPU = Experiment(
         "lengths": Size((4 * K, 32 * K), (256,)),
         "votes": Size(VOTES, VOTES[1::2]),
         "vote_tokens": Size(32 * K, 300),
+        "kernels": Size(KERNELS, ("snapkv", *KERNELS[2:])),
         "long_lengths": Size((128 * K,), (512,)),
         "compiled_lengths": Size((16 * K, 128 * K), (256,)),
         "chunk_tokens": Size(16 * K, 128),
