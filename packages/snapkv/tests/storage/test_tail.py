@@ -138,3 +138,19 @@ def test_copies_of_a_cache_go_on_in_threads_of_their_own():
         sys.setswitchinterval(interval)
     for one, other in zip(expected, found, strict=True):
         torch.testing.assert_close(torch.cat(one), torch.cat(other))
+
+
+@torch.no_grad()
+def test_pieces_of_what_is_known_to_come_are_copied_nowhere_else():
+    pieces, tail = [states(count, seed=count) for count in (70, 90, 80)], Tail()
+    tail.begin(pieces[0], -pieces[0], coming=170)
+    places, first = {tail.keys.data_ptr()}, tail.keys.clone()
+    for piece in pieces[1:]:
+        keys, values = tail.append(piece, -piece)
+        places.add(keys.data_ptr())
+    assert torch.equal(keys, torch.cat(pieces, dim=2))
+    assert torch.equal(values, -keys)
+    assert torch.equal(keys[:, :, :70], first)
+    assert len(places) == 1
+    grown(tail)
+    assert tail.keys.data_ptr() not in places, "there was no room for more"

@@ -283,10 +283,10 @@ DECLARED: dict[str, Callable[[RunContext], Iterator[tuple[Any, ...]]]] = {
         for kernel in given.kernels
     ),
     "long reading": lambda given: (
-        (f"{length}", 45, _long_reading, length) for length in given.long_lengths
+        (f"{length}", length / 4096, _long_reading, length) for length in given.long_lengths
     ),
     "compiled": lambda given: (
-        (f"1 x {length}", 80, _token, 1, length, "transformers-static")
+        (f"1 x {length}", 45, _token, 1, length, "transformers-static")
         for length in given.compiled_lengths
     ),
 }
@@ -470,7 +470,7 @@ GPU = Experiment(
         "votes": Size(VOTES, VOTES[1::2]),
         "vote_tokens": Size(32 * K, 300),
         "kernels": Size(KERNELS, ("snapkv", *KERNELS[2:])),
-        "long_lengths": Size((128 * K,), (512,)),
+        "long_lengths": Size((128 * K, 380 * K), (512,)),
         "compiled_lengths": Size((16 * K, 128 * K), (256,)),
         "chunk_tokens": Size(16 * K, 128),
         "tokens": Size(48, 6),

@@ -107,20 +107,21 @@ class CompressedLayer(DynamicLayer):
         key_states: Tensor,
         value_states: Tensor,
         *args: Any,
-        chooses: bool = False,
+        coming: int | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
         """Append new tokens; returns all stored keys and values, new ones last.
 
-        `chooses` says that they are of a prompt at whose end the policy may choose.
+        They are of a prompt at whose end the policy may choose, of which so many more are `coming`;
+        None where they are not.
         """
         if self.offloaded is not None and self.offloaded.is_due:
             self.recall()
-        elif chooses and (self.slots.kept is None or self.turns != "append"):
+        elif coming is not None and (self.slots.kept is None or self.turns != "append"):
             self.decode()
         if not self.store.is_static:
             self._seen_tokens += key_states.shape[-2]
-        return self.store.append(key_states, value_states)
+        return self.store.append(key_states, value_states, coming or 0)
 
     def get_seq_length(self) -> int:
         """Tokens seen, not slots stored: positions are counted from it."""

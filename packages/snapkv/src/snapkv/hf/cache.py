@@ -184,8 +184,11 @@ class CompressedCache(Cache):
         if uneven or (current.context is not None and forward_context.leave(prompt_state)):
             raise _interrupted()  # the pass before this one, whose attention a layer has missed
         end = prompt_state.prompt_end or prompt_state.end_by(seen + new_tokens)
-        keys, values = layer.update(key_states, value_states, chooses=seen < end)
         seen += new_tokens
+        coming = None if seen > end else end - seen
+        if prompt_state.narrowing is not None and coming:
+            coming = 0  # how many will reach the layer is not known yet
+        keys, values = layer.update(key_states, value_states, coming=coming)
         if prompt_state.narrowing is not None:
             prompt_state.narrowing.note(layer)
         if prompt_state.coming_ids is not None:

@@ -162,17 +162,15 @@ class TokenStore(ABC):
         """Give every ragged head its part of the tail, which is empty then."""
         return
 
-    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def append(self, keys: Tensor, values: Tensor, coming: int = 0) -> tuple[Tensor, Tensor]:
         """Store new tokens, (B, num_kv_heads, N, D); returns `keys` and `values`, they are last.
 
-        Those that attention computes with are views: the first ones are copied.
+        Those that attention computes with are views: the first ones are copied, to where there is
+        room for as many more as are `coming`.
         """
         if self.tail.keys is None:
             self.num_kv_heads = keys.shape[1]
-            keys = keys.clone(memory_format=torch.contiguous_format)
-            values = values.clone(memory_format=torch.contiguous_format)
-            self.tail.hold(keys, values)
-            return keys, values
+            return self.tail.begin(keys, values, coming)
         repeats = self.tail.keys.shape[1] // keys.shape[1]  # heads that keep a set of their own
         if repeats > 1:
             keys, values = (new.repeat_interleave(repeats, dim=1) for new in (keys, values))

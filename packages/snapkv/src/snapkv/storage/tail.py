@@ -60,6 +60,16 @@ class Tail:
         """Hold these from now on, in the place of the others."""
         self.keys, self.values, self._room = keys, values, 0
 
+    def begin(self, keys: Tensor, values: Tensor, coming: int) -> Pair:
+        """Hold a copy of the first tokens, with room for those that are known to come."""
+        self._room = coming if self.in_place and not torch.is_grad_enabled() else 0
+        if self._room:
+            self.keys, self.values = self._with_room(keys), self._with_room(values)
+        else:
+            self.keys = keys.clone(memory_format=torch.contiguous_format)
+            self.values = values.clone(memory_format=torch.contiguous_format)
+        return self.keys, self.values
+
     def append(self, keys: Tensor, values: Tensor) -> Pair:
         """Store (B, H, N, D) new tokens; returns what attention is handed, they are last."""
         tokens = keys.shape[2]
@@ -97,7 +107,7 @@ class Tail:
 
         A query may need what it saw.
         """
-        if not self.in_place or keys.shape[2] > ROOM_TOKENS:
+        if not self.in_place or keys.shape[2] > max(ROOM_TOKENS, self._room):
             return False
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return False
