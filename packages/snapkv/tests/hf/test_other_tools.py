@@ -1,6 +1,7 @@
 """Every row of docs/other-tools.md. `make test-tools` installs the packages that are not here."""
 
 import copy
+import functools
 import inspect
 import json
 import re
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import cpu_offload
+from accelerate import cpu_offload, disk_offload, dispatch_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig, TorchAoConfig
@@ -24,6 +25,7 @@ from snapkv import (
 )
 from snapkv.hf.model_parts import output_weight
 from tests.families import peaked_model, random_ids, tiny_config, tiny_model
+from tests.methods import CACHES
 
 PROMPT, BUDGET = 80, 24
 SNAP = SnapKV(BUDGET, window_size=8)
@@ -79,10 +81,18 @@ def served(tmp_path, demo):
 
 def spread(tmp_path, demo):
     model = tiny_model("llama")
-    offloaded = copy.deepcopy(model)
-    cpu_offload(offloaded)
-    for policy in METHODS:
-        assert generated(offloaded, offloaded, policy) == generated(model, model, policy)
+    to_disk, apart = functools.partial(disk_offload, offload_dir=tmp_path), {"lm_head": "cpu"}
+    apart |= {f"model.{name}": "cpu" for name in ("embed_tokens", "norm", "rotary_emb")}
+    apart |= {f"model.layers.{at}": ("cpu", "disk")[at % 2] for at in range(4)}
+    some = functools.partial(
+        dispatch_model, device_map=apart, main_device="cpu", offload_dir=tmp_path
+    )
+    for offload in (cpu_offload, to_disk, some):
+        offloaded = copy.deepcopy(model)
+        offload(offloaded)
+        assert any(weight.is_meta for weight in offloaded.parameters())
+        for policy in METHODS:
+            assert generated(offloaded, offloaded, policy) == generated(model, model, policy)
 
 
 def adapters(tmp_path, demo):
@@ -299,6 +309,67 @@ def test_what_a_projection_adds_is_counted_with_its_adapters_and_a_cache_is_thei
         layer.self_attn.o_proj.disable_adapters = True
     with pytest.raises(CacheMismatchError, match="other weights"):
         CompressedCache.load(tmp_path / "cache", adapted)
+
+
+class Packed(nn.Module):
+    """A layer whose weights are codes in buffers, two of four bits a byte, as AWQ's and GPTQ's."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.out_features, self.in_features = base.weight.shape
+        scales = base.weight.detach().abs().amax(dim=1, keepdim=True) / 7
+        codes = (base.weight.detach() / scales).round().to(torch.int8) + 8
+        self.register_buffer("qweight", codes[:, ::2] * 16 + codes[:, 1::2] - 128)
+        self.register_buffer("scales", scales)
+
+    def weights(self):
+        codes = self.qweight.int() + 128
+        both = torch.stack([codes // 16, codes % 16], dim=-1).flatten(1) - 8
+        return both * self.scales
+
+    def forward(self, states):
+        return nn.functional.linear(states, self.weights().to(states.dtype))
+
+
+def packed_and_plain(dtype=torch.float32):
+    """A model with packed weights, and one with what these stand for."""
+    packed, plain = (copy.deepcopy(tiny_model("llama")).to(dtype) for _ in range(2))
+    for name, base in list(packed.named_modules()):
+        if name.endswith("_proj"):
+            owner, _, own = name.rpartition(".")
+            made = Packed(base)
+            setattr(packed.get_submodule(owner), own, made)
+            plain.get_submodule(name).weight.data = made.weights().to(dtype)
+    return packed, plain
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "name",
+    ["snapkv", "adakv", "across-layers", "criticalkv", "expected-attention", "static", "int4"],
+)
+def test_packed_weights_keep_what_those_keep_that_they_stand_for(name, dtype):
+    """The dtype of what is stored is that of the states, whatever the weights are held in."""
+    (policy, options), found = CACHES[name], []
+    for model in packed_and_plain(dtype):
+        cache = CompressedCache(model, policy, **options)
+        text = model.generate(random_ids(1, PROMPT), past_key_values=cache, **OPTIONS)
+        kept = [cache.kept_positions(layer).tolist() for layer in cache.compressed_layers]
+        assert {layer.keys.dtype for layer in cache.layers} == {dtype}
+        found.append((text.tolist(), kept))
+    assert found[0] == found[1]
+
+
+def test_a_cache_is_that_of_its_packed_weights(tmp_path):
+    model, _ = packed_and_plain()
+    cache = CompressedCache(model, SNAP)
+    with torch.no_grad():
+        model(random_ids(1, PROMPT), past_key_values=cache)
+    cache.save(tmp_path / "cache")
+    CompressedCache.load(tmp_path / "cache", model)
+    model.model.layers[2].mlp.up_proj.qweight += 1
+    with pytest.raises(CacheMismatchError, match="other weights"):
+        CompressedCache.load(tmp_path / "cache", model)
 
 
 def test_learned_tokens_are_refused():

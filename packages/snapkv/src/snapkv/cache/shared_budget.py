@@ -53,7 +53,8 @@ class SharedBudget:
         if self._parts:
             self._even[prompt.depth] = self._policy.even_counts(prompt, prompt.depth)
         scores = self._policy.ranked(prompt, self._even)
-        part = _Part(layer, *scores.shape[1:])
+        assert layer.slots.is_whole
+        part = _Part(layer, heads=scores.shape[1])
         self._parts.append(part)
         self._scores.append(scores)
         if (votes := self._policy.votes_at_stake(prompt)) is not None:
@@ -62,7 +63,7 @@ class SharedBudget:
         layer.note_end(prompt, layer.columns)
         self._tokens += part.heads * sum(prompt.row_lengths)
         is_last = prompt.depth == prompt.num_layers - 1
-        self._held += part.slots
+        self._held += scores[0].numel()
         if is_last or self._held > 2 * max(entries):
             self._prune(entries, is_last=is_last)
         if is_last:
@@ -91,23 +92,25 @@ class SharedBudget:
         """
         since, new = self._listed, self._parts[self._listed :]
         scores = torch.cat([each.flatten(1).to(self._device) for each in self._scores], dim=1)
-        heads = [part.tokens for part in new for _ in range(part.heads)]
+        tokens, heads = self._scores[0].shape[2], [part.heads for part in new]
         compared = [
-            row.compare(own, heads, total)
+            row.compare(own, [tokens] * sum(heads), total)
             for row, own, total in zip(self._rows, scores, entries, strict=True)
         ]
         kept = torch.stack([row.before for row in compared]).tolist()  # waited for once
         if not self._once and sum(before[-1] for before in kept) == self._tokens:
             return
-        columns, votes = _columns(new, self._device), self._unlisted_votes(new)
+        columns = torch.arange(tokens, dtype=torch.int32, device=self._device).repeat(sum(heads))
+        votes = self._unlisted_votes(tokens)
         for at, (row, found, before) in enumerate(zip(self._rows, compared, kept, strict=True)):
             start = len(row.at)
             for part in new:
-                part.gaps.append(start - at * part.slots * part.is_ragged)
-                start += part.slots
+                slots = part.heads * tokens
+                part.gaps.append(start - at * slots * part.is_ragged)
+                start += slots
             if votes is not None:
-                row.note_lost(found.best, votes[:, at], heads)
-            row.keep(found, before, columns[at], [part.heads for part in new])
+                row.note_lost(found.best, votes[:, at], [tokens] * sum(heads))
+            row.keep(found, before, columns, heads)
         self._listed, self._scores, self._votes = len(self._parts), [], []
         left = [max(sum(row.counts[at]) for row in self._rows) for at in range(self._listed)]
         older = self._held - scores.shape[1]
@@ -116,15 +119,13 @@ class SharedBudget:
         self._held = older + sum(left[since:])
         self._let_go(since)
 
-    def _unlisted_votes(self, parts: "Sequence[_Part]") -> Tensor | None:
-        """(2, B, N) float32: votes of those layers, head by head, and what they are lifted to."""
+    def _unlisted_votes(self, tokens: int) -> Tensor | None:
+        """(2, B, N) float32: votes of layers of so many tokens, and what they are lifted to."""
         if not self._votes:
             return None
-        found = []
-        of_parts = zip(parts, self._votes, strict=True)
-        for tokens, group in itertools.groupby(of_parts, key=lambda each: each[0].tokens):
-            found.append(_with_lifted([votes for _, votes in group], tokens, self._device))
-        return torch.cat(found, dim=2)
+        votes = VotesAtStake.joined(self._votes, 1)
+        both = torch.stack([votes.votes, votes.lifted()])
+        return F.pad(both, (0, tokens - both.shape[-1])).flatten(2).to(self._device)
 
     def _let_go(self, since: int) -> None:
         """The layers from there on hold nothing but what is listed."""
@@ -181,7 +182,7 @@ class SharedBudget:
 
 @dataclass
 class _Part:
-    """One layer of the prompt, whose heads hold so many tokens each, `slots` together.
+    """One layer of the prompt.
 
     Attributes:
         gaps: how far each row's entries stand before their places in the list, in the store.
@@ -189,11 +190,11 @@ class _Part:
 
     layer: CompressedLayer
     heads: int
-    tokens: int
     gaps: list[int] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.slots, self.is_ragged = self.heads * self.tokens, self.heads > 1
+    @property
+    def is_ragged(self) -> bool:
+        return self.heads > 1
 
     def keep(
         self,
@@ -228,11 +229,13 @@ class _Part:
 class _Compared(NamedTuple):
     """Scores of a row's entries, those not listed before behind the others, and which are best.
 
-    `before` are (S + 1,) int64: how many of the best stand before each head, and in all.
+    `ranks`, (M + 1,), and `before`, (S + 1,), are int64: how many of the best stand before each
+    entry and before each head, and in all.
     """
 
     scores: Tensor
     best: Tensor
+    ranks: Tensor
     before: Tensor
 
 
@@ -260,8 +263,8 @@ class _Row:
         scores = torch.cat([self.scores, scores])
         best = best_entries(scores[None], [total])[0]
         ends = itertools.accumulate([*itertools.chain(*self.counts), *heads], initial=0)
-        before = F.pad(best.cumsum(0), (1, 0))[ops.on_device(list(ends), scores.device)]
-        return _Compared(scores, best, before)
+        ranks = F.pad(best.cumsum(0), (1, 0))
+        return _Compared(scores, best, ranks, ranks[ops.on_device(list(ends), scores.device)])
 
     def note_lost(self, best: Tensor, votes: Tensor, heads: list[int]) -> None:
         """Count the (2, N) votes of entries that were not listed, and of all those not best."""
@@ -282,7 +285,9 @@ class _Row:
 
         `before` are the numbers of `compared`.
         """
-        chosen, old = compared.best.nonzero()[:, 0], before[sum(map(len, self.counts))]
+        every = torch.arange(1, before[-1] + 1, device=self.at.device)
+        chosen = torch.searchsorted(compared.ranks, every) - 1  # asks for no number, as nonzero()
+        old = before[sum(map(len, self.counts))]
         self.scores = compared.scores[chosen]
         self.columns = torch.cat([self.columns, columns])[chosen]
         self.at = torch.cat([self.at[chosen[:old]], chosen[old:]])
@@ -316,25 +321,3 @@ def _sums_from(counts: Sequence[int], least: int) -> list[int]:
     """Of each number the sum from it on, with those of less as that many, and 0 at the end."""
     from_last = [max(count, least) for count in reversed(counts)]
     return [*itertools.accumulate(from_last, initial=0)][::-1]
-
-
-def _columns(parts: Sequence[_Part], device: torch.device) -> Tensor:
-    """(B, N) int32: the columns of all slots of layers that hold a prompt, head by head."""
-    rows, tokens = len(parts[0].layer.keys), {part.tokens for part in parts}
-    if len(tokens) == 1 and all(part.layer.slots.kept is None for part in parts):
-        slots = torch.arange(*tokens, dtype=torch.int32, device=device)
-        return slots.repeat(sum(part.heads for part in parts)).expand(rows, -1)
-    found = []
-    for part in parts:
-        layer = part.layer
-        slots = torch.arange(part.tokens, device=layer.keys.device).expand(rows, part.heads, -1)
-        columns = layer.slots.columns_of(slots, layer.store)
-        found.append(columns.flatten(1).to(device, torch.int32))
-    return torch.cat(found, dim=1)
-
-
-def _with_lifted(several: Sequence[VotesAtStake], tokens: int, device: torch.device) -> Tensor:
-    """(2, B, N) float32: votes on layers of so many tokens, head by head, and lifted ones."""
-    votes = VotesAtStake.joined(several, 1)
-    both = torch.stack([votes.votes, votes.lifted()])
-    return F.pad(both, (0, tokens - both.shape[-1])).flatten(2).to(device)

@@ -227,7 +227,7 @@ def _plan_cells(plan: "Plan", needs: "CacheNeeds") -> dict[str, str]:
         }
     cells["read per decoding step"] = format_bytes(needs.step_bytes)
     if needs.step_ms is not None:
-        cells["time per step, at least"] = f"{needs.step_ms:.1f} ms"
+        cells["time per step, about"] = f"{needs.step_ms:.1f} ms"
     return cells
 
 

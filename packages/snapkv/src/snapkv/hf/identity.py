@@ -79,12 +79,18 @@ def require_identity(own: Mapping[str, Any], saved: Any) -> None:
 
 @torch.no_grad()
 def _weights(model: PreTrainedModel, dtype: torch.dtype | None) -> str:
-    """SHA-256 over names, shapes and some bytes of all parameters, and which adapters are on."""
+    """SHA-256 over names, shapes and some bytes of all parameters, and which adapters are on.
+
+    Codes of quantized weights may be buffers, which count, too: those of whole numbers.
+    """
     digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters(remove_duplicate=False)):
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    buffers = model.named_buffers(remove_duplicate=False)
+    names += [name for name, held in buffers if not held.is_floating_point()]
+    for name in sorted(names):
         owner, _, own = name.rpartition(".")
         values = weight_of(model.get_submodule(owner), own)
-        digest.update(f"{name} {tuple(parameter.shape)}".encode())
+        digest.update(f"{name} {tuple(values.shape)}".encode())
         digest.update(_sample(values, dtype).numpy().tobytes())
     for name, module in model.named_modules():
         active = getattr(module, "active_adapters", None)  # of a layer of PEFT: those that are on

@@ -28,6 +28,13 @@ FLOPS_PER_BYTE = 150
 """Operations of a GPU in the time that it reads one byte: about half of the data sheets' ratios for
 16-bit matrices (A100 156, H100 295, H200 206), since neither peak is reached."""
 
+LAYER_MS = 0.17
+"""What the launches of a layer add to a step that is one CUDA graph: 10.0 to 11.0 ms a token of an
+8B model in bfloat16 on an H100 80GB HBM3 (docs/results/gpu.jsonl), 5.1 of them bytes."""
+
+GPU_BANDWIDTH_BYTES = 3e12
+"""A second, of the same card, for which gains on a GPU are told where no bandwidth is given."""
+
 _MOST_TOKENS = 2**27
 
 _FELT = 1.5
@@ -102,7 +109,7 @@ class CacheNeeds:
     prefill_peak_bytes: int  # weights excluded, prompts read in one pass; an estimate
     total_bytes: int  # weights and the peak of everything else
     step_bytes: int  # read by the decoding step of the last token of every answer
-    step_ms: float | None  # least time of that step; None without a bandwidth
+    step_ms: float | None  # time of that step as one graph; None without a bandwidth
     fits_in_one_pass: bool | None = None
     fits: bool | None = None  # in one pass or in pieces
     longest_prompt_tokens: int | None = None
@@ -156,12 +163,17 @@ class Plan:
         """Upper limit of the decoding speed-up, from the bytes that a step reads."""
         return self.full.step_bytes / self.compressed.step_bytes
 
+    def gpu_step_ms(self, batch: int, *, compressed: bool) -> float:
+        """Estimated time of the last decoding step of so many rows on a GPU, as one graph."""
+        read = self._step_bytes(self.request.context_tokens, batch, compressed)
+        bandwidth = self.request.bandwidth_bytes or GPU_BANDWIDTH_BYTES
+        return LAYER_MS * self.footprint.layers + 1000 * read / bandwidth
+
     def batch_of_speedup(self, speedup: float) -> int | None:
-        """The first number of rows that may decode so many times as fast; None beyond 1,024."""
-        tokens = self.request.context_tokens
+        """The first number of rows that a GPU decodes so many times as fast; None beyond 1,024."""
         for batch in range(1, 1025):
-            full = self._step_bytes(tokens, batch, compressed=False)
-            if full >= speedup * self._step_bytes(tokens, batch, compressed=True):
+            compressed = self.gpu_step_ms(batch, compressed=True)
+            if self.gpu_step_ms(batch, compressed=False) >= speedup * compressed:
                 return batch
         return None
 
@@ -191,13 +203,13 @@ class Plan:
     def _needs(self, *, compressed: bool) -> CacheNeeds:
         asked = self.request
         tokens, batch = asked.context_tokens, asked.batch
-        step = self._step_bytes(tokens, batch, compressed)
+        step_ms = self.gpu_step_ms(batch, compressed=compressed)
         return CacheNeeds(
             cache_bytes=batch * self._cache(tokens, 0, compressed),
             prefill_peak_bytes=batch * self._prefill_peak(tokens, compressed, in_pieces=False),
             total_bytes=self._total(tokens, batch, compressed, in_pieces=False),
-            step_bytes=step,
-            step_ms=None if asked.bandwidth_bytes is None else 1000 * step / asked.bandwidth_bytes,
+            step_bytes=self._step_bytes(tokens, batch, compressed),
+            step_ms=None if asked.bandwidth_bytes is None else step_ms,
             **self._fitting(compressed),
         )
 
@@ -328,11 +340,14 @@ def _headline(plan: Plan) -> Iterator[str]:
             f"Compression helps: {format_bytes(saved)} of cache are saved, and tokens come up to "
             f"{plan.decode_speedup:.1f} times as fast."
         )
-        if plan.decode_speedup < _FELT and (rows := plan.batch_of_speedup(_FELT)) is not None:
+        if (rows := plan.batch_of_speedup(_FELT) or 0) > (batch := plan.request.batch):
+            full, kept = (plan.gpu_step_ms(batch, compressed=each) for each in (False, True))
+            floor = LAYER_MS * plan.footprint.layers
             yield (
-                f"A step mostly reads weights, so you will hardly feel it: a batch of {rows:,} "
-                f"comes up to {_FELT} times as fast. On a GPU few rows wait for the processor "
-                "unless steps are one CUDA graph: storage='static'."
+                f"On a GPU you will hardly feel it{' in one row' if batch == 1 else ''}: a token "
+                f"takes about {full:.1f} ms, compressed {kept:.1f}, of which {floor:.1f} are "
+                "launches of one CUDA graph, as on an H100, and most of the rest reads weights. "
+                f"A batch of {rows:,} comes {_FELT} times as fast."
             )
 
 
