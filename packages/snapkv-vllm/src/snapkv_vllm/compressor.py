@@ -170,8 +170,8 @@ class Compressor:
 
     def _keep_indices(self, run: LayerRun, request: str, order: Order, keys: Tensor) -> Tensor:
         """What is kept of a run of layers: (layers, H, K), as many as the scheduler counts."""
-        queries = min(order.choice.query_tokens, order.seen_tokens)  # of a short prompt all
-        layer = self._layer_of(run, request, queries, keys)
+        voters = min(order.choice.query_tokens, order.seen_tokens)
+        layer = self._layer_of(run, request, voters, keys)
         if order.noted_tokens:
             received = self._received[request]
             layer = replace(layer, received=torch.stack([received[name] for name in run.layers]))
