@@ -184,10 +184,7 @@ def test_fewer_queries_than_the_window_vote_on_the_prefix_only(group_reduce):
 
 @pairs(window_reduce=["mean", "max"], voters=[2, 6, 16], group_reduce=["mean", "max", "none"])
 def test_more_or_fewer_tokens_vote_than_are_kept(window_reduce, voters, group_reduce):
-    """Of all positions before the window, also of voters, on which those after them vote.
-
-    The largest of these votes count a quarter.
-    """
+    """Of all positions before the window; of voters too, on which the largest votes count less."""
     reduced = {"window_reduce": window_reduce, "group_reduce": group_reduce}
     policy = SnapKV(budget=18, window_size=6, kernel_size=1, voters=voters, **reduced)
     assert policy.query_tokens == voters
