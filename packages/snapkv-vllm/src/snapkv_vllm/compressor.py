@@ -170,7 +170,8 @@ class Compressor:
 
     def _keep_indices(self, run: LayerRun, request: str, order: Order, keys: Tensor) -> Tensor:
         """What is kept of a run of layers: (layers, H, K), as many as the scheduler counts."""
-        layer = self._layer_of(run, request, order.choice.query_tokens, keys)
+        voters = min(order.choice.query_tokens, order.seen_tokens)  # fewer where a prompt has fewer
+        layer = self._layer_of(run, request, voters, keys)
         if order.noted_tokens:
             received = self._received[request]
             layer = replace(layer, received=torch.stack([received[name] for name in run.layers]))

@@ -123,6 +123,7 @@ def run(states, policy, chunks, blocks, target_blocks=None, dtype=torch.float32,
         (SnapKV(48), [150], None),
         (SnapKV(48), [140, 1, 9], (31, 4, 17)),
         (SnapKV(40, window_size=16, pooling="avg", group_reduce="max"), [100, 45, 5], (31, 4, 17)),
+        (SnapKV(40, window_size=16, voters=200), [140, 1, 9], None),  # more than the prompt has
         (TOVA(33), [140, 1, 9], None),
         (StreamingLLM(20, positions="original"), [100, 45, 5], (31, 4)),
     ],

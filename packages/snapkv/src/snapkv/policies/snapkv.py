@@ -26,6 +26,9 @@ from snapkv.validation import (
 _ORDER_BELOW_THE_MEAN = 2.0**-10
 """By how much a vote below its head's mean still counts, so that the better one stays."""
 
+_ON_VOTERS = 0.25
+"""What a largest vote on a voter counts: voters look at themselves and their neighbours most."""
+
 
 @dataclass(frozen=True)
 class SnapKV(PrefixPolicy):
@@ -59,7 +62,8 @@ class SnapKV(PrefixPolicy):
             whatever the others look at (DefensiveKV, Feng et al., ICLR 2026). Where heads or layers
             share a budget, a head's scores are then at least its mean, within a thousandth.
         voters: how many of the last tokens vote, where not `window_size`: fewer, or more than are
-            kept for being last. Votes on a voter are those of the ones after it.
+            kept for being last. Votes on a voter are those of the ones after it, and with "max" as
+            `window_reduce` count a quarter.
     """
 
     name: ClassVar[str] = "snapkv"
@@ -147,12 +151,11 @@ class SnapKV(PrefixPolicy):
         return layer.once(own, self._vote)
 
     def _vote(self, layer: PromptLayer) -> Tensor:
-        own_keys = layer.stored_heads is None  # or heads of several keys share what is stored
         votes = ops.window_votes(
             layer.queries,
             layer.keys,
             pad_tokens=layer.pad_tokens,
-            group_reduce=self.group_reduce if own_keys else "none",
+            group_reduce=self.group_reduce if layer.stored_heads is None else "none",
             score_options=layer.score_options,
             impl=layer.votes_impl,
         )
@@ -175,6 +178,7 @@ class SnapKV(PrefixPolicy):
             group_reduce=self.group_reduce if layer.stored_heads is None else "none",
             impl=layer.votes_impl,
         )
+        largest[..., layer.keys.shape[2] - layer.queries.shape[2] :] *= _ON_VOTERS
         return self._of_stored_heads(largest, layer), self._of_stored_heads(summed, layer)
 
     def _of_stored_heads(self, votes: Tensor, layer: PromptLayer) -> Tensor:
