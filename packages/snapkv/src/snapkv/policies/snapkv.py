@@ -178,7 +178,8 @@ class SnapKV(PrefixPolicy):
             group_reduce=self.group_reduce if layer.stored_heads is None else "none",
             impl=layer.votes_impl,
         )
-        largest[..., layer.keys.shape[2] - layer.queries.shape[2] :] *= _ON_VOTERS
+        if layer.queries.shape[2] > self.window_size:  # or all that vote are kept
+            largest[..., layer.keys.shape[2] - layer.queries.shape[2] :] *= _ON_VOTERS
         return self._of_stored_heads(largest, layer), self._of_stored_heads(summed, layer)
 
     def _of_stored_heads(self, votes: Tensor, layer: PromptLayer) -> Tensor:
