@@ -48,7 +48,10 @@ class LostVotesOfLayers:
             return
         layers, several, kept = zip(*self._waiting, strict=True)
         most, tokens = max([each.shape[-1] for each in kept]), self._alike[-1]
-        wide = [F.pad(each, (most - each.shape[-1], 0), value=-1) for each in kept]
+        wide = [
+            F.pad(each, (empty, 0), value=-1) if (empty := most - each.shape[-1]) else each
+            for each in kept
+        ]
         votes = VotesAtStake.joined(several, 0)
         lost = LostVotes.of(votes.votes, votes.lifted(), torch.cat(wide), tokens)
         masses, peaks = (each.chunk(len(layers)) for each in (lost.mass, lost.peak))
