@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from snapkv.errors import UnsupportedModelError
@@ -142,10 +143,15 @@ def _attend_at_once(layer: PromptLayer) -> Tensor | None:
     mask = None if (pads := layer.pads) is None else ~pads[:, :, None]
     B, Hkv, _, D = keys.shape
     grouped = queries.view(B, Hkv, -1, D)
-    attended = scaled_dot_product_attention(
+    if grouped.is_cuda and not D % 8:  # where cuDNN would make a plan for every prompt's length
+        asked = SDPAParams(grouped, keys, values, mask, 0.0, False, False)
+        if can_use_flash_attention(asked):
+            flash = torch.ops.aten._scaled_dot_product_flash_attention
+            attended: Tensor = flash(grouped, keys, values, scale=options.scaling)[0]
+            return attended.flatten(1, 2)
+    return scaled_dot_product_attention(
         grouped, keys, values, attn_mask=mask, scale=options.scaling
-    )
-    return attended.flatten(1, 2)
+    ).flatten(1, 2)
 
 
 def _last_query_scores(layer: PromptLayer) -> Tensor:
