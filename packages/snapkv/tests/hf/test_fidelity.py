@@ -162,8 +162,9 @@ def test_where_to_ask_is_to_wait_the_layers_are_asked_at_the_prompts_end(wrong, 
 
     def doubtful(prompt, *arguments, **options):
         doubt = doubt_scores(prompt, *arguments, **options)
-        doubt.found[0] += 99 * (prompt.layer_idx == wrong)
-        return doubt
+        return replace(
+            doubt, norms=doubt.norms + torch.eye(2)[0] * (prompt.layer_idx == wrong) * 99
+        )
 
     def watched(doubts):
         judged.append([doubt.layer_idx for doubt in doubts])

@@ -6,7 +6,6 @@ sees, and compared with what the model's own attention returned for it. It is ju
 a GPU to ask is to wait.
 """
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,8 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.backends.cuda import SDPAParams, can_use_flash_attention
-from torch.nn.functional import scaled_dot_product_attention
 
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies import PromptLayer
@@ -32,11 +29,13 @@ _MOST_ROUNDING = 100.0  # where scores err by more, anything is explained
 class Doubt:
     """How far a layer's attention is from what the votes take it for.
 
-    `found` holds float32 numbers on the layer's device: the norm of the difference between both
-    outputs, that of the expected one, and the largest score of the query where rounding goes by it.
+    Attributes:
+        norms: (2,) float32, of the difference between both outputs, and of the expected one.
+        largest: () float32, the largest score of the query.
     """
 
-    found: Tensor
+    norms: Tensor
+    largest: Tensor
     tolerance: float  # what the dtype explains of the relative difference
     epsilon: float  # how far scores are rounded, relative to their size
     attention: str
@@ -90,17 +89,13 @@ def doubt_scores(
     """
     if getattr(module, "training", False):
         return None
-    epsilon, largest = _epsilon(output, rounds_scores), []
-    if epsilon > torch.finfo(torch.float32).eps or (expected := _attend_at_once(layer)) is None:
-        scores = _last_query_scores(layer)
-        expected = _attend(layer, scores)
-        largest = [torch.linalg.vector_norm(scores, math.inf)[None]]
-    both = torch.stack([expected - output, expected]).flatten(1)
-    norms = both.norm(dim=-1, dtype=torch.promote_types(both.dtype, torch.float32))
+    scores = _last_query_scores(layer)
+    largest, expected = torch.linalg.vector_norm(scores, math.inf), _attend(layer, scores)
     return Doubt(
-        found=torch.cat([norms, *largest]) if largest else norms,
+        norms=torch.stack([expected - output, expected]).flatten(1).norm(dim=-1),
+        largest=largest,
         tolerance=_TOLERANCE.get(output.dtype, _LOW_PRECISION_TOLERANCE),
-        epsilon=epsilon,
+        epsilon=_epsilon(output, rounds_scores),
         attention=type(module).__name__,
         layer_idx=layer.layer_idx,
     )
@@ -113,12 +108,13 @@ def require_faithful(doubts: Sequence[Doubt]) -> None:
     """
     if not doubts:
         return
-    device = doubts[-1].found.device
-    found = iter(torch.cat([doubt.found.to(device) for doubt in doubts]).tolist())
-    for doubt in doubts:
-        difference, size, *largest = itertools.islice(found, len(doubt.found))
+    device = doubts[-1].largest.device
+    norms = torch.stack([doubt.norms.to(device) for doubt in doubts])
+    largest = torch.stack([doubt.largest.to(device) for doubt in doubts])
+    found = torch.cat([norms, largest[:, None]], dim=-1).tolist()
+    for doubt, (difference, size, largest) in zip(doubts, found, strict=True):
         difference /= max(size, _SMALLEST)
-        explained = doubt.tolerance + math.expm1(min(doubt.epsilon * sum(largest), _MOST_ROUNDING))
+        explained = doubt.tolerance + math.expm1(min(doubt.epsilon * largest, _MOST_ROUNDING))
         if not difference <= explained:
             raise UnsupportedModelError(
                 f"model: expected attention that scaling, soft-cap and sinks describe, got "
@@ -132,26 +128,6 @@ def _epsilon(output: Tensor, rounds_scores: bool) -> float:
     if output.is_cuda and torch.backends.cuda.matmul.allow_tf32:
         return max(epsilon, 2.0**-10)  # float32 products are rounded to 10 bits there
     return epsilon
-
-
-def _attend_at_once(layer: PromptLayer) -> Tensor | None:
-    """The same as `_attend` by torch's attention, in its dtype; None where that does less."""
-    queries, keys, values = layer.queries[:, :, -1], layer.keys, layer.values
-    options, dtypes = layer.score_options, {queries.dtype, keys.dtype, values.dtype}
-    if options.softcap is not None or options.sink_logits is not None or len(dtypes) > 1:
-        return None
-    mask = None if (pads := layer.pads) is None else ~pads[:, :, None]
-    B, Hkv, _, D = keys.shape
-    grouped = queries.view(B, Hkv, -1, D)
-    if grouped.is_cuda and not D % 8:  # where cuDNN would make a plan for every prompt's length
-        asked = SDPAParams(grouped, keys, values, mask, 0.0, False, False)
-        if can_use_flash_attention(asked):
-            flash = torch.ops.aten._scaled_dot_product_flash_attention
-            attended: Tensor = flash(grouped, keys, values, scale=options.scaling)[0]
-            return attended.flatten(1, 2)
-    return scaled_dot_product_attention(
-        grouped, keys, values, attn_mask=mask, scale=options.scaling
-    ).flatten(1, 2)
 
 
 def _last_query_scores(layer: PromptLayer) -> Tensor:
