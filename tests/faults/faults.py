@@ -42,6 +42,18 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
     ],
     "snapkv/cache/layer.py": [
         (
+            "replayed queries do not vote with the next turn",
+            "held.copy_(torch.cat([held",
+            "(torch.cat([held",
+            "hf/test_step_graph.py",
+        ),
+        (
+            "a branch keeps room that nobody takes back",
+            "            copied.leave_room()\n",
+            "",
+            "hf/test_step_graph.py",
+        ),
+        (
             "queries of dropped tokens vote on the next turn",
             "self._note(last_queries=_queries_left(held, left, positions[:, 0]))",
             "pass",
@@ -417,10 +429,24 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
             "hf/test_masks.py",
         ),
     ],
+    "snapkv/hf/room.py": [
+        (
+            "room that runs out is not made larger",
+            "        return self._free >= 0\n",
+            "        return True\n",
+            "hf/test_step_graph.py",
+        ),
+        (
+            "drafts are recorded as one token is",
+            "        if prompt_state.verifies_drafts:\n",
+            "        if False:\n",
+            "hf/test_step_graph.py",
+        ),
+    ],
     "snapkv/hf/step_graph.py": [
         (
             "the step that is tried fills a slot",
-            "                count.copy_(number)\n",
+            "                held.copy_(states)\n",
             "                pass\n",
             "hf/test_step_graph.py",
         ),
