@@ -174,7 +174,7 @@ def test_a_branch_that_is_made_meanwhile_grows_by_itself():
     branch = Acting(lambda: branches.extend([copy.copy(cache), copy.deepcopy(cache)]))
     got = generated(model, cache, ids, streamer=branch)
     for each in branches:
-        assert all(layer.free_slots is None for layer in each.prompt_state.layers)
+        assert all(not layer.store.is_static for layer in each.prompt_state.layers)
         seen = each.get_seq_length()
         logits = model(got[:, seen:], past_key_values=each).logits
         eager = CompressedCache(model, POLICY)

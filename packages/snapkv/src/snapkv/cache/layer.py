@@ -551,12 +551,6 @@ class CompressedLayer(DynamicLayer):
 
     # Room for the steps of one `generate`, which may be replayed without Python.
 
-    @property
-    def free_slots(self) -> int | None:
-        """For how many more tokens there is room that was lent; None where none was."""
-        tail = self.store.tail
-        return tail.slots - tail.tokens if isinstance(tail, LentTail) else None
-
     def take_room(self, tokens: int) -> None:
         """Have room for so many more, at places that stay, until `leave_room`."""
         store = self.store
