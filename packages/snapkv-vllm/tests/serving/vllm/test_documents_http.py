@@ -9,7 +9,7 @@ import uuid
 import pytest
 
 from snapkv_vllm.settings import ServingSettings
-from tests.serving.vllm.sites import Site, configured
+from tests.serving.vllm.sites import Site
 
 PATH = "/v1/snapkv/documents"
 MINE, THEIRS = {"Authorization": "Bearer mine"}, {"Authorization": "Bearer theirs"}
@@ -18,22 +18,9 @@ CHAT = [{"role": "system", "content": TEXT}]
 QUESTION = {"role": "user", "content": "When does it end?"}
 
 
-@pytest.fixture(scope="module")
-def config(folder):
-    return configured(folder)
-
-
 @pytest.fixture
 def site(config, monkeypatch):
     return Site(config, monkeypatch)
-
-
-@pytest.fixture
-def client(site):
-    from starlette.testclient import TestClient
-
-    with TestClient(site.app) as running:
-        yield running
 
 
 def naming(name, **body):
