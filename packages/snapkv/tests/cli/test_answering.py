@@ -15,6 +15,7 @@ from snapkv.cli.options import RunOptions, read_prefill, read_prefills
 from snapkv.cli.policy import usual_bits
 from snapkv.decoding import MedusaHeads, save_heads
 from snapkv.errors import InvalidArgumentError
+from snapkv.hf import step_graph
 from snapkv.hf.saved import policy_of
 from tests.families import small_model
 
@@ -46,6 +47,11 @@ def test_the_answer_alone_is_on_standard_output(snapkv, demo_only, document):
         "prompt tokens", "kept tokens", "generated", "lost votes", "cache", "full cache",
         "first token", "per token", "whole answer",
     }  # fmt: skip
+
+
+def test_how_steps_ran_that_may_be_a_graph_is_shown(snapkv, demo_only, document, monkeypatch):
+    monkeypatch.setattr(step_graph, "described", lambda cache: "one graph")
+    assert re.search(r"│ steps +│ one graph", snapkv("ask", document, *ASK, *SMALL).err)
 
 
 def test_json_is_one_object_and_nothing_else(asked, demo_only, document):

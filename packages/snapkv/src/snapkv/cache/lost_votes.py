@@ -15,7 +15,7 @@ from snapkv.policies import PromptLayer, Selection
 from snapkv.policies.states import LostVotes, VotesAtStake
 
 MOST_BYTES = 4 << 20
-"""Of votes that wait; those of a single layer may be more."""
+"""Of votes that wait."""
 
 
 class LostVotesOfLayers:
@@ -28,18 +28,19 @@ class LostVotesOfLayers:
 
     @torch.no_grad()
     def note(self, layer: CompressedLayer, selection: Selection, prompt: PromptLayer) -> None:
-        """A layer is to keep that; of a prompt that it does not hold whole nothing is noted."""
-        votes = layer.policy.votes_at_stake(prompt) if layer.slots.is_whole else None
-        if votes is None:
+        """Of a whole prompt a layer has kept that."""
+        if (votes := layer.policy.votes_at_stake(prompt)) is None:
             return
         found, kept = votes.votes, selection.keep_indices
         has_pads = votes.pad_tokens is not None
         heads, tokens = kept.shape[1], selection.prompt_tokens
         alike = found.shape, found.device, votes.weights, has_pads, heads, tokens
-        if alike != self._alike or self._bytes + found.nbytes > MOST_BYTES:
+        if alike != self._alike:
             self.measure()
         self._alike, self._bytes = alike, self._bytes + found.nbytes
         self._waiting.append((layer, votes, kept))
+        if self._bytes >= MOST_BYTES:
+            self.measure()
 
     @torch.no_grad()
     def measure(self) -> None:
@@ -48,7 +49,10 @@ class LostVotesOfLayers:
             return
         layers, several, kept = zip(*self._waiting, strict=True)
         most, tokens = max([each.shape[-1] for each in kept]), self._alike[-1]
-        wide = [F.pad(each, (most - each.shape[-1], 0), value=-1) for each in kept]
+        wide = [
+            F.pad(each, (empty, 0), value=-1) if (empty := most - each.shape[-1]) else each
+            for each in kept
+        ]
         votes = VotesAtStake.joined(several, 0)
         lost = LostVotes.of(votes.votes, votes.lifted(), torch.cat(wide), tokens)
         masses, peaks = (each.chunk(len(layers)) for each in (lost.mass, lost.peak))

@@ -289,9 +289,10 @@ class PromptState:
         self, layer: CompressedLayer, selection: Selection | None, prompt: PromptLayer
     ) -> None:
         """A layer keeps of a prompt what it has chosen; None for all of it."""
-        if selection is not None:
-            self.lost_votes.note(layer, selection, prompt)
+        was_whole = layer.slots.is_whole
         layer.end_prompt(selection, prompt)
+        if selection is not None and was_whole:
+            self.lost_votes.note(layer, selection, prompt)
         if prompt.depth == prompt.num_layers - 1:
             self.lost_votes.measure()
 

@@ -185,7 +185,7 @@ class _Part:
     """One layer of the prompt.
 
     Attributes:
-        gaps: how far each row's entries stand before their places in the list, in the store.
+        gaps: for each row by how much `_Row.at` of an entry exceeds its place in the layer's store.
     """
 
     layer: CompressedLayer

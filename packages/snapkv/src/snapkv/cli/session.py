@@ -124,6 +124,8 @@ def _costs(answer: Answer) -> dict[str, str]:
     if drafts := answer.drafts:
         length, passes = drafts["acceptance_length"], drafts["passes"]
         costs["tokens per pass"] = f"{length:.2f}, {passes:,} passes ({drafts['method']})"
+    if cache.get("steps"):
+        costs["steps"] = cache["steps"]
     return costs
 
 

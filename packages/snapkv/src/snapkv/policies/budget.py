@@ -315,7 +315,11 @@ def linear_budgets(bottom: float, top: float, mean: int, num_layers: int) -> tup
 def counts_of_best(ranked: Tensor, totals: list[int]) -> Tensor:
     """(B, H) int64: how many of a row's best, so many of all its (H, P) scores, are each head's."""
     B, H, P = ranked.shape
-    best = ops.keep_best(ranked.reshape(B, 1, H * P), totals)[:, 0]
+    most = max(totals)
+    order = ranked.flatten(1).sort(dim=-1, descending=True, stable=True).indices[:, :most]
+    heads = order // P
+    if min(totals) < most:
+        wanted = ops.on_device(totals, heads.device)[:, None]
+        heads = heads.masked_fill(torch.arange(most, device=heads.device) >= wanted, H)
     counts = torch.zeros(B, H + 1, dtype=torch.int64, device=ranked.device)
-    heads = best // P + 1  # -1 where a row has fewer
-    return counts.scatter_(1, heads, 1, reduce="add")[:, 1:]
+    return counts.scatter_(1, heads, 1, reduce="add")[:, :H]
